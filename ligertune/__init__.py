@@ -1,0 +1,34 @@
+"""ligertune: fine-tune language models with fast, exact kernels.
+
+    import ligertune
+    model = ligertune.AutoModelForCausalLM.from_pretrained("Qwen/Qwen2.5-7B")   # loaded and patched
+    report = ligertune.patch(my_model)                                          # or patch what you have
+
+Names are imported on first use, so that `import ligertune` costs no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+__version__ = "0.1.0"
+
+_WHERE = {
+    "patch": "ligertune.model.patch",
+    "unpatch": "ligertune.model.patch",
+    "AutoModelForCausalLM": "ligertune.model.auto",
+    "load_recipe": "ligertune.recipe.read",
+    "UserError": "ligertune.errors",
+}
+
+__all__ = ["__version__", *_WHERE]
+
+
+def __getattr__(name: str):
+    if name not in _WHERE:
+        raise AttributeError(f"module 'ligertune' has no attribute {name!r}")
+    return getattr(importlib.import_module(_WHERE[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

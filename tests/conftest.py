@@ -1,0 +1,37 @@
+"""Fixtures every test shares, and the reasons for which a test may be skipped: no GPU, no corpus."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+CORPUS = Path(os.environ.get("LIGERTUNE_TEST_DATA", ROOT.parent / "shared" / "data"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    gpu = None
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            if gpu is None:
+                import torch
+
+                gpu = torch.cuda.is_available()
+            if not gpu:
+                item.add_marker(pytest.mark.skip(reason="needs an NVIDIA or AMD GPU"))
+        if item.get_closest_marker("corpus") and not CORPUS.is_dir():
+            item.add_marker(pytest.mark.skip(reason="needs the test corpus: set LIGERTUNE_TEST_DATA to its folder"))
+
+
+@pytest.fixture(scope="session")
+def corpus() -> Path:
+    """The folder of real data sets, tokenizers and published configurations (marker: corpus)."""
+    return CORPUS
+
+
+@pytest.fixture(scope="session")
+def quickstart() -> Path:
+    """configs/quickstart: the recipe, the tiny pretrained Llama and its data."""
+    return ROOT / "configs" / "quickstart"
