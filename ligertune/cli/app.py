@@ -1,0 +1,57 @@
+"""The console script: commands, and what becomes of errors. Heavy imports stand inside the commands."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from ligertune.errors import UserError
+
+app = typer.Typer(
+    name="ligertune",
+    help="Fine-tune language models on your own GPUs: fast exact kernels, one YAML recipe, an honest report.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _register() -> None:
+    from ligertune.cli.compare import compare
+    from ligertune.cli.data import data
+    from ligertune.cli.doctor import doctor
+    from ligertune.cli.generate import generate
+    from ligertune.cli.recipe import recipe_app
+    from ligertune.cli.train import train
+
+    for command in (train, compare, data, generate, doctor):
+        app.command()(command)
+    app.add_typer(recipe_app, name="recipe")
+
+
+_register()
+
+
+@app.callback(invoke_without_command=True)
+def root(version: bool = typer.Option(False, "--version", help="Print the version and leave.", is_eager=True)) -> None:
+    """Fine-tune language models on your own GPUs: fast exact kernels, one YAML recipe, an honest report."""
+    if version:
+        from ligertune import __version__
+        from ligertune.cli import render
+
+        render.document(f"ligertune {__version__}")
+        raise typer.Exit
+
+
+def main() -> None:
+    """0 done, 1 failed while running, 2 the input was wrong, 130 interrupted."""
+    try:
+        app()
+    except UserError as problem:
+        from ligertune.cli import render
+
+        render.error(problem)
+        sys.exit(problem.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,43 @@
+"""`ligertune generate`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ligertune.cli import render
+
+
+def generate(
+    model: Annotated[str, typer.Argument(help="Folder of a model (runs/.../model), or a hub id.", show_default=False)],
+    prompt: Annotated[str, typer.Argument(help="What to ask or continue; - reads stdin.", show_default=False)],
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without a prompt template.")] = False,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="The most tokens to write.")] = 128,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 picks the likeliest token each time.")] = 0.0,
+    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Sample from this share of the probability.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Of the sampling.")] = 42,
+    json: Annotated[bool, typer.Option("--json", help="Print a JSON report on stdout.")] = False,
+) -> None:
+    """Answer or continue a prompt with a trained model, in the words of the template it was trained with.
+
+    Example: ligertune generate runs/quickstart/model 'Name three colours.'
+    """
+    import sys
+
+    from ligertune.preflight import check_model_path
+
+    check_model_path(model, key="MODEL")
+    if prompt == "-":
+        prompt = sys.stdin.read()
+
+    from ligertune.decode.generate import complete
+
+    render.people_on_stderr(json)
+    answer = complete(
+        model, prompt, raw=raw, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed
+    )
+    if json:
+        render.json_report(answer.as_dict())
+    else:
+        render.document(answer.text)

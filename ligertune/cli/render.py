@@ -1,0 +1,231 @@
+"""The only place that prints. People's output goes to stdout, or to stderr where stdout is for a machine (`--json`)."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from ligertune.errors import UserError
+    from ligertune.plan import KernelLine, Plan
+    from ligertune.report import Report
+
+
+class _Output:
+    """Where people's output goes; `for_machines` moves it to stderr."""
+
+    def __init__(self) -> None:
+        self.console = Console(highlight=False, soft_wrap=True)
+
+    def for_machines(self) -> None:
+        self.console = Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+OUTPUT = _Output()
+
+
+def people_on_stderr(json_wanted: bool) -> None:
+    """With `--json`, stdout carries one JSON report and nothing else."""
+    if json_wanted:
+        OUTPUT.for_machines()
+
+
+def text(message: str = "") -> None:
+    """A line for people, as it is (no markup)."""
+    OUTPUT.console.print(Text(message))
+
+
+def document(content: str) -> None:
+    """A whole document on stdout, byte for byte: YAML, JSON, generated text."""
+    sys.stdout.write(content if content.endswith("\n") else content + "\n")
+    sys.stdout.flush()
+
+
+def json_report(content: dict) -> None:
+    """One machine-readable report on stdout."""
+    document(json.dumps(content, indent=1, default=str, ensure_ascii=False))
+
+
+def error(problem: UserError) -> None:
+    """The sentence, on stderr."""
+    Console(stderr=True, highlight=False, soft_wrap=True).print(Text.assemble(("Error: ", "bold red"), str(problem)))
+
+
+def table(title: str, rows: Iterable[tuple[str, str]]) -> None:
+    """Two columns: what, and its value."""
+    grid = Table(title=title, title_justify="left", title_style="bold", show_header=False, box=None, pad_edge=False)
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for name, value in rows:
+        grid.add_row(Text(name), Text(value))
+    OUTPUT.console.print(grid)
+
+
+def plan(plan: Plan) -> None:
+    """The plan, before anything is trained."""
+    batching, schedule, data = plan.batching, plan.schedule, plan.data
+    dropped = ", ".join(f"{count} {reason}" for reason, count in data.dropped.items()) or "none"
+    rows = [
+        ("model", f"{plan.model_family}, {count(plan.n_parameters)} parameters, {count(plan.n_trainable)} trained"),
+        ("device", f"{plan.machine.name} ({plan.machine.arch}) x {batching.world_size}, {plan.strategy}"),
+        ("dtype", dtype(plan)),
+        ("attention", plan.attn_implementation),
+        ("kernels", kernels(plan.kernels, plan.kernels_backend)),
+        ("data", f"{data.examples} examples, {data.tokens} tokens, "
+                 f"{100 * data.trained_tokens / max(1, data.tokens):.1f} % trained, template {data.template}"),
+        ("dropped rows", dropped),
+        ("batch", f"{batching.micro_batch_size} x {batching.accumulation} accumulated x {batching.world_size} "
+                  f"processes = {batching.global_batch_size} examples a step"),
+        ("steps", f"{schedule.total_steps} ({schedule.warmup_steps} of them warm-up), {schedule.type}, "
+                  f"learning rate {schedule.learning_rate:g}"),
+        ("states", f"{size(plan.bytes.total)} on each device for weights, gradients and {plan.optimizer.name}"),
+        ("output", str(plan.output_dir)),
+    ]  # fmt: skip
+    if data.eval_examples:
+        rows.insert(6, ("evaluation", f"{data.eval_examples} examples"))
+    table("Plan", rows)
+    for line in plan.kernels:
+        if line.left:
+            text(f"  left alone: {line.left} x {line.kernel}: {line.note}")
+    for note in plan.notes:
+        text(f"  note: {note}")
+
+
+def dtype(plan: Plan) -> str:
+    """What the weights are, in words."""
+    if plan.precision.autocast == "fp16":
+        return "float16 (mixed: float32 weights, scaled loss)"
+    return plan.precision.weights
+
+
+class Progress:
+    """The state of a run: one live line on a terminal, plain lines elsewhere."""
+
+    def __init__(self, total_steps: int) -> None:
+        self._total = total_steps
+        self._live: Live | None = None
+
+    def __enter__(self) -> Progress:
+        if OUTPUT.console.is_terminal:
+            self._live = Live(Text("loading the model ..."), console=OUTPUT.console, refresh_per_second=4)
+            self._live.__enter__()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._live:
+            self._live.__exit__(*exc)
+
+    def show(self, line: dict) -> None:
+        """A logged line of metrics.jsonl."""
+        shown = Text(self._words(line))
+        if self._live and "loss" in line:
+            self._live.update(shown)
+        else:
+            OUTPUT.console.print(shown)
+
+    def _words(self, line: dict) -> str:
+        if "eval_loss" in line:
+            return f"step {line['step']:>6}/{self._total}  evaluation loss {line['eval_loss']:.4f}"
+        peak = line["peak_memory"]
+        norm = "" if line["grad_norm"] is None else f"  grad norm {line['grad_norm']:.2f}"
+        return (
+            f"step {line['step']:>6}/{self._total}  loss {line['loss']:.4f}  lr {line['learning_rate']:.2e}{norm}  "
+            f"{count(line['tokens_per_second'])} tokens/s  peak {size(max(peak.values()))}  "
+            f"left {duration(line['remaining_seconds'])}"
+        )
+
+
+def report(report: Report) -> None:
+    """The end of a run."""
+    speed = report.throughput
+    rows = [
+        ("status", report.status + (f" by {report.stopped_by}" if report.stopped_by else "")),
+        ("steps", f"{report.steps} of {report.total_steps}" + (f", resumed at {report.resumed_from}" if report.resumed_from else "")),
+        ("loss", "none logged" if report.loss_first is None else f"{report.loss_first:.4f} -> {report.loss_last:.4f}"),
+    ]  # fmt: skip
+    if report.eval_loss is not None:
+        rows.append(("evaluation loss", f"{report.eval_loss:.4f}"))
+    if speed:
+        left_out = f"first {speed.warmup_steps_excluded} steps left out" if speed.warmup_steps_excluded else "warm-up included"
+        rows += [
+            ("tokens/s", f"{speed.tokens_per_second:,.0f} real, {speed.trained_tokens_per_second:,.0f} of them trained, "
+                         f"{speed.padded_tokens_per_second:,.0f} with padding ({speed.steps} steps, {left_out})"),
+            ("MFU", "unknown peak of this device or dtype" if speed.mfu is None else f"{100 * speed.mfu:.1f} %"),
+        ]  # fmt: skip
+    rows += [
+        ("peak memory", peak_memory(report.peak_memory)),
+        ("kernels applied", kernels(report.kernels, report.kernels_backend)),
+        ("device", f"{report.device} x {report.world_size}, {report.strategy}, {report.dtype}"),
+        ("time", duration(report.seconds)),
+        ("model", report.model_path or "not written: the run is not finished"),
+    ]
+    text()
+    table("Report", rows)
+
+
+def next_step(report: Report, recipe_path: str) -> None:
+    """The exact command to type after a run."""
+    if report.model_path:
+        text(f"\nGenerate from it:  ligertune generate {report.model_path} 'Give three tips for staying healthy.'")
+    else:
+        text(f"\nContinue it:  ligertune train {recipe_path} --resume")
+
+
+def kernels(lines: Iterable[KernelLine], backend: str) -> str:
+    """Which kernels run, on how many modules, and on what."""
+    applied = [f"{line.kernel} x {line.applied}" for line in lines if line.applied]
+    how = "Triton" if backend == "triton" else "PyTorch reference"
+    return f"{', '.join(applied)} ({how})" if applied else "none"
+
+
+def peak_memory(peak: dict[str, int]) -> str:
+    """Device peaks where there are any; else what the process held of the host's memory."""
+    if "resident_run" in peak:
+        return f"{size(peak['resident_run'])} of host memory (whole process)"
+    return (
+        f"{size(peak['allocated_steady'])} allocated, {size(peak['reserved_steady'])} reserved after warm-up; "
+        f"{size(peak['allocated_run'])} allocated over the whole run"
+    )
+
+
+def count(number: float) -> str:
+    """12345678 -> 12.3M."""
+    for unit, scale in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= scale:
+            return f"{number / scale:.3g}{unit}"
+    return f"{number:.0f}"
+
+
+def size(n_bytes: float) -> str:
+    """Bytes in GiB or MiB."""
+    return f"{n_bytes / 2**30:.2f} GiB" if n_bytes >= 2**30 else f"{n_bytes / 2**20:.1f} MiB"
+
+
+def duration(seconds: float) -> str:
+    """Seconds as h:mm:ss or m:ss."""
+    hours, rest = divmod(round(seconds), 3600)
+    minutes, rest = divmod(rest, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def now() -> str:
+    """For headers of saved reports."""
+    return time.strftime("%Y-%m-%d %H:%M")
+
+
+def columns(title: str, header: list[str], rows: list[list[Any]]) -> None:
+    """A table with a header; the first column is a name, the others numbers."""
+    grid = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    for i, name in enumerate(header):
+        grid.add_column(Text(name), justify="right" if i else "left", overflow="fold")
+    for row in rows:
+        grid.add_row(*(Text(str(cell)) for cell in row))
+    OUTPUT.console.print(grid)

@@ -1,0 +1,49 @@
+"""`ligertune train`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ligertune.cli import render
+
+
+def train(
+    recipe: Annotated[Path, typer.Argument(help="YAML recipe.", show_default=False)],
+    set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a value.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest complete checkpoint.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the run in output_dir.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the report as JSON on stdout.")] = False,
+) -> None:
+    """Fine-tune a model as the recipe says.
+
+    Example: ligertune train configs/quickstart/stories260k.yaml --set train.learning_rate=1e-3
+    """
+    from ligertune.machine import is_main_process
+    from ligertune.recipe import load_recipe
+
+    render.people_on_stderr(json)
+    overrides = list(set_ or [])
+    if resume:
+        overrides.append("checkpoint.resume_from_checkpoint=auto")
+    if overwrite:
+        overrides.append("checkpoint.overwrite=true")
+    loaded = load_recipe(recipe, overrides=overrides)
+
+    from ligertune.run import plan_for, run  # torch comes in here, not with --help
+
+    main = is_main_process()
+    job = plan_for(loaded)
+    if main:
+        render.plan(job.plan)
+    with render.Progress(job.plan.schedule.total_steps) as progress:
+        report = run(job, progress.show)
+    if main:
+        render.report(report)
+        render.next_step(report, str(recipe))
+        if json:
+            render.json_report(report.as_dict())
+    if report.status == "interrupted":
+        raise typer.Exit(130)

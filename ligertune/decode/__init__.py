@@ -1,0 +1,1 @@
+"""Decoding: continue a prompt with a trained model."""

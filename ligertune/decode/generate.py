@@ -1,0 +1,78 @@
+"""Answer a prompt with a trained model: the prompt is put in the template that training used."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+
+from ligertune.data.render import alpaca_prompt
+from ligertune.errors import UserError
+from ligertune.model.export import read_prompt
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the model wrote after the prompt."""
+
+    prompt: str  # as the model saw it
+    text: str
+    new_tokens: int
+    seconds: float
+
+    def as_dict(self) -> dict:
+        return dataclasses.asdict(self)
+
+
+def complete(
+    model_name: str, prompt: str, *, raw: bool, max_new_tokens: int, temperature: float, top_p: float, seed: int
+) -> Answer:
+    """Load, put the prompt in its template (unless `raw`), generate. temperature 0 is greedy."""
+    if not prompt.strip():
+        raise UserError("The prompt is empty.", hint="Write what to ask, or - to read it from stdin.")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model_name)
+        model = AutoModelForCausalLM.from_pretrained(model_name).to(device).eval()
+    except (OSError, ValueError) as problem:
+        raise UserError(
+            f"{model_name} could not be loaded as a causal language model: {str(problem).splitlines()[0]}",
+            hint="Name a folder with config.json, the weights and the tokenizer, or a hub id.",
+        ) from problem
+    text = prompt if raw else in_template(tokenizer, prompt, read_prompt(Path(model_name)))
+    # a template that writes BOS itself must not get a second one
+    written = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
+    inputs = tokenizer(text, return_tensors="pt", add_special_tokens=not written).to(device)
+    torch.manual_seed(seed)
+    start = time.perf_counter()
+    sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p} if temperature > 0 else {"do_sample": False}
+    with torch.no_grad():
+        output = model.generate(
+            input_ids=inputs["input_ids"],
+            attention_mask=inputs["attention_mask"],
+            max_new_tokens=max_new_tokens,
+            pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
+            **sampling,
+        )
+    new = output[0, inputs["input_ids"].shape[1] :]
+    return Answer(
+        prompt=text,
+        text=tokenizer.decode(new, skip_special_tokens=True),
+        new_tokens=len(new),
+        seconds=time.perf_counter() - start,
+    )
+
+
+def in_template(tokenizer: PreTrainedTokenizerBase, prompt: str, how: dict) -> str:
+    """The prompt as training would have shown it, up to where the answer begins."""
+    if how["prompt_template"] == "alpaca":
+        return alpaca_prompt(prompt, "", how["system_prompt"])
+    if not tokenizer.chat_template:
+        return prompt
+    system = [{"role": "system", "content": how["system_prompt"]}] if how["system_prompt"] else []
+    messages = [*system, {"role": "user", "content": prompt}]
+    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)

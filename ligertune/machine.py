@@ -1,0 +1,136 @@
+"""What hardware is here: vendor, architecture, memory, dtypes, peak rates. An unknown peak is absent, never guessed."""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import dataclass
+from typing import Literal
+
+Vendor = Literal["nvidia", "amd", "cpu"]
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Data-sheet rates of one torch device, dense (no sparsity).
+
+    `name_part` is matched against the device's name, lower case. bandwidth: bytes/s; bf16: FLOP/s.
+    """
+
+    name_part: str
+    bandwidth: float
+    bf16: float
+    source: str
+
+
+# The first row whose name_part occurs in the device's name is used: longer names stand before their prefixes.
+PEAKS = (
+    Peak("h100 nvl", 3.9e12, 835e12, "NVIDIA H100 data sheet"),
+    Peak("h100 pcie", 2.0e12, 756e12, "NVIDIA H100 data sheet"),
+    Peak("h100", 3.35e12, 989e12, "NVIDIA H100 data sheet"),
+    Peak("h200", 4.8e12, 989e12, "NVIDIA H200 data sheet"),
+    Peak("gb200", 8.0e12, 2500e12, "NVIDIA GB200 data sheet"),
+    Peak("b200", 8.0e12, 2250e12, "NVIDIA B200 data sheet"),
+    Peak("a100-sxm4-40gb", 1.555e12, 312e12, "NVIDIA A100 data sheet"),
+    Peak("a100-pcie-40gb", 1.555e12, 312e12, "NVIDIA A100 data sheet"),
+    Peak("a100 80gb pcie", 1.935e12, 312e12, "NVIDIA A100 data sheet"),
+    Peak("a100", 2.039e12, 312e12, "NVIDIA A100 data sheet"),
+    Peak("l40s", 0.864e12, 362e12, "NVIDIA L40S data sheet"),
+    Peak("nvidia l4", 0.300e12, 121e12, "NVIDIA L4 data sheet"),
+    Peak("rtx 4090", 1.008e12, 165.2e12, "NVIDIA Ada white paper (fp32 accumulate)"),
+    Peak("rtx 5090", 1.792e12, 209.5e12, "NVIDIA Blackwell white paper (fp32 accumulate)"),
+    Peak("mi355x", 8.0e12, 2516.6e12, "AMD Instinct MI355X data sheet"),
+    Peak("mi350x", 8.0e12, 2306.9e12, "AMD Instinct MI350X data sheet"),
+    Peak("mi325x", 6.0e12, 1307.4e12, "AMD Instinct MI325X data sheet"),
+    Peak("mi300x", 5.3e12, 1307.4e12, "ROCm documentation, MI300"),
+    Peak("mi250x", 1.6e12, 191.5e12, "AMD Instinct MI250X data sheet, one of two dies"),
+    Peak("mi250", 1.6e12, 181e12, "ROCm documentation, MI250, one of two dies"),
+    Peak("mi210", 1.6e12, 181e12, "AMD Instinct MI210 data sheet"),
+    Peak("rx 7900 xtx", 0.960e12, 122.8e12, "AMD Radeon RX 7900 XTX data sheet"),
+)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One rank's device and the world it belongs to."""
+
+    vendor: Vendor
+    device: str  # torch's name: "cpu", "cuda"
+    name: str
+    arch: str  # "sm90", "gfx942", "x86_64"
+    device_count: int
+    memory_bytes: int
+    has_bfloat16: bool
+    peak_flops: float | None  # bf16/fp16, dense, FLOP/s
+    peak_bandwidth: float | None  # bytes/s
+    world_size: int
+    torch_version: str
+
+
+def world_size() -> int:
+    """How many processes a launcher (accelerate launch, torchrun) started; 1 without a launcher."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def is_main_process() -> bool:
+    """Whether this process is the one that prints and writes."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+def peak_of(name: str) -> Peak | None:
+    """The data-sheet row of a device name, or None: then MFU is left out of the report."""
+    lowered = name.lower()
+    return next((peak for peak in PEAKS if peak.name_part in lowered), None)
+
+
+def this_machine() -> Machine:
+    """Look at the hardware once. Imports torch."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return Machine(
+            vendor="cpu",
+            device="cpu",
+            name=_cpu_name(),
+            arch=platform.machine(),
+            device_count=1,
+            memory_bytes=_host_memory_bytes(),
+            has_bfloat16=True,
+            peak_flops=None,
+            peak_bandwidth=None,
+            world_size=world_size(),
+            torch_version=torch.__version__,
+        )
+    properties = torch.cuda.get_device_properties(int(os.environ.get("LOCAL_RANK", "0")))
+    amd = torch.version.hip is not None
+    # gcnArchName is like "gfx942:sramecc+:xnack-"; a capability means nothing on AMD
+    arch = properties.gcnArchName.split(":")[0] if amd else f"sm{properties.major}{properties.minor}"
+    peak = peak_of(properties.name)
+    return Machine(
+        vendor="amd" if amd else "nvidia",
+        device="cuda",
+        name=properties.name,
+        arch=arch,
+        device_count=torch.cuda.device_count(),
+        memory_bytes=properties.total_memory,
+        has_bfloat16=torch.cuda.is_bf16_supported(including_emulation=False),
+        peak_flops=peak.bf16 if peak else None,
+        peak_bandwidth=peak.bandwidth if peak else None,
+        world_size=world_size(),
+        torch_version=torch.__version__,
+    )
+
+
+def _cpu_name() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    except OSError:
+        names = []
+    return names[0] if names else platform.processor() or "CPU"
+
+
+def _host_memory_bytes() -> int:
+    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return 0

@@ -1,0 +1,47 @@
+"""Write a trained model so that Hugging Face's tools, and `ligertune generate`, load it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+# beside config.json: how prompts looked in training, so that generation asks in the same words
+PROMPT_FILE = "ligertune.json"
+
+
+def write_model(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    *,
+    state_dict: dict[str, torch.Tensor] | None,
+    prompt_template: str,
+    system_prompt: str | None,
+) -> None:
+    """Weights (safetensors), configuration, tokenizer with its chat template. Complete or absent.
+
+    `state_dict`: the gathered weights where the model's own are sharded.
+    """
+    aside = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(aside, ignore_errors=True)
+    model.save_pretrained(aside, state_dict=state_dict)
+    tokenizer.save_pretrained(aside)
+    prompt = {"prompt_template": prompt_template, "system_prompt": system_prompt}
+    (aside / PROMPT_FILE).write_text(json.dumps(prompt, indent=1) + "\n", encoding="utf-8")
+    shutil.rmtree(folder, ignore_errors=True)
+    os.replace(aside, folder)
+
+
+def read_prompt(folder: Path) -> dict:
+    """What `write_model` noted about prompts; for other models the chat template is assumed."""
+    path = folder / PROMPT_FILE
+    if not path.is_file():
+        return {"prompt_template": "chat", "system_prompt": None}
+    return json.loads(path.read_text(encoding="utf-8"))

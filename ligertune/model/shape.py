@@ -1,0 +1,72 @@
+"""The numbers of a model that plans and reports need: parameters, sizes, FLOPs a token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes of a causal language model; tied weights are counted once in `n_parameters`."""
+
+    family: str
+    n_parameters: int
+    n_trainable: int
+    n_matmul: int  # parameters that multiply every token: all 2-D weights but the input embedding, the head always
+    n_matmul_trainable: int
+    hidden_size: int
+    num_hidden_layers: int
+    attention_width: int  # heads x head size: the width of attention's two products
+    vocab_size: int
+    context: int | None
+
+    @staticmethod
+    def of(model: PreTrainedModel) -> ModelShape:
+        """Read from a built model; one on the meta device does."""
+        config = model.config.get_text_config()
+        heads = config.num_attention_heads
+        matmul = _matmul_sizes(model)
+        return ModelShape(
+            family=type(model).__name__,
+            n_parameters=sum(p.numel() for p in model.parameters()),
+            n_trainable=sum(p.numel() for p in model.parameters() if p.requires_grad),
+            n_matmul=sum(size for size, _ in matmul),
+            n_matmul_trainable=sum(size for size, trains in matmul if trains),
+            hidden_size=config.hidden_size,
+            num_hidden_layers=config.num_hidden_layers,
+            attention_width=heads * (getattr(config, "head_dim", None) or config.hidden_size // heads),
+            vocab_size=config.vocab_size,
+            context=getattr(config, "max_position_embeddings", None),
+        )
+
+    def flops(self, *, tokens: int, squared_lengths: int) -> float:
+        """Model FLOPs of forward and backward over documents, no recomputation.
+
+        tokens: their lengths summed; squared_lengths: their squared lengths summed. A weight costs 2 FLOPs a
+        token forward, 2 for its input's gradient and, where it trains, 2 for its own (Kaplan et al. 2020, section 2.1);
+        causal attention 2 * T^2 * width a layer forward (half of the full square, two products) and twice that backward.
+        """
+        weights = (4 * self.n_matmul + 2 * self.n_matmul_trainable) * tokens
+        attention = 6 * self.num_hidden_layers * self.attention_width * squared_lengths
+        return float(weights + attention)
+
+
+def _matmul_sizes(model: PreTrainedModel) -> list[tuple[int, bool]]:
+    """(elements used for each token, whether they train) of every weight matrix; experts count by those active."""
+    config = model.config.get_text_config()
+    n_experts = next((n for k in ("num_local_experts", "num_experts", "n_routed_experts") if (n := getattr(config, k, None))), 1)
+    active = (getattr(config, "num_experts_per_tok", None) or n_experts) / n_experts
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    sizes = []
+    for parameter in model.parameters():
+        if parameter.ndim == 2 and parameter is not embedding.weight:
+            sizes.append((parameter.numel(), parameter.requires_grad))
+        elif parameter.ndim == 3:
+            sizes.append((int(parameter.numel() * active), parameter.requires_grad))
+    if head is not None and head.weight is embedding.weight:
+        sizes.append((head.weight.numel(), head.weight.requires_grad))
+    return sizes

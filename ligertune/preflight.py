@@ -1,0 +1,65 @@
+"""What can be refused before anything heavy is imported: an output folder in use, paths that are not there."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from ligertune.errors import UserError
+from ligertune.recipe import Recipe
+
+# what a run leaves in output_dir; --overwrite removes these and nothing else
+RUN_FILES = ("plan.json", "report.json", "metrics.jsonl", "resolved_recipe.yaml", "checkpoints", "model")
+
+
+def check_output_dir(recipe: Recipe) -> None:
+    """Refuse a folder that already holds a run, unless it is to be resumed or overwritten."""
+    folder, section = Path(recipe.checkpoint.output_dir), recipe.checkpoint
+    held = [name for name in RUN_FILES if (folder / name).exists()]
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"checkpoint.output_dir: {folder} is a file.", hint="Name a folder.")
+    if held and section.resume_from_checkpoint == "never" and not section.overwrite:
+        raise UserError(
+            f"checkpoint.output_dir: {folder} already holds a run ({', '.join(held)}).",
+            hint="Continue it with --resume, replace it with --overwrite, or name another folder.",
+        )
+
+
+def check_paths(recipe: Recipe) -> None:
+    """Refuse local paths that are not there. What does not look like a path may be a hub id and is left to the loaders."""
+    check_model_path(recipe.model.model_name_or_path, key="model.model_name_or_path")
+    for i, dataset in enumerate((*recipe.data.datasets, *recipe.data.eval_datasets)):
+        if looks_local(dataset.path) and not any(c in dataset.path for c in "*?[") and not Path(dataset.path).exists():
+            key = "data.datasets" if i < len(recipe.data.datasets) else "data.eval_datasets"
+            index = i if i < len(recipe.data.datasets) else i - len(recipe.data.datasets)
+            raise UserError(
+                f"{key}[{index}].path: there is no file or folder {dataset.path}.",
+                hint="Name a json, jsonl, parquet or csv file, a folder of them, or a hub id such as tatsu-lab/alpaca.",
+            )
+
+
+def check_model_path(name: str, *, key: str) -> None:
+    """Refuse a model folder that is not there, or holds no model."""
+    folder = Path(name).expanduser()
+    hint = "Name a folder with config.json and the weights, or a hub id such as Qwen/Qwen2.5-0.5B."
+    if looks_local(name) and not folder.exists():
+        raise UserError(f"{key}: there is no folder {name}.", hint=hint)
+    if folder.exists() and not (folder / "config.json").is_file():
+        raise UserError(f"{key}: {name} holds no config.json, so it is not a model.", hint=hint)
+
+
+def looks_local(name: str) -> bool:
+    """Whether a name can only be a path: absolute, dotted, with a data file's ending, or deeper than org/name."""
+    endings = (".json", ".jsonl", ".parquet", ".csv", ".gz", ".txt")
+    return name.startswith(("/", ".", "~")) or name.lower().endswith(endings) or name.count("/") > 1 or os.sep == "\\" in name
+
+
+def clear_run(folder: Path) -> None:
+    """Remove what an earlier run left, and nothing else."""
+    for name in RUN_FILES:
+        path = folder / name
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)

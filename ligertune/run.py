@@ -1,0 +1,193 @@
+"""The story of a run: recipe -> job (plan, tokenizer, data) -> model -> patched model -> loop -> report."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ligertune.machine import this_machine
+from ligertune.plan import DataNumbers, KernelLine, Plan, choose_precision, make_plan
+from ligertune.preflight import check_output_dir, check_paths, clear_run
+from ligertune.recipe import Recipe, dump_recipe
+from ligertune.metrics import read_metrics
+from ligertune.report import Report, throughput, versions, write_json
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from torch import nn
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+    from ligertune.data.prepare import PreparedData
+    from ligertune.train.loop import Fitted
+
+@dataclass(frozen=True)
+class Job:
+    """A plan and what was loaded to make it."""
+
+    plan: Plan
+    config: PretrainedConfig
+    tokenizer: PreTrainedTokenizerBase
+    data: PreparedData
+
+
+def plan_for(recipe: Recipe) -> Job:
+    """Load what is light (configuration, tokenizer, data), build the model without memory, and resolve every number.
+
+    What can be refused is refused in the order of its cost: a missing file before torch is imported.
+    """
+    check_output_dir(recipe)
+    check_paths(recipe)
+    machine = this_machine()
+    choose_precision(recipe.model.dtype, machine)
+
+    from ligertune.data.prepare import prepare
+    from ligertune.model import load
+    from ligertune.train.distributed import launched_with_fsdp
+
+    config = load.read_config(recipe.model)
+    loaded = load.load_tokenizer(recipe.model)
+    load.check_vocabulary(loaded.tokenizer, config)
+    data = prepare(recipe.data, loaded.tokenizer, seed=recipe.train.seed)
+    shape, attn, backend, kernels = preview_model(recipe, config, machine.device)
+    plan = make_plan(
+        recipe,
+        machine,
+        shape=shape,
+        attn_implementation=attn,
+        kernels_backend=backend,
+        kernels=kernels,
+        data=data_numbers(data),
+        launched_with_fsdp=launched_with_fsdp(),
+        notes=(*recipe.notices, *loaded.notes),
+    )
+    return Job(plan, config, loaded.tokenizer, data)
+
+
+def run(job: Job, show: Callable[[dict], None]) -> Report:
+    """Train as planned, save the model, and report. `show` receives each logged line."""
+    from ligertune.model.load import build_model
+    from ligertune.train.checkpoint import check_space
+    from ligertune.train.distributed import start
+    from ligertune.train.loop import fit
+
+    plan, began = job.plan, time.perf_counter()
+    accelerator = start(plan)
+    if accelerator.is_main_process:
+        if plan.recipe.checkpoint.overwrite:
+            clear_run(plan.output_dir)
+        check_space(plan)
+        write_json(plan.output_dir / "plan.json", plan.as_dict())
+        (plan.output_dir / "resolved_recipe.yaml").write_text(dump_recipe(plan.recipe), encoding="utf-8")
+    accelerator.wait_for_everyone()
+
+    model = build_model(
+        plan.recipe.model,
+        job.config,
+        dtype=plan.precision.weights,
+        device=accelerator.device,
+        seed=plan.recipe.train.seed,
+    )
+    apply_kernels(plan.recipe, model)
+    if plan.recipe.train.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    fitted = fit(plan, accelerator, model, job.data, pad_token_id=job.tokenizer.pad_token_id, show=show)
+    model_path = None if fitted.stopped_by else save_model(job, accelerator, fitted.model)
+    report = make_report(plan, fitted, model_path=model_path, seconds=time.perf_counter() - began)
+    if accelerator.is_main_process:
+        write_json(plan.output_dir / "report.json", report.as_dict())
+    accelerator.wait_for_everyone()
+    accelerator.end_training()
+    return report
+
+
+def save_model(job: Job, accelerator: Accelerator, model: nn.Module) -> str:
+    """Write `output_dir/model` in Hugging Face's format; all ranks call it, the main one writes."""
+    from ligertune.model.export import write_model
+    from ligertune.train.distributed import full_state_dict
+
+    folder = job.plan.output_dir / "model"
+    weights = full_state_dict(accelerator, model)
+    if accelerator.is_main_process:
+        write_model(
+            accelerator.unwrap_model(model),
+            job.tokenizer,
+            folder,
+            state_dict=weights,
+            prompt_template=job.data.template,
+            system_prompt=job.plan.recipe.data.system_prompt,
+        )
+    accelerator.wait_for_everyone()
+    return str(folder)
+
+
+def make_report(plan: Plan, fitted: Fitted, *, model_path: str | None, seconds: float) -> Report:
+    """Put together what the plan intended and what training came to."""
+    losses = [line["loss"] for line in read_metrics(plan.output_dir / "metrics.jsonl") if "loss" in line]
+    return Report(
+        status="interrupted" if fitted.stopped_by else "completed",
+        stopped_by=fitted.stopped_by,
+        steps=fitted.step,
+        total_steps=plan.schedule.total_steps,
+        resumed_from=fitted.resumed_from,
+        loss_first=losses[0] if losses else None,
+        loss_last=losses[-1] if losses else None,
+        eval_loss=fitted.last_eval_loss,
+        throughput=throughput(plan, fitted.work, fitted.seconds, warmup_excluded=fitted.warmup_excluded),
+        peak_memory=fitted.peak_memory,
+        kernels_backend=plan.kernels_backend,
+        kernels=plan.kernels,
+        model_family=plan.model_family,
+        n_parameters=plan.n_parameters,
+        n_trainable=plan.n_trainable,
+        device=plan.machine.name,
+        world_size=plan.batching.world_size,
+        strategy=plan.strategy,
+        dtype="float16" if plan.precision.autocast == "fp16" else plan.precision.weights,
+        seconds=seconds,
+        output_dir=str(plan.output_dir),
+        model_path=model_path,
+        versions=versions(),
+        notes=plan.notes,
+    )
+
+
+def preview_model(recipe: Recipe, config: PretrainedConfig, device: str) -> tuple:
+    """(shape, attention, kernels' backend, kernel lines) of the model as it will be, built without memory."""
+    from ligertune_kernels import backend
+
+    from ligertune.model.load import build_model
+    from ligertune.model.shape import ModelShape
+
+    spec = recipe.model.model_copy(update={"init": "random"})
+    model = build_model(spec, config, dtype="bfloat16", device="meta", seed=0)
+    report = apply_kernels(recipe, model)
+    lines = () if report is None else tuple(KernelLine(r.kernel, r.applied, r.left, r.note) for r in report.rows)
+    return ModelShape.of(model), model.config._attn_implementation, backend(device), lines
+
+
+def apply_kernels(recipe: Recipe, model: PreTrainedModel):
+    """Patch as the recipe's `kernels` says; None where they are off."""
+    from ligertune.model.patch import patch
+
+    wanted = recipe.kernels
+    if wanted.enabled is False:
+        return None
+    return patch(model, rope=wanted.rope, norm=wanted.norm, mlp=wanted.mlp, loss=wanted.loss)
+
+
+def data_numbers(data: PreparedData) -> DataNumbers:
+    """The plan's share of what the data report says."""
+    report = data.report
+    return DataNumbers(
+        examples=len(data.train),
+        eval_examples=len(data.eval) if data.eval else 0,
+        tokens=report.tokens,
+        trained_tokens=report.trained_tokens,
+        longest=int(max(part.lengths.max() for part in (data.train, data.eval) if part)),
+        dropped=dict(report.dropped),
+        truncated=report.truncated,
+        template=data.template,
+        fingerprint=data.train.fingerprint,
+    )

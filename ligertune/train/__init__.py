@@ -1,0 +1,1 @@
+"""Training: one loop on accelerate, and the parts it is made of."""

@@ -1,0 +1,142 @@
+"""Checkpoints: complete or absent. Written aside, then renamed; weights, optimizer, RNG and the step.
+
+`output_dir/checkpoints/step-N/` holds what accelerate's `save_state` writes (weights as safetensors, or sharded under
+FSDP) and `progress.json`. The data position is the step itself (see `order`), and so is the learning rate.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+
+from accelerate import Accelerator
+
+from ligertune.errors import UserError
+from ligertune.plan import Plan
+
+NAME = re.compile(r"step-(\d+)")
+PROGRESS = "progress.json"
+
+
+def save_checkpoint(accelerator: Accelerator, plan: Plan, step: int) -> Path:
+    """Write `step-N` and drop the oldest beyond `save_total_limit`. Called by all ranks."""
+    folder = plan.output_dir / "checkpoints"
+    final, aside = folder / f"step-{step}", folder / f".step-{step}.partial"
+    if accelerator.is_main_process:
+        shutil.rmtree(aside, ignore_errors=True)  # left by a kill in the middle of a save
+        aside.mkdir(parents=True)
+    accelerator.wait_for_everyone()
+    accelerator.save_state(str(aside))
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        progress = {"step": step, "data_fingerprint": plan.data.fingerprint, "plan": plan.as_dict()}
+        (aside / PROGRESS).write_text(json.dumps(progress, indent=1, default=str), encoding="utf-8")
+        _flush(aside)
+        shutil.rmtree(final, ignore_errors=True)
+        os.replace(aside, final)
+        _flush(folder)
+        _drop_oldest(folder, keep=plan.recipe.checkpoint.save_total_limit)
+    accelerator.wait_for_everyone()
+    return final
+
+
+def newest_checkpoint(output_dir: Path) -> Path | None:
+    """The complete checkpoint with the highest step, or None."""
+    found = _complete(output_dir / "checkpoints")
+    return found[-1] if found else None
+
+
+def resume_folder(plan: Plan) -> Path | None:
+    """What `checkpoint.resume_from_checkpoint` means here: a folder, or None to start at step 0."""
+    wanted = plan.recipe.checkpoint.resume_from_checkpoint
+    if wanted == "never":
+        return None
+    if wanted == "auto":
+        return newest_checkpoint(plan.output_dir)
+    folder = Path(wanted)
+    if not (folder / PROGRESS).is_file():
+        raise UserError(
+            f"checkpoint.resume_from_checkpoint: {wanted} is not a complete checkpoint (it has no {PROGRESS}).",
+            hint="Name a checkpoints/step-N folder of a run, or write auto for the newest one.",
+        )
+    return folder
+
+
+def saved_progress(folder: Path, plan: Plan) -> int:
+    """The step that a checkpoint was taken after; a UserError where it belongs to another run."""
+    progress = json.loads((folder / PROGRESS).read_text(encoding="utf-8"))
+    saved = progress["plan"]["batching"]["global_batch_size"]
+    if progress["data_fingerprint"] != plan.data.fingerprint:
+        raise UserError(
+            f"{folder} was trained on other examples than this recipe gives (data, template, tokenizer or masks changed).",
+            hint="Resume with the recipe that the run was started with, or start a new run in another output_dir.",
+        )
+    if saved != plan.batching.global_batch_size:
+        raise UserError(
+            f"{folder} was trained with a global batch of {saved} examples; this recipe makes it "
+            f"{plan.batching.global_batch_size} on {plan.batching.world_size} processes.",
+            hint=f"Set train.global_batch_size: {saved}.",
+        )
+    if progress["step"] > plan.schedule.total_steps:
+        raise UserError(
+            f"{folder} is at step {progress['step']}, past this recipe's {plan.schedule.total_steps} steps.",
+            hint="Raise train.num_train_epochs or train.max_steps.",
+        )
+    return progress["step"]
+
+
+def check_space(plan: Plan) -> None:
+    """The first save, rehearsed: permissions and free disk for the model, the checkpoints kept and one being written."""
+    folder = plan.output_dir / "checkpoints"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / ".rehearsal"
+        probe.write_bytes(b"x")
+        probe.unlink()
+    except OSError as error:
+        raise UserError(
+            f"checkpoint.output_dir: {plan.output_dir} cannot be written to ({error.strerror}).",
+            hint="Name a folder that this user may write to.",
+        ) from error
+    saves = plan.recipe.checkpoint.save_strategy != "no"
+    copies = plan.recipe.checkpoint.save_total_limit + 1 if saves else int(plan.recipe.checkpoint.save_on_signal)
+    shards = plan.batching.world_size if plan.strategy == "fsdp" else 1
+    needed = (copies * plan.bytes.checkpoint + plan.bytes.weights) * shards
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise UserError(
+            f"checkpoint.output_dir: {plan.output_dir} has {free / 1e9:.1f} GB free, and this run's saves need "
+            f"{needed / 1e9:.1f} GB ({copies} checkpoints of {plan.bytes.checkpoint * shards / 1e9:.1f} GB and the model).",
+            hint="Lower checkpoint.save_total_limit, or name a folder on a larger disk.",
+        )
+
+
+def _complete(folder: Path) -> list[Path]:
+    """Complete checkpoints, oldest first."""
+    if not folder.is_dir():
+        return []
+    named = [(int(m[1]), entry) for entry in folder.iterdir() if (m := NAME.fullmatch(entry.name))]
+    return [entry for _, entry in sorted(named) if (entry / PROGRESS).is_file()]
+
+
+def _drop_oldest(folder: Path, *, keep: int) -> None:
+    for old in _complete(folder)[:-keep]:
+        # renamed first: a kill in the middle of the removal must not leave half a checkpoint under its name
+        doomed = old.with_name(f".{old.name}.partial")
+        os.replace(old, doomed)
+        shutil.rmtree(doomed)
+
+
+def _flush(folder: Path) -> None:
+    """Ask the system to put a folder's files and names on the disk before a rename relies on them."""
+    if os.name != "posix":
+        return
+    for path in [*(entry for entry in folder.rglob("*") if entry.is_file()), folder]:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,77 @@
+"""The door to accelerate: one process or many, DDP or FSDP2, on GPUs or (for tests) on CPUs with gloo."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
+from torch import nn
+
+from ligertune.plan import Plan
+
+
+def start(plan: Plan) -> Accelerator:
+    """Join the processes that a launcher started, or run alone.
+
+    Accumulation is the loop's own (the loss is normalised by the global batch), so accelerate is told of none, and
+    autocast is fp16 or nothing: bfloat16 runs have bfloat16 weights.
+    """
+    on_cpu = plan.machine.vendor == "cpu"
+    sharded = plan.strategy == "fsdp"
+    plugin = None
+    if sharded:
+        # the plugin fills what is not given from the launcher's environment; the plan decides these
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            auto_wrap_policy="transformer_based_wrap",
+            reshard_after_forward=True,
+            cpu_ram_efficient_loading=False,
+            state_dict_type="SHARDED_STATE_DICT",
+        )
+    elif plan.strategy == "ddp":
+        os.environ.pop("ACCELERATE_USE_FSDP", None)
+    accelerator = Accelerator(
+        cpu=on_cpu,
+        mixed_precision=plan.precision.autocast,
+        gradient_accumulation_steps=1,
+        step_scheduler_with_optimizer=False,
+        fsdp_plugin=None if on_cpu else plugin,
+    )
+    if sharded and on_cpu:
+        # accelerate offers FSDP on accelerators only, yet what it calls (fully_shard) runs on CPU processes with gloo
+        AcceleratorState._shared_state["distributed_type"] = DistributedType.FSDP
+        accelerator.state.fsdp_plugin = plugin
+    return accelerator
+
+
+def launched_with_fsdp() -> bool:
+    """Whether `accelerate launch --use_fsdp` (or its configuration file) started this process."""
+    return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+
+
+def reduce_sum(accelerator: Accelerator, value: torch.Tensor) -> torch.Tensor:
+    """The sum over ranks of a scalar on the device."""
+    if accelerator.num_processes == 1:
+        return value
+    return accelerator.reduce(value, reduction="sum")
+
+
+def any_rank(accelerator: Accelerator, flag: bool) -> bool:
+    """Whether the flag is set on any rank: all ranks must leave the loop after the same step."""
+    if accelerator.num_processes == 1:
+        return flag
+    return bool(accelerator.reduce(torch.tensor(float(flag), device=accelerator.device), reduction="sum") > 0)
+
+
+def after_evaluation(model: nn.Module) -> None:
+    """FSDP2 leaves the last unit gathered after a forward without backward; shard it again."""
+    if hasattr(model, "reshard"):
+        model.reshard()
+
+
+def full_state_dict(accelerator: Accelerator, model: nn.Module) -> dict[str, torch.Tensor] | None:
+    """The whole model's weights on every rank's CPU under FSDP; None where the model itself can be saved."""
+    return accelerator.get_state_dict(model) if accelerator.distributed_type == DistributedType.FSDP else None

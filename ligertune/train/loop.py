@@ -1,0 +1,238 @@
+"""The whole of training, read from top to bottom."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+
+from ligertune.errors import UserError
+from ligertune.model.shape import ModelShape
+from ligertune.plan import Plan
+from ligertune.train import checkpoint
+from ligertune.train.distributed import any_rank, reduce_sum
+from ligertune.train.evaluate import evaluate, micro_batch, target_counts
+from ligertune.train.meter import Counts, Meter
+from ligertune.metrics import MetricsFile
+from ligertune.train.optim import build_optimizer
+from ligertune.train.order import DataOrder
+from ligertune.train.schedule import learning_rate
+from ligertune.train.stop import StopRequest
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ligertune.data.prepare import Examples, PreparedData
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """What training came to. Losses are means over the logged interval; `step` is the last finished one."""
+
+    model: nn.Module
+    step: int
+    resumed_from: int
+    stopped_by: str | None
+    last_eval_loss: float | None
+    work: Counts
+    seconds: float
+    warmup_excluded: bool
+    peak_memory: dict[str, int]
+
+
+def fit(
+    plan: Plan,
+    accelerator: Accelerator,
+    model: nn.Module,
+    data: PreparedData,
+    *,
+    pad_token_id: int,
+    show: Callable[[dict], None],
+) -> Fitted:
+    """Train `model` as the plan says. `show` receives each logged line; on the main process only.
+
+    The loss of a step is the sum over the trained tokens of the global batch divided by their number, however the batch
+    is cut into micro batches and ranks.
+    """
+    shape, world = ModelShape.of(model), accelerator.num_processes
+    optimizer = build_optimizer(model, plan.optimizer)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    resumed_from = _resume(plan, accelerator)
+    order = _data_order(plan, data.train)
+    lengths, targets = data.train.lengths, target_counts(data.train)
+    metrics = MetricsFile(
+        plan.output_dir / "metrics.jsonl", resumed_from=resumed_from, enabled=accelerator.is_main_process
+    )
+    meter = Meter(accelerator.device, warmup_steps=plan.recipe.report.warmup_steps)
+    loss_sum = torch.zeros((), device=accelerator.device)  # of the steps since the last logged line
+    step = last_saved = resumed_from
+    eval_loss, grad_norm = None, None
+    model.train()
+
+    with StopRequest(enabled=plan.recipe.checkpoint.save_on_signal) as stop:
+        while step < plan.schedule.total_steps:
+            batches = order.micro_batches(step, accelerator.process_index)
+            n_targets = int(targets[order.step(step)].sum())
+            rate = learning_rate(plan.schedule, step)
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+
+            for i, indices in enumerate(batches):
+                batch = micro_batch(data.train, indices, pad_token_id, accelerator.device)
+                with _gradient_sync(plan, accelerator, model, last=i == len(batches) - 1):
+                    loss = model(**batch, num_items_in_batch=max(n_targets, 1), use_cache=False).loss
+                    accelerator.backward(loss * world)  # DDP and FSDP average over ranks, and this loss is a share of a sum
+                loss_sum += loss.detach()
+
+            if plan.optimizer.max_grad_norm > 0:
+                grad_norm = accelerator.clip_grad_norm_(model.parameters(), plan.optimizer.max_grad_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+            step += 1
+            meter.add(_count(plan, shape, lengths, targets, order, step - 1))
+
+            stopping = any_rank(accelerator, stop.received is not None)
+            last = stopping or step == plan.schedule.total_steps
+            if step % plan.recipe.logging.logging_steps == 0 or last:
+                line = _line(plan, accelerator, meter, step, loss_sum, grad_norm, rate)
+                loss_sum.zero_()
+                metrics.write(line)
+                if accelerator.is_main_process:
+                    show(line)
+            if (plan.due(plan.evaluate, step) or (last and not stopping and data.eval)) and data.eval:
+                eval_loss = _timed(meter, lambda: _evaluate(plan, accelerator, model, data.eval, pad_token_id))
+                metrics.write({"step": step, "eval_loss": eval_loss})
+                if accelerator.is_main_process:
+                    show({"step": step, "eval_loss": eval_loss})
+            if (plan.due(plan.save, step) and step < plan.schedule.total_steps) or (stopping and step > last_saved):
+                _timed(meter, lambda: checkpoint.save_checkpoint(accelerator, plan, step))
+                last_saved = step
+            if stopping:
+                break
+        stopped_by = (stop.received or "a signal on another rank") if step < plan.schedule.total_steps else None
+
+    work, seconds, warmup_excluded = meter.total()
+    return Fitted(
+        model=model,
+        step=step,
+        resumed_from=resumed_from,
+        stopped_by=stopped_by,
+        last_eval_loss=eval_loss,
+        work=work,
+        seconds=seconds,
+        warmup_excluded=warmup_excluded,
+        peak_memory=_most_over_ranks(accelerator, meter.peak_memory()),
+    )
+
+
+def _resume(plan: Plan, accelerator: Accelerator) -> int:
+    """Load the checkpoint that the plan names; the number of steps already done."""
+    folder = checkpoint.resume_folder(plan)
+    if folder is None:
+        return 0
+    step = checkpoint.saved_progress(folder, plan)
+    accelerator.load_state(str(folder))
+    return step
+
+
+def _data_order(plan: Plan, examples: Examples) -> DataOrder:
+    train = plan.recipe.train
+    whole = plan.schedule.total_steps * plan.batching.global_batch_size
+    return DataOrder(
+        examples=len(examples),
+        total_examples=whole if train.max_steps else round(train.num_train_epochs * len(examples)),
+        seed=train.seed,
+        batching=plan.batching,
+    )
+
+
+def _gradient_sync(plan: Plan, accelerator: Accelerator, model: nn.Module, *, last: bool):
+    """DDP averages gradients once a step. FSDP does at each micro batch, or each rank would hold whole gradients."""
+    return accelerator.no_sync(model) if plan.strategy == "ddp" and not last else nullcontext()
+
+
+def _count(
+    plan: Plan, shape: ModelShape, lengths: np.ndarray, targets: np.ndarray, order: DataOrder, step: int
+) -> Counts:
+    """The step's work over all ranks; every rank knows every length."""
+    indices = order.step(step)
+    per_micro = [lengths[indices[i : i + order.batching.micro_batch_size]]
+                 for i in range(0, len(indices), order.batching.micro_batch_size)]  # fmt: skip
+    real = lengths[indices]
+    return Counts(
+        steps=1,
+        tokens=int(real.sum()),
+        padded_tokens=int(sum(len(batch) * batch.max() for batch in per_micro)),
+        trained_tokens=int(targets[indices].sum()),
+        flops=shape.flops(tokens=int(real.sum()), squared_lengths=int((real.astype(np.int64) ** 2).sum())),
+    )
+
+
+def _line(
+    plan: Plan,
+    accelerator: Accelerator,
+    meter: Meter,
+    step: int,
+    loss_sum: torch.Tensor,
+    grad_norm: torch.Tensor | None,
+    rate: float,
+) -> dict:
+    """One line of metrics.jsonl; reading the loss synchronises the device."""
+    total = float(reduce_sum(accelerator, loss_sum))
+    counts, seconds = meter.lap()
+    loss = total / counts.steps
+    if not math.isfinite(loss):
+        raise UserError(
+            f"The loss became {loss} by step {step}; the run stops here.",
+            hint="Lower train.learning_rate, or resume from an earlier checkpoint with other data.",
+            exit_code=1,
+        )
+    return {
+        "step": step,
+        "epoch": round(step * plan.batching.global_batch_size / plan.data.examples, 4),
+        "loss": loss,
+        "grad_norm": None if grad_norm is None else float(_whole(grad_norm)),
+        "learning_rate": rate,
+        "tokens": counts.tokens,
+        "padded_tokens": counts.padded_tokens,
+        "trained_tokens": counts.trained_tokens,
+        "tokens_per_second": counts.tokens / seconds,
+        "seconds": seconds,
+        "peak_memory": meter.peak_memory(),
+        "remaining_seconds": (plan.schedule.total_steps - step) * seconds / counts.steps,
+    }
+
+
+def _whole(value: torch.Tensor) -> torch.Tensor:
+    """A scalar that FSDP may hold as a DTensor."""
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
+def _evaluate(
+    plan: Plan, accelerator: Accelerator, model: nn.Module, examples: Examples, pad_token_id: int
+) -> float:
+    return evaluate(
+        accelerator, model, examples, batch_size=plan.batching.eval_batch_size, pad_token_id=pad_token_id
+    )
+
+
+def _timed(meter: Meter, work: Callable):
+    """Do `work` outside of the training throughput."""
+    start = time.perf_counter()
+    result = work()
+    meter.pause(time.perf_counter() - start)
+    return result
+
+
+def _most_over_ranks(accelerator: Accelerator, peak: dict[str, int]) -> dict[str, int]:
+    if accelerator.num_processes == 1:
+        return peak
+    mine = torch.tensor(list(peak.values()), device=accelerator.device, dtype=torch.float64)
+    return dict(zip(peak, accelerator.gather(mine[None]).amax(0).long().tolist(), strict=True))

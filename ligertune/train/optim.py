@@ -1,0 +1,38 @@
+"""Optimizers by recipe name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ligertune.plan import Optimizer
+
+
+@dataclass(frozen=True)
+class OptimizerRow:
+    """How to build one: `build(parameter groups, plan)`."""
+
+    build: Callable[[list[dict], Optimizer], torch.optim.Optimizer]
+
+
+def _adamw(groups: list[dict], plan: Optimizer, *, fused: bool) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(groups, lr=0.0, betas=plan.betas, eps=plan.eps, fused=fused)
+
+
+OPTIMIZERS = {
+    "adamw_torch": OptimizerRow(build=lambda groups, plan: _adamw(groups, plan, fused=False)),
+    "adamw_torch_fused": OptimizerRow(build=lambda groups, plan: _adamw(groups, plan, fused=True)),
+}
+
+
+def build_optimizer(model: nn.Module, plan: Optimizer) -> torch.optim.Optimizer:
+    """AdamW over what trains; norms and biases (fewer than two dimensions) are not decayed. The loop sets the rate."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": plan.weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return OPTIMIZERS[plan.name].build([group for group in groups if group["params"]], plan)

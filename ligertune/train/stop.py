@@ -1,0 +1,29 @@
+"""SIGTERM and Ctrl-C: finish the step, save, leave. A second Ctrl-C leaves at once."""
+
+from __future__ import annotations
+
+import signal
+from types import FrameType
+
+
+class StopRequest:
+    """A context in which SIGTERM and SIGINT only set `received`; the handlers from before come back at its end."""
+
+    def __init__(self, *, enabled: bool = True) -> None:
+        self.received: str | None = None
+        self._enabled = enabled
+        self._before: dict[int, object] = {}
+
+    def __enter__(self) -> StopRequest:
+        if self._enabled:
+            self._before = {s: signal.signal(s, self._note) for s in (signal.SIGTERM, signal.SIGINT)}
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.received and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.received = signal.Signals(number).name
