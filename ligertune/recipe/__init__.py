@@ -1,0 +1,36 @@
+"""The recipe: one YAML file that says everything about a run, read into frozen sections."""
+
+from ligertune.recipe.read import dump_recipe, load_recipe
+from ligertune.recipe.schema import (
+    CheckpointSpec,
+    DatasetSpec,
+    DataSpec,
+    EvalSpec,
+    KernelsSpec,
+    LoggingSpec,
+    ModelSpec,
+    ParallelSpec,
+    Recipe,
+    ReportSpec,
+    TokenizerSpec,
+    TrainSpec,
+    recipe_schema,
+)
+
+__all__ = [
+    "CheckpointSpec",
+    "DataSpec",
+    "DatasetSpec",
+    "EvalSpec",
+    "KernelsSpec",
+    "LoggingSpec",
+    "ModelSpec",
+    "ParallelSpec",
+    "Recipe",
+    "ReportSpec",
+    "TokenizerSpec",
+    "TrainSpec",
+    "dump_recipe",
+    "load_recipe",
+    "recipe_schema",
+]

@@ -1,0 +1,169 @@
+"""Peers' names for our keys. Each is read as ours, with a notice, and is saved under our name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ligertune.recipe.document import Document
+from ligertune.recipe.keys import ITEM, KeyPath, dotted, keys, leaf, parent, schema_key, split
+from ligertune.recipe.section import SWITCHES
+
+SAYS_NOTHING = object()  # `bf16: false` leaves the dtype to others
+
+
+@dataclass(frozen=True)
+class Alias:
+    """Names that peers use for `key`, and what their values mean there.
+
+    A name is read at the top level (peers' files are flat) and in every section around its key.
+    """
+
+    key: str
+    names: tuple[str, ...]
+    convert: Callable[[Any], Any] = lambda value: value
+
+
+def _meaning(table: Mapping[Any, Any]) -> Callable[[Any], Any]:
+    """Values by a table, yes and no being true and false; others stay as they are, to be checked as ours."""
+
+    def convert(value: Any) -> Any:
+        if not isinstance(value, str | bool):
+            return value
+        value = SWITCHES.get(value, value)
+        return table.get(value, value)
+
+    return convert
+
+
+def _datasets(value: Any) -> Any:
+    """One path or several -> a list of data sets."""
+    items = value if isinstance(value, list) else [value]
+    return [{"path": item} if isinstance(item, str) else item for item in items]
+
+
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32"}
+_DTYPES |= {f"torch.{name}": name for name in ("bfloat16", "float16", "float32")}
+_ADAMW = {"adamw": "adamw_torch_fused", "AdamW": "adamw_torch_fused", "adamw_hf": "adamw_torch"}
+_ATTENTION = {"fa2": "flash_attention_2", "flash_attn": "flash_attention_2", "disabled": "eager", False: SAYS_NOTHING}
+_FLASH = _ATTENTION | {True: "flash_attention_2"}
+
+ALIASES = (
+    Alias("task", ("stage",)),
+    Alias(
+        "model.model_name_or_path",
+        ("base_model", "model", "model_name", "model_path", "model_id", "pretrained_model_name_or_path"),
+    ),
+    Alias("model.revision", ("model_revision", "revision_of_model")),
+    Alias("model.dtype", ("torch_dtype",), _meaning(_DTYPES)),
+    Alias("model.dtype", ("bf16",), _meaning({True: "bfloat16", False: SAYS_NOTHING})),
+    Alias("model.dtype", ("fp16",), _meaning({True: "float16", False: SAYS_NOTHING})),
+    Alias("model.attn_implementation", ("attn_impl",), _meaning(_ATTENTION)),
+    Alias("model.attn_implementation", ("flash_attention", "flash_attn", "use_flash_attention_2"), _meaning(_FLASH)),
+    Alias("model.attn_implementation", ("sdp_attention",), _meaning({True: "sdpa", False: SAYS_NOTHING})),
+    Alias("model.attn_implementation", ("flex_attention",), _meaning({True: "flex_attention", False: SAYS_NOTHING})),
+    Alias("model.attn_implementation", ("eager_attention",), _meaning({True: "eager", False: SAYS_NOTHING})),
+    Alias("model.tokenizer.path", ("tokenizer_name_or_path", "tokenizer_name", "tokenizer_path", "tokenizer_config")),
+    Alias("kernels.enabled", ("use_liger_kernel", "enable_liger_kernel", "use_liger")),
+    Alias("kernels.rope", ("liger_rope",)),
+    Alias("kernels.norm", ("liger_rms_norm",)),
+    Alias("kernels.mlp", ("liger_glu_activation", "liger_swiglu")),
+    Alias(
+        "kernels.loss",
+        ("liger_fused_linear_cross_entropy",),
+        _meaning({True: "linear_cross_entropy", False: SAYS_NOTHING}),
+    ),
+    Alias("kernels.loss", ("liger_cross_entropy",), _meaning({True: "cross_entropy", False: SAYS_NOTHING})),
+    Alias("data.datasets", ("dataset", "dataset_name", "data_path", "train_file", "train_files"), _datasets),
+    Alias("data.datasets[].format", ("type",), _meaning({"chat_template": "messages"})),
+    Alias("data.datasets[].name", ("subset",)),
+    Alias("data.datasets[].max_samples", ("num_samples",)),
+    Alias("data.eval_datasets", ("eval_dataset", "val_dataset", "validation_file", "test_datasets"), _datasets),
+    Alias("data.eval_datasets[].format", ("type",), _meaning({"chat_template": "messages"})),
+    Alias("data.eval_datasets[].name", ("subset",)),
+    Alias("data.eval_datasets[].max_samples", ("num_samples",)),
+    Alias("data.val_split", ("val_set_size", "val_size", "test_size", "split_dataset_ratio")),
+    Alias("data.prompt_template", ("template",)),
+    Alias("data.system_prompt", ("system", "default_system", "system_message")),
+    Alias("data.train_on", ("train_on_inputs", "train_on_prompt"), _meaning({True: "all", False: "assistant"})),
+    Alias("data.train_on", ("assistant_only_loss",), _meaning({True: "assistant", False: "all"})),
+    Alias("data.train_on", ("mask_history",), _meaning({True: "last", False: SAYS_NOTHING})),
+    Alias(
+        "data.max_length",
+        ("sequence_len", "seq_len", "cutoff_len", "max_seq_length", "max_seq_len", "model_max_length"),
+    ),
+    Alias(
+        "train.per_device_train_batch_size",
+        ("micro_batch_size", "train_batch_size", "per_device_batch_size", "per_gpu_train_batch_size"),
+    ),
+    Alias(
+        "train.gradient_accumulation_steps",
+        ("gradient_accumulation", "grad_accum", "grad_accum_steps", "accumulate_grad_batches"),
+    ),
+    Alias("train.num_train_epochs", ("num_epochs", "epochs", "n_epochs", "max_epochs", "train_epochs")),
+    Alias("train.max_steps", ("max_train_steps",)),
+    Alias("train.learning_rate", ("lr",)),
+    Alias("train.lr_scheduler_type", ("lr_scheduler", "scheduler")),
+    Alias("train.warmup_ratio", ("warmup_proportion", "lr_warmup_fraction")),
+    Alias("train.warmup_steps", ("warmup", "num_warmup_steps", "lr_warmup_steps")),
+    Alias("train.min_lr_ratio", ("cosine_min_lr_ratio",)),
+    Alias("train.optim", ("optimizer",), _meaning(_ADAMW)),
+    Alias("train.max_grad_norm", ("max_norm", "grad_clip", "clip_grad", "max_grad_clip", "gradient_clipping")),
+    Alias("train.gradient_checkpointing", ("activation_checkpointing", "enable_activation_checkpointing", "grad_ckpt")),
+    Alias("train.seed", ("seed", "random_seed", "random_state")),
+    Alias("eval.eval_strategy", ("evaluation_strategy",)),
+    Alias("eval.eval_steps", ("eval_interval", "eval_freq", "run_eval_every_n_steps")),
+    Alias("eval.per_device_eval_batch_size", ("eval_batch_size", "per_gpu_eval_batch_size")),
+    Alias("checkpoint.output_dir", ("output_dir", "out_dir")),
+    Alias("checkpoint.save_steps", ("save_interval", "save_freq", "save_every_n_steps")),
+    Alias("checkpoint.save_total_limit", ("save_total", "keep_last_n_checkpoints")),
+    Alias("checkpoint.resume_from_checkpoint", ("auto_resume_from_checkpoints", "resume")),
+    Alias("checkpoint.overwrite", ("overwrite_output_dir",)),
+    Alias("logging.logging_steps", ("log_interval", "log_every_n_steps", "log_every")),
+)
+
+PEERS = {name: row.key for row in ALIASES for name in row.names if ITEM not in row.key}
+
+
+def use_our_names(document: Document) -> None:
+    """Move what stands under peers' names to our keys."""
+    for row in ALIASES:
+        for section in _sections_around(row.key, document):
+            for name in row.names:
+                if document.has((*section, name)) and not _is_ours((*section, name), document):
+                    _move((*section, name), row, document)
+
+
+def _sections_around(key: str, document: Document) -> list[KeyPath]:
+    """Where a peer's name for `key` may stand: the key's section and those around it, or each item of its list."""
+    head, is_item, _ = key.partition(ITEM + ".")
+    if is_item:
+        items = document.get(split(head)) if document.has(split(head)) else None
+        return [(*split(head), index) for index in range(len(items))] if isinstance(items, list) else []
+    section = split(parent(key)) if parent(key) else ()
+    return [section[:length] for length in range(len(section) + 1)]
+
+
+def _is_ours(path: KeyPath, document: Document) -> bool:
+    """Whether the recipe has a key of this name here. `model: some/model` is the peers' key, not our section."""
+    entry = keys().get(schema_key(path))
+    return entry is not None and not (entry.get("type") == "object" and isinstance(document.get(path), str))
+
+
+def _move(peer: KeyPath, row: Alias, document: Document) -> None:
+    ours = (*peer[:-1], leaf(row.key)) if ITEM in row.key else split(row.key)
+    place, value = document.place(peer), row.convert(document.get(peer))
+    document.remove(peer)
+    if value is SAYS_NOTHING:
+        document.notice(place, f"{dotted(peer)} is left out; {dotted(ours)} says it here.")
+        return
+    document.notice(place, f"{dotted(peer)} is read as {dotted(ours)}.")
+    replaces = place.override and not document.place(ours).override
+    if document.has(ours) and document.get(ours) != value and not replaces:
+        other = f"{document.name(ours)} ({document.place(ours).short})"
+        document.complain(peer, f"{dotted(peer)} and {other} are one key with two values. Keep one of them.")
+        return
+    with suppress(KeyError):  # where the section itself is no mapping, that is the complaint
+        document.put(ours, value, replace(place, written=dotted(peer)))

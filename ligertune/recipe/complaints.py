@@ -1,0 +1,140 @@
+"""What pydantic found wrong, in sentences: the key, what was found, what was expected, what was probably meant."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from difflib import get_close_matches
+from typing import Any
+
+from pydantic import ValidationError
+
+from ligertune.recipe.aliases import PEERS
+from ligertune.recipe.document import Document
+from ligertune.recipe.keys import ITEM, KeyPath, dotted, keys, leaf, parent, schema_key, split
+
+KINDS = {
+    dict: "a mapping",
+    list: "a list",
+    str: "a string",
+    bool: "a boolean",
+    int: "a whole number",
+    float: "a number",
+    type(None): "nothing",
+}
+TYPES = {
+    "integer": "a whole number",
+    "number": "a number",
+    "boolean": "true or false",
+    "string": "a string",
+    "null": "null",
+    "array": "a list",
+    "object": "a mapping",
+}
+BOUNDS = {
+    "minimum": "at least {}",
+    "exclusiveMinimum": "above {}",
+    "maximum": "at most {}",
+    "exclusiveMaximum": "below {}",
+    "minItems": "at least {} item",
+    "minLength": "not empty",
+}
+
+
+def complain_about(error: ValidationError, document: Document) -> list[KeyPath]:
+    """One complaint per key that pydantic refused; returns their paths."""
+    faults: dict[KeyPath, str] = {}
+    for row in error.errors(include_url=False):
+        about_the_key = row["type"] in ("missing", "extra_forbidden")
+        faults.setdefault(row["loc"] if about_the_key else _written(row["loc"], document), row["type"])
+    around = {path[:length] for path in faults for length in range(len(path))}
+    for path, kind in faults.items():
+        if path in around:  # a list is too short for pydantic when its items are wrong
+            continue
+        sentence = {"missing": missing_key, "extra_forbidden": unknown_key}.get(kind, wrong_value)
+        document.complain(path, sentence(path, document))
+    return list(faults)
+
+
+def missing_key(path: KeyPath, document: Document) -> str:
+    """A required key that nobody gave."""
+    meaning = keys()[schema_key(path)]["description"]
+    return f"{dotted(path)} is missing: {meaning[0].lower()}{meaning[1:]}"
+
+
+def unknown_key(path: KeyPath, document: Document) -> str:
+    """A key that the recipe does not have here: where it belongs, or else what is close to it."""
+    name, section = str(path[-1]), schema_key(path[:-1])
+    if "." in name and schema_key(split(name)) in keys():
+        return f"{name} is written with dots. Write {leaf(name)} under `{parent(name)}`."
+    homes = [parent(key) for key in keys() if leaf(key) == name]
+    if homes:
+        return f"`{name}` belongs {' or '.join(map(_where, homes))}, not {_where(section)}."
+    close = PEERS[name] if name in PEERS else _close_key(name, path[:-1])
+    return f"{dotted(path)} is not a key of the recipe." + (f" Did you mean {close}?" if close else "")
+
+
+def wrong_value(path: KeyPath, document: Document) -> str:
+    """A value of the wrong type, out of range, or outside the choices."""
+    value, alternatives = document.get(path), _alternatives(path)
+    sentence = f"{document.name(path)} is {shown(value)}; it must be {_either(map(_expected, alternatives))}."
+    choices = [choice for entry in alternatives for choice in _choices(entry)]
+    close = get_close_matches(str(value), map(str, choices), n=1) if isinstance(value, str) else []
+    if close:
+        return f"{sentence} Did you mean {close[0]}?"
+    free_text = any(entry.get("type") == "string" and not _choices(entry) for entry in alternatives)
+    return f"{sentence} Put it in quotes." if free_text and isinstance(value, int | float) else sentence
+
+
+def shown(value: Any) -> str:
+    """A value as it would be written, with its kind."""
+    if value is None:
+        return "null"
+    text = json.dumps(value, ensure_ascii=False)
+    return f"{text if len(text) <= 60 else text[:57] + '...'} ({KINDS[type(value)]})"
+
+
+def _written(path: KeyPath, document: Document) -> KeyPath:
+    """The part of a pydantic location that the user wrote; it goes on into the alternatives of a union."""
+    while not document.has(path):
+        path = path[:-1]
+    return path
+
+
+def _where(section: str) -> str:
+    return f"under `{section}`" if section else "at the top level"
+
+
+def _close_key(name: str, section: KeyPath) -> str | None:
+    """The key most like `name`: of the same section if one is, else of any; peers' names count as ours."""
+    named = [key for key in keys() if key and not key.endswith(ITEM)]
+    siblings = {leaf(key): dotted((*section, leaf(key))) for key in named if parent(key) == schema_key(section)}
+    anywhere = PEERS | {leaf(key): key for key in named}
+    wanted = name.lower().replace("-", "_")
+    for candidates, cutoff in ((siblings, 0.7), (anywhere, 0.8)):
+        if close := get_close_matches(wanted, candidates, n=1, cutoff=cutoff):
+            return candidates[close[0]]
+    return None
+
+
+def _alternatives(path: KeyPath) -> list[dict[str, Any]]:
+    """The JSON schemas that a value may follow."""
+    entry = keys().get(schema_key(path)) or keys()[schema_key(path[:-1])]["additionalProperties"]
+    return entry.get("anyOf", [entry])
+
+
+def _choices(entry: dict[str, Any]) -> list[Any]:
+    return [entry["const"]] if "const" in entry else entry.get("enum", [])
+
+
+def _expected(entry: dict[str, Any]) -> str:
+    """In words what one alternative of a JSON schema accepts."""
+    if choices := _choices(entry):
+        return _either(str(choice) for choice in choices)
+    bounds = [words.format(f"{entry[name]:.10g}") for name, words in BOUNDS.items() if name in entry]
+    return TYPES[entry["type"]] + (f" ({', '.join(bounds)})" if bounds else "")
+
+
+def _either(phrases: Iterable[str]) -> str:
+    *others, last = phrases
+    return f"{', '.join(others)} or {last}" if others else last

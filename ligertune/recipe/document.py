@@ -1,0 +1,113 @@
+"""A recipe before it is checked: plain data, where each key stands, and what was found wrong so far."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from ligertune.errors import UserError
+from ligertune.recipe.keys import KeyPath, dotted
+
+
+@dataclass(frozen=True, order=True)
+class Place:
+    """Where a value was written: a line of the file, or an override. Overrides sort after the lines."""
+
+    override: str
+    line: int
+    file: str
+    written: str = ""  # the peer's name that stands there for the key
+
+    def __str__(self) -> str:
+        return self.override or (f"{self.file}:{self.line}" if self.line else self.file)
+
+    @property
+    def short(self) -> str:
+        return self.override or f"line {self.line}"
+
+
+@dataclass(frozen=True, order=True)
+class Remark:
+    """A complaint or a notice, and the place that it is about."""
+
+    place: Place
+    sentence: str
+
+    def __str__(self) -> str:
+        return f"{self.place}: {self.sentence}"
+
+
+@dataclass
+class Document:
+    """The data of one recipe with the places of its keys; complaints and notices gather here."""
+
+    file: str
+    data: dict[str, Any] = field(default_factory=dict)
+    places: dict[KeyPath, Place] = field(default_factory=dict)
+    complaints: list[Remark] = field(default_factory=list)
+    notices: list[Remark] = field(default_factory=list)
+
+    def place(self, path: KeyPath) -> Place:
+        """Where `path` stands, or else the nearest thing around it."""
+        while path and path not in self.places:
+            path = path[:-1]
+        return self.places.get(path, Place("", 0, self.file))
+
+    def name(self, path: KeyPath) -> str:
+        """The dotted key; with the peer's name, where that was written."""
+        written = self.places[path].written if path in self.places else ""
+        return f"{dotted(path)} (written as {written})" if written else dotted(path)
+
+    def complain(self, path: KeyPath, sentence: str) -> None:
+        self.complain_at(self.place(path), sentence)
+
+    def complain_at(self, place: Place, sentence: str) -> None:
+        self.complaints.append(Remark(place, sentence))
+
+    def notice(self, place: Place, sentence: str) -> None:
+        self.notices.append(Remark(place, sentence))
+
+    def raise_complaints(self) -> None:
+        """All complaints as one UserError, in the order of the file; nothing when there are none."""
+        if self.complaints:
+            raise UserError("\n".join(map(str, sorted(set(self.complaints)))))
+
+    def get(self, path: KeyPath) -> Any:
+        """The value at `path`; KeyError where there is none."""
+        value: Any = self.data
+        for part in path:
+            in_list = isinstance(value, list) and isinstance(part, int) and part < len(value)
+            in_dict = isinstance(value, dict) and part in value
+            if not (in_list or in_dict):
+                raise KeyError(dotted(path))
+            value = value[part]
+        return value
+
+    def has(self, path: KeyPath) -> bool:
+        try:
+            self.get(path)
+        except KeyError:
+            return False
+        return True
+
+    def put(self, path: KeyPath, value: Any, place: Place) -> None:
+        """Write `value`, making sections and list items on the way; KeyError where another value is in the way."""
+        for length in range(1, len(path)):
+            if not self.has(path[:length]) or self.get(path[:length]) is None:
+                self._set(path[:length], [] if isinstance(path[length], int) else {})
+        self._set(path, value)
+        elsewhere = {at: old for at, old in self.places.items() if at[: len(path)] != path}
+        self.places = elsewhere | {path: place}
+
+    def remove(self, path: KeyPath) -> None:
+        """Take the key at `path` out of its section."""
+        del self.get(path[:-1])[path[-1]]
+
+    def _set(self, path: KeyPath, value: Any) -> None:
+        container, last = self.get(path[:-1]), path[-1]
+        if isinstance(container, dict) and isinstance(last, str):
+            container[last] = value
+        elif isinstance(container, list) and isinstance(last, int) and last <= len(container):
+            container[last : last + 1] = [value]  # one past the end appends
+        else:
+            raise KeyError(dotted(path))

@@ -1,0 +1,100 @@
+"""Keys that contradict each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ligertune.recipe.document import Document
+from ligertune.recipe.keys import KeyPath, split
+from ligertune.recipe.schema import EITHER_OR, Recipe, TrainSpec
+
+
+@dataclass(frozen=True)
+class Rule:
+    """`keys` contradict each other where `broken`; `says` names them as {0}, {1}."""
+
+    keys: tuple[str, ...]
+    broken: Callable[[Recipe], bool]
+    says: str
+
+
+def _either_or(key: str, rival: str) -> tuple[Rule, Rule]:
+    names = (f"train.{rival}", f"train.{key}")
+
+    def given(recipe: Recipe) -> int:
+        return sum(getattr(recipe.train, name) is not None for name in (key, rival))
+
+    return (
+        Rule(names, lambda recipe: given(recipe) == 2, "{0} and {1} are both given. Keep one of them."),
+        Rule(names[::-1], lambda recipe: given(recipe) == 0, "{0} is null and {1} is not given. Give one of them."),
+    )
+
+
+def _evaluates_nothing(recipe: Recipe) -> bool:
+    return recipe.eval.eval_strategy != "no" and not (recipe.data.val_split or recipe.data.eval_datasets)
+
+
+def _warms_up_a_constant(recipe: Recipe) -> bool:
+    """A warm-up was asked for, by more than the ratio's default, and `constant` has none."""
+    train = recipe.train
+    default = TrainSpec.model_fields["warmup_ratio"].default
+    return train.lr_scheduler_type == "constant" and bool(
+        train.warmup_steps or (train.warmup_ratio and train.warmup_ratio != default)
+    )
+
+
+def _splits_a_micro_batch(recipe: Recipe) -> bool:
+    train = recipe.train
+    return train.global_batch_size is not None and train.global_batch_size % train.per_device_train_batch_size != 0
+
+
+RULES = (
+    *(rule for key, rival in EITHER_OR.items() for rule in _either_or(key, rival)),
+    Rule(
+        ("data.val_split", "data.eval_datasets"),
+        lambda recipe: recipe.data.val_split > 0 and bool(recipe.data.eval_datasets),
+        "{0} and {1} are both given. Keep one of them.",
+    ),
+    Rule(
+        ("eval.eval_strategy", "data.val_split", "data.eval_datasets"),
+        _evaluates_nothing,
+        "{0} asks for an evaluation, and there is nothing to evaluate on. Give {1} or {2}.",
+    ),
+    Rule(
+        ("model.num_hidden_layers", "model.init"),
+        lambda recipe: recipe.model.num_hidden_layers is not None and recipe.model.init == "pretrained",
+        "{0} cuts random models only, and {1} is pretrained. Write model.init: random, or leave the depth alone.",
+    ),
+    Rule(
+        ("checkpoint.overwrite", "checkpoint.resume_from_checkpoint"),
+        lambda recipe: recipe.checkpoint.overwrite and recipe.checkpoint.resume_from_checkpoint != "never",
+        "{0} would remove the run that {1} continues. Keep one of them.",
+    ),
+    Rule(
+        ("train.warmup_steps", "train.warmup_ratio", "train.lr_scheduler_type"),
+        _warms_up_a_constant,
+        "{2} is constant, which has no warm-up. Write train.lr_scheduler_type: constant_with_warmup.",
+    ),
+    Rule(
+        ("train.global_batch_size", "train.per_device_train_batch_size"),
+        _splits_a_micro_batch,
+        "{0} is not a multiple of {1}.",
+    ),
+)
+
+
+def check_rules(recipe: Recipe, document: Document, faults: Sequence[KeyPath]) -> None:
+    """A complaint for each broken rule, unless one of its keys has a complaint already."""
+    for rule in RULES:
+        paths = [split(key) for key in rule.keys]
+        in_doubt = any(fault[: len(path)] == path[: len(fault)] for fault in faults for path in paths)
+        if not in_doubt and rule.broken(recipe):
+            lead = next((path for path in paths if document.has(path)), paths[0])
+            document.complain(lead, rule.says.format(*(_mention(path, lead, document) for path in paths)))
+
+
+def _mention(path: KeyPath, lead: KeyPath, document: Document) -> str:
+    """The key's name; with its place, unless that opens the complaint already or is a default."""
+    name = document.name(path)
+    return f"{name} ({document.place(path).short})" if path != lead and path in document.places else name

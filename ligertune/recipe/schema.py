@@ -1,0 +1,225 @@
+"""The recipe's sections, their keys, defaults and bounds: the only place where a key is declared."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, PrivateAttr, model_validator
+
+from ligertune.recipe.section import AutoSwitch, FileOrHub, OutputPath, Resume, Section, Switch, Template, Text, When
+
+Share = Annotated[float, Field(ge=0.0, le=1.0)]
+ShareBelowOne = Annotated[float, Field(ge=0.0, lt=1.0)]
+
+# A key with a default, and the key that replaces it when it is given.
+EITHER_OR = {
+    "num_train_epochs": "max_steps",
+    "gradient_accumulation_steps": "global_batch_size",
+    "warmup_ratio": "warmup_steps",
+}
+
+
+class TokenizerSpec(Section):
+    """The tokenizer, where it is not simply the model's own."""
+
+    path: FileOrHub | None = Field(None, description="Hub id or folder of another tokenizer; null: the model's own.")
+    pad_token: Text | None = Field(None, description="Padding token; null: the tokenizer's, or one that hides no EOS.")
+    eos_token: Text | None = Field(None, description="End-of-text token; null: the tokenizer's.")
+    chat_template: Template = Field(
+        "tokenizer", description="Chat template: tokenizer (its own), a built-in name, or a jinja file."
+    )
+
+
+class ModelSpec(Section):
+    """Which model is trained, and how it is loaded."""
+
+    model_name_or_path: FileOrHub = Field(description="Hub id or folder of the model.")
+    revision: Text = Field("main", description="Branch, tag or commit on the hub.")
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
+        "auto", description="Dtype of the run. float16 is mixed precision with a scaled loss; auto asks the device."
+    )
+    attn_implementation: Literal["auto", "sdpa", "flex_attention", "flash_attention_2", "eager"] = Field(
+        "auto", description="Attention implementation of transformers."
+    )
+    init: Literal["pretrained", "random"] = Field(
+        "pretrained", description="pretrained weights, or random ones from the configuration (benchmarks, tests)."
+    )
+    num_hidden_layers: PositiveInt | None = Field(
+        None, description="Cut the model to this depth; with init: random only."
+    )
+    trust_remote_code: Switch = Field(False, description="Run modelling code that comes with the checkpoint.")
+    tokenizer: TokenizerSpec = Field(TokenizerSpec(), description="Tokenizer settings that differ from the model's.")
+
+
+class KernelsSpec(Section):
+    """Which of our kernels are patched in."""
+
+    enabled: AutoSwitch = Field("auto", description="true, false, or auto: wherever they run and are recognised.")
+    rope: Switch = Field(True, description="Rotary position embedding.")
+    norm: Switch = Field(True, description="RMSNorm.")
+    mlp: Switch = Field(True, description="SwiGLU or GeGLU, as the model has it.")
+    loss: Literal["linear_cross_entropy", "cross_entropy", "torch"] = Field(
+        "linear_cross_entropy",
+        description="linear_cross_entropy never makes the logits; cross_entropy reads them; torch is torch's own.",
+    )
+
+
+class DatasetSpec(Section):
+    """One data set."""
+
+    path: FileOrHub = Field(description="Hub id, file, folder or glob; json, jsonl, parquet or csv, also .gz.")
+    name: Text | None = Field(None, description="Configuration (subset) of a data set on the hub.")
+    split: Text = Field("train", description="Split of a data set on the hub.")
+    format: Literal["auto", "alpaca", "sharegpt", "messages"] = Field(
+        "auto", description="Layout of a row; auto looks at its columns."
+    )
+    columns: dict[str, str] = Field({}, description="Rename columns: {expected: actual}.")
+    max_samples: PositiveInt | None = Field(None, description="Read at most this many rows; null: all.")
+    on_bad_row: Literal["drop", "error"] = Field(
+        "drop", description="drop: count a row that cannot be used, with its reason; error: stop at it."
+    )
+
+
+class DataSpec(Section):
+    """What the model learns from, and how it is rendered, masked and cut."""
+
+    datasets: Annotated[tuple[DatasetSpec, ...], Field(strict=False, min_length=1)] = Field(
+        description="The data sets to train on; each needs a path."
+    )
+    val_split: ShareBelowOne = Field(0.0, description="Share of the examples held out for evaluation.")
+    eval_datasets: Annotated[tuple[DatasetSpec, ...], Field(strict=False)] = Field(
+        (), description="Data sets to evaluate on, instead of val_split."
+    )
+    prompt_template: Template = Field(
+        "auto", description="auto, chat (the tokenizer's), alpaca, or a jinja file that renders a row."
+    )
+    system_prompt: str | None = Field(None, description="System prompt of conversations that have none.")
+    train_on: Literal["assistant", "last", "all"] = Field(
+        "assistant", description="Which tokens are trained: the assistant's turns, the last of them, or all."
+    )
+    max_length: Annotated[int, Field(ge=2)] = Field(2048, description="Longest example, in tokens.")
+    on_overlength: Literal["drop", "truncate", "error"] = Field(
+        "drop", description="What becomes of longer examples; how many there were is always reported."
+    )
+
+
+class TrainSpec(Section):
+    """Batches, steps and the optimizer."""
+
+    per_device_train_batch_size: PositiveInt = Field(4, description="Examples per device in one forward pass.")
+    gradient_accumulation_steps: PositiveInt | None = Field(
+        1, description="Forward passes per optimizer step; or give global_batch_size."
+    )
+    global_batch_size: PositiveInt | None = Field(
+        None, description="Examples per optimizer step on all devices, instead of gradient_accumulation_steps."
+    )
+    num_train_epochs: PositiveFloat | None = Field(1.0, description="Passes over the data; or give max_steps.")
+    max_steps: PositiveInt | None = Field(None, description="Optimizer steps, instead of num_train_epochs.")
+    learning_rate: Annotated[float, Field(gt=0.0, le=1.0)] = Field(2e-5, description="Peak learning rate.")
+    lr_scheduler_type: Literal["cosine", "linear", "constant", "constant_with_warmup", "cosine_with_min_lr"] = Field(
+        "cosine", description="How the learning rate moves after the warm-up; constant has no warm-up."
+    )
+    warmup_ratio: Share | None = Field(0.03, description="Share of the steps that warm up; or give warmup_steps.")
+    warmup_steps: NonNegativeInt | None = Field(None, description="Steps that warm up, instead of warmup_ratio.")
+    min_lr_ratio: Share = Field(0.1, description="Floor of cosine_with_min_lr, as a share of learning_rate.")
+    optim: Literal["adamw_torch_fused", "adamw_torch"] = Field("adamw_torch_fused", description="Optimizer.")
+    weight_decay: Share = Field(0.0, description="Decoupled weight decay; norms and biases are never decayed.")
+    adam_beta1: ShareBelowOne = Field(0.9, description="AdamW: decay of the mean of the gradients.")
+    adam_beta2: ShareBelowOne = Field(0.999, description="AdamW: decay of the mean of their squares.")
+    adam_epsilon: PositiveFloat = Field(1e-8, description="AdamW: added to the denominator.")
+    max_grad_norm: PositiveFloat = Field(1.0, description="Gradients are clipped to this norm.")
+    gradient_checkpointing: Switch = Field(False, description="Recompute activations in the backward: less memory.")
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = Field(42, description="Seed of weights, order and split.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _given_key_replaces_a_default(cls, given: Any) -> Any:
+        if not isinstance(given, Mapping):
+            return given
+        replaced = {key: None for key, rival in EITHER_OR.items() if given.get(rival) is not None}
+        return {**replaced, **given}
+
+
+class EvalSpec(Section):
+    """When the loss on held-out data is measured."""
+
+    eval_strategy: When = Field("no", description="Evaluate never, every eval_steps, or after each epoch.")
+    eval_steps: PositiveInt = Field(200, description="Steps between evaluations, with eval_strategy: steps.")
+    per_device_eval_batch_size: PositiveInt = Field(4, description="Examples per device in one evaluation pass.")
+
+
+class CheckpointSpec(Section):
+    """Where the run is kept, and how it is continued."""
+
+    output_dir: OutputPath = Field(description="Folder of the run, relative to the current one.")
+    save_strategy: When = Field("steps", description="Save never, every save_steps, or after each epoch.")
+    save_steps: PositiveInt = Field(200, description="Steps between checkpoints, with save_strategy: steps.")
+    save_total_limit: PositiveInt = Field(2, description="Checkpoints that are kept; the oldest go first.")
+    resume_from_checkpoint: Resume = Field(
+        "never", description="never, auto (the newest complete checkpoint of output_dir), or a checkpoint's folder."
+    )
+    overwrite: Switch = Field(False, description="Replace a run that output_dir already holds.")
+    save_on_signal: Switch = Field(True, description="Save before exiting on SIGTERM or Ctrl-C.")
+
+
+class LoggingSpec(Section):
+    """What the run writes down while it trains."""
+
+    logging_steps: PositiveInt = Field(10, description="Steps between lines of metrics.jsonl.")
+
+
+class ParallelSpec(Section):
+    """How a run with several processes shares the work."""
+
+    strategy: Literal["auto", "ddp", "fsdp"] = Field("auto", description="auto follows the launcher.")
+
+
+class ReportSpec(Section):
+    """What the report measures."""
+
+    warmup_steps: NonNegativeInt = Field(5, description="First steps that throughput leaves out.")
+    mfu: Switch = Field(True, description="Report model FLOPs utilisation where the device's peak is known.")
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a recipe came from. Recipes that say the same are equal, wherever they were read."""
+
+    source: Path | None = field(default=None, compare=False)
+    notices: tuple[str, ...] = field(default=(), compare=False)
+
+
+class Recipe(Section):
+    """A fine-tuning run of ligertune."""
+
+    version: Literal[1] = Field(1, description="Version of the recipe's language.")
+    task: Literal["sft"] = Field("sft", description="sft: supervised fine-tuning.")
+    model: ModelSpec = Field(description="Which model is trained, and how it is loaded.")
+    kernels: KernelsSpec = Field(KernelsSpec(), description="Which kernels are patched in.")
+    data: DataSpec = Field(description="What the model learns from.")
+    train: TrainSpec = Field(TrainSpec(), description="Batches, steps and the optimizer.")
+    eval: EvalSpec = Field(EvalSpec(), description="When the loss on held-out data is measured.")
+    checkpoint: CheckpointSpec = Field(description="Where the run is kept, and how it is continued.")
+    logging: LoggingSpec = Field(LoggingSpec(), description="What the run writes down while it trains.")
+    parallel: ParallelSpec = Field(ParallelSpec(), description="How several processes share the work.")
+    report: ReportSpec = Field(ReportSpec(), description="What the report measures.")
+
+    _origin: Origin = PrivateAttr(Origin())
+
+    @property
+    def source(self) -> Path | None:
+        """The file it was read from, absolute; None for one made in Python."""
+        return self._origin.source
+
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """One line for each thing that the reader took to mean another."""
+        return self._origin.notices
+
+
+def recipe_schema() -> dict[str, Any]:
+    """The JSON schema of a recipe, for editors."""
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **Recipe.model_json_schema()}
