@@ -6,7 +6,7 @@ import os
 
 import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
-from accelerate.state import AcceleratorState
+from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 from torch import nn
 
@@ -42,7 +42,8 @@ def start(plan: Plan) -> Accelerator:
     )
     if sharded and on_cpu:
         # accelerate offers FSDP on accelerators only, yet what it calls (fully_shard) runs on CPU processes with gloo
-        AcceleratorState._shared_state["distributed_type"] = DistributedType.FSDP
+        for state in (PartialState, AcceleratorState):
+            state._shared_state["distributed_type"] = DistributedType.FSDP
         accelerator.state.fsdp_plugin = plugin
     return accelerator
 
