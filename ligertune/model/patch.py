@@ -1,0 +1,187 @@
+"""Put our kernels into a transformers model, instance by instance, and say what was done.
+
+Patch before PEFT, FSDP or DDP wrap the model. `unpatch` gives every module its own class back.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ligertune_kernels import backend, geglu, rms_norm, swiglu
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ligertune.model.loss import LossHead, LossInHead, OwnLoss, refuse_head, refuse_loss
+from ligertune.model.probe import Refusal
+from ligertune.model.recognise import (
+    GatedSpec,
+    NormSpec,
+    is_experts,
+    is_gated_mlp,
+    is_norm,
+    recognise_experts,
+    recognise_mlp,
+    recognise_norm,
+)
+from ligertune.model.rope import ShadowedRope, is_rotary, recognise_rope
+from ligertune.model.swap import Patch, swap, unswap
+
+Loss = Literal["linear_cross_entropy", "cross_entropy", "torch"]
+
+
+@dataclass(frozen=True)
+class PatchRow:
+    """One kernel: modules that use it now, modules it could not take over, and why."""
+
+    kernel: str
+    applied: int
+    left: int
+    note: str
+
+
+@dataclass(frozen=True)
+class PatchReport:
+    """What `patch` did; `backend` is what the kernels run on where the model is now."""
+
+    rows: tuple[PatchRow, ...]
+    backend: Literal["triton", "reference"]
+
+
+class KernelNorm(Patch):
+    """Mixin of a norm."""
+
+    patch_spec: NormSpec
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        spec = self.patch_spec
+        return rms_norm(hidden_states, self.weight, getattr(self, spec.eps_name), offset=spec.offset, cast=spec.cast)
+
+
+class KernelMLP(Patch):
+    """Mixin of a gated MLP; its projections stay modules, so LoRA and hooks on them work."""
+
+    patch_spec: GatedSpec
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        if self.patch_spec.packed:
+            return self.down_proj(_gated(self.patch_spec, self.gate_up_proj(hidden_states)))
+        return self.down_proj(_gated(self.patch_spec, self.gate_proj(hidden_states), self.up_proj(hidden_states)))
+
+
+class KernelExperts(Patch):
+    """Mixin of a mixture's experts: only what stands between their two matrix products."""
+
+    patch_spec: GatedSpec
+
+    def _apply_gate(self, gate_up_out: Tensor) -> Tensor:
+        return _gated(self.patch_spec, gate_up_out)
+
+
+def _gated(spec: GatedSpec, *gate_and_up: Tensor) -> Tensor:
+    """act(gate) * up of (..., F), (..., F) or of one (..., 2F)."""
+    if spec.kernel == "swiglu":
+        return swiglu(*gate_and_up)
+    return geglu(*gate_and_up, approximate=spec.approximate)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A kind of layer: how it is found, how its spec is recognised, what it becomes, which switch turns it off."""
+
+    switch: Literal["rope", "norm", "mlp"]
+    kernel: str  # the row of those that were not recognised
+    found: Callable[[nn.Module], bool]
+    recognise: Callable[[nn.Module], Any]
+    mixin: type[Patch]
+
+
+LAYERS = (
+    Layer("rope", "apply_rope", is_rotary, recognise_rope, ShadowedRope),
+    Layer("norm", "rms_norm", is_norm, recognise_norm, KernelNorm),
+    Layer("mlp", "swiglu", is_gated_mlp, recognise_mlp, KernelMLP),
+    Layer("mlp", "swiglu", is_experts, recognise_experts, KernelExperts),
+)
+
+
+@dataclass
+class _Tally:
+    """What becomes one row of the report."""
+
+    applied: int = 0
+    already: int = 0
+    left: Counter[str] = field(default_factory=Counter)
+
+    def row(self, kernel: str) -> PatchRow:
+        notes = [f"{self.already} patched before"] if self.already else []
+        notes += [f"{count} {why}" for why, count in self.left.items()]
+        if not self.applied and not self.left:
+            notes = ["the model has none"]
+        return PatchRow(kernel, self.applied, self.left.total(), "; ".join(notes))
+
+
+def patch(
+    model: nn.Module, *, rope: bool = True, norm: bool = True, mlp: bool = True, loss: Loss = "linear_cross_entropy"
+) -> PatchReport:
+    """Let every module of `model` that computes what one of our kernels computes use that kernel.
+
+    Weights, state-dict keys, hooks, pickling and `isinstance` stay as they are, and other models of the same class
+    are not touched. What is not recognised is left alone; the report says why. Patching twice changes nothing.
+    """
+    switches = {"rope": rope, "norm": norm, "mlp": mlp}
+    tallies: dict[str, _Tally] = defaultdict(_Tally)
+    for layer in LAYERS:
+        modules = [module for module in model.modules() if layer.found(module)]
+        for module in modules:
+            _patch_module(module, layer, tallies, enabled=switches[layer.switch])
+    for kernels in ({"apply_rope"}, {"rms_norm"}, {"swiglu", "geglu"}):
+        if not tallies.keys() & kernels:
+            tallies[max(kernels)] = _Tally()  # a row that says so
+    rows = [tally.row(kernel) for kernel, tally in tallies.items()]
+    return PatchReport((*rows, _patch_loss(model, loss)), backend(next(model.parameters()).device))
+
+
+def _patch_module(module: nn.Module, layer: Layer, tallies: dict[str, _Tally], *, enabled: bool) -> None:
+    name = type(module).__name__
+    if isinstance(module, layer.mixin):
+        tallies[module.patch_spec.kernel].applied += 1
+        tallies[module.patch_spec.kernel].already += 1
+        return
+    spec = layer.recognise(module) if enabled else Refusal("switched off")
+    if isinstance(spec, Refusal):
+        tallies[layer.kernel].left[f"{name}: {spec.reason}"] += 1
+        return
+    swap(module, layer.mixin, spec)
+    tallies[spec.kernel].applied += 1
+
+
+def _patch_loss(model: nn.Module, loss: Loss) -> PatchRow:
+    """Hand the loss of the outermost transformers model inside `model` to our kernel."""
+    owner = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), model)
+    if isinstance(owner, OwnLoss):
+        worn = "linear_cross_entropy" if isinstance(owner, LossInHead) else "cross_entropy"
+        if loss != worn:
+            raise ValueError(f"the loss of this model is {worn} already: unpatch it before patching in {loss}")
+        return PatchRow(worn, 1, 0, "1 patched before")
+    if loss == "torch":
+        return PatchRow("linear_cross_entropy", 0, 1, f"1 {type(owner).__name__}: switched off")
+    refusal = refuse_loss(owner)
+    if refusal is None and loss == "linear_cross_entropy":
+        refusal = refuse_head(owner.get_output_embeddings())
+    if refusal is not None:
+        return PatchRow(loss, 0, 1, f"1 {type(owner).__name__}: {refusal.reason}")
+    if loss == "linear_cross_entropy":
+        swap(owner.get_output_embeddings(), LossHead, None)
+        swap(owner, LossInHead, None)
+    else:
+        swap(owner, OwnLoss, None)
+    return PatchRow(loss, 1, 0, "")
+
+
+def unpatch(model: nn.Module) -> None:
+    """Give every module of `model` back the class it had before `patch`."""
+    for module in model.modules():
+        if isinstance(module, Patch):
+            unswap(module)

@@ -1,0 +1,163 @@
+"""Rotary embeddings: an attention module whose forward calls our `apply_rope` in place of its module's function.
+
+The function is a global of the modelling file, shared by every model of the family, so it is not replaced there.
+The attention's forward is rebuilt, byte code unchanged, on a private copy of the file's namespace (a shadow) in
+which only the recognised rotary functions differ. The copy is a real module in `sys.modules`: torch.compile guards
+on globals by module name, and a bare dict would make it look at the original.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from ligertune_kernels import apply_rope
+from ligertune_kernels.ops.rope import apply_rope_reference
+from torch import Tensor, nn
+
+from ligertune.model.probe import Refusal, answer, numbers
+from ligertune.model.swap import Patch
+
+Layout = Literal["half", "pairs", "pairs_from_halves"]
+
+# half: dimension i turns with i + R/2.  pairs: 2i turns with 2i + 1, and cos says so (each value twice in a row).
+# pairs_from_halves: the same, but cos comes as for half and the function reorders it (GLM).
+LAYOUTS: tuple[Layout, ...] = ("half", "pairs", "pairs_from_halves")
+PARAMETERS = ("q", "k", "cos", "sin", "unsqueeze_dim")
+
+
+@dataclass(frozen=True)
+class RopeSpec:
+    """The rotary functions that a forward calls, all of them ones we have: (name, layout) each."""
+
+    functions: tuple[tuple[str, Layout], ...]
+    kernel = "apply_rope"
+
+
+def is_rotary(module: nn.Module) -> bool:
+    """Does its forward call a rotary function of its modelling file? What the report counts as applied or left."""
+    return bool(_rotary_names(type(module)))
+
+
+@functools.cache
+def _rotary_names(cls: type[nn.Module]) -> tuple[str, ...]:
+    code = getattr(inspect.unwrap(cls.forward), "__code__", None)
+    return tuple(name for name in (code.co_names if code else ()) if name.startswith("apply_rotary"))
+
+
+def recognise_rope(module: nn.Module) -> RopeSpec | Refusal:
+    """The rotary functions of ours that this attention can call instead of its own, or why there are none."""
+    if "forward" in vars(module):
+        return Refusal("its forward was replaced on the instance")
+    return _rope_spec(type(module))
+
+
+@functools.cache
+def _rope_spec(cls: type[nn.Module]) -> RopeSpec | Refusal:
+    forward = cls.forward
+    if hasattr(forward, "__wrapped__"):
+        return Refusal("its forward is wrapped by a decorator")
+    source = sys.modules.get(forward.__globals__.get("__name__", ""))
+    if source is None or vars(source) is not forward.__globals__:
+        return Refusal("the module of its forward cannot be imported")
+    functions = []
+    for name in _rotary_names(cls):
+        if name not in forward.__globals__:
+            return Refusal(f"{name} is no global of its module")
+        layout = _layout(forward.__globals__[name])
+        if isinstance(layout, Refusal):
+            return layout
+        functions.append((name, layout))
+    return RopeSpec(tuple(functions))
+
+
+# (head dim, batch of cos and sin, dtype): cos shared by the batch or not; the result's dtype; 8 of 12 dimensions turned
+CASES = ((8, 1, torch.float32), (8, 2, torch.float32), (8, 1, torch.bfloat16), (12, 1, torch.float32))
+TURNED = 8
+
+
+def _layout(function: Callable[..., Any]) -> Layout | Refusal:
+    """The layout for which `apply_rope` equals a rotary function, told by its values."""
+    target = function.forward if isinstance(function, nn.Module) else function
+    name = getattr(function, "__name__", type(function).__name__)
+    if tuple(inspect.signature(target).parameters) != PARAMETERS:
+        return Refusal(f"{name} does not take ({', '.join(PARAMETERS)})")
+    equal = [layout for layout in LAYOUTS if all(_equals(function, layout, *case) for case in CASES)]
+    return equal[0] if len(equal) == 1 else Refusal(f"{name} turns no way that apply_rope knows")
+
+
+def _equals(function: Callable[..., Any], layout: Layout, head_dim: int, batch: int, dtype: torch.dtype) -> bool:
+    # (B, H, T, D), strided as attention has them
+    q, k = (numbers(2, 5, heads, head_dim, seed=heads, dtype=dtype).transpose(1, 2) for heads in (4, 2))
+    angles = numbers(batch, 5, TURNED // 2, seed=7)
+    given = answer(function, q, k, *(t.to(dtype) for t in _cos_sin(angles, layout)))
+    if isinstance(given, Refusal):
+        return head_dim > TURNED  # a function for whole heads only: its callers ask for nothing else
+    order: Layout = "half" if layout == "half" else "pairs"
+    cos, sin = (t.to(dtype) for t in _cos_sin(angles, order))
+    ours = apply_rope_reference(q, k, cos, sin, interleaved=order == "pairs")
+    slack = 1e-5 if dtype == torch.float32 else 0.05  # models round every product, we round once
+    return isinstance(given, tuple) and len(given) == 2 and all(map(_close, given, ours, (slack, slack)))
+
+
+def _close(given: Any, ours: Tensor, slack: float) -> bool:
+    same_form = isinstance(given, Tensor) and given.shape == ours.shape and given.dtype == ours.dtype
+    return same_form and torch.allclose(given, ours, rtol=slack, atol=slack)
+
+
+def _cos_sin(angles: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+    """angles (B, T, R/2) -> cos, sin (B, T, R) in the order in which a model with this layout makes them."""
+    both = angles.repeat_interleave(2, dim=-1) if layout == "pairs" else torch.cat((angles, angles), dim=-1)
+    return both.cos(), both.sin()
+
+
+def _rotary_function(layout: Layout, name: str) -> Callable[..., tuple[Tensor, Tensor]]:
+    """`apply_rope` under the signature of transformers' rotary functions."""
+
+    def rotary(
+        q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
+    ) -> tuple[Tensor, Tensor]:  # q (B, H, T, D), k (B, K, T, D); with unsqueeze_dim 2: (B, T, H, D), (B, T, K, D)
+        if layout == "pairs_from_halves":
+            cos, sin = (t[..., : t.shape[-1] // 2].repeat_interleave(2, dim=-1) for t in (cos, sin))
+        if unsqueeze_dim == 2:
+            q, k = apply_rope(q.transpose(1, 2), k.transpose(1, 2), cos, sin, interleaved=layout != "half")
+            return q.transpose(1, 2), k.transpose(1, 2)
+        return apply_rope(q, k, cos, sin, interleaved=layout != "half")
+
+    rotary.__name__ = rotary.__qualname__ = name
+    return rotary
+
+
+@functools.cache
+def _shadow(module_name: str, spec: RopeSpec) -> types.ModuleType:
+    source = sys.modules[module_name]
+    tag = "_".join(f"{name}_{layout}" for name, layout in spec.functions)
+    shadow = types.ModuleType(f"ligertune_shadow_{module_name.replace('.', '_')}_{tag}", source.__doc__)
+    own = {"__name__", "__doc__", "__spec__", "__loader__"}
+    vars(shadow).update({name: value for name, value in vars(source).items() if name not in own})
+    vars(shadow).update({name: _rotary_function(layout, name) for name, layout in spec.functions})
+    sys.modules[shadow.__name__] = shadow
+    return shadow
+
+
+class ShadowedRope(Patch):
+    """Mixin of an attention module: its own forward, in a namespace whose rotary functions are ours."""
+
+    @classmethod
+    def class_body(cls, original: type[nn.Module], spec: RopeSpec) -> dict[str, Any]:
+        theirs = original.forward
+        shadow = _shadow(theirs.__globals__["__name__"], spec)
+        forward = types.FunctionType(
+            theirs.__code__, vars(shadow), theirs.__name__, theirs.__defaults__, theirs.__closure__
+        )
+        functools.update_wrapper(forward, theirs)
+        del forward.__wrapped__  # nothing is wrapped: what is seen is what runs
+        forward.__kwdefaults__ = theirs.__kwdefaults__
+        forward.__module__ = shadow.__name__
+        return {"forward": forward}
