@@ -54,10 +54,7 @@ def _account(prepared: PreparedData) -> list[tuple[str, str]]:
             f"mean {lengths.mean}, half have at most {lengths.p50}, 90 % {lengths.p90}, 95 % {lengths.p95}, "
             f"99 % {lengths.p99}, longest {lengths.max}",
         ),
-        (
-            "too long",
-            f"{report.overlength} ({report.overlength / report.rows_read:.1%} of the rows), {report.truncated} truncated",
-        ),
+        ("too long", f"{report.overlength} ({report.overlength / report.rows_read:.1%}), {report.truncated} truncated"),
         ("fingerprint", prepared.train.fingerprint[:16]),
     ]
     if prepared.eval_report:
