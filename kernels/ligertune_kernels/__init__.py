@@ -1,0 +1,28 @@
+"""Triton kernels for training language models, on NVIDIA and AMD GPUs; plain torch where Triton does not run.
+
+Names are loaded when first asked for, so that importing the package costs neither torch nor triton.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from ligertune_kernels.table import OPS
+
+_HOME = {name: op.module for op in OPS for name in op.exports} | dict.fromkeys(
+    ("backend", "runs_triton"), "ligertune_kernels.launch"
+)
+
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

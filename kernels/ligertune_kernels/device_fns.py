@@ -1,0 +1,49 @@
+"""Functions that several kernels call. All take and give fp32."""
+
+from __future__ import annotations
+
+from ligertune_kernels.launch import tl, triton
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def tanh(x):
+    # libdevice's tanh is missing from the interpreter; this is within 1.8e-7 of it and cannot overflow.
+    return 2.0 * tl.sigmoid(2.0 * x) - 1.0
+
+
+@triton.jit
+def silu(x):
+    return x * tl.sigmoid(x)
+
+
+@triton.jit
+def silu_grad(x):
+    s = tl.sigmoid(x)
+    return s * (1.0 + x * (1.0 - s))
+
+
+@triton.jit
+def gelu_tanh(x):
+    inner = 0.7978845608028654 * x * (1.0 + 0.044715 * x * x)  # sqrt(2 / pi) (x + 0.044715 x³)
+    return 0.5 * x * (1.0 + tanh(inner))
+
+
+@triton.jit
+def gelu_tanh_grad(x):
+    t = tanh(0.7978845608028654 * x * (1.0 + 0.044715 * x * x))
+    inner_grad = 0.7978845608028654 * (1.0 + 0.134145 * x * x)
+    return 0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * inner_grad
+
+
+@triton.jit
+def gelu_erf(x):
+    return 0.5 * x * (1.0 + tl.erf(0.7071067811865476 * x))
+
+
+@triton.jit
+def gelu_erf_grad(x):
+    cdf = 0.5 * (1.0 + tl.erf(0.7071067811865476 * x))
+    return cdf + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)

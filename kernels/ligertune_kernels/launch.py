@@ -1,0 +1,140 @@
+"""Everything that depends on the chip: whether Triton runs here, for which device, with how many warps and programs.
+
+Kernels import `triton` and `tl` from this file. Where triton is not installed (a CPU torch, macOS, Windows) they are
+stand-ins: kernels can then be defined but not launched, and every op runs its reference.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Literal
+
+import torch
+
+try:
+    import triton
+    import triton.language as tl
+except ModuleNotFoundError as missing:
+    if missing.name != "triton":
+        raise
+    triton = SimpleNamespace(jit=lambda kernel: kernel)
+    tl = SimpleNamespace(constexpr=lambda value: value)
+    TRITON_INSTALLED = False
+else:
+    TRITON_INSTALLED = True
+
+# Triton reads the variable when a kernel is decorated, so a later change of the environment means nothing.
+INTERPRETED = TRITON_INSTALLED and os.environ.get("TRITON_INTERPRET") == "1"
+
+MAX_THREADS = 1024  # of one program, on every GPU so far: 16 warps of 64 on CDNA, 32 of 32 on RDNA and NVIDIA
+
+
+@dataclass(frozen=True)
+class Chip:
+    """What the launch rules need to know of a device."""
+
+    vendor: Literal["nvidia", "amd", "interpreter"]
+    arch: str  # sm90, gfx942
+    warp_size: int
+    processors: int  # streaming multiprocessors, compute units
+    l2_bytes: int
+
+
+# Four processors, so that a few rows already spread over several programs and their partial sums.
+INTERPRETER = Chip("interpreter", "cpu", warp_size=32, processors=4, l2_bytes=1 << 20)
+
+_meta_chip: Chip | None = None
+
+
+@contextlib.contextmanager
+def meta_stands_for(chip: Chip) -> Iterator[None]:
+    """While it is open, meta tensors take the Triton path as if they lay on this chip (to compile without the chip)."""
+    global _meta_chip
+    before, _meta_chip = _meta_chip, chip
+    try:
+        yield
+    finally:
+        _meta_chip = before
+
+
+@functools.lru_cache
+def _cuda_chip(index: int) -> Chip:
+    properties = torch.cuda.get_device_properties(index)
+    amd = torch.version.hip is not None
+    return Chip(
+        vendor="amd" if amd else "nvidia",
+        arch=properties.gcnArchName.split(":")[0] if amd else f"sm{properties.major}{properties.minor}",
+        warp_size=getattr(properties, "warp_size", 32),
+        processors=properties.multi_processor_count,
+        l2_bytes=getattr(properties, "L2_cache_size", 0) or 4 << 20,
+    )
+
+
+def chip_of(device: torch.device) -> Chip | None:
+    """The chip whose Triton kernels serve this device; None where the references do."""
+    if not TRITON_INSTALLED:
+        return None
+    if device.type == "cuda":
+        return INTERPRETER if INTERPRETED else _cuda_chip(current_index(device))
+    if device.type == "cpu":
+        return INTERPRETER if INTERPRETED else None
+    return _meta_chip if device.type == "meta" else None
+
+
+def current_index(device: torch.device) -> int:
+    """The number of a CUDA or ROCm device, the current one if it bears none."""
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+def backend(device: torch.device | str) -> Literal["triton", "reference"]:
+    """What the ops run on this device."""
+    return "reference" if chip_of(torch.device(device)) is None else "triton"
+
+
+def runs_triton(t: torch.Tensor) -> bool:
+    """Whether an op on this tensor launches kernels. float64 is for checking: it always takes the reference."""
+    return t.dtype is not torch.float64 and chip_of(t.device) is not None
+
+
+def on_device(t: torch.Tensor) -> contextlib.AbstractContextManager:
+    """Makes the tensor's GPU the current one: Triton launches on that, whatever its arguments say."""
+    if t.device.type != "cuda" or t.device.index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(t.device)
+
+
+def rows_of(t: torch.Tensor) -> torch.Tensor:
+    """(..., C) -> (N, C) with neighbouring columns: a view where the strides allow it, else a copy."""
+    rows = t.reshape(-1, t.shape[-1])
+    return rows if rows.stride(-1) == 1 else rows.contiguous()
+
+
+# Elements of a tile up to which so many warps serve it: at most 16 elements a thread. Row kernels hold two to four
+# values an element, and at 32 and more a thread they spill (compiled for sm80-sm120, gfx90a-gfx1201).
+WARPS = {
+    32: ((1024, 4), (4096, 8), (8192, 16), (None, 32)),
+    64: ((2048, 4), (8192, 8), (None, 16)),
+}
+
+
+def options(elements: int, chip: Chip) -> dict[str, int | bool]:
+    """Launch options of a program that works on a tile of so many elements."""
+    warps = next(warps for most, warps in WARPS[chip.warp_size] if most is None or elements <= most)
+    assert warps * chip.warp_size <= MAX_THREADS
+    # One stage: there is no matrix product whose operands could be fetched ahead. The fusion of a*b+c is what Triton
+    # does by default up to 3.9; said here, it stays so.
+    return {"num_warps": warps, "num_stages": 1, "enable_fp_fusion": True}
+
+
+def programs_within_l2(n_rows: int, row_bytes: int, chip: Chip) -> int:
+    """How many rows may be in flight when each is swept twice and the second sweep is to hit the L2 cache.
+
+    0.85 of the cache; not under half the processors (a 256k vocabulary), nor over four programs on each.
+    """
+    fitting = int(0.85 * chip.l2_bytes) // row_bytes
+    return max(1, min(n_rows, 4 * chip.processors, max(fitting, chip.processors // 2)))

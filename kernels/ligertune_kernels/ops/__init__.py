@@ -1,0 +1,1 @@
+"""One op per file: its mathematics, reference, kernels, autograd, function and module."""

@@ -1,0 +1,44 @@
+"""The ops, one row each. The package's public names are read from here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Op:
+    """One op: a file of `ops/` that holds `<name>`, `<name>_reference` and the modules."""
+
+    name: str
+    file: str
+    summary: str
+    modules: tuple[str, ...] = ()
+    inputs: tuple[str, ...] = ()  # the arguments that receive a gradient
+
+    @property
+    def module(self) -> str:
+        return f"ligertune_kernels.ops.{self.file}"
+
+    @property
+    def reference(self) -> str:
+        return f"{self.name}_reference"
+
+    @property
+    def exports(self) -> tuple[str, ...]:
+        return (self.name, self.reference, *self.modules)
+
+
+OPS = (
+    Op("rms_norm", "rms_norm", "root-mean-square norm, three casting orders", ("RMSNorm",), ("x", "weight")),
+    Op("apply_rope", "rope", "rotary embedding of queries and keys in one launch", (), ("q", "k")),
+    Op("swiglu", "swiglu", "silu(gate) * up, split or packed", ("SwiGLU",), ("gate", "up")),
+    Op("geglu", "geglu", "gelu(gate) * up, split or packed, tanh or erf", ("GeGLU",), ("gate", "up")),
+    Op("cross_entropy", "cross_entropy", "cross entropy of logits", ("CrossEntropyLoss",), ("logits",)),
+    Op(
+        "linear_cross_entropy",
+        "linear_cross_entropy",
+        "cross entropy of a linear layer's output, without the logits",
+        ("LinearCrossEntropyLoss",),
+        ("hidden", "weight", "bias"),
+    ),
+)
