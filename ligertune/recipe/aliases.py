@@ -162,8 +162,8 @@ def _move(peer: KeyPath, row: Alias, document: Document) -> None:
     document.notice(place, f"{dotted(peer)} is read as {dotted(ours)}.")
     replaces = place.override and not document.place(ours).override
     if document.has(ours) and document.get(ours) != value and not replaces:
-        other = f"{document.name(ours)} ({document.place(ours).short})"
-        document.complain(peer, f"{dotted(peer)} and {other} are one key with two values. Keep one of them.")
+        both = f"{dotted(peer)} and {document.mention(ours)}"
+        document.complain(peer, f"{both} are one key with two values. Keep one of them.")
         return
     with suppress(KeyError):  # where the section itself is no mapping, that is the complaint
         document.put(ours, value, replace(place, written=dotted(peer)))

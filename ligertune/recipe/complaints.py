@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import Any
 
@@ -25,7 +24,6 @@ KINDS = {
 TYPES = {
     "integer": "a whole number",
     "number": "a number",
-    "boolean": "true or false",
     "string": "a string",
     "null": "null",
     "array": "a list",
@@ -67,6 +65,7 @@ def unknown_key(path: KeyPath, document: Document) -> str:
     name, section = str(path[-1]), schema_key(path[:-1])
     if "." in name and schema_key(split(name)) in keys():
         return f"{name} is written with dots. Write {leaf(name)} under `{parent(name)}`."
+    name = leaf(name)
     homes = [parent(key) for key in keys() if leaf(key) == name]
     if homes:
         return f"`{name}` belongs {' or '.join(map(_where, homes))}, not {_where(section)}."
@@ -77,7 +76,8 @@ def unknown_key(path: KeyPath, document: Document) -> str:
 def wrong_value(path: KeyPath, document: Document) -> str:
     """A value of the wrong type, out of range, or outside the choices."""
     value, alternatives = document.get(path), _alternatives(path)
-    sentence = f"{document.name(path)} is {shown(value)}; it must be {_either(map(_expected, alternatives))}."
+    expected = [phrase for entry in alternatives for phrase in _expected(entry)]
+    sentence = f"{document.name(path)} is {shown(value)}; it must be {_either(expected)}."
     choices = [choice for entry in alternatives for choice in _choices(entry)]
     close = get_close_matches(str(value), map(str, choices), n=1) if isinstance(value, str) else []
     if close:
@@ -127,14 +127,16 @@ def _choices(entry: dict[str, Any]) -> list[Any]:
     return [entry["const"]] if "const" in entry else entry.get("enum", [])
 
 
-def _expected(entry: dict[str, Any]) -> str:
-    """In words what one alternative of a JSON schema accepts."""
+def _expected(entry: dict[str, Any]) -> list[str]:
+    """In words what one alternative of a JSON schema accepts; true and false are choices too."""
+    if entry.get("type") == "boolean":
+        return ["true", "false"]
     if choices := _choices(entry):
-        return _either(str(choice) for choice in choices)
+        return [str(choice) for choice in choices]
     bounds = [words.format(f"{entry[name]:.10g}") for name, words in BOUNDS.items() if name in entry]
-    return TYPES[entry["type"]] + (f" ({', '.join(bounds)})" if bounds else "")
+    return [TYPES[entry["type"]] + (f" ({', '.join(bounds)})" if bounds else "")]
 
 
-def _either(phrases: Iterable[str]) -> str:
+def _either(phrases: list[str]) -> str:
     *others, last = phrases
     return f"{', '.join(others)} or {last}" if others else last

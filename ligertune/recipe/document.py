@@ -58,6 +58,13 @@ class Document:
         written = self.places[path].written if path in self.places else ""
         return f"{dotted(path)} (written as {written})" if written else dotted(path)
 
+    def mention(self, path: KeyPath) -> str:
+        """The same with its line, for a complaint that stands at another place."""
+        if path not in self.places:
+            return dotted(path)
+        place = self.places[path]
+        return f"{dotted(path)} ({f'written as {place.written}, ' if place.written else ''}{place.short})"
+
     def complain(self, path: KeyPath, sentence: str) -> None:
         self.complain_at(self.place(path), sentence)
 

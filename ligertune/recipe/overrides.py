@@ -29,8 +29,7 @@ def give_way(document: Document) -> None:
         for said, replaced in (map(split, pair), map(split, pair[::-1])):
             both = _is_used(said, document) and _is_used(replaced, document)
             if both and document.place(said).override and not document.place(replaced).override:
-                where = document.place(replaced).short
-                document.notice(document.place(said), f"replaces {document.name(replaced)} ({where}).")
+                document.notice(document.place(said), f"replaces {document.mention(replaced)}.")
                 document.remove(replaced)
 
 
@@ -49,7 +48,7 @@ def _apply(text: str, document: Document) -> None:
         return
     path = split(key.strip())
     try:
-        document.put(path, parse(value, document, place), place)
+        document.put(path, parse(value, document, path, place), place)
     except NotYaml as error:
         document.complain_at(place, str(error))
     except KeyError:

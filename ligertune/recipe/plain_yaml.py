@@ -66,11 +66,11 @@ class NotYaml(ValueError):
         self.line = line
 
 
-def parse(text: str, document: Document, override: Place | None = None) -> Any:
-    """The value that `text` holds; lines and doubled keys go to `document`. An override has one place for all."""
+def parse(text: str, document: Document, path: KeyPath = (), override: Place | None = None) -> Any:
+    """The value that `text` holds at `path`; lines and doubled keys go to `document`. An override is one place."""
     try:
         node = yaml.compose(text, Loader=_Loader)
-        return None if node is None else _value(node, (), document, override)
+        return None if node is None else _value(node, path, document, override)
     except yaml.YAMLError as error:
         raise _not_yaml(error, text) from None
     except RecursionError:
@@ -106,7 +106,7 @@ def _mapping(node: yaml.MappingNode, path: KeyPath, document: Document, override
         here = (*path, key)
         if key in values:
             both = "" if override else f", at lines {lines[key]} and {line}"
-            document.complain(here, f"{dotted(here)} is given twice{both}.")
+            document.complain_at(override or document.place(here), f"{dotted(here)} is given twice{both}.")
             continue
         _remember(here, key_node, document, override)
         lines[key] = line
@@ -126,4 +126,5 @@ def _not_yaml(error: yaml.YAMLError, text: str) -> NotYaml:
     mark = error.problem_mark
     if "'\\t'" in error.problem:
         return NotYaml("a tab stands where YAML wants spaces.", mark.line + 1)
-    return NotYaml(f"not YAML at column {mark.column + 1}: {error.problem}.", mark.line + 1)
+    problem = ", ".join(filter(None, (error.context, error.problem)))
+    return NotYaml(f"not YAML at column {mark.column + 1}: {problem}.", mark.line + 1)

@@ -12,7 +12,7 @@ from ligertune.recipe.schema import EITHER_OR, Recipe, TrainSpec
 
 @dataclass(frozen=True)
 class Rule:
-    """`keys` contradict each other where `broken`; `says` names them as {0}, {1}."""
+    """`keys` contradict each other where `broken`; `says` names them as {0}, {1} and may quote the recipe."""
 
     keys: tuple[str, ...]
     broken: Callable[[Recipe], bool]
@@ -79,7 +79,8 @@ RULES = (
     Rule(
         ("train.global_batch_size", "train.per_device_train_batch_size"),
         _splits_a_micro_batch,
-        "{0} is not a multiple of {1}.",
+        "{0} is {recipe.train.global_batch_size}, and no multiple of {1}, "
+        "which is {recipe.train.per_device_train_batch_size}.",
     ),
 )
 
@@ -91,10 +92,5 @@ def check_rules(recipe: Recipe, document: Document, faults: Sequence[KeyPath]) -
         in_doubt = any(fault[: len(path)] == path[: len(fault)] for fault in faults for path in paths)
         if not in_doubt and rule.broken(recipe):
             lead = next((path for path in paths if document.has(path)), paths[0])
-            document.complain(lead, rule.says.format(*(_mention(path, lead, document) for path in paths)))
-
-
-def _mention(path: KeyPath, lead: KeyPath, document: Document) -> str:
-    """The key's name; with its place, unless that opens the complaint already or is a default."""
-    name = document.name(path)
-    return f"{name} ({document.place(path).short})" if path != lead and path in document.places else name
+            mentions = [document.name(path) if path == lead else document.mention(path) for path in paths]
+            document.complain(lead, rule.says.format(*mentions, recipe=recipe))

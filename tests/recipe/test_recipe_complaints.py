@@ -1,0 +1,72 @@
+"""Each kind of wrong recipe gets one exact sentence, with its line: complaints.txt is the table."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ligertune.errors import UserError
+from ligertune.recipe import load_recipe
+
+TABLE = (Path(__file__).parent / "complaints.txt").read_text(encoding="utf-8").strip().split("\n\n")
+NEEDS = "A recipe needs at least model.model_name_or_path, data.datasets[0].path and checkpoint.output_dir."
+
+
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: row.partition("\n=> ")[0].replace("\n", "; "))
+def test_one_mistake_gets_one_exact_sentence(row, required, complaints):
+    """A row is YAML and the complaint about it. The required sections that it leaves out are put behind it."""
+    text, _, complaint = row.partition("\n=> ")
+    left_out = [line for line in required.splitlines() if line.split()[0] not in text.split()]
+    assert complaints("\n".join([text, *left_out])) == [f"recipe.yaml:{complaint}"]
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        ("", f"recipe.yaml is empty. {NEEDS}"),
+        ("# nothing but a comment\n", f"recipe.yaml is empty. {NEEDS}"),
+        (
+            "- a\n- b\n",
+            'recipe.yaml is ["a", "b"] (a list); a recipe is a mapping of sections: model, data, train and others.',
+        ),
+        ("model:\n  revision: \0\n", "recipe.yaml:2: the character U+0000 may not stand in YAML."),
+        (b"model:\n  revision: \xff\n", "recipe.yaml:2: not UTF-8 text (byte 0xff)."),
+        ("model: &a [*a]\n", "recipe.yaml: it is nested too deeply, or has an anchor that contains itself."),
+        ("[" * 5000, "recipe.yaml: it is nested too deeply, or has an anchor that contains itself."),
+    ],
+    ids=["empty", "only a comment", "a list", "a NUL", "latin-1", "a circle", "a tower"],
+)
+def test_what_is_no_recipe_at_all_gets_one_exact_sentence(content, complaint, complaints):
+    assert complaints(content) == [complaint]
+
+
+def test_a_folder_and_a_missing_file_are_no_recipes(tmp_path):
+    with pytest.raises(UserError, match="is a folder, not a recipe"):
+        load_recipe(tmp_path)
+    with pytest.raises(UserError, match=r"absent.yaml does not exist. Give the path of a recipe, a YAML file\."):
+        load_recipe(tmp_path / "absent.yaml")
+
+
+def test_all_complaints_of_a_file_come_together_in_its_order(complaints):
+    text = """\
+lr: -1
+train: {sede: 1, max_steps: 1, num_train_epochs: 2}
+eval: {eval_steps: no}
+data: {datasets: [3]}
+"""
+    assert complaints(text) == [
+        "recipe.yaml: checkpoint.output_dir is missing: folder of the run, relative to the current one.",
+        "recipe.yaml: model.model_name_or_path is missing: hub id or folder of the model.",
+        "recipe.yaml:1: train.learning_rate (written as lr) is -1 (a whole number); "
+        "it must be a number (above 0, at most 1).",
+        "recipe.yaml:2: train.max_steps and train.num_train_epochs (line 2) are both given. Keep one of them.",
+        "recipe.yaml:2: train.sede is not a key of the recipe. Did you mean train.seed?",
+        'recipe.yaml:3: eval.eval_steps is "no" (a string); it must be a whole number (above 0).',
+        "recipe.yaml:4: data.datasets[0] is 3 (a whole number); it must be a mapping.",
+    ]
+
+
+def test_no_contradiction_is_told_of_a_key_that_is_wrong_itself(required, complaints):
+    found = complaints(required + "train: {max_steps: soon, num_train_epochs: 2}\n")
+    assert len(found) == 1 and "train.max_steps is " in found[0]

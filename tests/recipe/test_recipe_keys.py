@@ -1,0 +1,130 @@
+"""What must hold for every key of the schema, read from the schema itself."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import ligertune
+from ligertune.recipe import Recipe, TrainSpec, recipe_schema
+from ligertune.recipe.aliases import ALIASES, PEERS
+from ligertune.recipe.keys import keys
+from ligertune.recipe.schema import EITHER_OR
+
+SECTIONS = [key for key, entry in keys().items() if key and entry.get("type") == "object" and "properties" in entry]
+LEAVES = [key for key in keys() if key and key not in SECTIONS and not key.endswith("[]")]
+
+# RECIPE.md's keys that something reads now, with their defaults; a new key is added here with its default
+DEFAULTS = {
+    "model": {"revision": "main", "dtype": "auto", "attn_implementation": "auto", "init": "pretrained",
+              "num_hidden_layers": None, "trust_remote_code": False},
+    "model.tokenizer": {"path": None, "pad_token": None, "eos_token": None, "chat_template": "tokenizer"},
+    "kernels": {"enabled": "auto", "rope": True, "norm": True, "mlp": True, "loss": "linear_cross_entropy"},
+    "data.datasets[]": {"name": None, "split": "train", "format": "auto", "columns": {}, "max_samples": None,
+                        "on_bad_row": "drop"},
+    "data": {"val_split": 0.0, "eval_datasets": [], "prompt_template": "auto", "system_prompt": None,
+             "train_on": "assistant", "max_length": 2048, "on_overlength": "drop"},
+    "train": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "global_batch_size": None,
+              "num_train_epochs": 1.0, "max_steps": None, "learning_rate": 2e-5, "lr_scheduler_type": "cosine",
+              "warmup_ratio": 0.03, "warmup_steps": None, "min_lr_ratio": 0.1, "optim": "adamw_torch_fused",
+              "weight_decay": 0.0, "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8, "max_grad_norm": 1.0,
+              "gradient_checkpointing": False, "seed": 42},
+    "eval": {"eval_strategy": "no", "eval_steps": 200, "per_device_eval_batch_size": 4},
+    "checkpoint": {"save_strategy": "steps", "save_steps": 200, "save_total_limit": 2,
+                   "resume_from_checkpoint": "never", "overwrite": False, "save_on_signal": True},
+    "logging": {"logging_steps": 10},
+    "parallel": {"strategy": "auto"},
+    "report": {"warmup_steps": 5, "mfu": True},
+}  # fmt: skip
+
+
+def test_the_keys_and_defaults_are_those_of_the_recipe_page():
+    declared: dict[str, dict] = {}
+    for key in LEAVES:
+        section, _, name = key.rpartition(".")
+        if "default" in keys()[key] and section and not section.startswith("data.eval_datasets[]"):
+            declared.setdefault(section, {})[name] = keys()[key]["default"]
+    assert declared == DEFAULTS
+
+
+@pytest.mark.parametrize("key", [*LEAVES, *SECTIONS])
+def test_every_key_is_described(key):
+    description = keys()[key].get("description", "")
+    assert len(description) > 5 and description.endswith("."), f"{key}: {description!r}"
+
+
+@pytest.mark.parametrize("key", LEAVES)
+def test_every_key_refuses_a_value_of_the_wrong_type(key, required, complaints):
+    name, *needed = override_for(key)
+    wrong = "3" if keys()[key].get("type") in ("array", "object") else "[wrong]"
+    (found,) = complaints(required, *needed, f"{name}={wrong}")
+    assert found.startswith(f"--set {name}={wrong}: {name} is {wrong[0]}") and "; it must be " in found
+
+
+@pytest.mark.parametrize("key", LEAVES)
+def test_null_is_refused_by_every_key_that_does_not_name_it(key, required, load, complaints):
+    name, *needed = override_for(key)
+    if {"type": "null"} in keys()[key].get("anyOf", []) and key.removeprefix("train.") not in EITHER_OR:
+        assert load(required, *needed, f"{name}=null")
+    elif key == "checkpoint.resume_from_checkpoint":  # null is how transformers says never
+        assert load(required, f"{name}=null").checkpoint.resume_from_checkpoint == "never"
+    else:
+        (found,) = complaints(required, *needed, f"{name}=null")
+        assert found.startswith(f"--set {name}=null: {name} is null")
+
+
+def override_for(key: str) -> tuple[str, ...]:
+    """A key as an override names it, and the overrides that it needs before it."""
+    item = ("data.eval_datasets[0].path=d",) if key.startswith("data.eval_datasets[]") else ()
+    return (key.replace("[]", "[0]"), *item)
+
+
+def test_sections_are_frozen_and_forbid_unknown_keys():
+    with pytest.raises(ValueError, match="frozen"):
+        TrainSpec().seed = 1
+    with pytest.raises(ValueError, match="Extra inputs"):
+        TrainSpec(sead=1)
+
+
+def test_a_given_key_replaces_the_default_of_its_rival():
+    train = TrainSpec(max_steps=5, global_batch_size=8, warmup_steps=0)
+    assert (train.num_train_epochs, train.gradient_accumulation_steps, train.warmup_ratio) == (None, None, None)
+
+
+def test_every_peers_name_leads_to_a_key_and_hides_none():
+    assert {row.key for row in ALIASES} <= set(keys())
+    hidden = {f"{key.rpartition('.')[0]}.{name}" for name, key in PEERS.items() if "." in key} & set(keys())
+    assert hidden == {
+        "train.seed",
+        "checkpoint.output_dir",
+    }  # peers write ours at the top level
+    names = [name for row in ALIASES for name in row.names if "[]" not in row.key]
+    assert len(names) == len(set(names))
+
+
+def test_the_json_schema_closes_every_section_and_requires_the_three_keys():
+    schema = recipe_schema()
+    assert schema["required"] == ["model", "data", "checkpoint"]
+    assert all(spec["additionalProperties"] is False for spec in (schema, *schema["$defs"].values()))
+    required = {name: spec["required"] for name, spec in schema["$defs"].items() if "required" in spec}
+    assert required == {
+        "ModelSpec": ["model_name_or_path"],
+        "DataSpec": ["datasets"],
+        "DatasetSpec": ["path"],
+        "CheckpointSpec": ["output_dir"],
+    }
+    assert set(schema["properties"]) == set(Recipe.model_fields)
+
+
+def test_reading_a_recipe_imports_nothing_heavy(required, load):
+    source = load(required).source
+    code = (
+        "import sys; from pathlib import Path; from ligertune.recipe import load_recipe; "
+        f"load_recipe(Path({str(source)!r})); print({{'torch', 'transformers', 'datasets', 'rich'}} & set(sys.modules))"
+    )
+    house = Path(ligertune.__file__).parent.parent
+    done = subprocess.run([sys.executable, "-c", code], cwd=house, capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("set()\n", "")
