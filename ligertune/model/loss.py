@@ -143,12 +143,13 @@ class OwnLoss(Patch):
 
     @property
     def loss_function(self) -> Callable[..., Tensor]:
-        theirs = super().loss_function
-        return self.own_loss if theirs is ForCausalLMLoss else theirs  # set by the user since: theirs
+        # `super().loss_function` would do, but torch.compile cannot trace a property through super()
+        chosen = getattr(self, "_loss_function", ForCausalLMLoss)  # where transformers keeps one that a user sets
+        return self.own_loss if chosen is ForCausalLMLoss else chosen
 
     @loss_function.setter
     def loss_function(self, value: Callable[..., Tensor]) -> None:
-        self.patch_original.loss_function.fset(self, value)
+        self._loss_function = value
 
 
 class LossInHead(OwnLoss):

@@ -168,6 +168,11 @@ class _Affine(nn.Module):
         return torch.cat([x * scale + shift for scale, shift in self.terms], dim=-1)
 
 
+def _waves(x: Tensor) -> Tensor:
+    """The activation of a probe: no model has it, and it is unbounded, so that a clamp behind it shows."""
+    return x * torch.cos(x)
+
+
 GATE, UP, DOWN = (0.6, 0.1), (1.9, -0.2), (1.7, 0.3)
 REACH = (1.0, 30.0, 1e3, 1e4)  # one magnitude a row: a clamp anywhere below 1e4 shows
 
@@ -180,9 +185,9 @@ def _refuse_mlp(cls: type, settings: Settings, activation_name: str, packed: boo
     )
     x = numbers(len(REACH), 3, 8) * torch.tensor(REACH, device="cpu").view(-1, 1, 1)
     gate, up = x * GATE[0] + GATE[1], x * UP[0] + UP[1]
-    expected = torch.sin(gate) * up * DOWN[0] + DOWN[1]  # sin: no model has it, so the MLP must use what it is given
+    expected = _waves(gate) * up * DOWN[0] + DOWN[1]
     for training in (True, False):
-        given = answer(_run_mlp, cls, settings, {**projections, activation_name: torch.sin}, training, x)
+        given = answer(_run_mlp, cls, settings, {**projections, activation_name: _waves}, training, x)
         if isinstance(given, Refusal):
             return given
         if not isinstance(given, Tensor) or not _close(given, expected):
@@ -234,10 +239,10 @@ def _refuse_gate(cls: type, settings: Settings, activation_name: str) -> Refusal
     given = answer(_run_gate, cls, settings, activation_name, gate_up)
     if isinstance(given, Refusal):
         return given
-    if not isinstance(given, Tensor) or not _close(given, torch.sin(gate) * up):
+    if not isinstance(given, Tensor) or not _close(given, _waves(gate) * up):
         return Refusal("its _apply_gate computes something else than act(gate) * up")
     return None
 
 
 def _run_gate(cls: type, settings: Settings, activation_name: str, gate_up: Tensor) -> Any:
-    return cls._apply_gate(stub(cls, settings, **{activation_name: torch.sin}), gate_up)
+    return cls._apply_gate(stub(cls, settings, **{activation_name: _waves}), gate_up)
