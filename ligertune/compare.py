@@ -140,7 +140,7 @@ def _short(recipe: Recipe, side: str, steps: int, output_dir: Path) -> Recipe:
     return recipe.model_copy(
         update={
             "kernels": recipe.kernels.model_copy(update={"enabled": SIDES[side]}),
-            "train": recipe.train.model_copy(update={"max_steps": steps}),
+            "train": recipe.train.model_copy(update={"max_steps": steps, "num_train_epochs": None}),
             "eval": recipe.eval.model_copy(update={"eval_strategy": "no"}),
             "logging": recipe.logging.model_copy(update={"logging_steps": 1}),
             "report": recipe.report.model_copy(update={"warmup_steps": warmup}),

@@ -1,0 +1,67 @@
+"""One global batch, cut in four ways: the losses are the same to 1e-5."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from command_line import losses, overrides, run
+
+STEPS = 5
+SETTINGS = {
+    "train.max_steps": STEPS,
+    "train.global_batch_size": 8,
+    "logging.logging_steps": 1,
+    "checkpoint.save_strategy": "no",
+    "data.datasets.0.max_samples": 35,  # an epoch ends inside the last step
+    "checkpoint.output_dir": "run",
+}
+
+
+def train(recipe: Path, cwd: Path, *, micro: int, launcher: tuple[str, ...] = ()) -> list[float]:
+    """Losses of a run; `launcher` starts two ranks."""
+    accelerate = [sys.executable, "-m", "accelerate.commands.launch"]
+    many = ["--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no",
+            "--main_process_port", "0", "-m", "ligertune"]  # fmt: skip
+    start = [*accelerate, *launcher, *many] if launcher else [sys.executable, "-m", "ligertune"]
+    settings = {**SETTINGS, "train.per_device_train_batch_size": micro}
+    done = run([*start, "train", str(recipe), *overrides(settings)], cwd=cwd)
+    assert done.code == 0, done.err[-3000:]
+    return losses(cwd / "run")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, quickstart):
+    """Micro batch 8, no accumulation, one process."""
+    return train(quickstart / "stories260k.yaml", tmp_path_factory.mktemp("whole"), micro=8)
+
+
+@pytest.mark.parametrize(
+    ("micro", "launcher"),
+    [(1, ()), (1, ("--multi_gpu",)), (1, ("--use_fsdp", "--fsdp_version", "2"))],
+    ids=["1x8", "ddp-2x4", "fsdp2-2x4"],
+)
+def test_losses_do_not_depend_on_how_the_batch_is_cut(whole, micro, launcher, recipe, tmp_path):
+    found = train(recipe, tmp_path, micro=micro, launcher=launcher)
+    assert len(found) == STEPS
+    assert found == pytest.approx(whole, rel=1e-5)
+
+
+def test_fsdp_saves_resumes_and_leaves_a_model_that_loads(recipe, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    launcher = ("--use_fsdp", "--fsdp_version", "2")
+    start = [sys.executable, "-m", "accelerate.commands.launch", *launcher, "--num_processes", "2", "--num_machines", "1",
+             "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0", "-m", "ligertune"]  # fmt: skip
+    settings = {**SETTINGS, "train.per_device_train_batch_size": 4, "checkpoint.save_strategy": "steps", "checkpoint.save_steps": 2}
+    first = run([*start, "train", str(recipe), *overrides(settings)], cwd=tmp_path)
+    assert first.code == 0, first.err[-3000:]
+    expected = losses(tmp_path / "run")
+    weights = (tmp_path / "run" / "model" / "model.safetensors").read_bytes()
+    again = run([*start, "train", str(recipe), *overrides(settings), "--resume"], cwd=tmp_path)
+    assert again.code == 0, again.err[-3000:]
+    assert losses(tmp_path / "run") == expected
+    assert (tmp_path / "run" / "model" / "model.safetensors").read_bytes() == weights
+    _, info = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]

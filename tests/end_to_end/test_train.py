@@ -1,0 +1,135 @@
+"""`ligertune train` from a recipe to a model that loads, on the bundled model and data."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from random import SystemRandom
+
+import pytest
+from command_line import environment, losses, overrides
+
+EVERY_STEP = {"logging.logging_steps": 1, "checkpoint.save_strategy": "no", "data.val_split": 0}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, quickstart):
+    """One finished run of 25 steps: (folder, JSON report, what was printed for people)."""
+    folder = tmp_path_factory.mktemp("finished")
+    settings = {"checkpoint.output_dir": folder / "run", "train.max_steps": 25, "checkpoint.save_steps": 10,
+                "logging.logging_steps": 5}  # fmt: skip
+    command = [sys.executable, "-m", "ligertune", "train", str(quickstart / "stories260k.yaml"), "--json"]
+    done = subprocess.run([*command, *overrides(settings)], env=environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return folder / "run", json.loads(done.stdout), done.stderr
+
+
+def test_loss_falls_and_the_report_says_so(finished):
+    _, report, said = finished
+    assert report["status"] == "completed"
+    assert report["loss_last"] < report["loss_first"] - 0.3
+    assert f"{report['loss_first']:.4f} -> {report['loss_last']:.4f}" in said
+    assert "ligertune generate" in said
+
+
+def test_report_counts_real_tokens_and_memory(finished):
+    _, report, _ = finished
+    speed = report["throughput"]
+    assert 0 < speed["trained_tokens_per_second"] < speed["tokens_per_second"] <= speed["padded_tokens_per_second"]
+    assert speed["warmup_steps_excluded"] == 5
+    assert speed["steps"] == 20
+    assert speed["mfu"] is None  # a CPU's peak is unknown, and unknown is not guessed
+    assert report["peak_memory"]["resident_run"] > 50 << 20
+
+
+def test_kernels_are_in_the_report_with_their_counts(finished):
+    _, report, _ = finished
+    applied = {line["kernel"]: line["applied"] for line in report["kernels"]}
+    assert applied == {"apply_rope": 5, "rms_norm": 11, "swiglu": 5, "linear_cross_entropy": 1}
+
+
+def test_files_that_a_run_leaves(finished):
+    folder, _, _ = finished
+    left = {path.name for path in folder.iterdir()}
+    assert left == {"plan.json", "report.json", "metrics.jsonl", "resolved_recipe.yaml", "checkpoints", "model"}
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step-10", "step-20"]
+    assert json.loads((folder / "plan.json").read_text())["schedule"]["total_steps"] == 25
+
+
+def test_model_loads_with_transformers_and_its_tokenizer(finished):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder, _, _ = finished
+    model, info = AutoModelForCausalLM.from_pretrained(folder / "model", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert type(model).__name__ == "LlamaForCausalLM"
+    assert model.config.use_cache
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    assert tokenizer.chat_template
+    assert tokenizer.pad_token_id != tokenizer.eos_token_id
+
+
+def test_generate_continues_a_prompt_in_the_template_of_training(finished, ligertune):
+    folder, _, _ = finished
+    done = ligertune("generate", folder / "model", "Name three colours.", "--max-new-tokens", "12", "--json")
+    answer = json.loads(done.out)
+    assert done.code == 0
+    assert "### Instruction:\nName three colours." in answer["prompt"]
+    assert answer["text"].strip()
+    raw = json.loads(ligertune("generate", folder / "model", "Once upon a time", "--raw", "--json").out)
+    assert raw["prompt"] == "Once upon a time"
+
+
+def test_a_folder_that_holds_a_run_is_refused_resumed_or_replaced(finished, ligertune, recipe):
+    folder, _, _ = finished
+    settings = overrides({"checkpoint.output_dir": folder, "train.max_steps": 25})
+    refused = ligertune("train", recipe, *settings)
+    assert refused.code == 2
+    assert f"{folder} already holds a run" in refused.err
+    assert "--resume" in refused.err and "--overwrite" in refused.err
+    assert (folder / "model" / "config.json").is_file()
+
+
+def test_resume_after_sigterm_at_a_random_step_is_bit_equal(tmp_path, ligertune, recipe):
+    settings = {**EVERY_STEP, "train.max_steps": 60}
+    whole = ligertune("train", recipe, *overrides({**settings, "checkpoint.output_dir": "whole"}))
+    assert whole.code == 0, whole.err
+    stop_after = SystemRandom().randint(1, 45)
+    command = [sys.executable, "-m", "ligertune", "train", str(recipe)]
+    command += overrides({**settings, "checkpoint.output_dir": "cut"})
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    metrics = tmp_path / "cut" / "metrics.jsonl"
+    while process.poll() is None and not (metrics.exists() and metrics.read_text().count("\n") >= stop_after):
+        time.sleep(0.002)
+    process.send_signal(signal.SIGTERM)
+    errors = process.communicate()[1].decode()
+    assert process.returncode == 130, errors
+    reached = len(losses(tmp_path / "cut"))
+    assert stop_after <= reached < 60
+    resumed = ligertune("train", recipe, *overrides({**settings, "checkpoint.output_dir": "cut"}), "--resume", "--json")
+    assert resumed.code == 0, resumed.err
+    assert json.loads(resumed.out)["resumed_from"] == reached
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+    # and so are the weights
+    models = [(tmp_path / name / "model" / "model.safetensors").read_bytes() for name in ("cut", "whole")]
+    assert models[0] == models[1]
+
+
+def test_resuming_with_other_data_is_refused(tmp_path, ligertune, recipe):
+    settings = {**EVERY_STEP, "train.max_steps": 4, "checkpoint.save_strategy": "steps", "checkpoint.save_steps": 2,
+                "checkpoint.output_dir": "run"}  # fmt: skip
+    assert ligertune("train", recipe, *overrides(settings)).code == 0
+    changed = ligertune("train", recipe, *overrides({**settings, "data.datasets.0.max_samples": 100}), "--resume")
+    assert changed.code == 2
+    assert "other examples" in changed.err
+
+
+def test_the_resolved_recipe_reproduces_the_run(tmp_path, ligertune, recipe):
+    settings = {**EVERY_STEP, "train.max_steps": 3}
+    assert ligertune("train", recipe, *overrides({**settings, "checkpoint.output_dir": "first"})).code == 0
+    again = ligertune("train", "first/resolved_recipe.yaml", "--set", "checkpoint.output_dir=second")
+    assert again.code == 0, again.err
+    assert losses(tmp_path / "first") == losses(tmp_path / "second")
