@@ -42,7 +42,7 @@ def _is_used(path: KeyPath, document: Document) -> bool:
 
 def _apply(text: str, document: Document) -> None:
     key, equals, value = text.partition("=")
-    place = Place(f"--set {text}", 0, document.file)
+    place = Place(f"--set {' '.join(text.split())}", 0, document.file)  # a complaint is one line
     if not (key.strip() and equals):
         document.complain_at(place, "write it as section.key=value.")
         return

@@ -89,11 +89,11 @@ def _value(node: yaml.Node, path: KeyPath, document: Document, override: Place |
         for index, item in enumerate(node.value):
             _remember((*path, index), item, document, override)
         return [_value(item, (*path, index), document, override) for index, item in enumerate(node.value)]
-    if node.tag not in SCALARS:
-        raise yaml.constructor.ConstructorError(
-            None, None, f"a recipe has no values of type {node.tag}", node.start_mark
-        )
-    return SCALARS[node.tag](node.value)
+    try:
+        return SCALARS[node.tag](node.value)
+    except (KeyError, ValueError):  # `!!python/...`, or `!!int ten`
+        problem = f"a recipe has no {node.tag} like this"
+        raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from None
 
 
 def _mapping(node: yaml.MappingNode, path: KeyPath, document: Document, override: Place | None) -> dict[str, Any]:

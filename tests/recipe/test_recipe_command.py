@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
-from typer.testing import CliRunner
+import typer
 
+from ligertune.cli import render
 from ligertune.cli.recipe import recipe_app
 from ligertune.errors import UserError
 from ligertune.recipe import recipe_schema
@@ -21,37 +22,45 @@ def recipe(tmp_path):
     return path
 
 
-def run(*arguments: object) -> str:
-    done = CliRunner().invoke(recipe_app, [str(argument) for argument in arguments])
-    if done.exception is not None:
-        raise done.exception
-    return done.stdout
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """run(*arguments): what the command prints on stdout, and on stderr."""
+    monkeypatch.setattr(render.OUTPUT, "console", render.OUTPUT.console)  # --json moves it
+
+    def run(*arguments: object) -> tuple[str, str]:
+        command = typer.main.get_command(recipe_app)
+        command([str(argument) for argument in arguments], standalone_mode=False)
+        return tuple(capsys.readouterr())
+
+    return run
 
 
-def test_check_says_ok_after_the_notices(recipe, capfd):
-    printed = run("check", recipe) or capfd.readouterr().out
-    assert f"{recipe}:1: base_model is read as model.model_name_or_path." in printed
-    assert printed.rstrip().endswith(f"{recipe}: OK")
+def test_check_says_ok_after_the_notices(recipe, run):
+    lines = run("check", recipe)[0].splitlines()
+    assert lines[0] == f"{recipe}:1: base_model is read as model.model_name_or_path."
+    assert len(lines) == 4 and lines[3] == f"{recipe}: OK"
 
 
-def test_check_raises_the_complaint(recipe):
+def test_check_raises_the_complaint(recipe, run):
     with pytest.raises(UserError, match=r"^--set train\.sede=1: train\.sede is not a key"):
         run("check", recipe, "--set", "train.sede=1")
 
 
-def test_check_json_is_one_report(recipe):
-    report = json.loads(run("check", recipe, "--json"))
+def test_check_json_is_one_report(recipe, run):
+    stdout, stderr = run("check", recipe, "--json")
+    report = json.loads(stdout)
+    assert f"{recipe}: OK" in stderr
     assert report["ok"] is True and len(report["notices"]) == 3
 
 
-def test_what_show_prints_is_a_recipe_that_shows_the_same(recipe, tmp_path):
-    shown = run("show", recipe, "--set", "train.max_steps=5")
+def test_what_show_prints_is_a_recipe_that_shows_the_same(recipe, run, tmp_path):
+    shown = run("show", recipe, "--set", "train.max_steps=5")[0]
     again = tmp_path / "again.yaml"
     again.write_text(shown)
     assert "max_steps: 5\n" in shown and shown.startswith("# ")
-    assert run("show", again) == shown[shown.index("version:") :]
-    assert json.loads(run("show", again, "--json"))["train"]["max_steps"] == 5
+    assert run("show", again)[0] == shown[shown.index("version:") :]
+    assert json.loads(run("show", again, "--json")[0])["train"]["max_steps"] == 5
 
 
-def test_schema_prints_the_json_schema():
-    assert json.loads(run("schema")) == recipe_schema()
+def test_schema_prints_the_json_schema(run):
+    assert json.loads(run("schema")[0]) == recipe_schema()
