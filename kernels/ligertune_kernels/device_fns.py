@@ -27,15 +27,16 @@ def silu_grad(x):
 
 @triton.jit
 def gelu_tanh(x):
-    inner = 0.7978845608028654 * x * (1.0 + 0.044715 * x * x)  # sqrt(2 / pi) (x + 0.044715 x³)
-    return 0.5 * x * (1.0 + tanh(inner))
+    # (1 + tanh(i)) / 2 = sigmoid(2i), which keeps its digits where tanh is near -1.
+    return x * tl.sigmoid(1.5957691216057308 * x * (1.0 + 0.044715 * x * x))  # 2 sqrt(2 / pi) (x + 0.044715 x³)
 
 
 @triton.jit
 def gelu_tanh_grad(x):
-    t = tanh(0.7978845608028654 * x * (1.0 + 0.044715 * x * x))
-    inner_grad = 0.7978845608028654 * (1.0 + 0.134145 * x * x)
-    return 0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * inner_grad
+    twice_i = 1.5957691216057308 * x * (1.0 + 0.044715 * x * x)
+    s = tl.sigmoid(twice_i)
+    # sigmoid(-2i) is 1 - s with all its digits: the factors beside it reach 50 where s is nearly 1.
+    return s + x * s * tl.sigmoid(-twice_i) * 1.5957691216057308 * (1.0 + 0.134145 * x * x)
 
 
 @triton.jit

@@ -57,7 +57,8 @@ def cross_entropy_reference(
         losses = losses - label_smoothing * (class_weight * log_probs).mean(dim=-1, keepdim=True)
     if z_loss:
         losses = losses + z_loss * z.logsumexp(dim=-1, keepdim=True).square()
-    losses = losses.masked_fill(~is_class, torch.nan).masked_fill(ignored, 0.0).squeeze(1)
+    losses = losses * torch.where(is_class | ignored, 1.0, torch.nan)  # NaN in the gradient too
+    losses = losses.masked_fill(ignored, 0.0).squeeze(1)
     if reduction == "none":
         return losses.view(labels.shape)
     if reduction == "sum":

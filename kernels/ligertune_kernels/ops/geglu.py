@@ -1,8 +1,9 @@
-r"""GeGLU: y = gelu(gate) · up, with the normal distribution function Φ or its tanh approximation.
+r"""GeGLU: y = gelu(gate) · up, with the normal distribution function Φ or its tanh approximation
+(σ is the logistic function).
 
     none    gelu(g) = g Φ(g)                                gelu'(g) = Φ(g) + g φ(g)
-    tanh    gelu(g) = g (1 + t) / 2                         gelu'(g) = (1 + t) / 2 + g (1 - t²) i' / 2
-            t = tanh(i), i = √(2/π) (g + 0.044715 g³)       i' = √(2/π) (1 + 0.134145 g²)
+    tanh    gelu(g) = g (1 + tanh(i)) / 2 = g s             gelu'(g) = s + g s (1 - s) 2 i'
+            s = σ(2i), i = √(2/π) (g + 0.044715 g³)         i' = √(2/π) (1 + 0.134145 g²)
 
     d_gate = dy · up · gelu'(g)        d_up = dy · gelu(g)
 

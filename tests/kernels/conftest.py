@@ -1,0 +1,20 @@
+"""Where the ops run: on the GPU if there is one, else on the CPU.
+
+On a CPU the same tests run twice: here on the references and the torch row pass, and in a process of their own under
+Triton's interpreter (test_under_interpreter.py), because TRITON_INTERPRET is read when the kernels are decorated.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)

@@ -1,0 +1,187 @@
+"""cross_entropy against float64 and torch: every term of the loss, every reduction, in place, odd labels."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from judge import judge
+from ligertune_kernels import CrossEntropyLoss, cross_entropy, cross_entropy_reference, runs_triton
+from torch.nn import functional as F
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+SIZES = (
+    pytest.param((1, 2), id="one row, two classes"),
+    pytest.param((9, 515), id="more rows than programs, columns of no multiple of the vector"),
+    pytest.param((3, 17000), id="more columns than a sweep takes at once"),
+)
+TERMS = (
+    {},
+    {"softcap": 2.0},
+    {"z_loss": 0.1},
+    {"label_smoothing": 0.2},
+    {"weighted": True},
+    {"weighted": True, "label_smoothing": 0.2, "z_loss": 0.1, "softcap": 2.0},
+)
+
+
+def labels_for(shape: tuple[int, ...], device: torch.device, ignored: int = 1) -> torch.Tensor:
+    """Labels that hold the first and the last class, and some -100 where there is more than one row."""
+    n_rows, n_classes = shape
+    labels = torch.randint(n_classes, (n_rows,), device=device)
+    labels[0], labels[-1] = 0, n_classes - 1
+    if n_rows > 2:
+        labels[1 : 1 + ignored] = -100
+    return labels
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("shape", SIZES)
+def test_agrees_with_float64(shape, reduction, dtype, device) -> None:
+    labels = labels_for(shape, device)
+    logits = 4.0 * torch.randn(shape, device=device, dtype=dtype)
+    judge(
+        lambda x: cross_entropy(x, labels, reduction=reduction),
+        lambda x: cross_entropy_reference(x, labels, reduction=reduction),
+        [logits],
+    )
+
+
+@pytest.mark.parametrize("terms", TERMS, ids=lambda terms: " ".join(terms) or "plain")
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("inplace", [False, True])
+def test_every_term_agrees_with_float64(terms, reduction, inplace, device) -> None:
+    options = {"reduction": reduction, **terms}
+    if options.pop("weighted", False):
+        options["weight"] = torch.rand(131, device=device)
+    labels = labels_for((7, 131), device)
+    judge(
+        lambda x: cross_entropy(x * 2.0, labels, inplace=inplace, **options),
+        lambda x: cross_entropy_reference(x * 2.0, labels, **options),
+        [torch.randn(7, 131, device=device)],
+    )
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_reference_is_torchs(reduction, label_smoothing, weighted) -> None:
+    logits, labels = torch.randn(2, 6, 11, dtype=torch.float64), torch.randint(11, (2, 6))
+    labels[0, :2] = -7
+    options = {"ignore_index": -7, "reduction": reduction, "label_smoothing": label_smoothing}
+    options["weight"] = torch.rand(11, dtype=torch.float64) if weighted else None
+    expected = F.cross_entropy(logits.transpose(1, 2), labels, **options)
+    torch.testing.assert_close(cross_entropy_reference(logits, labels, **options), expected)
+
+
+@pytest.mark.parametrize("options", [{}, {"weight": torch.rand(8)}, {"label_smoothing": 0.1, "z_loss": 0.1}])
+def test_all_labels_ignored_give_zero_and_zero_gradients(options, device) -> None:
+    options = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in options.items()}
+    logits = torch.randn(5, 8, device=device, requires_grad=True)
+    loss = cross_entropy(logits, torch.full((5,), -100, device=device), **options)
+    loss.backward()
+    assert loss == 0.0 and not logits.grad.any()
+
+
+def test_a_label_that_is_no_class_is_nan_in_its_row_alone(device) -> None:
+    logits = torch.randn(4, 8, device=device, requires_grad=True)
+    losses = cross_entropy(logits, torch.tensor([1, 8, -1, 7], device=device), reduction="none")
+    losses.sum().backward()
+    assert losses.isnan().tolist() == [False, True, True, False]
+    assert logits.grad.isnan().all(dim=1).tolist() == [False, True, True, False]
+
+
+def test_masked_classes_have_no_share(device) -> None:
+    logits = torch.randn(3, 300, device=device)
+    logits[:, 10:290] = -torch.inf  # longer than a vector, and whole lanes of it
+    logits.requires_grad_()
+    labels = torch.tensor([0, 5, 299], device=device)
+    cross_entropy(logits, labels).backward()
+    expected = torch.autograd.grad(F.cross_entropy(logits, labels), logits)[0]
+    torch.testing.assert_close(logits.grad, expected)
+
+
+def test_large_logits_do_not_overflow(device) -> None:
+    labels = labels_for((4, 40), device)
+    x = 1e4 * torch.randn(4, 40, device=device)
+    judge(lambda x: cross_entropy(x, labels), lambda x: cross_entropy_reference(x, labels), [x])
+
+
+def test_takes_rows_of_any_stride_and_small_labels(device) -> None:
+    padded, labels = torch.randn(2, 3, 50, device=device), labels_for((6, 41), device).view(2, 3)
+    for logits in (padded[..., :41], padded.transpose(0, 1)[..., :41].transpose(0, 1), padded[..., ::1][..., 9:]):
+        expected = cross_entropy_reference(logits, labels)
+        torch.testing.assert_close(cross_entropy(logits, labels), expected)
+        torch.testing.assert_close(cross_entropy(logits, labels.int()), expected)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_the_callers_logits_stay_unless_inplace(reduction, device) -> None:
+    logits = torch.randn(4, 16, device=device, requires_grad=True)
+    labels = labels_for((4, 16), device)
+    kept, doubled = logits.detach().clone(), logits * 1.0
+    cross_entropy(doubled, labels, reduction=reduction).sum().backward()
+    assert torch.equal(doubled, kept) and torch.equal(logits, kept)
+    expected = logits.grad.clone()
+    doubled = logits * 1.0
+    cross_entropy(doubled, labels, reduction=reduction, inplace=True).sum().backward()
+    torch.testing.assert_close(logits.grad, 2.0 * expected)
+    if runs_triton(logits):
+        torch.testing.assert_close(doubled, expected)
+
+
+def test_inplace_is_seen_by_autograd(device) -> None:
+    logits = torch.randn(4, 16, device=device, requires_grad=True)
+    if not runs_triton(logits):
+        pytest.skip("the reference never writes over the logits")
+    activated = logits.exp()  # exp's backward reads its result
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        cross_entropy(activated, labels_for((4, 16), device), inplace=True).backward()
+
+
+def test_a_second_backward_is_right_or_refused(device) -> None:
+    logits = torch.randn(4, 16, device=device, requires_grad=True)
+    labels = labels_for((4, 16), device)
+    losses = cross_entropy(logits, labels, reduction="none")
+    first, second = (torch.autograd.grad(losses.sum(), logits, retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(first, second)
+    loss = 3.0 * cross_entropy(logits, labels)
+    loss.backward(retain_graph=True)
+    if runs_triton(logits):
+        with pytest.raises(RuntimeError, match="run the forward again"):
+            loss.backward()
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (2, 0, 8)])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_takes_empty_tensors(shape, reduction, device) -> None:
+    logits = torch.zeros(shape, device=device, requires_grad=True)
+    loss = cross_entropy(logits, torch.zeros(shape[:-1], device=device, dtype=torch.int64), reduction=reduction)
+    loss.backward()
+    assert loss == 0.0 and logits.grad.shape == shape
+
+
+def test_float16_survives_gradscalers_factor(device) -> None:
+    labels = torch.randint(4000, (64,), device=device)
+    logits = torch.randn(64, 4000, device=device, dtype=torch.float16)
+    judge(
+        lambda x: cross_entropy(x, labels) * 65536.0,
+        lambda x: cross_entropy_reference(x, labels) * 65536.0,
+        [logits],
+    )
+
+
+def test_module_is_the_function(device) -> None:
+    logits, labels = torch.randn(4, 16, device=device), labels_for((4, 16), device)
+    loss = CrossEntropyLoss(torch.ones(16), label_smoothing=0.1, reduction="sum").to(device)
+    torch.testing.assert_close(
+        loss(logits, labels), cross_entropy(logits, labels, label_smoothing=0.1, reduction="sum")
+    )
+
+
+def test_names_what_does_not_fit() -> None:
+    with pytest.raises(ValueError, match=r"labels are \(3,\); expected \(2,\)"):
+        cross_entropy(torch.zeros(2, 8), torch.zeros(3))
+    with pytest.raises(ValueError, match="'batchmean'"):
+        cross_entropy(torch.zeros(2, 8), torch.zeros(2), reduction="batchmean")

@@ -1,0 +1,85 @@
+"""rms_norm against float64: casting orders, sizes on both sides of every launch rule, strides."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from judge import judge
+from ligertune_kernels import RMSNorm, rms_norm, rms_norm_reference
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+CASTS = (("llama", 0.0), ("gemma", 1.0), ("gemma", 0.0), ("none", 0.0))
+
+SIZES = (
+    pytest.param((1, 7), id="one short row"),
+    pytest.param((37, 96), id="rows and columns that fill no tile"),
+    pytest.param((3, 5, 128), id="a head's norm, leading dimensions"),
+    pytest.param((5, 1025), id="first size whose dw is added up at each step"),
+    pytest.param((3, 5000), id="one row a tile in the backward"),
+    pytest.param((6, 8193), id="first size swept in the backward, two groups of rows"),
+    pytest.param((2, 16385), id="first size swept in the forward"),
+)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("cast, offset", CASTS)
+@pytest.mark.parametrize("shape", SIZES)
+def test_agrees_with_float64(shape, cast, offset, dtype, device) -> None:
+    inputs = [torch.randn(s, device=device, dtype=dtype) for s in (shape, shape[-1:])]
+    judge(
+        lambda x, w: rms_norm(x, w, 1e-5, offset=offset, cast=cast),
+        lambda x, w: rms_norm_reference(x, w, 1e-5, offset=offset, cast=cast),
+        inputs,
+    )
+
+
+@pytest.mark.parametrize("cast, dtype", [("llama", torch.float32), ("gemma", torch.bfloat16)])
+def test_a_wider_weight_widens_the_result_only_under_llama(cast, dtype, device) -> None:
+    x, w = torch.randn(4, 32, device=device, dtype=torch.bfloat16), torch.randn(32, device=device)
+    assert rms_norm(x, w, cast=cast).dtype == dtype
+    judge(lambda x, w: rms_norm(x, w, cast=cast), lambda x, w: rms_norm_reference(x, w, cast=cast), [x, w])
+
+
+@pytest.mark.parametrize("grads", [(True, False), (False, True)])
+@pytest.mark.parametrize("n_cols", [64, 8200])  # both backward kernels
+def test_computes_only_the_gradient_that_is_needed(grads, n_cols, device) -> None:
+    inputs = [torch.randn(6, n_cols, device=device), torch.randn(n_cols, device=device)]
+    judge(rms_norm, rms_norm_reference, inputs, grads=grads)
+
+
+def test_takes_rows_of_any_stride_and_upstream_of_any_stride(device) -> None:
+    wide = torch.randn(4, 6, 80, device=device)
+    w = torch.rand(40, device=device)
+    for x in (wide[..., :40], wide[:, ::2, 1:41], wide[:, 0, ::2], wide.transpose(0, 2)[:, :, 0].T[:, :40]):
+        x = x.detach().requires_grad_()
+        y = rms_norm(x, w)
+        torch.testing.assert_close(y, rms_norm_reference(x, w))
+        expected = torch.autograd.grad(rms_norm_reference(x, w).sum(), x)
+        torch.testing.assert_close(torch.autograd.grad(y.sum(), x), expected)  # sum's upstream has strides of zero
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (2, 0, 8), (2, 0)])
+def test_takes_empty_tensors(shape, device) -> None:
+    x = torch.zeros(shape, device=device, requires_grad=True)
+    w = torch.ones(shape[-1], device=device, requires_grad=True)
+    rms_norm(x, w).sum().backward()
+    assert x.grad.shape == x.shape and not w.grad.any()
+
+
+def test_saves_nothing_without_grad(device) -> None:
+    x, w = torch.randn(4, 8, device=device), torch.ones(8, device=device, requires_grad=True)
+    with torch.no_grad():
+        assert rms_norm(x, w).grad_fn is None
+    assert not rms_norm(x, w.detach()).requires_grad
+
+
+def test_module_starts_as_the_identity_of_its_kind(device) -> None:
+    x = torch.randn(4, 32, device=device)
+    torch.testing.assert_close(RMSNorm(32).to(device)(x), RMSNorm(32, offset=1.0, cast="gemma").to(device)(x))
+
+
+def test_names_what_does_not_fit() -> None:
+    with pytest.raises(ValueError, match=r"weight is \(7,\), but x is \(2, 8\)"):
+        rms_norm(torch.zeros(2, 8), torch.zeros(7))
+    with pytest.raises(ValueError, match="'olmo'"):
+        rms_norm(torch.zeros(2, 8), torch.zeros(8), cast="olmo")
