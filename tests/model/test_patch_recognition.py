@@ -45,7 +45,7 @@ def test_each_family_is_recognised_as_expected(family):
     recognise = recognise_experts if family == "mixtral" else recognise_mlp
     assert recognise(layer.mlp.experts if family == "mixtral" else layer.mlp) == gated
     if norm is not None:
-        assert recognise_norm(layer.input_layernorm) == norm
+        assert recognise_norm(model.model.norm) == norm
     rows = {row.kernel: (row.applied, row.left) for row in patch(model).rows}
     n_left = 3 if norm is None else 0
     assert rows == {
