@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ligertune.recipe.schema import DatasetSpec
 
 _JSON_SPACE = re.compile(r"[ \t\n\r]*")
-_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
 class Record(NamedTuple):

@@ -1,0 +1,201 @@
+"""`prepare`: lengths, splits, reports and the guards of the data; and the arrays and tensors that come of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ligertune.data.batches import collate
+from ligertune.data.examples import Example, Examples
+from ligertune.data.prepare import prepare
+from ligertune.errors import UserError
+from ligertune.recipe.schema import DatasetSpec, DataSpec
+
+
+def write(path: Path, rows: list[dict]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def alpaca(*outputs: str) -> list[dict]:
+    return [{"instruction": f"Say {number}.", "output": output} for number, output in enumerate(outputs)]
+
+
+@pytest.fixture
+def hundred(tmp_path) -> Path:
+    return write(tmp_path / "hundred.jsonl", alpaca(*(f"{number} " * (number + 1) for number in range(100))))
+
+
+def test_examples_are_what_the_tokenizer_gives(tmp_path, prepared, stories):
+    example = prepared(write(tmp_path / "d.jsonl", alpaca("Zero.")), prompt_template="alpaca").train[0]
+    text = stories.decode(example.input_ids, skip_special_tokens=True)
+    assert text.strip().startswith("Below is") and text.endswith("### Response:\nZero.")
+    trained = example.labels != -100
+    assert stories.decode(example.labels[trained]) == "Zero.</s>"
+    assert np.array_equal(example.labels[trained], example.input_ids[trained])  # aligned, not shifted
+    assert example.input_ids.dtype == example.labels.dtype == np.int32
+    assert example.source == f"{tmp_path / 'd.jsonl'}:1"
+
+
+def test_val_split_is_a_seeded_draw(hundred, prepared):
+    def sources(seed):
+        data = prepared(hundred, seed=seed, val_split=0.1)
+        return data.train.sources, data.eval.sources
+
+    train, held_out = sources(7)
+    assert (len(train), len(held_out)) == (90, 10)
+    assert set(train).isdisjoint(held_out)
+    assert sources(7) == (train, held_out) != sources(8)
+    line = [int(source.rpartition(":")[2]) for source in train]
+    assert line == sorted(line)
+
+
+def test_val_split_keeps_at_least_one_on_each_side(tmp_path, prepared):
+    two = write(tmp_path / "two.jsonl", alpaca("a", "b"))
+    data = prepared(two, val_split=0.01)
+    assert (len(data.train), len(data.eval)) == (1, 1)
+    with pytest.raises(UserError, match=r"data\.val_split: 0.9 of 2 examples leaves none"):
+        prepared(two, val_split=0.9)
+
+
+def test_the_report_of_a_split_counts_its_tokens_once(hundred, prepared):
+    data = prepared(hundred, val_split=0.1)
+    assert (data.report.rows_read, data.report.examples, data.report.held_out) == (100, 90, 10)
+    assert data.report.tokens == int(data.train.lengths.sum())
+    assert data.eval_report is None
+
+
+def test_eval_datasets_have_their_own_report(tmp_path, hundred, stories):
+    other = write(tmp_path / "other.jsonl", alpaca("a", ""))
+    data = DataSpec(datasets=[DatasetSpec(path=str(hundred))], eval_datasets=[DatasetSpec(path=str(other))])
+    ready = prepare(data, stories, seed=0)
+    assert (len(ready.train), len(ready.eval)) == (100, 1)
+    assert ready.eval_report.dropped == {"empty answer": 1} and ready.report.dropped == {}
+
+
+def test_data_sets_of_several_forms_follow_one_another(tmp_path, hundred, stories):
+    chats = write(
+        tmp_path / "c.jsonl",
+        [{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}],
+    )
+    sets = [DatasetSpec(path=str(chats)), DatasetSpec(path=str(hundred), max_samples=5)]
+    ready = prepare(DataSpec(datasets=sets), stories, seed=0)
+    assert ready.template == "chat, alpaca"
+    assert [(part.format, part.template, part.examples) for part in ready.report.sets] == [
+        ("messages", "chat", 1), ("alpaca", "alpaca", 5),
+    ]  # fmt: skip
+    assert ready.train[0].source.endswith("c.jsonl:1") and ready.train[5].source.endswith("hundred.jsonl:5")
+
+
+def test_fingerprint_follows_ids_labels_and_ends(hundred, prepared):
+    first = prepared(hundred).train.fingerprint
+    assert first == prepared(hundred).train.fingerprint
+    changed = [prepared(hundred, dataset={"max_samples": 99}), prepared(hundred, train_on="all")]
+    assert len({first, *(data.train.fingerprint for data in changed)}) == 3
+    ids = np.arange(4, dtype=np.int32)
+    cut = [Examples([Example(ids[:n], ids[:n], ""), Example(ids[n:], ids[n:], "")]) for n in (1, 2)]
+    assert cut[0].fingerprint != cut[1].fingerprint
+
+
+def test_bad_rows_are_dropped_counted_and_placed(tmp_path, prepared):
+    path = write(tmp_path / "d.jsonl", alpaca("a", "", "b", " ") + [{"instruction": 3, "output": "c"}])
+    report = prepared(path).report
+    assert report.dropped == {"empty answer": 2, "not text": 1}
+    assert report.first_dropped["empty answer"].startswith(f"{path}:2")
+    assert (report.rows_read, report.examples) == (5, 2)
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({"instruction": "i", "output": ""}, "empty answer"),
+        ({"instruction": "i", "output": "half \ud83d"}, r"broken text: U\+D83D"),
+    ],
+)
+def test_on_bad_row_error_stops_at_the_place(tmp_path, prepared, row, says):
+    path = write(tmp_path / "d.jsonl", [*alpaca("a"), row])
+    assert prepared(path).report.examples == 1
+    with pytest.raises(UserError, match=rf"d\.jsonl:2: {says}"):
+        prepared(path, dataset={"on_bad_row": "error"})
+
+
+def test_a_row_that_is_no_object_is_an_error_whatever_on_bad_row_says(tmp_path, prepared):
+    path = tmp_path / "d.jsonl"
+    path.write_text('{"instruction": "i", "output": "o"}\n["i", "o"]\n')
+    for policy in ("drop", "error"):
+        with pytest.raises(UserError, match=r"d\.jsonl:2: expected an object with named columns, found a list"):
+            prepared(path, dataset={"on_bad_row": policy})
+
+
+def test_a_data_set_of_bad_rows_only_is_an_error(tmp_path, prepared):
+    with pytest.raises(UserError, match=r"no row can be used: all 3 are dropped \(3 empty answer\), .*d\.jsonl:1"):
+        prepared(write(tmp_path / "d.jsonl", alpaca("", "", "")))
+
+
+def test_no_trained_token_is_an_error(tmp_path, prepared):
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "train": False}]
+    with pytest.raises(UserError, match=r"0 % of its tokens would be trained: all 2 are dropped"):
+        prepared(write(tmp_path / "d.jsonl", [{"messages": turns}] * 2))
+
+
+def test_overlength_is_dropped_cut_or_refused(hundred, prepared):
+    lengths = prepared(hundred).train.lengths
+    limit = int(np.sort(lengths)[60])
+    beyond = int((lengths > limit).sum())
+    dropped = prepared(hundred, max_length=limit)
+    assert dropped.report.dropped == {"too long": beyond} and dropped.report.overlength == beyond > 0
+    cut = prepared(hundred, max_length=limit, on_overlength="truncate")
+    assert (len(cut.train), cut.report.truncated, cut.train.lengths.max()) == (100, beyond, limit)
+    assert cut.train[99].labels[-1] != -100
+    with pytest.raises(UserError, match=rf"hundred\.jsonl:\d+: \d+ tokens, more than data\.max_length: {limit}"):
+        prepared(hundred, max_length=limit, on_overlength="error")
+
+
+def test_overlength_rows_are_not_bad_rows(hundred, prepared):
+    limit = int(np.median(prepared(hundred).train.lengths))
+    assert prepared(hundred, max_length=limit, dataset={"on_bad_row": "error"}).report.overlength > 0
+
+
+def test_a_cut_that_leaves_no_answer_drops_the_row(hundred, prepared):
+    prompt = int((prepared(hundred).train[0].labels == -100).sum())  # one digit: the shortest prompt
+    data = prepared(hundred, max_length=prompt + 1, on_overlength="truncate")
+    assert set(data.report.dropped) == {"cut before the answer"}
+    assert data.report.truncated == len(data.train) == 10  # the prompts of one digit
+
+
+def test_a_template_that_ends_no_answer_is_noted(tmp_path, hundred, prepared):
+    source = tmp_path / "endless.jinja"
+    source.write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
+    notes = prepared(hundred, prompt_template=str(source)).report.notes
+    assert len(notes) == 1 and "100 of 100 examples end without a special token" in notes[0]
+    assert prepared(hundred).report.notes == ()
+
+
+def test_examples_are_a_sequence(hundred, prepared):
+    train = prepared(hundred).train
+    assert len(train) == len(list(train)) == 100
+    assert np.array_equal(train[-1].input_ids, train[99].input_ids)
+    chosen = train.select([5, 2])
+    assert [example.source for example in chosen] == [train[5].source, train[2].source]
+    assert np.array_equal(chosen[1].labels, train[2].labels)
+    with pytest.raises(IndexError):
+        train[100]
+
+
+def test_collate_pads_on_the_right():
+    short, long = (np.arange(1, n, dtype=np.int32) for n in (3, 5))
+    batch = collate([Example(short, short + 10, ""), Example(long, long + 10, "")], pad_token_id=9)
+    assert batch["input_ids"].tolist() == [[1, 2, 9, 9], [1, 2, 3, 4]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 0, 0], [1, 1, 1, 1]]
+    assert batch["labels"].tolist() == [[11, 12, -100, -100], [11, 12, 13, 14]]
+    assert {str(tensor.dtype) for tensor in batch.values()} == {"torch.int64"}
+
+
+def test_the_quickstart_data_is_clean_and_short(quickstart, prepared):
+    data = prepared(quickstart / "dolly_short.jsonl", max_length=512)
+    assert (data.report.rows_read, data.report.examples, data.report.notes) == (600, 600, ())
+    assert data.train.lengths.max() < 350
+    assert (quickstart / "dolly_short.jsonl").read_bytes().isascii()
