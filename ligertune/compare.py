@@ -1,6 +1,6 @@
 """With and without the kernels: the same recipe in fresh processes, interleaved, with loss parity step by step.
 
-Each side is `ligertune train` in its own interpreter, so that neither inherits the other's allocator, caches or imports.
+Each side is `ligertune train` in its own interpreter: neither inherits the other's allocator, caches or imports.
 """
 
 from __future__ import annotations
@@ -95,7 +95,9 @@ def bundled_recipe() -> Path:
         if (home / "configs" / "quickstart").is_dir()
     ]
     if not found:
-        raise UserError("The bundled quickstart recipe is not installed.", hint="Name a recipe: ligertune compare RECIPE.")
+        raise UserError(
+            "The bundled quickstart recipe is not installed.", hint="Name a recipe: ligertune compare RECIPE."
+        )
     return found[0]
 
 
@@ -170,7 +172,9 @@ def summarise(trials: list[Trial], *, sides: tuple[str, ...], steps: int, repeat
         steps=steps,
         dtype=dtype,
         device=any_report["device"] if any_report else None,
-        kernels=", ".join(f"{k['kernel']} x {k['applied']}" for k in patched["kernels"] if k["applied"]) if patched else None,
+        kernels=", ".join(f"{k['kernel']} x {k['applied']}" for k in patched["kernels"] if k["applied"])
+        if patched
+        else None,
         versions=any_report["versions"] if any_report else {},
     )
 
@@ -188,7 +192,7 @@ def parity(ours: tuple[float, ...], theirs: tuple[float, ...], dtype: str) -> Pa
 
 
 def peak_of(peak: dict[str, int]) -> int:
-    """The figure that two sides are compared by: allocated device memory after warm-up, or the process's host memory."""
+    """What two sides are compared by: allocated device memory after warm-up, or the process's host memory."""
     return peak.get("allocated_steady", peak.get("resident_run", 0))
 
 

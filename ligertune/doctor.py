@@ -33,7 +33,9 @@ def examine() -> list[Finding]:
         _peaks(machine),
         _kernels(machine),
         _triton_owner(),
-        Finding("free disk here", f"{free / 2**30:.0f} GiB", "less than 10 GiB is free here" if free < 10 * 2**30 else ""),
+        Finding(
+            "free disk here", f"{free / 2**30:.0f} GiB", "less than 10 GiB is free here" if free < 10 * 2**30 else ""
+        ),
     ]
 
 

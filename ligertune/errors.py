@@ -6,8 +6,8 @@ from __future__ import annotations
 class UserError(Exception):
     """One clear sentence instead of a traceback.
 
-    `message` says where and what was found; `hint` says what to write instead. `exit_code` is 2 when the input was wrong
-    and 1 when the run itself failed (a loss that is not a number, memory that ran out).
+    `message` says where and what was found; `hint` says what to write instead. `exit_code` is 2 when the input was
+    wrong and 1 when the run itself failed (a loss that is not a number, memory that ran out).
     """
 
     def __init__(self, message: str, *, hint: str = "", exit_code: int = 2) -> None:

@@ -1,4 +1,4 @@
-"""The plan: every number of a run, resolved once. It is printed, stored beside each checkpoint, and all that training reads."""
+"""The plan: every number of a run, resolved once. It is printed, stored with each checkpoint, and training reads it."""
 
 from __future__ import annotations
 

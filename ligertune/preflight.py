@@ -27,7 +27,7 @@ def check_output_dir(recipe: Recipe) -> None:
 
 
 def check_paths(recipe: Recipe) -> None:
-    """Refuse local paths that are not there. What does not look like a path may be a hub id and is left to the loaders."""
+    """Refuse local paths that are not there. What does not look like one may be a hub id and is left to the loaders."""
     check_model_path(recipe.model.model_name_or_path, key="model.model_name_or_path")
     for i, dataset in enumerate((*recipe.data.datasets, *recipe.data.eval_datasets)):
         if looks_local(dataset.path) and not any(c in dataset.path for c in "*?[") and not Path(dataset.path).exists():
@@ -52,7 +52,12 @@ def check_model_path(name: str, *, key: str) -> None:
 def looks_local(name: str) -> bool:
     """Whether a name can only be a path: absolute, dotted, with a data file's ending, or deeper than org/name."""
     endings = (".json", ".jsonl", ".parquet", ".csv", ".gz", ".txt")
-    return name.startswith(("/", ".", "~")) or name.lower().endswith(endings) or name.count("/") > 1 or os.sep == "\\" in name
+    return (
+        name.startswith(("/", ".", "~"))
+        or name.lower().endswith(endings)
+        or name.count("/") > 1
+        or os.sep == "\\" in name
+    )
 
 
 def clear_run(folder: Path) -> None:

@@ -8,27 +8,30 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ligertune.machine import this_machine
+from ligertune.metrics import read_metrics
 from ligertune.plan import DataNumbers, KernelLine, Plan, choose_precision, make_plan
 from ligertune.preflight import check_output_dir, check_paths, clear_run
 from ligertune.recipe import Recipe, dump_recipe
-from ligertune.metrics import read_metrics
 from ligertune.report import Report, throughput, versions, write_json
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
     from torch import nn
-    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedModel
 
     from ligertune.data.prepare import PreparedData
+    from ligertune.model.load import LoadedTokenizer
+    from ligertune.model.patch import PatchReport
     from ligertune.train.loop import Fitted
+
 
 @dataclass(frozen=True)
 class Job:
     """A plan and what was loaded to make it."""
 
     plan: Plan
-    config: PretrainedConfig
-    tokenizer: PreTrainedTokenizerBase
+    config: PreTrainedConfig
+    tokenizer: LoadedTokenizer
     data: PreparedData
 
 
@@ -44,6 +47,7 @@ def plan_for(recipe: Recipe) -> Job:
 
     from ligertune.data.prepare import prepare
     from ligertune.model import load
+    from ligertune.train.checkpoint import check_unfinished
     from ligertune.train.distributed import launched_with_fsdp
 
     config = load.read_config(recipe.model)
@@ -62,11 +66,14 @@ def plan_for(recipe: Recipe) -> Job:
         launched_with_fsdp=launched_with_fsdp(),
         notes=(*recipe.notices, *loaded.notes),
     )
-    return Job(plan, config, loaded.tokenizer, data)
+    check_unfinished(plan)
+    return Job(plan, config, loaded, data)
 
 
 def run(job: Job, show: Callable[[dict], None]) -> Report:
     """Train as planned, save the model, and report. `show` receives each logged line."""
+    import torch
+
     from ligertune.model.load import build_model
     from ligertune.train.checkpoint import check_space
     from ligertune.train.distributed import start
@@ -85,7 +92,7 @@ def run(job: Job, show: Callable[[dict], None]) -> Report:
     model = build_model(
         plan.recipe.model,
         job.config,
-        dtype=plan.precision.weights,
+        dtype=getattr(torch, plan.precision.weights),
         device=accelerator.device,
         seed=plan.recipe.train.seed,
     )
@@ -112,7 +119,7 @@ def save_model(job: Job, accelerator: Accelerator, model: nn.Module) -> str:
     if accelerator.is_main_process:
         write_model(
             accelerator.unwrap_model(model),
-            job.tokenizer,
+            job.tokenizer.tokenizer,
             folder,
             state_dict=weights,
             prompt_template=job.data.template,
@@ -153,21 +160,22 @@ def make_report(plan: Plan, fitted: Fitted, *, model_path: str | None, seconds: 
     )
 
 
-def preview_model(recipe: Recipe, config: PretrainedConfig, device: str) -> tuple:
+def preview_model(recipe: Recipe, config: PreTrainedConfig, device: str) -> tuple:
     """(shape, attention, kernels' backend, kernel lines) of the model as it will be, built without memory."""
+    import torch
     from ligertune_kernels import backend
 
     from ligertune.model.load import build_model
     from ligertune.model.shape import ModelShape
 
     spec = recipe.model.model_copy(update={"init": "random"})
-    model = build_model(spec, config, dtype="bfloat16", device="meta", seed=0)
+    model = build_model(spec, config, dtype=torch.bfloat16, device="meta", seed=0)
     report = apply_kernels(recipe, model)
     lines = () if report is None else tuple(KernelLine(r.kernel, r.applied, r.left, r.note) for r in report.rows)
     return ModelShape.of(model), model.config._attn_implementation, backend(device), lines
 
 
-def apply_kernels(recipe: Recipe, model: PreTrainedModel):
+def apply_kernels(recipe: Recipe, model: PreTrainedModel) -> PatchReport | None:
     """Patch as the recipe's `kernels` says; None where they are off."""
     from ligertune.model.patch import patch
 

@@ -54,8 +54,13 @@ def test_cadence_by_epoch_falls_after_the_step_in_which_an_epoch_ends():
 
 @pytest.mark.parametrize(
     ("name", "tflops"),
-    [("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", 756), ("NVIDIA A100-SXM4-40GB", 312), ("AMD Instinct MI300X", 1307.4)],
-)  # fmt: skip
+    [
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA A100-SXM4-40GB", 312),
+        ("AMD Instinct MI300X", 1307.4),
+    ],
+)
 def test_peaks_come_from_the_table(name, tflops):
     assert peak_of(name).bf16 == tflops * 1e12
 

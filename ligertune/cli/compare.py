@@ -80,7 +80,9 @@ def _show(result: Comparison) -> None:
     if result.kernels:
         render.text(f"Kernels: {result.kernels}")
     if result.speed_ratio and result.memory_ratio:
-        render.text(f"With the kernels: {result.speed_ratio:.2f} x the tokens/s, {result.memory_ratio:.2f} x the memory")
+        render.text(
+            f"With the kernels: {result.speed_ratio:.2f} x the tokens/s, {result.memory_ratio:.2f} x the memory"
+        )
     if result.parity:
         found, verdict = result.parity, "the same" if result.parity.same else "DIFFERENT"
         render.text(

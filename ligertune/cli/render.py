@@ -146,17 +146,19 @@ class Progress:
 def report(report: Report) -> None:
     """The end of a run."""
     speed = report.throughput
+    resumed = f", resumed at {report.resumed_from}" if report.resumed_from else ""
     rows = [
         ("status", report.status + (f" by {report.stopped_by}" if report.stopped_by else "")),
-        ("steps", f"{report.steps} of {report.total_steps}" + (f", resumed at {report.resumed_from}" if report.resumed_from else "")),
+        ("steps", f"{report.steps} of {report.total_steps}" + resumed),
         ("loss", "none logged" if report.loss_first is None else f"{report.loss_first:.4f} -> {report.loss_last:.4f}"),
     ]  # fmt: skip
     if report.eval_loss is not None:
         rows.append(("evaluation loss", f"{report.eval_loss:.4f}"))
     if speed:
-        left_out = f"first {speed.warmup_steps_excluded} steps left out" if speed.warmup_steps_excluded else "warm-up included"
+        excluded = speed.warmup_steps_excluded
+        left_out = f"first {excluded} steps left out" if excluded else "warm-up included"
         rows += [
-            ("tokens/s", f"{speed.tokens_per_second:,.0f} real, {speed.trained_tokens_per_second:,.0f} of them trained, "
+            ("tokens/s", f"{speed.tokens_per_second:,.0f} real ({speed.trained_tokens_per_second:,.0f} trained), "
                          f"{speed.padded_tokens_per_second:,.0f} with padding ({speed.steps} steps, {left_out})"),
             ("MFU", "unknown peak of this device or dtype" if speed.mfu is None else f"{100 * speed.mfu:.1f} %"),
         ]  # fmt: skip

@@ -49,7 +49,9 @@ def complete(
     inputs = tokenizer(text, return_tensors="pt", add_special_tokens=not written).to(device)
     torch.manual_seed(seed)
     start = time.perf_counter()
-    sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p} if temperature > 0 else {"do_sample": False}
+    sampling = (
+        {"do_sample": True, "temperature": temperature, "top_p": top_p} if temperature > 0 else {"do_sample": False}
+    )
     with torch.no_grad():
         output = model.generate(
             input_ids=inputs["input_ids"],

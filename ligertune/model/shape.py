@@ -46,9 +46,9 @@ class ModelShape:
     def flops(self, *, tokens: int, squared_lengths: int) -> float:
         """Model FLOPs of forward and backward over documents, no recomputation.
 
-        tokens: their lengths summed; squared_lengths: their squared lengths summed. A weight costs 2 FLOPs a
-        token forward, 2 for its input's gradient and, where it trains, 2 for its own (Kaplan et al. 2020, section 2.1);
-        causal attention 2 * T^2 * width a layer forward (half of the full square, two products) and twice that backward.
+        tokens: their lengths summed; squared_lengths: their squared lengths summed. A weight costs 2 FLOPs a token
+        forward, 2 for its input's gradient and, where it trains, 2 for its own (Kaplan et al. 2020, section 2.1);
+        causal attention 2 * T^2 * width a layer forward (half of the square, two products) and twice that backward.
         """
         weights = (4 * self.n_matmul + 2 * self.n_matmul_trainable) * tokens
         attention = 6 * self.num_hidden_layers * self.attention_width * squared_lengths
@@ -58,7 +58,9 @@ class ModelShape:
 def _matmul_sizes(model: PreTrainedModel) -> list[tuple[int, bool]]:
     """(elements used for each token, whether they train) of every weight matrix; experts count by those active."""
     config = model.config.get_text_config()
-    n_experts = next((n for k in ("num_local_experts", "num_experts", "n_routed_experts") if (n := getattr(config, k, None))), 1)
+    n_experts = next(
+        (n for k in ("num_local_experts", "num_experts", "n_routed_experts") if (n := getattr(config, k, None))), 1
+    )
     active = (getattr(config, "num_experts_per_tok", None) or n_experts) / n_experts
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     sizes = []

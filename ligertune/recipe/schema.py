@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, PrivateAttr, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, PrivateAttr, model_validator
 
 from ligertune.recipe.section import AutoSwitch, FileOrHub, OutputPath, Resume, Section, Switch, Template, Text, When
 
@@ -130,7 +130,7 @@ class TrainSpec(Section):
     adam_beta1: ShareBelowOne = Field(0.9, description="AdamW: decay of the mean of the gradients.")
     adam_beta2: ShareBelowOne = Field(0.999, description="AdamW: decay of the mean of their squares.")
     adam_epsilon: PositiveFloat = Field(1e-8, description="AdamW: added to the denominator.")
-    max_grad_norm: PositiveFloat = Field(1.0, description="Gradients are clipped to this norm.")
+    max_grad_norm: NonNegativeFloat = Field(1.0, description="Gradients are clipped to this norm; 0 does not clip.")
     gradient_checkpointing: Switch = Field(False, description="Recompute activations in the backward: less memory.")
     seed: Annotated[int, Field(ge=0, lt=2**32)] = Field(42, description="Seed of weights, order and split.")
 

@@ -65,13 +65,27 @@ def resume_folder(plan: Plan) -> Path | None:
     return folder
 
 
+def check_unfinished(plan: Plan) -> None:
+    """Resuming a run that is done would train nothing, or start it over; a UserError says so."""
+    path = plan.output_dir / "report.json"
+    if plan.recipe.checkpoint.resume_from_checkpoint == "never" or not path.is_file():
+        return
+    report = json.loads(path.read_text(encoding="utf-8"))
+    if report["status"] == "completed" and report["steps"] >= plan.schedule.total_steps:
+        raise UserError(
+            f"checkpoint.output_dir: the run in {plan.output_dir} is finished ({report['steps']} steps).",
+            hint=f"Its model is in {plan.output_dir / 'model'}. To train on, raise train.num_train_epochs; "
+            "to start over, use --overwrite.",
+        )
+
+
 def saved_progress(folder: Path, plan: Plan) -> int:
     """The step that a checkpoint was taken after; a UserError where it belongs to another run."""
     progress = json.loads((folder / PROGRESS).read_text(encoding="utf-8"))
     saved = progress["plan"]["batching"]["global_batch_size"]
     if progress["data_fingerprint"] != plan.data.fingerprint:
         raise UserError(
-            f"{folder} was trained on other examples than this recipe gives (data, template, tokenizer or masks changed).",
+            f"{folder} was trained on other examples than this recipe gives (data, template or tokenizer changed).",
             hint="Resume with the recipe that the run was started with, or start a new run in another output_dir.",
         )
     if saved != plan.batching.global_batch_size:
@@ -89,7 +103,7 @@ def saved_progress(folder: Path, plan: Plan) -> int:
 
 
 def check_space(plan: Plan) -> None:
-    """The first save, rehearsed: permissions and free disk for the model, the checkpoints kept and one being written."""
+    """The first save, rehearsed: permissions, and disk for the model, the checkpoints kept and one being written."""
     folder = plan.output_dir / "checkpoints"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -109,7 +123,7 @@ def check_space(plan: Plan) -> None:
     if needed > free:
         raise UserError(
             f"checkpoint.output_dir: {plan.output_dir} has {free / 1e9:.1f} GB free, and this run's saves need "
-            f"{needed / 1e9:.1f} GB ({copies} checkpoints of {plan.bytes.checkpoint * shards / 1e9:.1f} GB and the model).",
+            f"{needed / 1e9:.1f} GB ({copies} x {plan.bytes.checkpoint * shards / 1e9:.1f} GB, and the model).",
             hint="Lower checkpoint.save_total_limit, or name a folder on a larger disk.",
         )
 

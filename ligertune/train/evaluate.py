@@ -41,9 +41,9 @@ def micro_batch(
 ) -> dict[str, torch.Tensor]:
     """Examples on the device: input_ids and labels, (B, T), padded on the right.
 
-    There is no attention mask: padding stands behind every real token, where causal attention does not look, and without
-    a mask the flash kernels stay available. A rank without examples gets one of which nothing is trained, so that all
-    ranks make the same collective calls.
+    There is no attention mask: padding stands behind every real token, where causal attention does not look, and
+    without a mask the flash kernels stay available. A rank without examples gets one of which nothing is trained, so
+    that all ranks make the same collective calls.
     """
     idle = len(indices) == 0
     batch = collate([examples[int(i)] for i in (indices if not idle else [0])], pad_token_id=pad_token_id)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,13 +13,13 @@ import torch
 from accelerate import Accelerator
 
 from ligertune.errors import UserError
+from ligertune.metrics import MetricsFile
 from ligertune.model.shape import ModelShape
 from ligertune.plan import Plan
 from ligertune.train import checkpoint
 from ligertune.train.distributed import any_rank, reduce_sum
 from ligertune.train.evaluate import evaluate, micro_batch, target_counts
 from ligertune.train.meter import Counts, Meter
-from ligertune.metrics import MetricsFile
 from ligertune.train.optim import build_optimizer
 from ligertune.train.order import DataOrder
 from ligertune.train.schedule import learning_rate
@@ -88,7 +87,9 @@ def fit(
                 batch = micro_batch(data.train, indices, pad_token_id, accelerator.device)
                 with _gradient_sync(plan, accelerator, model, last=i == len(batches) - 1):
                     loss = model(**batch, num_items_in_batch=max(n_targets, 1), use_cache=False).loss
-                    accelerator.backward(loss * world)  # DDP and FSDP average over ranks, and this loss is a share of a sum
+                    accelerator.backward(
+                        loss * world
+                    )  # DDP and FSDP average over ranks, and this loss is a share of a sum
                 loss_sum += loss.detach()
 
             if plan.optimizer.max_grad_norm > 0:
@@ -106,13 +107,21 @@ def fit(
                 metrics.write(line)
                 if accelerator.is_main_process:
                     show(line)
-            if (plan.due(plan.evaluate, step) or (last and not stopping and data.eval)) and data.eval:
-                eval_loss = _timed(meter, lambda: _evaluate(plan, accelerator, model, data.eval, pad_token_id))
+            if data.eval and (plan.due(plan.evaluate, step) or (last and not stopping)):
+                with meter.paused():
+                    eval_loss = evaluate(
+                        accelerator,
+                        model,
+                        data.eval,
+                        batch_size=plan.batching.eval_batch_size,
+                        pad_token_id=pad_token_id,
+                    )
                 metrics.write({"step": step, "eval_loss": eval_loss})
                 if accelerator.is_main_process:
                     show({"step": step, "eval_loss": eval_loss})
-            if (plan.due(plan.save, step) and step < plan.schedule.total_steps) or (stopping and step > last_saved):
-                _timed(meter, lambda: checkpoint.save_checkpoint(accelerator, plan, step))
+            if (plan.due(plan.save, step) and not last) or (stopping and step > last_saved):
+                with meter.paused():
+                    checkpoint.save_checkpoint(accelerator, plan, step)
                 last_saved = step
             if stopping:
                 break
@@ -153,9 +162,11 @@ def _data_order(plan: Plan, examples: Examples) -> DataOrder:
     )
 
 
-def _gradient_sync(plan: Plan, accelerator: Accelerator, model: nn.Module, *, last: bool):
+def _gradient_sync(
+    plan: Plan, accelerator: Accelerator, model: nn.Module, *, last: bool
+) -> contextlib.AbstractContextManager:
     """DDP averages gradients once a step. FSDP does at each micro batch, or each rank would hold whole gradients."""
-    return accelerator.no_sync(model) if plan.strategy == "ddp" and not last else nullcontext()
+    return accelerator.no_sync(model) if plan.strategy == "ddp" and not last else contextlib.nullcontext()
 
 
 def _count(
@@ -213,22 +224,6 @@ def _line(
 def _whole(value: torch.Tensor) -> torch.Tensor:
     """A scalar that FSDP may hold as a DTensor."""
     return value.full_tensor() if hasattr(value, "full_tensor") else value
-
-
-def _evaluate(
-    plan: Plan, accelerator: Accelerator, model: nn.Module, examples: Examples, pad_token_id: int
-) -> float:
-    return evaluate(
-        accelerator, model, examples, batch_size=plan.batching.eval_batch_size, pad_token_id=pad_token_id
-    )
-
-
-def _timed(meter: Meter, work: Callable):
-    """Do `work` outside of the training throughput."""
-    start = time.perf_counter()
-    result = work()
-    meter.pause(time.perf_counter() - start)
-    return result
 
 
 def _most_over_ranks(accelerator: Accelerator, peak: dict[str, int]) -> dict[str, int]:

@@ -6,8 +6,10 @@ are left out (compilation, allocator, caches); a run shorter than that is measur
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 import torch
@@ -61,8 +63,14 @@ class Meter:
             self._peak_before_reset = _cuda_peak(self._device)
             torch.cuda.reset_peak_memory_stats(self._device)
 
-    def pause(self, seconds: float) -> None:
-        """Time spent on saving or evaluating, which is not training throughput."""
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Saving and evaluating, which are no training throughput."""
+        synchronize(self._device)
+        start = time.perf_counter()
+        yield
+        synchronize(self._device)
+        seconds = time.perf_counter() - start
         self._paused += seconds
         self._steady_paused += seconds
         self._lap_start += seconds
@@ -83,7 +91,7 @@ class Meter:
         return self._all, now - self._start - self._paused, False
 
     def peak_memory(self) -> dict[str, int]:
-        """Bytes on this rank's device: after the warm-up, and over the whole run. On a CPU: the process's resident peak."""
+        """Bytes on this rank's device after the warm-up and over the whole run; on a CPU the resident peak."""
         if self._device.type != "cuda":
             return {"resident_run": resident_peak_bytes()}
         peak = _cuda_peak(self._device)

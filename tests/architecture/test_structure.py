@@ -115,11 +115,11 @@ def test_files_hold_one_thing(path):
 
 @pytest.mark.parametrize("path", modules(*PACKAGES), ids=lambda p: p.relative_to(ROOT).as_posix())
 def test_functions_fit_a_screen(path):
-    """60 lines of code and docstring; 90 for a Triton kernel; the training loop is one piece on purpose."""
+    """60 lines below the signature; 90 for a Triton kernel; the training loop is one piece on purpose."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.FunctionDef) and (path.name, node.name) != ("loop.py", "fit"):
             kernel = any("jit" in ast.unparse(decorator) for decorator in node.decorator_list)
-            assert node.end_lineno - node.lineno < (90 if kernel else 60), f"{node.name} is too long"
+            assert node.end_lineno - node.body[0].lineno < (90 if kernel else 60), f"{node.name} is too long"
 
 
 @pytest.mark.parametrize("path", modules(*PACKAGES), ids=lambda p: p.relative_to(ROOT).as_posix())
@@ -128,7 +128,9 @@ def test_modules_say_what_they_are_for(path):
 
 
 def test_the_top_level_is_the_card():
-    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split(
+        "\n"
+    )
     assert {name.split("/")[0] for name in tracked if name} <= TOP_LEVEL
 
 
@@ -138,7 +140,10 @@ def test_kernels_is_a_folder_not_a_package():
 
 
 def test_every_package_is_in_the_wheel():
-    import tomllib
+    try:
+        import tomllib
+    except ModuleNotFoundError:  # Python 3.10
+        import tomli as tomllib
 
     listed = set(tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]["packages"])
     folders = {path.parent.relative_to(ROOT) for path in modules(*PACKAGES)}

@@ -19,12 +19,16 @@ SETTINGS = {
 }
 
 
+def two_ranks(*launcher: str) -> list[str]:
+    """`accelerate launch` of ligertune with two processes."""
+    accelerate = [sys.executable, "-m", "accelerate.commands.launch", *launcher, "--num_processes", "2"]
+    quiet = ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
+    return [*accelerate, *quiet, "-m", "ligertune"]
+
+
 def train(recipe: Path, cwd: Path, *, micro: int, launcher: tuple[str, ...] = ()) -> list[float]:
     """Losses of a run; `launcher` starts two ranks."""
-    accelerate = [sys.executable, "-m", "accelerate.commands.launch"]
-    many = ["--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no",
-            "--main_process_port", "0", "-m", "ligertune"]  # fmt: skip
-    start = [*accelerate, *launcher, *many] if launcher else [sys.executable, "-m", "ligertune"]
+    start = two_ranks(*launcher) if launcher else [sys.executable, "-m", "ligertune"]
     settings = {**SETTINGS, "train.per_device_train_batch_size": micro}
     done = run([*start, "train", str(recipe), *overrides(settings)], cwd=cwd)
     assert done.code == 0, done.err[-3000:]
@@ -51,14 +55,18 @@ def test_losses_do_not_depend_on_how_the_batch_is_cut(whole, micro, launcher, re
 def test_fsdp_saves_resumes_and_leaves_a_model_that_loads(recipe, tmp_path):
     from transformers import AutoModelForCausalLM
 
-    launcher = ("--use_fsdp", "--fsdp_version", "2")
-    start = [sys.executable, "-m", "accelerate.commands.launch", *launcher, "--num_processes", "2", "--num_machines", "1",
-             "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0", "-m", "ligertune"]  # fmt: skip
-    settings = {**SETTINGS, "train.per_device_train_batch_size": 4, "checkpoint.save_strategy": "steps", "checkpoint.save_steps": 2}
+    start = two_ranks("--use_fsdp", "--fsdp_version", "2")
+    settings = {
+        **SETTINGS,
+        "train.per_device_train_batch_size": 4,
+        "checkpoint.save_strategy": "steps",
+        "checkpoint.save_steps": 2,
+    }
     first = run([*start, "train", str(recipe), *overrides(settings)], cwd=tmp_path)
     assert first.code == 0, first.err[-3000:]
     expected = losses(tmp_path / "run")
     weights = (tmp_path / "run" / "model" / "model.safetensors").read_bytes()
+    (tmp_path / "run" / "report.json").unlink()  # as if it had been killed after step 4
     again = run([*start, "train", str(recipe), *overrides(settings), "--resume"], cwd=tmp_path)
     assert again.code == 0, again.err[-3000:]
     assert losses(tmp_path / "run") == expected

@@ -22,7 +22,9 @@ def finished(tmp_path_factory, quickstart):
     settings = {"checkpoint.output_dir": folder / "run", "train.max_steps": 25, "checkpoint.save_steps": 10,
                 "logging.logging_steps": 5}  # fmt: skip
     command = [sys.executable, "-m", "ligertune", "train", str(quickstart / "stories260k.yaml"), "--json"]
-    done = subprocess.run([*command, *overrides(settings)], env=environment(), capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [*command, *overrides(settings)], env=environment(), capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     return folder / "run", json.loads(done.stdout), done.stderr
 
@@ -83,7 +85,7 @@ def test_generate_continues_a_prompt_in_the_template_of_training(finished, liger
     assert raw["prompt"] == "Once upon a time"
 
 
-def test_a_folder_that_holds_a_run_is_refused_resumed_or_replaced(finished, ligertune, recipe):
+def test_a_folder_that_holds_a_finished_run_is_kept(finished, ligertune, recipe):
     folder, _, _ = finished
     settings = overrides({"checkpoint.output_dir": folder, "train.max_steps": 25})
     refused = ligertune("train", recipe, *settings)
@@ -91,6 +93,9 @@ def test_a_folder_that_holds_a_run_is_refused_resumed_or_replaced(finished, lige
     assert f"{folder} already holds a run" in refused.err
     assert "--resume" in refused.err and "--overwrite" in refused.err
     assert (folder / "model" / "config.json").is_file()
+    resumed = ligertune("train", recipe, *settings, "--resume")
+    assert resumed.code == 2
+    assert "is finished (25 steps)" in resumed.err
 
 
 def test_resume_after_sigterm_at_a_random_step_is_bit_equal(tmp_path, ligertune, recipe):
@@ -100,7 +105,9 @@ def test_resume_after_sigterm_at_a_random_step_is_bit_equal(tmp_path, ligertune,
     stop_after = SystemRandom().randint(1, 45)
     command = [sys.executable, "-m", "ligertune", "train", str(recipe)]
     command += overrides({**settings, "checkpoint.output_dir": "cut"})
-    process = subprocess.Popen(command, cwd=tmp_path, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    process = subprocess.Popen(
+        command, cwd=tmp_path, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    )
     metrics = tmp_path / "cut" / "metrics.jsonl"
     while process.poll() is None and not (metrics.exists() and metrics.read_text().count("\n") >= stop_after):
         time.sleep(0.002)
@@ -122,6 +129,7 @@ def test_resuming_with_other_data_is_refused(tmp_path, ligertune, recipe):
     settings = {**EVERY_STEP, "train.max_steps": 4, "checkpoint.save_strategy": "steps", "checkpoint.save_steps": 2,
                 "checkpoint.output_dir": "run"}  # fmt: skip
     assert ligertune("train", recipe, *overrides(settings)).code == 0
+    (tmp_path / "run" / "report.json").unlink()  # as if it had been killed
     changed = ligertune("train", recipe, *overrides({**settings, "data.datasets.0.max_samples": 100}), "--resume")
     assert changed.code == 2
     assert "other examples" in changed.err
