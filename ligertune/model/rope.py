@@ -117,12 +117,16 @@ def _cos_sin(angles: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
     return both.cos(), both.sin()
 
 
-def _rotary_function(layout: Layout, name: str) -> Callable[..., tuple[Tensor, Tensor]]:
-    """`apply_rope` under the signature of transformers' rotary functions."""
+def _rotary_function(theirs: Callable[..., Any], layout: Layout, name: str) -> Callable[..., tuple[Tensor, Tensor]]:
+    """`apply_rope` under the signature of transformers' rotary functions.
 
-    def rotary(
-        q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
-    ) -> tuple[Tensor, Tensor]:  # q (B, H, T, D), k (B, K, T, D); with unsqueeze_dim 2: (B, T, H, D), (B, T, K, D)
+    q (B, H, T, D), k (B, K, T, D), cos and sin (B or 1, T, R); with unsqueeze_dim 2: q (B, T, H, D), k (B, T, K, D).
+    What else a caller may send (Pixtral: unsqueeze_dim 0; trained angles) goes to the model's own function.
+    """
+
+    def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+        if unsqueeze_dim not in (1, 2) or q.ndim != 4 or cos.ndim != 3 or cos.requires_grad:
+            return theirs(q, k, cos, sin, unsqueeze_dim)
         if layout == "pairs_from_halves":
             cos, sin = (t[..., : t.shape[-1] // 2].repeat_interleave(2, dim=-1) for t in (cos, sin))
         if unsqueeze_dim == 2:
@@ -141,7 +145,7 @@ def _shadow(module_name: str, spec: RopeSpec) -> types.ModuleType:
     shadow = types.ModuleType(f"ligertune_shadow_{module_name.replace('.', '_')}_{tag}", source.__doc__)
     own = {"__name__", "__doc__", "__spec__", "__loader__"}
     vars(shadow).update({name: value for name, value in vars(source).items() if name not in own})
-    vars(shadow).update({name: _rotary_function(layout, name) for name, layout in spec.functions})
+    vars(shadow).update({name: _rotary_function(vars(source)[name], layout, name) for name, layout in spec.functions})
     sys.modules[shadow.__name__] = shadow
     return shadow
 

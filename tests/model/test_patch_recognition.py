@@ -12,7 +12,8 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, L
 from ligertune.model.patch import patch
 from ligertune.model.probe import Refusal
 from ligertune.model.recognise import GatedSpec, NormSpec, recognise_experts, recognise_mlp, recognise_norm
-from ligertune.model.rope import RopeSpec, is_rotary, recognise_rope
+from ligertune.model.rope import RopeSpec, ShadowedRope, is_rotary, recognise_rope
+from ligertune.model.swap import swap
 
 LLAMA_NORM = NormSpec("llama", 0.0, "variance_epsilon")
 GEMMA_NORM = NormSpec("gemma", 1.0, "eps")
@@ -204,6 +205,20 @@ def test_a_rotary_function_that_differs_is_refused(function, monkeypatch):
     attention = Attention(tiny_models.config_of("llama"), 0)
     assert is_rotary(attention)
     assert isinstance(recognise_rope(attention), Refusal)
+
+
+@pytest.mark.parametrize("unsqueeze_dim", [0, 1, 2])
+def test_the_rotary_function_takes_what_the_models_own_takes(unsqueeze_dim):
+    attention = tiny_models.make("llama").model.layers[0].self_attn
+    theirs = modeling_llama.apply_rotary_pos_emb
+    swap(attention, ShadowedRope, recognise_rope(attention))
+    ours = type(attention).forward.__globals__["apply_rotary_pos_emb"]
+    q, k = torch.randn(2, 5, 5, 16), torch.randn(2, 5, 5, 16)
+    angles = torch.randn(5, 8) if unsqueeze_dim == 0 else torch.randn(1, 5, 8)
+    both = torch.cat((angles, angles), dim=-1)
+    expected = theirs(q, k, both.cos(), both.sin(), unsqueeze_dim=unsqueeze_dim)
+    assert ours is not theirs
+    torch.testing.assert_close(ours(q, k, both.cos(), both.sin(), unsqueeze_dim=unsqueeze_dim), expected)
 
 
 def test_what_is_left_is_reported_and_still_right():
