@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import ChainMap, Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,7 +15,7 @@ from ligertune.data.encode import IGNORE_INDEX, Encoded, encode
 from ligertune.data.examples import Example, Examples
 from ligertune.data.formats import check_columns, recognise
 from ligertune.data.render import Rendered, Template, choose_template
-from ligertune.data.sources import Record, read_records
+from ligertune.data.sources import Record, read_records, shown_path
 from ligertune.errors import UserError
 
 if TYPE_CHECKING:
@@ -125,9 +126,10 @@ def _load(spec: DatasetSpec, data: DataSpec, tokenizer: PreTrainedTokenizerBase)
     """One data set, from its files to labelled examples."""
     check_columns(spec.columns)
     records = read_records(spec)
-    format = recognise(spec.format, {column for record in records for column in record.row}, spec.path)
+    path = shown_path(Path(spec.path))
+    format = recognise(spec.format, {column for record in records for column in record.row}, path)
     template = choose_template(data, format, tokenizer)
-    loaded = _LoadedSet(spec.path, format.name, template.name, len(records))
+    loaded = _LoadedSet(path, format.name, template.name, len(records))
     rendered = _render_rows(records, spec, format, template, loaded)
     special = _special_ids(tokenizer)
     encodings = encode([text for text, _ in rendered], tokenizer)

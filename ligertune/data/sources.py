@@ -70,7 +70,7 @@ def find_files(path: str) -> list[Path]:
 def read_file(path: Path) -> Iterator[Record]:
     """The records of one file, by its ending; an ending `.gz` is unpacked first."""
     reader = _reader(path)
-    where = _shown(path)
+    where = shown_path(path)
     if reader is None:
         raise UserError(f"{where}: not a kind of data file that is known.", hint=f"Known: {_KNOWN}.")
     try:
@@ -95,7 +95,7 @@ def _files_in(folder: Path) -> list[Path]:
     return files
 
 
-def _shown(path: Path) -> str:
+def shown_path(path: Path) -> str:
     """The path as a person here would write it: relative, if the file lies below the current folder."""
     try:
         return str(path.resolve().relative_to(Path.cwd()))
