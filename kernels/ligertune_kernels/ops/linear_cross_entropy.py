@@ -289,7 +289,7 @@ def _denominator(
 ) -> torch.Tensor:
     """What the sum over rows is divided by, as a scalar on the device; never 0."""
     if isinstance(num_items_in_batch, torch.Tensor):
-        return num_items_in_batch.detach().to(labels.device, dtype).reshape(()).clamp(min=1)
+        return num_items_in_batch.detach().to(labels.device, dtype, non_blocking=True).reshape(()).clamp(min=1)
     if num_items_in_batch is not None or reduction == "sum":
         n = 1 if num_items_in_batch is None else max(1, num_items_in_batch)
         return torch.full((), n, dtype=dtype, device=labels.device)

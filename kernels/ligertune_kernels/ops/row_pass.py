@@ -23,7 +23,7 @@ import torch
 from ligertune_kernels.device_fns import LN2, LOG2E, tanh
 from ligertune_kernels.launch import chip_of, on_device, options, programs_within_l2, runs_triton, tl, triton
 
-MAX_BLOCK = 16384  # columns a sweep takes at once: 32 warps, 16 elements a thread
+BLOCK_BYTES = 32768  # of a row taken at once: 16384 columns of bf16 on 32 warps; as many of fp32 spill on sm100
 VECTOR = 8  # neighbouring columns of one lane: 16 bytes of bf16
 SCALE_BLOCK = 4096
 
@@ -50,6 +50,45 @@ def _bounded(x, softcap, logit_scale, HAS_SOFTCAP: tl.constexpr):
     if HAS_SOFTCAP:
         z = softcap * tanh(z / softcap)
     return z
+
+
+@triton.jit
+def _first_sweep(
+    x_ptr,
+    weight_ptr,
+    offs,
+    n_cols,
+    softcap,
+    logit_scale,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_SMOOTHING: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    LANES: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
+    """A row's lse and, for label smoothing, its sums of w_j z_j and w_j. The lanes meet only at the end."""
+    # Not -inf, of which -inf - -inf would make NaN; no logit is smaller but -inf itself.
+    lane_max = tl.full([LANES], -1e30, dtype=tl.float32)
+    lane_sum = tl.zeros([LANES], dtype=tl.float32)
+    z_sum = tl.zeros([LANES], dtype=tl.float32)
+    weight_sum = tl.zeros([LANES], dtype=tl.float32)
+    for start in range(0, n_cols, LANES * VECTOR):
+        mask = start + offs < n_cols
+        x = tl.load(x_ptr + start + offs, mask=mask, other=float("-inf")).to(tl.float32)
+        z = tl.where(mask, _bounded(x, softcap, logit_scale, HAS_SOFTCAP), float("-inf"))
+        new_max = tl.maximum(lane_max, tl.max(z, axis=1))
+        lane_sum *= tl.exp2((lane_max - new_max) * LOG2E)
+        lane_sum += tl.sum(tl.exp2((z - new_max[:, None]) * LOG2E), axis=1)
+        lane_max = new_max
+        if HAS_SMOOTHING:
+            w = mask.to(tl.float32)
+            if HAS_WEIGHT:
+                w = tl.load(weight_ptr + start + offs, mask=mask, other=0.0).to(tl.float32)
+            z_sum += tl.sum(w * tl.where(mask, z, 0.0), axis=1)
+            weight_sum += tl.sum(w, axis=1)
+    row_max = tl.max(lane_max, axis=0)
+    row_sum = tl.sum(lane_sum * tl.exp2((lane_max - row_max) * LOG2E), axis=0)
+    return row_max + tl.log2(row_sum) * LN2, tl.sum(z_sum, axis=0), tl.sum(weight_sum, axis=0)
 
 
 @triton.jit
@@ -96,38 +135,16 @@ def _row_kernel(
             label_share = 1.0 - label_smoothing
             if HAS_WEIGHT:
                 label_share *= tl.load(weight_ptr + label, mask=is_class, other=0.0).to(tl.float32)
-
-            # Not -inf, of which -inf - -inf would make NaN; no logit is smaller but -inf itself.
-            lane_max = tl.full([LANES], -1e30, dtype=tl.float32)
-            lane_sum = tl.zeros([LANES], dtype=tl.float32)
-            z_sum = tl.zeros([LANES], dtype=tl.float32)  # of w_j z_j
-            weight_sum = tl.zeros([LANES], dtype=tl.float32)
-            for start in range(0, n_cols, LANES * VECTOR):
-                mask = start + offs < n_cols
-                x = tl.load(x_ptr + start + offs, mask=mask, other=float("-inf")).to(tl.float32)
-                z = _bounded(x, softcap, logit_scale, HAS_SOFTCAP)
-                z = tl.where(mask, z, float("-inf"))
-                new_max = tl.maximum(lane_max, tl.max(z, axis=1))
-                lane_sum *= tl.exp2((lane_max - new_max) * LOG2E)
-                lane_sum += tl.sum(tl.exp2((z - new_max[:, None]) * LOG2E), axis=1)
-                lane_max = new_max
-                if HAS_SMOOTHING:
-                    w = mask.to(tl.float32)
-                    if HAS_WEIGHT:
-                        w = tl.load(weight_ptr + start + offs, mask=mask, other=0.0).to(tl.float32)
-                    z_sum += tl.sum(w * tl.where(mask, z, 0.0), axis=1)
-                    weight_sum += tl.sum(w, axis=1)
-            row_max = tl.max(lane_max, axis=0)
-            row_sum = tl.sum(lane_sum * tl.exp2((lane_max - row_max) * LOG2E), axis=0)
-            lse = row_max + tl.log2(row_sum) * LN2
-
+            lse, z_sum, weight_sum = _first_sweep(
+                x_ptr, weight_ptr, offs, n_cols, softcap, logit_scale,
+                HAS_WEIGHT, HAS_SMOOTHING, HAS_SOFTCAP, LANES, VECTOR,
+            )  # fmt: skip
             smooth_share = label_smoothing / n_cols
             loss = label_share * (lse - label_z) + z_loss * lse * lse
             softmax_share = label_share + 2.0 * z_loss * lse
             if HAS_SMOOTHING:
-                weights = tl.sum(weight_sum, axis=0)
-                loss += smooth_share * (weights * lse - tl.sum(z_sum, axis=0))
-                softmax_share += smooth_share * weights
+                loss += smooth_share * (weight_sum * lse - z_sum)
+                softmax_share += smooth_share * weight_sum
             tl.store(losses_ptr + row, loss)
 
             if NEEDS_GRAD:
@@ -178,7 +195,7 @@ def _row_pass_triton(
     n_rows, n_cols = logits.shape
     assert logits.stride(1) == 1 and labels.is_contiguous()
     losses = torch.empty(n_rows, dtype=torch.float32, device=logits.device)
-    block = max(128, min(MAX_BLOCK, triton.next_power_of_2(n_cols)))
+    block = max(128, min(BLOCK_BYTES // logits.element_size(), triton.next_power_of_2(n_cols)))
     chip = chip_of(logits.device)
     programs = programs_within_l2(n_rows, n_cols * logits.element_size(), chip)
     needs_grad = gradient is not None

@@ -12,11 +12,11 @@ CASTS = (("llama", 0.0), ("gemma", 1.0), ("gemma", 0.0), ("none", 0.0))
 
 SIZES = (
     pytest.param((1, 7), id="one short row"),
-    pytest.param((37, 96), id="rows and columns that fill no tile"),
+    pytest.param((301, 96), id="sizes that fill no tile, two tiles a program"),
     pytest.param((3, 5, 128), id="a head's norm, leading dimensions"),
-    pytest.param((5, 1025), id="first size whose dw is added up at each step"),
+    pytest.param((41, 1025), id="first size whose dw is added up at each step, three steps a program"),
     pytest.param((3, 5000), id="one row a tile in the backward"),
-    pytest.param((6, 8193), id="first size swept in the backward, two groups of rows"),
+    pytest.param((37, 8193), id="first size swept in the backward, two groups of rows a program"),
     pytest.param((2, 16385), id="first size swept in the forward"),
 )
 

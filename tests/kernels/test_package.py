@@ -1,0 +1,107 @@
+"""The package as others meet it: its names, what importing it costs, life without triton, the launch rules."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import ligertune_kernels
+import pytest
+import torch
+from ligertune_kernels import launch
+from ligertune_kernels.table import OPS
+
+NVIDIA = launch.Chip("nvidia", "sm90", warp_size=32, processors=132, l2_bytes=50 << 20)
+CDNA = launch.Chip("amd", "gfx942", warp_size=64, processors=304, l2_bytes=4 << 20)
+
+EXPORTS = [
+    "CrossEntropyLoss",
+    "GeGLU",
+    "LinearCrossEntropyLoss",
+    "RMSNorm",
+    "SwiGLU",
+    "apply_rope",
+    "apply_rope_reference",
+    "backend",
+    "cross_entropy",
+    "cross_entropy_reference",
+    "geglu",
+    "geglu_reference",
+    "linear_cross_entropy",
+    "linear_cross_entropy_reference",
+    "rms_norm",
+    "rms_norm_reference",
+    "runs_triton",
+    "swiglu",
+    "swiglu_reference",
+]
+
+
+def python(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_exports_are_pinned_and_exist() -> None:
+    assert ligertune_kernels.__all__ == EXPORTS
+    assert all(getattr(ligertune_kernels, name).__name__ == name for name in EXPORTS)
+    with pytest.raises(AttributeError, match="no attribute 'rmsnorm'"):
+        _ = ligertune_kernels.rmsnorm
+
+
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+def test_a_row_names_what_its_file_holds(op) -> None:
+    function = getattr(ligertune_kernels, op.name)
+    assert function.__module__ == op.module
+    assert set(op.inputs) <= set(function.__code__.co_varnames[: function.__code__.co_argcount])
+
+
+def test_import_loads_neither_torch_nor_triton() -> None:
+    assert python("import sys, ligertune_kernels; print({'torch', 'triton'} & set(sys.modules))") == "set()"
+
+
+def test_without_triton_every_op_runs_its_reference() -> None:
+    code = """
+import sys
+sys.modules["triton"] = None  # as if not installed
+import torch, ligertune_kernels as K
+x, w, y = torch.randn(4, 8, requires_grad=True), torch.randn(8, 8, requires_grad=True), torch.arange(4)
+q, cos = x.view(1, 2, 2, 8), torch.ones(1, 2, 8)
+outputs = [K.rms_norm(x, w[0]), *K.apply_rope(q, q, cos, cos), K.swiglu(x), K.geglu(x), K.cross_entropy(x, y)]
+sum(t.sum() for t in [*outputs, K.linear_cross_entropy(x, w, y)]).backward()
+print(K.backend("cpu"), K.backend("meta"), x.grad.isfinite().all().item(), w.grad.isfinite().all().item())
+"""
+    assert python(code) == "reference reference True True"
+
+
+@pytest.mark.parametrize("chip", [NVIDIA, CDNA], ids=lambda chip: chip.arch)
+@pytest.mark.parametrize("elements", [1, 1024, 4096, 8192, 16384, 65536])
+def test_no_program_has_more_threads_than_a_gpu_allows(elements, chip) -> None:
+    assert launch.options(elements, chip)["num_warps"] * chip.warp_size <= launch.MAX_THREADS
+
+
+@pytest.mark.parametrize(
+    "n_rows, row_bytes, programs",
+    [
+        pytest.param(8192, 2 * 128256, 173, id="as many rows as the cache holds"),
+        pytest.param(8192, 2 * 32000, 528, id="short rows: four programs on each processor"),
+        pytest.param(8192, 4 * 256000, 66, id="rows that do not fit: half the processors"),
+        pytest.param(3, 2 * 128256, 3, id="never more programs than rows"),
+    ],
+)
+def test_rows_in_flight_fit_the_cache(n_rows, row_bytes, programs) -> None:
+    assert launch.programs_within_l2(n_rows, row_bytes, NVIDIA) == programs
+
+
+@pytest.mark.skipif(not launch.TRITON_INSTALLED, reason="needs triton")
+def test_meta_tensors_stand_for_a_chip_while_asked_to() -> None:
+    t = torch.empty(2, device="meta")
+    with launch.meta_stands_for(CDNA):
+        assert launch.runs_triton(t) and launch.chip_of(t.device) is CDNA
+    assert not launch.runs_triton(t)
+
+
+def test_rows_are_views_where_strides_allow() -> None:
+    packed = torch.zeros(3, 4, 20)
+    half = launch.rows_of(packed[..., 10:])
+    assert half.shape == (12, 10) and half.stride() == (20, 1) and half._base is not None
+    assert launch.rows_of(packed[..., ::2]).stride() == (10, 1)
