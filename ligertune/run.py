@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ligertune.machine import this_machine
@@ -74,12 +75,13 @@ def run(job: Job, show: Callable[[dict], None]) -> Report:
     """Train as planned, save the model, and report. `show` receives each logged line."""
     import torch
 
-    from ligertune.model.load import build_model
+    from ligertune.model.load import build_model, hide_loading_bars
     from ligertune.train.checkpoint import check_space
     from ligertune.train.distributed import start
     from ligertune.train.loop import fit
 
     plan, began = job.plan, time.perf_counter()
+    hide_loading_bars()
     accelerator = start(plan)
     if accelerator.is_main_process:
         if plan.recipe.checkpoint.overwrite:
@@ -114,16 +116,19 @@ def save_model(job: Job, accelerator: Accelerator, model: nn.Module) -> str:
     from ligertune.model.export import write_model
     from ligertune.train.distributed import full_state_dict
 
-    folder = job.plan.output_dir / "model"
+    folder, wanted = job.plan.output_dir / "model", job.plan.recipe.data
+    tokenizer = job.tokenizer.tokenizer
+    if wanted.prompt_template not in ("auto", "chat", "alpaca"):  # a file: what serves the model must use it too
+        tokenizer.chat_template = Path(wanted.prompt_template).read_text(encoding="utf-8")
     weights = full_state_dict(accelerator, model)
     if accelerator.is_main_process:
         write_model(
             accelerator.unwrap_model(model),
-            job.tokenizer.tokenizer,
+            tokenizer,
             folder,
             state_dict=weights,
-            prompt_template=job.data.template,
-            system_prompt=job.plan.recipe.data.system_prompt,
+            prompt_template="alpaca" if job.data.template == "alpaca" else "chat",
+            system_prompt=wanted.system_prompt,
         )
     accelerator.wait_for_everyone()
     return str(folder)

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from ligertune.data.render import alpaca_prompt
 from ligertune.errors import UserError
 from ligertune.model.export import read_prompt
+from ligertune.model.load import hide_loading_bars
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ def complete(
     """Load, put the prompt in its template (unless `raw`), generate. temperature 0 is greedy."""
     if not prompt.strip():
         raise UserError("The prompt is empty.", hint="Write what to ask, or - to read it from stdin.")
+    hide_loading_bars()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         tokenizer = AutoTokenizer.from_pretrained(model_name)
@@ -43,10 +45,9 @@ def complete(
             f"{model_name} could not be loaded as a causal language model: {str(problem).splitlines()[0]}",
             hint="Name a folder with config.json, the weights and the tokenizer, or a hub id.",
         ) from problem
-    text = prompt if raw else in_template(tokenizer, prompt, read_prompt(Path(model_name)))
-    # a template that writes BOS itself must not get a second one
-    written = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
-    inputs = tokenizer(text, return_tensors="pt", add_special_tokens=not written).to(device)
+    how = {"prompt_template": "raw"} if raw else read_prompt(Path(model_name))
+    text, writes_special = in_template(tokenizer, prompt, how)
+    inputs = tokenizer(text, return_tensors="pt", add_special_tokens=not writes_special).to(device)
     torch.manual_seed(seed)
     start = time.perf_counter()
     sampling = (
@@ -69,12 +70,12 @@ def complete(
     )
 
 
-def in_template(tokenizer: PreTrainedTokenizerBase, prompt: str, how: dict) -> str:
-    """The prompt as training would have shown it, up to where the answer begins."""
+def in_template(tokenizer: PreTrainedTokenizerBase, prompt: str, how: dict) -> tuple[str, bool]:
+    """The prompt as training showed it, up to where the answer begins; whether it holds its special tokens (BOS)."""
+    if how["prompt_template"] == "raw" or (how["prompt_template"] == "chat" and not tokenizer.chat_template):
+        return prompt, False
     if how["prompt_template"] == "alpaca":
-        return alpaca_prompt(prompt, "", how["system_prompt"])
-    if not tokenizer.chat_template:
-        return prompt
+        return alpaca_prompt(prompt, "", how["system_prompt"]), False
     system = [{"role": "system", "content": how["system_prompt"]}] if how["system_prompt"] else []
     messages = [*system, {"role": "user", "content": prompt}]
-    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True), True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -17,12 +17,20 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import logging
 
 from ligertune.errors import UserError
-from ligertune.recipe.schema import ModelSpec
+
+if TYPE_CHECKING:
+    from ligertune.recipe import ModelSpec
 
 # What transformers raises for files that are missing, unreadable, not JSON, of an unknown kind, or of a wrong type.
 FILE_ERRORS = (OSError, ValueError, KeyError, TypeError, StrictDataclassError)
+
+
+def hide_loading_bars() -> None:
+    """transformers draws one for every model it loads or saves; the run has its own progress line."""
+    logging.disable_progress_bar()
 
 
 def read_config(spec: ModelSpec) -> PreTrainedConfig:
