@@ -165,6 +165,19 @@ def test_float16_sums_of_dw_do_not_overflow(device) -> None:
     torch.testing.assert_close(weight.grad[0], torch.full_like(weight[0], -225.0))
 
 
+def test_many_flushes_round_dw_once(device) -> None:
+    """A running sum in bf16 over 64 flushes would lose four times what one product does."""
+    hidden, weight, _, labels = example(device, torch.bfloat16, leading=(64,))
+    truth = weight.double().requires_grad_()
+    linear_cross_entropy_reference(hidden.double(), truth, labels).backward()
+    lost = []
+    for chunk_bytes in (ONE_CHUNK, rows_in_chunk(1, torch.bfloat16)):
+        w = weight.detach().requires_grad_()
+        linear_cross_entropy(hidden, w, labels, chunk_bytes=chunk_bytes).backward()
+        lost.append((w.grad.double() - truth.grad).norm())
+    assert lost[1] <= 1.1 * lost[0]
+
+
 def test_a_second_backward_is_right_or_refused(device) -> None:
     hidden, weight, _, labels = example(device)
     hidden.requires_grad_()
