@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import shlex
+import shutil
 import sys
 import time
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -176,9 +179,21 @@ def report(report: Report) -> None:
 def next_step(report: Report, recipe_path: str) -> None:
     """The exact command to type after a run."""
     if report.model_path:
-        text(f"\nGenerate from it:  ligertune generate {report.model_path} 'Give three tips for staying healthy.'")
+        model = shlex.quote(report.model_path)
+        text(f"\nGenerate from it:  {command()} generate {model} 'Give three tips for staying healthy.'")
     else:
-        text(f"\nContinue it:  ligertune train {recipe_path} --resume")
+        text(f"\nContinue it:  {command()} train {shlex.quote(recipe_path)} --resume")
+
+
+def command() -> str:
+    """How to call this ligertune from the shell that called it: its environment may not be on the PATH."""
+    found, own = shutil.which("ligertune"), Path(sys.executable).with_name("ligertune")
+    if found and Path(found).parent == own.parent:
+        return "ligertune"
+    here = Path.cwd()
+    if own.exists():
+        return shlex.quote(str(own.relative_to(here) if own.is_relative_to(here) else own))
+    return f"{shlex.quote(sys.executable)} -m ligertune"
 
 
 def kernels(lines: Iterable[KernelLine], backend: str) -> str:

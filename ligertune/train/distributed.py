@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 
 import torch
@@ -19,6 +20,8 @@ def start(plan: Plan) -> Accelerator:
     Accumulation is the loop's own (the loss is normalised by the global batch), so accelerate is told of none, and
     autocast is fp16 or nothing: bfloat16 runs have bfloat16 weights.
     """
+    # save_state warns of every tied weight, which it saves once and ties again on loading
+    logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)
     on_cpu = plan.machine.vendor == "cpu"
     sharded = plan.strategy == "fsdp"
     plugin = None
