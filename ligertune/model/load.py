@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
@@ -88,6 +89,8 @@ def _refuse_config(name: str, error: Exception) -> NoReturn:
 
 
 def _first_line(error: Exception) -> str:
+    if isinstance(error, KeyError):
+        return f"it lacks {error}"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines[:2]) if lines else type(error).__name__
 
@@ -119,7 +122,15 @@ class LoadedTokenizer:
     notes: tuple[str, ...]
 
 
-PAD_NAMES = ("<pad>", "[PAD]", "<|pad|>", "<|finetune_right_pad_id|>", "<|endoftext|>", "<unk>")
+PAD_NAMES = (
+    "<pad>",
+    "[PAD]",
+    "<|pad|>",
+    "<|finetune_right_pad_id|>",
+    "<|reserved_special_token_0|>",
+    "<|endoftext|>",
+    "<unk>",
+)
 
 
 def load_tokenizer(spec: ModelSpec) -> LoadedTokenizer:
@@ -248,7 +259,7 @@ def _pretrained_model(
             output_loading_info=True,
             **attention,
         )
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise UserError(
             f"model.model_name_or_path: the weights of {name} could not be loaded: {_first_line(error)}",
             hint="A folder needs model.safetensors; for random weights write model.init: random.",

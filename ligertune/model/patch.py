@@ -133,12 +133,11 @@ def patch(
     switches = {"rope": rope, "norm": norm, "mlp": mlp}
     tallies: dict[str, _Tally] = defaultdict(_Tally)
     for layer in LAYERS:
-        modules = [module for module in model.modules() if layer.found(module)]
-        for module in modules:
+        for module in filter(layer.found, model.modules()):
             _patch_module(module, layer, tallies, enabled=switches[layer.switch])
-    for kernels in ({"apply_rope"}, {"rms_norm"}, {"swiglu", "geglu"}):
-        if not tallies.keys() & kernels:
-            tallies[max(kernels)] = _Tally()  # a row that says so
+    for kernels in (("apply_rope",), ("rms_norm",), ("swiglu", "geglu")):
+        if not tallies.keys() & set(kernels):
+            tallies[kernels[0]] = _Tally()  # a row that says there are none
     rows = [tally.row(kernel) for kernel, tally in tallies.items()]
     return PatchReport((*rows, _patch_loss(model, loss)), backend(next(model.parameters()).device))
 

@@ -165,6 +165,16 @@ def test_a_model_folder_without_a_tokenizer_names_the_key_to_set(folder):
         load_tokenizer(spec(folder))
 
 
+@pytest.mark.parametrize(
+    ("content", "complaint"), [("{", "Expecting property name"), ("{}", "it lacks 'added_tokens'")]
+)
+def test_a_broken_tokenizer_file_is_one_sentence(quickstart, tmp_path, content, complaint):
+    shutil.copytree(quickstart / "stories260K", tmp_path, dirs_exist_ok=True)
+    (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(UserError, match=complaint):
+        load_tokenizer(spec(tmp_path))
+
+
 def test_another_tokenizer_than_the_models(quickstart, folder):
     loaded = load_tokenizer(spec(folder, tokenizer={"path": str(quickstart / "stories260K")}))
     assert len(loaded.tokenizer) == 512
@@ -211,6 +221,13 @@ def test_attention_that_is_not_installed_says_what_to_write(folder, init):
 def test_a_folder_without_weights_is_refused(folder):
     (folder / "model.safetensors").unlink()
     with pytest.raises(UserError, match=r"weights of .* could not be loaded.*init: random"):
+        build(folder)
+
+
+@pytest.mark.parametrize("content", [b"", b"hello", b"{" * 100])
+def test_weights_that_are_no_safetensors_are_refused(folder, content):
+    (folder / "model.safetensors").write_bytes(content)
+    with pytest.raises(UserError, match=r"weights of .* could not be loaded"):
         build(folder)
 
 

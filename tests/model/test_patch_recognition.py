@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import tiny_models
 import torch
@@ -262,6 +264,44 @@ def test_forward_replaced_on_the_instance_is_respected():
     rows = {row.kernel: row for row in patch(model).rows}
     assert (rows["rms_norm"].left, rows["apply_rope"].left) == (1, 1)
     assert "replaced on the instance" in rows["rms_norm"].note
+
+
+def logged(forward):
+    @functools.wraps(forward)
+    def wrapper(self, *args, **kwargs):
+        return forward(self, *args, **kwargs)
+
+    return wrapper
+
+
+class LoggedNorm(LlamaRMSNorm):
+    forward = logged(LlamaRMSNorm.forward)
+
+
+class LoggedAttention(LlamaAttention):
+    forward = logged(LlamaAttention.forward)
+
+
+def test_a_decorated_forward_is_left_with_the_reason():
+    model = tiny_models.make("llama")
+    model.model.norm.__class__, model.model.layers[0].self_attn.__class__ = LoggedNorm, LoggedAttention
+    rows = {row.kernel: row for row in patch(model).rows}
+    assert rows["rms_norm"].note == "1 LoggedNorm: its forward is wrapped by a decorator"
+    assert rows["apply_rope"].note == "1 LoggedAttention: its forward is wrapped by a decorator"
+
+
+def test_hidden_states_and_attentions_are_captured_as_before():
+    """transformers finds the modules to capture from by their class."""
+    options = {"output_hidden_states": True, "output_attentions": True}
+    plain = tiny_models.make("llama", attn_implementation="eager")
+    expected = plain(**tiny_models.batch(), **options)
+    patch(plain)
+    given = plain(**tiny_models.batch(), **options)
+    assert len(given.hidden_states) == 3
+    assert len(given.attentions) == 2
+    for name in ("hidden_states", "attentions"):
+        for ours, theirs in zip(given[name], expected[name], strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
 def test_probing_leaves_the_random_state_and_gradients_alone():
