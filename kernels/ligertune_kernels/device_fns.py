@@ -1,4 +1,4 @@
-"""Functions that several kernels call. All take and give fp32."""
+"""Functions that several kernels call. All give fp32."""
 
 from __future__ import annotations
 
@@ -6,6 +6,12 @@ from ligertune_kernels.launch import tl, triton
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def fp32(scalar):
+    # An argument that is a Python float. torch.compile hands it over as fp64; the interpreter leaves it a float.
+    return tl.full([], scalar, tl.float32)
 
 
 @triton.jit

@@ -9,12 +9,18 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Literal
 
 import torch
+
+
+def _undecorated(kernel: Callable | None = None, **options: object) -> Callable:
+    """What stands in for `triton.jit`, with and without options."""
+    return kernel if kernel is not None else lambda later: later
+
 
 try:
     import triton
@@ -22,7 +28,7 @@ try:
 except ModuleNotFoundError as missing:
     if missing.name != "triton":
         raise
-    triton = SimpleNamespace(jit=lambda kernel: kernel)
+    triton = SimpleNamespace(jit=_undecorated)
     tl = SimpleNamespace(constexpr=lambda value: value)
     TRITON_INSTALLED = False
 else:

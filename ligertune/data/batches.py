@@ -11,9 +11,15 @@ from ligertune.data.encode import IGNORE_INDEX
 from ligertune.data.examples import Example
 
 
-def collate(examples: Sequence[Example], *, pad_token_id: int) -> dict[str, Tensor]:
+def padded_length(longest: int, pad_to_multiple_of: int) -> int:
+    """T of a batch whose longest example has `longest` tokens."""
+    return -(-longest // pad_to_multiple_of) * pad_to_multiple_of
+
+
+def collate(examples: Sequence[Example], *, pad_token_id: int, pad_to_multiple_of: int = 1) -> dict[str, Tensor]:
     """`input_ids`, `attention_mask`, `labels`: (B, T) int64, padded on the right to the longest of these examples."""
-    shape = len(examples), max(len(example.input_ids) for example in examples)
+    longest = max(len(example.input_ids) for example in examples)
+    shape = len(examples), padded_length(longest, pad_to_multiple_of)
     input_ids = torch.full(shape, pad_token_id)
     attention_mask = torch.zeros(shape, dtype=torch.int64)
     labels = torch.full(shape, IGNORE_INDEX)

@@ -12,13 +12,14 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 
+from ligertune.data.batches import padded_length
 from ligertune.errors import UserError
 from ligertune.metrics import MetricsFile
 from ligertune.model.shape import ModelShape
 from ligertune.plan import Plan
 from ligertune.train import checkpoint
 from ligertune.train.distributed import any_rank, reduce_sum
-from ligertune.train.evaluate import evaluate, micro_batch, target_counts
+from ligertune.train.evaluate import PAD_TO_MULTIPLE_OF, evaluate, micro_batch, target_counts
 from ligertune.train.meter import Counts, Meter
 from ligertune.train.optim import build_optimizer
 from ligertune.train.order import DataOrder
@@ -180,7 +181,7 @@ def _count(
     return Counts(
         steps=1,
         tokens=int(real.sum()),
-        padded_tokens=int(sum(len(batch) * batch.max() for batch in per_micro)),
+        padded_tokens=sum(len(batch) * padded_length(int(batch.max()), PAD_TO_MULTIPLE_OF) for batch in per_micro),
         trained_tokens=int(targets[indices].sum()),
         flops=shape.flops(tokens=int(real.sum()), squared_lengths=int((real.astype(np.int64) ** 2).sum())),
     )

@@ -298,7 +298,8 @@ def _denominator(
 
 def _autocast_dtype(device: torch.device) -> torch.dtype | None:
     """The dtype autocast computes in on this device, None where it is off."""
-    if not torch.amp.is_autocast_available(device.type) or not torch.is_autocast_enabled(device.type):
+    # a check of the type and not torch.amp.is_autocast_available, which torch.compile does not trace
+    if device.type not in ("cuda", "cpu") or not torch.is_autocast_enabled(device.type):
         return None
     return torch.get_autocast_dtype(device.type)
 

@@ -24,6 +24,7 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from ligertune_kernels.device_fns import fp32
 from ligertune_kernels.launch import chip_of, on_device, options, rows_of, runs_triton, tl, triton
 
 Cast = Literal["llama", "gemma", "none"]
@@ -47,7 +48,8 @@ def rms_norm_reference(
     return (xhat * (weight.to(wide) if offset == 0 else offset + weight.to(wide))).to(x.dtype)
 
 
-@triton.jit
+# Numbers of rows differ from batch to batch, and Triton would compile anew for each that is or is not a multiple of 16.
+@triton.jit(do_not_specialize=["n_rows"])
 def _forward_kernel(
     x_ptr,
     w_ptr,
@@ -67,8 +69,8 @@ def _forward_kernel(
     cols = tl.arange(0, BLOCK)
     mask = (rows < n_rows)[:, None] & (cols < n_cols)[None, :]
     x = tl.load(x_ptr + rows[:, None] * x_row_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-    w = tl.load(w_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32) + offset
-    rstd = tl.rsqrt(tl.sum(x * x, axis=1) / n_cols + eps)
+    w = tl.load(w_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32) + fp32(offset)
+    rstd = tl.rsqrt(tl.sum(x * x, axis=1) / n_cols + fp32(eps))
     tl.store(rstd_ptr + rows, rstd, mask=rows < n_rows)
     xhat = x * rstd[:, None]
     if ROUND_XHAT:
@@ -97,19 +99,19 @@ def _forward_sweep_kernel(
         cols = start + tl.arange(0, BLOCK)
         x = tl.load(x_ptr + row * x_row_stride + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
         squares += x * x
-    rstd = tl.rsqrt(tl.sum(squares, axis=0) / n_cols + eps)
+    rstd = tl.rsqrt(tl.sum(squares, axis=0) / n_cols + fp32(eps))
     tl.store(rstd_ptr + row, rstd)
     for start in range(0, n_cols, BLOCK):
         cols = start + tl.arange(0, BLOCK)
         mask = cols < n_cols
         xhat = tl.load(x_ptr + row * x_row_stride + cols, mask=mask, other=0.0).to(tl.float32) * rstd
-        w = tl.load(w_ptr + cols, mask=mask, other=0.0).to(tl.float32) + offset
+        w = tl.load(w_ptr + cols, mask=mask, other=0.0).to(tl.float32) + fp32(offset)
         if ROUND_XHAT:
             xhat = xhat.to(x_ptr.dtype.element_ty).to(tl.float32)
         tl.store(y_ptr + row * n_cols + cols, (xhat * w).to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_rows", "rows_per_program"])
 def _backward_kernel(
     dy_ptr,
     x_ptr,
@@ -135,7 +137,7 @@ def _backward_kernel(
     last = tl.minimum(first + rows_per_program, n_rows)
     cols = tl.arange(0, BLOCK)
     col_mask = cols < n_cols
-    w = tl.load(w_ptr + cols, mask=col_mask, other=0.0).to(tl.float32) + offset
+    w = tl.load(w_ptr + cols, mask=col_mask, other=0.0).to(tl.float32) + fp32(offset)
     # Of short rows dw is kept per row of the tile: adding those up at each step would cost a barrier.
     dw = tl.zeros([BLOCK] if SUM_ROWS else [ROWS, BLOCK], dtype=tl.float32)
     for row in range(first, last, ROWS):
@@ -163,7 +165,7 @@ def _backward_kernel(
         tl.store(dw_ptr + tl.program_id(0).to(tl.int64) * n_cols + cols, dw, mask=col_mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_rows", "rows_per_program"])
 def _backward_sweep_kernel(
     dy_ptr,
     x_ptr,
@@ -198,14 +200,14 @@ def _backward_sweep_kernel(
                 mask = row_mask[:, None] & (cols < n_cols)[None, :]
                 x = tl.load(x_ptr + rows[:, None] * x_row_stride + cols[None, :], mask=mask, other=0.0)
                 dy = tl.load(dy_ptr + rows[:, None] * dy_row_stride + cols[None, :], mask=mask, other=0.0)
-                w = tl.load(w_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32) + offset
+                w = tl.load(w_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32) + fp32(offset)
                 mean += tl.sum(dy.to(tl.float32) * w[None, :] * (x.to(tl.float32) * rstd), axis=1) / n_cols
         for start in range(0, n_cols, BLOCK):
             cols = start + tl.arange(0, BLOCK)
             mask = row_mask[:, None] & (cols < n_cols)[None, :]
             x = tl.load(x_ptr + rows[:, None] * x_row_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
             dy = tl.load(dy_ptr + rows[:, None] * dy_row_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-            w = tl.load(w_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32) + offset
+            w = tl.load(w_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32) + fp32(offset)
             xhat = x * rstd
             if NEEDS_DX:
                 dx = (dy * w[None, :] - xhat * mean[:, None]) * rstd

@@ -93,7 +93,7 @@ def _rotate_heads(
             tl.store(y_heads + cols * y_col_stride, rest, mask=rest_mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_tokens", "n_positions"])
 def _rope_kernel(
     q_ptr,
     k_ptr,

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ligertune_kernels.device_fns import LN2, LOG2E, tanh
+from ligertune_kernels.device_fns import LN2, LOG2E, fp32, tanh
 from ligertune_kernels.launch import chip_of, on_device, options, programs_within_l2, runs_triton, tl, triton
 
 BLOCK_BYTES = 32768  # of a row taken at once: 16384 columns of bf16 on 32 warps; as many of fp32 spill on sm100
@@ -91,7 +91,7 @@ def _first_sweep(
     return row_max + tl.log2(row_sum) * LN2, tl.sum(z_sum, axis=0), tl.sum(weight_sum, axis=0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_rows"])
 def _row_kernel(
     logits_ptr,
     labels_ptr,
@@ -116,6 +116,12 @@ def _row_kernel(
     LANES: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
+    softcap, logit_scale, label_smoothing, z_loss = (
+        fp32(softcap),
+        fp32(logit_scale),
+        fp32(label_smoothing),
+        fp32(z_loss),
+    )
     offs = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
     for row in range(tl.program_id(0).to(tl.int64), n_rows, tl.num_programs(0)):
         label = tl.load(labels_ptr + row).to(tl.int64)
@@ -257,7 +263,7 @@ def scales(denominator: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor,
     return 1.0 / denominator, None
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def _scale_kernel(x_ptr, factor_ptr, n, BLOCK: tl.constexpr):
     factor = tl.load(factor_ptr).to(tl.float32)
     if factor != 1.0:
