@@ -75,7 +75,7 @@ def run(job: Job, show: Callable[[dict], None]) -> Report:
     """Train as planned, save the model, and report. `show` receives each logged line."""
     import torch
 
-    from ligertune.model.attention import prefer_flash
+    from ligertune.model.attention import prefer_flash, set_determinism
     from ligertune.model.load import build_model, hide_loading_bars
     from ligertune.train.checkpoint import check_space
     from ligertune.train.distributed import start
@@ -84,6 +84,7 @@ def run(job: Job, show: Callable[[dict], None]) -> Report:
     plan, began = job.plan, time.perf_counter()
     hide_loading_bars()
     prefer_flash()
+    set_determinism(plan.recipe.train.full_determinism)
     accelerator = start(plan)
     if accelerator.is_main_process:
         if plan.recipe.checkpoint.overwrite:
