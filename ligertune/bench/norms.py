@@ -101,7 +101,7 @@ def _layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> to
     return F.layer_norm(x, weight.shape, weight, bias, EPS)
 
 
-LAYER_NORM_EAGER = function("eager", _layer_norm)  # transformers' models hold torch.nn.LayerNorm
+LAYER_NORM_TORCH = function("torch", _layer_norm)  # and eager: transformers' models hold torch.nn.LayerNorm
 LAYER_NORM = Subject(
     op="layer_norm",
     dims=("N", "E"),
@@ -115,8 +115,8 @@ LAYER_NORM = Subject(
     plain=lambda case, args: _layer_norm,
     providers=(
         ours("ours", lambda kernels, case, x, weight, bias: kernels.layer_norm(x, weight, bias, EPS)),
-        LAYER_NORM_EAGER,
-        compiled(LAYER_NORM_EAGER),
+        LAYER_NORM_TORCH,
+        compiled(LAYER_NORM_TORCH),
     ),
 )
 
@@ -125,7 +125,7 @@ def _group_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> to
     return F.group_norm(x, GROUPS, weight, bias, EPS)
 
 
-GROUP_NORM_EAGER = function("eager", _group_norm)
+GROUP_NORM_TORCH = function("torch", _group_norm)
 GROUP_NORM = Subject(
     op="group_norm",
     dims=("B", "C", "HW"),
@@ -139,7 +139,7 @@ GROUP_NORM = Subject(
     plain=lambda case, args: _group_norm,
     providers=(
         ours("ours", lambda kernels, case, x, weight, bias: kernels.group_norm(x, GROUPS, weight, bias, EPS)),
-        GROUP_NORM_EAGER,
-        compiled(GROUP_NORM_EAGER),
+        GROUP_NORM_TORCH,
+        compiled(GROUP_NORM_TORCH),
     ),
 )

@@ -25,7 +25,7 @@ FLOORS = (
     ("report",),
     ("model", "data"),
     ("decode", "train"),
-    ("run", "doctor", "compare"),
+    ("run", "doctor", "compare", "bench"),
     ("cli",),
 )
 FLOOR_OF = {name: level for level, names in enumerate(FLOORS) for name in names}
@@ -38,6 +38,7 @@ DOORS = {
     "pydantic": ("recipe/",),
     "accelerate": ("train/",),
     "datasets": ("data/sources",),
+    "matplotlib": ("bench/plots",),
     "peft": ("model/lora",),
     "transformers": ("model/", "data/render", "data/images", "decode/"),
 }
@@ -102,7 +103,7 @@ def test_kernels_stand_on_torch_and_triton_alone(path):
 @pytest.mark.parametrize("path", modules("ligertune"), ids=place)
 def test_no_torch_at_module_level_below_model_and_in_cli(path):
     own = place(path).split("/")[0]
-    if own in ("model", "data", "decode", "train"):
+    if own in ("model", "data", "decode", "train", "bench"):
         return
     heavy = {"torch", "transformers", "accelerate", "datasets", "triton", "ligertune_kernels"}
     assert not heavy & {name.split(".")[0] for name in imports(path, at_top=True)}

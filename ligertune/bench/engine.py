@@ -1,0 +1,207 @@
+"""Benches cases: every provider's outputs against float64, its memory, then all providers' times in turn.
+
+A provider that cannot be imported, does not serve a size or runs out of memory is a row with its reason.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from ligertune.bench import accuracy
+from ligertune.bench.case import Case, Mode, Provider, Rates, Subject, Tensors
+from ligertune.bench.clock import Clock, Timing
+
+# What an implementation may raise where it does not serve a case: torch.compile's and torch's own errors, out of
+# memory included, are RuntimeErrors.
+FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, ImportError, AssertionError, LookupError)
+SEED = 0
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long a measurement may take."""
+
+    warmup: int = 3
+    repeats: int = 20
+    seconds: float = 0.5  # of measured time, after which a provider gets no further repetition (three at the least)
+
+
+@dataclass
+class Row:
+    """One provider in one case. Seconds, bytes; `error` is relative, by output and gradient."""
+
+    case: Case
+    provider: str
+    floors: dict[Mode, float]
+    device: dict[Mode, Timing] = field(default_factory=dict)
+    host: dict[Mode, Timing] = field(default_factory=dict)
+    peak_bytes: int | None = None
+    errors: dict[str, float] = field(default_factory=dict)
+    failure: str | None = None
+    notes: list[str] = field(default_factory=list)
+
+    def share(self, mode: Mode) -> float | None:
+        """Of the roofline: floor over time."""
+        return self.floors[mode] / self.device[mode].median if mode in self.device else None
+
+    @property
+    def error(self) -> float | None:
+        return max(self.errors.values(), default=None)
+
+
+class Bound:
+    """A provider with arguments: its passes."""
+
+    def __init__(self, provider: Provider, case: Case, args: Tensors) -> None:
+        self._run = provider.make(case, args)
+        self.leaves = accuracy.leaves_of(args)
+        self.upstream: list[torch.Tensor | None] = []
+
+    def forward(self) -> Tensors:
+        return accuracy.as_tuple(self._run())
+
+    def backward(self, outputs: Tensors) -> Tensors:
+        if not self.leaves:
+            return ()
+        return torch.autograd.grad(outputs, self.leaves, self.upstream)
+
+    def first(self) -> tuple[Tensors, Tensors]:
+        """Outputs and gradients; also what compiles, and what makes the upstream gradients."""
+        outputs = self.forward()
+        self.upstream = accuracy.like(accuracy.upstream_of(outputs), outputs)
+        return outputs, self.backward(outputs)
+
+    def both(self) -> tuple[Tensors, Tensors]:
+        outputs = self.forward()
+        return outputs, self.backward(outputs)
+
+    def timed(self, mode: Mode, clock: Clock, ahead: float) -> tuple[float, float]:
+        """(device, host) seconds of one repetition."""
+        if mode == "backward":
+            outputs = self.forward()
+            return clock.time(lambda: self.backward(outputs), ahead)
+        return clock.time(self.forward if mode == "forward" else self.both, ahead)
+
+
+def bench(
+    cases: Iterable[Case],
+    subjects: dict[str, Subject],
+    *,
+    device: torch.device,
+    clock: Clock,
+    rates: Rates,
+    effort: Effort,
+    modes: Sequence[Mode] | None = None,
+    chosen: Callable[[Case, Provider], bool] = lambda case, provider: True,
+    extra: dict[str, tuple[Provider, ...]] | None = None,
+) -> Iterator[list[Row]]:
+    """The rows of each case as it is done. `extra` holds further providers by op."""
+    for case in cases:
+        subject = subjects[case.op]
+        providers = [p for p in (*subject.providers, *(extra or {}).get(case.op, ())) if chosen(case, p)]
+        wanted = [mode for mode in subject.modes if modes is None or mode in modes or subject.modes == ("forward",)]
+        yield _bench_case(subject, case, providers, wanted, device, clock, rates, effort)
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _bench_case(
+    subject: Subject,
+    case: Case,
+    providers: list[Provider],
+    modes: list[Mode],
+    device: torch.device,
+    clock: Clock,
+    rates: Rates,
+    effort: Effort,
+) -> list[Row]:
+    work = subject.work(case)
+    floors = {mode: work.floor(mode, rates) for mode in modes}
+    args = _inputs(subject, case, device)
+    try:
+        true: dict[str, torch.Tensor] | None = accuracy.truth(subject, case, args)
+        without_truth = []
+    except torch.OutOfMemoryError:
+        true, without_truth = None, ["no error: float64 does not fit in memory"]
+    rows, bounds = [], []
+    for provider in providers:
+        row = Row(case, provider.name, floors, notes=list(without_truth))
+        rows.append(row)
+        bounds.append(_checked(row, provider, subject, args, true, device))
+    del true
+    for mode in modes:
+        _time(rows, bounds, mode, clock, effort)
+    return rows
+
+
+def _inputs(subject: Subject, case: Case, device: torch.device) -> Tensors:
+    torch.manual_seed(SEED)
+    return subject.inputs(case, device)
+
+
+def _checked(
+    row: Row,
+    provider: Provider,
+    subject: Subject,
+    args: Tensors,
+    true: dict[str, torch.Tensor] | None,
+    device: torch.device,
+) -> Bound | None:
+    """Fills in error and memory; None where the provider fails."""
+    try:
+        own = _inputs(subject, row.case, device) if provider.overwrites else args
+        bound = Bound(provider, row.case, own)
+        outputs, gradients = bound.first()
+        if true is not None:
+            found = accuracy.results(subject, own, outputs, gradients)
+            row.errors = {name: accuracy.error_of(found[name], true[name]) for name in true}
+            del found
+        del outputs, gradients
+        row.peak_bytes = _peak(bound.both, device)
+    except FAILURES as problem:
+        row.failure = _sentence(problem)
+        return None
+    return bound
+
+
+def _peak(run: Callable[[], object], device: torch.device) -> int | None:
+    """Device memory above what was there before: outputs, gradients and everything in between."""
+    if device.type != "cuda":
+        return None
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    run()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def _time(rows: list[Row], bounds: list[Bound | None], mode: Mode, clock: Clock, effort: Effort) -> None:
+    """In turn, so that a device that slows down slows down all."""
+    taken: list[list[tuple[float, float]]] = [[] for _ in rows]
+    for _ in range(effort.warmup + effort.repeats):
+        for row, bound, times in zip(rows, bounds, taken, strict=True):
+            measured = times[effort.warmup :]
+            if bound is None or row.failure:
+                continue
+            if len(measured) >= 3 and sum(device for device, _ in measured) > effort.seconds:
+                continue
+            try:
+                times.append(bound.timed(mode, clock, ahead=times[-1][1] if times else 0.0))
+            except FAILURES as problem:
+                row.failure = _sentence(problem)
+    for row, times in zip(rows, taken, strict=True):
+        if row.failure is None and len(times) > effort.warmup:
+            row.device[mode] = Timing.of([device for device, _ in times[effort.warmup :]])
+            row.host[mode] = Timing.of([host for _, host in times[effort.warmup :]])
+
+
+def _sentence(problem: BaseException) -> str:
+    """The first line of what went wrong."""
+    lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
+    return f"{type(problem).__name__}: {lines[0] if lines else ''}"[:200]

@@ -1,0 +1,35 @@
+"""Every op's subject, and the cases of a bench."""
+
+from __future__ import annotations
+
+import torch
+
+from ligertune.bench import losses, norms, pointwise
+from ligertune.bench.case import Case, Subject
+from ligertune.errors import UserError
+
+SUBJECTS: tuple[Subject, ...] = (
+    losses.LINEAR_CROSS_ENTROPY,
+    losses.CROSS_ENTROPY,
+    norms.RMS_NORM,
+    norms.ADD_RMS_NORM,
+    norms.LAYER_NORM,
+    norms.GROUP_NORM,
+    pointwise.ROPE,
+    pointwise.SWIGLU,
+    pointwise.GEGLU,
+    pointwise.EMBEDDING,
+    losses.KL_DIV,
+    losses.JSD,
+    losses.LINEAR_JSD,
+    pointwise.TERNARY,
+)
+SUBJECT_OF = {subject.op: subject for subject in SUBJECTS}
+
+
+def cases_of(op: str, *, dtype: torch.dtype, small: bool) -> list[Case]:
+    """An op at all its sizes."""
+    if op not in SUBJECT_OF:
+        raise UserError(f"There is no op {op!r}.", hint=f"The ops are {', '.join(SUBJECT_OF)}.")
+    subject = SUBJECT_OF[op]
+    return [Case(op, sizes, subject.dtype or dtype) for sizes in (subject.small if small else subject.sizes)]
