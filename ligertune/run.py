@@ -75,7 +75,7 @@ def run(job: Job, show: Callable[[dict], None]) -> Report:
     """Train as planned, save the model, and report. `show` receives each logged line."""
     import torch
 
-    from ligertune.model.attention import prefer_flash, set_determinism
+    from ligertune.model.attention import checkpoint_layers, prefer_flash
     from ligertune.model.load import build_model, hide_loading_bars
     from ligertune.train.checkpoint import check_space
     from ligertune.train.distributed import start
@@ -84,7 +84,6 @@ def run(job: Job, show: Callable[[dict], None]) -> Report:
     plan, began = job.plan, time.perf_counter()
     hide_loading_bars()
     prefer_flash()
-    set_determinism(plan.recipe.train.full_determinism)
     accelerator = start(plan)
     if accelerator.is_main_process:
         if plan.recipe.checkpoint.overwrite:
@@ -103,7 +102,7 @@ def run(job: Job, show: Callable[[dict], None]) -> Report:
     )
     apply_kernels(plan.recipe, model)
     if plan.recipe.train.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        checkpoint_layers(model)
     fitted = fit(plan, accelerator, model, job.data, pad_token_id=job.tokenizer.pad_token_id, show=show)
     model_path = None if fitted.stopped_by else save_model(job, accelerator, fitted.model)
     report = make_report(plan, fitted, model_path=model_path, seconds=time.perf_counter() - began)

@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 import torch
 
 from ligertune.bench import accuracy
 from ligertune.bench.case import Case, Mode, Provider, Rates, Subject, Tensors
-from ligertune.bench.clock import Clock, Timing
+from ligertune.bench.clock import Clock, Timing, clock_for, measured_rates
 
-# What an implementation may raise where it does not serve a case: torch.compile's and torch's own errors, out of
-# memory included, are RuntimeErrors.
+# What torch, torch.compile and our ops raise where they do not serve a case (out of memory is a RuntimeError).
 FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, ImportError, AssertionError, LookupError)
 SEED = 0
 
@@ -28,6 +27,25 @@ class Effort:
     warmup: int = 3
     repeats: int = 20
     seconds: float = 0.5  # of measured time, after which a provider gets no further repetition (three at the least)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Where and how everything is measured. `failures` is what a provider may raise and be a row nonetheless."""
+
+    device: torch.device
+    clock: Clock
+    rates: Rates
+    effort: Effort
+    failures: tuple[type[Exception], ...] = FAILURES
+
+
+def stage(
+    device: torch.device, dtype: torch.dtype, effort: Effort, failures: tuple[type[Exception], ...] = FAILURES
+) -> Stage:
+    """With the device's rates, which take some milliseconds to measure."""
+    clock = clock_for(device)
+    return Stage(device, clock, measured_rates(device, clock, dtype), effort, failures)
 
 
 @dataclass
@@ -51,6 +69,25 @@ class Row:
     @property
     def error(self) -> float | None:
         return max(self.errors.values(), default=None)
+
+    def as_dict(self) -> dict:
+        """For JSON."""
+        return {
+            "op": self.case.op,
+            "sizes": self.case.sizes,
+            "dtype": str(self.case.dtype).removeprefix("torch."),
+            "frozen_head": self.case.frozen_head,
+            "ignored": self.case.ignored,
+            "provider": self.provider,
+            "floor_seconds": self.floors,
+            "device_seconds": {mode: asdict(timing) for mode, timing in self.device.items()},
+            "host_seconds": {mode: asdict(timing) for mode, timing in self.host.items()},
+            "share_of_roofline": {mode: self.share(mode) for mode in self.device},
+            "peak_bytes_above_inputs": self.peak_bytes,
+            "relative_errors": self.errors,
+            "failure": self.failure,
+            "notes": self.notes,
+        }
 
 
 class Bound:
@@ -90,52 +127,39 @@ class Bound:
 def bench(
     cases: Iterable[Case],
     subjects: dict[str, Subject],
+    stage: Stage,
     *,
-    device: torch.device,
-    clock: Clock,
-    rates: Rates,
-    effort: Effort,
-    modes: Sequence[Mode] | None = None,
-    chosen: Callable[[Case, Provider], bool] = lambda case, provider: True,
+    modes: Sequence[Mode] = ("forward", "backward", "both"),
+    chosen: Callable[[Provider], bool] = lambda provider: True,
     extra: dict[str, tuple[Provider, ...]] | None = None,
 ) -> Iterator[list[Row]]:
-    """The rows of each case as it is done. `extra` holds further providers by op."""
+    """The rows of each case as it is done. `extra` holds further providers by op; an op of one mode is timed in it."""
     for case in cases:
         subject = subjects[case.op]
-        providers = [p for p in (*subject.providers, *(extra or {}).get(case.op, ())) if chosen(case, p)]
-        wanted = [mode for mode in subject.modes if modes is None or mode in modes or subject.modes == ("forward",)]
-        yield _bench_case(subject, case, providers, wanted, device, clock, rates, effort)
+        providers = [p for p in (*subject.providers, *(extra or {}).get(case.op, ())) if chosen(p)]
+        wanted = [mode for mode in subject.modes if mode in modes or len(subject.modes) == 1]
+        yield _bench_case(subject, case, providers, wanted, stage)
         gc.collect()
-        if device.type == "cuda":
+        if stage.device.type == "cuda":
             torch.cuda.empty_cache()
 
 
-def _bench_case(
-    subject: Subject,
-    case: Case,
-    providers: list[Provider],
-    modes: list[Mode],
-    device: torch.device,
-    clock: Clock,
-    rates: Rates,
-    effort: Effort,
-) -> list[Row]:
+def _bench_case(subject: Subject, case: Case, providers: list[Provider], modes: list[Mode], stage: Stage) -> list[Row]:
     work = subject.work(case)
-    floors = {mode: work.floor(mode, rates) for mode in modes}
-    args = _inputs(subject, case, device)
+    floors = {mode: work.floor(mode, stage.rates) for mode in modes}
+    args = _inputs(subject, case, stage.device)
     try:
         true: dict[str, torch.Tensor] | None = accuracy.truth(subject, case, args)
-        without_truth = []
+        notes = []
     except torch.OutOfMemoryError:
-        true, without_truth = None, ["no error: float64 does not fit in memory"]
+        true, notes = None, ["no error: float64 does not fit in memory"]
     rows, bounds = [], []
     for provider in providers:
-        row = Row(case, provider.name, floors, notes=list(without_truth))
-        rows.append(row)
-        bounds.append(_checked(row, provider, subject, args, true, device))
+        rows.append(Row(case, provider.name, floors, notes=list(notes)))
+        bounds.append(_checked(rows[-1], provider, subject, args, true, stage))
     del true
     for mode in modes:
-        _time(rows, bounds, mode, clock, effort)
+        _time(rows, bounds, mode, stage)
     return rows
 
 
@@ -150,11 +174,11 @@ def _checked(
     subject: Subject,
     args: Tensors,
     true: dict[str, torch.Tensor] | None,
-    device: torch.device,
+    stage: Stage,
 ) -> Bound | None:
     """Fills in error and memory; None where the provider fails."""
     try:
-        own = _inputs(subject, row.case, device) if provider.overwrites else args
+        own = _inputs(subject, row.case, stage.device) if provider.overwrites else args
         bound = Bound(provider, row.case, own)
         outputs, gradients = bound.first()
         if true is not None:
@@ -162,8 +186,8 @@ def _checked(
             row.errors = {name: accuracy.error_of(found[name], true[name]) for name in true}
             del found
         del outputs, gradients
-        row.peak_bytes = _peak(bound.both, device)
-    except FAILURES as problem:
+        row.peak_bytes = _peak(bound.both, stage.device)
+    except stage.failures as problem:
         row.failure = _sentence(problem)
         return None
     return bound
@@ -181,8 +205,9 @@ def _peak(run: Callable[[], object], device: torch.device) -> int | None:
     return torch.cuda.max_memory_allocated(device) - before
 
 
-def _time(rows: list[Row], bounds: list[Bound | None], mode: Mode, clock: Clock, effort: Effort) -> None:
+def _time(rows: list[Row], bounds: list[Bound | None], mode: Mode, stage: Stage) -> None:
     """In turn, so that a device that slows down slows down all."""
+    effort = stage.effort
     taken: list[list[tuple[float, float]]] = [[] for _ in rows]
     for _ in range(effort.warmup + effort.repeats):
         for row, bound, times in zip(rows, bounds, taken, strict=True):
@@ -192,8 +217,8 @@ def _time(rows: list[Row], bounds: list[Bound | None], mode: Mode, clock: Clock,
             if len(measured) >= 3 and sum(device for device, _ in measured) > effort.seconds:
                 continue
             try:
-                times.append(bound.timed(mode, clock, ahead=times[-1][1] if times else 0.0))
-            except FAILURES as problem:
+                times.append(bound.timed(mode, stage.clock, ahead=times[-1][1] if times else 0.0))
+            except stage.failures as problem:
                 row.failure = _sentence(problem)
     for row, times in zip(rows, taken, strict=True):
         if row.failure is None and len(times) > effort.warmup:

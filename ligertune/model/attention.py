@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+from collections.abc import Iterator
+
 import torch
+from transformers import PreTrainedModel
 
 
 def prefer_flash() -> None:
@@ -14,11 +19,33 @@ def prefer_flash() -> None:
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 
-def set_determinism(enabled: bool) -> None:
-    """The same bits in every run, and so after a resume: flash attention's backward then adds up in a fixed order.
+@contextlib.contextmanager
+def same_bits(enabled: bool) -> Iterator[None]:
+    """A backward that gives the same bits in every run, and so after a resume.
 
-    Our own kernels always do. Operations of torch that have no deterministic form warn once and run as they are.
+    Flash attention then adds up its gradients in a fixed order; our own kernels always do. It is on in the backward
+    alone, since in the strict mode that flash attention asks for, an operation without a deterministic form raises, and
+    models route their tokens with such ones.
     """
-    torch.use_deterministic_algorithms(enabled, warn_only=True)
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    # what cuBLAS must be told for it, before its first product; it is Hopper's default size
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(enabled)
     # torch would also fill every new tensor with NaN, which finds bugs and costs bandwidth
     torch.utils.deterministic.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+def checkpoint_layers(model: PreTrainedModel) -> None:
+    """Keep only the layers' inputs, and run each layer again in the backward."""
+    # 5.23's name for what 5.17 calls gradient checkpointing
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+    enable({"use_reentrant": False, "context_fn": _recomputation})
+
+
+def _recomputation() -> tuple[contextlib.AbstractContextManager, contextlib.AbstractContextManager]:
+    """torch.utils.checkpoint's `context_fn`: layers are run again inside the backward, as they were before it."""
+    return contextlib.nullcontext(), same_bits(False)

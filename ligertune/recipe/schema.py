@@ -131,6 +131,7 @@ class TrainSpec(Section):
     adam_beta2: ShareBelowOne = Field(0.999, description="AdamW: decay of the mean of their squares.")
     adam_epsilon: PositiveFloat = Field(1e-8, description="AdamW: added to the denominator.")
     max_grad_norm: NonNegativeFloat = Field(1.0, description="Gradients are clipped to this norm; 0 does not clip.")
+    full_determinism: Switch = Field(True, description="The same bits in every run on one device, and after a resume.")
     gradient_checkpointing: Switch = Field(False, description="Recompute activations in the backward: less memory.")
     seed: Annotated[int, Field(ge=0, lt=2**32)] = Field(42, description="Seed of weights, order and split.")
 

@@ -15,6 +15,7 @@ from accelerate import Accelerator
 from ligertune.data.batches import padded_length
 from ligertune.errors import UserError
 from ligertune.metrics import MetricsFile
+from ligertune.model.attention import same_bits
 from ligertune.model.shape import ModelShape
 from ligertune.plan import Plan
 from ligertune.train import checkpoint
@@ -88,9 +89,10 @@ def fit(
                 batch = micro_batch(data.train, indices, pad_token_id, accelerator.device)
                 with _gradient_sync(plan, accelerator, model, last=i == len(batches) - 1):
                     loss = model(**batch, num_items_in_batch=max(n_targets, 1), use_cache=False).loss
-                    accelerator.backward(
-                        loss * world
-                    )  # DDP and FSDP average over ranks, and this loss is a share of a sum
+                    with same_bits(plan.recipe.train.full_determinism):
+                        accelerator.backward(
+                            loss * world
+                        )  # DDP and FSDP average over ranks; the loss is a part of a sum
                 loss_sum += loss.detach()
 
             if plan.optimizer.max_grad_norm > 0:

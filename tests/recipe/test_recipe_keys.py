@@ -31,7 +31,7 @@ DEFAULTS = {
               "num_train_epochs": 1.0, "max_steps": None, "learning_rate": 2e-5, "lr_scheduler_type": "cosine",
               "warmup_ratio": 0.03, "warmup_steps": None, "min_lr_ratio": 0.1, "optim": "adamw_torch_fused",
               "weight_decay": 0.0, "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8, "max_grad_norm": 1.0,
-              "gradient_checkpointing": False, "seed": 42},
+              "full_determinism": True, "gradient_checkpointing": False, "seed": 42},
     "eval": {"eval_strategy": "no", "eval_steps": 200, "per_device_eval_batch_size": 4},
     "checkpoint": {"save_strategy": "steps", "save_steps": 200, "save_total_limit": 2,
                    "resume_from_checkpoint": "never", "overwrite": False, "save_on_signal": True},
