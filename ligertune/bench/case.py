@@ -25,7 +25,7 @@ class Case:
 
     @property
     def label(self) -> str:
-        words = [" x ".join(map(str, self.sizes))]
+        words = ["x".join(map(str, self.sizes))]
         words += ["frozen head"] if self.frozen_head else []
         words += [f"{100 * self.ignored:.0f} % ignored"] if self.ignored else []
         return ", ".join(words)

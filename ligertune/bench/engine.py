@@ -34,6 +34,7 @@ class Stage:
     """Where and how everything is measured. `failures` is what a provider may raise and be a row nonetheless."""
 
     device: torch.device
+    dtype: torch.dtype
     clock: Clock
     rates: Rates
     effort: Effort
@@ -45,7 +46,7 @@ def stage(
 ) -> Stage:
     """With the device's rates, which take some milliseconds to measure."""
     clock = clock_for(device)
-    return Stage(device, clock, measured_rates(device, clock, dtype), effort, failures)
+    return Stage(device, dtype, clock, measured_rates(device, clock, dtype), effort, failures)
 
 
 @dataclass

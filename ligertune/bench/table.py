@@ -27,9 +27,13 @@ SUBJECTS: tuple[Subject, ...] = (
 SUBJECT_OF = {subject.op: subject for subject in SUBJECTS}
 
 
-def cases_of(op: str, *, dtype: torch.dtype, small: bool) -> list[Case]:
-    """An op at all its sizes."""
+def subject_of(op: str) -> Subject:
+    """The subject of an op that a user named."""
     if op not in SUBJECT_OF:
         raise UserError(f"There is no op {op!r}.", hint=f"The ops are {', '.join(SUBJECT_OF)}.")
-    subject = SUBJECT_OF[op]
-    return [Case(op, sizes, subject.dtype or dtype) for sizes in (subject.small if small else subject.sizes)]
+    return SUBJECT_OF[op]
+
+
+def cases_of(subject: Subject, *, dtype: torch.dtype, small: bool) -> list[Case]:
+    """An op at all its sizes."""
+    return [Case(subject.op, sizes, subject.dtype or dtype) for sizes in (subject.small if small else subject.sizes)]

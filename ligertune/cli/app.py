@@ -18,6 +18,7 @@ app = typer.Typer(
 
 
 def _register() -> None:
+    from ligertune.cli.bench import bench
     from ligertune.cli.compare import compare
     from ligertune.cli.data import data
     from ligertune.cli.doctor import doctor
@@ -25,7 +26,7 @@ def _register() -> None:
     from ligertune.cli.recipe import recipe_app
     from ligertune.cli.train import train
 
-    for command in (train, compare, data, generate, doctor):
+    for command in (train, compare, bench, data, generate, doctor):
         app.command()(command)
     app.add_typer(recipe_app, name="recipe")
 

@@ -1,0 +1,89 @@
+"""`ligertune bench`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from ligertune.cli import render
+
+if TYPE_CHECKING:
+    from ligertune.bench.engine import Row
+
+
+def bench(
+    ops: Annotated[list[str] | None, typer.Argument(help="Ops to bench; all if none is named.")] = None,
+    dtype: Annotated[
+        Literal["auto", "bfloat16", "float16", "float32"], typer.Option(help="auto: bfloat16, float32 on a CPU.")
+    ] = "auto",
+    without: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="Leave one out: eager, torch, torch.compile.")
+    ] = None,
+    plots: Annotated[Path | None, typer.Option(help="Draw speed and memory against size into this folder.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the rows as JSON on stdout.")] = False,
+) -> None:
+    """Time every kernel beside eager code, torch and torch.compile, with memory, error and share of the roofline.
+
+    Example: ligertune bench rms_norm swiglu --plots plots
+    """
+    from ligertune.bench.report import header_of, open_stage, rows_of
+    from ligertune.bench.table import SUBJECTS, subject_of
+
+    render.people_on_stderr(json)
+    if plots is not None:
+        from ligertune.bench.plots import check_matplotlib, draw
+
+        check_matplotlib()
+    subjects = [subject_of(op) for op in ops] if ops else list(SUBJECTS)
+    stage = open_stage(dtype)
+    header = header_of(stage)
+    render.text(header["line"])
+    done: list[Row] = []
+    for subject in subjects:
+        rows = []
+        for found in rows_of(subject, stage, without=tuple(without or ())):
+            rows += found
+        _show(rows)
+        done += rows
+        if plots is not None:
+            for path in draw(subject, rows, plots):
+                render.text(f"drawn: {path}")
+    if json:
+        render.json_report({**header, "rows": [row.as_dict() for row in done]})
+
+
+def _show(rows: list[Row]) -> None:
+    """One op's table, a block for each size, then what failed. Spread: 20 % and 80 % quantiles over the median."""
+    modes = list(rows[0].floors)
+    whole, lines, label = modes[-1], [], None
+    for row in rows:
+        if row.case.label != label:
+            label = row.case.label
+            lines.append([label])
+        if row.failure:
+            lines.append([f"  {row.provider}", "failed"])
+            continue
+        timing = row.device[whole]
+        lines.append(
+            [
+                f"  {row.provider}",
+                *(f"{1e3 * row.device[mode].median:.3g}" for mode in modes),
+                f"{100 * timing.p20 / timing.median:.0f}-{100 * timing.p80 / timing.median:.0f} %",
+                f"{1e3 * row.host[whole].median:.3g}",
+                "" if row.peak_bytes is None else f"{row.peak_bytes / 2**30:.3g}",
+                "" if row.error is None else f"{row.error:.1e}",
+                f"{100 * row.share(whole):.0f} %",
+            ]
+        )
+    case = rows[0].case
+    header = ["ms", *modes, "spread", "host", "peak GiB", "error", "roofline"]
+    padded = [line + [""] * (len(header) - len(line)) for line in lines]
+    render.text()
+    render.columns(f"{case.op}, {str(case.dtype).removeprefix('torch.')}", header, padded)
+    for row in rows:
+        if row.failure:
+            render.text(f"  {row.case.label}, {row.provider} failed: {row.failure}")
+        for note in row.notes:
+            render.text(f"  {row.case.label}, {row.provider}: {note}")
