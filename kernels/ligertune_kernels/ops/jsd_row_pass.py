@@ -1,0 +1,228 @@
+r"""The pass over rows of logits that linear_jsd makes: a student's z and a teacher's w (N, V), temperature T.
+
+    x = z/T - lse(z/T)        t = w/T - lse(w/T)        loss = sum_j of the summands of divergence.py
+    dloss/dz_j = (g_j - p_j sum_i g_i) / T              g = d(summand)/dx,  p = exp(x)
+
+A row whose label is ignore_index has loss 0 and gradient 0. All arithmetic is fp32 (float64 in the torch form for
+float64 logits).
+
+A program sweeps its two rows for both lse, then for the loss and sum g, then for the gradient, which may be written
+over the student's logits. For forward KL, where g = -q, that sum is -1 beforehand, and two sweeps do. The later sweeps
+are meant to hit the L2 cache: `launch` bounds how many rows are in flight.
+
+The logits may be wider than the vocabulary. Columns past it are read as probability 0 and filled with zeros, so that
+rows of 32001 columns, in a buffer 32064 wide, are still loaded 16 bytes at a time.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ligertune_kernels.device_fns import LN2, LOG2E, fp32
+from ligertune_kernels.launch import chip_of, on_device, options, programs_within_l2, runs_triton, tl, triton
+from ligertune_kernels.ops.divergence import divergence, form_of, log_mixture, summands, weighted
+
+BLOCK_BYTES = 16384  # of each of the two rows at once: 8192 columns of bf16 on 16 warps
+VECTOR = 8  # neighbouring columns of one lane: 16 bytes of bf16
+
+
+@triton.jit
+def _grown(lane_max, lane_sum, z):
+    """The running maximum and sum of exponentials of each lane, with z (LANES, VECTOR) taken in."""
+    new_max = tl.maximum(lane_max, tl.max(z, axis=1))
+    lane_sum *= tl.exp2((lane_max - new_max) * LOG2E)
+    return new_max, lane_sum + tl.sum(tl.exp2((z - new_max[:, None]) * LOG2E), axis=1)
+
+
+@triton.jit
+def _lse(lane_max, lane_sum):
+    row_max = tl.max(lane_max, axis=0)
+    return row_max + tl.log2(tl.sum(lane_sum * tl.exp2((lane_max - row_max) * LOG2E), axis=0)) * LN2
+
+
+@triton.jit
+def _loaded(row_ptr, cols, n_cols, width, PADDED: tl.constexpr):
+    x = tl.load(row_ptr + cols, mask=cols < width, other=float("-inf")).to(tl.float32)
+    return tl.where(cols < n_cols, x, float("-inf")) if PADDED else x
+
+
+@triton.jit
+def _both_lse(
+    z_ptr, w_ptr, offs, n_cols, width, inverse_temperature,
+    PADDED: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
+    # Not -inf, of which -inf - -inf would make NaN; no logit is smaller but -inf itself.
+    z_max = tl.full([LANES], -1e30, dtype=tl.float32)
+    w_max = tl.full([LANES], -1e30, dtype=tl.float32)
+    z_sum = tl.zeros([LANES], dtype=tl.float32)
+    w_sum = tl.zeros([LANES], dtype=tl.float32)
+    for start in range(0, width, LANES * VECTOR):
+        z = _loaded(z_ptr, start + offs, n_cols, width, PADDED)
+        w = _loaded(w_ptr, start + offs, n_cols, width, PADDED)
+        z_max, z_sum = _grown(z_max, z_sum, z * inverse_temperature)
+        w_max, w_sum = _grown(w_max, w_sum, w * inverse_temperature)
+    return _lse(z_max, z_sum), _lse(w_max, w_sum)
+
+
+@triton.jit
+def _divergence_sweep(
+    z_ptr, w_ptr, dz_ptr, offs, n_cols, width, inverse_temperature, z_lse, w_lse, beta, dx_sum, scale,
+    FORM: tl.constexpr, WRITES: tl.constexpr, PADDED: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
+    """A row's loss and the sum of its g; with the sum given (WRITES), its gradient times scale into dz."""
+    losses = tl.zeros([LANES], dtype=tl.float32)
+    dx_sums = tl.zeros([LANES], dtype=tl.float32)
+    for start in range(0, width, LANES * VECTOR):
+        cols = start + offs
+        z = _loaded(z_ptr, cols, n_cols, width, PADDED)
+        w = _loaded(w_ptr, cols, n_cols, width, PADDED)
+        loss, dx, p = divergence(z * inverse_temperature - z_lse, w * inverse_temperature - w_lse, beta, FORM)
+        if FORM == "reverse":
+            dx = loss  # less p, which the softmax's derivative takes off anyway: no 1 to cancel
+        losses += tl.sum(loss, axis=1)
+        dx_sums += tl.sum(dx, axis=1)
+        if WRITES:
+            dz = (dx - p * dx_sum) * scale
+            tl.store(dz_ptr + cols, dz.to(dz_ptr.dtype.element_ty), mask=cols < width)
+    return tl.sum(losses, axis=0), tl.sum(dx_sums, axis=0)
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def _jsd_row_kernel(
+    z_ptr,
+    w_ptr,
+    labels_ptr,
+    losses_ptr,
+    dz_ptr,
+    scale_ptr,
+    z_row_stride,
+    w_row_stride,
+    dz_row_stride,
+    n_rows,
+    n_cols,
+    width,
+    ignore_index,
+    beta,
+    inverse_temperature,
+    FORM: tl.constexpr,
+    HAS_LABELS: tl.constexpr,
+    NEEDS_GRAD: tl.constexpr,
+    PADDED: tl.constexpr,
+    LANES: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
+    beta, inverse_temperature = fp32(beta), fp32(inverse_temperature)
+    offs = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
+    for row in range(tl.program_id(0).to(tl.int64), n_rows, tl.num_programs(0)):
+        z_row, w_row = z_ptr + row * z_row_stride, w_ptr + row * w_row_stride
+        dz_row = dz_ptr + row * dz_row_stride
+        ignored = False
+        if HAS_LABELS:
+            ignored = tl.load(labels_ptr + row) == ignore_index
+        if ignored:
+            tl.store(losses_ptr + row, 0.0)
+            if NEEDS_GRAD:
+                for start in range(0, width, LANES * VECTOR):
+                    nothing = tl.zeros([LANES, VECTOR], dtype=dz_ptr.dtype.element_ty)
+                    tl.store(dz_row + start + offs, nothing, mask=start + offs < width)
+        else:
+            z_lse, w_lse = _both_lse(z_row, w_row, offs, n_cols, width, inverse_temperature, PADDED, LANES, VECTOR)
+            dx_sum, scale = -1.0, 0.0
+            if NEEDS_GRAD:
+                scale = tl.load(scale_ptr).to(tl.float32) * inverse_temperature
+            if not NEEDS_GRAD or FORM != "forward":
+                loss, dx_sum = _divergence_sweep(
+                    z_row, w_row, dz_row, offs, n_cols, width, inverse_temperature, z_lse, w_lse, beta, dx_sum, scale,
+                    FORM, False, PADDED, LANES, VECTOR,
+                )  # fmt: skip
+                tl.store(losses_ptr + row, loss)
+            if NEEDS_GRAD:
+                loss, _ = _divergence_sweep(
+                    z_row, w_row, dz_row, offs, n_cols, width, inverse_temperature, z_lse, w_lse, beta, dx_sum, scale,
+                    FORM, True, PADDED, LANES, VECTOR,
+                )  # fmt: skip
+                if FORM == "forward":
+                    tl.store(losses_ptr + row, loss)
+
+
+def jsd_row_pass(
+    student: torch.Tensor,
+    teacher: torch.Tensor,
+    labels: torch.Tensor | None,
+    *,
+    beta: float,
+    temperature: float,
+    ignore_index: int,
+    vocab_size: int,
+    gradient: torch.Tensor | None = None,
+    scale: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The losses (N,) of logits (N, V) and labels (N,); the student's gradient, times scale, goes into `gradient`.
+
+    gradient (N, V) may be the student's logits themselves. All may be wider than V = vocab_size; gradient is 0 there.
+    scale is a scalar on the device.
+    """
+    run = _triton if runs_triton(student) else _torch
+    return run(student, teacher, labels, beta, 1.0 / temperature, ignore_index, vocab_size, gradient, scale)
+
+
+def _triton(
+    student: torch.Tensor,
+    teacher: torch.Tensor,
+    labels: torch.Tensor | None,
+    beta: float,
+    inverse_temperature: float,
+    ignore_index: int,
+    vocab_size: int,
+    gradient: torch.Tensor | None,
+    scale: torch.Tensor | None,
+) -> torch.Tensor:
+    n_rows, width = student.shape
+    assert teacher.shape == student.shape and student.stride(1) == teacher.stride(1) == 1
+    losses = torch.empty(n_rows, dtype=torch.float32, device=student.device)
+    item = max(student.element_size(), teacher.element_size())
+    block = max(128, min(BLOCK_BYTES // item, triton.next_power_of_2(width)))
+    chip = chip_of(student.device)
+    programs = programs_within_l2(n_rows, width * (student.element_size() + teacher.element_size()), chip)
+    needs_grad = gradient is not None
+    # A flag keeps the kernel off the arguments it has no use for; any tensor fills their place.
+    with on_device(student):
+        _jsd_row_kernel[(programs,)](
+            student, teacher, losses if labels is None else labels, losses,
+            gradient if needs_grad else student, scale if needs_grad else losses,
+            student.stride(0), teacher.stride(0), gradient.stride(0) if needs_grad else 0, n_rows, vocab_size, width,
+            ignore_index, beta, inverse_temperature, FORM=form_of(beta), HAS_LABELS=labels is not None,
+            NEEDS_GRAD=needs_grad, PADDED=width != vocab_size, LANES=block // VECTOR, VECTOR=VECTOR, **options(2 * block, chip),
+        )  # fmt: skip
+    return losses
+
+
+def _torch(
+    student: torch.Tensor,
+    teacher: torch.Tensor,
+    labels: torch.Tensor | None,
+    beta: float,
+    inverse_temperature: float,
+    ignore_index: int,
+    vocab_size: int,
+    gradient: torch.Tensor | None,
+    scale: torch.Tensor | None,
+) -> torch.Tensor:
+    wide = torch.promote_types(student.dtype, torch.float32)
+    x, t = (
+        (logits[:, :vocab_size].to(wide) * inverse_temperature).log_softmax(dim=-1) for logits in (student, teacher)
+    )
+    ignored = torch.zeros(x.shape[0], dtype=torch.bool, device=x.device) if labels is None else labels == ignore_index
+    losses = summands(x, t, beta).sum(dim=-1).masked_fill(ignored, 0.0)
+    if gradient is not None:
+        p = x.exp()
+        if beta == 0:
+            dx = -t.exp()
+        elif beta == 1:
+            dx = weighted(p, x - t)
+        else:
+            dx = (1.0 - beta) * weighted(p, x - log_mixture(x, t, beta))
+        dz = (dx - p * dx.sum(dim=-1, keepdim=True)) * (scale * inverse_temperature)
+        gradient[:, vocab_size:] = 0.0
+        gradient[:, :vocab_size].copy_(dz.masked_fill(ignored.unsqueeze(1), 0.0))
+    return losses
