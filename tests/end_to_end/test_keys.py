@@ -1,0 +1,273 @@
+"""Every key of the recipe does something: changing it changes what a run plans, trains or leaves."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from command_line import losses, overrides
+
+from ligertune.errors import UserError
+from ligertune.recipe import Recipe, load_recipe, recipe_schema
+from ligertune.run import plan_for, run
+
+BASE = {
+    "data.datasets.0.max_samples": 40,
+    "data.val_split": 0.1,
+    "train.max_steps": 3,
+    "train.per_device_train_batch_size": 2,
+    "train.gradient_accumulation_steps": 2,
+    "train.warmup_ratio": 0.0,
+    "logging.logging_steps": 1,
+    "checkpoint.save_strategy": "no",
+    "report.warmup_steps": 1,
+}
+
+# of two keys that say the same thing, a change gives the other
+RIVALS = {
+    "train.max_steps": "train.num_train_epochs",
+    "train.gradient_accumulation_steps": "train.global_batch_size",
+    "train.warmup_ratio": "train.warmup_steps",
+}
+
+
+def read(quickstart: Path, folder: Path, **changes: object) -> Recipe:
+    base = {key: value for key, value in BASE.items() if RIVALS.get(key) not in changes}
+    settings = {**base, "checkpoint.output_dir": folder / "run", **changes}
+    return load_recipe(quickstart / "stories260k.yaml", overrides=overrides(settings)[1::2])
+
+
+@pytest.fixture(scope="module")
+def train(quickstart, tmp_path_factory):
+    """Run the quickstart's recipe with changes: (losses, plan as a dict, report as a dict, folder)."""
+
+    def go(changes: dict[str, object]) -> tuple[list[float], dict, dict, Path]:
+        folder = tmp_path_factory.mktemp("run")
+        job = plan_for(read(quickstart, folder, **changes))
+        report = run(job, lambda line: None).as_dict()
+        return losses(folder / "run"), job.plan.as_dict(), report, folder / "run"
+
+    return go
+
+
+@pytest.fixture(scope="module")
+def usual(train):
+    return train({})
+
+
+# key -> (what else is set on both sides, two values): the losses differ
+CHANGES_LOSSES = {
+    "model.dtype": ({}, "float32", "bfloat16"),
+    "model.init": ({}, "pretrained", "random"),
+    "data.system_prompt": ({}, "null", "Answer briefly."),
+    "data.prompt_template": ({}, "alpaca", "chat"),
+    "data.train_on": ({}, "assistant", "all"),
+    "data.max_length": ({"data.on_overlength": "truncate"}, 512, 130),
+    "data.on_overlength": ({"data.max_length": 230}, "drop", "truncate"),
+    "data.val_split": ({}, 0.1, 0.4),
+    "data.datasets.0.max_samples": ({}, 40, 20),
+    "train.per_device_train_batch_size": ({}, 2, 3),
+    "train.gradient_accumulation_steps": ({}, 2, 3),
+    "train.learning_rate": ({}, 2e-3, 1e-3),
+    "train.lr_scheduler_type": ({}, "cosine", "linear"),
+    "train.warmup_ratio": ({}, 0.0, 0.9),
+    "train.warmup_steps": ({}, 1, 3),
+    "train.min_lr_ratio": ({"train.lr_scheduler_type": "cosine_with_min_lr"}, 0.1, 0.9),
+    "train.weight_decay": ({}, 0.0, 1.0),
+    "train.adam_beta1": ({}, 0.9, 0.5),
+    "train.adam_beta2": ({}, 0.999, 0.5),
+    "train.adam_epsilon": ({}, 1e-8, 1e-2),
+    "train.max_grad_norm": ({}, 1.0, 0.0),
+    "train.seed": ({}, 42, 43),
+}
+
+
+@pytest.mark.parametrize("key", CHANGES_LOSSES)
+def test_a_key_changes_the_losses(key, train, usual):
+    shared, one, other = CHANGES_LOSSES[key]
+    default = not shared and one == {**BASE, "train.learning_rate": 2e-3, "train.seed": 42}.get(key)
+    first = usual if default else train({**shared, key: one})
+    assert train({**shared, key: other})[0] != first[0]
+
+
+# key -> (value, where in the plan, what is there)
+CHANGES_PLAN = {
+    "model.attn_implementation": ("eager", ("attn_implementation",), "eager"),
+    "model.num_hidden_layers": (2, ("n_parameters",), 123_712),
+    "train.max_steps": (2, ("schedule", "total_steps"), 2),
+    "train.num_train_epochs": (2.0, ("schedule", "total_steps"), 18),
+    "train.global_batch_size": (8, ("batching", "accumulation"), 4),
+    "train.optim": ("adamw_torch", ("optimizer", "name"), "adamw_torch"),
+    "eval.per_device_eval_batch_size": (1, ("batching", "eval_batch_size"), 1),
+}
+
+
+@pytest.mark.parametrize("key", CHANGES_PLAN)
+def test_a_key_changes_the_plan(key, quickstart, tmp_path):
+    value, path, expected = CHANGES_PLAN[key]
+    init = {"model.init": "random"} if key == "model.num_hidden_layers" else {}
+    found = plan_for(read(quickstart, tmp_path, **{**init, key: value})).plan.as_dict()
+    for name in path:
+        found = found[name]
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "kernel", "applied"),
+    [
+        ("kernels.enabled", "false", "rms_norm", None),
+        ("kernels.rope", "false", "apply_rope", 0),
+        ("kernels.norm", "false", "rms_norm", 0),
+        ("kernels.mlp", "false", "swiglu", 0),
+        ("kernels.loss", "cross_entropy", "cross_entropy", 1),
+        ("kernels.loss", "torch", "linear_cross_entropy", 0),
+    ],
+)
+def test_kernels_are_switched_one_by_one(key, value, kernel, applied, quickstart, tmp_path):
+    lines = plan_for(read(quickstart, tmp_path, **{key: value})).plan.kernels
+    assert {line.kernel: line.applied for line in lines}.get(kernel) == applied
+
+
+def test_optimizers_and_checkpointing_train_alike(train, usual):
+    """One computation in two ways: not the same program, the same curve."""
+    for changes in ({"train.optim": "adamw_torch"}, {"train.gradient_checkpointing": True}):
+        assert train(changes)[0] == pytest.approx(usual[0], rel=1e-5)
+
+
+def test_gradient_checkpointing_runs_layers_twice(quickstart):
+    import torch
+
+    from ligertune.model.attention import checkpoint_layers
+    from ligertune.model.load import build_model, read_config
+
+    spec = read(quickstart, quickstart).model
+    model = build_model(spec, read_config(spec), dtype=torch.float32, device="cpu", seed=0).train()
+    checkpoint_layers(model)
+    calls = []
+    model.model.layers[0].input_layernorm.register_forward_hook(lambda *_: calls.append(1))
+    ids = torch.arange(3, 20)[None]
+    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    assert len(calls) == 2
+
+
+def test_saves_and_evaluations_come_when_asked(train):
+    _, _, report, folder = train(
+        {
+            "checkpoint.save_strategy": "steps",
+            "checkpoint.save_steps": 1,
+            "checkpoint.save_total_limit": 1,
+            "eval.eval_strategy": "steps",
+            "eval.eval_steps": 2,
+        }
+    )
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-2"]
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "eval_loss" in line] == [2, 3]
+    assert report["eval_loss"] == lines[-1]["eval_loss"]
+
+
+def test_by_epoch(train):
+    _, _, _, folder = train(
+        {"train.num_train_epochs": 2, "checkpoint.save_strategy": "epoch", "eval.eval_strategy": "epoch"}
+    )
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-9"]
+
+
+def test_the_evaluation_batch_does_not_change_the_evaluation(train, usual):
+    other = train({"eval.per_device_eval_batch_size": 1})
+    assert other[2]["eval_loss"] == pytest.approx(usual[2]["eval_loss"], rel=1e-6)
+
+
+def test_logging_and_report(train, usual):
+    _, _, report, folder = train({"logging.logging_steps": 2, "report.warmup_steps": 2})
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "loss" in line] == [2, 3]
+    assert lines[0]["loss"] == pytest.approx(sum(usual[0][:2]) / 2)
+    assert (report["throughput"]["steps"], usual[2]["throughput"]["steps"]) == (1, 2)
+
+
+def test_mfu_is_left_out_when_not_wanted(quickstart, tmp_path):
+    from dataclasses import replace
+
+    from ligertune.report import throughput
+    from ligertune.train.meter import Counts
+
+    work = Counts(steps=1, tokens=10, padded_tokens=10, trained_tokens=5, flops=1e12)
+    for wanted, found in (("true", pytest.approx(1e-3)), ("false", None)):
+        plan = plan_for(read(quickstart, tmp_path, **{"report.mfu": wanted, "model.dtype": "bfloat16"})).plan
+        plan = replace(plan, machine=replace(plan.machine, peak_flops=1e15))
+        assert throughput(plan, work, 1.0, warmup_excluded=True).mfu == found
+
+
+def test_tokenizer_keys(quickstart, tmp_path):
+    shutil.copytree(quickstart / "stories260K", tmp_path / "other")
+    (tmp_path / "t.jinja").write_text(
+        "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}{{ eos_token }}{% endfor %}"
+    )
+    keys = {"path": tmp_path / "other", "pad_token": "<s>", "eos_token": "<unk>", "chat_template": tmp_path / "t.jinja"}
+    tokenizer = plan_for(read(quickstart, tmp_path, **{f"model.tokenizer.{k}": v for k, v in keys.items()})).tokenizer
+    assert tokenizer.tokenizer.name_or_path == str(tmp_path / "other")
+    assert (tokenizer.tokenizer.pad_token, tokenizer.tokenizer.eos_token) == ("<s>", "<unk>")
+    assert tokenizer.tokenizer.chat_template.startswith("{% for m in messages %}{{ m['role'] }}: ")
+
+
+def test_data_set_keys(quickstart, tmp_path):
+    rows = [{"prompt": "Say hi.", "output": "Hi."}, {"prompt": "", "output": ""}, {"prompt": "Bye?", "output": "Bye."}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    here = {"data.datasets.0.path": tmp_path / "rows.jsonl", "data.val_split": 0}
+    with pytest.raises(UserError, match="prompt"):
+        plan_for(read(quickstart, tmp_path, **here))
+    renamed = {**here, "data.datasets.0.columns": "{instruction: prompt}"}
+    assert plan_for(read(quickstart, tmp_path, **renamed)).plan.data.examples == 2
+    with pytest.raises(UserError, match=r"rows\.jsonl:2"):
+        plan_for(read(quickstart, tmp_path, **renamed, **{"data.datasets.0.on_bad_row": "error"}))
+    with pytest.raises(UserError, match="sharegpt"):
+        plan_for(read(quickstart, tmp_path, **renamed, **{"data.datasets.0.format": "sharegpt"}))
+    for key in ("name", "split"):  # of data sets on a hub: a file has none, and says so
+        with pytest.raises(UserError, match=key):
+            plan_for(read(quickstart, tmp_path, **renamed, **{f"data.datasets.0.{key}": "other"}))
+    evaluated = {
+        **renamed,
+        "data.eval_datasets": f"[{{path: {tmp_path}/rows.jsonl, columns: {{instruction: prompt}}}}]",
+    }
+    assert plan_for(read(quickstart, tmp_path, **evaluated)).plan.data.eval_examples == 2
+
+
+# keys that other tests change, by the file that does
+ELSEWHERE = {
+    "version": "tests/recipe",
+    "task": "tests/recipe",
+    "model.model_name_or_path": "test_bad_input",
+    "model.revision": "test_hub_cache",
+    "model.trust_remote_code": "test_hub_cache",
+    "data.datasets[].path": "test_bad_input",
+    "train.full_determinism": "test_attention",
+    "checkpoint.output_dir": "test_train",
+    "checkpoint.resume_from_checkpoint": "test_train",
+    "checkpoint.overwrite": "test_signals",
+    "checkpoint.save_on_signal": "test_signals",
+    "parallel.strategy": "test_ranks",
+}
+
+
+def test_no_key_is_without_a_test():
+    here = Path(__file__).read_text(encoding="utf-8")
+    schema = recipe_schema()
+    missing = []
+    for section, spec in schema["properties"].items():
+        for key in _leaves(schema, spec, section):
+            name = key.split(".")[-1]
+            named = key in ELSEWHERE or key.replace("[]", ".0") in here or f'"{name}"' in here
+            missing += [] if named or key.startswith("data.eval_datasets[]") else [key]
+    assert not missing
+
+
+def _leaves(schema: dict, spec: dict, path: str) -> list[str]:
+    if "$ref" in spec:
+        properties = schema["$defs"][spec["$ref"].split("/")[-1]].get("properties", {})
+        return [leaf for name, inner in properties.items() for leaf in _leaves(schema, inner, f"{path}.{name}")]
+    if "$ref" in spec.get("items", {}):
+        return _leaves(schema, spec["items"], f"{path}[]")
+    return [path]
