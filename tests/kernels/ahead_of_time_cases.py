@@ -1,0 +1,186 @@
+"""What is compiled ahead of time: every op, forward and backward, over dtypes and sizes, on meta tensors.
+
+A size stands for a way of launching: a whole row in registers, a row in sweeps, a ragged last block, more tiles than
+processors. Numbers of rows are not specialised, so one stands for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+import ligertune_kernels as kernels
+import torch
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+ROWS = 4096
+
+
+@dataclass(frozen=True)
+class Case:
+    """`call` on tensors of these shapes, all of which get a gradient, then on the constants."""
+
+    op: str
+    call: Callable[..., object]
+    shapes: tuple[tuple[int, ...], ...]
+    dtype: torch.dtype = BF16
+    constants: tuple[torch.Tensor, ...] = field(default=())
+    backward: bool = True
+
+    def run(self) -> None:
+        """Without a gradient, as in inference, then forward and backward."""
+        leaves = [meta(*shape, dtype=self.dtype) for shape in self.shapes]
+        with torch.no_grad():
+            self.call(*leaves, *self.constants)
+        if not self.backward:
+            return
+        leaves = [leaf.requires_grad_() for leaf in leaves]
+        outputs = self.call(*leaves, *self.constants)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        torch.autograd.backward(outputs, [torch.empty_like(y) for y in outputs])
+
+
+def meta(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def labels(*shape: int) -> torch.Tensor:
+    return meta(*shape, dtype=torch.int64)
+
+
+# Widths of rows: a head, the commonest, the widest whole row of a backward, and those that are swept.
+WIDTHS = (128, 4096, 8192, 16384, 32768)
+VOCABULARIES = ((128256, BF16), (32000, FP16), (50257, FP32), (256000, BF16))
+EVERY_TERM = {"label_smoothing": 0.1, "softcap": 30.0, "z_loss": 1e-4}
+
+
+def _rows(op: str, n_rows: int, n_columns: int) -> list[Case]:
+    """Over widths in bf16, and in the other dtypes at an odd width and at a swept one."""
+
+    def shapes(width: int) -> tuple[tuple[int, ...], ...]:
+        return ((ROWS, width),) * n_rows + ((width,),) * n_columns
+
+    call = getattr(kernels, op)
+    sizes = [(width, BF16) for width in WIDTHS] + [(4095, FP16), (4095, FP32), (16384, FP32)]
+    return [Case(op, call, shapes(width), dtype) for width, dtype in sizes]
+
+
+def _rms_norm() -> list[Case]:
+    gemma = partial(kernels.rms_norm, offset=1.0, cast="gemma")
+    return [*_rows("rms_norm", 1, 1), Case("rms_norm", gemma, ((ROWS, 3072), (3072,)))]
+
+
+def _group_norm() -> list[Case]:
+    def call(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return kernels.group_norm(x, 32, weight, bias)
+
+    return [
+        Case("group_norm", call, ((4, channels, 64, 64), (channels,), (channels,)), dtype)
+        for channels, dtype in ((128, BF16), (512, BF16), (96, FP32), (128, FP16))
+    ]
+
+
+def _rope() -> list[Case]:
+    """32 heads over 8 of keys, as projections leave them."""
+
+    def case(dtype: torch.dtype, head_dim: int, rotary_dim: int | None = None, interleaved: bool = False) -> Case:
+        table = meta(1, 512, rotary_dim or head_dim, dtype=dtype)
+
+        def call(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> object:
+            return kernels.apply_rope(q.transpose(1, 2), k.transpose(1, 2), cos, sin, interleaved=interleaved)
+
+        return Case("apply_rope", call, ((1, 512, 32, head_dim), (1, 512, 8, head_dim)), dtype, (table, table))
+
+    plain = ((BF16, 64), (BF16, 128), (BF16, 256), (FP16, 128), (FP32, 80))
+    return [*(case(*size) for size in plain), case(BF16, 128, interleaved=True), case(BF16, 128, rotary_dim=96)]
+
+
+def _gated(op: str, *calls: Callable[..., object]) -> list[Case]:
+    sizes = ((14336, BF16), (1001, FP16), (11008, FP32))
+    split = [Case(op, call, ((ROWS, width),) * 2, dtype) for call in calls for width, dtype in sizes]
+    return [*split, Case(op, calls[0], ((ROWS, 2 * 14336),))]
+
+
+def _embedding() -> list[Case]:
+    def call(weight: torch.Tensor) -> torch.Tensor:
+        return kernels.embedding(labels(2, ROWS), weight)
+
+    sizes = ((4096, BF16), (8192, BF16), (1001, FP16), (4096, FP32))
+    return [Case("embedding", call, ((1000, width),), dtype) for width, dtype in sizes]
+
+
+def _int2_int8() -> list[Case]:
+    weight = meta(4096, 1024, dtype=torch.uint8)
+    return [
+        Case("int2_int8_matmul", kernels.int2_int8_matmul, (), torch.int8, (x, weight), backward=False)
+        for x in (meta(1, 4096, dtype=torch.int8), meta(ROWS, 4096, dtype=torch.int8))
+    ]
+
+
+def _cross_entropy() -> list[Case]:
+    def weighted(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        weight = meta(logits.shape[-1], dtype=FP32)
+        return kernels.cross_entropy(logits, labels, weight=weight, label_smoothing=0.1, reduction="none")
+
+    every = partial(kernels.cross_entropy, **EVERY_TERM)
+    rows = labels(512)
+    return [
+        *(Case("cross_entropy", kernels.cross_entropy, ((512, v),), dtype, (rows,)) for v, dtype in VOCABULARIES),
+        Case("cross_entropy", every, ((512, 128256),), BF16, (rows,)),
+        Case("cross_entropy", weighted, ((512, 50257),), FP32, (rows,)),
+    ]
+
+
+def _linear_cross_entropy() -> list[Case]:
+    every = partial(kernels.linear_cross_entropy, **EVERY_TERM)
+    calls = [(kernels.linear_cross_entropy, vocab, dtype) for vocab, dtype in VOCABULARIES] + [(every, 128256, BF16)]
+    return [
+        Case("linear_cross_entropy", call, ((8192, 512), (vocab, 512)), dtype, (labels(8192),))
+        for call, vocab, dtype in calls
+    ]
+
+
+def _kl_div() -> list[Case]:
+    elements = partial(kernels.kl_div, log_target=True, reduction="none")
+    return [
+        *(Case("kl_div", kernels.kl_div, ((512, vocab),) * 2, dtype) for vocab, dtype in VOCABULARIES[:3]),
+        Case("kl_div", elements, ((512, 32000),) * 2),
+    ]
+
+
+def _jsd() -> list[Case]:
+    return [
+        Case("jsd", partial(kernels.jsd, beta=beta), ((512, vocab),), dtype, (meta(512, vocab, dtype=dtype),))
+        for vocab, dtype in VOCABULARIES[:3]
+        for beta in (0.0, 0.5, 1.0)
+    ]
+
+
+def _linear_jsd() -> list[Case]:
+    def teacher(vocab: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        return meta(2048, 512, dtype=dtype), meta(vocab, 512, dtype=dtype)
+
+    return [
+        Case("linear_jsd", kernels.linear_jsd, ((2048, 256), (vocab, 256)), dtype, teacher(vocab, dtype))
+        for vocab, dtype in ((128256, BF16), (32000, FP32))
+    ]
+
+
+# op -> its cases. Made when asked for: a name of the package is loaded when it is looked up.
+CASES: dict[str, Callable[[], list[Case]]] = {
+    "rms_norm": _rms_norm,
+    "add_rms_norm": lambda: _rows("add_rms_norm", 2, 1),
+    "layer_norm": lambda: _rows("layer_norm", 1, 2),
+    "group_norm": _group_norm,
+    "apply_rope": _rope,
+    "swiglu": lambda: _gated("swiglu", kernels.swiglu),
+    "geglu": lambda: _gated("geglu", kernels.geglu, partial(kernels.geglu, approximate="none")),
+    "embedding": _embedding,
+    "int2_int8_matmul": _int2_int8,
+    "cross_entropy": _cross_entropy,
+    "linear_cross_entropy": _linear_cross_entropy,
+    "kl_div": _kl_div,
+    "jsd": _jsd,
+    "linear_jsd": _linear_jsd,
+}

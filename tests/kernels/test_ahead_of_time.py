@@ -1,0 +1,94 @@
+"""Every op compiles for GPUs that are not here, within their limits: registers, shared memory, threads, atomics.
+
+The compiling is done in processes of its own, because TRITON_INTERPRET is read when kernels are decorated, and so that
+all cores take part.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Iterator
+from concurrent.futures import Executor, Future, ProcessPoolExecutor
+
+import pytest
+
+pytest.importorskip("triton", reason="needs triton: nothing is compiled without it")
+
+from ligertune_kernels.table import OPS
+from pretend_gpu import TARGETS, Compiled, compile_for
+
+ARCHES = tuple(TARGETS)
+
+
+def compile_op(op: str, arch: str) -> list[Compiled]:
+    """Runs in a worker."""
+    from ahead_of_time_cases import CASES
+
+    def run() -> None:
+        for case in CASES[op]():
+            case.run()
+
+    return compile_for(TARGETS[arch], run)
+
+
+def compile_planted(fault: str, arch: str) -> list[Compiled]:
+    """Runs in a worker."""
+    import planted_faults
+
+    return compile_for(TARGETS[arch], getattr(planted_faults, fault))
+
+
+@pytest.fixture(scope="module")
+def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Executor]:
+    with pytest.MonkeyPatch.context() as environment:
+        environment.delenv("TRITON_INTERPRET", raising=False)
+        environment.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
+        environment.setenv("OMP_NUM_THREADS", "1")
+        spawn = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(min(len(TARGETS), os.cpu_count() or 1), mp_context=spawn) as pool:
+            yield pool
+
+
+@pytest.fixture(scope="module")
+def compiled(workers: Executor, request: pytest.FixtureRequest) -> dict[tuple[str, str], Future]:
+    """All that the selected tests will ask for, under way at once."""
+    asked = [item.callspec.params for item in request.session.items if item.originalname == "test_every_kernel_fits"]
+    pairs = [(params["op"], params["arch"]) for params in asked]
+    return {pair: workers.submit(compile_op, *pair) for pair in pairs}
+
+
+def test_every_op_has_cases() -> None:
+    from ahead_of_time_cases import CASES
+
+    assert set(CASES) == {op.name for op in OPS}
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize("op", [op.name for op in OPS])
+def test_every_kernel_fits(op, arch, compiled) -> None:
+    kernels: list[Compiled] = compiled[op, arch].result()
+    assert kernels, "nothing was compiled: the op took its reference"
+    assert [fault for kernel in kernels for fault in kernel.faults(TARGETS[arch])] == []
+
+
+@pytest.mark.parametrize(
+    "fault, arch, words",
+    [
+        ("too_many_warps", "gfx942", "2048 threads"),
+        ("too_many_warps", "gfx90a", "2048 threads"),
+        ("spilling", "sm90", "spilled"),
+        ("spilling", "gfx1100", "spilled"),
+        ("atomic", "gfx90a", "cmpswap"),
+        ("atomic", "sm90", "atom"),
+    ],
+)
+def test_a_planted_fault_is_found(fault, arch, words, workers) -> None:
+    (kernel,) = workers.submit(compile_planted, fault, arch).result()
+    found = kernel.faults(TARGETS[arch])
+    assert any(words in sentence for sentence in found), found
+
+
+def test_the_same_warps_are_fine_where_a_warp_is_half_as_wide(workers) -> None:
+    (kernel,) = workers.submit(compile_planted, "too_many_warps", "gfx1100").result()
+    assert kernel.faults(TARGETS["gfx1100"]) == []
