@@ -162,7 +162,7 @@ def _kl_div(log_probs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return F.kl_div(log_probs, target, reduction="batchmean")
 
 
-KL_SIZES = ((8192, 32000), (4096, 128256))
+KL_SIZES = tuple((4096, vocab_size) for vocab_size in (8192, 32000, 65536, 128256))
 KL_DIV_TORCH = function("torch", _kl_div)
 KL_DIV = Subject(
     op="kl_div",

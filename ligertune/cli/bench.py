@@ -48,8 +48,7 @@ def bench(
         _show(rows)
         done += rows
         if plots is not None:
-            for path in draw(subject, rows, plots):
-                render.text(f"drawn: {path}")
+            render.text(f"Drawn: {draw(subject, rows, plots, device=header['device'])}")
     if json:
         render.json_report({**header, "rows": [row.as_dict() for row in done]})
 
