@@ -122,6 +122,8 @@ def int2_int8_matmul(
     scaled = x_scale is not None or weight_scale is not None
     y = torch.empty((n_rows, n_cols), dtype=torch.float32 if scaled else torch.int32, device=x.device)
     block_m = 16 if n_rows <= 16 else 64
+    # Rows that do not start at multiples of 16 bytes are loaded byte by byte, each with a pointer in registers.
+    block_bytes = BLOCK_BYTES if n_bytes % 16 == 0 else BLOCK_BYTES // 2
     tiles = triton.cdiv(n_rows, block_m) * triton.cdiv(n_cols, BLOCK_N)
     with on_device(x):
         _int2_int8_kernel[(tiles,)](
@@ -129,7 +131,7 @@ def int2_int8_matmul(
             y if weight_scale is None else weight_scale.contiguous(), rows.stride(0), w_packed.stride(0),
             0 if weight_scale is None else weight_scale.dim(), n_rows, n_cols, n_bytes,
             HAS_X_SCALE=x_scale is not None, HAS_WEIGHT_SCALE=weight_scale is not None,
-            GROUP=GROUP, BLOCK_M=block_m, BLOCK_N=BLOCK_N, BLOCK_BYTES=BLOCK_BYTES,
+            GROUP=GROUP, BLOCK_M=block_m, BLOCK_N=BLOCK_N, BLOCK_BYTES=block_bytes,
             **{**options(block_m * BLOCK_N // 2, chip_of(x.device)), "num_stages": 2},
         )  # fmt: skip
     return y.view(*x.shape[:-1], n_cols)

@@ -22,7 +22,8 @@ from ligertune_kernels.device_fns import LN2, LOG2E, fp32
 from ligertune_kernels.launch import chip_of, on_device, options, programs_within_l2, runs_triton, tl, triton
 from ligertune_kernels.ops.divergence import divergence, form_of, log_mixture, summands, weighted
 
-BLOCK_BYTES = 16384  # of each of the two rows at once: 8192 columns of bf16 on 16 warps
+# Columns of both rows at once, by the bytes of an element. Eight a thread; on more warps than 8 fp32 spills.
+BLOCKS = {2: 8192, 4: 2048}
 VECTOR = 8  # neighbouring columns of one lane: 16 bytes of bf16
 
 
@@ -181,7 +182,7 @@ def _triton(
     assert teacher.shape == student.shape and student.stride(1) == teacher.stride(1) == 1
     losses = torch.empty(n_rows, dtype=torch.float32, device=student.device)
     item = max(student.element_size(), teacher.element_size())
-    block = max(128, min(BLOCK_BYTES // item, triton.next_power_of_2(width)))
+    block = max(128, min(BLOCKS[item], triton.next_power_of_2(width)))
     chip = chip_of(student.device)
     programs = programs_within_l2(n_rows, width * (student.element_size() + teacher.element_size()), chip)
     needs_grad = gradient is not None
@@ -192,7 +193,8 @@ def _triton(
             gradient if needs_grad else student, scale if needs_grad else losses,
             student.stride(0), teacher.stride(0), gradient.stride(0) if needs_grad else 0, n_rows, vocab_size, width,
             ignore_index, beta, inverse_temperature, FORM=form_of(beta), HAS_LABELS=labels is not None,
-            NEEDS_GRAD=needs_grad, PADDED=width != vocab_size, LANES=block // VECTOR, VECTOR=VECTOR, **options(2 * block, chip),
+            NEEDS_GRAD=needs_grad, PADDED=width != vocab_size, LANES=block // VECTOR, VECTOR=VECTOR,
+            **options(2 * block, chip),
         )  # fmt: skip
     return losses
 

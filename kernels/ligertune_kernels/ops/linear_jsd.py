@@ -120,7 +120,7 @@ def _run_chunks(
                     gradient=student_rows if any(needs) else None,
                     scale=scale,
                     **options,
-                )  # fmt: skip
+                )
             )
             if needs_dx:
                 torch.mm(student, weight, out=d_hidden[start:stop])
