@@ -49,6 +49,7 @@ class Chip:
     warp_size: int
     processors: int  # streaming multiprocessors, compute units
     l2_bytes: int
+    shared_bytes: int = 64 << 10  # that one program may have: least on CDNA and RDNA
 
 
 # Four processors, so that a few rows already spread over several programs and their partial sums.
@@ -78,6 +79,7 @@ def _cuda_chip(index: int) -> Chip:
         warp_size=getattr(properties, "warp_size", 32),
         processors=properties.multi_processor_count,
         l2_bytes=getattr(properties, "L2_cache_size", 0) or 4 << 20,
+        shared_bytes=getattr(properties, "shared_memory_per_block_optin", 0) or 64 << 10,
     )
 
 

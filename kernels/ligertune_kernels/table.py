@@ -30,6 +30,14 @@ class Op:
 
 OPS = (
     Op("rms_norm", "rms_norm", "root-mean-square norm, three casting orders", ("RMSNorm",), ("x", "weight")),
+    Op(
+        "add_rms_norm",
+        "add_rms_norm",
+        "residual addition and the RMS norm of the sum",
+        ("AddRMSNorm",),
+        ("x", "residual", "weight"),
+    ),
+    Op("layer_norm", "layer_norm", "layer norm of the last dimension", ("LayerNorm",), ("x", "weight", "bias")),
     Op("apply_rope", "rope", "rotary embedding of queries and keys in one launch", (), ("q", "k")),
     Op("swiglu", "swiglu", "silu(gate) * up, split or packed", ("SwiGLU",), ("gate", "up")),
     Op("geglu", "geglu", "gelu(gate) * up, split or packed, tanh or erf", ("GeGLU",), ("gate", "up")),

@@ -15,11 +15,15 @@ NVIDIA = launch.Chip("nvidia", "sm90", warp_size=32, processors=132, l2_bytes=50
 CDNA = launch.Chip("amd", "gfx942", warp_size=64, processors=304, l2_bytes=4 << 20)
 
 EXPORTS = [
+    "AddRMSNorm",
     "CrossEntropyLoss",
     "GeGLU",
+    "LayerNorm",
     "LinearCrossEntropyLoss",
     "RMSNorm",
     "SwiGLU",
+    "add_rms_norm",
+    "add_rms_norm_reference",
     "apply_rope",
     "apply_rope_reference",
     "backend",
@@ -27,6 +31,8 @@ EXPORTS = [
     "cross_entropy_reference",
     "geglu",
     "geglu_reference",
+    "layer_norm",
+    "layer_norm_reference",
     "linear_cross_entropy",
     "linear_cross_entropy_reference",
     "rms_norm",

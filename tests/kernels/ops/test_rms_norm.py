@@ -14,10 +14,10 @@ SIZES = (
     pytest.param((1, 7), id="one short row"),
     pytest.param((301, 96), id="sizes that fill no tile, two tiles a program"),
     pytest.param((3, 5, 128), id="a head's norm, leading dimensions"),
-    pytest.param((41, 1025), id="first size whose dw is added up at each step, three steps a program"),
-    pytest.param((3, 5000), id="one row a tile in the backward"),
-    pytest.param((37, 8193), id="first size swept in the backward, two groups of rows a program"),
-    pytest.param((2, 16385), id="first size swept in the forward"),
+    pytest.param((41, 1025), id="two rows a tile, three tiles a program"),
+    pytest.param((5, 5000), id="one row a tile"),
+    pytest.param((5, 8193), id="first size whose backward takes two parts"),
+    pytest.param((2, 16385), id="first size whose backward takes several parts, and whose forward is swept"),
 )
 
 
@@ -41,7 +41,7 @@ def test_a_wider_weight_widens_the_result_only_under_llama(cast, dtype, device) 
 
 
 @pytest.mark.parametrize("grads", [(True, False), (False, True)])
-@pytest.mark.parametrize("n_cols", [64, 8200])  # both backward kernels
+@pytest.mark.parametrize("n_cols", [64, 8200])  # in one part and in two
 def test_computes_only_the_gradient_that_is_needed(grads, n_cols, device) -> None:
     inputs = [torch.randn(6, n_cols, device=device), torch.randn(n_cols, device=device)]
     judge(rms_norm, rms_norm_reference, inputs, grads=grads)

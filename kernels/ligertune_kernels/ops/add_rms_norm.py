@@ -1,0 +1,87 @@
+"""A residual connection and the norm after it: s = x + residual, y = rms_norm(s), for x and residual (..., E).
+
+s is rounded to the tensors' dtype, as the model's own addition does, and the norm reads the rounded sum.
+Backward, with ds the gradient that reaches s past the norm, one kernel gives the gradient that x and residual share:
+
+    dx = rms_norm's dx of dy at s + ds
+
+Unfused, the sum is written and read again, and so are the two gradients. The kernels are those of `row_norm`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from ligertune_kernels.launch import runs_triton
+from ligertune_kernels.ops.rms_norm import Cast, RMSNorm, check_rms_norm, rms_norm_reference
+from ligertune_kernels.ops.row_norm import norm_backward, norm_forward
+
+
+def add_rms_norm_reference(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float = 1e-6,
+    *,
+    offset: float = 0.0,
+    cast: Cast = "llama",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same in plain torch: the addition, then the norm."""
+    new_residual = x + residual
+    return rms_norm_reference(new_residual, weight, eps, offset=offset, cast=cast), new_residual
+
+
+class _AddRMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, residual, weight, eps, offset, cast):
+        y, new_residual, _, rstd = norm_forward(
+            x, residual, weight, None, eps, offset=offset, round_xhat=cast == "llama"
+        )
+        ctx.set_materialize_grads(False)  # the last sum of a model is used by nobody: no zeros are read for it
+        ctx.save_for_backward(new_residual, weight, rstd)
+        ctx.offset, ctx.cast, ctx.dtypes = offset, cast, (x.dtype, residual.dtype)
+        return y, new_residual
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy, ds):
+        new_residual, weight, rstd = ctx.saved_tensors
+        needs_dx, needs_dr, needs_dw = ctx.needs_input_grad[:3]
+        if dy is None:
+            dsum, dw = ds, None
+        else:
+            dsum, dw, _ = norm_backward(
+                dy, ds, new_residual, weight, None, rstd, (needs_dx or needs_dr, needs_dw, False), weight.dtype,
+                offset=ctx.offset, round_xhat=ctx.cast == "llama",
+            )  # fmt: skip
+        dx = dsum.to(ctx.dtypes[0]) if needs_dx and dsum is not None else None
+        dr = dsum.to(ctx.dtypes[1]) if needs_dr and dsum is not None else None
+        return dx, dr, dw, None, None, None
+
+
+def add_rms_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float = 1e-6,
+    *,
+    offset: float = 0.0,
+    cast: Cast = "llama",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(rms_norm(x + residual), x + residual) in one pass: x and residual (..., E), weight (E,)."""
+    if x.shape != residual.shape:
+        raise ValueError(f"add_rms_norm: x is {tuple(x.shape)}, but residual is {tuple(residual.shape)}")
+    check_rms_norm("add_rms_norm", x, weight, cast)
+    if x.numel() == 0 or not all(runs_triton(t) for t in (x, residual, weight)):
+        return add_rms_norm_reference(x, residual, weight, eps, offset=offset, cast=cast)
+    if torch.is_grad_enabled() and (x.requires_grad or residual.requires_grad or weight.requires_grad):
+        return _AddRMSNorm.apply(x, residual, weight, eps, offset, cast)
+    return norm_forward(x, residual, weight, None, eps, offset=offset, round_xhat=cast == "llama")[:2]
+
+
+class AddRMSNorm(RMSNorm):
+    """`add_rms_norm` with its weight: (hidden_states, residual) -> (normed sum, sum)."""
+
+    def forward(self, hidden_states: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return add_rms_norm(hidden_states, residual, self.weight, self.eps, offset=self.offset, cast=self.cast)

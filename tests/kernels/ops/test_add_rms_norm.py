@@ -1,0 +1,93 @@
+"""add_rms_norm against float64, and against the addition and the norm it stands for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from judge import judge
+from ligertune_kernels import AddRMSNorm, RMSNorm, add_rms_norm, add_rms_norm_reference, rms_norm_reference
+
+SIZES = (
+    pytest.param((1, 7), id="one short row"),
+    pytest.param((43, 3, 96), id="a ragged last tile, leading dimensions"),
+    pytest.param((19, 1025), id="two rows a tile"),
+    pytest.param((3, 8193), id="first size whose backward takes two parts"),
+    pytest.param((2, 16385), id="first size whose forward is swept"),
+)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("cast, offset", [("llama", 0.0), ("gemma", 1.0)])
+@pytest.mark.parametrize("shape", SIZES)
+def test_agrees_with_float64(shape, cast, offset, dtype, device) -> None:
+    judge(
+        lambda x, r, w: add_rms_norm(x, r, w, 1e-5, offset=offset, cast=cast),
+        lambda x, r, w: add_rms_norm_reference(x, r, w, 1e-5, offset=offset, cast=cast),
+        [torch.randn(s, device=device, dtype=dtype) for s in (shape, shape, shape[-1:])],
+    )
+
+
+def test_the_norm_reads_the_rounded_sum(device) -> None:
+    """In bf16 1 + 2⁻⁹ is 1, rounded or truncated: the sum is exact, so the norm is that of ones."""
+    x = torch.ones(64, 64, device=device, dtype=torch.bfloat16)
+    y, new_residual = add_rms_norm(x, torch.full_like(x, 2.0**-9), x[0], 0.0, cast="none")
+    assert torch.equal(new_residual, x) and torch.equal(y, x)
+
+
+@pytest.mark.parametrize("used", [0, 1], ids=["only the norm is used", "only the sum is used"])
+def test_an_unused_output_costs_nothing_and_changes_nothing(used, device) -> None:
+    leaves = [torch.randn(s, device=device, requires_grad=True) for s in ((4, 33), (4, 33), (33,))]
+    expected = torch.autograd.grad(add_rms_norm_reference(*leaves)[used].square().sum(), leaves, allow_unused=True)
+    ours = torch.autograd.grad(add_rms_norm(*leaves)[used].square().sum(), leaves, allow_unused=True)
+    torch.testing.assert_close(ours, expected)
+
+
+@pytest.mark.parametrize("grads", [(True, False, False), (False, True, True), (False, False, True)])
+def test_computes_only_the_gradients_that_are_needed(grads, device) -> None:
+    inputs = [torch.randn(s, device=device) for s in ((6, 40), (6, 40), (40,))]
+    judge(lambda *a: add_rms_norm(*a)[0], lambda *a: add_rms_norm_reference(*a)[0], inputs, grads=grads)
+
+
+def test_gradients_of_both_uses_of_the_sum_add_up(device) -> None:
+    """x and residual receive one gradient in one tensor; what follows must not add into it twice."""
+    x, w = torch.randn(4, 24, device=device, requires_grad=True), torch.ones(24, device=device)
+    found = []
+    for op in (add_rms_norm, add_rms_norm_reference):
+        y, s = op(x, x, w)
+        z, t = op(y, s, w)
+        found.append(torch.autograd.grad((z + t + s).square().sum(), x)[0])
+    torch.testing.assert_close(*found)
+
+
+def test_takes_tensors_of_any_stride_and_of_two_dtypes(device) -> None:
+    wide = torch.randn(4, 6, 80, device=device)
+    w = torch.rand(40, device=device)
+    for x, residual in ((wide[..., :40], wide[..., 40:]), (wide[:, ::2, 1:41], wide.bfloat16()[:, 1::2, ::2])):
+        found = add_rms_norm(x, residual, w)
+        for ours, expected in zip(found, add_rms_norm_reference(x, residual, w), strict=True):
+            torch.testing.assert_close(ours, expected)
+    x, residual = torch.randn(3, 8, device=device, requires_grad=True), wide[0, :3, :8].bfloat16().requires_grad_()
+    sum(t.sum() for t in add_rms_norm(x, residual, w[:8])).backward()
+    assert x.grad.dtype == torch.float32 and residual.grad.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (2, 0)])
+def test_takes_empty_tensors(shape, device) -> None:
+    x = torch.zeros(shape, device=device, requires_grad=True)
+    y, new_residual = add_rms_norm(x, x, torch.ones(shape[-1], device=device))
+    (y.sum() + new_residual.sum()).backward()
+    assert y.shape == new_residual.shape == x.grad.shape
+
+
+def test_module_is_the_norm_of_the_sum(device) -> None:
+    x, residual = torch.randn(2, 4, 32, device=device).unbind()
+    fused, norm = AddRMSNorm(32, 1e-5).to(device), RMSNorm(32, 1e-5).to(device)
+    fused.load_state_dict(norm.state_dict())
+    torch.testing.assert_close(fused(x, residual)[0], rms_norm_reference(x + residual, norm.weight, 1e-5))
+
+
+def test_names_what_does_not_fit() -> None:
+    with pytest.raises(ValueError, match=r"add_rms_norm: x is \(2, 8\), but residual is \(1, 8\)"):
+        add_rms_norm(torch.zeros(2, 8), torch.zeros(1, 8), torch.zeros(8))
+    with pytest.raises(ValueError, match=r"add_rms_norm: weight is \(7,\), but x is \(2, 8\)"):
+        add_rms_norm(torch.zeros(2, 8), torch.zeros(2, 8), torch.zeros(7))
