@@ -12,6 +12,13 @@ from ligertune.cli import render
 if TYPE_CHECKING:
     from ligertune.bench.engine import Row
 
+SHORT = {"forward": "fwd", "backward": "bwd", "both": "both"}
+LEGEND = (
+    "Milliseconds: medians on the device with cold caches, their 20 % and 80 % quantiles (spread), what the host takes "
+    "to issue them. GiB: peak above the inputs. Error: the worst of outputs and gradients against float64. Roof: the "
+    "share of what this device could reach."
+)
+
 
 def bench(
     ops: Annotated[list[str] | None, typer.Argument(help="Ops to bench; all if none is named.")] = None,
@@ -40,6 +47,7 @@ def bench(
     stage = open_stage(dtype)
     header = header_of(stage)
     render.text(header["line"])
+    render.text(LEGEND)
     done: list[Row] = []
     for subject in subjects:
         rows = []
@@ -54,7 +62,7 @@ def bench(
 
 
 def _show(rows: list[Row]) -> None:
-    """One op's table, a block for each size, then what failed. Spread: 20 % and 80 % quantiles over the median."""
+    """One op's table, a block for each size, then what failed."""
     modes = list(rows[0].floors)
     whole, lines, label = modes[-1], [], None
     for row in rows:
@@ -69,15 +77,15 @@ def _show(rows: list[Row]) -> None:
             [
                 f"  {row.provider}",
                 *(f"{1e3 * row.device[mode].median:.3g}" for mode in modes),
-                f"{100 * timing.p20 / timing.median:.0f}-{100 * timing.p80 / timing.median:.0f} %",
+                f"{100 * timing.p20 / timing.median:.0f}-{100 * timing.p80 / timing.median:.0f}%",
                 f"{1e3 * row.host[whole].median:.3g}",
                 "" if row.peak_bytes is None else f"{row.peak_bytes / 2**30:.3g}",
                 "" if row.error is None else f"{row.error:.1e}",
-                f"{100 * row.share(whole):.0f} %",
+                f"{100 * row.share(whole):.0f}%",
             ]
         )
     case = rows[0].case
-    header = ["ms", *modes, "spread", "host", "peak GiB", "error", "roofline"]
+    header = ["ms", *(SHORT[mode] for mode in modes), "spread", "host", "GiB", "error", "roof"]
     padded = [line + [""] * (len(header) - len(line)) for line in lines]
     render.text()
     render.columns(f"{case.op}, {str(case.dtype).removeprefix('torch.')}", header, padded)
