@@ -36,9 +36,9 @@ def _grown(lane_max, lane_sum, z):
 
 
 @triton.jit
-def _lse(lane_max, lane_sum):
+def _met(lane_max, lane_sum):
     row_max = tl.max(lane_max, axis=0)
-    return row_max + tl.log2(tl.sum(lane_sum * tl.exp2((lane_max - row_max) * LOG2E), axis=0)) * LN2
+    return row_max, tl.log2(tl.sum(lane_sum * tl.exp2((lane_max - row_max) * LOG2E), axis=0)) * LN2
 
 
 @triton.jit
@@ -52,6 +52,7 @@ def _both_lse(
     z_ptr, w_ptr, offs, n_cols, width, inverse_temperature,
     PADDED: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
+    """Both lse in two parts each, maximum and logarithm of the sum: z - max is exact where z - lse is rounded."""
     # Not -inf, of which -inf - -inf would make NaN; no logit is smaller but -inf itself.
     z_max = tl.full([LANES], -1e30, dtype=tl.float32)
     w_max = tl.full([LANES], -1e30, dtype=tl.float32)
@@ -62,12 +63,15 @@ def _both_lse(
         w = _loaded(w_ptr, start + offs, n_cols, width, PADDED)
         z_max, z_sum = _grown(z_max, z_sum, z * inverse_temperature)
         w_max, w_sum = _grown(w_max, w_sum, w * inverse_temperature)
-    return _lse(z_max, z_sum), _lse(w_max, w_sum)
+    z_max, z_log_sum = _met(z_max, z_sum)
+    w_max, w_log_sum = _met(w_max, w_sum)
+    return z_max, z_log_sum, w_max, w_log_sum
 
 
 @triton.jit
 def _divergence_sweep(
-    z_ptr, w_ptr, dz_ptr, offs, n_cols, width, inverse_temperature, z_lse, w_lse, beta, dx_sum, scale,
+    z_ptr, w_ptr, dz_ptr, offs, n_cols, width, inverse_temperature, z_max, z_log_sum, w_max, w_log_sum,
+    beta, dx_sum, scale,
     FORM: tl.constexpr, WRITES: tl.constexpr, PADDED: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     """A row's loss and the sum of its g; with the sum given (WRITES), its gradient times scale into dz."""
@@ -77,7 +81,9 @@ def _divergence_sweep(
         cols = start + offs
         z = _loaded(z_ptr, cols, n_cols, width, PADDED)
         w = _loaded(w_ptr, cols, n_cols, width, PADDED)
-        loss, dx, p = divergence(z * inverse_temperature - z_lse, w * inverse_temperature - w_lse, beta, FORM)
+        x = z * inverse_temperature - z_max - z_log_sum
+        t = w * inverse_temperature - w_max - w_log_sum
+        loss, dx, p = divergence(x, t, beta, FORM)
         if FORM == "reverse":
             dx = loss  # less p, which the softmax's derivative takes off anyway: no 1 to cancel
         losses += tl.sum(loss, axis=1)
@@ -127,19 +133,23 @@ def _jsd_row_kernel(
                     nothing = tl.zeros([LANES, VECTOR], dtype=dz_ptr.dtype.element_ty)
                     tl.store(dz_row + start + offs, nothing, mask=start + offs < width)
         else:
-            z_lse, w_lse = _both_lse(z_row, w_row, offs, n_cols, width, inverse_temperature, PADDED, LANES, VECTOR)
+            z_max, z_log_sum, w_max, w_log_sum = _both_lse(
+                z_row, w_row, offs, n_cols, width, inverse_temperature, PADDED, LANES, VECTOR
+            )
             dx_sum, scale = -1.0, 0.0
             if NEEDS_GRAD:
                 scale = tl.load(scale_ptr).to(tl.float32) * inverse_temperature
             if not NEEDS_GRAD or FORM != "forward":
                 loss, dx_sum = _divergence_sweep(
-                    z_row, w_row, dz_row, offs, n_cols, width, inverse_temperature, z_lse, w_lse, beta, dx_sum, scale,
+                    z_row, w_row, dz_row, offs, n_cols, width, inverse_temperature,
+                    z_max, z_log_sum, w_max, w_log_sum, beta, dx_sum, scale,
                     FORM, False, PADDED, LANES, VECTOR,
                 )  # fmt: skip
                 tl.store(losses_ptr + row, loss)
             if NEEDS_GRAD:
                 loss, _ = _divergence_sweep(
-                    z_row, w_row, dz_row, offs, n_cols, width, inverse_temperature, z_lse, w_lse, beta, dx_sum, scale,
+                    z_row, w_row, dz_row, offs, n_cols, width, inverse_temperature,
+                    z_max, z_log_sum, w_max, w_log_sum, beta, dx_sum, scale,
                     FORM, True, PADDED, LANES, VECTOR,
                 )  # fmt: skip
                 if FORM == "forward":
