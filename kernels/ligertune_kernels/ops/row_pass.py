@@ -9,9 +9,8 @@ Of a row x (V,) with label y, class weights w (all 1 by default), smoothing ε, 
 A row whose label is ignore_index has loss 0 and gradient 0; one whose label is no class has NaN for both and reads
 nothing out of bounds. All arithmetic is fp32 (float64 in the torch form for float64 logits).
 
-A program sweeps its row twice: first for lse, each lane keeping the running maximum and sum of its own columns, then
-for the gradient, which may be written over the logits. The second sweep is meant to hit the L2 cache: `launch` bounds
-how many rows are in flight.
+`row_pass` takes whole rows, `slab_pass` some columns of rows whose lse is known. The kernels are in row_kernels.py;
+`tiling` says how a program goes through a row and how many rows are in flight.
 """
 
 from __future__ import annotations
@@ -20,11 +19,18 @@ from dataclasses import dataclass
 
 import torch
 
-from ligertune_kernels.device_fns import LN2, LOG2E, fp32, tanh
-from ligertune_kernels.launch import chip_of, on_device, options, programs_within_l2, runs_triton, tl, triton
+from ligertune_kernels.launch import MAX_THREADS, Chip, chip_of, on_device, options, runs_triton, tl, triton
+from ligertune_kernels.ops.row_kernels import row_kernel, slab_kernel
 
-BLOCK_BYTES = 32768  # of a row taken at once: 16384 columns of bf16 on 32 warps; as many of fp32 spill on sm100
 VECTOR = 8  # neighbouring columns of one lane: 16 bytes of bf16
+SHORTEST = 128  # columns of a tile
+BLOCK_BYTES = 16384  # of a long row taken at once by the sweeps: 8 columns of bf16 a thread
+# Of a row held in registers. Without a cap, smoothing or weights 64 columns of 16 bits a thread are two programs on a
+# processor; with them, and in fp32, more than this spills (compiled for sm80-sm120, gfx90a-gfx1201).
+TAIL_BYTES = 65536
+TAIL_BYTES_WITH_TERMS = 16384
+COLUMNS_OF_A_THREAD = 64
+COLUMNS_OF_A_THREAD_WITH_TERMS = 8
 SCALE_BLOCK = 4096
 
 # float16 holds nothing below 6e-8: p/n of a large vocabulary and batch would vanish. Its gradients are therefore not
@@ -44,133 +50,32 @@ class Terms:
     z_loss: float = 0.0
 
 
-@triton.jit
-def _bounded(x, softcap, logit_scale, HAS_SOFTCAP: tl.constexpr):
-    z = x * logit_scale
-    if HAS_SOFTCAP:
-        z = softcap * tanh(z / softcap)
-    return z
+@dataclass(frozen=True)
+class Tiling:
+    """How a program takes a row: `swept` columns block by block, twice, and the tail, which it holds meanwhile."""
+
+    swept: int
+    block: int
+    tail: int
+    num_warps: int
+    programs: int
 
 
-@triton.jit
-def _first_sweep(
-    x_ptr,
-    weight_ptr,
-    offs,
-    n_cols,
-    softcap,
-    logit_scale,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_SMOOTHING: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    LANES: tl.constexpr,
-    VECTOR: tl.constexpr,
-):
-    """A row's lse and, for label smoothing, its sums of w_j z_j and w_j. The lanes meet only at the end."""
-    # Not -inf, of which -inf - -inf would make NaN; no logit is smaller but -inf itself.
-    lane_max = tl.full([LANES], -1e30, dtype=tl.float32)
-    lane_sum = tl.zeros([LANES], dtype=tl.float32)
-    z_sum = tl.zeros([LANES], dtype=tl.float32)
-    weight_sum = tl.zeros([LANES], dtype=tl.float32)
-    for start in range(0, n_cols, LANES * VECTOR):
-        mask = start + offs < n_cols
-        x = tl.load(x_ptr + start + offs, mask=mask, other=float("-inf")).to(tl.float32)
-        z = tl.where(mask, _bounded(x, softcap, logit_scale, HAS_SOFTCAP), float("-inf"))
-        new_max = tl.maximum(lane_max, tl.max(z, axis=1))
-        lane_sum *= tl.exp2((lane_max - new_max) * LOG2E)
-        lane_sum += tl.sum(tl.exp2((z - new_max[:, None]) * LOG2E), axis=1)
-        lane_max = new_max
-        if HAS_SMOOTHING:
-            w = mask.to(tl.float32)
-            if HAS_WEIGHT:
-                w = tl.load(weight_ptr + start + offs, mask=mask, other=0.0).to(tl.float32)
-            z_sum += tl.sum(w * tl.where(mask, z, 0.0), axis=1)
-            weight_sum += tl.sum(w, axis=1)
-    row_max = tl.max(lane_max, axis=0)
-    row_sum = tl.sum(lane_sum * tl.exp2((lane_max - row_max) * LOG2E), axis=0)
-    return row_max + tl.log2(row_sum) * LN2, tl.sum(z_sum, axis=0), tl.sum(weight_sum, axis=0)
+def tiling(n_rows: int, n_cols: int, element_size: int, chip: Chip, *, plain: bool) -> Tiling:
+    """Rows that fit are held whole, and as many at once as there are threads for; of longer ones the last columns are.
 
-
-@triton.jit(do_not_specialize=["n_rows"])
-def _row_kernel(
-    logits_ptr,
-    labels_ptr,
-    weight_ptr,
-    losses_ptr,
-    grad_ptr,
-    scale_ptr,
-    logits_row_stride,
-    grad_row_stride,
-    scale_stride,
-    n_rows,
-    n_cols,
-    ignore_index,
-    label_smoothing,
-    softcap,
-    logit_scale,
-    z_loss,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_SMOOTHING: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    NEEDS_GRAD: tl.constexpr,
-    LANES: tl.constexpr,
-    VECTOR: tl.constexpr,
-):
-    softcap, logit_scale, label_smoothing, z_loss = (
-        fp32(softcap),
-        fp32(logit_scale),
-        fp32(label_smoothing),
-        fp32(z_loss),
-    )
-    offs = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
-    for row in range(tl.program_id(0).to(tl.int64), n_rows, tl.num_programs(0)):
-        label = tl.load(labels_ptr + row).to(tl.int64)
-        x_ptr = logits_ptr + row * logits_row_stride
-        dx_ptr = grad_ptr + row * grad_row_stride
-        if label == ignore_index:
-            tl.store(losses_ptr + row, 0.0)
-            if NEEDS_GRAD:
-                for start in range(0, n_cols, LANES * VECTOR):
-                    nothing = tl.zeros([LANES, VECTOR], dtype=grad_ptr.dtype.element_ty)
-                    tl.store(dx_ptr + start + offs, nothing, mask=start + offs < n_cols)
-        else:
-            is_class = (label >= 0) & (label < n_cols)
-            # Read before the sweeps: the second may write over it.
-            label_logit = tl.load(x_ptr + label, mask=is_class, other=float("nan")).to(tl.float32)
-            label_z = _bounded(label_logit, softcap, logit_scale, HAS_SOFTCAP)
-            label_share = 1.0 - label_smoothing
-            if HAS_WEIGHT:
-                label_share *= tl.load(weight_ptr + label, mask=is_class, other=0.0).to(tl.float32)
-            lse, z_sum, weight_sum = _first_sweep(
-                x_ptr, weight_ptr, offs, n_cols, softcap, logit_scale,
-                HAS_WEIGHT, HAS_SMOOTHING, HAS_SOFTCAP, LANES, VECTOR,
-            )  # fmt: skip
-            smooth_share = label_smoothing / n_cols
-            loss = label_share * (lse - label_z) + z_loss * lse * lse
-            softmax_share = label_share + 2.0 * z_loss * lse
-            if HAS_SMOOTHING:
-                loss += smooth_share * (weight_sum * lse - z_sum)
-                softmax_share += smooth_share * weight_sum
-            tl.store(losses_ptr + row, loss)
-
-            if NEEDS_GRAD:
-                scale = tl.load(scale_ptr + row * scale_stride).to(tl.float32) * logit_scale
-                scale = tl.where(is_class, scale, float("nan"))
-                for start in range(0, n_cols, LANES * VECTOR):
-                    cols = start + offs
-                    mask = cols < n_cols
-                    x = tl.load(x_ptr + cols, mask=mask, other=0.0).to(tl.float32)
-                    z = _bounded(x, softcap, logit_scale, HAS_SOFTCAP)
-                    dz = softmax_share * tl.exp2((z - lse) * LOG2E)
-                    if HAS_SMOOTHING:
-                        if HAS_WEIGHT:
-                            dz -= smooth_share * tl.load(weight_ptr + cols, mask=mask, other=0.0).to(tl.float32)
-                        else:
-                            dz -= smooth_share
-                    dz = tl.where(cols == label, dz - label_share, dz) * scale
-                    if HAS_SOFTCAP:
-                        dz *= 1.0 - (z / softcap) * (z / softcap)
-                    tl.store(dx_ptr + cols, dz.to(grad_ptr.dtype.element_ty), mask=mask)
+    Long rows go one to a processor, so that what is read a second time is in the L2 cache still.
+    """
+    most_warps = MAX_THREADS // chip.warp_size
+    most = (TAIL_BYTES if plain and element_size == 2 else TAIL_BYTES_WITH_TERMS) // element_size
+    if n_cols <= most:
+        tail = max(SHORTEST, triton.next_power_of_2(n_cols))
+        columns = COLUMNS_OF_A_THREAD if plain and element_size == 2 else COLUMNS_OF_A_THREAD_WITH_TERMS
+        num_warps = min(most_warps, max(4, tail // (columns * chip.warp_size)))
+        return Tiling(0, SHORTEST, tail, num_warps, min(n_rows, chip.processors * 2 * most_warps // num_warps))
+    block = BLOCK_BYTES // element_size
+    swept = triton.cdiv(n_cols - most, block) * block
+    return Tiling(swept, block, most, most_warps, min(n_rows, chip.processors))
 
 
 def row_pass(
@@ -181,43 +86,66 @@ def row_pass(
     weight: torch.Tensor | None = None,
     gradient: torch.Tensor | None = None,
     scale: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The losses (N,) of logits (N, V) and labels (N,); their gradient, times scale (one or N), goes into `gradient`.
 
-    gradient (N, V) may be the logits themselves. scale is a tensor, since the host is not to wait for its value.
+    gradient (N, V) may be the logits themselves. scale is a tensor, since the host is not to wait for its value. What
+    `slab_pass` needs of each row goes into lse (N,).
     """
-    run = _row_pass_triton if runs_triton(logits) else _row_pass_torch
-    return run(logits, labels, terms, weight, gradient, scale)
-
-
-def _row_pass_triton(
-    logits: torch.Tensor,
-    labels: torch.Tensor,
-    terms: Terms,
-    weight: torch.Tensor | None,
-    gradient: torch.Tensor | None,
-    scale: torch.Tensor | None,
-) -> torch.Tensor:
+    if not runs_triton(logits):
+        return _row_pass_torch(logits, labels, terms, weight, gradient, scale, lse)
     n_rows, n_cols = logits.shape
     assert logits.stride(1) == 1 and labels.is_contiguous()
     losses = torch.empty(n_rows, dtype=torch.float32, device=logits.device)
-    block = max(128, min(BLOCK_BYTES // logits.element_size(), triton.next_power_of_2(n_cols)))
     chip = chip_of(logits.device)
-    programs = programs_within_l2(n_rows, n_cols * logits.element_size(), chip)
+    plain = weight is None and not terms.label_smoothing and terms.softcap is None
+    tiles = tiling(n_rows, n_cols, logits.element_size(), chip, plain=plain)
     needs_grad = gradient is not None
     scale_stride = 1 if needs_grad and scale.dim() else 0
     # A flag keeps the kernel off the arguments it has no use for; any tensor fills their place.
     with on_device(logits):
-        _row_kernel[(programs,)](
-            logits, labels, losses if weight is None else weight.contiguous(), losses,
+        row_kernel[(tiles.programs,)](
+            logits, labels, losses if weight is None else weight.contiguous(), losses, losses if lse is None else lse,
             gradient if needs_grad else logits, scale if needs_grad else losses,
-            logits.stride(0), gradient.stride(0) if needs_grad else 0, scale_stride, n_rows, n_cols,
+            logits.stride(0), gradient.stride(0) if needs_grad else 0, scale_stride, n_rows, n_cols, tiles.swept,
             terms.ignore_index, terms.label_smoothing, terms.softcap or 0.0, terms.logit_scale, terms.z_loss,
             HAS_WEIGHT=weight is not None, HAS_SMOOTHING=terms.label_smoothing != 0.0,
-            HAS_SOFTCAP=terms.softcap is not None, NEEDS_GRAD=needs_grad, LANES=block // VECTOR, VECTOR=VECTOR,
-            **options(block, chip),
+            HAS_SOFTCAP=terms.softcap is not None, SAVES_LSE=lse is not None, NEEDS_GRAD=needs_grad,
+            SWEEPS=tiles.swept > 0, TAIL_LANES=tiles.tail // VECTOR, LANES=tiles.block // VECTOR, VECTOR=VECTOR,
+            **{**options(tiles.block, chip), "num_warps": tiles.num_warps},
         )  # fmt: skip
     return losses
+
+
+def slab_pass(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    terms: Terms,
+    *,
+    first_col: int,
+    vocab_size: int,
+    lse: torch.Tensor,
+    scale: torch.Tensor,
+    weight: torch.Tensor | None = None,
+) -> None:
+    """Turns logits (N, S), the columns from first_col on, into their gradient times scale. weight is of all classes."""
+    weight_sum = lse if weight is None else weight.sum(dtype=torch.float32)
+    if not runs_triton(logits):
+        _slab_pass_torch(logits, labels, terms, first_col, vocab_size, lse, scale, weight)
+        return
+    if weight is None and terms.label_smoothing:
+        weight_sum = torch.full((), vocab_size, dtype=torch.float32, device=logits.device)
+    n_rows, n_cols = logits.shape
+    block, chip = max(SHORTEST, triton.next_power_of_2(n_cols)), chip_of(logits.device)
+    with on_device(logits):
+        slab_kernel[(n_rows,)](
+            logits, labels, lse if weight is None else weight.contiguous(), lse, scale, weight_sum,
+            logits.stride(0), 1 if scale.dim() else 0, n_rows, n_cols, first_col, vocab_size,
+            terms.ignore_index, terms.label_smoothing, terms.softcap or 0.0, terms.logit_scale, terms.z_loss,
+            HAS_WEIGHT=weight is not None, HAS_SMOOTHING=terms.label_smoothing != 0.0,
+            HAS_SOFTCAP=terms.softcap is not None, LANES=block // VECTOR, VECTOR=VECTOR, **options(block, chip),
+        )  # fmt: skip
 
 
 def _row_pass_torch(
@@ -227,39 +155,73 @@ def _row_pass_torch(
     weight: torch.Tensor | None,
     gradient: torch.Tensor | None,
     scale: torch.Tensor | None,
+    lse_out: torch.Tensor | None,
 ) -> torch.Tensor:
-    n_cols, wide = logits.shape[1], torch.promote_types(logits.dtype, torch.float32)
-    z = logits.to(wide) * terms.logit_scale
-    if terms.softcap is not None:
-        z = terms.softcap * torch.tanh(z / terms.softcap)
+    z, slope = _bounded_torch(logits, terms)
+    n_cols = z.shape[1]
     lse = z.logsumexp(dim=-1, keepdim=True)
     labels = labels.long().unsqueeze(1)
     ignored, is_class = labels == terms.ignore_index, (labels >= 0) & (labels < n_cols)
     index = labels.clamp(0, n_cols - 1)
     share = z.new_full((1, 1), 1.0 - terms.label_smoothing)
     if weight is not None:
-        share = share * weight.to(wide)[index]
+        share = share * weight.to(z.dtype)[index]
     loss = share * (lse - z.gather(1, index)) + terms.z_loss * lse.square()
     softmax_share = share + 2.0 * terms.z_loss * lse
     smooth = 0.0
     if terms.label_smoothing:
-        smooth = terms.label_smoothing / n_cols * (torch.ones_like(z[:1]) if weight is None else weight.to(wide))
+        smooth = terms.label_smoothing / n_cols * (torch.ones_like(z[:1]) if weight is None else weight.to(z.dtype))
         loss = loss + (smooth * (lse - z)).sum(dim=-1, keepdim=True)
         softmax_share = softmax_share + smooth.sum()
+    if lse_out is not None:
+        lse_out.copy_(lse.squeeze(1))
     if gradient is not None:
         dz = softmax_share * torch.exp(z - lse) - smooth
         dz.scatter_add_(1, index, -share.expand_as(index))
-        if terms.softcap is not None:
-            dz *= 1.0 - (z / terms.softcap).square()
-        dz *= (scale.unsqueeze(1) if scale.dim() else scale) * terms.logit_scale
+        dz *= slope * (scale.unsqueeze(1) if scale.dim() else scale)
         gradient.copy_(dz.masked_fill_(~is_class, torch.nan).masked_fill_(ignored, 0.0))
     return loss.masked_fill(~is_class, torch.nan).masked_fill(ignored, 0.0).squeeze(1)
 
 
+def _slab_pass_torch(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    terms: Terms,
+    first_col: int,
+    vocab_size: int,
+    lse: torch.Tensor,
+    scale: torch.Tensor,
+    weight: torch.Tensor | None,
+) -> None:
+    z, slope = _bounded_torch(logits, terms)
+    n_cols = z.shape[1]
+    lse, labels = lse.unsqueeze(1), labels.long().unsqueeze(1)
+    ignored, is_class = labels == terms.ignore_index, (labels >= 0) & (labels < vocab_size)
+    weight = z.new_ones(vocab_size) if weight is None else weight.to(z.dtype)
+    share = (1.0 - terms.label_smoothing) * weight[labels.clamp(0, vocab_size - 1)]
+    smooth = terms.label_smoothing / vocab_size * weight
+    dz = (share + 2.0 * terms.z_loss * lse + smooth.sum()) * torch.exp(z - lse) - smooth[first_col : first_col + n_cols]
+    here = labels - first_col
+    inside = (here >= 0) & (here < n_cols)
+    dz.scatter_add_(1, here.clamp(0, n_cols - 1), torch.where(inside, -share, 0.0))
+    dz *= slope * (scale.unsqueeze(1) if scale.dim() else scale)
+    logits.copy_(dz.masked_fill_(~is_class, torch.nan).masked_fill_(ignored, 0.0))
+
+
+def _bounded_torch(logits: torch.Tensor, terms: Terms) -> tuple[torch.Tensor, torch.Tensor | float]:
+    """z and dz/dx, at least fp32 wide."""
+    z = logits.to(torch.promote_types(logits.dtype, torch.float32)) * terms.logit_scale
+    if terms.softcap is None:
+        return z, terms.logit_scale
+    t = torch.tanh(z / terms.softcap)
+    return terms.softcap * t, terms.logit_scale * (1.0 - t.square())
+
+
 def scales(denominator: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """1/denominator, parted into a factor for the pass and one for afterwards, of gradients of this dtype."""
+    """1/denominator (one or N), parted into a factor for the pass and one for afterwards, of gradients of this dtype."""
     if dtype is torch.float16:
-        return torch.full_like(denominator, HALF_SCALE), 1.0 / (HALF_SCALE * denominator)
+        least = denominator.abs().min()
+        return HALF_SCALE * (least / denominator), 1.0 / (HALF_SCALE * least)
     return 1.0 / denominator, None
 
 

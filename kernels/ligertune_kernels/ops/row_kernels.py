@@ -1,0 +1,299 @@
+r"""The Triton kernels behind row_pass.py, where the mathematics stands. z, lse and maxima are held in bits: times log2(e).
+
+A program of `row_kernel` takes a row in two sweeps: first for lse, each lane keeping the running maximum and sum of
+its own columns, then for the gradient, which may be written over the logits. The row's last columns, the tail, are
+loaded at the start and stay in registers for both; a row that is all tail is read once and written once. The others
+are read again in the second sweep, backwards: what was read last is the likeliest to be in the L2 cache still. Each
+block is asked for before the one ahead of it is worked on, or the memory would idle meanwhile. Only the tail is masked.
+"""
+
+from __future__ import annotations
+
+from ligertune_kernels.device_fns import LN2, LOG2E, fp32, tanh
+from ligertune_kernels.launch import tl, triton
+
+
+@triton.jit
+def bounded(x, softcap, logit_scale, HAS_SOFTCAP: tl.constexpr):
+    """z in bits, and dz/dx but for logit_scale."""
+    if HAS_SOFTCAP:
+        t = tanh(x * (logit_scale / softcap))
+        return t * (softcap * LOG2E), 1.0 - t * t
+    else:
+        return x * (logit_scale * LOG2E), 1.0
+
+
+@triton.jit
+def bounded_tail(x, in_row, softcap, logit_scale, HAS_SOFTCAP: tl.constexpr):
+    """z in bits, -inf past the row's end: without a cap x is infinite there already."""
+    z, _ = bounded(x, softcap, logit_scale, HAS_SOFTCAP)
+    return tl.where(in_row, z, float("-inf")) if HAS_SOFTCAP else z
+
+
+@triton.jit
+def class_weights(weight_ptr, cols, n_cols, HAS_WEIGHT: tl.constexpr):
+    if HAS_WEIGHT:
+        return tl.load(weight_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
+    else:
+        return (cols < n_cols).to(tl.float32)
+
+
+@triton.jit
+def hold(x):
+    """Columns (LANES, VECTOR) as integers, for `held`: two numbers of 16 bits in one of (LANES, VECTOR / 2)."""
+    if x.dtype.primitive_bitwidth == 32:
+        return x.to(tl.int32, bitcast=True)
+    else:
+        low, high = tl.split(tl.reshape(x.to(tl.int16, bitcast=True), [x.shape[0], x.shape[1] // 2, 2]))
+        return (low.to(tl.int32) & 0xFFFF) | (high.to(tl.int32) << 16)
+
+
+@triton.jit
+def held(integers, after, DTYPE: tl.constexpr):
+    """What was held, in fp32, once the scalar `after` is known.
+
+    The compiler would unpack once and keep fp32, in twice the registers. So it is told that the integers depend on
+    `after`, which is never 1e38.
+    """
+    integers += (after == 1e38).to(tl.int32)
+    if DTYPE.primitive_bitwidth == 32:
+        return integers.to(tl.float32, bitcast=True)
+    else:
+        if DTYPE == tl.bfloat16:
+            low, high = (integers << 16).to(tl.float32, bitcast=True), (integers & -65536).to(tl.float32, bitcast=True)
+        else:
+            low = integers.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+            high = (integers >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        return tl.reshape(tl.join(low, high), [integers.shape[0], 2 * integers.shape[1]])
+
+
+@triton.jit
+def first_sweep(
+    x_ptr, kept, tail, weight_ptr, offs, n_swept, n_cols, softcap, logit_scale,
+    HAS_WEIGHT: tl.constexpr, HAS_SMOOTHING: tl.constexpr, HAS_SOFTCAP: tl.constexpr, SWEEPS: tl.constexpr,
+    LANES: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
+    """A row's lse and, for label smoothing, its sums of w_j z_j and w_j. The lanes meet only at the end."""
+    BLOCK: tl.constexpr = LANES * VECTOR
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    # Not -inf, of which -inf - -inf would make NaN; no logit is smaller but -inf itself.
+    lane_max = tl.full([LANES], -1e30, dtype=tl.float32)
+    lane_sum = tl.zeros([LANES], dtype=tl.float32)
+    lane_z = tl.zeros([LANES], dtype=tl.float32)
+    lane_weight = tl.zeros([LANES], dtype=tl.float32)
+    if SWEEPS:
+        x_next = tl.load(x_ptr + offs, eviction_policy="evict_last")
+        for start in range(0, n_swept, BLOCK):
+            x, cols = x_next.to(tl.float32), start + offs
+            ahead = cols + BLOCK
+            x_next = tl.load(x_ptr + ahead, mask=ahead < n_swept, other=0.0, eviction_policy="evict_last")
+            z, _ = bounded(x, softcap, logit_scale, HAS_SOFTCAP)
+            new_max = tl.maximum(lane_max, tl.max(z, axis=1))
+            lane_sum *= tl.exp2(lane_max - new_max)
+            lane_sum += tl.sum(tl.exp2(z - new_max[:, None]), axis=1)
+            lane_max = new_max
+            if HAS_SMOOTHING:
+                w = class_weights(weight_ptr, cols, n_cols, HAS_WEIGHT)
+                lane_z += tl.sum(w * z, axis=1)
+                lane_weight += tl.sum(w, axis=1)
+    row_max = tl.max(lane_max, axis=0)
+    z = bounded_tail(held(kept, row_max, DTYPE), tail < n_cols, softcap, logit_scale, HAS_SOFTCAP)
+    row_max = tl.maximum(row_max, tl.max(tl.max(z, axis=1), axis=0))
+    z = bounded_tail(held(kept, row_max, DTYPE), tail < n_cols, softcap, logit_scale, HAS_SOFTCAP)
+    row_sum = tl.sum(lane_sum * tl.exp2(lane_max - row_max), axis=0)
+    row_sum += tl.sum(tl.sum(tl.exp2(z - row_max), axis=1), axis=0)
+    lse = row_max + tl.log2(row_sum)
+    z_sum, weight_sum = tl.sum(lane_z, axis=0), tl.sum(lane_weight, axis=0)
+    if HAS_SMOOTHING:
+        w = class_weights(weight_ptr, tail, n_cols, HAS_WEIGHT)
+        z_sum += tl.sum(tl.sum(w * tl.where(tail < n_cols, z, 0.0), axis=1), axis=0)
+        weight_sum += tl.sum(tl.sum(w, axis=1), axis=0)
+    return lse, z_sum, weight_sum
+
+
+@triton.jit
+def dlogits(
+    x, lse, softmax_factor, smooth_factor, weight_ptr, cols, n_cols, softcap, logit_scale,
+    HAS_WEIGHT: tl.constexpr, HAS_SMOOTHING: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """The gradient of some columns of a row, as if none were the label's. The factors hold scale and logit_scale."""
+    z, slope = bounded(x.to(tl.float32), softcap, logit_scale, HAS_SOFTCAP)
+    dz = softmax_factor * tl.exp2(z - lse)
+    if HAS_SMOOTHING:
+        dz -= smooth_factor * class_weights(weight_ptr, cols, n_cols, HAS_WEIGHT)
+    return dz * slope
+
+
+@triton.jit
+def label_terms(
+    x_ptr, weight_ptr, label, is_class, label_smoothing, softcap, logit_scale,
+    HAS_WEIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """Of the label's own column: z in bits, dz/dx but for logit_scale, class weight, share of the loss."""
+    x = tl.load(x_ptr + label, mask=is_class, other=float("nan")).to(tl.float32)
+    z, slope = bounded(x, softcap, logit_scale, HAS_SOFTCAP)
+    weight = 1.0
+    if HAS_WEIGHT:
+        weight = tl.load(weight_ptr + label, mask=is_class, other=0.0).to(tl.float32)
+    return z, slope, weight, (1.0 - label_smoothing) * weight
+
+
+# Numbers of rows differ from batch to batch, and Triton would compile anew for each that is or is not a multiple of 16.
+@triton.jit(do_not_specialize=["n_rows"])
+def row_kernel(
+    logits_ptr, labels_ptr, weight_ptr, losses_ptr, lse_ptr, grad_ptr, scale_ptr,
+    logits_row_stride, grad_row_stride, scale_stride, n_rows, n_cols, n_swept,
+    ignore_index, label_smoothing, softcap, logit_scale, z_loss,
+    HAS_WEIGHT: tl.constexpr, HAS_SMOOTHING: tl.constexpr, HAS_SOFTCAP: tl.constexpr, SAVES_LSE: tl.constexpr,
+    NEEDS_GRAD: tl.constexpr, SWEEPS: tl.constexpr,
+    TAIL_LANES: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
+    BLOCK: tl.constexpr = LANES * VECTOR
+    dtype = grad_ptr.dtype.element_ty
+    softcap, logit_scale, z_loss = fp32(softcap), fp32(logit_scale), fp32(z_loss)
+    label_smoothing = fp32(label_smoothing)
+    smooth_share = label_smoothing / n_cols
+    offs = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
+    tail = n_swept + tl.arange(0, TAIL_LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
+    for row in range(tl.program_id(0).to(tl.int64), n_rows, tl.num_programs(0)):
+        label = tl.load(labels_ptr + row).to(tl.int64)
+        x_ptr = logits_ptr + row * logits_row_stride
+        dx_ptr = grad_ptr + row * grad_row_stride
+        if label == ignore_index:
+            tl.store(losses_ptr + row, 0.0)
+            if SAVES_LSE:
+                tl.store(lse_ptr + row, 0.0)
+            if NEEDS_GRAD:
+                if SWEEPS:
+                    for start in range(0, n_swept, BLOCK):
+                        tl.store(dx_ptr + start + offs, tl.zeros([LANES, VECTOR], dtype=dtype))
+                tl.store(dx_ptr + tail, tl.zeros([TAIL_LANES, VECTOR], dtype=dtype), mask=tail < n_cols)
+        else:
+            is_class = (label >= 0) & (label < n_cols)
+            past_end = tl.where(logit_scale < 0.0, float("inf"), float("-inf")).to(x_ptr.dtype.element_ty)
+            kept = hold(tl.load(x_ptr + tail, mask=tail < n_cols, other=past_end, eviction_policy="evict_first"))
+            # Read before the sweeps: the second may write over it.
+            label_z, label_slope, label_weight, label_share = label_terms(
+                x_ptr, weight_ptr, label, is_class, label_smoothing, softcap, logit_scale, HAS_WEIGHT, HAS_SOFTCAP
+            )
+            lse, z_sum, weight_sum = first_sweep(
+                x_ptr, kept, tail, weight_ptr, offs, n_swept, n_cols, softcap, logit_scale,
+                HAS_WEIGHT, HAS_SMOOTHING, HAS_SOFTCAP, SWEEPS, LANES, VECTOR,
+            )  # fmt: skip
+            loss = label_share * (lse - label_z) * LN2 + z_loss * (lse * LN2) * (lse * LN2)
+            softmax_share = label_share + 2.0 * z_loss * lse * LN2
+            if HAS_SMOOTHING:
+                loss += smooth_share * (weight_sum * lse - z_sum) * LN2
+                softmax_share += smooth_share * weight_sum
+            tl.store(losses_ptr + row, loss)
+            if SAVES_LSE:
+                tl.store(lse_ptr + row, lse)
+
+            if NEEDS_GRAD:
+                scale = tl.load(scale_ptr + row * scale_stride).to(tl.float32) * logit_scale
+                scale = tl.where(is_class, scale, float("nan"))
+                softmax_factor, smooth_factor = softmax_share * scale, smooth_share * scale
+                if SWEEPS:
+                    last = n_swept - BLOCK + offs
+                    x_next = tl.load(x_ptr + last, eviction_policy="evict_first")
+                dx_tail = dlogits(
+                    held(kept, lse, x_ptr.dtype.element_ty), lse, softmax_factor, smooth_factor, weight_ptr, tail,
+                    n_cols, softcap, logit_scale, HAS_WEIGHT, HAS_SMOOTHING, HAS_SOFTCAP,
+                )  # fmt: skip
+                tl.store(dx_ptr + tail, dx_tail.to(dtype), mask=tail < n_cols, eviction_policy="evict_first")
+                if SWEEPS:
+                    for back in range(0, n_swept, BLOCK):
+                        cols = last - back
+                        x, ahead = x_next, cols - BLOCK
+                        x_next = tl.load(x_ptr + ahead, mask=ahead >= 0, other=0.0, eviction_policy="evict_first")
+                        dx = dlogits(
+                            x, lse, softmax_factor, smooth_factor, weight_ptr, cols, n_cols, softcap, logit_scale,
+                            HAS_WEIGHT, HAS_SMOOTHING, HAS_SOFTCAP,
+                        )  # fmt: skip
+                        tl.store(dx_ptr + cols, dx.to(dtype), eviction_policy="evict_first")
+                dx_label = softmax_factor * tl.exp2(label_z - lse) - label_share * scale
+                if HAS_SMOOTHING:
+                    dx_label -= smooth_factor * label_weight
+                tl.debug_barrier()  # the label's column was just written as if it were any other
+                tl.store(dx_ptr + label, (dx_label * label_slope).to(dtype), mask=is_class)
+
+
+@triton.jit(do_not_specialize=["n_rows", "first_col"])
+def slab_kernel(
+    logits_ptr, labels_ptr, weight_ptr, lse_ptr, scale_ptr, weight_sum_ptr,
+    logits_row_stride, scale_stride, n_rows, n_cols, first_col, vocab_size,
+    ignore_index, label_smoothing, softcap, logit_scale, z_loss,
+    HAS_WEIGHT: tl.constexpr, HAS_SMOOTHING: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    LANES: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
+    """One row of a slab of columns, whose lse is known: the gradient over the logits."""
+    softcap, logit_scale, z_loss = fp32(softcap), fp32(logit_scale), fp32(z_loss)
+    label_smoothing = fp32(label_smoothing)
+    smooth_share = label_smoothing / vocab_size
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
+    label = tl.load(labels_ptr + row).to(tl.int64)
+    x_ptr = logits_ptr + row * logits_row_stride
+    mask = cols < n_cols
+    if label == ignore_index:
+        tl.store(x_ptr + cols, tl.zeros([LANES, VECTOR], dtype=x_ptr.dtype.element_ty), mask=mask)
+    else:
+        is_class = (label >= 0) & (label < vocab_size)
+        lse = tl.load(lse_ptr + row)
+        label_share = 1.0 - label_smoothing
+        if HAS_WEIGHT:
+            label_share *= tl.load(weight_ptr + label, mask=is_class, other=0.0).to(tl.float32)
+        softmax_share = label_share + 2.0 * z_loss * lse * LN2
+        if HAS_SMOOTHING:
+            softmax_share += smooth_share * tl.load(weight_sum_ptr)
+        scale = tl.load(scale_ptr + row * scale_stride).to(tl.float32) * logit_scale
+        scale = tl.where(is_class, scale, float("nan"))
+        x = tl.load(x_ptr + cols, mask=mask, other=0.0)
+        dx = dlogits(
+            x, lse, softmax_share * scale, smooth_share * scale, weight_ptr + first_col, cols, n_cols,
+            softcap, logit_scale, HAS_WEIGHT, HAS_SMOOTHING, HAS_SOFTCAP,
+        )  # fmt: skip
+        _, slope = bounded(x.to(tl.float32), softcap, logit_scale, HAS_SOFTCAP)
+        dx -= tl.where(cols == label - first_col, label_share * scale * slope, 0.0)
+        tl.store(x_ptr + cols, dx.to(x_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def statistics_kernel(
+    logits_ptr, labels_ptr, logprob_ptr, argmax_ptr, entropy_ptr, logits_row_stride, n_rows, n_cols,
+    ignore_index, softcap, logit_scale,
+    HAS_SOFTCAP: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
+    """One row's log-probability of the label, its likeliest class (the first of equals) and its entropy."""
+    softcap, logit_scale = fp32(softcap), fp32(logit_scale)
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr = logits_ptr + row * logits_row_stride
+    offs = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
+    lane_max = tl.full([LANES], -1e30, dtype=tl.float32)
+    lane_sum = tl.zeros([LANES], dtype=tl.float32)
+    lane_z = tl.zeros([LANES], dtype=tl.float32)  # sum of z 2^(z - maximum)
+    lane_col = tl.full([LANES], n_cols, dtype=tl.int32)  # where the maximum was first met
+    for start in range(0, n_cols, LANES * VECTOR):
+        cols = start + offs
+        x = tl.load(x_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
+        z, _ = bounded(x, softcap, logit_scale, HAS_SOFTCAP)
+        z = tl.where(cols < n_cols, z, float("-inf"))
+        new_max = tl.maximum(lane_max, tl.max(z, axis=1))
+        first = tl.min(tl.where(z == new_max[:, None], cols, n_cols), axis=1)
+        lane_col = tl.where(new_max > lane_max, first, tl.minimum(lane_col, first))
+        fading = tl.exp2(lane_max - new_max)
+        e = tl.exp2(z - new_max[:, None])
+        lane_sum = lane_sum * fading + tl.sum(e, axis=1)
+        lane_z = lane_z * fading + tl.sum(tl.where(e > 0.0, z * e, 0.0), axis=1)
+        lane_max = new_max
+    row_max = tl.max(lane_max, axis=0)
+    share = tl.exp2(lane_max - row_max)
+    row_sum = tl.sum(lane_sum * share, axis=0)
+    lse = row_max + tl.log2(row_sum)
+    tl.store(argmax_ptr + row, tl.min(tl.where(lane_max == row_max, lane_col, n_cols), axis=0))
+    tl.store(entropy_ptr + row, (lse - tl.sum(lane_z * share, axis=0) / row_sum) * LN2)
+    label = tl.load(labels_ptr + row).to(tl.int64)
+    is_class = (label >= 0) & (label < n_cols)
+    label_x = tl.load(x_ptr + label, mask=is_class, other=float("nan")).to(tl.float32)
+    label_z, _ = bounded(label_x, softcap, logit_scale, HAS_SOFTCAP)
+    tl.store(logprob_ptr + row, tl.where(label == ignore_index, 0.0, (label_z - lse) * LN2))
