@@ -93,11 +93,9 @@ def _run_chunks(
     slot_rows = SLOT_ROWS if runs_triton(hidden) else SLOT_ROWS_TORCH
     chunks = chunks_of(n_rows, row_bytes, chunk_bytes, slot_rows, needs_dw=needs_dw)
     wide = torch.promote_types(dtype, torch.float32)
-    width = -(-vocab_size // COL_MULTIPLE) * COL_MULTIPLE
-    buffer, teacher_buffer = (
-        hidden.new_empty((chunks.buffer, width)),
-        layers.teacher_hidden.new_empty((chunks.slot, width)),
-    )
+    width = _buffer_width(vocab_size)
+    buffer = hidden.new_empty((chunks.buffer, width))
+    teacher_buffer = layers.teacher_hidden.new_empty((chunks.slot, width))
     d_hidden = torch.empty_like(hidden) if needs_dx else None
     sums_wide = dtype is torch.float16 or (dtype is torch.bfloat16 and chunks.flushes > 2)
     d_weight = torch.empty(weight.shape, dtype=wide if sums_wide else dtype, device=weight.device) if needs_dw else None
@@ -133,6 +131,11 @@ def _run_chunks(
     if needs_dw and dtype is not torch.float16:
         d_weight = d_weight.to(dtype)
     return torch.cat(losses), d_hidden, d_weight, d_bias
+
+
+def _buffer_width(vocab_size: int) -> int:
+    # torch.compile takes no out= whose rows have a gap
+    return vocab_size if torch.compiler.is_compiling() else -(-vocab_size // COL_MULTIPLE) * COL_MULTIPLE
 
 
 class _LinearJSD(torch.autograd.Function):
