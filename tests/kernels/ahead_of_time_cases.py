@@ -49,21 +49,18 @@ def labels(*shape: int) -> torch.Tensor:
     return meta(*shape, dtype=torch.int64)
 
 
-# Widths of rows: a head, the commonest, the widest whole row of a backward, and those that are swept.
-WIDTHS = (128, 4096, 8192, 16384, 32768)
+# Rows: a head, the commonest, the widest whole row of a backward, those that are swept; an odd one.
+WIDTHS = ((128, BF16), (4096, BF16), (8192, BF16), (16384, BF16), (4096, FP16), (4095, FP32), (32768, FP32))
 VOCABULARIES = ((128256, BF16), (32000, FP16), (50257, FP32), (256000, BF16))
 EVERY_TERM = {"label_smoothing": 0.1, "softcap": 30.0, "z_loss": 1e-4}
 
 
 def _rows(op: str, n_rows: int, n_columns: int) -> list[Case]:
-    """Over widths in bf16, and in the other dtypes at an odd width and at a swept one."""
-
-    def shapes(width: int) -> tuple[tuple[int, ...], ...]:
-        return ((ROWS, width),) * n_rows + ((width,),) * n_columns
-
-    call = getattr(kernels, op)
-    sizes = [(width, BF16) for width in WIDTHS] + [(4095, FP16), (4095, FP32), (16384, FP32)]
-    return [Case(op, call, shapes(width), dtype) for width, dtype in sizes]
+    """An op on so many tensors (N, E), then so many (E,)."""
+    return [
+        Case(op, getattr(kernels, op), ((ROWS, width),) * n_rows + ((width,),) * n_columns, dtype)
+        for width, dtype in WIDTHS
+    ]
 
 
 def _rms_norm() -> list[Case]:
@@ -92,7 +89,7 @@ def _rope() -> list[Case]:
 
         return Case("apply_rope", call, ((1, 512, 32, head_dim), (1, 512, 8, head_dim)), dtype, (table, table))
 
-    plain = ((BF16, 64), (BF16, 128), (BF16, 256), (FP16, 128), (FP32, 80))
+    plain = ((BF16, 128), (BF16, 256), (FP16, 64), (FP32, 80))
     return [*(case(*size) for size in plain), case(BF16, 128, interleaved=True), case(BF16, 128, rotary_dim=96)]
 
 
@@ -150,10 +147,10 @@ def _kl_div() -> list[Case]:
 
 
 def _jsd() -> list[Case]:
+    sizes = [(0.5, *size) for size in VOCABULARIES[:3]] + [(0.0, 128256, BF16), (1.0, 128256, FP32)]
     return [
         Case("jsd", partial(kernels.jsd, beta=beta), ((512, vocab),), dtype, (meta(512, vocab, dtype=dtype),))
-        for vocab, dtype in VOCABULARIES[:3]
-        for beta in (0.0, 0.5, 1.0)
+        for beta, vocab, dtype in sizes
     ]
 
 
