@@ -49,4 +49,19 @@ OPS = (
         ("LinearCrossEntropyLoss",),
         ("hidden", "weight", "bias"),
     ),
+    Op("kl_div", "kl_div", "Kullback-Leibler divergence of log-probabilities", ("KLDivLoss",), ("input", "target")),
+    Op("jsd", "jsd", "generalised Jensen-Shannon divergence of log-probabilities", ("JSDLoss",), ("input",)),
+    Op(
+        "linear_jsd",
+        "linear_jsd",
+        "generalised JSD of a student's linear layer from a teacher's, without the logits",
+        ("LinearJSDLoss",),
+        ("student_hidden", "student_weight"),
+    ),
+    Op(
+        "int2_int8_matmul",
+        "int2_int8_matmul",
+        "product of int8 activations and packed 2-bit weights",
+        ("pack_int2", "unpack_int2"),
+    ),
 )
