@@ -23,14 +23,9 @@ from ligertune_kernels.launch import runs_triton
 from ligertune_kernels.ops.divergence import gradients_once
 from ligertune_kernels.ops.jsd import check_beta, denominator, jsd_reference
 from ligertune_kernels.ops.jsd_row_pass import jsd_row_pass
-from ligertune_kernels.ops.linear_cross_entropy import (
-    _add_product,
-    _autocast_dtype,
-    _logits,
-    _without_autocast,
-    chunks_of,
-)
+from ligertune_kernels.ops.linear_chunks import _add_product, _autocast_dtype, _logits, _without_autocast
 from ligertune_kernels.ops.row_pass import scales
+from ligertune_kernels.ops.schedule import chunks_of
 
 CHUNK_BYTES = 1 << 30  # of both buffers: 2048 rows of a 128k vocabulary in bf16, so 4096 tokens in two flushes
 SLOT_ROWS = 1024  # cuBLAS reaches 763 TFLOP/s there on an H100 and gains 2 % by twice as many
