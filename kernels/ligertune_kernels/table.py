@@ -46,7 +46,7 @@ OPS = (
         "linear_cross_entropy",
         "linear_cross_entropy",
         "cross entropy of a linear layer's output, without the logits",
-        ("LinearCrossEntropyLoss",),
+        ("LinearCrossEntropyLoss", "Schedule", "labelled_rows", "schedule_of"),
         ("hidden", "weight", "bias"),
     ),
     Op("kl_div", "kl_div", "Kullback-Leibler divergence of log-probabilities", ("KLDivLoss",), ("input", "target")),

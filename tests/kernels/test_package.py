@@ -21,6 +21,7 @@ EXPORTS = [
     "LayerNorm",
     "LinearCrossEntropyLoss",
     "RMSNorm",
+    "Schedule",
     "SwiGLU",
     "add_rms_norm",
     "add_rms_norm_reference",
@@ -31,6 +32,7 @@ EXPORTS = [
     "cross_entropy_reference",
     "geglu",
     "geglu_reference",
+    "labelled_rows",
     "layer_norm",
     "layer_norm_reference",
     "linear_cross_entropy",
@@ -38,6 +40,7 @@ EXPORTS = [
     "rms_norm",
     "rms_norm_reference",
     "runs_triton",
+    "schedule_of",
     "swiglu",
     "swiglu_reference",
 ]

@@ -63,10 +63,10 @@ def cross_entropy_reference(
         return losses.view(labels.shape)
     if reduction == "sum":
         return losses.sum()
-    return losses.sum() / _denominator(labels, weight, ignore_index, wide)
+    return losses.sum() / mean_denominator(labels, weight, ignore_index, wide)
 
 
-def _denominator(
+def mean_denominator(
     labels: torch.Tensor, weight: torch.Tensor | None, ignore_index: int, dtype: torch.dtype
 ) -> torch.Tensor:
     """What a mean divides by, as a scalar on the device; 1 where all labels are ignored."""
@@ -88,7 +88,7 @@ class _CrossEntropy(torch.autograd.Function):
         if inplace:
             torch.autograd.graph.increment_version(rows)
         ctx.save_for_backward(gradient)
-        ctx.spent = False
+        ctx.inplace, ctx.spent = inplace, False
         return losses.sum() / denominator
 
     @staticmethod
@@ -98,6 +98,8 @@ class _CrossEntropy(torch.autograd.Function):
         if ctx.spent:
             raise RuntimeError(SPENT.format(op="cross_entropy"))
         ctx.spent = True
+        if ctx.inplace:
+            torch.autograd.graph.increment_version(gradient)  # it is the caller's logits that are scaled
         factor = d_loss if ctx.afterwards is None else d_loss * ctx.afterwards
         return scaled(gradient, factor), None, None, None, None, None
 
@@ -165,7 +167,7 @@ def cross_entropy(
             return _CrossEntropyRows.apply(rows, flat, weight, terms, inplace).view(labels.shape)
         return row_pass(rows, flat, terms, weight=weight).view(labels.shape)
     denominator = (
-        _denominator(flat, weight, ignore_index, torch.float32)
+        mean_denominator(flat, weight, ignore_index, torch.float32)
         if reduction == "mean"
         else torch.ones((), dtype=torch.float32, device=logits.device)
     )

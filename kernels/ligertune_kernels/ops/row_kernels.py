@@ -1,4 +1,4 @@
-r"""The Triton kernels behind row_pass.py, where the mathematics stands. z, lse and maxima are held in bits: times log2(e).
+r"""The Triton kernels behind row_pass.py, where the mathematics stands. z, lse and maxima are in bits: times log2(e).
 
 A program of `row_kernel` takes a row in two sweeps: first for lse, each lane keeping the running maximum and sum of
 its own columns, then for the gradient, which may be written over the logits. The row's last columns, the tail, are
@@ -59,7 +59,7 @@ def held(integers, after, DTYPE: tl.constexpr):
     if DTYPE.primitive_bitwidth == 32:
         return integers.to(tl.float32, bitcast=True)
     else:
-        if DTYPE == tl.bfloat16:
+        if DTYPE.is_bf16():
             low, high = (integers << 16).to(tl.float32, bitcast=True), (integers & -65536).to(tl.float32, bitcast=True)
         else:
             low = integers.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)

@@ -218,7 +218,7 @@ def _bounded_torch(logits: torch.Tensor, terms: Terms) -> tuple[torch.Tensor, to
 
 
 def scales(denominator: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """1/denominator (one or N), parted into a factor for the pass and one for afterwards, of gradients of this dtype."""
+    """1/denominator (one or N), parted into a factor for the pass and one for afterwards, of gradients in dtype."""
     if dtype is torch.float16:
         least = denominator.abs().min()
         return HALF_SCALE * (least / denominator), 1.0 / (HALF_SCALE * least)

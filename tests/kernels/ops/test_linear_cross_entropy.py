@@ -11,7 +11,7 @@ from ligertune_kernels import (
     linear_cross_entropy_reference,
     runs_triton,
 )
-from ligertune_kernels.ops.linear_cross_entropy import Chunks, chunks_of
+from ligertune_kernels.ops.schedule import Chunks, chunks_of
 from torch.utils.checkpoint import checkpoint
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -1,0 +1,227 @@
+"""The two schedules of linear_cross_entropy: chunks of rows through the products and the row pass, gradients alongside.
+
+    Z = X Wᵀ + b + s (X Aᵀ) Bᵀ        G = dloss/dZ        dX = G W + s (G B) A        dW = Gᵀ X        db = sum_i G_i
+    dA = s (G B)ᵀ X                   dB = s Gᵀ (X Aᵀ)    with A (R, E) and B (V, R), the low-rank term, where given
+
+The logits of a chunk are multiplied into a reused buffer (cuBLAS), which the row pass turns into G in place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from ligertune_kernels.launch import chip_of
+from ligertune_kernels.ops.row_pass import Terms, row_pass, slab_pass
+from ligertune_kernels.ops.schedule import Schedule
+
+
+class Needs(NamedTuple):
+    """Which gradients are wanted."""
+
+    hidden: bool = False
+    weight: bool = False
+    bias: bool = False
+    lora_a: bool = False
+    lora_b: bool = False
+
+
+@dataclass(frozen=True)
+class Head:
+    """A linear layer: weight (V, E), bias (V,), and of a low-rank term lora_a (R, E), lora_b (V, R), lora_scale."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None = None
+    lora_a: torch.Tensor | None = None
+    lora_b: torch.Tensor | None = None
+    lora_scale: float = 1.0
+
+    def columns(self, first: int, last: int) -> Head:
+        """The layer of some of its outputs."""
+        bias, lora_b = (None if t is None else t[first:last] for t in (self.bias, self.lora_b))
+        return Head(self.weight[first:last], bias, self.lora_a, lora_b, self.lora_scale)
+
+    def narrowed(self, rows: torch.Tensor) -> torch.Tensor | None:
+        """s X Aᵀ (N, R), what the low-rank term knows of the rows."""
+        return None if self.lora_a is None else self.lora_scale * torch.mm(rows, self.lora_a.t())
+
+    def logits(self, rows: torch.Tensor, narrow: torch.Tensor | None, out: torch.Tensor) -> None:
+        """The low-rank term is written first: the large product then adds to it on its way out of the registers."""
+        if narrow is None:
+            _logits(rows, self.weight, self.bias, out=out)
+        else:
+            _logits(narrow, self.lora_b, self.bias, out=out)
+            torch.addmm(out, rows, self.weight.t(), out=out)
+
+
+@dataclass(frozen=True)
+class Targets:
+    """What the logits are judged by: labels (N,), the terms of the loss, class weights (V,), scale (one or N)."""
+
+    labels: torch.Tensor
+    terms: Terms
+    class_weight: torch.Tensor | None = None
+    scale: torch.Tensor | None = None
+
+    def pass_over(
+        self, logits: torch.Tensor, start: int, stop: int, *, turns: bool, lse: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The losses of some rows; where asked to, the logits are turned into their gradient."""
+        scale = self.scale[start:stop] if self.scale is not None and self.scale.dim() else self.scale
+        return row_pass(
+            logits, self.labels[start:stop], self.terms, weight=self.class_weight,
+            gradient=logits if turns else None, scale=scale, lse=None if lse is None else lse[start:stop],
+        )  # fmt: skip
+
+
+@dataclass
+class Gradients:
+    """What the chunks gave; None where nobody asked. Sums over rows are wide until `rounded`."""
+
+    losses: torch.Tensor  # (N,)
+    hidden: torch.Tensor | None = None
+    weight: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    lora_a: torch.Tensor | None = None
+    lora_b: torch.Tensor | None = None
+    parts: list[torch.Tensor] = field(default_factory=list)  # the losses so far
+
+    @classmethod
+    def wanted(cls, x: torch.Tensor, head: Head, needs: Needs, *, sums_wide: bool) -> Gradients:
+        dtype, wide = x.dtype, torch.promote_types(x.dtype, torch.float32)
+        weight, lora_a, lora_b = head.weight, head.lora_a, head.lora_b
+        return cls(
+            losses=x.new_empty(0),
+            hidden=torch.empty_like(x) if needs.hidden else None,
+            weight=torch.empty(weight.shape, dtype=wide if sums_wide else dtype, device=x.device)
+            if needs.weight
+            else None,
+            bias=x.new_zeros(weight.shape[0], dtype=wide) if needs.bias else None,
+            lora_a=x.new_zeros(lora_a.shape, dtype=wide) if needs.lora_a else None,
+            lora_b=x.new_zeros(lora_b.shape, dtype=wide) if needs.lora_b else None,
+        )
+
+    def rounded(self, dtype: torch.dtype) -> Gradients:
+        """All losses in one, and dW in `dtype`, unless that is float16, whose sums are not divided yet."""
+        self.losses = torch.cat(self.parts)
+        if self.weight is not None and dtype is not torch.float16:
+            self.weight = self.weight.to(dtype)
+        return self
+
+    def add_rows(
+        self, head: Head, x: torch.Tensor, narrow: torch.Tensor | None, g: torch.Tensor, start: int, stop: int
+    ) -> None:
+        """All that G (c, V) of some rows gives, but dW."""
+        through = None  # s G B (c, R)
+        if narrow is not None and (self.hidden is not None or self.lora_a is not None):
+            through = head.lora_scale * torch.mm(g, head.lora_b)
+        if self.hidden is not None:
+            dx = self.hidden[start:stop]
+            if through is None:
+                torch.mm(g, head.weight, out=dx)
+            else:
+                torch.mm(through, head.lora_a, out=dx)
+                torch.addmm(dx, g, head.weight, out=dx)
+        if self.bias is not None:
+            self.bias += g.sum(0, dtype=self.bias.dtype)
+        if self.lora_a is not None:
+            _add_product(self.lora_a, through.t(), x[start:stop], beta=1)
+        if self.lora_b is not None:
+            _add_product(self.lora_b, g.t(), narrow, beta=1)
+
+
+def run_chunks(x: torch.Tensor, head: Head, targets: Targets, needs: Needs, schedule: Schedule) -> Gradients:
+    """Losses (N,) of rows (N, E) and the gradients that are needed, times the targets' scale."""
+    found = Gradients.wanted(x, head, needs, sums_wide=schedule.sums_wide)
+    run = _lean if schedule.plan == "lean" and needs.weight else _fast
+    run(x, head, targets, needs, schedule, found)
+    return found.rounded(x.dtype)  # the buffers are gone
+
+
+def _fast(x: torch.Tensor, head: Head, targets: Targets, needs: Needs, schedule: Schedule, found: Gradients) -> None:
+    n_rows, vocab_size = len(x), len(head.weight)
+    buffer = x.new_empty((schedule.buffer, vocab_size))
+    for first in range(0, n_rows, schedule.buffer):
+        last = min(first + schedule.buffer, n_rows)
+        for start in range(first, last, schedule.slot):
+            stop = min(start + schedule.slot, last)
+            _take(x, head, targets, needs, found, start, stop, buffer[start - first : stop - first])
+        if found.weight is not None:
+            _add_product(found.weight, buffer[: last - first].t(), x[first:last], beta=0 if first == 0 else 1)
+
+
+def _lean(x: torch.Tensor, head: Head, targets: Targets, needs: Needs, schedule: Schedule, found: Gradients) -> None:
+    n_rows, vocab_size = len(x), len(head.weight)
+    lse = x.new_empty(n_rows, dtype=torch.promote_types(x.dtype, torch.float32))
+    # dW is written only in the second pass, and its memory holds at least E rows of logits
+    unwritten = found.weight.view(-1).view(x.dtype)[: schedule.slot * vocab_size].view(schedule.slot, vocab_size)
+    for start in range(0, n_rows, schedule.slot):
+        stop = min(start + schedule.slot, n_rows)
+        _take(x, head, targets, needs, found, start, stop, unwritten[: stop - start], lse)
+    narrow = head.narrowed(x)
+    buffer = x.new_empty(n_rows * schedule.slab)
+    for first in range(0, vocab_size, schedule.slab):
+        last = min(first + schedule.slab, vocab_size)
+        g = buffer[: n_rows * (last - first)].view(n_rows, last - first)
+        head.columns(first, last).logits(x, narrow, out=g)
+        slab_pass(
+            g, targets.labels, targets.terms, first_col=first, vocab_size=vocab_size, lse=lse, scale=targets.scale,
+            weight=targets.class_weight,
+        )  # fmt: skip
+        _add_product(found.weight[first:last], g.t(), x, beta=0)
+
+
+def _take(
+    x: torch.Tensor,
+    head: Head,
+    targets: Targets,
+    needs: Needs,
+    found: Gradients,
+    start: int,
+    stop: int,
+    buffer: torch.Tensor,
+    lse: torch.Tensor | None = None,
+) -> None:
+    """One chunk: logits into the buffer (c, V), losses and G from them, and what G gives."""
+    rows = x[start:stop]
+    narrow = head.narrowed(rows)
+    head.logits(rows, narrow, out=buffer)
+    found.parts.append(targets.pass_over(buffer, start, stop, turns=any(needs), lse=lse))
+    if any(needs):
+        found.add_rows(head, x, narrow, buffer, start, stop)
+
+
+def _logits(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, out: torch.Tensor) -> None:
+    if bias is None:
+        torch.mm(rows, weight.t(), out=out)
+    else:
+        torch.addmm(bias, rows, weight.t(), out=out)
+
+
+def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: int) -> None:
+    """total = beta · total + a b, with a total at least as wide as the factors."""
+    if total.dtype == a.dtype:
+        torch.addmm(total, a, b, beta=beta, out=total)
+        return
+    chip = chip_of(total.device)
+    if chip is not None and chip.vendor == "nvidia" and total.device.type == "cuda":
+        torch.addmm(total, a, b, out_dtype=total.dtype, beta=beta, out=total)
+    else:
+        torch.addmm(total, a.to(total.dtype), b.to(total.dtype), beta=beta, out=total)
+
+
+def _autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """The dtype autocast computes in on this device, None where it is off."""
+    # a check of the type and not torch.amp.is_autocast_available, which torch.compile does not trace
+    if device.type not in ("cuda", "cpu") or not torch.is_autocast_enabled(device.type):
+        return None
+    return torch.get_autocast_dtype(device.type)
+
+
+def _without_autocast(device: torch.device) -> contextlib.AbstractContextManager:
+    if _autocast_dtype(device) is None:
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, enabled=False)
