@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 from collections.abc import Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
+from pathlib import Path
 
+import ligertune_kernels
 import pytest
 
 pytest.importorskip("triton", reason="needs triton: nothing is compiled without it")
@@ -19,6 +22,7 @@ from ligertune_kernels.table import OPS
 from pretend_gpu import TARGETS, Compiled, compile_for
 
 ARCHES = tuple(TARGETS)
+KERNELS = Path(ligertune_kernels.__file__).parent / "ops"
 
 
 def compile_op(op: str, arch: str) -> list[Compiled]:
@@ -50,12 +54,29 @@ def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Executor]:
             yield pool
 
 
+class Compilation:
+    """What is compiled for whom, under way in the workers as soon as it is known that somebody will ask."""
+
+    def __init__(self, workers: Executor) -> None:
+        self._workers = workers
+        self._futures: dict[tuple[str, str], Future] = {}
+
+    def begin(self, op: str, arch: str) -> None:
+        if (op, arch) not in self._futures:
+            self._futures[op, arch] = self._workers.submit(compile_op, op, arch)
+
+    def of(self, op: str, arch: str) -> list[Compiled]:
+        self.begin(op, arch)
+        return self._futures[op, arch].result()
+
+
 @pytest.fixture(scope="module")
-def compiled(workers: Executor, request: pytest.FixtureRequest) -> dict[tuple[str, str], Future]:
-    """All that the selected tests will ask for, under way at once."""
-    asked = [item.callspec.params for item in request.session.items if item.originalname == "test_every_kernel_fits"]
-    pairs = [(params["op"], params["arch"]) for params in asked]
-    return {pair: workers.submit(compile_op, *pair) for pair in pairs}
+def compilation(workers: Executor, request: pytest.FixtureRequest) -> Compilation:
+    under_way = Compilation(workers)
+    for item in request.session.items:
+        if getattr(item, "originalname", "") == "test_every_kernel_fits":
+            under_way.begin(item.callspec.params["op"], item.callspec.params["arch"])
+    return under_way
 
 
 def test_every_op_has_cases() -> None:
@@ -66,10 +87,16 @@ def test_every_op_has_cases() -> None:
 
 @pytest.mark.parametrize("arch", ARCHES)
 @pytest.mark.parametrize("op", [op.name for op in OPS])
-def test_every_kernel_fits(op, arch, compiled) -> None:
-    kernels: list[Compiled] = compiled[op, arch].result()
+def test_every_kernel_fits(op, arch, compilation) -> None:
+    kernels = compilation.of(op, arch)
     assert kernels, "nothing was compiled: the op took its reference"
     assert [fault for kernel in kernels for fault in kernel.faults(TARGETS[arch])] == []
+
+
+def test_no_kernel_is_left_out(compilation) -> None:
+    """The cases reach every kernel there is; what is launched is called so."""
+    written = {name for path in KERNELS.rglob("*.py") for name in re.findall(r"def (\w*kernel)\(", path.read_text())}
+    assert written - {kernel.kernel for op in OPS for kernel in compilation.of(op.name, "sm90")} == set()
 
 
 @pytest.mark.parametrize(
