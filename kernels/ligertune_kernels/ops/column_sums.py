@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import torch
 
-from ligertune_kernels.launch import chip_of, on_device, options, tl, triton
+from ligertune_kernels.launch import Chip, Launcher, chip_of, on_device, options, remembered, tl, triton
 
 TILE = 16384  # elements taken at once: of most matrices every row, so that all their bytes are in flight together
 FEWEST_COLS = 32  # 128 bytes of a row
 
 
 @triton.jit(do_not_specialize=["n_rows"])
-def _column_sums_kernel(x_ptr, sums_ptr, n_rows, n_cols, ROWS: tl.constexpr, COLS: tl.constexpr):
+def _column_sums_kernel(x_ptr, sums_ptr, n_cols, n_rows, ROWS: tl.constexpr, COLS: tl.constexpr):
     cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
     total = tl.zeros([COLS], dtype=tl.float32)
     for start in range(0, n_rows, ROWS):
@@ -25,15 +25,20 @@ def _column_sums_kernel(x_ptr, sums_ptr, n_rows, n_cols, ROWS: tl.constexpr, COL
     tl.store(sums_ptr + cols, total.to(sums_ptr.dtype.element_ty), mask=cols < n_cols)
 
 
+@remembered
+def _launch(n_rows: int, n_cols: int, chip: Chip) -> tuple[Launcher, tuple[int, int, int]]:
+    """The kernel, and some four programs on each processor."""
+    cols = min(max(FEWEST_COLS, triton.next_power_of_2(n_cols // (4 * chip.processors) + 1)), 1024)
+    rows = min(TILE // cols, triton.next_power_of_2(n_rows))
+    constants = {"ROWS": rows, "COLS": cols, **options(rows * cols // 2, chip)}
+    return Launcher(_column_sums_kernel, constants), (triton.cdiv(n_cols, cols), 1, 1)
+
+
 def column_sums(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """x.sum(0) of a contiguous fp32 matrix, rounded once to dtype: one launch, where torch takes two."""
     n_rows, n_cols = x.shape
     sums = torch.empty(n_cols, dtype=dtype, device=x.device)
-    chip = chip_of(x.device)
-    cols = min(max(FEWEST_COLS, triton.next_power_of_2(n_cols // (4 * chip.processors) + 1)), 1024)
-    rows = min(TILE // cols, triton.next_power_of_2(n_rows))
+    launch, grid = _launch(n_rows, n_cols, chip_of(x.device))
     with on_device(x):
-        _column_sums_kernel[(triton.cdiv(n_cols, cols),)](
-            x, sums, n_rows, n_cols, ROWS=rows, COLS=cols, **options(rows * cols // 2, chip)
-        )
+        launch(grid, (x, sums), (n_cols,), n_rows)
     return sums

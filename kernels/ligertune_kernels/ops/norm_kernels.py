@@ -1,0 +1,238 @@
+r"""The kernels of rms_norm, add_rms_norm and layer_norm: norms of rows x (E,) with weight w and bias b (E,).
+
+    m = mean(x), or 0 in an RMS norm        r = 1 / sqrt(mean((x - m)²) + eps)
+    x̂ = r (x - m)                           y = (offset + w) x̂ + b
+
+Backward, with g = (offset + w) dy, and ds the gradient that reaches x past the norm (0 but in add_rms_norm):
+
+    dx = r (g - mean(g) - x̂ mean(g x̂)) + ds        (an RMS norm has no mean(g))
+    dw = sum over rows of dy x̂                     db = sum over rows of dy
+
+Everything is computed in fp32. With ROUND_XHAT x̂ is rounded to x's dtype before it is multiplied, as Llama's norm does.
+
+There are no atomics: a backward program sums dw and db over its own run of rows in registers, and `column_sums` adds
+the programs up. The result is therefore the same in every run.
+
+Both directions walk a run of rows with the next ones on their way into shared memory (`num_stages`): a program alone
+on its processor must have some 40 kB in flight to fill the memory's bandwidth, and registers cannot hold them.
+"""
+
+from __future__ import annotations
+
+from ligertune_kernels.device_fns import fp32
+from ligertune_kernels.launch import tl, triton
+
+
+@triton.jit(do_not_specialize=["n_rows", "rows_per_program"])
+def forward_kernel(
+    x_ptr,
+    residual_ptr,
+    w_ptr,
+    b_ptr,
+    y_ptr,
+    sum_ptr,
+    mean_ptr,
+    rstd_ptr,
+    x_row_stride,
+    residual_row_stride,
+    n_cols,
+    n_rows,
+    eps,
+    offset,
+    rows_per_program,
+    HAS_RESIDUAL: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    CENTRED: tl.constexpr,
+    ROUND_XHAT: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """A run of rows, ROWS whole ones at a time."""
+    first = tl.program_id(0).to(tl.int64) * rows_per_program
+    last = tl.minimum(first + rows_per_program, n_rows)
+    cols = tl.arange(0, BLOCK)
+    col_mask = cols < n_cols
+    if HAS_WEIGHT:
+        w = tl.load(w_ptr + cols, mask=col_mask, other=0.0)
+    if HAS_BIAS:
+        b = tl.load(b_ptr + cols, mask=col_mask, other=0.0)
+    for row in tl.range(first, last, ROWS, num_stages=STAGES):
+        rows = row + tl.arange(0, ROWS)
+        row_mask = rows < last
+        mask = row_mask[:, None] & col_mask[None, :]
+        x = tl.load(x_ptr + rows[:, None] * x_row_stride + cols[None, :], mask=mask, other=0.0)
+        offs = rows[:, None] * n_cols + cols[None, :]
+        if HAS_RESIDUAL:
+            residual_offs = rows[:, None] * residual_row_stride + cols[None, :]
+            x = x.to(tl.float32) + tl.load(residual_ptr + residual_offs, mask=mask, other=0.0).to(tl.float32)
+            x = x.to(sum_ptr.dtype.element_ty)
+            tl.store(sum_ptr + offs, x, mask=mask)
+        x = x.to(tl.float32)
+        if CENTRED:
+            mean = tl.sum(x, axis=1) / n_cols
+            tl.store(mean_ptr + rows, mean, mask=row_mask)
+            x = tl.where(mask, x - mean[:, None], 0.0)
+        rstd = tl.rsqrt(tl.sum(x * x, axis=1) / n_cols + fp32(eps))
+        tl.store(rstd_ptr + rows, rstd, mask=row_mask)
+        y = x * rstd[:, None]
+        if ROUND_XHAT:
+            y = y.to(sum_ptr.dtype.element_ty).to(tl.float32)
+        if HAS_WEIGHT:
+            y *= (w.to(tl.float32) + fp32(offset))[None, :]
+        if HAS_BIAS:
+            y += b.to(tl.float32)[None, :]
+        tl.store(y_ptr + offs, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["n_rows", "rows_per_program"])
+def forward_sweep_kernel(
+    x_ptr,
+    residual_ptr,
+    w_ptr,
+    b_ptr,
+    y_ptr,
+    sum_ptr,
+    mean_ptr,
+    rstd_ptr,
+    x_row_stride,
+    residual_row_stride,
+    n_cols,
+    n_rows,
+    eps,
+    offset,
+    rows_per_program,
+    HAS_RESIDUAL: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    CENTRED: tl.constexpr,
+    ROUND_XHAT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One row of any length, swept once for each sum and once for y; all sweeps but the first find it in the cache."""
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr += row * x_row_stride
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    if HAS_RESIDUAL or CENTRED:
+        for start in range(0, n_cols, BLOCK):
+            cols = start + tl.arange(0, BLOCK)
+            mask = cols < n_cols
+            x = tl.load(x_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+            if HAS_RESIDUAL:
+                x += tl.load(residual_ptr + row * residual_row_stride + cols, mask=mask, other=0.0).to(tl.float32)
+                x = x.to(sum_ptr.dtype.element_ty)
+                tl.store(sum_ptr + row * n_cols + cols, x, mask=mask)
+            total += x.to(tl.float32)
+    if HAS_RESIDUAL:
+        tl.debug_barrier()  # the sum is read back by other threads than wrote it, if the compiler so chose
+        x_ptr = sum_ptr + row * n_cols
+    mean = 0.0
+    if CENTRED:
+        mean = tl.sum(total, axis=0) / n_cols
+        tl.store(mean_ptr + row, mean)
+    squares = tl.zeros([BLOCK], dtype=tl.float32)
+    for start in range(0, n_cols, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
+        x = tl.where(cols < n_cols, x - mean, 0.0)
+        squares += x * x
+    rstd = tl.rsqrt(tl.sum(squares, axis=0) / n_cols + fp32(eps))
+    tl.store(rstd_ptr + row, rstd)
+    for start in range(0, n_cols, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        mask = cols < n_cols
+        y = (tl.load(x_ptr + cols, mask=mask, other=0.0).to(tl.float32) - mean) * rstd
+        if ROUND_XHAT:
+            y = y.to(sum_ptr.dtype.element_ty).to(tl.float32)
+        if HAS_WEIGHT:
+            y *= tl.load(w_ptr + cols, mask=mask, other=0.0).to(tl.float32) + fp32(offset)
+        if HAS_BIAS:
+            y += tl.load(b_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+        tl.store(y_ptr + row * n_cols + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["n_rows", "rows_per_program"])
+def backward_kernel(
+    dy_ptr,
+    ds_ptr,
+    x_ptr,
+    w_ptr,
+    mean_ptr,
+    rstd_ptr,
+    dx_ptr,
+    partial_ptr,
+    dy_row_stride,
+    ds_row_stride,
+    x_row_stride,
+    n_cols,
+    n_rows,
+    offset,
+    rows_per_program,
+    HAS_RESIDUAL: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    CENTRED: tl.constexpr,
+    ROUND_XHAT: tl.constexpr,
+    NEEDS_DX: tl.constexpr,
+    NEEDS_DW: tl.constexpr,
+    NEEDS_DB: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """A run of rows, ROWS at a time: dx, dw and db of the columns of one part. The row's sums need the others too."""
+    first = tl.program_id(0).to(tl.int64) * rows_per_program
+    last = tl.minimum(first + rows_per_program, n_rows)
+    part = tl.program_id(1)
+    cols = part * BLOCK + tl.arange(0, BLOCK)
+    col_mask = cols < n_cols
+    if HAS_WEIGHT:
+        w = tl.load(w_ptr + cols, mask=col_mask, other=0.0)
+    dw = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
+    db = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
+    for row in tl.range(first, last, ROWS, num_stages=STAGES):
+        rows = row + tl.arange(0, ROWS)
+        row_mask = rows < last
+        mask = row_mask[:, None] & col_mask[None, :]
+        x_rows, dy_rows = x_ptr + rows[:, None] * x_row_stride, dy_ptr + rows[:, None] * dy_row_stride
+        x = tl.load(x_rows + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        dy = tl.load(dy_rows + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        rstd = tl.load(rstd_ptr + rows, mask=row_mask, other=0.0)[:, None]
+        mean = tl.load(mean_ptr + rows, mask=row_mask, other=0.0)[:, None] if CENTRED else 0.0
+        xhat = (x - mean) * rstd
+        if NEEDS_DX:
+            g = dy
+            if HAS_WEIGHT:
+                g *= (w.to(tl.float32) + fp32(offset))[None, :]
+            g_sum, gx_sum = g, g * xhat
+            # A bound that the compiler knows to be 2 leaves no loop, and only then are the rows fetched ahead.
+            for k in range(1, PARTS if PARTS <= 2 else tl.num_programs(1)):
+                other_cols = (part + k) % PARTS * BLOCK + tl.arange(0, BLOCK)
+                other_mask = row_mask[:, None] & (other_cols < n_cols)[None, :]
+                other_x = tl.load(x_rows + other_cols[None, :], mask=other_mask, other=0.0).to(tl.float32)
+                other_g = tl.load(dy_rows + other_cols[None, :], mask=other_mask, other=0.0).to(tl.float32)
+                if HAS_WEIGHT:
+                    other_w = tl.load(w_ptr + other_cols, mask=other_cols < n_cols, other=0.0).to(tl.float32)
+                    other_g *= (other_w + fp32(offset))[None, :]
+                g_sum += other_g
+                gx_sum += other_g * ((other_x - mean) * rstd)
+            dx = g - xhat * (tl.sum(gx_sum, axis=1) / n_cols)[:, None]
+            if CENTRED:
+                dx -= (tl.sum(g_sum, axis=1) / n_cols)[:, None]
+            dx *= rstd
+            if HAS_RESIDUAL:
+                ds_offs = rows[:, None] * ds_row_stride + cols[None, :]
+                dx += tl.load(ds_ptr + ds_offs, mask=mask, other=0.0).to(tl.float32)
+            tl.store(dx_ptr + rows[:, None] * n_cols + cols[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
+        if NEEDS_DW:
+            if ROUND_XHAT:
+                xhat = xhat.to(x_ptr.dtype.element_ty).to(tl.float32)
+            dw += dy * xhat
+        if NEEDS_DB:
+            db += dy
+    partial_ptr += tl.program_id(0).to(tl.int64) * (NEEDS_DW + NEEDS_DB) * n_cols
+    if NEEDS_DW:
+        tl.store(partial_ptr + cols, tl.sum(dw, axis=0), mask=col_mask)
+    if NEEDS_DB:
+        tl.store(partial_ptr + NEEDS_DW * n_cols + cols, tl.sum(db, axis=0), mask=col_mask)
