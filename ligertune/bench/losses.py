@@ -94,6 +94,15 @@ def _linear_work(case: Case) -> Work:
     return Work((weight + hidden, 2.0 * weight + 2.0 * hidden), (product, 2.0 * product))
 
 
+def _our_linear(case: Case, args: Tensors):
+    """Which rows have a label was found when the batch was made."""
+    import ligertune_kernels
+
+    hidden, weight, labels = args
+    rows = ligertune_kernels.labelled_rows(labels.cpu()).to(labels.device) if case.ignored else None
+    return lambda: ligertune_kernels.linear_cross_entropy(hidden, weight, labels, labelled_rows=rows)
+
+
 def _eager_linear(case: Case, args: Tensors):
     hidden, weight, labels = args
     return lambda: huggingface.causal_lm_loss(F.linear(hidden, weight), labels)
@@ -124,11 +133,101 @@ LINEAR_CROSS_ENTROPY = Subject(
     work=_linear_work,
     plain=_plain_linear,
     providers=(
-        ours("ours", lambda kernels, case, *args: kernels.linear_cross_entropy(*args)),
+        Provider("ours", _our_linear),
         LINEAR_CROSS_ENTROPY_EAGER,
         function("torch", _torch_linear),
         compiled(LINEAR_CROSS_ENTROPY_EAGER),
     ),
+)
+
+
+# ---- of several heads, and what is asked of logits without a gradient
+
+COEFFICIENTS = tuple(0.8**k for k in range(5))  # Medusa's five heads over one vocabulary
+
+
+def _heads_inputs(case: Case, device: torch.device) -> Tensors:
+    n, width, vocab_size = case.sizes
+    heads = len(COEFFICIENTS)
+    hidden = torch.randn(heads, n, width, dtype=case.dtype, device=device, requires_grad=True)
+    weight = torch.randn(vocab_size, width, dtype=case.dtype, device=device) * (2.0 / width**0.5)
+    return hidden, weight.requires_grad_(), torch.randint(vocab_size, (heads, n), device=device)
+
+
+def _heads_work(case: Case) -> Work:
+    n, width, vocab_size = (float(size) for size in case.sizes)
+    return _linear_work(Case(case.op, (len(COEFFICIENTS) * n, width, vocab_size), case.dtype))
+
+
+def _each_head(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    losses = (huggingface.causal_lm_loss(F.linear(x, weight), y) for x, y in zip(hidden, labels, strict=True))
+    return sum(c * loss for c, loss in zip(COEFFICIENTS, losses, strict=True))
+
+
+def _plain_heads(case: Case, args: Tensors):
+    def loss(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        losses = (F.cross_entropy(F.linear(x, weight), y) for x, y in zip(hidden, labels, strict=True))
+        return sum(c * loss for c, loss in zip(COEFFICIENTS, losses, strict=True))
+
+    return loss
+
+
+HEADS_EAGER = function("eager", _each_head)
+HEADS = Subject(
+    op="multi_head_linear_cross_entropy",
+    dims=("N", "E", "V"),
+    axis="N",
+    sizes=tuple((n, 4096, 32000) for n in (512, 2048, 4096)),
+    small=((32, 16, 100),),
+    args=("hiddens", "weight", "labels"),
+    inputs=_heads_inputs,
+    rows=(),
+    work=_heads_work,
+    plain=_plain_heads,
+    providers=(
+        ours("ours", lambda kernels, case, *args: kernels.multi_head_linear_cross_entropy(*args, COEFFICIENTS)[0]),
+        HEADS_EAGER,
+        compiled(HEADS_EAGER),
+    ),
+)
+
+
+def _statistics_inputs(case: Case, device: torch.device) -> Tensors:
+    hidden, weight, labels = _linear_inputs(case, device)
+    return hidden.detach(), weight.detach(), labels
+
+
+def _statistics_work(case: Case) -> Work:
+    one = _linear_work(case)
+    return Work((one.traffic[0], 0.0), (one.flops[0], 0.0))
+
+
+def _statistics(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> Outputs:
+    """Log-probability of the label, and entropy."""
+    logits = F.linear(hidden, weight)
+    log_probs = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+    return log_probs.gather(1, labels.unsqueeze(1)).squeeze(1), -(log_probs.exp() * log_probs).sum(-1)
+
+
+def _our_statistics(kernels, case: Case, *args: torch.Tensor) -> Outputs:
+    found = kernels.linear_token_statistics(*args)
+    return found.logprob, found.entropy
+
+
+STATISTICS_EAGER = function("eager", _statistics)
+STATISTICS = Subject(
+    op="linear_token_statistics",
+    dims=("N", "E", "V"),
+    axis="N",
+    sizes=tuple((n, 4096, 128256) for n in (512, 2048, 8192)),
+    small=((32, 16, 100),),
+    args=("hidden", "weight", "labels"),
+    inputs=_statistics_inputs,
+    rows=("hidden", "labels"),
+    work=_statistics_work,
+    plain=lambda case, args: _statistics,
+    providers=(ours("ours", _our_statistics), STATISTICS_EAGER, compiled(STATISTICS_EAGER)),
+    modes=("forward",),
 )
 
 

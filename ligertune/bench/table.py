@@ -11,6 +11,8 @@ from ligertune.errors import UserError
 SUBJECTS: tuple[Subject, ...] = (
     losses.LINEAR_CROSS_ENTROPY,
     losses.CROSS_ENTROPY,
+    losses.HEADS,
+    losses.STATISTICS,
     norms.RMS_NORM,
     norms.ADD_RMS_NORM,
     norms.LAYER_NORM,

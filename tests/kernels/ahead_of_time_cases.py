@@ -37,7 +37,7 @@ class Case:
             return
         leaves = [leaf.requires_grad_() for leaf in leaves]
         outputs = self.call(*leaves, *self.constants)
-        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        outputs = [y for y in (outputs if isinstance(outputs, tuple) else (outputs,)) if y.requires_grad]
         torch.autograd.backward(outputs, [torch.empty_like(y) for y in outputs])
 
 
@@ -141,6 +141,24 @@ def _linear_cross_entropy() -> list[Case]:
     ]
 
 
+def _multi_head() -> list[Case]:
+    call = partial(kernels.multi_head_linear_cross_entropy, coefficients=(1.0, 0.8, 0.6))
+    return [
+        Case("multi_head_linear_cross_entropy", call, ((3, 2048, 512), weight), dtype, (labels(3, 2048),))
+        for weight, dtype in (((128256, 512), BF16), ((3, 32000, 512), FP32))
+    ]
+
+
+def _token_statistics() -> list[Case]:
+    plain = kernels.linear_token_statistics
+    capped = partial(plain, softcap=30.0)
+    sizes = ((plain, 128256, BF16), (capped, 50257, FP16), (plain, 32000, FP32))
+    return [
+        Case("linear_token_statistics", call, ((2048, 512), (vocab, 512)), dtype, (labels(2048),), backward=False)
+        for call, vocab, dtype in sizes
+    ]
+
+
 def _kl_div() -> list[Case]:
     elements = partial(kernels.kl_div, log_target=True, reduction="none")
     return [
@@ -180,6 +198,8 @@ CASES: dict[str, Callable[[], list[Case]]] = {
     "int2_int8_matmul": _int2_int8,
     "cross_entropy": _cross_entropy,
     "linear_cross_entropy": _linear_cross_entropy,
+    "multi_head_linear_cross_entropy": _multi_head,
+    "linear_token_statistics": _token_statistics,
     "kl_div": _kl_div,
     "jsd": _jsd,
     "linear_jsd": _linear_jsd,
