@@ -23,11 +23,11 @@ def as_tuple(outputs: Outputs) -> Tensors:
     return outputs if isinstance(outputs, tuple) else (outputs,)
 
 
-def upstream_of(outputs: Tensors) -> list[torch.Tensor | None]:
-    """Random gradients of tensors, 1 of a loss: the same for every implementation."""
+def upstream_of(case: Case, outputs: Tensors) -> list[torch.Tensor | None]:
+    """Random gradients of tensors, 1 of a loss: the same, to the last bit, for every implementation and the truth."""
     generator = torch.Generator(outputs[0].device).manual_seed(1)
     return [
-        None if y.dim() == 0 else torch.randn(y.shape, dtype=torch.float32, device=y.device, generator=generator)
+        None if y.dim() == 0 else torch.randn(y.shape, device=y.device, generator=generator).to(case.dtype)
         for y in outputs
     ]
 
@@ -62,7 +62,7 @@ def truth(subject: Subject, case: Case, args: Tensors) -> dict[str, torch.Tensor
         ]
         outputs = as_tuple(plain(*part))
         if upstream is None:
-            upstream = _whole_upstream(subject, args, outputs)
+            upstream = _whole_upstream(subject, case, args, outputs)
         if leaves_of(tuple(part)):
             given = [None if g is None else g[rows].double() for g in upstream]
             torch.autograd.backward(outputs, given)
@@ -79,13 +79,13 @@ def truth(subject: Subject, case: Case, args: Tensors) -> dict[str, torch.Tensor
     return results(subject, args, outputs, gradients)
 
 
-def _whole_upstream(subject: Subject, args: Tensors, outputs: Tensors) -> list[torch.Tensor | None]:
+def _whole_upstream(subject: Subject, case: Case, args: Tensors, outputs: Tensors) -> list[torch.Tensor | None]:
     """From the outputs of one part, the upstream gradients of all rows."""
     n_rows = next((t.shape[0] for name, t in zip(subject.args, args, strict=True) if name in subject.rows), None)
     whole = tuple(
         y if y.dim() == 0 else torch.empty((n_rows or y.shape[0], *y.shape[1:]), device=y.device) for y in outputs
     )
-    return upstream_of(whole)
+    return upstream_of(case, whole)
 
 
 def _part(t: torch.Tensor, rows: slice) -> torch.Tensor:

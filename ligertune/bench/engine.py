@@ -95,7 +95,7 @@ class Bound:
     """A provider with arguments: its passes."""
 
     def __init__(self, provider: Provider, case: Case, args: Tensors) -> None:
-        self._run = provider.make(case, args)
+        self._case, self._run = case, provider.make(case, args)
         self.leaves = accuracy.leaves_of(args)
         self.upstream: list[torch.Tensor | None] = []
 
@@ -110,7 +110,7 @@ class Bound:
     def first(self) -> tuple[Tensors, Tensors]:
         """Outputs and gradients; also what compiles, and what makes the upstream gradients."""
         outputs = self.forward()
-        self.upstream = accuracy.like(accuracy.upstream_of(outputs), outputs)
+        self.upstream = accuracy.like(accuracy.upstream_of(self._case, outputs), outputs)
         return outputs, self.backward(outputs)
 
     def both(self) -> tuple[Tensors, Tensors]:
