@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -105,6 +106,11 @@ def test_a_hundredth_too_much_is_an_error_of_a_hundredth(cpu):
     row = run(Case("swiglu", (8, 300), FP32), cpu, wrong)["wrong"]
     assert row.errors == {name: pytest.approx(0.01, rel=1e-3) for name in row.errors}
     assert set(row.errors) == {"output 0", "gradient of gate", "gradient of up"}
+
+
+def test_a_nan_is_an_error(cpu):
+    wrong = function("wrong", lambda gate, up: torch.nn.functional.silu(gate) * up * torch.tensor(float("nan")))
+    assert math.isnan(run(Case("swiglu", (8, 300), FP32), cpu, wrong)["wrong"].error)
 
 
 def test_a_provider_that_fails_is_a_row_with_its_reason(cpu):

@@ -6,6 +6,7 @@ A provider that cannot be imported, does not serve a size or runs out of memory 
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 
@@ -69,7 +70,8 @@ class Row:
 
     @property
     def error(self) -> float | None:
-        return max(self.errors.values(), default=None)
+        """The worst; NaN if any is."""
+        return max(self.errors.values(), key=lambda error: (math.isnan(error), error), default=None)
 
     def as_dict(self) -> dict:
         """For JSON."""
