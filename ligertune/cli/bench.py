@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 SHORT = {"forward": "fwd", "backward": "bwd", "both": "both"}
 LEGEND = (
-    "Milliseconds: medians on the device (a GPU's caches cold), their 20 % and 80 % quantiles (spread), what the host takes "
-    "to issue them. GiB: peak above the inputs. Error: the worst of outputs and gradients against float64. Roof: the "
-    "share of what this device could reach."
+    "Milliseconds: medians on the device (a GPU's caches cold), their 20 % and 80 % quantiles (spread), what the host "
+    "takes to issue them. GiB: peak above the inputs. Error: the worst of outputs and gradients against float64. "
+    "Roof: the share of what this device could reach."
 )
 
 
