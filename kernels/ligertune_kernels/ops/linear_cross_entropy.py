@@ -30,8 +30,8 @@ from ligertune_kernels.ops.cross_entropy import (
     cross_entropy_reference,
     mean_denominator,
 )
-from ligertune_kernels.ops.labelled_rows import labelled_rows, spread, take_rows
-from ligertune_kernels.ops.linear_chunks import (  # noqa: F401  linear_jsd takes them from here
+from ligertune_kernels.ops.labelled_rows import spread
+from ligertune_kernels.ops.linear_chunks import (  # noqa: F401  linear_jsd takes three of these from here
     Head,
     Needs,
     Targets,
@@ -41,17 +41,9 @@ from ligertune_kernels.ops.linear_chunks import (  # noqa: F401  linear_jsd take
     _without_autocast,
     run_chunks,
 )
+from ligertune_kernels.ops.linear_inputs import check_shapes, chosen_schedule, rows_to_take, same_dtype
 from ligertune_kernels.ops.row_pass import Terms, scaled, scales
-from ligertune_kernels.ops.schedule import (
-    CHUNK_BYTES,
-    Schedule,
-    chunks_of,  # noqa: F401  likewise
-    free_bytes,
-    schedule_of,
-)
-
-SLOT_ROWS_TORCH = 256  # the torch row pass makes several fp32 copies of a slot
-MUCH_MEMORY = 1 << 28  # asking what is free takes the host some 30 µs
+from ligertune_kernels.ops.schedule import CHUNK_BYTES, Schedule, chunks_of  # noqa: F401  and this
 
 
 def linear_cross_entropy_reference(
@@ -187,82 +179,68 @@ def linear_cross_entropy(
     check_reduction("linear_cross_entropy", reduction)
     if reduction == "none" and num_items_in_batch is not None:
         raise ValueError("linear_cross_entropy: num_items_in_batch divides a sum; reduction='none' has none")
-    _check(hidden, weight, labels, bias, lora_a, lora_b)
-    head = _same_dtype(hidden, weight, bias, lora_a, lora_b)
+    check_shapes("linear_cross_entropy", hidden, weight, labels, bias, lora_a, lora_b)
+    head = same_dtype("linear_cross_entropy", hidden, weight, bias, lora_a, lora_b)
     rows, flat, index = rows_to_take(head[0], labels, labelled_rows, ignore_index)
     terms = Terms(ignore_index, label_smoothing, softcap, logit_scale, z_loss)
     wide = torch.promote_types(rows.dtype, torch.float32)
-    needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in head)
     if rows.numel() == 0:
         loss = sum(t[:0].sum(dtype=wide) for t in (rows, *head[1:]) if t is not None)  # zero, with zero gradients
         return loss if reduction != "none" else loss + torch.zeros(labels.shape, dtype=wide, device=rows.device)
     if schedule is None:
         schedule = chosen_schedule(rows, weight, chunk_bytes)
+    judged = flat, class_weight
     with _without_autocast(rows.device):
         if reduction == "none":
-            if needs_grad:
-                losses = _LinearCrossEntropyRows.apply(
-                    rows, *head[1:], flat, class_weight, lora_scale, terms, schedule
-                )  # fmt: skip
-            else:
-                losses = run_chunks(
-                    rows, Head(*head[1:], lora_scale), Targets(flat, terms, class_weight), Needs(), schedule
-                ).losses
+            losses = _losses(rows, *head[1:], *judged, lora_scale, terms, schedule)
             return (losses if index is None else spread(losses, index, labels.numel())).view(labels.shape)
         denominator = _denominator(flat, class_weight, ignore_index, reduction, num_items_in_batch, wide)
-        if needs_grad:
-            return _LinearCrossEntropy.apply(
-                rows, *head[1:], flat, class_weight, denominator, lora_scale, terms, schedule
-            )[0]
-        done = run_chunks(rows, Head(*head[1:], lora_scale), Targets(flat, terms, class_weight), Needs(), schedule)
-        return (done.losses / denominator).sum()
+        return summed_losses(rows, *head[1:], *judged, denominator, lora_scale, terms, schedule)[0]
 
 
-def rows_to_take(
-    hidden: torch.Tensor, labels: torch.Tensor, index: torch.Tensor | None, ignore_index: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Rows (M, E), their labels (M,) on the same device, and which they are of all; None if they are all."""
-    rows, flat = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
-    if index is None and labels.device.type == "cpu" and not torch.compiler.is_compiling():
-        index = labelled_rows(labels, ignore_index=ignore_index)
-    if index is None or len(index) == len(flat):
-        return rows.contiguous(), flat.to(rows.device, non_blocking=True).contiguous(), None
-    if index.device == flat.device:
-        flat = flat[index].to(rows.device, non_blocking=True)
-        index = index.to(rows.device, non_blocking=True)
-    else:
-        index = index.to(rows.device, non_blocking=True)
-        flat = flat.to(rows.device, non_blocking=True)[index]
-    return take_rows(rows, index), flat, index
+def summed_losses(
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    lora_a: torch.Tensor | None,
+    lora_b: torch.Tensor | None,
+    labels: torch.Tensor,
+    class_weight: torch.Tensor | None,
+    denominator: torch.Tensor,
+    lora_scale: float,
+    terms: Terms,
+    schedule: Schedule,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The losses of rows (N, E), each over its denominator (one or N), added up; and, without gradient, the losses."""
+    parameters = rows, weight, bias, lora_a, lora_b
+    if _needs_grad(parameters):
+        return _LinearCrossEntropy.apply(*parameters, labels, class_weight, denominator, lora_scale, terms, schedule)
+    losses = _losses(*parameters, labels, class_weight, lora_scale, terms, schedule)
+    return (losses / denominator).sum(), losses
 
 
-def chosen_schedule(rows: torch.Tensor, weight: torch.Tensor, chunk_bytes: int) -> Schedule:
-    """`schedule_of` for these tensors. Free memory is asked for only where the schedule needs much of it."""
-    needs_grad = torch.is_grad_enabled()
-    sizes = (len(rows), weight.shape[1], weight.shape[0], rows.dtype)
-    options = {
-        "needs_dx": needs_grad and rows.requires_grad,
-        "needs_dw": needs_grad and weight.requires_grad,
-        "chunk_bytes": chunk_bytes,
-        "slot_rows": None if runs_triton(rows) else SLOT_ROWS_TORCH,
-    }
-    schedule = schedule_of(*sizes, **options)
-    if schedule.flushes and schedule.plan == "fast" and schedule.extra_bytes >= MUCH_MEMORY:
-        return schedule_of(*sizes, **options, free_bytes=free_bytes(rows.device))
-    return schedule
+def _losses(
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    lora_a: torch.Tensor | None,
+    lora_b: torch.Tensor | None,
+    labels: torch.Tensor,
+    class_weight: torch.Tensor | None,
+    lora_scale: float,
+    terms: Terms,
+    schedule: Schedule,
+) -> torch.Tensor:
+    """The losses (N,) of rows (N, E), each with its own gradient."""
+    parameters = rows, weight, bias, lora_a, lora_b
+    if _needs_grad(parameters):
+        return _LinearCrossEntropyRows.apply(*parameters, labels, class_weight, lora_scale, terms, schedule)
+    head = Head(weight, bias, lora_a, lora_b, lora_scale)
+    return run_chunks(rows, head, Targets(labels, terms, class_weight), Needs(), schedule).losses
 
 
-def _same_dtype(hidden: torch.Tensor, *parameters: torch.Tensor | None) -> list[torch.Tensor | None]:
-    """All as autocast casts them; else they have one dtype already."""
-    dtype = _autocast_dtype(hidden.device)
-    if dtype is not None:
-        return [None if t is None else t.to(dtype) for t in (hidden, *parameters)]
-    for t in parameters:
-        if t is not None and t.dtype != hidden.dtype:
-            raise ValueError(
-                f"linear_cross_entropy: hidden is {hidden.dtype} and a parameter {t.dtype}: expected the same"
-            )
-    return [hidden, *parameters]
+def _needs_grad(parameters: tuple[torch.Tensor | None, ...]) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in parameters)
 
 
 def _denominator(
@@ -280,35 +258,6 @@ def _denominator(
         n = 1 if num_items_in_batch is None else max(1, num_items_in_batch)
         return torch.full((), n, dtype=dtype, device=labels.device)
     return mean_denominator(labels, class_weight, ignore_index, dtype)
-
-
-def _check(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    labels: torch.Tensor,
-    bias: torch.Tensor | None,
-    lora_a: torch.Tensor | None,
-    lora_b: torch.Tensor | None,
-) -> None:
-    if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
-        raise ValueError(
-            f"linear_cross_entropy: hidden is {tuple(hidden.shape)} and weight {tuple(weight.shape)}: "
-            "expected weight (V, E) with hidden's last size E"
-        )
-    if labels.shape != hidden.shape[:-1]:
-        raise ValueError(
-            f"linear_cross_entropy: labels are {tuple(labels.shape)}; expected {tuple(hidden.shape[:-1])} "
-            "for this hidden (one label for each row)"
-        )
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"linear_cross_entropy: bias is {tuple(bias.shape)}; expected {tuple(weight.shape[:1])}")
-    if (lora_a is None) != (lora_b is None):
-        raise ValueError("linear_cross_entropy: a low-rank term is lora_a and lora_b; expected both or none")
-    if lora_a is not None and (lora_a.shape[1], lora_b.shape) != (weight.shape[1], (weight.shape[0], lora_a.shape[0])):
-        raise ValueError(
-            f"linear_cross_entropy: lora_a is {tuple(lora_a.shape)} and lora_b {tuple(lora_b.shape)}; "
-            f"expected (R, {weight.shape[1]}) and ({weight.shape[0]}, R)"
-        )
 
 
 class LinearCrossEntropyLoss(nn.Module):

@@ -71,7 +71,7 @@ def held(integers, after, DTYPE: tl.constexpr):
 def first_sweep(
     x_ptr, kept, tail, weight_ptr, offs, n_swept, n_cols, softcap, logit_scale,
     HAS_WEIGHT: tl.constexpr, HAS_SMOOTHING: tl.constexpr, HAS_SOFTCAP: tl.constexpr, SWEEPS: tl.constexpr,
-    LANES: tl.constexpr, VECTOR: tl.constexpr,
+    LANES: tl.constexpr, VECTOR: tl.constexpr, FIRST_READ: tl.constexpr,
 ):  # fmt: skip
     """A row's lse and, for label smoothing, its sums of w_j z_j and w_j. The lanes meet only at the end."""
     BLOCK: tl.constexpr = LANES * VECTOR
@@ -82,11 +82,11 @@ def first_sweep(
     lane_z = tl.zeros([LANES], dtype=tl.float32)
     lane_weight = tl.zeros([LANES], dtype=tl.float32)
     if SWEEPS:
-        x_next = tl.load(x_ptr + offs, eviction_policy="evict_last")
+        x_next = tl.load(x_ptr + offs, eviction_policy=FIRST_READ)
         for start in range(0, n_swept, BLOCK):
             x, cols = x_next.to(tl.float32), start + offs
             ahead = cols + BLOCK
-            x_next = tl.load(x_ptr + ahead, mask=ahead < n_swept, other=0.0, eviction_policy="evict_last")
+            x_next = tl.load(x_ptr + ahead, mask=ahead < n_swept, other=0.0, eviction_policy=FIRST_READ)
             z, _ = bounded(x, softcap, logit_scale, HAS_SOFTCAP)
             new_max = tl.maximum(lane_max, tl.max(z, axis=1))
             lane_sum *= tl.exp2(lane_max - new_max)
@@ -147,6 +147,7 @@ def row_kernel(
     HAS_WEIGHT: tl.constexpr, HAS_SMOOTHING: tl.constexpr, HAS_SOFTCAP: tl.constexpr, SAVES_LSE: tl.constexpr,
     NEEDS_GRAD: tl.constexpr, SWEEPS: tl.constexpr,
     TAIL_LANES: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr,
+    FIRST_READ: tl.constexpr, LAST_USE: tl.constexpr,
 ):  # fmt: skip
     BLOCK: tl.constexpr = LANES * VECTOR
     dtype = grad_ptr.dtype.element_ty
@@ -171,14 +172,14 @@ def row_kernel(
         else:
             is_class = (label >= 0) & (label < n_cols)
             past_end = tl.where(logit_scale < 0.0, float("inf"), float("-inf")).to(x_ptr.dtype.element_ty)
-            kept = hold(tl.load(x_ptr + tail, mask=tail < n_cols, other=past_end, eviction_policy="evict_first"))
+            kept = hold(tl.load(x_ptr + tail, mask=tail < n_cols, other=past_end, eviction_policy=LAST_USE))
             # Read before the sweeps: the second may write over it.
             label_z, label_slope, label_weight, label_share = label_terms(
                 x_ptr, weight_ptr, label, is_class, label_smoothing, softcap, logit_scale, HAS_WEIGHT, HAS_SOFTCAP
             )
             lse, z_sum, weight_sum = first_sweep(
                 x_ptr, kept, tail, weight_ptr, offs, n_swept, n_cols, softcap, logit_scale,
-                HAS_WEIGHT, HAS_SMOOTHING, HAS_SOFTCAP, SWEEPS, LANES, VECTOR,
+                HAS_WEIGHT, HAS_SMOOTHING, HAS_SOFTCAP, SWEEPS, LANES, VECTOR, FIRST_READ,
             )  # fmt: skip
             loss = label_share * (lse - label_z) * LN2 + z_loss * (lse * LN2) * (lse * LN2)
             softmax_share = label_share + 2.0 * z_loss * lse * LN2
@@ -195,22 +196,22 @@ def row_kernel(
                 softmax_factor, smooth_factor = softmax_share * scale, smooth_share * scale
                 if SWEEPS:
                     last = n_swept - BLOCK + offs
-                    x_next = tl.load(x_ptr + last, eviction_policy="evict_first")
+                    x_next = tl.load(x_ptr + last, eviction_policy=LAST_USE)
                 dx_tail = dlogits(
                     held(kept, lse, x_ptr.dtype.element_ty), lse, softmax_factor, smooth_factor, weight_ptr, tail,
                     n_cols, softcap, logit_scale, HAS_WEIGHT, HAS_SMOOTHING, HAS_SOFTCAP,
                 )  # fmt: skip
-                tl.store(dx_ptr + tail, dx_tail.to(dtype), mask=tail < n_cols, eviction_policy="evict_first")
+                tl.store(dx_ptr + tail, dx_tail.to(dtype), mask=tail < n_cols, eviction_policy=LAST_USE)
                 if SWEEPS:
                     for back in range(0, n_swept, BLOCK):
                         cols = last - back
                         x, ahead = x_next, cols - BLOCK
-                        x_next = tl.load(x_ptr + ahead, mask=ahead >= 0, other=0.0, eviction_policy="evict_first")
+                        x_next = tl.load(x_ptr + ahead, mask=ahead >= 0, other=0.0, eviction_policy=LAST_USE)
                         dx = dlogits(
                             x, lse, softmax_factor, smooth_factor, weight_ptr, cols, n_cols, softcap, logit_scale,
                             HAS_WEIGHT, HAS_SMOOTHING, HAS_SOFTCAP,
                         )  # fmt: skip
-                        tl.store(dx_ptr + cols, dx.to(dtype), eviction_policy="evict_first")
+                        tl.store(dx_ptr + cols, dx.to(dtype), eviction_policy=LAST_USE)
                 dx_label = softmax_factor * tl.exp2(label_z - lse) - label_share * scale
                 if HAS_SMOOTHING:
                     dx_label -= smooth_factor * label_weight
@@ -284,13 +285,14 @@ def statistics_kernel(
         fading = tl.exp2(lane_max - new_max)
         e = tl.exp2(z - new_max[:, None])
         lane_sum = lane_sum * fading + tl.sum(e, axis=1)
-        lane_z = lane_z * fading + tl.sum(tl.where(e > 0.0, z * e, 0.0), axis=1)
+        lane_z = lane_z * fading + tl.sum(tl.where(e > 0.0, z, 0.0) * e, axis=1)
         lane_max = new_max
     row_max = tl.max(lane_max, axis=0)
     share = tl.exp2(lane_max - row_max)
     row_sum = tl.sum(lane_sum * share, axis=0)
     lse = row_max + tl.log2(row_sum)
-    tl.store(argmax_ptr + row, tl.min(tl.where(lane_max == row_max, lane_col, n_cols), axis=0))
+    first = tl.min(tl.where(lane_max == row_max, lane_col, n_cols), axis=0)
+    tl.store(argmax_ptr + row, tl.minimum(first, n_cols - 1))  # a row of NaN has no largest
     tl.store(entropy_ptr + row, (lse - tl.sum(lane_z * share, axis=0) / row_sum) * LN2)
     label = tl.load(labels_ptr + row).to(tl.int64)
     is_class = (label >= 0) & (label < n_cols)

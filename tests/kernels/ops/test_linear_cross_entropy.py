@@ -1,6 +1,8 @@
-"""linear_cross_entropy against float64: chunks, terms, who needs a gradient, scales, precision, autocast."""
+"""linear_cross_entropy against float64: schedules, terms, who needs a gradient, scales, precision, autocast."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,19 +13,32 @@ from ligertune_kernels import (
     linear_cross_entropy_reference,
     runs_triton,
 )
-from ligertune_kernels.ops.schedule import Chunks, chunks_of
+from ligertune_kernels.ops.schedule import Schedule
 from torch.utils.checkpoint import checkpoint
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROWS, HIDDEN, VOCAB = 11, 24, 131  # no size a multiple of anything the kernels like
 
 ONE_CHUNK = 1 << 30
+ONE_FLUSH = Schedule("fast", slot=6, buffer=ROWS, flushes=1)
+LEAN = Schedule("lean", slot=5, buffer=5, flushes=1, slab=50)  # three chunks of rows, three slabs, the last ones short
+SCHEDULES = (
+    pytest.param(ONE_FLUSH, id="two slots, one flush"),
+    pytest.param(Schedule("fast", slot=3, buffer=6, flushes=2), id="two flushes"),
+    pytest.param(Schedule("fast", slot=3, buffer=3, flushes=4, sums_wide=True), id="four flushes, dW in fp32"),
+    pytest.param(LEAN, id="lean"),
+)
+WAYS = pytest.mark.parametrize(
+    "schedule, reduction", [(ONE_FLUSH, "mean"), (LEAN, "mean"), (ONE_FLUSH, "none")], ids=["fast", "lean", "rows"]
+)
 TERMS = (
     {},
     {"softcap": 2.0, "logit_scale": 0.5},
     {"z_loss": 0.1},
     {"label_smoothing": 0.2},
-    {"softcap": 2.0, "logit_scale": 3.0, "z_loss": 0.1, "label_smoothing": 0.2},
+    {"logit_scale": -0.5},
+    {"weighted": True},
+    {"weighted": True, "softcap": 2.0, "logit_scale": 3.0, "z_loss": 0.1, "label_smoothing": 0.2},
 )
 
 
@@ -43,11 +58,13 @@ def example(device: torch.device, dtype: torch.dtype = torch.float32, *, leading
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("rows", [ROWS, 6, 3], ids=["one chunk", "two flushes", "four flushes: dW in fp32"])
-def test_agrees_with_float64(rows, reduction, dtype, device) -> None:
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_agrees_with_float64(schedule, reduction, dtype, device) -> None:
     hidden, weight, bias, labels = example(device, dtype)
-    options = {"chunk_bytes": rows_in_chunk(rows, dtype), "reduction": reduction}
+    if dtype is torch.float16:
+        schedule = replace(schedule, sums_wide=True)  # as schedule_of has it
+    options = {"schedule": schedule, "reduction": reduction}
     judge(
         lambda h, w, b: linear_cross_entropy(h, w, labels, b, **options),
         lambda h, w, b: linear_cross_entropy_reference(h, w, labels, b, reduction=reduction),
@@ -56,37 +73,56 @@ def test_agrees_with_float64(rows, reduction, dtype, device) -> None:
 
 
 @pytest.mark.parametrize("terms", TERMS, ids=lambda terms: " ".join(terms) or "plain")
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_every_term_agrees_with_float64(terms, reduction, device) -> None:
+@WAYS
+def test_every_term_agrees_with_float64(terms, schedule, reduction, device) -> None:
     hidden, weight, _, labels = example(device, leading=(2, 5))
+    options = {"reduction": reduction, **terms}
+    if options.pop("weighted", False):
+        options["class_weight"] = torch.rand(VOCAB, device=device)
     judge(
-        lambda h, w: linear_cross_entropy(h, w, labels, reduction=reduction, chunk_bytes=rows_in_chunk(4), **terms),
-        lambda h, w: linear_cross_entropy_reference(h, w, labels, reduction=reduction, **terms),
+        lambda h, w: linear_cross_entropy(h, w, labels, schedule=schedule, **options),
+        lambda h, w: linear_cross_entropy_reference(h, w, labels, **options),
         [hidden, weight],
     )
 
 
-@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@WAYS
+@pytest.mark.parametrize("frozen", [False, True], ids=["all trained", "only the low-rank term trained"])
+def test_a_low_rank_term_is_exact(frozen, reduction, schedule, dtype, device) -> None:
+    """Two projections of a rank of 3: nothing is a multiple of the kernels' sizes."""
+    hidden, weight, bias, labels = example(device, dtype)
+    a, b = 0.3 * torch.randn(3, HIDDEN, device=device, dtype=dtype), torch.randn(VOCAB, 3, device=device, dtype=dtype)
+    options = {"lora_scale": 0.5, "softcap": 4.0, "reduction": reduction}
+    judge(
+        lambda h, w, c, a, b: linear_cross_entropy(h, w, labels, c, lora_a=a, lora_b=b, schedule=schedule, **options),
+        lambda h, w, c, a, b: linear_cross_entropy_reference(h, w, labels, c, lora_a=a, lora_b=b, **options),
+        [hidden, weight, bias, a, b],
+        grads=(not frozen, not frozen, not frozen, True, True),
+    )
+
+
+@WAYS
 @pytest.mark.parametrize("grads", [(True, False, False), (False, True, False), (False, False, True)])
-def test_computes_only_the_gradient_that_is_needed(grads, reduction, device) -> None:
+def test_computes_only_the_gradient_that_is_needed(schedule, grads, reduction, device) -> None:
     hidden, weight, bias, labels = example(device)
     judge(
-        lambda h, w, b: linear_cross_entropy(h, w, labels, b, reduction=reduction, chunk_bytes=rows_in_chunk(4)),
+        lambda h, w, b: linear_cross_entropy(h, w, labels, b, reduction=reduction, schedule=schedule),
         lambda h, w, b: linear_cross_entropy_reference(h, w, labels, b, reduction=reduction),
         [hidden, weight, bias],
         grads=grads,
     )
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_gradcheck(reduction, device) -> None:
+@WAYS
+def test_gradcheck(schedule, reduction, device) -> None:
     hidden, weight, bias, labels = example(device, torch.float64, leading=(5,))
     leaves = [t[:7].detach().requires_grad_() for t in (hidden, weight, bias)]
-    labels = labels % 7
+    labels, schedule = labels % 7, replace(schedule, slot=2, slab=3 if schedule.slab else 0)
 
     def loss(h, w, b):
         return linear_cross_entropy(
-            h, w, labels, b, reduction=reduction, softcap=3.0, z_loss=0.1, label_smoothing=0.1, chunk_bytes=2 * 7 * 8
+            h, w, labels, b, reduction=reduction, softcap=3.0, z_loss=0.1, label_smoothing=0.1, schedule=schedule
         )
 
     assert torch.autograd.gradcheck(loss, leaves)
@@ -146,7 +182,7 @@ def test_takes_hidden_of_any_stride(device) -> None:
 
 def test_float16_survives_gradscalers_factor(device) -> None:
     """p/n is 4e-9 here, below what float16 holds; 65536 p/n is not."""
-    n_rows, vocab_size = 512, 512
+    n_rows, vocab_size = 128, 2048
     hidden = 0.02 * torch.randn(n_rows, HIDDEN, device=device, dtype=torch.float16)
     weight = 0.02 * torch.randn(vocab_size, HIDDEN, device=device, dtype=torch.float16)
     labels = torch.randint(vocab_size, (n_rows,), device=device)
@@ -158,24 +194,24 @@ def test_float16_survives_gradscalers_factor(device) -> None:
 
 
 def test_float16_sums_of_dw_do_not_overflow(device) -> None:
-    """One class, rows of 300: undivided, dW is 512 · 300 = 153,600, past float16's 65,504; divided it is 300."""
-    hidden = torch.full((512, 8), 300.0, device=device, dtype=torch.float16)
+    """One class, rows of 1200: undivided, dW is 128 · 1200 = 153,600, past float16's 65,504; divided it is 1200."""
+    hidden = torch.full((128, 8), 1200.0, device=device, dtype=torch.float16)
     weight = torch.zeros(4, 8, device=device, dtype=torch.float16, requires_grad=True)
-    linear_cross_entropy(hidden, weight, torch.zeros(512, device=device, dtype=torch.int64)).backward()
-    torch.testing.assert_close(weight.grad[0], torch.full_like(weight[0], -225.0))
+    linear_cross_entropy(hidden, weight, torch.zeros(128, device=device, dtype=torch.int64)).backward()
+    torch.testing.assert_close(weight.grad[0], torch.full_like(weight[0], -900.0))
 
 
-def test_many_flushes_round_dw_once(device) -> None:
+def test_many_flushes_and_slabs_round_dw_once(device) -> None:
     """A running sum in bf16 over 64 flushes would lose four times what one product does."""
     hidden, weight, _, labels = example(device, torch.bfloat16, leading=(64,))
     truth = weight.double().requires_grad_()
     linear_cross_entropy_reference(hidden.double(), truth, labels).backward()
     lost = []
-    for chunk_bytes in (ONE_CHUNK, rows_in_chunk(1, torch.bfloat16)):
+    for schedule in (Schedule("fast", 64, 64, 1), Schedule("fast", 1, 1, 64, sums_wide=True), replace(LEAN, slot=24)):
         w = weight.detach().requires_grad_()
-        linear_cross_entropy(hidden, w, labels, chunk_bytes=chunk_bytes).backward()
+        linear_cross_entropy(hidden, w, labels, schedule=schedule).backward()
         lost.append((w.grad.double() - truth.grad).norm())
-    assert lost[1] <= 1.1 * lost[0]
+    assert max(lost) <= 1.1 * lost[0]
 
 
 def test_a_second_backward_is_right_or_refused(device) -> None:
@@ -204,6 +240,30 @@ def test_autocast_computes_as_a_linear_layer_would(reduction, device) -> None:
         assert ours.grad.dtype == torch.float32 and torch.equal(ours.grad, theirs.grad.float())
 
 
+def test_the_callers_tensors_and_hooks_see_no_scaling(device) -> None:
+    """The backward scales what it saved; hidden, weight and what a hook was handed stay as they are."""
+    hidden, weight, _, labels = example(device)
+    kept = hidden.clone(), weight.clone()
+    seen = []
+    hidden.requires_grad_().register_hook(seen.append)
+    weight.requires_grad_()
+    (5.0 * linear_cross_entropy(hidden, weight, labels)).backward(retain_graph=True)
+    assert torch.equal(hidden, kept[0]) and torch.equal(weight, kept[1])
+    first = seen[0].clone()
+    (2.0 * linear_cross_entropy(hidden, weight, labels)).backward()
+    assert torch.equal(seen[0], first)
+    torch.testing.assert_close(seen[1], 0.4 * first)
+
+
+def test_saved_tensors_may_be_offloaded(device) -> None:
+    hidden, weight, _, labels = example(device)
+    hidden.requires_grad_()
+    expected = torch.autograd.grad(3.0 * linear_cross_entropy(hidden, weight, labels), hidden)[0]
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone):
+        loss = 3.0 * linear_cross_entropy(hidden, weight, labels)
+    assert torch.equal(torch.autograd.grad(loss, hidden)[0], expected)
+
+
 def test_checkpointing_gives_the_same_gradients(device) -> None:
     hidden, weight, _, labels = example(device)
     leaves = hidden.requires_grad_(), weight.requires_grad_()
@@ -219,24 +279,6 @@ def test_without_grad_only_the_loss_is_computed(device) -> None:
     with torch.no_grad():
         loss = linear_cross_entropy(hidden.requires_grad_(), weight, labels)
     assert torch.equal(loss, expected) and loss.grad_fn is None
-
-
-@pytest.mark.parametrize(
-    "n_rows, needs_dw, expected",
-    [
-        pytest.param(8192, True, Chunks(2048, 4096, 2), id="Llama-3's head, 8192 tokens: two flushes"),
-        pytest.param(4186, True, Chunks(1152, 2176, 2), id="just over what fits: two even halves"),
-        pytest.param(100, True, Chunks(100, 100, 1), id="fewer than a tile"),
-        pytest.param(20000, True, Chunks(2048, 4096, 5), id="many flushes"),
-        pytest.param(8192, False, Chunks(1024, 1024, 0), id="frozen weight: one slot"),
-    ],
-)
-def test_chunks_are_even_and_fit(n_rows, needs_dw, expected) -> None:
-    assert chunks_of(n_rows, 128256 * 2, 1 << 30, 2048 if needs_dw else 1024, needs_dw=needs_dw) == expected
-
-
-def test_a_row_that_exceeds_chunk_bytes_is_taken_alone() -> None:
-    assert chunks_of(5, 1000, 1, 2048, needs_dw=True) == Chunks(1, 1, 5)
 
 
 def test_module_is_the_function(device) -> None:
@@ -258,3 +300,7 @@ def test_names_what_does_not_fit() -> None:
         linear_cross_entropy(hidden, weight, labels, reduction="none", num_items_in_batch=1)
     with pytest.raises(ValueError, match=r"bias is \(4,\)"):
         linear_cross_entropy(hidden, weight, labels, torch.zeros(4))
+    with pytest.raises(ValueError, match="both or none"):
+        linear_cross_entropy(hidden, weight, labels, lora_a=torch.zeros(3, 8))
+    with pytest.raises(ValueError, match=r"expected \(R, 8\) and \(5, R\)"):
+        linear_cross_entropy(hidden, weight, labels, lora_a=torch.zeros(3, 8), lora_b=torch.zeros(5, 2))

@@ -1,0 +1,94 @@
+"""multi_head_linear_cross_entropy against float64: one weight or several, coefficients, rows without a label."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from judge import judge
+from ligertune_kernels import (
+    labelled_rows,
+    linear_cross_entropy_reference,
+    multi_head_linear_cross_entropy,
+    multi_head_linear_cross_entropy_reference,
+)
+
+HEADS, HIDDEN, VOCAB = 3, 24, 131
+COEFFICIENTS = (1.0, 0.8, 0.64)
+
+
+def example(device: torch.device, dtype: torch.dtype = torch.float32, *, shared: bool = True):
+    """hiddens (K, 2, 4, E), weight, labels (K, 2, 4): of head k the last k + 1 of each sequence are ignored."""
+    hiddens = torch.randn(HEADS, 2, 4, HIDDEN, device=device, dtype=dtype)
+    weight = 0.3 * torch.randn(*(() if shared else (HEADS,)), VOCAB, HIDDEN, device=device, dtype=dtype)
+    labels = torch.randint(VOCAB, (HEADS, 2, 4), device=device)
+    for k in range(HEADS):
+        labels[k, :, 3 - k :] = -100
+    return hiddens, weight, labels
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shared", [True, False], ids=["one weight", "a weight each"])
+@pytest.mark.parametrize(
+    "dropped, counts", [(False, None), (True, (40, 30, 20))], ids=["all rows", "labelled rows, counts from outside"]
+)
+def test_agrees_with_float64(dropped, counts, shared, dtype, device) -> None:
+    hiddens, weight, labels = example(device, dtype, shared=shared)
+    rows = labelled_rows(labels.cpu(), multiple_of=1) if dropped else None
+    options = {"num_items_in_batch": counts, "softcap": 5.0, "z_loss": 0.01}
+    judge(
+        lambda h, w: multi_head_linear_cross_entropy(h, w, labels, COEFFICIENTS, labelled_rows=rows, **options).loss,
+        lambda h, w: multi_head_linear_cross_entropy_reference(h, w, labels, COEFFICIENTS, **options).loss,
+        [hiddens, weight],
+    )
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["one weight", "a weight each"])
+def test_tells_the_heads_own_losses(shared, device) -> None:
+    hiddens, weight, labels = example(device, shared=shared)
+    rows = labelled_rows(labels.cpu(), multiple_of=1)
+    found = multi_head_linear_cross_entropy(
+        list(hiddens.requires_grad_()), weight, labels, COEFFICIENTS, labelled_rows=rows
+    )
+    own = [
+        linear_cross_entropy_reference(h, weight if shared else w, y)
+        for h, w, y in zip(hiddens, weight, labels, strict=False)
+    ]
+    torch.testing.assert_close(found.head_losses, torch.stack(own).detach())
+    assert not found.head_losses.requires_grad
+    torch.testing.assert_close(found.loss, sum(c * loss for c, loss in zip(COEFFICIENTS, own, strict=True)))
+
+
+def test_a_head_switched_off_has_no_gradient(device) -> None:
+    hiddens, weight, labels = example(device)
+    hiddens.requires_grad_()
+    found = multi_head_linear_cross_entropy(hiddens, weight, labels, (0.0, 1.0, 0.0))
+    found.loss.backward()
+    assert hiddens.grad.flatten(1).any(dim=1).tolist() == [False, True, False]
+    assert found.head_losses.isfinite().all()
+
+
+def test_a_frozen_weight_gets_none_and_costs_none(device) -> None:
+    hiddens, weight, labels = example(device)
+    multi_head_linear_cross_entropy(hiddens.requires_grad_(), weight, labels, COEFFICIENTS).loss.backward()
+    assert weight.grad is None and hiddens.grad.any()
+
+
+def test_no_label_at_all(device) -> None:
+    hiddens, weight, labels = example(device)
+    labels.fill_(-100)
+    for rows in (None, labelled_rows(labels.cpu())):
+        hiddens.grad = None
+        found = multi_head_linear_cross_entropy(
+            hiddens.requires_grad_(), weight.requires_grad_(), labels, COEFFICIENTS, labelled_rows=rows
+        )
+        found.loss.backward()
+        assert found.loss == 0.0 and found.head_losses.tolist() == [0.0] * HEADS
+        assert not hiddens.grad.any() and not weight.grad.any()
+
+
+def test_names_what_does_not_fit(device) -> None:
+    hiddens, weight, labels = example(device)
+    with pytest.raises(ValueError, match="3 hiddens, 3 labels and 2 coefficients"):
+        multi_head_linear_cross_entropy(hiddens, weight, labels, (1.0, 2.0))
+    with pytest.raises(ValueError, match="2 weights: expected one of each a head"):
+        multi_head_linear_cross_entropy(hiddens, [weight, weight], labels, COEFFICIENTS)
