@@ -71,10 +71,11 @@ def held(integers, after, DTYPE: tl.constexpr):
 def first_sweep(
     x_ptr, kept, tail, weight_ptr, offs, n_swept, n_cols, softcap, logit_scale,
     HAS_WEIGHT: tl.constexpr, HAS_SMOOTHING: tl.constexpr, HAS_SOFTCAP: tl.constexpr, SWEEPS: tl.constexpr,
-    LANES: tl.constexpr, VECTOR: tl.constexpr, FIRST_READ: tl.constexpr,
+    LANES: tl.constexpr, VECTOR: tl.constexpr, HINTS: tl.constexpr,
 ):  # fmt: skip
     """A row's lse and, for label smoothing, its sums of w_j z_j and w_j. The lanes meet only at the end."""
     BLOCK: tl.constexpr = LANES * VECTOR
+    FIRST_READ: tl.constexpr = "evict_last" if HINTS else ""
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     # Not -inf, of which -inf - -inf would make NaN; no logit is smaller but -inf itself.
     lane_max = tl.full([LANES], -1e30, dtype=tl.float32)
@@ -147,9 +148,10 @@ def row_kernel(
     HAS_WEIGHT: tl.constexpr, HAS_SMOOTHING: tl.constexpr, HAS_SOFTCAP: tl.constexpr, SAVES_LSE: tl.constexpr,
     NEEDS_GRAD: tl.constexpr, SWEEPS: tl.constexpr,
     TAIL_LANES: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr,
-    FIRST_READ: tl.constexpr, LAST_USE: tl.constexpr,
+    HINTS: tl.constexpr,
 ):  # fmt: skip
     BLOCK: tl.constexpr = LANES * VECTOR
+    LAST_USE: tl.constexpr = "evict_first" if HINTS else ""
     dtype = grad_ptr.dtype.element_ty
     softcap, logit_scale, z_loss = fp32(softcap), fp32(logit_scale), fp32(z_loss)
     label_smoothing = fp32(label_smoothing)
@@ -179,7 +181,7 @@ def row_kernel(
             )
             lse, z_sum, weight_sum = first_sweep(
                 x_ptr, kept, tail, weight_ptr, offs, n_swept, n_cols, softcap, logit_scale,
-                HAS_WEIGHT, HAS_SMOOTHING, HAS_SOFTCAP, SWEEPS, LANES, VECTOR, FIRST_READ,
+                HAS_WEIGHT, HAS_SMOOTHING, HAS_SOFTCAP, SWEEPS, LANES, VECTOR, HINTS,
             )  # fmt: skip
             loss = label_share * (lse - label_z) * LN2 + z_loss * (lse * LN2) * (lse * LN2)
             softmax_share = label_share + 2.0 * z_loss * lse * LN2

@@ -32,7 +32,7 @@ TAIL_BYTES_WITH_TERMS = 16384
 COLUMNS_OF_A_THREAD = 64
 COLUMNS_OF_A_THREAD_WITH_TERMS = 8
 SCALE_BLOCK = 4096
-FIRST_READ, LAST_USE = "evict_last", "evict_first"  # what the L2 cache is told of columns that are swept twice
+HINTS = True  # tells the L2 cache to keep what is swept once, and not what is swept twice
 
 # float16 holds nothing below 6e-8: p/n of a large vocabulary and batch would vanish. Its gradients are therefore not
 # divided by n in the pass but multiplied by this, and by 1/(256 n) once the upstream gradient (GradScaler's 65536)
@@ -114,7 +114,7 @@ def row_pass(
             HAS_WEIGHT=weight is not None, HAS_SMOOTHING=terms.label_smoothing != 0.0,
             HAS_SOFTCAP=terms.softcap is not None, SAVES_LSE=lse is not None, NEEDS_GRAD=needs_grad,
             SWEEPS=tiles.swept > 0, TAIL_LANES=tiles.tail // VECTOR, LANES=tiles.block // VECTOR, VECTOR=VECTOR,
-            FIRST_READ=FIRST_READ, LAST_USE=LAST_USE,
+            HINTS=HINTS,
             **{**options(tiles.block, chip), "num_warps": tiles.num_warps},
         )  # fmt: skip
     return losses
