@@ -38,6 +38,7 @@ OPS = (
         ("x", "residual", "weight"),
     ),
     Op("layer_norm", "layer_norm", "layer norm of the last dimension", ("LayerNorm",), ("x", "weight", "bias")),
+    Op("group_norm", "group_norm", "norm of groups of channels", ("GroupNorm",), ("x", "weight", "bias")),
     Op("apply_rope", "rope", "rotary embedding of queries and keys in one launch", (), ("q", "k")),
     Op("swiglu", "swiglu", "silu(gate) * up, split or packed", ("SwiGLU",), ("gate", "up")),
     Op("geglu", "geglu", "gelu(gate) * up, split or packed, tanh or erf", ("GeGLU",), ("gate", "up")),
@@ -77,4 +78,5 @@ OPS = (
         "product of int8 activations and packed 2-bit weights",
         ("pack_int2", "unpack_int2"),
     ),
+    Op("embedding", "embedding", "rows of a table, with a deterministic gradient", ("Embedding",), ("weight",)),
 )
