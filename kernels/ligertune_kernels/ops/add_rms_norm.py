@@ -5,7 +5,7 @@ Backward, with ds the gradient that reaches s past the norm, one kernel gives th
 
     dx = rms_norm's dx of dy at s + ds
 
-Unfused, the sum is written and read again, and so are the two gradients. The kernels are those of `row_norm`.
+Unfused, the sum is written and read again, and so are the two gradients. The kernels are those of `norm_kernels`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Layer norm over the last dimension: x (..., E), weight and bias (E,), either of them optional.
 
-The formulas of both directions stand in `row_norm`, whose kernels these are. All arithmetic is fp32, with one rounding
+The formulas of both directions stand in `norm_kernels`, whose kernels these are. All arithmetic is fp32, with one rounding
 to x's dtype; the variance is that of the differences from the mean, not mean(x²) - mean(x)², which cancels.
 """
 

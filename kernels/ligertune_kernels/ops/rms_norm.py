@@ -12,7 +12,7 @@ Everything is computed in fp32. Models differ in where they round:
     gemma   the product is taken in fp32 and rounded once to x's dtype (Gemma: offset 1; OLMo 2: offset 0)
     none    as torch.nn.functional.rms_norm: the same arithmetic as gemma
 
-The kernels are those of `row_norm`.
+The kernels are those of `norm_kernels`.
 """
 
 from __future__ import annotations
