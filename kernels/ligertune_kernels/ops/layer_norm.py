@@ -1,7 +1,7 @@
 """Layer norm over the last dimension: x (..., E), weight and bias (E,), either of them optional.
 
-The formulas of both directions stand in `norm_kernels`, whose kernels these are. All arithmetic is fp32, with one rounding
-to x's dtype; the variance is that of the differences from the mean, not mean(x²) - mean(x)², which cancels.
+The formulas of both directions stand in `norm_kernels`, whose kernels these are. All arithmetic is fp32, with one
+rounding to x's dtype; the variance is that of the differences from the mean, not mean(x²) - mean(x)², which cancels.
 """
 
 from __future__ import annotations
