@@ -129,6 +129,11 @@ class Plan:
     def output_dir(self) -> Path:
         return Path(self.recipe.checkpoint.output_dir)
 
+    @property
+    def loss_in_head(self) -> bool:
+        """Whether the loss is computed in the head, which then takes an index of the rows that have a label."""
+        return any(line.kernel == "linear_cross_entropy" and line.applied for line in self.kernels)
+
     def due(self, cadence: Cadence, step: int) -> bool:
         """Whether `cadence` falls due after `step` steps of this run."""
         return cadence.due(

@@ -66,6 +66,7 @@ def _loss_of_logits(
     softcap: float | None,
     ignore_index: int,
     num_items_in_batch: int | Tensor | None,
+    labelled_rows: Tensor | None,
 ) -> Tensor:
     """`linear_cross_entropy` from its second step on, in torch: logits (N, V), labels (N,)."""
     logits = logits.float() * logit_scale
@@ -91,9 +92,14 @@ def loss_in_head(
     num_items_in_batch: int | Tensor | None = None,
     ignore_index: int = -100,
     shift_labels: Tensor | None = None,
+    labelled_rows: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """ForCausalLMLoss for deferred logits; real ones go to ForCausalLMLoss itself."""
+    """ForCausalLMLoss for deferred logits; real ones go to ForCausalLMLoss itself.
+
+    labelled_rows: `ligertune_kernels.labelled_rows` of the batch's labels, if whoever made the batch knows them. The
+    other rows then never meet the head.
+    """
     form = None
     if isinstance(logits, DeferredLogits):
         if logits.dense is None and vocab_size == logits.head.out_features:
@@ -106,13 +112,14 @@ def loss_in_head(
         return ForCausalLMLoss(
             logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels=shift_labels, **kwargs
         )
+    target = _next_tokens(labels, ignore_index) if shift_labels is None else shift_labels
     options = {
         "logit_scale": form[0],
         "softcap": form[1],
         "ignore_index": ignore_index,
         "num_items_in_batch": _on(logits.device, num_items_in_batch),
+        "labelled_rows": labelled_rows if target.numel() == logits.hidden.shape[:-1].numel() else None,
     }
-    target = _next_tokens(labels, ignore_index) if shift_labels is None else shift_labels
     return logits.head.loss(logits.hidden, target, options)
 
 

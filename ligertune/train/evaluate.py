@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from accelerate import Accelerator
+from ligertune_kernels import labelled_rows
 
 from ligertune.data.batches import collate
 from ligertune.model.deferred import loss_only
@@ -22,7 +23,13 @@ PAD_TO_MULTIPLE_OF = 16
 
 
 def evaluate(
-    accelerator: Accelerator, model: nn.Module, examples: Examples, *, batch_size: int, pad_token_id: int
+    accelerator: Accelerator,
+    model: nn.Module,
+    examples: Examples,
+    *,
+    batch_size: int,
+    pad_token_id: int,
+    index_labels: bool,
 ) -> float:
     """Mean loss of `examples`. All ranks call it; each does its slices, and none makes logits it does not need."""
     n_targets = int(target_counts(examples).sum())
@@ -32,7 +39,9 @@ def evaluate(
     with torch.no_grad(), loss_only():
         for start in range(0, len(examples), batch_size * world):
             mine = np.arange(start, start + batch_size * world)[rank * batch_size : (rank + 1) * batch_size]
-            batch = micro_batch(examples, mine[mine < len(examples)], pad_token_id, accelerator.device)
+            batch = micro_batch(
+                examples, mine[mine < len(examples)], pad_token_id, accelerator.device, index_labels=index_labels
+            )
             total += model(**batch, num_items_in_batch=n_targets, use_cache=False).loss.float()
     model.train()
     after_evaluation(model)
@@ -40,9 +49,10 @@ def evaluate(
 
 
 def micro_batch(
-    examples: Examples, indices: np.ndarray, pad_token_id: int, device: torch.device
+    examples: Examples, indices: np.ndarray, pad_token_id: int, device: torch.device, *, index_labels: bool
 ) -> dict[str, torch.Tensor]:
-    """Examples on the device: input_ids and labels, (B, T), padded on the right.
+    """Examples on the device: input_ids and labels, (B, T), padded on the right; with `index_labels` also the rows that
+    predict a label, for a loss that is computed in the head.
 
     There is no attention mask: padding stands behind every real token, where causal attention does not look, and
     without a mask the flash kernels stay available. A rank without examples gets one of which nothing is trained, so
@@ -52,10 +62,10 @@ def micro_batch(
     chosen = [examples[int(i)] for i in (indices if not idle else [0])]
     batch = collate(chosen, pad_token_id=pad_token_id, pad_to_multiple_of=PAD_TO_MULTIPLE_OF)
     labels = torch.full_like(batch["labels"], -100) if idle else batch["labels"]
-    return {
-        "input_ids": batch["input_ids"].to(device, non_blocking=True),
-        "labels": labels.to(device, non_blocking=True),
-    }
+    tensors = {"input_ids": batch["input_ids"], "labels": labels}
+    if index_labels:
+        tensors["labelled_rows"] = labelled_rows(labels, shift=1)
+    return {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
 
 
 def target_counts(examples: Examples) -> np.ndarray:

@@ -86,7 +86,9 @@ def fit(
                 group["lr"] = rate
 
             for i, indices in enumerate(batches):
-                batch = micro_batch(data.train, indices, pad_token_id, accelerator.device)
+                batch = micro_batch(
+                    data.train, indices, pad_token_id, accelerator.device, index_labels=plan.loss_in_head
+                )
                 with _gradient_sync(plan, accelerator, model, last=i == len(batches) - 1):
                     loss = model(**batch, num_items_in_batch=max(n_targets, 1), use_cache=False).loss
                     with same_bits(plan.recipe.train.full_determinism):
@@ -118,6 +120,7 @@ def fit(
                         data.eval,
                         batch_size=plan.batching.eval_batch_size,
                         pad_token_id=pad_token_id,
+                        index_labels=plan.loss_in_head,
                     )
                 metrics.write({"step": step, "eval_loss": eval_loss})
                 if accelerator.is_main_process:

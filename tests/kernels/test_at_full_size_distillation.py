@@ -37,6 +37,8 @@ def log_probs(n_rows: int, vocab_size: int, device: torch.device, dtype: torch.d
 @pytest.mark.parametrize("reduction", ["none", "batchmean"])
 def test_kl_div_of_a_large_vocabulary(reduction, vocab_size, dtype, device) -> None:
     student, teacher = (log_probs(256, vocab_size, device, dtype) for _ in range(2))
+    if dtype is torch.float16:  # below 6e-8 a probability is 0 there, and the gradient of 0 log 0 is infinite
+        teacher = teacher.clamp(min=-16.0)
     for log_target, target in ((True, teacher), (False, teacher.exp())):
         options = {"reduction": reduction, "log_target": log_target}
         (judge if reduction == "none" else judge_loss)(

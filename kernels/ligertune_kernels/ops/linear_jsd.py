@@ -71,6 +71,12 @@ class Layers:
     teacher_weight: torch.Tensor
     teacher_bias: torch.Tensor | None
 
+    @property
+    def tensors(self) -> tuple[torch.Tensor | None, ...]:
+        """The fields, in order, named one by one: torch.compile does not trace vars()."""
+        student = self.student_hidden, self.student_weight, self.student_bias
+        return *student, self.teacher_hidden, self.teacher_weight, self.teacher_bias
+
 
 def _run_chunks(
     layers: Layers,
@@ -187,7 +193,7 @@ def linear_jsd(
     layers = Layers(student_hidden, student_weight, student_bias, teacher_hidden, teacher_weight, teacher_bias)
     _check(layers, labels, beta, temperature)
     if (dtype := _autocast_dtype(student_hidden.device)) is not None:
-        layers = Layers(*(None if t is None else t.to(dtype) for t in vars(layers).values()))
+        layers = Layers(*(None if t is None else t.to(dtype) for t in layers.tensors))
     _check_dtypes(layers)
     options = {"beta": float(beta), "temperature": float(temperature), "ignore_index": ignore_index}
     if student_hidden.numel() == 0:
@@ -210,7 +216,7 @@ def linear_jsd(
     with _without_autocast(student_hidden.device):
         n = denominator(layers.student_hidden, flat, ignore_index, "mean", num_items_in_batch)
         if needs_grad:
-            return _LinearJSD.apply(*vars(layers).values(), flat, n, options, chunk_bytes)
+            return _LinearJSD.apply(*layers.tensors, flat, n, options, chunk_bytes)
         return _run_chunks(layers, flat, options, chunk_bytes)[0].sum() / n
 
 
