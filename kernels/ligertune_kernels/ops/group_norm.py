@@ -201,7 +201,7 @@ def _tile(n_channels: int, length: int, chip: Chip) -> dict[str, int | bool]:
     """Constants for groups of n_channels × length."""
     cols = min(TILE, triton.next_power_of_2(length))
     channels = min(TILE // cols, triton.next_power_of_2(n_channels))
-    return {"CHANNELS": channels, "LENGTH": cols, **options(2 * channels * cols, chip)}
+    return {"CHANNELS": channels, "LENGTH": cols, **options(TILE, chip)}
 
 
 def _forward(
