@@ -35,23 +35,23 @@ class Walk:
 
 
 def _walk(
-    n_cols: int, column_bytes: int, chip: Chip, *, backward: bool
+    n_cols: int, column_bytes: int, chip: Chip, *, backward: bool, plain: bool
 ) -> tuple[dict[str, int | bool], tuple[int, int, int]]:
-    """Constants of a kernel, and the Walk's numbers; column_bytes are those of all tensors read row by row."""
+    """Constants of a kernel, and the Walk's numbers; column_bytes are those of all tensors read row by row.
+
+    plain: neither a residual nor a mean, which leaves registers to spare.
+    """
     block = triton.next_power_of_2(n_cols)
-    wide = (
-        backward and column_bytes > 6
-    )  # of fp32 what waits in registers is not packed: with less of it nothing spills
+    wide = backward and column_bytes > 6  # fp32 waits unpacked in registers: less of it, and nothing spills
     if backward and block > PART:
         block = PART // 2 if wide or n_cols > 2 * PART else PART
     parts = -(-n_cols // block)
     rows = max(1, (TILE // 2 if wide else TILE) // block)
     constants = {"ROWS": rows, "BLOCK": block, **options(rows * block, chip)}
-    if block > 8192:  # 32 warps have 64 registers a thread, which a long layer norm exceeds
+    if block > PART:  # 32 warps have 64 registers a thread, which a long layer norm exceeds
         constants["num_warps"] = min(constants["num_warps"], 16)
-    if (
-        not backward and block <= PART
-    ):  # fastest with a program for each tile: 92 to 94 % of an H100's bandwidth, not 84
+    if not backward and (block < PART or (block == PART and plain)):
+        # A program for each tile reaches 92 to 94 % of an H100's bandwidth here, programs that walk 84 %.
         if block == PART and chip.vendor == "nvidia":
             constants["num_warps"] = 8
         return constants | {"STAGES": 1}, (rows, 1 << 31, 1)
@@ -59,8 +59,10 @@ def _walk(
     # Rows under way lie in shared memory, with the weights of the other parts and beside 16 kB for the reductions.
     step_bytes = block * (rows * parts * column_bytes + 4 * (parts - 1))
     waiting = (chip.shared_bytes // share - 16384) // step_bytes if chip.vendor == "nvidia" else 0
-    stages = 1 if parts > 1 else BACKWARD_STAGES  # in parts a row is fetched twice as it is
-    constants["STAGES"] = 1 + max(0, min(waiting, (stages if backward else FORWARD_STAGES) - 1))
+    stages = BACKWARD_STAGES if backward else FORWARD_STAGES
+    if parts > 1 and plain:  # a row is fetched by each part as it is; without a queue 80 % of the bandwidth, not 65
+        stages = 1
+    constants["STAGES"] = 1 + max(0, min(waiting, stages - 1))
     if backward:
         constants["PARTS"] = parts
     return constants, (rows, max(1, share * chip.processors // parts), parts)
@@ -87,7 +89,7 @@ def _forward_walk(
     if n_cols > WHOLE_ROW or n_cols * column_bytes > WHOLE_ROW_BYTES:
         constants = {**flags, "BLOCK": SWEEP_BLOCK, **options(SWEEP_BLOCK, chip)}
         return Walk(Launcher(forward_sweep_kernel, constants), 1, 1 << 31)
-    constants, numbers = _walk(n_cols, column_bytes, chip, backward=False)
+    constants, numbers = _walk(n_cols, column_bytes, chip, backward=False, plain=not (residual or centred))
     return Walk(Launcher(forward_kernel, flags | constants), *numbers)
 
 
@@ -104,7 +106,7 @@ def _backward_walk(
 ) -> Walk:
     flags = {"HAS_RESIDUAL": residual, "HAS_WEIGHT": weight, "CENTRED": centred, "ROUND_XHAT": round_xhat}
     flags |= dict(zip(("NEEDS_DX", "NEEDS_DW", "NEEDS_DB"), needs, strict=True))
-    constants, numbers = _walk(n_cols, column_bytes, chip, backward=True)
+    constants, numbers = _walk(n_cols, column_bytes, chip, backward=True, plain=not (residual or centred))
     return Walk(Launcher(backward_kernel, flags | constants), *numbers)
 
 
