@@ -54,6 +54,8 @@ def _walk(
         # A program for each tile reaches 92 to 94 % of an H100's bandwidth here, programs that walk 84 %.
         if block == PART and chip.vendor == "nvidia":
             constants["num_warps"] = 8
+        if not plain and chip.arch.startswith("sm10"):  # with 8 warps a residual's tile of 4096 spills 16 bytes there
+            constants["num_warps"] = 4
         return constants | {"STAGES": 1}, (rows, 1 << 31, 1)
     share = (BACKWARD_WARPS if backward else FORWARD_WARPS) // constants["num_warps"] or 1
     # Rows under way lie in shared memory, with the weights of the other parts and beside 16 kB for the reductions.
