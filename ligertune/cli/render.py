@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 
 class _Output:
-    """Where people's output goes; `for_machines` moves it to stderr."""
+    """Where people's output goes: stdout, or stderr beside a report for a machine."""
 
     def __init__(self) -> None:
-        self.console = Console(highlight=False, soft_wrap=True)
+        self.go_to(stderr=False)
 
-    def for_machines(self) -> None:
-        self.console = Console(stderr=True, highlight=False, soft_wrap=True)
+    def go_to(self, *, stderr: bool) -> None:
+        self.console = Console(stderr=stderr, highlight=False, soft_wrap=True)
 
 
 OUTPUT = _Output()
@@ -37,8 +37,7 @@ OUTPUT = _Output()
 
 def people_on_stderr(json_wanted: bool) -> None:
     """With `--json`, stdout carries one JSON report and nothing else."""
-    if json_wanted:
-        OUTPUT.for_machines()
+    OUTPUT.go_to(stderr=json_wanted)
 
 
 def text(message: str = "") -> None:
