@@ -153,7 +153,9 @@ def test_the_command_prints_a_table_and_json(tmp_path):
         assert row["failure"] is None
         assert set(row["device_seconds"]) == {"forward", "backward", "both"}
         assert row["device_seconds"]["both"]["p20"] <= row["device_seconds"]["both"]["p80"]
-        assert row["share_of_roofline"]["both"] > 0
+        for mode, share in row["share_of_roofline"].items():
+            assert share > 0
+            assert share == pytest.approx(row["floor_seconds"][mode] / row["device_seconds"][mode]["median"])
     assert "share of what this device could reach" in done.stderr
     for op in ("rms_norm", "swiglu"):
         assert (tmp_path / f"{op}.png").read_bytes().startswith(b"\x89PNG")

@@ -14,24 +14,17 @@ Op = Callable[..., torch.Tensor | tuple[torch.Tensor, ...]]
 ONE_ROUNDING = {torch.float32: 1e-6, torch.float16: 2.0**-11, torch.bfloat16: 2.0 ** (-7 if INTERPRETED else -8)}
 
 
-def judge(
-    op: Op,
-    reference: Op,
-    inputs: Sequence[torch.Tensor],
-    *,
-    grads: Sequence[bool] | None = None,
-    slack: float = 1.0,
-) -> None:
+def judge(op: Op, reference: Op, inputs: Sequence[torch.Tensor], *, grads: Sequence[bool] | None = None) -> None:
     """Runs both forward and backward; asserts that the op loses no more than the reference in the same dtype does.
 
-    `grads` says which of the inputs need a gradient (all); `slack` how many roundings the op may do beyond torch's.
+    `grads` says which of the inputs need a gradient (all).
     """
     grads = [True] * len(inputs) if grads is None else grads
     ours, upstream = _run(op, [t.detach() for t in inputs], grads)
     plain, _ = _run(reference, [t.detach() for t in inputs], grads, upstream)
     truth, _ = _run(reference, [t.detach().double() for t in inputs], grads, upstream)
     for name, value in ours.items():
-        assert_close(name, value, plain[name], truth[name], inputs[0].dtype, slack)
+        assert_close(name, value, plain[name], truth[name], inputs[0].dtype)
 
 
 def _run(
