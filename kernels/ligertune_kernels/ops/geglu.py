@@ -33,14 +33,19 @@ def geglu_reference(
     return (F.gelu(gate.to(wide), approximate=approximate) * up.to(wide)).to(gate.dtype)
 
 
-def geglu(gate: torch.Tensor, up: torch.Tensor | None = None, *, approximate: Approximate = "tanh") -> torch.Tensor:
-    """gelu(gate) · up of gate and up (..., F), or of one packed tensor (..., 2F) whose first half is the gate."""
+def geglu(
+    gate: torch.Tensor, up: torch.Tensor | None = None, *, approximate: Approximate = "tanh", inplace: bool = False
+) -> torch.Tensor:
+    """gelu(gate) · up of gate and up (..., F), or of one packed tensor (..., 2F) whose first half is the gate.
+
+    inplace allows the backward to write the gradients over gate and up, as swiglu's does.
+    """
     gated.check("geglu", gate, up)
     if approximate not in ("tanh", "none"):
         raise ValueError(f"geglu: approximate is {approximate!r}; expected 'tanh' or 'none'")
     if gate.numel() == 0 or not runs_triton(gate):
         return geglu_reference(gate, up, approximate=approximate)
-    return gated.apply(gate, up, "gelu_tanh" if approximate == "tanh" else "gelu_erf")
+    return gated.apply(gate, up, "gelu_tanh" if approximate == "tanh" else "gelu_erf", inplace)
 
 
 class GeGLU(nn.Module):

@@ -11,6 +11,12 @@ Backward is the transpose of each 2×2 matrix: the same with sin_lo → -sin_hi 
 of a pair hold one angle, as in every model, that is the rotation by the opposite angle.
 
 One program turns one token: its cosines are read once for all heads. Arithmetic in fp32, one rounding at the end.
+
+With `inplace` q and k are turned where they lie and the results are new tensors on that memory; the graph behind q
+and k stays as it is. What was to read q or k unturned cannot: their version counters move on, and where a gradient
+is needed they themselves (all tensors on their memory) become the output of a node whose backward raises. The backward
+always writes new tensors: a gradient that comes in belongs to autograd, which hands one tensor to several branches
+(both sides of a sum, a hook, the caller's grad_outputs), and nothing tells whether this one is still wanted.
 """
 
 from __future__ import annotations
@@ -19,6 +25,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ligertune_kernels.launch import chip_of, on_device, options, runs_triton, tl, triton
+from ligertune_kernels.ops.overwriting import is_someones_leaf, share_storage, span
 
 TILE = 4096  # elements of one half that a program turns at once: 64 heads of 128; more heads take more turns
 
@@ -182,10 +189,12 @@ def _rotate(
     rotary_dim: int,
     *,
     backward: bool = False,
+    inplace: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Both rotated, each laid out in memory as it came: a transposed projection (B, T, H, D) stays one."""
     (batch, n_q_heads, n_tokens, head_dim), n_k_heads = q.shape, k.shape[1]
-    q_out, k_out = torch.empty_like(q), torch.empty_like(k)
+    # In place every element is read and written by one thread, the reads first.
+    q_out, k_out = (q.detach(), k.detach()) if inplace else (torch.empty_like(q), torch.empty_like(k))
     if cos.stride() != sin.stride() or cos.stride(-1) != 1:
         cos, sin = cos.contiguous(), sin.contiguous()
     if position_ids is not None:
@@ -193,7 +202,7 @@ def _rotate(
     n_pairs = triton.next_power_of_2(rotary_dim // 2)
     most_heads = max(1, TILE // n_pairs)
     q_heads, k_heads = (min(most_heads, triton.next_power_of_2(max(1, n))) for n in (n_q_heads, n_k_heads))
-    rest = head_dim - rotary_dim
+    rest = 0 if inplace else head_dim - rotary_dim
     with on_device(q):
         _rope_kernel[(batch * n_tokens,)](
             q, k, q_out, k_out, cos, sin, position_ids,
@@ -206,15 +215,17 @@ def _rotate(
             REST=triton.next_power_of_2(rest) if rest else 0,
             **options(max(q_heads, k_heads) * n_pairs, chip_of(q.device)),
         )  # fmt: skip
+    if inplace:
+        torch.autograd.graph.increment_version((q, k))
     return q_out, k_out
 
 
 class _Rope(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, cos, sin, position_ids, interleaved, rotary_dim):
+    def forward(ctx, q, k, cos, sin, position_ids, interleaved, rotary_dim, inplace):
         ctx.save_for_backward(cos, sin, position_ids)
         ctx.interleaved, ctx.rotary_dim = interleaved, rotary_dim
-        return _rotate(q, k, cos, sin, position_ids, interleaved, rotary_dim)
+        return _rotate(q, k, cos, sin, position_ids, interleaved, rotary_dim, inplace=inplace)
 
     @staticmethod
     @once_differentiable
@@ -224,7 +235,40 @@ class _Rope(torch.autograd.Function):
         needs_dq, needs_dk = ctx.needs_input_grad[:2]
         dq, dk = (dq if needs_dq else dq[:, :0]), (dk if needs_dk else dk[:, :0])
         dq, dk = _rotate(dq, dk, cos, sin, position_ids, ctx.interleaved, ctx.rotary_dim, backward=True)
-        return (dq if needs_dq else None), (dk if needs_dk else None), None, None, None, None, None
+        return (dq if needs_dq else None), (dk if needs_dk else None), None, None, None, None, None, None
+
+
+class _Overwritten(torch.autograd.Function):
+    """Takes over the history of tensors that were written over: no gradient passes them any more."""
+
+    @staticmethod
+    def forward(ctx, *overwritten):
+        ctx.mark_dirty(*overwritten)
+        return overwritten
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise RuntimeError("apply_rope: q or k was read after it had been rotated in place; read what apply_rope gave")
+
+
+def _may_overwrite(q: torch.Tensor, k: torch.Tensor, needs_grad: bool) -> bool:
+    # torch.compile reuses memory itself; a dispatch mode (selective checkpointing) may keep a projection's output for
+    # a second forward, through a tensor that has a version counter of its own.
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        return False
+    if share_storage(q, k) or span(q) is None or span(k) is None:
+        return False
+    return not needs_grad or all(_has_its_memory_alone(t) for t in (q, k))
+
+
+def _has_its_memory_alone(t: torch.Tensor) -> bool:
+    """Does it bear a gradient and cover all of the tensor that it views, so that all of that can be declared spent?"""
+    whole = _whole(t)
+    return t.requires_grad and not t.is_leaf and not is_someones_leaf(t) and span(t) == whole.numel() == t.numel()
+
+
+def _whole(t: torch.Tensor) -> torch.Tensor:
+    return t._base if t._is_view() else t
 
 
 def apply_rope(
@@ -236,20 +280,31 @@ def apply_rope(
     *,
     interleaved: bool = False,
     rotary_dim: int | None = None,
+    inplace: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rotates q (B, H, T, D) and k (B, K, T, D), of any strides, by the angles of cos and sin (B or 1, T, R).
 
     With position_ids (B, T), cos and sin are tables (S, R); a position outside of them is an error of the caller (on
     a GPU its token becomes NaN). rotary_dim R, by default all columns of cos, is the part of D that is turned. cos
     and sin get no gradient.
+
+    inplace allows the results to lie where q and k lay. The caller must not read q and k again: autograd raises where
+    a gradient would pass them afterwards, or if an earlier op kept them. New tensors are made all the same where q and
+    k share a storage or repeat their elements, under torch.compile or a dispatch mode, and, if a gradient is needed,
+    where one of the two needs none, is (a view of) a leaf, or views a part of a larger tensor (a split's output).
     """
     rotary_dim = cos.shape[-1] if rotary_dim is None else rotary_dim
     _check(q, k, cos, sin, position_ids, rotary_dim)
     if q.numel() == 0 or k.numel() == 0 or rotary_dim == 0 or not (runs_triton(q) and runs_triton(k)):
         return apply_rope_reference(q, k, cos, sin, position_ids, interleaved=interleaved, rotary_dim=rotary_dim)
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad):
-        return _Rope.apply(q, k, cos, sin, position_ids, interleaved, rotary_dim)
-    return _rotate(q, k, cos, sin, position_ids, interleaved, rotary_dim)
+    needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
+    inplace = inplace and _may_overwrite(q, k, needs_grad)
+    if not needs_grad:
+        return _rotate(q, k, cos, sin, position_ids, interleaved, rotary_dim, inplace=inplace)
+    rotated = _Rope.apply(q, k, cos, sin, position_ids, interleaved, rotary_dim, inplace)
+    if inplace:
+        _Overwritten.apply(_whole(q), _whole(k))
+    return rotated
 
 
 def _check(

@@ -22,12 +22,16 @@ def swiglu_reference(gate: torch.Tensor, up: torch.Tensor | None = None) -> torc
     return (F.silu(gate.to(wide)) * up.to(wide)).to(gate.dtype)
 
 
-def swiglu(gate: torch.Tensor, up: torch.Tensor | None = None) -> torch.Tensor:
-    """silu(gate) · up of gate and up (..., F), or of one packed tensor (..., 2F) whose first half is the gate."""
+def swiglu(gate: torch.Tensor, up: torch.Tensor | None = None, *, inplace: bool = False) -> torch.Tensor:
+    """silu(gate) · up of gate and up (..., F), or of one packed tensor (..., 2F) whose first half is the gate.
+
+    inplace allows the backward to write the gradients over gate and up, which saves their size. The caller must not
+    read them after it; autograd notices if another op's backward would. A second backward is then refused.
+    """
     gated.check("swiglu", gate, up)
     if gate.numel() == 0 or not runs_triton(gate):
         return swiglu_reference(gate, up)
-    return gated.apply(gate, up, "silu")
+    return gated.apply(gate, up, "silu", inplace)
 
 
 class SwiGLU(nn.Module):

@@ -1,4 +1,4 @@
-"""swiglu and geglu against float64: split and packed, both forms of gelu, strides, extremes."""
+"""swiglu and geglu against float64: split and packed, both forms of gelu, strides, extremes, gradients in place."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from functools import partial
 import pytest
 import torch
 from judge import judge
-from ligertune_kernels import GeGLU, SwiGLU, geglu, geglu_reference, swiglu, swiglu_reference
+from ligertune_kernels import GeGLU, SwiGLU, geglu, geglu_reference, runs_triton, swiglu, swiglu_reference
+from torch.utils.checkpoint import checkpoint
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 OPS = (
@@ -76,3 +77,123 @@ def test_names_what_does_not_fit() -> None:
         geglu(torch.zeros(2, 8), torch.zeros(2, 7))
     with pytest.raises(ValueError, match="'erf'"):
         geglu(torch.zeros(2, 8), approximate="erf")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("op, reference", OPS)
+def test_in_place_agrees_with_float64(op, reference, shape, dtype, device) -> None:
+    gate, up = (3.0 * torch.randn(shape, device=device, dtype=dtype) for _ in range(2))
+    judge(lambda gate, up: op(gate.clone(), up.clone(), inplace=True), reference, [gate, up])
+    judge(lambda packed: op(packed.clone(), inplace=True), reference, [torch.cat((gate, up), dim=-1)])
+
+
+@pytest.mark.parametrize("grads", [(True, False), (False, True)])
+@pytest.mark.parametrize("op, reference", OPS)
+def test_in_place_computes_only_the_gradient_that_is_needed(op, reference, grads, device) -> None:
+    judge(
+        lambda gate, up: op(gate.clone(), up.clone(), inplace=True),
+        reference,
+        [torch.randn(3, 20, device=device) for _ in range(2)],
+        grads=grads,
+    )
+
+
+def in_place_or_skip(device) -> None:
+    if not runs_triton(torch.empty(0, device=device)):
+        pytest.skip("the reference makes new tensors")
+
+
+def made(device, n: int = 2, shape: tuple[int, ...] = (3, 20)) -> list[torch.Tensor]:
+    """What an op before made, as a projection does: no leaves."""
+    return [torch.randn(shape, device=device, requires_grad=True) * 1.0 for _ in range(n)]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_in_place_gradients_lie_over_the_inputs(packed, device) -> None:
+    in_place_or_skip(device)
+    inputs = made(device, 1 if packed else 2)
+    gradients = torch.autograd.grad(swiglu(*inputs, inplace=True).sum(), inputs)
+    assert [g.data_ptr() for g in gradients] == [t.data_ptr() for t in inputs]
+    halves = made(device, 1, (3, 40))[0].chunk(2, dim=-1)  # of a packed projection, handed over as two
+    gradients = torch.autograd.grad(swiglu(*halves, inplace=True).sum(), halves)
+    assert [g.data_ptr() for g in gradients] == [t.data_ptr() for t in halves]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("op, name", [(swiglu, "swiglu"), (geglu, "geglu")])
+def test_in_place_refuses_a_second_backward(op, name, packed, device) -> None:
+    in_place_or_skip(device)
+    inputs = made(device, 1 if packed else 2)
+    y = op(*inputs, inplace=True).sum()
+    torch.autograd.grad(y, inputs, retain_graph=True)
+    with pytest.raises(RuntimeError, match=f"^{name}: an earlier backward wrote the gradients over gate and up"):
+        torch.autograd.grad(y, inputs)
+
+
+@pytest.mark.parametrize("reader", ["before", "after"])
+def test_in_place_is_right_or_refused_beside_another_reader(reader, device) -> None:
+    """What ran last in the forward is differentiated first: it still finds gate, or autograd says that it is gone."""
+    in_place_or_skip(device)
+    leaf = torch.randn(3, 20, device=device, requires_grad=True)
+    gate, up = leaf * 1.0, torch.randn(3, 20, device=device)
+    if reader == "before":
+        other = gate.square()
+        total = (other + swiglu(gate, up.clone(), inplace=True)).sum()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            total.backward()
+        return
+    y = swiglu(gate, up.clone(), inplace=True)
+    (y + gate.square()).sum().backward()
+    wanted = leaf.detach().clone().requires_grad_()
+    (swiglu_reference(wanted, up) + wanted.square()).sum().backward()
+    torch.testing.assert_close(leaf.grad, wanted.grad)
+
+
+def test_in_place_leaves_alone_what_must_stay(device) -> None:
+    """Leaves, whose .grad would be their own memory, and tensors that overlap."""
+    gate, up = (torch.randn(3, 20, device=device, requires_grad=True) for _ in range(2))
+    whole = torch.randn(3, 30, device=device, requires_grad=True) * 1.0
+    one, row = made(device, 1)[0], made(device, 1, (1, 20))[0].expand(3, 20)
+    pairs = ((gate, up), (gate.view(3, 20), up), (one, one), (whole[:, :20], whole[:, 10:]), (row, up))
+    for inputs in pairs:
+        before = [t.detach().clone() for t in inputs]
+        expected = torch.autograd.grad(swiglu_reference(*inputs).sum(), inputs, retain_graph=True)
+        found = torch.autograd.grad(swiglu(*inputs, inplace=True).sum(), inputs)
+        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close([t.detach() for t in inputs], before, rtol=0, atol=0)
+
+
+def test_in_place_takes_rows_of_any_stride(device) -> None:
+    wide = torch.randn(4, 6, 80, device=device, requires_grad=True)
+    for cut in (
+        lambda t: (t[..., :40], t[..., 40:]),
+        lambda t: (t[:, ::2, ::2], t[:, 1::2, 1::2]),
+        lambda t: (t.mT,) * 2,
+    ):
+        results = (f(*cut(wide * 1.0), **how).sum() for f, how in ((swiglu, {"inplace": True}), (swiglu_reference, {})))
+        torch.testing.assert_close(*(torch.autograd.grad(y, wide)[0] for y in results))
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("op, reference", OPS)
+def test_in_place_under_checkpointing(op, reference, use_reentrant, device) -> None:
+    x, weight = (torch.randn(size, device=device, requires_grad=True) for size in ((3, 6), (40, 6)))
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        return op(x @ weight[:20].t(), x @ weight[20:].t(), inplace=True).pow(2).sum()
+
+    expected = torch.autograd.grad(reference(x @ weight[:20].t(), x @ weight[20:].t()).pow(2).sum(), (x, weight))
+    checkpoint(layer, x, use_reentrant=use_reentrant).backward()
+    torch.testing.assert_close((x.grad, weight.grad), expected)
+
+
+def test_in_place_compiles_whole(device) -> None:
+    if runs_triton(torch.empty(0, device=device)) and device.type == "cpu":
+        pytest.skip("torch.compile has no use for interpreted kernels")
+    gate, up = (torch.randn(3, 20, device=device, requires_grad=True) for _ in range(2))
+    backend = "inductor" if device.type == "cuda" else "aot_eager"
+    compiled = torch.compile(lambda g, u: swiglu(g * 1.0, u * 1.0, inplace=True), fullgraph=True, backend=backend)
+    found, expected = compiled(gate, up), swiglu_reference(gate, up)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(*(torch.autograd.grad(y.pow(2).sum(), (gate, up)) for y in (found, expected)))

@@ -1,11 +1,12 @@
-"""apply_rope against float64: pairings, partial rotation, tables, strides, layouts."""
+"""apply_rope against float64: pairings, partial rotation, tables, strides, layouts; in place, and who may not be."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from judge import judge
-from ligertune_kernels import apply_rope, apply_rope_reference, runs_triton
+from ligertune_kernels import apply_rope, apply_rope_reference, rms_norm, runs_triton
+from torch.utils.checkpoint import checkpoint
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -110,3 +111,154 @@ def test_names_what_does_not_fit() -> None:
         apply_rope(q, k, torch.zeros(1, 3, 10), torch.zeros(1, 3, 10))
     with pytest.raises(ValueError, match="get no gradient"):
         apply_rope(q, k, cos.clone().requires_grad_(), cos)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_in_place_agrees_with_float64(shape, interleaved, dtype, device) -> None:
+    cos, sin = angles(shape[0], shape[3], shape[5], device)
+    judge(
+        lambda q, k: apply_rope(q.clone(), k.clone(), cos, sin, interleaved=interleaved, inplace=True),
+        lambda q, k: apply_rope_reference(q, k, cos, sin, interleaved=interleaved),
+        queries_and_keys(shape, dtype, device),
+    )
+
+
+def projected(device, *, bias: bool = False) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What is trained, and q and k (2, 4 or 2, 3, 8) as attention makes them: views of what a matrix product gave."""
+    x = torch.randn(2, 3, 6, device=device, requires_grad=True)
+    weights = torch.randn(32, 6, device=device), torch.randn(16, 6, device=device)
+    biases = [torch.randn(len(w), device=device) if bias else None for w in weights]
+    q, k = (torch.nn.functional.linear(x, w, b) for w, b in zip(weights, biases, strict=True))
+    return x, q.view(2, 3, 4, 8).transpose(1, 2), k.view(2, 3, 2, 8).transpose(1, 2)
+
+
+def same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return (a.data_ptr(), a.stride(), a.shape) == (b.data_ptr(), b.stride(), b.shape)
+
+
+@pytest.mark.parametrize("bias", [False, True])  # with one the projection's output is itself a view
+@pytest.mark.parametrize("grad", [False, True])
+def test_in_place_takes_no_memory(grad, bias, device) -> None:
+    cos, sin = angles(1, 3, 8, device)
+    with torch.set_grad_enabled(grad):
+        _, q, k = projected(device, bias=bias)
+        expected = apply_rope(q, k, cos, sin)
+        rotated = apply_rope(q, k, cos, sin, inplace=True)
+    torch.testing.assert_close(rotated, expected, rtol=0, atol=0)
+    if runs_triton(q):
+        assert all(same_memory(*pair) for pair in zip(rotated, (q, k), strict=True))
+
+
+def in_place_or_skip(device) -> None:
+    if not runs_triton(torch.empty(0, device=device)):
+        pytest.skip("the reference makes new tensors")
+
+
+def test_in_place_is_noticed_where_the_unturned_are_still_wanted(device) -> None:
+    in_place_or_skip(device)
+    cos, sin = angles(1, 3, 8, device)
+    _, q, k = projected(device)
+    kept = q.square().sum()  # keeps q
+    rotated, _ = apply_rope(q, k, cos, sin, inplace=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        (kept + rotated.sum()).backward()
+    _, q, k = projected(device)
+    rotated, _ = apply_rope(q, k, cos, sin, inplace=True)
+    with pytest.raises(RuntimeError, match="read after it had been rotated in place"):
+        (rotated.sum() + q.sum()).backward()
+
+
+def test_in_place_twice_backward_and_beside_other_readers_of_the_results(device) -> None:
+    """An upstream gradient that two branches share, and one that the caller holds: neither may change."""
+    cos, sin = angles(1, 3, 8, device)
+    results = []
+    for inplace in (False, True):
+        torch.manual_seed(0)
+        x, q, k = projected(device)
+        a, b = apply_rope(q, k, cos, sin, inplace=inplace)
+        extra = torch.zeros_like(a, requires_grad=True)
+        upstream = torch.ones_like(a), torch.ones_like(b)
+        results += [torch.autograd.grad((a + extra, b), (x, extra), upstream, retain_graph=not i) for i in range(2)]
+        assert all(bool((g == 1.0).all()) for g in upstream)
+    for found in results[1:]:
+        torch.testing.assert_close(found, results[0])
+
+
+def test_in_place_after_a_norm_whose_output_has_no_other_reader(device) -> None:
+    """As Qwen 3 has it: the norm keeps its input, not its output, so its gradient is right."""
+    cos, sin = angles(1, 3, 8, device)
+    weight = torch.randn(8, device=device)
+    results = []
+    for inplace in (False, True):
+        torch.manual_seed(0)
+        x, q, k = projected(device)
+        rotated = apply_rope(
+            *(rms_norm(t.transpose(1, 2), weight).transpose(1, 2) for t in (q, k)), cos, sin, inplace=inplace
+        )
+        results.append(torch.autograd.grad(sum(t.pow(3).sum() for t in rotated) + q.sum(), x))
+    torch.testing.assert_close(*results)
+
+
+def queries_and_keys_of(device, form: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """q and k (2, 2 or 1, 3, 8) of a kind that is not written over where a gradient is needed."""
+    whole = torch.randn(2, 4, 3, 8, device=device, requires_grad=True) * 1.0
+    if form == "leaf":
+        return (torch.randn(2, n, 3, 8, device=device, requires_grad=True) for n in (2, 1))
+    if form == "view of a leaf":
+        return (torch.randn(2, 3, n, 8, device=device, requires_grad=True).transpose(1, 2) for n in (2, 1))
+    if form == "split":
+        return whole.split([2, 1, 1], dim=1)[:2]
+    if form == "unbind":
+        return (whole.view(2, 2, 2, 3, 8).unbind(1)[0], whole.sum(1, keepdim=True))
+    if form == "one tensor":
+        return whole, whole
+    if form == "repeated heads":
+        return whole, whole[:, :1].expand(2, 3, 3, 8)
+    return whole, whole.detach().clone()  # a frozen k
+
+
+FORMS = ("leaf", "view of a leaf", "split", "unbind", "one tensor", "repeated heads", "frozen k")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_in_place_makes_new_tensors_where_it_must(form, device) -> None:
+    cos, sin = angles(1, 3, 8, device)
+    q, k = queries_and_keys_of(device, form)
+    before = q.detach().clone(), k.detach().clone()
+    rotated = apply_rope(q, k, cos, sin, inplace=True)
+    torch.testing.assert_close((q.detach(), k.detach()), before, rtol=0, atol=0)
+    inputs = [t for t in (q, k) if t.requires_grad]
+    cubes = [sum(t.pow(3).sum() for t in pair) for pair in (rotated, apply_rope_reference(q, k, cos, sin))]
+    torch.testing.assert_close(*(torch.autograd.grad(s, inputs, retain_graph=True) for s in cubes))
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_in_place_under_checkpointing(use_reentrant, device) -> None:
+    cos, sin = angles(1, 3, 8, device)
+    weight = torch.randn(32, 6, device=device, requires_grad=True)
+    x = torch.randn(2, 3, 6, device=device, requires_grad=True)
+
+    def layer(x: torch.Tensor, inplace: bool) -> torch.Tensor:
+        q, k = ((x @ w.t()).view(2, 3, -1, 8).transpose(1, 2) for w in (weight, weight[:16]))
+        return sum(t.pow(3).sum() for t in apply_rope(q, k, cos, sin, inplace=inplace))
+
+    expected = torch.autograd.grad(layer(x, False), (x, weight))
+    checkpoint(layer, x, True, use_reentrant=use_reentrant).backward()
+    torch.testing.assert_close((x.grad, weight.grad), expected)
+
+
+def test_in_place_compiles_whole(device) -> None:
+    if runs_triton(torch.empty(0, device=device)) and device.type == "cpu":
+        pytest.skip("torch.compile has no use for interpreted kernels")
+    cos, sin = angles(1, 3, 8, device)
+    x, q, k = projected(device)
+    backend = "inductor" if device.type == "cuda" else "aot_eager"
+    turned = torch.compile(
+        lambda q, k: apply_rope(q * 1.0, k * 1.0, cos, sin, inplace=True), fullgraph=True, backend=backend
+    )
+    found, expected = turned(q, k), apply_rope(q, k, cos, sin)
+    torch.testing.assert_close(found, expected)
+    sums = (sum(t.pow(3).sum() for t in pair) for pair in (found, expected))
+    torch.testing.assert_close(*(torch.autograd.grad(s, x, retain_graph=True)[0] for s in sums))
