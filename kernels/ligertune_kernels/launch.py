@@ -25,6 +25,7 @@ def _undecorated(kernel: Callable | None = None, **options: object) -> Callable:
 try:
     import triton
     import triton.language as tl
+    from triton import knobs
 except ModuleNotFoundError as missing:
     if missing.name != "triton":
         raise
@@ -63,15 +64,26 @@ def meta_stands_for(chip: Chip) -> Iterator[None]:
     """While it is open, meta tensors take the Triton path as if they lay on this chip (to compile without the chip)."""
     global _meta_chip
     before, _meta_chip = _meta_chip, chip
+    _forget()
     try:
         yield
     finally:
         _meta_chip = before
+        _forget()
+
+
+_caches: list[Callable] = []
+
+
+def _forget() -> None:
+    for cached in _caches:
+        cached.cache_clear()
 
 
 def remembered(function: Callable) -> Callable:
     """functools.lru_cache, except where torch.compile traces: it warns of every such cache and looks past it."""
     cached = functools.lru_cache(maxsize=1024)(function)
+    _caches.append(cached)
 
     @functools.wraps(function)
     def call(*args: object) -> object:
@@ -118,7 +130,7 @@ def backend(device: torch.device | str) -> Literal["triton", "reference"]:
 
 def runs_triton(t: torch.Tensor) -> bool:
     """Whether an op on this tensor launches kernels. float64 is for checking: it always takes the reference."""
-    return t.dtype is not torch.float64 and chip_of(t.device) is not None
+    return t.dtype is not torch.float64 and (TRITON_INSTALLED if t.is_cuda else chip_of(t.device) is not None)
 
 
 def on_device(t: torch.Tensor) -> contextlib.AbstractContextManager:
@@ -160,35 +172,81 @@ def programs_within_l2(n_rows: int, row_bytes: int, chip: Chip) -> int:
     return max(1, min(n_rows, 4 * chip.processors, max(fitting, chip.processors // 2)))
 
 
-class Launcher:
-    """A kernel with its constants, launched over and over.
+# Of the current device, where torch has them: two of its functions that do nothing but ask.
+_current_index = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+_current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
-    From all arguments of every launch Triton derives which compiled form is meant: 10 µs for twenty of them, twice what
-    a small norm takes on the device. Here the form is looked up by what it can depend on. The kernel's parameters must
-    stand in this order: tensors; integers that are specialised; integers that are not, and floats; constants.
+
+def _is_watched() -> bool:
+    """Whether somebody (a profiler) has asked triton to be called at every launch."""
+    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
+
+
+class Launch:
+    """A kernel launched over and over on tensors of the same dtypes on the same device, with the same integers.
+
+    From all arguments of every launch Triton derives which compiled form is meant, asks the driver about every pointer
+    and calls two chains of hooks: 20 µs for eight tensors, four times what a small norm takes on the device. Here the
+    form of the first launch is launched again as Triton itself does it, with addresses for tensors. The kernel's
+    parameters must stand in this order: tensors; integers that are specialised; integers that are not, and floats;
+    constants.
     """
+
+    def __init__(self, kernel: Callable, constants: dict[str, int | bool], integers: tuple[int, ...]) -> None:
+        self.kernel, self.constants, self.integers = kernel, constants, integers
+        self._form: tuple | None = None
+
+    def __call__(self, grid: tuple[int, int, int], tensors: tuple[torch.Tensor, ...], *others: float) -> None:
+        """Launches on the device where the tensors lie."""
+        first = tensors[0]
+        if INTERPRETED or not first.is_cuda or torch.compiler.is_compiling():
+            with on_device(first):
+                self.kernel[grid](*tensors, *self.integers, *others, **self.constants)
+            return
+        index = first.get_device()
+        if index != _current_index():
+            with torch.cuda.device(index):
+                self(grid, tensors, *others)
+            return
+        addresses = [t.data_ptr() for t in tensors]
+        bits = 0
+        for address in addresses:
+            bits |= address
+        aligned = bits % 16 == 0
+        if self._form is None or not aligned or _is_watched():
+            compiled = self.kernel[grid](*tensors, *self.integers, *others, **self.constants)
+            if aligned:
+                self._form = self._form_of(compiled)
+            return
+        run, function, metadata, constants = self._form
+        # Triton's own order: grid, stream, function, metadata; nothing for hooks; the arguments.
+        stream = _current_stream(index)
+        run(*grid, stream, function, metadata, None, None, None, *addresses, *self.integers, *others, *constants)
+
+    def _form_of(self, compiled: object) -> tuple | None:
+        """What a launch passes on, unless this triton has it under other names."""
+        parts = [getattr(compiled, name, None) for name in ("run", "function", "packed_metadata")]
+        if None in (*parts, _current_stream):
+            return None
+        return *parts, [self.constants[name] for name in self.kernel.arg_names if name in self.constants]
+
+
+class Launcher:
+    """A kernel with its constants: finds its `Launch` by what that can depend on."""
 
     def __init__(self, kernel: Callable, constants: dict[str, int | bool]) -> None:
         self.kernel, self.constants = kernel, constants
-        self._forms: dict[tuple, tuple] = {}
+        self._launches: dict[tuple, Launch] = {}
 
     def __call__(
         self, grid: tuple[int, int, int], tensors: tuple[torch.Tensor, ...], integers: tuple[int, ...], *others: float
     ) -> None:
-        """Launches on the current device, where the tensors lie."""
-        if torch.compiler.is_compiling() or INTERPRETED or tensors[0].device.type != "cuda":
-            self.kernel[grid](*tensors, *integers, *others, **self.constants)
+        if torch.compiler.is_compiling():
+            Launch(self.kernel, self.constants, integers)(grid, tensors, *others)
             return
-        addresses = 0
-        for t in tensors:
-            addresses |= t.data_ptr()
-        key = (tensors[0].device.index, integers, *[t.dtype for t in tensors])
-        form = self._forms.get(key)
-        if addresses % 16 == 0 and form is not None:
-            compiled, constants = form
-            compiled[grid](*tensors, *integers, *others, *constants)
-            return
-        compiled = self.kernel[grid](*tensors, *integers, *others, **self.constants)
-        if addresses % 16 == 0:
-            constants = [self.constants[name] for name in self.kernel.arg_names if name in self.constants]
-            self._forms[key] = compiled, constants
+        key = (tensors[0].device, integers, *[t.dtype for t in tensors])
+        launch = self._launches.get(key)
+        if launch is None:
+            launch = self._launches[key] = Launch(self.kernel, self.constants, integers)
+        launch(grid, tensors, *others)

@@ -11,11 +11,10 @@ Unfused, the sum is written and read again, and so are the two gradients. The ke
 from __future__ import annotations
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from ligertune_kernels.launch import runs_triton
 from ligertune_kernels.ops.rms_norm import Cast, RMSNorm, check_rms_norm, rms_norm_reference
-from ligertune_kernels.ops.row_norm import norm_backward, norm_forward
+from ligertune_kernels.ops.row_norm import differentiable_once, norm_backward, norm_forward
 
 
 def add_rms_norm_reference(
@@ -35,28 +34,28 @@ def add_rms_norm_reference(
 class _AddRMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, residual, weight, eps, offset, cast):
-        y, new_residual, _, rstd = norm_forward(
-            x, residual, weight, None, eps, offset=offset, round_xhat=cast == "llama"
-        )
+        y, new_residual, stats = norm_forward(x, residual, weight, None, eps, offset=offset, round_xhat=cast == "llama")
         ctx.set_materialize_grads(False)  # the last sum of a model is used by nobody: no zeros are read for it
-        ctx.save_for_backward(new_residual, weight, rstd)
+        ctx.save_for_backward(new_residual, weight, stats)
         ctx.offset, ctx.cast, ctx.dtypes = offset, cast, (x.dtype, residual.dtype)
         return y, new_residual
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx, dy, ds):
-        new_residual, weight, rstd = ctx.saved_tensors
+        new_residual, weight, stats = ctx.saved_tensors
         needs_dx, needs_dr, needs_dw = ctx.needs_input_grad[:3]
         if dy is None:
             dsum, dw = ds, None
         else:
             dsum, dw, _ = norm_backward(
-                dy, ds, new_residual, weight, None, rstd, (needs_dx or needs_dr, needs_dw, False), weight.dtype,
+                dy, ds, new_residual, weight, None, stats, (needs_dx or needs_dr, needs_dw, False),
                 offset=ctx.offset, round_xhat=ctx.cast == "llama",
             )  # fmt: skip
-        dx = dsum.to(ctx.dtypes[0]) if needs_dx and dsum is not None else None
-        dr = dsum.to(ctx.dtypes[1]) if needs_dr and dsum is not None else None
+        dx, dr = (
+            None if not needed or dsum is None else dsum if dsum.dtype is dtype else dsum.to(dtype)
+            for needed, dtype in zip((needs_dx, needs_dr), ctx.dtypes, strict=True)
+        )
         return dx, dr, dw, None, None, None
 
 

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import torch
 
-from ligertune_kernels.launch import Chip, Launcher, chip_of, on_device, options, remembered, tl, triton
+from ligertune_kernels.launch import Launch, chip_of, options, remembered, tl, triton
 
 TILE = 16384  # elements taken at once: of most matrices every row, so that all their bytes are in flight together
 FEWEST_COLS = 32  # 128 bytes of a row
 
 
-@triton.jit(do_not_specialize=["n_rows"])
-def _column_sums_kernel(x_ptr, sums_ptr, n_cols, n_rows, ROWS: tl.constexpr, COLS: tl.constexpr):
+@triton.jit(do_not_specialize=["n_rows", "n_first"])
+def _column_sums_kernel(
+    x_ptr, first_ptr, second_ptr, n_cols, n_first, n_rows, ROWS: tl.constexpr, COLS: tl.constexpr, TWO: tl.constexpr
+):
     cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
     total = tl.zeros([COLS], dtype=tl.float32)
     for start in range(0, n_rows, ROWS):
@@ -22,23 +24,29 @@ def _column_sums_kernel(x_ptr, sums_ptr, n_cols, n_rows, ROWS: tl.constexpr, COL
         mask = (rows < n_rows)[:, None] & (cols < n_cols)[None, :]
         x = tl.load(x_ptr + rows[:, None].to(tl.int64) * n_cols + cols[None, :], mask=mask, other=0.0)
         total += tl.sum(x, axis=0)
-    tl.store(sums_ptr + cols, total.to(sums_ptr.dtype.element_ty), mask=cols < n_cols)
+    tl.store(first_ptr + cols, total.to(first_ptr.dtype.element_ty), mask=cols < n_first)
+    if TWO:
+        mask = (cols >= n_first) & (cols < n_cols)
+        tl.store(second_ptr + (cols - n_first), total.to(second_ptr.dtype.element_ty), mask=mask)
 
 
 @remembered
-def _launch(n_rows: int, n_cols: int, chip: Chip) -> tuple[Launcher, tuple[int, int, int]]:
+def _launch(
+    n_rows: int, n_cols: int, first: torch.dtype, second: torch.dtype | None, device: torch.device
+) -> tuple[Launch, tuple[int, int, int]]:
     """The kernel, and some four programs on each processor."""
+    chip = chip_of(device)
     cols = min(max(FEWEST_COLS, triton.next_power_of_2(n_cols // (4 * chip.processors) + 1)), 1024)
     rows = min(TILE // cols, triton.next_power_of_2(n_rows))
-    constants = {"ROWS": rows, "COLS": cols, **options(rows * cols // 2, chip)}
-    return Launcher(_column_sums_kernel, constants), (triton.cdiv(n_cols, cols), 1, 1)
+    constants = {"ROWS": rows, "COLS": cols, "TWO": second is not None, **options(rows * cols // 2, chip)}
+    return Launch(_column_sums_kernel, constants, (n_cols,)), (triton.cdiv(n_cols, cols), 1, 1)
 
 
-def column_sums(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """x.sum(0) of a contiguous fp32 matrix, rounded once to dtype: one launch, where torch takes two."""
+def column_sums(x: torch.Tensor, first: torch.Tensor, second: torch.Tensor | None = None) -> None:
+    """x.sum(0) of a contiguous fp32 matrix, rounded once: into `first`, and what it has no room for into `second`.
+
+    One launch, where torch takes two for each.
+    """
     n_rows, n_cols = x.shape
-    sums = torch.empty(n_cols, dtype=dtype, device=x.device)
-    launch, grid = _launch(n_rows, n_cols, chip_of(x.device))
-    with on_device(x):
-        launch(grid, (x, sums), (n_cols,), n_rows)
-    return sums
+    launch, grid = _launch(n_rows, n_cols, first.dtype, None if second is None else second.dtype, x.device)
+    launch(grid, (x, first, first if second is None else second), first.numel(), n_rows)

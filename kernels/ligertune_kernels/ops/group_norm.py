@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from ligertune_kernels.device_fns import fp32
@@ -28,7 +27,6 @@ from ligertune_kernels.launch import (
     Chip,
     Launcher,
     chip_of,
-    on_device,
     options,
     remembered,
     runs_triton,
@@ -36,6 +34,7 @@ from ligertune_kernels.launch import (
     triton,
 )
 from ligertune_kernels.ops.column_sums import column_sums
+from ligertune_kernels.ops.row_norm import differentiable_once
 
 TILE = 4096  # elements of a group taken at once: positions of one channel, and channels if these are fewer
 
@@ -214,8 +213,7 @@ def _forward(
     mean, rstd = (torch.empty(x.shape[0] * num_groups, dtype=torch.float32, device=x.device) for _ in range(2))
     launch = _forward_launch(n_channels, length, weight is not None, bias is not None, chip_of(x.device))
     given = (x if weight is None else weight.contiguous(), x if bias is None else bias.contiguous())
-    with on_device(x):
-        launch((mean.numel(), 1, 1), (x, *given, y, mean, rstd), (n_channels, length), num_groups, float(eps))
+    launch((mean.numel(), 1, 1), (x, *given, y, mean, rstd), (n_channels, length), num_groups, float(eps))
     return y, mean, rstd
 
 
@@ -223,47 +221,46 @@ def _backward(
     dy: torch.Tensor,
     x: torch.Tensor,
     weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
     mean: torch.Tensor,
     rstd: torch.Tensor,
-    needs_dx: bool,
-    sums_dtype: torch.dtype | None,
+    needs: tuple[bool, bool, bool],
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """dx; dw and db, unless sums_dtype is None."""
+    """dx, dw and db in the dtypes of x, weight and bias; those that `needs` asks for."""
+    needs_dx, needs_dw, needs_db = needs
     x, dy = x.contiguous(), dy.contiguous()
     n_samples, n_channels = x.shape[:2]
     num_groups = mean.numel() // n_samples
     group = (n_channels // num_groups, x.numel() // (n_samples * n_channels))
     dx = torch.empty_like(x) if needs_dx else None
     partial = mean
-    if sums_dtype is not None:
+    if needs_dw or needs_db:
         partial = torch.empty((n_samples, 2 * n_channels), dtype=torch.float32, device=x.device)
-    launch = _backward_launch(*group, weight is not None, needs_dx, sums_dtype is not None, chip_of(x.device))
+    launch = _backward_launch(*group, weight is not None, needs_dx, needs_dw or needs_db, chip_of(x.device))
     w = x if weight is None else weight.contiguous()
-    with on_device(x):
-        tensors = (dy, x, w, mean, rstd, x if dx is None else dx, partial)
-        launch((mean.numel(), 1, 1), tensors, group, num_groups)
-    if sums_dtype is None:
+    launch((mean.numel(), 1, 1), (dy, x, w, mean, rstd, x if dx is None else dx, partial), group, num_groups)
+    if not (needs_dw or needs_db):
         return dx, None, None
-    sums = column_sums(partial, sums_dtype)
-    return dx, sums[:n_channels], sums[n_channels:]
+    dw, db = (
+        torch.empty(n_channels, dtype=torch.float32 if t is None else t.dtype, device=x.device) for t in (weight, bias)
+    )
+    column_sums(partial, dw, db)
+    return dx, dw if needs_dw else None, db if needs_db else None
 
 
 class _GroupNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, num_groups, weight, bias, eps):
         y, mean, rstd = _forward(x, num_groups, weight, bias, eps)
-        ctx.save_for_backward(x, weight, mean, rstd)
-        ctx.dtypes = [t.dtype for t in (weight, bias) if t is not None]
+        ctx.save_for_backward(x, weight, bias, mean, rstd)
         return y
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx, dy):
-        x, weight, mean, rstd = ctx.saved_tensors
         needs_dx, _, needs_dw, needs_db, _ = ctx.needs_input_grad
-        sums_dtype = torch.promote_types(ctx.dtypes[0], ctx.dtypes[-1]) if needs_dw or needs_db else None
-        dx, dw, db = _backward(dy, x, weight, mean, rstd, needs_dx, sums_dtype)
-        return dx, None, dw.to(ctx.dtypes[0]) if needs_dw else None, db.to(ctx.dtypes[-1]) if needs_db else None, None
+        dx, dw, db = _backward(dy, *ctx.saved_tensors, (needs_dx, needs_dw, needs_db))
+        return dx, None, dw, db, None
 
 
 def group_norm(

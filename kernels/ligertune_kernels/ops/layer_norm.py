@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from ligertune_kernels.launch import runs_triton
-from ligertune_kernels.ops.row_norm import norm_backward, norm_forward
+from ligertune_kernels.ops.row_norm import differentiable_once, norm_backward, norm_forward
 
 
 def layer_norm_reference(
@@ -27,20 +26,16 @@ def layer_norm_reference(
 class _LayerNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, eps):
-        y, _, mean, rstd = norm_forward(x, None, weight, bias, eps, centred=True)
-        ctx.save_for_backward(x, weight, mean, rstd)
-        ctx.dtypes = [t.dtype for t in (weight, bias) if t is not None]
+        y, _, stats = norm_forward(x, None, weight, bias, eps, centred=True)
+        ctx.save_for_backward(x, weight, bias, stats)
         return y
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx, dy):
-        x, weight, mean, rstd = ctx.saved_tensors
-        dtypes = ctx.dtypes or [torch.float32]
-        dx, dw, db = norm_backward(
-            dy, None, x, weight, mean, rstd, ctx.needs_input_grad[:3], torch.promote_types(dtypes[0], dtypes[-1])
-        )
-        return dx, None if dw is None else dw.to(dtypes[0]), None if db is None else db.to(dtypes[-1]), None
+        x, weight, bias, stats = ctx.saved_tensors
+        grads = norm_backward(dy, None, x, weight, bias, stats, ctx.needs_input_grad[:3], centred=True)
+        return *grads, None
 
 
 def layer_norm(

@@ -10,6 +10,8 @@ Backward, with g = (offset + w) dy, and ds the gradient that reaches x past the 
 
 Everything is computed in fp32. With ROUND_XHAT x̂ is rounded to x's dtype before it is multiplied, as Llama's norm does.
 
+Statistics of N rows stand in one fp32 tensor: r of each row and then, where the norm is centred, m of each.
+
 There are no atomics: a backward program sums dw and db over its own run of rows in registers, and `column_sums` adds
 the programs up. The result is therefore the same in every run.
 
@@ -31,8 +33,7 @@ def forward_kernel(
     b_ptr,
     y_ptr,
     sum_ptr,
-    mean_ptr,
-    rstd_ptr,
+    stats_ptr,
     x_row_stride,
     residual_row_stride,
     n_cols,
@@ -72,10 +73,10 @@ def forward_kernel(
         x = x.to(tl.float32)
         if CENTRED:
             mean = tl.sum(x, axis=1) / n_cols
-            tl.store(mean_ptr + rows, mean, mask=row_mask)
+            tl.store(stats_ptr + n_rows + rows, mean, mask=row_mask)
             x = tl.where(mask, x - mean[:, None], 0.0)
         rstd = tl.rsqrt(tl.sum(x * x, axis=1) / n_cols + fp32(eps))
-        tl.store(rstd_ptr + rows, rstd, mask=row_mask)
+        tl.store(stats_ptr + rows, rstd, mask=row_mask)
         y = x * rstd[:, None]
         if ROUND_XHAT:
             y = y.to(sum_ptr.dtype.element_ty).to(tl.float32)
@@ -94,8 +95,7 @@ def forward_sweep_kernel(
     b_ptr,
     y_ptr,
     sum_ptr,
-    mean_ptr,
-    rstd_ptr,
+    stats_ptr,
     x_row_stride,
     residual_row_stride,
     n_cols,
@@ -130,7 +130,7 @@ def forward_sweep_kernel(
     mean = 0.0
     if CENTRED:
         mean = tl.sum(total, axis=0) / n_cols
-        tl.store(mean_ptr + row, mean)
+        tl.store(stats_ptr + n_rows + row, mean)
     squares = tl.zeros([BLOCK], dtype=tl.float32)
     for start in range(0, n_cols, BLOCK):
         cols = start + tl.arange(0, BLOCK)
@@ -138,7 +138,7 @@ def forward_sweep_kernel(
         x = tl.where(cols < n_cols, x - mean, 0.0)
         squares += x * x
     rstd = tl.rsqrt(tl.sum(squares, axis=0) / n_cols + fp32(eps))
-    tl.store(rstd_ptr + row, rstd)
+    tl.store(stats_ptr + row, rstd)
     for start in range(0, n_cols, BLOCK):
         cols = start + tl.arange(0, BLOCK)
         mask = cols < n_cols
@@ -158,8 +158,7 @@ def backward_kernel(
     ds_ptr,
     x_ptr,
     w_ptr,
-    mean_ptr,
-    rstd_ptr,
+    stats_ptr,
     dx_ptr,
     partial_ptr,
     dy_row_stride,
@@ -198,8 +197,8 @@ def backward_kernel(
         x_rows, dy_rows = x_ptr + rows[:, None] * x_row_stride, dy_ptr + rows[:, None] * dy_row_stride
         x = tl.load(x_rows + cols[None, :], mask=mask, other=0.0).to(tl.float32)
         dy = tl.load(dy_rows + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-        rstd = tl.load(rstd_ptr + rows, mask=row_mask, other=0.0)[:, None]
-        mean = tl.load(mean_ptr + rows, mask=row_mask, other=0.0)[:, None] if CENTRED else 0.0
+        rstd = tl.load(stats_ptr + rows, mask=row_mask, other=0.0)[:, None]
+        mean = tl.load(stats_ptr + n_rows + rows, mask=row_mask, other=0.0)[:, None] if CENTRED else 0.0
         xhat = (x - mean) * rstd
         if NEEDS_DX:
             g = dy

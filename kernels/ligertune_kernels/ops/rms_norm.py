@@ -21,10 +21,9 @@ from typing import Literal
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 
 from ligertune_kernels.launch import runs_triton
-from ligertune_kernels.ops.row_norm import norm_backward, norm_forward
+from ligertune_kernels.ops.row_norm import differentiable_once, norm_backward, norm_forward
 
 Cast = Literal["llama", "gemma", "none"]
 
@@ -44,18 +43,18 @@ def rms_norm_reference(
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, eps, offset, cast):
-        y, _, _, rstd = norm_forward(x, None, weight, None, eps, offset=offset, round_xhat=cast == "llama")
-        ctx.save_for_backward(x, weight, rstd)
+        y, _, stats = norm_forward(x, None, weight, None, eps, offset=offset, round_xhat=cast == "llama")
+        ctx.save_for_backward(x, weight, stats)
         ctx.offset, ctx.cast = offset, cast
         return y
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx, dy):
-        x, weight, rstd = ctx.saved_tensors
+        x, weight, stats = ctx.saved_tensors
         needs = (*ctx.needs_input_grad[:2], False)
         dx, dw, _ = norm_backward(
-            dy, None, x, weight, None, rstd, needs, weight.dtype, offset=ctx.offset, round_xhat=ctx.cast == "llama"
+            dy, None, x, weight, None, stats, needs, offset=ctx.offset, round_xhat=ctx.cast == "llama"
         )
         return dx, dw, None, None, None
 

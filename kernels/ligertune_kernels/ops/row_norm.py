@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch.autograd.function import once_differentiable
 
-from ligertune_kernels.launch import Chip, Launcher, chip_of, on_device, options, remembered, rows_of, triton
+from ligertune_kernels.launch import Chip, Launch, chip_of, options, remembered, rows_of, triton
 from ligertune_kernels.ops.column_sums import column_sums
 from ligertune_kernels.ops.norm_kernels import backward_kernel, forward_kernel, forward_sweep_kernel
 
@@ -20,18 +23,19 @@ BACKWARD_STAGES, BACKWARD_WARPS = 3, 16
 
 @dataclass(frozen=True)
 class Walk:
-    """A kernel whose programs walk runs of rows: so many rows a step, so many programs at most, for each part."""
+    """A launch whose programs walk runs of rows."""
 
-    launch: Launcher
-    rows: int
-    programs: int
-    parts: int = 1
+    launch: Launch
+    grid: tuple[int, int, int]
+    rows_per_program: int
+    dtypes: tuple[torch.dtype, ...] = ()  # of the results that the launch writes
 
-    def over(self, n_rows: int) -> tuple[tuple[int, int, int], int]:
-        """The grid and the rows of each program: whole steps, as equal as they can be."""
-        steps = -(-n_rows // self.rows)
-        steps_each = -(-steps // self.programs)
-        return (-(-steps // steps_each), self.parts, 1), steps_each * self.rows
+
+def _runs(n_rows: int, rows: int, programs: int, parts: int) -> tuple[tuple[int, int, int], int]:
+    """The grid and the rows of each program: whole steps of so many rows, as equal as they can be."""
+    steps = -(-n_rows // rows)
+    steps_each = -(-steps // programs)
+    return (-(-steps // steps_each), parts, 1), steps_each * rows
 
 
 def _walk(
@@ -72,44 +76,85 @@ def _walk(
 
 @remembered
 def _forward_walk(
+    n_rows: int,
+    strides: tuple[int, int],
     n_cols: int,
-    column_bytes: int,
-    residual: bool,
-    weight: bool,
-    bias: bool,
+    x: torch.dtype,
+    residual: torch.dtype | None,
+    weight: torch.dtype | None,
+    bias: torch.dtype | None,
     centred: bool,
     round_xhat: bool,
-    chip: Chip,
+    device: torch.device,
 ) -> Walk:
+    """For tensors of these dtypes; the results are the sum and y."""
+    chip = chip_of(device)
+    column_bytes = x.itemsize + (0 if residual is None else residual.itemsize)
+    total = x if residual is None else torch.promote_types(x, residual)
+    # A wider weight widens the result of the norm that rounds before it.
+    y = total if weight is None or not round_xhat else torch.promote_types(total, weight)
     flags = {
-        "HAS_RESIDUAL": residual,
-        "HAS_WEIGHT": weight,
-        "HAS_BIAS": bias,
+        "HAS_RESIDUAL": residual is not None,
+        "HAS_WEIGHT": weight is not None,
+        "HAS_BIAS": bias is not None,
         "CENTRED": centred,
         "ROUND_XHAT": round_xhat,
     }
-    if n_cols > WHOLE_ROW or n_cols * column_bytes > WHOLE_ROW_BYTES:
-        constants = {**flags, "BLOCK": SWEEP_BLOCK, **options(SWEEP_BLOCK, chip)}
-        return Walk(Launcher(forward_sweep_kernel, constants), 1, 1 << 31)
-    constants, numbers = _walk(n_cols, column_bytes, chip, backward=False, plain=not (residual or centred))
-    return Walk(Launcher(forward_kernel, flags | constants), *numbers)
+    kernel, numbers = forward_sweep_kernel, (1, 1 << 31, 1)
+    constants = {"BLOCK": SWEEP_BLOCK, **options(SWEEP_BLOCK, chip)}
+    if n_cols <= WHOLE_ROW and n_cols * column_bytes <= WHOLE_ROW_BYTES:
+        plain = residual is None and not centred
+        kernel, (constants, numbers) = forward_kernel, _walk(n_cols, column_bytes, chip, backward=False, plain=plain)
+    return Walk(Launch(kernel, flags | constants, (*strides, n_cols)), *_runs(n_rows, *numbers), (total, y))
 
 
 @remembered
 def _backward_walk(
+    n_rows: int,
+    strides: tuple[int, int, int],
     n_cols: int,
-    column_bytes: int,
-    residual: bool,
-    weight: bool,
+    dy: torch.dtype,
+    ds: torch.dtype | None,
+    x: torch.dtype,
+    weight: torch.dtype | None,
     centred: bool,
     round_xhat: bool,
     needs: tuple[bool, bool, bool],
-    chip: Chip,
+    device: torch.device,
 ) -> Walk:
-    flags = {"HAS_RESIDUAL": residual, "HAS_WEIGHT": weight, "CENTRED": centred, "ROUND_XHAT": round_xhat}
+    column_bytes = dy.itemsize + x.itemsize + (0 if ds is None else ds.itemsize)
+    flags = {"HAS_RESIDUAL": ds is not None, "HAS_WEIGHT": weight is not None}
+    flags |= {"CENTRED": centred, "ROUND_XHAT": round_xhat}
     flags |= dict(zip(("NEEDS_DX", "NEEDS_DW", "NEEDS_DB"), needs, strict=True))
-    constants, numbers = _walk(n_cols, column_bytes, chip, backward=True, plain=not (residual or centred))
-    return Walk(Launcher(backward_kernel, flags | constants), *numbers)
+    plain = ds is None and not centred
+    constants, numbers = _walk(n_cols, column_bytes, chip_of(device), backward=True, plain=plain)
+    return Walk(Launch(backward_kernel, flags | constants, (*strides, n_cols)), *_runs(n_rows, *numbers))
+
+
+def differentiable_once(backward: Callable) -> Callable:
+    """torch's once_differentiable, which takes 2 µs to switch off the recording that a plain backward() never began."""
+    recorded = once_differentiable(backward)
+
+    @functools.wraps(backward)
+    def call(ctx: object, *grads: torch.Tensor | None) -> object:
+        return recorded(ctx, *grads) if torch.is_grad_enabled() else backward(ctx, *grads)
+
+    return call
+
+
+def _laid_out(t: torch.Tensor, n_cols: int) -> tuple[torch.Tensor, int]:
+    """A tensor where the rows of t (..., n_cols) begin, and the way from one to the next."""
+    if t.is_contiguous():
+        return t, n_cols
+    rows = rows_of(t)
+    return rows, rows.stride(0)
+
+
+def _like(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """An empty contiguous tensor of t's shape; of a contiguous one in a third of the time."""
+    if t.dtype is dtype and t.is_contiguous():
+        return torch.empty_like(t)
+    return torch.empty(t.shape, dtype=dtype, device=t.device)
 
 
 def norm_forward(
@@ -122,42 +167,36 @@ def norm_forward(
     offset: float = 0.0,
     centred: bool = False,
     round_xhat: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """y, the normed sum (x itself without a residual), the means (N,) of a centred norm, and rstd (N,)."""
-    device, dtype, rows = x.device, x.dtype, rows_of(x)
-    n_rows, n_cols = rows.shape
-    column_bytes, residual_rows, summed = x.element_size(), rows, x
-    if residual is not None:
-        column_bytes, residual_rows = column_bytes + residual.element_size(), rows_of(residual)
-        dtype = torch.promote_types(dtype, residual.dtype)
-        summed = torch.empty(x.shape, dtype=dtype, device=device)
-    # A wider weight widens the result of the norm that rounds before it.
-    y_dtype = torch.promote_types(dtype, weight.dtype) if round_xhat and weight.dtype != dtype else dtype
-    y = torch.empty(x.shape, dtype=y_dtype, device=device)
-    rstd = torch.empty(n_rows, dtype=torch.float32, device=device)
-    mean = torch.empty(n_rows, dtype=torch.float32, device=device) if centred else None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """y, the normed sum (x itself without a residual), and the statistics: rstd (N,), of a centred norm the means (N,)
+    after it."""
+    n_cols = x.shape[-1]
+    n_rows = x.numel() // n_cols
+    rows, row_stride = _laid_out(x, n_cols)
+    residual_rows, residual_stride = (rows, row_stride) if residual is None else _laid_out(residual, n_cols)
     walk = _forward_walk(
-        n_cols, column_bytes, residual is not None, weight is not None, bias is not None, centred, round_xhat,
-        chip_of(device),
+        n_rows, (row_stride, residual_stride), n_cols,
+        x.dtype, None if residual is None else residual.dtype, None if weight is None else weight.dtype,
+        None if bias is None else bias.dtype, centred, round_xhat, x.device,
     )  # fmt: skip
-    grid, rows_per_program = walk.over(n_rows)
-    with on_device(x):
-        walk.launch(
-            grid,
-            (
-                rows,
-                residual_rows,
-                rows if weight is None else weight.contiguous(),
-                rows if bias is None else bias.contiguous(),
-                y,
-                rows if residual is None else summed,
-                rstd if mean is None else mean,
-                rstd,
-            ),
-            (rows.stride(0), residual_rows.stride(0), n_cols),
-            n_rows, float(eps), float(offset), rows_per_program,
-        )  # fmt: skip
-    return y, summed, mean, rstd
+    sum_dtype, y_dtype = walk.dtypes
+    summed = x if residual is None else _like(x, sum_dtype)
+    y = _like(x, y_dtype)
+    stats = torch.empty(2 * n_rows if centred else n_rows, dtype=torch.float32, device=x.device)
+    walk.launch(
+        walk.grid,
+        (
+            rows,
+            residual_rows,
+            rows if weight is None else weight.contiguous(),
+            rows if bias is None else bias.contiguous(),
+            y,
+            rows if residual is None else summed,
+            stats,
+        ),
+        n_rows, float(eps), float(offset), walk.rows_per_program,
+    )  # fmt: skip
+    return y, summed, stats
 
 
 def norm_backward(
@@ -165,50 +204,49 @@ def norm_backward(
     ds: torch.Tensor | None,
     x: torch.Tensor,
     weight: torch.Tensor | None,
-    mean: torch.Tensor | None,
-    rstd: torch.Tensor,
+    bias: torch.Tensor | None,
+    stats: torch.Tensor,
     needs: tuple[bool, bool, bool],
-    grad_dtype: torch.dtype,
     *,
     offset: float = 0.0,
+    centred: bool = False,
     round_xhat: bool = False,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """dx in x's dtype, dw and db in grad_dtype; those that `needs` asks for.
+    """dx, dw and db in the dtypes of x, weight and bias; those that `needs` asks for.
 
     x is what was normed, ds the gradient it receives beside the norm's.
     """
     needs_dx, needs_dw, needs_db = needs
-    device, rows, dy_rows = x.device, rows_of(x), rows_of(dy)
-    n_rows, n_cols = rows.shape
-    column_bytes, ds_rows = x.element_size() + dy.element_size(), dy_rows
-    if ds is not None:
-        column_bytes, ds_rows = column_bytes + ds.element_size(), rows_of(ds)
+    n_cols = x.shape[-1]
+    n_rows = x.numel() // n_cols
+    rows, row_stride = _laid_out(x, n_cols)
+    dy_rows, dy_stride = _laid_out(dy, n_cols)
+    ds_rows, ds_stride = (dy_rows, dy_stride) if ds is None else _laid_out(ds, n_cols)
     walk = _backward_walk(
-        n_cols, column_bytes, ds is not None, weight is not None, mean is not None, round_xhat, needs, chip_of(device)
-    )
-    grid, rows_per_program = walk.over(n_rows)
-    dx = torch.empty(x.shape, dtype=x.dtype, device=device) if needs_dx else None
-    n_sums = (needs_dw + needs_db) * n_cols
-    partial = torch.empty(grid[0], n_sums, dtype=torch.float32, device=device) if n_sums else rstd
-    with on_device(x):
-        walk.launch(
-            grid,
-            (
-                dy_rows,
-                ds_rows,
-                rows,
-                rows if weight is None else weight.contiguous(),
-                rstd if mean is None else mean,
-                rstd,
-                rows if dx is None else dx,
-                partial,
-            ),
-            (dy_rows.stride(0), ds_rows.stride(0), rows.stride(0), n_cols),
-            n_rows, float(offset), rows_per_program,
-        )  # fmt: skip
-    if not n_sums:
-        return dx, None, None
-    sums = column_sums(partial, grad_dtype)
-    if not (needs_dw and needs_db):
-        return dx, (sums if needs_dw else None), (sums if needs_db else None)
-    return dx, sums[:n_cols], sums[n_cols:]
+        n_rows, (dy_stride, ds_stride, row_stride), n_cols,
+        dy.dtype, None if ds is None else ds.dtype, x.dtype, None if weight is None else weight.dtype,
+        centred, round_xhat, needs, x.device,
+    )  # fmt: skip
+    dx = _like(x, x.dtype) if needs_dx else None
+    partial = stats
+    if needs_dw or needs_db:
+        n_sums = (needs_dw + needs_db) * n_cols
+        partial = torch.empty((walk.grid[0], n_sums), dtype=torch.float32, device=x.device)
+    walk.launch(
+        walk.grid,
+        (
+            dy_rows,
+            ds_rows,
+            rows,
+            rows if weight is None else weight.contiguous(),
+            stats,
+            rows if dx is None else dx,
+            partial,
+        ),
+        n_rows, float(offset), walk.rows_per_program,
+    )  # fmt: skip
+    dw = _like(weight, weight.dtype) if needs_dw else None
+    db = _like(bias, bias.dtype) if needs_db else None
+    if partial is not stats:
+        column_sums(partial, *(t for t in (dw, db) if t is not None))
+    return dx, dw, db
