@@ -27,6 +27,7 @@ from ligertune.model.recognise import (
     recognise_norm,
 )
 from ligertune.model.rope import ShadowedRope, is_rotary, recognise_rope
+from ligertune.model.sole_reader import gives_memory_of_its_own
 from ligertune.model.swap import Patch, swap, unswap
 
 Loss = Literal["linear_cross_entropy", "cross_entropy", "torch"]
@@ -66,9 +67,10 @@ class KernelMLP(Patch):
     patch_spec: GatedSpec
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        if self.patch_spec.packed:
-            return self.down_proj(_gated(self.patch_spec, self.gate_up_proj(hidden_states)))
-        return self.down_proj(_gated(self.patch_spec, self.gate_proj(hidden_states), self.up_proj(hidden_states)))
+        sources = (self.gate_up_proj,) if self.patch_spec.packed else (self.gate_proj, self.up_proj)
+        # Here their outputs go to the kernel and nowhere else, so its backward may write the gradients over them.
+        alone = gives_memory_of_its_own(sources)
+        return self.down_proj(_gated(self.patch_spec, *(source(hidden_states) for source in sources), inplace=alone))
 
 
 class KernelExperts(Patch):
@@ -80,11 +82,11 @@ class KernelExperts(Patch):
         return _gated(self.patch_spec, gate_up_out)
 
 
-def _gated(spec: GatedSpec, *gate_and_up: Tensor) -> Tensor:
+def _gated(spec: GatedSpec, *gate_and_up: Tensor, inplace: bool = False) -> Tensor:
     """act(gate) * up of (..., F), (..., F) or of one (..., 2F)."""
     if spec.kernel == "swiglu":
-        return swiglu(*gate_and_up)
-    return geglu(*gate_and_up, approximate=spec.approximate)
+        return swiglu(*gate_and_up, inplace=inplace)
+    return geglu(*gate_and_up, approximate=spec.approximate, inplace=inplace)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,9 @@ The function is a global of the modelling file, shared by every model of the fam
 The attention's forward is rebuilt, byte code unchanged, on a private copy of the file's namespace (a shadow) in
 which only the recognised rotary functions differ. The copy is a real module in `sys.modules`: torch.compile guards
 on globals by module name, and a bare dict would make it look at the original.
+
+Where the forward's own code proves that its rotary function is the only reader of the queries and keys (`sole_reader`)
+it is rebuilt twice, the second time with a function that rotates them in place; which one runs is decided call by call.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from ligertune_kernels.ops.rope import apply_rope_reference
 from torch import Tensor, nn
 
 from ligertune.model.probe import Refusal, answer, numbers
+from ligertune.model.sole_reader import gives_memory_of_its_own, sources_of
 from ligertune.model.swap import Patch
 
 Layout = Literal["half", "pairs", "pairs_from_halves"]
@@ -117,7 +121,9 @@ def _cos_sin(angles: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
     return both.cos(), both.sin()
 
 
-def _rotary_function(theirs: Callable[..., Any], layout: Layout, name: str) -> Callable[..., tuple[Tensor, Tensor]]:
+def _rotary_function(
+    theirs: Callable[..., Any], layout: Layout, name: str, *, inplace: bool
+) -> Callable[..., tuple[Tensor, Tensor]]:
     """`apply_rope` under the signature of transformers' rotary functions.
 
     q (B, H, T, D), k (B, K, T, D), cos and sin (B or 1, T, R); with unsqueeze_dim 2: q (B, T, H, D), k (B, T, K, D).
@@ -130,24 +136,37 @@ def _rotary_function(theirs: Callable[..., Any], layout: Layout, name: str) -> C
         if layout == "pairs_from_halves":
             cos, sin = (t[..., : t.shape[-1] // 2].repeat_interleave(2, dim=-1) for t in (cos, sin))
         if unsqueeze_dim == 2:
-            q, k = apply_rope(q.transpose(1, 2), k.transpose(1, 2), cos, sin, interleaved=layout != "half")
-            return q.transpose(1, 2), k.transpose(1, 2)
-        return apply_rope(q, k, cos, sin, interleaved=layout != "half")
+            q, k = q.transpose(1, 2), k.transpose(1, 2)
+        q, k = apply_rope(q, k, cos, sin, interleaved=layout != "half", inplace=inplace)
+        return (q.transpose(1, 2), k.transpose(1, 2)) if unsqueeze_dim == 2 else (q, k)
 
     rotary.__name__ = rotary.__qualname__ = name
     return rotary
 
 
 @functools.cache
-def _shadow(module_name: str, spec: RopeSpec) -> types.ModuleType:
+def _shadow(module_name: str, spec: RopeSpec, *, inplace: bool) -> types.ModuleType:
     source = sys.modules[module_name]
-    tag = "_".join(f"{name}_{layout}" for name, layout in spec.functions)
+    tag = "_".join(f"{name}_{layout}" for name, layout in spec.functions) + "_inplace" * inplace
     shadow = types.ModuleType(f"ligertune_shadow_{module_name.replace('.', '_')}_{tag}", source.__doc__)
     own = {"__name__", "__doc__", "__spec__", "__loader__"}
     vars(shadow).update({name: value for name, value in vars(source).items() if name not in own})
-    vars(shadow).update({name: _rotary_function(vars(source)[name], layout, name) for name, layout in spec.functions})
+    for name, layout in spec.functions:
+        setattr(shadow, name, _rotary_function(vars(source)[name], layout, name, inplace=inplace))
     sys.modules[shadow.__name__] = shadow
     return shadow
+
+
+def _rebuilt(theirs: types.FunctionType, shadow: types.ModuleType) -> types.FunctionType:
+    """The same forward, its globals those of the shadow."""
+    forward = types.FunctionType(
+        theirs.__code__, vars(shadow), theirs.__name__, theirs.__defaults__, theirs.__closure__
+    )
+    functools.update_wrapper(forward, theirs)
+    del forward.__wrapped__  # nothing is wrapped: what is seen is what runs
+    forward.__kwdefaults__ = theirs.__kwdefaults__
+    forward.__module__ = shadow.__name__
+    return forward
 
 
 class ShadowedRope(Patch):
@@ -155,13 +174,17 @@ class ShadowedRope(Patch):
 
     @classmethod
     def class_body(cls, original: type[nn.Module], spec: RopeSpec) -> dict[str, Any]:
-        theirs = original.forward
-        shadow = _shadow(theirs.__globals__["__name__"], spec)
-        forward = types.FunctionType(
-            theirs.__code__, vars(shadow), theirs.__name__, theirs.__defaults__, theirs.__closure__
-        )
-        functools.update_wrapper(forward, theirs)
-        del forward.__wrapped__  # nothing is wrapped: what is seen is what runs
-        forward.__kwdefaults__ = theirs.__kwdefaults__
-        forward.__module__ = shadow.__name__
+        theirs, file = original.forward, original.forward.__globals__["__name__"]
+        apart = _rebuilt(theirs, _shadow(file, spec, inplace=False))
+        (first, _), *others = spec.functions
+        sources = () if others else sources_of(theirs, first)
+        if not sources:
+            return {"forward": apart}
+        inplace = _rebuilt(theirs, _shadow(file, spec, inplace=True))
+
+        @functools.wraps(apart)
+        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            alone = gives_memory_of_its_own(getattr(self, name, None) for name in sources)
+            return (inplace if alone else apart)(self, *args, **kwargs)
+
         return {"forward": forward}

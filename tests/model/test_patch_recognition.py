@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 
 import pytest
 import tiny_models
@@ -214,7 +215,7 @@ def test_the_rotary_function_takes_what_the_models_own_takes(unsqueeze_dim):
     attention = tiny_models.make("llama").model.layers[0].self_attn
     theirs = modeling_llama.apply_rotary_pos_emb
     swap(attention, ShadowedRope, recognise_rope(attention))
-    ours = type(attention).forward.__globals__["apply_rotary_pos_emb"]
+    ours = inspect.unwrap(type(attention).forward).__globals__["apply_rotary_pos_emb"]
     q, k = torch.randn(2, 5, 5, 16), torch.randn(2, 5, 5, 16)
     angles = torch.randn(5, 8) if unsqueeze_dim == 0 else torch.randn(1, 5, 8)
     both = torch.cat((angles, angles), dim=-1)
