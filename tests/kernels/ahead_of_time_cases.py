@@ -12,6 +12,7 @@ from functools import partial
 
 import ligertune_kernels as kernels
 import torch
+from ligertune_kernels.launch import chip_of
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 ROWS = 4096
@@ -129,12 +130,21 @@ def _cross_entropy() -> list[Case]:
     ]
 
 
+def _in_groups(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, **terms: object) -> torch.Tensor:
+    """Columns of logits in dW's memory; on AMD, where no schedule asks for that, as it comes."""
+    schedule = kernels.Schedule("fast", slot=4096, buffer=8192, flushes=1, slab=768, groups=3)
+    if chip_of(hidden.device).vendor == "amd":
+        schedule = None
+    return kernels.linear_cross_entropy(hidden, weight, labels, schedule=schedule, **terms)
+
+
 def _linear_cross_entropy() -> list[Case]:
-    """In the memory it likes, then lean: with less, logits are made twice, the second time by columns."""
+    """In the memory it likes; lean, with logits made twice, the second time by columns; with columns in dW's memory."""
     plain = kernels.linear_cross_entropy
     every, lean = partial(plain, **EVERY_TERM), {"chunk_bytes": 1 << 26}
     calls = [(plain, vocab, dtype) for vocab, dtype in VOCABULARIES]
     calls += [(every, 128256, BF16), (partial(plain, **lean), 128256, BF16), (partial(every, **lean), 50257, FP32)]
+    calls += [(_in_groups, 128256, BF16), (partial(_in_groups, **EVERY_TERM), 50257, FP32)]
     return [
         Case("linear_cross_entropy", call, ((8192, 512), (vocab, 512)), dtype, (labels(8192),))
         for call, vocab, dtype in calls

@@ -24,7 +24,8 @@ LEAN = Schedule("lean", slot=1024, buffer=1024, flushes=1, slab=4096)
 SCHEDULES = (
     pytest.param(None, id="fast, one flush"),
     pytest.param(Schedule("fast", slot=512, buffer=1024, flushes=2), id="fast, two flushes"),
-    pytest.param(Schedule("fast", slot=512, buffer=512, flushes=4, sums_wide=True), id="fast, fp32 sums"),
+    pytest.param(Schedule("fast", slot=512, buffer=512, flushes=4), id="fast, four flushes"),
+    pytest.param(Schedule("fast", slot=1024, buffer=N, flushes=1, slab=4096, groups=14), id="fast, in groups"),
     pytest.param(LEAN, id="lean"),
 )
 

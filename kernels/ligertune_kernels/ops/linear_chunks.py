@@ -9,6 +9,7 @@ The logits of a chunk are multiplied into a reused buffer (cuBLAS), which the ro
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -16,7 +17,7 @@ import torch
 
 from ligertune_kernels.launch import chip_of
 from ligertune_kernels.ops.row_pass import Terms, row_pass, slab_pass
-from ligertune_kernels.ops.schedule import Schedule
+from ligertune_kernels.ops.schedule import Schedule, rest_stride
 
 
 class Needs(NamedTuple):
@@ -67,14 +68,29 @@ class Targets:
     scale: torch.Tensor | None = None
 
     def pass_over(
-        self, logits: torch.Tensor, start: int, stop: int, *, turns: bool, lse: torch.Tensor | None = None
+        self,
+        logits: torch.Tensor,
+        start: int,
+        stop: int,
+        *,
+        turns: bool,
+        lse: torch.Tensor | None = None,
+        lead: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The losses of some rows; where asked to, the logits are turned into their gradient."""
         scale = self.scale[start:stop] if self.scale is not None and self.scale.dim() else self.scale
         return row_pass(
             logits, self.labels[start:stop], self.terms, weight=self.class_weight,
-            gradient=logits if turns else None, scale=scale, lse=None if lse is None else lse[start:stop],
+            gradient=logits if turns else None, scale=scale, lse=None if lse is None else lse[start:stop], lead=lead,
         )  # fmt: skip
+
+
+class Part(NamedTuple):
+    """G (c, last - first) of some rows, in the columns from first to last."""
+
+    g: torch.Tensor
+    first: int
+    last: int
 
 
 @dataclass
@@ -112,45 +128,88 @@ class Gradients:
         return self
 
     def add_rows(
-        self, head: Head, x: torch.Tensor, narrow: torch.Tensor | None, g: torch.Tensor, start: int, stop: int
+        self,
+        head: Head,
+        x: torch.Tensor,
+        narrow: torch.Tensor | None,
+        parts: Sequence[Part],
+        start: int,
+        stop: int,
+        sums: torch.Tensor | None = None,
     ) -> None:
-        """All that G (c, V) of some rows gives, but dW."""
+        """All that G (c, V) of some rows gives, but dW. Of G in several parts dX is summed in `sums`, fp32 (c, E)."""
         through = None  # s G B (c, R)
         if narrow is not None and (self.hidden is not None or self.lora_a is not None):
-            through = head.lora_scale * torch.mm(g, head.lora_b)
+            through = head.lora_scale * _product(parts, head.lora_b)
         if self.hidden is not None:
             dx = self.hidden[start:stop]
-            if through is None:
-                torch.mm(g, head.weight, out=dx)
-            else:
-                torch.mm(through, head.lora_a, out=dx)
-                torch.addmm(dx, g, head.weight, out=dx)
-        if self.bias is not None:
-            self.bias += g.sum(0, dtype=self.bias.dtype)
+            total = dx if sums is None else sums[: stop - start]
+            if through is not None:
+                _add_product(total, through, head.lora_a, beta=0)
+            for i, part in enumerate(parts):
+                _add_product(total, part.g, head.weight[part.first : part.last], beta=int(i > 0 or through is not None))
+            if sums is not None:
+                dx.copy_(total)
+        for part in parts:
+            if self.bias is not None:
+                self.bias[part.first : part.last] += part.g.sum(0, dtype=self.bias.dtype)
+            if self.lora_b is not None:
+                _add_product(self.lora_b[part.first : part.last], part.g.t(), narrow, beta=1)
         if self.lora_a is not None:
             _add_product(self.lora_a, through.t(), x[start:stop], beta=1)
-        if self.lora_b is not None:
-            _add_product(self.lora_b, g.t(), narrow, beta=1)
 
 
 def run_chunks(x: torch.Tensor, head: Head, targets: Targets, needs: Needs, schedule: Schedule) -> Gradients:
     """Losses (N,) of rows (N, E) and the gradients that are needed, times the targets' scale."""
-    found = Gradients.wanted(x, head, needs, sums_wide=schedule.sums_wide)
-    run = _lean if schedule.plan == "lean" and needs.weight else _fast
+    found = Gradients.wanted(x, head, needs, sums_wide=schedule.sums_wide(x.dtype))
+    run = _fast
+    if needs.weight and (schedule.plan == "lean" or schedule.groups):
+        run = _lean if schedule.plan == "lean" else _in_groups
     run(x, head, targets, needs, schedule, found)
     return found.rounded(x.dtype)  # the buffers are gone
 
 
 def _fast(x: torch.Tensor, head: Head, targets: Targets, needs: Needs, schedule: Schedule, found: Gradients) -> None:
     n_rows, vocab_size = len(x), len(head.weight)
-    buffer = x.new_empty((schedule.buffer, vocab_size))
-    for first in range(0, n_rows, schedule.buffer):
-        last = min(first + schedule.buffer, n_rows)
+    height = schedule.slot if found.weight is None else schedule.buffer
+    buffer = x.new_empty((height, vocab_size))
+    for first in range(0, n_rows, height):
+        last = min(first + height, n_rows)
         for start in range(first, last, schedule.slot):
             stop = min(start + schedule.slot, last)
             _take(x, head, targets, needs, found, start, stop, buffer[start - first : stop - first])
         if found.weight is not None:
             _add_product(found.weight, buffer[: last - first].t(), x[first:last], beta=0 if first == 0 else 1)
+
+
+def _in_groups(
+    x: torch.Tensor, head: Head, targets: Targets, needs: Needs, schedule: Schedule, found: Gradients
+) -> None:
+    """All logits at once, the first columns in the memory of dW: see schedule.py for why dW never overtakes them."""
+    (n_rows, hidden_size), vocab_size = x.shape, len(head.weight)
+    groups, slab = schedule.groups, schedule.slab
+    in_groups, memory = groups * slab, found.weight.view(-1)
+    unused = memory.numel() - groups * n_rows * slab
+    assert unused >= slab * hidden_size and found.weight.dtype == x.dtype
+    lead = memory[unused:].view(groups, n_rows, slab)
+    rest = x.new_empty((n_rows, rest_stride(vocab_size - in_groups)))[:, : vocab_size - in_groups]
+    pieces = [(i * slab, (i + 1) * slab, lead[i]) for i in range(groups)] + [(in_groups, vocab_size, rest)]
+    sums = None
+    if found.hidden is not None:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        sums = memory[: unused - unused % (wide.itemsize // x.dtype.itemsize)].view(wide)
+        size = schedule.slot * hidden_size
+        sums = (sums[:size] if len(sums) >= size else x.new_empty(size, dtype=wide)).view(schedule.slot, hidden_size)
+    for start in range(0, n_rows, schedule.slot):
+        stop = min(start + schedule.slot, n_rows)
+        narrow = head.narrowed(x[start:stop])
+        for first, last, g in pieces:
+            head.columns(first, last).logits(x[start:stop], narrow, out=g[start:stop])
+        found.parts.append(targets.pass_over(rest[start:stop], start, stop, turns=True, lead=lead[:, start:stop]))
+        parts = [Part(g[start:stop], first, last) for first, last, g in pieces]
+        found.add_rows(head, x, narrow, parts, start, stop, sums)
+    for first, last, g in pieces:
+        _add_product(found.weight[first:last], g.t(), x, beta=0)
 
 
 def _lean(x: torch.Tensor, head: Head, targets: Targets, needs: Needs, schedule: Schedule, found: Gradients) -> None:
@@ -191,7 +250,7 @@ def _take(
     head.logits(rows, narrow, out=buffer)
     found.parts.append(targets.pass_over(buffer, start, stop, turns=any(needs), lse=lse))
     if any(needs):
-        found.add_rows(head, x, narrow, buffer, start, stop)
+        found.add_rows(head, x, narrow, [Part(buffer, 0, len(head.weight))], start, stop)
 
 
 def _logits(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, out: torch.Tensor) -> None:
@@ -199,6 +258,17 @@ def _logits(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
         torch.mm(rows, weight.t(), out=out)
     else:
         torch.addmm(bias, rows, weight.t(), out=out)
+
+
+def _product(parts: Sequence[Part], matrix: torch.Tensor) -> torch.Tensor:
+    """G (c, V) times matrix (V, R), rounded once."""
+    if len(parts) == 1:
+        return torch.mm(parts[0].g, matrix)
+    wide = torch.promote_types(matrix.dtype, torch.float32)
+    total = matrix.new_empty((len(parts[0].g), matrix.shape[1]), dtype=wide)
+    for i, part in enumerate(parts):
+        _add_product(total, part.g, matrix[part.first : part.last], beta=int(i > 0))
+    return total.to(matrix.dtype)
 
 
 def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: int) -> None:

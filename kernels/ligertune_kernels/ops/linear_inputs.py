@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ligertune_kernels.launch import runs_triton
+from ligertune_kernels.launch import chip_of, runs_triton
 from ligertune_kernels.ops.labelled_rows import labelled_rows, take_rows
 from ligertune_kernels.ops.linear_chunks import _autocast_dtype
 from ligertune_kernels.ops.schedule import Schedule, free_bytes, schedule_of
@@ -71,11 +71,18 @@ def chosen_schedule(rows: torch.Tensor, weight: torch.Tensor, chunk_bytes: int) 
         "needs_dw": needs_grad and weight.requires_grad,
         "chunk_bytes": chunk_bytes,
         "slot_rows": slot_rows_of(rows),
+        "wide_products": adds_to_wide_sums(rows.device),
     }
     schedule = schedule_of(*sizes, **options)
     if schedule.flushes and schedule.plan == "fast" and schedule.extra_bytes >= MUCH_MEMORY:
         return schedule_of(*sizes, **options, free_bytes=free_bytes(rows.device))
     return schedule
+
+
+def adds_to_wide_sums(device: torch.device) -> bool:
+    """Whether torch adds a product of bf16 to sums in fp32 there without first casting the factors; CPUs may cast."""
+    chip = chip_of(device)
+    return chip is None or chip.vendor != "amd"
 
 
 def same_dtype(op: str, hidden: torch.Tensor, *parameters: torch.Tensor | None) -> list[torch.Tensor | None]:

@@ -68,10 +68,23 @@ def held(integers, after, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def columns(x_ptr, lead_ptr, start, lanes, vector, in_lead, group_jump, GROUP: tl.constexpr):
+    """Where columns of a row are. The first in_lead, in groups of GROUP, are group_jump elements apart, at lead_ptr."""
+    if GROUP:
+        cols = start + lanes
+        # a choice of offsets and not of pointers, which the compiler for AMD cannot follow
+        apart = (x_ptr.to(tl.int64) - lead_ptr.to(tl.int64)) // (x_ptr.dtype.element_ty.primitive_bitwidth // 8)
+        apart = tl.multiple_of(apart, 8)  # rows and groups begin at a vector
+        return lead_ptr + (tl.where(cols < in_lead, (cols // GROUP).to(tl.int64) * group_jump, apart) + cols) + vector
+    else:
+        return x_ptr + (start + (lanes + vector))
+
+
+@triton.jit
 def first_sweep(
-    x_ptr, kept, tail, weight_ptr, offs, n_swept, n_cols, softcap, logit_scale,
+    x_ptr, lead_ptr, kept, tail, weight_ptr, lanes, n_swept, n_cols, in_lead, group_jump, softcap, logit_scale,
     HAS_WEIGHT: tl.constexpr, HAS_SMOOTHING: tl.constexpr, HAS_SOFTCAP: tl.constexpr, SWEEPS: tl.constexpr,
-    LANES: tl.constexpr, VECTOR: tl.constexpr, HINTS: tl.constexpr,
+    GROUP: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr, HINTS: tl.constexpr,
 ):  # fmt: skip
     """A row's lse and, for label smoothing, its sums of w_j z_j and w_j. The lanes meet only at the end."""
     BLOCK: tl.constexpr = LANES * VECTOR
@@ -83,11 +96,16 @@ def first_sweep(
     lane_z = tl.zeros([LANES], dtype=tl.float32)
     lane_weight = tl.zeros([LANES], dtype=tl.float32)
     if SWEEPS:
-        x_next = tl.load(x_ptr + offs, eviction_policy=FIRST_READ)
+        vector = tl.arange(0, VECTOR)[None, :]
+        x_next = tl.load(
+            columns(x_ptr, lead_ptr, 0, lanes, vector, in_lead, group_jump, GROUP), eviction_policy=FIRST_READ
+        )
         for start in range(0, n_swept, BLOCK):
-            x, cols = x_next.to(tl.float32), start + offs
-            ahead = cols + BLOCK
-            x_next = tl.load(x_ptr + ahead, mask=ahead < n_swept, other=0.0, eviction_policy=FIRST_READ)
+            x, cols = x_next.to(tl.float32), start + (lanes + vector)
+            x_next = tl.load(
+                columns(x_ptr, lead_ptr, start + BLOCK, lanes, vector, in_lead, group_jump, GROUP),
+                mask=cols + BLOCK < n_swept, other=0.0, eviction_policy=FIRST_READ,
+            )  # fmt: skip
             z, _ = bounded(x, softcap, logit_scale, HAS_SOFTCAP)
             new_max = tl.maximum(lane_max, tl.max(z, axis=1))
             lane_sum *= tl.exp2(lane_max - new_max)
@@ -127,11 +145,11 @@ def dlogits(
 
 @triton.jit
 def label_terms(
-    x_ptr, weight_ptr, label, is_class, label_smoothing, softcap, logit_scale,
+    label_x_ptr, weight_ptr, label, is_class, label_smoothing, softcap, logit_scale,
     HAS_WEIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """Of the label's own column: z in bits, dz/dx but for logit_scale, class weight, share of the loss."""
-    x = tl.load(x_ptr + label, mask=is_class, other=float("nan")).to(tl.float32)
+    x = tl.load(label_x_ptr, mask=is_class, other=float("nan")).to(tl.float32)
     z, slope = bounded(x, softcap, logit_scale, HAS_SOFTCAP)
     weight = 1.0
     if HAS_WEIGHT:
@@ -142,11 +160,11 @@ def label_terms(
 # Numbers of rows differ from batch to batch, and Triton would compile anew for each that is or is not a multiple of 16.
 @triton.jit(do_not_specialize=["n_rows"])
 def row_kernel(
-    logits_ptr, labels_ptr, weight_ptr, losses_ptr, lse_ptr, grad_ptr, scale_ptr,
-    logits_row_stride, grad_row_stride, scale_stride, n_rows, n_cols, n_swept,
+    logits_ptr, labels_ptr, weight_ptr, losses_ptr, lse_ptr, grad_ptr, scale_ptr, lead_ptr,
+    logits_row_stride, grad_row_stride, scale_stride, n_rows, n_cols, n_swept, in_lead, group_jump,
     ignore_index, label_smoothing, softcap, logit_scale, z_loss,
     HAS_WEIGHT: tl.constexpr, HAS_SMOOTHING: tl.constexpr, HAS_SOFTCAP: tl.constexpr, SAVES_LSE: tl.constexpr,
-    NEEDS_GRAD: tl.constexpr, SWEEPS: tl.constexpr,
+    NEEDS_GRAD: tl.constexpr, SWEEPS: tl.constexpr, GROUP: tl.constexpr,
     TAIL_LANES: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr,
     HINTS: tl.constexpr,
 ):  # fmt: skip
@@ -156,12 +174,14 @@ def row_kernel(
     softcap, logit_scale, z_loss = fp32(softcap), fp32(logit_scale), fp32(z_loss)
     label_smoothing = fp32(label_smoothing)
     smooth_share = label_smoothing / n_cols
-    offs = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
-    tail = n_swept + tl.arange(0, TAIL_LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
+    lanes, vector = tl.arange(0, LANES)[:, None] * VECTOR, tl.arange(0, VECTOR)[None, :]
+    tail = n_swept + tl.arange(0, TAIL_LANES)[:, None] * VECTOR + vector
     for row in range(tl.program_id(0).to(tl.int64), n_rows, tl.num_programs(0)):
         label = tl.load(labels_ptr + row).to(tl.int64)
-        x_ptr = logits_ptr + row * logits_row_stride
-        dx_ptr = grad_ptr + row * grad_row_stride
+        # in_lead columns before the rest's first, so that columns are counted from the row's
+        x_ptr = logits_ptr + row * logits_row_stride - in_lead
+        dx_ptr = grad_ptr + row * grad_row_stride - in_lead
+        row_lead_ptr = lead_ptr + row * GROUP
         if label == ignore_index:
             tl.store(losses_ptr + row, 0.0)
             if SAVES_LSE:
@@ -169,7 +189,8 @@ def row_kernel(
             if NEEDS_GRAD:
                 if SWEEPS:
                     for start in range(0, n_swept, BLOCK):
-                        tl.store(dx_ptr + start + offs, tl.zeros([LANES, VECTOR], dtype=dtype))
+                        swept = columns(dx_ptr, row_lead_ptr, start, lanes, vector, in_lead, group_jump, GROUP)
+                        tl.store(swept, tl.zeros([LANES, VECTOR], dtype=dtype))
                 tl.store(dx_ptr + tail, tl.zeros([TAIL_LANES, VECTOR], dtype=dtype), mask=tail < n_cols)
         else:
             is_class = (label >= 0) & (label < n_cols)
@@ -177,11 +198,12 @@ def row_kernel(
             kept = hold(tl.load(x_ptr + tail, mask=tail < n_cols, other=past_end, eviction_policy=LAST_USE))
             # Read before the sweeps: the second may write over it.
             label_z, label_slope, label_weight, label_share = label_terms(
-                x_ptr, weight_ptr, label, is_class, label_smoothing, softcap, logit_scale, HAS_WEIGHT, HAS_SOFTCAP
-            )
+                columns(x_ptr, row_lead_ptr, label, 0, 0, in_lead, group_jump, GROUP), weight_ptr, label, is_class,
+                label_smoothing, softcap, logit_scale, HAS_WEIGHT, HAS_SOFTCAP,
+            )  # fmt: skip
             lse, z_sum, weight_sum = first_sweep(
-                x_ptr, kept, tail, weight_ptr, offs, n_swept, n_cols, softcap, logit_scale,
-                HAS_WEIGHT, HAS_SMOOTHING, HAS_SOFTCAP, SWEEPS, LANES, VECTOR, HINTS,
+                x_ptr, row_lead_ptr, kept, tail, weight_ptr, lanes, n_swept, n_cols, in_lead, group_jump,
+                softcap, logit_scale, HAS_WEIGHT, HAS_SMOOTHING, HAS_SOFTCAP, SWEEPS, GROUP, LANES, VECTOR, HINTS,
             )  # fmt: skip
             loss = label_share * (lse - label_z) * LN2 + z_loss * (lse * LN2) * (lse * LN2)
             softmax_share = label_share + 2.0 * z_loss * lse * LN2
@@ -197,8 +219,9 @@ def row_kernel(
                 scale = tl.where(is_class, scale, float("nan"))
                 softmax_factor, smooth_factor = softmax_share * scale, smooth_share * scale
                 if SWEEPS:
-                    last = n_swept - BLOCK + offs
-                    x_next = tl.load(x_ptr + last, eviction_policy=LAST_USE)
+                    last = n_swept - BLOCK
+                    swept = columns(x_ptr, row_lead_ptr, last, lanes, vector, in_lead, group_jump, GROUP)
+                    x_next = tl.load(swept, eviction_policy=LAST_USE)
                 dx_tail = dlogits(
                     held(kept, lse, x_ptr.dtype.element_ty), lse, softmax_factor, smooth_factor, weight_ptr, tail,
                     n_cols, softcap, logit_scale, HAS_WEIGHT, HAS_SMOOTHING, HAS_SOFTCAP,
@@ -206,19 +229,22 @@ def row_kernel(
                 tl.store(dx_ptr + tail, dx_tail.to(dtype), mask=tail < n_cols, eviction_policy=LAST_USE)
                 if SWEEPS:
                     for back in range(0, n_swept, BLOCK):
-                        cols = last - back
-                        x, ahead = x_next, cols - BLOCK
-                        x_next = tl.load(x_ptr + ahead, mask=ahead >= 0, other=0.0, eviction_policy=LAST_USE)
+                        x, start = x_next, last - back
+                        cols, ahead = start + (lanes + vector), start - BLOCK
+                        swept = columns(x_ptr, row_lead_ptr, ahead, lanes, vector, in_lead, group_jump, GROUP)
+                        x_next = tl.load(swept, mask=cols >= BLOCK, other=0.0, eviction_policy=LAST_USE)
                         dx = dlogits(
                             x, lse, softmax_factor, smooth_factor, weight_ptr, cols, n_cols, softcap, logit_scale,
                             HAS_WEIGHT, HAS_SMOOTHING, HAS_SOFTCAP,
                         )  # fmt: skip
-                        tl.store(dx_ptr + cols, dx.to(dtype), eviction_policy=LAST_USE)
+                        swept = columns(dx_ptr, row_lead_ptr, start, lanes, vector, in_lead, group_jump, GROUP)
+                        tl.store(swept, dx.to(dtype), eviction_policy=LAST_USE)
                 dx_label = softmax_factor * tl.exp2(label_z - lse) - label_share * scale
                 if HAS_SMOOTHING:
                     dx_label -= smooth_factor * label_weight
                 tl.debug_barrier()  # the label's column was just written as if it were any other
-                tl.store(dx_ptr + label, (dx_label * label_slope).to(dtype), mask=is_class)
+                label_dx_ptr = columns(dx_ptr, row_lead_ptr, label, 0, 0, in_lead, group_jump, GROUP)
+                tl.store(label_dx_ptr, (dx_label * label_slope).to(dtype), mask=is_class)
 
 
 @triton.jit(do_not_specialize=["n_rows", "first_col"])

@@ -24,7 +24,9 @@ from ligertune_kernels.ops.row_kernels import row_kernel, slab_kernel
 
 VECTOR = 8  # neighbouring columns of one lane: 16 bytes of bf16
 SHORTEST = 128  # columns of a tile
-BLOCK_BYTES = 16384  # of a long row taken at once by the sweeps: 8 columns of bf16 a thread
+# Of a long row taken at once by the sweeps. Twice as much, by half the threads a program may have, with twice the
+# registers each, reaches 89 % of the bandwidth where this reaches 80 % (8192 x 128256, H100); on CDNA it spills.
+BLOCK_BYTES = 16384
 # Of a row held in registers. Without a cap, smoothing or weights 64 columns of 16 bits a thread are two programs on a
 # processor; with them, and in fp32, more than this spills (compiled for sm80-sm120, gfx90a-gfx1201).
 TAIL_BYTES = 65536
@@ -32,6 +34,7 @@ TAIL_BYTES_WITH_TERMS = 16384
 COLUMNS_OF_A_THREAD = 64
 COLUMNS_OF_A_THREAD_WITH_TERMS = 8
 SCALE_BLOCK = 4096
+SCALE_PROGRAMS = 16  # a processor, at most: with a factor of one all that is to be paid is their start
 HINTS = True  # tells the L2 cache to keep what is swept once, and not what is swept twice
 
 # float16 holds nothing below 6e-8: p/n of a large vocabulary and batch would vanish. Its gradients are therefore not
@@ -62,21 +65,28 @@ class Tiling:
     programs: int
 
 
-def tiling(n_rows: int, n_cols: int, element_size: int, chip: Chip, *, plain: bool) -> Tiling:
+def tiling(
+    n_rows: int, n_cols: int, element_size: int, chip: Chip, *, plain: bool, rest_cols: int | None = None
+) -> Tiling:
     """Rows that fit are held whole, and as many at once as there are threads for; of longer ones the last columns are.
 
-    Long rows go one to a processor, so that what is read a second time is in the L2 cache still.
+    Long rows go one to a processor, so that what is read a second time is in the L2 cache still. Of rows whose first
+    columns lie elsewhere, no more is held than the rest_cols others.
     """
     most_warps = MAX_THREADS // chip.warp_size
-    most = (TAIL_BYTES if plain and element_size == 2 else TAIL_BYTES_WITH_TERMS) // element_size
-    if n_cols <= most:
+    plain &= element_size == 2
+    most = (TAIL_BYTES if plain else TAIL_BYTES_WITH_TERMS) // element_size
+    if rest_cols is not None:
+        most = min(most // 2, 1 << (rest_cols.bit_length() - 1))  # half, as finding columns takes registers
+    elif n_cols <= most:
         tail = max(SHORTEST, triton.next_power_of_2(n_cols))
-        columns = COLUMNS_OF_A_THREAD if plain and element_size == 2 else COLUMNS_OF_A_THREAD_WITH_TERMS
+        columns = COLUMNS_OF_A_THREAD if plain else COLUMNS_OF_A_THREAD_WITH_TERMS
         num_warps = min(most_warps, max(4, tail // (columns * chip.warp_size)))
         return Tiling(0, SHORTEST, tail, num_warps, min(n_rows, chip.processors * 2 * most_warps // num_warps))
-    block = BLOCK_BYTES // element_size
+    halves = chip.warp_size == 32
+    block = min(most, BLOCK_BYTES * (2 if halves and plain else 1) // element_size)
     swept = triton.cdiv(n_cols - most, block) * block
-    return Tiling(swept, block, most, most_warps, min(n_rows, chip.processors))
+    return Tiling(swept, block, most, most_warps // 2 if halves else most_warps, min(n_rows, chip.processors))
 
 
 def row_pass(
@@ -88,33 +98,45 @@ def row_pass(
     gradient: torch.Tensor | None = None,
     scale: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
+    lead: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The losses (N,) of logits (N, V) and labels (N,); their gradient, times scale (one or N), goes into `gradient`.
 
     gradient (N, V) may be the logits themselves. scale is a tensor, since the host is not to wait for its value. What
-    `slab_pass` needs of each row goes into lse (N,).
+    `slab_pass` needs of each row goes into lse (N,). With lead (K, N, S) the first K S columns of the rows lie there,
+    in K groups, and logits hold the rest; the gradient is then written over both.
     """
     if not runs_triton(logits):
-        return _row_pass_torch(logits, labels, terms, weight, gradient, scale, lse)
+        if lead is None:
+            return _row_pass_torch(logits, labels, terms, weight, gradient, scale, lse)
+        return _in_groups_torch(logits, labels, terms, weight, scale, lse, lead)
     n_rows, n_cols = logits.shape
     assert logits.stride(1) == 1 and labels.is_contiguous()
+    in_lead, group_cols, group_jump = 0, 0, 0
+    if lead is not None:
+        assert gradient is logits and lead.stride(2) == 1 and lead.stride(1) == lead.shape[2]
+        group_cols, group_jump = lead.shape[2], lead.stride(0) - lead.shape[2]
+        in_lead = lead.shape[0] * group_cols
+        n_cols += in_lead
     losses = torch.empty(n_rows, dtype=torch.float32, device=logits.device)
     chip = chip_of(logits.device)
     plain = weight is None and not terms.label_smoothing and terms.softcap is None
-    tiles = tiling(n_rows, n_cols, logits.element_size(), chip, plain=plain)
+    rest_cols = None if lead is None else logits.shape[1]
+    tiles = tiling(n_rows, n_cols, logits.element_size(), chip, plain=plain, rest_cols=rest_cols)
     needs_grad = gradient is not None
     scale_stride = 1 if needs_grad and scale.dim() else 0
     # A flag keeps the kernel off the arguments it has no use for; any tensor fills their place.
     with on_device(logits):
         row_kernel[(tiles.programs,)](
             logits, labels, losses if weight is None else weight.contiguous(), losses, losses if lse is None else lse,
-            gradient if needs_grad else logits, scale if needs_grad else losses,
+            gradient if needs_grad else logits, scale if needs_grad else losses, logits if lead is None else lead,
             logits.stride(0), gradient.stride(0) if needs_grad else 0, scale_stride, n_rows, n_cols, tiles.swept,
+            in_lead, group_jump,
             terms.ignore_index, terms.label_smoothing, terms.softcap or 0.0, terms.logit_scale, terms.z_loss,
             HAS_WEIGHT=weight is not None, HAS_SMOOTHING=terms.label_smoothing != 0.0,
             HAS_SOFTCAP=terms.softcap is not None, SAVES_LSE=lse is not None, NEEDS_GRAD=needs_grad,
-            SWEEPS=tiles.swept > 0, TAIL_LANES=tiles.tail // VECTOR, LANES=tiles.block // VECTOR, VECTOR=VECTOR,
-            HINTS=HINTS,
+            SWEEPS=tiles.swept > 0, GROUP=group_cols, TAIL_LANES=tiles.tail // VECTOR,
+            LANES=tiles.block // VECTOR, VECTOR=VECTOR, HINTS=HINTS,
             **{**options(tiles.block, chip), "num_warps": tiles.num_warps},
         )  # fmt: skip
     return losses
@@ -185,6 +207,24 @@ def _row_pass_torch(
     return loss.masked_fill(~is_class, torch.nan).masked_fill(ignored, 0.0).squeeze(1)
 
 
+def _in_groups_torch(
+    rest: torch.Tensor,
+    labels: torch.Tensor,
+    terms: Terms,
+    weight: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    lse: torch.Tensor | None,
+    lead: torch.Tensor,
+) -> torch.Tensor:
+    whole = torch.cat([*lead, rest], dim=1)
+    losses = _row_pass_torch(whole, labels, terms, weight, whole, scale, lse)
+    in_lead = whole.shape[1] - rest.shape[1]
+    for group, gradient in zip(lead, whole[:, :in_lead].split(lead.shape[2], dim=1), strict=True):
+        group.copy_(gradient)
+    rest.copy_(whole[:, in_lead:])
+    return losses
+
+
 def _slab_pass_torch(
     logits: torch.Tensor,
     labels: torch.Tensor,
@@ -231,9 +271,10 @@ def scales(denominator: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor,
 def _scale_kernel(x_ptr, factor_ptr, n, BLOCK: tl.constexpr):
     factor = tl.load(factor_ptr).to(tl.float32)
     if factor != 1.0:
-        offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        x = tl.load(x_ptr + offs, mask=offs < n, other=0.0).to(tl.float32)
-        tl.store(x_ptr + offs, (x * factor).to(x_ptr.dtype.element_ty), mask=offs < n)
+        for start in range(tl.program_id(0).to(tl.int64) * BLOCK, n, tl.num_programs(0).to(tl.int64) * BLOCK):
+            offs = start + tl.arange(0, BLOCK)
+            x = tl.load(x_ptr + offs, mask=offs < n, other=0.0).to(tl.float32)
+            tl.store(x_ptr + offs, (x * factor).to(x_ptr.dtype.element_ty), mask=offs < n)
 
 
 def scaled(t: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
@@ -243,8 +284,8 @@ def scaled(t: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     """
     if not runs_triton(t):
         return t * factor.to(t.dtype)
+    chip = chip_of(t.device)
+    programs = min(triton.cdiv(t.numel(), SCALE_BLOCK), SCALE_PROGRAMS * chip.processors)
     with on_device(t):
-        _scale_kernel[(triton.cdiv(t.numel(), SCALE_BLOCK),)](
-            t, factor, t.numel(), BLOCK=SCALE_BLOCK, **options(SCALE_BLOCK, chip_of(t.device))
-        )
+        _scale_kernel[(programs,)](t, factor, t.numel(), BLOCK=SCALE_BLOCK, **options(SCALE_BLOCK, chip))
     return t

@@ -22,14 +22,18 @@ ROWS, HIDDEN, VOCAB = 11, 24, 131  # no size a multiple of anything the kernels 
 ONE_CHUNK = 1 << 30
 ONE_FLUSH = Schedule("fast", slot=6, buffer=ROWS, flushes=1)
 LEAN = Schedule("lean", slot=5, buffer=5, flushes=1, slab=50)  # three chunks of rows, three slabs, the last ones short
+IN_GROUPS = Schedule("fast", slot=4, buffer=ROWS, flushes=1, slab=8, groups=6)  # 48 columns of 131 in dW's memory
 SCHEDULES = (
     pytest.param(ONE_FLUSH, id="two slots, one flush"),
     pytest.param(Schedule("fast", slot=3, buffer=6, flushes=2), id="two flushes"),
-    pytest.param(Schedule("fast", slot=3, buffer=3, flushes=4, sums_wide=True), id="four flushes, dW in fp32"),
+    pytest.param(Schedule("fast", slot=3, buffer=3, flushes=4), id="four flushes"),
+    pytest.param(IN_GROUPS, id="in groups"),
     pytest.param(LEAN, id="lean"),
 )
 WAYS = pytest.mark.parametrize(
-    "schedule, reduction", [(ONE_FLUSH, "mean"), (LEAN, "mean"), (ONE_FLUSH, "none")], ids=["fast", "lean", "rows"]
+    "schedule, reduction",
+    [(ONE_FLUSH, "mean"), (IN_GROUPS, "mean"), (LEAN, "mean"), (ONE_FLUSH, "none")],
+    ids=["fast", "in groups", "lean", "rows"],
 )
 TERMS = (
     {},
@@ -63,7 +67,7 @@ def example(device: torch.device, dtype: torch.dtype = torch.float32, *, leading
 def test_agrees_with_float64(schedule, reduction, dtype, device) -> None:
     hidden, weight, bias, labels = example(device, dtype)
     if dtype is torch.float16:
-        schedule = replace(schedule, sums_wide=True)  # as schedule_of has it
+        schedule = replace(schedule, groups=0)  # as schedule_of has it: the groups would not be as wide as dW
     options = {"schedule": schedule, "reduction": reduction}
     judge(
         lambda h, w, b: linear_cross_entropy(h, w, labels, b, **options),
@@ -118,7 +122,8 @@ def test_computes_only_the_gradient_that_is_needed(schedule, grads, reduction, d
 def test_gradcheck(schedule, reduction, device) -> None:
     hidden, weight, bias, labels = example(device, torch.float64, leading=(5,))
     leaves = [t[:7].detach().requires_grad_() for t in (hidden, weight, bias)]
-    labels, schedule = labels % 7, replace(schedule, slot=2, slab=3 if schedule.slab else 0)
+    labels = labels % 7
+    schedule = replace(schedule, slot=2, slab=3 if schedule.slab else 0, groups=2 if schedule.groups else 0)
 
     def loss(h, w, b):
         return linear_cross_entropy(
@@ -207,7 +212,7 @@ def test_many_flushes_and_slabs_round_dw_once(device) -> None:
     truth = weight.double().requires_grad_()
     linear_cross_entropy_reference(hidden.double(), truth, labels).backward()
     lost = []
-    for schedule in (Schedule("fast", 64, 64, 1), Schedule("fast", 1, 1, 64, sums_wide=True), replace(LEAN, slot=24)):
+    for schedule in (Schedule("fast", 64, 64, 1), Schedule("fast", 1, 1, 64), replace(LEAN, slot=24)):
         w = weight.detach().requires_grad_()
         linear_cross_entropy(hidden, w, labels, schedule=schedule).backward()
         lost.append((w.grad.double() - truth.grad).norm())
