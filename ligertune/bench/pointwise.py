@@ -12,6 +12,15 @@ HEADS, KEY_VALUE_HEADS, HEAD_DIM = 32, 8, 128  # Llama-3-8B's
 VOCAB_SIZE = 128256
 
 
+def _as_made(t: torch.Tensor) -> torch.Tensor:
+    """A leaf's memory as a projection would hand it over: no leaf and no view, so that an op may write over it."""
+    return torch.ops.aten._unsafe_view(t, t.shape)
+
+
+def _rope_in_place(kernels, case: Case, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor):
+    return kernels.apply_rope(_as_made(q), _as_made(k), cos, sin, inplace=True)
+
+
 def _rope_inputs(case: Case, device: torch.device) -> Tensors:
     """q and k as projections leave them: (B, T, H, D) in memory, seen as (B, H, T, D)."""
     (n_tokens,) = case.sizes
@@ -43,6 +52,7 @@ ROPE = Subject(
     plain=lambda case, args: huggingface.rope,
     providers=(
         ours("ours", lambda kernels, case, q, k, cos, sin: kernels.apply_rope(q, k, cos, sin)),
+        ours("ours, in place", _rope_in_place, overwrites=True),
         ROPE_EAGER,
         compiled(ROPE_EAGER),
     ),
@@ -51,6 +61,11 @@ ROPE = Subject(
 
 def _two_rows(case: Case, device: torch.device) -> Tensors:
     return tuple(torch.randn(case.sizes, dtype=case.dtype, device=device, requires_grad=True) for _ in range(2))
+
+
+def _gated_in_place(op: str):
+    """Its backward writes over gate and up."""
+    return lambda kernels, case, gate, up: getattr(kernels, op)(_as_made(gate), _as_made(up), inplace=True)
 
 
 def _gated_work(case: Case) -> Work:
@@ -72,6 +87,7 @@ SWIGLU = Subject(
     plain=lambda case, args: lambda gate, up: F.silu(gate) * up,
     providers=(
         ours("ours", lambda kernels, case, gate, up: kernels.swiglu(gate, up)),
+        ours("ours, in place", _gated_in_place("swiglu"), overwrites=True),
         SWIGLU_EAGER,
         compiled(SWIGLU_EAGER),
     ),
@@ -91,6 +107,7 @@ GEGLU = Subject(
     plain=lambda case, args: lambda gate, up: F.gelu(gate, approximate="tanh") * up,
     providers=(
         ours("ours", lambda kernels, case, gate, up: kernels.geglu(gate, up)),
+        ours("ours, in place", _gated_in_place("geglu"), overwrites=True),
         GEGLU_EAGER,
         compiled(GEGLU_EAGER),
     ),
