@@ -256,15 +256,16 @@ def _may_overwrite(q: torch.Tensor, k: torch.Tensor, needs_grad: bool) -> bool:
     # a second forward, through a tensor that has a version counter of its own.
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
         return False
-    if share_storage(q, k) or span(q) is None or span(k) is None:
-        return False
-    return not needs_grad or all(_has_its_memory_alone(t) for t in (q, k))
+    return not share_storage(q, k) and all(_is_alone_in_memory(t, needs_grad) for t in (q, k))
 
 
-def _has_its_memory_alone(t: torch.Tensor) -> bool:
-    """Does it bear a gradient and cover all of the tensor that it views, so that all of that can be declared spent?"""
-    whole = _whole(t)
-    return t.requires_grad and not t.is_leaf and not is_someones_leaf(t) and span(t) == whole.numel() == t.numel()
+def _is_alone_in_memory(t: torch.Tensor, needs_grad: bool) -> bool:
+    """Has every element its own; and if it bears a gradient, is all that it views declared spent with it?"""
+    reach = span(t)
+    if not needs_grad:
+        return reach is not None
+    covers = reach == t.numel() == _whole(t).numel()
+    return covers and t.requires_grad and not t.is_leaf and not is_someones_leaf(t)
 
 
 def _whole(t: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from judge import judge
 from ligertune_kernels import GeGLU, SwiGLU, geglu, geglu_reference, runs_triton, swiglu, swiglu_reference
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 OPS = (
@@ -175,16 +175,20 @@ def test_in_place_takes_rows_of_any_stride(device) -> None:
         torch.testing.assert_close(*(torch.autograd.grad(y, wide)[0] for y in results))
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
+PRODUCTS = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+CHECKPOINTING = ({"use_reentrant": True}, {"use_reentrant": False}, {"use_reentrant": False, "context_fn": PRODUCTS})
+
+
+@pytest.mark.parametrize("how", CHECKPOINTING, ids=["reentrant", "not reentrant", "products kept"])
 @pytest.mark.parametrize("op, reference", OPS)
-def test_in_place_under_checkpointing(op, reference, use_reentrant, device) -> None:
+def test_in_place_under_checkpointing(op, reference, how, device) -> None:
     x, weight = (torch.randn(size, device=device, requires_grad=True) for size in ((3, 6), (40, 6)))
 
     def layer(x: torch.Tensor) -> torch.Tensor:
         return op(x @ weight[:20].t(), x @ weight[20:].t(), inplace=True).pow(2).sum()
 
     expected = torch.autograd.grad(reference(x @ weight[:20].t(), x @ weight[20:].t()).pow(2).sum(), (x, weight))
-    checkpoint(layer, x, use_reentrant=use_reentrant).backward()
+    checkpoint(layer, x, **how).backward()
     torch.testing.assert_close((x.grad, weight.grad), expected)
 
 

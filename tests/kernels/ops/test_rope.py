@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from judge import judge
 from ligertune_kernels import apply_rope, apply_rope_reference, rms_norm, runs_triton
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -234,18 +236,23 @@ def test_in_place_makes_new_tensors_where_it_must(form, device) -> None:
     torch.testing.assert_close(*(torch.autograd.grad(s, inputs, retain_graph=True) for s in cubes))
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_in_place_under_checkpointing(use_reentrant, device) -> None:
+PRODUCTS = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+CHECKPOINTING = ({"use_reentrant": True}, {"use_reentrant": False}, {"use_reentrant": False, "context_fn": PRODUCTS})
+
+
+@pytest.mark.parametrize("how", CHECKPOINTING, ids=["reentrant", "not reentrant", "products kept"])
+def test_in_place_under_checkpointing(how, device) -> None:
+    """Products that are kept for the second forward must not have been rotated by the first."""
     cos, sin = angles(1, 3, 8, device)
     weight = torch.randn(32, 6, device=device, requires_grad=True)
     x = torch.randn(2, 3, 6, device=device, requires_grad=True)
 
     def layer(x: torch.Tensor, inplace: bool) -> torch.Tensor:
-        q, k = ((x @ w.t()).view(2, 3, -1, 8).transpose(1, 2) for w in (weight, weight[:16]))
+        q, k = (torch.nn.functional.linear(x, w).view(2, 3, -1, 8).transpose(1, 2) for w in (weight, weight[:16]))
         return sum(t.pow(3).sum() for t in apply_rope(q, k, cos, sin, inplace=inplace))
 
     expected = torch.autograd.grad(layer(x, False), (x, weight))
-    checkpoint(layer, x, True, use_reentrant=use_reentrant).backward()
+    checkpoint(layer, x, True, **how).backward()
     torch.testing.assert_close((x.grad, weight.grad), expected)
 
 
