@@ -9,6 +9,7 @@ from ligertune.bench.case import Case, Outputs, Provider, Subject, Tensors, Work
 from ligertune.model import eager as huggingface
 
 EPS = 1e-6
+IN_PLACE = "ours, in place"  # x's gradient lies over the one that came in, as that of some others always does
 GROUPS = 32
 ROW_SIZES = tuple((8192, width) for width in (1024, 2048, 4096, 8192, 16384))
 SMALL_ROW_SIZES = ((64, 128), (64, 512))
@@ -70,6 +71,7 @@ RMS_NORM = Subject(
     plain=lambda case, args: lambda x, weight: F.rms_norm(x, weight.shape, weight, EPS),
     providers=(
         ours("ours", lambda kernels, case, x, weight: kernels.rms_norm(x, weight, EPS)),
+        ours(IN_PLACE, lambda kernels, case, x, weight: kernels.rms_norm(x, weight, EPS, inplace=True)),
         RMS_NORM_EAGER,
         function("torch", lambda x, weight: F.rms_norm(x, weight.shape, weight, EPS)),
         compiled(RMS_NORM_EAGER),
@@ -89,7 +91,8 @@ ADD_RMS_NORM = Subject(
     work=_tensors_moved(4, 4),
     plain=lambda case, args: _add_rms_norm,
     providers=(
-        ours("ours", lambda kernels, case, x, residual, weight: kernels.add_rms_norm(x, residual, weight, EPS)),
+        ours("ours", lambda kernels, case, *args: kernels.add_rms_norm(*args, EPS)),
+        ours(IN_PLACE, lambda kernels, case, *args: kernels.add_rms_norm(*args, EPS, inplace=True)),
         ADD_RMS_NORM_EAGER,
         function("torch", _add_rms_norm),
         compiled(ADD_RMS_NORM_EAGER),
@@ -114,7 +117,8 @@ LAYER_NORM = Subject(
     work=_tensors_moved(2, 3),
     plain=lambda case, args: _layer_norm,
     providers=(
-        ours("ours", lambda kernels, case, x, weight, bias: kernels.layer_norm(x, weight, bias, EPS)),
+        ours("ours", lambda kernels, case, *args: kernels.layer_norm(*args, EPS)),
+        ours(IN_PLACE, lambda kernels, case, *args: kernels.layer_norm(*args, EPS, inplace=True)),
         LAYER_NORM_TORCH,
         compiled(LAYER_NORM_TORCH),
     ),

@@ -33,11 +33,11 @@ def add_rms_norm_reference(
 
 class _AddRMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, residual, weight, eps, offset, cast):
+    def forward(ctx, x, residual, weight, eps, offset, cast, inplace):
         y, new_residual, stats = norm_forward(x, residual, weight, None, eps, offset=offset, round_xhat=cast == "llama")
         ctx.set_materialize_grads(False)  # the last sum of a model is used by nobody: no zeros are read for it
         ctx.save_for_backward(new_residual, weight, stats)
-        ctx.offset, ctx.cast, ctx.dtypes = offset, cast, (x.dtype, residual.dtype)
+        ctx.offset, ctx.cast, ctx.inplace, ctx.dtypes = offset, cast, inplace, (x.dtype, residual.dtype)
         return y, new_residual
 
     @staticmethod
@@ -50,13 +50,13 @@ class _AddRMSNorm(torch.autograd.Function):
         else:
             dsum, dw, _ = norm_backward(
                 dy, ds, new_residual, weight, None, stats, (needs_dx or needs_dr, needs_dw, False),
-                offset=ctx.offset, round_xhat=ctx.cast == "llama",
+                offset=ctx.offset, round_xhat=ctx.cast == "llama", inplace=ctx.inplace,
             )  # fmt: skip
         dx, dr = (
             None if not needed or dsum is None else dsum if dsum.dtype is dtype else dsum.to(dtype)
             for needed, dtype in zip((needs_dx, needs_dr), ctx.dtypes, strict=True)
         )
-        return dx, dr, dw, None, None, None
+        return dx, dr, dw, None, None, None, None
 
 
 def add_rms_norm(
@@ -67,15 +67,19 @@ def add_rms_norm(
     *,
     offset: float = 0.0,
     cast: Cast = "llama",
+    inplace: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(rms_norm(x + residual), x + residual) in one pass: x and residual (..., E), weight (E,)."""
+    """(rms_norm(x + residual), x + residual) in one pass: x and residual (..., E), weight (E,).
+
+    inplace is as in `rms_norm`: the gradient of the sum may be written over the one that reaches the normed sum.
+    """
     if x.shape != residual.shape:
         raise ValueError(f"add_rms_norm: x is {tuple(x.shape)}, but residual is {tuple(residual.shape)}")
     check_rms_norm("add_rms_norm", x, weight, cast)
     if x.numel() == 0 or not all(runs_triton(t) for t in (x, residual, weight)):
         return add_rms_norm_reference(x, residual, weight, eps, offset=offset, cast=cast)
     if torch.is_grad_enabled() and (x.requires_grad or residual.requires_grad or weight.requires_grad):
-        return _AddRMSNorm.apply(x, residual, weight, eps, offset, cast)
+        return _AddRMSNorm.apply(x, residual, weight, eps, offset, cast, inplace)
     return norm_forward(x, residual, weight, None, eps, offset=offset, round_xhat=cast == "llama")[:2]
 
 

@@ -25,23 +25,34 @@ def layer_norm_reference(
 
 class _LayerNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, eps):
+    def forward(ctx, x, weight, bias, eps, inplace):
         y, _, stats = norm_forward(x, None, weight, bias, eps, centred=True)
         ctx.save_for_backward(x, weight, bias, stats)
+        ctx.inplace = inplace
         return y
 
     @staticmethod
     @differentiable_once
     def backward(ctx, dy):
         x, weight, bias, stats = ctx.saved_tensors
-        grads = norm_backward(dy, None, x, weight, bias, stats, ctx.needs_input_grad[:3], centred=True)
-        return *grads, None
+        grads = norm_backward(
+            dy, None, x, weight, bias, stats, ctx.needs_input_grad[:3], centred=True, inplace=ctx.inplace
+        )
+        return *grads, None, None
 
 
 def layer_norm(
-    x: torch.Tensor, weight: torch.Tensor | None = None, bias: torch.Tensor | None = None, eps: float = 1e-5
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    inplace: bool = False,
 ) -> torch.Tensor:
-    """As torch.nn.functional.layer_norm over the last dimension of x (..., E), with weight and bias (E,)."""
+    """As torch.nn.functional.layer_norm over the last dimension of x (..., E), with weight and bias (E,).
+
+    inplace is as in `rms_norm`: the backward may write x's gradient over the one it receives.
+    """
     for name, t in (("weight", weight), ("bias", bias)):
         if t is not None and t.shape != x.shape[-1:]:
             raise ValueError(
@@ -51,7 +62,7 @@ def layer_norm(
     if x.numel() == 0 or not all(runs_triton(t) for t in given):
         return layer_norm_reference(x, weight, bias, eps)
     if torch.is_grad_enabled() and any(t.requires_grad for t in given):
-        return _LayerNorm.apply(x, weight, bias, eps)
+        return _LayerNorm.apply(x, weight, bias, eps, inplace)
     return norm_forward(x, None, weight, bias, eps, centred=True)[0]
 
 

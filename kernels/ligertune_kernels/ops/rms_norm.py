@@ -42,10 +42,10 @@ def rms_norm_reference(
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, eps, offset, cast):
+    def forward(ctx, x, weight, eps, offset, cast, inplace):
         y, _, stats = norm_forward(x, None, weight, None, eps, offset=offset, round_xhat=cast == "llama")
         ctx.save_for_backward(x, weight, stats)
-        ctx.offset, ctx.cast = offset, cast
+        ctx.offset, ctx.cast, ctx.inplace = offset, cast, inplace
         return y
 
     @staticmethod
@@ -54,9 +54,10 @@ class _RMSNorm(torch.autograd.Function):
         x, weight, stats = ctx.saved_tensors
         needs = (*ctx.needs_input_grad[:2], False)
         dx, dw, _ = norm_backward(
-            dy, None, x, weight, None, stats, needs, offset=ctx.offset, round_xhat=ctx.cast == "llama"
-        )
-        return dx, dw, None, None, None
+            dy, None, x, weight, None, stats, needs,
+            offset=ctx.offset, round_xhat=ctx.cast == "llama", inplace=ctx.inplace,
+        )  # fmt: skip
+        return dx, dw, None, None, None, None
 
 
 def check_rms_norm(op: str, x: torch.Tensor, weight: torch.Tensor, cast: str) -> None:
@@ -68,17 +69,27 @@ def check_rms_norm(op: str, x: torch.Tensor, weight: torch.Tensor, cast: str) ->
 
 
 def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, *, offset: float = 0.0, cast: Cast = "llama"
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float = 1e-6,
+    *,
+    offset: float = 0.0,
+    cast: Cast = "llama",
+    inplace: bool = False,
 ) -> torch.Tensor:
     """Root-mean-square norm of x (..., E) with weight (E,), rounded where the model that `cast` names rounds.
 
     The result has x's dtype, except under "llama" with a wider weight (bf16 x, fp32 weight: fp32), as in that model.
+
+    inplace allows the backward to write x's gradient over the one it receives, which saves x's size. The caller must
+    know that nobody else reads that one: in `rms_norm(h) + h` both terms receive the same tensor, and so h's gradient
+    would be wrong; so would a second backward's through a retained graph that passes the same tensor in.
     """
     check_rms_norm("rms_norm", x, weight, cast)
     if x.numel() == 0 or not runs_triton(x) or not runs_triton(weight):
         return rms_norm_reference(x, weight, eps, offset=offset, cast=cast)
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
-        return _RMSNorm.apply(x, weight, eps, offset, cast)
+        return _RMSNorm.apply(x, weight, eps, offset, cast, inplace)
     return norm_forward(x, None, weight, None, eps, offset=offset, round_xhat=cast == "llama")[0]
 
 

@@ -9,9 +9,14 @@ from dataclasses import dataclass
 import torch
 from torch.autograd.function import once_differentiable
 
-from ligertune_kernels.launch import Chip, Launch, chip_of, options, remembered, rows_of, triton
+from ligertune_kernels.launch import MAX_THREADS, Chip, Launch, chip_of, options, remembered, rows_of, triton
 from ligertune_kernels.ops.column_sums import column_sums
-from ligertune_kernels.ops.norm_kernels import backward_kernel, forward_kernel, forward_sweep_kernel
+from ligertune_kernels.ops.norm_kernels import (
+    backward_kernel,
+    backward_row_kernel,
+    forward_kernel,
+    forward_sweep_kernel,
+)
 
 TILE = 4096  # elements of the rows taken at once, if one row is not more
 WHOLE_ROW, WHOLE_ROW_BYTES = 16384, 65536  # up to which the forward holds a row in registers; longer ones are swept
@@ -23,19 +28,19 @@ BACKWARD_STAGES, BACKWARD_WARPS = 3, 16
 
 @dataclass(frozen=True)
 class Walk:
-    """A launch whose programs walk runs of rows."""
+    """A launch whose programs walk runs of rows: so many rows a step, so many programs at most, for each part."""
 
     launch: Launch
-    grid: tuple[int, int, int]
-    rows_per_program: int
+    rows: int
+    programs: int
+    parts: int = 1
     dtypes: tuple[torch.dtype, ...] = ()  # of the results that the launch writes
 
-
-def _runs(n_rows: int, rows: int, programs: int, parts: int) -> tuple[tuple[int, int, int], int]:
-    """The grid and the rows of each program: whole steps of so many rows, as equal as they can be."""
-    steps = -(-n_rows // rows)
-    steps_each = -(-steps // programs)
-    return (-(-steps // steps_each), parts, 1), steps_each * rows
+    def over(self, n_rows: int) -> tuple[tuple[int, int, int], int]:
+        """The grid and the rows of each program: whole steps, as equal as they can be."""
+        steps = -(-n_rows // self.rows)
+        steps_each = -(-steps // self.programs)
+        return (-(-steps // steps_each), self.parts, 1), steps_each * self.rows
 
 
 def _walk(
@@ -74,9 +79,27 @@ def _walk(
     return constants, (rows, max(1, share * chip.processors // parts), parts)
 
 
+def _holds_long_rows(integers: tuple[int, ...], dtypes: tuple[torch.dtype | None, ...], chip: Chip) -> bool:
+    """Whether all threads of a program can hold two packed rows of up to WHOLE_ROW columns, weights and dw.
+
+    Not where rows begin anywhere, which are loaded column by column; nor, compiled for sm100 and sm120, where 8 to 64
+    bytes spill; nor on NVIDIA in fp16, whose weights the compiler unpacks before the first row.
+    """
+    packed = all(dtype is None or dtype.itemsize == 2 for dtype in dtypes)
+    if not packed or any(integer % 16 for integer in integers):
+        return False
+    return chip.vendor != "nvidia" or (chip.arch in ("sm80", "sm90") and torch.float16 not in dtypes)
+
+
+def _whole_row(n_cols: int, column_bytes: int, chip: Chip) -> dict[str, int | bool]:
+    """Constants of the backward that holds a long row: every thread a processor has, and the next row on its way."""
+    block = triton.next_power_of_2(n_cols)
+    waits = chip.vendor == "nvidia" and block * column_bytes + 16384 <= chip.shared_bytes
+    return {**options(block, chip), "BLOCK": block, "num_warps": MAX_THREADS // chip.warp_size, "STAGES": 1 + waits}
+
+
 @remembered
 def _forward_walk(
-    n_rows: int,
     strides: tuple[int, int],
     n_cols: int,
     x: torch.dtype,
@@ -105,12 +128,11 @@ def _forward_walk(
     if n_cols <= WHOLE_ROW and n_cols * column_bytes <= WHOLE_ROW_BYTES:
         plain = residual is None and not centred
         kernel, (constants, numbers) = forward_kernel, _walk(n_cols, column_bytes, chip, backward=False, plain=plain)
-    return Walk(Launch(kernel, flags | constants, (*strides, n_cols)), *_runs(n_rows, *numbers), (total, y))
+    return Walk(Launch(kernel, flags | constants, (*strides, n_cols)), *numbers, (total, y))
 
 
 @remembered
 def _backward_walk(
-    n_rows: int,
     strides: tuple[int, int, int],
     n_cols: int,
     dy: torch.dtype,
@@ -123,12 +145,17 @@ def _backward_walk(
     device: torch.device,
 ) -> Walk:
     column_bytes = dy.itemsize + x.itemsize + (0 if ds is None else ds.itemsize)
-    flags = {"HAS_RESIDUAL": ds is not None, "HAS_WEIGHT": weight is not None}
-    flags |= {"CENTRED": centred, "ROUND_XHAT": round_xhat}
-    flags |= dict(zip(("NEEDS_DX", "NEEDS_DW", "NEEDS_DB"), needs, strict=True))
+    flags = {"HAS_RESIDUAL": ds is not None, "HAS_WEIGHT": weight is not None, "ROUND_XHAT": round_xhat}
+    chip = chip_of(device)
+    integers = (*strides, n_cols)
+    long = PART < n_cols <= WHOLE_ROW and needs[0] and not centred
+    if long and _holds_long_rows(integers, (dy, ds, x, weight), chip):
+        constants = flags | {"NEEDS_DW": needs[1]} | _whole_row(n_cols, column_bytes, chip)
+        return Walk(Launch(backward_row_kernel, constants, integers), 1, chip.processors)
+    flags |= {"CENTRED": centred, **dict(zip(("NEEDS_DX", "NEEDS_DW", "NEEDS_DB"), needs, strict=True))}
     plain = ds is None and not centred
-    constants, numbers = _walk(n_cols, column_bytes, chip_of(device), backward=True, plain=plain)
-    return Walk(Launch(backward_kernel, flags | constants, (*strides, n_cols)), *_runs(n_rows, *numbers))
+    constants, numbers = _walk(n_cols, column_bytes, chip, backward=True, plain=plain)
+    return Walk(Launch(backward_kernel, flags | constants, integers), *numbers)
 
 
 def differentiable_once(backward: Callable) -> Callable:
@@ -175,16 +202,17 @@ def norm_forward(
     rows, row_stride = _laid_out(x, n_cols)
     residual_rows, residual_stride = (rows, row_stride) if residual is None else _laid_out(residual, n_cols)
     walk = _forward_walk(
-        n_rows, (row_stride, residual_stride), n_cols,
+        (row_stride, residual_stride), n_cols,
         x.dtype, None if residual is None else residual.dtype, None if weight is None else weight.dtype,
         None if bias is None else bias.dtype, centred, round_xhat, x.device,
     )  # fmt: skip
+    grid, rows_per_program = walk.over(n_rows)
     sum_dtype, y_dtype = walk.dtypes
     summed = x if residual is None else _like(x, sum_dtype)
     y = _like(x, y_dtype)
     stats = torch.empty(2 * n_rows if centred else n_rows, dtype=torch.float32, device=x.device)
     walk.launch(
-        walk.grid,
+        grid,
         (
             rows,
             residual_rows,
@@ -194,7 +222,7 @@ def norm_forward(
             rows if residual is None else summed,
             stats,
         ),
-        n_rows, float(eps), float(offset), walk.rows_per_program,
+        n_rows, float(eps), float(offset), rows_per_program,
     )  # fmt: skip
     return y, summed, stats
 
@@ -211,10 +239,11 @@ def norm_backward(
     offset: float = 0.0,
     centred: bool = False,
     round_xhat: bool = False,
+    inplace: bool = False,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """dx, dw and db in the dtypes of x, weight and bias; those that `needs` asks for.
 
-    x is what was normed, ds the gradient it receives beside the norm's.
+    x is what was normed, ds the gradient it receives beside the norm's. inplace: dx may take dy's memory.
     """
     needs_dx, needs_dw, needs_db = needs
     n_cols = x.shape[-1]
@@ -223,17 +252,25 @@ def norm_backward(
     dy_rows, dy_stride = _laid_out(dy, n_cols)
     ds_rows, ds_stride = (dy_rows, dy_stride) if ds is None else _laid_out(ds, n_cols)
     walk = _backward_walk(
-        n_rows, (dy_stride, ds_stride, row_stride), n_cols,
+        (dy_stride, ds_stride, row_stride), n_cols,
         dy.dtype, None if ds is None else ds.dtype, x.dtype, None if weight is None else weight.dtype,
         centred, round_xhat, needs, x.device,
     )  # fmt: skip
-    dx = _like(x, x.dtype) if needs_dx else None
+    grid, rows_per_program = walk.over(n_rows)
+    dx = None
+    if needs_dx:
+        # A part reads the others' columns of dy; and a program that is compiled has its memory planned.
+        over_dy = inplace and walk.parts == 1 and dy.dtype is x.dtype and dy.is_contiguous() and ds is not dy
+        over_dy = over_dy and not torch.compiler.is_compiling()
+        dx = dy.detach() if over_dy else _like(x, x.dtype)
+        if over_dy:
+            torch.autograd.graph.increment_version(dy)
     partial = stats
     if needs_dw or needs_db:
         n_sums = (needs_dw + needs_db) * n_cols
-        partial = torch.empty((walk.grid[0], n_sums), dtype=torch.float32, device=x.device)
+        partial = torch.empty((grid[0], n_sums), dtype=torch.float32, device=x.device)
     walk.launch(
-        walk.grid,
+        grid,
         (
             dy_rows,
             ds_rows,
@@ -243,7 +280,7 @@ def norm_backward(
             rows if dx is None else dx,
             partial,
         ),
-        n_rows, float(offset), walk.rows_per_program,
+        n_rows, float(offset), rows_per_program,
     )  # fmt: skip
     dw = _like(weight, weight.dtype) if needs_dw else None
     db = _like(bias, bias.dtype) if needs_db else None

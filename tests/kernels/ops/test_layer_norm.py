@@ -42,6 +42,15 @@ def test_computes_only_the_gradients_that_are_needed(grads, n_cols, device) -> N
     judge(layer_norm, layer_norm_reference, inputs, grads=grads)
 
 
+@pytest.mark.parametrize("n_cols", [64, 8208])  # whole rows and in parts, which read each other's
+def test_inplace_changes_no_gradient(n_cols, device) -> None:
+    inputs = [torch.randn(s, device=device, requires_grad=True) for s in ((5, n_cols), (n_cols,), (n_cols,))]
+    dy = torch.randn(5, n_cols, device=device)
+    plain = torch.autograd.grad(layer_norm(*inputs), inputs, dy.clone())
+    reused = torch.autograd.grad(layer_norm(*inputs, inplace=True), inputs, dy.clone())
+    assert all(torch.equal(a, b) for a, b in zip(plain, reused, strict=True))
+
+
 @pytest.mark.parametrize("n_cols", [100, 16400])  # ragged, so that the padding would show in the variance; and swept
 def test_keeps_the_variance_beside_a_large_mean(n_cols, device) -> None:
     x = 1e4 + torch.randn(3, n_cols, device=device)

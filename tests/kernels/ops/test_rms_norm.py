@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from judge import judge
-from ligertune_kernels import RMSNorm, rms_norm, rms_norm_reference
+from ligertune_kernels import RMSNorm, rms_norm, rms_norm_reference, runs_triton
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CASTS = (("llama", 0.0), ("gemma", 1.0), ("gemma", 0.0), ("none", 0.0))
@@ -17,6 +17,7 @@ SIZES = (
     pytest.param((41, 1025), id="two rows a tile, three tiles a program"),
     pytest.param((5, 5000), id="one row a tile"),
     pytest.param((5, 8193), id="first size whose backward takes two parts"),
+    pytest.param((5, 8208), id="a long row whose backward holds it whole if it is packed"),
     pytest.param((2, 16385), id="first size whose backward takes several parts, and whose forward is swept"),
 )
 
@@ -71,6 +72,37 @@ def test_saves_nothing_without_grad(device) -> None:
     with torch.no_grad():
         assert rms_norm(x, w).grad_fn is None
     assert not rms_norm(x, w.detach()).requires_grad
+
+
+@pytest.mark.parametrize("n_cols", [64, 8208, 16400])  # whole rows, long ones, and in parts, which read each other's
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float16))
+def test_inplace_changes_no_gradient(n_cols, dtype, device) -> None:
+    inputs = [torch.randn(s, device=device, dtype=dtype, requires_grad=True) for s in ((5, n_cols), (n_cols,))]
+    dy = torch.randn(5, n_cols, device=device, dtype=dtype)
+    plain = torch.autograd.grad(rms_norm(*inputs), inputs, dy.clone())
+    reused = torch.autograd.grad(rms_norm(*inputs, inplace=True), inputs, dy.clone())
+    assert all(torch.equal(a, b) for a, b in zip(plain, reused, strict=True))
+
+
+def test_the_gradient_that_comes_in_stays_unless_inplace(device) -> None:
+    x, w = torch.randn(5, 64, device=device, requires_grad=True), torch.ones(64, device=device)
+    dy = torch.randn(5, 64, device=device)
+    before = dy.clone()
+    torch.autograd.grad(rms_norm(x, w), x, dy)
+    assert torch.equal(dy, before)
+    (dx,) = torch.autograd.grad(rms_norm(x, w, inplace=True), x, dy)
+    assert (dx.data_ptr() == dy.data_ptr()) == runs_triton(x)
+    if runs_triton(x):
+        assert dy._version > before._version  # autograd would refuse whoever had saved it
+    spread = torch.randn((), device=device).expand(5, 64)  # its rows lie on each other: never written over
+    torch.autograd.grad(rms_norm(x, w, inplace=True), x, spread)
+    assert torch.equal(spread, spread[:1, :1].expand(5, 64))
+
+
+def test_a_residual_beside_the_norm_has_its_own_gradient(device) -> None:
+    """norm(h) + h hands one tensor to both: the default leaves it as it is."""
+    h, w = torch.randn(5, 64, device=device), torch.randn(64, device=device)
+    judge(lambda h, w: rms_norm(h, w) + h, lambda h, w: rms_norm_reference(h, w) + h, [h, w])
 
 
 def test_module_starts_as_the_identity_of_its_kind(device) -> None:
