@@ -277,7 +277,8 @@ def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta:
         torch.addmm(total, a, b, beta=beta, out=total)
         return
     chip = chip_of(total.device)
-    if chip is not None and chip.vendor == "nvidia" and total.device.type == "cuda":
+    tracing = torch.compiler.is_compiling()  # torch 2.11 fails to trace a product into a wider sum
+    if chip is not None and chip.vendor == "nvidia" and total.device.type == "cuda" and not tracing:
         torch.addmm(total, a, b, out_dtype=total.dtype, beta=beta, out=total)
     else:
         torch.addmm(total, a.to(total.dtype), b.to(total.dtype), beta=beta, out=total)

@@ -80,9 +80,9 @@ def chosen_schedule(rows: torch.Tensor, weight: torch.Tensor, chunk_bytes: int) 
 
 
 def adds_to_wide_sums(device: torch.device) -> bool:
-    """Whether torch adds a product of bf16 to sums in fp32 there without first casting the factors; CPUs may cast."""
+    """Whether torch adds a product of bf16 to sums in fp32 without casting the factors before. CPUs may cast."""
     chip = chip_of(device)
-    return chip is None or chip.vendor != "amd"
+    return chip is None or (chip.vendor != "amd" and not torch.compiler.is_compiling())
 
 
 def same_dtype(op: str, hidden: torch.Tensor, *parameters: torch.Tensor | None) -> list[torch.Tensor | None]:

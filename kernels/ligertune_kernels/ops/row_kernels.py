@@ -178,10 +178,12 @@ def row_kernel(
     tail = n_swept + tl.arange(0, TAIL_LANES)[:, None] * VECTOR + vector
     for row in range(tl.program_id(0).to(tl.int64), n_rows, tl.num_programs(0)):
         label = tl.load(labels_ptr + row).to(tl.int64)
-        # in_lead columns before the rest's first, so that columns are counted from the row's
-        x_ptr = logits_ptr + row * logits_row_stride - in_lead
-        dx_ptr = grad_ptr + row * grad_row_stride - in_lead
+        x_ptr = logits_ptr + row * logits_row_stride
+        dx_ptr = grad_ptr + row * grad_row_stride
         row_lead_ptr = lead_ptr + row * GROUP
+        if GROUP:  # in_lead columns before the rest's first, so that columns are counted from the row's
+            x_ptr -= in_lead
+            dx_ptr -= in_lead
         if label == ignore_index:
             tl.store(losses_ptr + row, 0.0)
             if SAVES_LSE:

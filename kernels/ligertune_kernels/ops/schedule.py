@@ -25,17 +25,16 @@ import torch
 
 CHUNK_BYTES = 17 << 26  # 4352 rows of a 128k vocabulary in bf16: 8192 tokens, the other half of them in dW's memory
 SLOT_ROWS = 2048
-SLOT_ROWS_WITHOUT_DW = 1024  # no flush wants more, and half the buffer is enough
+SLOT_ROWS_WITHOUT_DW = 1152  # no flush wants more; nine tiles of 128, of which a GPU's processors make whole waves
 WITHOUT_DW_BYTES = 3 << 27
 LEAST_ROWS = 1024  # between two flushes: below, adding up dW is so slow that making the logits twice is faster
 ROW_MULTIPLE = 128  # of the height of cuBLAS's tiles
 SLAB_BYTES = 32 << 20  # the logits of a slab are then in the L2 cache when they are turned into gradients
 SLAB_COLUMNS = 2048  # at least
 GROUP_COLUMNS = 8192  # at least: with narrower groups dX's sums are read and written so often that it shows
-GROUP_SLOT_ROWS = 4096
 REST_COLUMNS = 32768  # at least: what the row pass holds of a row in registers
 REST_MULTIPLE = 64  # so that rows start at a vector's address
-PLENTY = 4  # chunk_bytes that may be taken where a product cannot be added to wider sums
+PLENTY = 2  # chunk_bytes that may be taken where a product cannot be added to wider sums
 FREE_SHARE = 0.9  # of the free memory that a schedule may count on: the rest is in pieces
 
 
@@ -56,13 +55,18 @@ def chunks_of(n_rows: int, row_bytes: int, chunk_bytes: int, slot_rows: int, *, 
         return Chunks(slot, slot, 0)
     flushes = -(-n_rows // fitting)
     buffer = min(fitting, n_rows, _rounded_up(-(-n_rows // flushes)))
-    slots = -(-buffer // slot_rows)
-    return Chunks(min(buffer, _rounded_up(-(-buffer // slots))), buffer, -(-n_rows // buffer))
+    return Chunks(_even_part(buffer, slot_rows), buffer, -(-n_rows // buffer))
 
 
 def _rows_in(chunk_bytes: int, row_bytes: int) -> int:
     fitting = max(1, chunk_bytes // row_bytes)
     return fitting - fitting % ROW_MULTIPLE if fitting > ROW_MULTIPLE else fitting
+
+
+def _even_part(n_rows: int, most: int) -> int:
+    """Rows in parts of about the same number, of which none has more than `most`, but for the rounding up."""
+    parts = -(-n_rows // most)
+    return min(n_rows, _rounded_up(-(-n_rows // parts)))
 
 
 def _rounded_up(n: int) -> int:
@@ -139,36 +143,34 @@ def schedule_of(
 
 
 def _one_flush(n_rows: int, hidden_size: int, vocab_size: int, dtype: torch.dtype, slot_rows: int) -> Schedule:
-    row_bytes = vocab_size * dtype.itemsize
-    chunks = chunks_of(n_rows, row_bytes, n_rows * row_bytes, slot_rows, needs_dw=True)
-    held = chunks.buffer * row_bytes
+    held = n_rows * vocab_size * dtype.itemsize
     if dtype is torch.float16:
         held = _with_wide_sums(held, hidden_size * vocab_size, dtype)
-    return Schedule("fast", chunks.slot, chunks.buffer, chunks.flushes, extra_bytes=held)
+    return Schedule("fast", _slot(n_rows, slot_rows), n_rows, 1, extra_bytes=held)
 
 
 def _in_groups(
     n_rows: int, hidden_size: int, vocab_size: int, dtype: torch.dtype, chunk_bytes: int, slot_rows: int
 ) -> list[Schedule]:
-    """One flush with logits in dW's memory, if they are as wide as dW and the rest fits."""
+    """One flush with logits in dW's memory, if they are as wide as dW and the rest fits. Few groups are fast."""
     weight_elements = vocab_size * hidden_size
-    groups = min(
-        (weight_elements // GROUP_COLUMNS - hidden_size) // n_rows, (vocab_size - REST_COLUMNS) // GROUP_COLUMNS
-    )
-    if dtype is torch.float16 or groups < 1:
-        return []
-    slab = min(weight_elements // (groups * n_rows + hidden_size), (vocab_size - REST_COLUMNS) // groups)
-    slab -= slab % ROW_MULTIPLE
-    held = n_rows * rest_stride(vocab_size - groups * slab) * dtype.itemsize
-    if held > chunk_bytes:
-        return []
-    # dX is summed in fp32 over the groups, in what is left of dW's memory
-    left = (weight_elements - groups * n_rows * slab) * dtype.itemsize // (4 * hidden_size)
-    if left < min(n_rows, slot_rows):
-        held += 4 * hidden_size * min(n_rows, slot_rows)
-    slot = min(max(left, slot_rows), max(GROUP_SLOT_ROWS, slot_rows))
-    chunks = chunks_of(n_rows, 1, n_rows, slot, needs_dw=True)
-    return [Schedule("fast", chunks.slot, n_rows, 1, slab, groups, held)]
+    most = min((weight_elements // GROUP_COLUMNS - hidden_size) // n_rows, (vocab_size - REST_COLUMNS) // GROUP_COLUMNS)
+    for groups in range(1, most + 1 if dtype is not torch.float16 else 1):
+        slab = min(weight_elements // (groups * n_rows + hidden_size), (vocab_size - REST_COLUMNS) // groups)
+        slab -= slab % ROW_MULTIPLE
+        held = n_rows * rest_stride(vocab_size - groups * slab) * dtype.itemsize
+        if held <= chunk_bytes:
+            slot = _slot(n_rows, slot_rows)
+            # dX is summed in fp32 over the groups, in what is left of dW's memory
+            if weight_elements - groups * n_rows * slab < 4 * slot * hidden_size // dtype.itemsize:
+                held += 4 * slot * hidden_size
+            return [Schedule("fast", slot, n_rows, 1, slab, groups, held)]
+    return []
+
+
+def _slot(n_rows: int, slot_rows: int) -> int:
+    """Where all rows are there for one flush: in even parts, but whole if they are but twice a slot."""
+    return _even_part(n_rows, slot_rows if n_rows > 2 * slot_rows else 2 * slot_rows)
 
 
 def rest_stride(columns: int) -> int:
