@@ -190,7 +190,8 @@ def _in_groups(
     groups, slab = schedule.groups, schedule.slab
     in_groups, memory = groups * slab, found.weight.view(-1)
     unused = memory.numel() - groups * n_rows * slab
-    assert unused >= slab * hidden_size and found.weight.dtype == x.dtype
+    assert found.weight.dtype == x.dtype
+    assert min(unused - slab * hidden_size, memory.numel() - slab * (n_rows + groups * hidden_size)) >= 0
     lead = memory[unused:].view(groups, n_rows, slab)
     rest = x.new_empty((n_rows, rest_stride(vocab_size - in_groups)))[:, : vocab_size - in_groups]
     pieces = [(i * slab, (i + 1) * slab, lead[i]) for i in range(groups)] + [(in_groups, vocab_size, rest)]

@@ -13,7 +13,7 @@ Rounding of dW. Every element is rounded once: it comes from one product, or fro
 one flush. (Added up in bf16, two flushes are off by 2.1e-3 where one product is by 1.7e-3, and 32 by 6e-3.)
 
 The room of a group: group i of k begins (k - i) N S before the end of dW's memory, and its dW ends at (i + 1) S E. The
-one has to stay behind the other for every i, which k N S + S E <= V E sees to.
+one has to stay behind the other for the first and the last i: k N S + S E <= V E, and N S + k S E <= V E.
 """
 
 from __future__ import annotations
@@ -156,7 +156,8 @@ def _in_groups(
     weight_elements = vocab_size * hidden_size
     most = min((weight_elements // GROUP_COLUMNS - hidden_size) // n_rows, (vocab_size - REST_COLUMNS) // GROUP_COLUMNS)
     for groups in range(1, most + 1 if dtype is not torch.float16 else 1):
-        slab = min(weight_elements // (groups * n_rows + hidden_size), (vocab_size - REST_COLUMNS) // groups)
+        rows, outputs = groups * n_rows + hidden_size, groups * hidden_size + n_rows
+        slab = min(weight_elements // max(rows, outputs), (vocab_size - REST_COLUMNS) // groups)
         slab -= slab % ROW_MULTIPLE
         held = n_rows * rest_stride(vocab_size - groups * slab) * dtype.itemsize
         if held <= chunk_bytes:
