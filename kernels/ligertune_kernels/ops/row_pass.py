@@ -129,7 +129,7 @@ def row_pass(
     with on_device(logits):
         row_kernel[(tiles.programs,)](
             logits, labels, losses if weight is None else weight.contiguous(), losses, losses if lse is None else lse,
-            gradient if needs_grad else logits, scale if needs_grad else losses, logits if lead is None else lead,
+            gradient if needs_grad else logits, scale if needs_grad else losses, losses if lead is None else lead,
             logits.stride(0), gradient.stride(0) if needs_grad else 0, scale_stride, n_rows, n_cols, tiles.swept,
             in_lead, group_jump,
             terms.ignore_index, terms.label_smoothing, terms.softcap or 0.0, terms.logit_scale, terms.z_loss,
