@@ -44,12 +44,10 @@ class Walk:
 
 
 def _walk(
-    n_cols: int, column_bytes: int, chip: Chip, *, backward: bool, plain: bool
+    n_cols: int, column_bytes: int, chip: Chip, *, backward: bool, residual: bool, centred: bool
 ) -> tuple[dict[str, int | bool], tuple[int, int, int]]:
-    """Constants of a kernel, and the Walk's numbers; column_bytes are those of all tensors read row by row.
-
-    plain: neither a residual nor a mean, which leaves registers to spare.
-    """
+    """Constants of a kernel, and the Walk's numbers; column_bytes are those of all tensors read row by row."""
+    plain = not residual and not centred  # which leaves registers to spare
     block = triton.next_power_of_2(n_cols)
     wide = backward and column_bytes > 6  # fp32 waits unpacked in registers: less of it, and nothing spills
     if backward and block > PART:
@@ -59,12 +57,11 @@ def _walk(
     constants = {"ROWS": rows, "BLOCK": block, **options(rows * block, chip)}
     if block > PART:  # 32 warps have 64 registers a thread, which a long layer norm exceeds
         constants["num_warps"] = min(constants["num_warps"], 16)
-    residual = column_bytes > 4
-    if not backward and (block < PART or (block == PART and (plain or residual))):
+    if not backward and (block < PART or (block == PART and not centred)):
         # A program for each tile reaches 92 to 98 % of an H100's bandwidth here, programs that walk 82 to 84 %.
         if block == PART and plain and chip.vendor == "nvidia":
             constants["num_warps"] = 8
-        if not plain and chip.arch.startswith("sm10"):  # with 8 warps a residual's tile of 4096 spills 16 bytes there
+        if not plain and block < PART and chip.arch.startswith("sm10"):  # 8 spill 16 bytes
             constants["num_warps"] = 4
         return constants | {"STAGES": 1}, (rows, 1 << 31, 1)
     share = (BACKWARD_WARPS if backward else FORWARD_WARPS) // constants["num_warps"] or 1
@@ -72,8 +69,8 @@ def _walk(
     step_bytes = block * (rows * parts * column_bytes + 4 * (parts - 1))
     waiting = (chip.shared_bytes // share - 16384) // step_bytes if chip.vendor == "nvidia" else 0
     stages = BACKWARD_STAGES if backward else FORWARD_STAGES
-    if parts > 1 and plain:  # a row is fetched by each part as it is; without a queue 80 % of the bandwidth, not 65
-        stages = 1
+    if parts > 1 and not residual and (plain or not chip.arch.startswith("sm10")):  # there it spills 8 bytes
+        stages = 1  # a row is fetched by each part as it is; a queue costs 5 to 15 % of the bandwidth
     constants["STAGES"] = 1 + max(0, min(waiting, stages - 1))
     if backward:
         constants["PARTS"] = parts
@@ -127,8 +124,8 @@ def _forward_walk(
     kernel, numbers = forward_sweep_kernel, (1, 1 << 31, 1)
     constants = {"BLOCK": SWEEP_BLOCK, **options(SWEEP_BLOCK, chip)}
     if n_cols <= WHOLE_ROW and n_cols * column_bytes <= WHOLE_ROW_BYTES:
-        plain = residual is None and not centred
-        kernel, (constants, numbers) = forward_kernel, _walk(n_cols, column_bytes, chip, backward=False, plain=plain)
+        kernel, how = forward_kernel, {"backward": False, "residual": residual is not None, "centred": centred}
+        constants, numbers = _walk(n_cols, column_bytes, chip, **how)
     return Walk(Launch(kernel, flags | constants, (*strides, n_cols)), *numbers, (total, y))
 
 
@@ -154,8 +151,8 @@ def _backward_walk(
         constants = flags | {"NEEDS_DW": needs[1]} | _whole_row(n_cols, column_bytes, chip)
         return Walk(Launch(backward_row_kernel, constants, integers), 1, chip.processors)
     flags |= {"CENTRED": centred, **dict(zip(("NEEDS_DX", "NEEDS_DW", "NEEDS_DB"), needs, strict=True))}
-    plain = ds is None and not centred
-    constants, numbers = _walk(n_cols, column_bytes, chip, backward=True, plain=plain)
+    how = {"backward": True, "residual": ds is not None, "centred": centred}
+    constants, numbers = _walk(n_cols, column_bytes, chip, **how)
     return Walk(Launch(backward_kernel, flags | constants, integers), *numbers)
 
 
