@@ -4,24 +4,23 @@ from __future__ import annotations
 
 from collections import ChainMap, Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ligertune.data.conversation import OVERLENGTH, REASONS, BadRow
-from ligertune.data.encode import IGNORE_INDEX, Encoded, encode
+from ligertune.data.conversation import REASONS
+from ligertune.data.encode import IGNORE_INDEX
 from ligertune.data.examples import Example, Examples
 from ligertune.data.formats import check_columns, recognise
-from ligertune.data.render import Rendered, Template, choose_template
-from ligertune.data.sources import Record, read_records, shown_path
+from ligertune.data.rows import RowPath, Tally
+from ligertune.data.sources import read_records, shown_path
 from ligertune.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from ligertune.data.formats import Format
     from ligertune.recipe.schema import DatasetSpec, DataSpec
 
 
@@ -112,14 +111,8 @@ class _LoadedSet:
     path: str
     format: str
     template: str
-    rows_read: int
-    examples: list[Example] = field(default_factory=list)
-    dropped: Counter[str] = field(default_factory=Counter)
-    first_dropped: dict[str, str] = field(default_factory=dict)
-    overlength: int = 0
-    truncated: int = 0
-    straddling: int = 0
-    endless: int = 0  # last answers that are whole and yet end without a special token
+    examples: list[Example]
+    tally: Tally
 
 
 def _load(spec: DatasetSpec, data: DataSpec, tokenizer: PreTrainedTokenizerBase) -> _LoadedSet:
@@ -128,21 +121,8 @@ def _load(spec: DatasetSpec, data: DataSpec, tokenizer: PreTrainedTokenizerBase)
     records = read_records(spec)
     path = shown_path(Path(spec.path))
     format = recognise(spec.format, {column for record in records for column in record.row}, path)
-    template = choose_template(data, format, tokenizer)
-    loaded = _LoadedSet(path, format.name, template.name, len(records))
-    rendered = _render_rows(records, spec, format, template, loaded)
-    special = _special_ids(tokenizer)
-    encodings = encode([text for text, _ in rendered], tokenizer)
-    for (_, source), encoded in zip(rendered, encodings, strict=True):
-        try:
-            fitting = _fit(encoded, data, source, loaded)
-        except BadRow as bad:
-            _refuse(bad, source, spec, loaded)
-            continue
-        if fitting is encoded:  # not cut
-            loaded.endless += int(encoded.input_ids[encoded.labels != IGNORE_INDEX][-1]) not in special
-        loaded.straddling += encoded.straddling
-        loaded.examples.append(Example(fitting.input_ids, fitting.labels, source))
+    rows, tally = RowPath(spec, data, format, tokenizer), Tally()
+    loaded = _LoadedSet(path, format.name, rows.template.name, rows.examples(records, tally), tally)
     if not loaded.examples:
         raise _nothing_left(loaded)
     return loaded
@@ -151,8 +131,8 @@ def _load(spec: DatasetSpec, data: DataSpec, tokenizer: PreTrainedTokenizerBase)
 def _report(sets: Sequence[_LoadedSet], kept: Examples, data: DataSpec) -> DataReport:
     """The counts of all sets together; `kept` is what is left of their examples after `val_split`."""
     examples = sum(len(part.examples) for part in sets)
-    dropped = sum((part.dropped for part in sets), Counter())
-    endless = sum(part.endless for part in sets)
+    dropped = sum((part.tally.dropped for part in sets), Counter())
+    endless = sum(part.tally.endless for part in sets)
     notes = []
     if endless and data.train_on != "all":
         notes.append(
@@ -160,95 +140,30 @@ def _report(sets: Sequence[_LoadedSet], kept: Examples, data: DataSpec) -> DataR
             "the template does not teach the model where to stop."
         )
     return DataReport(
-        rows_read=sum(part.rows_read for part in sets),
+        rows_read=sum(part.tally.rows_read for part in sets),
         examples=len(kept),
         held_out=examples - len(kept),
         dropped=dict(dropped.most_common()),
-        first_dropped=dict(ChainMap(*(part.first_dropped for part in sets))),
+        first_dropped=dict(ChainMap(*(part.tally.first_dropped for part in sets))),
         tokens=int(kept.lengths.sum()),
         trained_tokens=sum(int((example.labels != IGNORE_INDEX).sum()) for example in kept),
-        overlength=sum(part.overlength for part in sets),
-        truncated=sum(part.truncated for part in sets),
-        straddling=sum(part.straddling for part in sets),
+        overlength=sum(part.tally.overlength for part in sets),
+        truncated=sum(part.tally.truncated for part in sets),
+        straddling=sum(part.tally.straddling for part in sets),
         sets=tuple(
-            SetReport(part.path, part.format, part.template, part.rows_read, len(part.examples)) for part in sets
+            SetReport(part.path, part.format, part.template, part.tally.rows_read, len(part.examples)) for part in sets
         ),
         notes=tuple(notes),
     )
 
 
-def _render_rows(
-    records: Sequence[Record], spec: DatasetSpec, format: Format, template: Template, loaded: _LoadedSet
-) -> list[tuple[Rendered, str]]:
-    """The rows that are in order, each as (text with its spans, source)."""
-    rendered = []
-    for record in records:
-        try:
-            text = template.render(format.convert(record))
-            _check_encodable(text.text)
-        except BadRow as bad:
-            _refuse(bad, record.source, spec, loaded)
-        else:
-            rendered.append((text, record.source))
-    return rendered
-
-
-def _check_encodable(text: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise BadRow("broken text", f"U+{ord(text[error.start]):04X}") from error
-
-
-def _fit(encoded: Encoded, data: DataSpec, source: str, loaded: _LoadedSet) -> Encoded:
-    """The example within data.max_length, or the reason for which it is left out."""
-    length = len(encoded.input_ids)
-    if not _is_trained(encoded):
-        raise BadRow("no trained token")
-    if length <= data.max_length:
-        return encoded
-    loaded.overlength += 1
-    if data.on_overlength == "error":
-        raise UserError(
-            f"{source}: {length} tokens, more than data.max_length: {data.max_length}.",
-            hint="Raise it, or let data.on_overlength be drop or truncate.",
-        )
-    if data.on_overlength == "drop":
-        raise BadRow("too long", f"{length} tokens")
-    cut = Encoded(encoded.input_ids[: data.max_length], encoded.labels[: data.max_length], encoded.straddling)
-    if not _is_trained(cut):
-        raise BadRow("cut before the answer", f"{length} tokens")
-    loaded.truncated += 1
-    return cut
-
-
-def _is_trained(encoded: Encoded) -> bool:
-    return bool((encoded.labels != IGNORE_INDEX).any())
-
-
-def _refuse(bad: BadRow, source: str, spec: DatasetSpec, loaded: _LoadedSet) -> None:
-    """Drops a row and counts it, or stops, as `on_bad_row` says; what is too long has its own policy."""
-    if spec.on_bad_row == "error" and bad.reason not in OVERLENGTH:
-        raise UserError(
-            f"{source}: {bad}: {REASONS[bad.reason]}.",
-            hint="Mend the row, or let data.datasets[].on_bad_row be drop.",
-        ) from bad
-    loaded.dropped[bad.reason] += 1
-    loaded.first_dropped.setdefault(bad.reason, f"{source} ({bad.detail})" if bad.detail else source)
-
-
-def _special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    added = (index for index, token in tokenizer.added_tokens_decoder.items() if token.special)
-    return frozenset(tokenizer.all_special_ids).union(added)
-
-
 def _nothing_left(loaded: _LoadedSet) -> UserError:
     """The complaint for a data set of which every row was dropped."""
-    reason, source = next(iter(loaded.first_dropped.items()))
-    counts = ", ".join(f"{count} {reason}" for reason, count in loaded.dropped.most_common())
-    untrained = set(loaded.dropped) == {"no trained token"}
+    reason, source = next(iter(loaded.tally.first_dropped.items()))
+    counts = ", ".join(f"{count} {reason}" for reason, count in loaded.tally.dropped.most_common())
+    untrained = set(loaded.tally.dropped) == {"no trained token"}
     what = "0 % of its tokens would be trained" if untrained else "no row can be used"
     return UserError(
-        f"{loaded.path}: {what}: all {loaded.rows_read} are dropped ({counts}), the first at {source}.",
+        f"{loaded.path}: {what}: all {loaded.tally.rows_read} are dropped ({counts}), the first at {source}.",
         hint=f"{reason}: {REASONS[reason]}.",
     )
