@@ -118,7 +118,7 @@ BAD = [
     ("not text", {"instruction": "i", "output": 42}),
     ("not text", {"instruction": ["i"], "output": "o"}),
     ("not text", shared(("human", 1), ("gpt", "a"))),
-    ("not text", chat(("user", [{"type": "image", "image": "x.png"}]), ("assistant", "a"))),
+    ("not text", chat(("user", [{"type": "refusal", "refusal": "x"}]), ("assistant", "a"))),
     ("not a list of turns", {"messages": "hello"}),
     ("not a list of turns", {"messages": ["hello"]}),
     ("not a list of turns", {"conversations": {"from": "human", "value": "q"}}),
