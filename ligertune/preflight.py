@@ -35,7 +35,7 @@ def check_paths(recipe: Recipe) -> None:
             index = i if i < len(recipe.data.datasets) else i - len(recipe.data.datasets)
             raise UserError(
                 f"{key}[{index}].path: there is no file or folder {dataset.path}.",
-                hint="Name a json, jsonl, parquet or csv file, a folder of them, or a hub id such as tatsu-lab/alpaca.",
+                hint="Name a json, jsonl, parquet, csv or txt file, a folder of them, or a hub id: tatsu-lab/alpaca.",
             )
 
 

@@ -41,6 +41,7 @@ REASONS: dict[str, str] = {
     "call is not JSON": "a tool call that is not an object with a name and arguments",
     "tools are not JSON": "the list of tools cannot be read",
     "broken text": "half of a surrogate pair, which is no character and has no UTF-8",
+    "control token in the text": "the tokenizer makes a control token of a text, whatever it is told",
     "the template refuses it": "the chat template raises an error for this conversation",
     "the template leaves a turn out": "a system or tool turn is nowhere in the rendered text",
     "the answer cannot be placed": "it is not to be found exactly once in the rendered text, so it cannot be marked",

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from ligertune.data.render import Rendered
+from ligertune.data.control import ControlTokens, Rendered
+from ligertune.data.conversation import BadRow
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -29,8 +30,9 @@ class Encoded(NamedTuple):
     straddling: int
 
 
-def encode(texts: Sequence[Rendered], tokenizer: PreTrainedTokenizerBase) -> Iterator[Encoded]:
-    """One `Encoded` for each text, in order."""
+def encode(texts: Sequence[Rendered], tokenizer: PreTrainedTokenizerBase) -> Iterator[Encoded | BadRow]:
+    """One `Encoded` for each text, in order, or the reason for which there is none."""
+    control = ControlTokens(tokenizer)
     for first in range(0, len(texts), _BATCH):
         batch = texts[first : first + _BATCH]
         tokens = tokenizer(
@@ -40,7 +42,15 @@ def encode(texts: Sequence[Rendered], tokenizer: PreTrainedTokenizerBase) -> Ite
             return_offsets_mapping=True,
             verbose=False,  # it would warn of texts longer than the model: data.max_length decides that
         )
-        yield from map(_labelled, batch, tokens.input_ids, tokens.offset_mapping)
+        for rendered, ids, offsets in zip(batch, tokens.input_ids, tokens.offset_mapping, strict=True):
+            yield _literally(rendered, control) if rendered.literal else _labelled(rendered, ids, offsets)
+
+
+def _literally(rendered: Rendered, control: ControlTokens) -> Encoded | BadRow:
+    try:
+        return _labelled(rendered, *control.tokenised(rendered))
+    except BadRow as bad:
+        return bad
 
 
 def _labelled(rendered: Rendered, tokens: list[int], offsets: list[tuple[int, int]]) -> Encoded:

@@ -9,10 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ligertune.data.control import Rendered
 from ligertune.data.conversation import BadRow, Conversation, Message
 from ligertune.data.encode import encode
 from ligertune.data.formats import recognise
-from ligertune.data.render import ChatTemplate, Rendered, alpaca_prompt, choose_template
+from ligertune.data.prompts import alpaca_prompt
+from ligertune.data.render import ChatTemplate, choose_template
 from ligertune.data.sources import Record, read_records
 from ligertune.errors import UserError
 from ligertune.recipe.schema import DatasetSpec, DataSpec
