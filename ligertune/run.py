@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ligertune.machine import this_machine
 from ligertune.metrics import read_metrics
-from ligertune.plan import DataNumbers, KernelLine, Plan, choose_precision, make_plan
+from ligertune.plan import DataNumbers, KernelLine, Plan, Rows, choose_precision, make_plan
 from ligertune.preflight import check_output_dir, check_paths, clear_run
 from ligertune.recipe import Recipe, dump_recipe
 from ligertune.report import Report, throughput, versions, write_json
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
     from ligertune.data.prepare import PreparedData
+    from ligertune.model.attention_choice import AttentionChoice
     from ligertune.model.load import LoadedTokenizer
     from ligertune.model.patch import PatchReport
     from ligertune.train.loop import Fitted
@@ -44,26 +45,32 @@ def plan_for(recipe: Recipe) -> Job:
     check_output_dir(recipe)
     check_paths(recipe)
     machine = this_machine()
-    choose_precision(recipe.model.dtype, machine)
+    precision = choose_precision(recipe.model.dtype, machine)
 
     from ligertune.data.prepare import prepare
     from ligertune.model import load
+    from ligertune.model.attention_choice import choose_attention
     from ligertune.train.checkpoint import check_unfinished
     from ligertune.train.distributed import launched_with_fsdp
 
     config = load.read_config(recipe.model)
+    attention = choose_attention(
+        recipe.model.attn_implementation, config, machine, precision, packing=recipe.data.packing
+    )
     loaded = load.load_tokenizer(recipe.model)
     load.check_vocabulary(loaded.tokenizer, config)
     data = prepare(recipe.data, loaded.tokenizer, seed=recipe.train.seed)
-    shape, attn, backend, kernels = preview_model(recipe, config, machine.device)
+    shape, attn, backend, kernels = preview_model(recipe, config, machine.device, attention)
     plan = make_plan(
         recipe,
         machine,
         shape=shape,
         attn_implementation=attn,
+        attn_why=attention.why,
         kernels_backend=backend,
         kernels=kernels,
         data=data_numbers(data),
+        rows=rows_of(recipe, data, multiple_of=attention.multiple_of),
         launched_with_fsdp=launched_with_fsdp(),
         notes=(*recipe.notices, *loaded.notes),
     )
@@ -76,9 +83,11 @@ def run(job: Job, show: Callable[[dict], None]) -> Report:
     import torch
 
     from ligertune.model.attention import checkpoint_layers, prefer_flash
+    from ligertune.model.documents import guard
     from ligertune.model.load import build_model, hide_loading_bars
     from ligertune.train.checkpoint import check_space
     from ligertune.train.distributed import start
+    from ligertune.train.isolation import check_isolation
     from ligertune.train.loop import fit
 
     plan, began = job.plan, time.perf_counter()
@@ -94,13 +103,16 @@ def run(job: Job, show: Callable[[dict], None]) -> Report:
     accelerator.wait_for_everyone()
 
     model = build_model(
-        plan.recipe.model,
+        plan.recipe.model.model_copy(update={"attn_implementation": plan.attn_implementation}),
         job.config,
         dtype=getattr(torch, plan.precision.weights),
         device=accelerator.device,
         seed=plan.recipe.train.seed,
     )
     apply_kernels(plan.recipe, model)
+    if plan.rows.packed:
+        guard(model)
+        check_isolation(model, multiple_of=plan.rows.multiple_of)
     if plan.recipe.train.gradient_checkpointing:
         checkpoint_layers(model)
     fitted = fit(plan, accelerator, model, job.data, pad_token_id=job.tokenizer.pad_token_id, show=show)
@@ -167,15 +179,17 @@ def make_report(plan: Plan, fitted: Fitted, *, model_path: str | None, seconds: 
     )
 
 
-def preview_model(recipe: Recipe, config: PreTrainedConfig, device: str) -> tuple:
+def preview_model(recipe: Recipe, config: PreTrainedConfig, device: str, attention: AttentionChoice) -> tuple:
     """(shape, attention, kernels' backend, kernel lines) of the model as it will be, built without memory."""
     import torch
     from ligertune_kernels import backend
 
+    import ligertune.model.documents  # noqa: F401  makes its attention known to transformers
     from ligertune.model.load import build_model
     from ligertune.model.shape import ModelShape
 
-    spec = recipe.model.model_copy(update={"init": "random"})
+    attn = attention.implementation or recipe.model.attn_implementation
+    spec = recipe.model.model_copy(update={"init": "random", "attn_implementation": attn})
     model = build_model(spec, config, dtype=torch.bfloat16, device="meta", seed=0)
     report = apply_kernels(recipe, model)
     lines = () if report is None else tuple(KernelLine(r.kernel, r.applied, r.left, r.note) for r in report.rows)
@@ -190,6 +204,23 @@ def apply_kernels(recipe: Recipe, model: PreTrainedModel) -> PatchReport | None:
     if wanted.enabled is False:
         return None
     return patch(model, rope=wanted.rope, norm=wanted.norm, mlp=wanted.mlp, loss=wanted.loss)
+
+
+def rows_of(recipe: Recipe, data: PreparedData, *, multiple_of: int) -> Rows:
+    """What a batch of this run counts."""
+    from ligertune.data.packing import pack
+
+    length, packs = recipe.data.max_length, None
+    if recipe.data.packing:
+        packs = pack(data.train.lengths, length)
+    grouped = "grouped" if recipe.train.group_by_length else "shuffled"
+    return Rows(
+        kind=grouped if packs is None else "packed",
+        count=len(data.train if packs is None else packs),
+        length=length,
+        multiple_of=multiple_of,
+        fill=None if packs is None else packs.fill,
+    )
 
 
 def data_numbers(data: PreparedData) -> DataNumbers:

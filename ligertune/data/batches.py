@@ -1,9 +1,11 @@
-"""Examples to the tensors of one forward pass."""
+"""Examples to the tensors of one forward pass: padded to a rectangle, or packed one behind another."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,3 +31,30 @@ def collate(examples: Sequence[Example], *, pad_token_id: int, pad_to_multiple_o
         attention_mask[row, :length] = 1
         labels[row, :length] = torch.from_numpy(example.labels)
     return {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
+
+
+def collate_packed(examples: Sequence[Example], *, pad_token_id: int, pad_to_multiple_of: int = 1) -> dict[str, Any]:
+    """Documents one behind another: `input_ids`, `labels`, `position_ids` (1, T) int64, and where each begins.
+
+    A document's first label is ignored, or the last token of the one before would be trained to predict it. What fills
+    T up to the multiple is a document of its own, untrained. Everything that attention needs is known here, on the CPU:
+    `cu_seq_lens_*` (documents + 1,) int32, `max_length_*` and `document_lengths` as Python numbers. There is no mask.
+    """
+    lengths = [len(example.input_ids) for example in examples]
+    missing = padded_length(sum(lengths), pad_to_multiple_of) - sum(lengths)
+    input_ids = np.concatenate([*(example.input_ids for example in examples), np.full(missing, pad_token_id)])
+    labels = np.concatenate([*(example.labels for example in examples), np.full(missing, IGNORE_INDEX)])
+    lengths += [missing] if missing else []
+    begins = np.cumsum([0, *lengths])
+    labels[begins[:-1]] = IGNORE_INDEX
+    position_ids = np.arange(begins[-1]) - np.repeat(begins[:-1], lengths)
+    cu_seq_lens = torch.from_numpy(begins.astype(np.int32))
+    rows = {"input_ids": input_ids, "labels": labels, "position_ids": position_ids}
+    return {
+        **{name: torch.from_numpy(row.astype(np.int64))[None] for name, row in rows.items()},
+        "cu_seq_lens_q": cu_seq_lens,
+        "cu_seq_lens_k": cu_seq_lens,
+        "max_length_q": max(lengths),
+        "max_length_k": max(lengths),
+        "document_lengths": tuple(lengths),
+    }
