@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from ligertune.data.control import ControlTokens, Rendered
 from ligertune.data.conversation import OVERLENGTH, REASONS, BadRow, Conversation
-from ligertune.data.encode import IGNORE_INDEX, Encoded, encode
+from ligertune.data.encode import Encoded, cut, encode
 from ligertune.data.examples import Example
 from ligertune.data.render import choose_template
 from ligertune.data.sources import Record
@@ -83,7 +83,7 @@ class RowPath:
             tally.literal += bool(text.literal)
             tally.straddling += encoded.straddling
             if fitting[0] is encoded or self.format.raw:  # not cut
-                tally.endless += int(encoded.input_ids[encoded.labels != IGNORE_INDEX][-1]) not in self._special
+                tally.endless += encoded.last_trained not in self._special
             examples += (Example(piece.input_ids, piece.labels, source) for piece in fitting)
         return examples
 
@@ -123,7 +123,7 @@ class RowPath:
     def _fit(self, encoded: Encoded, source: str, tally: Tally) -> Encoded:
         """The example within data.max_length, or the reason for which it is left out."""
         length, data = len(encoded.input_ids), self._data
-        if not _is_trained(encoded):
+        if not encoded.n_trained:
             raise BadRow("no trained token")
         if length <= data.max_length:
             return encoded
@@ -135,11 +135,11 @@ class RowPath:
             )
         if data.on_overlength == "drop":
             raise BadRow("too long", f"{length} tokens")
-        cut = Encoded(encoded.input_ids[: data.max_length], encoded.labels[: data.max_length], encoded.straddling)
-        if not _is_trained(cut):
+        beginning = cut(encoded, 0, data.max_length)
+        if not beginning.n_trained:
             raise BadRow("cut before the answer", f"{length} tokens")
         tally.truncated += 1
-        return cut
+        return beginning
 
     def _refuse(self, bad: BadRow, source: str, tally: Tally) -> None:
         """Drops a row and counts it, or stops, as `on_bad_row` says; what is too long has its own policy."""
@@ -155,14 +155,9 @@ class RowPath:
 def pieces(encoded: Encoded, length: int) -> Iterator[Encoded]:
     """A long text as examples of `length` tokens and a shorter one; what one token alone is left of is left out."""
     for first in range(0, len(encoded.input_ids) - 1, length):
-        input_ids, labels = (array[first : first + length].copy() for array in encoded[:2])
-        labels[:1] = IGNORE_INDEX
-        if len(labels) > 1:
-            yield Encoded(input_ids, labels, 0)
-
-
-def _is_trained(encoded: Encoded) -> bool:
-    return bool((encoded.labels != IGNORE_INDEX).any())
+        piece = cut(encoded, first, first + length)
+        if len(piece.labels) > 1:
+            yield piece
 
 
 def _check_encodable(text: str) -> None:
