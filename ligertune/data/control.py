@@ -25,6 +25,7 @@ Span = tuple[int, int]
 # noncharacters of Unicode: never in a text that was written to be exchanged
 _MARK = "\ufdd0"
 _QUOTE = "\ufdd1"
+_NONCHARACTERS = re.compile("[\ufdd0-\ufdd3]")  # the last two are those of `answers`
 _NONE = re.compile("(?!)")
 
 
@@ -59,8 +60,8 @@ class ControlTokens:
     def marked(self, value: Any) -> Any:
         """`value` with a mark in each name of a control token, in every text of it: a template reads it as text."""
         if isinstance(value, str):
-            if _MARK in value or _QUOTE in value:
-                raise BadRow("broken text", "U+FDD0 or U+FDD1")
+            if found := _NONCHARACTERS.search(value):
+                raise BadRow("broken text", f"U+{ord(found[0]):04X}")
             return self.pattern.sub(lambda match: f"{match[0][0]}{_MARK}{match[0][1:]}", value)
         if isinstance(value, dict):
             return {key: self.marked(inner) for key, inner in value.items()}

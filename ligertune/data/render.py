@@ -4,13 +4,9 @@ A chat template writes every special token itself (Hugging Face's rule), so its 
 is trained of it:
 
 - a template with `{% generation %}` marks it itself: what is inside is trained, nothing else;
-- otherwise everything that the model has to write after the generation prompt: the rendering of the turns before the
-  answer, with `add_generation_prompt`, is a prefix of the whole, and the answer begins where it ends. So the space that
-  Mistral's template puts before an answer is trained. It ends behind the last special token that the template writes at
-  the end of the turn (`<|im_end|>`, EOS), but before the line break that follows it; a template that ends its turns
-  without one has nothing to train but the text. A finished conversation's own EOS (Phi-3) belongs to the last answer;
-- where the template writes the turns before an answer differently once it is there, so that they are no prefix, the
-  answer's text is searched for and must stand there exactly once.
+- otherwise everything that the model has to write after the generation prompt: see `answers`. So the space that
+  Mistral's template puts before an answer is trained, and a finished conversation's own EOS (Phi-3) belongs to the last
+  answer.
 """
 
 from __future__ import annotations
@@ -20,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ligertune.data.answers import answer_spans
 from ligertune.data.control import ControlTokens, Rendered, Span
 from ligertune.data.conversation import BadRow, Conversation, Message
 from ligertune.data.formats import Format
@@ -110,8 +107,10 @@ class ChatTemplate:
         _check_nothing_is_left_out(writer, messages, text)
         if self._train_on == "all":
             return self._control.unmarked(Rendered(text, ((0, len(text)),)))
-        marked = _GENERATION.search(source)
-        spans = writer.generation_spans(messages) if marked else self._answer_spans(writer, messages, text)
+        if _GENERATION.search(source):
+            spans = writer.generation_spans(messages)
+        else:
+            spans = answer_spans(writer, messages, text, self._control.pattern)
         answers = [message for message in conversation.messages if message.role == "assistant"]
         if len(spans) != len(answers):
             raise BadRow("the answer cannot be placed", f"{len(spans)} marked spans for {len(answers)} answers")
@@ -119,40 +118,6 @@ class ChatTemplate:
         if self._train_on == "last":
             chosen = chosen[-1:]
         return self._control.unmarked(Rendered(text, tuple(span for answer, span in chosen if answer.trained)))
-
-    def _answer_spans(self, writer: _Writer, messages: Sequence[dict[str, Any]], text: str) -> list[Span]:
-        """For each answer: from the end of its generation prompt to the end of its turn's special token."""
-        spans: list[Span] = []
-        for index, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
-            prompt = writer.try_write(messages[:index], add_generation_prompt=True)
-            turn = text if index == len(messages) - 1 else writer.try_write(messages[: index + 1])
-            if prompt is None or turn is None or not text.startswith(prompt) or not turn.startswith(prompt):
-                spans.append(self._searched(text, message["content"], spans[-1][1] if spans else 0))
-            else:
-                spans.append((len(prompt), self._turn_end(text, len(prompt), _shared(text, turn), message["content"])))
-        return spans
-
-    def _turn_end(self, text: str, start: int, stop: int, content: str) -> int:
-        """Behind the last special token between the answer's own text and `stop`; without one, behind the last word."""
-        inner = content if text.find(content, start, stop) >= 0 else content.strip()
-        found = text.find(inner, start, stop)
-        after = found + len(inner) if found >= 0 else start
-        ends = [match.end() for match in self._control.pattern.finditer(text, after, stop)]
-        return ends[-1] if ends else max(after, start + len(text[start:stop].rstrip()))
-
-    def _searched(self, text: str, content: str, floor: int) -> Span:
-        """The one place behind `floor` where the answer stands, with the special token behind it if there is one."""
-        content = content.strip()
-        start = text.find(content, floor) if content else -1
-        if start < 0 or text.find(content, start + 1) >= 0:
-            raise BadRow("the answer cannot be placed", f"{content[:40]!r}")
-        end = start + len(content)
-        terminator = self._control.pattern.match(text, end + len(text[end:]) - len(text[end:].lstrip()))
-        if text[start - 1 : start] == " ":
-            start -= 1  # tokenizers take the space before a word into its token
-        return start, terminator.end() if terminator else end
 
 
 class _Writer:
@@ -200,14 +165,6 @@ def _as_template_sees(message: Message, source: str) -> dict[str, Any]:
     elif message.reasoning:
         content = f"<think>\n{message.reasoning}\n</think>\n\n{content}"
     return {**seen, "content": content}
-
-
-def _shared(text: str, other: str) -> int:
-    """Length of the beginning that two texts share."""
-    shorter = min(len(text), len(other))
-    if text[:shorter] == other[:shorter]:
-        return shorter
-    return next(index for index in range(shorter) if text[index] != other[index])
 
 
 def _check_nothing_is_left_out(writer: _Writer, messages: list[dict[str, Any]], text: str) -> None:

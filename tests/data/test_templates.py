@@ -190,15 +190,14 @@ THINKS_FIRST = (
 )
 
 
-def test_an_answer_is_searched_where_the_turns_before_it_are_no_prefix(stories):
-    turns = (*EXCHANGE.messages, Message("user", "Why?"), Message("assistant", "Because."))
-    assert trained_by(stories, THINKS_FIRST, Conversation(turns)) == [" Two.</s>", " Because.</s>"]
+def test_an_answer_is_found_where_the_turns_before_it_are_no_prefix(stories):
+    """Though the same words stand there twice."""
+    assert trained_by(stories, THINKS_FIRST, LONGER) == [" Two.</s>", " Two. </s>"]
 
 
-def test_an_answer_that_stands_twice_cannot_be_searched(stories):
-    with pytest.raises(BadRow) as caught:
-        trained_by(stories, THINKS_FIRST, LONGER)
-    assert caught.value.reason == "the answer cannot be placed"
+def test_a_template_that_rewrites_answers_is_refused_with_the_reason(stories):
+    with pytest.raises(BadRow, match=r"the answer cannot be placed: the template rewrites 'Two\.'"):
+        trained_by(stories, THINKS_FIRST.replace("m.content }}", "m.content | upper | reverse }}"), LONGER)
 
 
 def test_a_special_token_inside_an_answer_does_not_end_it(stories):
