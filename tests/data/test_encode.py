@@ -41,7 +41,7 @@ def covered(ranges: list[tuple[int, int]], n_tokens: int) -> np.ndarray:
 
 
 def test_a_batch_is_labelled_text_by_text(stories):
-    rendered = [Rendered("one two", ((4, 7),), bos=1, eos=2), Rendered("", (), eos=2), Rendered("three", ((0, 5),))]
+    rendered = [Rendered("one two", ((3, 7),), bos=1, eos=2), Rendered("", (), eos=2), Rendered("three", ((0, 5),))]
     first, empty, last = encode(rendered, stories)
     assert stories.decode(first.labels[first.labels != IGNORE_INDEX]).split() == ["two</s>"]
     assert (first.input_ids[0], first.input_ids[-1], first.labels[-1], first.last_trained) == (1, 2, 2, 2)
