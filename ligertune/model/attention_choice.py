@@ -39,7 +39,7 @@ ATTENTIONS = (
               half_only=True, package="flash_attn", oldest_nvidia=80, widest_head=256),
     Attention("flex_attention", "flex_attention", auto_on=("nvidia",), runs_on=("nvidia", "amd"), dropout=False,
               multiple_of=128),  # its blocks, and few lengths to compile for
-    Attention("sdpa", "packed_sdpa", auto_on=("nvidia", "amd", "cpu"), runs_on=("nvidia", "amd", "cpu")),
+    Attention("sdpa", "per_document", auto_on=("nvidia", "amd", "cpu"), runs_on=("nvidia", "amd", "cpu")),
     Attention("eager", "eager", auto_on=(), runs_on=("nvidia", "amd", "cpu")),
 )  # fmt: skip
 

@@ -2,8 +2,8 @@
 
 Two functions for transformers' AttentionInterface, chosen by `attention_choice` and fed by the collator's keywords:
 
-    varlen        torch.nn.attention.varlen: flash attention over all documents of a row in one launch
-    packed_sdpa   scaled_dot_product_attention of one document after another; soft caps in plain torch
+    varlen          torch.nn.attention.varlen: flash attention over all documents of a row in one launch
+    per_document    scaled_dot_product_attention of one document after another; soft caps in plain torch
 
 transformers' own ways (eager, flex_attention, flash_attention_2) find the documents by position ids, and silently do
 not look where a cache is built or an attention mask comes along: `guard` refuses such a call for all of them.
@@ -77,7 +77,7 @@ def varlen(
         )
     _check_layer(attention_mask, sliding_window, kwargs.get("s_aux"))
     if kwargs.get("softcap") is not None or kwargs.get("dropout"):
-        raise ValueError("varlen attention has neither a soft cap nor dropout; use packed_sdpa or flex_attention")
+        raise ValueError("varlen attention has neither a soft cap nor dropout; use per_document or flex_attention")
     if torch.is_autocast_enabled(query.device.type):
         query, key, value = (t.to(torch.get_autocast_dtype(query.device.type)) for t in (query, key, value))
     head_dim, value_dim = query.shape[-1], value.shape[-1]
@@ -96,7 +96,7 @@ def varlen(
     return out[None, ..., :value_dim], None
 
 
-def packed_sdpa(
+def per_document(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -181,8 +181,10 @@ def _one_document_a_row(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[T
 
 def _check_layer(attention_mask: Tensor | LocalWindow | None, sliding_window: int | None, sinks: Tensor | None) -> None:
     """The layer attends as `document_mask` was asked to mask: causally, within the window that it names."""
-    asked = attention_mask.size if isinstance(attention_mask, LocalWindow) else None
-    if isinstance(attention_mask, Tensor) or asked != sliding_window:
+    if isinstance(attention_mask, Tensor):
+        raise ValueError("packed rows came to a model that does not expect them: call guard(model) first")
+    asked = None if attention_mask is None else attention_mask.size
+    if asked != sliding_window:
         _refuse("masks its attention by a pattern of its own")
     if sinks is not None:
         _refuse("has attention sinks")
@@ -192,7 +194,7 @@ def _refuse(what: str) -> NoReturn:
     raise UserError(f"data.packing: this model {what}, so it cannot be packed.", hint="Write data.packing: false.")
 
 
-for _function in (varlen, packed_sdpa):
+for _function in (varlen, per_document):
     AttentionInterface.register(_function.__name__, _function)
     AttentionMaskInterface.register(_function.__name__, document_mask)
 
