@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import unicodedata
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -15,26 +11,10 @@ from ligertune.data.encode import encode
 from ligertune.data.formats import recognise
 from ligertune.data.prompts import alpaca_prompt
 from ligertune.data.render import ChatTemplate, choose_template
-from ligertune.data.sources import Record, read_records
+from ligertune.data.sources import Record
 from ligertune.errors import UserError
 from ligertune.recipe.schema import DatasetSpec, DataSpec
 
-# what each tokenizer's template writes behind an answer, and behind the last one
-ENDS = {
-    "qwen2.5": ("<|im_end|>", "<|im_end|>"),
-    "mistral-7b-v0.1": ("</s>", "</s>"),
-    "phi-3-mini": ("<|end|>", "<|end|><|endoftext|>"),
-    "gpt2": ("<|endoftext|>", "<|endoftext|>"),
-    "stories260K": ("</s>", "</s>"),
-}
-CHATS = {  # and why: 30 of each is enough to meet every irregularity, but for these records, by number from 0
-    "sharegpt/sharegpt_gpt4_256.jsonl": (),
-    "sharegpt/sharegpt_zh_1K_format.jsonl.gz": (57, 117),
-    "sharegpt/vicuna_dummy_conversation.json": (),
-    "messages/v1_sft_demo.jsonl": (),
-    "messages/toy_chat_fine_tuning.jsonl": (),
-    "messages/sharegpt_gpt4-qwen3_a22B_output.jsonl": (),  # answers that begin with line breaks
-}
 EXCHANGE = Conversation((Message("user", "How much?"), Message("assistant", "Two.")))
 LONGER = Conversation((*EXCHANGE.messages, Message("user", "Two?"), Message("assistant", "Two. ")))
 
@@ -43,63 +23,16 @@ def data_section(**given) -> DataSpec:
     return DataSpec(datasets=[DatasetSpec(path="unused")], **given)
 
 
-def conversations(path: Path, extra: tuple[int, ...]) -> list[Conversation]:
-    records = read_records(DatasetSpec(path=str(path)))
-    format = recognise("auto", records[0].row.keys(), str(path))
-    found = []
-    for record in [*records[:30], *(records[number] for number in extra)]:
-        try:
-            found.append(format.convert(record))
-        except BadRow:
-            continue
-    return found
-
-
-def trained_texts(rendered: Rendered, tokenizer) -> list[str]:
-    """The text of each run of trained tokens."""
-    (encoded,) = encode([rendered], tokenizer)
-    runs = itertools.groupby(zip(encoded.input_ids, encoded.labels != -100, strict=True), key=lambda pair: pair[1])
-    return [tokenizer.decode([token for token, _ in run]) for trained, run in runs if trained]
-
-
-def plain(text: str) -> str:
-    """Up to what tokenizers change themselves: Qwen's NFC, and white space beside special tokens."""
-    return unicodedata.normalize("NFC", text).strip()
-
-
 @pytest.mark.corpus
-@pytest.mark.parametrize("name", ENDS)
-@pytest.mark.parametrize("file", CHATS)
-def test_trained_tokens_are_the_answers_and_what_ends_them(corpus, tokenizer_named, name, file):
-    tokenizer = tokenizer_named(name)
-    template = choose_template(data_section(prompt_template="chat"), recognise("auto", ["messages"], ""), tokenizer)
-    chosen = conversations(corpus / file, CHATS[file])
-    assert chosen
-    for conversation in chosen:
-        try:
-            runs = trained_texts(template.render(conversation), tokenizer)
-        except BadRow as bad:
-            assert (bad.reason, bad.detail, name) == ("the template leaves a turn out", "system", "mistral-7b-v0.1")
-            continue
-        answers = [message.content for message in conversation.messages if message.role == "assistant"]
-        ends = [ENDS[name][0]] * (len(answers) - 1) + [ENDS[name][1]]
-        for run, answer, end in zip(runs, answers, ends, strict=True):
-            assert run.endswith(end)
-            assert plain(run.removesuffix(end)) == plain(answer)
-
-
-@pytest.mark.corpus
-@pytest.mark.parametrize("name", ENDS)
-def test_alpaca_trains_the_output_and_one_eos(corpus, tokenizer_named, name):
+@pytest.mark.parametrize("name", ["qwen2.5", "mistral-7b-v0.1", "phi-3-mini", "gpt2", "stories260K"])
+def test_alpaca_prompts_begin_as_the_tokenizer_begins(corpus, tokenizer_named, name):
+    """BOS included where the tokenizer writes it."""
     tokenizer = tokenizer_named(name)
     template = choose_template(data_section(), recognise("alpaca", ["instruction", "output"], ""), tokenizer)
-    for conversation in conversations(corpus / "alpaca/alpaca_random_head1000.jsonl", ()):
-        rendered = template.render(conversation)
-        (run,) = trained_texts(rendered, tokenizer)
-        assert run == unicodedata.normalize("NFC", conversation.messages[1].content) + tokenizer.eos_token
-        (encoded,) = encode([rendered], tokenizer)
-        prompt = tokenizer(rendered.text[: rendered.trained[0][0]]).input_ids
-        assert encoded.input_ids[: len(prompt)].tolist() == prompt  # BOS included where the tokenizer writes it
+    rendered = template.render(EXCHANGE)
+    (encoded,) = encode([rendered], tokenizer)
+    prompt = tokenizer(rendered.text[: rendered.trained[0][0]]).input_ids
+    assert encoded.input_ids[: len(prompt)].tolist() == prompt
 
 
 @pytest.mark.corpus
