@@ -11,6 +11,7 @@ from ligertune.errors import UserError
 from ligertune.machine import Machine
 from ligertune.plan import Precision
 
+VENDORS = {"nvidia": "NVIDIA GPUs", "amd": "AMD GPUs", "cpu": "CPUs"}
 # what a layer may be called for its state or its pattern to respect documents
 ISOLATED_LAYERS = {"full_attention", "sliding_attention"}
 
@@ -96,7 +97,7 @@ def _refusal(row: Attention, config: PreTrainedConfig, machine: Machine, precisi
     soft_cap = getattr(text, "attn_logit_softcapping", None)
     capability = int(machine.arch[2:]) if machine.vendor == "nvidia" else 0
     if machine.vendor not in row.runs_on:
-        return "it has no backward on a CPU" if machine.vendor == "cpu" else f"torch has it for {row.runs_on[0]} only"
+        return f"it trains on {' and '.join(VENDORS[vendor] for vendor in row.runs_on)} only"
     if machine.vendor == "nvidia" and capability < row.oldest_nvidia:
         return f"{machine.name} ({machine.arch}) is older than sm{row.oldest_nvidia}"
     if row.package and importlib.util.find_spec(row.package) is None:
