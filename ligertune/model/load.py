@@ -226,7 +226,7 @@ def build_model(
             raise
         raise UserError(
             f"model.attn_implementation: {spec.attn_implementation} cannot be used: {_first_line(error)}",
-            hint="Write auto, which takes one that fits.",
+            hint="Write another one, or auto; if the run packs and none does, write data.packing: false.",
         ) from error
 
 
