@@ -5,42 +5,39 @@ from __future__ import annotations
 from collections import ChainMap, Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ligertune.data.conversation import REASONS
-from ligertune.data.encode import IGNORE_INDEX
-from ligertune.data.examples import Example, Examples
-from ligertune.data.formats import check_columns, recognise
-from ligertune.data.rows import RowPath, Tally
-from ligertune.data.sources import read_records, shown_path
+from ligertune.data.examples import Examples
+from ligertune.data.loaded import LoadedSet, Progress, load
 from ligertune.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from ligertune.recipe.schema import DatasetSpec, DataSpec
+    from ligertune.recipe.schema import DataSpec
 
 
 @dataclass(frozen=True)
 class SetReport:
-    """One entry of `datasets`: what it was taken for and what came of it."""
+    """One entry of `datasets`: what it was taken for and what came of it; `cached` if it was prepared before."""
 
     path: str
     format: str
     template: str
     rows_read: int
     examples: int
+    cached: bool = False
 
 
 @dataclass(frozen=True)
 class DataReport:
     """What became of the rows of some data sets: rows_read == examples + held_out + sum(dropped.values()).
 
-    `held_out` went to `val_split`; tokens are those of `examples`. `dropped` is by reason (`conversation.REASONS`),
-    with the place of the first. `overlength` rows had more than max_length tokens; `truncated` of them were cut.
+    But of raw text a row gives as many examples as it is long. `held_out` went to `val_split`; tokens are those of
+    `examples`. `dropped` is by reason (`conversation.REASONS`) and `repaired` by repair (`conversation.REPAIRS`), with
+    the place of the first. `overlength` rows had more than max_length tokens; `truncated` of them were cut.
     """
 
     rows_read: int
@@ -53,6 +50,9 @@ class DataReport:
     overlength: int
     truncated: int
     straddling: int  # tokens that begin in a prompt and reach into the answer: not trained
+    repaired: dict[str, int]
+    first_repaired: dict[str, str]
+    literal: int  # rows with text that looks like a control token, and is taken as text
     sets: tuple[SetReport, ...]
     notes: tuple[str, ...]
 
@@ -72,19 +72,24 @@ class PreparedData:
     eval_report: DataReport | None = None
 
 
-def prepare(data: DataSpec, tokenizer: PreTrainedTokenizerBase, *, seed: int) -> PreparedData:
-    """Reads, renders, tokenises and labels the data of a recipe; the same arguments give the same examples."""
+def prepare(
+    data: DataSpec, tokenizer: PreTrainedTokenizerBase, *, seed: int, progress: Progress | None = None
+) -> PreparedData:
+    """Reads, renders, tokenises and labels the data of a recipe; the same arguments give the same examples.
+
+    `progress` is told of the rows as they are done; of what the cache holds there is nothing to tell.
+    """
     if not tokenizer.is_fast:
         raise UserError(
             f"{type(tokenizer).__name__} does not say which characters a token stands for, which label masks need.",
             hint="Use a tokenizer that has a tokenizer.json.",
         )
-    sets = [_load(spec, data, tokenizer) for spec in data.datasets]
-    train = Examples(example for part in sets for example in part.examples)
+    sets = [load(spec, data, tokenizer, progress) for spec in data.datasets]
+    train = Examples.of_blocks([part.block for part in sets])
     held_out, eval_report = None, None
     if data.eval_datasets:
-        eval_sets = [_load(spec, data, tokenizer) for spec in data.eval_datasets]
-        held_out = Examples(example for part in eval_sets for example in part.examples)
+        eval_sets = [load(spec, data, tokenizer, progress) for spec in data.eval_datasets]
+        held_out = Examples.of_blocks([part.block for part in eval_sets])
         eval_report = _report(eval_sets, held_out, data)
     elif data.val_split:
         train, held_out = split(train, data.val_split, seed=seed)
@@ -104,33 +109,9 @@ def split(examples: Examples, share: float, *, seed: int) -> tuple[Examples, Exa
     return examples.select(sorted(order[count:])), examples.select(sorted(order[:count]))
 
 
-@dataclass
-class _LoadedSet:
-    """The examples of one data set, and what was counted on the way."""
-
-    path: str
-    format: str
-    template: str
-    examples: list[Example]
-    tally: Tally
-
-
-def _load(spec: DatasetSpec, data: DataSpec, tokenizer: PreTrainedTokenizerBase) -> _LoadedSet:
-    """One data set, from its files to labelled examples."""
-    check_columns(spec.columns)
-    records = read_records(spec)
-    path = shown_path(Path(spec.path))
-    format = recognise(spec.format, {column for record in records for column in record.row}, path)
-    rows, tally = RowPath(spec, data, format, tokenizer), Tally()
-    loaded = _LoadedSet(path, format.name, rows.template.name, rows.examples(records, tally), tally)
-    if not loaded.examples:
-        raise _nothing_left(loaded)
-    return loaded
-
-
-def _report(sets: Sequence[_LoadedSet], kept: Examples, data: DataSpec) -> DataReport:
+def _report(sets: Sequence[LoadedSet], kept: Examples, data: DataSpec) -> DataReport:
     """The counts of all sets together; `kept` is what is left of their examples after `val_split`."""
-    examples = sum(len(part.examples) for part in sets)
+    examples = sum(len(part.block) for part in sets)
     dropped = sum((part.tally.dropped for part in sets), Counter())
     endless = sum(part.tally.endless for part in sets)
     notes = []
@@ -146,24 +127,16 @@ def _report(sets: Sequence[_LoadedSet], kept: Examples, data: DataSpec) -> DataR
         dropped=dict(dropped.most_common()),
         first_dropped=dict(ChainMap(*(part.tally.first_dropped for part in sets))),
         tokens=int(kept.lengths.sum()),
-        trained_tokens=sum(int((example.labels != IGNORE_INDEX).sum()) for example in kept),
+        trained_tokens=int(kept.trained.sum()),
         overlength=sum(part.tally.overlength for part in sets),
         truncated=sum(part.tally.truncated for part in sets),
         straddling=sum(part.tally.straddling for part in sets),
+        repaired=dict(sum((part.tally.repaired for part in sets), Counter()).most_common()),
+        first_repaired=dict(ChainMap(*(part.tally.first_repaired for part in sets))),
+        literal=sum(part.tally.literal for part in sets),
         sets=tuple(
-            SetReport(part.path, part.format, part.template, part.tally.rows_read, len(part.examples)) for part in sets
+            SetReport(part.path, part.format, part.template, part.tally.rows_read, len(part.block), part.cached)
+            for part in sets
         ),
         notes=tuple(notes),
-    )
-
-
-def _nothing_left(loaded: _LoadedSet) -> UserError:
-    """The complaint for a data set of which every row was dropped."""
-    reason, source = next(iter(loaded.tally.first_dropped.items()))
-    counts = ", ".join(f"{count} {reason}" for reason, count in loaded.tally.dropped.most_common())
-    untrained = set(loaded.tally.dropped) == {"no trained token"}
-    what = "0 % of its tokens would be trained" if untrained else "no row can be used"
-    return UserError(
-        f"{loaded.path}: {what}: all {loaded.tally.rows_read} are dropped ({counts}), the first at {source}.",
-        hint=f"{reason}: {REASONS[reason]}.",
     )

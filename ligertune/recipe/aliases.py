@@ -95,6 +95,7 @@ ALIASES = (
         ("sequence_len", "seq_len", "cutoff_len", "max_seq_length", "max_seq_len", "model_max_length"),
     ),
     Alias("data.packing", ("sample_packing", "neat_packing")),
+    Alias("data.num_proc", ("dataset_num_proc", "preprocessing_num_workers", "dataset_processes")),
     Alias(
         "train.per_device_train_batch_size",
         ("micro_batch_size", "train_batch_size", "per_device_batch_size", "per_gpu_train_batch_size"),

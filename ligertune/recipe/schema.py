@@ -114,6 +114,12 @@ class DataSpec(Section):
     packing: Switch = Field(
         True, description="Put examples into rows of max_length; they never see each other. A batch counts rows."
     )
+    num_proc: Literal["auto"] | PositiveInt = Field(
+        "auto", description="Processes that prepare the data; auto: one for each core."
+    )
+    cache: Switch = Field(
+        True, description="Keep prepared data in the user's cache ($LIGERTUNE_CACHE), by content; ranks share it."
+    )
 
 
 class TrainSpec(Section):

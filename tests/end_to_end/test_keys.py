@@ -243,6 +243,8 @@ ELSEWHERE = {
     "model.revision": "test_hub_cache",
     "model.trust_remote_code": "test_hub_cache",
     "data.datasets[].path": "test_bad_input",
+    "data.num_proc": "test_parallel",
+    "data.cache": "test_cache",
     "train.full_determinism": "test_attention",
     "checkpoint.output_dir": "test_train",
     "checkpoint.resume_from_checkpoint": "test_train",
