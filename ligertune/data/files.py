@@ -41,10 +41,13 @@ class DataFile:
         self.size = max(path.stat().st_size, 1)
         self._raw: BinaryIO | None = None
         self._row_share = 0.0
+        self.ahead = 0.0  # the part of what was read that was not looked at yet
 
     @property
     def share(self) -> float:
-        return self._raw.tell() / self.size if self._raw is not None and not self._raw.closed else self._row_share
+        if self._raw is None or self._raw.closed:
+            return self._row_share
+        return self._raw.tell() / self.size * (1 - self.ahead)
 
     def records(self) -> Iterator[Record]:
         """The records, by the file's ending; an ending `.gz` is unpacked on the way."""
@@ -153,7 +156,7 @@ class _Text:
         self.text, self.at, self.ended = "", 0, False
         self._line, self._counted = 1, 0
         self._decoder = codecs.getincrementaldecoder("utf-8-sig")()
-        self._bytes, self._newlines = 0, 0
+        self._bytes, self._newlines, self._characters = 0, 0, 0
 
     @property
     def line(self) -> int:
@@ -175,11 +178,13 @@ class _Text:
         self._bytes, self._newlines = self._bytes + len(content), self._newlines + content.count(b"\n")
         self.ended = not content
         try:
-            self.text, self.at, self._counted = rest + self._decoder.decode(content, self.ended), 0, 0
+            text = self._decoder.decode(content, self.ended)
         except UnicodeDecodeError as error:
             offset = self._bytes - len(error.object) + error.start
             line = self._newlines - error.object.count(b"\n", error.start) + 1
             raise self.file.encoding_flaw(error.object[error.start], offset, error.object, line=line) from error
+        self._characters += len(text)
+        self.text, self.at, self._counted = rest + text, 0, 0
 
     def skip_space(self) -> str:
         """Goes to the next character that is no white space; "" at the end."""
@@ -194,6 +199,7 @@ class _Text:
         while True:
             try:
                 value, self.at = json.JSONDecoder().raw_decode(self.text, self.at)
+                self.file.ahead = (len(self.text) - self.at) / self._characters
                 return value
             except (ValueError, RecursionError) as error:
                 if self.ended or not isinstance(error, json.JSONDecodeError):
