@@ -7,6 +7,7 @@ import warnings
 import pytest
 import tiny_models
 import torch
+from ligertune_kernels import labelled_rows
 from packed_rows import CAPPED, UNCAPPED, make, packed, separate
 
 from ligertune.model.attention import prefer_flash, same_bits
@@ -73,6 +74,7 @@ def waits_for_the_device(implementation: str, layers: int) -> list[str]:
     guard(model)
     patch(model)
     row = packed(device="cuda")
+    row["labelled_rows"] = labelled_rows(row["labels"].cpu(), shift=1).cuda()
     model(**row, num_items_in_batch=40, use_cache=False).loss.backward()  # compiles
     torch.cuda.synchronize()
     with warnings.catch_warnings(record=True) as said:
