@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from ligertune.data.fingerprint import data_key
 from ligertune.data.formats import check_columns, recognise
 from ligertune.data.parallel import blocks_of, count_processes
 from ligertune.data.rows import RowPath, Tally
-from ligertune.data.sources import Record, read_records, shown_path
+from ligertune.data.sources import Record, RecordStream, shown_path
 from ligertune.errors import UserError
 from ligertune.machine import is_first_on_node, ranks_on_node
 
@@ -24,8 +25,9 @@ if TYPE_CHECKING:
 
     from ligertune.recipe.schema import DatasetSpec, DataSpec
 
-# (data set, rows done, rows in all): called as the rows are done
-Progress = Callable[[str, int, int], None]
+# (data set, rows done, share of them all): called as the rows are done
+Progress = Callable[[str, int, float], None]
+_FIRST = 5000  # records whose columns say what format all have; only so many are held in memory
 
 
 @dataclass(frozen=True)
@@ -80,19 +82,24 @@ class Making:
     ) -> None:
         self.done = False
         self._spec, self._data, self._tokenizer = spec, data, tokenizer
-        self._show = progress or (lambda path, done, whole: None)
+        self._show = progress or (lambda path, done, share: None)
         self._processes = max(1, count_processes(data.num_proc) // ranks)
         self._path = shown_path(Path(spec.path))
         self._tally = Tally()
 
     def blocks(self) -> Iterator[Block]:
         """The examples, some at a time."""
-        records = read_records(self._spec)
-        rows = self._rows(records)
-        for block, tally in blocks_of(rows, records, processes=self._processes):
+        stream = RecordStream(self._spec, sample=_FIRST)
+        records = iter(stream)
+        first = list(islice(records, _FIRST))
+        if not first:
+            raise UserError(f"{self._spec.path} holds no records.")
+        rows = self._rows(first)
+        for block, tally in blocks_of(rows, chain(first, records), processes=self._processes):
             self._tally.add(tally)
-            self._show(self._path, self._tally.rows_read, len(records))
+            self._show(self._path, self._tally.rows_read, stream.share)
             yield block
+        self._show(self._path, self._tally.rows_read, 1.0)
         self.done = True
 
     def write(self, writer: Writer) -> dict[str, Any]:
@@ -104,8 +111,8 @@ class Making:
         """What is to be said of the blocks, once they are made; it can be written as JSON."""
         return {"path": self._path, "format": self._format, "template": self._template, "tally": vars(self._tally)}
 
-    def _rows(self, records: list[Record]) -> RowPath:
-        format = recognise(self._spec.format, {column for record in records for column in record.row}, self._path)
+    def _rows(self, first: list[Record]) -> RowPath:
+        format = recognise(self._spec.format, {column for record in first for column in record.row}, self._path)
         rows = RowPath(self._spec, self._data, format, self._tokenizer)
         self._format, self._template = format.name, rows.template.name
         return rows

@@ -42,11 +42,12 @@ def test_progress_counts_the_rows_as_they_are_done(many, stories):
     from ligertune.data.prepare import prepare
     from ligertune.recipe.schema import DatasetSpec, DataSpec
 
-    seen: list[tuple[str, int, int]] = []
+    seen: list[tuple[str, int, float]] = []
     data = DataSpec(datasets=[DatasetSpec(path=str(many))], num_proc=2, cache=False)
     prepare(data, stories, seed=0, progress=lambda *told: seen.append(told))
-    assert [done for _, done, _ in seen] == [*range(CHUNK, ROWS, CHUNK), ROWS]
-    assert {(path, whole) for path, _, whole in seen} == {(str(many), ROWS)}
+    assert [done for _, done, _ in seen] == [*range(CHUNK, ROWS, CHUNK), ROWS, ROWS]
+    shares = [share for _, _, share in seen]
+    assert shares == sorted(shares) and shares[-1] == 1.0 and {path for path, _, _ in seen} == {str(many)}
 
 
 def test_auto_is_the_cores_this_process_may_use():
