@@ -7,13 +7,17 @@ changed, and the logits of the other must stay.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import torch
-from transformers import PreTrainedModel
 
 from ligertune.data.batches import collate_packed
 from ligertune.data.examples import Example
 from ligertune.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 FIRST, SECOND = 13, 11  # tokens; odd, and few
 # What rounding may move in the second document, as a share of what the change moves in the first. Rows of a product do

@@ -16,6 +16,7 @@ from ligertune.run import plan_for, run
 BASE = {
     "data.datasets.0.max_samples": 40,
     "data.val_split": 0.1,
+    "data.packing": False,  # a step holds as many examples as its rows, whatever the other keys do to their lengths
     "train.max_steps": 3,
     "train.per_device_train_batch_size": 2,
     "train.gradient_accumulation_steps": 2,
@@ -66,10 +67,12 @@ CHANGES_LOSSES = {
     "data.train_on": ({}, "assistant", "all"),
     "data.max_length": ({"data.on_overlength": "truncate"}, 512, 130),
     "data.on_overlength": ({"data.max_length": 230}, "drop", "truncate"),
+    "data.packing": ({}, False, True),
     "data.val_split": ({}, 0.1, 0.4),
     "data.datasets.0.max_samples": ({}, 40, 20),
     "train.per_device_train_batch_size": ({}, 2, 3),
     "train.gradient_accumulation_steps": ({}, 2, 3),
+    "train.group_by_length": ({}, True, False),
     "train.learning_rate": ({}, 2e-3, 1e-3),
     "train.lr_scheduler_type": ({}, "cosine", "linear"),
     "train.warmup_ratio": ({}, 0.0, 0.9),
@@ -87,7 +90,12 @@ CHANGES_LOSSES = {
 @pytest.mark.parametrize("key", CHANGES_LOSSES)
 def test_a_key_changes_the_losses(key, train, usual):
     shared, one, other = CHANGES_LOSSES[key]
-    default = not shared and one == {**BASE, "train.learning_rate": 2e-3, "train.seed": 42}.get(key)
+    default = not shared and one == {
+        **BASE,
+        "train.group_by_length": True,
+        "train.learning_rate": 2e-3,
+        "train.seed": 42,
+    }.get(key)
     first = usual if default else train({**shared, key: one})
     assert train({**shared, key: other})[0] != first[0]
 
