@@ -47,6 +47,7 @@ class Rows:
     length: int  # slots of a pack, and the longest an example may be
     multiple_of: int  # tokens of a batch are padded up to a multiple
     fill: float | None  # real tokens over the slots of all packs
+    streamed: bool = False  # then nobody knows the rows of an epoch, and count is 0
 
     @property
     def packed(self) -> bool:

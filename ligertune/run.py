@@ -117,7 +117,7 @@ def run(job: Job, show: Callable[[dict], None]) -> Report:
         checkpoint_layers(model)
     fitted = fit(plan, accelerator, model, job.data, pad_token_id=job.tokenizer.pad_token_id, show=show)
     model_path = None if fitted.stopped_by else save_model(job, accelerator, fitted.model)
-    report = make_report(plan, fitted, model_path=model_path, seconds=time.perf_counter() - began)
+    report = make_report(job, fitted, model_path=model_path, seconds=time.perf_counter() - began)
     if accelerator.is_main_process:
         write_json(plan.output_dir / "report.json", report.as_dict())
     accelerator.wait_for_everyone()
@@ -148,8 +148,9 @@ def save_model(job: Job, accelerator: Accelerator, model: nn.Module) -> str:
     return str(folder)
 
 
-def make_report(plan: Plan, fitted: Fitted, *, model_path: str | None, seconds: float) -> Report:
+def make_report(job: Job, fitted: Fitted, *, model_path: str | None, seconds: float) -> Report:
     """Put together what the plan intended and what training came to."""
+    plan, account = job.plan, job.data.train.stream.account() if job.data.streamed else ()
     losses = [line["loss"] for line in read_metrics(plan.output_dir / "metrics.jsonl") if "loss" in line]
     return Report(
         status="interrupted" if fitted.stopped_by else "completed",
@@ -175,7 +176,7 @@ def make_report(plan: Plan, fitted: Fitted, *, model_path: str | None, seconds: 
         output_dir=str(plan.output_dir),
         model_path=model_path,
         versions=versions(),
-        notes=plan.notes,
+        notes=(*plan.notes, *account),
     )
 
 
@@ -211,6 +212,9 @@ def rows_of(recipe: Recipe, data: PreparedData, *, multiple_of: int) -> Rows:
     from ligertune.data.packing import pack
 
     length, packs = recipe.data.max_length, None
+    if data.streamed:
+        kind = "packed" if recipe.data.packing else "shuffled"
+        return Rows(kind, count=0, length=length, multiple_of=multiple_of, fill=None, streamed=True)
     if recipe.data.packing:
         packs = pack(data.train.lengths, length)
     grouped = "grouped" if recipe.train.group_by_length else "shuffled"
@@ -225,13 +229,15 @@ def rows_of(recipe: Recipe, data: PreparedData, *, multiple_of: int) -> Rows:
 
 def data_numbers(data: PreparedData) -> DataNumbers:
     """The plan's share of what the data report says."""
-    report = data.report
+    report, counted = data.report, None if data.streamed else data.train
     return DataNumbers(
-        examples=len(data.train),
-        eval_examples=len(data.eval) if data.eval else 0,
-        tokens=report.tokens,
-        trained_tokens=report.trained_tokens,
-        longest=int(max(part.lengths.max() for part in (data.train, data.eval) if part)),
+        examples=len(counted or ()),
+        eval_examples=len(data.eval or ()),
+        tokens=int(counted.lengths.sum()) if counted else 0,
+        trained_tokens=int(counted.trained.sum()) if counted else 0,
+        longest=data.train.stream.max_length
+        if data.streamed
+        else int(max(part.lengths.max() for part in (counted, data.eval) if part)),
         dropped=dict(report.dropped),
         truncated=report.truncated,
         template=data.template,

@@ -81,8 +81,7 @@ def plan(plan: Plan) -> None:
         ("dtype", dtype(plan)),
         ("attention", plan.attn_implementation + (f" ({plan.attn_why})" if plan.attn_why else "")),
         ("kernels", kernels(plan.kernels, plan.kernels_backend)),
-        ("data", f"{data.examples} examples, {data.tokens} tokens, "
-                 f"{100 * data.trained_tokens / max(1, data.tokens):.1f} % trained, template {data.template}"),
+        ("data", dataset(plan)),
         ("dropped rows", dropped),
         ("batch", f"{batching.micro_batch_size} x {batching.accumulation} accumulated x {batching.world_size} "
                   f"processes = {batching.global_batch_size} {counted(plan)}"),
@@ -101,8 +100,21 @@ def plan(plan: Plan) -> None:
         text(f"  note: {note}")
 
 
+def dataset(plan: Plan) -> str:
+    """What there is to train on, in words."""
+    data = plan.data
+    if plan.rows.streamed:
+        return f"streamed while training, template {data.template}"
+    share = 100 * data.trained_tokens / max(1, data.tokens)
+    return f"{data.examples} examples, {data.tokens} tokens, {share:.1f} % trained, template {data.template}"
+
+
 def counted(plan: Plan) -> str:
     """What a batch counts, in words."""
+    if plan.rows.streamed:
+        return (
+            f"rows of {plan.rows.length} tokens a step, streamed" if plan.rows.packed else "examples a step, streamed"
+        )
     if plan.rows.packed:
         return f"rows of {plan.rows.length} tokens a step; {plan.rows.count} rows, {100 * plan.rows.fill:.2f} % filled"
     return "examples a step" + (", grouped by length" if plan.rows.kind == "grouped" else "")

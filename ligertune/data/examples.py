@@ -67,6 +67,11 @@ class Examples(Sequence[Example]):
         places = zip(self._block_of.tolist(), self._row_of.tolist(), strict=True)
         return [self._blocks[block].source(row) for block, row in places]
 
+    @property
+    def block_of(self) -> np.ndarray:
+        """The number of the block that each is of: (N,)."""
+        return self._block_of
+
     @cached_property
     def trained(self) -> np.ndarray:
         """How many labels of each are trained: (N,) int64. The first label of an example never is."""

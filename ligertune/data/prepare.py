@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections import ChainMap, Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ligertune.data.examples import Examples
 from ligertune.data.loaded import LoadedSet, Progress, load
+from ligertune.data.mix import mixed
+from ligertune.data.stream import ExampleStream, StreamedExamples
 from ligertune.errors import UserError
 
 if TYPE_CHECKING:
@@ -65,11 +67,16 @@ class DataReport:
 class PreparedData:
     """`eval` comes from `eval_datasets` (then `eval_report` is theirs) or from `val_split`."""
 
-    train: Examples
+    train: Examples | StreamedExamples
     eval: Examples | None
     report: DataReport
     template: str
     eval_report: DataReport | None = None
+
+    @property
+    def streamed(self) -> bool:
+        """Whether the training examples are read while training; then the report has not counted them."""
+        return isinstance(self.train, StreamedExamples)
 
 
 def prepare(
@@ -84,17 +91,34 @@ def prepare(
             f"{type(tokenizer).__name__} does not say which characters a token stands for, which label masks need.",
             hint="Use a tokenizer that has a tokenizer.json.",
         )
-    sets = [load(spec, data, tokenizer, progress) for spec in data.datasets]
-    train = Examples.of_blocks([part.block for part in sets])
     held_out, eval_report = None, None
     if data.eval_datasets:
         eval_sets = [load(spec, data, tokenizer, progress) for spec in data.eval_datasets]
         held_out = Examples.of_blocks([part.block for part in eval_sets])
         eval_report = _report(eval_sets, held_out, data)
-    elif data.val_split:
+    if data.streaming:
+        stream = ExampleStream(data, tokenizer, seed=seed)
+        nothing_yet = _report([], Examples(), data)
+        return PreparedData(StreamedExamples(stream), held_out, nothing_yet, stream.template, eval_report)
+    sets = [load(spec, data, tokenizer, progress) for spec in data.datasets]
+    train = Examples.of_blocks([part.block for part in sets])
+    if data.val_split:
         train, held_out = split(train, data.val_split, seed=seed)
+    report = _report(sets, train, data)
+    weights = [spec.weight for spec in data.datasets]
+    if any(weight != 1 for weight in weights):
+        train = train.select(mixed(train.block_of, weights, seed=seed))
+        report = replace(report, notes=(*report.notes, _mixture(sets, weights, train)))
     template = ", ".join(dict.fromkeys(part.template for part in sets))
-    return PreparedData(train, held_out, _report(sets, train, data), template, eval_report)
+    return PreparedData(train, held_out, report, template, eval_report)
+
+
+def _mixture(sets: Sequence[LoadedSet], weights: Sequence[float], train: Examples) -> str:
+    parts = (
+        f"{count} of {part.path} (weight {weight:g})"
+        for part, weight, count in zip(sets, weights, np.bincount(train.block_of, minlength=len(sets)), strict=True)
+    )
+    return f"An epoch sees {len(train)} examples: {', '.join(parts)}."
 
 
 def split(examples: Examples, share: float, *, seed: int) -> tuple[Examples, Examples]:

@@ -96,6 +96,7 @@ class ExampleStream:
     def __init__(self, data: DataSpec, tokenizer: PreTrainedTokenizerBase, *, seed: int, buffer: int = BUFFER) -> None:
         self.sets = [StreamedSet(spec, data, tokenizer) for spec in data.datasets]
         self.epoch = 0
+        self.max_length = data.max_length
         self._seed, self._buffer = seed, buffer
 
     @property
@@ -112,6 +113,15 @@ class ExampleStream:
                 about = file.stat()
                 digest.update(f"{file}|{about.st_size}|{about.st_mtime_ns}".encode())
         return digest.hexdigest()
+
+    def account(self) -> list[str]:
+        """What became of the rows that were read so far, a sentence for each data set."""
+        return [
+            f"{part.path}: {part.tally.rows_used} of {part.tally.rows_read} rows that were read are used"
+            + "".join(f"; {count} {reason}" for reason, count in part.tally.dropped.most_common())
+            + "."
+            for part in self.sets
+        ]
 
     def __iter__(self) -> Iterator[Example]:
         return chain.from_iterable(self._shuffled(epoch) for epoch in iter(self._next_epoch, None))

@@ -14,6 +14,7 @@ from ligertune.data.batches import collate, collate_packed, padded_length
 
 if TYPE_CHECKING:
     from ligertune.data.examples import Examples
+    from ligertune.data.stream import StreamedExamples
 
 # Few sizes of the head's products: cuBLAS and the allocator take their time over each that is new.
 ROWS_MULTIPLE_OF = 128
@@ -26,7 +27,7 @@ class Batcher:
     With `index_labels` a batch says which rows predict a label, for a loss that is computed in the head.
     """
 
-    examples: Examples
+    examples: Examples | StreamedExamples
     packed: bool
     multiple_of: int
     pad_token_id: int
@@ -62,8 +63,3 @@ class Batcher:
         if self.packed:
             return padded_length(int(sum(length.sum() for length in lengths)), self.multiple_of)
         return len(rows) * padded_length(int(max(length.max() for length in lengths)), self.multiple_of)
-
-
-def target_counts(examples: Examples) -> np.ndarray:
-    """How many targets each example has: trained labels but the first, which nothing predicts."""
-    return np.array([int((example.labels[1:] != -100).sum()) for example in examples], dtype=np.int64)

@@ -11,7 +11,7 @@ from accelerate import Accelerator
 
 from ligertune.data.packing import pack
 from ligertune.model.deferred import loss_only
-from ligertune.train.batcher import Batcher, target_counts
+from ligertune.train.batcher import Batcher
 from ligertune.train.distributed import after_evaluation, reduce_sum
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 def evaluate(plan: Plan, accelerator: Accelerator, model: nn.Module, batcher: Batcher) -> float:
     """Mean loss of the batcher's examples. All ranks call it; each does its slices, and none makes logits."""
-    n_targets = int(target_counts(batcher.examples).sum())
+    n_targets = int(batcher.examples.trained.sum())
     rank, world = accelerator.process_index, accelerator.num_processes
     rows, size = _rows(plan, batcher), plan.batching.eval_batch_size
     total = torch.zeros((), device=accelerator.device, dtype=torch.float32)

@@ -19,7 +19,7 @@ from ligertune.model.attention import same_bits
 from ligertune.model.shape import ModelShape
 from ligertune.plan import Plan
 from ligertune.train import checkpoint
-from ligertune.train.batcher import Batcher, target_counts
+from ligertune.train.batcher import Batcher
 from ligertune.train.distributed import any_rank, reduce_sum
 from ligertune.train.evaluate import evaluate
 from ligertune.train.meter import Counts, Meter
@@ -27,11 +27,14 @@ from ligertune.train.optim import build_optimizer
 from ligertune.train.order import DataOrder
 from ligertune.train.schedule import learning_rate
 from ligertune.train.stop import StopRequest
+from ligertune.train.stream_order import StreamOrder
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from ligertune.data.prepare import Examples, PreparedData
+    from ligertune.data.examples import Examples
+    from ligertune.data.prepare import PreparedData
+    from ligertune.data.stream import StreamedExamples
 
 
 @dataclass(frozen=True)
@@ -151,8 +154,11 @@ def _resume(plan: Plan, accelerator: Accelerator) -> int:
     return step
 
 
-def _data_order(plan: Plan, examples: Examples) -> DataOrder:
+def _data_order(plan: Plan, examples: Examples | StreamedExamples) -> DataOrder:
     train = plan.recipe.train
+    if plan.rows.streamed:
+        length = plan.rows.length if plan.rows.packed else None
+        return StreamOrder(examples, seed=train.seed, batching=plan.batching, max_length=length)
     whole = plan.schedule.total_steps * plan.batching.global_batch_size
     return DataOrder(
         examples.lengths,
@@ -164,7 +170,7 @@ def _data_order(plan: Plan, examples: Examples) -> DataOrder:
     )
 
 
-def _batcher(plan: Plan, accelerator: Accelerator, examples: Examples, pad_token_id: int) -> Batcher:
+def _batcher(plan: Plan, accelerator: Accelerator, examples: Examples | StreamedExamples, pad_token_id: int) -> Batcher:
     return Batcher(
         examples,
         packed=plan.rows.packed,
@@ -184,7 +190,7 @@ def _gradient_sync(
 
 def _work_of_steps(shape: ModelShape, order: DataOrder, batcher: Batcher) -> Callable[[int], Counts]:
     """step -> its work over all ranks; every rank knows every length."""
-    lengths, targets = batcher.examples.lengths, target_counts(batcher.examples)
+    lengths, targets = batcher.examples.lengths, batcher.examples.trained
     size = order.batching.micro_batch_size
 
     def work(step: int) -> Counts:
@@ -223,7 +229,7 @@ def _line(
         )
     return {
         "step": step,
-        "epoch": round(step * plan.batching.global_batch_size / plan.rows.count, 4),
+        "epoch": round(step * plan.batching.global_batch_size / plan.rows.count, 4) if plan.rows.count else None,
         "loss": loss,
         "grad_norm": None if grad_norm is None else float(_whole(grad_norm)),
         "learning_rate": rate,
