@@ -116,7 +116,7 @@ def opened(folder: Path) -> Entry | None:
 def _mapped(path: Path, dtype: str, size: int) -> np.ndarray:
     if path.stat().st_size != size:
         raise ValueError(f"{path}: {path.stat().st_size} bytes, expected {size}")
-    return np.memmap(path, dtype=dtype, mode="r") if size else np.zeros(0, dtype=dtype)
+    return np.memmap(path, dtype=dtype, mode="c") if size else np.zeros(0, dtype=dtype)
 
 
 def _write(folder: Path, make: Callable[[Writer], dict[str, Any]]) -> None:
