@@ -22,15 +22,16 @@ def collate(examples: Sequence[Example], *, pad_token_id: int, pad_to_multiple_o
     """`input_ids`, `attention_mask`, `labels`: (B, T) int64, padded on the right to the longest of these examples."""
     longest = max(len(example.input_ids) for example in examples)
     shape = len(examples), padded_length(longest, pad_to_multiple_of)
-    input_ids = torch.full(shape, pad_token_id)
-    attention_mask = torch.zeros(shape, dtype=torch.int64)
-    labels = torch.full(shape, IGNORE_INDEX)
+    input_ids = np.full(shape, pad_token_id, dtype=np.int64)
+    attention_mask = np.zeros(shape, dtype=np.int64)
+    labels = np.full(shape, IGNORE_INDEX, dtype=np.int64)
     for row, example in enumerate(examples):
         length = len(example.input_ids)
-        input_ids[row, :length] = torch.from_numpy(example.input_ids)
+        input_ids[row, :length] = example.input_ids
         attention_mask[row, :length] = 1
-        labels[row, :length] = torch.from_numpy(example.labels)
-    return {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
+        labels[row, :length] = example.labels
+    batch = {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
+    return {name: torch.from_numpy(array) for name, array in batch.items()}
 
 
 def collate_packed(examples: Sequence[Example], *, pad_token_id: int, pad_to_multiple_of: int = 1) -> dict[str, Any]:

@@ -90,12 +90,8 @@ CHANGES_LOSSES = {
 @pytest.mark.parametrize("key", CHANGES_LOSSES)
 def test_a_key_changes_the_losses(key, train, usual):
     shared, one, other = CHANGES_LOSSES[key]
-    default = not shared and one == {
-        **BASE,
-        "train.group_by_length": True,
-        "train.learning_rate": 2e-3,
-        "train.seed": 42,
-    }.get(key)
+    usually = {**BASE, "train.group_by_length": True, "train.learning_rate": 2e-3, "train.seed": 42}
+    default = not shared and one == usually.get(key)
     first = usual if default else train({**shared, key: one})
     assert train({**shared, key: other})[0] != first[0]
 
