@@ -49,6 +49,13 @@ def check_model_path(name: str, *, key: str) -> None:
         raise UserError(f"{key}: {name} holds no config.json, so it is not a model.", hint=hint)
 
 
+def check_report_path(path: Path) -> None:
+    """Refuse a place where no file can be written, before the work that it is to report."""
+    if path.is_dir() or not path.resolve().parent.is_dir():
+        what = "is a folder" if path.is_dir() else "lies in a folder that is not there"
+        raise UserError(f"--out: {path} {what}.", hint="Name a file in an existing folder, such as report.html.")
+
+
 def looks_local(name: str) -> bool:
     """Whether a name can only be a path: absolute, dotted, with a data file's ending, or deeper than org/name."""
     endings = (".json", ".jsonl", ".parquet", ".csv", ".gz", ".txt")

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedConfig, PreTrainedModel
 
-    from ligertune.data.prepare import PreparedData
+    from ligertune.data.prepare import PreparedData, Progress
     from ligertune.model.attention_choice import AttentionChoice
     from ligertune.model.load import LoadedTokenizer
     from ligertune.model.patch import PatchReport
@@ -37,10 +37,11 @@ class Job:
     data: PreparedData
 
 
-def plan_for(recipe: Recipe) -> Job:
+def plan_for(recipe: Recipe, progress: Progress | None = None) -> Job:
     """Load what is light (configuration, tokenizer, data), build the model without memory, and resolve every number.
 
-    What can be refused is refused in the order of its cost: a missing file before torch is imported.
+    What can be refused is refused in the order of its cost: a missing file before torch is imported. `progress` is told
+    how far the preparing of data is.
     """
     check_output_dir(recipe)
     check_paths(recipe)
@@ -59,7 +60,7 @@ def plan_for(recipe: Recipe) -> Job:
     )
     loaded = load.load_tokenizer(recipe.model)
     load.check_vocabulary(loaded.tokenizer, config)
-    data = prepare(recipe.data, loaded.tokenizer, seed=recipe.train.seed)
+    data = prepare(recipe.data, loaded.tokenizer, seed=recipe.train.seed, progress=progress)
     shape, attn, backend, kernels = preview_model(recipe, config, machine.device, attention)
     plan = make_plan(
         recipe,
