@@ -7,7 +7,8 @@ break that follows it; a template that ends its turns without one has nothing to
 Some templates write earlier turns differently once there are later ones (they drop old thoughts), or prompt with what a
 finished conversation does not show. Then the answers are rendered once more, each between two tags of noncharacters:
 where the tags come out is where its text stands, if the rendering without them is the same. If not, the template
-rewrites the answer, and what it would write in its place cannot be marked.
+rewrites the answer, and what it would write in its place cannot be marked. Where only the end of an answer is written,
+that is what is trained.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def answer_spans(writer: Writer, messages: _Messages, text: str, special: re.Pat
         turn = text if index == len(messages) - 1 else writer.try_write(messages[: index + 1])
         span = _after_prompt(text, prompt, turn, message["content"], special)
         if span is None:
-            tagged = _tagged_places(writer, messages, text) if tagged is None else tagged
+            tagged = _tagged_places(writer, messages, text, special) if tagged is None else tagged
             if index not in tagged:
                 raise BadRow("the answer cannot be placed", f"the template rewrites {message['content'][:40]!r}")
             span = _between_tags(writer, messages, index, text, tagged[index], prompt, special)
@@ -83,11 +84,15 @@ def _between_tags(
     content = messages[index]["content"]
     start, after = place
     lead, trail = _outer(content)
-    if prompt is not None and text.startswith(prompt) and len(prompt) <= start:
+    whole = after - start == len(content.strip())
+    prompt = prompt or ""
+    if prompt and text.startswith(prompt) and len(prompt) <= (start if whole else after - 1):
         start = len(prompt)
-    else:
+    elif whole:
         start -= len(lead) if text[:start].endswith(lead) else 0
         start -= text[start - 1 : start] == " "  # tokenizers take the space before a word into its token
+    else:  # what is dropped may end in the line break that also ends the prompt
+        start = max(start, _shared(text, prompt))
     after += len(trail) if text.startswith(trail, after) else 0
     return start, _behind_terminator(text, start, after, _stop(writer, messages, index, text, place[1]), special)
 
@@ -101,8 +106,8 @@ def _stop(writer: Writer, messages: _Messages, index: int, text: str, end: int) 
     return end + _shared(text[end : end + len(tail)], tail)
 
 
-def _tagged_places(writer: Writer, messages: _Messages, text: str) -> dict[int, Span]:
-    """For each answer that the template writes out as it is, from where to where its text stands."""
+def _tagged_places(writer: Writer, messages: _Messages, text: str, special: re.Pattern[str]) -> dict[int, Span]:
+    """Where the text of each answer stands that the template writes as it is, or but for its beginning (a thought)."""
     with_tags = [
         _tagged(message, index) if message["role"] == "assistant" and message["content"].strip() else message
         for index, message in enumerate(messages)
@@ -114,9 +119,20 @@ def _tagged_places(writer: Writer, messages: _Messages, text: str) -> dict[int, 
     ends: dict[int, list[int]] = defaultdict(list)
     for place, begin, end in _tags(written):
         (begins if begin else ends)[int(begin or end)].append(place)
-    once = (index for index in begins if len(begins[index]) == len(ends[index]) == 1)
-    places = {index: (begins[index][0], ends[index][0]) for index in once}
-    return {index: span for index, span in places.items() if text[slice(*span)] == messages[index]["content"].strip()}
+    places = {}
+    for index, (end, *others) in ends.items():
+        content, begun = messages[index]["content"].strip(), begins[index]
+        begin = begun[0] if begun else _begin_of_tail(text[:end], content, special)
+        expected = content if begun else content[begin - end :]
+        if not others and len(begun) < 2 and begin < end and text[begin:end] == expected:
+            places[index] = begin, end
+    return places
+
+
+def _begin_of_tail(text: str, content: str, special: re.Pattern[str]) -> int:
+    """Where that part of `content` begins with which `text` ends; never inside a special token of the template."""
+    begin = len(text) - _shared(text[::-1], content[::-1])
+    return next((match.end() for match in special.finditer(text) if match.start() < begin < match.end()), begin)
 
 
 def _tags(written: str) -> Iterator[tuple[int, str | None, str | None]]:
