@@ -113,7 +113,8 @@ def run(job: Job, show: Callable[[dict], None]) -> Report:
     apply_kernels(plan.recipe, model)
     if plan.rows.packed:
         guard(model)
-        check_isolation(model, multiple_of=plan.rows.multiple_of)
+        with accelerator.autocast():
+            check_isolation(model, multiple_of=plan.rows.multiple_of)
     if plan.recipe.train.gradient_checkpointing:
         checkpoint_layers(model)
     fitted = fit(plan, accelerator, model, job.data, pad_token_id=job.tokenizer.pad_token_id, show=show)

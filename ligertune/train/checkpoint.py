@@ -95,9 +95,10 @@ def saved_progress(folder: Path, plan: Plan) -> int:
             f"{plan.batching.global_batch_size} on {plan.batching.world_size} processes.",
             hint=f"Set train.global_batch_size: {saved}.",
         )
-    if progress["plan"]["rows"] != dataclasses.asdict(plan.rows):
+    rows = _rows(progress["plan"]["rows"])
+    if rows != _rows(dataclasses.asdict(plan.rows)):
         raise UserError(
-            f"{folder} was trained on {_rows(progress['plan']['rows'])}; this recipe makes {_rows(vars(plan.rows))}.",
+            f"{folder} was trained on {rows}; this recipe makes {_rows(dataclasses.asdict(plan.rows))}.",
             hint="Set data.packing, data.max_length and train.group_by_length as they were.",
         )
     if progress["step"] > plan.schedule.total_steps:
@@ -109,6 +110,7 @@ def saved_progress(folder: Path, plan: Plan) -> int:
 
 
 def _rows(rows: dict) -> str:
+    """What decides which examples are in a step, in words."""
     return f"{rows['count']} {rows['kind']} rows of at most {rows['length']} tokens"
 
 

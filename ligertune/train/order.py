@@ -36,7 +36,7 @@ class DataOrder:
         packs: Packs | None = None,
         grouped: bool = False,
     ) -> None:
-        self.lengths, self.packs, self.grouped = lengths, packs, grouped
+        self.lengths, self.packs, self.grouped = np.asarray(lengths, dtype=np.int64), packs, grouped
         self.total_rows, self.seed, self.batching = total_rows, seed, batching
         self.rows_per_epoch = len(lengths) if packs is None else len(packs)
         self._epochs: dict[int, tuple[np.ndarray, Sequence[np.ndarray]]] = {}
