@@ -247,3 +247,36 @@ def test_what_cannot_be_rendered_names_the_key(quickstart):
     bare.eos_token = None
     with pytest.raises(UserError, match=r"no EOS token.*model\.tokenizer\.eos_token"):
         choose_template(data_section(), recognise("alpaca", ["instruction", "output"], ""), bare)
+
+
+@pytest.mark.parametrize("train_on", ["assistant", "last", "all"])
+def test_a_prompt_and_its_completion_stand_as_they_are(stories, train_on):
+    format = recognise("prompt_completion", ["prompt", "completion"], "")
+    template = choose_template(data_section(train_on=train_on), format, stories)
+    rendered = template.render(format.convert(Record({"prompt": "2 + 2 =", "completion": " 4"}, "d:1")))
+    assert rendered.text == "2 + 2 = 4" and template.name == "plain"
+    assert [rendered.text[slice(*span)] for span in rendered.trained] == ["2 + 2 = 4" if train_on == "all" else " 4"]
+    (encoded,) = encode([rendered], stories)
+    assert encoded.input_ids[[0, -1]].tolist() == [stories.bos_token_id, stories.eos_token_id]
+    assert encoded.labels[-1] == stories.eos_token_id
+
+
+def test_control_tokens_that_a_plain_row_brings_are_not_doubled(stories):
+    format = recognise("prompt_completion", ["prompt", "completion"], "")
+    row = {"prompt": "<s>[INST] q [/INST]", "completion": " a</s>"}
+    (encoded,) = encode(
+        [choose_template(data_section(), format, stories).render(format.convert(Record(row, "d")))], stories
+    )
+    ids = encoded.input_ids.tolist()
+    assert (ids.count(stories.bos_token_id), ids.count(stories.eos_token_id)) == (1, 1)
+    assert encoded.labels[-1] == stories.eos_token_id
+
+
+def test_what_plain_rows_have_no_use_for_is_said(stories):
+    raw = recognise("text", ["text"], "")
+    pairs = recognise("prompt_completion", ["prompt", "completion"], "")
+    with pytest.raises(UserError, match=r"data\.prompt_template: chat is not for rows of format text"):
+        choose_template(data_section(prompt_template="chat"), raw, stories)
+    with pytest.raises(UserError, match=r"data\.system_prompt has no place in rows of format prompt_completion"):
+        choose_template(data_section(system_prompt="s"), pairs, stories)
+    assert choose_template(data_section(system_prompt="s", prompt_template="chat"), pairs, stories).name == "chat"
