@@ -200,6 +200,6 @@ class _Numbers:
         self._examples, self._trained = examples, trained
 
     def __getitem__(self, places: np.ndarray) -> np.ndarray:
-        chosen = [self._examples[int(place)] for place in np.atleast_1d(places)]
+        chosen = [self._examples[int(place)] for place in np.ravel(places)]
         counts = [int((one.labels != -100).sum()) if self._trained else len(one.labels) for one in chosen]
         return np.array(counts, dtype=np.int64).reshape(np.shape(places))
