@@ -17,6 +17,7 @@ import numpy as np
 
 from ligertune.data.control import ControlTokens, Rendered, Span
 from ligertune.data.conversation import BadRow
+from ligertune.data.words import WordTokens, word_tokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Encoding
@@ -50,21 +51,54 @@ class Marked(NamedTuple):
     straddling: int
 
 
+class Encoder:
+    """A tokenizer with what is worth keeping from one batch to the next."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        tokenizer("", add_special_tokens=False)  # sets the backend to neither pad nor cut
+        self._tokenizer = tokenizer
+        self._control = ControlTokens(tokenizer)
+        self._words = word_tokenizer(tokenizer)
+
+    def encode(self, texts: Sequence[Rendered]) -> Iterator[Encoded | BadRow]:
+        """One `Encoded` for each text, in order, or the reason for which there is none."""
+        for first in range(0, len(texts), _BATCH):
+            batch = texts[first : first + _BATCH]
+            marked = self._marked(batch)
+            whole = [(text, found) for text, found in zip(batch, marked, strict=True) if isinstance(found, Marked)]
+            labelled = _labelled(whole)
+            yield from (next(labelled) if isinstance(found, Marked) else found for found in marked)
+
+    def _marked(self, batch: Sequence[Rendered]) -> list[Marked | BadRow]:
+        """By words where that is possible, else by the tokenizer itself, all such texts at once."""
+        found = {place: self._alone(text) for place, text in enumerate(batch)}
+        left = [place for place, marked in found.items() if marked is None]
+        backend = self._tokenizer.backend_tokenizer
+        encodings = backend.encode_batch([batch[place].text for place in left], add_special_tokens=False)
+        found |= {place: mark(batch[place], encoding) for place, encoding in zip(left, encodings, strict=True)}
+        return list(found.values())
+
+    def _alone(self, text: Rendered) -> Marked | BadRow | None:
+        if text.literal:
+            return _literally(text, self._control)
+        tokens = self._words.tokens(text.text) if self._words else None
+        return mark_words(text, tokens) if tokens else None
+
+
 def encode(texts: Sequence[Rendered], tokenizer: PreTrainedTokenizerBase) -> Iterator[Encoded | BadRow]:
     """One `Encoded` for each text, in order, or the reason for which there is none."""
-    control = ControlTokens(tokenizer)
-    tokenizer("", add_special_tokens=False)  # sets the backend to neither pad nor cut
-    for first in range(0, len(texts), _BATCH):
-        batch = texts[first : first + _BATCH]
-        encodings = tokenizer.backend_tokenizer.encode_batch([text.text for text in batch], add_special_tokens=False)
-        marked = [
-            _literally(text, control) if text.literal else mark(text, encoding)
-            for text, encoding in zip(batch, encodings, strict=True)
-        ]
-        del encodings
-        whole = [(text, found) for text, found in zip(batch, marked, strict=True) if isinstance(found, Marked)]
-        labelled = _labelled(whole)
-        yield from (next(labelled) if isinstance(found, Marked) else found for found in marked)
+    return Encoder(tokenizer).encode(texts)
+
+
+def mark_words(rendered: Rendered, tokens: WordTokens) -> Marked:
+    """As `mark`, of a text that was tokenised word by word."""
+    trained, straddling = [], 0
+    for start, end in rendered.trained:
+        if end > start:
+            inside, reaching = tokens.first_from(start)
+            trained.append((inside, tokens.first_from(end)[0]))
+            straddling += reaching
+    return Marked(tokens.ids, trained, straddling)
 
 
 def cut(encoded: Encoded, start: int, stop: int) -> Encoded:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from ligertune.data.control import ControlTokens, Rendered
 from ligertune.data.conversation import OVERLENGTH, REASONS, BadRow, Conversation
-from ligertune.data.encode import Encoded, cut, encode
+from ligertune.data.encode import Encoded, Encoder, cut
 from ligertune.data.examples import Example
 from ligertune.data.render import choose_template
 from ligertune.data.sources import Record
@@ -64,14 +64,14 @@ class RowPath:
         self.template = choose_template(data, format, tokenizer)
         self._spec = spec
         self._data = data
-        self._tokenizer = tokenizer
+        self._encoder = Encoder(tokenizer)
         self._special = ControlTokens(tokenizer).ids
 
     def examples(self, records: Sequence[Record], tally: Tally) -> list[Example]:
         """The examples of these records, in their order; what became of the others is counted in `tally`."""
         tally.rows_read += len(records)
         rendered = self._rendered(records, tally)
-        encodings = encode([text for text, _ in rendered], self._tokenizer)
+        encodings = self._encoder.encode([text for text, _ in rendered])
         examples: list[Example] = []
         for (text, source), encoded in zip(rendered, encodings, strict=True):
             try:
