@@ -78,8 +78,8 @@ def varlen(
     _check_layer(attention_mask, sliding_window, kwargs.get("s_aux"))
     if kwargs.get("softcap") is not None or kwargs.get("dropout"):
         raise ValueError("varlen attention has neither a soft cap nor dropout; use per_document or flex_attention")
-    if torch.is_autocast_enabled(query.device.type):
-        query, key, value = (t.to(torch.get_autocast_dtype(query.device.type)) for t in (query, key, value))
+    if query.is_cuda and torch.is_autocast_enabled("cuda"):  # rotation may have left float32, and torch casts sdpa only
+        query, key, value = (t.to(torch.get_autocast_dtype("cuda")) for t in (query, key, value))
     head_dim, value_dim = query.shape[-1], value.shape[-1]
     if value_dim < head_dim:  # latent attention
         value = F.pad(value, (0, head_dim - value_dim))

@@ -125,12 +125,14 @@ class DataSpec(Section):
 class TrainSpec(Section):
     """Batches, steps and the optimizer."""
 
-    per_device_train_batch_size: PositiveInt = Field(4, description="Examples per device in one forward pass.")
+    per_device_train_batch_size: PositiveInt = Field(
+        4, description="Rows per device in one forward pass: packs, or examples."
+    )
     gradient_accumulation_steps: PositiveInt | None = Field(
         1, description="Forward passes per optimizer step; or give global_batch_size."
     )
     global_batch_size: PositiveInt | None = Field(
-        None, description="Examples per optimizer step on all devices, instead of gradient_accumulation_steps."
+        None, description="Rows per optimizer step on all devices, instead of gradient_accumulation_steps."
     )
     num_train_epochs: PositiveFloat | None = Field(1.0, description="Passes over the data; or give max_steps.")
     max_steps: PositiveInt | None = Field(None, description="Optimizer steps, instead of num_train_epochs.")
@@ -166,7 +168,7 @@ class EvalSpec(Section):
 
     eval_strategy: When = Field("no", description="Evaluate never, every eval_steps, or after each epoch.")
     eval_steps: PositiveInt = Field(200, description="Steps between evaluations, with eval_strategy: steps.")
-    per_device_eval_batch_size: PositiveInt = Field(4, description="Examples per device in one evaluation pass.")
+    per_device_eval_batch_size: PositiveInt = Field(4, description="Rows per device in one evaluation pass.")
 
 
 class CheckpointSpec(Section):

@@ -86,17 +86,29 @@ def test_packs_are_dealt_anew_each_epoch():
     assert epochs[0] != epochs[1]
 
 
-def test_grouped_batches_hold_examples_of_about_one_length():
-    """100,000 lengths like Alpaca's, 8 micro batches of 4: padding to the longest costs 2 %, not 35 %."""
-    lengths = np.clip(np.random.default_rng(0).lognormal(np.log(92), 0.5, 100_000), 10, 1000).astype(int)
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_grouped_batches_hold_examples_of_about_one_length(epoch):
+    """20,003 lengths like Alpaca's, 8 micro batches of 4: padding to the longest costs 2 %, not 35 %.
+
+    A global batch of 32 straddles the epochs, and the second epoch's batches begin behind it.
+    """
+    lengths = np.clip(np.random.default_rng(0).lognormal(np.log(92), 0.5, 20_003), 10, 1000).astype(int)
     batching = Batching(micro_batch_size=4, accumulation=8, world_size=1, eval_batch_size=1)
+    first = -(-epoch * len(lengths) // 32)
     shares = []
     for grouped in (False, True):
-        one = DataOrder(lengths, total_rows=100_000, seed=0, batching=batching, grouped=grouped)
-        micros = [lengths[np.concatenate(micro)] for step in range(WINDOW) for micro in one.micro_batches(step, 0)]
+        one = DataOrder(lengths, total_rows=2 * len(lengths), seed=0, batching=batching, grouped=grouped)
+        micros = [lengths[np.concatenate(micro)] for i in range(600) for micro in one.micro_batches(first + i, 0)]
         shares.append(1 - sum(micro.sum() for micro in micros) / sum(4 * micro.max() for micro in micros))
     assert shares[0] > 0.3
     assert shares[1] < 0.02
+
+
+def test_grouped_steps_begin_with_the_longest():
+    """Also the third of six, in which an epoch ends."""
+    for step in range(STEPS):
+        found = LENGTHS[examples(order(8, 1, 1, kind="grouped").step(step))].tolist()
+        assert found == sorted(found, reverse=True)
 
 
 def test_grouped_batches_are_not_sorted_through_the_epoch():
