@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import re
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable
 from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +40,7 @@ _SAMPLE = (
 class WordTokens:
     """The tokens of one text, word by word."""
 
-    def __init__(self, words: list[str], tokens: list[tuple[int, ...]], length_of: Sequence[int]) -> None:
+    def __init__(self, words: list[str], tokens: list[tuple[int, ...]], length_of: Callable[[int], int]) -> None:
         self._ends = list(accumulate(map(len, words)))
         self._tokens, self._length_of = tokens, length_of
         self.ids = list(chain.from_iterable(tokens))
@@ -55,7 +55,7 @@ class WordTokens:
         for index in self._tokens[word]:
             if at >= character:
                 break
-            at += self._length_of[index]
+            at += self._length_of(index)
             token += 1
         return token, int(at > character)
 
@@ -84,13 +84,14 @@ class WordTokenizer:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, pattern: str) -> None:
         ascii_only = pattern.replace(r"\p{L}\p{N}]", "A-Za-z0-9]")  # inside a class
         self._pattern = re.compile(ascii_only.replace(r"\p{L}", "[A-Za-z]").replace(r"\p{N}", "[0-9]"))
-        backend = tokenizer.backend_tokenizer
         self._added = {token.content: (index,) for index, token in tokenizer.added_tokens_decoder.items()}
         longest_first = sorted(self._added, key=len, reverse=True)
         self._added_pattern = re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
-        # a byte is a letter of the vocabulary; added tokens are written as they are
-        self.length_of = [len(backend.id_to_token(index) or "") for index in range(backend.get_vocab_size())]
         self._known = _Known(tokenizer)
+
+    def length_of(self, index: int) -> int:
+        """Characters of a token: a byte is a letter of the vocabulary, and added tokens are written as they are."""
+        return len(self._known.tokenizer.backend_tokenizer.id_to_token(index))
 
     def tokens(self, text: str) -> WordTokens | None:
         """None where only the tokenizer itself knows."""
@@ -117,7 +118,7 @@ def word_tokenizer(tokenizer: PreTrainedTokenizerBase) -> WordTokenizer | None:
     encoding = tokenizer.backend_tokenizer.encode(_SAMPLE, add_special_tokens=False)
     ours = found.tokens(_SAMPLE)
     same = ours is not None and ours.ids == encoding.ids
-    return found if same and [found.length_of[i] for i in ours.ids] == [b - a for a, b in encoding.offsets] else None
+    return found if same and list(map(found.length_of, ours.ids)) == [b - a for a, b in encoding.offsets] else None
 
 
 def _pattern_of(tokenizer: PreTrainedTokenizerBase) -> str | None:
