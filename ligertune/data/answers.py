@@ -55,13 +55,16 @@ def answer_spans(writer: Writer, messages: _Messages, text: str, special: re.Pat
 def _after_prompt(
     text: str, prompt: str | None, turn: str | None, content: str, special: re.Pattern[str]
 ) -> Span | None:
-    """The span of an answer whose prompt and turn are prefixes of the text, or as much of the turn as holds it."""
+    """The span of an answer whose prompt and turn are prefixes of the text, or as much of the turn as holds it.
+
+    An answer without text, made of calls alone, must have its whole turn there.
+    """
     if prompt is None or turn is None or not turn.startswith(prompt) or not text.startswith(prompt):
         return None
     start, stop = len(prompt), _shared(text, turn)
     inner = content if content in text[start:stop] else content.strip()
     found = text.find(inner, start, stop)
-    if stop < len(turn) and (not inner or found < 0):
+    if found < 0 or (not inner and stop < len(turn)):
         return None
     return start, _behind_terminator(text, start, max(found, start) + len(inner), stop, special)
 

@@ -102,7 +102,7 @@ class ChatTemplate:
         if self._system_prompt and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": self._system_prompt})
         messages = self._control.marked(messages)
-        writer = _Writer(source, tools, self._tokenizer.special_tokens_map)
+        writer = _Writer(source, self.name if self._source else None, tools, self._tokenizer.special_tokens_map)
         text = writer.write(messages)
         _check_nothing_is_left_out(writer, messages, text)
         if self._train_on == "all":
@@ -123,7 +123,10 @@ class ChatTemplate:
 class _Writer:
     """The jinja template with what stays the same for all renderings of one conversation."""
 
-    def __init__(self, source: str, tools: list[dict[str, Any]] | None, special_tokens: dict[str, Any]) -> None:
+    def __init__(
+        self, source: str, file: str | None, tools: list[dict[str, Any]] | None, special_tokens: dict[str, Any]
+    ) -> None:
+        self._file = file
         self._fixed = {"chat_template": source, "tools": tools, **special_tokens}
 
     def write(self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool = False) -> str:
@@ -146,7 +149,8 @@ class _Writer:
         try:
             return render_jinja_template(conversations=[list(messages)], **self._fixed, **options)
         except jinja2.TemplateSyntaxError as error:
-            raise UserError(f"The chat template is not jinja: line {error.lineno}: {error.message}.") from error
+            where = f"{self._file}:{error.lineno}" if self._file else f"The tokenizer's template, line {error.lineno}"
+            raise UserError(f"{where}: not jinja: {error.message.rstrip('.')}.") from error
         except (jinja2.TemplateError, *_TEMPLATE_ERRORS) as error:
             raise BadRow("the template refuses it", str(error).partition("\n")[0][:120]) from error
 

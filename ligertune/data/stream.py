@@ -44,7 +44,9 @@ class StreamedSet:
         first = list(islice(RecordStream(spec), _FIRST))
         if not first:
             raise UserError(f"{spec.path} holds no records.")
-        self.rows = RowPath(spec, data, recognise(spec.format, {c for r in first for c in r.row}, self.path), tokenizer)
+        columns = {column for record in first for column in record.row}
+        self.rows = RowPath(spec, data, recognise(spec.format, columns, self.path), tokenizer)
+        self.rows.examples(first, Tally())  # what is wrong with the first of them is said before a model is loaded
 
     def check(self, *, ended: bool) -> None:
         """Complains if nothing of it can be used."""

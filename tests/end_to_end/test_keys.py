@@ -70,6 +70,8 @@ CHANGES_LOSSES = {
     "data.packing": ({}, False, True),
     "data.val_split": ({}, 0.1, 0.4),
     "data.datasets.0.max_samples": ({}, 40, 20),
+    "data.datasets.0.weight": ({}, 1.0, 1.5),
+    "data.streaming": ({"data.val_split": 0}, "false", "true"),
     "train.per_device_train_batch_size": ({}, 2, 3),
     "train.gradient_accumulation_steps": ({}, 2, 3),
     "train.group_by_length": ({}, True, False),
@@ -227,6 +229,11 @@ def test_data_set_keys(quickstart, tmp_path):
     assert plan_for(read(quickstart, tmp_path, **renamed)).plan.data.examples == 2
     with pytest.raises(UserError, match=r"rows\.jsonl:2"):
         plan_for(read(quickstart, tmp_path, **renamed, **{"data.datasets.0.on_bad_row": "error"}))
+    rows.append({"prompt": "How many?", "output": 2})
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for policy, count in (("drop", 2), ("repair", 3)):
+        found = plan_for(read(quickstart, tmp_path, **renamed, **{"data.datasets.0.on_bad_row": policy}))
+        assert found.plan.data.examples == count
     with pytest.raises(UserError, match="sharegpt"):
         plan_for(read(quickstart, tmp_path, **renamed, **{"data.datasets.0.format": "sharegpt"}))
     for key in ("name", "split"):  # of data sets on a hub: a file has none, and says so
