@@ -136,12 +136,14 @@ class ExampleStream:
         rng = np.random.default_rng([self._seed, epoch])
         held: list[Example] = []
         for example in self._in_order(epoch):
+            # a copy: an example is a view of the batch that it was tokenised in, and would hold all of it
+            alone = Example(example.input_ids.copy(), example.labels.copy(), example.source)
             if len(held) < self._buffer:
-                held.append(example)
+                held.append(alone)
             else:
                 place = int(rng.integers(self._buffer))
                 yield held[place]
-                held[place] = example
+                held[place] = alone
         for place in rng.permutation(len(held)):
             yield held[place]
 
