@@ -143,7 +143,7 @@ def save_model(job: Job, accelerator: Accelerator, model: nn.Module) -> str:
             tokenizer,
             folder,
             state_dict=weights,
-            prompt_template="alpaca" if job.data.template == "alpaca" else "chat",
+            prompt_template={"alpaca": "alpaca", "plain": "raw"}.get(job.data.template, "chat"),
             system_prompt=wanted.system_prompt,
         )
     accelerator.wait_for_everyone()
