@@ -14,7 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ligertune.data.sources import find_files, shown_path
+from ligertune.data.sources import find_files, hub_fingerprint, shown_path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -28,14 +28,12 @@ _VERSIONS = ("transformers", "tokenizers", "jinja2", "numpy")
 _READ_AT_ONCE = 1 << 20
 
 
-def data_key(spec: DatasetSpec, data: DataSpec, tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """SHA-256 over everything above; None for a data set on the hub, which has a cache of its own rows only."""
+def data_key(spec: DatasetSpec, data: DataSpec, tokenizer: PreTrainedTokenizerBase) -> str:
+    """SHA-256 over everything above; a data set on the hub stands for itself under the name `datasets` gives it."""
     files = find_files(spec.path)
-    if not files:
-        return None
     template = _template(data, tokenizer)
     parts = {
-        "files": [(shown_path(file), _hash_of(file)) for file in files],
+        "files": [(shown_path(file), _hash_of(file)) for file in files] or hub_fingerprint(spec),
         "path": shown_path(Path(spec.path)),
         "set": spec.model_dump(mode="json", exclude=_BESIDE),
         "section": data.model_dump(mode="json", exclude=_AFTERWARDS),

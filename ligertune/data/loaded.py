@@ -89,7 +89,7 @@ class Making:
 
     def blocks(self) -> Iterator[Block]:
         """The examples, some at a time."""
-        stream = RecordStream(self._spec, sample=_FIRST)
+        stream = RecordStream(self._spec, sample=_FIRST, download=True)
         records = iter(stream)
         first = list(islice(records, _FIRST))
         if not first:

@@ -18,6 +18,8 @@ from ligertune.data.files import KNOWN, DataFile, Record, ending, read_file, rea
 from ligertune.errors import UserError
 
 if TYPE_CHECKING:
+    from datasets import Dataset, IterableDataset
+
     from ligertune.recipe.schema import DatasetSpec
 
 __all__ = ["Record", "RecordStream", "find_files", "read_file", "read_records", "shown_path"]
@@ -28,7 +30,7 @@ _SAMPLE = 100  # first records of a stream, whose columns are taken for those of
 
 def read_records(spec: DatasetSpec) -> list[Record]:
     """The first `max_samples` records of a data set, in the order of the source, columns renamed as `columns` says."""
-    records = list(RecordStream(spec, sample=None))
+    records = list(RecordStream(spec, sample=None, download=True))
     if not records:
         raise UserError(f"{spec.path} holds no records.")
     return records
@@ -38,11 +40,13 @@ def read_records(spec: DatasetSpec) -> list[Record]:
 class RecordStream:
     """The records that `read_records` gives, one by one. `share` is how much of them was read, as far as is known.
 
-    A rename is held against the columns of the first `sample` records, or of all.
+    A rename is held against the columns of the first `sample` records, or of all. `download`: a data set of the hub is
+    stored on this machine first, and found there the next time.
     """
 
     spec: DatasetSpec
     sample: int | None = _SAMPLE
+    download: bool = False
     _read: int = 0
     _files: list[DataFile] = field(default_factory=list)
 
@@ -75,7 +79,7 @@ class RecordStream:
                 hint="Leave them out and name the file you want in `path`.",
             )
         if not paths:
-            yield from _read_hub(self.spec, streaming=self.sample is not None)
+            yield from _read_hub(self.spec, download=self.download)
         self._files = [DataFile(path) for path in paths]
         for file in self._files:
             yield from file.records()
@@ -112,19 +116,27 @@ def _files_in(folder: Path) -> list[Path]:
     return files
 
 
-def _read_hub(spec: DatasetSpec, *, streaming: bool) -> Iterator[Record]:
+def hub_fingerprint(spec: DatasetSpec) -> str:
+    """What `datasets` names the content of a data set on the hub by."""
+    return _hub_rows(spec, download=True)._fingerprint
+
+
+def _read_hub(spec: DatasetSpec, *, download: bool) -> Iterator[Record]:
+    for number, row in enumerate(_hub_rows(spec, download=download), start=1):
+        yield Record(row, f"{spec.path}:{spec.split}:{number}")
+
+
+def _hub_rows(spec: DatasetSpec, *, download: bool) -> Dataset | IterableDataset:
     import datasets
 
     try:
-        rows = datasets.load_dataset(spec.path, spec.name, split=spec.split, streaming=streaming)
+        return datasets.load_dataset(spec.path, spec.name, split=spec.split, streaming=not download)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         reason = str(error).partition("\n")[0].rstrip(".")
         raise UserError(
             f"{spec.path} is neither a file or folder here nor a data set that the hub gives: {reason}.",
             hint="Check the path, the network, `name` and `split`.",
         ) from error
-    for number, row in enumerate(rows, start=1):
-        yield Record(row, f"{spec.path}:{spec.split}:{number}")
 
 
 def _check_renames(spec: DatasetSpec, found: set[str]) -> None:
