@@ -122,8 +122,19 @@ def hub_fingerprint(spec: DatasetSpec) -> str:
 
 
 def _read_hub(spec: DatasetSpec, *, download: bool) -> Iterator[Record]:
-    for number, row in enumerate(_hub_rows(spec, download=download), start=1):
-        yield Record(row, f"{spec.path}:{spec.split}:{number}")
+    import datasets
+
+    rows, number = _hub_rows(spec, download=download), 0
+    try:
+        for row in rows:
+            number += 1
+            yield Record(row, f"{spec.path}:{spec.split}:{number}")
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        raise UserError(
+            f"{spec.path}:{spec.split}:{number + 1}: the hub does not give this row: {_first_line(error)}.",
+            hint="Check the network, and resume.",
+            exit_code=1,
+        ) from error
 
 
 def _hub_rows(spec: DatasetSpec, *, download: bool) -> Dataset | IterableDataset:
@@ -132,11 +143,14 @@ def _hub_rows(spec: DatasetSpec, *, download: bool) -> Dataset | IterableDataset
     try:
         return datasets.load_dataset(spec.path, spec.name, split=spec.split, streaming=not download)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        reason = str(error).partition("\n")[0].rstrip(".")
         raise UserError(
-            f"{spec.path} is neither a file or folder here nor a data set that the hub gives: {reason}.",
+            f"{spec.path} is neither a file or folder here nor a data set that the hub gives: {_first_line(error)}.",
             hint="Check the path, the network, `name` and `split`.",
         ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0].rstrip(".")
 
 
 def _check_renames(spec: DatasetSpec, found: set[str]) -> None:
