@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import signal
 from pathlib import Path
 
 import pytest
 
+from ligertune.data.examples import Examples
+from ligertune.data.formats import recognise
 from ligertune.data.parallel import CHUNK, blocks_of, count_processes
-from ligertune.data.sources import Record
+from ligertune.data.prepare import prepare
+from ligertune.data.rows import RowPath, Tally
+from ligertune.data.sources import Record, read_records
 from ligertune.errors import UserError
+from ligertune.recipe.schema import DatasetSpec, DataSpec
 
 ROWS = 7 * CHUNK + 3  # enough for workers, and a last chunk that is not full
 
@@ -39,9 +45,6 @@ def test_an_error_in_a_process_is_the_users_to_read(many, prepared):
 
 
 def test_progress_counts_the_rows_as_they_are_done(many, stories):
-    from ligertune.data.prepare import prepare
-    from ligertune.recipe.schema import DatasetSpec, DataSpec
-
     seen: list[tuple[str, int, float]] = []
     data = DataSpec(datasets=[DatasetSpec(path=str(many))], num_proc=2, cache=False)
     prepare(data, stories, seed=0, progress=lambda *told: seen.append(told))
@@ -87,3 +90,13 @@ def test_a_killed_process_is_said_to_be_one():
         list(blocks_of(Fatal(), [Record({}, "f:1")] * ROWS, processes=2))
     assert caught.value.exit_code == 1
     assert "TOKENIZERS_PARALLELISM" not in os.environ
+
+
+@pytest.mark.parametrize("template", ["alpaca", "chat"])
+def test_rows_can_be_sent_to_processes_that_start_anew(many, stories, template):
+    spec = DatasetSpec(path=str(many), max_samples=20)
+    data = DataSpec(datasets=[spec], prompt_template=template)
+    records = read_records(spec)
+    rows = RowPath(spec, data, recognise("alpaca", records[0].row, "many"), stories)
+    here, there = (path.examples(records, Tally()) for path in (rows, pickle.loads(pickle.dumps(rows))))
+    assert Examples(there).fingerprint == Examples(here).fingerprint
