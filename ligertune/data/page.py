@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from html import escape
+from itertools import groupby
 from typing import Any
 
 from ligertune.data.preview import visible
@@ -140,11 +141,12 @@ def _reasons(title: str, counts: dict[str, int], first: dict[str, str], rows: in
 
 
 def _example(example: dict[str, Any]) -> str:
-    pieces = "".join(map(_piece, example["pieces"]))
+    runs = groupby(example["pieces"], key=lambda piece: (piece["trained"], piece["special"]))
+    pieces = "".join(_run("".join(piece["text"] for piece in run), *kind) for kind, run in runs)
     head = f"{example['tokens']} tokens, {example['trained_tokens']} trained"
     return f"<h3>{_text(example['source'])} <span class=d>{_text(head)}</span></h3><pre>{pieces}</pre>"
 
 
-def _piece(piece: dict[str, Any]) -> str:
-    tag = "b" if piece["trained"] else "i"
-    return f"<{tag}{' class=s' if piece['special'] else ''}>{_text(piece['text'])}</{tag}>"
+def _run(text: str, trained: bool, special: bool) -> str:
+    tag = "b" if trained else "i"
+    return f"<{tag}{' class=s' if special else ''}>{_text(text)}</{tag}>"
