@@ -1,4 +1,4 @@
-"""Many examples as five flat arrays: in memory, or mapped from files. A block is what workers send and the cache keeps.
+"""Many examples as flat arrays: in memory, or mapped from files. A block is what workers send and the cache keeps.
 
 A million examples as objects are ten million Python objects; as arrays they are 800 bytes a hundred tokens, and mapped
 ones are in memory only while they are read.
@@ -7,7 +7,7 @@ ones are in memory only while they are read.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from ligertune.data.examples import Example
 
 # the arrays of a block, and how each is kept in a file
-ARRAYS = {"input_ids": "<i4", "labels": "<i4", "lengths": "<i4", "file_of": "<i4", "line_of": "<i8"}
+ARRAYS = {
+    "input_ids": "<i4", "labels": "<i4", "lengths": "<i4", "trained": "<i4", "file_of": "<i4", "line_of": "<i8",
+}  # fmt: skip
 _NO_LINE = -1
 
 
@@ -33,6 +35,7 @@ class Block:
     input_ids: np.ndarray  # (sum of lengths,)
     labels: np.ndarray  # (sum of lengths,)
     lengths: np.ndarray  # (N,)
+    trained: np.ndarray  # (N,), how many labels of each are trained
     file_of: np.ndarray  # (N,)
     line_of: np.ndarray  # (N,)
     files: tuple[str, ...]
@@ -44,10 +47,15 @@ class Block:
         places = [_place(example.source) for example in examples]
         file_of = [numbers.setdefault(file, len(numbers)) for file, _ in places]
         empty = np.zeros(0, dtype=np.int32)
+        labels = np.concatenate([empty, *(example.labels for example in examples)])
+        lengths = np.array([len(example.input_ids) for example in examples], dtype=np.int32)
+        trained_before = np.concatenate([[0], np.cumsum(labels != IGNORE_INDEX)])
+        bounds = np.concatenate([[0], np.cumsum(lengths)])
         return cls(
             input_ids=np.concatenate([empty, *(example.input_ids for example in examples)]),
-            labels=np.concatenate([empty, *(example.labels for example in examples)]),
-            lengths=np.array([len(example.input_ids) for example in examples], dtype=np.int32),
+            labels=labels,
+            lengths=lengths,
+            trained=np.diff(trained_before[bounds]).astype(np.int32),
             file_of=np.array(file_of, dtype=np.int32),
             line_of=np.array([line for _, line in places], dtype=np.int64),
             files=tuple(numbers),
@@ -73,16 +81,6 @@ class Block:
         """Where each example ends in `input_ids` and `labels`: (N,) int64."""
         return np.cumsum(self.lengths, dtype=np.int64)
 
-    @cached_property
-    def trained(self) -> np.ndarray:
-        """How many labels of each example are trained: (N,) int64."""
-        counts = np.zeros(len(self), dtype=np.int64)
-        some = np.flatnonzero(self.lengths)  # reduceat gives an empty range its first element
-        if len(some):
-            starts = (self.ends - self.lengths)[some]
-            counts[some] = np.add.reduceat(self.labels != IGNORE_INDEX, starts, dtype=np.int64)
-        return counts
-
     def source(self, index: int) -> str:
         """ "file:line" """
         file, line = self.files[self.file_of[index]], int(self.line_of[index])
@@ -103,7 +101,7 @@ class Names:
         """The block, its files numbered as here."""
         number_of = [self._numbers.setdefault(file, len(self._numbers)) for file in block.files]
         file_of = np.array(number_of, dtype=np.int32)[block.file_of] if len(block) else block.file_of
-        return Block(block.input_ids, block.labels, block.lengths, file_of, block.line_of, self.files)
+        return replace(block, file_of=file_of, files=self.files)
 
 
 def _place(source: str) -> tuple[str, int]:
