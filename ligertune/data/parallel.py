@@ -47,9 +47,13 @@ def blocks_of(rows: RowPath, records: Iterable[Record], *, processes: int) -> It
     """What becomes of each chunk of the records, in their order."""
     chunks = _chunks(records)
     first = list(islice(chunks, _WORTH_WORKERS))
-    if processes == 1 or len(first) < _WORTH_WORKERS:
-        yield from (_work(rows, chunk) for chunk in chain(first, chunks))
-        return
+    few = processes == 1 or len(first) < _WORTH_WORKERS
+    with _old_objects_left_alone():
+        every = chain(first, chunks)
+        yield from (_work(rows, chunk) for chunk in every) if few else _by_workers(rows, every, processes)
+
+
+def _by_workers(rows: RowPath, chunks: Iterator[list[Record]], processes: int) -> Iterator[Done]:
     # forked workers share what is loaded; elsewhere they start anew, which takes seconds
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
     with (
@@ -57,7 +61,7 @@ def blocks_of(rows: RowPath, records: Iterable[Record], *, processes: int) -> It
         ProcessPoolExecutor(processes, mp_context=context, initializer=_enter, initargs=(rows,)) as pool,
     ):
         try:
-            yield from _in_order(pool, chain(first, chunks), ahead=2 * processes)
+            yield from _in_order(pool, chunks, ahead=2 * processes)
         except BrokenProcessPool as error:
             raise UserError(
                 "A process that prepares the data was killed, most likely for want of memory.",
@@ -90,6 +94,16 @@ def _work(rows: RowPath, chunk: list[Record]) -> Done:
 
 
 @contextlib.contextmanager
+def _old_objects_left_alone() -> Iterator[None]:
+    """Reading makes so many objects that all that were there before are searched for garbage again and again."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+@contextlib.contextmanager
 def _one_thread_each() -> Iterator[None]:
     """Each worker is one thread of work. Said before they are forked: tokenizers warns of forks otherwise."""
     name = "TOKENIZERS_PARALLELISM"
@@ -111,7 +125,7 @@ def _enter(rows: RowPath) -> None:
     _rows = rows
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    gc.freeze()  # what the parent had loaded is not searched for garbage again and again
+    gc.freeze()  # also where workers start anew
 
 
 def _work_here(chunk: list[Record]) -> Done:
