@@ -1,7 +1,7 @@
 """Many examples as flat arrays: in memory, or mapped from files. A block is what workers send and the cache keeps.
 
-A million examples as objects are ten million Python objects; as arrays they are 800 bytes a hundred tokens, and mapped
-ones are in memory only while they are read.
+As arrays, examples are eight bytes a token and nothing that Python must look after; mapped ones are in memory only
+while they are read.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Records to blocks of examples in several processes, the blocks in the records' order.
 
-Tokenising takes four fifths of the time, and the threads inside the tokenizer wait for one another: two processes did
-9 % more than its two threads, and only processes share the templates' Python. Records go out in chunks, and only a few
-chunks are under way at a time, so a stream longer than memory passes through.
+Templates and word-by-word tokenising are Python, which only processes do side by side; what the tokenizer's own threads
+do, a process for each core does as well. Records go out in chunks, and only a few chunks are under way at a time, so a
+stream longer than memory passes through.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from ligertune.data.rows import RowPath, Tally
 from ligertune.data.sources import Record
 from ligertune.errors import UserError
 
-# 256 Alpaca records are 40 ms of work: small beside the whole, large beside the way to a worker and back (1 ms)
+# 256 Alpaca records are 30 ms of work: small beside the whole, large beside the way to a worker and back (2 ms)
 CHUNK = 256
 # fewer chunks than this are done before workers would have started
 _WORTH_WORKERS = 5
-# the reader alone gives some 150,000 records a second, one worker takes 5,000 to 8,000
+# the reader alone gives some 100,000 Alpaca records a second, one worker takes 5,000 to 8,000
 _MOST_WORKERS = 24
 
 Done = tuple[Block, Tally]
