@@ -77,6 +77,16 @@ def is_main_process() -> bool:
     return int(os.environ.get("RANK", "0")) == 0
 
 
+def is_first_on_node() -> bool:
+    """Whether this process is the one that does for the others of its node what need be done once."""
+    return int(os.environ.get("LOCAL_RANK", "0")) == 0
+
+
+def ranks_on_node() -> int:
+    """How many processes of the run share this node."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
 def peak_of(name: str) -> Peak | None:
     """The data-sheet row of a device name, or None: then MFU is left out of the report."""
     lowered = name.lower()

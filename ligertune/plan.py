@@ -26,7 +26,7 @@ class Precision:
 
 @dataclass(frozen=True)
 class Batching:
-    """`global_batch_size` examples make one step: micro_batch_size x accumulation x world_size."""
+    """`global_batch_size` rows make one step: micro_batch_size x accumulation x world_size."""
 
     micro_batch_size: int
     accumulation: int
@@ -36,6 +36,22 @@ class Batching:
     @property
     def global_batch_size(self) -> int:
         return self.micro_batch_size * self.accumulation * self.world_size
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What a batch counts: packs of examples, or examples, in groups of about one length or as they were shuffled."""
+
+    kind: Literal["packed", "grouped", "shuffled"]
+    count: int  # of an epoch
+    length: int  # slots of a pack, and the longest an example may be
+    multiple_of: int  # tokens of a batch are padded up to a multiple
+    fill: float | None  # real tokens over the slots of all packs
+    streamed: bool = False  # then nobody knows the rows of an epoch, and count is 0
+
+    @property
+    def packed(self) -> bool:
+        return self.kind == "packed"
 
 
 @dataclass(frozen=True)
@@ -67,12 +83,12 @@ class Cadence:
     strategy: Literal["no", "steps", "epoch"]
     every: int
 
-    def due(self, step: int, *, examples_per_epoch: int, global_batch_size: int) -> bool:
+    def due(self, step: int, *, rows_per_epoch: int, global_batch_size: int) -> bool:
         """Whether it happens after `step` steps. An epoch may end inside a step: then after that step."""
         if self.strategy == "steps":
             return step % self.every == 0
         if self.strategy == "epoch":
-            epochs = [(s * global_batch_size) // examples_per_epoch for s in (step - 1, step)]
+            epochs = [(s * global_batch_size) // rows_per_epoch for s in (step - 1, step)]
             return epochs[1] > epochs[0]
         return False
 
@@ -111,6 +127,7 @@ class Plan:
     strategy: Strategy
     precision: Precision
     attn_implementation: str
+    attn_why: str
     model_family: str
     n_parameters: int
     n_trainable: int
@@ -118,6 +135,7 @@ class Plan:
     kernels_backend: str
     kernels: tuple[KernelLine, ...]
     batching: Batching
+    rows: Rows
     schedule: Schedule
     optimizer: Optimizer
     data: DataNumbers
@@ -136,9 +154,7 @@ class Plan:
 
     def due(self, cadence: Cadence, step: int) -> bool:
         """Whether `cadence` falls due after `step` steps of this run."""
-        return cadence.due(
-            step, examples_per_epoch=self.data.examples, global_batch_size=self.batching.global_batch_size
-        )
+        return cadence.due(step, rows_per_epoch=self.rows.count, global_batch_size=self.batching.global_batch_size)
 
     def as_dict(self) -> dict:
         """For plan.json. The recipe stands beside it as resolved_recipe.yaml."""
@@ -199,10 +215,10 @@ def choose_batching(recipe: Recipe, world_size: int) -> Batching:
     )
 
 
-def make_schedule(recipe: Recipe, *, examples: int, global_batch_size: int) -> Schedule:
+def make_schedule(recipe: Recipe, *, rows: int, global_batch_size: int) -> Schedule:
     """Total steps from `max_steps` or the epochs; the last step of the run may be a smaller batch."""
     train = recipe.train
-    total = train.max_steps or math.ceil(round(train.num_train_epochs * examples) / global_batch_size)
+    total = train.max_steps or math.ceil(round(train.num_train_epochs * rows) / global_batch_size)
     warmup = train.warmup_steps if train.warmup_steps is not None else math.ceil(train.warmup_ratio * total)
     if train.lr_scheduler_type == "constant":  # as in transformers: the one with a warm-up is constant_with_warmup
         warmup = 0
@@ -231,9 +247,11 @@ def make_plan(
     *,
     shape: object,
     attn_implementation: str,
+    attn_why: str,
     kernels_backend: str,
     kernels: tuple[KernelLine, ...],
     data: DataNumbers,
+    rows: Rows,
     launched_with_fsdp: bool,
     notes: tuple[str, ...] = (),
 ) -> Plan:
@@ -251,6 +269,7 @@ def make_plan(
         strategy=strategy,
         precision=precision,
         attn_implementation=attn_implementation,
+        attn_why=attn_why,
         model_family=shape.family,
         n_parameters=shape.n_parameters,
         n_trainable=shape.n_trainable,
@@ -263,7 +282,8 @@ def make_plan(
         kernels_backend=kernels_backend,
         kernels=kernels,
         batching=batching,
-        schedule=make_schedule(recipe, examples=data.examples, global_batch_size=batching.global_batch_size),
+        rows=rows,
+        schedule=make_schedule(recipe, rows=rows.count, global_batch_size=batching.global_batch_size),
         optimizer=Optimizer(
             name=train.optim,
             weight_decay=train.weight_decay,

@@ -35,7 +35,7 @@ def check_paths(recipe: Recipe) -> None:
             index = i if i < len(recipe.data.datasets) else i - len(recipe.data.datasets)
             raise UserError(
                 f"{key}[{index}].path: there is no file or folder {dataset.path}.",
-                hint="Name a json, jsonl, parquet or csv file, a folder of them, or a hub id such as tatsu-lab/alpaca.",
+                hint="Name a json, jsonl, parquet, csv or txt file, a folder of them, or a hub id: tatsu-lab/alpaca.",
             )
 
 
@@ -47,6 +47,13 @@ def check_model_path(name: str, *, key: str) -> None:
         raise UserError(f"{key}: there is no folder {name}.", hint=hint)
     if folder.exists() and not (folder / "config.json").is_file():
         raise UserError(f"{key}: {name} holds no config.json, so it is not a model.", hint=hint)
+
+
+def check_report_path(path: Path) -> None:
+    """Refuse a place where no file can be written, before the work that it is to report."""
+    if path.is_dir() or not path.resolve().parent.is_dir():
+        what = "is a folder" if path.is_dir() else "lies in a folder that is not there"
+        raise UserError(f"--out: {path} {what}.", hint="Name a file in an existing folder, such as report.html.")
 
 
 def looks_local(name: str) -> bool:

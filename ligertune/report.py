@@ -22,6 +22,7 @@ class Throughput:
     tokens_per_second: float
     padded_tokens_per_second: float
     trained_tokens_per_second: float
+    padding_share: float  # of the slots that were computed
     steps: int  # measured
     warmup_steps_excluded: int
     mfu: float | None  # model FLOPs over the devices' dense peak; None where the peak is unknown
@@ -81,6 +82,7 @@ def throughput(plan: Plan, work: object, seconds: float, *, warmup_excluded: boo
         tokens_per_second=work.tokens / seconds,
         padded_tokens_per_second=work.padded_tokens / seconds,
         trained_tokens_per_second=work.trained_tokens / seconds,
+        padding_share=work.padding_share,
         steps=work.steps,
         warmup_steps_excluded=plan.recipe.report.warmup_steps if warmup_excluded else 0,
         mfu=work.flops / seconds / (peak * plan.batching.world_size) if known else None,

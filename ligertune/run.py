@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ligertune.machine import this_machine
 from ligertune.metrics import read_metrics
-from ligertune.plan import DataNumbers, KernelLine, Plan, choose_precision, make_plan
+from ligertune.plan import DataNumbers, KernelLine, Plan, Rows, choose_precision, make_plan
 from ligertune.preflight import check_output_dir, check_paths, clear_run
 from ligertune.recipe import Recipe, dump_recipe
 from ligertune.report import Report, throughput, versions, write_json
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedConfig, PreTrainedModel
 
-    from ligertune.data.prepare import PreparedData
+    from ligertune.data.prepare import PreparedData, Progress
+    from ligertune.model.attention_choice import AttentionChoice
     from ligertune.model.load import LoadedTokenizer
     from ligertune.model.patch import PatchReport
     from ligertune.train.loop import Fitted
@@ -36,34 +37,41 @@ class Job:
     data: PreparedData
 
 
-def plan_for(recipe: Recipe) -> Job:
+def plan_for(recipe: Recipe, progress: Progress | None = None) -> Job:
     """Load what is light (configuration, tokenizer, data), build the model without memory, and resolve every number.
 
-    What can be refused is refused in the order of its cost: a missing file before torch is imported.
+    What can be refused is refused in the order of its cost: a missing file before torch is imported. `progress` is told
+    how far the preparing of data is.
     """
     check_output_dir(recipe)
     check_paths(recipe)
     machine = this_machine()
-    choose_precision(recipe.model.dtype, machine)
+    precision = choose_precision(recipe.model.dtype, machine)
 
     from ligertune.data.prepare import prepare
     from ligertune.model import load
+    from ligertune.model.attention_choice import choose_attention
     from ligertune.train.checkpoint import check_unfinished
     from ligertune.train.distributed import launched_with_fsdp
 
     config = load.read_config(recipe.model)
+    attention = choose_attention(
+        recipe.model.attn_implementation, config, machine, precision, packing=recipe.data.packing
+    )
     loaded = load.load_tokenizer(recipe.model)
     load.check_vocabulary(loaded.tokenizer, config)
-    data = prepare(recipe.data, loaded.tokenizer, seed=recipe.train.seed)
-    shape, attn, backend, kernels = preview_model(recipe, config, machine.device)
+    data = prepare(recipe.data, loaded.tokenizer, seed=recipe.train.seed, progress=progress)
+    shape, attn, backend, kernels = preview_model(recipe, config, machine.device, attention)
     plan = make_plan(
         recipe,
         machine,
         shape=shape,
         attn_implementation=attn,
+        attn_why=attention.why,
         kernels_backend=backend,
         kernels=kernels,
         data=data_numbers(data),
+        rows=rows_of(recipe, data, multiple_of=attention.multiple_of),
         launched_with_fsdp=launched_with_fsdp(),
         notes=(*recipe.notices, *loaded.notes),
     )
@@ -76,9 +84,11 @@ def run(job: Job, show: Callable[[dict], None]) -> Report:
     import torch
 
     from ligertune.model.attention import checkpoint_layers, prefer_flash
+    from ligertune.model.documents import guard
     from ligertune.model.load import build_model, hide_loading_bars
     from ligertune.train.checkpoint import check_space
     from ligertune.train.distributed import start
+    from ligertune.train.isolation import check_isolation
     from ligertune.train.loop import fit
 
     plan, began = job.plan, time.perf_counter()
@@ -94,18 +104,22 @@ def run(job: Job, show: Callable[[dict], None]) -> Report:
     accelerator.wait_for_everyone()
 
     model = build_model(
-        plan.recipe.model,
+        plan.recipe.model.model_copy(update={"attn_implementation": plan.attn_implementation}),
         job.config,
         dtype=getattr(torch, plan.precision.weights),
         device=accelerator.device,
         seed=plan.recipe.train.seed,
     )
     apply_kernels(plan.recipe, model)
+    if plan.rows.packed:
+        guard(model)
+        with accelerator.autocast():
+            check_isolation(model, multiple_of=plan.rows.multiple_of)
     if plan.recipe.train.gradient_checkpointing:
         checkpoint_layers(model)
     fitted = fit(plan, accelerator, model, job.data, pad_token_id=job.tokenizer.pad_token_id, show=show)
     model_path = None if fitted.stopped_by else save_model(job, accelerator, fitted.model)
-    report = make_report(plan, fitted, model_path=model_path, seconds=time.perf_counter() - began)
+    report = make_report(job, fitted, model_path=model_path, seconds=time.perf_counter() - began)
     if accelerator.is_main_process:
         write_json(plan.output_dir / "report.json", report.as_dict())
     accelerator.wait_for_everyone()
@@ -129,15 +143,16 @@ def save_model(job: Job, accelerator: Accelerator, model: nn.Module) -> str:
             tokenizer,
             folder,
             state_dict=weights,
-            prompt_template="alpaca" if job.data.template == "alpaca" else "chat",
+            prompt_template={"alpaca": "alpaca", "plain": "raw"}.get(job.data.template, "chat"),
             system_prompt=wanted.system_prompt,
         )
     accelerator.wait_for_everyone()
     return str(folder)
 
 
-def make_report(plan: Plan, fitted: Fitted, *, model_path: str | None, seconds: float) -> Report:
+def make_report(job: Job, fitted: Fitted, *, model_path: str | None, seconds: float) -> Report:
     """Put together what the plan intended and what training came to."""
+    plan, account = job.plan, job.data.train.stream.account() if job.data.streamed else ()
     losses = [line["loss"] for line in read_metrics(plan.output_dir / "metrics.jsonl") if "loss" in line]
     return Report(
         status="interrupted" if fitted.stopped_by else "completed",
@@ -163,19 +178,21 @@ def make_report(plan: Plan, fitted: Fitted, *, model_path: str | None, seconds: 
         output_dir=str(plan.output_dir),
         model_path=model_path,
         versions=versions(),
-        notes=plan.notes,
+        notes=(*plan.notes, *account),
     )
 
 
-def preview_model(recipe: Recipe, config: PreTrainedConfig, device: str) -> tuple:
+def preview_model(recipe: Recipe, config: PreTrainedConfig, device: str, attention: AttentionChoice) -> tuple:
     """(shape, attention, kernels' backend, kernel lines) of the model as it will be, built without memory."""
     import torch
     from ligertune_kernels import backend
 
+    import ligertune.model.documents  # noqa: F401  makes its attention known to transformers
     from ligertune.model.load import build_model
     from ligertune.model.shape import ModelShape
 
-    spec = recipe.model.model_copy(update={"init": "random"})
+    attn = attention.implementation or recipe.model.attn_implementation
+    spec = recipe.model.model_copy(update={"init": "random", "attn_implementation": attn})
     model = build_model(spec, config, dtype=torch.bfloat16, device="meta", seed=0)
     report = apply_kernels(recipe, model)
     lines = () if report is None else tuple(KernelLine(r.kernel, r.applied, r.left, r.note) for r in report.rows)
@@ -192,15 +209,37 @@ def apply_kernels(recipe: Recipe, model: PreTrainedModel) -> PatchReport | None:
     return patch(model, rope=wanted.rope, norm=wanted.norm, mlp=wanted.mlp, loss=wanted.loss)
 
 
+def rows_of(recipe: Recipe, data: PreparedData, *, multiple_of: int) -> Rows:
+    """What a batch of this run counts."""
+    from ligertune.data.packing import pack
+
+    length, packs = recipe.data.max_length, None
+    if data.streamed:
+        kind = "packed" if recipe.data.packing else "shuffled"
+        return Rows(kind, count=0, length=length, multiple_of=multiple_of, fill=None, streamed=True)
+    if recipe.data.packing:
+        packs = pack(data.train.lengths, length)
+    grouped = "grouped" if recipe.train.group_by_length else "shuffled"
+    return Rows(
+        kind=grouped if packs is None else "packed",
+        count=len(data.train if packs is None else packs),
+        length=length,
+        multiple_of=multiple_of,
+        fill=None if packs is None else packs.fill,
+    )
+
+
 def data_numbers(data: PreparedData) -> DataNumbers:
     """The plan's share of what the data report says."""
-    report = data.report
+    report, counted = data.report, None if data.streamed else data.train
     return DataNumbers(
-        examples=len(data.train),
-        eval_examples=len(data.eval) if data.eval else 0,
-        tokens=report.tokens,
-        trained_tokens=report.trained_tokens,
-        longest=int(max(part.lengths.max() for part in (data.train, data.eval) if part)),
+        examples=len(counted or ()),
+        eval_examples=len(data.eval or ()),
+        tokens=int(counted.lengths.sum()) if counted else 0,
+        trained_tokens=int(counted.trained.sum()) if counted else 0,
+        longest=data.train.stream.max_length
+        if data.streamed
+        else int(max(part.lengths.max() for part in (counted, data.eval) if part)),
         dropped=dict(report.dropped),
         truncated=report.truncated,
         template=data.template,

@@ -25,6 +25,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs the test corpus: set LIGERTUNE_TEST_DATA to its folder"))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def cache_of_the_tests(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Prepared data is kept here, not in the cache of whoever runs the tests; child processes see it, too."""
+    folder = tmp_path_factory.mktemp("cache")
+    os.environ["LIGERTUNE_CACHE"] = str(folder)
+    return folder
+
+
 @pytest.fixture(scope="session")
 def corpus() -> Path:
     """The folder of real data sets, tokenizers and published configurations (marker: corpus)."""

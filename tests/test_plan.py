@@ -48,7 +48,7 @@ def test_strategy_follows_the_launcher(asked, world, with_fsdp, chosen):
 
 def test_cadence_by_epoch_falls_after_the_step_in_which_an_epoch_ends():
     cadence = Cadence("epoch", every=0)
-    due = [s for s in range(1, 7) if cadence.due(s, examples_per_epoch=21, global_batch_size=8)]
+    due = [s for s in range(1, 7) if cadence.due(s, rows_per_epoch=21, global_batch_size=8)]
     assert due == [3, 6]  # 24 >= 21, 48 >= 42
 
 

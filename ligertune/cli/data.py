@@ -15,25 +15,40 @@ def data(
     set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a value.")] = None,
     examples: Annotated[int, typer.Option("--examples", min=0, help="How many examples to show.")] = 3,
     json: Annotated[bool, typer.Option("--json", help="Print everything as JSON on stdout.")] = False,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FILE.html", help="Write everything as a page.", show_default=False)
+    ] = None,
 ) -> None:
-    """Show what a recipe trains on: rendered examples with what is trained marked, lengths, dropped rows.
+    """Show what a recipe trains on: examples with what is trained marked, lengths, dropped rows, packing, steps.
 
-    Example: ligertune data configs/quickstart/stories260k.yaml --examples 1
+    Example: ligertune data configs/quickstart/stories260k.yaml --examples 1 --out report.html
     """
-    from ligertune.preflight import check_paths
+    from ligertune.machine import world_size
+    from ligertune.preflight import check_paths, check_report_path
     from ligertune.recipe import load_recipe
 
     render.people_on_stderr(json)
     loaded = load_recipe(recipe, overrides=list(set_ or []))
     check_paths(loaded)
+    if out is not None:
+        check_report_path(out)
 
+    from ligertune.data.outlook import outlook
+    from ligertune.data.page import page
     from ligertune.data.prepare import prepare
-    from ligertune.data.preview import preview, summary
+    from ligertune.data.preview import looked_at, preview, summary
     from ligertune.model.load import load_tokenizer
 
     tokenizer = load_tokenizer(loaded.model).tokenizer
-    prepared = prepare(loaded.data, tokenizer, seed=loaded.train.seed)
-    previews = preview(prepared, tokenizer, examples)
-    render_data.data_preview(prepared, previews)
+    with render_data.Preparing() as preparing:
+        prepared = prepare(loaded.data, tokenizer, seed=loaded.train.seed, progress=preparing.show)
+    seen = looked_at(prepared)
+    previews = preview(seen, tokenizer, examples)
+    whole = outlook(loaded, seen.lengths, seen.trained, processes=world_size())
+    everything = summary(prepared, seen, previews, whole)
+    render_data.data_preview(everything, previews)
+    if out is not None:
+        out.write_text(page(everything, title=f"Data of {recipe.name}"), encoding="utf-8")
+        render.text(f"\nWritten: {out}")
     if json:
-        render.json_report(summary(prepared, previews))
+        render.json_report(everything)

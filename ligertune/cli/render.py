@@ -79,13 +79,12 @@ def plan(plan: Plan) -> None:
         ("model", f"{plan.model_family}, {count(plan.n_parameters)} parameters, {count(plan.n_trainable)} trained"),
         ("device", f"{plan.machine.name} ({plan.machine.arch}) x {batching.world_size}, {plan.strategy}"),
         ("dtype", dtype(plan)),
-        ("attention", plan.attn_implementation),
+        ("attention", plan.attn_implementation + (f" ({plan.attn_why})" if plan.attn_why else "")),
         ("kernels", kernels(plan.kernels, plan.kernels_backend)),
-        ("data", f"{data.examples} examples, {data.tokens} tokens, "
-                 f"{100 * data.trained_tokens / max(1, data.tokens):.1f} % trained, template {data.template}"),
+        ("data", dataset(plan)),
         ("dropped rows", dropped),
         ("batch", f"{batching.micro_batch_size} x {batching.accumulation} accumulated x {batching.world_size} "
-                  f"processes = {batching.global_batch_size} examples a step"),
+                  f"processes = {batching.global_batch_size} {counted(plan)}"),
         ("steps", f"{schedule.total_steps} ({schedule.warmup_steps} of them warm-up), {schedule.type}, "
                   f"learning rate {schedule.learning_rate:g}"),
         ("states", f"{size(plan.bytes.total)} on each device for weights, gradients and {plan.optimizer.name}"),
@@ -99,6 +98,26 @@ def plan(plan: Plan) -> None:
             text(f"  left alone: {line.left} x {line.kernel}: {line.note}")
     for note in plan.notes:
         text(f"  note: {note}")
+
+
+def dataset(plan: Plan) -> str:
+    """What there is to train on, in words."""
+    data = plan.data
+    if plan.rows.streamed:
+        return f"streamed while training, template {data.template}"
+    share = 100 * data.trained_tokens / max(1, data.tokens)
+    return f"{data.examples} examples, {data.tokens} tokens, {share:.1f} % trained, template {data.template}"
+
+
+def counted(plan: Plan) -> str:
+    """What a batch counts, in words."""
+    if plan.rows.streamed:
+        return (
+            f"rows of {plan.rows.length} tokens a step, streamed" if plan.rows.packed else "examples a step, streamed"
+        )
+    if plan.rows.packed:
+        return f"rows of {plan.rows.length} tokens a step; {plan.rows.count} rows, {100 * plan.rows.fill:.2f} % filled"
+    return "examples a step" + (", grouped by length" if plan.rows.kind == "grouped" else "")
 
 
 def dtype(plan: Plan) -> str:
@@ -161,7 +180,8 @@ def report(report: Report) -> None:
         left_out = f"first {excluded} steps left out" if excluded else "warm-up included"
         rows += [
             ("tokens/s", f"{speed.tokens_per_second:,.0f} real ({speed.trained_tokens_per_second:,.0f} trained), "
-                         f"{speed.padded_tokens_per_second:,.0f} with padding ({speed.steps} steps, {left_out})"),
+                         f"{speed.padded_tokens_per_second:,.0f} with padding, which is "
+                         f"{100 * speed.padding_share:.1f} % ({speed.steps} steps, {left_out})"),
             ("MFU", "unknown peak of this device or dtype" if speed.mfu is None else f"{100 * speed.mfu:.1f} %"),
         ]  # fmt: skip
     rows += [

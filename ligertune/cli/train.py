@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ligertune.cli import render
+from ligertune.cli import render, render_data
 
 
 def train(
@@ -35,7 +35,8 @@ def train(
     from ligertune.run import plan_for, run  # torch comes in here, not with --help
 
     main = is_main_process()
-    job = plan_for(loaded)
+    with render_data.Preparing(enabled=main) as preparing:
+        job = plan_for(loaded, preparing.show)
     if main:
         render.plan(job.plan)
     with render.Progress(job.plan.schedule.total_steps) as progress:

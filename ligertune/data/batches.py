@@ -1,9 +1,11 @@
-"""Examples to the tensors of one forward pass."""
+"""Examples to the tensors of one forward pass: padded to a rectangle, or packed one behind another."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,12 +22,40 @@ def collate(examples: Sequence[Example], *, pad_token_id: int, pad_to_multiple_o
     """`input_ids`, `attention_mask`, `labels`: (B, T) int64, padded on the right to the longest of these examples."""
     longest = max(len(example.input_ids) for example in examples)
     shape = len(examples), padded_length(longest, pad_to_multiple_of)
-    input_ids = torch.full(shape, pad_token_id)
-    attention_mask = torch.zeros(shape, dtype=torch.int64)
-    labels = torch.full(shape, IGNORE_INDEX)
+    input_ids = np.full(shape, pad_token_id, dtype=np.int64)
+    attention_mask = np.zeros(shape, dtype=np.int64)
+    labels = np.full(shape, IGNORE_INDEX, dtype=np.int64)
     for row, example in enumerate(examples):
         length = len(example.input_ids)
-        input_ids[row, :length] = torch.from_numpy(example.input_ids)
+        input_ids[row, :length] = example.input_ids
         attention_mask[row, :length] = 1
-        labels[row, :length] = torch.from_numpy(example.labels)
-    return {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
+        labels[row, :length] = example.labels
+    batch = {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
+    return {name: torch.from_numpy(array) for name, array in batch.items()}
+
+
+def collate_packed(examples: Sequence[Example], *, pad_token_id: int, pad_to_multiple_of: int = 1) -> dict[str, Any]:
+    """Documents one behind another: `input_ids`, `labels`, `position_ids` (1, T) int64, and where each begins.
+
+    A document's first label is ignored, or the last token of the one before would be trained to predict it. What fills
+    T up to the multiple is a document of its own, untrained. Everything that attention needs is known here, on the CPU:
+    `cu_seq_lens_*` (documents + 1,) int32, `max_length_*` and `document_lengths` as Python numbers. There is no mask.
+    """
+    lengths = [len(example.input_ids) for example in examples]
+    missing = padded_length(sum(lengths), pad_to_multiple_of) - sum(lengths)
+    input_ids = np.concatenate([*(example.input_ids for example in examples), np.full(missing, pad_token_id)])
+    labels = np.concatenate([*(example.labels for example in examples), np.full(missing, IGNORE_INDEX)])
+    lengths += [missing] if missing else []
+    begins = np.cumsum([0, *lengths])
+    labels[begins[:-1]] = IGNORE_INDEX
+    position_ids = np.arange(begins[-1]) - np.repeat(begins[:-1], lengths)
+    cu_seq_lens = torch.from_numpy(begins.astype(np.int32))
+    rows = {"input_ids": input_ids, "labels": labels, "position_ids": position_ids}
+    return {
+        **{name: torch.from_numpy(row.astype(np.int64))[None] for name, row in rows.items()},
+        "cu_seq_lens_q": cu_seq_lens,
+        "cu_seq_lens_k": cu_seq_lens,
+        "max_length_q": max(lengths),
+        "max_length_k": max(lengths),
+        "document_lengths": tuple(lengths),
+    }

@@ -23,6 +23,7 @@ ROLES: dict[str, Role] = {
     "assistant": "assistant",
     "function_call": "assistant",
     "tool": "tool",
+    "function": "tool",
     "observation": "tool",
     "function_response": "tool",
 }
@@ -40,13 +41,23 @@ REASONS: dict[str, str] = {
     "call is not JSON": "a tool call that is not an object with a name and arguments",
     "tools are not JSON": "the list of tools cannot be read",
     "broken text": "half of a surrogate pair, which is no character and has no UTF-8",
+    "control token in the text": "the tokenizer makes a control token of a text, whatever it is told",
     "the template refuses it": "the chat template raises an error for this conversation",
     "the template leaves a turn out": "a system or tool turn is nowhere in the rendered text",
     "the answer cannot be placed": "it is not to be found exactly once in the rendered text, so it cannot be marked",
-    "several exchanges": "the Alpaca prompts hold one instruction and one answer, without tools",
+    "several exchanges": "it holds more than one question and one answer, which needs prompt_template: chat",
+    "no text": "the row is empty: there is nothing to learn",
     "no trained token": "all its answers have weight 0, or the tokenizer merged them into the prompt",
     "too long": "more than data.max_length tokens, with on_overlength: drop",
     "cut before the answer": "no trained token is left within data.max_length, with on_overlength: truncate",
+}
+# what on_bad_row: repair does, in the words of the report
+REPAIRS: dict[str, str] = {
+    "not text": "a number, a list or an object became the text that JSON writes for it",
+    "empty turn": "a question or an answer without text is left out, together with its exchange",
+    "leading answer": "turns before the first question are left out: they answer nothing",
+    "trailing question": "turns behind the last answer are left out: they teach nothing",
+    "repeated role": "turns of one role in a row became one, with an empty line between them",
 }
 OVERLENGTH = ("too long", "cut before the answer")  # data.on_overlength decides, not on_bad_row
 

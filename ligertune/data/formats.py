@@ -1,42 +1,81 @@
-"""The forms in which data sets write a conversation: recognised by their columns, turned into a `Conversation`.
+"""The forms in which data sets write their rows: recognised by their columns, turned into a `Conversation`.
 
 A new form is a row of FORMATS and its function.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-from ligertune.data.conversation import ROLES, BadRow, Conversation, Message, ToolCall, checked
+from ligertune.data.conversation import BadRow, Conversation, Message, checked
+from ligertune.data.repair import mended
 from ligertune.data.sources import Record
+from ligertune.data.turns import (
+    STRICT,
+    Mending,
+    Reading,
+    list_of,
+    message_of,
+    parsed_json,
+    refuse_other_senses,
+    tools_of,
+)
 from ligertune.errors import UserError
 
-_WEIGHT_KEYS = ("loss_weight", "weight", "train")  # LLaMA-Factory's, OpenAI's and axolotl's name for the same thing
+
+class Draft(NamedTuple):
+    """A row that was read, and not yet found to be in order."""
+
+    messages: list[Message]
+    tools: tuple[dict[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)
 class Format:
-    """One way to write a row. `template` is what `prompt_template: auto` renders it with."""
+    """One way to write a row. `template` is what `prompt_template: auto` renders it with.
+
+    `raw`: the row is one text and no conversation. It is taken as it stands, and is never too long: it is split.
+    `gives_way`: with `format: auto`, a row that also fits another format is that one's.
+    """
 
     name: str
     required: tuple[str, ...]
     optional: tuple[str, ...]
-    template: Literal["alpaca", "chat"]
-    convert: Callable[[Record], Conversation]
+    template: Literal["alpaca", "chat", "plain"]
+    read: Callable[[Record, Reading], Draft]
+    raw: bool = False
+    gives_way: bool = False
+
+    def convert(self, record: Record) -> Conversation:
+        """The row as a conversation that is in order, or a BadRow."""
+        refuse_other_senses(record.row, record.source)
+        draft = self.read(record, STRICT)
+        return Conversation(tuple(draft.messages)) if self.raw else checked(*draft)
+
+    def repair(self, record: Record) -> tuple[Conversation, list[str]]:
+        """As `convert`, for a row that may have faults that can be mended; and which it had (`REPAIRS`)."""
+        refuse_other_senses(record.row, record.source)
+        reading = Mending()
+        draft = self.read(record, reading)
+        if self.raw:
+            return Conversation(tuple(draft.messages)), reading.done
+        messages, done = mended(draft.messages)
+        return checked(messages, draft.tools), list(dict.fromkeys(reading.done + done))
 
 
 def recognise(name: str, columns: Collection[str], path: str) -> Format:
     """The format called `name`; with "auto", the one whose required columns are all there."""
     candidates = [row for row in FORMATS if name in ("auto", row.name)]
     fitting = [row for row in candidates if set(row.required) <= set(columns)]
+    if len(fitting) > 1:
+        fitting = [row for row in fitting if not row.gives_way] or fitting
     if len(fitting) == 1:
         return fitting[0]
-    found = ", ".join(sorted(columns))
+    found = ", ".join(sorted(columns)) or "none"
     if fitting:
         names = " and ".join(row.name for row in fitting)
         raise UserError(f"{path}: the columns ({found}) fit {names}.", hint="Say which: data.datasets[].format.")
@@ -65,146 +104,74 @@ def _likeness(row: Format, columns: Collection[str]) -> float:
     return sum(best, start=0.0) / len(row.required) if columns else 0.0
 
 
-def _alpaca(record: Record) -> Conversation:
+def _alpaca(record: Record, reading: Reading) -> Draft:
     """`instruction`, `input`, `output`; `system` and `history` (pairs of earlier turns) if they are there."""
     row = record.row
-    messages = [Message("system", _text(row, "system", ""))]
-    for pair in _list(row.get("history"), "`history`"):
-        if not (isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) for text in pair)):
+    messages = [Message("system", _optional(row, "system", reading))]
+    for pair in list_of(row.get("history"), "`history`"):
+        if not (isinstance(pair, list) and len(pair) == 2):
             raise BadRow("not a list of turns", "`history` is not a list of pairs of texts")
-        messages += [Message("user", pair[0]), Message("assistant", pair[1])]
-    messages.append(Message("user", _text(row, "instruction"), input=_text(row, "input", "")))
-    messages.append(Message("assistant", _text(row, "output")))
-    return checked(messages)
+        texts = [reading.text(text, "a text of `history`") for text in pair]
+        messages += [Message("user", texts[0]), Message("assistant", texts[1])]
+    instruction = reading.text(row.get("instruction"), "`instruction`")
+    messages.append(Message("user", instruction, input=_optional(row, "input", reading)))
+    messages.append(Message("assistant", reading.text(row.get("output"), "`output`")))
+    return Draft(messages)
 
 
-def _conversation(record: Record, *, column: str) -> Conversation:
+def _conversation(record: Record, reading: Reading, *, column: str) -> Draft:
     """A list of turns in `column`, each with `from` and `value` or with `role` and `content`."""
     row = record.row
+    messages = _turns(row, column, record.source, reading)
+    if row.get("system") is not None and (not messages or messages[0].role != "system"):
+        messages.insert(0, Message("system", reading.text(row["system"], "`system`")))
+    return Draft(messages, tools_of(row.get("tools")))
+
+
+def _turns(row: dict[str, Any], column: str, source: str, reading: Reading) -> list[Message]:
     turns = row.get(column)
     if turns is None:
         raise BadRow("missing value", f"`{column}`")
     if isinstance(turns, str):  # a cell of a CSV file
-        turns = _parsed(turns, "not a list of turns")
+        turns = parsed_json(turns, "not a list of turns")
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
         raise BadRow("not a list of turns", f"`{column}`")
-    messages = [_message(turn, record.source) for turn in turns]
-    if row.get("system") is not None and (not messages or messages[0].role != "system"):
-        messages.insert(0, Message("system", _text(row, "system")))
-    return checked(messages, _tools(row.get("tools")))
+    return [message_of(turn, source, reading) for turn in turns]
 
 
-def _message(turn: dict[str, Any], source: str) -> Message:
-    name = turn.get("from") or turn.get("role")
-    if not isinstance(name, str):
-        raise BadRow("missing value", "`from` or `role` of a turn")
-    role = ROLES.get(name.strip().lower())
-    if role is None:
-        raise BadRow("unknown role", repr(name)[:40])
-    trained = _trained(turn, role, source)
-    value = turn["value"] if turn.get("value") is not None else turn.get("content")
-    if name == "function_call":
-        return Message(role, "", calls=_calls(value), trained=trained)
-    calls = tuple(_call(call) for call in _list(turn.get("tool_calls"), "`tool_calls`"))
-    if value is None and (role != "assistant" or not calls):
-        raise BadRow("missing value", f"the text of a turn by {name}")
-    reasoning = turn.get("reasoning_content") or turn.get("reasoning") or ""
-    parts = [value or ""] if isinstance(value or "", str) else value
-    if not isinstance(parts, list):
-        raise BadRow("not text", f"a turn by {name} is {value!r:.40}")
-    content = ""
-    for part in parts:
-        kind, text = _part(part)
-        if kind == "text":
-            content += text
-        elif kind == "reasoning":
-            reasoning += text
-        else:
-            calls += _calls(text)
-    return Message(role, content, reasoning=_as_text(reasoning, "reasoning"), calls=calls, trained=trained)
+def _prompt_completion(record: Record, reading: Reading) -> Draft:
+    """`prompt` and `completion`: two texts, or two lists of turns, of which those of the completion are trained."""
+    row = record.row
+    if not isinstance(row.get("prompt"), list):
+        prompt = reading.text(row.get("prompt"), "`prompt`")
+        return Draft(
+            [Message("user", prompt), Message("assistant", reading.text(row.get("completion"), "`completion`"))]
+        )
+    asked = _turns(row, "prompt", record.source, reading)
+    context = [
+        Message(turn.role, turn.content, reasoning=turn.reasoning, calls=turn.calls, trained=False) for turn in asked
+    ]
+    return Draft(context + _turns(row, "completion", record.source, reading), tools_of(row.get("tools")))
 
 
-def _part(part: Any) -> tuple[str, str]:
-    """(kind, text) of a piece of a turn: a text, or `{type: text | reasoning | tool_call, value | text: ...}`."""
-    if isinstance(part, str):
-        return "text", part
-    kind = part.get("type") if isinstance(part, dict) else None
-    if kind not in ("text", "reasoning", "tool_call"):
-        raise BadRow("not text", f"a part of type {kind!r:.40}")
-    return kind, _as_text(part.get("value", part.get("text")), f"a part of type {kind}")
+def _text(record: Record, reading: Reading) -> Draft:
+    """`text`: raw text, all of it trained."""
+    text = reading.text(record.row.get("text"), "`text`")
+    if not text.strip():
+        raise BadRow("no text")
+    return Draft([Message("assistant", text)])
 
 
-def _trained(turn: dict[str, Any], role: str, source: str) -> bool:
-    """Whether the turn's own weight lets it be trained: 0 or 1, false or true; none is 1."""
-    given = [(key, turn[key]) for key in _WEIGHT_KEYS if turn.get(key) is not None]
-    for key, weight in given:
-        if weight not in (0, 1):
-            raise UserError(f"{source}: {key} {weight!r}: only 0 and 1 are possible.", hint="Round it, or remove it.")
-        if weight == 1 and role != "assistant":
-            raise UserError(
-                f"{source}: {key} {weight!r} on a turn by the {role}: only the assistant's turns can be trained.",
-                hint="Set it to 0.",
-            )
-    return all(weight == 1 for _, weight in given)
-
-
-def _calls(value: Any) -> tuple[ToolCall, ...]:
-    """The calls of a `function_call` turn or a `tool_call` part: one object or a list of them, mostly as JSON text."""
-    parsed = _parsed(value, "call is not JSON") if isinstance(value, str) else value
-    if not isinstance(parsed, list):
-        return (_call(parsed, text=value if isinstance(value, str) else None),)
-    return tuple(_call(call) for call in parsed)
-
-
-def _call(call: Any, text: str | None = None) -> ToolCall:
-    inner = call.get("function", call) if isinstance(call, dict) else None
-    if not isinstance(inner, dict) or not isinstance(inner.get("name"), str):
-        raise BadRow("call is not JSON", f"{call!r:.40} has no name")
-    arguments = inner.get("arguments", {})
-    if isinstance(arguments, str):  # OpenAI's form
-        arguments = _parsed(arguments, "call is not JSON")
-    plain = {"name": inner["name"], "arguments": arguments}
-    return ToolCall(inner["name"], arguments, text or json.dumps(plain, ensure_ascii=False))
-
-
-def _tools(value: Any) -> tuple[dict[str, Any], ...]:
-    """The declared tools, each as `{type: function, function: {...}}`, which is what chat templates read."""
-    parsed = _parsed(value, "tools are not JSON") if isinstance(value, str) and value.strip() else value or []
-    if not isinstance(parsed, list) or not all(isinstance(tool, dict) for tool in parsed):
-        raise BadRow("tools are not JSON", "not a list of objects")
-    return tuple(tool if "function" in tool else {"type": "function", "function": tool} for tool in parsed)
-
-
-def _parsed(text: str, reason: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise BadRow(reason, f"{text[:40]!r}") from error
-
-
-def _list(value: Any, what: str) -> list[Any]:
-    if not isinstance(value or [], list):
-        raise BadRow("not a list of turns", f"{what} is {value!r:.40}")
-    return value or []
-
-
-def _text(row: dict[str, Any], column: str, absent: str | None = None) -> str:
+def _optional(row: dict[str, Any], column: str, reading: Reading) -> str:
     value = row.get(column)
-    if value is None:
-        if absent is None:
-            raise BadRow("missing value", f"`{column}`")
-        return absent
-    return _as_text(value, f"`{column}`")
+    return "" if value is None else reading.text(value, f"`{column}`")
 
 
-def _as_text(value: Any, what: str) -> str:
-    if not isinstance(value, str):
-        raise BadRow("not text", f"{what} is {value!r:.40}")
-    return value
-
-
+_CHAT = ("system", "tools")
 FORMATS: tuple[Format, ...] = (
     Format("alpaca", ("instruction", "output"), ("input", "system", "history"), "alpaca", _alpaca),
-    Format("sharegpt", ("conversations",), ("system", "tools"), "chat", partial(_conversation, column="conversations")),
-    Format("messages", ("messages",), ("system", "tools"), "chat", partial(_conversation, column="messages")),
+    Format("sharegpt", ("conversations",), _CHAT, "chat", partial(_conversation, column="conversations")),
+    Format("messages", ("messages",), _CHAT, "chat", partial(_conversation, column="messages")),
+    Format("prompt_completion", ("prompt", "completion"), ("tools",), "plain", _prompt_completion, gives_way=True),
+    Format("text", ("text",), (), "plain", _text, raw=True, gives_way=True),
 )

@@ -4,44 +4,42 @@ from __future__ import annotations
 
 from collections import ChainMap, Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ligertune.data.conversation import OVERLENGTH, REASONS, BadRow
-from ligertune.data.encode import IGNORE_INDEX, Encoded, encode
-from ligertune.data.examples import Example, Examples
-from ligertune.data.formats import check_columns, recognise
-from ligertune.data.render import Rendered, Template, choose_template
-from ligertune.data.sources import Record, read_records, shown_path
+from ligertune.data.examples import Examples
+from ligertune.data.loaded import LoadedSet, Progress, load
+from ligertune.data.mix import mixed
+from ligertune.data.stream import ExampleStream, StreamedExamples
 from ligertune.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from ligertune.data.formats import Format
-    from ligertune.recipe.schema import DatasetSpec, DataSpec
+    from ligertune.recipe.schema import DataSpec
 
 
 @dataclass(frozen=True)
 class SetReport:
-    """One entry of `datasets`: what it was taken for and what came of it."""
+    """One entry of `datasets`: what it was taken for and what came of it; `cached` if it was prepared before."""
 
     path: str
     format: str
     template: str
     rows_read: int
     examples: int
+    cached: bool = False
 
 
 @dataclass(frozen=True)
 class DataReport:
     """What became of the rows of some data sets: rows_read == examples + held_out + sum(dropped.values()).
 
-    `held_out` went to `val_split`; tokens are those of `examples`. `dropped` is by reason (`conversation.REASONS`),
-    with the place of the first. `overlength` rows had more than max_length tokens; `truncated` of them were cut.
+    But of raw text a row gives as many examples as it is long. `held_out` went to `val_split`; tokens are those of
+    `examples`. `dropped` is by reason (`conversation.REASONS`) and `repaired` by repair (`conversation.REPAIRS`), with
+    the place of the first. `overlength` rows had more than max_length tokens; `truncated` of them were cut.
     """
 
     rows_read: int
@@ -54,6 +52,9 @@ class DataReport:
     overlength: int
     truncated: int
     straddling: int  # tokens that begin in a prompt and reach into the answer: not trained
+    repaired: dict[str, int]
+    first_repaired: dict[str, str]
+    literal: int  # rows with text that looks like a control token, and is taken as text
     sets: tuple[SetReport, ...]
     notes: tuple[str, ...]
 
@@ -66,31 +67,58 @@ class DataReport:
 class PreparedData:
     """`eval` comes from `eval_datasets` (then `eval_report` is theirs) or from `val_split`."""
 
-    train: Examples
+    train: Examples | StreamedExamples
     eval: Examples | None
     report: DataReport
     template: str
     eval_report: DataReport | None = None
 
+    @property
+    def streamed(self) -> bool:
+        """Whether the training examples are read while training; then the report has not counted them."""
+        return isinstance(self.train, StreamedExamples)
 
-def prepare(data: DataSpec, tokenizer: PreTrainedTokenizerBase, *, seed: int) -> PreparedData:
-    """Reads, renders, tokenises and labels the data of a recipe; the same arguments give the same examples."""
+
+def prepare(
+    data: DataSpec, tokenizer: PreTrainedTokenizerBase, *, seed: int, progress: Progress | None = None
+) -> PreparedData:
+    """Reads, renders, tokenises and labels the data of a recipe; the same arguments give the same examples.
+
+    `progress` is told of the rows as they are done; of what the cache holds there is nothing to tell.
+    """
     if not tokenizer.is_fast:
         raise UserError(
             f"{type(tokenizer).__name__} does not say which characters a token stands for, which label masks need.",
             hint="Use a tokenizer that has a tokenizer.json.",
         )
-    sets = [_load(spec, data, tokenizer) for spec in data.datasets]
-    train = Examples(example for part in sets for example in part.examples)
     held_out, eval_report = None, None
     if data.eval_datasets:
-        eval_sets = [_load(spec, data, tokenizer) for spec in data.eval_datasets]
-        held_out = Examples(example for part in eval_sets for example in part.examples)
+        eval_sets = [load(spec, data, tokenizer, progress) for spec in data.eval_datasets]
+        held_out = Examples.of_blocks([part.block for part in eval_sets])
         eval_report = _report(eval_sets, held_out, data)
-    elif data.val_split:
+    if data.streaming:
+        stream = ExampleStream(data, tokenizer, seed=seed)
+        nothing_yet = _report([], Examples(), data)
+        return PreparedData(StreamedExamples(stream), held_out, nothing_yet, stream.template, eval_report)
+    sets = [load(spec, data, tokenizer, progress) for spec in data.datasets]
+    train = Examples.of_blocks([part.block for part in sets])
+    if data.val_split:
         train, held_out = split(train, data.val_split, seed=seed)
+    report = _report(sets, train, data)
+    weights = [spec.weight for spec in data.datasets]
+    if any(weight != 1 for weight in weights):
+        train = train.select(mixed(train.block_of, weights, seed=seed))
+        report = replace(report, notes=(*report.notes, _mixture(sets, weights, train)))
     template = ", ".join(dict.fromkeys(part.template for part in sets))
-    return PreparedData(train, held_out, _report(sets, train, data), template, eval_report)
+    return PreparedData(train, held_out, report, template, eval_report)
+
+
+def _mixture(sets: Sequence[LoadedSet], weights: Sequence[float], train: Examples) -> str:
+    parts = (
+        f"{count} of {part.path} (weight {weight:g})"
+        for part, weight, count in zip(sets, weights, np.bincount(train.block_of, minlength=len(sets)), strict=True)
+    )
+    return f"An epoch sees {len(train)} examples: {', '.join(parts)}."
 
 
 def split(examples: Examples, share: float, *, seed: int) -> tuple[Examples, Examples]:
@@ -105,54 +133,11 @@ def split(examples: Examples, share: float, *, seed: int) -> tuple[Examples, Exa
     return examples.select(sorted(order[count:])), examples.select(sorted(order[:count]))
 
 
-@dataclass
-class _LoadedSet:
-    """The examples of one data set, and what was counted on the way."""
-
-    path: str
-    format: str
-    template: str
-    rows_read: int
-    examples: list[Example] = field(default_factory=list)
-    dropped: Counter[str] = field(default_factory=Counter)
-    first_dropped: dict[str, str] = field(default_factory=dict)
-    overlength: int = 0
-    truncated: int = 0
-    straddling: int = 0
-    endless: int = 0  # last answers that are whole and yet end without a special token
-
-
-def _load(spec: DatasetSpec, data: DataSpec, tokenizer: PreTrainedTokenizerBase) -> _LoadedSet:
-    """One data set, from its files to labelled examples."""
-    check_columns(spec.columns)
-    records = read_records(spec)
-    path = shown_path(Path(spec.path))
-    format = recognise(spec.format, {column for record in records for column in record.row}, path)
-    template = choose_template(data, format, tokenizer)
-    loaded = _LoadedSet(path, format.name, template.name, len(records))
-    rendered = _render_rows(records, spec, format, template, loaded)
-    special = _special_ids(tokenizer)
-    encodings = encode([text for text, _ in rendered], tokenizer)
-    for (_, source), encoded in zip(rendered, encodings, strict=True):
-        try:
-            fitting = _fit(encoded, data, source, loaded)
-        except BadRow as bad:
-            _refuse(bad, source, spec, loaded)
-            continue
-        if fitting is encoded:  # not cut
-            loaded.endless += int(encoded.input_ids[encoded.labels != IGNORE_INDEX][-1]) not in special
-        loaded.straddling += encoded.straddling
-        loaded.examples.append(Example(fitting.input_ids, fitting.labels, source))
-    if not loaded.examples:
-        raise _nothing_left(loaded)
-    return loaded
-
-
-def _report(sets: Sequence[_LoadedSet], kept: Examples, data: DataSpec) -> DataReport:
+def _report(sets: Sequence[LoadedSet], kept: Examples, data: DataSpec) -> DataReport:
     """The counts of all sets together; `kept` is what is left of their examples after `val_split`."""
-    examples = sum(len(part.examples) for part in sets)
-    dropped = sum((part.dropped for part in sets), Counter())
-    endless = sum(part.endless for part in sets)
+    examples = sum(len(part.block) for part in sets)
+    dropped = sum((part.tally.dropped for part in sets), Counter())
+    endless = sum(part.tally.endless for part in sets)
     notes = []
     if endless and data.train_on != "all":
         notes.append(
@@ -160,95 +145,22 @@ def _report(sets: Sequence[_LoadedSet], kept: Examples, data: DataSpec) -> DataR
             "the template does not teach the model where to stop."
         )
     return DataReport(
-        rows_read=sum(part.rows_read for part in sets),
+        rows_read=sum(part.tally.rows_read for part in sets),
         examples=len(kept),
         held_out=examples - len(kept),
         dropped=dict(dropped.most_common()),
-        first_dropped=dict(ChainMap(*(part.first_dropped for part in sets))),
+        first_dropped=dict(ChainMap(*(part.tally.first_dropped for part in sets))),
         tokens=int(kept.lengths.sum()),
-        trained_tokens=sum(int((example.labels != IGNORE_INDEX).sum()) for example in kept),
-        overlength=sum(part.overlength for part in sets),
-        truncated=sum(part.truncated for part in sets),
-        straddling=sum(part.straddling for part in sets),
+        trained_tokens=int(kept.trained.sum()),
+        overlength=sum(part.tally.overlength for part in sets),
+        truncated=sum(part.tally.truncated for part in sets),
+        straddling=sum(part.tally.straddling for part in sets),
+        repaired=dict(sum((part.tally.repaired for part in sets), Counter()).most_common()),
+        first_repaired=dict(ChainMap(*(part.tally.first_repaired for part in sets))),
+        literal=sum(part.tally.literal for part in sets),
         sets=tuple(
-            SetReport(part.path, part.format, part.template, part.rows_read, len(part.examples)) for part in sets
+            SetReport(part.path, part.format, part.template, part.tally.rows_read, len(part.block), part.cached)
+            for part in sets
         ),
         notes=tuple(notes),
-    )
-
-
-def _render_rows(
-    records: Sequence[Record], spec: DatasetSpec, format: Format, template: Template, loaded: _LoadedSet
-) -> list[tuple[Rendered, str]]:
-    """The rows that are in order, each as (text with its spans, source)."""
-    rendered = []
-    for record in records:
-        try:
-            text = template.render(format.convert(record))
-            _check_encodable(text.text)
-        except BadRow as bad:
-            _refuse(bad, record.source, spec, loaded)
-        else:
-            rendered.append((text, record.source))
-    return rendered
-
-
-def _check_encodable(text: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise BadRow("broken text", f"U+{ord(text[error.start]):04X}") from error
-
-
-def _fit(encoded: Encoded, data: DataSpec, source: str, loaded: _LoadedSet) -> Encoded:
-    """The example within data.max_length, or the reason for which it is left out."""
-    length = len(encoded.input_ids)
-    if not _is_trained(encoded):
-        raise BadRow("no trained token")
-    if length <= data.max_length:
-        return encoded
-    loaded.overlength += 1
-    if data.on_overlength == "error":
-        raise UserError(
-            f"{source}: {length} tokens, more than data.max_length: {data.max_length}.",
-            hint="Raise it, or let data.on_overlength be drop or truncate.",
-        )
-    if data.on_overlength == "drop":
-        raise BadRow("too long", f"{length} tokens")
-    cut = Encoded(encoded.input_ids[: data.max_length], encoded.labels[: data.max_length], encoded.straddling)
-    if not _is_trained(cut):
-        raise BadRow("cut before the answer", f"{length} tokens")
-    loaded.truncated += 1
-    return cut
-
-
-def _is_trained(encoded: Encoded) -> bool:
-    return bool((encoded.labels != IGNORE_INDEX).any())
-
-
-def _refuse(bad: BadRow, source: str, spec: DatasetSpec, loaded: _LoadedSet) -> None:
-    """Drops a row and counts it, or stops, as `on_bad_row` says; what is too long has its own policy."""
-    if spec.on_bad_row == "error" and bad.reason not in OVERLENGTH:
-        raise UserError(
-            f"{source}: {bad}: {REASONS[bad.reason]}.",
-            hint="Mend the row, or let data.datasets[].on_bad_row be drop.",
-        ) from bad
-    loaded.dropped[bad.reason] += 1
-    loaded.first_dropped.setdefault(bad.reason, f"{source} ({bad.detail})" if bad.detail else source)
-
-
-def _special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    added = (index for index, token in tokenizer.added_tokens_decoder.items() if token.special)
-    return frozenset(tokenizer.all_special_ids).union(added)
-
-
-def _nothing_left(loaded: _LoadedSet) -> UserError:
-    """The complaint for a data set of which every row was dropped."""
-    reason, source = next(iter(loaded.first_dropped.items()))
-    counts = ", ".join(f"{count} {reason}" for reason, count in loaded.dropped.most_common())
-    untrained = set(loaded.dropped) == {"no trained token"}
-    what = "0 % of its tokens would be trained" if untrained else "no row can be used"
-    return UserError(
-        f"{loaded.path}: {what}: all {loaded.rows_read} are dropped ({counts}), the first at {source}.",
-        hint=f"{reason}: {REASONS[reason]}.",
     )

@@ -1,43 +1,61 @@
-"""What a person looks at before training: examples as text with what is trained marked, and how long they are."""
+"""What a person looks at before training: examples as text with what is trained marked, how long they are, what they
+come to as batches and steps."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import groupby
-from typing import TYPE_CHECKING
+from itertools import groupby, islice
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from ligertune.data.control import ControlTokens
 from ligertune.data.encode import IGNORE_INDEX
-from ligertune.data.examples import Example
+from ligertune.data.examples import Example, Examples
 from ligertune.data.prepare import DataReport, PreparedData
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from ligertune.data.outlook import Outlook
+
 _HALF_A_CHARACTER = "\ufffd"
+_BINS = 24
+_STREAMED = 2000  # examples of a stream that are looked at
+# characters that change how others are shown, or that a terminal obeys
+_PICTURES = {code: chr(0x2400 + code) for code in range(0x20) if chr(code) not in "\n\t"} | {0x7F: "\u2421"}
+_HIDDEN = [*range(0x80, 0xA0), *range(0x200B, 0x2010), *range(0x202A, 0x202F), *range(0x2060, 0x2070), 0xFEFF]
+_VISIBLE = str.maketrans(_PICTURES | {code: f"\u27e8U+{code:04X}\u27e9" for code in _HIDDEN if code != 0x200D})
+
+
+class Piece(NamedTuple):
+    """A token's share of the text; several tokens that only together make a character are one piece."""
+
+    text: str
+    trained: bool
+    special: bool  # a control token
 
 
 @dataclass(frozen=True)
 class PreviewExample:
-    """An example, decoded. `pieces` are its tokens; those that only together make a character are one piece."""
+    """An example, decoded."""
 
     source: str
     tokens: int
     trained_tokens: int
-    pieces: tuple[tuple[str, bool], ...]  # (text, trained)
+    pieces: tuple[Piece, ...]
 
     @property
     def spans(self) -> list[tuple[str, bool]]:
         """The pieces, joined where their neighbour is trained as they are."""
-        runs = groupby(self.pieces, key=lambda piece: piece[1])
-        return [("".join(text for text, _ in run), trained) for trained, run in runs]
+        runs = groupby(self.pieces, key=lambda piece: piece.trained)
+        return [("".join(piece.text for piece in run), trained) for trained, run in runs]
 
 
 @dataclass(frozen=True)
 class LengthStatistics:
-    """Tokens of an example."""
+    """Tokens of an example. The histogram's bins are of equal width: bin i begins at `edges[i]`."""
 
     mean: float
     p50: int
@@ -45,51 +63,76 @@ class LengthStatistics:
     p95: int
     p99: int
     max: int
+    edges: tuple[int, ...]
+    counts: tuple[int, ...]
 
     @classmethod
     def of(cls, lengths: np.ndarray) -> LengthStatistics:
         p50, p90, p95, p99 = (int(np.percentile(lengths, share, method="nearest")) for share in (50, 90, 95, 99))
-        return cls(round(float(lengths.mean()), 1), p50, p90, p95, p99, int(lengths.max()))
+        width = max(1, -(-int(lengths.max()) // _BINS))
+        counts = np.bincount((lengths - 1) // width)
+        edges = tuple(range(1, 1 + width * len(counts), width))
+        mean = round(float(lengths.mean()), 1)
+        return cls(mean, p50, p90, p95, p99, int(lengths.max()), edges, tuple(counts.tolist()))
 
 
-def preview(prepared: PreparedData, tokenizer: PreTrainedTokenizerBase, n: int) -> list[PreviewExample]:
-    """The first `n` training examples, as the model sees them."""
-    return [_decoded(prepared.train[index], tokenizer) for index in range(min(n, len(prepared.train)))]
+def looked_at(prepared: PreparedData) -> Examples:
+    """The training examples; of a stream, its first."""
+    if not prepared.streamed:
+        return prepared.train
+    return Examples(islice(prepared.train.stream, _STREAMED))
 
 
-def summary(prepared: PreparedData, previews: Sequence[PreviewExample]) -> dict:
+def preview(examples: Examples, tokenizer: PreTrainedTokenizerBase, n: int) -> list[PreviewExample]:
+    """The first `n` examples, as the model sees them."""
+    special = ControlTokens(tokenizer).ids
+    return [_decoded(examples[index], tokenizer, special) for index in range(min(n, len(examples)))]
+
+
+def summary(
+    prepared: PreparedData, examples: Examples, previews: Sequence[PreviewExample], outlook: Outlook | None = None
+) -> dict:
     """All of it for machines."""
     return {
         "template": prepared.template,
+        "streamed": prepared.streamed,
         "fingerprint": prepared.train.fingerprint,
-        "lengths": asdict(LengthStatistics.of(prepared.train.lengths)),
+        "lengths": asdict(LengthStatistics.of(examples.lengths)),
         "report": _as_dict(prepared.report),
         "eval_examples": len(prepared.eval) if prepared.eval is not None else 0,
         "eval_report": _as_dict(prepared.eval_report) if prepared.eval_report else None,
+        "outlook": asdict(outlook) if outlook else None,
         "examples": [
             {
                 "source": shown.source,
                 "tokens": shown.tokens,
                 "trained_tokens": shown.trained_tokens,
                 "spans": [{"text": text, "trained": trained} for text, trained in shown.spans],
-                "pieces": [text for text, _ in shown.pieces],
+                "pieces": [piece._asdict() for piece in shown.pieces],
             }
             for shown in previews
         ],
     }
 
 
+def visible(text: str) -> str:
+    """With a sign for each character that is not seen, that turns the text around, or that a terminal obeys."""
+    return text.translate(_VISIBLE)
+
+
 def _as_dict(report: DataReport) -> dict:
     return {**asdict(report), "trained_share": report.trained_share}
 
 
-def _decoded(example: Example, tokenizer: PreTrainedTokenizerBase) -> PreviewExample:
+def _decoded(example: Example, tokenizer: PreTrainedTokenizerBase, special: frozenset[int]) -> PreviewExample:
     trained = example.labels != IGNORE_INDEX
-    pieces = tuple(_pieces(example.input_ids.tolist(), trained.tolist(), tokenizer))
+    pieces = tuple(_pieces(example.input_ids.tolist(), trained.tolist(), tokenizer, special))
     return PreviewExample(example.source, len(trained), int(trained.sum()), pieces)
 
 
-def _pieces(ids: list[int], trained: list[bool], tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[str, bool]]:
+def _pieces(
+    ids: list[int], trained: list[bool], tokenizer: PreTrainedTokenizerBase, special: frozenset[int]
+) -> Iterator[Piece]:
     """Each token's share of the text: what decoding it behind its predecessor adds, so that no space is lost."""
     before, start = 0, 0
     for end in range(1, len(ids) + 1):
@@ -97,5 +140,5 @@ def _pieces(ids: list[int], trained: list[bool], tokenizer: PreTrainedTokenizerB
         context = tokenizer.decode(ids[before:start])
         text = tokenizer.decode(ids[before:end])[len(context) :]
         if last_of_its_kind or not text.endswith(_HALF_A_CHARACTER):
-            yield text, trained[start]
+            yield Piece(text, trained[start], ids[start] in special)
             before, start = start, end

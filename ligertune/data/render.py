@@ -1,20 +1,12 @@
-"""Templates: a conversation as the text that the model reads, and which characters of it are trained.
-
-The Alpaca prompts are Stanford's, with a line break after "### Response:" as nearly everyone since writes them
-(without it the answer's first word would follow the colon directly). BOS stands in front if the tokenizer normally
-writes one, EOS behind the answer; both are added as ids.
+"""Chat templates: a conversation as the text that the model reads, and which characters of it are trained.
 
 A chat template writes every special token itself (Hugging Face's rule), so its text is encoded without adding any. What
 is trained of it:
 
 - a template with `{% generation %}` marks it itself: what is inside is trained, nothing else;
-- otherwise everything that the model has to write after the generation prompt: the rendering of the turns before the
-  answer, with `add_generation_prompt`, is a prefix of the whole, and the answer begins where it ends. So the space that
-  Mistral's template puts before an answer is trained. It ends behind the last special token that the template writes at
-  the end of the turn (`<|im_end|>`, EOS), but before the line break that follows it; a template that ends its turns
-  without one has nothing to train but the text. A finished conversation's own EOS (Phi-3) belongs to the last answer;
-- where the template writes the turns before an answer differently once it is there, so that they are no prefix, the
-  answer's text is searched for and must stand there exactly once.
+- otherwise everything that the model has to write after the generation prompt: see `answers`. So the space that
+  Mistral's template puts before an answer is trained, and a finished conversation's own EOS (Phi-3) belongs to the last
+  answer.
 """
 
 from __future__ import annotations
@@ -22,10 +14,13 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+from ligertune.data.answers import answer_spans
+from ligertune.data.control import ControlTokens, Rendered, Span
 from ligertune.data.conversation import BadRow, Conversation, Message
 from ligertune.data.formats import Format
+from ligertune.data.prompts import AlpacaPrompts, PlainText, TrainOn
 from ligertune.errors import UserError
 
 if TYPE_CHECKING:
@@ -33,35 +28,13 @@ if TYPE_CHECKING:
 
     from ligertune.recipe.schema import DataSpec
 
-TrainOn = Literal["assistant", "last", "all"]
-Span = tuple[int, int]
-
-ALPACA_PROMPT = (
-    "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
-    "### Instruction:\n{instruction}\n\n### Response:\n"
-)
-ALPACA_PROMPT_WITH_INPUT = (
-    "Below is an instruction that describes a task, paired with an input that provides further context. "
-    "Write a response that appropriately completes the request.\n\n"
-    "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
-)
-
 # what a template may raise on data it was not written for
 _TEMPLATE_ERRORS = (TypeError, ValueError, LookupError, AttributeError)
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
-class Rendered(NamedTuple):
-    """A text and its trained spans of characters; `bos` and `eos` are ids put before and behind its tokens."""
-
-    text: str
-    trained: tuple[Span, ...]
-    bos: int | None = None
-    eos: int | None = None  # trained if the text ends in a trained span
-
-
 class Template(Protocol):
-    """`AlpacaPrompts` or `ChatTemplate`."""
+    """`AlpacaPrompts`, `PlainText` or `ChatTemplate`."""
 
     name: str
 
@@ -71,6 +44,18 @@ class Template(Protocol):
 def choose_template(data: DataSpec, format: Format, tokenizer: PreTrainedTokenizerBase) -> Template:
     """What `data.prompt_template` means for rows of this format."""
     wanted = format.template if data.prompt_template == "auto" else data.prompt_template
+    if format.raw and wanted != format.template:
+        raise UserError(
+            f"data.prompt_template: {data.prompt_template} is not for rows of format {format.name}: they are texts.",
+            hint="Write data.prompt_template: auto, or name the columns of a conversation in data.datasets[].columns.",
+        )
+    if wanted == "plain" and data.system_prompt:
+        raise UserError(
+            f"data.system_prompt has no place in rows of format {format.name}, which are taken as they stand.",
+            hint="Remove it" + ("." if format.raw else ", or write data.prompt_template: chat."),
+        )
+    if wanted == "plain":
+        return PlainText(tokenizer, data.train_on)
     if wanted == "alpaca":
         return AlpacaPrompts(tokenizer, data.system_prompt, data.train_on)
     if wanted == "chat":
@@ -91,44 +76,6 @@ def choose_template(data: DataSpec, format: Format, tokenizer: PreTrainedTokeniz
     return ChatTemplate(tokenizer, source, file.name, data.system_prompt, data.train_on)
 
 
-def alpaca_prompt(instruction: str, input: str = "", introduction: str | None = None) -> str:
-    """What stands before the answer; `introduction` is a system prompt, which Alpaca has no place of its own for."""
-    prompt = ALPACA_PROMPT_WITH_INPUT if input.strip() else ALPACA_PROMPT
-    filled = prompt.format(instruction=instruction, input=input)
-    return f"{introduction}\n\n{filled}" if introduction else filled
-
-
-class AlpacaPrompts:
-    """The two Stanford Alpaca prompts: with and without an input."""
-
-    name = "alpaca"
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, system_prompt: str | None, train_on: TrainOn) -> None:
-        if tokenizer.eos_token_id is None:
-            raise UserError(
-                "The tokenizer has no EOS token, so a model would never learn to stop.",
-                hint="Name one in model.tokenizer.eos_token.",
-            )
-        self._system_prompt = system_prompt
-        self._train_on = train_on
-        self._eos = tokenizer.eos_token_id
-        writes_bos = tokenizer.bos_token_id is not None and tokenizer("a").input_ids[0] == tokenizer.bos_token_id
-        self._bos = tokenizer.bos_token_id if writes_bos else None
-
-    def render(self, conversation: Conversation) -> Rendered:
-        """The prompt, filled in, and the answer behind it."""
-        *system, user, answer = conversation.messages
-        several = len(system) > 1 or user.role != "user" or (system and system[0].role != "system")
-        if several or answer.calls or answer.reasoning or conversation.tools:
-            raise BadRow("several exchanges", f"{len(conversation.messages)} turns")
-        introduction = system[0].content if system else self._system_prompt
-        text = alpaca_prompt(user.content, user.input, introduction)
-        start = 0 if self._train_on == "all" else len(text)
-        text += answer.content
-        trained = ((start, len(text)),) if answer.trained or self._train_on == "all" else ()
-        return Rendered(text, trained, bos=self._bos, eos=self._eos)
-
-
 class ChatTemplate:
     """A jinja chat template: the tokenizer's, or that of a file."""
 
@@ -145,72 +92,41 @@ class ChatTemplate:
         self._source = source
         self._system_prompt = system_prompt
         self._train_on = train_on
-        special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-        special |= set(tokenizer.all_special_tokens)
-        longest_first = sorted(special, key=len, reverse=True)
-        self._special = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")  # (?!) matches nothing
+        self._control = ControlTokens(tokenizer)
 
     def render(self, conversation: Conversation) -> Rendered:
         """The conversation as the template writes it, and the spans of the answers that are trained."""
-        tools = list(conversation.tools) or None
+        tools = self._control.marked(list(conversation.tools)) or None
         source = self._tokenizer.get_chat_template(self._source, tools)
         messages = [_as_template_sees(message, source) for message in conversation.messages]
         if self._system_prompt and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": self._system_prompt})
-        writer = _Writer(source, tools, self._tokenizer.special_tokens_map)
+        messages = self._control.marked(messages)
+        writer = _Writer(source, self.name if self._source else None, tools, self._tokenizer.special_tokens_map)
         text = writer.write(messages)
         _check_nothing_is_left_out(writer, messages, text)
         if self._train_on == "all":
-            return Rendered(text, ((0, len(text)),))
-        marked = _GENERATION.search(source)
-        spans = writer.generation_spans(messages) if marked else self._answer_spans(writer, messages, text)
+            return self._control.unmarked(Rendered(text, ((0, len(text)),)))
+        if _GENERATION.search(source):
+            spans = writer.generation_spans(messages)
+        else:
+            spans = answer_spans(writer, messages, text, self._control.pattern)
         answers = [message for message in conversation.messages if message.role == "assistant"]
         if len(spans) != len(answers):
             raise BadRow("the answer cannot be placed", f"{len(spans)} marked spans for {len(answers)} answers")
         chosen = list(zip(answers, spans, strict=True))
         if self._train_on == "last":
             chosen = chosen[-1:]
-        return Rendered(text, tuple(span for answer, span in chosen if answer.trained))
-
-    def _answer_spans(self, writer: _Writer, messages: Sequence[dict[str, Any]], text: str) -> list[Span]:
-        """For each answer: from the end of its generation prompt to the end of its turn's special token."""
-        spans: list[Span] = []
-        for index, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
-            prompt = writer.try_write(messages[:index], add_generation_prompt=True)
-            turn = text if index == len(messages) - 1 else writer.try_write(messages[: index + 1])
-            if prompt is None or turn is None or not text.startswith(prompt) or not turn.startswith(prompt):
-                spans.append(self._searched(text, message["content"], spans[-1][1] if spans else 0))
-            else:
-                spans.append((len(prompt), self._turn_end(text, len(prompt), _shared(text, turn), message["content"])))
-        return spans
-
-    def _turn_end(self, text: str, start: int, stop: int, content: str) -> int:
-        """Behind the last special token between the answer's own text and `stop`; without one, behind the last word."""
-        inner = content if text.find(content, start, stop) >= 0 else content.strip()
-        found = text.find(inner, start, stop)
-        after = found + len(inner) if found >= 0 else start
-        ends = [match.end() for match in self._special.finditer(text, after, stop)]
-        return ends[-1] if ends else max(after, start + len(text[start:stop].rstrip()))
-
-    def _searched(self, text: str, content: str, floor: int) -> Span:
-        """The one place behind `floor` where the answer stands, with the special token behind it if there is one."""
-        content = content.strip()
-        start = text.find(content, floor) if content else -1
-        if start < 0 or text.find(content, start + 1) >= 0:
-            raise BadRow("the answer cannot be placed", f"{content[:40]!r}")
-        end = start + len(content)
-        terminator = self._special.match(text, end + len(text[end:]) - len(text[end:].lstrip()))
-        if text[start - 1 : start] == " ":
-            start -= 1  # tokenizers take the space before a word into its token
-        return start, terminator.end() if terminator else end
+        return self._control.unmarked(Rendered(text, tuple(span for answer, span in chosen if answer.trained)))
 
 
 class _Writer:
     """The jinja template with what stays the same for all renderings of one conversation."""
 
-    def __init__(self, source: str, tools: list[dict[str, Any]] | None, special_tokens: dict[str, Any]) -> None:
+    def __init__(
+        self, source: str, file: str | None, tools: list[dict[str, Any]] | None, special_tokens: dict[str, Any]
+    ) -> None:
+        self._file = file
         self._fixed = {"chat_template": source, "tools": tools, **special_tokens}
 
     def write(self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool = False) -> str:
@@ -233,7 +149,8 @@ class _Writer:
         try:
             return render_jinja_template(conversations=[list(messages)], **self._fixed, **options)
         except jinja2.TemplateSyntaxError as error:
-            raise UserError(f"The chat template is not jinja: line {error.lineno}: {error.message}.") from error
+            where = f"{self._file}:{error.lineno}" if self._file else f"The tokenizer's template, line {error.lineno}"
+            raise UserError(f"{where}: not jinja: {error.message.rstrip('.')}.") from error
         except (jinja2.TemplateError, *_TEMPLATE_ERRORS) as error:
             raise BadRow("the template refuses it", str(error).partition("\n")[0][:120]) from error
 
@@ -252,14 +169,6 @@ def _as_template_sees(message: Message, source: str) -> dict[str, Any]:
     elif message.reasoning:
         content = f"<think>\n{message.reasoning}\n</think>\n\n{content}"
     return {**seen, "content": content}
-
-
-def _shared(text: str, other: str) -> int:
-    """Length of the beginning that two texts share."""
-    shorter = min(len(text), len(other))
-    if text[:shorter] == other[:shorter]:
-        return shorter
-    return next(index for index in range(shorter) if text[index] != other[index])
 
 
 def _check_nothing_is_left_out(writer: _Writer, messages: list[dict[str, Any]], text: str) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
-from ligertune.data.render import alpaca_prompt
+from ligertune.data.prompts import alpaca_prompt
 from ligertune.errors import UserError
 from ligertune.model.export import read_prompt
 from ligertune.model.load import hide_loading_bars

@@ -221,10 +221,12 @@ def build_model(
         if spec.init == "random" or device.type == "meta":
             return _random_model(spec, config, dtype=dtype, device=device, seed=seed, **attention)
         return _pretrained_model(spec, config, dtype=dtype, **attention).to(device)
-    except ImportError as error:
+    except (ImportError, ValueError, KeyError) as error:  # not installed; not of this model; unknown to its old code
+        if not attention:
+            raise
         raise UserError(
             f"model.attn_implementation: {spec.attn_implementation} cannot be used: {_first_line(error)}",
-            hint="Write sdpa, which needs nothing installed.",
+            hint="Write another one, or auto; if the run packs and none does, write data.packing: false.",
         ) from error
 
 

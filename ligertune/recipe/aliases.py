@@ -47,6 +47,7 @@ def _datasets(value: Any) -> Any:
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32"}
 _DTYPES |= {f"torch.{name}": name for name in ("bfloat16", "float16", "float32")}
 _ADAMW = {"adamw": "adamw_torch_fused", "AdamW": "adamw_torch_fused", "adamw_hf": "adamw_torch"}
+_FORMATS = {"chat_template": "messages", "completion": "text", "pretrain": "text"}
 _ATTENTION = {"fa2": "flash_attention_2", "flash_attn": "flash_attention_2", "disabled": "eager", False: SAYS_NOTHING}
 _FLASH = _ATTENTION | {True: "flash_attention_2"}
 
@@ -77,11 +78,11 @@ ALIASES = (
     ),
     Alias("kernels.loss", ("liger_cross_entropy",), _meaning({True: "cross_entropy", False: SAYS_NOTHING})),
     Alias("data.datasets", ("dataset", "dataset_name", "data_path", "train_file", "train_files"), _datasets),
-    Alias("data.datasets[].format", ("type",), _meaning({"chat_template": "messages"})),
+    Alias("data.datasets[].format", ("type",), _meaning(_FORMATS)),
     Alias("data.datasets[].name", ("subset",)),
     Alias("data.datasets[].max_samples", ("num_samples",)),
     Alias("data.eval_datasets", ("eval_dataset", "val_dataset", "validation_file", "test_datasets"), _datasets),
-    Alias("data.eval_datasets[].format", ("type",), _meaning({"chat_template": "messages"})),
+    Alias("data.eval_datasets[].format", ("type",), _meaning(_FORMATS)),
     Alias("data.eval_datasets[].name", ("subset",)),
     Alias("data.eval_datasets[].max_samples", ("num_samples",)),
     Alias("data.val_split", ("val_set_size", "val_size", "test_size", "split_dataset_ratio")),
@@ -94,6 +95,8 @@ ALIASES = (
         "data.max_length",
         ("sequence_len", "seq_len", "cutoff_len", "max_seq_length", "max_seq_len", "model_max_length"),
     ),
+    Alias("data.packing", ("sample_packing", "neat_packing")),
+    Alias("data.num_proc", ("dataset_num_proc", "preprocessing_num_workers", "dataset_processes")),
     Alias(
         "train.per_device_train_batch_size",
         ("micro_batch_size", "train_batch_size", "per_device_batch_size", "per_gpu_train_batch_size"),

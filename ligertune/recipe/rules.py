@@ -31,6 +31,11 @@ def _either_or(key: str, rival: str) -> tuple[Rule, Rule]:
     )
 
 
+def _at(recipe: Recipe, key: str) -> object:
+    section, _, name = key.partition(".")
+    return getattr(getattr(recipe, section), name)
+
+
 def _evaluates_nothing(recipe: Recipe) -> bool:
     return recipe.eval.eval_strategy != "no" and not (recipe.data.val_split or recipe.data.eval_datasets)
 
@@ -55,6 +60,29 @@ RULES = (
         ("data.val_split", "data.eval_datasets"),
         lambda recipe: recipe.data.val_split > 0 and bool(recipe.data.eval_datasets),
         "{0} and {1} are both given. Keep one of them.",
+    ),
+    Rule(
+        ("data.eval_datasets",),
+        lambda recipe: any(dataset.weight != 1 for dataset in recipe.data.eval_datasets),
+        "{0} gives a weight; every example is evaluated once. Leave the weight out.",
+    ),
+    Rule(
+        ("data.streaming", "train.max_steps"),
+        lambda recipe: recipe.data.streaming and recipe.train.max_steps is None,
+        "{0} reads data whose length is not known. Give {1}.",
+    ),
+    Rule(
+        ("data.streaming", "data.val_split", "data.eval_datasets"),
+        lambda recipe: recipe.data.streaming and recipe.data.val_split > 0,
+        "{0} cannot draw {1} from what it has not read. Give {2}.",
+    ),
+    *(
+        Rule(
+            (key, "data.streaming"),
+            lambda recipe, key=key: recipe.data.streaming and _at(recipe, key) == "epoch",
+            "{0} is epoch, and with {1} no epoch has a known end. Write steps.",
+        )
+        for key in ("eval.eval_strategy", "checkpoint.save_strategy")
     ),
     Rule(
         ("eval.eval_strategy", "data.val_split", "data.eval_datasets"),

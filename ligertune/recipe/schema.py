@@ -41,8 +41,9 @@ class ModelSpec(Section):
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
         "auto", description="Dtype of the run. float16 is mixed precision with a scaled loss; auto asks the device."
     )
-    attn_implementation: Literal["auto", "sdpa", "flex_attention", "flash_attention_2", "eager"] = Field(
-        "auto", description="Attention implementation of transformers."
+    attn_implementation: Literal["auto", "varlen", "sdpa", "flex_attention", "flash_attention_2", "eager"] = Field(
+        "auto",
+        description="varlen is torch's flash attention over packed documents; auto takes an exact one that fits.",
     )
     init: Literal["pretrained", "random"] = Field(
         "pretrained", description="pretrained weights, or random ones from the configuration (benchmarks, tests)."
@@ -70,16 +71,19 @@ class KernelsSpec(Section):
 class DatasetSpec(Section):
     """One data set."""
 
-    path: FileOrHub = Field(description="Hub id, file, folder or glob; json, jsonl, parquet or csv, also .gz.")
+    path: FileOrHub = Field(description="Hub id, file, folder or glob; json, jsonl, parquet, csv or txt, also .gz.")
     name: Text | None = Field(None, description="Configuration (subset) of a data set on the hub.")
     split: Text = Field("train", description="Split of a data set on the hub.")
-    format: Literal["auto", "alpaca", "sharegpt", "messages"] = Field(
+    format: Literal["auto", "alpaca", "sharegpt", "messages", "prompt_completion", "text"] = Field(
         "auto", description="Layout of a row; auto looks at its columns."
     )
     columns: dict[str, str] = Field({}, description="Rename columns: {expected: actual}.")
     max_samples: PositiveInt | None = Field(None, description="Read at most this many rows; null: all.")
-    on_bad_row: Literal["drop", "error"] = Field(
-        "drop", description="drop: count a row that cannot be used, with its reason; error: stop at it."
+    weight: PositiveFloat = Field(
+        1.0, description="Times that an epoch sees the data set; 0.5 is a half, drawn by seed."
+    )
+    on_bad_row: Literal["drop", "repair", "error"] = Field(
+        "drop", description="drop: count a row that cannot be used; repair: mend what can be mended; error: stop at it."
     )
 
 
@@ -104,17 +108,31 @@ class DataSpec(Section):
     on_overlength: Literal["drop", "truncate", "error"] = Field(
         "drop", description="What becomes of longer examples; how many there were is always reported."
     )
+    streaming: Switch = Field(
+        False, description="Read while training, in little memory, shuffled through a buffer; needs train.max_steps."
+    )
+    packing: Switch = Field(
+        True, description="Put examples into rows of max_length; they never see each other. A batch counts rows."
+    )
+    num_proc: Literal["auto"] | PositiveInt = Field(
+        "auto", description="Processes that prepare the data; auto: one for each core."
+    )
+    cache: Switch = Field(
+        True, description="Keep prepared data in the user's cache ($LIGERTUNE_CACHE), by content; ranks share it."
+    )
 
 
 class TrainSpec(Section):
     """Batches, steps and the optimizer."""
 
-    per_device_train_batch_size: PositiveInt = Field(4, description="Examples per device in one forward pass.")
+    per_device_train_batch_size: PositiveInt = Field(
+        4, description="Rows per device in one forward pass: packs, or examples."
+    )
     gradient_accumulation_steps: PositiveInt | None = Field(
         1, description="Forward passes per optimizer step; or give global_batch_size."
     )
     global_batch_size: PositiveInt | None = Field(
-        None, description="Examples per optimizer step on all devices, instead of gradient_accumulation_steps."
+        None, description="Rows per optimizer step on all devices, instead of gradient_accumulation_steps."
     )
     num_train_epochs: PositiveFloat | None = Field(1.0, description="Passes over the data; or give max_steps.")
     max_steps: PositiveInt | None = Field(None, description="Optimizer steps, instead of num_train_epochs.")
@@ -131,6 +149,7 @@ class TrainSpec(Section):
     adam_beta2: ShareBelowOne = Field(0.999, description="AdamW: decay of the mean of their squares.")
     adam_epsilon: PositiveFloat = Field(1e-8, description="AdamW: added to the denominator.")
     max_grad_norm: NonNegativeFloat = Field(1.0, description="Gradients are clipped to this norm; 0 does not clip.")
+    group_by_length: Switch = Field(True, description="Without packing: batches of examples of about one length.")
     full_determinism: Switch = Field(True, description="The same bits in every run on one device, and after a resume.")
     gradient_checkpointing: Switch = Field(False, description="Recompute activations in the backward: less memory.")
     seed: Annotated[int, Field(ge=0, lt=2**32)] = Field(42, description="Seed of weights, order and split.")
@@ -149,7 +168,7 @@ class EvalSpec(Section):
 
     eval_strategy: When = Field("no", description="Evaluate never, every eval_steps, or after each epoch.")
     eval_steps: PositiveInt = Field(200, description="Steps between evaluations, with eval_strategy: steps.")
-    per_device_eval_batch_size: PositiveInt = Field(4, description="Examples per device in one evaluation pass.")
+    per_device_eval_batch_size: PositiveInt = Field(4, description="Rows per device in one evaluation pass.")
 
 
 class CheckpointSpec(Section):

@@ -6,6 +6,7 @@ FSDP) and `progress.json`. The data position is the step itself (see `order`), a
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -94,12 +95,23 @@ def saved_progress(folder: Path, plan: Plan) -> int:
             f"{plan.batching.global_batch_size} on {plan.batching.world_size} processes.",
             hint=f"Set train.global_batch_size: {saved}.",
         )
+    rows = _rows(progress["plan"]["rows"])
+    if rows != _rows(dataclasses.asdict(plan.rows)):
+        raise UserError(
+            f"{folder} was trained on {rows}; this recipe makes {_rows(dataclasses.asdict(plan.rows))}.",
+            hint="Set data.packing, data.max_length and train.group_by_length as they were.",
+        )
     if progress["step"] > plan.schedule.total_steps:
         raise UserError(
             f"{folder} is at step {progress['step']}, past this recipe's {plan.schedule.total_steps} steps.",
             hint="Raise train.num_train_epochs or train.max_steps.",
         )
     return progress["step"]
+
+
+def _rows(rows: dict) -> str:
+    """What decides which examples are in a step, in words."""
+    return f"{rows['count']} {rows['kind']} rows of at most {rows['length']} tokens"
 
 
 def check_space(plan: Plan) -> None:

@@ -12,25 +12,29 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 
-from ligertune.data.batches import padded_length
+from ligertune.data.packing import pack
 from ligertune.errors import UserError
 from ligertune.metrics import MetricsFile
 from ligertune.model.attention import same_bits
 from ligertune.model.shape import ModelShape
 from ligertune.plan import Plan
 from ligertune.train import checkpoint
+from ligertune.train.batcher import Batcher
 from ligertune.train.distributed import any_rank, reduce_sum
-from ligertune.train.evaluate import PAD_TO_MULTIPLE_OF, evaluate, micro_batch, target_counts
+from ligertune.train.evaluate import evaluate
 from ligertune.train.meter import Counts, Meter
 from ligertune.train.optim import build_optimizer
 from ligertune.train.order import DataOrder
 from ligertune.train.schedule import learning_rate
 from ligertune.train.stop import StopRequest
+from ligertune.train.stream_order import StreamOrder
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from ligertune.data.prepare import Examples, PreparedData
+    from ligertune.data.examples import Examples
+    from ligertune.data.prepare import PreparedData
+    from ligertune.data.stream import StreamedExamples
 
 
 @dataclass(frozen=True)
@@ -67,7 +71,9 @@ def fit(
     model, optimizer = accelerator.prepare(model, optimizer)
     resumed_from = _resume(plan, accelerator)
     order = _data_order(plan, data.train)
-    lengths, targets = data.train.lengths, target_counts(data.train)
+    batcher = _batcher(plan, accelerator, data.train, pad_token_id)
+    evaluated = _batcher(plan, accelerator, data.eval, pad_token_id) if data.eval else None
+    work_of = _work_of_steps(shape, order, batcher)
     metrics = MetricsFile(
         plan.output_dir / "metrics.jsonl", resumed_from=resumed_from, enabled=accelerator.is_main_process
     )
@@ -80,17 +86,15 @@ def fit(
     with StopRequest(enabled=plan.recipe.checkpoint.save_on_signal) as stop:
         while step < plan.schedule.total_steps:
             batches = order.micro_batches(step, accelerator.process_index)
-            n_targets = int(targets[order.step(step)].sum())
+            work = work_of(step)
             rate = learning_rate(plan.schedule, step)
             for group in optimizer.param_groups:
                 group["lr"] = rate
 
-            for i, indices in enumerate(batches):
-                batch = micro_batch(
-                    data.train, indices, pad_token_id, accelerator.device, index_labels=plan.loss_in_head
-                )
+            for i, rows in enumerate(batches):
+                batch = batcher(rows)
                 with _gradient_sync(plan, accelerator, model, last=i == len(batches) - 1):
-                    loss = model(**batch, num_items_in_batch=max(n_targets, 1), use_cache=False).loss
+                    loss = model(**batch, num_items_in_batch=max(work.trained_tokens, 1), use_cache=False).loss
                     with same_bits(plan.recipe.train.full_determinism):
                         accelerator.backward(
                             loss * world
@@ -102,7 +106,7 @@ def fit(
             optimizer.step()
             optimizer.zero_grad()
             step += 1
-            meter.add(_count(plan, shape, lengths, targets, order, step - 1))
+            meter.add(work)
 
             stopping = any_rank(accelerator, stop.received is not None)
             last = stopping or step == plan.schedule.total_steps
@@ -112,16 +116,9 @@ def fit(
                 metrics.write(line)
                 if accelerator.is_main_process:
                     show(line)
-            if data.eval and (plan.due(plan.evaluate, step) or (last and not stopping)):
+            if evaluated and (plan.due(plan.evaluate, step) or (last and not stopping)):
                 with meter.paused():
-                    eval_loss = evaluate(
-                        accelerator,
-                        model,
-                        data.eval,
-                        batch_size=plan.batching.eval_batch_size,
-                        pad_token_id=pad_token_id,
-                        index_labels=plan.loss_in_head,
-                    )
+                    eval_loss = evaluate(plan, accelerator, model, evaluated)
                 metrics.write({"step": step, "eval_loss": eval_loss})
                 if accelerator.is_main_process:
                     show({"step": step, "eval_loss": eval_loss})
@@ -157,14 +154,30 @@ def _resume(plan: Plan, accelerator: Accelerator) -> int:
     return step
 
 
-def _data_order(plan: Plan, examples: Examples) -> DataOrder:
+def _data_order(plan: Plan, examples: Examples | StreamedExamples) -> DataOrder:
     train = plan.recipe.train
+    if plan.rows.streamed:
+        length = plan.rows.length if plan.rows.packed else None
+        return StreamOrder(examples, seed=train.seed, batching=plan.batching, max_length=length)
     whole = plan.schedule.total_steps * plan.batching.global_batch_size
     return DataOrder(
-        examples=len(examples),
-        total_examples=whole if train.max_steps else round(train.num_train_epochs * len(examples)),
+        examples.lengths,
+        total_rows=whole if train.max_steps else round(train.num_train_epochs * plan.rows.count),
         seed=train.seed,
         batching=plan.batching,
+        packs=pack(examples.lengths, plan.rows.length) if plan.rows.packed else None,
+        grouped=plan.rows.kind == "grouped",
+    )
+
+
+def _batcher(plan: Plan, accelerator: Accelerator, examples: Examples | StreamedExamples, pad_token_id: int) -> Batcher:
+    return Batcher(
+        examples,
+        packed=plan.rows.packed,
+        multiple_of=plan.rows.multiple_of,
+        pad_token_id=pad_token_id,
+        index_labels=plan.loss_in_head,
+        device=accelerator.device,
     )
 
 
@@ -175,21 +188,24 @@ def _gradient_sync(
     return accelerator.no_sync(model) if plan.strategy == "ddp" and not last else contextlib.nullcontext()
 
 
-def _count(
-    plan: Plan, shape: ModelShape, lengths: np.ndarray, targets: np.ndarray, order: DataOrder, step: int
-) -> Counts:
-    """The step's work over all ranks; every rank knows every length."""
-    indices = order.step(step)
-    per_micro = [lengths[indices[i : i + order.batching.micro_batch_size]]
-                 for i in range(0, len(indices), order.batching.micro_batch_size)]  # fmt: skip
-    real = lengths[indices]
-    return Counts(
-        steps=1,
-        tokens=int(real.sum()),
-        padded_tokens=sum(len(batch) * padded_length(int(batch.max()), PAD_TO_MULTIPLE_OF) for batch in per_micro),
-        trained_tokens=int(targets[indices].sum()),
-        flops=shape.flops(tokens=int(real.sum()), squared_lengths=int((real.astype(np.int64) ** 2).sum())),
-    )
+def _work_of_steps(shape: ModelShape, order: DataOrder, batcher: Batcher) -> Callable[[int], Counts]:
+    """step -> its work over all ranks; every rank knows every length."""
+    lengths, targets = batcher.examples.lengths, batcher.examples.trained
+    size = order.batching.micro_batch_size
+
+    def work(step: int) -> Counts:
+        rows = order.step(step)
+        indices = np.concatenate(rows)
+        real = lengths[indices].astype(np.int64)
+        return Counts(
+            steps=1,
+            tokens=int(real.sum()),
+            padded_tokens=sum(batcher.slots(rows[i : i + size]) for i in range(0, len(rows), size)),
+            trained_tokens=int(targets[indices].sum()),
+            flops=shape.flops(tokens=int(real.sum()), squared_lengths=int((real**2).sum())),
+        )
+
+    return work
 
 
 def _line(
@@ -213,7 +229,7 @@ def _line(
         )
     return {
         "step": step,
-        "epoch": round(step * plan.batching.global_batch_size / plan.data.examples, 4),
+        "epoch": round(step * plan.batching.global_batch_size / plan.rows.count, 4) if plan.rows.count else None,
         "loss": loss,
         "grad_norm": None if grad_norm is None else float(_whole(grad_norm)),
         "learning_rate": rate,

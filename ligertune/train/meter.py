@@ -28,6 +28,11 @@ class Counts:
     trained_tokens: int = 0
     flops: float = 0.0
 
+    @property
+    def padding_share(self) -> float:
+        """Of the slots that were computed, those that held no token."""
+        return 1 - self.tokens / max(self.padded_tokens, 1)
+
     def add(self, other: Counts) -> None:
         for name, value in asdict(other).items():
             setattr(self, name, getattr(self, name) + value)

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from ligertune.data.conversation import REASONS, BadRow, Conversation
+from ligertune.data.conversation import REASONS, ROLES, BadRow, Conversation
 from ligertune.data.formats import FORMATS, check_columns, recognise
 from ligertune.data.sources import Record
 from ligertune.errors import UserError
@@ -48,11 +48,72 @@ def test_alpaca_system_and_history_come_first():
 
 
 @pytest.mark.parametrize("user", ["human", "user", "User "])
-@pytest.mark.parametrize("assistant", ["gpt", "chatgpt", "bing", "bard", "bot", "assistant", "model"])
+@pytest.mark.parametrize("assistant", ["gpt", "chatgpt", "bing", "bard", "bot", "assistant", "model", " GPT"])
 def test_roles_have_many_names(user, assistant):
     turns = [("system", "s"), (user, "q"), (assistant, "a")]
     expected = [("system", "s"), ("user", "q"), ("assistant", "a")]
     assert shape(convert(shared(*turns))) == shape(convert(chat(*turns))) == expected
+
+
+@pytest.mark.parametrize("tool", ["tool", "function", "observation", "function_response", "Observation"])
+@pytest.mark.parametrize("call", ["function_call", "Function_Call"])
+def test_tools_have_many_names(call, tool):
+    turns = [("developer", "s"), ("human", "q"), (call, '{"name": "f"}'), (tool, "49"), ("gpt", "a")]
+    messages = convert(shared(*turns)).messages
+    assert [message.role for message in messages] == ["system", "user", "assistant", "tool", "assistant"]
+    assert messages[2].calls[0].name == "f" and messages[3].content == "49"
+
+
+def test_every_role_name_is_tried_above():
+    """A new name in the table is a new name in a test."""
+    tried = {"human", "user", "gpt", "chatgpt", "bing", "bard", "bot", "assistant", "model", "system", "developer"}
+    assert set(ROLES) == tried | {"tool", "function", "observation", "function_response", "function_call"}
+
+
+def test_openais_older_function_call():
+    turns = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"x": 1}'}},
+        {"role": "function", "name": "f", "content": "2"},
+        {"role": "assistant", "content": "It is 2."},
+    ]
+    messages = convert({"messages": turns}).messages
+    assert (messages[1].calls[0].arguments, messages[2].role) == ({"x": 1}, "tool")
+
+
+def test_prompt_and_completion_as_texts():
+    row = {"prompt": "2 + 2 =", "completion": " 4"}
+    assert shape(convert(row)) == [("user", "2 + 2 ="), ("assistant", " 4")]
+
+
+def test_prompt_and_completion_as_turns_train_the_completion_only():
+    row = {
+        "prompt": chat(("system", "s"), ("user", "q"), ("assistant", "a"), ("user", "r"))["messages"],
+        "completion": chat(("assistant", "b"))["messages"],
+    }
+    trained = [message.content for message in convert(row).messages if message.trained and message.role == "assistant"]
+    assert trained == ["b"] and len(convert(row).messages) == 5
+
+
+def test_raw_text_is_taken_as_it_stands():
+    assert shape(convert({"text": " one\n\n"})) == [("assistant", " one\n\n")]
+
+
+@pytest.mark.parametrize("column", ["image", "images", "videos", "audio"])
+@pytest.mark.parametrize("row", [chat(("user", "q"), ("assistant", "a")), {"instruction": "i", "output": "o"}], ids=str)
+def test_a_row_with_images_is_an_error_with_its_place(column, row):
+    assert convert({**row, column: []}) == convert({**row, column: None}) == convert(row)
+    with pytest.raises(
+        UserError, match=rf"data\.jsonl:7: the row's `{column}` is no text, and this run trains on text"
+    ):
+        convert({**row, column: ["x.png"]})
+
+
+@pytest.mark.parametrize("kind", ["image", "image_url", "video", "input_audio"])
+def test_a_part_that_is_an_image_is_an_error_with_its_place(kind):
+    parts = [{"type": "text", "text": "What is this?"}, {"type": kind, kind: "x"}]
+    with pytest.raises(UserError, match=rf"data\.jsonl:7: a part of type {kind} is no text"):
+        convert(chat(("user", parts), ("assistant", "a")))
 
 
 def test_turns_may_bear_the_other_forms_keys_and_nulls():
@@ -118,7 +179,7 @@ BAD = [
     ("not text", {"instruction": "i", "output": 42}),
     ("not text", {"instruction": ["i"], "output": "o"}),
     ("not text", shared(("human", 1), ("gpt", "a"))),
-    ("not text", chat(("user", [{"type": "image", "image": "x.png"}]), ("assistant", "a"))),
+    ("not text", chat(("user", [{"type": "refusal", "refusal": "x"}]), ("assistant", "a"))),
     ("not a list of turns", {"messages": "hello"}),
     ("not a list of turns", {"messages": ["hello"]}),
     ("not a list of turns", {"conversations": {"from": "human", "value": "q"}}),
@@ -131,6 +192,9 @@ BAD = [
     ("roles out of order", chat(("user", "q"), ("tool", "t"), ("assistant", "a"))),
     ("no answer", shared(("human", "q"))),
     ("no answer", {"messages": []}),
+    ("no text", {"text": " \n"}),
+    ("not text", {"prompt": 3, "completion": "c"}),
+    ("empty answer", {"prompt": "p", "completion": ""}),
     ("last turn is not an answer", shared(("human", "q"), ("gpt", "a"), ("human", "q"))),
     ("empty prompt", {"instruction": " ", "input": "", "output": "o"}),
     ("empty prompt", shared(("human", ""), ("gpt", "a"))),
@@ -170,9 +234,16 @@ def test_what_is_merely_unusual_is_kept(row):
         (("instruction", "input", "output", "text"), "alpaca"),
         (("id", "conversations"), "sharegpt"),
         (("messages", "prompt", "prompt_id"), "messages"),
+        (("prompt", "completion", "id"), "prompt_completion"),
+        (("text", "url"), "text"),
+        (("prompt", "completion", "text"), "prompt_completion or text"),
     ],
 )
 def test_formats_are_recognised_by_columns(columns, name):
+    if " or " in name:
+        with pytest.raises(UserError, match="fit prompt_completion and text"):
+            recognise("auto", columns, "d")
+        return
     assert recognise("auto", columns, "d").name == name == recognise(name, columns, "d").name
 
 
@@ -180,6 +251,8 @@ def test_formats_are_recognised_by_columns(columns, name):
     ("name", "columns", "says"),
     [
         ("auto", ("instruction", "response"), r"columns \(instruction, response\).*nearest is alpaca.*needs `output`"),
+        ("auto", ("prompt", "chosen", "rejected"), "nearest is prompt_completion, which also needs `completion`"),
+        ("auto", (), r"columns \(none\)"),
         ("auto", ("conversation",), "nearest is sharegpt, which also needs `conversations`"),
         ("messages", ("instruction", "output"), "do not fit messages, which also needs `messages`"),
         ("auto", ("messages", "conversations"), "fit sharegpt and messages"),

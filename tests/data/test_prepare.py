@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -199,3 +200,24 @@ def test_the_quickstart_data_is_clean_and_short(quickstart, prepared):
     assert (data.report.rows_read, data.report.examples, data.report.notes) == (600, 600, ())
     assert data.train.lengths.max() < 350
     assert (quickstart / "dolly_short.jsonl").read_bytes().isascii()
+
+
+def test_raw_text_is_split_into_examples_and_nothing_is_lost(tmp_path, prepared, stories):
+    texts = ["Once upon a time. " * 40, "The end.", " "]
+    data = prepared(write(tmp_path / "d.jsonl", [{"text": text} for text in texts]), max_length=64)
+    whole = [
+        [stories.bos_token_id, *stories(t, add_special_tokens=False).input_ids, stories.eos_token_id] for t in texts
+    ]
+    pieces = [example.input_ids.tolist() for example in data.train]
+    assert [len(piece) for piece in pieces[:-2]] == [64] * (len(pieces) - 2)
+    assert list(chain(*pieces[:-1])) == whole[0] and pieces[-1] == whole[1]
+    assert all((example.labels[1:] == example.input_ids[1:]).all() for example in data.train)
+    assert all(example.labels[0] == -100 for example in data.train)
+    assert data.report.dropped == {"no text": 1} and data.report.overlength == 0
+
+
+def test_a_text_file_is_trained_as_raw_text(tmp_path, prepared):
+    (tmp_path / "book.txt").write_text("Once upon a time.\n\nThe end.\n" * 20)
+    data = prepared(tmp_path / "book.txt", max_length=100)
+    assert data.report.sets[0].format == "text" and data.report.trained_share > 0.98
+    assert len(data.train) == -(-int(data.train.lengths.sum()) // 100)

@@ -34,7 +34,8 @@ def printed(monkeypatch):
             page = io.StringIO()
             console = Console(file=page, force_terminal=terminal, width=100, soft_wrap=True, color_system="standard")
             monkeypatch.setattr(render.OUTPUT, "console", console)
-            render_data.data_preview(*arguments)
+            data, previews = arguments
+            render_data.data_preview(summary(data, data.train, previews), previews)
             return page.getvalue()
 
         return show
@@ -43,29 +44,29 @@ def printed(monkeypatch):
 
 
 def test_pieces_put_together_are_the_text(data, stories):
-    for example, shown in zip(data.train, preview(data, stories, 9), strict=True):
-        assert "".join(text for text, _ in shown.pieces) == stories.decode(example.input_ids)
+    for example, shown in zip(data.train, preview(data.train, stories, 9), strict=True):
+        assert "".join(piece.text for piece in shown.pieces) == stories.decode(example.input_ids)
         trained = "".join(text for text, trained in shown.spans if trained)
         alone = stories.decode(example.labels[example.labels != -100])  # without the first of its spaces
         assert trained.lstrip() == alone.lstrip()
         assert (shown.tokens, shown.trained_tokens) == (len(example.labels), (example.labels != -100).sum())
-    assert len(preview(data, stories, 1)) == 1
+    assert len(preview(data.train, stories, 1)) == 1
 
 
 def test_plain_text_marks_what_is_trained(data, stories, printed):
-    page = printed(terminal=False)(data, preview(data, stories, 2))
+    page = printed(terminal=False)(data, preview(data.train, stories, 2))
     assert "### Response:\n[[  é 👩‍👧 [x]\nbye </s>]]" in page and "[[yes</s>]]" in page
     assert "2 of 3 rows" in page and "1 empty answer" in page and "d.jsonl:3" in page
     assert f"{data.report.trained_share:.1%}" in page and f"longest {data.train.lengths.max()}" in page
 
 
 def test_a_terminal_gets_colours(data, stories, printed):
-    page = printed(terminal=True)(data, preview(data, stories, 1))
+    page = printed(terminal=True)(data, preview(data.train, stories, 1))
     assert "[[" not in page and "\x1b[32m" in page and "\x1b[4;32m" in page
 
 
 def test_json_holds_the_same(data, stories):
-    content = json.loads(json.dumps(summary(data, preview(data, stories, 1))))
+    content = json.loads(json.dumps(summary(data, data.train, preview(data.train, stories, 1))))
     assert content["report"]["dropped"] == {"empty answer": 1}
     assert content["report"]["trained_share"] == data.report.trained_tokens / data.report.tokens
     assert content["lengths"]["max"] == data.train.lengths.max()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ligertune.data.sources import Record, find_files, read_file, read_records
+from ligertune.data.sources import Record, RecordStream, find_files, read_file, read_records
 from ligertune.errors import UserError
 from ligertune.recipe.schema import DatasetSpec
 
@@ -103,12 +103,15 @@ def test_a_broken_file_is_named_with_its_line(tmp_path, name, content, line, say
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [
-        ("r.jsonl.gz", gzip.compress(b'{"a": 1}\n' * 99)[:-9], "cut off"),
-        ("r.jsonl.gz", b'{"a": 1}\n', "not a sound gzip file"),
+        ("r.jsonl.gz", gzip.compress(b'{"a": 1}\n' * 99)[:-9], r"r\.jsonl\.gz:1: the gzip file is cut off"),
+        ("r.jsonl.gz", b'{"a": 1}\n', r"r\.jsonl\.gz:1: not a sound gzip file"),
+        ("r.json", "[{}]".encode("utf-16"), r"r\.json:1: byte 0xff at offset 0 is not UTF-8.*looks like UTF-16"),
+        ("r.jsonl", b'{"a": "caf\xe9"}', "r\\.jsonl:1: byte 0xe9 .* it looks like Windows-1252"),
         ("r.parquet", b"PAR1 not really", "not a sound parquet file"),
         ("r.jsonl", b"\n\n", "holds no records"),
         ("r.json", b"[]", "holds no records"),
-        ("r.txt", b"x", "not a kind of data file"),
+        ("r.txt", b"", "holds no records"),
+        ("r.arrow", b"x", "not a kind of data file"),
     ],
 )
 def test_a_file_without_records_is_one_sentence(tmp_path, name, content, says):
@@ -121,6 +124,7 @@ def test_a_folder_gives_its_data_files_in_order(tmp_path):
     for name in ("b.jsonl", "a.jsonl.gz"):
         write(tmp_path / name, [{"instruction": name, "output": "x"}])
     (tmp_path / "README.md").write_text("not data")
+    (tmp_path / "LICENSE.txt").write_text("not data either")
     assert [record.row["instruction"] for record in read(tmp_path)] == ["a.jsonl.gz", "b.jsonl"]
 
 
@@ -143,11 +147,37 @@ def test_a_hub_id_is_no_file(path):
     assert find_files(path) == []
 
 
-def test_an_unreachable_hub_is_one_sentence(monkeypatch):
+@pytest.mark.parametrize("read_it", [read_records, lambda spec: list(RecordStream(spec))], ids=["whole", "stream"])
+def test_an_unreachable_hub_is_one_sentence(monkeypatch, read_it):
     datasets = pytest.importorskip("datasets")
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     with pytest.raises(UserError, match=r"no-such-org/no-such-set is neither a file or folder here nor a data set"):
-        read_records(DatasetSpec(path="no-such-org/no-such-set"))
+        read_it(DatasetSpec(path="no-such-org/no-such-set"))
+
+
+def test_rows_of_a_hub_are_read_while_they_come(monkeypatch):
+    """`datasets` itself, on rows that it makes here: what it streams it need not hold."""
+    datasets = pytest.importorskip("datasets")
+    made = []
+
+    def rows():
+        for number in range(1000):
+            made.append(number)
+            if number == 700:
+                raise ValueError("the line is dead")
+            yield {"question": f"q{number}", "output": "o"}
+
+    def load(path, name, *, split, streaming):
+        assert (path, name, split, streaming) == ("some/set", "main", "test", True)
+        return datasets.IterableDataset.from_generator(rows)
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    spec = DatasetSpec(path="some/set", name="main", split="test", columns={"instruction": "question"})
+    stream = iter(RecordStream(spec))
+    assert next(stream) == ({"output": "o", "instruction": "q0"}, "some/set:test:1") and len(made) < 200
+    with pytest.raises(UserError, match="some/set:test:701: the hub does not give this row: the line is dead") as end:
+        list(stream)
+    assert end.value.exit_code == 1
 
 
 def test_max_samples_takes_the_first_and_reads_no_further(tmp_path):
@@ -176,3 +206,39 @@ def test_split_and_name_are_for_the_hub(tmp_path, given):
 def test_a_csv_cell_may_be_longer_than_the_default_limit(tmp_path):
     (tmp_path / "r.csv").write_text("a\n" + "x" * 200_000)
     assert len(next(read_file(tmp_path / "r.csv")).row["a"]) == 200_000
+
+
+def test_a_text_file_is_one_document_and_a_long_one_goes_on_at_a_lines_end(tmp_path):
+    (tmp_path / "r.txt").write_text("a\n\nb")
+    assert [tuple(record) for record in read(tmp_path / "r.txt")] == [({"text": "a\n\nb"}, f"{tmp_path}/r.txt:1")]
+    (tmp_path / "r.txt").write_text("0123456789\n" * 100_000)
+    first, second = read(tmp_path / "r.txt")
+    assert len(first.row["text"]) == 1_048_586 and first.row["text"].endswith("9\n")  # past 2**20, at a line's end
+    assert len(first.row["text"] + second.row["text"]) == 1_100_000
+    assert second.source == f"{tmp_path}/r.txt:{1_048_586 // 11 + 1}"
+
+
+@pytest.mark.parametrize("indent", [None, 2])
+def test_a_list_longer_than_a_chunk_is_read_as_it_is(tmp_path, indent):
+    """3 MiB with characters of three bytes, so that chunks end inside records and inside characters."""
+    rows = [{"n": number, "text": "字\u2028" * (number % 7 * 60)} for number in range(3000)]
+    (tmp_path / "r.json").write_text(json.dumps(rows, indent=indent, ensure_ascii=False))
+    records = read(tmp_path / "r.json")
+    assert [record.row for record in records] == rows
+    assert records[-1].source.endswith(":1" if indent is None else f":{2999 * 4 + 2}")
+
+
+def test_a_flaw_deep_in_a_list_has_its_line(tmp_path):
+    rows = b",\n".join(b'{"text": "' + b"x" * 1000 + b'"}' for _ in range(3000))
+    for flaw, says in ((b'{"text" 1}', "not JSON"), (b'{"text": "\xff"}', "byte 0xff at offset 3042011 is not UTF-8")):
+        (tmp_path / "r.json").write_bytes(b"[" + rows + b",\n" + flaw + b"]")
+        with pytest.raises(UserError, match=rf"r\.json:3001: {says}"):
+            read(tmp_path / "r.json")
+
+
+def test_the_share_that_was_read_grows_to_the_whole(tmp_path):
+    for name in ("a.jsonl", "b.jsonl.gz"):
+        write(tmp_path / name, [{"instruction": "i" * 2000, "output": str(n)} for n in range(500)])
+    stream = RecordStream(DatasetSpec(path=str(tmp_path / "*.jsonl*")))
+    shares = [stream.share for _ in stream]
+    assert len(shares) == 1000 and shares == sorted(shares) and shares[0] < 0.2 and stream.share == 1.0

@@ -2,37 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
-import unicodedata
-from pathlib import Path
-
 import numpy as np
 import pytest
 
+from ligertune.data.control import Rendered
 from ligertune.data.conversation import BadRow, Conversation, Message
 from ligertune.data.encode import encode
 from ligertune.data.formats import recognise
-from ligertune.data.render import ChatTemplate, Rendered, alpaca_prompt, choose_template
-from ligertune.data.sources import Record, read_records
+from ligertune.data.prompts import alpaca_prompt
+from ligertune.data.render import ChatTemplate, choose_template
+from ligertune.data.sources import Record
 from ligertune.errors import UserError
 from ligertune.recipe.schema import DatasetSpec, DataSpec
 
-# what each tokenizer's template writes behind an answer, and behind the last one
-ENDS = {
-    "qwen2.5": ("<|im_end|>", "<|im_end|>"),
-    "mistral-7b-v0.1": ("</s>", "</s>"),
-    "phi-3-mini": ("<|end|>", "<|end|><|endoftext|>"),
-    "gpt2": ("<|endoftext|>", "<|endoftext|>"),
-    "stories260K": ("</s>", "</s>"),
-}
-CHATS = {  # and why: 30 of each is enough to meet every irregularity, but for these records, by number from 0
-    "sharegpt/sharegpt_gpt4_256.jsonl": (),
-    "sharegpt/sharegpt_zh_1K_format.jsonl.gz": (57, 117),
-    "sharegpt/vicuna_dummy_conversation.json": (),
-    "messages/v1_sft_demo.jsonl": (),
-    "messages/toy_chat_fine_tuning.jsonl": (),
-    "messages/sharegpt_gpt4-qwen3_a22B_output.jsonl": (),  # answers that begin with line breaks
-}
 EXCHANGE = Conversation((Message("user", "How much?"), Message("assistant", "Two.")))
 LONGER = Conversation((*EXCHANGE.messages, Message("user", "Two?"), Message("assistant", "Two. ")))
 
@@ -41,63 +23,16 @@ def data_section(**given) -> DataSpec:
     return DataSpec(datasets=[DatasetSpec(path="unused")], **given)
 
 
-def conversations(path: Path, extra: tuple[int, ...]) -> list[Conversation]:
-    records = read_records(DatasetSpec(path=str(path)))
-    format = recognise("auto", records[0].row.keys(), str(path))
-    found = []
-    for record in [*records[:30], *(records[number] for number in extra)]:
-        try:
-            found.append(format.convert(record))
-        except BadRow:
-            continue
-    return found
-
-
-def trained_texts(rendered: Rendered, tokenizer) -> list[str]:
-    """The text of each run of trained tokens."""
-    (encoded,) = encode([rendered], tokenizer)
-    runs = itertools.groupby(zip(encoded.input_ids, encoded.labels != -100, strict=True), key=lambda pair: pair[1])
-    return [tokenizer.decode([token for token, _ in run]) for trained, run in runs if trained]
-
-
-def plain(text: str) -> str:
-    """Up to what tokenizers change themselves: Qwen's NFC, and white space beside special tokens."""
-    return unicodedata.normalize("NFC", text).strip()
-
-
 @pytest.mark.corpus
-@pytest.mark.parametrize("name", ENDS)
-@pytest.mark.parametrize("file", CHATS)
-def test_trained_tokens_are_the_answers_and_what_ends_them(corpus, tokenizer_named, name, file):
-    tokenizer = tokenizer_named(name)
-    template = choose_template(data_section(prompt_template="chat"), recognise("auto", ["messages"], ""), tokenizer)
-    chosen = conversations(corpus / file, CHATS[file])
-    assert chosen
-    for conversation in chosen:
-        try:
-            runs = trained_texts(template.render(conversation), tokenizer)
-        except BadRow as bad:
-            assert (bad.reason, bad.detail, name) == ("the template leaves a turn out", "system", "mistral-7b-v0.1")
-            continue
-        answers = [message.content for message in conversation.messages if message.role == "assistant"]
-        ends = [ENDS[name][0]] * (len(answers) - 1) + [ENDS[name][1]]
-        for run, answer, end in zip(runs, answers, ends, strict=True):
-            assert run.endswith(end)
-            assert plain(run.removesuffix(end)) == plain(answer)
-
-
-@pytest.mark.corpus
-@pytest.mark.parametrize("name", ENDS)
-def test_alpaca_trains_the_output_and_one_eos(corpus, tokenizer_named, name):
+@pytest.mark.parametrize("name", ["qwen2.5", "mistral-7b-v0.1", "phi-3-mini", "gpt2", "stories260K"])
+def test_alpaca_prompts_begin_as_the_tokenizer_begins(corpus, tokenizer_named, name):
+    """BOS included where the tokenizer writes it."""
     tokenizer = tokenizer_named(name)
     template = choose_template(data_section(), recognise("alpaca", ["instruction", "output"], ""), tokenizer)
-    for conversation in conversations(corpus / "alpaca/alpaca_random_head1000.jsonl", ()):
-        rendered = template.render(conversation)
-        (run,) = trained_texts(rendered, tokenizer)
-        assert run == unicodedata.normalize("NFC", conversation.messages[1].content) + tokenizer.eos_token
-        (encoded,) = encode([rendered], tokenizer)
-        prompt = tokenizer(rendered.text[: rendered.trained[0][0]]).input_ids
-        assert encoded.input_ids[: len(prompt)].tolist() == prompt  # BOS included where the tokenizer writes it
+    rendered = template.render(EXCHANGE)
+    (encoded,) = encode([rendered], tokenizer)
+    prompt = tokenizer(rendered.text[: rendered.trained[0][0]]).input_ids
+    assert encoded.input_ids[: len(prompt)].tolist() == prompt
 
 
 @pytest.mark.corpus
@@ -188,15 +123,14 @@ THINKS_FIRST = (
 )
 
 
-def test_an_answer_is_searched_where_the_turns_before_it_are_no_prefix(stories):
-    turns = (*EXCHANGE.messages, Message("user", "Why?"), Message("assistant", "Because."))
-    assert trained_by(stories, THINKS_FIRST, Conversation(turns)) == [" Two.</s>", " Because.</s>"]
+def test_an_answer_is_found_where_the_turns_before_it_are_no_prefix(stories):
+    """Though the same words stand there twice."""
+    assert trained_by(stories, THINKS_FIRST, LONGER) == [" Two.</s>", " Two. </s>"]
 
 
-def test_an_answer_that_stands_twice_cannot_be_searched(stories):
-    with pytest.raises(BadRow) as caught:
-        trained_by(stories, THINKS_FIRST, LONGER)
-    assert caught.value.reason == "the answer cannot be placed"
+def test_a_template_that_rewrites_answers_is_refused_with_the_reason(stories):
+    with pytest.raises(BadRow, match=r"the answer cannot be placed: the template rewrites 'Two\.'"):
+        trained_by(stories, THINKS_FIRST.replace("m.content }}", "m.content | upper | reverse }}"), LONGER)
 
 
 def test_a_special_token_inside_an_answer_does_not_end_it(stories):
@@ -277,7 +211,7 @@ def test_a_template_that_refuses_a_row_says_why(stories):
 
 
 def test_a_template_that_is_not_jinja_is_an_error(stories):
-    with pytest.raises(UserError, match="not jinja: line 2"):
+    with pytest.raises(UserError, match=r"^test:2: not jinja: Expected an"):
         trained_by(stories, "a\n{% for %}")
 
 
@@ -313,3 +247,36 @@ def test_what_cannot_be_rendered_names_the_key(quickstart):
     bare.eos_token = None
     with pytest.raises(UserError, match=r"no EOS token.*model\.tokenizer\.eos_token"):
         choose_template(data_section(), recognise("alpaca", ["instruction", "output"], ""), bare)
+
+
+@pytest.mark.parametrize("train_on", ["assistant", "last", "all"])
+def test_a_prompt_and_its_completion_stand_as_they_are(stories, train_on):
+    format = recognise("prompt_completion", ["prompt", "completion"], "")
+    template = choose_template(data_section(train_on=train_on), format, stories)
+    rendered = template.render(format.convert(Record({"prompt": "2 + 2 =", "completion": " 4"}, "d:1")))
+    assert rendered.text == "2 + 2 = 4" and template.name == "plain"
+    assert [rendered.text[slice(*span)] for span in rendered.trained] == ["2 + 2 = 4" if train_on == "all" else " 4"]
+    (encoded,) = encode([rendered], stories)
+    assert encoded.input_ids[[0, -1]].tolist() == [stories.bos_token_id, stories.eos_token_id]
+    assert encoded.labels[-1] == stories.eos_token_id
+
+
+def test_control_tokens_that_a_plain_row_brings_are_not_doubled(stories):
+    format = recognise("prompt_completion", ["prompt", "completion"], "")
+    row = {"prompt": "<s>[INST] q [/INST]", "completion": " a</s>"}
+    (encoded,) = encode(
+        [choose_template(data_section(), format, stories).render(format.convert(Record(row, "d")))], stories
+    )
+    ids = encoded.input_ids.tolist()
+    assert (ids.count(stories.bos_token_id), ids.count(stories.eos_token_id)) == (1, 1)
+    assert encoded.labels[-1] == stories.eos_token_id
+
+
+def test_what_plain_rows_have_no_use_for_is_said(stories):
+    raw = recognise("text", ["text"], "")
+    pairs = recognise("prompt_completion", ["prompt", "completion"], "")
+    with pytest.raises(UserError, match=r"data\.prompt_template: chat is not for rows of format text"):
+        choose_template(data_section(prompt_template="chat"), raw, stories)
+    with pytest.raises(UserError, match=r"data\.system_prompt has no place in rows of format prompt_completion"):
+        choose_template(data_section(system_prompt="s"), pairs, stories)
+    assert choose_template(data_section(system_prompt="s", prompt_template="chat"), pairs, stories).name == "chat"

@@ -16,6 +16,7 @@ from ligertune.run import plan_for, run
 BASE = {
     "data.datasets.0.max_samples": 40,
     "data.val_split": 0.1,
+    "data.packing": False,  # a step holds as many examples as its rows, whatever the other keys do to their lengths
     "train.max_steps": 3,
     "train.per_device_train_batch_size": 2,
     "train.gradient_accumulation_steps": 2,
@@ -66,10 +67,14 @@ CHANGES_LOSSES = {
     "data.train_on": ({}, "assistant", "all"),
     "data.max_length": ({"data.on_overlength": "truncate"}, 512, 130),
     "data.on_overlength": ({"data.max_length": 230}, "drop", "truncate"),
+    "data.packing": ({}, False, True),
     "data.val_split": ({}, 0.1, 0.4),
     "data.datasets.0.max_samples": ({}, 40, 20),
+    "data.datasets.0.weight": ({}, 1.0, 1.5),
+    "data.streaming": ({"data.val_split": 0}, "false", "true"),
     "train.per_device_train_batch_size": ({}, 2, 3),
     "train.gradient_accumulation_steps": ({}, 2, 3),
+    "train.group_by_length": ({}, True, False),
     "train.learning_rate": ({}, 2e-3, 1e-3),
     "train.lr_scheduler_type": ({}, "cosine", "linear"),
     "train.warmup_ratio": ({}, 0.0, 0.9),
@@ -87,7 +92,8 @@ CHANGES_LOSSES = {
 @pytest.mark.parametrize("key", CHANGES_LOSSES)
 def test_a_key_changes_the_losses(key, train, usual):
     shared, one, other = CHANGES_LOSSES[key]
-    default = not shared and one == {**BASE, "train.learning_rate": 2e-3, "train.seed": 42}.get(key)
+    usually = {**BASE, "train.group_by_length": True, "train.learning_rate": 2e-3, "train.seed": 42}
+    default = not shared and one == usually.get(key)
     first = usual if default else train({**shared, key: one})
     assert train({**shared, key: other})[0] != first[0]
 
@@ -223,6 +229,11 @@ def test_data_set_keys(quickstart, tmp_path):
     assert plan_for(read(quickstart, tmp_path, **renamed)).plan.data.examples == 2
     with pytest.raises(UserError, match=r"rows\.jsonl:2"):
         plan_for(read(quickstart, tmp_path, **renamed, **{"data.datasets.0.on_bad_row": "error"}))
+    rows.append({"prompt": "How many?", "output": 2})
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for policy, count in (("drop", 2), ("repair", 3)):
+        found = plan_for(read(quickstart, tmp_path, **renamed, **{"data.datasets.0.on_bad_row": policy}))
+        assert found.plan.data.examples == count
     with pytest.raises(UserError, match="sharegpt"):
         plan_for(read(quickstart, tmp_path, **renamed, **{"data.datasets.0.format": "sharegpt"}))
     for key in ("name", "split"):  # of data sets on a hub: a file has none, and says so
@@ -243,6 +254,8 @@ ELSEWHERE = {
     "model.revision": "test_hub_cache",
     "model.trust_remote_code": "test_hub_cache",
     "data.datasets[].path": "test_bad_input",
+    "data.num_proc": "test_parallel",
+    "data.cache": "test_cache",
     "train.full_determinism": "test_attention",
     "checkpoint.output_dir": "test_train",
     "checkpoint.resume_from_checkpoint": "test_train",

@@ -14,7 +14,7 @@ SETTINGS = {
     "train.global_batch_size": 8,
     "logging.logging_steps": 1,
     "checkpoint.save_strategy": "no",
-    "data.datasets.0.max_samples": 35,  # an epoch ends inside the last step
+    "data.datasets.0.max_samples": 35,  # an epoch ends inside a step
     "checkpoint.output_dir": "run",
 }
 
@@ -26,10 +26,10 @@ def two_ranks(*launcher: str) -> list[str]:
     return [*accelerate, *quiet, "-m", "ligertune"]
 
 
-def train(recipe: Path, cwd: Path, *, micro: int, launcher: tuple[str, ...] = ()) -> list[float]:
-    """Losses of a run; `launcher` starts two ranks."""
+def train(recipe: Path, cwd: Path, *, packing: bool, micro: int, launcher: tuple[str, ...] = ()) -> list[float]:
+    """Losses of a run; `launcher` starts two ranks. Without packing, batches are grouped by length."""
     start = two_ranks(*launcher) if launcher else [sys.executable, "-m", "ligertune"]
-    settings = {**SETTINGS, "train.per_device_train_batch_size": micro}
+    settings = {**SETTINGS, "data.packing": packing, "train.per_device_train_batch_size": micro}
     done = run([*start, "train", str(recipe), *overrides(settings)], cwd=cwd)
     assert done.code == 0, done.err[-3000:]
     return losses(cwd / "run")
@@ -37,19 +37,27 @@ def train(recipe: Path, cwd: Path, *, micro: int, launcher: tuple[str, ...] = ()
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, quickstart):
-    """Micro batch 8, no accumulation, one process."""
-    return train(quickstart / "stories260k.yaml", tmp_path_factory.mktemp("whole"), micro=8)
+    """packing -> losses with micro batch 8, no accumulation, one process."""
+    recipe = quickstart / "stories260k.yaml"
+    return {packing: train(recipe, tmp_path_factory.mktemp("whole"), packing=packing, micro=8)
+            for packing in (True, False)}  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("micro", "launcher"),
-    [(1, ()), (1, ("--multi_gpu",)), (1, ("--use_fsdp", "--fsdp_version", "2"))],
-    ids=["1x8", "ddp-2x4", "fsdp2-2x4"],
+    ("packing", "launcher"),
+    [
+        (True, ()),
+        (True, ("--multi_gpu",)),
+        (True, ("--use_fsdp", "--fsdp_version", "2")),
+        (False, ()),
+        (False, ("--multi_gpu",)),
+    ],
+    ids=["packed-1x8", "packed-ddp-2x4", "packed-fsdp2-2x4", "grouped-1x8", "grouped-ddp-2x4"],
 )
-def test_losses_do_not_depend_on_how_the_batch_is_cut(whole, micro, launcher, recipe, tmp_path):
-    found = train(recipe, tmp_path, micro=micro, launcher=launcher)
+def test_losses_do_not_depend_on_how_the_batch_is_cut(whole, packing, launcher, recipe, tmp_path):
+    found = train(recipe, tmp_path, packing=packing, micro=1, launcher=launcher)
     assert len(found) == STEPS
-    assert found == pytest.approx(whole, rel=1e-5)
+    assert found == pytest.approx(whole[packing], rel=1e-5)
 
 
 def test_fsdp_saves_resumes_and_leaves_a_model_that_loads(recipe, tmp_path):

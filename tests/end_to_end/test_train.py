@@ -45,6 +45,19 @@ def test_report_counts_real_tokens_and_memory(finished):
     assert speed["steps"] == 20
     assert speed["mfu"] is None  # a CPU's peak is unknown, and unknown is not guessed
     assert report["peak_memory"]["resident_run"] > 50 << 20
+    assert speed["padding_share"] == pytest.approx(
+        1 - speed["tokens_per_second"] / speed["padded_tokens_per_second"], abs=1e-9
+    )
+    assert speed["padding_share"] < 0.01  # packed: what is left of a multiple of 16
+
+
+def test_the_plan_says_what_is_packed_and_how(finished):
+    folder, _, said = finished
+    plan = json.loads((folder / "plan.json").read_text())
+    assert plan["rows"]["kind"] == "packed"
+    assert plan["rows"]["fill"] > 0.9
+    assert plan["attn_implementation"] == "per_document"
+    assert "attention     per_document (documents isolated)" in said
 
 
 def test_kernels_are_in_the_report_with_their_counts(finished):
@@ -125,14 +138,19 @@ def test_resume_after_sigterm_at_a_random_step_is_bit_equal(tmp_path, ligertune,
     assert models[0] == models[1]
 
 
-def test_resuming_with_other_data_is_refused(tmp_path, ligertune, recipe):
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [({"data.datasets.0.max_samples": 100}, "other examples"), ({"data.packing": False}, "packed rows of at most 512")],
+    ids=["other data", "other rows"],
+)
+def test_resuming_with_other_data_is_refused(change, what, tmp_path, ligertune, recipe):
     settings = {**EVERY_STEP, "train.max_steps": 4, "checkpoint.save_strategy": "steps", "checkpoint.save_steps": 2,
                 "checkpoint.output_dir": "run"}  # fmt: skip
     assert ligertune("train", recipe, *overrides(settings)).code == 0
     (tmp_path / "run" / "report.json").unlink()  # as if it had been killed
-    changed = ligertune("train", recipe, *overrides({**settings, "data.datasets.0.max_samples": 100}), "--resume")
+    changed = ligertune("train", recipe, *overrides({**settings, **change}), "--resume")
     assert changed.code == 2
-    assert "other examples" in changed.err
+    assert what in changed.err
 
 
 def test_the_resolved_recipe_reproduces_the_run(tmp_path, ligertune, recipe):

@@ -1,0 +1,111 @@
+"""Many examples as flat arrays: in memory, or mapped from files. A block is what workers send and the cache keeps.
+
+As arrays, examples are eight bytes a token and nothing that Python must look after; mapped ones are in memory only
+while they are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ligertune.data.encode import IGNORE_INDEX
+
+if TYPE_CHECKING:
+    from ligertune.data.examples import Example
+
+# the arrays of a block, and how each is kept in a file
+ARRAYS = {
+    "input_ids": "<i4", "labels": "<i4", "lengths": "<i4", "trained": "<i4", "file_of": "<i4", "line_of": "<i8",
+}  # fmt: skip
+_NO_LINE = -1
+
+
+@dataclass(frozen=True)
+class Block:
+    """`input_ids` and `labels` of all examples one behind the other; `lengths` says where each ends.
+
+    Example i stands at `files[file_of[i]]`, line `line_of[i]`; a source that names no line is kept whole in `files`.
+    """
+
+    input_ids: np.ndarray  # (sum of lengths,)
+    labels: np.ndarray  # (sum of lengths,)
+    lengths: np.ndarray  # (N,)
+    trained: np.ndarray  # (N,), how many labels of each are trained
+    file_of: np.ndarray  # (N,)
+    line_of: np.ndarray  # (N,)
+    files: tuple[str, ...]
+
+    @classmethod
+    def of(cls, examples: Iterable[Example]) -> Block:
+        examples = list(examples)
+        numbers: dict[str, int] = {}
+        places = [_place(example.source) for example in examples]
+        file_of = [numbers.setdefault(file, len(numbers)) for file, _ in places]
+        empty = np.zeros(0, dtype=np.int32)
+        labels = np.concatenate([empty, *(example.labels for example in examples)])
+        lengths = np.array([len(example.input_ids) for example in examples], dtype=np.int32)
+        trained_before = np.concatenate([[0], np.cumsum(labels != IGNORE_INDEX)])
+        bounds = np.concatenate([[0], np.cumsum(lengths)])
+        return cls(
+            input_ids=np.concatenate([empty, *(example.input_ids for example in examples)]),
+            labels=labels,
+            lengths=lengths,
+            trained=np.diff(trained_before[bounds]).astype(np.int32),
+            file_of=np.array(file_of, dtype=np.int32),
+            line_of=np.array([line for _, line in places], dtype=np.int64),
+            files=tuple(numbers),
+        )
+
+    @classmethod
+    def from_arrays(cls, arrays: Mapping[str, np.ndarray], files: Sequence[str]) -> Block:
+        return cls(**{name: arrays[name] for name in ARRAYS}, files=tuple(files))
+
+    @classmethod
+    def joined(cls, blocks: Sequence[Block]) -> Block:
+        """The blocks one behind the other, as one."""
+        names = Names()
+        parts = [names.renamed(block) for block in blocks] or [cls.of([])]
+        arrays = {name: np.concatenate([getattr(part, name) for part in parts]) for name in ARRAYS}
+        return cls.from_arrays(arrays, names.files)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @cached_property
+    def ends(self) -> np.ndarray:
+        """Where each example ends in `input_ids` and `labels`: (N,) int64."""
+        return np.cumsum(self.lengths, dtype=np.int64)
+
+    def source(self, index: int) -> str:
+        """ "file:line" """
+        file, line = self.files[self.file_of[index]], int(self.line_of[index])
+        return file if line == _NO_LINE else f"{file}:{line}"
+
+
+class Names:
+    """The files of several blocks, each once."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, int] = {}
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        return tuple(self._numbers)
+
+    def renamed(self, block: Block) -> Block:
+        """The block, its files numbered as here."""
+        number_of = [self._numbers.setdefault(file, len(self._numbers)) for file in block.files]
+        file_of = np.array(number_of, dtype=np.int32)[block.file_of] if len(block) else block.file_of
+        return replace(block, file_of=file_of, files=self.files)
+
+
+def _place(source: str) -> tuple[str, int]:
+    """("file", line) of "file:line"."""
+    file, _, line = source.rpartition(":")
+    plain = file and line.isascii() and line.isdigit() and (line == "0" or line[0] != "0") and len(line) < 19
+    return (file, int(line)) if plain else (source, _NO_LINE)

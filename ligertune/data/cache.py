@@ -1,0 +1,184 @@
+"""Prepared data sets on disk, each complete or absent: written aside, flushed, renamed.
+
+An entry is a folder named by its key: the arrays of a `Block` as they are in memory, and `meta.json` with their sizes,
+their hashes and what was counted. It is opened by mapping the arrays; one whose bytes are not what `meta.json` says is
+thrown away and made anew. Processes that want the same entry wait for the one that makes it: under a launcher that is
+the node's first rank, which alone shows its progress.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from filelock import FileLock, Timeout
+
+from ligertune.data.blocks import ARRAYS, Block, Names
+
+_META = "meta.json"
+_ASIDE = ".writing-"
+_STALE = 24 * 3600  # seconds after which what a killed writer left aside is removed
+_PATIENCE = 30.0  # seconds that other ranks give the first to begin
+_AGAIN = 0.05  # seconds between looks
+
+
+def cache_home() -> Path:
+    """$LIGERTUNE_CACHE, or `ligertune` in the user's folder for caches."""
+    given = os.environ.get("LIGERTUNE_CACHE")
+    return Path(given or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ligertune") / "data"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A data set as the cache keeps it: its examples, and what else its maker said."""
+
+    block: Block
+    about: dict[str, Any]
+
+
+class Writer:
+    """Blocks to files, one behind the other: what was written is not kept in memory."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._names = folder, Names()
+        self._stack = ExitStack()
+        self._files = {name: self._stack.enter_context((folder / name).open("wb")) for name in ARRAYS}
+        self._hashes = {name: hashlib.sha256() for name in ARRAYS}
+
+    def add(self, block: Block) -> None:
+        block = self._names.renamed(block)
+        for name, dtype in ARRAYS.items():
+            array = np.ascontiguousarray(getattr(block, name), dtype=dtype)
+            self._files[name].write(array)
+            self._hashes[name].update(array)
+
+    def finish(self, about: dict[str, Any]) -> None:
+        """All of it on the disk, `meta.json` last."""
+        sizes = {name: file.tell() for name, file in self._files.items()}
+        for file in self._files.values():
+            _flush(file)
+        self._stack.close()
+        hashes = {name: digest.hexdigest() for name, digest in self._hashes.items()}
+        meta = {"sizes": sizes, "sha256": hashes, "files": self._names.files, "about": about}
+        with (self._folder / _META).open("w", encoding="utf-8") as file:
+            json.dump(meta, file, indent=1)
+            _flush(file)
+
+    def close(self) -> None:
+        self._stack.close()
+
+
+def kept(key: str, make: Callable[[Writer], dict[str, Any]], *, first: bool = True) -> Entry:
+    """The entry of this key; if there is no sound one, `make` writes its blocks and gives what is to be said of them.
+
+    `first`: whether this process is the one to make it, if several of one run come at once.
+    """
+    home = cache_home()
+    home.mkdir(parents=True, exist_ok=True)
+    folder = home / key
+    if not first:
+        _wait_for(folder)
+    found = opened(folder)
+    if found is not None:
+        return found
+    with FileLock(home / f"{key}.lock"):
+        found = opened(folder)  # another process may have made it meanwhile
+        if found is None:
+            _write(folder, make)
+            found = opened(folder)
+    if found is None:
+        raise OSError(f"{folder} is not what was just written")
+    return found
+
+
+def opened(folder: Path) -> Entry | None:
+    """The entry, mapped; None if there is none, or if it is not whole."""
+    try:
+        meta = json.loads((folder / _META).read_text(encoding="utf-8"))
+        arrays = {name: _mapped(folder / name, dtype, meta["sizes"][name]) for name, dtype in ARRAYS.items()}
+        hashes = {name: hashlib.sha256(array).hexdigest() for name, array in arrays.items()}
+        block = Block.from_arrays(arrays, meta["files"])
+        return Entry(block, meta["about"]) if hashes == meta["sha256"] else None
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+
+
+def _mapped(path: Path, dtype: str, size: int) -> np.ndarray:
+    if path.stat().st_size != size:
+        raise ValueError(f"{path}: {path.stat().st_size} bytes, expected {size}")
+    return np.memmap(path, dtype=dtype, mode="c") if size else np.zeros(0, dtype=dtype)
+
+
+def _write(folder: Path, make: Callable[[Writer], dict[str, Any]]) -> None:
+    """Makes the entry aside and renames it; a reader sees all of it or nothing."""
+    with _aside(folder.parent) as aside:
+        writer = Writer(aside)
+        try:
+            writer.finish(make(writer))
+        finally:
+            writer.close()
+        _flush_folder(aside)
+        _make_room(folder)
+        try:
+            aside.rename(folder)
+        except OSError:
+            if not folder.exists():  # else a writer that no lock held back was quicker, with the same content
+                raise
+    _flush_folder(folder.parent)
+
+
+def _make_room(folder: Path) -> None:
+    """Moves away an entry that is not whole, or it would have been opened: a folder is not renamed over another."""
+    with _aside(folder.parent) as aside:
+        if folder.exists():
+            folder.rename(aside / "broken")
+
+
+@contextmanager
+def _aside(home: Path) -> Iterator[Path]:
+    for old in home.glob(_ASIDE + "*"):
+        if time.time() - old.stat().st_mtime > _STALE:
+            shutil.rmtree(old, ignore_errors=True)
+    aside = Path(tempfile.mkdtemp(prefix=_ASIDE, dir=home))
+    try:
+        yield aside
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _wait_for(folder: Path) -> None:
+    """Until the entry is there, or until nobody has been making it for a while."""
+    lock, idle = FileLock(folder.with_name(f"{folder.name}.lock")), 0.0
+    while not folder.exists() and idle < _PATIENCE:
+        try:
+            lock.acquire(timeout=0)
+            lock.release()
+            idle += _AGAIN
+        except Timeout:
+            idle = 0.0
+        time.sleep(_AGAIN)
+
+
+def _flush(file: Any) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _flush_folder(folder: Path) -> None:
+    """A rename is on the disk when its folder is; Windows cannot open one."""
+    if os.name == "posix":
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

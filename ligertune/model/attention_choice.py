@@ -1,0 +1,113 @@
+"""Which attention a run uses, and why: a table of what can keep the documents of a packed row apart."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+
+from transformers import PreTrainedConfig
+
+from ligertune.errors import UserError
+from ligertune.machine import Machine
+from ligertune.plan import Precision
+
+VENDORS = {"nvidia": "NVIDIA GPUs", "amd": "AMD GPUs", "cpu": "CPUs"}
+# what a layer may be called for its state or its pattern to respect documents
+ISOLATED_LAYERS = {"full_attention", "sliding_attention"}
+
+
+@dataclass(frozen=True)
+class Attention:
+    """One way to attend. `name` is the recipe's, `packed` transformers' for packed rows."""
+
+    name: str
+    packed: str
+    auto_on: tuple[str, ...]  # vendors on which `auto` takes it, the first row that fits
+    runs_on: tuple[str, ...]
+    half_only: bool = False  # bfloat16 and float16
+    soft_cap: bool = True
+    dropout: bool = True
+    package: str | None = None
+    oldest_nvidia: int = 0  # compute capability, 80 for 8.0
+    widest_head: int = 1 << 30
+    multiple_of: int = 16  # tokens of a batch: matrix products like it, 2 % more tokens/s on an H100, padding and all
+
+
+ATTENTIONS = (
+    Attention("varlen", "varlen", auto_on=("nvidia",), runs_on=("nvidia",), half_only=True, soft_cap=False,
+              dropout=False, oldest_nvidia=80, widest_head=256),
+    Attention("flash_attention_2", "flash_attention_2", auto_on=("nvidia", "amd"), runs_on=("nvidia", "amd"),
+              half_only=True, package="flash_attn", oldest_nvidia=80, widest_head=256),
+    Attention("flex_attention", "flex_attention", auto_on=("nvidia",), runs_on=("nvidia", "amd"), dropout=False,
+              multiple_of=128),  # its blocks, and few lengths to compile for
+    Attention("sdpa", "per_document", auto_on=("nvidia", "amd", "cpu"), runs_on=("nvidia", "amd", "cpu")),
+    Attention("eager", "eager", auto_on=(), runs_on=("nvidia", "amd", "cpu")),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class AttentionChoice:
+    """`implementation` is what the model is built with; None leaves it to transformers."""
+
+    implementation: str | None
+    why: str
+    multiple_of: int = Attention.multiple_of
+
+
+def choose_attention(
+    wanted: str, config: PreTrainedConfig, machine: Machine, precision: Precision, *, packing: bool
+) -> AttentionChoice:
+    """The attention for `model.attn_implementation`; a UserError where it cannot be, or cannot be packed."""
+    if packing:
+        check_layers(config)
+    elif wanted == "auto":
+        return AttentionChoice(None, "")
+    reasons = {row.name: _refusal(row, config, machine, precision) for row in ATTENTIONS}
+    if wanted != "auto":
+        if reasons[wanted] is not None:
+            raise UserError(
+                f"model.attn_implementation: {wanted} cannot be used: {reasons[wanted]}.",
+                hint="Write auto, which takes an exact one that fits.",
+            )
+        chosen = next(row for row in ATTENTIONS if row.name == wanted)
+        named = chosen.packed if packing or wanted == "varlen" else chosen.name
+        return AttentionChoice(named, "", chosen.multiple_of)
+    fitting = [row for row in ATTENTIONS if machine.vendor in row.auto_on]
+    chosen = next(row for row in fitting if reasons[row.name] is None)
+    passed_over = [f"{row.name}: {reasons[row.name]}" for row in fitting[: fitting.index(chosen)]]
+    return AttentionChoice(chosen.packed, "; ".join(["documents isolated", *passed_over]), chosen.multiple_of)
+
+
+def check_layers(config: PreTrainedConfig) -> None:
+    """A UserError for layers that carry something from one document of a row into the next."""
+    kinds = set(getattr(config.get_text_config(), "layer_types", None) or ())
+    if kinds - ISOLATED_LAYERS:
+        raise UserError(
+            f"data.packing: {config.model_type} has {', '.join(sorted(kinds - ISOLATED_LAYERS))} layers, which would "
+            "see from one document of a packed row into the next.",
+            hint="Write data.packing: false.",
+        )
+
+
+def _refusal(row: Attention, config: PreTrainedConfig, machine: Machine, precision: Precision) -> str | None:
+    """Why an attention cannot be used for this model on this machine, or None."""
+    text = config.get_text_config()
+    head_dim = max(getattr(text, name, None) or 0 for name in ("head_dim", "qk_head_dim"))
+    head_dim = head_dim or text.hidden_size // text.num_attention_heads
+    soft_cap = getattr(text, "attn_logit_softcapping", None)
+    capability = int(machine.arch[2:]) if machine.vendor == "nvidia" else 0
+    if machine.vendor not in row.runs_on:
+        return f"it trains on {' and '.join(VENDORS[vendor] for vendor in row.runs_on)} only"
+    if machine.vendor == "nvidia" and capability < row.oldest_nvidia:
+        return f"{machine.name} ({machine.arch}) is older than sm{row.oldest_nvidia}"
+    if row.package and importlib.util.find_spec(row.package) is None:
+        return f"the package {row.package} is not installed"
+    if row.half_only and precision.weights == "float32" and precision.autocast == "no":
+        return "it computes in bfloat16 or float16 only"
+    if soft_cap is not None and not row.soft_cap:
+        return f"it has no soft cap, and the model caps its attention scores at {soft_cap:g}"
+    if getattr(text, "attention_dropout", 0.0) and not row.dropout:
+        return f"it has no dropout, and the model's attention_dropout is {text.attention_dropout:g}"
+    if head_dim > row.widest_head:
+        return f"its heads are at most {row.widest_head} wide, and the model's are {head_dim}"
+    return None

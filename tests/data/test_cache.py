@@ -1,0 +1,241 @@
+"""The cache of prepared data: found again by content alone, complete or absent, made once however many want it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from ligertune.data.cache import cache_home
+from ligertune.data.prepare import prepare
+from ligertune.errors import UserError
+from ligertune.recipe.schema import DatasetSpec, DataSpec
+
+ROWS = [{"instruction": f"Say {n}.", "output": f"{n} " * (n % 9 + 1)} for n in range(60)] + [
+    {"instruction": "No.", "output": ""}
+]
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("LIGERTUNE_CACHE", str(tmp_path / "cache"))
+    return cache_home()
+
+
+@pytest.fixture
+def rows(tmp_path) -> Path:
+    return write(tmp_path / "rows.jsonl", ROWS)
+
+
+def write(path: Path, rows: list[dict]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def entries(home: Path) -> list[Path]:
+    return sorted(path for path in home.iterdir() if path.is_dir())
+
+
+def is_cached(prepared) -> bool:
+    return prepared.report.sets[0].cached
+
+
+def test_the_second_time_comes_from_the_cache_and_is_the_same(home, rows, prepared):
+    first, second = prepared(rows), prepared(rows)
+    assert (is_cached(first), is_cached(second)) == (False, True)
+    assert second.train.fingerprint == first.train.fingerprint
+    assert second.train.sources == first.train.sources
+    assert second.report.dropped == first.report.dropped == {"empty answer": 1}
+    assert second.report.first_dropped == first.report.first_dropped
+    assert isinstance(second.train[0].input_ids.base, np.memmap)  # read when it is used
+    assert np.array_equal(second.train[3].labels, first.train[3].labels)
+
+
+def test_what_is_cached_is_what_would_be_made(home, rows, prepared):
+    prepared(rows)
+    made, kept = prepared(rows, cache=False), prepared(rows)
+    assert made.train.fingerprint == kept.train.fingerprint
+    assert {**vars(kept.report), "sets": ()} == {**vars(made.report), "sets": ()}
+
+
+def test_without_cache_nothing_is_kept(home, rows, prepared):
+    prepared(rows, cache=False)
+    assert not home.exists()
+
+
+CHANGES = {
+    "train_on": {"train_on": "all"},
+    "max_length": {"max_length": 2000},
+    "on_overlength": {"on_overlength": "truncate"},
+    "prompt_template": {"prompt_template": "chat"},
+    "system_prompt": {"system_prompt": "Be brief."},
+    "max_samples": {"dataset": {"max_samples": 50}},
+    "on_bad_row": {"dataset": {"on_bad_row": "repair"}},
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_changes_examples_changes_the_key(change, home, rows, prepared):
+    prepared(rows)
+    assert not is_cached(prepared(rows, **CHANGES[change]))
+    assert is_cached(prepared(rows))
+
+
+@pytest.mark.parametrize("beside", [{"val_split": 0.2}, {"num_proc": 2}, {"packing": False}, {"seed": 5}], ids=str)
+def test_what_leaves_examples_alone_does_not(beside, home, rows, prepared):
+    prepared(rows)
+    assert is_cached(prepared(rows, **beside))
+
+
+def test_a_changed_byte_a_tokenizer_and_a_template_change_the_key(home, rows, prepared, quickstart, tmp_path):
+    prepared(rows, prompt_template="chat")
+    other = AutoTokenizer.from_pretrained(quickstart / "stories260K")
+    assert is_cached(prepared(rows, prompt_template="chat", tokenizer=other))
+    other.chat_template += "!"
+    assert not is_cached(prepared(rows, prompt_template="chat", tokenizer=other))
+    longer = AutoTokenizer.from_pretrained(quickstart / "stories260K")
+    longer.add_tokens(["Say"])
+    assert not is_cached(prepared(rows, prompt_template="chat", tokenizer=longer))
+    file = tmp_path / "t.jinja"
+    for text, expected in (("a", False), ("a", True), ("b", False)):
+        file.write_text("{% for m in messages %}{{ m.content }}</s>{% endfor %}" + text)
+        assert is_cached(prepared(rows, prompt_template=str(file))) is expected
+    write(rows, [*ROWS[:-1], {"instruction": "No!", "output": ""}])
+    assert not is_cached(prepared(rows, prompt_template="chat"))
+
+
+def test_a_template_that_tells_the_date_is_kept_for_a_day(home, rows, prepared, monkeypatch, tmp_path):
+    import datetime
+
+    class Tomorrow(datetime.date):
+        @classmethod
+        def today(cls):
+            return cls(2100, 1, 1)
+
+    file = tmp_path / "dated.jinja"
+    file.write_text("{{ strftime_now('%d') }}{% for m in messages %}{{ m.content }}</s>{% endfor %}")
+    prepared(rows, prompt_template=str(file))
+    assert is_cached(prepared(rows, prompt_template=str(file)))
+    monkeypatch.setattr(datetime, "date", Tomorrow)
+    assert not is_cached(prepared(rows, prompt_template=str(file)))
+
+
+DAMAGE = {
+    "a byte": lambda entry: flip(entry / "input_ids"),
+    "a byte of the counts": lambda entry: flip(entry / "lengths"),
+    "cut off": lambda entry: os.truncate(entry / "labels", 8),
+    "empty": lambda entry: os.truncate(entry / "labels", 0),
+    "a file is gone": lambda entry: (entry / "line_of").unlink(),
+    "meta is gone": lambda entry: (entry / "meta.json").unlink(),
+    "meta is cut off": lambda entry: os.truncate(entry / "meta.json", 40),
+    "meta is empty": lambda entry: (entry / "meta.json").write_text("{}"),
+}
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_entry_is_made_anew(damage, home, rows, prepared):
+    before = prepared(rows).train.fingerprint
+    (entry,) = entries(home)
+    DAMAGE[damage](entry)
+    again = prepared(rows)
+    assert (is_cached(again), again.train.fingerprint) == (False, before)
+    assert is_cached(prepared(rows)) and entries(home) == [entry]
+
+
+def test_a_complaint_leaves_nothing_behind(home, rows, prepared):
+    with pytest.raises(UserError, match="empty answer"):
+        prepared(rows, dataset={"on_bad_row": "error"})
+    assert entries(home) == []
+
+
+def test_a_folder_that_cannot_be_written_is_named(home, rows, prepared):
+    home.parent.mkdir()
+    home.write_text("a file stands here")
+    with pytest.raises(UserError, match=r"LIGERTUNE_CACHE, or write data\.cache: false"):
+        prepared(rows)
+    assert prepared(rows, cache=False).report.examples == 60
+
+
+PROGRAM = """
+import sys
+from transformers import AutoTokenizer
+from ligertune.data.prepare import prepare
+from ligertune.recipe.schema import DatasetSpec, DataSpec
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
+data = DataSpec(datasets=[DatasetSpec(path=sys.argv[2])], num_proc=1)
+print("ready", flush=True)
+ready = prepare(data, tokenizer, seed=0)
+print(int(ready.report.sets[0].cached), ready.train.fingerprint)
+"""
+
+
+def start(quickstart: Path, rows: Path, **environment: str) -> subprocess.Popen[str]:
+    house = Path(__file__).resolve().parents[2]
+    command = [sys.executable, "-c", PROGRAM, str(quickstart / "stories260K"), str(rows)]
+    path = os.pathsep.join([str(house), str(house / "kernels")])
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path, **environment}
+    )
+
+
+def said(process: subprocess.Popen[str]) -> tuple[str, str]:
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0
+    cached, fingerprint = output.split()[-2:]
+    return cached, fingerprint
+
+
+def test_of_processes_that_come_at_once_one_makes_it(home, tmp_path, quickstart):
+    big = write(tmp_path / "big.jsonl", ROWS * 60)  # seconds, so that they meet
+    found = [said(process) for process in [start(quickstart, big) for _ in range(3)]]
+    assert sorted(cached for cached, _ in found) == ["0", "1", "1"]
+    assert len({fingerprint for _, fingerprint in found}) == 1 == len(entries(home))
+
+
+def test_under_a_launcher_the_first_rank_makes_it(home, rows, quickstart):
+    second = start(quickstart, rows, RANK="1", LOCAL_RANK="1", WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
+    assert second.stdout.readline() == "ready\n"
+    time.sleep(1.0)  # it waits
+    assert second.poll() is None and not entries(home)
+    first = start(quickstart, rows, RANK="0", LOCAL_RANK="0", WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
+    made, read = said(first), said(second)
+    assert (made[0], read[0]) == ("0", "1") and made[1] == read[1]
+
+
+def test_a_killed_writer_leaves_no_entry(home, tmp_path, quickstart):
+    big = write(tmp_path / "big.jsonl", ROWS * 400)
+    writer = start(quickstart, big)
+    while not (home.is_dir() and list(home.glob(".writing-*/input_ids"))):
+        time.sleep(0.01)
+        assert writer.poll() is None
+    writer.send_signal(signal.SIGKILL)
+    writer.wait()
+    assert [path.name[0] for path in entries(home)] == ["."]  # aside, and nobody's entry
+    small = write(big, ROWS)
+    tokenizer = AutoTokenizer.from_pretrained(quickstart / "stories260K")
+    assert not is_cached(prepare(DataSpec(datasets=[DatasetSpec(path=str(small))]), tokenizer, seed=0))
+
+
+def test_what_a_killed_writer_left_goes_after_a_day(home, rows, prepared):
+    old, recent = home / ".writing-old", home / ".writing-recent"
+    for folder in (old, recent):
+        folder.mkdir(parents=True)
+    os.utime(old, (time.time() - 2 * 86400,) * 2)
+    prepared(rows)
+    assert not old.exists() and recent.exists()
+    shutil.rmtree(recent)

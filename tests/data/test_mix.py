@@ -1,0 +1,61 @@
+"""Weights are how often an epoch sees a data set: exact for whole numbers, a seeded draw for the rest."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ligertune.data.mix import mixed
+from ligertune.data.prepare import prepare
+from ligertune.recipe.schema import DatasetSpec, DataSpec
+
+SET_OF = np.repeat([0, 1, 2], [10, 4, 7])
+
+
+def times(weights, seed=0) -> Counter:
+    return Counter(mixed(SET_OF, weights, seed=seed).tolist())
+
+
+def test_weight_one_is_each_example_once_in_order():
+    assert mixed(SET_OF, [1, 1, 1], seed=3).tolist() == list(range(21))
+
+
+def test_whole_weights_repeat_and_parts_are_drawn():
+    seen = times([2, 0.5, 1.4])
+    assert [seen[place] for place in range(10)] == [2] * 10
+    assert sorted(seen[place] for place in range(10, 14)) == [0, 0, 1, 1]
+    assert Counter(seen[place] for place in range(14, 21)) == {1: 4, 2: 3}
+
+
+def test_the_draw_is_the_seeds():
+    assert times([1, 0.5, 0.5], seed=1) == times([1, 0.5, 0.5], seed=1)
+    assert len({tuple(mixed(SET_OF, [1, 0.5, 0.5], seed=seed)) for seed in range(10)}) > 1
+
+
+@pytest.fixture
+def two(tmp_path) -> list[Path]:
+    paths = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    for path, count in zip(paths, (20, 10), strict=True):
+        rows = [{"instruction": f"{path.stem}{number}", "output": "o"} for number in range(count)]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return paths
+
+
+def test_prepare_mixes_and_says_so(two, stories):
+    sets = [DatasetSpec(path=str(path), weight=weight) for path, weight in zip(two, (0.5, 3.0), strict=True)]
+    data = prepare(DataSpec(datasets=sets), stories, seed=0)
+    files = Counter(Path(source.rpartition(":")[0]).name for source in data.train.sources)
+    assert files == {"a.jsonl": 10, "b.jsonl": 30}
+    assert data.report.notes == (f"An epoch sees 40 examples: 10 of {two[0]} (weight 0.5), 30 of {two[1]} (weight 3).",)
+
+
+def test_what_is_held_out_is_not_trained_on_however_often_its_set_is_seen(two, stories):
+    sets = [DatasetSpec(path=str(path), weight=2.5) for path in two]
+    data = prepare(DataSpec(datasets=sets, val_split=0.2), stories, seed=0)
+    assert set(data.train.sources).isdisjoint(data.eval.sources)
+    assert (len(data.eval), len(set(data.train.sources)), data.report.held_out) == (6, 24, 6)
+    assert set(Counter(data.train.sources).values()) == {2, 3}

@@ -1,0 +1,125 @@
+"""The report as a page: whole, self-contained, and whatever the data says is text in it."""
+
+from __future__ import annotations
+
+import json
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+
+from ligertune.data.outlook import outlook
+from ligertune.data.packing import pack
+from ligertune.data.page import page
+from ligertune.data.preview import preview, summary, visible
+from ligertune.errors import UserError
+from ligertune.preflight import check_report_path
+from ligertune.recipe.schema import Recipe
+
+HOSTILE = "<script>alert(1)</script> <img src=http://evil/x> </pre> &amp; \x1b[31m \u202egnp.exe </s>"
+ROWS = [
+    {"instruction": HOSTILE, "output": HOSTILE},
+    {"instruction": "<b>", "output": ""},
+    {"instruction": "ok", "output": "fine"},
+]
+
+
+class Reader(HTMLParser):
+    """What a browser would make of it: the elements, their attributes, the text; unclosed ones are an error."""
+
+    def __init__(self, document: str) -> None:
+        super().__init__()
+        self.open, self.elements, self.words = [], [], []
+        self.feed(document)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag, attrs):
+        self.elements.append((tag, dict(attrs)))
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.words.append(data)
+
+
+@pytest.fixture
+def hostile(tmp_path, prepared):
+    path = tmp_path / "<i>d.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return prepared(path)
+
+
+def recipe(**train: object) -> Recipe:
+    return Recipe(
+        model={"model_name_or_path": "m"},
+        data={"datasets": [{"path": "d"}], "max_length": 64},
+        checkpoint={"output_dir": "o"},
+        train={"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3, **train},
+    )
+
+
+@pytest.fixture
+def document(hostile, stories) -> str:
+    lengths, trained = hostile.train.lengths % 60 + 1, hostile.train.trained % 7
+    whole = outlook(recipe(), lengths, trained, processes=1)
+    shown = preview(hostile.train, stories, 5)
+    return page(summary(hostile, hostile.train, shown, whole), title="Data of <recipe>.yaml")
+
+
+def test_what_the_data_says_is_text(document):
+    read = Reader(document)
+    assert {tag for tag, _ in read.elements} & {"script", "img", "iframe", "link", "a"} == set()
+    text = "".join(read.words)
+    assert text.count("<script>alert(1)</script>") == 2 and "</pre> &amp; " in text
+    assert "<i>d.jsonl:2" in text and "Data of <recipe>.yaml" in text
+    assert "\x1b" not in document and "\u202e" not in document and "\u241b[31m \u27e8U+202E\u27e9gnp.exe" in text
+
+
+def test_nothing_is_fetched(document):
+    read = Reader(document)
+    assert not [attribute for _, attrs in read.elements for attribute in attrs if attribute in ("src", "href")]
+    assert "url(" not in document and "@import" not in document
+    policy = next(attrs["content"] for tag, attrs in read.elements if "http-equiv" in attrs)
+    assert policy.startswith("default-src 'none'")
+
+
+def test_trained_pieces_and_control_tokens_are_told_apart(hostile, stories):
+    shown = preview(hostile.train, stories, 2)
+    document = page(summary(hostile, hostile.train, shown), title="t")
+    assert "<i class=s>&lt;s&gt;</i>" in document and "<b class=s>&lt;/s&gt;</b>" in document
+    # "</s>" in the row's own text is text: only the end of each example is the control token
+    assert document.count("<b class=s>&lt;/s&gt;</b>") == 2
+    assert [piece.special for piece in shown[0].pieces].count(True) == 2  # BOS and EOS
+    assert "1</td><td class=n>33.33%</td><td>empty answer" in document
+    assert document.count("<rect") == len(summary(hostile, hostile.train, shown)["lengths"]["counts"])
+
+
+def test_outlook_counts_rows_padding_steps_and_tokens():
+    lengths = np.array([10, 60, 20, 30, 40, 50, 5], dtype=np.int64)
+    found = outlook(recipe(num_train_epochs=2), lengths, lengths // 2, processes=2)
+    packs = pack(lengths, 64)
+    assert (found.rows, found.fill, found.rows_per_step) == (len(packs), packs.fill, 12)
+    assert (found.steps, found.tokens, found.trained_tokens) == (1, 2 * 215, 2 * int((lengths // 2).sum()))
+    assert found.fill_grouped == pytest.approx(215 / (2 * 10 + 2 * 30 + 2 * 50 + 60))
+    assert found.fill_to_max_length == pytest.approx(215 / (7 * 64))
+    assert found.fill_shuffled < found.fill_grouped
+    padded = recipe().model_copy(update={"data": recipe().data.model_copy(update={"packing": False})})
+    alone = outlook(padded, lengths, lengths // 2, processes=1)
+    assert (alone.rows, alone.packed, alone.fill) == (7, False, alone.fill_grouped)
+    assert outlook(recipe(max_steps=4), lengths, lengths, processes=1).tokens == round(215 * 4 * 6 / len(packs))
+
+
+def test_text_that_hides_is_made_visible():
+    assert visible("a\tb\nc é 你") == "a\tb\nc é 你"
+    assert visible("\x00\x1b\x7f\u200b\u2066\x9b") == "␀␛␡⟨U+200B⟩⟨U+2066⟩⟨U+009B⟩"
+    assert visible("👩‍👧") == "👩‍👧"  # the joiner of emoji stays
+
+
+@pytest.mark.parametrize("name", ["", "nowhere/report.html"])
+def test_a_report_that_cannot_be_written_is_refused_first(tmp_path, name):
+    with pytest.raises(UserError, match=r"--out: .*(is a folder|not there)"):
+        check_report_path(tmp_path / name)

@@ -1,0 +1,102 @@
+"""Rows through several processes: the same examples in the same order, errors and all, and little under way at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import signal
+from pathlib import Path
+
+import pytest
+
+from ligertune.data.examples import Examples
+from ligertune.data.formats import recognise
+from ligertune.data.parallel import CHUNK, blocks_of, count_processes
+from ligertune.data.prepare import prepare
+from ligertune.data.rows import RowPath, Tally
+from ligertune.data.sources import Record, read_records
+from ligertune.errors import UserError
+from ligertune.recipe.schema import DatasetSpec, DataSpec
+
+ROWS = 7 * CHUNK + 3  # enough for workers, and a last chunk that is not full
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("many") / "many.jsonl"
+    rows = [{"instruction": f"Say {n}.", "output": "" if n % 100 == 7 else f"{n} " * (n % 9 + 1)} for n in range(ROWS)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_more_processes_give_the_same_examples_and_the_same_account(many, prepared):
+    alone, three = (prepared(many, num_proc=number, cache=False) for number in (1, 3))
+    assert three.train.fingerprint == alone.train.fingerprint
+    assert three.train.sources == alone.train.sources
+    assert three.report == alone.report
+    assert three.report.dropped == {"empty answer": 18}
+    assert three.report.first_dropped["empty answer"].startswith(f"{many}:8 ")
+
+
+def test_an_error_in_a_process_is_the_users_to_read(many, prepared):
+    with pytest.raises(UserError, match=r"many\.jsonl:8: empty answer"):
+        prepared(many, num_proc=2, cache=False, dataset={"on_bad_row": "error"})
+
+
+def test_progress_counts_the_rows_as_they_are_done(many, stories):
+    seen: list[tuple[str, int, float]] = []
+    data = DataSpec(datasets=[DatasetSpec(path=str(many))], num_proc=2, cache=False)
+    prepare(data, stories, seed=0, progress=lambda *told: seen.append(told))
+    assert [done for _, done, _ in seen] == [*range(CHUNK, ROWS, CHUNK), ROWS, ROWS]
+    shares = [share for _, _, share in seen]
+    assert shares == sorted(shares) and shares[-1] == 1.0 and {path for path, _, _ in seen} == {str(many)}
+
+
+def test_auto_is_the_cores_this_process_may_use():
+    assert count_processes("auto") == min(len(os.sched_getaffinity(0)), 24)
+    assert count_processes(5) == 5
+
+
+class Rows:
+    """Stands where a RowPath does, and makes no examples."""
+
+    def examples(self, records, tally):
+        tally.rows_read += len(records)
+        return []
+
+
+class Fatal(Rows):
+    def examples(self, records, tally):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_few_chunks_are_under_way():
+    taken = 0
+
+    def records():
+        nonlocal taken
+        for taken in range(1, 100 * CHUNK + 1):
+            yield Record({}, f"f:{taken}")
+
+    done = blocks_of(Rows(), records(), processes=2)
+    next(done)
+    assert taken <= 6 * CHUNK
+    assert sum(tally.rows_read for _, tally in done) + CHUNK == taken == 100 * CHUNK
+
+
+def test_a_killed_process_is_said_to_be_one():
+    with pytest.raises(UserError, match="was killed") as caught:
+        list(blocks_of(Fatal(), [Record({}, "f:1")] * ROWS, processes=2))
+    assert caught.value.exit_code == 1
+    assert "TOKENIZERS_PARALLELISM" not in os.environ
+
+
+@pytest.mark.parametrize("template", ["alpaca", "chat"])
+def test_rows_can_be_sent_to_processes_that_start_anew(many, stories, template):
+    spec = DatasetSpec(path=str(many), max_samples=20)
+    data = DataSpec(datasets=[spec], prompt_template=template)
+    records = read_records(spec)
+    rows = RowPath(spec, data, recognise("alpaca", records[0].row, "many"), stories)
+    here, there = (path.examples(records, Tally()) for path in (rows, pickle.loads(pickle.dumps(rows))))
+    assert Examples(there).fingerprint == Examples(here).fingerprint

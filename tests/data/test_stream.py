@@ -1,0 +1,146 @@
+"""A stream gives every example once an epoch, in an order of the seed, in little memory, and counts the rest."""
+
+from __future__ import annotations
+
+import json
+import tracemalloc
+from collections import Counter
+from collections.abc import Callable
+from itertools import islice, takewhile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ligertune.data.prepare import PreparedData, prepare
+from ligertune.data.stream import ExampleStream, StreamedExamples
+from ligertune.errors import UserError
+from ligertune.recipe.schema import DatasetSpec, DataSpec
+
+
+def write(path: Path, count: int, **more) -> Path:
+    rows = [
+        {"instruction": f"{path.stem} {number}", "output": "o " * (number % 5 + 1), **more} for number in range(count)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def streamed(stories) -> Callable[..., ExampleStream]:
+    def of(*paths: Path, seed: int = 0, buffer: int = 50, weights=None, dataset=None, **data) -> ExampleStream:
+        weights = weights or [1.0] * len(paths)
+        sets = [
+            DatasetSpec(path=str(path), weight=weight, **(dataset or {}))
+            for path, weight in zip(paths, weights, strict=True)
+        ]
+        return ExampleStream(DataSpec(datasets=sets, streaming=True, **data), stories, seed=seed, buffer=buffer)
+
+    return of
+
+
+def sources(stream: ExampleStream, count: int) -> list[str]:
+    return [example.source for example in islice(stream, count)]
+
+
+def test_an_epoch_holds_every_example_once_and_the_next_another_order(tmp_path, streamed):
+    found = sources(streamed(write(tmp_path / "a.jsonl", 300)), 600)
+    assert len(set(found[:300])) == len(set(found[300:])) == 300
+    assert found[:300] != found[300:] != sorted(found[300:])
+
+
+def test_the_order_is_the_seeds_and_examples_are_those_of_prepare(tmp_path, streamed, stories):
+    path = write(tmp_path / "a.jsonl", 300)
+    found = sources(streamed(path, seed=7), 300)
+    assert found == sources(streamed(path, seed=7), 300) != sources(streamed(path, seed=8), 300)
+    whole = prepare(DataSpec(datasets=[DatasetSpec(path=str(path))]), stories, seed=0).train
+    ids = {example.source: (example.input_ids.tolist(), example.labels.tolist()) for example in whole}
+    for example in islice(streamed(path), 300):
+        assert ids[example.source] == (example.input_ids.tolist(), example.labels.tolist())
+
+
+def test_sets_of_different_size_end_together(tmp_path, streamed):
+    """30 to 1: of every part of the epoch, about one in 30 is of the small one."""
+    paths = write(tmp_path / "a.jsonl", 6000), write(tmp_path / "b.jsonl", 200)
+    found = [Path(source).name[0] for source in sources(streamed(*paths, buffer=1), 6200)]
+    places = np.flatnonzero(np.array(found) == "b") / 6200
+    assert len(places) == 200 and places.min() < 0.1 and places.max() > 0.4
+
+
+def test_weights_repeat_a_set_or_thin_it_out(tmp_path, streamed):
+    paths = write(tmp_path / "a.jsonl", 400), write(tmp_path / "b.jsonl", 400), write(tmp_path / "c.jsonl", 10)
+    stream = streamed(*paths, weights=[2.0, 0.25, 1.0])
+    epoch = [example.source for example in takewhile(lambda _: stream.epoch == 1, stream)]
+    seen = Counter(Path(source.rpartition(":")[0]).stem for source in epoch)
+    assert (seen["a"], seen["c"]) == (800, 10) and 70 < seen["b"] < 130  # 100 +- 9 of 400, drawn one by one
+    assert set(Counter(source for source in epoch if "a.jsonl" in source).values()) == {2}
+
+
+def test_dropped_rows_are_counted_as_they_are_met(tmp_path, streamed):
+    path = write(tmp_path / "a.jsonl", 200)
+    path.write_text(path.read_text() + '{"instruction": "i", "output": ""}\n' * 3)
+    stream = streamed(path)
+    sources(stream, 200)
+    (part,) = stream.sets
+    assert (part.tally.rows_read, part.tally.rows_used, dict(part.tally.dropped)) == (203, 200, {"empty answer": 3})
+    assert stream.account() == [f"{path}: 200 of 203 rows that were read are used; 3 empty answer."]
+
+
+def test_a_flaw_is_met_when_it_is_read(tmp_path, streamed):
+    path = write(tmp_path / "a.jsonl", 300)
+    path.write_text(path.read_text() + "{broken\n")
+    stream = streamed(path)
+    assert len(sources(stream, 100)) == 100
+    with pytest.raises(UserError, match=r"a\.jsonl:301: not JSON"):
+        sources(stream, 300)
+
+
+def test_a_set_of_which_nothing_can_be_used_is_an_error(tmp_path, streamed):
+    rows = '{"instruction": "i", "output": ""}\n' * 120
+    (tmp_path / "a.jsonl").write_text(rows)
+    with pytest.raises(UserError, match=r"no row can be used of the first 120, the first at .*a\.jsonl:1"):
+        sources(streamed(tmp_path / "a.jsonl"), 1)
+    with pytest.raises(UserError, match="nearest is alpaca, which also needs `output`"):
+        streamed(write_columns(tmp_path / "b.jsonl"))
+
+
+def write_columns(path: Path) -> Path:
+    path.write_text('{"instruction": "i", "response": "o"}\n')
+    return path
+
+
+def test_memory_does_not_grow_with_what_was_read(tmp_path, streamed):
+    """6,000 rows of 2 kB: 12 MB of file, read through a buffer of 50."""
+    stream = iter(streamed(write(tmp_path / "a.jsonl", 6000, note="x" * 2000)))
+    tracemalloc.start()
+    for _ in islice(stream, 500):
+        pass
+    early = tracemalloc.get_traced_memory()[0]
+    for _ in islice(stream, 5000):
+        pass
+    late = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert late - early < 500_000
+
+
+def test_examples_by_their_number_as_far_as_they_are_held(tmp_path, streamed):
+    path = write(tmp_path / "a.jsonl", 100)
+    expected = list(islice(streamed(path), 60))
+    examples = StreamedExamples(streamed(path))
+    examples.reach(40)
+    assert [examples[i].source for i in range(40)] == [example.source for example in expected[:40]]
+    examples.forget(30)
+    examples.reach(60)
+    places = np.arange(30, 60)
+    assert examples.lengths[places].tolist() == [len(expected[i].input_ids) for i in places]
+    assert examples.trained[places[:, None]].tolist() == [[int((expected[i].labels != -100).sum())] for i in places]
+
+
+def test_prepare_gives_a_stream_and_the_whole_of_what_is_evaluated(tmp_path, stories):
+    train, held_out = write(tmp_path / "a.jsonl", 100), write(tmp_path / "b.jsonl", 5)
+    sets = {"datasets": [DatasetSpec(path=str(train))], "eval_datasets": [DatasetSpec(path=str(held_out))]}
+    data: PreparedData = prepare(DataSpec(streaming=True, **sets), stories, seed=0)
+    assert data.streamed and len(data.eval) == 5 and data.template == "alpaca"
+    before = data.train.fingerprint
+    write(train, 99)
+    assert prepare(DataSpec(streaming=True, **sets), stories, seed=0).train.fingerprint != before

@@ -1,0 +1,86 @@
+"""Which attention `auto` takes, and what is refused, for each machine and model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib.util import find_spec
+
+import pytest
+import tiny_models
+
+from ligertune.errors import UserError
+from ligertune.machine import Machine
+from ligertune.model.attention_choice import choose_attention
+from ligertune.plan import Precision
+
+H100 = Machine("nvidia", "cuda", "NVIDIA H100", "sm90", 1, 80 << 30, True, 989e12, 3.35e12, 1, "2.11")
+T4 = replace(H100, name="Tesla T4", arch="sm75")
+MI300 = replace(H100, vendor="amd", name="AMD Instinct MI300X", arch="gfx942")
+CPU = replace(H100, vendor="cpu", device="cpu", name="CPU", arch="x86_64")
+BF16 = Precision("bfloat16", "no")
+FP32 = Precision("float32", "no")
+FP16 = Precision("float32", "fp16")
+
+
+def choose(wanted="auto", family="llama", machine=H100, precision=BF16, packing=True, **changes):
+    return choose_attention(wanted, tiny_models.config_of(family, **changes), machine, precision, packing=packing)
+
+
+@pytest.mark.parametrize(
+    ("settings", "chosen", "why"),
+    [
+        ({}, "varlen", "documents isolated"),
+        ({"family": "mistral"}, "varlen", "documents isolated"),
+        ({"precision": FP16}, "varlen", "documents isolated"),
+        ({"family": "gemma2"}, "flex_attention", "no soft cap"),
+        ({"precision": FP32}, "flex_attention", "bfloat16 or float16 only"),
+        ({"machine": T4, "precision": FP16}, "flex_attention", "older than sm80"),
+        ({"head_dim": 512}, "flex_attention", "at most 256 wide"),
+        ({"attention_dropout": 0.1}, "per_document", "no dropout"),
+        ({"machine": MI300}, "per_document", "flash_attn is not installed"),
+        ({"machine": CPU}, "per_document", "documents isolated"),
+        ({"machine": CPU, "family": "gemma2"}, "per_document", "documents isolated"),
+    ],
+)
+@pytest.mark.skipif(find_spec("flash_attn") is not None, reason="flash_attn is installed, and auto takes it")
+def test_auto_takes_the_first_exact_one_and_says_why(settings, chosen, why):
+    choice = choose(**settings)
+    assert choice.implementation == chosen
+    assert why in choice.why
+
+
+def test_flash_attention_2_is_taken_where_it_is_installed_and_varlen_does_not_do(tmp_path, monkeypatch):
+    (tmp_path / "flash_attn.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert choose(family="gemma2").implementation == "flash_attention_2"
+    assert choose().implementation == "varlen"
+    assert choose(machine=MI300).implementation == "flash_attention_2"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "settings", "reason"),
+    [
+        ("varlen", {"family": "gemma2"}, "soft cap"),
+        ("varlen", {"machine": CPU, "precision": FP32}, "NVIDIA"),
+        ("varlen", {"machine": MI300}, "NVIDIA"),
+        ("varlen", {"precision": FP32}, "bfloat16"),
+        ("flex_attention", {"machine": CPU, "packing": False}, "NVIDIA GPUs and AMD GPUs only"),
+        ("flash_attention_2", {"machine": CPU}, "GPU"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_the_reason(wanted, settings, reason):
+    with pytest.raises(UserError, match=f"model.attn_implementation: {wanted} cannot be used: .*{reason}"):
+        choose(wanted, **settings)
+
+
+def test_without_packing_auto_is_left_to_transformers():
+    assert choose(packing=False).implementation is None
+    assert choose("sdpa", packing=False).implementation == "sdpa"
+    assert choose("sdpa").implementation == "per_document"
+    assert choose("eager").implementation == choose("eager", packing=False).implementation == "eager"
+
+
+def test_layers_that_carry_a_state_are_refused_when_planned():
+    with pytest.raises(UserError, match=r"data\.packing: llama has linear_attention layers"):
+        choose(layer_types=["linear_attention", "full_attention"])
+    assert choose(packing=False, layer_types=["linear_attention", "full_attention"]).implementation is None
