@@ -19,8 +19,12 @@ def prefer_flash() -> None:
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 
+# Its backward adds in one order, and refuses a mode that was not on when its forward was compiled.
+ALWAYS_THE_SAME = "flex_attention"
+
+
 @contextlib.contextmanager
-def same_bits(enabled: bool) -> Iterator[None]:
+def same_bits(enabled: bool, attn_implementation: str = "sdpa") -> Iterator[None]:
     """A backward that gives the same bits in every run, and so after a resume.
 
     Flash attention then adds up its gradients in a fixed order; our own kernels always do. It is on in the backward
@@ -30,7 +34,7 @@ def same_bits(enabled: bool) -> Iterator[None]:
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     # what cuBLAS must be told for it, before its first product; it is Hopper's default size
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(enabled)
+    torch.use_deterministic_algorithms(enabled and attn_implementation != ALWAYS_THE_SAME)
     # torch would also fill every new tensor with NaN, which finds bugs and costs bandwidth
     torch.utils.deterministic.fill_uninitialized_memory = False
     try:

@@ -95,7 +95,7 @@ def fit(
                 batch = batcher(rows)
                 with _gradient_sync(plan, accelerator, model, last=i == len(batches) - 1):
                     loss = model(**batch, num_items_in_batch=max(work.trained_tokens, 1), use_cache=False).loss
-                    with same_bits(plan.recipe.train.full_determinism):
+                    with same_bits(plan.recipe.train.full_determinism, plan.attn_implementation):
                         accelerator.backward(
                             loss * world
                         )  # DDP and FSDP average over ranks; the loss is a part of a sum
