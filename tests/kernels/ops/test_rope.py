@@ -18,6 +18,9 @@ SHAPES = (
     pytest.param((2, 4, 2, 3, 16, 16), id="grouped heads"),
     pytest.param((2, 7, 1, 3, 24, 12), id="odd heads, sizes of no power of two, half of the columns turned"),
     pytest.param((1, 96, 8, 2, 128, 128), id="more heads than one tile holds"),
+    pytest.param((3, 14, 2, 67, 32, 32), id="tiles that end amid a sequence, and more tokens of k in one than of q"),
+    pytest.param((1, 2, 1, 3, 2100, 2064), id="a head longer than a tile, and a rest that is short beside it"),
+    pytest.param((2, 3, 2, 5, 40, 8), id="a rest longer than what is turned"),
 )
 
 
@@ -74,6 +77,28 @@ def test_takes_any_strides_and_keeps_a_projections_layout(device) -> None:
     assert all(t.is_contiguous() for t in contiguous)
     if runs_triton(q):
         assert all(t.transpose(1, 2).is_contiguous() for t in rotated)  # (B, T, H, D) in memory: no copy follows
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("inplace", [False, True])
+def test_takes_columns_that_are_no_neighbours(inplace, interleaved, device) -> None:
+    cos, sin = angles(2, 5, 12, device)
+    q, k = (torch.randn(16, 5, n, 2, device=device).permute(3, 2, 1, 0) for n in (9, 3))
+    expected = apply_rope_reference(q, k, cos, sin, interleaved=interleaved)
+    torch.testing.assert_close(apply_rope(q, k, cos, sin, interleaved=interleaved, inplace=inplace), expected)
+
+
+def test_a_position_outside_of_the_table_gives_nan(device) -> None:
+    if not runs_triton(torch.empty(0, device=device)):
+        pytest.skip("the reference raises")
+    cos, sin = (t[0] for t in angles(1, 4, 8, device))
+    position_ids = torch.tensor([[0, 4, 3], [-1, 1, 1 << 40]], device=device)
+    q, k = queries_and_keys((2, 9, 2, 3, 12, 8), torch.float32, device)
+    for rotated, x in zip(apply_rope(q, k, cos, sin, position_ids), (q, k), strict=True):
+        outside = (position_ids < 0) | (position_ids >= 4)
+        assert torch.equal(rotated[..., :8].isnan().all(-1), outside[:, None].expand(rotated.shape[:-1]))
+        assert torch.equal(rotated[..., :8].isnan().any(-1), outside[:, None].expand(rotated.shape[:-1]))
+        torch.testing.assert_close(rotated[..., 8:], x[..., 8:], rtol=0, atol=0)
 
 
 def test_turning_back_restores(device) -> None:
