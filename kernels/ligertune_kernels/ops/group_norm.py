@@ -208,7 +208,7 @@ def _tile(n_channels: int, length: int, chip: Chip) -> dict[str, int | bool]:
     cols = min(tile, triton.next_power_of_2(length))
     channels = min(tile // cols, triton.next_power_of_2(n_channels))
     constants = {"CHANNELS": channels, "LENGTH": cols, **options(tile, chip)}
-    return constants if large else constants | {"num_warps": TILE_WARPS * 32 // chip.warp_size}
+    return constants if large or chip.warp_size == 64 else constants | {"num_warps": TILE_WARPS}
 
 
 def _forward(

@@ -186,6 +186,8 @@ def _in_groups(
     x: torch.Tensor, head: Head, targets: Targets, needs: Needs, schedule: Schedule, found: Gradients
 ) -> None:
     """All logits at once, the first columns in the memory of dW: see schedule.py for why dW never overtakes them."""
+    if torch.compiler.is_compiling():  # it takes memory for a tensor's alone, and would copy what is shared
+        raise ValueError("linear_cross_entropy: a schedule in groups cannot be compiled; leave the schedule to the op")
     (n_rows, hidden_size), vocab_size = x.shape, len(head.weight)
     groups, slab = schedule.groups, schedule.slab
     in_groups, memory = groups * slab, found.weight.view(-1)

@@ -125,11 +125,13 @@ def row_pass(
     tiles = tiling(n_rows, n_cols, logits.element_size(), chip, plain=plain, rest_cols=rest_cols)
     needs_grad = gradient is not None
     scale_stride = 1 if needs_grad and scale.dim() else 0
-    # A flag keeps the kernel off the arguments it has no use for; any tensor fills their place.
+    if lead is None:  # not another argument: torch.compile takes it for written to, and would keep what it held before
+        lead = losses.new_empty(1)
+    # A flag keeps the kernel off the other arguments it has no use for; any tensor fills their place.
     with on_device(logits):
         row_kernel[(tiles.programs,)](
             logits, labels, losses if weight is None else weight.contiguous(), losses, losses if lse is None else lse,
-            gradient if needs_grad else logits, scale if needs_grad else losses, losses if lead is None else lead,
+            gradient if needs_grad else logits, scale if needs_grad else losses, lead,
             logits.stride(0), gradient.stride(0) if needs_grad else 0, scale_stride, n_rows, n_cols, tiles.swept,
             in_lead, group_jump,
             terms.ignore_index, terms.label_smoothing, terms.softcap or 0.0, terms.logit_scale, terms.z_loss,
