@@ -62,20 +62,18 @@ def apply_rope_reference(
 
 @triton.jit
 def _load_pairs(
-    ptrs, col_stride, mask, other, EVICTION: tl.constexpr,
-    PAIRS: tl.constexpr, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr,
-):  # fmt: skip
+    ptrs, col_stride, mask, other, PAIRS: tl.constexpr, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr
+):
     """Both columns of every pair, (TOKENS, HEADS, PAIRS) each in fp32; neighbours are read as one row, then parted."""
     if INTERLEAVED:
         cols = tl.arange(0, 2 * PAIRS)[None, None, :].to(tl.int64)
-        row = tl.load(ptrs + cols * col_stride, mask=mask & (cols < ROTARY_DIM), other=other, eviction_policy=EVICTION)
+        row = tl.load(ptrs + cols * col_stride, mask=mask & (cols < ROTARY_DIM), other=other)
         lo, hi = tl.split(tl.reshape(row, (row.shape[0], row.shape[1], PAIRS, 2)))
     else:
         cols = tl.arange(0, PAIRS)[None, None, :].to(tl.int64)
         mask = mask & (cols < ROTARY_DIM // 2)
-        lo = tl.load(ptrs + cols * col_stride, mask=mask, other=other, eviction_policy=EVICTION)
-        cols += ROTARY_DIM // 2
-        hi = tl.load(ptrs + cols * col_stride, mask=mask, other=other, eviction_policy=EVICTION)
+        lo = tl.load(ptrs + cols * col_stride, mask=mask, other=other)
+        hi = tl.load(ptrs + (cols + ROTARY_DIM // 2) * col_stride, mask=mask, other=other)
     return lo.to(tl.float32), hi.to(tl.float32)
 
 
@@ -140,16 +138,16 @@ def _rotate_tile(
     x_ptrs = x_ptr + batch * x_batch_stride + token * x_token_stride + heads * x_head_stride
     y_ptrs = y_ptr + batch * y_batch_stride + token * y_token_stride + heads * y_head_stride
     angle = batch * cos_batch_stride + token * cos_token_stride
-    x_lo, x_hi = _load_pairs(x_ptrs, x_col_stride, mask, 0.0, "", PAIRS, ROTARY_DIM, INTERLEAVED)
+    x_lo, x_hi = _load_pairs(x_ptrs, x_col_stride, mask, 0.0, PAIRS, ROTARY_DIM, INTERLEAVED)
     if REST > 0:
         cols = ROTARY_DIM + tl.arange(0, REST)[None, None, :].to(tl.int64)
         rest = tl.load(x_ptrs + cols * x_col_stride, mask=mask & (cols < head_dim))
     if HAS_POSITIONS:
         position = tl.load(position_ids_ptr + rows.to(tl.int64), mask=known, other=0).to(tl.int64)
         angle, known = position * cos_token_stride, known & (position >= 0) & (position < n_positions)
-    # A position outside of the table reads nothing and gives NaN. The programs of the other heads read the same angles.
-    cos_lo, cos_hi = _load_pairs(cos_ptr + angle, 1, known, float("nan"), "evict_last", PAIRS, ROTARY_DIM, INTERLEAVED)
-    sin_lo, sin_hi = _load_pairs(sin_ptr + angle, 1, known, float("nan"), "evict_last", PAIRS, ROTARY_DIM, INTERLEAVED)
+    # A position outside of the table reads nothing and gives NaN.
+    cos_lo, cos_hi = _load_pairs(cos_ptr + angle, 1, known, float("nan"), PAIRS, ROTARY_DIM, INTERLEAVED)
+    sin_lo, sin_hi = _load_pairs(sin_ptr + angle, 1, known, float("nan"), PAIRS, ROTARY_DIM, INTERLEAVED)
     if BACKWARD:
         sin_lo, sin_hi = -sin_hi, -sin_lo
     y_lo = (x_lo * cos_lo - x_hi * sin_lo).to(y_ptr.dtype.element_ty)
@@ -271,10 +269,12 @@ def _rotate(
     (q_tokens, q_heads), (k_tokens, k_heads) = _tile(n_q_heads, width), _tile(n_k_heads, width)
     group, tile = max(q_tokens, k_tokens), q_tokens * q_heads * width
     # A program has 2048 pairs or a whole head: fewer than 2**31 of them as long as the tokens are.
-    q_programs = triton.cdiv(n_q_heads, q_heads) * (group // q_tokens)
-    k_programs = triton.cdiv(n_k_heads, k_heads) * (group // k_tokens)
+    n_programs = sum(
+        triton.cdiv(n, heads) * (group // tokens)
+        for n, heads, tokens in ((n_q_heads, q_heads, q_tokens), (n_k_heads, k_heads, k_tokens))
+    )
     with on_device(q):
-        _rope_kernel[(triton.cdiv(batch * n_tokens, group) * (q_programs + k_programs),)](
+        _rope_kernel[(triton.cdiv(batch * n_tokens, group) * n_programs,)](
             q, k, q_out, k_out, cos, sin, position_ids,
             *q.stride(), *k.stride(), *q_out.stride(), *k_out.stride(),
             cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(-2),
