@@ -26,10 +26,12 @@ def two_ranks(*launcher: str) -> list[str]:
     return [*accelerate, *quiet, "-m", "ligertune"]
 
 
-def train(recipe: Path, cwd: Path, *, packing: bool, micro: int, launcher: tuple[str, ...] = ()) -> list[float]:
+def train(
+    recipe: Path, cwd: Path, *, packing: bool, micro: int, launcher: tuple[str, ...] = (), **changes: object
+) -> list[float]:
     """Losses of a run; `launcher` starts two ranks. Without packing, batches are grouped by length."""
     start = two_ranks(*launcher) if launcher else [sys.executable, "-m", "ligertune"]
-    settings = {**SETTINGS, "data.packing": packing, "train.per_device_train_batch_size": micro}
+    settings = {**SETTINGS, "data.packing": packing, "train.per_device_train_batch_size": micro, **changes}
     done = run([*start, "train", str(recipe), *overrides(settings)], cwd=cwd)
     assert done.code == 0, done.err[-3000:]
     return losses(cwd / "run")
@@ -58,6 +60,16 @@ def test_losses_do_not_depend_on_how_the_batch_is_cut(whole, packing, launcher, 
     found = train(recipe, tmp_path, packing=packing, micro=1, launcher=launcher)
     assert len(found) == STEPS
     assert found == pytest.approx(whole[packing], rel=1e-5)
+
+
+def test_ranks_share_a_stream_as_one_process_takes_it(recipe, tmp_path):
+    streamed = {"packing": True, "data.streaming": "true", "data.val_split": 0, "data.datasets.0.max_samples": "null"}
+    found = []
+    for name, ways in {"alone": {"micro": 8}, "ranks": {"micro": 2, "launcher": ("--multi_gpu",)}}.items():
+        (tmp_path / name).mkdir()
+        found.append(train(recipe, tmp_path / name, **streamed, **ways))
+    assert len(found[0]) == STEPS
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
 
 
 def test_fsdp_saves_resumes_and_leaves_a_model_that_loads(recipe, tmp_path):
