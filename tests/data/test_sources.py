@@ -29,7 +29,7 @@ def write(path: Path, rows: list[dict]) -> Path:
         cells = ["instruction,output"] + [",".join('"' + v.replace('"', '""') + '"' for v in r.values()) for r in rows]
         content = "\n".join(cells).encode()
     else:
-        pyarrow = pytest.importorskip("pyarrow")
+        import pyarrow
         from pyarrow import parquet
 
         sink = pyarrow.BufferOutputStream()
@@ -149,7 +149,8 @@ def test_a_hub_id_is_no_file(path):
 
 @pytest.mark.parametrize("read_it", [read_records, lambda spec: list(RecordStream(spec))], ids=["whole", "stream"])
 def test_an_unreachable_hub_is_one_sentence(monkeypatch, read_it):
-    datasets = pytest.importorskip("datasets")
+    import datasets
+
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     with pytest.raises(UserError, match=r"no-such-org/no-such-set is neither a file or folder here nor a data set"):
         read_it(DatasetSpec(path="no-such-org/no-such-set"))
@@ -157,7 +158,8 @@ def test_an_unreachable_hub_is_one_sentence(monkeypatch, read_it):
 
 def test_rows_of_a_hub_are_read_while_they_come(monkeypatch):
     """`datasets` itself, on rows that it makes here: what it streams it need not hold."""
-    datasets = pytest.importorskip("datasets")
+    import datasets
+
     made = []
 
     def rows():

@@ -38,7 +38,7 @@ from ligertune_kernels.ops.row_norm import differentiable_once
 
 # Elements of a group taken at once, positions of one channel, and channels if these are fewer: 8192 by eight warps, and
 # of a group of more than four times as many 16384 by all (39 and 181 us forward and backward of 128 and 512 channels of
-# 64 x 64 in 32 groups, batch 16; the other way 56 and 215, torch.compile 54 and 195: H100). On sm100 and sm120 the
+# 64 x 64 in 32 groups, batch 16; the other way 59 and 215, torch.compile 54 and 195: H100). On sm100 and sm120 the
 # large tile spills.
 TILE, TILE_WARPS = 8192, 8
 LARGE_TILE = 16384
