@@ -28,8 +28,7 @@ from ligertune_kernels.launch import chip_of, on_device, options, runs_triton, t
 from ligertune_kernels.ops.overwriting import is_someones_leaf, share_storage, span
 
 # Pairs that a program turns: 4 tokens of 8 heads of 128, 16 pairs a thread. On an H100 (32 and 8 heads, 16k tokens)
-# that is 94 % of the rate of a copy; 84 % where a program takes all heads of a token, those of q and, when they are
-# stored, those of k.
+# that is 94 % of a copy's rate; 84 % where a program takes all heads of a token, q's and, once stored, k's.
 TILE = 2048
 
 

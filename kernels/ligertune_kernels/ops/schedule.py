@@ -25,8 +25,8 @@ import torch
 
 CHUNK_BYTES = 17 << 26  # 4352 rows of a 128k vocabulary in bf16: 8192 tokens, the other half of them in dW's memory
 SLOT_ROWS = 2048
-# No flush wants more. Against 1024 rows, H100: 7 % less time at 4096 x 3584 x 152064, 2 % less at 16384 x 2048 x 128256,
-# 1 % more at 8192 x 4096 x 128256.
+# No flush wants more. Against 1024 rows (H100) 7 % less time at 4096 x 3584 x 152064, 2 % less at
+# 16384 x 2048 x 128256, 1 % more at 8192 x 4096 x 128256.
 SLOT_ROWS_WITHOUT_DW = 1152
 WITHOUT_DW_BYTES = 3 << 27
 LEAST_ROWS = 1024  # between two flushes: below, adding up dW is so slow that making the logits twice is faster
