@@ -68,23 +68,28 @@ def held(integers, after, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def columns(x_ptr, lead_ptr, start, lanes, vector, in_lead, group_jump, GROUP: tl.constexpr):
-    """Where columns of a row are. The first in_lead, in groups of GROUP, are group_jump elements apart, at lead_ptr."""
-    if GROUP:
+def columns(x_ptr, lead_ptr, start, lanes, vector, in_lead, group_cols, group_jump, GROUPED: tl.constexpr):
+    """Where columns of a row are: the first in_lead at lead_ptr, in groups of group_cols, group_jump elements apart.
+
+    group_cols is not compiled in, as it follows the number of rows: each new batch would wait for the compiler.
+    """
+    if GROUPED:
         cols = start + lanes
         # a choice of offsets and not of pointers, which the compiler for AMD cannot follow
         apart = (x_ptr.to(tl.int64) - lead_ptr.to(tl.int64)) // (x_ptr.dtype.element_ty.primitive_bitwidth // 8)
         apart = tl.multiple_of(apart, 8)  # rows and groups begin at a vector
-        return lead_ptr + (tl.where(cols < in_lead, (cols // GROUP).to(tl.int64) * group_jump, apart) + cols) + vector
+        jump = (cols // group_cols).to(tl.int64) * group_jump
+        return lead_ptr + (tl.where(cols < in_lead, jump, apart) + cols) + vector
     else:
         return x_ptr + (start + (lanes + vector))
 
 
 @triton.jit
 def first_sweep(
-    x_ptr, lead_ptr, kept, tail, weight_ptr, lanes, n_swept, n_cols, in_lead, group_jump, softcap, logit_scale,
+    x_ptr, lead_ptr, kept, tail, weight_ptr, lanes, n_swept, n_cols, in_lead, group_cols, group_jump,
+    softcap, logit_scale,
     HAS_WEIGHT: tl.constexpr, HAS_SMOOTHING: tl.constexpr, HAS_SOFTCAP: tl.constexpr, SWEEPS: tl.constexpr,
-    GROUP: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr, HINTS: tl.constexpr,
+    GROUPED: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr, HINTS: tl.constexpr,
 ):  # fmt: skip
     """A row's lse and, for label smoothing, its sums of w_j z_j and w_j. The lanes meet only at the end."""
     BLOCK: tl.constexpr = LANES * VECTOR
@@ -98,12 +103,13 @@ def first_sweep(
     if SWEEPS:
         vector = tl.arange(0, VECTOR)[None, :]
         x_next = tl.load(
-            columns(x_ptr, lead_ptr, 0, lanes, vector, in_lead, group_jump, GROUP), eviction_policy=FIRST_READ
+            columns(x_ptr, lead_ptr, 0, lanes, vector, in_lead, group_cols, group_jump, GROUPED),
+            eviction_policy=FIRST_READ,
         )
         for start in range(0, n_swept, BLOCK):
             x, cols = x_next.to(tl.float32), start + (lanes + vector)
             x_next = tl.load(
-                columns(x_ptr, lead_ptr, start + BLOCK, lanes, vector, in_lead, group_jump, GROUP),
+                columns(x_ptr, lead_ptr, start + BLOCK, lanes, vector, in_lead, group_cols, group_jump, GROUPED),
                 mask=cols + BLOCK < n_swept, other=0.0, eviction_policy=FIRST_READ,
             )  # fmt: skip
             z, _ = bounded(x, softcap, logit_scale, HAS_SOFTCAP)
@@ -161,10 +167,10 @@ def label_terms(
 @triton.jit(do_not_specialize=["n_rows"])
 def row_kernel(
     logits_ptr, labels_ptr, weight_ptr, losses_ptr, lse_ptr, grad_ptr, scale_ptr, lead_ptr,
-    logits_row_stride, grad_row_stride, scale_stride, n_rows, n_cols, n_swept, in_lead, group_jump,
+    logits_row_stride, grad_row_stride, scale_stride, n_rows, n_cols, n_swept, in_lead, group_cols, group_jump,
     ignore_index, label_smoothing, softcap, logit_scale, z_loss,
     HAS_WEIGHT: tl.constexpr, HAS_SMOOTHING: tl.constexpr, HAS_SOFTCAP: tl.constexpr, SAVES_LSE: tl.constexpr,
-    NEEDS_GRAD: tl.constexpr, SWEEPS: tl.constexpr, GROUP: tl.constexpr,
+    NEEDS_GRAD: tl.constexpr, SWEEPS: tl.constexpr, GROUPED: tl.constexpr,
     TAIL_LANES: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr,
     HINTS: tl.constexpr,
 ):  # fmt: skip
@@ -180,8 +186,8 @@ def row_kernel(
         label = tl.load(labels_ptr + row).to(tl.int64)
         x_ptr = logits_ptr + row * logits_row_stride
         dx_ptr = grad_ptr + row * grad_row_stride
-        row_lead_ptr = lead_ptr + row * GROUP
-        if GROUP:  # in_lead columns before the rest's first, so that columns are counted from the row's
+        row_lead_ptr = lead_ptr + row * group_cols
+        if GROUPED:  # in_lead columns before the rest's first, so that columns are counted from the row's
             x_ptr -= in_lead
             dx_ptr -= in_lead
         if label == ignore_index:
@@ -191,7 +197,9 @@ def row_kernel(
             if NEEDS_GRAD:
                 if SWEEPS:
                     for start in range(0, n_swept, BLOCK):
-                        swept = columns(dx_ptr, row_lead_ptr, start, lanes, vector, in_lead, group_jump, GROUP)
+                        swept = columns(
+                            dx_ptr, row_lead_ptr, start, lanes, vector, in_lead, group_cols, group_jump, GROUPED
+                        )
                         tl.store(swept, tl.zeros([LANES, VECTOR], dtype=dtype))
                 tl.store(dx_ptr + tail, tl.zeros([TAIL_LANES, VECTOR], dtype=dtype), mask=tail < n_cols)
         else:
@@ -200,12 +208,12 @@ def row_kernel(
             kept = hold(tl.load(x_ptr + tail, mask=tail < n_cols, other=past_end, eviction_policy=LAST_USE))
             # Read before the sweeps: the second may write over it.
             label_z, label_slope, label_weight, label_share = label_terms(
-                columns(x_ptr, row_lead_ptr, label, 0, 0, in_lead, group_jump, GROUP), weight_ptr, label, is_class,
-                label_smoothing, softcap, logit_scale, HAS_WEIGHT, HAS_SOFTCAP,
+                columns(x_ptr, row_lead_ptr, label, 0, 0, in_lead, group_cols, group_jump, GROUPED),
+                weight_ptr, label, is_class, label_smoothing, softcap, logit_scale, HAS_WEIGHT, HAS_SOFTCAP,
             )  # fmt: skip
             lse, z_sum, weight_sum = first_sweep(
-                x_ptr, row_lead_ptr, kept, tail, weight_ptr, lanes, n_swept, n_cols, in_lead, group_jump,
-                softcap, logit_scale, HAS_WEIGHT, HAS_SMOOTHING, HAS_SOFTCAP, SWEEPS, GROUP, LANES, VECTOR, HINTS,
+                x_ptr, row_lead_ptr, kept, tail, weight_ptr, lanes, n_swept, n_cols, in_lead, group_cols, group_jump,
+                softcap, logit_scale, HAS_WEIGHT, HAS_SMOOTHING, HAS_SOFTCAP, SWEEPS, GROUPED, LANES, VECTOR, HINTS,
             )  # fmt: skip
             loss = label_share * (lse - label_z) * LN2 + z_loss * (lse * LN2) * (lse * LN2)
             softmax_share = label_share + 2.0 * z_loss * lse * LN2
@@ -222,7 +230,7 @@ def row_kernel(
                 softmax_factor, smooth_factor = softmax_share * scale, smooth_share * scale
                 if SWEEPS:
                     last = n_swept - BLOCK
-                    swept = columns(x_ptr, row_lead_ptr, last, lanes, vector, in_lead, group_jump, GROUP)
+                    swept = columns(x_ptr, row_lead_ptr, last, lanes, vector, in_lead, group_cols, group_jump, GROUPED)
                     x_next = tl.load(swept, eviction_policy=LAST_USE)
                 dx_tail = dlogits(
                     held(kept, lse, x_ptr.dtype.element_ty), lse, softmax_factor, smooth_factor, weight_ptr, tail,
@@ -233,19 +241,23 @@ def row_kernel(
                     for back in range(0, n_swept, BLOCK):
                         x, start = x_next, last - back
                         cols, ahead = start + (lanes + vector), start - BLOCK
-                        swept = columns(x_ptr, row_lead_ptr, ahead, lanes, vector, in_lead, group_jump, GROUP)
+                        swept = columns(
+                            x_ptr, row_lead_ptr, ahead, lanes, vector, in_lead, group_cols, group_jump, GROUPED
+                        )
                         x_next = tl.load(swept, mask=cols >= BLOCK, other=0.0, eviction_policy=LAST_USE)
                         dx = dlogits(
                             x, lse, softmax_factor, smooth_factor, weight_ptr, cols, n_cols, softcap, logit_scale,
                             HAS_WEIGHT, HAS_SMOOTHING, HAS_SOFTCAP,
                         )  # fmt: skip
-                        swept = columns(dx_ptr, row_lead_ptr, start, lanes, vector, in_lead, group_jump, GROUP)
+                        swept = columns(
+                            dx_ptr, row_lead_ptr, start, lanes, vector, in_lead, group_cols, group_jump, GROUPED
+                        )
                         tl.store(swept, dx.to(dtype), eviction_policy=LAST_USE)
                 dx_label = softmax_factor * tl.exp2(label_z - lse) - label_share * scale
                 if HAS_SMOOTHING:
                     dx_label -= smooth_factor * label_weight
                 tl.debug_barrier()  # the label's column was just written as if it were any other
-                label_dx_ptr = columns(dx_ptr, row_lead_ptr, label, 0, 0, in_lead, group_jump, GROUP)
+                label_dx_ptr = columns(dx_ptr, row_lead_ptr, label, 0, 0, in_lead, group_cols, group_jump, GROUPED)
                 tl.store(label_dx_ptr, (dx_label * label_slope).to(dtype), mask=is_class)
 
 

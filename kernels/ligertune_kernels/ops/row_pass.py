@@ -133,11 +133,11 @@ def row_pass(
             logits, labels, losses if weight is None else weight.contiguous(), losses, losses if lse is None else lse,
             gradient if needs_grad else logits, scale if needs_grad else losses, lead,
             logits.stride(0), gradient.stride(0) if needs_grad else 0, scale_stride, n_rows, n_cols, tiles.swept,
-            in_lead, group_jump,
+            in_lead, group_cols, group_jump,
             terms.ignore_index, terms.label_smoothing, terms.softcap or 0.0, terms.logit_scale, terms.z_loss,
             HAS_WEIGHT=weight is not None, HAS_SMOOTHING=terms.label_smoothing != 0.0,
             HAS_SOFTCAP=terms.softcap is not None, SAVES_LSE=lse is not None, NEEDS_GRAD=needs_grad,
-            SWEEPS=tiles.swept > 0, GROUP=group_cols, TAIL_LANES=tiles.tail // VECTOR,
+            SWEEPS=tiles.swept > 0, GROUPED=in_lead > 0, TAIL_LANES=tiles.tail // VECTOR,
             LANES=tiles.block // VECTOR, VECTOR=VECTOR, HINTS=HINTS,
             **{**options(tiles.block, chip), "num_warps": tiles.num_warps},
         )  # fmt: skip

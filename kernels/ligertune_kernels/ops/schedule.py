@@ -34,7 +34,6 @@ ROW_MULTIPLE = 128  # of the height of cuBLAS's tiles
 SLAB_BYTES = 32 << 20  # the logits of a slab are then in the L2 cache when they are turned into gradients
 SLAB_COLUMNS = 2048  # at least
 GROUP_COLUMNS = 8192  # at least: with narrower groups dX's sums are read and written so often that it shows
-GROUP_ROWS = 1024  # groups are those of as many rows as this goes up to: the row pass is compiled for a group's width
 REST_COLUMNS = 32768  # at least: what the row pass holds of a row in registers
 REST_MULTIPLE = 64  # so that rows start at a vector's address
 PLENTY = 2  # chunk_bytes that may be taken where a product cannot be added to wider sums
@@ -157,12 +156,9 @@ def _in_groups(
 ) -> list[Schedule]:
     """One flush with logits in dW's memory, if they are as wide as dW and the rest fits. Few groups are fast."""
     weight_elements = vocab_size * hidden_size
-    most_rows = -(-n_rows // GROUP_ROWS) * GROUP_ROWS
-    most = min(
-        (weight_elements // GROUP_COLUMNS - hidden_size) // most_rows, (vocab_size - REST_COLUMNS) // GROUP_COLUMNS
-    )
+    most = min((weight_elements // GROUP_COLUMNS - hidden_size) // n_rows, (vocab_size - REST_COLUMNS) // GROUP_COLUMNS)
     for groups in range(1, most + 1 if dtype is not torch.float16 else 1):
-        rows, outputs = groups * most_rows + hidden_size, groups * hidden_size + most_rows
+        rows, outputs = groups * n_rows + hidden_size, groups * hidden_size + n_rows
         slab = min(weight_elements // max(rows, outputs), (vocab_size - REST_COLUMNS) // groups)
         slab -= slab % ROW_MULTIPLE
         held = n_rows * rest_stride(vocab_size - groups * slab) * dtype.itemsize
