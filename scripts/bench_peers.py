@@ -93,7 +93,7 @@ PEERS: dict[str, tuple[Peer, ...]] = {
     "layer_norm": (liger("liger_layer_norm", lambda f, x, weight, bias: f(x, weight, bias, EPS)),),
     "group_norm": (liger("liger_group_norm", lambda f, x, weight, bias: f(x, weight, bias, x.shape[1], GROUPS, EPS)),),
     "apply_rope": (
-        liger("liger_rope", lambda f, q, k, cos, sin: f(q, k, cos, sin)),
+        liger("liger_rope", lambda f, q, k, cos, sin: f(q, k, cos, sin), overwrites=True),
         quack("quack.rotary", "apply_rotary_emb", _quack_rope),
     ),
     "swiglu": (liger("liger_swiglu", lambda f, gate, up: f(gate, up), overwrites=True),),

@@ -18,7 +18,7 @@ def _as_made(t: torch.Tensor) -> torch.Tensor:
 
 
 def _rope_in_place(kernels, case: Case, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor):
-    return kernels.apply_rope(_as_made(q), _as_made(k), cos, sin, inplace=True)
+    return kernels.apply_rope(_as_made(q), _as_made(k), cos, sin, inplace=True, inplace_backward=True)
 
 
 def _rope_inputs(case: Case, device: torch.device) -> Tensors:

@@ -15,8 +15,8 @@ One program turns a few heads of a few tokens, of q or of k. Arithmetic in fp32,
 With `inplace` q and k are turned where they lie and the results are new tensors on that memory; the graph behind q
 and k stays as it is. What was to read q or k unturned cannot: their version counters move on, and where a gradient
 is needed they themselves (all tensors on their memory) become the output of a node whose backward raises. The backward
-always writes new tensors: a gradient that comes in belongs to autograd, which hands one tensor to several branches
-(both sides of a sum, a hook, the caller's grad_outputs), and nothing tells whether this one is still wanted.
+writes new tensors all the same: a gradient that comes in belongs to autograd, which hands one tensor to several
+branches (both sides of a sum, a hook, grad_outputs). Who knows that of these nobody else reads them says so.
 """
 
 from __future__ import annotations
@@ -94,38 +94,13 @@ def _store_pairs(
 
 @triton.jit
 def _rotate_tile(
-    x_ptr,
-    y_ptr,
-    x_batch_stride,
-    x_head_stride,
-    x_token_stride,
-    x_col_stride,
-    y_batch_stride,
-    y_head_stride,
-    y_token_stride,
-    y_col_stride,
-    cos_ptr,
-    sin_ptr,
-    position_ids_ptr,
-    cos_batch_stride,
-    cos_token_stride,
-    first_row,
-    first_head,
-    n_heads,
-    n_rows,
-    n_tokens,
-    n_positions,
-    head_dim,
-    BATCHED: tl.constexpr,
-    HAS_POSITIONS: tl.constexpr,
-    BACKWARD: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    ROTARY_DIM: tl.constexpr,
-    PAIRS: tl.constexpr,
-    REST: tl.constexpr,
-    TOKENS: tl.constexpr,
-    HEADS: tl.constexpr,
-):
+    x_ptr, y_ptr, x_batch_stride, x_head_stride, x_token_stride, x_col_stride,
+    y_batch_stride, y_head_stride, y_token_stride, y_col_stride,
+    cos_ptr, sin_ptr, position_ids_ptr, cos_batch_stride, cos_token_stride,
+    first_row, first_head, n_heads, n_rows, n_tokens, n_positions, head_dim,
+    BATCHED: tl.constexpr, HAS_POSITIONS: tl.constexpr, BACKWARD: tl.constexpr, INTERLEAVED: tl.constexpr,
+    ROTARY_DIM: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
     """HEADS heads of TOKENS tokens, counted through all sequences: everything is read before anything is written."""
     rows = first_row + tl.arange(0, TOKENS)[:, None, None]
     known = tl.arange(0, TOKENS)[:, None, None] < n_rows - first_row  # rows may pass 2**31 - 1 behind the last token
@@ -291,9 +266,9 @@ def _rotate(
 
 class _Rope(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, cos, sin, position_ids, interleaved, rotary_dim, inplace):
+    def forward(ctx, q, k, cos, sin, position_ids, interleaved, rotary_dim, inplace, inplace_backward):
         ctx.save_for_backward(cos, sin, position_ids)
-        ctx.interleaved, ctx.rotary_dim = interleaved, rotary_dim
+        ctx.interleaved, ctx.rotary_dim, ctx.inplace = interleaved, rotary_dim, inplace_backward
         return _rotate(q, k, cos, sin, position_ids, interleaved, rotary_dim, inplace=inplace)
 
     @staticmethod
@@ -303,8 +278,10 @@ class _Rope(torch.autograd.Function):
         # A gradient nobody asked for is still a tensor here; without its heads the launch passes it by.
         needs_dq, needs_dk = ctx.needs_input_grad[:2]
         dq, dk = (dq if needs_dq else dq[:, :0]), (dk if needs_dk else dk[:, :0])
-        dq, dk = _rotate(dq, dk, cos, sin, position_ids, ctx.interleaved, ctx.rotary_dim, backward=True)
-        return (dq if needs_dq else None), (dk if needs_dk else None), None, None, None, None, None, None
+        inplace = ctx.inplace and _may_overwrite(dq, dk, needs_grad=False)
+        turn = cos, sin, position_ids, ctx.interleaved, ctx.rotary_dim
+        dq, dk = _rotate(dq, dk, *turn, backward=True, inplace=inplace)
+        return (dq if needs_dq else None), (dk if needs_dk else None), *(None,) * 7
 
 
 class _Overwritten(torch.autograd.Function):
@@ -351,6 +328,7 @@ def apply_rope(
     interleaved: bool = False,
     rotary_dim: int | None = None,
     inplace: bool = False,
+    inplace_backward: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rotates q (B, H, T, D) and k (B, K, T, D), of any strides, by the angles of cos and sin (B or 1, T, R).
 
@@ -362,6 +340,7 @@ def apply_rope(
     a gradient would pass them afterwards, or if an earlier op kept them. New tensors are made all the same where q and
     k share a storage or repeat their elements, under torch.compile or a dispatch mode, and, if a gradient is needed,
     where one of the two needs none, is (a view of) a leaf, or views a part of a larger tensor (a split's output).
+    inplace_backward allows the gradients to lie where those of the results lay, which nobody else may read then.
     """
     rotary_dim = cos.shape[-1] if rotary_dim is None else rotary_dim
     _check(q, k, cos, sin, position_ids, rotary_dim)
@@ -371,7 +350,7 @@ def apply_rope(
     inplace = inplace and _may_overwrite(q, k, needs_grad)
     if not needs_grad:
         return _rotate(q, k, cos, sin, position_ids, interleaved, rotary_dim, inplace=inplace)
-    rotated = _Rope.apply(q, k, cos, sin, position_ids, interleaved, rotary_dim, inplace)
+    rotated = _Rope.apply(q, k, cos, sin, position_ids, interleaved, rotary_dim, inplace, inplace_backward)
     if inplace:
         _Overwritten.apply(_whole(q), _whole(k))
     return rotated

@@ -178,6 +178,21 @@ def test_in_place_takes_no_memory(grad, bias, device) -> None:
         assert all(same_memory(*pair) for pair in zip(rotated, (q, k), strict=True))
 
 
+def test_backward_in_place_turns_the_gradients_where_they_lie(device) -> None:
+    cos, sin = angles(1, 3, 8, device)
+    q, k = (torch.randn(2, 3, heads, 8, device=device).transpose(1, 2).requires_grad_() for heads in (4, 2))
+    upstream = torch.randn_like(q), torch.randn_like(k)
+    expected = torch.autograd.grad(apply_rope(q, k, cos, sin), (q, k), upstream)
+    found = torch.autograd.grad(apply_rope(q, k, cos, sin, inplace_backward=True), (q, k), upstream)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    if runs_triton(q):
+        assert all(same_memory(*pair) for pair in zip(found, upstream, strict=True))
+    # Of a sum all gradients are one number in memory, which cannot be turned where it lies.
+    expected = torch.autograd.grad(sum(t.sum() for t in apply_rope(q, k, cos, sin)), (q, k))
+    found = torch.autograd.grad(sum(t.sum() for t in apply_rope(q, k, cos, sin, inplace_backward=True)), (q, k))
+    torch.testing.assert_close(found, expected)
+
+
 def in_place_or_skip(device) -> None:
     if not runs_triton(torch.empty(0, device=device)):
         pytest.skip("the reference makes new tensors")
