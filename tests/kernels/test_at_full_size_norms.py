@@ -30,6 +30,7 @@ ROWS = (
     pytest.param((512, 32768), id="many parts, swept forward"),
     pytest.param((4096, 32, 128), id="heads"),
     pytest.param((4096, 1023), id="rows of no multiple of 16 bytes"),
+    pytest.param((1001, 8191), id="parts of rows of no multiple of 16 bytes"),
 )
 
 

@@ -44,14 +44,18 @@ class Walk:
 
 
 def _walk(
-    n_cols: int, column_bytes: int, chip: Chip, *, backward: bool, residual: bool, centred: bool
+    n_cols: int, column_bytes: int, chip: Chip, *, backward: bool, residual: bool, centred: bool, in_step: bool
 ) -> tuple[dict[str, int | bool], tuple[int, int, int]]:
-    """Constants of a kernel, and the Walk's numbers; column_bytes are those of all tensors read row by row."""
+    """Constants of a kernel, and the Walk's numbers; column_bytes are those of all tensors read row by row, in_step
+    says whether all rows begin at a vector: otherwise every column has its own address, and fewer are held."""
     plain = not residual and not centred  # which leaves registers to spare
     block = triton.next_power_of_2(n_cols)
     wide = backward and column_bytes > 6  # fp32 waits unpacked in registers: less of it, and nothing spills
-    if backward and block > PART:
-        block = PART // 2 if wide or n_cols > 2 * PART else PART
+    if backward and not in_step and block > PART // 2:
+        block = PART // 4
+    elif backward and block > PART:
+        spills = centred and chip.arch == "sm80"  # 8 bytes, of fp16
+        block = PART // 2 if wide or n_cols > 2 * PART or spills else PART
     parts = -(-n_cols // block)
     rows = max(1, (TILE // 2 if wide else TILE) // block)
     constants = {"ROWS": rows, "BLOCK": block, **options(rows * block, chip)}
@@ -77,6 +81,11 @@ def _walk(
     return constants, (rows, max(1, share * chip.processors // parts), parts)
 
 
+def _in_step(integers: tuple[int, ...]) -> bool:
+    """Whether rows so far apart and so wide all begin at a vector, as Triton tells: by multiples of 16."""
+    return not any(integer % 16 for integer in integers)
+
+
 def _holds_long_rows(integers: tuple[int, ...], dtypes: tuple[torch.dtype | None, ...], chip: Chip) -> bool:
     """Whether all threads of a program can hold two packed rows of up to WHOLE_ROW columns, weights and dw.
 
@@ -84,7 +93,7 @@ def _holds_long_rows(integers: tuple[int, ...], dtypes: tuple[torch.dtype | None
     bytes spill; nor on NVIDIA in fp16, whose weights the compiler unpacks before the first row.
     """
     packed = all(dtype is None or dtype.itemsize == 2 for dtype in dtypes)
-    if not packed or any(integer % 16 for integer in integers):
+    if not packed or not _in_step(integers):
         return False
     return chip.vendor != "nvidia" or (chip.arch in ("sm80", "sm90") and torch.float16 not in dtypes)
 
@@ -123,9 +132,10 @@ def _forward_walk(
     }
     kernel, numbers = forward_sweep_kernel, (1, 1 << 31, 1)
     constants = {"BLOCK": SWEEP_BLOCK, **options(SWEEP_BLOCK, chip)}
-    if n_cols <= WHOLE_ROW and n_cols * column_bytes <= WHOLE_ROW_BYTES:
+    in_step = _in_step((*strides, n_cols))
+    if n_cols <= (WHOLE_ROW if in_step else PART // 2) and n_cols * column_bytes <= WHOLE_ROW_BYTES:
         kernel, how = forward_kernel, {"backward": False, "residual": residual is not None, "centred": centred}
-        constants, numbers = _walk(n_cols, column_bytes, chip, **how)
+        constants, numbers = _walk(n_cols, column_bytes, chip, in_step=in_step, **how)
     return Walk(Launch(kernel, flags | constants, (*strides, n_cols)), *numbers, (total, y))
 
 
@@ -151,7 +161,7 @@ def _backward_walk(
         constants = flags | {"NEEDS_DW": needs[1]} | _whole_row(n_cols, column_bytes, chip)
         return Walk(Launch(backward_row_kernel, constants, integers), 1, chip.processors)
     flags |= {"CENTRED": centred, **dict(zip(("NEEDS_DX", "NEEDS_DW", "NEEDS_DB"), needs, strict=True))}
-    how = {"backward": True, "residual": ds is not None, "centred": centred}
+    how = {"backward": True, "residual": ds is not None, "centred": centred, "in_step": _in_step(integers)}
     constants, numbers = _walk(n_cols, column_bytes, chip, **how)
     return Walk(Launch(backward_kernel, flags | constants, integers), *numbers)
 
