@@ -156,32 +156,6 @@ def test_an_unreachable_hub_is_one_sentence(monkeypatch, read_it):
         read_it(DatasetSpec(path="no-such-org/no-such-set"))
 
 
-def test_rows_of_a_hub_are_read_while_they_come(monkeypatch):
-    """`datasets` itself, on rows that it makes here: what it streams it need not hold."""
-    import datasets
-
-    made = []
-
-    def rows():
-        for number in range(1000):
-            made.append(number)
-            if number == 700:
-                raise ValueError("the line is dead")
-            yield {"question": f"q{number}", "output": "o"}
-
-    def load(path, name, *, split, streaming):
-        assert (path, name, split, streaming) == ("some/set", "main", "test", True)
-        return datasets.IterableDataset.from_generator(rows)
-
-    monkeypatch.setattr(datasets, "load_dataset", load)
-    spec = DatasetSpec(path="some/set", name="main", split="test", columns={"instruction": "question"})
-    stream = iter(RecordStream(spec))
-    assert next(stream) == ({"output": "o", "instruction": "q0"}, "some/set:test:1") and len(made) < 200
-    with pytest.raises(UserError, match="some/set:test:701: the hub does not give this row: the line is dead") as end:
-        list(stream)
-    assert end.value.exit_code == 1
-
-
 def test_max_samples_takes_the_first_and_reads_no_further(tmp_path):
     (tmp_path / "r.jsonl").write_text('{"a": 1}\n{"a": 2}\nbroken')
     assert [record.row["a"] for record in read(tmp_path / "r.jsonl", max_samples=2)] == [1, 2]

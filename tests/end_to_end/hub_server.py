@@ -1,0 +1,97 @@
+"""A hub of one data set, over HTTP on this machine: what `datasets` asks the Hugging Face hub for, and no more."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import urllib.parse
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+REVISION = "0123456789abcdef0123456789abcdef01234567"
+ETAG = "a" * 40
+
+
+class Hub(ThreadingHTTPServer):
+    """Serves `files` (path -> content) as the data set `name`; counts the bytes of content that went out."""
+
+    def __init__(self, name: str, files: dict[str, bytes]) -> None:
+        super().__init__(("127.0.0.1", 0), _Answer)
+        self.name, self.files, self.bytes_sent = name, files, 0
+
+    @property
+    def endpoint(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+@contextlib.contextmanager
+def serving(name: str, files: dict[str, bytes]) -> Iterator[Hub]:
+    hub = Hub(name, files)
+    thread = threading.Thread(target=hub.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield hub
+    finally:
+        hub.shutdown()
+        hub.server_close()
+        thread.join()
+
+
+class _Answer(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Hub
+
+    def do_HEAD(self) -> None:
+        self._answer()
+
+    def do_GET(self) -> None:
+        self._answer()
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Not into the tests' output."""
+
+    def _answer(self) -> None:
+        path = urllib.parse.unquote(urllib.parse.urlsplit(self.path).path)
+        api, resolved = f"/api/datasets/{self.server.name}", f"/datasets/{self.server.name}/resolve/"
+        if path == api or path.startswith(f"{api}/revision/"):
+            siblings = [{"rfilename": file} for file in self.server.files]
+            self._send(json.dumps({"id": self.server.name, "sha": REVISION, "siblings": siblings}).encode())
+        elif path.startswith(f"{api}/tree/{REVISION}"):
+            folder = path.removeprefix(f"{api}/tree/{REVISION}").strip("/")
+            self._send(json.dumps(self._entries(folder)).encode())
+        elif path.startswith(resolved) and path.removeprefix(resolved).partition("/")[2] in self.server.files:
+            self._send_file(self.server.files[path.removeprefix(resolved).partition("/")[2]])
+        else:
+            self._send(b"", code=404, headers={"x-error-code": "EntryNotFound"})
+
+    def _entries(self, folder: str) -> list[dict[str, object]]:
+        files = [
+            {"type": "file", "path": path, "size": len(content), "oid": ETAG}
+            for path, content in self.server.files.items()
+            if path.rpartition("/")[0] == folder
+        ]
+        folders = {path.partition("/")[0] for path in self.server.files if "/" in path} if not folder else set()
+        return files + [{"type": "directory", "path": path, "oid": ETAG} for path in sorted(folders)]
+
+    def _send_file(self, content: bytes) -> None:
+        headers = {"x-repo-commit": REVISION, "etag": f'"{ETAG}"', "accept-ranges": "bytes"}
+        asked = self.headers.get("range")
+        if asked is None:
+            self._send(content, headers=headers)
+            return
+        first, _, last = asked.removeprefix("bytes=").partition("-")
+        part = content[int(first) : int(last) + 1 if last else None]
+        headers["content-range"] = f"bytes {first}-{int(first) + len(part) - 1}/{len(content)}"
+        self._send(part, code=206, headers=headers)
+
+    def _send(self, body: bytes, *, code: int = 200, headers: dict[str, str] | None = None) -> None:
+        self.send_response(code)
+        for name, value in {"content-length": str(len(body)), **(headers or {})}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "GET":
+            with contextlib.suppress(ConnectionError):  # a reader that has enough hangs up
+                self.wfile.write(body)
+            if self.path.startswith("/datasets/"):
+                self.server.bytes_sent += len(body)
