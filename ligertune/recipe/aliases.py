@@ -26,7 +26,7 @@ class Alias:
     convert: Callable[[Any], Any] = lambda value: value
 
 
-def meaning(table: Mapping[Any, Any]) -> Callable[[Any], Any]:
+def _meaning(table: Mapping[Any, Any]) -> Callable[[Any], Any]:
     """Values by a table, yes and no being true and false; others stay as they are, to be checked as ours."""
 
     def convert(value: Any) -> Any:
@@ -58,14 +58,14 @@ ALIASES = (
         ("base_model", "model", "model_name", "model_path", "model_id", "pretrained_model_name_or_path"),
     ),
     Alias("model.revision", ("model_revision", "revision_of_model")),
-    Alias("model.dtype", ("torch_dtype",), meaning(_DTYPES)),
-    Alias("model.dtype", ("bf16",), meaning({True: "bfloat16", False: SAYS_NOTHING})),
-    Alias("model.dtype", ("fp16",), meaning({True: "float16", False: SAYS_NOTHING})),
-    Alias("model.attn_implementation", ("attn_impl",), meaning(_ATTENTION)),
-    Alias("model.attn_implementation", ("flash_attention", "flash_attn", "use_flash_attention_2"), meaning(_FLASH)),
-    Alias("model.attn_implementation", ("sdp_attention",), meaning({True: "sdpa", False: SAYS_NOTHING})),
-    Alias("model.attn_implementation", ("flex_attention",), meaning({True: "flex_attention", False: SAYS_NOTHING})),
-    Alias("model.attn_implementation", ("eager_attention",), meaning({True: "eager", False: SAYS_NOTHING})),
+    Alias("model.dtype", ("torch_dtype",), _meaning(_DTYPES)),
+    Alias("model.dtype", ("bf16",), _meaning({True: "bfloat16", False: SAYS_NOTHING})),
+    Alias("model.dtype", ("fp16",), _meaning({True: "float16", False: SAYS_NOTHING})),
+    Alias("model.attn_implementation", ("attn_impl",), _meaning(_ATTENTION)),
+    Alias("model.attn_implementation", ("flash_attention", "flash_attn", "use_flash_attention_2"), _meaning(_FLASH)),
+    Alias("model.attn_implementation", ("sdp_attention",), _meaning({True: "sdpa", False: SAYS_NOTHING})),
+    Alias("model.attn_implementation", ("flex_attention",), _meaning({True: "flex_attention", False: SAYS_NOTHING})),
+    Alias("model.attn_implementation", ("eager_attention",), _meaning({True: "eager", False: SAYS_NOTHING})),
     Alias("model.tokenizer.path", ("tokenizer_name_or_path", "tokenizer_name", "tokenizer_path", "tokenizer_config")),
     Alias("kernels.enabled", ("use_liger_kernel", "enable_liger_kernel", "use_liger")),
     Alias("kernels.rope", ("liger_rope",)),
@@ -74,23 +74,23 @@ ALIASES = (
     Alias(
         "kernels.loss",
         ("liger_fused_linear_cross_entropy",),
-        meaning({True: "linear_cross_entropy", False: SAYS_NOTHING}),
+        _meaning({True: "linear_cross_entropy", False: SAYS_NOTHING}),
     ),
-    Alias("kernels.loss", ("liger_cross_entropy",), meaning({True: "cross_entropy", False: SAYS_NOTHING})),
+    Alias("kernels.loss", ("liger_cross_entropy",), _meaning({True: "cross_entropy", False: SAYS_NOTHING})),
     Alias("data.datasets", ("dataset", "dataset_name", "data_path", "train_file", "train_files"), _datasets),
-    Alias("data.datasets[].format", ("type",), meaning(_FORMATS)),
+    Alias("data.datasets[].format", ("type",), _meaning(_FORMATS)),
     Alias("data.datasets[].name", ("subset",)),
     Alias("data.datasets[].max_samples", ("num_samples",)),
     Alias("data.eval_datasets", ("eval_dataset", "val_dataset", "validation_file", "test_datasets"), _datasets),
-    Alias("data.eval_datasets[].format", ("type",), meaning(_FORMATS)),
+    Alias("data.eval_datasets[].format", ("type",), _meaning(_FORMATS)),
     Alias("data.eval_datasets[].name", ("subset",)),
     Alias("data.eval_datasets[].max_samples", ("num_samples",)),
     Alias("data.val_split", ("val_set_size", "val_size", "test_size", "split_dataset_ratio")),
     Alias("data.prompt_template", ("template",)),
     Alias("data.system_prompt", ("system", "default_system", "system_message")),
-    Alias("data.train_on", ("train_on_inputs", "train_on_prompt"), meaning({True: "all", False: "assistant"})),
-    Alias("data.train_on", ("assistant_only_loss",), meaning({True: "assistant", False: "all"})),
-    Alias("data.train_on", ("mask_history",), meaning({True: "last", False: SAYS_NOTHING})),
+    Alias("data.train_on", ("train_on_inputs", "train_on_prompt"), _meaning({True: "all", False: "assistant"})),
+    Alias("data.train_on", ("assistant_only_loss",), _meaning({True: "assistant", False: "all"})),
+    Alias("data.train_on", ("mask_history",), _meaning({True: "last", False: SAYS_NOTHING})),
     Alias(
         "data.max_length",
         ("sequence_len", "seq_len", "cutoff_len", "max_seq_length", "max_seq_len", "model_max_length"),
@@ -112,7 +112,7 @@ ALIASES = (
     Alias("train.warmup_ratio", ("warmup_proportion", "lr_warmup_fraction")),
     Alias("train.warmup_steps", ("warmup", "num_warmup_steps", "lr_warmup_steps")),
     Alias("train.min_lr_ratio", ("cosine_min_lr_ratio",)),
-    Alias("train.optim", ("optimizer",), meaning(_ADAMW)),
+    Alias("train.optim", ("optimizer",), _meaning(_ADAMW)),
     Alias("train.max_grad_norm", ("max_norm", "grad_clip", "clip_grad", "max_grad_clip", "gradient_clipping")),
     Alias("train.gradient_checkpointing", ("activation_checkpointing", "enable_activation_checkpointing", "grad_ckpt")),
     Alias("train.seed", ("seed", "random_seed", "random_state")),

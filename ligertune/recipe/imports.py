@@ -17,7 +17,7 @@ from ligertune.recipe.document import Document, Place
 from ligertune.recipe.keys import ITEM, KeyPath, dotted, keys, leaf, split
 from ligertune.recipe.peers import AXOLOTL, IMPORTED, LLAMA_FACTORY, NOT_OURS, REASONS, TOOLS, TRL, Peer
 from ligertune.recipe.plain_yaml import dump
-from ligertune.recipe.read import read_document
+from ligertune.recipe.read import REQUIRED, read_document
 from ligertune.recipe.rules import check_rules
 from ligertune.recipe.schema import EITHER_OR, Recipe
 
@@ -201,6 +201,8 @@ def _tool_defaults(work: Import) -> None:
 def _values(work: Import) -> None:
     """Take out what our keys do not take, with the reader's own sentence, until the rest is a recipe."""
     document = work.document
+    for section, _ in REQUIRED:
+        document.data.setdefault(section, {})  # then the keys that are missing are named, not the section
     while True:
         try:
             recipe = Recipe.model_validate(document.data, context=work.folder)

@@ -29,7 +29,7 @@ def axolotl(item: Any) -> Any:
     item = dict(item)
     kind = item.pop("type", None)
     if isinstance(kind, Mapping):  # a format of the user's own, field by field
-        item |= kind
+        item |= {name if name in AXOLOTL_COLUMNS else f"type.{name}": value for name, value in kind.items()}
         kind = "alpaca"
     if isinstance(kind, str):
         plain = kind.replace(":", ".").split(".")[0]

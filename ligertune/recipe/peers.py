@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ligertune.recipe.aliases import SAYS_NOTHING, Alias, meaning
+from ligertune.recipe.aliases import Alias
 
 
 @dataclass(frozen=True)
@@ -147,22 +147,16 @@ TOOLS = (AXOLOTL, LLAMA_FACTORY, TRL)
 
 def _names(value: Any) -> Any:
     """`all`, and a list that is written with commas."""
-    if value in ("all", True, "all-linear"):
+    if value in ("all", "all-linear"):
         return "all-linear"
     return [name.strip() for name in value.split(",")] if isinstance(value, str) else value
 
 
-# Names that are read in an import only: in a recipe they would say less than the section that they stand for.
+# Names that are read in an import only: in a recipe they would say less than the keys that they stand for.
 IMPORTED = (
-    Alias("method.type", ("finetuning_type", "adapter")),
-    Alias("method.type", ("use_peft",), meaning({True: "lora", False: "full"})),
-    Alias("method.lora_r", ("lora_rank",)),
+    Alias("method.type", ("use_peft",), lambda value: {True: "lora", False: "full"}.get(value, value)),
     Alias("method.lora_target_modules", ("lora_target",), _names),
-    Alias("method.lora_target_modules", ("lora_target_linear",), meaning({True: "all-linear", False: SAYS_NOTHING})),
     Alias("method.lora_modules_to_save", ("additional_target",), _names),
-    Alias("method.use_rslora", ("peft_use_rslora",)),
-    Alias("method.use_dora", ("peft_use_dora",)),
     Alias("model.tokenizer.pad_token", ("pad_token",)),
     Alias("model.tokenizer.eos_token", ("eos_token",)),
-    Alias("train.early_stopping_patience", ("early_stopping_steps",)),
 )
