@@ -7,6 +7,8 @@ import platform
 from dataclasses import dataclass
 from typing import Literal
 
+from ligertune.errors import UserError
+
 Vendor = Literal["nvidia", "amd", "cpu"]
 
 
@@ -69,22 +71,37 @@ class Machine:
 
 def world_size() -> int:
     """How many processes a launcher (accelerate launch, torchrun) started; 1 without a launcher."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    return _of_the_launcher("WORLD_SIZE", 1)
 
 
 def is_main_process() -> bool:
     """Whether this process is the one that prints and writes."""
-    return int(os.environ.get("RANK", "0")) == 0
+    return _of_the_launcher("RANK", 0) == 0
 
 
 def is_first_on_node() -> bool:
     """Whether this process is the one that does for the others of its node what need be done once."""
-    return int(os.environ.get("LOCAL_RANK", "0")) == 0
+    return local_rank() == 0
+
+
+def local_rank() -> int:
+    """Which of its node's processes this is, and so which GPU is its own."""
+    return _of_the_launcher("LOCAL_RANK", 0)
 
 
 def ranks_on_node() -> int:
     """How many processes of the run share this node."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return _of_the_launcher("LOCAL_WORLD_SIZE", 1)
+
+
+def _of_the_launcher(name: str, default: int) -> int:
+    value = os.environ.get(name) or str(default)
+    if not value.strip().isdecimal():
+        raise UserError(
+            f"The environment variable {name} is {value!r}; a launcher sets it to a whole number.",
+            hint=f"Start the run with accelerate launch or torchrun, or unset {name}.",
+        )
+    return int(value)
 
 
 def peak_of(name: str) -> Peak | None:
@@ -111,7 +128,7 @@ def this_machine() -> Machine:
             world_size=world_size(),
             torch_version=torch.__version__,
         )
-    properties = torch.cuda.get_device_properties(int(os.environ.get("LOCAL_RANK", "0")))
+    properties = torch.cuda.get_device_properties(local_rank())
     amd = torch.version.hip is not None
     # gcnArchName is like "gfx942:sramecc+:xnack-"; a capability means nothing on AMD
     arch = properties.gcnArchName.split(":")[0] if amd else f"sm{properties.major}{properties.minor}"

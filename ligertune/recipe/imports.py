@@ -84,7 +84,8 @@ def import_recipe(path: Path) -> Imported:
     document.raise_complaints()
     left = tuple(sorted(work.left))
     header = _header(path, work, left)
-    ordered = {name: document.data[name] for name in sorted(document.data, key=_place_in_file)}
+    said = [name for name, value in document.data.items() if value != {}]
+    ordered = {name: document.data[name] for name in sorted(said, key=_place_in_file)}
     notices = tuple(map(str, sorted(document.notices)))
     return Imported(work.peer.name, header + dump(ordered), left, tuple(work.defaults), notices)
 
