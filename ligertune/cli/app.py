@@ -55,5 +55,14 @@ def main() -> None:
 
         render.error(problem)
         sys.exit(problem.exit_code)
+    except OSError as problem:
+        from ligertune.cli import render
+        from ligertune.disk import cannot_write, reason_of
+
+        reason = reason_of(problem)
+        if reason is None:
+            raise
+        render.error(cannot_write(str(problem.filename or "A file"), reason))
+        sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)

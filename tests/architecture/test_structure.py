@@ -20,6 +20,7 @@ TOP_LEVEL = {
 # unless a row stands before another: `plan` reads machine, memory and recipe.
 FLOORS = (
     ("errors",),
+    ("disk",),
     ("machine", "memory", "recipe", "metrics"),
     ("plan", "preflight"),
     ("report",),

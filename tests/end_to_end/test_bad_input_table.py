@@ -9,6 +9,7 @@ from collections import Counter
 
 import pytest
 from bad_input_cases import CASES, REQUIRED, Bad
+from command_line import overrides, run
 
 from ligertune.cli.app import main
 
@@ -57,3 +58,27 @@ def test_one_sentence_the_right_code_and_no_traceback(case, folder, monkeypatch,
     for words in case.says:
         assert words in said[0], said[0]
     assert {path: path.read_bytes() for path in held} == held  # nothing lost, nothing overwritten
+
+
+LIMITED = (
+    "import resource, sys; from ligertune.cli.app import main\n"
+    "resource.setrlimit(resource.RLIMIT_FSIZE, 2 * (int(sys.argv.pop(1)),))\nmain()"
+)
+
+
+def test_a_disk_that_is_full(recipe, tmp_path):
+    """Files of at most 1.1 MB stand for it: the system refuses the rest of the first checkpoint, as it does there."""
+    settings = {"train.max_steps": 2, "checkpoint.save_steps": 1, "data.datasets.0.max_samples": 300}
+    command = [sys.executable, "-c", LIMITED, "1100000", "train", str(recipe), *overrides(settings)]
+    done = run(command, cwd=tmp_path)
+    assert done.code == 1 and "Traceback" not in done.err, done.err
+    (said,) = [line for line in done.err.splitlines() if line.startswith("Error:")]
+    assert said.startswith("Error: A checkpoint could not be written") and "--resume" in said
+    assert not list(tmp_path.glob("runs/quickstart/checkpoints/step-*"))  # complete or absent
+
+
+def test_output_that_nobody_reads(recipe, tmp_path):
+    """`ligertune recipe show ... | head -1`: no traceback."""
+    command = f"'{sys.executable}' -m ligertune recipe show '{recipe}' | head -1"
+    done = run(["bash", "-c", command], cwd=tmp_path)
+    assert "Traceback" not in done.err and done.out == "version: 1\n"
