@@ -1,4 +1,4 @@
-"""`ligertune recipe check|show|keys|schema|import`: nothing here loads a model, or torch."""
+"""`ligertune recipe check|show|list|keys|schema|import`: nothing here loads a model, or torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from ligertune.cli import render
 from ligertune.cli.complete import recipe_keys
 
 recipe_app = typer.Typer(
-    help="Check a recipe, show it with every default, explain its keys, or import one of another tool.",
+    help="Check a recipe, show it with every default, explain its keys, list the bundled ones, or import another tool's."
+    "\n\nExample: ligertune recipe check my.yaml",
     no_args_is_help=True,
 )
 
@@ -65,6 +66,22 @@ def schema() -> None:
     from ligertune.recipe import recipe_schema
 
     render.json_report(recipe_schema())
+
+
+@recipe_app.command("list")
+def list_(json: Json = False) -> None:
+    """Print the paths of the recipes that come with ligertune, and what each is for.
+
+    Example: ligertune recipe list
+    """
+    from ligertune.recipe.bundled import bundled_recipes, what_it_is_for
+
+    render.people_on_stderr(json)
+    found = {str(path): what_it_is_for(path) for path in bundled_recipes()}
+    for path, words in found.items():
+        render.text(f"{path}\n  {words}")
+    if json:
+        render.json_report(found)
 
 
 @recipe_app.command("keys")

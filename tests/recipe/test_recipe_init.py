@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from typer.testing import CliRunner
 from ligertune.cli.app import app
 from ligertune.errors import UserError
 from ligertune.recipe import load_recipe
+from ligertune.recipe.bundled import bundled_recipes, what_it_is_for
 from ligertune.recipe.describe import matching_keys, name_of_run, recipe_reference
 from ligertune.recipe.keys import keys
 
@@ -120,9 +122,13 @@ def test_shells_complete_keys():
     assert not matching_keys("nothing")
 
 
-RECIPES = [path for path in sorted((ROOT / "configs").rglob("*.yaml")) if "\nmodel:" in path.read_text("utf-8")]
-
-
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_every_bundled_recipe_is_sound(path):
+@pytest.mark.parametrize("path", bundled_recipes(), ids=lambda path: path.stem)
+def test_every_bundled_recipe_is_sound_and_says_what_it_is_for(path):
     assert load_recipe(path).notices == ()
+    assert what_it_is_for(path)
+
+
+def test_the_quickstart_leads_the_list():
+    done = CliRunner().invoke(app, ["recipe", "list", "--json"])
+    first = next(iter(json.loads(done.stdout)))
+    assert first.endswith("stories260k.yaml") and Path(first).is_file()
