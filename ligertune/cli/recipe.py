@@ -11,7 +11,7 @@ from ligertune.cli import render
 from ligertune.cli.complete import recipe_keys
 
 recipe_app = typer.Typer(
-    help="Check a recipe, show it with every default, explain its keys, list the bundled ones, or import another tool's."
+    help="Check a recipe, show it whole, explain its keys, list the bundled ones, or import another tool's."
     "\n\nExample: ligertune recipe check my.yaml",
     no_args_is_help=True,
 )
