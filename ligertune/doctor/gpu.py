@@ -95,7 +95,8 @@ def kernels(machine: Machine) -> Finding:
     if machine.vendor == "cpu":
         return Finding(what, "the PyTorch references")
     advice = "a GPU without triton, which torch's wheels for Linux bring along"
-    return Finding(what, "the PyTorch references", advice, "pip install 'ligertune[triton]'    # NVIDIA")
+    command = "pip install triton" if machine.vendor == "nvidia" else "install torch's ROCm build again"
+    return Finding(what, "the PyTorch references", advice, command)
 
 
 def attention(machine: Machine) -> Finding:

@@ -21,7 +21,7 @@ from ligertune.doctor.finding import Finding
 PAIRS = {"2.11": "3.6", "2.13": "3.7", "2.14": "3.8"}
 TRITON_NAMES = ("triton", "triton-rocm", "pytorch-triton-rocm")
 BRINGS_ITS_COMPILER = Version("3.9")  # the first triton that needs no C compiler at run time
-REINSTALL = "pip uninstall -y triton triton-rocm pytorch-triton-rocm torch && pip install {torch}"
+REINSTALL = "pip uninstall -y {packages}, then install torch again the way it was installed, which brings the right one"
 
 
 def python() -> Finding:
@@ -81,8 +81,9 @@ def pairing(torch: str, triton: str, required: str | None) -> Finding:
     if found == expected.split("+")[0]:
         return Finding(what, f"{torch} and {triton} pair")
     advice = f"torch {torch} goes with triton {expected}, and {triton} is installed"
-    command = f"pip install 'triton=={expected}{'' if length > 2 else '.*'}'"
-    return Finding(what, "do not pair", advice, REINSTALL.format(torch=f"torch=={torch}") if required else command)
+    if required:
+        return Finding(what, "do not pair", advice, REINSTALL.format(packages="torch " + " ".join(owners_of_triton())))
+    return Finding(what, "do not pair", advice, f"pip install 'triton=={expected}.*'")
 
 
 def owners_of_triton() -> list[str]:
@@ -95,7 +96,7 @@ def triton_owners(owners: Sequence[str]) -> Finding:
     advice, command = "", ""
     if len(owners) > 1:
         advice = f"the folder triton belongs to {' and '.join(owners)}, of which the last installed has won"
-        command = f"pip uninstall -y {' '.join(owners)}, then install torch again the way it was installed"
+        command = REINSTALL.format(packages=" ".join(["torch", *owners]))
     return Finding("triton comes from", ", ".join(owners) or "not installed", advice, command)
 
 
