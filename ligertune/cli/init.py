@@ -20,6 +20,7 @@ def init(
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Write a value.", autocompletion=recipe_keys),
     ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print what was written as JSON on stdout.")] = False,
 ) -> None:
     """Write a recipe for a model and data: every key with what it does, to be changed where you like.
 
@@ -32,11 +33,15 @@ def init(
     from ligertune.recipe.describe import commented_recipe, new_recipe
     from ligertune.recipe.plain_yaml import dump
 
+    render.people_on_stderr(json)
     with tempfile.TemporaryDirectory(prefix="ligertune-init-") as folder:
         trial = Path(folder) / "recipe.yaml"
         trial.write_text(dump(new_recipe(model, data)), encoding="utf-8")
-        check_paths(load_recipe(trial, set_ or []))
+        loaded = load_recipe(trial, set_ or [])
+    check_paths(loaded)
     write_new(out, commented_recipe(new_recipe(model, data), set_ or []))
     command, recipe = render.command(), shlex.quote(str(out))
     render.text(f"Written: {out}")
     render.text(f"\nSee what it trains on:  {command} data {recipe}\nTrain:                  {command} train {recipe}")
+    if json:
+        render.json_report({"recipe": str(out), "output_dir": loaded.checkpoint.output_dir})
