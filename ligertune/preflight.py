@@ -56,6 +56,18 @@ def check_report_path(path: Path) -> None:
         raise UserError(f"--out: {path} {what}.", hint="Name a file in an existing folder, such as report.html.")
 
 
+def write_new(path: Path, text: str) -> None:
+    """Write a file of text that is not there yet; a UserError where it is, or where it cannot be."""
+    hint = "Name a file that does not exist yet, in a folder that does."
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise UserError(f"--out: {path} exists already, and nothing is written over it.", hint=hint) from None
+    except OSError as problem:
+        raise UserError(f"--out: {path} cannot be written: {problem.strerror}.", hint=hint) from None
+
+
 def looks_local(name: str) -> bool:
     """Whether a name can only be a path: absolute, dotted, with a data file's ending, or deeper than org/name."""
     endings = (".json", ".jsonl", ".parquet", ".csv", ".gz", ".txt")

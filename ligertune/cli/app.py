@@ -23,10 +23,11 @@ def _register() -> None:
     from ligertune.cli.data import data
     from ligertune.cli.doctor import doctor
     from ligertune.cli.generate import generate
+    from ligertune.cli.init import init
     from ligertune.cli.recipe import recipe_app
     from ligertune.cli.train import train
 
-    for command in (train, compare, bench, data, generate, doctor):
+    for command in (init, train, compare, bench, data, generate, doctor):
         app.command()(command)
     app.add_typer(recipe_app, name="recipe")
 
@@ -54,5 +55,14 @@ def main() -> None:
 
         render.error(problem)
         sys.exit(problem.exit_code)
+    except OSError as problem:
+        from ligertune.cli import render
+        from ligertune.disk import cannot_write, reason_of
+
+        reason = reason_of(problem)
+        if reason is None:
+            raise
+        render.error(cannot_write(str(problem.filename or "A file"), reason))
+        sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -8,11 +8,15 @@ from typing import Annotated
 import typer
 
 from ligertune.cli import render, render_data
+from ligertune.cli.complete import recipe_keys
 
 
 def train(
     recipe: Annotated[Path, typer.Argument(help="YAML recipe.", show_default=False)],
-    set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a value.")] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Override a value.", autocompletion=recipe_keys),
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest complete checkpoint.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the run in output_dir.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the report as JSON on stdout.")] = False,

@@ -8,6 +8,8 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ligertune.disk import writing
+
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
 PROMPT_FILE = "ligertune.json"
 
 
+@writing("The model")
 def write_model(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -130,9 +130,9 @@ ALIASES = (
 PEERS = {name: row.key for row in ALIASES for name in row.names if ITEM not in row.key}
 
 
-def use_our_names(document: Document) -> None:
+def use_our_names(document: Document, rows: Sequence[Alias] = ALIASES) -> None:
     """Move what stands under peers' names to our keys."""
-    for row in ALIASES:
+    for row in rows:
         for section in _sections_around(row.key, document):
             for name in row.names:
                 if document.has((*section, name)) and not _is_ours((*section, name), document):

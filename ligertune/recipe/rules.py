@@ -113,8 +113,9 @@ RULES = (
 )
 
 
-def check_rules(recipe: Recipe, document: Document, faults: Sequence[KeyPath]) -> None:
-    """A complaint for each broken rule, unless one of its keys has a complaint already."""
+def check_rules(recipe: Recipe, document: Document, faults: Sequence[KeyPath]) -> list[KeyPath]:
+    """A complaint for each broken rule, unless one of its keys has one already; the keys that they are about."""
+    leads = []
     for rule in RULES:
         paths = [split(key) for key in rule.keys]
         in_doubt = any(fault[: len(path)] == path[: len(fault)] for fault in faults for path in paths)
@@ -122,3 +123,5 @@ def check_rules(recipe: Recipe, document: Document, faults: Sequence[KeyPath]) -
             lead = next((path for path in paths if document.has(path)), paths[0])
             mentions = [document.name(path) if path == lead else document.mention(path) for path in paths]
             document.complain(lead, rule.says.format(*mentions, recipe=recipe))
+            leads.append(lead)
+    return leads

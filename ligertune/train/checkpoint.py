@@ -15,6 +15,7 @@ from pathlib import Path
 
 from accelerate import Accelerator
 
+from ligertune.disk import writing
 from ligertune.errors import UserError
 from ligertune.plan import Plan
 
@@ -22,6 +23,7 @@ NAME = re.compile(r"step-(\d+)")
 PROGRESS = "progress.json"
 
 
+@writing("A checkpoint")
 def save_checkpoint(accelerator: Accelerator, plan: Plan, step: int) -> Path:
     """Write `step-N` and drop the oldest beyond `save_total_limit`. Called by all ranks."""
     folder = plan.output_dir / "checkpoints"

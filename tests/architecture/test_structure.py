@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 TOP_LEVEL = {
-    ".ci", ".gitignore", "CHANGELOG.md", "Dockerfile.cuda", "Dockerfile.rocm", "LICENSE", "README.md",
+    ".ci", ".dockerignore", ".gitignore", "CHANGELOG.md", "Dockerfile.cuda", "Dockerfile.rocm", "LICENSE", "README.md",
     "configs", "kernels", "ligertune", "pyproject.toml", "scripts", "tests",
 }  # fmt: skip
 
@@ -20,6 +20,7 @@ TOP_LEVEL = {
 # unless a row stands before another: `plan` reads machine, memory and recipe.
 FLOORS = (
     ("errors",),
+    ("disk",),
     ("machine", "memory", "recipe", "metrics"),
     ("plan", "preflight"),
     ("report",),
