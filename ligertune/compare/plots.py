@@ -22,7 +22,7 @@ def draw(result: Comparison, folder: Path) -> list[Path]:
     """Both charts; the files drawn."""
     return [
         _chart(result, folder / "throughput.png", "real tokens/s, mean ± standard error", _rate, "{:,.0f}"),
-        _chart(result, folder / "memory.png", "peak memory of a device, GiB", _memory, "{:.1f}"),
+        _chart(result, folder / "memory.png", "peak memory of a device, GiB", _memory, "{:.3g}"),
     ]
 
 
@@ -42,7 +42,7 @@ def _chart(result: Comparison, path: Path, title: str, bar: Callable[[SideResult
     from matplotlib.figure import Figure
 
     sides = result.points[0].sides
-    width = max(5.0, 1.0 + 0.9 * len(sides) * len(result.points))
+    width = max(6.5, 1.0 + 0.9 * len(sides) * len(result.points))
     figure = Figure(figsize=(min(width, 16.0), 4.2), layout="constrained")
     axes = figure.subplots()
     for i, side in enumerate(sides):
@@ -56,7 +56,7 @@ def _chart(result: Comparison, path: Path, title: str, bar: Callable[[SideResult
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", alpha=0.3)
     axes.set_axisbelow(True)
-    axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=min(len(sides), 3), frameon=False)
+    figure.legend(fontsize=8, loc="outside upper center", ncols=min(len(sides), 3), frameon=False)
     figure.supxlabel(label(result.target, processes=result.processes), fontsize=6.5, color="#555555", wrap=True)
     figure.savefig(path, dpi=140)
     return path
