@@ -79,8 +79,11 @@ def plan_for(recipe: Recipe, progress: Progress | None = None) -> Job:
     return Job(plan, config, loaded, data)
 
 
-def run(job: Job, show: Callable[[dict], None]) -> Report:
-    """Train as planned, save the model, and report. `show` receives each logged line."""
+def run(job: Job, show: Callable[[dict], None], *, change: Callable[[PreTrainedModel], None] | None = None) -> Report:
+    """Train as planned, save the model, and report. `show` receives each logged line.
+
+    `change` is what a comparison does to the model besides: another library's kernels, compiled layers.
+    """
     import torch
 
     from ligertune.model.attention import checkpoint_layers, prefer_flash
@@ -111,6 +114,8 @@ def run(job: Job, show: Callable[[dict], None]) -> Report:
         seed=plan.recipe.train.seed,
     )
     apply_kernels(plan.recipe, model)
+    if change is not None:
+        change(model)
     if plan.rows.packed:
         guard(model)
         with accelerator.autocast():
@@ -118,7 +123,8 @@ def run(job: Job, show: Callable[[dict], None]) -> Report:
     if plan.recipe.train.gradient_checkpointing:
         checkpoint_layers(model)
     fitted = fit(plan, accelerator, model, job.data, pad_token_id=job.tokenizer.pad_token_id, show=show)
-    model_path = None if fitted.stopped_by else save_model(job, accelerator, fitted.model)
+    keep = plan.recipe.checkpoint.save_model and not fitted.stopped_by
+    model_path = save_model(job, accelerator, fitted.model) if keep else None
     report = make_report(job, fitted, model_path=model_path, seconds=time.perf_counter() - began)
     if accelerator.is_main_process:
         write_json(plan.output_dir / "report.json", report.as_dict())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import shutil
 import sys
@@ -29,7 +30,10 @@ class _Output:
         self.go_to(stderr=False)
 
     def go_to(self, *, stderr: bool) -> None:
-        self.console = Console(stderr=stderr, highlight=False, soft_wrap=True)
+        stream = sys.stderr if stderr else sys.stdout
+        # a file has no width, and rich would take it for a window of 80 columns
+        width = None if stream.isatty() or "COLUMNS" in os.environ else 160
+        self.console = Console(stderr=stderr, highlight=False, soft_wrap=True, width=width)
 
 
 OUTPUT = _Output()
@@ -166,7 +170,7 @@ class Progress:
 
 def report(report: Report) -> None:
     """The end of a run."""
-    speed = report.throughput
+    speed, done = report.throughput, report.status == "completed"
     resumed = f", resumed at {report.resumed_from}" if report.resumed_from else ""
     rows = [
         ("status", report.status + (f" by {report.stopped_by}" if report.stopped_by else "")),
@@ -189,7 +193,7 @@ def report(report: Report) -> None:
         ("kernels applied", kernels(report.kernels, report.kernels_backend)),
         ("device", f"{report.device} x {report.world_size}, {report.strategy}, {report.dtype}"),
         ("time", duration(report.seconds)),
-        ("model", report.model_path or "not written: the run is not finished"),
+        ("model", report.model_path or f"not written: {'save_model is false' if done else 'the run is not finished'}"),
     ]
     text()
     table("Report", rows)
@@ -200,7 +204,7 @@ def next_step(report: Report, recipe_path: str) -> None:
     if report.model_path:
         model = shlex.quote(report.model_path)
         text(f"\nGenerate from it:  {command()} generate {model} 'Give three tips for staying healthy.'")
-    else:
+    elif report.status == "interrupted":
         text(f"\nContinue it:  {command()} train {shlex.quote(recipe_path)} --resume")
 
 

@@ -26,7 +26,8 @@ FLOORS = (
     ("report",),
     ("model", "data"),
     ("decode", "train"),
-    ("run", "doctor", "compare", "bench"),
+    ("run", "doctor", "bench"),
+    ("compare",),
     ("cli",),
 )
 FLOOR_OF = {name: level for level, names in enumerate(FLOORS) for name in names}
@@ -39,7 +40,7 @@ DOORS = {
     "pydantic": ("recipe/",),
     "accelerate": ("train/",),
     "datasets": ("data/sources",),
-    "matplotlib": ("bench/plots",),
+    "matplotlib": ("bench/plots", "compare/plots"),
     "peft": ("model/lora",),
     "transformers": ("model/", "data/render", "data/images", "decode/"),
 }

@@ -174,6 +174,13 @@ def test_saves_and_evaluations_come_when_asked(train):
     assert report["eval_loss"] == lines[-1]["eval_loss"]
 
 
+def test_a_model_that_is_not_wanted_is_not_written(train, usual):
+    assert Path(usual[2]["model_path"]).is_dir()
+    *_, report, folder = train({"checkpoint.save_model": "false"})
+    assert report["model_path"] is None and report["status"] == "completed"
+    assert not (folder / "model").exists()
+
+
 def test_by_epoch(train):
     _, _, _, folder = train(
         {"train.num_train_epochs": 2, "checkpoint.save_strategy": "epoch", "eval.eval_strategy": "epoch"}

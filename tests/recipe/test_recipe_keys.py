@@ -36,7 +36,7 @@ DEFAULTS = {
               "full_determinism": True, "gradient_checkpointing": False, "seed": 42},
     "eval": {"eval_strategy": "no", "eval_steps": 200, "per_device_eval_batch_size": 4},
     "checkpoint": {"save_strategy": "steps", "save_steps": 200, "save_total_limit": 2,
-                   "resume_from_checkpoint": "never", "overwrite": False, "save_on_signal": True},
+                   "save_model": True, "resume_from_checkpoint": "never", "overwrite": False, "save_on_signal": True},
     "logging": {"logging_steps": 10},
     "parallel": {"strategy": "auto"},
     "report": {"warmup_steps": 5, "mfu": True},
