@@ -12,7 +12,7 @@ from ligertune.medusa.tree import Tree
 
 
 class Accepted(NamedTuple):
-    """Of each row: the nodes kept (B, D + 1), root first and only the first `lengths` (B,) of them, and what follows."""
+    """The nodes kept of each row (B, D + 1), root first, of which the first `lengths` (B,) count; and what follows."""
 
     nodes: Tensor
     lengths: Tensor

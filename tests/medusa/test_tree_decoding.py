@@ -28,9 +28,13 @@ FAMILIES = ("llama", "llama_tied", "mistral", "gemma2", "cohere2", "phi3_partial
 
 def sharp(family: str):
     """A random model with clear preferences: its greedy text is no single token repeated."""
-    model = make(family, seed=3).eval()
+    model = make(family, seed=3, **({"tie_word_embeddings": False} if family == "gemma2" else {})).eval()
+    embedding = model.get_input_embeddings().weight
+    tied = model.get_output_embeddings().weight is embedding  # then a larger one repeats the token that it was given
     with torch.no_grad():
-        model.get_input_embeddings().weight.mul_(8)
+        for parameter in model.parameters() if tied else (embedding,):
+            if parameter.ndim > 1 and not (tied and parameter is embedding):
+                parameter.mul_(8)
     return model
 
 

@@ -24,8 +24,8 @@ def labelled_rows(
     """The rows (M,) of labels (..., T) on the CPU, counted over all of them, that linear_cross_entropy has to compute.
 
     With a shift the labels are those of the tokens themselves, as a batch holds them, and row t predicts the label
-    t + shift of its sequence; with several shifts, as several heads have them, any of these labels. Rows without a label fill M up to a multiple, as far as there are any: they cost little
-    and count nothing.
+    t + shift of its sequence; with several shifts, as several heads have them, any of these labels. Rows without a
+    label fill M up to a multiple, as far as there are any: they cost little and count nothing.
     """
     if labels.device.type != "cpu":
         raise ValueError(f"labelled_rows: labels are on {labels.device}; expected the CPU, or the host would wait")
