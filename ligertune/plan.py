@@ -151,7 +151,7 @@ class Plan:
     @property
     def loss_in_head(self) -> bool:
         """Whether the loss is computed in the head, which then takes an index of the rows that have a label."""
-        return any(line.kernel == "linear_cross_entropy" and line.applied for line in self.kernels)
+        return any(line.kernel.endswith("linear_cross_entropy") and line.applied for line in self.kernels)
 
     def due(self, cadence: Cadence, step: int) -> bool:
         """Whether `cadence` falls due after `step` steps of this run."""

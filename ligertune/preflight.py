@@ -10,7 +10,8 @@ from ligertune.errors import UserError
 from ligertune.recipe import Recipe
 
 # what a run leaves in output_dir; --overwrite removes these and nothing else
-RUN_FILES = ("plan.json", "report.json", "metrics.jsonl", "resolved_recipe.yaml", "checkpoints", "model", "medusa")
+RUN_FILES = ("plan.json", "report.json", "metrics.jsonl", "resolved_recipe.yaml", "checkpoints", "model", "medusa",
+             "medusa_report.json", "medusa_report.png")  # fmt: skip
 
 HEADS_FILES = ("config.json", "medusa_lm_head.safetensors")
 

@@ -26,6 +26,7 @@ FLOORS = (
     ("model", "data"),
     ("medusa",),
     ("decode", "train"),
+    ("medusa_run",),
     ("run", "doctor", "compare", "bench"),
     ("cli",),
 )
