@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ligertune.errors import UserError
 from ligertune.plan import KernelLine
 from ligertune.report import write_json
 
@@ -99,8 +100,8 @@ def held_out(data: PreparedData) -> tuple[Examples | None, str]:
     return chosen, f"{len(chosen)} {words}"
 
 
-def accuracy_of(plan: Plan, model: MedusaModel, examples: Examples, pad_token_id: int) -> list[list[float]]:
-    """accuracy[k][r] of head k + 1, rank r, with the attention that the run trained with."""
+def accuracy_of(model: MedusaModel, examples: Examples) -> list[list[float]]:
+    """accuracy[k][r] of head k + 1, rank r, one example at a time."""
     import numpy as np
 
     from ligertune.medusa.accuracy import rank_accuracy
@@ -108,9 +109,9 @@ def accuracy_of(plan: Plan, model: MedusaModel, examples: Examples, pad_token_id
 
     batcher = Batcher(
         examples,
-        packed=plan.rows.packed,
-        multiple_of=plan.rows.multiple_of,
-        pad_token_id=pad_token_id,
+        packed=False,
+        multiple_of=1,
+        pad_token_id=0,
         index_labels=False,
         device=model.get_output_embeddings().weight.device,
     )
@@ -119,13 +120,13 @@ def accuracy_of(plan: Plan, model: MedusaModel, examples: Examples, pad_token_id
 
 
 def measure_heads(
-    plan: Plan, model: MedusaModel, examples: Examples, measured_on: str, accuracy: list[list[float]]
+    model: MedusaModel, examples: Examples, measured_on: str, accuracy: list[list[float]]
 ) -> MedusaReport:
     """The report on trained heads; `model` is left with attention that takes any mask."""
     from ligertune.decode.medusa_report import MedusaReport, measure_decoding, prompt_of
     from ligertune.medusa.tree import Tree, best_paths
 
-    spec, base = plan.recipe.medusa, model.base_model
+    spec, base = model.spec, model.base_model
     tree = Tree.of(best_paths(accuracy, spec.tree_nodes), device=model.get_output_embeddings().weight.device)
     decoding = None
     if spec.eval_prompts:
@@ -162,7 +163,6 @@ def finish_heads(
     data: PreparedData,
     *,
     tokenizer: PreTrainedTokenizerBase,
-    pad_token_id: int,
     prompt_template: str,
 ) -> tuple[str, MedusaReport | None]:
     """On the main process: accuracy, the tree it gives, the heads on disk, and the report. (folder, report).
@@ -176,14 +176,47 @@ def finish_heads(
     accuracy = None
     if plan.strategy != "fsdp" and examples is not None:
         with accelerator.autocast():
-            accuracy = accuracy_of(plan, inner, examples, pad_token_id)
+            accuracy = accuracy_of(inner, examples)
     paths = chain(spec.num_heads) if accuracy is None else best_paths(accuracy, spec.tree_nodes)
-    folder = save_heads(
-        plan, accelerator, inner, weights, paths, tokenizer=tokenizer, prompt_template=prompt_template
-    )
+    folder = save_heads(plan, accelerator, inner, weights, paths, tokenizer=tokenizer, prompt_template=prompt_template)
     if accuracy is None:
         return folder, None
     with accelerator.autocast():
-        report = measure_heads(plan, inner, examples, measured_on, accuracy)
+        report = measure_heads(inner, examples, measured_on, accuracy)
     write_report(report, plan.output_dir)
     return folder, report
+
+
+def report_on(recipe: Recipe) -> MedusaReport:
+    """Measure the heads that `output_dir` holds on the recipe's held-out data, anew; their tree is rewritten, too."""
+    import torch
+
+    from ligertune.data.prepare import prepare
+    from ligertune.machine import this_machine
+    from ligertune.medusa.files import HeadsConfig, base_model_of, read_heads, write_choices
+    from ligertune.medusa.head_form import check_plain_head, head_form
+    from ligertune.medusa.model import MedusaModel
+    from ligertune.medusa.tree import best_paths
+    from ligertune.model import load
+    from ligertune.plan import choose_precision
+    from ligertune.preflight import check_heads_path
+
+    folder, machine = Path(recipe.checkpoint.output_dir) / "medusa", this_machine()
+    check_heads_path(str(folder))
+    load.hide_loading_bars()
+    spec = recipe.model.model_copy(update={"model_name_or_path": base_model_of(folder, HeadsConfig.read(folder))})
+    dtype = getattr(torch, choose_precision(spec.dtype, machine).weights)
+    loaded = load.load_tokenizer(recipe.model)
+    data = prepare(recipe.data, loaded.tokenizer, seed=recipe.train.seed)
+    base = load.build_model(spec, load.read_config(spec), dtype=dtype, device=machine.device, seed=recipe.train.seed)
+    heads = read_heads(folder, check_plain_head(base).weight)
+    model = MedusaModel(base, heads, recipe.medusa, form=head_form(base), fused=True)
+    examples, measured_on = held_out(data)
+    if examples is None:
+        raise UserError("data.streaming: streamed data holds nothing out to measure heads on.",
+                        hint="Give data.eval_datasets.")  # fmt: skip
+    accuracy = accuracy_of(model, examples)
+    report = measure_heads(model, examples, measured_on, accuracy)
+    write_choices(folder, best_paths(accuracy, recipe.medusa.tree_nodes))
+    write_report(report, folder.parent)
+    return report

@@ -159,7 +159,6 @@ def save_with_heads(job: Job, accelerator: Accelerator, model: nn.Module) -> tup
             weights,
             job.data,
             tokenizer=job.tokenizer.tokenizer,
-            pad_token_id=job.tokenizer.pad_token_id,
             prompt_template=prompt_name(job),
         )
     accelerator.wait_for_everyone()
