@@ -35,6 +35,9 @@ def preview_heads(
     from ligertune.medusa.shape import MedusaShape
 
     shape = MedusaShape.of_heads(attach_heads(model, recipe))
+    lines = tuple(
+        line for line in lines if line.kernel != "linear_cross_entropy"
+    )  # the model's own loss, not asked for
     if not is_fused(recipe):
         return shape, lines
     return shape, (*lines, KernelLine("multi_head_linear_cross_entropy", 1, 0, ""))
