@@ -74,6 +74,7 @@ class Optimizer:
     betas: tuple[float, float]
     eps: float
     max_grad_norm: float
+    heads_lr_multiplier: float = 1.0  # Medusa heads that train beside the model
 
 
 @dataclass(frozen=True)
@@ -150,7 +151,7 @@ class Plan:
     @property
     def loss_in_head(self) -> bool:
         """Whether the loss is computed in the head, which then takes an index of the rows that have a label."""
-        return any(line.kernel == "linear_cross_entropy" and line.applied for line in self.kernels)
+        return any(line.kernel.endswith("linear_cross_entropy") and line.applied for line in self.kernels)
 
     def due(self, cadence: Cadence, step: int) -> bool:
         """Whether `cadence` falls due after `step` steps of this run."""
@@ -290,6 +291,9 @@ def make_plan(
             betas=(train.adam_beta1, train.adam_beta2),
             eps=train.adam_epsilon,
             max_grad_norm=train.max_grad_norm,
+            heads_lr_multiplier=recipe.medusa.lr_multiplier
+            if recipe.task == "medusa" and recipe.medusa.stage == 2
+            else 1.0,
         ),
         data=data,
         save=Cadence(recipe.checkpoint.save_strategy, recipe.checkpoint.save_steps),

@@ -56,6 +56,7 @@ class Report:
     model_path: str | None
     versions: dict[str, str]
     notes: tuple[str, ...]
+    medusa: dict | None = None  # MedusaReport.as_dict() of a run that trained heads
 
     def as_dict(self) -> dict:
         return dataclasses.asdict(self)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ligertune.machine import this_machine
+from ligertune.medusa_run import finish_heads, preview_heads
 from ligertune.metrics import read_metrics
 from ligertune.plan import DataNumbers, KernelLine, Plan, Rows, choose_precision, make_plan
 from ligertune.preflight import check_output_dir, check_paths, clear_run
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
     from ligertune.data.prepare import PreparedData, Progress
+    from ligertune.medusa.model import MedusaModel
     from ligertune.model.attention_choice import AttentionChoice
     from ligertune.model.load import LoadedTokenizer
     from ligertune.model.patch import PatchReport
@@ -122,10 +124,13 @@ def run(job: Job, show: Callable[[dict], None], *, change: Callable[[PreTrainedM
             check_isolation(model, multiple_of=plan.rows.multiple_of)
     if plan.recipe.train.gradient_checkpointing:
         checkpoint_layers(model)
+    if plan.recipe.task == "medusa":
+        model = with_heads(plan, model)
     fitted = fit(plan, accelerator, model, job.data, pad_token_id=job.tokenizer.pad_token_id, show=show)
+    save = save_with_heads if plan.recipe.task == "medusa" else save_model
     keep = plan.recipe.checkpoint.save_model and not fitted.stopped_by
-    model_path = save_model(job, accelerator, fitted.model) if keep else None
-    report = make_report(job, fitted, model_path=model_path, seconds=time.perf_counter() - began)
+    model_path, medusa = save(job, accelerator, fitted.model) if keep else (None, None)
+    report = make_report(job, fitted, model_path=model_path, seconds=time.perf_counter() - began, medusa=medusa)
     if accelerator.is_main_process:
         write_json(plan.output_dir / "report.json", report.as_dict())
     accelerator.wait_for_everyone()
@@ -133,30 +138,82 @@ def run(job: Job, show: Callable[[dict], None], *, change: Callable[[PreTrainedM
     return report
 
 
-def save_model(job: Job, accelerator: Accelerator, model: nn.Module) -> str:
-    """Write `output_dir/model` in Hugging Face's format; all ranks call it, the main one writes."""
-    from ligertune.model.export import write_model
+def with_heads(plan: Plan, model: PreTrainedModel) -> MedusaModel:
+    """The model with its Medusa heads, whose backbone is called without the model around it."""
+    from ligertune.medusa.build import attach_heads
+    from ligertune.medusa.head_form import backbone_of
+    from ligertune.model.documents import guard
+
+    if plan.rows.packed:
+        guard(backbone_of(model))
+    return attach_heads(model, plan.recipe)
+
+
+def save_with_heads(job: Job, accelerator: Accelerator, model: nn.Module) -> tuple[str, dict | None]:
+    """Write `output_dir/medusa`, beside `output_dir/model` where that was trained too; (the heads' folder, report)."""
     from ligertune.train.distributed import full_state_dict
+
+    plan, report = job.plan, None
+    weights = full_state_dict(accelerator, model)
+    if plan.recipe.medusa.stage == 2:
+        write_base_model(job, accelerator, accelerator.unwrap_model(model).base_model, of_base(weights))
+    if accelerator.is_main_process:
+        _, report = finish_heads(
+            plan,
+            accelerator,
+            model,
+            weights,
+            job.data,
+            tokenizer=job.tokenizer.tokenizer,
+            prompt_template=prompt_name(job),
+        )
+    accelerator.wait_for_everyone()
+    return str(plan.output_dir / "medusa"), None if report is None else report.as_dict()
+
+
+def of_base(weights: dict | None) -> dict | None:
+    """The weights of the model in those of the model with heads."""
+    prefix = "base_model."
+    return weights and {name.removeprefix(prefix): t for name, t in weights.items() if name.startswith(prefix)}
+
+
+def save_model(job: Job, accelerator: Accelerator, model: nn.Module) -> tuple[str, None]:
+    """Write `output_dir/model` in Hugging Face's format; all ranks call it, the main one writes."""
+    from ligertune.train.distributed import full_state_dict
+
+    weights = full_state_dict(accelerator, model)
+    return write_base_model(job, accelerator, accelerator.unwrap_model(model), weights), None
+
+
+def prompt_name(job: Job) -> str:
+    """What `ligertune generate` puts prompts into."""
+    return {"alpaca": "alpaca", "plain": "raw"}.get(job.data.template, "chat")
+
+
+def write_base_model(job: Job, accelerator: Accelerator, model: nn.Module, weights: dict | None) -> str:
+    """The model, its tokenizer and what prompts looked like, on the main process."""
+    from ligertune.model.export import write_model
 
     folder, wanted = job.plan.output_dir / "model", job.plan.recipe.data
     tokenizer = job.tokenizer.tokenizer
     if wanted.prompt_template not in ("auto", "chat", "alpaca"):  # a file: what serves the model must use it too
         tokenizer.chat_template = Path(wanted.prompt_template).read_text(encoding="utf-8")
-    weights = full_state_dict(accelerator, model)
     if accelerator.is_main_process:
         write_model(
-            accelerator.unwrap_model(model),
+            model,
             tokenizer,
             folder,
             state_dict=weights,
-            prompt_template={"alpaca": "alpaca", "plain": "raw"}.get(job.data.template, "chat"),
+            prompt_template=prompt_name(job),
             system_prompt=wanted.system_prompt,
         )
     accelerator.wait_for_everyone()
     return str(folder)
 
 
-def make_report(job: Job, fitted: Fitted, *, model_path: str | None, seconds: float) -> Report:
+def make_report(
+    job: Job, fitted: Fitted, *, model_path: str | None, seconds: float, medusa: dict | None = None
+) -> Report:
     """Put together what the plan intended and what training came to."""
     plan, account = job.plan, job.data.train.stream.account() if job.data.streamed else ()
     losses = [line["loss"] for line in read_metrics(plan.output_dir / "metrics.jsonl") if "loss" in line]
@@ -185,6 +242,7 @@ def make_report(job: Job, fitted: Fitted, *, model_path: str | None, seconds: fl
         model_path=model_path,
         versions=versions(),
         notes=(*plan.notes, *account),
+        medusa=medusa,
     )
 
 
@@ -202,7 +260,10 @@ def preview_model(recipe: Recipe, config: PreTrainedConfig, device: str, attenti
     model = build_model(spec, config, dtype=torch.bfloat16, device="meta", seed=0)
     report = apply_kernels(recipe, model)
     lines = () if report is None else tuple(KernelLine(r.kernel, r.applied, r.left, r.note) for r in report.rows)
-    return ModelShape.of(model), model.config._attn_implementation, backend(device), lines
+    shape = ModelShape.of(model)
+    if recipe.task == "medusa":
+        shape, lines = preview_heads(recipe, model, lines)
+    return shape, model.config._attn_implementation, backend(device), lines
 
 
 def apply_kernels(recipe: Recipe, model: PreTrainedModel) -> PatchReport | None:
@@ -212,7 +273,8 @@ def apply_kernels(recipe: Recipe, model: PreTrainedModel) -> PatchReport | None:
     wanted = recipe.kernels
     if wanted.enabled is False:
         return None
-    return patch(model, rope=wanted.rope, norm=wanted.norm, mlp=wanted.mlp, loss=wanted.loss)
+    loss = "torch" if recipe.task == "medusa" else wanted.loss  # the heads' loss is computed around the model
+    return patch(model, rope=wanted.rope, norm=wanted.norm, mlp=wanted.mlp, loss=loss)
 
 
 def rows_of(recipe: Recipe, data: PreparedData, *, multiple_of: int) -> Rows:

@@ -24,10 +24,11 @@ def _register() -> None:
     from ligertune.cli.doctor import doctor
     from ligertune.cli.generate import generate
     from ligertune.cli.init import init
+    from ligertune.cli.medusa import medusa
     from ligertune.cli.recipe import recipe_app
     from ligertune.cli.train import train
 
-    for command in (init, train, compare, bench, data, generate, doctor):
+    for command in (init, train, medusa, compare, bench, data, generate, doctor):
         app.command()(command)
     app.add_typer(recipe_app, name="recipe")
 

@@ -49,6 +49,11 @@ def text(message: str = "") -> None:
     OUTPUT.console.print(Text(message))
 
 
+def note(message: str) -> None:
+    """A line beside what the command gives, on stderr."""
+    Console(stderr=True, highlight=False, soft_wrap=True).print(Text(message, style="dim"))
+
+
 def document(content: str) -> None:
     """A whole document on stdout, byte for byte: YAML, JSON, generated text."""
     sys.stdout.write(content if content.endswith("\n") else content + "\n")
@@ -203,7 +208,8 @@ def next_step(report: Report, recipe_path: str) -> None:
     """The exact command to type after a run."""
     if report.model_path:
         model = shlex.quote(report.model_path)
-        text(f"\nGenerate from it:  {command()} generate {model} 'Give three tips for staying healthy.'")
+        heads = " --medusa" if Path(report.model_path).name == "medusa" else ""
+        text(f"\nGenerate from it:  {command()} generate {model} 'Give three tips for staying healthy.'{heads}")
     elif report.status == "interrupted":
         text(f"\nContinue it:  {command()} train {shlex.quote(recipe_path)} --resume")
 

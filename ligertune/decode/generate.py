@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from ligertune.data.prompts import alpaca_prompt
 from ligertune.errors import UserError
@@ -33,21 +33,9 @@ def complete(
     model_name: str, prompt: str, *, raw: bool, max_new_tokens: int, temperature: float, top_p: float, seed: int
 ) -> Answer:
     """Load, put the prompt in its template (unless `raw`), generate. temperature 0 is greedy."""
-    if not prompt.strip():
-        raise UserError("The prompt is empty.", hint="Write what to ask, or - to read it from stdin.")
-    hide_loading_bars()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(model_name)
-        model = AutoModelForCausalLM.from_pretrained(model_name).to(device).eval()
-    except (OSError, ValueError) as problem:
-        raise UserError(
-            f"{model_name} could not be loaded as a causal language model: {str(problem).splitlines()[0]}",
-            hint="Name a folder with config.json, the weights and the tokenizer, or a hub id.",
-        ) from problem
-    how = {"prompt_template": "raw"} if raw else read_prompt(Path(model_name))
-    text, writes_special = in_template(tokenizer, prompt, how)
-    inputs = tokenizer(text, return_tensors="pt", add_special_tokens=not writes_special).to(device)
+    model, tokenizer = load_for_generation(model_name)
+    text, ids = encode_prompt(tokenizer, prompt, Path(model_name), raw=raw)
+    inputs = torch.tensor([ids], device=model.device)
     torch.manual_seed(seed)
     start = time.perf_counter()
     sampling = (
@@ -55,19 +43,46 @@ def complete(
     )
     with torch.no_grad():
         output = model.generate(
-            input_ids=inputs["input_ids"],
-            attention_mask=inputs["attention_mask"],
+            input_ids=inputs,
+            attention_mask=torch.ones_like(inputs),
             max_new_tokens=max_new_tokens,
             pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
             **sampling,
         )
-    new = output[0, inputs["input_ids"].shape[1] :]
+    new = output[0, len(ids) :]
     return Answer(
         prompt=text,
         text=tokenizer.decode(new, skip_special_tokens=True),
         new_tokens=len(new),
         seconds=time.perf_counter() - start,
     )
+
+
+def load_for_generation(
+    model_name: str, *, tokenizer_name: str | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model on the GPU if there is one, and its tokenizer; a UserError where they cannot be loaded."""
+    hide_loading_bars()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(tokenizer_name or model_name)
+        model = AutoModelForCausalLM.from_pretrained(model_name).to(device).eval()
+    except (OSError, ValueError) as problem:
+        raise UserError(
+            f"{model_name} could not be loaded as a causal language model: {str(problem).splitlines()[0]}",
+            hint="Name a folder with config.json, the weights and the tokenizer, or a hub id. "
+            "A folder of Medusa heads needs --medusa.",
+        ) from problem
+    return model, tokenizer
+
+
+def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, folder: Path, *, raw: bool) -> tuple[str, list[int]]:
+    """The prompt in the template that `folder` notes (unless `raw`), and its ids; a UserError where it is empty."""
+    if not prompt.strip():
+        raise UserError("The prompt is empty.", hint="Write what to ask, or - to read it from stdin.")
+    how = {"prompt_template": "raw"} if raw else read_prompt(folder)
+    text, writes_special = in_template(tokenizer, prompt, how)
+    return text, tokenizer(text, add_special_tokens=not writes_special)["input_ids"]
 
 
 def in_template(tokenizer: PreTrainedTokenizerBase, prompt: str, how: dict) -> tuple[str, bool]:

@@ -36,10 +36,15 @@ def write_model(
     shutil.rmtree(aside, ignore_errors=True)
     model.save_pretrained(aside, state_dict=state_dict)
     tokenizer.save_pretrained(aside)
-    prompt = {"prompt_template": prompt_template, "system_prompt": system_prompt}
-    (aside / PROMPT_FILE).write_text(json.dumps(prompt, indent=1) + "\n", encoding="utf-8")
+    write_prompt(aside, prompt_template=prompt_template, system_prompt=system_prompt)
     shutil.rmtree(folder, ignore_errors=True)
     os.replace(aside, folder)
+
+
+def write_prompt(folder: Path, *, prompt_template: str, system_prompt: str | None) -> None:
+    """Note how prompts looked in training."""
+    prompt = {"prompt_template": prompt_template, "system_prompt": system_prompt}
+    (folder / PROMPT_FILE).write_text(json.dumps(prompt, indent=1) + "\n", encoding="utf-8")
 
 
 def read_prompt(folder: Path) -> dict:

@@ -49,6 +49,14 @@ def _warms_up_a_constant(recipe: Recipe) -> bool:
     )
 
 
+def _joins_untrained_heads(recipe: Recipe) -> bool:
+    return recipe.task == "medusa" and recipe.medusa.stage == 2 and recipe.medusa.heads_path is None
+
+
+def _is_shorter_than_the_heads_reach(recipe: Recipe) -> bool:
+    return recipe.task == "medusa" and recipe.data.max_length < recipe.medusa.num_heads + 2
+
+
 def _splits_a_micro_batch(recipe: Recipe) -> bool:
     train = recipe.train
     return train.global_batch_size is not None and train.global_batch_size % train.per_device_train_batch_size != 0
@@ -109,6 +117,18 @@ RULES = (
         _splits_a_micro_batch,
         "{0} is {recipe.train.global_batch_size}, and no multiple of {1}, "
         "which is {recipe.train.per_device_train_batch_size}.",
+    ),
+    Rule(
+        ("medusa.stage", "medusa.heads_path"),
+        _joins_untrained_heads,
+        "{0} is 2, which trains the model with heads that were trained before, and {1} names none. "
+        "Train them with medusa.stage: 1 and write the folder that leaves.",
+    ),
+    Rule(
+        ("data.max_length", "medusa.num_heads"),
+        _is_shorter_than_the_heads_reach,
+        "{0} is {recipe.data.max_length}, and {recipe.medusa.num_heads} heads ({1}) reach further: from one token "
+        "to the one {recipe.medusa.num_heads} + 1 behind it. Write a longer one, or fewer heads.",
     ),
 )
 

@@ -24,7 +24,8 @@ ROWS_MULTIPLE_OF = 128
 class Batcher:
     """Makes micro batches of `examples`. T is a multiple of `multiple_of`.
 
-    With `index_labels` a batch says which rows predict a label, for a loss that is computed in the head.
+    With `index_labels` a batch says which rows predict a label, for a loss that is computed in the head; `label_shifts`
+    is how far ahead they look.
     """
 
     examples: Examples | StreamedExamples
@@ -33,6 +34,7 @@ class Batcher:
     pad_token_id: int
     index_labels: bool
     device: torch.device
+    label_shifts: tuple[int, ...] = (1,)
 
     def __call__(self, rows: Sequence[np.ndarray]) -> dict[str, Any]:
         """Rows of example indices -> input_ids and labels (B, T) padded on the right, or (1, T) packed.
@@ -51,7 +53,9 @@ class Batcher:
         if idle:
             batch["labels"].fill_(-100)
         if self.index_labels:
-            batch["labelled_rows"] = labelled_rows(batch["labels"], shift=1, multiple_of=ROWS_MULTIPLE_OF)
+            batch["labelled_rows"] = labelled_rows(
+                batch["labels"], shift=self.label_shifts, multiple_of=ROWS_MULTIPLE_OF
+            )
         return {
             name: value.to(self.device, non_blocking=True) if isinstance(value, torch.Tensor) else value
             for name, value in batch.items()

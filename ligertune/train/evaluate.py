@@ -13,6 +13,7 @@ from ligertune.data.packing import pack
 from ligertune.model.deferred import loss_only
 from ligertune.train.batcher import Batcher
 from ligertune.train.distributed import after_evaluation, reduce_sum
+from ligertune.train.objectives import Objective
 
 if TYPE_CHECKING:
     from torch import nn
@@ -20,9 +21,9 @@ if TYPE_CHECKING:
     from ligertune.plan import Plan
 
 
-def evaluate(plan: Plan, accelerator: Accelerator, model: nn.Module, batcher: Batcher) -> float:
+def evaluate(plan: Plan, accelerator: Accelerator, model: nn.Module, batcher: Batcher, objective: Objective) -> float:
     """Mean loss of the batcher's examples. All ranks call it; each does its slices, and none makes logits."""
-    n_targets = int(batcher.examples.trained.sum())
+    whole = objective.inputs(batcher.examples, np.arange(len(batcher.examples)))
     rank, world = accelerator.process_index, accelerator.num_processes
     rows, size = _rows(plan, batcher), plan.batching.eval_batch_size
     total = torch.zeros((), device=accelerator.device, dtype=torch.float32)
@@ -31,7 +32,7 @@ def evaluate(plan: Plan, accelerator: Accelerator, model: nn.Module, batcher: Ba
         for start in range(0, len(rows), size * world):
             mine = range(start + rank * size, min(start + (rank + 1) * size, len(rows)))
             batch = batcher([rows[i] for i in mine])
-            total += model(**batch, num_items_in_batch=n_targets, use_cache=False).loss.float()
+            total += model(**batch, **whole, use_cache=False).loss.float()
     model.train()
     after_evaluation(model)
     return float(reduce_sum(accelerator, total))

@@ -16,13 +16,13 @@ from ligertune.data.packing import pack
 from ligertune.errors import UserError
 from ligertune.metrics import MetricsFile
 from ligertune.model.attention import same_bits
-from ligertune.model.shape import ModelShape
 from ligertune.plan import Plan
 from ligertune.train import checkpoint
 from ligertune.train.batcher import Batcher
 from ligertune.train.distributed import any_rank, reduce_sum
 from ligertune.train.evaluate import evaluate
 from ligertune.train.meter import Counts, Meter
+from ligertune.train.objectives import Objective, objective_of
 from ligertune.train.optim import build_optimizer
 from ligertune.train.order import DataOrder
 from ligertune.train.schedule import learning_rate
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from ligertune.data.examples import Examples
     from ligertune.data.prepare import PreparedData
     from ligertune.data.stream import StreamedExamples
+    from ligertune.model.shape import ModelShape
 
 
 @dataclass(frozen=True)
@@ -66,14 +67,14 @@ def fit(
     The loss of a step is the sum over the trained tokens of the global batch divided by their number, however the batch
     is cut into micro batches and ranks.
     """
-    shape, world = ModelShape.of(model), accelerator.num_processes
+    objective, world = objective_of(plan, model), accelerator.num_processes
     optimizer = build_optimizer(model, plan.optimizer)
     model, optimizer = accelerator.prepare(model, optimizer)
     resumed_from = _resume(plan, accelerator)
     order = _data_order(plan, data.train)
-    batcher = _batcher(plan, accelerator, data.train, pad_token_id)
-    evaluated = _batcher(plan, accelerator, data.eval, pad_token_id) if data.eval else None
-    work_of = _work_of_steps(shape, order, batcher)
+    batcher = _batcher(plan, accelerator, data.train, pad_token_id, objective)
+    evaluated = _batcher(plan, accelerator, data.eval, pad_token_id, objective) if data.eval else None
+    work_of = _work_of_steps(objective.shape, order, batcher)
     metrics = MetricsFile(
         plan.output_dir / "metrics.jsonl", resumed_from=resumed_from, enabled=accelerator.is_main_process
     )
@@ -89,12 +90,13 @@ def fit(
             work = work_of(step)
             rate = learning_rate(plan.schedule, step)
             for group in optimizer.param_groups:
-                group["lr"] = rate
+                group["lr"] = rate * group.get("lr_multiplier", 1.0)
+            targets = objective.inputs(data.train, np.concatenate(order.step(step)), step=step)
 
             for i, rows in enumerate(batches):
                 batch = batcher(rows)
                 with _gradient_sync(plan, accelerator, model, last=i == len(batches) - 1):
-                    loss = model(**batch, num_items_in_batch=max(work.trained_tokens, 1), use_cache=False).loss
+                    loss = model(**batch, **targets, use_cache=False).loss
                     with same_bits(plan.recipe.train.full_determinism, plan.attn_implementation):
                         accelerator.backward(
                             loss * world
@@ -118,7 +120,7 @@ def fit(
                     show(line)
             if evaluated and (plan.due(plan.evaluate, step) or (last and not stopping)):
                 with meter.paused():
-                    eval_loss = evaluate(plan, accelerator, model, evaluated)
+                    eval_loss = evaluate(plan, accelerator, model, evaluated, objective)
                 metrics.write({"step": step, "eval_loss": eval_loss})
                 if accelerator.is_main_process:
                     show({"step": step, "eval_loss": eval_loss})
@@ -170,7 +172,13 @@ def _data_order(plan: Plan, examples: Examples | StreamedExamples) -> DataOrder:
     )
 
 
-def _batcher(plan: Plan, accelerator: Accelerator, examples: Examples | StreamedExamples, pad_token_id: int) -> Batcher:
+def _batcher(
+    plan: Plan,
+    accelerator: Accelerator,
+    examples: Examples | StreamedExamples,
+    pad_token_id: int,
+    objective: Objective,
+) -> Batcher:
     return Batcher(
         examples,
         packed=plan.rows.packed,
@@ -178,6 +186,7 @@ def _batcher(plan: Plan, accelerator: Accelerator, examples: Examples | Streamed
         pad_token_id=pad_token_id,
         index_labels=plan.loss_in_head,
         device=accelerator.device,
+        label_shifts=objective.label_shifts,
     )
 
 

@@ -25,7 +25,9 @@ FLOORS = (
     ("plan", "preflight"),
     ("report",),
     ("model", "data"),
+    ("medusa",),
     ("decode", "train"),
+    ("medusa_run",),
     ("run", "doctor", "bench"),
     ("compare",),
     ("cli",),
@@ -40,7 +42,7 @@ DOORS = {
     "pydantic": ("recipe/",),
     "accelerate": ("train/",),
     "datasets": ("data/sources",),
-    "matplotlib": ("bench/plots", "compare/plots"),
+    "matplotlib": ("bench/plots", "compare/plots", "decode/medusa_plot"),
     "peft": ("model/lora",),
     "transformers": ("model/", "data/render", "data/images", "decode/"),
 }
@@ -105,7 +107,7 @@ def test_kernels_stand_on_torch_and_triton_alone(path):
 @pytest.mark.parametrize("path", modules("ligertune"), ids=place)
 def test_no_torch_at_module_level_below_model_and_in_cli(path):
     own = place(path).split("/")[0]
-    if own in ("model", "data", "decode", "train", "bench"):
+    if own in ("model", "data", "medusa", "decode", "train", "bench"):
         return
     heavy = {"torch", "transformers", "accelerate", "datasets", "triton", "ligertune_kernels"}
     assert not heavy & {name.split(".")[0] for name in imports(path, at_top=True)}
