@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ligertune.model.load import LoadedTokenizer
     from ligertune.model.patch import PatchReport
     from ligertune.train.loop import Fitted
+    from ligertune.vision.reader import ImageReader
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class Job:
     config: PreTrainedConfig
     tokenizer: LoadedTokenizer
     data: PreparedData
+    images: ImageReader | None = None  # of a model that sees
 
 
 def plan_for(recipe: Recipe, progress: Progress | None = None) -> Job:
@@ -53,14 +55,18 @@ def plan_for(recipe: Recipe, progress: Progress | None = None) -> Job:
     from ligertune.model.attention_choice import choose_attention
     from ligertune.train.checkpoint import check_unfinished
     from ligertune.train.distributed import launched_with_fsdp
+    from ligertune.vision.packing import without_packing
+    from ligertune.vision.reader import load_reader
 
     config = load.read_config(recipe.model)
+    recipe, packing_notes = without_packing(recipe, config)
     attention = choose_attention(
         recipe.model.attn_implementation, config, machine, precision, packing=recipe.data.packing
     )
     loaded = load.load_tokenizer(recipe.model)
     load.check_vocabulary(loaded.tokenizer, config)
-    data = prepare(recipe.data, loaded.tokenizer, seed=recipe.train.seed, progress=progress)
+    images = load_reader(recipe.model, recipe.vision, config, loaded.tokenizer)
+    data = prepare(recipe.data, loaded.tokenizer, seed=recipe.train.seed, progress=progress, images=images)
     shape, attn, backend, kernels = preview_model(recipe, config, machine.device, attention)
     plan = make_plan(
         recipe,
@@ -73,10 +79,10 @@ def plan_for(recipe: Recipe, progress: Progress | None = None) -> Job:
         data=data_numbers(data),
         rows=rows_of(recipe, data, multiple_of=attention.multiple_of),
         launched_with_fsdp=launched_with_fsdp(),
-        notes=(*recipe.notices, *loaded.notes),
+        notes=(*recipe.notices, *loaded.notes, *packing_notes),
     )
     check_unfinished(plan)
-    return Job(plan, config, loaded, data)
+    return Job(plan, config, loaded, data, images)
 
 
 def run(job: Job, show: Callable[[dict], None]) -> Report:
@@ -86,6 +92,7 @@ def run(job: Job, show: Callable[[dict], None]) -> Report:
     from ligertune.model.attention import checkpoint_layers, prefer_flash
     from ligertune.model.documents import guard
     from ligertune.model.load import build_model, hide_loading_bars
+    from ligertune.model.vision import prepare_vision
     from ligertune.train.checkpoint import check_space
     from ligertune.train.distributed import start
     from ligertune.train.isolation import check_isolation
@@ -111,13 +118,16 @@ def run(job: Job, show: Callable[[dict], None]) -> Report:
         seed=plan.recipe.train.seed,
     )
     apply_kernels(plan.recipe, model)
+    prepare_vision(model, plan.recipe.vision)
     if plan.rows.packed:
         guard(model)
         with accelerator.autocast():
             check_isolation(model, multiple_of=plan.rows.multiple_of)
     if plan.recipe.train.gradient_checkpointing:
         checkpoint_layers(model)
-    fitted = fit(plan, accelerator, model, job.data, pad_token_id=job.tokenizer.pad_token_id, show=show)
+    fitted = fit(
+        plan, accelerator, model, job.data, pad_token_id=job.tokenizer.pad_token_id, show=show, images=job.images
+    )
     model_path = None if fitted.stopped_by else save_model(job, accelerator, fitted.model)
     report = make_report(job, fitted, model_path=model_path, seconds=time.perf_counter() - began)
     if accelerator.is_main_process:
@@ -145,6 +155,7 @@ def save_model(job: Job, accelerator: Accelerator, model: nn.Module) -> str:
             state_dict=weights,
             prompt_template={"alpaca": "alpaca", "plain": "raw"}.get(job.data.template, "chat"),
             system_prompt=wanted.system_prompt,
+            images=job.images,
         )
     accelerator.wait_for_everyone()
     return str(folder)
@@ -190,11 +201,13 @@ def preview_model(recipe: Recipe, config: PreTrainedConfig, device: str, attenti
     import ligertune.model.documents  # noqa: F401  makes its attention known to transformers
     from ligertune.model.load import build_model
     from ligertune.model.shape import ModelShape
+    from ligertune.model.vision import prepare_vision
 
     attn = attention.implementation or recipe.model.attn_implementation
     spec = recipe.model.model_copy(update={"init": "random", "attn_implementation": attn})
     model = build_model(spec, config, dtype=torch.bfloat16, device="meta", seed=0)
     report = apply_kernels(recipe, model)
+    prepare_vision(model, recipe.vision)
     lines = () if report is None else tuple(KernelLine(r.kernel, r.applied, r.left, r.note) for r in report.rows)
     return ModelShape.of(model), model.config._attn_implementation, backend(device), lines
 

@@ -14,6 +14,7 @@ from ligertune.recipe.schema import (
     ReportSpec,
     TokenizerSpec,
     TrainSpec,
+    VisionSpec,
     recipe_schema,
 )
 
@@ -30,6 +31,7 @@ __all__ = [
     "ReportSpec",
     "TokenizerSpec",
     "TrainSpec",
+    "VisionSpec",
     "dump_recipe",
     "load_recipe",
     "recipe_schema",

@@ -27,7 +27,7 @@ DEFAULTS = {
                         "weight": 1.0, "on_bad_row": "drop"},
     "data": {"val_split": 0.0, "eval_datasets": [], "prompt_template": "auto", "system_prompt": None,
              "train_on": "assistant", "max_length": 2048, "on_overlength": "drop", "streaming": False, "packing": True,
-             "num_proc": "auto", "cache": True},
+             "num_proc": "auto", "image_dir": None, "cache": True},
     "train": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "global_batch_size": None,
               "num_train_epochs": 1.0, "max_steps": None, "learning_rate": 2e-5, "lr_scheduler_type": "cosine",
               "warmup_ratio": 0.03, "warmup_steps": None, "min_lr_ratio": 0.1, "optim": "adamw_torch_fused",
@@ -39,6 +39,8 @@ DEFAULTS = {
                    "resume_from_checkpoint": "never", "overwrite": False, "save_on_signal": True},
     "logging": {"logging_steps": 10},
     "parallel": {"strategy": "auto"},
+    "vision": {"image_min_pixels": None, "image_max_pixels": 1_003_520, "freeze_vision_tower": True,
+               "freeze_projector": True, "freeze_language_model": False},
     "report": {"warmup_steps": 5, "mfu": True},
 }  # fmt: skip
 
