@@ -191,11 +191,8 @@ def _tokens_first(name: str) -> Callable[..., tuple[Tensor, Tensor]]:
 @functools.cache
 def _shadow(module_name: str, spec: RopeSpec, *, inplace: bool) -> types.ModuleType:
     source = sys.modules[module_name]
-    tag = (
-        "_".join(f"{name}_{layout}" for name, layout in spec.functions)
-        + "_inplace" * inplace
-        + "_pictures" * spec.pictures
-    )
+    functions = "_".join(f"{name}_{layout}" for name, layout in spec.functions)
+    tag = functions + "_inplace" * inplace + "_pictures" * spec.pictures
     shadow = types.ModuleType(f"ligertune_shadow_{module_name.replace('.', '_')}_{tag}", source.__doc__)
     own = {"__name__", "__doc__", "__spec__", "__loader__"}
     vars(shadow).update({name: value for name, value in vars(source).items() if name not in own})

@@ -119,6 +119,20 @@ def load_reader(
     return make_reader(family, vision, config, tokenizer, _load_processor(model.model_name_or_path, model.revision))
 
 
+def saved_reader(name: str, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> ImageReader | None:
+    """As `load_reader`, with the limits of size that the model's own files name; to generate with it."""
+    from ligertune.recipe import VisionSpec
+
+    family = family_of(config)
+    if family is None:
+        return None
+    processor = _load_processor(name, "main")
+    size, limits = dict(processor.size or {}), {}
+    if family.layout == "patches":
+        limits = {"image_min_pixels": size["shortest_edge"], "image_max_pixels": size["longest_edge"]}
+    return make_reader(family, VisionSpec(**limits), config, tokenizer, processor)
+
+
 def make_reader(
     family: Family, vision: VisionSpec, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, processor: Any
 ) -> ImageReader:

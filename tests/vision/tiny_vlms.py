@@ -25,7 +25,8 @@ QWEN_TEMPLATE = (
 )
 MLLAMA_TEMPLATE = (
     "{{- bos_token }}{%- for message in messages %}"
-    "{{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' }}{%- if message['content'] is string %}{{- message['content'] | trim }}{%- else %}"
+    "{{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' }}"
+    "{%- if message['content'] is string %}{{- message['content'] | trim }}{%- else %}"
     "{%- for content in message['content'] %}{%- if content['type'] == 'image' %}{{- '<|image|>' }}"
     "{%- elif content['type'] == 'text' %}{{- content['text'] | trim }}{%- endif %}{%- endfor %}{%- endif %}"
     "{{- '<|eot_id|>' }}{%- endfor %}"
@@ -33,10 +34,11 @@ MLLAMA_TEMPLATE = (
 )
 LLAVA_TEMPLATE = (  # parts only; pictures come first in their turn
     "{{ bos_token }}{% for message in messages %}"
-    "{% if message['role'] != 'system' %}{{ message['role'].upper() + ': ' }}{% endif %}{% for content in message['content'] | selectattr('type', 'equalto', 'image') %}{{ '<image>\n' }}"
-    "{% endfor %}{% for content in message['content'] | selectattr('type', 'equalto', 'text') %}"
-    "{{ content['text'] + ' ' }}{% endfor %}{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}"
-    "{% endfor %}{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
+    "{% if message['role'] != 'system' %}{{ message['role'].upper() + ': ' }}{% endif %}"
+    "{% for content in message['content'] | selectattr('type', 'equalto', 'image') %}{{ '<image>\n' }}{% endfor %}"
+    "{% for content in message['content'] | selectattr('type', 'equalto', 'text') %}{{ content['text'] + ' ' }}"
+    "{% endfor %}{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
 )
 GEMMA_TEMPLATE = (
     "{{ bos_token }}{%- for message in messages %}{%- set role = 'model' if message['role'] == 'assistant' else "
@@ -76,8 +78,13 @@ def make_tokenizer(family: str) -> PreTrainedTokenizerFast:
         vocab_size=330, special_tokens=list(special), initial_alphabet=alphabet, show_progress=False
     )
     backend.train_from_iterator(TEXTS, trainer)
+    named = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"}
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, pad_token=pad, eos_token=eos, bos_token=bos, extra_special_tokens=list(special)
+        tokenizer_object=backend,
+        pad_token=pad,
+        eos_token=eos,
+        bos_token=bos,
+        extra_special_tokens=named if family == "gemma3" else list(special),
     )
     if family == "mllama":  # its picture's id is the first behind the rows of lm_head, as published
         tokenizer.add_tokens(["<|image|>"], special_tokens=True)
