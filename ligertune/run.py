@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from ligertune.model.load import LoadedTokenizer
     from ligertune.model.patch import PatchReport
     from ligertune.train.loop import Fitted
+    from ligertune.vision.reader import ImageReader
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class Job:
     config: PreTrainedConfig
     tokenizer: LoadedTokenizer
     data: PreparedData
+    images: ImageReader | None = None  # of a model that sees
 
 
 def plan_for(recipe: Recipe, progress: Progress | None = None) -> Job:
@@ -55,14 +57,18 @@ def plan_for(recipe: Recipe, progress: Progress | None = None) -> Job:
     from ligertune.model.attention_choice import choose_attention
     from ligertune.train.checkpoint import check_unfinished
     from ligertune.train.distributed import launched_with_fsdp
+    from ligertune.vision.packing import without_packing
+    from ligertune.vision.reader import load_reader
 
     config = load.read_config(recipe.model)
+    recipe, packing_notes = without_packing(recipe, config)
     attention = choose_attention(
         recipe.model.attn_implementation, config, machine, precision, packing=recipe.data.packing
     )
     loaded = load.load_tokenizer(recipe.model)
     load.check_vocabulary(loaded.tokenizer, config)
-    data = prepare(recipe.data, loaded.tokenizer, seed=recipe.train.seed, progress=progress)
+    images = load_reader(recipe.model, recipe.vision, config, loaded.tokenizer)
+    data = prepare(recipe.data, loaded.tokenizer, seed=recipe.train.seed, progress=progress, images=images)
     shape, attn, backend, kernels = preview_model(recipe, config, machine.device, attention)
     plan = make_plan(
         recipe,
@@ -75,10 +81,10 @@ def plan_for(recipe: Recipe, progress: Progress | None = None) -> Job:
         data=data_numbers(data),
         rows=rows_of(recipe, data, multiple_of=attention.multiple_of),
         launched_with_fsdp=launched_with_fsdp(),
-        notes=(*recipe.notices, *loaded.notes),
+        notes=(*recipe.notices, *loaded.notes, *packing_notes),
     )
     check_unfinished(plan)
-    return Job(plan, config, loaded, data)
+    return Job(plan, config, loaded, data, images)
 
 
 def run(job: Job, show: Callable[[dict], None], *, change: Callable[[PreTrainedModel], None] | None = None) -> Report:
@@ -91,6 +97,7 @@ def run(job: Job, show: Callable[[dict], None], *, change: Callable[[PreTrainedM
     from ligertune.model.attention import checkpoint_layers, prefer_flash
     from ligertune.model.documents import guard
     from ligertune.model.load import build_model, hide_loading_bars
+    from ligertune.model.vision import prepare_vision
     from ligertune.train.checkpoint import check_space
     from ligertune.train.distributed import start
     from ligertune.train.isolation import check_isolation
@@ -116,6 +123,7 @@ def run(job: Job, show: Callable[[dict], None], *, change: Callable[[PreTrainedM
         seed=plan.recipe.train.seed,
     )
     apply_kernels(plan.recipe, model)
+    prepare_vision(model, plan.recipe.vision)
     if change is not None:
         change(model)
     if plan.rows.packed:
@@ -126,7 +134,9 @@ def run(job: Job, show: Callable[[dict], None], *, change: Callable[[PreTrainedM
         checkpoint_layers(model)
     if plan.recipe.task == "medusa":
         model = with_heads(plan, model)
-    fitted = fit(plan, accelerator, model, job.data, pad_token_id=job.tokenizer.pad_token_id, show=show)
+    fitted = fit(
+        plan, accelerator, model, job.data, pad_token_id=job.tokenizer.pad_token_id, show=show, images=job.images
+    )
     save = save_with_heads if plan.recipe.task == "medusa" else save_model
     keep = plan.recipe.checkpoint.save_model and not fitted.stopped_by
     model_path, medusa = save(job, accelerator, fitted.model) if keep else (None, None)
@@ -206,6 +216,7 @@ def write_base_model(job: Job, accelerator: Accelerator, model: nn.Module, weigh
             state_dict=weights,
             prompt_template=prompt_name(job),
             system_prompt=wanted.system_prompt,
+            images=job.images,
         )
     accelerator.wait_for_everyone()
     return str(folder)
@@ -254,11 +265,13 @@ def preview_model(recipe: Recipe, config: PreTrainedConfig, device: str, attenti
     import ligertune.model.documents  # noqa: F401  makes its attention known to transformers
     from ligertune.model.load import build_model
     from ligertune.model.shape import ModelShape
+    from ligertune.model.vision import prepare_vision
 
     attn = attention.implementation or recipe.model.attn_implementation
     spec = recipe.model.model_copy(update={"init": "random", "attn_implementation": attn})
     model = build_model(spec, config, dtype=torch.bfloat16, device="meta", seed=0)
     report = apply_kernels(recipe, model)
+    prepare_vision(model, recipe.vision)
     lines = () if report is None else tuple(KernelLine(r.kernel, r.applied, r.left, r.note) for r in report.rows)
     shape = ModelShape.of(model)
     if recipe.task == "medusa":

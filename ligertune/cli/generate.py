@@ -13,6 +13,10 @@ from ligertune.errors import UserError
 def generate(
     model: Annotated[str, typer.Argument(help="Folder of a model (runs/.../model), or a hub id.", show_default=False)],
     prompt: Annotated[str, typer.Argument(help="What to ask or continue; - reads stdin.", show_default=False)],
+    image: Annotated[
+        list[str] | None,
+        typer.Option("--image", help="A picture that it is shown; may be given again.", show_default=False),
+    ] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without a prompt template.")] = False,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="The most tokens to write.")] = 128,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 picks the likeliest token each time.")] = 0.0,
@@ -28,6 +32,8 @@ def generate(
     """Answer or continue a prompt with a trained model, in the words of the template it was trained with.
 
     Example: ligertune generate runs/quickstart/model 'Name three colours.'
+
+    Of a model that sees: ligertune generate runs/seeing/model 'What is this?' --image photo.jpg
     """
     import sys
 
@@ -38,10 +44,13 @@ def generate(
     if prompt == "-":
         prompt = sys.stdin.read()
 
+    images = list(image or [])
     render.people_on_stderr(json)
     if medusa:
         if top_p < 1:
             raise UserError("--top-p goes with plain decoding, not with --medusa.", hint="Leave one of them out.")
+        if images:
+            raise UserError("--image goes with plain decoding, not with --medusa.", hint="Leave one of them out.")
         from ligertune.decode.medusa_generate import choose_acceptance, complete_with_heads
 
         rule = choose_acceptance(acceptance, temperature)
@@ -50,7 +59,14 @@ def generate(
         from ligertune.decode.generate import complete
 
         answer = complete(
-            model, prompt, raw=raw, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed
+            model,
+            prompt,
+            images=images,
+            raw=raw,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            seed=seed,
         )
     if json:
         render.json_report(answer.as_dict())

@@ -20,7 +20,7 @@ from rich.text import Text
 if TYPE_CHECKING:
     from ligertune.errors import UserError
     from ligertune.plan import KernelLine, Plan
-    from ligertune.report import Report
+    from ligertune.report import Report, Throughput
 
 
 class _Output:
@@ -191,7 +191,8 @@ def report(report: Report) -> None:
             ("tokens/s", f"{speed.tokens_per_second:,.0f} real ({speed.trained_tokens_per_second:,.0f} trained), "
                          f"{speed.padded_tokens_per_second:,.0f} with padding, which is "
                          f"{100 * speed.padding_share:.1f} % ({speed.steps} steps, {left_out})"),
-            ("MFU", "unknown peak of this device or dtype" if speed.mfu is None else f"{100 * speed.mfu:.1f} %"),
+            *_images(speed),
+            ("MFU", _mfu(speed)),
         ]  # fmt: skip
     rows += [
         ("peak memory", peak_memory(report.peak_memory)),
@@ -202,6 +203,18 @@ def report(report: Report) -> None:
     ]
     text()
     table("Report", rows)
+
+
+def _mfu(speed: Throughput) -> str:
+    if speed.images_per_second is not None:
+        return "not measured of models that see"
+    return "unknown peak of this device or dtype" if speed.mfu is None else f"{100 * speed.mfu:.1f} %"
+
+
+def _images(speed: Throughput) -> list[tuple[str, str]]:
+    if speed.images_per_second is None:
+        return []
+    return [("images/s", f"{speed.images_per_second:,.1f} ({speed.image_tokens_per_second:,.0f} of the tokens/s)")]
 
 
 def next_step(report: Report, recipe_path: str) -> None:

@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ligertune.disk import writing
+from ligertune.vision.reader import save_processor
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from ligertune.vision.reader import ImageReader
 
 # beside config.json: how prompts looked in training, so that generation asks in the same words
 PROMPT_FILE = "ligertune.json"
@@ -27,8 +30,9 @@ def write_model(
     state_dict: dict[str, torch.Tensor] | None,
     prompt_template: str,
     system_prompt: str | None,
+    images: ImageReader | None = None,
 ) -> None:
-    """Weights (safetensors), configuration, tokenizer with its chat template. Complete or absent.
+    """Weights (safetensors), configuration, tokenizer with its chat template, image processor. Complete or absent.
 
     `state_dict`: the gathered weights where the model's own are sharded.
     """
@@ -36,6 +40,8 @@ def write_model(
     shutil.rmtree(aside, ignore_errors=True)
     model.save_pretrained(aside, state_dict=state_dict)
     tokenizer.save_pretrained(aside)
+    if images is not None:
+        save_processor(images, aside)
     write_prompt(aside, prompt_template=prompt_template, system_prompt=system_prompt)
     shutil.rmtree(folder, ignore_errors=True)
     os.replace(aside, folder)

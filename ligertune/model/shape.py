@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ligertune.vision.families import family_of, part_of
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -64,7 +66,10 @@ def _matmul_sizes(model: PreTrainedModel) -> list[tuple[int, bool]]:
     active = (getattr(config, "num_experts_per_tok", None) or n_experts) / n_experts
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     sizes = []
-    for parameter in model.parameters():
+    family = family_of(model.config)
+    for name, parameter in model.named_parameters():
+        if family is not None and part_of(family, name) != "language_model":
+            continue  # multiplies patches, not tokens
         if parameter.ndim == 2 and parameter is not embedding.weight:
             sizes.append((parameter.numel(), parameter.requires_grad))
         elif parameter.ndim == 3:

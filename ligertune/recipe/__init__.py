@@ -15,6 +15,7 @@ from ligertune.recipe.schema import (
     ReportSpec,
     TokenizerSpec,
     TrainSpec,
+    VisionSpec,
     recipe_schema,
 )
 
@@ -32,6 +33,7 @@ __all__ = [
     "ReportSpec",
     "TokenizerSpec",
     "TrainSpec",
+    "VisionSpec",
     "dump_recipe",
     "load_recipe",
     "recipe_schema",

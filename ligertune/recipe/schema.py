@@ -74,7 +74,7 @@ class DatasetSpec(Section):
     path: FileOrHub = Field(description="Hub id, file, folder or glob; json, jsonl, parquet, csv or txt, also .gz.")
     name: Text | None = Field(None, description="Configuration (subset) of a data set on the hub.")
     split: Text = Field("train", description="Split of a data set on the hub.")
-    format: Literal["auto", "alpaca", "sharegpt", "messages", "prompt_completion", "text"] = Field(
+    format: Literal["auto", "alpaca", "sharegpt", "messages", "prompt_completion", "text", "llava"] = Field(
         "auto", description="Layout of a row; auto looks at its columns."
     )
     columns: dict[str, str] = Field({}, description="Rename columns: {expected: actual}.")
@@ -116,6 +116,9 @@ class DataSpec(Section):
     )
     num_proc: Literal["auto"] | PositiveInt = Field(
         "auto", description="Processes that prepare the data; auto: one for each core."
+    )
+    image_dir: FileOrHub | None = Field(
+        None, description="Folder that relative paths of images start from; null: that of the data file."
     )
     cache: Switch = Field(
         True, description="Keep prepared data in the user's cache ($LIGERTUNE_CACHE), by content; ranks share it."
@@ -198,6 +201,20 @@ class ParallelSpec(Section):
     strategy: Literal["auto", "ddp", "fsdp"] = Field("auto", description="auto follows the launcher.")
 
 
+class VisionSpec(Section):
+    """How a vision-language model sees, and which of its parts train; nothing for a model of text."""
+
+    image_min_pixels: PositiveInt | None = Field(
+        None, description="Smaller images are enlarged to this many pixels; null: the model's own. Qwen family."
+    )
+    image_max_pixels: PositiveInt = Field(
+        1_003_520, description="Larger images are reduced to this many pixels (1280 tokens of Qwen2-VL). Qwen family."
+    )
+    freeze_vision_tower: Switch = Field(True, description="Keep the image encoder as it is.")
+    freeze_projector: Switch = Field(True, description="Keep what turns its output into the language model's input.")
+    freeze_language_model: Switch = Field(False, description="Keep the language model, its embeddings and its head.")
+
+
 class ReportSpec(Section):
     """What the report measures."""
 
@@ -256,6 +273,7 @@ class Recipe(Section):
     checkpoint: CheckpointSpec = Field(description="Where the run is kept, and how it is continued.")
     logging: LoggingSpec = Field(LoggingSpec(), description="What the run writes down while it trains.")
     parallel: ParallelSpec = Field(ParallelSpec(), description="How several processes share the work.")
+    vision: VisionSpec = Field(VisionSpec(), description="Images: their size, and which parts of the model train.")
     report: ReportSpec = Field(ReportSpec(), description="What the report measures.")
     medusa: MedusaSpec = Field(MedusaSpec(), description="Heads that guess several tokens ahead; with task: medusa.")
 

@@ -26,6 +26,8 @@ def evaluate(plan: Plan, accelerator: Accelerator, model: nn.Module, batcher: Ba
     whole = objective.inputs(batcher.examples, np.arange(len(batcher.examples)))
     rank, world = accelerator.process_index, accelerator.num_processes
     rows, size = _rows(plan, batcher), plan.batching.eval_batch_size
+    if batcher.images is not None and batcher.images.family.layout == "tiles":
+        size = 1  # a batch holds equally many images in each row
     total = torch.zeros((), device=accelerator.device, dtype=torch.float32)
     model.eval()
     with torch.no_grad(), loss_only():

@@ -21,6 +21,7 @@ from ligertune.train import checkpoint
 from ligertune.train.batcher import Batcher
 from ligertune.train.distributed import any_rank, reduce_sum
 from ligertune.train.evaluate import evaluate
+from ligertune.train.image_order import ByImageCount
 from ligertune.train.meter import Counts, Meter
 from ligertune.train.objectives import Objective, objective_of
 from ligertune.train.optim import build_optimizer
@@ -28,6 +29,7 @@ from ligertune.train.order import DataOrder
 from ligertune.train.schedule import learning_rate
 from ligertune.train.stop import StopRequest
 from ligertune.train.stream_order import StreamOrder
+from ligertune.vision.ahead import PicturesAhead
 
 if TYPE_CHECKING:
     from torch import nn
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from ligertune.data.prepare import PreparedData
     from ligertune.data.stream import StreamedExamples
     from ligertune.model.shape import ModelShape
+    from ligertune.vision.reader import ImageReader
 
 
 @dataclass(frozen=True)
@@ -61,8 +64,11 @@ def fit(
     *,
     pad_token_id: int,
     show: Callable[[dict], None],
+    images: ImageReader | None = None,
 ) -> Fitted:
     """Train `model` as the plan says. `show` receives each logged line; on the main process only.
+
+    `images`: how the model sees, where it does.
 
     The loss of a step is the sum over the trained tokens of the global batch divided by their number, however the batch
     is cut into micro batches and ranks.
@@ -71,9 +77,9 @@ def fit(
     optimizer = build_optimizer(model, plan.optimizer)
     model, optimizer = accelerator.prepare(model, optimizer)
     resumed_from = _resume(plan, accelerator)
-    order = _data_order(plan, data.train)
-    batcher = _batcher(plan, accelerator, data.train, pad_token_id, objective)
-    evaluated = _batcher(plan, accelerator, data.eval, pad_token_id, objective) if data.eval else None
+    order = _data_order(plan, data.train, images)
+    batcher = _batcher(plan, accelerator, data.train, pad_token_id, objective, images)
+    evaluated = _batcher(plan, accelerator, data.eval, pad_token_id, objective, images) if data.eval else None
     work_of = _work_of_steps(objective.shape, order, batcher)
     metrics = MetricsFile(
         plan.output_dir / "metrics.jsonl", resumed_from=resumed_from, enabled=accelerator.is_main_process
@@ -87,6 +93,7 @@ def fit(
     with StopRequest(enabled=plan.recipe.checkpoint.save_on_signal) as stop:
         while step < plan.schedule.total_steps:
             batches = order.micro_batches(step, accelerator.process_index)
+            batcher.expect(batches)
             work = work_of(step)
             rate = learning_rate(plan.schedule, step)
             for group in optimizer.param_groups:
@@ -156,7 +163,15 @@ def _resume(plan: Plan, accelerator: Accelerator) -> int:
     return step
 
 
-def _data_order(plan: Plan, examples: Examples | StreamedExamples) -> DataOrder:
+def _data_order(
+    plan: Plan, examples: Examples | StreamedExamples, images: ImageReader | None
+) -> DataOrder | ByImageCount:
+    order = _order_of_rows(plan, examples)
+    counted = images is not None and images.family.layout == "tiles"
+    return ByImageCount(order, examples.n_images) if counted else order
+
+
+def _order_of_rows(plan: Plan, examples: Examples | StreamedExamples) -> DataOrder:
     train = plan.recipe.train
     if plan.rows.streamed:
         length = plan.rows.length if plan.rows.packed else None
@@ -178,6 +193,7 @@ def _batcher(
     examples: Examples | StreamedExamples,
     pad_token_id: int,
     objective: Objective,
+    images: ImageReader | None,
 ) -> Batcher:
     return Batcher(
         examples,
@@ -187,6 +203,8 @@ def _batcher(
         index_labels=plan.loss_in_head,
         device=accelerator.device,
         label_shifts=objective.label_shifts,
+        images=images,
+        ahead=None if images is None else PicturesAhead(images),
     )
 
 
@@ -211,6 +229,8 @@ def _work_of_steps(shape: ModelShape, order: DataOrder, batcher: Batcher) -> Cal
             tokens=int(real.sum()),
             padded_tokens=sum(batcher.slots(rows[i : i + size]) for i in range(0, len(rows), size)),
             trained_tokens=int(targets[indices].sum()),
+            images=int(batcher.examples.n_images[indices].sum()) if batcher.images else 0,
+            image_tokens=batcher.image_tokens(indices),
             flops=shape.flops(tokens=int(real.sum()), squared_lengths=int((real**2).sum())),
         )
 
@@ -245,10 +265,22 @@ def _line(
         "tokens": counts.tokens,
         "padded_tokens": counts.padded_tokens,
         "trained_tokens": counts.trained_tokens,
+        **_seen(counts, seconds),
         "tokens_per_second": counts.tokens / seconds,
         "seconds": seconds,
         "peak_memory": meter.peak_memory(),
         "remaining_seconds": (plan.schedule.total_steps - step) * seconds / counts.steps,
+    }
+
+
+def _seen(counts: Counts, seconds: float) -> dict:
+    """What a line says of images, if there were any."""
+    if not counts.images:
+        return {}
+    return {
+        "images": counts.images,
+        "image_tokens": counts.image_tokens,
+        "images_per_second": counts.images / seconds,
     }
 
 

@@ -24,6 +24,7 @@ FLOORS = (
     ("machine", "memory", "recipe", "metrics"),
     ("plan", "preflight"),
     ("report",),
+    ("vision",),
     ("model", "data"),
     ("medusa",),
     ("decode", "train"),
@@ -44,7 +45,8 @@ DOORS = {
     "datasets": ("data/sources",),
     "matplotlib": ("bench/plots", "compare/plots", "decode/medusa_plot"),
     "peft": ("model/lora",),
-    "transformers": ("model/", "data/render", "data/images", "decode/"),
+    "PIL": ("vision/pictures",),
+    "transformers": ("model/", "data/render", "vision/", "decode/"),
 }
 PACKAGES = ("ligertune", "kernels/ligertune_kernels")
 
@@ -107,7 +109,7 @@ def test_kernels_stand_on_torch_and_triton_alone(path):
 @pytest.mark.parametrize("path", modules("ligertune"), ids=place)
 def test_no_torch_at_module_level_below_model_and_in_cli(path):
     own = place(path).split("/")[0]
-    if own in ("model", "data", "medusa", "decode", "train", "bench"):
+    if own in ("vision", "model", "data", "medusa", "decode", "train", "bench"):
         return
     heavy = {"torch", "transformers", "accelerate", "datasets", "triton", "ligertune_kernels"}
     assert not heavy & {name.split(".")[0] for name in imports(path, at_top=True)}
