@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shlex
 import shutil
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +44,13 @@ def people_on_stderr(json_wanted: bool) -> None:
 def text(message: str = "") -> None:
     """A line for people, as it is (no markup)."""
     OUTPUT.console.print(Text(message))
+
+
+@contextlib.contextmanager
+def status(words: str) -> Iterator[Callable[[str], None]]:
+    """A line that is there while something is done, on a terminal; nothing elsewhere. It gives what changes its words."""
+    with OUTPUT.console.status(Text(words)) as line:
+        yield lambda words: line.update(Text(words))
 
 
 def document(content: str) -> None:
