@@ -48,7 +48,7 @@ def text(message: str = "") -> None:
 
 @contextlib.contextmanager
 def status(words: str) -> Iterator[Callable[[str], None]]:
-    """A line that is there while something is done, on a terminal; nothing elsewhere. It gives what changes its words."""
+    """A line on a terminal while something is done, nothing elsewhere; gives what changes its words."""
     with OUTPUT.console.status(Text(words)) as line:
         yield lambda words: line.update(Text(words))
 
