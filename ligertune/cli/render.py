@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shlex
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.live import Live
+from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
@@ -44,13 +44,6 @@ def people_on_stderr(json_wanted: bool) -> None:
 def text(message: str = "") -> None:
     """A line for people, as it is (no markup)."""
     OUTPUT.console.print(Text(message))
-
-
-@contextlib.contextmanager
-def status(words: str) -> Iterator[Callable[[str], None]]:
-    """A line on a terminal while something is done, nothing elsewhere; gives what changes its words."""
-    with OUTPUT.console.status(Text(words)) as line:
-        yield lambda words: line.update(Text(words))
 
 
 def document(content: str) -> None:
@@ -273,3 +266,8 @@ def columns(title: str, header: list[str], rows: list[list[Any]]) -> None:
     for row in rows:
         grid.add_row(*(Text(str(cell)) for cell in row))
     OUTPUT.console.print(grid)
+
+
+def status(words: str) -> Status:
+    """A line on a terminal while something is done, nothing elsewhere; `update` changes its words."""
+    return OUTPUT.console.status(Text(words))
