@@ -47,10 +47,10 @@ def _check_kernels() -> list[Check]:
     from ligertune.machine import this_machine
 
     machine, done = this_machine(), []
-    for rows in check_ops(torch.device(machine.device), dtypes_to_check(machine)):
-        done += rows
-        if not all(check.good for check in rows):
-            render.text(f"{rows[0].case.op}: WRONG")
+    with render.status("checking the kernels ...") as status:
+        for rows in check_ops(torch.device(machine.device), dtypes_to_check(machine)):
+            done += rows
+            status.update(f"checking the kernels: {len(done)} done, last {rows[0].case.op}")
     render.text()
     render.columns("Kernels against float64", ["", "dtype", "", "relative error", "allowed"], _lines(done))
     wrong = sum(not check.good for check in done)

@@ -74,7 +74,7 @@ def list_(json: Json = False) -> None:
 
     Example: ligertune recipe list
     """
-    from ligertune.recipe.bundled import bundled_recipes, what_it_is_for
+    from ligertune.recipe.collection import bundled_recipes, what_it_is_for
 
     render.people_on_stderr(json)
     found = {str(path): what_it_is_for(path) for path in bundled_recipes()}

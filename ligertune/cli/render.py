@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.live import Live
+from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
@@ -288,3 +289,8 @@ def columns(title: str, header: list[str], rows: list[list[Any]]) -> None:
     for row in rows:
         grid.add_row(*(Text(str(cell)) for cell in row))
     OUTPUT.console.print(grid)
+
+
+def status(words: str) -> Status:
+    """A line on a terminal while something is done, nothing elsewhere; `update` changes its words."""
+    return OUTPUT.console.status(Text(words))

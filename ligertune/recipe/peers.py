@@ -44,7 +44,8 @@ REASONS = {  # of all three
     "chat_template_path": OWN_TEMPLATE,
     "dataset_prepared_path": PREPARED,
     "ddp_timeout": LAUNCHER,
-    "deepspeed": "DeepSpeed is not among the strategies of parallel.strategy here yet",
+    "conversation": OWN_TEMPLATE,
+    "deepspeed": "parallel.strategy says what there is here; everything else about it is the launcher's",
     "do_eval": "an evaluation is asked for by eval.eval_strategy",
     "do_train": "`ligertune train` trains",
     "env": "set variables in the shell",
@@ -157,6 +158,7 @@ IMPORTED = (
     Alias("method.type", ("use_peft",), lambda value: {True: "lora", False: "full"}.get(value, value)),
     Alias("method.lora_target_modules", ("lora_target",), _names),
     Alias("method.lora_modules_to_save", ("additional_target",), _names),
+    Alias("train.gradient_checkpointing", ("gradient_checkpointing",), lambda value: value == "unsloth" or value),
     Alias("model.tokenizer.pad_token", ("pad_token",)),
     Alias("model.tokenizer.eos_token", ("eos_token",)),
 )

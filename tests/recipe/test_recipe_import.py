@@ -42,7 +42,7 @@ lr_scheduler: cosine
 learning_rate: 0.0002
 bf16: auto
 train_on_inputs: false
-gradient_checkpointing: true
+gradient_checkpointing: unsloth
 saves_per_epoch: 1
 wandb_project:
 weight_decay: 0.0
@@ -112,6 +112,7 @@ def test_axolotl(imported):
     assert (recipe.model.model_name_or_path, recipe.model.tokenizer.pad_token) == ("NousResearch/Llama-3.2-1B", "<pad>")
     assert (recipe.data.max_length, recipe.data.packing, recipe.data.train_on) == (4096, True, "assistant")
     assert (recipe.train.num_train_epochs, recipe.train.learning_rate) == (2.0, 0.0002)
+    assert recipe.train.gradient_checkpointing is True
     assert recipe.train.per_device_train_batch_size == 1  # its default, where ours is 4
     alpaca, chats, fields = recipe.data.datasets
     assert (alpaca.path, alpaca.format) == ("teknium/GPT4-LLM-Cleaned", "alpaca")
