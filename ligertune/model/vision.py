@@ -33,6 +33,8 @@ def prepare_vision(model: PreTrainedModel, spec: VisionSpec) -> None:
     if family is not None:
         freeze(model, family, spec)
         shelter(model, family)
+        if family.layout == "tiles":
+            model.register_forward_hook(_with_all_in_the_graph, with_kwargs=True)
 
 
 def freeze(model: PreTrainedModel, family: Family, spec: VisionSpec) -> None:
@@ -67,6 +69,17 @@ def _is_behind_the_features(name: str, config: PreTrainedConfig) -> bool:
     used = layer if layer >= 0 else config.vision_config.num_hidden_layers + 1 + layer  # hidden states begin with 0
     found = _LAYER.search(name)
     return int(found[1]) >= used if found else "post_layernorm" in name
+
+
+def _with_all_in_the_graph(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
+    """Without pictures this family skips its cross-attention and its tower: their gradients are zeros, not missing.
+
+    Other families see a blank picture (`vision.batch`); here a row of text would look at it.
+    """
+    if kwargs.get("pixel_values") is None and output.loss is not None and output.loss.requires_grad:
+        firsts = [p.view(-1)[0] for p in model.parameters() if p.requires_grad and p.numel()]
+        output.loss = output.loss + 0 * sum(first.to(output.loss) for first in firsts)
+    return output
 
 
 def shelter(model: PreTrainedModel, family: Family) -> None:

@@ -5,9 +5,16 @@ A row with fewer images than another would be padded with empty ones, and its fi
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
+from ligertune.errors import UserError
 from ligertune.train.order import DataOrder
+
+if TYPE_CHECKING:
+    from ligertune.data.examples import Examples
+    from ligertune.data.stream import StreamedExamples
 
 
 class ByImageCount:
@@ -34,3 +41,14 @@ class ByImageCount:
         for row in rows:
             groups.setdefault(int(self._n_images[row[0]]), []).append(row)
         return [groups[count] for count in sorted(groups)] or [[]]
+
+
+def check_sharded(strategy: str, examples: Examples | StreamedExamples, family: str) -> None:
+    """A UserError where ranks that share the weights would not ask for the same layers, and wait for each other."""
+    streamed = not isinstance(examples.n_images, np.ndarray)
+    if strategy == "fsdp" and (streamed or (examples.n_images == 0).any()):
+        raise UserError(
+            f"parallel.strategy: with fsdp, {family} cannot train on rows without images: it skips layers for them,"
+            " and ranks that have images would wait.",
+            hint="Leave these rows out, or write parallel.strategy: ddp.",
+        )

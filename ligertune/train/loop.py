@@ -21,7 +21,7 @@ from ligertune.train import checkpoint
 from ligertune.train.batcher import Batcher
 from ligertune.train.distributed import any_rank, reduce_sum
 from ligertune.train.evaluate import evaluate
-from ligertune.train.image_order import ByImageCount
+from ligertune.train.image_order import ByImageCount, check_sharded
 from ligertune.train.meter import Counts, Meter
 from ligertune.train.objectives import Objective, objective_of
 from ligertune.train.optim import build_optimizer
@@ -167,8 +167,10 @@ def _data_order(
     plan: Plan, examples: Examples | StreamedExamples, images: ImageReader | None
 ) -> DataOrder | ByImageCount:
     order = _order_of_rows(plan, examples)
-    counted = images is not None and images.family.layout == "tiles"
-    return ByImageCount(order, examples.n_images) if counted else order
+    if images is None or images.family.layout != "tiles":
+        return order
+    check_sharded(plan.strategy, examples, images.family.name)
+    return ByImageCount(order, examples.n_images)
 
 
 def _order_of_rows(plan: Plan, examples: Examples | StreamedExamples) -> DataOrder:
