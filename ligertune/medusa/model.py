@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from ligertune.medusa.head_form import HeadForm, backbone_of, head_form
 from ligertune.medusa.heads import MedusaHeads
-from ligertune.medusa.loss import coefficients, fused_loss, naive_loss
+from ligertune.medusa.loss import Teacher, coefficients, fused_loss, naive_loss
 from ligertune.medusa.targets import shifted_targets, shifts
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ class MedusaModel(nn.Module):
         self.base_model, self.medusa_head = base_model, heads
         self.spec, self.form, self.fused = spec, form, fused
         self._no_split_modules = base_model._no_split_modules  # what FSDP wraps
+        self.teacher = frozen_copy(base_model) if spec.stage == 2 and spec.self_distillation else None
         if spec.stage == 1:
             base_model.requires_grad_(False)
 
@@ -66,8 +68,9 @@ class MedusaModel(nn.Module):
     def train(self, mode: bool = True) -> MedusaModel:
         """A frozen model has no dropout."""
         super().train(mode)
-        if not self.trains_model:
-            self.base_model.eval()
+        for frozen in (None if self.trains_model else self.base_model, self.teacher):
+            if frozen is not None:
+                frozen.eval()
         return self
 
     def last_hidden_state(self, input_ids: Tensor, **inputs: Any) -> Tensor:
@@ -75,13 +78,21 @@ class MedusaModel(nn.Module):
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.trains_model):
             return backbone_of(self.base_model)(input_ids=input_ids, **inputs)[0]
 
+    def teach(self, input_ids: Tensor, **inputs: Any) -> Teacher | None:
+        """What the frozen copy makes of the batch, where there is one."""
+        if self.teacher is None:
+            return None
+        with torch.no_grad():
+            hidden = backbone_of(self.teacher)(input_ids=input_ids, **inputs)[0]
+        return Teacher(hidden, self.teacher.get_output_embeddings().weight)
+
     def forward(
         self,
         input_ids: Tensor,
         labels: Tensor,
         *,
         position_ids: Tensor | None = None,
-        num_items_in_batch: list[int] | Tensor | None = None,
+        num_items_in_batch: list[int] | None = None,
         labelled_rows: Tensor | None = None,
         heads_coefficient: float | None = None,
         **inputs: Any,
@@ -105,8 +116,14 @@ class MedusaModel(nn.Module):
             num_items_in_batch,
             form=self.form,
             rows=labelled_rows,
+            teacher=self.teach(input_ids, **positions, **inputs),
         )
         return MedusaOutput(found.loss, found.parts)
+
+
+def frozen_copy(model: PreTrainedModel) -> PreTrainedModel:
+    """`model` as it is now, which will not train."""
+    return copy.deepcopy(model).requires_grad_(False).eval()
 
 
 def with_heads(base_model: PreTrainedModel, spec: MedusaSpec, *, fused: bool) -> MedusaModel:

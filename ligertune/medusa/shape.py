@@ -24,12 +24,13 @@ class MedusaShape(ModelShape):
         """Read from a built model; one on the meta device does."""
         base, heads = ModelShape.of(model.base_model), model.medusa_head
         n_heads = sum(p.numel() for p in heads.parameters())
+        n_teacher = 0 if model.teacher is None else base.n_parameters
         fields = {f.name: getattr(base, f.name) for f in dataclasses.fields(base)}
         return MedusaShape(
             **{
                 **fields,
                 "family": f"{base.family} with {len(heads)} Medusa heads",
-                "n_parameters": base.n_parameters + n_heads,
+                "n_parameters": base.n_parameters + n_heads + n_teacher,
                 "n_trainable": base.n_trainable + n_heads,
             },
             trains_model=model.trains_model,

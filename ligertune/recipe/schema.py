@@ -240,6 +240,9 @@ class MedusaSpec(Section):
         0.1, description="Stage 2: share of the steps over which heads_coefficient rises from 0, linearly."
     )
     lr_multiplier: PositiveFloat = Field(4.0, description="Stage 2: the heads' learning rate over the model's.")
+    self_distillation: Switch = Field(
+        False, description="Stage 2: the model keeps to its own distribution (KL) instead of learning from the data."
+    )
     expand_lm_head: Switch = Field(
         False, description="Write a copy of a shared projection for each head, as TensorRT-LLM reads them."
     )

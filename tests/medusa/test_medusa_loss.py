@@ -80,6 +80,26 @@ def test_fused_equals_all_logits_at_once(stage, lm_head, kind, rows):
         torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-5, msg=name)
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma2", "cohere2"])
+@pytest.mark.parametrize("kind", ["padded", "packed"])
+def test_fused_distillation_equals_all_logits_at_once(family, kind):
+    """The teacher is the model before it was moved: the KL is not zero."""
+    found = []
+    for fused in (False, True):
+        model = model_with_heads(family, fused=fused, stage=2, heads_path="x", self_distillation=True)
+        generator = torch.Generator().manual_seed(2)
+        for parameter in model.base_model.parameters():
+            parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator)
+        found.append(loss_and_gradients(model, kind, rows=fused))
+    (naive, expected), (fused, gradients) = found
+    assert naive.part_losses[0] > 1e-3
+    torch.testing.assert_close(fused.loss, naive.loss, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(fused.part_losses, naive.part_losses, rtol=1e-6, atol=1e-6)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(gradients[name], gradient, rtol=1e-5, atol=1e-5, msg=name)
+    assert not any(name.startswith("teacher.") for name in gradients)
+
+
 @pytest.mark.parametrize("family", ["gemma2", "cohere2", "granite", "llama_tied", "qwen3", "mixtral"])
 def test_the_model_says_what_it_does_to_logits(family):
     model = make(family).eval()

@@ -44,7 +44,7 @@ DEFAULTS = {
     "report": {"warmup_steps": 5, "mfu": True},
     "medusa": {"num_heads": 5, "num_layers": 1, "stage": 1, "lm_head": "shared", "heads_path": None,
                "decay_coefficient": 0.8, "heads_coefficient": 0.2, "heads_warmup_ratio": 0.1, "lr_multiplier": 4.0,
-               "expand_lm_head": False,
+               "self_distillation": False, "expand_lm_head": False,
                "tree_nodes": 64, "eval_prompts": 8, "eval_new_tokens": 128},
 }  # fmt: skip
 
