@@ -18,10 +18,13 @@ Strategy = Literal["single", "ddp", "fsdp"]
 
 @dataclass(frozen=True)
 class Precision:
-    """The dtype of the weights, and the autocast that accelerate adds ("fp16": with a scaled loss)."""
+    """The dtype of the weights, and the autocast that accelerate adds ("fp16": with a scaled loss).
+
+    "bf16" is for adapters: their weights are float32 beside bfloat16 ones, and compute in bfloat16.
+    """
 
     weights: str
-    autocast: Literal["no", "fp16"]
+    autocast: Literal["no", "fp16", "bf16"]
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,7 @@ class Optimizer:
     betas: tuple[float, float]
     eps: float
     max_grad_norm: float
+    in_backward: bool = False
 
 
 @dataclass(frozen=True)
@@ -165,8 +169,8 @@ class Plan:
         return plain
 
 
-def choose_precision(dtype: str, machine: Machine) -> Precision:
-    """`model.dtype` on this machine; a UserError where the device lacks it."""
+def choose_precision(dtype: str, machine: Machine, *, method: str = "full") -> Precision:
+    """`model.dtype` on this machine for a method; a UserError where the device lacks it."""
     if dtype == "auto":
         on_gpu = "bfloat16" if machine.has_bfloat16 else "float16"
         dtype = "float32" if machine.vendor == "cpu" else on_gpu
@@ -182,7 +186,8 @@ def choose_precision(dtype: str, machine: Machine) -> Precision:
         )
     if dtype == "float16":
         return Precision(weights="float32", autocast="fp16")
-    return Precision(weights=dtype, autocast="no")
+    adapted = dtype == "bfloat16" and method in ("lora", "qlora")
+    return Precision(weights=dtype, autocast="bf16" if adapted else "no")
 
 
 def choose_strategy(strategy: str, *, world_size: int, launched_with_fsdp: bool) -> Strategy:
@@ -256,7 +261,7 @@ def make_plan(
     notes: tuple[str, ...] = (),
 ) -> Plan:
     """Resolve a recipe on this machine. `shape`: the model's ModelShape."""
-    precision = choose_precision(recipe.model.dtype, machine)
+    precision = choose_precision(recipe.model.dtype, machine, method=recipe.method.type)
     strategy = choose_strategy(
         recipe.parallel.strategy, world_size=machine.world_size, launched_with_fsdp=launched_with_fsdp
     )
@@ -274,9 +279,10 @@ def make_plan(
         n_parameters=shape.n_parameters,
         n_trainable=shape.n_trainable,
         bytes=state_bytes(
-            n_parameters=shape.n_parameters,
-            n_trainable=shape.n_trainable,
+            shape.parameters,
             weight_dtype=precision.weights,
+            optim=train.optim,
+            method=recipe.method.type,
             shards=machine.world_size if strategy == "fsdp" else 1,
         ),
         kernels_backend=kernels_backend,
@@ -290,6 +296,7 @@ def make_plan(
             betas=(train.adam_beta1, train.adam_beta2),
             eps=train.adam_epsilon,
             max_grad_norm=train.max_grad_norm,
+            in_backward=train.optim_in_backward,
         ),
         data=data,
         save=Cadence(recipe.checkpoint.save_strategy, recipe.checkpoint.save_steps),

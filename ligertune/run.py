@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from ligertune.machine import this_machine
 from ligertune.metrics import read_metrics
 from ligertune.plan import DataNumbers, KernelLine, Plan, Rows, choose_precision, make_plan
-from ligertune.preflight import check_output_dir, check_paths, clear_run
+from ligertune.preflight import check_output_dir, check_packages, check_paths, clear_run
 from ligertune.recipe import Recipe, dump_recipe
 from ligertune.report import Report, throughput, versions, write_json
 
@@ -46,7 +46,8 @@ def plan_for(recipe: Recipe, progress: Progress | None = None) -> Job:
     check_output_dir(recipe)
     check_paths(recipe)
     machine = this_machine()
-    precision = choose_precision(recipe.model.dtype, machine)
+    check_packages(recipe)
+    precision = choose_precision(recipe.model.dtype, machine, method=recipe.method.type)
 
     from ligertune.data.prepare import prepare
     from ligertune.model import load
@@ -86,10 +87,12 @@ def run(job: Job, show: Callable[[dict], None]) -> Report:
     from ligertune.model.attention import checkpoint_layers, prefer_flash
     from ligertune.model.documents import guard
     from ligertune.model.load import build_model, hide_loading_bars
+    from ligertune.model.lora import apply_method
     from ligertune.train.checkpoint import check_space
     from ligertune.train.distributed import start
     from ligertune.train.isolation import check_isolation
     from ligertune.train.loop import fit
+    from ligertune.train.trained_weights import save_only_what_trains
 
     plan, began = job.plan, time.perf_counter()
     hide_loading_bars()
@@ -109,6 +112,7 @@ def run(job: Job, show: Callable[[dict], None]) -> Report:
         dtype=getattr(torch, plan.precision.weights),
         device=accelerator.device,
         seed=plan.recipe.train.seed,
+        four_bits=plan.recipe.method.type == "qlora",
     )
     apply_kernels(plan.recipe, model)
     if plan.rows.packed:
@@ -117,6 +121,8 @@ def run(job: Job, show: Callable[[dict], None]) -> Report:
             check_isolation(model, multiple_of=plan.rows.multiple_of)
     if plan.recipe.train.gradient_checkpointing:
         checkpoint_layers(model)
+    model = apply_method(model, plan.recipe.method)
+    save_only_what_trains(accelerator, model)
     fitted = fit(plan, accelerator, model, job.data, pad_token_id=job.tokenizer.pad_token_id, show=show)
     model_path = None if fitted.stopped_by else save_model(job, accelerator, fitted.model)
     report = make_report(job, fitted, model_path=model_path, seconds=time.perf_counter() - began)
@@ -189,6 +195,7 @@ def preview_model(recipe: Recipe, config: PreTrainedConfig, device: str, attenti
 
     import ligertune.model.documents  # noqa: F401  makes its attention known to transformers
     from ligertune.model.load import build_model
+    from ligertune.model.lora import apply_method
     from ligertune.model.shape import ModelShape
 
     attn = attention.implementation or recipe.model.attn_implementation
@@ -196,7 +203,8 @@ def preview_model(recipe: Recipe, config: PreTrainedConfig, device: str, attenti
     model = build_model(spec, config, dtype=torch.bfloat16, device="meta", seed=0)
     report = apply_kernels(recipe, model)
     lines = () if report is None else tuple(KernelLine(r.kernel, r.applied, r.left, r.note) for r in report.rows)
-    return ModelShape.of(model), model.config._attn_implementation, backend(device), lines
+    adapted = apply_method(model, recipe.method)
+    return ModelShape.of(adapted), model.config._attn_implementation, backend(device), lines
 
 
 def apply_kernels(recipe: Recipe, model: PreTrainedModel) -> PatchReport | None:

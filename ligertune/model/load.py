@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -14,6 +14,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    BitsAndBytesConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -212,14 +213,25 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfi
 
 
 def build_model(
-    spec: ModelSpec, config: PreTrainedConfig, *, dtype: torch.dtype, device: torch.device | str, seed: int
+    spec: ModelSpec,
+    config: PreTrainedConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    seed: int,
+    four_bits: bool = False,
 ) -> PreTrainedModel:
-    """The model on `device`: pretrained, or random from `seed`. On the meta device only its shape is made."""
+    """The model on `device`: pretrained, or random from `seed`. On the meta device only its shape is made.
+
+    four_bits: its layers' matrices are quantised while they are loaded (NF4).
+    """
     device = torch.device(device)
     attention = {} if spec.attn_implementation == "auto" else {"attn_implementation": spec.attn_implementation}
     try:
         if spec.init == "random" or device.type == "meta":
             return _random_model(spec, config, dtype=dtype, device=device, seed=seed, **attention)
+        if four_bits:
+            return _pretrained_model(spec, config, dtype=dtype, **attention, **in_four_bits(dtype, device))
         return _pretrained_model(spec, config, dtype=dtype, **attention).to(device)
     except (ImportError, ValueError, KeyError) as error:  # not installed; not of this model; unknown to its old code
         if not attention:
@@ -228,6 +240,14 @@ def build_model(
             f"model.attn_implementation: {spec.attn_implementation} cannot be used: {_first_line(error)}",
             hint="Write another one, or auto; if the run packs and none does, write data.packing: false.",
         ) from error
+
+
+def in_four_bits(dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    """What makes from_pretrained load linear layers in NF4 with doubly quantised scales, computing in `dtype`."""
+    quantised = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
+    )
+    return {"quantization_config": quantised, "device_map": {"": device}}
 
 
 def _random_model(
@@ -248,7 +268,7 @@ def _random_model(
 
 
 def _pretrained_model(
-    spec: ModelSpec, config: PreTrainedConfig, *, dtype: torch.dtype, **attention: str
+    spec: ModelSpec, config: PreTrainedConfig, *, dtype: torch.dtype, **options: Any
 ) -> PreTrainedModel:
     name = spec.model_name_or_path
     try:
@@ -259,7 +279,7 @@ def _pretrained_model(
             revision=spec.revision,
             trust_remote_code=spec.trust_remote_code,
             output_loading_info=True,
-            **attention,
+            **options,
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise UserError(

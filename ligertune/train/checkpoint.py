@@ -130,7 +130,7 @@ def check_space(plan: Plan) -> None:
     saves = plan.recipe.checkpoint.save_strategy != "no"
     copies = plan.recipe.checkpoint.save_total_limit + 1 if saves else int(plan.recipe.checkpoint.save_on_signal)
     shards = plan.batching.world_size if plan.strategy == "fsdp" else 1
-    needed = (copies * plan.bytes.checkpoint + plan.bytes.weights) * shards
+    needed = (copies * plan.bytes.checkpoint + plan.bytes.model) * shards
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise UserError(

@@ -23,7 +23,7 @@ from ligertune.train.batcher import Batcher
 from ligertune.train.distributed import any_rank, reduce_sum
 from ligertune.train.evaluate import evaluate
 from ligertune.train.meter import Counts, Meter
-from ligertune.train.optim import build_optimizer
+from ligertune.train.optim import build_optimizer, set_learning_rate
 from ligertune.train.order import DataOrder
 from ligertune.train.schedule import learning_rate
 from ligertune.train.stop import StopRequest
@@ -88,8 +88,7 @@ def fit(
             batches = order.micro_batches(step, accelerator.process_index)
             work = work_of(step)
             rate = learning_rate(plan.schedule, step)
-            for group in optimizer.param_groups:
-                group["lr"] = rate
+            set_learning_rate(optimizer, rate)
 
             for i, rows in enumerate(batches):
                 batch = batcher(rows)

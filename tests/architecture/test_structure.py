@@ -19,7 +19,7 @@ TOP_LEVEL = {
 # A module imports from its own package or from lower floors. Siblings on one floor do not know each other,
 # unless a row stands before another: `plan` reads machine, memory and recipe.
 FLOORS = (
-    ("errors",),
+    ("errors", "optimizer_states"),
     ("machine", "memory", "recipe", "metrics"),
     ("plan", "preflight"),
     ("report",),
@@ -40,6 +40,8 @@ DOORS = {
     "datasets": ("data/sources",),
     "matplotlib": ("bench/plots",),
     "peft": ("model/lora",),
+    "bitsandbytes": ("train/optim",),
+    "torchao": ("train/optim",),
     "transformers": ("model/", "data/render", "data/images", "decode/"),
 }
 PACKAGES = ("ligertune", "kernels/ligertune_kernels")
