@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shlex
 import shutil
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -125,6 +126,17 @@ def dtype(plan: Plan) -> str:
     if plan.precision.autocast == "fp16":
         return "float16 (mixed: float32 weights, scaled loss)"
     return plan.precision.weights
+
+
+@contextlib.contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """Says what takes its time: a live line on a terminal, a plain one elsewhere."""
+    if OUTPUT.console.is_terminal:
+        with OUTPUT.console.status(Text(what)):
+            yield
+        return
+    text(what)
+    yield
 
 
 class Progress:

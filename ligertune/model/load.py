@@ -242,6 +242,19 @@ def build_model(
         ) from error
 
 
+def whole_model(spec: ModelSpec, config: PreTrainedConfig, *, through_four_bits: bool = False) -> PreTrainedModel:
+    """The model in its checkpoint's dtype, to be exported. through_four_bits: rounded to what QLoRA trained on."""
+    dtype = getattr(torch, spec.dtype) if spec.dtype in ("bfloat16", "float32") else config.dtype or torch.float32
+    device = torch.device("cuda" if torch.cuda.is_available() and through_four_bits else "cpu")
+    model = build_model(spec, config, dtype=dtype, device=device, seed=0, four_bits=through_four_bits)
+    return model.dequantize() if through_four_bits else model
+
+
+def tokenizer_of(folder: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer that a run left beside its model, as it is."""
+    return AutoTokenizer.from_pretrained(folder)
+
+
 def in_four_bits(dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
     """What makes from_pretrained load linear layers in NF4 with doubly quantised scales, computing in `dtype`."""
     quantised = BitsAndBytesConfig(

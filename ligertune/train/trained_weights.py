@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, load_checkpoint_in_model
 from accelerate.utils import DistributedType
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -50,3 +50,9 @@ def load_trained(model: nn.Module, path: Path) -> None:
     saved = load_file(path)
     for name, parameter in trained(model).items():
         parameter.copy_(saved[name])
+
+
+def load_weights(model: nn.Module, folder: Path) -> None:
+    """All weights of a checkpoint; tied ones are in it once."""
+    load_checkpoint_in_model(model, str(folder))
+    model.tie_weights()

@@ -25,7 +25,7 @@ FLOORS = (
     ("report",),
     ("model", "data"),
     ("decode", "train"),
-    ("run", "doctor", "compare", "bench"),
+    ("run", "doctor", "compare", "bench", "export"),
     ("cli",),
 )
 FLOOR_OF = {name: level for level, names in enumerate(FLOORS) for name in names}
