@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ligertune.optimizer_states import optimizer_bytes
+from ligertune.optimizer_states import optimizer_bytes, step_bytes
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 # NF4 in blocks of 64 with an 8-bit scale each, and for every 256 of those one of 4 bytes (Dettmers et al. 2023)
@@ -45,6 +45,7 @@ class StateBytes:
     gradients: int
     optimizer: int
     trained: int
+    step: int = 0  # made and given back by the optimizer's step
     saves_adapter: bool = False
 
     @property
@@ -79,5 +80,6 @@ def state_bytes(
         gradients=round(trained / shards),
         optimizer=optimizer_bytes(optim, states) // shards,
         trained=round(trained / shards),
+        step=step_bytes(optim, states) // shards,
         saves_adapter=method in ("lora", "qlora"),
     )

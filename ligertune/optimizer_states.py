@@ -19,13 +19,16 @@ class OptimizerStates:
     """`bytes_of(shape, itemsize)`: device bytes that are kept of a parameter of this shape and element size.
 
     needs: the package that holds it, of the extra `quant`. matrices_only: it is for the matrices inside the layers,
-    and fused AdamW takes embeddings, head, norms and biases. on_host: its states are in host memory.
+    and fused AdamW takes embeddings, head, norms and biases. on_host: its states are in host memory. A step makes
+    `copies` of all trained weights at once, and `pieces` of the largest one (of a bounded piece in adamw_bf16).
     """
 
     bytes_of: Callable[[Shape, int], float]
     needs: str | None = None
     matrices_only: bool = False
     on_host: bool = False
+    copies: float = 0
+    pieces: float = 0
 
 
 def _states(count: float) -> Callable[[Shape, int], float]:
@@ -53,18 +56,28 @@ def _row_and_column_means(shape: Shape, itemsize: int) -> float:
 
 OPTIMIZERS = {
     "adamw_torch_fused": OptimizerStates(_states(2)),
-    "adamw_torch": OptimizerStates(_states(2)),
-    "adamw_bf16": OptimizerStates(lambda shape, itemsize: 4 * math.prod(shape)),
+    "adamw_torch": OptimizerStates(_states(2), copies=1),
+    "adamw_bf16": OptimizerStates(lambda shape, itemsize: 4 * math.prod(shape), pieces=12),
     "adamw_8bit": OptimizerStates(_quantised(2, 8, block=256), needs="bitsandbytes"),
     "paged_adamw_8bit": OptimizerStates(_quantised(2, 8, block=256), needs="bitsandbytes", on_host=True),
     "adamw_torch_8bit": OptimizerStates(_quantised(2, 8, block=256), needs="torchao"),
     "adamw_torch_4bit": OptimizerStates(_quantised(2, 4, block=128), needs="torchao"),
     "adamw_torch_fp8": OptimizerStates(_quantised(2, 8, block=256), needs="torchao"),
-    "adafactor": OptimizerStates(_row_and_column_means),
-    "muon": OptimizerStates(_states(1), matrices_only=True),
-    "lion": OptimizerStates(_states(1)),
+    "adafactor": OptimizerStates(_row_and_column_means, copies=2),
+    "muon": OptimizerStates(_states(1), matrices_only=True, pieces=4),
+    "lion": OptimizerStates(_states(1), pieces=1),
     "sgd": OptimizerStates(_states(0)),
 }
+
+
+def step_bytes(name: str, parameters: dict[tuple[Shape, int, bool], int]) -> int:
+    """Bytes that a step makes and gives back. parameters: as below."""
+    row, piece = OPTIMIZERS[name], 1 << 24 if name == "adamw_bf16" else math.inf
+    sizes = [
+        (itemsize * math.prod(shape), itemsize * min(math.prod(shape), piece)) for shape, itemsize, _ in parameters
+    ]
+    whole = sum(size * count for (size, _), count in zip(sizes, parameters.values(), strict=True))
+    return round(row.copies * whole + row.pieces * max((size for _, size in sizes), default=0))
 
 
 def optimizer_bytes(name: str, parameters: dict[tuple[Shape, int, bool], int]) -> int:

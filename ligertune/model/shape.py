@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from torch import nn
 from transformers import PreTrainedModel
 
+from ligertune.activations import HeadShape, LayerShape
 from ligertune.memory import ParameterKind
+from ligertune.model.layer_shape import head_shape, layer_shape
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,8 @@ class ModelShape:
     vocab_size: int
     context: int | None
     parameters: tuple[tuple[ParameterKind, int], ...] = ()  # and how many there are of each kind
+    layer: LayerShape | None = None
+    head: HeadShape | None = None
 
     @staticmethod
     def of(model: PreTrainedModel) -> ModelShape:
@@ -46,6 +50,8 @@ class ModelShape:
             vocab_size=config.vocab_size,
             context=getattr(config, "max_position_embeddings", None),
             parameters=_parameter_kinds(model),
+            layer=layer_shape(model),
+            head=head_shape(model),
         )
 
     def flops(self, *, tokens: int, squared_lengths: int) -> float:

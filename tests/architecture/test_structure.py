@@ -20,7 +20,8 @@ TOP_LEVEL = {
 # unless a row stands before another: `plan` reads machine, memory and recipe.
 FLOORS = (
     ("errors", "optimizer_states"),
-    ("machine", "memory", "recipe", "metrics"),
+    ("machine", "memory", "activations", "recipe", "metrics"),
+    ("budget", "plan_batching"),
     ("plan", "preflight"),
     ("report",),
     ("model", "data"),
