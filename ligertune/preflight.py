@@ -12,7 +12,10 @@ from ligertune.optimizer_states import OPTIMIZERS
 from ligertune.recipe import Recipe
 
 # what a run leaves in output_dir; --overwrite removes these and nothing else
-RUN_FILES = ("plan.json", "report.json", "metrics.jsonl", "resolved_recipe.yaml", "checkpoints", "model")
+RUN_FILES = (
+    "plan.json", "report.json", "metrics.jsonl", "resolved_recipe.yaml", "checkpoints", "model", "best", "profile",
+    "trackers", "curves.png",
+)  # fmt: skip
 
 
 def check_output_dir(recipe: Recipe) -> None:

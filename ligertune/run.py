@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ligertune.machine import this_machine
+from ligertune.curves import draw_curves
+from ligertune.machine import imagined_machine, this_machine
 from ligertune.metrics import read_metrics
 from ligertune.plan import DataNumbers, KernelLine, Plan, Rows, choose_precision, make_plan
 from ligertune.preflight import check_output_dir, check_packages, check_paths, clear_run
@@ -17,7 +18,6 @@ from ligertune.report import Report, throughput, versions, write_json
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-    from torch import nn
     from transformers import PreTrainedConfig, PreTrainedModel
 
     from ligertune.data.prepare import PreparedData, Progress
@@ -37,15 +37,24 @@ class Job:
     data: PreparedData
 
 
-def plan_for(recipe: Recipe, progress: Progress | None = None) -> Job:
+def plan_for(
+    recipe: Recipe,
+    progress: Progress | None = None,
+    *,
+    for_show: bool = False,
+    memory_gib: float | None = None,
+    gpus: int | None = None,
+) -> Job:
     """Load what is light (configuration, tokenizer, data), build the model without memory, and resolve every number.
 
     What can be refused is refused in the order of its cost: a missing file before torch is imported. `progress` is told
-    how far the preparing of data is.
+    how far the preparing of data is. for_show: nothing will be written, so output_dir may hold a run; and the device
+    may be another: of memory_gib GiB, or several (gpus) that share the states.
     """
-    check_output_dir(recipe)
+    if not for_show:
+        check_output_dir(recipe)
     check_paths(recipe)
-    machine = this_machine()
+    machine = this_machine() if not for_show else imagined_machine(memory_gib=memory_gib, gpus=gpus)
     check_packages(recipe)
     precision = choose_precision(recipe.model.dtype, machine, method=recipe.method.type)
 
@@ -73,10 +82,11 @@ def plan_for(recipe: Recipe, progress: Progress | None = None) -> Job:
         kernels=kernels,
         data=data_numbers(data),
         rows=rows_of(recipe, data, multiple_of=attention.multiple_of),
-        launched_with_fsdp=launched_with_fsdp(),
+        launched_with_fsdp=launched_with_fsdp() or (for_show and gpus is not None),
         notes=(*recipe.notices, *loaded.notes),
     )
-    check_unfinished(plan)
+    if not for_show:
+        check_unfinished(plan)
     return Job(plan, config, loaded, data)
 
 
@@ -88,10 +98,10 @@ def run(job: Job, show: Callable[[dict], None]) -> Report:
     from ligertune.model.documents import guard
     from ligertune.model.load import build_model, hide_loading_bars
     from ligertune.model.lora import apply_method
-    from ligertune.train.checkpoint import check_space
     from ligertune.train.distributed import start
     from ligertune.train.isolation import check_isolation
     from ligertune.train.loop import fit
+    from ligertune.train.out_of_memory import explained
     from ligertune.train.trained_weights import save_only_what_trains
 
     plan, began = job.plan, time.perf_counter()
@@ -99,11 +109,7 @@ def run(job: Job, show: Callable[[dict], None]) -> Report:
     prefer_flash()
     accelerator = start(plan)
     if accelerator.is_main_process:
-        if plan.recipe.checkpoint.overwrite:
-            clear_run(plan.output_dir)
-        check_space(plan)
-        write_json(plan.output_dir / "plan.json", plan.as_dict())
-        (plan.output_dir / "resolved_recipe.yaml").write_text(dump_recipe(plan.recipe), encoding="utf-8")
+        begin_output(plan)
     accelerator.wait_for_everyone()
 
     model = build_model(
@@ -120,20 +126,57 @@ def run(job: Job, show: Callable[[dict], None]) -> Report:
         with accelerator.autocast():
             check_isolation(model, multiple_of=plan.rows.multiple_of)
     if plan.recipe.train.gradient_checkpointing:
-        checkpoint_layers(model)
+        checkpoint_layers(model, offload=plan.recipe.train.gradient_checkpointing == "offload")
     model = apply_method(model, plan.recipe.method)
     save_only_what_trains(accelerator, model)
-    fitted = fit(plan, accelerator, model, job.data, pad_token_id=job.tokenizer.pad_token_id, show=show)
-    model_path = None if fitted.stopped_by else save_model(job, accelerator, fitted.model)
+    with explained(plan):
+        fitted = fit(
+            plan,
+            accelerator,
+            model,
+            job.data,
+            pad_token_id=job.tokenizer.pad_token_id,
+            show=show,
+            answer=answers(job),
+        )
+    model_path = None if fitted.stopped_by else save_model(job, accelerator, fitted)
     report = make_report(job, fitted, model_path=model_path, seconds=time.perf_counter() - began)
     if accelerator.is_main_process:
+        draw_curves(plan.output_dir)
         write_json(plan.output_dir / "report.json", report.as_dict())
     accelerator.wait_for_everyone()
     accelerator.end_training()
     return report
 
 
-def save_model(job: Job, accelerator: Accelerator, model: nn.Module) -> str:
+def begin_output(plan: Plan) -> None:
+    """Rehearse the first save, and write down what is about to be done."""
+    from ligertune.train.checkpoint import check_space
+
+    if plan.recipe.checkpoint.overwrite:
+        clear_run(plan.output_dir)
+    check_space(plan)
+    write_json(plan.output_dir / "plan.json", plan.as_dict())
+    (plan.output_dir / "resolved_recipe.yaml").write_text(dump_recipe(plan.recipe), encoding="utf-8")
+
+
+def prompt_of(job: Job) -> dict:
+    """How prompts look in this run: kept beside the model, and used for its samples."""
+    template = {"alpaca": "alpaca", "plain": "raw"}.get(job.data.template, "chat")
+    return {"prompt_template": template, "system_prompt": job.plan.recipe.data.system_prompt}
+
+
+def answers(job: Job) -> Callable[[PreTrainedModel], list[dict[str, str]]] | None:
+    """What answers the recipe's prompts; None without any, or where each rank holds a part of the model."""
+    prompts = job.plan.recipe.eval.sample_prompts
+    if not prompts or job.plan.strategy == "fsdp":
+        return None
+    from ligertune.decode.samples import answers_to
+
+    return answers_to(prompts, job.tokenizer.tokenizer, prompt_of(job), pad_token_id=job.tokenizer.pad_token_id)
+
+
+def save_model(job: Job, accelerator: Accelerator, fitted: Fitted) -> str:
     """Write `output_dir/model` in Hugging Face's format; all ranks call it, the main one writes."""
     from ligertune.model.export import write_model
     from ligertune.train.distributed import full_state_dict
@@ -142,15 +185,16 @@ def save_model(job: Job, accelerator: Accelerator, model: nn.Module) -> str:
     tokenizer = job.tokenizer.tokenizer
     if wanted.prompt_template not in ("auto", "chat", "alpaca"):  # a file: what serves the model must use it too
         tokenizer.chat_template = Path(wanted.prompt_template).read_text(encoding="utf-8")
-    weights = full_state_dict(accelerator, model)
+    model, weights = fitted.model, fitted.best_weights
+    if weights is None:
+        weights = full_state_dict(accelerator, model)
     if accelerator.is_main_process:
         write_model(
             accelerator.unwrap_model(model),
             tokenizer,
             folder,
             state_dict=weights,
-            prompt_template={"alpaca": "alpaca", "plain": "raw"}.get(job.data.template, "chat"),
-            system_prompt=wanted.system_prompt,
+            **prompt_of(job),
         )
     accelerator.wait_for_everyone()
     return str(folder)
@@ -184,7 +228,7 @@ def make_report(job: Job, fitted: Fitted, *, model_path: str | None, seconds: fl
         output_dir=str(plan.output_dir),
         model_path=model_path,
         versions=versions(),
-        notes=(*plan.notes, *account),
+        notes=(*plan.notes, *fitted.notes, *account),
     )
 
 
@@ -204,7 +248,8 @@ def preview_model(recipe: Recipe, config: PreTrainedConfig, device: str, attenti
     report = apply_kernels(recipe, model)
     lines = () if report is None else tuple(KernelLine(r.kernel, r.applied, r.left, r.note) for r in report.rows)
     adapted = apply_method(model, recipe.method)
-    return ModelShape.of(adapted), model.config._attn_implementation, backend(device), lines
+    here = device if torch.cuda.is_available() else "cpu"  # a plan may be for a GPU that is not
+    return ModelShape.of(adapted), model.config._attn_implementation, backend(here), lines
 
 
 def apply_kernels(recipe: Recipe, model: PreTrainedModel) -> PatchReport | None:

@@ -24,10 +24,11 @@ def _register() -> None:
     from ligertune.cli.doctor import doctor
     from ligertune.cli.export import export
     from ligertune.cli.generate import generate
+    from ligertune.cli.plan import plan
     from ligertune.cli.recipe import recipe_app
     from ligertune.cli.train import train
 
-    for command in (train, compare, bench, data, generate, export, doctor):
+    for command in (train, plan, compare, bench, data, generate, export, doctor):
         app.command()(command)
     app.add_typer(recipe_app, name="recipe")
 
