@@ -137,8 +137,13 @@ def test_kernels_are_switched_one_by_one(key, value, kernel, applied, quickstart
 
 
 def test_optimizers_and_checkpointing_train_alike(train, usual):
-    """One computation in two ways: not the same program, the same curve."""
-    for changes in ({"train.optim": "adamw_torch"}, {"train.gradient_checkpointing": True}):
+    """One computation in several ways: not the same program, the same curve."""
+    for changes in (
+        {"train.optim": "adamw_torch"},
+        {"train.gradient_checkpointing": True},
+        {"train.gradient_checkpointing": "offload"},
+        {"train.per_device_train_batch_size": "auto", "train.global_batch_size": 4},
+    ):
         assert train(changes)[0] == pytest.approx(usual[0], rel=1e-5)
 
 
