@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import platform
 import re
@@ -152,6 +153,18 @@ def this_machine() -> Machine:
         world_size=world_size(),
         torch_version=torch.__version__,
     )
+
+
+def imagined_machine(*, memory_gib: float | None, gpus: int | None) -> Machine:
+    """This machine; or what is asked for: a GPU with that much memory, or several that train together."""
+    machine = this_machine()
+    if memory_gib is not None:
+        name = machine.name if machine.device == "cuda" else f"a GPU of {memory_gib:g} GiB"
+        vendor = machine.vendor if machine.device == "cuda" else "nvidia"
+        machine = dataclasses.replace(
+            machine, vendor=vendor, device="cuda", name=name, memory_bytes=int(memory_gib * 2**30)
+        )
+    return machine if gpus is None else dataclasses.replace(machine, world_size=gpus, device_count=gpus)
 
 
 def _cpu_name() -> str:

@@ -18,6 +18,10 @@ class MetricsFile:
             aside.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
             os.replace(aside, path)
 
+    def lines(self) -> list[dict]:
+        """What it holds by now; every process may ask."""
+        return read_metrics(self._path)
+
     def write(self, line: dict) -> None:
         """Append one line; each reaches the file at once."""
         if self._enabled:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import os
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 
 from ligertune.errors import UserError
+from ligertune.optimizer_states import OPTIMIZERS
 from ligertune.recipe import Recipe
 
 # what a run leaves in output_dir; --overwrite removes these and nothing else
-RUN_FILES = ("plan.json", "report.json", "metrics.jsonl", "resolved_recipe.yaml", "checkpoints", "model", "medusa",
-             "medusa_report.json", "medusa_report.png")  # fmt: skip
+RUN_FILES = (
+    "plan.json", "report.json", "metrics.jsonl", "resolved_recipe.yaml", "checkpoints", "model", "best", "profile",
+    "trackers", "curves.png", "medusa", "medusa_report.json", "medusa_report.png",
+)  # fmt: skip
 
 HEADS_FILES = ("config.json", "medusa_lm_head.safetensors")
 
@@ -27,6 +31,21 @@ def check_output_dir(recipe: Recipe) -> None:
             f"checkpoint.output_dir: {folder} already holds a run ({', '.join(held)}).",
             hint="Continue it with --resume, replace it with --overwrite, or name another folder.",
         )
+
+
+def check_packages(recipe: Recipe) -> None:
+    """Refuse what needs a package that is not installed."""
+    wanted = {"train.optim": (recipe.train.optim, OPTIMIZERS[recipe.train.optim].needs)}
+    wanted |= {"method.type": ("qlora", "bitsandbytes")} if recipe.method.type == "qlora" else {}
+    for tracker in recipe.logging.report_to:
+        wanted[f"logging.report_to[{tracker}]"] = (tracker, None if tracker == "jsonl" else tracker)
+    for key, (value, package) in wanted.items():
+        if package is not None and find_spec(package) is None:
+            extra = "trackers" if key.startswith("logging") else "quant"
+            raise UserError(
+                f"{key.partition('[')[0]}: {value} needs the package {package}, which is not installed.",
+                hint=f"Install it: pip install 'ligertune[{extra}]'",
+            )
 
 
 def check_paths(recipe: Recipe) -> None:
@@ -50,7 +69,7 @@ def check_model_path(name: str, *, key: str) -> None:
     hint = "Name a folder with config.json and the weights, or a hub id such as Qwen/Qwen2.5-0.5B."
     if looks_local(name) and not folder.exists():
         raise UserError(f"{key}: there is no folder {name}.", hint=hint)
-    if folder.exists() and not (folder / "config.json").is_file():
+    if folder.exists() and not any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
         raise UserError(f"{key}: {name} holds no config.json, so it is not a model.", hint=hint)
 
 

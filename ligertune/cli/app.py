@@ -22,13 +22,15 @@ def _register() -> None:
     from ligertune.cli.compare import compare
     from ligertune.cli.data import data
     from ligertune.cli.doctor import doctor
+    from ligertune.cli.export import export
     from ligertune.cli.generate import generate
     from ligertune.cli.init import init
     from ligertune.cli.medusa import medusa
+    from ligertune.cli.plan import plan
     from ligertune.cli.recipe import recipe_app
     from ligertune.cli.train import train
 
-    for command in (init, train, medusa, compare, bench, data, generate, doctor):
+    for command in (init, train, medusa, plan, compare, bench, data, generate, export, doctor):
         app.command()(command)
     app.add_typer(recipe_app, name="recipe")
 

@@ -59,7 +59,7 @@ def medusa(
 def default_recipe(stage: int | None) -> Path:
     """The bundled recipe for this machine: a tiny model where there is no GPU."""
     from ligertune.machine import this_machine
-    from ligertune.recipe.bundled import bundled
+    from ligertune.recipe.collection import bundled
 
     model = "stories260k" if this_machine().vendor == "cpu" else "qwen2.5-7b"
     return bundled(f"medusa/{model}{'-stage2' if stage == 2 else ''}.yaml")

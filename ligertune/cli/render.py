@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
 import shutil
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from rich.text import Text
 if TYPE_CHECKING:
     from ligertune.errors import UserError
     from ligertune.plan import KernelLine, Plan
+    from ligertune.plan_fit import Fit
     from ligertune.report import Report, Throughput
 
 
@@ -98,6 +100,7 @@ def plan(plan: Plan) -> None:
         ("steps", f"{schedule.total_steps} ({schedule.warmup_steps} of them warm-up), {schedule.type}, "
                   f"learning rate {schedule.learning_rate:g}"),
         ("states", f"{size(plan.bytes.total)} on each device for weights, gradients and {plan.optimizer.name}"),
+        ("peak memory", predicted(plan)),
         ("output", str(plan.output_dir)),
     ]  # fmt: skip
     if data.eval_examples:
@@ -108,6 +111,31 @@ def plan(plan: Plan) -> None:
             text(f"  left alone: {line.left} x {line.kernel}: {line.note}")
     for note in plan.notes:
         text(f"  note: {note}")
+
+
+def predicted(plan: Plan) -> str:
+    """The peak that is expected on a device, in words."""
+    if plan.peak is None:
+        return "not predicted: this model's layers are not understood"
+    return f"{size(plan.peak.total)} expected of {size(plan.machine.memory_bytes)} on each device"
+
+
+def memory(plan: Plan, fits: Iterable[Fit] | None) -> None:
+    """The expected peak by kind, and what would fit."""
+    if plan.peak is not None:
+        moments = {
+            "loss": "while the loss is computed",
+            "backward": "as the backward begins",
+            "gradients": "as the backward ends",
+            "step": "in the optimizer's step",
+        }
+        text()
+        rows = [(kind, size(n_bytes)) for kind, n_bytes in plan.peak.parts().items()]
+        table(f"Memory of each device, at its highest {moments[plan.peak.moment.name]}", rows)
+    for fit in fits or ():
+        how = "with checkpointing" if fit.checkpointing else "without checkpointing"
+        text(f"  {how}: {fit.micro_batch_size} rows of the recipe's length, or one of {fit.row_length} tokens, "
+             f"in {size(plan.machine.memory_bytes)}")  # fmt: skip
 
 
 def dataset(plan: Plan) -> str:
@@ -137,6 +165,17 @@ def dtype(plan: Plan) -> str:
     return plan.precision.weights
 
 
+@contextlib.contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """Says what takes its time: a live line on a terminal, a plain one elsewhere."""
+    if OUTPUT.console.is_terminal:
+        with OUTPUT.console.status(Text(what)):
+            yield
+        return
+    text(what)
+    yield
+
+
 class Progress:
     """The state of a run: one live line on a terminal, plain lines elsewhere."""
 
@@ -163,6 +202,10 @@ class Progress:
             OUTPUT.console.print(shown)
 
     def _words(self, line: dict) -> str:
+        if "note" in line:
+            return f"note: {line['note']}"
+        if "samples" in line:
+            return "\n".join(f"  {one['prompt']!r} -> {one['answer']!r}" for one in line["samples"])
         if "eval_loss" in line:
             return f"step {line['step']:>6}/{self._total}  evaluation loss {line['eval_loss']:.4f}"
         peak = line["peak_memory"]

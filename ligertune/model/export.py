@@ -38,7 +38,9 @@ def write_model(
     """
     aside = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(aside, ignore_errors=True)
-    model.save_pretrained(aside, state_dict=state_dict)
+    # an adapter's folder holds the adapter; peft would ask the hub whether the embedding was resized
+    options = {"save_embedding_layers": False} if hasattr(model, "peft_config") else {}
+    model.save_pretrained(aside, state_dict=state_dict, **options)
     tokenizer.save_pretrained(aside)
     if images is not None:
         save_processor(images, aside)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -15,6 +15,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoTokenizer,
+    BitsAndBytesConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -217,14 +218,25 @@ def auto_class(config: PreTrainedConfig) -> type:
 
 
 def build_model(
-    spec: ModelSpec, config: PreTrainedConfig, *, dtype: torch.dtype, device: torch.device | str, seed: int
+    spec: ModelSpec,
+    config: PreTrainedConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    seed: int,
+    four_bits: bool = False,
 ) -> PreTrainedModel:
-    """The model on `device`: pretrained, or random from `seed`. On the meta device only its shape is made."""
+    """The model on `device`: pretrained, or random from `seed`. On the meta device only its shape is made.
+
+    four_bits: its layers' matrices are quantised while they are loaded (NF4).
+    """
     device = torch.device(device)
     attention = {} if spec.attn_implementation == "auto" else _attention(spec.attn_implementation, config)
     try:
         if spec.init == "random" or device.type == "meta":
             return _random_model(spec, config, dtype=dtype, device=device, seed=seed, **attention)
+        if four_bits:
+            return _pretrained_model(spec, config, dtype=dtype, **attention, **in_four_bits(dtype, device))
         return _pretrained_model(spec, config, dtype=dtype, **attention).to(device)
     except (ImportError, ValueError, KeyError) as error:  # not installed; not of this model; unknown to its old code
         if not attention:
@@ -240,6 +252,27 @@ def _attention(name: str, config: PreTrainedConfig) -> dict[str, str | dict[str,
     of_text_alone = name in ("varlen", "per_document", "flex_attention") and sees(config)
     by_part = {"": name, "text_config": name, "vision_config": "sdpa"}
     return {"attn_implementation": by_part if of_text_alone else name}
+
+
+def whole_model(spec: ModelSpec, config: PreTrainedConfig, *, through_four_bits: bool = False) -> PreTrainedModel:
+    """The model in its checkpoint's dtype, to be exported. through_four_bits: rounded to what QLoRA trained on."""
+    dtype = getattr(torch, spec.dtype) if spec.dtype in ("bfloat16", "float32") else config.dtype or torch.float32
+    device = torch.device("cuda" if torch.cuda.is_available() and through_four_bits else "cpu")
+    model = build_model(spec, config, dtype=dtype, device=device, seed=0, four_bits=through_four_bits)
+    return model.dequantize() if through_four_bits else model
+
+
+def tokenizer_of(folder: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer that a run left beside its model, as it is."""
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def in_four_bits(dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    """What makes from_pretrained load linear layers in NF4 with doubly quantised scales, computing in `dtype`."""
+    quantised = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
+    )
+    return {"quantization_config": quantised, "device_map": {"": device}}
 
 
 def _random_model(
@@ -260,7 +293,7 @@ def _random_model(
 
 
 def _pretrained_model(
-    spec: ModelSpec, config: PreTrainedConfig, *, dtype: torch.dtype, **attention: str | dict[str, str]
+    spec: ModelSpec, config: PreTrainedConfig, *, dtype: torch.dtype, **options: Any
 ) -> PreTrainedModel:
     name = spec.model_name_or_path
     try:
@@ -271,7 +304,7 @@ def _pretrained_model(
             revision=spec.revision,
             trust_remote_code=spec.trust_remote_code,
             output_loading_info=True,
-            **attention,
+            **options,
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise UserError(

@@ -59,7 +59,15 @@ def _is_shorter_than_the_heads_reach(recipe: Recipe) -> bool:
 
 def _splits_a_micro_batch(recipe: Recipe) -> bool:
     train = recipe.train
-    return train.global_batch_size is not None and train.global_batch_size % train.per_device_train_batch_size != 0
+    if train.global_batch_size is None or train.per_device_train_batch_size == "auto":
+        return False
+    return train.global_batch_size % train.per_device_train_batch_size != 0
+
+
+def _accumulates(recipe: Recipe) -> bool:
+    train, wanted = recipe.train, recipe.train.global_batch_size
+    micro = train.per_device_train_batch_size
+    return (train.gradient_accumulation_steps or 1) > 1 or (wanted is not None and micro not in ("auto", wanted))
 
 
 RULES = (
@@ -129,6 +137,44 @@ RULES = (
         _is_shorter_than_the_heads_reach,
         "{0} is {recipe.data.max_length}, and {recipe.medusa.num_heads} heads ({1}) reach further: from one token "
         "to the one {recipe.medusa.num_heads} + 1 behind it. Write a longer one, or fewer heads.",
+    ),
+    Rule(
+        ("train.per_device_train_batch_size", "train.global_batch_size"),
+        lambda recipe: recipe.train.per_device_train_batch_size == "auto" and recipe.train.global_batch_size is None,
+        "{0} is auto, which keeps the global batch, and that is not given. Give {1}.",
+    ),
+    Rule(
+        ("method.type", "method.trainable"),
+        lambda recipe: recipe.method.type == "freeze" and not recipe.method.trainable,
+        "{0} is freeze, and nothing is left to train. Give {1}, a list of regular expressions.",
+    ),
+    Rule(
+        ("method.trainable", "method.type"),
+        lambda recipe: bool(recipe.method.trainable) and recipe.method.type != "freeze",
+        "{0} is read with method.type: freeze only, and {1} is {recipe.method.type}.",
+    ),
+    Rule(
+        ("method.type", "model.init"),
+        lambda recipe: recipe.method.type == "qlora" and recipe.model.init == "random",
+        "{0} is qlora, which quantises pretrained weights, and {1} is random. Write method.type: lora.",
+    ),
+    Rule(
+        ("train.optim_in_backward", "train.gradient_accumulation_steps", "train.global_batch_size"),
+        lambda recipe: recipe.train.optim_in_backward and _accumulates(recipe),
+        "{0} steps with each backward, so nothing can be accumulated. Write train.gradient_accumulation_steps: 1.",
+    ),
+    Rule(
+        ("train.optim_in_backward", "train.max_grad_norm"),
+        lambda recipe: recipe.train.optim_in_backward and recipe.train.max_grad_norm > 0,
+        "{0} never has all gradients at once, so {1} cannot clip them. Write train.max_grad_norm: 0.",
+    ),
+    *(
+        Rule(
+            (key, "eval.eval_strategy"),
+            lambda recipe, key=key: bool(_at(recipe, key)) and recipe.eval.eval_strategy == "no",
+            "{0} goes by evaluations, and {1} is no. Write steps or epoch.",
+        )
+        for key in ("checkpoint.load_best_model_at_end", "eval.early_stopping_patience")
     ),
 )
 

@@ -9,10 +9,23 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, PrivateAttr, model_validator
 
-from ligertune.recipe.section import AutoSwitch, FileOrHub, OutputPath, Resume, Section, Switch, Template, Text, When
+from ligertune.optimizer_states import OPTIMIZERS
+from ligertune.recipe.section import (
+    AutoSwitch,
+    FileOrHub,
+    OutputPath,
+    Resume,
+    Section,
+    Switch,
+    SwitchOrOffload,
+    Template,
+    Text,
+    When,
+)
 
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 ShareBelowOne = Annotated[float, Field(ge=0.0, lt=1.0)]
+NameList = Annotated[tuple[Text, ...], Field(strict=False)]
 
 # A key with a default, and the key that replaces it when it is given.
 EITHER_OR = {
@@ -65,6 +78,26 @@ class KernelsSpec(Section):
     loss: Literal["linear_cross_entropy", "cross_entropy", "torch"] = Field(
         "linear_cross_entropy",
         description="linear_cross_entropy never makes the logits; cross_entropy reads them; torch is torch's own.",
+    )
+
+
+class MethodSpec(Section):
+    """What is trained. LoRA: W x + (lora_alpha / lora_r) B A x with W frozen.  A: (R, E), B: (E, R)."""
+
+    type: Literal["full", "lora", "qlora", "freeze"] = Field(
+        "full", description="All weights, a low-rank adapter, one on 4-bit weights, or the parameters of `trainable`."
+    )
+    lora_r: PositiveInt = Field(16, description="Inner width R of the update.")
+    lora_alpha: PositiveFloat = Field(32.0, description="Scale of the update, before it is divided by lora_r.")
+    lora_dropout: ShareBelowOne = Field(0.0, description="Share of the adapter's inputs that training drops.")
+    lora_target_modules: Literal["all-linear"] | NameList = Field(
+        "all-linear", description="Layers that get an adapter: all-linear (all but the head), or a list of their names."
+    )
+    lora_modules_to_save: NameList = Field((), description="Layers trained whole beside the adapter, such as lm_head.")
+    use_dora: Switch = Field(False, description="Train each weight's magnitude apart from its direction (DoRA).")
+    use_rslora: Switch = Field(False, description="Divide lora_alpha by the root of lora_r instead of by lora_r.")
+    trainable: NameList = Field(
+        (), description="With freeze: regular expressions; a parameter trains if one is found in its name."
     )
 
 
@@ -128,8 +161,8 @@ class DataSpec(Section):
 class TrainSpec(Section):
     """Batches, steps and the optimizer."""
 
-    per_device_train_batch_size: PositiveInt = Field(
-        4, description="Rows per device in one forward pass: packs, or examples."
+    per_device_train_batch_size: Literal["auto"] | PositiveInt = Field(
+        4, description="Rows per device in one forward pass: packs, or examples; auto: the most that fit."
     )
     gradient_accumulation_steps: PositiveInt | None = Field(
         1, description="Forward passes per optimizer step; or give global_batch_size."
@@ -146,7 +179,10 @@ class TrainSpec(Section):
     warmup_ratio: Share | None = Field(0.03, description="Share of the steps that warm up; or give warmup_steps.")
     warmup_steps: NonNegativeInt | None = Field(None, description="Steps that warm up, instead of warmup_ratio.")
     min_lr_ratio: Share = Field(0.1, description="Floor of cosine_with_min_lr, as a share of learning_rate.")
-    optim: Literal["adamw_torch_fused", "adamw_torch"] = Field("adamw_torch_fused", description="Optimizer.")
+    optim: Literal[tuple(OPTIMIZERS)] = Field("adamw_torch_fused", description="Optimizer.")
+    optim_in_backward: Switch = Field(
+        False, description="Update each parameter as soon as its gradient is there, and free that: no accumulation."
+    )
     weight_decay: Share = Field(0.0, description="Decoupled weight decay; norms and biases are never decayed.")
     adam_beta1: ShareBelowOne = Field(0.9, description="AdamW: decay of the mean of the gradients.")
     adam_beta2: ShareBelowOne = Field(0.999, description="AdamW: decay of the mean of their squares.")
@@ -154,7 +190,9 @@ class TrainSpec(Section):
     max_grad_norm: NonNegativeFloat = Field(1.0, description="Gradients are clipped to this norm; 0 does not clip.")
     group_by_length: Switch = Field(True, description="Without packing: batches of examples of about one length.")
     full_determinism: Switch = Field(True, description="The same bits in every run on one device, and after a resume.")
-    gradient_checkpointing: Switch = Field(False, description="Recompute activations in the backward: less memory.")
+    gradient_checkpointing: SwitchOrOffload = Field(
+        False, description="Recompute activations in the backward; offload also keeps layer inputs in host memory."
+    )
     seed: Annotated[int, Field(ge=0, lt=2**32)] = Field(42, description="Seed of weights, order and split.")
 
     @model_validator(mode="before")
@@ -172,6 +210,10 @@ class EvalSpec(Section):
     eval_strategy: When = Field("no", description="Evaluate never, every eval_steps, or after each epoch.")
     eval_steps: PositiveInt = Field(200, description="Steps between evaluations, with eval_strategy: steps.")
     per_device_eval_batch_size: PositiveInt = Field(4, description="Rows per device in one evaluation pass.")
+    early_stopping_patience: PositiveInt | None = Field(
+        None, description="Stop after this many evaluations in a row without a lower loss; null: never."
+    )
+    sample_prompts: NameList = Field((), description="Prompts that are answered after each evaluation.")
 
 
 class CheckpointSpec(Section):
@@ -185,6 +227,9 @@ class CheckpointSpec(Section):
     resume_from_checkpoint: Resume = Field(
         "never", description="never, auto (the newest complete checkpoint of output_dir), or a checkpoint's folder."
     )
+    load_best_model_at_end: Switch = Field(
+        False, description="End with the weights of the lowest evaluation loss instead of the last ones."
+    )
     overwrite: Switch = Field(False, description="Replace a run that output_dir already holds.")
     save_on_signal: Switch = Field(True, description="Save before exiting on SIGTERM or Ctrl-C.")
 
@@ -193,6 +238,10 @@ class LoggingSpec(Section):
     """What the run writes down while it trains."""
 
     logging_steps: PositiveInt = Field(10, description="Steps between lines of metrics.jsonl.")
+    report_to: Annotated[tuple[Literal["jsonl", "tensorboard", "wandb", "mlflow"], ...], Field(strict=False)] = Field(
+        ("jsonl",), description="Trackers that get each line, too; metrics.jsonl is always written."
+    )
+    run_name: Text | None = Field(None, description="Name of the run in trackers; null: the name of output_dir.")
 
 
 class ParallelSpec(Section):
@@ -219,6 +268,12 @@ class ReportSpec(Section):
     """What the report measures."""
 
     warmup_steps: NonNegativeInt = Field(5, description="First steps that throughput leaves out.")
+    profile_steps: NonNegativeInt = Field(
+        0, description="Steps of a torch profiler trace after the warm-up, left in output_dir/profile; 0: none."
+    )
+    memory_snapshot: Switch = Field(
+        False, description="Leave a snapshot of the GPU's memory, for pytorch.org/memory_viz, in output_dir/profile."
+    )
     mfu: Switch = Field(True, description="Report model FLOPs utilisation where the device's peak is known.")
 
 
@@ -270,6 +325,7 @@ class Recipe(Section):
     task: Literal["sft", "medusa"] = Field("sft", description="sft: supervised fine-tuning; medusa: decoding heads.")
     model: ModelSpec = Field(description="Which model is trained, and how it is loaded.")
     kernels: KernelsSpec = Field(KernelsSpec(), description="Which kernels are patched in.")
+    method: MethodSpec = Field(MethodSpec(), description="What is trained: all weights, an adapter, or some of them.")
     data: DataSpec = Field(description="What the model learns from.")
     train: TrainSpec = Field(TrainSpec(), description="Batches, steps and the optimizer.")
     eval: EvalSpec = Field(EvalSpec(), description="When the loss on held-out data is measured.")

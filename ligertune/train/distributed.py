@@ -12,6 +12,7 @@ from accelerate.utils import DistributedType
 from torch import nn
 
 from ligertune.plan import Plan
+from ligertune.train.trackers import tracker_names
 
 
 def start(plan: Plan) -> Accelerator:
@@ -42,6 +43,8 @@ def start(plan: Plan) -> Accelerator:
         gradient_accumulation_steps=1,
         step_scheduler_with_optimizer=False,
         fsdp_plugin=None if on_cpu else plugin,
+        log_with=tracker_names(plan) or None,
+        project_dir=str(plan.output_dir / "trackers"),
     )
     if sharded and on_cpu:
         # accelerate offers FSDP on accelerators only, yet what it calls (fully_shard) runs on CPU processes with gloo

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
 
 from ligertune.data.packing import pack
-from ligertune.errors import UserError
 from ligertune.metrics import MetricsFile
 from ligertune.model.attention import same_bits
 from ligertune.plan import Plan
@@ -21,14 +21,17 @@ from ligertune.train import checkpoint
 from ligertune.train.batcher import Batcher
 from ligertune.train.distributed import any_rank, reduce_sum
 from ligertune.train.evaluate import evaluate
+from ligertune.train.evaluations import Evaluations, keep_best, take_best
+from ligertune.train.finite import LossWatch
 from ligertune.train.image_order import ByImageCount, check_sharded
 from ligertune.train.meter import Counts, Meter
 from ligertune.train.objectives import Objective, objective_of
-from ligertune.train.optim import build_optimizer
+from ligertune.train.optim import build_optimizer, set_learning_rate
 from ligertune.train.order import DataOrder
 from ligertune.train.schedule import learning_rate
 from ligertune.train.stop import StopRequest
 from ligertune.train.stream_order import StreamOrder
+from ligertune.train.trackers import open_trackers, profiled, track
 from ligertune.vision.ahead import PicturesAhead
 
 if TYPE_CHECKING:
@@ -54,6 +57,8 @@ class Fitted:
     seconds: float
     warmup_excluded: bool
     peak_memory: dict[str, int]
+    notes: tuple[str, ...] = ()
+    best_weights: dict[str, torch.Tensor] | None = None  # of the best model, where the model itself is sharded
 
 
 def fit(
@@ -65,10 +70,12 @@ def fit(
     pad_token_id: int,
     show: Callable[[dict], None],
     images: ImageReader | None = None,
+    answer: Callable[[nn.Module], list[dict[str, str]]] | None = None,
 ) -> Fitted:
     """Train `model` as the plan says. `show` receives each logged line; on the main process only.
 
-    `images`: how the model sees, where it does.
+    images: how the model sees, where it does. answer: gives the model's answers to the recipe's prompts, which are
+    shown and kept after each evaluation.
 
     The loss of a step is the sum over the trained tokens of the global batch divided by their number, however the batch
     is cut into micro batches and ranks.
@@ -76,7 +83,7 @@ def fit(
     objective, world = objective_of(plan, model), accelerator.num_processes
     optimizer = build_optimizer(model, plan.optimizer)
     model, optimizer = accelerator.prepare(model, optimizer)
-    resumed_from = _resume(plan, accelerator)
+    resumed_from, notes = _resume(plan, accelerator)
     order = _data_order(plan, data.train, images)
     batcher = _batcher(plan, accelerator, data.train, pad_token_id, objective, images)
     evaluated = _batcher(plan, accelerator, data.eval, pad_token_id, objective, images) if data.eval else None
@@ -88,16 +95,22 @@ def fit(
     loss_sum = torch.zeros((), device=accelerator.device)  # of the steps since the last logged line
     step = last_saved = resumed_from
     eval_loss, grad_norm = None, None
+    watch = LossWatch(plan.output_dir, batcher, rank=accelerator.process_index)
+    evaluations = Evaluations([line["eval_loss"] for line in metrics.lines() if "eval_loss" in line])
+    keeps_best, patience = plan.recipe.checkpoint.load_best_model_at_end, plan.recipe.eval.early_stopping_patience
+    open_trackers(plan, accelerator)
+    log = _logger(accelerator, metrics, show)
+    for note in notes:
+        log({"step": resumed_from, "note": note})
     model.train()
 
-    with StopRequest(enabled=plan.recipe.checkpoint.save_on_signal) as stop:
+    with StopRequest(enabled=plan.recipe.checkpoint.save_on_signal) as stop, profiled(plan, accelerator) as profile:
         while step < plan.schedule.total_steps:
             batches = order.micro_batches(step, accelerator.process_index)
             batcher.expect(batches)
             work = work_of(step)
             rate = learning_rate(plan.schedule, step)
-            for group in optimizer.param_groups:
-                group["lr"] = rate * group.get("lr_multiplier", 1.0)
+            set_learning_rate(optimizer, rate)
             targets = objective.inputs(data.train, np.concatenate(order.step(step)), step=step)
 
             for i, rows in enumerate(batches):
@@ -116,29 +129,45 @@ def fit(
             optimizer.zero_grad()
             step += 1
             meter.add(work)
+            watch.add(step, loss_sum, batches)
+            profile()
 
             stopping = any_rank(accelerator, stop.received is not None)
             last = stopping or step == plan.schedule.total_steps
             if step % plan.recipe.logging.logging_steps == 0 or last:
-                line = _line(plan, accelerator, meter, step, loss_sum, grad_norm, rate)
+                log(_line(plan, accelerator, meter, step, loss_sum, grad_norm, rate, watch))
                 loss_sum.zero_()
-                metrics.write(line)
-                if accelerator.is_main_process:
-                    show(line)
             if evaluated and (plan.due(plan.evaluate, step) or (last and not stopping)):
                 with meter.paused():
-                    eval_loss = evaluate(plan, accelerator, model, evaluated, objective)
-                metrics.write({"step": step, "eval_loss": eval_loss})
-                if accelerator.is_main_process:
-                    show({"step": step, "eval_loss": eval_loss})
+                    found = evaluate(plan, accelerator, model, evaluated, objective, stop)
+                    stopping = stopping or found is None
+                    if found is not None:
+                        eval_loss = found
+                        log({"step": step, "eval_loss": eval_loss})
+                        if evaluations.add(eval_loss) and keeps_best:
+                            keep_best(accelerator, model, plan.output_dir, step=step, loss=eval_loss)
+                    if answer and found is not None and accelerator.is_main_process:
+                        with accelerator.autocast():
+                            log({"step": step, "samples": answer(accelerator.unwrap_model(model))})
+            hopeless = evaluations.hopeless(patience)
             if (plan.due(plan.save, step) and not last) or (stopping and step > last_saved):
+                if any_rank(accelerator, not watch.is_finite(_judged(plan, grad_norm))):
+                    raise watch.complaint()
                 with meter.paused():
                     checkpoint.save_checkpoint(accelerator, plan, step)
                 last_saved = step
-            if stopping:
+            if stopping or hopeless:
                 break
-        stopped_by = (stop.received or "a signal on another rank") if step < plan.schedule.total_steps else None
+        stopped_by = None
+        if step < plan.schedule.total_steps and stopping:
+            stopped_by = stop.received or "a signal on another rank"
 
+    if hopeless and not stopping:
+        notes += (f"stopped early at step {step}: {patience} evaluations without a loss below {evaluations.best:.4f}",)
+    best_weights = None
+    if keeps_best and stopped_by is None and evaluations.best < math.inf:
+        best_step, best_weights = take_best(accelerator, model, plan.output_dir)
+        notes += (f"the model is that of step {best_step}, with the lowest evaluation loss, {evaluations.best:.4f}",)
     work, seconds, warmup_excluded = meter.total()
     return Fitted(
         model=model,
@@ -150,17 +179,37 @@ def fit(
         seconds=seconds,
         warmup_excluded=warmup_excluded,
         peak_memory=_most_over_ranks(accelerator, meter.peak_memory()),
+        notes=notes,
+        best_weights=best_weights,
     )
 
 
-def _resume(plan: Plan, accelerator: Accelerator) -> int:
-    """Load the checkpoint that the plan names; the number of steps already done."""
-    folder = checkpoint.resume_folder(plan)
+def _resume(plan: Plan, accelerator: Accelerator) -> tuple[int, tuple[str, ...]]:
+    """Load the checkpoint that the plan names; the number of steps already done, and what was odd on the way."""
+    found = [checkpoint.resume_folder(plan) if accelerator.is_main_process else None]
+    folder, notes = broadcast_object_list(found)[0]
     if folder is None:
-        return 0
+        return 0, notes
     step = checkpoint.saved_progress(folder, plan)
     accelerator.load_state(str(folder))
-    return step
+    return step, notes
+
+
+def _logger(accelerator: Accelerator, metrics: MetricsFile, show: Callable[[dict], None]) -> Callable[[dict], None]:
+    """line -> metrics.jsonl, trackers and whoever watches; on the main process only."""
+
+    def log(line: dict) -> None:
+        if accelerator.is_main_process:
+            metrics.write(line)
+            track(accelerator, line)
+            show(line)
+
+    return log
+
+
+def _judged(plan: Plan, grad_norm: torch.Tensor | None) -> torch.Tensor | None:
+    """The gradients' norm where it must be finite: with a scaled loss, a step whose gradients are not is left out."""
+    return None if grad_norm is None or plan.precision.autocast == "fp16" else _whole(grad_norm)
 
 
 def _data_order(
@@ -247,17 +296,15 @@ def _line(
     loss_sum: torch.Tensor,
     grad_norm: torch.Tensor | None,
     rate: float,
+    watch: LossWatch,
 ) -> dict:
-    """One line of metrics.jsonl; reading the loss synchronises the device."""
+    """One line of metrics.jsonl; reading the loss synchronises the device. One that is no number ends the run."""
     total = float(reduce_sum(accelerator, loss_sum))
     counts, seconds = meter.lap()
     loss = total / counts.steps
     if not math.isfinite(loss):
-        raise UserError(
-            f"The loss became {loss} by step {step}; the run stops here.",
-            hint="Lower train.learning_rate, or resume from an earlier checkpoint with other data.",
-            exit_code=1,
-        )
+        raise watch.complaint()
+    watch.forget()
     return {
         "step": step,
         "epoch": round(step * plan.batching.global_batch_size / plan.rows.count, 4) if plan.rows.count else None,

@@ -19,17 +19,18 @@ TOP_LEVEL = {
 # A module imports from its own package or from lower floors. Siblings on one floor do not know each other,
 # unless a row stands before another: `plan` reads machine, memory and recipe.
 FLOORS = (
-    ("errors",),
+    ("errors", "optimizer_states"),
     ("disk",),
-    ("machine", "memory", "recipe", "metrics"),
+    ("machine", "memory", "activations", "recipe", "metrics"),
+    ("budget", "plan_batching"),
     ("plan", "preflight"),
-    ("report",),
+    ("report", "plan_fit", "curves"),
     ("vision",),
     ("model", "data"),
     ("medusa",),
     ("decode", "train"),
     ("medusa_run",),
-    ("run", "doctor", "bench"),
+    ("run", "doctor", "bench", "export"),
     ("compare",),
     ("cli",),
 )
@@ -43,9 +44,11 @@ DOORS = {
     "pydantic": ("recipe/",),
     "accelerate": ("train/",),
     "datasets": ("data/sources",),
-    "matplotlib": ("bench/plots", "compare/plots", "decode/medusa_plot"),
+    "matplotlib": ("bench/plots", "compare/plots", "curves", "decode/medusa_plot"),
     "peft": ("model/lora",),
     "PIL": ("vision/pictures",),
+    "bitsandbytes": ("train/optim",),
+    "torchao": ("train/optim",),
     "transformers": ("model/", "data/render", "vision/", "decode/"),
 }
 PACKAGES = ("ligertune", "kernels/ligertune_kernels")

@@ -137,8 +137,13 @@ def test_kernels_are_switched_one_by_one(key, value, kernel, applied, quickstart
 
 
 def test_optimizers_and_checkpointing_train_alike(train, usual):
-    """One computation in two ways: not the same program, the same curve."""
-    for changes in ({"train.optim": "adamw_torch"}, {"train.gradient_checkpointing": True}):
+    """One computation in several ways: not the same program, the same curve."""
+    for changes in (
+        {"train.optim": "adamw_torch"},
+        {"train.gradient_checkpointing": True},
+        {"train.gradient_checkpointing": "offload"},
+        {"train.per_device_train_batch_size": "auto", "train.global_batch_size": 4},
+    ):
         assert train(changes)[0] == pytest.approx(usual[0], rel=1e-5)
 
 
@@ -263,6 +268,23 @@ ELSEWHERE = {
     "data.datasets[].path": "test_bad_input",
     "data.num_proc": "test_parallel",
     "data.cache": "test_cache",
+    "method.type": "test_methods_run",
+    "method.lora_r": "test_methods",
+    "method.lora_alpha": "test_methods",
+    "method.lora_dropout": "test_methods",
+    "method.lora_target_modules": "test_methods",
+    "method.lora_modules_to_save": "test_methods",
+    "method.use_dora": "test_methods",
+    "method.use_rslora": "test_methods",
+    "method.trainable": "test_methods",
+    "train.optim_in_backward": "test_optimizers",
+    "eval.early_stopping_patience": "test_evaluations",
+    "eval.sample_prompts": "test_evaluations",
+    "checkpoint.load_best_model_at_end": "test_evaluations",
+    "logging.report_to": "test_trackers",
+    "logging.run_name": "test_trackers",
+    "report.profile_steps": "test_trackers",
+    "report.memory_snapshot": "test_trackers",
     "train.full_determinism": "test_attention",
     "checkpoint.output_dir": "test_train",
     "checkpoint.resume_from_checkpoint": "test_train",

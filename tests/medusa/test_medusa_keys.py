@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from ligertune.errors import UserError
 from ligertune.recipe import load_recipe
-from ligertune.recipe.bundled import bundled
+from ligertune.recipe.collection import bundled
 from ligertune.run import plan_for, run
 
 SHORT = {
