@@ -19,6 +19,7 @@ from ligertune.report import Report, throughput, versions, write_json
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+    from peft import PeftModel
     from torch.nn import Module
     from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -104,15 +105,9 @@ def run(job: Job, show: Callable[[dict], None], *, change: Callable[[PreTrainedM
 
     `change` is what a comparison does to the model besides: another library's kernels, compiled layers.
     """
-    import torch
-
-    from ligertune.model.attention import checkpoint_layers, prefer_flash
-    from ligertune.model.documents import guard
-    from ligertune.model.load import build_model, hide_loading_bars
-    from ligertune.model.lora import apply_method
-    from ligertune.model.vision import prepare_vision
+    from ligertune.model.attention import prefer_flash
+    from ligertune.model.load import hide_loading_bars
     from ligertune.train.distributed import start
-    from ligertune.train.isolation import check_isolation
     from ligertune.train.loop import fit
     from ligertune.train.out_of_memory import explained
     from ligertune.train.trained_weights import save_only_what_trains
@@ -124,28 +119,7 @@ def run(job: Job, show: Callable[[dict], None], *, change: Callable[[PreTrainedM
     if accelerator.is_main_process:
         begin_output(plan)
     accelerator.wait_for_everyone()
-
-    model = build_model(
-        plan.recipe.model.model_copy(update={"attn_implementation": plan.attn_implementation}),
-        job.config,
-        dtype=getattr(torch, plan.precision.weights),
-        device=accelerator.device,
-        seed=plan.recipe.train.seed,
-        four_bits=plan.recipe.method.type == "qlora",
-    )
-    apply_kernels(plan.recipe, model)
-    prepare_vision(model, plan.recipe.vision)
-    if change is not None:
-        change(model)
-    if plan.rows.packed:
-        guard(model)
-        with accelerator.autocast():
-            check_isolation(model, multiple_of=plan.rows.multiple_of)
-    if plan.recipe.train.gradient_checkpointing:
-        checkpoint_layers(model, offload=plan.recipe.train.gradient_checkpointing == "offload")
-    model = apply_method(model, plan.recipe.method)
-    if plan.recipe.task == "medusa":
-        model = with_heads(plan, model)
+    model = trained_model(job, accelerator, change)
     save_only_what_trains(accelerator, model)
     with explained(plan):
         fitted = fit(
@@ -168,6 +142,42 @@ def run(job: Job, show: Callable[[dict], None], *, change: Callable[[PreTrainedM
     accelerator.wait_for_everyone()
     accelerator.end_training()
     return report
+
+
+def trained_model(
+    job: Job, accelerator: Accelerator, change: Callable[[PreTrainedModel], None] | None
+) -> PreTrainedModel | PeftModel | MedusaModel:
+    """What the loop trains: the model with our kernels, and with adapters or heads where the recipe says so."""
+    import torch
+
+    from ligertune.model.attention import checkpoint_layers
+    from ligertune.model.documents import guard
+    from ligertune.model.load import build_model
+    from ligertune.model.lora import apply_method
+    from ligertune.model.vision import prepare_vision
+    from ligertune.train.isolation import check_isolation
+
+    plan = job.plan
+    model = build_model(
+        plan.recipe.model.model_copy(update={"attn_implementation": plan.attn_implementation}),
+        job.config,
+        dtype=getattr(torch, plan.precision.weights),
+        device=accelerator.device,
+        seed=plan.recipe.train.seed,
+        four_bits=plan.recipe.method.type == "qlora",
+    )
+    apply_kernels(plan.recipe, model)
+    prepare_vision(model, plan.recipe.vision)
+    if change is not None:
+        change(model)
+    if plan.rows.packed:
+        guard(model)
+        with accelerator.autocast():
+            check_isolation(model, multiple_of=plan.rows.multiple_of)
+    if plan.recipe.train.gradient_checkpointing:
+        checkpoint_layers(model, offload=plan.recipe.train.gradient_checkpointing == "offload")
+    model = apply_method(model, plan.recipe.method)
+    return with_heads(plan, model) if plan.recipe.task == "medusa" else model
 
 
 def begin_output(plan: Plan) -> None:

@@ -3,9 +3,9 @@
     full     all parameters                         freeze   those in whose name an expression of `trainable` is found
     lora     W x + (alpha / R) B A x, W frozen      qlora    the same on weights in 4 bits (NF4, bitsandbytes)
 
-Adapters come after `patch`, so that layers are recognised as what they are. An adapter on the output head is computed
-in the loss as its low-rank term. Adapters are float32 and compute in the model's dtype (autocast): they are small, and
-their updates would be lost in bfloat16.
+Adapters come after `patch`, so that layers are recognised as what they are, and of a model that sees only its language
+model gets them. An adapter on the output head is computed in the loss as its low-rank term. Adapters are float32 and
+compute in the model's dtype (autocast): they are small, and their updates would be lost in bfloat16.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from ligertune.errors import UserError
 from ligertune.model.lora_head import LoraLossHead
 from ligertune.model.loss import LossHead
 from ligertune.model.swap import swap, unswap
+from ligertune.vision.families import family_of, part_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -62,6 +63,7 @@ def add_adapter(model: PreTrainedModel, spec: MethodSpec) -> peft.PeftModel:
         lora_alpha=spec.lora_alpha,
         lora_dropout=spec.lora_dropout,
         target_modules=targets if isinstance(targets, str) else list(targets),
+        exclude_modules=_layers_that_see(model) or None,
         modules_to_save=list(spec.lora_modules_to_save) or None,
         use_dora=spec.use_dora,
         use_rslora=spec.use_rslora,
@@ -100,6 +102,15 @@ def _check_names(model: PreTrainedModel, spec: MethodSpec) -> None:
                     "and an adapter on one of them could not be merged.",
                     hint=f"Leave {name} out of lora_target_modules and lora_modules_to_save.",
                 )
+
+
+def _layers_that_see(model: PreTrainedModel) -> list[str]:
+    """Linear layers of a vision tower and its projector, which an adapter leaves alone."""
+    family = family_of(model.config)
+    if family is None:
+        return []
+    linear = (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
+    return [name for name in linear if part_of(family, f"{name}.weight") in ("vision_tower", "projector")]
 
 
 def _linear_leaves(model: nn.Module) -> set[str]:

@@ -70,6 +70,10 @@ def _accumulates(recipe: Recipe) -> bool:
     return (train.gradient_accumulation_steps or 1) > 1 or (wanted is not None and micro not in ("auto", wanted))
 
 
+def _has_adapter(recipe: Recipe) -> bool:
+    return recipe.method.type in ("lora", "qlora")
+
+
 RULES = (
     *(rule for key, rival in EITHER_OR.items() for rule in _either_or(key, rival)),
     Rule(
@@ -175,6 +179,25 @@ RULES = (
             "{0} goes by evaluations, and {1} is no. Write steps or epoch.",
         )
         for key in ("checkpoint.load_best_model_at_end", "eval.early_stopping_patience")
+    ),
+    Rule(
+        ("method.type", "task"),
+        lambda recipe: recipe.task == "medusa" and recipe.method.type != "full",
+        "{0} is {recipe.method.type}, and {1} is medusa, which says itself what trains. Leave {0} out.",
+    ),
+    *(
+        Rule(
+            (key, "method.type"),
+            lambda recipe, key=key: _has_adapter(recipe) and not _at(recipe, key),
+            "{0} is false, and {1} is {recipe.method.type}, which freezes all but its adapter. "
+            "Leave {0} out, and name what else trains in method.lora_modules_to_save.",
+        )
+        for key in ("vision.freeze_vision_tower", "vision.freeze_projector")
+    ),
+    Rule(
+        ("vision.freeze_language_model", "method.type"),
+        lambda recipe: _has_adapter(recipe) and recipe.vision.freeze_language_model,
+        "{0} is true, and {1} is {recipe.method.type}, whose adapter stands in that part. Leave one of them out.",
     ),
 )
 

@@ -12,9 +12,10 @@ from conftest import asked
 
 from ligertune.errors import UserError
 from ligertune.model.documents import guard
+from ligertune.model.lora import apply_method
 from ligertune.model.patch import patch, unpatch
 from ligertune.model.vision import prepare_vision
-from ligertune.recipe.schema import VisionSpec
+from ligertune.recipe.schema import MethodSpec, VisionSpec
 from ligertune.vision.families import family_of, part_of
 
 PACKED = tuple(name for name, row in tiny_vlms.TOKENS.items() if name not in ("mllama", "gemma3"))
@@ -200,3 +201,12 @@ def test_a_batch_of_text_alone_leaves_the_tower_in_the_graph(family, packed, see
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
     for name, gradient in truth.items():
         torch.testing.assert_close(gradients[name], gradient, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", tiny_vlms.TOKENS)
+def test_adapters_stand_in_the_language_model_alone(family, tokenizer_of):
+    model = tiny_vlms.make(family, tokenizer_of(family))
+    adapted = apply_method(model, MethodSpec(type="lora", lora_r=2))
+    where = {part_of(family_of(model.config), name.partition("base_model.model.")[2])
+             for name, parameter in adapted.named_parameters() if parameter.requires_grad}  # fmt: skip
+    assert where == {"language_model"}
