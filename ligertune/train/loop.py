@@ -19,6 +19,7 @@ from ligertune.model.attention import same_bits
 from ligertune.plan import Plan
 from ligertune.train import checkpoint
 from ligertune.train.batcher import Batcher
+from ligertune.train.clip import clip_gradients
 from ligertune.train.distributed import any_rank, reduce_sum
 from ligertune.train.evaluate import evaluate
 from ligertune.train.evaluations import Evaluations, keep_best, take_best
@@ -124,7 +125,7 @@ def fit(
                 loss_sum += loss.detach()
 
             if plan.optimizer.max_grad_norm > 0:
-                grad_norm = accelerator.clip_grad_norm_(model.parameters(), plan.optimizer.max_grad_norm)
+                grad_norm = clip_gradients(accelerator, optimizer, model.parameters(), plan.optimizer.max_grad_norm)
             optimizer.step()
             optimizer.zero_grad()
             step += 1
