@@ -9,8 +9,12 @@ from command_line import overrides
 
 from ligertune.cli.medusa import medusa
 from ligertune.decode.acceptance import Greedy
+from ligertune.decode.generate import complete
 from ligertune.decode.medusa_generate import choose_acceptance, complete_with_heads
 from ligertune.errors import UserError
+from ligertune.medusa_run import report_on
+from ligertune.recipe import load_recipe
+from ligertune.recipe.bundled import bundled
 
 # the command's options, none given
 NOTHING = {"recipe": None, "heads": None, "layers": None, "stage": None, "model": None, "data": None, "from_": None,
@@ -27,7 +31,7 @@ SHORT = {
 @pytest.fixture(scope="module")
 def learned(ligertune, runs) -> dict:
     """The report of 260 steps with the bundled recipe, trained in `runs`/runs/medusa: most of a minute."""
-    done = ligertune("medusa", "--json", "--set", "train.max_steps=260")
+    done = ligertune("medusa", "--json", "--set", "train.max_steps=260", "--set", "medusa.eval_new_tokens=64")
     assert done.code == 0, done.err[-3000:]
     assert "No recipe given: using" in done.err and "medusa/stories260k.yaml" in done.err
     return json.loads(done.out)
@@ -45,26 +49,29 @@ def test_heads_learn_to_guess_held_out_stories(learned, runs):
     assert (runs / "runs/medusa/medusa_report.png").stat().st_size > 1000
 
 
-def test_the_report_can_be_asked_for_again(learned, ligertune):
-    done = ligertune("medusa", "--report", "--json", "--set", "medusa.tree_nodes=6", "--set", "medusa.eval_prompts=2")
-    assert done.code == 0, done.err[-3000:]
-    again = json.loads(done.out)
-    assert again["top1"] == pytest.approx(learned["medusa"]["top1"], abs=1e-6)
-    assert again["tree_nodes"] == 6 < learned["medusa"]["tree_nodes"]
-    assert again["decoding"]["prompts"] == 2
+def test_the_report_can_be_asked_for_again(learned, runs):
+    settings = ["task=medusa", "medusa.tree_nodes=6", "medusa.eval_prompts=2", "medusa.eval_new_tokens=16"]
+    settings.append(f"checkpoint.output_dir={runs / 'runs/medusa'}")
+    again = report_on(load_recipe(bundled("medusa/stories260k.yaml"), overrides=settings))
+    assert again.top1 == pytest.approx(learned["medusa"]["top1"], abs=1e-6)
+    assert again.tree_nodes == 6 < learned["medusa"]["tree_nodes"]
+    assert (again.decoding.prompts, again.decoding.new_tokens) == (2, 32)
 
 
-def test_generate_writes_the_same_text_with_heads(learned, ligertune, quickstart):
-    prompt = ("Once upon a time", "--raw", "--max-new-tokens", "60")
-    plain = ligertune("generate", quickstart / "stories260K", *prompt, "--json")
-    fast = ligertune("generate", "runs/medusa", *prompt, "--medusa", "--json")
-    assert (plain.code, fast.code) == (0, 0), plain.err + fast.err
-    plain, fast = json.loads(plain.out), json.loads(fast.out)
-    assert fast["text"] == plain["text"] and fast["new_tokens"] == 60
+def test_generate_writes_the_same_text_with_heads(learned, ligertune, runs, quickstart):
+    done = ligertune(
+        "generate", "runs/medusa", "Once upon a time", "--raw", "--max-new-tokens", 60, "--medusa", "--json"
+    )
+    assert done.code == 0, done.err
+    fast = json.loads(done.out)
+    how = {"raw": True, "max_new_tokens": 60, "seed": 1}
+    plain = complete(str(quickstart / "stories260K"), "Once upon a time", **how, temperature=0.0, top_p=1.0)
+    assert fast["text"] == plain.text and fast["new_tokens"] == 60
     assert fast["accepted_length"] > 1.5
-    typical = ("--medusa", "--acceptance", "typical", "--temperature", "0.8")
-    sampled = ligertune("generate", "runs/medusa", *prompt, *typical)
-    assert sampled.code == 0 and sampled.out.strip() not in fast["text"]
+    rule = choose_acceptance("typical", 0.8)
+    folder = str(runs / "runs/medusa/medusa")
+    sampled = [complete_with_heads(folder, "Once upon a time", **how, acceptance=rule).text for _ in range(2)]
+    assert sampled[0] == sampled[1] != plain.text
 
 
 def test_stage_2_leaves_a_model_beside_its_heads(learned, ligertune, runs):
@@ -74,28 +81,19 @@ def test_stage_2_leaves_a_model_beside_its_heads(learned, ligertune, runs):
     config = json.loads((folder / "medusa" / "config.json").read_text())
     assert config["base_model_name_or_path"] == str((folder / "model").resolve())
     folder.rename(runs / "moved")
-    found = ligertune("generate", "moved", "Once upon a time", "--raw", "--medusa", "--json")
-    assert found.code == 0, found.err
-    assert json.loads(found.out)["accepted_length"] > 1.2
+    found = complete_with_heads(
+        str(runs / "moved"), "Once upon a time", raw=True, max_new_tokens=60, acceptance=Greedy(), seed=0
+    )
+    assert found.accepted_length > 1.2
 
 
-# what is given -> words that the sentence must hold
-BAD = {
-    "no heads": (["--heads", 0], "medusa.num_heads is 0"),
-    "a folder without heads": (["--stage", 2, "--from", "."], "holds no trained heads"),
-    "a report on nothing": (["--report", "--set", "checkpoint.output_dir=empty"], "empty/medusa"),
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_bad_input_gets_a_sentence_and_exit_code_2(name, ligertune):
-    given, words = BAD[name]
-    done = ligertune("medusa", *given, *overrides({"checkpoint.output_dir": "empty"}))
+def test_bad_input_gets_a_sentence_and_exit_code_2(ligertune):
+    done = ligertune("medusa", "--heads", 0)
     assert done.code == 2, done.err
-    assert words in done.err and "Traceback" not in done.err and len(done.err) < 1500
+    assert "medusa.num_heads is 0" in done.err and "Traceback" not in done.err and len(done.err) < 1500
 
 
-def test_other_bad_input_is_refused_before_anything_is_loaded(tmp_path, monkeypatch):
+def test_other_bad_input_is_refused_and_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     cases = {
         "medusa.stage is 3": {"stage": 3},
@@ -103,6 +101,8 @@ def test_other_bad_input_is_refused_before_anything_is_loaded(tmp_path, monkeypa
         "data.max_length is 5": {"set_": ["data.max_length=5"]},
         "model.model_name_or_path": {"model": "./nowhere"},
         "nowhere.jsonl": {"data": "nowhere.jsonl"},
+        "holds no trained heads": {"stage": 2, "from_": "."},
+        "there is no folder": {"report": True, "set_": ["checkpoint.output_dir=./empty"]},
     }
     for words, given in cases.items():
         with pytest.raises(UserError, match=words.replace("nowhere/", ".*nowhere/")):
