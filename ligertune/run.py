@@ -127,7 +127,7 @@ def run(job: Job, show: Callable[[dict], None]) -> Report:
             check_isolation(model, multiple_of=plan.rows.multiple_of)
     if plan.recipe.train.gradient_checkpointing:
         checkpoint_layers(model, offload=plan.recipe.train.gradient_checkpointing == "offload")
-    model = apply_method(model, plan.recipe.method)
+    model = apply_method(model, plan.recipe.method, seed=plan.recipe.train.seed)
     save_only_what_trains(accelerator, model)
     with explained(plan):
         fitted = fit(
