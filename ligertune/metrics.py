@@ -11,7 +11,7 @@ class MetricsFile:
     """Appends lines. Opened for a resumed run, it first drops the lines after the step that is resumed from."""
 
     def __init__(self, path: Path, *, resumed_from: int, enabled: bool) -> None:
-        self._path, self._enabled = path, enabled
+        self._path, self.enabled = path, enabled
         if enabled:
             kept = [line for line in read_metrics(path) if line["step"] <= resumed_from] if resumed_from else []
             aside = path.with_suffix(".partial")
@@ -19,12 +19,12 @@ class MetricsFile:
             os.replace(aside, path)
 
     def lines(self) -> list[dict]:
-        """What it holds by now; every process may ask."""
+        """What it holds by now."""
         return read_metrics(self._path)
 
     def write(self, line: dict) -> None:
         """Append one line; each reaches the file at once."""
-        if self._enabled:
+        if self.enabled:
             with self._path.open("a", encoding="utf-8") as out:
                 out.write(json.dumps(line) + "\n")
 

@@ -176,7 +176,7 @@ def trained_model(
             check_isolation(model, multiple_of=plan.rows.multiple_of)
     if plan.recipe.train.gradient_checkpointing:
         checkpoint_layers(model, offload=plan.recipe.train.gradient_checkpointing == "offload")
-    model = apply_method(model, plan.recipe.method)
+    model = apply_method(model, plan.recipe.method, seed=plan.recipe.train.seed)
     return with_heads(plan, model) if plan.recipe.task == "medusa" else model
 
 

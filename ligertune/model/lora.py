@@ -16,6 +16,7 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
 import peft
+import torch
 from peft.tuners.lora import Linear as LoraLinear
 from torch import nn
 
@@ -31,14 +32,20 @@ if TYPE_CHECKING:
     from ligertune.recipe import MethodSpec
 
 
-def apply_method(model: PreTrainedModel, spec: MethodSpec) -> PreTrainedModel | peft.PeftModel:
-    """The model of which `spec` says what trains; a UserError where it names what the model does not have."""
+def apply_method(model: PreTrainedModel, spec: MethodSpec, *, seed: int = 0) -> PreTrainedModel | peft.PeftModel:
+    """The model of which `spec` says what trains; a UserError where it names what the model does not have.
+
+    seed: of an adapter's first weights, so that every rank and every run has the same.
+    """
     if spec.type == "full":
         return model
     if spec.type == "freeze":
         freeze(model, spec.trainable)
         return model
-    return add_adapter(model, spec)
+    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(seed)
+        return add_adapter(model, spec)
 
 
 def freeze(model: nn.Module, trainable: tuple[str, ...]) -> None:

@@ -39,7 +39,7 @@ def save_checkpoint(accelerator: Accelerator, plan: Plan, step: int) -> Path:
         accelerator.save_state(str(aside))
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
-            _complete_with(aside, {"step": step, "data_fingerprint": plan.data.fingerprint, "plan": plan.as_dict()})
+            _complete_with(aside, progress_of(plan, step))
             _remove(final)
             os.replace(aside, final)
             _flush(folder)
@@ -48,6 +48,16 @@ def save_checkpoint(accelerator: Accelerator, plan: Plan, step: int) -> Path:
         raise _unwritten(plan, step, aside, error) from error
     accelerator.wait_for_everyone()
     return final
+
+
+def progress_of(plan: Plan, step: int) -> dict:
+    """What a resumed run compares itself with."""
+    return {
+        "step": step,
+        "data_fingerprint": plan.data.fingerprint,
+        "method": plan.recipe.method.type,
+        "plan": plan.as_dict(),
+    }
 
 
 def _complete_with(aside: Path, progress: dict) -> None:
@@ -149,6 +159,18 @@ def saved_progress(folder: Path, plan: Plan) -> int:
         raise UserError(
             f"{folder} was trained on {rows}; this recipe makes {_rows(dataclasses.asdict(plan.rows))}.",
             hint="Set data.packing, data.max_length and train.group_by_length as they were.",
+        )
+    method = progress.get("method", "full")
+    if method != plan.recipe.method.type:
+        raise UserError(
+            f"{folder} was trained by {method}; this recipe's method is {plan.recipe.method.type}.",
+            hint=f"Set method.type: {method}.",
+        )
+    optimizer = progress["plan"]["optimizer"]["name"]
+    if optimizer != plan.optimizer.name:
+        raise UserError(
+            f"{folder} holds the states of {optimizer}; this recipe's optimizer is {plan.optimizer.name}.",
+            hint=f"Set train.optim: {optimizer}.",
         )
     if progress["step"] > plan.schedule.total_steps:
         raise UserError(

@@ -8,7 +8,7 @@ import os
 import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, set_seed
 from torch import nn
 
 from ligertune.plan import Plan
@@ -51,6 +51,7 @@ def start(plan: Plan) -> Accelerator:
         for state in (PartialState, AcceleratorState):
             state._shared_state["distributed_type"] = DistributedType.FSDP
         accelerator.state.fsdp_plugin = plugin
+    set_seed(plan.recipe.train.seed, device_specific=True)  # of dropout, which is each rank's own
     return accelerator
 
 

@@ -31,21 +31,17 @@ class LossWatch:
         return all(bool(torch.isfinite(number)) for number in numbers)
 
     def forget(self) -> None:
-        """All was well so far."""
-        self._steps.clear()
+        """The losses were numbers so far; the last step's gradients may not have been."""
+        del self._steps[:-1]
 
     def complaint(self) -> UserError:
         """The error that ends the run; the batch of the first bad step is written to output_dir."""
         bad = [(step, batches) for step, loss, batches in self._steps if not bool(torch.isfinite(loss))]
-        if bad:
-            step, batches = bad[0]
-            path = self._output_dir / f"bad_batch-step-{step}-rank-{self._rank}.json"
-            path.write_text(json.dumps(self._contents(step, batches), indent=1) + "\n", encoding="utf-8")
-            what = f"The loss of step {step} is not a number. Its batch is in {path}."
-        elif self._steps:
-            what = f"The gradients or another rank's loss became infinite or not a number by step {self._steps[-1][0]}."
-        else:
-            what = "The loss is not a number."
+        step, batches = bad[0] if bad else (self._steps[-1][0], self._steps[-1][2])
+        path = self._output_dir / f"bad_batch-step-{step}-rank-{self._rank}.json"
+        path.write_text(json.dumps(self._contents(step, batches), indent=1) + "\n", encoding="utf-8")
+        what = "The loss" if bad else "A gradient, or the loss of another rank,"
+        what = f"{what} of step {step} is not a number. Its batch is in {path}."
         return UserError(
             f"{what} No checkpoint was written since.",
             hint="Look at the batch, lower train.learning_rate or raise train.warmup_steps, and go on with --resume.",

@@ -97,7 +97,7 @@ def fit(
     step = last_saved = resumed_from
     eval_loss, grad_norm = None, None
     watch = LossWatch(plan.output_dir, batcher, rank=accelerator.process_index)
-    evaluations = Evaluations([line["eval_loss"] for line in metrics.lines() if "eval_loss" in line])
+    evaluations = Evaluations(_evaluated_before(accelerator, metrics))
     keeps_best, patience = plan.recipe.checkpoint.load_best_model_at_end, plan.recipe.eval.early_stopping_patience
     open_trackers(plan, accelerator)
     log = _logger(accelerator, metrics, show)
@@ -194,6 +194,12 @@ def _resume(plan: Plan, accelerator: Accelerator) -> tuple[int, tuple[str, ...]]
     step = checkpoint.saved_progress(folder, plan)
     accelerator.load_state(str(folder))
     return step, notes
+
+
+def _evaluated_before(accelerator: Accelerator, metrics: MetricsFile) -> list[float]:
+    """The losses of the evaluations up to the step that is resumed from; every rank hears the same."""
+    known = [line["eval_loss"] for line in metrics.lines() if "eval_loss" in line] if metrics.enabled else None
+    return broadcast_object_list([known])[0]
 
 
 def _logger(accelerator: Accelerator, metrics: MetricsFile, show: Callable[[dict], None]) -> Callable[[dict], None]:

@@ -13,6 +13,8 @@ from accelerate.utils import DistributedType
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from ligertune.errors import UserError
+
 FILE = "trained.safetensors"
 
 
@@ -46,9 +48,14 @@ def save_trained(model: nn.Module, path: Path) -> None:
 
 @torch.no_grad()
 def load_trained(model: nn.Module, path: Path) -> None:
-    """Read them back into the model where it is."""
+    """Read them back into the model where it is; a UserError where they are those of another method."""
     saved = load_file(path)
     for name, parameter in trained(model).items():
+        if name not in saved or saved[name].shape != parameter.shape:
+            raise UserError(
+                f"{path} holds other weights than this recipe trains: {name} is not there, or has another shape.",
+                hint="Write the method section as it was when the run was started.",
+            )
         parameter.copy_(saved[name])
 
 

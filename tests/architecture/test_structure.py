@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 TOP_LEVEL = {
-    ".ci", ".dockerignore", ".gitignore", "CHANGELOG.md", "Dockerfile.cuda", "Dockerfile.rocm", "LICENSE", "README.md",
+    ".ci", ".dockerignore", ".gitignore", "Dockerfile.cuda", "Dockerfile.rocm", "LICENSE", "README.md",
     "configs", "kernels", "ligertune", "pyproject.toml", "scripts", "tests",
 }  # fmt: skip
 

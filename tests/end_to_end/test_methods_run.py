@@ -26,11 +26,20 @@ SETTINGS = {
 }
 
 
+# with dropout, so that a resumed run must draw the same numbers
+ADAPTER = {
+    "method.type": "lora",
+    "method.lora_r": 4,
+    "method.lora_target_modules": "[q_proj, up_proj]",
+    "method.lora_dropout": 0.1,
+}
+
+
 @pytest.fixture(scope="module")
 def adapted(quickstart, tmp_path_factory):
     """A finished LoRA run: its folder."""
     folder = tmp_path_factory.mktemp("adapted")
-    changes = {**SETTINGS, "method.type": "lora", "method.lora_r": 4, "method.lora_target_modules": "[q_proj, up_proj]"}
+    changes = {**SETTINGS, **ADAPTER}
     run(plan_for(read(quickstart, folder, **changes)), lambda line: None)
     return folder / "run"
 
@@ -58,8 +67,7 @@ def test_an_adapters_checkpoint_has_no_frozen_weights_and_resumes_bit_exactly(ad
     checkpoint = adapted / "checkpoints" / "step-3"
     assert not (checkpoint / "model.safetensors").exists()
     assert (checkpoint / "trained.safetensors").stat().st_size < 100_000
-    changes = {**SETTINGS, "method.type": "lora", "method.lora_r": 4, "method.lora_target_modules": "[q_proj, up_proj]"}
-    again = {**changes, "checkpoint.resume_from_checkpoint": checkpoint}
+    again = {**SETTINGS, **ADAPTER, "checkpoint.resume_from_checkpoint": checkpoint}
     run(plan_for(read(quickstart, tmp_path, **again)), lambda line: None)
     assert losses(tmp_path / "run") == losses(adapted)[3:]
     name = "model/adapter_model.safetensors"

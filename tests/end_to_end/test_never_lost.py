@@ -102,6 +102,16 @@ def test_a_damaged_checkpoint_that_is_named_is_refused(cut, quickstart):
         run(plan_for(read(quickstart, cut, **SETTINGS, **named)), lambda line: None)
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [({"train.optim": "lion"}, "states of adamw_torch_fused"), ({"method.type": "lora"}, "trained by full")],
+    ids=["optimizer", "method"],
+)
+def test_resuming_in_another_way_is_refused(change, words, cut, quickstart):
+    with pytest.raises(UserError, match=words):
+        run(plan_for(read(quickstart, cut, **{**SETTINGS, **RESUME, **change})), lambda line: None)
+
+
 def test_a_save_that_fails_in_the_middle_keeps_the_one_before(cut):
     """A limit on the size of a file stands in for a full disk: the system refuses the write in the same way."""
     shutil.rmtree(cut / "run" / "checkpoints" / "step-4")
