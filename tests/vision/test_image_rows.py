@@ -80,6 +80,20 @@ def test_a_parquet_file_of_a_hub_data_set_holds_its_images(prepared_for, picture
         assert Image.open(example.images[0]).getpixel((0, 0)) == Image.open(pictures[colour]).getpixel((0, 0))
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_image_columns_of_the_hub_are_not_decoded(streaming, pictures):
+    import datasets
+
+    from ligertune.data.sources import undecoded
+
+    paths = [str(pictures["red"]), str(pictures["blue"])]
+    rows = datasets.Dataset.from_dict({"image": paths, "images": [paths, paths[:1]]})
+    rows = rows.cast_column("image", datasets.Image()).cast_column("images", datasets.Sequence(datasets.Image()))
+    found = list(undecoded(rows.to_iterable_dataset() if streaming else rows))
+    assert [row["image"]["path"] for row in found] == paths
+    assert [len(row["images"]) for row in found] == [2, 1] and set(found[0]["images"][1]) == {"bytes", "path"}
+
+
 def test_several_images_keep_their_order(prepared_for, pictures, tokenizer_of):
     row = asked("<image>\n<image> and\n<image>", "a system", *(pictures[c] for c in ("green", "red", "green")))
     prepared = prepared_for(FAMILY, [row])

@@ -97,10 +97,10 @@ def test_packed_and_grouped_runs_plan_the_same_tokens(family, trained):
     assert packed.plan.data.tokens == grouped.plan.data.tokens
 
 
-def test_kernels_change_no_loss(trained):
-    with_kernels = losses(trained("qwen2_vl", "with")[2])
-    without = losses(trained("qwen2_vl", "without", **{"kernels.enabled": False})[2])
-    np.testing.assert_allclose(with_kernels, without, rtol=1e-4)
+@pytest.mark.parametrize("change", [{"kernels.enabled": False}, {"train.gradient_checkpointing": True}], ids=str)
+def test_kernels_and_checkpointing_change_no_loss(change, trained):
+    usual = losses(trained("qwen2_vl", "usual")[2])
+    np.testing.assert_allclose(losses(trained("qwen2_vl", "changed", **change)[2]), usual, rtol=1e-4)
 
 
 def test_a_resumed_run_ends_as_an_uninterrupted_one(trained, corpus, folder_of):
