@@ -60,9 +60,3 @@ def prepared_for(reader_of, tokenizer_of, tmp_path) -> Callable[..., PreparedDat
         return prepare(spec, tokenizer_of(family), seed=0, images=reader_of(family))
 
     return of
-
-
-def asked(question: str, answer: str, *images: str | Path) -> dict:
-    """A row in LLaVA's form."""
-    turns = [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]
-    return {"images": [str(image) for image in images], "conversations": turns}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import tiny_vlms
-from conftest import asked
+from asked_rows import asked
 from PIL import Image
 
 from ligertune.errors import UserError

@@ -7,8 +7,8 @@ import copy
 import pytest
 import tiny_vlms
 import torch
+from asked_rows import asked
 from batches_of import batch_of, training
-from conftest import asked
 
 from ligertune.model.image_attention import pictures_apart
 from ligertune.model.patch import patch

@@ -7,8 +7,8 @@ import pytest
 import tiny_vlms
 import torch
 import transformers
+from asked_rows import asked
 from batches_of import batch_of
-from conftest import asked
 from transformers.processing_utils import ProcessorMixin
 
 from ligertune.model.export import write_model

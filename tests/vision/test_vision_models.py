@@ -7,8 +7,8 @@ import copy
 import pytest
 import tiny_vlms
 import torch
+from asked_rows import asked
 from batches_of import assert_same_training, batch_of, training
-from conftest import asked
 
 from ligertune.errors import UserError
 from ligertune.model.documents import guard

@@ -6,8 +6,8 @@ import json
 import sys
 
 import pytest
+from asked_rows import asked
 from command_line import losses, run
-from conftest import asked
 
 from ligertune.errors import UserError
 from ligertune.train.image_order import check_sharded
