@@ -6,10 +6,10 @@ import dataclasses
 from dataclasses import dataclass
 
 from ligertune.medusa.model import MedusaModel
-from ligertune.model.shape import ModelShape
+from ligertune.model.shape import ModelShape, parameter_kinds
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class MedusaShape(ModelShape):
     """Of a model and its heads. A frozen model runs forward only, and its output head is used by the heads alone."""
 
@@ -32,6 +32,9 @@ class MedusaShape(ModelShape):
                 "family": f"{base.family} with {len(heads)} Medusa heads",
                 "n_parameters": base.n_parameters + n_heads + n_teacher,
                 "n_trainable": base.n_trainable + n_heads,
+                "parameters": parameter_kinds(model),
+                "layer": None,  # no formula yet for the activations of heads
+                "head": None,
             },
             trains_model=model.trains_model,
             num_heads=len(heads),

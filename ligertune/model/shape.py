@@ -50,7 +50,7 @@ class ModelShape:
             attention_width=heads * (getattr(config, "head_dim", None) or config.hidden_size // heads),
             vocab_size=config.vocab_size,
             context=getattr(config, "max_position_embeddings", None),
-            parameters=_parameter_kinds(model),
+            parameters=parameter_kinds(model),
             layer=layer_shape(model),
             head=head_shape(model),
         )
@@ -72,7 +72,7 @@ def _inside(model: nn.Module) -> PreTrainedModel:
     return next(module for module in model.modules() if isinstance(module, PreTrainedModel))
 
 
-def _parameter_kinds(model: PreTrainedModel) -> tuple[tuple[ParameterKind, int], ...]:
+def parameter_kinds(model: PreTrainedModel) -> tuple[tuple[ParameterKind, int], ...]:
     """Each kind of parameter and how many there are; tied ones are counted once."""
     ends = [model.get_input_embeddings(), model.get_output_embeddings()]
     outside = {id(p) for module in ends if module is not None for p in module.parameters()}

@@ -6,7 +6,6 @@ import json
 
 import pytest
 from command_line import overrides
-from ligertune.recipe.bundled import bundled
 
 from ligertune.cli.medusa import medusa
 from ligertune.decode.acceptance import Greedy
@@ -15,6 +14,7 @@ from ligertune.decode.medusa_generate import choose_acceptance, complete_with_he
 from ligertune.errors import UserError
 from ligertune.medusa_run import report_on
 from ligertune.recipe import load_recipe
+from ligertune.recipe.collection import bundled
 
 # the command's options, none given
 NOTHING = {"recipe": None, "heads": None, "layers": None, "stage": None, "model": None, "data": None, "from_": None,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from command_line import losses, overrides
-from ligertune.recipe.bundled import bundled
 from transformers import AutoModelForCausalLM
 
 from ligertune.decode.medusa_report import prompt_of
@@ -14,6 +13,7 @@ from ligertune.medusa.files import read_choices, read_heads
 from ligertune.medusa.head_form import head_form
 from ligertune.medusa.tree import Tree
 from ligertune.recipe import load_recipe
+from ligertune.recipe.collection import bundled
 from ligertune.run import plan_for, run
 
 pytestmark = pytest.mark.gpu
