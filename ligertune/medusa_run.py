@@ -34,7 +34,7 @@ def preview_heads(
     from ligertune.medusa.build import attach_heads, is_fused
     from ligertune.medusa.shape import MedusaShape
 
-    shape = MedusaShape.of_heads(attach_heads(model, recipe))
+    shape = MedusaShape.of_heads(attach_heads(model, recipe.medusa, fused=is_fused(recipe)))
     lines = tuple(
         line for line in lines if line.kernel != "linear_cross_entropy"
     )  # the model's own loss, not asked for
