@@ -34,7 +34,7 @@ def preview_heads(
     from ligertune.medusa.build import attach_heads, is_fused
     from ligertune.medusa.shape import MedusaShape
 
-    shape = MedusaShape.of_heads(attach_heads(model, recipe))
+    shape = MedusaShape.of_heads(attach_heads(model, recipe.medusa, fused=is_fused(recipe)))
     lines = tuple(
         line for line in lines if line.kernel != "linear_cross_entropy"
     )  # the model's own loss, not asked for
@@ -205,7 +205,7 @@ def report_on(recipe: Recipe) -> MedusaReport:
     from ligertune.preflight import check_heads_path
 
     folder, machine = Path(recipe.checkpoint.output_dir) / "medusa", this_machine()
-    check_heads_path(str(folder))
+    check_heads_path(str(folder), key="checkpoint.output_dir")
     load.hide_loading_bars()
     spec = recipe.model.model_copy(update={"model_name_or_path": base_model_of(folder, HeadsConfig.read(folder))})
     dtype = getattr(torch, choose_precision(spec.dtype, machine).weights)

@@ -52,7 +52,7 @@ def check_paths(recipe: Recipe) -> None:
     """Refuse local paths that are not there. What does not look like one may be a hub id and is left to the loaders."""
     check_model_path(recipe.model.model_name_or_path, key="model.model_name_or_path")
     if recipe.medusa.heads_path is not None:
-        check_heads_path(recipe.medusa.heads_path)
+        check_heads_path(recipe.medusa.heads_path, key="medusa.heads_path")
     for i, dataset in enumerate((*recipe.data.datasets, *recipe.data.eval_datasets)):
         if looks_local(dataset.path) and not any(c in dataset.path for c in "*?[") and not Path(dataset.path).exists():
             key = "data.datasets" if i < len(recipe.data.datasets) else "data.eval_datasets"
@@ -73,14 +73,14 @@ def check_model_path(name: str, *, key: str) -> None:
         raise UserError(f"{key}: {name} holds no config.json, so it is not a model.", hint=hint)
 
 
-def check_heads_path(name: str) -> None:
+def check_heads_path(name: str, *, key: str) -> None:
     """Refuse a folder of Medusa heads that is not there, or holds none."""
     hint = "Name the folder medusa/ that `ligertune medusa --stage 1` left in its output_dir."
     folder = Path(name).expanduser()
     if looks_local(name) and not folder.is_dir():
-        raise UserError(f"medusa.heads_path: there is no folder {name}.", hint=hint)
+        raise UserError(f"{key}: there is no folder {name}.", hint=hint)
     if not all((folder / file).is_file() for file in HEADS_FILES):
-        raise UserError(f"medusa.heads_path: {name} holds no trained heads ({' and '.join(HEADS_FILES)}).", hint=hint)
+        raise UserError(f"{key}: {name} holds no trained heads ({' and '.join(HEADS_FILES)}).", hint=hint)
 
 
 def check_report_path(path: Path) -> None:

@@ -209,13 +209,13 @@ def answers(job: Job) -> Callable[[PreTrainedModel], list[dict[str, str]]] | Non
 
 def with_heads(plan: Plan, model: PreTrainedModel) -> MedusaModel:
     """The model with its Medusa heads, whose backbone is called without the model around it."""
-    from ligertune.medusa.build import attach_heads
+    from ligertune.medusa.build import attach_heads, is_fused
     from ligertune.medusa.head_form import backbone_of
     from ligertune.model.documents import guard
 
     if plan.rows.packed:
         guard(backbone_of(model))
-    return attach_heads(model, plan.recipe)
+    return attach_heads(model, plan.recipe.medusa, fused=is_fused(plan.recipe))
 
 
 def save_with_heads(job: Job, accelerator: Accelerator, fitted: Fitted) -> tuple[str, dict | None]:

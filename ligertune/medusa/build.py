@@ -22,12 +22,13 @@ def is_fused(recipe: Recipe) -> bool:
     return recipe.kernels.enabled is not False and recipe.kernels.loss == "linear_cross_entropy"
 
 
-def attach_heads(base_model: PreTrainedModel, recipe: Recipe) -> MedusaModel:
-    """`base_model` with the recipe's heads; a UserError where it has no plain head, or the heads are of another model.
+def attach_heads(base_model: PreTrainedModel, spec: MedusaSpec, *, fused: bool) -> MedusaModel:
+    """`base_model` with heads: those of `heads_path`, or new ones, which are its own next-token predictor at first.
 
-    Of a model on the meta device, and of heads in a folder, only sizes are looked at.
+    A UserError where it has no plain head, or the heads are another model's. Of a model on the meta device, and then of
+    heads in a folder, only sizes are looked at.
     """
-    spec, weight = recipe.medusa, check_plain_head(base_model).weight.detach()
+    weight = check_plain_head(base_model).weight.detach()
     on_meta = weight.device.type == "meta"
     if spec.heads_path is not None:
         check_heads_as_said(spec, Path(spec.heads_path))
@@ -37,7 +38,7 @@ def attach_heads(base_model: PreTrainedModel, recipe: Recipe) -> MedusaModel:
     else:
         heads = read_heads(Path(spec.heads_path), weight)
     form = HeadForm() if on_meta else head_form(base_model)
-    return MedusaModel(base_model, heads, spec, form=form, fused=is_fused(recipe))
+    return MedusaModel(base_model, heads, spec, form=form, fused=fused)
 
 
 def check_heads_as_said(spec: MedusaSpec, folder: Path) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ligertune.medusa.head_form import HeadForm, backbone_of, head_form
+from ligertune.medusa.head_form import HeadForm, backbone_of
 from ligertune.medusa.heads import MedusaHeads
 from ligertune.medusa.loss import Teacher, coefficients, fused_loss, naive_loss
 from ligertune.medusa.targets import shifted_targets, shifts
@@ -124,11 +124,3 @@ class MedusaModel(nn.Module):
 def frozen_copy(model: PreTrainedModel) -> PreTrainedModel:
     """`model` as it is now, which will not train."""
     return copy.deepcopy(model).requires_grad_(False).eval()
-
-
-def with_heads(base_model: PreTrainedModel, spec: MedusaSpec, *, fused: bool) -> MedusaModel:
-    """`base_model` with untrained heads, which are its own next-token predictor until they learn."""
-    form = HeadForm() if base_model.device.type == "meta" else head_form(base_model)
-    weight = base_model.get_output_embeddings().weight
-    heads = MedusaHeads(spec.num_heads, spec.num_layers, weight.detach(), own_lm_head=spec.lm_head == "own")
-    return MedusaModel(base_model, heads, spec, form=form, fused=fused)

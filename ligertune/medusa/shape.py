@@ -46,10 +46,12 @@ class MedusaShape(ModelShape):
     def flops(self, *, tokens: int, squared_lengths: int) -> float:
         """As `ModelShape.flops`, with the heads: every block 6 a parameter, every projection 4, or 6 where it trains.
 
-        Under a frozen model a weight costs 2 and attention is computed forward alone. All tokens count, though those
-        without a target meet no head.
+        Under a frozen model a weight costs 2, attention is computed forward alone, and first blocks give no gradient to
+        their input. All tokens count, though those without a target meet no head.
         """
-        heads = self.num_heads * (6 * self.n_block + (6 if self.trains_projection else 4) * self.n_projection)
+        spared = 0 if self.trains_model else 2 * self.hidden_size**2
+        projection = (6 if self.trains_projection else 4) * self.n_projection
+        heads = self.num_heads * (6 * self.n_block - spared + projection)
         if self.trains_model:
             return super().flops(tokens=tokens, squared_lengths=squared_lengths) + float(heads * tokens)
         attention = 2 * self.num_hidden_layers * self.attention_width * squared_lengths

@@ -102,7 +102,7 @@ def test_other_bad_input_is_refused_and_leaves_nothing(tmp_path, monkeypatch):
         "model.model_name_or_path": {"model": "./nowhere"},
         "nowhere.jsonl": {"data": "nowhere.jsonl"},
         "holds no trained heads": {"stage": 2, "from_": "."},
-        "there is no folder": {"report": True, "set_": ["checkpoint.output_dir=./empty"]},
+        "checkpoint.output_dir: empty/medusa holds no": {"report": True, "set_": ["checkpoint.output_dir=./empty"]},
     }
     for words, given in cases.items():
         with pytest.raises(UserError, match=words.replace("nowhere/", ".*nowhere/")):

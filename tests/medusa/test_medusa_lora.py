@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "model"))  # for tiny_models
 
 from tiny_models import batch, make
 
-from ligertune.medusa.model import with_heads
+from ligertune.medusa.build import attach_heads
 from ligertune.recipe import MedusaSpec
 
 
@@ -21,10 +21,10 @@ def test_stage_2_trains_adapters_and_heads_alone():
     for name, parameter in adapted.named_parameters():
         if "lora_B" in name:
             parameter.data += 0.05 * torch.randn_like(parameter)
-    spec = MedusaSpec(num_heads=2, stage=2, heads_path="x")
+    spec = MedusaSpec(num_heads=2, stage=2)
     results = []
     for fused in (False, True):
-        model = with_heads(adapted, spec, fused=fused)
+        model = attach_heads(adapted, spec, fused=fused)
         made = batch()
         del made["attention_mask"]
         output = model(**made, use_cache=False)

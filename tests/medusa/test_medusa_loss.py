@@ -15,8 +15,8 @@ from ligertune_kernels import labelled_rows
 from tiny_models import batch, make
 
 from ligertune.errors import UserError
+from ligertune.medusa.build import attach_heads
 from ligertune.medusa.head_form import HeadForm, head_form
-from ligertune.medusa.model import with_heads
 from ligertune.medusa.targets import count_targets, shifted_targets, shifts
 from ligertune.model.documents import guard
 from ligertune.recipe import MedusaSpec
@@ -44,7 +44,7 @@ def inputs(kind: str) -> dict:
 def model_with_heads(family: str = "llama", *, fused: bool, **medusa: object):
     """Heads as training leaves them: no block is the identity."""
     spec = MedusaSpec(num_heads=3, num_layers=2, **medusa)
-    model = with_heads(make(family), spec, fused=fused)
+    model = attach_heads(make(family), spec, fused=fused)
     generator = torch.Generator().manual_seed(1)
     for parameter in model.medusa_head.parameters():
         parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
@@ -67,12 +67,8 @@ def loss_and_gradients(model, kind: str, *, rows: bool):
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("rows", [False, True], ids=["all-rows", "trained-rows"])
 def test_fused_equals_all_logits_at_once(stage, lm_head, kind, rows):
-    naive, expected = loss_and_gradients(
-        model_with_heads(fused=False, stage=stage, lm_head=lm_head, heads_path="x"), kind, rows=False
-    )
-    fused, found = loss_and_gradients(
-        model_with_heads(fused=True, stage=stage, lm_head=lm_head, heads_path="x"), kind, rows=rows
-    )
+    naive, expected = loss_and_gradients(model_with_heads(fused=False, stage=stage, lm_head=lm_head), kind, rows=False)
+    fused, found = loss_and_gradients(model_with_heads(fused=True, stage=stage, lm_head=lm_head), kind, rows=rows)
     torch.testing.assert_close(fused.loss, naive.loss, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(fused.part_losses, naive.part_losses, rtol=1e-6, atol=1e-6)
     assert found.keys() == expected.keys()
@@ -86,7 +82,7 @@ def test_fused_distillation_equals_all_logits_at_once(family, kind):
     """The teacher is the model before it was moved: the KL is not zero."""
     found = []
     for fused in (False, True):
-        model = model_with_heads(family, fused=fused, stage=2, heads_path="x", self_distillation=True)
+        model = model_with_heads(family, fused=fused, stage=2, self_distillation=True)
         generator = torch.Generator().manual_seed(2)
         for parameter in model.base_model.parameters():
             parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator)
@@ -179,7 +175,7 @@ def test_a_packed_row_has_the_loss_of_its_documents(fused):
 
 
 def test_heads_start_as_the_model_and_share_no_block():
-    model = with_heads(make("llama"), MedusaSpec(num_heads=3, num_layers=2, lm_head="own"), fused=True)
+    model = attach_heads(make("llama"), MedusaSpec(num_heads=3, num_layers=2, lm_head="own"), fused=True)
     hidden = torch.randn(2, 5, 64)
     for ours in model.medusa_head.hidden(hidden):
         assert torch.equal(ours, hidden)
@@ -193,14 +189,14 @@ def test_stage_1_leaves_the_model_alone_and_stage_2_trains_all():
     output, gradients = loss_and_gradients(frozen, "padded", rows=True)
     assert all(name.startswith("medusa_head.") for name in gradients) and output.part_losses.shape == (3,)
     assert all(p.grad is None for p in frozen.base_model.parameters())
-    joint = model_with_heads(fused=True, stage=2, heads_path="x")
+    joint = model_with_heads(fused=True, stage=2)
     output, gradients = loss_and_gradients(joint, "padded", rows=True)
     assert output.part_losses.shape == (4,)
     assert all(gradient is not None and gradient.abs().sum() > 0 for gradient in gradients.values())
 
 
 def test_the_loss_is_weighted_by_decay_and_coefficient():
-    model = model_with_heads(fused=True, stage=2, heads_path="x", decay_coefficient=0.5, heads_coefficient=0.3)
+    model = model_with_heads(fused=True, stage=2, decay_coefficient=0.5, heads_coefficient=0.3)
     made = inputs("padded")
     own, *heads = (output := model(**made)).part_losses.tolist()
     assert output.loss.item() == pytest.approx(own + 0.3 * sum(0.5**k * part for k, part in enumerate(heads, 1)))
@@ -211,4 +207,4 @@ def test_a_head_with_a_bias_is_refused():
     model = make("llama")
     model.lm_head = torch.nn.Linear(64, 128, bias=True)
     with pytest.raises(UserError, match="has a bias"):
-        with_heads(model, MedusaSpec(), fused=True)
+        attach_heads(model, MedusaSpec(), fused=True)
