@@ -103,10 +103,32 @@ def fit(
     log = _logger(accelerator, metrics, show)
     for note in notes:
         log({"step": resumed_from, "note": note})
+    missed, stopping = False, False
+    hopeless = evaluations.hopeless(patience)
     model.train()
 
     with StopRequest(enabled=plan.recipe.checkpoint.save_on_signal) as stop, profiled(plan, accelerator) as profile:
-        while step < plan.schedule.total_steps:
+
+        def hold_out() -> bool:
+            """Evaluate, and do what follows from it; False where a signal came in between."""
+            nonlocal eval_loss
+            with meter.paused():
+                found = evaluate(plan, accelerator, model, evaluated, objective, stop)
+                if found is None:
+                    return False
+                eval_loss = found
+                log({"step": step, "eval_loss": eval_loss})
+                if evaluations.add(eval_loss) and keeps_best:
+                    keep_best(accelerator, model, plan.output_dir, step=step, loss=eval_loss)
+                if answer and accelerator.is_main_process:
+                    with accelerator.autocast():
+                        log({"step": step, "samples": answer(accelerator.unwrap_model(model))})
+            return True
+
+        if evaluated and _owes_evaluation(plan, accelerator, metrics, resumed_from):
+            missed = stopping = not hold_out()
+            hopeless = evaluations.hopeless(patience)
+        while step < plan.schedule.total_steps and not hopeless and not stopping:
             batches = order.micro_batches(step, accelerator.process_index)
             batcher.expect(batches)
             work = work_of(step)
@@ -138,29 +160,18 @@ def fit(
             if step % plan.recipe.logging.logging_steps == 0 or last:
                 log(_line(plan, accelerator, meter, step, loss_sum, grad_norm, rate, watch))
                 loss_sum.zero_()
-            if evaluated and (plan.due(plan.evaluate, step) or (last and not stopping)):
-                with meter.paused():
-                    found = evaluate(plan, accelerator, model, evaluated, objective, stop)
-                    stopping = stopping or found is None
-                    if found is not None:
-                        eval_loss = found
-                        log({"step": step, "eval_loss": eval_loss})
-                        if evaluations.add(eval_loss) and keeps_best:
-                            keep_best(accelerator, model, plan.output_dir, step=step, loss=eval_loss)
-                    if answer and found is not None and accelerator.is_main_process:
-                        with accelerator.autocast():
-                            log({"step": step, "samples": answer(accelerator.unwrap_model(model))})
-            hopeless = evaluations.hopeless(patience)
+            if evaluated and (plan.due(plan.evaluate, step) or step == plan.schedule.total_steps):
+                missed = not hold_out()
+                stopping = stopping or missed
+                hopeless = evaluations.hopeless(patience)
             if (plan.due(plan.save, step) and not last) or (stopping and step > last_saved):
                 if any_rank(accelerator, not watch.is_finite(_judged(plan, grad_norm))):
                     raise watch.complaint()
                 with meter.paused():
                     checkpoint.save_checkpoint(accelerator, plan, step)
                 last_saved = step
-            if stopping or hopeless:
-                break
         stopped_by = None
-        if step < plan.schedule.total_steps and stopping:
+        if stopping and (missed or step < plan.schedule.total_steps):
             stopped_by = stop.received or "a signal on another rank"
 
     if hopeless and not stopping:
@@ -200,6 +211,16 @@ def _evaluated_before(accelerator: Accelerator, metrics: MetricsFile) -> list[fl
     """The losses of the evaluations up to the step that is resumed from; every rank hears the same."""
     known = [line["eval_loss"] for line in metrics.lines() if "eval_loss" in line] if metrics.enabled else None
     return broadcast_object_list([known])[0]
+
+
+def _owes_evaluation(plan: Plan, accelerator: Accelerator, metrics: MetricsFile, resumed_from: int) -> bool:
+    """Whether a signal kept the run before from the evaluation of its last step."""
+    if not resumed_from:
+        return False
+    wanted = plan.due(plan.evaluate, resumed_from) or resumed_from == plan.schedule.total_steps
+    lines = metrics.lines() if metrics.enabled else []
+    done = any(line["step"] == resumed_from and "eval_loss" in line for line in lines)
+    return wanted and not broadcast_object_list([done])[0]
 
 
 def _logger(accelerator: Accelerator, metrics: MetricsFile, show: Callable[[dict], None]) -> Callable[[dict], None]:

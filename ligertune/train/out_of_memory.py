@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 
 import torch
@@ -23,7 +24,7 @@ def explained(plan: Plan) -> Iterator[None]:
 
 def explanation(plan: Plan, error: torch.OutOfMemoryError) -> UserError:
     """The sentence for an error of torch's allocator."""
-    wanted = str(error).split(". ")[0].removeprefix("CUDA out of memory").strip(". ")
+    asked = re.search(r"Tried to allocate [\d.]+ \w+", str(error))
     peak = plan.peak
     expected = (
         ""
@@ -34,7 +35,7 @@ def explanation(plan: Plan, error: torch.OutOfMemoryError) -> UserError:
     )
     return UserError(
         f"{plan.machine.name} with {plan.machine.memory_bytes / 2**30:.1f} GiB ran out of memory"
-        f"{': ' + wanted if wanted else ''}.{expected}",
+        f"{': ' + asked[0].replace('Tried', 'tried') if asked else ''}.{expected}",
         hint=advice(plan),
         exit_code=1,
     )

@@ -61,7 +61,7 @@ def test_running_out_of_memory_names_what_to_change(plan):
         )
     said = str(caught.value)
     assert caught.value.exit_code == 1
-    assert "Tried to allocate 2.00 GiB. The plan expects" in said and "activations" in said
+    assert "ran out of memory: tried to allocate 2.00 GiB. The plan expects" in said and "activations" in said
     ways = "train.per_device_train_batch_size: 1 (with train.global_batch_size: 4", "train.optim: adamw_8bit", "lora"
     assert all(way in said for way in ways), said
     assert "train.per_device_train_batch_size: 1" in advice(plan)

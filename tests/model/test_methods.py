@@ -21,22 +21,22 @@ from ligertune.recipe import MethodSpec
 HEAD_TOO = ["q_proj", "v_proj", "lm_head"]
 
 
-def pair(spec: MethodSpec, family: str = "llama", *, checkpointing: bool = False):
+def pair(spec: MethodSpec, family: str = "llama", *, checkpointing: bool | str = False, device: str = "cpu"):
     """(patched, plain) under the same method, adapters away from zero."""
-    plain = tiny_models.make(family)
+    plain = tiny_models.make(family).to(device)
     patched = copy.deepcopy(plain)
     patch(patched)
     made = []
     for model in (patched, plain):
         if checkpointing:
-            checkpoint_layers(model)
+            checkpoint_layers(model, offload=checkpointing == "offload")
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(1)
             made.append(apply_method(model, spec).train())
     generator = torch.Generator().manual_seed(3)
     for ours, theirs in zip(*(model.parameters() for model in made), strict=True):
         if theirs.requires_grad and spec.type == "lora":
-            theirs.data = 0.1 * torch.randn(theirs.shape, generator=generator)
+            theirs.data = (0.1 * torch.randn(theirs.shape, generator=generator)).to(device)
             ours.data = theirs.data.clone()
     return made
 
@@ -70,6 +70,25 @@ def test_an_adapter_on_the_head_is_a_term_of_the_fused_loss(checkpointing):
         warnings.simplefilter("error")
         assert_same_training(patched, plain, tiny_models.batch(), num_items_in_batch=31)
     assert (loss_counts(patched).fused, loss_counts(patched).materialised.total()) == (1, 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("checkpointing", [False, True, "offload"], ids=str)
+@pytest.mark.parametrize(
+    "method",
+    [
+        {},
+        {"type": "lora", "lora_r": 4},
+        {"type": "lora", "lora_r": 4, "lora_target_modules": HEAD_TOO},
+        {"type": "freeze", "trainable": [r"layers\.1\."]},
+    ],
+    ids=["full", "lora", "lora with the head", "freeze"],
+)
+def test_kernels_that_write_over_their_inputs_train_alike(method, checkpointing):
+    """On a GPU rotary and gated kernels write over what they alone read: nothing that a method or a rerun reads."""
+    patched, plain = pair(MethodSpec(**method), checkpointing=checkpointing, device="cuda")
+    batch = tiny_models.batch(rows=3, length=37, device="cuda")
+    assert_same_training(patched, plain, batch, tolerance=3e-5, num_items_in_batch=31)
 
 
 @pytest.mark.parametrize("changes", [{"use_dora": True}, {"lora_dropout": 0.5}], ids=["DoRA", "dropout"])

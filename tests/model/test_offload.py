@@ -28,16 +28,6 @@ def test_offloaded_and_kept_inputs_give_the_same_gradients(device):
     assert all(torch.equal(a, b) for a, b in zip(kept, offloaded, strict=True))
 
 
-def test_the_inputs_of_layers_go_through_the_host():
-    """On a CPU the copy is all there is to see: what is saved is no longer the layer's own input."""
-    model = tiny_models.make("llama")
-    checkpoint_layers(model, offload=True)
-    norm, seen = model.model.layers[0].input_layernorm, []
-    norm.register_forward_pre_hook(lambda module, args: seen.append(args[0].data_ptr()))
-    model(**tiny_models.batch(), use_cache=False).loss.backward()
-    assert len(seen) == 2 and seen[0] != seen[1]  # forward, and again from the copy
-
-
 @pytest.mark.gpu
 def test_offloading_holds_less_on_the_device():
     peaks = []
