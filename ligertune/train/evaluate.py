@@ -32,6 +32,7 @@ def evaluate(plan: Plan, accelerator: Accelerator, model: nn.Module, batcher: Ba
     with torch.no_grad(), loss_only():
         for start in range(0, len(rows), size * world):
             mine = range(start + rank * size, min(start + (rank + 1) * size, len(rows)))
+            batcher.expect([[rows[i] for i in mine]])
             batch = batcher([rows[i] for i in mine])
             total += model(**batch, num_items_in_batch=n_targets, use_cache=False).loss.float()
     model.train()

@@ -88,16 +88,17 @@ def fit(
     step = last_saved = resumed_from
     eval_loss, grad_norm = None, None
     model.train()
+    _expect(plan, accelerator, order, batcher, step)
 
     with StopRequest(enabled=plan.recipe.checkpoint.save_on_signal) as stop:
         while step < plan.schedule.total_steps:
             batches = order.micro_batches(step, accelerator.process_index)
-            batcher.expect(batches)
             work = work_of(step)
             rate = learning_rate(plan.schedule, step)
             for group in optimizer.param_groups:
                 group["lr"] = rate
 
+            _expect(plan, accelerator, order, batcher, step + 1)
             for i, rows in enumerate(batches):
                 batch = batcher(rows)
                 with _gradient_sync(plan, accelerator, model, last=i == len(batches) - 1):
@@ -204,6 +205,12 @@ def _batcher(
         images=images,
         ahead=None if images is None else PicturesAhead(images),
     )
+
+
+def _expect(plan: Plan, accelerator: Accelerator, order: DataOrder | ByImageCount, batcher: Batcher, step: int) -> None:
+    """Begins to read the images of a step, one step before it is due; a stream does not look ahead."""
+    if batcher.ahead is not None and not plan.rows.streamed and step < plan.schedule.total_steps:
+        batcher.expect(order.micro_batches(step, accelerator.process_index))
 
 
 def _gradient_sync(
