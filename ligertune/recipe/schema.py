@@ -73,7 +73,7 @@ class KernelsSpec(Section):
 
     enabled: AutoSwitch = Field("auto", description="true, false, or auto: wherever they run and are recognised.")
     rope: Switch = Field(True, description="Rotary position embedding.")
-    norm: Switch = Field(True, description="RMSNorm.")
+    norm: Switch = Field(True, description="RMSNorm and LayerNorm.")
     mlp: Switch = Field(True, description="SwiGLU or GeGLU, as the model has it.")
     loss: Literal["linear_cross_entropy", "cross_entropy", "torch"] = Field(
         "linear_cross_entropy",

@@ -42,6 +42,7 @@ def evaluate(
             if any_rank(accelerator, stop.received is not None):
                 break
             mine = range(start + rank * size, min(start + (rank + 1) * size, len(rows)))
+            batcher.expect([[rows[i] for i in mine]])
             batch = batcher([rows[i] for i in mine])
             total += model(**batch, **targets, use_cache=False).loss.float()
         else:

@@ -106,6 +106,7 @@ def fit(
     missed, stopping = False, False
     hopeless = evaluations.hopeless(patience)
     model.train()
+    _expect(plan, accelerator, order, batcher, step)
 
     with StopRequest(enabled=plan.recipe.checkpoint.save_on_signal) as stop, profiled(plan, accelerator) as profile:
 
@@ -130,12 +131,12 @@ def fit(
             hopeless = evaluations.hopeless(patience)
         while step < plan.schedule.total_steps and not hopeless and not stopping:
             batches = order.micro_batches(step, accelerator.process_index)
-            batcher.expect(batches)
             work = work_of(step)
             rate = learning_rate(plan.schedule, step)
             set_learning_rate(optimizer, rate)
             targets = objective.inputs(data.train, np.concatenate(order.step(step)), step=step)
 
+            _expect(plan, accelerator, order, batcher, step + 1)
             for i, rows in enumerate(batches):
                 batch = batcher(rows)
                 with _gradient_sync(plan, accelerator, model, last=i == len(batches) - 1):
@@ -285,6 +286,12 @@ def _batcher(
         images=images,
         ahead=None if images is None else PicturesAhead(images),
     )
+
+
+def _expect(plan: Plan, accelerator: Accelerator, order: DataOrder | ByImageCount, batcher: Batcher, step: int) -> None:
+    """Begins to read the images of a step, one step before it is due; a stream does not look ahead."""
+    if batcher.ahead is not None and not plan.rows.streamed and step < plan.schedule.total_steps:
+        batcher.expect(order.micro_batches(step, accelerator.process_index))
 
 
 def _gradient_sync(

@@ -24,8 +24,7 @@ from ligertune.run import plan_for, run
 COLOURS = {"red": (220, 40, 40), "green": (40, 180, 60), "blue": (50, 70, 220), "yellow": (230, 210, 40)}
 FORMS = {"square": (1, 1), "pillar": (3, 1), "bar": (1, 3)}  # width and height are divided by these
 SIDE = 56  # pixels: 16 patches, 4 tokens
-N_TRAIN, N_HELD_OUT, EPOCHS = 1280, 200, 4
-ROW = 600  # tokens: about sixteen examples
+N_TRAIN, N_HELD_OUT, EPOCHS = 1440, 200, 4
 
 
 def drawn(colour: str, form: str, rng: np.random.Generator) -> Image.Image:
@@ -62,9 +61,10 @@ def learnt(tmp_path_factory):
     tiny_vlms.save("qwen2_vl", folder / "base", vision=wide, text={"initializer_range": 0.05})
     recipe = {
         "model": {"model_name_or_path": str(folder / "base"), "init": "random"},
-        "data": {"datasets": [{"path": str(folder / "train.json")}], "max_length": ROW, "num_proc": 1, "cache": False},
-        "train": {"per_device_train_batch_size": 1, "learning_rate": 2e-3, "num_train_epochs": EPOCHS,
-                  "warmup_ratio": 0.1, "adam_beta2": 0.98, "weight_decay": 0.01},
+        "data": {"datasets": [{"path": str(folder / "train.json")}], "num_proc": 1, "cache": False,
+                 "packing": False},  # rows of like lengths would be batches of like answers
+        "train": {"per_device_train_batch_size": 16, "group_by_length": False, "learning_rate": 2e-3,
+                  "num_train_epochs": EPOCHS, "warmup_ratio": 0.1, "adam_beta2": 0.98, "weight_decay": 0.01},
         "vision": {"freeze_vision_tower": False, "freeze_projector": False},
         "checkpoint": {"output_dir": str(folder / "run"), "save_strategy": "no"},
     }  # fmt: skip
