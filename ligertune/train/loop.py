@@ -23,6 +23,7 @@ from ligertune.train.batcher import Batcher
 from ligertune.train.clip import clip_gradients
 from ligertune.train.distributed import any_rank, reduce_sum
 from ligertune.train.evaluate import evaluate
+from ligertune.train.kernel_adamw import in_our_kernel
 from ligertune.train.meter import Counts, Meter
 from ligertune.train.optim import build_optimizer
 from ligertune.train.order import DataOrder
@@ -69,6 +70,8 @@ def fit(
     """
     shape, world = ModelShape.of(model), accelerator.num_processes
     optimizer = build_optimizer(model, plan.optimizer)
+    if plan.recipe.kernels.optimizer and plan.recipe.kernels.enabled is not False:
+        optimizer = in_our_kernel(optimizer)
     model, optimizer = accelerator.prepare(model, optimizer)
     resumed_from = _resume(plan, accelerator)
     order = _data_order(plan, data.train)

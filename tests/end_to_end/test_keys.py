@@ -269,6 +269,7 @@ ELSEWHERE = {
     "checkpoint.overwrite": "test_signals",
     "checkpoint.save_on_signal": "test_signals",
     "parallel.strategy": "test_ranks",
+    "kernels.optimizer": "test_kernel_adamw",
 }
 
 
