@@ -77,6 +77,11 @@ def _has_adapter(recipe: Recipe) -> bool:
 RULES = (
     *(rule for key, rival in EITHER_OR.items() for rule in _either_or(key, rival)),
     Rule(
+        ("kernels.optimizer", "train.optim"),
+        lambda recipe: recipe.kernels.optimizer and recipe.train.optim != "adamw_torch_fused",
+        "{0} is the step of adamw_torch_fused, and {1} is another. Leave {0} out, or change {1}.",
+    ),
+    Rule(
         ("data.val_split", "data.eval_datasets"),
         lambda recipe: recipe.data.val_split > 0 and bool(recipe.data.eval_datasets),
         "{0} and {1} are both given. Keep one of them.",

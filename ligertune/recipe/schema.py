@@ -79,6 +79,7 @@ class KernelsSpec(Section):
         "linear_cross_entropy",
         description="linear_cross_entropy never makes the logits; cross_entropy reads them; torch is torch's own.",
     )
+    optimizer: Switch = Field(False, description="The step of train.optim: adamw_torch_fused, clipping included.")
 
 
 class MethodSpec(Section):

@@ -12,6 +12,8 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from ligertune.train.kernel_adamw import KernelAdamW
+
 
 def clip_gradients(
     accelerator: Accelerator, optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter], max_norm: float
@@ -35,5 +37,7 @@ def clip_gradients(
 def _divides_as_it_reads(
     accelerator: Accelerator, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]
 ) -> bool:
-    plain = type(optimizer) is torch.optim.AdamW and all(group["fused"] for group in optimizer.param_groups)
+    plain = type(optimizer) in (torch.optim.AdamW, KernelAdamW) and all(
+        group["fused"] for group in optimizer.param_groups
+    )
     return plain and accelerator.scaler is None and all(type(p.grad) is Tensor for p in parameters)

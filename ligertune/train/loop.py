@@ -25,6 +25,7 @@ from ligertune.train.evaluate import evaluate
 from ligertune.train.evaluations import Evaluations, keep_best, take_best
 from ligertune.train.finite import LossWatch
 from ligertune.train.image_order import ByImageCount, check_sharded
+from ligertune.train.kernel_adamw import in_our_kernel
 from ligertune.train.meter import Counts, Meter
 from ligertune.train.objectives import Objective, objective_of
 from ligertune.train.optim import build_optimizer, set_learning_rate
@@ -83,6 +84,8 @@ def fit(
     """
     objective, world = objective_of(plan, model), accelerator.num_processes
     optimizer = build_optimizer(model, plan.optimizer)
+    if plan.recipe.kernels.optimizer and plan.recipe.kernels.enabled is not False:
+        optimizer = in_our_kernel(optimizer)
     model, optimizer = accelerator.prepare(model, optimizer)
     resumed_from, notes = _resume(plan, accelerator)
     order = _data_order(plan, data.train, images)

@@ -298,6 +298,7 @@ ELSEWHERE = {
     "checkpoint.save_on_signal": "test_signals",
     "parallel.strategy": "test_ranks",
     "medusa": "tests/medusa/test_medusa_keys",  # the section
+    "kernels.optimizer": "test_kernel_adamw",
 }
 
 
