@@ -82,6 +82,11 @@ RULES = (
         "{0} is the step of adamw_torch_fused, and {1} is another. Leave {0} out, or change {1}.",
     ),
     Rule(
+        ("kernels.optimizer", "train.optim_in_backward"),
+        lambda recipe: recipe.kernels.optimizer and recipe.train.optim_in_backward,
+        "{0} is one step for all parameters, and {1} is true. Leave {0} out.",
+    ),
+    Rule(
         ("data.val_split", "data.eval_datasets"),
         lambda recipe: recipe.data.val_split > 0 and bool(recipe.data.eval_datasets),
         "{0} and {1} are both given. Keep one of them.",
