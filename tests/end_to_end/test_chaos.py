@@ -14,7 +14,10 @@ import time
 from pathlib import Path
 from random import SystemRandom
 
+import pytest
 from command_line import environment, overrides
+
+pytestmark = pytest.mark.slow
 
 KILLS = int(os.environ.get("LIGERTUNE_CHAOS_KILLS", "3"))
 SETTINGS = {

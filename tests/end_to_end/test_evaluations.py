@@ -11,6 +11,8 @@ from test_keys import read
 from ligertune.run import plan_for, run
 from ligertune.train.evaluations import Evaluations
 
+pytestmark = pytest.mark.slow
+
 # the loss on held-out data falls for five steps and then rises, as the few examples are learnt by heart
 OVERFIT = {
     "data.datasets.0.max_samples": 12,

@@ -16,6 +16,8 @@ from ligertune.export import export_run
 from ligertune.preflight import check_packages
 from ligertune.run import plan_for, run
 
+pytestmark = pytest.mark.slow
+
 SETTINGS = {
     "train.max_steps": 6,
     "checkpoint.save_strategy": "steps",

@@ -24,6 +24,8 @@ from ligertune.train.checksums import checksums, damage
 from ligertune.train.evaluate import evaluate
 from ligertune.train.stop import StopRequest
 
+pytestmark = pytest.mark.slow
+
 SETTINGS = {
     "train.max_steps": 6,
     "checkpoint.save_strategy": "steps",

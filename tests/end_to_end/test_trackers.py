@@ -14,6 +14,8 @@ from ligertune.preflight import check_packages
 from ligertune.run import plan_for, run
 from ligertune.train.trackers import run_name
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("tracker", ["tensorboard", "wandb", "mlflow"])
 def test_a_tracker_that_is_not_installed_is_named(tracker, quickstart, tmp_path):

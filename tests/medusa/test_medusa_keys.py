@@ -13,6 +13,8 @@ from ligertune.recipe import load_recipe
 from ligertune.recipe.collection import bundled
 from ligertune.run import plan_for, run
 
+pytestmark = pytest.mark.slow
+
 SHORT = {
     "train.max_steps": 4,
     "train.per_device_train_batch_size": 1,

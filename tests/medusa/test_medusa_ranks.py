@@ -14,6 +14,8 @@ from ligertune.recipe.collection import bundled
 from ligertune.run import plan_for
 from ligertune.run import run as train
 
+pytestmark = pytest.mark.slow
+
 SETTINGS = {
     "train.max_steps": 3,
     "train.global_batch_size": 4,

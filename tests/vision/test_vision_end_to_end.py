@@ -21,7 +21,7 @@ from ligertune.recipe import load_recipe
 from ligertune.run import plan_for
 from ligertune.run import run as train_job
 
-pytestmark = pytest.mark.corpus
+pytestmark = [pytest.mark.corpus, pytest.mark.slow]
 
 SIZED = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 

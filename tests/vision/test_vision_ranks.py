@@ -12,6 +12,8 @@ from command_line import losses, run
 from ligertune.errors import UserError
 from ligertune.train.image_order import check_sharded
 
+pytestmark = pytest.mark.slow
+
 FSDP = ("--use_fsdp", "--fsdp_version", "2")
 DDP = ("--multi_gpu",)
 
@@ -51,9 +53,9 @@ def train(folder_of, pictures, tmp_path):
 @pytest.mark.parametrize(
     ("family", "launcher"),
     [
-        pytest.param("qwen2_vl", DDP, id="ddp", marks=pytest.mark.slow),
+        pytest.param("qwen2_vl", DDP, id="ddp"),
         pytest.param("qwen2_vl", FSDP, id="fsdp2"),
-        pytest.param("mllama", DDP, id="mllama-ddp", marks=pytest.mark.slow),
+        pytest.param("mllama", DDP, id="mllama-ddp"),
     ],
 )
 def test_two_ranks_have_the_losses_of_one(family, launcher, train):
