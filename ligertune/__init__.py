@@ -17,6 +17,7 @@ _WHERE = {
     "patch": "ligertune.model.patch",
     "unpatch": "ligertune.model.patch",
     "AutoModelForCausalLM": "ligertune.model.auto",
+    "AutoModelForImageTextToText": "ligertune.model.auto",
     "load_recipe": "ligertune.recipe.read",
     "UserError": "ligertune.errors",
 }

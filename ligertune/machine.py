@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import platform
+import re
 from dataclasses import dataclass
 from typing import Literal
+
+from ligertune.errors import UserError
 
 Vendor = Literal["nvidia", "amd", "cpu"]
 
@@ -23,7 +27,7 @@ class Peak:
     source: str
 
 
-# The first row whose name_part occurs in the device's name is used: longer names stand before their prefixes.
+# The first row whose name_part stands in the device's name as words of its own: longer names stand before their parts.
 PEAKS = (
     Peak("h100 nvl", 3.9e12, 835e12, "NVIDIA H100 data sheet"),
     Peak("h100 pcie", 2.0e12, 756e12, "NVIDIA H100 data sheet"),
@@ -31,6 +35,7 @@ PEAKS = (
     Peak("h200", 4.8e12, 989e12, "NVIDIA H200 data sheet"),
     Peak("gb200", 8.0e12, 2500e12, "NVIDIA GB200 data sheet"),
     Peak("b200", 8.0e12, 2250e12, "NVIDIA B200 data sheet"),
+    Peak("b300", 8.0e12, 2250e12, "NVIDIA B300 data sheet"),
     Peak("a100-sxm4-40gb", 1.555e12, 312e12, "NVIDIA A100 data sheet"),
     Peak("a100-pcie-40gb", 1.555e12, 312e12, "NVIDIA A100 data sheet"),
     Peak("a100 80gb pcie", 1.935e12, 312e12, "NVIDIA A100 data sheet"),
@@ -48,6 +53,8 @@ PEAKS = (
     Peak("mi210", 1.6e12, 181e12, "AMD Instinct MI210 data sheet"),
     Peak("rx 7900 xtx", 0.960e12, 122.8e12, "AMD Radeon RX 7900 XTX data sheet"),
 )
+# Words by which a device of the same name is a smaller one: RTX 4090 Laptop, RTX 5090 D, a slice of an A100.
+LESSER = {"laptop", "d", "max-q", "mig"}
 
 
 @dataclass(frozen=True)
@@ -69,28 +76,45 @@ class Machine:
 
 def world_size() -> int:
     """How many processes a launcher (accelerate launch, torchrun) started; 1 without a launcher."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    return _of_the_launcher("WORLD_SIZE", 1)
 
 
 def is_main_process() -> bool:
     """Whether this process is the one that prints and writes."""
-    return int(os.environ.get("RANK", "0")) == 0
+    return _of_the_launcher("RANK", 0) == 0
 
 
 def is_first_on_node() -> bool:
     """Whether this process is the one that does for the others of its node what need be done once."""
-    return int(os.environ.get("LOCAL_RANK", "0")) == 0
+    return local_rank() == 0
+
+
+def local_rank() -> int:
+    """Which of its node's processes this is, and so which GPU is its own."""
+    return _of_the_launcher("LOCAL_RANK", 0)
 
 
 def ranks_on_node() -> int:
     """How many processes of the run share this node."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return _of_the_launcher("LOCAL_WORLD_SIZE", 1)
+
+
+def _of_the_launcher(name: str, default: int) -> int:
+    value = os.environ.get(name) or str(default)
+    if not value.strip().isdecimal():
+        raise UserError(
+            f"The environment variable {name} is {value!r}; a launcher sets it to a whole number.",
+            hint=f"Start the run with accelerate launch or torchrun, or unset {name}.",
+        )
+    return int(value)
 
 
 def peak_of(name: str) -> Peak | None:
     """The data-sheet row of a device name, or None: then MFU is left out of the report."""
     lowered = name.lower()
-    return next((peak for peak in PEAKS if peak.name_part in lowered), None)
+    if LESSER & set(lowered.split()):
+        return None
+    return next((peak for peak in PEAKS if re.search(rf"(?<!\w){peak.name_part}(?!\w)", lowered)), None)
 
 
 def this_machine() -> Machine:
@@ -111,7 +135,7 @@ def this_machine() -> Machine:
             world_size=world_size(),
             torch_version=torch.__version__,
         )
-    properties = torch.cuda.get_device_properties(int(os.environ.get("LOCAL_RANK", "0")))
+    properties = torch.cuda.get_device_properties(local_rank())
     amd = torch.version.hip is not None
     # gcnArchName is like "gfx942:sramecc+:xnack-"; a capability means nothing on AMD
     arch = properties.gcnArchName.split(":")[0] if amd else f"sm{properties.major}{properties.minor}"
@@ -129,6 +153,18 @@ def this_machine() -> Machine:
         world_size=world_size(),
         torch_version=torch.__version__,
     )
+
+
+def imagined_machine(*, memory_gib: float | None, gpus: int | None) -> Machine:
+    """This machine; or what is asked for: a GPU with that much memory, or several that train together."""
+    machine = this_machine()
+    if memory_gib is not None:
+        name = machine.name if machine.device == "cuda" else f"a GPU of {memory_gib:g} GiB"
+        vendor = machine.vendor if machine.device == "cuda" else "nvidia"
+        machine = dataclasses.replace(
+            machine, vendor=vendor, device="cuda", name=name, memory_bytes=int(memory_gib * 2**30)
+        )
+    return machine if gpus is None else dataclasses.replace(machine, world_size=gpus, device_count=gpus)
 
 
 def _cpu_name() -> str:

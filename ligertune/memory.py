@@ -2,33 +2,84 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from ligertune.optimizer_states import optimizer_bytes, step_bytes
+
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
+# NF4 in blocks of 64 with an 8-bit scale each, and for every 256 of those one of 4 bytes (Dettmers et al. 2023)
+NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
+
+
+@dataclass(frozen=True)
+class ParameterKind:
+    """Parameters that cost alike. inside: not the embedding's or the head's. linear: the weight of a linear layer."""
+
+    shape: tuple[int, ...]
+    trains: bool
+    inside: bool
+    linear: bool
+    adapter: bool
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+    def quantised(self, method: str) -> bool:
+        """Whether QLoRA keeps it in four bits."""
+        return method == "qlora" and self.linear and self.inside and not self.adapter
+
+    def itemsize(self, weight_dtype: str) -> int:
+        """Bytes of an element in full precision: adapters are float32."""
+        return 4 if self.adapter else DTYPE_BYTES[weight_dtype]
 
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Per device, before activations. A checkpoint holds weights and optimizer."""
+    """Per device, before activations. `trained` is the share of the weights that train."""
 
     weights: int
     gradients: int
     optimizer: int
+    trained: int
+    step: int = 0  # made and given back by the optimizer's step
+    saves_adapter: bool = False
 
     @property
     def total(self) -> int:
         return self.weights + self.gradients + self.optimizer
 
     @property
+    def model(self) -> int:
+        """What the finished model takes on disk."""
+        return self.trained if self.saves_adapter else self.weights
+
+    @property
     def checkpoint(self) -> int:
-        return self.weights + self.optimizer
+        """What a checkpoint takes: an adapter's has no frozen weights."""
+        return self.model + self.optimizer
 
 
-def state_bytes(*, n_parameters: int, n_trainable: int, weight_dtype: str, shards: int = 1) -> StateBytes:
-    """AdamW: two states in the weights' dtype for each trained parameter. `shards`: ranks that share them (FSDP)."""
-    size = DTYPE_BYTES[weight_dtype]
+def state_bytes(
+    parameters: Iterable[tuple[ParameterKind, int]], *, weight_dtype: str, optim: str, method: str, shards: int = 1
+) -> StateBytes:
+    """Of parameters and how many there are of each kind. `shards`: ranks that share them (FSDP)."""
+    weights = trained = 0.0
+    states: Counter = Counter()
+    for kind, count in parameters:
+        size = NF4_BYTES if kind.quantised(method) else kind.itemsize(weight_dtype)
+        weights += count * kind.elements * size
+        if kind.trains:
+            trained += count * kind.elements * size
+            states[(kind.shape, kind.itemsize(weight_dtype), kind.inside)] += count
     return StateBytes(
-        weights=n_parameters * size // shards,
-        gradients=n_trainable * size // shards,
-        optimizer=2 * n_trainable * size // shards,
+        weights=round(weights / shards),
+        gradients=round(trained / shards),
+        optimizer=optimizer_bytes(optim, states) // shards,
+        trained=round(trained / shards),
+        step=step_bytes(optim, states) // shards,
+        saves_adapter=method in ("lora", "qlora"),
     )

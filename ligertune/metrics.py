@@ -11,16 +11,20 @@ class MetricsFile:
     """Appends lines. Opened for a resumed run, it first drops the lines after the step that is resumed from."""
 
     def __init__(self, path: Path, *, resumed_from: int, enabled: bool) -> None:
-        self._path, self._enabled = path, enabled
+        self._path, self.enabled = path, enabled
         if enabled:
             kept = [line for line in read_metrics(path) if line["step"] <= resumed_from] if resumed_from else []
             aside = path.with_suffix(".partial")
             aside.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
             os.replace(aside, path)
 
+    def lines(self) -> list[dict]:
+        """What it holds by now."""
+        return read_metrics(self._path)
+
     def write(self, line: dict) -> None:
         """Append one line; each reaches the file at once."""
-        if self._enabled:
+        if self.enabled:
             with self._path.open("a", encoding="utf-8") as out:
                 out.write(json.dumps(line) + "\n")
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from ligertune.activations import WORKSPACE, Kept
+from ligertune.budget import Budget, Peak
 from ligertune.errors import UserError
 from ligertune.machine import Machine
 from ligertune.memory import StateBytes, state_bytes
+from ligertune.plan_batching import Batching, choose_batching
 from ligertune.recipe import Recipe
 
 Strategy = Literal["single", "ddp", "fsdp"]
@@ -18,24 +22,13 @@ Strategy = Literal["single", "ddp", "fsdp"]
 
 @dataclass(frozen=True)
 class Precision:
-    """The dtype of the weights, and the autocast that accelerate adds ("fp16": with a scaled loss)."""
+    """The dtype of the weights, and the autocast that accelerate adds ("fp16": with a scaled loss).
+
+    "bf16" is for adapters: their weights are float32 beside bfloat16 ones, and compute in bfloat16.
+    """
 
     weights: str
-    autocast: Literal["no", "fp16"]
-
-
-@dataclass(frozen=True)
-class Batching:
-    """`global_batch_size` rows make one step: micro_batch_size x accumulation x world_size."""
-
-    micro_batch_size: int
-    accumulation: int
-    world_size: int
-    eval_batch_size: int
-
-    @property
-    def global_batch_size(self) -> int:
-        return self.micro_batch_size * self.accumulation * self.world_size
+    autocast: Literal["no", "fp16", "bf16"]
 
 
 @dataclass(frozen=True)
@@ -74,6 +67,8 @@ class Optimizer:
     betas: tuple[float, float]
     eps: float
     max_grad_norm: float
+    heads_lr_multiplier: float = 1.0  # Medusa heads that train beside the model
+    in_backward: bool = False
 
 
 @dataclass(frozen=True)
@@ -132,6 +127,7 @@ class Plan:
     n_parameters: int
     n_trainable: int
     bytes: StateBytes
+    budget: Budget | None  # of a model whose layers are not understood there is none
     kernels_backend: str
     kernels: tuple[KernelLine, ...]
     batching: Batching
@@ -148,9 +144,18 @@ class Plan:
         return Path(self.recipe.checkpoint.output_dir)
 
     @property
+    def peak(self) -> Peak | None:
+        """What a step is predicted to allocate on a device at its highest moment; None where nobody knows."""
+        if self.budget is None:
+            return None
+        batching, length = self.batching, row_length(self.rows, self.data)
+        accumulates, memory = batching.accumulation > 1, self.machine.memory_bytes
+        return self.budget.peak(batching.micro_batch_size, length, accumulates=accumulates, memory=memory)
+
+    @property
     def loss_in_head(self) -> bool:
         """Whether the loss is computed in the head, which then takes an index of the rows that have a label."""
-        return any(line.kernel == "linear_cross_entropy" and line.applied for line in self.kernels)
+        return any(line.kernel.endswith("linear_cross_entropy") and line.applied for line in self.kernels)
 
     def due(self, cadence: Cadence, step: int) -> bool:
         """Whether `cadence` falls due after `step` steps of this run."""
@@ -162,11 +167,12 @@ class Plan:
         plain = {k: dataclasses.asdict(v) if dataclasses.is_dataclass(v) else v for k, v in fields.items()}
         plain["kernels"] = [dataclasses.asdict(line) for line in self.kernels]
         plain["batching"]["global_batch_size"] = self.batching.global_batch_size
+        plain["peak"] = self.peak and {**self.peak.parts(), "total": self.peak.total, "at": self.peak.moment.name}
         return plain
 
 
-def choose_precision(dtype: str, machine: Machine) -> Precision:
-    """`model.dtype` on this machine; a UserError where the device lacks it."""
+def choose_precision(dtype: str, machine: Machine, *, method: str = "full") -> Precision:
+    """`model.dtype` on this machine for a method; a UserError where the device lacks it."""
     if dtype == "auto":
         on_gpu = "bfloat16" if machine.has_bfloat16 else "float16"
         dtype = "float32" if machine.vendor == "cpu" else on_gpu
@@ -182,7 +188,8 @@ def choose_precision(dtype: str, machine: Machine) -> Precision:
         )
     if dtype == "float16":
         return Precision(weights="float32", autocast="fp16")
-    return Precision(weights=dtype, autocast="no")
+    adapted = dtype == "bfloat16" and method in ("lora", "qlora")
+    return Precision(weights=dtype, autocast="bf16" if adapted else "no")
 
 
 def choose_strategy(strategy: str, *, world_size: int, launched_with_fsdp: bool) -> Strategy:
@@ -194,24 +201,23 @@ def choose_strategy(strategy: str, *, world_size: int, launched_with_fsdp: bool)
     return strategy
 
 
-def choose_batching(recipe: Recipe, world_size: int) -> Batching:
-    """Accumulation from `global_batch_size` where that is given; it must divide."""
-    micro = recipe.train.per_device_train_batch_size
-    accumulation = recipe.train.gradient_accumulation_steps or 1
-    wanted = recipe.train.global_batch_size
-    if wanted is not None:
-        accumulation, rest = divmod(wanted, micro * world_size)
-        if rest or accumulation == 0:
-            raise UserError(
-                f"train.global_batch_size: {wanted} is not a multiple of per_device_train_batch_size x processes "
-                f"= {micro} x {world_size} = {micro * world_size}.",
-                hint=f"Write a multiple of {micro * world_size}, or another train.per_device_train_batch_size.",
-            )
-    return Batching(
-        micro_batch_size=micro,
-        accumulation=accumulation,
-        world_size=world_size,
-        eval_batch_size=recipe.eval.per_device_eval_batch_size,
+def make_budget(
+    recipe: Recipe, shape: object, *, states: StateBytes, kept: Kept, itemsize: int, labelled: float, workspace: int
+) -> Budget | None:
+    """All that decides the memory of a step; None for a model whose layers are not understood."""
+    if shape.layer is None or shape.head is None:
+        return None
+    return Budget(
+        states=states,
+        layer=shape.layer,
+        head=shape.head,
+        kept=kept,
+        layers=shape.num_hidden_layers,
+        itemsize=itemsize,
+        step_bytes=states.step,
+        labelled=labelled,
+        workspace=workspace,
+        in_backward=recipe.train.optim_in_backward,
     )
 
 
@@ -229,6 +235,28 @@ def make_schedule(recipe: Recipe, *, rows: int, global_batch_size: int) -> Sched
         type=train.lr_scheduler_type,
         min_lr_ratio=train.min_lr_ratio,
     )
+
+
+def kept_with(recipe: Recipe, attn_implementation: str, kernels: tuple[KernelLine, ...]) -> Kept:
+    """What the model is computed with, as far as memory goes."""
+    applied = {line.kernel for line in kernels if line.applied}
+    return Kept(
+        norm="rms_norm" in applied,
+        mlp=bool(applied & {"swiglu", "geglu"}),
+        in_head="linear_cross_entropy" in applied,
+        attention=attn_implementation,
+        checkpointing=recipe.train.gradient_checkpointing,
+    )
+
+
+def row_length(rows: Rows, data: DataNumbers) -> int:
+    """Token slots of the longest row."""
+    longest = rows.length if rows.packed else min(rows.length, data.longest)
+    return -(-longest // rows.multiple_of) * rows.multiple_of
+
+
+def _fits(budget: Budget, length: int, machine: Machine, micro: int, accumulates: bool) -> bool:
+    return budget.fits(micro, length, accumulates=accumulates, memory=machine.memory_bytes)
 
 
 def check_context(recipe: Recipe, longest: int, context: int | None) -> None:
@@ -256,13 +284,30 @@ def make_plan(
     notes: tuple[str, ...] = (),
 ) -> Plan:
     """Resolve a recipe on this machine. `shape`: the model's ModelShape."""
-    precision = choose_precision(recipe.model.dtype, machine)
+    precision = choose_precision(recipe.model.dtype, machine, method=recipe.method.type)
     strategy = choose_strategy(
         recipe.parallel.strategy, world_size=machine.world_size, launched_with_fsdp=launched_with_fsdp
     )
-    batching = choose_batching(recipe, machine.world_size)
-    check_context(recipe, data.longest, shape.context)
     train = recipe.train
+    states = state_bytes(
+        shape.parameters,
+        weight_dtype=precision.weights,
+        optim=train.optim,
+        method=recipe.method.type,
+        shards=machine.world_size if strategy == "fsdp" else 1,
+    )
+    budget = make_budget(
+        recipe,
+        shape,
+        states=states,
+        kept=kept_with(recipe, attn_implementation, kernels),
+        itemsize=2 if precision.weights == "bfloat16" or precision.autocast == "fp16" else 4,
+        labelled=data.trained_tokens / data.tokens if data.tokens else 1.0,
+        workspace=WORKSPACE if machine.device == "cuda" else 0,
+    )
+    length = row_length(rows, data)
+    batching = choose_batching(recipe, machine.world_size, budget and functools.partial(_fits, budget, length, machine))
+    check_context(recipe, data.longest, shape.context)
     return Plan(
         recipe=recipe,
         machine=machine,
@@ -273,12 +318,8 @@ def make_plan(
         model_family=shape.family,
         n_parameters=shape.n_parameters,
         n_trainable=shape.n_trainable,
-        bytes=state_bytes(
-            n_parameters=shape.n_parameters,
-            n_trainable=shape.n_trainable,
-            weight_dtype=precision.weights,
-            shards=machine.world_size if strategy == "fsdp" else 1,
-        ),
+        bytes=states,
+        budget=budget,
         kernels_backend=kernels_backend,
         kernels=kernels,
         batching=batching,
@@ -290,6 +331,10 @@ def make_plan(
             betas=(train.adam_beta1, train.adam_beta2),
             eps=train.adam_epsilon,
             max_grad_norm=train.max_grad_norm,
+            heads_lr_multiplier=recipe.medusa.lr_multiplier
+            if recipe.task == "medusa" and recipe.medusa.stage == 2
+            else 1.0,
+            in_backward=train.optim_in_backward,
         ),
         data=data,
         save=Cadence(recipe.checkpoint.save_strategy, recipe.checkpoint.save_steps),

@@ -25,6 +25,8 @@ class Throughput:
     padding_share: float  # of the slots that were computed
     steps: int  # measured
     warmup_steps_excluded: int
+    images_per_second: float | None  # None of a model of text
+    image_tokens_per_second: float | None  # of tokens_per_second, those that stand for images
     mfu: float | None  # model FLOPs over the devices' dense peak; None where the peak is unknown
 
 
@@ -56,6 +58,7 @@ class Report:
     model_path: str | None
     versions: dict[str, str]
     notes: tuple[str, ...]
+    medusa: dict | None = None  # MedusaReport.as_dict() of a run that trained heads
 
     def as_dict(self) -> dict:
         return dataclasses.asdict(self)
@@ -77,7 +80,13 @@ def throughput(plan: Plan, work: object, seconds: float, *, warmup_excluded: boo
     if not work.steps or seconds <= 0:
         return None
     peak, dtype = plan.machine.peak_flops, plan.precision
-    known = peak is not None and plan.recipe.report.mfu and (dtype.weights == "bfloat16" or dtype.autocast == "fp16")
+    sees = work.images > 0  # then a part of the FLOPs is the tower's, which are not counted
+    known = (
+        not sees
+        and peak is not None
+        and plan.recipe.report.mfu
+        and (dtype.weights == "bfloat16" or dtype.autocast == "fp16")
+    )
     return Throughput(
         tokens_per_second=work.tokens / seconds,
         padded_tokens_per_second=work.padded_tokens / seconds,
@@ -85,6 +94,8 @@ def throughput(plan: Plan, work: object, seconds: float, *, warmup_excluded: boo
         padding_share=work.padding_share,
         steps=work.steps,
         warmup_steps_excluded=plan.recipe.report.warmup_steps if warmup_excluded else 0,
+        images_per_second=work.images / seconds if sees else None,
+        image_tokens_per_second=work.image_tokens / seconds if sees else None,
         mfu=work.flops / seconds / (peak * plan.batching.world_size) if known else None,
     )
 

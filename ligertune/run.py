@@ -8,23 +8,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ligertune.machine import this_machine
+from ligertune.curves import draw_curves
+from ligertune.machine import imagined_machine, this_machine
+from ligertune.medusa_run import finish_heads, preview_heads
 from ligertune.metrics import read_metrics
 from ligertune.plan import DataNumbers, KernelLine, Plan, Rows, choose_precision, make_plan
-from ligertune.preflight import check_output_dir, check_paths, clear_run
+from ligertune.preflight import check_output_dir, check_packages, check_paths, clear_run
 from ligertune.recipe import Recipe, dump_recipe
 from ligertune.report import Report, throughput, versions, write_json
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-    from torch import nn
+    from peft import PeftModel
+    from torch.nn import Module
     from transformers import PreTrainedConfig, PreTrainedModel
 
     from ligertune.data.prepare import PreparedData, Progress
+    from ligertune.medusa.model import MedusaModel
     from ligertune.model.attention_choice import AttentionChoice
     from ligertune.model.load import LoadedTokenizer
     from ligertune.model.patch import PatchReport
     from ligertune.train.loop import Fitted
+    from ligertune.vision.reader import ImageReader
 
 
 @dataclass(frozen=True)
@@ -35,32 +40,47 @@ class Job:
     config: PreTrainedConfig
     tokenizer: LoadedTokenizer
     data: PreparedData
+    images: ImageReader | None = None  # of a model that sees
 
 
-def plan_for(recipe: Recipe, progress: Progress | None = None) -> Job:
+def plan_for(
+    recipe: Recipe,
+    progress: Progress | None = None,
+    *,
+    for_show: bool = False,
+    memory_gib: float | None = None,
+    gpus: int | None = None,
+) -> Job:
     """Load what is light (configuration, tokenizer, data), build the model without memory, and resolve every number.
 
     What can be refused is refused in the order of its cost: a missing file before torch is imported. `progress` is told
-    how far the preparing of data is.
+    how far the preparing of data is. for_show: nothing will be written, so output_dir may hold a run; and the device
+    may be another: of memory_gib GiB, or several (gpus) that share the states.
     """
-    check_output_dir(recipe)
+    if not for_show:
+        check_output_dir(recipe)
     check_paths(recipe)
-    machine = this_machine()
-    precision = choose_precision(recipe.model.dtype, machine)
+    machine = this_machine() if not for_show else imagined_machine(memory_gib=memory_gib, gpus=gpus)
+    check_packages(recipe)
+    precision = choose_precision(recipe.model.dtype, machine, method=recipe.method.type)
 
     from ligertune.data.prepare import prepare
     from ligertune.model import load
     from ligertune.model.attention_choice import choose_attention
     from ligertune.train.checkpoint import check_unfinished
     from ligertune.train.distributed import launched_with_fsdp
+    from ligertune.vision.packing import without_packing
+    from ligertune.vision.reader import load_reader
 
     config = load.read_config(recipe.model)
+    recipe, packing_notes = without_packing(recipe, config)
     attention = choose_attention(
         recipe.model.attn_implementation, config, machine, precision, packing=recipe.data.packing
     )
     loaded = load.load_tokenizer(recipe.model)
     load.check_vocabulary(loaded.tokenizer, config)
-    data = prepare(recipe.data, loaded.tokenizer, seed=recipe.train.seed, progress=progress)
+    images = load_reader(recipe.model, recipe.vision, config, loaded.tokenizer)
+    data = prepare(recipe.data, loaded.tokenizer, seed=recipe.train.seed, progress=progress, images=images)
     shape, attn, backend, kernels = preview_model(recipe, config, machine.device, attention)
     plan = make_plan(
         recipe,
@@ -72,85 +92,192 @@ def plan_for(recipe: Recipe, progress: Progress | None = None) -> Job:
         kernels=kernels,
         data=data_numbers(data),
         rows=rows_of(recipe, data, multiple_of=attention.multiple_of),
-        launched_with_fsdp=launched_with_fsdp(),
-        notes=(*recipe.notices, *loaded.notes),
+        launched_with_fsdp=launched_with_fsdp() or (for_show and gpus is not None),
+        notes=(*recipe.notices, *loaded.notes, *packing_notes),
     )
-    check_unfinished(plan)
-    return Job(plan, config, loaded, data)
+    if not for_show:
+        check_unfinished(plan)
+    return Job(plan, config, loaded, data, images)
 
 
-def run(job: Job, show: Callable[[dict], None]) -> Report:
-    """Train as planned, save the model, and report. `show` receives each logged line."""
-    import torch
+def run(job: Job, show: Callable[[dict], None], *, change: Callable[[PreTrainedModel], None] | None = None) -> Report:
+    """Train as planned, save the model, and report. `show` receives each logged line.
 
-    from ligertune.model.attention import checkpoint_layers, prefer_flash
-    from ligertune.model.documents import guard
-    from ligertune.model.load import build_model, hide_loading_bars
-    from ligertune.train.checkpoint import check_space
+    `change` is what a comparison does to the model besides: another library's kernels, compiled layers.
+    """
+    from ligertune.model.attention import prefer_flash
+    from ligertune.model.load import hide_loading_bars
     from ligertune.train.distributed import start
-    from ligertune.train.isolation import check_isolation
     from ligertune.train.loop import fit
+    from ligertune.train.out_of_memory import explained
+    from ligertune.train.trained_weights import save_only_what_trains
 
     plan, began = job.plan, time.perf_counter()
     hide_loading_bars()
     prefer_flash()
     accelerator = start(plan)
     if accelerator.is_main_process:
-        if plan.recipe.checkpoint.overwrite:
-            clear_run(plan.output_dir)
-        check_space(plan)
-        write_json(plan.output_dir / "plan.json", plan.as_dict())
-        (plan.output_dir / "resolved_recipe.yaml").write_text(dump_recipe(plan.recipe), encoding="utf-8")
+        begin_output(plan)
     accelerator.wait_for_everyone()
-
-    model = build_model(
-        plan.recipe.model.model_copy(update={"attn_implementation": plan.attn_implementation}),
-        job.config,
-        dtype=getattr(torch, plan.precision.weights),
-        device=accelerator.device,
-        seed=plan.recipe.train.seed,
-    )
-    apply_kernels(plan.recipe, model)
-    if plan.rows.packed:
-        guard(model)
-        with accelerator.autocast():
-            check_isolation(model, multiple_of=plan.rows.multiple_of)
-    if plan.recipe.train.gradient_checkpointing:
-        checkpoint_layers(model)
-    fitted = fit(plan, accelerator, model, job.data, pad_token_id=job.tokenizer.pad_token_id, show=show)
-    model_path = None if fitted.stopped_by else save_model(job, accelerator, fitted.model)
-    report = make_report(job, fitted, model_path=model_path, seconds=time.perf_counter() - began)
+    model = trained_model(job, accelerator, change)
+    save_only_what_trains(accelerator, model)
+    with explained(plan):
+        fitted = fit(
+            plan,
+            accelerator,
+            model,
+            job.data,
+            pad_token_id=job.tokenizer.pad_token_id,
+            show=show,
+            images=job.images,
+            answer=answers(job),
+        )
+    save = save_with_heads if plan.recipe.task == "medusa" else save_model
+    keep = plan.recipe.checkpoint.save_model and not fitted.stopped_by
+    model_path, medusa = save(job, accelerator, fitted) if keep else (None, None)
+    report = make_report(job, fitted, model_path=model_path, seconds=time.perf_counter() - began, medusa=medusa)
     if accelerator.is_main_process:
+        draw_curves(plan.output_dir)
         write_json(plan.output_dir / "report.json", report.as_dict())
     accelerator.wait_for_everyone()
     accelerator.end_training()
     return report
 
 
-def save_model(job: Job, accelerator: Accelerator, model: nn.Module) -> str:
-    """Write `output_dir/model` in Hugging Face's format; all ranks call it, the main one writes."""
-    from ligertune.model.export import write_model
+def trained_model(
+    job: Job, accelerator: Accelerator, change: Callable[[PreTrainedModel], None] | None
+) -> PreTrainedModel | PeftModel | MedusaModel:
+    """What the loop trains: the model with our kernels, and with adapters or heads where the recipe says so."""
+    import torch
+
+    from ligertune.model.attention import checkpoint_layers
+    from ligertune.model.documents import guard
+    from ligertune.model.load import build_model
+    from ligertune.model.lora import apply_method
+    from ligertune.model.vision import prepare_vision
+    from ligertune.train.isolation import check_isolation
+
+    plan = job.plan
+    model = build_model(
+        plan.recipe.model.model_copy(update={"attn_implementation": plan.attn_implementation}),
+        job.config,
+        dtype=getattr(torch, plan.precision.weights),
+        device=accelerator.device,
+        seed=plan.recipe.train.seed,
+        four_bits=plan.recipe.method.type == "qlora",
+    )
+    apply_kernels(plan.recipe, model)
+    prepare_vision(model, plan.recipe.vision)
+    if change is not None:
+        change(model)
+    if plan.rows.packed:
+        guard(model)
+        with accelerator.autocast():
+            check_isolation(model, multiple_of=plan.rows.multiple_of)
+    if plan.recipe.train.gradient_checkpointing:
+        checkpoint_layers(model, offload=plan.recipe.train.gradient_checkpointing == "offload")
+    model = apply_method(model, plan.recipe.method, seed=plan.recipe.train.seed)
+    return with_heads(plan, model) if plan.recipe.task == "medusa" else model
+
+
+def begin_output(plan: Plan) -> None:
+    """Rehearse the first save, and write down what is about to be done."""
+    from ligertune.train.checkpoint import check_space
+
+    if plan.recipe.checkpoint.overwrite:
+        clear_run(plan.output_dir)
+    check_space(plan)
+    write_json(plan.output_dir / "plan.json", plan.as_dict())
+    (plan.output_dir / "resolved_recipe.yaml").write_text(dump_recipe(plan.recipe), encoding="utf-8")
+
+
+def prompt_of(job: Job) -> dict:
+    """How prompts look in this run: kept beside the model, and used for its samples."""
+    template = {"alpaca": "alpaca", "plain": "raw"}.get(job.data.template, "chat")
+    return {"prompt_template": template, "system_prompt": job.plan.recipe.data.system_prompt}
+
+
+def answers(job: Job) -> Callable[[PreTrainedModel], list[dict[str, str]]] | None:
+    """What answers the recipe's prompts; None without any, or where each rank holds a part of the model."""
+    prompts = job.plan.recipe.eval.sample_prompts
+    if not prompts or job.plan.strategy == "fsdp":
+        return None
+    from ligertune.decode.samples import answers_to
+
+    return answers_to(prompts, job.tokenizer.tokenizer, prompt_of(job), pad_token_id=job.tokenizer.pad_token_id)
+
+
+def with_heads(plan: Plan, model: PreTrainedModel) -> MedusaModel:
+    """The model with its Medusa heads, whose backbone is called without the model around it."""
+    from ligertune.medusa.build import attach_heads, is_fused
+    from ligertune.medusa.head_form import backbone_of
+    from ligertune.model.documents import guard
+
+    if plan.rows.packed:
+        guard(backbone_of(model))
+    return attach_heads(model, plan.recipe.medusa, fused=is_fused(plan.recipe))
+
+
+def save_with_heads(job: Job, accelerator: Accelerator, fitted: Fitted) -> tuple[str, dict | None]:
+    """Write `output_dir/medusa`, beside `output_dir/model` where that was trained too; (the heads' folder, report)."""
     from ligertune.train.distributed import full_state_dict
+
+    plan, model, report = job.plan, fitted.model, None
+    weights = full_state_dict(accelerator, model)
+    if plan.recipe.medusa.stage == 2:
+        write_base_model(job, accelerator, accelerator.unwrap_model(model).base_model, of_base(weights))
+    if accelerator.is_main_process:
+        _, report = finish_heads(
+            plan,
+            accelerator,
+            model,
+            weights,
+            job.data,
+            tokenizer=job.tokenizer.tokenizer,
+            prompt_template=prompt_of(job)["prompt_template"],
+        )
+    accelerator.wait_for_everyone()
+    return str(plan.output_dir / "medusa"), None if report is None else report.as_dict()
+
+
+def of_base(weights: dict | None) -> dict | None:
+    """The weights of the model in those of the model with heads."""
+    prefix = "base_model."
+    return weights and {name.removeprefix(prefix): t for name, t in weights.items() if name.startswith(prefix)}
+
+
+def save_model(job: Job, accelerator: Accelerator, fitted: Fitted) -> tuple[str, None]:
+    """Write `output_dir/model` in Hugging Face's format; all ranks call it, the main one writes."""
+    from ligertune.train.distributed import full_state_dict
+
+    weights = full_state_dict(accelerator, fitted.model) if fitted.best_weights is None else fitted.best_weights
+    return write_base_model(job, accelerator, accelerator.unwrap_model(fitted.model), weights), None
+
+
+def write_base_model(job: Job, accelerator: Accelerator, model: Module, weights: dict | None) -> str:
+    """The model, its tokenizer and what prompts looked like, on the main process."""
+    from ligertune.model.export import write_model
 
     folder, wanted = job.plan.output_dir / "model", job.plan.recipe.data
     tokenizer = job.tokenizer.tokenizer
     if wanted.prompt_template not in ("auto", "chat", "alpaca"):  # a file: what serves the model must use it too
         tokenizer.chat_template = Path(wanted.prompt_template).read_text(encoding="utf-8")
-    weights = full_state_dict(accelerator, model)
     if accelerator.is_main_process:
         write_model(
-            accelerator.unwrap_model(model),
+            model,
             tokenizer,
             folder,
             state_dict=weights,
-            prompt_template={"alpaca": "alpaca", "plain": "raw"}.get(job.data.template, "chat"),
-            system_prompt=wanted.system_prompt,
+            **prompt_of(job),
+            images=job.images,
         )
     accelerator.wait_for_everyone()
     return str(folder)
 
 
-def make_report(job: Job, fitted: Fitted, *, model_path: str | None, seconds: float) -> Report:
+def make_report(
+    job: Job, fitted: Fitted, *, model_path: str | None, seconds: float, medusa: dict | None = None
+) -> Report:
     """Put together what the plan intended and what training came to."""
     plan, account = job.plan, job.data.train.stream.account() if job.data.streamed else ()
     losses = [line["loss"] for line in read_metrics(plan.output_dir / "metrics.jsonl") if "loss" in line]
@@ -178,7 +305,8 @@ def make_report(job: Job, fitted: Fitted, *, model_path: str | None, seconds: fl
         output_dir=str(plan.output_dir),
         model_path=model_path,
         versions=versions(),
-        notes=(*plan.notes, *account),
+        notes=(*plan.notes, *fitted.notes, *account),
+        medusa=medusa,
     )
 
 
@@ -189,14 +317,22 @@ def preview_model(recipe: Recipe, config: PreTrainedConfig, device: str, attenti
 
     import ligertune.model.documents  # noqa: F401  makes its attention known to transformers
     from ligertune.model.load import build_model
+    from ligertune.model.lora import apply_method
     from ligertune.model.shape import ModelShape
+    from ligertune.model.vision import prepare_vision
 
     attn = attention.implementation or recipe.model.attn_implementation
     spec = recipe.model.model_copy(update={"init": "random", "attn_implementation": attn})
     model = build_model(spec, config, dtype=torch.bfloat16, device="meta", seed=0)
     report = apply_kernels(recipe, model)
+    prepare_vision(model, recipe.vision)
     lines = () if report is None else tuple(KernelLine(r.kernel, r.applied, r.left, r.note) for r in report.rows)
-    return ModelShape.of(model), model.config._attn_implementation, backend(device), lines
+    adapted = apply_method(model, recipe.method)
+    shape = ModelShape.of(adapted)
+    if recipe.task == "medusa":
+        shape, lines = preview_heads(recipe, model, lines)
+    here = device if torch.cuda.is_available() else "cpu"  # a plan may be for a GPU that is not
+    return shape, model.config._attn_implementation, backend(here), lines
 
 
 def apply_kernels(recipe: Recipe, model: PreTrainedModel) -> PatchReport | None:
@@ -206,7 +342,8 @@ def apply_kernels(recipe: Recipe, model: PreTrainedModel) -> PatchReport | None:
     wanted = recipe.kernels
     if wanted.enabled is False:
         return None
-    return patch(model, rope=wanted.rope, norm=wanted.norm, mlp=wanted.mlp, loss=wanted.loss)
+    loss = "torch" if recipe.task == "medusa" else wanted.loss  # the heads' loss is computed around the model
+    return patch(model, rope=wanted.rope, norm=wanted.norm, mlp=wanted.mlp, loss=loss)
 
 
 def rows_of(recipe: Recipe, data: PreparedData, *, multiple_of: int) -> Rows:

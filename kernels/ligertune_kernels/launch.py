@@ -156,8 +156,10 @@ WARPS = {
 
 def options(elements: int, chip: Chip) -> dict[str, int | bool]:
     """Launch options of a program that works on a tile of so many elements."""
-    warps = next(warps for most, warps in WARPS[chip.warp_size] if most is None or elements <= most)
-    assert warps * chip.warp_size <= MAX_THREADS
+    # By the width of a warp, not by a list of chips: one that comes out tomorrow is served, too.
+    table = WARPS[64 if chip.warp_size > 32 else 32]
+    warps = next(warps for most, warps in table if most is None or elements <= most)
+    warps = min(warps, MAX_THREADS // chip.warp_size)
     # One stage: there is no matrix product whose operands could be fetched ahead. The fusion of a*b+c is what Triton
     # does by default up to 3.9; said here, it stays so.
     return {"num_warps": warps, "num_stages": 1, "enable_fp_fusion": True}

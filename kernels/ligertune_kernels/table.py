@@ -78,5 +78,6 @@ OPS = (
         "product of int8 activations and packed 2-bit weights",
         ("pack_int2", "unpack_int2"),
     ),
+    Op("adamw_step", "adamw_step", "AdamW's step in place, clipping included"),
     Op("embedding", "embedding", "rows of a table, with a deterministic gradient", ("Embedding",), ("weight",)),
 )

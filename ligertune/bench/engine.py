@@ -191,7 +191,7 @@ def _checked(
         del outputs, gradients
         row.peak_bytes = _peak(bound.both, stage.device)
     except stage.failures as problem:
-        row.failure = _sentence(problem)
+        row.failure = sentence(problem)
         return None
     return bound
 
@@ -222,14 +222,14 @@ def _time(rows: list[Row], bounds: list[Bound | None], mode: Mode, stage: Stage)
             try:
                 times.append(bound.timed(mode, stage.clock, ahead=times[-1][1] if times else 0.0))
             except stage.failures as problem:
-                row.failure = _sentence(problem)
+                row.failure = sentence(problem)
     for row, times in zip(rows, taken, strict=True):
         if row.failure is None and len(times) > effort.warmup:
             row.device[mode] = Timing.of([device for device, _ in times[effort.warmup :]])
             row.host[mode] = Timing.of([host for _, host in times[effort.warmup :]])
 
 
-def _sentence(problem: BaseException) -> str:
+def sentence(problem: BaseException) -> str:
     """The first line of what went wrong."""
     lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
     return f"{type(problem).__name__}: {lines[0] if lines else ''}"[:200]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ligertune.bench import losses, norms, pointwise
+from ligertune.bench import losses, norms, optimizers, pointwise
 from ligertune.bench.case import Case, Subject
 from ligertune.errors import UserError
 
@@ -25,6 +25,7 @@ SUBJECTS: tuple[Subject, ...] = (
     losses.JSD,
     losses.LINEAR_JSD,
     pointwise.TERNARY,
+    optimizers.ADAMW_STEP,
 )
 SUBJECT_OF = {subject.op: subject for subject in SUBJECTS}
 

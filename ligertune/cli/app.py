@@ -22,11 +22,15 @@ def _register() -> None:
     from ligertune.cli.compare import compare
     from ligertune.cli.data import data
     from ligertune.cli.doctor import doctor
+    from ligertune.cli.export import export
     from ligertune.cli.generate import generate
+    from ligertune.cli.init import init
+    from ligertune.cli.medusa import medusa
+    from ligertune.cli.plan import plan
     from ligertune.cli.recipe import recipe_app
     from ligertune.cli.train import train
 
-    for command in (train, compare, bench, data, generate, doctor):
+    for command in (init, train, medusa, plan, compare, bench, data, generate, export, doctor):
         app.command()(command)
     app.add_typer(recipe_app, name="recipe")
 
@@ -54,5 +58,14 @@ def main() -> None:
 
         render.error(problem)
         sys.exit(problem.exit_code)
+    except OSError as problem:
+        from ligertune.cli import render
+        from ligertune.disk import cannot_write, reason_of
+
+        reason = reason_of(problem)
+        if reason is None:
+            raise
+        render.error(cannot_write(str(problem.filename or "A file"), reason))
+        sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)

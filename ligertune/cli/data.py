@@ -37,13 +37,18 @@ def data(
     from ligertune.data.page import page
     from ligertune.data.prepare import prepare
     from ligertune.data.preview import looked_at, preview, summary
-    from ligertune.model.load import load_tokenizer
+    from ligertune.model.load import load_tokenizer, read_config
+    from ligertune.vision.packing import without_packing
+    from ligertune.vision.reader import load_reader
 
+    config = read_config(loaded.model)
+    loaded, _ = without_packing(loaded, config)
     tokenizer = load_tokenizer(loaded.model).tokenizer
+    images = load_reader(loaded.model, loaded.vision, config, tokenizer)
     with render_data.Preparing() as preparing:
-        prepared = prepare(loaded.data, tokenizer, seed=loaded.train.seed, progress=preparing.show)
+        prepared = prepare(loaded.data, tokenizer, seed=loaded.train.seed, progress=preparing.show, images=images)
     seen = looked_at(prepared)
-    previews = preview(seen, tokenizer, examples)
+    previews = preview(seen, tokenizer, examples, images)
     whole = outlook(loaded, seen.lengths, seen.trained, processes=world_size())
     everything = summary(prepared, seen, previews, whole)
     render_data.data_preview(everything, previews)

@@ -2,25 +2,74 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ligertune.cli import render
 
+if TYPE_CHECKING:
+    from ligertune.bench.check import Check
 
-def doctor(json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False) -> None:
-    """Say what this machine can do: device, dtypes, versions, whether the kernels run on Triton.
 
-    Example: ligertune doctor
+def doctor(
+    kernels: Annotated[bool, typer.Option("--kernels", help="Check every op against float64 here: a minute.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
+) -> None:
+    """Say what this machine can do, and the command that mends what it cannot. Exit code 1 if a kernel is wrong.
+
+    Example: ligertune doctor --kernels
     """
-    from ligertune.doctor import examine
+    from ligertune.doctor.examine import examine
 
     render.people_on_stderr(json)
     findings = examine()
-    render.table("This machine", [(f.what, f.value) for f in findings])
+    render.table("This machine", [(f.what, f"{'ok' if f.ok else 'warning':8s} {f.value}") for f in findings])
     for finding in findings:
-        if finding.advice:
-            render.text(f"  warning: {finding.advice}")
+        if not finding.ok:
+            render.text(f"\nwarning: {finding.what}: {finding.advice}.")
+            if finding.command:
+                render.text(f"  {finding.command}")
+    checks = _check_kernels() if kernels else []
+    good = all(check.good for check in checks)
     if json:
-        render.json_report({f.what: {"value": f.value, "advice": f.advice} for f in findings})
+        report = {"ok": good and all(f.ok for f in findings), "findings": [f.as_dict() for f in findings]}
+        render.json_report({**report, **({"kernels": [check.as_dict() for check in checks]} if kernels else {})})
+    if not good:
+        raise typer.Exit(1)
+
+
+def _check_kernels() -> list[Check]:
+    """Check and show them, op by op."""
+    import torch
+
+    from ligertune.bench.check import check_ops, dtypes_to_check
+    from ligertune.machine import this_machine
+
+    machine, done = this_machine(), []
+    with render.status("checking the kernels ...") as status:
+        for rows in check_ops(torch.device(machine.device), dtypes_to_check(machine)):
+            done += rows
+            status.update(f"checking the kernels: {len(done)} done, last {rows[0].case.op}")
+    render.text()
+    render.columns("Kernels against float64", ["", "dtype", "", "relative error", "allowed"], _lines(done))
+    wrong = sum(not check.good for check in done)
+    seconds = sum(check.seconds for check in done)
+    render.text(
+        f"{len(done)} checks in {seconds:.0f} s: " + (f"{wrong} WRONG" if wrong else "all as exact as they must be")
+    )
+    return done
+
+
+def _lines(checks: list[Check]) -> list[list[str]]:
+    """Of each op in each dtype the worst case."""
+    of_op: dict[tuple, list[Check]] = {}
+    for check in checks:
+        of_op.setdefault((check.case.op, check.case.dtype), []).append(check)
+    lines = []
+    for (op, dtype), rows in of_op.items():
+        worst = max(rows, key=lambda check: (not check.good, check.error is None, check.error or 0.0))
+        said = f"{worst.case.label}, {worst.form}: {worst.failure}" if worst.failure else f"{worst.error:.1e}"
+        verdict = "ok" if worst.good else "WRONG"
+        lines.append([op, str(dtype).removeprefix("torch."), verdict, said, f"{worst.bound:g}"])
+    return lines

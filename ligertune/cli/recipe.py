@@ -1,4 +1,4 @@
-"""`ligertune recipe check|show|schema`: nothing here loads a model, or torch."""
+"""`ligertune recipe check|show|list|keys|schema|import`: nothing here loads a model, or torch."""
 
 from __future__ import annotations
 
@@ -8,11 +8,19 @@ from typing import Annotated
 import typer
 
 from ligertune.cli import render
+from ligertune.cli.complete import recipe_keys
 
-recipe_app = typer.Typer(help="Check a recipe, show it with every default, or print its schema.", no_args_is_help=True)
+recipe_app = typer.Typer(
+    help="Check a recipe, show it whole, explain its keys, list the bundled ones, or import another tool's."
+    "\n\nExample: ligertune recipe check my.yaml",
+    no_args_is_help=True,
+)
 
 RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="YAML recipe.", show_default=False)]
-Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a value.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Override a value.", autocompletion=recipe_keys),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
 
 
@@ -58,3 +66,60 @@ def schema() -> None:
     from ligertune.recipe import recipe_schema
 
     render.json_report(recipe_schema())
+
+
+@recipe_app.command("list")
+def list_(json: Json = False) -> None:
+    """Print the paths of the recipes that come with ligertune, and what each is for.
+
+    Example: ligertune recipe list
+    """
+    from ligertune.recipe.collection import bundled_recipes, what_it_is_for
+
+    render.people_on_stderr(json)
+    found = {str(path): what_it_is_for(path) for path in bundled_recipes()}
+    for path, words in found.items():
+        render.text(f"{path}\n  {words}")
+    if json:
+        render.json_report(found)
+
+
+@recipe_app.command("keys")
+def print_keys() -> None:
+    """Print every key of a recipe in Markdown: what it does, what it takes, its default.
+
+    Example: ligertune recipe keys > recipe_keys.md
+    """
+    from ligertune.recipe.describe import recipe_reference
+
+    render.document(recipe_reference())
+
+
+@recipe_app.command("import")
+def import_(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="YAML of Axolotl, LLaMA-Factory or TRL.")],
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="RECIPE", help="Write it here instead of on stdout.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Turn a YAML file of Axolotl, LLaMA-Factory or TRL into a recipe, and list what has no counterpart.
+
+    Example: ligertune recipe import axolotl.yml --out my.yaml
+    """
+    from ligertune.preflight import write_new
+    from ligertune.recipe.imports import import_recipe
+
+    render.people_on_stderr(json or out is None)
+    found = import_recipe(file)
+    if out is not None:
+        write_new(out, found.text)
+    elif not json:
+        render.document(found.text)
+    for item in found.left:
+        where = f"{file}:{item.line}" if item.line else str(file)
+        render.text(f"{where}: not taken over: {item.key}: {item.value} ({item.why})")
+    if out is not None:
+        render.text(f"Written: {out}, from a file of {found.peer}'s. Look at it, then: ligertune data {out}")
+    if json:
+        render.json_report(found.as_dict())

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import shlex
 import shutil
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.live import Live
+from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
     from ligertune.errors import UserError
     from ligertune.plan import KernelLine, Plan
-    from ligertune.report import Report
+    from ligertune.plan_fit import Fit
+    from ligertune.report import Report, Throughput
 
 
 class _Output:
@@ -29,7 +33,10 @@ class _Output:
         self.go_to(stderr=False)
 
     def go_to(self, *, stderr: bool) -> None:
-        self.console = Console(stderr=stderr, highlight=False, soft_wrap=True)
+        stream = sys.stderr if stderr else sys.stdout
+        # a file has no width, and rich would take it for a window of 80 columns
+        width = None if stream.isatty() or "COLUMNS" in os.environ else 160
+        self.console = Console(stderr=stderr, highlight=False, soft_wrap=True, width=width)
 
 
 OUTPUT = _Output()
@@ -43,6 +50,11 @@ def people_on_stderr(json_wanted: bool) -> None:
 def text(message: str = "") -> None:
     """A line for people, as it is (no markup)."""
     OUTPUT.console.print(Text(message))
+
+
+def note(message: str) -> None:
+    """A line beside what the command gives, on stderr."""
+    Console(stderr=True, highlight=False, soft_wrap=True).print(Text(message, style="dim"))
 
 
 def document(content: str) -> None:
@@ -88,6 +100,7 @@ def plan(plan: Plan) -> None:
         ("steps", f"{schedule.total_steps} ({schedule.warmup_steps} of them warm-up), {schedule.type}, "
                   f"learning rate {schedule.learning_rate:g}"),
         ("states", f"{size(plan.bytes.total)} on each device for weights, gradients and {plan.optimizer.name}"),
+        ("peak memory", predicted(plan)),
         ("output", str(plan.output_dir)),
     ]  # fmt: skip
     if data.eval_examples:
@@ -98,6 +111,31 @@ def plan(plan: Plan) -> None:
             text(f"  left alone: {line.left} x {line.kernel}: {line.note}")
     for note in plan.notes:
         text(f"  note: {note}")
+
+
+def predicted(plan: Plan) -> str:
+    """The peak that is expected on a device, in words."""
+    if plan.peak is None:
+        return "not predicted: this model's layers are not understood"
+    return f"{size(plan.peak.total)} expected of {size(plan.machine.memory_bytes)} on each device"
+
+
+def memory(plan: Plan, fits: Iterable[Fit] | None) -> None:
+    """The expected peak by kind, and what would fit."""
+    if plan.peak is not None:
+        moments = {
+            "loss": "while the loss is computed",
+            "backward": "as the backward begins",
+            "gradients": "as the backward ends",
+            "step": "in the optimizer's step",
+        }
+        text()
+        rows = [(kind, size(n_bytes)) for kind, n_bytes in plan.peak.parts().items()]
+        table(f"Memory of each device, at its highest {moments[plan.peak.moment.name]}", rows)
+    for fit in fits or ():
+        how = "with checkpointing" if fit.checkpointing else "without checkpointing"
+        text(f"  {how}: {fit.micro_batch_size} rows of the recipe's length, or one of {fit.row_length} tokens, "
+             f"in {size(plan.machine.memory_bytes)}")  # fmt: skip
 
 
 def dataset(plan: Plan) -> str:
@@ -127,6 +165,17 @@ def dtype(plan: Plan) -> str:
     return plan.precision.weights
 
 
+@contextlib.contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """Says what takes its time: a live line on a terminal, a plain one elsewhere."""
+    if OUTPUT.console.is_terminal:
+        with OUTPUT.console.status(Text(what)):
+            yield
+        return
+    text(what)
+    yield
+
+
 class Progress:
     """The state of a run: one live line on a terminal, plain lines elsewhere."""
 
@@ -153,6 +202,10 @@ class Progress:
             OUTPUT.console.print(shown)
 
     def _words(self, line: dict) -> str:
+        if "note" in line:
+            return f"note: {line['note']}"
+        if "samples" in line:
+            return "\n".join(f"  {one['prompt']!r} -> {one['answer']!r}" for one in line["samples"])
         if "eval_loss" in line:
             return f"step {line['step']:>6}/{self._total}  evaluation loss {line['eval_loss']:.4f}"
         peak = line["peak_memory"]
@@ -166,7 +219,7 @@ class Progress:
 
 def report(report: Report) -> None:
     """The end of a run."""
-    speed = report.throughput
+    speed, done = report.throughput, report.status == "completed"
     resumed = f", resumed at {report.resumed_from}" if report.resumed_from else ""
     rows = [
         ("status", report.status + (f" by {report.stopped_by}" if report.stopped_by else "")),
@@ -182,25 +235,39 @@ def report(report: Report) -> None:
             ("tokens/s", f"{speed.tokens_per_second:,.0f} real ({speed.trained_tokens_per_second:,.0f} trained), "
                          f"{speed.padded_tokens_per_second:,.0f} with padding, which is "
                          f"{100 * speed.padding_share:.1f} % ({speed.steps} steps, {left_out})"),
-            ("MFU", "unknown peak of this device or dtype" if speed.mfu is None else f"{100 * speed.mfu:.1f} %"),
+            *_images(speed),
+            ("MFU", _mfu(speed)),
         ]  # fmt: skip
     rows += [
         ("peak memory", peak_memory(report.peak_memory)),
         ("kernels applied", kernels(report.kernels, report.kernels_backend)),
         ("device", f"{report.device} x {report.world_size}, {report.strategy}, {report.dtype}"),
         ("time", duration(report.seconds)),
-        ("model", report.model_path or "not written: the run is not finished"),
+        ("model", report.model_path or f"not written: {'save_model is false' if done else 'the run is not finished'}"),
     ]
     text()
     table("Report", rows)
+
+
+def _mfu(speed: Throughput) -> str:
+    if speed.images_per_second is not None:
+        return "not measured of models that see"
+    return "unknown peak of this device or dtype" if speed.mfu is None else f"{100 * speed.mfu:.1f} %"
+
+
+def _images(speed: Throughput) -> list[tuple[str, str]]:
+    if speed.images_per_second is None:
+        return []
+    return [("images/s", f"{speed.images_per_second:,.1f} ({speed.image_tokens_per_second:,.0f} of the tokens/s)")]
 
 
 def next_step(report: Report, recipe_path: str) -> None:
     """The exact command to type after a run."""
     if report.model_path:
         model = shlex.quote(report.model_path)
-        text(f"\nGenerate from it:  {command()} generate {model} 'Give three tips for staying healthy.'")
-    else:
+        heads = " --medusa" if Path(report.model_path).name == "medusa" else ""
+        text(f"\nGenerate from it:  {command()} generate {model} 'Give three tips for staying healthy.'{heads}")
+    elif report.status == "interrupted":
         text(f"\nContinue it:  {command()} train {shlex.quote(recipe_path)} --resume")
 
 
@@ -265,3 +332,8 @@ def columns(title: str, header: list[str], rows: list[list[Any]]) -> None:
     for row in rows:
         grid.add_row(*(Text(str(cell)) for cell in row))
     OUTPUT.console.print(grid)
+
+
+def status(words: str) -> Status:
+    """A line on a terminal while something is done, nothing elsewhere; `update` changes its words."""
+    return OUTPUT.console.status(Text(words))

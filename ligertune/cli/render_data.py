@@ -103,6 +103,8 @@ def _account(everything: dict[str, Any]) -> list[tuple[str, str]]:
             ),
             ("too long", f"{overlength}, {report['truncated']} truncated"),
         ]
+    if everything["images"]:
+        rows.append(("images", str(everything["images"])))
     rows += [
         (
             "tokens each",

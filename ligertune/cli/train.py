@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ligertune.cli import render, render_data
+from ligertune.cli import render, render_data, render_medusa
+from ligertune.cli.complete import recipe_keys
+
+if TYPE_CHECKING:
+    from ligertune.recipe import Recipe
 
 
 def train(
     recipe: Annotated[Path, typer.Argument(help="YAML recipe.", show_default=False)],
-    set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a value.")] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Override a value.", autocompletion=recipe_keys),
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest complete checkpoint.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the run in output_dir.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the report as JSON on stdout.")] = False,
@@ -21,7 +28,6 @@ def train(
 
     Example: ligertune train configs/quickstart/stories260k.yaml --set train.learning_rate=1e-3
     """
-    from ligertune.machine import is_main_process
     from ligertune.recipe import load_recipe
 
     render.people_on_stderr(json)
@@ -30,8 +36,12 @@ def train(
         overrides.append("checkpoint.resume_from_checkpoint=auto")
     if overwrite:
         overrides.append("checkpoint.overwrite=true")
-    loaded = load_recipe(recipe, overrides=overrides)
+    train_as(load_recipe(recipe, overrides=overrides), recipe, json)
 
+
+def train_as(loaded: Recipe, path: Path, json: bool) -> None:
+    """Run a recipe that was read from `path`, and show its plan, progress and report."""
+    from ligertune.machine import is_main_process
     from ligertune.run import plan_for, run  # torch comes in here, not with --help
 
     main = is_main_process()
@@ -43,7 +53,9 @@ def train(
         report = run(job, progress.show)
     if main:
         render.report(report)
-        render.next_step(report, str(recipe))
+        if report.medusa is not None:
+            render_medusa.report(report.medusa)
+        render.next_step(report, str(path))
         if json:
             render.json_report(report.as_dict())
     if report.status == "interrupted":

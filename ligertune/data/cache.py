@@ -70,6 +70,7 @@ class Writer:
         self._stack.close()
         hashes = {name: digest.hexdigest() for name, digest in self._hashes.items()}
         meta = {"sizes": sizes, "sha256": hashes, "files": self._names.files, "about": about}
+        meta["pictures"] = self._names.pictures
         with (self._folder / _META).open("w", encoding="utf-8") as file:
             json.dump(meta, file, indent=1)
             _flush(file)
@@ -107,7 +108,7 @@ def opened(folder: Path) -> Entry | None:
         meta = json.loads((folder / _META).read_text(encoding="utf-8"))
         arrays = {name: _mapped(folder / name, dtype, meta["sizes"][name]) for name, dtype in ARRAYS.items()}
         hashes = {name: hashlib.sha256(array).hexdigest() for name, array in arrays.items()}
-        block = Block.from_arrays(arrays, meta["files"])
+        block = Block.from_arrays(arrays, meta["files"], meta["pictures"])
         return Entry(block, meta["about"]) if hashes == meta["sha256"] else None
     except (OSError, ValueError, LookupError, TypeError):
         return None

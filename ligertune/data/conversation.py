@@ -46,6 +46,13 @@ REASONS: dict[str, str] = {
     "the template leaves a turn out": "a system or tool turn is nowhere in the rendered text",
     "the answer cannot be placed": "it is not to be found exactly once in the rendered text, so it cannot be marked",
     "several exchanges": "it holds more than one question and one answer, which needs prompt_template: chat",
+    "image is missing": "there is no such file beside the data, or in data.image_dir",
+    "image cannot be read": "the file is cut off, broken, no picture, or far too narrow",
+    "image on the network": "only files, data URLs and data sets with images in them are read",
+    "image marks do not fit": "the marks in the text (<image>, or parts of type image) are not as many as the images",
+    "image in an answer": "the model writes text only",
+    "the template leaves an image out": "the rendered text does not hold each image once",
+    "cut through an image": "data.max_length ends before the last image does, with on_overlength: truncate",
     "no text": "the row is empty: there is nothing to learn",
     "no trained token": "all its answers have weight 0, or the tokenizer merged them into the prompt",
     "too long": "more than data.max_length tokens, with on_overlength: drop",
@@ -59,7 +66,7 @@ REPAIRS: dict[str, str] = {
     "trailing question": "turns behind the last answer are left out: they teach nothing",
     "repeated role": "turns of one role in a row became one, with an empty line between them",
 }
-OVERLENGTH = ("too long", "cut before the answer")  # data.on_overlength decides, not on_bad_row
+OVERLENGTH = ("too long", "cut before the answer", "cut through an image")  # data.on_overlength decides, not on_bad_row
 
 
 class BadRow(Exception):

@@ -18,6 +18,7 @@ class Example(NamedTuple):
     input_ids: np.ndarray  # (T,) int32
     labels: np.ndarray  # (T,) int32
     source: str  # "file:line"
+    images: tuple[str, ...] = ()  # files, in the order in which they stand in the text
 
 
 class Examples(Sequence[Example]):
@@ -59,7 +60,8 @@ class Examples(Sequence[Example]):
         index = range(len(self))[index]
         block, end = self._blocks[self._block_of[index]], self._ends[index]
         span = slice(end - self.lengths[index], end)
-        return Example(block.input_ids[span], block.labels[span], block.source(self._row_of[index]))
+        row = self._row_of[index]
+        return Example(block.input_ids[span], block.labels[span], block.source(row), block.images(row))
 
     @property
     def sources(self) -> list[str]:
@@ -77,6 +79,11 @@ class Examples(Sequence[Example]):
         """How many labels of each are trained: (N,) int64. The first label of an example never is."""
         return self._gathered([block.trained for block in self._blocks])
 
+    @cached_property
+    def n_images(self) -> np.ndarray:
+        """How many images each shows: (N,) int64."""
+        return self._gathered([block.n_images for block in self._blocks])
+
     def select(self, indices: Iterable[int]) -> Examples:
         """The examples at these places, in this order, over the same arrays."""
         chosen = np.fromiter(indices, dtype=np.int64)
@@ -91,6 +98,8 @@ class Examples(Sequence[Example]):
         for name in ("input_ids", "labels"):
             for piece in self._pieces(name):
                 digest.update(np.ascontiguousarray(piece, dtype="<i4"))
+        if self.n_images.any():
+            digest.update("\n".join(path for example in self for path in example.images).encode())
         return digest.hexdigest()
 
     def _pieces(self, name: str) -> Iterator[np.ndarray]:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from ligertune.recipe.schema import DatasetSpec, DataSpec
+    from ligertune.vision.reader import ImageReader
 
 # keys of the section that only choose among examples, or how they are made and put together
 _AFTERWARDS = {"datasets", "eval_datasets", "val_split", "packing", "num_proc", "cache", "streaming"}
@@ -28,7 +29,9 @@ _VERSIONS = ("transformers", "tokenizers", "jinja2", "numpy")
 _READ_AT_ONCE = 1 << 20
 
 
-def data_key(spec: DatasetSpec, data: DataSpec, tokenizer: PreTrainedTokenizerBase) -> str:
+def data_key(
+    spec: DatasetSpec, data: DataSpec, tokenizer: PreTrainedTokenizerBase, images: ImageReader | None = None
+) -> str:
     """SHA-256 over everything above; a data set on the hub stands for itself under the name `datasets` gives it."""
     files = find_files(spec.path)
     template = _template(data, tokenizer)
@@ -40,6 +43,7 @@ def data_key(spec: DatasetSpec, data: DataSpec, tokenizer: PreTrainedTokenizerBa
         "template": template,
         "today": str(datetime.date.today()) if "strftime_now" in str(template) else None,
         "tokenizer": _tokenizer(tokenizer),
+        "images": images.identity() if images else None,
         "code": _own_code(),
         "versions": {name: version(name) for name in _VERSIONS},
     }
@@ -69,6 +73,7 @@ def _tokenizer(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
 @cache
 def _own_code() -> str:
     digest = hashlib.sha256()
-    for file in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(file.read_bytes())
+    for package in ("data", "vision"):
+        for file in sorted((Path(__file__).parents[1] / package).glob("*.py")):
+            digest.update(file.read_bytes())
     return digest.hexdigest()

@@ -167,10 +167,11 @@ def _optional(row: dict[str, Any], column: str, reading: Reading) -> str:
     return "" if value is None else reading.text(value, f"`{column}`")
 
 
-_CHAT = ("system", "tools")
+_CHAT = ("system", "tools", "image", "images")
 FORMATS: tuple[Format, ...] = (
     Format("alpaca", ("instruction", "output"), ("input", "system", "history"), "alpaca", _alpaca),
     Format("sharegpt", ("conversations",), _CHAT, "chat", partial(_conversation, column="conversations")),
+    Format("llava", ("conversations",), _CHAT, "chat", partial(_conversation, column="conversations"), gives_way=True),
     Format("messages", ("messages",), _CHAT, "chat", partial(_conversation, column="messages")),
     Format("prompt_completion", ("prompt", "completion"), ("tools",), "plain", _prompt_completion, gives_way=True),
     Format("text", ("text",), (), "plain", _text, raw=True, gives_way=True),

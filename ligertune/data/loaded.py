@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import chain, islice
 from pathlib import Path
@@ -14,6 +14,7 @@ from ligertune.data.cache import Writer, cache_home, kept
 from ligertune.data.conversation import REASONS
 from ligertune.data.fingerprint import data_key
 from ligertune.data.formats import check_columns, recognise
+from ligertune.data.image_rows import ImagePlaces
 from ligertune.data.parallel import blocks_of, count_processes
 from ligertune.data.rows import RowPath, Tally
 from ligertune.data.sources import Record, RecordStream, shown_path
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from ligertune.recipe.schema import DatasetSpec, DataSpec
+    from ligertune.vision.reader import ImageReader
 
 # (data set, rows done, share of them all): called as the rows are done
 Progress = Callable[[str, int, float], None]
@@ -43,12 +45,16 @@ class LoadedSet:
 
 
 def load(
-    spec: DatasetSpec, data: DataSpec, tokenizer: PreTrainedTokenizerBase, progress: Progress | None = None
+    spec: DatasetSpec,
+    data: DataSpec,
+    tokenizer: PreTrainedTokenizerBase,
+    progress: Progress | None = None,
+    images: ImageReader | None = None,
 ) -> LoadedSet:
     """The cache's examples if it has them, else the files', which the cache then keeps."""
     check_columns(spec.columns)
-    key = data_key(spec, data, tokenizer) if data.cache else None
-    making = Making(spec, data, tokenizer, progress, ranks=1 if key else ranks_on_node())
+    key = data_key(spec, data, tokenizer, images) if data.cache else None
+    making = Making(spec, data, tokenizer, progress, ranks=1 if key else ranks_on_node(), images=images)
     if key is None:
         block = Block.joined(list(making.blocks()))
         about = making.about()
@@ -65,7 +71,24 @@ def load(
     loaded = LoadedSet(block=block, cached=not making.done, **{**about, "tally": _tally(about["tally"])})
     if not len(block):
         raise _nothing_left(loaded)
+    if loaded.cached:
+        _check_pictures(block.pictures)
     return loaded
+
+
+def image_places(data: DataSpec, images: ImageReader | None) -> ImagePlaces | None:
+    """What puts images into rows; images that a data set holds as bytes become files beside the cache."""
+    return None if images is None else ImagePlaces(images, data.image_dir, cache_home().with_name("images"))
+
+
+def _check_pictures(pictures: Sequence[str]) -> None:
+    """Complains now, and not in the middle of training, of pictures that went away since their rows were prepared."""
+    for path in pictures:
+        if not Path(path).is_file():
+            raise UserError(
+                f"{path}: this image was there when the data was prepared, and is gone.",
+                hint="Put it back, or write data.cache: false to prepare the data again.",
+            )
 
 
 class Making:
@@ -79,11 +102,13 @@ class Making:
         progress: Progress | None,
         *,
         ranks: int,
+        images: ImageReader | None = None,
     ) -> None:
         self.done = False
         self._spec, self._data, self._tokenizer = spec, data, tokenizer
         self._show = progress or (lambda path, done, share: None)
         self._processes = max(1, count_processes(data.num_proc) // ranks)
+        self._images = images
         self._path = shown_path(Path(spec.path))
         self._tally = Tally()
 
@@ -113,7 +138,7 @@ class Making:
 
     def _rows(self, first: list[Record]) -> RowPath:
         format = recognise(self._spec.format, {column for record in first for column in record.row}, self._path)
-        rows = RowPath(self._spec, self._data, format, self._tokenizer)
+        rows = RowPath(self._spec, self._data, format, self._tokenizer, image_places(self._data, self._images))
         self._format, self._template = format.name, rows.template.name
         return rows
 

@@ -36,7 +36,8 @@ class Outlook:
 
 def outlook(recipe: Recipe, lengths: np.ndarray, trained: np.ndarray, *, processes: int) -> Outlook:
     """lengths, trained: tokens of each example, and those of them that are trained."""
-    batching, max_length = choose_batching(recipe, processes), recipe.data.max_length
+    # what `auto` will take is not known before the model is: here, the whole batch at once
+    batching, max_length = choose_batching(recipe, processes, lambda micro, accumulates: True), recipe.data.max_length
     packs = pack(lengths, max_length)
     size = batching.micro_batch_size
     fills = {

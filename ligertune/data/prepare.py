@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from ligertune.recipe.schema import DataSpec
+    from ligertune.vision.reader import ImageReader
 
 
 @dataclass(frozen=True)
@@ -80,11 +81,17 @@ class PreparedData:
 
 
 def prepare(
-    data: DataSpec, tokenizer: PreTrainedTokenizerBase, *, seed: int, progress: Progress | None = None
+    data: DataSpec,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    seed: int,
+    progress: Progress | None = None,
+    images: ImageReader | None = None,
 ) -> PreparedData:
     """Reads, renders, tokenises and labels the data of a recipe; the same arguments give the same examples.
 
-    `progress` is told of the rows as they are done; of what the cache holds there is nothing to tell.
+    `progress` is told of the rows as they are done; of what the cache holds there is nothing to tell. `images`: how the
+    model sees, where it does.
     """
     if not tokenizer.is_fast:
         raise UserError(
@@ -93,14 +100,14 @@ def prepare(
         )
     held_out, eval_report = None, None
     if data.eval_datasets:
-        eval_sets = [load(spec, data, tokenizer, progress) for spec in data.eval_datasets]
+        eval_sets = [load(spec, data, tokenizer, progress, images) for spec in data.eval_datasets]
         held_out = Examples.of_blocks([part.block for part in eval_sets])
         eval_report = _report(eval_sets, held_out, data)
     if data.streaming:
-        stream = ExampleStream(data, tokenizer, seed=seed)
+        stream = ExampleStream(data, tokenizer, seed=seed, images=images)
         nothing_yet = _report([], Examples(), data)
         return PreparedData(StreamedExamples(stream), held_out, nothing_yet, stream.template, eval_report)
-    sets = [load(spec, data, tokenizer, progress) for spec in data.datasets]
+    sets = [load(spec, data, tokenizer, progress, images) for spec in data.datasets]
     train = Examples.of_blocks([part.block for part in sets])
     if data.val_split:
         train, held_out = split(train, data.val_split, seed=seed)

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import groupby, islice
+from itertools import groupby, islice, pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from ligertune.data.outlook import Outlook
+    from ligertune.vision.reader import ImageReader
 
 _HALF_A_CHARACTER = "\ufffd"
 _BINS = 24
@@ -45,6 +47,7 @@ class PreviewExample:
     tokens: int
     trained_tokens: int
     pieces: tuple[Piece, ...]
+    images: tuple[str, ...] = ()
 
     @property
     def spans(self) -> list[tuple[str, bool]]:
@@ -83,10 +86,12 @@ def looked_at(prepared: PreparedData) -> Examples:
     return Examples(islice(prepared.train.stream, _STREAMED))
 
 
-def preview(examples: Examples, tokenizer: PreTrainedTokenizerBase, n: int) -> list[PreviewExample]:
-    """The first `n` examples, as the model sees them."""
+def preview(
+    examples: Examples, tokenizer: PreTrainedTokenizerBase, n: int, images: ImageReader | None = None
+) -> list[PreviewExample]:
+    """The first `n` examples, as the model sees them; the tokens of an image are one piece that names it."""
     special = ControlTokens(tokenizer).ids
-    return [_decoded(examples[index], tokenizer, special) for index in range(min(n, len(examples)))]
+    return [_decoded(examples[index], tokenizer, special, images) for index in range(min(n, len(examples)))]
 
 
 def summary(
@@ -97,6 +102,7 @@ def summary(
         "template": prepared.template,
         "streamed": prepared.streamed,
         "fingerprint": prepared.train.fingerprint,
+        "images": int(examples.n_images.sum()),
         "lengths": asdict(LengthStatistics.of(examples.lengths)),
         "report": _as_dict(prepared.report),
         "eval_examples": len(prepared.eval) if prepared.eval is not None else 0,
@@ -107,6 +113,7 @@ def summary(
                 "source": shown.source,
                 "tokens": shown.tokens,
                 "trained_tokens": shown.trained_tokens,
+                "images": list(shown.images),
                 "spans": [{"text": text, "trained": trained} for text, trained in shown.spans],
                 "pieces": [piece._asdict() for piece in shown.pieces],
             }
@@ -124,10 +131,23 @@ def _as_dict(report: DataReport) -> dict:
     return {**asdict(report), "trained_share": report.trained_share}
 
 
-def _decoded(example: Example, tokenizer: PreTrainedTokenizerBase, special: frozenset[int]) -> PreviewExample:
+def _decoded(
+    example: Example, tokenizer: PreTrainedTokenizerBase, special: frozenset[int], images: ImageReader | None
+) -> PreviewExample:
     trained = example.labels != IGNORE_INDEX
-    pieces = tuple(_pieces(example.input_ids.tolist(), trained.tolist(), tokenizer, special))
-    return PreviewExample(example.source, len(trained), int(trained.sum()), pieces)
+    is_image = np.zeros(len(trained), dtype=bool) if images is None else example.input_ids == images.token_id
+    bounds = [0, *(np.flatnonzero(np.diff(is_image)) + 1).tolist(), len(trained)]
+    pieces: list[Piece] = []
+    names = iter(example.images)
+    for start, end in pairwise(bounds):
+        if is_image[start:end].any():
+            each = images.fixed_tokens or end - start
+            shown = islice(names, (end - start) // each)
+            pieces += (Piece(f"\u27e8{Path(name).name}: {each} tokens\u27e9", False, True) for name in shown)
+        else:
+            part = example.input_ids[start:end].tolist(), trained[start:end].tolist()
+            pieces += _pieces(*part, tokenizer, special)
+    return PreviewExample(example.source, len(trained), int(trained.sum()), tuple(pieces), example.images)
 
 
 def _pieces(

@@ -20,6 +20,7 @@ from ligertune.data.answers import answer_spans
 from ligertune.data.control import ControlTokens, Rendered, Span
 from ligertune.data.conversation import BadRow, Conversation, Message
 from ligertune.data.formats import Format
+from ligertune.data.image_rows import parts_of
 from ligertune.data.prompts import AlpacaPrompts, PlainText, TrainOn
 from ligertune.errors import UserError
 
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 # what a template may raise on data it was not written for
 _TEMPLATE_ERRORS = (TypeError, ValueError, LookupError, AttributeError)
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_IMAGE = re.compile(r"[\"']image[\"']")  # the template knows parts of this type
+_STRING = re.compile(r"\bis\s+string\b")  # and turns that are a plain text
 
 
 class Template(Protocol):
@@ -41,8 +44,10 @@ class Template(Protocol):
     def render(self, conversation: Conversation) -> Rendered: ...
 
 
-def choose_template(data: DataSpec, format: Format, tokenizer: PreTrainedTokenizerBase) -> Template:
-    """What `data.prompt_template` means for rows of this format."""
+def choose_template(
+    data: DataSpec, format: Format, tokenizer: PreTrainedTokenizerBase, *, with_images: bool = False
+) -> Template:
+    """What `data.prompt_template` means for rows of this format; `with_images`: their texts may hold image marks."""
     wanted = format.template if data.prompt_template == "auto" else data.prompt_template
     if format.raw and wanted != format.template:
         raise UserError(
@@ -64,7 +69,7 @@ def choose_template(data: DataSpec, format: Format, tokenizer: PreTrainedTokeniz
                 f"The tokenizer has no chat template, which data.prompt_template: {data.prompt_template} needs here.",
                 hint="Name a jinja file there, or write data.prompt_template: alpaca if the rows are single exchanges.",
             )
-        return ChatTemplate(tokenizer, None, "chat", data.system_prompt, data.train_on)
+        return ChatTemplate(tokenizer, None, "chat", data.system_prompt, data.train_on, with_images=with_images)
     file = Path(wanted)
     try:
         source = file.read_text(encoding="utf-8")
@@ -73,7 +78,7 @@ def choose_template(data: DataSpec, format: Format, tokenizer: PreTrainedTokeniz
             f"data.prompt_template: {wanted} cannot be read as a template file.",
             hint="Write auto, chat, alpaca or the name of a jinja file.",
         ) from error
-    return ChatTemplate(tokenizer, source, file.name, data.system_prompt, data.train_on)
+    return ChatTemplate(tokenizer, source, file.name, data.system_prompt, data.train_on, with_images=with_images)
 
 
 class ChatTemplate:
@@ -86,8 +91,11 @@ class ChatTemplate:
         name: str,
         system_prompt: str | None,
         train_on: TrainOn,
+        *,
+        with_images: bool = False,
     ) -> None:
         self.name = name
+        self._with_images = with_images
         self._tokenizer = tokenizer
         self._source = source
         self._system_prompt = system_prompt
@@ -103,6 +111,8 @@ class ChatTemplate:
             messages.insert(0, {"role": "system", "content": self._system_prompt})
         messages = self._control.marked(messages)
         writer = _Writer(source, self.name if self._source else None, tools, self._tokenizer.special_tokens_map)
+        writer.takes_parts = self._with_images and bool(_IMAGE.search(source))
+        writer.takes_strings = bool(_STRING.search(source))
         text = writer.write(messages)
         _check_nothing_is_left_out(writer, messages, text)
         if self._train_on == "all":
@@ -127,6 +137,7 @@ class _Writer:
         self, source: str, file: str | None, tools: list[dict[str, Any]] | None, special_tokens: dict[str, Any]
     ) -> None:
         self._file = file
+        self.takes_parts, self.takes_strings = False, True  # of turns, how the template wants them
         self._fixed = {"chat_template": source, "tools": tools, **special_tokens}
 
     def write(self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool = False) -> str:
@@ -146,13 +157,21 @@ class _Writer:
         import jinja2
         from transformers.utils.chat_template_utils import render_jinja_template
 
+        messages = [self._as_taken(message) for message in messages]
         try:
-            return render_jinja_template(conversations=[list(messages)], **self._fixed, **options)
+            return render_jinja_template(conversations=[messages], **self._fixed, **options)
         except jinja2.TemplateSyntaxError as error:
             where = f"{self._file}:{error.lineno}" if self._file else f"The tokenizer's template, line {error.lineno}"
             raise UserError(f"{where}: not jinja: {error.message.rstrip('.')}.") from error
         except (jinja2.TemplateError, *_TEMPLATE_ERRORS) as error:
             raise BadRow("the template refuses it", str(error).partition("\n")[0][:120]) from error
+
+    def _as_taken(self, message: dict[str, Any]) -> dict[str, Any]:
+        """A turn in parts where it shows an image, or where the template knows no other form."""
+        parts = parts_of(message["content"]) if self.takes_parts else []
+        if all(part["type"] == "text" for part in parts) and (self.takes_strings or not self.takes_parts):
+            return message
+        return {**message, "content": parts}
 
 
 def _as_template_sees(message: Message, source: str) -> dict[str, Any]:

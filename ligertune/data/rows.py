@@ -14,6 +14,7 @@ from ligertune.data.control import ControlTokens, Rendered
 from ligertune.data.conversation import OVERLENGTH, REASONS, BadRow, Conversation
 from ligertune.data.encode import Encoded, Encoder, cut
 from ligertune.data.examples import Example
+from ligertune.data.image_rows import ImagePlaces, take_images
 from ligertune.data.render import choose_template
 from ligertune.data.sources import Record
 from ligertune.errors import UserError
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
     from ligertune.data.formats import Format
     from ligertune.recipe.schema import DatasetSpec, DataSpec
+    from ligertune.vision.pictures import Picture
 
 
 @dataclass
@@ -59,9 +61,18 @@ class Tally:
 class RowPath:
     """Records of one data set to examples. It holds no state of its own."""
 
-    def __init__(self, spec: DatasetSpec, data: DataSpec, format: Format, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(
+        self,
+        spec: DatasetSpec,
+        data: DataSpec,
+        format: Format,
+        tokenizer: PreTrainedTokenizerBase,
+        images: ImagePlaces | None = None,
+    ) -> None:
+        """images: of a model that sees; without them a row with images is refused."""
         self.format = format
-        self.template = choose_template(data, format, tokenizer)
+        self.template = choose_template(data, format, tokenizer, with_images=images is not None)
+        self._images = images
         self._spec = spec
         self._data = data
         self._encoder = Encoder(tokenizer)
@@ -71,11 +82,15 @@ class RowPath:
         """The examples of these records, in their order; what became of the others is counted in `tally`."""
         tally.rows_read += len(records)
         rendered = self._rendered(records, tally)
-        encodings = self._encoder.encode([text for text, _ in rendered])
+        encodings = self._encoder.encode([text for text, _, _ in rendered])
         examples: list[Example] = []
-        for (text, source), encoded in zip(rendered, encodings, strict=True):
+        for (text, source, pictures), encoded in zip(rendered, encodings, strict=True):
             try:
+                if self._images and isinstance(encoded, Encoded):
+                    encoded = self._images.expanded(encoded, pictures)
                 fitting = self._fitting(encoded, source, tally)
+                if pictures and len(fitting) > 1:  # a raw text is split, and nobody knows which part shows what
+                    raise BadRow("cut through an image", f"{len(encoded.input_ids)} tokens")
             except BadRow as bad:
                 self._refuse(bad, source, tally)
                 continue
@@ -84,20 +99,26 @@ class RowPath:
             tally.straddling += encoded.straddling
             if fitting[0] is encoded or self.format.raw:  # not cut
                 tally.endless += encoded.last_trained not in self._special
-            examples += (Example(piece.input_ids, piece.labels, source) for piece in fitting)
+            names = tuple(picture.path for picture in pictures)
+            examples += (Example(piece.input_ids, piece.labels, source, names) for piece in fitting)
         return examples
 
-    def _rendered(self, records: Sequence[Record], tally: Tally) -> list[tuple[Rendered, str]]:
-        """The rows that are in order, each as (text with its spans, source)."""
+    def _rendered(self, records: Sequence[Record], tally: Tally) -> list[tuple[Rendered, str, list[Picture]]]:
+        """The rows that are in order, each as (text with its spans, source, the pictures that it shows)."""
         rendered = []
         for record in records:
             try:
-                text = self.template.render(self._converted(record, tally))
+                row, references = take_images(record.row) if self._images else (record.row, [])
+                conversation = self._converted(Record(row, record.source), tally)
+                text, pictures = self.template.render(conversation), []
+                if self._images:
+                    pictures = self._images.pictures(conversation, references, record.source)
+                    text = self._images.placed(text, pictures)
                 _check_encodable(text.text)
             except BadRow as bad:
                 self._refuse(bad, record.source, tally)
             else:
-                rendered.append((text, record.source))
+                rendered.append((text, record.source, pictures))
         return rendered
 
     def _converted(self, record: Record, tally: Tally) -> Conversation:
@@ -135,6 +156,8 @@ class RowPath:
             )
         if data.on_overlength == "drop":
             raise BadRow("too long", f"{length} tokens")
+        if self._images and (encoded.input_ids[data.max_length :] == self._images.token_id).any():
+            raise BadRow("cut through an image", f"{length} tokens")
         beginning = cut(encoded, 0, data.max_length)
         if not beginning.n_trained:
             raise BadRow("cut before the answer", f"{length} tokens")

@@ -141,12 +141,24 @@ def _hub_rows(spec: DatasetSpec, *, download: bool) -> Dataset | IterableDataset
     import datasets
 
     try:
-        return datasets.load_dataset(spec.path, spec.name, split=spec.split, streaming=not download)
+        return undecoded(datasets.load_dataset(spec.path, spec.name, split=spec.split, streaming=not download))
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise UserError(
             f"{spec.path} is neither a file or folder here nor a data set that the hub gives: {_first_line(error)}.",
             hint="Check the path, the network, `name` and `split`.",
         ) from error
+
+
+def undecoded(rows: Dataset | IterableDataset) -> Dataset | IterableDataset:
+    """The rows with their images as {bytes, path}: they are decoded when a batch needs them, and not to be read."""
+    import datasets
+
+    for name, feature in (rows.features or {}).items():
+        inner = getattr(feature, "feature", feature[0] if isinstance(feature, list) and feature else feature)
+        if isinstance(inner, datasets.Image):
+            plain = datasets.Image(decode=False)
+            rows = rows.cast_column(name, plain if inner is feature else datasets.Sequence(plain))
+    return rows
 
 
 def _first_line(error: Exception) -> str:

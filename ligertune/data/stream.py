@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +19,7 @@ import numpy as np
 from ligertune.data.conversation import REASONS
 from ligertune.data.examples import Example
 from ligertune.data.formats import check_columns, recognise
+from ligertune.data.loaded import image_places
 from ligertune.data.rows import RowPath, Tally
 from ligertune.data.sources import Record, RecordStream, find_files, shown_path
 from ligertune.errors import UserError
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from ligertune.recipe.schema import DatasetSpec, DataSpec
+    from ligertune.vision.reader import ImageReader
 
 BUFFER = 10_000  # examples among which the next is drawn: a few megabytes of short ones
 _CHUNK = 100  # records that are tokenised together
@@ -37,7 +39,13 @@ _HOPELESS = 10_000  # rows of a data set of which none could be used
 class StreamedSet:
     """One data set, and what was counted of it so far."""
 
-    def __init__(self, spec: DatasetSpec, data: DataSpec, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(
+        self,
+        spec: DatasetSpec,
+        data: DataSpec,
+        tokenizer: PreTrainedTokenizerBase,
+        images: ImageReader | None = None,
+    ) -> None:
         check_columns(spec.columns)
         self.spec, self.tally = spec, Tally()
         self.path = shown_path(Path(spec.path))
@@ -45,7 +53,8 @@ class StreamedSet:
         if not first:
             raise UserError(f"{spec.path} holds no records.")
         columns = {column for record in first for column in record.row}
-        self.rows = RowPath(spec, data, recognise(spec.format, columns, self.path), tokenizer)
+        format = recognise(spec.format, columns, self.path)
+        self.rows = RowPath(spec, data, format, tokenizer, image_places(data, images))
         self.rows.examples(first, Tally())  # what is wrong with the first of them is said before a model is loaded
 
     def check(self, *, ended: bool) -> None:
@@ -95,8 +104,16 @@ class _Lane:
 class ExampleStream:
     """Endless examples of the data sets of a recipe, shuffled; `sets` say what was counted on the way."""
 
-    def __init__(self, data: DataSpec, tokenizer: PreTrainedTokenizerBase, *, seed: int, buffer: int = BUFFER) -> None:
-        self.sets = [StreamedSet(spec, data, tokenizer) for spec in data.datasets]
+    def __init__(
+        self,
+        data: DataSpec,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        seed: int,
+        buffer: int = BUFFER,
+        images: ImageReader | None = None,
+    ) -> None:
+        self.sets = [StreamedSet(spec, data, tokenizer, images) for spec in data.datasets]
         self.epoch = 0
         self.max_length = data.max_length
         self._seed, self._buffer = seed, buffer
@@ -137,7 +154,7 @@ class ExampleStream:
         held: list[Example] = []
         for example in self._in_order(epoch):
             # a copy: an example is a view of the batch that it was tokenised in, and would hold all of it
-            alone = Example(example.input_ids.copy(), example.labels.copy(), example.source)
+            alone = example._replace(input_ids=example.input_ids.copy(), labels=example.labels.copy())
             if len(held) < self._buffer:
                 held.append(alone)
             else:
@@ -185,12 +202,17 @@ class StreamedExamples:
 
     @property
     def lengths(self) -> _Numbers:
-        return _Numbers(self, trained=False)
+        return _Numbers(self, lambda example: len(example.labels))
 
     @property
     def trained(self) -> _Numbers:
         """How many labels of each are trained."""
-        return _Numbers(self, trained=True)
+        return _Numbers(self, lambda example: int((example.labels != -100).sum()))
+
+    @property
+    def n_images(self) -> _Numbers:
+        """How many images each shows."""
+        return _Numbers(self, lambda example: len(example.images))
 
     @property
     def fingerprint(self) -> str:
@@ -200,10 +222,9 @@ class StreamedExamples:
 class _Numbers:
     """A number of each example, looked up by an array of the examples' places, as in an array of all."""
 
-    def __init__(self, examples: StreamedExamples, *, trained: bool) -> None:
-        self._examples, self._trained = examples, trained
+    def __init__(self, examples: StreamedExamples, count: Callable[[Example], int]) -> None:
+        self._examples, self._count = examples, count
 
     def __getitem__(self, places: np.ndarray) -> np.ndarray:
         chosen = [self._examples[int(place)] for place in np.ravel(places)]
-        counts = [int((one.labels != -100).sum()) if self._trained else len(one.labels) for one in chosen]
-        return np.array(counts, dtype=np.int64).reshape(np.shape(places))
+        return np.array([self._count(one) for one in chosen], dtype=np.int64).reshape(np.shape(places))

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from ligertune.data.prompts import alpaca_prompt
+from ligertune.decode.seeing import prompt_inputs, with_images
 from ligertune.errors import UserError
 from ligertune.model.export import read_prompt
-from ligertune.model.load import hide_loading_bars
+from ligertune.model.load import auto_class, hide_loading_bars
+from ligertune.vision.reader import saved_reader
 
 
 @dataclass(frozen=True)
@@ -30,24 +34,34 @@ class Answer:
 
 
 def complete(
-    model_name: str, prompt: str, *, raw: bool, max_new_tokens: int, temperature: float, top_p: float, seed: int
+    model_name: str,
+    prompt: str,
+    *,
+    raw: bool,
+    max_new_tokens: int,
+    temperature: float,
+    top_p: float,
+    seed: int,
+    images: Sequence[str] = (),
 ) -> Answer:
-    """Load, put the prompt in its template (unless `raw`), generate. temperature 0 is greedy."""
-    if not prompt.strip():
-        raise UserError("The prompt is empty.", hint="Write what to ask, or - to read it from stdin.")
-    hide_loading_bars()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(model_name)
-        model = AutoModelForCausalLM.from_pretrained(model_name).to(device).eval()
-    except (OSError, ValueError) as problem:
-        raise UserError(
-            f"{model_name} could not be loaded as a causal language model: {str(problem).splitlines()[0]}",
-            hint="Name a folder with config.json, the weights and the tokenizer, or a hub id.",
-        ) from problem
-    how = {"prompt_template": "raw"} if raw else read_prompt(Path(model_name))
-    text, writes_special = in_template(tokenizer, prompt, how)
-    inputs = tokenizer(text, return_tensors="pt", add_special_tokens=not writes_special).to(device)
+    """Load, put the prompt in its template (unless `raw`), generate. temperature 0 is greedy.
+
+    images: files that a model that sees is shown, where `<image>` stands in the prompt, or before it.
+    """
+    check_prompt(prompt)
+    model, tokenizer = load_for_generation(model_name)
+    reader = saved_reader(model_name, model.config, tokenizer)
+    if images and reader is None:
+        raise UserError(f"--image: {model_name} is a model of text.", hint="Leave the image out.")
+    if reader is None:
+        text, ids = encode_prompt(tokenizer, prompt, Path(model_name), raw=raw)
+        inputs = {"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids), dtype=torch.long)}
+    else:
+        how = {"prompt_template": "raw"} if raw else read_prompt(Path(model_name))
+        text, writes_special, pictures = with_images(reader, tokenizer, prompt, images, how)
+        tokens = tokenizer(text, return_tensors="pt", add_special_tokens=not writes_special)["input_ids"]
+        inputs = prompt_inputs(reader, tokens, pictures)
+    inputs = {name: value.to(model.device) for name, value in inputs.items()}
     torch.manual_seed(seed)
     start = time.perf_counter()
     sampling = (
@@ -55,19 +69,53 @@ def complete(
     )
     with torch.no_grad():
         output = model.generate(
-            input_ids=inputs["input_ids"],
-            attention_mask=inputs["attention_mask"],
+            **inputs,
             max_new_tokens=max_new_tokens,
             pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
             **sampling,
         )
-    new = output[0, inputs["input_ids"].shape[1] :]
+    new = output[0, len(ids) :]
     return Answer(
         prompt=text,
         text=tokenizer.decode(new, skip_special_tokens=True),
         new_tokens=len(new),
         seconds=time.perf_counter() - start,
     )
+
+
+def load_for_generation(
+    model_name: str, *, tokenizer_name: str | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model on the GPU if there is one, and its tokenizer; a UserError where they cannot be loaded."""
+    hide_loading_bars()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    tokenizer = _loaded(tokenizer_name or model_name, AutoTokenizer)
+    return _loaded(model_name, auto_class(_loaded(model_name, AutoConfig))).to(device).eval(), tokenizer
+
+
+def _loaded(model_name: str, auto: type) -> Any:
+    """What transformers loads from a folder or the hub by this class."""
+    try:
+        return auto.from_pretrained(model_name)
+    except (OSError, ValueError) as problem:
+        raise UserError(
+            f"{model_name} could not be loaded as a causal language model: {str(problem).splitlines()[0]}",
+            hint="Name a folder with config.json, the weights and the tokenizer, or a hub id. "
+            "A folder of Medusa heads needs --medusa.",
+        ) from problem
+
+
+def check_prompt(prompt: str) -> None:
+    if not prompt.strip():
+        raise UserError("The prompt is empty.", hint="Write what to ask, or - to read it from stdin.")
+
+
+def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, folder: Path, *, raw: bool) -> tuple[str, list[int]]:
+    """The prompt in the template that `folder` notes (unless `raw`), and its ids; a UserError where it is empty."""
+    check_prompt(prompt)
+    how = {"prompt_template": "raw"} if raw else read_prompt(folder)
+    text, writes_special = in_template(tokenizer, prompt, how)
+    return text, tokenizer(text, add_special_tokens=not writes_special)["input_ids"]
 
 
 def in_template(tokenizer: PreTrainedTokenizerBase, prompt: str, how: dict) -> tuple[str, bool]:

@@ -89,12 +89,8 @@ def check_layers(config: PreTrainedConfig) -> None:
         )
 
 
-def _refusal(row: Attention, config: PreTrainedConfig, machine: Machine, precision: Precision) -> str | None:
-    """Why an attention cannot be used for this model on this machine, or None."""
-    text = config.get_text_config()
-    head_dim = max(getattr(text, name, None) or 0 for name in ("head_dim", "qk_head_dim"))
-    head_dim = head_dim or text.hidden_size // text.num_attention_heads
-    soft_cap = getattr(text, "attn_logit_softcapping", None)
+def missing_here(row: Attention, machine: Machine) -> str | None:
+    """Why an attention cannot be used on this machine, whatever the model; or None."""
     capability = int(machine.arch[2:]) if machine.vendor == "nvidia" else 0
     if machine.vendor not in row.runs_on:
         return f"it trains on {' and '.join(VENDORS[vendor] for vendor in row.runs_on)} only"
@@ -102,6 +98,17 @@ def _refusal(row: Attention, config: PreTrainedConfig, machine: Machine, precisi
         return f"{machine.name} ({machine.arch}) is older than sm{row.oldest_nvidia}"
     if row.package and importlib.util.find_spec(row.package) is None:
         return f"the package {row.package} is not installed"
+    return None
+
+
+def _refusal(row: Attention, config: PreTrainedConfig, machine: Machine, precision: Precision) -> str | None:
+    """Why an attention cannot be used for this model on this machine, or None."""
+    if (missing := missing_here(row, machine)) is not None:
+        return missing
+    text = config.get_text_config()
+    head_dim = max(getattr(text, name, None) or 0 for name in ("head_dim", "qk_head_dim"))
+    head_dim = head_dim or text.hidden_size // text.num_attention_heads
+    soft_cap = getattr(text, "attn_logit_softcapping", None)
     if row.half_only and precision.weights == "float32" and precision.autocast == "no":
         return "it computes in bfloat16 or float16 only"
     if soft_cap is not None and not row.soft_cap:

@@ -1,4 +1,4 @@
-"""transformers' AutoModelForCausalLM, with our kernels in the model it returns."""
+"""transformers' AutoModelForCausalLM and AutoModelForImageTextToText, with our kernels in what they return."""
 
 from __future__ import annotations
 
@@ -10,17 +10,29 @@ from transformers import PreTrainedModel
 from ligertune.model.patch import patch
 
 
-class AutoModelForCausalLM:
-    """Loads as `transformers.AutoModelForCausalLM` does, with the same arguments, and patches."""
+class _Patching:
+    theirs: type
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> PreTrainedModel:
-        model = transformers.AutoModelForCausalLM.from_pretrained(*args, **kwargs)
+        model = cls.theirs.from_pretrained(*args, **kwargs)
         patch(model)
         return model
 
     @classmethod
     def from_config(cls, *args: Any, **kwargs: Any) -> PreTrainedModel:
-        model = transformers.AutoModelForCausalLM.from_config(*args, **kwargs)
+        model = cls.theirs.from_config(*args, **kwargs)
         patch(model)
         return model
+
+
+class AutoModelForCausalLM(_Patching):
+    """Loads as `transformers.AutoModelForCausalLM` does, with the same arguments, and patches."""
+
+    theirs = transformers.AutoModelForCausalLM
+
+
+class AutoModelForImageTextToText(_Patching):
+    """Loads as `transformers.AutoModelForImageTextToText` does, with the same arguments, and patches."""
+
+    theirs = transformers.AutoModelForImageTextToText

@@ -221,7 +221,12 @@ def _leave(model: PreTrainedModel, args: tuple, output: Any) -> None:
 
 
 def _check_positions(position_ids: Tensor | None, document_lengths: tuple[int, ...]) -> None:
-    """Whether positions restart with each document; values are looked at on the CPU only, a GPU would be waited for."""
+    """Whether positions restart with each document; values are looked at on the CPU only, a GPU would be waited for.
+
+    (1, T), or for models that see (4, 1, T), whose first row is that of the text.
+    """
+    if position_ids is not None and position_ids.ndim == 3 and position_ids.shape[0] == 4:
+        position_ids = position_ids[0]
     if position_ids is None or position_ids.shape != (1, sum(document_lengths)):
         raise ValueError("packed rows need position_ids (1, T) over all their documents")
     if position_ids.device.type == "cpu":

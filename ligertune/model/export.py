@@ -8,14 +8,20 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ligertune.disk import writing
+from ligertune.vision.reader import save_processor
+
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from ligertune.vision.reader import ImageReader
 
 # beside config.json: how prompts looked in training, so that generation asks in the same words
 PROMPT_FILE = "ligertune.json"
 
 
+@writing("The model")
 def write_model(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -24,19 +30,29 @@ def write_model(
     state_dict: dict[str, torch.Tensor] | None,
     prompt_template: str,
     system_prompt: str | None,
+    images: ImageReader | None = None,
 ) -> None:
-    """Weights (safetensors), configuration, tokenizer with its chat template. Complete or absent.
+    """Weights (safetensors), configuration, tokenizer with its chat template, image processor. Complete or absent.
 
     `state_dict`: the gathered weights where the model's own are sharded.
     """
     aside = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(aside, ignore_errors=True)
-    model.save_pretrained(aside, state_dict=state_dict)
+    # an adapter's folder holds the adapter; peft would ask the hub whether the embedding was resized
+    options = {"save_embedding_layers": False} if hasattr(model, "peft_config") else {}
+    model.save_pretrained(aside, state_dict=state_dict, **options)
     tokenizer.save_pretrained(aside)
-    prompt = {"prompt_template": prompt_template, "system_prompt": system_prompt}
-    (aside / PROMPT_FILE).write_text(json.dumps(prompt, indent=1) + "\n", encoding="utf-8")
+    if images is not None:
+        save_processor(images, aside)
+    write_prompt(aside, prompt_template=prompt_template, system_prompt=system_prompt)
     shutil.rmtree(folder, ignore_errors=True)
     os.replace(aside, folder)
+
+
+def write_prompt(folder: Path, *, prompt_template: str, system_prompt: str | None) -> None:
+    """Note how prompts looked in training."""
+    prompt = {"prompt_template": prompt_template, "system_prompt": system_prompt}
+    (folder / PROMPT_FILE).write_text(json.dumps(prompt, indent=1) + "\n", encoding="utf-8")
 
 
 def read_prompt(folder: Path) -> dict:

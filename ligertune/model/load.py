@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -13,7 +13,9 @@ from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoTokenizer,
+    BitsAndBytesConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -21,6 +23,7 @@ from transformers import (
 from transformers.utils import logging
 
 from ligertune.errors import UserError
+from ligertune.vision.families import family_of, sees
 
 if TYPE_CHECKING:
     from ligertune.recipe import ModelSpec
@@ -42,13 +45,7 @@ def read_config(spec: ModelSpec) -> PreTrainedConfig:
         config = AutoConfig.from_pretrained(name, revision=spec.revision, trust_remote_code=spec.trust_remote_code)
     except FILE_ERRORS as error:
         _refuse_config(name, error)
-    if getattr(config, "vision_config", None) is not None:
-        raise UserError(
-            f"model.model_name_or_path: {name} is a vision-language model ({config.model_type}), which cannot be"
-            " trained here yet.",
-            hint="Give a text model.",
-        )
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not spec.trust_remote_code:
+    if family_of(config) is None and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not spec.trust_remote_code:
         raise UserError(
             f"model.model_name_or_path: {name} is a {config.model_type} model, and transformers has no causal"
             " language model of that kind.",
@@ -97,16 +94,19 @@ def _first_line(error: Exception) -> str:
 
 def _cut(config: PreTrainedConfig, depth: int) -> PreTrainedConfig:
     """The same architecture with its first `depth` layers; lists with one entry a layer are cut too."""
-    whole = config.num_hidden_layers
+    text = config.get_text_config()  # of a vision-language model, the language model's
+    whole = text.num_hidden_layers
     if depth > whole:
         raise UserError(f"model.num_hidden_layers: {depth}, but the model has {whole} layers.", hint="Write fewer.")
     per_layer = {
         name: value[:depth]
-        for name, value in vars(config).items()
+        for name, value in vars(text).items()
         if isinstance(value, (list, tuple)) and len(value) == whole
     }
+    if hasattr(text, "cross_attention_layers"):
+        per_layer["cross_attention_layers"] = [layer for layer in text.cross_attention_layers if layer < depth]
     for name, value in {"num_hidden_layers": depth, **per_layer}.items():
-        setattr(config, name, value)
+        setattr(text, name, value)
     return config
 
 
@@ -199,7 +199,8 @@ def _choose_pad(tokenizer: PreTrainedTokenizerBase, wanted: str | None) -> tuple
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> None:
     """Every id the tokenizer can give must have a row in the model's embedding."""
-    highest = max(tokenizer.get_vocab().values())
+    of_images = getattr(config, "image_token_id", None)  # Llama-3.2-Vision's lies behind the vocabulary, by design
+    highest = max(index for index in tokenizer.get_vocab().values() if index != of_images)
     vocab_size = config.get_text_config().vocab_size
     if highest >= vocab_size:
         raise UserError(
@@ -211,15 +212,31 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfi
 # ---- model
 
 
+def auto_class(config: PreTrainedConfig) -> type:
+    """transformers' loader for a configuration: AutoModelForCausalLM drops the part that sees, or refuses it."""
+    return AutoModelForImageTextToText if sees(config) else AutoModelForCausalLM
+
+
 def build_model(
-    spec: ModelSpec, config: PreTrainedConfig, *, dtype: torch.dtype, device: torch.device | str, seed: int
+    spec: ModelSpec,
+    config: PreTrainedConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    seed: int,
+    four_bits: bool = False,
 ) -> PreTrainedModel:
-    """The model on `device`: pretrained, or random from `seed`. On the meta device only its shape is made."""
+    """The model on `device`: pretrained, or random from `seed`. On the meta device only its shape is made.
+
+    four_bits: its layers' matrices are quantised while they are loaded (NF4).
+    """
     device = torch.device(device)
-    attention = {} if spec.attn_implementation == "auto" else {"attn_implementation": spec.attn_implementation}
+    attention = {} if spec.attn_implementation == "auto" else _attention(spec.attn_implementation, config)
     try:
         if spec.init == "random" or device.type == "meta":
             return _random_model(spec, config, dtype=dtype, device=device, seed=seed, **attention)
+        if four_bits:
+            return _pretrained_model(spec, config, dtype=dtype, **attention, **in_four_bits(dtype, device))
         return _pretrained_model(spec, config, dtype=dtype, **attention).to(device)
     except (ImportError, ValueError, KeyError) as error:  # not installed; not of this model; unknown to its old code
         if not attention:
@@ -230,6 +247,34 @@ def build_model(
         ) from error
 
 
+def _attention(name: str, config: PreTrainedConfig) -> dict[str, str | dict[str, str]]:
+    """The keyword for the model's class; what keeps the documents of a row apart is not for the part that sees."""
+    of_text_alone = name in ("varlen", "per_document", "flex_attention") and sees(config)
+    by_part = {"": name, "text_config": name, "vision_config": "sdpa"}
+    return {"attn_implementation": by_part if of_text_alone else name}
+
+
+def whole_model(spec: ModelSpec, config: PreTrainedConfig, *, through_four_bits: bool = False) -> PreTrainedModel:
+    """The model in its checkpoint's dtype, to be exported. through_four_bits: rounded to what QLoRA trained on."""
+    dtype = getattr(torch, spec.dtype) if spec.dtype in ("bfloat16", "float32") else config.dtype or torch.float32
+    device = torch.device("cuda" if torch.cuda.is_available() and through_four_bits else "cpu")
+    model = build_model(spec, config, dtype=dtype, device=device, seed=0, four_bits=through_four_bits)
+    return model.dequantize() if through_four_bits else model
+
+
+def tokenizer_of(folder: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer that a run left beside its model, as it is."""
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def in_four_bits(dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    """What makes from_pretrained load linear layers in NF4 with doubly quantised scales, computing in `dtype`."""
+    quantised = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
+    )
+    return {"quantization_config": quantised, "device_map": {"": device}}
+
+
 def _random_model(
     spec: ModelSpec,
     config: PreTrainedConfig,
@@ -237,29 +282,29 @@ def _random_model(
     dtype: torch.dtype,
     device: torch.device,
     seed: int,
-    **attention: str,
+    **attention: str | dict[str, str],
 ) -> PreTrainedModel:
     """The same weights for the same seed and device; the global random state stays as it was."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
         torch.manual_seed(seed)
-        return AutoModelForCausalLM.from_config(
+        return auto_class(config).from_config(
             config, dtype=dtype, trust_remote_code=spec.trust_remote_code, **attention
         )
 
 
 def _pretrained_model(
-    spec: ModelSpec, config: PreTrainedConfig, *, dtype: torch.dtype, **attention: str
+    spec: ModelSpec, config: PreTrainedConfig, *, dtype: torch.dtype, **options: Any
 ) -> PreTrainedModel:
     name = spec.model_name_or_path
     try:
-        model, loading = AutoModelForCausalLM.from_pretrained(
+        model, loading = auto_class(config).from_pretrained(
             name,
             config=config,
             dtype=dtype,
             revision=spec.revision,
             trust_remote_code=spec.trust_remote_code,
             output_loading_info=True,
-            **attention,
+            **options,
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise UserError(

@@ -47,7 +47,7 @@ class LossHead(Patch):
         labels = labels.reshape(-1).to(hidden.device)  # (N,)
         if type(self.weight) not in (Tensor, nn.Parameter):  # DTensor, a quantised weight: only its own ops know it
             count_materialised(self, f"lm_head.weight is a {type(self.weight).__name__}")
-            return _loss_of_logits(super().forward(hidden), labels, **options)
+            return loss_of_dense(super().forward(hidden), labels, **options)
         count_fused(self)
         return linear_cross_entropy(hidden, self.weight, labels, self.bias, **options)
 
@@ -58,7 +58,7 @@ def _defers(head: LossHead) -> bool:
     return running is not None and (running.head is head or any(module is head for module in running.head.modules()))
 
 
-def _loss_of_logits(
+def loss_of_dense(
     logits: Tensor,
     labels: Tensor,
     *,

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ligertune_kernels import backend, geglu, rms_norm, swiglu
+from ligertune_kernels import backend, geglu, layer_norm, rms_norm, swiglu
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -21,8 +21,10 @@ from ligertune.model.recognise import (
     NormSpec,
     is_experts,
     is_gated_mlp,
+    is_layer_norm,
     is_norm,
     recognise_experts,
+    recognise_layer_norm,
     recognise_mlp,
     recognise_norm,
 )
@@ -59,6 +61,13 @@ class KernelNorm(Patch):
     def forward(self, hidden_states: Tensor) -> Tensor:
         spec = self.patch_spec
         return rms_norm(hidden_states, self.weight, getattr(self, spec.eps_name), offset=spec.offset, cast=spec.cast)
+
+
+class KernelLayerNorm(Patch):
+    """Mixin of torch's layer norm."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return layer_norm(input, self.weight, self.bias, self.eps)
 
 
 class KernelMLP(Patch):
@@ -103,6 +112,7 @@ class Layer:
 LAYERS = (
     Layer("rope", "apply_rope", is_rotary, recognise_rope, ShadowedRope),
     Layer("norm", "rms_norm", is_norm, recognise_norm, KernelNorm),
+    Layer("norm", "layer_norm", is_layer_norm, recognise_layer_norm, KernelLayerNorm),
     Layer("mlp", "swiglu", is_gated_mlp, recognise_mlp, KernelMLP),
     Layer("mlp", "swiglu", is_experts, recognise_experts, KernelExperts),
 )

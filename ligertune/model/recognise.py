@@ -43,9 +43,29 @@ DTYPES = (  # (weight, hidden states): rounding and the result's dtype are part 
 )
 
 
+def is_layer_norm(module: nn.Module) -> bool:
+    """torch's own layer norm, or one of our patches of it."""
+    return type(module) is nn.LayerNorm or getattr(type(module), "patch_original", None) is nn.LayerNorm
+
+
+@dataclass(frozen=True)
+class LayerNormSpec:
+    """torch.nn.LayerNorm says itself what it computes."""
+
+    kernel = "layer_norm"
+
+
+def recognise_layer_norm(module: nn.LayerNorm) -> LayerNormSpec | Refusal:
+    """One over the last dimension, whose forward nobody replaced."""
+    if len(module.normalized_shape) != 1:
+        return Refusal("it normalises over more than the last dimension")
+    return refuse_forward(module) or LayerNormSpec()
+
+
 def is_norm(module: nn.Module) -> bool:
     """A leaf that calls itself a norm: what the report counts as applied or left."""
-    return "norm" in type(module).__name__.lower() and next(module.children(), None) is None
+    named = "norm" in type(module).__name__.lower() and next(module.children(), None) is None
+    return named and not is_layer_norm(module)
 
 
 def recognise_norm(module: nn.Module) -> NormSpec | Refusal:

@@ -24,14 +24,16 @@ from ligertune_kernels import apply_rope
 from ligertune_kernels.ops.rope import apply_rope_reference
 from torch import Tensor, nn
 
+from ligertune.model.image_attention import STAND_INS, cuts_pictures_apart
 from ligertune.model.probe import Refusal, answer, numbers
 from ligertune.model.sole_reader import gives_memory_of_its_own, sources_of
 from ligertune.model.swap import Patch
 
-Layout = Literal["half", "pairs", "pairs_from_halves"]
+Layout = Literal["half", "pairs", "pairs_from_halves", "tokens_first"]
 
 # half: dimension i turns with i + R/2.  pairs: 2i turns with 2i + 1, and cos says so (each value twice in a row).
 # pairs_from_halves: the same, but cos comes as for half and the function reorders it (GLM).
+# tokens_first: as half, in fp32, of q and k (T, H, D) with cos (T, D): the towers of the Qwen family.
 LAYOUTS: tuple[Layout, ...] = ("half", "pairs", "pairs_from_halves")
 PARAMETERS = ("q", "k", "cos", "sin", "unsqueeze_dim")
 
@@ -41,6 +43,7 @@ class RopeSpec:
     """The rotary functions that a forward calls, all of them ones we have: (name, layout) each."""
 
     functions: tuple[tuple[str, Layout], ...]
+    pictures: bool = False  # the forward also attends to one picture after another (`image_attention`)
     kernel = "apply_rope"
 
 
@@ -78,7 +81,19 @@ def _rope_spec(cls: type[nn.Module]) -> RopeSpec | Refusal:
         if isinstance(layout, Refusal):
             return layout
         functions.append((name, layout))
-    return RopeSpec(tuple(functions))
+    pictures = cuts_pictures_apart(forward.__code__.co_names + _keywords(forward.__code__))
+    return RopeSpec(tuple(functions), pictures)
+
+
+def _keywords(code: types.CodeType) -> tuple[str, ...]:
+    """Names of keywords in the calls that a function makes, those of its comprehensions too."""
+    found: tuple[str, ...] = ()
+    for constant in code.co_consts:
+        if isinstance(constant, tuple) and all(isinstance(name, str) for name in constant):
+            found += constant
+        elif isinstance(constant, types.CodeType):
+            found += constant.co_names + _keywords(constant)
+    return found
 
 
 # (head dim, batch of cos and sin, dtype): cos shared by the batch or not; the result's dtype; 8 of 12 dimensions turned
@@ -90,7 +105,11 @@ def _layout(function: Callable[..., Any]) -> Layout | Refusal:
     """The layout for which `apply_rope` equals a rotary function, told by its values."""
     target = function.forward if isinstance(function, nn.Module) else function
     name = getattr(function, "__name__", type(function).__name__)
-    if tuple(inspect.signature(target).parameters) != PARAMETERS:
+    parameters = tuple(inspect.signature(target).parameters)
+    if parameters == PARAMETERS[:4]:
+        turns = _turns_tokens_first(function)
+        return "tokens_first" if turns else Refusal(f"{name} turns no way that apply_rope knows")
+    if parameters != PARAMETERS:
         return Refusal(f"{name} does not take ({', '.join(PARAMETERS)})")
     equal = [layout for layout in LAYOUTS if all(_equals(function, layout, *case) for case in CASES)]
     return equal[0] if len(equal) == 1 else Refusal(f"{name} turns no way that apply_rope knows")
@@ -108,6 +127,20 @@ def _equals(function: Callable[..., Any], layout: Layout, head_dim: int, batch: 
     ours = apply_rope_reference(q, k, cos, sin, interleaved=order == "pairs")
     slack = 1e-5 if dtype == torch.float32 else 0.05  # models round every product, we round once
     return isinstance(given, tuple) and len(given) == 2 and all(map(_close, given, ours, (slack, slack)))
+
+
+def _turns_tokens_first(function: Callable[..., Any]) -> bool:
+    """Whether it equals `apply_rope` of q and k (T, H, D), with cos and sin (T, D)."""
+    for dtype in (torch.float32, torch.bfloat16):
+        q, k = (numbers(5, 4, 8, seed=seed, dtype=dtype) for seed in (4, 2))
+        cos, sin = _cos_sin(numbers(1, 5, 4, seed=7), "half")
+        given = answer(function, q, k, cos[0], sin[0])
+        ours = apply_rope_reference(*(t.transpose(0, 1)[None] for t in (q, k)), cos, sin)
+        slack = 1e-5 if dtype == torch.float32 else 1e-2
+        same = isinstance(given, tuple) and len(given) == 2
+        if not same or not all(map(_close, given, (t[0].transpose(0, 1) for t in ours), (slack, slack))):
+            return False
+    return True
 
 
 def _close(given: Any, ours: Tensor, slack: float) -> bool:
@@ -144,15 +177,31 @@ def _rotary_function(
     return rotary
 
 
+def _tokens_first(name: str) -> Callable[..., tuple[Tensor, Tensor]]:
+    """`apply_rope` of q, k (T, H, D) and cos, sin (T, D)."""
+
+    def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        q, k = apply_rope(q.transpose(0, 1)[None], k.transpose(0, 1)[None], cos[None], sin[None])
+        return q[0].transpose(0, 1), k[0].transpose(0, 1)
+
+    rotary.__name__ = rotary.__qualname__ = name
+    return rotary
+
+
 @functools.cache
 def _shadow(module_name: str, spec: RopeSpec, *, inplace: bool) -> types.ModuleType:
     source = sys.modules[module_name]
-    tag = "_".join(f"{name}_{layout}" for name, layout in spec.functions) + "_inplace" * inplace
+    functions = "_".join(f"{name}_{layout}" for name, layout in spec.functions)
+    tag = functions + "_inplace" * inplace + "_pictures" * spec.pictures
     shadow = types.ModuleType(f"ligertune_shadow_{module_name.replace('.', '_')}_{tag}", source.__doc__)
     own = {"__name__", "__doc__", "__spec__", "__loader__"}
     vars(shadow).update({name: value for name, value in vars(source).items() if name not in own})
     for name, layout in spec.functions:
-        setattr(shadow, name, _rotary_function(vars(source)[name], layout, name, inplace=inplace))
+        plain = layout != "tokens_first"
+        ours = _rotary_function(vars(source)[name], layout, name, inplace=inplace) if plain else _tokens_first(name)
+        setattr(shadow, name, ours)
+    if spec.pictures:
+        vars(shadow).update(STAND_INS)
     sys.modules[shadow.__name__] = shadow
     return shadow
 
@@ -177,7 +226,7 @@ class ShadowedRope(Patch):
         theirs, file = original.forward, original.forward.__globals__["__name__"]
         apart = _rebuilt(theirs, _shadow(file, spec, inplace=False))
         (first, _), *others = spec.functions
-        sources = () if others else sources_of(theirs, first)
+        sources = () if others or spec.pictures else sources_of(theirs, first)
         if not sources:
             return {"forward": apart}
         inplace = _rebuilt(theirs, _shadow(file, spec, inplace=True))

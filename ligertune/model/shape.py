@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+from torch import nn
+from transformers import PreTrainedModel
+
+from ligertune.activations import HeadShape, LayerShape
+from ligertune.memory import ParameterKind
+from ligertune.model.layer_shape import head_shape, layer_shape
+from ligertune.vision.families import family_of, part_of
 
 
 @dataclass(frozen=True)
@@ -23,6 +29,9 @@ class ModelShape:
     attention_width: int  # heads x head size: the width of attention's two products
     vocab_size: int
     context: int | None
+    parameters: tuple[tuple[ParameterKind, int], ...] = ()  # and how many there are of each kind
+    layer: LayerShape | None = None
+    head: HeadShape | None = None
 
     @staticmethod
     def of(model: PreTrainedModel) -> ModelShape:
@@ -31,7 +40,7 @@ class ModelShape:
         heads = config.num_attention_heads
         matmul = _matmul_sizes(model)
         return ModelShape(
-            family=type(model).__name__,
+            family=type(_inside(model)).__name__,
             n_parameters=sum(p.numel() for p in model.parameters()),
             n_trainable=sum(p.numel() for p in model.parameters() if p.requires_grad),
             n_matmul=sum(size for size, _ in matmul),
@@ -41,6 +50,9 @@ class ModelShape:
             attention_width=heads * (getattr(config, "head_dim", None) or config.hidden_size // heads),
             vocab_size=config.vocab_size,
             context=getattr(config, "max_position_embeddings", None),
+            parameters=parameter_kinds(model),
+            layer=layer_shape(model),
+            head=head_shape(model),
         )
 
     def flops(self, *, tokens: int, squared_lengths: int) -> float:
@@ -55,6 +67,29 @@ class ModelShape:
         return float(weights + attention)
 
 
+def _inside(model: nn.Module) -> PreTrainedModel:
+    """The transformers model that an adapter may be wrapped around."""
+    return next(module for module in model.modules() if isinstance(module, PreTrainedModel))
+
+
+def parameter_kinds(model: PreTrainedModel) -> tuple[tuple[ParameterKind, int], ...]:
+    """Each kind of parameter and how many there are; tied ones are counted once."""
+    ends = [model.get_input_embeddings(), model.get_output_embeddings()]
+    outside = {id(p) for module in ends if module is not None for p in module.parameters()}
+    products = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear)}
+    kinds: Counter[ParameterKind] = Counter()
+    for name, p in model.named_parameters():
+        kind = ParameterKind(
+            shape=tuple(p.shape),
+            trains=p.requires_grad,
+            inside=id(p) not in outside,
+            linear=id(p) in products,
+            adapter=".lora_" in name or ".modules_to_save." in name,
+        )
+        kinds[kind] += 1
+    return tuple(kinds.items())
+
+
 def _matmul_sizes(model: PreTrainedModel) -> list[tuple[int, bool]]:
     """(elements used for each token, whether they train) of every weight matrix; experts count by those active."""
     config = model.config.get_text_config()
@@ -64,9 +99,13 @@ def _matmul_sizes(model: PreTrainedModel) -> list[tuple[int, bool]]:
     active = (getattr(config, "num_experts_per_tok", None) or n_experts) / n_experts
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     sizes = []
-    for parameter in model.parameters():
+    family = family_of(model.config)
+    for name, parameter in model.named_parameters():
+        if family is not None and part_of(family, name) != "language_model":
+            continue  # multiplies patches, not tokens
         if parameter.ndim == 2 and parameter is not embedding.weight:
-            sizes.append((parameter.numel(), parameter.requires_grad))
+            whole = getattr(parameter, "quant_state", parameter).shape  # four bits lie packed in a (bytes, 1)
+            sizes.append((math.prod(whole), parameter.requires_grad))
         elif parameter.ndim == 3:
             sizes.append((int(parameter.numel() * active), parameter.requires_grad))
     if head is not None and head.weight is embedding.weight:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -47,6 +47,7 @@ def _datasets(value: Any) -> Any:
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32"}
 _DTYPES |= {f"torch.{name}": name for name in ("bfloat16", "float16", "float32")}
 _ADAMW = {"adamw": "adamw_torch_fused", "AdamW": "adamw_torch_fused", "adamw_hf": "adamw_torch"}
+_ADAMW |= {"adamw_bnb_8bit": "adamw_8bit", "lion_32bit": "lion"}
 _FORMATS = {"chat_template": "messages", "completion": "text", "pretrain": "text"}
 _ATTENTION = {"fa2": "flash_attention_2", "flash_attn": "flash_attention_2", "disabled": "eager", False: SAYS_NOTHING}
 _FLASH = _ATTENTION | {True: "flash_attention_2"}
@@ -77,6 +78,14 @@ ALIASES = (
         _meaning({True: "linear_cross_entropy", False: SAYS_NOTHING}),
     ),
     Alias("kernels.loss", ("liger_cross_entropy",), _meaning({True: "cross_entropy", False: SAYS_NOTHING})),
+    Alias("method.type", ("adapter", "finetuning_type", "train_type")),
+    Alias("method.lora_r", ("lora_rank",)),
+    Alias("method.lora_target_modules", ("lora_target",)),
+    Alias("method.lora_target_modules", ("lora_target_linear",), _meaning({True: "all-linear", False: SAYS_NOTHING})),
+    Alias("method.lora_modules_to_save", ("modules_to_save", "additional_target")),
+    Alias("method.use_dora", ("peft_use_dora",)),
+    Alias("method.use_rslora", ("peft_use_rslora",)),
+    Alias("method.trainable", ("unfrozen_parameters",)),
     Alias("data.datasets", ("dataset", "dataset_name", "data_path", "train_file", "train_files"), _datasets),
     Alias("data.datasets[].format", ("type",), _meaning(_FORMATS)),
     Alias("data.datasets[].name", ("subset",)),
@@ -130,9 +139,9 @@ ALIASES = (
 PEERS = {name: row.key for row in ALIASES for name in row.names if ITEM not in row.key}
 
 
-def use_our_names(document: Document) -> None:
+def use_our_names(document: Document, rows: Sequence[Alias] = ALIASES) -> None:
     """Move what stands under peers' names to our keys."""
-    for row in ALIASES:
+    for row in rows:
         for section in _sections_around(row.key, document):
             for name in row.names:
                 if document.has((*section, name)) and not _is_ours((*section, name), document):

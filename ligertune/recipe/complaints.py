@@ -86,6 +86,11 @@ def wrong_value(path: KeyPath, document: Document) -> str:
     return f"{sentence} Put it in quotes." if free_text and isinstance(value, int | float) else sentence
 
 
+def what_it_takes(key: str) -> str:
+    """The values of a schema key in words: "auto or a whole number of at least 1"."""
+    return _either([phrase for entry in keys()[key].get("anyOf", [keys()[key]]) for phrase in _expected(entry)])
+
+
 def shown(value: Any) -> str:
     """A value as it would be written, with its kind."""
     if value is None:

@@ -83,6 +83,9 @@ def dump(data: dict[str, Any]) -> str:
 
 
 def _value(node: yaml.Node, path: KeyPath, document: Document, override: Place | None) -> Any:
+    if isinstance(node, yaml.CollectionNode) and node.tag not in (TAG + "map", TAG + "seq"):
+        problem = f"a recipe has no {node.tag} like this"
+        raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
     if isinstance(node, yaml.MappingNode):
         return _mapping(node, path, document, override)
     if isinstance(node, yaml.SequenceNode):

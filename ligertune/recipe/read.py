@@ -30,7 +30,7 @@ REQUIRED = {
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     """The recipe in `path` with `section.key=value` overrides; a UserError holds all that is wrong with it."""
     path = Path(path)
-    document = _read(path)
+    document = read_document(path)
     use_our_names(document)
     apply_overrides(document, overrides)
     use_our_names(document)
@@ -46,7 +46,8 @@ def dump_recipe(recipe: Recipe) -> str:
     return dump(recipe.model_dump(mode="json"))
 
 
-def _read(path: Path) -> Document:
+def read_document(path: Path) -> Document:
+    """The file as plain data with the places of its keys; a UserError where it is no mapping of YAML."""
     document = Document(str(path))
     try:
         value = parse(_text(path), document)

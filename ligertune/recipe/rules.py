@@ -49,13 +49,43 @@ def _warms_up_a_constant(recipe: Recipe) -> bool:
     )
 
 
+def _joins_untrained_heads(recipe: Recipe) -> bool:
+    return recipe.task == "medusa" and recipe.medusa.stage == 2 and recipe.medusa.heads_path is None
+
+
+def _is_shorter_than_the_heads_reach(recipe: Recipe) -> bool:
+    return recipe.task == "medusa" and recipe.data.max_length < recipe.medusa.num_heads + 2
+
+
 def _splits_a_micro_batch(recipe: Recipe) -> bool:
     train = recipe.train
-    return train.global_batch_size is not None and train.global_batch_size % train.per_device_train_batch_size != 0
+    if train.global_batch_size is None or train.per_device_train_batch_size == "auto":
+        return False
+    return train.global_batch_size % train.per_device_train_batch_size != 0
+
+
+def _accumulates(recipe: Recipe) -> bool:
+    train, wanted = recipe.train, recipe.train.global_batch_size
+    micro = train.per_device_train_batch_size
+    return (train.gradient_accumulation_steps or 1) > 1 or (wanted is not None and micro not in ("auto", wanted))
+
+
+def _has_adapter(recipe: Recipe) -> bool:
+    return recipe.method.type in ("lora", "qlora")
 
 
 RULES = (
     *(rule for key, rival in EITHER_OR.items() for rule in _either_or(key, rival)),
+    Rule(
+        ("kernels.optimizer", "train.optim"),
+        lambda recipe: recipe.kernels.optimizer and recipe.train.optim != "adamw_torch_fused",
+        "{0} is the step of adamw_torch_fused, and {1} is another. Leave {0} out, or change {1}.",
+    ),
+    Rule(
+        ("kernels.optimizer", "train.optim_in_backward"),
+        lambda recipe: recipe.kernels.optimizer and recipe.train.optim_in_backward,
+        "{0} is one step for all parameters, and {1} is true. Leave {0} out.",
+    ),
     Rule(
         ("data.val_split", "data.eval_datasets"),
         lambda recipe: recipe.data.val_split > 0 and bool(recipe.data.eval_datasets),
@@ -110,11 +140,81 @@ RULES = (
         "{0} is {recipe.train.global_batch_size}, and no multiple of {1}, "
         "which is {recipe.train.per_device_train_batch_size}.",
     ),
+    Rule(
+        ("medusa.stage", "medusa.heads_path"),
+        _joins_untrained_heads,
+        "{0} is 2, which trains the model with heads that were trained before, and {1} names none. "
+        "Train them with medusa.stage: 1 and write the folder that leaves.",
+    ),
+    Rule(
+        ("data.max_length", "medusa.num_heads"),
+        _is_shorter_than_the_heads_reach,
+        "{0} is {recipe.data.max_length}, and {recipe.medusa.num_heads} heads ({1}) reach further: from one token "
+        "to the one {recipe.medusa.num_heads} + 1 behind it. Write a longer one, or fewer heads.",
+    ),
+    Rule(
+        ("train.per_device_train_batch_size", "train.global_batch_size"),
+        lambda recipe: recipe.train.per_device_train_batch_size == "auto" and recipe.train.global_batch_size is None,
+        "{0} is auto, which keeps the global batch, and that is not given. Give {1}.",
+    ),
+    Rule(
+        ("method.type", "method.trainable"),
+        lambda recipe: recipe.method.type == "freeze" and not recipe.method.trainable,
+        "{0} is freeze, and nothing is left to train. Give {1}, a list of regular expressions.",
+    ),
+    Rule(
+        ("method.trainable", "method.type"),
+        lambda recipe: bool(recipe.method.trainable) and recipe.method.type != "freeze",
+        "{0} is read with method.type: freeze only, and {1} is {recipe.method.type}.",
+    ),
+    Rule(
+        ("method.type", "model.init"),
+        lambda recipe: recipe.method.type == "qlora" and recipe.model.init == "random",
+        "{0} is qlora, which quantises pretrained weights, and {1} is random. Write method.type: lora.",
+    ),
+    Rule(
+        ("train.optim_in_backward", "train.gradient_accumulation_steps", "train.global_batch_size"),
+        lambda recipe: recipe.train.optim_in_backward and _accumulates(recipe),
+        "{0} steps with each backward, so nothing can be accumulated. Write train.gradient_accumulation_steps: 1.",
+    ),
+    Rule(
+        ("train.optim_in_backward", "train.max_grad_norm"),
+        lambda recipe: recipe.train.optim_in_backward and recipe.train.max_grad_norm > 0,
+        "{0} never has all gradients at once, so {1} cannot clip them. Write train.max_grad_norm: 0.",
+    ),
+    *(
+        Rule(
+            (key, "eval.eval_strategy"),
+            lambda recipe, key=key: bool(_at(recipe, key)) and recipe.eval.eval_strategy == "no",
+            "{0} goes by evaluations, and {1} is no. Write steps or epoch.",
+        )
+        for key in ("checkpoint.load_best_model_at_end", "eval.early_stopping_patience")
+    ),
+    Rule(
+        ("method.type", "task"),
+        lambda recipe: recipe.task == "medusa" and recipe.method.type != "full",
+        "{0} is {recipe.method.type}, and {1} is medusa, which says itself what trains. Leave {0} out.",
+    ),
+    *(
+        Rule(
+            (key, "method.type"),
+            lambda recipe, key=key: _has_adapter(recipe) and not _at(recipe, key),
+            "{0} is false, and {1} is {recipe.method.type}, which freezes all but its adapter. "
+            "Leave {0} out, and name what else trains in method.lora_modules_to_save.",
+        )
+        for key in ("vision.freeze_vision_tower", "vision.freeze_projector")
+    ),
+    Rule(
+        ("vision.freeze_language_model", "method.type"),
+        lambda recipe: _has_adapter(recipe) and recipe.vision.freeze_language_model,
+        "{0} is true, and {1} is {recipe.method.type}, whose adapter stands in that part. Leave one of them out.",
+    ),
 )
 
 
-def check_rules(recipe: Recipe, document: Document, faults: Sequence[KeyPath]) -> None:
-    """A complaint for each broken rule, unless one of its keys has a complaint already."""
+def check_rules(recipe: Recipe, document: Document, faults: Sequence[KeyPath]) -> list[KeyPath]:
+    """A complaint for each broken rule, unless one of its keys has one already; the keys that they are about."""
+    leads = []
     for rule in RULES:
         paths = [split(key) for key in rule.keys]
         in_doubt = any(fault[: len(path)] == path[: len(fault)] for fault in faults for path in paths)
@@ -122,3 +222,5 @@ def check_rules(recipe: Recipe, document: Document, faults: Sequence[KeyPath]) -
             lead = next((path for path in paths if document.has(path)), paths[0])
             mentions = [document.name(path) if path == lead else document.mention(path) for path in paths]
             document.complain(lead, rule.says.format(*mentions, recipe=recipe))
+            leads.append(lead)
+    return leads

@@ -9,10 +9,23 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, PrivateAttr, model_validator
 
-from ligertune.recipe.section import AutoSwitch, FileOrHub, OutputPath, Resume, Section, Switch, Template, Text, When
+from ligertune.optimizer_states import OPTIMIZERS
+from ligertune.recipe.section import (
+    AutoSwitch,
+    FileOrHub,
+    OutputPath,
+    Resume,
+    Section,
+    Switch,
+    SwitchOrOffload,
+    Template,
+    Text,
+    When,
+)
 
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 ShareBelowOne = Annotated[float, Field(ge=0.0, lt=1.0)]
+NameList = Annotated[tuple[Text, ...], Field(strict=False)]
 
 # A key with a default, and the key that replaces it when it is given.
 EITHER_OR = {
@@ -60,11 +73,32 @@ class KernelsSpec(Section):
 
     enabled: AutoSwitch = Field("auto", description="true, false, or auto: wherever they run and are recognised.")
     rope: Switch = Field(True, description="Rotary position embedding.")
-    norm: Switch = Field(True, description="RMSNorm.")
+    norm: Switch = Field(True, description="RMSNorm and LayerNorm.")
     mlp: Switch = Field(True, description="SwiGLU or GeGLU, as the model has it.")
     loss: Literal["linear_cross_entropy", "cross_entropy", "torch"] = Field(
         "linear_cross_entropy",
         description="linear_cross_entropy never makes the logits; cross_entropy reads them; torch is torch's own.",
+    )
+    optimizer: Switch = Field(False, description="The step of train.optim: adamw_torch_fused, clipping included.")
+
+
+class MethodSpec(Section):
+    """What is trained. LoRA: W x + (lora_alpha / lora_r) B A x with W frozen.  A: (R, E), B: (E, R)."""
+
+    type: Literal["full", "lora", "qlora", "freeze"] = Field(
+        "full", description="All weights, a low-rank adapter, one on 4-bit weights, or the parameters of `trainable`."
+    )
+    lora_r: PositiveInt = Field(16, description="Inner width R of the update.")
+    lora_alpha: PositiveFloat = Field(32.0, description="Scale of the update, before it is divided by lora_r.")
+    lora_dropout: ShareBelowOne = Field(0.0, description="Share of the adapter's inputs that training drops.")
+    lora_target_modules: Literal["all-linear"] | NameList = Field(
+        "all-linear", description="Layers that get an adapter: all-linear (all but the head), or a list of their names."
+    )
+    lora_modules_to_save: NameList = Field((), description="Layers trained whole beside the adapter, such as lm_head.")
+    use_dora: Switch = Field(False, description="Train each weight's magnitude apart from its direction (DoRA).")
+    use_rslora: Switch = Field(False, description="Divide lora_alpha by the root of lora_r instead of by lora_r.")
+    trainable: NameList = Field(
+        (), description="With freeze: regular expressions; a parameter trains if one is found in its name."
     )
 
 
@@ -74,7 +108,7 @@ class DatasetSpec(Section):
     path: FileOrHub = Field(description="Hub id, file, folder or glob; json, jsonl, parquet, csv or txt, also .gz.")
     name: Text | None = Field(None, description="Configuration (subset) of a data set on the hub.")
     split: Text = Field("train", description="Split of a data set on the hub.")
-    format: Literal["auto", "alpaca", "sharegpt", "messages", "prompt_completion", "text"] = Field(
+    format: Literal["auto", "alpaca", "sharegpt", "messages", "prompt_completion", "text", "llava"] = Field(
         "auto", description="Layout of a row; auto looks at its columns."
     )
     columns: dict[str, str] = Field({}, description="Rename columns: {expected: actual}.")
@@ -117,6 +151,9 @@ class DataSpec(Section):
     num_proc: Literal["auto"] | PositiveInt = Field(
         "auto", description="Processes that prepare the data; auto: one for each core."
     )
+    image_dir: FileOrHub | None = Field(
+        None, description="Folder that relative paths of images start from; null: that of the data file."
+    )
     cache: Switch = Field(
         True, description="Keep prepared data in the user's cache ($LIGERTUNE_CACHE), by content; ranks share it."
     )
@@ -125,8 +162,8 @@ class DataSpec(Section):
 class TrainSpec(Section):
     """Batches, steps and the optimizer."""
 
-    per_device_train_batch_size: PositiveInt = Field(
-        4, description="Rows per device in one forward pass: packs, or examples."
+    per_device_train_batch_size: Literal["auto"] | PositiveInt = Field(
+        4, description="Rows per device in one forward pass: packs, or examples; auto: the most that fit."
     )
     gradient_accumulation_steps: PositiveInt | None = Field(
         1, description="Forward passes per optimizer step; or give global_batch_size."
@@ -143,7 +180,10 @@ class TrainSpec(Section):
     warmup_ratio: Share | None = Field(0.03, description="Share of the steps that warm up; or give warmup_steps.")
     warmup_steps: NonNegativeInt | None = Field(None, description="Steps that warm up, instead of warmup_ratio.")
     min_lr_ratio: Share = Field(0.1, description="Floor of cosine_with_min_lr, as a share of learning_rate.")
-    optim: Literal["adamw_torch_fused", "adamw_torch"] = Field("adamw_torch_fused", description="Optimizer.")
+    optim: Literal[tuple(OPTIMIZERS)] = Field("adamw_torch_fused", description="Optimizer.")
+    optim_in_backward: Switch = Field(
+        False, description="Update each parameter as soon as its gradient is there, and free that: no accumulation."
+    )
     weight_decay: Share = Field(0.0, description="Decoupled weight decay; norms and biases are never decayed.")
     adam_beta1: ShareBelowOne = Field(0.9, description="AdamW: decay of the mean of the gradients.")
     adam_beta2: ShareBelowOne = Field(0.999, description="AdamW: decay of the mean of their squares.")
@@ -151,7 +191,9 @@ class TrainSpec(Section):
     max_grad_norm: NonNegativeFloat = Field(1.0, description="Gradients are clipped to this norm; 0 does not clip.")
     group_by_length: Switch = Field(True, description="Without packing: batches of examples of about one length.")
     full_determinism: Switch = Field(True, description="The same bits in every run on one device, and after a resume.")
-    gradient_checkpointing: Switch = Field(False, description="Recompute activations in the backward: less memory.")
+    gradient_checkpointing: SwitchOrOffload = Field(
+        False, description="Recompute activations in the backward; offload also keeps layer inputs in host memory."
+    )
     seed: Annotated[int, Field(ge=0, lt=2**32)] = Field(42, description="Seed of weights, order and split.")
 
     @model_validator(mode="before")
@@ -169,6 +211,10 @@ class EvalSpec(Section):
     eval_strategy: When = Field("no", description="Evaluate never, every eval_steps, or after each epoch.")
     eval_steps: PositiveInt = Field(200, description="Steps between evaluations, with eval_strategy: steps.")
     per_device_eval_batch_size: PositiveInt = Field(4, description="Rows per device in one evaluation pass.")
+    early_stopping_patience: PositiveInt | None = Field(
+        None, description="Stop after this many evaluations in a row without a lower loss; null: never."
+    )
+    sample_prompts: NameList = Field((), description="Prompts that are answered after each evaluation.")
 
 
 class CheckpointSpec(Section):
@@ -178,8 +224,12 @@ class CheckpointSpec(Section):
     save_strategy: When = Field("steps", description="Save never, every save_steps, or after each epoch.")
     save_steps: PositiveInt = Field(200, description="Steps between checkpoints, with save_strategy: steps.")
     save_total_limit: PositiveInt = Field(2, description="Checkpoints that are kept; the oldest go first.")
+    save_model: Switch = Field(True, description="Write the trained model to output_dir/model when the run is done.")
     resume_from_checkpoint: Resume = Field(
         "never", description="never, auto (the newest complete checkpoint of output_dir), or a checkpoint's folder."
+    )
+    load_best_model_at_end: Switch = Field(
+        False, description="End with the weights of the lowest evaluation loss instead of the last ones."
     )
     overwrite: Switch = Field(False, description="Replace a run that output_dir already holds.")
     save_on_signal: Switch = Field(True, description="Save before exiting on SIGTERM or Ctrl-C.")
@@ -189,6 +239,10 @@ class LoggingSpec(Section):
     """What the run writes down while it trains."""
 
     logging_steps: PositiveInt = Field(10, description="Steps between lines of metrics.jsonl.")
+    report_to: Annotated[tuple[Literal["jsonl", "tensorboard", "wandb", "mlflow"], ...], Field(strict=False)] = Field(
+        ("jsonl",), description="Trackers that get each line, too; metrics.jsonl is always written."
+    )
+    run_name: Text | None = Field(None, description="Name of the run in trackers; null: the name of output_dir.")
 
 
 class ParallelSpec(Section):
@@ -197,11 +251,64 @@ class ParallelSpec(Section):
     strategy: Literal["auto", "ddp", "fsdp"] = Field("auto", description="auto follows the launcher.")
 
 
+class VisionSpec(Section):
+    """How a vision-language model sees, and which of its parts train; nothing for a model of text."""
+
+    image_min_pixels: PositiveInt | None = Field(
+        None, description="Smaller images are enlarged to this many pixels; null: the model's own. Qwen family."
+    )
+    image_max_pixels: PositiveInt = Field(
+        1_003_520, description="Larger images are reduced to this many pixels (1280 tokens of Qwen2-VL). Qwen family."
+    )
+    freeze_vision_tower: Switch = Field(True, description="Keep the image encoder as it is.")
+    freeze_projector: Switch = Field(True, description="Keep what turns its output into the language model's input.")
+    freeze_language_model: Switch = Field(False, description="Keep the language model, its embeddings and its head.")
+
+
 class ReportSpec(Section):
     """What the report measures."""
 
     warmup_steps: NonNegativeInt = Field(5, description="First steps that throughput leaves out.")
+    profile_steps: NonNegativeInt = Field(
+        0, description="Steps of a torch profiler trace after the warm-up, left in output_dir/profile; 0: none."
+    )
+    memory_snapshot: Switch = Field(
+        False, description="Leave a snapshot of the GPU's memory, for pytorch.org/memory_viz, in output_dir/profile."
+    )
     mfu: Switch = Field(True, description="Report model FLOPs utilisation where the device's peak is known.")
+
+
+class MedusaSpec(Section):
+    """Heads that guess several tokens ahead; with task: medusa. Head k predicts the token k + 1 places on."""
+
+    num_heads: Annotated[int, Field(ge=1, le=16)] = Field(5, description="Heads K.")
+    num_layers: PositiveInt = Field(1, description="Residual blocks of each head.")
+    stage: Literal[1, 2] = Field(1, description="1: only the heads train; 2: the model trains with them.")
+    lm_head: Literal["shared", "own"] = Field(
+        "shared", description="Projection of the heads: the model's own, or a trained copy of it for each."
+    )
+    heads_path: FileOrHub | None = Field(None, description="Folder of trained heads to start from; stage 2 needs it.")
+    decay_coefficient: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
+        0.8, description="Head k's loss counts decay_coefficient to the power k."
+    )
+    heads_coefficient: NonNegativeFloat = Field(0.2, description="Stage 2: weight of the heads' losses.")
+    heads_warmup_ratio: Share = Field(
+        0.1, description="Stage 2: share of the steps over which heads_coefficient rises from 0, linearly."
+    )
+    lr_multiplier: PositiveFloat = Field(4.0, description="Stage 2: the heads' learning rate over the model's.")
+    self_distillation: Switch = Field(
+        False, description="Stage 2: the model keeps to its own distribution (KL) instead of learning from the data."
+    )
+    expand_lm_head: Switch = Field(
+        False, description="Write a copy of a shared projection for each head, as TensorRT-LLM reads them."
+    )
+    tree_nodes: Annotated[int, Field(ge=2, le=512)] = Field(
+        64, description="Most tokens of the tree of guesses that one decoding step checks."
+    )
+    eval_prompts: NonNegativeInt = Field(
+        8, description="Held-out prompts on which decoding is timed after training; 0 does not."
+    )
+    eval_new_tokens: PositiveInt = Field(128, description="The most tokens written for each of those prompts.")
 
 
 @dataclass(frozen=True)
@@ -216,16 +323,19 @@ class Recipe(Section):
     """A fine-tuning run of ligertune."""
 
     version: Literal[1] = Field(1, description="Version of the recipe's language.")
-    task: Literal["sft"] = Field("sft", description="sft: supervised fine-tuning.")
+    task: Literal["sft", "medusa"] = Field("sft", description="sft: supervised fine-tuning; medusa: decoding heads.")
     model: ModelSpec = Field(description="Which model is trained, and how it is loaded.")
     kernels: KernelsSpec = Field(KernelsSpec(), description="Which kernels are patched in.")
+    method: MethodSpec = Field(MethodSpec(), description="What is trained: all weights, an adapter, or some of them.")
     data: DataSpec = Field(description="What the model learns from.")
     train: TrainSpec = Field(TrainSpec(), description="Batches, steps and the optimizer.")
     eval: EvalSpec = Field(EvalSpec(), description="When the loss on held-out data is measured.")
     checkpoint: CheckpointSpec = Field(description="Where the run is kept, and how it is continued.")
     logging: LoggingSpec = Field(LoggingSpec(), description="What the run writes down while it trains.")
     parallel: ParallelSpec = Field(ParallelSpec(), description="How several processes share the work.")
+    vision: VisionSpec = Field(VisionSpec(), description="Images: their size, and which parts of the model train.")
     report: ReportSpec = Field(ReportSpec(), description="What the report measures.")
+    medusa: MedusaSpec = Field(MedusaSpec(), description="Heads that guess several tokens ahead; with task: medusa.")
 
     _origin: Origin = PrivateAttr(Origin())
 

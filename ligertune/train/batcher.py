@@ -11,10 +11,15 @@ import torch
 from ligertune_kernels import labelled_rows
 
 from ligertune.data.batches import collate, collate_packed, padded_length
+from ligertune.data.encode import IGNORE_INDEX
+from ligertune.data.examples import Example
+from ligertune.vision.batch import Pixels, blank_ids, image_inputs
 
 if TYPE_CHECKING:
     from ligertune.data.examples import Examples
     from ligertune.data.stream import StreamedExamples
+    from ligertune.vision.ahead import PicturesAhead
+    from ligertune.vision.reader import ImageReader
 
 # Few sizes of the head's products: cuBLAS and the allocator take their time over each that is new.
 ROWS_MULTIPLE_OF = 128
@@ -24,7 +29,8 @@ ROWS_MULTIPLE_OF = 128
 class Batcher:
     """Makes micro batches of `examples`. T is a multiple of `multiple_of`.
 
-    With `index_labels` a batch says which rows predict a label, for a loss that is computed in the head.
+    With `index_labels` a batch says which rows predict a label, for a loss that is computed in the head; `label_shifts`
+    is how far ahead they look.
     """
 
     examples: Examples | StreamedExamples
@@ -33,6 +39,14 @@ class Batcher:
     pad_token_id: int
     index_labels: bool
     device: torch.device
+    label_shifts: tuple[int, ...] = (1,)
+    images: ImageReader | None = None  # of a model that sees
+    ahead: PicturesAhead | None = None
+
+    def expect(self, batches: Sequence[Sequence[np.ndarray]]) -> None:
+        """Begins to read the images of micro batches that will be asked for."""
+        if self.ahead is not None:
+            self.ahead.expect(path for rows in batches for index in self._indices(rows) for path in self._paths(index))
 
     def __call__(self, rows: Sequence[np.ndarray]) -> dict[str, Any]:
         """Rows of example indices -> input_ids and labels (B, T) padded on the right, or (1, T) packed.
@@ -42,20 +56,53 @@ class Batcher:
         without rows gets an example of which nothing is trained, so that all ranks make the same collective calls.
         """
         idle = len(rows) == 0
-        indices = [0] if idle else np.concatenate(rows).tolist()
+        examples = [self.examples[i] for i in self._indices(rows)]
+        pictures = [[self._pixels(path) for path in example.images] for example in examples]
+        if self.images is not None and not any(pictures) and self.images.family.layout != "tiles":
+            examples, pictures = self._with_blank(examples)
         make = collate_packed if self.packed else collate
-        batch = make(
-            [self.examples[i] for i in indices], pad_token_id=self.pad_token_id, pad_to_multiple_of=self.multiple_of
-        )
+        batch = make(examples, pad_token_id=self.pad_token_id, pad_to_multiple_of=self.multiple_of)
         batch.pop("attention_mask", None)
+        if self.images is not None:
+            batch |= image_inputs(self.images, batch["input_ids"], pictures, batch.get("document_lengths"))
         if idle:
             batch["labels"].fill_(-100)
         if self.index_labels:
-            batch["labelled_rows"] = labelled_rows(batch["labels"], shift=1, multiple_of=ROWS_MULTIPLE_OF)
+            batch["labelled_rows"] = labelled_rows(
+                batch["labels"], shift=self.label_shifts, multiple_of=ROWS_MULTIPLE_OF
+            )
         return {
             name: value.to(self.device, non_blocking=True) if isinstance(value, torch.Tensor) else value
             for name, value in batch.items()
         }
+
+    def image_tokens(self, indices: np.ndarray) -> int:
+        """Tokens of these examples that stand for images."""
+        if self.images is None:
+            return 0
+        return sum(int((self.examples[i].input_ids == self.images.token_id).sum()) for i in indices.tolist())
+
+    def _indices(self, rows: Sequence[np.ndarray]) -> list[int]:
+        return np.concatenate(rows).tolist() if len(rows) else [0]
+
+    def _paths(self, index: int) -> tuple[str, ...]:
+        return self.examples[index].images
+
+    def _pixels(self, path: str) -> Pixels:
+        return self.images.pixels(path) if self.ahead is None else self.ahead.take(path)
+
+    def _with_blank(self, examples: list[Example]) -> tuple[list[Example], list[list[Pixels]]]:
+        """A blank picture behind the shortest example, or as a document of its own: seen by nothing that is trained."""
+        ids = blank_ids(self.images)
+        blank = Example(ids, np.full(len(ids), IGNORE_INDEX, dtype=np.int32), "")
+        pictures: list[list[Pixels]] = [[] for _ in examples]
+        if self.packed:
+            return [*examples, blank], [*pictures, [self.images.blank()]]
+        shortest = min(range(len(examples)), key=lambda place: len(examples[place].input_ids))
+        longer = [np.concatenate([examples[shortest][part], blank[part]]) for part in (0, 1)]
+        examples[shortest] = Example(*longer, examples[shortest].source)
+        pictures[shortest] = [self.images.blank()]
+        return examples, pictures
 
     def slots(self, rows: Sequence[np.ndarray]) -> int:
         """Tokens that the forward pass over these rows computes, padding included."""

@@ -1,7 +1,8 @@
 """Checkpoints: complete or absent. Written aside, then renamed; weights, optimizer, RNG and the step.
 
 `output_dir/checkpoints/step-N/` holds what accelerate's `save_state` writes (weights as safetensors, or sharded under
-FSDP) and `progress.json`. The data position is the step itself (see `order`), and so is the learning rate.
+FSDP) and `progress.json`, with a checksum of each of these files. The data position is the step itself (see `order`),
+and so is the learning rate. A checkpoint that is not what was written is not resumed from; the one before it is.
 """
 
 from __future__ import annotations
@@ -14,34 +15,69 @@ import shutil
 from pathlib import Path
 
 from accelerate import Accelerator
+from safetensors import SafetensorError
 
+from ligertune.disk import writing
 from ligertune.errors import UserError
 from ligertune.plan import Plan
+from ligertune.train.checksums import checksums, damage
 
 NAME = re.compile(r"step-(\d+)")
 PROGRESS = "progress.json"
 
 
+@writing("A checkpoint")
 def save_checkpoint(accelerator: Accelerator, plan: Plan, step: int) -> Path:
     """Write `step-N` and drop the oldest beyond `save_total_limit`. Called by all ranks."""
     folder = plan.output_dir / "checkpoints"
     final, aside = folder / f"step-{step}", folder / f".step-{step}.partial"
-    if accelerator.is_main_process:
-        shutil.rmtree(aside, ignore_errors=True)  # left by a kill in the middle of a save
-        aside.mkdir(parents=True)
-    accelerator.wait_for_everyone()
-    accelerator.save_state(str(aside))
-    accelerator.wait_for_everyone()
-    if accelerator.is_main_process:
-        progress = {"step": step, "data_fingerprint": plan.data.fingerprint, "plan": plan.as_dict()}
-        (aside / PROGRESS).write_text(json.dumps(progress, indent=1, default=str), encoding="utf-8")
-        _flush(aside)
-        shutil.rmtree(final, ignore_errors=True)
-        os.replace(aside, final)
-        _flush(folder)
-        _drop_oldest(folder, keep=plan.recipe.checkpoint.save_total_limit)
+    try:
+        if accelerator.is_main_process:
+            _remove(aside)  # left by a kill in the middle of a save
+            aside.mkdir(parents=True)
+        accelerator.wait_for_everyone()
+        accelerator.save_state(str(aside))
+        accelerator.wait_for_everyone()
+        if accelerator.is_main_process:
+            _complete_with(aside, progress_of(plan, step))
+            _remove(final)
+            os.replace(aside, final)
+            _flush(folder)
+            _drop_oldest(folder, keep=plan.recipe.checkpoint.save_total_limit)
+    except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors have errors of their own for it
+        raise _unwritten(plan, step, aside, error) from error
     accelerator.wait_for_everyone()
     return final
+
+
+def progress_of(plan: Plan, step: int) -> dict:
+    """What a resumed run compares itself with."""
+    return {
+        "step": step,
+        "data_fingerprint": plan.data.fingerprint,
+        "method": plan.recipe.method.type,
+        "plan": plan.as_dict(),
+    }
+
+
+def _complete_with(aside: Path, progress: dict) -> None:
+    """The last file, which makes a checkpoint complete."""
+    progress["files"] = checksums(aside, but=PROGRESS)
+    (aside / PROGRESS).write_text(json.dumps(progress, indent=1, default=str), encoding="utf-8")
+    _flush(aside)
+
+
+def _unwritten(plan: Plan, step: int, aside: Path, error: Exception) -> UserError:
+    """What to say of a save that failed in the middle of a run: a full disk, a quota, a folder that was taken away."""
+    shutil.rmtree(aside, ignore_errors=True)
+    newest = newest_checkpoint(plan.output_dir)
+    left = f"The newest complete one is {newest}." if newest else "There is no earlier one."
+    reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+    return UserError(
+        f"The checkpoint of step {step} could not be written to {plan.output_dir} ({reason}). {left}",
+        hint="Make room or mend the folder, and go on with --resume.",
+        exit_code=1,
+    )
 
 
 def newest_checkpoint(output_dir: Path) -> Path | None:
@@ -50,20 +86,43 @@ def newest_checkpoint(output_dir: Path) -> Path | None:
     return found[-1] if found else None
 
 
-def resume_folder(plan: Plan) -> Path | None:
-    """What `checkpoint.resume_from_checkpoint` means here: a folder, or None to start at step 0."""
-    wanted = plan.recipe.checkpoint.resume_from_checkpoint
+def resume_folder(plan: Plan) -> tuple[Path | None, tuple[str, ...]]:
+    """What `checkpoint.resume_from_checkpoint` means here: a folder, or None to start at step 0; and notes on the way.
+
+    auto takes the newest checkpoint that is what was written.
+    """
+    wanted, notes = plan.recipe.checkpoint.resume_from_checkpoint, []
     if wanted == "never":
-        return None
+        return None, ()
     if wanted == "auto":
-        return newest_checkpoint(plan.output_dir)
+        for folder in reversed(_complete(plan.output_dir / "checkpoints")):
+            fault = _fault(folder)
+            if fault is None:
+                return folder, tuple(notes)
+            notes.append(f"{folder} is damaged and left alone: {fault}")
+        return None, tuple(notes)
     folder = Path(wanted)
     if not (folder / PROGRESS).is_file():
         raise UserError(
             f"checkpoint.resume_from_checkpoint: {wanted} is not a complete checkpoint (it has no {PROGRESS}).",
             hint="Name a checkpoints/step-N folder of a run, or write auto for the newest one.",
         )
-    return folder
+    fault = _fault(folder)
+    if fault is not None:
+        raise UserError(
+            f"checkpoint.resume_from_checkpoint: {wanted} is damaged: {fault}.",
+            hint="Write auto, which takes the newest checkpoint that is sound.",
+        )
+    return folder, ()
+
+
+def _fault(folder: Path) -> str | None:
+    """What is wrong with a checkpoint's files, or None. One from before there were checksums is taken as it is."""
+    try:
+        progress = json.loads((folder / PROGRESS).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        return f"{PROGRESS} cannot be read ({error})"
+    return damage(folder, progress.get("files", {}), but=PROGRESS)
 
 
 def check_unfinished(plan: Plan) -> None:
@@ -101,6 +160,18 @@ def saved_progress(folder: Path, plan: Plan) -> int:
             f"{folder} was trained on {rows}; this recipe makes {_rows(dataclasses.asdict(plan.rows))}.",
             hint="Set data.packing, data.max_length and train.group_by_length as they were.",
         )
+    method = progress.get("method", "full")
+    if method != plan.recipe.method.type:
+        raise UserError(
+            f"{folder} was trained by {method}; this recipe's method is {plan.recipe.method.type}.",
+            hint=f"Set method.type: {method}.",
+        )
+    optimizer = progress["plan"]["optimizer"]["name"]
+    if optimizer != plan.optimizer.name:
+        raise UserError(
+            f"{folder} holds the states of {optimizer}; this recipe's optimizer is {plan.optimizer.name}.",
+            hint=f"Set train.optim: {optimizer}.",
+        )
     if progress["step"] > plan.schedule.total_steps:
         raise UserError(
             f"{folder} is at step {progress['step']}, past this recipe's {plan.schedule.total_steps} steps.",
@@ -119,6 +190,8 @@ def check_space(plan: Plan) -> None:
     folder = plan.output_dir / "checkpoints"
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        for left in (*folder.glob(".step-*.partial"), *plan.output_dir.glob(".model.partial")):
+            shutil.rmtree(left)  # by a kill in the middle of a save
         probe = folder / ".rehearsal"
         probe.write_bytes(b"x")
         probe.unlink()
@@ -130,7 +203,8 @@ def check_space(plan: Plan) -> None:
     saves = plan.recipe.checkpoint.save_strategy != "no"
     copies = plan.recipe.checkpoint.save_total_limit + 1 if saves else int(plan.recipe.checkpoint.save_on_signal)
     shards = plan.batching.world_size if plan.strategy == "fsdp" else 1
-    needed = (copies * plan.bytes.checkpoint + plan.bytes.weights) * shards
+    model = plan.bytes.model if plan.recipe.checkpoint.save_model else 0
+    needed = (copies * plan.bytes.checkpoint + model) * shards
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise UserError(
@@ -150,10 +224,17 @@ def _complete(folder: Path) -> list[Path]:
 
 def _drop_oldest(folder: Path, *, keep: int) -> None:
     for old in _complete(folder)[:-keep]:
-        # renamed first: a kill in the middle of the removal must not leave half a checkpoint under its name
-        doomed = old.with_name(f".{old.name}.partial")
-        os.replace(old, doomed)
-        shutil.rmtree(doomed)
+        _remove(old)
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder that may not be there. Renamed first: a kill must not leave half of it under its name."""
+    if not folder.exists():
+        return
+    doomed = folder.with_name(f".{folder.name.strip('.').removesuffix('.partial')}.old.partial")
+    shutil.rmtree(doomed, ignore_errors=True)
+    os.replace(folder, doomed)
+    shutil.rmtree(doomed)
 
 
 def _flush(folder: Path) -> None:

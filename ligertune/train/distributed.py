@@ -8,10 +8,11 @@ import os
 import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, set_seed
 from torch import nn
 
 from ligertune.plan import Plan
+from ligertune.train.trackers import tracker_names
 
 
 def start(plan: Plan) -> Accelerator:
@@ -42,12 +43,15 @@ def start(plan: Plan) -> Accelerator:
         gradient_accumulation_steps=1,
         step_scheduler_with_optimizer=False,
         fsdp_plugin=None if on_cpu else plugin,
+        log_with=tracker_names(plan) or None,
+        project_dir=str(plan.output_dir / "trackers"),
     )
     if sharded and on_cpu:
         # accelerate offers FSDP on accelerators only, yet what it calls (fully_shard) runs on CPU processes with gloo
         for state in (PartialState, AcceleratorState):
             state._shared_state["distributed_type"] = DistributedType.FSDP
         accelerator.state.fsdp_plugin = plugin
+    set_seed(plan.recipe.train.seed, device_specific=True)  # of dropout, which is each rank's own
     return accelerator
 
 

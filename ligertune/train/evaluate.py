@@ -12,7 +12,9 @@ from accelerate import Accelerator
 from ligertune.data.packing import pack
 from ligertune.model.deferred import loss_only
 from ligertune.train.batcher import Batcher
-from ligertune.train.distributed import after_evaluation, reduce_sum
+from ligertune.train.distributed import after_evaluation, any_rank, reduce_sum
+from ligertune.train.objectives import Objective
+from ligertune.train.stop import StopRequest
 
 if TYPE_CHECKING:
     from torch import nn
@@ -20,21 +22,34 @@ if TYPE_CHECKING:
     from ligertune.plan import Plan
 
 
-def evaluate(plan: Plan, accelerator: Accelerator, model: nn.Module, batcher: Batcher) -> float:
-    """Mean loss of the batcher's examples. All ranks call it; each does its slices, and none makes logits."""
-    n_targets = int(batcher.examples.trained.sum())
+def evaluate(
+    plan: Plan, accelerator: Accelerator, model: nn.Module, batcher: Batcher, objective: Objective, stop: StopRequest
+) -> float | None:
+    """Mean loss of the batcher's examples. All ranks call it; each does its slices, and none makes logits.
+
+    None where a signal came in between: a stopping run has no time for the rest.
+    """
+    targets = objective.inputs(batcher.examples, np.arange(len(batcher.examples)))
     rank, world = accelerator.process_index, accelerator.num_processes
     rows, size = _rows(plan, batcher), plan.batching.eval_batch_size
+    if batcher.images is not None and batcher.images.family.layout == "tiles":
+        size = 1  # a batch holds equally many images in each row
     total = torch.zeros((), device=accelerator.device, dtype=torch.float32)
+    whole = None
     model.eval()
     with torch.no_grad(), loss_only():
         for start in range(0, len(rows), size * world):
+            if any_rank(accelerator, stop.received is not None):
+                break
             mine = range(start + rank * size, min(start + (rank + 1) * size, len(rows)))
+            batcher.expect([[rows[i] for i in mine]])
             batch = batcher([rows[i] for i in mine])
-            total += model(**batch, num_items_in_batch=n_targets, use_cache=False).loss.float()
+            total += model(**batch, **targets, use_cache=False).loss.float()
+        else:
+            whole = float(reduce_sum(accelerator, total))
     model.train()
     after_evaluation(model)
-    return float(reduce_sum(accelerator, total))
+    return whole
 
 
 def _rows(plan: Plan, batcher: Batcher) -> Sequence[np.ndarray]:

@@ -15,6 +15,7 @@ import torch
 from ligertune.data.batches import collate_packed
 from ligertune.data.examples import Example
 from ligertune.errors import UserError
+from ligertune.vision.families import family_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -40,11 +41,19 @@ def leak(model: PreTrainedModel, *, multiple_of: int) -> float:
             examples = [Example(tokens, tokens, "") for tokens in (document, second)]
             batch = collate_packed(examples, pad_token_id=0, pad_to_multiple_of=multiple_of)
             del batch["labels"]
+            if _has_sections(model):
+                batch["position_ids"] = batch["position_ids"].expand(4, 1, -1)
             tensors = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
             logits.append(model(**tensors, use_cache=False).logits[0].float())
     model.train(was_training)
     moved = (logits[0] - logits[1]).abs().amax(-1)  # (T,)
     return float(moved[FIRST : FIRST + SECOND].max() / moved[:FIRST].max())
+
+
+def _has_sections(model: PreTrainedModel) -> bool:
+    """Whether positions are of the text, and of time, height and width: (4, 1, T)."""
+    family = family_of(model.config)
+    return family is not None and family.positions == "sections"
 
 
 def check_isolation(model: PreTrainedModel, *, multiple_of: int) -> None:

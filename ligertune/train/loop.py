@@ -11,23 +11,30 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
 
 from ligertune.data.packing import pack
-from ligertune.errors import UserError
 from ligertune.metrics import MetricsFile
 from ligertune.model.attention import same_bits
-from ligertune.model.shape import ModelShape
 from ligertune.plan import Plan
 from ligertune.train import checkpoint
 from ligertune.train.batcher import Batcher
+from ligertune.train.clip import clip_gradients
 from ligertune.train.distributed import any_rank, reduce_sum
 from ligertune.train.evaluate import evaluate
+from ligertune.train.evaluations import Evaluations, keep_best, take_best
+from ligertune.train.finite import LossWatch
+from ligertune.train.image_order import ByImageCount, check_sharded
+from ligertune.train.kernel_adamw import in_our_kernel
 from ligertune.train.meter import Counts, Meter
-from ligertune.train.optim import build_optimizer
+from ligertune.train.objectives import Objective, objective_of
+from ligertune.train.optim import build_optimizer, set_learning_rate
 from ligertune.train.order import DataOrder
 from ligertune.train.schedule import learning_rate
 from ligertune.train.stop import StopRequest
 from ligertune.train.stream_order import StreamOrder
+from ligertune.train.trackers import open_trackers, profiled, track
+from ligertune.vision.ahead import PicturesAhead
 
 if TYPE_CHECKING:
     from torch import nn
@@ -35,6 +42,8 @@ if TYPE_CHECKING:
     from ligertune.data.examples import Examples
     from ligertune.data.prepare import PreparedData
     from ligertune.data.stream import StreamedExamples
+    from ligertune.model.shape import ModelShape
+    from ligertune.vision.reader import ImageReader
 
 
 @dataclass(frozen=True)
@@ -50,6 +59,8 @@ class Fitted:
     seconds: float
     warmup_excluded: bool
     peak_memory: dict[str, int]
+    notes: tuple[str, ...] = ()
+    best_weights: dict[str, torch.Tensor] | None = None  # of the best model, where the model itself is sharded
 
 
 def fit(
@@ -60,20 +71,27 @@ def fit(
     *,
     pad_token_id: int,
     show: Callable[[dict], None],
+    images: ImageReader | None = None,
+    answer: Callable[[nn.Module], list[dict[str, str]]] | None = None,
 ) -> Fitted:
     """Train `model` as the plan says. `show` receives each logged line; on the main process only.
+
+    images: how the model sees, where it does. answer: gives the model's answers to the recipe's prompts, which are
+    shown and kept after each evaluation.
 
     The loss of a step is the sum over the trained tokens of the global batch divided by their number, however the batch
     is cut into micro batches and ranks.
     """
-    shape, world = ModelShape.of(model), accelerator.num_processes
+    objective, world = objective_of(plan, model), accelerator.num_processes
     optimizer = build_optimizer(model, plan.optimizer)
+    if plan.recipe.kernels.optimizer and plan.recipe.kernels.enabled is not False:
+        optimizer = in_our_kernel(optimizer)
     model, optimizer = accelerator.prepare(model, optimizer)
-    resumed_from = _resume(plan, accelerator)
-    order = _data_order(plan, data.train)
-    batcher = _batcher(plan, accelerator, data.train, pad_token_id)
-    evaluated = _batcher(plan, accelerator, data.eval, pad_token_id) if data.eval else None
-    work_of = _work_of_steps(shape, order, batcher)
+    resumed_from, notes = _resume(plan, accelerator)
+    order = _data_order(plan, data.train, images)
+    batcher = _batcher(plan, accelerator, data.train, pad_token_id, objective, images)
+    evaluated = _batcher(plan, accelerator, data.eval, pad_token_id, objective, images) if data.eval else None
+    work_of = _work_of_steps(objective.shape, order, batcher)
     metrics = MetricsFile(
         plan.output_dir / "metrics.jsonl", resumed_from=resumed_from, enabled=accelerator.is_main_process
     )
@@ -81,20 +99,51 @@ def fit(
     loss_sum = torch.zeros((), device=accelerator.device)  # of the steps since the last logged line
     step = last_saved = resumed_from
     eval_loss, grad_norm = None, None
+    watch = LossWatch(plan.output_dir, batcher, rank=accelerator.process_index)
+    evaluations = Evaluations(_evaluated_before(accelerator, metrics))
+    keeps_best, patience = plan.recipe.checkpoint.load_best_model_at_end, plan.recipe.eval.early_stopping_patience
+    open_trackers(plan, accelerator)
+    log = _logger(accelerator, metrics, show)
+    for note in notes:
+        log({"step": resumed_from, "note": note})
+    missed, stopping = False, False
+    hopeless = evaluations.hopeless(patience)
     model.train()
+    _expect(plan, accelerator, order, batcher, step)
 
-    with StopRequest(enabled=plan.recipe.checkpoint.save_on_signal) as stop:
-        while step < plan.schedule.total_steps:
+    with StopRequest(enabled=plan.recipe.checkpoint.save_on_signal) as stop, profiled(plan, accelerator) as profile:
+
+        def hold_out() -> bool:
+            """Evaluate, and do what follows from it; False where a signal came in between."""
+            nonlocal eval_loss
+            with meter.paused():
+                found = evaluate(plan, accelerator, model, evaluated, objective, stop)
+                if found is None:
+                    return False
+                eval_loss = found
+                log({"step": step, "eval_loss": eval_loss})
+                if evaluations.add(eval_loss) and keeps_best:
+                    keep_best(accelerator, model, plan.output_dir, step=step, loss=eval_loss)
+                if answer and accelerator.is_main_process:
+                    with accelerator.autocast():
+                        log({"step": step, "samples": answer(accelerator.unwrap_model(model))})
+            return True
+
+        if evaluated and _owes_evaluation(plan, accelerator, metrics, resumed_from):
+            missed = stopping = not hold_out()
+            hopeless = evaluations.hopeless(patience)
+        while step < plan.schedule.total_steps and not hopeless and not stopping:
             batches = order.micro_batches(step, accelerator.process_index)
             work = work_of(step)
             rate = learning_rate(plan.schedule, step)
-            for group in optimizer.param_groups:
-                group["lr"] = rate
+            set_learning_rate(optimizer, rate)
+            targets = objective.inputs(data.train, np.concatenate(order.step(step)), step=step)
 
+            _expect(plan, accelerator, order, batcher, step + 1)
             for i, rows in enumerate(batches):
                 batch = batcher(rows)
                 with _gradient_sync(plan, accelerator, model, last=i == len(batches) - 1):
-                    loss = model(**batch, num_items_in_batch=max(work.trained_tokens, 1), use_cache=False).loss
+                    loss = model(**batch, **targets, use_cache=False).loss
                     with same_bits(plan.recipe.train.full_determinism, plan.attn_implementation):
                         accelerator.backward(
                             loss * world
@@ -102,34 +151,39 @@ def fit(
                 loss_sum += loss.detach()
 
             if plan.optimizer.max_grad_norm > 0:
-                grad_norm = accelerator.clip_grad_norm_(model.parameters(), plan.optimizer.max_grad_norm)
+                grad_norm = clip_gradients(accelerator, optimizer, model.parameters(), plan.optimizer.max_grad_norm)
             optimizer.step()
             optimizer.zero_grad()
             step += 1
             meter.add(work)
+            watch.add(step, loss_sum, batches)
+            profile()
 
             stopping = any_rank(accelerator, stop.received is not None)
             last = stopping or step == plan.schedule.total_steps
             if step % plan.recipe.logging.logging_steps == 0 or last:
-                line = _line(plan, accelerator, meter, step, loss_sum, grad_norm, rate)
+                log(_line(plan, accelerator, meter, step, loss_sum, grad_norm, rate, watch))
                 loss_sum.zero_()
-                metrics.write(line)
-                if accelerator.is_main_process:
-                    show(line)
-            if evaluated and (plan.due(plan.evaluate, step) or (last and not stopping)):
-                with meter.paused():
-                    eval_loss = evaluate(plan, accelerator, model, evaluated)
-                metrics.write({"step": step, "eval_loss": eval_loss})
-                if accelerator.is_main_process:
-                    show({"step": step, "eval_loss": eval_loss})
+            if evaluated and (plan.due(plan.evaluate, step) or step == plan.schedule.total_steps):
+                missed = not hold_out()
+                stopping = stopping or missed
+                hopeless = evaluations.hopeless(patience)
             if (plan.due(plan.save, step) and not last) or (stopping and step > last_saved):
+                if any_rank(accelerator, not watch.is_finite(_judged(plan, grad_norm))):
+                    raise watch.complaint()
                 with meter.paused():
                     checkpoint.save_checkpoint(accelerator, plan, step)
                 last_saved = step
-            if stopping:
-                break
-        stopped_by = (stop.received or "a signal on another rank") if step < plan.schedule.total_steps else None
+        stopped_by = None
+        if stopping and (missed or step < plan.schedule.total_steps):
+            stopped_by = stop.received or "a signal on another rank"
 
+    if hopeless and not stopping:
+        notes += (f"stopped early at step {step}: {patience} evaluations without a loss below {evaluations.best:.4f}",)
+    best_weights = None
+    if keeps_best and stopped_by is None and evaluations.best < math.inf:
+        best_step, best_weights = take_best(accelerator, model, plan.output_dir)
+        notes += (f"the model is that of step {best_step}, with the lowest evaluation loss, {evaluations.best:.4f}",)
     work, seconds, warmup_excluded = meter.total()
     return Fitted(
         model=model,
@@ -141,20 +195,66 @@ def fit(
         seconds=seconds,
         warmup_excluded=warmup_excluded,
         peak_memory=_most_over_ranks(accelerator, meter.peak_memory()),
+        notes=notes,
+        best_weights=best_weights,
     )
 
 
-def _resume(plan: Plan, accelerator: Accelerator) -> int:
-    """Load the checkpoint that the plan names; the number of steps already done."""
-    folder = checkpoint.resume_folder(plan)
+def _resume(plan: Plan, accelerator: Accelerator) -> tuple[int, tuple[str, ...]]:
+    """Load the checkpoint that the plan names; the number of steps already done, and what was odd on the way."""
+    found = [checkpoint.resume_folder(plan) if accelerator.is_main_process else None]
+    folder, notes = broadcast_object_list(found)[0]
     if folder is None:
-        return 0
+        return 0, notes
     step = checkpoint.saved_progress(folder, plan)
     accelerator.load_state(str(folder))
-    return step
+    return step, notes
 
 
-def _data_order(plan: Plan, examples: Examples | StreamedExamples) -> DataOrder:
+def _evaluated_before(accelerator: Accelerator, metrics: MetricsFile) -> list[float]:
+    """The losses of the evaluations up to the step that is resumed from; every rank hears the same."""
+    known = [line["eval_loss"] for line in metrics.lines() if "eval_loss" in line] if metrics.enabled else None
+    return broadcast_object_list([known])[0]
+
+
+def _owes_evaluation(plan: Plan, accelerator: Accelerator, metrics: MetricsFile, resumed_from: int) -> bool:
+    """Whether a signal kept the run before from the evaluation of its last step."""
+    if not resumed_from:
+        return False
+    wanted = plan.due(plan.evaluate, resumed_from) or resumed_from == plan.schedule.total_steps
+    lines = metrics.lines() if metrics.enabled else []
+    done = any(line["step"] == resumed_from and "eval_loss" in line for line in lines)
+    return wanted and not broadcast_object_list([done])[0]
+
+
+def _logger(accelerator: Accelerator, metrics: MetricsFile, show: Callable[[dict], None]) -> Callable[[dict], None]:
+    """line -> metrics.jsonl, trackers and whoever watches; on the main process only."""
+
+    def log(line: dict) -> None:
+        if accelerator.is_main_process:
+            metrics.write(line)
+            track(accelerator, line)
+            show(line)
+
+    return log
+
+
+def _judged(plan: Plan, grad_norm: torch.Tensor | None) -> torch.Tensor | None:
+    """The gradients' norm where it must be finite: with a scaled loss, a step whose gradients are not is left out."""
+    return None if grad_norm is None or plan.precision.autocast == "fp16" else _whole(grad_norm)
+
+
+def _data_order(
+    plan: Plan, examples: Examples | StreamedExamples, images: ImageReader | None
+) -> DataOrder | ByImageCount:
+    order = _order_of_rows(plan, examples)
+    if images is None or images.family.layout != "tiles":
+        return order
+    check_sharded(plan.strategy, examples, images.family.name)
+    return ByImageCount(order, examples.n_images)
+
+
+def _order_of_rows(plan: Plan, examples: Examples | StreamedExamples) -> DataOrder:
     train = plan.recipe.train
     if plan.rows.streamed:
         length = plan.rows.length if plan.rows.packed else None
@@ -170,7 +270,14 @@ def _data_order(plan: Plan, examples: Examples | StreamedExamples) -> DataOrder:
     )
 
 
-def _batcher(plan: Plan, accelerator: Accelerator, examples: Examples | StreamedExamples, pad_token_id: int) -> Batcher:
+def _batcher(
+    plan: Plan,
+    accelerator: Accelerator,
+    examples: Examples | StreamedExamples,
+    pad_token_id: int,
+    objective: Objective,
+    images: ImageReader | None,
+) -> Batcher:
     return Batcher(
         examples,
         packed=plan.rows.packed,
@@ -178,7 +285,16 @@ def _batcher(plan: Plan, accelerator: Accelerator, examples: Examples | Streamed
         pad_token_id=pad_token_id,
         index_labels=plan.loss_in_head,
         device=accelerator.device,
+        label_shifts=objective.label_shifts,
+        images=images,
+        ahead=None if images is None else PicturesAhead(images),
     )
+
+
+def _expect(plan: Plan, accelerator: Accelerator, order: DataOrder | ByImageCount, batcher: Batcher, step: int) -> None:
+    """Begins to read the images of a step, one step before it is due; a stream does not look ahead."""
+    if batcher.ahead is not None and not plan.rows.streamed and step < plan.schedule.total_steps:
+        batcher.expect(order.micro_batches(step, accelerator.process_index))
 
 
 def _gradient_sync(
@@ -202,6 +318,8 @@ def _work_of_steps(shape: ModelShape, order: DataOrder, batcher: Batcher) -> Cal
             tokens=int(real.sum()),
             padded_tokens=sum(batcher.slots(rows[i : i + size]) for i in range(0, len(rows), size)),
             trained_tokens=int(targets[indices].sum()),
+            images=int(batcher.examples.n_images[indices].sum()) if batcher.images else 0,
+            image_tokens=batcher.image_tokens(indices),
             flops=shape.flops(tokens=int(real.sum()), squared_lengths=int((real**2).sum())),
         )
 
@@ -216,17 +334,15 @@ def _line(
     loss_sum: torch.Tensor,
     grad_norm: torch.Tensor | None,
     rate: float,
+    watch: LossWatch,
 ) -> dict:
-    """One line of metrics.jsonl; reading the loss synchronises the device."""
+    """One line of metrics.jsonl; reading the loss synchronises the device. One that is no number ends the run."""
     total = float(reduce_sum(accelerator, loss_sum))
     counts, seconds = meter.lap()
     loss = total / counts.steps
     if not math.isfinite(loss):
-        raise UserError(
-            f"The loss became {loss} by step {step}; the run stops here.",
-            hint="Lower train.learning_rate, or resume from an earlier checkpoint with other data.",
-            exit_code=1,
-        )
+        raise watch.complaint()
+    watch.forget()
     return {
         "step": step,
         "epoch": round(step * plan.batching.global_batch_size / plan.rows.count, 4) if plan.rows.count else None,
@@ -236,10 +352,22 @@ def _line(
         "tokens": counts.tokens,
         "padded_tokens": counts.padded_tokens,
         "trained_tokens": counts.trained_tokens,
+        **_seen(counts, seconds),
         "tokens_per_second": counts.tokens / seconds,
         "seconds": seconds,
         "peak_memory": meter.peak_memory(),
         "remaining_seconds": (plan.schedule.total_steps - step) * seconds / counts.steps,
+    }
+
+
+def _seen(counts: Counts, seconds: float) -> dict:
+    """What a line says of images, if there were any."""
+    if not counts.images:
+        return {}
+    return {
+        "images": counts.images,
+        "image_tokens": counts.image_tokens,
+        "images_per_second": counts.images / seconds,
     }
 
 

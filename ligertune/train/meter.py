@@ -26,6 +26,8 @@ class Counts:
     tokens: int = 0
     padded_tokens: int = 0
     trained_tokens: int = 0
+    images: int = 0
+    image_tokens: int = 0  # of `tokens`, those that stand for images
     flops: float = 0.0
 
     @property

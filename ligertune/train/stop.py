@@ -1,13 +1,18 @@
-"""SIGTERM and Ctrl-C: finish the step, save, leave. A second Ctrl-C leaves at once."""
+"""SIGTERM, SIGUSR1 and Ctrl-C: finish the step, save, leave. A second Ctrl-C leaves at once.
+
+SIGUSR1 is what Slurm is told to send before the time is up (`--signal=USR1@120`).
+"""
 
 from __future__ import annotations
 
 import signal
 from types import FrameType
 
+SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, name))
+
 
 class StopRequest:
-    """A context in which SIGTERM and SIGINT only set `received`; the handlers from before come back at its end."""
+    """A context in which these signals only set `received`; the handlers from before come back at its end."""
 
     def __init__(self, *, enabled: bool = True) -> None:
         self.received: str | None = None
@@ -16,7 +21,7 @@ class StopRequest:
 
     def __enter__(self) -> StopRequest:
         if self._enabled:
-            self._before = {s: signal.signal(s, self._note) for s in (signal.SIGTERM, signal.SIGINT)}
+            self._before = {s: signal.signal(s, self._note) for s in SIGNALS}
         return self
 
     def __exit__(self, *exc: object) -> None:

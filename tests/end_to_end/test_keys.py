@@ -137,8 +137,13 @@ def test_kernels_are_switched_one_by_one(key, value, kernel, applied, quickstart
 
 
 def test_optimizers_and_checkpointing_train_alike(train, usual):
-    """One computation in two ways: not the same program, the same curve."""
-    for changes in ({"train.optim": "adamw_torch"}, {"train.gradient_checkpointing": True}):
+    """One computation in several ways: not the same program, the same curve."""
+    for changes in (
+        {"train.optim": "adamw_torch"},
+        {"train.gradient_checkpointing": True},
+        {"train.gradient_checkpointing": "offload"},
+        {"train.per_device_train_batch_size": "auto", "train.global_batch_size": 4},
+    ):
         assert train(changes)[0] == pytest.approx(usual[0], rel=1e-5)
 
 
@@ -172,6 +177,13 @@ def test_saves_and_evaluations_come_when_asked(train):
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "eval_loss" in line] == [2, 3]
     assert report["eval_loss"] == lines[-1]["eval_loss"]
+
+
+def test_a_model_that_is_not_wanted_is_not_written(train, usual):
+    assert Path(usual[2]["model_path"]).is_dir()
+    *_, report, folder = train({"checkpoint.save_model": "false"})
+    assert report["model_path"] is None and report["status"] == "completed"
+    assert not (folder / "model").exists()
 
 
 def test_by_epoch(train):
@@ -256,12 +268,37 @@ ELSEWHERE = {
     "data.datasets[].path": "test_bad_input",
     "data.num_proc": "test_parallel",
     "data.cache": "test_cache",
+    "method.type": "test_methods_run",
+    "method.lora_r": "test_methods",
+    "method.lora_alpha": "test_methods",
+    "method.lora_dropout": "test_methods",
+    "method.lora_target_modules": "test_methods",
+    "method.lora_modules_to_save": "test_methods",
+    "method.use_dora": "test_methods",
+    "method.use_rslora": "test_methods",
+    "method.trainable": "test_methods",
+    "train.optim_in_backward": "test_optimizers",
+    "eval.early_stopping_patience": "test_evaluations",
+    "eval.sample_prompts": "test_evaluations",
+    "checkpoint.load_best_model_at_end": "test_evaluations",
+    "logging.report_to": "test_trackers",
+    "logging.run_name": "test_trackers",
+    "report.profile_steps": "test_trackers",
+    "report.memory_snapshot": "test_trackers",
+    "data.image_dir": "test_image_rows",
+    "vision.image_min_pixels": "test_image_rows",
+    "vision.image_max_pixels": "test_vision_end_to_end",
+    "vision.freeze_vision_tower": "test_vision_end_to_end",
+    "vision.freeze_projector": "test_vision_end_to_end",
+    "vision.freeze_language_model": "test_vision_end_to_end",
     "train.full_determinism": "test_attention",
     "checkpoint.output_dir": "test_train",
     "checkpoint.resume_from_checkpoint": "test_train",
     "checkpoint.overwrite": "test_signals",
     "checkpoint.save_on_signal": "test_signals",
     "parallel.strategy": "test_ranks",
+    "medusa": "tests/medusa/test_medusa_keys",  # the section
+    "kernels.optimizer": "test_kernel_adamw",
 }
 
 
@@ -272,7 +309,7 @@ def test_no_key_is_without_a_test():
     for section, spec in schema["properties"].items():
         for key in _leaves(schema, spec, section):
             name = key.split(".")[-1]
-            named = key in ELSEWHERE or key.replace("[]", ".0") in here or f'"{name}"' in here
+            named = key in ELSEWHERE or section in ELSEWHERE or key.replace("[]", ".0") in here or f'"{name}"' in here
             missing += [] if named or key.startswith("data.eval_datasets[]") else [key]
     assert not missing
 

@@ -26,8 +26,9 @@ def stopped_by(number: int, recipe, folder, **changes) -> int:
     return process.returncode
 
 
-def test_ctrl_c_saves_and_says_how_to_go_on(recipe, tmp_path):
-    assert stopped_by(signal.SIGINT, recipe, tmp_path) == 130
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1], ids=["Ctrl-C", "what Slurm sends"])
+def test_a_signal_saves_and_says_how_to_go_on(number, recipe, tmp_path):
+    assert stopped_by(number, recipe, tmp_path) == 130
     assert len(list((tmp_path / "run" / "checkpoints").glob("step-*"))) == 1
 
 

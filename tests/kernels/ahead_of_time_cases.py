@@ -197,6 +197,19 @@ def _linear_jsd() -> list[Case]:
     ]
 
 
+def _adamw() -> list[Case]:
+    def call(*tensors: torch.Tensor, scale: torch.Tensor | None) -> None:
+        numbers = {"step": 3, "lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
+        kernels.adamw_step(*tensors, **numbers, grad_scale=scale)
+
+    scales = (None, meta(dtype=FP32))
+    return [
+        Case("adamw_step", partial(call, scale=scale), ((4096, 512),) * 4, dtype, backward=False)
+        for scale in scales
+        for dtype in (BF16, FP32)
+    ]
+
+
 # op -> its cases. Made when asked for: a name of the package is loaded when it is looked up.
 CASES: dict[str, Callable[[], list[Case]]] = {
     "rms_norm": _rms_norm,
@@ -215,4 +228,5 @@ CASES: dict[str, Callable[[], list[Case]]] = {
     "kl_div": _kl_div,
     "jsd": _jsd,
     "linear_jsd": _linear_jsd,
+    "adamw_step": _adamw,
 }

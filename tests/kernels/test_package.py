@@ -30,6 +30,8 @@ EXPORTS = [
     "Schedule",
     "SwiGLU",
     "TokenStatistics",
+    "adamw_step",
+    "adamw_step_reference",
     "add_rms_norm",
     "add_rms_norm_reference",
     "apply_rope",

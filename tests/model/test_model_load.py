@@ -8,10 +8,12 @@ import shutil
 import pytest
 import tiny_models
 import torch
+import transformers
 
 from ligertune.errors import UserError
 from ligertune.model.load import build_model, check_vocabulary, load_tokenizer, read_config
 from ligertune.recipe.schema import ModelSpec
+from ligertune.vision.families import family_of
 
 TEXT = [
     "Llama-2-7b", "Llama-3.1-8B", "Llama-3.2-1B", "Llama-3.2-3B", "Meta-Llama-3-8B", "Mistral-7B-v0.1",
@@ -51,9 +53,18 @@ def test_published_configurations_are_read_and_built(corpus, name):
 
 @pytest.mark.corpus
 @pytest.mark.parametrize("name", VISION)
-def test_vision_models_are_refused_for_now(corpus, name):
-    with pytest.raises(UserError, match="vision-language model"):
-        read_config(spec(corpus / "model_configs" / name))
+def test_vision_models_are_recognised_and_cut_in_their_language_model(corpus, name):
+    wanted = spec(corpus / "model_configs" / name, init="random", num_hidden_layers=2)
+    config = read_config(wanted)
+    model = build_model(wanted, config, dtype=torch.bfloat16, device="meta", seed=0)
+    assert type(model).__name__.endswith("ForConditionalGeneration") and family_of(config) is not None
+    assert len(model.model.language_model.layers) == 2
+
+
+def test_a_vision_model_of_another_family_is_refused(tmp_path):
+    transformers.Idefics3Config().save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="kind idefics3 cannot be trained here"):
+        read_config(spec(tmp_path))
 
 
 def test_depth_is_cut_with_everything_that_counts_layers(folder):

@@ -6,6 +6,8 @@ anything of that many rows.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch.autograd.function import once_differentiable
 
@@ -13,20 +15,24 @@ MULTIPLE_OF = 16  # rows: matrix products like no other number, and fewer sizes 
 
 
 def labelled_rows(
-    labels: torch.Tensor, *, ignore_index: int = -100, shift: int = 0, multiple_of: int = MULTIPLE_OF
+    labels: torch.Tensor,
+    *,
+    ignore_index: int = -100,
+    shift: int | Sequence[int] = 0,
+    multiple_of: int = MULTIPLE_OF,
 ) -> torch.Tensor:
     """The rows (M,) of labels (..., T) on the CPU, counted over all of them, that linear_cross_entropy has to compute.
 
     With a shift the labels are those of the tokens themselves, as a batch holds them, and row t predicts the label
-    t + shift of its sequence. Rows without a label fill M up to a multiple, as far as there are any: they cost little
-    and count nothing.
+    t + shift of its sequence; with several shifts, as several heads have them, any of these labels. Rows without a
+    label fill M up to a multiple, as far as there are any: they cost little and count nothing.
     """
     if labels.device.type != "cpu":
         raise ValueError(f"labelled_rows: labels are on {labels.device}; expected the CPU, or the host would wait")
-    has_label = labels != ignore_index
-    if shift:
-        has_label = torch.nn.functional.pad(has_label[..., shift:], (0, min(shift, labels.shape[-1])))
-    has_label = has_label.reshape(-1)
+    trained = labels != ignore_index
+    shifts = (shift,) if isinstance(shift, int) else tuple(shift)
+    ahead = [torch.nn.functional.pad(trained[..., s:], (0, min(s, labels.shape[-1]))) for s in shifts]
+    has_label = torch.stack(ahead).any(0).reshape(-1)
     rows = has_label.nonzero().squeeze(1)
     missing = -len(rows) % multiple_of
     if missing and len(rows):

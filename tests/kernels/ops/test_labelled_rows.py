@@ -39,6 +39,12 @@ def test_shifts_within_each_sequence(shift) -> None:
     assert torch.equal(labelled_rows(labels, shift=shift, multiple_of=1), labelled_rows(shifted, multiple_of=1))
 
 
+def test_several_shifts_take_the_rows_of_each() -> None:
+    labels = torch.full((2, 9), -100)
+    labels[0, 8], labels[1, 1] = 5, 6
+    assert labelled_rows(labels, shift=(1, 2, 4), multiple_of=1).tolist() == [4, 6, 7, 9]
+
+
 def test_refuses_labels_that_the_host_would_have_to_wait_for() -> None:
     with pytest.raises(ValueError, match="expected the CPU"):
         labelled_rows(torch.zeros(3, device="meta"))

@@ -1,0 +1,164 @@
+"""Bytes that a step needs beside what is always there, by formula: no model is loaded and nothing is run.
+
+A step's memory has four high points, and the highest is the peak:
+
+    loss       all activations, the head's chunks of logits, and the gradients it computes while it has them
+    backward   all activations, and one layer on its way back
+    gradients  the last layer done: every gradient is there, and the embedding's is being made
+    step       every gradient, and the optimizer's temporaries
+
+Without checkpointing a layer keeps, for each token, its norms' inputs, the inputs of those products whose weight or
+adapter trains, queries, keys, values, attention's output, gate and up. With it, only what goes into the layer, and one
+layer is whole at a time. This is what our kernels keep; the plain model keeps more, which is counted too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# cuBLAS's workspace on Hopper, once for the forward's thread and once for the backward's (torch: getWorkspaceSize)
+WORKSPACE = 2 * (32 << 20)
+# what a CUDA process holds outside torch's allocator: context, kernels, libraries
+CONTEXT = 600 << 20
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """One layer: sizes in elements a token. Inputs of products that are kept for a gradient: attn_in, mlp_in, mlp_out.
+
+    norms: the inputs of all its norms. adapters: rank times adapted products. mlp of a mixture: of the experts used.
+    """
+
+    hidden: int
+    query: int
+    key: int
+    heads: int
+    mlp: int
+    norms: int
+    attn_in: bool = True
+    mlp_in: bool = True
+    mlp_out: bool = True
+    adapters: int = 0
+    routed: int = 0  # copies of the token that go to experts
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What the model is computed with: which kernels, which attention, and what is recomputed."""
+
+    norm: bool = True
+    mlp: bool = True
+    in_head: bool = True
+    attention: str = "sdpa"
+    checkpointing: bool | str = False
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Bytes at a high point of a step, beside weights, optimizer states and gradients kept from steps before."""
+
+    name: str
+    activations: int
+    gradients: int
+    loss: int
+    working: int
+
+    @property
+    def total(self) -> int:
+        return self.activations + self.gradients + self.loss + self.working
+
+
+def layer_bytes(layer: LayerShape, kept: Kept, itemsize: int, row_length: int) -> int:
+    """What one layer keeps of one token. row_length: tokens that eager attention compares each with."""
+    elements = layer.norms + 2 * layer.query + 2 * layer.key + 2 * layer.mlp
+    elements += layer.attn_in * layer.hidden + layer.mlp_in * layer.hidden + layer.mlp_out * layer.mlp
+    elements += layer.adapters + 2 * layer.routed * layer.hidden
+    size = elements * itemsize + 4 * (layer.heads + layer.norms // layer.hidden)
+    if not kept.norm:  # the input in fp32, and the normalised value in both dtypes
+        size += layer.norms * (4 if itemsize < 4 else 0) + layer.norms * itemsize
+    if not kept.mlp:  # act(gate)
+        size += layer.mlp * itemsize
+    if kept.attention == "eager":
+        size += layer.heads * row_length * (2 * itemsize + 4)
+    return size
+
+
+def backward_bytes(layer: LayerShape, itemsize: int) -> int:
+    """What a token needs on its way back through one layer, beside what was kept."""
+    # with plain layers the gradients of gate and up are written over them; beside adapters they are new
+    gates = 3 if layer.adapters else 1
+    return (2 * layer.hidden + gates * layer.mlp) * itemsize
+
+
+@dataclass(frozen=True)
+class HeadShape:
+    """The output head and the embedding: V rows of E. tied: one weight."""
+
+    vocab: int
+    hidden: int
+    head_trains: bool = True
+    embedding_trains: bool = True
+    tied: bool = False
+
+    @property
+    def elements(self) -> int:
+        return self.vocab * self.hidden
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A micro batch: its token slots, the labels among them, a row's length, and whether others came before it."""
+
+    tokens: int
+    labels: int
+    row_length: int
+    accumulates: bool
+
+
+def loss_bytes(head: HeadShape, kept: Kept, batch: Batch, itemsize: int, free: int | None) -> tuple[int, int]:
+    """(the most while the loss is computed, what is left of it until the head's backward)."""
+    if not kept.in_head:
+        logits = batch.tokens * head.vocab
+        return logits * (2 * itemsize + 12), logits * (itemsize + 4)
+    import torch
+    from ligertune_kernels.ops.schedule import schedule_of
+
+    dtype = {2: torch.bfloat16, 4: torch.float32}[itemsize]
+    chosen = schedule_of(batch.labels, head.hidden, head.vocab, dtype, needs_dw=head.head_trains, free_bytes=free)
+    picked = 0 if batch.labels == batch.tokens else batch.labels * head.hidden * itemsize
+    left = batch.labels * head.hidden * itemsize + head.head_trains * head.elements * itemsize
+    return chosen.extra_bytes + picked + left, left
+
+
+def moments(
+    layer: LayerShape,
+    head: HeadShape,
+    kept: Kept,
+    batch: Batch,
+    *,
+    layers: int,
+    itemsize: int,
+    gradients: int,
+    step_bytes: int,
+    workspace: int = 0,
+    free: int | None = None,
+) -> tuple[Moment, ...]:
+    """The four high points of a step. gradients: bytes of all; free: what the loss may count on."""
+    whole = layer_bytes(layer, kept, itemsize, batch.row_length) * batch.tokens
+    if kept.checkpointing:
+        inputs = 0 if kept.checkpointing == "offload" else layers
+        held, recomputed = inputs * batch.tokens * layer.hidden * itemsize, whole
+    else:
+        held, recomputed = layers * whole, 0
+    # the embedding's output or the last layer's, the last norm's output, and rotary tables of one head's width
+    ends = batch.tokens * (2 * layer.hidden + 2 * (layer.query // layer.heads)) * itemsize
+    most, left = loss_bytes(head, kept, batch, itemsize, free)
+    before = gradients if batch.accumulates else 0
+    back = backward_bytes(layer, itemsize) * batch.tokens
+    embedding = head.elements * itemsize if head.embedding_trains and (head.tied or batch.accumulates) else 0
+    return (
+        Moment("loss", held + ends, before, most, workspace),
+        Moment("backward", held + ends + recomputed, before, left, workspace + back),
+        Moment("gradients", ends, gradients, embedding, workspace + back),
+        Moment("step", 0, gradients, 0, workspace + step_bytes),
+    )

@@ -1,0 +1,98 @@
+"""The memory plan: the predicted peak of a run on one device, by kind, and the largest batch or row that fits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from ligertune.activations import CONTEXT, Batch, HeadShape, Kept, LayerShape, Moment, moments
+from ligertune.memory import StateBytes
+
+# Of a device's memory: blocks that do not fit together again leave holes between them.
+FRAGMENTS = 0.04
+
+
+@dataclass(frozen=True)
+class Budget:
+    """All that decides a step's memory. `labelled`: share of a batch's slots that have a label."""
+
+    states: StateBytes
+    layer: LayerShape
+    head: HeadShape
+    kept: Kept
+    layers: int
+    itemsize: int
+    step_bytes: int
+    labelled: float
+    workspace: int = 0
+    in_backward: bool = False
+
+    def peak(self, micro_batch_size: int, row_length: int, *, accumulates: bool, memory: int | None = None) -> Peak:
+        """The highest moment of a step with this micro batch. memory: the device's, which the loss may make use of."""
+        tokens = micro_batch_size * row_length
+        labels = max(1, round(tokens * self.labelled))
+        always = self.states.weights + self.states.optimizer
+        gradients = 0 if self.in_backward else self.states.gradients
+        free = None if memory is None else max(0, memory - CONTEXT - always - gradients)
+        found = moments(
+            self.layer,
+            self.head,
+            self.kept,
+            Batch(tokens, labels, row_length, accumulates),
+            layers=self.layers,
+            itemsize=self.itemsize,
+            gradients=gradients,
+            step_bytes=self.step_bytes,
+            workspace=self.workspace,
+            free=free,
+        )
+        return Peak(self.states.weights, self.states.optimizer, max(found, key=lambda moment: moment.total))
+
+    def fits(self, micro_batch_size: int, row_length: int, *, accumulates: bool, memory: int) -> bool:
+        """Whether a device with `memory` bytes has room for it."""
+        peak = self.peak(micro_batch_size, row_length, accumulates=accumulates, memory=memory)
+        return peak.total * (1 + FRAGMENTS) + CONTEXT <= memory
+
+    def without_checkpointing(self) -> Budget:
+        return replace(self, kept=replace(self.kept, checkpointing=False))
+
+    def with_checkpointing(self) -> Budget:
+        return replace(self, kept=replace(self.kept, checkpointing=True))
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Bytes allocated at the highest moment of a step."""
+
+    weights: int
+    optimizer: int
+    moment: Moment
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.optimizer + self.moment.total
+
+    def parts(self) -> dict[str, int]:
+        """By kind; they add up to the total."""
+        return {
+            "weights": self.weights,
+            "optimizer": self.optimizer,
+            "gradients": self.moment.gradients,
+            "activations": self.moment.activations,
+            "loss": self.moment.loss,
+            "working": self.moment.working,
+        }
+
+
+def largest(fits: Callable[[int], bool], *, limit: int) -> int:
+    """The largest n from 1 to `limit` of which `fits(n)` holds, which holds of all smaller ones too; 0 if of none."""
+    if not fits(1):
+        return 0
+    low, high = 1, 2
+    while high <= limit and fits(high):
+        low, high = high, high * 2
+    high = min(high, limit + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low

@@ -1,0 +1,42 @@
+"""What a side does to the model once it is built and our kernels are in it or not. Runs in the trial's own process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from ligertune.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def compile_layers(model: PreTrainedModel) -> None:
+    """Every decoder layer compiled in place: one graph serves them all, and FSDP wraps what is compiled."""
+    names = set(model._no_split_modules or ())
+    layers = [module for module in model.modules() if type(module).__name__ in names]
+    if not layers:
+        raise UserError(f"--baseline compile: {type(model).__name__} names no layers that could be compiled.")
+    for layer in layers:
+        layer.compile()
+
+
+def chunk_loss(model: PreTrainedModel) -> None:
+    """Hugging Face's model with its logits made, used and forgotten a chunk of rows at a time, in plain torch."""
+    from ligertune.model.chunked import chunk_loss
+
+    chunk_loss(model)
+
+
+def apply_liger(model: PreTrainedModel) -> None:
+    """liger-kernel's own choice for this model, by its public function."""
+    from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+    _apply_liger_kernel_to_instance(model=model)
+
+
+CHANGES: dict[str, Callable[[PreTrainedModel], None]] = {
+    "compile": compile_layers,
+    "hf-chunked": chunk_loss,
+    "liger": apply_liger,
+}

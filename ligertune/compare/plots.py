@@ -1,0 +1,80 @@
+"""A comparison as bars: throughput.png and memory.png, a group for each point, a bar for each side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ligertune.compare.summary import Comparison, SideResult
+from ligertune.compare.target import label
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# Ours stands out; a side keeps its colour from report to report.
+COLOURS = {"with": "#d62728", "no-fused-loss": "#ff9896", "with-compile": "#8c1a1b", "without": "#7f7f7f",
+           "hf-chunked": "#bcbcbc", "compile": "#2ca02c", "liger": "#1f77b4"}  # fmt: skip
+GIB = 2**30
+
+
+def draw(result: Comparison, folder: Path) -> list[Path]:
+    """Both charts; the files drawn."""
+    return [
+        _chart(result, folder / "throughput.png", "real tokens/s, mean ± standard error", _rate, "{:,.0f}"),
+        _chart(result, folder / "memory.png", "peak memory of a device, GiB", _memory, "{:.3g}"),
+    ]
+
+
+Bar = tuple[float, float | None]  # its height, and its error
+
+
+def _rate(side: SideResult) -> Bar | None:
+    found = side.tokens_per_second
+    return (found.mean, found.standard_error) if found else None
+
+
+def _memory(side: SideResult) -> Bar | None:
+    return (side.peak / GIB, None) if side.peak else None
+
+
+def _chart(result: Comparison, path: Path, title: str, bar: Callable[[SideResult], Bar | None], shown: str) -> Path:
+    from matplotlib.figure import Figure
+
+    sides = result.points[0].sides
+    width = max(6.5, 1.0 + 0.9 * len(sides) * len(result.points))
+    figure = Figure(figsize=(min(width, 16.0), 4.2), layout="constrained")
+    axes = figure.subplots()
+    for i, side in enumerate(sides):
+        _bars(axes, result, i, side, bar, shown)
+    axes.set_xticks(range(len(result.points)), [point.label for point in result.points])
+    if not result.points[0].label:
+        axes.set_xticks([])
+    axes.set_title(title, fontsize=11)
+    axes.margins(y=0.15)
+    axes.set_ylim(bottom=0)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", alpha=0.3)
+    axes.set_axisbelow(True)
+    figure.legend(fontsize=8, loc="outside upper center", ncols=min(len(sides), 3), frameon=False)
+    figure.supxlabel(label(result.target, processes=result.processes), fontsize=6.5, color="#555555", wrap=True)
+    figure.savefig(path, dpi=140)
+    return path
+
+
+def _bars(
+    axes: Axes, result: Comparison, index: int, side: SideResult, bar: Callable[[SideResult], Bar | None], shown: str
+) -> None:
+    """One side's bars over all points. Where it has none, the reason stands in its place."""
+    n_sides = len(result.points[0].sides)
+    width = 0.8 / n_sides
+    places = [x + (index - (n_sides - 1) / 2) * width for x in range(len(result.points))]
+    found = [bar(point.sides[index]) for point in result.points]
+    heights, errors = [each[0] if each else 0.0 for each in found], [(each and each[1]) or 0.0 for each in found]
+    axes.bar(places, heights, width * 0.92, yerr=errors if any(errors) else None, capsize=3,
+             color=COLOURS.get(side.name), label=side.label)  # fmt: skip
+    for point, x, height, each in zip(result.points, places, heights, found, strict=True):
+        failure = point.sides[index].failure
+        words = shown.format(height) if each else (failure.kind if failure else "")
+        axes.annotate(words, (x, height), xytext=(0, 5), textcoords="offset points", ha="center", va="bottom",
+                      fontsize=7.5, rotation=0 if each else 90, color="black" if each else "#b00000")  # fmt: skip

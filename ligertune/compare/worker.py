@@ -1,0 +1,65 @@
+"""The process of one trial: `python -m ligertune.compare.worker RECIPE FOLDER [CHANGE]`, once for each rank.
+
+The report goes to FOLDER/result.json. What went wrong goes to FOLDER/failure-RANK.json, where the comparison can tell
+memory that ran out from a mistake.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from ligertune.compare.trial import RESULT, Failure
+from ligertune.errors import UserError
+from ligertune.machine import is_main_process
+from ligertune.report import write_json
+
+
+def main(recipe: Path, folder: Path, change: str | None = None) -> int:
+    """0, or 1 with the failure written down."""
+    import torch
+
+    try:
+        result = _train(recipe, change)
+    except UserError as problem:
+        return _fail(folder, Failure("error", str(problem)))
+    except MemoryError as error:
+        return _fail(folder, Failure("out of memory", f"the host's memory: {error}"))
+    except RuntimeError as error:
+        # what torch's CPU allocator raises has no class of its own
+        if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
+            raise
+        return _fail(folder, Failure("out of memory", str(error).splitlines()[0]))
+    if is_main_process():
+        write_json(folder / RESULT, result)
+    return 0
+
+
+def _train(recipe: Path, change: str | None) -> dict:
+    """The run's report as a dict, with the machine it ran on, its attention and how its rows were made."""
+    from ligertune.compare.changes import CHANGES
+    from ligertune.recipe import load_recipe
+    from ligertune.run import plan_for, run
+
+    job = plan_for(load_recipe(recipe))
+    report = run(job, lambda line: None, change=CHANGES[change] if change else None)
+    plan = job.plan
+    return {
+        **report.as_dict(),
+        "vendor": plan.machine.vendor,
+        "arch": plan.machine.arch,
+        "attn_implementation": plan.attn_implementation,
+        "rows": plan.rows.kind,
+    }
+
+
+def _fail(folder: Path, failure: Failure) -> int:
+    write_json(folder / f"failure-{os.environ.get('RANK', '0')}.json", asdict(failure))
+    sys.stderr.write(f"{failure.kind}: {failure.sentence}\n")
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:]))

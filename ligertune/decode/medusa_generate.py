@@ -1,0 +1,75 @@
+"""`ligertune generate --medusa`: load a model and its heads, and answer a prompt with both."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ligertune.decode.acceptance import Acceptance, Greedy, Typical
+from ligertune.decode.generate import Answer, encode_prompt, load_for_generation
+from ligertune.decode.medusa_report import end_of_text
+from ligertune.decode.tree_decoding import decode_with_heads
+from ligertune.errors import UserError
+from ligertune.medusa.files import HeadsConfig, base_model_of, read_choices, read_heads
+from ligertune.medusa.head_form import check_plain_head, head_form
+from ligertune.medusa.tree import Tree
+
+
+@dataclass(frozen=True)
+class MedusaAnswer(Answer):
+    """An answer, and how fast it came."""
+
+    accepted_length: float  # tokens a pass
+    tokens_per_second: float
+
+
+def choose_acceptance(name: str, temperature: float) -> Acceptance:
+    """`greedy`, or `typical` at a temperature; a UserError where the two contradict each other."""
+    if name == "greedy" and temperature > 0:
+        raise UserError(
+            f"--temperature {temperature:g} samples, and --acceptance greedy writes the likeliest text.",
+            hint="Add --acceptance typical, or leave the temperature out.",
+        )
+    if name == "typical" and temperature == 0:
+        raise UserError(
+            "--acceptance typical samples, and --temperature 0 does not.", hint="Write --temperature 0.7, for example."
+        )
+    return Greedy() if name == "greedy" else Typical(temperature)
+
+
+def complete_with_heads(
+    name: str, prompt: str, *, raw: bool, max_new_tokens: int, acceptance: Acceptance, seed: int
+) -> MedusaAnswer:
+    """As `complete`, with the heads in folder `name`, or in its medusa/ where it is a run's."""
+    folder = Path(name).expanduser()
+    if (folder / "medusa").is_dir():
+        folder = folder / "medusa"
+    config = HeadsConfig.read(folder)
+    model, tokenizer = load_for_generation(base_model_of(folder, config), tokenizer_name=str(folder))
+    heads = read_heads(folder, check_plain_head(model).weight)
+    text, ids = encode_prompt(tokenizer, prompt, folder, raw=raw)
+    tree = Tree.of(read_choices(folder, len(heads)), device=model.device)
+    torch.manual_seed(seed)
+    start = time.perf_counter()
+    found = decode_with_heads(
+        model,
+        heads,
+        head_form(model),
+        [ids],
+        tree,
+        max_new_tokens=max_new_tokens,
+        eos_token_ids=end_of_text(model),
+        acceptance=acceptance,
+    )
+    new, seconds = found.tokens[0], time.perf_counter() - start
+    return MedusaAnswer(
+        prompt=text,
+        text=tokenizer.decode(new, skip_special_tokens=True),
+        new_tokens=len(new),
+        seconds=seconds,
+        accepted_length=found.accepted_length,
+        tokens_per_second=len(new) / seconds,
+    )

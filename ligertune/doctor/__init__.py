@@ -1,0 +1,1 @@
+"""What this machine can do, and the command that mends what it cannot."""

@@ -1,0 +1,75 @@
+"""What the memory plan needs to know of a model's layers and head, read from a built one (on the meta device)."""
+
+from __future__ import annotations
+
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from ligertune.activations import HeadShape, LayerShape
+
+# Products by what goes into them. Attention's output, into o_proj, is kept by attention anyway.
+ATTENTION_IN = {"q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value", "q_a_proj", "kv_a_proj_with_mqa"}
+MLP_IN = {"gate_proj", "up_proj", "gate_up_proj", "fc1"}
+MLP_OUT = {"down_proj", "fc2"}
+
+
+def layer_shape(model: PreTrainedModel) -> LayerShape | None:
+    """The model's last layer (the first may be dense where the others are mixtures); None if it has no list of them."""
+    config = model.config.get_text_config()
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == config.num_hidden_layers]
+    if not lists or not getattr(config, "num_attention_heads", None):
+        return None
+    layer, heads = lists[0][-1], config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    query = heads * width
+    key = (getattr(config, "num_key_value_heads", None) or heads) * width
+    mlp, routed = _mlp_width(config, layer)
+    trained = [name.split(".") for name, p in layer.named_parameters() if p.requires_grad and p.ndim >= 2]
+    return LayerShape(
+        hidden=config.hidden_size,
+        query=query,
+        key=key,
+        heads=heads,
+        mlp=mlp,
+        norms=_norm_inputs(layer, config.hidden_size, query, key),
+        attn_in=any(ATTENTION_IN & set(parts) for parts in trained),
+        mlp_in=any(MLP_IN & set(parts) for parts in trained),
+        mlp_out=any(MLP_OUT & set(parts) for parts in trained),
+        adapters=sum(p.shape[0] for name, p in layer.named_parameters() if ".lora_A." in name),
+        routed=routed,
+    )
+
+
+def _mlp_width(config: PreTrainedConfig, layer: nn.Module) -> tuple[int, int]:
+    """(elements of gate, up or the product between them, copies of a token that go to experts)."""
+    dense = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    if not any(p.ndim == 3 for p in layer.parameters()):
+        return dense, 0
+    chosen = getattr(config, "num_experts_per_tok", None) or 1
+    shared = getattr(config, "shared_expert_intermediate_size", None) or 0
+    return chosen * (getattr(config, "moe_intermediate_size", None) or dense) + shared, chosen
+
+
+def _norm_inputs(layer: nn.Module, hidden: int, query: int, key: int) -> int:
+    """Elements a token that the layer's norms keep; those of single heads see all heads."""
+    total = 0
+    for name, parameter in layer.named_parameters():
+        module = name.split(".")[-2]
+        if parameter.ndim == 1 and "norm" in module and name.endswith("weight"):
+            total += query if "q_norm" in module else key if "k_norm" in module else hidden
+    return total
+
+
+def head_shape(model: PreTrainedModel) -> HeadShape | None:
+    """The output head's and the embedding's sizes, and whether they train; None without a head."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if head is None:
+        return None
+    weights = [p for p in head.parameters() if p.ndim == 2]
+    return HeadShape(
+        vocab=embedding.weight.shape[0],
+        hidden=embedding.weight.shape[1],
+        head_trains=any(p.requires_grad and p.shape == embedding.weight.shape for p in weights),
+        embedding_trains=any(p.requires_grad for p in embedding.parameters()),
+        tied=any(p is embedding.weight for p in weights),
+    )

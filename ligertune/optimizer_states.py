@@ -1,0 +1,92 @@
+"""The optimizers a recipe can name, what each keeps of a parameter, and which package it comes from.
+
+Bytes are by formula, so that a plan knows them before anything is loaded; `train/optim` builds what stands here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+Shape = tuple[int, ...]
+
+SMALL = 4096  # elements: quantising optimizers keep the states of smaller parameters in 32 bits
+
+
+@dataclass(frozen=True)
+class OptimizerStates:
+    """`bytes_of(shape, itemsize)`: device bytes that are kept of a parameter of this shape and element size.
+
+    needs: the package that holds it, of the extra `quant`. matrices_only: it is for the matrices inside the layers,
+    and fused AdamW takes embeddings, head, norms and biases. on_host: its states are in host memory. A step makes
+    `copies` of all trained weights at once, and `pieces` of the largest one (of a bounded piece in adamw_bf16).
+    """
+
+    bytes_of: Callable[[Shape, int], float]
+    needs: str | None = None
+    matrices_only: bool = False
+    on_host: bool = False
+    copies: float = 0
+    pieces: float = 0
+
+
+def _states(count: float) -> Callable[[Shape, int], float]:
+    """States in the parameter's own dtype."""
+    return lambda shape, itemsize: count * itemsize * math.prod(shape)
+
+
+def _quantised(count: int, bits: float, *, block: int) -> Callable[[Shape, int], float]:
+    """States of `bits` each and a 4-byte scale for every `block` elements."""
+
+    def bytes_of(shape: Shape, itemsize: int) -> float:
+        elements = math.prod(shape)
+        per_element = bits / 8 + 4 / block if elements >= SMALL else 4
+        return count * per_element * elements
+
+    return bytes_of
+
+
+def _row_and_column_means(shape: Shape, itemsize: int) -> float:
+    """Adafactor: the means of the squared gradients over rows and over columns; of vectors all squares."""
+    if len(shape) < 2:
+        return itemsize * math.prod(shape)
+    return itemsize * math.prod(shape[:-2]) * (shape[-2] + shape[-1])
+
+
+OPTIMIZERS = {
+    "adamw_torch_fused": OptimizerStates(_states(2)),
+    "adamw_torch": OptimizerStates(_states(2), copies=1),
+    "adamw_bf16": OptimizerStates(lambda shape, itemsize: 4 * math.prod(shape), pieces=12),
+    "adamw_8bit": OptimizerStates(_quantised(2, 8, block=256), needs="bitsandbytes"),
+    "paged_adamw_8bit": OptimizerStates(_quantised(2, 8, block=256), needs="bitsandbytes", on_host=True),
+    "adamw_torch_8bit": OptimizerStates(_quantised(2, 8, block=256), needs="torchao"),
+    "adamw_torch_4bit": OptimizerStates(_quantised(2, 4, block=128), needs="torchao"),
+    "adamw_torch_fp8": OptimizerStates(_quantised(2, 8, block=256), needs="torchao"),
+    "adafactor": OptimizerStates(_row_and_column_means, copies=2),
+    "muon": OptimizerStates(_states(1), matrices_only=True, pieces=4),
+    "lion": OptimizerStates(_states(1), pieces=1),
+    "sgd": OptimizerStates(_states(0)),
+}
+
+
+def step_bytes(name: str, parameters: dict[tuple[Shape, int, bool], int]) -> int:
+    """Bytes that a step makes and gives back. parameters: as below."""
+    row, piece = OPTIMIZERS[name], 1 << 24 if name == "adamw_bf16" else math.inf
+    sizes = [
+        (itemsize * math.prod(shape), itemsize * min(math.prod(shape), piece)) for shape, itemsize, _ in parameters
+    ]
+    whole = sum(size * count for (size, _), count in zip(sizes, parameters.values(), strict=True))
+    return round(row.copies * whole + row.pieces * max((size for _, size in sizes), default=0))
+
+
+def optimizer_bytes(name: str, parameters: dict[tuple[Shape, int, bool], int]) -> int:
+    """Device bytes of an optimizer's states. parameters: (shape, itemsize, inside a layer) -> how many of them."""
+    row, others = OPTIMIZERS[name], OPTIMIZERS["adamw_torch_fused"]
+    if row.on_host:
+        return 0
+    total = 0.0
+    for (shape, itemsize, inside), count in parameters.items():
+        suits = not row.matrices_only or (inside and len(shape) == 2)
+        total += count * (row if suits else others).bytes_of(shape, itemsize)
+    return round(total)

@@ -1,0 +1,72 @@
+"""How many rows make a micro batch, and how many of those a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ligertune.errors import UserError
+from ligertune.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Batching:
+    """`global_batch_size` rows make one step: micro_batch_size x accumulation x world_size."""
+
+    micro_batch_size: int
+    accumulation: int
+    world_size: int
+    eval_batch_size: int
+
+    @property
+    def global_batch_size(self) -> int:
+        return self.micro_batch_size * self.accumulation * self.world_size
+
+
+def choose_batching(recipe: Recipe, world_size: int, fits: Callable[[int, bool], bool] | None = None) -> Batching:
+    """Accumulation from `global_batch_size` where that is given; it must divide.
+
+    fits: whether a micro batch has room on the device, alone or accumulated; `auto` takes the largest that has.
+    """
+    micro = recipe.train.per_device_train_batch_size
+    if micro == "auto":
+        micro = _largest_micro_batch(recipe.train.global_batch_size, world_size, fits)
+    accumulation = recipe.train.gradient_accumulation_steps or 1
+    wanted = recipe.train.global_batch_size
+    if wanted is not None:
+        accumulation, rest = divmod(wanted, micro * world_size)
+        if rest or accumulation == 0:
+            raise UserError(
+                f"train.global_batch_size: {wanted} is not a multiple of per_device_train_batch_size x processes "
+                f"= {micro} x {world_size} = {micro * world_size}.",
+                hint=f"Write a multiple of {micro * world_size}, or another train.per_device_train_batch_size.",
+            )
+    return Batching(
+        micro_batch_size=micro,
+        accumulation=accumulation,
+        world_size=world_size,
+        eval_batch_size=recipe.eval.per_device_eval_batch_size,
+    )
+
+
+def _largest_micro_batch(global_batch_size: int, world_size: int, fits: Callable[[int, bool], bool] | None) -> int:
+    """The largest that fits and of which the global batch is a multiple; a UserError where not even one row fits."""
+    share, rest = divmod(global_batch_size, world_size)
+    if rest:
+        raise UserError(
+            f"train.global_batch_size: {global_batch_size} is not a multiple of {world_size} processes.",
+            hint=f"Write {world_size * max(1, share)}.",
+        )
+    if fits is None:
+        raise UserError(
+            "train.per_device_train_batch_size: auto needs a prediction of memory, and this model's layers are not "
+            "understood.",
+            hint="Write a number.",
+        )
+    for micro in range(share, 0, -1):
+        if share % micro == 0 and fits(micro, micro < share):
+            return micro
+    raise UserError(
+        "train.per_device_train_batch_size: auto finds no micro batch that fits on this device, not even of one row.",
+        hint="Lower data.max_length, set train.gradient_checkpointing: true, or write method.type: lora.",
+    )

@@ -1,0 +1,72 @@
+"""What the evaluations of a run came to: the best one, whose weights are kept, and when there is no hope of another.
+
+All of it follows from the losses in metrics.jsonl, so a resumed run knows what the run before it knew.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from safetensors.torch import load_file, save_file
+
+from ligertune.train.trained_weights import FILE, load_trained, save_trained
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+class Evaluations:
+    """Losses in their order. A lower one is a better model."""
+
+    def __init__(self, losses: Sequence[float] = ()) -> None:
+        self.best, self.since_best = math.inf, 0
+        for loss in losses:
+            self.add(loss)
+
+    def add(self, loss: float) -> bool:
+        """Note a loss; whether it is the lowest so far."""
+        if loss < self.best:
+            self.best, self.since_best = loss, 0
+            return True
+        self.since_best += 1
+        return False
+
+    def hopeless(self, patience: int | None) -> bool:
+        """Whether so many evaluations in a row were not better than the best one."""
+        return patience is not None and self.since_best >= patience
+
+
+def keep_best(accelerator: Accelerator, model: nn.Module, output_dir: Path, *, step: int, loss: float) -> None:
+    """Write the weights that train to `output_dir/best`, complete or as it was. All ranks call it."""
+    folder, aside = output_dir / "best", output_dir / ".best.partial"
+    sharded = accelerator.distributed_type == DistributedType.FSDP
+    weights = accelerator.get_state_dict(model) if sharded else None
+    if accelerator.is_main_process:
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+        if weights is None:
+            save_trained(accelerator.unwrap_model(model), aside / FILE)
+        else:
+            save_file({name: t.contiguous() for name, t in weights.items()}, aside / FILE)
+        (aside / "best.json").write_text(json.dumps({"step": step, "eval_loss": loss}) + "\n", encoding="utf-8")
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(aside, folder)
+    accelerator.wait_for_everyone()
+
+
+def take_best(accelerator: Accelerator, model: nn.Module, output_dir: Path) -> tuple[int, dict[str, Tensor] | None]:
+    """(the step it is of, its weights where the model is sharded); else the model has them now."""
+    folder = output_dir / "best"
+    step = json.loads((folder / "best.json").read_text(encoding="utf-8"))["step"]
+    if accelerator.distributed_type == DistributedType.FSDP:
+        return step, load_file(folder / FILE)
+    load_trained(accelerator.unwrap_model(model), folder / FILE)
+    return step, None

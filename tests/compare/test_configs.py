@@ -1,0 +1,45 @@
+"""Every recipe in configs/ loads, and those of the published experiments plan on the published configurations."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ligertune.recipe import load_recipe
+from ligertune.run import plan_for
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+RECIPES = sorted(path.relative_to(CONFIGS).as_posix() for path in CONFIGS.rglob("*.yaml"))
+# recipe -> the configuration in the corpus, its layers, and the kernel of its MLPs
+PLANNED = {
+    "llama/llama-3-8b-alpaca-one-gpu.yaml": ("Meta-Llama-3-8B", 32, "swiglu"),
+    "qwen/qwen2-7b-alpaca-one-gpu.yaml": ("Qwen2-7B", 28, "swiglu"),
+    "mistral/mistral-7b-alpaca-one-gpu.yaml": ("Mistral-7B-v0.1", 32, "swiglu"),
+    "gemma/gemma-7b-alpaca-one-gpu.yaml": ("gemma-7b", 28, "geglu"),
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_it_loads_and_uses_our_names(name):
+    assert load_recipe(CONFIGS / name).notices == ()
+
+
+@pytest.mark.corpus
+@pytest.mark.parametrize("name", PLANNED)
+def test_every_layer_of_the_published_model_gets_its_kernels(name, corpus, tmp_path):
+    folder, layers, mlp = PLANNED[name]
+    settings = {
+        "model.model_name_or_path": corpus / "model_configs" / folder,
+        "model.init": "random",
+        "model.tokenizer.path": corpus / "tokenizers" / "mistral-7b-v0.1",
+        "data.datasets.0.path": corpus / "alpaca" / "alpaca_random_head1000.jsonl",
+        "data.num_proc": 1,
+        "checkpoint.output_dir": tmp_path / "run",
+    }
+    recipe = load_recipe(CONFIGS / name, overrides=[f"{key}={value}" for key, value in settings.items()])
+    plan = plan_for(recipe).plan
+    applied = {line.kernel: line.applied for line in plan.kernels}
+    assert applied == {"apply_rope": layers, "rms_norm": 2 * layers + 1, mlp: layers, "linear_cross_entropy": 1}
+    assert plan.batching.global_batch_size == 64
+    assert plan.rows.packed and plan.rows.fill > 0.98

@@ -1,0 +1,43 @@
+"""Which sides the options choose, and what a sweep makes of the recipe."""
+
+from __future__ import annotations
+
+import pytest
+
+from ligertune.compare.engine import settings_of
+from ligertune.compare.side import choose_sides
+from ligertune.errors import UserError
+
+CHOICES = [
+    ({}, ["with", "without"]),
+    ({"only": "without"}, ["without"]),
+    ({"ablate": True}, ["with", "no-fused-loss", "without"]),
+    ({"ablate": True, "baselines": ["compile"]}, ["with", "no-fused-loss", "without", "compile"]),
+    ({"baselines": ["hf-chunked", "with-compile"]}, ["with", "with-compile", "hf-chunked"]),
+]
+
+
+@pytest.mark.parametrize(("options", "names"), CHOICES, ids=str)
+def test_the_sides_of_the_options(options, names):
+    assert [side.name for side in choose_sides(**options)] == names
+
+
+@pytest.mark.parametrize(
+    ("options", "word"), [({"baselines": ["eager"]}, "hf-chunked"), ({"peers": ["axolotl"]}, "liger")], ids=str
+)
+def test_an_unknown_side_is_refused_with_the_known_ones(options, word):
+    with pytest.raises(UserError, match=word):
+        choose_sides(**options)
+
+
+def test_a_sweep_moves_its_key_alone(quickstart):
+    settings = settings_of(quickstart / "stories260k.yaml", ["train.seed=7"], "length=128, 256")
+    assert [setting.label for setting in settings] == ["length 128", "length 256"]
+    assert [setting.recipe.data.max_length for setting in settings] == [128, 256]
+    assert {setting.recipe.train.seed for setting in settings} == {7}
+
+
+@pytest.mark.parametrize("sweep", ["depth=1,2", "batch", "batch=", "batch=none"])
+def test_what_is_no_sweep_is_refused(sweep, quickstart):
+    with pytest.raises(UserError, match=r"--sweep|train\.per_device_train_batch_size"):
+        settings_of(quickstart / "stories260k.yaml", [], sweep)

@@ -1,0 +1,142 @@
+"""Runs by method, from the recipe to a model that other tools load."""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+
+import pytest
+import torch
+from command_line import losses
+from test_keys import read
+
+from ligertune.decode.generate import complete
+from ligertune.errors import UserError
+from ligertune.export import export_run
+from ligertune.preflight import check_packages
+from ligertune.run import plan_for, run
+
+pytestmark = pytest.mark.slow
+
+SETTINGS = {
+    "train.max_steps": 6,
+    "checkpoint.save_strategy": "steps",
+    "checkpoint.save_steps": 3,
+    "logging.logging_steps": 1,
+    "train.learning_rate": 0.01,
+    "data.datasets.0.max_samples": 60,
+}
+
+
+# with dropout, so that a resumed run must draw the same numbers
+ADAPTER = {
+    "method.type": "lora",
+    "method.lora_r": 4,
+    "method.lora_target_modules": "[q_proj, up_proj]",
+    "method.lora_dropout": 0.1,
+}
+
+
+@pytest.fixture(scope="module")
+def adapted(quickstart, tmp_path_factory):
+    """A finished LoRA run: its folder."""
+    folder = tmp_path_factory.mktemp("adapted")
+    changes = {**SETTINGS, **ADAPTER}
+    run(plan_for(read(quickstart, folder, **changes)), lambda line: None)
+    return folder / "run"
+
+
+@pytest.mark.parametrize(
+    ("changes", "n_trainable"),
+    [
+        ({"method.type": "lora", "method.lora_r": 2}, 11_560),
+        ({"method.type": "lora", "method.lora_r": 2, "method.use_dora": True}, 14_560),
+        ({"method.type": "freeze", "method.trainable": "[layers.4]"}, 45_440),
+    ],
+    ids=["lora", "dora", "freeze"],
+)
+def test_the_plan_counts_what_trains_and_the_loss_falls(changes, n_trainable, quickstart, tmp_path):
+    job = plan_for(read(quickstart, tmp_path, **{**SETTINGS, **changes}))
+    assert job.plan.n_trainable == n_trainable
+    assert job.plan.bytes.gradients == 4 * n_trainable
+    assert job.plan.bytes.optimizer == 8 * n_trainable
+    run(job, lambda line: None)
+    found = losses(tmp_path / "run")
+    assert found[-1] < found[0] - 0.05
+
+
+def test_an_adapters_checkpoint_has_no_frozen_weights_and_resumes_bit_exactly(adapted, quickstart, tmp_path):
+    checkpoint = adapted / "checkpoints" / "step-3"
+    assert not (checkpoint / "model.safetensors").exists()
+    assert (checkpoint / "trained.safetensors").stat().st_size < 100_000
+    again = {**SETTINGS, **ADAPTER, "checkpoint.resume_from_checkpoint": checkpoint}
+    run(plan_for(read(quickstart, tmp_path, **again)), lambda line: None)
+    assert losses(tmp_path / "run") == losses(adapted)[3:]
+    name = "model/adapter_model.safetensors"
+    assert (tmp_path / "run" / name).read_bytes() == (adapted / name).read_bytes()
+
+
+def test_the_adapter_loads_in_plain_peft_and_merges_to_the_same_model(adapted, quickstart, tmp_path, ligertune):
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    done = ligertune("export", adapted, "--out", tmp_path / "merged", "--json")
+    assert done.code == 0, done.err
+    assert json.loads(done.out)["kind"] == "merged model"
+    base = AutoModelForCausalLM.from_pretrained(quickstart / "stories260K")
+    with_adapter = PeftModel.from_pretrained(base, adapted / "model").eval()
+    merged, info = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    ids = torch.arange(3, 40)[None]
+    with torch.no_grad():
+        plain = AutoModelForCausalLM.from_pretrained(quickstart / "stories260K")(ids).logits
+        theirs = with_adapter(ids).logits
+        torch.testing.assert_close(merged(ids).logits, theirs, rtol=1e-4, atol=1e-4)
+    assert (theirs - plain).abs().max() > 0.1  # the adapter did something
+
+
+def test_an_adapter_is_exported_alone_and_answers_prompts(adapted, tmp_path):
+    assert export_run(adapted, tmp_path / "alone", adapter=True, checkpoint=None).kind == "adapter"
+    options = {"raw": False, "max_new_tokens": 5, "temperature": 0.0, "top_p": 1.0, "seed": 0}
+    answer = complete(str(tmp_path / "alone"), "Name three colours.", **options)
+    assert "### Instruction:\nName three colours." in answer.prompt
+
+
+def test_a_checkpoint_is_exported_as_a_model(adapted, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    assert export_run(adapted, tmp_path / "at-3", adapter=False, checkpoint="step-3").kind == "merged model"
+    early, late = (AutoModelForCausalLM.from_pretrained(path) for path in (tmp_path / "at-3", adapted / "model"))
+    ids = torch.arange(3, 40)[None]
+    with torch.no_grad():
+        assert not torch.allclose(early(ids).logits, late(ids).logits, atol=1e-3)
+
+
+def test_what_cannot_be_exported_is_said_in_one_sentence(adapted, tmp_path):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "a.txt").write_text("mine")
+    for run_folder, out, checkpoint, words in (
+        (tmp_path / "nowhere", tmp_path / "x", None, "There is no folder"),
+        (adapted, tmp_path / "full", None, "not an empty folder"),
+        (adapted, tmp_path / "x", "step-99", "no checkpoint step-99. It has step-3"),
+    ):
+        with pytest.raises(UserError, match=words):
+            export_run(run_folder, out, adapter=False, checkpoint=checkpoint)
+    assert [path.name for path in tmp_path.iterdir()] == ["full"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "package"),
+    [
+        ({"method.type": "qlora"}, "bitsandbytes"),
+        ({"train.optim": "adamw_8bit"}, "bitsandbytes"),
+        ({"train.optim": "adamw_torch_4bit"}, "torchao"),
+    ],
+    ids=["qlora", "adamw_8bit", "adamw_torch_4bit"],
+)
+def test_a_package_that_is_missing_is_named_with_how_to_get_it(settings, package, quickstart, tmp_path):
+    if find_spec(package):
+        pytest.skip(f"{package} is installed")
+    with pytest.raises(UserError, match=f"needs the package {package}") as caught:
+        check_packages(read(quickstart, tmp_path, **settings))
+    assert "pip install 'ligertune[quant]'" in caught.value.hint

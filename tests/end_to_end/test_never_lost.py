@@ -1,0 +1,167 @@
+"""What can go wrong with a run's files and numbers: nothing is lost, and one sentence says what happened."""
+
+from __future__ import annotations
+
+import json
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from accelerate import Accelerator
+from command_line import environment, losses
+from test_keys import read
+
+from ligertune.errors import UserError
+from ligertune.run import plan_for, run
+from ligertune.train.batcher import Batcher
+from ligertune.train.checkpoint import resume_folder
+from ligertune.train.checksums import checksums, damage
+from ligertune.train.evaluate import evaluate
+from ligertune.train.stop import StopRequest
+
+pytestmark = pytest.mark.slow
+
+SETTINGS = {
+    "train.max_steps": 6,
+    "checkpoint.save_strategy": "steps",
+    "checkpoint.save_steps": 2,
+    "checkpoint.save_total_limit": 3,
+}
+RESUME = {"checkpoint.resume_from_checkpoint": "auto"}
+
+
+@pytest.fixture(scope="module")
+def killed(quickstart, tmp_path_factory):
+    """A run of six steps whose report is gone, as if it had been killed; its checkpoints are step-2 and step-4."""
+    folder = tmp_path_factory.mktemp("killed")
+    run(plan_for(read(quickstart, folder, **SETTINGS)), lambda line: None)
+    (folder / "run" / "report.json").unlink()
+    assert sorted(path.name for path in (folder / "run" / "checkpoints").iterdir()) == ["step-2", "step-4"]
+    return folder
+
+
+@pytest.fixture
+def cut(killed, tmp_path):
+    """A copy of it, to be harmed."""
+    return shutil.copytree(killed, tmp_path / "cut")
+
+
+def flip_a_bit(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def cut_in_half(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+@pytest.mark.parametrize("harm", [flip_a_bit, cut_in_half, lambda path: path.unlink()], ids=["bit", "half", "gone"])
+@pytest.mark.parametrize("name", ["weights", "shards/0"])
+def test_a_damaged_file_is_found_and_named(name, harm, tmp_path):
+    (tmp_path / "shards").mkdir()
+    for file in ("weights", "shards/0", "shards/1"):
+        (tmp_path / file).write_bytes(bytes(range(256)) * 8)
+    expected = checksums(tmp_path, but="progress.json")
+    (tmp_path / "progress.json").write_text(json.dumps({"files": expected}))
+    assert damage(tmp_path, expected, but="progress.json") is None
+    harm(tmp_path / name)
+    assert damage(tmp_path, expected, but="progress.json").startswith(f"{name} ")
+
+
+def test_a_progress_file_that_is_cut_off_is_damage_too(cut, quickstart):
+    cut_in_half(cut / "run" / "checkpoints" / "step-4" / "progress.json")
+    folder, notes = resume_folder(plan_for(read(quickstart, cut, **SETTINGS, **RESUME)).plan)
+    assert folder.name == "step-2"
+    assert "progress.json cannot be read" in notes[0]
+
+
+def test_the_checkpoint_before_a_damaged_one_is_resumed_from(cut, quickstart):
+    expected = losses(cut / "run")
+    flip_a_bit(cut / "run" / "checkpoints" / "step-4" / "optimizer.bin")
+    left = cut / "run" / "checkpoints" / ".step-6.partial"  # by a kill in the middle of a save
+    left.mkdir()
+    (left / "model.safetensors").write_bytes(b"half")
+    said = []
+    report = run(plan_for(read(quickstart, cut, **SETTINGS, **RESUME)), said.append)
+    assert report.resumed_from == 2
+    assert "step-4 is damaged and left alone: optimizer.bin is not what was written" in said[0]["note"]
+    assert any("step-4 is damaged" in note for note in report.notes)
+    assert losses(cut / "run") == expected
+    assert not left.exists()
+
+
+def test_a_damaged_checkpoint_that_is_named_is_refused(cut, quickstart):
+    folder = cut / "run" / "checkpoints" / "step-4"
+    cut_in_half(folder / "model.safetensors")
+    named = {"checkpoint.resume_from_checkpoint": folder}
+    with pytest.raises(UserError, match=r"step-4 is damaged: model\.safetensors has \d+ bytes instead of"):
+        run(plan_for(read(quickstart, cut, **SETTINGS, **named)), lambda line: None)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [({"train.optim": "lion"}, "states of adamw_torch_fused"), ({"method.type": "lora"}, "trained by full")],
+    ids=["optimizer", "method"],
+)
+def test_resuming_in_another_way_is_refused(change, words, cut, quickstart):
+    with pytest.raises(UserError, match=words):
+        run(plan_for(read(quickstart, cut, **{**SETTINGS, **RESUME, **change})), lambda line: None)
+
+
+def test_a_save_that_fails_in_the_middle_keeps_the_one_before(cut):
+    """A limit on the size of a file stands in for a full disk: the system refuses the write in the same way."""
+    shutil.rmtree(cut / "run" / "checkpoints" / "step-4")
+    shutil.rmtree(cut / "run" / "model")
+    settings = ["--set", "checkpoint.output_dir=run", "--resume"]
+    limited = subprocess.run(
+        [sys.executable, "-m", "ligertune", "train", "run/resolved_recipe.yaml", *settings],
+        cwd=cut, env=environment(), capture_output=True, text=True, check=False,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000)),
+    )  # fmt: skip
+    assert limited.returncode == 1, limited.stderr[-2000:]
+    assert "Traceback" not in limited.stderr
+    assert "The checkpoint of step 4 could not be written" in limited.stderr
+    assert "The newest complete one is run/checkpoints/step-2" in limited.stderr
+    assert [path.name for path in (cut / "run" / "checkpoints").iterdir()] == ["step-2"]
+
+
+def test_a_folder_that_cannot_be_written_to_is_met_before_the_first_step(quickstart, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").write_text("a file where a folder has to be")
+    with pytest.raises(UserError, match=r"cannot be written to"):
+        run(plan_for(read(quickstart, tmp_path, **RESUME)), lambda line: None)
+
+
+@pytest.mark.parametrize("logging_steps", [1, 5], ids=["logged at once", "found at the save"])
+def test_a_loss_that_is_no_number_ends_the_run_with_its_batch_and_without_a_save(logging_steps, quickstart, tmp_path):
+    job = plan_for(read(quickstart, tmp_path, **{**SETTINGS, "logging.logging_steps": logging_steps}))
+    wild = replace(job.plan.schedule, learning_rate=1e30, type="constant")  # after one step of it no weight is sane
+    job = replace(job, plan=replace(job.plan, schedule=wild))
+    with pytest.raises(UserError, match=r"is not a number\. Its batch is in") as caught:
+        run(job, lambda line: None)
+    assert caught.value.exit_code == 1
+    (path,) = (tmp_path / "run").glob("bad_batch-step-*.json")
+    bad = json.loads(path.read_text())
+    assert bad["step"] == 2
+    example = bad["micro_batches"][0][0][0]
+    assert "dolly_short.jsonl:" in example["source"]
+    assert len(example["input_ids"]) == len(example["labels"])
+    assert not list((tmp_path / "run" / "checkpoints").iterdir())
+
+
+def test_an_evaluation_stops_at_a_signal(quickstart, tmp_path):
+    """None instead of a loss, and the run goes on to save."""
+    with StopRequest() as stop:
+        signal.raise_signal(signal.SIGTERM)
+        assert stop.received == "SIGTERM"
+        job = plan_for(read(quickstart, tmp_path))
+        batcher = Batcher(
+            job.data.eval, packed=False, multiple_of=16, pad_token_id=0, index_labels=False, device=torch.device("cpu")
+        )
+        assert evaluate(job.plan, Accelerator(cpu=True), torch.nn.Identity(), batcher, stop) is None

@@ -1,0 +1,87 @@
+"""`ligertune plan`, what it says fits, and what is said where memory runs out."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from command_line import overrides
+from test_keys import read
+
+from ligertune.errors import UserError
+from ligertune.plan_fit import advice, fits_of
+from ligertune.run import plan_for, run
+from ligertune.train.out_of_memory import explained
+
+SETTINGS = {"data.datasets.0.max_samples": 40}
+
+
+def test_it_predicts_and_writes_nothing(ligertune, recipe, tmp_path):
+    settings = overrides({**SETTINGS, "checkpoint.output_dir": tmp_path / "run"})
+    done = ligertune("plan", recipe, *settings, "--fit", "--memory", "1", "--json")
+    assert done.code == 0, done.err
+    plan = json.loads(done.out)
+    assert sum(v for k, v in plan["peak"].items() if k not in ("total", "at")) == plan["peak"]["total"]
+    without, with_checkpointing = plan["fit"]
+    assert 0 < without["micro_batch_size"] < with_checkpointing["micro_batch_size"]
+    assert without["row_length"] < with_checkpointing["row_length"]
+    assert "a GPU of 1 GiB" in done.err and "without checkpointing:" in done.err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.fixture(scope="module")
+def plan(quickstart, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("plan")
+    return plan_for(read(quickstart, folder, **{"data.packing": True, "data.max_length": 512}), for_show=True).plan
+
+
+def test_more_devices_share_the_states(quickstart, tmp_path, plan):
+    four = plan_for(read(quickstart, tmp_path, **{"data.packing": True}), for_show=True, gpus=4).plan
+    assert (four.strategy, four.bytes.optimizer) == ("fsdp", plan.bytes.optimizer // 4)
+
+
+def test_what_is_said_to_fit_fits_and_one_more_does_not(plan):
+    import dataclasses
+
+    small = dataclasses.replace(plan, machine=dataclasses.replace(plan.machine, memory_bytes=3 << 30))
+    memory = small.machine.memory_bytes
+    for fit, budget in zip(
+        fits_of(small), (small.budget.without_checkpointing(), small.budget.with_checkpointing()), strict=True
+    ):
+        accumulates = small.batching.accumulation > 1
+        assert budget.fits(fit.micro_batch_size, 512, accumulates=accumulates, memory=memory)
+        assert not budget.fits(fit.micro_batch_size + 1, 512, accumulates=accumulates, memory=memory)
+
+
+def test_running_out_of_memory_names_what_to_change(plan):
+    with pytest.raises(UserError) as caught, explained(plan):
+        raise torch.OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 8 GiB"
+        )
+    said = str(caught.value)
+    assert caught.value.exit_code == 1
+    assert "ran out of memory: tried to allocate 2.00 GiB. The plan expects" in said and "activations" in said
+    ways = "train.per_device_train_batch_size: 1 (with train.global_batch_size: 4", "train.optim: adamw_8bit", "lora"
+    assert all(way in said for way in ways), said
+    assert "train.per_device_train_batch_size: 1" in advice(plan)
+
+
+@pytest.mark.gpu
+def test_the_prediction_is_near_what_a_gpu_measures(quickstart, tmp_path):
+    changes = {"model.init": "random", "train.per_device_train_batch_size": 64, "data.packing": True,
+               "data.datasets.0.max_samples": "null", "train.num_train_epochs": 1}  # fmt: skip
+    job = plan_for(read(quickstart, tmp_path, **changes))
+    report = run(job, lambda line: None)
+    assert job.plan.peak.total == pytest.approx(report.peak_memory["allocated_run"], rel=0.15)
+
+
+@pytest.mark.gpu
+def test_a_gpu_that_runs_out_says_so(quickstart, tmp_path):
+    torch.cuda.set_per_process_memory_fraction(0.005)
+    try:
+        with pytest.raises(UserError, match="ran out of memory"):
+            changes = {"train.per_device_train_batch_size": 64, "data.packing": True, "data.max_length": 4096}
+            run(plan_for(read(quickstart, tmp_path, **changes)), lambda line: None)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)

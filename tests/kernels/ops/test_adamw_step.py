@@ -1,0 +1,49 @@
+"""AdamW's step against float64, over several steps, with and without decay and a scale; in place, the gradient kept."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ligertune_kernels import adamw_step, adamw_step_reference
+
+# one element, a ragged block, whole blocks, and more than one of them in two dimensions
+SHAPES = [(1,), (3, 7), (2, 1024), (3, 2049)]
+NUMBERS = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8}
+SLACK = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # of the parameter's range, after 3 steps
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", SLACK, ids=str)
+@pytest.mark.parametrize(("decay", "scale"), [(0.0, None), (0.1, 4.0)])
+def test_it_steps_as_float64_does(shape, dtype, decay, scale, device):
+    ours = [torch.randn(shape, device=device, dtype=dtype)]
+    ours += [torch.zeros(shape, device=device, dtype=dtype) for _ in range(2)]
+    truth = [t.double() for t in ours]
+    divided_by = None if scale is None else torch.tensor(scale, device=device)
+    for step in (1, 2, 3):
+        grad = torch.randn(shape, device=device, dtype=dtype)
+        kept = grad.clone()
+        adamw_step(ours[0], grad, *ours[1:], step=step, weight_decay=decay, grad_scale=divided_by, **NUMBERS)
+        assert torch.equal(grad, kept)
+        adamw_step_reference(
+            truth[0], grad.double(), *truth[1:], step=step, weight_decay=decay, grad_scale=divided_by, **NUMBERS
+        )
+    for found, expected in zip(ours, truth, strict=True):
+        assert (found.double() - expected).abs().max() <= SLACK[dtype] * expected.abs().max()
+
+
+def test_float64_is_stepped_as_torch_does(device):
+    param = torch.randn(5, 3, device=device, dtype=torch.float64, requires_grad=True)
+    mine, states = param.detach().clone(), [torch.zeros(5, 3, device=device, dtype=torch.float64) for _ in range(2)]
+    optimizer = torch.optim.AdamW([param], weight_decay=0.1, **NUMBERS)
+    for step in (1, 2, 3):
+        param.grad = torch.randn_like(param)
+        optimizer.step()
+        adamw_step(mine, param.grad, *states, step=step, weight_decay=0.1, **NUMBERS)
+    torch.testing.assert_close(mine, param.detach())
+
+
+def test_shapes_that_differ_are_refused(device):
+    tensors = [torch.zeros(3, device=device) for _ in range(3)]
+    with pytest.raises(ValueError, match="adamw_step: shapes"):
+        adamw_step(*tensors, torch.zeros(4, device=device), step=1, weight_decay=0.0, **NUMBERS)

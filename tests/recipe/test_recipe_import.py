@@ -1,0 +1,195 @@
+"""`ligertune recipe import`: files as Axolotl's, LLaMA-Factory's and TRL's documentation shows them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ligertune.cli.app import app
+from ligertune.errors import UserError
+from ligertune.recipe import load_recipe
+from ligertune.recipe.imports import Imported, import_recipe
+
+AXOLOTL = """\
+base_model: NousResearch/Llama-3.2-1B
+model_type: LlamaForCausalLM
+load_in_8bit: false
+datasets:
+  - path: teknium/GPT4-LLM-Cleaned
+    type: alpaca
+  - path: json
+    data_files: mine.jsonl
+    ds_type: json
+    type: chat_template
+    field_messages: turns
+    message_property_mappings: {role: from, content: value}
+    shards: 4
+  - path: some/data
+    type: {field_instruction: question, field_output: answer, format: '{instruction}'}
+test_datasets:
+  - path: some/tests
+    type: completion
+val_set_size: 0.0
+output_dir: ./outputs/out
+sequence_len: 4096
+sample_packing: true
+gradient_accumulation_steps: 2
+num_epochs: 2
+optimizer: adamw_torch_8bit_or_so
+lr_scheduler: cosine
+learning_rate: 0.0002
+bf16: auto
+train_on_inputs: false
+gradient_checkpointing: unsloth
+saves_per_epoch: 1
+wandb_project:
+weight_decay: 0.0
+special_tokens: {pad_token: <pad>}
+"""
+LLAMA_FACTORY = """\
+model_name_or_path: meta-llama/Meta-Llama-3-8B
+stage: sft
+do_train: true
+finetuning_type: full
+dataset: mine, chats, unknown_demo
+dataset_dir: sets
+template: llama3
+max_samples: 1000
+preprocessing_num_workers: 16
+output_dir: saves/sft
+save_steps: 250
+overwrite_output_dir: true
+per_device_train_batch_size: 1
+learning_rate: 1.0e-4
+lr_scheduler_type: cosine
+bf16: true
+"""
+DATASET_INFO = {
+    "mine": {"file_name": "mine.json", "columns": {"prompt": "question", "response": "output"}, "num_samples": 5},
+    "chats": {"hf_hub_url": "some/chats", "formatting": "sharegpt", "subset": "en", "columns": {"messages": "talk"}},
+}
+TRL = """\
+model_name_or_path: Qwen/Qwen2.5-0.5B
+dataset_name: trl-lib/Capybara
+dataset_config: main
+dataset_test_split: held_out
+eval_strategy: steps
+eval_steps: 100
+packing: true
+max_steps: 50
+eos_token: <|im_end|>
+chat_template_path: HuggingFaceTB/SmolLM3-3B
+completion_only_loss: false
+output_dir: out
+"""
+
+
+@pytest.fixture
+def imported(tmp_path, monkeypatch):
+    """imported(text): the result, whose text is read back as a recipe of ours without a notice."""
+    monkeypatch.chdir(tmp_path)
+
+    def imported(text: str) -> Imported:
+        Path("theirs.yml").write_text(text)
+        result = import_recipe(Path("theirs.yml"))
+        Path("ours.yaml").write_text(result.text)
+        assert load_recipe(Path("ours.yaml")).notices == ()
+        return result
+
+    return imported
+
+
+def left(result: Imported) -> dict[str, str]:
+    return {item.key: item.why for item in result.left}
+
+
+def test_axolotl(imported):
+    result = imported(AXOLOTL)
+    recipe = load_recipe(Path("ours.yaml"))
+    assert result.peer == "Axolotl"
+    assert (recipe.model.model_name_or_path, recipe.model.tokenizer.pad_token) == ("NousResearch/Llama-3.2-1B", "<pad>")
+    assert (recipe.data.max_length, recipe.data.packing, recipe.data.train_on) == (4096, True, "assistant")
+    assert (recipe.train.num_train_epochs, recipe.train.learning_rate) == (2.0, 0.0002)
+    assert recipe.train.gradient_checkpointing is True
+    assert recipe.train.per_device_train_batch_size == 1  # its default, where ours is 4
+    alpaca, chats, fields = recipe.data.datasets
+    assert (alpaca.path, alpaca.format) == ("teknium/GPT4-LLM-Cleaned", "alpaca")
+    assert (chats.path, chats.format, chats.columns) == ("mine.jsonl", "sharegpt", {"conversations": "turns"})
+    assert fields.columns == {"instruction": "question", "output": "answer"}
+    assert recipe.data.eval_datasets[0].format == "text"
+
+
+def test_axolotl_says_what_is_left(imported):
+    reasons = left(imported(AXOLOTL))
+    of_datasets = {"data.datasets[1].shards", "data.datasets[2].type.format"}
+    assert set(reasons) == {"model_type", "saves_per_epoch", "train.optim"} | of_datasets
+    assert "must be" in reasons["train.optim"]  # the reader's own sentence: which optimizers there are
+
+
+def test_llama_factory(imported, tmp_path):
+    (tmp_path / "sets").mkdir()
+    (tmp_path / "sets" / "dataset_info.json").write_text(json.dumps(DATASET_INFO))
+    result = imported(LLAMA_FACTORY)
+    recipe = load_recipe(Path("ours.yaml"))
+    mine, chats, unknown = recipe.data.datasets
+    assert (mine.path, mine.format, mine.columns) == ("sets/mine.json", "alpaca", {"instruction": "question"})
+    assert (mine.max_samples, chats.max_samples) == (5, 1000)
+    assert (chats.path, chats.name, chats.format) == ("some/chats", "en", "sharegpt")
+    assert chats.columns == {"conversations": "talk"} and unknown.path == "unknown_demo"
+    assert (recipe.train.num_train_epochs, recipe.train.warmup_ratio, recipe.data.packing) == (3.0, 0.0, False)
+    assert recipe.train.lr_scheduler_type == "cosine" and recipe.checkpoint.save_steps == 250
+    assert recipe.checkpoint.overwrite is False
+    assert {"template", "overwrite_output_dir", "dataset"} <= set(left(result))
+
+
+def test_trl(imported):
+    result = imported(TRL)
+    recipe = load_recipe(Path("ours.yaml"))
+    assert recipe.data.datasets[0].name == "main" and recipe.data.eval_datasets[0].split == "held_out"
+    assert (recipe.train.max_steps, recipe.train.num_train_epochs) == (50, None)
+    assert (recipe.data.max_length, recipe.train.gradient_checkpointing) == (1024, True)
+    assert recipe.model.tokenizer.eos_token == "<|im_end|>"
+    assert list(left(result)) == ["chat_template_path"]  # `completion_only_loss: false` asks for nothing
+
+
+def test_what_is_left_stands_in_the_file_with_its_line(imported):
+    result = imported(TRL)
+    assert result.left[0].line == 10
+    assert '#   chat_template_path: "HuggingFaceTB/SmolLM3-3B"  (' in result.text
+    assert "# TRL does these unasked:" in result.text
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("model: {model_name_or_path: a/b}\n", "recipe check"),
+        ("learning_rate: 1.0\n", "has none of the keys"),
+        ("base_model: a/b\nsequence_len: 10\n", "data.datasets is missing"),
+        ("dataset_name: a/b\nuse_peft: false\n", "model.model_name_or_path is missing"),
+        ("- 1\n", "a recipe is a mapping"),
+    ],
+)
+def test_what_is_no_file_of_theirs(text, words, imported):
+    with pytest.raises(UserError, match=words):
+        imported(text)
+
+
+def test_a_broken_dataset_info(imported, tmp_path):
+    (tmp_path / "sets").mkdir()
+    (tmp_path / "sets" / "dataset_info.json").write_text("{")
+    with pytest.raises(UserError, match=r"dataset_info\.json is not sound JSON"):
+        imported(LLAMA_FACTORY)
+
+
+def test_the_command_writes_no_file_twice(imported, tmp_path):
+    from typer.testing import CliRunner
+
+    imported(TRL)
+    arguments = ["recipe", "import", "theirs.yml", "--out", "new.yaml"]
+    done = CliRunner().invoke(app, [*arguments, "--json"])
+    assert done.exit_code == 0 and json.loads(done.stdout)["peer"] == "TRL"
+    assert isinstance(CliRunner().invoke(app, arguments).exception, UserError)
+    printed = CliRunner().invoke(app, arguments[:3])
+    assert printed.stdout == Path("new.yaml").read_text()

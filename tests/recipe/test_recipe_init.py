@@ -1,0 +1,134 @@
+"""`ligertune init` and `ligertune recipe keys`: what they write is a recipe, and tells of every key."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from ligertune.cli.app import app
+from ligertune.errors import UserError
+from ligertune.recipe import load_recipe
+from ligertune.recipe.collection import bundled_recipes, what_it_is_for
+from ligertune.recipe.describe import matching_keys, name_of_run, recipe_reference
+from ligertune.recipe.keys import keys
+
+ROOT = Path(__file__).resolve().parents[2]
+REFERENCE = ROOT / "configs" / "recipe_keys.md"
+NAMED = [key for key, entry in keys().items() if key and not key.endswith("[]")]
+
+
+@pytest.fixture
+def init(tmp_path, monkeypatch):
+    """init(*arguments): `ligertune init` in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+
+    def init(*arguments: str):
+        return CliRunner().invoke(app, ["init", *arguments])
+
+    return init
+
+
+def test_what_it_writes_is_a_recipe_with_the_defaults(init):
+    done = init("some/model", "some/data")
+    assert done.exit_code == 0 and "ligertune data recipe.yaml" in done.output.replace("-m ", "")
+    written = load_recipe(Path("recipe.yaml"))
+    Path("bare.yaml").write_text(
+        "model: {model_name_or_path: some/model}\ndata: {datasets: [{path: some/data}]}\n"
+        f"checkpoint: {{output_dir: {written.checkpoint.output_dir}}}\n"
+    )
+    assert written == load_recipe(Path("bare.yaml"))
+
+
+def test_every_key_is_there_with_what_it_does(init):
+    init("some/model", "some/data")
+    text = Path("recipe.yaml").read_text()
+    for key in NAMED:
+        assert keys()[key]["description"] in text, key
+
+
+def test_every_comment_taken_away_is_a_key(init):
+    """The lines behind a # are YAML in their place: taking one away gives a recipe, or what two keys contradict."""
+    init("some/model", "some/data")
+    lines = Path("recipe.yaml").read_text().splitlines()
+    commented = [i for i, line in enumerate(lines) if line.lstrip().startswith("# ") and ":" in line][2:]
+    assert len(commented) > 30
+    for i in commented:
+        text = "\n".join(line.replace("# ", "", 1) if i == j else line for j, line in enumerate(lines))
+        Path("one.yaml").write_text(text)
+        assert load_recipe(Path("one.yaml")) == load_recipe(Path("recipe.yaml")), lines[i]
+
+
+def test_set_writes_values_peers_names_and_rivals(init):
+    done = init("some/model", "one.jsonl", "some/data", "--set", "lr=1e-3", "--set", "train.max_steps=7",
+                "--set", "data.datasets.1.weight=0.5", "--out", "r.yaml")  # fmt: skip
+    assert done.exception is not None and "one.jsonl" in str(done.exception)  # checked before anything is written
+    Path("one.jsonl").write_text("")
+    assert init("some/model", "one.jsonl", "some/data", "--set", "lr=1e-3", "--set", "train.max_steps=7",
+                "--set", "data.datasets.1.weight=0.5", "--out", "r.yaml").exit_code == 0  # fmt: skip
+    recipe = load_recipe(Path("r.yaml"))
+    assert (recipe.train.learning_rate, recipe.train.max_steps, recipe.train.num_train_epochs) == (1e-3, 7, None)
+    assert recipe.data.datasets[1].weight == 0.5
+    assert "path: one.jsonl" in Path("r.yaml").read_text()  # as it was typed, not as an absolute path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["some/model", "some/data", "--set", "train.learning_rat=1"], "train.learning_rate"),
+        (["./nowhere", "some/data"], "no folder ./nowhere"),
+        (["some/model", "nowhere.jsonl"], "no file or folder nowhere.jsonl"),
+        (["some/model", "some/data", "--out", "held.yaml"], "held.yaml exists already"),
+        (["some/model", "some/data", "--out", "no/folder.yaml"], "cannot be written"),
+    ],
+)
+def test_what_it_refuses(init, arguments, words):
+    Path("held.yaml").write_text("mine")
+    done = init(*arguments)
+    assert isinstance(done.exception, UserError) and done.exception.exit_code == 2 and words in str(done.exception)
+    assert Path("held.yaml").read_text() == "mine" and not Path("recipe.yaml").exists()
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "name"),
+    [
+        ("Qwen/Qwen2.5-0.5B", "tatsu-lab/alpaca", "runs/qwen2.5-0.5b-alpaca"),
+        ("models/mine/", "data/answers.jsonl.gz", "runs/mine-answers"),
+        ("a/b", "parts/*.parquet", "runs/b"),
+    ],
+)
+def test_the_run_is_named_after_both(model, data, name):
+    assert name_of_run(model, data) == name
+
+
+def test_the_reference_of_all_keys_is_current():
+    """Made by `ligertune recipe keys > configs/recipe_keys.md`."""
+    assert REFERENCE.read_text(encoding="utf-8") == recipe_reference()
+
+
+def test_the_reference_tells_of_every_key_its_values_and_default():
+    text = recipe_reference()
+    rows = [line for line in text.splitlines() if line.startswith("| `")]
+    assert len(rows) == len([key for key in NAMED if "properties" not in keys()[key]])
+    assert "| `train.learning_rate` | Peak learning rate. | a number (above 0, at most 1) | `2.0e-05` |" in rows
+    assert any(row.startswith("| `data.datasets[].path` |") and row.endswith("| (required) |") for row in rows)
+
+
+def test_shells_complete_keys():
+    assert matching_keys("train.lear") == ["train.learning_rate="]
+    assert "data.datasets.0.path=" in matching_keys("data.datasets.0")
+    assert not matching_keys("nothing")
+
+
+@pytest.mark.parametrize("path", bundled_recipes(), ids=lambda path: path.stem)
+def test_every_bundled_recipe_is_sound_and_says_what_it_is_for(path):
+    assert load_recipe(path).notices == ()
+    assert what_it_is_for(path)
+
+
+def test_the_quickstart_leads_the_list():
+    done = CliRunner().invoke(app, ["recipe", "list", "--json"])
+    first = next(iter(json.loads(done.stdout)))
+    assert first.endswith("stories260k.yaml") and Path(first).is_file()

@@ -1,0 +1,171 @@
+"""The memory plan: bytes by formula, what fits, and what is advised where it does not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+
+from ligertune.activations import Kept, LayerShape, layer_bytes
+from ligertune.budget import Budget, largest
+from ligertune.errors import UserError
+from ligertune.memory import NF4_BYTES, state_bytes
+from ligertune.model.lora import apply_method
+from ligertune.model.shape import ModelShape
+from ligertune.plan_batching import choose_batching
+from ligertune.recipe import MethodSpec, Recipe
+
+LLAMA_8B = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+            "num_attention_heads": 32, "num_key_value_heads": 8}  # fmt: skip
+GIB = 2**30
+
+
+def shape_of(config: transformers.PreTrainedConfig, **method: object) -> ModelShape:
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        return ModelShape.of(apply_method(model, MethodSpec(**method)))
+
+
+@pytest.fixture(scope="module")
+def shapes() -> dict[str, ModelShape]:
+    """Llama-3-8B by method."""
+    config = transformers.LlamaConfig(**LLAMA_8B)
+    return {method: shape_of(config, type=method) for method in ("full", "lora", "qlora")}
+
+
+def budget_of(shapes: dict[str, ModelShape], method: str, *, checkpointing: bool = False, **kept: object) -> Budget:
+    shape = shapes[method]
+    states = state_bytes(shape.parameters, weight_dtype="bfloat16", optim="adamw_torch_fused", method=method)
+    return Budget(
+        states, shape.layer, shape.head, Kept(attention="varlen", checkpointing=checkpointing, **kept),
+        layers=32, itemsize=2, step_bytes=0, labelled=1.0,
+    )  # fmt: skip
+
+
+def test_states_of_an_8b_model_by_method(shapes):
+    n = 8_030_261_248
+    full, lora, qlora = (budget_of(shapes, method).states for method in shapes)
+    assert (full.weights, full.gradients, full.optimizer) == (2 * n, 2 * n, 4 * n)
+    adapter = 4 * shapes["lora"].n_trainable  # float32
+    assert (lora.weights, lora.gradients, lora.optimizer) == (2 * n + adapter, adapter, 2 * adapter)
+    assert lora.checkpoint == 3 * adapter
+    ends, layers = 2 * 128256 * 4096, 32 * (4096 * (4096 * 2 + 1024 * 2) + 3 * 4096 * 14336)
+    norms = n - ends - layers
+    assert qlora.weights == pytest.approx(2 * (ends + norms) + layers * NF4_BYTES + adapter, rel=1e-9)
+
+
+def test_a_layer_keeps_what_our_kernels_keep(shapes):
+    # 4 x E, 2 x query, 2 x key and 3 x F elements of two bytes; a statistic for each head and norm
+    assert layer_bytes(shapes["full"].layer, Kept(), 2, 1) == 139_264 + 4 * (32 + 2)
+    plain = layer_bytes(shapes["full"].layer, Kept(norm=False, mlp=False, attention="eager"), 2, 1024)
+    assert plain > 139_264 + 2 * 4096 * 6 + 14336 * 2 + 32 * 1024 * 8 - 1
+
+
+@pytest.mark.parametrize(
+    ("targets", "kept"),
+    [
+        ("all-linear", (True, True, True)),
+        (["q_proj", "v_proj"], (True, False, False)),
+        (["o_proj"], (False, False, False)),
+        (["down_proj"], (False, False, True)),
+    ],
+    ids=str,
+)
+def test_an_adapter_keeps_the_inputs_of_its_layers_alone(targets, kept):
+    config = transformers.LlamaConfig(**{**LLAMA_8B, "num_hidden_layers": 1})
+    layer = shape_of(config, type="lora", lora_target_modules=targets).layer
+    assert (layer.attn_in, layer.mlp_in, layer.mlp_out) == kept
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (transformers.Qwen3Config(num_hidden_layers=1, hidden_size=64, intermediate_size=96, num_attention_heads=4,
+                                  num_key_value_heads=2, head_dim=32, vocab_size=64),
+         LayerShape(64, 128, 64, 4, 96, norms=2 * 64 + 128 + 64)),
+        (transformers.Gemma2Config(num_hidden_layers=1, hidden_size=64, intermediate_size=96, num_attention_heads=4,
+                                   num_key_value_heads=2, head_dim=16, vocab_size=64),
+         LayerShape(64, 64, 32, 4, 96, norms=4 * 64)),
+        (transformers.MixtralConfig(num_hidden_layers=1, hidden_size=64, intermediate_size=96, num_attention_heads=4,
+                                    num_key_value_heads=2, vocab_size=64, num_experts_per_tok=2),
+         LayerShape(64, 64, 32, 4, 192, norms=2 * 64, mlp_out=True, routed=2)),
+    ],
+    ids=["norms of heads", "four norms", "experts"],
+)  # fmt: skip
+def test_layers_of_other_families(config, expected):
+    assert shape_of(config).layer == expected
+
+
+def test_the_parts_add_up_and_checkpointing_pays(shapes):
+    for method in shapes:
+        peaks = [budget_of(shapes, method, checkpointing=c).peak(4, 2048, accumulates=False) for c in (False, True)]
+        assert all(sum(peak.parts().values()) == peak.total for peak in peaks)
+        assert peaks[1].total < peaks[0].total
+        assert peaks[1].total >= peaks[1].weights + peaks[1].optimizer
+    assert budget_of(shapes, "full").peak(4, 2048, accumulates=True).total >= peaks[0].total
+
+
+def test_what_fits_on_which_card(shapes):
+    """As users of these models find it: 8B whole wants 80 GB, by LoRA 24 GB is short, in four bits it is not."""
+
+    def fits(method: str, gib: int) -> bool:
+        budget = budget_of(shapes, method, checkpointing=True)
+        return budget.fits(1, 2048, accumulates=False, memory=gib * GIB)
+
+    assert fits("full", 80) and not fits("full", 48)
+    assert fits("lora", 24) and not fits("lora", 16)
+    assert fits("qlora", 12) and not fits("qlora", 6)
+
+
+def test_the_largest_that_fits():
+    for limit in (1, 2, 3, 7, 64, 100):
+        for most in range(limit + 3):
+            assert largest(lambda n, most=most: n <= most, limit=limit) == min(most, limit)
+
+
+def recipe(**train: object) -> Recipe:
+    return Recipe.model_validate(
+        {
+            "model": {"model_name_or_path": "m"},
+            "data": {"datasets": [{"path": "d"}]},
+            "checkpoint": {"output_dir": "o"},
+            "train": {"per_device_train_batch_size": "auto", **train},
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("wanted", "world", "room", "micro"),
+    [(64, 1, 100, 64), (64, 1, 20, 16), (64, 4, 20, 16), (48, 2, 11, 8), (7, 1, 3, 1)],
+)
+def test_auto_keeps_the_global_batch(wanted, world, room, micro):
+    batching = choose_batching(recipe(global_batch_size=wanted), world, lambda rows, accumulates: rows <= room)
+    assert (batching.micro_batch_size, batching.global_batch_size) == (micro, wanted)
+
+
+def test_auto_asks_whether_it_fits_while_gradients_are_kept():
+    asked = []
+    choose_batching(
+        recipe(global_batch_size=4), 1, lambda rows, accumulates: asked.append((rows, accumulates)) or rows == 2
+    )
+    assert asked == [(4, False), (2, True)]
+
+
+def test_auto_refuses_what_nothing_can_make_fit():
+    with pytest.raises(UserError, match="not even of one row"):
+        choose_batching(recipe(global_batch_size=4), 1, lambda rows, accumulates: False)
+    with pytest.raises(UserError, match="not a multiple of 3 processes"):
+        choose_batching(recipe(global_batch_size=4), 3, lambda rows, accumulates: True)
+    with pytest.raises(UserError, match="are not understood"):
+        choose_batching(recipe(global_batch_size=4), 1, None)
+
+
+def test_optimizers_step_in_memory_of_their_own():
+    parameters = shape_of(transformers.LlamaConfig(**{**LLAMA_8B, "num_hidden_layers": 1})).parameters
+    step = {
+        name: state_bytes(parameters, weight_dtype="bfloat16", optim=name, method="full").step
+        for name in ("adamw_torch_fused", "adamw_torch", "adamw_bf16")
+    }
+    elements = sum(kind.elements * count for kind, count in parameters)
+    assert step == {"adamw_torch_fused": 0, "adamw_torch": 2 * elements, "adamw_bf16": 12 * 2 * (1 << 24)}
+    assert state_bytes(parameters, weight_dtype="bfloat16", optim="sgd", method="full").optimizer == 0

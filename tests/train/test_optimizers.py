@@ -1,0 +1,148 @@
+"""Every optimizer of the table: it lowers the loss, resumes to the same bits, and keeps as many bytes as planned."""
+
+from __future__ import annotations
+
+import copy
+import io
+from importlib.util import find_spec
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from ligertune.memory import state_bytes
+from ligertune.model.shape import ModelShape
+from ligertune.optimizer_states import OPTIMIZERS
+from ligertune.plan import Optimizer
+from ligertune.train.adamw_bf16 import rounded_by_chance
+from ligertune.train.optim import BUILDERS, build_optimizer, set_learning_rate
+
+# sgd moves by the gradient itself, lion by its sign, adafactor by a share of each weight
+RATES = {"sgd": 0.5, "lion": 1e-3, "adafactor": 3e-2}
+
+
+def tiny() -> LlamaForCausalLM:
+    """Its matrices have 4096 elements or more, as quantising optimizers ask."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4
+    )
+    return LlamaForCausalLM(config).train()
+
+
+def plan(name: str, **changes: object) -> Optimizer:
+    usual = {"weight_decay": 0.01, "betas": (0.9, 0.99), "eps": 1e-8, "max_grad_norm": 0.0}
+    return Optimizer(name=name, **{**usual, **changes})
+
+
+def steps(model, optimizer, numbers, rate: float) -> list[float]:
+    """Losses of some steps, on a batch that depends on the step's number."""
+    losses = []
+    for number in numbers:
+        generator = torch.Generator().manual_seed(number % 4)
+        ids = torch.randint(0, 8, (2, 24), generator=generator)  # eight of 64 tokens: soon learnt
+        set_learning_rate(optimizer, rate)
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def saved_and_loaded(state: dict) -> dict:
+    """As a checkpoint does it."""
+    memory = io.BytesIO()
+    torch.save(state, memory)
+    memory.seek(0)
+    return torch.load(memory, weights_only=True)
+
+
+def installed(name: str):
+    package = OPTIMIZERS[name].needs
+    absent = package is not None and find_spec(package) is None
+    return pytest.param(name, marks=pytest.mark.skipif(absent, reason=f"needs {package}"))
+
+
+def test_the_table_and_its_builders_are_the_same_list():
+    assert list(BUILDERS) == list(OPTIMIZERS)
+
+
+@pytest.mark.parametrize("in_backward", [False, True], ids=["", "in-backward"])
+@pytest.mark.parametrize("name", [installed(name) for name in OPTIMIZERS])
+def test_it_lowers_the_loss_and_resumes_bit_exactly(name, in_backward):
+    rate, how = RATES.get(name, 5e-3), plan(name, in_backward=in_backward)
+    model = tiny()
+    optimizer = build_optimizer(model, how)
+    before = steps(model, optimizer, range(8), rate)
+    weights, state = copy.deepcopy(model.state_dict()), saved_and_loaded(optimizer.state_dict())
+    after = steps(model, optimizer, range(8, 16), rate)
+    assert sum(after[-4:]) < 0.9 * sum(before[:4])
+
+    again = tiny()
+    again.load_state_dict(weights)
+    resumed = build_optimizer(again, how)
+    resumed.load_state_dict(state)
+    assert steps(again, resumed, range(8, 16), rate) == after
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", [installed(name) for name in OPTIMIZERS])
+def test_its_states_take_the_planned_bytes(name, dtype):
+    if OPTIMIZERS[name].needs:
+        pytest.skip("a quantised state's parts are its package's own")
+    model = tiny().to(getattr(torch, dtype))
+    optimizer = build_optimizer(model, plan(name))
+    steps(model, optimizer, range(1), 1e-3)
+    held = sum(t.numel() * t.element_size() for s in optimizer.state.values() for t in s.values() if t.numel() > 1)
+    planned = state_bytes(ModelShape.of(model).parameters, weight_dtype=dtype, optim=name, method="full")
+    assert planned.optimizer == held
+    assert planned.weights == sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+def test_in_backward_keeps_no_gradients_and_computes_the_same():
+    weights = []
+    for in_backward in (False, True):
+        model = tiny()
+        optimizer = build_optimizer(model, plan("adamw_torch", in_backward=in_backward))
+        set_learning_rate(optimizer, 1e-3)
+        ids = torch.arange(24)[None]
+        model(input_ids=ids, labels=ids).loss.backward()
+        assert all(p.grad is None for p in model.parameters()) == in_backward
+        optimizer.step()
+        weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    torch.testing.assert_close(*weights)
+
+
+def test_muon_leaves_embedding_head_and_norms_to_adamw():
+    model = tiny()
+    optimizer = build_optimizer(model, plan("muon"))
+    muon, adamw = optimizer.parts
+    taken = {id(p) for group in muon.param_groups for p in group["params"]}
+    layers = [p for name, p in model.named_parameters() if name.endswith("_proj.weight")]
+    assert taken == {id(p) for p in layers}
+    assert type(adamw) is torch.optim.AdamW
+    set_learning_rate(optimizer, 0.125)
+    assert {group["lr"] for part in optimizer.parts for group in part.param_groups} == {0.125}
+
+
+def test_rounding_by_chance_is_right_on_average_and_keeps_what_is_not_finite():
+    value = torch.full((200_000,), 1.001)  # between 1 and 1 + 2**-7
+    rounded = rounded_by_chance(value, torch.Generator().manual_seed(0))
+    assert set(rounded.tolist()) == {1.0, 1.0078125}
+    assert rounded.float().mean() == pytest.approx(1.001, abs=5e-5)
+    odd = torch.tensor([float("inf"), float("-inf"), float("nan"), 0.0, -2.0])
+    kept = rounded_by_chance(odd, torch.Generator().manual_seed(0))
+    assert torch.equal(kept.float().nan_to_num(7.0), odd.nan_to_num(7.0))
+
+
+def test_bf16_weights_move_by_less_than_their_spacing():
+    """Rounded to nearest, a weight of 1 would never move by 1e-4 a step."""
+    weight = torch.nn.Parameter(torch.ones(4096, dtype=torch.bfloat16))
+    optimizer = BUILDERS["adamw_bf16"]([{"params": [weight]}], plan("adamw_bf16"))
+    set_learning_rate(optimizer, 1e-4)
+    for _ in range(50):
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+    assert float(weight.float().mean()) == pytest.approx(1 - 50e-4, abs=5e-4)

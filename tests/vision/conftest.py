@@ -1,0 +1,62 @@
+"""Small saved models of every vision family, and short ways to prepare rows with images for them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # for tiny_vlms and others beside
+sys.path.insert(0, str(Path(__file__).parents[1] / "end_to_end"))  # for command_line
+
+import tiny_vlms
+from PIL import Image
+from transformers import AutoTokenizer
+
+from ligertune.data.prepare import PreparedData, prepare
+from ligertune.recipe.schema import DatasetSpec, DataSpec
+
+
+@pytest.fixture(scope="session")
+def folder_of(tmp_path_factory) -> Callable[[str], Path]:
+    """The saved model of a family."""
+    return cache(lambda family: tiny_vlms.save(family, tmp_path_factory.mktemp(family)))
+
+
+@pytest.fixture(scope="session")
+def reader_of(folder_of) -> Callable:
+    return cache(lambda family: tiny_vlms.reader_of(folder_of(family)))
+
+
+@pytest.fixture(scope="session")
+def tokenizer_of(folder_of) -> Callable:
+    return cache(lambda family: AutoTokenizer.from_pretrained(folder_of(family)))
+
+
+@pytest.fixture(scope="session")
+def pictures(tmp_path_factory) -> dict[str, Path]:
+    """Three pictures of different sizes, none a multiple of a patch."""
+    folder = tmp_path_factory.mktemp("pictures")
+    sizes = {"red": (100, 60), "blue": (57, 140), "green": (64, 64)}
+    for colour, size in sizes.items():
+        Image.new("RGB", size, colour).save(folder / f"{colour}.png")
+    return {colour: folder / f"{colour}.png" for colour in sizes}
+
+
+@pytest.fixture
+def prepared_for(reader_of, tokenizer_of, tmp_path) -> Callable[..., PreparedData]:
+    """prepared_for(family, rows, dataset={...}, **data section); rows: a path, or records to write to one."""
+
+    def of(family: str, rows, *, dataset: dict | None = None, **data) -> PreparedData:
+        if not isinstance(rows, Path):
+            path = tmp_path / "rows.json"
+            path.write_text(json.dumps(rows), encoding="utf-8")
+            rows = path
+        spec = DataSpec(datasets=[DatasetSpec(path=str(rows), **(dataset or {}))], cache=False, num_proc=1, **data)
+        return prepare(spec, tokenizer_of(family), seed=0, images=reader_of(family))
+
+    return of

@@ -1,0 +1,67 @@
+"""On a GPU: the tower's attention in one launch, and a whole model in bfloat16 with and without our kernels."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import tiny_vlms
+import torch
+from asked_rows import asked
+from batches_of import batch_of, training
+
+from ligertune.model.image_attention import pictures_apart
+from ligertune.model.patch import patch
+from ligertune.model.vision import prepare_vision
+from ligertune.recipe.schema import VisionSpec
+
+LENGTHS = (4, 64, 256, 1020)  # a blank picture, small ones, one that ends within a block
+
+
+def attended(tensors, lengths):
+    """(out, dq, dk, dv) with the pictures (1, H, S, D) apart."""
+    leaves = [t.detach().requires_grad_(True) for t in tensors]
+    bounds = torch.tensor([0, *lengths], device=leaves[0].device).cumsum(0).to(torch.int32)
+    out, _ = pictures_apart(torch.nn.Identity(), *leaves, None, scaling=0.1, cu_seq_lens_q=bounds)
+    out.backward(torch.cos(torch.arange(out.numel(), device=out.device)).view_as(out).to(out.dtype))
+    return [out.detach(), *(leaf.grad for leaf in leaves)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [16, 64, 80])  # 80: Qwen2-VL's
+def test_one_launch_equals_one_picture_after_another(head_dim):
+    generator = torch.Generator("cuda").manual_seed(0)
+    shape = (1, 4, sum(LENGTHS), head_dim)
+    truth = [torch.randn(shape, device="cuda", generator=generator) for _ in range(3)]
+    half = [t.bfloat16() for t in truth]
+    for ours, theirs in zip(attended(half, LENGTHS), attended([t.float() for t in half], LENGTHS), strict=True):
+        assert (ours.float() - theirs).abs().max() <= 2e-2 * theirs.abs().max()
+
+
+def test_a_picture_sees_itself_alone():
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(1, 2, 20, 8, generator=generator) for _ in range(3)]
+    together = attended(tensors, (4, 16))
+    alone = attended([t[:, :, 4:] for t in tensors], (16,))
+    torch.testing.assert_close(together[0][:, 4:], alone[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", tiny_vlms.FAMILIES)
+def test_bfloat16_training_is_as_close_to_fp32_as_without_kernels(
+    family, prepared_for, pictures, tokenizer_of, reader_of
+):
+    rows = prepared_for(family, [asked("<image>What is this?", "a red system", pictures[c]) for c in ("red", "blue")])
+    batch = {name: value.cuda() for name, value in batch_of(rows, reader_of(family), (0, 1)).items()}
+    exact = tiny_vlms.make(family, tokenizer_of(family)).cuda()
+    prepare_vision(exact, VisionSpec(freeze_vision_tower=False, freeze_projector=False))
+    _, truth = training(exact, batch)
+    errors = []
+    for patched in (True, False):
+        model = copy.deepcopy(exact)
+        if patched:
+            patch(model)
+        _, found = training(model.bfloat16(), batch)
+        off = sum((found[name].float() - truth[name]).square().sum() for name in truth)
+        errors.append(float((off / sum(gradient.square().sum() for gradient in truth.values())).sqrt()))
+    assert errors[0] <= 1.25 * errors[1] + 2e-3

@@ -1,0 +1,88 @@
+"""Every record of the shared image data is loaded, or refused with a sentence; those of odd form are pinned."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import transformers
+
+from ligertune.recipe.schema import ModelSpec, VisionSpec
+from ligertune.vision.pictures import check
+from ligertune.vision.reader import load_reader, save_processor, saved_reader
+
+pytestmark = pytest.mark.corpus
+
+# file -> (records, images that they show)
+FILES = {
+    "cc12m_32/llava_pretrain_style.json": (32, 32),
+    "mllm_demo/mllm_demo.json": (6, 8),
+    "qwen_vl_demo/single_images.json": (3, 3),
+    "xcomposer_demo/single_turn_single_image_example.json": (2, 2),
+    "xcomposer_demo/multi_turn_multi_images_example.json": (2, None),
+    "xcomposer_demo/only_text_example.json": (2, 0),
+}
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_every_record_is_used(file, corpus, prepared_for):
+    records, images = FILES[file]
+    prepared = prepared_for("qwen2_vl", corpus / "images" / file, max_length=100_000)
+    assert prepared.report.dropped == {} and len(prepared.train) == records
+    written = json.loads((corpus / "images" / file).read_text(encoding="utf-8"))
+    named = [row.get("image", row.get("images")) or [] for row in written]
+    counts = [1 if isinstance(given, str) else len(given) for given in named]
+    assert prepared.train.n_images.tolist() == counts
+    assert images is None or sum(counts) == images
+
+
+def test_captions_beside_images_that_they_do_not_name_are_text(corpus, prepared_for):
+    """captions.jsonl has a key and a text, and no column of images."""
+    prepared = prepared_for("qwen2_vl", corpus / "images" / "cc12m_32" / "captions.jsonl")
+    assert prepared.report.sets[0].format == "text" and not prepared.train.n_images.any()
+
+
+@pytest.mark.parametrize(
+    ("file", "index", "question", "answers"),
+    [
+        ("qwen_vl_demo/single_images.json", 0, "Is the value of Favorable 38 in 2015?{image}", "Yes<|im_end|>"),
+        ("mllm_demo/mllm_demo.json", 0, "{image}Who are they?", "They're Kane and Gretzka from Bayern Munich.<|im_end|>"
+         "They are celebrating on the soccer field.<|im_end|>"),
+    ],
+)  # fmt: skip
+def test_marks_behind_the_question_and_a_file_named_twice(
+    file, index, question, answers, corpus, prepared_for, tokenizer_of
+):
+    prepared, tokenizer = prepared_for("qwen2_vl", corpus / "images" / file), tokenizer_of("qwen2_vl")
+    example = prepared.train[index]
+    assert tokenizer.decode(example.labels[example.labels != -100]) == answers
+    runs = tokenizer.decode(example.input_ids).replace("<|image_pad|><|image_pad|>", "<|image_pad|>")
+    while "<|image_pad|><|image_pad|>" in runs:
+        runs = runs.replace("<|image_pad|><|image_pad|>", "<|image_pad|>")
+    shown = question.format(image="<|vision_start|><|image_pad|><|vision_end|>")
+    assert f"<|im_start|>user\n{shown}<|im_end|>" in runs
+
+
+def test_odd_marks_and_missing_marks(corpus, prepared_for, tokenizer_of):
+    """xcomposer: `<ImageHere>` in two records, no mark at all in two: there the image stands first."""
+    folder, tokenizer = corpus / "images" / "xcomposer_demo", tokenizer_of("qwen2_vl")
+    single = prepared_for("qwen2_vl", folder / "single_turn_single_image_example.json").train[0]
+    assert tokenizer.decode(single.input_ids[:4]).startswith("<|im_start|>user\n<|vision_start|>")
+    several = prepared_for("qwen2_vl", folder / "multi_turn_multi_images_example.json", max_length=100_000).train[0]
+    text = tokenizer.decode(several.input_ids)
+    assert "ImageHere" not in text and "Image1: <|vision_start|>" in text and "; Image2: <|vision_start|>" in text
+
+
+def test_tokens_of_the_published_configuration(corpus, tmp_path):
+    """cc12m_32 under Qwen2-VL's own processor: 225 to 540 tokens an image, 389 on average. So says what is saved."""
+    spec = ModelSpec(model_name_or_path=str(corpus / "model_configs" / "Qwen2-VL-2B-Instruct"))
+    config = transformers.AutoConfig.from_pretrained(spec.model_name_or_path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(corpus / "tokenizers" / "qwen2.5")
+    reader = load_reader(spec, VisionSpec(image_max_pixels=12_845_056), config, tokenizer)
+    images = sorted((corpus / "images" / "cc12m_32" / "images").iterdir())
+    tokens = [reader.tokens(check(path)) for path in images]
+    assert (min(tokens), max(tokens), round(sum(tokens) / len(tokens))) == (225, 540, 389)
+    small = load_reader(spec, VisionSpec(image_max_pixels=50_176, image_min_pixels=4_000), config, tokenizer)
+    save_processor(small, tmp_path)
+    again = saved_reader(str(tmp_path), config, tokenizer)
+    assert again.options == small.options == {"size": {"shortest_edge": 4_000, "longest_edge": 50_176}}
