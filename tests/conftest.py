@@ -11,7 +11,12 @@ ROOT = Path(__file__).resolve().parent.parent
 CORPUS = Path(os.environ.get("LIGERTUNE_TEST_DATA", ROOT.parent / "shared" / "data"))
 
 
+# Minutes each. Begun last, such a file would run alone on one core while the others have nothing left to do.
+LONG = ("test_under_interpreter", "test_ahead_of_time", "test_ranks")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
     gpu = None
     for item in items:
         if item.get_closest_marker("gpu"):

@@ -36,6 +36,7 @@ SIZES = {
     "linear_jsd": ((67, 64, 96, 1000),),
     "int2_int8_matmul": ((67, 256, 512),),
     "embedding": ((131, 1000, 500),),
+    "adamw_step": ((67, 1000),),
 }
 # |ours - float64| / |float64|, Euclidean: some roundings to the dtype, and no more. Integers are exact.
 BOUNDS = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 2e-5, torch.int8: 0.0}

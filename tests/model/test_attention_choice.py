@@ -36,6 +36,7 @@ def choose(wanted="auto", family="llama", machine=H100, precision=BF16, packing=
         ({"precision": FP32}, "flex_attention", "bfloat16 or float16 only"),
         ({"machine": T4, "precision": FP16}, "flex_attention", "older than sm80"),
         ({"head_dim": 512}, "flex_attention", "at most 256 wide"),
+        ({"precision": FP32, "head_dim": 8}, "per_document", "at least 16 wide"),
         ({"attention_dropout": 0.1}, "per_document", "no dropout"),
         ({"machine": MI300}, "per_document", "flash_attn is not installed"),
         ({"machine": CPU}, "per_document", "documents isolated"),

@@ -86,7 +86,10 @@ def tiling(
     halves = chip.warp_size == 32
     block = min(most, BLOCK_BYTES * (2 if halves and plain else 1) // element_size)
     swept = triton.cdiv(n_cols - most, block) * block
-    return Tiling(swept, block, most, most_warps // 2 if halves else most_warps, min(n_rows, chip.processors))
+    num_warps = most_warps // 2 if halves else most_warps
+    if rest_cols is not None:  # few columns would lie in several warps, all of which write them to shared memory
+        num_warps = min(num_warps, max(1, block // (VECTOR * chip.warp_size)))
+    return Tiling(swept, block, most, num_warps, min(n_rows, chip.processors))
 
 
 def row_pass(
