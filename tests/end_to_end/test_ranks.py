@@ -16,6 +16,7 @@ SETTINGS = {
     "checkpoint.save_strategy": "no",
     "data.datasets.0.max_samples": 35,  # an epoch ends inside a step
     "checkpoint.output_dir": "run",
+    "model.dtype": "float32",
 }
 
 

@@ -1,4 +1,4 @@
-"""Medusa training on two processes with gloo: the losses are those of one, under DDP and under FSDP2."""
+"""Medusa training on two processes: the losses are those of one, under DDP and under FSDP2."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ SETTINGS = {
     "data.datasets.0.max_samples": 40,
     "checkpoint.save_strategy": "no",
     "checkpoint.output_dir": "run",
+    "model.dtype": "float32",
 }
 RECIPE = bundled("medusa/stories260k.yaml")
 

@@ -29,7 +29,7 @@ def train(folder_of, pictures, tmp_path):
 
     def go(family: str, name: str, launcher: tuple[str, ...], micro: int) -> list[float]:
         recipe = {
-            "model": {"model_name_or_path": str(folder_of(family))},
+            "model": {"model_name_or_path": str(folder_of(family)), "dtype": "float32"},
             "data": {"datasets": [{"path": str(tmp_path / "rows.json")}], "packing": False, "num_proc": 1},
             "train": {"per_device_train_batch_size": micro, "global_batch_size": 4, "learning_rate": 1e-3,
                       "group_by_length": False},
