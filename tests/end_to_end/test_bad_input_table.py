@@ -73,7 +73,10 @@ def test_a_disk_that_is_full(recipe, tmp_path):
     done = run(command, cwd=tmp_path)
     assert done.code == 1 and "Traceback" not in done.err, done.err
     (said,) = [line for line in done.err.splitlines() if line.startswith("Error:")]
-    assert said.startswith("Error: A checkpoint could not be written") and "--resume" in said
+    assert (
+        said.startswith("Error: The checkpoint of step 1 could not be written to runs/quickstart")
+        and "--resume" in said
+    )
     assert not list(tmp_path.glob("runs/quickstart/checkpoints/step-*"))  # complete or absent
 
 
