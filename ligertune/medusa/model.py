@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from transformers.utils import ModelOutput
 
 from ligertune.medusa.head_form import HeadForm, backbone_of
 from ligertune.medusa.heads import MedusaHeads
@@ -21,11 +22,15 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class MedusaOutput:
-    """The loss, and each part's own mean (S,): the model's next-token loss first in stage 2, then the heads'."""
+class MedusaOutput(ModelOutput):
+    """The loss, and each part's own mean (S,): the model's next-token loss first in stage 2, then the heads'.
 
-    loss: Tensor
-    part_losses: Tensor
+    FSDP2 looks for tensors in what a forward returns, to know when the backward begins, and up to torch 2.11 finds none
+    in a plain dataclass. A frozen model's layers tell it nothing either: no gradient would ever reach the heads.
+    """
+
+    loss: Tensor | None = None
+    part_losses: Tensor | None = None
 
 
 class MedusaModel(nn.Module):

@@ -12,6 +12,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from ligertune.errors import UserError
 from ligertune.train.kernel_adamw import KernelAdamW
 
 
@@ -21,11 +22,18 @@ def clip_gradients(
     """The norm of all gradients before clipping, float32; `optimizer`'s next step takes them scaled to `max_norm`.
 
     Where the optimizer cannot (it is not torch's fused AdamW, or its scale is the loss scaler's, or gradients are
-    sharded) they are scaled here, as torch.nn.utils.clip_grad_norm_ does.
+    sharded) they are scaled here, as torch.nn.utils.clip_grad_norm_ does. A UserError if there is no gradient at all:
+    a model that stays as it is must not look like one that trains.
     """
     trained = [p for p in parameters if p.grad is not None]
+    if not trained:
+        raise UserError(
+            "No gradient reached any of the model's parameters, so that this step would change nothing.",
+            hint="The loss does not depend on what trains, or FSDP's hooks never ran.",
+            exit_code=1,
+        )
     inner = getattr(optimizer, "optimizer", optimizer)  # what accelerate wrapped
-    if not trained or not _divides_as_it_reads(accelerator, inner, trained):
+    if not _divides_as_it_reads(accelerator, inner, trained):
         return accelerator.clip_grad_norm_(trained, max_norm)
     # float32 norms: those of bfloat16 gradients would be rounded to three digits
     norms = torch._foreach_norm([p.grad for p in trained], 2.0, dtype=torch.float32)

@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "model"))  # for tiny_models
 
 from ligertune_kernels import labelled_rows
 from tiny_models import batch, make
+from torch.utils._pytree import tree_flatten
 
 from ligertune.errors import UserError
 from ligertune.medusa.build import attach_heads
@@ -74,6 +75,11 @@ def test_fused_equals_all_logits_at_once(stage, lm_head, kind, rows):
     assert found.keys() == expected.keys()
     for name, gradient in expected.items():
         torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-5, msg=name)
+
+
+def test_fsdp_finds_the_loss_in_the_output():
+    output, _ = loss_and_gradients(model_with_heads(fused=True, stage=1, lm_head="shared"), "padded", rows=False)
+    assert any(leaf is output.loss for leaf in tree_flatten(output)[0])
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "cohere2"])
