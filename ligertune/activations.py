@@ -14,6 +14,7 @@ layer is whole at a time. This is what our kernels keep; the plain model keeps m
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 # cuBLAS's workspace on Hopper, once for the forward's thread and once for the backward's (torch: getWorkspaceSize)
@@ -51,6 +52,24 @@ class Kept:
     in_head: bool = True
     attention: str = "sdpa"
     checkpointing: bool | str = False
+
+
+@dataclass(frozen=True)
+class TowerShape:
+    """The layers that see: how many, their width, elements a patch that one keeps, and the patches behind a token."""
+
+    layers: int
+    hidden: int
+    kept: int
+    patches_per_token: float
+    trains: bool
+
+    def held_bytes(self, image_tokens: float, kept: Kept, itemsize: int) -> int:
+        """What all of them keep of a batch's pictures; nothing where they are frozen, and the graph begins behind."""
+        patches = math.ceil(image_tokens * self.patches_per_token) if self.trains else 0
+        if kept.checkpointing == "offload":
+            return 0
+        return self.layers * patches * (self.hidden if kept.checkpointing else self.kept) * itemsize
 
 
 @dataclass(frozen=True)
@@ -142,14 +161,16 @@ def moments(
     step_bytes: int,
     workspace: int = 0,
     free: int | None = None,
+    tower: int = 0,
 ) -> tuple[Moment, ...]:
-    """The four high points of a step. gradients: bytes of all; free: what the loss may count on."""
+    """The four high points of a step. Bytes: gradients, of all; free, what the loss may count on; tower, kept there."""
     whole = layer_bytes(layer, kept, itemsize, batch.row_length) * batch.tokens
     if kept.checkpointing:
         inputs = 0 if kept.checkpointing == "offload" else layers
         held, recomputed = inputs * batch.tokens * layer.hidden * itemsize, whole
     else:
         held, recomputed = layers * whole, 0
+    held += tower
     # the embedding's output or the last layer's, the last norm's output, and rotary tables of one head's width
     ends = batch.tokens * (2 * layer.hidden + 2 * (layer.query // layer.heads)) * itemsize
     most, left = loss_bytes(head, kept, batch, itemsize, free)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from ligertune.activations import CONTEXT, Batch, HeadShape, Kept, LayerShape, Moment, moments
+from ligertune.activations import CONTEXT, Batch, HeadShape, Kept, LayerShape, Moment, TowerShape, moments
 from ligertune.memory import StateBytes
 
 # Of a device's memory: blocks that do not fit together again leave holes between them.
@@ -26,6 +26,8 @@ class Budget:
     labelled: float
     workspace: int = 0
     in_backward: bool = False
+    tower: TowerShape | None = None
+    image_share: float = 0.0  # of a row's slots, at most, those that stand for pictures
 
     def peak(self, micro_batch_size: int, row_length: int, *, accumulates: bool, memory: int | None = None) -> Peak:
         """The highest moment of a step with this micro batch. memory: the device's, which the loss may make use of."""
@@ -45,6 +47,7 @@ class Budget:
             step_bytes=self.step_bytes,
             workspace=self.workspace,
             free=free,
+            tower=self.tower.held_bytes(tokens * self.image_share, self.kept, self.itemsize) if self.tower else 0,
         )
         return Peak(self.states.weights, self.states.optimizer, max(found, key=lambda moment: moment.total))
 

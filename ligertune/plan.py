@@ -101,6 +101,7 @@ class DataNumbers:
     truncated: int
     template: str
     fingerprint: str
+    image_share: float = 0.0  # of the tokens of the example that has the largest
 
 
 @dataclass(frozen=True)
@@ -202,7 +203,7 @@ def choose_strategy(strategy: str, *, world_size: int, launched_with_fsdp: bool)
 
 
 def make_budget(
-    recipe: Recipe, shape: object, *, states: StateBytes, kept: Kept, itemsize: int, labelled: float, workspace: int
+    recipe: Recipe, shape: object, *, states: StateBytes, kept: Kept, itemsize: int, data: DataNumbers, workspace: int
 ) -> Budget | None:
     """All that decides the memory of a step; None for a model whose layers are not understood."""
     if shape.layer is None or shape.head is None:
@@ -215,9 +216,11 @@ def make_budget(
         layers=shape.num_hidden_layers,
         itemsize=itemsize,
         step_bytes=states.step,
-        labelled=labelled,
+        labelled=data.trained_tokens / data.tokens if data.tokens else 1.0,
         workspace=workspace,
         in_backward=recipe.train.optim_in_backward,
+        tower=shape.tower,
+        image_share=data.image_share,
     )
 
 
@@ -302,7 +305,7 @@ def make_plan(
         states=states,
         kept=kept_with(recipe, attn_implementation, kernels),
         itemsize=2 if precision.weights == "bfloat16" or precision.autocast == "fp16" else 4,
-        labelled=data.trained_tokens / data.tokens if data.tokens else 1.0,
+        data=data,
         workspace=WORKSPACE if machine.device == "cuda" else 0,
     )
     length = row_length(rows, data)

@@ -90,7 +90,7 @@ def plan_for(
         attn_why=attention.why,
         kernels_backend=backend,
         kernels=kernels,
-        data=data_numbers(data),
+        data=data_numbers(data, images),
         rows=rows_of(recipe, data, multiple_of=attention.multiple_of),
         launched_with_fsdp=launched_with_fsdp() or (for_show and gpus is not None),
         notes=(*recipe.notices, *loaded.notes, *packing_notes),
@@ -366,8 +366,8 @@ def rows_of(recipe: Recipe, data: PreparedData, *, multiple_of: int) -> Rows:
     )
 
 
-def data_numbers(data: PreparedData) -> DataNumbers:
-    """The plan's share of what the data report says."""
+def data_numbers(data: PreparedData, images: ImageReader | None = None) -> DataNumbers:
+    """The plan's share of what the data report says. images: how the model sees, where it does."""
     report, counted = data.report, None if data.streamed else data.train
     return DataNumbers(
         examples=len(counted or ()),
@@ -381,4 +381,5 @@ def data_numbers(data: PreparedData) -> DataNumbers:
         truncated=report.truncated,
         template=data.template,
         fingerprint=data.train.fingerprint,
+        image_share=images.largest_share(counted) if images is not None and counted else 0.0,
     )

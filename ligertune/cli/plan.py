@@ -22,7 +22,7 @@ def plan(
 ) -> None:
     """Show what a recipe will do and the memory it will take, without loading the model.
 
-    Example: ligertune plan configs/llama/llama3-8b-alpaca.yaml --fit --memory 80
+    Example: ligertune plan configs/llama/llama-3-8b-alpaca.yaml --fit --memory 80
     """
     from dataclasses import asdict
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers.utils import ModelOutput
 
 from ligertune.medusa.head_form import HeadForm, backbone_of
 from ligertune.medusa.heads import MedusaHeads
@@ -21,16 +19,15 @@ if TYPE_CHECKING:
     from ligertune.recipe import MedusaSpec
 
 
-@dataclass
-class MedusaOutput(ModelOutput):
+class MedusaOutput(NamedTuple):
     """The loss, and each part's own mean (S,): the model's next-token loss first in stage 2, then the heads'.
 
     FSDP2 looks for tensors in what a forward returns, to know when the backward begins, and up to torch 2.11 finds none
-    in a plain dataclass. A frozen model's layers tell it nothing either: no gradient would ever reach the heads.
+    in a dataclass. A frozen model's layers tell it nothing either: no gradient would ever reach the heads.
     """
 
-    loss: Tensor | None = None
-    part_losses: Tensor | None = None
+    loss: Tensor
+    part_losses: Tensor
 
 
 class MedusaModel(nn.Module):

@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ligertune.activations import HeadShape, LayerShape
+from ligertune.activations import HeadShape, LayerShape, TowerShape
+from ligertune.vision.families import Family, family_of, part_of
 
 # Products by what goes into them. Attention's output, into o_proj, is kept by attention anyway.
 ATTENTION_IN = {"q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value", "q_a_proj", "kv_a_proj_with_mqa"}
@@ -73,3 +74,38 @@ def head_shape(model: PreTrainedModel) -> HeadShape | None:
         embedding_trains=any(p.requires_grad for p in embedding.parameters()),
         tied=any(p is embedding.weight for p in weights),
     )
+
+
+def tower_shape(model: PreTrainedModel) -> TowerShape | None:
+    """The layers of a model that sees; None for text, and where a picture's size does not follow from its tokens."""
+    family = family_of(model.config)
+    if family is None or family.layout == "tiles":
+        return None
+    inside = [(name, p) for name, p in model.named_parameters() if part_of(family, name) == "vision_tower"]
+    prefix = family.vision_tower[0]
+    lists = [m for name, m in model.named_modules() if name.startswith(prefix) and isinstance(m, nn.ModuleList)]
+    layers = max(lists, key=len, default=None)
+    if not layers:
+        return None
+    weights = [(name, p.shape) for name, p in layers[0].named_parameters() if p.ndim == 2]
+    hidden = min(min(shape) for _, shape in weights)
+    mlp = max(shape[1] for _, shape in weights)
+    gated = any("gate" in name for name, _ in weights)
+    # a sigmoid's result beside the input and the product; gate, up and their product
+    in_mlp = 3 if gated or getattr(model.config.vision_config, "hidden_act", "") == "quick_gelu" else 2
+    return TowerShape(
+        layers=len(layers),
+        hidden=hidden,
+        kept=8 * hidden + in_mlp * mlp,  # two norms' inputs and outputs, queries, keys, values, attention's output
+        patches_per_token=_patches_per_token(model.config, family),
+        trains=any(p.requires_grad for _, p in inside),
+    )
+
+
+def _patches_per_token(config: PreTrainedConfig, family: Family) -> float:
+    """How many patches the tower sees for each token that the language model is given."""
+    vision = config.vision_config
+    if family.layout == "patches":
+        return float(getattr(vision, "spatial_merge_size", 2) ** 2)
+    patches = (vision.image_size // vision.patch_size) ** 2
+    return patches / (getattr(config, "mm_tokens_per_image", None) or patches)

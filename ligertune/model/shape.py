@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from torch import nn
 from transformers import PreTrainedModel
 
-from ligertune.activations import HeadShape, LayerShape
+from ligertune.activations import HeadShape, LayerShape, TowerShape
 from ligertune.memory import ParameterKind
-from ligertune.model.layer_shape import head_shape, layer_shape
+from ligertune.model.layer_shape import head_shape, layer_shape, tower_shape
 from ligertune.vision.families import family_of, part_of
 
 
@@ -32,6 +32,7 @@ class ModelShape:
     parameters: tuple[tuple[ParameterKind, int], ...] = ()  # and how many there are of each kind
     layer: LayerShape | None = None
     head: HeadShape | None = None
+    tower: TowerShape | None = None
 
     @staticmethod
     def of(model: PreTrainedModel) -> ModelShape:
@@ -53,6 +54,7 @@ class ModelShape:
             parameters=parameter_kinds(model),
             layer=layer_shape(model),
             head=head_shape(model),
+            tower=tower_shape(model),
         )
 
     def flops(self, *, tokens: int, squared_lengths: int) -> float:

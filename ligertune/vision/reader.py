@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import transformers
 from torch import Tensor
@@ -25,6 +26,7 @@ from ligertune.vision.pictures import Picture, PictureError, read
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+    from ligertune.data.examples import Examples
     from ligertune.recipe import ModelSpec, VisionSpec
 
 MOST_LOPSIDED = 200  # the longer side over the shorter one: Qwen's processors refuse more
@@ -86,6 +88,12 @@ class ImageReader:
     def blank_tokens(self) -> int:
         """Tokens that stand for it."""
         return self.fixed_tokens or 1
+
+    def largest_share(self, examples: Examples, *, looked_at: int = 1000) -> float:
+        """Of an example's tokens, at most, those that stand for pictures; as many examples with one are looked at."""
+        seeing = np.flatnonzero(examples.n_images)
+        chosen = seeing[:: -(-len(seeing) // looked_at) or 1].tolist()
+        return max((float((examples[i].input_ids == self.token_id).mean()) for i in chosen), default=0.0)
 
     def identity(self) -> dict[str, Any]:
         """All that an example's tokens depend on, for the cache's key."""

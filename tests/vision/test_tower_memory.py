@@ -1,0 +1,57 @@
+"""What the plan counts of the layers that see."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForImageTextToText
+
+from ligertune.activations import Kept
+from ligertune.model.shape import ModelShape
+from ligertune.model.vision import freeze
+from ligertune.recipe import VisionSpec
+from ligertune.vision.families import family_of
+
+pytestmark = pytest.mark.corpus
+
+
+def tower_of(corpus, name: str, **vision: bool):
+    config = AutoConfig.from_pretrained(corpus / "model_configs" / name)
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16)
+    freeze(model, family_of(config), VisionSpec(**vision))
+    return ModelShape.of(model).tower
+
+
+def test_a_tower_that_trains_keeps_its_layers(corpus):
+    tower = tower_of(corpus, "Qwen2-VL-2B-Instruct", freeze_vision_tower=False)
+    assert (tower.layers, tower.hidden, tower.patches_per_token) == (32, 1280, 4)
+    # 8 x 1280 around attention and norms, 3 x 5120 in an MLP with a quick GELU, two bytes each
+    assert tower.held_bytes(1000, Kept(), 2) == 32 * 4000 * 25_600 * 2
+    assert tower.held_bytes(1000, Kept(checkpointing=True), 2) == 32 * 4000 * 1280 * 2
+    assert tower.held_bytes(1000, Kept(checkpointing="offload"), 2) == 0
+
+
+def test_a_frozen_tower_keeps_nothing(corpus):
+    tower = tower_of(corpus, "Qwen2-VL-2B-Instruct")
+    assert not tower.trains and tower.held_bytes(1000, Kept(), 2) == 0
+
+
+def test_squares_have_as_many_patches_as_tokens(corpus):
+    tower = tower_of(corpus, "llava-1.5-7b-hf", freeze_vision_tower=False)
+    assert (tower.layers, tower.hidden, tower.patches_per_token) == (24, 1024, 1)
+
+
+def test_tiles_are_not_in_the_text(corpus):
+    assert tower_of(corpus, "Llama-3.2-11B-Vision", freeze_vision_tower=False) is None
+
+
+def test_the_largest_share_is_that_of_the_data(prepared_for, reader_of, pictures):
+    from asked_rows import asked
+
+    rows = [asked("<image>What is this?", "Yes.", pictures["red"]), asked("Who?", "a system of user and assistant")]
+    examples = prepared_for("qwen2_vl", rows).train
+    reader = reader_of("qwen2_vl")
+    shares = [float((example.input_ids == reader.token_id).mean()) for example in examples]
+    assert 0 < max(shares) < 1 and reader.largest_share(examples) == max(shares)
+    assert reader.largest_share(examples.select([shares.index(0.0)])) == 0.0
