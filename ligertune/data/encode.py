@@ -59,6 +59,7 @@ class Encoder:
         self._tokenizer = tokenizer
         self._control = ControlTokens(tokenizer)
         self._words = word_tokenizer(tokenizer)
+        _forget_whole_texts(tokenizer)
 
     def encode(self, texts: Sequence[Rendered]) -> Iterator[Encoded | BadRow]:
         """One `Encoded` for each text, in order, or the reason for which there is none."""
@@ -178,3 +179,14 @@ def _labelled(texts: Sequence[tuple[Rendered, Marked]]) -> Iterator[Encoded]:
     counts = np.diff(np.concatenate([[0], np.cumsum(trained)])[bounds]).tolist()
     for (_, marked), start, stop, n_trained in zip(texts, [0, *ends], ends, counts, strict=False):
         yield Encoded(input_ids[start:stop], labels[start:stop], marked.straddling, n_trained)
+
+
+def _forget_whole_texts(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Turn off BPE's memory of the words it has met where nothing cuts texts into words, as in Llama 2's.
+
+    It would hold 10,000 texts, which do not come again: 100 to 170 MiB, and a fifth of its time.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    resize = getattr(getattr(backend, "model", None), "_resize_cache", None)  # tokenizers' own name, not promised
+    if resize is not None and backend.pre_tokenizer is None:
+        resize(0)

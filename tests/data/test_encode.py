@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from ligertune.data.control import Rendered
-from ligertune.data.encode import IGNORE_INDEX, cut, encode, mark, mark_by_offsets
+from ligertune.data.encode import IGNORE_INDEX, Encoder, cut, encode, mark, mark_by_offsets
 
 # what tokenizers do not cut between characters: bytes of one, combining marks, joined emoji, line breaks, spaces
 AWKWARD = "a é e\u0301 q\u0307\u0323 你好 👩‍👧 \n\n  \t x\u200b 12 don't <b> ﬁ \u00a0end "
@@ -56,3 +58,17 @@ def test_a_cut_counts_its_own_and_leaves_the_whole_as_it_was(stories):
     part = cut(whole, 5, 9)
     assert part.labels[0] == IGNORE_INDEX and part.n_trained == (part.labels != IGNORE_INDEX).sum() == 3
     assert np.array_equal(whole.labels, before)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/statm")
+def test_texts_that_do_not_come_again_are_not_remembered(stories):
+    """Tokenizers that cut no words would hold 10,000 of them, 100 MiB."""
+    rng = random.Random(0)
+    texts = ["".join(rng.choices("abcdefghij klmnop", k=120)) for _ in range(9000)]
+
+    def resident(read: list[str]) -> float:
+        list(Encoder(stories).encode([Rendered(text, ((0, len(text)),)) for text in read]))
+        return int(Path("/proc/self/statm").read_text().split()[1]) * 4 / 1024  # MiB
+
+    before = resident(texts[:1000])
+    assert resident(texts[1000:]) - before < 24

@@ -47,6 +47,7 @@ def test_both_sides_run_and_their_losses_agree(tmp_path):
     assert {"compare.json", "compare.csv", "report.html"} <= {path.name for path in (tmp_path / "report").iterdir()}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="limits its own address space as Linux does")
 def test_a_sweep_goes_on_where_memory_runs_out(tmp_path, quickstart):
     folder = tmp_path / "large"  # 100,000 logits a token: 6 GB for 48 rows

@@ -21,8 +21,6 @@ from ligertune.decode.generate import complete
 from ligertune.recipe import load_recipe
 from ligertune.run import plan_for, run
 
-pytestmark = pytest.mark.slow
-
 COLOURS = {"red": (220, 40, 40), "green": (40, 180, 60), "blue": (50, 70, 220), "yellow": (230, 210, 40)}
 FORMS = {"square": (1, 1), "pillar": (3, 1), "bar": (1, 3)}  # width and height are divided by these
 SIDE = 56  # pixels: 16 patches, 4 tokens
