@@ -74,7 +74,7 @@ def complete(
             pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
             **sampling,
         )
-    new = output[0, len(ids) :]
+    new = output[0, inputs["input_ids"].shape[1] :]
     return Answer(
         prompt=text,
         text=tokenizer.decode(new, skip_special_tokens=True),
