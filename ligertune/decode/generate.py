@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -90,7 +91,16 @@ def load_for_generation(
     hide_loading_bars()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer = _loaded(tokenizer_name or model_name, AutoTokenizer)
-    return _loaded(model_name, auto_class(_loaded(model_name, AutoConfig))).to(device).eval(), tokenizer
+    config = _loaded(_described_by(model_name), AutoConfig)
+    return _loaded(model_name, auto_class(config)).to(device).eval(), tokenizer
+
+
+def _described_by(model_name: str) -> str:
+    """Where the model's configuration is: of an adapter, with the model that it was made for."""
+    adapter = Path(model_name) / "adapter_config.json"
+    if not adapter.is_file() or (Path(model_name) / "config.json").exists():
+        return model_name
+    return json.loads(adapter.read_text(encoding="utf-8"))["base_model_name_or_path"]
 
 
 def _loaded(model_name: str, auto: type) -> Any:

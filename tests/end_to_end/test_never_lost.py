@@ -15,6 +15,7 @@ import torch
 from accelerate import Accelerator
 from command_line import environment, losses
 from test_keys import read
+from transformers import AutoModelForCausalLM
 
 from ligertune.errors import UserError
 from ligertune.run import plan_for, run
@@ -22,6 +23,7 @@ from ligertune.train.batcher import Batcher
 from ligertune.train.checkpoint import resume_folder
 from ligertune.train.checksums import checksums, damage
 from ligertune.train.evaluate import evaluate
+from ligertune.train.objectives import objective_of
 from ligertune.train.stop import StopRequest
 
 pytestmark = pytest.mark.slow
@@ -164,4 +166,6 @@ def test_an_evaluation_stops_at_a_signal(quickstart, tmp_path):
         batcher = Batcher(
             job.data.eval, packed=False, multiple_of=16, pad_token_id=0, index_labels=False, device=torch.device("cpu")
         )
-        assert evaluate(job.plan, Accelerator(cpu=True), torch.nn.Identity(), batcher, stop) is None
+        model = AutoModelForCausalLM.from_pretrained(quickstart / "stories260K")
+        objective = objective_of(job.plan, model)
+        assert evaluate(job.plan, Accelerator(cpu=True), model, batcher, objective, stop) is None
