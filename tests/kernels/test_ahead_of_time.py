@@ -25,13 +25,17 @@ ARCHES = tuple(TARGETS)
 KERNELS = Path(ligertune_kernels.__file__).parent / "ops"
 
 
-def compile_op(op: str, arch: str) -> list[Compiled]:
-    """Runs in a worker."""
-    from ahead_of_time_cases import CASES
+def compile_op(op: str, arch: str, *, every_size: bool = False) -> list[Compiled]:
+    """Runs in a worker. Inference keeps less than training: one size of each dtype stands for it."""
+    from ahead_of_time_cases import CASES, FIRST
 
     def run() -> None:
+        inferred = set()
         for case in CASES[op]():
-            case.run()
+            if not (case.everywhere or every_size or arch in FIRST):
+                continue
+            case.run(inference=case.dtype not in inferred)
+            inferred.add(case.dtype)
 
     return compile_for(TARGETS[arch], run)
 
@@ -91,6 +95,13 @@ def test_every_kernel_fits(op, arch, compilation) -> None:
     kernels = compilation.of(op, arch)
     assert kernels, "nothing was compiled: the op took its reference"
     assert [fault for kernel in kernels for fault in kernel.faults(TARGETS[arch])] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHES)
+def test_every_kernel_of_every_size_fits(arch, workers) -> None:
+    compiled = [workers.submit(compile_op, op.name, arch, every_size=True) for op in OPS]
+    assert [fault for op in compiled for kernel in op.result() for fault in kernel.faults(TARGETS[arch])] == []
 
 
 def test_no_kernel_is_left_out(compilation) -> None:
