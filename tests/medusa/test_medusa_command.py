@@ -16,8 +16,6 @@ from ligertune.medusa_run import report_on
 from ligertune.recipe import load_recipe
 from ligertune.recipe.collection import bundled
 
-pytestmark = pytest.mark.slow
-
 # the command's options, none given
 NOTHING = {"recipe": None, "heads": None, "layers": None, "stage": None, "model": None, "data": None, "from_": None,
            "set_": None, "resume": False, "overwrite": False, "report": False, "json": False}  # fmt: skip

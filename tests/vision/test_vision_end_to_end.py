@@ -21,7 +21,7 @@ from ligertune.recipe import load_recipe
 from ligertune.run import plan_for
 from ligertune.run import run as train_job
 
-pytestmark = [pytest.mark.corpus, pytest.mark.slow]
+pytestmark = pytest.mark.corpus
 
 SIZED = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 
@@ -114,6 +114,7 @@ def test_a_resumed_run_ends_as_an_uninterrupted_one(trained, corpus, folder_of):
     assert losses(output)[-2:] == whole[-2:]
 
 
+@pytest.mark.slow
 def test_the_command_line_trains_shows_and_generates(corpus, folder_of, tmp_path):
     recipe = recipe_for("qwen2_5_vl", folder_of("qwen2_5_vl"), corpus, tmp_path / "run")
 
