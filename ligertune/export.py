@@ -9,7 +9,6 @@ those, taken back to W's dtype, and not into the ones they were made from: that 
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from dataclasses import dataclass
@@ -17,12 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ligertune.errors import UserError
+from ligertune.model.adapter import ADAPTER, base_of
 from ligertune.recipe import Recipe, load_recipe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-ADAPTER = "adapter_config.json"
 WEIGHTS = "model.safetensors"  # of a checkpoint whose weights all train
 
 
@@ -91,10 +90,7 @@ def _merge_folder(folder: Path, out: Path, *, method: str) -> Exported:
     from ligertune.model.lora import load_adapter, merged
     from ligertune.recipe import ModelSpec
 
-    base = json.loads((folder / ADAPTER).read_text(encoding="utf-8"))["base_model_name_or_path"]
-    if base is None:
-        raise UserError(f"{folder} does not name the model that its adapter belongs to (base_model_name_or_path).")
-    spec = ModelSpec(model_name_or_path=base)
+    spec = ModelSpec(model_name_or_path=base_of(folder))
     model = whole_model(spec, read_config(spec), through_four_bits=method == "qlora")
     _write(merged(load_adapter(model, str(folder))), folder, out)
     return Exported(str(out), "merged model", str(folder))

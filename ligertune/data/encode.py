@@ -184,7 +184,7 @@ def _labelled(texts: Sequence[tuple[Rendered, Marked]]) -> Iterator[Encoded]:
 def _forget_whole_texts(tokenizer: PreTrainedTokenizerBase) -> None:
     """Turn off BPE's memory of the words it has met where nothing cuts texts into words, as in Llama 2's.
 
-    It would hold 10,000 texts, which do not come again: 100 to 170 MiB, and a fifth of its time.
+    It would hold thousands of texts that do not come again (126 MiB more in scripts/bench_streaming).
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     resize = getattr(getattr(backend, "model", None), "_resize_cache", None)  # tokenizers' own name, not promised

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedT
 from ligertune.data.prompts import alpaca_prompt
 from ligertune.decode.seeing import prompt_inputs, with_images
 from ligertune.errors import UserError
+from ligertune.model.adapter import ADAPTER, base_of
 from ligertune.model.export import read_prompt
 from ligertune.model.load import auto_class, hide_loading_bars
 from ligertune.vision.reader import saved_reader
@@ -97,10 +97,9 @@ def load_for_generation(
 
 def _described_by(model_name: str) -> str:
     """Where the model's configuration is: of an adapter, with the model that it was made for."""
-    adapter = Path(model_name) / "adapter_config.json"
-    if not adapter.is_file() or (Path(model_name) / "config.json").exists():
-        return model_name
-    return json.loads(adapter.read_text(encoding="utf-8"))["base_model_name_or_path"]
+    folder = Path(model_name)
+    alone = (folder / ADAPTER).is_file() and not (folder / "config.json").exists()
+    return base_of(folder) if alone else model_name
 
 
 def _loaded(model_name: str, auto: type) -> Any:

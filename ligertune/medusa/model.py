@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 class MedusaOutput(NamedTuple):
     """The loss, and each part's own mean (S,): the model's next-token loss first in stage 2, then the heads'.
 
-    FSDP2 looks for tensors in what a forward returns, to know when the backward begins, and up to torch 2.11 finds none
-    in a dataclass. A frozen model's layers tell it nothing either: no gradient would ever reach the heads.
+    Not a dataclass: FSDP2 looks for tensors in what a forward returns, to know when the backward begins, and older ones
+    look with pytree, which finds none there. A frozen model's layers tell it nothing either.
     """
 
     loss: Tensor

@@ -97,7 +97,7 @@ def test_one_wrong_repeat_is_enough():
 
 
 def test_what_is_written_holds_every_step_and_shows_every_side(tmp_path):
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("matplotlib", reason="pictures need the extra `plots`")
     points = (
         point(trial("with", mfu=0.5), trial("without"), label="batch 4"),
         point(trial("with"), trial("without", failure=OUT_OF_MEMORY), label="batch 8"),

@@ -228,7 +228,7 @@ def _adamw() -> list[Case]:
 CASES: dict[str, Callable[[], list[Case]]] = {
     "rms_norm": _rms_norm,
     "add_rms_norm": lambda: _rows("add_rms_norm", 2, 1),
-    # and the odd width that asks most of the kernels that all norms share
+    # and an odd width, of kernels that all norms share
     "layer_norm": lambda: _rows("layer_norm", 1, 2, (*MORE_WIDTHS, (8191, FP32))),
     "group_norm": _group_norm,
     "apply_rope": _rope,

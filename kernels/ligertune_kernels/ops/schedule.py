@@ -31,7 +31,7 @@ SLOT_ROWS_WITHOUT_DW = 1152
 WITHOUT_DW_BYTES = 3 << 27
 LEAST_ROWS = 1024  # between two flushes: below, adding up dW is so slow that making the logits twice is faster
 ROW_MULTIPLE = 128  # of the height of cuBLAS's tiles
-# Of their width: 8192 x 4096 x 128256 in 7 groups of 33 tiles takes 35.3 ms (H100), in 6 of 38.5, which fit too, 36.2.
+# Of their width: whole tiles of cuBLAS's.
 COLUMN_MULTIPLE = 256
 SLAB_BYTES = 32 << 20  # the logits of a slab are then in the L2 cache when they are turned into gradients
 SLAB_COLUMNS = 2048  # at least
