@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -15,9 +16,8 @@ from ligertune.errors import UserError
 from ligertune.machine import Machine
 from ligertune.memory import StateBytes, state_bytes
 from ligertune.plan_batching import Batching, choose_batching
+from ligertune.plan_strategy import Strategy, choose_strategy, whole
 from ligertune.recipe import Recipe
-
-Strategy = Literal["single", "ddp", "fsdp"]
 
 
 @dataclass(frozen=True)
@@ -121,6 +121,7 @@ class Plan:
     recipe: Recipe
     machine: Machine
     strategy: Strategy
+    strategy_why: str
     precision: Precision
     attn_implementation: str
     attn_why: str
@@ -193,15 +194,6 @@ def choose_precision(dtype: str, machine: Machine, *, method: str = "full") -> P
     return Precision(weights=dtype, autocast="bf16" if adapted else "no")
 
 
-def choose_strategy(strategy: str, *, world_size: int, launched_with_fsdp: bool) -> Strategy:
-    """`parallel.strategy`: auto follows the launcher."""
-    if world_size == 1:
-        return "single"
-    if strategy == "auto":
-        return "fsdp" if launched_with_fsdp else "ddp"
-    return strategy
-
-
 def make_budget(
     recipe: Recipe, shape: object, *, states: StateBytes, kept: Kept, itemsize: int, data: DataNumbers, workspace: int
 ) -> Budget | None:
@@ -272,6 +264,39 @@ def check_context(recipe: Recipe, longest: int, context: int | None) -> None:
         )
 
 
+def states_of(recipe: Recipe, shape: object, precision: Precision, *, shards: int = 1) -> StateBytes:
+    """What a device keeps all the time, where so many share it."""
+    return state_bytes(
+        shape.parameters,
+        weight_dtype=precision.weights,
+        optim=recipe.train.optim,
+        method=recipe.method.type,
+        shards=shards,
+    )
+
+
+def shared_by(
+    recipe: Recipe,
+    machine: Machine,
+    unshared: StateBytes,
+    budget_of: Callable[..., Budget | None],
+    length: int,
+    *,
+    launched_with_fsdp: bool,
+) -> tuple[Strategy, str]:
+    """The strategy and its reason. unshared: what a device keeps that holds the whole model."""
+    micro = recipe.train.per_device_train_batch_size
+    return choose_strategy(
+        recipe.parallel.strategy,
+        world_size=machine.world_size,
+        launched_with_fsdp=launched_with_fsdp,
+        method=recipe.method.type,
+        alone=whole(
+            unshared, budget_of(states=unshared), machine, micro=1 if micro == "auto" else micro, row_length=length
+        ),
+    )
+
+
 def make_plan(
     recipe: Recipe,
     machine: Machine,
@@ -288,33 +313,28 @@ def make_plan(
 ) -> Plan:
     """Resolve a recipe on this machine. `shape`: the model's ModelShape."""
     precision = choose_precision(recipe.model.dtype, machine, method=recipe.method.type)
-    strategy = choose_strategy(
-        recipe.parallel.strategy, world_size=machine.world_size, launched_with_fsdp=launched_with_fsdp
-    )
-    train = recipe.train
-    states = state_bytes(
-        shape.parameters,
-        weight_dtype=precision.weights,
-        optim=train.optim,
-        method=recipe.method.type,
-        shards=machine.world_size if strategy == "fsdp" else 1,
-    )
-    budget = make_budget(
+    train, length = recipe.train, row_length(rows, data)
+    budget_of = functools.partial(
+        make_budget,
         recipe,
         shape,
-        states=states,
         kept=kept_with(recipe, attn_implementation, kernels),
         itemsize=2 if precision.weights == "bfloat16" or precision.autocast == "fp16" else 4,
         data=data,
         workspace=WORKSPACE if machine.device == "cuda" else 0,
     )
-    length = row_length(rows, data)
+    strategy, strategy_why = shared_by(
+        recipe, machine, states_of(recipe, shape, precision), budget_of, length, launched_with_fsdp=launched_with_fsdp
+    )
+    states = states_of(recipe, shape, precision, shards=machine.world_size if strategy == "fsdp" else 1)
+    budget = budget_of(states=states)
     batching = choose_batching(recipe, machine.world_size, budget and functools.partial(_fits, budget, length, machine))
     check_context(recipe, data.longest, shape.context)
     return Plan(
         recipe=recipe,
         machine=machine,
         strategy=strategy,
+        strategy_why=strategy_why,
         precision=precision,
         attn_implementation=attn_implementation,
         attn_why=attn_why,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -50,17 +51,21 @@ def plan_for(
     for_show: bool = False,
     memory_gib: float | None = None,
     gpus: int | None = None,
+    processes: int | None = None,
 ) -> Job:
     """Load what is light (configuration, tokenizer, data), build the model without memory, and resolve every number.
 
     What can be refused is refused in the order of its cost: a missing file before torch is imported. `progress` is told
     how far the preparing of data is. for_show: nothing will be written, so output_dir may hold a run; and the device
-    may be another: of memory_gib GiB, or several (gpus) that share the states.
+    may be another: of memory_gib GiB, or several (gpus) that share the states. processes: how many train together, if
+    not those of a launcher.
     """
     if not for_show:
         check_output_dir(recipe)
     check_paths(recipe)
     machine = this_machine() if not for_show else imagined_machine(memory_gib=memory_gib, gpus=gpus)
+    if processes is not None:
+        machine = dataclasses.replace(machine, world_size=processes)
     check_packages(recipe)
     precision = choose_precision(recipe.model.dtype, machine, method=recipe.method.type)
 

@@ -8,7 +8,7 @@ import pytest
 
 from ligertune.errors import UserError
 from ligertune.machine import Machine, peak_of
-from ligertune.plan import Cadence, choose_precision, choose_strategy
+from ligertune.plan import Cadence, choose_precision
 
 GPU = Machine("nvidia", "cuda", "NVIDIA H100 80GB HBM3", "sm90", 1, 80 << 30, True, 989e12, 3.35e12, 1, "2.11")
 OLD_GPU = replace(GPU, name="Tesla V100", arch="sm70", has_bfloat16=False, peak_flops=None)
@@ -36,14 +36,6 @@ def test_a_dtype_that_the_device_lacks_is_refused_with_what_to_write(dtype, mach
     with pytest.raises(UserError, match=f"model.dtype: {dtype}") as caught:
         choose_precision(dtype, machine)
     assert "Write model.dtype" in caught.value.hint
-
-
-@pytest.mark.parametrize(
-    ("asked", "world", "with_fsdp", "chosen"),
-    [("fsdp", 1, True, "single"), ("auto", 2, False, "ddp"), ("auto", 2, True, "fsdp"), ("ddp", 2, True, "ddp")],
-)
-def test_strategy_follows_the_launcher(asked, world, with_fsdp, chosen):
-    assert choose_strategy(asked, world_size=world, launched_with_fsdp=with_fsdp) == chosen
 
 
 def test_cadence_by_epoch_falls_after_the_step_in_which_an_epoch_ends():

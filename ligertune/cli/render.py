@@ -89,7 +89,7 @@ def plan(plan: Plan) -> None:
     dropped = ", ".join(f"{count} {reason}" for reason, count in data.dropped.items()) or "none"
     rows = [
         ("model", f"{plan.model_family}, {count(plan.n_parameters)} parameters, {count(plan.n_trainable)} trained"),
-        ("device", f"{plan.machine.name} ({plan.machine.arch}) x {batching.world_size}, {plan.strategy}"),
+        ("device", f"{plan.machine.name} ({plan.machine.arch}) x {batching.world_size}, {strategy(plan)}"),
         ("dtype", dtype(plan)),
         ("attention", plan.attn_implementation + (f" ({plan.attn_why})" if plan.attn_why else "")),
         ("kernels", kernels(plan.kernels, plan.kernels_backend)),
@@ -111,6 +111,11 @@ def plan(plan: Plan) -> None:
             text(f"  left alone: {line.left} x {line.kernel}: {line.note}")
     for note in plan.notes:
         text(f"  note: {note}")
+
+
+def strategy(plan: Plan) -> str:
+    """How processes share the model, and why, in words."""
+    return plan.strategy + (f" ({plan.strategy_why})" if plan.strategy_why else "")
 
 
 def predicted(plan: Plan) -> str:

@@ -191,6 +191,11 @@ RULES = (
         for key in ("checkpoint.load_best_model_at_end", "eval.early_stopping_patience")
     ),
     Rule(
+        ("parallel.num_processes", "parallel.strategy"),
+        lambda recipe: recipe.parallel.strategy == "single" and recipe.parallel.num_processes not in ("auto", 1),
+        "{0} is {recipe.parallel.num_processes}, and {1} is single, which is one process. Keep one of them.",
+    ),
+    Rule(
         ("method.type", "task"),
         lambda recipe: recipe.task == "medusa" and recipe.method.type != "full",
         "{0} is {recipe.method.type}, and {1} is medusa, which says itself what trains. Leave {0} out.",

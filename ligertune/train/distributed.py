@@ -8,10 +8,11 @@ import os
 import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import DistributedType, set_seed
+from accelerate.utils import DistributedDataParallelKwargs, DistributedType, InitProcessGroupKwargs, set_seed
 from torch import nn
 
 from ligertune.plan import Plan
+from ligertune.train.patience import LONG
 from ligertune.train.trackers import tracker_names
 
 
@@ -45,6 +46,10 @@ def start(plan: Plan) -> Accelerator:
         fsdp_plugin=None if on_cpu else plugin,
         log_with=tracker_names(plan) or None,
         project_dir=str(plan.output_dir / "trackers"),
+        kwargs_handlers=[
+            InitProcessGroupKwargs(timeout=LONG),
+            DistributedDataParallelKwargs(gradient_as_bucket_view=True),  # or DDP holds a second copy of the gradients
+        ],
     )
     if sharded and on_cpu:
         # accelerate offers FSDP on accelerators only, yet what it calls (fully_shard) runs on CPU processes with gloo

@@ -30,6 +30,7 @@ from ligertune.train.meter import Counts, Meter
 from ligertune.train.objectives import Objective, objective_of
 from ligertune.train.optim import build_optimizer, set_learning_rate
 from ligertune.train.order import DataOrder
+from ligertune.train.patience import Patience
 from ligertune.train.schedule import learning_rate
 from ligertune.train.stop import StopRequest
 from ligertune.train.stream_order import StreamOrder
@@ -106,6 +107,7 @@ def fit(
     log = _logger(accelerator, metrics, show)
     for note in notes:
         log({"step": resumed_from, "note": note})
+    waiting = Patience(accelerator, model, seconds=plan.recipe.parallel.timeout)
     missed, stopping = False, False
     hopeless = evaluations.hopeless(patience)
     model.train()
@@ -116,7 +118,7 @@ def fit(
         def hold_out() -> bool:
             """Evaluate, and do what follows from it; False where a signal came in between."""
             nonlocal eval_loss
-            with meter.paused():
+            with meter.paused(), waiting.long():
                 found = evaluate(plan, accelerator, model, evaluated, objective, stop)
                 if found is None:
                     return False
@@ -155,6 +157,8 @@ def fit(
             optimizer.step()
             optimizer.zero_grad()
             step += 1
+            if step == resumed_from + 1:
+                waiting.steps()
             meter.add(work)
             watch.add(step, loss_sum, batches)
             profile()
@@ -171,9 +175,10 @@ def fit(
             if (plan.due(plan.save, step) and not last) or (stopping and step > last_saved):
                 if any_rank(accelerator, not watch.is_finite(_judged(plan, grad_norm))):
                     raise watch.complaint()
-                with meter.paused():
+                with meter.paused(), waiting.long():
                     checkpoint.save_checkpoint(accelerator, plan, step)
                 last_saved = step
+        waiting.end()
         stopped_by = None
         if stopping and (missed or step < plan.schedule.total_steps):
             stopped_by = stop.received or "a signal on another rank"

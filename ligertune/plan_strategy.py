@@ -1,0 +1,62 @@
+"""How processes share a model: each holds all of it (DDP), or a part (FSDP)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ligertune.activations import CONTEXT
+from ligertune.budget import FRAGMENTS, Budget
+from ligertune.errors import UserError
+from ligertune.machine import Machine
+from ligertune.memory import StateBytes
+
+Strategy = Literal["single", "ddp", "fsdp"]
+# Of a device, what states may take where nobody knows the activations: a model whose layers are not understood.
+SHARE_OF_STATES = 0.6
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A step on a device that holds the whole model: what it takes, in bytes, and whether the device has that."""
+
+    needed: int
+    memory: int
+
+    @property
+    def fits(self) -> bool:
+        return self.needed <= self.memory
+
+    def __str__(self) -> str:
+        return f"{self.needed / 2**30:.1f} GiB of {self.memory / 2**30:.1f}"
+
+
+def whole(states: StateBytes, budget: Budget | None, machine: Machine, *, micro: int, row_length: int) -> Whole:
+    """Of `micro` rows a pass. Processes without a GPU share the host's memory."""
+    memory = machine.memory_bytes if machine.device == "cuda" else machine.memory_bytes // machine.world_size
+    if budget is None:
+        return Whole(round(states.total / SHARE_OF_STATES), memory)
+    peak = budget.peak(micro, row_length, accumulates=True, memory=memory)
+    return Whole(round(peak.total * (1 + FRAGMENTS)) + CONTEXT, memory)
+
+
+def choose_strategy(
+    wanted: str, *, world_size: int, launched_with_fsdp: bool, method: str, alone: Whole
+) -> tuple[Strategy, str]:
+    """`parallel.strategy` for so many processes, and why, where it was chosen here."""
+    if wanted == "single" and world_size > 1:
+        raise UserError(
+            f"parallel.strategy: single is one process, and the launcher started {world_size}.",
+            hint="Write parallel.strategy: auto.",
+        )
+    if world_size == 1:
+        return "single", ""
+    if wanted != "auto":
+        return wanted, ""
+    if launched_with_fsdp:
+        return "fsdp", "as the launcher says"
+    if method == "qlora":
+        return "ddp", "weights of four bits are not shared"
+    if alone.fits:
+        return "ddp", f"each device holds the whole model: {alone}"
+    return "fsdp", f"a whole model would take {alone} on each device"
