@@ -28,9 +28,7 @@ TRAINER = {  # of transformers' TrainingArguments, on which TRL and LLaMA-Factor
     "checkpoint.save_steps": 500,
 }
 LAUNCHER = "say it to the launcher: accelerate launch -m ligertune train RECIPE"
-FSDP = "parallel.strategy: fsdp shares the weights of each layer, gradients and optimizer states; there is no more to say"
-    "parallel.strategy: fsdp shares each layer, gathers it for its forward and its backward, and no more is to be said"
-)
+FSDP = "parallel.strategy: fsdp shares weights, gradients and optimizer states layer by layer, with no more to say"
 OWN_TEMPLATE = (
     "conversations are rendered by the tokenizer's own chat template; data.prompt_template takes a jinja file"
 )
