@@ -31,6 +31,7 @@ from ligertune.train.objectives import Objective, objective_of
 from ligertune.train.optim import build_optimizer, set_learning_rate
 from ligertune.train.order import DataOrder
 from ligertune.train.patience import Patience
+from ligertune.train.reshard import load_states
 from ligertune.train.schedule import learning_rate
 from ligertune.train.stop import StopRequest
 from ligertune.train.stream_order import StreamOrder
@@ -88,7 +89,7 @@ def fit(
     if plan.recipe.kernels.optimizer and plan.recipe.kernels.enabled is not False:
         optimizer = in_our_kernel(optimizer)
     model, optimizer = accelerator.prepare(model, optimizer)
-    resumed_from, notes = _resume(plan, accelerator)
+    resumed_from, notes = _resume(plan, accelerator, model, optimizer)
     order = _data_order(plan, data.train, images)
     batcher = _batcher(plan, accelerator, data.train, pad_token_id, objective, images)
     evaluated = _batcher(plan, accelerator, data.eval, pad_token_id, objective, images) if data.eval else None
@@ -205,14 +206,16 @@ def fit(
     )
 
 
-def _resume(plan: Plan, accelerator: Accelerator) -> tuple[int, tuple[str, ...]]:
+def _resume(
+    plan: Plan, accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[int, tuple[str, ...]]:
     """Load the checkpoint that the plan names; the number of steps already done, and what was odd on the way."""
     found = [checkpoint.resume_folder(plan) if accelerator.is_main_process else None]
     folder, notes = broadcast_object_list(found)[0]
     if folder is None:
         return 0, notes
     step = checkpoint.saved_progress(folder, plan)
-    accelerator.load_state(str(folder))
+    load_states(accelerator, folder, model, optimizer)
     return step, notes
 
 
