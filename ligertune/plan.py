@@ -14,9 +14,9 @@ from ligertune.activations import WORKSPACE, Kept
 from ligertune.budget import Budget, Peak
 from ligertune.errors import UserError
 from ligertune.machine import Machine
-from ligertune.memory import StateBytes, state_bytes
+from ligertune.memory import StateBytes, offloaded, state_bytes
 from ligertune.plan_batching import Batching, choose_batching
-from ligertune.plan_strategy import Strategy, choose_strategy, whole
+from ligertune.plan_strategy import Strategy, check_offload, choose_strategy, whole
 from ligertune.recipe import Recipe
 
 
@@ -275,6 +275,19 @@ def states_of(recipe: Recipe, shape: object, precision: Precision, *, shards: in
     )
 
 
+def on_device(recipe: Recipe, shape: object, precision: Precision, states: StateBytes) -> StateBytes:
+    """What of `states` a device holds: all of it, unless the recipe keeps it in host memory."""
+    if not recipe.parallel.cpu_offload:
+        return states
+    return offloaded(
+        states,
+        shape.parameters,
+        weight_dtype=precision.weights,
+        method=recipe.method.type,
+        layers=shape.num_hidden_layers,
+    )
+
+
 def shared_by(
     recipe: Recipe,
     machine: Machine,
@@ -285,6 +298,9 @@ def shared_by(
     launched_with_fsdp: bool,
 ) -> tuple[Strategy, str]:
     """The strategy and its reason. unshared: what a device keeps that holds the whole model."""
+    if recipe.parallel.cpu_offload:
+        check_offload(machine)
+        return "fsdp", "with parallel.cpu_offload"
     micro = recipe.train.per_device_train_batch_size
     return choose_strategy(
         recipe.parallel.strategy,
@@ -327,7 +343,7 @@ def make_plan(
         recipe, machine, states_of(recipe, shape, precision), budget_of, length, launched_with_fsdp=launched_with_fsdp
     )
     states = states_of(recipe, shape, precision, shards=machine.world_size if strategy == "fsdp" else 1)
-    budget = budget_of(states=states)
+    budget = budget_of(states=on_device(recipe, shape, precision, states))
     batching = choose_batching(recipe, machine.world_size, budget and functools.partial(_fits, budget, length, machine))
     check_context(recipe, data.longest, shape.context)
     return Plan(

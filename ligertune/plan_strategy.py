@@ -40,6 +40,20 @@ def whole(states: StateBytes, budget: Budget | None, machine: Machine, *, micro:
     return Whole(round(peak.total * (1 + FRAGMENTS)) + CONTEXT, memory)
 
 
+def check_offload(machine: Machine) -> None:
+    """A UserError where `parallel.cpu_offload` would change nothing."""
+    if machine.device == "cpu":
+        raise UserError(
+            "parallel.cpu_offload: this machine has no GPU, so all is in host memory already.",
+            hint="Leave it out.",
+        )
+    if machine.world_size == 1:
+        raise UserError(
+            "parallel.cpu_offload: one process has nobody to share with, and offload is a part of fsdp.",
+            hint="Run on several GPUs, or lower the memory with train.optim: paged_adamw_8bit or method.type: lora.",
+        )
+
+
 def choose_strategy(
     wanted: str, *, world_size: int, launched_with_fsdp: bool, method: str, alone: Whole
 ) -> tuple[Strategy, str]:

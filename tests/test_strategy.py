@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from ligertune.errors import UserError
-from ligertune.machine import choose_processes
-from ligertune.plan_strategy import Whole, choose_strategy
+from ligertune.machine import Machine, choose_processes
+from ligertune.plan_strategy import Whole, check_offload, choose_strategy
+from ligertune.recipe import load_recipe
+from ligertune.run import plan_for
+
+GPU = Machine("nvidia", "cuda", "NVIDIA H100 80GB HBM3", "sm90", 1, 80 << 30, True, 989e12, 3.35e12, 1, "2.11")
 
 FITS, TOO_LARGE = Whole(20 << 30, 80 << 30), Whole(130 << 30, 80 << 30)
 
@@ -59,3 +65,23 @@ def test_a_launcher_that_started_another_number_is_refused(launched):
     launched(4)
     with pytest.raises(UserError, match=r"num_processes: 2, but the launcher started 4"):
         choose_processes(2, "auto")
+
+
+@pytest.mark.parametrize(
+    ("machine", "said"), [(replace(GPU, device="cpu"), "this machine has no GPU"), (GPU, "one process has nobody")]
+)
+def test_offload_is_refused_where_it_changes_nothing(machine, said):
+    with pytest.raises(UserError, match=said):
+        check_offload(machine)
+
+
+def test_offload_takes_the_states_off_the_device(quickstart, tmp_path):
+    plans = []
+    for value in ("false", "true"):
+        changes = [f"parallel.cpu_offload={value}", "parallel.strategy=fsdp", f"checkpoint.output_dir={tmp_path}"]
+        recipe = load_recipe(quickstart / "stories260k.yaml", overrides=changes)
+        plans.append(plan_for(recipe, for_show=True, memory_gib=80, gpus=2).plan)
+    held, offloaded = plans
+    assert offloaded.strategy == "fsdp" and offloaded.bytes == held.bytes  # of the run, wherever they are
+    assert offloaded.peak.optimizer == 0 < held.peak.optimizer
+    assert 0 < offloaded.peak.moment.gradients < held.peak.moment.gradients

@@ -87,6 +87,7 @@ def plan(plan: Plan) -> None:
     """The plan, before anything is trained."""
     batching, schedule, data = plan.batching, plan.schedule, plan.data
     dropped = ", ".join(f"{count} {reason}" for reason, count in data.dropped.items()) or "none"
+    place = "in host memory for each device" if plan.recipe.parallel.cpu_offload else "on each device"
     rows = [
         ("model", f"{plan.model_family}, {count(plan.n_parameters)} parameters, {count(plan.n_trainable)} trained"),
         ("device", f"{plan.machine.name} ({plan.machine.arch}) x {batching.world_size}, {strategy(plan)}"),
@@ -99,7 +100,7 @@ def plan(plan: Plan) -> None:
                   f"processes = {batching.global_batch_size} {counted(plan)}"),
         ("steps", f"{schedule.total_steps} ({schedule.warmup_steps} of them warm-up), {schedule.type}, "
                   f"learning rate {schedule.learning_rate:g}"),
-        ("states", f"{size(plan.bytes.total)} on each device for weights, gradients and {plan.optimizer.name}"),
+        ("states", f"{size(plan.bytes.total)} {place} for weights, gradients and {plan.optimizer.name}"),
         ("peak memory", predicted(plan)),
         ("output", str(plan.output_dir)),
     ]  # fmt: skip

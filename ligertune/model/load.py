@@ -237,6 +237,8 @@ def build_model(
             return _random_model(spec, config, dtype=dtype, device=device, seed=seed, **attention)
         if four_bits:
             return _pretrained_model(spec, config, dtype=dtype, **attention, **in_four_bits(dtype, device))
+        if device.type == "cuda":  # tensor by tensor from a mapped file: no rank has a copy in host memory
+            return _pretrained_model(spec, config, dtype=dtype, **attention, device_map={"": device})
         return _pretrained_model(spec, config, dtype=dtype, **attention).to(device)
     except (ImportError, ValueError, KeyError) as error:  # not installed; not of this model; unknown to its old code
         if not attention:

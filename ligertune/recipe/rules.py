@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from ligertune.optimizer_states import OPTIMIZERS
 from ligertune.recipe.document import Document
 from ligertune.recipe.keys import KeyPath, split
 from ligertune.recipe.schema import EITHER_OR, Recipe, TrainSpec
@@ -194,6 +195,16 @@ RULES = (
         ("parallel.num_processes", "parallel.strategy"),
         lambda recipe: recipe.parallel.strategy == "single" and recipe.parallel.num_processes not in ("auto", 1),
         "{0} is {recipe.parallel.num_processes}, and {1} is single, which is one process. Keep one of them.",
+    ),
+    Rule(
+        ("parallel.cpu_offload", "parallel.strategy"),
+        lambda recipe: recipe.parallel.cpu_offload and recipe.parallel.strategy not in ("auto", "fsdp"),
+        "{0} is true, and {1} is {recipe.parallel.strategy}, which keeps all on the device. Write fsdp.",
+    ),
+    Rule(
+        ("parallel.cpu_offload", "train.optim"),
+        lambda recipe: recipe.parallel.cpu_offload and OPTIMIZERS[recipe.train.optim].needs is not None,
+        "{0} takes the step on the CPU, and {1} is {recipe.train.optim}, which runs on a GPU. Write adamw_torch_fused.",
     ),
     Rule(
         ("method.type", "task"),

@@ -254,6 +254,9 @@ class ParallelSpec(Section):
     strategy: Literal["auto", "single", "ddp", "fsdp"] = Field(
         "auto", description="single: one process; ddp: each holds all; fsdp: they share; auto: ddp where that fits."
     )
+    cpu_offload: Switch = Field(
+        False, description="fsdp: keep weights, gradients and optimizer states in host memory; the step is taken there."
+    )
     timeout: PositiveInt = Field(
         60, description="Seconds that processes wait for one of them in a step; in saves and evaluations longer."
     )

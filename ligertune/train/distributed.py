@@ -28,11 +28,14 @@ def start(plan: Plan) -> Accelerator:
     sharded = plan.strategy == "fsdp"
     plugin = None
     if sharded:
+        if plan.recipe.parallel.cpu_offload:  # accelerate then starts gloo beside NCCL, for gradients in host memory
+            os.environ["FSDP_OFFLOAD_PARAMS"] = "true"
         # the plugin fills what is not given from the launcher's environment; the plan decides these
         plugin = FullyShardedDataParallelPlugin(
             fsdp_version=2,
             auto_wrap_policy="transformer_based_wrap",
             reshard_after_forward=True,
+            cpu_offload=plan.recipe.parallel.cpu_offload,
             cpu_ram_efficient_loading=False,
             state_dict_type="SHARDED_STATE_DICT",
         )
