@@ -57,28 +57,35 @@ class StateBytes:
         """What the finished model takes on disk."""
         return self.trained if self.saves_adapter else self.weights
 
-    @property
-    def checkpoint(self) -> int:
-        """What a checkpoint takes: an adapter's has no frozen weights."""
-        return self.model + self.optimizer
-
 
 def state_bytes(
-    parameters: Iterable[tuple[ParameterKind, int]], *, weight_dtype: str, optim: str, method: str, shards: int = 1
+    parameters: Iterable[tuple[ParameterKind, int]],
+    *,
+    weight_dtype: str,
+    optim: str,
+    method: str,
+    shards: int = 1,
+    whole_weights: bool = False,
+    master_weights: bool = False,
 ) -> StateBytes:
-    """Of parameters and how many there are of each kind. `shards`: ranks that share them (FSDP)."""
-    weights = trained = 0.0
+    """Of parameters and how many there are of each kind. `shards`: ranks that share them (FSDP, ZeRO).
+
+    whole_weights: all but the weights is shared. master_weights: the optimizer steps on float32 copies of its own.
+    """
+    weights = trained = masters = 0.0
     states: Counter = Counter()
     for kind, count in parameters:
         size = NF4_BYTES if kind.quantised(method) else kind.itemsize(weight_dtype)
         weights += count * kind.elements * size
         if kind.trains:
             trained += count * kind.elements * size
-            states[(kind.shape, kind.itemsize(weight_dtype), kind.inside)] += count
+            masters += 4 * count * kind.elements * master_weights
+            itemsize = 4 if master_weights else kind.itemsize(weight_dtype)
+            states[(kind.shape, itemsize, kind.inside)] += count
     return StateBytes(
-        weights=round(weights / shards),
+        weights=round(weights if whole_weights else weights / shards),
         gradients=round(trained / shards),
-        optimizer=optimizer_bytes(optim, states) // shards,
+        optimizer=(optimizer_bytes(optim, states) + round(masters)) // shards,
         trained=round(trained / shards),
         step=step_bytes(optim, states) // shards,
         saves_adapter=method in ("lora", "qlora"),

@@ -16,7 +16,7 @@ from ligertune.errors import UserError
 from ligertune.machine import Machine
 from ligertune.memory import StateBytes, offloaded, state_bytes
 from ligertune.plan_batching import Batching, choose_batching
-from ligertune.plan_strategy import Strategy, check_offload, choose_strategy, whole
+from ligertune.plan_strategy import SHARING_WEIGHTS, Strategy, check_offload, check_zero, choose_strategy, whole
 from ligertune.recipe import Recipe
 
 
@@ -146,6 +146,11 @@ class Plan:
         return Path(self.recipe.checkpoint.output_dir)
 
     @property
+    def shares_weights(self) -> bool:
+        """Whether each process holds a part of the model's weights only."""
+        return self.strategy in SHARING_WEIGHTS
+
+    @property
     def peak(self) -> Peak | None:
         """What a step is predicted to allocate on a device at its highest moment; None where nobody knows."""
         if self.budget is None:
@@ -264,14 +269,19 @@ def check_context(recipe: Recipe, longest: int, context: int | None) -> None:
         )
 
 
-def states_of(recipe: Recipe, shape: object, precision: Precision, *, shards: int = 1) -> StateBytes:
-    """What a device keeps all the time, where so many share it."""
+def states_of(
+    recipe: Recipe, shape: object, precision: Precision, *, strategy: Strategy = "single", world_size: int = 1
+) -> StateBytes:
+    """What a device keeps all the time."""
+    zero = strategy.startswith("deepspeed")
     return state_bytes(
         shape.parameters,
         weight_dtype=precision.weights,
         optim=recipe.train.optim,
         method=recipe.method.type,
-        shards=shards,
+        shards=world_size if strategy in SHARING_WEIGHTS or zero else 1,
+        whole_weights=strategy not in SHARING_WEIGHTS,
+        master_weights=zero and precision.weights != "float32",
     )
 
 
@@ -291,6 +301,7 @@ def on_device(recipe: Recipe, shape: object, precision: Precision, states: State
 def shared_by(
     recipe: Recipe,
     machine: Machine,
+    precision: Precision,
     unshared: StateBytes,
     budget_of: Callable[..., Budget | None],
     length: int,
@@ -301,6 +312,7 @@ def shared_by(
     if recipe.parallel.cpu_offload:
         check_offload(machine)
         return "fsdp", "with parallel.cpu_offload"
+    check_zero(recipe.parallel.strategy, precision.autocast)
     micro = recipe.train.per_device_train_batch_size
     return choose_strategy(
         recipe.parallel.strategy,
@@ -340,9 +352,15 @@ def make_plan(
         workspace=WORKSPACE if machine.device == "cuda" else 0,
     )
     strategy, strategy_why = shared_by(
-        recipe, machine, states_of(recipe, shape, precision), budget_of, length, launched_with_fsdp=launched_with_fsdp
+        recipe,
+        machine,
+        precision,
+        states_of(recipe, shape, precision),
+        budget_of,
+        length,
+        launched_with_fsdp=launched_with_fsdp,
     )
-    states = states_of(recipe, shape, precision, shards=machine.world_size if strategy == "fsdp" else 1)
+    states = states_of(recipe, shape, precision, strategy=strategy, world_size=machine.world_size)
     budget = budget_of(states=on_device(recipe, shape, precision, states))
     batching = choose_batching(recipe, machine.world_size, budget and functools.partial(_fits, budget, length, machine))
     check_context(recipe, data.longest, shape.context)

@@ -11,7 +11,8 @@ from ligertune.errors import UserError
 from ligertune.machine import Machine
 from ligertune.memory import StateBytes
 
-Strategy = Literal["single", "ddp", "fsdp"]
+Strategy = Literal["single", "ddp", "fsdp", "deepspeed_zero2", "deepspeed_zero3"]
+SHARING_WEIGHTS = ("fsdp", "deepspeed_zero3")
 # Of a device, what states may take where nobody knows the activations: a model whose layers are not understood.
 SHARE_OF_STATES = 0.6
 
@@ -51,6 +52,15 @@ def check_offload(machine: Machine) -> None:
         raise UserError(
             "parallel.cpu_offload: one process has nobody to share with, and offload is a part of fsdp.",
             hint="Run on several GPUs, or lower the memory with train.optim: paged_adamw_8bit or method.type: lora.",
+        )
+
+
+def check_zero(wanted: str, autocast: str) -> None:
+    """A UserError where DeepSpeed would train in another way than the recipe says."""
+    if wanted.startswith("deepspeed") and autocast == "fp16":
+        raise UserError(
+            f"parallel.strategy: {wanted} trains in bfloat16 or float32 here, and this run would be in float16.",
+            hint="Write model.dtype: bfloat16 or float32, or parallel.strategy: ddp.",
         )
 
 

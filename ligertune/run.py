@@ -205,7 +205,7 @@ def prompt_of(job: Job) -> dict:
 def answers(job: Job) -> Callable[[PreTrainedModel], list[dict[str, str]]] | None:
     """What answers the recipe's prompts; None without any, or where each rank holds a part of the model."""
     prompts = job.plan.recipe.eval.sample_prompts
-    if not prompts or job.plan.strategy == "fsdp":
+    if not prompts or job.plan.shares_weights:
         return None
     from ligertune.decode.samples import answers_to
 

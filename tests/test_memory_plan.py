@@ -48,7 +48,7 @@ def test_states_of_an_8b_model_by_method(shapes):
     assert (full.weights, full.gradients, full.optimizer) == (2 * n, 2 * n, 4 * n)
     adapter = 4 * shapes["lora"].n_trainable  # float32
     assert (lora.weights, lora.gradients, lora.optimizer) == (2 * n + adapter, adapter, 2 * adapter)
-    assert lora.checkpoint == 3 * adapter
+    assert lora.model + lora.optimizer == 3 * adapter
     ends, layers = 2 * 128256 * 4096, 32 * (4096 * (4096 * 2 + 1024 * 2) + 3 * 4096 * 14336)
     norms = n - ends - layers
     assert qlora.weights == pytest.approx(2 * (ends + norms) + layers * NF4_BYTES + adapter, rel=1e-9)

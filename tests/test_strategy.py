@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 from ligertune.errors import UserError
 from ligertune.machine import Machine, choose_processes
+from ligertune.plan import Precision, states_of
 from ligertune.plan_strategy import Whole, check_offload, choose_strategy
 from ligertune.recipe import load_recipe
 from ligertune.run import plan_for
@@ -85,3 +87,28 @@ def test_offload_takes_the_states_off_the_device(quickstart, tmp_path):
     assert offloaded.strategy == "fsdp" and offloaded.bytes == held.bytes  # of the run, wherever they are
     assert offloaded.peak.optimizer == 0 < held.peak.optimizer
     assert 0 < offloaded.peak.moment.gradients < held.peak.moment.gradients
+
+
+def test_zero_shares_what_its_stage_says(quickstart, tmp_path):
+    plans = {}
+    for strategy in ("ddp", "deepspeed_zero2", "deepspeed_zero3"):
+        changes = [f"parallel.strategy={strategy}", "model.dtype=bfloat16", f"checkpoint.output_dir={tmp_path}"]
+        recipe = load_recipe(quickstart / "stories260k.yaml", overrides=changes)
+        plans[strategy] = shared_states(recipe)
+    ddp, two, three = plans.values()
+    assert two.weights == ddp.weights and three.weights == ddp.weights // 2
+    assert two.gradients == three.gradients == ddp.gradients // 2
+    # two states in bfloat16; there, half of two in float32 and of the weights once more
+    assert two.optimizer == three.optimizer == pytest.approx(ddp.optimizer / 4 * 12 / 2, rel=1e-6)
+
+
+def shared_states(recipe):
+    """The states of a plan for two devices."""
+    from ligertune.model import load
+    from ligertune.model.shape import ModelShape
+
+    config = load.read_config(recipe.model)
+    spec = recipe.model.model_copy(update={"init": "random"})
+    model = load.build_model(spec, config, dtype=torch.bfloat16, device="meta", seed=0)
+    precision = Precision("bfloat16", "no")
+    return states_of(recipe, ModelShape.of(model), precision, strategy=recipe.parallel.strategy, world_size=2)

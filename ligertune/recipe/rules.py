@@ -71,6 +71,10 @@ def _accumulates(recipe: Recipe) -> bool:
     return (train.gradient_accumulation_steps or 1) > 1 or (wanted is not None and micro not in ("auto", wanted))
 
 
+def _is_zero(recipe: Recipe) -> bool:
+    return recipe.parallel.strategy.startswith("deepspeed")
+
+
 def _has_adapter(recipe: Recipe) -> bool:
     return recipe.method.type in ("lora", "qlora")
 
@@ -195,6 +199,24 @@ RULES = (
         ("parallel.num_processes", "parallel.strategy"),
         lambda recipe: recipe.parallel.strategy == "single" and recipe.parallel.num_processes not in ("auto", 1),
         "{0} is {recipe.parallel.num_processes}, and {1} is single, which is one process. Keep one of them.",
+    ),
+    *(
+        Rule(
+            ("parallel.strategy", key),
+            lambda recipe, key=key, values=values: _is_zero(recipe) and _at(recipe, key) not in values,
+            f"{{0}} is {{recipe.parallel.strategy}}, which does not go with {{1}}. {way}",
+        )
+        for key, values, way in (
+            ("train.optim", ("adamw_torch_fused", "adamw_torch", "lion", "sgd"), "Write adamw_torch_fused, or fsdp."),
+            ("train.optim_in_backward", (False,), "DeepSpeed steps after the backward. Leave {1} out."),
+            ("kernels.optimizer", (False,), "DeepSpeed takes the step. Leave {1} out."),
+            ("method.type", ("full", "lora", "freeze"), "Write method.type: lora, or ddp."),
+        )
+    ),
+    Rule(
+        ("parallel.strategy", "task"),
+        lambda recipe: _is_zero(recipe) and recipe.task == "medusa",
+        "{0} is {recipe.parallel.strategy}, and {1} is medusa. Write ddp or fsdp.",
     ),
     Rule(
         ("parallel.cpu_offload", "parallel.strategy"),

@@ -251,8 +251,9 @@ class ParallelSpec(Section):
     num_processes: Literal["auto"] | PositiveInt = Field(
         "auto", description="Processes on this node; auto: one for each visible GPU. A launcher's are joined."
     )
-    strategy: Literal["auto", "single", "ddp", "fsdp"] = Field(
-        "auto", description="single: one process; ddp: each holds all; fsdp: they share; auto: ddp where that fits."
+    strategy: Literal["auto", "single", "ddp", "fsdp", "deepspeed_zero2", "deepspeed_zero3"] = Field(
+        "auto",
+        description="single: one process; ddp: each holds all; fsdp: they share; auto: ddp where that fits, else fsdp.",
     )
     cpu_offload: Switch = Field(
         False, description="fsdp: keep weights, gradients and optimizer states in host memory; the step is taken there."

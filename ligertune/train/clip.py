@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ligertune.errors import UserError
 from ligertune.train.kernel_adamw import KernelAdamW
+from ligertune.train.zero import grad_norm_of, is_zero
 
 
 def clip_gradients(
@@ -25,6 +26,8 @@ def clip_gradients(
     sharded) they are scaled here, as torch.nn.utils.clip_grad_norm_ does. A UserError if there is no gradient at all:
     a model that stays as it is must not look like one that trains.
     """
+    if is_zero(accelerator):
+        return grad_norm_of(accelerator)
     trained = [p for p in parameters if p.grad is not None]
     if not trained:
         raise UserError(

@@ -14,6 +14,7 @@ from torch import nn
 from ligertune.plan import Plan
 from ligertune.train.patience import LONG
 from ligertune.train.trackers import tracker_names
+from ligertune.train.zero import STAGES, is_zero, load_whole_models, whole_weights, zero_plugin
 
 
 def start(plan: Plan) -> Accelerator:
@@ -25,7 +26,7 @@ def start(plan: Plan) -> Accelerator:
     # save_state warns of every tied weight, which it saves once and ties again on loading
     logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)
     on_cpu = plan.machine.vendor == "cpu"
-    sharded = plan.strategy == "fsdp"
+    sharded, zero = plan.strategy == "fsdp", plan.strategy in STAGES
     plugin = None
     if sharded:
         if plan.recipe.parallel.cpu_offload:  # accelerate then starts gloo beside NCCL, for gradients in host memory
@@ -41,9 +42,15 @@ def start(plan: Plan) -> Accelerator:
         )
     elif plan.strategy == "ddp":
         os.environ.pop("ACCELERATE_USE_FSDP", None)
+    if not zero:
+        os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
+    if zero and on_cpu:
+        # accelerate offers DeepSpeed on accelerators only, unless the processes have met already
+        PartialState(cpu=True, timeout=LONG)
     accelerator = Accelerator(
-        cpu=on_cpu,
-        mixed_precision=plan.precision.autocast,
+        cpu=on_cpu and not zero,
+        mixed_precision="bf16" if zero and plan.precision.weights == "bfloat16" else plan.precision.autocast,
+        deepspeed_plugin=zero_plugin(plan) if zero else None,
         gradient_accumulation_steps=1,
         step_scheduler_with_optimizer=False,
         fsdp_plugin=None if on_cpu else plugin,
@@ -54,6 +61,8 @@ def start(plan: Plan) -> Accelerator:
             DistributedDataParallelKwargs(gradient_as_bucket_view=True),  # or DDP holds a second copy of the gradients
         ],
     )
+    if zero:
+        load_whole_models(accelerator)
     if sharded and on_cpu:
         # accelerate offers FSDP on accelerators only, yet what it calls (fully_shard) runs on CPU processes with gloo
         for state in (PartialState, AcceleratorState):
@@ -89,5 +98,18 @@ def after_evaluation(model: nn.Module) -> None:
 
 
 def full_state_dict(accelerator: Accelerator, model: nn.Module) -> dict[str, torch.Tensor] | None:
-    """The whole model's weights on every rank's CPU under FSDP; None where the model itself can be saved."""
-    return accelerator.get_state_dict(model) if accelerator.distributed_type == DistributedType.FSDP else None
+    """The whole model's weights on the main rank's CPU where ranks share them; None where the model can be saved.
+
+    Every rank has them after FSDP, and the main one alone after ZeRO.
+    """
+    if not is_sharded(accelerator):
+        return None
+    weights = accelerator.get_state_dict(model)
+    return whole_weights(weights) if is_zero(accelerator) else weights
+
+
+def is_sharded(accelerator: Accelerator) -> bool:
+    """Whether each rank holds a part of the weights."""
+    if is_zero(accelerator):
+        return accelerator.state.deepspeed_plugin.zero_stage == 3
+    return accelerator.distributed_type == DistributedType.FSDP

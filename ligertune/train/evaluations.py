@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
 from safetensors.torch import load_file, save_file
 
+from ligertune.train.distributed import full_state_dict, is_sharded
 from ligertune.train.trained_weights import FILE, load_trained, save_trained
 
 if TYPE_CHECKING:
@@ -47,8 +47,7 @@ class Evaluations:
 def keep_best(accelerator: Accelerator, model: nn.Module, output_dir: Path, *, step: int, loss: float) -> None:
     """Write the weights that train to `output_dir/best`, complete or as it was. All ranks call it."""
     folder, aside = output_dir / "best", output_dir / ".best.partial"
-    sharded = accelerator.distributed_type == DistributedType.FSDP
-    weights = accelerator.get_state_dict(model) if sharded else None
+    weights = full_state_dict(accelerator, model)
     if accelerator.is_main_process:
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
@@ -66,7 +65,7 @@ def take_best(accelerator: Accelerator, model: nn.Module, output_dir: Path) -> t
     """(the step it is of, its weights where the model is sharded); else the model has them now."""
     folder = output_dir / "best"
     step = json.loads((folder / "best.json").read_text(encoding="utf-8"))["step"]
-    if accelerator.distributed_type == DistributedType.FSDP:
+    if is_sharded(accelerator):
         return step, load_file(folder / FILE)
     load_trained(accelerator.unwrap_model(model), folder / FILE)
     return step, None

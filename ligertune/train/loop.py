@@ -36,6 +36,7 @@ from ligertune.train.schedule import learning_rate
 from ligertune.train.stop import StopRequest
 from ligertune.train.stream_order import StreamOrder
 from ligertune.train.trackers import open_trackers, profiled, track
+from ligertune.train.zero import is_zero
 from ligertune.vision.ahead import PicturesAhead
 
 if TYPE_CHECKING:
@@ -309,6 +310,8 @@ def _gradient_sync(
     plan: Plan, accelerator: Accelerator, model: nn.Module, *, last: bool
 ) -> contextlib.AbstractContextManager:
     """DDP averages gradients once a step. FSDP does at each micro batch, or each rank would hold whole gradients."""
+    if is_zero(accelerator):
+        accelerator.sync_gradients = last
     return accelerator.no_sync(model) if plan.strategy == "ddp" and not last else contextlib.nullcontext()
 
 
