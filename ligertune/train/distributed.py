@@ -14,7 +14,7 @@ from torch import nn
 from ligertune.plan import Plan
 from ligertune.train.patience import LONG
 from ligertune.train.trackers import tracker_names
-from ligertune.train.zero import STAGES, is_zero, load_whole_models, whole_weights, zero_plugin
+from ligertune.train.zero import STAGES, is_zero, load_whole_models, zero_plugin
 
 
 def start(plan: Plan) -> Accelerator:
@@ -102,10 +102,7 @@ def full_state_dict(accelerator: Accelerator, model: nn.Module) -> dict[str, tor
 
     Every rank has them after FSDP, and the main one alone after ZeRO.
     """
-    if not is_sharded(accelerator):
-        return None
-    weights = accelerator.get_state_dict(model)
-    return whole_weights(weights) if is_zero(accelerator) else weights
+    return accelerator.get_state_dict(model) if is_sharded(accelerator) else None
 
 
 def is_sharded(accelerator: Accelerator) -> bool:

@@ -54,7 +54,9 @@ def keep_best(accelerator: Accelerator, model: nn.Module, output_dir: Path, *, s
         if weights is None:
             save_trained(accelerator.unwrap_model(model), aside / FILE)
         else:
-            save_file({name: t.contiguous() for name, t in weights.items()}, aside / FILE)
+            # tied weights once: they may be one piece of memory, which safetensors refuses under two names
+            once = {t.data_ptr(): name for name, t in reversed(weights.items())}
+            save_file({name: weights[name].contiguous() for name in once.values()}, aside / FILE)
         (aside / "best.json").write_text(json.dumps({"step": step, "eval_loss": loss}) + "\n", encoding="utf-8")
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(aside, folder)

@@ -48,13 +48,3 @@ def grad_norm_of(accelerator: Accelerator) -> torch.Tensor:
     """The norm of all gradients of the step that the engine has taken, before clipping."""
     norm = accelerator.deepspeed_engine_wrapped.get_global_grad_norm()
     return torch.as_tensor(float(norm or 0.0))
-
-
-def whole_weights(gathered: dict[str, torch.Tensor] | None) -> dict[str, torch.Tensor] | None:
-    """What the engine gathered on the main rank, as safetensors takes it: tied weights each in memory of their own."""
-    seen: set[int] = set()
-    for name, weight in (gathered or {}).items():
-        if weight.data_ptr() in seen:
-            gathered[name] = weight.clone()
-        seen.add(weight.data_ptr())
-    return gathered
