@@ -170,7 +170,7 @@ def this_machine() -> Machine:
             world_size=world_size(),
             torch_version=torch.__version__,
         )
-    # Slurm may show each task its own GPU only; accelerate counts the same way
+    # accelerate counts the same way
     properties = torch.cuda.get_device_properties(local_rank() % torch.cuda.device_count())
     amd = torch.version.hip is not None
     # gcnArchName is like "gfx942:sramecc+:xnack-"; a capability means nothing on AMD

@@ -17,11 +17,19 @@ def variables(environ: Mapping[str, str]) -> dict[str, str]:
     if tasks == "1" or "SLURM_PROCID" not in environ or "WORLD_SIZE" in environ:
         return {}
     node = int(environ.get("SLURM_NODEID", "0"))
+    on_node = tasks_of_nodes(environ["SLURM_STEP_TASKS_PER_NODE"])[node]
+    visible = environ.get("CUDA_VISIBLE_DEVICES") or environ.get("ROCR_VISIBLE_DEVICES") or ""
+    if on_node > 1 and visible and visible.count(",") + 1 < on_node:
+        raise UserError(
+            f"Slurm shows this task the GPUs {visible}, and {on_node} tasks share the node: each takes the one of its "
+            "number on the node.",
+            hint="Give srun --gpus-per-node instead of --gpus-per-task, or --gpu-bind=none.",
+        )
     return {
         "RANK": environ["SLURM_PROCID"],
         "WORLD_SIZE": tasks,
         "LOCAL_RANK": environ["SLURM_LOCALID"],
-        "LOCAL_WORLD_SIZE": str(tasks_of_nodes(environ["SLURM_STEP_TASKS_PER_NODE"])[node]),
+        "LOCAL_WORLD_SIZE": str(on_node),
         "MASTER_ADDR": environ.get("MASTER_ADDR") or first_node(environ["SLURM_STEP_NODELIST"]),
         # two jobs that share a node must not share a port
         "MASTER_PORT": environ.get("MASTER_PORT") or str(20_000 + int(environ["SLURM_JOB_ID"]) % 20_000),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from ligertune.errors import UserError
 from ligertune.slurm import first_node, tasks_of_nodes, variables
 
 TASK = {
@@ -29,6 +30,12 @@ def test_a_task_joins_the_others():
 )
 def test_what_is_not_one_of_several_tasks_joins_nothing(environ):
     assert variables(environ) == {}
+
+
+def test_a_task_that_sees_its_own_gpu_only_is_told_what_to_give_srun():
+    assert variables({**TASK, "CUDA_VISIBLE_DEVICES": "0,1"})["LOCAL_RANK"] == "1"
+    with pytest.raises(UserError, match="2 tasks share the node"):
+        variables({**TASK, "CUDA_VISIBLE_DEVICES": "1"})
 
 
 @pytest.mark.parametrize(
