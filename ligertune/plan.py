@@ -14,9 +14,18 @@ from ligertune.activations import WORKSPACE, Kept
 from ligertune.budget import Budget, Peak
 from ligertune.errors import UserError
 from ligertune.machine import Machine
-from ligertune.memory import StateBytes, offloaded, state_bytes
+from ligertune.memory import StateBytes
 from ligertune.plan_batching import Batching, choose_batching
-from ligertune.plan_strategy import SHARING_WEIGHTS, Strategy, check_offload, check_zero, choose_strategy, whole
+from ligertune.plan_states import on_device, states_of
+from ligertune.plan_strategy import (
+    SHARING_WEIGHTS,
+    Strategy,
+    check_in_backward,
+    check_offload,
+    check_zero,
+    choose_strategy,
+    whole,
+)
 from ligertune.recipe import Recipe
 
 
@@ -269,35 +278,6 @@ def check_context(recipe: Recipe, longest: int, context: int | None) -> None:
         )
 
 
-def states_of(
-    recipe: Recipe, shape: object, precision: Precision, *, strategy: Strategy = "single", world_size: int = 1
-) -> StateBytes:
-    """What a device keeps all the time."""
-    zero = strategy.startswith("deepspeed")
-    return state_bytes(
-        shape.parameters,
-        weight_dtype=precision.weights,
-        optim=recipe.train.optim,
-        method=recipe.method.type,
-        shards=world_size if strategy in SHARING_WEIGHTS or zero else 1,
-        whole_weights=strategy not in SHARING_WEIGHTS,
-        master_weights=zero and precision.weights != "float32",
-    )
-
-
-def on_device(recipe: Recipe, shape: object, precision: Precision, states: StateBytes) -> StateBytes:
-    """What of `states` a device holds: all of it, unless the recipe keeps it in host memory."""
-    if not recipe.parallel.cpu_offload:
-        return states
-    return offloaded(
-        states,
-        shape.parameters,
-        weight_dtype=precision.weights,
-        method=recipe.method.type,
-        layers=shape.num_hidden_layers,
-    )
-
-
 def shared_by(
     recipe: Recipe,
     machine: Machine,
@@ -309,6 +289,8 @@ def shared_by(
     launched_with_fsdp: bool,
 ) -> tuple[Strategy, str]:
     """The strategy and its reason. unshared: what a device keeps that holds the whole model."""
+    if recipe.train.optim_in_backward:
+        check_in_backward(machine.world_size)
     if recipe.parallel.cpu_offload:
         check_offload(machine)
         return "fsdp", "with parallel.cpu_offload"
@@ -355,13 +337,13 @@ def make_plan(
         recipe,
         machine,
         precision,
-        states_of(recipe, shape, precision),
+        states_of(recipe, shape, precision.weights),
         budget_of,
         length,
         launched_with_fsdp=launched_with_fsdp,
     )
-    states = states_of(recipe, shape, precision, strategy=strategy, world_size=machine.world_size)
-    budget = budget_of(states=on_device(recipe, shape, precision, states))
+    states = states_of(recipe, shape, precision.weights, strategy=strategy, world_size=machine.world_size)
+    budget = budget_of(states=on_device(recipe, shape, precision.weights, states))
     batching = choose_batching(recipe, machine.world_size, budget and functools.partial(_fits, budget, length, machine))
     check_context(recipe, data.longest, shape.context)
     return Plan(

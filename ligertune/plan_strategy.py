@@ -55,6 +55,15 @@ def check_offload(machine: Machine) -> None:
         )
 
 
+def check_in_backward(world_size: int) -> None:
+    """A UserError where `train.optim_in_backward` would step on one process's gradients, before the others' are in."""
+    if world_size > 1:
+        raise UserError(
+            f"train.optim_in_backward steps before {world_size} processes have added up their gradients.",
+            hint="Leave it out, or write parallel.num_processes: 1; parallel.strategy: fsdp saves more memory.",
+        )
+
+
 def check_zero(wanted: str, autocast: str) -> None:
     """A UserError where DeepSpeed would train in another way than the recipe says."""
     if wanted.startswith("deepspeed") and autocast == "fp16":

@@ -9,7 +9,7 @@ import torch
 
 from ligertune.errors import UserError
 from ligertune.machine import Machine, choose_processes
-from ligertune.plan import Precision, states_of
+from ligertune.plan_states import states_of
 from ligertune.plan_strategy import Whole, check_offload, choose_strategy
 from ligertune.recipe import load_recipe
 from ligertune.run import plan_for
@@ -77,6 +77,14 @@ def test_offload_is_refused_where_it_changes_nothing(machine, said):
         check_offload(machine)
 
 
+def test_a_step_in_the_backward_is_one_process_s(quickstart, tmp_path):
+    changes = ["train.optim_in_backward=true", "train.max_grad_norm=0", "train.gradient_accumulation_steps=1"]
+    recipe = load_recipe(quickstart / "stories260k.yaml", overrides=[*changes, f"checkpoint.output_dir={tmp_path}"])
+    assert plan_for(recipe, processes=1).plan.optimizer.in_backward
+    with pytest.raises(UserError, match="before 2 processes have added up their gradients"):
+        plan_for(recipe, processes=2)
+
+
 def test_offload_takes_the_states_off_the_device(quickstart, tmp_path):
     plans = []
     for value in ("false", "true"):
@@ -110,5 +118,4 @@ def shared_states(recipe):
     config = load.read_config(recipe.model)
     spec = recipe.model.model_copy(update={"init": "random"})
     model = load.build_model(spec, config, dtype=torch.bfloat16, device="meta", seed=0)
-    precision = Precision("bfloat16", "no")
-    return states_of(recipe, ModelShape.of(model), precision, strategy=recipe.parallel.strategy, world_size=2)
+    return states_of(recipe, ModelShape.of(model), "bfloat16", strategy=recipe.parallel.strategy, world_size=2)

@@ -24,6 +24,7 @@ FLOORS = (
     ("machine", "slurm", "memory", "activations", "recipe", "metrics"),
     ("budget", "plan_batching"),
     ("plan_strategy",),
+    ("plan_states",),
     ("plan", "preflight", "rank_failure"),
     ("report", "plan_fit", "curves"),
     ("vision",),

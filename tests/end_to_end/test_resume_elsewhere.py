@@ -56,7 +56,8 @@ def test_two_ranks_go_on_with_what_one_left(alone, recipe, tmp_path):
     assert all((ours[name] - theirs[name]).abs().max() < 1e-4 for name in theirs)
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", pytest.param("ddp", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
 def test_one_goes_on_with_what_two_ranks_left(strategy, alone, recipe, tmp_path):
     found = on(2, recipe, tmp_path / "two", **{"parallel.strategy": strategy})
     assert found == pytest.approx(losses(alone), rel=1e-5)

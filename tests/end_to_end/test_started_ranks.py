@@ -60,16 +60,11 @@ def test_bad_input_is_refused_once_and_before_processes_start(recipe, tmp_path, 
     assert not (tmp_path / "run").exists()
 
 
-def test_ctrl_c_saves_and_the_run_goes_on_with_one_process(recipe, tmp_path, ligertune):
+def test_ctrl_c_saves_and_says_so_once(recipe, tmp_path):
     done = disturbed(recipe, tmp_path, lambda process: process.send_signal(signal.SIGINT))
     assert done.code == 130, done.err[-3000:]
     assert done.out.count("interrupted by SIGINT") == 1
-    step = len(losses(tmp_path / "run"))
-    assert newest(tmp_path) == f"run/checkpoints/step-{step}"
-    alone = {**SETTINGS, "parallel.num_processes": 1, "train.global_batch_size": 16, "train.max_steps": step + 1}
-    again = ligertune("train", recipe, *overrides(alone), "--resume")
-    assert again.code == 0, again.err[-3000:]
-    assert f"resumed at {step}" in again.out
+    assert newest(tmp_path) == f"run/checkpoints/step-{len(losses(tmp_path / 'run'))}"
 
 
 def test_a_rank_that_is_killed_ends_the_run_with_one_sentence(recipe, tmp_path):
@@ -78,6 +73,17 @@ def test_a_rank_that_is_killed_ends_the_run_with_one_sentence(recipe, tmp_path):
     said = done.err.strip().splitlines()
     assert len(said) == 1, done.err
     assert "Rank 1 (process " in said[0] and "was killed by SIGKILL" in said[0] and newest(tmp_path) in said[0]
+
+
+@pytest.mark.slow
+def test_what_only_ranks_find_out_is_said_once(recipe, tmp_path, ligertune):
+    first = {**SETTINGS, "train.max_steps": 4, "checkpoint.output_dir": tmp_path / "first"}
+    assert ligertune("train", recipe, *overrides(first)).code == 0
+    from_there = {"checkpoint.resume_from_checkpoint": tmp_path / "first" / "checkpoints" / "step-3"}
+    other = {**SETTINGS, **from_there, "train.per_device_train_batch_size": 2, "train.max_steps": 6}
+    done = ligertune("train", recipe, *overrides(other))
+    assert done.code == 2
+    assert done.err.count("Error:") == 1 and "was trained with a global batch of 16" in done.err
 
 
 @pytest.mark.slow  # torch gives a rank 30 seconds to answer SIGTERM, and a stopped one does not
