@@ -22,6 +22,7 @@ from ligertune.plan_strategy import (
     Strategy,
     check_in_backward,
     check_offload,
+    check_takes_parts,
     check_zero,
     choose_strategy,
     whole,
@@ -342,6 +343,7 @@ def make_plan(
         length,
         launched_with_fsdp=launched_with_fsdp,
     )
+    check_takes_parts(strategy, train.optim)
     states = states_of(recipe, shape, precision.weights, strategy=strategy, world_size=machine.world_size)
     budget = budget_of(states=on_device(recipe, shape, precision.weights, states))
     batching = choose_batching(recipe, machine.world_size, budget and functools.partial(_fits, budget, length, machine))

@@ -10,6 +10,7 @@ from ligertune.budget import FRAGMENTS, Budget
 from ligertune.errors import UserError
 from ligertune.machine import Machine
 from ligertune.memory import StateBytes
+from ligertune.optimizer_states import OPTIMIZERS
 
 Strategy = Literal["single", "ddp", "fsdp", "deepspeed_zero2", "deepspeed_zero3"]
 SHARING_WEIGHTS = ("fsdp", "deepspeed_zero3")
@@ -52,6 +53,15 @@ def check_offload(machine: Machine) -> None:
         raise UserError(
             "parallel.cpu_offload: one process has nobody to share with, and offload is a part of fsdp.",
             hint="Run on several GPUs, or lower the memory with train.optim: paged_adamw_8bit or method.type: lora.",
+        )
+
+
+def check_takes_parts(strategy: Strategy, optim: str) -> None:
+    """A UserError where the optimizer cannot step on a part of a parameter."""
+    if strategy == "fsdp" and not OPTIMIZERS[optim].takes_parts:
+        raise UserError(
+            f"parallel.strategy: fsdp leaves each process a part of a matrix, and train.optim: {optim} needs all of it.",
+            hint="Write train.optim: adamw_bf16 or another one, or parallel.strategy: ddp.",
         )
 
 

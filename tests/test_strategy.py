@@ -85,6 +85,12 @@ def test_a_step_in_the_backward_is_one_process_s(quickstart, tmp_path):
         plan_for(recipe, processes=2)
 
 
+def test_an_optimizer_of_whole_matrices_is_not_given_parts(quickstart, tmp_path):
+    changes = ["train.optim=adafactor", "parallel.strategy=fsdp", f"checkpoint.output_dir={tmp_path}"]
+    with pytest.raises(UserError, match="adafactor needs all of it"):
+        plan_for(load_recipe(quickstart / "stories260k.yaml", overrides=changes), processes=2)
+
+
 def test_offload_takes_the_states_off_the_device(quickstart, tmp_path):
     plans = []
     for value in ("false", "true"):
