@@ -20,8 +20,8 @@ class OptimizerStates:
 
     needs: the package that holds it, of the extra `quant`. matrices_only: it is for the matrices inside the layers,
     and fused AdamW takes embeddings, head, norms and biases. on_host: its states are in host memory. takes_parts: it
-    steps on the part of a parameter that FSDP leaves a process. A step makes
-    `copies` of all trained weights at once, and `pieces` of the largest one (of a bounded piece in adamw_bf16).
+    steps on the part of a parameter that FSDP leaves a process. A step makes `copies` of all trained weights at once,
+    and `pieces` of the largest one (of a bounded piece in adamw_bf16).
     """
 
     bytes_of: Callable[[Shape, int], float]

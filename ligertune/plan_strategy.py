@@ -60,7 +60,7 @@ def check_takes_parts(strategy: Strategy, optim: str) -> None:
     """A UserError where the optimizer cannot step on a part of a parameter."""
     if strategy == "fsdp" and not OPTIMIZERS[optim].takes_parts:
         raise UserError(
-            f"parallel.strategy: fsdp leaves each process a part of a matrix, and train.optim: {optim} needs all of it.",
+            f"parallel.strategy: fsdp leaves processes parts of matrices, and train.optim: {optim} needs all of them.",
             hint="Write train.optim: adamw_bf16 or another one, or parallel.strategy: ddp.",
         )
 

@@ -87,7 +87,7 @@ def test_a_step_in_the_backward_is_one_process_s(quickstart, tmp_path):
 
 def test_an_optimizer_of_whole_matrices_is_not_given_parts(quickstart, tmp_path):
     changes = ["train.optim=adafactor", "parallel.strategy=fsdp", f"checkpoint.output_dir={tmp_path}"]
-    with pytest.raises(UserError, match="adafactor needs all of it"):
+    with pytest.raises(UserError, match="adafactor needs all of them"):
         plan_for(load_recipe(quickstart / "stories260k.yaml", overrides=changes), processes=2)
 
 
