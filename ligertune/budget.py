@@ -28,6 +28,7 @@ class Budget:
     in_backward: bool = False
     tower: TowerShape | None = None
     image_share: float = 0.0  # of a row's slots, at most, those that stand for pictures
+    shards: int = 1  # ranks that share the states, of which FSDP2 gathers a layer's when it computes
 
     def peak(self, micro_batch_size: int, row_length: int, *, accumulates: bool, memory: int | None = None) -> Peak:
         """The highest moment of a step with this micro batch. memory: the device's, which the loss may make use of."""
@@ -48,6 +49,8 @@ class Budget:
             workspace=self.workspace,
             free=free,
             tower=self.tower.held_bytes(tokens * self.image_share, self.kept, self.itemsize) if self.tower else 0,
+            unit=self.layer_weights() if self.shards > 1 else 0,
+            shards=self.shards,
         )
         return Peak(self.states.weights, self.states.optimizer, max(found, key=lambda moment: moment.total))
 
@@ -55,6 +58,13 @@ class Budget:
         """Whether a device with `memory` bytes has room for it."""
         peak = self.peak(micro_batch_size, row_length, accumulates=accumulates, memory=memory)
         return peak.total * (1 + FRAGMENTS) + CONTEXT <= memory
+
+    def layer_weights(self) -> int:
+        """Bytes of one layer's weights on all ranks; where a tower is beside the layers, it counts among them."""
+        ends = self.head.elements * self.itemsize * (1 if self.head.tied else 2)
+        return max(0, self.states.weights * self.shards - ends) // (
+            self.layers + (self.tower.layers if self.tower else 0)
+        )
 
     def without_checkpointing(self) -> Budget:
         return replace(self, kept=replace(self.kept, checkpointing=False))

@@ -203,7 +203,15 @@ def choose_strategy(strategy: str, *, world_size: int, launched_with_fsdp: bool)
 
 
 def make_budget(
-    recipe: Recipe, shape: object, *, states: StateBytes, kept: Kept, itemsize: int, data: DataNumbers, workspace: int
+    recipe: Recipe,
+    shape: object,
+    *,
+    states: StateBytes,
+    kept: Kept,
+    itemsize: int,
+    data: DataNumbers,
+    workspace: int,
+    shards: int,
 ) -> Budget | None:
     """All that decides the memory of a step; None for a model whose layers are not understood."""
     if shape.layer is None or shape.head is None:
@@ -221,6 +229,7 @@ def make_budget(
         in_backward=recipe.train.optim_in_backward,
         tower=shape.tower,
         image_share=data.image_share,
+        shards=shards,
     )
 
 
@@ -292,12 +301,13 @@ def make_plan(
         recipe.parallel.strategy, world_size=machine.world_size, launched_with_fsdp=launched_with_fsdp
     )
     train = recipe.train
+    shards = machine.world_size if strategy == "fsdp" else 1
     states = state_bytes(
         shape.parameters,
         weight_dtype=precision.weights,
         optim=train.optim,
         method=recipe.method.type,
-        shards=machine.world_size if strategy == "fsdp" else 1,
+        shards=shards,
     )
     budget = make_budget(
         recipe,
@@ -307,6 +317,7 @@ def make_plan(
         itemsize=2 if precision.weights == "bfloat16" or precision.autocast == "fp16" else 4,
         data=data,
         workspace=WORKSPACE if machine.device == "cuda" else 0,
+        shards=shards,
     )
     length = row_length(rows, data)
     batching = choose_batching(recipe, machine.world_size, budget and functools.partial(_fits, budget, length, machine))

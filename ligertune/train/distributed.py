@@ -37,6 +37,7 @@ def start(plan: Plan) -> Accelerator:
         )
     elif plan.strategy == "ddp":
         os.environ.pop("ACCELERATE_USE_FSDP", None)
+    AcceleratorState._reset_state()  # a run before this one in the same process may have had another precision
     accelerator = Accelerator(
         cpu=on_cpu,
         mixed_precision=plan.precision.autocast,
