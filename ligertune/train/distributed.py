@@ -37,7 +37,8 @@ def start(plan: Plan) -> Accelerator:
         )
     elif plan.strategy == "ddp":
         os.environ.pop("ACCELERATE_USE_FSDP", None)
-    AcceleratorState._reset_state()  # a run before this one in the same process may have had another precision
+    # a run before this one in the same process may have had another precision, and ended the group of its processes
+    AcceleratorState._reset_state(reset_partial_state=not torch.distributed.is_initialized())
     accelerator = Accelerator(
         cpu=on_cpu,
         mixed_precision=plan.precision.autocast,
