@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ligertune.optimizer_states import optimizer_bytes, step_bytes
 
@@ -89,22 +89,4 @@ def state_bytes(
         trained=round(trained / shards),
         step=step_bytes(optim, states) // shards,
         saves_adapter=method in ("lora", "qlora"),
-    )
-
-
-def offloaded(
-    states: StateBytes, parameters: Iterable[tuple[ParameterKind, int]], *, weight_dtype: str, method: str, layers: int
-) -> StateBytes:
-    """What is left of `states` on a device where FSDP keeps them in host memory.
-
-    At most two layers are there whole, the one that computes and the next, with one layer's gradients; and the
-    embedding and the head.
-    """
-    inside = outside = gradients = 0.0
-    for kind, count in parameters:
-        n_bytes = count * kind.elements * (NF4_BYTES if kind.quantised(method) else kind.itemsize(weight_dtype))
-        inside, outside = (inside + n_bytes, outside) if kind.inside else (inside, outside + n_bytes)
-        gradients += n_bytes * kind.trains * kind.inside
-    return replace(
-        states, weights=round(2 * inside / layers + outside), gradients=round(gradients / layers), optimizer=0, step=0
     )

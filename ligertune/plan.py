@@ -16,7 +16,7 @@ from ligertune.errors import UserError
 from ligertune.machine import Machine
 from ligertune.memory import StateBytes
 from ligertune.plan_batching import Batching, choose_batching
-from ligertune.plan_states import on_device, states_of
+from ligertune.plan_states import states_of
 from ligertune.plan_strategy import (
     SHARING_WEIGHTS,
     Strategy,
@@ -210,7 +210,15 @@ def choose_precision(dtype: str, machine: Machine, *, method: str = "full") -> P
 
 
 def make_budget(
-    recipe: Recipe, shape: object, *, states: StateBytes, kept: Kept, itemsize: int, data: DataNumbers, workspace: int
+    recipe: Recipe,
+    shape: object,
+    *,
+    states: StateBytes,
+    kept: Kept,
+    itemsize: int,
+    data: DataNumbers,
+    workspace: int,
+    shards: int = 1,
 ) -> Budget | None:
     """All that decides the memory of a step; None for a model whose layers are not understood."""
     if shape.layer is None or shape.head is None:
@@ -228,6 +236,8 @@ def make_budget(
         in_backward=recipe.train.optim_in_backward,
         tower=shape.tower,
         image_share=data.image_share,
+        shards=shards,
+        offloaded=recipe.parallel.cpu_offload,
     )
 
 
@@ -345,7 +355,7 @@ def make_plan(
     )
     check_takes_parts(strategy, train.optim)
     states = states_of(recipe, shape, precision.weights, strategy=strategy, world_size=machine.world_size)
-    budget = budget_of(states=on_device(recipe, shape, precision.weights, states))
+    budget = budget_of(states=states, shards=machine.world_size if strategy in SHARING_WEIGHTS else 1)
     batching = choose_batching(recipe, machine.world_size, budget and functools.partial(_fits, budget, length, machine))
     check_context(recipe, data.longest, shape.context)
     return Plan(

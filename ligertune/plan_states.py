@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ligertune.memory import StateBytes, offloaded, state_bytes
+from ligertune.memory import StateBytes, state_bytes
 from ligertune.plan_strategy import SHARING_WEIGHTS, Strategy
 from ligertune.recipe import Recipe
 
@@ -20,17 +20,4 @@ def states_of(
         shards=world_size if strategy in SHARING_WEIGHTS or zero else 1,
         whole_weights=strategy not in SHARING_WEIGHTS,
         master_weights=zero and weight_dtype != "float32",
-    )
-
-
-def on_device(recipe: Recipe, shape: object, weight_dtype: str, states: StateBytes) -> StateBytes:
-    """What of `states` a device holds: all of it, unless the recipe keeps it in host memory."""
-    if not recipe.parallel.cpu_offload:
-        return states
-    return offloaded(
-        states,
-        shape.parameters,
-        weight_dtype=weight_dtype,
-        method=recipe.method.type,
-        layers=shape.num_hidden_layers,
     )

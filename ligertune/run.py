@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ligertune.curves import draw_curves
 from ligertune.machine import imagined_machine, this_machine
-from ligertune.medusa_run import finish_heads, preview_heads
+from ligertune.medusa_run import finish_heads, merge_adapter, of_base, preview_heads
 from ligertune.metrics import read_metrics
 from ligertune.plan import DataNumbers, KernelLine, Plan, Rows, choose_precision, make_plan
 from ligertune.preflight import check_output_dir, check_packages, check_paths, clear_run
@@ -225,12 +225,16 @@ def with_heads(plan: Plan, model: PreTrainedModel) -> MedusaModel:
 
 def save_with_heads(job: Job, accelerator: Accelerator, fitted: Fitted) -> tuple[str, dict | None]:
     """Write `output_dir/medusa`, beside `output_dir/model` where that was trained too; (the heads' folder, report)."""
+    from ligertune.medusa.head_form import adapted_model
     from ligertune.train.distributed import full_state_dict
 
     plan, model, report = job.plan, fitted.model, None
     weights = full_state_dict(accelerator, model)
+    if plan.recipe.method.type == "lora":
+        weights = merge_adapter(plan.recipe, job.config, accelerator, model, weights)
     if plan.recipe.medusa.stage == 2:
-        write_base_model(job, accelerator, accelerator.unwrap_model(model).base_model, of_base(weights))
+        base = adapted_model(accelerator.unwrap_model(model).base_model)
+        write_base_model(job, accelerator, base, of_base(weights))
     if accelerator.is_main_process:
         _, report = finish_heads(
             plan,
@@ -243,12 +247,6 @@ def save_with_heads(job: Job, accelerator: Accelerator, fitted: Fitted) -> tuple
         )
     accelerator.wait_for_everyone()
     return str(plan.output_dir / "medusa"), None if report is None else report.as_dict()
-
-
-def of_base(weights: dict | None) -> dict | None:
-    """The weights of the model in those of the model with heads."""
-    prefix = "base_model."
-    return weights and {name.removeprefix(prefix): t for name, t in weights.items() if name.startswith(prefix)}
 
 
 def save_model(job: Job, accelerator: Accelerator, fitted: Fitted) -> tuple[str, None]:
@@ -335,7 +333,7 @@ def preview_model(recipe: Recipe, config: PreTrainedConfig, device: str, attenti
     adapted = apply_method(model, recipe.method)
     shape = ModelShape.of(adapted)
     if recipe.task == "medusa":
-        shape, lines = preview_heads(recipe, model, lines)
+        shape, lines = preview_heads(recipe, adapted, lines)
     here = device if torch.cuda.is_available() else "cpu"  # a plan may be for a GPU that is not
     return shape, model.config._attn_implementation, backend(here), lines
 

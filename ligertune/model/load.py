@@ -217,6 +217,11 @@ def auto_class(config: PreTrainedConfig) -> type:
     return AutoModelForImageTextToText if sees(config) else AutoModelForCausalLM
 
 
+def model_class(config: PreTrainedConfig) -> type | None:
+    """The class that `auto_class` makes of a configuration; None where the model's own repository brings it."""
+    return auto_class(config)._model_mapping.get(type(config), None)
+
+
 def build_model(
     spec: ModelSpec,
     config: PreTrainedConfig,

@@ -230,8 +230,14 @@ RULES = (
     ),
     Rule(
         ("method.type", "task"),
-        lambda recipe: recipe.task == "medusa" and recipe.method.type != "full",
-        "{0} is {recipe.method.type}, and {1} is medusa, which says itself what trains. Leave {0} out.",
+        lambda recipe: recipe.task == "medusa" and recipe.method.type in ("qlora", "freeze"),
+        "{0} is {recipe.method.type}, and {1} is medusa, whose second stage trains the model by full or lora. "
+        "Write one of them.",
+    ),
+    Rule(
+        ("method.type", "medusa.stage"),
+        lambda recipe: recipe.task == "medusa" and recipe.method.type == "lora" and recipe.medusa.stage == 1,
+        "{0} is lora, and in stage 1 ({1}) the heads alone train. Leave {0} out, or write medusa.stage: 2.",
     ),
     *(
         Rule(

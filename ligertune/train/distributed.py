@@ -44,6 +44,8 @@ def start(plan: Plan) -> Accelerator:
         os.environ.pop("ACCELERATE_USE_FSDP", None)
     if not zero:
         os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
+    # a run before this one in the same process may have had another precision, and ended the group of its processes
+    AcceleratorState._reset_state(reset_partial_state=not torch.distributed.is_initialized())
     if zero and on_cpu:
         # accelerate offers DeepSpeed on accelerators only, unless the processes have met already
         PartialState(cpu=True, timeout=LONG)
