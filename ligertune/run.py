@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from ligertune.model.load import LoadedTokenizer
     from ligertune.model.patch import PatchReport
     from ligertune.train.loop import Fitted
+    from ligertune.train.stop import StopRequest
     from ligertune.vision.reader import ImageReader
 
 
@@ -105,6 +106,16 @@ def run(job: Job, show: Callable[[dict], None], *, change: Callable[[PreTrainedM
 
     `change` is what a comparison does to the model besides: another library's kernels, compiled layers.
     """
+    from ligertune.train.stop import StopRequest
+
+    with StopRequest(enabled=job.plan.recipe.checkpoint.save_on_signal) as stop:
+        return train_and_save(job, show, stop, change)
+
+
+def train_and_save(
+    job: Job, show: Callable[[dict], None], stop: StopRequest, change: Callable[[PreTrainedModel], None] | None
+) -> Report:
+    """What `run` does while signals are `stop`'s to answer."""
     from ligertune.model.attention import prefer_flash
     from ligertune.model.load import hide_loading_bars
     from ligertune.train.distributed import start
@@ -129,6 +140,7 @@ def run(job: Job, show: Callable[[dict], None], *, change: Callable[[PreTrainedM
             job.data,
             pad_token_id=job.tokenizer.pad_token_id,
             show=show,
+            stop=stop,
             images=job.images,
             answer=answers(job),
         )

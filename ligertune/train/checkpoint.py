@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import re
 import shutil
 from pathlib import Path
@@ -19,6 +18,7 @@ from safetensors import SafetensorError
 
 from ligertune.disk import writing
 from ligertune.errors import UserError
+from ligertune.folders import put_in_place, remove, remove_leftovers
 from ligertune.plan import Plan
 from ligertune.train.checksums import checksums, damage
 
@@ -33,16 +33,14 @@ def save_checkpoint(accelerator: Accelerator, plan: Plan, step: int) -> Path:
     final, aside = folder / f"step-{step}", folder / f".step-{step}.partial"
     try:
         if accelerator.is_main_process:
-            _remove(aside)  # left by a kill in the middle of a save
+            remove(aside)  # left by a kill in the middle of a save
             aside.mkdir(parents=True)
         accelerator.wait_for_everyone()
         accelerator.save_state(str(aside))
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
             _complete_with(aside, progress_of(plan, step))
-            _remove(final)
-            os.replace(aside, final)
-            _flush(folder)
+            put_in_place(aside, final)
             _drop_oldest(folder, keep=plan.recipe.checkpoint.save_total_limit)
     except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors have errors of their own for it
         raise _unwritten(plan, step, aside, error) from error
@@ -64,7 +62,6 @@ def _complete_with(aside: Path, progress: dict) -> None:
     """The last file, which makes a checkpoint complete."""
     progress["files"] = checksums(aside, but=PROGRESS)
     (aside / PROGRESS).write_text(json.dumps(progress, indent=1, default=str), encoding="utf-8")
-    _flush(aside)
 
 
 def _unwritten(plan: Plan, step: int, aside: Path, error: Exception) -> UserError:
@@ -131,6 +128,8 @@ def check_unfinished(plan: Plan) -> None:
     if plan.recipe.checkpoint.resume_from_checkpoint == "never" or not path.is_file():
         return
     report = json.loads(path.read_text(encoding="utf-8"))
+    if report["model_path"] is not None and not Path(report["model_path"]).is_dir():
+        return  # somebody removed it: the last steps are done again, and it is written again
     if report["status"] == "completed" and report["steps"] >= plan.schedule.total_steps:
         raise UserError(
             f"checkpoint.output_dir: the run in {plan.output_dir} is finished ({report['steps']} steps).",
@@ -190,8 +189,8 @@ def check_space(plan: Plan) -> None:
     folder = plan.output_dir / "checkpoints"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for left in (*folder.glob(".step-*.partial"), *plan.output_dir.glob(".model.partial")):
-            shutil.rmtree(left)  # by a kill in the middle of a save
+        for place in (folder, plan.output_dir):
+            remove_leftovers(place)
         probe = folder / ".rehearsal"
         probe.write_bytes(b"x")
         probe.unlink()
@@ -224,26 +223,4 @@ def _complete(folder: Path) -> list[Path]:
 
 def _drop_oldest(folder: Path, *, keep: int) -> None:
     for old in _complete(folder)[:-keep]:
-        _remove(old)
-
-
-def _remove(folder: Path) -> None:
-    """Remove a folder that may not be there. Renamed first: a kill must not leave half of it under its name."""
-    if not folder.exists():
-        return
-    doomed = folder.with_name(f".{folder.name.strip('.').removesuffix('.partial')}.old.partial")
-    shutil.rmtree(doomed, ignore_errors=True)
-    os.replace(folder, doomed)
-    shutil.rmtree(doomed)
-
-
-def _flush(folder: Path) -> None:
-    """Ask the system to put a folder's files and names on the disk before a rename relies on them."""
-    if os.name != "posix":
-        return
-    for path in [*(entry for entry in folder.rglob("*") if entry.is_file()), folder]:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        remove(old)

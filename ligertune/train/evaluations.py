@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +15,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from safetensors.torch import load_file, save_file
 
+from ligertune.folders import put_in_place, remove
 from ligertune.train.trained_weights import FILE, load_trained, save_trained
 
 if TYPE_CHECKING:
@@ -50,15 +49,14 @@ def keep_best(accelerator: Accelerator, model: nn.Module, output_dir: Path, *, s
     sharded = accelerator.distributed_type == DistributedType.FSDP
     weights = accelerator.get_state_dict(model) if sharded else None
     if accelerator.is_main_process:
-        shutil.rmtree(aside, ignore_errors=True)
+        remove(aside)
         aside.mkdir(parents=True)
         if weights is None:
             save_trained(accelerator.unwrap_model(model), aside / FILE)
         else:
             save_file({name: t.contiguous() for name, t in weights.items()}, aside / FILE)
         (aside / "best.json").write_text(json.dumps({"step": step, "eval_loss": loss}) + "\n", encoding="utf-8")
-        shutil.rmtree(folder, ignore_errors=True)
-        os.replace(aside, folder)
+        put_in_place(aside, folder)
     accelerator.wait_for_everyone()
 
 

@@ -71,13 +71,14 @@ def fit(
     *,
     pad_token_id: int,
     show: Callable[[dict], None],
+    stop: StopRequest,
     images: ImageReader | None = None,
     answer: Callable[[nn.Module], list[dict[str, str]]] | None = None,
 ) -> Fitted:
     """Train `model` as the plan says. `show` receives each logged line; on the main process only.
 
-    images: how the model sees, where it does. answer: gives the model's answers to the recipe's prompts, which are
-    shown and kept after each evaluation.
+    stop: holds signals from the first step on, for whoever writes the model, too. images: how the model sees, where it
+    does. answer: gives the model's answers to the recipe's prompts, which are shown and kept after each evaluation.
 
     The loss of a step is the sum over the trained tokens of the global batch divided by their number, however the batch
     is cut into micro batches and ranks.
@@ -111,7 +112,8 @@ def fit(
     model.train()
     _expect(plan, accelerator, order, batcher, step)
 
-    with StopRequest(enabled=plan.recipe.checkpoint.save_on_signal) as stop, profiled(plan, accelerator) as profile:
+    stop.hold()
+    with profiled(plan, accelerator) as profile:
 
         def hold_out() -> bool:
             """Evaluate, and do what follows from it; False where a signal came in between."""

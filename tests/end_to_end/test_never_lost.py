@@ -160,6 +160,7 @@ def test_a_loss_that_is_no_number_ends_the_run_with_its_batch_and_without_a_save
 def test_an_evaluation_stops_at_a_signal(quickstart, tmp_path):
     """None instead of a loss, and the run goes on to save."""
     with StopRequest() as stop:
+        stop.hold()
         signal.raise_signal(signal.SIGTERM)
         assert stop.received == "SIGTERM"
         job = plan_for(read(quickstart, tmp_path))
