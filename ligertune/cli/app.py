@@ -51,10 +51,12 @@ def root(version: bool = typer.Option(False, "--version", help="Print the versio
 
 
 def _leave_on_signals() -> None:
-    """SIGTERM and SIGUSR1 end a command as Ctrl-C does, with code 130; what trains holds them (train/stop)."""
+    """SIGTERM and SIGUSR1 end a command with code 130, as Ctrl-C does; what trains holds them."""
+    from ligertune.train.stop import leave_at_once
+
     for name in ("SIGTERM", "SIGUSR1"):
         if hasattr(signal, name):
-            signal.signal(getattr(signal, name), signal.default_int_handler)
+            signal.signal(getattr(signal, name), leave_at_once)
 
 
 def main() -> None:

@@ -7,14 +7,17 @@ SIGUSR1 is what Slurm is told to send before the time is up (`--signal=USR1@120`
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import signal
+import sys
 from types import FrameType
 
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, name))
 
 
 class StopRequest:
-    """A context in which these signals interrupt, and after `hold` only set `received`.
+    """A context in which these signals end the process, and after `hold` only set `received`.
 
     The handlers from before come back at its end. enabled: else it leaves them as they are all the time.
     """
@@ -39,5 +42,17 @@ class StopRequest:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if not self._holds or (self.received and number == signal.SIGINT):
-            raise KeyboardInterrupt
+            leave_at_once(number, frame)
         self.received = signal.Signals(number).name
+
+
+def leave_at_once(number: int, frame: FrameType | None) -> None:
+    """End the process with code 130 in the middle of anything; what it writes is complete or absent in any case.
+
+    Not by an exception: in the middle of an import one is taken for a missing module, and in a destructor it is lost.
+    """
+    for child in multiprocessing.active_children():
+        child.terminate()
+    shown = "\x1b[?25h\n" if sys.stderr.isatty() else ""  # a progress line hides the cursor
+    os.write(2, f"{shown}Stopped by {signal.Signals(number).name}.\n".encode())
+    os._exit(130)
