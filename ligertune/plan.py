@@ -202,6 +202,22 @@ def choose_strategy(strategy: str, *, world_size: int, launched_with_fsdp: bool)
     return strategy
 
 
+def check_in_backward(recipe: Recipe, strategy: Strategy, precision: Precision) -> None:
+    """A UserError where a gradient is not final when its parameter would be updated with it."""
+    if not recipe.train.optim_in_backward:
+        return
+    if strategy == "ddp":
+        raise UserError(
+            "train.optim_in_backward: under ddp each rank would step with its own gradients, before they are averaged.",
+            hint="Write parallel.strategy: fsdp, which also shards what the key is to save, or leave the key out.",
+        )
+    if precision.autocast == "fp16":
+        raise UserError(
+            "train.optim_in_backward: with model.dtype: float16 the gradients are scaled until the step.",
+            hint="Write model.dtype: bfloat16 or float32, or leave the key out.",
+        )
+
+
 def make_budget(
     recipe: Recipe, shape: object, *, states: StateBytes, kept: Kept, itemsize: int, data: DataNumbers, workspace: int
 ) -> Budget | None:
@@ -291,6 +307,7 @@ def make_plan(
     strategy = choose_strategy(
         recipe.parallel.strategy, world_size=machine.world_size, launched_with_fsdp=launched_with_fsdp
     )
+    check_in_backward(recipe, strategy, precision)
     train = recipe.train
     states = state_bytes(
         shape.parameters,

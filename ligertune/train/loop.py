@@ -24,6 +24,7 @@ from ligertune.train.distributed import any_rank, reduce_sum
 from ligertune.train.evaluate import evaluate
 from ligertune.train.evaluations import Evaluations, keep_best, take_best
 from ligertune.train.finite import LossWatch
+from ligertune.train.gradients import check_gradients, follow_parameters
 from ligertune.train.image_order import ByImageCount, check_sharded
 from ligertune.train.kernel_adamw import in_our_kernel
 from ligertune.train.meter import Counts, Meter
@@ -88,6 +89,7 @@ def fit(
     if plan.recipe.kernels.optimizer and plan.recipe.kernels.enabled is not False:
         optimizer = in_our_kernel(optimizer)
     model, optimizer = accelerator.prepare(model, optimizer)
+    follow_parameters(optimizer)
     resumed_from, notes = _resume(plan, accelerator)
     order = _data_order(plan, data.train, images)
     batcher = _batcher(plan, accelerator, data.train, pad_token_id, objective, images)
@@ -152,6 +154,7 @@ def fit(
                         )  # DDP and FSDP average over ranks; the loss is a part of a sum
                 loss_sum += loss.detach()
 
+            check_gradients(optimizer)
             if plan.optimizer.max_grad_norm > 0:
                 grad_norm = clip_gradients(accelerator, optimizer, model.parameters(), plan.optimizer.max_grad_norm)
             optimizer.step()

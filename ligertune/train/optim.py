@@ -13,7 +13,7 @@ from torch import nn
 from ligertune.optimizer_states import OPTIMIZERS
 from ligertune.plan import Optimizer
 from ligertune.train.adamw_bf16 import AdamWBf16
-from ligertune.train.combined import Combined, step_in_backward
+from ligertune.train.combined import Combined, SteppedInBackward
 from ligertune.train.lion import Lion
 
 Build = Callable[[list[dict], Optimizer], torch.optim.Optimizer]
@@ -77,7 +77,7 @@ def build_optimizer(model: nn.Module, plan: Optimizer) -> torch.optim.Optimizer:
     trained, heads = [p for _, p in named], {p for name, p in named if name.startswith("medusa_head.")}
     inside = inside_layers(model)
     if plan.in_backward:
-        return step_in_backward([_build(plan, inside, heads, [p]) for p in trained])
+        return SteppedInBackward([_build(plan, inside, heads, [p]) for p in trained])
     return _build(plan, inside, heads, trained)
 
 
