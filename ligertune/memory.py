@@ -64,9 +64,18 @@ class StateBytes:
 
 
 def state_bytes(
-    parameters: Iterable[tuple[ParameterKind, int]], *, weight_dtype: str, optim: str, method: str, shards: int = 1
+    parameters: Iterable[tuple[ParameterKind, int]],
+    *,
+    weight_dtype: str,
+    optim: str,
+    method: str,
+    shards: int = 1,
+    rank: int = 0,
 ) -> StateBytes:
-    """Of parameters and how many there are of each kind. `shards`: ranks that share them (FSDP)."""
+    """Of parameters and how many there are of each kind. `shards`: ranks that share them (FSDP).
+
+    rank: of the gradients, for an optimizer that projects them.
+    """
     weights = trained = 0.0
     states: Counter = Counter()
     for kind, count in parameters:
@@ -78,7 +87,7 @@ def state_bytes(
     return StateBytes(
         weights=round(weights / shards),
         gradients=round(trained / shards),
-        optimizer=optimizer_bytes(optim, states) // shards,
+        optimizer=optimizer_bytes(optim, states, rank=rank) // shards,
         trained=round(trained / shards),
         step=step_bytes(optim, states) // shards,
         saves_adapter=method in ("lora", "qlora"),

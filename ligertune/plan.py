@@ -14,6 +14,7 @@ from ligertune.budget import Budget, Peak
 from ligertune.errors import UserError
 from ligertune.machine import Machine
 from ligertune.memory import StateBytes, state_bytes
+from ligertune.optimizer_states import OPTIMIZERS
 from ligertune.plan_batching import Batching, choose_batching
 from ligertune.recipe import Recipe
 
@@ -59,6 +60,15 @@ class Schedule:
 
 
 @dataclass(frozen=True)
+class Galore:
+    """What galore_adamw projects gradients to, how often it chooses where to, and its own share of the rate."""
+
+    rank: int = 128
+    update_proj_gap: int = 200
+    scale: float = 0.25
+
+
+@dataclass(frozen=True)
 class Optimizer:
     """The optimizer's table row and numbers."""
 
@@ -69,6 +79,7 @@ class Optimizer:
     max_grad_norm: float
     heads_lr_multiplier: float = 1.0  # Medusa heads that train beside the model
     in_backward: bool = False
+    galore: Galore = Galore()
 
 
 @dataclass(frozen=True)
@@ -202,19 +213,23 @@ def choose_strategy(strategy: str, *, world_size: int, launched_with_fsdp: bool)
     return strategy
 
 
-def check_in_backward(recipe: Recipe, strategy: Strategy, precision: Precision) -> None:
-    """A UserError where a gradient is not final when its parameter would be updated with it."""
-    if not recipe.train.optim_in_backward:
-        return
-    if strategy == "ddp":
+def check_optimizer(recipe: Recipe, strategy: Strategy, precision: Precision) -> None:
+    """A UserError where the optimizer would get gradients that are not final, or parts of matrices."""
+    name, in_backward = recipe.train.optim, recipe.train.optim_in_backward
+    if in_backward and strategy == "ddp":
         raise UserError(
             "train.optim_in_backward: under ddp each rank would step with its own gradients, before they are averaged.",
             hint="Write parallel.strategy: fsdp, which also shards what the key is to save, or leave the key out.",
         )
-    if precision.autocast == "fp16":
+    if in_backward and precision.autocast == "fp16":
         raise UserError(
             "train.optim_in_backward: with model.dtype: float16 the gradients are scaled until the step.",
             hint="Write model.dtype: bfloat16 or float32, or leave the key out.",
+        )
+    if strategy == "fsdp" and OPTIMIZERS[name].whole_matrices:
+        raise UserError(
+            f"train.optim: {name} needs whole matrices, and under fsdp each rank has a part of each.",
+            hint="Write parallel.strategy: ddp, or another optimizer (train.optim: adamw_torch_8bit).",
         )
 
 
@@ -253,6 +268,21 @@ def make_schedule(recipe: Recipe, *, rows: int, global_batch_size: int) -> Sched
         learning_rate=train.learning_rate,
         type=train.lr_scheduler_type,
         min_lr_ratio=train.min_lr_ratio,
+    )
+
+
+def make_optimizer(recipe: Recipe) -> Optimizer:
+    """The optimizer's numbers; heads that train beside the model have a rate of their own."""
+    train, beside = recipe.train, recipe.task == "medusa" and recipe.medusa.stage == 2
+    return Optimizer(
+        name=train.optim,
+        weight_decay=train.weight_decay,
+        betas=(train.adam_beta1, train.adam_beta2),
+        eps=train.adam_epsilon,
+        max_grad_norm=train.max_grad_norm,
+        heads_lr_multiplier=recipe.medusa.lr_multiplier if beside else 1.0,
+        in_backward=train.optim_in_backward,
+        galore=Galore(**train.galore.model_dump()),
     )
 
 
@@ -307,7 +337,7 @@ def make_plan(
     strategy = choose_strategy(
         recipe.parallel.strategy, world_size=machine.world_size, launched_with_fsdp=launched_with_fsdp
     )
-    check_in_backward(recipe, strategy, precision)
+    check_optimizer(recipe, strategy, precision)
     train = recipe.train
     states = state_bytes(
         shape.parameters,
@@ -315,6 +345,7 @@ def make_plan(
         optim=train.optim,
         method=recipe.method.type,
         shards=machine.world_size if strategy == "fsdp" else 1,
+        rank=train.galore.rank,
     )
     budget = make_budget(
         recipe,
@@ -345,17 +376,7 @@ def make_plan(
         batching=batching,
         rows=rows,
         schedule=make_schedule(recipe, rows=rows.count, global_batch_size=batching.global_batch_size),
-        optimizer=Optimizer(
-            name=train.optim,
-            weight_decay=train.weight_decay,
-            betas=(train.adam_beta1, train.adam_beta2),
-            eps=train.adam_epsilon,
-            max_grad_norm=train.max_grad_norm,
-            heads_lr_multiplier=recipe.medusa.lr_multiplier
-            if recipe.task == "medusa" and recipe.medusa.stage == 2
-            else 1.0,
-            in_backward=train.optim_in_backward,
-        ),
+        optimizer=make_optimizer(recipe),
         data=data,
         save=Cadence(recipe.checkpoint.save_strategy, recipe.checkpoint.save_steps),
         evaluate=Cadence(recipe.eval.eval_strategy if data.eval_examples else "no", recipe.eval.eval_steps),

@@ -159,6 +159,14 @@ class DataSpec(Section):
     )
 
 
+class GaloreSpec(Section):
+    """GaLore's projection of the gradients; for optim: galore_adamw."""
+
+    rank: PositiveInt = Field(128, description="Rank that the gradient of each matrix in the layers is projected to.")
+    update_proj_gap: PositiveInt = Field(200, description="Steps after which the projections are chosen anew.")
+    scale: PositiveFloat = Field(0.25, description="Times learning_rate: the rate of those matrices.")
+
+
 class TrainSpec(Section):
     """Batches, steps and the optimizer."""
 
@@ -184,6 +192,7 @@ class TrainSpec(Section):
     optim_in_backward: Switch = Field(
         False, description="Update each parameter as soon as its gradient is there, and free that: no accumulation."
     )
+    galore: GaloreSpec = Field(GaloreSpec(), description="Numbers of optim: galore_adamw.")
     weight_decay: Share = Field(0.0, description="Decoupled weight decay; norms and biases are never decayed.")
     adam_beta1: ShareBelowOne = Field(0.9, description="AdamW: decay of the mean of the gradients.")
     adam_beta2: ShareBelowOne = Field(0.999, description="AdamW: decay of the mean of their squares.")

@@ -165,11 +165,11 @@ def saved_progress(folder: Path, plan: Plan) -> int:
             f"{folder} was trained by {method}; this recipe's method is {plan.recipe.method.type}.",
             hint=f"Set method.type: {method}.",
         )
-    optimizer = progress["plan"]["optimizer"]["name"]
-    if optimizer != plan.optimizer.name:
+    kept, keeps = (_states(o) for o in (progress["plan"]["optimizer"], dataclasses.asdict(plan.optimizer)))
+    if kept != keeps:
         raise UserError(
-            f"{folder} holds the states of {optimizer}; this recipe's optimizer is {plan.optimizer.name}.",
-            hint=f"Set train.optim: {optimizer}.",
+            f"{folder} holds the states of {kept}; this recipe's optimizer is {keeps}.",
+            hint="Set train.optim and its numbers as they were.",
         )
     if progress["step"] > plan.schedule.total_steps:
         raise UserError(
@@ -182,6 +182,12 @@ def saved_progress(folder: Path, plan: Plan) -> int:
 def _rows(rows: dict) -> str:
     """What decides which examples are in a step, in words."""
     return f"{rows['count']} {rows['kind']} rows of at most {rows['length']} tokens"
+
+
+def _states(optimizer: dict) -> str:
+    """What decides the shapes of an optimizer's states, in words."""
+    rank = f" at train.galore.rank: {optimizer['galore']['rank']}" if optimizer["name"] == "galore_adamw" else ""
+    return f"{optimizer['name']}{rank}"
 
 
 def check_space(plan: Plan) -> None:

@@ -14,6 +14,7 @@ from ligertune.optimizer_states import OPTIMIZERS
 from ligertune.plan import Optimizer
 from ligertune.train.adamw_bf16 import AdamWBf16
 from ligertune.train.combined import Combined, SteppedInBackward
+from ligertune.train.galore import GaLoreAdamW
 from ligertune.train.lion import Lion
 
 Build = Callable[[list[dict], Optimizer], torch.optim.Optimizer]
@@ -31,6 +32,11 @@ def _adafactor(groups: list[dict], plan: Optimizer) -> torch.optim.Optimizer:
 def _muon(groups: list[dict], plan: Optimizer) -> torch.optim.Optimizer:
     """With updates as large as AdamW's, so that one learning rate serves both (Liu et al. 2025, section 2.2)."""
     return torch.optim.Muon(groups, lr=0.0, adjust_lr_fn="match_rms_adamw")
+
+
+def _galore(groups: list[dict], plan: Optimizer) -> torch.optim.Optimizer:
+    own = {"rank": plan.galore.rank, "update_proj_gap": plan.galore.update_proj_gap, "scale": plan.galore.scale}
+    return GaLoreAdamW(groups, betas=plan.betas, eps=plan.eps, **own)
 
 
 def _bitsandbytes(name: str) -> Build:
@@ -62,6 +68,7 @@ BUILDERS: dict[str, Build] = {
     "adamw_torch_fp8": _torchao("AdamWFp8"),
     "adafactor": _adafactor,
     "muon": _muon,
+    "galore_adamw": _galore,
     "lion": lambda groups, plan: Lion(groups, betas=plan.betas),
     "sgd": lambda groups, plan: torch.optim.SGD(groups, lr=0.0),
 }

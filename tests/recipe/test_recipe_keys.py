@@ -39,6 +39,7 @@ DEFAULTS = {
               "weight_decay": 0.0, "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8, "max_grad_norm": 1.0,
               "group_by_length": True,
               "full_determinism": True, "gradient_checkpointing": False, "seed": 42},
+    "train.galore": {"rank": 128, "update_proj_gap": 200, "scale": 0.25},
     "eval": {"eval_strategy": "no", "eval_steps": 200, "per_device_eval_batch_size": 4,
              "early_stopping_patience": None, "sample_prompts": []},
     "checkpoint": {"save_strategy": "steps", "save_steps": 200, "save_total_limit": 2,
