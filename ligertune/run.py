@@ -163,6 +163,7 @@ def trained_model(
     import torch
 
     from ligertune.model.attention import checkpoint_layers
+    from ligertune.model.compiled import compile_layers
     from ligertune.model.documents import guard
     from ligertune.model.load import build_model
     from ligertune.model.lora import apply_method
@@ -180,14 +181,16 @@ def trained_model(
     )
     apply_kernels(plan.recipe, model)
     prepare_vision(model, plan.recipe.vision)
+    if plan.recipe.train.torch_compile:
+        compile_layers(model)
     if change is not None:
         change(model)
     if plan.rows.packed:
         guard(model)
         with accelerator.autocast():
             check_isolation(model, multiple_of=plan.rows.multiple_of)
-    if plan.recipe.train.gradient_checkpointing:
-        checkpoint_layers(model, offload=plan.recipe.train.gradient_checkpointing == "offload")
+    if kept := plan.recipe.train.gradient_checkpointing:
+        checkpoint_layers(model, offload=kept == "offload", compiled=plan.recipe.train.torch_compile)
     model = apply_method(model, plan.recipe.method, seed=plan.recipe.train.seed)
     return with_heads(plan, model) if plan.recipe.task == "medusa" else model
 
@@ -275,14 +278,7 @@ def write_base_model(job: Job, accelerator: Accelerator, model: Module, weights:
     if wanted.prompt_template not in ("auto", "chat", "alpaca"):  # a file: what serves the model must use it too
         tokenizer.chat_template = Path(wanted.prompt_template).read_text(encoding="utf-8")
     if accelerator.is_main_process:
-        write_model(
-            model,
-            tokenizer,
-            folder,
-            state_dict=weights,
-            **prompt_of(job),
-            images=job.images,
-        )
+        write_model(model, tokenizer, folder, state_dict=weights, **prompt_of(job), images=job.images)
     accelerator.wait_for_everyone()
     return str(folder)
 

@@ -173,6 +173,11 @@ RULES = (
         "{0} is qlora, which quantises pretrained weights, and {1} is random. Write method.type: lora.",
     ),
     Rule(
+        ("train.torch_compile", "train.gradient_checkpointing"),
+        lambda recipe: recipe.train.torch_compile and recipe.train.gradient_checkpointing == "offload",
+        "{0} makes graphs of the layers, which keep nothing in host memory, as {1}: offload asks. Leave one out.",
+    ),
+    Rule(
         ("train.optim_in_backward", "train.gradient_accumulation_steps", "train.global_batch_size"),
         lambda recipe: recipe.train.optim_in_backward and _accumulates(recipe),
         "{0} steps with each backward, so nothing can be accumulated. Write train.gradient_accumulation_steps: 1.",

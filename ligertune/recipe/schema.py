@@ -203,6 +203,7 @@ class TrainSpec(Section):
     gradient_checkpointing: SwitchOrOffload = Field(
         False, description="Recompute activations in the backward; offload also keeps layer inputs in host memory."
     )
+    torch_compile: Switch = Field(False, description="Compile each layer with torch: some minutes, then faster steps.")
     seed: Annotated[int, Field(ge=0, lt=2**32)] = Field(42, description="Seed of weights, order and split.")
 
     @model_validator(mode="before")

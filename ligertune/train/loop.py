@@ -109,7 +109,7 @@ def fit(
     log = _logger(accelerator, metrics, show)
     for note in notes:
         log({"step": resumed_from, "note": note})
-    missed, stopping = False, False
+    missed, stopping, steady = False, False, plan.recipe.train.full_determinism
     hopeless = evaluations.hopeless(patience)
     model.train()
     _expect(plan, accelerator, order, batcher, step)
@@ -147,8 +147,9 @@ def fit(
             for i, rows in enumerate(batches):
                 batch = batcher(rows)
                 with _gradient_sync(plan, accelerator, model, last=i == len(batches) - 1):
-                    loss = model(**batch, **targets, use_cache=False).loss
-                    with same_bits(plan.recipe.train.full_determinism, plan.attn_implementation):
+                    with same_bits(steady and plan.recipe.train.torch_compile, plan.attn_implementation):
+                        loss = model(**batch, **targets, use_cache=False).loss
+                    with same_bits(steady, plan.attn_implementation):
                         accelerator.backward(
                             loss * world
                         )  # DDP and FSDP average over ranks; the loss is a part of a sum
