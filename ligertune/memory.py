@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ligertune.optimizer_states import optimizer_bytes, step_bytes
+from ligertune.optimizer_states import OPTIMIZERS, optimizer_bytes, step_bytes
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 # NF4 in blocks of 64 with an 8-bit scale each, and for every 256 of those one of 4 bytes (Dettmers et al. 2023)
@@ -47,6 +47,7 @@ class StateBytes:
     trained: int
     step: int = 0  # made and given back by the optimizer's step
     saves_adapter: bool = False
+    in_host_memory: int = 0  # states of the optimizer that the device does not hold
 
     @property
     def total(self) -> int:
@@ -60,7 +61,7 @@ class StateBytes:
     @property
     def checkpoint(self) -> int:
         """What a checkpoint takes: an adapter's has no frozen weights."""
-        return self.model + self.optimizer
+        return self.model + self.optimizer + self.in_host_memory
 
 
 def state_bytes(
@@ -71,10 +72,11 @@ def state_bytes(
     method: str,
     shards: int = 1,
     rank: int = 0,
+    offload: bool = False,
 ) -> StateBytes:
     """Of parameters and how many there are of each kind. `shards`: ranks that share them (FSDP).
 
-    rank: of the gradients, for an optimizer that projects them.
+    rank: of the gradients, for an optimizer that projects them. offload: it works in host memory.
     """
     weights = trained = 0.0
     states: Counter = Counter()
@@ -84,11 +86,14 @@ def state_bytes(
         if kind.trains:
             trained += count * kind.elements * size
             states[(kind.shape, kind.itemsize(weight_dtype), kind.inside)] += count
+    kept = optimizer_bytes(optim, states, rank=rank) // shards
+    hosted = kept if offload or OPTIMIZERS[optim].on_host else 0
     return StateBytes(
         weights=round(weights / shards),
         gradients=round(trained / shards),
-        optimizer=optimizer_bytes(optim, states, rank=rank) // shards,
+        optimizer=kept - hosted,
         trained=round(trained / shards),
-        step=step_bytes(optim, states) // shards,
+        step=0 if offload else step_bytes(optim, states) // shards,
         saves_adapter=method in ("lora", "qlora"),
+        in_host_memory=hosted,
     )

@@ -17,7 +17,7 @@ SMALL = 4096  # elements: quantising optimizers keep the states of smaller param
 
 @dataclass(frozen=True)
 class OptimizerStates:
-    """`bytes_of(shape, itemsize, rank)`: device bytes that are kept of a parameter of this shape and element size.
+    """`bytes_of(shape, itemsize, rank)`: bytes that are kept of a parameter of this shape and element size.
 
     rank: of the gradients, for an optimizer that projects them. whole_matrices: it cannot work on shards.
 
@@ -92,13 +92,12 @@ def step_bytes(name: str, parameters: dict[tuple[Shape, int, bool], int]) -> int
 
 
 def optimizer_bytes(name: str, parameters: dict[tuple[Shape, int, bool], int], *, rank: int) -> int:
-    """Device bytes of an optimizer's states. parameters: (shape, itemsize, inside a layer) -> how many of them.
+    """Bytes of an optimizer's states, wherever they are.
 
+    parameters: (shape, itemsize, inside a layer) -> how many of them.
     rank: of the gradients, for an optimizer that projects them.
     """
     row, others = OPTIMIZERS[name], OPTIMIZERS["adamw_torch_fused"]
-    if row.on_host:
-        return 0
     total = 0.0
     for (shape, itemsize, inside), count in parameters.items():
         suits = not row.matrices_only or (inside and len(shape) == 2)

@@ -79,6 +79,7 @@ class Optimizer:
     max_grad_norm: float
     heads_lr_multiplier: float = 1.0  # Medusa heads that train beside the model
     in_backward: bool = False
+    offload: bool = False
     galore: Galore = Galore()
 
 
@@ -231,6 +232,11 @@ def check_optimizer(recipe: Recipe, strategy: Strategy, precision: Precision) ->
             f"train.optim: {name} needs whole matrices, and under fsdp each rank has a part of each.",
             hint="Write parallel.strategy: ddp, or another optimizer (train.optim: adamw_torch_8bit).",
         )
+    if strategy == "fsdp" and recipe.train.optim_offload:
+        raise UserError(
+            "train.optim_offload: under fsdp each rank's share of the states is small already.",
+            hint="Leave the key out, or write parallel.strategy: ddp.",
+        )
 
 
 def make_budget(
@@ -282,6 +288,7 @@ def make_optimizer(recipe: Recipe) -> Optimizer:
         max_grad_norm=train.max_grad_norm,
         heads_lr_multiplier=recipe.medusa.lr_multiplier if beside else 1.0,
         in_backward=train.optim_in_backward,
+        offload=train.optim_offload,
         galore=Galore(**train.galore.model_dump()),
     )
 
@@ -346,6 +353,7 @@ def make_plan(
         method=recipe.method.type,
         shards=machine.world_size if strategy == "fsdp" else 1,
         rank=train.galore.rank,
+        offload=train.optim_offload,
     )
     budget = make_budget(
         recipe,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from ligertune.optimizer_states import OPTIMIZERS
 from ligertune.recipe.document import Document
 from ligertune.recipe.keys import KeyPath, split
 from ligertune.recipe.schema import EITHER_OR, Recipe, TrainSpec
@@ -171,6 +172,19 @@ RULES = (
         ("method.type", "model.init"),
         lambda recipe: recipe.method.type == "qlora" and recipe.model.init == "random",
         "{0} is qlora, which quantises pretrained weights, and {1} is random. Write method.type: lora.",
+    ),
+    Rule(
+        ("train.optim_offload", "train.optim"),
+        lambda recipe: recipe.train.optim_offload and OPTIMIZERS[recipe.train.optim].needs is not None,
+        "{0} steps on the processor, and {1} is {recipe.train.optim}, which steps on a GPU. Leave one of them out.",
+    ),
+    *(
+        Rule(
+            ("train.optim_offload", key),
+            lambda recipe, key=key: recipe.train.optim_offload and bool(_at(recipe, key)),
+            "{0} steps on the processor, and {1} is true, which says how to step on the GPU. Leave one of them out.",
+        )
+        for key in ("train.optim_in_backward", "kernels.optimizer")
     ),
     Rule(
         ("train.torch_compile", "train.gradient_checkpointing"),

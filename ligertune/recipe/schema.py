@@ -192,6 +192,10 @@ class TrainSpec(Section):
     optim_in_backward: Switch = Field(
         False, description="Update each parameter as soon as its gradient is there, and free that: no accumulation."
     )
+    optim_offload: Switch = Field(
+        False,
+        description="Keep the optimizer's states in host memory and step on the processor: slow, and no GPU bytes.",
+    )
     galore: GaloreSpec = Field(GaloreSpec(), description="Numbers of optim: galore_adamw.")
     weight_decay: Share = Field(0.0, description="Decoupled weight decay; norms and biases are never decayed.")
     adam_beta1: ShareBelowOne = Field(0.9, description="AdamW: decay of the mean of the gradients.")

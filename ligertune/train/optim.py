@@ -16,6 +16,7 @@ from ligertune.train.adamw_bf16 import AdamWBf16
 from ligertune.train.combined import Combined, SteppedInBackward
 from ligertune.train.galore import GaLoreAdamW
 from ligertune.train.lion import Lion
+from ligertune.train.offload import OffloadedOptimizer, twin_of
 
 Build = Callable[[list[dict], Optimizer], torch.optim.Optimizer]
 
@@ -85,7 +86,20 @@ def build_optimizer(model: nn.Module, plan: Optimizer) -> torch.optim.Optimizer:
     inside = inside_layers(model)
     if plan.in_backward:
         return SteppedInBackward([_build(plan, inside, heads, [p]) for p in trained])
+    if plan.offload:
+        return _offloaded(plan, inside, heads, trained)
     return _build(plan, inside, heads, trained)
+
+
+def _offloaded(
+    plan: Optimizer, inside: set[nn.Parameter], heads: set[nn.Parameter], trained: list[nn.Parameter]
+) -> OffloadedOptimizer:
+    parts = []
+    for parameter in trained:
+        twin = twin_of(parameter)
+        of_twin = ({twin} if parameter in known else set() for known in (inside, heads))
+        parts.append(_build(plan, *of_twin, [twin]))
+    return OffloadedOptimizer(trained, parts)
 
 
 def _build(

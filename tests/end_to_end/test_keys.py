@@ -278,6 +278,7 @@ ELSEWHERE = {
     "method.use_rslora": "test_methods",
     "method.trainable": "test_methods",
     "train.optim_in_backward": "test_optimizers",
+    "train.optim_offload": "test_optimizer_offload",
     "train.galore.rank": "test_optimizers",
     "train.galore.update_proj_gap": "test_optimizers",
     "train.galore.scale": "test_optimizers",

@@ -35,7 +35,7 @@ DEFAULTS = {
     "train": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "global_batch_size": None,
               "num_train_epochs": 1.0, "max_steps": None, "learning_rate": 2e-5, "lr_scheduler_type": "cosine",
               "warmup_ratio": 0.03, "warmup_steps": None, "min_lr_ratio": 0.1, "optim": "adamw_torch_fused",
-              "optim_in_backward": False,
+              "optim_in_backward": False, "optim_offload": False,
               "weight_decay": 0.0, "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8, "max_grad_norm": 1.0,
               "group_by_length": True,
               "full_determinism": True, "gradient_checkpointing": False, "torch_compile": False,
