@@ -214,8 +214,8 @@ def choose_strategy(strategy: str, *, world_size: int, launched_with_fsdp: bool)
     return strategy
 
 
-def check_optimizer(recipe: Recipe, strategy: Strategy, precision: Precision) -> None:
-    """A UserError where the optimizer would get gradients that are not final, or parts of matrices."""
+def check_strategy(recipe: Recipe, strategy: Strategy, precision: Precision) -> None:
+    """A UserError where the optimizer would get gradients that are not final, or shards of what it needs whole."""
     name, in_backward = recipe.train.optim, recipe.train.optim_in_backward
     if in_backward and strategy == "ddp":
         raise UserError(
@@ -231,6 +231,11 @@ def check_optimizer(recipe: Recipe, strategy: Strategy, precision: Precision) ->
         raise UserError(
             f"train.optim: {name} needs whole matrices, and under fsdp each rank has a part of each.",
             hint="Write parallel.strategy: ddp, or another optimizer (train.optim: adamw_torch_8bit).",
+        )
+    if strategy == "fsdp" and recipe.checkpoint.async_save:
+        raise UserError(
+            "checkpoint.async_save: under fsdp all ranks write their shards of a checkpoint together, and wait for it.",
+            hint="Leave the key out, or write parallel.strategy: ddp.",
         )
     if strategy == "fsdp" and recipe.train.optim_offload:
         raise UserError(
@@ -344,7 +349,7 @@ def make_plan(
     strategy = choose_strategy(
         recipe.parallel.strategy, world_size=machine.world_size, launched_with_fsdp=launched_with_fsdp
     )
-    check_optimizer(recipe, strategy, precision)
+    check_strategy(recipe, strategy, precision)
     train = recipe.train
     states = state_bytes(
         shape.parameters,

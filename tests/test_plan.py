@@ -8,7 +8,7 @@ import pytest
 
 from ligertune.errors import UserError
 from ligertune.machine import Machine, peak_of
-from ligertune.plan import Cadence, Precision, check_optimizer, choose_precision, choose_strategy
+from ligertune.plan import Cadence, Precision, check_strategy, choose_precision, choose_strategy
 from ligertune.recipe import load_recipe
 
 GPU = Machine("nvidia", "cuda", "NVIDIA H100 80GB HBM3", "sm90", 1, 80 << 30, True, 989e12, 3.35e12, 1, "2.11")
@@ -75,14 +75,16 @@ def test_an_unknown_device_has_no_peak():
     [
         ("train.optim_in_backward=true", "ddp", "no", "before they are averaged"),
         ("train.optim_in_backward=true", "single", "fp16", "scaled until the step"),
+        ("train.optim_offload=true", "fsdp", "no", "small already"),
+        ("checkpoint.async_save=true", "fsdp", "no", "write their shards"),
         ("train.optim=galore_adamw", "fsdp", "no", "needs whole matrices"),
     ],
 )
-def test_an_optimizer_that_would_train_wrongly_is_refused(key, strategy, autocast, says, quickstart):
+def test_what_a_strategy_or_a_precision_would_get_wrong_is_refused(key, strategy, autocast, says, quickstart):
     """Each is accepted where it is right: in one process, with gradients that are not scaled."""
     overrides = [key, "train.max_grad_norm=0", "train.gradient_accumulation_steps=1"]
     recipe = load_recipe(quickstart / "stories260k.yaml", overrides=overrides)
-    check_optimizer(recipe, "single", Precision(weights="float32", autocast="no"))
+    check_strategy(recipe, "single", Precision(weights="float32", autocast="no"))
     with pytest.raises(UserError, match=says) as caught:
-        check_optimizer(recipe, strategy, Precision(weights="float32", autocast=autocast))
-    assert "Write" in caught.value.hint
+        check_strategy(recipe, strategy, Precision(weights="float32", autocast=autocast))
+    assert caught.value.hint.endswith(".")

@@ -238,6 +238,9 @@ class CheckpointSpec(Section):
     save_strategy: When = Field("steps", description="Save never, every save_steps, or after each epoch.")
     save_steps: PositiveInt = Field(200, description="Steps between checkpoints, with save_strategy: steps.")
     save_total_limit: PositiveInt = Field(2, description="Checkpoints that are kept; the oldest go first.")
+    async_save: Switch = Field(
+        False, description="Write checkpoints while training goes on, from a copy of the state in host memory."
+    )
     save_model: Switch = Field(True, description="Write the trained model to output_dir/model when the run is done.")
     resume_from_checkpoint: Resume = Field(
         "never", description="never, auto (the newest complete checkpoint of output_dir), or a checkpoint's folder."

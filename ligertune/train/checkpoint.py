@@ -7,10 +7,12 @@ and so is the learning rate. A checkpoint that is not what was written is not re
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 from accelerate import Accelerator
@@ -29,23 +31,45 @@ PROGRESS = "progress.json"
 @writing("A checkpoint")
 def save_checkpoint(accelerator: Accelerator, plan: Plan, step: int) -> Path:
     """Write `step-N` and drop the oldest beyond `save_total_limit`. Called by all ranks."""
-    folder = plan.output_dir / "checkpoints"
-    final, aside = folder / f"step-{step}", folder / f".step-{step}.partial"
-    try:
-        if accelerator.is_main_process:
-            remove(aside)  # left by a kill in the middle of a save
-            aside.mkdir(parents=True)
-        accelerator.wait_for_everyone()
+    aside = begin(accelerator, plan, step)
+    with unwritten(plan, step, aside):
         accelerator.save_state(str(aside))
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
-            _complete_with(aside, progress_of(plan, step))
-            put_in_place(aside, final)
-            _drop_oldest(folder, keep=plan.recipe.checkpoint.save_total_limit)
+            complete(plan, step, aside)
+    accelerator.wait_for_everyone()
+    return _final(aside, step)
+
+
+def begin(accelerator: Accelerator, plan: Plan, step: int) -> Path:
+    """An empty folder aside, into which all ranks may write."""
+    aside = plan.output_dir / "checkpoints" / f".step-{step}.partial"
+    with unwritten(plan, step, aside):
+        if accelerator.is_main_process:
+            remove(aside)  # left by a kill in the middle of a save
+            aside.mkdir(parents=True)
+    accelerator.wait_for_everyone()
+    return aside
+
+
+def complete(plan: Plan, step: int, aside: Path) -> None:
+    """Give a folder with all states its last file and its name, and drop the oldest. On the main process."""
+    _complete_with(aside, progress_of(plan, step))
+    put_in_place(aside, _final(aside, step))
+    _drop_oldest(aside.parent, keep=plan.recipe.checkpoint.save_total_limit)
+
+
+def _final(aside: Path, step: int) -> Path:
+    return aside.with_name(f"step-{step}")
+
+
+@contextlib.contextmanager
+def unwritten(plan: Plan, step: int, aside: Path) -> Iterator[None]:
+    """Turns what the disk refuses into a UserError."""
+    try:
+        yield
     except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors have errors of their own for it
         raise _unwritten(plan, step, aside, error) from error
-    accelerator.wait_for_everyone()
-    return final
 
 
 def progress_of(plan: Plan, step: int) -> dict:

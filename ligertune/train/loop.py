@@ -31,6 +31,7 @@ from ligertune.train.meter import Counts, Meter
 from ligertune.train.objectives import Objective, objective_of
 from ligertune.train.optim import build_optimizer, set_learning_rate
 from ligertune.train.order import DataOrder
+from ligertune.train.saver import Saver
 from ligertune.train.schedule import learning_rate
 from ligertune.train.stop import StopRequest
 from ligertune.train.stream_order import StreamOrder
@@ -91,6 +92,7 @@ def fit(
     model, optimizer = accelerator.prepare(model, optimizer)
     follow_parameters(optimizer)
     resumed_from, notes = _resume(plan, accelerator)
+    saver = Saver(accelerator, plan, model, optimizer)
     order = _data_order(plan, data.train, images)
     batcher = _batcher(plan, accelerator, data.train, pad_token_id, objective, images)
     evaluated = _batcher(plan, accelerator, data.eval, pad_token_id, objective, images) if data.eval else None
@@ -161,6 +163,7 @@ def fit(
             optimizer.step()
             optimizer.zero_grad()
             step += 1
+            saver.look()
             meter.add(work)
             watch.add(step, loss_sum, batches)
             profile()
@@ -178,8 +181,9 @@ def fit(
                 if any_rank(accelerator, not watch.is_finite(_judged(plan, grad_norm))):
                     raise watch.complaint()
                 with meter.paused():
-                    checkpoint.save_checkpoint(accelerator, plan, step)
+                    saver.save(step)
                 last_saved = step
+        saver.finish()
         stopped_by = None
         if stopping and (missed or step < plan.schedule.total_steps):
             stopped_by = stop.received or "a signal on another rank"

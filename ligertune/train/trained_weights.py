@@ -21,7 +21,7 @@ FILE = "trained.safetensors"
 def save_only_what_trains(accelerator: Accelerator, model: nn.Module) -> None:
     """Where some weights are frozen, let accelerate's states hold the others only. FSDP saves its shards itself."""
     sharded = accelerator.distributed_type == DistributedType.FSDP
-    if sharded or all(p.requires_grad for p in model.parameters()):
+    if sharded or all_train(model):
         return
 
     def save(models: list[nn.Module], weights: list[dict], folder: str) -> None:
@@ -34,6 +34,11 @@ def save_only_what_trains(accelerator: Accelerator, model: nn.Module) -> None:
 
     accelerator.register_save_state_pre_hook(save)
     accelerator.register_load_state_pre_hook(load)
+
+
+def all_train(model: nn.Module) -> bool:
+    """Whether no weight is frozen."""
+    return all(p.requires_grad for p in model.parameters())
 
 
 def trained(model: nn.Module) -> dict[str, Tensor]:

@@ -43,7 +43,7 @@ DEFAULTS = {
     "train.galore": {"rank": 128, "update_proj_gap": 200, "scale": 0.25},
     "eval": {"eval_strategy": "no", "eval_steps": 200, "per_device_eval_batch_size": 4,
              "early_stopping_patience": None, "sample_prompts": []},
-    "checkpoint": {"save_strategy": "steps", "save_steps": 200, "save_total_limit": 2,
+    "checkpoint": {"save_strategy": "steps", "save_steps": 200, "save_total_limit": 2, "async_save": False,
                    "save_model": True, "resume_from_checkpoint": "never", "load_best_model_at_end": False,
                    "overwrite": False, "save_on_signal": True},
     "logging": {"logging_steps": 10, "report_to": ["jsonl"], "run_name": None},
