@@ -62,12 +62,8 @@ class Saver:
 
     def _weights(self) -> State:
         """On the host; tied ones are still tied."""
-        whole = all_train(self._model)
-        found = (
-            self._accelerator.get_state_dict(self._model, unwrap=False)
-            if whole
-            else trained(self._accelerator.unwrap_model(self._model))
-        )
+        model = self._accelerator.unwrap_model(self._model)
+        found = model.state_dict() if all_train(model) else trained(model)
         copies: dict[tuple, Tensor] = {}
         for name, tensor in found.items():
             place = (tensor.data_ptr(), tensor.shape, tensor.stride())
