@@ -15,6 +15,7 @@ from ligertune.model.shape import ModelShape
 from ligertune.optimizer_states import OPTIMIZERS
 from ligertune.plan import Galore, Optimizer
 from ligertune.train.adamw_bf16 import rounded_by_chance
+from ligertune.train.galore import strongest_directions
 from ligertune.train.optim import BUILDERS, build_optimizer, set_learning_rate
 
 # sgd moves by the gradient itself, lion by its sign, adafactor by a share of each weight
@@ -162,6 +163,18 @@ def test_galore_is_the_paper_s(tall):
         optimizer.step()
     expected = galore_by_the_paper(start, grads, how, 0.1).float()
     torch.testing.assert_close(weight.T if tall else weight, expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(("decay", "share"), [(1.0, 0.99), (0.5, 0.97), (0.1, 0.9)], ids=["fast", "slow", "hardly"])
+def test_the_directions_of_galore_hold_almost_what_the_strongest_do(decay, share):
+    """Singular values fall as i**-decay."""
+    chance = torch.Generator().manual_seed(0)
+    left, right = (torch.linalg.qr(torch.randn(n, 96, generator=chance)).Q for n in (96, 160))
+    values = torch.arange(1, 97).float() ** -decay
+    found = strongest_directions(left @ torch.diag(values) @ right.T, 16, seed=3)
+    torch.testing.assert_close(found.T @ found, torch.eye(16), rtol=0, atol=1e-5)
+    held = (found.T @ left @ torch.diag(values)).square().sum() / values[:16].square().sum()
+    assert share < held < 1 + 1e-5
 
 
 @pytest.mark.parametrize("change", [{"rank": 16}, {"update_proj_gap": 2}, {"scale": 1.0}], ids=str)
