@@ -1,15 +1,19 @@
 """Bytes that a step needs beside what is always there, by formula: no model is loaded and nothing is run.
 
-A step's memory has four high points, and the highest is the peak:
+A step's memory has five high points, and the highest is the peak:
 
-    loss       all activations, the head's chunks of logits, and the gradients it computes while it has them
-    backward   all activations, and one layer on its way back
-    gradients  the last layer done: every gradient is there, and the embedding's is being made
-    step       every gradient, and the optimizer's temporaries
+    loss         all activations, the head's chunks of logits, and the gradients it computes while it has them
+    backward     all activations, and one layer on its way back
+    first layer  the layer that is last on the way back: every gradient but its own and the embedding's is there
+    gradients    that layer done: every gradient is there, and the embedding's is being made
+    step         every gradient, and the optimizer's temporaries
 
 Without checkpointing a layer keeps, for each token, its norms' inputs, the inputs of those products whose weight or
 adapter trains, queries, keys, values, attention's output, gate and up. With it, only what goes into the layer, and one
 layer is whole at a time. This is what our kernels keep; the plain model keeps more, which is counted too.
+
+Under FSDP2 the embedding and the head are whole from the forward to the end of the backward, and two layers at a time:
+the one that computes and the next. A layer's gradient is whole before it is shared out, and so are those of the ends.
 """
 
 from __future__ import annotations
@@ -162,8 +166,11 @@ def moments(
     workspace: int = 0,
     free: int | None = None,
     tower: int = 0,
+    unit: int = 0,
+    shards: int = 1,
 ) -> tuple[Moment, ...]:
-    """The four high points of a step. Bytes: gradients, of all; free, what the loss may count on; tower, kept there."""
+    """The five high points of a step. Bytes: gradients, of all; free, what the loss may count on; tower, kept there;
+    unit, one layer's weights where FSDP2 gathers them for a rank that keeps 1 / shards."""
     whole = layer_bytes(layer, kept, itemsize, batch.row_length) * batch.tokens
     if kept.checkpointing:
         inputs = 0 if kept.checkpointing == "offload" else layers
@@ -176,10 +183,26 @@ def moments(
     most, left = loss_bytes(head, kept, batch, itemsize, free)
     before = gradients if batch.accumulates else 0
     back = backward_bytes(layer, itemsize) * batch.tokens
-    embedding = head.elements * itemsize if head.embedding_trains and (head.tied or batch.accumulates) else 0
+    of_ends = head.elements * itemsize
+    embedding = of_ends if head.embedding_trains and (head.tied or batch.accumulates) else 0
+    whole_ends = of_ends * (1 if head.tied else 2) if unit else 0
+    gathered = whole_ends + 2 * unit
+    if batch.accumulates:
+        there, again = gradients, of_ends * (head.tied and head.embedding_trains)
+    else:
+        kept_end = of_ends // shards
+        of_layers = max(0, gradients - kept_end * trained_ends(head))
+        there = max(0, gradients - of_layers // layers - kept_end * (head.embedding_trains and not head.tied))
+        again = 0
     return (
-        Moment("loss", held + ends, before, most, workspace),
-        Moment("backward", held + ends + recomputed, before, left, workspace + back),
-        Moment("gradients", ends, gradients, embedding, workspace + back),
+        Moment("loss", held + ends, before, most, workspace + gathered),
+        Moment("backward", held + ends + recomputed, before, left, workspace + back + gathered + unit),
+        Moment("first layer", whole + tower, there, again, workspace + back + gathered + unit),
+        Moment("gradients", ends, gradients, embedding, workspace + back + 2 * whole_ends),
         Moment("step", 0, gradients, 0, workspace + step_bytes),
     )
+
+
+def trained_ends(head: HeadShape) -> int:
+    """How many gradients of E x V there are; a tied weight has one."""
+    return int(head.head_trains or head.embedding_trains) if head.tied else head.head_trains + head.embedding_trains

@@ -28,13 +28,16 @@ class Budget:
     in_backward: bool = False
     tower: TowerShape | None = None
     image_share: float = 0.0  # of a row's slots, at most, those that stand for pictures
+    shards: int = 1  # ranks that share the states, of which FSDP2 gathers a layer's when it computes
+    offloaded: bool = False  # the states are in host memory, and the device has what is gathered of them
 
     def peak(self, micro_batch_size: int, row_length: int, *, accumulates: bool, memory: int | None = None) -> Peak:
         """The highest moment of a step with this micro batch. memory: the device's, which the loss may make use of."""
         tokens = micro_batch_size * row_length
         labels = max(1, round(tokens * self.labelled))
-        always = self.states.weights + self.states.optimizer
-        gradients = 0 if self.in_backward else self.states.gradients
+        weights, optimizer = (0, 0) if self.offloaded else (self.states.weights, self.states.optimizer)
+        always = weights + optimizer
+        gradients = 0 if self.in_backward or self.offloaded else self.states.gradients
         free = None if memory is None else max(0, memory - CONTEXT - always - gradients)
         found = moments(
             self.layer,
@@ -44,17 +47,26 @@ class Budget:
             layers=self.layers,
             itemsize=self.itemsize,
             gradients=gradients,
-            step_bytes=self.step_bytes,
+            step_bytes=0 if self.offloaded else self.step_bytes,
             workspace=self.workspace,
             free=free,
             tower=self.tower.held_bytes(tokens * self.image_share, self.kept, self.itemsize) if self.tower else 0,
+            unit=self.layer_weights() if self.shards > 1 else 0,
+            shards=self.shards,
         )
-        return Peak(self.states.weights, self.states.optimizer, max(found, key=lambda moment: moment.total))
+        return Peak(weights, optimizer, max(found, key=lambda moment: moment.total))
 
     def fits(self, micro_batch_size: int, row_length: int, *, accumulates: bool, memory: int) -> bool:
         """Whether a device with `memory` bytes has room for it."""
         peak = self.peak(micro_batch_size, row_length, accumulates=accumulates, memory=memory)
         return peak.total * (1 + FRAGMENTS) + CONTEXT <= memory
+
+    def layer_weights(self) -> int:
+        """Bytes of one layer's weights on all ranks; where a tower is beside the layers, it counts among them."""
+        ends = self.head.elements * self.itemsize * (1 if self.head.tied else 2)
+        return max(0, self.states.weights * self.shards - ends) // (
+            self.layers + (self.tower.layers if self.tower else 0)
+        )
 
     def without_checkpointing(self) -> Budget:
         return replace(self, kept=replace(self.kept, checkpointing=False))

@@ -79,9 +79,19 @@ def world_size() -> int:
     return _of_the_launcher("WORLD_SIZE", 1)
 
 
+def is_launched() -> bool:
+    """Whether a launcher started this process; `accelerate launch --num_processes 1` leaves nothing but its own."""
+    return any(name in os.environ for name in ("WORLD_SIZE", "LOCAL_RANK", "ACCELERATE_MIXED_PRECISION"))
+
+
+def rank() -> int:
+    """Which of the run's processes this is."""
+    return _of_the_launcher("RANK", 0)
+
+
 def is_main_process() -> bool:
     """Whether this process is the one that prints and writes."""
-    return _of_the_launcher("RANK", 0) == 0
+    return rank() == 0
 
 
 def is_first_on_node() -> bool:
@@ -107,6 +117,31 @@ def _of_the_launcher(name: str, default: int) -> int:
             hint=f"Start the run with accelerate launch or torchrun, or unset {name}.",
         )
     return int(value)
+
+
+def choose_processes(wanted: int | Literal["auto"], strategy: str) -> int:
+    """`parallel.num_processes`: those that a launcher started, or one for each visible GPU. Imports torch."""
+    if is_launched():
+        if wanted not in ("auto", world_size()):
+            raise UserError(
+                f"parallel.num_processes: {wanted}, but the launcher started {world_size()} processes.",
+                hint=f"Write parallel.num_processes: auto, or tell the launcher to start {wanted}.",
+            )
+        return world_size()
+    if strategy == "single":
+        return 1
+    import torch
+
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if wanted == "auto":
+        return max(1, gpus)
+    if 0 < gpus < wanted:
+        raise UserError(
+            f"parallel.num_processes: {wanted}, but {gpus} {'GPU is' if gpus == 1 else 'GPUs are'} visible, and each "
+            "process needs its own.",
+            hint=f"Write parallel.num_processes: {gpus} or fewer, or look at CUDA_VISIBLE_DEVICES.",
+        )
+    return wanted
 
 
 def peak_of(name: str) -> Peak | None:
@@ -135,7 +170,8 @@ def this_machine() -> Machine:
             world_size=world_size(),
             torch_version=torch.__version__,
         )
-    properties = torch.cuda.get_device_properties(local_rank())
+    # accelerate counts the same way
+    properties = torch.cuda.get_device_properties(local_rank() % torch.cuda.device_count())
     amd = torch.version.hip is not None
     # gcnArchName is like "gfx942:sramecc+:xnack-"; a capability means nothing on AMD
     arch = properties.gcnArchName.split(":")[0] if amd else f"sm{properties.major}{properties.minor}"

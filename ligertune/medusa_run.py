@@ -12,7 +12,7 @@ from ligertune.report import write_json
 if TYPE_CHECKING:
     from accelerate import Accelerator
     from torch import nn
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     from ligertune.data.examples import Examples
     from ligertune.data.prepare import PreparedData
@@ -57,6 +57,7 @@ def save_heads(
     import torch
 
     from ligertune.medusa.files import HeadsConfig, fingerprint_of, write_heads
+    from ligertune.medusa.head_form import adapted_model
 
     spec, folder = plan.recipe.medusa, plan.output_dir / "medusa"
     base = plan.output_dir.resolve() / "model" if spec.stage == 2 else plan.recipe.model.model_name_or_path
@@ -64,7 +65,8 @@ def save_heads(
     if weights is None:
         weights = inner.state_dict()
     head = inner.get_output_embeddings()
-    weight = weights[next(name for name, module in inner.named_modules() if module is head) + ".weight"]
+    name = next(name for name, module in adapted_model(inner.base_model).named_modules() if module is head)
+    weight = weights[f"base_model.{name}.weight"]
     dtype = str(weight.dtype).removeprefix("torch.")
     config = HeadsConfig(
         medusa_num_heads=spec.num_heads,
@@ -89,6 +91,34 @@ def save_heads(
         system_prompt=plan.recipe.data.system_prompt,
     )
     return str(folder)
+
+
+def of_base(weights: dict | None) -> dict | None:
+    """The weights of the model in those of the model with heads."""
+    prefix = "base_model."
+    return weights and {name.removeprefix(prefix): t for name, t in weights.items() if name.startswith(prefix)}
+
+
+def merge_adapter(
+    recipe: Recipe, config: PreTrainedConfig, accelerator: Accelerator, model: nn.Module, weights: dict | None
+) -> dict | None:
+    """Put the adapter into the model beside the heads, which are served with one model. weights: as they are then.
+
+    Where the model is sharded (`weights`: all of its own), that happens to a copy on the main process.
+    """
+    from ligertune.model.load import whole_model
+    from ligertune.model.lora import apply_method, merged
+
+    inner = accelerator.unwrap_model(model)
+    if weights is None:
+        inner.base_model = merged(inner.base_model)
+        return None
+    if not accelerator.is_main_process:
+        return weights
+    adapted = apply_method(whole_model(recipe.model, config), recipe.method)
+    adapted.load_state_dict(of_base(weights))
+    base = {f"base_model.{name}": t for name, t in merged(adapted).state_dict().items()}
+    return base | {name: t for name, t in weights.items() if not name.startswith("base_model.")}
 
 
 def held_out(data: PreparedData) -> tuple[Examples | None, str]:

@@ -59,9 +59,9 @@ class StateBytes:
         return self.trained if self.saves_adapter else self.weights
 
     @property
-    def checkpoint(self) -> int:
-        """What a checkpoint takes: an adapter's has no frozen weights."""
-        return self.model + self.optimizer + self.in_host_memory
+    def saved_states(self) -> int:
+        """What a checkpoint has of the optimizer, wherever that kept it."""
+        return self.optimizer + self.in_host_memory
 
 
 def state_bytes(
@@ -71,25 +71,30 @@ def state_bytes(
     optim: str,
     method: str,
     shards: int = 1,
+    whole_weights: bool = False,
+    master_weights: bool = False,
     rank: int = 0,
     offload: bool = False,
 ) -> StateBytes:
-    """Of parameters and how many there are of each kind. `shards`: ranks that share them (FSDP).
+    """Of parameters and how many there are of each kind. `shards`: ranks that share them (FSDP, ZeRO).
 
+    whole_weights: all but the weights is shared. master_weights: the optimizer steps on float32 copies of its own.
     rank: of the gradients, for an optimizer that projects them. offload: it works in host memory.
     """
-    weights = trained = 0.0
+    weights = trained = masters = 0.0
     states: Counter = Counter()
     for kind, count in parameters:
         size = NF4_BYTES if kind.quantised(method) else kind.itemsize(weight_dtype)
         weights += count * kind.elements * size
         if kind.trains:
             trained += count * kind.elements * size
-            states[(kind.shape, kind.itemsize(weight_dtype), kind.inside)] += count
-    kept = optimizer_bytes(optim, states, rank=rank) // shards
+            masters += 4 * count * kind.elements * master_weights
+            itemsize = 4 if master_weights else kind.itemsize(weight_dtype)
+            states[(kind.shape, itemsize, kind.inside)] += count
+    kept = (optimizer_bytes(optim, states, rank=rank) + round(masters)) // shards
     hosted = kept if offload or OPTIMIZERS[optim].on_host else 0
     return StateBytes(
-        weights=round(weights / shards),
+        weights=round(weights if whole_weights else weights / shards),
         gradients=round(trained / shards),
         optimizer=kept - hosted,
         trained=round(trained / shards),

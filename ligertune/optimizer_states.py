@@ -19,18 +19,19 @@ SMALL = 4096  # elements: quantising optimizers keep the states of smaller param
 class OptimizerStates:
     """`bytes_of(shape, itemsize, rank)`: bytes that are kept of a parameter of this shape and element size.
 
-    rank: of the gradients, for an optimizer that projects them. whole_matrices: it cannot work on shards.
+    rank: of the gradients, for an optimizer that projects them.
 
     needs: the package that holds it, of the extra `quant`. matrices_only: it is for the matrices inside the layers,
-    and fused AdamW takes embeddings, head, norms and biases. on_host: its states are in host memory. A step makes
-    `copies` of all trained weights at once, and `pieces` of the largest one (of a bounded piece in adamw_bf16).
+    and fused AdamW takes embeddings, head, norms and biases. on_host: its states are in host memory. takes_parts: it
+    steps on the part of a parameter that FSDP leaves a process. A step makes `copies` of all trained weights at once,
+    and `pieces` of the largest one (of a bounded piece in adamw_bf16).
     """
 
     bytes_of: Bytes
     needs: str | None = None
     matrices_only: bool = False
     on_host: bool = False
-    whole_matrices: bool = False
+    takes_parts: bool = True
     copies: float = 0
     pieces: float = 0
 
@@ -73,9 +74,9 @@ OPTIMIZERS = {
     "adamw_torch_8bit": OptimizerStates(_quantised(2, 8, block=256), needs="torchao"),
     "adamw_torch_4bit": OptimizerStates(_quantised(2, 4, block=128), needs="torchao"),
     "adamw_torch_fp8": OptimizerStates(_quantised(2, 8, block=256), needs="torchao"),
-    "adafactor": OptimizerStates(_row_and_column_means, copies=2),
+    "adafactor": OptimizerStates(_row_and_column_means, copies=2, takes_parts=False),
     "muon": OptimizerStates(_states(1), matrices_only=True, pieces=4),
-    "galore_adamw": OptimizerStates(_projected, matrices_only=True, whole_matrices=True, pieces=3),
+    "galore_adamw": OptimizerStates(_projected, matrices_only=True, takes_parts=False, pieces=3),
     "lion": OptimizerStates(_states(1), pieces=1),
     "sgd": OptimizerStates(_states(0)),
 }

@@ -13,12 +13,11 @@ from ligertune.activations import WORKSPACE, Kept
 from ligertune.budget import Budget, Peak
 from ligertune.errors import UserError
 from ligertune.machine import Machine
-from ligertune.memory import StateBytes, state_bytes
-from ligertune.optimizer_states import OPTIMIZERS
+from ligertune.memory import StateBytes
 from ligertune.plan_batching import Batching, choose_batching
+from ligertune.plan_states import states_of
+from ligertune.plan_strategy import SHARING_WEIGHTS, Strategy, check_strategy, shared_by
 from ligertune.recipe import Recipe
-
-Strategy = Literal["single", "ddp", "fsdp"]
 
 
 @dataclass(frozen=True)
@@ -133,6 +132,7 @@ class Plan:
     recipe: Recipe
     machine: Machine
     strategy: Strategy
+    strategy_why: str
     precision: Precision
     attn_implementation: str
     attn_why: str
@@ -155,6 +155,11 @@ class Plan:
     @property
     def output_dir(self) -> Path:
         return Path(self.recipe.checkpoint.output_dir)
+
+    @property
+    def shares_weights(self) -> bool:
+        """Whether each process holds a part of the model's weights only."""
+        return self.strategy in SHARING_WEIGHTS
 
     @property
     def peak(self) -> Peak | None:
@@ -205,47 +210,16 @@ def choose_precision(dtype: str, machine: Machine, *, method: str = "full") -> P
     return Precision(weights=dtype, autocast="bf16" if adapted else "no")
 
 
-def choose_strategy(strategy: str, *, world_size: int, launched_with_fsdp: bool) -> Strategy:
-    """`parallel.strategy`: auto follows the launcher."""
-    if world_size == 1:
-        return "single"
-    if strategy == "auto":
-        return "fsdp" if launched_with_fsdp else "ddp"
-    return strategy
-
-
-def check_strategy(recipe: Recipe, strategy: Strategy, precision: Precision) -> None:
-    """A UserError where the optimizer would get gradients that are not final, or shards of what it needs whole."""
-    name, in_backward = recipe.train.optim, recipe.train.optim_in_backward
-    if in_backward and strategy == "ddp":
-        raise UserError(
-            "train.optim_in_backward: under ddp each rank would step with its own gradients, before they are averaged.",
-            hint="Write parallel.strategy: fsdp, which also shards what the key is to save, or leave the key out.",
-        )
-    if in_backward and precision.autocast == "fp16":
-        raise UserError(
-            "train.optim_in_backward: with model.dtype: float16 the gradients are scaled until the step.",
-            hint="Write model.dtype: bfloat16 or float32, or leave the key out.",
-        )
-    if strategy == "fsdp" and OPTIMIZERS[name].whole_matrices:
-        raise UserError(
-            f"train.optim: {name} needs whole matrices, and under fsdp each rank has a part of each.",
-            hint="Write parallel.strategy: ddp, or another optimizer (train.optim: adamw_torch_8bit).",
-        )
-    if strategy == "fsdp" and recipe.checkpoint.async_save:
-        raise UserError(
-            "checkpoint.async_save: under fsdp all ranks write their shards of a checkpoint together, and wait for it.",
-            hint="Leave the key out, or write parallel.strategy: ddp.",
-        )
-    if strategy == "fsdp" and recipe.train.optim_offload:
-        raise UserError(
-            "train.optim_offload: under fsdp each rank's share of the states is small already.",
-            hint="Leave the key out, or write parallel.strategy: ddp.",
-        )
-
-
 def make_budget(
-    recipe: Recipe, shape: object, *, states: StateBytes, kept: Kept, itemsize: int, data: DataNumbers, workspace: int
+    recipe: Recipe,
+    shape: object,
+    *,
+    states: StateBytes,
+    kept: Kept,
+    itemsize: int,
+    data: DataNumbers,
+    workspace: int,
+    shards: int = 1,
 ) -> Budget | None:
     """All that decides the memory of a step; None for a model whose layers are not understood."""
     if shape.layer is None or shape.head is None:
@@ -263,6 +237,8 @@ def make_budget(
         in_backward=recipe.train.optim_in_backward,
         tower=shape.tower,
         image_share=data.image_share,
+        shards=shards,
+        offloaded=recipe.parallel.cpu_offload,
     )
 
 
@@ -346,36 +322,34 @@ def make_plan(
 ) -> Plan:
     """Resolve a recipe on this machine. `shape`: the model's ModelShape."""
     precision = choose_precision(recipe.model.dtype, machine, method=recipe.method.type)
-    strategy = choose_strategy(
-        recipe.parallel.strategy, world_size=machine.world_size, launched_with_fsdp=launched_with_fsdp
-    )
-    check_strategy(recipe, strategy, precision)
-    train = recipe.train
-    states = state_bytes(
-        shape.parameters,
-        weight_dtype=precision.weights,
-        optim=train.optim,
-        method=recipe.method.type,
-        shards=machine.world_size if strategy == "fsdp" else 1,
-        rank=train.galore.rank,
-        offload=train.optim_offload,
-    )
-    budget = make_budget(
+    length = row_length(rows, data)
+    budget_of = functools.partial(
+        make_budget,
         recipe,
         shape,
-        states=states,
         kept=kept_with(recipe, attn_implementation, kernels),
         itemsize=2 if precision.weights == "bfloat16" or precision.autocast == "fp16" else 4,
         data=data,
         workspace=WORKSPACE if machine.device == "cuda" else 0,
     )
-    length = row_length(rows, data)
+    strategy, strategy_why = shared_by(
+        recipe,
+        machine,
+        states_of(recipe, shape, precision.weights),
+        budget_of,
+        length,
+        launched_with_fsdp=launched_with_fsdp,
+    )
+    check_strategy(recipe, strategy, autocast=precision.autocast)
+    states = states_of(recipe, shape, precision.weights, strategy=strategy, world_size=machine.world_size)
+    budget = budget_of(states=states, shards=machine.world_size if strategy in SHARING_WEIGHTS else 1)
     batching = choose_batching(recipe, machine.world_size, budget and functools.partial(_fits, budget, length, machine))
     check_context(recipe, data.longest, shape.context)
     return Plan(
         recipe=recipe,
         machine=machine,
         strategy=strategy,
+        strategy_why=strategy_why,
         precision=precision,
         attn_implementation=attn_implementation,
         attn_why=attn_why,

@@ -14,7 +14,7 @@ from ligertune.recipe import Recipe
 # what a run leaves in output_dir; --overwrite removes these and nothing else
 RUN_FILES = (
     "plan.json", "report.json", "metrics.jsonl", "resolved_recipe.yaml", "checkpoints", "model", "best", "profile",
-    "trackers", "curves.png", "medusa", "medusa_report.json", "medusa_report.png",
+    "trackers", "curves.png", "ranks", "medusa", "medusa_report.json", "medusa_report.png",
 )  # fmt: skip
 
 HEADS_FILES = ("config.json", "medusa_lm_head.safetensors")
@@ -37,11 +37,13 @@ def check_packages(recipe: Recipe) -> None:
     """Refuse what needs a package that is not installed."""
     wanted = {"train.optim": (recipe.train.optim, OPTIMIZERS[recipe.train.optim].needs)}
     wanted |= {"method.type": ("qlora", "bitsandbytes")} if recipe.method.type == "qlora" else {}
+    if recipe.parallel.strategy.startswith("deepspeed"):
+        wanted["parallel.strategy"] = (recipe.parallel.strategy, "deepspeed")
     for tracker in recipe.logging.report_to:
         wanted[f"logging.report_to[{tracker}]"] = (tracker, None if tracker == "jsonl" else tracker)
     for key, (value, package) in wanted.items():
         if package is not None and find_spec(package) is None:
-            extra = "trackers" if key.startswith("logging") else "quant"
+            extra = {"logging": "trackers", "parallel": "deepspeed"}.get(key.partition(".")[0], "quant")
             raise UserError(
                 f"{key.partition('[')[0]}: {value} needs the package {package}, which is not installed.",
                 hint=f"Install it: pip install 'ligertune[{extra}]'",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ligertune.curves import draw_curves
 from ligertune.machine import imagined_machine, this_machine
-from ligertune.medusa_run import finish_heads, preview_heads
+from ligertune.medusa_run import finish_heads, merge_adapter, of_base, preview_heads
 from ligertune.metrics import read_metrics
 from ligertune.plan import DataNumbers, KernelLine, Plan, Rows, choose_precision, make_plan
 from ligertune.preflight import check_output_dir, check_packages, check_paths, clear_run
@@ -51,17 +52,21 @@ def plan_for(
     for_show: bool = False,
     memory_gib: float | None = None,
     gpus: int | None = None,
+    processes: int | None = None,
 ) -> Job:
     """Load what is light (configuration, tokenizer, data), build the model without memory, and resolve every number.
 
     What can be refused is refused in the order of its cost: a missing file before torch is imported. `progress` is told
     how far the preparing of data is. for_show: nothing will be written, so output_dir may hold a run; and the device
-    may be another: of memory_gib GiB, or several (gpus) that share the states.
+    may be another: of memory_gib GiB, or several (gpus) that share the states. processes: how many train together, if
+    not those of a launcher.
     """
     if not for_show:
         check_output_dir(recipe)
     check_paths(recipe)
     machine = this_machine() if not for_show else imagined_machine(memory_gib=memory_gib, gpus=gpus)
+    if processes is not None:
+        machine = dataclasses.replace(machine, world_size=processes)
     check_packages(recipe)
     precision = choose_precision(recipe.model.dtype, machine, method=recipe.method.type)
 
@@ -215,7 +220,7 @@ def prompt_of(job: Job) -> dict:
 def answers(job: Job) -> Callable[[PreTrainedModel], list[dict[str, str]]] | None:
     """What answers the recipe's prompts; None without any, or where each rank holds a part of the model."""
     prompts = job.plan.recipe.eval.sample_prompts
-    if not prompts or job.plan.strategy == "fsdp":
+    if not prompts or job.plan.shares_weights:
         return None
     from ligertune.decode.samples import answers_to
 
@@ -235,12 +240,16 @@ def with_heads(plan: Plan, model: PreTrainedModel) -> MedusaModel:
 
 def save_with_heads(job: Job, accelerator: Accelerator, fitted: Fitted) -> tuple[str, dict | None]:
     """Write `output_dir/medusa`, beside `output_dir/model` where that was trained too; (the heads' folder, report)."""
+    from ligertune.medusa.head_form import adapted_model
     from ligertune.train.distributed import full_state_dict
 
     plan, model, report = job.plan, fitted.model, None
     weights = full_state_dict(accelerator, model)
+    if plan.recipe.method.type == "lora":
+        weights = merge_adapter(plan.recipe, job.config, accelerator, model, weights)
     if plan.recipe.medusa.stage == 2:
-        write_base_model(job, accelerator, accelerator.unwrap_model(model).base_model, of_base(weights))
+        base = adapted_model(accelerator.unwrap_model(model).base_model)
+        write_base_model(job, accelerator, base, of_base(weights))
     if accelerator.is_main_process:
         _, report = finish_heads(
             plan,
@@ -253,12 +262,6 @@ def save_with_heads(job: Job, accelerator: Accelerator, fitted: Fitted) -> tuple
         )
     accelerator.wait_for_everyone()
     return str(plan.output_dir / "medusa"), None if report is None else report.as_dict()
-
-
-def of_base(weights: dict | None) -> dict | None:
-    """The weights of the model in those of the model with heads."""
-    prefix = "base_model."
-    return weights and {name.removeprefix(prefix): t for name, t in weights.items() if name.startswith(prefix)}
 
 
 def save_model(job: Job, accelerator: Accelerator, fitted: Fitted) -> tuple[str, None]:
@@ -338,7 +341,7 @@ def preview_model(recipe: Recipe, config: PreTrainedConfig, device: str, attenti
     adapted = apply_method(model, recipe.method)
     shape = ModelShape.of(adapted)
     if recipe.task == "medusa":
-        shape, lines = preview_heads(recipe, model, lines)
+        shape, lines = preview_heads(recipe, adapted, lines)
     here = device if torch.cuda.is_available() else "cpu"  # a plan may be for a GPU that is not
     return shape, model.config._attn_implementation, backend(here), lines
 

@@ -65,18 +65,27 @@ def main() -> None:
     try:
         app()
     except UserError as problem:
-        from ligertune.cli import render
-
-        render.error(problem)
+        _say(problem)
         sys.exit(problem.exit_code)
     except OSError as problem:
-        from ligertune.cli import render
         from ligertune.disk import cannot_write, reason_of
 
         reason = reason_of(problem)
         if reason is None:
             raise
-        render.error(cannot_write(str(problem.filename or "A file"), reason))
+        _say(cannot_write(str(problem.filename or "A file"), reason))
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def _say(problem: UserError) -> None:
+    """On stderr; one of several processes leaves it to the one that started them, which says it once."""
+    from ligertune.rank_failure import is_started_rank, leave_word
+
+    if is_started_rank():
+        leave_word(problem)
+        return
+    from ligertune.cli import render
+
+    render.error(problem)

@@ -9,6 +9,7 @@ import typer
 
 from ligertune.cli import render, render_medusa
 from ligertune.cli.train import train_as
+from ligertune.rank_failure import is_started_rank
 
 if TYPE_CHECKING:
     from ligertune.recipe import Recipe
@@ -36,7 +37,7 @@ def medusa(
 
     render.people_on_stderr(json)
     path = recipe or default_recipe(stage)
-    if recipe is None:
+    if recipe is None and not is_started_rank():
         render.text(f"No recipe given: using {path}")
     options = {
         "medusa.num_heads": heads,

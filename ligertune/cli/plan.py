@@ -31,11 +31,13 @@ def plan(
     render.people_on_stderr(json)
     loaded = load_recipe(recipe, overrides=[*(set_ or []), "checkpoint.resume_from_checkpoint=never"])
 
+    from ligertune.machine import choose_processes
     from ligertune.plan_fit import fits_of
     from ligertune.run import plan_for  # torch comes in here, not with --help
 
+    processes = choose_processes(loaded.parallel.num_processes, loaded.parallel.strategy) if gpus is None else gpus
     with render_data.Preparing(enabled=True) as preparing:
-        made = plan_for(loaded, preparing.show, for_show=True, memory_gib=memory, gpus=gpus).plan
+        made = plan_for(loaded, preparing.show, for_show=True, memory_gib=memory, gpus=gpus, processes=processes).plan
     render.plan(made)
     found = fits_of(made) if fit else None
     render.memory(made, found)

@@ -87,9 +87,10 @@ def plan(plan: Plan) -> None:
     """The plan, before anything is trained."""
     batching, schedule, data = plan.batching, plan.schedule, plan.data
     dropped = ", ".join(f"{count} {reason}" for reason, count in data.dropped.items()) or "none"
+    place = "in host memory for each device" if plan.recipe.parallel.cpu_offload else "on each device"
     rows = [
         ("model", f"{plan.model_family}, {count(plan.n_parameters)} parameters, {count(plan.n_trainable)} trained"),
-        ("device", f"{plan.machine.name} ({plan.machine.arch}) x {batching.world_size}, {plan.strategy}"),
+        ("device", f"{plan.machine.name} ({plan.machine.arch}) x {batching.world_size}, {strategy(plan)}"),
         ("dtype", dtype(plan)),
         ("attention", plan.attn_implementation + (f" ({plan.attn_why})" if plan.attn_why else "")),
         ("kernels", kernels(plan.kernels, plan.kernels_backend)),
@@ -99,7 +100,7 @@ def plan(plan: Plan) -> None:
                   f"processes = {batching.global_batch_size} {counted(plan)}"),
         ("steps", f"{schedule.total_steps} ({schedule.warmup_steps} of them warm-up), {schedule.type}, "
                   f"learning rate {schedule.learning_rate:g}"),
-        ("states", f"{size(plan.bytes.total)} on each device for weights, gradients and {plan.optimizer.name}"),
+        ("states", f"{size(plan.bytes.total)} {place} for weights, gradients and {plan.optimizer.name}"),
         ("peak memory", predicted(plan)),
         ("output", str(plan.output_dir)),
     ]  # fmt: skip
@@ -111,6 +112,11 @@ def plan(plan: Plan) -> None:
             text(f"  left alone: {line.left} x {line.kernel}: {line.note}")
     for note in plan.notes:
         text(f"  note: {note}")
+
+
+def strategy(plan: Plan) -> str:
+    """How processes share the model, and why, in words."""
+    return plan.strategy + (f" ({plan.strategy_why})" if plan.strategy_why else "")
 
 
 def predicted(plan: Plan) -> str:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ligertune import slurm
 from ligertune.cli import render, render_data, render_medusa
 from ligertune.cli.complete import recipe_keys
+from ligertune.rank_failure import is_started_rank
+from ligertune.ranks import begin_rank, run_ranks
 
 if TYPE_CHECKING:
     from ligertune.recipe import Recipe
@@ -40,23 +45,34 @@ def train(
 
 
 def train_as(loaded: Recipe, path: Path, json: bool) -> None:
-    """Run a recipe that was read from `path`, and show its plan, progress and report."""
-    from ligertune.machine import is_main_process
+    """Run a recipe that was read from `path`, and show its plan, progress and report.
+
+    On several devices this process makes the plan, refuses what is to be refused, and starts one more for each of them,
+    which come here again.
+    """
+    from ligertune.machine import choose_processes, is_launched, is_main_process
     from ligertune.run import plan_for, run  # torch comes in here, not with --help
 
-    main = is_main_process()
-    with render_data.Preparing(enabled=main) as preparing:
-        job = plan_for(loaded, preparing.show)
-    if main:
+    os.environ.update(slurm.variables(os.environ))
+    started = is_started_rank()
+    if started:
+        begin_rank()
+    speaks = is_main_process() and not started
+    processes = choose_processes(loaded.parallel.num_processes, loaded.parallel.strategy)
+    with render_data.Preparing(enabled=speaks) as preparing:
+        job = plan_for(loaded, preparing.show, processes=processes)
+    if speaks:
         render.plan(job.plan)
+    if processes > 1 and not is_launched():
+        raise typer.Exit(run_ranks(job.plan, sys.argv[1:]))
     with render.Progress(job.plan.schedule.total_steps) as progress:
         report = run(job, progress.show)
-    if main:
+    if is_main_process():
         render.report(report)
         if report.medusa is not None:
             render_medusa.report(report.medusa)
         render.next_step(report, str(path))
         if json:
             render.json_report(report.as_dict())
-    if report.status == "interrupted":
+    if report.status == "interrupted" and not started:
         raise typer.Exit(130)

@@ -35,10 +35,14 @@ class HeadForm:
         return z if self.softcap is None else self.softcap * torch.tanh(z / self.softcap)
 
 
+def adapted_model(model: PreTrainedModel) -> PreTrainedModel:
+    """The model that a PEFT model adapts; any other is that itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
 def backbone_of(model: PreTrainedModel) -> PreTrainedModel:
-    """The part that gives the last hidden state; inside a PEFT model, that of the model it adapts."""
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return inner.base_model
+    """The part that gives the last hidden state."""
+    return adapted_model(model).base_model
 
 
 def check_plain_head(model: PreTrainedModel) -> nn.Linear:

@@ -9,6 +9,7 @@ from transformers import PreTrainedConfig
 
 from ligertune.errors import UserError
 from ligertune.machine import Machine
+from ligertune.model.load import model_class
 from ligertune.plan import Precision
 
 VENDORS = {"nvidia": "NVIDIA GPUs", "amd": "AMD GPUs", "cpu": "CPUs"}
@@ -31,6 +32,7 @@ class Attention:
     oldest_nvidia: int = 0  # compute capability, 80 for 8.0
     narrowest_head: int = 1
     widest_head: int = 1 << 30
+    flag: str | None = None  # of those of transformers' model classes that take it
     multiple_of: int = 16  # tokens of a batch: matrix products like it, 2 % more tokens/s on an H100, padding and all
 
 
@@ -40,7 +42,8 @@ ATTENTIONS = (
     Attention("flash_attention_2", "flash_attention_2", auto_on=("nvidia", "amd"), runs_on=("nvidia", "amd"),
               half_only=True, package="flash_attn", oldest_nvidia=80, widest_head=256),
     Attention("flex_attention", "flex_attention", auto_on=("nvidia",), runs_on=("nvidia", "amd"), dropout=False,
-              narrowest_head=16, multiple_of=128),  # its blocks, and few lengths to compile for
+              narrowest_head=16, flag="_supports_flex_attn",
+              multiple_of=128),  # its blocks, and few lengths to compile for
     Attention("sdpa", "per_document", auto_on=("nvidia", "amd", "cpu"), runs_on=("nvidia", "amd", "cpu")),
     Attention("eager", "eager", auto_on=(), runs_on=("nvidia", "amd", "cpu")),
 )  # fmt: skip
@@ -116,6 +119,8 @@ def _refusal(row: Attention, config: PreTrainedConfig, machine: Machine, precisi
         return f"it has no soft cap, and the model caps its attention scores at {soft_cap:g}"
     if getattr(text, "attention_dropout", 0.0) and not row.dropout:
         return f"it has no dropout, and the model's attention_dropout is {text.attention_dropout:g}"
+    if row.flag is not None and (model := model_class(config)) is not None and not getattr(model, row.flag):
+        return f"transformers does not offer it for {model.__name__}"
     if head_dim < row.narrowest_head:
         return f"its heads are at least {row.narrowest_head} wide, and the model's are {head_dim}"
     if head_dim > row.widest_head:

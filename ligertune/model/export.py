@@ -39,12 +39,23 @@ def write_model(
     remove(aside)
     # an adapter's folder holds the adapter; peft would ask the hub whether the embedding was resized
     options = {"save_embedding_layers": False} if hasattr(model, "peft_config") else {}
-    model.save_pretrained(aside, state_dict=state_dict, **options)
+    model.save_pretrained(aside, state_dict=state_dict and once(model, state_dict), **options)
     tokenizer.save_pretrained(aside)
     if images is not None:
         save_processor(images, aside)
     write_prompt(aside, prompt_template=prompt_template, system_prompt=system_prompt)
     put_in_place(aside, folder)
+
+
+def once(model: PreTrainedModel, state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tied weights under their first name only: gathered, they are copies that no longer say so themselves."""
+    first: dict[int, str] = {}
+    again = {
+        name
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if first.setdefault(id(parameter), name) != name
+    }
+    return {name: tensor for name, tensor in state_dict.items() if name not in again}
 
 
 def write_prompt(folder: Path, *, prompt_template: str, system_prompt: str | None) -> None:

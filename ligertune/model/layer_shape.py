@@ -91,12 +91,14 @@ def tower_shape(model: PreTrainedModel) -> TowerShape | None:
     hidden = min(min(shape) for _, shape in weights)
     mlp = max(shape[1] for _, shape in weights)
     gated = any("gate" in name for name, _ in weights)
+    fused = any(sorted(shape) == [hidden, 3 * hidden] for _, shape in weights)  # v is a view of what q and k came from
     # a sigmoid's result beside the input and the product; gate, up and their product
     in_mlp = 3 if gated or getattr(model.config.vision_config, "hidden_act", "") == "quick_gelu" else 2
     return TowerShape(
         layers=len(layers),
         hidden=hidden,
-        kept=8 * hidden + in_mlp * mlp,  # two norms' inputs and outputs, queries, keys, values, attention's output
+        # two norms' inputs and outputs, queries, keys, values, attention's output
+        kept=(8 + 2 * fused) * hidden + in_mlp * mlp,
         patches_per_token=_patches_per_token(model.config, family),
         trains=any(p.requires_grad for _, p in inside),
     )

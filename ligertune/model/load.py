@@ -217,6 +217,11 @@ def auto_class(config: PreTrainedConfig) -> type:
     return AutoModelForImageTextToText if sees(config) else AutoModelForCausalLM
 
 
+def model_class(config: PreTrainedConfig) -> type | None:
+    """The class that `auto_class` makes of a configuration; None where the model's own repository brings it."""
+    return auto_class(config)._model_mapping.get(type(config), None)
+
+
 def build_model(
     spec: ModelSpec,
     config: PreTrainedConfig,
@@ -237,6 +242,8 @@ def build_model(
             return _random_model(spec, config, dtype=dtype, device=device, seed=seed, **attention)
         if four_bits:
             return _pretrained_model(spec, config, dtype=dtype, **attention, **in_four_bits(dtype, device))
+        if device.type == "cuda":  # tensor by tensor from a mapped file: no rank has a copy in host memory
+            return _pretrained_model(spec, config, dtype=dtype, **attention, device_map={"": device})
         return _pretrained_model(spec, config, dtype=dtype, **attention).to(device)
     except (ImportError, ValueError, KeyError) as error:  # not installed; not of this model; unknown to its old code
         if not attention:

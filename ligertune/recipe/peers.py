@@ -27,7 +27,8 @@ TRAINER = {  # of transformers' TrainingArguments, on which TRL and LLaMA-Factor
     "data.packing": False,
     "checkpoint.save_steps": 500,
 }
-LAUNCHER = "say it to the launcher: accelerate launch --use_fsdp --fsdp_version 2 -m ligertune train RECIPE"
+LAUNCHER = "say it to the launcher: accelerate launch -m ligertune train RECIPE"
+FSDP = "parallel.strategy: fsdp shares weights, gradients and optimizer states layer by layer, with no more to say"
 OWN_TEMPLATE = (
     "conversations are rendered by the tokenizer's own chat template; data.prompt_template takes a jinja file"
 )
@@ -43,16 +44,16 @@ REASONS = {  # of all three
     "chat_template_jinja": OWN_TEMPLATE,
     "chat_template_path": OWN_TEMPLATE,
     "dataset_prepared_path": PREPARED,
-    "ddp_timeout": LAUNCHER,
+    "ddp_timeout": "parallel.timeout is what ranks wait in a step, in seconds; saves and evaluations have longer",
     "conversation": OWN_TEMPLATE,
     "deepspeed": "parallel.strategy says what there is here; everything else about it is the launcher's",
     "do_eval": "an evaluation is asked for by eval.eval_strategy",
     "do_train": "`ligertune train` trains",
     "env": "set variables in the shell",
     "evals_per_epoch": PER_EPOCH,
-    "fsdp": LAUNCHER,
-    "fsdp_config": LAUNCHER,
-    "fsdp_version": LAUNCHER,
+    "fsdp": FSDP,
+    "fsdp_config": FSDP,
+    "fsdp_version": FSDP,
     "gradient_checkpointing_kwargs": "recomputation is never reentrant",
     "hub_model_id": NO_HUB,
     "hub_strategy": NO_HUB,

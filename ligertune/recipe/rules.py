@@ -71,6 +71,10 @@ def _accumulates(recipe: Recipe) -> bool:
     return (train.gradient_accumulation_steps or 1) > 1 or (wanted is not None and micro not in ("auto", wanted))
 
 
+def _is_zero(recipe: Recipe) -> bool:
+    return recipe.parallel.strategy.startswith("deepspeed")
+
+
 def _has_adapter(recipe: Recipe) -> bool:
     return recipe.method.type in ("lora", "qlora")
 
@@ -210,9 +214,62 @@ RULES = (
         for key in ("checkpoint.load_best_model_at_end", "eval.early_stopping_patience")
     ),
     Rule(
+        ("parallel.num_processes", "parallel.strategy"),
+        lambda recipe: recipe.parallel.strategy == "single" and recipe.parallel.num_processes not in ("auto", 1),
+        "{0} is {recipe.parallel.num_processes}, and {1} is single, which is one process. Keep one of them.",
+    ),
+    *(
+        Rule(
+            ("parallel.strategy", key),
+            lambda recipe, key=key, values=values: _is_zero(recipe) and _at(recipe, key) not in values,
+            f"{{0}} is {{recipe.parallel.strategy}}, which does not go with {{1}}. {way}",
+        )
+        for key, values, way in (
+            ("train.optim", ("adamw_torch_fused", "adamw_torch", "lion", "sgd"), "Write adamw_torch_fused, or fsdp."),
+            ("train.optim_in_backward", (False,), "DeepSpeed steps after the backward. Leave that out."),
+            ("train.optim_offload", (False,), "DeepSpeed keeps the states itself. Leave that out."),
+            ("train.torch_compile", (False,), "Leave that out, or write ddp or fsdp."),
+            ("checkpoint.async_save", (False,), "DeepSpeed's ranks write together, and wait. Leave that out."),
+            ("kernels.optimizer", (False,), "DeepSpeed takes the step. Leave that out."),
+            ("method.type", ("full", "lora", "freeze"), "Write method.type: lora, or ddp."),
+        )
+    ),
+    Rule(
+        ("parallel.strategy", "task"),
+        lambda recipe: _is_zero(recipe) and recipe.task == "medusa",
+        "{0} is {recipe.parallel.strategy}, and {1} is medusa. Write ddp or fsdp.",
+    ),
+    Rule(
+        ("parallel.cpu_offload", "parallel.strategy"),
+        lambda recipe: recipe.parallel.cpu_offload and recipe.parallel.strategy not in ("auto", "fsdp"),
+        "{0} is true, and {1} is {recipe.parallel.strategy}, which keeps all on the device. Write fsdp.",
+    ),
+    Rule(
+        ("parallel.cpu_offload", "train.optim"),
+        lambda recipe: recipe.parallel.cpu_offload and OPTIMIZERS[recipe.train.optim].needs is not None,
+        "{0} takes the step on the CPU, and {1} is {recipe.train.optim}, which runs on a GPU. Write adamw_torch_fused.",
+    ),
+    Rule(
+        ("parallel.cpu_offload", "train.optim_offload"),
+        lambda recipe: recipe.parallel.cpu_offload and recipe.train.optim_offload,
+        "{0} keeps the optimizer's states in host memory already. Leave {1} out.",
+    ),
+    Rule(
+        ("parallel.cpu_offload", "train.optim_in_backward"),
+        lambda recipe: recipe.parallel.cpu_offload and recipe.train.optim_in_backward,
+        "{0} copies gradients to host memory during the backward, and {1} could step before they are there. "
+        "Leave one of them out.",
+    ),
+    Rule(
         ("method.type", "task"),
-        lambda recipe: recipe.task == "medusa" and recipe.method.type != "full",
-        "{0} is {recipe.method.type}, and {1} is medusa, which says itself what trains. Leave {0} out.",
+        lambda recipe: recipe.task == "medusa" and recipe.method.type in ("qlora", "freeze"),
+        "{0} is {recipe.method.type}, and {1} is medusa, whose second stage trains the model by full or lora. "
+        "Write one of them.",
+    ),
+    Rule(
+        ("method.type", "medusa.stage"),
+        lambda recipe: recipe.task == "medusa" and recipe.method.type == "lora" and recipe.medusa.stage == 1,
+        "{0} is lora, and in stage 1 ({1}) the heads alone train. Leave {0} out, or write medusa.stage: 2.",
     ),
     *(
         Rule(

@@ -265,7 +265,19 @@ class LoggingSpec(Section):
 class ParallelSpec(Section):
     """How a run with several processes shares the work."""
 
-    strategy: Literal["auto", "ddp", "fsdp"] = Field("auto", description="auto follows the launcher.")
+    num_processes: Literal["auto"] | PositiveInt = Field(
+        "auto", description="Processes on this node; auto: one for each visible GPU. A launcher's are joined."
+    )
+    strategy: Literal["auto", "single", "ddp", "fsdp", "deepspeed_zero2", "deepspeed_zero3"] = Field(
+        "auto",
+        description="single: one process; ddp: each holds all; fsdp: they share; auto: ddp where that fits, else fsdp.",
+    )
+    cpu_offload: Switch = Field(
+        False, description="fsdp: keep weights, gradients and optimizer states in host memory; the step is taken there."
+    )
+    timeout: PositiveInt = Field(
+        60, description="Seconds that processes wait for one of them in a step; in saves and evaluations longer."
+    )
 
 
 class VisionSpec(Section):

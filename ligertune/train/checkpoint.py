@@ -195,12 +195,24 @@ def saved_progress(folder: Path, plan: Plan) -> int:
             f"{folder} holds the states of {kept}; this recipe's optimizer is {keeps}.",
             hint="Set train.optim and its numbers as they were.",
         )
+    _check_ranks(folder, progress["plan"], plan)
     if progress["step"] > plan.schedule.total_steps:
         raise UserError(
             f"{folder} is at step {progress['step']}, past this recipe's {plan.schedule.total_steps} steps.",
             hint="Raise train.num_train_epochs or train.max_steps.",
         )
     return progress["step"]
+
+
+def _check_ranks(folder: Path, saved: dict, plan: Plan) -> None:
+    """A UserError where DeepSpeed is on either side and the ranks are others: its engine reads its own files only."""
+    wrote, reads = ((saved["strategy"], saved["batching"]["world_size"]), (plan.strategy, plan.batching.world_size))
+    if wrote != reads and any(strategy.startswith("deepspeed") for strategy, _ in (wrote, reads)):
+        raise UserError(
+            f"{folder} was written by {wrote[1]} processes with {wrote[0]}; this run has {reads[1]} with {reads[0]}, "
+            "and DeepSpeed reads what as many of its kind wrote.",
+            hint="Resume as the run was started; ddp and fsdp resume each other on any number of processes.",
+        )
 
 
 def _rows(rows: dict) -> str:
@@ -231,14 +243,15 @@ def check_space(plan: Plan) -> None:
         ) from error
     saves = plan.recipe.checkpoint.save_strategy != "no"
     copies = plan.recipe.checkpoint.save_total_limit + 1 if saves else int(plan.recipe.checkpoint.save_on_signal)
-    shards = plan.batching.world_size if plan.strategy == "fsdp" else 1
-    model = plan.bytes.model if plan.recipe.checkpoint.save_model else 0
-    needed = (copies * plan.bytes.checkpoint + model) * shards
+    world = plan.batching.world_size
+    weights = plan.bytes.model * (world if plan.shares_weights else 1)
+    checkpoint = weights + plan.bytes.saved_states * (1 if plan.strategy in ("single", "ddp") else world)
+    needed = copies * checkpoint + weights * plan.recipe.checkpoint.save_model
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise UserError(
             f"checkpoint.output_dir: {plan.output_dir} has {free / 1e9:.1f} GB free, and this run's saves need "
-            f"{needed / 1e9:.1f} GB ({copies} x {plan.bytes.checkpoint * shards / 1e9:.1f} GB, and the model).",
+            f"{needed / 1e9:.1f} GB ({copies} x {checkpoint / 1e9:.1f} GB, and the model).",
             hint="Lower checkpoint.save_total_limit, or name a folder on a larger disk.",
         )
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ligertune.train.gradients import unwrapped
 from ligertune.train.kernel_adamw import KernelAdamW
+from ligertune.train.zero import grad_norm_of, is_zero
 
 
 def clip_gradients(
@@ -24,6 +25,8 @@ def clip_gradients(
     Where the optimizer cannot (it is not torch's fused AdamW, or its scale is the loss scaler's, or gradients are
     sharded) they are scaled here, as torch.nn.utils.clip_grad_norm_ does. There is a gradient: see `gradients`.
     """
+    if is_zero(accelerator):
+        return grad_norm_of(accelerator)
     trained = [p for p in parameters if p.grad is not None]
     inner = unwrapped(optimizer)
     if not _divides_as_it_reads(accelerator, inner, trained):

@@ -8,11 +8,13 @@ import os
 import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import DistributedType, set_seed
+from accelerate.utils import DistributedDataParallelKwargs, DistributedType, InitProcessGroupKwargs, set_seed
 from torch import nn
 
 from ligertune.plan import Plan
+from ligertune.train.patience import LONG
 from ligertune.train.trackers import tracker_names
+from ligertune.train.zero import STAGES, is_zero, load_whole_models, zero_plugin
 
 
 def start(plan: Plan) -> Accelerator:
@@ -24,28 +26,45 @@ def start(plan: Plan) -> Accelerator:
     # save_state warns of every tied weight, which it saves once and ties again on loading
     logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)
     on_cpu = plan.machine.vendor == "cpu"
-    sharded = plan.strategy == "fsdp"
+    sharded, zero = plan.strategy == "fsdp", plan.strategy in STAGES
     plugin = None
     if sharded:
+        if plan.recipe.parallel.cpu_offload:  # accelerate then starts gloo beside NCCL, for gradients in host memory
+            os.environ["FSDP_OFFLOAD_PARAMS"] = "true"
         # the plugin fills what is not given from the launcher's environment; the plan decides these
         plugin = FullyShardedDataParallelPlugin(
             fsdp_version=2,
             auto_wrap_policy="transformer_based_wrap",
             reshard_after_forward=True,
+            cpu_offload=plan.recipe.parallel.cpu_offload,
             cpu_ram_efficient_loading=False,
             state_dict_type="SHARDED_STATE_DICT",
         )
     elif plan.strategy == "ddp":
         os.environ.pop("ACCELERATE_USE_FSDP", None)
+    if not zero:
+        os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
+    # a run before this one in the same process may have had another precision, and ended the group of its processes
+    AcceleratorState._reset_state(reset_partial_state=not torch.distributed.is_initialized())
+    if zero and on_cpu:
+        # accelerate offers DeepSpeed on accelerators only, unless the processes have met already
+        PartialState(cpu=True, timeout=LONG)
     accelerator = Accelerator(
-        cpu=on_cpu,
-        mixed_precision=plan.precision.autocast,
+        cpu=on_cpu and not zero,
+        mixed_precision="bf16" if zero and plan.precision.weights == "bfloat16" else plan.precision.autocast,
+        deepspeed_plugin=zero_plugin(plan) if zero else None,
         gradient_accumulation_steps=1,
         step_scheduler_with_optimizer=False,
         fsdp_plugin=None if on_cpu else plugin,
         log_with=tracker_names(plan) or None,
         project_dir=str(plan.output_dir / "trackers"),
+        kwargs_handlers=[
+            InitProcessGroupKwargs(timeout=LONG),
+            DistributedDataParallelKwargs(gradient_as_bucket_view=True),  # or DDP holds a second copy of the gradients
+        ],
     )
+    if zero:
+        load_whole_models(accelerator)
     if sharded and on_cpu:
         # accelerate offers FSDP on accelerators only, yet what it calls (fully_shard) runs on CPU processes with gloo
         for state in (PartialState, AcceleratorState):
@@ -74,6 +93,14 @@ def any_rank(accelerator: Accelerator, flag: bool) -> bool:
     return bool(accelerator.reduce(torch.tensor(float(flag), device=accelerator.device), reduction="sum") > 0)
 
 
+def most_over_ranks(accelerator: Accelerator, amounts: dict[str, int]) -> dict[str, int]:
+    """The largest of each amount."""
+    if accelerator.num_processes == 1:
+        return amounts
+    mine = torch.tensor(list(amounts.values()), device=accelerator.device, dtype=torch.float64)
+    return dict(zip(amounts, accelerator.gather(mine[None]).amax(0).long().tolist(), strict=True))
+
+
 def after_evaluation(model: nn.Module) -> None:
     """FSDP2 leaves the last unit gathered after a forward without backward; shard it again."""
     if hasattr(model, "reshard"):
@@ -81,5 +108,15 @@ def after_evaluation(model: nn.Module) -> None:
 
 
 def full_state_dict(accelerator: Accelerator, model: nn.Module) -> dict[str, torch.Tensor] | None:
-    """The whole model's weights on every rank's CPU under FSDP; None where the model itself can be saved."""
-    return accelerator.get_state_dict(model) if accelerator.distributed_type == DistributedType.FSDP else None
+    """The whole model's weights on the main rank's CPU where ranks share them; None where the model can be saved.
+
+    Every rank has them after FSDP, and the main one alone after ZeRO.
+    """
+    return accelerator.get_state_dict(model) if is_sharded(accelerator) else None
+
+
+def is_sharded(accelerator: Accelerator) -> bool:
+    """Whether each rank holds a part of the weights."""
+    if is_zero(accelerator):
+        return accelerator.state.deepspeed_plugin.zero_stage == 3
+    return accelerator.distributed_type == DistributedType.FSDP

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
 from safetensors.torch import load_file, save_file
 
 from ligertune.folders import put_in_place, remove
+from ligertune.train.distributed import full_state_dict, is_sharded
 from ligertune.train.trained_weights import FILE, load_trained, save_trained
 
 if TYPE_CHECKING:
@@ -46,15 +46,16 @@ class Evaluations:
 def keep_best(accelerator: Accelerator, model: nn.Module, output_dir: Path, *, step: int, loss: float) -> None:
     """Write the weights that train to `output_dir/best`, complete or as it was. All ranks call it."""
     folder, aside = output_dir / "best", output_dir / ".best.partial"
-    sharded = accelerator.distributed_type == DistributedType.FSDP
-    weights = accelerator.get_state_dict(model) if sharded else None
+    weights = full_state_dict(accelerator, model)
     if accelerator.is_main_process:
         remove(aside)
         aside.mkdir(parents=True)
         if weights is None:
             save_trained(accelerator.unwrap_model(model), aside / FILE)
         else:
-            save_file({name: t.contiguous() for name, t in weights.items()}, aside / FILE)
+            # tied weights once: they may be one piece of memory, which safetensors refuses under two names
+            once = {t.data_ptr(): name for name, t in reversed(weights.items())}
+            save_file({name: weights[name].contiguous() for name in once.values()}, aside / FILE)
         (aside / "best.json").write_text(json.dumps({"step": step, "eval_loss": loss}) + "\n", encoding="utf-8")
         put_in_place(aside, folder)
     accelerator.wait_for_everyone()
@@ -64,7 +65,7 @@ def take_best(accelerator: Accelerator, model: nn.Module, output_dir: Path) -> t
     """(the step it is of, its weights where the model is sharded); else the model has them now."""
     folder = output_dir / "best"
     step = json.loads((folder / "best.json").read_text(encoding="utf-8"))["step"]
-    if accelerator.distributed_type == DistributedType.FSDP:
+    if is_sharded(accelerator):
         return step, load_file(folder / FILE)
     load_trained(accelerator.unwrap_model(model), folder / FILE)
     return step, None

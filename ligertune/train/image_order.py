@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ligertune.errors import UserError
+from ligertune.plan_strategy import SHARING_WEIGHTS
 from ligertune.train.order import DataOrder
 
 if TYPE_CHECKING:
@@ -46,9 +47,9 @@ class ByImageCount:
 def check_sharded(strategy: str, examples: Examples | StreamedExamples, family: str) -> None:
     """A UserError where ranks that share the weights would not ask for the same layers, and wait for each other."""
     streamed = not isinstance(examples.n_images, np.ndarray)
-    if strategy == "fsdp" and (streamed or (examples.n_images == 0).any()):
+    if strategy in SHARING_WEIGHTS and (streamed or (examples.n_images == 0).any()):
         raise UserError(
-            f"parallel.strategy: with fsdp, {family} cannot train on rows without images: it skips layers for them,"
-            " and ranks that have images would wait.",
+            f"parallel.strategy: with {strategy}, {family} cannot train on rows without images: it skips layers for"
+            " them, and ranks that have images would wait.",
             hint="Leave these rows out, or write parallel.strategy: ddp.",
         )

@@ -20,7 +20,7 @@ from ligertune.plan import Plan
 from ligertune.train import checkpoint
 from ligertune.train.batcher import Batcher
 from ligertune.train.clip import clip_gradients
-from ligertune.train.distributed import any_rank, reduce_sum
+from ligertune.train.distributed import any_rank, most_over_ranks, reduce_sum
 from ligertune.train.evaluate import evaluate
 from ligertune.train.evaluations import Evaluations, keep_best, take_best
 from ligertune.train.finite import LossWatch
@@ -31,11 +31,14 @@ from ligertune.train.meter import Counts, Meter
 from ligertune.train.objectives import Objective, objective_of
 from ligertune.train.optim import build_optimizer, set_learning_rate
 from ligertune.train.order import DataOrder
+from ligertune.train.patience import Patience
+from ligertune.train.reshard import load_states
 from ligertune.train.saver import Saver
 from ligertune.train.schedule import learning_rate
 from ligertune.train.stop import StopRequest
 from ligertune.train.stream_order import StreamOrder
 from ligertune.train.trackers import open_trackers, profiled, track
+from ligertune.train.zero import is_zero
 from ligertune.vision.ahead import PicturesAhead
 
 if TYPE_CHECKING:
@@ -91,7 +94,7 @@ def fit(
         optimizer = in_our_kernel(optimizer)
     model, optimizer = accelerator.prepare(model, optimizer)
     follow_parameters(optimizer)
-    resumed_from, notes = _resume(plan, accelerator)
+    resumed_from, notes = _resume(plan, accelerator, model, optimizer)
     saver = Saver(accelerator, plan, model, optimizer)
     order = _data_order(plan, data.train, images)
     batcher = _batcher(plan, accelerator, data.train, pad_token_id, objective, images)
@@ -111,6 +114,7 @@ def fit(
     log = _logger(accelerator, metrics, show)
     for note in notes:
         log({"step": resumed_from, "note": note})
+    waiting = Patience(accelerator, model, seconds=plan.recipe.parallel.timeout)
     missed, stopping, steady = False, False, plan.recipe.train.full_determinism
     hopeless = evaluations.hopeless(patience)
     model.train()
@@ -122,7 +126,7 @@ def fit(
         def hold_out() -> bool:
             """Evaluate, and do what follows from it; False where a signal came in between."""
             nonlocal eval_loss
-            with meter.paused():
+            with meter.paused(), waiting.long():
                 found = evaluate(plan, accelerator, model, evaluated, objective, stop)
                 if found is None:
                     return False
@@ -152,18 +156,20 @@ def fit(
                     with same_bits(steady and plan.recipe.train.torch_compile, plan.attn_implementation):
                         loss = model(**batch, **targets, use_cache=False).loss
                     with same_bits(steady, plan.attn_implementation):
-                        accelerator.backward(
-                            loss * world
-                        )  # DDP and FSDP average over ranks; the loss is a part of a sum
+                        # DDP and FSDP average over ranks; the loss is a part of a sum
+                        accelerator.backward(loss * world)
                 loss_sum += loss.detach()
 
-            check_gradients(optimizer)
+            if not is_zero(accelerator):  # its engine has taken the step, and the gradients with it
+                check_gradients(optimizer)
             if plan.optimizer.max_grad_norm > 0:
                 grad_norm = clip_gradients(accelerator, optimizer, model.parameters(), plan.optimizer.max_grad_norm)
             optimizer.step()
             optimizer.zero_grad()
             step += 1
             saver.look()
+            if step == resumed_from + 1:
+                waiting.steps()
             meter.add(work)
             watch.add(step, loss_sum, batches)
             profile()
@@ -180,9 +186,10 @@ def fit(
             if (plan.due(plan.save, step) and not last) or (stopping and step > last_saved):
                 if any_rank(accelerator, not watch.is_finite(_judged(plan, grad_norm))):
                     raise watch.complaint()
-                with meter.paused():
+                with meter.paused(), waiting.long():
                     saver.save(step)
                 last_saved = step
+        waiting.end()
         saver.finish()
         stopped_by = None
         if stopping and (missed or step < plan.schedule.total_steps):
@@ -204,20 +211,22 @@ def fit(
         work=work,
         seconds=seconds,
         warmup_excluded=warmup_excluded,
-        peak_memory=_most_over_ranks(accelerator, meter.peak_memory()),
+        peak_memory=most_over_ranks(accelerator, meter.peak_memory()),
         notes=notes,
         best_weights=best_weights,
     )
 
 
-def _resume(plan: Plan, accelerator: Accelerator) -> tuple[int, tuple[str, ...]]:
+def _resume(
+    plan: Plan, accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[int, tuple[str, ...]]:
     """Load the checkpoint that the plan names; the number of steps already done, and what was odd on the way."""
     found = [checkpoint.resume_folder(plan) if accelerator.is_main_process else None]
     folder, notes = broadcast_object_list(found)[0]
     if folder is None:
         return 0, notes
     step = checkpoint.saved_progress(folder, plan)
-    accelerator.load_state(str(folder))
+    load_states(accelerator, folder, model, optimizer)
     return step, notes
 
 
@@ -311,6 +320,8 @@ def _gradient_sync(
     plan: Plan, accelerator: Accelerator, model: nn.Module, *, last: bool
 ) -> contextlib.AbstractContextManager:
     """DDP averages gradients once a step. FSDP does at each micro batch, or each rank would hold whole gradients."""
+    if is_zero(accelerator):
+        accelerator.sync_gradients = last
     return accelerator.no_sync(model) if plan.strategy == "ddp" and not last else contextlib.nullcontext()
 
 
@@ -384,10 +395,3 @@ def _seen(counts: Counts, seconds: float) -> dict:
 def _whole(value: torch.Tensor) -> torch.Tensor:
     """A scalar that FSDP may hold as a DTensor."""
     return value.full_tensor() if hasattr(value, "full_tensor") else value
-
-
-def _most_over_ranks(accelerator: Accelerator, peak: dict[str, int]) -> dict[str, int]:
-    if accelerator.num_processes == 1:
-        return peak
-    mine = torch.tensor(list(peak.values()), device=accelerator.device, dtype=torch.float64)
-    return dict(zip(peak, accelerator.gather(mine[None]).amax(0).long().tolist(), strict=True))

@@ -19,9 +19,9 @@ FILE = "trained.safetensors"
 
 
 def save_only_what_trains(accelerator: Accelerator, model: nn.Module) -> None:
-    """Where some weights are frozen, let accelerate's states hold the others only. FSDP saves its shards itself."""
-    sharded = accelerator.distributed_type == DistributedType.FSDP
-    if sharded or all_train(model):
+    """Where some weights are frozen, let accelerate's states hold the others only. FSDP and ZeRO save theirs."""
+    own = accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
+    if own or all_train(model):
         return
 
     def save(models: list[nn.Module], weights: list[dict], folder: str) -> None:

@@ -303,6 +303,9 @@ ELSEWHERE = {
     "checkpoint.overwrite": "test_signals",
     "checkpoint.save_on_signal": "test_signals",
     "parallel.strategy": "test_ranks",
+    "parallel.num_processes": "test_started_ranks",
+    "parallel.cpu_offload": "test_strategy",
+    "parallel.timeout": "test_started_ranks",
     "medusa": "tests/medusa/test_medusa_keys",  # the section
     "kernels.optimizer": "test_kernel_adamw",
 }

@@ -19,6 +19,7 @@ from ligertune.run import plan_for, run
 pytestmark = pytest.mark.slow
 
 SETTINGS = {
+    "model.dtype": "float32",
     "train.max_steps": 6,
     "checkpoint.save_strategy": "steps",
     "checkpoint.save_steps": 3,
@@ -63,6 +64,16 @@ def test_the_plan_counts_what_trains_and_the_loss_falls(changes, n_trainable, qu
     run(job, lambda line: None)
     found = losses(tmp_path / "run")
     assert found[-1] < found[0] - 0.05
+
+
+def test_a_process_may_train_in_one_precision_and_then_in_another(quickstart, tmp_path):
+    """An adapter beside bfloat16 weights computes under autocast, which accelerate keeps for the whole process."""
+    found = []
+    for name, changes in {"whole": {}, "adapter": {"method.type": "lora", "model.dtype": "bfloat16"}}.items():
+        (tmp_path / name).mkdir()
+        run(plan_for(read(quickstart, tmp_path / name, **{**SETTINGS, **changes})), lambda line: None)
+        found.append(losses(tmp_path / name / "run"))
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-2)
 
 
 def test_an_adapters_checkpoint_has_no_frozen_weights_and_resumes_bit_exactly(adapted, quickstart, tmp_path):

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 from command_line import losses, overrides
 from safetensors.torch import load_file
 
 from ligertune.errors import UserError
+from ligertune.medusa_run import report_on
 from ligertune.recipe import load_recipe
 from ligertune.recipe.collection import bundled
 from ligertune.run import plan_for, run
@@ -81,6 +83,27 @@ def test_the_second_stage_starts_from_the_heads_and_trains_both(usual, joint):
     assert before.keys() == after.keys() and all((before[name] != after[name]).any() for name in before)
     assert (joint[2] / "model" / "model.safetensors").is_file() and not (usual[2] / "model").exists()
     assert joint[1]["n_trainable"] == joint[1]["n_parameters"] > usual[1]["n_trainable"]
+
+
+def test_an_adapter_trains_in_the_second_stage_and_is_merged(train, stage_2, joint, quickstart, tmp_path):
+    changes = {**stage_2, "method.type": "lora", "method.lora_r": 4, "medusa.eval_prompts": 1}
+    saved = {"checkpoint.save_strategy": "steps", "checkpoint.save_steps": 2, "folder": tmp_path / "run"}
+    found, report, folder = train(**changes, **saved)
+    assert found[0] == pytest.approx(joint[0][0], rel=1e-6) and found != joint[0]
+    assert report["n_trainable"] < report["n_parameters"] / 2
+    assert not (folder / "model" / "adapter_config.json").exists()
+    before = load_file(quickstart / "stories260K" / "model.safetensors")
+    after = load_file(folder / "model" / "model.safetensors")
+    assert before.keys() == after.keys()
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert moved == {name for name in before if name.endswith("_proj.weight")}
+    assert report["medusa"]["decoding"]["identical"] == 1  # heads and model on the disk fit each other
+    weights = load_file(folder / "medusa" / "medusa_lm_head.safetensors")
+    (folder / "report.json").unlink()
+    assert train(**changes, **saved, **{"checkpoint.resume_from_checkpoint": "auto"})[0] == found
+    resumed = load_file(folder / "medusa" / "medusa_lm_head.safetensors")
+    assert all(torch.equal(resumed[name], t) for name, t in weights.items())
+    report_on(load_recipe(folder / "resolved_recipe.yaml"))
 
 
 def test_the_heads_learn_faster_by_their_multiplier(stage_2, tmp_path):

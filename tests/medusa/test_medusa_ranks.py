@@ -74,10 +74,12 @@ def test_stage_1_has_the_losses_of_one_process(launcher, stage_1, tmp_path):
     assert json.loads((tmp_path / "run/medusa/config.json").read_text())["medusa_num_heads"] == 4
 
 
-def test_stage_2_under_fsdp_has_the_losses_of_one_process(stage_1, tmp_path):
-    changes = {"medusa.stage": 2, "medusa.heads_path": stage_1[1], "train.learning_rate": 5e-4}
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_stage_2_under_fsdp_has_the_losses_of_one_process(method, stage_1, tmp_path):
+    changes = {"medusa.stage": 2, "medusa.heads_path": stage_1[1], "train.learning_rate": 5e-4, "method.type": method}
     expected = alone(tmp_path / "alone", **changes)
     assert two_ranks(tmp_path, *FSDP, **changes) == pytest.approx(expected, rel=1e-5)
     trained = load_file(tmp_path / "run/model/model.safetensors")
     theirs = load_file(tmp_path / "alone/model/model.safetensors")
+    assert trained.keys() == theirs.keys()
     assert all((trained[key] - theirs[key]).abs().max() < 1e-4 for key in theirs)

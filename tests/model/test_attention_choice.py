@@ -7,6 +7,7 @@ from importlib.util import find_spec
 
 import pytest
 import tiny_models
+import transformers
 
 from ligertune.errors import UserError
 from ligertune.machine import Machine
@@ -56,6 +57,16 @@ def test_flash_attention_2_is_taken_where_it_is_installed_and_varlen_does_not_do
     assert choose(family="gemma2").implementation == "flash_attention_2"
     assert choose().implementation == "varlen"
     assert choose(machine=MI300).implementation == "flash_attention_2"
+
+
+def test_a_model_that_sees_gets_flex_attention_only_where_transformers_offers_it_for_it():
+    qwen, llava = (
+        choose_attention("auto", config(), H100, FP32, packing=True)
+        for config in (transformers.Qwen2VLConfig, transformers.LlavaConfig)
+    )
+    assert qwen.implementation == "per_document"
+    assert "flex_attention: transformers does not offer it for Qwen2VLForConditionalGeneration" in qwen.why
+    assert llava.implementation == "flex_attention"
 
 
 @pytest.mark.parametrize(

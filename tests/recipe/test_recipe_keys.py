@@ -47,7 +47,7 @@ DEFAULTS = {
                    "save_model": True, "resume_from_checkpoint": "never", "load_best_model_at_end": False,
                    "overwrite": False, "save_on_signal": True},
     "logging": {"logging_steps": 10, "report_to": ["jsonl"], "run_name": None},
-    "parallel": {"strategy": "auto"},
+    "parallel": {"num_processes": "auto", "strategy": "auto", "cpu_offload": False, "timeout": 60},
     "vision": {"image_min_pixels": None, "image_max_pixels": 1_003_520, "freeze_vision_tower": True,
                "freeze_projector": True, "freeze_language_model": False},
     "report": {"warmup_steps": 5, "profile_steps": 0, "memory_snapshot": False, "mfu": True},

@@ -13,8 +13,9 @@ from __future__ import annotations
 import torch
 
 from ligertune_kernels.launch import runs_triton
+from ligertune_kernels.once import differentiable_once
 from ligertune_kernels.ops.rms_norm import Cast, RMSNorm, check_rms_norm, rms_norm_reference
-from ligertune_kernels.ops.row_norm import differentiable_once, norm_backward, norm_forward
+from ligertune_kernels.ops.row_norm import norm_backward, norm_forward
 
 
 def add_rms_norm_reference(

@@ -18,9 +18,9 @@ from typing import Literal
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 
 from ligertune_kernels.launch import rows_of, runs_triton
+from ligertune_kernels.once import differentiable_once
 from ligertune_kernels.ops.row_pass import Terms, row_pass, scaled, scales
 
 Reduction = Literal["mean", "sum", "none"]
@@ -92,7 +92,7 @@ class _CrossEntropy(torch.autograd.Function):
         return losses.sum() / denominator
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx, d_loss):
         (gradient,) = ctx.saved_tensors
         if ctx.spent:
@@ -114,7 +114,7 @@ class _CrossEntropyRows(torch.autograd.Function):
         return row_pass(rows, labels, terms, weight=weight)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx, d_losses):
         rows, labels, weight = ctx.saved_tensors
         gradient = _gradient_like(rows, ctx.inplace)

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from ligertune_kernels.launch import Chip, Launcher, chip_of, on_device, options, remembered, runs_triton, tl, triton
+from ligertune_kernels.once import differentiable_once
 
 TILE = 4096  # elements copied by a program of the forward
 CHUNK = 16  # sorted indices of a program of the backward, one after the other
@@ -175,7 +175,7 @@ class _Embedding(torch.autograd.Function):
         return _forward(indices, weight)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx, dy):
         (indices,) = ctx.saved_tensors
         return None, _backward(dy, indices, ctx.vocab_size, ctx.dtype, ctx.padding_idx), None

@@ -16,10 +16,10 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from ligertune_kernels.device_fns import gelu_erf, gelu_erf_grad, gelu_tanh, gelu_tanh_grad, silu, silu_grad
 from ligertune_kernels.launch import chip_of, on_device, options, rows_of, tl, triton
+from ligertune_kernels.once import differentiable_once
 from ligertune_kernels.ops.overwriting import are_apart, is_someones_leaf, span
 
 Activation = Literal["silu", "gelu_tanh", "gelu_erf"]
@@ -164,7 +164,7 @@ class Gated(torch.autograd.Function):
         return forward(gate, up, activation)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx, dy):
         gate, up = _saved_once(ctx)
         needs_gate, needs_up = ctx.needs_input_grad[:2]
@@ -184,7 +184,7 @@ class GatedPacked(torch.autograd.Function):
         return forward(*gate_up.chunk(2, dim=-1), activation)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx, dy):
         (gate_up,) = _saved_once(ctx)
         d_gate_up = _gradient_of(gate_up, ctx.inplace)

@@ -33,8 +33,8 @@ from ligertune_kernels.launch import (
     tl,
     triton,
 )
+from ligertune_kernels.once import differentiable_once
 from ligertune_kernels.ops.column_sums import column_sums
-from ligertune_kernels.ops.row_norm import differentiable_once
 
 # Elements of a group taken at once, positions of one channel, and channels if these are fewer: 8192 by eight warps, and
 # of a group of more than four times as many 16384 by all (39 and 181 us forward and backward of 128 and 512 channels of

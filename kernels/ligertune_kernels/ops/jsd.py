@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 
 from ligertune_kernels.launch import rows_of, runs_triton
+from ligertune_kernels.once import differentiable_once
 from ligertune_kernels.ops.cross_entropy import Reduction, check_reduction
 from ligertune_kernels.ops.divergence import blocks_of, divergence_pass, form_of, gradients_once, summands
 from ligertune_kernels.ops.row_pass import scales
@@ -80,7 +80,7 @@ class _JSD(torch.autograd.Function):
         return losses.sum() / denominator
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx, d_loss):
         return *gradients_once(ctx, d_loss, "jsd"), None, None, None, None
 
@@ -95,7 +95,7 @@ class _JSDRows(torch.autograd.Function):
         return _losses(x, t, labels, options)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx, d_losses):
         x, t, labels = ctx.saved_tensors
         dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)

@@ -17,9 +17,9 @@ from typing import Literal
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 
 from ligertune_kernels.launch import rows_of, runs_triton
+from ligertune_kernels.once import differentiable_once
 from ligertune_kernels.ops.divergence import blocks_of, divergence_pass, gradients_once, weighted
 from ligertune_kernels.ops.row_pass import scales
 
@@ -62,7 +62,7 @@ class _KLDiv(torch.autograd.Function):
         return losses.sum() / n_terms
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx, d_loss):
         return *gradients_once(ctx, d_loss, "kl_div"), None, None
 
@@ -80,7 +80,7 @@ class _KLDivElements(torch.autograd.Function):
         return losses
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx, d_losses):
         x, t = ctx.saved_tensors
         needs_dx, needs_dt = ctx.needs_input_grad[:2]

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch.autograd.function import once_differentiable
+
+from ligertune_kernels.once import differentiable_once
 
 MULTIPLE_OF = 16  # rows: matrix products like no other number, and fewer sizes are fewer plans
 
@@ -48,7 +49,7 @@ class _TakeRows(torch.autograd.Function):
         return t.index_select(0, rows)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx, dy):
         (rows,) = ctx.saved_tensors
         return dy.new_zeros(ctx.shape).index_copy_(0, rows, dy), None

@@ -11,7 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from ligertune_kernels.launch import runs_triton
-from ligertune_kernels.ops.row_norm import differentiable_once, norm_backward, norm_forward
+from ligertune_kernels.once import differentiable_once
+from ligertune_kernels.ops.row_norm import norm_backward, norm_forward
 
 
 def layer_norm_reference(

@@ -20,9 +20,9 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 
 from ligertune_kernels.launch import runs_triton
+from ligertune_kernels.once import differentiable_once
 from ligertune_kernels.ops.cross_entropy import (
     SPENT,
     Reduction,
@@ -103,7 +103,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return (done.losses / denominator).sum(), done.losses
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx, d_loss, _):
         if ctx.spent:
             raise RuntimeError(SPENT.format(op="linear_cross_entropy"))
@@ -127,7 +127,7 @@ class _LinearCrossEntropyRows(torch.autograd.Function):
         return run_chunks(rows, head, Targets(labels, terms, class_weight), Needs(), schedule).losses
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx, d_losses):
         *parameters, labels, class_weight = ctx.saved_tensors
         rows, (lora_scale, terms, schedule) = parameters[0], ctx.rest

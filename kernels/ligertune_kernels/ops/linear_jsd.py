@@ -17,9 +17,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 
 from ligertune_kernels.launch import runs_triton
+from ligertune_kernels.once import differentiable_once
 from ligertune_kernels.ops.divergence import gradients_once
 from ligertune_kernels.ops.jsd import check_beta, denominator, jsd_reference
 from ligertune_kernels.ops.jsd_row_pass import jsd_row_pass
@@ -155,7 +155,7 @@ class _LinearJSD(torch.autograd.Function):
         return losses.sum() / n
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx, d_loss):
         gradients = gradients_once(ctx, d_loss, "linear_jsd")
         return *(None if g is None else g.to(dtype) for g, dtype in zip(gradients, ctx.dtypes, strict=True)), *[

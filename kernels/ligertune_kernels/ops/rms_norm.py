@@ -23,7 +23,8 @@ import torch
 from torch import nn
 
 from ligertune_kernels.launch import runs_triton
-from ligertune_kernels.ops.row_norm import differentiable_once, norm_backward, norm_forward
+from ligertune_kernels.once import differentiable_once
+from ligertune_kernels.ops.row_norm import norm_backward, norm_forward
 
 Cast = Literal["llama", "gemma", "none"]
 

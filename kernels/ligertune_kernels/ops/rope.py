@@ -22,9 +22,9 @@ branches (both sides of a sum, a hook, grad_outputs). Who knows that of these no
 from __future__ import annotations
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from ligertune_kernels.launch import chip_of, on_device, options, runs_triton, tl, triton
+from ligertune_kernels.once import differentiable_once
 from ligertune_kernels.ops.overwriting import is_someones_leaf, share_storage, span
 
 # Pairs that a program turns: 4 tokens of 8 heads of 128, 16 pairs a thread. On an H100 (32 and 8 heads, 16k tokens)
@@ -272,7 +272,7 @@ class _Rope(torch.autograd.Function):
         return _rotate(q, k, cos, sin, position_ids, interleaved, rotary_dim, inplace=inplace)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx, dq, dk):
         cos, sin, position_ids = ctx.saved_tensors
         # A gradient nobody asked for is still a tensor here; without its heads the launch passes it by.

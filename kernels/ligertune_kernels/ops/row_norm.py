@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from ligertune_kernels.launch import MAX_THREADS, Chip, Launch, chip_of, options, remembered, rows_of, triton
 from ligertune_kernels.ops.column_sums import column_sums
@@ -166,17 +163,6 @@ def _backward_walk(
     how = {"backward": True, "residual": ds is not None, "centred": centred, "in_step": _in_step(integers)}
     constants, numbers = _walk(n_cols, column_bytes, chip, **how)
     return Walk(Launch(backward_kernel, flags | constants, integers), *numbers)
-
-
-def differentiable_once(backward: Callable) -> Callable:
-    """torch's once_differentiable, which takes 2 µs to switch off the recording that a plain backward() never began."""
-    recorded = once_differentiable(backward)
-
-    @functools.wraps(backward)
-    def call(ctx: object, *grads: torch.Tensor | None) -> object:
-        return recorded(ctx, *grads) if torch.is_grad_enabled() else backward(ctx, *grads)
-
-    return call
 
 
 def _laid_out(t: torch.Tensor, n_cols: int) -> tuple[torch.Tensor, int]:

@@ -1,0 +1,164 @@
+"""`ligertune train` on a node with several devices: one process for each, started by torch, which is told of signals.
+
+torchrun's agent is not used: it ends ranks 30 seconds after a signal, whether or not they have saved, and its exit code
+is its own. Below it stands `torch.distributed.elastic.multiprocessing`, which starts the processes, keeps the output of
+all but the first apart, and ends the others when one fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import logging
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from ligertune.rank_failure import FOLDER, Ended, leave_tracebacks, verdict, words_in
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing import PContext
+
+    from ligertune.plan import Plan
+
+FORWARDED = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP") if hasattr(signal, name))
+KEPT = "ranks"  # the folder in output_dir with what ranks said, after a failure
+PR_SET_PDEATHSIG = 1  # of Linux' prctl
+
+
+def run_ranks(plan: Plan, arguments: Sequence[str]) -> int:
+    """Run `python -m ligertune ARGUMENTS` once for each process of the plan; the exit code.
+
+    Signals go on to the ranks. A UserError says why ranks failed, if they did.
+    """
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std, start_processes
+
+    world = plan.batching.world_size
+    for name in ("api", "subprocess_handler.subprocess_handler"):  # they log what `verdict` says in a sentence
+        logging.getLogger(f"torch.distributed.elastic.multiprocessing.{name}").setLevel(logging.CRITICAL)
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # the others are handled here
+    folder = Path(tempfile.mkdtemp(prefix="ligertune-"))
+    store = _store()
+    with _Signals() as signals:
+        context = start_processes(
+            name="ligertune",
+            entrypoint=sys.executable,
+            args=dict.fromkeys(range(world), ("-m", "ligertune", *arguments)),
+            envs={rank: _environment(rank, world, port=store.port, folder=folder) for rank in range(world)},
+            logs_specs=DefaultLogsSpecs(str(folder), redirects=dict.fromkeys(range(1, world), Std.ALL)),
+        )
+        signals.go_to(context)
+        result = context.wait(period=0.1)
+    failures = [Ended(f.local_rank, f.pid, f.exitcode, f.timestamp) for f in result.failures.values()]
+    code = _code(plan, failures, signals.received)
+    if code is not None:
+        shutil.rmtree(folder, ignore_errors=True)
+        return code
+    raise _failure(plan, failures, folder)
+
+
+def _store() -> object:
+    """What ranks find each other by. It is this process's: a port that is free now may not be when rank 0 wants it."""
+    from torch.distributed import TCPStore
+
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def _environment(rank: int, world: int, *, port: int, folder: Path) -> dict[str, str]:
+    """As torchrun sets it."""
+    threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // world))
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "OMP_NUM_THREADS": threads,
+        FOLDER: str(folder),
+    }
+
+
+class _Signals:
+    """A context that passes signals on to the ranks, which save and leave; those from before they run, too."""
+
+    def __init__(self) -> None:
+        self.received: list[int] = []
+        self._context: PContext | None = None
+        self._before: dict[int, object] = {}
+
+    def __enter__(self) -> _Signals:
+        self._before = {number: signal.signal(number, self._pass_on) for number in FORWARDED}
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def go_to(self, context: PContext) -> None:
+        self._context = context
+        for number in FORWARDED:  # a torch that knows no TORCHELASTIC_SIGNALS_TO_HANDLE has taken them
+            signal.signal(number, self._pass_on)
+        for number in self.received:
+            self._send(number)
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        self.received.append(number)
+        self._send(number)
+
+    def _send(self, number: int) -> None:
+        # ranks are in sessions of their own: Ctrl-C on the terminal reaches them from here only
+        for pid in self._context.pids().values() if self._context else ():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+
+def _code(plan: Plan, failures: list[Ended], received: list[int]) -> int | None:
+    """The exit code of ranks that ended as one process may; None where some failed."""
+    if not failures:  # a rank that a signal stopped leaves with 0, or torch would end those that still write
+        report = json.loads((plan.output_dir / "report.json").read_text(encoding="utf-8"))
+        return 130 if report["status"] == "interrupted" else 0
+    if any(one.code == 130 for one in failures):  # a second Ctrl-C, or one before the first step
+        return 130
+    for number in received:
+        if any(-one.code == number for one in failures):  # without save_on_signal, or before the first step
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+    return None
+
+
+def _failure(plan: Plan, failures: list[Ended], folder: Path) -> Exception:
+    """The sentence; what the ranks said is kept in output_dir, if the run had begun."""
+    from ligertune.train.checkpoint import newest_checkpoint
+
+    words = words_in(folder)
+    newest = newest_checkpoint(plan.output_dir)
+    problem = verdict(failures, words, timeout=plan.recipe.parallel.timeout, newest=newest)
+    if any(word.expected and word.message == problem.message for word in words.values()):
+        shutil.rmtree(folder, ignore_errors=True)
+        return problem
+    if (plan.output_dir / "plan.json").is_file():
+        kept = plan.output_dir / KEPT
+        shutil.rmtree(kept, ignore_errors=True)
+        folder = Path(shutil.move(folder, kept))
+    problem.hint = f"What the ranks said is in {folder}. {problem.hint}".strip()
+    return problem
+
+
+def begin_rank() -> None:
+    """In a process that `run_ranks` started, before anything else.
+
+    Linux is asked to send SIGTERM when the starter dies: nobody would watch the run, and another may be started.
+    """
+    leave_tracebacks()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -1,0 +1,112 @@
+"""`ligertune train` with several processes of its own: what it refuses, what signals do, and ranks that die or hang."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from command_line import Done, environment, losses, overrides
+
+SETTINGS = {
+    "parallel.num_processes": 2,
+    "train.max_steps": 400,
+    "logging.logging_steps": 1,
+    "checkpoint.save_steps": 3,
+    "checkpoint.save_model": "false",
+    "checkpoint.output_dir": "run",
+}
+
+
+def ranks_of(process: subprocess.Popen) -> dict[int, int]:
+    """Rank -> the id of its process."""
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text(encoding="utf-8").split()
+    found = {}
+    for pid in map(int, children):
+        for variable in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+            if variable.startswith(b"RANK="):
+                found[int(variable[5:])] = pid
+    return found
+
+
+def disturbed(recipe: Path, folder: Path, disturb: Callable[[subprocess.Popen], None], **changes: object) -> Done:
+    """A run with two ranks to which something happens after its first checkpoint."""
+    command = [sys.executable, "-m", "ligertune", "train", str(recipe), *overrides({**SETTINGS, **changes})]
+    process = subprocess.Popen(
+        command, cwd=folder, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    while process.poll() is None and not (folder / "run" / "checkpoints" / "step-3").exists():
+        time.sleep(0.02)
+    if process.poll() is None:
+        disturb(process)
+    out, err = process.communicate()
+    return Done(process.returncode, out, err)
+
+
+def newest(folder: Path) -> str:
+    steps = [int(entry.name.removeprefix("step-")) for entry in (folder / "run" / "checkpoints").glob("step-*")]
+    return f"run/checkpoints/step-{max(steps)}"
+
+
+def test_bad_input_is_refused_once_and_before_processes_start(recipe, tmp_path, ligertune):
+    done = ligertune("train", recipe, *overrides({**SETTINGS, "train.global_batch_size": 12}))
+    assert done.code == 2
+    assert done.err.count("Error:") == 1 and "4 x 2 = 8" in done.err
+    assert not (tmp_path / "run").exists()
+
+
+def test_ctrl_c_saves_and_says_so_once(recipe, tmp_path):
+    done = disturbed(recipe, tmp_path, lambda process: process.send_signal(signal.SIGINT))
+    assert done.code == 130, done.err[-3000:]
+    assert done.out.count("interrupted by SIGINT") == 1
+    assert newest(tmp_path) == f"run/checkpoints/step-{len(losses(tmp_path / 'run'))}"
+
+
+def test_a_rank_that_is_killed_ends_the_run_with_one_sentence(recipe, tmp_path):
+    done = disturbed(recipe, tmp_path, lambda process: os.kill(ranks_of(process)[1], signal.SIGKILL))
+    assert done.code == 1
+    said = done.err.strip().splitlines()
+    assert len(said) == 1, done.err
+    assert "Rank 1 (process " in said[0] and "was killed by SIGKILL" in said[0] and newest(tmp_path) in said[0]
+
+
+@pytest.mark.slow
+def test_what_only_ranks_find_out_is_said_once(recipe, tmp_path, ligertune):
+    first = {**SETTINGS, "train.max_steps": 4, "checkpoint.output_dir": tmp_path / "first"}
+    assert ligertune("train", recipe, *overrides(first)).code == 0
+    from_there = {"checkpoint.resume_from_checkpoint": tmp_path / "first" / "checkpoints" / "step-3"}
+    other = {**SETTINGS, **from_there, "train.per_device_train_batch_size": 2, "train.max_steps": 6}
+    done = ligertune("train", recipe, *overrides(other))
+    assert done.code == 2
+    assert done.err.count("Error:") == 1 and "was trained with a global batch of 16" in done.err
+
+
+@pytest.mark.slow  # torch gives a rank 30 seconds to answer SIGTERM, and a stopped one does not
+def test_a_rank_that_hangs_is_given_up(recipe, tmp_path):
+    started = time.monotonic()
+    stop = {"parallel.timeout": 4}
+    done = disturbed(recipe, tmp_path, lambda process: os.kill(ranks_of(process)[1], signal.SIGSTOP), **stop)
+    assert done.code == 1 and time.monotonic() - started < 120
+    said = done.err.strip().splitlines()
+    assert len(said) == 1, done.err
+    assert "Rank 1 (process " in said[0] and "did not answer for 4 seconds" in said[0] and newest(tmp_path) in said[0]
+
+
+@pytest.mark.slow
+def test_ranks_end_with_the_process_that_started_them(recipe, tmp_path):
+    pids: list[int] = []
+
+    def kill(process: subprocess.Popen) -> None:
+        pids.extend(ranks_of(process).values())
+        process.kill()
+
+    assert disturbed(recipe, tmp_path, kill).code == -signal.SIGKILL
+    deadline = time.monotonic() + 60
+    while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)

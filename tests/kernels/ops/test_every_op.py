@@ -1,0 +1,135 @@
+"""Every op with a gradient: checkpointing, autocast, another GPU, and a second derivative that is right or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import ligertune_kernels as kernels
+import pytest
+import torch
+from ligertune_kernels import runs_triton
+from ligertune_kernels.table import OPS
+from torch.utils.checkpoint import checkpoint
+
+ROWS, WIDTH, CLASSES = 6, 40, 50
+
+
+def tensors(*shapes: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Leaves that need gradients; the same for every device."""
+    generator = torch.Generator().manual_seed(3)
+    made = (torch.randn(shape, generator=generator) for shape in shapes)
+    return [t.to(device, dtype).requires_grad_() for t in made]
+
+
+def labels(device: torch.device, *shape: int) -> torch.Tensor:
+    found = torch.arange(torch.Size(shape or (ROWS,)).numel(), device=device) % CLASSES
+    found[1] = -100
+    return found.view(shape or (ROWS,))
+
+
+def rotated(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    angles = torch.arange(16, dtype=torch.float32, device=q.device).outer(torch.ones(8, device=q.device)) / 7
+    cos, sin = angles.cos().to(q.dtype), angles.sin().to(q.dtype)
+    return torch.cat([t.flatten() for t in kernels.apply_rope(q, k, cos[None], sin[None])])
+
+
+# op -> (shapes of what needs a gradient, call)
+CALLS: dict[str, tuple[tuple[tuple[int, ...], ...], Callable[..., torch.Tensor]]] = {
+    "rms_norm": (((ROWS, WIDTH), (WIDTH,)), kernels.rms_norm),
+    "add_rms_norm": (
+        ((ROWS, WIDTH), (ROWS, WIDTH), (WIDTH,)),
+        lambda x, residual, weight: torch.cat(kernels.add_rms_norm(x, residual, weight)),
+    ),
+    "layer_norm": (((ROWS, WIDTH), (WIDTH,), (WIDTH,)), kernels.layer_norm),
+    "group_norm": (((2, 4, WIDTH), (4,), (4,)), lambda x, *scale: kernels.group_norm(x, 2, *scale)),
+    "apply_rope": (((1, 2, 16, 8), (1, 1, 16, 8)), rotated),
+    "swiglu": (((ROWS, WIDTH), (ROWS, WIDTH)), kernels.swiglu),
+    "geglu": (((ROWS, WIDTH), (ROWS, WIDTH)), kernels.geglu),
+    "cross_entropy": (((ROWS, CLASSES),), lambda x: kernels.cross_entropy(x, labels(x.device))),
+    "linear_cross_entropy": (
+        ((ROWS, WIDTH), (CLASSES, WIDTH)),
+        lambda hidden, weight: kernels.linear_cross_entropy(hidden, weight, labels(hidden.device)),
+    ),
+    "multi_head_linear_cross_entropy": (
+        ((ROWS, WIDTH), (ROWS, WIDTH), (CLASSES, WIDTH)),
+        lambda one, two, weight: (
+            kernels.multi_head_linear_cross_entropy([one, two], weight, labels(one.device, 2, ROWS), [1.0, 0.5]).loss
+        ),
+    ),
+    "kl_div": (
+        ((ROWS, CLASSES),),
+        lambda x: kernels.kl_div(x.log_softmax(-1), x.detach().flip(0).softmax(-1), reduction="batchmean"),
+    ),
+    "jsd": (((ROWS, CLASSES),), lambda x: kernels.jsd(x.log_softmax(-1), x.detach().flip(0).log_softmax(-1))),
+    "linear_jsd": (
+        ((ROWS, WIDTH), (CLASSES, WIDTH)),
+        lambda hidden, weight: kernels.linear_jsd(hidden, weight, hidden.detach().flip(0), weight.detach()),
+    ),
+    "embedding": (((CLASSES, WIDTH),), lambda table: kernels.embedding(labels(table.device).clamp(min=0), table)),
+}
+every_op = pytest.mark.parametrize("name", CALLS)
+
+
+def example(name: str, device: torch.device, dtype: torch.dtype = torch.float32) -> tuple[Callable, list[torch.Tensor]]:
+    shapes, call = CALLS[name]
+    return call, tensors(*shapes, device=device, dtype=dtype)
+
+
+def test_no_op_with_a_gradient_is_left_out() -> None:
+    assert {op.name for op in OPS if op.inputs} - {"adamw_step"} == CALLS.keys()
+
+
+@every_op
+@pytest.mark.parametrize("wanted", ["sum", "squares"])
+def test_a_second_derivative_is_right_or_refused(name, wanted, device) -> None:
+    """Of a sum too, whose gradient needs none itself: a penalty on the result must not be taken for a constant."""
+    call, leaves = example(name, device)
+    result = call(*leaves)
+    loss = result.sum() if wanted == "sum" else result.square().sum()
+    penalty = sum(grad.square().sum() for grad in torch.autograd.grad(loss, leaves, create_graph=True))
+    if runs_triton(leaves[0]) or name in ("linear_cross_entropy", "multi_head_linear_cross_entropy", "linear_jsd"):
+        with pytest.raises(RuntimeError, match=r"cannot be differentiated again.*reference"):
+            (penalty + leaves[0].sum()).backward()
+    elif penalty.requires_grad:  # plain torch, which can
+        (penalty + leaves[0].sum()).backward()
+        assert all(leaf.grad is None or leaf.grad.isfinite().all() for leaf in leaves)
+
+
+@every_op
+def test_checkpointing_gives_the_same_gradients(name, device) -> None:
+    call, leaves = example(name, device)
+    expected = torch.autograd.grad(call(*leaves).square().sum(), leaves)
+    found = torch.autograd.grad(checkpoint(call, *leaves, use_reentrant=False).square().sum(), leaves)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@every_op
+def test_autocast_is_as_in_the_dtype_it_computes_in(name, device) -> None:
+    """Products in bfloat16, as linear layers have them; norms, activations and losses of logits as they are given."""
+    call, leaves = example(name, device)
+    product = "linear" in name
+    plain = [t.detach().bfloat16().requires_grad_() for t in leaves] if product else leaves
+    expected = call(*plain)
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        found = call(*leaves)
+    assert product or found.dtype is expected.dtype
+    torch.testing.assert_close(found.float(), expected.float(), rtol=1e-6, atol=1e-6)
+    given = torch.autograd.grad(found.float().square().sum(), leaves)
+    assert all(grad.dtype is torch.float32 and grad.isfinite().all() for grad in given)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@every_op
+def test_a_gpu_that_is_not_the_current_one(name) -> None:
+    results = []
+    for index in (0, 1):
+        call, leaves = example(name, torch.device("cuda", index))
+        result = call(*leaves)
+        gradients = torch.autograd.grad(result.square().sum(), leaves)
+        assert {t.device.index for t in (result, *gradients)} == {index}
+        results.append([t.cpu() for t in (result, *gradients)])
+    assert torch.cuda.current_device() == 0
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)

@@ -1,0 +1,147 @@
+"""How many processes train, and how they share the model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ligertune.errors import UserError
+from ligertune.machine import Machine, choose_processes
+from ligertune.plan_states import states_of
+from ligertune.plan_strategy import Whole, check_offload, check_strategy, choose_strategy
+from ligertune.recipe import load_recipe
+from ligertune.run import plan_for
+
+GPU = Machine("nvidia", "cuda", "NVIDIA H100 80GB HBM3", "sm90", 1, 80 << 30, True, 989e12, 3.35e12, 1, "2.11")
+
+FITS, TOO_LARGE = Whole(20 << 30, 80 << 30), Whole(130 << 30, 80 << 30)
+
+
+@pytest.mark.parametrize(
+    ("asked", "world", "with_fsdp", "method", "alone", "chosen"),
+    [
+        ("fsdp", 1, True, "full", TOO_LARGE, "single"),
+        ("auto", 2, False, "full", FITS, "ddp"),
+        ("auto", 2, False, "full", TOO_LARGE, "fsdp"),
+        ("auto", 2, True, "full", FITS, "fsdp"),
+        ("auto", 2, False, "qlora", TOO_LARGE, "ddp"),
+        ("ddp", 2, True, "full", TOO_LARGE, "ddp"),
+    ],
+)
+def test_auto_shares_what_does_not_fit(asked, world, with_fsdp, method, alone, chosen):
+    found, why = choose_strategy(asked, world_size=world, launched_with_fsdp=with_fsdp, method=method, alone=alone)
+    assert found == chosen
+    assert bool(why) == (asked == "auto" and world > 1)
+
+
+def test_one_process_is_not_asked_of_a_launcher_that_started_two():
+    with pytest.raises(UserError, match="single is one process, and the launcher started 2"):
+        choose_strategy("single", world_size=2, launched_with_fsdp=False, method="full", alone=FITS)
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """launched(2): as a launcher of two processes would have set the environment."""
+    for name in ("WORLD_SIZE", "LOCAL_RANK", "ACCELERATE_MIXED_PRECISION"):
+        monkeypatch.delenv(name, raising=False)
+    return lambda count: monkeypatch.setenv("WORLD_SIZE", str(count))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "strategy", "by_launcher", "found"),
+    [(3, "auto", None, 3), ("auto", "single", None, 1), ("auto", "auto", 2, 2), (2, "auto", 2, 2)],
+)
+def test_processes_are_the_launchers_or_the_recipes(wanted, strategy, by_launcher, found, launched):
+    if by_launcher:
+        launched(by_launcher)
+    import torch
+
+    if torch.cuda.is_available() and wanted == 3 and torch.cuda.device_count() < 3:
+        pytest.skip("fewer than three GPUs")
+    assert choose_processes(wanted, strategy) == found
+
+
+def test_a_launcher_that_started_another_number_is_refused(launched):
+    launched(4)
+    with pytest.raises(UserError, match=r"num_processes: 2, but the launcher started 4"):
+        choose_processes(2, "auto")
+
+
+@pytest.mark.parametrize(
+    ("machine", "said"), [(replace(GPU, device="cpu"), "this machine has no GPU"), (GPU, "one process has nobody")]
+)
+def test_offload_is_refused_where_it_changes_nothing(machine, said):
+    with pytest.raises(UserError, match=said):
+        check_offload(machine)
+
+
+@pytest.mark.parametrize(
+    ("key", "strategy", "autocast", "says"),
+    [
+        ("train.optim_in_backward=true", "ddp", "no", "before they are averaged"),
+        ("train.optim_in_backward=true", "fsdp", "fp16", "scaled until the step"),
+        ("train.optim_offload=true", "fsdp", "no", "small already"),
+        ("checkpoint.async_save=true", "fsdp", "no", "write their shards"),
+        ("train.optim=galore_adamw", "fsdp", "no", "galore_adamw needs whole matrices"),
+        ("train.optim=adafactor", "fsdp", "no", "adafactor needs whole matrices"),
+        ("parallel.strategy=deepspeed_zero2", "deepspeed_zero2", "fp16", "deepspeed_zero2 trains in bfloat16"),
+    ],
+)
+def test_what_a_strategy_or_a_precision_would_get_wrong_is_refused(key, strategy, autocast, says, quickstart):
+    """Each is accepted where it is right: in one process, with gradients that are not scaled."""
+    overrides = [key, "train.max_grad_norm=0", "train.gradient_accumulation_steps=1"]
+    recipe = load_recipe(quickstart / "stories260k.yaml", overrides=overrides)
+    check_strategy(recipe, "single", autocast="no")
+    with pytest.raises(UserError, match=says) as caught:
+        check_strategy(recipe, strategy, autocast=autocast)
+    assert caught.value.hint.endswith(".")
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
+def test_a_plan_for_two_processes_asks_whether_their_strategy_can(strategy, quickstart, tmp_path):
+    changes = ["train.optim_in_backward=true", "train.max_grad_norm=0", "train.gradient_accumulation_steps=1"]
+    changes += [f"parallel.strategy={strategy}", f"checkpoint.output_dir={tmp_path}"]
+    recipe = load_recipe(quickstart / "stories260k.yaml", overrides=changes)
+    if strategy == "fsdp":
+        assert plan_for(recipe, processes=2).plan.optimizer.in_backward
+        return
+    with pytest.raises(UserError, match="optim_in_backward: under ddp"):
+        plan_for(recipe, processes=2)
+
+
+def test_offload_takes_the_states_off_the_device(quickstart, tmp_path):
+    plans = []
+    for value in ("false", "true"):
+        changes = [f"parallel.cpu_offload={value}", "parallel.strategy=fsdp", f"checkpoint.output_dir={tmp_path}"]
+        recipe = load_recipe(quickstart / "stories260k.yaml", overrides=changes)
+        plans.append(plan_for(recipe, for_show=True, memory_gib=80, gpus=2).plan)
+    held, offloaded = plans
+    assert offloaded.strategy == "fsdp" and offloaded.bytes == held.bytes  # of the run, wherever they are
+    assert offloaded.peak.optimizer == offloaded.peak.moment.gradients == 0 < held.peak.optimizer
+    assert 0 < offloaded.peak.total < held.peak.total
+
+
+def test_zero_shares_what_its_stage_says(quickstart, tmp_path):
+    plans = {}
+    for strategy in ("ddp", "deepspeed_zero2", "deepspeed_zero3"):
+        changes = [f"parallel.strategy={strategy}", "model.dtype=bfloat16", f"checkpoint.output_dir={tmp_path}"]
+        recipe = load_recipe(quickstart / "stories260k.yaml", overrides=changes)
+        plans[strategy] = shared_states(recipe)
+    ddp, two, three = plans.values()
+    assert two.weights == ddp.weights and three.weights == ddp.weights // 2
+    assert two.gradients == three.gradients == ddp.gradients // 2
+    # two states in bfloat16; there, half of two in float32 and of the weights once more
+    assert two.optimizer == three.optimizer == pytest.approx(ddp.optimizer / 4 * 12 / 2, rel=1e-6)
+
+
+def shared_states(recipe):
+    """The states of a plan for two devices."""
+    from ligertune.model import load
+    from ligertune.model.shape import ModelShape
+
+    config = load.read_config(recipe.model)
+    spec = recipe.model.model_copy(update={"init": "random"})
+    model = load.build_model(spec, config, dtype=torch.bfloat16, device="meta", seed=0)
+    return states_of(recipe, ModelShape.of(model), "bfloat16", strategy=recipe.parallel.strategy, world_size=2)
