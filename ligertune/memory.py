@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ligertune.optimizer_states import optimizer_bytes, step_bytes
+from ligertune.optimizer_states import OPTIMIZERS, optimizer_bytes, step_bytes
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 # NF4 in blocks of 64 with an 8-bit scale each, and for every 256 of those one of 4 bytes (Dettmers et al. 2023)
@@ -47,6 +47,7 @@ class StateBytes:
     trained: int
     step: int = 0  # made and given back by the optimizer's step
     saves_adapter: bool = False
+    in_host_memory: int = 0  # states of the optimizer that the device does not hold
 
     @property
     def total(self) -> int:
@@ -56,6 +57,11 @@ class StateBytes:
     def model(self) -> int:
         """What the finished model takes on disk."""
         return self.trained if self.saves_adapter else self.weights
+
+    @property
+    def saved_states(self) -> int:
+        """What a checkpoint has of the optimizer, wherever that kept it."""
+        return self.optimizer + self.in_host_memory
 
 
 def state_bytes(
@@ -67,10 +73,13 @@ def state_bytes(
     shards: int = 1,
     whole_weights: bool = False,
     master_weights: bool = False,
+    rank: int = 0,
+    offload: bool = False,
 ) -> StateBytes:
     """Of parameters and how many there are of each kind. `shards`: ranks that share them (FSDP, ZeRO).
 
     whole_weights: all but the weights is shared. master_weights: the optimizer steps on float32 copies of its own.
+    rank: of the gradients, for an optimizer that projects them. offload: it works in host memory.
     """
     weights = trained = masters = 0.0
     states: Counter = Counter()
@@ -82,11 +91,14 @@ def state_bytes(
             masters += 4 * count * kind.elements * master_weights
             itemsize = 4 if master_weights else kind.itemsize(weight_dtype)
             states[(kind.shape, itemsize, kind.inside)] += count
+    kept = (optimizer_bytes(optim, states, rank=rank) + round(masters)) // shards
+    hosted = kept if offload or OPTIMIZERS[optim].on_host else 0
     return StateBytes(
         weights=round(weights if whole_weights else weights / shards),
         gradients=round(trained / shards),
-        optimizer=(optimizer_bytes(optim, states) + round(masters)) // shards,
+        optimizer=kept - hosted,
         trained=round(trained / shards),
-        step=step_bytes(optim, states) // shards,
+        step=0 if offload else step_bytes(optim, states) // shards,
         saves_adapter=method in ("lora", "qlora"),
+        in_host_memory=hosted,
     )

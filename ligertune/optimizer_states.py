@@ -10,13 +10,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 Shape = tuple[int, ...]
+Bytes = Callable[[Shape, int, int], float]
 
 SMALL = 4096  # elements: quantising optimizers keep the states of smaller parameters in 32 bits
 
 
 @dataclass(frozen=True)
 class OptimizerStates:
-    """`bytes_of(shape, itemsize)`: device bytes that are kept of a parameter of this shape and element size.
+    """`bytes_of(shape, itemsize, rank)`: bytes that are kept of a parameter of this shape and element size.
+
+    rank: of the gradients, for an optimizer that projects them.
 
     needs: the package that holds it, of the extra `quant`. matrices_only: it is for the matrices inside the layers,
     and fused AdamW takes embeddings, head, norms and biases. on_host: its states are in host memory. takes_parts: it
@@ -24,7 +27,7 @@ class OptimizerStates:
     and `pieces` of the largest one (of a bounded piece in adamw_bf16).
     """
 
-    bytes_of: Callable[[Shape, int], float]
+    bytes_of: Bytes
     needs: str | None = None
     matrices_only: bool = False
     on_host: bool = False
@@ -33,15 +36,15 @@ class OptimizerStates:
     pieces: float = 0
 
 
-def _states(count: float) -> Callable[[Shape, int], float]:
+def _states(count: float) -> Bytes:
     """States in the parameter's own dtype."""
-    return lambda shape, itemsize: count * itemsize * math.prod(shape)
+    return lambda shape, itemsize, rank: count * itemsize * math.prod(shape)
 
 
-def _quantised(count: int, bits: float, *, block: int) -> Callable[[Shape, int], float]:
+def _quantised(count: int, bits: float, *, block: int) -> Bytes:
     """States of `bits` each and a 4-byte scale for every `block` elements."""
 
-    def bytes_of(shape: Shape, itemsize: int) -> float:
+    def bytes_of(shape: Shape, itemsize: int, rank: int) -> float:
         elements = math.prod(shape)
         per_element = bits / 8 + 4 / block if elements >= SMALL else 4
         return count * per_element * elements
@@ -49,17 +52,23 @@ def _quantised(count: int, bits: float, *, block: int) -> Callable[[Shape, int],
     return bytes_of
 
 
-def _row_and_column_means(shape: Shape, itemsize: int) -> float:
+def _row_and_column_means(shape: Shape, itemsize: int, rank: int) -> float:
     """Adafactor: the means of the squared gradients over rows and over columns; of vectors all squares."""
     if len(shape) < 2:
         return itemsize * math.prod(shape)
     return itemsize * math.prod(shape[:-2]) * (shape[-2] + shape[-1])
 
 
+def _projected(shape: Shape, itemsize: int, rank: int) -> float:
+    """GaLore: a projector on the shorter side, and two means of what it leaves."""
+    short, long = sorted(shape)
+    return itemsize * min(rank, short) * (short + 2 * long)
+
+
 OPTIMIZERS = {
     "adamw_torch_fused": OptimizerStates(_states(2)),
     "adamw_torch": OptimizerStates(_states(2), copies=1),
-    "adamw_bf16": OptimizerStates(lambda shape, itemsize: 4 * math.prod(shape), pieces=12),
+    "adamw_bf16": OptimizerStates(lambda shape, itemsize, rank: 4 * math.prod(shape), pieces=12),
     "adamw_8bit": OptimizerStates(_quantised(2, 8, block=256), needs="bitsandbytes"),
     "paged_adamw_8bit": OptimizerStates(_quantised(2, 8, block=256), needs="bitsandbytes", on_host=True),
     "adamw_torch_8bit": OptimizerStates(_quantised(2, 8, block=256), needs="torchao"),
@@ -67,6 +76,7 @@ OPTIMIZERS = {
     "adamw_torch_fp8": OptimizerStates(_quantised(2, 8, block=256), needs="torchao"),
     "adafactor": OptimizerStates(_row_and_column_means, copies=2, takes_parts=False),
     "muon": OptimizerStates(_states(1), matrices_only=True, pieces=4),
+    "galore_adamw": OptimizerStates(_projected, matrices_only=True, takes_parts=False, pieces=3),
     "lion": OptimizerStates(_states(1), pieces=1),
     "sgd": OptimizerStates(_states(0)),
 }
@@ -82,13 +92,15 @@ def step_bytes(name: str, parameters: dict[tuple[Shape, int, bool], int]) -> int
     return round(row.copies * whole + row.pieces * max((size for _, size in sizes), default=0))
 
 
-def optimizer_bytes(name: str, parameters: dict[tuple[Shape, int, bool], int]) -> int:
-    """Device bytes of an optimizer's states. parameters: (shape, itemsize, inside a layer) -> how many of them."""
+def optimizer_bytes(name: str, parameters: dict[tuple[Shape, int, bool], int], *, rank: int) -> int:
+    """Bytes of an optimizer's states, wherever they are.
+
+    parameters: (shape, itemsize, inside a layer) -> how many of them.
+    rank: of the gradients, for an optimizer that projects them.
+    """
     row, others = OPTIMIZERS[name], OPTIMIZERS["adamw_torch_fused"]
-    if row.on_host:
-        return 0
     total = 0.0
     for (shape, itemsize, inside), count in parameters.items():
         suits = not row.matrices_only or (inside and len(shape) == 2)
-        total += count * (row if suits else others).bytes_of(shape, itemsize)
+        total += count * (row if suits else others).bytes_of(shape, itemsize, rank)
     return round(total)

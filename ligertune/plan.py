@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -17,16 +16,7 @@ from ligertune.machine import Machine
 from ligertune.memory import StateBytes
 from ligertune.plan_batching import Batching, choose_batching
 from ligertune.plan_states import states_of
-from ligertune.plan_strategy import (
-    SHARING_WEIGHTS,
-    Strategy,
-    check_in_backward,
-    check_offload,
-    check_takes_parts,
-    check_zero,
-    choose_strategy,
-    whole,
-)
+from ligertune.plan_strategy import SHARING_WEIGHTS, Strategy, check_strategy, shared_by
 from ligertune.recipe import Recipe
 
 
@@ -69,6 +59,15 @@ class Schedule:
 
 
 @dataclass(frozen=True)
+class Galore:
+    """What galore_adamw projects gradients to, how often it chooses where to, and its own share of the rate."""
+
+    rank: int = 128
+    update_proj_gap: int = 200
+    scale: float = 0.25
+
+
+@dataclass(frozen=True)
 class Optimizer:
     """The optimizer's table row and numbers."""
 
@@ -79,6 +78,8 @@ class Optimizer:
     max_grad_norm: float
     heads_lr_multiplier: float = 1.0  # Medusa heads that train beside the model
     in_backward: bool = False
+    offload: bool = False
+    galore: Galore = Galore()
 
 
 @dataclass(frozen=True)
@@ -257,6 +258,22 @@ def make_schedule(recipe: Recipe, *, rows: int, global_batch_size: int) -> Sched
     )
 
 
+def make_optimizer(recipe: Recipe) -> Optimizer:
+    """The optimizer's numbers; heads that train beside the model have a rate of their own."""
+    train, beside = recipe.train, recipe.task == "medusa" and recipe.medusa.stage == 2
+    return Optimizer(
+        name=train.optim,
+        weight_decay=train.weight_decay,
+        betas=(train.adam_beta1, train.adam_beta2),
+        eps=train.adam_epsilon,
+        max_grad_norm=train.max_grad_norm,
+        heads_lr_multiplier=recipe.medusa.lr_multiplier if beside else 1.0,
+        in_backward=train.optim_in_backward,
+        offload=train.optim_offload,
+        galore=Galore(**train.galore.model_dump()),
+    )
+
+
 def kept_with(recipe: Recipe, attn_implementation: str, kernels: tuple[KernelLine, ...]) -> Kept:
     """What the model is computed with, as far as memory goes."""
     applied = {line.kernel for line in kernels if line.applied}
@@ -289,35 +306,6 @@ def check_context(recipe: Recipe, longest: int, context: int | None) -> None:
         )
 
 
-def shared_by(
-    recipe: Recipe,
-    machine: Machine,
-    precision: Precision,
-    unshared: StateBytes,
-    budget_of: Callable[..., Budget | None],
-    length: int,
-    *,
-    launched_with_fsdp: bool,
-) -> tuple[Strategy, str]:
-    """The strategy and its reason. unshared: what a device keeps that holds the whole model."""
-    if recipe.train.optim_in_backward:
-        check_in_backward(machine.world_size)
-    if recipe.parallel.cpu_offload:
-        check_offload(machine)
-        return "fsdp", "with parallel.cpu_offload"
-    check_zero(recipe.parallel.strategy, precision.autocast)
-    micro = recipe.train.per_device_train_batch_size
-    return choose_strategy(
-        recipe.parallel.strategy,
-        world_size=machine.world_size,
-        launched_with_fsdp=launched_with_fsdp,
-        method=recipe.method.type,
-        alone=whole(
-            unshared, budget_of(states=unshared), machine, micro=1 if micro == "auto" else micro, row_length=length
-        ),
-    )
-
-
 def make_plan(
     recipe: Recipe,
     machine: Machine,
@@ -334,7 +322,7 @@ def make_plan(
 ) -> Plan:
     """Resolve a recipe on this machine. `shape`: the model's ModelShape."""
     precision = choose_precision(recipe.model.dtype, machine, method=recipe.method.type)
-    train, length = recipe.train, row_length(rows, data)
+    length = row_length(rows, data)
     budget_of = functools.partial(
         make_budget,
         recipe,
@@ -347,13 +335,12 @@ def make_plan(
     strategy, strategy_why = shared_by(
         recipe,
         machine,
-        precision,
         states_of(recipe, shape, precision.weights),
         budget_of,
         length,
         launched_with_fsdp=launched_with_fsdp,
     )
-    check_takes_parts(strategy, train.optim)
+    check_strategy(recipe, strategy, autocast=precision.autocast)
     states = states_of(recipe, shape, precision.weights, strategy=strategy, world_size=machine.world_size)
     budget = budget_of(states=states, shards=machine.world_size if strategy in SHARING_WEIGHTS else 1)
     batching = choose_batching(recipe, machine.world_size, budget and functools.partial(_fits, budget, length, machine))
@@ -376,17 +363,7 @@ def make_plan(
         batching=batching,
         rows=rows,
         schedule=make_schedule(recipe, rows=rows.count, global_batch_size=batching.global_batch_size),
-        optimizer=Optimizer(
-            name=train.optim,
-            weight_decay=train.weight_decay,
-            betas=(train.adam_beta1, train.adam_beta2),
-            eps=train.adam_epsilon,
-            max_grad_norm=train.max_grad_norm,
-            heads_lr_multiplier=recipe.medusa.lr_multiplier
-            if recipe.task == "medusa" and recipe.medusa.stage == 2
-            else 1.0,
-            in_backward=train.optim_in_backward,
-        ),
+        optimizer=make_optimizer(recipe),
         data=data,
         save=Cadence(recipe.checkpoint.save_strategy, recipe.checkpoint.save_steps),
         evaluate=Cadence(recipe.eval.eval_strategy if data.eval_examples else "no", recipe.eval.eval_steps),

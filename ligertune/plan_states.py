@@ -20,4 +20,6 @@ def states_of(
         shards=world_size if strategy in SHARING_WEIGHTS or zero else 1,
         whole_weights=strategy not in SHARING_WEIGHTS,
         master_weights=zero and weight_dtype != "float32",
+        rank=recipe.train.galore.rank,
+        offload=recipe.train.optim_offload,
     )

@@ -1,7 +1,8 @@
-"""How processes share a model: each holds all of it (DDP), or a part (FSDP)."""
+"""How processes share a model: each holds all of it (DDP), or a part (FSDP); and what they then cannot do."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,6 +12,7 @@ from ligertune.errors import UserError
 from ligertune.machine import Machine
 from ligertune.memory import StateBytes
 from ligertune.optimizer_states import OPTIMIZERS
+from ligertune.recipe import Recipe
 
 Strategy = Literal["single", "ddp", "fsdp", "deepspeed_zero2", "deepspeed_zero3"]
 SHARING_WEIGHTS = ("fsdp", "deepspeed_zero3")
@@ -56,31 +58,66 @@ def check_offload(machine: Machine) -> None:
         )
 
 
-def check_takes_parts(strategy: Strategy, optim: str) -> None:
-    """A UserError where the optimizer cannot step on a part of a parameter."""
-    if strategy == "fsdp" and not OPTIMIZERS[optim].takes_parts:
-        raise UserError(
-            f"parallel.strategy: fsdp leaves processes parts of matrices, and train.optim: {optim} needs all of them.",
-            hint="Write train.optim: adamw_bf16 or another one, or parallel.strategy: ddp.",
-        )
+@dataclass(frozen=True)
+class Refusal:
+    """What a run that is shared so must not do. `applies` is told the recipe and the autocast."""
+
+    strategies: tuple[Strategy, ...]
+    applies: Callable[[Recipe, str], bool]
+    says: str
+    hint: str
 
 
-def check_in_backward(world_size: int) -> None:
-    """A UserError where `train.optim_in_backward` would step on one process's gradients, before the others' are in."""
-    if world_size > 1:
-        raise UserError(
-            f"train.optim_in_backward steps before {world_size} processes have added up their gradients.",
-            hint="Leave it out, or write parallel.num_processes: 1; parallel.strategy: fsdp saves more memory.",
-        )
+ZERO = ("deepspeed_zero2", "deepspeed_zero3")
+REFUSALS = (
+    Refusal(
+        ("ddp",),
+        lambda recipe, autocast: recipe.train.optim_in_backward,
+        "train.optim_in_backward: under ddp each rank would step with its own gradients, before they are averaged.",
+        "Write parallel.strategy: fsdp, which also shards what the key is to save, or leave the key out.",
+    ),
+    Refusal(
+        ("single", "fsdp"),
+        lambda recipe, autocast: recipe.train.optim_in_backward and autocast == "fp16",
+        "train.optim_in_backward: with model.dtype: float16 the gradients are scaled until the step.",
+        "Write model.dtype: bfloat16 or float32, or leave the key out.",
+    ),
+    Refusal(
+        ("fsdp",),
+        lambda recipe, autocast: not OPTIMIZERS[recipe.train.optim].takes_parts,
+        "train.optim: {recipe.train.optim} needs whole matrices, and under fsdp each rank has a part of each.",
+        "Write parallel.strategy: ddp, or another optimizer (train.optim: adamw_bf16 or adamw_torch_8bit).",
+    ),
+    Refusal(
+        ("fsdp",),
+        lambda recipe, autocast: recipe.train.optim_offload,
+        "train.optim_offload: under fsdp each rank's share of the states is small already.",
+        "Leave the key out, or write parallel.strategy: ddp.",
+    ),
+    Refusal(
+        ("fsdp",),
+        lambda recipe, autocast: recipe.checkpoint.async_save,
+        "checkpoint.async_save: under fsdp all ranks write their shards of a checkpoint together, and wait for it.",
+        "Leave the key out, or write parallel.strategy: ddp.",
+    ),
+    Refusal(
+        ZERO,
+        lambda recipe, autocast: autocast == "fp16",
+        "parallel.strategy: {recipe.parallel.strategy} trains in bfloat16 or float32 here, and this run would be in "
+        "float16.",
+        "Write model.dtype: bfloat16 or float32, or parallel.strategy: ddp.",
+    ),
+)
 
 
-def check_zero(wanted: str, autocast: str) -> None:
-    """A UserError where DeepSpeed would train in another way than the recipe says."""
-    if wanted.startswith("deepspeed") and autocast == "fp16":
-        raise UserError(
-            f"parallel.strategy: {wanted} trains in bfloat16 or float32 here, and this run would be in float16.",
-            hint="Write model.dtype: bfloat16 or float32, or parallel.strategy: ddp.",
-        )
+def check_strategy(recipe: Recipe, strategy: Strategy, *, autocast: str) -> None:
+    """A UserError where ranks would step on gradients that are not final, or could not do what the recipe says.
+
+    What contradicts `parallel.strategy` as it is written is complained of in the recipe, with its line (recipe/rules).
+    """
+    for refusal in REFUSALS:
+        if strategy in refusal.strategies and refusal.applies(recipe, autocast):
+            raise UserError(refusal.says.format(recipe=recipe), hint=refusal.hint)
 
 
 def choose_strategy(
@@ -103,3 +140,28 @@ def choose_strategy(
     if alone.fits:
         return "ddp", f"each device holds the whole model: {alone}"
     return "fsdp", f"a whole model would take {alone} on each device"
+
+
+def shared_by(
+    recipe: Recipe,
+    machine: Machine,
+    unshared: StateBytes,
+    budget_of: Callable[..., Budget | None],
+    row_length: int,
+    *,
+    launched_with_fsdp: bool,
+) -> tuple[Strategy, str]:
+    """The strategy and its reason. unshared: what a device keeps that holds the whole model."""
+    if recipe.parallel.cpu_offload:
+        check_offload(machine)
+        return "fsdp", "with parallel.cpu_offload"
+    micro = recipe.train.per_device_train_batch_size
+    return choose_strategy(
+        recipe.parallel.strategy,
+        world_size=machine.world_size,
+        launched_with_fsdp=launched_with_fsdp,
+        method=recipe.method.type,
+        alone=whole(
+            unshared, budget_of(states=unshared), machine, micro=1 if micro == "auto" else micro, row_length=row_length
+        ),
+    )

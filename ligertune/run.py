@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from ligertune.model.load import LoadedTokenizer
     from ligertune.model.patch import PatchReport
     from ligertune.train.loop import Fitted
+    from ligertune.train.stop import StopRequest
     from ligertune.vision.reader import ImageReader
 
 
@@ -110,6 +111,16 @@ def run(job: Job, show: Callable[[dict], None], *, change: Callable[[PreTrainedM
 
     `change` is what a comparison does to the model besides: another library's kernels, compiled layers.
     """
+    from ligertune.train.stop import StopRequest
+
+    with StopRequest(enabled=job.plan.recipe.checkpoint.save_on_signal) as stop:
+        return train_and_save(job, show, stop, change)
+
+
+def train_and_save(
+    job: Job, show: Callable[[dict], None], stop: StopRequest, change: Callable[[PreTrainedModel], None] | None
+) -> Report:
+    """What `run` does while signals are `stop`'s to answer."""
     from ligertune.model.attention import prefer_flash
     from ligertune.model.load import hide_loading_bars
     from ligertune.train.distributed import start
@@ -134,6 +145,7 @@ def run(job: Job, show: Callable[[dict], None], *, change: Callable[[PreTrainedM
             job.data,
             pad_token_id=job.tokenizer.pad_token_id,
             show=show,
+            stop=stop,
             images=job.images,
             answer=answers(job),
         )
@@ -156,6 +168,7 @@ def trained_model(
     import torch
 
     from ligertune.model.attention import checkpoint_layers
+    from ligertune.model.compiled import compile_layers
     from ligertune.model.documents import guard
     from ligertune.model.load import build_model
     from ligertune.model.lora import apply_method
@@ -173,14 +186,16 @@ def trained_model(
     )
     apply_kernels(plan.recipe, model)
     prepare_vision(model, plan.recipe.vision)
+    if plan.recipe.train.torch_compile:
+        compile_layers(model)
     if change is not None:
         change(model)
     if plan.rows.packed:
         guard(model)
         with accelerator.autocast():
             check_isolation(model, multiple_of=plan.rows.multiple_of)
-    if plan.recipe.train.gradient_checkpointing:
-        checkpoint_layers(model, offload=plan.recipe.train.gradient_checkpointing == "offload")
+    if kept := plan.recipe.train.gradient_checkpointing:
+        checkpoint_layers(model, offload=kept == "offload", compiled=plan.recipe.train.torch_compile)
     model = apply_method(model, plan.recipe.method, seed=plan.recipe.train.seed)
     return with_heads(plan, model) if plan.recipe.task == "medusa" else model
 
@@ -266,14 +281,7 @@ def write_base_model(job: Job, accelerator: Accelerator, model: Module, weights:
     if wanted.prompt_template not in ("auto", "chat", "alpaca"):  # a file: what serves the model must use it too
         tokenizer.chat_template = Path(wanted.prompt_template).read_text(encoding="utf-8")
     if accelerator.is_main_process:
-        write_model(
-            model,
-            tokenizer,
-            folder,
-            state_dict=weights,
-            **prompt_of(job),
-            images=job.images,
-        )
+        write_model(model, tokenizer, folder, state_dict=weights, **prompt_of(job), images=job.images)
     accelerator.wait_for_everyone()
     return str(folder)
 

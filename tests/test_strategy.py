@@ -10,7 +10,7 @@ import torch
 from ligertune.errors import UserError
 from ligertune.machine import Machine, choose_processes
 from ligertune.plan_states import states_of
-from ligertune.plan_strategy import Whole, check_offload, choose_strategy
+from ligertune.plan_strategy import Whole, check_offload, check_strategy, choose_strategy
 from ligertune.recipe import load_recipe
 from ligertune.run import plan_for
 
@@ -77,18 +77,38 @@ def test_offload_is_refused_where_it_changes_nothing(machine, said):
         check_offload(machine)
 
 
-def test_a_step_in_the_backward_is_one_process_s(quickstart, tmp_path):
+@pytest.mark.parametrize(
+    ("key", "strategy", "autocast", "says"),
+    [
+        ("train.optim_in_backward=true", "ddp", "no", "before they are averaged"),
+        ("train.optim_in_backward=true", "fsdp", "fp16", "scaled until the step"),
+        ("train.optim_offload=true", "fsdp", "no", "small already"),
+        ("checkpoint.async_save=true", "fsdp", "no", "write their shards"),
+        ("train.optim=galore_adamw", "fsdp", "no", "galore_adamw needs whole matrices"),
+        ("train.optim=adafactor", "fsdp", "no", "adafactor needs whole matrices"),
+        ("parallel.strategy=deepspeed_zero2", "deepspeed_zero2", "fp16", "deepspeed_zero2 trains in bfloat16"),
+    ],
+)
+def test_what_a_strategy_or_a_precision_would_get_wrong_is_refused(key, strategy, autocast, says, quickstart):
+    """Each is accepted where it is right: in one process, with gradients that are not scaled."""
+    overrides = [key, "train.max_grad_norm=0", "train.gradient_accumulation_steps=1"]
+    recipe = load_recipe(quickstart / "stories260k.yaml", overrides=overrides)
+    check_strategy(recipe, "single", autocast="no")
+    with pytest.raises(UserError, match=says) as caught:
+        check_strategy(recipe, strategy, autocast=autocast)
+    assert caught.value.hint.endswith(".")
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
+def test_a_plan_for_two_processes_asks_whether_their_strategy_can(strategy, quickstart, tmp_path):
     changes = ["train.optim_in_backward=true", "train.max_grad_norm=0", "train.gradient_accumulation_steps=1"]
-    recipe = load_recipe(quickstart / "stories260k.yaml", overrides=[*changes, f"checkpoint.output_dir={tmp_path}"])
-    assert plan_for(recipe, processes=1).plan.optimizer.in_backward
-    with pytest.raises(UserError, match="before 2 processes have added up their gradients"):
+    changes += [f"parallel.strategy={strategy}", f"checkpoint.output_dir={tmp_path}"]
+    recipe = load_recipe(quickstart / "stories260k.yaml", overrides=changes)
+    if strategy == "fsdp":
+        assert plan_for(recipe, processes=2).plan.optimizer.in_backward
+        return
+    with pytest.raises(UserError, match="optim_in_backward: under ddp"):
         plan_for(recipe, processes=2)
-
-
-def test_an_optimizer_of_whole_matrices_is_not_given_parts(quickstart, tmp_path):
-    changes = ["train.optim=adafactor", "parallel.strategy=fsdp", f"checkpoint.output_dir={tmp_path}"]
-    with pytest.raises(UserError, match="adafactor needs all of them"):
-        plan_for(load_recipe(quickstart / "stories260k.yaml", overrides=changes), processes=2)
 
 
 def test_offload_takes_the_states_off_the_device(quickstart, tmp_path):

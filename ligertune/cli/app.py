@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 
 import typer
@@ -49,8 +50,18 @@ def root(version: bool = typer.Option(False, "--version", help="Print the versio
         raise typer.Exit
 
 
+def _leave_on_signals() -> None:
+    """SIGTERM and SIGUSR1 end a command with code 130, as Ctrl-C does; what trains holds them."""
+    from ligertune.train.stop import leave_at_once
+
+    for name in ("SIGTERM", "SIGUSR1"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), leave_at_once)
+
+
 def main() -> None:
     """0 done, 1 failed while running, 2 the input was wrong, 130 interrupted."""
+    _leave_on_signals()
     try:
         app()
     except UserError as problem:

@@ -5,20 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ligertune.errors import UserError
-
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
 def compile_layers(model: PreTrainedModel) -> None:
-    """Every decoder layer compiled in place: one graph serves them all, and FSDP wraps what is compiled."""
-    names = set(model._no_split_modules or ())
-    layers = [module for module in model.modules() if type(module).__name__ in names]
-    if not layers:
-        raise UserError(f"--baseline compile: {type(model).__name__} names no layers that could be compiled.")
-    for layer in layers:
-        layer.compile()
+    """What train.torch_compile does, without our kernels."""
+    from ligertune.model.compiled import compile_layers
+
+    compile_layers(model)
 
 
 def chunk_loss(model: PreTrainedModel) -> None:

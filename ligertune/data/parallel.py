@@ -123,7 +123,10 @@ _rows: RowPath | None = None  # a worker's, set as it starts
 def _enter(rows: RowPath) -> None:
     global _rows
     _rows = rows
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer, and so is what Slurm sends
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if hasattr(signal, "SIGUSR1"):
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     gc.freeze()  # also where workers start anew
 

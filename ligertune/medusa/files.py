@@ -14,8 +14,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +24,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from ligertune.errors import UserError
+from ligertune.folders import put_in_place, remove
 from ligertune.medusa.heads import MedusaHeads
 from ligertune.medusa.tree import Path as TreePath
 from ligertune.medusa.tree import chain
@@ -136,15 +135,14 @@ def write_heads(
     elif config.original_lm_head:
         tensors["lm_heads.0.weight"] = weight.detach().to("cpu").contiguous()
     aside = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(aside, ignore_errors=True)
+    remove(aside)
     aside.mkdir(parents=True)
     save_file(tensors, aside / WEIGHTS, metadata={"format": "pt"})
     tokenizer.save_pretrained(aside)
     (aside / CONFIG).write_text(json.dumps(config.as_dict(), indent=1) + "\n", encoding="utf-8")
     write_choices(aside, paths)
     write_prompt(aside, prompt_template=prompt_template, system_prompt=system_prompt)
-    shutil.rmtree(folder, ignore_errors=True)
-    os.replace(aside, folder)
+    put_in_place(aside, folder)
 
 
 def write_choices(folder: Path, paths: Sequence[TreePath]) -> None:

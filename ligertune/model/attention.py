@@ -30,7 +30,7 @@ def same_bits(enabled: bool, attn_implementation: str = "sdpa") -> Iterator[None
 
     Flash attention then adds up its gradients in a fixed order; our own kernels always do. It is on in the backward
     alone, since in the strict mode that flash attention asks for, an operation without a deterministic form raises, and
-    models route their tokens with such ones.
+    models route their tokens with such ones. Compiled layers need it in the forward too, where their backward is made.
     """
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     # what cuBLAS must be told for it, before its first product; it is Hopper's default size
@@ -44,11 +44,14 @@ def same_bits(enabled: bool, attn_implementation: str = "sdpa") -> Iterator[None
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
-def checkpoint_layers(model: PreTrainedModel, *, offload: bool = False) -> None:
-    """Keep only the layers' inputs, and run each layer again in the backward. offload: keep them in host memory."""
+def checkpoint_layers(model: PreTrainedModel, *, offload: bool = False, compiled: bool = False) -> None:
+    """Keep only the layers' inputs, and run each layer again in the backward. offload: keep them in host memory.
+
+    compiled: the layers are, forward and backward in one mode; a graph takes no context for what it runs again.
+    """
     # 5.23's name for what 5.17 calls gradient checkpointing
     enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
-    enable({"use_reentrant": False, "context_fn": _recomputation})
+    enable({"use_reentrant": False} | ({} if compiled else {"context_fn": _recomputation}))
     for module in model.modules() if offload else ():
         if hasattr(module, "_gradient_checkpointing_func"):
             module._gradient_checkpointing_func = _in_host_memory(module._gradient_checkpointing_func)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ligertune.disk import writing
+from ligertune.folders import put_in_place, remove
 from ligertune.vision.reader import save_processor
 
 if TYPE_CHECKING:
@@ -37,7 +36,7 @@ def write_model(
     `state_dict`: the gathered weights where the model's own are sharded.
     """
     aside = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(aside, ignore_errors=True)
+    remove(aside)
     # an adapter's folder holds the adapter; peft would ask the hub whether the embedding was resized
     options = {"save_embedding_layers": False} if hasattr(model, "peft_config") else {}
     model.save_pretrained(aside, state_dict=state_dict and once(model, state_dict), **options)
@@ -45,8 +44,7 @@ def write_model(
     if images is not None:
         save_processor(images, aside)
     write_prompt(aside, prompt_template=prompt_template, system_prompt=system_prompt)
-    shutil.rmtree(folder, ignore_errors=True)
-    os.replace(aside, folder)
+    put_in_place(aside, folder)
 
 
 def once(model: PreTrainedModel, state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -178,6 +178,24 @@ RULES = (
         "{0} is qlora, which quantises pretrained weights, and {1} is random. Write method.type: lora.",
     ),
     Rule(
+        ("train.optim_offload", "train.optim"),
+        lambda recipe: recipe.train.optim_offload and OPTIMIZERS[recipe.train.optim].needs is not None,
+        "{0} steps on the processor, and {1} is {recipe.train.optim}, which steps on a GPU. Leave one of them out.",
+    ),
+    *(
+        Rule(
+            ("train.optim_offload", key),
+            lambda recipe, key=key: recipe.train.optim_offload and bool(_at(recipe, key)),
+            "{0} steps on the processor, and {1} is true, which says how to step on the GPU. Leave one of them out.",
+        )
+        for key in ("train.optim_in_backward", "kernels.optimizer")
+    ),
+    Rule(
+        ("train.torch_compile", "train.gradient_checkpointing"),
+        lambda recipe: recipe.train.torch_compile and recipe.train.gradient_checkpointing == "offload",
+        "{0} makes graphs of the layers, which keep nothing in host memory, as {1}: offload asks. Leave one out.",
+    ),
+    Rule(
         ("train.optim_in_backward", "train.gradient_accumulation_steps", "train.global_batch_size"),
         lambda recipe: recipe.train.optim_in_backward and _accumulates(recipe),
         "{0} steps with each backward, so nothing can be accumulated. Write train.gradient_accumulation_steps: 1.",
@@ -208,8 +226,11 @@ RULES = (
         )
         for key, values, way in (
             ("train.optim", ("adamw_torch_fused", "adamw_torch", "lion", "sgd"), "Write adamw_torch_fused, or fsdp."),
-            ("train.optim_in_backward", (False,), "DeepSpeed steps after the backward. Leave {1} out."),
-            ("kernels.optimizer", (False,), "DeepSpeed takes the step. Leave {1} out."),
+            ("train.optim_in_backward", (False,), "DeepSpeed steps after the backward. Leave that out."),
+            ("train.optim_offload", (False,), "DeepSpeed keeps the states itself. Leave that out."),
+            ("train.torch_compile", (False,), "Leave that out, or write ddp or fsdp."),
+            ("checkpoint.async_save", (False,), "DeepSpeed's ranks write together, and wait. Leave that out."),
+            ("kernels.optimizer", (False,), "DeepSpeed takes the step. Leave that out."),
             ("method.type", ("full", "lora", "freeze"), "Write method.type: lora, or ddp."),
         )
     ),
@@ -227,6 +248,17 @@ RULES = (
         ("parallel.cpu_offload", "train.optim"),
         lambda recipe: recipe.parallel.cpu_offload and OPTIMIZERS[recipe.train.optim].needs is not None,
         "{0} takes the step on the CPU, and {1} is {recipe.train.optim}, which runs on a GPU. Write adamw_torch_fused.",
+    ),
+    Rule(
+        ("parallel.cpu_offload", "train.optim_offload"),
+        lambda recipe: recipe.parallel.cpu_offload and recipe.train.optim_offload,
+        "{0} keeps the optimizer's states in host memory already. Leave {1} out.",
+    ),
+    Rule(
+        ("parallel.cpu_offload", "train.optim_in_backward"),
+        lambda recipe: recipe.parallel.cpu_offload and recipe.train.optim_in_backward,
+        "{0} copies gradients to host memory during the backward, and {1} could step before they are there. "
+        "Leave one of them out.",
     ),
     Rule(
         ("method.type", "task"),

@@ -159,6 +159,14 @@ class DataSpec(Section):
     )
 
 
+class GaloreSpec(Section):
+    """GaLore's projection of the gradients; for optim: galore_adamw."""
+
+    rank: PositiveInt = Field(128, description="Rank that the gradient of each matrix in the layers is projected to.")
+    update_proj_gap: PositiveInt = Field(200, description="Steps after which the projections are chosen anew.")
+    scale: PositiveFloat = Field(0.25, description="Times learning_rate: the rate of those matrices.")
+
+
 class TrainSpec(Section):
     """Batches, steps and the optimizer."""
 
@@ -184,6 +192,11 @@ class TrainSpec(Section):
     optim_in_backward: Switch = Field(
         False, description="Update each parameter as soon as its gradient is there, and free that: no accumulation."
     )
+    optim_offload: Switch = Field(
+        False,
+        description="Keep the optimizer's states in host memory and step on the processor: slow, and no GPU bytes.",
+    )
+    galore: GaloreSpec = Field(GaloreSpec(), description="Numbers of optim: galore_adamw.")
     weight_decay: Share = Field(0.0, description="Decoupled weight decay; norms and biases are never decayed.")
     adam_beta1: ShareBelowOne = Field(0.9, description="AdamW: decay of the mean of the gradients.")
     adam_beta2: ShareBelowOne = Field(0.999, description="AdamW: decay of the mean of their squares.")
@@ -194,6 +207,7 @@ class TrainSpec(Section):
     gradient_checkpointing: SwitchOrOffload = Field(
         False, description="Recompute activations in the backward; offload also keeps layer inputs in host memory."
     )
+    torch_compile: Switch = Field(False, description="Compile each layer with torch: some minutes, then faster steps.")
     seed: Annotated[int, Field(ge=0, lt=2**32)] = Field(42, description="Seed of weights, order and split.")
 
     @model_validator(mode="before")
@@ -224,6 +238,9 @@ class CheckpointSpec(Section):
     save_strategy: When = Field("steps", description="Save never, every save_steps, or after each epoch.")
     save_steps: PositiveInt = Field(200, description="Steps between checkpoints, with save_strategy: steps.")
     save_total_limit: PositiveInt = Field(2, description="Checkpoints that are kept; the oldest go first.")
+    async_save: Switch = Field(
+        False, description="Write checkpoints while training goes on, from a copy of the state in host memory."
+    )
     save_model: Switch = Field(True, description="Write the trained model to output_dir/model when the run is done.")
     resume_from_checkpoint: Resume = Field(
         "never", description="never, auto (the newest complete checkpoint of output_dir), or a checkpoint's folder."

@@ -7,11 +7,12 @@ and so is the learning rate. A checkpoint that is not what was written is not re
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
-import os
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 from accelerate import Accelerator
@@ -19,6 +20,7 @@ from safetensors import SafetensorError
 
 from ligertune.disk import writing
 from ligertune.errors import UserError
+from ligertune.folders import put_in_place, remove, remove_leftovers
 from ligertune.plan import Plan
 from ligertune.train.checksums import checksums, damage
 
@@ -29,25 +31,45 @@ PROGRESS = "progress.json"
 @writing("A checkpoint")
 def save_checkpoint(accelerator: Accelerator, plan: Plan, step: int) -> Path:
     """Write `step-N` and drop the oldest beyond `save_total_limit`. Called by all ranks."""
-    folder = plan.output_dir / "checkpoints"
-    final, aside = folder / f"step-{step}", folder / f".step-{step}.partial"
-    try:
-        if accelerator.is_main_process:
-            _remove(aside)  # left by a kill in the middle of a save
-            aside.mkdir(parents=True)
-        accelerator.wait_for_everyone()
+    aside = begin(accelerator, plan, step)
+    with unwritten(plan, step, aside):
         accelerator.save_state(str(aside))
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
-            _complete_with(aside, progress_of(plan, step))
-            _remove(final)
-            os.replace(aside, final)
-            _flush(folder)
-            _drop_oldest(folder, keep=plan.recipe.checkpoint.save_total_limit)
+            complete(plan, step, aside)
+    accelerator.wait_for_everyone()
+    return _final(aside, step)
+
+
+def begin(accelerator: Accelerator, plan: Plan, step: int) -> Path:
+    """An empty folder aside, into which all ranks may write."""
+    aside = plan.output_dir / "checkpoints" / f".step-{step}.partial"
+    with unwritten(plan, step, aside):
+        if accelerator.is_main_process:
+            remove(aside)  # left by a kill in the middle of a save
+            aside.mkdir(parents=True)
+    accelerator.wait_for_everyone()
+    return aside
+
+
+def complete(plan: Plan, step: int, aside: Path) -> None:
+    """Give a folder with all states its last file and its name, and drop the oldest. On the main process."""
+    _complete_with(aside, progress_of(plan, step))
+    put_in_place(aside, _final(aside, step))
+    _drop_oldest(aside.parent, keep=plan.recipe.checkpoint.save_total_limit)
+
+
+def _final(aside: Path, step: int) -> Path:
+    return aside.with_name(f"step-{step}")
+
+
+@contextlib.contextmanager
+def unwritten(plan: Plan, step: int, aside: Path) -> Iterator[None]:
+    """Turns what the disk refuses into a UserError."""
+    try:
+        yield
     except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors have errors of their own for it
         raise _unwritten(plan, step, aside, error) from error
-    accelerator.wait_for_everyone()
-    return final
 
 
 def progress_of(plan: Plan, step: int) -> dict:
@@ -64,7 +86,6 @@ def _complete_with(aside: Path, progress: dict) -> None:
     """The last file, which makes a checkpoint complete."""
     progress["files"] = checksums(aside, but=PROGRESS)
     (aside / PROGRESS).write_text(json.dumps(progress, indent=1, default=str), encoding="utf-8")
-    _flush(aside)
 
 
 def _unwritten(plan: Plan, step: int, aside: Path, error: Exception) -> UserError:
@@ -131,6 +152,8 @@ def check_unfinished(plan: Plan) -> None:
     if plan.recipe.checkpoint.resume_from_checkpoint == "never" or not path.is_file():
         return
     report = json.loads(path.read_text(encoding="utf-8"))
+    if report["model_path"] is not None and not Path(report["model_path"]).is_dir():
+        return  # somebody removed it: the last steps are done again, and it is written again
     if report["status"] == "completed" and report["steps"] >= plan.schedule.total_steps:
         raise UserError(
             f"checkpoint.output_dir: the run in {plan.output_dir} is finished ({report['steps']} steps).",
@@ -166,11 +189,11 @@ def saved_progress(folder: Path, plan: Plan) -> int:
             f"{folder} was trained by {method}; this recipe's method is {plan.recipe.method.type}.",
             hint=f"Set method.type: {method}.",
         )
-    optimizer = progress["plan"]["optimizer"]["name"]
-    if optimizer != plan.optimizer.name:
+    kept, keeps = (_states(o) for o in (progress["plan"]["optimizer"], dataclasses.asdict(plan.optimizer)))
+    if kept != keeps:
         raise UserError(
-            f"{folder} holds the states of {optimizer}; this recipe's optimizer is {plan.optimizer.name}.",
-            hint=f"Set train.optim: {optimizer}.",
+            f"{folder} holds the states of {kept}; this recipe's optimizer is {keeps}.",
+            hint="Set train.optim and its numbers as they were.",
         )
     _check_ranks(folder, progress["plan"], plan)
     if progress["step"] > plan.schedule.total_steps:
@@ -197,13 +220,19 @@ def _rows(rows: dict) -> str:
     return f"{rows['count']} {rows['kind']} rows of at most {rows['length']} tokens"
 
 
+def _states(optimizer: dict) -> str:
+    """What decides the shapes of an optimizer's states, in words."""
+    rank = f" at train.galore.rank: {optimizer['galore']['rank']}" if optimizer["name"] == "galore_adamw" else ""
+    return f"{optimizer['name']}{rank}"
+
+
 def check_space(plan: Plan) -> None:
     """The first save, rehearsed: permissions, and disk for the model, the checkpoints kept and one being written."""
     folder = plan.output_dir / "checkpoints"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for left in (*folder.glob(".step-*.partial"), *plan.output_dir.glob(".model.partial")):
-            shutil.rmtree(left)  # by a kill in the middle of a save
+        for place in (folder, plan.output_dir):
+            remove_leftovers(place)
         probe = folder / ".rehearsal"
         probe.write_bytes(b"x")
         probe.unlink()
@@ -216,7 +245,7 @@ def check_space(plan: Plan) -> None:
     copies = plan.recipe.checkpoint.save_total_limit + 1 if saves else int(plan.recipe.checkpoint.save_on_signal)
     world = plan.batching.world_size
     weights = plan.bytes.model * (world if plan.shares_weights else 1)
-    checkpoint = weights + plan.bytes.optimizer * (1 if plan.strategy in ("single", "ddp") else world)
+    checkpoint = weights + plan.bytes.saved_states * (1 if plan.strategy in ("single", "ddp") else world)
     needed = copies * checkpoint + weights * plan.recipe.checkpoint.save_model
     free = shutil.disk_usage(folder).free
     if needed > free:
@@ -237,26 +266,4 @@ def _complete(folder: Path) -> list[Path]:
 
 def _drop_oldest(folder: Path, *, keep: int) -> None:
     for old in _complete(folder)[:-keep]:
-        _remove(old)
-
-
-def _remove(folder: Path) -> None:
-    """Remove a folder that may not be there. Renamed first: a kill must not leave half of it under its name."""
-    if not folder.exists():
-        return
-    doomed = folder.with_name(f".{folder.name.strip('.').removesuffix('.partial')}.old.partial")
-    shutil.rmtree(doomed, ignore_errors=True)
-    os.replace(folder, doomed)
-    shutil.rmtree(doomed)
-
-
-def _flush(folder: Path) -> None:
-    """Ask the system to put a folder's files and names on the disk before a rename relies on them."""
-    if os.name != "posix":
-        return
-    for path in [*(entry for entry in folder.rglob("*") if entry.is_file()), folder]:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        remove(old)

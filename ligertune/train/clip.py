@@ -12,7 +12,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from ligertune.errors import UserError
+from ligertune.train.gradients import unwrapped
 from ligertune.train.kernel_adamw import KernelAdamW
 from ligertune.train.zero import grad_norm_of, is_zero
 
@@ -23,19 +23,12 @@ def clip_gradients(
     """The norm of all gradients before clipping, float32; `optimizer`'s next step takes them scaled to `max_norm`.
 
     Where the optimizer cannot (it is not torch's fused AdamW, or its scale is the loss scaler's, or gradients are
-    sharded) they are scaled here, as torch.nn.utils.clip_grad_norm_ does. A UserError if there is no gradient at all:
-    a model that stays as it is must not look like one that trains.
+    sharded) they are scaled here, as torch.nn.utils.clip_grad_norm_ does. There is a gradient: see `gradients`.
     """
     if is_zero(accelerator):
         return grad_norm_of(accelerator)
     trained = [p for p in parameters if p.grad is not None]
-    if not trained:
-        raise UserError(
-            "No gradient reached any of the model's parameters, so that this step would change nothing.",
-            hint="The loss does not depend on what trains, or FSDP's hooks never ran.",
-            exit_code=1,
-        )
-    inner = getattr(optimizer, "optimizer", optimizer)  # what accelerate wrapped
+    inner = unwrapped(optimizer)
     if not _divides_as_it_reads(accelerator, inner, trained):
         return accelerator.clip_grad_norm_(trained, max_norm)
     # float32 norms: those of bfloat16 gradients would be rounded to three digits

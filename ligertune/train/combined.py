@@ -47,24 +47,37 @@ class Combined(torch.optim.Optimizer):
 
 
 class SteppedInBackward(Combined):
-    """One part for each parameter. `step` finds nothing to do: the backward did it, and freed the gradients."""
+    """One part for each parameter, which steps when that parameter's gradient is complete, and frees it.
 
+    `step` finds nothing to do, except for who sets gradients by hand, as torch does to make the states that a sharded
+    checkpoint is loaded into. `updates`: parameters that were updated since the last one.
+    """
+
+    def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
+        super().__init__(parts)
+        self.updates, self._hooks = 0, []
+        self.attach()
+
+    def attach(self) -> None:
+        """Wait for the gradients of the parameters that the parts hold now: FSDP puts its own in place of a model's."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        for part in self.parts:
+            (parameter,) = (p for group in part.param_groups for p in group["params"])
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(self._stepping(part)))
+
+    def _stepping(self, part: torch.optim.Optimizer) -> Callable[[nn.Parameter], None]:
+        def step(parameter: nn.Parameter) -> None:
+            part.step()
+            parameter.grad = None
+            self.updates += 1
+
+        return step
+
+    @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:
-        return None
-
-
-def step_in_backward(parts: Sequence[torch.optim.Optimizer]) -> SteppedInBackward:
-    """Let each of `parts`, which has one parameter, step when that parameter's gradient is complete."""
-    combined = SteppedInBackward(parts)
-    for part in parts:
-        (parameter,) = (p for group in part.param_groups for p in group["params"])
-        parameter.register_post_accumulate_grad_hook(_stepping(part))
-    return combined
-
-
-def _stepping(part: torch.optim.Optimizer) -> Callable[[nn.Parameter], None]:
-    def step(parameter: nn.Parameter) -> None:
-        part.step()
-        parameter.grad = None
-
-    return step
+        for part in self.parts:
+            if any(p.grad is not None for group in part.param_groups for p in group["params"]):
+                part.step()
+        self.updates = 0

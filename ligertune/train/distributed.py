@@ -93,6 +93,14 @@ def any_rank(accelerator: Accelerator, flag: bool) -> bool:
     return bool(accelerator.reduce(torch.tensor(float(flag), device=accelerator.device), reduction="sum") > 0)
 
 
+def most_over_ranks(accelerator: Accelerator, amounts: dict[str, int]) -> dict[str, int]:
+    """The largest of each amount."""
+    if accelerator.num_processes == 1:
+        return amounts
+    mine = torch.tensor(list(amounts.values()), device=accelerator.device, dtype=torch.float64)
+    return dict(zip(amounts, accelerator.gather(mine[None]).amax(0).long().tolist(), strict=True))
+
+
 def after_evaluation(model: nn.Module) -> None:
     """FSDP2 leaves the last unit gathered after a forward without backward; shard it again."""
     if hasattr(model, "reshard"):

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +14,7 @@ from typing import TYPE_CHECKING
 from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
 
+from ligertune.folders import put_in_place, remove
 from ligertune.train.distributed import full_state_dict, is_sharded
 from ligertune.train.trained_weights import FILE, load_trained, save_trained
 
@@ -49,7 +48,7 @@ def keep_best(accelerator: Accelerator, model: nn.Module, output_dir: Path, *, s
     folder, aside = output_dir / "best", output_dir / ".best.partial"
     weights = full_state_dict(accelerator, model)
     if accelerator.is_main_process:
-        shutil.rmtree(aside, ignore_errors=True)
+        remove(aside)
         aside.mkdir(parents=True)
         if weights is None:
             save_trained(accelerator.unwrap_model(model), aside / FILE)
@@ -58,8 +57,7 @@ def keep_best(accelerator: Accelerator, model: nn.Module, output_dir: Path, *, s
             once = {t.data_ptr(): name for name, t in reversed(weights.items())}
             save_file({name: weights[name].contiguous() for name in once.values()}, aside / FILE)
         (aside / "best.json").write_text(json.dumps({"step": step, "eval_loss": loss}) + "\n", encoding="utf-8")
-        shutil.rmtree(folder, ignore_errors=True)
-        os.replace(aside, folder)
+        put_in_place(aside, folder)
     accelerator.wait_for_everyone()
 
 

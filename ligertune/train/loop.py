@@ -20,10 +20,11 @@ from ligertune.plan import Plan
 from ligertune.train import checkpoint
 from ligertune.train.batcher import Batcher
 from ligertune.train.clip import clip_gradients
-from ligertune.train.distributed import any_rank, reduce_sum
+from ligertune.train.distributed import any_rank, most_over_ranks, reduce_sum
 from ligertune.train.evaluate import evaluate
 from ligertune.train.evaluations import Evaluations, keep_best, take_best
 from ligertune.train.finite import LossWatch
+from ligertune.train.gradients import check_gradients, follow_parameters
 from ligertune.train.image_order import ByImageCount, check_sharded
 from ligertune.train.kernel_adamw import in_our_kernel
 from ligertune.train.meter import Counts, Meter
@@ -32,6 +33,7 @@ from ligertune.train.optim import build_optimizer, set_learning_rate
 from ligertune.train.order import DataOrder
 from ligertune.train.patience import Patience
 from ligertune.train.reshard import load_states
+from ligertune.train.saver import Saver
 from ligertune.train.schedule import learning_rate
 from ligertune.train.stop import StopRequest
 from ligertune.train.stream_order import StreamOrder
@@ -74,13 +76,14 @@ def fit(
     *,
     pad_token_id: int,
     show: Callable[[dict], None],
+    stop: StopRequest,
     images: ImageReader | None = None,
     answer: Callable[[nn.Module], list[dict[str, str]]] | None = None,
 ) -> Fitted:
     """Train `model` as the plan says. `show` receives each logged line; on the main process only.
 
-    images: how the model sees, where it does. answer: gives the model's answers to the recipe's prompts, which are
-    shown and kept after each evaluation.
+    stop: holds signals from the first step on, for whoever writes the model, too. images: how the model sees, where it
+    does. answer: gives the model's answers to the recipe's prompts, which are shown and kept after each evaluation.
 
     The loss of a step is the sum over the trained tokens of the global batch divided by their number, however the batch
     is cut into micro batches and ranks.
@@ -90,7 +93,9 @@ def fit(
     if plan.recipe.kernels.optimizer and plan.recipe.kernels.enabled is not False:
         optimizer = in_our_kernel(optimizer)
     model, optimizer = accelerator.prepare(model, optimizer)
+    follow_parameters(optimizer)
     resumed_from, notes = _resume(plan, accelerator, model, optimizer)
+    saver = Saver(accelerator, plan, model, optimizer)
     order = _data_order(plan, data.train, images)
     batcher = _batcher(plan, accelerator, data.train, pad_token_id, objective, images)
     evaluated = _batcher(plan, accelerator, data.eval, pad_token_id, objective, images) if data.eval else None
@@ -110,12 +115,13 @@ def fit(
     for note in notes:
         log({"step": resumed_from, "note": note})
     waiting = Patience(accelerator, model, seconds=plan.recipe.parallel.timeout)
-    missed, stopping = False, False
+    missed, stopping, steady = False, False, plan.recipe.train.full_determinism
     hopeless = evaluations.hopeless(patience)
     model.train()
     _expect(plan, accelerator, order, batcher, step)
 
-    with StopRequest(enabled=plan.recipe.checkpoint.save_on_signal) as stop, profiled(plan, accelerator) as profile:
+    stop.hold()
+    with profiled(plan, accelerator) as profile:
 
         def hold_out() -> bool:
             """Evaluate, and do what follows from it; False where a signal came in between."""
@@ -147,18 +153,21 @@ def fit(
             for i, rows in enumerate(batches):
                 batch = batcher(rows)
                 with _gradient_sync(plan, accelerator, model, last=i == len(batches) - 1):
-                    loss = model(**batch, **targets, use_cache=False).loss
-                    with same_bits(plan.recipe.train.full_determinism, plan.attn_implementation):
-                        accelerator.backward(
-                            loss * world
-                        )  # DDP and FSDP average over ranks; the loss is a part of a sum
+                    with same_bits(steady and plan.recipe.train.torch_compile, plan.attn_implementation):
+                        loss = model(**batch, **targets, use_cache=False).loss
+                    with same_bits(steady, plan.attn_implementation):
+                        # DDP and FSDP average over ranks; the loss is a part of a sum
+                        accelerator.backward(loss * world)
                 loss_sum += loss.detach()
 
+            if not is_zero(accelerator):  # its engine has taken the step, and the gradients with it
+                check_gradients(optimizer)
             if plan.optimizer.max_grad_norm > 0:
                 grad_norm = clip_gradients(accelerator, optimizer, model.parameters(), plan.optimizer.max_grad_norm)
             optimizer.step()
             optimizer.zero_grad()
             step += 1
+            saver.look()
             if step == resumed_from + 1:
                 waiting.steps()
             meter.add(work)
@@ -178,9 +187,10 @@ def fit(
                 if any_rank(accelerator, not watch.is_finite(_judged(plan, grad_norm))):
                     raise watch.complaint()
                 with meter.paused(), waiting.long():
-                    checkpoint.save_checkpoint(accelerator, plan, step)
+                    saver.save(step)
                 last_saved = step
         waiting.end()
+        saver.finish()
         stopped_by = None
         if stopping and (missed or step < plan.schedule.total_steps):
             stopped_by = stop.received or "a signal on another rank"
@@ -201,7 +211,7 @@ def fit(
         work=work,
         seconds=seconds,
         warmup_excluded=warmup_excluded,
-        peak_memory=_most_over_ranks(accelerator, meter.peak_memory()),
+        peak_memory=most_over_ranks(accelerator, meter.peak_memory()),
         notes=notes,
         best_weights=best_weights,
     )
@@ -385,10 +395,3 @@ def _seen(counts: Counts, seconds: float) -> dict:
 def _whole(value: torch.Tensor) -> torch.Tensor:
     """A scalar that FSDP may hold as a DTensor."""
     return value.full_tensor() if hasattr(value, "full_tensor") else value
-
-
-def _most_over_ranks(accelerator: Accelerator, peak: dict[str, int]) -> dict[str, int]:
-    if accelerator.num_processes == 1:
-        return peak
-    mine = torch.tensor(list(peak.values()), device=accelerator.device, dtype=torch.float64)
-    return dict(zip(peak, accelerator.gather(mine[None]).amax(0).long().tolist(), strict=True))

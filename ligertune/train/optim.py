@@ -13,8 +13,10 @@ from torch import nn
 from ligertune.optimizer_states import OPTIMIZERS
 from ligertune.plan import Optimizer
 from ligertune.train.adamw_bf16 import AdamWBf16
-from ligertune.train.combined import Combined, step_in_backward
+from ligertune.train.combined import Combined, SteppedInBackward
+from ligertune.train.galore import GaLoreAdamW
 from ligertune.train.lion import Lion
+from ligertune.train.offload import OffloadedOptimizer, twin_of
 
 Build = Callable[[list[dict], Optimizer], torch.optim.Optimizer]
 
@@ -31,6 +33,11 @@ def _adafactor(groups: list[dict], plan: Optimizer) -> torch.optim.Optimizer:
 def _muon(groups: list[dict], plan: Optimizer) -> torch.optim.Optimizer:
     """With updates as large as AdamW's, so that one learning rate serves both (Liu et al. 2025, section 2.2)."""
     return torch.optim.Muon(groups, lr=0.0, adjust_lr_fn="match_rms_adamw")
+
+
+def _galore(groups: list[dict], plan: Optimizer) -> torch.optim.Optimizer:
+    own = {"rank": plan.galore.rank, "update_proj_gap": plan.galore.update_proj_gap, "scale": plan.galore.scale}
+    return GaLoreAdamW(groups, betas=plan.betas, eps=plan.eps, **own)
 
 
 def _bitsandbytes(name: str) -> Build:
@@ -62,6 +69,7 @@ BUILDERS: dict[str, Build] = {
     "adamw_torch_fp8": _torchao("AdamWFp8"),
     "adafactor": _adafactor,
     "muon": _muon,
+    "galore_adamw": _galore,
     "lion": lambda groups, plan: Lion(groups, betas=plan.betas),
     "sgd": lambda groups, plan: torch.optim.SGD(groups, lr=0.0),
 }
@@ -77,8 +85,21 @@ def build_optimizer(model: nn.Module, plan: Optimizer) -> torch.optim.Optimizer:
     trained, heads = [p for _, p in named], {p for name, p in named if name.startswith("medusa_head.")}
     inside = inside_layers(model)
     if plan.in_backward:
-        return step_in_backward([_build(plan, inside, heads, [p]) for p in trained])
+        return SteppedInBackward([_build(plan, inside, heads, [p]) for p in trained])
+    if plan.offload:
+        return _offloaded(plan, inside, heads, trained)
     return _build(plan, inside, heads, trained)
+
+
+def _offloaded(
+    plan: Optimizer, inside: set[nn.Parameter], heads: set[nn.Parameter], trained: list[nn.Parameter]
+) -> OffloadedOptimizer:
+    parts = []
+    for parameter in trained:
+        twin = twin_of(parameter)
+        of_twin = ({twin} if parameter in known else set() for known in (inside, heads))
+        parts.append(_build(plan, *of_twin, [twin]))
+    return OffloadedOptimizer(trained, parts)
 
 
 def _build(

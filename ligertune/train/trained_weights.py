@@ -21,7 +21,7 @@ FILE = "trained.safetensors"
 def save_only_what_trains(accelerator: Accelerator, model: nn.Module) -> None:
     """Where some weights are frozen, let accelerate's states hold the others only. FSDP and ZeRO save theirs."""
     own = accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
-    if own or all(p.requires_grad for p in model.parameters()):
+    if own or all_train(model):
         return
 
     def save(models: list[nn.Module], weights: list[dict], folder: str) -> None:
@@ -34,6 +34,11 @@ def save_only_what_trains(accelerator: Accelerator, model: nn.Module) -> None:
 
     accelerator.register_save_state_pre_hook(save)
     accelerator.register_load_state_pre_hook(load)
+
+
+def all_train(model: nn.Module) -> bool:
+    """Whether no weight is frozen."""
+    return all(p.requires_grad for p in model.parameters())
 
 
 def trained(model: nn.Module) -> dict[str, Tensor]:

@@ -35,8 +35,9 @@ SETTINGS = {
 CHANCE = SystemRandom()
 
 
-def command(recipe: Path, folder: str, *more: str) -> list[str]:
-    settings = overrides({**SETTINGS, "checkpoint.output_dir": folder})
+def command(recipe: Path, folder: str, async_save: str, *more: str) -> list[str]:
+    own = {"checkpoint.output_dir": folder, "checkpoint.async_save": async_save}
+    settings = overrides({**SETTINGS, **own})
     return [sys.executable, "-m", "ligertune", "train", str(recipe), *settings, *more]
 
 
@@ -58,8 +59,11 @@ def finished(folder: Path) -> bool:
     return report.exists() and json.loads(report.read_text())["status"] == "completed"
 
 
-def test_killed_at_random_moments_and_resumed_it_ends_in_the_same_model(recipe, tmp_path):
-    whole = subprocess.run(command(recipe, "whole"), cwd=tmp_path, env=environment(), capture_output=True, check=False)
+@pytest.mark.parametrize("async_save", ["false", "true"])
+def test_killed_at_random_moments_and_resumed_it_ends_in_the_same_model(async_save, recipe, tmp_path):
+    whole = subprocess.run(
+        command(recipe, "whole", "false"), cwd=tmp_path, env=environment(), capture_output=True, check=False
+    )
     assert whole.returncode == 0, whole.stderr.decode()[-2000:]
     cut, done = tmp_path / "cut", 0
     for kill in range(KILLS):
@@ -68,14 +72,18 @@ def test_killed_at_random_moments_and_resumed_it_ends_in_the_same_model(recipe, 
         number = CHANCE.choice([signal.SIGKILL, signal.SIGTERM])
         more = ["--resume"] if cut.exists() else []
         target = (kill + 1) * SETTINGS["train.max_steps"] // (KILLS + 1)
-        code, said = killed(command(recipe, "cut", *more), tmp_path, number, target)
+        code, said = killed(command(recipe, "cut", async_save, *more), tmp_path, number, target)
         assert code in (0, 130, -signal.SIGKILL, -signal.SIGTERM), said[-2000:]
         assert "damaged" not in said
         done += 1
     assert done
     if not finished(cut):
         last = subprocess.run(
-            command(recipe, "cut", "--resume"), cwd=tmp_path, env=environment(), capture_output=True, check=False
+            command(recipe, "cut", async_save, "--resume"),
+            cwd=tmp_path,
+            env=environment(),
+            capture_output=True,
+            check=False,
         )
         assert last.returncode == 0, last.stderr.decode()[-2000:]
     models = [(tmp_path / name / "model" / "model.safetensors").read_bytes() for name in ("cut", "whole")]

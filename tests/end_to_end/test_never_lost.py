@@ -116,6 +116,14 @@ def test_resuming_in_another_way_is_refused(change, words, cut, quickstart):
         run(plan_for(read(quickstart, cut, **{**SETTINGS, **RESUME, **change})), lambda line: None)
 
 
+def test_resuming_galore_at_another_rank_is_refused(quickstart, tmp_path):
+    galore = {**SETTINGS, "train.optim": "galore_adamw", "train.galore.rank": 8}
+    run(plan_for(read(quickstart, tmp_path, **galore)), lambda line: None)
+    (tmp_path / "run" / "report.json").unlink()
+    with pytest.raises(UserError, match=r"galore_adamw at train\.galore\.rank: 8; this recipe's optimizer is .* 4"):
+        run(plan_for(read(quickstart, tmp_path, **{**galore, **RESUME, "train.galore.rank": 4})), lambda line: None)
+
+
 def test_a_save_that_fails_in_the_middle_keeps_the_one_before(cut):
     """A limit on the size of a file stands in for a full disk: the system refuses the write in the same way."""
     shutil.rmtree(cut / "run" / "checkpoints" / "step-4")
@@ -160,6 +168,7 @@ def test_a_loss_that_is_no_number_ends_the_run_with_its_batch_and_without_a_save
 def test_an_evaluation_stops_at_a_signal(quickstart, tmp_path):
     """None instead of a loss, and the run goes on to save."""
     with StopRequest() as stop:
+        stop.hold()
         signal.raise_signal(signal.SIGTERM)
         assert stop.received == "SIGTERM"
         job = plan_for(read(quickstart, tmp_path))

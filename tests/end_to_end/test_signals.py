@@ -34,7 +34,7 @@ def test_a_signal_saves_and_says_how_to_go_on(number, recipe, tmp_path):
 
 def test_without_save_on_signal_it_stops_at_once(recipe, tmp_path):
     code = stopped_by(signal.SIGTERM, recipe, tmp_path, **{"checkpoint.save_on_signal": "false"})
-    assert code == -signal.SIGTERM
+    assert code == 130
     assert not list((tmp_path / "run" / "checkpoints").glob("step-*"))
 
 

@@ -13,12 +13,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from ligertune.memory import state_bytes
 from ligertune.model.shape import ModelShape
 from ligertune.optimizer_states import OPTIMIZERS
-from ligertune.plan import Optimizer
+from ligertune.plan import Galore, Optimizer
 from ligertune.train.adamw_bf16 import rounded_by_chance
+from ligertune.train.galore import strongest_directions
 from ligertune.train.optim import BUILDERS, build_optimizer, set_learning_rate
 
 # sgd moves by the gradient itself, lion by its sign, adafactor by a share of each weight
-RATES = {"sgd": 0.5, "lion": 1e-3, "adafactor": 3e-2}
+RATES = {"sgd": 0.5, "lion": 1e-3, "adafactor": 3e-2, "galore_adamw": 2e-2}
 
 
 def tiny() -> LlamaForCausalLM:
@@ -96,7 +97,7 @@ def test_its_states_take_the_planned_bytes(name, dtype):
     optimizer = build_optimizer(model, plan(name))
     steps(model, optimizer, range(1), 1e-3)
     held = sum(t.numel() * t.element_size() for s in optimizer.state.values() for t in s.values() if t.numel() > 1)
-    planned = state_bytes(ModelShape.of(model).parameters, weight_dtype=dtype, optim=name, method="full")
+    planned = state_bytes(ModelShape.of(model).parameters, weight_dtype=dtype, optim=name, method="full", rank=128)
     assert planned.optimizer == held
     assert planned.weights == sum(p.numel() * p.element_size() for p in model.parameters())
 
@@ -125,6 +126,65 @@ def test_muon_leaves_embedding_head_and_norms_to_adamw():
     assert type(adamw) is torch.optim.AdamW
     set_learning_rate(optimizer, 0.125)
     assert {group["lr"] for part in optimizer.parts for group in part.param_groups} == {0.125}
+
+
+def galore_by_the_paper(weights: torch.Tensor, grads: list[torch.Tensor], how: Optimizer, rate: float) -> torch.Tensor:
+    """Algorithm 2 for a wide matrix, in float64 and with a whole singular value decomposition."""
+    weight, (beta1, beta2), numbers = weights.double(), how.betas, how.galore
+    mean = square = 0
+    for step, grad in enumerate(g.double() for g in grads):
+        if step % numbers.update_proj_gap == 0:
+            projector = torch.linalg.svd(grad).U[:, : numbers.rank]
+            projector = projector * projector.gather(0, projector.abs().argmax(0, keepdim=True)).sign()
+        low = projector.T @ grad
+        mean, square = beta1 * mean + (1 - beta1) * low, beta2 * square + (1 - beta2) * low**2
+        update = (mean / (1 - beta1 ** (step + 1))) / ((square / (1 - beta2 ** (step + 1))).sqrt() + how.eps)
+        weight = weight * (1 - rate * how.weight_decay) - rate * numbers.scale * projector @ update
+    return weight
+
+
+@pytest.mark.parametrize("tall", [False, True], ids=["wide", "tall"])
+def test_galore_is_the_paper_s(tall):
+    """Gradients with directions that are clearly strongest, as subspace iteration needs.
+
+    The projector is chosen at the first and the fourth of five steps.
+    """
+    chance = torch.Generator().manual_seed(0)
+    left, right = (torch.linalg.qr(torch.randn(n, 24, generator=chance)).Q for n in (24, 40))
+    strengths = torch.tensor([2.0**-i for i in range(24)])
+    grads = [left @ torch.diag(strengths * (1 + 0.1 * i)) @ right.T for i in range(5)]
+    how = plan("galore_adamw", galore=Galore(rank=3, update_proj_gap=3, scale=0.5))
+    start = torch.randn(24, 40, generator=chance)
+    weight = torch.nn.Parameter((start.T if tall else start).clone())
+    optimizer = BUILDERS["galore_adamw"]([{"params": [weight], "weight_decay": 0.01}], how)
+    set_learning_rate(optimizer, 0.1)
+    for grad in grads:
+        weight.grad = grad.T.contiguous() if tall else grad
+        optimizer.step()
+    expected = galore_by_the_paper(start, grads, how, 0.1).float()
+    torch.testing.assert_close(weight.T if tall else weight, expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(("decay", "share"), [(1.0, 0.99), (0.5, 0.97), (0.1, 0.9)], ids=["fast", "slow", "hardly"])
+def test_the_directions_of_galore_hold_almost_what_the_strongest_do(decay, share):
+    """Singular values fall as i**-decay."""
+    chance = torch.Generator().manual_seed(0)
+    left, right = (torch.linalg.qr(torch.randn(n, 96, generator=chance)).Q for n in (96, 160))
+    values = torch.arange(1, 97).float() ** -decay
+    found = strongest_directions(left @ torch.diag(values) @ right.T, 16, seed=3)
+    torch.testing.assert_close(found.T @ found, torch.eye(16), rtol=0, atol=1e-5)
+    held = (found.T @ left @ torch.diag(values)).square().sum() / values[:16].square().sum()
+    assert share < held < 1 + 1e-5
+
+
+@pytest.mark.parametrize("change", [{"rank": 16}, {"update_proj_gap": 2}, {"scale": 1.0}], ids=str)
+def test_each_number_of_galore_changes_its_steps(change):
+    found = []
+    for numbers in ({}, change):
+        model = tiny()
+        how = plan("galore_adamw", galore=Galore(**{"rank": 8, **numbers}))
+        found.append(steps(model, build_optimizer(model, how), range(4), 5e-3))
+    assert found[0] != found[1]
 
 
 def test_rounding_by_chance_is_right_on_average_and_keeps_what_is_not_finite():

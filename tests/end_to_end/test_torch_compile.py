@@ -1,0 +1,59 @@
+"""train.torch_compile: the decoder layers are compiled, and the numbers stay."""
+
+from __future__ import annotations
+
+import pytest
+from command_line import losses
+from test_keys import read
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from ligertune.errors import UserError
+from ligertune.model.compiled import compile_layers
+from ligertune.run import plan_for, run
+
+# rows of one length, and nothing to evaluate: a graph for the packing's check, one for training
+SETTINGS = {"data.packing": True, "data.val_split": 0, "data.max_length": 256, "train.max_steps": 2}
+
+
+class Seen(Exception):
+    """Ends a run once its model was looked at."""
+
+
+def compiled_layers(quickstart, folder, **changes: object) -> int:
+    """How many modules of a run's model are compiled."""
+    found = []
+
+    def look(model: nn.Module) -> None:
+        found.extend(module for module in model.modules() if module._compiled_call_impl is not None)
+        raise Seen
+
+    with pytest.raises(Seen):
+        run(plan_for(read(quickstart, folder, **changes)), lambda line: None, change=look)
+    return len(found)
+
+
+def test_the_key_compiles_every_decoder_layer(quickstart, tmp_path):
+    assert compiled_layers(quickstart, tmp_path / "off") == 0
+    assert compiled_layers(quickstart, tmp_path / "on", **{"train.torch_compile": "true"}) == 5
+
+
+def test_a_model_that_names_no_layers_is_refused():
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=0,
+                                         num_attention_heads=1))  # fmt: skip
+    with pytest.raises(UserError, match="names no layers that could be compiled"):
+        compile_layers(model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", ["false", "true"])
+@pytest.mark.parametrize("determinism", ["true", "false"])
+def test_compiled_layers_train_as_others_do(determinism, checkpointing, quickstart, tmp_path):
+    """With full_determinism the mode is on where a compiled backward is made, or torch refuses to run it."""
+    found = []
+    for compiled in ("false", "true"):
+        how = {"train.gradient_checkpointing": checkpointing, "train.full_determinism": determinism}
+        job = plan_for(read(quickstart, tmp_path / compiled, **SETTINGS, **how, **{"train.torch_compile": compiled}))
+        run(job, lambda line: None)
+        found.append(losses(tmp_path / compiled / "run"))
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
