@@ -91,12 +91,13 @@ def test_while_it_is_planned_a_signal_ends_it_like_control_c(recipe, tmp_path):
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
-@pytest.mark.parametrize("moment", [pytest.param("last step", marks=pytest.mark.slow), "writing"])
-@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGKILL], ids=name_of)
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["last step", "writing"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=name_of)
 def test_after_the_last_step_nothing_is_lost(number, moment, recipe, tmp_path, undisturbed):
     """A signal: the model is finished. A kill: there is no model or a whole one, and --resume leaves it."""
     process, folder = started(recipe, tmp_path), tmp_path / "run"
-    last = f'"step": {STEPS},'
+    last = f'"step": {STEPS}, "eval_loss"'  # a signal during that evaluation saves instead, and leaves it to --resume
     written = [folder / ".model.partial", folder / "model"]
     reached = {
         "last step": lambda: any(last in line for line in lines(folder)),

@@ -67,6 +67,7 @@ def test_ctrl_c_saves_and_says_so_once(recipe, tmp_path):
     assert newest(tmp_path) == f"run/checkpoints/step-{len(losses(tmp_path / 'run'))}"
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_ends_the_run_with_one_sentence(recipe, tmp_path):
     done = disturbed(recipe, tmp_path, lambda process: os.kill(ranks_of(process)[1], signal.SIGKILL))
     assert done.code == 1
