@@ -197,7 +197,10 @@ def trained_model(
     if kept := plan.recipe.train.gradient_checkpointing:
         checkpoint_layers(model, offload=kept == "offload", compiled=plan.recipe.train.torch_compile)
     model = apply_method(model, plan.recipe.method, seed=plan.recipe.train.seed)
-    return with_heads(plan, model) if plan.recipe.task == "medusa" else model
+    if plan.recipe.task != "medusa":
+        return model
+    with accelerator.autocast():  # the model is asked what it does with its head, and adapters are float32
+        return with_heads(plan, model)
 
 
 def begin_output(plan: Plan) -> None:

@@ -106,6 +106,15 @@ def test_an_adapter_trains_in_the_second_stage_and_is_merged(train, stage_2, joi
     report_on(load_recipe(folder / "resolved_recipe.yaml"))
 
 
+def test_an_adapter_beside_bfloat16_weights(train, stage_2, joint):
+    changes = {"method.type": "lora", "model.dtype": "bfloat16", "medusa.eval_prompts": 1}
+    found, report, folder = train(**stage_2, **changes)
+    assert found[0] == pytest.approx(joint[0][0], rel=1e-2)
+    assert load_file(folder / "model" / "model.safetensors")["model.norm.weight"].dtype is torch.bfloat16
+    assert report["medusa"]["decoding"]["prompts"] == 1
+    assert train(**stage_2, **changes, **{"kernels.enabled": False})[0] == pytest.approx(found, rel=1e-2)
+
+
 def test_the_heads_learn_faster_by_their_multiplier(stage_2, tmp_path):
     from test_medusa_loss import model_with_heads
 
