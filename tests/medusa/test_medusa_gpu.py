@@ -56,8 +56,12 @@ def test_bfloat16_text_is_plain_up_to_ties(trained, quickstart):
         assert found.accepted_length > 1.5
 
 
-@pytest.mark.parametrize(("stage", "method"), [(1, "full"), (2, "full"), (2, "lora")])
-def test_kernels_and_plain_torch_give_the_same_losses_in_bfloat16(trained, stage, method, tmp_path):
+@pytest.mark.parametrize(
+    ("stage", "changes"),
+    [(1, {}), (2, {}), (2, {"method.type": "lora"}), (2, {"medusa.self_distillation": True})],
+    ids=["heads", "whole", "adapter", "distilled"],
+)
+def test_kernels_and_plain_torch_give_the_same_losses_in_bfloat16(trained, stage, changes, tmp_path):
     found = []
     for enabled in (True, False):
         settings = {
@@ -66,7 +70,7 @@ def test_kernels_and_plain_torch_give_the_same_losses_in_bfloat16(trained, stage
             "logging.logging_steps": 1,
             "medusa.eval_prompts": 0,
             "medusa.stage": stage,
-            "method.type": method,
+            **changes,
             "medusa.heads_path": trained[0],
             "model.dtype": "bfloat16",
             "kernels.enabled": enabled,
