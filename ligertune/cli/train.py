@@ -51,8 +51,10 @@ def train_as(loaded: Recipe, path: Path, json: bool) -> None:
     which come here again.
     """
     from ligertune.machine import choose_processes, is_launched, is_main_process
-    from ligertune.run import plan_for, run  # torch comes in here, not with --help
+    from ligertune.preflight import check_paths
+    from ligertune.run import plan_for, run
 
+    check_paths(loaded)  # what is not there is said before torch comes in, which counts the devices
     os.environ.update(slurm.variables(os.environ))
     started = is_started_rank()
     if started:

@@ -124,10 +124,11 @@ def stop_at_the_last_line(line: dict) -> None:
 
 
 def test_a_signal_after_the_last_step_lets_the_run_complete(quickstart, tmp_path):
+    before = signal.getsignal(signal.SIGTERM)
     report = run(plan_for(read(quickstart, tmp_path, **{"data.val_split": 0})), stop_at_the_last_line)
     assert (report.status, report.stopped_by) == ("completed", None)
     assert is_whole(tmp_path / "run" / "model")
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL  # as it was before
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_a_signal_before_the_last_evaluation_saves_and_resuming_writes_the_model(quickstart, tmp_path):

@@ -49,6 +49,7 @@ def alone(tmp_path_factory, quickstart) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_two_ranks_go_on_with_what_one_left(alone, recipe, tmp_path):
     resumed = {"checkpoint.resume_from_checkpoint": alone / "checkpoints" / "step-2"}
     assert on(2, recipe, tmp_path / "run", **FSDP, **resumed) == pytest.approx(losses(alone)[2:], rel=1e-5)
