@@ -87,7 +87,12 @@ def test_one_is_under_way_at_a_time_and_an_error_ends_the_next_step(held, tmp_pa
 
 
 @pytest.mark.parametrize(
-    "method", [{}, {"method.type": "lora"}, {"train.optim": "muon"}], ids=["full", "lora", "two optimizers"]
+    "method",
+    [
+        pytest.param({}, id="full"),
+        pytest.param({"method.type": "lora"}, id="lora", marks=pytest.mark.slow),
+        pytest.param({"train.optim": "muon"}, id="two optimizers", marks=pytest.mark.slow),
+    ],
 )
 def test_its_files_are_those_of_a_save_that_is_waited_for(method, quickstart, tmp_path):
     found = []

@@ -63,6 +63,7 @@ def test_losses_do_not_depend_on_how_the_batch_is_cut(whole, packing, launcher, 
     assert found == pytest.approx(whole[packing], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_ranks_share_a_stream_as_one_process_takes_it(recipe, tmp_path):
     streamed = {"packing": True, "data.streaming": "true", "data.val_split": 0, "data.datasets.0.max_samples": "null"}
     found = []

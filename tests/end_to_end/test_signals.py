@@ -49,7 +49,13 @@ def test_overwrite_replaces_the_run_and_nothing_else(recipe, tmp_path, ligertune
     assert (run / "notes.txt").read_text() == "mine"
 
 
-@pytest.mark.parametrize("left", [".step-3.partial", "step-9"], ids=["a save cut off", "no progress file"])
+@pytest.mark.parametrize(
+    "left",
+    [
+        pytest.param(".step-3.partial", id="a save cut off"),
+        pytest.param("step-9", id="no progress file", marks=pytest.mark.slow),
+    ],
+)
 def test_an_incomplete_checkpoint_is_not_resumed_from(left, recipe, tmp_path, ligertune):
     assert stopped_by(signal.SIGTERM, recipe, tmp_path) == 130
     complete = next((tmp_path / "run" / "checkpoints").iterdir()).name

@@ -142,8 +142,10 @@ def test_resume_after_sigterm_at_a_random_step_is_bit_equal(tmp_path, ligertune,
 
 @pytest.mark.parametrize(
     ("change", "what"),
-    [({"data.datasets.0.max_samples": 100}, "other examples"), ({"data.packing": False}, "packed rows of at most 512")],
-    ids=["other data", "other rows"],
+    [
+        pytest.param({"data.datasets.0.max_samples": 100}, "other examples", id="other data"),
+        pytest.param({"data.packing": False}, "packed rows of at most 512", id="other rows", marks=pytest.mark.slow),
+    ],
 )
 def test_resuming_with_other_data_is_refused(change, what, tmp_path, ligertune, recipe):
     settings = {**EVERY_STEP, "train.max_steps": 4, "checkpoint.save_strategy": "steps", "checkpoint.save_steps": 2,
