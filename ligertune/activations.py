@@ -108,8 +108,8 @@ def layer_bytes(layer: LayerShape, kept: Kept, itemsize: int, row_length: int) -
 
 def backward_bytes(layer: LayerShape, itemsize: int) -> int:
     """What a token needs on its way back through one layer, beside what was kept."""
-    # with plain layers the gradients of gate and up are written over them; beside adapters they are new
-    gates = 3 if layer.adapters else 1
+    # with plain layers the gradients of gate and up are written over them; an adapter's branch adds one of its own
+    gates = 2 if layer.adapters else 1
     return (2 * layer.hidden + gates * layer.mlp) * itemsize
 
 
@@ -181,6 +181,12 @@ def moments(
     # the embedding's output or the last layer's, the last norm's output, and rotary tables of one head's width
     ends = batch.tokens * (2 * layer.hidden + 2 * (layer.query // layer.heads)) * itemsize
     most, left = loss_bytes(head, kept, batch, itemsize, free)
+    # where a layer is computed again, the norm behind the last one and the loss have given back theirs, and what went
+    # into the layer is among what was held
+    spent = 0
+    if recomputed:
+        again = 3 if kept.checkpointing != "offload" else 2
+        spent = (again * batch.tokens + batch.labels) * layer.hidden * itemsize
     before = gradients if batch.accumulates else 0
     back = backward_bytes(layer, itemsize) * batch.tokens
     of_ends = head.elements * itemsize
@@ -196,7 +202,7 @@ def moments(
         again = 0
     return (
         Moment("loss", held + ends, before, most, workspace + gathered),
-        Moment("backward", held + ends + recomputed, before, left, workspace + back + gathered + unit),
+        Moment("backward", held + ends + recomputed - spent, before, left, workspace + back + gathered + unit),
         Moment("first layer", whole + tower, there, again, workspace + back + gathered + unit),
         Moment("gradients", ends, gradients, embedding, workspace + back + 2 * whole_ends),
         Moment("step", 0, gradients, 0, workspace + step_bytes),
