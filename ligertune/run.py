@@ -169,7 +169,7 @@ def trained_model(
 
     from ligertune.model.attention import checkpoint_layers
     from ligertune.model.compiled import compile_layers
-    from ligertune.model.documents import guard
+    from ligertune.model.known_rows import know_rows
     from ligertune.model.load import build_model
     from ligertune.model.lora import apply_method
     from ligertune.model.vision import prepare_vision
@@ -190,8 +190,8 @@ def trained_model(
         compile_layers(model)
     if change is not None:
         change(model)
+    know_rows(model, packed=plan.rows.packed)
     if plan.rows.packed:
-        guard(model)
         with accelerator.autocast():
             check_isolation(model, multiple_of=plan.rows.multiple_of)
     if kept := plan.recipe.train.gradient_checkpointing:
@@ -234,10 +234,9 @@ def with_heads(plan: Plan, model: PreTrainedModel) -> MedusaModel:
     """The model with its Medusa heads, whose backbone is called without the model around it."""
     from ligertune.medusa.build import attach_heads, is_fused
     from ligertune.medusa.head_form import backbone_of
-    from ligertune.model.documents import guard
+    from ligertune.model.known_rows import know_rows
 
-    if plan.rows.packed:
-        guard(backbone_of(model))
+    know_rows(backbone_of(model), packed=plan.rows.packed)
     return attach_heads(model, plan.recipe.medusa, fused=is_fused(plan.recipe))
 
 

@@ -72,9 +72,14 @@ class Batcher:
                 batch["labels"], shift=self.label_shifts, multiple_of=ROWS_MULTIPLE_OF
             )
         return {
-            name: value.to(self.device, non_blocking=True) if isinstance(value, torch.Tensor) else value
-            for name, value in batch.items()
+            name: self._on_device(value) if isinstance(value, torch.Tensor) else value for name, value in batch.items()
         }
+
+    def _on_device(self, value: torch.Tensor) -> torch.Tensor:
+        """From pinned memory: a copy from any other waits until the device has done what it was asked before."""
+        if self.device.type == "cuda":
+            value = value.pin_memory()
+        return value.to(self.device, non_blocking=True)
 
     def image_tokens(self, indices: np.ndarray) -> int:
         """Tokens of these examples that stand for images."""

@@ -20,17 +20,19 @@ from ligertune.plan import Plan
 from ligertune.train import checkpoint
 from ligertune.train.batcher import Batcher
 from ligertune.train.clip import clip_gradients
-from ligertune.train.distributed import any_rank, most_over_ranks, reduce_sum
+from ligertune.train.distributed import any_rank, most_over_ranks
 from ligertune.train.evaluate import evaluate
 from ligertune.train.evaluations import Evaluations, keep_best, take_best
 from ligertune.train.finite import LossWatch
 from ligertune.train.gradients import check_gradients, follow_parameters
 from ligertune.train.image_order import ByImageCount, check_sharded
 from ligertune.train.kernel_adamw import in_our_kernel
+from ligertune.train.lines import Lines, whole
 from ligertune.train.meter import Counts, Meter
 from ligertune.train.objectives import Objective, objective_of
 from ligertune.train.optim import build_optimizer, set_learning_rate
 from ligertune.train.order import DataOrder
+from ligertune.train.pace import Pace
 from ligertune.train.patience import Patience
 from ligertune.train.reshard import load_states
 from ligertune.train.saver import Saver
@@ -114,6 +116,7 @@ def fit(
     log = _logger(accelerator, metrics, show)
     for note in notes:
         log({"step": resumed_from, "note": note})
+    lines, pace = Lines(plan, accelerator, meter, watch, log), Pace(accelerator)
     waiting = Patience(accelerator, model, seconds=plan.recipe.parallel.timeout)
     missed, stopping, steady = False, False, plan.recipe.train.full_determinism
     hopeless = evaluations.hopeless(patience)
@@ -121,11 +124,12 @@ def fit(
     _expect(plan, accelerator, order, batcher, step)
 
     stop.hold()
-    with profiled(plan, accelerator) as profile:
+    with profiled(plan, accelerator) as profile, lines:
 
         def hold_out() -> bool:
             """Evaluate, and do what follows from it; False where a signal came in between."""
             nonlocal eval_loss
+            lines.flush()
             with meter.paused(), waiting.long():
                 found = evaluate(plan, accelerator, model, evaluated, objective, stop)
                 if found is None:
@@ -174,10 +178,11 @@ def fit(
             watch.add(step, loss_sum, batches)
             profile()
 
-            stopping = any_rank(accelerator, stop.received is not None)
+            stopping = pace(stop.received is not None)
             last = stopping or step == plan.schedule.total_steps
+            lines.flush()  # that of the step before
             if step % plan.recipe.logging.logging_steps == 0 or last:
-                log(_line(plan, accelerator, meter, step, loss_sum, grad_norm, rate, watch))
+                lines.mark(step, loss_sum, grad_norm, rate)
                 loss_sum.zero_()
             if evaluated and (plan.due(plan.evaluate, step) or step == plan.schedule.total_steps):
                 missed = not hold_out()
@@ -186,9 +191,11 @@ def fit(
             if (plan.due(plan.save, step) and not last) or (stopping and step > last_saved):
                 if any_rank(accelerator, not watch.is_finite(_judged(plan, grad_norm))):
                     raise watch.complaint()
+                lines.flush()
                 with meter.paused(), waiting.long():
                     saver.save(step)
                 last_saved = step
+        lines.flush()
         waiting.end()
         saver.finish()
         stopped_by = None
@@ -260,7 +267,7 @@ def _logger(accelerator: Accelerator, metrics: MetricsFile, show: Callable[[dict
 
 def _judged(plan: Plan, grad_norm: torch.Tensor | None) -> torch.Tensor | None:
     """The gradients' norm where it must be finite: with a scaled loss, a step whose gradients are not is left out."""
-    return None if grad_norm is None or plan.precision.autocast == "fp16" else _whole(grad_norm)
+    return None if grad_norm is None or plan.precision.autocast == "fp16" else whole(grad_norm)
 
 
 def _data_order(
@@ -345,53 +352,3 @@ def _work_of_steps(shape: ModelShape, order: DataOrder, batcher: Batcher) -> Cal
         )
 
     return work
-
-
-def _line(
-    plan: Plan,
-    accelerator: Accelerator,
-    meter: Meter,
-    step: int,
-    loss_sum: torch.Tensor,
-    grad_norm: torch.Tensor | None,
-    rate: float,
-    watch: LossWatch,
-) -> dict:
-    """One line of metrics.jsonl; reading the loss synchronises the device. One that is no number ends the run."""
-    total = float(reduce_sum(accelerator, loss_sum))
-    counts, seconds = meter.lap()
-    loss = total / counts.steps
-    if not math.isfinite(loss):
-        raise watch.complaint()
-    watch.forget()
-    return {
-        "step": step,
-        "epoch": round(step * plan.batching.global_batch_size / plan.rows.count, 4) if plan.rows.count else None,
-        "loss": loss,
-        "grad_norm": None if grad_norm is None else float(_whole(grad_norm)),
-        "learning_rate": rate,
-        "tokens": counts.tokens,
-        "padded_tokens": counts.padded_tokens,
-        "trained_tokens": counts.trained_tokens,
-        **_seen(counts, seconds),
-        "tokens_per_second": counts.tokens / seconds,
-        "seconds": seconds,
-        "peak_memory": meter.peak_memory(),
-        "remaining_seconds": (plan.schedule.total_steps - step) * seconds / counts.steps,
-    }
-
-
-def _seen(counts: Counts, seconds: float) -> dict:
-    """What a line says of images, if there were any."""
-    if not counts.images:
-        return {}
-    return {
-        "images": counts.images,
-        "image_tokens": counts.image_tokens,
-        "images_per_second": counts.images / seconds,
-    }
-
-
-def _whole(value: torch.Tensor) -> torch.Tensor:
-    """A scalar that FSDP may hold as a DTensor."""
-    return value.full_tensor() if hasattr(value, "full_tensor") else value

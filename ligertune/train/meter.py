@@ -17,6 +17,8 @@ import torch
 if sys.platform != "win32":
     import resource
 
+Moment = float | torch.cuda.Event
+
 
 @dataclass
 class Counts:
@@ -40,6 +42,19 @@ class Counts:
             setattr(self, name, getattr(self, name) + value)
 
 
+class Lap:
+    """Work between two moments, and its seconds. On a GPU these are the device's, which may not be there yet."""
+
+    def __init__(self, counts: Counts, start: Moment, end: Moment, paused: float) -> None:
+        self.counts, self._start, self._end, self._paused = counts, start, end, paused
+
+    def seconds(self) -> float:
+        """Without what was paused; the caller has waited for the device to come to the end."""
+        if isinstance(self._start, float):
+            return self._end - self._start - self._paused
+        return self._start.elapsed_time(self._end) / 1000 - self._paused  # torch gives milliseconds
+
+
 class Meter:
     """Counts work and time. `lap()` gives what was done since the last lap; `total()` the run without its warm-up."""
 
@@ -47,8 +62,9 @@ class Meter:
         self._device = device
         self._warmup_steps = warmup_steps
         self._all, self._steady, self._lap = Counts(), Counts(), Counts()
-        self._start = self._lap_start = self._steady_start = time.perf_counter()
-        self._paused = self._steady_paused = 0.0
+        self._start = self._steady_start = time.perf_counter()
+        self._paused = self._steady_paused = self._lap_paused = 0.0
+        self._lap_start = self._now()
         self._peak_before_reset = {"allocated": 0, "reserved": 0}
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
@@ -80,14 +96,22 @@ class Meter:
         seconds = time.perf_counter() - start
         self._paused += seconds
         self._steady_paused += seconds
-        self._lap_start += seconds
+        self._lap_paused += seconds
 
-    def lap(self) -> tuple[Counts, float]:
-        """(work, seconds) since the last lap; the caller has synchronised the device."""
-        now = time.perf_counter()
-        counts, seconds = self._lap, now - self._lap_start
-        self._lap, self._lap_start = Counts(), now
-        return counts, seconds
+    def lap(self) -> Lap:
+        """What was done since the last lap. It waits for nothing."""
+        now = self._now()
+        lap = Lap(self._lap, self._lap_start, now, self._lap_paused)
+        self._lap, self._lap_start, self._lap_paused = Counts(), now, 0.0
+        return lap
+
+    def _now(self) -> Moment:
+        """This moment in the device's work; on a CPU, of the clock."""
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
 
     def total(self) -> tuple[Counts, float, bool]:
         """(work, seconds, whether the warm-up was left out) of the run so far."""
