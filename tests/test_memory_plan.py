@@ -14,6 +14,7 @@ from ligertune.errors import UserError
 from ligertune.memory import NF4_BYTES, state_bytes
 from ligertune.model.lora import apply_method
 from ligertune.model.shape import ModelShape
+from ligertune.plan import KernelLine, kept_with
 from ligertune.plan_batching import choose_batching
 from ligertune.recipe import MethodSpec, Recipe
 
@@ -195,6 +196,22 @@ def recipe(**train: object) -> Recipe:
             "train": {"per_device_train_batch_size": "auto", **train},
         }
     )
+
+
+@pytest.mark.parametrize(
+    ("method", "rebuilds"),
+    [
+        ({"type": "full", "lora_dropout": 0.1}, True),
+        ({"type": "lora"}, True),
+        ({"type": "lora", "lora_dropout": 0.1}, False),
+        ({"type": "qlora", "use_dora": True}, False),
+    ],
+    ids=str,
+)
+def test_adapters_that_make_their_own_of_their_input_keep_it(method, rebuilds):
+    asked = recipe().model_copy(update={"method": MethodSpec(**method)})
+    assert kept_with(asked, "sdpa", (KernelLine("rebuild", 5, 0, ""),)).rebuild is rebuilds
+    assert not kept_with(asked, "sdpa", (KernelLine("rebuild", 0, 0, "no norm or MLP is patched"),)).rebuild
 
 
 @pytest.mark.parametrize(
