@@ -43,6 +43,16 @@ def preview_heads(
     return shape, (*lines, KernelLine("multi_head_linear_cross_entropy", 1, 0, ""))
 
 
+def with_heads(recipe: Recipe, model: PreTrainedModel, *, packed: bool) -> MedusaModel:
+    """The model with its Medusa heads, whose backbone is called without the model around it."""
+    from ligertune.medusa.build import attach_heads, is_fused
+    from ligertune.medusa.head_form import backbone_of
+    from ligertune.model.known_rows import know_rows
+
+    know_rows(backbone_of(model), packed=packed)
+    return attach_heads(model, recipe.medusa, fused=is_fused(recipe))
+
+
 def save_heads(
     plan: Plan,
     accelerator: Accelerator,

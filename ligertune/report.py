@@ -59,6 +59,7 @@ class Report:
     versions: dict[str, str]
     notes: tuple[str, ...]
     medusa: dict | None = None  # MedusaReport.as_dict() of a run that trained heads
+    seconds_to_first_step: dict[str, float] = dataclasses.field(default_factory=dict)  # by what was done
 
     def as_dict(self) -> dict:
         return dataclasses.asdict(self)

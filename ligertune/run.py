@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 from ligertune.curves import draw_curves
 from ligertune.machine import imagined_machine, this_machine
-from ligertune.medusa_run import finish_heads, merge_adapter, of_base, preview_heads
+from ligertune.medusa_run import finish_heads, merge_adapter, of_base, preview_heads, with_heads
 from ligertune.metrics import read_metrics
+from ligertune.phases import Phases
 from ligertune.plan import DataNumbers, KernelLine, Plan, Rows, choose_precision, make_plan
 from ligertune.preflight import check_output_dir, check_packages, check_paths, clear_run
 from ligertune.recipe import Recipe, dump_recipe
@@ -106,19 +107,25 @@ def plan_for(
     return Job(plan, config, loaded, data, images)
 
 
-def run(job: Job, show: Callable[[dict], None], *, change: Callable[[PreTrainedModel], None] | None = None) -> Report:
+def run(
+    job: Job,
+    show: Callable[[dict], None],
+    *,
+    change: Callable[[PreTrainedModel], None] | None = None,
+    phases: Phases | None = None,
+) -> Report:
     """Train as planned, save the model, and report. `show` receives each logged line.
 
-    `change` is what a comparison does to the model besides: another library's kernels, compiled layers.
+    change: what a comparison does to the model besides: another library's kernels, compiled layers.
     """
     from ligertune.train.stop import StopRequest
 
     with StopRequest(enabled=job.plan.recipe.checkpoint.save_on_signal) as stop:
-        return train_and_save(job, show, stop, change)
+        return train_and_save(job, show, stop, change, phases or Phases())
 
 
 def train_and_save(
-    job: Job, show: Callable[[dict], None], stop: StopRequest, change: Callable[[PreTrainedModel], None] | None
+    job: Job, show: Callable, stop: StopRequest, change: Callable[[PreTrainedModel], None] | None, phases: Phases
 ) -> Report:
     """What `run` does while signals are `stop`'s to answer."""
     from ligertune.model.attention import prefer_flash
@@ -129,6 +136,7 @@ def train_and_save(
     from ligertune.train.trained_weights import save_only_what_trains
 
     plan, began = job.plan, time.perf_counter()
+    phases.begin("loading the model")
     hide_loading_bars()
     prefer_flash()
     accelerator = start(plan)
@@ -148,11 +156,13 @@ def train_and_save(
             stop=stop,
             images=job.images,
             answer=answers(job),
+            phases=phases,
         )
     save = save_with_heads if plan.recipe.task == "medusa" else save_model
     keep = plan.recipe.checkpoint.save_model and not fitted.stopped_by
     model_path, medusa = save(job, accelerator, fitted) if keep else (None, None)
     report = make_report(job, fitted, model_path=model_path, seconds=time.perf_counter() - began, medusa=medusa)
+    report = dataclasses.replace(report, seconds_to_first_step=phases.seconds)
     if accelerator.is_main_process:
         draw_curves(plan.output_dir)
         write_json(plan.output_dir / "report.json", report.as_dict())
@@ -200,7 +210,7 @@ def trained_model(
     if plan.recipe.task != "medusa":
         return model
     with accelerator.autocast():  # the model is asked what it does with its head, and adapters are float32
-        return with_heads(plan, model)
+        return with_heads(plan.recipe, model, packed=plan.rows.packed)
 
 
 def begin_output(plan: Plan) -> None:
@@ -228,16 +238,6 @@ def answers(job: Job) -> Callable[[PreTrainedModel], list[dict[str, str]]] | Non
     from ligertune.decode.samples import answers_to
 
     return answers_to(prompts, job.tokenizer.tokenizer, prompt_of(job), pad_token_id=job.tokenizer.pad_token_id)
-
-
-def with_heads(plan: Plan, model: PreTrainedModel) -> MedusaModel:
-    """The model with its Medusa heads, whose backbone is called without the model around it."""
-    from ligertune.medusa.build import attach_heads, is_fused
-    from ligertune.medusa.head_form import backbone_of
-    from ligertune.model.known_rows import know_rows
-
-    know_rows(backbone_of(model), packed=plan.rows.packed)
-    return attach_heads(model, plan.recipe.medusa, fused=is_fused(plan.recipe))
 
 
 def save_with_heads(job: Job, accelerator: Accelerator, fitted: Fitted) -> tuple[str, dict | None]:

@@ -7,6 +7,7 @@ import sys
 
 import typer
 
+from ligertune import phases  # noqa: F401  before anything heavy: it looks at the clock
 from ligertune.errors import UserError
 
 app = typer.Typer(

@@ -182,6 +182,11 @@ def waiting(what: str) -> Iterator[None]:
     yield
 
 
+def begins(words: str) -> None:
+    """What takes a while."""
+    OUTPUT.console.print(words)
+
+
 class Progress:
     """The state of a run: one live line on a terminal, plain lines elsewhere."""
 
@@ -191,13 +196,20 @@ class Progress:
 
     def __enter__(self) -> Progress:
         if OUTPUT.console.is_terminal:
-            self._live = Live(Text("loading the model ..."), console=OUTPUT.console, refresh_per_second=4)
+            self._live = Live(console=OUTPUT.console, refresh_per_second=4)
             self._live.__enter__()
         return self
 
     def __exit__(self, *exc: object) -> None:
         if self._live:
             self._live.__exit__(*exc)
+
+    def begins(self, words: str) -> None:
+        """What is done before the first step."""
+        if self._live:
+            self._live.update(Text(words))
+        else:
+            begins(words)
 
     def show(self, line: dict) -> None:
         """A logged line of metrics.jsonl."""
@@ -234,6 +246,9 @@ def report(report: Report) -> None:
     ]  # fmt: skip
     if report.eval_loss is not None:
         rows.append(("evaluation loss", f"{report.eval_loss:.4f}"))
+    if report.seconds_to_first_step:
+        parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in report.seconds_to_first_step.items())
+        rows.append(("first step after", f"{sum(report.seconds_to_first_step.values()):.1f} s: {parts}"))
     if speed:
         excluded = speed.warmup_steps_excluded
         left_out = f"first {excluded} steps left out" if excluded else "warm-up included"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -44,10 +45,13 @@ class Lines:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        if error is not None and self._pending is not None and self._pending.numbers.has_arrived():
-            loss, *norm = self._pending.numbers.read().tolist()
-            if math.isfinite(loss):
-                self._log(self._line(self._pending, loss, *norm))
+        if error is None or self._pending is None:
+            return
+        with contextlib.suppress(RuntimeError):  # a device that has failed says nothing any more
+            if self._pending.numbers.has_arrived():
+                loss, *norm = self._pending.numbers.read().tolist()
+                if math.isfinite(loss):
+                    self._log(self._line(self._pending, loss, *norm))
 
     def mark(self, step: int, loss_sum: torch.Tensor, grad_norm: torch.Tensor | None, rate: float) -> None:
         """A line of the steps up to `step`. loss_sum: of this rank's steps since the line before. All ranks call it."""

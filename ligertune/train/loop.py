@@ -16,6 +16,7 @@ from accelerate.utils import broadcast_object_list
 from ligertune.data.packing import pack
 from ligertune.metrics import MetricsFile
 from ligertune.model.attention import same_bits
+from ligertune.phases import Phases
 from ligertune.plan import Plan
 from ligertune.train import checkpoint
 from ligertune.train.batcher import Batcher
@@ -26,9 +27,9 @@ from ligertune.train.evaluations import Evaluations, keep_best, take_best
 from ligertune.train.finite import LossWatch
 from ligertune.train.gradients import check_gradients, follow_parameters
 from ligertune.train.image_order import ByImageCount, check_sharded
-from ligertune.train.kernel_adamw import in_our_kernel
+from ligertune.train.kernel_adamw import in_our_kernel, steps_in_our_kernel
 from ligertune.train.lines import Lines, whole
-from ligertune.train.meter import Counts, Meter
+from ligertune.train.meter import Counts, Meter, synchronize
 from ligertune.train.objectives import Objective, objective_of
 from ligertune.train.optim import build_optimizer, set_learning_rate
 from ligertune.train.order import DataOrder
@@ -81,18 +82,21 @@ def fit(
     stop: StopRequest,
     images: ImageReader | None = None,
     answer: Callable[[nn.Module], list[dict[str, str]]] | None = None,
+    phases: Phases,
 ) -> Fitted:
     """Train `model` as the plan says. `show` receives each logged line; on the main process only.
 
     stop: holds signals from the first step on, for whoever writes the model, too. images: how the model sees, where it
     does. answer: gives the model's answers to the recipe's prompts, which are shown and kept after each evaluation.
+    phases: end with the first step.
 
     The loss of a step is the sum over the trained tokens of the global batch divided by their number, however the batch
     is cut into micro batches and ranks.
     """
+    phases.begin("preparing to train")
     objective, world = objective_of(plan, model), accelerator.num_processes
     optimizer = build_optimizer(model, plan.optimizer)
-    if plan.recipe.kernels.optimizer and plan.recipe.kernels.enabled is not False:
+    if steps_in_our_kernel(plan):
         optimizer = in_our_kernel(optimizer)
     model, optimizer = accelerator.prepare(model, optimizer)
     follow_parameters(optimizer)
@@ -123,6 +127,7 @@ def fit(
     model.train()
     _expect(plan, accelerator, order, batcher, step)
 
+    phases.begin("first step")
     stop.hold()
     with profiled(plan, accelerator) as profile, lines:
 
@@ -173,6 +178,8 @@ def fit(
             step += 1
             saver.look()
             if step == resumed_from + 1:
+                synchronize(accelerator.device)
+                phases.end()
                 waiting.steps()
             meter.add(work)
             watch.add(step, loss_sum, batches)

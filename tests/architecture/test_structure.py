@@ -20,7 +20,7 @@ TOP_LEVEL = {
 # unless a row stands before another: `plan` reads machine, memory and recipe.
 FLOORS = (
     ("errors", "optimizer_states"),
-    ("disk", "folders"),
+    ("disk", "folders", "phases"),
     ("machine", "slurm", "memory", "activations", "recipe", "metrics"),
     ("budget", "plan_batching"),
     ("plan_strategy",),

@@ -61,6 +61,17 @@ def test_the_plan_says_what_is_packed_and_how(finished):
     assert "attention     per_document (documents isolated)" in said
 
 
+def test_what_comes_before_the_first_step_is_said_and_measured(finished):
+    _, report, said = finished
+    parts = report["seconds_to_first_step"]
+    assert list(parts) == ["planning", "loading the model", "preparing to train", "first step"]
+    places = [said.index(f"{name} ...") for name in parts]
+    assert places == sorted(places) and places[0] < said.index("attention ") < places[1]
+    assert all(seconds > 0 for seconds in parts.values())
+    assert parts["planning"] > parts["preparing to train"]  # it imports torch and prepares the data
+    assert sum(parts.values()) - parts["planning"] < report["seconds"]
+
+
 def test_kernels_are_in_the_report_with_their_counts(finished):
     _, report, _ = finished
     applied = {line["kernel"]: line["applied"] for line in report["kernels"]}
