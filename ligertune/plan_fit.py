@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ligertune.budget import Budget, largest
 from ligertune.errors import UserError
-from ligertune.plan import Plan, row_length
+from ligertune.plan import Plan, copies_inputs, row_length
 
 MOST_ROWS, MOST_TOKENS = 4096, 1 << 20
 
@@ -47,9 +47,8 @@ def _fit(plan: Plan, budget: Budget) -> Fit:
 def _may_rebuild(plan: Plan) -> bool:
     """Whether `kernels.rebuild` is off, and goes with the rest of the recipe."""
     recipe = plan.recipe
-    return not (
-        recipe.kernels.rebuild or recipe.train.torch_compile or recipe.parallel.strategy.startswith("deepspeed")
-    )
+    others = recipe.train.torch_compile or recipe.parallel.strategy.startswith("deepspeed") or copies_inputs(recipe)
+    return not (recipe.kernels.rebuild or others)
 
 
 def advice(plan: Plan) -> str:

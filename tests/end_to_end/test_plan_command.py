@@ -76,6 +76,7 @@ def test_running_out_of_memory_names_what_to_change(plan):
             ("rebuild: t",),
         ),
         ({"train.gradient_checkpointing": True}, (), ("rebuild", "gradient_checkpointing")),
+        ({"method.type": "lora", "method.lora_dropout": 0.1}, ("train.gradient_checkpointing: true",), ("rebuild",)),
         ({"train.torch_compile": True}, ("train.gradient_checkpointing: true",), ("rebuild",)),
         ({"kernels.norm": False, "kernels.mlp": False}, ("train.gradient_checkpointing: true",), ("rebuild",)),
     ],
