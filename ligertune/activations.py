@@ -10,7 +10,9 @@ A step's memory has five high points, and the highest is the peak:
 
 Without checkpointing a layer keeps, for each token, its norms' inputs, the inputs of those products whose weight or
 adapter trains, queries, keys, values, attention's output, gate and up. With it, only what goes into the layer, and one
-layer is whole at a time. This is what our kernels keep; the plain model keeps more, which is counted too.
+layer is whole at a time. This is what our kernels keep; the plain model keeps more, which is counted too. With
+`kernels.rebuild` norms' outputs and the gated product are not among the products' inputs that are kept: one of them at
+a time is made again on the way back.
 
 Under FSDP2 the embedding and the head are whole from the forward to the end of the backward, and two layers at a time:
 the one that computes and the next. A layer's gradient is whole before it is shared out, and so are those of the ends.
@@ -32,6 +34,7 @@ class LayerShape:
     """One layer: sizes in elements a token. Inputs of products that are kept for a gradient: attn_in, mlp_in, mlp_out.
 
     norms: the inputs of all its norms. adapters: rank times adapted products. mlp of a mixture: of the experts used.
+    normed: what goes into attention and the MLP is a norm's output, not what the layer before gave.
     """
 
     hidden: int
@@ -45,6 +48,7 @@ class LayerShape:
     mlp_out: bool = True
     adapters: int = 0
     routed: int = 0  # copies of the token that go to experts
+    normed: bool = True
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,7 @@ class Kept:
     in_head: bool = True
     attention: str = "sdpa"
     checkpointing: bool | str = False
+    rebuild: bool = False
 
 
 @dataclass(frozen=True)
@@ -95,6 +100,7 @@ def layer_bytes(layer: LayerShape, kept: Kept, itemsize: int, row_length: int) -
     """What one layer keeps of one token. row_length: tokens that eager attention compares each with."""
     elements = layer.norms + 2 * layer.query + 2 * layer.key + 2 * layer.mlp
     elements += layer.attn_in * layer.hidden + layer.mlp_in * layer.hidden + layer.mlp_out * layer.mlp
+    elements -= sum(made_again(layer, kept))
     elements += layer.adapters + 2 * layer.routed * layer.hidden
     size = elements * itemsize + 4 * (layer.heads + layer.norms // layer.hidden)
     if not kept.norm:  # the input in fp32, and the normalised value in both dtypes
@@ -106,11 +112,26 @@ def layer_bytes(layer: LayerShape, kept: Kept, itemsize: int, row_length: int) -
     return size
 
 
-def backward_bytes(layer: LayerShape, itemsize: int) -> int:
+def made_again(layer: LayerShape, kept: Kept) -> tuple[int, int, int]:
+    """Elements a token that the backward makes again instead of keeping: attn_in, mlp_in, mlp_out.
+
+    Where a layer is checkpointed it is run again as a whole. Experts keep the token as it is sorted to them.
+    """
+    if not kept.rebuild or kept.checkpointing:
+        return 0, 0, 0
+    normed, dense = kept.norm and layer.normed, not layer.routed
+    return (
+        (layer.attn_in and normed) * layer.hidden,
+        (layer.mlp_in and normed and dense) * layer.hidden,
+        (layer.mlp_out and kept.mlp and dense) * layer.mlp,
+    )
+
+
+def backward_bytes(layer: LayerShape, kept: Kept, itemsize: int) -> int:
     """What a token needs on its way back through one layer, beside what was kept."""
     # with plain layers the gradients of gate and up are written over them; an adapter's branch adds one of its own
     gates = 2 if layer.adapters else 1
-    return (2 * layer.hidden + gates * layer.mlp) * itemsize
+    return (2 * layer.hidden + gates * layer.mlp + max(made_again(layer, kept))) * itemsize
 
 
 @dataclass(frozen=True)
@@ -188,7 +209,7 @@ def moments(
         again = 3 if kept.checkpointing != "offload" else 2
         spent = (again * batch.tokens + batch.labels) * layer.hidden * itemsize
     before = gradients if batch.accumulates else 0
-    back = backward_bytes(layer, itemsize) * batch.tokens
+    back = backward_bytes(layer, kept, itemsize) * batch.tokens
     of_ends = head.elements * itemsize
     embedding = of_ends if head.embedding_trains and (head.tied or batch.accumulates) else 0
     whole_ends = of_ends * (1 if head.tied else 2) if unit else 0

@@ -274,6 +274,12 @@ def make_optimizer(recipe: Recipe) -> Optimizer:
     )
 
 
+def copies_inputs(recipe: Recipe) -> bool:
+    """Whether adapters keep what they make of their input, which `kernels.rebuild` then does not save."""
+    method = recipe.method
+    return method.type in ("lora", "qlora") and (method.lora_dropout > 0 or method.use_dora)
+
+
 def kept_with(recipe: Recipe, attn_implementation: str, kernels: tuple[KernelLine, ...]) -> Kept:
     """What the model is computed with, as far as memory goes."""
     applied = {line.kernel for line in kernels if line.applied}
@@ -283,6 +289,7 @@ def kept_with(recipe: Recipe, attn_implementation: str, kernels: tuple[KernelLin
         in_head="linear_cross_entropy" in applied,
         attention=attn_implementation,
         checkpointing=recipe.train.gradient_checkpointing,
+        rebuild="rebuild" in applied and not copies_inputs(recipe),
     )
 
 

@@ -356,7 +356,7 @@ def apply_kernels(recipe: Recipe, model: PreTrainedModel) -> PatchReport | None:
     if wanted.enabled is False:
         return None
     loss = "torch" if recipe.task == "medusa" else wanted.loss  # the heads' loss is computed around the model
-    return patch(model, rope=wanted.rope, norm=wanted.norm, mlp=wanted.mlp, loss=loss)
+    return patch(model, rope=wanted.rope, norm=wanted.norm, mlp=wanted.mlp, loss=loss, rebuild=wanted.rebuild)
 
 
 def rows_of(recipe: Recipe, data: PreparedData, *, multiple_of: int) -> Rows:

@@ -14,11 +14,14 @@ from ligertune.errors import UserError
 from ligertune.memory import NF4_BYTES, state_bytes
 from ligertune.model.lora import apply_method
 from ligertune.model.shape import ModelShape
+from ligertune.plan import KernelLine, kept_with
 from ligertune.plan_batching import choose_batching
 from ligertune.recipe import MethodSpec, Recipe
 
 LLAMA_8B = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
             "num_attention_heads": 32, "num_key_value_heads": 8}  # fmt: skip
+TINY = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "vocab_size": 64}  # fmt: skip
 GIB = 2**30
 
 
@@ -61,6 +64,34 @@ def test_a_layer_keeps_what_our_kernels_keep(shapes):
     assert layer_bytes(shapes["full"].layer, Kept(), 2, 1) == 139_264 + 4 * (32 + 2)
     plain = layer_bytes(shapes["full"].layer, Kept(norm=False, mlp=False, attention="eager"), 2, 1024)
     assert plain > 139_264 + 2 * 4096 * 6 + 14336 * 2 + 32 * 1024 * 8 - 1
+
+
+def test_rebuilding_saves_norm_outputs_and_the_gated_product(shapes):
+    """45 of 139 kB a token of a Llama-3-8B layer: 2 x E and F elements; an adapter on all layers keeps them, too."""
+    for method in ("full", "lora"):
+        kept, rebuilt = (layer_bytes(shapes[method].layer, Kept(rebuild=rebuild), 2, 1) for rebuild in (False, True))
+        assert kept - rebuilt == 2 * (2 * 4096 + 14336)
+    peaks = [budget_of(shapes, "full", rebuild=rebuild).peak(4, 2048, accumulates=False) for rebuild in (False, True)]
+    # one product is made again on the way back, and the other layers keep none
+    tokens = 4 * 2048
+    assert peaks[0].total - peaks[1].total >= 31 * tokens * 2 * (2 * 4096 + 14336)
+    checkpointed = [budget_of(shapes, "full", checkpointing=True, rebuild=rebuild) for rebuild in (False, True)]
+    assert len({budget.peak(4, 2048, accumulates=False).total for budget in checkpointed}) == 1
+
+
+@pytest.mark.parametrize(
+    ("config", "kept", "expected"),
+    [
+        (transformers.LlamaConfig(**TINY), {"norm": False}, 96),
+        (transformers.LlamaConfig(**TINY), {"mlp": False}, 2 * 64),
+        (transformers.Olmo2Config(**TINY), {}, 96),  # what goes into its products is no norm's output
+        (transformers.MixtralConfig(**TINY, num_experts_per_tok=2), {}, 64),  # experts keep theirs
+    ],
+    ids=["no norms", "no mlp", "norms behind", "experts"],
+)
+def test_what_our_kernels_do_not_make_is_kept(config, kept, expected):
+    layer = shape_of(config).layer
+    assert layer_bytes(layer, Kept(**kept), 2, 1) - layer_bytes(layer, Kept(**kept, rebuild=True), 2, 1) == 2 * expected
 
 
 @pytest.mark.parametrize(
@@ -165,6 +196,22 @@ def recipe(**train: object) -> Recipe:
             "train": {"per_device_train_batch_size": "auto", **train},
         }
     )
+
+
+@pytest.mark.parametrize(
+    ("method", "rebuilds"),
+    [
+        ({"type": "full", "lora_dropout": 0.1}, True),
+        ({"type": "lora"}, True),
+        ({"type": "lora", "lora_dropout": 0.1}, False),
+        ({"type": "qlora", "use_dora": True}, False),
+    ],
+    ids=str,
+)
+def test_adapters_that_make_their_own_of_their_input_keep_it(method, rebuilds):
+    asked = recipe().model_copy(update={"method": MethodSpec(**method)})
+    assert kept_with(asked, "sdpa", (KernelLine("rebuild", 5, 0, ""),)).rebuild is rebuilds
+    assert not kept_with(asked, "sdpa", (KernelLine("rebuild", 0, 0, "no norm or MLP is patched"),)).rebuild
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,8 @@ def layer_shape(model: PreTrainedModel) -> LayerShape | None:
         mlp_out=any(MLP_OUT & set(parts) for parts in trained),
         adapters=sum(p.shape[0] for name, p in layer.named_parameters() if ".lora_A." in name),
         routed=routed,
+        # OLMo 2 norms what its attention and MLP give, instead of what they get
+        normed="post_feedforward_layernorm" not in dict(layer.named_children()) or hasattr(layer, "input_layernorm"),
     )
 
 

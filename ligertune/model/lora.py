@@ -23,6 +23,7 @@ from torch import nn
 from ligertune.errors import UserError
 from ligertune.model.lora_head import LoraLossHead
 from ligertune.model.loss import LossHead
+from ligertune.model.rebuild import is_rebuilding, rebuild_inputs
 from ligertune.model.swap import swap, unswap
 from ligertune.vision.families import family_of, part_of
 
@@ -79,9 +80,12 @@ def add_adapter(model: PreTrainedModel, spec: MethodSpec) -> peft.PeftModel:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers for attributes by their former names
         adapted = peft.get_peft_model(model, config)
+    rebuilds = is_rebuilding(model)
     for module in adapted.modules():
         if isinstance(module, peft.tuners.lora.LoraLayer):
             module.cast_input_dtype_enabled = False  # autocast does, without a copy of the input in fp32
+            if rebuilds:  # an adapter reads what its layer reads, and keeps it
+                rebuild_inputs(module.lora_A)
     _adapt_head(adapted)
     return adapted
 

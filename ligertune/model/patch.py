@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 from ligertune_kernels import backend, geglu, layer_norm, rms_norm, swiglu
@@ -16,6 +17,7 @@ from transformers import PreTrainedModel
 
 from ligertune.model.loss import LossHead, LossInHead, OwnLoss, refuse_head, refuse_loss
 from ligertune.model.probe import Refusal
+from ligertune.model.rebuild import Rebuilding, made_again, rebuild_inputs
 from ligertune.model.recognise import (
     GatedSpec,
     NormSpec,
@@ -70,6 +72,23 @@ class KernelLayerNorm(Patch):
         return layer_norm(input, self.weight, self.bias, self.eps)
 
 
+class RebuiltNorm(Rebuilding, KernelNorm):
+    """Mixin of a norm whose output is not kept by the layers that read it."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        spec = self.patch_spec
+        norm = partial(rms_norm, eps=getattr(self, spec.eps_name), offset=spec.offset, cast=spec.cast)
+        return made_again(super().forward(hidden_states), norm, hidden_states, self.weight)
+
+
+class RebuiltLayerNorm(Rebuilding, KernelLayerNorm):
+    """Mixin of a layer norm whose output is not kept by the layers that read it."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        sources = (t for t in (input, self.weight, self.bias) if t is not None)
+        return made_again(super().forward(input), partial(layer_norm, eps=self.eps), *sources)
+
+
 class KernelMLP(Patch):
     """Mixin of a gated MLP; its projections stay modules, so LoRA and hooks on them work."""
 
@@ -79,7 +98,18 @@ class KernelMLP(Patch):
         sources = (self.gate_up_proj,) if self.patch_spec.packed else (self.gate_proj, self.up_proj)
         # Here their outputs go to the kernel and nowhere else, so its backward may write the gradients over them.
         alone = gives_memory_of_its_own(sources)
-        return self.down_proj(_gated(self.patch_spec, *(source(hidden_states) for source in sources), inplace=alone))
+        return self.down_proj(self.activated(*(source(hidden_states) for source in sources), inplace=alone))
+
+    def activated(self, *gate_and_up: Tensor, inplace: bool) -> Tensor:
+        return _gated(self.patch_spec, *gate_and_up, inplace=inplace)
+
+
+class RebuiltMLP(Rebuilding, KernelMLP):
+    """Mixin of a gated MLP whose second projection does not keep its input."""
+
+    def activated(self, *gate_and_up: Tensor, inplace: bool) -> Tensor:
+        product = super().activated(*gate_and_up, inplace=inplace)
+        return made_again(product, partial(_gated, self.patch_spec), *gate_and_up)
 
 
 class KernelExperts(Patch):
@@ -107,13 +137,17 @@ class Layer:
     found: Callable[[nn.Module], bool]
     recognise: Callable[[nn.Module], Any]
     mixin: type[Patch]
+    rebuilt: type[Patch] | None = None  # in its place where outputs are made again
+
+    def worn(self, *, rebuild: bool) -> type[Patch]:
+        return self.rebuilt if rebuild and self.rebuilt is not None else self.mixin
 
 
 LAYERS = (
     Layer("rope", "apply_rope", is_rotary, recognise_rope, ShadowedRope),
-    Layer("norm", "rms_norm", is_norm, recognise_norm, KernelNorm),
-    Layer("norm", "layer_norm", is_layer_norm, recognise_layer_norm, KernelLayerNorm),
-    Layer("mlp", "swiglu", is_gated_mlp, recognise_mlp, KernelMLP),
+    Layer("norm", "rms_norm", is_norm, recognise_norm, KernelNorm, RebuiltNorm),
+    Layer("norm", "layer_norm", is_layer_norm, recognise_layer_norm, KernelLayerNorm, RebuiltLayerNorm),
+    Layer("mlp", "swiglu", is_gated_mlp, recognise_mlp, KernelMLP, RebuiltMLP),
     Layer("mlp", "swiglu", is_experts, recognise_experts, KernelExperts),
 )
 
@@ -135,37 +169,59 @@ class _Tally:
 
 
 def patch(
-    model: nn.Module, *, rope: bool = True, norm: bool = True, mlp: bool = True, loss: Loss = "linear_cross_entropy"
+    model: nn.Module,
+    *,
+    rope: bool = True,
+    norm: bool = True,
+    mlp: bool = True,
+    loss: Loss = "linear_cross_entropy",
+    rebuild: bool = False,
 ) -> PatchReport:
     """Let every module of `model` that computes what one of our kernels computes use that kernel.
 
     Weights, state-dict keys, hooks, pickling and `isinstance` stay as they are, and other models of the same class
     are not touched. What is not recognised is left alone; the report says why. Patching twice changes nothing.
+
+    rebuild: linear layers keep no output of these norms and MLPs; the backward makes it again (`model.rebuild`).
     """
     switches = {"rope": rope, "norm": norm, "mlp": mlp}
     tallies: dict[str, _Tally] = defaultdict(_Tally)
     for layer in LAYERS:
         for module in filter(layer.found, model.modules()):
-            _patch_module(module, layer, tallies, enabled=switches[layer.switch])
+            _patch_module(module, layer, tallies, mixin=layer.worn(rebuild=rebuild) if switches[layer.switch] else None)
     for kernels in (("apply_rope",), ("rms_norm",), ("swiglu", "geglu")):
         if not tallies.keys() & set(kernels):
             tallies[kernels[0]] = _Tally()  # a row that says there are none
     rows = [tally.row(kernel) for kernel, tally in tallies.items()]
+    if rebuild:
+        rows.append(_patch_readers(model))
     return PatchReport((*rows, _patch_loss(model, loss)), backend(next(model.parameters()).device))
 
 
-def _patch_module(module: nn.Module, layer: Layer, tallies: dict[str, _Tally], *, enabled: bool) -> None:
+def _patch_module(module: nn.Module, layer: Layer, tallies: dict[str, _Tally], *, mixin: type[Patch] | None) -> None:
+    """mixin: what the module is to wear; None where that is switched off."""
     name = type(module).__name__
     if isinstance(module, layer.mixin):
+        if mixin is not None and module.patch_mixin is not mixin:
+            raise ValueError(f"{name} was patched with another `rebuild`: unpatch the model first")
         tallies[module.patch_spec.kernel].applied += 1
         tallies[module.patch_spec.kernel].already += 1
         return
-    spec = layer.recognise(module) if enabled else Refusal("switched off")
+    spec = Refusal("switched off") if mixin is None else layer.recognise(module)
     if isinstance(spec, Refusal):
         tallies[layer.kernel].left[f"{name}: {spec.reason}"] += 1
         return
-    swap(module, layer.mixin, spec)
+    swap(module, mixin, spec)
     tallies[spec.kernel].applied += 1
+
+
+def _patch_readers(model: nn.Module) -> PatchRow:
+    """Let linear layers ask of their input how it is made again; the row counts the modules that say so."""
+    owner = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
+    # the output head reads its input in the loss, in a way of its own
+    rebuild_inputs(model, but=None if owner is None else owner.get_output_embeddings())
+    makers = sum(isinstance(module, Rebuilding) for module in model.modules())
+    return PatchRow("rebuild", makers, 0, "" if makers else "no norm or MLP is patched")
 
 
 def _patch_loss(model: nn.Module, loss: Loss) -> PatchRow:

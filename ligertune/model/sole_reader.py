@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import nn
 
+from ligertune.model.rebuild import RebuildingLinear
 from ligertune.model.swap import Patch
 
 RESHAPES = ("view", "transpose", "reshape", "permute", "contiguous")
@@ -25,8 +26,8 @@ OUT_OF_ORDER = (ast.For, ast.While, ast.Try, ast.Lambda, ast.FunctionDef, ast.co
 def gives_memory_of_its_own(modules: Iterable[nn.Module | None]) -> bool:
     """Are all of them, now, layers whose output is new and neither kept for their backward nor seen by a hook?
 
-    A plain nn.Linear keeps its input and its weight, and so does our RMS norm. Adapters and quantised layers are other
-    classes; under torch.compile nothing is gained.
+    A plain nn.Linear keeps its weight and its input, or how that is made, and so does our RMS norm. Adapters and
+    quantised layers are other classes; under torch.compile nothing is gained.
     """
     if torch.compiler.is_compiling() or nn.modules.module._has_any_global_hook():
         return False
@@ -34,8 +35,8 @@ def gives_memory_of_its_own(modules: Iterable[nn.Module | None]) -> bool:
 
 
 def _is_plain(module: nn.Module | None) -> bool:
-    if type(module) is nn.Linear:
-        return True
+    if type(module) is nn.Linear or getattr(type(module), "patch_mixin", None) is RebuildingLinear:
+        return not hasattr(module, "parametrizations")
     return isinstance(module, Patch) and getattr(module.patch_spec, "kernel", None) == "rms_norm"
 
 

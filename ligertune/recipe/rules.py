@@ -92,6 +92,16 @@ RULES = (
         "{0} is one step for all parameters, and {1} is true. Leave {0} out.",
     ),
     Rule(
+        ("kernels.rebuild", "train.gradient_checkpointing"),
+        lambda recipe: recipe.kernels.rebuild and bool(recipe.train.gradient_checkpointing),
+        "{0} makes again what a layer keeps, and with {1} it keeps nothing but its input. Leave one of them out.",
+    ),
+    Rule(
+        ("kernels.rebuild", "train.torch_compile"),
+        lambda recipe: recipe.kernels.rebuild and recipe.train.torch_compile,
+        "{0} works on layers that run one by one, and {1} makes graphs of them. Leave one of them out.",
+    ),
+    Rule(
         ("data.val_split", "data.eval_datasets"),
         lambda recipe: recipe.data.val_split > 0 and bool(recipe.data.eval_datasets),
         "{0} and {1} are both given. Keep one of them.",
@@ -231,6 +241,7 @@ RULES = (
             ("train.torch_compile", (False,), "Leave that out, or write ddp or fsdp."),
             ("checkpoint.async_save", (False,), "DeepSpeed's ranks write together, and wait. Leave that out."),
             ("kernels.optimizer", ("auto", False), "DeepSpeed takes the step. Leave that out."),
+            ("kernels.rebuild", (False,), "Leave that out, or write ddp or fsdp."),
             ("method.type", ("full", "lora", "freeze"), "Write method.type: lora, or ddp."),
         )
     ),

@@ -129,6 +129,7 @@ def test_a_key_changes_the_plan(key, quickstart, tmp_path):
         ("kernels.mlp", "false", "swiglu", 0),
         ("kernels.loss", "cross_entropy", "cross_entropy", 1),
         ("kernels.loss", "torch", "linear_cross_entropy", 0),
+        ("kernels.rebuild", "true", "rebuild", 16),
     ],
 )
 def test_kernels_are_switched_one_by_one(key, value, kernel, applied, quickstart, tmp_path):
@@ -142,6 +143,7 @@ def test_optimizers_and_checkpointing_train_alike(train, usual):
         {"train.optim": "adamw_torch"},
         {"train.gradient_checkpointing": True},
         {"train.gradient_checkpointing": "offload"},
+        {"kernels.rebuild": True},
         {"train.per_device_train_batch_size": "auto", "train.global_batch_size": 4},
     ):
         assert train(changes)[0] == pytest.approx(usual[0], rel=1e-5)

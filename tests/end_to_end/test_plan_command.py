@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
@@ -42,8 +43,6 @@ def test_more_devices_share_the_states(quickstart, tmp_path, plan):
 
 
 def test_what_is_said_to_fit_fits_and_one_more_does_not(plan):
-    import dataclasses
-
     small = dataclasses.replace(plan, machine=dataclasses.replace(plan.machine, memory_bytes=3 << 30))
     memory = small.machine.memory_bytes
     for fit, budget in zip(
@@ -65,6 +64,29 @@ def test_running_out_of_memory_names_what_to_change(plan):
     ways = "train.per_device_train_batch_size: 1 (with train.global_batch_size: 4", "train.optim: adamw_8bit", "lora"
     assert all(way in said for way in ways), said
     assert "train.per_device_train_batch_size: 1" in advice(plan)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said", "unsaid"),
+    [
+        ({}, ("kernels.rebuild: true (fits", "train.gradient_checkpointing: true (fits"), ()),
+        (
+            {"kernels.rebuild": True},
+            ("train.gradient_checkpointing: true instead of kernels.rebuild",),
+            ("rebuild: t",),
+        ),
+        ({"train.gradient_checkpointing": True}, (), ("rebuild", "gradient_checkpointing")),
+        ({"method.type": "lora", "method.lora_dropout": 0.1}, ("train.gradient_checkpointing: true",), ("rebuild",)),
+        ({"train.torch_compile": True}, ("train.gradient_checkpointing: true",), ("rebuild",)),
+        ({"kernels.norm": False, "kernels.mlp": False}, ("train.gradient_checkpointing: true",), ("rebuild",)),
+    ],
+    ids=str,
+)
+def test_advice_names_what_the_recipe_may_still_turn_on(changes, said, unsaid, quickstart, tmp_path):
+    made = plan_for(read(quickstart, tmp_path, **{"data.packing": True, **changes}), for_show=True).plan
+    found = advice(dataclasses.replace(made, machine=dataclasses.replace(made.machine, memory_bytes=3 << 30)))
+    assert all(way in found for way in said), found
+    assert not any(way in found for way in unsaid), found
 
 
 @pytest.mark.gpu

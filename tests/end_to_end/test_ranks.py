@@ -46,19 +46,24 @@ def whole(tmp_path_factory, quickstart):
             for packing in (True, False)}  # fmt: skip
 
 
+FSDP2 = ("--use_fsdp", "--fsdp_version", "2")
+REBUILT = {"kernels.rebuild": True}  # reads weights in the backward that are gathered for others
+
+
 @pytest.mark.parametrize(
-    ("packing", "launcher"),
+    ("packing", "launcher", "changes"),
     [
-        (True, ()),
-        (True, ("--multi_gpu",)),
-        (True, ("--use_fsdp", "--fsdp_version", "2")),
-        (False, ()),
-        (False, ("--multi_gpu",)),
+        (True, (), {}),
+        (True, ("--multi_gpu",), {}),
+        (True, FSDP2, {}),
+        (True, FSDP2, REBUILT),
+        (False, (), {}),
+        (False, ("--multi_gpu",), {}),
     ],
-    ids=["packed-1x8", "packed-ddp-2x4", "packed-fsdp2-2x4", "grouped-1x8", "grouped-ddp-2x4"],
+    ids=["packed-1x8", "packed-ddp-2x4", "packed-fsdp2-2x4", "rebuilt-fsdp2-2x4", "grouped-1x8", "grouped-ddp-2x4"],
 )
-def test_losses_do_not_depend_on_how_the_batch_is_cut(whole, packing, launcher, recipe, tmp_path):
-    found = train(recipe, tmp_path, packing=packing, micro=1, launcher=launcher)
+def test_losses_do_not_depend_on_how_the_batch_is_cut(whole, packing, launcher, changes, recipe, tmp_path):
+    found = train(recipe, tmp_path, packing=packing, micro=1, launcher=launcher, **changes)
     assert len(found) == STEPS
     assert found == pytest.approx(whole[packing], rel=1e-5)
 
