@@ -86,7 +86,7 @@ class KernelsSpec(Section):
     rebuild: Switch = Field(
         False,
         description="Make norm outputs and gated activations again in the backward instead of keeping them: "
-        "a third less activation memory, some 1 % of the time.",
+        "less memory for some time, the same bits.",
     )
 
 

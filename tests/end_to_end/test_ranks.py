@@ -56,7 +56,7 @@ REBUILT = {"kernels.rebuild": True}  # reads weights in the backward that are ga
         (True, (), {}),
         (True, ("--multi_gpu",), {}),
         (True, FSDP2, {}),
-        (True, FSDP2, REBUILT),
+        pytest.param(True, FSDP2, REBUILT, marks=pytest.mark.slow),
         (False, (), {}),
         (False, ("--multi_gpu",), {}),
     ],
