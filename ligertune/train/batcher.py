@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 # Few sizes of the head's products: cuBLAS and the allocator take their time over each that is new.
 ROWS_MULTIPLE_OF = 128
+PINNED_AT_MOST = 16 << 20  # bytes of a tensor
 
 
 @dataclass(frozen=True)
@@ -76,8 +77,11 @@ class Batcher:
         }
 
     def _on_device(self, value: torch.Tensor) -> torch.Tensor:
-        """From pinned memory: a copy from any other waits until the device has done what it was asked before."""
-        if self.device.type == "cuda":
+        """From pinned memory: a copy from any other waits until the device has done what it was asked before.
+
+        Pixels may wait: pinned memory is kept, and a host that runs ahead would pin those of many batches.
+        """
+        if self.device.type == "cuda" and value.nbytes <= PINNED_AT_MOST:
             value = value.pin_memory()
         return value.to(self.device, non_blocking=True)
 

@@ -12,8 +12,9 @@ from accelerate import Accelerator
 from ligertune.data.packing import pack
 from ligertune.model.deferred import loss_only
 from ligertune.train.batcher import Batcher
-from ligertune.train.distributed import after_evaluation, any_rank, reduce_sum
+from ligertune.train.distributed import after_evaluation, reduce_sum
 from ligertune.train.objectives import Objective
+from ligertune.train.pace import Pace
 from ligertune.train.stop import StopRequest
 
 if TYPE_CHECKING:
@@ -34,12 +35,12 @@ def evaluate(
     rows, size = _rows(plan, batcher), plan.batching.eval_batch_size
     if batcher.images is not None and batcher.images.family.layout == "tiles":
         size = 1  # a batch holds equally many images in each row
-    total = torch.zeros((), device=accelerator.device, dtype=torch.float32)
+    total, pace = torch.zeros((), device=accelerator.device, dtype=torch.float32), Pace(accelerator)
     whole = None
     model.eval()
     with torch.no_grad(), loss_only():
         for start in range(0, len(rows), size * world):
-            if any_rank(accelerator, stop.received is not None):
+            if pace(stop.received is not None):
                 break
             mine = range(start + rank * size, min(start + (rank + 1) * size, len(rows)))
             batcher.expect([[rows[i] for i in mine]])

@@ -10,7 +10,7 @@ from ligertune.train.host_copy import HostCopy
 
 
 class Pace:
-    """Called after each step is launched: the host then waits for the step before, so that it stays one ahead.
+    """Called between steps, or batches of an evaluation: the host waits for the one before, and so stays one ahead.
 
     No further: who sends SIGTERM waits for what was launched. One process hears of a signal at once; several hear of it
     one step late, since an answer in the same step would be a wait in each.
