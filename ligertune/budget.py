@@ -74,9 +74,6 @@ class Budget:
     def with_checkpointing(self) -> Budget:
         return replace(self, kept=replace(self.kept, checkpointing=True))
 
-    def with_rebuild(self) -> Budget:
-        return replace(self, kept=replace(self.kept, rebuild=True))
-
 
 @dataclass(frozen=True)
 class Peak:

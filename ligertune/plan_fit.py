@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ligertune.budget import Budget, largest
 from ligertune.errors import UserError
-from ligertune.plan import Plan, copies_inputs, row_length
+from ligertune.plan import Plan, row_length
 
 MOST_ROWS, MOST_TOKENS = 4096, 1 << 20
 
@@ -44,13 +44,6 @@ def _fit(plan: Plan, budget: Budget) -> Fit:
     )
 
 
-def _may_rebuild(plan: Plan) -> bool:
-    """Whether `kernels.rebuild` is off, and goes with the rest of the recipe."""
-    recipe = plan.recipe
-    others = recipe.train.torch_compile or recipe.parallel.strategy.startswith("deepspeed") or copies_inputs(recipe)
-    return not (recipe.kernels.rebuild or others)
-
-
 def advice(plan: Plan) -> str:
     """What to change where memory ran out, with this plan's numbers; one sentence or two."""
     if plan.budget is None:
@@ -65,17 +58,10 @@ def advice(plan: Plan) -> str:
     elif micro > 1:
         ways.append(f"train.per_device_train_batch_size: {micro // 2} (with train.global_batch_size: "
                     f"{plan.batching.global_batch_size}, which accumulates the rest)")  # fmt: skip
-    if not plan.budget.kept.checkpointing:
-        rebuilt = _fit(plan, plan.budget.with_rebuild()) if _may_rebuild(plan) else without
+    if not plan.budget.kept.checkpointing and with_checkpointing.micro_batch_size > without.micro_batch_size:
         instead = " instead of kernels.rebuild" if plan.recipe.kernels.rebuild else ""
-        ways += [
-            f"{change} (fits {fit.micro_batch_size} rows of {length})"
-            for change, fit in (
-                ("kernels.rebuild: true", rebuilt),
-                (f"train.gradient_checkpointing: true{instead}", with_checkpointing),
-            )
-            if fit.micro_batch_size > without.micro_batch_size
-        ]
+        fits = f"(fits {with_checkpointing.micro_batch_size} rows of {length})"
+        ways.append(f"train.gradient_checkpointing: true{instead} {fits}")
     if 0 < here.row_length < length:
         ways.append(f"data.max_length: {here.row_length}")
     if plan.recipe.method.type == "full":

@@ -83,12 +83,12 @@ RULES = (
     *(rule for key, rival in EITHER_OR.items() for rule in _either_or(key, rival)),
     Rule(
         ("kernels.optimizer", "train.optim"),
-        lambda recipe: recipe.kernels.optimizer is True and recipe.train.optim != "adamw_torch_fused",
+        lambda recipe: recipe.kernels.optimizer and recipe.train.optim != "adamw_torch_fused",
         "{0} is the step of adamw_torch_fused, and {1} is another. Leave {0} out, or change {1}.",
     ),
     Rule(
         ("kernels.optimizer", "train.optim_in_backward"),
-        lambda recipe: recipe.kernels.optimizer is True and recipe.train.optim_in_backward,
+        lambda recipe: recipe.kernels.optimizer and recipe.train.optim_in_backward,
         "{0} is one step for all parameters, and {1} is true. Leave {0} out.",
     ),
     Rule(
@@ -195,7 +195,7 @@ RULES = (
     *(
         Rule(
             ("train.optim_offload", key),
-            lambda recipe, key=key: recipe.train.optim_offload and _at(recipe, key) is True,
+            lambda recipe, key=key: recipe.train.optim_offload and bool(_at(recipe, key)),
             "{0} steps on the processor, and {1} is true, which says how to step on the GPU. Leave one of them out.",
         )
         for key in ("train.optim_in_backward", "kernels.optimizer")
@@ -240,7 +240,7 @@ RULES = (
             ("train.optim_offload", (False,), "DeepSpeed keeps the states itself. Leave that out."),
             ("train.torch_compile", (False,), "Leave that out, or write ddp or fsdp."),
             ("checkpoint.async_save", (False,), "DeepSpeed's ranks write together, and wait. Leave that out."),
-            ("kernels.optimizer", ("auto", False), "DeepSpeed takes the step. Leave that out."),
+            ("kernels.optimizer", (False,), "DeepSpeed takes the step. Leave that out."),
             ("kernels.rebuild", (False,), "Leave that out, or write ddp or fsdp."),
             ("method.type", ("full", "lora", "freeze"), "Write method.type: lora, or ddp."),
         )

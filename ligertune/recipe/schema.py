@@ -79,10 +79,7 @@ class KernelsSpec(Section):
         "linear_cross_entropy",
         description="linear_cross_entropy never makes the logits; cross_entropy reads them; torch is torch's own.",
     )
-    optimizer: AutoSwitch = Field(
-        "auto",
-        description="The step of train.optim: adamw_torch_fused, clipping included; auto: unless ranks share weights.",
-    )
+    optimizer: Switch = Field(False, description="The step of train.optim: adamw_torch_fused, clipping included.")
     rebuild: Switch = Field(
         False,
         description="Make norm outputs and gated activations again in the backward instead of keeping them: "

@@ -1,7 +1,6 @@
 """Numbers on their way from the device to the host, without the wait that `.item()` is.
 
-A wait in each step leaves a GPU idle until the host has launched the next one's first kernels; with small batches that
-is a tenth of the step.
+A wait in each step leaves a GPU idle until the host has launched the next one's first kernels.
 """
 
 from __future__ import annotations

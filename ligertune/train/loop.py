@@ -27,7 +27,7 @@ from ligertune.train.evaluations import Evaluations, keep_best, take_best
 from ligertune.train.finite import LossWatch
 from ligertune.train.gradients import check_gradients, follow_parameters
 from ligertune.train.image_order import ByImageCount, check_sharded
-from ligertune.train.kernel_adamw import in_our_kernel, steps_in_our_kernel
+from ligertune.train.kernel_adamw import in_our_kernel
 from ligertune.train.lines import Lines, whole
 from ligertune.train.meter import Counts, Meter, synchronize
 from ligertune.train.objectives import Objective, objective_of
@@ -96,7 +96,7 @@ def fit(
     phases.begin("preparing to train")
     objective, world = objective_of(plan, model), accelerator.num_processes
     optimizer = build_optimizer(model, plan.optimizer)
-    if steps_in_our_kernel(plan):
+    if plan.recipe.kernels.optimizer and plan.recipe.kernels.enabled is not False:
         optimizer = in_our_kernel(optimizer)
     model, optimizer = accelerator.prepare(model, optimizer)
     follow_parameters(optimizer)
