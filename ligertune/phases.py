@@ -2,36 +2,79 @@
 
 from __future__ import annotations
 
+import json
+import os
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 # About when the command was given: the console script imports this before anything heavy.
 COMMAND_GIVEN = time.perf_counter()
+HANDED_ON = "LIGERTUNE_PHASES"  # the variable that tells the ranks what their starter did before them
 
 
 class Phases:
     """One follows the other, from `begun` (perf_counter's) on. `seconds`, by name, of those that are over.
 
-    say: is told what begins.
+    say: is told what begins, and `every` so many seconds how long that has taken; as a context, until it is left.
     """
 
     def __init__(
-        self, say: Callable[[str], None] | None = None, *, first: str = "planning", begun: float | None = None
+        self,
+        say: Callable[[str], None] | None = None,
+        *,
+        first: str = "planning",
+        begun: float | None = None,
+        before: Mapping[str, float] | None = None,
+        every: float = 4.0,
     ) -> None:
-        self.seconds: dict[str, float] = {}
-        self._say, self._name = say, first
-        self._start = time.perf_counter() if begun is None else begun
+        self.seconds: dict[str, float] = dict(before or {})
+        self.say = say
+        self._name, self._start = first, time.perf_counter() if begun is None else begun
+        self._changed, self._over, self._every = threading.Event(), False, every
+        if say is not None:
+            threading.Thread(target=self._remind, name="phases", daemon=True).start()
+
+    def __enter__(self) -> Phases:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.end()
 
     def begin(self, name: str) -> None:
         """The phase before is over."""
-        self.end()
-        if self._say is not None:
-            self._say(f"{name} ...")
+        self._close()
+        if self.say is not None:
+            self.say(f"{name} ...")
         self._name = name
+        self._changed.set()
 
     def end(self) -> None:
         """No other follows. A second call changes nothing."""
+        self._close()
+        self._over = True
+        self._changed.set()
+
+    def handed_on(self) -> dict[str, str]:
+        """The environment in which other processes take over: see `taken_over`."""
+        return {HANDED_ON: json.dumps({"at": time.time(), "seconds": self.seconds})}
+
+    def _close(self) -> None:
         now = time.perf_counter()
         if self._name:
             self.seconds[self._name] = now - self._start
         self._name, self._start = "", now
+
+    def _remind(self) -> None:
+        while not self._over:
+            if self._changed.wait(self._every):
+                self._changed.clear()
+            elif name := self._name:
+                self.say(f"{name} ... {time.perf_counter() - self._start:.0f} s")
+
+
+def taken_over(say: Callable[[str], None] | None, *, first: str) -> Phases:
+    """Those of a process that another started: they begin when that handed on."""
+    earlier = json.loads(os.environ[HANDED_ON])
+    passed = time.time() - earlier["at"]
+    return Phases(say, first=first, begun=time.perf_counter() - passed, before=earlier["seconds"])

@@ -12,7 +12,7 @@ import typer
 from ligertune import slurm
 from ligertune.cli import render, render_data, render_medusa
 from ligertune.cli.complete import recipe_keys
-from ligertune.phases import COMMAND_GIVEN, Phases
+from ligertune.phases import COMMAND_GIVEN, Phases, taken_over
 from ligertune.rank_failure import is_started_rank
 from ligertune.ranks import begin_rank, run_ranks
 
@@ -57,24 +57,28 @@ def train_as(loaded: Recipe, path: Path, json: bool) -> None:
 
     check_paths(loaded)  # what is not there is said before torch comes in, which counts the devices
     os.environ.update(slurm.variables(os.environ))
-    started = is_started_rank()
-    speaks = is_main_process() and not started
-    if speaks:
-        render.begins("planning ...")
+    started, main = is_started_rank(), is_main_process()
     if started:
         begin_rank()
-    processes = choose_processes(loaded.parallel.num_processes, loaded.parallel.strategy)
-    with render_data.Preparing(enabled=speaks) as preparing:
-        job = plan_for(loaded, preparing.show, processes=processes)
-    if speaks:
-        render.plan(job.plan)
-    if processes > 1 and not is_launched():
-        raise typer.Exit(run_ranks(job.plan, sys.argv[1:]))
-    with render.Progress(job.plan.schedule.total_steps) as progress:
-        report = run(
-            job, progress.show, phases=Phases(progress.begins if is_main_process() else None, begun=COMMAND_GIVEN)
-        )
-    if is_main_process():
+        phases = taken_over(render.begins if main else None, first="starting the processes")
+    else:
+        phases = Phases(render.begins if main else None, begun=COMMAND_GIVEN)
+    with phases:
+        if main and not started:
+            render.begins("planning ...")
+        processes = choose_processes(loaded.parallel.num_processes, loaded.parallel.strategy)
+        with render_data.Preparing(enabled=main and not started) as preparing:
+            job = plan_for(loaded, preparing.show, processes=processes)
+        if main and not started:
+            render.plan(job.plan)
+        if processes > 1 and not is_launched():
+            phases.end()
+            os.environ.update(phases.handed_on())
+            raise typer.Exit(run_ranks(job.plan, sys.argv[1:]))
+        with render.Progress(job.plan.schedule.total_steps) as progress:
+            phases.say = progress.begins if main else None
+            report = run(job, progress.show, phases=phases)
+    if main:
         render.report(report)
         if report.medusa is not None:
             render_medusa.report(report.medusa)

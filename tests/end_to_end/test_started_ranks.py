@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -65,6 +66,9 @@ def test_ctrl_c_saves_and_says_so_once(recipe, tmp_path):
     assert done.code == 130, done.err[-3000:]
     assert done.out.count("interrupted by SIGINT") == 1
     assert newest(tmp_path) == f"run/checkpoints/step-{len(losses(tmp_path / 'run'))}"
+    report = json.loads((tmp_path / "run" / "report.json").read_text())
+    before = ["planning", "starting the processes", "loading the model", "preparing to train", "first step"]
+    assert list(report["seconds_to_first_step"]) == before
 
 
 @pytest.mark.slow
