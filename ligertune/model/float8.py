@@ -81,8 +81,8 @@ def to_float8(model: PreTrainedModel) -> None:
     """Let the linear layers that can multiply in float8 from now on; on a CPU that is emulated.
 
     Behind what recognises layers by what they compute, before FSDP2 or DDP wrap them, and before a compiled layer runs.
-    They keep their weights and names, and are not `nn.Linear` itself any more, so that nothing is written over what they
-    gave (`model.sole_reader`).
+    They keep their weights and names. They are another class than `nn.Linear`, so that nothing is written over what
+    they gave (`model.sole_reader`).
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
