@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from ligertune.errors import UserError
-from ligertune.vision.families import family_of, part_of
+from ligertune.vision.families import family_of, part_of, sees
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 MULTIPLE_OF = 16  # of both sizes of a weight, and of a batch's tokens, which are the inner size of dW's product
-ROUTERS = {"gate", "router"}  # of a mixture: their small differences choose an expert
+ROUTERS = {"gate", "router", "router_gate"}  # of a mixture: their small differences choose an expert
 
 
 @dataclass(frozen=True)
@@ -69,9 +69,11 @@ def _refusal(name: str, module: nn.Module) -> str | None:
     if not isinstance(module, nn.Linear):
         experts = any(parameter.ndim == 3 for parameter in module.parameters(recurse=False))
         return f"{type(module).__name__}: its experts are no linear layers" if experts else None
-    leaf, (out_features, in_features) = name.rpartition(".")[2], module.weight.shape
-    if ROUTERS & set(name.split(".")):
+    leaf, (out_features, in_features), parts = name.rpartition(".")[2], module.weight.shape, set(name.split("."))
+    if parts & ROUTERS:
         return f"{leaf}: chooses experts"
+    if "experts" in parts:
+        return f"{leaf}: an expert gets any number of tokens"
     if in_features % MULTIPLE_OF or out_features % MULTIPLE_OF:
         return f"{leaf}: {in_features} x {out_features}, not multiples of {MULTIPLE_OF}"
     return None
@@ -90,5 +92,6 @@ def to_float8(model: PreTrainedModel) -> None:
     convert_to_float8_training(
         model,
         module_filter_fn=lambda module, name: name in taken,
-        config=Float8LinearConfig(emulate=model.device.type == "cpu"),
+        # cross-attention to pictures reads as many rows as those have, which nothing pads
+        config=Float8LinearConfig(emulate=model.device.type == "cpu", pad_inner_dim=sees(model.config)),
     )
