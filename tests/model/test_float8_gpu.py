@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.skipif(find_spec("torchao") is None, reason="needs torchao: pip install 'ligertune[quant]'"),
 ]
 STEPS, VOCAB = 10, 8192
-BOUND = 0.02  # of a step's loss; torchao's tensorwise recipe has 3 bits of mantissa, and 2 in gradients
+BOUND = 0.01  # of a step's loss; half as wide and emulated it moves by 0.1 %
 
 
 @pytest.fixture(scope="module", autouse=True)
