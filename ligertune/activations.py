@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 # cuBLAS's workspace on Hopper, once for the forward's thread and once for the backward's (torch: getWorkspaceSize)
 WORKSPACE = 2 * (32 << 20)
@@ -61,6 +62,7 @@ class Kept:
     attention: str = "sdpa"
     checkpointing: bool | str = False
     rebuild: bool = False
+    float8: Literal["no", "compiled", "eager"] = "no"
 
 
 @dataclass(frozen=True)
@@ -129,9 +131,22 @@ def made_again(layer: LayerShape, kept: Kept) -> tuple[int, int, int]:
 
 def backward_bytes(layer: LayerShape, kept: Kept, itemsize: int) -> int:
     """What a token needs on its way back through one layer, beside what was kept."""
-    # with plain layers the gradients of gate and up are written over them; an adapter's branch adds one of its own
-    gates = 2 if layer.adapters else 1
+    # with plain layers the gradients of gate and up are written over them; adapters and float8 need memory of their own
+    gates = 2 if layer.adapters or kept.float8 != "no" else 1
     return (2 * layer.hidden + gates * layer.mlp + max(made_again(layer, kept))) * itemsize
+
+
+def float8_bytes(layer: LayerShape, kept: Kept, tokens: int) -> int:
+    """Copies of the operands of the widest product's backward: weight, input and the output's gradient in float8.
+
+    The weight's gradient reads input and gradient in the other order, so both are there twice. Where nothing is
+    compiled, the gradient is cast once for each product, and on its way through two copies in float32.
+    """
+    if kept.float8 == "no":
+        return 0
+    width = layer.query if layer.routed else layer.mlp  # experts are no linear layers
+    of_gradient = {"compiled": 2, "eager": 1 + 8 + 1}[kept.float8]
+    return layer.hidden * width + tokens * (of_gradient * width + 2 * layer.hidden)
 
 
 @dataclass(frozen=True)
@@ -209,7 +224,7 @@ def moments(
         again = 3 if kept.checkpointing != "offload" else 2
         spent = (again * batch.tokens + batch.labels) * layer.hidden * itemsize
     before = gradients if batch.accumulates else 0
-    back = backward_bytes(layer, kept, itemsize) * batch.tokens
+    back = backward_bytes(layer, kept, itemsize) * batch.tokens + float8_bytes(layer, kept, batch.tokens)
     of_ends = head.elements * itemsize
     embedding = of_ends if head.embedding_trains and (head.tied or batch.accumulates) else 0
     whole_ends = of_ends * (1 if head.tied else 2) if unit else 0

@@ -15,6 +15,7 @@ from ligertune.errors import UserError
 from ligertune.machine import Machine
 from ligertune.memory import StateBytes
 from ligertune.plan_batching import Batching, choose_batching
+from ligertune.plan_float8 import float8_notes
 from ligertune.plan_states import states_of
 from ligertune.plan_strategy import SHARING_WEIGHTS, Strategy, check_strategy, shared_by
 from ligertune.recipe import Recipe
@@ -290,6 +291,7 @@ def kept_with(recipe: Recipe, attn_implementation: str, kernels: tuple[KernelLin
         attention=attn_implementation,
         checkpointing=recipe.train.gradient_checkpointing,
         rebuild="rebuild" in applied and not copies_inputs(recipe),
+        float8=("compiled" if recipe.train.torch_compile else "eager") if "float8_linear" in applied else "no",
     )
 
 
@@ -374,5 +376,5 @@ def make_plan(
         data=data,
         save=Cadence(recipe.checkpoint.save_strategy, recipe.checkpoint.save_steps),
         evaluate=Cadence(recipe.eval.eval_strategy if data.eval_examples else "no", recipe.eval.eval_steps),
-        notes=notes,
+        notes=(*notes, *float8_notes(recipe, machine)),
     )

@@ -37,6 +37,7 @@ def check_packages(recipe: Recipe) -> None:
     """Refuse what needs a package that is not installed."""
     wanted = {"train.optim": (recipe.train.optim, OPTIMIZERS[recipe.train.optim].needs)}
     wanted |= {"method.type": ("qlora", "bitsandbytes")} if recipe.method.type == "qlora" else {}
+    wanted |= {"train.fp8": ("true", "torchao")} if recipe.train.fp8 else {}
     if recipe.parallel.strategy.startswith("deepspeed"):
         wanted["parallel.strategy"] = (recipe.parallel.strategy, "deepspeed")
     for tracker in recipe.logging.report_to:

@@ -12,7 +12,7 @@ from typing import Literal
 
 from ligertune.plan import KernelLine, Plan
 
-PACKAGES = ("torch", "triton", "triton-rocm", "transformers", "accelerate", "peft", "datasets", "ligertune")
+PACKAGES = ("torch", "triton", "triton-rocm", "transformers", "accelerate", "peft", "datasets", "torchao", "ligertune")
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,7 @@ def throughput(plan: Plan, work: object, seconds: float, *, warmup_excluded: boo
     sees = work.images > 0  # then a part of the FLOPs is the tower's, which are not counted
     known = (
         not sees
+        and not plan.recipe.train.fp8  # some products in float8 and some not: there is no one peak
         and peak is not None
         and plan.recipe.report.mfu
         and (dtype.weights == "bfloat16" or dtype.autocast == "fp16")

@@ -14,7 +14,9 @@ from ligertune.machine import imagined_machine, this_machine
 from ligertune.medusa_run import finish_heads, merge_adapter, of_base, preview_heads, with_heads
 from ligertune.metrics import read_metrics
 from ligertune.phases import Phases
-from ligertune.plan import DataNumbers, KernelLine, Plan, Rows, choose_precision, make_plan
+from ligertune.plan import KernelLine, Plan, choose_precision, make_plan
+from ligertune.plan_data import data_numbers, rows_of
+from ligertune.plan_float8 import check_float8
 from ligertune.preflight import check_output_dir, check_packages, check_paths, clear_run
 from ligertune.recipe import Recipe, dump_recipe
 from ligertune.report import Report, throughput, versions, write_json
@@ -69,6 +71,7 @@ def plan_for(
     if processes is not None:
         machine = dataclasses.replace(machine, world_size=processes)
     check_packages(recipe)
+    check_float8(recipe, machine)
     precision = choose_precision(recipe.model.dtype, machine, method=recipe.method.type)
 
     from ligertune.data.prepare import prepare
@@ -179,6 +182,7 @@ def trained_model(
 
     from ligertune.model.attention import checkpoint_layers
     from ligertune.model.compiled import compile_layers
+    from ligertune.model.float8 import to_float8
     from ligertune.model.known_rows import know_rows
     from ligertune.model.load import build_model
     from ligertune.model.lora import apply_method
@@ -204,6 +208,8 @@ def trained_model(
     if plan.rows.packed:
         with accelerator.autocast():
             check_isolation(model, multiple_of=plan.rows.multiple_of)
+    if plan.recipe.train.fp8:  # behind that check: documents of a batch share one scale, and so each other's rounding
+        to_float8(model)
     if kept := plan.recipe.train.gradient_checkpointing:
         checkpoint_layers(model, offload=kept == "offload", compiled=plan.recipe.train.torch_compile)
     model = apply_method(model, plan.recipe.method, seed=plan.recipe.train.seed)
@@ -329,6 +335,7 @@ def preview_model(recipe: Recipe, config: PreTrainedConfig, device: str, attenti
     from ligertune_kernels import backend
 
     import ligertune.model.documents  # noqa: F401  makes its attention known to transformers
+    from ligertune.model.float8 import float8_linears
     from ligertune.model.load import build_model
     from ligertune.model.lora import apply_method
     from ligertune.model.shape import ModelShape
@@ -340,6 +347,8 @@ def preview_model(recipe: Recipe, config: PreTrainedConfig, device: str, attenti
     report = apply_kernels(recipe, model)
     prepare_vision(model, recipe.vision)
     lines = () if report is None else tuple(KernelLine(r.kernel, r.applied, r.left, r.note) for r in report.rows)
+    if recipe.train.fp8:
+        lines += (KernelLine("float8_linear", *float8_linears(model).counts()),)
     adapted = apply_method(model, recipe.method)
     shape = ModelShape.of(adapted)
     if recipe.task == "medusa":
@@ -357,42 +366,3 @@ def apply_kernels(recipe: Recipe, model: PreTrainedModel) -> PatchReport | None:
         return None
     loss = "torch" if recipe.task == "medusa" else wanted.loss  # the heads' loss is computed around the model
     return patch(model, rope=wanted.rope, norm=wanted.norm, mlp=wanted.mlp, loss=loss, rebuild=wanted.rebuild)
-
-
-def rows_of(recipe: Recipe, data: PreparedData, *, multiple_of: int) -> Rows:
-    """What a batch of this run counts."""
-    from ligertune.data.packing import pack
-
-    length, packs = recipe.data.max_length, None
-    if data.streamed:
-        kind = "packed" if recipe.data.packing else "shuffled"
-        return Rows(kind, count=0, length=length, multiple_of=multiple_of, fill=None, streamed=True)
-    if recipe.data.packing:
-        packs = pack(data.train.lengths, length)
-    grouped = "grouped" if recipe.train.group_by_length else "shuffled"
-    return Rows(
-        kind=grouped if packs is None else "packed",
-        count=len(data.train if packs is None else packs),
-        length=length,
-        multiple_of=multiple_of,
-        fill=None if packs is None else packs.fill,
-    )
-
-
-def data_numbers(data: PreparedData, images: ImageReader | None = None) -> DataNumbers:
-    """The plan's share of what the data report says. images: how the model sees, where it does."""
-    report, counted = data.report, None if data.streamed else data.train
-    return DataNumbers(
-        examples=len(counted or ()),
-        eval_examples=len(data.eval or ()),
-        tokens=int(counted.lengths.sum()) if counted else 0,
-        trained_tokens=int(counted.trained.sum()) if counted else 0,
-        longest=data.train.stream.max_length
-        if data.streamed
-        else int(max(part.lengths.max() for part in (counted, data.eval) if part)),
-        dropped=dict(report.dropped),
-        truncated=report.truncated,
-        template=data.template,
-        fingerprint=data.train.fingerprint,
-        image_share=images.largest_share(counted) if images is not None and counted else 0.0,
-    )

@@ -12,7 +12,7 @@ from ligertune.errors import UserError
 
 @dataclass(frozen=True)
 class Side:
-    """One way to run the recipe. `kernels` is what it says in that section; `change` names a row of `changes`."""
+    """One way to run the recipe. `kernels` and `train` are what it says there; `change` names a row of `changes`."""
 
     name: str
     label: str
@@ -20,29 +20,33 @@ class Side:
     ours: bool = False  # its losses must be those of the reference, or the comparison fails
     change: str | None = None  # what is done to the model once it is built
     needs: str | None = None  # a package that must be importable
+    train: dict[str, Any] = field(default_factory=dict, hash=False)
 
     def check_installed(self) -> None:
         """A UserError where the side needs a package that is not here."""
         if self.needs and importlib.util.find_spec(self.needs) is None:
-            name = self.needs.replace("_", "-")
+            name, option = self.needs.replace("_", "-"), "--peer" if self.name in PEERS else "--baseline"
             raise UserError(
-                f"--peer {self.name}: {name} is not installed.", hint=f"Run pip install {name}, or leave --peer out."
+                f"{option} {self.name}: {name} is not installed.",
+                hint=f"Run pip install {name}, or leave {option} out.",
             )
 
 
 ON, OFF = {"enabled": True}, {"enabled": False}
+FLOAT8 = {"fp8": True, "torch_compile": True}
 
 SIDES = (
     Side("with", "ligertune", ON, ours=True),
     Side("no-fused-loss", "ligertune without its fused loss", {**ON, "loss": "torch"}, ours=True),
     Side("with-compile", "ligertune + torch.compile", ON, ours=True, change="compile"),
+    Side("with-fp8", "ligertune, fp8 + compile", ON, ours=True, needs="torchao", train=FLOAT8),
     Side("without", "Hugging Face", OFF),
     Side("hf-chunked", "Hugging Face, loss in chunks", OFF, change="hf-chunked"),
     Side("compile", "Hugging Face + torch.compile", OFF, change="compile"),
     Side("liger", "liger-kernel", OFF, change="liger", needs="liger_kernel"),
 )
 SIDE_OF = {side.name: side for side in SIDES}
-BASELINES = {"hf": "without", "hf-chunked": "hf-chunked", "compile": "compile", "with-compile": "with-compile"}
+BASELINES = {"hf": "without", **{name: name for name in ("hf-chunked", "compile", "with-compile", "with-fp8")}}
 PEERS = ("liger",)
 
 

@@ -177,7 +177,9 @@ def slow_steps(trials: Iterable[Trial], median: float) -> list[SlowStep]:
 
 def _worst_parity(trials: Sequence[Trial], reference: Trial) -> Parity:
     """Of all repeats the one that differs, or else the one that differs most."""
-    found = [parity(trial.steps, reference.steps, reference.report["dtype"]) for trial in trials]
+    in_float8 = any(trial.report["fp8"] for trial in (*trials, reference))
+    dtype = "float8" if in_float8 else reference.report["dtype"]
+    found = [parity(trial.steps, reference.steps, dtype) for trial in trials]
     return max(found, key=lambda each: (not each.same, each.worst))
 
 

@@ -56,7 +56,7 @@ def run_trial(recipe: Recipe, side: Side, *, repeat: int, steps: int, processes:
     """Train `steps` measured steps after the recipe's warm-up; read what the process left in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     path, warmup = folder / "recipe.yaml", recipe.report.warmup_steps
-    path.write_text(dump_recipe(_short(recipe, side, warmup + steps, folder / "run")), encoding="utf-8")
+    path.write_text(dump_recipe(trial_recipe(recipe, side, warmup + steps, folder / "run")), encoding="utf-8")
     module = ["-m", "ligertune.compare.worker", str(path), str(folder), *([side.change] if side.change else [])]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     with (folder / "log.txt").open("w", encoding="utf-8") as log:
@@ -79,7 +79,7 @@ def run_trial(recipe: Recipe, side: Side, *, repeat: int, steps: int, processes:
     )
 
 
-def _short(recipe: Recipe, side: Side, steps: int, output_dir: Path) -> Recipe:
+def trial_recipe(recipe: Recipe, side: Side, steps: int, output_dir: Path) -> Recipe:
     """The recipe of one trial: so many steps, every step logged, nothing saved or evaluated on the way.
 
     Without the recipe's full_determinism, which compiled layers refuse and no other tool turns on.
@@ -89,7 +89,7 @@ def _short(recipe: Recipe, side: Side, steps: int, output_dir: Path) -> Recipe:
         update={
             "kernels": kernels,
             "train": recipe.train.model_copy(
-                update={"max_steps": steps, "num_train_epochs": None, "full_determinism": False}
+                update={"max_steps": steps, "num_train_epochs": None, "full_determinism": False, **side.train}
             ),
             "eval": recipe.eval.model_copy(update={"eval_strategy": "no"}),
             "logging": recipe.logging.model_copy(update={"logging_steps": 1}),

@@ -52,6 +52,7 @@ def _train(recipe: Path, change: str | None) -> dict:
         "arch": plan.machine.arch,
         "attn_implementation": plan.attn_implementation,
         "rows": plan.rows.kind,
+        "fp8": plan.recipe.train.fp8,
     }
 
 

@@ -124,6 +124,7 @@ ALIASES = (
     Alias("train.optim", ("optimizer",), _meaning(_ADAMW)),
     Alias("train.max_grad_norm", ("max_norm", "grad_clip", "clip_grad", "max_grad_clip", "gradient_clipping")),
     Alias("train.gradient_checkpointing", ("activation_checkpointing", "enable_activation_checkpointing", "grad_ckpt")),
+    Alias("train.fp8", ("fp8",)),
     Alias("train.seed", ("seed", "random_seed", "random_state")),
     Alias("eval.eval_strategy", ("evaluation_strategy",)),
     Alias("eval.eval_steps", ("eval_interval", "eval_freq", "run_eval_every_n_steps")),

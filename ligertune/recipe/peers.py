@@ -51,6 +51,7 @@ REASONS = {  # of all three
     "do_train": "`ligertune train` trains",
     "env": "set variables in the shell",
     "evals_per_epoch": PER_EPOCH,
+    "fp8_enable_fsdp_float8_all_gather": "weights are gathered as they are, and cast where they are multiplied",
     "fsdp": FSDP,
     "fsdp_config": FSDP,
     "fsdp_version": FSDP,

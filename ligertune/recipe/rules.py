@@ -206,6 +206,32 @@ RULES = (
         "{0} makes graphs of the layers, which keep nothing in host memory, as {1}: offload asks. Leave one out.",
     ),
     Rule(
+        ("train.fp8", "method.type"),
+        lambda recipe: recipe.train.fp8 and recipe.method.type != "full",
+        "{0} speeds up the products of weights that train, and {1} is {recipe.method.type}. Leave {0} out.",
+    ),
+    Rule(
+        ("train.fp8", "model.dtype"),
+        lambda recipe: recipe.train.fp8 and recipe.model.dtype == "float16",
+        "{0} casts bfloat16 or float32, and {1} is float16, which is a cast of its own. Write model.dtype: bfloat16.",
+    ),
+    Rule(
+        ("train.fp8", "kernels.rebuild"),
+        lambda recipe: recipe.train.fp8 and recipe.kernels.rebuild,
+        "{0} has linear layers of torchao, which keep their input, and {1} lets layers make it again. "
+        "Leave one of them out.",
+    ),
+    Rule(
+        ("train.fp8", "vision.freeze_language_model"),
+        lambda recipe: recipe.train.fp8 and recipe.vision.freeze_language_model,
+        "{0} is for the language model's layers, and {1} keeps them as they are. Leave one of them out.",
+    ),
+    Rule(
+        ("train.fp8", "medusa.stage"),
+        lambda recipe: recipe.train.fp8 and recipe.task == "medusa" and recipe.medusa.stage == 1,
+        "{0} is for the model's layers, and in stage 1 ({1}) the heads alone train. Leave {0} out.",
+    ),
+    Rule(
         ("train.optim_in_backward", "train.gradient_accumulation_steps", "train.global_batch_size"),
         lambda recipe: recipe.train.optim_in_backward and _accumulates(recipe),
         "{0} steps with each backward, so nothing can be accumulated. Write train.gradient_accumulation_steps: 1.",
@@ -239,6 +265,7 @@ RULES = (
             ("train.optim_in_backward", (False,), "DeepSpeed steps after the backward. Leave that out."),
             ("train.optim_offload", (False,), "DeepSpeed keeps the states itself. Leave that out."),
             ("train.torch_compile", (False,), "Leave that out, or write ddp or fsdp."),
+            ("train.fp8", (False,), "Leave that out, or write ddp or fsdp."),
             ("checkpoint.async_save", (False,), "DeepSpeed's ranks write together, and wait. Leave that out."),
             ("kernels.optimizer", (False,), "DeepSpeed takes the step. Leave that out."),
             ("kernels.rebuild", (False,), "Leave that out, or write ddp or fsdp."),

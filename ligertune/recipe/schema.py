@@ -213,6 +213,11 @@ class TrainSpec(Section):
         False, description="Recompute activations in the backward; offload also keeps layer inputs in host memory."
     )
     torch_compile: Switch = Field(False, description="Compile each layer with torch: some minutes, then faster steps.")
+    fp8: Switch = Field(
+        False,
+        description="Multiply in float8 in the layers' linear layers (torchao); weights stay as they are. "
+        "Less exact, and faster with torch_compile.",
+    )
     seed: Annotated[int, Field(ge=0, lt=2**32)] = Field(42, description="Seed of weights, order and split.")
 
     @model_validator(mode="before")

@@ -22,7 +22,7 @@ FLOORS = (
     ("errors", "optimizer_states"),
     ("disk", "folders", "phases"),
     ("machine", "slurm", "memory", "activations", "recipe", "metrics"),
-    ("budget", "plan_batching"),
+    ("budget", "plan_batching", "plan_float8"),
     ("plan_strategy",),
     ("plan_states",),
     ("plan", "preflight", "rank_failure"),
@@ -31,7 +31,7 @@ FLOORS = (
     ("model", "data"),
     ("medusa",),
     ("decode", "train"),
-    ("medusa_run",),
+    ("medusa_run", "plan_data"),
     ("run", "ranks", "doctor", "bench", "export"),
     ("compare",),
     ("cli",),
@@ -50,7 +50,7 @@ DOORS = {
     "peft": ("model/lora",),
     "PIL": ("vision/pictures",),
     "bitsandbytes": ("train/optim",),
-    "torchao": ("train/optim",),
+    "torchao": ("train/optim", "model/float8"),
     "transformers": ("model/", "data/render", "vision/", "decode/"),
 }
 PACKAGES = ("ligertune", "kernels/ligertune_kernels")

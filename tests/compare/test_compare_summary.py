@@ -24,6 +24,7 @@ def steps(losses=LOSSES, seconds=(5.0, 1.0, 1.0, 1.0), norm=2.0) -> tuple[Step, 
 def trial(side: str, *, repeat=1, rate=100.0, peak=1 << 30, mfu=None, taken=None, failure=None) -> Trial:
     report = {
         "dtype": "float32",
+        "fp8": side == "with-fp8",
         "throughput": {"tokens_per_second": rate, "mfu": mfu},
         "peak_memory": {"allocated_steady": peak, "reserved_steady": 2 * peak},
         "kernels": [{"kernel": "swiglu", "applied": 5}],
@@ -117,3 +118,13 @@ def test_what_is_written_holds_every_step_and_shows_every_side(tmp_path):
     assert (
         page.count("data:image/png;base64,") == 2 and "out of memory" in page and "http" not in page.split("<body>")[1]
     )
+
+
+def test_float8_is_held_to_its_own_tolerance_and_our_other_sides_to_theirs():
+    moved = steps([loss * 1.012 for loss in LOSSES[:1]] + [loss * 1.008 for loss in LOSSES[1:]])
+    drifted = steps([LOSSES[0], *(loss * 1.015 for loss in LOSSES[1:])])
+    found = point(trial("with"), trial("with-compile", taken=drifted), trial("with-fp8", taken=drifted))
+    assert found.reference == "with"
+    assert (found.side("with-compile").parity.same, found.side("with-fp8").parity.same) == (False, True)
+    far = point(trial("with"), trial("with-fp8", taken=moved)).side("with-fp8").parity
+    assert (far.same, far.failed_step) == (False, 1)

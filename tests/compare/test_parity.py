@@ -9,6 +9,7 @@ import pytest
 from ligertune.compare.parity import TOLERANCES, parity
 from ligertune.compare.trial import Step
 
+EXACT = [dtype for dtype in TOLERANCES if dtype != "float8"]  # of which rounding is all that may differ
 CURVE = (4.0, 3.5, 3.0, 2.5)
 
 
@@ -16,7 +17,7 @@ def run(losses=CURVE, norm: float | None = 2.0) -> tuple[Step, ...]:
     return tuple(Step(i + 1, loss, norm, 100, 1.0) for i, loss in enumerate(losses))
 
 
-@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("dtype", EXACT)
 def test_a_loss_off_by_a_hundredth_is_found_at_its_step(dtype):
     found = parity(run((4.0, 3.5, 3.0 * 1.01, 2.5)), run(), dtype)
     assert (found.same, found.failed_step, found.worst_step) == (False, 3, 3)
@@ -24,7 +25,7 @@ def test_a_loss_off_by_a_hundredth_is_found_at_its_step(dtype):
     assert "DIFFERENT in the loss at step 3" in found.sentence
 
 
-@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("dtype", EXACT)
 def test_a_gradient_of_another_size_is_found_though_the_losses_agree(dtype):
     found = parity(run(norm=2.06), run(), dtype)
     assert (found.failed_step, found.failed_in) == (1, "the gradient norm")

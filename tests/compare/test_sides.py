@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import pytest
 
 from ligertune.compare.engine import settings_of
-from ligertune.compare.side import choose_sides
+from ligertune.compare.side import SIDE_OF, choose_sides
+from ligertune.compare.trial import trial_recipe
 from ligertune.errors import UserError
 
+NEEDS_TORCHAO = pytest.mark.skipif(find_spec("torchao") is None, reason="needs torchao")
 CHOICES = [
     ({}, ["with", "without"]),
     ({"only": "without"}, ["without"]),
     ({"ablate": True}, ["with", "no-fused-loss", "without"]),
     ({"ablate": True, "baselines": ["compile"]}, ["with", "no-fused-loss", "without", "compile"]),
+    pytest.param(
+        {"baselines": ["with-compile", "with-fp8"]}, ["with", "with-compile", "with-fp8"], marks=NEEDS_TORCHAO
+    ),
     ({"baselines": ["hf-chunked", "with-compile"]}, ["with", "with-compile", "hf-chunked"]),
 ]
 
@@ -41,3 +48,15 @@ def test_a_sweep_moves_its_key_alone(quickstart):
 def test_what_is_no_sweep_is_refused(sweep, quickstart):
     with pytest.raises(UserError, match=r"--sweep|train\.per_device_train_batch_size"):
         settings_of(quickstart / "stories260k.yaml", [], sweep)
+
+
+def test_a_side_says_what_trains_differently(quickstart, tmp_path):
+    recipe = settings_of(quickstart / "stories260k.yaml", [], None)[0].recipe
+    said = {name: trial_recipe(recipe, SIDE_OF[name], 5, tmp_path).train for name in ("with", "with-fp8")}
+    assert [(train.fp8, train.torch_compile) for train in said.values()] == [(False, False), (True, True)]
+
+
+@pytest.mark.skipif(find_spec("torchao") is not None, reason="torchao is installed")
+def test_float8_without_torchao_is_refused_with_how_to_get_it():
+    with pytest.raises(UserError, match="--baseline with-fp8: torchao is not installed"):
+        choose_sides(baselines=["with-fp8"])

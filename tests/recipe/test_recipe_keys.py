@@ -38,7 +38,7 @@ DEFAULTS = {
               "optim_in_backward": False, "optim_offload": False,
               "weight_decay": 0.0, "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8, "max_grad_norm": 1.0,
               "group_by_length": True,
-              "full_determinism": True, "gradient_checkpointing": False, "torch_compile": False,
+              "full_determinism": True, "gradient_checkpointing": False, "torch_compile": False, "fp8": False,
               "seed": 42},
     "train.galore": {"rank": 128, "update_proj_gap": 200, "scale": 0.25},
     "eval": {"eval_strategy": "no", "eval_steps": 200, "per_device_eval_batch_size": 4,
@@ -117,6 +117,7 @@ def test_every_peers_name_leads_to_a_key_and_hides_none():
     hidden = {f"{key.rpartition('.')[0]}.{name}" for name, key in PEERS.items() if "." in key} & set(keys())
     assert hidden == {
         "train.seed",
+        "train.fp8",
         "checkpoint.output_dir",
     }  # peers write ours at the top level
     names = [name for row in ALIASES for name in row.names if "[]" not in row.key]

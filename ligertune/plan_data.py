@@ -1,0 +1,51 @@
+"""What the plan says of prepared data: what a batch counts, and what the data sets came to."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ligertune.plan import DataNumbers, Rows
+from ligertune.recipe import Recipe
+
+if TYPE_CHECKING:
+    from ligertune.data.prepare import PreparedData
+    from ligertune.vision.reader import ImageReader
+
+
+def rows_of(recipe: Recipe, data: PreparedData, *, multiple_of: int) -> Rows:
+    """What a batch of this run counts."""
+    from ligertune.data.packing import pack
+
+    length, packs = recipe.data.max_length, None
+    if data.streamed:
+        kind = "packed" if recipe.data.packing else "shuffled"
+        return Rows(kind, count=0, length=length, multiple_of=multiple_of, fill=None, streamed=True)
+    if recipe.data.packing:
+        packs = pack(data.train.lengths, length)
+    grouped = "grouped" if recipe.train.group_by_length else "shuffled"
+    return Rows(
+        kind=grouped if packs is None else "packed",
+        count=len(data.train if packs is None else packs),
+        length=length,
+        multiple_of=multiple_of,
+        fill=None if packs is None else packs.fill,
+    )
+
+
+def data_numbers(data: PreparedData, images: ImageReader | None = None) -> DataNumbers:
+    """The plan's share of what the data report says. images: how the model sees, where it does."""
+    report, counted = data.report, None if data.streamed else data.train
+    return DataNumbers(
+        examples=len(counted or ()),
+        eval_examples=len(data.eval or ()),
+        tokens=int(counted.lengths.sum()) if counted else 0,
+        trained_tokens=int(counted.trained.sum()) if counted else 0,
+        longest=data.train.stream.max_length
+        if data.streamed
+        else int(max(part.lengths.max() for part in (counted, data.eval) if part)),
+        dropped=dict(report.dropped),
+        truncated=report.truncated,
+        template=data.template,
+        fingerprint=data.train.fingerprint,
+        image_share=images.largest_share(counted) if images is not None and counted else 0.0,
+    )
