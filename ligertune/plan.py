@@ -16,7 +16,7 @@ from ligertune.machine import Machine
 from ligertune.memory import StateBytes
 from ligertune.plan_batching import Batching, choose_batching
 from ligertune.plan_states import states_of
-from ligertune.plan_strategy import SHARING_WEIGHTS, Strategy, check_strategy, shared_by
+from ligertune.plan_strategy import SHARING_WEIGHTS, Strategy, check_pictures, check_strategy, shards_of, shared_by
 from ligertune.recipe import Recipe
 
 
@@ -160,6 +160,11 @@ class Plan:
     def shares_weights(self) -> bool:
         """Whether each process holds a part of the model's weights only."""
         return self.strategy in SHARING_WEIGHTS
+
+    @property
+    def shards(self) -> int:
+        """Into how many parts each copy of the states is cut."""
+        return shards_of(self.recipe, self.strategy, self.batching.world_size)
 
     @property
     def peak(self) -> Peak | None:
@@ -349,9 +354,12 @@ def make_plan(
     )
     check_strategy(recipe, strategy, autocast=precision.autocast)
     states = states_of(recipe, shape, precision.weights, strategy=strategy, world_size=machine.world_size)
-    budget = budget_of(states=states, shards=machine.world_size if strategy in SHARING_WEIGHTS else 1)
+    shards = shards_of(recipe, strategy, machine.world_size) if strategy in SHARING_WEIGHTS else 1
+    budget = budget_of(states=states, shards=shards)
     batching = choose_batching(recipe, machine.world_size, budget and functools.partial(_fits, budget, length, machine))
     check_context(recipe, data.longest, shape.context)
+    if shape.tower is not None:
+        check_pictures(recipe, batching.accumulation)
     return Plan(
         recipe=recipe,
         machine=machine,

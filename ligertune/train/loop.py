@@ -333,9 +333,12 @@ def _expect(plan: Plan, accelerator: Accelerator, order: DataOrder | ByImageCoun
 def _gradient_sync(
     plan: Plan, accelerator: Accelerator, model: nn.Module, *, last: bool
 ) -> contextlib.AbstractContextManager:
-    """DDP averages gradients once a step. FSDP does at each micro batch, or each rank would hold whole gradients."""
+    """DDP averages gradients once a step. FSDP does at each micro batch, or each rank would hold whole gradients; where
+    it has copies of the model, they meet once a step, or each rank would hold its part of the gradients twice."""
     if is_zero(accelerator):
         accelerator.sync_gradients = last
+    if plan.recipe.parallel.dp_replicate_size > 1:
+        model.set_requires_all_reduce(last)
     return accelerator.no_sync(model) if plan.strategy == "ddp" and not last else contextlib.nullcontext()
 
 

@@ -28,6 +28,7 @@ class Patience:
         self._accelerator, self._short = accelerator, timedelta(seconds=seconds)
         self._groups = _groups_of(model) if accelerator.num_processes > 1 else []
         self._in_steps = False
+        self._set(LONG)  # the groups of a mesh begin with torch's ten minutes
 
     def steps(self) -> None:
         """From now on, ranks wait as long as a step needs. All ranks call it."""
