@@ -243,6 +243,8 @@ def make_budget(
         tower=shape.tower,
         image_share=data.image_share,
         shards=shards,
+        cp_size=recipe.parallel.cp_size,
+        longest=data.longest,
         offloaded=recipe.parallel.cpu_offload,
     )
 

@@ -68,6 +68,15 @@ def check_copies(copies: int, world_size: int) -> None:
         )
 
 
+def check_parts(ranks: int, world_size: int) -> None:
+    """A UserError where `parallel.cp_size` does not divide the processes."""
+    if world_size % ranks:
+        raise UserError(
+            f"parallel.cp_size: {ranks} processes are to share each row, and this run has {world_size}.",
+            hint=f"Run on {ranks} processes, or more by {ranks}; or write a number that divides them.",
+        )
+
+
 def check_pictures(recipe: Recipe, accumulation: int) -> None:
     """A UserError where copies of a model that sees would add up gradients of unlike micro batches.
 
@@ -189,6 +198,10 @@ def shared_by(
     if recipe.parallel.cpu_offload:
         check_offload(machine)
         return "fsdp", "with parallel.cpu_offload"
+    parts = recipe.parallel.cp_size
+    if parts > 1:
+        check_parts(parts, machine.world_size)
+        return "fsdp", f"{parts} processes share each row"
     copies = recipe.parallel.dp_replicate_size
     if copies > 1:
         check_copies(copies, machine.world_size)

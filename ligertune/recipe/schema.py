@@ -280,6 +280,10 @@ class ParallelSpec(Section):
     dp_replicate_size: PositiveInt = Field(
         1, description="fsdp: copies of the model (HSDP), each shared by as many processes; 1: all share one."
     )
+    cp_size: PositiveInt = Field(
+        1,
+        description="fsdp: processes that share each row (context parallel), for rows too long for one; needs packing.",
+    )
     cpu_offload: Switch = Field(
         False, description="fsdp: keep weights, gradients and optimizer states in host memory; the step is taken there."
     )
