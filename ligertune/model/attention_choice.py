@@ -33,21 +33,21 @@ class Attention:
     oldest_nvidia: int = 0  # compute capability, 80 for 8.0
     narrowest_head: int = 1
     widest_head: int = 1 << 30
-    parts: bool = False  # of rows: queries may have keys that other ranks made
+    parts_on: tuple[str, ...] = ()  # vendors on which its queries may have more keys than they are, with no mask
     flag: str | None = None  # of those of transformers' model classes that take it
     multiple_of: int = 16  # tokens of a batch: matrix products like it, 2 % more tokens/s on an H100, padding and all
 
 
 ATTENTIONS = (
     Attention("varlen", "varlen", auto_on=("nvidia",), runs_on=("nvidia",), half_only=True, soft_cap=False,
-              dropout=False, oldest_nvidia=80, widest_head=256, parts=True),
+              dropout=False, oldest_nvidia=80, widest_head=256, parts_on=("nvidia",)),
     Attention("flash_attention_2", "flash_attention_2", auto_on=("nvidia", "amd"), runs_on=("nvidia", "amd"),
               half_only=True, package="flash_attn", oldest_nvidia=80, widest_head=256),
     Attention("flex_attention", "flex_attention", auto_on=("nvidia",), runs_on=("nvidia", "amd"), dropout=False,
               narrowest_head=16, flag="_supports_flex_attn",
               multiple_of=128),  # its blocks, and few lengths to compile for
     Attention("sdpa", "per_document", auto_on=("nvidia", "amd", "cpu"), runs_on=("nvidia", "amd", "cpu"),
-              parts=True),
+              parts_on=("cpu",)),
     Attention("eager", "eager", auto_on=(), runs_on=("nvidia", "amd", "cpu")),
 )  # fmt: skip
 
@@ -91,6 +91,12 @@ def choose_attention(
         named = chosen.packed if packing or wanted == "varlen" else chosen.name
         return AttentionChoice(named, "", chosen.multiple_of)
     fitting = [row for row in ATTENTIONS if machine.vendor in row.auto_on]
+    if all(reasons[row.name] for row in fitting):
+        said = "; ".join(f"{row.name}: {reasons[row.name]}" for row in fitting)
+        raise UserError(
+            f"parallel.cp_size: no attention here computes a part of a row ({said}).",
+            hint="It takes varlen, on an NVIDIA GPU from sm80 on, with model.dtype: bfloat16.",
+        )
     chosen = next(row for row in fitting if reasons[row.name] is None)
     passed_over = [f"{row.name}: {reasons[row.name]}" for row in fitting[: fitting.index(chosen)]]
     return AttentionChoice(chosen.packed, "; ".join(["documents isolated", *passed_over]), chosen.multiple_of)
@@ -141,8 +147,8 @@ def _refusal(
     """Why an attention cannot be used for this model on this machine, or None."""
     if (missing := missing_here(row, machine)) is not None:
         return missing
-    if cp_size > 1 and not row.parts:
-        return "it attends to whole rows, and parallel.cp_size cuts them"
+    if cp_size > 1 and machine.vendor not in row.parts_on:
+        return f"it attends to whole rows on {VENDORS[machine.vendor]}, and parallel.cp_size cuts them"
     text = config.get_text_config()
     head_dim = max(getattr(text, name, None) or 0 for name in ("head_dim", "qk_head_dim"))
     head_dim = head_dim or text.hidden_size // text.num_attention_heads

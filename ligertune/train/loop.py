@@ -34,6 +34,7 @@ from ligertune.train.objectives import Objective, objective_of
 from ligertune.train.optim import build_optimizer, set_learning_rate
 from ligertune.train.order import DataOrder
 from ligertune.train.pace import Pace
+from ligertune.train.part_check import check_parts
 from ligertune.train.patience import Patience
 from ligertune.train.reshard import load_states
 from ligertune.train.row_parts import RowParts, row_parts
@@ -107,6 +108,7 @@ def fit(
     parts = row_parts(plan)
     batcher = _batcher(plan, accelerator, data.train, pad_token_id, objective, images, parts)
     evaluated = _batcher(plan, accelerator, data.eval, pad_token_id, objective, images, parts) if data.eval else None
+    check_parts(plan, model, batcher, vocab_size=objective.shape.vocab_size)
     work_of = _work_of_steps(objective.shape, order, batcher)
     metrics = MetricsFile(
         plan.output_dir / "metrics.jsonl", resumed_from=resumed_from, enabled=accelerator.is_main_process

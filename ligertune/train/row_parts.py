@@ -43,7 +43,7 @@ class RowParts:
         key_lengths = tuple(last - begin for begin, _, last in runs)
         place = torch.empty(length, dtype=torch.int64)  # of each token among those of all ranks
         place[_tokens(piece for pair in pieces for piece in pair)] = torch.arange(length)
-        own = _tokens(pieces[rank])
+        own = self.tokens(length)
         predicted = F.pad(batch["labels"], (0, 1), value=IGNORE_INDEX)[:, 1:]
         return {
             **{name: batch[name][:, own] for name in ("input_ids", "position_ids", "labels")},
@@ -56,6 +56,10 @@ class RowParts:
             "key_rows": place[_tokens((begin, last) for begin, _, last in runs)],
             "row_part": RowPart(self.group, key_lengths),
         }
+
+    def tokens(self, length: int) -> Tensor:
+        """Which tokens of a row this rank has, (length / C,)."""
+        return _tokens(pieces_of(self.group.rank(), self.group.size(), length))
 
 
 def row_parts(plan: Plan) -> RowParts | None:
