@@ -63,6 +63,7 @@ class Kept:
     checkpointing: bool | str = False
     rebuild: bool = False
     float8: Literal["no", "compiled", "eager"] = "no"
+    keys: float = 1.0  # for each token: more where ranks share a row, and attention has those of others
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ class Moment:
 
 def layer_bytes(layer: LayerShape, kept: Kept, itemsize: int, row_length: int) -> int:
     """What one layer keeps of one token. row_length: tokens that eager attention compares each with."""
-    elements = layer.norms + 2 * layer.query + 2 * layer.key + 2 * layer.mlp
+    elements = layer.norms + 2 * layer.query + round(2 * layer.key * kept.keys) + 2 * layer.mlp
     elements += layer.attn_in * layer.hidden + layer.mlp_in * layer.hidden + layer.mlp_out * layer.mlp
     elements -= sum(made_again(layer, kept))
     elements += layer.adapters + 2 * layer.routed * layer.hidden

@@ -29,11 +29,15 @@ class Budget:
     tower: TowerShape | None = None
     image_share: float = 0.0  # of a row's slots, at most, those that stand for pictures
     shards: int = 1  # ranks that share the states, of which FSDP2 gathers a layer's when it computes
+    cp_size: int = 1  # ranks that share a row
+    longest: int = 0  # document
     offloaded: bool = False  # the states are in host memory, and the device has what is gathered of them
 
     def peak(self, micro_batch_size: int, row_length: int, *, accumulates: bool, memory: int | None = None) -> Peak:
         """The highest moment of a step with this micro batch. memory: the device's, which the loss may make use of."""
-        tokens = micro_batch_size * row_length
+        slots = micro_batch_size * row_length
+        tokens = -(-slots // self.cp_size)
+        keys = self.keys_of(tokens)
         labels = max(1, round(tokens * self.labelled))
         weights, optimizer = (0, 0) if self.offloaded else (self.states.weights, self.states.optimizer)
         always = weights + optimizer
@@ -42,19 +46,29 @@ class Budget:
         found = moments(
             self.layer,
             self.head,
-            self.kept,
+            replace(self.kept, keys=keys / tokens),
             Batch(tokens, labels, row_length, accumulates),
             layers=self.layers,
             itemsize=self.itemsize,
             gradients=gradients,
             step_bytes=0 if self.offloaded else self.step_bytes,
-            workspace=self.workspace,
+            workspace=self.workspace + self.gathered_bytes(slots, keys),
             free=free,
             tower=self.tower.held_bytes(tokens * self.image_share, self.kept, self.itemsize) if self.tower else 0,
             unit=self.layer_weights() if self.shards > 1 else 0,
             shards=self.shards,
         )
         return Peak(weights, optimizer, max(found, key=lambda moment: moment.total))
+
+    def keys_of(self, tokens: int) -> int:
+        """How many keys a rank's tokens see at most: of its two pieces, the documents' tokens before each, too."""
+        if self.cp_size == 1:
+            return tokens
+        return min(round(tokens * (self.cp_size + 0.5)), tokens + 2 * self.longest)
+
+    def gathered_bytes(self, slots: int, keys: int) -> int:
+        """What a layer has of others' keys and values for a moment, or of their gradients: all, and those it sees."""
+        return 0 if self.cp_size == 1 else 2 * self.layer.key * (slots + keys) * self.itemsize
 
     def fits(self, micro_batch_size: int, row_length: int, *, accumulates: bool, memory: int) -> bool:
         """Whether a device with `memory` bytes has room for it."""

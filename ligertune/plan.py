@@ -17,7 +17,7 @@ from ligertune.memory import StateBytes
 from ligertune.plan_batching import Batching, choose_batching
 from ligertune.plan_float8 import float8_notes
 from ligertune.plan_states import states_of
-from ligertune.plan_strategy import SHARING_WEIGHTS, Strategy, check_strategy, shared_by
+from ligertune.plan_strategy import SHARING_WEIGHTS, Strategy, check_pictures, check_strategy, shards_of, shared_by
 from ligertune.recipe import Recipe
 
 
@@ -163,6 +163,11 @@ class Plan:
         return self.strategy in SHARING_WEIGHTS
 
     @property
+    def shards(self) -> int:
+        """Into how many parts each copy of the states is cut."""
+        return shards_of(self.recipe, self.strategy, self.batching.world_size)
+
+    @property
     def peak(self) -> Peak | None:
         """What a step is predicted to allocate on a device at its highest moment; None where nobody knows."""
         if self.budget is None:
@@ -239,6 +244,8 @@ def make_budget(
         tower=shape.tower,
         image_share=data.image_share,
         shards=shards,
+        cp_size=recipe.parallel.cp_size,
+        longest=data.longest,
         offloaded=recipe.parallel.cpu_offload,
     )
 
@@ -351,9 +358,12 @@ def make_plan(
     )
     check_strategy(recipe, strategy, autocast=precision.autocast)
     states = states_of(recipe, shape, precision.weights, strategy=strategy, world_size=machine.world_size)
-    budget = budget_of(states=states, shards=machine.world_size if strategy in SHARING_WEIGHTS else 1)
+    shards = shards_of(recipe, strategy, machine.world_size) if strategy in SHARING_WEIGHTS else 1
+    budget = budget_of(states=states, shards=shards)
     batching = choose_batching(recipe, machine.world_size, budget and functools.partial(_fits, budget, length, machine))
     check_context(recipe, data.longest, shape.context)
+    if shape.tower is not None:
+        check_pictures(recipe, batching.accumulation)
     return Plan(
         recipe=recipe,
         machine=machine,

@@ -11,16 +11,22 @@ from ligertune.recipe import Recipe
 
 @dataclass(frozen=True)
 class Batching:
-    """`global_batch_size` rows make one step: micro_batch_size x accumulation x world_size."""
+    """`global_batch_size` rows make one step: micro_batch_size x accumulation x row_ranks."""
 
     micro_batch_size: int
     accumulation: int
     world_size: int
     eval_batch_size: int
+    cp_size: int = 1  # ranks that have the same rows, of which each computes a part
+
+    @property
+    def row_ranks(self) -> int:
+        """Of ranks, those that have rows of their own."""
+        return self.world_size // self.cp_size
 
     @property
     def global_batch_size(self) -> int:
-        return self.micro_batch_size * self.accumulation * self.world_size
+        return self.micro_batch_size * self.accumulation * self.row_ranks
 
 
 def choose_batching(recipe: Recipe, world_size: int, fits: Callable[[int, bool], bool] | None = None) -> Batching:
@@ -28,24 +34,25 @@ def choose_batching(recipe: Recipe, world_size: int, fits: Callable[[int, bool],
 
     fits: whether a micro batch has room on the device, alone or accumulated; `auto` takes the largest that has.
     """
-    micro = recipe.train.per_device_train_batch_size
+    micro, row_ranks = recipe.train.per_device_train_batch_size, world_size // recipe.parallel.cp_size
     if micro == "auto":
-        micro = _largest_micro_batch(recipe.train.global_batch_size, world_size, fits)
+        micro = _largest_micro_batch(recipe.train.global_batch_size, row_ranks, fits)
     accumulation = recipe.train.gradient_accumulation_steps or 1
     wanted = recipe.train.global_batch_size
     if wanted is not None:
-        accumulation, rest = divmod(wanted, micro * world_size)
+        accumulation, rest = divmod(wanted, micro * row_ranks)
         if rest or accumulation == 0:
             raise UserError(
                 f"train.global_batch_size: {wanted} is not a multiple of per_device_train_batch_size x processes "
-                f"= {micro} x {world_size} = {micro * world_size}.",
-                hint=f"Write a multiple of {micro * world_size}, or another train.per_device_train_batch_size.",
+                f"= {micro} x {row_ranks} = {micro * row_ranks}.",
+                hint=f"Write a multiple of {micro * row_ranks}, or another train.per_device_train_batch_size.",
             )
     return Batching(
         micro_batch_size=micro,
         accumulation=accumulation,
         world_size=world_size,
         eval_batch_size=recipe.eval.per_device_eval_batch_size,
+        cp_size=recipe.parallel.cp_size,
     )
 
 

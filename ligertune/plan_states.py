@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ligertune.memory import StateBytes, state_bytes
-from ligertune.plan_strategy import SHARING_WEIGHTS, Strategy
+from ligertune.plan_strategy import SHARING_WEIGHTS, Strategy, shards_of
 from ligertune.recipe import Recipe
 
 
@@ -17,7 +17,7 @@ def states_of(
         weight_dtype=weight_dtype,
         optim=recipe.train.optim,
         method=recipe.method.type,
-        shards=world_size if strategy in SHARING_WEIGHTS or zero else 1,
+        shards=shards_of(recipe, strategy, world_size),
         whole_weights=strategy not in SHARING_WEIGHTS,
         master_weights=zero and weight_dtype != "float32",
         rank=recipe.train.galore.rank,

@@ -58,6 +58,43 @@ def check_offload(machine: Machine) -> None:
         )
 
 
+def check_copies(copies: int, world_size: int) -> None:
+    """A UserError where `parallel.dp_replicate_size` leaves a copy of the model with nobody to share it."""
+    if world_size % copies or world_size == copies:
+        raise UserError(
+            f"parallel.dp_replicate_size: {copies} copies need {2 * copies} processes, or more by {copies}, for each "
+            f"is shared by two at least; this run has {world_size}.",
+            hint="Write a number that divides the processes and is smaller, or leave it out.",
+        )
+
+
+def check_parts(ranks: int, world_size: int) -> None:
+    """A UserError where `parallel.cp_size` does not divide the processes."""
+    if world_size % ranks:
+        raise UserError(
+            f"parallel.cp_size: {ranks} processes are to share each row, and this run has {world_size}.",
+            hint=f"Run on {ranks} processes, or more by {ranks}; or write a number that divides them.",
+        )
+
+
+def check_pictures(recipe: Recipe, accumulation: int) -> None:
+    """A UserError where copies of a model that sees would add up gradients of unlike micro batches.
+
+    Those of one without images have none of the tower, and torch adds what each micro batch has by its place.
+    """
+    if recipe.parallel.dp_replicate_size > 1 and accumulation > 1:
+        raise UserError(
+            "parallel.dp_replicate_size: copies of a model that sees do not accumulate gradients, and this run makes "
+            f"a step of {accumulation} micro batches.",
+            hint="Write train.gradient_accumulation_steps: 1, or leave parallel.dp_replicate_size out.",
+        )
+
+
+def shards_of(recipe: Recipe, strategy: Strategy, world_size: int) -> int:
+    """Into how many parts each copy of the states is cut."""
+    return 1 if strategy in ("single", "ddp") else world_size // recipe.parallel.dp_replicate_size
+
+
 @dataclass(frozen=True)
 class Refusal:
     """What a run that is shared so must not do. `applies` is told the recipe and the autocast."""
@@ -99,6 +136,12 @@ REFUSALS = (
         lambda recipe, autocast: recipe.checkpoint.async_save,
         "checkpoint.async_save: under fsdp all ranks write their shards of a checkpoint together, and wait for it.",
         "Leave the key out, or write parallel.strategy: ddp.",
+    ),
+    Refusal(
+        ("fsdp",),
+        lambda recipe, autocast: recipe.parallel.dp_replicate_size > 1 and autocast == "fp16",
+        "parallel.dp_replicate_size: copies train in bfloat16 or float32 here, and this run would be in float16.",
+        "Write model.dtype: bfloat16 or float32, or leave the key out.",
     ),
     Refusal(
         ZERO,
@@ -155,6 +198,14 @@ def shared_by(
     if recipe.parallel.cpu_offload:
         check_offload(machine)
         return "fsdp", "with parallel.cpu_offload"
+    parts = recipe.parallel.cp_size
+    if parts > 1:
+        check_parts(parts, machine.world_size)
+        return "fsdp", f"{parts} processes share each row"
+    copies = recipe.parallel.dp_replicate_size
+    if copies > 1:
+        check_copies(copies, machine.world_size)
+        return "fsdp", f"{copies} copies, each shared by {machine.world_size // copies} processes"
     micro = recipe.train.per_device_train_batch_size
     return choose_strategy(
         recipe.parallel.strategy,

@@ -85,8 +85,9 @@ def plan_for(
     config = load.read_config(recipe.model)
     recipe, packing_notes = without_packing(recipe, config)
     attention = choose_attention(
-        recipe.model.attn_implementation, config, machine, precision, packing=recipe.data.packing
-    )
+        recipe.model.attn_implementation, config, machine, precision, packing=recipe.data.packing,
+        cp_size=recipe.parallel.cp_size,
+    )  # fmt: skip
     loaded = load.load_tokenizer(recipe.model)
     load.check_vocabulary(loaded.tokenizer, config)
     images = load_reader(recipe.model, recipe.vision, config, loaded.tokenizer)
@@ -101,7 +102,7 @@ def plan_for(
         kernels_backend=backend,
         kernels=kernels,
         data=data_numbers(data, images),
-        rows=rows_of(recipe, data, multiple_of=attention.multiple_of),
+        rows=rows_of(recipe, data, multiple_of=attention.multiple_of * recipe.parallel.cp_size),
         launched_with_fsdp=launched_with_fsdp() or (for_show and gpus is not None),
         notes=(*recipe.notices, *loaded.notes, *packing_notes),
     )

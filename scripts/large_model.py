@@ -8,7 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 SIZES = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8,
          "vocab_size": 128256, "num_hidden_layers": 32, "rope_theta": 500_000.0,
-         "max_position_embeddings": 8192}  # fmt: skip
+         "max_position_embeddings": 131072}  # fmt: skip
 SMALL = {**SIZES, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4,
          "vocab_size": 1024, "num_hidden_layers": 2}  # fmt: skip
 

@@ -10,7 +10,7 @@ import torch
 from ligertune.errors import UserError
 from ligertune.machine import Machine, choose_processes
 from ligertune.plan_states import states_of
-from ligertune.plan_strategy import Whole, check_offload, check_strategy, choose_strategy
+from ligertune.plan_strategy import Whole, check_copies, check_offload, check_pictures, check_strategy, choose_strategy
 from ligertune.recipe import load_recipe
 from ligertune.run import plan_for
 
@@ -86,12 +86,14 @@ def test_offload_is_refused_where_it_changes_nothing(machine, said):
         ("checkpoint.async_save=true", "fsdp", "no", "write their shards"),
         ("train.optim=galore_adamw", "fsdp", "no", "galore_adamw needs whole matrices"),
         ("train.optim=adafactor", "fsdp", "no", "adafactor needs whole matrices"),
+        ("parallel.dp_replicate_size=2", "fsdp", "fp16", "copies train in bfloat16 or float32"),
         ("parallel.strategy=deepspeed_zero2", "deepspeed_zero2", "fp16", "deepspeed_zero2 trains in bfloat16"),
     ],
 )
 def test_what_a_strategy_or_a_precision_would_get_wrong_is_refused(key, strategy, autocast, says, quickstart):
     """Each is accepted where it is right: in one process, with gradients that are not scaled."""
     overrides = [key, "train.max_grad_norm=0", "train.gradient_accumulation_steps=1"]
+    overrides += ["parallel.strategy=fsdp"] if "dp_replicate_size" in key else []
     recipe = load_recipe(quickstart / "stories260k.yaml", overrides=overrides)
     check_strategy(recipe, "single", autocast="no")
     with pytest.raises(UserError, match=says) as caught:
@@ -121,6 +123,39 @@ def test_offload_takes_the_states_off_the_device(quickstart, tmp_path):
     assert offloaded.strategy == "fsdp" and offloaded.bytes == held.bytes  # of the run, wherever they are
     assert offloaded.peak.optimizer == offloaded.peak.moment.gradients == 0 < held.peak.optimizer
     assert 0 < offloaded.peak.total < held.peak.total
+
+
+@pytest.mark.parametrize(("copies", "world"), [(2, 2), (2, 3), (2, 1), (4, 6), (8, 8)])
+def test_copies_that_no_two_processes_would_share_are_refused(copies, world):
+    with pytest.raises(UserError, match=f"{copies} copies need {2 * copies} processes, .* this run has {world}"):
+        check_copies(copies, world)
+
+
+@pytest.mark.parametrize(("copies", "world"), [(2, 4), (2, 6), (3, 6), (4, 8)])
+def test_copies_that_some_processes_share_are_not_refused(copies, world):
+    check_copies(copies, world)
+
+
+def test_copies_of_a_model_that_sees_do_not_accumulate(quickstart):
+    copies = ["parallel.strategy=fsdp", "parallel.dp_replicate_size=2"]
+    recipe = load_recipe(quickstart / "stories260k.yaml", overrides=copies)
+    check_pictures(recipe, 1)
+    check_pictures(load_recipe(quickstart / "stories260k.yaml"), 4)
+    with pytest.raises(UserError, match="a step of 4 micro batches"):
+        check_pictures(recipe, 4)
+
+
+def test_a_device_holds_its_part_of_one_copy(quickstart, tmp_path):
+    plans = {}
+    for gpus, copies in ((8, 1), (8, 2), (4, 1)):
+        changes = [f"parallel.dp_replicate_size={copies}", "parallel.strategy=fsdp", "train.optim=adamw_bf16"]
+        changes += [f"checkpoint.output_dir={tmp_path}"]
+        recipe = load_recipe(quickstart / "stories260k.yaml", overrides=changes)
+        plans[gpus, copies] = plan_for(recipe, for_show=True, memory_gib=80, gpus=gpus).plan
+    shared, copied, fewer = plans.values()
+    assert copied.batching == shared.batching and copied.shards == fewer.shards == 4
+    assert copied.bytes == fewer.bytes and copied.peak == fewer.peak
+    assert copied.bytes.total > shared.bytes.total and copied.peak.total > shared.peak.total
 
 
 def test_zero_shares_what_its_stage_says(quickstart, tmp_path):

@@ -88,6 +88,7 @@ def plan(plan: Plan) -> None:
     batching, schedule, data = plan.batching, plan.schedule, plan.data
     dropped = ", ".join(f"{count} {reason}" for reason, count in data.dropped.items()) or "none"
     place = "in host memory for each device" if plan.recipe.parallel.cpu_offload else "on each device"
+    sharing = "processes" if batching.cp_size == 1 else f"groups of {batching.cp_size} processes"
     rows = [
         ("model", f"{plan.model_family}, {count(plan.n_parameters)} parameters, {count(plan.n_trainable)} trained"),
         ("device", f"{plan.machine.name} ({plan.machine.arch}) x {batching.world_size}, {strategy(plan)}"),
@@ -96,8 +97,8 @@ def plan(plan: Plan) -> None:
         ("kernels", kernels(plan.kernels, plan.kernels_backend)),
         ("data", dataset(plan)),
         ("dropped rows", dropped),
-        ("batch", f"{batching.micro_batch_size} x {batching.accumulation} accumulated x {batching.world_size} "
-                  f"processes = {batching.global_batch_size} {counted(plan)}"),
+        ("batch", f"{batching.micro_batch_size} x {batching.accumulation} accumulated x {batching.row_ranks} "
+                  f"{sharing} = {batching.global_batch_size} {counted(plan)}"),
         ("steps", f"{schedule.total_steps} ({schedule.warmup_steps} of them warm-up), {schedule.type}, "
                   f"learning rate {schedule.learning_rate:g}"),
         ("states", f"{size(plan.bytes.total)} {place} for weights, gradients and {plan.optimizer.name}"),

@@ -14,6 +14,7 @@ from ligertune.plan import Precision
 
 VENDORS = {"nvidia": "NVIDIA GPUs", "amd": "AMD GPUs", "cpu": "CPUs"}
 # what a layer may be called for its state or its pattern to respect documents
+BY_LENGTH = {"dynamic", "longrope"}  # kinds of rotary embedding that look at the highest position of a row
 ISOLATED_LAYERS = {"full_attention", "sliding_attention"}
 
 
@@ -32,19 +33,21 @@ class Attention:
     oldest_nvidia: int = 0  # compute capability, 80 for 8.0
     narrowest_head: int = 1
     widest_head: int = 1 << 30
+    parts_on: tuple[str, ...] = ()  # vendors on which its queries may have more keys than they are, with no mask
     flag: str | None = None  # of those of transformers' model classes that take it
     multiple_of: int = 16  # tokens of a batch: matrix products like it, 2 % more tokens/s on an H100, padding and all
 
 
 ATTENTIONS = (
     Attention("varlen", "varlen", auto_on=("nvidia",), runs_on=("nvidia",), half_only=True, soft_cap=False,
-              dropout=False, oldest_nvidia=80, widest_head=256),
+              dropout=False, oldest_nvidia=80, widest_head=256, parts_on=("nvidia",)),
     Attention("flash_attention_2", "flash_attention_2", auto_on=("nvidia", "amd"), runs_on=("nvidia", "amd"),
               half_only=True, package="flash_attn", oldest_nvidia=80, widest_head=256),
     Attention("flex_attention", "flex_attention", auto_on=("nvidia",), runs_on=("nvidia", "amd"), dropout=False,
               narrowest_head=16, flag="_supports_flex_attn",
               multiple_of=128),  # its blocks, and few lengths to compile for
-    Attention("sdpa", "per_document", auto_on=("nvidia", "amd", "cpu"), runs_on=("nvidia", "amd", "cpu")),
+    Attention("sdpa", "per_document", auto_on=("nvidia", "amd", "cpu"), runs_on=("nvidia", "amd", "cpu"),
+              parts_on=("cpu",)),
     Attention("eager", "eager", auto_on=(), runs_on=("nvidia", "amd", "cpu")),
 )  # fmt: skip
 
@@ -59,14 +62,25 @@ class AttentionChoice:
 
 
 def choose_attention(
-    wanted: str, config: PreTrainedConfig, machine: Machine, precision: Precision, *, packing: bool
+    wanted: str,
+    config: PreTrainedConfig,
+    machine: Machine,
+    precision: Precision,
+    *,
+    packing: bool,
+    cp_size: int = 1,
 ) -> AttentionChoice:
-    """The attention for `model.attn_implementation`; a UserError where it cannot be, or cannot be packed."""
+    """The attention for `model.attn_implementation`; a UserError where it cannot be, or cannot be packed.
+
+    cp_size: ranks that share each row.
+    """
+    if cp_size > 1:
+        check_parts(config)
     if packing:
         check_layers(config)
     elif wanted == "auto":
         return AttentionChoice(None, "")
-    reasons = {row.name: _refusal(row, config, machine, precision) for row in ATTENTIONS}
+    reasons = {row.name: _refusal(row, config, machine, precision, cp_size) for row in ATTENTIONS}
     if wanted != "auto":
         if reasons[wanted] is not None:
             raise UserError(
@@ -77,6 +91,12 @@ def choose_attention(
         named = chosen.packed if packing or wanted == "varlen" else chosen.name
         return AttentionChoice(named, "", chosen.multiple_of)
     fitting = [row for row in ATTENTIONS if machine.vendor in row.auto_on]
+    if all(reasons[row.name] for row in fitting):
+        said = "; ".join(f"{row.name}: {reasons[row.name]}" for row in fitting)
+        raise UserError(
+            f"parallel.cp_size: no attention here computes a part of a row ({said}).",
+            hint="It takes varlen, on an NVIDIA GPU from sm80 on, with model.dtype: bfloat16.",
+        )
     chosen = next(row for row in fitting if reasons[row.name] is None)
     passed_over = [f"{row.name}: {reasons[row.name]}" for row in fitting[: fitting.index(chosen)]]
     return AttentionChoice(chosen.packed, "; ".join(["documents isolated", *passed_over]), chosen.multiple_of)
@@ -93,6 +113,22 @@ def check_layers(config: PreTrainedConfig) -> None:
         )
 
 
+def check_parts(config: PreTrainedConfig) -> None:
+    """A UserError for a model that a part of a row would not be computed by as the whole is."""
+    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    kinds = {each.get("rope_type") for each in (rope, *rope.values()) if isinstance(each, dict)}  # or by kind of layer
+    if kinds & BY_LENGTH:
+        raise UserError(
+            f"parallel.cp_size: {config.model_type} turns by angles ({', '.join(kinds & BY_LENGTH)}) that depend on "
+            "how long a row is, and a rank knows its part.",
+            hint="Leave it out.",
+        )
+    if getattr(config, "vision_config", None) is not None:
+        raise UserError(
+            f"parallel.cp_size: {config.model_type} sees, and rows with images are not shared.", hint="Leave it out."
+        )
+
+
 def missing_here(row: Attention, machine: Machine) -> str | None:
     """Why an attention cannot be used on this machine, whatever the model; or None."""
     capability = int(machine.arch[2:]) if machine.vendor == "nvidia" else 0
@@ -105,10 +141,14 @@ def missing_here(row: Attention, machine: Machine) -> str | None:
     return None
 
 
-def _refusal(row: Attention, config: PreTrainedConfig, machine: Machine, precision: Precision) -> str | None:
+def _refusal(
+    row: Attention, config: PreTrainedConfig, machine: Machine, precision: Precision, cp_size: int
+) -> str | None:
     """Why an attention cannot be used for this model on this machine, or None."""
     if (missing := missing_here(row, machine)) is not None:
         return missing
+    if cp_size > 1 and machine.vendor not in row.parts_on:
+        return f"it attends to whole rows on {VENDORS[machine.vendor]}, and parallel.cp_size cuts them"
     text = config.get_text_config()
     head_dim = max(getattr(text, name, None) or 0 for name in ("head_dim", "qk_head_dim"))
     head_dim = head_dim or text.hidden_size // text.num_attention_heads

@@ -25,6 +25,7 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 from transformers.masking_utils import sdpa_mask
 
 from ligertune.errors import UserError
+from ligertune.model.row_part import RowPart
 
 # torch 2.11 serves fewer key heads as they are and has no such argument; 2.12 and later ask for it
 GROUPED_HEADS = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
@@ -67,10 +68,14 @@ def varlen(
     scaling: float | None = None,
     sliding_window: int | None = None,
     cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
     max_length_q: int | None = None,
+    max_length_k: int | None = None,
+    row_part: RowPart | None = None,
+    key_rows: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """query (1, H, T, D), key and value (1, K, T, D) -> (1, T, H, D)."""
+    """query (1, H, T, D), key and value (1, K, T, D) -> (1, T, H, D). row_part, key_rows: where it is of a part."""
     if cu_seq_lens_q is None:
         return _one_document_a_row(
             module, query, key, value, attention_mask, scaling=scaling, sliding_window=sliding_window, **kwargs
@@ -83,12 +88,14 @@ def varlen(
     head_dim, value_dim = query.shape[-1], value.shape[-1]
     if value_dim < head_dim:  # latent attention
         value = F.pad(value, (0, head_dim - value_dim))
+    if row_part is not None:
+        key, value = (row_part.gather(t, key_rows) for t in (key, value))
     out = varlen_attn(
         *(t[0].transpose(0, 1) for t in (query, key, value)),  # (T, H, D)
         cu_seq_lens_q,
-        cu_seq_lens_q,
+        cu_seq_lens_k,
         max_length_q,
-        max_length_q,
+        max_length_k,
         scale=scaling,
         window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
         **GROUPED_HEADS,
@@ -108,9 +115,11 @@ def per_document(
     sliding_window: int | None = None,
     softcap: float | None = None,
     document_lengths: tuple[int, ...] | None = None,
+    row_part: RowPart | None = None,
+    key_rows: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """query (1, H, T, D), key and value (1, K, T, D) -> (1, T, H, D)."""
+    """query (1, H, T, D), key and value (1, K, T, D) -> (1, T, H, D). row_part, key_rows: where it is of a part."""
     if document_lengths is None:
         kwargs |= {"softcap": softcap} if softcap is not None else {}
         return _one_document_a_row(
@@ -125,7 +134,13 @@ def per_document(
             **kwargs,
         )
     _check_layer(attention_mask, sliding_window, kwargs.get("s_aux"))
-    documents = zip(*(t.split(document_lengths, dim=2) for t in (query, key, value)), strict=True)
+    key_lengths = document_lengths
+    if row_part is not None:
+        key, value = (row_part.gather(t, key_rows) for t in (key, value))
+        key_lengths = row_part.key_lengths
+    lengths = (document_lengths, key_lengths, key_lengths)
+    parts = (t.split(each, dim=2) for t, each in zip((query, key, value), lengths, strict=True))
+    documents = zip(*parts, strict=True)
     if softcap is None:
         out = [_attend(*document, scaling=scaling, dropout=dropout, window=sliding_window) for document in documents]
     else:
@@ -140,13 +155,14 @@ def per_document(
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, *, scaling: float | None, dropout: float, window: int | None
 ) -> Tensor:
-    """Causal attention within one document: (1, H, T, D), (1, K, T, D) twice -> (1, H, T, D)."""
-    whole = window is None or window >= query.shape[2]
+    """Causal attention within one document: (1, H, T, D), (1, K, keys, D) twice -> (1, H, T, D)."""
+    length, keys = query.shape[2], key.shape[2]
+    whole = length == keys and (window is None or window >= keys)
     return F.scaled_dot_product_attention(
         query,
         key,
         value,
-        attn_mask=None if whole else _band(query.shape[2], window, query.device),
+        attn_mask=None if whole else _band(length, keys, window or keys, query.device),
         is_causal=whole,
         dropout_p=dropout,
         scale=scaling,
@@ -158,17 +174,17 @@ def _attend_capped(
     query: Tensor, key: Tensor, value: Tensor, *, scaling: float, dropout: float, window: int | None, softcap: float
 ) -> Tensor:
     """`_attend` with scores s -> softcap * tanh(s / softcap), as transformers' eager attention computes it."""
-    groups, length = query.shape[1] // key.shape[1], query.shape[2]
+    groups, (length, keys) = query.shape[1] // key.shape[1], (query.shape[2], key.shape[2])
     key, value = repeat_kv(key, groups), repeat_kv(value, groups)
-    scores = softcap * torch.tanh(query @ key.transpose(2, 3) * scaling / softcap)  # (1, H, T, T)
-    scores = scores.masked_fill(~_band(length, window or length, query.device), float("-inf"))
+    scores = softcap * torch.tanh(query @ key.transpose(2, 3) * scaling / softcap)  # (1, H, T, keys)
+    scores = scores.masked_fill(~_band(length, keys, window or keys, query.device), float("-inf"))
     weights = F.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
     return F.dropout(weights, dropout) @ value
 
 
-def _band(length: int, window: int, device: torch.device) -> Tensor:
-    """(T, T): a query sees keys up to its own, `window` of them."""
-    back = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)
+def _band(length: int, keys: int, window: int, device: torch.device) -> Tensor:
+    """(T, keys): a query sees keys up to its own, `window` of them; the last query's own is the last key."""
+    back = torch.arange(keys - length, keys, device=device)[:, None] - torch.arange(keys, device=device)
     return (back >= 0) & (back < window)
 
 
@@ -212,7 +228,9 @@ def _enter(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> None:
             raise ValueError("packed rows came with an attention_mask: transformers then looks for no documents")
         if kwargs.get("use_cache") is not False or kwargs.get("past_key_values") is not None:
             raise ValueError("packed rows need use_cache=False: with a cache transformers looks for no documents")
-        _check_positions(kwargs.get("position_ids"), kwargs["document_lengths"])
+        part = kwargs.get("row_part")
+        lengths = kwargs["document_lengths"]
+        _check_positions(kwargs.get("position_ids"), lengths, lengths if part is None else part.key_lengths)
     THREAD.packed = packed
 
 
@@ -220,8 +238,12 @@ def _leave(model: PreTrainedModel, args: tuple, output: Any) -> None:
     THREAD.packed = False
 
 
-def _check_positions(position_ids: Tensor | None, document_lengths: tuple[int, ...]) -> None:
+def _check_positions(
+    position_ids: Tensor | None, document_lengths: tuple[int, ...], key_lengths: tuple[int, ...]
+) -> None:
     """Whether positions restart with each document; values are looked at on the CPU only, a GPU would be waited for.
+
+    A document of which this is a part has more keys than tokens here, which are its last.
 
     (1, T), or for models that see (4, 1, T), whose first row is that of the text.
     """
@@ -230,6 +252,7 @@ def _check_positions(position_ids: Tensor | None, document_lengths: tuple[int, .
     if position_ids is None or position_ids.shape != (1, sum(document_lengths)):
         raise ValueError("packed rows need position_ids (1, T) over all their documents")
     if position_ids.device.type == "cpu":
-        expected = torch.cat([torch.arange(length) for length in document_lengths])
+        lengths = zip(document_lengths, key_lengths, strict=True)
+        expected = torch.cat([torch.arange(keys - length, keys) for length, keys in lengths])
         if not torch.equal(position_ids[0], expected):
             raise ValueError("position_ids do not restart with each document of a packed row")

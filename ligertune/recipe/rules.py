@@ -283,6 +283,37 @@ RULES = (
         "{0} is true, and {1} is {recipe.parallel.strategy}, which keeps all on the device. Write fsdp.",
     ),
     Rule(
+        ("parallel.dp_replicate_size", "parallel.strategy"),
+        lambda recipe: recipe.parallel.dp_replicate_size > 1 and recipe.parallel.strategy != "fsdp",
+        "{0} is {recipe.parallel.dp_replicate_size}, and {1} is {recipe.parallel.strategy}; copies that are shared are "
+        "those of fsdp. Write parallel.strategy: fsdp.",
+    ),
+    Rule(
+        ("parallel.dp_replicate_size", "parallel.cpu_offload"),
+        lambda recipe: recipe.parallel.dp_replicate_size > 1 and recipe.parallel.cpu_offload,
+        "{0} makes copies whose gradients stay on the device until they meet, and {1} keeps none there. "
+        "Leave one of them out.",
+    ),
+    *(
+        Rule(
+            ("parallel.cp_size", key),
+            lambda recipe, key=key, values=values: recipe.parallel.cp_size > 1 and _at(recipe, key) not in values,
+            f"{{0}} is {{recipe.parallel.cp_size}}, which does not go with {{1}}. {way}",
+        )
+        for key, values, way in (
+            ("parallel.strategy", ("fsdp",), "Write parallel.strategy: fsdp."),
+            ("parallel.dp_replicate_size", (1,), "Leave one of them out."),
+            ("data.packing", (True,), "Rows that processes share are packed. Write data.packing: true."),
+            ("train.torch_compile", (False,), "Leave one of them out."),
+        )
+    ),
+    Rule(
+        ("parallel.cp_size", "task"),
+        lambda recipe: recipe.parallel.cp_size > 1 and recipe.task == "medusa",
+        "{0} is {recipe.parallel.cp_size}, and {1} is medusa, whose heads look past their part of a row. "
+        "Leave {0} out.",
+    ),
+    Rule(
         ("parallel.cpu_offload", "train.optim"),
         lambda recipe: recipe.parallel.cpu_offload and OPTIMIZERS[recipe.train.optim].needs is not None,
         "{0} takes the step on the CPU, and {1} is {recipe.train.optim}, which runs on a GPU. Write adamw_torch_fused.",

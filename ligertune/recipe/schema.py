@@ -282,6 +282,13 @@ class ParallelSpec(Section):
         "auto",
         description="single: one process; ddp: each holds all; fsdp: they share; auto: ddp where that fits, else fsdp.",
     )
+    dp_replicate_size: PositiveInt = Field(
+        1, description="fsdp: copies of the model (HSDP), each shared by as many processes; 1: all share one."
+    )
+    cp_size: PositiveInt = Field(
+        1,
+        description="fsdp: processes that share each row (context parallel), for rows too long for one; needs packing.",
+    )
     cpu_offload: Switch = Field(
         False, description="fsdp: keep weights, gradients and optimizer states in host memory; the step is taken there."
     )

@@ -18,6 +18,7 @@ from ligertune.vision.batch import Pixels, blank_ids, image_inputs
 if TYPE_CHECKING:
     from ligertune.data.examples import Examples
     from ligertune.data.stream import StreamedExamples
+    from ligertune.train.row_parts import RowParts
     from ligertune.vision.ahead import PicturesAhead
     from ligertune.vision.reader import ImageReader
 
@@ -43,6 +44,7 @@ class Batcher:
     label_shifts: tuple[int, ...] = (1,)
     images: ImageReader | None = None  # of a model that sees
     ahead: PicturesAhead | None = None
+    parts: RowParts | None = None  # where each rank of several computes a part of a row
 
     def expect(self, batches: Sequence[Sequence[np.ndarray]]) -> None:
         """Begins to read the images of micro batches that will be asked for."""
@@ -68,9 +70,14 @@ class Batcher:
             batch |= image_inputs(self.images, batch["input_ids"], pictures, batch.get("document_lengths"))
         if idle:
             batch["labels"].fill_(-100)
+        if self.parts is not None:
+            batch = self.parts.cut(batch)
         if self.index_labels:
+            shifted = "shift_labels" in batch
             batch["labelled_rows"] = labelled_rows(
-                batch["labels"], shift=self.label_shifts, multiple_of=ROWS_MULTIPLE_OF
+                batch["shift_labels" if shifted else "labels"],
+                shift=0 if shifted else self.label_shifts,
+                multiple_of=ROWS_MULTIPLE_OF,
             )
         return {
             name: self._on_device(value) if isinstance(value, torch.Tensor) else value for name, value in batch.items()

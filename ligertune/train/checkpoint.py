@@ -243,9 +243,8 @@ def check_space(plan: Plan) -> None:
         ) from error
     saves = plan.recipe.checkpoint.save_strategy != "no"
     copies = plan.recipe.checkpoint.save_total_limit + 1 if saves else int(plan.recipe.checkpoint.save_on_signal)
-    world = plan.batching.world_size
-    weights = plan.bytes.model * (world if plan.shares_weights else 1)
-    checkpoint = weights + plan.bytes.saved_states * (1 if plan.strategy in ("single", "ddp") else world)
+    weights = plan.bytes.model * (plan.shards if plan.shares_weights else 1)
+    checkpoint = weights + plan.bytes.saved_states * plan.shards
     needed = copies * checkpoint + weights * plan.recipe.checkpoint.save_model
     free = shutil.disk_usage(folder).free
     if needed > free:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import warnings
 
 import torch
-from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedDataParallelKwargs, DistributedType, InitProcessGroupKwargs, set_seed
 from torch import nn
@@ -27,7 +28,7 @@ def start(plan: Plan) -> Accelerator:
     logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)
     on_cpu = plan.machine.vendor == "cpu"
     sharded, zero = plan.strategy == "fsdp", plan.strategy in STAGES
-    plugin = None
+    plugin, copies = None, copies_of(plan)
     if sharded:
         if plan.recipe.parallel.cpu_offload:  # accelerate then starts gloo beside NCCL, for gradients in host memory
             os.environ["FSDP_OFFLOAD_PARAMS"] = "true"
@@ -42,6 +43,7 @@ def start(plan: Plan) -> Accelerator:
         )
     elif plan.strategy == "ddp":
         os.environ.pop("ACCELERATE_USE_FSDP", None)
+    os.environ.pop("ACCELERATE_USE_PARALLELISM_CONFIG", None)
     if not zero:
         os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
     # a run before this one in the same process may have had another precision, and ended the group of its processes
@@ -56,6 +58,7 @@ def start(plan: Plan) -> Accelerator:
         gradient_accumulation_steps=1,
         step_scheduler_with_optimizer=False,
         fsdp_plugin=None if on_cpu else plugin,
+        parallelism_config=None if on_cpu else copies,
         log_with=tracker_names(plan) or None,
         project_dir=str(plan.output_dir / "trackers"),
         kwargs_handlers=[
@@ -70,8 +73,24 @@ def start(plan: Plan) -> Accelerator:
         for state in (PartialState, AcceleratorState):
             state._shared_state["distributed_type"] = DistributedType.FSDP
         accelerator.state.fsdp_plugin = plugin
+        if copies is not None:
+            accelerator.state.parallelism_config = copies
+            accelerator.state.device_mesh = copies.get_device_mesh("cpu")
     set_seed(plan.recipe.train.seed, device_specific=True)  # of dropout, which is each rank's own
     return accelerator
+
+
+def copies_of(plan: Plan) -> ParallelismConfig | None:
+    """HSDP: how ranks divide into copies of the model; None where all share one. Neighbours share, as on a node.
+
+    All of them are data parallel. What is not given, accelerate takes from the launcher's environment.
+    """
+    copies = plan.recipe.parallel.dp_replicate_size
+    if copies == 1:
+        return None
+    # torch says so of a name that accelerate gives its mesh, and the user can do nothing about it
+    warnings.filterwarnings("ignore", "Slicing a flattened dim from root mesh", UserWarning)
+    return ParallelismConfig(dp_replicate_size=copies, dp_shard_size=plan.shards, tp_size=1, cp_size=1, sp_size=1)
 
 
 def launched_with_fsdp() -> bool:

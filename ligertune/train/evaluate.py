@@ -31,7 +31,7 @@ def evaluate(
     None where a signal came in between: a stopping run has no time for the rest.
     """
     targets = objective.inputs(batcher.examples, np.arange(len(batcher.examples)))
-    rank, world = accelerator.process_index, accelerator.num_processes
+    rank, world = accelerator.process_index // plan.batching.cp_size, plan.batching.row_ranks
     rows, size = _rows(plan, batcher), plan.batching.eval_batch_size
     if batcher.images is not None and batcher.images.family.layout == "tiles":
         size = 1  # a batch holds equally many images in each row

@@ -34,8 +34,10 @@ from ligertune.train.objectives import Objective, objective_of
 from ligertune.train.optim import build_optimizer, set_learning_rate
 from ligertune.train.order import DataOrder
 from ligertune.train.pace import Pace
+from ligertune.train.part_check import check_parts
 from ligertune.train.patience import Patience
 from ligertune.train.reshard import load_states
+from ligertune.train.row_parts import RowParts, row_parts
 from ligertune.train.saver import Saver
 from ligertune.train.schedule import learning_rate
 from ligertune.train.stop import StopRequest
@@ -103,8 +105,10 @@ def fit(
     resumed_from, notes = _resume(plan, accelerator, model, optimizer)
     saver = Saver(accelerator, plan, model, optimizer)
     order = _data_order(plan, data.train, images)
-    batcher = _batcher(plan, accelerator, data.train, pad_token_id, objective, images)
-    evaluated = _batcher(plan, accelerator, data.eval, pad_token_id, objective, images) if data.eval else None
+    parts = row_parts(plan)
+    batcher = _batcher(plan, accelerator, data.train, pad_token_id, objective, images, parts)
+    evaluated = _batcher(plan, accelerator, data.eval, pad_token_id, objective, images, parts) if data.eval else None
+    check_parts(plan, model, batcher, vocab_size=objective.shape.vocab_size)
     work_of = _work_of_steps(objective.shape, order, batcher)
     metrics = MetricsFile(
         plan.output_dir / "metrics.jsonl", resumed_from=resumed_from, enabled=accelerator.is_main_process
@@ -121,7 +125,7 @@ def fit(
     for note in notes:
         log({"step": resumed_from, "note": note})
     lines, pace = Lines(plan, accelerator, meter, watch, log), Pace(accelerator)
-    waiting = Patience(accelerator, model, seconds=plan.recipe.parallel.timeout)
+    waiting = Patience(accelerator, model, seconds=plan.recipe.parallel.timeout, parts=parts)
     missed, stopping, steady = False, False, plan.recipe.train.full_determinism
     hopeless = evaluations.hopeless(patience)
     model.train()
@@ -152,7 +156,7 @@ def fit(
             missed = stopping = not hold_out()
             hopeless = evaluations.hopeless(patience)
         while step < plan.schedule.total_steps and not hopeless and not stopping:
-            batches = order.micro_batches(step, accelerator.process_index)
+            batches = order.micro_batches(step, accelerator.process_index // plan.batching.cp_size)
             work = work_of(step)
             rate = learning_rate(plan.schedule, step)
             set_learning_rate(optimizer, rate)
@@ -310,6 +314,7 @@ def _batcher(
     pad_token_id: int,
     objective: Objective,
     images: ImageReader | None,
+    parts: RowParts | None,
 ) -> Batcher:
     return Batcher(
         examples,
@@ -321,6 +326,7 @@ def _batcher(
         label_shifts=objective.label_shifts,
         images=images,
         ahead=None if images is None else PicturesAhead(images),
+        parts=parts,
     )
 
 
@@ -333,9 +339,12 @@ def _expect(plan: Plan, accelerator: Accelerator, order: DataOrder | ByImageCoun
 def _gradient_sync(
     plan: Plan, accelerator: Accelerator, model: nn.Module, *, last: bool
 ) -> contextlib.AbstractContextManager:
-    """DDP averages gradients once a step. FSDP does at each micro batch, or each rank would hold whole gradients."""
+    """DDP averages gradients once a step. FSDP does at each micro batch, or each rank would hold whole gradients; where
+    it has copies of the model, they meet once a step, or each rank would hold its part of the gradients twice."""
     if is_zero(accelerator):
         accelerator.sync_gradients = last
+    if plan.recipe.parallel.dp_replicate_size > 1:
+        model.set_requires_all_reduce(last)
     return accelerator.no_sync(model) if plan.strategy == "ddp" and not last else contextlib.nullcontext()
 
 

@@ -53,7 +53,7 @@ class DataOrder:
 
     def micro_batches(self, step: int, rank: int) -> list[list[np.ndarray]]:
         """This rank's slices of the step, one per micro batch that any rank has rows for; a slice may be empty."""
-        size, world = self.batching.micro_batch_size, self.batching.world_size
+        size, world = self.batching.micro_batch_size, self.batching.row_ranks
         rows = self.step(step)
         n_micro = -(-len(rows) // (size * world))
         starts = ((m * world + rank) * size for m in range(n_micro))

@@ -18,16 +18,22 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _set_pg_timeout  # torch has no other way to change it; torchtitan's, too
 
+from ligertune.train.row_parts import RowParts
+
 LONG = timedelta(minutes=30)
 
 
 class Patience:
     """Of the groups that a prepared model's ranks talk in. It begins long; `steps` makes it short."""
 
-    def __init__(self, accelerator: Accelerator, model: nn.Module, *, seconds: int) -> None:
+    def __init__(
+        self, accelerator: Accelerator, model: nn.Module, *, seconds: int, parts: RowParts | None = None
+    ) -> None:
         self._accelerator, self._short = accelerator, timedelta(seconds=seconds)
         self._groups = _groups_of(model) if accelerator.num_processes > 1 else []
+        self._groups += [] if parts is None else [parts.group]
         self._in_steps = False
+        self._set(LONG)  # the groups of a mesh begin with torch's ten minutes
 
     def steps(self) -> None:
         """From now on, ranks wait as long as a step needs. All ranks call it."""

@@ -307,6 +307,8 @@ ELSEWHERE = {
     "checkpoint.save_on_signal": "test_signals",
     "parallel.strategy": "test_ranks",
     "parallel.num_processes": "test_started_ranks",
+    "parallel.dp_replicate_size": "test_ranks_copies",
+    "parallel.cp_size": "test_ranks_parts",
     "parallel.cpu_offload": "test_strategy",
     "parallel.timeout": "test_started_ranks",
     "medusa": "tests/medusa/test_medusa_keys",  # the section

@@ -11,7 +11,7 @@ import transformers
 
 from ligertune.errors import UserError
 from ligertune.machine import Machine
-from ligertune.model.attention_choice import choose_attention
+from ligertune.model.attention_choice import check_parts, choose_attention
 from ligertune.plan import Precision
 
 H100 = Machine("nvidia", "cuda", "NVIDIA H100", "sm90", 1, 80 << 30, True, 989e12, 3.35e12, 1, "2.11")
@@ -57,6 +57,29 @@ def test_flash_attention_2_is_taken_where_it_is_installed_and_varlen_does_not_do
     assert choose(family="gemma2").implementation == "flash_attention_2"
     assert choose().implementation == "varlen"
     assert choose(machine=MI300).implementation == "flash_attention_2"
+
+
+@pytest.mark.parametrize(("machine", "precision", "chosen"), [(H100, BF16, "varlen"), (CPU, FP32, "per_document")])
+def test_parts_of_rows_are_attended_to_where_no_mask_is_made(machine, precision, chosen):
+    found = choose_attention("auto", tiny_models.config_of("llama"), machine, precision, packing=True, cp_size=2)
+    assert found.implementation == chosen
+
+
+@pytest.mark.parametrize(("wanted", "precision"), [("auto", FP32), ("sdpa", BF16), ("flex_attention", BF16)])
+def test_parts_of_rows_are_refused_where_attention_takes_whole_ones(wanted, precision):
+    with pytest.raises(UserError, match=r"parallel\.cp_size"):
+        choose_attention(wanted, tiny_models.config_of("llama"), H100, precision, packing=True, cp_size=2)
+
+
+def test_angles_by_the_length_of_a_row_are_not_for_parts_of_it():
+    factors = {"short_factor": [1.0] * 8, "long_factor": [1.0] * 8}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 2.0, **factors}
+    check_parts(tiny_models.config_of("phi3"))
+    check_parts(transformers.Gemma3TextConfig())
+    with pytest.raises(UserError, match="longrope"):
+        check_parts(tiny_models.config_of("phi3", rope_parameters=rope))
+    with pytest.raises(UserError, match="sees"):
+        check_parts(transformers.LlavaConfig())
 
 
 def test_a_model_that_sees_gets_flex_attention_only_where_transformers_offers_it_for_it():
