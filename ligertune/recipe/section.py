@@ -13,6 +13,7 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Field,
     StringConstraints,
     ValidationInfo,
     model_validator,
@@ -75,3 +76,4 @@ Resume = Annotated[
     OutputPath,
     _words({True: "auto", "yes": "auto", "on": "auto", False: "never", "no": "never", "off": "never", None: "never"}),
 ]
+Share = Annotated[float, Field(ge=0.0, le=1.0)]
