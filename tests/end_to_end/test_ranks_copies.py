@@ -35,6 +35,7 @@ def copies(tmp_path_factory, quickstart) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_two_copies_of_two_ranks_train_as_one_process_does(alone, copies):
     from transformers import AutoModelForCausalLM
 
@@ -47,6 +48,7 @@ def test_two_copies_of_two_ranks_train_as_one_process_does(alone, copies):
     assert all(torch.allclose(ours.state_dict()[name], theirs[name], atol=1e-4) for name in theirs)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_holds_one_copy(copies):
     parts = copies / "checkpoints" / "step-2" / "pytorch_model_fsdp_0"
     model = (copies / "model" / "model.safetensors").stat().st_size
