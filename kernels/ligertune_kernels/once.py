@@ -33,7 +33,7 @@ def differentiable_once(backward: Callable) -> Callable:
     @functools.wraps(backward)
     def call(ctx: object, *grads: torch.Tensor | None) -> object:
         # compiled, torch refuses it itself
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return backward(ctx, *grads)
         with torch.no_grad():
             found = backward(ctx, *grads)
