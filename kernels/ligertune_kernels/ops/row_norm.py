@@ -36,8 +36,12 @@ class Walk:
     def over(self, n_rows: int) -> tuple[tuple[int, int, int], int]:
         """The grid and the rows of each program: whole steps, as equal as they can be."""
         steps = -(-n_rows // self.rows)
+        if steps <= self.programs:
+            return (steps, self.parts, 1), self.rows
         steps_each = -(-steps // self.programs)
-        return (-(-steps // steps_each), self.parts, 1), steps_each * self.rows
+        # A quotient of quotients takes torch.compile minutes where it leaves sizes open: some then have no rows.
+        programs = self.programs if torch.compiler.is_compiling() else -(-steps // steps_each)
+        return (programs, self.parts, 1), steps_each * self.rows
 
 
 def _walk(
