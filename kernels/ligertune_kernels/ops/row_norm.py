@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ligertune_kernels.launch import MAX_THREADS, Chip, Launch, chip_of, options, remembered, rows_of, triton
-from ligertune_kernels.ops.column_sums import column_sums
+from ligertune_kernels.ops.column_sums import ColumnSums, column_sums_of
 from ligertune_kernels.ops.norm_kernels import (
     backward_kernel,
     backward_row_kernel,
@@ -36,8 +36,12 @@ class Walk:
     def over(self, n_rows: int) -> tuple[tuple[int, int, int], int]:
         """The grid and the rows of each program: whole steps, as equal as they can be."""
         steps = -(-n_rows // self.rows)
+        if steps <= self.programs:
+            return (steps, self.parts, 1), self.rows
         steps_each = -(-steps // self.programs)
-        return (-(-steps // steps_each), self.parts, 1), steps_each * self.rows
+        # A quotient of quotients takes torch.compile minutes where it leaves sizes open: some then have no rows.
+        programs = self.programs if torch.compiler.is_compiling() else -(-steps // steps_each)
+        return (programs, self.parts, 1), steps_each * self.rows
 
 
 def _walk(
@@ -165,6 +169,60 @@ def _backward_walk(
     return Walk(Launch(backward_kernel, flags | constants, integers), *numbers)
 
 
+@dataclass(frozen=True)
+class _Forward:
+    """A call forward: all that the shapes, strides and dtypes of its tensors decide."""
+
+    launch: Launch
+    grid: tuple[int, int, int]
+    others: tuple[float, ...]  # that the launch takes after the tensors
+    n_stats: int
+    dtypes: tuple[torch.dtype, ...]  # of the sum and y
+
+
+@remembered
+def _forward(
+    shape: torch.Size, strides: tuple[int, int], dtypes: tuple[torch.dtype | None, ...],
+    eps: float, offset: float, centred: bool, round_xhat: bool, device: torch.device,
+) -> _Forward:  # fmt: skip
+    """For x of this shape; dtypes and strides in the order of `_forward_walk`."""
+    n_cols = shape[-1]
+    n_rows = shape.numel() // n_cols
+    walk = _forward_walk(strides, n_cols, *dtypes, centred, round_xhat, device)
+    grid, rows_per_program = walk.over(n_rows)
+    others = (n_rows, float(eps), float(offset), rows_per_program)
+    return _Forward(walk.launch, grid, others, 2 * n_rows if centred else n_rows, walk.dtypes)
+
+
+@dataclass(frozen=True)
+class _Backward:
+    """A call backward, likewise."""
+
+    launch: Launch
+    grid: tuple[int, int, int]
+    others: tuple[float, ...]
+    parts: int
+    n_sums: int  # columns of fp32 that each program leaves to be summed: dw and db side by side, or none
+    sums: ColumnSums | None
+
+
+@remembered
+def _backward(
+    shape: torch.Size, strides: tuple[int, int, int], dtypes: tuple[torch.dtype | None, ...],
+    bias: torch.dtype | None, offset: float, centred: bool, round_xhat: bool, needs: tuple[bool, bool, bool],
+    device: torch.device,
+) -> _Backward:  # fmt: skip
+    """For x of this shape; dtypes and strides in the order of `_backward_walk`."""
+    n_cols = shape[-1]
+    n_rows = shape.numel() // n_cols
+    walk = _backward_walk(strides, n_cols, *dtypes, centred, round_xhat, needs, device)
+    grid, rows_per_program = walk.over(n_rows)
+    summed = [dtype for dtype, needed in zip((dtypes[-1], bias), needs[1:], strict=True) if needed]
+    n_sums = len(summed) * n_cols
+    sums = column_sums_of(grid[0], n_sums, n_cols, device, *summed) if summed else None
+    return _Backward(walk.launch, grid, (n_rows, float(offset), rows_per_program), walk.parts, n_sums, sums)
+
+
 def _laid_out(t: torch.Tensor, n_cols: int) -> tuple[torch.Tensor, int]:
     """A tensor where the rows of t (..., n_cols) begin, and the way from one to the next."""
     if t.is_contiguous():
@@ -193,22 +251,21 @@ def norm_forward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """y, the normed sum (x itself without a residual), and the statistics: rstd (N,), of a centred norm the means (N,)
     after it."""
-    n_cols = x.shape[-1]
-    n_rows = x.numel() // n_cols
+    shape = x.shape
+    n_cols = shape[-1]
     rows, row_stride = _laid_out(x, n_cols)
     residual_rows, residual_stride = (rows, row_stride) if residual is None else _laid_out(residual, n_cols)
-    walk = _forward_walk(
-        (row_stride, residual_stride), n_cols,
+    dtypes = (
         x.dtype, None if residual is None else residual.dtype, None if weight is None else weight.dtype,
-        None if bias is None else bias.dtype, centred, round_xhat, x.device,
+        None if bias is None else bias.dtype,
     )  # fmt: skip
-    grid, rows_per_program = walk.over(n_rows)
-    sum_dtype, y_dtype = walk.dtypes
+    call = _forward(shape, (row_stride, residual_stride), dtypes, eps, offset, centred, round_xhat, x.device)
+    sum_dtype, y_dtype = call.dtypes
     summed = x if residual is None else _like(x, sum_dtype)
     y = _like(x, y_dtype)
-    stats = torch.empty(2 * n_rows if centred else n_rows, dtype=torch.float32, device=x.device)
-    walk.launch(
-        grid,
+    stats = x.new_empty(call.n_stats, dtype=torch.float32)
+    call.launch(
+        call.grid,
         (
             rows,
             residual_rows,
@@ -218,8 +275,8 @@ def norm_forward(
             rows if residual is None else summed,
             stats,
         ),
-        n_rows, float(eps), float(offset), rows_per_program,
-    )  # fmt: skip
+        *call.others,
+    )
     return y, summed, stats
 
 
@@ -242,31 +299,28 @@ def norm_backward(
     x is what was normed, ds the gradient it receives beside the norm's. inplace: dx may take dy's memory.
     """
     needs_dx, needs_dw, needs_db = needs
-    n_cols = x.shape[-1]
-    n_rows = x.numel() // n_cols
+    shape = x.shape
+    n_cols = shape[-1]
     rows, row_stride = _laid_out(x, n_cols)
     dy_rows, dy_stride = _laid_out(dy, n_cols)
     ds_rows, ds_stride = (dy_rows, dy_stride) if ds is None else _laid_out(ds, n_cols)
-    walk = _backward_walk(
-        (dy_stride, ds_stride, row_stride), n_cols,
-        dy.dtype, None if ds is None else ds.dtype, x.dtype, None if weight is None else weight.dtype,
-        centred, round_xhat, needs, x.device,
+    dtypes = (dy.dtype, None if ds is None else ds.dtype, x.dtype, None if weight is None else weight.dtype)
+    call = _backward(
+        shape, (dy_stride, ds_stride, row_stride), dtypes, None if bias is None else bias.dtype,
+        offset, centred, round_xhat, needs, x.device,
     )  # fmt: skip
-    grid, rows_per_program = walk.over(n_rows)
     dx = None
     if needs_dx:
         # A part reads the others' columns of dy; and a program that is compiled has its memory planned.
-        over_dy = inplace and walk.parts == 1 and dy.dtype is x.dtype and dy.is_contiguous() and ds is not dy
-        over_dy = over_dy and not torch.compiler.is_compiling()
-        dx = dy.detach() if over_dy else _like(x, x.dtype)
-        if over_dy:
+        over_dy = inplace and call.parts == 1 and dy.dtype is x.dtype and dy.is_contiguous() and ds is not dy
+        if over_dy and not torch.compiler.is_compiling():
+            dx = dy.detach()
             torch.autograd.graph.increment_version(dy)
-    partial = stats
-    if needs_dw or needs_db:
-        n_sums = (needs_dw + needs_db) * n_cols
-        partial = torch.empty((grid[0], n_sums), dtype=torch.float32, device=x.device)
-    walk.launch(
-        grid,
+        else:
+            dx = _like(x, x.dtype)
+    partial = stats if call.sums is None else stats.new_empty(call.grid[0], call.n_sums)
+    call.launch(
+        call.grid,
         (
             dy_rows,
             ds_rows,
@@ -276,10 +330,10 @@ def norm_backward(
             rows if dx is None else dx,
             partial,
         ),
-        n_rows, float(offset), rows_per_program,
-    )  # fmt: skip
+        *call.others,
+    )
     dw = _like(weight, weight.dtype) if needs_dw else None
     db = _like(bias, bias.dtype) if needs_db else None
-    if partial is not stats:
-        column_sums(partial, *(t for t in (dw, db) if t is not None))
+    if call.sums is not None:
+        call.sums(partial, *((dw, db) if needs_dw else (db,)))
     return dx, dw, db

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from functools import partial
+
 import pytest
 import torch
 from judge import judge
@@ -65,6 +68,37 @@ def test_takes_empty_tensors(shape, device) -> None:
     w = torch.ones(shape[-1], device=device, requires_grad=True)
     rms_norm(x, w).sum().backward()
     assert x.grad.shape == x.shape and not w.grad.any()
+
+
+def test_calls_that_differ_in_one_thing_are_kept_apart(device) -> None:
+    """What a call launches is prepared once; here is all that it may not be reused for."""
+    w = torch.rand(64, device=device)
+    x = torch.randn(300, 64, device=device)
+    usual = {"n_rows": 3, "eps": 1e-6, "offset": 0.0, "cast": "llama", "grads": (True, True)}
+    changes = ({}, {"n_rows": 300}, {"eps": 0.5}, {"offset": 1.0}, {"cast": "gemma"}, {"grads": (True, False)})
+    for change in changes:
+        n_rows, eps, offset, cast, grads = (usual | change).values()
+        norms = [partial(op, eps=eps, offset=offset, cast=cast) for op in (rms_norm, rms_norm_reference)]
+        judge(*norms, [x[:n_rows].bfloat16(), w], grads=grads)
+
+
+def test_takes_what_a_transform_that_is_over_has_left(device) -> None:
+    left: list[torch.Tensor] = []
+
+    def keeps(x: torch.Tensor) -> torch.Tensor:
+        left.append(2.0 * x)
+        return left[0].sum()
+
+    torch.func.grad(keeps)(torch.randn(4, 8, device=device))
+    w = torch.ones(8, device=device, requires_grad=True)
+    assert torch.autograd.grad(rms_norm(left[0], w).sum(), w)[0].shape == (8,)
+
+
+def test_a_transform_at_work_is_refused_where_kernels_run(device) -> None:
+    x, w = torch.randn(4, 8, device=device), torch.ones(8, device=device)
+    refused = pytest.raises(RuntimeError, match="functorch transforms")
+    with refused if runs_triton(x) else contextlib.nullcontext():
+        torch.func.grad(lambda x: rms_norm(x, w).sum())(x)
 
 
 def test_saves_nothing_without_grad(device) -> None:
