@@ -5,7 +5,7 @@ One program sums a few columns over all rows, in the order of the rows: the resu
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -32,16 +32,16 @@ def _column_sums_kernel(
         tl.store(second_ptr + (cols - n_first), total.to(second_ptr.dtype.element_ty), mask=mask)
 
 
-@dataclass(frozen=True)
-class ColumnSums:
-    """x.sum(0) of contiguous fp32 matrices of one shape; called with x and what receives the sums, as `column_sums`."""
+class ColumnSums(NamedTuple):
+    """x.sum(0) of contiguous fp32 matrices of one shape."""
 
     launch: Launch
     grid: tuple[int, int, int]
     others: tuple[int, int]
 
-    def __call__(self, x: torch.Tensor, first: torch.Tensor, second: torch.Tensor | None = None) -> None:
-        """Takes no look at the shapes."""
+    def into(self, x: torch.Tensor, first: torch.Tensor, second: torch.Tensor | None = None) -> None:
+        """As `column_sums`, without a look at the shapes."""
+        # no __call__: torch 2.11 cannot compile that of an object which is made while it traces
         self.launch(self.grid, (x, first, first if second is None else second), *self.others)
 
 
@@ -71,4 +71,4 @@ def column_sums(x: torch.Tensor, first: torch.Tensor, second: torch.Tensor | Non
     One launch, where torch takes two for each.
     """
     second_dtype = None if second is None else second.dtype
-    column_sums_of(*x.shape, first.numel(), x.device, first.dtype, second_dtype)(x, first, second)
+    column_sums_of(*x.shape, first.numel(), x.device, first.dtype, second_dtype).into(x, first, second)

@@ -335,5 +335,5 @@ def norm_backward(
     dw = _like(weight, weight.dtype) if needs_dw else None
     db = _like(bias, bias.dtype) if needs_db else None
     if call.sums is not None:
-        call.sums(partial, *((dw, db) if needs_dw else (db,)))
+        call.sums.into(partial, *((dw, db) if needs_dw else (db,)))
     return dx, dw, db
