@@ -228,8 +228,10 @@ def moments(
     back = backward_bytes(layer, kept, itemsize) * batch.tokens + float8_bytes(layer, kept, batch.tokens)
     of_ends = head.elements * itemsize
     embedding = of_ends if head.embedding_trains and (head.tied or batch.accumulates) else 0
-    whole_ends = of_ends * (1 if head.tied else 2) if unit else 0
-    gathered = whole_ends + 2 * unit
+    # FSDP2's units: a tied embedding and head stay gathered to the end of the backward; apart, the embedding is there
+    # while it looks up and while its gradient is made, and the head from the last norm until that norm's backward
+    end = of_ends if unit else 0
+    gathered = end * head.tied + 3 * unit
     if batch.accumulates:
         there, again = gradients, of_ends * (head.tied and head.embedding_trains)
     else:
@@ -238,10 +240,10 @@ def moments(
         there = max(0, gradients - of_layers // layers - kept_end * (head.embedding_trains and not head.tied))
         again = 0
     return (
-        Moment("loss", held + ends, before, most, workspace + gathered),
-        Moment("backward", held + ends + recomputed - spent, before, left, workspace + back + gathered + unit),
-        Moment("first layer", whole + tower, there, again, workspace + back + gathered + unit),
-        Moment("gradients", ends, gradients, embedding, workspace + back + 2 * whole_ends),
+        Moment("loss", held + ends, before, most, workspace + end + 2 * unit),
+        Moment("backward", held + ends + recomputed - spent, before, left, workspace + back + gathered),
+        Moment("first layer", whole + tower, there, again, workspace + back + gathered),
+        Moment("gradients", ends, gradients, embedding, workspace + back + 2 * end),
         Moment("step", 0, gradients, 0, workspace + step_bytes),
     )
 

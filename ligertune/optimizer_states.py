@@ -69,8 +69,10 @@ OPTIMIZERS = {
     "adamw_torch_fused": OptimizerStates(_states(2)),
     "adamw_torch": OptimizerStates(_states(2), copies=1),
     "adamw_bf16": OptimizerStates(lambda shape, itemsize, rank: 4 * math.prod(shape), pieces=12),
-    "adamw_8bit": OptimizerStates(_quantised(2, 8, block=256), needs="bitsandbytes"),
-    "paged_adamw_8bit": OptimizerStates(_quantised(2, 8, block=256), needs="bitsandbytes", on_host=True),
+    "adamw_8bit": OptimizerStates(_quantised(2, 8, block=256), needs="bitsandbytes", takes_parts=False),
+    "paged_adamw_8bit": OptimizerStates(
+        _quantised(2, 8, block=256), needs="bitsandbytes", on_host=True, takes_parts=False
+    ),
     "adamw_torch_8bit": OptimizerStates(_quantised(2, 8, block=256), needs="torchao"),
     "adamw_torch_4bit": OptimizerStates(_quantised(2, 4, block=128), needs="torchao"),
     "adamw_torch_fp8": OptimizerStates(_quantised(2, 8, block=256), needs="torchao"),

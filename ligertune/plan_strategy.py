@@ -122,7 +122,7 @@ REFUSALS = (
     Refusal(
         ("fsdp",),
         lambda recipe, autocast: not OPTIMIZERS[recipe.train.optim].takes_parts,
-        "train.optim: {recipe.train.optim} needs whole matrices, and under fsdp each rank has a part of each.",
+        "train.optim: {recipe.train.optim} steps whole weights, and under fsdp each rank has a part of each.",
         "Write parallel.strategy: ddp, or another optimizer (train.optim: adamw_bf16 or adamw_torch_8bit).",
     ),
     Refusal(
