@@ -31,10 +31,10 @@ def float8_notes(recipe: Recipe, machine: Machine) -> tuple[str, ...]:
     if not recipe.train.fp8:
         return ()
     if machine.vendor == "cpu":
-        return ("train.fp8 is emulated on a CPU: losses are those of float8, and it is slower than without",)
+        return ("train.fp8 is emulated on a CPU: losses are those of float8, and speed says nothing",)
     if not recipe.train.torch_compile:
         return (
-            "train.fp8 without train.torch_compile: true is slower than without both: "
-            "each cast to float8 is several kernels, which compiling makes one",
+            "train.fp8 is meant for compiled layers: without train.torch_compile: true each cast to float8 is several "
+            "kernels",
         )
     return ()

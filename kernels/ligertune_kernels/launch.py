@@ -259,7 +259,7 @@ class _Form(NamedTuple):
 
 
 def _handed_on(run: Callable, after: tuple, constants: tuple) -> _Form | None:
-    """What Triton's launcher, written in Python, calls in its turn: 1 µs a launch is saved by calling that at once.
+    """What Triton's launcher, written in Python, calls in its turn, so that a launch can call that at once.
 
     The launcher is asked once, with marks for what differs between launches. None where it does more than to hand on
     (it may have to allocate), or hands on in a way that is not known here.
