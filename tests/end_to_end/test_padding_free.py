@@ -89,7 +89,7 @@ def test_the_first_gradients_are_those_of_padded_batches(quickstart, tmp_path):
     "changes",
     [
         {"data.streaming": "true", "data.val_split": 0},
-        {"train.group_by_length": True, "kernels.enabled": "false"},
+        {"train.group_by_length": True, "kernels.enabled": "false", "data.train_on": "all"},
         {"task": "medusa", "data.val_split": 0, "medusa.num_heads": 2, "checkpoint.save_model": "false"},
     ],
     ids=["streamed", "grouped, no kernels", "medusa"],
