@@ -42,10 +42,16 @@ class Rows:
     multiple_of: int  # tokens of a batch are padded up to a multiple
     fill: float | None  # real tokens over the slots of all packs
     streamed: bool = False  # then nobody knows the rows of an epoch, and count is 0
+    padding_free: bool = False  # the examples of a micro batch lie one behind another, and none is padded
 
     @property
     def packed(self) -> bool:
         return self.kind == "packed"
+
+    @property
+    def joined(self) -> bool:
+        """Whether a micro batch is one row of several documents, (1, T), and not a rectangle."""
+        return self.packed or self.padding_free
 
 
 @dataclass(frozen=True)

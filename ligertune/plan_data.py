@@ -12,14 +12,22 @@ if TYPE_CHECKING:
     from ligertune.vision.reader import ImageReader
 
 
-def rows_of(recipe: Recipe, data: PreparedData, *, multiple_of: int) -> Rows:
-    """What a batch of this run counts."""
+def rows_of(recipe: Recipe, data: PreparedData, *, multiple_of: int, padding_free: bool = False) -> Rows:
+    """What a batch of this run counts, and how it is laid out."""
     from ligertune.data.packing import pack
 
     length, packs = recipe.data.max_length, None
     if data.streamed:
         kind = "packed" if recipe.data.packing else "shuffled"
-        return Rows(kind, count=0, length=length, multiple_of=multiple_of, fill=None, streamed=True)
+        return Rows(
+            kind,
+            count=0,
+            length=length,
+            multiple_of=multiple_of,
+            fill=None,
+            streamed=True,
+            padding_free=padding_free,
+        )
     if recipe.data.packing:
         packs = pack(data.train.lengths, length)
     grouped = "grouped" if recipe.train.group_by_length else "shuffled"
@@ -29,6 +37,7 @@ def rows_of(recipe: Recipe, data: PreparedData, *, multiple_of: int) -> Rows:
         length=length,
         multiple_of=multiple_of,
         fill=None if packs is None else packs.fill,
+        padding_free=padding_free,
     )
 
 

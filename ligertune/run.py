@@ -76,7 +76,7 @@ def plan_for(
 
     from ligertune.data.prepare import prepare
     from ligertune.model import load
-    from ligertune.model.attention_choice import choose_attention
+    from ligertune.model.padding_free import choose_rows, note_on_packed
     from ligertune.train.checkpoint import check_unfinished
     from ligertune.train.distributed import launched_with_fsdp
     from ligertune.vision.packing import without_packing
@@ -84,14 +84,13 @@ def plan_for(
 
     config = load.read_config(recipe.model)
     recipe, packing_notes = without_packing(recipe, config)
-    attention = choose_attention(
-        recipe.model.attn_implementation, config, machine, precision, packing=recipe.data.packing,
-        cp_size=recipe.parallel.cp_size,
-    )  # fmt: skip
+    choose_rows(recipe, config, machine, precision)  # what cannot be is refused before the data are read
     loaded = load.load_tokenizer(recipe.model)
     load.check_vocabulary(loaded.tokenizer, config)
     images = load_reader(recipe.model, recipe.vision, config, loaded.tokenizer)
     data = prepare(recipe.data, loaded.tokenizer, seed=recipe.train.seed, progress=progress, images=images)
+    lengths = None if data.streamed else data.train.lengths
+    attention, padding_free = choose_rows(recipe, config, machine, precision, lengths=lengths)
     shape, attn, backend, kernels = preview_model(recipe, config, machine.device, attention)
     plan = make_plan(
         recipe,
@@ -102,9 +101,11 @@ def plan_for(
         kernels_backend=backend,
         kernels=kernels,
         data=data_numbers(data, images),
-        rows=rows_of(recipe, data, multiple_of=attention.multiple_of * recipe.parallel.cp_size),
+        rows=rows_of(
+            recipe, data, multiple_of=attention.multiple_of * recipe.parallel.cp_size, padding_free=padding_free
+        ),
         launched_with_fsdp=launched_with_fsdp() or (for_show and gpus is not None),
-        notes=(*recipe.notices, *loaded.notes, *packing_notes),
+        notes=(*recipe.notices, *loaded.notes, *packing_notes, *note_on_packed(recipe)),
     )
     if not for_show:
         check_unfinished(plan)
@@ -147,7 +148,10 @@ def train_and_save(
     if accelerator.is_main_process:
         begin_output(plan)
     accelerator.wait_for_everyone()
-    model = trained_model(job, accelerator, change)
+    model, job = trained_model(job, accelerator, change)
+    if job.plan is not plan and accelerator.is_main_process:
+        write_json(plan.output_dir / "plan.json", job.plan.as_dict())
+    plan = job.plan
     save_only_what_trains(accelerator, model)
     with explained(plan):
         fitted = fit(
@@ -177,8 +181,11 @@ def train_and_save(
 
 def trained_model(
     job: Job, accelerator: Accelerator, change: Callable[[PreTrainedModel], None] | None
-) -> PreTrainedModel | PeftModel | MedusaModel:
-    """What the loop trains: the model with our kernels, and with adapters or heads where the recipe says so."""
+) -> tuple[PreTrainedModel | PeftModel | MedusaModel, Job]:
+    """What the loop trains: the model with our kernels, and with adapters or heads where the recipe says so.
+
+    And the job, which pads after all where rows were to be joined unasked and the model cannot keep examples apart.
+    """
     import torch
 
     from ligertune.model.attention import checkpoint_layers
@@ -188,7 +195,7 @@ def trained_model(
     from ligertune.model.load import build_model
     from ligertune.model.lora import apply_method
     from ligertune.model.vision import prepare_vision
-    from ligertune.train.isolation import check_isolation
+    from ligertune.train.isolation import why_not_joined
 
     plan = job.plan
     model = build_model(
@@ -205,19 +212,37 @@ def trained_model(
         compile_layers(model)
     if change is not None:
         change(model)
-    know_rows(model, packed=plan.rows.packed)
-    if plan.rows.packed:
+    know_rows(model, packed=plan.rows.joined)
+    if plan.rows.joined:
         with accelerator.autocast():
-            check_isolation(model, multiple_of=plan.rows.multiple_of)
+            why = why_not_joined(plan, model)
+        if why is not None:
+            del model
+            return trained_model(padded(job, why), accelerator, change)
     if plan.recipe.train.fp8:  # behind that check: documents of a batch share one scale, and so each other's rounding
         to_float8(model)
     if kept := plan.recipe.train.gradient_checkpointing:
         checkpoint_layers(model, offload=kept == "offload", compiled=plan.recipe.train.torch_compile)
     model = apply_method(model, plan.recipe.method, seed=plan.recipe.train.seed)
-    if plan.recipe.task != "medusa":
-        return model
-    with accelerator.autocast():  # the model is asked what it does with its head, and adapters are float32
-        return with_heads(plan.recipe, model, packed=plan.rows.packed)
+    if plan.recipe.task == "medusa":
+        with accelerator.autocast():  # the model is asked what it does with its head, and adapters are float32
+            model = with_heads(plan.recipe, model, packed=plan.rows.joined)
+    return model, job
+
+
+def padded(job: Job, why: str) -> Job:
+    """The job with padded batches after all, and a note that says why."""
+    from ligertune.model.load import read_config
+    from ligertune.model.padding_free import choose_rows, without_padding_free
+
+    plan = job.plan
+    recipe, config = without_padding_free(plan.recipe), read_config(plan.recipe.model)  # a model leaves its mark on one
+    attention, _ = choose_rows(recipe, config, plan.machine, plan.precision)
+    _, attn, *_ = preview_model(recipe, config, plan.machine.device, attention)
+    rows = dataclasses.replace(plan.rows, padding_free=False, multiple_of=attention.multiple_of)
+    notes = (*plan.notes, f"batches are padded: {why}")
+    plan = dataclasses.replace(plan, attn_implementation=attn, attn_why=attention.why, rows=rows, notes=notes)
+    return dataclasses.replace(job, plan=plan, config=config)
 
 
 def begin_output(plan: Plan) -> None:

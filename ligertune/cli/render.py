@@ -156,13 +156,13 @@ def dataset(plan: Plan) -> str:
 
 def counted(plan: Plan) -> str:
     """What a batch counts, in words."""
-    if plan.rows.streamed:
-        return (
-            f"rows of {plan.rows.length} tokens a step, streamed" if plan.rows.packed else "examples a step, streamed"
-        )
-    if plan.rows.packed:
-        return f"rows of {plan.rows.length} tokens a step; {plan.rows.count} rows, {100 * plan.rows.fill:.2f} % filled"
-    return "examples a step" + (", grouped by length" if plan.rows.kind == "grouped" else "")
+    rows = plan.rows
+    if rows.packed and not rows.streamed:
+        return f"rows of {rows.length} tokens a step; {rows.count} rows, {100 * rows.fill:.2f} % filled"
+    words = [f"rows of {rows.length} tokens a step" if rows.packed else "examples a step"]
+    words += ["grouped by length"] if rows.kind == "grouped" else []
+    words += ["padding-free"] if rows.padding_free else []
+    return ", ".join([*words, "streamed"] if rows.streamed else words)
 
 
 def dtype(plan: Plan) -> str:

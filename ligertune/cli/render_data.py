@@ -142,7 +142,7 @@ def _histogram(lengths: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _outlook(outlook: dict[str, Any]) -> list[tuple[str, str]]:
-    kind = "packed" if outlook["packed"] else "padded"
+    kind = "packed" if outlook["packed"] else "padding-free" if outlook["padding_free"] else "padded"
     return [
         ("an epoch", f"{outlook['rows']} rows, {kind}: {outlook['fill']:.1%} of the slots are tokens"),
         (

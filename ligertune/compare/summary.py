@@ -198,4 +198,5 @@ def _highest(peaks: Iterable[dict[str, int]]) -> dict[str, int]:
 def _kernels(report: dict) -> str | None:
     applied = [f"{line['kernel']} x {line['applied']}" for line in report["kernels"] if line["applied"]]
     how = "Triton" if report["kernels_backend"] == "triton" else "PyTorch reference"
-    return f"{', '.join(applied)} ({how})" if applied else None
+    layout = "; padding-free batches" if report["padding_free"] else ""
+    return f"{', '.join(applied)} ({how}){layout}" if applied else None

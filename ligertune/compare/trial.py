@@ -85,9 +85,13 @@ def trial_recipe(recipe: Recipe, side: Side, steps: int, output_dir: Path) -> Re
     Without the recipe's full_determinism, which compiled layers refuse and no other tool turns on.
     """
     kernels = KernelsSpec.model_validate({**recipe.kernels.model_dump(), **side.kernels})
+    # without our kernels, and under a compiler, batches are padded as those libraries run
+    pads = side.change or side.train.get("torch_compile") or not kernels.enabled
+    layout = {"padding_free": False} if pads else {}
     return recipe.model_copy(
         update={
             "kernels": kernels,
+            "data": recipe.data.model_copy(update=layout),
             "train": recipe.train.model_copy(
                 update={"max_steps": steps, "num_train_epochs": None, "full_determinism": False, **side.train}
             ),

@@ -52,6 +52,7 @@ def _train(recipe: Path, change: str | None) -> dict:
         "arch": plan.machine.arch,
         "attn_implementation": plan.attn_implementation,
         "rows": plan.rows.kind,
+        "padding_free": plan.rows.padding_free,
         "fp8": plan.recipe.train.fp8,
     }
 

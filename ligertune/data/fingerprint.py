@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ligertune.vision.reader import ImageReader
 
 # keys of the section that only choose among examples, or how they are made and put together
-_AFTERWARDS = {"datasets", "eval_datasets", "val_split", "packing", "num_proc", "cache", "streaming"}
+_AFTERWARDS = {"datasets", "eval_datasets", "val_split", "packing", "padding_free", "num_proc", "cache", "streaming"}
 _BESIDE = {"weight"}  # the same of a data set
 _VERSIONS = ("transformers", "tokenizers", "jinja2", "numpy")
 _READ_AT_ONCE = 1 << 20

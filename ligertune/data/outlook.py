@@ -19,6 +19,7 @@ class Outlook:
     """One pass over the data, and the run. A fill is real tokens over slots: 1 - fill is padding."""
 
     packed: bool
+    padding_free: bool  # asked for: what `auto` takes depends on the device
     rows: int  # of an epoch: packs, or examples
     fill: float  # of the rows as this recipe makes them
     fill_packed: float
@@ -47,14 +48,16 @@ def outlook(recipe: Recipe, lengths: np.ndarray, trained: np.ndarray, *, process
     }
     kind = "packed" if recipe.data.packing else "grouped" if recipe.train.group_by_length else "shuffled"
     rows = len(packs) if kind == "packed" else len(lengths)
+    padding_free = kind != "packed" and recipe.data.padding_free is True
     schedule = make_schedule(recipe, rows=rows, global_batch_size=batching.global_batch_size)
     # a run of epochs ends with them; one of steps may end anywhere
     whole = schedule.total_steps * batching.global_batch_size / rows
     epochs = whole if recipe.train.max_steps else round(recipe.train.num_train_epochs * rows) / rows
     return Outlook(
         packed=kind == "packed",
+        padding_free=padding_free,
         rows=rows,
-        fill=fills[kind],
+        fill=1.0 if padding_free else fills[kind],
         fill_packed=fills["packed"],
         fill_grouped=fills["grouped"],
         fill_shuffled=fills["shuffled"],

@@ -85,7 +85,7 @@ def _about(summary: dict[str, Any]) -> str:
 
 
 def _outlook(outlook: dict[str, Any]) -> str:
-    kind = "packed" if outlook["packed"] else "padded"
+    kind = "packed" if outlook["packed"] else "padding-free" if outlook["padding_free"] else "padded"
     fills = [
         ("packed", outlook["fill_packed"]),
         ("padded, in groups of one length", outlook["fill_grouped"]),

@@ -35,14 +35,15 @@ class Attention:
     widest_head: int = 1 << 30
     parts_on: tuple[str, ...] = ()  # vendors on which its queries may have more keys than they are, with no mask
     flag: str | None = None  # of those of transformers' model classes that take it
+    one_launch: bool = False  # for all documents of a row: as quick as padded rows
     multiple_of: int = 16  # tokens of a batch: matrix products like it, 2 % more tokens/s on an H100, padding and all
 
 
 ATTENTIONS = (
     Attention("varlen", "varlen", auto_on=("nvidia",), runs_on=("nvidia",), half_only=True, soft_cap=False,
-              dropout=False, oldest_nvidia=80, widest_head=256, parts_on=("nvidia",)),
+              dropout=False, oldest_nvidia=80, widest_head=256, parts_on=("nvidia",), one_launch=True),
     Attention("flash_attention_2", "flash_attention_2", auto_on=("nvidia", "amd"), runs_on=("nvidia", "amd"),
-              half_only=True, package="flash_attn", oldest_nvidia=80, widest_head=256),
+              half_only=True, package="flash_attn", oldest_nvidia=80, widest_head=256, one_launch=True),
     Attention("flex_attention", "flex_attention", auto_on=("nvidia",), runs_on=("nvidia", "amd"), dropout=False,
               narrowest_head=16, flag="_supports_flex_attn",
               multiple_of=128),  # its blocks, and few lengths to compile for
@@ -59,6 +60,7 @@ class AttentionChoice:
     implementation: str | None
     why: str
     multiple_of: int = Attention.multiple_of
+    one_launch: bool = False
 
 
 def choose_attention(
@@ -89,7 +91,7 @@ def choose_attention(
             )
         chosen = next(row for row in ATTENTIONS if row.name == wanted)
         named = chosen.packed if packing or wanted == "varlen" else chosen.name
-        return AttentionChoice(named, "", chosen.multiple_of)
+        return AttentionChoice(named, "", chosen.multiple_of, chosen.one_launch)
     fitting = [row for row in ATTENTIONS if machine.vendor in row.auto_on]
     if all(reasons[row.name] for row in fitting):
         said = "; ".join(f"{row.name}: {reasons[row.name]}" for row in fitting)
@@ -99,7 +101,8 @@ def choose_attention(
         )
     chosen = next(row for row in fitting if reasons[row.name] is None)
     passed_over = [f"{row.name}: {reasons[row.name]}" for row in fitting[: fitting.index(chosen)]]
-    return AttentionChoice(chosen.packed, "; ".join(["documents isolated", *passed_over]), chosen.multiple_of)
+    why = "; ".join(["documents isolated", *passed_over])
+    return AttentionChoice(chosen.packed, why, chosen.multiple_of, chosen.one_launch)
 
 
 def check_layers(config: PreTrainedConfig) -> None:

@@ -61,7 +61,6 @@ REASONS = {  # of all three
     "model_type": FOUND_IN_THE_MODEL,
     "overwrite_cache": PREPARED,
     "pad_to_sequence_len": "a packed row is as long as its tokens; batches are padded to a multiple only",
-    "padding_free": "packed documents never see each other, with nothing to ask for",
     "packing_strategy": "rows are filled to 99 % by length, with nothing to ask for",
     "plot_loss": "metrics.jsonl has a line for each logged step",
     "plugins": KERNELS,

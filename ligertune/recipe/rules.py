@@ -206,6 +206,11 @@ RULES = (
         "{0} makes graphs of the layers, which keep nothing in host memory, as {1}: offload asks. Leave one out.",
     ),
     Rule(
+        ("data.padding_free", "train.torch_compile"),
+        lambda recipe: recipe.data.padding_free is True and not recipe.data.packing and recipe.train.torch_compile,
+        "{0} makes rows of ever other documents, and {1} makes graphs of what stays alike. Leave one of them out.",
+    ),
+    Rule(
         ("train.fp8", "method.type"),
         lambda recipe: recipe.train.fp8 and recipe.method.type != "full",
         "{0} speeds up the products of weights that train, and {1} is {recipe.method.type}. Leave {0} out.",

@@ -154,6 +154,11 @@ class DataSpec(Section):
     packing: Switch = Field(
         True, description="Put examples into rows of max_length; they never see each other. A batch counts rows."
     )
+    padding_free: AutoSwitch = Field(
+        "auto",
+        description="Without packing: lay the examples of a batch one behind another instead of padding them; "
+        "auto: where our kernels run and the attention keeps them apart at no cost.",
+    )
     num_proc: Literal["auto"] | PositiveInt = Field(
         "auto", description="Processes that prepare the data; auto: one for each core."
     )

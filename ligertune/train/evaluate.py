@@ -56,4 +56,4 @@ def evaluate(
 def _rows(plan: Plan, batcher: Batcher) -> Sequence[np.ndarray]:
     """Packs as in training, or single examples with the longest first: little padding, and a lack of memory at once."""
     lengths = batcher.examples.lengths
-    return pack(lengths, plan.rows.length) if batcher.packed else np.argsort(-lengths, kind="stable")[:, None]
+    return pack(lengths, plan.rows.length) if plan.rows.packed else np.argsort(-lengths, kind="stable")[:, None]

@@ -15,10 +15,13 @@ import torch
 from ligertune.data.batches import collate_packed
 from ligertune.data.examples import Example
 from ligertune.errors import UserError
+from ligertune.model.padding_free import asked_for
 from ligertune.vision.families import family_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from ligertune.plan import Plan
 
 FIRST, SECOND = 13, 11  # tokens; odd, and few
 # What rounding may move in the second document, as a share of what the change moves in the first. Rows of a product do
@@ -72,3 +75,16 @@ def check_isolation(model: PreTrainedModel, *, multiple_of: int) -> None:
             f"(changing one moves the other's logits {found:.1e} times as far as its own).",
             hint="Write data.packing: false.",
         )
+
+
+def why_not_joined(plan: Plan, model: PreTrainedModel) -> str | None:
+    """What the model has against rows of several documents, in words; a UserError where the recipe asks for them."""
+    try:
+        check_isolation(model, multiple_of=plan.rows.multiple_of)
+    except UserError as problem:
+        if plan.rows.packed:
+            raise
+        if plan.recipe.data.padding_free is True:
+            raise asked_for(problem) from problem
+        return problem.message.removeprefix("data.packing: ")
+    return None

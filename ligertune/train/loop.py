@@ -318,7 +318,7 @@ def _batcher(
 ) -> Batcher:
     return Batcher(
         examples,
-        packed=plan.rows.packed,
+        packed=plan.rows.joined,
         multiple_of=plan.rows.multiple_of,
         pad_token_id=pad_token_id,
         index_labels=plan.loss_in_head,

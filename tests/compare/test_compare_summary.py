@@ -25,6 +25,7 @@ def trial(side: str, *, repeat=1, rate=100.0, peak=1 << 30, mfu=None, taken=None
     report = {
         "dtype": "float32",
         "fp8": side == "with-fp8",
+        "padding_free": side == "with",
         "throughput": {"tokens_per_second": rate, "mfu": mfu},
         "peak_memory": {"allocated_steady": peak, "reserved_steady": 2 * peak},
         "kernels": [{"kernel": "swiglu", "applied": 5}],
@@ -60,6 +61,12 @@ def test_a_step_of_many_medians_is_named_with_its_run():
     assert [(s.repeat, s.step, s.times_median) for s in found.slow_steps] == [(2, 3, 4.0)]  # not the warm-up's 9 s
     assert found.median_step_seconds == 1.0
     assert found.median_tokens_per_second == 100
+
+
+def test_a_side_without_padding_says_so():
+    found = point(trial("with"), trial("without"))
+    assert found.side("with").kernels == "swiglu x 5 (Triton); padding-free batches"
+    assert found.side("without").kernels == "swiglu x 5 (Triton)"
 
 
 def test_the_plain_baseline_is_the_reference_and_else_the_first_without_kernels():

@@ -56,6 +56,15 @@ def test_a_side_says_what_trains_differently(quickstart, tmp_path):
     assert [(train.fp8, train.torch_compile) for train in said.values()] == [(False, False), (True, True)]
 
 
+def test_what_others_compute_is_padded_as_they_pad(quickstart, tmp_path):
+    """With our kernels a recipe's word stands; without, or under a compiler, batches are rectangles."""
+    recipe = settings_of(quickstart / "stories260k.yaml", ["data.padding_free=true"], None)[0].recipe
+    said = {name: trial_recipe(recipe, side, 5, tmp_path).data.padding_free for name, side in SIDE_OF.items()}
+    ours = {name for name, padding_free in said.items() if padding_free is True}
+    assert ours == {"with", "no-fused-loss"}
+    assert all(said[name] is False for name in said.keys() - ours)
+
+
 @pytest.mark.skipif(find_spec("torchao") is not None, reason="torchao is installed")
 def test_float8_without_torchao_is_refused_with_how_to_get_it():
     with pytest.raises(UserError, match="--baseline with-fp8: torchao is not installed"):

@@ -110,6 +110,9 @@ def test_outlook_counts_rows_padding_steps_and_tokens():
     padded = recipe().model_copy(update={"data": recipe().data.model_copy(update={"packing": False})})
     alone = outlook(padded, lengths, lengths // 2, processes=1)
     assert (alone.rows, alone.packed, alone.fill) == (7, False, alone.fill_grouped)
+    joined = padded.model_copy(update={"data": padded.data.model_copy(update={"padding_free": True})})
+    behind_one_another = outlook(joined, lengths, lengths // 2, processes=1)
+    assert (alone.padding_free, behind_one_another.padding_free, behind_one_another.fill) == (False, True, 1.0)
     assert outlook(recipe(max_steps=4), lengths, lengths, processes=1).tokens == round(215 * 4 * 6 / len(packs))
 
 

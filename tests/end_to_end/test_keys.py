@@ -102,6 +102,7 @@ def test_a_key_changes_the_losses(key, train, usual):
 CHANGES_PLAN = {
     "model.attn_implementation": ("eager", ("attn_implementation",), "eager"),
     "model.num_hidden_layers": (2, ("n_parameters",), 123_712),
+    "data.padding_free": (True, ("rows", "padding_free"), True),
     "train.max_steps": (2, ("schedule", "total_steps"), 2),
     "train.num_train_epochs": (2.0, ("schedule", "total_steps"), 18),
     "train.global_batch_size": (8, ("batching", "accumulation"), 4),

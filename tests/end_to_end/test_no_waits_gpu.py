@@ -43,9 +43,16 @@ def waits(quickstart, folder, *, steps: int, **settings) -> collections.Counter:
     return collections.Counter(f"{w.filename}:{w.lineno}" for w in caught if "synchronizing" in str(w.message))
 
 
-@pytest.mark.parametrize("packing", [True, False], ids=["packed", "padded"])
-def test_more_steps_wait_no_more_often(packing, quickstart, tmp_path):
-    settings = {"data.packing": packing, "logging.logging_steps": 1}
+WAYS = {
+    "packed": {"data.packing": True},
+    "padding-free": {"data.packing": False, "data.padding_free": True},
+    "padded": {"data.packing": False, "data.padding_free": False},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_more_steps_wait_no_more_often(way, quickstart, tmp_path):
+    settings = {**WAYS[way], "logging.logging_steps": 1}
     short, long = (waits(quickstart, tmp_path, steps=steps, **settings) for steps in (8, 16))
     grown = {place: (short[place], long[place]) for place in long if long[place] > short[place]}
     assert not grown

@@ -59,11 +59,27 @@ REBUILT = {"kernels.rebuild": True}  # reads weights in the backward that are ga
         pytest.param(True, FSDP2, REBUILT, marks=pytest.mark.slow),
         (False, (), {}),
         (False, ("--multi_gpu",), {}),
+        (False, ("--multi_gpu",), {"data.padding_free": True}),
     ],
-    ids=["packed-1x8", "packed-ddp-2x4", "packed-fsdp2-2x4", "rebuilt-fsdp2-2x4", "grouped-1x8", "grouped-ddp-2x4"],
+    ids=[
+        "packed-1x8",
+        "packed-ddp-2x4",
+        "packed-fsdp2-2x4",
+        "rebuilt-fsdp2-2x4",
+        "grouped-1x8",
+        "grouped-ddp-2x4",
+        "padding-free-ddp-2x4",
+    ],
 )
 def test_losses_do_not_depend_on_how_the_batch_is_cut(whole, packing, launcher, changes, recipe, tmp_path):
-    found = train(recipe, tmp_path, packing=packing, micro=1, launcher=launcher, **changes)
+    found = train(
+        recipe,
+        tmp_path,
+        packing=packing,
+        micro=4 if "data.padding_free" in changes else 1,
+        launcher=launcher,
+        **changes,
+    )
     assert len(found) == STEPS
     assert found == pytest.approx(whole[packing], rel=1e-5)
 

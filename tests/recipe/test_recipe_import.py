@@ -78,6 +78,7 @@ dataset_test_split: held_out
 eval_strategy: steps
 eval_steps: 100
 packing: true
+padding_free: true
 max_steps: 50
 eos_token: <|im_end|>
 chat_template_path: HuggingFaceTB/SmolLM3-3B
@@ -150,13 +151,14 @@ def test_trl(imported):
     assert recipe.data.datasets[0].name == "main" and recipe.data.eval_datasets[0].split == "held_out"
     assert (recipe.train.max_steps, recipe.train.num_train_epochs) == (50, None)
     assert (recipe.data.max_length, recipe.train.gradient_checkpointing) == (1024, True)
+    assert recipe.data.padding_free is True
     assert recipe.model.tokenizer.eos_token == "<|im_end|>"
     assert list(left(result)) == ["chat_template_path"]  # `completion_only_loss: false` asks for nothing
 
 
 def test_what_is_left_stands_in_the_file_with_its_line(imported):
     result = imported(TRL)
-    assert result.left[0].line == 10
+    assert result.left[0].line == 11
     assert '#   chat_template_path: "HuggingFaceTB/SmolLM3-3B"  (' in result.text
     assert "# TRL does these unasked:" in result.text
 

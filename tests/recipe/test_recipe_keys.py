@@ -31,6 +31,7 @@ DEFAULTS = {
                         "weight": 1.0, "on_bad_row": "drop"},
     "data": {"val_split": 0.0, "eval_datasets": [], "prompt_template": "auto", "system_prompt": None,
              "train_on": "assistant", "max_length": 2048, "on_overlength": "drop", "streaming": False, "packing": True,
+             "padding_free": "auto",
              "num_proc": "auto", "image_dir": None, "cache": True},
     "train": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "global_batch_size": None,
               "num_train_epochs": 1.0, "max_steps": None, "learning_rate": 2e-5, "lr_scheduler_type": "cosine",

@@ -166,3 +166,14 @@ def usual(trained):
 def test_a_key_changes_the_losses(key, trained, usual):
     changed = trained("qwen2_vl", "changed", **{"train.max_steps": 3, key: CHANGES[key]})[2]
     assert losses(changed) != usual
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "llava"])
+def test_examples_with_images_behind_one_another_have_the_losses_of_padded_ones(family, trained):
+    found = []
+    for padding_free in (False, True):
+        alone = {"data.packing": False, "data.padding_free": padding_free}
+        job, _, output = trained(family, name=f"run-{padding_free}", **alone)
+        assert job.plan.rows.joined == padding_free
+        found.append(losses(output))
+    assert found[1] == pytest.approx(found[0], rel=1e-4)

@@ -1,0 +1,101 @@
+"""Whether the examples of a micro batch lie one behind another in one row, so that no padded slot is computed.
+
+A packed row is such a row, and so the same attention serves both. What a step trains on, and its loss, stay.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ligertune.errors import UserError
+from ligertune.model.attention_choice import choose_attention
+from ligertune.vision.families import family_of, sees
+
+if TYPE_CHECKING:
+    import numpy as np
+    from transformers import PreTrainedConfig
+
+    from ligertune.machine import Machine
+    from ligertune.model.attention_choice import AttentionChoice
+    from ligertune.plan import Precision
+    from ligertune.recipe import Recipe
+
+KEY = "data.padding_free"
+
+
+def choose_rows(
+    recipe: Recipe,
+    config: PreTrainedConfig,
+    machine: Machine,
+    precision: Precision,
+    *,
+    lengths: np.ndarray | None = None,
+) -> tuple[AttentionChoice, bool]:
+    """The attention, and whether batches are padding-free; a UserError where the recipe asks for what cannot be.
+
+    lengths: tokens of the examples, where known. Packed rows need no word about padding: for them it is False.
+    """
+
+    def attention(*, packing: bool) -> AttentionChoice:
+        return choose_attention(
+            recipe.model.attn_implementation,
+            config,
+            machine,
+            precision,
+            packing=packing,
+            cp_size=recipe.parallel.cp_size,
+        )
+
+    wanted = recipe.data.padding_free
+    if recipe.data.packing or wanted is False:
+        return attention(packing=recipe.data.packing), False
+    if wanted is True:
+        family = family_of(config)
+        if family is not None and not family.packs:
+            raise UserError(f"{KEY}: examples of a row would see each other's images in {family.name}.", hint=_HINT)
+        try:
+            return attention(packing=True), True
+        except UserError as problem:
+            raise asked_for(problem) from problem
+    if _may_gain(recipe, machine, lengths) and not sees(config):
+        try:
+            found = attention(packing=True)
+        except UserError:  # what it says is about packing, which nobody asked for
+            return attention(packing=False), False
+        if found.one_launch:
+            return found, True
+    return attention(packing=False), False
+
+
+def without_padding_free(recipe: Recipe) -> Recipe:
+    """The recipe, and its batches are padded."""
+    return recipe.model_copy(update={"data": recipe.data.model_copy(update={"padding_free": False})})
+
+
+def note_on_packed(recipe: Recipe) -> tuple[str, ...]:
+    """What there is to say where packed rows are asked to be padding-free."""
+    if recipe.data.packing and recipe.data.padding_free is True:
+        return (f"{KEY} says nothing here: packed rows (data.packing) have no padding",)
+    return ()
+
+
+_HINT = f"Write {KEY}: false, or leave it out."
+
+
+def asked_for(problem: UserError) -> UserError:
+    """What keeps a model from being packed, said of the key by which its examples were to share a row."""
+    if not problem.message.startswith("data.packing:"):
+        return problem
+    return UserError(problem.message.replace("data.packing:", f"{KEY}:", 1), hint=_HINT)
+
+
+def _may_gain(recipe: Recipe, machine: Machine, lengths: np.ndarray | None) -> bool:
+    """Whether padding is computed that another library would compute too, and leaving it out costs nothing else.
+
+    Not with compiled layers, which would see one more size that changes: the number of documents.
+    """
+    if recipe.kernels.enabled is False or machine.vendor == "cpu" or recipe.train.torch_compile:
+        return False
+    if recipe.train.per_device_train_batch_size == 1:
+        return False
+    return lengths is None or bool((lengths != lengths[0]).any())

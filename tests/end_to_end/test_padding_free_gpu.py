@@ -1,0 +1,52 @@
+"""What `data.padding_free: auto` comes to on a GPU: no padded slot, and the losses of padded batches."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from command_line import losses
+from test_padding_free import STEPS, job_of
+
+from ligertune.compare.parity import TOLERANCES
+from ligertune.run import run
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.version.hip is not None, reason="torch's varlen attention is for NVIDIA GPUs"),
+]
+ROUNDING = TOLERANCES["bfloat16"]
+
+
+@pytest.fixture(scope="module")
+def runs(quickstart, tmp_path_factory):
+    """way -> (plan, report as a dict, losses)."""
+    found = {}
+    for way in ("auto", "false"):
+        folder = tmp_path_factory.mktemp(way)
+        job = job_of(quickstart, folder, **{"data.padding_free": way, "model.dtype": "bfloat16"})
+        report = run(job, lambda line: None).as_dict()
+        found[way] = job.plan, report, losses(folder / "run")
+    return found
+
+
+def test_auto_takes_varlen_attention_and_no_padding(runs):
+    plan, report, _ = runs["auto"]
+    assert (plan.attn_implementation, plan.rows.padding_free, plan.rows.packed) == ("varlen", True, False)
+    assert report["throughput"]["padding_share"] < 0.015  # what is left of a multiple of 16
+    plan, report, _ = runs["false"]
+    assert (plan.rows.padding_free, plan.attn_implementation) == (False, "sdpa")
+    assert report["throughput"]["padding_share"] > 0.15
+    assert not any("padded" in note for note in runs["auto"][1]["notes"])  # the model was asked, and keeps them apart
+
+
+def test_its_losses_are_those_of_padded_batches_within_bfloat16(runs):
+    joined, padded = runs["auto"][2], runs["false"][2]
+    assert len(joined) == STEPS
+    assert joined[0] == pytest.approx(padded[0], rel=ROUNDING.first_loss)
+    assert joined == pytest.approx(padded, rel=ROUNDING.loss)
+    assert runs["auto"][1]["eval_loss"] == pytest.approx(runs["false"][1]["eval_loss"], rel=ROUNDING.loss)
+
+
+def test_two_runs_of_it_are_the_same_to_the_bit(quickstart, tmp_path, runs):
+    run(job_of(quickstart, tmp_path, **{"model.dtype": "bfloat16"}), lambda line: None)
+    assert losses(tmp_path / "run") == runs["auto"][2]

@@ -1,0 +1,83 @@
+"""Where `data.padding_free` takes rows of several examples, and where it pads."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import tiny_models
+import transformers
+from test_attention_choice import BF16, CPU, FP32, H100, MI300
+
+from ligertune.errors import UserError
+from ligertune.model.padding_free import choose_rows
+from ligertune.recipe import load_recipe
+
+UNEVEN = np.array([5, 9, 2])
+
+
+def choose(
+    folder, *, config="llama", machine=H100, precision=BF16, lengths: np.ndarray | None = UNEVEN, **sections: dict
+):
+    """(attention's name, whether batches are padding-free); sections: what the recipe says."""
+    data = {"datasets": [{"path": "some/data"}], "packing": False, **sections.pop("data", {})}
+    model = {"model_name_or_path": "some/model", **sections.pop("model", {})}
+    said = {"model": model, "data": data, "checkpoint": {"output_dir": "run"}, **sections}
+    (folder / "recipe.yaml").write_text(json.dumps(said))
+    config = tiny_models.config_of(config) if isinstance(config, str) else config
+    attention, found = choose_rows(load_recipe(folder / "recipe.yaml"), config, machine, precision, lengths=lengths)
+    return attention.implementation, found
+
+
+def test_auto_joins_examples_where_one_launch_attends_to_all(tmp_path):
+    assert choose(tmp_path) == ("varlen", True)
+    assert choose(tmp_path, lengths=None) == ("varlen", True)  # streamed
+    assert choose(tmp_path, model={"attn_implementation": "varlen"}) == ("varlen", True)
+
+
+PADDED = {
+    "packed rows": {"data": {"packing": True}},
+    "false": {"data": {"padding_free": False}},
+    "no kernels": {"kernels": {"enabled": False}},
+    "a CPU": {"machine": CPU, "precision": FP32},
+    "an attention that launches for each document": {"machine": MI300},
+    "the same, chosen": {"model": {"attn_implementation": "sdpa"}},
+    "a soft cap": {"config": "gemma2"},
+    "float32": {"precision": FP32},
+    "compiled layers": {"train": {"torch_compile": True}},
+    "one example": {"train": {"per_device_train_batch_size": 1}},
+    "examples of one length": {"lengths": np.array([7, 7, 7])},
+    "a model that sees": {"config": transformers.Qwen2VLConfig()},
+    "layers with a state": {
+        "config": tiny_models.config_of("llama", layer_types=["linear_attention", "full_attention"])
+    },
+}
+
+
+@pytest.mark.parametrize("why", PADDED)
+def test_auto_pads(why, tmp_path):
+    attention, found = choose(tmp_path, **PADDED[why])
+    assert not found
+    assert attention == {"packed rows": "varlen", "the same, chosen": "sdpa"}.get(why)
+
+
+@pytest.mark.parametrize(("machine", "precision", "attention"), [(CPU, FP32, "per_document"), (H100, BF16, "varlen")])
+def test_true_joins_them_wherever_that_is_exact(machine, precision, attention, tmp_path):
+    asked = {"data": {"padding_free": True}, "machine": machine, "precision": precision}
+    for changes in ({}, {"kernels": {"enabled": False}}, {"train": {"per_device_train_batch_size": 1}}):
+        assert choose(tmp_path, **asked, **changes) == (attention, True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"config": PADDED["layers with a state"]["config"]}, "linear_attention layers"),
+        ({"config": transformers.Gemma3Config()}, "each other's images in Gemma 3"),
+        ({"model": {"attn_implementation": "varlen"}, "machine": CPU, "precision": FP32}, "varlen cannot be used"),
+    ],
+)
+def test_true_is_refused_where_it_cannot_be(changes, why, tmp_path):
+    with pytest.raises(UserError, match=why) as refused:
+        choose(tmp_path, data={"padding_free": True}, **changes)
+    assert "data.packing" not in str(refused.value)
