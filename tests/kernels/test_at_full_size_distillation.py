@@ -117,7 +117,8 @@ def test_no_op_waits_for_the_device(device) -> None:
         loss = linear_jsd(h, w, h, w, labels=labels, num_items_in_batch=n) + linear_jsd(h, w, h, w)
         x = h.log_softmax(-1)
         (loss + jsd(x, x.detach(), labels=labels) + kl_div(x, x.detach(), log_target=True)).backward()
-        int2_int8_matmul(torch.zeros(3, 256, dtype=torch.int8, device=device), packed)
+        for n_rows in (3, 128):
+            int2_int8_matmul(torch.zeros(n_rows, 256, dtype=torch.int8, device=device), packed)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -137,12 +138,40 @@ def test_addresses_more_than_2_31_elements(op, device) -> None:
     assert torch.equal(student.grad[:1], row.grad) and torch.equal(student.grad[-1:], row.grad)
 
 
-@pytest.mark.parametrize("n_rows", [1, 16, 4096])
-@pytest.mark.parametrize("n_cols, n_inner", [(4096, 14336), (1001, 4100)], ids=["BitNet's", "odd"])
+@pytest.mark.parametrize("n_rows", [1, 16, 17, 64, 65, 1001, 4096])
+@pytest.mark.parametrize(
+    "n_cols, n_inner",
+    [
+        pytest.param(4096, 14336, id="BitNet's"),
+        pytest.param(1001, 4100, id="odd"),
+        pytest.param(1001, 4096, id="an odd number of columns"),
+        pytest.param(1000, 64, id="the shortest rows that are unpacked"),
+    ],
+)
 def test_int2_int8_matmul_is_exact(n_cols, n_inner, n_rows, device) -> None:
-    x = torch.randint(-128, 128, (n_rows, n_inner), device=device, dtype=torch.int8)
+    """Of rows that lie together, that skip every second one, and that start at no multiple of 16 bytes."""
+    both = torch.randint(-128, 128, (2 * n_rows, n_inner), device=device, dtype=torch.int8)
     w = pack_int2(torch.randint(-2, 2, (n_cols, n_inner), device=device))
-    assert torch.equal(int2_int8_matmul(x, w), int2_int8_matmul_reference(x, w))
+    late = both.view(-1)[5 : 5 + n_rows * n_inner].view(n_rows, n_inner)
+    for x in (both[:n_rows], both[::2], late):
+        assert torch.equal(int2_int8_matmul(x, w), int2_int8_matmul_reference(x, w))
+    scales = {"x_scale": torch.rand(n_rows, device=device), "weight_scale": torch.rand(n_cols, device=device)}
+    x = both[::2]
+    ours, theirs = int2_int8_matmul(x, w, **scales), int2_int8_matmul_reference(x, w, **scales)
+    torch.testing.assert_close(ours, theirs, rtol=2.0**-22, atol=0.0)  # two roundings
+
+
+@pytest.mark.parametrize("n_rows", [16, 128], ids=["fused", "unpacked"])
+def test_int2_int8_matmul_compiles_without_a_graph_break(n_rows, device) -> None:
+    x = torch.randint(-128, 128, (n_rows, 256), device=device, dtype=torch.int8)
+    w = pack_int2(torch.randint(-2, 2, (512, 256), device=device))
+    scale = torch.rand(512, device=device)
+
+    def call(x, w, scale):
+        return int2_int8_matmul(x, w), int2_int8_matmul(x, w, x_scale=scale[:n_rows], weight_scale=scale)
+
+    for ours, theirs in zip(torch.compile(call, fullgraph=True)(x, w, scale), call(x, w, scale), strict=True):
+        assert torch.equal(ours, theirs)
 
 
 def test_losses_compile_without_a_graph_break(device) -> None:

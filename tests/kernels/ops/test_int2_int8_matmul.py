@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ligertune_kernels import int2_int8_matmul, int2_int8_matmul_reference, pack_int2, unpack_int2
+from ligertune_kernels import int2_int8_matmul, int2_int8_matmul_reference, pack_int2, runs_triton, unpack_int2
+from ligertune_kernels.launch import INTERPRETER, Chip
+from ligertune_kernels.ops.int2_int8_matmul import _unpack, unpacks_first
 
 SIZES = (
     pytest.param((1,), 1, 4, id="one row, one column, one byte"),
     pytest.param((3, 7), 67, 260, id="rows in two dimensions, nothing a multiple of a tile"),
     pytest.param((600,), 20, 64, id="more row tiles than a group, the last one short"),
     pytest.param((70,), 130, 1024, id="several tiles each way, whole 16 bytes"),
+    pytest.param((13, 5), 72, 320, id="unpacked as a whole, from the first number of rows on"),
 )
+H100 = Chip("nvidia", "sm90", 32, 132, 50 << 20)
+MI300X = Chip("amd", "gfx942", 64, 304, 4 << 20)
 
 
 def example(leading: tuple[int, ...], n_cols: int, n_inner: int, device: torch.device):
@@ -41,12 +46,13 @@ def test_the_largest_sums_are_exact(device) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("by_row", [True, False])
 @pytest.mark.parametrize("by_column", [True, False, None])
-def test_scales_multiply_the_product(by_column, by_row, dtype, device) -> None:
-    x, w = example((2, 5), 67, 64, device)
+@pytest.mark.parametrize("n_rows, n_cols", [(10, 67), (66, 72)], ids=["fused", "unpacked"])
+def test_scales_multiply_the_product(n_rows, n_cols, by_column, by_row, dtype, device) -> None:
+    x, w = example((2, n_rows // 2), n_cols, 64, device)
     if by_row is False and by_column is None:
         return
-    x_scale = torch.rand(2, 5, device=device, dtype=dtype) if by_row else None
-    weight_scale = None if by_column is None else torch.rand((67,) if by_column else (), device=device, dtype=dtype)
+    x_scale = torch.rand(x.shape[:-1], device=device, dtype=dtype) if by_row else None
+    weight_scale = None if by_column is None else torch.rand((n_cols,) if by_column else (), device=device, dtype=dtype)
     y = int2_int8_matmul(x, pack_int2(w), x_scale=x_scale, weight_scale=weight_scale)
     expected = int2_int8_matmul_reference(x, pack_int2(w), x_scale=x_scale, weight_scale=weight_scale)
     assert y.dtype == torch.float32
@@ -67,11 +73,34 @@ def test_a_byte_holds_one_column_of_each_quarter(device) -> None:
     assert pack_int2(w).tolist() == [[0b00_01_10_00, 0b00_01_11_01]]
 
 
-def test_takes_rows_of_any_stride(device) -> None:
-    x, w = example((6, 4), 9, 128, device)
+@pytest.mark.parametrize("n_rows, n_bytes", [(1, 1), (7, 65), (3, 2049), (5, 4096)], ids=str)
+def test_the_kernel_unpacks_what_torch_does(n_rows, n_bytes, device) -> None:
+    """One byte; odd; one byte past a block; whole blocks: of every byte there is, and of every second row."""
+    wide = torch.randint(256, (2 * n_rows, n_bytes + 3), device=device, dtype=torch.uint8)
+    if not runs_triton(wide):
+        pytest.skip("the kernel needs a GPU or Triton's interpreter")
+    for w in (wide[:n_rows, :n_bytes].contiguous(), wide[::2, 1 : n_bytes + 1]):
+        assert torch.equal(_unpack(w), unpack_int2(w))
+
+
+@pytest.mark.parametrize("chip", [H100, INTERPRETER], ids=["H100", "interpreter"])
+def test_many_rows_on_nvidia_unpack_the_weight_first(chip) -> None:
+    assert unpacks_first(65, 4096, 1024, chip)
+    assert unpacks_first(4096, 8, 16, chip)
+    assert not unpacks_first(64, 4096, 1024, chip)  # the weight's bytes are the time
+    assert not unpacks_first(65, 4097, 1024, chip)  # cuBLAS wants N in eights
+    assert not unpacks_first(65, 4096, 1026, chip)  # quarters of no 16 bytes
+    assert not unpacks_first(4096, 4096, 1024, MI300X)
+
+
+@pytest.mark.parametrize("leading, n_cols", [((6, 4), 9), ((6, 16), 16)], ids=["fused", "unpacked"])
+def test_takes_rows_of_any_stride(leading, n_cols, device) -> None:
+    x, w = example(leading, n_cols, 128, device)
     packed = pack_int2(w)
     for view in (x[::2], x.transpose(0, 1), x[:, :, ::2].contiguous().repeat_interleave(2, dim=-1)[..., :128]):
         assert torch.equal(int2_int8_matmul(view, packed), int2_int8_matmul(view.contiguous(), packed))
+    late = torch.cat([x.view(-1)[:3], x.view(-1)])[3:].view(x.shape)  # starts at no multiple of 16 bytes
+    assert torch.equal(int2_int8_matmul(late, packed), int2_int8_matmul(x, packed))
     wide = pack_int2(torch.cat([w, w], dim=1))
     assert torch.equal(int2_int8_matmul(x, wide[:, ::2]), int2_int8_matmul(x, wide[:, ::2].contiguous()))
 
