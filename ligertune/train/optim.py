@@ -53,7 +53,16 @@ def _torchao(name: str) -> Build:
     def build(groups: list[dict], plan: Optimizer) -> torch.optim.Optimizer:
         import torchao.optim
 
-        return getattr(torchao.optim, name)(groups, lr=0.0, betas=plan.betas, eps=plan.eps, bf16_stochastic_round=True)
+        kind = getattr(torchao.optim, name)
+
+        class Sharded(kind):
+            """With states that call themselves float32: FSDP2 takes a view of each, which forgets another dtype."""
+
+            @staticmethod
+            def _subclass_zeros(p: torch.Tensor, *others: object) -> torch.Tensor:
+                return kind._subclass_zeros(p.new_empty(1, dtype=torch.float32).expand(p.shape), *others)
+
+        return Sharded(groups, lr=0.0, betas=plan.betas, eps=plan.eps, bf16_stochastic_round=True)
 
     return build
 

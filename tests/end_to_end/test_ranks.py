@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -95,7 +96,23 @@ def test_ranks_share_a_stream_as_one_process_takes_it(recipe, tmp_path):
     assert found[1] == pytest.approx(found[0], rel=1e-5)
 
 
-def test_fsdp_saves_resumes_and_leaves_a_model_that_loads(recipe, tmp_path):
+NEEDS_TORCHAO = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not find_spec("torchao"), reason="needs the package torchao (pip install 'ligertune[quant]')"),
+]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({}, id="adamw"),
+        *(
+            pytest.param({"train.optim": name, "model.dtype": "bfloat16"}, id=name, marks=NEEDS_TORCHAO)
+            for name in ("adamw_torch_8bit", "adamw_torch_4bit", "adamw_torch_fp8")
+        ),
+    ],
+)
+def test_fsdp_saves_resumes_and_leaves_a_model_that_loads(changes, recipe, tmp_path):
     from transformers import AutoModelForCausalLM
 
     start = two_ranks("--use_fsdp", "--fsdp_version", "2")
@@ -104,6 +121,7 @@ def test_fsdp_saves_resumes_and_leaves_a_model_that_loads(recipe, tmp_path):
         "train.per_device_train_batch_size": 4,
         "checkpoint.save_strategy": "steps",
         "checkpoint.save_steps": 2,
+        **changes,
     }
     first = run([*start, "train", str(recipe), *overrides(settings)], cwd=tmp_path)
     assert first.code == 0, first.err[-3000:]
