@@ -51,18 +51,26 @@ def _bitsandbytes(name: str) -> Build:
 
 def _torchao(name: str) -> Build:
     def build(groups: list[dict], plan: Optimizer) -> torch.optim.Optimizer:
+        import torch._functorch.config
         import torchao.optim
 
         kind = getattr(torchao.optim, name)
 
-        class Sharded(kind):
-            """With states that call themselves float32: FSDP2 takes a view of each, which forgets another dtype."""
+        class Mended(kind):
+            """States call themselves float32: FSDP2 takes a view of each, which forgets another dtype.
+
+            The compiled step is not kept on the disk, where torch takes that of one class of states for another's.
+            """
 
             @staticmethod
             def _subclass_zeros(p: torch.Tensor, *others: object) -> torch.Tensor:
                 return kind._subclass_zeros(p.new_empty(1, dtype=torch.float32).expand(p.shape), *others)
 
-        return Sharded(groups, lr=0.0, betas=plan.betas, eps=plan.eps, bf16_stochastic_round=True)
+            def step(self, closure: Callable[[], float] | None = None) -> float | None:
+                with torch._functorch.config.patch(enable_autograd_cache=False):
+                    return super().step(closure)
+
+        return Mended(groups, lr=0.0, betas=plan.betas, eps=plan.eps, bf16_stochastic_round=True)
 
     return build
 

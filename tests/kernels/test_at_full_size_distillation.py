@@ -161,7 +161,7 @@ def test_int2_int8_matmul_is_exact(n_cols, n_inner, n_rows, device) -> None:
     torch.testing.assert_close(ours, theirs, rtol=2.0**-22, atol=0.0)  # two roundings
 
 
-@pytest.mark.parametrize("n_rows", [16, 128], ids=["fused", "unpacked"])
+@pytest.mark.parametrize("n_rows", [16, 128], ids=["few rows", "many rows"])
 def test_int2_int8_matmul_compiles_without_a_graph_break(n_rows, device) -> None:
     x = torch.randint(-128, 128, (n_rows, 256), device=device, dtype=torch.int8)
     w = pack_int2(torch.randint(-2, 2, (512, 256), device=device))
