@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -72,10 +73,18 @@ def words_in(folder: Path) -> dict[int, Word]:
     return {rank: Word(**json.loads(path.read_text(encoding="utf-8"))) for rank, path in sorted(found.items())}
 
 
-def verdict(ended: list[Ended], words: dict[int, Word], *, timeout: int, newest: Path | None) -> UserError:
+def verdict(
+    ended: list[Ended],
+    words: dict[int, Word],
+    *,
+    timeout: int,
+    newest: Path | None,
+    given_up: Collection[int] = (),
+) -> UserError:
     """The sentence on ranks of which some failed.
 
-    timeout: seconds that a rank waits for another in a step. newest: the last checkpoint.
+    timeout: seconds that a rank waits for another in a step. newest: the last checkpoint. given_up: ranks that were
+    ended because they stood still for that long.
 
     Where one fails, the others fail for want of it, or are ended. So a rank that was killed comes before what ranks
     say; and of what they say, what they understood comes before a traceback.
@@ -86,9 +95,10 @@ def verdict(ended: list[Ended], words: dict[int, Word], *, timeout: int, newest:
     early = [one for one in ended if one.at - first < AT_ONCE]
     late = [one for one in ended if one.at - first >= AT_ONCE]
     waited = [one for one in early if _waited_too_long(one, words.get(one.rank))]
-    if late and waited:
+    silent = [one for one in ended if one.rank in given_up] or (late if waited else [])
+    if silent:
         return UserError(
-            f"{_named(late)} did not answer for {timeout} seconds, and was given up. {left}",
+            f"{_named(silent)} did not answer for {timeout} seconds, and was given up. {left}",
             hint=f"{resume} parallel.timeout is how long ranks wait for each other in a step.".strip(),
             exit_code=1,
         )

@@ -22,6 +22,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from ligertune.rank_failure import FOLDER, Ended, leave_tracebacks, verdict, words_in
+from ligertune.standstill import Standstill
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing import PContext
@@ -55,13 +56,18 @@ def run_ranks(plan: Plan, arguments: Sequence[str]) -> int:
             logs_specs=DefaultLogsSpecs(str(folder), redirects=dict.fromkeys(range(1, world), Std.ALL)),
         )
         signals.go_to(context)
-        result = context.wait(period=0.1)
+        standstill, given_up = Standstill(plan.recipe.parallel.timeout), set()
+        while (result := context.wait(timeout=1, period=0.1)) is None:
+            for rank in standstill.over(context.pids()):
+                given_up.add(rank)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(context.pids()[rank], signal.SIGKILL)
     failures = [Ended(f.local_rank, f.pid, f.exitcode, f.timestamp) for f in result.failures.values()]
     code = _code(plan, failures, signals.received)
     if code is not None:
         shutil.rmtree(folder, ignore_errors=True)
         return code
-    raise _failure(plan, failures, folder)
+    raise _failure(plan, failures, folder, given_up)
 
 
 def _store() -> object:
@@ -136,13 +142,13 @@ def _code(plan: Plan, failures: list[Ended], received: list[int]) -> int | None:
     return None
 
 
-def _failure(plan: Plan, failures: list[Ended], folder: Path) -> Exception:
+def _failure(plan: Plan, failures: list[Ended], folder: Path, given_up: set[int]) -> Exception:
     """The sentence; what the ranks said is kept in output_dir, if the run had begun."""
     from ligertune.train.checkpoint import newest_checkpoint
 
     words = words_in(folder)
     newest = newest_checkpoint(plan.output_dir)
-    problem = verdict(failures, words, timeout=plan.recipe.parallel.timeout, newest=newest)
+    problem = verdict(failures, words, timeout=plan.recipe.parallel.timeout, newest=newest, given_up=given_up)
     if any(word.expected and word.message == problem.message for word in words.values()):
         shutil.rmtree(folder, ignore_errors=True)
         return problem

@@ -38,3 +38,11 @@ def test_the_cause_is_named(ended, words, said):
 def test_without_a_checkpoint_nobody_is_told_to_resume():
     problem = verdict([Ended(0, 10, -9, 100)], {}, timeout=60, newest=None)
     assert "There is no checkpoint." in str(problem) and "--resume" not in str(problem)
+
+
+def test_who_stood_still_and_was_ended_for_it_did_not_answer():
+    """It ends first, by a signal that would else be the system's for want of memory; the others fail after it."""
+    ended = [Ended(1, 11, -9, 100), Ended(0, 10, 1, 100.5)]
+    problem = verdict(ended, {0: CLOSED}, timeout=60, newest=NEWEST, given_up={1})
+    assert problem.message.startswith("Rank 1 (process 11) did not answer for 60 seconds, and was given up.")
+    assert str(NEWEST) in problem.message and problem.exit_code == 1

@@ -25,7 +25,7 @@ FLOORS = (
     ("budget", "plan_batching", "plan_float8"),
     ("plan_strategy",),
     ("plan_states",),
-    ("plan", "preflight", "rank_failure"),
+    ("plan", "preflight", "rank_failure", "standstill"),
     ("report", "plan_fit", "curves"),
     ("vision",),
     ("model", "data"),

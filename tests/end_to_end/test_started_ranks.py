@@ -35,13 +35,20 @@ def ranks_of(process: subprocess.Popen) -> dict[int, int]:
     return found
 
 
-def disturbed(recipe: Path, folder: Path, disturb: Callable[[subprocess.Popen], None], **changes: object) -> Done:
-    """A run with two ranks to which something happens after its first checkpoint."""
+def disturbed(
+    recipe: Path,
+    folder: Path,
+    disturb: Callable[[subprocess.Popen], None],
+    *,
+    after: str = "checkpoints/step-3",
+    **changes: object,
+) -> Done:
+    """A run with two ranks to which something happens when `after` is there: its first checkpoint."""
     command = [sys.executable, "-m", "ligertune", "train", str(recipe), *overrides({**SETTINGS, **changes})]
     process = subprocess.Popen(
         command, cwd=folder, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    while process.poll() is None and not (folder / "run" / "checkpoints" / "step-3").exists():
+    while process.poll() is None and not (folder / "run" / after).exists():
         time.sleep(0.02)
     if process.poll() is None:
         disturb(process)
@@ -50,6 +57,7 @@ def disturbed(recipe: Path, folder: Path, disturb: Callable[[subprocess.Popen], 
 
 
 def newest(folder: Path) -> str:
+    """As the sentence on a failure names it."""
     steps = [int(entry.name.removeprefix("step-")) for entry in (folder / "run" / "checkpoints").glob("step-*")]
     return f"run/checkpoints/step-{max(steps)}"
 
@@ -91,15 +99,21 @@ def test_what_only_ranks_find_out_is_said_once(recipe, tmp_path, ligertune):
     assert done.err.count("Error:") == 1 and "was trained with a global batch of 16" in done.err
 
 
-@pytest.mark.slow  # torch gives a rank 30 seconds to answer SIGTERM, and a stopped one does not
-def test_a_rank_that_hangs_is_given_up(recipe, tmp_path):
+@pytest.mark.slow
+@pytest.mark.parametrize("after", ["plan.json", "checkpoints/step-3"], ids=["before the first step", "after a save"])
+def test_a_rank_that_hangs_is_given_up(after, recipe, tmp_path):
+    """Whatever the others do: before the first step and while saving they wait half an hour for each other."""
     started = time.monotonic()
-    stop = {"parallel.timeout": 4}
-    done = disturbed(recipe, tmp_path, lambda process: os.kill(ranks_of(process)[1], signal.SIGSTOP), **stop)
-    assert done.code == 1 and time.monotonic() - started < 120
+
+    def stop(process: subprocess.Popen) -> None:
+        os.kill(ranks_of(process)[1], signal.SIGSTOP)
+
+    done = disturbed(recipe, tmp_path, stop, after=after, **{"parallel.timeout": 4})
+    assert done.code == 1 and time.monotonic() - started < 60
     said = done.err.strip().splitlines()
     assert len(said) == 1, done.err
-    assert "Rank 1 (process " in said[0] and "did not answer for 4 seconds" in said[0] and newest(tmp_path) in said[0]
+    kept = "There is no checkpoint" if after == "plan.json" else newest(tmp_path)
+    assert "Rank 1 (process " in said[0] and "did not answer for 4 seconds" in said[0] and kept in said[0]
 
 
 @pytest.mark.slow

@@ -1,0 +1,36 @@
+"""Which processes stand still: stopped by a signal they answer nobody, whatever a run is about to do.
+
+Within a step the others' patience ends (`train.patience`). Elsewhere it is half an hour, as one may work alone; but a
+stopped process works on nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+STOPPED = "T"  # of Linux' /proc/PID/stat; one that a debugger holds is in t
+
+
+class Standstill:
+    """Asked again and again: since when is each process stopped? clock: seconds."""
+
+    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._seconds, self._clock = seconds, clock
+        self._since: dict[int, float] = {}
+
+    def over(self, pids: Mapping[int, int]) -> list[int]:
+        """The ranks, of rank -> process, that have been stopped for so long. None where there is no /proc."""
+        now = self._clock()
+        stopped = [rank for rank, pid in pids.items() if _state_of(pid) == STOPPED]
+        self._since = {rank: self._since.get(rank, now) for rank in stopped}
+        return [rank for rank, since in self._since.items() if now - since >= self._seconds]
+
+
+def _state_of(pid: int) -> str:
+    try:
+        # the name of the program is in brackets, and may hold some
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
+    except OSError:  # ended, or no Linux
+        return ""
