@@ -11,21 +11,23 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 STOPPED = "T"  # of Linux' /proc/PID/stat; one that a debugger holds is in t
+MOST = 2.0  # seconds that one look counts: a scheduler that suspends a job stops the one who looks, too
 
 
 class Standstill:
-    """Asked again and again: since when is each process stopped? clock: seconds."""
+    """Asked again and again, about every second: for how long was each process seen stopped? clock: seconds."""
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._seconds, self._clock = seconds, clock
-        self._since: dict[int, float] = {}
+        self._looked, self._stood = clock(), dict[int, float]()
 
     def over(self, pids: Mapping[int, int]) -> list[int]:
         """The ranks, of rank -> process, that have been stopped for so long. None where there is no /proc."""
         now = self._clock()
+        passed, self._looked = min(now - self._looked, MOST), now
         stopped = [rank for rank, pid in pids.items() if _state_of(pid) == STOPPED]
-        self._since = {rank: self._since.get(rank, now) for rank in stopped}
-        return [rank for rank, since in self._since.items() if now - since >= self._seconds]
+        self._stood = {rank: self._stood[rank] + passed if rank in self._stood else 0.0 for rank in stopped}
+        return [rank for rank, stood in self._stood.items() if stood >= self._seconds]
 
 
 def _state_of(pid: int) -> str:

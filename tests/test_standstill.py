@@ -38,12 +38,21 @@ def test_only_who_is_stopped_for_that_long_is_over(pids):
     standstill = Standstill(5, clock=lambda: now[0])
     assert standstill.over(pids) == []
     send(pids[1], signal.SIGSTOP, "T")
-    for now[0], over in ((1.0, []), (5.5, []), (6.0, [1])):
+    for now[0], over in ((1.0, []), (2.5, []), (4.0, []), (5.5, []), (6.0, [1])):
         assert standstill.over(pids) == over
     send(pids[1], signal.SIGCONT, "S")
     assert standstill.over(pids) == []
     send(pids[1], signal.SIGSTOP, "T")
-    for now[0], over in ((20.0, []), (24.0, []), (25.0, [1])):  # counted anew
+    for now[0], over in ((7.0, []), (9.0, []), (11.0, []), (12.0, [1])):  # counted anew
+        assert standstill.over(pids) == over
+
+
+def test_hours_in_which_nobody_looked_do_not_count(pids):
+    """A suspended job: its starter goes on first, and finds the ranks stopped as they were."""
+    now = [0.0]
+    standstill = Standstill(5, clock=lambda: now[0])
+    send(pids[0], signal.SIGSTOP, "T")
+    for now[0], over in ((1.0, []), (7200.0, []), (7201.0, []), (7203.0, [0])):
         assert standstill.over(pids) == over
 
 
