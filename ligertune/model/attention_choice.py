@@ -35,7 +35,7 @@ class Attention:
     widest_head: int = 1 << 30
     parts_on: tuple[str, ...] = ()  # vendors on which its queries may have more keys than they are, with no mask
     flag: str | None = None  # of those of transformers' model classes that take it
-    one_launch: bool = False  # for all documents of a row: as quick as padded rows
+    one_launch: bool = False  # for all documents of a row
     multiple_of: int = 16  # tokens of a batch: matrix products like it, 2 % more tokens/s on an H100, padding and all
 
 

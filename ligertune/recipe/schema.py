@@ -157,7 +157,7 @@ class DataSpec(Section):
     padding_free: AutoSwitch = Field(
         "auto",
         description="Without packing: lay the examples of a batch one behind another instead of padding them; "
-        "auto: where our kernels run and the attention keeps them apart at no cost.",
+        "auto: where our kernels run and one launch of attention keeps them apart.",
     )
     num_proc: Literal["auto"] | PositiveInt = Field(
         "auto", description="Processes that prepare the data; auto: one for each core."
@@ -299,7 +299,9 @@ class ParallelSpec(Section):
         False, description="fsdp: keep weights, gradients and optimizer states in host memory; the step is taken there."
     )
     timeout: PositiveInt = Field(
-        60, description="Seconds that processes wait for one of them in a step; in saves and evaluations longer."
+        60,
+        description="Seconds that processes wait for one of them in a step, longer in saves and evaluations; and for "
+        "one that is stopped, anywhere.",
     )
 
 
