@@ -137,6 +137,14 @@ def backward_bytes(layer: LayerShape, kept: Kept, itemsize: int) -> int:
     return (2 * layer.hidden + gates * layer.mlp + max(made_again(layer, kept))) * itemsize
 
 
+def gate_bytes(layer: LayerShape, kept: Kept, itemsize: int) -> int:
+    """A token's gate of one layer where gates wait on the host: one more is on the device than is in use.
+
+    While the loss is computed these are the last layer's, and the one before it, which has just been copied.
+    """
+    return layer.mlp * itemsize if kept.checkpointing == "offload_gate" and not layer.routed else 0
+
+
 def float8_bytes(layer: LayerShape, kept: Kept, tokens: int) -> int:
     """Copies of the operands of the widest product's backward: weight, input and the output's gradient in float8.
 
@@ -215,6 +223,7 @@ def moments(
     else:
         held, recomputed = layers * whole, 0
     held += tower
+    gate = gate_bytes(layer, kept, itemsize) * batch.tokens
     # the embedding's output or the last layer's, the last norm's output, and rotary tables of one head's width
     ends = batch.tokens * (2 * layer.hidden + 2 * (layer.query // layer.heads)) * itemsize
     most, left = loss_bytes(head, kept, batch, itemsize, free)
@@ -240,8 +249,8 @@ def moments(
         there = max(0, gradients - of_layers // layers - kept_end * (head.embedding_trains and not head.tied))
         again = 0
     return (
-        Moment("loss", held + ends, before, most, workspace + end + 2 * unit),
-        Moment("backward", held + ends + recomputed - spent, before, left, workspace + back + gathered),
+        Moment("loss", held + ends + 2 * gate, before, most, workspace + end + 2 * unit),
+        Moment("backward", held + ends + recomputed - spent + gate, before, left, workspace + back + gathered),
         Moment("first layer", whole + tower, there, again, workspace + back + gathered),
         Moment("gradients", ends, gradients, embedding, workspace + back + 2 * end),
         Moment("step", 0, gradients, 0, workspace + step_bytes),

@@ -86,7 +86,20 @@ class Budget:
         return replace(self, kept=replace(self.kept, checkpointing=False))
 
     def with_checkpointing(self) -> Budget:
-        return replace(self, kept=replace(self.kept, checkpointing=True))
+        return replace(self, kept=replace(self.kept, checkpointing=self.kept.checkpointing or True))
+
+    def host_bytes(self, micro_batch_size: int, row_length: int) -> int:
+        """What checkpointing leaves in the host's memory of a micro batch, for each process."""
+        tokens = -(-micro_batch_size * row_length // self.cp_size)
+        width = {"offload": self.layer.hidden, "offload_gate": 0 if self.layer.routed else self.layer.mlp}
+        return self.layers * tokens * width.get(self.kept.checkpointing, 0) * self.itemsize
+
+    def host_notes(self, micro_batch_size: int, row_length: int) -> tuple[str, ...]:
+        """That in words, if it is anything."""
+        taken, what = self.host_bytes(micro_batch_size, row_length), self.kept.checkpointing
+        waiting = "gates" if what == "offload_gate" else "inputs"
+        said = f"the layers' {waiting} wait in {taken / 2**30:.2f} GiB of pinned host memory for each process"
+        return (f"train.gradient_checkpointing: {what}: {said}",) if taken else ()
 
 
 @dataclass(frozen=True)

@@ -392,5 +392,9 @@ def make_plan(
         data=data,
         save=Cadence(recipe.checkpoint.save_strategy, recipe.checkpoint.save_steps),
         evaluate=Cadence(recipe.eval.eval_strategy if data.eval_examples else "no", recipe.eval.eval_steps),
-        notes=(*notes, *float8_notes(recipe, machine)),
+        notes=(
+            *notes,
+            *float8_notes(recipe, machine),
+            *(budget.host_notes(batching.micro_batch_size, length) if budget else ()),
+        ),
     )

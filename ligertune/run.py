@@ -188,7 +188,7 @@ def trained_model(
     """
     import torch
 
-    from ligertune.model.attention import checkpoint_layers
+    from ligertune.model.checkpointing import checkpoint_layers
     from ligertune.model.compiled import compile_layers
     from ligertune.model.float8 import to_float8
     from ligertune.model.known_rows import know_rows
@@ -222,7 +222,7 @@ def trained_model(
     if plan.recipe.train.fp8:  # behind that check: documents of a batch share one scale, and so each other's rounding
         to_float8(model)
     if kept := plan.recipe.train.gradient_checkpointing:
-        checkpoint_layers(model, offload=kept == "offload", compiled=plan.recipe.train.torch_compile)
+        checkpoint_layers(model, kept, compiled=plan.recipe.train.torch_compile)
     model = apply_method(model, plan.recipe.method, seed=plan.recipe.train.seed)
     if plan.recipe.task == "medusa":
         with accelerator.autocast():  # the model is asked what it does with its head, and adapters are float32
@@ -362,6 +362,7 @@ def preview_model(recipe: Recipe, config: PreTrainedConfig, device: str, attenti
 
     import ligertune.model.documents  # noqa: F401  makes its attention known to transformers
     from ligertune.model.float8 import float8_linears
+    from ligertune.model.kept_gate import check_gates, keep_gates
     from ligertune.model.load import build_model
     from ligertune.model.lora import apply_method
     from ligertune.model.shape import ModelShape
@@ -375,6 +376,8 @@ def preview_model(recipe: Recipe, config: PreTrainedConfig, device: str, attenti
     lines = () if report is None else tuple(KernelLine(r.kernel, r.applied, r.left, r.note) for r in report.rows)
     if recipe.train.fp8:
         lines += (KernelLine("float8_linear", *float8_linears(model).counts()),)
+    if recipe.train.gradient_checkpointing == "offload_gate":
+        check_gates(keep_gates(model), model.config.model_type)
     adapted = apply_method(model, recipe.method)
     shape = ModelShape.of(adapted)
     if recipe.task == "medusa":

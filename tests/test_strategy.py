@@ -9,6 +9,7 @@ import torch
 
 from ligertune.errors import UserError
 from ligertune.machine import Machine, choose_processes
+from ligertune.plan import row_length
 from ligertune.plan_states import states_of
 from ligertune.plan_strategy import Whole, check_copies, check_offload, check_pictures, check_strategy, choose_strategy
 from ligertune.recipe import load_recipe
@@ -124,6 +125,37 @@ def test_offload_takes_the_states_off_the_device(quickstart, tmp_path):
     assert offloaded.strategy == "fsdp" and offloaded.bytes == held.bytes  # of the run, wherever they are
     assert offloaded.peak.optimizer == offloaded.peak.moment.gradients == 0 < held.peak.optimizer
     assert 0 < offloaded.peak.total < held.peak.total
+
+
+@pytest.mark.parametrize(
+    ("kind", "width"), [("true", 0), ("offload", 64), ("offload_gate", 172)]
+)  # hidden and intermediate sizes of the quickstart's model
+def test_what_waits_on_the_host_is_planned(kind, width, quickstart, tmp_path):
+    changes = [f"train.gradient_checkpointing={kind}", f"checkpoint.output_dir={tmp_path}", "model.dtype=bfloat16"]
+    plan = plan_for(load_recipe(quickstart / "stories260k.yaml", overrides=changes), for_show=True, memory_gib=80).plan
+    tokens = plan.batching.micro_batch_size * row_length(plan.rows, plan.data)
+    assert plan.budget.host_bytes(plan.batching.micro_batch_size, row_length(plan.rows, plan.data)) == (
+        plan.budget.layers * tokens * width * 2
+    )
+    assert any("pinned host memory" in note for note in plan.notes) == bool(width)
+
+
+def test_two_gates_are_planned_beside_what_checkpointing_holds(quickstart, tmp_path):
+    found = {}
+    for kind in ("true", "offload_gate"):
+        changes = [f"train.gradient_checkpointing={kind}", f"checkpoint.output_dir={tmp_path}"]
+        recipe = load_recipe(quickstart / "stories260k.yaml", overrides=changes)
+        found[kind] = plan_for(recipe, for_show=True, memory_gib=80).plan
+    plan = found["true"]
+    gate = plan.batching.micro_batch_size * row_length(plan.rows, plan.data) * 172 * plan.budget.itemsize
+    assert gate <= found["offload_gate"].peak.total - plan.peak.total <= 2 * gate
+
+
+@pytest.mark.parametrize("change", ["method.type=qlora", "model.dtype=float16", "parallel.strategy=deepspeed_zero3"])
+def test_gates_that_cannot_be_kept_are_refused(change, quickstart):
+    changes = ["train.gradient_checkpointing=offload_gate", change]
+    with pytest.raises(UserError, match=r"offload_gate keeps what plain linear layers give"):
+        load_recipe(quickstart / "stories260k.yaml", overrides=changes)
 
 
 @pytest.mark.parametrize(("copies", "world"), [(2, 2), (2, 3), (2, 1), (4, 6), (8, 8)])

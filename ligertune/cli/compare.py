@@ -34,7 +34,10 @@ def compare(
     sweep: Annotated[str | None, typer.Option(metavar="AXIS=A,B", help="batch=4,8,16 or length=512,1024.")] = None,
     baseline: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="hf, hf-chunked, compile; ours: with-compile, with-fp8; may be repeated."),
+        typer.Option(
+            metavar="NAME",
+            help="hf, hf-chunked, compile; with-rebuild, with-offload-gate, with-compile, with-fp8; may be repeated.",
+        ),
     ] = None,
     peer: Annotated[list[str] | None, typer.Option(metavar="NAME", help="liger, if liger-kernel is installed.")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Measured steps of a run; 20, on a CPU 8.")] = None,

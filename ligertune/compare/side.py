@@ -34,10 +34,13 @@ class Side:
 
 ON, OFF = {"enabled": True}, {"enabled": False}
 FLOAT8 = {"fp8": True, "torch_compile": True}
+GATES = {"gradient_checkpointing": "offload_gate"}
 
 SIDES = (
     Side("with", "ligertune", ON, ours=True),
     Side("no-fused-loss", "ligertune without its fused loss", {**ON, "loss": "torch"}, ours=True),
+    Side("with-rebuild", "ligertune, rebuild", {**ON, "rebuild": True}, ours=True),
+    Side("with-offload-gate", "ligertune, offload_gate", ON, ours=True, train=GATES),
     Side("with-compile", "ligertune + torch.compile", ON, ours=True, change="compile"),
     Side("with-fp8", "ligertune, fp8 + compile", ON, ours=True, needs="torchao", train=FLOAT8),
     Side("without", "Hugging Face", OFF),
@@ -46,7 +49,8 @@ SIDES = (
     Side("liger", "liger-kernel", OFF, change="liger", needs="liger_kernel"),
 )
 SIDE_OF = {side.name: side for side in SIDES}
-BASELINES = {"hf": "without", **{name: name for name in ("hf-chunked", "compile", "with-compile", "with-fp8")}}
+OURS = ("with-rebuild", "with-offload-gate", "with-compile", "with-fp8")
+BASELINES = {"hf": "without", **{name: name for name in ("hf-chunked", "compile", *OURS)}}
 PEERS = ("liger",)
 
 

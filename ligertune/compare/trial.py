@@ -88,12 +88,20 @@ def trial_recipe(recipe: Recipe, side: Side, steps: int, output_dir: Path) -> Re
     # without our kernels, and under a compiler, batches are padded as those libraries run
     pads = side.change or side.train.get("torch_compile") or not kernels.enabled
     layout = {"padding_free": False} if pads else {}
+    # and their layers are run again whole
+    checkpoints = {"gradient_checkpointing": True} if pads and recipe.train.gradient_checkpointing else {}
     return recipe.model_copy(
         update={
             "kernels": kernels,
             "data": recipe.data.model_copy(update=layout),
             "train": recipe.train.model_copy(
-                update={"max_steps": steps, "num_train_epochs": None, "full_determinism": False, **side.train}
+                update={
+                    "max_steps": steps,
+                    "num_train_epochs": None,
+                    "full_determinism": False,
+                    **checkpoints,
+                    **side.train,
+                }
             ),
             "eval": recipe.eval.model_copy(update={"eval_strategy": "no"}),
             "logging": recipe.logging.model_copy(update={"logging_steps": 1}),

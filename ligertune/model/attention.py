@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import torch
-from transformers import PreTrainedModel
 
 
 def prefer_flash() -> None:
@@ -42,31 +40,3 @@ def same_bits(enabled: bool, attn_implementation: str = "sdpa") -> Iterator[None
         yield
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-
-
-def checkpoint_layers(model: PreTrainedModel, *, offload: bool = False, compiled: bool = False) -> None:
-    """Keep only the layers' inputs, and run each layer again in the backward. offload: keep them in host memory.
-
-    compiled: the layers are, forward and backward in one mode; a graph takes no context for what it runs again.
-    """
-    # 5.23's name for what 5.17 calls gradient checkpointing
-    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
-    enable({"use_reentrant": False} | ({} if compiled else {"context_fn": _recomputation}))
-    for module in model.modules() if offload else ():
-        if hasattr(module, "_gradient_checkpointing_func"):
-            module._gradient_checkpointing_func = _in_host_memory(module._gradient_checkpointing_func)
-
-
-def _in_host_memory(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
-    """A checkpoint whose inputs wait on the host, pinned. The copies are on the compute stream: exact, and slower."""
-
-    def offloaded(*args: Any, **kwargs: Any) -> Any:
-        with torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available()):
-            return checkpoint(*args, **kwargs)
-
-    return offloaded
-
-
-def _recomputation() -> tuple[contextlib.AbstractContextManager, contextlib.AbstractContextManager]:
-    """torch.utils.checkpoint's `context_fn`: layers are run again inside the backward, as they were before it."""
-    return contextlib.nullcontext(), same_bits(False)

@@ -79,6 +79,8 @@ def _has_adapter(recipe: Recipe) -> bool:
     return recipe.method.type in ("lora", "qlora")
 
 
+ON_HOST = ("offload", "offload_gate")  # what checkpointing may leave in host memory
+
 RULES = (
     *(rule for key, rival in EITHER_OR.items() for rule in _either_or(key, rival)),
     Rule(
@@ -202,8 +204,26 @@ RULES = (
     ),
     Rule(
         ("train.torch_compile", "train.gradient_checkpointing"),
-        lambda recipe: recipe.train.torch_compile and recipe.train.gradient_checkpointing == "offload",
-        "{0} makes graphs of the layers, which keep nothing in host memory, as {1}: offload asks. Leave one out.",
+        lambda recipe: recipe.train.torch_compile and recipe.train.gradient_checkpointing in ON_HOST,
+        "{0} makes graphs of the layers, which keep nothing in host memory, as {1}: "
+        "{recipe.train.gradient_checkpointing} asks. Leave one out.",
+    ),
+    *(
+        Rule(
+            ("train.gradient_checkpointing", key),
+            lambda recipe, refused=refused: recipe.train.gradient_checkpointing == "offload_gate" and refused(recipe),
+            f"{{0}}: offload_gate keeps what plain linear layers give, and {why}. Write {{0}}: true.",
+        )
+        for key, refused, why in (
+            ("method.type", lambda recipe: recipe.method.type == "qlora", "those of {1}: qlora have four bits"),
+            ("train.fp8", lambda recipe: recipe.train.fp8, "{1} has other ones"),
+            ("model.dtype", lambda recipe: recipe.model.dtype == "float16", "with {1}: float16 they are cast"),
+            (
+                "parallel.strategy",
+                lambda recipe: recipe.parallel.strategy.startswith("deepspeed"),
+                "{1} takes their weights away",
+            ),
+        )
     ),
     Rule(
         ("data.padding_free", "train.torch_compile"),

@@ -216,7 +216,9 @@ class TrainSpec(Section):
     group_by_length: Switch = Field(True, description="Without packing: batches of examples of about one length.")
     full_determinism: Switch = Field(True, description="The same bits in every run on one device, and after a resume.")
     gradient_checkpointing: SwitchOrOffload = Field(
-        False, description="Recompute activations in the backward; offload also keeps layer inputs in host memory."
+        False,
+        description="Recompute activations in the backward; offload also keeps layer inputs in host memory. "
+        "offload_gate keeps the MLPs' gates there and does not recompute them: faster, and as exact.",
     )
     torch_compile: Switch = Field(False, description="Compile each layer with torch: some minutes, then faster steps.")
     fp8: Switch = Field(

@@ -20,6 +20,10 @@ CHOICES = [
     pytest.param(
         {"baselines": ["with-compile", "with-fp8"]}, ["with", "with-compile", "with-fp8"], marks=NEEDS_TORCHAO
     ),
+    (
+        {"baselines": ["hf", "with-offload-gate", "with-rebuild"]},
+        ["with", "with-rebuild", "with-offload-gate", "without"],
+    ),
     ({"baselines": ["hf-chunked", "with-compile"]}, ["with", "with-compile", "hf-chunked"]),
 ]
 
@@ -61,8 +65,15 @@ def test_what_others_compute_is_padded_as_they_pad(quickstart, tmp_path):
     recipe = settings_of(quickstart / "stories260k.yaml", ["data.padding_free=true"], None)[0].recipe
     said = {name: trial_recipe(recipe, side, 5, tmp_path).data.padding_free for name, side in SIDE_OF.items()}
     ours = {name for name, padding_free in said.items() if padding_free is True}
-    assert ours == {"with", "no-fused-loss"}
+    assert ours == {"with", "no-fused-loss", "with-rebuild", "with-offload-gate"}
     assert all(said[name] is False for name in said.keys() - ours)
+
+
+def test_others_run_whole_layers_again(quickstart, tmp_path):
+    changes = ["train.gradient_checkpointing=offload_gate"]
+    recipe = settings_of(quickstart / "stories260k.yaml", changes, None)[0].recipe
+    said = {name: trial_recipe(recipe, SIDE_OF[name], 5, tmp_path).train for name in ("with", "without", "liger")}
+    assert [train.gradient_checkpointing for train in said.values()] == ["offload_gate", True, True]
 
 
 @pytest.mark.skipif(find_spec("torchao") is not None, reason="torchao is installed")

@@ -36,6 +36,7 @@ HOST = {
                                   "train.per_device_train_batch_size": 16, "train.max_grad_norm": 0},
     "optimizer on the host": {"train.optim_offload": True},
     "activations on the host": {"train.gradient_checkpointing": "offload"},
+    "gates on the host": {"train.gradient_checkpointing": "offload_gate"},
 }  # fmt: skip
 
 

@@ -144,6 +144,7 @@ def test_optimizers_and_checkpointing_train_alike(train, usual):
         {"train.optim": "adamw_torch"},
         {"train.gradient_checkpointing": True},
         {"train.gradient_checkpointing": "offload"},
+        {"train.gradient_checkpointing": "offload_gate"},
         {"kernels.rebuild": True},
         {"train.per_device_train_batch_size": "auto", "train.global_batch_size": 4},
     ):
@@ -153,7 +154,7 @@ def test_optimizers_and_checkpointing_train_alike(train, usual):
 def test_gradient_checkpointing_runs_layers_twice(quickstart):
     import torch
 
-    from ligertune.model.attention import checkpoint_layers
+    from ligertune.model.checkpointing import checkpoint_layers
     from ligertune.model.load import build_model, read_config
 
     spec = read(quickstart, quickstart).model

@@ -48,6 +48,7 @@ def whole(tmp_path_factory, quickstart):
 
 
 FSDP2 = ("--use_fsdp", "--fsdp_version", "2")
+GATES = {"train.gradient_checkpointing": "offload_gate"}
 REBUILT = {"kernels.rebuild": True}  # reads weights in the backward that are gathered for others
 
 
@@ -58,6 +59,7 @@ REBUILT = {"kernels.rebuild": True}  # reads weights in the backward that are ga
         (True, ("--multi_gpu",), {}),
         (True, FSDP2, {}),
         pytest.param(True, FSDP2, REBUILT, marks=pytest.mark.slow),
+        pytest.param(True, FSDP2, GATES, marks=pytest.mark.slow),
         (False, (), {}),
         (False, ("--multi_gpu",), {}),
         (False, ("--multi_gpu",), {"data.padding_free": True}),

@@ -14,8 +14,8 @@ from torch import nn
 
 from ligertune.errors import UserError
 from ligertune.machine import Machine
-from ligertune.model.attention import checkpoint_layers
 from ligertune.model.attention_choice import ATTENTIONS
+from ligertune.model.checkpointing import checkpoint_layers
 from ligertune.model.float8 import MULTIPLE_OF, float8_linears, to_float8
 from ligertune.model.patch import patch
 from ligertune.model.sole_reader import gives_memory_of_its_own

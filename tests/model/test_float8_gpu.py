@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from ligertune.errors import UserError
 from ligertune.machine import this_machine
-from ligertune.model.attention import checkpoint_layers
+from ligertune.model.checkpointing import checkpoint_layers
 from ligertune.model.compiled import compile_layers
 from ligertune.model.float8 import to_float8
 from ligertune.model.patch import patch

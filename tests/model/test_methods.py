@@ -12,7 +12,7 @@ import torch
 from test_patch_parity import assert_same_training
 
 from ligertune.errors import UserError
-from ligertune.model.attention import checkpoint_layers
+from ligertune.model.checkpointing import checkpoint_layers
 from ligertune.model.deferred import loss_counts
 from ligertune.model.lora import apply_method
 from ligertune.model.patch import patch
@@ -29,7 +29,7 @@ def pair(spec: MethodSpec, family: str = "llama", *, checkpointing: bool | str =
     made = []
     for model in (patched, plain):
         if checkpointing:
-            checkpoint_layers(model, offload=checkpointing == "offload")
+            checkpoint_layers(model, checkpointing)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(1)
             made.append(apply_method(model, spec).train())
@@ -73,7 +73,7 @@ def test_an_adapter_on_the_head_is_a_term_of_the_fused_loss(checkpointing):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("checkpointing", [False, True, "offload"], ids=str)
+@pytest.mark.parametrize("checkpointing", [False, True, "offload", "offload_gate"], ids=str)
 @pytest.mark.parametrize(
     "method",
     [

@@ -1,43 +1,161 @@
-"""Checkpointed inputs that wait in host memory: the same numbers, and less on the device."""
+"""What checkpointed layers leave in host memory, inputs or gates: the same numbers for less."""
 
 from __future__ import annotations
-
-import copy
 
 import pytest
 import tiny_models
 import torch
 
-from ligertune.model.attention import checkpoint_layers
+from ligertune.errors import UserError
+from ligertune.model.checkpointing import checkpoint_layers
+from ligertune.model.host_store import BLOCK, HostStore
+from ligertune.model.kept_gate import check_gates, keep_gates
+from ligertune.model.lora import apply_method
 from ligertune.model.patch import patch
+from ligertune.recipe import MethodSpec
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+KINDS = ["offload", "offload_gate"]
+WIDE = {"num_hidden_layers": 6, "max_position_embeddings": 8192}
 
 
-def gradients(model, device: str) -> list[torch.Tensor]:
-    model(**tiny_models.batch(device=device), use_cache=False).loss.backward()
-    return [p.grad for p in model.parameters()]
+def gradients(model, device: str, **shape: int) -> list[torch.Tensor]:
+    model(**tiny_models.batch(device=device, **shape), use_cache=False).loss.backward()
+    return [p.grad for p in model.parameters() if p.requires_grad]
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_offloaded_and_kept_inputs_give_the_same_gradients(device):
-    models = [tiny_models.make("llama").to(device)]
-    patch(models[0])
-    models.append(copy.deepcopy(models[0]))
-    for model, offload in zip(models, (False, True), strict=True):
-        checkpoint_layers(model, offload=offload)
-    kept, offloaded = (gradients(model, device) for model in models)
-    assert all(torch.equal(a, b) for a, b in zip(kept, offloaded, strict=True))
+def checkpointed(kind: bool | str, *, family: str = "llama", device: str = "cpu", **changes) -> torch.nn.Module:
+    model = tiny_models.make(family, **changes).to(device).train()
+    patch(model)
+    checkpoint_layers(model, kind)
+    return model
+
+
+def assert_same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen2"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_gradients_are_those_of_plain_checkpointing_to_the_bit(kind, family, device):
+    usual, other = (checkpointed(k, family=family, device=device) for k in (True, kind))
+    for _ in range(2):  # the second step takes the memory that the first gave back
+        assert_same(gradients(other, device), gradients(usual, device))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "spec", [{"type": "lora", "lora_r": 4}, {"type": "freeze", "trainable": [r"layers\.1\."]}], ids=str
+)
+def test_where_the_gate_is_frozen(spec, kind, device):
+    models = []
+    for k in (True, kind):
+        model = checkpointed(k, device=device)
+        torch.manual_seed(0)
+        models.append(apply_method(model, MethodSpec(**spec)).to(device))
+    assert_same(*(gradients(model, device) for model in models))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_batches_of_other_sizes_and_two_graphs_at_once(kind, device):
+    found = []
+    for k in (True, kind):
+        model = checkpointed(k, device=device, **WIDE)
+        losses = [
+            model(**tiny_models.batch(rows=rows, length=length, device=device), use_cache=False).loss
+            for rows, length in ((1, 7), (3, 20))
+        ]
+        del losses[0]  # whose layers are never asked for
+        losses[-1].backward()
+        found.append(gradients(model, device, rows=4, length=33))
+    assert_same(*found)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_second_backward_of_one_graph(kind, device):
+    found = []
+    for k in (True, kind):
+        model = tiny_models.make("llama").to(device).train()  # our kernels refuse a second one
+        checkpoint_layers(model, k)
+        loss = model(**tiny_models.batch(device=device), use_cache=False).loss
+        for keeps in (True, False):
+            loss.backward(retain_graph=keeps)
+        found.append([p.grad for p in model.parameters()])
+    assert_same(*found)
+
+
+def test_a_gate_is_not_computed_again(monkeypatch):
+    model, products = checkpointed("offload_gate"), []
+    linear = torch.nn.functional.linear
+
+    def counting(x, weight, bias=None):
+        products.append(weight.data_ptr())
+        return linear(x, weight, bias)
+
+    monkeypatch.setattr(torch.nn.functional, "linear", counting)
+    gradients(model, "cpu")
+    mlp = model.model.layers[0].mlp
+    assert products.count(mlp.gate_proj.weight.data_ptr()) == 1
+    assert products.count(mlp.up_proj.weight.data_ptr()) == 2
+
+
+def test_without_gates_of_its_own_a_model_is_refused():
+    model = tiny_models.make("phi3")
+    assert keep_gates(model) == 0
+    with pytest.raises(UserError, match="phi3 has none"):
+        check_gates(0, "phi3")
 
 
 @pytest.mark.gpu
-def test_offloading_holds_less_on_the_device():
-    peaks = []
-    for offload in (False, True):
-        model = tiny_models.make("llama", num_hidden_layers=16, max_position_embeddings=8192).to("cuda")
-        checkpoint_layers(model, offload=offload)
-        batch = tiny_models.batch(rows=8, length=2048, device="cuda")
-        batch.pop("attention_mask")
-        torch.cuda.reset_peak_memory_stats()
-        model(**batch, use_cache=False).loss.backward()
-        peaks.append(torch.cuda.max_memory_allocated())
+def test_offloading_inputs_holds_less_on_the_device():
     inputs = 16 * 8 * 2048 * 64 * 4
-    assert peaks[0] - peaks[1] > 0.8 * inputs
+    assert peak(True, 16) - peak("offload", 16) > 0.8 * inputs
+
+
+@pytest.mark.gpu
+def test_two_gates_at_most_are_held_on_the_device():
+    gate = 8 * 2048 * tiny_models.make("llama").config.intermediate_size * 4
+    assert peak("offload_gate", 16) - peak(True, 16) < 2.1 * gate
+
+
+def peak(kind: bool | str, layers: int) -> int:
+    model = checkpointed(kind, device="cuda", num_hidden_layers=layers, max_position_embeddings=8192)
+    batch = tiny_models.batch(rows=8, length=2048, device="cuda")
+    batch.pop("attention_mask")
+    torch.cuda.reset_peak_memory_stats()
+    model(**batch, use_cache=False).loss.backward()
+    return torch.cuda.max_memory_allocated()
+
+
+@pytest.mark.gpu
+def test_what_waits_comes_back_as_it_was_while_the_device_is_busy():
+    store, size = HostStore(), BLOCK // 4 + 1000
+    for _ in range(3):
+        expected, waiting = [], []
+        for i in range(6):
+            tensor = torch.randn(size, device="cuda")
+            expected.append(tensor.sum().item() if i == 5 else tensor.double().sum())
+            waiting.append(store.put(tensor))
+            del tensor
+            torch.randn(4096, 4096, device="cuda") @ torch.randn(4096, 4096, device="cuda")
+        for i in reversed(range(6)):
+            back = waiting[i].take()
+            assert torch.equal(back.double().sum(), torch.as_tensor(expected[i], device="cuda").double()) or i == 5
+            back.fill_(float("nan"))  # who takes it may write over it
+            waiting[i] = None
+    assert len(store._free) == 5 * 2
+
+
+@pytest.mark.gpu
+def test_what_is_written_over_before_it_has_left_is_refused():
+    store = HostStore()
+    tensor = torch.randn(10, device="cuda")
+    kept = store.put(tensor)
+    tensor.add_(1)
+    with pytest.raises(RuntimeError, match="written over"):
+        store.put(torch.randn(10, device="cuda"))
+    assert kept.on_device

@@ -42,7 +42,7 @@ def test_loss_and_gradients_are_those_of_single_documents(family, implementation
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_recomputed_layers_are_packed_too(family):
-    from ligertune.model.attention import checkpoint_layers
+    from ligertune.model.checkpointing import checkpoint_layers
 
     found = []
     for checkpointed in (False, True):

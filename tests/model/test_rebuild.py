@@ -22,7 +22,8 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ligertune.model.attention import checkpoint_layers, same_bits
+from ligertune.model.attention import same_bits
+from ligertune.model.checkpointing import checkpoint_layers
 from ligertune.model.lora import apply_method
 from ligertune.model.patch import patch, unpatch
 from ligertune.model.rebuild import made_again, rebuild_inputs
@@ -256,11 +257,11 @@ def test_micro_batches_accumulate():
     assert_equal(*found)
 
 
-@pytest.mark.parametrize("offload", [False, True])
-def test_where_checkpointing_decides_nothing_is_made_again(offload):
+@pytest.mark.parametrize("kind", [True, "offload"])
+def test_where_checkpointing_decides_nothing_is_made_again(kind):
     plain, rebuilt = pair()
     for model in (plain, rebuilt):
-        checkpoint_layers(model, offload=offload)
+        checkpoint_layers(model, kind)
     assert_equal(train_once(plain), train_once(rebuilt))
     assert kept_by(plain) == kept_by(rebuilt)
 
