@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from ligertune.data.prepare import PreparedData
     from ligertune.vision.reader import ImageReader
 
+COMPILED_LENGTHS = 8  # as many graphs as torch makes of a module before it gives up compiling it
+
 
 def rows_of(recipe: Recipe, data: PreparedData, *, multiple_of: int, padding_free: bool = False) -> Rows:
     """What a batch of this run counts, and how it is laid out."""
@@ -39,6 +41,18 @@ def rows_of(recipe: Recipe, data: PreparedData, *, multiple_of: int, padding_fre
         fill=None if packs is None else packs.fill,
         padding_free=padding_free,
     )
+
+
+def lengths_multiple_of(recipe: Recipe, multiple_of: int) -> int:
+    """Of what a batch's tokens are a multiple. multiple_of: what its attention asks for.
+
+    Compiled layers get packed rows of one length, and eight lengths of others at most: each is a graph to compile, and
+    a graph for all of them takes many minutes to make on a GPU (torch 2.11).
+    """
+    if not recipe.train.torch_compile:
+        return multiple_of
+    step = recipe.data.max_length if recipe.data.packing else -(-recipe.data.max_length // COMPILED_LENGTHS)
+    return -(-step // multiple_of) * multiple_of
 
 
 def data_numbers(data: PreparedData, images: ImageReader | None = None) -> DataNumbers:

@@ -15,7 +15,7 @@ from ligertune.medusa_run import finish_heads, merge_adapter, of_base, preview_h
 from ligertune.metrics import read_metrics
 from ligertune.phases import Phases
 from ligertune.plan import KernelLine, Plan, choose_precision, make_plan
-from ligertune.plan_data import data_numbers, rows_of
+from ligertune.plan_data import data_numbers, lengths_multiple_of, rows_of
 from ligertune.plan_float8 import check_float8
 from ligertune.preflight import check_output_dir, check_packages, check_paths, clear_run
 from ligertune.recipe import Recipe, dump_recipe
@@ -102,7 +102,10 @@ def plan_for(
         kernels=kernels,
         data=data_numbers(data, images),
         rows=rows_of(
-            recipe, data, multiple_of=attention.multiple_of * recipe.parallel.cp_size, padding_free=padding_free
+            recipe,
+            data,
+            multiple_of=lengths_multiple_of(recipe, attention.multiple_of * recipe.parallel.cp_size),
+            padding_free=padding_free,
         ),
         launched_with_fsdp=launched_with_fsdp() or (for_show and gpus is not None),
         notes=(*recipe.notices, *loaded.notes, *packing_notes, *note_on_packed(recipe)),
@@ -208,8 +211,6 @@ def trained_model(
     )
     apply_kernels(plan.recipe, model)
     prepare_vision(model, plan.recipe.vision)
-    if plan.recipe.train.torch_compile:
-        compile_layers(model)
     if change is not None:
         change(model)
     know_rows(model, packed=plan.rows.joined)
@@ -219,6 +220,8 @@ def trained_model(
         if why is not None:
             del model
             return trained_model(padded(job, why), accelerator, change)
+    if plan.recipe.train.torch_compile:  # behind that check, whose rows are shorter: a graph of their own
+        compile_layers(model, lengths_vary=not plan.rows.packed)
     if plan.recipe.train.fp8:  # behind that check: documents of a batch share one scale, and so each other's rounding
         to_float8(model)
     if kept := plan.recipe.train.gradient_checkpointing:

@@ -40,7 +40,7 @@ def _in_host_memory(checkpoint: Callable[..., Any], store: HostStore) -> Callabl
     """A checkpoint whose inputs wait on the host."""
 
     def pack(tensor: Tensor) -> Tensor | Waiting:
-        return store.put(tensor) if tensor.is_floating_point() else tensor
+        return store.put(tensor) if tensor.is_cuda and tensor.is_floating_point() else tensor
 
     def unpack(kept: Tensor | Waiting) -> Tensor:
         return kept.take() if isinstance(kept, Waiting) else kept

@@ -7,8 +7,11 @@ from torch import nn
 from ligertune.errors import UserError
 
 
-def compile_layers(model: nn.Module) -> None:
-    """Compile every decoder layer in place; a UserError where the model does not say which modules those are."""
+def compile_layers(model: nn.Module, *, lengths_vary: bool = False) -> None:
+    """Compile every decoder layer in place; a UserError where the model does not say which modules those are.
+
+    lengths_vary: batches have a few lengths, and each gets a graph; else torch may make one for all that come.
+    """
     names = set(getattr(model, "_no_split_modules", None) or ())
     layers = [module for module in model.modules() if type(module).__name__ in names]
     if not layers:
@@ -17,4 +20,4 @@ def compile_layers(model: nn.Module) -> None:
             hint="Write train.torch_compile: false.",
         )
     for layer in layers:
-        layer.compile()
+        layer.compile(dynamic=False if lengths_vary else None)

@@ -12,6 +12,8 @@ import weakref
 import torch
 from torch import Tensor
 
+from ligertune.model.host_pace import Pace, now
+
 BLOCK = 32 << 20  # bytes: torch rounds pinned memory up to a power of two, and so it wastes at most one block a tensor
 WRITTEN_OVER = "a tensor of {shape} that the backward needs was written over before its copy to the host had begun"
 
@@ -55,7 +57,9 @@ class Waiting:
     def gone(self) -> None:
         """Give up the device's memory: what is computed from here on waits for the copy."""
         if self._copied is not None:
+            began = now()
             torch.cuda.current_stream(self._store.device).wait_event(self._copied)
+            self._store.pace.waited(began, now())
         self._tensor, self._copied = None, None
 
     def come(self) -> None:
@@ -72,9 +76,20 @@ class HostStore:
     def __init__(self) -> None:
         self.device: torch.device | None = None
         self._stream: torch.cuda.Stream | None = None
+        self.pace = Pace()
+        self._filling = False  # nothing was taken since the first was put
         self._free: list[Tensor] = []
         self._line: list[weakref.ref[Waiting]] = []
         self._leaving: Waiting | None = None
+
+    def put_if_fast(self, tensor: Tensor) -> Waiting | None:
+        """Keep `tensor` if the link to the host can take it without making the device wait; else None."""
+        if not tensor.is_cuda:
+            return self.put(tensor)
+        if not self._filling:
+            self.pace.begin()
+            self._filling = True
+        return self.put(tensor) if self.pace.sends() else None
 
     def put(self, tensor: Tensor) -> Waiting:
         """Keep `tensor`. It must not be written over before the next one has been put."""
@@ -91,6 +106,7 @@ class HostStore:
 
     def taken(self, waiting: Waiting) -> None:
         """Forget it, and fetch the one before it, unless that has not left yet."""
+        self._filling = False
         self._line = [ref for ref in self._line if ref() not in (None, waiting)]
         last = self._last()
         if self._leaving is not last:
@@ -113,13 +129,17 @@ class HostStore:
         """Queue the copies behind what the device has been given to do so far."""
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
+            began = now()
             for piece, block in zip(pieces, blocks, strict=True):
                 of_block = block[: piece.numel()]
                 if to_host:
                     of_block.copy_(piece, non_blocking=True)
                 else:
                     piece.copy_(of_block, non_blocking=True)
-            return self._stream.record_event()
+            ended = now()
+        if to_host:
+            self.pace.copied(began, ended)
+        return ended
 
     def blocks(self, nbytes: int) -> list[Tensor]:
         """Pinned memory for so many bytes."""

@@ -31,6 +31,8 @@ SETTINGS = {
 # sgd moves by the gradient itself, lion by its sign, adafactor by a share of each weight
 RATES = {"sgd": 0.1, "lion": 2e-4, "adafactor": 1e-2, "galore_adamw": 5e-3, "muon": 5e-3}
 COMPILED = {"train.torch_compile": True, "train.full_determinism": False}
+SHORT = {"data.max_length": 256, "data.on_overlength": "truncate"}  # so that most batches have one length
+PACKED = {"data.packing": True, "train.per_device_train_batch_size": 1}
 HOST = {
     "optimizer in the backward": {"train.optim_in_backward": True, "train.gradient_accumulation_steps": 1,
                                   "train.per_device_train_batch_size": 16, "train.max_grad_norm": 0},
@@ -52,8 +54,9 @@ def one(name: str):
     [
         *(one(name) for name in OPTIMIZERS),
         *(pytest.param(changes, id=name) for name, changes in HOST.items()),
-        pytest.param(COMPILED, id="compiled"),
-        pytest.param({**COMPILED, "train.gradient_checkpointing": True}, id="compiled and checkpointed"),
+        pytest.param({**COMPILED, **SHORT}, id="compiled"),
+        pytest.param({**COMPILED, **SHORT, "train.gradient_checkpointing": True}, id="compiled and checkpointed"),
+        pytest.param({**COMPILED, **PACKED}, id="compiled, packed"),
     ],
 )
 def test_the_loss_falls_and_a_run_goes_on_from_its_checkpoint(changes, quickstart, tmp_path):

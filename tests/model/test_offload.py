@@ -8,6 +8,7 @@ import torch
 
 from ligertune.errors import UserError
 from ligertune.model.checkpointing import checkpoint_layers
+from ligertune.model.host_pace import Pace, share_of
 from ligertune.model.host_store import BLOCK, HostStore
 from ligertune.model.kept_gate import check_gates, keep_gates
 from ligertune.model.lora import apply_method
@@ -108,6 +109,28 @@ def test_without_gates_of_its_own_a_model_is_refused():
     assert keep_gates(model) == 0
     with pytest.raises(UserError, match="phi3 has none"):
         check_gates(0, "phi3")
+
+
+@pytest.mark.parametrize(("layer", "copy", "share"), [(25, 14, 1), (25, 40, 0.60625), (25, 0, 1), (0, 9, 0)])
+def test_as_many_layers_copy_as_the_link_has_time_for(layer, copy, share):
+    assert share_of(layer, copy) == pytest.approx(share)
+
+
+def test_layers_that_copy_are_spread_evenly():
+    pace = Pace()
+    pace.share = 0.75
+    assert [pace.is_due() for _ in range(8)] == [False, True, True, True] * 2
+    pace.share = 0.0
+    assert not any(pace.is_due() for _ in range(8))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_layers_that_do_not_copy_compute_again_what_they_had(share, monkeypatch):
+    monkeypatch.setattr(Pace, "begin", lambda self: setattr(self, "share", share))
+    usual, other = (checkpointed(kind, device="cuda", **WIDE) for kind in (True, "offload_gate"))
+    for _ in range(2):
+        assert_same(gradients(other, "cuda"), gradients(usual, "cuda"))
 
 
 @pytest.mark.gpu
