@@ -115,6 +115,11 @@ class HostStore:
         if last is not None:
             last.come()
 
+    def passed(self) -> None:
+        """Others are asked for before what was put last: what is leaving does so."""
+        self._filling = False
+        self._settle()
+
     def _settle(self) -> None:
         if self._leaving is not None:
             self._leaving.gone()
