@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING
 
 from ligertune.curves import draw_curves
 from ligertune.machine import imagined_machine, this_machine
-from ligertune.medusa_run import finish_heads, merge_adapter, of_base, preview_heads, with_heads
+from ligertune.medusa_run import finish_heads, merge_adapter, of_base, with_heads
 from ligertune.metrics import read_metrics
 from ligertune.phases import Phases
-from ligertune.plan import KernelLine, Plan, choose_precision, make_plan
+from ligertune.plan import Plan, choose_precision, make_plan
 from ligertune.plan_data import data_numbers, lengths_multiple_of, rows_of
 from ligertune.plan_float8 import check_float8
 from ligertune.preflight import check_output_dir, check_packages, check_paths, clear_run
+from ligertune.preview import apply_kernels, fuses_adapters, preview_model
 from ligertune.recipe import Recipe, dump_recipe
 from ligertune.report import Report, throughput, versions, write_json
 
@@ -29,9 +30,7 @@ if TYPE_CHECKING:
 
     from ligertune.data.prepare import PreparedData, Progress
     from ligertune.medusa.model import MedusaModel
-    from ligertune.model.attention_choice import AttentionChoice
     from ligertune.model.load import LoadedTokenizer
-    from ligertune.model.patch import PatchReport
     from ligertune.train.loop import Fitted
     from ligertune.train.stop import StopRequest
     from ligertune.vision.reader import ImageReader
@@ -226,7 +225,8 @@ def trained_model(
         to_float8(model)
     if kept := plan.recipe.train.gradient_checkpointing:
         checkpoint_layers(model, kept, compiled=plan.recipe.train.torch_compile)
-    model = apply_method(model, plan.recipe.method, seed=plan.recipe.train.seed)
+    fused = fuses_adapters(plan.recipe)
+    model = apply_method(model, plan.recipe.method, seed=plan.recipe.train.seed, fused=fused)
     if plan.recipe.task == "medusa":
         with accelerator.autocast():  # the model is asked what it does with its head, and adapters are float32
             model = with_heads(plan.recipe, model, packed=plan.rows.joined)
@@ -356,45 +356,3 @@ def make_report(
         notes=(*plan.notes, *fitted.notes, *account),
         medusa=medusa,
     )
-
-
-def preview_model(recipe: Recipe, config: PreTrainedConfig, device: str, attention: AttentionChoice) -> tuple:
-    """(shape, attention, kernels' backend, kernel lines) of the model as it will be, built without memory."""
-    import torch
-    from ligertune_kernels import backend
-
-    import ligertune.model.documents  # noqa: F401  makes its attention known to transformers
-    from ligertune.model.float8 import float8_linears
-    from ligertune.model.kept_gate import check_gates, keep_gates
-    from ligertune.model.load import build_model
-    from ligertune.model.lora import apply_method
-    from ligertune.model.shape import ModelShape
-    from ligertune.model.vision import prepare_vision
-
-    attn = attention.implementation or recipe.model.attn_implementation
-    spec = recipe.model.model_copy(update={"init": "random", "attn_implementation": attn})
-    model = build_model(spec, config, dtype=torch.bfloat16, device="meta", seed=0)
-    report = apply_kernels(recipe, model)
-    prepare_vision(model, recipe.vision)
-    lines = () if report is None else tuple(KernelLine(r.kernel, r.applied, r.left, r.note) for r in report.rows)
-    if recipe.train.fp8:
-        lines += (KernelLine("float8_linear", *float8_linears(model).counts()),)
-    if recipe.train.gradient_checkpointing == "offload_gate":
-        check_gates(keep_gates(model), model.config.model_type)
-    adapted = apply_method(model, recipe.method)
-    shape = ModelShape.of(adapted)
-    if recipe.task == "medusa":
-        shape, lines = preview_heads(recipe, adapted, lines)
-    here = device if torch.cuda.is_available() else "cpu"  # a plan may be for a GPU that is not
-    return shape, model.config._attn_implementation, backend(here), lines
-
-
-def apply_kernels(recipe: Recipe, model: PreTrainedModel) -> PatchReport | None:
-    """Patch as the recipe's `kernels` says; None where they are off."""
-    from ligertune.model.patch import patch
-
-    wanted = recipe.kernels
-    if wanted.enabled is False:
-        return None
-    loss = "torch" if recipe.task == "medusa" else wanted.loss  # the heads' loss is computed around the model
-    return patch(model, rope=wanted.rope, norm=wanted.norm, mlp=wanted.mlp, loss=loss, rebuild=wanted.rebuild)

@@ -21,6 +21,7 @@ from peft.tuners.lora import Linear as LoraLinear
 from torch import nn
 
 from ligertune.errors import UserError
+from ligertune.model.fused_lora import fuse_adapters
 from ligertune.model.lora_head import LoraLossHead
 from ligertune.model.loss import LossHead
 from ligertune.model.rebuild import is_rebuilding, rebuild_inputs
@@ -33,10 +34,13 @@ if TYPE_CHECKING:
     from ligertune.recipe import MethodSpec
 
 
-def apply_method(model: PreTrainedModel, spec: MethodSpec, *, seed: int = 0) -> PreTrainedModel | peft.PeftModel:
+def apply_method(
+    model: PreTrainedModel, spec: MethodSpec, *, seed: int = 0, fused: bool = False
+) -> PreTrainedModel | peft.PeftModel:
     """The model of which `spec` says what trains; a UserError where it names what the model does not have.
 
-    seed: of an adapter's first weights, so that every rank and every run has the same.
+    seed: of an adapter's first weights, so that every rank and every run has the same. fused: adapters add their term
+    in their products (`fused_lora`).
     """
     if spec.type == "full":
         return model
@@ -46,7 +50,10 @@ def apply_method(model: PreTrainedModel, spec: MethodSpec, *, seed: int = 0) -> 
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)
-        return add_adapter(model, spec)
+        adapted = add_adapter(model, spec)
+    if fused:
+        fuse_adapters(adapted)
+    return adapted
 
 
 def freeze(model: nn.Module, trainable: tuple[str, ...]) -> None:

@@ -113,7 +113,7 @@ class RebuildingLinear(Patch):
     """Mixin of a plain nn.Linear: of an input that can be made again it keeps only how."""
 
     def forward(self, input: Tensor) -> Tensor:
-        rebuilt = _rebuilt_of(input)
+        rebuilt = rebuilt_of(input)
         if rebuilt is None:
             return super().forward(input)
         kind = input.device.type
@@ -123,7 +123,7 @@ class RebuildingLinear(Patch):
             return super().forward(input)
 
 
-def _rebuilt_of(input: Any) -> Rebuilt | None:
+def rebuilt_of(input: Any) -> Rebuilt | None:
     """How to make the input again, if that is known, and if it is for us to say what autograd keeps."""
     if torch.compiler.is_compiling() or type(input) is not Tensor or not torch.is_grad_enabled():
         return None

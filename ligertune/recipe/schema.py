@@ -80,6 +80,7 @@ class KernelsSpec(Section):
         "linear_cross_entropy",
         description="linear_cross_entropy never makes the logits; cross_entropy reads them; torch is torch's own.",
     )
+    lora: Switch = Field(False, description="Add an adapter's term in its products, not by passes over their output.")
     optimizer: Switch = Field(False, description="The step of train.optim: adamw_torch_fused, clipping included.")
     rebuild: Switch = Field(
         False,

@@ -54,6 +54,7 @@ def one(name: str):
     [
         *(one(name) for name in OPTIMIZERS),
         *(pytest.param(changes, id=name) for name, changes in HOST.items()),
+        pytest.param({"method.type": "lora", "kernels.lora": True, "train.learning_rate": 1e-2}, id="fused adapters"),
         pytest.param({**COMPILED, **SHORT}, id="compiled"),
         pytest.param({**COMPILED, **SHORT, "train.gradient_checkpointing": True}, id="compiled and checkpointed"),
         pytest.param({**COMPILED, **PACKED}, id="compiled, packed"),

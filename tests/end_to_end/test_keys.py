@@ -314,6 +314,7 @@ ELSEWHERE = {
     "parallel.cpu_offload": "test_strategy",
     "parallel.timeout": "test_started_ranks",
     "medusa": "tests/medusa/test_medusa_keys",  # the section
+    "kernels.lora": "test_fused_lora",
     "kernels.optimizer": "test_kernel_adamw",
 }
 

@@ -1,0 +1,65 @@
+"""The model as it will be, built without memory: its sizes, and what our kernels make of it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ligertune.medusa_run import preview_heads
+from ligertune.plan import KernelLine
+from ligertune.recipe import Recipe
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+    from ligertune.model.attention_choice import AttentionChoice
+    from ligertune.model.patch import PatchReport
+
+
+def preview_model(recipe: Recipe, config: PreTrainedConfig, device: str, attention: AttentionChoice) -> tuple:
+    """(shape, attention, kernels' backend, kernel lines) of the model as it will be, built without memory."""
+    import torch
+    from ligertune_kernels import backend
+
+    import ligertune.model.documents  # noqa: F401  makes its attention known to transformers
+    from ligertune.model.float8 import float8_linears
+    from ligertune.model.fused_lora import FusedLora
+    from ligertune.model.kept_gate import check_gates, keep_gates
+    from ligertune.model.load import build_model
+    from ligertune.model.lora import apply_method
+    from ligertune.model.shape import ModelShape
+    from ligertune.model.vision import prepare_vision
+
+    attn = attention.implementation or recipe.model.attn_implementation
+    spec = recipe.model.model_copy(update={"init": "random", "attn_implementation": attn})
+    model = build_model(spec, config, dtype=torch.bfloat16, device="meta", seed=0)
+    report = apply_kernels(recipe, model)
+    prepare_vision(model, recipe.vision)
+    lines = () if report is None else tuple(KernelLine(r.kernel, r.applied, r.left, r.note) for r in report.rows)
+    if recipe.train.fp8:
+        lines += (KernelLine("float8_linear", *float8_linears(model).counts()),)
+    if recipe.train.gradient_checkpointing == "offload_gate":
+        check_gates(keep_gates(model), model.config.model_type)
+    adapted = apply_method(model, recipe.method, fused=fuses_adapters(recipe))
+    if fused := sum(isinstance(module, FusedLora) for module in adapted.modules()):
+        lines += (KernelLine("lora_linear", fused, 0, ""),)
+    shape = ModelShape.of(adapted)
+    if recipe.task == "medusa":
+        shape, lines = preview_heads(recipe, adapted, lines)
+    here = device if torch.cuda.is_available() else "cpu"  # a plan may be for a GPU that is not
+    return shape, model.config._attn_implementation, backend(here), lines
+
+
+def apply_kernels(recipe: Recipe, model: PreTrainedModel) -> PatchReport | None:
+    """Patch as the recipe's `kernels` says; None where they are off."""
+    from ligertune.model.patch import patch
+
+    wanted = recipe.kernels
+    if wanted.enabled is False:
+        return None
+    loss = "torch" if recipe.task == "medusa" else wanted.loss  # the heads' loss is computed around the model
+    return patch(model, rope=wanted.rope, norm=wanted.norm, mlp=wanted.mlp, loss=loss, rebuild=wanted.rebuild)
+
+
+def fuses_adapters(recipe: Recipe) -> bool:
+    """Whether the kernels take part in LoRA layers."""
+    return recipe.kernels.enabled is not False and recipe.kernels.lora
