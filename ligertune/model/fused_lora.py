@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ligertune.model.rebuild import RebuildingLinear, rebuilt_of
+from ligertune.model.sole_reader import is_watched
 from ligertune.model.swap import Patch, swap
 
 
@@ -88,7 +89,7 @@ class FusedLora(Patch):
             return False
         if self.training and not isinstance(self.lora_dropout[name], nn.Identity):
             return False
-        return not any(_is_watched(part) for part in (self.lora_A[name], self.lora_B[name], self.base_layer))
+        return not any(is_watched(part) for part in (self.lora_A[name], self.lora_B[name], self.base_layer))
 
 
 def _computes_in(x: Tensor, module: LoraLinear) -> bool:
@@ -107,11 +108,6 @@ def _is_frozen_linear(base: nn.Module) -> bool:
     plain = type(base) is nn.Linear or getattr(type(base), "patch_mixin", None) is RebuildingLinear
     frozen = not any(p.requires_grad for p in base.parameters(recurse=False))
     return plain and frozen and not hasattr(base, "parametrizations")
-
-
-def _is_watched(module: nn.Module) -> bool:
-    hooks = module._forward_hooks or module._backward_hooks or module._backward_pre_hooks
-    return bool(hooks or module._forward_pre_hooks) or "forward" in vars(module)
 
 
 def fuse_adapters(model: nn.Module) -> int:

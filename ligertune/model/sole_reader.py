@@ -32,7 +32,7 @@ def gives_memory_of_its_own(modules: Iterable[nn.Module | None]) -> bool:
     """
     if torch.compiler.is_compiling() or nn.modules.module._has_any_global_hook():
         return False
-    return all(_is_plain(module) and not _is_watched(module) for module in modules)
+    return all(_is_plain(module) and not is_watched(module) for module in modules)
 
 
 def _is_plain(module: nn.Module | None) -> bool:
@@ -41,7 +41,8 @@ def _is_plain(module: nn.Module | None) -> bool:
     return isinstance(module, Patch) and getattr(module.patch_spec, "kernel", None) == "rms_norm"
 
 
-def _is_watched(module: nn.Module) -> bool:
+def is_watched(module: nn.Module) -> bool:
+    """Does a hook, or a forward of its own, see what it is given or gives?"""
     hooks = module._forward_hooks or module._backward_hooks or module._backward_pre_hooks
     return bool(hooks or module._forward_pre_hooks) or "forward" in vars(module)
 
