@@ -69,6 +69,7 @@ REBUILT = {"kernels.rebuild": True}  # reads weights in the backward that are ga
         "packed-ddp-2x4",
         "packed-fsdp2-2x4",
         "rebuilt-fsdp2-2x4",
+        "gates-fsdp2-2x4",
         "grouped-1x8",
         "grouped-ddp-2x4",
         "padding-free-ddp-2x4",
