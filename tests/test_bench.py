@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -133,6 +134,28 @@ def test_a_provider_that_overwrites_has_arguments_of_its_own(cpu):
     spoiling = Provider("spoiling", lambda case, args: lambda: spoil(*args), overwrites=True)
     rows = run(Case("swiglu", (8, 300), FP32), cpu, spoiling, SUBJECT_OF["swiglu"].providers[0])
     assert rows["ours"].error < 1e-6
+
+
+def test_what_stands_around_a_provider_stands_around_every_pass(cpu):
+    """Forward and backward, checked and timed; and nothing of it is left behind."""
+    inside, seen = [], {"forward": [], "backward": []}
+
+    @contextlib.contextmanager
+    def within():
+        inside.append(True)
+        yield
+        inside.clear()
+
+    def watched(x, weight):
+        y = torch.nn.functional.rms_norm(x, weight.shape, weight)
+        seen["forward"].append(bool(inside))
+        y.register_hook(lambda dy: seen["backward"].append(bool(inside)))
+        return y
+
+    provider = dataclasses.replace(function("watched", watched), within=within)
+    row = run(Case("rms_norm", (4, 16), FP32), cpu, provider)["watched"]
+    assert row.failure is None and set(row.device) == {"forward", "backward", "both"}
+    assert all(map(all, seen.values())) and min(map(len, seen.values())) >= 6 and not inside
 
 
 def test_times_are_a_median_and_its_quantiles():

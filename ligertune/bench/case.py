@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
@@ -63,6 +64,7 @@ class Provider:
     name: str
     make: Callable[[Case, Tensors], Callable[[], Outputs]]
     overwrites: bool = False  # its backward or forward writes over an argument: it gets arguments of its own
+    within: Callable[[], AbstractContextManager] = nullcontext  # stands around all it runs, untimed: settings on trial
 
 
 @dataclass(frozen=True)

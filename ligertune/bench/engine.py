@@ -97,7 +97,7 @@ class Bound:
     """A provider with arguments: its passes."""
 
     def __init__(self, provider: Provider, case: Case, args: Tensors) -> None:
-        self._case, self._run = case, provider.make(case, args)
+        self._case, self._run, self._within = case, provider.make(case, args), provider.within
         self.leaves = accuracy.leaves_of(args)
         self.upstream: list[torch.Tensor | None] = []
 
@@ -121,10 +121,11 @@ class Bound:
 
     def timed(self, mode: Mode, clock: Clock, ahead: float) -> tuple[float, float]:
         """(device, host) seconds of one repetition."""
-        if mode == "backward":
-            outputs = self.forward()
-            return clock.time(lambda: self.backward(outputs), ahead)
-        return clock.time(self.forward if mode == "forward" else self.both, ahead)
+        with self._within():
+            if mode == "backward":
+                outputs = self.forward()
+                return clock.time(lambda: self.backward(outputs), ahead)
+            return clock.time(self.forward if mode == "forward" else self.both, ahead)
 
 
 def bench(
@@ -182,14 +183,15 @@ def _checked(
     """Fills in error and memory; None where the provider fails."""
     try:
         own = _inputs(subject, row.case, stage.device) if provider.overwrites else args
-        bound = Bound(provider, row.case, own)
-        outputs, gradients = bound.first()
-        if true is not None:
-            found = accuracy.results(subject, own, outputs, gradients)
-            row.errors = {name: accuracy.error_of(found[name], true[name]) for name in true}
-            del found
-        del outputs, gradients
-        row.peak_bytes = _peak(bound.both, stage.device)
+        with provider.within():
+            bound = Bound(provider, row.case, own)
+            outputs, gradients = bound.first()
+            if true is not None:
+                found = accuracy.results(subject, own, outputs, gradients)
+                row.errors = {name: accuracy.error_of(found[name], true[name]) for name in true}
+                del found
+            del outputs, gradients
+            row.peak_bytes = _peak(bound.both, stage.device)
     except stage.failures as problem:
         row.failure = sentence(problem)
         return None

@@ -1,0 +1,127 @@
+"""Lets the choices of scripts/launch_candidates.py hold: in the modules where the ops look for them, for a while."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.util
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import ModuleType
+
+from launch_candidates import Candidate, Direction, Norm, Patch, Turn
+from ligertune_kernels.launch import Chip, Launch, chip_of, options, remembered
+from ligertune_kernels.ops import column_sums, norm_kernels, rope, row_norm
+
+from ligertune.bench.case import Case
+
+EDITED = tempfile.TemporaryDirectory(prefix="edited_kernels_")  # until the process ends
+
+
+def trial(case: Case, candidate: Candidate, decided: dict[str, str]) -> Callable[[], AbstractContextManager]:
+    """What opens a context in which the candidate's choices hold; `decided` then says what was launched."""
+    if case.op == "apply_rope":
+        (choice,) = candidate.choices or (Turn(),)
+        return lambda: _patched(_of_rope(choice, decided))
+    patches = _of_norm({choice.direction: choice for choice in candidate.choices}, decided)
+    return lambda: _patched(patches)
+
+
+@contextlib.contextmanager
+def _patched(patches: list[Patch]) -> Iterator[None]:
+    before = [(module, name, getattr(module, name)) for module, name, _ in patches]
+    try:
+        for module, name, value in patches:
+            setattr(module, name, value)
+        yield
+    finally:
+        for module, name, value in before:
+            setattr(module, name, value)
+
+
+def _of_norm(choices: dict[Direction, Norm], decided: dict[str, str]) -> list[Patch]:
+    """What `row_norm` remembers, remembered apart: a form launched before stays at hand, and nobody else's is found."""
+
+    def walks(direction: Direction, original: Callable) -> Callable:
+        def walk(*args: object) -> row_norm.Walk:
+            found = original(*args)
+            if direction in choices:
+                found = _decided(found, choices[direction], chip_of(args[-1]))
+            decided[direction] = _words(found, chip_of(args[-1]))
+            return found
+
+        return remembered(walk)
+
+    def apart(module: ModuleType, name: str) -> Callable:
+        return remembered(getattr(module, name).__wrapped__)
+
+    walked = (("forward", "_forward_walk"), ("backward", "_backward_walk"))
+    patches = [(row_norm, name, walks(way, getattr(row_norm, name).__wrapped__)) for way, name in walked]
+    patches += [(row_norm, name, apart(row_norm, name)) for name in ("_forward", "_backward")]
+    patches.append((row_norm, "column_sums_of", apart(column_sums, "column_sums_of")))
+    return patches + [patch for choice in choices.values() for patch in choice.constants]
+
+
+def _decided(walk: row_norm.Walk, choice: Norm, chip: Chip) -> row_norm.Walk:
+    """The code's walk, with what is chosen instead."""
+    parts = choice.parts or walk.parts
+    constants = {**walk.launch.constants, "BLOCK": walk.launch.constants["BLOCK"] * walk.parts // parts}
+    asked = {"num_warps": choice.warps, "STAGES": choice.stages, "ROWS": choice.rows, "maxnreg": choice.registers}
+    asked["PARTS"] = choice.parts
+    constants |= {name: value for name, value in asked.items() if value is not None}
+    kernel = walk.launch.kernel
+    if choice.edits:
+        kernel = getattr(_edited(norm_kernels, choice.edits), kernel.fn.__name__)
+    programs = walk.programs * walk.parts if choice.programs is None else choice.programs * chip.processors
+    launch = Launch(kernel, constants, walk.launch.integers)
+    rows = choice.rows or walk.rows
+    return dataclasses.replace(walk, launch=launch, rows=rows, programs=max(1, programs // parts), parts=parts)
+
+
+def _words(walk: row_norm.Walk, chip: Chip) -> str:
+    constants, programs = walk.launch.constants, walk.programs * walk.parts
+    each = f"{programs / chip.processors:.3g} programs a processor" if programs < 1 << 24 else "a program a tile"
+    named = [f"{constants['num_warps']} warps", f"{constants.get('STAGES', 1)} stages", each, f"{walk.parts} parts"]
+    named += [f"{constants['maxnreg']} registers at most"] if "maxnreg" in constants else []
+    return f"{walk.launch.kernel.fn.__name__}, {walk.rows} rows of {constants['BLOCK']}, {', '.join(named)}"
+
+
+def _of_rope(choice: Turn, decided: dict[str, str]) -> list[Patch]:
+    def tile(n_heads: int, width: int) -> tuple[int, int]:
+        pairs = choice.pairs or rope.TILE
+        heads = min(rope._power_of_2(n_heads), choice.heads, max(1, 2 * pairs // width))
+        return max(1, pairs // (heads * width)), heads
+
+    def chosen(elements: int, chip: Chip) -> dict[str, int | bool]:
+        found = options(elements, chip)
+        found["num_warps"] = choice.warps or found["num_warps"]
+        tokens, heads = rope._tile(32, 64)
+        words = f"{tokens} tokens of {heads} heads, {found['num_warps']} warps"
+        decided["forward"] = decided["backward"] = words
+        return found
+
+    patches: list[Patch] = [(rope, "options", chosen)]
+    if choice.pairs or choice.heads != 8:
+        patches.append((rope, "_tile", tile))
+    if choice.edits:
+        patches.append((rope, "_rope_kernel", _edited(rope, choice.edits)._rope_kernel))
+    return patches
+
+
+@remembered
+def _edited(module: ModuleType, edits: tuple[tuple[str, str], ...]) -> ModuleType:
+    """The module with parts of its source replaced, in a file: that is where Triton reads a kernel's."""
+    source = Path(module.__file__).read_text(encoding="utf-8")
+    for old, text in edits:
+        if old not in source:
+            raise ValueError(f"{module.__name__} has no {old!r} any more")
+        source = source.replace(old, text)
+    folder = Path(EDITED.name)
+    path = folder / f"edited_{len(list(folder.glob('*.py')))}.py"
+    path.write_text(source, encoding="utf-8")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    edited = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(edited)
+    return edited
