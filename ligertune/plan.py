@@ -395,6 +395,6 @@ def make_plan(
         notes=(
             *notes,
             *float8_notes(recipe, machine),
-            *(budget.host_notes(batching.micro_batch_size, length) if budget else ()),
+            *(budget.host_notes(batching.micro_batch_size, length) if budget and machine.device == "cuda" else ()),
         ),
     )

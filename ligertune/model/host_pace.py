@@ -17,6 +17,7 @@ class Pace:
 
     def __init__(self) -> None:
         self.share = 1.0
+        self._measures = False  # without passes that begin, nothing is kept of what is measured
         self._due = 0.0
         self._layers = 0
         self._ends: list[torch.cuda.Event] = []  # of the first layer and of the last one so far
@@ -26,10 +27,12 @@ class Pace:
     def begin(self) -> None:
         """A pass over the layers begins: learn from the one before."""
         spans = [*self._copies, *self._waits, *([tuple(self._ends)] if len(self._ends) == 2 else [])]
-        if self._layers > 1 and self._copies and spans and all(end.query() for _, end in spans):
+        if self._layers > 1 and self._copies and all(end.query() for _, end in spans):
             copies, waits = _milliseconds(self._copies), _milliseconds(self._waits)
             layer = (self._ends[0].elapsed_time(self._ends[1]) - waits) / (self._layers - 1)
-            self.share = share_of(layer, copies / len(self._copies))
+            # one layer at least, or there would be nothing to measure any more
+            self.share = max(share_of(layer, copies / len(self._copies)), 1 / self._layers)
+        self._measures = True
         self._due, self._layers, self._ends, self._copies, self._waits = 0.0, 0, [], [], []
 
     def sends(self) -> bool:
@@ -41,16 +44,18 @@ class Pace:
     def is_due(self) -> bool:
         """Of every so many, the share."""
         self._due += self.share
-        if self._due < 1.0:
+        if self._due < 1.0 - 1e-9:  # which sums of shares may miss
             return False
         self._due -= 1.0
         return True
 
     def copied(self, began: torch.cuda.Event, ended: torch.cuda.Event) -> None:
-        self._copies.append((began, ended))
+        if self._measures:
+            self._copies.append((began, ended))
 
     def waited(self, began: torch.cuda.Event, ended: torch.cuda.Event) -> None:
-        self._waits.append((began, ended))
+        if self._measures:
+            self._waits.append((began, ended))
 
 
 def share_of(layer: float, copy: float) -> float:

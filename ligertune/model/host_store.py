@@ -29,6 +29,11 @@ class Waiting:
         self._blocks: list[Tensor] = []
         self._copied: torch.cuda.Event | None = None
 
+    def __del__(self) -> None:
+        """Whoever gets this memory next waits for a copy that is still under way."""
+        if self._copied is not None:
+            torch.cuda.current_stream(self._store.device).wait_event(self._copied)
+
     @property
     def on_device(self) -> bool:
         return self._tensor is not None
