@@ -75,8 +75,8 @@ def _bars(
     heights, errors = [each[0] if each else 0.0 for each in found], [(each and each[1]) or 0.0 for each in found]
     axes.bar(places, heights, width * 0.92, yerr=errors if any(errors) else None, capsize=3,
              color=COLOURS.get(side.name), label=side.label)  # fmt: skip
-    for point, x, height, each in zip(result.points, places, heights, found, strict=True):
+    for point, x, height, error, each in zip(result.points, places, heights, errors, found, strict=True):
         failure = point.sides[index].failure
         words = shown.format(height) if each else (failure.kind if failure else "")
-        axes.annotate(words, (x, height), xytext=(0, 5), textcoords="offset points", ha="center", va="bottom",
+        axes.annotate(words, (x, height + error), xytext=(0, 5), textcoords="offset points", ha="center", va="bottom",
                       fontsize=7.5, rotation=0 if each else 90, color="black" if each else "#b00000")  # fmt: skip
