@@ -133,7 +133,11 @@ def _code(plan: Plan, failures: list[Ended], received: list[int]) -> int | None:
     if not failures:  # a rank that a signal stopped leaves with 0, or torch would end those that still write
         report = json.loads((plan.output_dir / "report.json").read_text(encoding="utf-8"))
         return 130 if report["status"] == "interrupted" else 0
-    if any(one.code == 130 for one in failures):  # a second Ctrl-C, or one before the first step
+    left = [one.code == 130 for one in failures]  # a second Ctrl-C, or one before the first step
+    # Without a signal to all, the ranks that outlive one that failed are ended by torch, and may leave in that way.
+    if all(left) or (received and any(left)):
+        if received:
+            os.write(2, f"Stopped by {signal.Signals(received[-1]).name}.\n".encode())
         return 130
     for number in received:
         if any(-one.code == number for one in failures):  # without save_on_signal, or before the first step

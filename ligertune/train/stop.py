@@ -13,6 +13,8 @@ import signal
 import sys
 from types import FrameType
 
+from ligertune.rank_failure import is_started_rank
+
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, name))
 
 
@@ -54,5 +56,6 @@ def leave_at_once(number: int, frame: FrameType | None) -> None:
     for child in multiprocessing.active_children():
         child.terminate()
     shown = "\x1b[?25h\n" if sys.stderr.isatty() else ""  # a progress line hides the cursor
-    os.write(2, f"{shown}Stopped by {signal.Signals(number).name}.\n".encode())
+    if not is_started_rank():  # the process that started it says so, or why it ended it
+        os.write(2, f"{shown}Stopped by {signal.Signals(number).name}.\n".encode())
     os._exit(130)
