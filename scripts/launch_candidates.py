@@ -124,14 +124,17 @@ OF_LAYER_4096 = (
     *OF_4096,
     bwd("16 warps, 2 programs, no queue", "twice the warps", warps=16, programs=2, stages=1, registers=64),
 )
+OF_LONG_ROWS = (
+    fwd("a row a program, 16 warps", "as up to 4096, where it beat programs that walk", programs=A_TILE, stages=1),
+    fwd("1 program", "one is all that fits: no second wave", programs=1),
+)
 # 16 warps and three stages; forward two programs a processor, of which 82 registers a thread let in one: two waves.
 OF_8192 = (
     *STREAMED,
-    fwd("a row a program, 16 warps", "as up to 4096, where it beat programs that walk", programs=A_TILE, stages=1),
+    *OF_LONG_ROWS,
     fwd("a row a program, 8 warps", "likewise, as the RMS norm's", programs=A_TILE, stages=1, warps=8),
     fwd("64 registers", "lets the second program in", registers=64),
     fwd("64 registers, 2 stages", "likewise, fewer rows waiting", registers=64, stages=2),
-    fwd("1 program", "one is all that fits: no second wave", programs=1),
     fwd("1 program, 5 stages", "likewise, as much in flight as was meant", programs=1, stages=5),
     fwd("1 program, 32 warps", "the registers of one, the warps of two", programs=1, warps=32, stages=3),
     fwd("8 warps, 2 programs", "126 registers: two fit, sums over fewer warps", warps=8, programs=2, stages=3),
@@ -157,9 +160,8 @@ OF_8192 = (
 # 16 warps; forward three stages and two programs, of which 126 registers let in one; backward two parts, no queue.
 OF_16384 = (
     *STREAMED,
-    fwd("a row a program, 16 warps", "as up to 4096, where it beat programs that walk", programs=A_TILE, stages=1),
+    *OF_LONG_ROWS,
     fwd("a row a program, 32 warps", "likewise, every thread of a processor", programs=A_TILE, stages=1, warps=32),
-    fwd("1 program", "one is all that fits: no second wave", programs=1),
     fwd("1 program, 2 stages", "likewise, a shorter start", programs=1, stages=2),
     fwd("1 program, 5 stages", "likewise, more in flight", programs=1, stages=5),
     fwd(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
 
 from ligertune.rank_failure import Ended, Word, verdict
+from ligertune.ranks import _code
 
 NEWEST = Path("run/checkpoints/step-7")
 CLOSED = Word("RuntimeError: Connection closed by peer", "", 1, expected=False)
@@ -46,3 +48,18 @@ def test_who_stood_still_and_was_ended_for_it_did_not_answer():
     problem = verdict(ended, {0: CLOSED}, timeout=60, newest=NEWEST, given_up={1})
     assert problem.message.startswith("Rank 1 (process 11) did not answer for 60 seconds, and was given up.")
     assert str(NEWEST) in problem.message and problem.exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("codes", "received", "code"),
+    [
+        ((-9, 130), (), None),  # torch ends the rank that is left, which leaves as for a signal
+        ((-9, 130), (signal.SIGTERM,), 130),
+        ((130, 130), (), 130),  # whoever stops the ranks themselves
+        ((130,), (signal.SIGINT,), 130),
+    ],
+    ids=str,
+)
+def test_ranks_were_stopped_only_where_all_were_told_to(codes, received, code):
+    failures = [Ended(rank, 100 + rank, each, 0.0) for rank, each in enumerate(codes)]
+    assert _code(None, failures, list(received)) == code

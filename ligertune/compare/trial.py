@@ -89,7 +89,8 @@ def trial_recipe(recipe: Recipe, side: Side, steps: int, output_dir: Path) -> Re
     pads = side.change or side.train.get("torch_compile") or not kernels.enabled
     layout = {"padding_free": False} if pads else {}
     # and their layers are run again whole
-    checkpoints = {"gradient_checkpointing": True} if pads and recipe.train.gradient_checkpointing else {}
+    keeps_gates = recipe.train.gradient_checkpointing == "offload_gate"
+    checkpoints = {"gradient_checkpointing": True} if pads and keeps_gates else {}
     return recipe.model_copy(
         update={
             "kernels": kernels,

@@ -70,7 +70,7 @@ class FusedLora(Patch):
     """Mixin of peft's LoRA layer around a linear one: (..., E) -> (..., F)."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if args or kwargs or not self._is_low_rank_term() or not _computes_in(x, self):
+        if args or kwargs or why_not_low_rank(self) is not None or _is_seen(self) or not _computes_in(x, self):
             return super().forward(x, *args, **kwargs)
         name, base = self.active_adapters[0], self.base_layer
         adapter = self.lora_A[name].weight, self.lora_B[name].weight, self.scaling[name]
@@ -80,16 +80,23 @@ class FusedLora(Patch):
                 return _LowRank.apply(x, *adapter, None, base.weight, base.bias)
             return _LowRank.apply(x, *adapter, base(x), base.weight, None)
 
-    def _is_low_rank_term(self) -> bool:
-        """Is it one adapter that is no more than a product of two, now?"""
-        name = self.active_adapters[0] if len(self.active_adapters) == 1 else None
-        if self.disable_adapters or self.merged or name not in self.lora_A:
-            return False
-        if name in self.lora_variant or self.lora_bias.get(name):
-            return False
-        if self.training and not isinstance(self.lora_dropout[name], nn.Identity):
-            return False
-        return not any(is_watched(part) for part in (self.lora_A[name], self.lora_B[name], self.base_layer))
+
+def why_not_low_rank(layer: LoraLinear) -> str | None:
+    """What the layer's adapters are or have now that s B A x is not; None of one that is just that."""
+    name = layer.active_adapters[0] if len(layer.active_adapters) == 1 else None
+    if layer.disable_adapters or layer.merged or name not in layer.lora_A:
+        return "is switched off, merged, or one of several"
+    if name in layer.lora_variant or layer.lora_bias.get(name):
+        return "is more than a low-rank term"
+    if layer.training and not isinstance(layer.lora_dropout[name], nn.Identity):
+        return "has dropout"
+    return None
+
+
+def _is_seen(layer: LoraLinear) -> bool:
+    """Does a hook want to see what a part of it gives?"""
+    name = layer.active_adapters[0]
+    return any(is_watched(part) for part in (layer.lora_A[name], layer.lora_B[name], layer.base_layer))
 
 
 def _computes_in(x: Tensor, module: LoraLinear) -> bool:

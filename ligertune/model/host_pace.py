@@ -1,8 +1,8 @@
 """How many of a model's layers can send a tensor to the host without making the device wait for the link.
 
-Several GPUs of a host share its memory: one H200 alone copies 66 GB/s, four at once some 35 each. What a pass over the
-layers took, what the copies took and what the device waited for them is measured with events, and read when the next
-pass begins, if the device has come that far: nothing waits for the measuring.
+Several GPUs of a host share its memory, and copy less each than one of them alone. What a pass over the layers took,
+what the copies took and what the device waited for them is measured with events, and read when the next pass begins,
+if the device has come that far: nothing waits for the measuring.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 A checkpointed layer is run again in the backward, and of that a gated MLP's two products are two thirds (Llama-3-8B).
 The gate's product, (T, F) of T tokens, can be copied to the host and back while the layers compute: 0.9 GB a layer at
-32,768 tokens, 14 ms of a link of 66 GB/s beside a forward of 24 ms and a backward of 75 (H200). When the layer is run
-again, the gate is what it was, to the bit, and 2 T E F operations fewer are done. Where the link is slower, some of the
-layers keep theirs and the others compute it again (`host_pace`).
+32,768 tokens, 14 ms over the link of one H200. When the layer is run again, the gate is what it was, to the bit, and
+2 T E F operations fewer are done. Where the link is slower, some of the layers keep theirs and the others compute it
+again (`host_pace`).
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from ligertune_kernels import linear_cross_entropy
 from torch import Tensor, nn
 
 from ligertune.model.deferred import count_fused, count_materialised
+from ligertune.model.fused_lora import why_not_low_rank
 from ligertune.model.loss import LossHead, loss_of_dense
 
 
@@ -24,25 +25,21 @@ class LoraLossHead(LossHead):
         labels, options = args[0]
         hidden = x.reshape(-1, x.shape[-1])  # (N, E)
         labels = labels.reshape(-1).to(hidden.device)  # (N,)
-        base, name = self.base_layer, self.active_adapters[0] if self.active_adapters else None
-        reason = self._why_dense(name)
+        base, reason = self.base_layer, self._why_dense()
         if reason is not None:
             count_materialised(self, reason)
             return loss_of_dense(super(LossHead, self).forward(hidden), labels, **options)
         count_fused(self)
+        name = self.active_adapters[0]
         a, b = self.lora_A[name].weight, self.lora_B[name].weight
         return linear_cross_entropy(
             hidden, base.weight, labels, base.bias, lora_a=a, lora_b=b, lora_scale=self.scaling[name], **options
         )
 
-    def _why_dense(self, name: str | None) -> str | None:
+    def _why_dense(self) -> str | None:
         """What keeps the adapter from being a low-rank term of the loss, or None."""
-        if self.disable_adapters or self.merged or len(self.active_adapters) != 1 or name not in self.lora_A:
-            return "the head's adapter is switched off, merged, or one of several"
-        if name in self.lora_variant or self.lora_bias.get(name):
-            return "the head's adapter is more than a low-rank term"
-        if self.training and not isinstance(self.lora_dropout[name], nn.Identity):
-            return "the head's adapter has dropout"
+        if (more := why_not_low_rank(self)) is not None:
+            return f"the head's adapter {more}"
         if type(self.base_layer) is not nn.Linear:
             return f"the head is a {type(self.base_layer).__name__}"
         return None

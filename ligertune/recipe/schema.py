@@ -219,7 +219,7 @@ class TrainSpec(Section):
     gradient_checkpointing: SwitchOrOffload = Field(
         False,
         description="Recompute activations in the backward; offload also keeps layer inputs in host memory. "
-        "offload_gate keeps the MLPs' gates there and does not recompute them: faster, and as exact.",
+        "offload_gate keeps the MLPs' gates there instead of recomputing them, as far as the link keeps up.",
     )
     torch_compile: Switch = Field(False, description="Compile each layer with torch: some minutes, then faster steps.")
     fp8: Switch = Field(

@@ -74,6 +74,8 @@ def test_others_run_whole_layers_again(quickstart, tmp_path):
     recipe = settings_of(quickstart / "stories260k.yaml", changes, None)[0].recipe
     said = {name: trial_recipe(recipe, SIDE_OF[name], 5, tmp_path).train for name in ("with", "without", "liger")}
     assert [train.gradient_checkpointing for train in said.values()] == ["offload_gate", True, True]
+    recipe = settings_of(quickstart / "stories260k.yaml", ["train.gradient_checkpointing=offload"], None)[0].recipe
+    assert trial_recipe(recipe, SIDE_OF["without"], 5, tmp_path).train.gradient_checkpointing == "offload"
 
 
 @pytest.mark.skipif(find_spec("torchao") is not None, reason="torchao is installed")

@@ -77,12 +77,9 @@ def test_in_bfloat16_under_autocast_it_is_nearer_to_the_exact_result_than_peft(d
     for module in pair(device=device, dtype=torch.bfloat16):
         for part in (module.lora_A, module.lora_B):
             part.float()
-        with torch.autocast(device, torch.bfloat16):
-            y = module(x.clone().requires_grad_())
         found = outcome_under_autocast(module, x, device)
         assert [t.dtype for t in found] == [torch.bfloat16, torch.bfloat16, torch.float32, torch.float32]
         errors.append([((a.double() - b).norm() / b.norm()).item() for a, b in zip(found, expected, strict=True)])
-        assert y.shape == (64, F)
     usual, fused = errors
     assert all(ours <= 1.05 * theirs for ours, theirs in zip(fused, usual, strict=True)), errors
     assert fused[0] < usual[0]
