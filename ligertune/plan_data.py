@@ -46,8 +46,8 @@ def rows_of(recipe: Recipe, data: PreparedData, *, multiple_of: int, padding_fre
 def lengths_multiple_of(recipe: Recipe, multiple_of: int) -> int:
     """Of what a batch's tokens are a multiple. multiple_of: what its attention asks for.
 
-    Compiled layers get packed rows of one length, and eight lengths of others at most: each is a graph to compile, and
-    a graph for all of them takes many minutes to make on a GPU (torch 2.11).
+    Compiled layers get packed rows of one length (`train.batcher` sees to the rest), and eight lengths of others at
+    most: each is a graph to compile, and one for all takes many minutes to make on a GPU (torch 2.11).
     """
     if not recipe.train.torch_compile:
         return multiple_of

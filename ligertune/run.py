@@ -220,7 +220,7 @@ def trained_model(
             del model
             return trained_model(padded(job, why), accelerator, change)
     if plan.recipe.train.torch_compile:  # behind that check, whose rows are shorter: a graph of their own
-        compile_layers(model, lengths_vary=not plan.rows.packed)
+        compile_layers(model)
     if plan.recipe.train.fp8:  # behind that check: documents of a batch share one scale, and so each other's rounding
         to_float8(model)
     if kept := plan.recipe.train.gradient_checkpointing:

@@ -10,10 +10,10 @@ if TYPE_CHECKING:
 
 
 def compile_layers(model: PreTrainedModel) -> None:
-    """What train.torch_compile does, without our kernels."""
+    """What train.torch_compile does, without our kernels, and for batches of any length."""
     from ligertune.model.compiled import compile_layers
 
-    compile_layers(model)
+    compile_layers(model, dynamic=None)
 
 
 def chunk_loss(model: PreTrainedModel) -> None:

@@ -33,7 +33,8 @@ class Side:
 
 
 ON, OFF = {"enabled": True}, {"enabled": False}
-FLOAT8 = {"fp8": True, "torch_compile": True}
+COMPILED = {"torch_compile": True}
+FLOAT8 = {"fp8": True, **COMPILED}
 GATES = {"gradient_checkpointing": "offload_gate"}
 
 SIDES = (
@@ -42,7 +43,7 @@ SIDES = (
     Side("with-rebuild", "ligertune, rebuild", {**ON, "rebuild": True}, ours=True),
     Side("with-lora", "ligertune, lora", {**ON, "lora": True}, ours=True),
     Side("with-offload-gate", "ligertune, offload_gate", ON, ours=True, train=GATES),
-    Side("with-compile", "ligertune + torch.compile", ON, ours=True, change="compile"),
+    Side("with-compile", "ligertune + torch.compile", ON, ours=True, train=COMPILED),
     Side("with-fp8", "ligertune, fp8 + compile", ON, ours=True, needs="torchao", train=FLOAT8),
     Side("without", "Hugging Face", OFF),
     Side("hf-chunked", "Hugging Face, loss in chunks", OFF, change="hf-chunked"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -34,28 +35,46 @@ def collate(examples: Sequence[Example], *, pad_token_id: int, pad_to_multiple_o
     return {name: torch.from_numpy(array) for name, array in batch.items()}
 
 
-def collate_packed(examples: Sequence[Example], *, pad_token_id: int, pad_to_multiple_of: int = 1) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Alike:
+    """What all packed batches of a run have in common, so that compiled layers meet no size that is new to them."""
+
+    tokens: int  # T
+    longest: int  # tokens of a document, at most
+    documents: int  # in a row, at most: where there are more, twice as many or more
+
+
+def collate_packed(
+    examples: Sequence[Example], *, pad_token_id: int, pad_to_multiple_of: int = 1, alike: Alike | None = None
+) -> dict[str, Any]:
     """Documents one behind another: `input_ids`, `labels`, `position_ids` (1, T) int64, and where each begins.
 
     A document's first label is ignored, or the last token of the one before would be trained to predict it. What fills
     T up to the multiple is a document of its own, untrained. Everything that attention needs is known here, on the CPU:
     `cu_seq_lens_*` (documents + 1,) int32, `max_length_*` and `document_lengths` as Python numbers. There is no mask.
+
+    With `alike` T and `max_length_*` are what it says, T is filled up by documents no longer than that, and
+    `cu_seq_lens_*` ends in empty ones.
     """
     lengths = [len(example.input_ids) for example in examples]
-    missing = padded_length(sum(lengths), pad_to_multiple_of) - sum(lengths)
+    multiple = pad_to_multiple_of if alike is None else alike.tokens
+    missing = padded_length(sum(lengths), multiple) - sum(lengths)
+    longest = max([missing, *lengths]) if alike is None else alike.longest
     input_ids = np.concatenate([*(example.input_ids for example in examples), np.full(missing, pad_token_id)])
     labels = np.concatenate([*(example.labels for example in examples), np.full(missing, IGNORE_INDEX)])
-    lengths += [missing] if missing else []
+    whole, rest = divmod(missing, longest)
+    lengths += [longest] * whole + [rest] * (rest > 0)
     begins = np.cumsum([0, *lengths])
     labels[begins[:-1]] = IGNORE_INDEX
     position_ids = np.arange(begins[-1]) - np.repeat(begins[:-1], lengths)
-    cu_seq_lens = torch.from_numpy(begins.astype(np.int32))
+    empty = 0 if alike is None else padded_length(len(lengths), alike.documents) - len(lengths)
+    cu_seq_lens = torch.from_numpy(np.pad(begins, (0, empty), mode="edge").astype(np.int32))
     rows = {"input_ids": input_ids, "labels": labels, "position_ids": position_ids}
     return {
         **{name: torch.from_numpy(row.astype(np.int64))[None] for name, row in rows.items()},
         "cu_seq_lens_q": cu_seq_lens,
         "cu_seq_lens_k": cu_seq_lens,
-        "max_length_q": max(lengths),
-        "max_length_k": max(lengths),
+        "max_length_q": longest,
+        "max_length_k": longest,
         "document_lengths": tuple(lengths),
     }

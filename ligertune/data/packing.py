@@ -39,6 +39,11 @@ class Packs(Sequence[np.ndarray]):
         return np.diff(totals[np.concatenate([[0], self._ends])])
 
     @property
+    def most_documents(self) -> int:
+        """Examples of the row that has most."""
+        return int(np.diff(self._ends, prepend=0).max(initial=0))
+
+    @property
     def fill(self) -> float:
         """Real tokens over the rows' slots."""
         return float(self.example_lengths.sum()) / max(len(self) * self.max_length, 1)

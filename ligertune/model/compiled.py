@@ -5,12 +5,13 @@ from __future__ import annotations
 from torch import nn
 
 from ligertune.errors import UserError
+from ligertune.model.unseen import hide_from_layers
 
 
-def compile_layers(model: nn.Module, *, lengths_vary: bool = False) -> None:
+def compile_layers(model: nn.Module, *, dynamic: bool | None = False) -> None:
     """Compile every decoder layer in place; a UserError where the model does not say which modules those are.
 
-    lengths_vary: batches have a few lengths, and each gets a graph; else torch may make one for all that come.
+    dynamic: torch.compile's. False gives each length that comes a graph: `plan_data` sees to it that there are few.
     """
     names = set(getattr(model, "_no_split_modules", None) or ())
     layers = [module for module in model.modules() if type(module).__name__ in names]
@@ -20,4 +21,5 @@ def compile_layers(model: nn.Module, *, lengths_vary: bool = False) -> None:
             hint="Write train.torch_compile: false.",
         )
     for layer in layers:
-        layer.compile(dynamic=False if lengths_vary else None)
+        layer.compile(dynamic=dynamic)
+    hide_from_layers(model)

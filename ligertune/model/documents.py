@@ -26,6 +26,7 @@ from transformers.masking_utils import sdpa_mask
 
 from ligertune.errors import UserError
 from ligertune.model.row_part import RowPart
+from ligertune.model.unseen import Unseen, look
 
 # torch 2.11 serves fewer key heads as they are and has no such argument; 2.12 and later ask for it
 GROUPED_HEADS = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
@@ -114,7 +115,7 @@ def per_document(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    document_lengths: tuple[int, ...] | None = None,
+    document_lengths: tuple[int, ...] | Unseen | None = None,
     row_part: RowPart | None = None,
     key_rows: Tensor | None = None,
     **kwargs: Any,
@@ -134,22 +135,44 @@ def per_document(
             **kwargs,
         )
     _check_layer(attention_mask, sliding_window, kwargs.get("s_aux"))
-    key_lengths = document_lengths
+    out = _each_document(
+        query, key, value, document_lengths, row_part, key_rows,
+        scaling=scaling, dropout=dropout, window=sliding_window, softcap=softcap,
+    )  # fmt: skip
+    return out, None
+
+
+@torch.compiler.disable  # compiled, it would be a graph for each number of documents, of calls that it cannot fuse
+def _each_document(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    document_lengths: tuple[int, ...] | Unseen,
+    row_part: RowPart | None,
+    key_rows: Tensor | None,
+    *,
+    scaling: float | None,
+    dropout: float,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """`per_document` where a row has several: (1, T, H, D)."""
+    lengths = key_lengths = look(document_lengths)
     if row_part is not None:
         key, value = (row_part.gather(t, key_rows) for t in (key, value))
         key_lengths = row_part.key_lengths
-    lengths = (document_lengths, key_lengths, key_lengths)
-    parts = (t.split(each, dim=2) for t, each in zip((query, key, value), lengths, strict=True))
+    each = (lengths, key_lengths, key_lengths)
+    parts = (t.split(lengths, dim=2) for t, lengths in zip((query, key, value), each, strict=True))
     documents = zip(*parts, strict=True)
     if softcap is None:
-        out = [_attend(*document, scaling=scaling, dropout=dropout, window=sliding_window) for document in documents]
+        out = [_attend(*document, scaling=scaling, dropout=dropout, window=window) for document in documents]
     else:
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         out = [
-            _attend_capped(*document, scaling=scaling, dropout=dropout, window=sliding_window, softcap=softcap)
+            _attend_capped(*document, scaling=scaling, dropout=dropout, window=window, softcap=softcap)
             for document in documents
         ]
-    return torch.cat(out, dim=2).transpose(1, 2).contiguous(), None
+    return torch.cat(out, dim=2).transpose(1, 2).contiguous()
 
 
 def _attend(
@@ -229,7 +252,7 @@ def _enter(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> None:
         if kwargs.get("use_cache") is not False or kwargs.get("past_key_values") is not None:
             raise ValueError("packed rows need use_cache=False: with a cache transformers looks for no documents")
         part = kwargs.get("row_part")
-        lengths = kwargs["document_lengths"]
+        lengths = look(kwargs["document_lengths"])
         _check_positions(kwargs.get("position_ids"), lengths, lengths if part is None else part.key_lengths)
     THREAD.packed = packed
 

@@ -21,6 +21,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from ligertune.model.deferred import THREAD, DeferredLogits, LabelledForward, count_fused, count_materialised
 from ligertune.model.probe import Refusal
 from ligertune.model.swap import Patch
+from ligertune.model.unseen import Unseen, look
 
 
 class LossHead(Patch):
@@ -92,7 +93,7 @@ def loss_in_head(
     num_items_in_batch: int | Tensor | None = None,
     ignore_index: int = -100,
     shift_labels: Tensor | None = None,
-    labelled_rows: Tensor | None = None,
+    labelled_rows: Tensor | Unseen | None = None,
     **kwargs: Any,
 ) -> Tensor:
     """ForCausalLMLoss for deferred logits; real ones go to ForCausalLMLoss itself.
@@ -118,7 +119,7 @@ def loss_in_head(
         "softcap": form[1],
         "ignore_index": ignore_index,
         "num_items_in_batch": _on(logits.device, num_items_in_batch),
-        "labelled_rows": labelled_rows if target.numel() == logits.hidden.shape[:-1].numel() else None,
+        "labelled_rows": look(labelled_rows) if target.numel() == logits.hidden.shape[:-1].numel() else None,
     }
     return logits.head.loss(logits.hidden, target, options)
 

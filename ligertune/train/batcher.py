@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -10,14 +11,16 @@ import numpy as np
 import torch
 from ligertune_kernels import labelled_rows
 
-from ligertune.data.batches import collate, collate_packed, padded_length
+from ligertune.data.batches import Alike, collate, collate_packed, padded_length
 from ligertune.data.encode import IGNORE_INDEX
 from ligertune.data.examples import Example
 from ligertune.vision.batch import Pixels, blank_ids, image_inputs
 
 if TYPE_CHECKING:
     from ligertune.data.examples import Examples
+    from ligertune.data.packing import Packs
     from ligertune.data.stream import StreamedExamples
+    from ligertune.plan import Plan
     from ligertune.train.row_parts import RowParts
     from ligertune.vision.ahead import PicturesAhead
     from ligertune.vision.reader import ImageReader
@@ -25,6 +28,20 @@ if TYPE_CHECKING:
 # Few sizes of the head's products: cuBLAS and the allocator take their time over each that is new.
 ROWS_MULTIPLE_OF = 128
 PINNED_AT_MOST = 16 << 20  # bytes of a tensor
+SHORT = 16  # tokens; of a stream nobody knows how many documents its rows will have, and hardly any has more of this
+
+
+def alike_of(plan: Plan, packs: Packs | None) -> Alike | None:
+    """What compiled layers find in every batch of packed rows, so that one graph serves all; None for other runs.
+
+    packs: the rows; None where they come from a stream.
+    """
+    if not (plan.recipe.train.torch_compile and plan.rows.packed):
+        return None
+    rows, longest = plan.batching.micro_batch_size, min(plan.rows.length, plan.data.longest)
+    tokens = rows * plan.rows.multiple_of
+    each = plan.rows.length // SHORT if packs is None else packs.most_documents
+    return Alike(tokens, longest, documents=rows * each + -(-tokens // longest))
 
 
 @dataclass(frozen=True)
@@ -45,6 +62,7 @@ class Batcher:
     images: ImageReader | None = None  # of a model that sees
     ahead: PicturesAhead | None = None
     parts: RowParts | None = None  # where each rank of several computes a part of a row
+    alike: Alike | None = None  # of packed rows, where layers are compiled
 
     def expect(self, batches: Sequence[Sequence[np.ndarray]]) -> None:
         """Begins to read the images of micro batches that will be asked for."""
@@ -63,7 +81,7 @@ class Batcher:
         pictures = [[self._pixels(path) for path in example.images] for example in examples]
         if self.images is not None and not any(pictures) and self.images.family.layout != "tiles":
             examples, pictures = self._with_blank(examples)
-        make = collate_packed if self.packed else collate
+        make = functools.partial(collate_packed, alike=self.alike) if self.packed else collate
         batch = make(examples, pad_token_id=self.pad_token_id, pad_to_multiple_of=self.multiple_of)
         batch.pop("attention_mask", None)
         if self.images is not None:
@@ -124,5 +142,6 @@ class Batcher:
         """Tokens that the forward pass over these rows computes, padding included."""
         lengths = [self.examples.lengths[row] for row in rows]
         if self.packed:
-            return padded_length(int(sum(length.sum() for length in lengths)), self.multiple_of)
+            multiple_of = self.multiple_of if self.alike is None else self.alike.tokens
+            return padded_length(int(sum(length.sum() for length in lengths)), multiple_of)
         return len(rows) * padded_length(int(max(length.max() for length in lengths)), self.multiple_of)

@@ -22,6 +22,8 @@ class ByImageCount:
     """A `DataOrder` whose micro batches are split further. Every rank gets equally many, empty ones where it has less,
     so that all make the same collective calls; the steps hold the same rows as before."""
 
+    packs = None  # rows of tiles are not packed
+
     def __init__(self, order: DataOrder, n_images: np.ndarray) -> None:
         self.batching, self._order, self._n_images = order.batching, order, n_images
 

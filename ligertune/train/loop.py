@@ -19,7 +19,7 @@ from ligertune.model.attention import same_bits
 from ligertune.phases import Phases
 from ligertune.plan import Plan
 from ligertune.train import checkpoint
-from ligertune.train.batcher import Batcher
+from ligertune.train.batcher import Batcher, alike_of
 from ligertune.train.clip import clip_gradients
 from ligertune.train.distributed import any_rank, most_over_ranks
 from ligertune.train.evaluate import evaluate
@@ -49,6 +49,7 @@ from ligertune.vision.ahead import PicturesAhead
 if TYPE_CHECKING:
     from torch import nn
 
+    from ligertune.data.batches import Alike
     from ligertune.data.examples import Examples
     from ligertune.data.prepare import PreparedData
     from ligertune.data.stream import StreamedExamples
@@ -106,8 +107,10 @@ def fit(
     saver = Saver(accelerator, plan, model, optimizer)
     order = _data_order(plan, data.train, images)
     parts = row_parts(plan)
-    batcher = _batcher(plan, accelerator, data.train, pad_token_id, objective, images, parts)
-    evaluated = _batcher(plan, accelerator, data.eval, pad_token_id, objective, images, parts) if data.eval else None
+    alike = alike_of(plan, order.packs)
+    shared = plan, accelerator, pad_token_id, objective, images, parts, alike
+    batcher = _batcher(data.train, *shared)
+    evaluated = _batcher(data.eval, *shared) if data.eval else None
     check_parts(plan, model, batcher, vocab_size=objective.shape.vocab_size)
     work_of = _work_of_steps(objective.shape, order, batcher)
     metrics = MetricsFile(
@@ -308,13 +311,14 @@ def _order_of_rows(plan: Plan, examples: Examples | StreamedExamples) -> DataOrd
 
 
 def _batcher(
+    examples: Examples | StreamedExamples,
     plan: Plan,
     accelerator: Accelerator,
-    examples: Examples | StreamedExamples,
     pad_token_id: int,
     objective: Objective,
     images: ImageReader | None,
     parts: RowParts | None,
+    alike: Alike | None,
 ) -> Batcher:
     return Batcher(
         examples,
@@ -327,6 +331,7 @@ def _batcher(
         images=images,
         ahead=None if images is None else PicturesAhead(images),
         parts=parts,
+        alike=alike,
     )
 
 

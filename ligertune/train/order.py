@@ -26,6 +26,8 @@ class DataOrder:
     global batch are of about one length, longest first, and so are those of a micro batch.
     """
 
+    packs: Packs | None = None
+
     def __init__(
         self,
         lengths: np.ndarray,

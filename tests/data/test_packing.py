@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from ligertune.data.batches import collate_packed
+from ligertune.data.batches import Alike, collate_packed
 from ligertune.data.examples import Example, Examples
 from ligertune.data.packing import pack
 
@@ -103,6 +103,21 @@ def test_documents_stand_one_behind_another():
     assert batch["cu_seq_lens_q"].dtype == torch.int32
     assert (batch["max_length_q"], batch["max_length_k"], batch["document_lengths"]) == (4, 4, (4, 1, 3, 4))
     assert "attention_mask" not in batch
+
+
+def test_rows_that_are_alike_have_the_sizes_of_all_others():
+    """What fills a row up is no longer than the longest document, and as many bounds are given for any batch."""
+    alike = Alike(tokens=16, longest=5, documents=6)
+    batch = collate_packed(documents(), pad_token_id=99, alike=alike)
+    assert batch["input_ids"].tolist() == [[3, 4, 5, 6, 3, 3, 4, 5, *[99] * 8]]
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 3, 0, 0, 1, 2, 0, 1, 2, 3, 4, 0, 1, 2]]
+    assert batch["document_lengths"] == (4, 1, 3, 5, 3)
+    assert batch["cu_seq_lens_q"].tolist() == [0, 4, 5, 8, 13, 16, 16]
+    assert (batch["max_length_q"], batch["max_length_k"]) == (5, 5)
+    fewer = collate_packed(list(documents())[:1], pad_token_id=99, alike=alike)
+    assert {name: value.shape for name, value in fewer.items() if torch.is_tensor(value)} == {
+        name: value.shape for name, value in batch.items() if torch.is_tensor(value)
+    }
 
 
 def test_collating_leaves_the_examples_as_they_are():

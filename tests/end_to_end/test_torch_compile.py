@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from command_line import losses
 from test_keys import read
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -41,6 +42,19 @@ def test_batches_of_compiled_layers_have_few_lengths(packing, multiple, quicksta
     usual = plan_for(read(quickstart, tmp_path, **changes)).plan.rows.multiple_of
     compiled = plan_for(read(quickstart, tmp_path, **changes, **{"train.torch_compile": True})).plan.rows.multiple_of
     assert (usual, compiled) == (16, multiple)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_one_graph_serves_packed_rows_of_any_documents(checkpointing, quickstart, tmp_path):
+    """Rows differ in the number of their documents, in the longest, and in how many labels they have."""
+    how = {**SETTINGS, "train.max_steps": 4, "train.per_device_train_batch_size": 3, "train.global_batch_size": 3,
+           "data.datasets.0.max_samples": 60, "train.torch_compile": True,
+           "train.gradient_checkpointing": checkpointing}  # fmt: skip
+    job = plan_for(read(quickstart, tmp_path, **how))
+    torch.compiler.reset()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        run(job, lambda line: None)
+    assert len(losses(tmp_path / "run")) == 4
 
 
 @pytest.mark.slow
