@@ -148,6 +148,7 @@ def accuracy_of(model: MedusaModel, examples: Examples) -> list[list[float]]:
     import numpy as np
 
     from ligertune.medusa.accuracy import rank_accuracy
+    from ligertune.model.compiled import as_written
     from ligertune.train.batcher import Batcher
 
     batcher = Batcher(
@@ -159,7 +160,8 @@ def accuracy_of(model: MedusaModel, examples: Examples) -> list[list[float]]:
         device=model.get_output_embeddings().weight.device,
     )
     batches = (batcher([np.array([i])]) for i in range(len(examples)))
-    return rank_accuracy(model, batches).nan_to_num(0.0).tolist()
+    with as_written():
+        return rank_accuracy(model, batches).nan_to_num(0.0).tolist()
 
 
 def measure_heads(
@@ -168,6 +170,7 @@ def measure_heads(
     """The report on trained heads; `model` is left with attention that takes any mask."""
     from ligertune.decode.medusa_report import MedusaReport, measure_decoding, prompt_of
     from ligertune.medusa.tree import Tree, best_paths
+    from ligertune.model.compiled import as_written
 
     spec, base = model.spec, model.base_model
     tree = Tree.of(best_paths(accuracy, spec.tree_nodes), device=model.get_output_embeddings().weight.device)
@@ -176,9 +179,10 @@ def measure_heads(
         base.set_attn_implementation("sdpa" if base._supports_sdpa else "eager")
         chosen = (examples[i] for i in range(min(spec.eval_prompts, len(examples))))
         prompts = [prompt_of(example.input_ids, example.labels) for example in chosen]
-        decoding = measure_decoding(
-            base, model.medusa_head, model.form, prompts, tree, max_new_tokens=spec.eval_new_tokens
-        )
+        with as_written():
+            decoding = measure_decoding(
+                base, model.medusa_head, model.form, prompts, tree, max_new_tokens=spec.eval_new_tokens
+            )
     return MedusaReport(
         measured_on=measured_on,
         top1=[row[0] for row in accuracy],

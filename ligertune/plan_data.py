@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from ligertune.data.prepare import PreparedData
     from ligertune.vision.reader import ImageReader
 
-COMPILED_LENGTHS = 8  # as many graphs as torch makes of a module before it gives up compiling it
+COMPILED_LENGTHS = 8  # each is a graph to compile
 
 
 def rows_of(recipe: Recipe, data: PreparedData, *, multiple_of: int, padding_free: bool = False) -> Rows:

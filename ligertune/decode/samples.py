@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ligertune.decode.generate import in_template
+from ligertune.model.compiled import as_written
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -31,13 +32,14 @@ def answers_to(
             text, writes_special = in_template(tokenizer, prompt, how)
             ids = tokenizer(text, return_tensors="pt", add_special_tokens=not writes_special)["input_ids"]
             ids = ids.to(next(model.parameters()).device)
-            output = model.generate(
-                input_ids=ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=NEW_TOKENS,
-                do_sample=False,
-                pad_token_id=pad_token_id,
-            )
+            with as_written():
+                output = model.generate(
+                    input_ids=ids,
+                    attention_mask=torch.ones_like(ids),
+                    max_new_tokens=NEW_TOKENS,
+                    do_sample=False,
+                    pad_token_id=pad_token_id,
+                )
             said = tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
             found.append({"prompt": prompt, "answer": said})
         model.train(was_training)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+
+import torch
 from torch import nn
 
 from ligertune.errors import UserError
 from ligertune.model.unseen import hide_from_layers
+
+MOST_GRAPHS = 32  # of a kind of layer: eight lengths to train on, as many to evaluate on; torch gives up after eight
 
 
 def compile_layers(model: nn.Module, *, dynamic: bool | None = False) -> None:
@@ -20,6 +25,13 @@ def compile_layers(model: nn.Module, *, dynamic: bool | None = False) -> None:
             f"train.torch_compile: {type(model).__name__} names no layers that could be compiled.",
             hint="Write train.torch_compile: false.",
         )
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_GRAPHS)
     for layer in layers:
         layer.compile(dynamic=dynamic)
     hide_from_layers(model)
+
+
+def as_written() -> AbstractContextManager:
+    """Where it is entered, compiled layers run as they are written: a text that grows has a new length at each token,
+    every one of which would be a graph."""
+    return torch.compiler.set_stance("force_eager")

@@ -6,11 +6,13 @@ import pytest
 import torch
 from command_line import losses
 from test_keys import read
+from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from ligertune.decode.samples import answers_to
 from ligertune.errors import UserError
 from ligertune.model.compiled import compile_layers
-from ligertune.run import plan_for, run, trained_model
+from ligertune.run import plan_for, prompt_of, run, trained_model
 from ligertune.train.distributed import start
 
 # rows of one length, and nothing to evaluate: a graph for the packing's check, one for training
@@ -55,6 +57,46 @@ def test_one_graph_serves_packed_rows_of_any_documents(checkpointing, quickstart
     with torch._dynamo.config.patch(error_on_recompile=True):
         run(job, lambda line: None)
     assert len(losses(tmp_path / "run")) == 4
+
+
+class Layer(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.cos() * 2
+
+
+class Layers(nn.Module):
+    _no_split_modules = ("Layer",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Layer()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+
+@pytest.mark.slow
+def test_eight_lengths_to_train_on_and_eight_to_evaluate_on_are_all_compiled():
+    torch.compiler.reset()
+    model = Layers()
+    compile_layers(model)
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        for length in range(2, 10):
+            model(torch.ones(length, requires_grad=True)).sum().backward()
+        for length in range(2, 10):
+            with torch.no_grad():
+                model(torch.ones(length))
+
+
+def test_an_answer_is_written_without_a_graph_for_each_of_its_lengths(quickstart, tmp_path):
+    job = plan_for(read(quickstart, tmp_path, **SETTINGS, **{"train.torch_compile": True}))
+    model, _ = trained_model(job, start(job.plan), None)
+    answer = answers_to(["Once upon a time"], job.tokenizer.tokenizer, prompt_of(job),
+                        pad_token_id=job.tokenizer.pad_token_id)  # fmt: skip
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    (said,) = answer(model)
+    assert said["answer"].strip() and torch._dynamo.utils.counters["stats"]["unique_graphs"] == 0
 
 
 @pytest.mark.slow
