@@ -40,8 +40,8 @@ class Alike:
     """What all packed batches of a run have in common, so that compiled layers meet no size that is new to them."""
 
     tokens: int  # T
-    longest: int  # tokens of a document, at most
-    documents: int  # in a row, at most: where there are more, twice as many or more
+    longest: int  # tokens of a document; one that is longer is said to be, which is another graph
+    documents: int  # in a row; one with more gets room for twice as many, or more
 
 
 def collate_packed(
@@ -54,12 +54,12 @@ def collate_packed(
     `cu_seq_lens_*` (documents + 1,) int32, `max_length_*` and `document_lengths` as Python numbers. There is no mask.
 
     With `alike` T and `max_length_*` are what it says, T is filled up by documents no longer than that, and
-    `cu_seq_lens_*` ends in empty ones.
+    `cu_seq_lens_*` ends in empty ones: attention is never told less than there is.
     """
     lengths = [len(example.input_ids) for example in examples]
     multiple = pad_to_multiple_of if alike is None else alike.tokens
     missing = padded_length(sum(lengths), multiple) - sum(lengths)
-    longest = max([missing, *lengths]) if alike is None else alike.longest
+    longest = max([missing, *lengths] if alike is None else [alike.longest, *lengths])
     input_ids = np.concatenate([*(example.input_ids for example in examples), np.full(missing, pad_token_id)])
     labels = np.concatenate([*(example.labels for example in examples), np.full(missing, IGNORE_INDEX)])
     whole, rest = divmod(missing, longest)

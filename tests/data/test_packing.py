@@ -114,6 +114,8 @@ def test_rows_that_are_alike_have_the_sizes_of_all_others():
     assert batch["document_lengths"] == (4, 1, 3, 5, 3)
     assert batch["cu_seq_lens_q"].tolist() == [0, 4, 5, 8, 13, 16, 16]
     assert (batch["max_length_q"], batch["max_length_k"]) == (5, 5)
+    beyond = collate_packed(documents(), pad_token_id=99, alike=Alike(tokens=8, longest=2, documents=2))
+    assert (beyond["max_length_q"], len(beyond["cu_seq_lens_q"])) == (4, 5)
     fewer = collate_packed(list(documents())[:1], pad_token_id=99, alike=alike)
     assert {name: value.shape for name, value in fewer.items() if torch.is_tensor(value)} == {
         name: value.shape for name, value in batch.items() if torch.is_tensor(value)
