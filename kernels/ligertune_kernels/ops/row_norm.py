@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ligertune_kernels.launch import MAX_THREADS, Chip, Launch, chip_of, options, remembered, rows_of, triton
+from ligertune_kernels.launch import MAX_THREADS, Chip, Launch, chip_of, laid_out, like, options, remembered, triton
 from ligertune_kernels.ops.column_sums import ColumnSums, column_sums_of
 from ligertune_kernels.ops.norm_kernels import (
     backward_kernel,
@@ -236,21 +236,6 @@ def _backward(
     return _Backward(walk.launch, grid, (n_rows, float(offset), rows_per_program), walk.parts, n_sums, sums)
 
 
-def _laid_out(t: torch.Tensor, n_cols: int) -> tuple[torch.Tensor, int]:
-    """A tensor where the rows of t (..., n_cols) begin, and the way from one to the next."""
-    if t.is_contiguous():
-        return t, n_cols
-    rows = rows_of(t)
-    return rows, rows.stride(0)
-
-
-def _like(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """An empty contiguous tensor of t's shape; of a contiguous one in a third of the time."""
-    if t.dtype is dtype and t.is_contiguous():
-        return torch.empty_like(t)
-    return torch.empty(t.shape, dtype=dtype, device=t.device)
-
-
 def norm_forward(
     x: torch.Tensor,
     residual: torch.Tensor | None,
@@ -265,17 +250,16 @@ def norm_forward(
     """y, the normed sum (x itself without a residual), and the statistics: rstd (N,), of a centred norm the means (N,)
     after it."""
     shape = x.shape
-    n_cols = shape[-1]
-    rows, row_stride = _laid_out(x, n_cols)
-    residual_rows, residual_stride = (rows, row_stride) if residual is None else _laid_out(residual, n_cols)
+    rows, row_stride = laid_out(x)
+    residual_rows, residual_stride = (rows, row_stride) if residual is None else laid_out(residual)
     dtypes = (
         x.dtype, None if residual is None else residual.dtype, None if weight is None else weight.dtype,
         None if bias is None else bias.dtype,
     )  # fmt: skip
     call = _forward(shape, (row_stride, residual_stride), dtypes, eps, offset, centred, round_xhat, x.device)
     sum_dtype, y_dtype = call.dtypes
-    summed = x if residual is None else _like(x, sum_dtype)
-    y = _like(x, y_dtype)
+    summed = x if residual is None else like(x, sum_dtype)
+    y = like(x, y_dtype)
     stats = x.new_empty(call.n_stats, dtype=torch.float32)
     call.launch(
         call.grid,
@@ -313,10 +297,9 @@ def norm_backward(
     """
     needs_dx, needs_dw, needs_db = needs
     shape = x.shape
-    n_cols = shape[-1]
-    rows, row_stride = _laid_out(x, n_cols)
-    dy_rows, dy_stride = _laid_out(dy, n_cols)
-    ds_rows, ds_stride = (dy_rows, dy_stride) if ds is None else _laid_out(ds, n_cols)
+    rows, row_stride = laid_out(x)
+    dy_rows, dy_stride = laid_out(dy)
+    ds_rows, ds_stride = (dy_rows, dy_stride) if ds is None else laid_out(ds)
     dtypes = (dy.dtype, None if ds is None else ds.dtype, x.dtype, None if weight is None else weight.dtype)
     call = _backward(
         shape, (dy_stride, ds_stride, row_stride), dtypes, None if bias is None else bias.dtype,
@@ -330,7 +313,7 @@ def norm_backward(
             dx = dy.detach()
             torch.autograd.graph.increment_version(dy)
         else:
-            dx = _like(x, x.dtype)
+            dx = like(x, x.dtype)
     partial = stats if call.sums is None else stats.new_empty(call.grid[0], call.n_sums)
     call.launch(
         call.grid,
@@ -345,8 +328,8 @@ def norm_backward(
         ),
         *call.others,
     )
-    dw = _like(weight, weight.dtype) if needs_dw else None
-    db = _like(bias, bias.dtype) if needs_db else None
+    dw = like(weight, weight.dtype) if needs_dw else None
+    db = like(bias, bias.dtype) if needs_db else None
     if call.sums is not None:
         call.sums.into(partial, *((dw, db) if needs_dw else (db,)))
     return dx, dw, db
