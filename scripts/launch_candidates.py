@@ -91,7 +91,7 @@ def sums_of(columns: int, why: str) -> Candidate:
 # Registers and what fits are those of sm90, compiled by triton 3.7. What spills there is not listed: backward three
 # programs of 4096, four of 4 warps, 32 warps that queue, whole rows of 16384; forward 32 warps in three stages.
 
-# One row a program forward; 8 warps, two programs a processor and three stages backward: 120 registers, 123 with db.
+# One row a program forward; two rows and three stages of one program a processor backward, of 16 warps or, with db, 8.
 OF_4096 = (
     *STREAMED,
     fwd("loads and stores streamed", "x is not read again either", edits=(STREAMED_Y, (X_LOADS, X_LOADS + ONCE))),
@@ -106,38 +106,57 @@ OF_4096 = (
     bwd("no queue", "no shared memory between, two programs hide each other's waits", stages=1),
     bwd("2 stages", "less shared memory, a shorter start", stages=2),
     bwd("4 stages", "more in flight where the memory answers late", stages=4),
-    bwd("16 warps alone, 4 stages", "half the sums to add up, half the accumulators", warps=16, programs=1, stages=4),
-    bwd("16 warps alone, 6 stages", "likewise, with as much in flight as two programs", warps=16, programs=1, stages=6),
+    bwd("1 row, 8 warps, 2 programs", "what holds on other chips", rows=1, warps=8, programs=2, stages=3),
+    bwd(
+        "1 row, 16 warps alone, 4 stages",
+        "half the sums to add up, half the accumulators",
+        rows=1,
+        warps=16,
+        programs=1,
+        stages=4,
+    ),
+    bwd(
+        "1 row, 16 warps alone, 6 stages",
+        "likewise, with as much in flight as two programs",
+        rows=1,
+        warps=16,
+        programs=1,
+        stages=6,
+    ),
     bwd("2 rows, 16 warps alone", "one wait of all warps for two rows", rows=2, warps=16, programs=1, stages=3),
     bwd("2 rows, 8 warps alone", "likewise, a cheaper sum over warps", rows=2, warps=8, programs=1, stages=3),
-    bwd("4 warps", "a cheaper sum over warps; 199 registers, so two programs as now", warps=4),
-    bwd("4 warps, 5 stages", "likewise, more in flight", warps=4, programs=2, stages=5),
+    bwd("1 row, 4 warps", "a cheaper sum over warps; 199 registers", rows=1, warps=4, programs=2, stages=3),
+    bwd("1 row, 4 warps, 5 stages", "likewise, more in flight", rows=1, warps=4, programs=2, stages=5),
 )
 # 16 warps need 64 registers without db: two programs fit, twice the warps of now. With db 24 bytes spill if queued.
 OF_RMS_4096 = (
     *OF_4096,
-    bwd("16 warps, 2 programs", "twice the warps that hide each other's waits", warps=16, programs=2),
-    bwd("16 warps, 2 programs, 2 stages", "likewise, fewer rows waiting", warps=16, programs=2, stages=2),
-    bwd("16 warps, 2 programs, no queue", "likewise, none", warps=16, programs=2, stages=1),
+    bwd("1 row, 16 warps, 2 programs", "twice the warps that hide each other's waits", rows=1, warps=16, programs=2),
+    bwd(
+        "1 row, 16 warps, 2 programs, 2 stages", "likewise, fewer rows waiting", rows=1, warps=16, programs=2, stages=2
+    ),
+    bwd("1 row, 16 warps, 2 programs, no queue", "likewise, none", rows=1, warps=16, programs=2, stages=1),
 )
 OF_LAYER_4096 = (
     *OF_4096,
-    bwd("16 warps, 2 programs, no queue", "twice the warps", warps=16, programs=2, stages=1, registers=64),
+    bwd(
+        "1 row, 16 warps, 2 programs, no queue", "twice the warps", rows=1, warps=16, programs=2, stages=1, registers=64
+    ),
 )
 OF_LONG_ROWS = (
     fwd("a row a program, 16 warps", "as up to 4096, where it beat programs that walk", programs=A_TILE, stages=1),
-    fwd("1 program", "one is all that fits: no second wave", programs=1),
+    fwd("1 program", "one on each processor, and so one wave", programs=1),
 )
-# 16 warps and three stages; forward two programs a processor, of which 82 registers a thread let in one: two waves.
+# Three stages; backward 16 warps, forward 8 of two programs a processor.
 OF_8192 = (
     *STREAMED,
     *OF_LONG_ROWS,
     fwd("a row a program, 8 warps", "likewise, as the RMS norm's", programs=A_TILE, stages=1, warps=8),
-    fwd("64 registers", "lets the second program in", registers=64),
-    fwd("64 registers, 2 stages", "likewise, fewer rows waiting", registers=64, stages=2),
+    fwd("16 warps", "what holds on other chips; 82 registers let one in: two waves", warps=16, programs=2, stages=3),
+    fwd("16 warps, 64 registers", "lets the second program in", warps=16, programs=2, stages=3, registers=64),
     fwd("1 program, 5 stages", "likewise, as much in flight as was meant", programs=1, stages=5),
     fwd("1 program, 32 warps", "the registers of one, the warps of two", programs=1, warps=32, stages=3),
-    fwd("8 warps, 2 programs", "126 registers: two fit, sums over fewer warps", warps=8, programs=2, stages=3),
+    fwd("2 stages", "126 registers: two programs fit; fewer rows waiting", stages=2),
     WITHOUT_SUMS,
     sums_of(64, "256 bytes of a row at once"),
     bwd("2 stages", "less shared memory, a shorter start", stages=2),

@@ -24,8 +24,9 @@ def trial(case: Case, candidate: Candidate, decided: dict[str, str]) -> Callable
     """What opens a context in which the candidate's choices hold; `decided` then says what was launched."""
     if case.op == "apply_rope":
         (choice,) = candidate.choices or (Turn(),)
-        return lambda: _patched(_of_rope(choice, decided))
-    patches = _of_norm({choice.direction: choice for choice in candidate.choices}, decided)
+        patches = _of_rope(choice, decided)
+    else:
+        patches = _of_norm({choice.direction: choice for choice in candidate.choices}, decided)
     return lambda: _patched(patches)
 
 
@@ -102,7 +103,8 @@ def _of_rope(choice: Turn, decided: dict[str, str]) -> list[Patch]:
         decided["forward"] = decided["backward"] = words
         return found
 
-    patches: list[Patch] = [(rope, "options", chosen)]
+    # what rope remembers, remembered apart: made where these hold
+    patches: list[Patch] = [(rope, "options", chosen), (rope, "_launch", remembered(rope._launch.__wrapped__))]
     if choice.pairs or choice.heads != 8:
         patches.append((rope, "_tile", tile))
     if choice.edits:

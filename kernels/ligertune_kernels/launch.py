@@ -147,6 +147,21 @@ def rows_of(t: torch.Tensor) -> torch.Tensor:
     return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 
+def laid_out(t: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """A tensor where the rows of t (..., C) begin, and the way from one to the next; of a contiguous one, t itself."""
+    if t.is_contiguous():
+        return t, t.shape[-1]
+    rows = rows_of(t)
+    return rows, rows.stride(0)
+
+
+def like(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """An empty contiguous tensor of t's shape; of a contiguous one in a third of the time."""
+    if t.dtype is dtype and t.is_contiguous():
+        return torch.empty_like(t)
+    return torch.empty(t.shape, dtype=dtype, device=t.device)
+
+
 # Elements of a tile up to which so many warps serve it: at most 16 elements a thread. Row kernels hold two to four
 # values an element, and at 32 and more a thread they spill (compiled for sm80-sm120, gfx90a-gfx1201).
 WARPS = {

@@ -10,8 +10,10 @@ import torch
 
 pytest.importorskip("triton", reason="needs triton: there is nothing to launch without it")
 
-from ligertune_kernels import launch
+from ligertune_kernels import adamw_step, launch
 from ligertune_kernels.launch import Launch, tl, triton
+from ligertune_kernels.ops import gated, rope
+from ligertune_kernels.ops.row_norm import norm_forward
 from pretend_gpu import TARGETS, PretendDriver, compile_for
 from triton import knobs
 
@@ -175,3 +177,45 @@ def test_what_tritons_launcher_calls_is_called_at_once(kind, reached) -> None:
 def test_a_launcher_that_does_more_than_hand_on_is_called_itself(kind, held, reached) -> None:
     form, launcher = form_of(kind, [], **held)
     assert form.run is launcher and form.before == () and not form.packed
+
+
+def bf16(*shape: int) -> Posing:
+    return torch.empty(shape, dtype=torch.bfloat16, device="meta").as_subclass(Posing)
+
+
+def adamw(step: int) -> None:
+    numbers = {"lr": 1e-3, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0}
+    adamw_step(*(bf16(64, 32) for _ in range(4)), step=step, **numbers)
+
+
+def rotate(tokens: int, **how: bool) -> None:
+    q, k = (bf16(1, tokens, heads, 64).transpose(1, 2) for heads in (4, 2))
+    rope._rotate(q, k, bf16(1, tokens, 64), bf16(1, tokens, 64), None, False, 64, **how)
+
+
+# what runs twice, the second time on other sizes of what is not compiled in
+TWICE = {
+    "swiglu": lambda rows: gated.forward(bf16(rows, 512), bf16(rows, 512), "silu"),
+    "geglu, backward": lambda rows: gated._backward(*(bf16(rows, 512) for _ in range(5)), "gelu_tanh"),
+    "apply_rope": rotate,
+    "apply_rope, backward in place": lambda tokens: rotate(tokens, backward=True, inplace=True),
+    "rms_norm": lambda rows: norm_forward(bf16(rows, 512), None, bf16(512), None, 1e-6),
+    "adamw_step": adamw,
+}
+
+
+@pytest.mark.parametrize("op", TWICE)
+def test_the_second_call_of_an_op_passes_what_triton_would(op, reached, monkeypatch) -> None:
+    """Beside a call that Triton is asked for: the same kernel, the same numbers, addresses for tensors."""
+
+    def run() -> None:
+        TWICE[op](32)
+        TWICE[op](48)
+        monkeypatch.setattr(launch, "_is_watched", lambda: True)
+        TWICE[op](48)
+
+    compile_for(TARGETS["sm90"], run)
+    _, short, asked = reached
+    assert short[:6] == asked[:6]  # grid, stream, function and metadata
+    passed = [4096 if isinstance(argument, torch.Tensor) else argument for argument in asked[9:]]
+    assert list(short[9:]) == passed

@@ -13,7 +13,7 @@ import math
 
 import torch
 
-from ligertune_kernels.launch import chip_of, on_device, options, runs_triton, tl, triton
+from ligertune_kernels.launch import Chip, Launcher, chip_of, options, remembered, runs_triton, tl, triton
 
 BLOCK = 2048
 
@@ -63,6 +63,11 @@ def _adamw_kernel(
     tl.store(exp_avg_sq_ptr + offs, v.to(exp_avg_sq_ptr.dtype.element_ty), mask=mask)
 
 
+@remembered
+def _launch(has_scale: bool, chip: Chip) -> Launcher:
+    return Launcher(_adamw_kernel, {"HAS_SCALE": has_scale, "BLOCK": BLOCK, **options(BLOCK, chip)})
+
+
 def adamw_step(
     param: torch.Tensor,
     grad: torch.Tensor,
@@ -88,11 +93,10 @@ def adamw_step(
         adamw_step_reference(*tensors, **numbers, grad_scale=grad_scale)
     elif param.numel():
         decay, size, correction = _numbers(step, lr, betas, weight_decay)
-        with on_device(param):
-            _adamw_kernel[(triton.cdiv(param.numel(), BLOCK),)](
-                *tensors, param if grad_scale is None else grad_scale, param.numel(), decay, size, correction, *betas,
-                eps, HAS_SCALE=grad_scale is not None, BLOCK=BLOCK, **options(BLOCK, chip_of(param.device)),
-            )  # fmt: skip
+        _launch(grad_scale is not None, chip_of(param.device))(
+            (-(-param.numel() // BLOCK), 1, 1), (*tensors, param if grad_scale is None else grad_scale),
+            (param.numel(),), decay, size, correction, *map(float, betas), float(eps),
+        )  # fmt: skip
 
 
 def _numbers(step: int, lr: float, betas: tuple[float, float], weight_decay: float) -> tuple[float, float, float]:

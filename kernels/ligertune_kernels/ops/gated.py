@@ -18,8 +18,8 @@ from typing import Literal
 import torch
 
 from ligertune_kernels.device_fns import gelu_erf, gelu_erf_grad, gelu_tanh, gelu_tanh_grad, silu, silu_grad
-from ligertune_kernels.launch import chip_of, on_device, options, rows_of, tl, triton
-from ligertune_kernels.once import differentiable_once
+from ligertune_kernels.launch import Chip, Launcher, chip_of, laid_out, like, options, remembered, rows_of, tl, triton
+from ligertune_kernels.once import apply_of, differentiable_once
 from ligertune_kernels.ops.overwriting import are_apart, is_someones_leaf, span
 
 Activation = Literal["silu", "gelu_tanh", "gelu_erf"]
@@ -101,16 +101,30 @@ def _backward_kernel(
         tl.store(d_up_ptr + row * d_up_row_stride + cols, d_up.to(d_up_ptr.dtype.element_ty), mask=mask)
 
 
-def forward(gate: torch.Tensor, up: torch.Tensor, activation: Activation) -> torch.Tensor:
-    y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-    gate, up = rows_of(gate), rows_of(up)
-    n_rows, n_cols = gate.shape
+@remembered
+def _forward_launch(n_cols: int, activation: Activation, chip: Chip) -> tuple[Launcher, int]:
+    """The kernel, and the programs of a row."""
     block = min(BLOCK, triton.next_power_of_2(n_cols))
-    with on_device(gate):
-        _forward_kernel[(n_rows * triton.cdiv(n_cols, block),)](
-            gate, up, y, gate.stride(0), up.stride(0), n_cols,
-            ACTIVATION=activation, BLOCK=block, **options(block // 2, chip_of(gate.device)),
-        )  # fmt: skip
+    constants = {"ACTIVATION": activation, "BLOCK": block, **options(block // 2, chip)}
+    return Launcher(_forward_kernel, constants), -(-n_cols // block)
+
+
+@remembered
+def _backward_launch(
+    n_cols: int, activation: Activation, needs_gate: bool, needs_up: bool, chip: Chip
+) -> tuple[Launcher, int]:
+    """Likewise."""
+    block = min(BLOCK, triton.next_power_of_2(n_cols))
+    flags = {"ACTIVATION": activation, "NEEDS_GATE": needs_gate, "NEEDS_UP": needs_up}
+    return Launcher(_backward_kernel, {**flags, "BLOCK": block, **options(block, chip)}), -(-n_cols // block)
+
+
+def forward(gate: torch.Tensor, up: torch.Tensor, activation: Activation) -> torch.Tensor:
+    n_cols = gate.shape[-1]
+    y = like(gate, gate.dtype)
+    (gate, gate_stride), (up, up_stride) = laid_out(gate), laid_out(up)
+    launch, blocks = _forward_launch(n_cols, activation, chip_of(gate.device))
+    launch((gate.numel() // n_cols * blocks, 1, 1), (gate, up, y), (gate_stride, up_stride, n_cols))
     return y
 
 
@@ -122,19 +136,17 @@ def _backward(
     d_up: torch.Tensor | None,
     activation: Activation,
 ) -> None:
-    """Fills d_gate and d_up, rows (N, F), which may be gate and up themselves; None where no gradient is needed."""
-    dy, gate, up = rows_of(dy), rows_of(gate), rows_of(up)
-    n_rows, n_cols = gate.shape
-    block = min(BLOCK, triton.next_power_of_2(n_cols))
+    """Fills d_gate and d_up, which may be gate and up themselves; None where no gradient is needed.
+
+    Rows of these two (..., F) are so far apart that they can be seen as (N, F).
+    """
+    n_cols = gate.shape[-1]
     filled_gate, filled_up = (d_up if d_gate is None else d_gate), (d_gate if d_up is None else d_up)
-    with on_device(gate):
-        # Where gradients go over their inputs, every element is read and written by one thread, the reads first.
-        _backward_kernel[(n_rows * triton.cdiv(n_cols, block),)](
-            dy, gate, up, filled_gate, filled_up,
-            dy.stride(0), gate.stride(0), up.stride(0), filled_gate.stride(0), filled_up.stride(0), n_cols,
-            ACTIVATION=activation, NEEDS_GATE=d_gate is not None, NEEDS_UP=d_up is not None, BLOCK=block,
-            **options(block, chip_of(gate.device)),
-        )  # fmt: skip
+    tensors, strides = zip(*map(laid_out, (dy, gate, up, filled_gate, filled_up)), strict=True)
+    flags = d_gate is not None, d_up is not None
+    launch, blocks = _backward_launch(n_cols, activation, *flags, chip_of(gate.device))
+    # Where gradients go over their inputs, every element is read and written by one thread, the reads first.
+    launch((gate.numel() // n_cols * blocks, 1, 1), tensors, (*strides, n_cols))
 
 
 def _saved_once(ctx) -> tuple[torch.Tensor, ...]:
@@ -147,11 +159,12 @@ def _saved_once(ctx) -> tuple[torch.Tensor, ...]:
 
 
 def _gradient_of(t: torch.Tensor, inplace: bool) -> torch.Tensor:
-    """Rows (N, F) for the gradient of t (..., F): t's own memory, or new."""
+    """For the gradient of t (..., F): t's own memory, or new; as rows (N, F) where t is not contiguous."""
     if not inplace:
-        return torch.empty((t.numel() // t.shape[-1], t.shape[-1]), dtype=t.dtype, device=t.device)
+        return like(t, t.dtype)
     torch.autograd.graph.increment_version(t)
-    return rows_of(t.detach())
+    mine = t.detach()
+    return mine if mine.is_contiguous() else rows_of(mine)
 
 
 class Gated(torch.autograd.Function):
@@ -192,12 +205,15 @@ class GatedPacked(torch.autograd.Function):
         return d_gate_up.view(gate_up.shape), None, None
 
 
+_apply = apply_of(Gated, 2)
+
+
 def apply(gate: torch.Tensor, up: torch.Tensor | None, activation: Activation, inplace: bool) -> torch.Tensor:
     """The kernels' way: split if up is given, else packed."""
     if not torch.is_grad_enabled():
         return forward(*(gate.chunk(2, dim=-1) if up is None else (gate, up)), activation)
     inplace = inplace and _may_overwrite(gate, up)
-    return GatedPacked.apply(gate, activation, inplace) if up is None else Gated.apply(gate, up, activation, inplace)
+    return GatedPacked.apply(gate, activation, inplace) if up is None else _apply(gate, up, activation, inplace)
 
 
 def _may_overwrite(gate: torch.Tensor, up: torch.Tensor | None) -> bool:

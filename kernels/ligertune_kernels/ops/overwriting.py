@@ -18,6 +18,8 @@ def is_someones_leaf(t: torch.Tensor) -> bool:
 
 def span(t: torch.Tensor) -> int | None:
     """How many elements lie from its first to its last in memory; None where some share their memory."""
+    if t.is_contiguous():
+        return t.numel()
     reach = 1
     for stride, size in sorted(zip(t.stride(), t.shape, strict=True)):
         if size > 1:

@@ -23,8 +23,8 @@ from __future__ import annotations
 
 import torch
 
-from ligertune_kernels.launch import chip_of, on_device, options, runs_triton, tl, triton
-from ligertune_kernels.once import differentiable_once
+from ligertune_kernels.launch import Chip, Launcher, chip_of, options, remembered, runs_triton, tl, triton
+from ligertune_kernels.once import apply_of, differentiable_once
 from ligertune_kernels.ops.overwriting import is_someones_leaf, share_storage, span
 
 # Pairs that a program turns: 4 tokens of 8 heads of 128, 16 pairs a thread. On an H100 (32 and 8 heads, 16k tokens)
@@ -159,10 +159,10 @@ def _rope_kernel(
     k_out_col_stride,
     cos_batch_stride,
     cos_token_stride,
+    head_dim,
     n_rows,
     n_tokens,
     n_positions,
-    head_dim,
     BATCHED: tl.constexpr,
     HAS_POSITIONS: tl.constexpr,
     BACKWARD: tl.constexpr,
@@ -218,6 +218,31 @@ def _tile(n_heads: int, width: int) -> tuple[int, int]:
     return max(1, TILE // (heads * width)), heads
 
 
+@remembered
+def _launch(
+    n_q_heads: int, n_k_heads: int, head_dim: int, rotary_dim: int, batched: bool, has_positions: bool, backward: bool,
+    interleaved: bool, passes_rest: bool, chip: Chip,
+) -> tuple[Launcher, int, int]:  # fmt: skip
+    """The kernel, the tokens that a group of programs turns, and how many programs are a group."""
+    n_pairs = _power_of_2(rotary_dim // 2)
+    rest = _power_of_2(head_dim - rotary_dim) if passes_rest else 0
+    width = max(n_pairs, rest // 2)
+    (q_tokens, q_heads), (k_tokens, k_heads) = _tile(n_q_heads, width), _tile(n_k_heads, width)
+    group, tile = max(q_tokens, k_tokens), q_tokens * q_heads * width
+    programs = sum(
+        -(-n // heads) * (group // tokens)
+        for n, heads, tokens in ((n_q_heads, q_heads, q_tokens), (n_k_heads, k_heads, k_tokens))
+    )
+    constants = {
+        "BATCHED": batched, "HAS_POSITIONS": has_positions, "BACKWARD": backward, "INTERLEAVED": interleaved,
+        "ROTARY_DIM": rotary_dim, "PAIRS": n_pairs, "REST": rest, "GROUP": group,
+        "N_Q_HEADS": n_q_heads, "N_K_HEADS": n_k_heads,
+        "Q_TOKENS": q_tokens, "K_TOKENS": k_tokens, "Q_HEADS": q_heads, "K_HEADS": k_heads,
+        **options(tile // 2 if tile <= 2 * TILE else tile, chip),
+    }  # fmt: skip
+    return Launcher(_rope_kernel, constants), group, programs
+
+
 def _rotate(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -236,29 +261,22 @@ def _rotate(
     q_out, k_out = (q.detach(), k.detach()) if inplace else (torch.empty_like(q), torch.empty_like(k))
     if cos.stride() != sin.stride() or cos.stride(-1) != 1:
         cos, sin = cos.contiguous(), sin.contiguous()
-    if position_ids is not None:
-        position_ids = position_ids.expand(batch, n_tokens).contiguous()
-    n_pairs = _power_of_2(rotary_dim // 2)
-    rest = 0 if inplace or rotary_dim == head_dim else _power_of_2(head_dim - rotary_dim)
-    width = max(n_pairs, rest // 2)
-    (q_tokens, q_heads), (k_tokens, k_heads) = _tile(n_q_heads, width), _tile(n_k_heads, width)
-    group, tile = max(q_tokens, k_tokens), q_tokens * q_heads * width
+    has_positions, batched = position_ids is not None, batch > 1
+    # where nothing reads positions, any tensor stands for them
+    position_ids = position_ids.expand(batch, n_tokens).contiguous() if has_positions else cos
+    launch, group, programs = _launch(
+        n_q_heads, n_k_heads, head_dim, rotary_dim, batched, has_positions, backward, interleaved,
+        not inplace and rotary_dim < head_dim, chip_of(q.device),
+    )  # fmt: skip
+    turned = q, k, q_out, k_out
+    # The way from one sequence to the next grows with their length: where there is one, nobody goes it.
+    strides = [stride if batched or i else 0 for t in turned for i, stride in enumerate(t.stride())]
     # A program has 2048 pairs or a whole head: fewer than 2**31 of them as long as the tokens are.
-    n_programs = sum(
-        triton.cdiv(n, heads) * (group // tokens)
-        for n, heads, tokens in ((n_q_heads, q_heads, q_tokens), (n_k_heads, k_heads, k_tokens))
-    )
-    with on_device(q):
-        _rope_kernel[(triton.cdiv(batch * n_tokens, group) * n_programs,)](
-            q, k, q_out, k_out, cos, sin, position_ids,
-            *q.stride(), *k.stride(), *q_out.stride(), *k_out.stride(),
-            cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(-2),
-            batch * n_tokens, n_tokens, cos.shape[-2], head_dim,
-            BATCHED=batch > 1, HAS_POSITIONS=position_ids is not None, BACKWARD=backward, INTERLEAVED=interleaved,
-            ROTARY_DIM=rotary_dim, PAIRS=n_pairs, REST=rest, GROUP=group, N_Q_HEADS=n_q_heads, N_K_HEADS=n_k_heads,
-            Q_TOKENS=q_tokens, K_TOKENS=k_tokens, Q_HEADS=q_heads, K_HEADS=k_heads,
-            **options(tile // 2 if tile <= 2 * TILE else tile, chip_of(q.device)),
-        )  # fmt: skip
+    launch(
+        (-(-batch * n_tokens // group) * programs, 1, 1), (*turned, cos, sin, position_ids),
+        (*strides, cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(-2), head_dim),
+        batch * n_tokens, n_tokens, cos.shape[-2],
+    )  # fmt: skip
     if inplace:
         torch.autograd.graph.increment_version((q, k))
     return q_out, k_out
@@ -282,6 +300,9 @@ class _Rope(torch.autograd.Function):
         turn = cos, sin, position_ids, ctx.interleaved, ctx.rotary_dim
         dq, dk = _rotate(dq, dk, *turn, backward=True, inplace=inplace)
         return (dq if needs_dq else None), (dk if needs_dk else None), *(None,) * 7
+
+
+_apply = apply_of(_Rope, 4)
 
 
 class _Overwritten(torch.autograd.Function):
@@ -350,7 +371,8 @@ def apply_rope(
     inplace = inplace and _may_overwrite(q, k, needs_grad)
     if not needs_grad:
         return _rotate(q, k, cos, sin, position_ids, interleaved, rotary_dim, inplace=inplace)
-    rotated = _Rope.apply(q, k, cos, sin, position_ids, interleaved, rotary_dim, inplace, inplace_backward)
+    apply = _apply if position_ids is None else _Rope.apply
+    rotated = apply(q, k, cos, sin, position_ids, interleaved, rotary_dim, inplace, inplace_backward)
     if inplace:
         _Overwritten.apply(_whole(q), _whole(k))
     return rotated
