@@ -262,8 +262,7 @@ def _rotate(
     if cos.stride() != sin.stride() or cos.stride(-1) != 1:
         cos, sin = cos.contiguous(), sin.contiguous()
     has_positions, batched = position_ids is not None, batch > 1
-    # where nothing reads positions, any tensor stands for them
-    position_ids = position_ids.expand(batch, n_tokens).contiguous() if has_positions else cos
+    position_ids = position_ids.expand(batch, n_tokens).contiguous() if has_positions else cos  # which nobody reads
     launch, group, programs = _launch(
         n_q_heads, n_k_heads, head_dim, rotary_dim, batched, has_positions, backward, interleaved,
         not inplace and rotary_dim < head_dim, chip_of(q.device),
