@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 # Few sizes of the head's products: cuBLAS and the allocator take their time over each that is new.
 ROWS_MULTIPLE_OF = 128
 PINNED_AT_MOST = 16 << 20  # bytes of a tensor
-SHORT = 16  # tokens; of a stream nobody knows how many documents its rows will have, and hardly any has more of this
+SHORT = 16  # tokens; of a stream nobody knows how many documents a row will have: room for so short ones
 
 
 def alike_of(plan: Plan, packs: Packs | None) -> Alike | None:

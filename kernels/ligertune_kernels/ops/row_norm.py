@@ -21,7 +21,7 @@ SWEEP_BLOCK = 2048
 PART = 8192  # columns of dx and dw that a backward program holds; with 16 warps 124 of the 128 registers of sm90
 FORWARD_STAGES, FORWARD_WARPS = 3, 32  # tiles under way or at work in a program; warps that share a processor
 BACKWARD_STAGES, BACKWARD_WARPS = 3, 16
-# Of 16 bits, where scripts/tune_kernels found others faster than the rules below, by 1 to 4 %, on an H100:
+# Of 16 bits, where scripts/tune_kernels found others faster than the rules below, by 2 to 4 %, on an H100:
 # rows a step, warps, programs that share a processor; by chip, direction, whether centred, and columns.
 MEASURED = {
     ("sm90", "backward", False, 4096): (2, 16, 1),
