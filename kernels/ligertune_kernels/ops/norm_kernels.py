@@ -301,3 +301,78 @@ def backward_row_kernel(
             dw += dy.to(tl.float32) * xhat
     if NEEDS_DW:
         tl.store(partial_ptr + tl.program_id(0).to(tl.int64) * n_cols + cols, dw, mask=mask)
+
+
+@triton.jit
+def _both_sums(a, b, more_a, more_b):
+    return a + more_a, b + more_b
+
+
+@triton.jit
+def _half_of_the_sums(x, dy, w_ptr, mean, rstd, offset):
+    """Sums of g x̂ and of g over half a row. w is read again each time (volatile): it has no registers to stay in."""
+    g = dy.to(tl.float32) * (tl.load(w_ptr, volatile=True).to(tl.float32) + fp32(offset))
+    return tl.reduce((g * ((x.to(tl.float32) - mean) * rstd), g), 0, _both_sums)
+
+
+@triton.jit
+def _half_of_the_gradients(x, dy, dw, db, w_ptr, dx_ptr, mean, rstd, offset, gx_mean, g_mean):
+    """Writes dx of half a row; dw and db with the row added."""
+    xhat = (x.to(tl.float32) - mean) * rstd
+    g = dy.to(tl.float32) * (tl.load(w_ptr, volatile=True).to(tl.float32) + fp32(offset))
+    tl.store(dx_ptr, ((g - xhat * gx_mean - g_mean) * rstd).to(dx_ptr.dtype.element_ty))
+    return dw + dy.to(tl.float32) * xhat, db + dy.to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["n_rows", "rows_per_program"])
+def backward_halves_kernel(
+    dy_ptr,
+    ds_ptr,
+    x_ptr,
+    w_ptr,
+    stats_ptr,
+    dx_ptr,
+    partial_ptr,
+    dy_row_stride,
+    ds_row_stride,
+    x_row_stride,
+    n_cols,
+    n_rows,
+    offset,
+    rows_per_program,
+    HALF: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """A run of rows of a centred norm with weight and bias, of 2 HALF columns, each read once: packed, in the registers
+    of the only program on its processor. The halves take turns, so that what is worked out for one needs half the room.
+    """
+    first = tl.program_id(0).to(tl.int64) * rows_per_program
+    last = tl.minimum(first + rows_per_program, n_rows)
+    low = tl.arange(0, HALF)
+    high = HALF + low
+    dw_low = tl.zeros([HALF], dtype=tl.float32)
+    db_low = tl.zeros([HALF], dtype=tl.float32)
+    dw_high = tl.zeros([HALF], dtype=tl.float32)
+    db_high = tl.zeros([HALF], dtype=tl.float32)
+    for row in tl.range(first, last, 1, num_stages=STAGES):
+        x_row, dy_row, dx_row = x_ptr + row * x_row_stride, dy_ptr + row * dy_row_stride, dx_ptr + row * n_cols
+        x_low, dy_low = tl.load(x_row + low), tl.load(dy_row + low)
+        x_high, dy_high = tl.load(x_row + high), tl.load(dy_row + high)
+        rstd = tl.load(stats_ptr + row)
+        mean = tl.load(stats_ptr + n_rows + row)
+        gx_sum, g_sum = _half_of_the_sums(x_low, dy_low, w_ptr + low, mean, rstd, offset)
+        more_gx, more_g = _half_of_the_sums(x_high, dy_high, w_ptr + high, mean, rstd, offset)
+        gx_mean, g_mean = (gx_sum + more_gx) / n_cols, (g_sum + more_g) / n_cols
+        x_low, dy_low = _kept_packed(x_low, gx_mean), _kept_packed(dy_low, g_mean)
+        x_high, dy_high = _kept_packed(x_high, gx_mean), _kept_packed(dy_high, g_mean)
+        dw_low, db_low = _half_of_the_gradients(
+            x_low, dy_low, dw_low, db_low, w_ptr + low, dx_row + low, mean, rstd, offset, gx_mean, g_mean
+        )
+        dw_high, db_high = _half_of_the_gradients(
+            x_high, dy_high, dw_high, db_high, w_ptr + high, dx_row + high, mean, rstd, offset, gx_mean, g_mean
+        )
+    partial_ptr += tl.program_id(0).to(tl.int64) * 2 * n_cols
+    tl.store(partial_ptr + low, dw_low)
+    tl.store(partial_ptr + high, dw_high)
+    tl.store(partial_ptr + n_cols + low, db_low)
+    tl.store(partial_ptr + n_cols + high, db_high)

@@ -9,6 +9,7 @@ import torch
 from ligertune_kernels.launch import MAX_THREADS, Chip, Launch, chip_of, laid_out, like, options, remembered, triton
 from ligertune_kernels.ops.column_sums import ColumnSums, column_sums_of
 from ligertune_kernels.ops.norm_kernels import (
+    backward_halves_kernel,
     backward_kernel,
     backward_row_kernel,
     forward_kernel,
@@ -114,6 +115,18 @@ def _holds_long_rows(integers: tuple[int, ...], dtypes: tuple[torch.dtype | None
     return chip.vendor != "nvidia" or (chip.arch in ("sm80", "sm90") and torch.float16 not in dtypes)
 
 
+def _holds_halves(
+    integers: tuple[int, ...], dtypes: tuple[torch.dtype | None, ...], ds: torch.dtype | None, chip: Chip
+) -> bool:
+    """Whether 16 warps can hold a packed row of twice PART columns beside dw and db: in 128 registers, to the last one.
+
+    Of bf16 and without a mask; on sm90, whose shared memory holds the next row, too. Others were not tried.
+    """
+    fits = ds is None and all(dtype is torch.bfloat16 for dtype in dtypes)
+    here = chip.arch == "sm90" or chip.vendor == "interpreter"
+    return fits and here and integers[-1] == 2 * PART and _in_step(integers)
+
+
 def _whole_row(n_cols: int, column_bytes: int, chip: Chip) -> dict[str, int | bool]:
     """Constants of the backward that holds a long row: every thread a processor has, and the next row on its way."""
     block = triton.next_power_of_2(n_cols)
@@ -176,6 +189,9 @@ def _backward_walk(
     if long and _holds_long_rows(integers, (dy, ds, x, weight), chip):
         constants = flags | {"NEEDS_DW": needs[1]} | _whole_row(n_cols, column_bytes, chip)
         return Walk(Launch(backward_row_kernel, constants, integers), 1, chip.processors)
+    if centred and all(needs) and not round_xhat and _holds_halves(integers, (dy, x, weight), ds, chip):
+        constants = {**options(PART, chip), "HALF": PART, "num_warps": 16, "STAGES": 2}
+        return Walk(Launch(backward_halves_kernel, constants, integers), 1, chip.processors)
     flags |= {"CENTRED": centred, **dict(zip(("NEEDS_DX", "NEEDS_DW", "NEEDS_DB"), needs, strict=True))}
     how = {"backward": True, "residual": ds is not None, "centred": centred, "in_step": _in_step(integers)}
     constants, numbers = _walk(n_cols, column_bytes, chip, **how)

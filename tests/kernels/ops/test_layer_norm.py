@@ -14,6 +14,7 @@ SIZES = (
     pytest.param((43, 3, 96), id="a ragged last tile, leading dimensions"),
     pytest.param((19, 1025), id="two rows a tile"),
     pytest.param((3, 8193), id="first size whose backward takes two parts"),
+    pytest.param((5, 16384), id="the size of which a packed row is held whole, by halves"),
     pytest.param((2, 16385), id="first size whose forward is swept"),
 )
 
@@ -42,10 +43,13 @@ def test_computes_only_the_gradients_that_are_needed(grads, n_cols, device) -> N
     judge(layer_norm, layer_norm_reference, inputs, grads=grads)
 
 
-@pytest.mark.parametrize("n_cols", [64, 8208])  # whole rows and in parts, which read each other's
-def test_inplace_changes_no_gradient(n_cols, device) -> None:
-    inputs = [torch.randn(s, device=device, requires_grad=True) for s in ((5, n_cols), (n_cols,), (n_cols,))]
-    dy = torch.randn(5, n_cols, device=device)
+# whole rows, in parts, which read each other's, and by halves
+@pytest.mark.parametrize("shape, dtype", [((5, 64), torch.float32), ((5, 8208), torch.float32),
+                                          ((1, 16384), torch.bfloat16)])  # fmt: skip
+def test_inplace_changes_no_gradient(shape, dtype, device) -> None:
+    shapes = shape, shape[-1:], shape[-1:]
+    inputs = [torch.randn(s, device=device, dtype=dtype, requires_grad=True) for s in shapes]
+    dy = torch.randn(shape, device=device, dtype=dtype)
     plain = torch.autograd.grad(layer_norm(*inputs), inputs, dy.clone())
     reused = torch.autograd.grad(layer_norm(*inputs, inplace=True), inputs, dy.clone())
     assert all(torch.equal(a, b) for a, b in zip(plain, reused, strict=True))
