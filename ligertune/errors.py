@@ -21,8 +21,8 @@ class UserError(Exception):
 
     def __reduce__(self) -> tuple:
         # keyword-only arguments are lost by the default pickling between processes
-        return (_rebuild, (self.message, self.hint, self.exit_code))
+        return (_rebuild, (type(self), self.message, self.hint, self.exit_code))
 
 
-def _rebuild(message: str, hint: str, exit_code: int) -> UserError:
-    return UserError(message, hint=hint, exit_code=exit_code)
+def _rebuild(kind: type[UserError], message: str, hint: str, exit_code: int) -> UserError:
+    return kind(message, hint=hint, exit_code=exit_code)

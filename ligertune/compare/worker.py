@@ -19,22 +19,32 @@ from ligertune.report import write_json
 
 def main(recipe: Path, folder: Path, change: str | None = None) -> int:
     """0, or 1 with the failure written down."""
-    import torch
-
     try:
         result = _train(recipe, change)
-    except UserError as problem:
-        return _fail(folder, Failure("error", str(problem)))
-    except MemoryError as error:
-        return _fail(folder, Failure("out of memory", f"the host's memory: {error}"))
-    except RuntimeError as error:
-        # what torch's CPU allocator raises has no class of its own
-        if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
+    except (UserError, MemoryError, RuntimeError) as error:
+        failure = failure_of(error)
+        if failure is None:
             raise
-        return _fail(folder, Failure("out of memory", str(error).splitlines()[0]))
+        return _fail(folder, failure)
     if is_main_process():
         write_json(folder / RESULT, result)
     return 0
+
+
+def failure_of(error: Exception) -> Failure | None:
+    """What to write down; None for a mistake of ours, whose traceback is wanted."""
+    import torch
+
+    from ligertune.train.out_of_memory import OutOfDeviceMemory
+
+    if isinstance(error, UserError):
+        return Failure("out of memory" if isinstance(error, OutOfDeviceMemory) else "error", str(error))
+    if isinstance(error, MemoryError):
+        return Failure("out of memory", f"the host's memory: {error}")
+    # what torch's CPU allocator raises has no class of its own
+    if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+        return Failure("out of memory", str(error).splitlines()[0])
+    return None
 
 
 def _train(recipe: Path, change: str | None) -> dict:

@@ -13,16 +13,20 @@ from ligertune.plan import Plan
 from ligertune.plan_fit import advice
 
 
+class OutOfDeviceMemory(UserError):
+    """Told apart from other sentences by whoever sweeps over sizes until one does not fit."""
+
+
 @contextlib.contextmanager
 def explained(plan: Plan) -> Iterator[None]:
-    """Turns torch's error into a UserError that names the keys to change, with this plan's numbers."""
+    """Turns torch's error into a sentence that names the keys to change, with this plan's numbers."""
     try:
         yield
     except torch.OutOfMemoryError as error:
         raise explanation(plan, error) from error
 
 
-def explanation(plan: Plan, error: torch.OutOfMemoryError) -> UserError:
+def explanation(plan: Plan, error: torch.OutOfMemoryError) -> OutOfDeviceMemory:
     """The sentence for an error of torch's allocator."""
     asked = re.search(r"Tried to allocate [\d.]+ \w+", str(error))
     peak = plan.peak
@@ -33,7 +37,7 @@ def explanation(plan: Plan, error: torch.OutOfMemoryError) -> UserError:
         + ", ".join(f"{kind} {size / 2**30:.2f}" for kind, size in peak.parts().items() if size)
         + "."
     )
-    return UserError(
+    return OutOfDeviceMemory(
         f"{plan.machine.name} with {plan.machine.memory_bytes / 2**30:.1f} GiB ran out of memory"
         f"{': ' + asked[0].replace('Tried', 'tried') if asked else ''}.{expected}",
         hint=advice(plan),

@@ -18,6 +18,7 @@ SMALL = overrides(
     {"report.warmup_steps": 1, "train.per_device_train_batch_size": 1, "train.gradient_accumulation_steps": 1}
 )
 LINE = "return (F.silu(gate.to(wide)) * up.to(wide)).to(gate.dtype)"
+ON_LINUX = [pytest.mark.skipif(sys.platform != "linux", reason="limits its own address space as Linux does")]
 ADDRESS_SPACE = 7 * 2**30  # torch takes 4 GiB of it before it has computed anything
 
 
@@ -47,16 +48,21 @@ def test_both_sides_run_and_their_losses_agree(tmp_path):
     assert {"compare.json", "compare.csv", "report.html"} <= {path.name for path in (tmp_path / "report").iterdir()}
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="limits its own address space as Linux does")
-def test_a_sweep_goes_on_where_memory_runs_out(tmp_path, quickstart):
-    folder = tmp_path / "large"  # 100,000 logits a token: 6 GB for 48 rows
+@pytest.mark.parametrize(
+    "vocabulary, limit",
+    [
+        pytest.param(100_000, ADDRESS_SPACE, id="cpu", marks=[pytest.mark.slow, *ON_LINUX]),
+        pytest.param(8_000_000, None, id="gpu", marks=pytest.mark.gpu),
+    ],
+)
+def test_a_sweep_goes_on_where_memory_runs_out(vocabulary, limit, tmp_path, quickstart):
+    folder = tmp_path / "large"  # the logits of 48 rows: 6 GB, or on a GPU 246 GB
     shutil.copytree(quickstart / "stories260K", folder)
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "vocab_size": 100_000}))
+    (folder / "config.json").write_text(json.dumps({**config, "vocab_size": vocabulary}))
     settings = {"model.model_name_or_path": folder, "model.init": "random", "data.max_length": 320}
     sweep = ["--sweep", "batch=48,1", "--without-liger", "--set", "report.warmup_steps=0"]
-    done = compare(tmp_path, *SMALL, *sweep, *SHORT, *overrides(settings), limit=ADDRESS_SPACE)
+    done = compare(tmp_path, *SMALL, *sweep, *SHORT, *overrides(settings), limit=limit)
     assert done.returncode == 0, done.stderr
     large, small = json.loads(done.stdout)["points"]
     assert large["sides"][0]["failure"]["kind"] == "out of memory"

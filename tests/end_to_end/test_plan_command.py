@@ -10,6 +10,8 @@ import torch
 from command_line import overrides
 from test_keys import read
 
+from ligertune.compare.trial import Failure
+from ligertune.compare.worker import failure_of
 from ligertune.errors import UserError
 from ligertune.plan_fit import advice, fits_of
 from ligertune.run import plan_for, run
@@ -64,6 +66,14 @@ def test_running_out_of_memory_names_what_to_change(plan):
     ways = "train.per_device_train_batch_size: 1 (with train.global_batch_size: 4", "train.optim: adamw_8bit", "lora"
     assert all(way in said for way in ways), said
     assert "train.per_device_train_batch_size: 1" in advice(plan)
+    assert failure_of(caught.value) == Failure("out of memory", said)  # a sweep of `compare` goes on
+
+
+def test_a_comparison_tells_a_mistake_from_memory_that_ran_out():
+    assert failure_of(UserError("data.max_length is wrong.")) == Failure("error", "data.max_length is wrong.")
+    assert failure_of(MemoryError("8 GiB")).kind == "out of memory"
+    assert failure_of(RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory"))
+    assert failure_of(RuntimeError("mat1 and mat2 shapes cannot be multiplied")) is None
 
 
 def test_advice_does_not_ask_for_two_keys_that_exclude_each_other(quickstart, tmp_path):
