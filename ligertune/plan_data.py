@@ -47,9 +47,10 @@ def lengths_multiple_of(recipe: Recipe, multiple_of: int) -> int:
     """Of what a batch's tokens are a multiple. multiple_of: what its attention asks for.
 
     Compiled layers get packed rows of one length (`train.batcher` sees to the rest), and eight lengths of others at
-    most: each is a graph to compile, and one for all takes many minutes to make on a GPU (torch 2.11).
+    most: each is a graph to compile, and one for all takes many minutes to make on a GPU (torch 2.11). So do CUDA
+    graphs, which are for one shape each.
     """
-    if not recipe.train.torch_compile:
+    if not recipe.train.few_shapes:
         return multiple_of
     step = recipe.data.max_length if recipe.data.packing else -(-recipe.data.max_length // COMPILED_LENGTHS)
     return -(-step // multiple_of) * multiple_of

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ligertune.curves import draw_curves
-from ligertune.machine import imagined_machine, this_machine
+from ligertune.machine import Machine, imagined_machine, this_machine
 from ligertune.medusa_run import finish_heads, merge_adapter, of_base, with_heads
 from ligertune.metrics import read_metrics
 from ligertune.phases import Phases
 from ligertune.plan import Plan, choose_precision, make_plan
+from ligertune.plan_cuda_graphs import check_cuda_graphs, cuda_graphs_notes
 from ligertune.plan_data import data_numbers, lengths_multiple_of, rows_of
 from ligertune.plan_float8 import check_float8
 from ligertune.preflight import check_output_dir, check_packages, check_paths, clear_run
@@ -75,7 +76,7 @@ def plan_for(
 
     from ligertune.data.prepare import prepare
     from ligertune.model import load
-    from ligertune.model.padding_free import choose_rows, note_on_packed
+    from ligertune.model.padding_free import choose_rows
     from ligertune.train.checkpoint import check_unfinished
     from ligertune.train.distributed import launched_with_fsdp
     from ligertune.vision.packing import without_packing
@@ -107,11 +108,19 @@ def plan_for(
             padding_free=padding_free,
         ),
         launched_with_fsdp=launched_with_fsdp() or (for_show and gpus is not None),
-        notes=(*recipe.notices, *loaded.notes, *packing_notes, *note_on_packed(recipe)),
+        notes=(*recipe.notices, *loaded.notes, *packing_notes, *unasked(recipe, machine)),
     )
+    check_cuda_graphs(plan, sees=images is not None)
     if not for_show:
         check_unfinished(plan)
     return Job(plan, config, loaded, data, images)
+
+
+def unasked(recipe: Recipe, machine: Machine) -> tuple[str, ...]:
+    """Where a key is not what it is asked for."""
+    from ligertune.model.padding_free import note_on_packed
+
+    return (*note_on_packed(recipe), *cuda_graphs_notes(recipe, machine))
 
 
 def run(

@@ -44,6 +44,7 @@ SIDES = (
     Side("with-lora", "ligertune, lora", {**ON, "lora": True}, ours=True),
     Side("with-offload-gate", "ligertune, offload_gate", ON, ours=True, train=GATES),
     Side("with-compile", "ligertune + torch.compile", ON, ours=True, train=COMPILED),
+    Side("with-cuda-graphs", "ligertune, CUDA graphs", ON, ours=True, train={"cuda_graphs": True}),
     Side("with-fp8", "ligertune, fp8 + compile", ON, ours=True, needs="torchao", train=FLOAT8),
     Side("without", "Hugging Face", OFF),
     Side("hf-chunked", "Hugging Face, loss in chunks", OFF, change="hf-chunked"),
@@ -51,7 +52,7 @@ SIDES = (
     Side("liger", "liger-kernel", OFF, change="liger", needs="liger_kernel"),
 )
 SIDE_OF = {side.name: side for side in SIDES}
-OURS = ("with-rebuild", "with-lora", "with-offload-gate", "with-compile", "with-fp8")
+OURS = ("with-rebuild", "with-lora", "with-offload-gate", "with-compile", "with-cuda-graphs", "with-fp8")
 BASELINES = {"hf": "without", **{name: name for name in ("hf-chunked", "compile", *OURS)}}
 PEERS = ("liger",)
 

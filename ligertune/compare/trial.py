@@ -86,7 +86,7 @@ def trial_recipe(recipe: Recipe, side: Side, steps: int, output_dir: Path) -> Re
     """
     kernels = KernelsSpec.model_validate({**recipe.kernels.model_dump(), **side.kernels})
     # without our kernels, and under a compiler, batches are padded as those libraries run
-    pads = side.change or side.train.get("torch_compile") or not kernels.enabled
+    pads = side.change or side.train.keys() & {"torch_compile", "cuda_graphs"} or not kernels.enabled
     layout = {"padding_free": False} if pads else {}
     # and their layers are run again whole
     keeps_gates = recipe.train.gradient_checkpointing == "offload_gate"

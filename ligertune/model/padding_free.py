@@ -94,7 +94,7 @@ def _may_gain(recipe: Recipe, machine: Machine, lengths: np.ndarray | None) -> b
 
     Not with compiled layers, which would see one more size that changes: the number of documents.
     """
-    if recipe.kernels.enabled is False or machine.vendor == "cpu" or recipe.train.torch_compile:
+    if recipe.kernels.enabled is False or machine.vendor == "cpu" or recipe.train.few_shapes:
         return False
     if recipe.train.per_device_train_batch_size == 1:
         return False

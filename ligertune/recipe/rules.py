@@ -214,6 +214,32 @@ RULES = (
         "{0} makes rows of ever other documents, and {1} makes graphs of what stays alike. Leave one of them out.",
     ),
     Rule(
+        ("data.padding_free", "train.cuda_graphs"),
+        lambda recipe: recipe.data.padding_free is True and not recipe.data.packing and recipe.train.cuda_graphs,
+        "{0} makes rows of ever other documents, and {1} is for batches that are alike. Leave one of them out.",
+    ),
+    *(
+        Rule(
+            ("train.cuda_graphs", key),
+            lambda recipe, refused=refused: recipe.train.cuda_graphs and refused(recipe),
+            f"{{0}} launches forward and backward at once, and {why}. Leave one of them out.",
+        )
+        for key, refused, why in (
+            (
+                "train.gradient_checkpointing",
+                lambda recipe: bool(recipe.train.gradient_checkpointing),
+                "with {1} the host looks up the random state in between",
+            ),
+            ("train.optim_in_backward", lambda recipe: recipe.train.optim_in_backward, "{1} steps in between"),
+            (
+                "model.dtype",
+                lambda recipe: recipe.model.dtype == "float16",
+                "{1}: float16 scales the loss anew",
+            ),
+            ("task", lambda recipe: recipe.task == "medusa", "{1}: medusa weighs its heads anew in each step"),
+        )
+    ),
+    Rule(
         ("train.fp8", "method.type"),
         lambda recipe: recipe.train.fp8 and recipe.method.type != "full",
         "{0} speeds up the products of weights that train, and {1} is {recipe.method.type}. Leave {0} out.",

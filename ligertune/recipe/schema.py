@@ -222,12 +222,22 @@ class TrainSpec(Section):
         "offload_gate keeps the MLPs' gates there instead of recomputing them, as far as the link keeps up.",
     )
     torch_compile: Switch = Field(False, description="Compile each layer with torch: some minutes, then faster steps.")
+    cuda_graphs: Switch = Field(
+        False,
+        description="Record forward and backward and launch them at once: for one GPU, and steps so small that the "
+        "host takes longer.",
+    )
     fp8: Switch = Field(
         False,
         description="Multiply in float8 in the layers' linear layers (torchao); weights stay as they are. "
         "Less exact, and faster with torch_compile.",
     )
     seed: Annotated[int, Field(ge=0, lt=2**32)] = Field(42, description="Seed of weights, order and split.")
+
+    @property
+    def few_shapes(self) -> bool:
+        """Whether each shape of batch costs something: a graph of torch.compile, or of CUDA."""
+        return self.torch_compile or self.cuda_graphs
 
     @model_validator(mode="before")
     @classmethod

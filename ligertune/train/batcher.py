@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 # Few sizes of the head's products: cuBLAS and the allocator take their time over each that is new.
 ROWS_MULTIPLE_OF = 128
+SHARES = 4  # of a batch's rows: as many sizes of the head's products, where each is a CUDA graph
 PINNED_AT_MOST = 16 << 20  # bytes of a tensor
 SHORT = 16  # tokens; of a stream nobody knows how many documents a row will have: room for so short ones
 
@@ -36,12 +37,20 @@ def alike_of(plan: Plan, packs: Packs | None) -> Alike | None:
 
     packs: the rows; None where they come from a stream.
     """
-    if not (plan.recipe.train.torch_compile and plan.rows.packed):
+    if not (plan.recipe.train.few_shapes and plan.rows.packed):
         return None
     rows, longest = plan.batching.micro_batch_size, min(plan.rows.length, plan.data.longest)
     tokens = rows * plan.rows.multiple_of
     each = plan.rows.length // SHORT if packs is None else packs.most_documents
     return Alike(tokens, longest, documents=rows * each + -(-tokens // longest))
+
+
+def rows_multiple_of(plan: Plan) -> int:
+    """To a multiple of what the rows that meet the output head are filled up."""
+    if not plan.recipe.train.cuda_graphs:
+        return ROWS_MULTIPLE_OF
+    share = plan.batching.micro_batch_size * plan.recipe.data.max_length // SHARES
+    return padded_length(max(share, 1), ROWS_MULTIPLE_OF)
 
 
 @dataclass(frozen=True)
@@ -59,6 +68,7 @@ class Batcher:
     index_labels: bool
     device: torch.device
     label_shifts: tuple[int, ...] = (1,)
+    rows_multiple_of: int = ROWS_MULTIPLE_OF
     images: ImageReader | None = None  # of a model that sees
     ahead: PicturesAhead | None = None
     parts: RowParts | None = None  # where each rank of several computes a part of a row
@@ -95,7 +105,7 @@ class Batcher:
             batch["labelled_rows"] = labelled_rows(
                 batch["shift_labels" if shifted else "labels"],
                 shift=0 if shifted else self.label_shifts,
-                multiple_of=ROWS_MULTIPLE_OF,
+                multiple_of=self.rows_multiple_of,
             )
         return {
             name: self._on_device(value) if isinstance(value, torch.Tensor) else value for name, value in batch.items()

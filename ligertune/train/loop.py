@@ -15,11 +15,10 @@ from accelerate.utils import broadcast_object_list
 
 from ligertune.data.packing import pack
 from ligertune.metrics import MetricsFile
-from ligertune.model.attention import same_bits
 from ligertune.phases import Phases
 from ligertune.plan import Plan
 from ligertune.train import checkpoint
-from ligertune.train.batcher import Batcher, alike_of
+from ligertune.train.batcher import Batcher, alike_of, rows_multiple_of
 from ligertune.train.clip import clip_gradients
 from ligertune.train.distributed import any_rank, most_over_ranks
 from ligertune.train.evaluate import evaluate
@@ -30,6 +29,7 @@ from ligertune.train.image_order import ByImageCount, check_sharded
 from ligertune.train.kernel_adamw import in_our_kernel
 from ligertune.train.lines import Lines, whole
 from ligertune.train.meter import Counts, Meter, synchronize
+from ligertune.train.micro_step import MicroStep
 from ligertune.train.objectives import Objective, objective_of
 from ligertune.train.optim import build_optimizer, set_learning_rate
 from ligertune.train.order import DataOrder
@@ -97,12 +97,13 @@ def fit(
     is cut into micro batches and ranks.
     """
     phases.begin("preparing to train")
-    objective, world = objective_of(plan, model), accelerator.num_processes
+    objective = objective_of(plan, model)
     optimizer = build_optimizer(model, plan.optimizer)
     if plan.recipe.kernels.optimizer and plan.recipe.kernels.enabled is not False:
         optimizer = in_our_kernel(optimizer)
     model, optimizer = accelerator.prepare(model, optimizer)
     follow_parameters(optimizer)
+    micro_step = MicroStep(plan, accelerator, model)
     resumed_from, notes = _resume(plan, accelerator, model, optimizer)
     saver = Saver(accelerator, plan, model, optimizer)
     order = _data_order(plan, data.train, images)
@@ -129,7 +130,7 @@ def fit(
         log({"step": resumed_from, "note": note})
     lines, pace = Lines(plan, accelerator, meter, watch, log), Pace(accelerator)
     waiting = Patience(accelerator, model, seconds=plan.recipe.parallel.timeout, parts=parts)
-    missed, stopping, steady = False, False, plan.recipe.train.full_determinism
+    missed = stopping = False
     hopeless = evaluations.hopeless(patience)
     model.train()
     _expect(plan, accelerator, order, batcher, step)
@@ -169,12 +170,7 @@ def fit(
             for i, rows in enumerate(batches):
                 batch = batcher(rows)
                 with _gradient_sync(plan, accelerator, model, last=i == len(batches) - 1):
-                    with same_bits(steady and plan.recipe.train.torch_compile, plan.attn_implementation):
-                        loss = model(**batch, **targets, use_cache=False).loss
-                    with same_bits(steady, plan.attn_implementation):
-                        # DDP and FSDP average over ranks; the loss is a part of a sum
-                        accelerator.backward(loss * world)
-                loss_sum += loss.detach()
+                    loss_sum += micro_step({**batch, **targets})
 
             if not is_zero(accelerator):  # its engine has taken the step, and the gradients with it
                 check_gradients(optimizer)
@@ -222,6 +218,9 @@ def fit(
     if keeps_best and stopped_by is None and evaluations.best < math.inf:
         best_step, best_weights = take_best(accelerator, model, plan.output_dir)
         notes += (f"the model is that of step {best_step}, with the lowest evaluation loss, {evaluations.best:.4f}",)
+    if micro_step.graphs is not None:
+        notes += (micro_step.graphs.note(),)
+        meter.peaked(micro_step.graphs.peak)
     work, seconds, warmup_excluded = meter.total()
     return Fitted(
         model=model,
@@ -326,6 +325,7 @@ def _batcher(
         multiple_of=plan.rows.multiple_of,
         pad_token_id=pad_token_id,
         index_labels=plan.loss_in_head,
+        rows_multiple_of=rows_multiple_of(plan),
         device=accelerator.device,
         label_shifts=objective.label_shifts,
         images=images,

@@ -66,6 +66,7 @@ class Meter:
         self._paused = self._steady_paused = self._lap_paused = 0.0
         self._lap_start = self._now()
         self._peak_before_reset = {"allocated": 0, "reserved": 0}
+        self._uncounted = 0
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
 
@@ -121,11 +122,16 @@ class Meter:
             return self._steady, now - self._steady_start - self._steady_paused, True
         return self._all, now - self._start - self._paused, False
 
+    def peaked(self, allocated: int) -> None:
+        """Bytes that were once in use, and are since without being counted: replayed graphs allocate nothing."""
+        self._uncounted = max(self._uncounted, allocated)
+
     def peak_memory(self) -> dict[str, int]:
         """Bytes on this rank's device after the warm-up and over the whole run; on a CPU the resident peak."""
         if self._device.type != "cuda":
             return {"resident_run": resident_peak_bytes()}
         peak = _cuda_peak(self._device)
+        peak["allocated"] = max(peak["allocated"], self._uncounted)
         steady = {f"{kind}_steady": size for kind, size in peak.items()}
         run = {f"{kind}_run": max(size, self._peak_before_reset[kind]) for kind, size in peak.items()}
         return {**steady, **run}

@@ -26,7 +26,7 @@ FLOORS = (
     ("plan_strategy",),
     ("plan_states",),
     ("plan", "preflight", "rank_failure", "standstill"),
-    ("report", "plan_fit", "curves"),
+    ("report", "plan_fit", "curves", "plan_cuda_graphs"),
     ("vision",),
     ("model", "data"),
     ("medusa",),

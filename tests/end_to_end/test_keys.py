@@ -301,6 +301,7 @@ ELSEWHERE = {
     "vision.freeze_language_model": "test_vision_end_to_end",
     "train.full_determinism": "test_attention",
     "train.torch_compile": "test_torch_compile",
+    "train.cuda_graphs": "test_cuda_graphs",
     "train.fp8": "test_float8_run",
     "checkpoint.async_save": "test_async_save",
     "checkpoint.output_dir": "test_train",

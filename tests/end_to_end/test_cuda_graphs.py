@@ -1,0 +1,106 @@
+"""train.cuda_graphs: on a GPU the bits of a run without, on a CPU a note, and where it cannot be one sentence."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from command_line import losses
+from test_keys import read
+
+from ligertune.errors import UserError
+from ligertune.plan_cuda_graphs import check_cuda_graphs
+from ligertune.run import plan_for, run
+from ligertune.train import cuda_graphs
+
+GRAPHS = {"train.cuda_graphs": True}
+SETTINGS = {
+    "data.datasets.0.max_samples": 64,
+    "data.val_split": 0,
+    "data.max_length": 256,
+    "data.on_overlength": "truncate",
+    "train.max_steps": 12,
+    "train.learning_rate": 1e-3,
+    "logging.logging_steps": 1,
+    "checkpoint.save_strategy": "no",
+}
+PADDED = {"data.packing": False, "train.per_device_train_batch_size": 4, "train.gradient_accumulation_steps": 2}
+PACKED = {"data.packing": True, "train.per_device_train_batch_size": 2, "train.gradient_accumulation_steps": 3}
+LORA = {"method.type": "lora", "method.lora_dropout": 0.1, "train.learning_rate": 1e-2}
+
+
+@pytest.fixture(scope="module")
+def packed(quickstart, tmp_path_factory):
+    recipe = read(quickstart, tmp_path_factory.mktemp("plan"), **{**SETTINGS, **PACKED, **GRAPHS})
+    return plan_for(recipe, for_show=True).plan
+
+
+def test_on_a_cpu_a_note_says_that_nothing_is_recorded(packed):
+    if packed.machine.device == "cpu":
+        assert "train.cuda_graphs does nothing on a CPU" in packed.notes
+    assert packed.rows.multiple_of == 256  # one length for all rows
+
+
+def on(plan, **changes):
+    gpu = dataclasses.replace(plan.machine, device="cuda", vendor="nvidia")
+    return dataclasses.replace(plan, machine=gpu, attn_implementation="varlen", **changes)
+
+
+def test_it_is_refused_where_each_batch_would_be_another(packed):
+    check_cuda_graphs(on(packed), sees=False)
+    for plan, sees, words in (
+        (on(packed, strategy="ddp"), False, "parallel.strategy is ddp here. Write parallel.num_processes: 1"),
+        (on(packed), True, "sees, and pictures give each batch other sizes"),
+        (dataclasses.replace(on(packed), attn_implementation="per_document"), False, "per_document attention goes by"),
+    ):
+        with pytest.raises(UserError, match=words):
+            check_cuda_graphs(plan, sees=sees)
+
+
+def trained(quickstart, folder, **changes):
+    """(losses, notes, peak memory) of a run."""
+    recipe = read(quickstart, folder, **{**SETTINGS, **GRAPHS, "model.dtype": "bfloat16", **changes})
+    report = run(plan_for(recipe), lambda line: None)
+    return losses(folder / "run"), " ".join(report.notes), report.peak_memory
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param(PADDED, id="padded, eight lengths"),
+        pytest.param(PACKED, id="packed"),
+        pytest.param({**PACKED, "train.gradient_accumulation_steps": 1}, id="packed, one micro batch"),
+        pytest.param({**PADDED, "model.dtype": "float32"}, id="float32"),
+        pytest.param({**PACKED, "kernels.optimizer": True}, id="our optimizer"),
+        pytest.param({**PACKED, "kernels.rebuild": True}, id="activations made again"),
+        pytest.param({**PACKED, **LORA}, id="lora with dropout"),
+        pytest.param({**PACKED, "kernels.enabled": False}, id="without our kernels"),
+    ],
+)
+def test_it_gives_the_bits_of_a_run_without(changes, quickstart, tmp_path, monkeypatch):
+    graphed, notes, peak = trained(quickstart, tmp_path / "graphed", **changes)
+    monkeypatch.setattr(cuda_graphs, "MOST_GRAPHS", 0)  # the same batches, launched
+    launched, without, peak_without = trained(quickstart, tmp_path / "launched", **changes)
+    assert graphed == launched and graphed[-1] < graphed[0]
+    assert " 0 recorded, 0 micro batches by them" in without
+    recorded, replayed = (int(notes.split(words)[0].split()[-1]) for words in (" recorded", " micro batches by them"))
+    assert 0 < recorded <= 16 and replayed >= 6, notes
+    assert peak["allocated_steady"] > 0.9 * peak_without["allocated_steady"]  # what they use is counted
+
+
+@pytest.mark.gpu
+def test_what_waits_for_the_device_is_named(quickstart, tmp_path, monkeypatch):
+    import torch
+    from transformers import LlamaForCausalLM
+
+    forward = LlamaForCausalLM.forward
+
+    def waits(self, *args, **kwargs):
+        bool(torch.zeros((), device="cuda") > 1)
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", waits)
+    with pytest.raises(UserError, match=r"train.cuda_graphs: forward and backward cannot be recorded: .*") as caught:
+        trained(quickstart, tmp_path, **PACKED, **{"kernels.enabled": False})
+    assert caught.value.hint == "Write train.cuda_graphs: false."
