@@ -26,7 +26,7 @@ class Phases:
         first: str = "planning",
         begun: float | None = None,
         before: Mapping[str, float] | None = None,
-        every: float = 4.0,
+        every: float = 3.0,
     ) -> None:
         self.seconds: dict[str, float] = dict(before or {})
         self.say = say

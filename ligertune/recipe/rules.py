@@ -230,6 +230,7 @@ RULES = (
                 lambda recipe: bool(recipe.train.gradient_checkpointing),
                 "with {1} the host looks up the random state in between",
             ),
+            ("train.torch_compile", lambda recipe: recipe.train.torch_compile, "{1} makes graphs of its own"),
             ("train.optim_in_backward", lambda recipe: recipe.train.optim_in_backward, "{1} steps in between"),
             (
                 "model.dtype",

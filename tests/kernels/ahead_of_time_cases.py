@@ -80,18 +80,18 @@ def _rms_norm() -> list[Case]:
     gemma = partial(kernels.rms_norm, offset=1.0, cast="gemma")
     # A long row that fills no block, and one whose backward cannot hold it packed in fp16 on NVIDIA.
     more = (*MORE_WIDTHS, (16384, FP16), (4095, FP32))
-    plain = [*_rows("rms_norm", 1, 1, more), Case("rms_norm", gemma, ((ROWS, 3072), (3072,)))]
-    return [*plain, *on_the_first(Case("rms_norm", gemma, ((ROWS, 12288), (12288,))))]
+    gemmas = (Case("rms_norm", gemma, ((ROWS, width), (width,))) for width in (3072, 12288))
+    return [*_rows("rms_norm", 1, 1, more), *on_the_first(*gemmas)]
 
 
 def _group_norm() -> list[Case]:
     def call(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         return kernels.group_norm(x, 32, weight, bias)
 
-    return [
-        Case("group_norm", call, ((4, channels, 64, 64), (channels,), (channels,)), dtype)
-        for channels, dtype in ((128, BF16), (512, BF16), (96, FP32), (128, FP16))
-    ]
+    def case(channels: int, dtype: torch.dtype) -> Case:
+        return Case("group_norm", call, ((4, channels, 64, 64), (channels,), (channels,)), dtype)
+
+    return [*(case(*size) for size in ((128, BF16), (96, FP32), (128, FP16))), *on_the_first(case(512, BF16))]
 
 
 def _rope() -> list[Case]:
@@ -106,7 +106,8 @@ def _rope() -> list[Case]:
         return Case("apply_rope", call, ((1, 512, 32, head_dim), (1, 512, 8, head_dim)), dtype, (table, table))
 
     plain = [case(*size) for size in ((BF16, 128), (FP16, 64), (FP32, 80))]
-    return [*plain, case(BF16, 128, interleaved=True), *on_the_first(case(BF16, 256), case(BF16, 128, rotary_dim=96))]
+    more = (case(BF16, 128, interleaved=True), case(BF16, 256), case(BF16, 128, rotary_dim=96))
+    return [*plain, *on_the_first(*more)]
 
 
 def _gated(op: str, *calls: Callable[..., object]) -> list[Case]:
@@ -134,7 +135,7 @@ def _int2_int8() -> list[Case]:
 
     cases = [case(1, 4096, 4096, False), case(64, 4096, 4096, False), case(ROWS, 4096, 4096, True)]
     if chip_of(torch.device("meta")).vendor == "nvidia":  # elsewhere the case before is not unpacked first, either
-        cases.append(case(ROWS, 4095, 4096, False))
+        cases += on_the_first(case(ROWS, 4095, 4096, False))
     return [*cases, case(ROWS, 4095, 4100, True)]
 
 
@@ -147,9 +148,11 @@ def _cross_entropy() -> list[Case]:
     rows = labels(512)
     return [
         *(Case("cross_entropy", kernels.cross_entropy, ((512, v),), dtype, (rows,)) for v, dtype in VOCABULARIES[:3]),
-        *on_the_first(Case("cross_entropy", kernels.cross_entropy, ((512, 256000),), BF16, (rows,))),
-        Case("cross_entropy", every, ((512, 128256),), BF16, (rows,)),
-        *on_the_first(Case("cross_entropy", weighted, ((512, 50257),), FP32, (rows,))),
+        *on_the_first(
+            Case("cross_entropy", kernels.cross_entropy, ((512, 256000),), BF16, (rows,)),
+            Case("cross_entropy", every, ((512, 128256),), BF16, (rows,)),
+            Case("cross_entropy", weighted, ((512, 50257),), FP32, (rows,)),
+        ),
     ]
 
 
@@ -165,13 +168,15 @@ def _linear_cross_entropy() -> list[Case]:
     """In the memory it likes; lean, with logits made twice, the second time by columns; with columns in dW's memory."""
     plain = kernels.linear_cross_entropy
     every, lean = partial(plain, **EVERY_TERM), {"chunk_bytes": 1 << 26}
-    calls = [(plain, vocab, dtype) for vocab, dtype in VOCABULARIES]
-    calls += [(every, 128256, BF16), (partial(plain, **lean), 128256, BF16), (partial(every, **lean), 50257, FP32)]
-    calls += [(_in_groups, 128256, BF16), (partial(_in_groups, **EVERY_TERM), 50257, FP32)]
-    return [
-        Case("linear_cross_entropy", call, ((8192, 512), (vocab, 512)), dtype, (labels(8192),))
-        for call, vocab, dtype in calls
-    ]
+    calls = [(plain, vocab, dtype) for vocab, dtype in VOCABULARIES[:3]]
+    calls += [(every, 128256, BF16), (partial(plain, **lean), 128256, BF16), (_in_groups, 128256, BF16)]
+    more = [(plain, 256000, BF16), (partial(every, **lean), 50257, FP32)]
+    more += [(partial(_in_groups, **EVERY_TERM), 50257, FP32)]
+
+    def case(call: Callable[..., object], vocab: int, dtype: torch.dtype) -> Case:
+        return Case("linear_cross_entropy", call, ((8192, 512), (vocab, 512)), dtype, (labels(8192),))
+
+    return [*(case(*each) for each in calls), *on_the_first(*(case(*each) for each in more))]
 
 
 def _multi_head() -> list[Case]:
@@ -201,11 +206,12 @@ def _kl_div() -> list[Case]:
 
 
 def _jsd() -> list[Case]:
-    sizes = [(0.5, *size) for size in VOCABULARIES[:3]] + [(0.0, 128256, BF16), (1.0, 128256, FP32)]
-    return [
-        Case("jsd", partial(kernels.jsd, beta=beta), ((512, vocab),), dtype, (meta(512, vocab, dtype=dtype),))
-        for beta, vocab, dtype in sizes
-    ]
+    def case(beta: float, vocab: int, dtype: torch.dtype) -> Case:
+        teacher = meta(512, vocab, dtype=dtype)
+        return Case("jsd", partial(kernels.jsd, beta=beta), ((512, vocab),), dtype, (teacher,))
+
+    one_sided = (case(0.0, 128256, BF16), case(1.0, 128256, FP32))
+    return [*(case(0.5, *size) for size in VOCABULARIES[:3]), *on_the_first(*one_sided)]
 
 
 def _linear_jsd() -> list[Case]:

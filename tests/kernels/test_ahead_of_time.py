@@ -29,17 +29,18 @@ KERNELS = Path(ligertune_kernels.__file__).parent / "ops"
 
 
 def compile_op(op: str, arch: str, part: Literal["fast", "slow"]) -> list[Compiled]:
-    """Runs in a worker. Inference keeps less than training: one size of each dtype stands for it."""
+    """Runs in a worker. Inference keeps less than training: one size stands for it, and of each dtype on FIRST."""
     from ahead_of_time_cases import CASES
 
     def run() -> None:
         inferred = set()
         for case in CASES[op]():
             its_part = "fast" if case.everywhere or arch in FIRST else "slow"
+            kind = case.dtype if arch in FIRST else op
             if its_part == part:
-                case.run(inference=case.dtype not in inferred)
+                case.run(inference=kind not in inferred)
             if its_part in ("fast", part):  # the slow part comes on top of the fast one
-                inferred.add(case.dtype)
+                inferred.add(kind)
 
     return compile_for(TARGETS[arch], run)
 
