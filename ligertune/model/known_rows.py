@@ -51,8 +51,9 @@ def _say_of_no_mask() -> None:
         return
 
     def is_tracing(tensor: Any = None) -> bool:
-        recorded = tensor is None and not torch.compiler.is_compiling() and torch.cuda.is_current_stream_capturing()
-        return not recorded and traced(tensor)
+        if tensor is not None or torch.compiler.is_compiling() or not torch.cuda.is_available():
+            return traced(tensor)
+        return not torch.cuda.is_current_stream_capturing() and traced(tensor)
 
     is_tracing.before = traced
     masking_utils.is_tracing = is_tracing
