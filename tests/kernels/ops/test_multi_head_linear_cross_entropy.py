@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from judge import judge
+from judge_loss import judge_loss
 from ligertune_kernels import (
     labelled_rows,
     linear_cross_entropy_reference,
@@ -35,7 +35,7 @@ def test_agrees_with_float64(dropped, counts, shared, dtype, device) -> None:
     hiddens, weight, labels = example(device, dtype, shared=shared)
     rows = labelled_rows(labels.cpu(), multiple_of=1) if dropped else None
     options = {"num_items_in_batch": counts, "softcap": 5.0, "z_loss": 0.01}
-    judge(
+    judge_loss(
         lambda h, w: multi_head_linear_cross_entropy(h, w, labels, COEFFICIENTS, labelled_rows=rows, **options).loss,
         lambda h, w: multi_head_linear_cross_entropy_reference(h, w, labels, COEFFICIENTS, **options).loss,
         [hiddens, weight],
