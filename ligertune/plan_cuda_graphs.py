@@ -33,7 +33,12 @@ def check_cuda_graphs(plan: Plan, *, sees: bool) -> None:
 
 
 def cuda_graphs_notes(recipe: Recipe, machine: Machine) -> tuple[str, ...]:
-    """Where there is nothing to record."""
-    if not recipe.train.cuda_graphs or machine.device == "cuda":
+    """What the plan's numbers do not say."""
+    if not recipe.train.cuda_graphs:
         return ()
-    return ("train.cuda_graphs does nothing on a CPU",)
+    if machine.device != "cuda":
+        return ("train.cuda_graphs does nothing on a CPU",)
+    return (
+        "train.cuda_graphs keeps the memory of activations and loss: the first batch of another shape, and an "
+        "evaluation, take theirs beside it",
+    )
