@@ -37,7 +37,7 @@ def collate(examples: Sequence[Example], *, pad_token_id: int, pad_to_multiple_o
 
 @dataclass(frozen=True)
 class Alike:
-    """What all packed batches of a run have in common, so that compiled layers meet no size that is new to them."""
+    """What all packed batches of a run have in common, so that no graph (torch.compile's, CUDA's) meets a new size."""
 
     tokens: int  # T
     longest: int  # tokens of a document; one that is longer is said to be, which is another graph

@@ -92,7 +92,7 @@ def asked_for(problem: UserError) -> UserError:
 def _may_gain(recipe: Recipe, machine: Machine, lengths: np.ndarray | None) -> bool:
     """Whether padding is computed that another library would compute too, and leaving it out costs nothing else.
 
-    Not with compiled layers, which would see one more size that changes: the number of documents.
+    Not where each shape is a graph, for which one more size would change: the number of documents.
     """
     if recipe.kernels.enabled is False or machine.vendor == "cpu" or recipe.train.few_shapes:
         return False

@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 # Few sizes of the head's products: cuBLAS and the allocator take their time over each that is new.
 ROWS_MULTIPLE_OF = 128
-SHARES = 4  # of a batch's rows: as many sizes of the head's products, where each is a CUDA graph
+SHARES = 4  # of a batch's rows: as few sizes of the head's products where each is recorded as a CUDA graph
 PINNED_AT_MOST = 16 << 20  # bytes of a tensor
 SHORT = 16  # tokens; of a stream nobody knows how many documents a row will have: room for so short ones
 
 
 def alike_of(plan: Plan, packs: Packs | None) -> Alike | None:
-    """What compiled layers find in every batch of packed rows, so that one graph serves all; None for other runs.
+    """What all batches of packed rows have in common where each shape is a graph, so that one serves all; else None.
 
     packs: the rows; None where they come from a stream.
     """
