@@ -24,6 +24,11 @@ def check_cuda_graphs(plan: Plan, *, sees: bool) -> None:
             f"train.cuda_graphs: {plan.model_family} sees, and pictures give each batch other sizes.",
             hint="Leave it out.",
         )
+    if plan.precision.autocast == "fp16":
+        raise UserError(
+            f"train.cuda_graphs: {plan.machine.name} trains in float16, whose loss is scaled anew from step to step.",
+            hint="Leave it out.",
+        )
     if plan.rows.packed and plan.machine.device == "cuda" and plan.attn_implementation not in ONE_LAUNCH:
         raise UserError(
             f"train.cuda_graphs: {plan.attn_implementation} attention goes by each row's own documents "

@@ -231,6 +231,11 @@ RULES = (
                 "with {1} the host looks up the random state in between",
             ),
             ("train.torch_compile", lambda recipe: recipe.train.torch_compile, "{1} makes graphs of its own"),
+            (
+                "train.per_device_train_batch_size",
+                lambda recipe: recipe.train.per_device_train_batch_size == "auto",
+                "{1}: auto leaves no room for the memory that they keep",
+            ),
             ("train.optim_in_backward", lambda recipe: recipe.train.optim_in_backward, "{1} steps in between"),
             (
                 "model.dtype",

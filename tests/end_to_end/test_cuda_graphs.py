@@ -51,6 +51,7 @@ def test_it_is_refused_where_each_batch_would_be_another(packed):
     for plan, sees, words in (
         (on(packed, strategy="ddp"), False, "parallel.strategy is ddp here. Write parallel.num_processes: 1"),
         (on(packed), True, "sees, and pictures give each batch other sizes"),
+        (on(packed, precision=dataclasses.replace(packed.precision, autocast="fp16")), False, "trains in float16"),
         (dataclasses.replace(on(packed), attn_implementation="per_document"), False, "per_document attention goes by"),
     ):
         with pytest.raises(UserError, match=words):
