@@ -41,6 +41,15 @@ class _Output:
 
 OUTPUT = _Output()
 
+# a step's high points in words, by activations.Moment.name
+WHEN = {
+    "loss": "while the loss is computed",
+    "backward": "as the backward begins",
+    "first layer": "as the backward reaches the first layer",
+    "gradients": "as the backward ends",
+    "step": "in the optimizer's step",
+}
+
 
 def people_on_stderr(json_wanted: bool) -> None:
     """With `--json`, stdout carries one JSON report and nothing else."""
@@ -130,15 +139,9 @@ def predicted(plan: Plan) -> str:
 def memory(plan: Plan, fits: Iterable[Fit] | None) -> None:
     """The expected peak by kind, and what would fit."""
     if plan.peak is not None:
-        moments = {
-            "loss": "while the loss is computed",
-            "backward": "as the backward begins",
-            "gradients": "as the backward ends",
-            "step": "in the optimizer's step",
-        }
         text()
         rows = [(kind, size(n_bytes)) for kind, n_bytes in plan.peak.parts().items()]
-        table(f"Memory of each device, at its highest {moments[plan.peak.moment.name]}", rows)
+        table(f"Memory of each device, at its highest {WHEN[plan.peak.moment.name]}", rows)
     for fit in fits or ():
         how = "with checkpointing" if fit.checkpointing else "without checkpointing"
         text(f"  {how}: {fit.micro_batch_size} rows of the recipe's length, or one of {fit.row_length} tokens, "

@@ -33,6 +33,17 @@ def test_it_predicts_and_writes_nothing(ligertune, recipe, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    "settings, when",
+    [({}, "as the backward begins"),
+     ({"train.per_device_train_batch_size": 1, "train.gradient_accumulation_steps": 1, "data.max_length": 256,
+       "train.gradient_checkpointing": True}, "as the backward reaches the first layer")],
+)  # fmt: skip
+def test_it_says_when_memory_is_at_its_highest(settings, when, ligertune, recipe):
+    done = ligertune("plan", recipe, *overrides({**SETTINGS, **settings}))
+    assert done.code == 0 and f"at its highest {when}" in " ".join(done.out.split()), done.err
+
+
 @pytest.fixture(scope="module")
 def plan(quickstart, tmp_path_factory):
     folder = tmp_path_factory.mktemp("plan")
