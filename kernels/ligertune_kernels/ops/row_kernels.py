@@ -24,6 +24,15 @@ def bounded(x, softcap, logit_scale, HAS_SOFTCAP: tl.constexpr):
 
 
 @triton.jit
+def power(x, z, top, logit_scale, HAS_SOFTCAP: tl.constexpr):
+    """2^(z - top). Without a cap of x's product before it is rounded: z of 10,000 bits is known to 0.0005."""
+    if HAS_SOFTCAP:
+        return tl.exp2(z - top)
+    else:
+        return tl.exp2(tl.fma(x, logit_scale * LOG2E, -top))
+
+
+@triton.jit
 def bounded_tail(x, in_row, softcap, logit_scale, HAS_SOFTCAP: tl.constexpr):
     """z in bits, -inf past the row's end: without a cap x is infinite there already."""
     z, _ = bounded(x, softcap, logit_scale, HAS_SOFTCAP)
@@ -91,7 +100,10 @@ def first_sweep(
     HAS_WEIGHT: tl.constexpr, HAS_SMOOTHING: tl.constexpr, HAS_SOFTCAP: tl.constexpr, SWEEPS: tl.constexpr,
     GROUPED: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr, HINTS: tl.constexpr,
 ):  # fmt: skip
-    """A row's lse and, for label smoothing, its sums of w_j z_j and w_j. The lanes meet only at the end."""
+    """A row's maximum, its sum of 2^(z_j - maximum) and, for label smoothing, its sums of w_j z_j and w_j.
+
+    The lanes meet only at the end.
+    """
     BLOCK: tl.constexpr = LANES * VECTOR
     FIRST_READ: tl.constexpr = "evict_last" if HINTS else ""
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
@@ -115,7 +127,7 @@ def first_sweep(
             z, _ = bounded(x, softcap, logit_scale, HAS_SOFTCAP)
             new_max = tl.maximum(lane_max, tl.max(z, axis=1))
             lane_sum *= tl.exp2(lane_max - new_max)
-            lane_sum += tl.sum(tl.exp2(z - new_max[:, None]), axis=1)
+            lane_sum += tl.sum(power(x, z, new_max[:, None], logit_scale, HAS_SOFTCAP), axis=1)
             lane_max = new_max
             if HAS_SMOOTHING:
                 w = class_weights(weight_ptr, cols, n_cols, HAS_WEIGHT)
@@ -124,26 +136,30 @@ def first_sweep(
     row_max = tl.max(lane_max, axis=0)
     z = bounded_tail(held(kept, row_max, DTYPE), tail < n_cols, softcap, logit_scale, HAS_SOFTCAP)
     row_max = tl.maximum(row_max, tl.max(tl.max(z, axis=1), axis=0))
-    z = bounded_tail(held(kept, row_max, DTYPE), tail < n_cols, softcap, logit_scale, HAS_SOFTCAP)
+    x = held(kept, row_max, DTYPE)
+    z = bounded_tail(x, tail < n_cols, softcap, logit_scale, HAS_SOFTCAP)
     row_sum = tl.sum(lane_sum * tl.exp2(lane_max - row_max), axis=0)
-    row_sum += tl.sum(tl.sum(tl.exp2(z - row_max), axis=1), axis=0)
-    lse = row_max + tl.log2(row_sum)
+    row_sum += tl.sum(tl.sum(power(x, z, row_max, logit_scale, HAS_SOFTCAP), axis=1), axis=0)
     z_sum, weight_sum = tl.sum(lane_z, axis=0), tl.sum(lane_weight, axis=0)
     if HAS_SMOOTHING:
         w = class_weights(weight_ptr, tail, n_cols, HAS_WEIGHT)
         z_sum += tl.sum(tl.sum(w * tl.where(tail < n_cols, z, 0.0), axis=1), axis=0)
         weight_sum += tl.sum(tl.sum(w, axis=1), axis=0)
-    return lse, z_sum, weight_sum
+    return row_max, row_sum, z_sum, weight_sum
 
 
 @triton.jit
 def dlogits(
-    x, lse, softmax_factor, smooth_factor, weight_ptr, cols, n_cols, softcap, logit_scale,
+    x, top, softmax_factor, smooth_factor, weight_ptr, cols, n_cols, softcap, logit_scale,
     HAS_WEIGHT: tl.constexpr, HAS_SMOOTHING: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of some columns of a row, as if none were the label's. The factors hold scale and logit_scale."""
-    z, slope = bounded(x.to(tl.float32), softcap, logit_scale, HAS_SOFTCAP)
-    dz = softmax_factor * tl.exp2(z - lse)
+    """The gradient of some columns of a row, as if none were the label's. The factors hold scale and logit_scale.
+
+    top: the row's lse; or its maximum, where softmax_factor is divided by its sum.
+    """
+    x = x.to(tl.float32)
+    z, slope = bounded(x, softcap, logit_scale, HAS_SOFTCAP)
+    dz = softmax_factor * power(x, z, top, logit_scale, HAS_SOFTCAP)
     if HAS_SMOOTHING:
         dz -= smooth_factor * class_weights(weight_ptr, cols, n_cols, HAS_WEIGHT)
     return dz * slope
@@ -154,13 +170,13 @@ def label_terms(
     label_x_ptr, weight_ptr, label, is_class, label_smoothing, softcap, logit_scale,
     HAS_WEIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """Of the label's own column: z in bits, dz/dx but for logit_scale, class weight, share of the loss."""
+    """Of the label's own column: x, z in bits, dz/dx but for logit_scale, class weight, share of the loss."""
     x = tl.load(label_x_ptr, mask=is_class, other=float("nan")).to(tl.float32)
     z, slope = bounded(x, softcap, logit_scale, HAS_SOFTCAP)
     weight = 1.0
     if HAS_WEIGHT:
         weight = tl.load(weight_ptr + label, mask=is_class, other=0.0).to(tl.float32)
-    return z, slope, weight, (1.0 - label_smoothing) * weight
+    return x, z, slope, weight, (1.0 - label_smoothing) * weight
 
 
 # Numbers of rows differ from batch to batch, and Triton would compile anew for each that is or is not a multiple of 16.
@@ -207,15 +223,18 @@ def row_kernel(
             past_end = tl.where(logit_scale < 0.0, float("inf"), float("-inf")).to(x_ptr.dtype.element_ty)
             kept = hold(tl.load(x_ptr + tail, mask=tail < n_cols, other=past_end, eviction_policy=LAST_USE))
             # Read before the sweeps: the second may write over it.
-            label_z, label_slope, label_weight, label_share = label_terms(
+            label_x, label_z, label_slope, label_weight, label_share = label_terms(
                 columns(x_ptr, row_lead_ptr, label, 0, 0, in_lead, group_cols, group_jump, GROUPED),
                 weight_ptr, label, is_class, label_smoothing, softcap, logit_scale, HAS_WEIGHT, HAS_SOFTCAP,
             )  # fmt: skip
-            lse, z_sum, weight_sum = first_sweep(
+            row_max, row_sum, z_sum, weight_sum = first_sweep(
                 x_ptr, row_lead_ptr, kept, tail, weight_ptr, lanes, n_swept, n_cols, in_lead, group_cols, group_jump,
                 softcap, logit_scale, HAS_WEIGHT, HAS_SMOOTHING, HAS_SOFTCAP, SWEEPS, GROUPED, LANES, VECTOR, HINTS,
             )  # fmt: skip
-            loss = label_share * (lse - label_z) * LN2 + z_loss * (lse * LN2) * (lse * LN2)
+            # lse is known to half a unit of its last place, which is a share of every probability: it is taken apart
+            log_sum = tl.log2(row_sum)
+            lse = row_max + log_sum
+            loss = label_share * ((row_max - label_z) + log_sum) * LN2 + z_loss * (lse * LN2) * (lse * LN2)
             softmax_share = label_share + 2.0 * z_loss * lse * LN2
             if HAS_SMOOTHING:
                 loss += smooth_share * (weight_sum * lse - z_sum) * LN2
@@ -227,13 +246,13 @@ def row_kernel(
             if NEEDS_GRAD:
                 scale = tl.load(scale_ptr + row * scale_stride).to(tl.float32) * logit_scale
                 scale = tl.where(is_class, scale, float("nan"))
-                softmax_factor, smooth_factor = softmax_share * scale, smooth_share * scale
+                softmax_factor, smooth_factor = softmax_share * scale / row_sum, smooth_share * scale
                 if SWEEPS:
                     last = n_swept - BLOCK
                     swept = columns(x_ptr, row_lead_ptr, last, lanes, vector, in_lead, group_cols, group_jump, GROUPED)
                     x_next = tl.load(swept, eviction_policy=LAST_USE)
                 dx_tail = dlogits(
-                    held(kept, lse, x_ptr.dtype.element_ty), lse, softmax_factor, smooth_factor, weight_ptr, tail,
+                    held(kept, lse, x_ptr.dtype.element_ty), row_max, softmax_factor, smooth_factor, weight_ptr, tail,
                     n_cols, softcap, logit_scale, HAS_WEIGHT, HAS_SMOOTHING, HAS_SOFTCAP,
                 )  # fmt: skip
                 tl.store(dx_ptr + tail, dx_tail.to(dtype), mask=tail < n_cols, eviction_policy=LAST_USE)
@@ -246,14 +265,15 @@ def row_kernel(
                         )
                         x_next = tl.load(swept, mask=cols >= BLOCK, other=0.0, eviction_policy=LAST_USE)
                         dx = dlogits(
-                            x, lse, softmax_factor, smooth_factor, weight_ptr, cols, n_cols, softcap, logit_scale,
+                            x, row_max, softmax_factor, smooth_factor, weight_ptr, cols, n_cols, softcap, logit_scale,
                             HAS_WEIGHT, HAS_SMOOTHING, HAS_SOFTCAP,
                         )  # fmt: skip
                         swept = columns(
                             dx_ptr, row_lead_ptr, start, lanes, vector, in_lead, group_cols, group_jump, GROUPED
                         )
                         tl.store(swept, dx.to(dtype), eviction_policy=LAST_USE)
-                dx_label = softmax_factor * tl.exp2(label_z - lse) - label_share * scale
+                dx_label = softmax_factor * power(label_x, label_z, row_max, logit_scale, HAS_SOFTCAP)
+                dx_label -= label_share * scale
                 if HAS_SMOOTHING:
                     dx_label -= smooth_factor * label_weight
                 tl.debug_barrier()  # the label's column was just written as if it were any other
