@@ -217,7 +217,7 @@ def _in_groups(
 
 def _lean(x: torch.Tensor, head: Head, targets: Targets, needs: Needs, schedule: Schedule, found: Gradients) -> None:
     n_rows, vocab_size = len(x), len(head.weight)
-    lse = x.new_empty(n_rows, dtype=torch.promote_types(x.dtype, torch.float32))
+    lse = x.new_empty(n_rows, 2, dtype=torch.promote_types(x.dtype, torch.float32))
     # dW is written only in the second pass, and its memory holds at least E rows of logits
     unwritten = found.weight.view(-1).view(x.dtype)[: schedule.slot * vocab_size].view(schedule.slot, vocab_size)
     for start in range(0, n_rows, schedule.slot):

@@ -155,7 +155,7 @@ def dlogits(
 ):  # fmt: skip
     """The gradient of some columns of a row, as if none were the label's. The factors hold scale and logit_scale.
 
-    top: the row's lse; or its maximum, where softmax_factor is divided by its sum.
+    top: the row's maximum; softmax_factor is divided by its sum.
     """
     x = x.to(tl.float32)
     z, slope = bounded(x, softcap, logit_scale, HAS_SOFTCAP)
@@ -209,7 +209,8 @@ def row_kernel(
         if label == ignore_index:
             tl.store(losses_ptr + row, 0.0)
             if SAVES_LSE:
-                tl.store(lse_ptr + row, 0.0)
+                tl.store(lse_ptr + 2 * row, 0.0)
+                tl.store(lse_ptr + 2 * row + 1, 0.0)
             if NEEDS_GRAD:
                 if SWEEPS:
                     for start in range(0, n_swept, BLOCK):
@@ -241,7 +242,8 @@ def row_kernel(
                 softmax_share += smooth_share * weight_sum
             tl.store(losses_ptr + row, loss)
             if SAVES_LSE:
-                tl.store(lse_ptr + row, lse)
+                tl.store(lse_ptr + 2 * row, row_max)
+                tl.store(lse_ptr + 2 * row + 1, log_sum)
 
             if NEEDS_GRAD:
                 scale = tl.load(scale_ptr + row * scale_stride).to(tl.float32) * logit_scale
@@ -302,18 +304,19 @@ def slab_kernel(
         tl.store(x_ptr + cols, tl.zeros([LANES, VECTOR], dtype=x_ptr.dtype.element_ty), mask=mask)
     else:
         is_class = (label >= 0) & (label < vocab_size)
-        lse = tl.load(lse_ptr + row)
+        row_max, log_sum = tl.load(lse_ptr + 2 * row), tl.load(lse_ptr + 2 * row + 1)
         label_share = 1.0 - label_smoothing
         if HAS_WEIGHT:
             label_share *= tl.load(weight_ptr + label, mask=is_class, other=0.0).to(tl.float32)
-        softmax_share = label_share + 2.0 * z_loss * lse * LN2
+        softmax_share = label_share + 2.0 * z_loss * (row_max + log_sum) * LN2
         if HAS_SMOOTHING:
             softmax_share += smooth_share * tl.load(weight_sum_ptr)
+        softmax_share *= tl.exp2(-log_sum)
         scale = tl.load(scale_ptr + row * scale_stride).to(tl.float32) * logit_scale
         scale = tl.where(is_class, scale, float("nan"))
         x = tl.load(x_ptr + cols, mask=mask, other=0.0)
         dx = dlogits(
-            x, lse, softmax_share * scale, smooth_share * scale, weight_ptr + first_col, cols, n_cols,
+            x, row_max, softmax_share * scale, smooth_share * scale, weight_ptr + first_col, cols, n_cols,
             softcap, logit_scale, HAS_WEIGHT, HAS_SMOOTHING, HAS_SOFTCAP,
         )  # fmt: skip
         _, slope = bounded(x.to(tl.float32), softcap, logit_scale, HAS_SOFTCAP)

@@ -106,8 +106,9 @@ def row_pass(
     """The losses (N,) of logits (N, V) and labels (N,); their gradient, times scale (one or N), goes into `gradient`.
 
     gradient (N, V) may be the logits themselves. scale is a tensor, since the host is not to wait for its value. What
-    `slab_pass` needs of each row goes into lse (N,). With lead (K, N, S) the first K S columns of the rows lie there,
-    in K groups, and logits hold the rest; the gradient is then written over both.
+    `slab_pass` needs of each row goes into lse (N, 2): the largest z, and by how much lse exceeds that. With lead
+    (K, N, S) the first K S columns of the rows lie there, in K groups, and logits hold the rest; the gradient is then
+    written over both.
     """
     if not runs_triton(logits):
         if lead is None:
@@ -203,9 +204,10 @@ def _row_pass_torch(
         loss = loss + (smooth * (lse - z)).sum(dim=-1, keepdim=True)
         softmax_share = softmax_share + smooth.sum()
     if lse_out is not None:
-        lse_out.copy_(lse.squeeze(1))
+        top = z.amax(dim=-1, keepdim=True)
+        lse_out.copy_(torch.cat([top, (z - top).logsumexp(dim=-1, keepdim=True)], dim=1))
     if gradient is not None:
-        dz = softmax_share * torch.exp(z - lse) - smooth
+        dz = softmax_share * z.softmax(dim=-1) - smooth
         dz.scatter_add_(1, index, -share.expand_as(index))
         dz *= slope * (scale.unsqueeze(1) if scale.dim() else scale)
         gradient.copy_(dz.masked_fill_(~is_class, torch.nan).masked_fill_(ignored, 0.0))
@@ -242,12 +244,13 @@ def _slab_pass_torch(
 ) -> None:
     z, slope = _bounded_torch(logits, terms)
     n_cols = z.shape[1]
-    lse, labels = lse.unsqueeze(1), labels.long().unsqueeze(1)
+    (top, log_sum), labels = lse.split(1, dim=1), labels.long().unsqueeze(1)
     ignored, is_class = labels == terms.ignore_index, (labels >= 0) & (labels < vocab_size)
     weight = z.new_ones(vocab_size) if weight is None else weight.to(z.dtype)
     share = (1.0 - terms.label_smoothing) * weight[labels.clamp(0, vocab_size - 1)]
     smooth = terms.label_smoothing / vocab_size * weight
-    dz = (share + 2.0 * terms.z_loss * lse + smooth.sum()) * torch.exp(z - lse) - smooth[first_col : first_col + n_cols]
+    softmax_share = share + 2.0 * terms.z_loss * (top + log_sum) + smooth.sum()
+    dz = softmax_share * torch.exp((z - top) - log_sum) - smooth[first_col : first_col + n_cols]
     here = labels - first_col
     inside = (here >= 0) & (here < n_cols)
     dz.scatter_add_(1, here.clamp(0, n_cols - 1), torch.where(inside, -share, 0.0))
