@@ -209,8 +209,7 @@ def row_kernel(
         if label == ignore_index:
             tl.store(losses_ptr + row, 0.0)
             if SAVES_LSE:
-                tl.store(lse_ptr + 2 * row, 0.0)
-                tl.store(lse_ptr + 2 * row + 1, 0.0)
+                tl.store(lse_ptr + 2 * row + tl.arange(0, 2), tl.zeros([2], dtype=tl.float32))
             if NEEDS_GRAD:
                 if SWEEPS:
                     for start in range(0, n_swept, BLOCK):
@@ -232,9 +231,8 @@ def row_kernel(
                 x_ptr, row_lead_ptr, kept, tail, weight_ptr, lanes, n_swept, n_cols, in_lead, group_cols, group_jump,
                 softcap, logit_scale, HAS_WEIGHT, HAS_SMOOTHING, HAS_SOFTCAP, SWEEPS, GROUPED, LANES, VECTOR, HINTS,
             )  # fmt: skip
-            # lse is known to half a unit of its last place, which is a share of every probability: it is taken apart
             log_sum = tl.log2(row_sum)
-            lse = row_max + log_sum
+            lse = row_max + log_sum  # rounded: a probability by it would be off by as much
             loss = label_share * ((row_max - label_z) + log_sum) * LN2 + z_loss * (lse * LN2) * (lse * LN2)
             softmax_share = label_share + 2.0 * z_loss * lse * LN2
             if HAS_SMOOTHING:
