@@ -167,16 +167,14 @@ def dlogits(
 
 @triton.jit
 def label_terms(
-    label_x_ptr, weight_ptr, label, is_class, label_smoothing, softcap, logit_scale,
-    HAS_WEIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    label_x_ptr, weight_ptr, label, is_class, label_smoothing, HAS_WEIGHT: tl.constexpr,
 ):  # fmt: skip
-    """Of the label's own column: x, z in bits, dz/dx but for logit_scale, class weight, share of the loss."""
+    """Of the label's own column: x, class weight, share of the loss."""
     x = tl.load(label_x_ptr, mask=is_class, other=float("nan")).to(tl.float32)
-    z, slope = bounded(x, softcap, logit_scale, HAS_SOFTCAP)
     weight = 1.0
     if HAS_WEIGHT:
         weight = tl.load(weight_ptr + label, mask=is_class, other=0.0).to(tl.float32)
-    return x, z, slope, weight, (1.0 - label_smoothing) * weight
+    return x, weight, (1.0 - label_smoothing) * weight
 
 
 # Numbers of rows differ from batch to batch, and Triton would compile anew for each that is or is not a multiple of 16.
@@ -208,8 +206,6 @@ def row_kernel(
             dx_ptr -= in_lead
         if label == ignore_index:
             tl.store(losses_ptr + row, 0.0)
-            if SAVES_LSE:
-                tl.store(lse_ptr + 2 * row + tl.arange(0, 2), tl.zeros([2], dtype=tl.float32))
             if NEEDS_GRAD:
                 if SWEEPS:
                     for start in range(0, n_swept, BLOCK):
@@ -223,14 +219,15 @@ def row_kernel(
             past_end = tl.where(logit_scale < 0.0, float("inf"), float("-inf")).to(x_ptr.dtype.element_ty)
             kept = hold(tl.load(x_ptr + tail, mask=tail < n_cols, other=past_end, eviction_policy=LAST_USE))
             # Read before the sweeps: the second may write over it.
-            label_x, label_z, label_slope, label_weight, label_share = label_terms(
+            label_x, label_weight, label_share = label_terms(
                 columns(x_ptr, row_lead_ptr, label, 0, 0, in_lead, group_cols, group_jump, GROUPED),
-                weight_ptr, label, is_class, label_smoothing, softcap, logit_scale, HAS_WEIGHT, HAS_SOFTCAP,
+                weight_ptr, label, is_class, label_smoothing, HAS_WEIGHT,
             )  # fmt: skip
             row_max, row_sum, z_sum, weight_sum = first_sweep(
                 x_ptr, row_lead_ptr, kept, tail, weight_ptr, lanes, n_swept, n_cols, in_lead, group_cols, group_jump,
                 softcap, logit_scale, HAS_WEIGHT, HAS_SMOOTHING, HAS_SOFTCAP, SWEEPS, GROUPED, LANES, VECTOR, HINTS,
             )  # fmt: skip
+            label_z, _ = bounded(label_x, softcap, logit_scale, HAS_SOFTCAP)
             log_sum = tl.log2(row_sum)
             lse = row_max + log_sum  # rounded: a probability by it would be off by as much
             loss = label_share * ((row_max - label_z) + log_sum) * LN2 + z_loss * (lse * LN2) * (lse * LN2)
@@ -272,6 +269,7 @@ def row_kernel(
                             dx_ptr, row_lead_ptr, start, lanes, vector, in_lead, group_cols, group_jump, GROUPED
                         )
                         tl.store(swept, dx.to(dtype), eviction_policy=LAST_USE)
+                label_z, label_slope = bounded(label_x, softcap, logit_scale, HAS_SOFTCAP)
                 dx_label = softmax_factor * power(label_x, label_z, row_max, logit_scale, HAS_SOFTCAP)
                 dx_label -= label_share * scale
                 if HAS_SMOOTHING:
