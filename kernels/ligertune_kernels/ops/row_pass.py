@@ -106,9 +106,9 @@ def row_pass(
     """The losses (N,) of logits (N, V) and labels (N,); their gradient, times scale (one or N), goes into `gradient`.
 
     gradient (N, V) may be the logits themselves. scale is a tensor, since the host is not to wait for its value. What
-    `slab_pass` needs of each row goes into lse (N, 2), unless it is ignored: the largest z, and by how much lse exceeds that. With lead
-    (K, N, S) the first K S columns of the rows lie there, in K groups, and logits hold the rest; the gradient is then
-    written over both.
+    `slab_pass` needs of each row that is not ignored goes into lse (N, 2): the largest z, and by how much lse exceeds
+    that. With lead (K, N, S) the first K S columns of the rows lie there, in K groups, and logits hold the rest; the
+    gradient is then written over both.
     """
     if not runs_triton(logits):
         if lead is None:
