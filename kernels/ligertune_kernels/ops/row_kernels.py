@@ -24,12 +24,18 @@ def bounded(x, softcap, logit_scale, HAS_SOFTCAP: tl.constexpr):
 
 
 @triton.jit
-def power(x, z, top, logit_scale, HAS_SOFTCAP: tl.constexpr):
-    """2^(z - top). Without a cap of x's product before it is rounded: z of 10,000 bits is known to 0.0005."""
+def below(x, z, top, logit_scale, HAS_SOFTCAP: tl.constexpr):
+    """z - top. Without a cap of x's product before it is rounded: z of 10,000 bits is known to 0.0005."""
     if HAS_SOFTCAP:
-        return tl.exp2(z - top)
+        return z - top
     else:
-        return tl.exp2(tl.fma(x, logit_scale * LOG2E, -top))
+        return tl.fma(x, logit_scale * LOG2E, -top)
+
+
+@triton.jit
+def power(x, z, top, logit_scale, HAS_SOFTCAP: tl.constexpr):
+    """2^(z - top)."""
+    return tl.exp2(below(x, z, top, logit_scale, HAS_SOFTCAP))
 
 
 @triton.jit
@@ -230,7 +236,8 @@ def row_kernel(
             label_z, _ = bounded(label_x, softcap, logit_scale, HAS_SOFTCAP)
             log_sum = tl.log2(row_sum)
             lse = row_max + log_sum  # rounded: a probability by it would be off by as much
-            loss = label_share * ((row_max - label_z) + log_sum) * LN2 + z_loss * (lse * LN2) * (lse * LN2)
+            label_below = below(label_x, label_z, row_max, logit_scale, HAS_SOFTCAP)
+            loss = label_share * (log_sum - label_below) * LN2 + z_loss * (lse * LN2) * (lse * LN2)
             softmax_share = label_share + 2.0 * z_loss * lse * LN2
             if HAS_SMOOTHING:
                 loss += smooth_share * (weight_sum * lse - z_sum) * LN2
