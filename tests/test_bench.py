@@ -158,6 +158,25 @@ def test_what_stands_around_a_provider_stands_around_every_pass(cpu):
     assert all(map(all, seen.values())) and min(map(len, seen.values())) >= 6 and not inside
 
 
+def test_each_round_of_timing_has_another_order(cpu):
+    """One that always runs behind the same other gets a device as hot as that one leaves it."""
+    seen = []
+
+    def watched(name):
+        def provider(x, weight):
+            seen.append(name)
+            return torch.nn.functional.rms_norm(x, weight.shape, weight)
+
+        return function(name, provider)
+
+    names = ["a", "b", "c", "d"]
+    patient = dataclasses.replace(cpu, effort=Effort(warmup=0, repeats=8, seconds=60.0))
+    rows = run(Case("rms_norm", (4, 16), FP32), patient, *map(watched, names), modes=("forward",))
+    assert list(rows) == names
+    rounds = [tuple(seen[-start : len(seen) - start + 4]) for start in range(4, 36, 4)]
+    assert all(sorted(each) == names for each in rounds) and len(set(rounds)) > 4
+
+
 def test_times_are_a_median_and_its_quantiles():
     assert Timing.of([5.0, 1.0, 2.0, 4.0, 3.0, 6.0]) == Timing(median=3.5, p20=2.0, p80=5.0)
 

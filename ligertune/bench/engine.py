@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import math
+import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 
@@ -211,11 +212,16 @@ def _peak(run: Callable[[], object], device: torch.device) -> int | None:
 
 
 def _time(rows: list[Row], bounds: list[Bound | None], mode: Mode, stage: Stage) -> None:
-    """In turn, so that a device that slows down slows down all."""
+    """In turn, so that a device that slows down slows down all, and each round in another order.
+
+    What ran just before decides what power and heat leave to spare: nobody is always behind the same.
+    """
     effort = stage.effort
     taken: list[list[tuple[float, float]]] = [[] for _ in rows]
+    turns, order = list(zip(rows, bounds, taken, strict=True)), random.Random(SEED)
     for _ in range(effort.warmup + effort.repeats):
-        for row, bound, times in zip(rows, bounds, taken, strict=True):
+        order.shuffle(turns)
+        for row, bound, times in turns:
             measured = times[effort.warmup :]
             if bound is None or row.failure:
                 continue
