@@ -7,6 +7,7 @@ from importlib.util import find_spec
 import pytest
 
 from ligertune.compare.engine import settings_of
+from ligertune.compare.plots import COLOURS
 from ligertune.compare.side import SIDE_OF, choose_sides
 from ligertune.compare.trial import trial_recipe
 from ligertune.errors import UserError
@@ -82,3 +83,7 @@ def test_others_run_whole_layers_again(quickstart, tmp_path):
 def test_float8_without_torchao_is_refused_with_how_to_get_it():
     with pytest.raises(UserError, match="--baseline with-fp8: torchao is not installed"):
         choose_sides(baselines=["with-fp8"])
+
+
+def test_every_side_has_a_colour_of_its_own_in_charts():
+    assert len(set(COLOURS.values())) == len(COLOURS) and COLOURS.keys() == SIDE_OF.keys()
