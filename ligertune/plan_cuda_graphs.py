@@ -1,13 +1,18 @@
-"""Where train.cuda_graphs can record a step, and what is said where it cannot."""
+"""Where train.cuda_graphs can record a step, what is said where it cannot, and where it is worth naming."""
 
 from __future__ import annotations
 
+import dataclasses
+
 from ligertune.errors import UserError
 from ligertune.machine import Machine
-from ligertune.plan import Plan
-from ligertune.recipe import Recipe
+from ligertune.plan import Plan, row_length
+from ligertune.recipe import Recipe, contradicts_itself
 
 ONE_LAUNCH = ("varlen", "flash_attention_2")  # attention over all documents of a row, wherever each begins
+# Seconds a quick host takes to launch a layer's forward and backward. On an H100's, Llama-3.2-1B's took twice that.
+LAUNCHING_A_LAYER = 2e-3
+REACHED = 0.5  # of the peak, at best, by whole steps
 
 
 def check_cuda_graphs(plan: Plan, *, sees: bool) -> None:
@@ -47,3 +52,26 @@ def cuda_graphs_notes(recipe: Recipe, machine: Machine) -> tuple[str, ...]:
         "train.cuda_graphs keeps the memory of activations and loss: the first batch of another shape, and an "
         "evaluation, take theirs beside it",
     )
+
+
+def advise_cuda_graphs(plan: Plan, *, sees: bool) -> Plan:
+    """With a note where launching a micro batch takes the host longer than the device needs for it."""
+    train, machine = plan.recipe.train, plan.machine
+    if train.cuda_graphs or machine.device != "cuda" or not machine.peak_flops or plan.budget is None:
+        return plan
+    tokens = plan.batching.micro_batch_size * row_length(plan.rows, plan.data)
+    computing = 6.0 * plan.n_parameters * tokens / (REACHED * machine.peak_flops)
+    if computing > plan.budget.layers * LAUNCHING_A_LAYER:
+        return plan
+    asked = plan.recipe.model_copy(update={"train": train.model_copy(update={"cuda_graphs": True})})
+    if contradicts_itself(asked):
+        return plan
+    try:
+        check_cuda_graphs(dataclasses.replace(plan, recipe=asked), sees=sees)
+    except UserError:
+        return plan
+    said = (
+        f"{tokens:,} tokens a micro batch are computed faster than a host launches their kernels; "
+        "train.cuda_graphs: true launches them at once"
+    )
+    return dataclasses.replace(plan, notes=(*plan.notes, said))

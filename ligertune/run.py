@@ -15,7 +15,7 @@ from ligertune.medusa_run import finish_heads, merge_adapter, of_base, with_head
 from ligertune.metrics import read_metrics
 from ligertune.phases import Phases
 from ligertune.plan import Plan, choose_precision, make_plan
-from ligertune.plan_cuda_graphs import check_cuda_graphs, cuda_graphs_notes
+from ligertune.plan_cuda_graphs import advise_cuda_graphs, check_cuda_graphs, cuda_graphs_notes
 from ligertune.plan_data import data_numbers, lengths_multiple_of, rows_of
 from ligertune.plan_float8 import check_float8
 from ligertune.preflight import check_output_dir, check_packages, check_paths, clear_run
@@ -111,6 +111,7 @@ def plan_for(
         notes=(*recipe.notices, *loaded.notes, *packing_notes, *unasked(recipe, machine)),
     )
     check_cuda_graphs(plan, sees=images is not None)
+    plan = advise_cuda_graphs(plan, sees=images is not None)
     if not for_show:
         check_unfinished(plan)
     return Job(plan, config, loaded, data, images)

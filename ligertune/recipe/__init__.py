@@ -1,6 +1,7 @@
 """The recipe: one YAML file that says everything about a run, read into frozen sections."""
 
 from ligertune.recipe.read import dump_recipe, load_recipe
+from ligertune.recipe.rules import contradicts_itself
 from ligertune.recipe.schema import (
     CheckpointSpec,
     DatasetSpec,
@@ -38,6 +39,7 @@ __all__ = [
     "TokenizerSpec",
     "TrainSpec",
     "VisionSpec",
+    "contradicts_itself",
     "dump_recipe",
     "load_recipe",
     "recipe_schema",

@@ -318,6 +318,11 @@ RULES = (
 )
 
 
+def contradicts_itself(recipe: Recipe) -> bool:
+    """Whether any rule is broken: of a recipe that somebody thinks of writing."""
+    return any(rule.broken(recipe) for rule in RULES)
+
+
 def check_rules(recipe: Recipe, document: Document, faults: Sequence[KeyPath]) -> list[KeyPath]:
     """A complaint for each broken rule, unless one of its keys has one already; the keys that they are about."""
     leads = []
