@@ -99,7 +99,8 @@ def _merge_folder(folder: Path, out: Path, *, method: str) -> Exported:
 def _from_checkpoint(run: Path, out: Path, name: str, *, adapter: bool) -> Exported:
     """The weights of a checkpoint, in the model of the run's own recipe."""
     from ligertune.model.load import load_tokenizer, read_config, whole_model
-    from ligertune.model.lora import apply_method, is_adapter, merged
+    from ligertune.model.lora import is_adapter, merged
+    from ligertune.model.method import apply_method
     from ligertune.train.checkpoint import newest_checkpoint
     from ligertune.train.trained_weights import FILE, load_trained, load_weights
 

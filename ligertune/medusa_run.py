@@ -117,7 +117,8 @@ def merge_adapter(
     Where the model is sharded (`weights`: all of its own), that happens to a copy on the main process.
     """
     from ligertune.model.load import whole_model
-    from ligertune.model.lora import apply_method, merged
+    from ligertune.model.lora import merged
+    from ligertune.model.method import apply_method
 
     inner = accelerator.unwrap_model(model)
     if weights is None:

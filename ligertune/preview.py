@@ -9,6 +9,7 @@ from ligertune.plan import KernelLine
 from ligertune.recipe import Recipe
 
 if TYPE_CHECKING:
+    from peft import PeftModel
     from transformers import PreTrainedConfig, PreTrainedModel
 
     from ligertune.model.attention_choice import AttentionChoice
@@ -22,10 +23,9 @@ def preview_model(recipe: Recipe, config: PreTrainedConfig, device: str, attenti
 
     import ligertune.model.documents  # noqa: F401  makes its attention known to transformers
     from ligertune.model.float8 import float8_linears
-    from ligertune.model.fused_lora import FusedLora
     from ligertune.model.kept_gate import check_gates, keep_gates
     from ligertune.model.load import build_model
-    from ligertune.model.lora import apply_method
+    from ligertune.model.method import apply_method
     from ligertune.model.shape import ModelShape
     from ligertune.model.vision import prepare_vision
 
@@ -40,8 +40,8 @@ def preview_model(recipe: Recipe, config: PreTrainedConfig, device: str, attenti
     if recipe.train.gradient_checkpointing == "offload_gate":
         check_gates(keep_gates(model), model.config.model_type)
     adapted = apply_method(model, recipe.method, fused=fuses_adapters(recipe))
-    if fused := sum(isinstance(module, FusedLora) for module in adapted.modules()):
-        lines += (KernelLine("lora_linear", fused, 0, ""),)
+    if fuses_adapters(recipe):
+        lines += fused_adapters(adapted)
     shape = ModelShape.of(adapted)
     if recipe.task == "medusa":
         shape, lines = preview_heads(recipe, adapted, lines)
@@ -58,6 +58,14 @@ def apply_kernels(recipe: Recipe, model: PreTrainedModel) -> PatchReport | None:
         return None
     loss = "torch" if recipe.task == "medusa" else wanted.loss  # the heads' loss is computed around the model
     return patch(model, rope=wanted.rope, norm=wanted.norm, mlp=wanted.mlp, loss=loss, rebuild=wanted.rebuild)
+
+
+def fused_adapters(model: PreTrainedModel | PeftModel) -> tuple[KernelLine, ...]:
+    """The line of LoRA layers that add their term in their products, if there are any."""
+    from ligertune.model.fused_lora import FusedLora
+
+    fused = sum(isinstance(module, FusedLora) for module in model.modules())
+    return (KernelLine("lora_linear", fused, 0, ""),) if fused else ()
 
 
 def fuses_adapters(recipe: Recipe) -> bool:

@@ -205,7 +205,7 @@ def trained_model(
     from ligertune.model.float8 import to_float8
     from ligertune.model.known_rows import know_rows
     from ligertune.model.load import build_model
-    from ligertune.model.lora import apply_method
+    from ligertune.model.method import apply_method
     from ligertune.model.vision import prepare_vision
     from ligertune.train.isolation import why_not_joined
 

@@ -12,7 +12,7 @@ from ligertune.activations import WORKSPACE, Kept, LayerShape, layer_bytes
 from ligertune.budget import Budget, largest
 from ligertune.errors import UserError
 from ligertune.memory import NF4_BYTES, state_bytes
-from ligertune.model.lora import apply_method
+from ligertune.model.method import apply_method
 from ligertune.model.shape import ModelShape
 from ligertune.plan import KernelLine, kept_with
 from ligertune.plan_batching import choose_batching

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -42,6 +44,17 @@ def test_it_predicts_and_writes_nothing(ligertune, recipe, tmp_path):
 def test_it_says_when_memory_is_at_its_highest(settings, when, ligertune, recipe):
     done = ligertune("plan", recipe, *overrides({**SETTINGS, **settings}))
     assert done.code == 0 and f"at its highest {when}" in " ".join(done.out.split()), done.err
+
+
+def test_peft_is_imported_for_adapters_alone(recipe):
+    """With what it takes along, it would cost every process of a run some seconds before the first step."""
+    code = (
+        "import sys; from ligertune.recipe import load_recipe; from ligertune.run import plan_for\n"
+        f"plan_for(load_recipe({str(recipe)!r}), for_show=True)\n"
+        "assert 'torch' in sys.modules and 'peft' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,8 @@ from torch import nn
 from ligertune.compare.engine import bundled_recipe
 from ligertune.model.checkpointing import checkpoint_layers
 from ligertune.model.fused_lora import FusedLora, fuse_adapters
-from ligertune.model.lora import apply_method, merged
+from ligertune.model.lora import merged
+from ligertune.model.method import apply_method
 from ligertune.model.patch import patch
 from ligertune.recipe import MethodSpec, load_recipe
 from ligertune.run import plan_for, trained_model

@@ -14,7 +14,7 @@ from test_patch_parity import assert_same_training
 from ligertune.errors import UserError
 from ligertune.model.checkpointing import checkpoint_layers
 from ligertune.model.deferred import loss_counts
-from ligertune.model.lora import apply_method
+from ligertune.model.method import apply_method
 from ligertune.model.patch import patch
 from ligertune.recipe import MethodSpec
 

@@ -11,7 +11,7 @@ from ligertune.model.checkpointing import checkpoint_layers
 from ligertune.model.host_pace import Pace, share_of
 from ligertune.model.host_store import BLOCK, HostStore
 from ligertune.model.kept_gate import check_gates, keep_gates
-from ligertune.model.lora import apply_method
+from ligertune.model.method import apply_method
 from ligertune.model.patch import patch
 from ligertune.recipe import MethodSpec
 

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ligertune.model.attention import same_bits
 from ligertune.model.checkpointing import checkpoint_layers
-from ligertune.model.lora import apply_method
+from ligertune.model.method import apply_method
 from ligertune.model.patch import patch, unpatch
 from ligertune.model.rebuild import made_again, rebuild_inputs
 from ligertune.model.sole_reader import gives_memory_of_its_own

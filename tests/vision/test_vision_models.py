@@ -12,7 +12,7 @@ from batches_of import assert_same_training, batch_of, training
 
 from ligertune.errors import UserError
 from ligertune.model.documents import guard
-from ligertune.model.lora import apply_method
+from ligertune.model.method import apply_method
 from ligertune.model.patch import patch, unpatch
 from ligertune.model.vision import prepare_vision
 from ligertune.recipe.schema import MethodSpec, VisionSpec
