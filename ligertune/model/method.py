@@ -3,7 +3,7 @@
     full     all parameters                         freeze   those in whose name an expression of `trainable` is found
     lora     W x + (alpha / R) B A x, W frozen      qlora    the same on weights in 4 bits (NF4, bitsandbytes)
 
-peft is imported for adapters alone: it takes torchao along, and each process of a run some seconds.
+peft is imported for adapters alone: each process of a run would wait for it, and for torchao, which it imports.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def test_it_says_when_memory_is_at_its_highest(settings, when, ligertune, recipe
 
 
 def test_peft_is_imported_for_adapters_alone(recipe):
-    """With what it takes along, it would cost every process of a run some seconds before the first step."""
+    """Every process of a run would wait for it, and for what it imports, before the first step."""
     code = (
         "import sys; from ligertune.recipe import load_recipe; from ligertune.run import plan_for\n"
         f"plan_for(load_recipe({str(recipe)!r}), for_show=True)\n"
