@@ -60,10 +60,8 @@ def labels(*shape: int) -> torch.Tensor:
     return meta(*shape, dtype=torch.int64)
 
 
-# Rows: a head, the commonest, the widest whole row of a backward, those that are swept. The norms share their kernels:
-# in FP16 one of them stands for the others.
-WIDTHS = ((4096, BF16), (16384, BF16), (32768, FP32))
-IN_FP16 = (4096, FP16)
+# Rows: a head, the commonest, the widest whole row of a backward, those that are swept.
+WIDTHS = ((4096, BF16), (16384, BF16), (4096, FP16), (32768, FP32))
 MORE_WIDTHS = ((128, BF16), (8192, BF16))
 VOCABULARIES = ((128256, BF16), (32000, FP16), (50257, FP32), (256000, BF16))
 EVERY_TERM = {"label_smoothing": 0.1, "softcap": 30.0, "z_loss": 1e-4}
@@ -82,9 +80,8 @@ def _rms_norm() -> list[Case]:
     gemma = partial(kernels.rms_norm, offset=1.0, cast="gemma")
     # A long row that fills no block, and one whose backward cannot hold it packed in fp16 on NVIDIA.
     more = (*MORE_WIDTHS, (16384, FP16), (4095, FP32))
-    in_fp16 = Case("rms_norm", kernels.rms_norm, ((ROWS, IN_FP16[0]), (IN_FP16[0],)), IN_FP16[1])
     gemmas = (Case("rms_norm", gemma, ((ROWS, width), (width,))) for width in (3072, 12288))
-    return [*_rows("rms_norm", 1, 1, more), in_fp16, *on_the_first(*gemmas)]
+    return [*_rows("rms_norm", 1, 1, more), *on_the_first(*gemmas)]
 
 
 def _group_norm() -> list[Case]:
@@ -114,11 +111,9 @@ def _rope() -> list[Case]:
 
 
 def _gated(op: str, *calls: Callable[..., object]) -> list[Case]:
-    """Of further calls one dtype stands for the others."""
     sizes = ((14336, BF16), (1001, FP16), (11008, FP32))
-    first, *more = ([Case(op, call, ((ROWS, width),) * 2, dtype) for width, dtype in sizes] for call in calls)
-    others = [case for one, *rest in more for case in (one, *on_the_first(*rest))]
-    return [*first, *others, Case(op, calls[0], ((ROWS, 2 * 14336),))]
+    split = [Case(op, call, ((ROWS, width),) * 2, dtype) for call in calls for width, dtype in sizes]
+    return [*split, Case(op, calls[0], ((ROWS, 2 * 14336),))]
 
 
 def _embedding() -> list[Case]:
@@ -186,11 +181,10 @@ def _linear_cross_entropy() -> list[Case]:
 
 def _multi_head() -> list[Case]:
     call = partial(kernels.multi_head_linear_cross_entropy, coefficients=(1.0, 0.8, 0.6))
-    shared, apart = (
+    return [
         Case("multi_head_linear_cross_entropy", call, ((3, 2048, 512), weight), dtype, (labels(3, 2048),))
         for weight, dtype in (((128256, 512), BF16), ((3, 32000, 512), FP32))
-    )
-    return [shared, *on_the_first(apart)]
+    ]
 
 
 def _token_statistics() -> list[Case]:
@@ -224,11 +218,10 @@ def _linear_jsd() -> list[Case]:
     def teacher(vocab: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
         return meta(2048, 512, dtype=dtype), meta(vocab, 512, dtype=dtype)
 
-    wide, narrow = (
+    return [
         Case("linear_jsd", kernels.linear_jsd, ((2048, 256), (vocab, 256)), dtype, teacher(vocab, dtype))
         for vocab, dtype in ((128256, BF16), (32000, FP32))
-    )
-    return [wide, *on_the_first(narrow)]
+    ]
 
 
 def _adamw() -> list[Case]:
@@ -247,8 +240,9 @@ def _adamw() -> list[Case]:
 # op -> its cases. Made when asked for: a name of the package is loaded when it is looked up.
 CASES: dict[str, Callable[[], list[Case]]] = {
     "rms_norm": _rms_norm,
-    "add_rms_norm": lambda: _rows("add_rms_norm", 2, 1, (*MORE_WIDTHS, IN_FP16)),
-    "layer_norm": lambda: _rows("layer_norm", 1, 2, (*MORE_WIDTHS, IN_FP16, (8191, FP32))),  # and an odd width
+    "add_rms_norm": lambda: _rows("add_rms_norm", 2, 1),
+    # and an odd width, of kernels that all norms share
+    "layer_norm": lambda: _rows("layer_norm", 1, 2, (*MORE_WIDTHS, (8191, FP32))),
     "group_norm": _group_norm,
     "apply_rope": _rope,
     "swiglu": lambda: _gated("swiglu", kernels.swiglu),
