@@ -12,14 +12,14 @@ import torch
 from judge import Op, assert_close
 
 
-def judge_loss(op: Op, reference: Op, inputs: Sequence[torch.Tensor], *, roundings: float = 1.0) -> None:
-    """Loss and gradients, which may lose no more than the reference in the same dtype does, and their own roundings."""
+def judge_loss(op: Op, reference: Op, inputs: Sequence[torch.Tensor]) -> None:
+    """Loss and gradients, which may lose no more than the reference in the same dtype does, and their own rounding."""
     found = []
     for f, dtype in ((op, None), (reference, None), (reference, torch.float64)):
         leaves = [t.detach().to(dtype or t.dtype).requires_grad_() for t in inputs]
         loss = f(*leaves)
         found.append([loss.detach(), *torch.autograd.grad(loss, leaves)])
-    roundings = 2.0 if inputs[0].dtype is torch.float16 else roundings
+    roundings = 2.0 if inputs[0].dtype is torch.float16 else 1.0
     for i, (ours, plain, truth) in enumerate(zip(*found, strict=True)):
         name = f"gradient {i - 1}" if i else "loss"
         assert_close(name, ours, plain, truth, inputs[0].dtype, slack=roundings)
