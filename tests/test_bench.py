@@ -159,7 +159,7 @@ def test_what_stands_around_a_provider_stands_around_every_pass(cpu):
 
 
 def test_each_round_of_timing_has_another_order(cpu):
-    """One that always runs behind the same other gets a device as hot as that one leaves it."""
+    """So that nobody always runs behind the same other."""
     seen = []
 
     def watched(name):

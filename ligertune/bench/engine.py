@@ -214,7 +214,7 @@ def _peak(run: Callable[[], object], device: torch.device) -> int | None:
 def _time(rows: list[Row], bounds: list[Bound | None], mode: Mode, stage: Stage) -> None:
     """In turn, so that a device that slows down slows down all, and each round in another order.
 
-    So nobody is always behind the same other, and has the power and heat that that one leaves to spare.
+    So nobody always runs behind the same other, whatever that one leaves behind.
     """
     effort = stage.effort
     taken: list[list[tuple[float, float]]] = [[] for _ in rows]

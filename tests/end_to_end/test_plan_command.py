@@ -46,12 +46,15 @@ def test_it_says_when_memory_is_at_its_highest(settings, when, ligertune, recipe
     assert done.code == 0 and f"at its highest {when}" in " ".join(done.out.split()), done.err
 
 
-def test_peft_is_imported_for_adapters_alone(recipe):
+def test_peft_is_imported_for_adapters_alone(recipe, tmp_path):
     """Every process of a run would wait for it, and for what it imports, before the first step."""
+    changes = [f"checkpoint.output_dir={tmp_path / 'run'}", "train.max_steps=1", "data.datasets.0.max_samples=40"]
     code = (
-        "import sys; from ligertune.recipe import load_recipe; from ligertune.run import plan_for\n"
-        f"plan_for(load_recipe({str(recipe)!r}), for_show=True)\n"
-        "assert 'torch' in sys.modules and 'peft' not in sys.modules"
+        "import sys; from pathlib import Path\n"
+        "from ligertune.recipe import load_recipe; from ligertune.run import plan_for, run\n"
+        f"job = plan_for(load_recipe(Path({str(recipe)!r}), {changes!r}))\n"
+        "run(job, lambda line: None)\n"
+        "assert 'accelerate' in sys.modules and 'peft' not in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
