@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ligertune.errors import UserError
+from ligertune.imports import importing
 
 Vendor = Literal["nvidia", "amd", "cpu"]
 
@@ -130,7 +131,8 @@ def choose_processes(wanted: int | Literal["auto"], strategy: str) -> int:
         return world_size()
     if strategy == "single":
         return 1
-    import torch
+    with importing():
+        import torch
 
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if wanted == "auto":
@@ -154,7 +156,8 @@ def peak_of(name: str) -> Peak | None:
 
 def this_machine() -> Machine:
     """Look at the hardware once. Imports torch."""
-    import torch
+    with importing():
+        import torch
 
     if not torch.cuda.is_available():
         return Machine(

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import threading
 import time
 from collections.abc import Callable, Mapping
 
 # About when the command was given: the console script imports this before anything heavy.
 COMMAND_GIVEN = time.perf_counter()
-HANDED_ON = "LIGERTUNE_PHASES"  # the variable that tells the ranks what their starter did before them
 
 
 class Phases:
@@ -55,9 +53,9 @@ class Phases:
         self._over = True
         self._changed.set()
 
-    def handed_on(self) -> dict[str, str]:
-        """The environment in which other processes take over: see `taken_over`."""
-        return {HANDED_ON: json.dumps({"at": time.time(), "seconds": self.seconds})}
+    def handed_on(self) -> str:
+        """With this another process takes over: see `taken_over`."""
+        return json.dumps({"at": time.time(), "seconds": self.seconds})
 
     def _close(self) -> None:
         now = time.perf_counter()
@@ -73,8 +71,8 @@ class Phases:
                 self.say(f"{name} ... {time.perf_counter() - self._start:.0f} s")
 
 
-def taken_over(say: Callable[[str], None] | None, *, first: str) -> Phases:
+def taken_over(handed_on: str, say: Callable[[str], None] | None, *, first: str) -> Phases:
     """Those of a process that another started: they begin when that handed on."""
-    earlier = json.loads(os.environ[HANDED_ON])
+    earlier = json.loads(handed_on)
     passed = time.time() - earlier["at"]
     return Phases(say, first=first, begun=time.perf_counter() - passed, before=earlier["seconds"])

@@ -16,13 +16,14 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
 from ligertune.rank_failure import FOLDER, Ended, leave_tracebacks, verdict, words_in
-from ligertune.standstill import Standstill
+from ligertune.standstill import ENDED, Standstill, state_of
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing import PContext
@@ -30,44 +31,69 @@ if TYPE_CHECKING:
     from ligertune.plan import Plan
 
 FORWARDED = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP") if hasattr(signal, name))
+GO = "go"  # the file in FOLDER with which a run begins
+STARTER = "LIGERTUNE_STARTER"  # the variable with the process that started a rank
 KEPT = "ranks"  # the folder in output_dir with what ranks said, after a failure
 PR_SET_PDEATHSIG = 1  # of Linux' prctl
 
 
-def run_ranks(plan: Plan, arguments: Sequence[str]) -> int:
-    """Run `python -m ligertune ARGUMENTS` once for each process of the plan; the exit code.
+class Ranks:
+    """The processes of a run, `python -m ligertune ARGUMENTS` once for each.
 
-    Signals go on to the ranks. A UserError says why ranks failed, if they did.
+    As a context they are begun while the plan is still made: most of their start is importing (`prepare_to_train`).
+    Then each waits for `run`, and without it they end with the context, having done nothing.
     """
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std, start_processes
 
-    world = plan.batching.world_size
-    for name in ("api", "subprocess_handler.subprocess_handler"):  # they log what `verdict` says in a sentence
-        logging.getLogger(f"torch.distributed.elastic.multiprocessing.{name}").setLevel(logging.CRITICAL)
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # the others are handled here
-    folder = Path(tempfile.mkdtemp(prefix="ligertune-"))
-    store = _store()
-    with _Signals() as signals:
-        context = start_processes(
+    def __init__(self, processes: int, arguments: Sequence[str]) -> None:
+        self._world, self._arguments = processes, tuple(arguments)
+        self._folder = Path(tempfile.mkdtemp(prefix="ligertune-"))
+        self._context: PContext | None = None
+
+    def __enter__(self) -> Ranks:
+        from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std, start_processes
+
+        for name in ("api", "subprocess_handler.subprocess_handler"):  # they log what `verdict` says in a sentence
+            logging.getLogger(f"torch.distributed.elastic.multiprocessing.{name}").setLevel(logging.CRITICAL)
+        os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # the others are handled here
+        before = {number: signal.getsignal(number) for number in FORWARDED}
+        self._store, world = _store(), self._world
+        self._context = start_processes(
             name="ligertune",
             entrypoint=sys.executable,
-            args=dict.fromkeys(range(world), ("-m", "ligertune", *arguments)),
-            envs={rank: _environment(rank, world, port=store.port, folder=folder) for rank in range(world)},
-            logs_specs=DefaultLogsSpecs(str(folder), redirects=dict.fromkeys(range(1, world), Std.ALL)),
+            args=dict.fromkeys(range(world), ("-m", "ligertune", *self._arguments)),
+            envs={rank: _environment(rank, world, self._store.port, self._folder) for rank in range(world)},
+            logs_specs=DefaultLogsSpecs(str(self._folder), redirects=dict.fromkeys(range(1, world), Std.ALL)),
         )
-        signals.go_to(context)
-        standstill, given_up = Standstill(plan.recipe.parallel.timeout), set()
-        while (result := context.wait(timeout=1, period=0.1)) is None:
-            for rank in standstill.over(context.pids()):
-                given_up.add(rank)
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(context.pids()[rank], signal.SIGKILL)
-    failures = [Ended(f.local_rank, f.pid, f.exitcode, f.timestamp) for f in result.failures.values()]
-    code = _code(plan, failures, signals.received)
-    if code is not None:
-        shutil.rmtree(folder, ignore_errors=True)
-        return code
-    raise _failure(plan, failures, folder, given_up)
+        for number, handler in before.items():  # a torch that knows no TORCHELASTIC_SIGNALS_TO_HANDLE has taken them
+            signal.signal(number, handler)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._context.close(signal.SIGKILL)  # those that still wait; the others have ended
+        if not (self._folder / GO).is_file():
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def run(self, plan: Plan, handed_on: str) -> int:
+        """Let them train as planned; the exit code. handed_on: what `begin_rank` returns in each of them.
+
+        Signals go on to the ranks. A UserError says why ranks failed, if they did.
+        """
+        context = self._context
+        with _Signals(context) as signals:
+            (self._folder / f"{GO}.part").write_text(handed_on, encoding="utf-8")
+            (self._folder / f"{GO}.part").rename(self._folder / GO)
+            standstill, given_up = Standstill(plan.recipe.parallel.timeout), set()
+            while (result := context.wait(timeout=1, period=0.1)) is None:
+                for rank in standstill.over(context.pids()):
+                    given_up.add(rank)
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(context.pids()[rank], signal.SIGKILL)
+        failures = [Ended(f.local_rank, f.pid, f.exitcode, f.timestamp) for f in result.failures.values()]
+        code = _code(plan, failures, signals.received)
+        if code is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            return code
+        raise _failure(plan, failures, self._folder, given_up)
 
 
 def _store() -> object:
@@ -77,7 +103,7 @@ def _store() -> object:
     return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
-def _environment(rank: int, world: int, *, port: int, folder: Path) -> dict[str, str]:
+def _environment(rank: int, world: int, port: int, folder: Path) -> dict[str, str]:
     """As torchrun sets it."""
     threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // world))
     return {
@@ -91,15 +117,16 @@ def _environment(rank: int, world: int, *, port: int, folder: Path) -> dict[str,
         "TORCHELASTIC_RESTART_COUNT": "0",
         "OMP_NUM_THREADS": threads,
         FOLDER: str(folder),
+        STARTER: str(os.getpid()),
     }
 
 
 class _Signals:
-    """A context that passes signals on to the ranks, which save and leave; those from before they run, too."""
+    """A context that passes signals on to the ranks, which save and leave."""
 
-    def __init__(self) -> None:
+    def __init__(self, context: PContext) -> None:
         self.received: list[int] = []
-        self._context: PContext | None = None
+        self._context = context
         self._before: dict[int, object] = {}
 
     def __enter__(self) -> _Signals:
@@ -110,20 +137,10 @@ class _Signals:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def go_to(self, context: PContext) -> None:
-        self._context = context
-        for number in FORWARDED:  # a torch that knows no TORCHELASTIC_SIGNALS_TO_HANDLE has taken them
-            signal.signal(number, self._pass_on)
-        for number in self.received:
-            self._send(number)
-
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         self.received.append(number)
-        self._send(number)
-
-    def _send(self, number: int) -> None:
         # ranks are in sessions of their own: Ctrl-C on the terminal reaches them from here only
-        for pid in self._context.pids().values() if self._context else ():
+        for pid in self._context.pids().values():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
 
@@ -164,11 +181,27 @@ def _failure(plan: Plan, failures: list[Ended], folder: Path, given_up: set[int]
     return problem
 
 
-def begin_rank() -> None:
-    """In a process that `run_ranks` started, before anything else.
+def begin_rank(prepare: Callable[[], None]) -> str:
+    """In a process that `Ranks` started, before anything else: `prepare`, and wait for the plan; what was handed on.
 
     Linux is asked to send SIGTERM when the starter dies: nobody would watch the run, and another may be started.
     """
     leave_tracebacks()
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    _leave_without(int(os.environ[STARTER]))  # if it died before that
+    prepare()
+    go = Path(os.environ[FOLDER]) / GO
+    while not go.is_file():
+        _leave_without(int(os.environ[STARTER]))
+        time.sleep(0.02)
+    return go.read_text(encoding="utf-8")
+
+
+def _leave_without(starter: int) -> None:
+    try:
+        os.kill(starter, 0)
+    except ProcessLookupError:
+        sys.exit(130)
+    if state_of(starter) == ENDED:  # and nobody has asked how
+        sys.exit(130)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ligertune.curves import draw_curves
+from ligertune.imports import importing
 from ligertune.machine import Machine, imagined_machine, this_machine
 from ligertune.medusa_run import finish_heads, merge_adapter, of_base, with_heads
 from ligertune.metrics import read_metrics
@@ -48,6 +50,17 @@ class Job:
     images: ImageReader | None = None  # of a model that sees
 
 
+# What `plan_for` and `run` import beyond this file, so far as it does not depend on the recipe.
+IMPORTED = ("ligertune.data.prepare", "ligertune.model.load", "ligertune.model.patch", "ligertune.train.loop")
+
+
+def prepare_to_train() -> None:
+    """Import it: for a process that has nothing else to do until it is told the plan."""
+    with importing():
+        for module in IMPORTED:
+            importlib.import_module(module)
+
+
 def plan_for(
     recipe: Recipe,
     progress: Progress | None = None,
@@ -74,13 +87,14 @@ def plan_for(
     check_float8(recipe, machine)
     precision = choose_precision(recipe.model.dtype, machine, method=recipe.method.type)
 
-    from ligertune.data.prepare import prepare
-    from ligertune.model import load
-    from ligertune.model.padding_free import choose_rows
-    from ligertune.train.checkpoint import check_unfinished
-    from ligertune.train.distributed import launched_with_fsdp
-    from ligertune.vision.packing import without_packing
-    from ligertune.vision.reader import load_reader
+    with importing():
+        from ligertune.data.prepare import prepare
+        from ligertune.model import load
+        from ligertune.model.padding_free import choose_rows
+        from ligertune.train.checkpoint import check_unfinished
+        from ligertune.train.distributed import launched_with_fsdp
+        from ligertune.vision.packing import without_packing
+        from ligertune.vision.reader import load_reader
 
     config = load.read_config(recipe.model)
     recipe, packing_notes = without_packing(recipe, config)
@@ -145,12 +159,13 @@ def train_and_save(
     job: Job, show: Callable, stop: StopRequest, change: Callable[[PreTrainedModel], None] | None, phases: Phases
 ) -> Report:
     """What `run` does while signals are `stop`'s to answer."""
-    from ligertune.model.attention import prefer_flash
-    from ligertune.model.load import hide_loading_bars
-    from ligertune.train.distributed import start
-    from ligertune.train.loop import fit
-    from ligertune.train.out_of_memory import explained
-    from ligertune.train.trained_weights import save_only_what_trains
+    with importing():
+        from ligertune.model.attention import prefer_flash
+        from ligertune.model.load import hide_loading_bars
+        from ligertune.train.distributed import start
+        from ligertune.train.loop import fit
+        from ligertune.train.out_of_memory import explained
+        from ligertune.train.trained_weights import save_only_what_trains
 
     plan, began = job.plan, time.perf_counter()
     phases.begin("loading the model")

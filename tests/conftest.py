@@ -10,6 +10,11 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 CORPUS = Path(os.environ.get("LIGERTUNE_TEST_DATA", ROOT.parent / "shared" / "data"))
 
+if os.environ.get("TRITON_INTERPRET") == "1":
+    from quick_interpreter import remember_builtins
+
+    remember_builtins()
+
 
 # Minutes each. Begun last, such a file would run alone on one core while the others have nothing left to do.
 LONG = ("test_under_interpreter", "test_ahead_of_time", "test_ranks")

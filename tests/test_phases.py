@@ -30,10 +30,14 @@ def test_a_phase_that_lasts_is_named_again_until_the_next_begins():
 def test_another_process_goes_on_where_one_handed_over():
     phases = Phases(first="planning", begun=time.perf_counter() - 7)
     phases.end()
-    code = "from ligertune.phases import taken_over; p = taken_over(None, first='starting'); p.end(); print(p.seconds)"
-    environment = {**os.environ, **phases.handed_on(), "PYTHONPATH": os.pathsep.join(sys.path)}
+    code = (
+        "import sys; from ligertune.phases import taken_over\n"
+        "p = taken_over(sys.argv[1], None, first='starting'); p.end(); print(p.seconds)"
+    )
+    command = [sys.executable, "-c", code, phases.handed_on()]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     time.sleep(0.3)
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     seconds = ast.literal_eval(done.stdout)
     assert list(seconds) == ["planning", "starting"]
     assert seconds["planning"] >= 7 and seconds["starting"] >= 0.3

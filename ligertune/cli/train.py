@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ from ligertune.cli import render, render_data, render_medusa
 from ligertune.cli.complete import recipe_keys
 from ligertune.phases import COMMAND_GIVEN, Phases, taken_over
 from ligertune.rank_failure import is_started_rank
-from ligertune.ranks import begin_rank, run_ranks
+from ligertune.ranks import Ranks, begin_rank
 
 if TYPE_CHECKING:
     from ligertune.recipe import Recipe
@@ -48,33 +49,36 @@ def train(
 def train_as(loaded: Recipe, path: Path, json: bool) -> None:
     """Run a recipe that was read from `path`, and show its plan, progress and report.
 
-    On several devices this process makes the plan, refuses what is to be refused, and starts one more for each of them,
-    which come here again.
+    On several devices this process makes the plan and refuses what is to be refused. One more for each of them comes
+    here meanwhile, and waits for that.
     """
     from ligertune.machine import choose_processes, is_launched, is_main_process
-    from ligertune.preflight import check_paths
-    from ligertune.run import plan_for, run
+    from ligertune.preflight import check_output_dir, check_paths
+    from ligertune.run import plan_for, prepare_to_train, run
 
     check_paths(loaded)  # what is not there is said before torch comes in, which counts the devices
     os.environ.update(slurm.variables(os.environ))
     started, main = is_started_rank(), is_main_process()
     if started:
-        begin_rank()
-        phases = taken_over(render.begins if main else None, first="starting the processes")
+        handed_on = begin_rank(prepare_to_train)
+        phases = taken_over(handed_on, render.begins if main else None, first="starting the processes")
     else:
+        check_output_dir(loaded)
         phases = Phases(render.begins if main else None, begun=COMMAND_GIVEN)
-    with phases:
+    with phases, contextlib.ExitStack() as stack:
         if main and not started:
             render.begins("planning ...")
         processes = choose_processes(loaded.parallel.num_processes, loaded.parallel.strategy)
+        ranks = None
+        if processes > 1 and not is_launched():
+            ranks = stack.enter_context(Ranks(processes, sys.argv[1:]))
         with render_data.Preparing(enabled=main and not started) as preparing:
             job = plan_for(loaded, preparing.show, processes=processes)
         if main and not started:
             render.plan(job.plan)
-        if processes > 1 and not is_launched():
+        if ranks is not None:
             phases.end()
-            os.environ.update(phases.handed_on())
-            raise typer.Exit(run_ranks(job.plan, sys.argv[1:]))
+            raise typer.Exit(ranks.run(job.plan, phases.handed_on()))
         with render.Progress(job.plan.schedule.total_steps) as progress:
             phases.say = progress.begins if main else None
             report = run(job, progress.show, phases=phases)

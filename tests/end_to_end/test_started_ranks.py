@@ -62,10 +62,29 @@ def newest(folder: Path) -> str:
     return f"run/checkpoints/step-{max(steps)}"
 
 
-def test_bad_input_is_refused_once_and_before_processes_start(recipe, tmp_path, ligertune):
+def test_bad_input_is_refused_once_and_before_anything_is_written(recipe, tmp_path, ligertune):
     done = ligertune("train", recipe, *overrides({**SETTINGS, "train.global_batch_size": 12}))
     assert done.code == 2
     assert done.err.count("Error:") == 1 and "4 x 2 = 8" in done.err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
+def test_ranks_that_wait_for_the_plan_end_with_their_starter(number, recipe, tmp_path):
+    """They are begun while the plan is made, and may not even have asked to be told of its death."""
+    command = [sys.executable, "-m", "ligertune", "train", str(recipe), *overrides(SETTINGS)]
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment(), stderr=subprocess.PIPE, text=True)
+    while len(ranks := ranks_of(process)) < 2:
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.send_signal(number)
+    _, err = process.communicate()
+    assert process.returncode == (-number if number == signal.SIGKILL else 130)
+    assert "Traceback" not in err
+    deadline = time.monotonic() + 120
+    while any(Path(f"/proc/{pid}").exists() for pid in ranks.values()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks.values())
     assert not (tmp_path / "run").exists()
 
 
@@ -76,7 +95,9 @@ def test_ctrl_c_saves_and_says_so_once(recipe, tmp_path):
     assert newest(tmp_path) == f"run/checkpoints/step-{len(losses(tmp_path / 'run'))}"
     report = json.loads((tmp_path / "run" / "report.json").read_text())
     before = ["planning", "starting the processes", "loading the model", "preparing to train", "first step"]
-    assert list(report["seconds_to_first_step"]) == before
+    seconds = report["seconds_to_first_step"]
+    assert list(seconds) == before
+    assert seconds["starting the processes"] < seconds["planning"], "they are not begun while the plan is made"
 
 
 @pytest.mark.slow
