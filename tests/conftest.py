@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 
@@ -33,6 +34,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="needs an NVIDIA or AMD GPU"))
         if item.get_closest_marker("corpus") and not CORPUS.is_dir():
             item.add_marker(pytest.mark.skip(reason="needs the test corpus: set LIGERTUNE_TEST_DATA to its folder"))
+
+
+def pytest_collection_finish() -> None:
+    """Modules stay. To look for garbage among them again and again is a tenth of the tests' time."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
