@@ -54,8 +54,11 @@ class Phases:
         self._changed.set()
 
     def handed_on(self) -> str:
-        """With this another process takes over: see `taken_over`."""
-        return json.dumps({"at": time.time(), "seconds": self.seconds})
+        """With this another process goes on in the middle of a phase (`taken_over`); here no more is said."""
+        self._over = True
+        self._changed.set()
+        begun = time.time() - (time.perf_counter() - self._start)
+        return json.dumps({"phase": self._name, "begun": begun, "seconds": self.seconds})
 
     def _close(self) -> None:
         now = time.perf_counter()
@@ -71,8 +74,8 @@ class Phases:
                 self.say(f"{name} ... {time.perf_counter() - self._start:.0f} s")
 
 
-def taken_over(handed_on: str, say: Callable[[str], None] | None, *, first: str) -> Phases:
-    """Those of a process that another started: they begin when that handed on."""
-    earlier = json.loads(handed_on)
-    passed = time.time() - earlier["at"]
-    return Phases(say, first=first, begun=time.perf_counter() - passed, before=earlier["seconds"])
+def taken_over(handed_on: str, say: Callable[[str], None] | None) -> Phases:
+    """Those of the process that handed on."""
+    there = json.loads(handed_on)
+    begun = time.perf_counter() - (time.time() - there["begun"])
+    return Phases(say, first=there["phase"], begun=begun, before=there["seconds"])

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ligertune.plan import Plan
 
 FORWARDED = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP") if hasattr(signal, name))
-GO = "go"  # the file in FOLDER with which a run begins
+READY, GO = "ready", "go"  # files in FOLDER: one of each rank that waits, and that with which the run begins
 STARTER = "LIGERTUNE_STARTER"  # the variable with the process that started a rank
 KEPT = "ranks"  # the folder in output_dir with what ranks said, after a failure
 PR_SET_PDEATHSIG = 1  # of Linux' prctl
@@ -48,6 +48,7 @@ class Ranks:
         self._world, self._arguments = processes, tuple(arguments)
         self._folder = Path(tempfile.mkdtemp(prefix="ligertune-"))
         self._context: PContext | None = None
+        self._run = False
 
     def __enter__(self) -> Ranks:
         from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std, start_processes
@@ -65,25 +66,27 @@ class Ranks:
             logs_specs=DefaultLogsSpecs(str(self._folder), redirects=dict.fromkeys(range(1, world), Std.ALL)),
         )
         for number, handler in before.items():  # a torch that knows no TORCHELASTIC_SIGNALS_TO_HANDLE has taken them
-            signal.signal(number, handler)
+            if handler is not None:
+                signal.signal(number, handler)
         return self
 
     def __exit__(self, *exc: object) -> None:
         self._context.close(signal.SIGKILL)  # those that still wait; the others have ended
-        if not (self._folder / GO).is_file():
+        if not self._run:
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    def run(self, plan: Plan, handed_on: str) -> int:
-        """Let them train as planned; the exit code. handed_on: what `begin_rank` returns in each of them.
+    def run(self, plan: Plan, hand_on: Callable[[], str]) -> int:
+        """Let them train as planned when all are ready; the exit code. hand_on: makes what `begin_rank` returns there.
 
         Signals go on to the ranks. A UserError says why ranks failed, if they did.
         """
-        context = self._context
+        self._run, context, begun = True, self._context, False
         with _Signals(context) as signals:
-            (self._folder / f"{GO}.part").write_text(handed_on, encoding="utf-8")
-            (self._folder / f"{GO}.part").rename(self._folder / GO)
             standstill, given_up = Standstill(plan.recipe.parallel.timeout), set()
-            while (result := context.wait(timeout=1, period=0.1)) is None:
+            while (result := context.wait(timeout=1 if begun else 0.1, period=0.1)) is None:
+                if not begun and len(list(self._folder.glob(f"{READY}-*"))) == self._world:
+                    _write(self._folder / GO, hand_on())
+                    begun = True
                 for rank in standstill.over(context.pids()):
                     given_up.add(rank)
                     with contextlib.suppress(ProcessLookupError):
@@ -94,6 +97,13 @@ class Ranks:
             shutil.rmtree(self._folder, ignore_errors=True)
             return code
         raise _failure(plan, failures, self._folder, given_up)
+
+
+def _write(path: Path, text: str) -> None:
+    """Whoever finds the file finds all of it."""
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(text, encoding="utf-8")
+    part.rename(path)
 
 
 def _store() -> object:
@@ -192,6 +202,7 @@ def begin_rank(prepare: Callable[[], None]) -> str:
     _leave_without(int(os.environ[STARTER]))  # if it died before that
     prepare()
     go = Path(os.environ[FOLDER]) / GO
+    (go.parent / f"{READY}-{os.environ['RANK']}").touch()
     while not go.is_file():
         _leave_without(int(os.environ[STARTER]))
         time.sleep(0.02)

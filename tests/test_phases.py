@@ -28,16 +28,21 @@ def test_a_phase_that_lasts_is_named_again_until_the_next_begins():
 
 
 def test_another_process_goes_on_where_one_handed_over():
-    phases = Phases(first="planning", begun=time.perf_counter() - 7)
-    phases.end()
+    said = []
+    with Phases(said.append, first="planning", begun=time.perf_counter() - 7, every=0.1) as phases:
+        phases.begin("starting")
+        time.sleep(0.3)
+        handed_on = phases.handed_on()
+        heard = len(said)
+        time.sleep(0.3)
+        assert len(said) == heard, "both speak"
     code = (
-        "import sys; from ligertune.phases import taken_over\n"
-        "p = taken_over(sys.argv[1], None, first='starting'); p.end(); print(p.seconds)"
+        "import sys, time; from ligertune.phases import taken_over\n"
+        "p = taken_over(sys.argv[1], None); p.begin('loading'); p.end(); print(p.seconds)"
     )
-    command = [sys.executable, "-c", code, phases.handed_on()]
+    command = [sys.executable, "-c", code, handed_on]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    time.sleep(0.3)
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     seconds = ast.literal_eval(done.stdout)
-    assert list(seconds) == ["planning", "starting"]
-    assert seconds["planning"] >= 7 and seconds["starting"] >= 0.3
+    assert list(seconds) == ["planning", "starting", "loading"]
+    assert 7 <= seconds["planning"] < 7.2 and seconds["starting"] >= 0.6

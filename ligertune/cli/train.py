@@ -60,8 +60,7 @@ def train_as(loaded: Recipe, path: Path, json: bool) -> None:
     os.environ.update(slurm.variables(os.environ))
     started, main = is_started_rank(), is_main_process()
     if started:
-        handed_on = begin_rank(prepare_to_train)
-        phases = taken_over(handed_on, render.begins if main else None, first="starting the processes")
+        phases = taken_over(begin_rank(prepare_to_train), render.begins if main else None)
     else:
         check_output_dir(loaded)
         phases = Phases(render.begins if main else None, begun=COMMAND_GIVEN)
@@ -77,8 +76,8 @@ def train_as(loaded: Recipe, path: Path, json: bool) -> None:
         if main and not started:
             render.plan(job.plan)
         if ranks is not None:
-            phases.end()
-            raise typer.Exit(ranks.run(job.plan, phases.handed_on()))
+            phases.begin("starting the processes")
+            raise typer.Exit(ranks.run(job.plan, phases.handed_on))
         with render.Progress(job.plan.schedule.total_steps) as progress:
             phases.say = progress.begins if main else None
             report = run(job, progress.show, phases=phases)
