@@ -1,4 +1,4 @@
-"""What is imported stays: torch and transformers make millions of objects, hardly one of them garbage."""
+"""What is imported stays: torch and transformers make half a million objects, hardly one of them garbage."""
 
 from __future__ import annotations
 

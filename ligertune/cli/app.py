@@ -9,6 +9,7 @@ import typer
 
 from ligertune import phases  # noqa: F401  before anything heavy: it looks at the clock
 from ligertune.errors import UserError
+from ligertune.imports import importing
 
 app = typer.Typer(
     name="ligertune",
@@ -20,17 +21,18 @@ app = typer.Typer(
 
 
 def _register() -> None:
-    from ligertune.cli.bench import bench
-    from ligertune.cli.compare import compare
-    from ligertune.cli.data import data
-    from ligertune.cli.doctor import doctor
-    from ligertune.cli.export import export
-    from ligertune.cli.generate import generate
-    from ligertune.cli.init import init
-    from ligertune.cli.medusa import medusa
-    from ligertune.cli.plan import plan
-    from ligertune.cli.recipe import recipe_app
-    from ligertune.cli.train import train
+    with importing():
+        from ligertune.cli.bench import bench
+        from ligertune.cli.compare import compare
+        from ligertune.cli.data import data
+        from ligertune.cli.doctor import doctor
+        from ligertune.cli.export import export
+        from ligertune.cli.generate import generate
+        from ligertune.cli.init import init
+        from ligertune.cli.medusa import medusa
+        from ligertune.cli.plan import plan
+        from ligertune.cli.recipe import recipe_app
+        from ligertune.cli.train import train
 
     for command in (init, train, medusa, plan, compare, bench, data, generate, export, doctor):
         app.command()(command)

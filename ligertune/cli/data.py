@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ligertune.cli import render, render_data
+from ligertune.cli import render
 
 
 def data(
@@ -23,6 +23,7 @@ def data(
 
     Example: ligertune data configs/quickstart/stories260k.yaml --examples 1 --out report.html
     """
+    from ligertune.cli import render_data
     from ligertune.machine import world_size
     from ligertune.preflight import check_paths, check_report_path
     from ligertune.recipe import load_recipe

@@ -7,9 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ligertune.cli import render, render_medusa
-from ligertune.cli.train import train_as
-from ligertune.rank_failure import is_started_rank
+from ligertune.cli import render
 
 if TYPE_CHECKING:
     from ligertune.recipe import Recipe
@@ -33,6 +31,8 @@ def medusa(
 
     Example: ligertune medusa --heads 5
     """
+    from ligertune.cli.train import train_as
+    from ligertune.rank_failure import is_started_rank
     from ligertune.recipe import load_recipe
 
     render.people_on_stderr(json)
@@ -67,6 +67,7 @@ def default_recipe(stage: int | None) -> Path:
 
 
 def _measure(loaded: Recipe, json: bool) -> None:
+    from ligertune.cli import render_medusa
     from ligertune.medusa_run import report_on
 
     found = report_on(loaded)

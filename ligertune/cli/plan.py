@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ligertune.cli import render, render_data
+from ligertune.cli import render
 
 
 def plan(
@@ -26,6 +26,7 @@ def plan(
     """
     from dataclasses import asdict
 
+    from ligertune.cli import render_data
     from ligertune.recipe import load_recipe
 
     render.people_on_stderr(json)

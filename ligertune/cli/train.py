@@ -10,12 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ligertune import slurm
-from ligertune.cli import render, render_data, render_medusa
+from ligertune.cli import render
 from ligertune.cli.complete import recipe_keys
-from ligertune.phases import COMMAND_GIVEN, Phases, taken_over
-from ligertune.rank_failure import is_started_rank
-from ligertune.ranks import Ranks, begin_rank
 
 if TYPE_CHECKING:
     from ligertune.recipe import Recipe
@@ -52,8 +48,13 @@ def train_as(loaded: Recipe, path: Path, json: bool) -> None:
     On several devices this process makes the plan and refuses what is to be refused. One more for each of them comes
     here meanwhile, and waits for that.
     """
+    from ligertune import slurm
+    from ligertune.cli import render_data, render_medusa
     from ligertune.machine import choose_processes, is_launched, is_main_process
+    from ligertune.phases import COMMAND_GIVEN, Phases, taken_over
     from ligertune.preflight import check_output_dir, check_paths
+    from ligertune.rank_failure import is_started_rank
+    from ligertune.ranks import Ranks, begin_rank
     from ligertune.run import plan_for, prepare_to_train, run
 
     check_paths(loaded)  # what is not there is said before torch comes in, which counts the devices

@@ -7,7 +7,6 @@ SIGUSR1 is what Slurm is told to send before the time is up (`--signal=USR1@120`
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import sys
@@ -53,7 +52,8 @@ def leave_at_once(number: int, frame: FrameType | None) -> None:
 
     Not by an exception: in the middle of an import one is taken for a missing module, and in a destructor it is lost.
     """
-    for child in multiprocessing.active_children():
+    # who has not imported it, or not all of it, has no children
+    for child in getattr(sys.modules.get("multiprocessing"), "active_children", list)():
         child.terminate()
     shown = "\x1b[?25h\n" if sys.stderr.isatty() else ""  # a progress line hides the cursor
     if not is_started_rank():  # the process that started it says so, or why it ended it
