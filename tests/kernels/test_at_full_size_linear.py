@@ -27,6 +27,7 @@ SCHEDULES = (
     pytest.param(Schedule("fast", slot=512, buffer=512, flushes=4), id="fast, four flushes"),
     pytest.param(Schedule("fast", slot=1024, buffer=N, flushes=1, slab=4096, groups=14), id="fast, in groups"),
     pytest.param(LEAN, id="lean"),
+    pytest.param(Schedule("lean", 512, 512, 1, slab=4096, groups=2, kept=16384), id="lean, a quarter kept"),
 )
 
 

@@ -186,46 +186,49 @@ def _in_groups(
     x: torch.Tensor, head: Head, targets: Targets, needs: Needs, schedule: Schedule, found: Gradients
 ) -> None:
     """All logits at once, the first columns in the memory of dW: see schedule.py for why dW never overtakes them."""
-    if torch.compiler.is_compiling():  # it takes memory for a tensor's alone, and would copy what is shared
-        raise ValueError("linear_cross_entropy: a schedule in groups cannot be compiled; leave the schedule to the op")
-    (n_rows, hidden_size), vocab_size = x.shape, len(head.weight)
-    groups, slab = schedule.groups, schedule.slab
-    in_groups, memory = groups * slab, found.weight.view(-1)
-    unused = memory.numel() - groups * n_rows * slab
-    assert found.weight.dtype == x.dtype
-    assert min(unused - slab * hidden_size, memory.numel() - slab * (n_rows + groups * hidden_size)) >= 0
-    lead = memory[unused:].view(groups, n_rows, slab)
+    n_rows, vocab_size = len(x), len(head.weight)
+    lead, unused = _lead(found.weight, x, schedule.groups, schedule.slab)
+    in_groups = schedule.groups * schedule.slab
     rest = x.new_empty((n_rows, rest_stride(vocab_size - in_groups)))[:, : vocab_size - in_groups]
-    pieces = [(i * slab, (i + 1) * slab, lead[i]) for i in range(groups)] + [(in_groups, vocab_size, rest)]
     sums = None
     if found.hidden is not None:
         wide = torch.promote_types(x.dtype, torch.float32)
-        sums = memory[: unused - unused % (wide.itemsize // x.dtype.itemsize)].view(wide)
-        size = schedule.slot * hidden_size
-        sums = (sums[:size] if len(sums) >= size else x.new_empty(size, dtype=wide)).view(schedule.slot, hidden_size)
+        sums = unused[: len(unused) - len(unused) % (wide.itemsize // x.dtype.itemsize)].view(wide)
+        size = schedule.slot * x.shape[1]
+        sums = (sums[:size] if len(sums) >= size else x.new_empty(size, dtype=wide)).view(schedule.slot, -1)
     for start in range(0, n_rows, schedule.slot):
         stop = min(start + schedule.slot, n_rows)
-        narrow = head.narrowed(x[start:stop])
-        for first, last, g in pieces:
-            head.columns(first, last).logits(x[start:stop], narrow, out=g[start:stop])
-        found.parts.append(targets.pass_over(rest[start:stop], start, stop, turns=True, lead=lead[:, start:stop]))
-        parts = [Part(g[start:stop], first, last) for first, last, g in pieces]
-        found.add_rows(head, x, narrow, parts, start, stop, sums)
-    for first, last, g in pieces:
-        _add_product(found.weight[first:last], g.t(), x, beta=0)
+        _take_in_groups(x, head, targets, found, start, stop, lead[:, start:stop], rest[start:stop], sums)
+    _dw_of_groups(found.weight, lead, x)
+    _add_product(found.weight[in_groups:], rest.t(), x, beta=0)
 
 
 def _lean(x: torch.Tensor, head: Head, targets: Targets, needs: Needs, schedule: Schedule, found: Gradients) -> None:
-    n_rows, vocab_size = len(x), len(head.weight)
-    lse = x.new_empty(n_rows, 2, dtype=torch.promote_types(x.dtype, torch.float32))
-    # dW is written only in the second pass, and its memory holds at least E rows of logits
-    unwritten = found.weight.view(-1).view(x.dtype)[: schedule.slot * vocab_size].view(schedule.slot, vocab_size)
-    for start in range(0, n_rows, schedule.slot):
-        stop = min(start + schedule.slot, n_rows)
-        _take(x, head, targets, needs, found, start, stop, unwritten[: stop - start], lse)
+    (n_rows, hidden_size), vocab_size = x.shape, len(head.weight)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    lse = x.new_empty(n_rows, 2, dtype=wide)
+    # dW is not written until all rows are through: its memory holds a slot of logits, and those that are kept
+    in_groups, slot = schedule.groups * schedule.kept, schedule.slot
+    if schedule.groups:
+        lead, unused = _lead(found.weight, x, schedule.groups, schedule.kept)
+        stride = rest_stride(vocab_size - in_groups)
+        rest = unused[: slot * stride].view(slot, stride)[:, : vocab_size - in_groups]
+        sums = x.new_empty((slot, hidden_size), dtype=wide) if found.hidden is not None else None
+    else:
+        rest = found.weight.view(-1).view(x.dtype)[: slot * vocab_size].view(slot, vocab_size)
+    for start in range(0, n_rows, slot):
+        stop = min(start + slot, n_rows)
+        here = rest[: stop - start]
+        if schedule.groups:
+            _take_in_groups(x, head, targets, found, start, stop, lead[:, start:stop], here, sums, lse)
+        else:
+            _take(x, head, targets, needs, found, start, stop, here, lse)
+    if schedule.groups:
+        sums = None  # its memory is the slab's now
+        _dw_of_groups(found.weight, lead, x)
     narrow = head.narrowed(x)
     buffer = x.new_empty(n_rows * schedule.slab)
-    for first in range(0, vocab_size, schedule.slab):
+    for first in range(in_groups, vocab_size, schedule.slab):
         last = min(first + schedule.slab, vocab_size)
         g = buffer[: n_rows * (last - first)].view(n_rows, last - first)
         head.columns(first, last).logits(x, narrow, out=g)
@@ -234,6 +237,47 @@ def _lean(x: torch.Tensor, head: Head, targets: Targets, needs: Needs, schedule:
             weight=targets.class_weight,
         )  # fmt: skip
         _add_product(found.weight[first:last], g.t(), x, beta=0)
+
+
+def _lead(d_weight: torch.Tensor, x: torch.Tensor, groups: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The end of dW's memory as groups (K, N, S) of columns of logits, and what is before it."""
+    if torch.compiler.is_compiling():  # it takes memory for a tensor's alone, and would copy what is shared
+        raise ValueError("linear_cross_entropy: a schedule in groups cannot be compiled; leave the schedule to the op")
+    (n_rows, hidden_size), memory = x.shape, d_weight.view(-1)
+    assert memory.dtype == x.dtype
+    unused = memory.numel() - groups * n_rows * width
+    assert min(unused - width * hidden_size, memory.numel() - width * (n_rows + groups * hidden_size)) >= 0
+    return memory[unused:].view(groups, n_rows, width), memory[:unused]
+
+
+def _take_in_groups(
+    x: torch.Tensor,
+    head: Head,
+    targets: Targets,
+    found: Gradients,
+    start: int,
+    stop: int,
+    lead: torch.Tensor,
+    rest: torch.Tensor,
+    sums: torch.Tensor | None,
+    lse: torch.Tensor | None = None,
+) -> None:
+    """`_take` with the logits in lead (K, c, S) and rest (c, V - K S)."""
+    rows, width, in_groups = x[start:stop], lead.shape[2], lead.shape[0] * lead.shape[2]
+    narrow = head.narrowed(rows)
+    parts = [Part(g, i * width, (i + 1) * width) for i, g in enumerate(lead)]
+    parts.append(Part(rest, in_groups, in_groups + rest.shape[1]))
+    for part in parts:
+        head.columns(part.first, part.last).logits(rows, narrow, out=part.g)
+    found.parts.append(targets.pass_over(rest, start, stop, turns=True, lse=lse, lead=lead))
+    found.add_rows(head, x, narrow, parts, start, stop, sums)
+
+
+def _dw_of_groups(d_weight: torch.Tensor, lead: torch.Tensor, x: torch.Tensor) -> None:
+    """A group at a time, in order: see schedule.py for why what is written never overtakes what is read."""
+    width = lead.shape[2]
+    for i, g in enumerate(lead):
+        _add_product(d_weight[i * width : (i + 1) * width], g.t(), x, beta=0)
 
 
 def _take(

@@ -5,15 +5,18 @@
             Where not all rows fit, the first columns lie in the memory of dW, which is not written yet: `groups` of
             `slab` columns, each (N, slab), at its end. When all logits are gradients, dW is made a group at a time,
             each part over groups that are done with. All rows in one buffer are 2 % faster still.
-    lean    8 NEV, in hardly more memory than the gradients take. The first pass goes through the rows as above, with
-            its buffer in the memory of dW, which is not written yet: it gives the losses, lse and dX. The second makes
-            the logits again, `slab` columns of all rows at a time, and of each slab its part of dW in one product.
+    lean    7 to 8 NEV, in hardly more memory than the gradients take. The first pass goes through the rows as above,
+            with its buffer in the memory of dW, which is not written yet: it gives the losses, lse and dX. What is
+            left of that memory keeps the first columns, as above: `groups` of `kept` columns, a third of all for
+            8192 x 4096. The second pass makes the others again, `slab` columns of all rows at a time, and of each
+            slab its part of dW in one product.
 
 Rounding of dW. Every element is rounded once: it comes from one product, or from sums in fp32 where there is more than
 one flush. (Added up in bf16, two flushes are off by 2.1e-3 where one product is by 1.7e-3, and 32 by 6e-3.)
 
-The room of a group: group i of k begins (k - i) N S before the end of dW's memory, and its dW ends at (i + 1) S E. The
-one has to stay behind the other for the first and the last i: k N S + S E <= V E, and N S + k S E <= V E.
+The room of a group of S columns: group i of k begins (k - i) N S before the end of dW's memory, and its dW ends at
+(i + 1) S E. The one has to stay behind the other for the first and the last i: k N S + S E <= V E, and
+N S + k S E <= V E.
 """
 
 from __future__ import annotations
@@ -36,6 +39,7 @@ COLUMN_MULTIPLE = 256
 SLAB_BYTES = 32 << 20  # the logits of a slab are then in the L2 cache when they are turned into gradients
 SLAB_COLUMNS = 2048  # at least
 GROUP_COLUMNS = 8192  # at least: with narrower groups dX's sums are read and written so often that it shows
+MOST_KEPT = 4  # groups, by the lean plan: more win nothing that shows
 REST_COLUMNS = 32768  # at least: what the row pass holds of a row in registers
 REST_MULTIPLE = 64  # so that rows start at a vector's address
 PLENTY = 2  # chunk_bytes that may be taken where a product cannot be added to wider sums
@@ -88,11 +92,13 @@ class Schedule:
     slab: int = 0
     groups: int = 0
     extra_bytes: int = 0
+    kept: int = 0
 
     def __str__(self) -> str:
         held = f"{self.extra_bytes / 2**30:.2f} GiB beside the gradients"
         if self.plan == "lean":
-            return f"lean: logits made twice, by {self.slot} rows and by {self.slab} columns; {held}"
+            kept = f" but for {self.groups} x {self.kept} columns in dW's memory" if self.groups else ""
+            return f"lean: logits made twice, by {self.slot} rows and by {self.slab} columns{kept}; {held}"
         taken = f"fast: {self.slot} rows at a time"
         if self.groups:
             return f"{taken}, {self.groups} x {self.slab} columns of logits in dW's memory; {held}"
@@ -130,7 +136,8 @@ def schedule_of(
         return Schedule("fast", chunks.slot, chunks.buffer, 0, extra_bytes=chunks.buffer * row_bytes)
     slot_rows = slot_rows or SLOT_ROWS
     sizes = n_rows, hidden_size, vocab_size, dtype
-    lean, summed = _lean(*sizes, slot_rows), _summed(*sizes, chunk_bytes, slot_rows)
+    lean = _lean(*sizes, slot_rows, in_groups=wide_products)
+    summed = _summed(*sizes, chunk_bytes, slot_rows)
     one_flush, plans = _one_flush(*sizes, slot_rows), []
     adds_wide = wide_products or dtype is not torch.bfloat16
     if n_rows * row_bytes <= chunk_bytes * (1 if adds_wide else PLENTY):
@@ -202,15 +209,37 @@ def _with_wide_sums(held: int, weight_elements: int, dtype: torch.dtype) -> int:
     return max(held + weight_elements * (4 - dtype.itemsize), 4 * weight_elements)
 
 
-def _lean(n_rows: int, hidden_size: int, vocab_size: int, dtype: torch.dtype, slot_rows: int) -> Schedule:
+def _lean(
+    n_rows: int, hidden_size: int, vocab_size: int, dtype: torch.dtype, slot_rows: int, *, in_groups: bool
+) -> Schedule:
     slot = min(n_rows, slot_rows, hidden_size)  # dW holds E rows of V logits
     columns = max(SLAB_COLUMNS, SLAB_BYTES // (n_rows * dtype.itemsize))
-    slabs = -(-vocab_size // columns)
-    slab = min(vocab_size, _rounded_up(-(-vocab_size // slabs)))
-    held = n_rows * slab * dtype.itemsize + 4 * n_rows
+    groups, kept = (0, 0) if dtype is torch.float16 or not in_groups else _kept(n_rows, hidden_size, vocab_size, slot)
+    again = vocab_size - groups * kept
+    slab = min(again, _rounded_up(-(-again // -(-again // columns))))
+    held = n_rows * slab * dtype.itemsize
+    if groups:
+        held = max(held, 4 * slot * hidden_size)  # the first pass sums dX over the groups in fp32
     if dtype is torch.float16:
         held += 4 * vocab_size * hidden_size
-    return Schedule("lean", slot, slot, 1, slab, extra_bytes=held)
+    return Schedule("lean", slot, slot, 1, slab, groups, held + 8 * n_rows, kept)
+
+
+def _kept(n_rows: int, hidden_size: int, vocab_size: int, slot: int) -> tuple[int, int]:
+    """Groups and the columns of each that dW's memory has room for beside a slot of the others: as many as may be.
+
+    More groups are more products, which are worth it from a slab on.
+    """
+    weight_elements, best = vocab_size * hidden_size, (0, 0)
+    for groups in range(1, MOST_KEPT + 1):
+        room = (weight_elements - slot * (vocab_size + REST_MULTIPLE)) // (groups * max(1, n_rows - slot))
+        rows, outputs = groups * n_rows + hidden_size, groups * hidden_size + n_rows
+        kept = min(weight_elements // max(rows, outputs), (vocab_size - REST_COLUMNS) // groups)
+        kept = min(kept, room) if n_rows > slot else kept
+        kept -= kept % COLUMN_MULTIPLE
+        if kept >= GROUP_COLUMNS and groups * kept >= best[0] * best[1] + SLAB_COLUMNS:
+            best = groups, kept
+    return best
 
 
 def free_bytes(device: torch.device) -> int | None:

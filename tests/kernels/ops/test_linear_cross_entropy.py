@@ -22,6 +22,7 @@ ROWS, HIDDEN, VOCAB = 11, 24, 131  # no size a multiple of anything the kernels 
 ONE_CHUNK = 1 << 30
 ONE_FLUSH = Schedule("fast", slot=6, buffer=ROWS, flushes=1)
 LEAN = Schedule("lean", slot=5, buffer=5, flushes=1, slab=50)  # three chunks of rows, three slabs, the last ones short
+LEAN_KEEPING = replace(LEAN, groups=3, kept=8)  # 24 columns are made once
 IN_GROUPS = Schedule("fast", slot=4, buffer=ROWS, flushes=1, slab=8, groups=6)  # 48 columns of 131 in dW's memory
 SCHEDULES = (
     pytest.param(ONE_FLUSH, id="two slots, one flush"),
@@ -29,11 +30,12 @@ SCHEDULES = (
     pytest.param(Schedule("fast", slot=3, buffer=3, flushes=4), id="four flushes"),
     pytest.param(IN_GROUPS, id="in groups"),
     pytest.param(LEAN, id="lean"),
+    pytest.param(LEAN_KEEPING, id="lean, some columns kept"),
 )
 WAYS = pytest.mark.parametrize(
     "schedule, reduction",
-    [(ONE_FLUSH, "mean"), (IN_GROUPS, "mean"), (LEAN, "mean"), (ONE_FLUSH, "none")],
-    ids=["fast", "in groups", "lean", "rows"],
+    [(ONE_FLUSH, "mean"), (IN_GROUPS, "mean"), (LEAN, "mean"), (LEAN_KEEPING, "mean"), (ONE_FLUSH, "none")],
+    ids=["fast", "in groups", "lean", "lean, some columns kept", "rows"],
 )
 TERMS = (
     {},
@@ -123,7 +125,7 @@ def test_gradcheck(schedule, reduction, device) -> None:
     hidden, weight, bias, labels = example(device, torch.float64, leading=(5,))
     leaves = [t[:7].detach().requires_grad_() for t in (hidden, weight, bias)]
     labels = labels % 7
-    schedule = replace(schedule, slot=2, slab=3 if schedule.slab else 0, groups=2 if schedule.groups else 0)
+    schedule = replace(schedule, slot=2, slab=3 if schedule.slab else 0, groups=2 if schedule.groups else 0, kept=2)
 
     def loss(h, w, b):
         return linear_cross_entropy(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from ligertune_kernels import schedule_of
-from ligertune_kernels.ops.schedule import Chunks, chunks_of
+from ligertune_kernels.ops.schedule import Chunks, chunks_of, rest_stride
 
 GIB = 1 << 30
 LLAMA, QWEN, SMALL_LLAMA, GEMMA = (
@@ -62,6 +62,25 @@ def test_lean_where_chunk_bytes_are_few_or_memory_is(sizes, held) -> None:
     full = schedule_of(*sizes, torch.bfloat16, free_bytes=int(1.2 * GIB))
     assert few == full and few.plan == "lean" and not few.sums_wide(torch.bfloat16)
     assert few.extra_bytes <= held * GIB and few.slot >= 2048
+
+
+@pytest.mark.parametrize(
+    "sizes, groups, columns",
+    [
+        pytest.param(LLAMA, 1, 42496, id="a third: a slot of 2048 rows wants half of dW's memory"),
+        pytest.param(QWEN, 4, 27136, id="seven tenths"),
+        pytest.param(SMALL_LLAMA, 0, 0, id="dW's memory is full with a slot"),
+        pytest.param(GEMMA, 2, 63744, id="half"),
+    ],
+)
+def test_lean_keeps_the_columns_that_dws_memory_has_room_for(sizes, groups, columns) -> None:
+    n_rows, hidden_size, vocab_size = sizes
+    lean = schedule_of(*sizes, torch.bfloat16, chunk_bytes=GIB >> 4)
+    assert (lean.groups, lean.kept) == (groups, columns)
+    slot = lean.slot * rest_stride(vocab_size - groups * columns)
+    assert slot + groups * n_rows * columns <= vocab_size * hidden_size
+    apart = schedule_of(*sizes, torch.bfloat16, chunk_bytes=GIB >> 4, wide_products=False)
+    assert apart.plan == "lean" and apart.groups == 0, "no groups where dX cannot be summed over them"
 
 
 def test_memory_that_suffices_changes_nothing() -> None:
