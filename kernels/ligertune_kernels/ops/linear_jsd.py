@@ -30,6 +30,10 @@ from ligertune_kernels.ops.schedule import chunks_of
 CHUNK_BYTES = 1 << 30  # of both buffers: 2048 rows of a 128k vocabulary in bf16, so 4096 tokens in two flushes
 SLOT_ROWS = 1024  # cuBLAS reaches 763 TFLOP/s there on an H100 and gains 2 % by twice as many
 COL_MULTIPLE = 64  # of the buffers' width, whatever the vocabulary: aligned rows for cuBLAS and for the pass
+# dW's elements up to which it is summed in fp32 and rounded at the end. Products of so few run in parts on a GPU, and
+# cuBLAS adds the parts of bfloat16 in bfloat16 (torch's allow_bf16_reduced_precision_reduction, on by default): of 11
+# rows, 131 x 24 results that were off by 3.6e-3 where one rounding is 2.0e-3. It depends on how rows are aligned.
+SMALL_WEIGHT = 1 << 22
 SLOT_ROWS_TORCH = 256  # the torch row pass makes several fp32 copies of a slot
 
 
@@ -98,7 +102,8 @@ def _run_chunks(
     buffer = hidden.new_empty((chunks.buffer, width))
     teacher_buffer = layers.teacher_hidden.new_empty((chunks.slot, width))
     d_hidden = torch.empty_like(hidden) if needs_dx else None
-    sums_wide = dtype is torch.float16 or (dtype is torch.bfloat16 and chunks.flushes > 2)
+    rounds_sums = chunks.flushes > 2 or weight.numel() <= SMALL_WEIGHT
+    sums_wide = dtype is torch.float16 or (dtype is torch.bfloat16 and rounds_sums)
     d_weight = torch.empty(weight.shape, dtype=wide if sums_wide else dtype, device=weight.device) if needs_dw else None
     d_bias = torch.zeros(vocab_size, dtype=wide, device=weight.device) if needs_db else None
     losses = []
