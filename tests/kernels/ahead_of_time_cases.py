@@ -60,9 +60,9 @@ def labels(*shape: int) -> torch.Tensor:
     return meta(*shape, dtype=torch.int64)
 
 
-# Rows: a head, the commonest, the widest whole row of a backward, those that are swept.
-WIDTHS = ((4096, BF16), (16384, BF16), (4096, FP16), (32768, FP32))
-MORE_WIDTHS = ((128, BF16), (8192, BF16))
+# Rows: the commonest, the widest whole row of a backward, those that are swept; then a head, and the commonest again.
+WIDTHS = ((4096, FP16), (16384, BF16), (32768, FP32))
+MORE_WIDTHS = ((128, BF16), (4096, BF16), (8192, BF16))
 VOCABULARIES = ((128256, BF16), (32000, FP16), (50257, FP32), (256000, BF16))
 EVERY_TERM = {"label_smoothing": 0.1, "softcap": 30.0, "z_loss": 1e-4}
 
@@ -164,14 +164,22 @@ def _in_groups(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor,
     return kernels.linear_cross_entropy(hidden, weight, labels, schedule=schedule, **terms)
 
 
+def _keeping(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Lean, with some columns kept in dW's memory; on AMD none are."""
+    schedule = kernels.Schedule("lean", slot=256, buffer=256, flushes=1, slab=2048, groups=3, kept=768)
+    if chip_of(hidden.device).vendor == "amd":
+        schedule = replace(schedule, groups=0, kept=0)
+    return kernels.linear_cross_entropy(hidden, weight, labels, schedule=schedule)
+
+
 def _linear_cross_entropy() -> list[Case]:
     """In the memory it likes; lean, with logits made twice, the second time by columns; with columns in dW's memory."""
     plain = kernels.linear_cross_entropy
     every, lean = partial(plain, **EVERY_TERM), {"chunk_bytes": 1 << 26}
     calls = [(plain, vocab, dtype) for vocab, dtype in VOCABULARIES[:3]]
-    calls += [(every, 128256, BF16), (partial(plain, **lean), 128256, BF16), (_in_groups, 128256, BF16)]
-    more = [(plain, 256000, BF16), (partial(every, **lean), 50257, FP32)]
-    more += [(partial(_in_groups, **EVERY_TERM), 50257, FP32)]
+    calls += [(partial(plain, **lean), 128256, BF16), (_in_groups, 128256, BF16)]
+    more = [(plain, 256000, BF16), (every, 128256, BF16), (partial(every, **lean), 50257, FP32)]
+    more += [(_keeping, 128256, BF16), (partial(_in_groups, **EVERY_TERM), 50257, FP32)]
 
     def case(call: Callable[..., object], vocab: int, dtype: torch.dtype) -> Case:
         return Case("linear_cross_entropy", call, ((8192, 512), (vocab, 512)), dtype, (labels(8192),))

@@ -28,7 +28,7 @@ ARCHES = tuple(TARGETS)
 KERNELS = Path(ligertune_kernels.__file__).parent / "ops"
 
 
-def compile_op(op: str, arch: str, part: Literal["fast", "slow"]) -> list[Compiled]:
+def compile_op(op: str, arch: str, part: Literal["fast", "slow"], *, reads_once: bool = True) -> list[Compiled]:
     """Runs in a worker. Inference keeps less than training: one size stands for it, and of each dtype on FIRST."""
     from ahead_of_time_cases import CASES
 
@@ -42,7 +42,7 @@ def compile_op(op: str, arch: str, part: Literal["fast", "slow"]) -> list[Compil
             if its_part in ("fast", part):  # the slow part comes on top of the fast one
                 inferred.add(kind)
 
-    return compile_for(TARGETS[arch], run)
+    return compile_for(TARGETS[arch], run, reads_once=reads_once)
 
 
 def compile_planted(fault: str, arch: str) -> list[Compiled]:
@@ -106,8 +106,9 @@ def test_every_op_has_cases() -> None:
     assert set(CASES) == {op.name for op in OPS}
 
 
-@pytest.mark.parametrize("arch", ARCHES)
+# One GPU after the other, since what one compiles of an op is half of the way for the next: see pretend_gpu.
 @pytest.mark.parametrize("op", [op.name for op in OPS])
+@pytest.mark.parametrize("arch", ARCHES)
 def test_every_kernel_fits(op, arch, compilation) -> None:
     kernels = compilation.of(op, arch)
     assert kernels, "nothing was compiled: the op took its reference"
@@ -115,12 +116,21 @@ def test_every_kernel_fits(op, arch, compilation) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", [arch for arch in ARCHES if arch not in FIRST])
 @pytest.mark.parametrize("op", [op.name for op in OPS])
+@pytest.mark.parametrize("arch", [arch for arch in ARCHES if arch not in FIRST])
 def test_every_kernel_of_more_sizes_fits(op, arch, compilation) -> None:
     """What the test above leaves to those of FIRST; not every op has such sizes."""
     kernels = compilation.of(op, arch, "slow")
     assert [fault for kernel in kernels for fault in kernel.faults(TARGETS[arch])] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("op", [op.name for op in OPS])
+@pytest.mark.parametrize("arch", ["sm120", "gfx1201"])
+def test_a_source_read_for_one_gpu_is_what_another_would_read(op, arch, compilation, workers) -> None:
+    """The last of each vendor, which finds all but products read."""
+    read_again = workers.submit(compile_op, op, arch, "fast", reads_once=False)
+    assert read_again.result() == compilation.of(op, arch)
 
 
 def test_no_kernel_is_left_out(compilation) -> None:
