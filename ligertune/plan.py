@@ -303,7 +303,7 @@ def kept_with(recipe: Recipe, attn_implementation: str, kernels: tuple[KernelLin
         in_head="linear_cross_entropy" in applied,
         attention=attn_implementation,
         checkpointing=recipe.train.gradient_checkpointing,
-        rebuild="rebuild" in applied and not copies_inputs(recipe),
+        rebuild=recipe.kernels.rebuild if "rebuild" in applied and not copies_inputs(recipe) else False,
         float8=("compiled" if recipe.train.torch_compile else "eager") if "float8_linear" in applied else "no",
     )
 

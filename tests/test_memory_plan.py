@@ -16,7 +16,7 @@ from ligertune.model.method import apply_method
 from ligertune.model.shape import ModelShape
 from ligertune.plan import KernelLine, kept_with
 from ligertune.plan_batching import choose_batching
-from ligertune.recipe import MethodSpec, Recipe
+from ligertune.recipe import KernelsSpec, MethodSpec, Recipe
 
 LLAMA_8B = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
             "num_attention_heads": 32, "num_key_value_heads": 8}  # fmt: skip
@@ -69,8 +69,10 @@ def test_a_layer_keeps_what_our_kernels_keep(shapes):
 def test_rebuilding_saves_norm_outputs_and_the_gated_product(shapes):
     """45 of 139 kB a token of a Llama-3-8B layer: 2 x E and F elements; an adapter on all layers keeps them, too."""
     for method in ("full", "lora"):
-        kept, rebuilt = (layer_bytes(shapes[method].layer, Kept(rebuild=rebuild), 2, 1) for rebuild in (False, True))
-        assert kept - rebuilt == 2 * (2 * 4096 + 14336)
+        kept, rebuilt, norms_rebuilt = (
+            layer_bytes(shapes[method].layer, Kept(rebuild=rebuild), 2, 1) for rebuild in (False, True, "norms")
+        )
+        assert kept - rebuilt == 2 * (2 * 4096 + 14336) and kept - norms_rebuilt == 2 * 2 * 4096
     peaks = [budget_of(shapes, "full", rebuild=rebuild).peak(4, 2048, accumulates=False) for rebuild in (False, True)]
     # one product is made again on the way back, and the other layers keep none
     tokens = 4 * 2048
@@ -209,7 +211,7 @@ def recipe(**train: object) -> Recipe:
     ids=str,
 )
 def test_adapters_that_make_their_own_of_their_input_keep_it(method, rebuilds):
-    asked = recipe().model_copy(update={"method": MethodSpec(**method)})
+    asked = recipe().model_copy(update={"method": MethodSpec(**method), "kernels": KernelsSpec(rebuild=True)})
     assert kept_with(asked, "sdpa", (KernelLine("rebuild", 5, 0, ""),)).rebuild is rebuilds
     assert not kept_with(asked, "sdpa", (KernelLine("rebuild", 0, 0, "no norm or MLP is patched"),)).rebuild
 

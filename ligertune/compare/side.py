@@ -41,6 +41,7 @@ SIDES = (
     Side("with", "ligertune", ON, ours=True),
     Side("no-fused-loss", "ligertune without its fused loss", {**ON, "loss": "torch"}, ours=True),
     Side("with-rebuild", "ligertune, rebuild", {**ON, "rebuild": True}, ours=True),
+    Side("with-rebuild-norms", "ligertune, rebuild: norms", {**ON, "rebuild": "norms"}, ours=True),
     Side("with-lora", "ligertune, lora", {**ON, "lora": True}, ours=True),
     Side("with-offload-gate", "ligertune, offload_gate", ON, ours=True, train=GATES),
     Side("with-compile", "ligertune + torch.compile", ON, ours=True, train=COMPILED),
@@ -52,7 +53,8 @@ SIDES = (
     Side("liger", "liger-kernel", OFF, change="liger", needs="liger_kernel"),
 )
 SIDE_OF = {side.name: side for side in SIDES}
-OURS = ("with-rebuild", "with-lora", "with-offload-gate", "with-compile", "with-cuda-graphs", "with-fp8")
+OURS = ("with-rebuild", "with-rebuild-norms", "with-lora", "with-offload-gate", "with-compile", "with-cuda-graphs",
+        "with-fp8")  # fmt: skip
 BASELINES = {"hf": "without", **{name: name for name in ("hf-chunked", "compile", *OURS)}}
 PEERS = ("liger",)
 

@@ -35,6 +35,7 @@ from ligertune.model.sole_reader import gives_memory_of_its_own
 from ligertune.model.swap import Patch, swap, unswap
 
 Loss = Literal["linear_cross_entropy", "cross_entropy", "torch"]
+Rebuild = Literal["norms"] | bool
 
 
 @dataclass(frozen=True)
@@ -139,8 +140,9 @@ class Layer:
     mixin: type[Patch]
     rebuilt: type[Patch] | None = None  # in its place where outputs are made again
 
-    def worn(self, *, rebuild: bool) -> type[Patch]:
-        return self.rebuilt if rebuild and self.rebuilt is not None else self.mixin
+    def worn(self, *, rebuild: Rebuild) -> type[Patch]:
+        wanted = rebuild is True or (rebuild == "norms" and self.switch == "norm")
+        return self.rebuilt if wanted and self.rebuilt is not None else self.mixin
 
 
 LAYERS = (
@@ -175,14 +177,15 @@ def patch(
     norm: bool = True,
     mlp: bool = True,
     loss: Loss = "linear_cross_entropy",
-    rebuild: bool = False,
+    rebuild: Rebuild = False,
 ) -> PatchReport:
     """Let every module of `model` that computes what one of our kernels computes use that kernel.
 
     Weights, state-dict keys, hooks, pickling and `isinstance` stay as they are, and other models of the same class
     are not touched. What is not recognised is left alone; the report says why. Patching twice changes nothing.
 
-    rebuild: linear layers keep no output of these norms and MLPs; the backward makes it again (`model.rebuild`).
+    rebuild: linear layers keep no output of these norms and MLPs, or of the norms only; the backward makes it again
+    (`model.rebuild`).
     """
     switches = {"rope": rope, "norm": norm, "mlp": mlp}
     tallies: dict[str, _Tally] = defaultdict(_Tally)

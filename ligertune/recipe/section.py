@@ -71,6 +71,7 @@ OutputPath = Annotated[Text, AfterValidator(os.path.expanduser)]
 Switch = Annotated[bool, _words(SWITCHES)]
 AutoSwitch = Annotated[Literal["auto"] | bool, _words(SWITCHES)]
 SwitchOrOffload = Annotated[Literal["offload", "offload_gate"] | bool, _words(SWITCHES)]
+SwitchOrNorms = Annotated[Literal["norms"] | bool, _words(SWITCHES)]
 When = Annotated[Literal["no", "steps", "epoch"], _words({False: "no", "off": "no"})]
 Resume = Annotated[
     OutputPath,

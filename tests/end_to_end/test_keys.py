@@ -131,6 +131,7 @@ def test_a_key_changes_the_plan(key, quickstart, tmp_path):
         ("kernels.loss", "cross_entropy", "cross_entropy", 1),
         ("kernels.loss", "torch", "linear_cross_entropy", 0),
         ("kernels.rebuild", "true", "rebuild", 16),
+        ("kernels.rebuild", "norms", "rebuild", 11),
     ],
 )
 def test_kernels_are_switched_one_by_one(key, value, kernel, applied, quickstart, tmp_path):
@@ -146,6 +147,7 @@ def test_optimizers_and_checkpointing_train_alike(train, usual):
         {"train.gradient_checkpointing": "offload"},
         {"train.gradient_checkpointing": "offload_gate"},
         {"kernels.rebuild": True},
+        {"kernels.rebuild": "norms"},
         {"train.per_device_train_batch_size": "auto", "train.global_batch_size": 4},
     ):
         assert train(changes)[0] == pytest.approx(usual[0], rel=1e-5)

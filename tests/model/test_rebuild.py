@@ -40,10 +40,12 @@ HIDDEN, MLP, LAYERS, FP32 = 64, 96, 2, 4
 SAVED = LAYERS * ROWS * LENGTH * (2 * HIDDEN + MLP) * FP32
 
 
-def pair(family: str = "llama", method: str = "full", **spec: object) -> tuple[nn.Module, nn.Module]:
+def pair(
+    family: str = "llama", method: str = "full", *, how: str | bool = True, **spec: object
+) -> tuple[nn.Module, nn.Module]:
     """The same model, patched without and with `rebuild`."""
     made = []
-    for rebuild in (False, True):
+    for rebuild in (False, how):
         model = tiny_models.make(family).to(DEVICE)
         patch(model, rebuild=rebuild)
         made.append(apply_method(model, MethodSpec(type=method, **spec)).train())
@@ -148,6 +150,13 @@ def test_every_bit_under_autocast(family, weights):
 def test_outputs_are_gone_after_the_forward(family):
     plain, rebuilt = pair(family)
     assert kept_by(plain) - kept_by(rebuilt) == SAVED
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_of_norms_only_their_outputs_are_gone(family):
+    plain, rebuilt = pair(family, how="norms")
+    assert kept_by(plain) - kept_by(rebuilt) == SAVED - LAYERS * ROWS * LENGTH * MLP * FP32
+    assert_equal(train_once(plain), train_once(rebuilt))
 
 
 def test_outputs_are_gone_where_an_adapter_reads_them_too():
