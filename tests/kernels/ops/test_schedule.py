@@ -104,11 +104,15 @@ def test_groups_leave_dw_room_to_be_written(n_rows, hidden_size, vocab_size, chu
     schedule = schedule_of(n_rows, hidden_size, vocab_size, torch.bfloat16, chunk_bytes=chunk_bytes)
     sums_of_dx, wider_dw = 4 * min(n_rows, 2048) * hidden_size, 2 * vocab_size * hidden_size
     assert schedule.extra_bytes <= max(chunk_bytes + max(sums_of_dx, wider_dw), 2 * wider_dw)
+    width = schedule.kept if schedule.plan == "lean" else schedule.slab
     for i in range(schedule.groups):
-        begins = vocab_size * hidden_size - (schedule.groups - i) * n_rows * schedule.slab
-        assert (i + 1) * schedule.slab * hidden_size <= begins
+        begins = vocab_size * hidden_size - (schedule.groups - i) * n_rows * width
+        assert (i + 1) * width * hidden_size <= begins
     if schedule.groups:
-        assert schedule.flushes == 1 and vocab_size - schedule.groups * schedule.slab >= 32768
+        rest = vocab_size - schedule.groups * width
+        assert schedule.flushes == 1 and rest >= 32768
+        if schedule.plan == "lean":  # a slot of the others lies before the groups
+            assert schedule.slot * rest_stride(rest) <= vocab_size * hidden_size - schedule.groups * n_rows * width
 
 
 @pytest.mark.parametrize("sizes", [LLAMA, QWEN, SMALL_LLAMA, GEMMA])
