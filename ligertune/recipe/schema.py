@@ -86,7 +86,7 @@ class KernelsSpec(Section):
     rebuild: SwitchOrNorms = Field(
         False,
         description="Make norm outputs and gated activations again in the backward instead of keeping them: "
-        "less memory for some time, the same bits. norms: only those, a third of the memory for less of the time.",
+        "less memory for some time, the same bits. norms: norm outputs only.",
     )
 
 

@@ -67,6 +67,7 @@ class Compiled:
     spills: int  # registers; on NVIDIA bytes of stack, which nothing else uses
     scratch_bytes: int
     atomics: tuple[str, ...]
+    assembly: str  # its SHA-256
     truncating_dot: bool  # RDNA's bf16 dot product rounds towards zero
 
     def faults(self, target: Target) -> list[str]:
@@ -224,6 +225,7 @@ def _read_hip(metadata: dict, files: dict[str, str], target: Target) -> Compiled
         spills=figure("vgpr_spill_count") + figure("sgpr_spill_count"),
         scratch_bytes=figure("private_segment_fixed_size"),
         atomics=tuple(sorted(set(re.findall(r"\b\w*(?:atomic|cmpswap)\w*", assembly)))),
+        assembly=hashlib.sha256(assembly.encode()).hexdigest(),
         truncating_dot="v_dot2_bf16_bf16" in assembly,
     )
 
@@ -232,6 +234,7 @@ def _read_cuda(metadata: dict, files: dict[str, str], target: Target) -> Compile
     cubin = next(path for name, path in files.items() if name.endswith(".cubin"))
     command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", cubin]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    ptx = _text(files, ".ptx")
     registers, stack, local = map(int, re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", said).groups())
     return Compiled(
         kernel=metadata["name"],
@@ -240,6 +243,7 @@ def _read_cuda(metadata: dict, files: dict[str, str], target: Target) -> Compile
         registers=registers,
         spills=stack,
         scratch_bytes=local,
-        atomics=tuple(sorted(set(re.findall(r"\b(?:atom|red)\.[\w.:]+", _text(files, ".ptx"))))),
+        atomics=tuple(sorted(set(re.findall(r"\b(?:atom|red)\.[\w.:]+", ptx)))),
+        assembly=hashlib.sha256(ptx.encode()).hexdigest(),
         truncating_dot=False,
     )

@@ -30,9 +30,10 @@ from ligertune_kernels.ops.schedule import chunks_of
 CHUNK_BYTES = 1 << 30  # of both buffers: 2048 rows of a 128k vocabulary in bf16, so 4096 tokens in two flushes
 SLOT_ROWS = 1024  # cuBLAS reaches 763 TFLOP/s there on an H100 and gains 2 % by twice as many
 COL_MULTIPLE = 64  # of the buffers' width, whatever the vocabulary: aligned rows for cuBLAS and for the pass
-# dW's elements up to which it is summed in fp32 and rounded at the end. Products of so few run in parts on a GPU, and
-# cuBLAS adds the parts of bfloat16 in bfloat16 (torch's allow_bf16_reduced_precision_reduction, on by default): of 11
-# rows, 131 x 24 results that were off by 3.6e-3 where one rounding is 2.0e-3. It depends on how rows are aligned.
+# dW's elements up to which it is summed in fp32 and rounded at the end: 128 tiles of 128 x 256, about one for each
+# processor of an H100. Of few results cuBLAS may make the sums in parts, and it adds those of bfloat16 in bfloat16
+# (torch's allow_bf16_reduced_precision_reduction, on by default): 131 x 24 of 11 aligned rows were off by 3.6e-3 where
+# one rounding is 2.0e-3.
 SMALL_WEIGHT = 1 << 22
 SLOT_ROWS_TORCH = 256  # the torch row pass makes several fp32 copies of a slot
 
