@@ -28,7 +28,10 @@ class Case:
     dtype: torch.dtype = BF16
     constants: tuple[torch.Tensor, ...] = field(default=())
     backward: bool = True
-    everywhere: bool = True  # or only for the chips of FIRST, where the slow tests are left out
+    early: tuple[str, ...] | None = None  # the chips for which it is compiled where minutes count; None is all
+
+    def is_early(self, arch: str) -> bool:
+        return self.early is None or arch in self.early
 
     def run(self, *, inference: bool) -> None:
         """Without a gradient, if that is asked for or is all there is; then forward and backward."""
@@ -44,12 +47,17 @@ class Case:
         torch.autograd.backward(outputs, [torch.empty_like(y) for y in outputs])
 
 
-# One of each vendor. What only these compile where minutes count, the slow tests compile for all.
+# One of each vendor. What only these, or none, compile where minutes count, the slow tests compile for all.
 FIRST = ("sm90", "gfx942")
 
 
 def on_the_first(*cases: Case) -> list[Case]:
-    return [replace(case, everywhere=False) for case in cases]
+    return [replace(case, early=FIRST) for case in cases]
+
+
+def later(*cases: Case) -> list[Case]:
+    """More sizes of what another case launches in the same way."""
+    return [replace(case, early=()) for case in cases]
 
 
 def meta(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
@@ -62,7 +70,8 @@ def labels(*shape: int) -> torch.Tensor:
 
 # Rows: the commonest, the widest whole row of a backward, those that are swept; then a head, and the commonest again.
 WIDTHS = ((4096, FP16), (16384, BF16), (32768, FP32))
-MORE_WIDTHS = ((128, BF16), (4096, BF16), (8192, BF16))
+MORE_WIDTHS = ((4096, BF16),)
+OTHER_WIDTHS = ((128, BF16), (8192, BF16))
 VOCABULARIES = ((128256, BF16), (32000, FP16), (50257, FP32), (256000, BF16))
 EVERY_TERM = {"label_smoothing": 0.1, "softcap": 30.0, "z_loss": 1e-4}
 
@@ -73,15 +82,16 @@ def _rows(op: str, n_rows: int, n_columns: int, more: tuple[tuple[int, torch.dty
     def case(width: int, dtype: torch.dtype) -> Case:
         return Case(op, getattr(kernels, op), ((ROWS, width),) * n_rows + ((width,),) * n_columns, dtype)
 
-    return [*(case(*size) for size in WIDTHS), *on_the_first(*(case(*size) for size in more))]
+    everywhere, others = (case(*size) for size in WIDTHS), (case(*size) for size in OTHER_WIDTHS)
+    return [*everywhere, *on_the_first(*(case(*size) for size in more)), *later(*others)]
 
 
 def _rms_norm() -> list[Case]:
     gemma = partial(kernels.rms_norm, offset=1.0, cast="gemma")
     # A long row that fills no block, and one whose backward cannot hold it packed in fp16 on NVIDIA.
     more = (*MORE_WIDTHS, (16384, FP16), (4095, FP32))
-    gemmas = (Case("rms_norm", gemma, ((ROWS, width), (width,))) for width in (3072, 12288))
-    return [*_rows("rms_norm", 1, 1, more), *on_the_first(*gemmas)]
+    gemmas = [Case("rms_norm", gemma, ((ROWS, width), (width,))) for width in (3072, 12288)]
+    return [*_rows("rms_norm", 1, 1, more), *on_the_first(gemmas[0]), *later(gemmas[1])]
 
 
 def _group_norm() -> list[Case]:
@@ -91,7 +101,7 @@ def _group_norm() -> list[Case]:
     def case(channels: int, dtype: torch.dtype) -> Case:
         return Case("group_norm", call, ((4, channels, 64, 64), (channels,), (channels,)), dtype)
 
-    return [*(case(*size) for size in ((128, BF16), (96, FP32), (128, FP16))), *on_the_first(case(512, BF16))]
+    return [*(case(*size) for size in ((128, BF16), (96, FP32), (128, FP16))), *later(case(512, BF16))]
 
 
 def _rope() -> list[Case]:
@@ -106,22 +116,29 @@ def _rope() -> list[Case]:
         return Case("apply_rope", call, ((1, 512, 32, head_dim), (1, 512, 8, head_dim)), dtype, (table, table))
 
     plain = [case(*size) for size in ((BF16, 128), (FP16, 64), (FP32, 80))]
-    more = (case(BF16, 128, interleaved=True), case(BF16, 256), case(BF16, 128, rotary_dim=96))
-    return [*plain, *on_the_first(*more)]
+    more = (case(BF16, 128, interleaved=True), case(BF16, 128, rotary_dim=96))
+    return [*plain, *on_the_first(*more), *later(case(BF16, 256))]
 
 
-def _gated(op: str, *calls: Callable[..., object]) -> list[Case]:
+def _gated(op: str, call: Callable[..., object], *others: Callable[..., object]) -> list[Case]:
+    """The commonest form of an op in each dtype; others, whose kernels differ by a function, in the commonest."""
     sizes = ((14336, BF16), (1001, FP16), (11008, FP32))
-    split = [Case(op, call, ((ROWS, width),) * 2, dtype) for call in calls for width, dtype in sizes]
-    return [*split, Case(op, calls[0], ((ROWS, 2 * 14336),))]
+
+    def case(form: Callable[..., object], width: int, dtype: torch.dtype) -> Case:
+        return Case(op, form, ((ROWS, width),) * 2, dtype)
+
+    everywhere = [*(case(call, *size) for size in sizes), *(case(other, *sizes[0]) for other in others)]
+    more = on_the_first(*(case(other, *size) for other in others for size in sizes[1:]))
+    return [*everywhere, *more, Case(op, call, ((ROWS, 2 * 14336),))]
 
 
 def _embedding() -> list[Case]:
     def call(weight: torch.Tensor) -> torch.Tensor:
         return kernels.embedding(labels(2, ROWS), weight)
 
-    sizes = ((4096, BF16), (8192, BF16), (1001, FP16), (4096, FP32))
-    return [Case("embedding", call, ((1000, width),), dtype) for width, dtype in sizes]
+    sizes = ((4096, BF16), (1001, FP16), (4096, FP32), (8192, BF16))
+    cases = [Case("embedding", call, ((1000, width),), dtype) for width, dtype in sizes]
+    return [*cases[:3], *on_the_first(cases[3])]
 
 
 def _int2_int8() -> list[Case]:
@@ -149,10 +166,10 @@ def _cross_entropy() -> list[Case]:
     return [
         *(Case("cross_entropy", kernels.cross_entropy, ((512, v),), dtype, (rows,)) for v, dtype in VOCABULARIES[:3]),
         *on_the_first(
-            Case("cross_entropy", kernels.cross_entropy, ((512, 256000),), BF16, (rows,)),
             Case("cross_entropy", every, ((512, 128256),), BF16, (rows,)),
             Case("cross_entropy", weighted, ((512, 50257),), FP32, (rows,)),
         ),
+        *later(Case("cross_entropy", kernels.cross_entropy, ((512, 256000),), BF16, (rows,))),
     ]
 
 
@@ -178,13 +195,14 @@ def _linear_cross_entropy() -> list[Case]:
     every, lean = partial(plain, **EVERY_TERM), {"chunk_bytes": 1 << 26}
     calls = [(plain, vocab, dtype) for vocab, dtype in VOCABULARIES[:3]]
     calls += [(partial(plain, **lean), 128256, BF16), (_in_groups, 128256, BF16)]
-    more = [(plain, 256000, BF16), (every, 128256, BF16), (partial(every, **lean), 50257, FP32)]
+    more = [(every, 128256, BF16), (partial(every, **lean), 50257, FP32)]
     more += [(_keeping, 128256, BF16), (partial(_in_groups, **EVERY_TERM), 50257, FP32)]
 
     def case(call: Callable[..., object], vocab: int, dtype: torch.dtype) -> Case:
         return Case("linear_cross_entropy", call, ((8192, 512), (vocab, 512)), dtype, (labels(8192),))
 
-    return [*(case(*each) for each in calls), *on_the_first(*(case(*each) for each in more))]
+    first = on_the_first(*(case(*each) for each in more))
+    return [*(case(*each) for each in calls), *first, *later(case(plain, 256000, BF16))]
 
 
 def _multi_head() -> list[Case]:
