@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -56,7 +57,9 @@ def train_as(loaded: Recipe, path: Path, json: bool) -> None:
     from ligertune.rank_failure import is_started_rank
     from ligertune.ranks import Ranks, begin_rank
     from ligertune.run import plan_for, prepare_to_train, run
+    from ligertune.train.stop import leave_at_once
 
+    signal.signal(signal.SIGINT, leave_at_once)  # until the ranks or the run take it; KeyboardInterrupt can be lost
     check_paths(loaded)  # what is not there is said before torch comes in, which counts the devices
     os.environ.update(slurm.variables(os.environ))
     started, main = is_started_rank(), is_main_process()

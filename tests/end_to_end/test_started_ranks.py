@@ -80,7 +80,8 @@ def test_ranks_that_wait_for_the_plan_end_with_their_starter(number, recipe, tmp
     process.send_signal(number)
     _, err = process.communicate()
     assert process.returncode == (-number if number == signal.SIGKILL else 130)
-    assert "Traceback" not in err
+    # Not by an exception, which is lost where it comes in a destructor or in an import that is tried.
+    assert err.strip() == ("" if number == signal.SIGKILL else f"Stopped by {number.name}.")
     deadline = time.monotonic() + 120
     while any(Path(f"/proc/{pid}").exists() for pid in ranks.values()) and time.monotonic() < deadline:
         time.sleep(0.1)
