@@ -116,20 +116,19 @@ def _rope() -> list[Case]:
         return Case("apply_rope", call, ((1, 512, 32, head_dim), (1, 512, 8, head_dim)), dtype, (table, table))
 
     plain = [case(*size) for size in ((BF16, 128), (FP16, 64), (FP32, 80))]
-    more = (case(BF16, 128, interleaved=True), case(BF16, 128, rotary_dim=96))
-    return [*plain, *on_the_first(*more), *later(case(BF16, 256))]
+    others = (case(BF16, 256), case(BF16, 128, rotary_dim=96))
+    return [*plain, *on_the_first(case(BF16, 128, interleaved=True)), *later(*others)]
 
 
 def _gated(op: str, call: Callable[..., object], *others: Callable[..., object]) -> list[Case]:
-    """The commonest form of an op in each dtype; others, whose kernels differ by a function, in the commonest."""
+    """The commonest form of an op in each dtype; others, whose kernels differ by a function, on the first."""
     sizes = ((14336, BF16), (1001, FP16), (11008, FP32))
 
     def case(form: Callable[..., object], width: int, dtype: torch.dtype) -> Case:
         return Case(op, form, ((ROWS, width),) * 2, dtype)
 
-    everywhere = [*(case(call, *size) for size in sizes), *(case(other, *sizes[0]) for other in others)]
-    more = on_the_first(*(case(other, *size) for other in others for size in sizes[1:]))
-    return [*everywhere, *more, Case(op, call, ((ROWS, 2 * 14336),))]
+    more = on_the_first(*(case(other, *size) for other in others for size in sizes))
+    return [*(case(call, *size) for size in sizes), *more, Case(op, call, ((ROWS, 2 * 14336),))]
 
 
 def _embedding() -> list[Case]:
