@@ -68,7 +68,7 @@ def labels(*shape: int) -> torch.Tensor:
     return meta(*shape, dtype=torch.int64)
 
 
-# Rows: the commonest, the widest whole row of a backward, those that are swept; then a head, and the commonest again.
+# Rows: the commonest, the widest whole row of a backward, those that are swept; then the commonest again; others.
 WIDTHS = ((4096, FP16), (16384, BF16), (32768, FP32))
 MORE_WIDTHS = ((4096, BF16),)
 OTHER_WIDTHS = ((128, BF16), (8192, BF16))
@@ -116,8 +116,8 @@ def _rope() -> list[Case]:
         return Case("apply_rope", call, ((1, 512, 32, head_dim), (1, 512, 8, head_dim)), dtype, (table, table))
 
     plain = [case(*size) for size in ((BF16, 128), (FP16, 64), (FP32, 80))]
-    others = (case(BF16, 256), case(BF16, 128, rotary_dim=96))
-    return [*plain, *on_the_first(case(BF16, 128, interleaved=True)), *later(*others)]
+    more = (case(BF16, 128, interleaved=True), case(BF16, 128, rotary_dim=96))
+    return [*plain, *on_the_first(*more), *later(case(BF16, 256))]
 
 
 def _gated(op: str, call: Callable[..., object], *others: Callable[..., object]) -> list[Case]:
