@@ -1,9 +1,10 @@
 """Bytes that a step needs beside what is always there, by formula: no model is loaded and nothing is run.
 
-A step's memory has five high points, and the highest is the peak:
+A step's memory has up to six high points, and the highest is the peak:
 
     loss         all activations, the head's chunks of logits, and the gradients it computes while it has them
     backward     all activations, and one layer on its way back
+    run again    where the last layers are not checkpointed: the first that is, theirs gone and their gradients there
     first layer  the layer that is last on the way back: every gradient but its own and the embedding's is there
     gradients    that layer done: every gradient is there, and the embedding's is being made
     step         every gradient, and the optimizer's temporaries
@@ -21,7 +22,7 @@ the one that computes and the next. A layer's gradient is whole before it is sha
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 # cuBLAS's workspace on Hopper, once for the forward's thread and once for the backward's (torch: getWorkspaceSize)
@@ -61,9 +62,24 @@ class Kept:
     in_head: bool = True
     attention: str = "sdpa"
     checkpointing: bool | str = False
+    not_checkpointed: int = 0  # nevertheless: so many of the layers, the last ones
     rebuild: Literal["norms"] | bool = False
     float8: Literal["no", "compiled", "eager"] = "no"
     keys: float = 1.0  # for each token: more where ranks share a row, and attention has those of others
+
+    @property
+    def inputs_wait(self) -> bool:
+        """Whether what goes into checkpointed layers is in host memory until they are run again."""
+        return self.checkpointing in ("offload", "offload_both")
+
+    @property
+    def gates_wait(self) -> bool:
+        """Whether the gates of their MLPs are."""
+        return self.checkpointing in ("offload_gate", "offload_both")
+
+    def without_checkpointing(self) -> Kept:
+        """The same, of layers that are not checkpointed."""
+        return replace(self, checkpointing=False, not_checkpointed=0)
 
 
 @dataclass(frozen=True)
@@ -79,7 +95,7 @@ class TowerShape:
     def held_bytes(self, image_tokens: float, kept: Kept, itemsize: int) -> int:
         """What all of them keep of a batch's pictures; nothing where they are frozen, and the graph begins behind."""
         patches = math.ceil(image_tokens * self.patches_per_token) if self.trains else 0
-        if kept.checkpointing == "offload":
+        if kept.inputs_wait:
             return 0
         return self.layers * patches * (self.hidden if kept.checkpointing else self.kept) * itemsize
 
@@ -142,7 +158,7 @@ def gate_bytes(layer: LayerShape, kept: Kept, itemsize: int) -> int:
 
     While the loss is computed these are the last layer's, and the one before it, which has just been copied.
     """
-    return layer.mlp * itemsize if kept.checkpointing == "offload_gate" and not layer.routed else 0
+    return layer.mlp * itemsize if kept.gates_wait and not layer.routed else 0
 
 
 def float8_bytes(layer: LayerShape, kept: Kept, tokens: int) -> int:
@@ -214,44 +230,47 @@ def moments(
     unit: int = 0,
     shards: int = 1,
 ) -> tuple[Moment, ...]:
-    """The five high points of a step. Bytes: gradients, of all; free, what the loss may count on; tower, kept there;
+    """The high points of a step. Bytes: gradients, of all; free, what the loss may count on; tower, kept there;
     unit, one layer's weights where FSDP2 gathers them for a rank that keeps 1 / shards."""
-    whole = layer_bytes(layer, kept, itemsize, batch.row_length) * batch.tokens
-    if kept.checkpointing:
-        inputs = 0 if kept.checkpointing == "offload" else layers
-        held, recomputed = inputs * batch.tokens * layer.hidden * itemsize, whole
-    else:
-        held, recomputed = layers * whole, 0
-    held += tower
-    gate = gate_bytes(layer, kept, itemsize) * batch.tokens
+    last = min(kept.not_checkpointed, layers) if kept.checkpointing else layers  # that keep what they have
+    plain = kept.without_checkpointing()
+    of_last, of_first = plain if last else kept, kept if last < layers else plain
+    one = batch.tokens * layer.hidden * itemsize
+    of_lasts = last * layer_bytes(layer, of_last, itemsize, batch.row_length) * batch.tokens
+    # where inputs wait, the last one does not leave: it is what the last layer has anyway, or one more
+    inputs = (0 < last < layers if kept.inputs_wait else layers - last) * one
+    held = of_lasts + inputs + tower
+    whole = layer_bytes(layer, of_first, itemsize, batch.row_length) * batch.tokens
+    gate = gate_bytes(layer, of_first, itemsize) * batch.tokens
     # the embedding's output or the last layer's, the last norm's output, and rotary tables of one head's width
     ends = batch.tokens * (2 * layer.hidden + 2 * (layer.query // layer.heads)) * itemsize
     most, left = loss_bytes(head, kept, batch, itemsize, free)
     # where a layer is computed again, the norm behind the last one and the loss have given back theirs, and what went
     # into the layer is among what was held
-    spent = 0
-    if recomputed:
-        again = 3 if kept.checkpointing != "offload" else 2
-        spent = (again * batch.tokens + batch.labels) * layer.hidden * itemsize
+    again = whole - (2 if kept.inputs_wait and last == 0 else 3) * one if last < layers else 0
+    of_loss = batch.labels * layer.hidden * itemsize if last == 0 else 0
     before = gradients if batch.accumulates else 0
-    back = backward_bytes(layer, kept, itemsize) * batch.tokens + float8_bytes(layer, kept, batch.tokens)
+    in_float8 = float8_bytes(layer, kept, batch.tokens)
+    back, back_of_last = (backward_bytes(layer, k, itemsize) * batch.tokens + in_float8 for k in (of_first, of_last))
     of_ends = head.elements * itemsize
     embedding = of_ends if head.embedding_trains and (head.tied or batch.accumulates) else 0
     # FSDP2's units: a tied embedding and head stay gathered to the end of the backward; apart, the embedding is there
     # while it looks up and while its gradient is made, and the head from the last norm until that norm's backward
     end = of_ends if unit else 0
-    gathered = end * head.tied + 3 * unit
+    gathered = workspace + end * head.tied + 3 * unit
+    kept_end = of_ends // shards
+    of_layers = max(0, gradients - kept_end * trained_ends(head))
     if batch.accumulates:
-        there, again = gradients, of_ends * (head.tied and head.embedding_trains)
+        there, done, another = gradients, gradients, of_ends * (head.tied and head.embedding_trains)
     else:
-        kept_end = of_ends // shards
-        of_layers = max(0, gradients - kept_end * trained_ends(head))
         there = max(0, gradients - of_layers // layers - kept_end * (head.embedding_trains and not head.tied))
-        again = 0
+        done, another = of_layers * last // layers + kept_end * head.head_trains, 0
+    some = held - of_lasts + ends + again + gate
     return (
-        Moment("loss", held + ends + 2 * gate, before, most, workspace + end + 2 * unit),
-        Moment("backward", held + ends + recomputed - spent + gate, before, left, workspace + back + gathered),
-        Moment("first layer", whole + tower, there, again, workspace + back + gathered),
+        Moment("loss", held + ends + (1 if last else 2) * gate, before, most, workspace + end + 2 * unit),
+        Moment("backward", held + ends + (last == 0) * again - of_loss + gate, before, left, back_of_last + gathered),
+        *((Moment("run again", some, done, end * head.tied, back + gathered),) if 0 < last < layers else ()),
+        Moment("first layer", whole + tower, there, another, back + gathered),
         Moment("gradients", ends, gradients, embedding, workspace + back + 2 * end),
         Moment("step", 0, gradients, 0, workspace + step_bytes),
     )

@@ -83,21 +83,23 @@ class Budget:
         )
 
     def without_checkpointing(self) -> Budget:
-        return replace(self, kept=replace(self.kept, checkpointing=False))
+        return replace(self, kept=self.kept.without_checkpointing())
 
     def with_checkpointing(self) -> Budget:
-        return replace(self, kept=replace(self.kept, checkpointing=self.kept.checkpointing or True))
+        """Of every layer."""
+        return replace(self, kept=replace(self.kept, checkpointing=self.kept.checkpointing or True, not_checkpointed=0))
 
     def host_bytes(self, micro_batch_size: int, row_length: int) -> int:
         """What checkpointing leaves in the host's memory of a micro batch, for each process."""
         tokens = -(-micro_batch_size * row_length // self.cp_size)
-        width = {"offload": self.layer.hidden, "offload_gate": 0 if self.layer.routed else self.layer.mlp}
-        return self.layers * tokens * width.get(self.kept.checkpointing, 0) * self.itemsize
+        width = self.layer.hidden * self.kept.inputs_wait
+        width += self.layer.mlp * (self.kept.gates_wait and not self.layer.routed)
+        return (self.layers - self.kept.not_checkpointed) * tokens * width * self.itemsize
 
     def host_notes(self, micro_batch_size: int, row_length: int) -> tuple[str, ...]:
         """That in words, if it is anything."""
         taken, what = self.host_bytes(micro_batch_size, row_length), self.kept.checkpointing
-        waiting = "gates" if what == "offload_gate" else "inputs"
+        waiting = {"offload": "inputs", "offload_gate": "gates"}.get(what, "inputs and gates")
         said = f"the layers' {waiting} wait in {taken / 2**30:.2f} GiB of pinned host memory for each process"
         return (f"train.gradient_checkpointing: {what}: {said}",) if taken else ()
 

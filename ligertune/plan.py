@@ -16,6 +16,7 @@ from ligertune.machine import Machine
 from ligertune.memory import StateBytes
 from ligertune.plan_batching import Batching, choose_batching
 from ligertune.plan_float8 import float8_notes
+from ligertune.plan_kept import kept_with, layers_notes, with_checkpointed_layers
 from ligertune.plan_states import states_of
 from ligertune.plan_strategy import SHARING_WEIGHTS, Strategy, check_pictures, check_strategy, shards_of, shared_by
 from ligertune.recipe import Recipe
@@ -183,6 +184,13 @@ class Plan:
         return self.budget.peak(batching.micro_batch_size, length, accumulates=accumulates, memory=memory)
 
     @property
+    def checkpointed_layers(self) -> int | None:
+        """How many layers are run again in the backward, if any is; None: all there are."""
+        if self.budget is None or not self.budget.kept.checkpointing or not self.budget.kept.not_checkpointed:
+            return None
+        return self.budget.layers - self.budget.kept.not_checkpointed
+
+    @property
     def loss_in_head(self) -> bool:
         """Whether the loss is computed in the head, which then takes an index of the rows that have a label."""
         return any(line.kernel.endswith("linear_cross_entropy") and line.applied for line in self.kernels)
@@ -288,26 +296,6 @@ def make_optimizer(recipe: Recipe) -> Optimizer:
     )
 
 
-def copies_inputs(recipe: Recipe) -> bool:
-    """Whether adapters keep what they make of their input, which `kernels.rebuild` then does not save."""
-    method = recipe.method
-    return method.type in ("lora", "qlora") and (method.lora_dropout > 0 or method.use_dora)
-
-
-def kept_with(recipe: Recipe, attn_implementation: str, kernels: tuple[KernelLine, ...]) -> Kept:
-    """What the model is computed with, as far as memory goes."""
-    applied = {line.kernel for line in kernels if line.applied}
-    return Kept(
-        norm="rms_norm" in applied,
-        mlp=bool(applied & {"swiglu", "geglu"}),
-        in_head="linear_cross_entropy" in applied,
-        attention=attn_implementation,
-        checkpointing=recipe.train.gradient_checkpointing,
-        rebuild=recipe.kernels.rebuild if "rebuild" in applied and not copies_inputs(recipe) else False,
-        float8=("compiled" if recipe.train.torch_compile else "eager") if "float8_linear" in applied else "no",
-    )
-
-
 def row_length(rows: Rows, data: DataNumbers) -> int:
     """Token slots of the longest row."""
     longest = rows.length if rows.packed else min(rows.length, data.longest)
@@ -367,6 +355,7 @@ def make_plan(
     shards = shards_of(recipe, strategy, machine.world_size) if strategy in SHARING_WEIGHTS else 1
     budget = budget_of(states=states, shards=shards)
     batching = choose_batching(recipe, machine.world_size, budget and functools.partial(_fits, budget, length, machine))
+    budget = with_checkpointed_layers(recipe, budget, batching, length, machine)
     check_context(recipe, data.longest, shape.context)
     if shape.tower is not None:
         check_pictures(recipe, batching.accumulation)
@@ -395,6 +384,7 @@ def make_plan(
         notes=(
             *notes,
             *float8_notes(recipe, machine),
+            *layers_notes(recipe, budget),
             *(budget.host_notes(batching.micro_batch_size, length) if budget and machine.device == "cuda" else ()),
         ),
     )

@@ -37,8 +37,8 @@ def preview_model(recipe: Recipe, config: PreTrainedConfig, device: str, attenti
     lines = () if report is None else tuple(KernelLine(r.kernel, r.applied, r.left, r.note) for r in report.rows)
     if recipe.train.fp8:
         lines += (KernelLine("float8_linear", *float8_linears(model).counts()),)
-    if recipe.train.gradient_checkpointing == "offload_gate":
-        check_gates(keep_gates(model), model.config.model_type)
+    if recipe.train.gradient_checkpointing in ("offload_gate", "offload_both"):
+        check_gates(keep_gates(model), model.config.model_type, asked=recipe.train.gradient_checkpointing)
     adapted = apply_method(model, recipe.method, fused=fuses_adapters(recipe))
     if fuses_adapters(recipe):
         lines += fused_adapters(adapted)

@@ -249,7 +249,7 @@ def trained_model(
     if plan.recipe.train.fp8:  # behind that check: documents of a batch share one scale, and so each other's rounding
         to_float8(model)
     if kept := plan.recipe.train.gradient_checkpointing:
-        checkpoint_layers(model, kept, compiled=plan.recipe.train.torch_compile)
+        checkpoint_layers(model, kept, compiled=plan.recipe.train.torch_compile, first=plan.checkpointed_layers)
     fused = fuses_adapters(plan.recipe)
     model = apply_method(model, plan.recipe.method, seed=plan.recipe.train.seed, fused=fused)
     if plan.recipe.task == "medusa":

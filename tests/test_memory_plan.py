@@ -140,6 +140,40 @@ def test_the_parts_add_up_and_checkpointing_pays(shapes):
     assert budget_of(shapes, "full").peak(4, 2048, accumulates=True).total >= peaks[0].total
 
 
+@pytest.mark.parametrize("how", [True, "offload", "offload_gate", "offload_both"])
+def test_layers_that_are_not_checkpointed_are_counted(shapes, how):
+    """Each keeps what it has, and its input is not kept beside that."""
+    tokens, layer = 4 * 8192, layer_bytes(shapes["full"].layer, Kept(), 2, 8192)
+    usual = budget_of(shapes, "full", checkpointing=how)
+
+    def peak(layers: int) -> int:
+        return replace(usual, kept=replace(usual.kept, not_checkpointed=layers)).peak(4, 8192, accumulates=False).total
+
+    waits = how in ("offload", "offload_both")
+    more = tokens * (layer - (0 if waits else 2 * 4096))
+    assert peak(9) - peak(8) == peak(20) - peak(19) == more
+    assert peak(0) == usual.peak(4, 8192, accumulates=False).total
+    none = budget_of(shapes, "full", checkpointing=False).peak(4, 8192, accumulates=False).total
+    assert peak(32) == peak(40) == none
+    assert peak(1) < peak(0) + more / 2  # the last layer is whole for its backward anyway
+
+
+def test_what_is_rebuilt_in_layers_that_are_not_checkpointed(shapes):
+    usual = budget_of(shapes, "full", checkpointing=True, rebuild=True)
+    kept = [replace(usual, kept=replace(usual.kept, not_checkpointed=n, rebuild=r)).peak(4, 8192, accumulates=False)
+            for n, r in ((10, False), (10, True))]  # fmt: skip
+    assert kept[0].total - kept[1].total > 9 * 4 * 8192 * 2 * (2 * 4096 + 14336)
+
+
+def test_what_waits_on_the_host_is_counted(shapes):
+    tokens, found = 4 * 8192, {}
+    for how in (True, "offload", "offload_gate", "offload_both"):
+        budget = budget_of(shapes, "full", checkpointing=how)
+        found[how] = replace(budget, kept=replace(budget.kept, not_checkpointed=2)).host_bytes(4, 8192)
+    inputs, gates = 30 * tokens * 2 * 4096, 30 * tokens * 2 * 14336
+    assert list(found.values()) == [0, inputs, gates, inputs + gates]
+
+
 def test_the_first_layers_way_back_is_counted():
     """Measured so on an H100, with AdamW: 22.31 GiB of Llama-3-8B's first 8 layers, 21.91 of Gemma-7B's first 6."""
     gemma = {"vocab_size": 256000, "hidden_size": 3072, "intermediate_size": 24576, "num_hidden_layers": 6,

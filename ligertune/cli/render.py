@@ -45,6 +45,7 @@ OUTPUT = _Output()
 WHEN = {
     "loss": "while the loss is computed",
     "backward": "as the backward begins",
+    "run again": "as the backward reaches the checkpointed layers",
     "first layer": "as the backward reaches the first layer",
     "gradients": "as the backward ends",
     "step": "in the optimizer's step",

@@ -35,7 +35,7 @@ class Side:
 ON, OFF = {"enabled": True}, {"enabled": False}
 COMPILED = {"torch_compile": True}
 FLOAT8 = {"fp8": True, **COMPILED}
-GATES = {"gradient_checkpointing": "offload_gate"}
+INPUTS, GATES, BOTH = ({"gradient_checkpointing": kept} for kept in ("offload", "offload_gate", "offload_both"))
 
 SIDES = (
     Side("with", "ligertune", ON, ours=True),
@@ -43,7 +43,9 @@ SIDES = (
     Side("with-rebuild", "ligertune, rebuild", {**ON, "rebuild": True}, ours=True),
     Side("with-rebuild-norms", "ligertune, rebuild: norms", {**ON, "rebuild": "norms"}, ours=True),
     Side("with-lora", "ligertune, lora", {**ON, "lora": True}, ours=True),
+    Side("with-offload", "ligertune, offload", ON, ours=True, train=INPUTS),
     Side("with-offload-gate", "ligertune, offload_gate", ON, ours=True, train=GATES),
+    Side("with-offload-both", "ligertune, offload_both", ON, ours=True, train=BOTH),
     Side("with-compile", "ligertune + torch.compile", ON, ours=True, train=COMPILED),
     Side("with-cuda-graphs", "ligertune, CUDA graphs", ON, ours=True, train={"cuda_graphs": True}),
     Side("with-fp8", "ligertune, fp8 + compile", ON, ours=True, needs="torchao", train=FLOAT8),
@@ -53,8 +55,8 @@ SIDES = (
     Side("liger", "liger-kernel", OFF, change="liger", needs="liger_kernel"),
 )
 SIDE_OF = {side.name: side for side in SIDES}
-OURS = ("with-rebuild", "with-rebuild-norms", "with-lora", "with-offload-gate", "with-compile", "with-cuda-graphs",
-        "with-fp8")  # fmt: skip
+OURS = ("with-rebuild", "with-rebuild-norms", "with-lora", "with-offload", "with-offload-gate", "with-offload-both",
+        "with-compile", "with-cuda-graphs", "with-fp8")  # fmt: skip
 BASELINES = {"hf": "without", **{name: name for name in ("hf-chunked", "compile", *OURS)}}
 PEERS = ("liger",)
 

@@ -88,9 +88,11 @@ def trial_recipe(recipe: Recipe, side: Side, steps: int, output_dir: Path) -> Re
     # without our kernels, and under a compiler, batches are padded as those libraries run
     pads = side.change or side.train.keys() & {"torch_compile", "cuda_graphs"} or not kernels.enabled
     layout = {"padding_free": False} if pads else {}
-    # and their layers are run again whole
-    keeps_gates = recipe.train.gradient_checkpointing == "offload_gate"
-    checkpoints = {"gradient_checkpointing": True} if pads and keeps_gates else {}
+    # and their layers are run again whole, all of them
+    whole = {"offload_gate": True, "offload_both": "offload"}.get(recipe.train.gradient_checkpointing)
+    checkpoints = {"gradient_checkpointing": whole} if pads and whole else {}
+    if side.change or not kernels.enabled:
+        checkpoints["gradient_checkpointing_layers"] = "all"
     return recipe.model_copy(
         update={
             "kernels": kernels,

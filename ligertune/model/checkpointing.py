@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -11,29 +11,56 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ligertune.errors import UserError
 from ligertune.model.attention import same_bits
 from ligertune.model.host_store import HostStore, Waiting
 from ligertune.model.kept_gate import LayerRun, keep_gates
+from ligertune.model.layer_shape import text_layers
 
-Kind = Literal[True, "offload", "offload_gate"]  # as train.gradient_checkpointing says it
+Kind = Literal[True, "offload", "offload_gate", "offload_both"]  # as train.gradient_checkpointing says it
 Contexts = tuple[contextlib.AbstractContextManager, contextlib.AbstractContextManager]
 
 
-def checkpoint_layers(model: PreTrainedModel, kind: Kind = True, *, compiled: bool = False) -> int:
+def checkpoint_layers(
+    model: PreTrainedModel, kind: Kind = True, *, compiled: bool = False, first: int | None = None
+) -> int:
     """Keep only the layers' inputs; how many gates wait on the host beside them.
 
     offload: the inputs wait in host memory. offload_gate: the gates of MLPs do, and are not computed again.
+    offload_both: both. first: so many of the language model's layers, and the others keep what they have; None: all.
     compiled: the layers are, forward and backward in one mode; a graph takes no context for what it runs again.
     """
     # 5.23's name for what 5.17 calls gradient checkpointing
     enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
-    store, gates = HostStore(), keep_gates(model) if kind == "offload_gate" else 0
-    contexts = _with_gates(store) if gates else _recomputation
+    inputs, gates = HostStore(), HostStore()  # each comes back in an order of its own
+    kept = keep_gates(model) if kind in ("offload_gate", "offload_both") else 0
+    contexts = _with_gates(gates) if kept else _recomputation
     enable({"use_reentrant": False} | ({} if compiled else {"context_fn": contexts}))
-    for module in model.modules() if kind == "offload" else ():
+    for module in model.modules() if kind in ("offload", "offload_both") else ():
         if hasattr(module, "_gradient_checkpointing_func"):
-            module._gradient_checkpointing_func = _in_host_memory(module._gradient_checkpointing_func, store)
-    return gates
+            module._gradient_checkpointing_func = _in_host_memory(module._gradient_checkpointing_func, inputs)
+    if first is not None:
+        _leave_out(model, first, (inputs, gates) if kind is not True else ())
+    return kept
+
+
+def _leave_out(model: PreTrainedModel, first: int, stores: Sequence[HostStore]) -> None:
+    """Let the layers behind the first ones keep what they have; a UserError where a layer is not asked whether to."""
+    layers = text_layers(model)
+    if layers is None or not all(hasattr(layer, "_gradient_checkpointing_func") for layer in layers):
+        raise UserError(
+            f"train.gradient_checkpointing_layers: {type(model).__name__} checkpoints all its layers or none.",
+            hint="Leave it out.",
+        )
+    for layer in layers[first:]:
+        layer.gradient_checkpointing = False
+
+    def pass_on(*_: Any) -> None:
+        for store in stores:
+            store.passed()
+
+    if stores and first < len(layers):  # nothing is put away from there on, and so nothing else tells what is leaving
+        layers[first].register_forward_pre_hook(pass_on)
 
 
 def _in_host_memory(checkpoint: Callable[..., Any], store: HostStore) -> Callable[..., Any]:

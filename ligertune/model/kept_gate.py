@@ -87,12 +87,12 @@ class KeptGate(Patch):
         return _Gate.apply(input, self.weight, self.bias, run)
 
 
-def check_gates(count: int, family: str) -> None:
+def check_gates(count: int, family: str, *, asked: str = "offload_gate") -> None:
     """A UserError where there is nothing to keep."""
     if count == 0:
         raise UserError(
-            f"train.gradient_checkpointing: offload_gate keeps the gates of MLPs, and {family} has none of its own.",
-            hint="Write train.gradient_checkpointing: true.",
+            f"train.gradient_checkpointing: {asked} keeps the gates of MLPs, and {family} has none of its own.",
+            hint=f"Write train.gradient_checkpointing: {'offload' if asked == 'offload_both' else 'true'}.",
         )
 
 

@@ -16,11 +16,10 @@ MLP_OUT = {"down_proj", "fc2"}
 
 def layer_shape(model: PreTrainedModel) -> LayerShape | None:
     """The model's last layer (the first may be dense where the others are mixtures); None if it has no list of them."""
-    config = model.config.get_text_config()
-    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == config.num_hidden_layers]
-    if not lists or not getattr(config, "num_attention_heads", None):
+    config, layers = model.config.get_text_config(), text_layers(model)
+    if layers is None or not getattr(config, "num_attention_heads", None):
         return None
-    layer, heads = lists[0][-1], config.num_attention_heads
+    layer, heads = layers[-1], config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     query = heads * width
     key = (getattr(config, "num_key_value_heads", None) or heads) * width
@@ -41,6 +40,16 @@ def layer_shape(model: PreTrainedModel) -> LayerShape | None:
         # OLMo 2 norms what its attention and MLP give, instead of what they get
         normed="post_feedforward_layernorm" not in dict(layer.named_children()) or hasattr(layer, "input_layernorm"),
     )
+
+
+def text_layers(model: PreTrainedModel) -> nn.ModuleList | None:
+    """The layers of the language model; None if it has no list of them."""
+    depth, family = model.config.get_text_config().num_hidden_layers, family_of(model.config)
+    for name, module in model.named_modules():
+        seen = family is not None and part_of(family, f"{name}.") != "language_model"
+        if isinstance(module, nn.ModuleList) and len(module) == depth and not seen:
+            return module
+    return None
 
 
 def _mlp_width(config: PreTrainedConfig, layer: nn.Module) -> tuple[int, int]:

@@ -62,7 +62,8 @@ def _has_adapter(recipe: Recipe) -> bool:
     return recipe.method.type in ("lora", "qlora")
 
 
-ON_HOST = ("offload", "offload_gate")  # what checkpointing may leave in host memory
+GATES_ON_HOST = ("offload_gate", "offload_both")
+ON_HOST = ("offload", *GATES_ON_HOST)  # what checkpointing may leave in host memory
 
 RULES = (
     *(rule for key, rival in EITHER_OR.items() for rule in _either_or(key, rival)),
@@ -78,8 +79,18 @@ RULES = (
     ),
     Rule(
         ("kernels.rebuild", "train.gradient_checkpointing"),
-        lambda recipe: recipe.kernels.rebuild and bool(recipe.train.gradient_checkpointing),
-        "{0} makes again what a layer keeps, and with {1} it keeps nothing but its input. Leave one of them out.",
+        lambda recipe: (
+            recipe.kernels.rebuild
+            and bool(recipe.train.gradient_checkpointing)
+            and recipe.train.gradient_checkpointing_layers == "all"
+        ),
+        "{0} makes again what a layer keeps, and with {1} it keeps nothing but its input. Leave one of them out, or "
+        "write train.gradient_checkpointing_layers: auto.",
+    ),
+    Rule(
+        ("train.gradient_checkpointing_layers", "train.gradient_checkpointing"),
+        lambda recipe: recipe.train.gradient_checkpointing_layers != "all" and not recipe.train.gradient_checkpointing,
+        "{0} says how many layers are checkpointed, and {1} is false. Write {1}: true.",
     ),
     Rule(
         ("kernels.rebuild", "train.torch_compile"),
@@ -194,8 +205,9 @@ RULES = (
     *(
         Rule(
             ("train.gradient_checkpointing", key),
-            lambda recipe, refused=refused: recipe.train.gradient_checkpointing == "offload_gate" and refused(recipe),
-            f"{{0}}: offload_gate keeps what plain linear layers give, and {why}. Write {{0}}: true.",
+            lambda recipe, refused=refused: recipe.train.gradient_checkpointing in GATES_ON_HOST and refused(recipe),
+            f"{{0}}: {{recipe.train.gradient_checkpointing}} keeps what plain linear layers give, and {why}. "
+            "Write {0}: true.",
         )
         for key, refused, why in (
             ("method.type", lambda recipe: recipe.method.type == "qlora", "those of {1}: qlora have four bits"),

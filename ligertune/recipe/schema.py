@@ -220,7 +220,13 @@ class TrainSpec(Section):
     gradient_checkpointing: SwitchOrOffload = Field(
         False,
         description="Recompute activations in the backward; offload also keeps layer inputs in host memory. "
-        "offload_gate keeps the MLPs' gates there instead of recomputing them, as far as the link keeps up.",
+        "offload_gate keeps the MLPs' gates there instead of recomputing them, as far as the link keeps up; "
+        "offload_both does both.",
+    )
+    gradient_checkpointing_layers: Literal["all", "auto"] | PositiveInt = Field(
+        "all",
+        description="With gradient_checkpointing: how many layers are checkpointed, the first ones; the others keep "
+        "their activations. auto: as few as memory has room for.",
     )
     torch_compile: Switch = Field(False, description="Compile each layer with torch: some minutes, then faster steps.")
     cuda_graphs: Switch = Field(

@@ -24,7 +24,7 @@ FLOORS = (
     ("machine", "slurm", "memory", "activations", "recipe", "metrics"),
     ("budget", "plan_batching", "plan_float8"),
     ("plan_strategy",),
-    ("plan_states",),
+    ("plan_states", "plan_kept"),
     ("plan", "preflight", "rank_failure", "standstill"),
     ("report", "plan_fit", "curves", "plan_cuda_graphs"),
     ("vision",),

@@ -39,6 +39,8 @@ HOST = {
     "optimizer on the host": {"train.optim_offload": True},
     "activations on the host": {"train.gradient_checkpointing": "offload"},
     "gates on the host": {"train.gradient_checkpointing": "offload_gate"},
+    "both on the host, a layer left out": {"train.gradient_checkpointing": "offload_both",
+                                           "train.gradient_checkpointing_layers": 4, "kernels.rebuild": True},
 }  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from test_keys import read
 from ligertune.compare.trial import Failure
 from ligertune.compare.worker import failure_of
 from ligertune.errors import UserError
+from ligertune.plan import Plan
 from ligertune.plan_fit import advice, fits_of
 from ligertune.run import plan_for, run
 from ligertune.train.out_of_memory import explained
@@ -80,6 +81,38 @@ def test_what_is_said_to_fit_fits_and_one_more_does_not(plan):
         accumulates = small.batching.accumulation > 1
         assert budget.fits(fit.micro_batch_size, 512, accumulates=accumulates, memory=memory)
         assert not budget.fits(fit.micro_batch_size + 1, 512, accumulates=accumulates, memory=memory)
+
+
+def checkpointed(quickstart, folder, layers: int | str, gib: float) -> Plan:
+    changes = {"data.packing": True, "data.max_length": 512, "train.per_device_train_batch_size": 64,
+               "train.gradient_checkpointing": True, "train.gradient_checkpointing_layers": layers}  # fmt: skip
+    return plan_for(read(quickstart, folder, **changes), for_show=True, memory_gib=gib).plan
+
+
+def test_as_few_layers_are_checkpointed_as_memory_has_room_for(quickstart, tmp_path):
+    found = []
+    for mib in range(768, 1792, 64):
+        made = checkpointed(quickstart, tmp_path, "auto", mib / 1024)
+        left = made.budget.kept.not_checkpointed
+        fits = [
+            dataclasses.replace(made.budget, kept=dataclasses.replace(made.budget.kept, not_checkpointed=n)).fits(
+                64, 512, accumulates=True, memory=mib << 20
+            )
+            for n in range(7)
+        ]
+        assert left == 0 or fits[left]
+        assert left == 5 or not fits[left + 1]
+        assert f"{5 - left} of 5 layers are checkpointed" in " ".join(made.notes)
+        found.append(left)
+    assert found == sorted(found) and found[0] == 0 and found[-1] == 5 and len(set(found)) > 3, found
+
+
+def test_the_layers_asked_for_are_checkpointed(quickstart, tmp_path, ligertune, recipe):
+    assert checkpointed(quickstart, tmp_path, 2, 8).checkpointed_layers == 2
+    assert checkpointed(quickstart, tmp_path, "all", 8).checkpointed_layers is None
+    changes = {**SETTINGS, "train.gradient_checkpointing": True, "train.gradient_checkpointing_layers": 6}
+    done = ligertune("plan", recipe, *overrides(changes))
+    assert done.code == 2 and "gradient_checkpointing_layers: 6, but the model has 5 layers" in done.err
 
 
 def test_running_out_of_memory_names_what_to_change(plan):

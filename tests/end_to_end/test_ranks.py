@@ -48,8 +48,9 @@ def whole(tmp_path_factory, quickstart):
 
 
 FSDP2 = ("--use_fsdp", "--fsdp_version", "2")
-GATES = {"train.gradient_checkpointing": "offload_gate"}
 REBUILT = {"kernels.rebuild": True}  # reads weights in the backward that are gathered for others
+GATES = {"train.gradient_checkpointing": "offload_gate"}
+LEFT_OUT = {"train.gradient_checkpointing": "offload_both", "train.gradient_checkpointing_layers": 3, **REBUILT}
 
 
 @pytest.mark.parametrize(
@@ -60,6 +61,7 @@ REBUILT = {"kernels.rebuild": True}  # reads weights in the backward that are ga
         (True, FSDP2, {}),
         pytest.param(True, FSDP2, REBUILT, marks=pytest.mark.slow),
         pytest.param(True, FSDP2, GATES, marks=pytest.mark.slow),
+        pytest.param(True, FSDP2, LEFT_OUT, marks=pytest.mark.slow),
         (False, (), {}),
         (False, ("--multi_gpu",), {}),
         (False, ("--multi_gpu",), {"data.padding_free": True}),
@@ -70,6 +72,7 @@ REBUILT = {"kernels.rebuild": True}  # reads weights in the backward that are ga
         "packed-fsdp2-2x4",
         "rebuilt-fsdp2-2x4",
         "gates-fsdp2-2x4",
+        "left-out-fsdp2-2x4",
         "grouped-1x8",
         "grouped-ddp-2x4",
         "padding-free-ddp-2x4",

@@ -16,7 +16,7 @@ from ligertune.model.patch import patch
 from ligertune.recipe import MethodSpec
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-KINDS = ["offload", "offload_gate"]
+KINDS = ["offload", "offload_gate", "offload_both"]
 WIDE = {"num_hidden_layers": 6, "max_position_embeddings": 8192}
 
 
@@ -25,10 +25,12 @@ def gradients(model, device: str, **shape: int) -> list[torch.Tensor]:
     return [p.grad for p in model.parameters() if p.requires_grad]
 
 
-def checkpointed(kind: bool | str, *, family: str = "llama", device: str = "cpu", **changes) -> torch.nn.Module:
+def checkpointed(
+    kind: bool | str, *, family: str = "llama", device: str = "cpu", first: int | None = None, **changes
+) -> torch.nn.Module:
     model = tiny_models.make(family, **changes).to(device).train()
-    patch(model)
-    checkpoint_layers(model, kind)
+    patch(model, rebuild=first is not None)
+    checkpoint_layers(model, kind, first=first)
     return model
 
 
@@ -89,19 +91,70 @@ def test_a_second_backward_of_one_graph(kind, device):
     assert_same(*found)
 
 
-def test_a_gate_is_not_computed_again(monkeypatch):
-    model, products = checkpointed("offload_gate"), []
-    linear = torch.nn.functional.linear
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", [True, *KINDS])
+@pytest.mark.parametrize("first", [0, 1, 4, 6])
+def test_with_the_last_layers_left_out_the_gradients_are_the_same_to_the_bit(first, kind, device):
+    usual = checkpointed(True, device=device, **WIDE)
+    other = checkpointed(kind, device=device, first=first, **WIDE)
+    for _ in range(2):
+        assert_same(gradients(other, device), gradients(usual, device))
+
+
+@pytest.fixture
+def products(monkeypatch) -> list[int]:
+    """Where the weight of each linear layer's product lies, as they are computed."""
+    found, linear = [], torch.nn.functional.linear
 
     def counting(x, weight, bias=None):
-        products.append(weight.data_ptr())
+        found.append(weight.data_ptr())
         return linear(x, weight, bias)
 
     monkeypatch.setattr(torch.nn.functional, "linear", counting)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["offload_gate", "offload_both"])
+def test_a_gate_is_not_computed_again(kind, products):
+    model = checkpointed(kind)
     gradients(model, "cpu")
     mlp = model.model.layers[0].mlp
     assert products.count(mlp.gate_proj.weight.data_ptr()) == 1
     assert products.count(mlp.up_proj.weight.data_ptr()) == 2
+
+
+@pytest.mark.parametrize("kind", [True, *KINDS])
+def test_the_last_layers_are_computed_once_where_they_are_left_out(kind, products):
+    model = checkpointed(kind, first=4, **WIDE)
+    gradients(model, "cpu")
+    computed = [products.count(layer.mlp.up_proj.weight.data_ptr()) for layer in model.model.layers]
+    assert computed == [2, 2, 2, 2, 1, 1]
+
+
+def test_a_model_that_does_not_ask_its_layers_is_refused():
+    model = tiny_models.make("llama")
+    model.model.layers = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)])
+    with pytest.raises(UserError, match="LlamaForCausalLM checkpoints all its layers or none"):
+        checkpoint_layers(model, True, first=1)
+
+
+@pytest.mark.gpu
+def test_where_layers_are_left_out_one_tensor_stays_on_the_device():
+    """The last that was put away; the one before it, which was leaving, has left."""
+    tokens, held = 8 * 2048, {}
+    for kind in (True, *KINDS):
+        model = checkpointed(kind, device="cuda", first=14, num_hidden_layers=16, max_position_embeddings=8192)
+        batch = tiny_models.batch(rows=8, length=2048, device="cuda")
+        batch.pop("attention_mask")
+        before = torch.cuda.memory_allocated()
+        loss = model(**batch, use_cache=False).loss
+        torch.cuda.synchronize()
+        held[kind] = torch.cuda.memory_allocated() - before
+        del loss
+    of_input, of_gate = (tokens * 4 * size for size in (model.config.hidden_size, model.config.intermediate_size))
+    assert held["offload_gate"] - held[True] == pytest.approx(of_gate, rel=0.05)
+    assert held[True] - held["offload"] == pytest.approx(13 * of_input, rel=0.05)
+    assert held[True] - held["offload_both"] == pytest.approx(13 * of_input - of_gate, rel=0.05)
 
 
 def test_without_gates_of_its_own_a_model_is_refused():

@@ -9,8 +9,10 @@ import tiny_vlms
 import torch
 from asked_rows import asked
 from batches_of import assert_same_training, batch_of, training
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ligertune.errors import UserError
+from ligertune.model.checkpointing import checkpoint_layers
 from ligertune.model.documents import guard
 from ligertune.model.method import apply_method
 from ligertune.model.patch import patch, unpatch
@@ -19,6 +21,8 @@ from ligertune.recipe.schema import MethodSpec, VisionSpec
 from ligertune.vision.families import family_of, part_of
 
 PACKED = tuple(name for name, row in tiny_vlms.TOKENS.items() if name not in ("mllama", "gemma3"))
+# of as many layers as the language model has
+DEEP = {"qwen3_vl": {"depth": 2, "deepstack_visual_indexes": [0]}, "llava": {"num_hidden_layers": 2}}
 NOTHING_FROZEN = VisionSpec(freeze_vision_tower=False, freeze_projector=False)
 
 
@@ -45,6 +49,19 @@ def attending(family, tokenizer, implementation):
     model = tiny_vlms.make(family, tokenizer)
     model.set_attn_implementation({"": implementation, "text_config": implementation, "vision_config": "sdpa"})
     return model
+
+
+@pytest.mark.parametrize("family", tiny_vlms.FAMILIES)
+def test_the_language_models_layers_are_those_that_checkpointing_leaves_out(family, tokenizer_of):
+    """Of towers as deep, too: all of theirs are checkpointed."""
+    model = tiny_vlms.make(family, tokenizer_of(family), vision=None if family == "mllama" else DEEP.get(family))
+    depth = model.config.get_text_config().num_hidden_layers
+    checkpoint_layers(model, True, first=1)
+    asked = {name: module.gradient_checkpointing for name, module in model.named_modules()
+             if isinstance(module, GradientCheckpointingLayer)}  # fmt: skip
+    of_words = {name for name in asked if part_of(family_of(model.config), f"{name}.") == "language_model"}
+    left_out = {name for name, checkpoints in asked.items() if not checkpoints}
+    assert len(of_words) == depth and left_out == {name for name in of_words if not name.endswith(".0")}
 
 
 @pytest.mark.parametrize("family", tiny_vlms.FAMILIES)

@@ -1,0 +1,85 @@
+"""What a run keeps from the forward to the backward: by which kernels, and how many layers are checkpointed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ligertune.activations import Kept
+from ligertune.budget import Budget, largest
+from ligertune.errors import UserError
+from ligertune.machine import Machine
+from ligertune.plan_batching import Batching
+from ligertune.recipe import Recipe
+
+if TYPE_CHECKING:
+    from ligertune.plan import KernelLine
+
+
+def copies_inputs(recipe: Recipe) -> bool:
+    """Whether adapters keep what they make of their input, which `kernels.rebuild` then does not save."""
+    method = recipe.method
+    return method.type in ("lora", "qlora") and (method.lora_dropout > 0 or method.use_dora)
+
+
+def kept_with(recipe: Recipe, attn_implementation: str, kernels: Iterable[KernelLine]) -> Kept:
+    """What the model is computed with, as far as memory goes; every layer checkpointed where any is."""
+    applied = {line.kernel for line in kernels if line.applied}
+    return Kept(
+        norm="rms_norm" in applied,
+        mlp=bool(applied & {"swiglu", "geglu"}),
+        in_head="linear_cross_entropy" in applied,
+        attention=attn_implementation,
+        checkpointing=recipe.train.gradient_checkpointing,
+        rebuild=recipe.kernels.rebuild if "rebuild" in applied and not copies_inputs(recipe) else False,
+        float8=("compiled" if recipe.train.torch_compile else "eager") if "float8_linear" in applied else "no",
+    )
+
+
+def with_checkpointed_layers(
+    recipe: Recipe, budget: Budget | None, batching: Batching, row_length: int, machine: Machine
+) -> Budget | None:
+    """The budget with as many layers checkpointed as `train.gradient_checkpointing_layers` says.
+
+    auto: as few as fit on the device with that batch; all of them where not even that fits, as a run then finds out.
+    A UserError for more than there are, or where the layers are not understood.
+    """
+    wanted = recipe.train.gradient_checkpointing_layers
+    if not recipe.train.gradient_checkpointing or wanted == "all":
+        return budget
+    if budget is None:
+        raise UserError(
+            f"train.gradient_checkpointing_layers: {wanted} counts layers, and this model's are not understood.",
+            hint="Leave it out: all layers are checkpointed then.",
+        )
+
+    def keeping(layers: int) -> Budget:
+        return replace(budget, kept=replace(budget.kept, not_checkpointed=layers))
+
+    def fits(layers: int) -> bool:
+        return keeping(layers).fits(
+            batching.micro_batch_size,
+            row_length,
+            accumulates=batching.accumulation > 1,
+            memory=machine.memory_bytes,
+        )
+
+    if wanted == "auto":
+        return keeping(largest(fits, limit=budget.layers))
+    if wanted > budget.layers:
+        raise UserError(
+            f"train.gradient_checkpointing_layers: {wanted}, but the model has {budget.layers} layers.",
+            hint="Write a smaller number, or leave it out: all layers are checkpointed then.",
+        )
+    return keeping(budget.layers - wanted)
+
+
+def layers_notes(recipe: Recipe, budget: Budget | None) -> tuple[str, ...]:
+    """How many layers are checkpointed, in words, where it is not all of them."""
+    wanted = recipe.train.gradient_checkpointing_layers
+    if budget is None or not recipe.train.gradient_checkpointing or wanted == "all":
+        return ()
+    checkpointed = budget.layers - budget.kept.not_checkpointed
+    said = f"{checkpointed} of {budget.layers} layers are checkpointed"
+    return (f"train.gradient_checkpointing_layers: {wanted}: {said}",)
