@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ligertune.errors import UserError
 from ligertune.model.attention import same_bits
@@ -32,35 +33,40 @@ def checkpoint_layers(
     """
     # 5.23's name for what 5.17 calls gradient checkpointing
     enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+    left_out = () if first is None else _layers(model)[first:]
     inputs, gates = HostStore(), HostStore()  # each comes back in an order of its own
-    kept = keep_gates(model) if kind in ("offload_gate", "offload_both") else 0
+    kept = keep_gates(model, but=left_out) if kind in ("offload_gate", "offload_both") else 0
     contexts = _with_gates(gates) if kept else _recomputation
     enable({"use_reentrant": False} | ({} if compiled else {"context_fn": contexts}))
     for module in model.modules() if kind in ("offload", "offload_both") else ():
         if hasattr(module, "_gradient_checkpointing_func"):
             module._gradient_checkpointing_func = _in_host_memory(module._gradient_checkpointing_func, inputs)
-    if first is not None:
-        _leave_out(model, first, (inputs, gates) if kind is not True else ())
+    for layer in left_out:
+        layer.gradient_checkpointing = False
+    if len(left_out) and kind is not True:
+        _pass_on(left_out[0], inputs, gates)
     return kept
 
 
-def _leave_out(model: PreTrainedModel, first: int, stores: Sequence[HostStore]) -> None:
-    """Let the layers behind the first ones keep what they have; a UserError where a layer is not asked whether to."""
+def _layers(model: PreTrainedModel) -> nn.ModuleList:
+    """The language model's; a UserError where they are not asked one by one whether they are checkpointed."""
     layers = text_layers(model)
-    if layers is None or not all(hasattr(layer, "_gradient_checkpointing_func") for layer in layers):
+    if layers is None or not all(isinstance(layer, GradientCheckpointingLayer) for layer in layers):
         raise UserError(
             f"train.gradient_checkpointing_layers: {type(model).__name__} checkpoints all its layers or none.",
             hint="Leave it out.",
         )
-    for layer in layers[first:]:
-        layer.gradient_checkpointing = False
+    return layers
 
-    def pass_on(*_: Any) -> None:
+
+def _pass_on(layer: nn.Module, *stores: HostStore) -> None:
+    """From this layer on nothing is put away, and so nothing else tells what is leaving that it may go."""
+
+    def before(*_: Any) -> None:
         for store in stores:
             store.passed()
 
-    if stores and first < len(layers):  # nothing is put away from there on, and so nothing else tells what is leaving
-        layers[first].register_forward_pre_hook(pass_on)
+    layer.register_forward_pre_hook(before)
 
 
 def _in_host_memory(checkpoint: Callable[..., Any], store: HostStore) -> Callable[..., Any]:

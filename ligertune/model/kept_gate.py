@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -20,8 +20,9 @@ from torch.nn import functional as F
 
 from ligertune.errors import UserError
 from ligertune.model.host_store import HostStore, Waiting
+from ligertune.model.rebuild import RebuildingLinear
 from ligertune.model.recognise import is_gated_mlp
-from ligertune.model.swap import Patch, swap
+from ligertune.model.swap import Patch, swap, unswap
 
 _thread = threading.local()  # a backward has a thread of its own
 
@@ -96,10 +97,22 @@ def check_gates(count: int, family: str, *, asked: str = "offload_gate") -> None
         )
 
 
-def keep_gates(model: nn.Module) -> int:
-    """Let the plain `gate_proj` of each gated MLP keep its product; how many do."""
-    gates = [getattr(module, "gate_proj", None) for module in model.modules() if is_gated_mlp(module)]
-    plain = [gate for gate in gates if type(gate) is nn.Linear and "forward" not in vars(gate)]
+def keep_gates(model: nn.Module, *, but: Iterable[nn.Module] = ()) -> int:
+    """Let the plain `gate_proj` of each gated MLP keep its product, outside the layers `but`; how many do.
+
+    One that would make its input again does not any more: in a checkpointed layer it would not have either.
+    """
+    others = {id(module) for layer in but for module in layer.modules()}
+    gates = [getattr(m, "gate_proj", None) for m in model.modules() if is_gated_mlp(m) and id(m) not in others]
+    plain = [gate for gate in gates if _is_plain(gate)]
     for gate in plain:
+        if isinstance(gate, RebuildingLinear):
+            unswap(gate)
         swap(gate, KeptGate, None)
     return len(plain)
+
+
+def _is_plain(gate: nn.Module | None) -> bool:
+    rebuilding = getattr(type(gate), "patch_mixin", None) is RebuildingLinear
+    kind = type(gate).patch_original if rebuilding else type(gate)
+    return kind is nn.Linear and "forward" not in vars(gate)
