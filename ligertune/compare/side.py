@@ -32,7 +32,7 @@ class Side:
             )
 
 
-ON, OFF = {"enabled": True}, {"enabled": False}
+ON, OFF = {"enabled": True}, {"enabled": False, "rebuild": False}
 COMPILED = {"torch_compile": True}
 FLOAT8 = {"fp8": True, **COMPILED}
 INPUTS, GATES, BOTH = ({"gradient_checkpointing": kept} for kept in ("offload", "offload_gate", "offload_both"))
