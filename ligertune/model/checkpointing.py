@@ -38,14 +38,27 @@ def checkpoint_layers(
     kept = keep_gates(model, but=left_out) if kind in ("offload_gate", "offload_both") else 0
     contexts = _with_gates(gates) if kept else _recomputation
     enable({"use_reentrant": False} | ({} if compiled else {"context_fn": contexts}))
-    for module in model.modules() if kind in ("offload", "offload_both") else ():
+    let_inputs_be(model)
+    for module in model.modules() if kind is not True else ():
         if hasattr(module, "_gradient_checkpointing_func"):
-            module._gradient_checkpointing_func = _in_host_memory(module._gradient_checkpointing_func, inputs)
+            checkpoint = module._gradient_checkpointing_func
+            if kind != "offload_gate":
+                checkpoint = _in_host_memory(checkpoint, inputs)
+            module._gradient_checkpointing_func = _where_gradients_go(module, checkpoint)
     for layer in left_out:
         layer.gradient_checkpointing = False
     if len(left_out) and kind is not True:
         _pass_on(left_out[0], inputs, gates)
     return kept
+
+
+def let_inputs_be(model: nn.Module) -> None:
+    """Take back that what embeddings give needs a gradient, which transformers and peft ask for with checkpointing.
+
+    Only its reentrant kind needs that. Else it has frozen layers in front of all that trains, such as a tower of
+    pictures, keep their inputs, run again and be gone back through, for a gradient that nobody takes.
+    """
+    model.disable_input_require_grads()
 
 
 def _layers(model: PreTrainedModel) -> nn.ModuleList:
@@ -67,6 +80,19 @@ def _pass_on(layer: nn.Module, *stores: HostStore) -> None:
             store.passed()
 
     layer.register_forward_pre_hook(before)
+
+
+def _where_gradients_go(module: nn.Module, checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+    """A checkpoint of what a gradient comes back to: nobody would ask for what else is put away."""
+
+    def chosen(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        given = (*args, *kwargs.values(), *getattr(function, "keywords", {}).values())
+        tensors = (t for t in (*given, *module.parameters()) if isinstance(t, Tensor))
+        if any(t.requires_grad for t in tensors):
+            return checkpoint(function, *args, **kwargs)
+        return function(*args, **kwargs)
+
+    return chosen
 
 
 def _in_host_memory(checkpoint: Callable[..., Any], store: HostStore) -> Callable[..., Any]:

@@ -16,6 +16,7 @@ from peft.tuners.lora import Linear as LoraLinear
 from torch import nn
 
 from ligertune.errors import UserError
+from ligertune.model.checkpointing import let_inputs_be
 from ligertune.model.lora_head import LoraLossHead
 from ligertune.model.loss import LossHead
 from ligertune.model.rebuild import is_rebuilding, rebuild_inputs
@@ -46,6 +47,7 @@ def add_adapter(model: PreTrainedModel, spec: MethodSpec) -> peft.PeftModel:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers for attributes by their former names
         adapted = peft.get_peft_model(model, config)
+    let_inputs_be(model)
     rebuilds = is_rebuilding(model)
     for module in adapted.modules():
         if isinstance(module, peft.tuners.lora.LoraLayer):

@@ -131,6 +131,28 @@ def test_the_last_layers_are_computed_once_where_they_are_left_out(kind, product
     assert computed == [2, 2, 2, 2, 1, 1]
 
 
+@pytest.mark.parametrize("kind", [True, *KINDS])
+def test_frozen_layers_in_front_of_all_that_trains_are_computed_once(kind, products):
+    """They keep nothing and nothing goes back through them."""
+    model = checkpointed(kind, **WIDE)
+    apply_method(model, MethodSpec(type="freeze", trainable=[r"layers\.[45]\."]))
+    layers, given = model.model.layers, []
+    layers[4].input_layernorm.register_forward_pre_hook(lambda _, args: given.append(args[0].requires_grad))
+    products.clear()  # patching asks the layers what they compute
+    gradients(model, "cpu")
+    assert [products.count(layer.mlp.up_proj.weight.data_ptr()) for layer in layers] == [1, 1, 1, 1, 2, 2]
+    assert given == [False, False]
+
+
+def test_an_adapter_needs_no_gradient_of_what_it_is_given():
+    model = checkpointed(True, **WIDE)
+    adapted = apply_method(model, MethodSpec(type="lora", lora_r=4))
+    found = []
+    model.model.embed_tokens.register_forward_hook(lambda _, args, output: found.append(output.requires_grad))
+    gradients(adapted, "cpu")
+    assert found == [False]
+
+
 def test_a_model_that_does_not_ask_its_layers_is_refused():
     model = tiny_models.make("llama")
     model.model.layers = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)])

@@ -1,18 +1,22 @@
-"""What the plan counts of the layers that see."""
+"""What the layers that see keep, and what the plan counts of them."""
 
 from __future__ import annotations
 
 import pytest
+import tiny_vlms
 import torch
+from asked_rows import asked
+from batches_of import batch_of, training
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from ligertune.activations import Kept
+from ligertune.model.checkpointing import checkpoint_layers
+from ligertune.model.method import apply_method
+from ligertune.model.patch import patch
 from ligertune.model.shape import ModelShape
-from ligertune.model.vision import freeze
-from ligertune.recipe import VisionSpec
-from ligertune.vision.families import family_of
-
-pytestmark = pytest.mark.corpus
+from ligertune.model.vision import freeze, prepare_vision
+from ligertune.recipe import MethodSpec, VisionSpec
+from ligertune.vision.families import family_of, part_of
 
 
 def tower_of(corpus, name: str, **vision: bool):
@@ -23,6 +27,7 @@ def tower_of(corpus, name: str, **vision: bool):
     return ModelShape.of(model).tower
 
 
+@pytest.mark.corpus
 def test_a_tower_that_trains_keeps_its_layers(corpus):
     tower = tower_of(corpus, "Qwen2-VL-2B-Instruct", freeze_vision_tower=False)
     assert (tower.layers, tower.hidden, tower.patches_per_token) == (32, 1280, 4)
@@ -32,26 +37,50 @@ def test_a_tower_that_trains_keeps_its_layers(corpus):
     assert tower.held_bytes(1000, Kept(checkpointing="offload"), 2) == 0
 
 
+@pytest.mark.corpus
 def test_a_frozen_tower_keeps_nothing(corpus):
     tower = tower_of(corpus, "Qwen2-VL-2B-Instruct")
     assert not tower.trains and tower.held_bytes(1000, Kept(), 2) == 0
 
 
+@pytest.mark.corpus
 def test_squares_have_as_many_patches_as_tokens(corpus):
     tower = tower_of(corpus, "llava-1.5-7b-hf", freeze_vision_tower=False)
     assert (tower.layers, tower.hidden, tower.patches_per_token) == (24, 1024, 1)
 
 
+@pytest.mark.corpus
 def test_tiles_are_not_in_the_text(corpus):
     assert tower_of(corpus, "Llama-3.2-11B-Vision", freeze_vision_tower=False) is None
 
 
 def test_the_largest_share_is_that_of_the_data(prepared_for, reader_of, pictures):
-    from asked_rows import asked
-
     rows = [asked("<image>What is this?", "Yes.", pictures["red"]), asked("Who?", "a system of user and assistant")]
     examples = prepared_for("qwen2_vl", rows).train
     reader = reader_of("qwen2_vl")
     shares = [float((example.input_ids == reader.token_id).mean()) for example in examples]
     assert 0 < max(shares) < 1 and reader.largest_share(examples) == max(shares)
     assert reader.largest_share(examples.select([shares.index(0.0)])) == 0.0
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+@pytest.mark.parametrize("kind", [True, "offload", "offload_gate", "offload_both"])
+@pytest.mark.parametrize("family", tiny_vlms.FAMILIES)
+def test_checkpointing_runs_a_frozen_tower_once(
+    family, kind, method, prepared_for, reader_of, tokenizer_of, pictures
+):
+    model = tiny_vlms.make(family, tokenizer_of(family))
+    patch(model)
+    prepare_vision(model, VisionSpec())
+    checkpoint_layers(model, kind)
+    trained = apply_method(model, MethodSpec(type=method))
+    runs = {name: [] for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
+    for name, module in model.named_modules():
+        if name in runs:
+            module.register_forward_hook(lambda *given, name=name: runs[name].append(given[2].requires_grad))
+    rows = [asked("<image>What is this?", "Yes.", pictures["red"])]
+    training(trained, batch_of(prepared_for(family, rows), reader_of(family), (0,)))
+    seen, read = ([runs[name] for name in runs if part_of(family_of(model.config), name) == part and runs[name]]
+                  for part in ("vision_tower", "language_model"))  # fmt: skip
+    assert seen and all(found == [False] for found in seen)
+    assert [True, True] in read
