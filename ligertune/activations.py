@@ -84,20 +84,25 @@ class Kept:
 
 @dataclass(frozen=True)
 class TowerShape:
-    """The layers that see: how many, their width, elements a patch that one keeps, and the patches behind a token."""
+    """The layers that see: how many, their width, elements a patch that one keeps, and the patches behind a token.
+
+    projector: elements a token that what is between them and the language model keeps, which is not checkpointed.
+    """
 
     layers: int
     hidden: int
     kept: int
     patches_per_token: float
     trains: bool
+    projector: int = 0
 
     def held_bytes(self, image_tokens: float, kept: Kept, itemsize: int) -> int:
         """What all of them keep of a batch's pictures; nothing where they are frozen, and the graph begins behind."""
-        patches = math.ceil(image_tokens * self.patches_per_token) if self.trains else 0
-        if kept.inputs_wait:
-            return 0
-        return self.layers * patches * (self.hidden if kept.checkpointing else self.kept) * itemsize
+        of_projector = math.ceil(image_tokens) * self.projector * itemsize
+        if not self.trains or kept.inputs_wait:
+            return of_projector
+        patches = math.ceil(image_tokens * self.patches_per_token)
+        return of_projector + self.layers * patches * (self.hidden if kept.checkpointing else self.kept) * itemsize
 
 
 @dataclass(frozen=True)

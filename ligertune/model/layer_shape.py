@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -92,7 +94,7 @@ def tower_shape(model: PreTrainedModel) -> TowerShape | None:
     family = family_of(model.config)
     if family is None or family.layout == "tiles":
         return None
-    inside = [(name, p) for name, p in model.named_parameters() if part_of(family, name) == "vision_tower"]
+    trains = {part_of(family, name) for name, p in model.named_parameters() if p.requires_grad}
     prefix = family.vision_tower[0]
     lists = [m for name, m in model.named_modules() if name.startswith(prefix) and isinstance(m, nn.ModuleList)]
     layers = max(lists, key=len, default=None)
@@ -104,15 +106,36 @@ def tower_shape(model: PreTrainedModel) -> TowerShape | None:
     gated = any("gate" in name for name, _ in weights)
     fused = any(sorted(shape) == [hidden, 3 * hidden] for _, shape in weights)  # v is a view of what q and k came from
     # a sigmoid's result beside the input and the product; gate, up and their product
+    per_token = _patches_per_token(model.config, family)
+    merged = round(per_token) if family.layout == "patches" else 1  # patches that the projector is given as one
     in_mlp = 3 if gated or getattr(model.config.vision_config, "hidden_act", "") == "quick_gelu" else 2
     return TowerShape(
         layers=len(layers),
         hidden=hidden,
         # two norms' inputs and outputs, queries, keys, values, attention's output
         kept=(8 + 2 * fused) * hidden + in_mlp * mlp,
-        patches_per_token=_patches_per_token(model.config, family),
-        trains=any(p.requires_grad for _, p in inside),
+        patches_per_token=per_token,
+        trains="vision_tower" in trains,
+        projector=_kept_by_projector(model, family, hidden * merged) if trains & {"vision_tower", "projector"} else 0,
     )
+
+
+def _kept_by_projector(model: PreTrainedModel, family: Family, given: int) -> int:
+    """Elements a token that norms, products and activations between tower and text keep: what each is given.
+
+    given: the first's. Of several projectors each begins with it again.
+    """
+    kept = width = 0
+    for name, parameter in model.named_parameters():
+        if part_of(family, name) != "projector":
+            continue
+        if parameter.ndim == 2:
+            begins = width not in parameter.shape
+            kept += given if begins else 2 * width  # an activation's input and output
+            width = sum(parameter.shape) - (given if begins else width)
+        elif re.search(r"(norm|ln_)\w*\.weight$", name):
+            kept += given
+    return kept
 
 
 def _patches_per_token(config: PreTrainedConfig, family: Family) -> float:
