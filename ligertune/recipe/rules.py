@@ -93,6 +93,11 @@ RULES = (
         "{0} says how many layers are checkpointed, and {1} is false. Write {1}: true.",
     ),
     Rule(
+        ("train.gradient_checkpointing_layers", "task"),
+        lambda recipe: recipe.train.gradient_checkpointing_layers != "all" and recipe.task == "medusa",
+        "{0} goes by the plan of memory, which {1}: medusa does not have. Leave {0} out.",
+    ),
+    Rule(
         ("kernels.rebuild", "train.torch_compile"),
         lambda recipe: recipe.kernels.rebuild and recipe.train.torch_compile,
         "{0} works on layers that run one by one, and {1} makes graphs of them. Leave one of them out.",
