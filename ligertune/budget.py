@@ -32,6 +32,7 @@ class Budget:
     cp_size: int = 1  # ranks that share a row
     longest: int = 0  # document
     offloaded: bool = False  # the states are in host memory, and the device has what is gathered of them
+    in_front: int = 0  # first layers that no gradient goes back through, and which keep nothing
 
     def peak(self, micro_batch_size: int, row_length: int, *, accumulates: bool, memory: int | None = None) -> Peak:
         """The highest moment of a step with this micro batch. memory: the device's, which the loss may make use of."""
@@ -48,7 +49,7 @@ class Budget:
             self.head,
             replace(self.kept, keys=keys / tokens),
             Batch(tokens, labels, row_length, accumulates),
-            layers=self.layers,
+            layers=self.layers_of_graph,
             itemsize=self.itemsize,
             gradients=gradients,
             step_bytes=0 if self.offloaded else self.step_bytes,
@@ -59,6 +60,11 @@ class Budget:
             shards=self.shards,
         )
         return Peak(weights, optimizer, max(found, key=lambda moment: moment.total))
+
+    @property
+    def layers_of_graph(self) -> int:
+        """Those that keep something for the backward; of one that keeps nothing as much is there when it computes."""
+        return max(1, self.layers - self.in_front)
 
     def keys_of(self, tokens: int) -> int:
         """How many keys a rank's tokens see at most: of its two pieces, the documents' tokens before each, too."""
@@ -94,7 +100,7 @@ class Budget:
         tokens = -(-micro_batch_size * row_length // self.cp_size)
         width = self.layer.hidden * self.kept.inputs_wait
         width += self.layer.mlp * (self.kept.gates_wait and not self.layer.routed)
-        return (self.layers - self.kept.not_checkpointed) * tokens * width * self.itemsize
+        return max(0, self.layers_of_graph - self.kept.not_checkpointed) * tokens * width * self.itemsize
 
     def host_notes(self, micro_batch_size: int, row_length: int) -> tuple[str, ...]:
         """That in words, if it is anything."""

@@ -261,6 +261,7 @@ def make_budget(
         cp_size=recipe.parallel.cp_size,
         longest=data.longest,
         offloaded=recipe.parallel.cpu_offload,
+        in_front=shape.in_front,
     )
 
 

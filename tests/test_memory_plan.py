@@ -140,6 +140,33 @@ def test_the_parts_add_up_and_checkpointing_pays(shapes):
     assert budget_of(shapes, "full").peak(4, 2048, accumulates=True).total >= peaks[0].total
 
 
+@pytest.mark.parametrize(
+    ("trainable", "in_front"),
+    [([r"layers\.[67]\."], 6), (["lm_head"], 8), ([r"model\.norm"], 8), (["embed_tokens"], 0), (["o_proj"], 0)],
+    ids=str,
+)
+def test_frozen_layers_in_front_keep_nothing(shapes, trainable, in_front):
+    config = transformers.LlamaConfig(**{**LLAMA_8B, "num_hidden_layers": 8})
+    shape = shape_of(config, type="freeze", trainable=trainable)
+    assert shape.in_front == in_front
+    whole = replace(budget_of(shapes, "full"), layer=shape.layer, layers=8)
+    some, kept = replace(whole, in_front=in_front), layer_bytes(shape.layer, Kept(), 2, 2048)
+    loss, loss_of_some = (budget.peak(4, 2048, accumulates=True).moment.activations for budget in (whole, some))
+    assert loss - loss_of_some == min(in_front, 7) * 4 * 2048 * kept
+    # forward 2, backward 4 or 2 without the weight's gradient; the layers in front have no backward
+    each = 4096 * (4096 * 2 + 1024 * 2) + 3 * 4096 * 14336
+    assert shape.n_matmul_in_front == in_front * each
+    usual = 4 * shape.n_matmul + 2 * shape.n_matmul_trainable
+    assert shape.flops(tokens=1, squared_lengths=0) == usual - 2 * in_front * each
+    assert shape.flops(tokens=0, squared_lengths=1) == 4096 * (6 * 8 - 4 * in_front)
+
+
+def test_no_layers_are_in_front_of_what_trains_before_them(shapes):
+    assert [shape.in_front for shape in shapes.values()] == [0, 0, 0]  # adapters in every layer
+    tied = transformers.LlamaConfig(**TINY, tie_word_embeddings=True)
+    assert shape_of(tied, type="freeze", trainable=["embed_tokens"]).in_front == 0
+
+
 @pytest.mark.parametrize("how", [True, "offload", "offload_gate", "offload_both"])
 def test_layers_that_are_not_checkpointed_are_counted(shapes, how):
     """Each keeps what it has, and its input is not kept beside that."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 
 from torch import nn
@@ -52,6 +53,22 @@ def text_layers(model: PreTrainedModel) -> nn.ModuleList | None:
         if isinstance(module, nn.ModuleList) and len(module) == depth and not seen:
             return module
     return None
+
+
+def layers_in_front(model: PreTrainedModel) -> list[nn.Module]:
+    """The language model's first layers that no gradient goes back through, and which keep nothing.
+
+    Neither they nor what is before them trains.
+    """
+    layers, embedding, head = text_layers(model), model.get_input_embeddings(), model.get_output_embeddings()
+    if layers is None:
+        return []
+    beside = next([*m.children()] for m in model.modules() if any(child is layers for child in m.children()))
+    rest = [*layers, *beside[beside.index(layers) + 1 :], *filter(None, [head])]
+    behind = {id(p) for module in rest for p in module.parameters()} - {id(p) for p in embedding.parameters()}
+    if any(p.requires_grad and id(p) not in behind for p in model.parameters()):
+        return []
+    return [*itertools.takewhile(lambda layer: not any(p.requires_grad for p in layer.parameters()), layers)]
 
 
 def _mlp_width(config: PreTrainedConfig, layer: nn.Module) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from ligertune.activations import HeadShape, LayerShape, TowerShape
 from ligertune.memory import ParameterKind
-from ligertune.model.layer_shape import head_shape, layer_shape, tower_shape
+from ligertune.model.layer_shape import head_shape, layer_shape, layers_in_front, tower_shape
 from ligertune.vision.families import family_of, part_of
 
 
@@ -33,19 +33,23 @@ class ModelShape:
     layer: LayerShape | None = None
     head: HeadShape | None = None
     tower: TowerShape | None = None
+    in_front: int = 0  # first layers that no gradient goes back through
+    n_matmul_in_front: int = 0  # of n_matmul, in those
 
     @staticmethod
     def of(model: PreTrainedModel) -> ModelShape:
         """Read from a built model; one on the meta device does."""
         config = model.config.get_text_config()
         heads = config.num_attention_heads
-        matmul = _matmul_sizes(model)
+        matmul, in_front = _matmul_sizes(model), layers_in_front(model)
+        spared = {id(p) for layer in in_front for p in layer.parameters()}
         return ModelShape(
             family=type(_inside(model)).__name__,
             n_parameters=sum(p.numel() for p in model.parameters()),
             n_trainable=sum(p.numel() for p in model.parameters() if p.requires_grad),
             n_matmul=sum(size for size, _ in matmul),
-            n_matmul_trainable=sum(size for size, trains in matmul if trains),
+            n_matmul_trainable=sum(size for size, p in matmul if p.requires_grad),
+            n_matmul_in_front=sum(size for size, p in matmul if id(p) in spared),
             hidden_size=config.hidden_size,
             num_hidden_layers=config.num_hidden_layers,
             attention_width=heads * (getattr(config, "head_dim", None) or config.hidden_size // heads),
@@ -55,6 +59,7 @@ class ModelShape:
             layer=layer_shape(model),
             head=head_shape(model),
             tower=tower_shape(model),
+            in_front=len(in_front),
         )
 
     def flops(self, *, tokens: int, squared_lengths: int) -> float:
@@ -63,10 +68,11 @@ class ModelShape:
         tokens: their lengths summed; squared_lengths: their squared lengths summed. A weight costs 2 FLOPs a token
         forward, 2 for its input's gradient and, where it trains, 2 for its own (Kaplan et al. 2020, section 2.1);
         causal attention 2 * T^2 * width a layer forward (half of the square, two products) and twice that backward.
+        Frozen layers in front of all that trains have no backward.
         """
-        weights = (4 * self.n_matmul + 2 * self.n_matmul_trainable) * tokens
-        attention = 6 * self.num_hidden_layers * self.attention_width * squared_lengths
-        return float(weights + attention)
+        weights = (4 * self.n_matmul - 2 * self.n_matmul_in_front + 2 * self.n_matmul_trainable) * tokens
+        passes = 3 * self.num_hidden_layers - 2 * self.in_front  # through a layer's attention
+        return float(weights + 2 * passes * self.attention_width * squared_lengths)
 
 
 def _inside(model: nn.Module) -> PreTrainedModel:
@@ -92,8 +98,8 @@ def parameter_kinds(model: PreTrainedModel) -> tuple[tuple[ParameterKind, int], 
     return tuple(kinds.items())
 
 
-def _matmul_sizes(model: PreTrainedModel) -> list[tuple[int, bool]]:
-    """(elements used for each token, whether they train) of every weight matrix; experts count by those active."""
+def _matmul_sizes(model: PreTrainedModel) -> list[tuple[int, nn.Parameter]]:
+    """(elements used for each token, parameter) of every weight matrix; experts count by those active."""
     config = model.config.get_text_config()
     n_experts = next(
         (n for k in ("num_local_experts", "num_experts", "n_routed_experts") if (n := getattr(config, k, None))), 1
@@ -107,9 +113,9 @@ def _matmul_sizes(model: PreTrainedModel) -> list[tuple[int, bool]]:
             continue  # multiplies patches, not tokens
         if parameter.ndim == 2 and parameter is not embedding.weight:
             whole = getattr(parameter, "quant_state", parameter).shape  # four bits lie packed in a (bytes, 1)
-            sizes.append((math.prod(whole), parameter.requires_grad))
+            sizes.append((math.prod(whole), parameter))
         elif parameter.ndim == 3:
-            sizes.append((int(parameter.numel() * active), parameter.requires_grad))
+            sizes.append((int(parameter.numel() * active), parameter))
     if head is not None and head.weight is embedding.weight:
-        sizes.append((head.weight.numel(), head.weight.requires_grad))
+        sizes.append((head.weight.numel(), head.weight))
     return sizes
