@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ligertune.errors import UserError
+from ligertune.host_memory import total_memory
 from ligertune.imports import importing
 
 Vendor = Literal["nvidia", "amd", "cpu"]
@@ -166,7 +167,7 @@ def this_machine() -> Machine:
             name=_cpu_name(),
             arch=platform.machine(),
             device_count=1,
-            memory_bytes=_host_memory_bytes(),
+            memory_bytes=total_memory(),
             has_bfloat16=True,
             peak_flops=None,
             peak_bandwidth=None,
@@ -213,9 +214,3 @@ def _cpu_name() -> str:
     except OSError:
         names = []
     return names[0] if names else platform.processor() or "CPU"
-
-
-def _host_memory_bytes() -> int:
-    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return 0

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ligertune.doctor.finding import Finding
+from ligertune.host_memory import available_memory
 
 GIB = 2**30
 LEAST_DISK = 10 * GIB  # a 1B model, its checkpoint and its data
@@ -43,7 +44,7 @@ VARIABLES = (
 def resources() -> list[Finding]:
     """Disk, memory, shared memory. What cannot be told on this system is left out."""
     found = [free_disk("free disk here", Path.cwd()), cache(_hub_cache())]
-    if (free := _available_memory()) is not None:
+    if (free := available_memory()) is not None:
         advice = "" if free >= LEAST_MEMORY else "models are loaded through the host's memory"
         command = "" if free >= LEAST_MEMORY else "ps aux --sort=-rss | head    # what holds it"
         found.append(Finding("free host memory", f"{free / GIB:.1f} GiB", advice, command))
@@ -92,16 +93,3 @@ def _hub_cache() -> Path:
     """As huggingface_hub finds it."""
     home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
     return Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub").expanduser()
-
-
-def _available_memory() -> int | None:
-    """Bytes that could be had without swapping, within a container's limit; None where the system does not say."""
-    meminfo = Path("/proc/meminfo")
-    if not meminfo.is_file():
-        return None
-    lines = (line.split() for line in meminfo.read_text(encoding="utf-8").splitlines())
-    available = next((int(words[1]) * 1024 for words in lines if words[0] == "MemAvailable:"), None)
-    limit, used = (Path("/sys/fs/cgroup", name) for name in ("memory.max", "memory.current"))
-    if available is None or not limit.is_file() or limit.read_text().strip() == "max":
-        return available
-    return min(available, int(limit.read_text()) - int(used.read_text()))

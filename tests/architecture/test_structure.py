@@ -20,13 +20,13 @@ TOP_LEVEL = {
 # unless a row stands before another: `plan` reads machine, memory and recipe.
 FLOORS = (
     ("errors", "optimizer_states", "imports"),
-    ("disk", "folders", "phases"),
+    ("disk", "folders", "host_memory", "phases"),
     ("machine", "slurm", "memory", "activations", "recipe", "metrics"),
     ("budget", "plan_batching", "plan_float8"),
     ("plan_strategy",),
     ("plan_states", "plan_kept"),
     ("plan", "preflight", "rank_failure", "standstill"),
-    ("report", "plan_fit", "curves", "plan_cuda_graphs"),
+    ("report", "plan_fit", "curves", "plan_cuda_graphs", "plan_host"),
     ("vision",),
     ("model", "data"),
     ("medusa",),
