@@ -71,8 +71,10 @@ def fused_loss(
         own = distilled(flat, weight, Teacher(taught, teacher.weight), targets[0], counts and counts[0], form)
         targets, weights, counts = targets[1:], weights[1:], counts and counts[1:]
     with_model = len(targets) > len(heads)
-    hiddens = [flat] * with_model + heads.hidden(flat)
+    hiddens: list[Tensor] | Tensor = [flat] * with_model + heads.hidden(flat)
     shared = not heads.own_lm_head
+    if shared:
+        hiddens = torch.stack(hiddens)  # the single ones are given back here, not behind the loss
     found = multi_head_linear_cross_entropy(
         hiddens,
         weight if shared else [weight] * with_model + heads.projections(weight),

@@ -12,7 +12,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "model"))  # for tiny_models
 
 from ligertune_kernels import labelled_rows
-from tiny_models import batch, make
+from tiny_models import VOCAB, batch, make
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from ligertune.errors import UserError
@@ -75,6 +77,33 @@ def test_fused_equals_all_logits_at_once(stage, lm_head, kind, rows):
     assert found.keys() == expected.keys()
     for name, gradient in expected.items():
         torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-5, msg=name)
+
+
+class _AtTheFirstLogits(TorchDispatchMode):
+    """How many of the noted tensors are still there when the first tensor as wide as the vocabulary is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noted: list[StorageWeakRef] = []
+        self.alive: int | None = None
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        if self.noted and self.alive is None and isinstance(made, torch.Tensor) and made.shape[-1:] == (VOCAB,):
+            self.alive = sum(not storage.expired() for storage in self.noted)
+        return made
+
+
+@pytest.mark.parametrize(("lm_head", "alive"), [("shared", 0), ("own", 3)])
+def test_what_each_head_gives_is_there_once(lm_head, alive):
+    """With one output head all rows go through it together: the copies that they came from are given back before."""
+    model = model_with_heads(fused=True, lm_head=lm_head)
+    seen = _AtTheFirstLogits()
+    for head in model.medusa_head:
+        head[1].register_forward_hook(lambda _, args, out: seen.noted.append(StorageWeakRef(out.untyped_storage())))
+    with seen:
+        model(**inputs("padded"), use_cache=False)
+    assert len(seen.noted) == 3 and seen.alive == alive
 
 
 def test_fsdp_finds_the_loss_in_the_output():
