@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from ligertune.activations import CONTEXT, Batch, HeadShape, Kept, LayerShape, Moment, TowerShape, moments
+from ligertune.heads_memory import Heads, alone, beside
 from ligertune.memory import StateBytes
 
 # Of a device's memory: blocks that do not fit together again leave holes between them.
@@ -33,32 +34,40 @@ class Budget:
     longest: int = 0  # document
     offloaded: bool = False  # the states are in host memory, and the device has what is gathered of them
     in_front: int = 0  # first layers that no gradient goes back through, and which keep nothing
+    heads: Heads | None = None  # Medusa's
 
     def peak(self, micro_batch_size: int, row_length: int, *, accumulates: bool, memory: int | None = None) -> Peak:
         """The highest moment of a step with this micro batch. memory: the device's, which the loss may make use of."""
         slots = micro_batch_size * row_length
         tokens = -(-slots // self.cp_size)
         keys = self.keys_of(tokens)
-        labels = max(1, round(tokens * self.labelled))
-        weights, optimizer = (0, 0) if self.offloaded else (self.states.weights, self.states.optimizer)
-        always = weights + optimizer
+        batch = Batch(tokens, max(1, round(tokens * self.labelled)), row_length, accumulates)
+        always = 0 if self.offloaded else self.states.weights + self.states.optimizer
         gradients = 0 if self.in_backward or self.offloaded else self.states.gradients
-        free = None if memory is None else max(0, memory - CONTEXT - always - gradients)
-        found = moments(
-            self.layer,
-            self.head,
-            replace(self.kept, keys=keys / tokens),
-            Batch(tokens, labels, row_length, accumulates),
-            layers=self.layers_of_graph,
-            itemsize=self.itemsize,
-            gradients=gradients,
-            step_bytes=0 if self.offloaded else self.step_bytes,
-            workspace=self.workspace + self.gathered_bytes(slots, keys),
-            free=free,
-            tower=self.tower.held_bytes(tokens * self.image_share, self.kept, self.itemsize) if self.tower else 0,
-            unit=self.layer_weights() if self.shards > 1 else 0,
-            shards=self.shards,
-        )
+        shared = {
+            "itemsize": self.itemsize,
+            "gradients": gradients,
+            "step_bytes": 0 if self.offloaded else self.step_bytes,
+            "workspace": self.workspace + self.gathered_bytes(slots, keys),
+            "free": None if memory is None else max(0, memory - CONTEXT - always - gradients),
+        }
+        if self.heads is not None and not self.heads.beside_model:
+            found = alone(self.heads, self.layer, self.head, self.kept, batch, **shared)
+        else:
+            found = moments(
+                self.layer,
+                self.head,
+                replace(self.kept, keys=keys / tokens),
+                batch,
+                **shared,
+                layers=self.layers_of_graph,
+                tower=self.tower.held_bytes(tokens * self.image_share, self.kept, self.itemsize) if self.tower else 0,
+                unit=self.layer_weights() if self.shards > 1 else 0,
+                shards=self.shards,
+            )
+        if self.heads is not None and self.heads.beside_model:
+            found = beside(self.heads, self.head, batch, found, itemsize=self.itemsize, free=shared["free"])
+        weights, optimizer = (0, 0) if self.offloaded else (self.states.weights, self.states.optimizer)
         return Peak(weights, optimizer, max(found, key=lambda moment: moment.total))
 
     @property
@@ -98,6 +107,8 @@ class Budget:
     def host_bytes(self, micro_batch_size: int, row_length: int) -> int:
         """What checkpointing leaves in the host's memory of a micro batch, for each process."""
         tokens = -(-micro_batch_size * row_length // self.cp_size)
+        if self.heads is not None and not self.heads.beside_model:
+            return 0  # the model has no graph
         width = self.layer.hidden * self.kept.inputs_wait
         width += self.layer.mlp * (self.kept.gates_wait and not self.layer.routed)
         return max(0, self.layers_of_graph - self.kept.not_checkpointed) * tokens * width * self.itemsize

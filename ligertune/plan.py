@@ -241,8 +241,11 @@ def make_budget(
     workspace: int,
     shards: int = 1,
 ) -> Budget | None:
-    """All that decides the memory of a step; None for a model whose layers are not understood."""
-    if shape.layer is None or shape.head is None:
+    """All that decides the memory of a step; None for a model whose layers are not understood.
+
+    Nor is there a formula for Medusa heads whose logits are made all at once, or that several ranks share.
+    """
+    if shape.layer is None or shape.head is None or (shape.heads and (shards > 1 or not kept.in_head)):
         return None
     return Budget(
         states=states,
@@ -262,6 +265,7 @@ def make_budget(
         longest=data.longest,
         offloaded=recipe.parallel.cpu_offload,
         in_front=shape.in_front,
+        heads=shape.heads,
     )
 
 

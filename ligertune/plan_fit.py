@@ -65,7 +65,9 @@ def advice(plan: Plan) -> str:
     if 0 < here.row_length < length:
         ways.append(f"data.max_length: {here.row_length}")
     if plan.recipe.method.type == "full":
-        ways += [f"train.optim: {'adamw_torch_8bit' if plan.strategy == 'fsdp' else 'adamw_8bit'}", "method.type: lora"]
+        heads_alone = plan.recipe.task == "medusa" and plan.recipe.medusa.stage == 1
+        ways.append(f"train.optim: {'adamw_torch_8bit' if plan.strategy == 'fsdp' else 'adamw_8bit'}")
+        ways += [] if heads_alone else ["method.type: lora"]
     elif plan.recipe.method.type == "lora":
         ways.append("method.type: qlora")
     return "Write " + ", or ".join(ways) + "." if ways else "Use a device with more memory, or more of them."

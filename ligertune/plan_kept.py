@@ -29,7 +29,7 @@ def kept_with(recipe: Recipe, attn_implementation: str, kernels: Iterable[Kernel
     return Kept(
         norm="rms_norm" in applied,
         mlp=bool(applied & {"swiglu", "geglu"}),
-        in_head="linear_cross_entropy" in applied,
+        in_head=bool(applied & {"linear_cross_entropy", "multi_head_linear_cross_entropy"}),
         attention=attn_implementation,
         checkpointing=recipe.train.gradient_checkpointing,
         rebuild=recipe.kernels.rebuild if "rebuild" in applied and not copies_inputs(recipe) else False,

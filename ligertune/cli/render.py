@@ -43,6 +43,7 @@ OUTPUT = _Output()
 
 # a step's high points in words, by activations.Moment.name
 WHEN = {
+    "frozen model": "while the frozen model is computed",
     "loss": "while the loss is computed",
     "backward": "as the backward begins",
     "run again": "as the backward reaches the checkpointed layers",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
+from ligertune.heads_memory import Heads
 from ligertune.medusa.model import MedusaModel
 from ligertune.model.shape import ModelShape, parameter_kinds
 
@@ -33,8 +34,10 @@ class MedusaShape(ModelShape):
                 "n_parameters": base.n_parameters + n_heads + n_teacher,
                 "n_trainable": base.n_trainable + n_heads,
                 "parameters": parameter_kinds(model),
-                "layer": None,  # no formula yet for the activations of heads
-                "head": None,
+                "layer": None if model.teacher is not None else base.layer,  # no formula for what a teacher takes
+                "heads": Heads(
+                    len(heads), heads.num_layers, beside_model=model.trains_model, own_projection=heads.own_lm_head
+                ),
             },
             trains_model=model.trains_model,
             num_heads=len(heads),

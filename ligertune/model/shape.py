@@ -10,6 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ligertune.activations import HeadShape, LayerShape, TowerShape
+from ligertune.heads_memory import Heads
 from ligertune.memory import ParameterKind
 from ligertune.model.layer_shape import head_shape, layer_shape, layers_in_front, tower_shape
 from ligertune.vision.families import family_of, part_of
@@ -35,6 +36,7 @@ class ModelShape:
     tower: TowerShape | None = None
     in_front: int = 0  # first layers that no gradient goes back through
     n_matmul_in_front: int = 0  # of n_matmul, in those
+    heads: Heads | None = None  # Medusa's
 
     @staticmethod
     def of(model: PreTrainedModel) -> ModelShape:

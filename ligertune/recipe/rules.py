@@ -93,9 +93,11 @@ RULES = (
         "{0} says how many layers are checkpointed, and {1} is false. Write {1}: true.",
     ),
     Rule(
-        ("train.gradient_checkpointing_layers", "task"),
-        lambda recipe: recipe.train.gradient_checkpointing_layers != "all" and recipe.task == "medusa",
-        "{0} goes by the plan of memory, which {1}: medusa does not have. Leave {0} out.",
+        ("train.gradient_checkpointing_layers", "medusa.stage"),
+        lambda recipe: (
+            recipe.train.gradient_checkpointing_layers != "all" and recipe.task == "medusa" and recipe.medusa.stage == 1
+        ),
+        "{0} is for layers that keep something, and in stage 1 ({1}) the heads alone train. Leave {0} out.",
     ),
     Rule(
         ("kernels.rebuild", "train.torch_compile"),

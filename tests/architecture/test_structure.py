@@ -22,6 +22,7 @@ FLOORS = (
     ("errors", "optimizer_states", "imports"),
     ("disk", "folders", "host_memory", "phases"),
     ("machine", "slurm", "memory", "activations", "recipe", "metrics"),
+    ("heads_memory",),
     ("budget", "plan_batching", "plan_float8"),
     ("plan_strategy",),
     ("plan_states", "plan_kept"),
