@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from ligertune.budget import Budget, largest
 from ligertune.errors import UserError
 from ligertune.plan import Plan, row_length
+from ligertune.plan_kept import why_not_predicted
 
 MOST_ROWS, MOST_TOKENS = 4096, 1 << 20
 
@@ -21,9 +22,9 @@ class Fit:
 
 
 def fits_of(plan: Plan) -> tuple[Fit, Fit]:
-    """Without checkpointing, and with it; a UserError for a model whose layers are not understood."""
+    """Without checkpointing, and with it; a UserError where nothing is predicted."""
     if plan.budget is None:
-        raise UserError(f"--fit: the layers of {plan.model_family} are not understood, so nothing is predicted.")
+        raise UserError(f"--fit: no memory is predicted of {plan.model_family}: {why_not_predicted(plan.recipe)}.")
     return _fit(plan, plan.budget.without_checkpointing()), _fit(plan, plan.budget.with_checkpointing())
 
 

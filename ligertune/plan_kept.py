@@ -37,6 +37,13 @@ def kept_with(recipe: Recipe, attn_implementation: str, kernels: Iterable[Kernel
     )
 
 
+def why_not_predicted(recipe: Recipe) -> str:
+    """In words, where there is no budget."""
+    if recipe.task == "medusa":
+        return "with heads, memory is known of one process or ddp, the fused loss, and no self_distillation"
+    return "this model's layers are not understood"
+
+
 def with_checkpointed_layers(
     recipe: Recipe, budget: Budget | None, batching: Batching, row_length: int, machine: Machine
 ) -> Budget | None:
@@ -50,7 +57,7 @@ def with_checkpointed_layers(
         return budget
     if budget is None:
         raise UserError(
-            f"train.gradient_checkpointing_layers: {wanted} counts layers, and this model's are not understood.",
+            f"train.gradient_checkpointing_layers: {wanted} goes by the memory plan: {why_not_predicted(recipe)}.",
             hint="Leave it out: all layers are checkpointed then.",
         )
 

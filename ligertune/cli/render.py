@@ -134,7 +134,9 @@ def strategy(plan: Plan) -> str:
 def predicted(plan: Plan) -> str:
     """The peak that is expected on a device, in words."""
     if plan.peak is None:
-        return "not predicted: this model's layers are not understood"
+        from ligertune.plan_kept import why_not_predicted
+
+        return f"not predicted: {why_not_predicted(plan.recipe)}"
     return f"{size(plan.peak.total)} expected of {size(plan.machine.memory_bytes)} on each device"
 
 

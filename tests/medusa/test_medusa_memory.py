@@ -19,12 +19,15 @@ from tiny_models import make
 
 from ligertune.activations import WORKSPACE, Batch, Kept
 from ligertune.budget import Budget
+from ligertune.errors import UserError
 from ligertune.heads_memory import alone
 from ligertune.medusa.build import attach_heads
 from ligertune.medusa.shape import MedusaShape
 from ligertune.memory import state_bytes
 from ligertune.model.patch import patch
-from ligertune.recipe import MedusaSpec
+from ligertune.plan_fit import fits_of
+from ligertune.recipe import MedusaSpec, load_recipe
+from ligertune.run import plan_for
 
 GIB, TOKENS = 2**30, 1024
 LLAMA_8B = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
@@ -125,3 +128,18 @@ def test_the_plan_is_what_was_measured(point, shapes):
     budget = replace(budget_of(shapes[stage, number], itemsize=2, checkpointing=stage == 2), workspace=WORKSPACE)
     planned = budget.peak(1, tokens, accumulates=False, memory=80 * GIB).total
     assert planned == pytest.approx(MEASURED[point] * GIB, rel=0.005)
+
+
+@pytest.mark.parametrize("change", ["kernels.loss=torch", "parallel.strategy=fsdp"])
+def test_what_is_not_known_is_said(change, tmp_path):
+    recipe = Path(__file__).parents[2] / "configs" / "medusa" / "stories260k.yaml"
+    recipe = load_recipe(recipe, overrides=[change, f"checkpoint.output_dir={tmp_path}"])
+    plan = plan_for(recipe, for_show=True, memory_gib=80, gpus=2).plan
+    assert plan.peak is None
+    with pytest.raises(UserError, match="with heads, memory is known of one process or ddp"):
+        fits_of(plan)
+
+
+def test_a_teacher_is_not_planned():
+    spec = MedusaSpec(num_heads=2, stage=2, self_distillation=True)
+    assert MedusaShape.of_heads(attach_heads(make("llama"), spec, fused=True)).layer is None
