@@ -389,7 +389,7 @@ def make_plan(
         notes=(
             *notes,
             *float8_notes(recipe, machine),
-            *layers_notes(recipe, budget),
+            *layers_notes(recipe, budget, batching, length, machine),
             *(budget.host_notes(batching.micro_batch_size, length) if budget and machine.device == "cuda" else ()),
         ),
     )

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from ligertune.plan import KernelLine
 
 
+WORTH_SAYING = 0.9  # of the layers, if so many would do
+
+
 def copies_inputs(recipe: Recipe) -> bool:
     """Whether adapters keep what they make of their input, which `kernels.rebuild` then does not save."""
     method = recipe.method
@@ -61,32 +64,48 @@ def with_checkpointed_layers(
             hint="Leave it out: all layers are checkpointed then.",
         )
 
-    def keeping(layers: int) -> Budget:
-        return replace(budget, kept=replace(budget.kept, not_checkpointed=layers))
-
-    def fits(layers: int) -> bool:
-        return keeping(layers).fits(
-            batching.micro_batch_size,
-            row_length,
-            accumulates=batching.accumulation > 1,
-            memory=machine.memory_bytes,
-        )
-
     if wanted == "auto":
-        return keeping(largest(fits, limit=budget.layers))
+        return _with_fewest(budget, batching, row_length, machine)
     if wanted > budget.layers:
         raise UserError(
             f"train.gradient_checkpointing_layers: {wanted}, but the model has {budget.layers} layers.",
             hint="Write a smaller number, or leave it out: all layers are checkpointed then.",
         )
-    return keeping(budget.layers - wanted)
+    return _keeping(budget, budget.layers - wanted)
 
 
-def layers_notes(recipe: Recipe, budget: Budget | None) -> tuple[str, ...]:
-    """How many layers are checkpointed, in words, where it is not all of them."""
-    wanted = recipe.train.gradient_checkpointing_layers
-    if budget is None or not recipe.train.gradient_checkpointing or wanted == "all":
+def _keeping(budget: Budget, layers: int) -> Budget:
+    """With so many layers that are not checkpointed."""
+    return replace(budget, kept=replace(budget.kept, not_checkpointed=layers))
+
+
+def _with_fewest(budget: Budget, batching: Batching, row_length: int, machine: Machine) -> Budget:
+    """With as few layers checkpointed as the device has room for."""
+    accumulates, memory = batching.accumulation > 1, machine.memory_bytes
+
+    def fits(layers: int) -> bool:
+        kept = _keeping(budget, layers)
+        return kept.fits(batching.micro_batch_size, row_length, accumulates=accumulates, memory=memory)
+
+    return _keeping(budget, largest(fits, limit=budget.layers))
+
+
+def layers_notes(
+    recipe: Recipe, budget: Budget | None, batching: Batching, row_length: int, machine: Machine
+) -> tuple[str, ...]:
+    """How many layers are checkpointed, in words, where it is not all of them, or need not be all."""
+    wanted, key = recipe.train.gradient_checkpointing_layers, "train.gradient_checkpointing"
+    if budget is None or not recipe.train.gradient_checkpointing:
         return ()
-    checkpointed = budget.layers - budget.kept.not_checkpointed
-    said = f"{checkpointed} of {budget.layers} layers are checkpointed"
-    return (f"train.gradient_checkpointing_layers: {wanted}: {said}",)
+    if wanted != "all":
+        checkpointed = budget.layers - budget.kept.not_checkpointed
+        return (f"{key}_layers: {wanted}: {checkpointed} of {budget.layers} layers are checkpointed",)
+    trains = budget.heads is None or budget.heads.beside_model
+    if machine.device == "cpu" or not trains or budget.shards > 1:  # of shards the plan is less exact
+        return ()
+    needed = budget.layers - _with_fewest(budget, batching, row_length, machine).kept.not_checkpointed
+    if needed == 0:
+        return (f"{key}: by the plan this device has room for all that the layers keep, and none need be run again",)
+    if needed <= WORTH_SAYING * budget.layers:
+        return (f"{key}: by the plan {key}_layers: auto would run {needed} of {budget.layers} layers again, not all",)
+    return ()

@@ -107,6 +107,16 @@ def test_as_few_layers_are_checkpointed_as_memory_has_room_for(quickstart, tmp_p
     assert found == sorted(found) and found[0] == 0 and found[-1] == 5 and len(set(found)) > 3, found
 
 
+def test_layers_that_need_not_be_checkpointed_are_mentioned(quickstart, tmp_path):
+    for mib in (768, 1024, 1216, 1408, 1792):
+        auto, every = (checkpointed(quickstart, tmp_path, layers, mib / 1024) for layers in ("auto", "all"))
+        needed = 5 - auto.budget.kept.not_checkpointed
+        said = " ".join(note for note in every.notes if note.startswith("train.gradient_checkpointing"))
+        words = {0: "none need be run again", 5: ""}.get(needed, f"auto would run {needed} of 5 layers again, not all")
+        assert words in said and bool(words) == bool(said)
+        assert every.checkpointed_layers is None
+
+
 def test_the_layers_asked_for_are_checkpointed(quickstart, tmp_path, ligertune, recipe):
     assert checkpointed(quickstart, tmp_path, 2, 8).checkpointed_layers == 2
     assert checkpointed(quickstart, tmp_path, "all", 8).checkpointed_layers is None
