@@ -1,11 +1,12 @@
 """What a run keeps in the host's memory, and whether there is room for it.
 
-The kernel kills what takes more, by a signal that no process can answer: better to refuse before the model is loaded.
+The kernel kills what takes more than there is, by a signal that no process can answer: better to say so before.
 """
 
 from __future__ import annotations
 
-from ligertune.errors import UserError
+from dataclasses import replace
+
 from ligertune.plan import Plan, row_length
 
 GIB = 2**30
@@ -28,20 +29,23 @@ def host_parts(plan: Plan) -> dict[str, tuple[int, int]]:
     return {key: taken for key, taken in found.items() if any(taken)}
 
 
-def check_host_memory(plan: Plan, *, processes: int, free: int | None) -> None:
-    """A UserError where what `processes` of this host would keep in its memory is more than the `free` bytes."""
+def warn_of_host_memory(plan: Plan, *, processes: int, free: int | None) -> Plan:
+    """The plan, with a note where what `processes` of this host would keep in its memory is more than the free bytes.
+
+    A note and no refusal: a virtual machine may be given more memory when it takes more.
+    """
     if plan.machine.device == "cpu" or free is None:
-        return
+        return plan
     parts = host_parts(plan)
     needed = sum(processes * each + once for each, once in parts.values())
     if needed <= free:
-        return
+        return plan
     named = [
         f"{key}, {(each or once) / GIB:.1f} GiB{' for each process' if each and processes > 1 else ''}"
         for key, (each, once) in parts.items()
     ]
-    raise UserError(
-        f"This host has {free / GIB:.1f} GiB of memory free, and this run would keep {needed / GIB:.1f} GiB there: "
-        f"{'; '.join(named)}.",
-        hint="Leave one of them out, or lower train.per_device_train_batch_size.",
+    note = (
+        f"this host has {free / GIB:.1f} GiB of memory free, and this run is going to keep {needed / GIB:.1f} GiB "
+        f"there ({'; '.join(named)}): if there is no more to be had, the kernel will kill it"
     )
+    return replace(plan, notes=(*plan.notes, note))

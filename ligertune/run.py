@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from ligertune.curves import draw_curves
 from ligertune.host_memory import available_memory
 from ligertune.imports import importing
-from ligertune.machine import Machine, imagined_machine, ranks_on_node, this_machine
+from ligertune.machine import Machine, imagined_machine, is_launched, ranks_on_node, this_machine
 from ligertune.medusa_run import finish_heads, merge_adapter, of_base, with_heads
 from ligertune.metrics import read_metrics
 from ligertune.phases import Phases
@@ -21,7 +21,7 @@ from ligertune.plan import Plan, choose_precision, make_plan
 from ligertune.plan_cuda_graphs import advise_cuda_graphs, check_cuda_graphs, cuda_graphs_notes
 from ligertune.plan_data import data_numbers, lengths_multiple_of, rows_of
 from ligertune.plan_float8 import check_float8
-from ligertune.plan_host import check_host_memory
+from ligertune.plan_host import warn_of_host_memory
 from ligertune.preflight import check_output_dir, check_packages, check_paths, clear_run
 from ligertune.preview import apply_kernels, fuses_adapters, preview_model
 from ligertune.recipe import Recipe, dump_recipe
@@ -130,7 +130,14 @@ def plan_for(
     plan = advise_cuda_graphs(plan, sees=images is not None)
     if not for_show:
         check_unfinished(plan)
+        plan = warn_of_this_host(plan)
     return Job(plan, config, loaded, data, images)
+
+
+def warn_of_this_host(plan: Plan) -> Plan:
+    """The plan, with a note if this host's memory is short."""
+    processes = ranks_on_node() if is_launched() else plan.machine.world_size
+    return warn_of_host_memory(plan, processes=processes, free=available_memory())
 
 
 def unasked(recipe: Recipe, machine: Machine) -> tuple[str, ...]:
@@ -279,7 +286,6 @@ def begin_output(plan: Plan) -> None:
     """Rehearse the first save, and write down what is about to be done."""
     from ligertune.train.checkpoint import check_space
 
-    check_host_memory(plan, processes=ranks_on_node(), free=available_memory())
     if plan.recipe.checkpoint.overwrite:
         clear_run(plan.output_dir)
     check_space(plan)
