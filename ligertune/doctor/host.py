@@ -34,6 +34,11 @@ VARIABLES = (
         ("1",),
         ("nvidia", "amd"),
     ),
+    Variable(
+        "CUBLAS_WORKSPACE_CONFIG",
+        "torch reads it anew in every product, which takes the host five times as long; runs are deterministic without",
+        vendors=("nvidia", "amd"),
+    ),
     Variable("CUDA_LAUNCH_BLOCKING", "the host waits for every kernel", ("1",), ("nvidia", "amd")),
     Variable("AMD_SERIALIZE_KERNEL", "the host waits for every kernel", ("1", "2", "3"), ("amd",)),
     Variable("HF_HUB_OFFLINE", "models and data sets of the hub are taken from the cache only", ("1",)),

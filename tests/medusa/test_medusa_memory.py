@@ -102,7 +102,8 @@ def test_what_is_alive_in_stage_1_is_what_the_plan_says(sizes, medusa, name):
     assert found.bytes == pytest.approx(planned[name] + picked, rel=0.05)
 
 
-MEASURED = {  # (stage, heads, tokens): GiB on an H100 80GB HBM3, scripts/bench_medusa, 2026-11-22
+MEASURED = {  # (stage, heads, tokens): GiB on an H100 80GB HBM3, scripts/bench_medusa, 2026-11-22 and 23
+    (1, 5, 8192): 16.61, (1, 5, 131072): 30.06,
     (1, 3, 16384): 17.1, (1, 3, 131072): 29.9, (2, 5, 4096): 60.6, (2, 5, 32768): 64.6, (2, 3, 4096): 60.4,
     (2, 3, 32768): 64.4,
 }  # fmt: skip
@@ -112,7 +113,7 @@ MEASURED = {  # (stage, heads, tokens): GiB on an H100 80GB HBM3, scripts/bench_
 def shapes() -> dict[tuple[int, int], MedusaShape]:
     """Llama-3-8B with heads, by stage and number."""
     found = {}
-    for stage, number in {key[:2] for key in MEASURED} | {(1, 5)}:
+    for stage, number in {key[:2] for key in MEASURED}:
         with torch.device("meta"):
             config = transformers.LlamaConfig(**LLAMA_8B)
             base = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -123,7 +124,6 @@ def shapes() -> dict[tuple[int, int], MedusaShape]:
 
 @pytest.mark.parametrize("point", MEASURED, ids=str)
 def test_the_plan_is_what_was_measured(point, shapes):
-    """Points whose peak is not in the loss of stage 1, which has changed since."""
     stage, number, tokens = point
     budget = replace(budget_of(shapes[stage, number], itemsize=2, checkpointing=stage == 2), workspace=WORKSPACE)
     planned = budget.peak(1, tokens, accumulates=False, memory=80 * GIB).total
