@@ -36,8 +36,8 @@ VARIABLES = (
     ),
     Variable(
         "CUBLAS_WORKSPACE_CONFIG",
-        "torch reads it anew in every product, which takes the host five times as long; runs are deterministic without",
-        vendors=("nvidia", "amd"),
+        "torch reads it anew in every product, which holds up the host; runs are deterministic without it",
+        vendors=("nvidia",),
     ),
     Variable("CUDA_LAUNCH_BLOCKING", "the host waits for every kernel", ("1",), ("nvidia", "amd")),
     Variable("AMD_SERIALIZE_KERNEL", "the host waits for every kernel", ("1", "2", "3"), ("amd",)),

@@ -52,7 +52,7 @@ def checkpoint_layers(
     return kept
 
 
-def let_inputs_be(model: nn.Module) -> None:
+def let_inputs_be(model: PreTrainedModel) -> None:
     """Take back that what embeddings give needs a gradient, which transformers and peft ask for with checkpointing.
 
     Only its reentrant kind needs that. Else it has frozen layers in front of all that trains, such as a tower of

@@ -122,9 +122,9 @@ def tower_shape(model: PreTrainedModel) -> TowerShape | None:
     mlp = max(shape[1] for _, shape in weights)
     gated = any("gate" in name for name, _ in weights)
     fused = any(sorted(shape) == [hidden, 3 * hidden] for _, shape in weights)  # v is a view of what q and k came from
-    # a sigmoid's result beside the input and the product; gate, up and their product
     per_token = _patches_per_token(model.config, family)
     merged = round(per_token) if family.layout == "patches" else 1  # patches that the projector is given as one
+    # a sigmoid's result beside the input and the product; gate, up and their product
     in_mlp = 3 if gated or getattr(model.config.vision_config, "hidden_act", "") == "quick_gelu" else 2
     return TowerShape(
         layers=len(layers),
