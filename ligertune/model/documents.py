@@ -2,7 +2,7 @@
 
 Two functions for transformers' AttentionInterface, chosen by `attention_choice` and fed by the collator's keywords:
 
-    varlen          torch.nn.attention.varlen: flash attention over all documents of a row in one launch
+    varlen          torch's flash attention over all documents of a row in one launch
     per_document    scaled_dot_product_attention of one document after another; soft caps in plain torch
 
 transformers' own ways (eager, flex_attention, flash_attention_2) find the documents by position ids, and silently do
@@ -11,7 +11,6 @@ not look where a cache is built or an attention mask comes along: `guard` refuse
 
 from __future__ import annotations
 
-import inspect
 import threading
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -19,17 +18,14 @@ from typing import Any, NoReturn
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from ligertune.errors import UserError
+from ligertune.model.flash import flash_varlen
 from ligertune.model.row_part import RowPart
 from ligertune.model.unseen import Unseen, look
-
-# torch 2.11 serves fewer key heads as they are and has no such argument; 2.12 and later ask for it
-GROUPED_HEADS = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
 class _ThisThread(threading.local):
@@ -91,15 +87,12 @@ def varlen(
         value = F.pad(value, (0, head_dim - value_dim))
     if row_part is not None:
         key, value = (row_part.gather(t, key_rows) for t in (key, value))
-    out = varlen_attn(
+    out = flash_varlen(
         *(t[0].transpose(0, 1) for t in (query, key, value)),  # (T, H, D)
-        cu_seq_lens_q,
-        cu_seq_lens_k,
-        max_length_q,
-        max_length_k,
+        (cu_seq_lens_q, cu_seq_lens_k),
+        (max_length_q, max_length_k),
         scale=scaling,
-        window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
-        **GROUPED_HEADS,
+        window=(-1 if sliding_window is None else sliding_window - 1, 0),
     )
     return out[None, ..., :value_dim], None
 

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.attention.varlen import varlen_attn
 from torch.utils.weak import WeakIdKeyDictionary
+
+from ligertune.model.flash import flash_varlen
 
 # the lengths of the pictures, by the tensor of their bounds: all layers have the same one, and the GPU is asked once
 _LENGTHS = WeakIdKeyDictionary()
@@ -38,7 +39,7 @@ def pictures_apart(
     if _one_launch(query, dropout):
         longest, bounds = max(_lengths(cu_seq_lens_q)), cu_seq_lens_q.to(torch.int32)
         tokens_first = (t[0].transpose(0, 1) for t in (query, key, value))  # (S, H, D)
-        return varlen_attn(*tokens_first, bounds, bounds, longest, longest, scale=scaling)[None], None
+        return flash_varlen(*tokens_first, (bounds, bounds), (longest, longest), scale=scaling)[None], None
     pieces = zip(*(t.split(_lengths(cu_seq_lens_q), dim=2) for t in (query, key, value)), strict=True)
     out = [F.scaled_dot_product_attention(*piece, dropout_p=dropout, scale=scaling) for piece in pieces]
     return torch.cat(out, dim=2).transpose(1, 2).contiguous(), None

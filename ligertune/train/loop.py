@@ -133,6 +133,7 @@ def fit(
     missed = stopping = False
     hopeless = evaluations.hopeless(patience)
     model.train()
+    parameters = tuple(model.parameters())  # once: to look through all modules takes the host longer than to clip
     _expect(plan, accelerator, order, batcher, step)
 
     phases.begin("first step")
@@ -175,7 +176,7 @@ def fit(
             if not is_zero(accelerator):  # its engine has taken the step, and the gradients with it
                 check_gradients(optimizer)
             if plan.optimizer.max_grad_norm > 0:
-                grad_norm = clip_gradients(accelerator, optimizer, model.parameters(), plan.optimizer.max_grad_norm)
+                grad_norm = clip_gradients(accelerator, optimizer, parameters, plan.optimizer.max_grad_norm)
             optimizer.step()
             optimizer.zero_grad()
             step += 1
