@@ -40,6 +40,13 @@ OPS = (
     Op("layer_norm", "layer_norm", "layer norm of the last dimension", ("LayerNorm",), ("x", "weight", "bias")),
     Op("group_norm", "group_norm", "norm of groups of channels", ("GroupNorm",), ("x", "weight", "bias")),
     Op("apply_rope", "rope", "rotary embedding of queries and keys in one launch", (), ("q", "k")),
+    Op(
+        "document_attention",
+        "document_attention",
+        "causal attention in a row of documents, none of which sees another",
+        (),
+        ("query", "key", "value"),
+    ),
     Op("swiglu", "swiglu", "silu(gate) * up, split or packed", ("SwiGLU",), ("gate", "up")),
     Op("geglu", "geglu", "gelu(gate) * up, split or packed, tanh or erf", ("GeGLU",), ("gate", "up")),
     Op("cross_entropy", "cross_entropy", "cross entropy of logits", ("CrossEntropyLoss",), ("logits",)),

@@ -120,6 +120,19 @@ def _rope() -> list[Case]:
     return [*plain, *on_the_first(*more), *later(case(BF16, 256))]
 
 
+def _attention() -> list[Case]:
+    """8 heads over 2 of keys; a width of each table, one that fills none; a window and a cap."""
+    places = meta(1000, dtype=torch.int32), meta(1000, dtype=torch.int32)
+
+    def case(head_dim: int, dtype: torch.dtype, **terms: object) -> Case:
+        call = partial(kernels.document_attention, **terms)
+        return Case("document_attention", call, ((1000, 8, head_dim), *(((1000, 2, head_dim),) * 2)), dtype, places)
+
+    capped = {"window": 512, "softcap": 50.0}
+    more = on_the_first(case(96, FP16), case(256, BF16, **capped))
+    return [case(128, BF16), case(64, FP16), case(256, BF16), case(80, FP32), *more, *later(case(128, BF16, **capped))]
+
+
 def _gated(op: str, call: Callable[..., object], *others: Callable[..., object]) -> list[Case]:
     """The commonest form of an op in each dtype; others, whose kernels differ by a function, on the first."""
     sizes = ((14336, BF16), (1001, FP16), (11008, FP32))
@@ -270,6 +283,7 @@ CASES: dict[str, Callable[[], list[Case]]] = {
     "layer_norm": lambda: _rows("layer_norm", 1, 2, (*MORE_WIDTHS, (8191, FP32))),
     "group_norm": _group_norm,
     "apply_rope": _rope,
+    "document_attention": _attention,
     "swiglu": lambda: _gated("swiglu", kernels.swiglu),
     "geglu": lambda: _gated("geglu", kernels.geglu, partial(kernels.geglu, approximate="none")),
     "embedding": _embedding,

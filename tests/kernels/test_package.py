@@ -39,6 +39,8 @@ EXPORTS = [
     "backend",
     "cross_entropy",
     "cross_entropy_reference",
+    "document_attention",
+    "document_attention_reference",
     "embedding",
     "embedding_reference",
     "geglu",

@@ -81,11 +81,11 @@ def _attend(
     q, weighted, total, most, rows, starts, k_ptr, v_ptr, first, head,
     k_token_stride, k_head_stride, v_token_stride, v_head_stride, n_tokens, head_dim, scale, cap,
     MASKED: tl.constexpr, WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr,
-    EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    EVEN: tl.constexpr,
 ):  # fmt: skip
     """One block of keys added to the softmax-weighted sum of values (Milakov, Gimelshein, arXiv:1805.02867)."""
     k = _tile(k_ptr, first, k_token_stride, head, k_head_stride, n_tokens, head_dim, COLS, WIDTH, EVEN, not MASKED)
-    scores, bits, _ = _scores(tl.dot(q, tl.trans(k), input_precision=PRECISION), scale, cap, HAS_CAP)
+    scores, bits, _ = _scores(tl.dot(q, tl.trans(k), input_precision="ieee"), scale, cap, HAS_CAP)
     if MASKED:
         cols = first + tl.arange(0, COLS)[None, :]
         scores = tl.where(_seen(rows[:, None], cols, starts[:, None], WINDOW), scores, NEVER)
@@ -93,7 +93,7 @@ def _attend(
     weights = tl.exp2(scores * bits - most_now[:, None])
     shrunk = tl.exp2(most - most_now)
     v = _tile(v_ptr, first, v_token_stride, head, v_head_stride, n_tokens, head_dim, COLS, WIDTH, EVEN, not MASKED)
-    weighted = tl.dot(weights.to(v.dtype), v, weighted * shrunk[:, None], input_precision=PRECISION)
+    weighted = tl.dot(weights.to(v.dtype), v, weighted * shrunk[:, None], input_precision="ieee")
     return weighted, total * shrunk + tl.sum(weights, 1), most_now
 
 
@@ -103,7 +103,7 @@ def _attention_forward_kernel(
     q_token_stride, q_head_stride, k_token_stride, k_head_stride, v_token_stride, v_head_stride, head_dim,
     n_tokens, scale, cap,
     HEADS: tl.constexpr, GROUP: tl.constexpr, WINDOW: tl.constexpr, HAS_CAP: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     # the last tiles of a long document have the most to do: they begin
     n_tiles = tl.num_programs(0) // HEADS
@@ -118,14 +118,14 @@ def _attention_forward_kernel(
         weighted, total, most = _attend(
             q, weighted, total, most, rows, starts, k_ptr, v_ptr, free + i * COLS, head // GROUP,
             k_token_stride, k_head_stride, v_token_stride, v_head_stride, n_tokens, head_dim, scale, cap,
-            False, WINDOW, HAS_CAP, COLS, WIDTH, EVEN, PRECISION,
+            False, WINDOW, HAS_CAP, COLS, WIDTH, EVEN,
         )  # fmt: skip
     for i in range(n_masked):
         block = tl.where(i < n_left, begin + i * COLS, diagonal + (i - n_left) * COLS)
         weighted, total, most = _attend(
             q, weighted, total, most, rows, starts, k_ptr, v_ptr, block, head // GROUP,
             k_token_stride, k_head_stride, v_token_stride, v_head_stride, n_tokens, head_dim, scale, cap,
-            True, WINDOW, HAS_CAP, COLS, WIDTH, EVEN, PRECISION,
+            True, WINDOW, HAS_CAP, COLS, WIDTH, EVEN,
         )  # fmt: skip
     _put(out_ptr, weighted / total[:, None], first, head, HEADS, n_tokens, head_dim, ROWS, WIDTH)
     tl.store(lse_ptr + head.to(tl.int64) * n_tokens + rows, most + tl.log2(total), mask=rows < n_tokens)
@@ -136,19 +136,19 @@ def _pull_back(
     q, grad, lse, delta, dq, rows, starts, k_ptr, v_ptr, first, head,
     k_token_stride, k_head_stride, v_token_stride, v_head_stride, n_tokens, head_dim, scale, cap,
     MASKED: tl.constexpr, WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr,
-    EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    EVEN: tl.constexpr,
 ):  # fmt: skip
     """What one block of keys adds to the queries' gradient, without the scale."""
     k = _tile(k_ptr, first, k_token_stride, head, k_head_stride, n_tokens, head_dim, COLS, WIDTH, EVEN, not MASKED)
     v = _tile(v_ptr, first, v_token_stride, head, v_head_stride, n_tokens, head_dim, COLS, WIDTH, EVEN, not MASKED)
-    scores, bits, slope = _scores(tl.dot(q, tl.trans(k), input_precision=PRECISION), scale, cap, HAS_CAP)
+    scores, bits, slope = _scores(tl.dot(q, tl.trans(k), input_precision="ieee"), scale, cap, HAS_CAP)
     if MASKED:
         cols = first + tl.arange(0, COLS)[None, :]
         scores = tl.where(_seen(rows[:, None], cols, starts[:, None], WINDOW), scores, NEVER)
     weights = tl.exp2(scores * bits - lse[:, None])
-    d_weights = tl.dot(grad, tl.trans(v), input_precision=PRECISION)
+    d_weights = tl.dot(grad, tl.trans(v), input_precision="ieee")
     d_scores = weights * (d_weights - delta[:, None]) * slope
-    return tl.dot(d_scores.to(k.dtype), k, dq, input_precision=PRECISION)
+    return tl.dot(d_scores.to(k.dtype), k, dq, input_precision="ieee")
 
 
 @triton.jit(do_not_specialize=["n_tokens"])
@@ -157,7 +157,7 @@ def _attention_queries_kernel(
     q_token_stride, q_head_stride, k_token_stride, k_head_stride, v_token_stride, v_head_stride, head_dim,
     n_tokens, scale, cap,
     HEADS: tl.constexpr, GROUP: tl.constexpr, WINDOW: tl.constexpr, HAS_CAP: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """The queries' gradient, and what the keys' needs: each row's sum of output times gradient."""
     n_tiles = tl.num_programs(0) // HEADS
@@ -179,14 +179,14 @@ def _attention_queries_kernel(
         dq = _pull_back(
             q, grad, lse, delta, dq, rows, starts, k_ptr, v_ptr, free + i * COLS, head // GROUP,
             k_token_stride, k_head_stride, v_token_stride, v_head_stride, n_tokens, head_dim, scale, cap,
-            False, WINDOW, HAS_CAP, COLS, WIDTH, EVEN, PRECISION,
+            False, WINDOW, HAS_CAP, COLS, WIDTH, EVEN,
         )  # fmt: skip
     for i in range(n_masked):
         block = tl.where(i < n_left, begin + i * COLS, diagonal + (i - n_left) * COLS)
         dq = _pull_back(
             q, grad, lse, delta, dq, rows, starts, k_ptr, v_ptr, block, head // GROUP,
             k_token_stride, k_head_stride, v_token_stride, v_head_stride, n_tokens, head_dim, scale, cap,
-            True, WINDOW, HAS_CAP, COLS, WIDTH, EVEN, PRECISION,
+            True, WINDOW, HAS_CAP, COLS, WIDTH, EVEN,
         )  # fmt: skip
     _put(dq_ptr, dq * scale, first, head, HEADS, n_tokens, head_dim, ROWS, WIDTH)
 
@@ -201,24 +201,24 @@ def _gather(
     k, v, dk, dv, cols, starts_ptr, q_ptr, grad_ptr, lse_ptr, delta_ptr, first, head,
     q_token_stride, q_head_stride, grad_token_stride, n_tokens, head_dim, scale, cap,
     MASKED: tl.constexpr, WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
-    EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    EVEN: tl.constexpr,
 ):  # fmt: skip
     """What one block of queries adds to the gradients of keys (without the scale) and values."""
     rows = first + tl.arange(0, ROWS)
     at = head.to(tl.int64) * n_tokens + first + tl.arange(0, ROWS)
     q = _tile(q_ptr, first, q_token_stride, head, q_head_stride, n_tokens, head_dim, ROWS, WIDTH, EVEN, not MASKED)
     lse = _of_rows(lse_ptr + at, rows, n_tokens, MASKED)
-    scores, bits, slope = _scores(tl.dot(k, tl.trans(q), input_precision=PRECISION), scale, cap, HAS_CAP)
+    scores, bits, slope = _scores(tl.dot(k, tl.trans(q), input_precision="ieee"), scale, cap, HAS_CAP)
     if MASKED:
         starts = tl.load(starts_ptr + rows, mask=rows < n_tokens, other=2147483647)
         scores = tl.where(_seen(rows[None, :], cols[:, None], starts[None, :], WINDOW), scores, NEVER)
     weights = tl.exp2(scores * bits - lse[None, :])
     grad = _tile(grad_ptr, first, grad_token_stride, head, head_dim, n_tokens, head_dim, ROWS, WIDTH, EVEN, not MASKED)
-    dv = tl.dot(weights.to(grad.dtype), grad, dv, input_precision=PRECISION)
+    dv = tl.dot(weights.to(grad.dtype), grad, dv, input_precision="ieee")
     delta = _of_rows(delta_ptr + at, rows, n_tokens, MASKED)
-    d_weights = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
+    d_weights = tl.dot(v, tl.trans(grad), input_precision="ieee")
     d_scores = weights * (d_weights - delta[None, :]) * slope
-    return tl.dot(d_scores.to(q.dtype), q, dk, input_precision=PRECISION), dv
+    return tl.dot(d_scores.to(q.dtype), q, dk, input_precision="ieee"), dv
 
 
 @triton.jit
@@ -234,7 +234,7 @@ def _attention_keys_kernel(
     q_token_stride, q_head_stride, k_token_stride, k_head_stride, v_token_stride, v_head_stride, head_dim,
     n_tokens, scale, cap,
     HEADS: tl.constexpr, GROUP: tl.constexpr, WINDOW: tl.constexpr, HAS_CAP: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """The gradients of keys and values, over all query heads that share them."""
     KEY_HEADS: tl.constexpr = HEADS // GROUP
@@ -256,7 +256,7 @@ def _attention_keys_kernel(
         dk, dv = _gather(
             k, v, dk, dv, cols, starts_ptr, q_ptr, grad_ptr, lse_ptr, delta_ptr, block, head,
             q_token_stride, q_head_stride, HEADS * head_dim, n_tokens, head_dim, scale, cap,
-            False, WINDOW, HAS_CAP, ROWS, WIDTH, EVEN, PRECISION,
+            False, WINDOW, HAS_CAP, ROWS, WIDTH, EVEN,
         )  # fmt: skip
         block, head = _next_block(block + ROWS, head, free, behind)
     block, head = first, key_head * GROUP
@@ -264,7 +264,7 @@ def _attention_keys_kernel(
         dk, dv = _gather(
             k, v, dk, dv, cols, starts_ptr, q_ptr, grad_ptr, lse_ptr, delta_ptr, block, head,
             q_token_stride, q_head_stride, HEADS * head_dim, n_tokens, head_dim, scale, cap,
-            True, WINDOW, HAS_CAP, ROWS, WIDTH, EVEN, PRECISION,
+            True, WINDOW, HAS_CAP, ROWS, WIDTH, EVEN,
         )  # fmt: skip
         block = tl.where(block + ROWS == free, behind, block + ROWS)
         block, head = _next_block(block, head, first, end)

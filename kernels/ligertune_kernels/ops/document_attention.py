@@ -25,6 +25,7 @@ from ligertune_kernels.ops.attention_kernels import (
     _attention_keys_kernel,
     _attention_queries_kernel,
 )
+from ligertune_kernels.ops.linear_chunks import _autocast_dtype, _without_autocast
 
 
 def document_attention_reference(
@@ -38,7 +39,7 @@ def document_attention_reference(
     window: int | None = None,
     softcap: float | None = None,
 ) -> torch.Tensor:
-    """The same in plain torch, which stores the scores (H, T, T)."""
+    """The same in plain torch, which stores the scores (H, T, T); weights are rounded to the dtype, as there."""
     wide = torch.promote_types(query.dtype, torch.float32)
     group = query.shape[1] // key.shape[1]
     q, k, v = (t.to(wide).transpose(0, 1) for t in (query, key, value))
@@ -51,8 +52,8 @@ def document_attention_reference(
     seen = (cols <= rows) & (cols >= starts[:, None])
     if window is not None:
         seen = seen & (cols > rows - window)
-    weights = torch.softmax(scores.masked_fill(~seen, float("-inf")), -1)
-    return (weights @ v).transpose(0, 1).to(query.dtype).contiguous()
+    weights = torch.softmax(scores.masked_fill(~seen, float("-inf")), -1).to(query.dtype)
+    return (weights.to(wide) @ v).transpose(0, 1).to(query.dtype).contiguous()
 
 
 @remembered
@@ -63,7 +64,7 @@ def _launchers(
     width = max(16, 1 << (head_dim - 1).bit_length())
     shared = {
         "HEADS": heads, "GROUP": heads // key_heads, "WINDOW": window, "HAS_CAP": has_cap,
-        "WIDTH": width, "EVEN": width == head_dim, "PRECISION": "ieee" if dtype is torch.float32 else "tf32",
+        "WIDTH": width, "EVEN": width == head_dim,
     }  # fmt: skip
     kernels = _attention_forward_kernel, _attention_queries_kernel, _attention_keys_kernel
     made = []
@@ -73,13 +74,39 @@ def _launchers(
     return tuple(made)
 
 
+# Queries and keys of a tile, warps and stages: of the forward, the queries' gradient, the keys'; by the width of a head.
+# Those of Hopper were the fastest on an H100 of those that spill no register; elsewhere they spill none and fit.
+_HOPPER = {
+    64: ((64, 64, 4, 3), (64, 64, 4, 2), (32, 64, 4, 3)),
+    128: ((64, 64, 4, 3), (64, 64, 4, 2), (32, 64, 4, 3)),
+    256: ((128, 32, 8, 3), (128, 32, 8, 2), (16, 32, 4, 2)),
+}
+_NVIDIA = {
+    64: ((64, 64, 4, 2), (64, 32, 4, 2), (32, 64, 4, 3)),
+    128: ((64, 32, 4, 2), (64, 32, 4, 2), (32, 64, 8, 1)),
+    256: ((32, 32, 4, 1), (32, 32, 8, 1), (16, 32, 4, 2)),
+}
+_CDNA = {
+    64: ((64, 32, 4, 1), (64, 32, 4, 1), (16, 64, 4, 1)),
+    128: ((64, 32, 4, 1), (64, 32, 4, 1), (32, 64, 8, 1)),
+    256: ((64, 32, 4, 1), (64, 16, 4, 2), (16, 64, 8, 2)),
+}
+_RDNA = {
+    64: ((32, 32, 4, 1), (32, 32, 4, 1), (32, 32, 4, 1)),
+    128: ((32, 32, 4, 1), (32, 32, 4, 1), (16, 32, 4, 1)),
+    256: ((32, 16, 4, 1), (16, 16, 4, 1), (16, 16, 4, 1)),
+}
+_ANY = ((16, 16, 4, 1),) * 3  # float32, whose products take a thread's registers; and under the interpreter
+
+
 def _tiles(width: int, dtype: torch.dtype, chip: Chip) -> tuple[tuple[int, int, int, int], ...]:
-    """Queries and keys of a tile, warps and stages: of the forward, of the queries' gradient, of the keys'."""
-    if chip.vendor == "interpreter":
-        return (32, 16, 4, 1), (32, 16, 4, 1), (16, 32, 4, 1)
-    if width <= 128:
-        return (64, 64, 4, 3), (64, 32, 4, 3), (32, 64, 4, 3)
-    return (64, 32, 4, 2), (64, 32, 4, 2), (32, 64, 8, 2)
+    if chip.vendor == "interpreter" or dtype is torch.float32:
+        return _ANY
+    if chip.vendor == "amd":
+        table = _CDNA if chip.warp_size > 32 else _RDNA
+    else:
+        table = _HOPPER if chip.arch in ("sm90", "sm100", "sm103") else _NVIDIA
+    return table[max(64, width)]
 
 
 def _numbers(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[int, ...]:
@@ -134,14 +161,18 @@ def document_attention(
 
     starts, ends (T,), int32: where each token's document begins, and the place behind its last token. K divides H:
     neighbouring query heads share a key head. scale: of the products, by default 1 / sqrt(D). window: how many tokens
-    back a token sees, itself included; softcap: the bound of a score (Gemma 2). One dtype, with neighbouring columns.
+    back a token sees, itself included; softcap: the bound of a score (Gemma 2). All of one dtype; under autocast of its, as torch's attention.
     """
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
     _check(query, key, value, starts, ends, scale, window, softcap)
+    dtype = _autocast_dtype(query.device)
+    if dtype is not None and query.dtype is not torch.float64:
+        query, key, value = (t.to(dtype) for t in (query, key, value))
     if query.numel() == 0 or not runs_triton(query):
-        return document_attention_reference(
-            query, key, value, starts, ends, scale=scale, window=window, softcap=softcap
-        )
+        with _without_autocast(query.device):
+            return document_attention_reference(
+                query, key, value, starts, ends, scale=scale, window=window, softcap=softcap
+            )
     query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
     return _apply(query, key, value, starts, ends, scale, window, softcap)
 

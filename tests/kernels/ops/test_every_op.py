@@ -33,6 +33,11 @@ def rotated(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     return torch.cat([t.flatten() for t in kernels.apply_rope(q, k, cos[None], sin[None])])
 
 
+def attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    ends = torch.tensor([5] * 5 + [ROWS] * (ROWS - 5), device=q.device, dtype=torch.int32)
+    return kernels.document_attention(q, k, v, torch.where(ends == 5, 0, 5).int(), ends)
+
+
 # op -> (shapes of what needs a gradient, call)
 CALLS: dict[str, tuple[tuple[tuple[int, ...], ...], Callable[..., torch.Tensor]]] = {
     "rms_norm": (((ROWS, WIDTH), (WIDTH,)), kernels.rms_norm),
@@ -43,6 +48,7 @@ CALLS: dict[str, tuple[tuple[tuple[int, ...], ...], Callable[..., torch.Tensor]]
     "layer_norm": (((ROWS, WIDTH), (WIDTH,), (WIDTH,)), kernels.layer_norm),
     "group_norm": (((2, 4, WIDTH), (4,), (4,)), lambda x, *scale: kernels.group_norm(x, 2, *scale)),
     "apply_rope": (((1, 2, 16, 8), (1, 1, 16, 8)), rotated),
+    "document_attention": (((ROWS, 4, 16), (ROWS, 2, 16), (ROWS, 2, 16)), attended),
     "swiglu": (((ROWS, WIDTH), (ROWS, WIDTH)), kernels.swiglu),
     "geglu": (((ROWS, WIDTH), (ROWS, WIDTH)), kernels.geglu),
     "cross_entropy": (((ROWS, CLASSES),), lambda x: kernels.cross_entropy(x, labels(x.device))),
@@ -108,7 +114,7 @@ def test_checkpointing_gives_the_same_gradients(name, device) -> None:
 def test_autocast_is_as_in_the_dtype_it_computes_in(name, device) -> None:
     """Products in bfloat16, as linear layers have them; norms, activations and losses of logits as they are given."""
     call, leaves = example(name, device)
-    product = "linear" in name
+    product = "linear" in name or "attention" in name
     plain = [t.detach().bfloat16().requires_grad_() for t in leaves] if product else leaves
     expected = call(*plain)
     with torch.autocast(device.type, dtype=torch.bfloat16):
