@@ -51,7 +51,8 @@ def collate_packed(
 
     A document's first label is ignored, or the last token of the one before would be trained to predict it. What fills
     T up to the multiple is a document of its own, untrained. Everything that attention needs is known here, on the CPU:
-    `cu_seq_lens_*` (documents + 1,) int32, `max_length_*` and `document_lengths` as Python numbers. There is no mask.
+    `cu_seq_lens_*` (documents + 1,) int32, `max_length_*` and `document_lengths` as Python numbers, `document_places`
+    (2, T) int32: where each token's document begins, and the place behind it. There is no mask.
 
     With `alike` T and `max_length_*` are what it says, T is filled up by documents no longer than that, and
     `cu_seq_lens_*` ends in empty ones: attention is never told less than there is.
@@ -66,7 +67,8 @@ def collate_packed(
     lengths += [longest] * whole + [rest] * (rest > 0)
     begins = np.cumsum([0, *lengths])
     labels[begins[:-1]] = IGNORE_INDEX
-    position_ids = np.arange(begins[-1]) - np.repeat(begins[:-1], lengths)
+    places = np.repeat(np.stack((begins[:-1], begins[1:])), lengths, axis=1)
+    position_ids = np.arange(begins[-1]) - places[0]
     empty = 0 if alike is None else padded_length(len(lengths), alike.documents) - len(lengths)
     cu_seq_lens = torch.from_numpy(np.pad(begins, (0, empty), mode="edge").astype(np.int32))
     rows = {"input_ids": input_ids, "labels": labels, "position_ids": position_ids}
@@ -77,4 +79,5 @@ def collate_packed(
         "max_length_q": longest,
         "max_length_k": longest,
         "document_lengths": tuple(lengths),
+        "document_places": torch.from_numpy(places.astype(np.int32)),
     }

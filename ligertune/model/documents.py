@@ -1,9 +1,10 @@
 """Attention for rows that hold several documents, in which no document sees another.
 
-Two functions for transformers' AttentionInterface, chosen by `attention_choice` and fed by the collator's keywords:
+Functions for transformers' AttentionInterface, chosen by `attention_choice` and fed by the collator's keywords:
 
-    varlen          torch's flash attention over all documents of a row in one launch
-    per_document    scaled_dot_product_attention of one document after another; soft caps in plain torch
+    document_attention    our kernels over all documents of a row in one launch
+    varlen                torch's flash attention over all of them in one launch
+    per_document          scaled_dot_product_attention of one document after another; soft caps in plain torch
 
 transformers' own ways (eager, flex_attention, flash_attention_2) find the documents by position ids, and silently do
 not look where a cache is built or an attention mask comes along: `guard` refuses such a call for all of them.
@@ -15,6 +16,7 @@ import threading
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+import ligertune_kernels
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -95,6 +97,36 @@ def varlen(
         window=(-1 if sliding_window is None else sliding_window - 1, 0),
     )
     return out[None, ..., :value_dim], None
+
+
+def document_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | LocalWindow | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    document_places: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """query (1, H, T, D), key and value (1, K, T, D) -> (1, T, H, D)."""
+    if document_places is None:
+        kwargs |= {"softcap": softcap} if softcap is not None else {}
+        keywords = {"scaling": scaling, "dropout": dropout, "sliding_window": sliding_window}
+        return _one_document_a_row(module, query, key, value, attention_mask, **keywords, **kwargs)
+    _check_layer(attention_mask, sliding_window, kwargs.get("s_aux"))
+    if dropout:
+        raise ValueError("document_attention has no dropout; use per_document")
+    head_dim, value_dim = query.shape[-1], value.shape[-1]
+    if value_dim < head_dim:  # latent attention
+        value = F.pad(value, (0, head_dim - value_dim))
+    tensors = (t[0].transpose(0, 1) for t in (query, key, value))  # (T, H, D)
+    terms = {"scale": scaling, "window": sliding_window, "softcap": softcap}
+    return ligertune_kernels.document_attention(*tensors, *document_places, **terms)[None, ..., :value_dim], None
 
 
 def per_document(
@@ -226,7 +258,7 @@ def _refuse(what: str) -> NoReturn:
     raise UserError(f"data.packing: this model {what}, so it cannot be packed.", hint="Write data.packing: false.")
 
 
-for _function in (varlen, per_document):
+for _function in (document_attention, varlen, per_document):
     AttentionInterface.register(_function.__name__, _function)
     AttentionMaskInterface.register(_function.__name__, document_mask)
 

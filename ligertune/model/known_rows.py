@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, masking_utils
 
 from ligertune.model.documents import guard
 
-TOLD = ("varlen", "per_document")
+TOLD = ("document_attention", "varlen", "per_document")
 
 
 class _ThisThread(threading.local):

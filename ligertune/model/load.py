@@ -256,7 +256,7 @@ def build_model(
 
 def _attention(name: str, config: PreTrainedConfig) -> dict[str, str | dict[str, str]]:
     """The keyword for the model's class; what keeps the documents of a row apart is not for the part that sees."""
-    of_text_alone = name in ("varlen", "per_document", "flex_attention") and sees(config)
+    of_text_alone = name in ("document_attention", "varlen", "per_document", "flex_attention") and sees(config)
     by_part = {"": name, "text_config": name, "vision_config": "sdpa"}
     return {"attn_implementation": by_part if of_text_alone else name}
 

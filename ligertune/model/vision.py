@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 # what our loop says of the tokens of a batch; models pass keywords on to their towers, which would take them for theirs
 _OF_THE_TEXT = (
     "document_lengths",
+    "document_places",
     "cu_seq_lens_q",
     "cu_seq_lens_k",
     "max_length_q",

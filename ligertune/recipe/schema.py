@@ -56,9 +56,12 @@ class ModelSpec(Section):
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
         "auto", description="Dtype of the run. float16 is mixed precision with a scaled loss; auto asks the device."
     )
-    attn_implementation: Literal["auto", "varlen", "sdpa", "flex_attention", "flash_attention_2", "eager"] = Field(
+    attn_implementation: Literal[
+        "auto", "document_attention", "varlen", "sdpa", "flex_attention", "flash_attention_2", "eager"
+    ] = Field(
         "auto",
-        description="varlen is torch's flash attention over packed documents; auto takes an exact one that fits.",
+        description="document_attention is our kernels over packed documents, varlen torch's flash attention over them; "
+        "auto takes an exact one that fits.",
     )
     init: Literal["pretrained", "random"] = Field(
         "pretrained", description="pretrained weights, or random ones from the configuration (benchmarks, tests)."

@@ -11,7 +11,7 @@ from ligertune.model.documents import guard
 from ligertune.model.patch import patch
 
 # what runs a backward on a CPU; eager is transformers' own, which finds documents by their positions
-IMPLEMENTATIONS = ["per_document", "eager"]
+IMPLEMENTATIONS = ["document_attention", "per_document", "eager"]
 
 
 def gradients(model) -> dict[str, torch.Tensor]:
@@ -65,7 +65,7 @@ def test_windows_are_shorter_than_documents_or_they_would_not_be_tested():
 def test_rows_that_are_not_packed_go_to_the_attention_of_transformers():
     batch = tiny_models.batch()
     expected = make("mistral", attn_implementation="sdpa")(**batch, use_cache=False).logits
-    for implementation in ("per_document", "varlen"):
+    for implementation in ("document_attention", "per_document", "varlen"):
         model = make("mistral", attn_implementation=implementation)
         guard(model)
         torch.testing.assert_close(model(**batch, use_cache=False).logits, expected)
@@ -74,8 +74,8 @@ def test_rows_that_are_not_packed_go_to_the_attention_of_transformers():
 def test_generating_with_a_cache_is_untouched():
     prompt = tiny_models.batch(rows=1)["input_ids"]
     texts = []
-    for implementation in ("sdpa", "per_document", "varlen"):
+    for implementation in ("sdpa", "document_attention", "per_document", "varlen"):
         model = make("mistral", attn_implementation=implementation).eval()
         guard(model)
         texts.append(model.generate(prompt, max_new_tokens=8, do_sample=False).tolist())
-    assert texts[0] == texts[1] == texts[2]
+    assert all(text == texts[0] for text in texts)

@@ -8,7 +8,7 @@ import pytest
 import tiny_models
 import torch
 from ligertune_kernels import labelled_rows
-from packed_rows import CAPPED, UNCAPPED, make, packed, separate
+from packed_rows import CAPPED, FAMILIES, UNCAPPED, make, packed, separate
 
 from ligertune.model.attention import prefer_flash, same_bits
 from ligertune.model.documents import guard
@@ -19,8 +19,9 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(torch.version.hip is not None, reason="torch's varlen attention is for NVIDIA GPUs"),
 ]
-MULTIPLE_OF = {"varlen": 16, "flex_attention": 128, "per_document": 16}
+MULTIPLE_OF = {"document_attention": 16, "varlen": 16, "flex_attention": 128, "per_document": 16}
 CASES = [
+    *((family, "document_attention") for family in FAMILIES),
     *((family, "varlen") for family in UNCAPPED),
     *((family, "per_document") for family in ("llama", "mistral", CAPPED)),
     *((family, "flex_attention") for family in ("llama", "mistral", CAPPED)),  # each takes half a minute to compile
@@ -53,7 +54,7 @@ def test_bfloat16_is_as_close_to_fp32_packed_as_alone(family, implementation):
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
-@pytest.mark.parametrize("implementation", ["flex_attention", "per_document"])
+@pytest.mark.parametrize("implementation", ["document_attention", "flex_attention", "per_document"])
 def test_fp32_equals_single_documents(family, implementation):
     truth = gradients_of(on_gpu(family, "eager", torch.float32), separate(device="cuda"))
     row = packed(device="cuda", multiple_of=MULTIPLE_OF[implementation])
@@ -87,14 +88,14 @@ def waits_for_the_device(implementation: str, layers: int) -> list[str]:
     return [str(warning.message) for warning in said if "called a synchronizing" in str(warning.message)]
 
 
-@pytest.mark.parametrize("implementation", ["varlen", "per_document"])
+@pytest.mark.parametrize("implementation", ["document_attention", "varlen", "per_document"])
 def test_no_layer_waits_for_the_device(implementation):
     """transformers looks at the positions once a forward; more layers do not wait more often."""
     few, many = (waits_for_the_device(implementation, layers) for layers in (2, 5))
     assert len(few) == len(many) <= 1, many
 
 
-@pytest.mark.parametrize("implementation", ["varlen", "flex_attention"])
+@pytest.mark.parametrize("implementation", ["document_attention", "varlen", "flex_attention"])
 def test_the_backward_gives_the_same_bits_each_time(implementation):
     found = []
     for _ in range(3):

@@ -36,7 +36,7 @@ def reached(model, **faults) -> list[bool]:
     return [bool(document.max() > 1e-4) for document in moved]
 
 
-@pytest.mark.parametrize("implementation", ["per_document", "eager"])
+@pytest.mark.parametrize("implementation", ["document_attention", "per_document", "eager"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_only_a_changed_document_notices(family, implementation):
     model = make(family, attn_implementation=implementation).eval()
