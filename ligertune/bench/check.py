@@ -25,6 +25,7 @@ SIZES = {
     "layer_norm": ((67, 1000), (5, 20000)),
     "group_norm": ((3, 96, 49),),
     "apply_rope": ((131,),),
+    "document_attention": ((3, 67),),
     "swiglu": ((67, 1001),),
     "geglu": ((67, 1001),),
     "cross_entropy": ((67, 1000), (37, 50257)),

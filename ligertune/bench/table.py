@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ligertune.bench import losses, norms, optimizers, pointwise
+from ligertune.bench import attention, losses, norms, optimizers, pointwise
 from ligertune.bench.case import Case, Subject
 from ligertune.errors import UserError
 
@@ -18,6 +18,7 @@ SUBJECTS: tuple[Subject, ...] = (
     norms.LAYER_NORM,
     norms.GROUP_NORM,
     pointwise.ROPE,
+    attention.ATTENTION,
     pointwise.SWIGLU,
     pointwise.GEGLU,
     pointwise.EMBEDDING,

@@ -60,8 +60,8 @@ class ModelSpec(Section):
         "auto", "document_attention", "varlen", "sdpa", "flex_attention", "flash_attention_2", "eager"
     ] = Field(
         "auto",
-        description="document_attention is our kernels over packed documents, varlen torch's flash attention over them; "
-        "auto takes an exact one that fits.",
+        description="document_attention is our kernels over packed documents, varlen torch's flash attention; auto "
+        "takes an exact one that fits.",
     )
     init: Literal["pretrained", "random"] = Field(
         "pretrained", description="pretrained weights, or random ones from the configuration (benchmarks, tests)."

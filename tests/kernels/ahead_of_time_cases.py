@@ -129,8 +129,14 @@ def _attention() -> list[Case]:
         return Case("document_attention", call, ((1000, 8, head_dim), *(((1000, 2, head_dim),) * 2)), dtype, places)
 
     capped = {"window": 512, "softcap": 50.0}
-    more = on_the_first(case(96, FP16), case(256, BF16, **capped))
-    return [case(128, BF16), case(64, FP16), case(256, BF16), case(80, FP32), *more, *later(case(128, BF16, **capped))]
+    more = on_the_first(case(64, FP16), case(256, BF16), case(48, FP32), case(128, BF16, **capped))
+    others = [case(width, dtype, **capped) for width in (64, 256) for dtype in (BF16, FP16)]
+    return [
+        case(128, BF16),
+        case(64, FP16),
+        *more,
+        *later(case(96, FP16), case(16, BF16), case(128, FP16, **capped), *others),
+    ]
 
 
 def _gated(op: str, call: Callable[..., object], *others: Callable[..., object]) -> list[Case]:

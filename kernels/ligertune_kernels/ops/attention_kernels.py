@@ -52,7 +52,7 @@ def _seen(rows, cols, starts, WINDOW: tl.constexpr):
 
 @triton.jit
 def _scores(products, scale, cap, HAS_CAP: tl.constexpr):
-    """Scores and what makes them bits: 1 of those under a cap, scale times log2(e) of the others; a cap's derivative."""
+    """Scores; what makes bits of them, 1 under a cap and else scale times log2(e); the cap's derivative."""
     if HAS_CAP:
         bits, slope = bounded(products, cap, scale, True)
         return bits, 1.0, slope

@@ -61,52 +61,62 @@ def _launchers(
     heads: int, key_heads: int, head_dim: int, dtype: torch.dtype, window: int, has_cap: bool, chip: Chip
 ) -> tuple[tuple[Launcher, int], ...]:
     """The three kernels, and how many tokens a program of each has."""
-    width = max(16, 1 << (head_dim - 1).bit_length())
+    width = _width(head_dim)
     shared = {
         "HEADS": heads, "GROUP": heads // key_heads, "WINDOW": window, "HAS_CAP": has_cap,
         "WIDTH": width, "EVEN": width == head_dim,
     }  # fmt: skip
     kernels = _attention_forward_kernel, _attention_queries_kernel, _attention_keys_kernel
     made = []
-    for kernel, (rows, cols, warps, stages) in zip(kernels, _tiles(width, dtype, chip), strict=True):
+    for kernel, (rows, cols, warps, stages) in zip(kernels, _tiles(head_dim, has_cap, dtype, chip), strict=True):
         constants = shared | {"ROWS": rows, "COLS": cols, "num_warps": warps, "num_stages": stages}
         made.append((Launcher(kernel, constants), cols if kernel is _attention_keys_kernel else rows))
     return tuple(made)
 
 
-# Queries and keys of a tile, warps and stages: of the forward, the queries' gradient, the keys'; by the width of a head.
-# Those of Hopper were the fastest on an H100 of those that spill no register; elsewhere they spill none and fit.
+# By the width of a head: queries and keys of a tile, warps and stages of the forward, the queries' gradient, the keys'.
+# Hopper's were the fastest on an H100 of those tried that spill no register; all others spill none and fit, untimed.
 _HOPPER = {
     64: ((64, 64, 4, 3), (64, 64, 4, 2), (32, 64, 4, 3)),
-    128: ((64, 64, 4, 3), (64, 64, 4, 2), (32, 64, 4, 3)),
-    256: ((128, 32, 8, 3), (128, 32, 8, 2), (16, 32, 4, 2)),
+    128: ((64, 64, 4, 3), (64, 32, 4, 3), (32, 64, 4, 3)),
+    256: ((64, 32, 8, 2), (128, 32, 8, 2), (16, 32, 8, 2)),
 }
 _NVIDIA = {
-    64: ((64, 64, 4, 2), (64, 32, 4, 2), (32, 64, 4, 3)),
-    128: ((64, 32, 4, 2), (64, 32, 4, 2), (32, 64, 8, 1)),
-    256: ((32, 32, 4, 1), (32, 32, 8, 1), (16, 32, 4, 2)),
+    64: ((64, 64, 4, 3), (64, 32, 4, 3), (32, 64, 4, 2)),
+    128: ((64, 32, 4, 2), (64, 32, 4, 3), (32, 64, 8, 3)),
+    256: ((64, 32, 8, 2), (32, 32, 8, 1), (16, 64, 8, 2)),
 }
 _CDNA = {
-    64: ((64, 32, 4, 1), (64, 32, 4, 1), (16, 64, 4, 1)),
-    128: ((64, 32, 4, 1), (64, 32, 4, 1), (32, 64, 8, 1)),
-    256: ((64, 32, 4, 1), (64, 16, 4, 2), (16, 64, 8, 2)),
+    64: ((32, 16, 4, 1), (32, 16, 4, 1), (16, 32, 4, 1)),
+    128: ((32, 16, 4, 1), (32, 16, 4, 1), (16, 32, 4, 1)),
+    256: ((32, 16, 4, 1), (64, 16, 4, 2), (16, 32, 4, 2)),
 }
-_RDNA = {
-    64: ((32, 32, 4, 1), (32, 32, 4, 1), (32, 32, 4, 1)),
-    128: ((32, 32, 4, 1), (32, 32, 4, 1), (16, 32, 4, 1)),
-    256: ((32, 16, 4, 1), (16, 16, 4, 1), (16, 16, 4, 1)),
-}
+_RDNA = {64: ((64, 32, 4, 2), (32, 16, 4, 1), (16, 32, 4, 1))}  # wider heads spill whatever the tile
 _ANY = ((16, 16, 4, 1),) * 3  # float32, whose products take a thread's registers; and under the interpreter
 
 
-def _tiles(width: int, dtype: torch.dtype, chip: Chip) -> tuple[tuple[int, int, int, int], ...]:
-    if chip.vendor == "interpreter" or dtype is torch.float32:
+@remembered
+def _tiles(
+    head_dim: int, has_cap: bool, dtype: torch.dtype, chip: Chip
+) -> tuple[tuple[int, int, int, int], ...] | None:
+    """None where the chip has no room for such a head."""
+    width = _width(head_dim)
+    if chip.vendor == "interpreter":
         return _ANY
+    if dtype is torch.float32:
+        return _ANY if width <= 64 and not (chip.vendor == "amd" and chip.warp_size == 32) else None
     if chip.vendor == "amd":
-        table = _CDNA if chip.warp_size > 32 else _RDNA
-    else:
-        table = _HOPPER if chip.arch in ("sm90", "sm100", "sm103") else _NVIDIA
-    return table[max(64, width)]
+        return (_CDNA if chip.warp_size > 32 else _RDNA).get(max(64, width))
+    if chip.arch not in ("sm90", "sm100", "sm103"):
+        return _NVIDIA.get(max(64, width))
+    tiles = _HOPPER.get(max(64, width))
+    if width == 128 and (has_cap or head_dim < width):  # a cap's slope, a mask of columns
+        return *tiles[:2], (32, 64, 8, 3)
+    return tiles
+
+
+def _width(head_dim: int) -> int:
+    return max(32, 1 << (head_dim - 1).bit_length())
 
 
 def _numbers(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[int, ...]:
@@ -117,7 +127,9 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, starts, ends, scale, window, softcap):
         n_tokens, heads, _ = q.shape
-        launchers = _launchers(*q.shape[1:2], *k.shape[1:], q.dtype, window or 0, softcap is not None, chip_of(q.device))
+        launchers = _launchers(
+            *q.shape[1:2], *k.shape[1:], q.dtype, window or 0, softcap is not None, chip_of(q.device)
+        )
         out, lse = q.new_empty(q.shape), q.new_empty((heads, n_tokens), dtype=torch.float32)
         launch, rows = launchers[0]
         others = n_tokens, scale, softcap or 1.0
@@ -161,20 +173,28 @@ def document_attention(
 
     starts, ends (T,), int32: where each token's document begins, and the place behind its last token. K divides H:
     neighbouring query heads share a key head. scale: of the products, by default 1 / sqrt(D). window: how many tokens
-    back a token sees, itself included; softcap: the bound of a score (Gemma 2). All of one dtype; under autocast of its, as torch's attention.
+    back a token sees, itself included; softcap: the bound of a score (Gemma 2). All of one dtype; under
+    autocast of its, as torch's attention. Heads wider than 256 take the reference, as do those wider than 64 on RDNA
+    and in float32, and all in float32 on RDNA.
     """
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
     _check(query, key, value, starts, ends, scale, window, softcap)
     dtype = _autocast_dtype(query.device)
     if dtype is not None and query.dtype is not torch.float64:
         query, key, value = (t.to(dtype) for t in (query, key, value))
-    if query.numel() == 0 or not runs_triton(query):
+    if query.numel() == 0 or not _runs(query, softcap):
         with _without_autocast(query.device):
             return document_attention_reference(
                 query, key, value, starts, ends, scale=scale, window=window, softcap=softcap
             )
     query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
     return _apply(query, key, value, starts, ends, scale, window, softcap)
+
+
+def _runs(query: torch.Tensor, softcap: float | None) -> bool:
+    if not runs_triton(query):
+        return False
+    return _tiles(query.shape[-1], softcap is not None, query.dtype, chip_of(query.device)) is not None
 
 
 def _check(
