@@ -9,11 +9,8 @@ from ligertune.machine import Machine
 from ligertune.plan import Plan, row_length
 from ligertune.recipe import Recipe, contradicts_itself
 
-ONE_LAUNCH = (
-    "document_attention",
-    "varlen",
-    "flash_attention_2",
-)  # attention over all documents of a row, wherever each begins
+# attention over all documents of a row, wherever each begins
+ONE_LAUNCH = ("document_attention", "varlen", "flash_attention_2")
 # Seconds of a host for a layer's forward and backward, guessed low: a step of Llama-3.2-1B on 128 tokens took 4.7 ms a
 # layer on an H100 (scripts/bench_e2e --only tiny), most of it the host's.
 LAUNCHING_A_LAYER = 2e-3

@@ -12,7 +12,7 @@ from ligertune.machine import Machine
 from ligertune.model.load import model_class
 from ligertune.plan import Precision
 
-OF_DOCUMENTS = ("document_attention", "varlen")  # ours by these names, packed or not
+OURS = "document_attention"  # chosen by kernels.attention
 VENDORS = {"nvidia": "NVIDIA GPUs", "amd": "AMD GPUs", "cpu": "CPUs"}
 # what a layer may be called for its state or its pattern to respect documents
 BY_LENGTH = {"dynamic", "longrope"}  # kinds of rotary embedding that look at the highest position of a row
@@ -43,7 +43,7 @@ class Attention:
 ATTENTIONS = (
     Attention("varlen", "varlen", auto_on=("nvidia",), runs_on=("nvidia",), half_only=True, soft_cap=False,
               dropout=False, oldest_nvidia=80, widest_head=256, parts_on=("nvidia",), one_launch=True),
-    Attention("document_attention", "document_attention", auto_on=(), runs_on=("nvidia", "amd", "cpu"), dropout=False,
+    Attention(OURS, OURS, auto_on=(), runs_on=("nvidia", "amd", "cpu"), dropout=False,
               oldest_nvidia=80, widest_head=256, one_launch=True),
     Attention("flash_attention_2", "flash_attention_2", auto_on=("nvidia", "amd"), runs_on=("nvidia", "amd"),
               half_only=True, package="flash_attn", oldest_nvidia=80, widest_head=256, one_launch=True),
@@ -88,12 +88,13 @@ def choose_attention(
     reasons = {row.name: _refusal(row, config, machine, precision, cp_size) for row in ATTENTIONS}
     if wanted != "auto":
         if reasons[wanted] is not None:
+            asked = f"model.attn_implementation: {wanted}" if wanted != OURS else "kernels.attention"
             raise UserError(
-                f"model.attn_implementation: {wanted} cannot be used: {reasons[wanted]}.",
-                hint="Write auto, which takes an exact one that fits.",
+                f"{asked} cannot be used: {reasons[wanted]}.",
+                hint="Write auto, which takes an exact one that fits." if wanted != OURS else "Leave it out.",
             )
         chosen = next(row for row in ATTENTIONS if row.name == wanted)
-        named = chosen.packed if packing or wanted in OF_DOCUMENTS else chosen.name
+        named = chosen.packed if packing or wanted == "varlen" else chosen.name
         return AttentionChoice(named, "", chosen.multiple_of, chosen.one_launch)
     fitting = [row for row in ATTENTIONS if machine.vendor in row.auto_on]
     if all(reasons[row.name] for row in fitting):

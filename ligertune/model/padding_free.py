@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ligertune.errors import UserError
-from ligertune.model.attention_choice import choose_attention
+from ligertune.model.attention_choice import OURS, choose_attention
 from ligertune.vision.families import family_of, sees
 
 if TYPE_CHECKING:
@@ -36,9 +36,17 @@ def choose_rows(
     lengths: tokens of the examples, where known. Packed rows need no word about padding: for them it is False.
     """
 
+    ours = recipe.kernels.attention and recipe.kernels.enabled is not False
+
     def attention(*, packing: bool) -> AttentionChoice:
+        if ours and not packing:
+            raise UserError(
+                f"kernels.attention: the examples of a {config.model_type} model do not share a row here, and it is "
+                "for those that do.",
+                hint="Leave it out.",
+            )
         return choose_attention(
-            recipe.model.attn_implementation,
+            OURS if ours else recipe.model.attn_implementation,
             config,
             machine,
             precision,
@@ -47,11 +55,15 @@ def choose_rows(
         )
 
     wanted = recipe.data.padding_free
+    if wanted == "auto" and ours and not recipe.train.few_shapes:
+        wanted = True
     if recipe.data.packing or wanted is False:
         return attention(packing=recipe.data.packing), False
     if wanted is True:
         family = family_of(config)
         if family is not None and not family.packs:
+            if recipe.data.padding_free == "auto":
+                return attention(packing=False), False
             raise UserError(f"{KEY}: examples of a row would see each other's images in {family.name}.", hint=_HINT)
         try:
             return attention(packing=True), True

@@ -68,6 +68,25 @@ ON_HOST = ("offload", *GATES_ON_HOST)  # what checkpointing may leave in host me
 RULES = (
     *(rule for key, rival in EITHER_OR.items() for rule in _either_or(key, rival)),
     Rule(
+        ("kernels.attention", "model.attn_implementation"),
+        lambda recipe: (
+            recipe.kernels.attention
+            and recipe.kernels.enabled is not False
+            and recipe.model.attn_implementation != "auto"
+        ),
+        "{0} is an attention of its own, and {1} names another. Leave one of them out.",
+    ),
+    Rule(
+        ("kernels.attention", "data.packing", "data.padding_free"),
+        lambda recipe: (
+            recipe.kernels.attention
+            and recipe.kernels.enabled is not False
+            and not recipe.data.packing
+            and recipe.data.padding_free is False
+        ),
+        "{0} is for examples that lie one behind another in a row, and {1} and {2} are false. Leave one of them out.",
+    ),
+    Rule(
         ("kernels.optimizer", "train.optim"),
         lambda recipe: recipe.kernels.optimizer and recipe.train.optim != "adamw_torch_fused",
         "{0} is the step of adamw_torch_fused, and {1} is another. Leave {0} out, or change {1}.",

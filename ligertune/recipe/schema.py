@@ -56,12 +56,9 @@ class ModelSpec(Section):
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
         "auto", description="Dtype of the run. float16 is mixed precision with a scaled loss; auto asks the device."
     )
-    attn_implementation: Literal[
-        "auto", "document_attention", "varlen", "sdpa", "flex_attention", "flash_attention_2", "eager"
-    ] = Field(
+    attn_implementation: Literal["auto", "varlen", "sdpa", "flex_attention", "flash_attention_2", "eager"] = Field(
         "auto",
-        description="document_attention is our kernels over packed documents, varlen torch's flash attention; auto "
-        "takes an exact one that fits.",
+        description="varlen is torch's flash attention over packed documents; auto takes an exact one that fits.",
     )
     init: Literal["pretrained", "random"] = Field(
         "pretrained", description="pretrained weights, or random ones from the configuration (benchmarks, tests)."
@@ -84,6 +81,7 @@ class KernelsSpec(Section):
         "linear_cross_entropy",
         description="linear_cross_entropy never makes the logits; cross_entropy reads them; torch is torch's own.",
     )
+    attention: Switch = Field(False, description="Attention over the documents of packed rows.")
     lora: Switch = Field(False, description="Add an adapter's term in its products, not by passes over their output.")
     optimizer: Switch = Field(False, description="The step of train.optim: adamw_torch_fused, clipping included.")
     rebuild: SwitchOrNorms = Field(

@@ -61,6 +61,15 @@ def one(name: str):
         pytest.param({**COMPILED, **SHORT, "train.gradient_checkpointing": True}, id="compiled and checkpointed"),
         pytest.param({**COMPILED, **PACKED}, id="compiled, packed"),
         pytest.param({"train.cuda_graphs": True, **PACKED}, id="CUDA graphs"),
+        pytest.param({"kernels.attention": True, **PACKED}, id="our attention"),
+        pytest.param(
+            {"kernels.attention": True, **PACKED, "train.cuda_graphs": True}, id="our attention in CUDA graphs"
+        ),
+        pytest.param({"kernels.attention": True, **COMPILED, **PACKED}, id="our attention, compiled"),
+        pytest.param(
+            {"kernels.attention": True, **PACKED, "train.gradient_checkpointing": True},
+            id="our attention, checkpointed",
+        ),
     ],
 )
 def test_the_loss_falls_and_a_run_goes_on_from_its_checkpoint(changes, quickstart, tmp_path):

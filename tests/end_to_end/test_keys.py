@@ -103,6 +103,7 @@ CHANGES_PLAN = {
     "model.attn_implementation": ("eager", ("attn_implementation",), "eager"),
     "model.num_hidden_layers": (2, ("n_parameters",), 123_712),
     "data.padding_free": (True, ("rows", "padding_free"), True),
+    "kernels.attention": (True, ("attn_implementation",), "document_attention"),
     "train.max_steps": (2, ("schedule", "total_steps"), 2),
     "train.num_train_epochs": (2.0, ("schedule", "total_steps"), 18),
     "train.global_batch_size": (8, ("batching", "accumulation"), 4),
@@ -114,8 +115,8 @@ CHANGES_PLAN = {
 @pytest.mark.parametrize("key", CHANGES_PLAN)
 def test_a_key_changes_the_plan(key, quickstart, tmp_path):
     value, path, expected = CHANGES_PLAN[key]
-    init = {"model.init": "random"} if key == "model.num_hidden_layers" else {}
-    found = plan_for(read(quickstart, tmp_path, **{**init, key: value})).plan.as_dict()
+    along = {"model.num_hidden_layers": {"model.init": "random"}, "kernels.attention": {"data.packing": True}}
+    found = plan_for(read(quickstart, tmp_path, **{**along.get(key, {}), key: value})).plan.as_dict()
     for name in path:
         found = found[name]
     assert found == expected
@@ -151,6 +152,7 @@ def test_optimizers_and_checkpointing_train_alike(train, usual):
         {"train.gradient_checkpointing": "offload_both", "train.gradient_checkpointing_layers": "auto"},
         {"kernels.rebuild": True},
         {"kernels.rebuild": "norms"},
+        {"kernels.attention": True},  # and so padding-free
         {"train.per_device_train_batch_size": "auto", "train.global_batch_size": 4},
     ):
         assert train(changes)[0] == pytest.approx(usual[0], rel=1e-5)

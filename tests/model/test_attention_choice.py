@@ -11,7 +11,7 @@ import transformers
 
 from ligertune.errors import UserError
 from ligertune.machine import Machine
-from ligertune.model.attention_choice import check_parts, choose_attention
+from ligertune.model.attention_choice import OURS, check_parts, choose_attention
 from ligertune.plan import Precision
 
 H100 = Machine("nvidia", "cuda", "NVIDIA H100", "sm90", 1, 80 << 30, True, 989e12, 3.35e12, 1, "2.11")
@@ -99,9 +99,6 @@ def test_a_model_that_sees_gets_flex_attention_only_where_transformers_offers_it
         ("varlen", {"machine": CPU, "precision": FP32}, "NVIDIA"),
         ("varlen", {"machine": MI300}, "NVIDIA"),
         ("varlen", {"precision": FP32}, "bfloat16"),
-        ("document_attention", {"machine": T4, "precision": FP16}, "older than sm80"),
-        ("document_attention", {"attention_dropout": 0.1}, "no dropout"),
-        ("document_attention", {"head_dim": 512}, "at most 256 wide"),
         ("flex_attention", {"machine": CPU, "packing": False}, "NVIDIA GPUs and AMD GPUs only"),
         ("flash_attention_2", {"machine": CPU}, "GPU"),
     ],
@@ -114,9 +111,21 @@ def test_what_cannot_be_is_refused_with_the_reason(wanted, settings, reason):
 @pytest.mark.parametrize(
     "settings", [{}, {"family": "gemma2"}, {"precision": FP32}, {"machine": MI300}, {"machine": CPU}], ids=str
 )
-@pytest.mark.parametrize("packing", [False, True])
-def test_our_own_attention_is_for_who_asks_for_it(settings, packing):
-    assert choose("document_attention", packing=packing, **settings).implementation == "document_attention"
+def test_our_own_attention_is_for_who_asks_for_it(settings):
+    assert choose(OURS, **settings).implementation == "document_attention"
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"machine": T4, "precision": FP16}, "older than sm80"),
+        ({"attention_dropout": 0.1}, "no dropout"),
+        ({"head_dim": 512}, "at most 256 wide"),
+    ],
+)
+def test_our_own_attention_is_refused_by_the_key_that_asked_for_it(settings, reason):
+    with pytest.raises(UserError, match=rf"kernels\.attention cannot be used: .*{reason}"):
+        choose(OURS, **settings)
 
 
 def test_without_packing_auto_is_left_to_transformers():

@@ -81,3 +81,20 @@ def test_true_is_refused_where_it_cannot_be(changes, why, tmp_path):
     with pytest.raises(UserError, match=why) as refused:
         choose(tmp_path, data={"padding_free": True}, **changes)
     assert "data.packing" not in str(refused.value)
+
+
+OURS = {"kernels": {"attention": True}}
+
+
+@pytest.mark.parametrize("sections", [{}, {"machine": CPU, "precision": FP32}, {"config": "gemma2"}], ids=str)
+def test_our_attention_joins_examples_where_nobody_said_otherwise(sections, tmp_path):
+    assert choose(tmp_path, **OURS, **sections) == ("document_attention", True)
+    assert choose(tmp_path, **OURS, data={"packing": True}, **sections) == ("document_attention", False)
+    without = {"kernels": {"attention": True, "enabled": False}}
+    assert choose(tmp_path, **without, data={"packing": True})[0] == "varlen"
+
+
+@pytest.mark.parametrize("sections", [{"train": {"torch_compile": True}}, {"config": transformers.Gemma3Config()}])
+def test_our_attention_is_refused_where_examples_share_no_row(sections, tmp_path):
+    with pytest.raises(UserError, match=r"kernels\.attention: the examples of a \w+ model do not share a row here"):
+        choose(tmp_path, **OURS, **sections)

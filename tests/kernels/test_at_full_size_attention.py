@@ -1,0 +1,81 @@
+"""document_attention on a GPU at the sizes it is for: rounding, long documents, more than 2³¹ elements."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from judge import judge
+from ligertune_kernels import document_attention, document_attention_reference
+
+pytestmark = pytest.mark.gpu
+
+ROWS = (
+    # H, K, D; documents
+    pytest.param((8, 2, 128), (1000, 1, 64, 700, 283), id="Llama-3-8B's heads"),
+    pytest.param((8, 2, 64), (2048,), id="Llama-3.2-1B's"),
+    pytest.param((4, 4, 256), (900, 100, 500), id="Gemma-7B's"),
+    pytest.param((7, 1, 128), (100,) * 17, id="Qwen2-7B's, short documents"),
+    pytest.param((6, 2, 96), (511, 513, 3), id="Phi-3's"),
+)
+TERMS = ({}, {"window": 300}, {"softcap": 30.0}, {"softcap": 50.0, "window": 130})
+
+
+def places(lengths: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    sizes = torch.tensor(lengths)
+    ends = sizes.cumsum(0)
+    return tuple(t.repeat_interleave(sizes).to(device, torch.int32) for t in (ends - sizes, ends))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("terms", TERMS, ids=str)
+@pytest.mark.parametrize("heads, lengths", ROWS)
+def test_rounds_no_worse_than_torch(heads, lengths, terms, dtype, device) -> None:
+    """Gradients of queries and keys are differences, rounded once more here than in the reference: in the weights'."""
+    n_heads, n_key_heads, head_dim = heads
+    starts, ends = places(lengths, device)
+    sizes = ((n, sum(lengths), head_dim) for n in (n_heads, n_key_heads, n_key_heads))
+    judge(
+        lambda q, k, v: document_attention(q, k, v, starts, ends, **terms),
+        lambda q, k, v: document_attention_reference(q, k, v, starts, ends, **terms),
+        [torch.randn(size, device=device, dtype=dtype).transpose(0, 1) for size in sizes],
+        times=3.0,
+    )
+
+
+def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: tuple[int, ...], grad: torch.Tensor):
+    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+    out = document_attention(*leaves, *places(lengths, q.device))
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+
+
+def test_a_document_is_the_same_wherever_it_lies_in_more_than_2_31_elements(device) -> None:
+    lengths, heads, head_dim = (1000,) * 140, 128, 128  # 2.3e9 elements of queries
+    q = torch.randn(sum(lengths), heads, head_dim, device=device, dtype=torch.bfloat16)
+    k, v = (torch.randn(sum(lengths), 1, head_dim, device=device, dtype=torch.bfloat16) for _ in range(2))
+    grad = torch.randn_like(q)
+    assert q.numel() > 1 << 31
+    found = run(q, k, v, lengths, grad)
+    for first in (0, 71_000, 139_000):
+        own = slice(first, first + 1000)
+        expected = run(q[own], k[own], v[own], (1000,), grad[own])
+        for whole, alone in zip(found, expected, strict=True):
+            torch.testing.assert_close(whole[own].float(), alone.float(), rtol=2e-2, atol=2e-2)
+
+
+def test_the_same_bits_each_time(device) -> None:
+    lengths = (3000, 5, 1091)
+    q, k, v = (torch.randn(4096, n, 128, device=device, dtype=torch.bfloat16) for n in (16, 4, 4))
+    grad = torch.randn_like(q)
+    first = run(q, k, v, lengths, grad)
+    for _ in range(5):
+        assert all(torch.equal(a, b) for a, b in zip(first, run(q, k, v, lengths, grad), strict=True))
+
+
+def test_what_is_not_finite_stays_in_its_document(device) -> None:
+    lengths = (500, 500)
+    q, k, v = (torch.randn(1000, n, 128, device=device, dtype=torch.bfloat16) for n in (4, 2, 2))
+    for bad in (float("nan"), float("inf")):
+        k[100], q[300], v[20] = bad, bad, bad
+        found = run(q, k, v, lengths, torch.ones_like(q))
+        assert all(t[500:].isfinite().all() for t in found)
+        assert found[0][300:500].isnan().any()
