@@ -71,11 +71,10 @@ def test_the_same_bits_each_time(device) -> None:
         assert all(torch.equal(a, b) for a, b in zip(first, run(q, k, v, lengths, grad), strict=True))
 
 
-def test_what_is_not_finite_stays_in_its_document(device) -> None:
+def test_what_is_not_finite_does_no_harm_to_the_next_call(device) -> None:
     lengths = (500, 500)
     q, k, v = (torch.randn(1000, n, 128, device=device, dtype=torch.bfloat16) for n in (4, 2, 2))
+    before = run(q, k, v, lengths, torch.ones_like(q))
     for bad in (float("nan"), float("inf")):
-        k[100], q[300], v[20] = bad, bad, bad
-        found = run(q, k, v, lengths, torch.ones_like(q))
-        assert all(t[500:].isfinite().all() for t in found)
-        assert found[0][300:500].isnan().any()
+        assert run(*(torch.full_like(t, bad) for t in (q, k, v)), lengths, torch.ones_like(q))[0].isnan().all()
+        assert all(torch.equal(a, b) for a, b in zip(before, run(q, k, v, lengths, torch.ones_like(q)), strict=True))
