@@ -36,8 +36,9 @@ def compare(
         list[str] | None,
         typer.Option(
             metavar="NAME",
-            help="hf, hf-chunked, compile; ours: with-rebuild, with-rebuild-norms, with-lora, with-offload, "
-            "with-offload-gate, with-offload-both, with-compile, with-cuda-graphs, with-fp8. May be repeated.",
+            help="hf, hf-chunked, compile; ours: with-rebuild, with-rebuild-norms, with-attention, with-lora, "
+            "with-offload, with-offload-gate, with-offload-both, with-compile, with-cuda-graphs, with-fp8. May be "
+            "repeated.",
         ),
     ] = None,
     peer: Annotated[list[str] | None, typer.Option(metavar="NAME", help="liger, if liger-kernel is installed.")] = None,

@@ -42,6 +42,7 @@ SIDES = (
     Side("no-fused-loss", "ligertune without its fused loss", {**ON, "loss": "torch"}, ours=True),
     Side("with-rebuild", "ligertune, rebuild", {**ON, "rebuild": True}, ours=True),
     Side("with-rebuild-norms", "ligertune, rebuild: norms", {**ON, "rebuild": "norms"}, ours=True),
+    Side("with-attention", "ligertune, attention", {**ON, "attention": True}, ours=True),
     Side("with-lora", "ligertune, lora", {**ON, "lora": True}, ours=True),
     Side("with-offload", "ligertune, offload", ON, ours=True, train=INPUTS),
     Side("with-offload-gate", "ligertune, offload_gate", ON, ours=True, train=GATES),
@@ -55,8 +56,8 @@ SIDES = (
     Side("liger", "liger-kernel", OFF, change="liger", needs="liger_kernel"),
 )
 SIDE_OF = {side.name: side for side in SIDES}
-OURS = ("with-rebuild", "with-rebuild-norms", "with-lora", "with-offload", "with-offload-gate", "with-offload-both",
-        "with-compile", "with-cuda-graphs", "with-fp8")  # fmt: skip
+OURS = ("with-rebuild", "with-rebuild-norms", "with-attention", "with-lora", "with-offload", "with-offload-gate",
+        "with-offload-both", "with-compile", "with-cuda-graphs", "with-fp8")  # fmt: skip
 BASELINES = {"hf": "without", **{name: name for name in ("hf-chunked", "compile", *OURS)}}
 PEERS = ("liger",)
 

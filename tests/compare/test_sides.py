@@ -66,8 +66,8 @@ def test_what_others_compute_is_padded_as_they_pad(quickstart, tmp_path):
     recipe = settings_of(quickstart / "stories260k.yaml", ["data.padding_free=true"], None)[0].recipe
     said = {name: trial_recipe(recipe, side, 5, tmp_path).data.padding_free for name, side in SIDE_OF.items()}
     ours = {name for name, padding_free in said.items() if padding_free is True}
-    assert ours == {"with", "no-fused-loss", "with-rebuild", "with-rebuild-norms", "with-lora", "with-offload",
-                    "with-offload-gate", "with-offload-both"}  # fmt: skip
+    assert ours == {"with", "no-fused-loss", "with-rebuild", "with-rebuild-norms", "with-attention", "with-lora",
+                    "with-offload", "with-offload-gate", "with-offload-both"}  # fmt: skip
     assert all(said[name] is False for name in said.keys() - ours)
 
 
