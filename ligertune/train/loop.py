@@ -133,7 +133,7 @@ def fit(
     missed = stopping = False
     hopeless = evaluations.hopeless(patience)
     model.train()
-    parameters = tuple(model.parameters())  # once: to look through all modules takes the host longer than to clip
+    parameters: tuple[nn.Parameter, ...] = ()
     _expect(plan, accelerator, order, batcher, step)
 
     phases.begin("first step")
@@ -176,6 +176,8 @@ def fit(
             if not is_zero(accelerator):  # its engine has taken the step, and the gradients with it
                 check_gradients(optimizer)
             if plan.optimizer.max_grad_norm > 0:
+                # once, since it takes the host longer than to clip; behind a backward: FSDP may show others before
+                parameters = parameters or tuple(model.parameters())
                 grad_norm = clip_gradients(accelerator, optimizer, parameters, plan.optimizer.max_grad_norm)
             optimizer.step()
             optimizer.zero_grad()
