@@ -39,12 +39,38 @@ def document_attention_reference(
     window: int | None = None,
     softcap: float | None = None,
 ) -> torch.Tensor:
-    """The same in plain torch, which stores the scores (H, T, T); weights are rounded to the dtype, as there."""
+    """The same in plain torch, which stores the scores (H, L, L) of a document; weights are rounded to the dtype."""
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    out = [
+        _attend(*(t[begin:end] for t in (query, key, value)), starts[begin:end] - begin, scale, window, softcap)
+        for begin, end in _documents(starts)
+    ]
+    return torch.cat(out)
+
+
+def _documents(starts: torch.Tensor) -> list[tuple[int, int]]:
+    """Where each begins and ends; all of the row as one where values cannot be asked for. A row of no tokens is one."""
+    if starts.is_meta or torch.compiler.is_compiling() or len(starts) == 0:
+        return [(0, len(starts))]
+    begins = starts.unique_consecutive().tolist()
+    return list(zip(begins, [*begins[1:], len(starts)], strict=True))
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    starts: torch.Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """(L, H, D), (L, K, D) twice -> (L, H, D), contiguous; starts: from where on each token sees."""
     wide = torch.promote_types(query.dtype, torch.float32)
     group = query.shape[1] // key.shape[1]
     q, k, v = (t.to(wide).transpose(0, 1) for t in (query, key, value))
     k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
-    scores = q @ k.transpose(1, 2) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    scores = q @ k.transpose(1, 2) * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     rows = torch.arange(query.shape[0], device=query.device)[:, None]
