@@ -1,7 +1,7 @@
 """Flash attention over documents that lie one behind another, without what torch's own way to it costs the host.
 
 torch.nn.attention.varlen reaches torch's kernels through operators written in Python and fills a tensor with zeros in
-each forward, which a step that is launched more slowly than it is computed has to wait for.
+each forward.
 """
 
 from __future__ import annotations
