@@ -90,7 +90,7 @@ def varlen(
     if row_part is not None:
         key, value = (row_part.gather(t, key_rows) for t in (key, value))
     out = flash_varlen(
-        *(t[0].transpose(0, 1) for t in (query, key, value)),  # (T, H, D)
+        *(t.squeeze(0).transpose(0, 1) for t in (query, key, value)),  # (T, H, D)
         (cu_seq_lens_q, cu_seq_lens_k),
         (max_length_q, max_length_k),
         scale=scaling,
@@ -124,7 +124,7 @@ def document_attention(
     head_dim, value_dim = query.shape[-1], value.shape[-1]
     if value_dim < head_dim:  # latent attention
         value = F.pad(value, (0, head_dim - value_dim))
-    tensors = (t[0].transpose(0, 1) for t in (query, key, value))  # (T, H, D)
+    tensors = (t.squeeze(0).transpose(0, 1) for t in (query, key, value))  # (T, H, D)
     terms = {"scale": scaling, "window": sliding_window, "softcap": softcap}
     return ligertune_kernels.document_attention(*tensors, *document_places, **terms)[None, ..., :value_dim], None
 

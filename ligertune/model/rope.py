@@ -182,7 +182,7 @@ def _tokens_first(name: str) -> Callable[..., tuple[Tensor, Tensor]]:
 
     def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         q, k = apply_rope(q.transpose(0, 1)[None], k.transpose(0, 1)[None], cos[None], sin[None])
-        return q[0].transpose(0, 1), k[0].transpose(0, 1)
+        return q.squeeze(0).transpose(0, 1), k.squeeze(0).transpose(0, 1)
 
     rotary.__name__ = rotary.__qualname__ = name
     return rotary

@@ -30,7 +30,7 @@ class RowPart:
 
         key_rows: (keys,) int64, their places among those of all ranks, one rank's tokens behind another's.
         """
-        everyone = _Gather.apply(own[0].transpose(0, 1), self.group)  # (C * T, K, D)
+        everyone = _Gather.apply(own.squeeze(0).transpose(0, 1), self.group)  # (C * T, K, D)
         return everyone.index_select(0, key_rows).transpose(0, 1)[None]
 
 

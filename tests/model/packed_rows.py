@@ -64,3 +64,14 @@ def packed(*, device: str = "cpu", multiple_of: int = 16) -> dict[str, Any]:
     """All of them in one row."""
     batch = collate_packed(documents(), pad_token_id=0, pad_to_multiple_of=multiple_of)
     return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+
+
+def history(loss: torch.Tensor) -> set[str]:
+    """The names of the nodes that a backward from here goes through."""
+    found, ahead = set(), [loss.grad_fn]
+    while ahead:
+        node = ahead.pop()
+        if node is not None and node not in found:
+            found.add(node)
+            ahead += [following for following, _ in node.next_functions]
+    return {node.name() for node in found}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import tiny_models
 import torch
-from packed_rows import CAPPED, FAMILIES, LENGTHS, make, packed, separate
+from packed_rows import CAPPED, FAMILIES, LENGTHS, history, make, packed, separate
 
 from ligertune.model.documents import guard
 from ligertune.model.patch import patch
@@ -38,6 +38,16 @@ def test_loss_and_gradients_are_those_of_single_documents(family, implementation
     expected = gradients(alone)
     for name, found in gradients(model).items():
         torch.testing.assert_close(found, expected[name], rtol=1e-5, atol=1e-5 * float(expected[name].abs().max()))
+
+
+@pytest.mark.parametrize("implementation", ["document_attention", "per_document"])
+def test_no_gradient_is_copied_into_a_row_of_zeros(implementation):
+    """`query[0]` makes zeros and copies into them in its backward; squeeze(0) is a view both ways."""
+    model = make("llama", attn_implementation=implementation)
+    guard(model)
+    nodes = history(model(**packed(), num_items_in_batch=10, use_cache=False).loss)
+    assert "SelectBackward0" not in nodes
+    assert "MmBackward0" in nodes
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])

@@ -8,7 +8,7 @@ import pytest
 import tiny_models
 import torch
 from ligertune_kernels import labelled_rows
-from packed_rows import CAPPED, FAMILIES, UNCAPPED, make, packed, separate
+from packed_rows import CAPPED, FAMILIES, UNCAPPED, history, make, packed, separate
 
 from ligertune.model.attention import prefer_flash, same_bits
 from ligertune.model.documents import guard
@@ -51,6 +51,15 @@ def test_bfloat16_is_as_close_to_fp32_packed_as_alone(family, implementation):
     together = gradients_of(on_gpu(family, implementation), [row])
     errors = [float((found - truth).norm() / truth.norm()) for found in (together, alone)]
     assert errors[0] <= 1.2 * errors[1] + 1e-3
+
+
+@pytest.mark.parametrize("implementation", ["document_attention", "varlen"])
+def test_no_gradient_is_copied_on_the_way_to_a_projection(implementation):
+    model = on_gpu("llama", implementation)
+    patch(model)
+    nodes = history(model(**packed(device="cuda"), num_items_in_batch=10, use_cache=False).loss)
+    assert not nodes & {"SelectBackward0", "SliceBackward0", "CloneBackward0", "CatBackward0"}
+    assert "MmBackward0" in nodes
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])

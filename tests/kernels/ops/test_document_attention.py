@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from judge import OF_A_ROW, judge
@@ -47,14 +49,63 @@ def inputs(n_tokens: int, heads: tuple[int, int, int], dtype: torch.dtype, devic
     return [t.transpose(0, 1) for t in made]
 
 
+class Formula(torch.autograd.Function):
+    """The op's own equations without tiles, in float32 rounded where they are: gradients of scores are made from the
+    output as it is stored, and where a token sees little more than itself that rounding is most of what they are."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, starts, window, scale, softcap):
+        out = document_attention_reference(q, k, v, starts, None, window=window, scale=scale, softcap=softcap)
+        ctx.save_for_backward(q, k, v, starts, out)
+        ctx.terms = window, q.shape[-1] ** -0.5 if scale is None else scale, softcap
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        *tensors, starts, out = ctx.saved_tensors
+        (window, scale, softcap), dtype, group = ctx.terms, out.dtype, out.shape[1] // tensors[1].shape[1]
+        wide = [t.transpose(0, 1).to(torch.promote_types(dtype, torch.float32)) for t in (*tensors, out, grad)]
+        q, k, v, out, grad = (t.repeat_interleave(group, 0) if i in (1, 2) else t for i, t in enumerate(wide))
+        scores = q @ k.mT * scale
+        slope = 1.0
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+            slope = 1 - (scores / softcap).square()
+        rows = torch.arange(len(starts), device=starts.device)
+        seen = (rows <= rows[:, None]) & (rows >= starts[:, None]) & (rows > rows[:, None] - (window or len(starts)))
+        weights = torch.softmax(scores.masked_fill(~seen, float("-inf")), -1)
+        d_scores = weights * (grad @ v.mT - (grad * out).sum(-1, keepdim=True)) * slope
+        d_scores, weights = (t.to(dtype).to(q.dtype) for t in (d_scores, weights))
+        gradients = (
+            scale * d_scores @ k,
+            *(t.unflatten(0, (-1, group)).sum(1) for t in (scale * d_scores.mT @ q, weights.mT @ grad)),
+        )
+        return *(t.transpose(0, 1).to(dtype) for t in gradients), *(None,) * 4
+
+
 def judged(lengths, heads, dtype, device, **terms) -> None:
     starts, ends = places(lengths, device)
-    judge(
-        lambda q, k, v: document_attention(q, k, v, starts, ends, **terms),
-        lambda q, k, v: document_attention_reference(q, k, v, starts, ends, **terms),
-        inputs(sum(lengths), heads, dtype, device),
-        times=OF_A_ROW,
-    )
+    terms = {"window": None, "scale": None, "softcap": None} | terms
+
+    def plain(q, k, v):
+        rounds = q.dtype in (torch.float16, torch.bfloat16)
+        reference = document_attention_reference
+        return Formula.apply(q, k, v, starts, *terms.values()) if rounds else reference(q, k, v, starts, ends, **terms)
+
+    op = functools.partial(document_attention, **terms)
+    judge(lambda q, k, v: op(q, k, v, starts, ends), plain, inputs(sum(lengths), heads, dtype, device), times=OF_A_ROW)
+
+
+@pytest.mark.parametrize("terms", TERMS, ids=str)
+def test_the_formula_is_the_references(terms, device) -> None:
+    """In float64, where no rounding parts them."""
+    lengths, terms = (3, 40, 1, 5, 20), {"window": None, "scale": None, "softcap": None} | terms
+    starts, ends = places(lengths, device)
+    leaves = [t.requires_grad_() for t in inputs(sum(lengths), (4, 2, 32), torch.float64, device)]
+    outs = Formula.apply(*leaves, starts, *terms.values()), document_attention_reference(*leaves, starts, ends, **terms)
+    grad = torch.randn_like(outs[0])
+    for ours, theirs in zip(*(torch.autograd.grad(out, leaves, grad) for out in outs), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
