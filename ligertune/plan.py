@@ -32,6 +32,11 @@ class Precision:
     weights: str
     autocast: Literal["no", "fp16", "bf16"]
 
+    @property
+    def half(self) -> bool:
+        """Whether attention and matrix products are computed in bfloat16 or float16."""
+        return self.weights != "float32" or self.autocast != "no"
+
 
 @dataclass(frozen=True)
 class Rows:

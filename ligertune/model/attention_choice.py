@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import dataclass
+from typing import Literal
 
+import torch
+from ligertune_kernels import backend
 from transformers import PreTrainedConfig
 
 from ligertune.errors import UserError
@@ -13,6 +16,8 @@ from ligertune.model.load import model_class
 from ligertune.plan import Precision
 
 OURS = "document_attention"  # chosen by kernels.attention
+# Where it takes less time than torch's in each row of `scripts/bench_kernels --only document_attention`.
+FASTER_ON = ("sm90",)
 VENDORS = {"nvidia": "NVIDIA GPUs", "amd": "AMD GPUs", "cpu": "CPUs"}
 # what a layer may be called for its state or its pattern to respect documents
 BY_LENGTH = {"dynamic", "longrope"}  # kinds of rotary embedding that look at the highest position of a row
@@ -41,10 +46,10 @@ class Attention:
 
 
 ATTENTIONS = (
+    Attention(OURS, OURS, auto_on=("nvidia",), runs_on=("nvidia", "amd", "cpu"), dropout=False,
+              oldest_nvidia=80, widest_head=256, one_launch=True),
     Attention("varlen", "varlen", auto_on=("nvidia",), runs_on=("nvidia",), half_only=True, soft_cap=False,
               dropout=False, oldest_nvidia=80, widest_head=256, parts_on=("nvidia",), one_launch=True),
-    Attention(OURS, OURS, auto_on=(), runs_on=("nvidia", "amd", "cpu"), dropout=False,
-              oldest_nvidia=80, widest_head=256, one_launch=True),
     Attention("flash_attention_2", "flash_attention_2", auto_on=("nvidia", "amd"), runs_on=("nvidia", "amd"),
               half_only=True, package="flash_attn", oldest_nvidia=80, widest_head=256, one_launch=True),
     Attention("flex_attention", "flex_attention", auto_on=("nvidia",), runs_on=("nvidia", "amd"), dropout=False,
@@ -74,11 +79,13 @@ def choose_attention(
     *,
     packing: bool,
     cp_size: int = 1,
+    ours: Literal["auto"] | bool = False,
 ) -> AttentionChoice:
     """The attention for `model.attn_implementation`; a UserError where it cannot be, or cannot be packed.
 
-    cp_size: ranks that share each row.
+    cp_size: ranks that share each row. ours: whether it is to be our own, or may be where the model's is auto.
     """
+    wanted = OURS if ours is True else wanted
     if cp_size > 1:
         check_parts(config)
     if packing:
@@ -96,7 +103,8 @@ def choose_attention(
         chosen = next(row for row in ATTENTIONS if row.name == wanted)
         named = chosen.packed if packing or wanted == "varlen" else chosen.name
         return AttentionChoice(named, "", chosen.multiple_of, chosen.one_launch)
-    fitting = [row for row in ATTENTIONS if machine.vendor in row.auto_on]
+    may_be_ours = ours == "auto" and machine.arch in FASTER_ON and precision.half and not _without_triton()
+    fitting = [row for row in ATTENTIONS if machine.vendor in row.auto_on and (row.name != OURS or may_be_ours)]
     if all(reasons[row.name] for row in fitting):
         said = "; ".join(f"{row.name}: {reasons[row.name]}" for row in fitting)
         raise UserError(
@@ -107,6 +115,11 @@ def choose_attention(
     passed_over = [f"{row.name}: {reasons[row.name]}" for row in fitting[: fitting.index(chosen)]]
     why = "; ".join(["documents isolated", *passed_over])
     return AttentionChoice(chosen.packed, why, chosen.multiple_of, chosen.one_launch)
+
+
+def _without_triton() -> bool:
+    """Whether our kernels would be their references on the GPU here: scores of whole documents, stored."""
+    return torch.cuda.is_available() and backend("cuda") == "reference"
 
 
 def check_layers(config: PreTrainedConfig) -> None:
@@ -160,7 +173,7 @@ def _refusal(
     head_dim = max(getattr(text, name, None) or 0 for name in ("head_dim", "qk_head_dim"))
     head_dim = head_dim or text.hidden_size // text.num_attention_heads
     soft_cap = getattr(text, "attn_logit_softcapping", None)
-    if row.half_only and precision.weights == "float32" and precision.autocast == "no":
+    if row.half_only and not precision.half:
         return "it computes in bfloat16 or float16 only"
     if soft_cap is not None and not row.soft_cap:
         return f"it has no soft cap, and the model caps its attention scores at {soft_cap:g}"

@@ -5,7 +5,7 @@ A packed row is such a row, and so the same attention serves both. What a step t
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from ligertune.errors import UserError
 from ligertune.model.attention_choice import OURS, choose_attention
@@ -36,26 +36,27 @@ def choose_rows(
     lengths: tokens of the examples, where known. Packed rows need no word about padding: for them it is False.
     """
 
-    ours = recipe.kernels.attention and recipe.kernels.enabled is not False
+    ours = _ours(recipe)
 
     def attention(*, packing: bool) -> AttentionChoice:
-        if ours and not packing:
+        if ours is True and not packing:
             raise UserError(
                 f"kernels.attention: the examples of a {config.model_type} model do not share a row here, and it is "
                 "for those that do.",
                 hint="Leave it out.",
             )
         return choose_attention(
-            OURS if ours else recipe.model.attn_implementation,
+            recipe.model.attn_implementation,
             config,
             machine,
             precision,
             packing=packing,
             cp_size=recipe.parallel.cp_size,
+            ours=ours,
         )
 
     wanted = recipe.data.padding_free
-    if wanted == "auto" and ours and not recipe.train.few_shapes:
+    if wanted == "auto" and ours is True and not recipe.train.few_shapes:
         wanted = True
     if recipe.data.packing or wanted is False:
         return attention(packing=recipe.data.packing), False
@@ -69,14 +70,22 @@ def choose_rows(
             return attention(packing=True), True
         except UserError as problem:
             raise asked_for(problem) from problem
-    if _may_gain(recipe, machine, lengths) and not sees(config):
+    if _costs_nothing(recipe, machine) and not sees(config):
         try:
             found = attention(packing=True)
         except UserError:  # what it says is about packing, which nobody asked for
             return attention(packing=False), False
-        if found.one_launch:
+        if found.implementation == OURS or (found.one_launch and _has_padding(recipe, lengths)):
             return found, True
     return attention(packing=False), False
+
+
+def _ours(recipe: Recipe) -> Literal["auto"] | bool:
+    """Whether attention is to be our own, or may be. What compiled layers do with it was not timed."""
+    kernels = recipe.kernels
+    if kernels.enabled is False or (kernels.attention == "auto" and recipe.train.torch_compile):
+        return False
+    return kernels.attention
 
 
 def without_padding_free(recipe: Recipe) -> Recipe:
@@ -101,13 +110,14 @@ def asked_for(problem: UserError) -> UserError:
     return UserError(problem.message.replace("data.packing:", f"{KEY}:", 1), hint=_HINT)
 
 
-def _may_gain(recipe: Recipe, machine: Machine, lengths: np.ndarray | None) -> bool:
-    """Whether padding is computed that another library would compute too, and leaving it out costs nothing else.
-
-    Not where each shape is a graph, for which one more size would change: the number of documents.
+def _costs_nothing(recipe: Recipe, machine: Machine) -> bool:
+    """Whether examples may share a row unasked: with kernels, and not where each shape is a graph, for which one more
+    size would change, the number of documents.
     """
-    if recipe.kernels.enabled is False or machine.vendor == "cpu" or recipe.train.few_shapes:
-        return False
+    return recipe.kernels.enabled is not False and machine.vendor != "cpu" and not recipe.train.few_shapes
+
+
+def _has_padding(recipe: Recipe, lengths: np.ndarray | None) -> bool:
     if recipe.train.per_device_train_batch_size == 1:
         return False
     return lengths is None or bool((lengths != lengths[0]).any())

@@ -70,7 +70,7 @@ RULES = (
     Rule(
         ("kernels.attention", "model.attn_implementation"),
         lambda recipe: (
-            recipe.kernels.attention
+            recipe.kernels.attention is True
             and recipe.kernels.enabled is not False
             and recipe.model.attn_implementation != "auto"
         ),
@@ -79,7 +79,7 @@ RULES = (
     Rule(
         ("kernels.attention", "data.packing", "data.padding_free"),
         lambda recipe: (
-            recipe.kernels.attention
+            recipe.kernels.attention is True
             and recipe.kernels.enabled is not False
             and not recipe.data.packing
             and recipe.data.padding_free is False

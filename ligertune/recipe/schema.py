@@ -81,7 +81,10 @@ class KernelsSpec(Section):
         "linear_cross_entropy",
         description="linear_cross_entropy never makes the logits; cross_entropy reads them; torch is torch's own.",
     )
-    attention: Switch = Field(False, description="Attention over the documents of packed rows; experimental.")
+    attention: AutoSwitch = Field(
+        "auto",
+        description="Attention over the documents of a row; auto: in half precision, where it was timed (sm90).",
+    )
     lora: Switch = Field(False, description="Add an adapter's term in its products, not by passes over their output.")
     optimizer: Switch = Field(False, description="The step of train.optim: adamw_torch_fused, clipping included.")
     rebuild: SwitchOrNorms = Field(

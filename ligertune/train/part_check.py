@@ -29,7 +29,7 @@ def check_parts(plan: Plan, model: nn.Module, batcher: Batcher, *, vocab_size: i
         return
     logits, loss = parts_from_whole(model, batcher, vocab_size=vocab_size)
     after_evaluation(model)
-    exact = plan.precision.weights == "float32" and plan.precision.autocast == "no"
+    exact = not plan.precision.half
     most = EXACT if exact else ROUNDED
     if not (logits <= most[0] and loss <= most[1]):
         raise UserError(

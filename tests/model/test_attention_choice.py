@@ -11,10 +11,11 @@ import transformers
 
 from ligertune.errors import UserError
 from ligertune.machine import Machine
-from ligertune.model.attention_choice import OURS, check_parts, choose_attention
+from ligertune.model.attention_choice import check_parts, choose_attention
 from ligertune.plan import Precision
 
 H100 = Machine("nvidia", "cuda", "NVIDIA H100", "sm90", 1, 80 << 30, True, 989e12, 3.35e12, 1, "2.11")
+B200 = replace(H100, name="NVIDIA B200", arch="sm100")
 T4 = replace(H100, name="Tesla T4", arch="sm75")
 MI300 = replace(H100, vendor="amd", name="AMD Instinct MI300X", arch="gfx942")
 CPU = replace(H100, vendor="cpu", device="cpu", name="CPU", arch="x86_64")
@@ -23,8 +24,9 @@ FP32 = Precision("float32", "no")
 FP16 = Precision("float32", "fp16")
 
 
-def choose(wanted="auto", family="llama", machine=H100, precision=BF16, packing=True, **changes):
-    return choose_attention(wanted, tiny_models.config_of(family, **changes), machine, precision, packing=packing)
+def choose(wanted="auto", family="llama", machine=H100, precision=BF16, packing=True, ours=False, cp_size=1, **changes):
+    config = tiny_models.config_of(family, **changes)
+    return choose_attention(wanted, config, machine, precision, packing=packing, ours=ours, cp_size=cp_size)
 
 
 @pytest.mark.parametrize(
@@ -111,8 +113,33 @@ def test_what_cannot_be_is_refused_with_the_reason(wanted, settings, reason):
 @pytest.mark.parametrize(
     "settings", [{}, {"family": "gemma2"}, {"precision": FP32}, {"machine": MI300}, {"machine": CPU}], ids=str
 )
-def test_our_own_attention_is_for_who_asks_for_it(settings):
-    assert choose(OURS, **settings).implementation == "document_attention"
+def test_our_own_attention_is_there_for_who_asks_for_it(settings):
+    assert choose(ours=True, **settings).implementation == "document_attention"
+
+
+@pytest.mark.parametrize("settings", [{}, {"family": "gemma2"}, {"precision": FP16}, {"head_dim": 256}], ids=str)
+def test_our_own_attention_is_what_auto_takes_where_it_was_timed(settings):
+    choice = choose(ours="auto", **settings)
+    assert (choice.implementation, choice.one_launch) == ("document_attention", True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "chosen"),
+    [
+        ({"machine": B200}, "varlen"),
+        ({"machine": CPU}, "per_document"),
+        ({"precision": FP32}, "flex_attention"),
+        ({"attention_dropout": 0.1}, "per_document"),
+        ({"head_dim": 512}, "flex_attention"),
+        ({"cp_size": 2}, "varlen"),
+        ({"wanted": "varlen"}, "varlen"),
+        ({"wanted": "flex_attention"}, "flex_attention"),
+        ({"wanted": "sdpa"}, "per_document"),
+    ],
+    ids=str,
+)
+def test_our_own_attention_is_not_what_auto_takes_elsewhere(settings, chosen):
+    assert choose(ours="auto", **settings).implementation == chosen
 
 
 @pytest.mark.parametrize(
@@ -125,7 +152,7 @@ def test_our_own_attention_is_for_who_asks_for_it(settings):
 )
 def test_our_own_attention_is_refused_by_the_key_that_asked_for_it(settings, reason):
     with pytest.raises(UserError, match=rf"kernels\.attention cannot be used: .*{reason}"):
-        choose(OURS, **settings)
+        choose(ours=True, **settings)
 
 
 def test_without_packing_auto_is_left_to_transformers():

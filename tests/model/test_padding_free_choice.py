@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tiny_models
 import transformers
-from test_attention_choice import BF16, CPU, FP32, H100, MI300
+from test_attention_choice import B200, BF16, CPU, FP32, H100, MI300
 
 from ligertune.errors import UserError
 from ligertune.model.padding_free import choose_rows
@@ -31,9 +31,20 @@ def choose(
 
 
 def test_auto_joins_examples_where_one_launch_attends_to_all(tmp_path):
-    assert choose(tmp_path) == ("varlen", True)
-    assert choose(tmp_path, lengths=None) == ("varlen", True)  # streamed
+    assert choose(tmp_path, machine=B200) == ("varlen", True)
+    assert choose(tmp_path, machine=B200, lengths=None) == ("varlen", True)  # streamed
     assert choose(tmp_path, model={"attn_implementation": "varlen"}) == ("varlen", True)
+
+
+ONE_LENGTH, ONE_EXAMPLE = {"lengths": np.array([7, 7, 7])}, {"train": {"per_device_train_batch_size": 1}}
+
+
+@pytest.mark.parametrize("sections", [{}, ONE_LENGTH, ONE_EXAMPLE, {"config": "gemma2"}], ids=str)
+def test_auto_joins_them_even_without_padding_where_our_attention_takes_less_time(sections, tmp_path):
+    assert choose(tmp_path, **sections) == ("document_attention", True)
+    packed, kernels = {"data": {"packing": True}}, {"kernels": {"attention": False}}
+    assert choose(tmp_path, **sections, **packed) == ("document_attention", False)
+    assert choose(tmp_path, **sections, **packed, **kernels)[0] != "document_attention"
 
 
 PADDED = {
@@ -43,11 +54,13 @@ PADDED = {
     "a CPU": {"machine": CPU, "precision": FP32},
     "an attention that launches for each document": {"machine": MI300},
     "the same, chosen": {"model": {"attn_implementation": "sdpa"}},
-    "a soft cap": {"config": "gemma2"},
+    "a soft cap": {"config": "gemma2", "machine": B200},
     "float32": {"precision": FP32},
     "compiled layers": {"train": {"torch_compile": True}},
-    "one example": {"train": {"per_device_train_batch_size": 1}},
-    "examples of one length": {"lengths": np.array([7, 7, 7])},
+    "one example": {**ONE_EXAMPLE, "machine": B200},
+    "examples of one length": {**ONE_LENGTH, "machine": B200},
+    "one example, our attention off": {**ONE_EXAMPLE, "kernels": {"attention": False}},
+    "CUDA graphs": {"train": {"cuda_graphs": True}},
     "a model that sees": {"config": transformers.Qwen2VLConfig()},
     "layers with a state": {
         "config": tiny_models.config_of("llama", layer_types=["linear_attention", "full_attention"])
@@ -59,10 +72,16 @@ PADDED = {
 def test_auto_pads(why, tmp_path):
     attention, found = choose(tmp_path, **PADDED[why])
     assert not found
-    assert attention == {"packed rows": "varlen", "the same, chosen": "sdpa"}.get(why)
+    assert attention == {"packed rows": "document_attention", "the same, chosen": "sdpa"}.get(why)
 
 
-@pytest.mark.parametrize(("machine", "precision", "attention"), [(CPU, FP32, "per_document"), (H100, BF16, "varlen")])
+def test_compiled_layers_keep_the_attention_that_is_one_operator_to_the_compiler(tmp_path):
+    compiled = {"data": {"packing": True}, "train": {"torch_compile": True}}
+    assert choose(tmp_path, **compiled)[0] == "varlen"
+    assert choose(tmp_path, **compiled, kernels={"attention": True})[0] == "document_attention"
+
+
+@pytest.mark.parametrize(("machine", "precision", "attention"), [(CPU, FP32, "per_document"), (B200, BF16, "varlen")])
 def test_true_joins_them_wherever_that_is_exact(machine, precision, attention, tmp_path):
     asked = {"data": {"padding_free": True}, "machine": machine, "precision": precision}
     for changes in ({}, {"kernels": {"enabled": False}}, {"train": {"per_device_train_batch_size": 1}}):
