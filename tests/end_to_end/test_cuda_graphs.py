@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+import torch
 from command_line import losses
 from test_keys import read
 
@@ -116,9 +117,14 @@ def test_it_gives_the_bits_of_a_run_without(changes, quickstart, tmp_path, monke
     assert peak["allocated_steady"] > 0.9 * peak_without["allocated_steady"]  # what they use is counted
 
 
+def record_nothing() -> None:
+    """torch's random numbers still wait for the end of a recording that failed, and the next test would be refused."""
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        torch.zeros((), device="cuda")
+
+
 @pytest.mark.gpu
-def test_what_waits_for_the_device_is_named(quickstart, tmp_path, monkeypatch):
-    import torch
+def test_what_waits_for_the_device_is_named(quickstart, tmp_path, monkeypatch, request):
     from transformers import LlamaForCausalLM
 
     forward = LlamaForCausalLM.forward
@@ -128,6 +134,7 @@ def test_what_waits_for_the_device_is_named(quickstart, tmp_path, monkeypatch):
         return forward(self, *args, **kwargs)
 
     monkeypatch.setattr(LlamaForCausalLM, "forward", waits)
+    request.addfinalizer(record_nothing)
     with pytest.raises(UserError, match=r"train.cuda_graphs: forward and backward cannot be recorded: .*") as caught:
         trained(quickstart, tmp_path, **PACKED, **{"kernels.enabled": False})
     assert caught.value.hint == "Write train.cuda_graphs: false."

@@ -12,7 +12,6 @@ from ligertune_kernels.launch import tl, triton
 from ligertune_kernels.ops.row_kernels import bounded
 
 LEAST = tl.constexpr(-1.0e30)  # a maximum of nothing: finite, so that -inf less it is no NaN
-NEVER = tl.constexpr(float("-inf"))  # a finite one times a factor would be rounded here and not there, in a product-sum
 
 
 @triton.jit
@@ -42,12 +41,15 @@ def _put(ptr, tile, first, head, n_heads, n_tokens, head_dim, TOKENS: tl.constex
 
 
 @triton.jit
-def _seen(rows, cols, starts, WINDOW: tl.constexpr):
-    """Whether queries see keys; starts: of the queries' documents."""
+def _masked(scores, rows, cols, starts, WINDOW: tl.constexpr):
+    """Scores of queries with the keys that they see, else -inf; starts: of the queries' documents.
+
+    A finite number times a factor would be rounded here, and not where a product-sum takes both at once.
+    """
     seen = (cols <= rows) & (cols >= starts)
     if WINDOW > 0:
         seen = seen & (cols > rows - WINDOW)
-    return seen
+    return tl.where(seen, scores, float("-inf"))  # no global: torch.compile writes those down, and cannot write this
 
 
 @triton.jit
@@ -88,7 +90,7 @@ def _attend(
     scores, bits, _ = _scores(tl.dot(q, tl.trans(k), input_precision="ieee"), scale, cap, HAS_CAP)
     if MASKED:
         cols = first + tl.arange(0, COLS)[None, :]
-        scores = tl.where(_seen(rows[:, None], cols, starts[:, None], WINDOW), scores, NEVER)
+        scores = _masked(scores, rows[:, None], cols, starts[:, None], WINDOW)
     most_now = tl.maximum(most, tl.max(scores, 1) * bits)
     weights = tl.exp2(scores * bits - most_now[:, None])
     shrunk = tl.exp2(most - most_now)
@@ -144,7 +146,7 @@ def _pull_back(
     scores, bits, slope = _scores(tl.dot(q, tl.trans(k), input_precision="ieee"), scale, cap, HAS_CAP)
     if MASKED:
         cols = first + tl.arange(0, COLS)[None, :]
-        scores = tl.where(_seen(rows[:, None], cols, starts[:, None], WINDOW), scores, NEVER)
+        scores = _masked(scores, rows[:, None], cols, starts[:, None], WINDOW)
     weights = tl.exp2(scores * bits - lse[:, None])
     d_weights = tl.dot(grad, tl.trans(v), input_precision="ieee")
     d_scores = weights * (d_weights - delta[:, None]) * slope
@@ -211,7 +213,7 @@ def _gather(
     scores, bits, slope = _scores(tl.dot(k, tl.trans(q), input_precision="ieee"), scale, cap, HAS_CAP)
     if MASKED:
         starts = tl.load(starts_ptr + rows, mask=rows < n_tokens, other=2147483647)
-        scores = tl.where(_seen(rows[None, :], cols[:, None], starts[None, :], WINDOW), scores, NEVER)
+        scores = _masked(scores, rows[None, :], cols[:, None], starts[None, :], WINDOW)
     weights = tl.exp2(scores * bits - lse[None, :])
     grad = _tile(grad_ptr, first, grad_token_stride, head, head_dim, n_tokens, head_dim, ROWS, WIDTH, EVEN, not MASKED)
     dv = tl.dot(weights.to(grad.dtype), grad, dv, input_precision="ieee")

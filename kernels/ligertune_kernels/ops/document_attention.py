@@ -101,12 +101,17 @@ def _launchers(
 
 
 # By the width of a head: queries and keys of a tile, warps and stages of the forward, the queries' gradient, the keys'.
-# Hopper's took least time of three to five of each on an H100, over rows of 160 documents of 100 tokens up to one of
-# 16,384. No other was chosen by its time; all fit and spill no register.
+# Hopper's took about the least time of those that spill no register on an H100, of three to five for each, over rows of
+# 160 documents of 100 tokens up to one of 16,384. No other was chosen by its time; all fit and spill none.
 _HOPPER = {
-    64: ((64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 2)),
+    64: ((64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 3)),
     128: ((64, 64, 4, 3), (64, 64, 4, 2), (32, 64, 4, 3)),
-    256: ((128, 32, 8, 3), (128, 32, 8, 2), (32, 32, 8, 2)),
+    256: ((128, 32, 8, 3), (128, 32, 8, 2), (16, 32, 4, 2)),
+}
+_HOPPER_SHORT = {  # of registers: a cap's slope, a mask of columns
+    64: (_HOPPER[64][0], (64, 64, 4, 2), (32, 64, 4, 3)),
+    128: (_HOPPER[128][0], (64, 32, 4, 3), (32, 64, 8, 3)),
+    256: (_HOPPER[256][0], (128, 32, 8, 2), (16, 32, 8, 2)),
 }
 _NVIDIA = {
     64: ((64, 64, 4, 3), (64, 32, 4, 3), (32, 64, 4, 2)),
@@ -136,10 +141,7 @@ def _tiles(
         return (_CDNA if chip.warp_size > 32 else _RDNA).get(max(64, width))
     if chip.arch not in ("sm90", "sm100", "sm103"):
         return _NVIDIA.get(max(64, width))
-    tiles = _HOPPER.get(max(64, width))
-    if width == 128 and (has_cap or head_dim < width):  # a cap's slope, a mask of columns
-        return *tiles[:2], (32, 64, 8, 3)
-    return tiles
+    return (_HOPPER_SHORT if has_cap or head_dim < width else _HOPPER).get(max(64, width))
 
 
 def _width(head_dim: int) -> int:
