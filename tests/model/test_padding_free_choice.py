@@ -37,14 +37,23 @@ def test_auto_joins_examples_where_one_launch_attends_to_all(tmp_path):
 
 
 ONE_LENGTH, ONE_EXAMPLE = {"lengths": np.array([7, 7, 7])}, {"train": {"per_device_train_batch_size": 1}}
+LONG = {"lengths": np.array([8192])}
 
 
-@pytest.mark.parametrize("sections", [{}, ONE_LENGTH, ONE_EXAMPLE, {"config": "gemma2"}], ids=str)
-def test_auto_joins_them_even_without_padding_where_our_attention_takes_less_time(sections, tmp_path):
+@pytest.mark.parametrize("sections", [{}, {"lengths": None}, {"config": "gemma2"}], ids=str)
+def test_auto_takes_our_attention_where_it_joins_examples(sections, tmp_path):
     assert choose(tmp_path, **sections) == ("document_attention", True)
     packed, kernels = {"data": {"packing": True}}, {"kernels": {"attention": False}}
     assert choose(tmp_path, **sections, **packed) == ("document_attention", False)
     assert choose(tmp_path, **sections, **packed, **kernels)[0] != "document_attention"
+
+
+@pytest.mark.parametrize("sections", [{**ONE_EXAMPLE, **LONG}, {"lengths": np.array([1024] * 8)}], ids=str)
+def test_for_its_own_sake_it_joins_as_many_tokens_as_it_gains_by(sections, tmp_path):
+    rows = {"train": {"per_device_train_batch_size": 8}} | sections
+    assert choose(tmp_path, **rows) == ("document_attention", True)
+    assert choose(tmp_path, **rows, kernels={"attention": False}) == (None, False)
+    assert choose(tmp_path, **{**rows, "lengths": rows["lengths"] // 2}) == (None, False)
 
 
 PADDED = {
@@ -57,9 +66,10 @@ PADDED = {
     "a soft cap": {"config": "gemma2", "machine": B200},
     "float32": {"precision": FP32},
     "compiled layers": {"train": {"torch_compile": True}},
-    "one example": {**ONE_EXAMPLE, "machine": B200},
-    "examples of one length": {**ONE_LENGTH, "machine": B200},
-    "one example, our attention off": {**ONE_EXAMPLE, "kernels": {"attention": False}},
+    "one example": ONE_EXAMPLE,
+    "examples of one length": ONE_LENGTH,
+    "a long example where torch's attention is taken": {**ONE_EXAMPLE, **LONG, "machine": B200},
+    "one example of unknown length": {**ONE_EXAMPLE, "lengths": None},
     "CUDA graphs": {"train": {"cuda_graphs": True}},
     "a model that sees": {"config": transformers.Qwen2VLConfig()},
     "layers with a state": {

@@ -7,7 +7,7 @@ needed, are those that all of the tile sees. Sums are taken in one order, so the
 
 from __future__ import annotations
 
-from ligertune_kernels.device_fns import LOG2E
+from ligertune_kernels.device_fns import LOG2E, fp32
 from ligertune_kernels.launch import tl, triton
 from ligertune_kernels.ops.row_kernels import bounded
 
@@ -107,6 +107,7 @@ def _attention_forward_kernel(
     HEADS: tl.constexpr, GROUP: tl.constexpr, WINDOW: tl.constexpr, HAS_CAP: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
+    scale, cap = fp32(scale), fp32(cap)
     # the last tiles of a long document have the most to do: they begin
     n_tiles = tl.num_programs(0) // HEADS
     first, head = (n_tiles - 1 - tl.program_id(0) // HEADS) * ROWS, tl.program_id(0) % HEADS
@@ -162,6 +163,7 @@ def _attention_queries_kernel(
     ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """The queries' gradient, and what the keys' needs: each row's sum of output times gradient."""
+    scale, cap = fp32(scale), fp32(cap)
     n_tiles = tl.num_programs(0) // HEADS
     first, head = (n_tiles - 1 - tl.program_id(0) // HEADS) * ROWS, tl.program_id(0) % HEADS
     rows = first + tl.arange(0, ROWS)
@@ -239,6 +241,7 @@ def _attention_keys_kernel(
     ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """The gradients of keys and values, over all query heads that share them."""
+    scale, cap = fp32(scale), fp32(cap)
     KEY_HEADS: tl.constexpr = HEADS // GROUP
     first, key_head = tl.program_id(0) // KEY_HEADS * COLS, tl.program_id(0) % KEY_HEADS
     cols = first + tl.arange(0, COLS)
