@@ -97,7 +97,11 @@ def test_packed_and_grouped_runs_plan_the_same_tokens(family, trained):
     assert packed.plan.data.tokens == grouped.plan.data.tokens
 
 
-@pytest.mark.parametrize("change", [{"kernels.enabled": False}, {"train.gradient_checkpointing": True}], ids=str)
+@pytest.mark.parametrize(
+    "change",
+    [{"kernels.enabled": False}, {"kernels.attention": True}, {"train.gradient_checkpointing": True}],
+    ids=str,
+)
 def test_kernels_and_checkpointing_change_no_loss(change, trained):
     usual = losses(trained("qwen2_vl", "usual")[2])
     np.testing.assert_allclose(losses(trained("qwen2_vl", "changed", **change)[2]), usual, rtol=1e-4)

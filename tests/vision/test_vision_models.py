@@ -149,7 +149,7 @@ def test_the_image_matters(family, prepared_for, pictures, tokenizer_of, reader_
 
 
 @pytest.mark.parametrize("patched", [False, True], ids=["plain", "patched"])
-@pytest.mark.parametrize("implementation", ["per_document", "sdpa"])
+@pytest.mark.parametrize("implementation", ["document_attention", "per_document", "sdpa"])
 @pytest.mark.parametrize("family", PACKED)
 def test_packed_training_equals_that_of_single_documents(
     family, implementation, patched, seen, tokenizer_of, reader_of

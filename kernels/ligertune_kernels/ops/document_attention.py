@@ -207,10 +207,10 @@ def document_attention(
     and in float32, and all in float32 on RDNA.
     """
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
-    _check(query, key, value, starts, ends, scale, window, softcap)
     dtype = _autocast_dtype(query.device)
-    if dtype is not None and query.dtype is not torch.float64:
+    if dtype is not None and query.dtype is not torch.float64:  # which rotation may have left in float32, but no value
         query, key, value = (t.to(dtype) for t in (query, key, value))
+    _check(query, key, value, starts, ends, scale, window, softcap)
     if query.numel() == 0 or not _runs(query, softcap):
         with _without_autocast(query.device):
             return document_attention_reference(

@@ -249,6 +249,18 @@ def test_the_interpreters_tiles_are_small_enough_for_these_tests() -> None:
     assert all(max(rows, cols) <= 16 for rows, cols, *_ in _tiles(32, False, torch.bfloat16, INTERPRETER))
 
 
+def test_autocast_brings_them_to_one_dtype(device) -> None:
+    """Rotation leaves queries and keys in the tables' float32."""
+    q, k, v = inputs(20, (2, 1, 16), torch.float32, device)
+    v = v.to(torch.float16)
+    where = places((12, 8), device)
+    with torch.autocast(device.type, torch.float16):
+        found = document_attention(q, k, v, *where)
+    assert torch.equal(found, document_attention(q.to(torch.float16), k.to(torch.float16), v, *where))
+    with pytest.raises(ValueError, match="one dtype"):
+        document_attention(q, k, v, *where)
+
+
 def test_float64_takes_the_reference(device) -> None:
     tensors = inputs(9, (2, 1, 16), torch.float64, device)
     assert not runs_triton(tensors[0])
