@@ -102,7 +102,8 @@ def _launchers(
 
 # By the width of a head: queries and keys of a tile, warps and stages of the forward, the queries' gradient, the keys'.
 # Hopper's took about the least time of those that spill no register on an H100, of three to five for each, over rows of
-# 160 documents of 100 tokens up to one of 16,384. No other was chosen by its time; all fit and spill none.
+# 160 documents of 100 tokens up to one of 16,384. No other was chosen by its time; all fit and spill none (triton 3.7;
+# with 3.6, by which they were timed, the keys' of 128 and 256 spill 8 bytes a thread).
 _HOPPER = {
     64: ((64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 3)),
     128: ((64, 64, 4, 3), (64, 64, 4, 2), (32, 64, 4, 3)),
