@@ -119,8 +119,8 @@ def _costs_nothing(recipe: Recipe, machine: Machine) -> bool:
 
 
 # Tokens of a micro batch from which our attention is worth a row where nothing was padded. A step of Llama-3-8B layers
-# took 1.2 % less time with it on 32 rows of 512; fewer tokens are launched more slowly than they are computed, and were
-# not seen to gain (on 4 rows 0.3 % more time, with copies that are gone since; H100, `scripts/bench_e2e --only llama`).
+# took 1.2 % less time with it on 32 rows of 512, and on 4 no less (0.3 % more, with copies that are gone since; H100,
+# `scripts/bench_e2e --only llama --baselines with-attention`).
 ENOUGH = 8192
 
 
