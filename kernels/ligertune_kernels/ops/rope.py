@@ -181,8 +181,7 @@ def _rope_kernel(
     """Of the programs that share GROUP tokens the first turn q, the others k."""
     Q_PROGRAMS: tl.constexpr = (N_Q_HEADS + Q_HEADS - 1) // Q_HEADS * (GROUP // Q_TOKENS)
     K_PROGRAMS: tl.constexpr = (N_K_HEADS + K_HEADS - 1) // K_HEADS * (GROUP // K_TOKENS)
-    # int64 only for 2**31 tokens; a sum, since n_rows is a plain number without a dtype where torch.compile reads this
-    group = tl.program_id(0) // (Q_PROGRAMS + K_PROGRAMS) + 0 * n_rows
+    group = tl.program_id(0) // (Q_PROGRAMS + K_PROGRAMS) + 0 * n_rows  # int64 only for 2**31 tokens
     tile = tl.program_id(0) % (Q_PROGRAMS + K_PROGRAMS)
     if tile < Q_PROGRAMS:
         _rotate_tile(
