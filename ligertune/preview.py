@@ -57,7 +57,10 @@ def apply_kernels(recipe: Recipe, model: PreTrainedModel) -> PatchReport | None:
     if wanted.enabled is False:
         return None
     loss = "torch" if recipe.task == "medusa" else wanted.loss  # the heads' loss is computed around the model
-    return patch(model, rope=wanted.rope, norm=wanted.norm, mlp=wanted.mlp, loss=loss, rebuild=wanted.rebuild)
+    # a compiler fuses them by itself, and float8 layers are others
+    sums = wanted.gradient_sums and not recipe.train.torch_compile and not recipe.train.fp8
+    switches = {"rope": wanted.rope, "norm": wanted.norm, "mlp": wanted.mlp}
+    return patch(model, **switches, loss=loss, rebuild=wanted.rebuild, gradient_sums=sums)
 
 
 def fused_adapters(model: PreTrainedModel | PeftModel) -> tuple[KernelLine, ...]:

@@ -20,7 +20,7 @@ from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ligertune.model.rebuild import RebuildingLinear, rebuilt_of
+from ligertune.model.rebuild import is_linear, rebuilt_of
 from ligertune.model.sole_reader import is_watched
 from ligertune.model.swap import Patch, swap
 
@@ -112,9 +112,8 @@ def _computes_in(x: Tensor, module: LoraLinear) -> bool:
 
 
 def _is_frozen_linear(base: nn.Module) -> bool:
-    plain = type(base) is nn.Linear or getattr(type(base), "patch_mixin", None) is RebuildingLinear
     frozen = not any(p.requires_grad for p in base.parameters(recurse=False))
-    return plain and frozen and not hasattr(base, "parametrizations")
+    return is_linear(base) and frozen and not hasattr(base, "parametrizations")
 
 
 def fuse_adapters(model: nn.Module) -> int:

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from ligertune.errors import UserError
 from ligertune.model.host_store import HostStore, Waiting
-from ligertune.model.rebuild import RebuildingLinear
+from ligertune.model.rebuild import RebuildingLinear, is_linear
 from ligertune.model.recognise import is_gated_mlp
 from ligertune.model.swap import Patch, swap, unswap
 
@@ -113,6 +113,4 @@ def keep_gates(model: nn.Module, *, but: Iterable[nn.Module] = ()) -> int:
 
 
 def _is_plain(gate: nn.Module | None) -> bool:
-    rebuilding = getattr(type(gate), "patch_mixin", None) is RebuildingLinear
-    kind = type(gate).patch_original if rebuilding else type(gate)
-    return kind is nn.Linear and "forward" not in vars(gate)
+    return is_linear(gate) and "forward" not in vars(gate)

@@ -15,6 +15,7 @@ from ligertune_kernels import backend, geglu, layer_norm, rms_norm, swiglu
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ligertune.model.gradient_sums import sum_in_products
 from ligertune.model.loss import LossHead, LossInHead, OwnLoss, refuse_head, refuse_loss
 from ligertune.model.probe import Refusal
 from ligertune.model.rebuild import Rebuilding, made_again, rebuild_inputs
@@ -178,6 +179,7 @@ def patch(
     mlp: bool = True,
     loss: Loss = "linear_cross_entropy",
     rebuild: Rebuild = False,
+    gradient_sums: bool = False,
 ) -> PatchReport:
     """Let every module of `model` that computes what one of our kernels computes use that kernel.
 
@@ -186,6 +188,9 @@ def patch(
 
     rebuild: linear layers keep no output of these norms and MLPs, or of the norms only; the backward makes it again
     (`model.rebuild`).
+
+    gradient_sums: linear layers that read one tensor add up its gradient in their products (`model.gradient_sums`).
+    What autograd tells of such a tensor, a norm's output, is then not all of its gradient: not for those who ask.
     """
     switches = {"rope": rope, "norm": norm, "mlp": mlp}
     tallies: dict[str, _Tally] = defaultdict(_Tally)
@@ -196,6 +201,8 @@ def patch(
         if not tallies.keys() & set(kernels):
             tallies[kernels[0]] = _Tally()  # a row that says there are none
     rows = [tally.row(kernel) for kernel, tally in tallies.items()]
+    if gradient_sums:
+        sum_in_products(model)
     if rebuild:
         rows.append(_patch_readers(model))
     return PatchReport((*rows, _patch_loss(model, loss)), backend(next(model.parameters()).device))

@@ -135,6 +135,12 @@ def rebuilt_of(input: Any) -> Rebuilt | None:
     return rebuilt if free else None
 
 
+def is_linear(module: nn.Module | None) -> bool:
+    """Is it torch's nn.Linear, or one that differs only in what it keeps of its input and how it gives gradients?"""
+    mixin = getattr(type(module), "patch_mixin", None)
+    return type(module) is nn.Linear or (mixin is not None and issubclass(mixin, RebuildingLinear))
+
+
 def rebuild_inputs(model: nn.Module, *, but: nn.Module | None = None) -> None:
     """Let the plain linear layers inside `model` make their inputs again where those say how; all but one."""
     for module in model.modules():

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ligertune.model.kept_gate import KeptGate
-from ligertune.model.rebuild import RebuildingLinear
+from ligertune.model.rebuild import is_linear
 from ligertune.model.swap import Patch
 
 RESHAPES = ("view", "transpose", "reshape", "permute", "contiguous")
@@ -36,7 +36,7 @@ def gives_memory_of_its_own(modules: Iterable[nn.Module | None]) -> bool:
 
 
 def _is_plain(module: nn.Module | None) -> bool:
-    if type(module) is nn.Linear or getattr(type(module), "patch_mixin", None) in (RebuildingLinear, KeptGate):
+    if is_linear(module) or getattr(type(module), "patch_mixin", None) is KeptGate:
         return not hasattr(module, "parametrizations")
     return isinstance(module, Patch) and getattr(module.patch_spec, "kernel", None) == "rms_norm"
 
