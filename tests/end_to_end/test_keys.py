@@ -323,6 +323,7 @@ ELSEWHERE = {
     "parallel.timeout": "test_started_ranks",
     "medusa": "tests/medusa/test_medusa_keys",  # the section
     "kernels.lora": "test_fused_lora",
+    "kernels.gradient_sums": "test_gradient_sums",
     "kernels.optimizer": "test_kernel_adamw",
 }
 
