@@ -12,6 +12,7 @@ import torch.distributed as dist
 from ligertune_kernels.ops.rms_norm import rms_norm_reference
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ligertune.model import gradient_sums
@@ -96,8 +97,16 @@ def test_gradients_are_those_of_the_plain_model(family):
 
 @pytest.mark.parametrize("rebuild", ["norms", True])
 def test_inputs_that_are_made_again(rebuild):
-    (expected, _), (found, counted) = map(train_once, pair(rebuild=rebuild))
+    plain, summing = pair(rebuild=rebuild)
+    (expected, _), (found, counted) = map(train_once, (plain, summing))
     assert furthest(found, expected) < 1e-12 and counted["addmm_"] >= 3 * LAYERS
+    read = []
+    for layer in summing.model.layers:
+        layer.input_layernorm.register_forward_hook(
+            lambda module, given, output: read.append(StorageWeakRef(output.untyped_storage()))
+        )
+    loss = summing(**BATCH).loss
+    assert loss.requires_grad and len(read) == LAYERS and all(storage.expired() for storage in read)
 
 
 @pytest.mark.parametrize("kind", [True, "offload", "offload_gate", "offload_both"])
@@ -188,7 +197,7 @@ READINGS = {
     "after": lambda y, q, k: q(y).sin().sum() + (k(y) ** 2).sum() + (y**3).sum(),
     "twice": lambda y, q, k: q(y).sin().sum() + (q(y) ** 2).sum() + k(y).sum(),
     "only": lambda y, q, k: q(y).sin().sum(),
-    "its output unused": lambda y, q, k: (k(y) ** 2).sum() + (y**3).sum() + 0 * len(q(y)),
+    "its output unused": lambda y, q, k: (q(y), (k(y) ** 2).sum() + (y**3).sum())[1],
     "in a view": lambda y, q, k: q(y).sin().sum() + (k(y.transpose(0, 1)) ** 2).sum() + k(y).sum(),
 }
 
@@ -203,12 +212,13 @@ def test_others_read_it_too(reading, readers, x):
 
 
 def test_a_gradient_that_others_hold_is_not_written_over(readers, x):
-    """An addition gives both of its terms the same tensor."""
+    """An addition gives both of its terms the same tensor; what is behind the older one reads it last."""
     other = torch.zeros_like(x).requires_grad_()
+    older = other * 2
     y = x.exp()
     product = readers["q_proj"](y)
-    ((y + other) * 3 + product.sum()).sum().backward()
-    torch.testing.assert_close(other.grad, torch.full_like(other, 3.0), rtol=0, atol=0)
+    (((y + older) * 3).sum() + product.sum()).backward()
+    torch.testing.assert_close(other.grad, torch.full_like(other, 6.0), rtol=0, atol=0)
 
 
 def test_what_kept_it_before_and_after_still_may(readers, x):
