@@ -23,7 +23,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter as same_ve
 from ligertune.model.rebuild import RebuildingLinear
 from ligertune.model.swap import swap
 
-MANY = 1 << 24  # elements of a tensor whose adding up takes a GPU longer than handing it on takes the host
+MANY = 1 << 24  # elements from which a tensor is handed on: adding as many is 34 µs at 3 TB/s, handing on is the host's
 # Linear layers whose input others read too.
 SHARING = ("q_proj", "k_proj", "v_proj", "q_a_proj", "kv_a_proj_with_mqa", "gate_proj", "up_proj")
 
