@@ -57,7 +57,7 @@ def apply_kernels(recipe: Recipe, model: PreTrainedModel) -> PatchReport | None:
     if wanted.enabled is False:
         return None
     loss = "torch" if recipe.task == "medusa" else wanted.loss  # the heads' loss is computed around the model
-    # a compiler fuses them by itself, and float8 layers are others
+    # compiled layers hand nothing on, and those of float8 are others
     sums = wanted.gradient_sums and not recipe.train.torch_compile and not recipe.train.fp8
     switches = {"rope": wanted.rope, "norm": wanted.norm, "mlp": wanted.mlp}
     return patch(model, **switches, loss=loss, rebuild=wanted.rebuild, gradient_sums=sums)

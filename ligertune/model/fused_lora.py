@@ -20,7 +20,7 @@ from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ligertune.model.rebuild import is_linear, rebuilt_of
+from ligertune.model.rebuild import is_linear, is_whole, rebuilt_of
 from ligertune.model.sole_reader import is_watched
 from ligertune.model.swap import Patch, swap
 
@@ -106,9 +106,7 @@ def _computes_in(x: Tensor, module: LoraLinear) -> bool:
     if torch.compiler.is_compiling() or dtype != x.dtype or not x.is_floating_point():
         return False
     weights = module.base_layer.weight, module.lora_A[name].weight, module.lora_B[name].weight
-    # not in parts, and not ZeRO's, which gathers a layer's weights where that layer is called
-    plain = all(type(weight) in (Tensor, nn.Parameter) and not hasattr(weight, "ds_id") for weight in weights)
-    return plain and weights[0].dtype == x.dtype
+    return all(map(is_whole, weights)) and weights[0].dtype == x.dtype
 
 
 def _is_frozen_linear(base: nn.Module) -> bool:

@@ -4,7 +4,8 @@ Queries, keys and values read one norm's output, gate and up another's. Each owe
 autograd adds them in passes of their own, 6 T E bytes each at 16 bits and three in a decoder layer. Here a layer that
 has read the tensor hands it on, as a second result. Whoever reads it later owes its gradient to that result, so the
 layer's backward is given what the others owe, and its product is added to that by the product itself (`addmm_`: in
-fp32, and rounded once).
+fp32, and then rounded, where autograd rounds the product and the sum: three roundings for queries, keys and values
+instead of five).
 
 The tensor stays the object it is, with its values and its version; only its history grows. What is asked of it later
 (`torch.autograd.grad` of a norm's output, a hook on that) counts only what is read after that. `ligertune train` asks
@@ -20,7 +21,7 @@ from ligertune_kernels.once import differentiable_once
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter as same_version
 
-from ligertune.model.rebuild import RebuildingLinear
+from ligertune.model.rebuild import RebuildingLinear, is_whole
 from ligertune.model.swap import swap
 
 MANY = 1 << 24  # elements from which a tensor is handed on: adding as many is 34 µs at 3 TB/s, handing on is the host's
@@ -61,7 +62,7 @@ class SummingLinear(RebuildingLinear):
     """Mixin of a plain nn.Linear that hands its input on."""
 
     def forward(self, input: Tensor) -> Tensor:
-        if not _may_hand_on(input) or not _multiplies_as_it_is(self.weight, input):
+        if not _may_hand_on(input) or not is_whole(self.weight) or self.weight.dtype is not input.dtype:
             return super().forward(input)
         kept = input.detach()  # of this the product's own backward makes the parameters' gradients, and no more
         if hasattr(input, "rebuilt"):
@@ -79,11 +80,6 @@ def _may_hand_on(x: Tensor) -> bool:
     if not recorded or x.numel() < MANY or x.retains_grad or x._backward_hooks:
         return False
     return x.is_contiguous() and not torch.is_autocast_enabled(x.device.type)
-
-
-def _multiplies_as_it_is(weight: Tensor, x: Tensor) -> bool:
-    """Not in parts, and not ZeRO's, which gathers a layer's weights where that layer is called."""
-    return type(weight) in (Tensor, nn.Parameter) and weight.dtype is x.dtype and not hasattr(weight, "ds_id")
 
 
 def sum_in_products(model: nn.Module) -> int:

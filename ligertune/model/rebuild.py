@@ -141,6 +141,11 @@ def is_linear(module: nn.Module | None) -> bool:
     return type(module) is nn.Linear or (mixin is not None and issubclass(mixin, RebuildingLinear))
 
 
+def is_whole(weight: Tensor) -> bool:
+    """Is it not in parts, and not ZeRO's, which gathers a layer's weights where that layer is called?"""
+    return type(weight) in (Tensor, nn.Parameter) and not hasattr(weight, "ds_id")
+
+
 def rebuild_inputs(model: nn.Module, *, but: nn.Module | None = None) -> None:
     """Let the plain linear layers inside `model` make their inputs again where those say how; all but one."""
     for module in model.modules():

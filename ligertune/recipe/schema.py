@@ -86,7 +86,7 @@ class KernelsSpec(Section):
         description="Attention over the documents of a row; auto: in half precision, where it was timed (sm90).",
     )
     lora: Switch = Field(False, description="Add an adapter's term in its products, not by passes over their output.")
-    gradient_sums: Switch = Field(True, description="Add up gradients of an input that linear layers share in them.")
+    gradient_sums: Switch = Field(True, description="Add up an input's gradients in the products that read it.")
     optimizer: Switch = Field(False, description="The step of train.optim: adamw_torch_fused, clipping included.")
     rebuild: SwitchOrNorms = Field(
         False,
@@ -324,7 +324,7 @@ class ParallelSpec(Section):
         False, description="fsdp: keep weights, gradients and optimizer states in host memory; the step is taken there."
     )
     timeout: PositiveInt = Field(
-        60, description="Seconds to wait for a process in a step, longer in saves; and anywhere for one that stopped."
+        60, description="Seconds to wait for a process in a step, more in saves and evaluations; if stopped, anywhere."
     )
 
 

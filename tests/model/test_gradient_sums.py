@@ -295,7 +295,7 @@ def test_the_recipe_says_where(tmp_path):
 
 @pytest.mark.gpu
 def test_a_layer_of_a_large_model(monkeypatch):
-    """In bfloat16, against float64: rounded once where autograd rounds for each reader."""
+    """In bfloat16, against float64: rounded three times where autograd rounds five."""
     monkeypatch.setattr(gradient_sums, "MANY", 1 << 24)
     torch.manual_seed(0)
     plain = nn.ModuleDict({name: nn.Linear(4096, 1024, bias=False) for name in SHARING[:3]}).to("cuda", torch.bfloat16)
