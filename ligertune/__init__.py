@@ -14,10 +14,10 @@ import importlib
 __version__ = "0.1.0"
 
 _WHERE = {
-    "patch": "ligertune.model.patch",
-    "unpatch": "ligertune.model.patch",
-    "AutoModelForCausalLM": "ligertune.model.auto",
-    "AutoModelForImageTextToText": "ligertune.model.auto",
+    "patch": "ligertune.patching.patch",
+    "unpatch": "ligertune.patching.patch",
+    "AutoModelForCausalLM": "ligertune.models.auto",
+    "AutoModelForImageTextToText": "ligertune.models.auto",
     "load_recipe": "ligertune.recipe.read",
     "UserError": "ligertune.errors",
 }

@@ -10,22 +10,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ligertune.curves import draw_curves
+from ligertune.decode.medusa_run import finish_heads, merge_adapter, of_base, with_heads
+from ligertune.hardware import Machine, imagined_machine, is_launched, ranks_on_node, this_machine
 from ligertune.host_memory import available_memory
 from ligertune.imports import importing
-from ligertune.machine import Machine, imagined_machine, is_launched, ranks_on_node, this_machine
-from ligertune.medusa_run import finish_heads, merge_adapter, of_base, with_heads
 from ligertune.metrics import read_metrics
-from ligertune.phases import Phases
-from ligertune.plan import Plan, choose_precision, make_plan
-from ligertune.plan_cuda_graphs import advise_cuda_graphs, check_cuda_graphs, cuda_graphs_notes
-from ligertune.plan_data import data_numbers, lengths_multiple_of, rows_of
-from ligertune.plan_float8 import check_float8
-from ligertune.plan_host import warn_of_host_memory
-from ligertune.preflight import check_output_dir, check_packages, check_paths, clear_run
-from ligertune.preview import apply_kernels, fuses_adapters, preview_model
+from ligertune.planning.cuda_graph_checks import advise_cuda_graphs, check_cuda_graphs, cuda_graphs_notes
+from ligertune.planning.data_summary import data_numbers, lengths_multiple_of, rows_of
+from ligertune.planning.memory.pinned_memory import warn_of_host_memory
+from ligertune.planning.plan import Plan, choose_precision, make_plan
+from ligertune.planning.precision import check_float8
+from ligertune.planning.preflight import check_output_dir, check_packages, check_paths, clear_run
+from ligertune.plots import draw_curves
+from ligertune.progress import Phases
 from ligertune.recipe import Recipe, dump_recipe
 from ligertune.report import Report, throughput, versions, write_json
+from ligertune.train.model_builder import apply_kernels, fuses_adapters, preview_model
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
     from ligertune.data.prepare import PreparedData, Progress
-    from ligertune.medusa.model import MedusaModel
-    from ligertune.model.load import LoadedTokenizer
+    from ligertune.models.load import LoadedTokenizer
+    from ligertune.tasks.medusa.medusa_model import MedusaModel
     from ligertune.train.loop import Fitted
-    from ligertune.train.stop import StopRequest
+    from ligertune.train.signals import StopRequest
     from ligertune.vision.reader import ImageReader
 
 
@@ -53,7 +53,7 @@ class Job:
 
 
 # What `plan_for` and `run` import beyond this file, so far as it does not depend on the recipe.
-IMPORTED = ("ligertune.data.prepare", "ligertune.model.load", "ligertune.model.patch", "ligertune.train.loop")
+IMPORTED = ("ligertune.data.prepare", "ligertune.models.load", "ligertune.patching.patch", "ligertune.train.loop")
 
 
 def prepare_to_train() -> None:
@@ -90,10 +90,10 @@ def plan_for(
     precision = choose_precision(recipe.model.dtype, machine, method=recipe.method.type)
 
     with importing():
+        from ligertune.attention.padding_free import choose_rows
         from ligertune.data.prepare import prepare
-        from ligertune.model import load
-        from ligertune.model.padding_free import choose_rows
-        from ligertune.train.checkpoint import check_unfinished
+        from ligertune.models import load
+        from ligertune.train.checkpoint.checkpoint_files import check_unfinished
         from ligertune.train.distributed import launched_with_fsdp
         from ligertune.vision.packing import without_packing
         from ligertune.vision.reader import load_reader
@@ -142,7 +142,7 @@ def warn_of_this_host(plan: Plan) -> Plan:
 
 def unasked(recipe: Recipe, machine: Machine) -> tuple[str, ...]:
     """Where a key is not what it is asked for."""
-    from ligertune.model.padding_free import note_on_packed
+    from ligertune.attention.padding_free import note_on_packed
 
     return (*note_on_packed(recipe), *cuda_graphs_notes(recipe, machine))
 
@@ -158,7 +158,7 @@ def run(
 
     change: what a comparison does to the model besides: another library's kernels, compiled layers.
     """
-    from ligertune.train.stop import StopRequest
+    from ligertune.train.signals import StopRequest
 
     with StopRequest(enabled=job.plan.recipe.checkpoint.save_on_signal) as stop:
         return train_and_save(job, show, stop, change, phases or Phases())
@@ -169,12 +169,12 @@ def train_and_save(
 ) -> Report:
     """What `run` does while signals are `stop`'s to answer."""
     with importing():
-        from ligertune.model.attention import prefer_flash
-        from ligertune.model.load import hide_loading_bars
+        from ligertune.attention.sdpa import prefer_flash
+        from ligertune.models.load import hide_loading_bars
+        from ligertune.train.checkpoint.trained_weights import save_only_what_trains
         from ligertune.train.distributed import start
         from ligertune.train.loop import fit
         from ligertune.train.out_of_memory import explained
-        from ligertune.train.trained_weights import save_only_what_trains
 
     plan, began = job.plan, time.perf_counter()
     phases.begin("loading the model")
@@ -224,14 +224,14 @@ def trained_model(
     """
     import torch
 
-    from ligertune.model.checkpointing import checkpoint_layers
-    from ligertune.model.compiled import compile_layers
-    from ligertune.model.float8 import to_float8
-    from ligertune.model.known_rows import know_rows
-    from ligertune.model.load import build_model
-    from ligertune.model.method import apply_method
-    from ligertune.model.vision import prepare_vision
-    from ligertune.train.isolation import why_not_joined
+    from ligertune.activations.checkpointing import checkpoint_layers
+    from ligertune.attention.packed_mask_skip import know_rows
+    from ligertune.models.compile import compile_layers
+    from ligertune.models.float8 import to_float8
+    from ligertune.models.load import build_model
+    from ligertune.models.trainable import apply_method
+    from ligertune.train.packing_checks import why_not_joined
+    from ligertune.vision.freeze import prepare_vision
 
     plan = job.plan
     model = build_model(
@@ -269,8 +269,8 @@ def trained_model(
 
 def padded(job: Job, why: str) -> Job:
     """The job with padded batches after all, and a note that says why."""
-    from ligertune.model.load import read_config
-    from ligertune.model.padding_free import choose_rows, without_padding_free
+    from ligertune.attention.padding_free import choose_rows, without_padding_free
+    from ligertune.models.load import read_config
 
     plan = job.plan
     recipe, config = without_padding_free(plan.recipe), read_config(plan.recipe.model)  # a model leaves its mark on one
@@ -284,7 +284,7 @@ def padded(job: Job, why: str) -> Job:
 
 def begin_output(plan: Plan) -> None:
     """Rehearse the first save, and write down what is about to be done."""
-    from ligertune.train.checkpoint import check_space
+    from ligertune.train.checkpoint.checkpoint_files import check_space
 
     if plan.recipe.checkpoint.overwrite:
         clear_run(plan.output_dir)
@@ -311,7 +311,7 @@ def answers(job: Job) -> Callable[[PreTrainedModel], list[dict[str, str]]] | Non
 
 def save_with_heads(job: Job, accelerator: Accelerator, fitted: Fitted) -> tuple[str, dict | None]:
     """Write `output_dir/medusa`, beside `output_dir/model` where that was trained too; (the heads' folder, report)."""
-    from ligertune.medusa.head_form import adapted_model
+    from ligertune.tasks.medusa.head_form import adapted_model
     from ligertune.train.distributed import full_state_dict
 
     plan, model, report = job.plan, fitted.model, None
@@ -345,7 +345,7 @@ def save_model(job: Job, accelerator: Accelerator, fitted: Fitted) -> tuple[str,
 
 def write_base_model(job: Job, accelerator: Accelerator, model: Module, weights: dict | None) -> str:
     """The model, its tokenizer and what prompts looked like, on the main process."""
-    from ligertune.model.export import write_model
+    from ligertune.models.save import write_model
 
     folder, wanted = job.plan.output_dir / "model", job.plan.recipe.data
     tokenizer = job.tokenizer.tokenizer

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from importlib import import_module
 
 from ligertune.bench.case import Case, Outputs, Provider, Tensors
-from ligertune.bench.norms import EPS, GROUPS
+from ligertune.bench.cases.norm_cases import EPS, GROUPS
 
 # package -> what pip calls it
 PACKAGES = {"liger_kernel": "liger-kernel", "quack": "quack-kernels", "cut_cross_entropy": "cut-cross-entropy"}

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 from typing import Literal
 
-from ligertune_kernels.ops import column_sums, row_norm
+from ligertune_kernels.ops.norms import _column_sums as column_sums
+from ligertune_kernels.ops.norms import _row_norm as row_norm
 
 from ligertune.bench.case import Case
 

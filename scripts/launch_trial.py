@@ -12,8 +12,11 @@ from pathlib import Path
 from types import ModuleType
 
 from launch_candidates import Candidate, Direction, Norm, Patch, Turn
-from ligertune_kernels.launch import Chip, Launch, chip_of, options, remembered
-from ligertune_kernels.ops import column_sums, norm_kernels, rope, row_norm
+from ligertune_kernels.launcher import Chip, Launch, chip_of, options, remembered
+from ligertune_kernels.ops.attention import rope
+from ligertune_kernels.ops.norms import _column_sums as column_sums
+from ligertune_kernels.ops.norms import _norm_kernels as norm_kernels
+from ligertune_kernels.ops.norms import _row_norm as row_norm
 
 from ligertune.bench.case import Case
 

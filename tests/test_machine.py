@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ligertune.errors import UserError
-from ligertune.machine import PEAKS, is_first_on_node, is_main_process, peak_of, world_size
+from ligertune.hardware import PEAKS, is_first_on_node, is_main_process, peak_of, world_size
 
 TB, TFLOP = 1e12, 1e12
 # (bandwidth, dense bfloat16): of the whole device that torch sees, which of MI250X is one of two dies

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 
-from ligertune.phases import Phases
+from ligertune.progress import Phases
 
 
 def test_a_phase_that_lasts_is_named_again_until_the_next_begins():
@@ -38,7 +38,7 @@ def test_another_process_goes_on_where_one_handed_over():
         time.sleep(0.3)
         assert len(said) == heard, "both speak"
     code = (
-        "import sys; from ligertune.phases import taken_over\n"
+        "import sys; from ligertune.progress import taken_over\n"
         "p = taken_over(sys.argv[1], None); p.begin('loading'); p.end(); print(p.seconds)"
     )
     command = [sys.executable, "-c", code, handed_on]

@@ -10,9 +10,9 @@ from importlib import import_module
 from ligertune_kernels.table import OPS
 
 _BESIDE_THE_OPS = {
-    "ligertune_kernels.launch": ("backend", "runs_triton"),
-    "ligertune_kernels.ops.labelled_rows": ("labelled_rows",),
-    "ligertune_kernels.ops.schedule": ("Schedule", "schedule_of"),
+    "ligertune_kernels.launcher": ("backend", "runs_triton"),
+    "ligertune_kernels.ops.losses.labelled_rows": ("labelled_rows",),
+    "ligertune_kernels.ops.losses._schedule": ("Schedule", "schedule_of"),
 }
 _HOME = {name: op.module for op in OPS for name in op.exports}
 _HOME |= {name: module for module, names in _BESIDE_THE_OPS.items() for name in names}

@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from ligertune import phases  # noqa: F401  before anything heavy: it looks at the clock
+from ligertune import progress as phases  # noqa: F401  before anything heavy: it looks at the clock
 from ligertune.errors import UserError
 from ligertune.imports import importing
 
@@ -47,7 +47,7 @@ def root(version: bool = typer.Option(False, "--version", help="Print the versio
     """Fine-tune language models on your own GPUs: fast exact kernels, one YAML recipe, an honest report."""
     if version:
         from ligertune import __version__
-        from ligertune.cli import render
+        from ligertune.cli.render import console as render
 
         render.document(f"ligertune {__version__}")
         raise typer.Exit
@@ -55,7 +55,7 @@ def root(version: bool = typer.Option(False, "--version", help="Print the versio
 
 def _leave_on_signals() -> None:
     """SIGTERM and SIGUSR1 end a command with code 130, as Ctrl-C does; what trains holds them."""
-    from ligertune.train.stop import leave_at_once
+    from ligertune.train.signals import leave_at_once
 
     for name in ("SIGTERM", "SIGUSR1"):
         if hasattr(signal, name):
@@ -71,7 +71,7 @@ def main() -> None:
         _say(problem)
         sys.exit(problem.exit_code)
     except OSError as problem:
-        from ligertune.disk import cannot_write, reason_of
+        from ligertune.storage import cannot_write, reason_of
 
         reason = reason_of(problem)
         if reason is None:
@@ -84,11 +84,11 @@ def main() -> None:
 
 def _say(problem: UserError) -> None:
     """On stderr; one of several processes leaves it to the one that started them, which says it once."""
-    from ligertune.rank_failure import is_started_rank, leave_word
+    from ligertune.launcher.failures import is_started_rank, leave_word
 
     if is_started_rank():
         leave_word(problem)
         return
-    from ligertune.cli import render
+    from ligertune.cli.render import console as render
 
     render.error(problem)

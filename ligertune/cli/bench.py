@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from ligertune.cli import render
+from ligertune.cli.render import console as render
 
 if TYPE_CHECKING:
-    from ligertune.bench.engine import Row
+    from ligertune.bench.measure import Row
 
 SHORT = {"forward": "fwd", "backward": "bwd", "both": "both"}
 LEGEND = (
@@ -35,12 +35,12 @@ def bench(
 
     Example: ligertune bench rms_norm swiglu --plots plots
     """
-    from ligertune.bench.report import header_of, open_stage, rows_of
-    from ligertune.bench.table import SUBJECTS, subject_of
+    from ligertune.bench.bench_report import header_of, open_stage, rows_of
+    from ligertune.bench.cases.case_table import SUBJECTS, subject_of
 
     render.people_on_stderr(json)
     if plots is not None:
-        from ligertune.bench.plots import check_matplotlib, draw
+        from ligertune.bench.bench_plots import check_matplotlib, draw
 
         check_matplotlib()
     subjects = [subject_of(op) for op in ops] if ops else list(SUBJECTS)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ligertune.cli import render
+from ligertune.cli.render import console as render
 
 if TYPE_CHECKING:
     from ligertune.compare.summary import Comparison, Point, SideResult
@@ -53,11 +53,11 @@ def compare(
 
     Example: ligertune compare configs/quickstart/stories260k.yaml --ablate
     """
-    from ligertune.compare.engine import CPU_EFFORT, GPU_EFFORT, Effort, bundled_recipe, compare, settings_of
-    from ligertune.compare.files import check_folder, write_files
+    from ligertune.compare.compare_files import check_folder, write_files
+    from ligertune.compare.comparison import CPU_EFFORT, GPU_EFFORT, Effort, bundled_recipe, compare, settings_of
     from ligertune.compare.side import choose_sides
     from ligertune.compare.target import label, read_target
-    from ligertune.preflight import check_paths
+    from ligertune.planning.preflight import check_paths
 
     render.people_on_stderr(json)
     path, overrides = recipe or bundled_recipe(), list(set_ or [])

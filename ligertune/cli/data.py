@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ligertune.cli import render
+from ligertune.cli.render import console as render
 
 
 def data(
@@ -23,9 +23,9 @@ def data(
 
     Example: ligertune data configs/quickstart/stories260k.yaml --examples 1 --out report.html
     """
-    from ligertune.cli import render_data
-    from ligertune.machine import world_size
-    from ligertune.preflight import check_paths, check_report_path
+    from ligertune.cli.render import data_report as render_data
+    from ligertune.hardware import world_size
+    from ligertune.planning.preflight import check_paths, check_report_path
     from ligertune.recipe import load_recipe
 
     render.people_on_stderr(json)
@@ -34,11 +34,11 @@ def data(
     if out is not None:
         check_report_path(out)
 
-    from ligertune.data.outlook import outlook
-    from ligertune.data.page import page
     from ligertune.data.prepare import prepare
     from ligertune.data.preview import looked_at, preview, summary
-    from ligertune.model.load import load_tokenizer, read_config
+    from ligertune.data.report_page import page
+    from ligertune.data.statistics import outlook
+    from ligertune.models.load import load_tokenizer, read_config
     from ligertune.vision.packing import without_packing
     from ligertune.vision.reader import load_reader
 

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ligertune.cli import render
+from ligertune.cli.render import console as render
 
 if TYPE_CHECKING:
-    from ligertune.bench.check import Check
+    from ligertune.bench.kernel_check import Check
 
 
 def doctor(
@@ -43,8 +43,8 @@ def _check_kernels() -> list[Check]:
     """Check and show them, op by op."""
     import torch
 
-    from ligertune.bench.check import check_ops, dtypes_to_check
-    from ligertune.machine import this_machine
+    from ligertune.bench.kernel_check import check_ops, dtypes_to_check
+    from ligertune.hardware import this_machine
 
     machine, done = this_machine(), []
     with render.status("checking the kernels ...") as status:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ligertune.cli import render
+from ligertune.cli.render import console as render
 
 
 def export(
@@ -25,7 +25,7 @@ def export(
     """
     import dataclasses
 
-    from ligertune.export import export_run
+    from ligertune.train.checkpoint.export_run import export_run
 
     render.people_on_stderr(json)
     folder = out or run / "exported"

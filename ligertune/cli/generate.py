@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from ligertune.cli import render
+from ligertune.cli.render import console as render
 from ligertune.errors import UserError
 
 
@@ -37,7 +37,7 @@ def generate(
     """
     import sys
 
-    from ligertune.preflight import check_model_path
+    from ligertune.planning.preflight import check_model_path
 
     if not medusa:
         check_model_path(model, key="MODEL")

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from ligertune.cli import render
 from ligertune.cli.complete import recipe_keys
+from ligertune.cli.render import console as render
 
 
 def init(
@@ -28,7 +28,7 @@ def init(
     """
     import tempfile
 
-    from ligertune.preflight import check_paths, write_new
+    from ligertune.planning.preflight import check_paths, write_new
     from ligertune.recipe import load_recipe
     from ligertune.recipe.describe import commented_recipe, new_recipe
     from ligertune.recipe.plain_yaml import dump

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ligertune.cli import render
+from ligertune.cli.render import console as render
 
 if TYPE_CHECKING:
     from ligertune.recipe import Recipe
@@ -32,7 +32,7 @@ def medusa(
     Example: ligertune medusa --heads 5
     """
     from ligertune.cli.train import train_as
-    from ligertune.rank_failure import is_started_rank
+    from ligertune.launcher.failures import is_started_rank
     from ligertune.recipe import load_recipe
 
     render.people_on_stderr(json)
@@ -59,16 +59,16 @@ def medusa(
 
 def default_recipe(stage: int | None) -> Path:
     """The bundled recipe for this machine: a tiny model where there is no GPU."""
-    from ligertune.machine import this_machine
-    from ligertune.recipe.collection import bundled
+    from ligertune.hardware import this_machine
+    from ligertune.recipe.bundled import bundled
 
     model = "stories260k" if this_machine().vendor == "cpu" else "qwen2.5-7b"
     return bundled(f"medusa/{model}{'-stage2' if stage == 2 else ''}.yaml")
 
 
 def _measure(loaded: Recipe, json: bool) -> None:
-    from ligertune.cli import render_medusa
-    from ligertune.medusa_run import report_on
+    from ligertune.cli.render import heads_report as render_medusa
+    from ligertune.decode.medusa_run import report_on
 
     found = report_on(loaded)
     render_medusa.report(found.as_dict())

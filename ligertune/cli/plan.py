@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ligertune.cli import render
+from ligertune.cli.render import console as render
 
 
 def plan(
@@ -26,14 +26,14 @@ def plan(
     """
     from dataclasses import asdict
 
-    from ligertune.cli import render_data
+    from ligertune.cli.render import data_report as render_data
     from ligertune.recipe import load_recipe
 
     render.people_on_stderr(json)
     loaded = load_recipe(recipe, overrides=[*(set_ or []), "checkpoint.resume_from_checkpoint=never"])
 
-    from ligertune.machine import choose_processes
-    from ligertune.plan_fit import fits_of
+    from ligertune.hardware import choose_processes
+    from ligertune.planning.memory.fit import fits_of
     from ligertune.run import plan_for  # torch comes in here, not with --help
 
     processes = choose_processes(loaded.parallel.num_processes, loaded.parallel.strategy) if gpus is None else gpus

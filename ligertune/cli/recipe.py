@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from ligertune.cli import render
 from ligertune.cli.complete import recipe_keys
+from ligertune.cli.render import console as render
 
 recipe_app = typer.Typer(
     help="Check a recipe, show it whole, explain its keys, list the bundled ones, or import another tool's."
@@ -74,7 +74,7 @@ def list_(json: Json = False) -> None:
 
     Example: ligertune recipe list
     """
-    from ligertune.recipe.collection import bundled_recipes, what_it_is_for
+    from ligertune.recipe.bundled import bundled_recipes, what_it_is_for
 
     render.people_on_stderr(json)
     found = {str(path): what_it_is_for(path) for path in bundled_recipes()}
@@ -107,8 +107,8 @@ def import_(
 
     Example: ligertune recipe import axolotl.yml --out my.yaml
     """
-    from ligertune.preflight import write_new
-    from ligertune.recipe.imports import import_recipe
+    from ligertune.planning.preflight import write_new
+    from ligertune.recipe.importers.import_recipe import import_recipe
 
     render.people_on_stderr(json or out is None)
     found = import_recipe(file)

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ligertune.cli import render
 from ligertune.cli.complete import recipe_keys
+from ligertune.cli.render import console as render
 
 if TYPE_CHECKING:
     from ligertune.recipe import Recipe
@@ -49,15 +49,16 @@ def train_as(loaded: Recipe, path: Path, json: bool) -> None:
     On several devices this process makes the plan and refuses what is to be refused. One more for each of them comes
     here meanwhile, and waits for that.
     """
-    from ligertune import slurm
-    from ligertune.cli import render_data, render_medusa
-    from ligertune.machine import choose_processes, is_launched, is_main_process
-    from ligertune.phases import COMMAND_GIVEN, Phases, taken_over
-    from ligertune.preflight import check_output_dir, check_paths
-    from ligertune.rank_failure import is_started_rank
-    from ligertune.ranks import Ranks, begin_rank
+    from ligertune.cli.render import data_report as render_data
+    from ligertune.cli.render import heads_report as render_medusa
+    from ligertune.hardware import choose_processes, is_launched, is_main_process
+    from ligertune.launcher import slurm
+    from ligertune.launcher.failures import is_started_rank
+    from ligertune.launcher.processes import Ranks, begin_rank
+    from ligertune.planning.preflight import check_output_dir, check_paths
+    from ligertune.progress import COMMAND_GIVEN, Phases, taken_over
     from ligertune.run import plan_for, prepare_to_train, run
-    from ligertune.train.stop import leave_at_once
+    from ligertune.train.signals import leave_at_once
 
     signal.signal(signal.SIGINT, leave_at_once)  # until the ranks or the run take it; KeyboardInterrupt can be lost
     check_paths(loaded)  # what is not there is said before torch comes in, which counts the devices

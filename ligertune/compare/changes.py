@@ -11,14 +11,14 @@ if TYPE_CHECKING:
 
 def compile_layers(model: PreTrainedModel) -> None:
     """What train.torch_compile does, without our kernels, and for batches of any length."""
-    from ligertune.model.compiled import compile_layers
+    from ligertune.models.compile import compile_layers
 
     compile_layers(model, dynamic=None)
 
 
 def chunk_loss(model: PreTrainedModel) -> None:
     """Hugging Face's model with its logits made, used and forgotten a chunk of rows at a time, in plain torch."""
-    from ligertune.model.chunked import chunk_loss
+    from ligertune.patching.chunked_loss import chunk_loss
 
     chunk_loss(model)
 

@@ -36,7 +36,7 @@ def describe() -> dict[str, str]:
     """This process's machine. Imports torch."""
     import torch
 
-    from ligertune.machine import this_machine
+    from ligertune.hardware import this_machine
     from ligertune.report import versions
 
     machine = this_machine()

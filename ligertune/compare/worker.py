@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ligertune.compare.trial import RESULT, Failure
 from ligertune.errors import UserError
-from ligertune.machine import is_main_process
+from ligertune.hardware import is_main_process
 from ligertune.report import write_json
 
 

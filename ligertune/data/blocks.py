@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ligertune.data.encode import IGNORE_INDEX
+from ligertune.data.templates.tokenize import IGNORE_INDEX
 
 if TYPE_CHECKING:
     from ligertune.data.examples import Example

@@ -14,7 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ligertune.data.sources import find_files, hub_fingerprint, shown_path
+from ligertune.data.rows.sources import find_files, hub_fingerprint, shown_path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -74,6 +74,6 @@ def _tokenizer(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
 def _own_code() -> str:
     digest = hashlib.sha256()
     for package in ("data", "vision"):
-        for file in sorted((Path(__file__).parents[1] / package).glob("*.py")):
+        for file in sorted((Path(__file__).parents[1] / package).rglob("*.py")):
             digest.update(file.read_bytes())
     return digest.hexdigest()

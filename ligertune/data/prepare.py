@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ligertune.data.dataset_loading import LoadedSet, Progress, load
 from ligertune.data.examples import Examples
-from ligertune.data.loaded import LoadedSet, Progress, load
 from ligertune.data.mix import mixed
 from ligertune.data.stream import ExampleStream, StreamedExamples
 from ligertune.errors import UserError

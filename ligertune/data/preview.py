@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from ligertune.data.control import ControlTokens
-from ligertune.data.encode import IGNORE_INDEX
 from ligertune.data.examples import Example, Examples
 from ligertune.data.prepare import DataReport, PreparedData
+from ligertune.data.templates.control_tokens import ControlTokens
+from ligertune.data.templates.tokenize import IGNORE_INDEX
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from ligertune.data.outlook import Outlook
+    from ligertune.data.statistics import Outlook
     from ligertune.vision.reader import ImageReader
 
 _HALF_A_CHARACTER = "\ufffd"

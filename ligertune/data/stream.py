@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ligertune.data.conversation import REASONS
+from ligertune.data.dataset_loading import image_places
 from ligertune.data.examples import Example
-from ligertune.data.formats import check_columns, recognise
-from ligertune.data.loaded import image_places
-from ligertune.data.rows import RowPath, Tally
-from ligertune.data.sources import Record, RecordStream, find_files, shown_path
+from ligertune.data.row_pipeline import RowPath, Tally
+from ligertune.data.rows.conversation import REASONS
+from ligertune.data.rows.formats import check_columns, recognise
+from ligertune.data.rows.sources import Record, RecordStream, find_files, shown_path
 from ligertune.errors import UserError
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ligertune.medusa.tree import Tree
+from ligertune.tasks.medusa.candidate_tree import Tree
 
 
 class Accepted(NamedTuple):

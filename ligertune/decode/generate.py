@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from ligertune.data.prompts import alpaca_prompt
-from ligertune.decode.seeing import prompt_inputs, with_images
+from ligertune.data.templates.prompts import alpaca_prompt
+from ligertune.decode.image_prompt import prompt_inputs, with_images
 from ligertune.errors import UserError
-from ligertune.model.adapter import ADAPTER, base_of
-from ligertune.model.export import read_prompt
-from ligertune.model.load import auto_class, hide_loading_bars
+from ligertune.models.adapter_folder import ADAPTER, base_of
+from ligertune.models.load import auto_class, hide_loading_bars
+from ligertune.models.save import read_prompt
 from ligertune.vision.reader import saved_reader
 
 

@@ -13,9 +13,9 @@ from ligertune.decode.generate import Answer, encode_prompt, load_for_generation
 from ligertune.decode.medusa_report import end_of_text
 from ligertune.decode.tree_decoding import decode_with_heads
 from ligertune.errors import UserError
-from ligertune.medusa.files import HeadsConfig, base_model_of, read_choices, read_heads
-from ligertune.medusa.head_form import check_plain_head, head_form
-from ligertune.medusa.tree import Tree
+from ligertune.tasks.medusa.candidate_tree import Tree
+from ligertune.tasks.medusa.head_form import check_plain_head, head_form
+from ligertune.tasks.medusa.heads_files import HeadsConfig, base_model_of, read_choices, read_heads
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from ligertune.decode.tree_decoding import decode_with_heads
-from ligertune.medusa.head_form import HeadForm
-from ligertune.medusa.heads import MedusaHeads
-from ligertune.medusa.tree import Tree
+from ligertune.tasks.medusa.candidate_tree import Tree
+from ligertune.tasks.medusa.head_form import HeadForm
+from ligertune.tasks.medusa.heads import MedusaHeads
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

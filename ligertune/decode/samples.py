@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ligertune.decode.generate import in_template
-from ligertune.model.compiled import as_written
+from ligertune.models.compile import as_written
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

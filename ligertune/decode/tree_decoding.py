@@ -19,9 +19,9 @@ from transformers import DynamicCache
 
 from ligertune.decode.acceptance import Acceptance, Greedy
 from ligertune.errors import UserError
-from ligertune.medusa.head_form import HeadForm, backbone_of
-from ligertune.medusa.heads import MedusaHeads
-from ligertune.medusa.tree import Tree
+from ligertune.tasks.medusa.candidate_tree import Tree
+from ligertune.tasks.medusa.head_form import HeadForm, backbone_of
+from ligertune.tasks.medusa.heads import MedusaHeads
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

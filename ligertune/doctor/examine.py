@@ -6,7 +6,7 @@ import os
 
 from ligertune.doctor import gpu, host, software
 from ligertune.doctor.finding import Finding
-from ligertune.machine import this_machine
+from ligertune.hardware import this_machine
 from ligertune.report import versions
 
 

@@ -12,7 +12,7 @@ from typing import Literal
 from packaging.version import Version
 
 from ligertune.doctor.finding import Finding
-from ligertune.machine import Machine
+from ligertune.hardware import Machine
 
 # Every kernel is compiled ahead of time for these by the tests; none has been run on one by us.
 COMPILED_FOR = ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201")
@@ -101,7 +101,7 @@ def kernels(machine: Machine) -> Finding:
 
 def attention(machine: Machine) -> Finding:
     """Which can train here, whatever the model."""
-    from ligertune.model.attention_choice import ATTENTIONS, missing_here
+    from ligertune.attention.choice import ATTENTIONS, missing_here
 
     reasons = {row.name: missing_here(row, machine) for row in ATTENTIONS}
     there = ", ".join(name for name, reason in reasons.items() if reason is None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ligertune.optimizer_states import OPTIMIZERS
+from ligertune.recipe.optimizer_table import OPTIMIZERS
 from ligertune.recipe.rule import Rule, at
 from ligertune.recipe.schema import Recipe
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ligertune.optimizer_states import OPTIMIZERS
 from ligertune.recipe.document import Document
 from ligertune.recipe.keys import KeyPath, split
+from ligertune.recipe.optimizer_table import OPTIMIZERS
 from ligertune.recipe.parallel_rules import PARALLEL_RULES
 from ligertune.recipe.rule import Rule, at
 from ligertune.recipe.schema import EITHER_OR, Recipe, TrainSpec

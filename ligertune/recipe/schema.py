@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, PrivateAttr, model_validator
 
-from ligertune.optimizer_states import OPTIMIZERS
-from ligertune.recipe.medusa import MedusaSpec
+from ligertune.recipe.medusa_section import MedusaSpec
+from ligertune.recipe.optimizer_table import OPTIMIZERS
 from ligertune.recipe.section import (
     AutoSwitch,
     FileOrHub,

@@ -12,8 +12,8 @@ from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedDataParallelKwargs, DistributedType, InitProcessGroupKwargs, set_seed
 from torch import nn
 
-from ligertune.plan import Plan
-from ligertune.train.patience import LONG
+from ligertune.planning.plan import Plan
+from ligertune.train.process_group_timeout import LONG
 from ligertune.train.trackers import tracker_names
 from ligertune.train.zero import STAGES, is_zero, load_whole_models, zero_plugin
 

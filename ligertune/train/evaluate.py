@@ -9,18 +9,18 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 
-from ligertune.data.packing import pack
-from ligertune.model.deferred import loss_only
-from ligertune.train.batcher import Batcher
+from ligertune.data.batching.batcher import Batcher
+from ligertune.data.batching.packing import pack
+from ligertune.patching.deferred_logits import loss_only
+from ligertune.tasks.objectives import Objective
 from ligertune.train.distributed import after_evaluation, reduce_sum
-from ligertune.train.objectives import Objective
-from ligertune.train.pace import Pace
-from ligertune.train.stop import StopRequest
+from ligertune.train.host_throttle import Pace
+from ligertune.train.signals import StopRequest
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from ligertune.plan import Plan
+    from ligertune.planning.plan import Plan
 
 
 def evaluate(

@@ -13,47 +13,47 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
-from ligertune.data.packing import pack
+from ligertune.data.batching.batcher import Batcher, alike_of, rows_multiple_of
+from ligertune.data.batching.context_parallel_rows import RowParts, row_parts
+from ligertune.data.batching.image_order import ByImageCount, check_sharded
+from ligertune.data.batching.order import DataOrder
+from ligertune.data.batching.packing import pack
+from ligertune.data.batching.stream_order import StreamOrder
 from ligertune.metrics import MetricsFile
-from ligertune.phases import Phases
-from ligertune.plan import Plan
-from ligertune.train import checkpoint
-from ligertune.train.batcher import Batcher, alike_of, rows_multiple_of
-from ligertune.train.clip import clip_gradients
+from ligertune.planning.plan import Plan
+from ligertune.progress import Phases
+from ligertune.tasks.objectives import Objective, objective_of
+from ligertune.train.checkpoint import checkpoint_files as checkpoint
+from ligertune.train.checkpoint.reshard import load_states
+from ligertune.train.checkpoint.saver import Saver
+from ligertune.train.context_parallel_check import check_parts
 from ligertune.train.distributed import any_rank, most_over_ranks
+from ligertune.train.early_stopping import Evaluations, keep_best, take_best
 from ligertune.train.evaluate import evaluate
-from ligertune.train.evaluations import Evaluations, keep_best, take_best
-from ligertune.train.finite import LossWatch
-from ligertune.train.gradients import check_gradients, follow_parameters
-from ligertune.train.image_order import ByImageCount, check_sharded
-from ligertune.train.kernel_adamw import in_our_kernel
-from ligertune.train.lines import Lines, whole
+from ligertune.train.host_throttle import Pace
+from ligertune.train.loss_check import LossWatch
 from ligertune.train.meter import Counts, Meter, synchronize
-from ligertune.train.micro_step import MicroStep
-from ligertune.train.objectives import Objective, objective_of
-from ligertune.train.optim import build_optimizer, set_learning_rate
-from ligertune.train.order import DataOrder
-from ligertune.train.pace import Pace
-from ligertune.train.part_check import check_parts
-from ligertune.train.patience import Patience
-from ligertune.train.reshard import load_states
-from ligertune.train.row_parts import RowParts, row_parts
-from ligertune.train.saver import Saver
-from ligertune.train.schedule import learning_rate
-from ligertune.train.stop import StopRequest
-from ligertune.train.stream_order import StreamOrder
+from ligertune.train.metrics_logger import Lines, whole
+from ligertune.train.optim.clipping import clip_gradients
+from ligertune.train.optim.gradient_check import check_gradients, follow_parameters
+from ligertune.train.optim.kernel_adamw import in_our_kernel
+from ligertune.train.optim.lr_schedule import learning_rate
+from ligertune.train.optim.optimizers import build_optimizer, set_learning_rate
+from ligertune.train.process_group_timeout import Patience
+from ligertune.train.signals import StopRequest
+from ligertune.train.step import MicroStep
 from ligertune.train.trackers import open_trackers, profiled, track
 from ligertune.train.zero import is_zero
-from ligertune.vision.ahead import PicturesAhead
+from ligertune.vision.prefetch import PicturesAhead
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from ligertune.data.batches import Alike
+    from ligertune.data.batching.collate import Alike
     from ligertune.data.examples import Examples
     from ligertune.data.prepare import PreparedData
     from ligertune.data.stream import StreamedExamples
-    from ligertune.model.shape import ModelShape
+    from ligertune.models.shape import ModelShape
     from ligertune.vision.reader import ImageReader
 
 

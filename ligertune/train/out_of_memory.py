@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import torch
 
 from ligertune.errors import UserError
-from ligertune.plan import Plan
-from ligertune.plan_fit import advice
+from ligertune.planning.memory.fit import advice
+from ligertune.planning.plan import Plan
 
 
 class OutOfDeviceMemory(UserError):

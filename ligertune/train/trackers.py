@@ -10,7 +10,7 @@ import torch
 from accelerate import Accelerator
 
 if TYPE_CHECKING:
-    from ligertune.plan import Plan
+    from ligertune.planning.plan import Plan
 
 FOLDER = "profile"
 

@@ -12,7 +12,7 @@ import torch
 from accelerate import Accelerator, DeepSpeedPlugin
 from accelerate.utils import DistributedType
 
-from ligertune.plan import Plan
+from ligertune.planning.plan import Plan
 
 VECTORS = 10_000  # elements: stage 3 leaves smaller parameters, which are norms and biases, whole on each rank
 STAGES = {"deepspeed_zero2": 2, "deepspeed_zero3": 3}

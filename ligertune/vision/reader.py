@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ligertune.errors import UserError
 from ligertune.vision.families import Family, family_of
-from ligertune.vision.pictures import Picture, PictureError, read
+from ligertune.vision.image_files import Picture, PictureError, read
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -237,7 +237,7 @@ def _load_processor(name: str, revision: str) -> Any:
 
 
 def _need_pillow() -> None:
-    from ligertune.vision.pictures import _pil
+    from ligertune.vision.image_files import _pil
 
     _pil()
 

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from ligertune.compare.files import write_files
+from ligertune.compare.compare_files import write_files
 from ligertune.compare.side import SIDE_OF
 from ligertune.compare.summary import Comparison, summarise
 from ligertune.compare.trial import Failure, Step, Trial

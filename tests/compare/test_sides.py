@@ -6,8 +6,8 @@ from importlib.util import find_spec
 
 import pytest
 
-from ligertune.compare.engine import settings_of
-from ligertune.compare.plots import COLOURS
+from ligertune.compare.compare_plots import COLOURS
+from ligertune.compare.comparison import settings_of
 from ligertune.compare.side import SIDE_OF, choose_sides
 from ligertune.compare.trial import trial_recipe
 from ligertune.errors import UserError

@@ -8,12 +8,12 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 
-from ligertune.data.outlook import outlook
-from ligertune.data.packing import pack
-from ligertune.data.page import page
+from ligertune.data.batching.packing import pack
 from ligertune.data.preview import preview, summary, visible
+from ligertune.data.report_page import page
+from ligertune.data.statistics import outlook
 from ligertune.errors import UserError
-from ligertune.preflight import check_report_path
+from ligertune.planning.preflight import check_report_path
 from ligertune.recipe.schema import Recipe
 
 HOSTILE = "<script>alert(1)</script> <img src=http://evil/x> </pre> &amp; \x1b[31m \u202egnp.exe </s>"

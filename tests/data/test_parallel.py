@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from ligertune.data.examples import Examples
-from ligertune.data.formats import recognise
-from ligertune.data.parallel import CHUNK, blocks_of, count_processes
 from ligertune.data.prepare import prepare
-from ligertune.data.rows import RowPath, Tally
-from ligertune.data.sources import Record, read_records
+from ligertune.data.row_pipeline import RowPath, Tally
+from ligertune.data.rows.formats import recognise
+from ligertune.data.rows.sources import Record, read_records
+from ligertune.data.workers import CHUNK, blocks_of, count_processes
 from ligertune.errors import UserError
 from ligertune.recipe.schema import DatasetSpec, DataSpec
 

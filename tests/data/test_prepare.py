@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ligertune.data.batches import collate
+from ligertune.data.batching.collate import collate
 from ligertune.data.examples import Example, Examples
 from ligertune.data.prepare import prepare
 from ligertune.errors import UserError

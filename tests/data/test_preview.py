@@ -8,7 +8,8 @@ import json
 import pytest
 from rich.console import Console
 
-from ligertune.cli import render, render_data
+from ligertune.cli.render import console as render
+from ligertune.cli.render import data_report as render_data
 from ligertune.data.preview import LengthStatistics, preview, summary
 
 ROWS = [

@@ -17,7 +17,7 @@ from test_keys import read
 
 from ligertune.errors import UserError
 from ligertune.run import plan_for, run
-from ligertune.train.saver import Saver
+from ligertune.train.checkpoint.saver import Saver
 
 SETTINGS = {"checkpoint.save_strategy": "steps", "checkpoint.save_steps": 1, "checkpoint.save_total_limit": 9}
 ASYNC = {**SETTINGS, "checkpoint.async_save": "true"}

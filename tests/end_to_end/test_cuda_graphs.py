@@ -10,7 +10,7 @@ from command_line import losses
 from test_keys import read
 
 from ligertune.errors import UserError
-from ligertune.plan_cuda_graphs import advise_cuda_graphs, check_cuda_graphs
+from ligertune.planning.cuda_graph_checks import advise_cuda_graphs, check_cuda_graphs
 from ligertune.run import plan_for, run
 from ligertune.train import cuda_graphs
 

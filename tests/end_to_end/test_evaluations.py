@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from test_keys import read
 
 from ligertune.run import plan_for, run
-from ligertune.train.evaluations import Evaluations
+from ligertune.train.early_stopping import Evaluations
 
 pytestmark = pytest.mark.slow
 

@@ -8,7 +8,7 @@ import pytest
 from command_line import losses
 from test_keys import read
 
-from ligertune.optimizer_states import OPTIMIZERS
+from ligertune.recipe.optimizer_table import OPTIMIZERS
 from ligertune.run import plan_for, run
 
 pytestmark = pytest.mark.gpu

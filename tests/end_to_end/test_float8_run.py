@@ -11,7 +11,7 @@ from test_keys import read
 from test_ranks import FSDP2, train
 
 from ligertune.errors import UserError
-from ligertune.preflight import check_packages
+from ligertune.planning.preflight import check_packages
 from ligertune.run import plan_for, run
 
 WITHOUT = find_spec("torchao") is None

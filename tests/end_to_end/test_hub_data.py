@@ -23,7 +23,7 @@ RUN = {
 }
 
 READ_ALL = """
-from ligertune.data.sources import RecordStream
+from ligertune.data.rows.sources import RecordStream
 from ligertune.errors import UserError
 from ligertune.recipe.schema import DatasetSpec
 read = 0

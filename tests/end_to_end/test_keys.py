@@ -161,8 +161,8 @@ def test_optimizers_and_checkpointing_train_alike(train, usual):
 def test_gradient_checkpointing_runs_layers_twice(quickstart):
     import torch
 
-    from ligertune.model.checkpointing import checkpoint_layers
-    from ligertune.model.load import build_model, read_config
+    from ligertune.activations.checkpointing import checkpoint_layers
+    from ligertune.models.load import build_model, read_config
 
     spec = read(quickstart, quickstart).model
     model = build_model(spec, read_config(spec), dtype=torch.float32, device="cpu", seed=0).train()

@@ -12,9 +12,9 @@ from test_keys import read
 
 from ligertune.decode.generate import complete
 from ligertune.errors import UserError
-from ligertune.export import export_run
-from ligertune.preflight import check_packages
+from ligertune.planning.preflight import check_packages
 from ligertune.run import plan_for, run
+from ligertune.train.checkpoint.export_run import export_run
 
 pytestmark = pytest.mark.slow
 

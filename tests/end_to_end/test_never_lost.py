@@ -17,14 +17,14 @@ from command_line import environment, losses
 from test_keys import read
 from transformers import AutoModelForCausalLM
 
+from ligertune.data.batching.batcher import Batcher
 from ligertune.errors import UserError
 from ligertune.run import plan_for, run
-from ligertune.train.batcher import Batcher
-from ligertune.train.checkpoint import resume_folder
-from ligertune.train.checksums import checksums, damage
+from ligertune.tasks.objectives import objective_of
+from ligertune.train.checkpoint.checkpoint_files import resume_folder
+from ligertune.train.checkpoint.checksums import checksums, damage
 from ligertune.train.evaluate import evaluate
-from ligertune.train.objectives import objective_of
-from ligertune.train.stop import StopRequest
+from ligertune.train.signals import StopRequest
 
 pytestmark = pytest.mark.slow
 

@@ -7,8 +7,8 @@ import torch
 from command_line import losses
 from test_padding_free import STEPS, job_of
 
+from ligertune.attention.choice import FASTER_ON
 from ligertune.compare.parity import TOLERANCES
-from ligertune.model.attention_choice import FASTER_ON
 from ligertune.run import run
 
 pytestmark = [

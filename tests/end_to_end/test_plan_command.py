@@ -15,8 +15,8 @@ from test_keys import read
 from ligertune.compare.trial import Failure
 from ligertune.compare.worker import failure_of
 from ligertune.errors import UserError
-from ligertune.plan import Plan
-from ligertune.plan_fit import advice, fits_of
+from ligertune.planning.memory.fit import advice, fits_of
+from ligertune.planning.plan import Plan
 from ligertune.run import plan_for, run
 from ligertune.train.out_of_memory import explained
 

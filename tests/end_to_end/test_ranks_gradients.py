@@ -34,7 +34,7 @@ except UserError as problem:
 @pytest.mark.parametrize("launcher", [("--multi_gpu",), FSDP], ids=["ddp", "fsdp2"])
 def test_a_step_without_gradients_ends_the_run_on_every_rank(launcher, recipe, tmp_path):
     settings = [f"{key}={value}" for key, value in {**SETTINGS, "train.max_grad_norm": 0}.items()]
-    here = str(recipe.parents[2] / "tests" / "train")
+    here = str(recipe.parents[2] / "tests" / "train" / "optim")
     (tmp_path / "script.py").write_text(CUT_OFF.format(here=here, recipe=str(recipe), overrides=settings))
     done = run([*two_ranks(*launcher)[:-2], "script.py"], cwd=tmp_path)
     assert done.out.count("No gradient reached any") == 2, done.err[-2000:]

@@ -8,9 +8,9 @@ import shutil
 import pytest
 from command_line import losses, overrides
 
-from ligertune.cli import render
+from ligertune.cli.render import console as render
 from ligertune.errors import UserError
-from ligertune.plan import Plan
+from ligertune.planning.plan import Plan
 from ligertune.recipe import load_recipe
 from ligertune.run import plan_for
 

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from ligertune.decode.samples import answers_to
 from ligertune.errors import UserError
-from ligertune.model.compiled import compile_layers
+from ligertune.models.compile import compile_layers
 from ligertune.run import plan_for, prompt_of, run, trained_model
 from ligertune.train.distributed import start
 

@@ -9,8 +9,8 @@ import pytest
 from test_keys import read
 
 from ligertune.errors import UserError
-from ligertune.plan import Plan
-from ligertune.preflight import check_packages
+from ligertune.planning.plan import Plan
+from ligertune.planning.preflight import check_packages
 from ligertune.run import plan_for, run
 from ligertune.train.trackers import run_name
 

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("triton", reason="needs triton: its backends say which options they take")
 
-from ligertune_kernels.launch import MAX_THREADS, Chip, options
+from ligertune_kernels.launcher import MAX_THREADS, Chip, options
 from triton.backends.amd.compiler import HIPOptions
 from triton.backends.nvidia.compiler import CUDAOptions
 

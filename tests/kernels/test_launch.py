@@ -10,10 +10,12 @@ import torch
 
 pytest.importorskip("triton", reason="needs triton: there is nothing to launch without it")
 
-from ligertune_kernels import adamw_step, launch
-from ligertune_kernels.launch import Launch, tl, triton
-from ligertune_kernels.ops import gated, rope
-from ligertune_kernels.ops.row_norm import norm_forward
+from ligertune_kernels import adamw_step
+from ligertune_kernels import launcher as launch
+from ligertune_kernels.launcher import Launch, tl, triton
+from ligertune_kernels.ops.attention import rope
+from ligertune_kernels.ops.mlp import _gated as gated
+from ligertune_kernels.ops.norms._row_norm import norm_forward
 from pretend_gpu import TARGETS, PretendDriver, compile_for
 from triton import knobs
 

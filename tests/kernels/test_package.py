@@ -10,7 +10,7 @@ from pathlib import Path
 import ligertune_kernels
 import pytest
 import torch
-from ligertune_kernels import launch
+from ligertune_kernels import launcher as launch
 from ligertune_kernels.table import OPS
 
 NVIDIA = launch.Chip("nvidia", "sm90", warp_size=32, processors=132, l2_bytes=50 << 20)

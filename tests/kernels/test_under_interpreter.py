@@ -18,7 +18,7 @@ OPS = Path(__file__).parent / "ops"
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 @pytest.mark.parametrize("half", [0, 1])
 def test_the_kernels_agree_with_float64_under_the_interpreter(half) -> None:
-    files = [str(path) for path in sorted(OPS.glob("test_*.py"))[half::2]]
+    files = [str(path) for path in sorted(OPS.rglob("test_*.py"))[half::2]]
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files],
         env={**os.environ, "TRITON_INTERPRET": "1", "LIGERTUNE_EXPECT_BACKEND": "triton"},

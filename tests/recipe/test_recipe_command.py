@@ -7,8 +7,8 @@ import json
 import pytest
 import typer
 
-from ligertune.cli import render
 from ligertune.cli.recipe import recipe_app
+from ligertune.cli.render import console as render
 from ligertune.errors import UserError
 from ligertune.recipe import recipe_schema
 

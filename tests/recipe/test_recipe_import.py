@@ -10,7 +10,7 @@ import pytest
 from ligertune.cli.app import app
 from ligertune.errors import UserError
 from ligertune.recipe import load_recipe
-from ligertune.recipe.imports import Imported, import_recipe
+from ligertune.recipe.importers.import_recipe import Imported, import_recipe
 
 AXOLOTL = """\
 base_model: NousResearch/Llama-3.2-1B

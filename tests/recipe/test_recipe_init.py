@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from ligertune.cli.app import app
 from ligertune.errors import UserError
 from ligertune.recipe import load_recipe
-from ligertune.recipe.collection import bundled_recipes, what_it_is_for
+from ligertune.recipe.bundled import bundled_recipes, what_it_is_for
 from ligertune.recipe.describe import matching_keys, name_of_run, recipe_reference
 from ligertune.recipe.keys import keys
 

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))  # for tiny_vlms and others beside
-sys.path.insert(0, str(Path(__file__).parents[1] / "end_to_end"))  # for command_line
-
 import tiny_vlms
 from PIL import Image
 from transformers import AutoTokenizer

@@ -84,7 +84,7 @@ def test_a_parquet_file_of_a_hub_data_set_holds_its_images(prepared_for, picture
 def test_image_columns_of_the_hub_are_not_decoded(streaming, pictures):
     import datasets
 
-    from ligertune.data.sources import undecoded
+    from ligertune.data.rows.sources import undecoded
 
     paths = [str(pictures["red"]), str(pictures["blue"])]
     rows = datasets.Dataset.from_dict({"image": paths, "images": [paths, paths[:1]]})
@@ -179,7 +179,7 @@ def test_repairing_a_row_keeps_images_with_their_questions(prepared_for, picture
 
 
 def test_exif_rotation_and_transparency_are_undone(prepared_for, reader_of, tmp_path):
-    from ligertune.vision.pictures import check, read
+    from ligertune.vision.image_files import check, read
 
     lying = Image.new("RGB", (120, 60), "red")
     exif = lying.getexif()
@@ -221,7 +221,7 @@ def test_everything_trained_is_all_but_images(prepared_for, pictures, reader_of)
 
 @pytest.mark.parametrize("bound, tokens", [(3136, 4), (28 * 28 * 8, 8), (1_003_520, 8)])
 def test_pixel_limits_set_the_tokens_of_an_image(bound, tokens, folder_of, pictures):
-    from ligertune.vision.pictures import check
+    from ligertune.vision.image_files import check
 
     reader = tiny_vlms.reader_of(folder_of(FAMILY), image_max_pixels=bound)
     picture = check(pictures["red"])
@@ -230,7 +230,7 @@ def test_pixel_limits_set_the_tokens_of_an_image(bound, tokens, folder_of, pictu
 
 
 def test_a_lower_pixel_limit_enlarges(folder_of, pictures):
-    from ligertune.vision.pictures import check
+    from ligertune.vision.image_files import check
 
     reader = tiny_vlms.reader_of(folder_of(FAMILY), image_min_pixels=28 * 28 * 40)
     assert reader.tokens(check(pictures["red"])) >= 40

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ligertune.errors import UserError
-from ligertune.vision.ahead import PicturesAhead
+from ligertune.vision.prefetch import PicturesAhead
 
 
 def test_what_was_expected_is_taken_as_often_and_then_let_go(reader_of, pictures):

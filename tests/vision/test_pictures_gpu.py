@@ -10,10 +10,10 @@ import torch
 from asked_rows import asked
 from batches_of import batch_of, training
 
-from ligertune.model.image_attention import pictures_apart
-from ligertune.model.patch import patch
-from ligertune.model.vision import prepare_vision
+from ligertune.attention.image_attention import pictures_apart
+from ligertune.patching.patch import patch
 from ligertune.recipe.schema import VisionSpec
+from ligertune.vision.freeze import prepare_vision
 
 LENGTHS = (4, 64, 256, 1020)  # a blank picture, small ones, one that ends within a block
 

@@ -11,8 +11,8 @@ from asked_rows import asked
 from batches_of import batch_of
 from transformers.processing_utils import ProcessorMixin
 
-from ligertune.model.export import write_model
-from ligertune.vision.pictures import read
+from ligertune.models.save import write_model
+from ligertune.vision.image_files import read
 
 ROWS = {
     "one image": ("What is <image>this?", ("red",)),

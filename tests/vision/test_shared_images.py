@@ -8,7 +8,7 @@ import pytest
 import transformers
 
 from ligertune.recipe.schema import ModelSpec, VisionSpec
-from ligertune.vision.pictures import check
+from ligertune.vision.image_files import check
 from ligertune.vision.reader import load_reader, save_processor, saved_reader
 
 pytestmark = pytest.mark.corpus

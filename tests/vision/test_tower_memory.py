@@ -9,14 +9,14 @@ from asked_rows import asked
 from batches_of import batch_of, training
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from ligertune.activations import Kept
-from ligertune.model.checkpointing import checkpoint_layers
-from ligertune.model.method import apply_method
-from ligertune.model.patch import patch
-from ligertune.model.shape import ModelShape
-from ligertune.model.vision import freeze, prepare_vision
+from ligertune.activations.checkpointing import checkpoint_layers
+from ligertune.models.shape import ModelShape
+from ligertune.models.trainable import apply_method
+from ligertune.patching.patch import patch
+from ligertune.planning.memory.activation_bytes import Kept
 from ligertune.recipe import MethodSpec, VisionSpec
 from ligertune.vision.families import family_of, part_of
+from ligertune.vision.freeze import freeze, prepare_vision
 
 
 def tower_of(corpus, name: str, **vision: bool):

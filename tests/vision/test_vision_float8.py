@@ -10,11 +10,11 @@ import tiny_vlms
 from asked_rows import asked
 from batches_of import batch_of, training
 
-from ligertune.model.float8 import to_float8
-from ligertune.model.patch import patch
-from ligertune.model.vision import prepare_vision
+from ligertune.models.float8 import to_float8
+from ligertune.patching.patch import patch
 from ligertune.recipe.schema import VisionSpec
 from ligertune.vision.families import family_of, part_of
+from ligertune.vision.freeze import prepare_vision
 
 needs_torchao = pytest.mark.skipif(find_spec("torchao") is None, reason="needs torchao: pip install 'ligertune[quant]'")
 

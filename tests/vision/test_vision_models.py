@@ -11,14 +11,14 @@ from asked_rows import asked
 from batches_of import assert_same_training, batch_of, training
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from ligertune.activations.checkpointing import checkpoint_layers
+from ligertune.attention.packed_documents import guard
 from ligertune.errors import UserError
-from ligertune.model.checkpointing import checkpoint_layers
-from ligertune.model.documents import guard
-from ligertune.model.method import apply_method
-from ligertune.model.patch import patch, unpatch
-from ligertune.model.vision import prepare_vision
+from ligertune.models.trainable import apply_method
+from ligertune.patching.patch import patch, unpatch
 from ligertune.recipe.schema import MethodSpec, VisionSpec
 from ligertune.vision.families import family_of, part_of
+from ligertune.vision.freeze import prepare_vision
 
 PACKED = tuple(name for name, row in tiny_vlms.TOKENS.items() if name not in ("mllama", "gemma3"))
 # of as many layers as the language model has
@@ -114,7 +114,7 @@ def test_what_is_patched_is_known(family, tokenizer_of):
 @pytest.mark.parametrize("family", tiny_vlms.QWEN)
 def test_a_tower_attends_to_all_pictures_in_one_call(family, seen, tokenizer_of, reader_of):
     """And windows of Qwen2.5-VL: the pictures' own lengths reach the attention, not one call for each."""
-    from ligertune.model import image_attention
+    from ligertune.attention import image_attention
 
     model = tiny_vlms.make(family, tokenizer_of(family))
     patch(model)

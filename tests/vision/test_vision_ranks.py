@@ -9,8 +9,8 @@ import pytest
 from asked_rows import asked
 from command_line import losses, run
 
+from ligertune.data.batching.image_order import check_sharded
 from ligertune.errors import UserError
-from ligertune.train.image_order import check_sharded
 
 pytestmark = pytest.mark.slow
 

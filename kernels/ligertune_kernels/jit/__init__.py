@@ -1,0 +1,1 @@
+"""Triton functions shared by several kernels."""

@@ -1,0 +1,1 @@
+"""Attention ops: rotary embedding, attention within packed documents."""

@@ -1,0 +1,1 @@
+"""Divergences for distillation."""

@@ -1,0 +1,1 @@
+"""Other ops: embedding, low-bit matrix multiplication, optimizer step."""

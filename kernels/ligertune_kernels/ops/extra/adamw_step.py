@@ -1,0 +1,104 @@
+r"""AdamW's step (Loshchilov and Hutter 2019) in one pass: parameter, gradient and both states are read once.
+
+    g = grad / grad_scale        m = b1 m + (1 - b1) g        v = b2 v + (1 - b2) g²
+    p = p (1 - lr λ) - lr / (1 - b1^t) · m / (sqrt(v) / sqrt(1 - b2^t) + eps)
+
+in fp32, each tensor rounded once to its own dtype. The gradient is not written, so that clipping (grad_scale) costs
+nothing: 7 tensors of traffic. The powers of b1 and b2 are taken on the host in double precision.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from ligertune_kernels.launcher import Chip, Launcher, chip_of, options, remembered, runs_triton, tl, triton
+
+BLOCK = 2048
+
+
+def adamw_step_reference(
+    param: torch.Tensor,
+    grad: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    *,
+    step: int,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    grad_scale: torch.Tensor | None = None,
+) -> None:
+    """The same in plain torch, in place."""
+    wide = torch.promote_types(param.dtype, torch.float32)
+    g = grad.to(wide) if grad_scale is None else grad.to(wide) / grad_scale
+    m = betas[0] * exp_avg.to(wide) + (1 - betas[0]) * g
+    v = betas[1] * exp_avg_sq.to(wide) + (1 - betas[1]) * g * g
+    decay, size, correction = _numbers(step, lr, betas, weight_decay)
+    param.copy_(param.to(wide) * decay - size * m / (v.sqrt() / correction + eps))
+    exp_avg.copy_(m)
+    exp_avg_sq.copy_(v)
+
+
+@triton.jit
+def _adamw_kernel(
+    param_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, scale_ptr, n_elements, decay, size, correction, beta1, beta2, eps,
+    HAS_SCALE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # int64: an embedding can pass 2**31
+    mask = offs < n_elements
+    p = tl.load(param_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+    g = tl.load(grad_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+    m = tl.load(exp_avg_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+    v = tl.load(exp_avg_sq_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+    if HAS_SCALE:
+        g = g / tl.load(scale_ptr)
+    m = beta1 * m + (1 - beta1) * g
+    v = beta2 * v + (1 - beta2) * g * g
+    p = p * decay - size * m / (tl.sqrt(v) / correction + eps)
+    tl.store(param_ptr + offs, p.to(param_ptr.dtype.element_ty), mask=mask)
+    tl.store(exp_avg_ptr + offs, m.to(exp_avg_ptr.dtype.element_ty), mask=mask)
+    tl.store(exp_avg_sq_ptr + offs, v.to(exp_avg_sq_ptr.dtype.element_ty), mask=mask)
+
+
+@remembered
+def _launch(has_scale: bool, chip: Chip) -> Launcher:
+    return Launcher(_adamw_kernel, {"HAS_SCALE": has_scale, "BLOCK": BLOCK, **options(BLOCK, chip)})
+
+
+def adamw_step(
+    param: torch.Tensor,
+    grad: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    *,
+    step: int,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    grad_scale: torch.Tensor | None = None,
+) -> None:
+    """Step number `step` (from 1) of `param` and its states, in place; all of one shape. The gradient stays as it is.
+
+    grad_scale: a float32 scalar on the device, by which the gradient is divided; clipping and loss scaling give one.
+    """
+    tensors = (param, grad, exp_avg, exp_avg_sq)
+    if any(t.shape != param.shape for t in tensors):
+        raise ValueError(f"adamw_step: shapes {', '.join(str(tuple(t.shape)) for t in tensors)}: expected the same")
+    numbers = {"step": step, "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+    if not (runs_triton(param) and all(t.is_contiguous() for t in tensors)) or param.dtype == torch.float64:
+        adamw_step_reference(*tensors, **numbers, grad_scale=grad_scale)
+    elif param.numel():
+        decay, size, correction = _numbers(step, lr, betas, weight_decay)
+        _launch(grad_scale is not None, chip_of(param.device))(
+            (-(-param.numel() // BLOCK), 1, 1), (*tensors, param if grad_scale is None else grad_scale),
+            (param.numel(),), decay, size, correction, *map(float, betas), float(eps),
+        )  # fmt: skip
+
+
+def _numbers(step: int, lr: float, betas: tuple[float, float], weight_decay: float) -> tuple[float, float, float]:
+    """(1 - lr λ, lr / (1 - b1^t), sqrt(1 - b2^t))."""
+    return 1 - lr * weight_decay, lr / (1 - betas[0] ** step), math.sqrt(1 - betas[1] ** step)

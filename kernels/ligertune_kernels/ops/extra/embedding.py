@@ -1,0 +1,222 @@
+"""Rows of a table by index: indices (...), weight (V, E) -> (..., E).
+
+Backward: dweight[v] = sum of the dy whose index is v, in fp32, rounded once. The indices are sorted, so that equal
+ones are neighbours: a segment. A program sums a chunk of the sorted order and writes the rows whose segment lies within
+the chunk. Where a segment crosses into other chunks, each program leaves what it has of it, and a second kernel, at the
+chunk where the segment begins, adds the pieces up. Every order of summation is fixed: there are no atomics, and the
+result is the same in every run. Nothing waits for the device.
+
+A row whose index is outside the table is NaN, and its gradient is dropped; torch stops the device instead.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from ligertune_kernels.autograd import differentiable_once
+from ligertune_kernels.launcher import Chip, Launcher, chip_of, on_device, options, remembered, runs_triton, tl, triton
+
+TILE = 4096  # elements copied by a program of the forward
+CHUNK = 16  # sorted indices of a program of the backward, one after the other
+BACKWARD_BLOCK = 1024  # columns of such a program
+
+
+def embedding_reference(indices: torch.Tensor, weight: torch.Tensor, padding_idx: int | None = None) -> torch.Tensor:
+    """torch.nn.functional.embedding itself."""
+    return F.embedding(indices, weight, padding_idx)
+
+
+@triton.jit(do_not_specialize=["n_rows", "vocab_size"])
+def _forward_kernel(
+    indices_ptr, w_ptr, y_ptr, w_row_stride, n_cols, n_rows, vocab_size, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    index = tl.load(indices_ptr + rows, mask=rows < n_rows, other=0).to(tl.int64)
+    inside = (index >= 0) & (index < vocab_size)
+    mask = (rows < n_rows)[:, None] & (cols < n_cols)[None, :]
+    w_offs = index[:, None] * w_row_stride + cols[None, :]
+    y = tl.load(w_ptr + w_offs, mask=mask & inside[:, None], other=float("nan"))
+    tl.store(y_ptr + rows[:, None] * n_cols + cols[None, :], y, mask=mask)
+
+
+@triton.jit(do_not_specialize=["n_rows", "vocab_size", "padding_idx"])
+def _chunk_kernel(
+    dy_ptr,
+    sorted_ptr,
+    order_ptr,
+    pieces_ptr,
+    dw_ptr,
+    dy_row_stride,
+    n_cols,
+    n_rows,
+    vocab_size,
+    padding_idx,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Segments within the chunk go to dw; the pieces of the one that came in and of the one that goes on, to pieces."""
+    chunk = tl.program_id(0).to(tl.int64)
+    first, last = chunk * CHUNK, tl.minimum((chunk + 1) * CHUNK, n_rows)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    col_mask = cols < n_cols
+    pieces_ptr += chunk * 2 * n_cols + cols
+    before = tl.load(sorted_ptr + first - 1, mask=first > 0, other=-1)
+    came_in = (first > 0) & (before == tl.load(sorted_ptr + first))
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    for position in range(first, last):
+        index = tl.load(sorted_ptr + position).to(tl.int64)
+        row = tl.load(order_ptr + position)
+        total += tl.load(dy_ptr + row * dy_row_stride + cols, mask=col_mask, other=0.0).to(tl.float32)
+        following = tl.load(sorted_ptr + position + 1, mask=position + 1 < n_rows, other=-1).to(tl.int64)
+        ends = (position + 1 == n_rows) | (following != index)
+        kept = (index >= 0) & (index < vocab_size) & (index != padding_idx)
+        dw_mask = col_mask & (ends & kept & (came_in == 0))
+        tl.store(dw_ptr + index * n_cols + cols, total.to(dw_ptr.dtype.element_ty), mask=dw_mask)
+        tl.store(pieces_ptr, total, mask=col_mask & (ends & came_in))
+        total = tl.where(ends, 0.0, total)
+        came_in = came_in & (ends == 0)
+    tl.store(pieces_ptr + n_cols, total, mask=col_mask)
+
+
+@triton.jit(do_not_specialize=["n_rows", "vocab_size", "padding_idx"])
+def _crossing_kernel(
+    sorted_ptr,
+    pieces_ptr,
+    dw_ptr,
+    n_cols,
+    n_rows,
+    vocab_size,
+    padding_idx,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The segment that begins in this chunk and goes on, if there is one: its pieces, the last one first."""
+    chunk = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    col_mask = cols < n_cols
+    end = (chunk + 1) * CHUNK  # the position after the chunk; the last chunk has none, and is not launched
+    index = tl.load(sorted_ptr + end - 1).to(tl.int64)
+    before = tl.load(sorted_ptr + chunk * CHUNK - 1, mask=chunk > 0, other=-1).to(tl.int64)
+    through = (chunk > 0) & (before == index)  # it began earlier
+    kept = (index >= 0) & (index < vocab_size) & (index != padding_idx)
+    goes_on = (tl.load(sorted_ptr + end).to(tl.int64) == index) & (through == 0) & kept
+    if goes_on:
+        # Only scalars are carried: Triton 3.7 fails to compile a while loop that carries a tensor.
+        final = chunk
+        while goes_on:
+            final += 1
+            end += CHUNK
+            goes_on = tl.load(sorted_ptr + end - 1, mask=end <= n_rows, other=-1).to(tl.int64) == index
+            goes_on = goes_on & (tl.load(sorted_ptr + end, mask=end < n_rows, other=-1).to(tl.int64) == index)
+        total = tl.load(pieces_ptr + final * 2 * n_cols + cols, mask=col_mask, other=0.0)
+        for through_chunk in range(chunk, final):
+            total += tl.load(pieces_ptr + (through_chunk * 2 + 1) * n_cols + cols, mask=col_mask, other=0.0)
+        tl.store(dw_ptr + index * n_cols + cols, total.to(dw_ptr.dtype.element_ty), mask=col_mask)
+
+
+@remembered
+def _forward_launch(n_cols: int, chip: Chip) -> tuple[Launcher, int, int]:
+    """The kernel, the rows of a program, and the programs of a row."""
+    block = min(TILE, triton.next_power_of_2(n_cols))
+    rows = TILE // block
+    return Launcher(_forward_kernel, {"ROWS": rows, "BLOCK": block, **options(TILE, chip)}), rows, -(-n_cols // block)
+
+
+@remembered
+def _backward_launch(n_cols: int, chip: Chip) -> tuple[Launcher, Launcher, int]:
+    """Both kernels, and the programs of a row."""
+    block = min(BACKWARD_BLOCK, triton.next_power_of_2(n_cols))
+    constants = {"CHUNK": CHUNK, "BLOCK": block, **options(block, chip)}
+    return Launcher(_chunk_kernel, constants), Launcher(_crossing_kernel, constants), -(-n_cols // block)
+
+
+def _forward(indices: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    flat, n_cols = indices.reshape(-1), weight.shape[1]
+    table = weight if weight.stride(1) == 1 else weight.contiguous()
+    y = torch.empty((*indices.shape, n_cols), dtype=weight.dtype, device=weight.device)
+    launch, rows, blocks = _forward_launch(n_cols, chip_of(weight.device))
+    with on_device(weight):
+        launch(
+            (-(-flat.numel() // rows), blocks, 1), (flat, table, y), (table.stride(0), n_cols),
+            flat.numel(), weight.shape[0],
+        )  # fmt: skip
+    return y
+
+
+def _backward(
+    dy: torch.Tensor, indices: torch.Tensor, vocab_size: int, dtype: torch.dtype, padding_idx: int
+) -> torch.Tensor:
+    """dweight (V, E)."""
+    n_cols = dy.shape[-1]
+    rows = dy.reshape(-1, n_cols).contiguous()
+    n_rows = rows.shape[0]
+    ordered, order = torch.sort(indices.reshape(-1), stable=True)
+    dw = torch.zeros((vocab_size, n_cols), dtype=dtype, device=dy.device)
+    chunks = -(-n_rows // CHUNK)
+    pieces = torch.empty((chunks, 2, n_cols), dtype=torch.float32, device=dy.device)
+    sum_chunks, add_pieces, blocks = _backward_launch(n_cols, chip_of(dy.device))
+    with on_device(dy):
+        sum_chunks(
+            (chunks, blocks, 1), (rows, ordered, order, pieces, dw), (n_cols, n_cols), n_rows, vocab_size, padding_idx
+        )
+        if chunks > 1:
+            add_pieces((chunks - 1, blocks, 1), (ordered, pieces, dw), (n_cols,), n_rows, vocab_size, padding_idx)
+    return dw
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, indices, weight, padding_idx):
+        ctx.save_for_backward(indices)
+        ctx.vocab_size, ctx.dtype, ctx.padding_idx = weight.shape[0], weight.dtype, padding_idx
+        return _forward(indices, weight)
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx, dy):
+        (indices,) = ctx.saved_tensors
+        return None, _backward(dy, indices, ctx.vocab_size, ctx.dtype, ctx.padding_idx), None
+
+
+def embedding(indices: torch.Tensor, weight: torch.Tensor, padding_idx: int | None = None) -> torch.Tensor:
+    """weight[indices], as torch.nn.functional.embedding: (...) and (V, E) -> (..., E). padding_idx gets no gradient."""
+    if weight.dim() != 2 or indices.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"embedding: weight is {tuple(weight.shape)}, indices {indices.dtype}; expected (V, E), and int32 or int64"
+        )
+    if padding_idx is not None and not -weight.shape[0] <= padding_idx < weight.shape[0]:
+        raise ValueError(f"embedding: padding_idx is {padding_idx}, but weight has {weight.shape[0]} rows")
+    if indices.numel() == 0 or weight.numel() == 0 or not runs_triton(weight):
+        return embedding_reference(indices, weight, padding_idx)
+    if torch.is_grad_enabled() and weight.requires_grad:
+        return _Embedding.apply(indices, weight, -1 if padding_idx is None else padding_idx % weight.shape[0])
+    return _forward(indices, weight)
+
+
+class Embedding(nn.Module):
+    """`embedding` with its table, as torch.nn.Embedding has it: normal, with zeros at padding_idx."""
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.padding_idx = padding_idx
+        self.weight = nn.Parameter(torch.randn(num_embeddings, embedding_dim, device=device, dtype=dtype))
+        if padding_idx is not None:
+            with torch.no_grad():
+                self.weight[padding_idx].zero_()
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return embedding(input_ids, self.weight, self.padding_idx)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, {self.weight.shape[1]}, padding_idx={self.padding_idx}"

@@ -1,0 +1,378 @@
+r"""The kernels of rms_norm, add_rms_norm and layer_norm: norms of rows x (E,) with weight w and bias b (E,).
+
+    m = mean(x), or 0 in an RMS norm        r = 1 / sqrt(mean((x - m)²) + eps)
+    x̂ = r (x - m)                           y = (offset + w) x̂ + b
+
+Backward, with g = (offset + w) dy, and ds the gradient that reaches x past the norm (0 but in add_rms_norm):
+
+    dx = r (g - mean(g) - x̂ mean(g x̂)) + ds        (an RMS norm has no mean(g))
+    dw = sum over rows of dy x̂                     db = sum over rows of dy
+
+Everything is computed in fp32. With ROUND_XHAT x̂ is rounded to x's dtype before it is multiplied, as Llama's norm does.
+
+Statistics of N rows stand in one fp32 tensor: r of each row and then, where the norm is centred, m of each.
+
+There are no atomics: a backward program sums dw and db over its own run of rows in registers, and `column_sums` adds
+the programs up. The result is therefore the same in every run.
+
+Both directions walk a run of rows with the next ones on their way into shared memory (`num_stages`): a program alone
+on its processor must have some 40 kB in flight to fill the memory's bandwidth, and registers cannot hold them.
+"""
+
+from __future__ import annotations
+
+from ligertune_kernels.jit.device_functions import fp32
+from ligertune_kernels.launcher import tl, triton
+
+
+@triton.jit(do_not_specialize=["n_rows", "rows_per_program"])
+def forward_kernel(
+    x_ptr,
+    residual_ptr,
+    w_ptr,
+    b_ptr,
+    y_ptr,
+    sum_ptr,
+    stats_ptr,
+    x_row_stride,
+    residual_row_stride,
+    n_cols,
+    n_rows,
+    eps,
+    offset,
+    rows_per_program,
+    HAS_RESIDUAL: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    CENTRED: tl.constexpr,
+    ROUND_XHAT: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """A run of rows, ROWS whole ones at a time."""
+    first = tl.program_id(0).to(tl.int64) * rows_per_program
+    last = tl.minimum(first + rows_per_program, n_rows)
+    cols = tl.arange(0, BLOCK)
+    col_mask = cols < n_cols
+    if HAS_WEIGHT:
+        w = tl.load(w_ptr + cols, mask=col_mask, other=0.0)
+    if HAS_BIAS:
+        b = tl.load(b_ptr + cols, mask=col_mask, other=0.0)
+    for row in tl.range(first, last, ROWS, num_stages=STAGES):
+        rows = row + tl.arange(0, ROWS)
+        row_mask = rows < last
+        mask = row_mask[:, None] & col_mask[None, :]
+        x = tl.load(x_ptr + rows[:, None] * x_row_stride + cols[None, :], mask=mask, other=0.0)
+        offs = rows[:, None] * n_cols + cols[None, :]
+        if HAS_RESIDUAL:
+            residual_offs = rows[:, None] * residual_row_stride + cols[None, :]
+            x = x.to(tl.float32) + tl.load(residual_ptr + residual_offs, mask=mask, other=0.0).to(tl.float32)
+            x = x.to(sum_ptr.dtype.element_ty)
+            tl.store(sum_ptr + offs, x, mask=mask)
+        x = x.to(tl.float32)
+        if CENTRED:
+            mean = tl.sum(x, axis=1) / n_cols
+            x = tl.where(mask, x - mean[:, None], 0.0)
+        rstd = tl.rsqrt(tl.sum(x * x, axis=1) / n_cols + fp32(eps))
+        tl.store(stats_ptr + rows, rstd, mask=row_mask)
+        if CENTRED:
+            tl.store(stats_ptr + n_rows + rows, mean, mask=row_mask)
+        y = x * rstd[:, None]
+        if ROUND_XHAT:
+            y = y.to(sum_ptr.dtype.element_ty).to(tl.float32)
+        if HAS_WEIGHT:
+            y *= (w.to(tl.float32) + fp32(offset))[None, :]
+        if HAS_BIAS:
+            y += b.to(tl.float32)[None, :]
+        tl.store(y_ptr + offs, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["n_rows", "rows_per_program"])
+def forward_sweep_kernel(
+    x_ptr,
+    residual_ptr,
+    w_ptr,
+    b_ptr,
+    y_ptr,
+    sum_ptr,
+    stats_ptr,
+    x_row_stride,
+    residual_row_stride,
+    n_cols,
+    n_rows,
+    eps,
+    offset,
+    rows_per_program,
+    HAS_RESIDUAL: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    CENTRED: tl.constexpr,
+    ROUND_XHAT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One row of any length, swept once for each sum and once for y; all sweeps but the first find it in the cache."""
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr += row * x_row_stride
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    if HAS_RESIDUAL or CENTRED:
+        for start in range(0, n_cols, BLOCK):
+            cols = start + tl.arange(0, BLOCK)
+            mask = cols < n_cols
+            x = tl.load(x_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+            if HAS_RESIDUAL:
+                x += tl.load(residual_ptr + row * residual_row_stride + cols, mask=mask, other=0.0).to(tl.float32)
+                x = x.to(sum_ptr.dtype.element_ty)
+                tl.store(sum_ptr + row * n_cols + cols, x, mask=mask)
+            total += x.to(tl.float32)
+    if HAS_RESIDUAL:
+        tl.debug_barrier()  # the sum is read back by other threads than wrote it, if the compiler so chose
+        x_ptr = sum_ptr + row * n_cols
+    mean = 0.0
+    if CENTRED:
+        mean = tl.sum(total, axis=0) / n_cols
+        tl.store(stats_ptr + n_rows + row, mean)
+    squares = tl.zeros([BLOCK], dtype=tl.float32)
+    for start in range(0, n_cols, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
+        x = tl.where(cols < n_cols, x - mean, 0.0)
+        squares += x * x
+    rstd = tl.rsqrt(tl.sum(squares, axis=0) / n_cols + fp32(eps))
+    tl.store(stats_ptr + row, rstd)
+    for start in range(0, n_cols, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        mask = cols < n_cols
+        y = (tl.load(x_ptr + cols, mask=mask, other=0.0).to(tl.float32) - mean) * rstd
+        if ROUND_XHAT:
+            y = y.to(sum_ptr.dtype.element_ty).to(tl.float32)
+        if HAS_WEIGHT:
+            y *= tl.load(w_ptr + cols, mask=mask, other=0.0).to(tl.float32) + fp32(offset)
+        if HAS_BIAS:
+            y += tl.load(b_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+        tl.store(y_ptr + row * n_cols + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["n_rows", "rows_per_program"])
+def backward_kernel(
+    dy_ptr,
+    ds_ptr,
+    x_ptr,
+    w_ptr,
+    stats_ptr,
+    dx_ptr,
+    partial_ptr,
+    dy_row_stride,
+    ds_row_stride,
+    x_row_stride,
+    n_cols,
+    n_rows,
+    offset,
+    rows_per_program,
+    HAS_RESIDUAL: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    CENTRED: tl.constexpr,
+    ROUND_XHAT: tl.constexpr,
+    NEEDS_DX: tl.constexpr,
+    NEEDS_DW: tl.constexpr,
+    NEEDS_DB: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """A run of rows, ROWS at a time: dx, dw and db of the columns of one part. The row's sums need the others too."""
+    first = tl.program_id(0).to(tl.int64) * rows_per_program
+    last = tl.minimum(first + rows_per_program, n_rows)
+    part = tl.program_id(1)
+    cols = part * BLOCK + tl.arange(0, BLOCK)
+    col_mask = cols < n_cols
+    if HAS_WEIGHT:
+        w = tl.load(w_ptr + cols, mask=col_mask, other=0.0)
+    dw = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
+    db = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
+    for row in tl.range(first, last, ROWS, num_stages=STAGES):
+        rows = row + tl.arange(0, ROWS)
+        row_mask = rows < last
+        mask = row_mask[:, None] & col_mask[None, :]
+        x_rows, dy_rows = x_ptr + rows[:, None] * x_row_stride, dy_ptr + rows[:, None] * dy_row_stride
+        x = tl.load(x_rows + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        dy = tl.load(dy_rows + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        rstd = tl.load(stats_ptr + rows, mask=row_mask, other=0.0)[:, None]
+        mean = tl.load(stats_ptr + n_rows + rows, mask=row_mask, other=0.0)[:, None] if CENTRED else 0.0
+        xhat = (x - mean) * rstd
+        if NEEDS_DX:
+            g = dy
+            if HAS_WEIGHT:
+                g *= (w.to(tl.float32) + fp32(offset))[None, :]
+            g_sum, gx_sum = g, g * xhat
+            # A bound that the compiler knows to be 2 leaves no loop, and only then are the rows fetched ahead.
+            for k in range(1, PARTS if PARTS <= 2 else tl.num_programs(1)):
+                other_cols = (part + k) % PARTS * BLOCK + tl.arange(0, BLOCK)
+                other_mask = row_mask[:, None] & (other_cols < n_cols)[None, :]
+                other_x = tl.load(x_rows + other_cols[None, :], mask=other_mask, other=0.0).to(tl.float32)
+                other_g = tl.load(dy_rows + other_cols[None, :], mask=other_mask, other=0.0).to(tl.float32)
+                if HAS_WEIGHT:
+                    other_w = tl.load(w_ptr + other_cols, mask=other_cols < n_cols, other=0.0).to(tl.float32)
+                    other_g *= (other_w + fp32(offset))[None, :]
+                g_sum += other_g
+                gx_sum += other_g * ((other_x - mean) * rstd)
+            dx = g - xhat * (tl.sum(gx_sum, axis=1) / n_cols)[:, None]
+            if CENTRED:
+                dx -= (tl.sum(g_sum, axis=1) / n_cols)[:, None]
+            dx *= rstd
+            if HAS_RESIDUAL:
+                ds_offs = rows[:, None] * ds_row_stride + cols[None, :]
+                dx += tl.load(ds_ptr + ds_offs, mask=mask, other=0.0).to(tl.float32)
+            tl.store(dx_ptr + rows[:, None] * n_cols + cols[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
+        if NEEDS_DW:
+            if ROUND_XHAT:
+                xhat = xhat.to(x_ptr.dtype.element_ty).to(tl.float32)
+            dw += dy * xhat
+        if NEEDS_DB:
+            db += dy
+    partial_ptr += tl.program_id(0).to(tl.int64) * (NEEDS_DW + NEEDS_DB) * n_cols
+    if NEEDS_DW:
+        tl.store(partial_ptr + cols, tl.sum(dw, axis=0), mask=col_mask)
+    if NEEDS_DB:
+        tl.store(partial_ptr + NEEDS_DW * n_cols + cols, tl.sum(db, axis=0), mask=col_mask)
+
+
+@triton.jit
+def _kept_packed(x, mean):
+    """x of 16 bits as it is, but not known to the compiler before the mean is.
+
+    The compiler would otherwise keep the fp32 form of x, which it has at hand, while the row is summed: in twice the
+    registers.
+    """
+    # Bits of a NaN that no sum gives, whatever NaN it adds. Without this sum sm80 and sm90 spill 8 bytes.
+    zero = ((mean + 0.0).to(tl.int32, bitcast=True) == 0x7FC12345).to(tl.int16)
+    return (x.to(tl.int16, bitcast=True) ^ zero).to(x.dtype, bitcast=True)
+
+
+@triton.jit(do_not_specialize=["n_rows", "rows_per_program"])
+def backward_row_kernel(
+    dy_ptr,
+    ds_ptr,
+    x_ptr,
+    w_ptr,
+    stats_ptr,
+    dx_ptr,
+    partial_ptr,
+    dy_row_stride,
+    ds_row_stride,
+    x_row_stride,
+    n_cols,
+    n_rows,
+    offset,
+    rows_per_program,
+    HAS_RESIDUAL: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    ROUND_XHAT: tl.constexpr,
+    NEEDS_DW: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """A run of rows of an RMS norm, each read once: whole and packed in the registers of a program that has every
+    thread of its processor. Columns of one dimension at scalar rows spare the registers that this takes."""
+    first = tl.program_id(0).to(tl.int64) * rows_per_program
+    last = tl.minimum(first + rows_per_program, n_rows)
+    cols = tl.arange(0, BLOCK)
+    mask = cols < n_cols
+    if HAS_WEIGHT:
+        w = tl.load(w_ptr + cols, mask=mask, other=0.0)
+    dw = tl.zeros([BLOCK], dtype=tl.float32)
+    for row in tl.range(first, last, 1, num_stages=STAGES):
+        x = tl.load(x_ptr + row * x_row_stride + cols, mask=mask, other=0.0)
+        dy = tl.load(dy_ptr + row * dy_row_stride + cols, mask=mask, other=0.0)
+        rstd = tl.load(stats_ptr + row)
+        g = dy.to(tl.float32) * (w.to(tl.float32) + fp32(offset)) if HAS_WEIGHT else dy.to(tl.float32)
+        mean = tl.sum(g * (x.to(tl.float32) * rstd), axis=0) / n_cols
+        x, dy = _kept_packed(x, mean), _kept_packed(dy, mean)
+        xhat = x.to(tl.float32) * rstd
+        g = dy.to(tl.float32) * (w.to(tl.float32) + fp32(offset)) if HAS_WEIGHT else dy.to(tl.float32)
+        dx = (g - xhat * mean) * rstd
+        if HAS_RESIDUAL:
+            dx += tl.load(ds_ptr + row * ds_row_stride + cols, mask=mask, other=0.0).to(tl.float32)
+        tl.store(dx_ptr + row * n_cols + cols, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+        if NEEDS_DW:
+            if ROUND_XHAT:
+                xhat = xhat.to(x_ptr.dtype.element_ty).to(tl.float32)
+            dw += dy.to(tl.float32) * xhat
+    if NEEDS_DW:
+        tl.store(partial_ptr + tl.program_id(0).to(tl.int64) * n_cols + cols, dw, mask=mask)
+
+
+@triton.jit
+def _both_sums(a, b, more_a, more_b):
+    return a + more_a, b + more_b
+
+
+@triton.jit
+def _half_of_the_sums(x, dy, w_ptr, mean, rstd, offset):
+    """Sums of g x̂ and of g over half a row. w is read again each time (volatile): it has no registers to stay in."""
+    g = dy.to(tl.float32) * (tl.load(w_ptr, volatile=True).to(tl.float32) + fp32(offset))
+    return tl.reduce((g * ((x.to(tl.float32) - mean) * rstd), g), 0, _both_sums)
+
+
+@triton.jit
+def _half_of_the_gradients(x, dy, dw, db, w_ptr, dx_ptr, mean, rstd, offset, gx_mean, g_mean):
+    """Writes dx of half a row; dw and db with the row added."""
+    xhat = (x.to(tl.float32) - mean) * rstd
+    g = dy.to(tl.float32) * (tl.load(w_ptr, volatile=True).to(tl.float32) + fp32(offset))
+    tl.store(dx_ptr, ((g - xhat * gx_mean - g_mean) * rstd).to(dx_ptr.dtype.element_ty))
+    return dw + dy.to(tl.float32) * xhat, db + dy.to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["n_rows", "rows_per_program"])
+def backward_halves_kernel(
+    dy_ptr,
+    ds_ptr,
+    x_ptr,
+    w_ptr,
+    stats_ptr,
+    dx_ptr,
+    partial_ptr,
+    dy_row_stride,
+    ds_row_stride,
+    x_row_stride,
+    n_cols,
+    n_rows,
+    offset,
+    rows_per_program,
+    HALF: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """A run of rows of a centred norm with weight and bias, of 2 HALF columns, each read once: packed, in the registers
+    of the only program on its processor. The halves take turns, so that what is worked out for one needs half the room.
+    """
+    first = tl.program_id(0).to(tl.int64) * rows_per_program
+    last = tl.minimum(first + rows_per_program, n_rows)
+    low = tl.arange(0, HALF)
+    high = HALF + low
+    dw_low = tl.zeros([HALF], dtype=tl.float32)
+    db_low = tl.zeros([HALF], dtype=tl.float32)
+    dw_high = tl.zeros([HALF], dtype=tl.float32)
+    db_high = tl.zeros([HALF], dtype=tl.float32)
+    for row in tl.range(first, last, 1, num_stages=STAGES):
+        x_row, dy_row, dx_row = x_ptr + row * x_row_stride, dy_ptr + row * dy_row_stride, dx_ptr + row * n_cols
+        x_low, dy_low = tl.load(x_row + low), tl.load(dy_row + low)
+        x_high, dy_high = tl.load(x_row + high), tl.load(dy_row + high)
+        rstd = tl.load(stats_ptr + row)
+        mean = tl.load(stats_ptr + n_rows + row)
+        gx_sum, g_sum = _half_of_the_sums(x_low, dy_low, w_ptr + low, mean, rstd, offset)
+        more_gx, more_g = _half_of_the_sums(x_high, dy_high, w_ptr + high, mean, rstd, offset)
+        gx_mean, g_mean = (gx_sum + more_gx) / n_cols, (g_sum + more_g) / n_cols
+        x_low, dy_low = _kept_packed(x_low, gx_mean), _kept_packed(dy_low, g_mean)
+        x_high, dy_high = _kept_packed(x_high, gx_mean), _kept_packed(dy_high, g_mean)
+        dw_low, db_low = _half_of_the_gradients(
+            x_low, dy_low, dw_low, db_low, w_ptr + low, dx_row + low, mean, rstd, offset, gx_mean, g_mean
+        )
+        dw_high, db_high = _half_of_the_gradients(
+            x_high, dy_high, dw_high, db_high, w_ptr + high, dx_row + high, mean, rstd, offset, gx_mean, g_mean
+        )
+    partial_ptr += tl.program_id(0).to(tl.int64) * 2 * n_cols
+    tl.store(partial_ptr + low, dw_low)
+    tl.store(partial_ptr + high, dw_high)
+    tl.store(partial_ptr + n_cols + low, db_low)
+    tl.store(partial_ptr + n_cols + high, db_high)

@@ -1,0 +1,96 @@
+"""A residual connection and the norm after it: s = x + residual, y = rms_norm(s), for x and residual (..., E).
+
+s is rounded to the tensors' dtype, as the model's own addition does, and the norm reads the rounded sum.
+Backward, with ds the gradient that reaches s past the norm, one kernel gives the gradient that x and residual share:
+
+    dx = rms_norm's dx of dy at s + ds
+
+Unfused, the sum is written and read again, and so are the two gradients. The kernels are those of `norm_kernels`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ligertune_kernels.autograd import apply_of, differentiable_once
+from ligertune_kernels.launcher import runs_triton
+from ligertune_kernels.ops.norms._row_norm import norm_backward, norm_forward
+from ligertune_kernels.ops.norms.rms_norm import Cast, RMSNorm, check_rms_norm, rms_norm_reference
+
+
+def add_rms_norm_reference(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float = 1e-6,
+    *,
+    offset: float = 0.0,
+    cast: Cast = "llama",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same in plain torch: the addition, then the norm."""
+    new_residual = x + residual
+    return rms_norm_reference(new_residual, weight, eps, offset=offset, cast=cast), new_residual
+
+
+class _AddRMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, residual, weight, options):
+        eps, offset, round_xhat, _ = options
+        y, new_residual, stats = norm_forward(x, residual, weight, None, eps, offset=offset, round_xhat=round_xhat)
+        ctx.set_materialize_grads(False)  # the last sum of a model is used by nobody: no zeros are read for it
+        ctx.save_for_backward(new_residual, weight, stats)
+        ctx.options, ctx.dtypes = options, (x.dtype, residual.dtype)
+        return y, new_residual
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx, dy, ds):
+        new_residual, weight, stats = ctx.saved_tensors
+        _, offset, round_xhat, inplace = ctx.options
+        needs_dx, needs_dr, needs_dw, _ = ctx.needs_input_grad
+        if dy is None:
+            dsum, dw = ds, None
+        else:
+            dsum, dw, _ = norm_backward(
+                dy, ds, new_residual, weight, None, stats, (needs_dx or needs_dr, needs_dw, False),
+                offset=offset, round_xhat=round_xhat, inplace=inplace,
+            )  # fmt: skip
+        dx, dr = (
+            None if not needed or dsum is None else dsum if dsum.dtype is dtype else dsum.to(dtype)
+            for needed, dtype in zip((needs_dx, needs_dr), ctx.dtypes, strict=True)
+        )
+        return dx, dr, dw, None
+
+
+_apply = apply_of(_AddRMSNorm, 3)
+
+
+def add_rms_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float = 1e-6,
+    *,
+    offset: float = 0.0,
+    cast: Cast = "llama",
+    inplace: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(rms_norm(x + residual), x + residual) in one pass: x and residual (..., E), weight (E,).
+
+    inplace is as in `rms_norm`: the gradient of the sum may be written over the one that reaches the normed sum.
+    """
+    if x.shape != residual.shape:
+        raise ValueError(f"add_rms_norm: x is {tuple(x.shape)}, but residual is {tuple(residual.shape)}")
+    check_rms_norm("add_rms_norm", x, weight, cast)
+    if x.numel() == 0 or not all(runs_triton(t) for t in (x, residual, weight)):
+        return add_rms_norm_reference(x, residual, weight, eps, offset=offset, cast=cast)
+    if torch.is_grad_enabled() and (x.requires_grad or residual.requires_grad or weight.requires_grad):
+        return _apply(x, residual, weight, (eps, offset, cast == "llama", inplace))
+    return norm_forward(x, residual, weight, None, eps, offset=offset, round_xhat=cast == "llama")[:2]
+
+
+class AddRMSNorm(RMSNorm):
+    """`add_rms_norm` with its weight: (hidden_states, residual) -> (normed sum, sum)."""
+
+    def forward(self, hidden_states: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return add_rms_norm(hidden_states, residual, self.weight, self.eps, offset=self.offset, cast=self.cast)

@@ -1,0 +1,318 @@
+"""Group norm: x (N, C, *) with its C channels in G groups, weight and bias (C,), either of them optional.
+
+A group of one sample is K = C / G channels of L positions each, neighbours in memory: D = K L elements. With m and v
+their mean and variance and c the channel of an element:
+
+    r = 1 / sqrt(v + eps)        x̂ = r (x - m)        y = w_c x̂ + b_c
+
+Backward, with g = w_c dy and means over the group:
+
+    dx = r (g - mean(g) - x̂ mean(g x̂))        dw_c = sum of dy x̂        db_c = sum of dy
+
+where the sums run over the samples and positions of channel c. The means of the group are sums of those of its
+channels, weighted with w_c: one sweep gives both. All arithmetic is fp32, with one rounding to x's dtype.
+
+A program serves a group, sweeping it two or three times; all sweeps but the first find it in the cache. There are no
+atomics: sums of channels are kept per sample, and `column_sums` adds the samples up.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from ligertune_kernels.autograd import differentiable_once
+from ligertune_kernels.jit.device_functions import fp32
+from ligertune_kernels.launcher import (
+    Chip,
+    Launcher,
+    chip_of,
+    options,
+    remembered,
+    runs_triton,
+    tl,
+    triton,
+)
+from ligertune_kernels.ops.norms._column_sums import column_sums
+
+# Elements of a group taken at once, positions of one channel, and channels if these are fewer: 8192 by eight warps, and
+# of a group of more than four times as many 16384 by all (39 and 181 us forward and backward of 128 and 512 channels of
+# 64 x 64 in 32 groups, batch 16; the other way 59 and 215, torch.compile 54 and 195: H100). On sm100 and sm120 the
+# large tile spills.
+TILE, TILE_WARPS = 8192, 8
+LARGE_TILE = 16384
+
+
+def group_norm_reference(
+    x: torch.Tensor,
+    num_groups: int,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+) -> torch.Tensor:
+    """The same in plain torch; weight and bias apart, as torch 2.13's backward fails on a CPU for a weight alone."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    y = F.group_norm(x.to(wide), num_groups, eps=eps)
+    of_channels = (-1, *[1] * (x.dim() - 2))
+    if weight is not None:
+        y = y * weight.to(wide).view(of_channels)
+    if bias is not None:
+        y = y + bias.to(wide).view(of_channels)
+    return y.to(x.dtype)
+
+
+@triton.jit(do_not_specialize=["n_groups"])
+def _forward_kernel(
+    x_ptr,
+    w_ptr,
+    b_ptr,
+    y_ptr,
+    mean_ptr,
+    rstd_ptr,
+    n_channels,
+    length,
+    n_groups,
+    eps,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    LENGTH: tl.constexpr,
+):
+    """One group of one sample: its mean, the variance around it, y."""
+    group = tl.program_id(0).to(tl.int64)
+    n_elements = n_channels * length
+    x_ptr += group * n_elements
+    y_ptr += group * n_elements
+    sums = tl.zeros([CHANNELS, LENGTH], dtype=tl.float32)
+    for channel in range(0, n_channels, CHANNELS):
+        channels = channel + tl.arange(0, CHANNELS)[:, None]
+        for start in range(0, length, LENGTH):
+            cols = start + tl.arange(0, LENGTH)[None, :]
+            mask = (channels < n_channels) & (cols < length)
+            sums += tl.load(x_ptr + channels * length + cols, mask=mask, other=0.0).to(tl.float32)
+    mean = tl.sum(tl.sum(sums, axis=1), axis=0) / n_elements
+    squares = tl.zeros([CHANNELS, LENGTH], dtype=tl.float32)
+    for channel in range(0, n_channels, CHANNELS):
+        channels = channel + tl.arange(0, CHANNELS)[:, None]
+        for start in range(0, length, LENGTH):
+            cols = start + tl.arange(0, LENGTH)[None, :]
+            mask = (channels < n_channels) & (cols < length)
+            x = tl.load(x_ptr + channels * length + cols, mask=mask, other=0.0).to(tl.float32)
+            x = tl.where(mask, x - mean, 0.0)
+            squares += x * x
+    rstd = tl.rsqrt(tl.sum(tl.sum(squares, axis=1), axis=0) / n_elements + fp32(eps))
+    tl.store(mean_ptr + group, mean)
+    tl.store(rstd_ptr + group, rstd)
+    first_channel = (group % n_groups) * n_channels
+    for channel in range(0, n_channels, CHANNELS):
+        channels = channel + tl.arange(0, CHANNELS)[:, None]
+        for start in range(0, length, LENGTH):
+            cols = start + tl.arange(0, LENGTH)[None, :]
+            mask = (channels < n_channels) & (cols < length)
+            y = (tl.load(x_ptr + channels * length + cols, mask=mask, other=0.0).to(tl.float32) - mean) * rstd
+            if HAS_WEIGHT:
+                y *= tl.load(w_ptr + first_channel + channels, mask=channels < n_channels, other=0.0).to(tl.float32)
+            if HAS_BIAS:
+                y += tl.load(b_ptr + first_channel + channels, mask=channels < n_channels, other=0.0).to(tl.float32)
+            tl.store(y_ptr + channels * length + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["n_groups"])
+def _backward_kernel(
+    dy_ptr,
+    x_ptr,
+    w_ptr,
+    mean_ptr,
+    rstd_ptr,
+    dx_ptr,
+    partial_ptr,
+    n_channels,
+    length,
+    n_groups,
+    HAS_WEIGHT: tl.constexpr,
+    NEEDS_DX: tl.constexpr,
+    NEEDS_SUMS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    LENGTH: tl.constexpr,
+):
+    """One group of one sample: the sums of its channels, which stand as dw and db in its sample's row, then dx."""
+    group = tl.program_id(0).to(tl.int64)
+    n_elements = n_channels * length
+    x_ptr += group * n_elements
+    dy_ptr += group * n_elements
+    dx_ptr += group * n_elements
+    first_channel = (group % n_groups) * n_channels
+    all_channels = n_groups * n_channels
+    partial_ptr += group // n_groups * 2 * all_channels + first_channel
+    mean = tl.load(mean_ptr + group)
+    rstd = tl.load(rstd_ptr + group)
+    g_sum = 0.0
+    gx_sum = 0.0
+    for channel in range(0, n_channels, CHANNELS):
+        channels = channel + tl.arange(0, CHANNELS)
+        channel_mask = channels < n_channels
+        dw = tl.zeros([CHANNELS, LENGTH], dtype=tl.float32)
+        db = tl.zeros([CHANNELS, LENGTH], dtype=tl.float32)
+        for start in range(0, length, LENGTH):
+            cols = start + tl.arange(0, LENGTH)[None, :]
+            mask = channel_mask[:, None] & (cols < length)
+            offs = channels[:, None] * length + cols
+            x = tl.load(x_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+            dy = tl.load(dy_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+            dw += dy * ((x - mean) * rstd)
+            db += dy
+        dw_sums = tl.sum(dw, axis=1)
+        db_sums = tl.sum(db, axis=1)
+        if NEEDS_SUMS:
+            tl.store(partial_ptr + channels, dw_sums, mask=channel_mask)
+            tl.store(partial_ptr + all_channels + channels, db_sums, mask=channel_mask)
+        if HAS_WEIGHT:
+            w = tl.load(w_ptr + first_channel + channels, mask=channel_mask, other=0.0).to(tl.float32)
+            dw_sums *= w
+            db_sums *= w
+        gx_sum += tl.sum(dw_sums, axis=0)
+        g_sum += tl.sum(db_sums, axis=0)
+    if NEEDS_DX:
+        for channel in range(0, n_channels, CHANNELS):
+            channels = channel + tl.arange(0, CHANNELS)[:, None]
+            for start in range(0, length, LENGTH):
+                cols = start + tl.arange(0, LENGTH)[None, :]
+                mask = (channels < n_channels) & (cols < length)
+                offs = channels * length + cols
+                xhat = (tl.load(x_ptr + offs, mask=mask, other=0.0).to(tl.float32) - mean) * rstd
+                g = tl.load(dy_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+                if HAS_WEIGHT:
+                    g *= tl.load(w_ptr + first_channel + channels, mask=channels < n_channels, other=0.0).to(tl.float32)
+                dx = (g - (g_sum + xhat * gx_sum) / n_elements) * rstd
+                tl.store(dx_ptr + offs, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+
+
+@remembered
+def _forward_launch(n_channels: int, length: int, weight: bool, bias: bool, chip: Chip) -> Launcher:
+    return Launcher(_forward_kernel, {"HAS_WEIGHT": weight, "HAS_BIAS": bias, **_tile(n_channels, length, chip)})
+
+
+@remembered
+def _backward_launch(
+    n_channels: int, length: int, weight: bool, needs_dx: bool, needs_sums: bool, chip: Chip
+) -> Launcher:
+    flags = {"HAS_WEIGHT": weight, "NEEDS_DX": needs_dx, "NEEDS_SUMS": needs_sums}
+    return Launcher(_backward_kernel, {**flags, **_tile(n_channels, length, chip)})
+
+
+def _tile(n_channels: int, length: int, chip: Chip) -> dict[str, int | bool]:
+    """Constants for groups of n_channels × length."""
+    large = n_channels * length > 4 * TILE and not chip.arch.startswith(("sm10", "sm12"))
+    tile = LARGE_TILE if large else TILE
+    cols = min(tile, triton.next_power_of_2(length))
+    channels = min(tile // cols, triton.next_power_of_2(n_channels))
+    constants = {"CHANNELS": channels, "LENGTH": cols, **options(tile, chip)}
+    return constants if large or chip.warp_size == 64 else constants | {"num_warps": TILE_WARPS}
+
+
+def _forward(
+    x: torch.Tensor, num_groups: int, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """y, and the mean and rstd of each group (N G,)."""
+    x = x.contiguous()
+    n_channels, length = x.shape[1] // num_groups, x.numel() // (x.shape[0] * x.shape[1])
+    y = torch.empty_like(x)
+    mean, rstd = (torch.empty(x.shape[0] * num_groups, dtype=torch.float32, device=x.device) for _ in range(2))
+    launch = _forward_launch(n_channels, length, weight is not None, bias is not None, chip_of(x.device))
+    given = (x if weight is None else weight.contiguous(), x if bias is None else bias.contiguous())
+    launch((mean.numel(), 1, 1), (x, *given, y, mean, rstd), (n_channels, length), num_groups, float(eps))
+    return y, mean, rstd
+
+
+def _backward(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    mean: torch.Tensor,
+    rstd: torch.Tensor,
+    needs: tuple[bool, bool, bool],
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """dx, dw and db in the dtypes of x, weight and bias; those that `needs` asks for."""
+    needs_dx, needs_dw, needs_db = needs
+    x, dy = x.contiguous(), dy.contiguous()
+    n_samples, n_channels = x.shape[:2]
+    num_groups = mean.numel() // n_samples
+    group = (n_channels // num_groups, x.numel() // (n_samples * n_channels))
+    dx = torch.empty_like(x) if needs_dx else None
+    partial = mean
+    if needs_dw or needs_db:
+        partial = torch.empty((n_samples, 2 * n_channels), dtype=torch.float32, device=x.device)
+    launch = _backward_launch(*group, weight is not None, needs_dx, needs_dw or needs_db, chip_of(x.device))
+    w = x if weight is None else weight.contiguous()
+    launch((mean.numel(), 1, 1), (dy, x, w, mean, rstd, x if dx is None else dx, partial), group, num_groups)
+    if not (needs_dw or needs_db):
+        return dx, None, None
+    dw, db = (
+        torch.empty(n_channels, dtype=torch.float32 if t is None else t.dtype, device=x.device) for t in (weight, bias)
+    )
+    column_sums(partial, dw, db)
+    return dx, dw if needs_dw else None, db if needs_db else None
+
+
+class _GroupNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, num_groups, weight, bias, eps):
+        y, mean, rstd = _forward(x, num_groups, weight, bias, eps)
+        ctx.save_for_backward(x, weight, bias, mean, rstd)
+        return y
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx, dy):
+        needs_dx, _, needs_dw, needs_db, _ = ctx.needs_input_grad
+        dx, dw, db = _backward(dy, *ctx.saved_tensors, (needs_dx, needs_dw, needs_db))
+        return dx, None, dw, db, None
+
+
+def group_norm(
+    x: torch.Tensor,
+    num_groups: int,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+) -> torch.Tensor:
+    """As torch.nn.functional.group_norm: x (N, C, *), weight and bias (C,) -> x's shape and dtype."""
+    if x.dim() < 2 or num_groups < 1 or x.shape[1] % num_groups:
+        raise ValueError(f"group_norm: x is {tuple(x.shape)}: expected (N, C, *) with C a multiple of {num_groups}")
+    for name, t in (("weight", weight), ("bias", bias)):
+        if t is not None and t.shape != x.shape[1:2]:
+            raise ValueError(
+                f"group_norm: {name} is {tuple(t.shape)}, but x is {tuple(x.shape)}: expected its channels"
+            )
+    given = [t for t in (x, weight, bias) if t is not None]
+    if x.numel() == 0 or not all(runs_triton(t) for t in given):
+        return group_norm_reference(x, num_groups, weight, bias, eps)
+    if torch.is_grad_enabled() and any(t.requires_grad for t in given):
+        return _GroupNorm.apply(x, num_groups, weight, bias, eps)
+    return _forward(x, num_groups, weight, bias, eps)[0]
+
+
+class GroupNorm(nn.Module):
+    """`group_norm` with its parameters, as torch.nn.GroupNorm has them."""
+
+    def __init__(
+        self,
+        num_groups: int,
+        num_channels: int,
+        eps: float = 1e-5,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_groups, self.eps = num_groups, eps
+        self.weight = nn.Parameter(torch.ones(num_channels, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.zeros(num_channels, device=device, dtype=dtype))
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return group_norm(hidden_states, self.num_groups, self.weight, self.bias, self.eps)
+
+    def extra_repr(self) -> str:
+        return f"{self.num_groups}, {self.weight.shape[0]}, eps={self.eps}"

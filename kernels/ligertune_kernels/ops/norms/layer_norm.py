@@ -1,0 +1,91 @@
+"""Layer norm over the last dimension: x (..., E), weight and bias (E,), either of them optional.
+
+The formulas of both directions stand in `norm_kernels`, whose kernels these are. All arithmetic is fp32, with one
+rounding to x's dtype; the variance is that of the differences from the mean, not mean(x²) - mean(x)², which cancels.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from ligertune_kernels.autograd import differentiable_once
+from ligertune_kernels.launcher import runs_triton
+from ligertune_kernels.ops.norms._row_norm import norm_backward, norm_forward
+
+
+def layer_norm_reference(
+    x: torch.Tensor, weight: torch.Tensor | None = None, bias: torch.Tensor | None = None, eps: float = 1e-5
+) -> torch.Tensor:
+    """The same in plain torch, which wants one dtype of its three tensors."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    weight, bias = (None if t is None else t.to(wide) for t in (weight, bias))
+    return F.layer_norm(x.to(wide), x.shape[-1:], weight, bias, eps).to(x.dtype)
+
+
+class _LayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, eps, inplace):
+        y, _, stats = norm_forward(x, None, weight, bias, eps, centred=True)
+        ctx.save_for_backward(x, weight, bias, stats)
+        ctx.inplace = inplace
+        return y
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx, dy):
+        x, weight, bias, stats = ctx.saved_tensors
+        grads = norm_backward(
+            dy, None, x, weight, bias, stats, ctx.needs_input_grad[:3], centred=True, inplace=ctx.inplace
+        )
+        return *grads, None, None
+
+
+def layer_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    inplace: bool = False,
+) -> torch.Tensor:
+    """As torch.nn.functional.layer_norm over the last dimension of x (..., E), with weight and bias (E,).
+
+    inplace is as in `rms_norm`: the backward may write x's gradient over the one it receives.
+    """
+    for name, t in (("weight", weight), ("bias", bias)):
+        if t is not None and t.shape != x.shape[-1:]:
+            raise ValueError(
+                f"layer_norm: {name} is {tuple(t.shape)}, but x is {tuple(x.shape)}: expected its last size"
+            )
+    given = [t for t in (x, weight, bias) if t is not None]
+    if x.numel() == 0 or not all(runs_triton(t) for t in given):
+        return layer_norm_reference(x, weight, bias, eps)
+    if torch.is_grad_enabled() and any(t.requires_grad for t in given):
+        return _LayerNorm.apply(x, weight, bias, eps, inplace)
+    return norm_forward(x, None, weight, bias, eps, centred=True)[0]
+
+
+class LayerNorm(nn.Module):
+    """`layer_norm` with its parameters, as torch.nn.LayerNorm over one dimension has them."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-5,
+        *,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(hidden_size, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.zeros(hidden_size, device=device, dtype=dtype)) if bias else None
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return layer_norm(hidden_states, self.weight, self.bias, self.eps)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, eps={self.eps}, bias={self.bias is not None}"

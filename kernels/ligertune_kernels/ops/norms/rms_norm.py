@@ -1,0 +1,123 @@
+r"""Root-mean-square norm over the last dimension, of rows x (E,) with weight w (E,).
+
+    r = 1 / sqrt(mean(x²) + eps)        x̂ = r x        y = (offset + w) x̂
+
+Backward, with g = (offset + w) dy:
+
+    dx = r (g - x̂ mean(g x̂))            dw = sum over rows of dy x̂
+
+Everything is computed in fp32. Models differ in where they round:
+
+    llama   x̂ is rounded to x's dtype, then multiplied: y has the promoted dtype of x and w
+    gemma   the product is taken in fp32 and rounded once to x's dtype (Gemma: offset 1; OLMo 2: offset 0)
+    none    as torch.nn.functional.rms_norm: the same arithmetic as gemma
+
+The kernels are those of `norm_kernels`.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import nn
+
+from ligertune_kernels.autograd import apply_of, differentiable_once
+from ligertune_kernels.launcher import runs_triton
+from ligertune_kernels.ops.norms._row_norm import norm_backward, norm_forward
+
+Cast = Literal["llama", "gemma", "none"]
+
+
+def rms_norm_reference(
+    x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, *, offset: float = 0.0, cast: Cast = "llama"
+) -> torch.Tensor:
+    """The same in plain torch, operation for operation what Hugging Face's Llama, Gemma and OLMo 2 norms do."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    xhat = x.to(wide)
+    xhat = xhat * torch.rsqrt(xhat.pow(2).mean(-1, keepdim=True) + eps)
+    if cast == "llama":
+        return (weight if offset == 0 else offset + weight) * xhat.to(x.dtype)
+    return (xhat * (weight.to(wide) if offset == 0 else offset + weight.to(wide))).to(x.dtype)
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, options):
+        eps, offset, round_xhat, _ = options
+        y, _, stats = norm_forward(x, None, weight, None, eps, offset=offset, round_xhat=round_xhat)
+        ctx.save_for_backward(x, weight, stats)
+        ctx.options = options
+        return y
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx, dy):
+        x, weight, stats = ctx.saved_tensors
+        _, offset, round_xhat, inplace = ctx.options
+        needs_dx, needs_dw, _ = ctx.needs_input_grad
+        dx, dw, _ = norm_backward(
+            dy, None, x, weight, None, stats, (needs_dx, needs_dw, False),
+            offset=offset, round_xhat=round_xhat, inplace=inplace,
+        )  # fmt: skip
+        return dx, dw, None
+
+
+_apply = apply_of(_RMSNorm, 2)
+
+
+def check_rms_norm(op: str, x: torch.Tensor, weight: torch.Tensor, cast: str) -> None:
+    """ValueError for what rms_norm and add_rms_norm do not take."""
+    if weight.shape != x.shape[-1:]:
+        raise ValueError(f"{op}: weight is {tuple(weight.shape)}, but x is {tuple(x.shape)}: expected its last size")
+    if cast not in ("llama", "gemma", "none"):
+        raise ValueError(f"{op}: cast is {cast!r}; expected 'llama', 'gemma' or 'none'")
+
+
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float = 1e-6,
+    *,
+    offset: float = 0.0,
+    cast: Cast = "llama",
+    inplace: bool = False,
+) -> torch.Tensor:
+    """Root-mean-square norm of x (..., E) with weight (E,), rounded where the model that `cast` names rounds.
+
+    The result has x's dtype, except under "llama" with a wider weight (bf16 x, fp32 weight: fp32), as in that model.
+
+    inplace allows the backward to write x's gradient over the one it receives, which saves x's size. The caller must
+    know that nobody else reads that one: in `rms_norm(h) + h` both terms receive the same tensor, and so h's gradient
+    would be wrong; so would a second backward's through a retained graph that passes the same tensor in.
+    """
+    check_rms_norm("rms_norm", x, weight, cast)
+    if x.numel() == 0 or not runs_triton(x) or not runs_triton(weight):
+        return rms_norm_reference(x, weight, eps, offset=offset, cast=cast)
+    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+        return _apply(x, weight, (eps, offset, cast == "llama", inplace))
+    return norm_forward(x, None, weight, None, eps, offset=offset, round_xhat=cast == "llama")[0]
+
+
+class RMSNorm(nn.Module):
+    """`rms_norm` with its weight: ones, or zeros where the offset is one."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-6,
+        *,
+        offset: float = 0.0,
+        cast: Cast = "llama",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.eps, self.offset, self.cast = eps, offset, cast
+        self.weight = nn.Parameter(torch.full((hidden_size,), 1.0 - offset, device=device, dtype=dtype))
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return rms_norm(hidden_states, self.weight, self.eps, offset=self.offset, cast=self.cast)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, eps={self.eps}, offset={self.offset}, cast={self.cast!r}"

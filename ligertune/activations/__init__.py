@@ -1,0 +1,1 @@
+"""Activation memory: gradient checkpointing, recomputation, offloading to the host."""

@@ -1,0 +1,1 @@
+"""Attention: choose an implementation; packed documents, context parallelism, flash attention."""

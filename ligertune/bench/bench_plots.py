@@ -1,0 +1,93 @@
+"""Speed and memory against size, one picture for each op: a panel for each pass, and one for memory."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ligertune.bench.case import Subject
+from ligertune.bench.measure import Row
+from ligertune.errors import UserError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+TITLES = {"forward": "forward", "backward": "backward", "both": "forward + backward"}
+# Ours stands out; a name keeps its colour from picture to picture.
+COLOURS = {"ours": "#d62728", "ours, in place": "#ff9896", "eager": "#7f7f7f", "torch": "#1f77b4",
+           "torch.compile": "#2ca02c"}  # fmt: skip
+PANEL_INCHES = (4.2, 3.6)
+
+
+def check_matplotlib() -> None:
+    """Before anything is measured."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UserError(
+            "Plots need matplotlib, which is not installed.",
+            hint="Install it with pip install 'ligertune[plots]', or leave --plots out.",
+        )
+
+
+def draw(subject: Subject, rows: list[Row], folder: Path, *, device: str) -> Path:
+    """`<op>.png` in the folder. Bands are the 20 % and 80 % quantiles, the dotted line is the roofline."""
+    from matplotlib.figure import Figure
+
+    modes = list(rows[0].floors)
+    with_memory = any(row.peak_bytes is not None for row in rows)
+    n_panels = len(modes) + with_memory
+    figure = Figure(figsize=(PANEL_INCHES[0] * n_panels, PANEL_INCHES[1]), layout="constrained")
+    panels = figure.subplots(1, n_panels, squeeze=False)[0]
+    place = subject.dims.index(subject.axis)
+    fixed = [f"{name} = {size}" for name, size in zip(subject.dims, rows[0].case.sizes, strict=True)]
+    del fixed[place]
+    for panel, mode in zip(panels, modes, strict=False):
+        _panel(panel, rows, place, lambda row, mode=mode: _time(row, mode), f"{TITLES[mode]}, ms")
+        floors = sorted({(row.case.sizes[place], 1e3 * row.floors[mode]) for row in rows})
+        panel.plot(*zip(*floors, strict=True), color="black", linestyle=":", linewidth=1.2, label="roofline")
+    if with_memory:
+        _panel(panels[-1], rows, place, _memory, "peak memory above the inputs, GiB")
+    for panel in panels:
+        panel.set_xlabel(f"{subject.axis} ({', '.join(fixed)})" if fixed else subject.axis)
+    panels[0].legend(fontsize=8)
+    dtype = str(rows[0].case.dtype).removeprefix("torch.")
+    figure.suptitle(f"{subject.op}, {dtype}, {device}", fontsize=11)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{subject.op}.png"
+    figure.savefig(path, dpi=120)
+    return path
+
+
+Point = tuple[float, float, float]  # what is drawn, and the bounds of its band
+
+
+def _time(row: Row, mode: str) -> Point | None:
+    timing = row.device.get(mode)
+    return None if timing is None else (1e3 * timing.median, 1e3 * timing.p20, 1e3 * timing.p80)
+
+
+def _memory(row: Row) -> Point | None:
+    return None if row.peak_bytes is None else (row.peak_bytes / 2**30,) * 3
+
+
+def _panel(panel: Axes, rows: list[Row], place: int, point: Callable[[Row], Point | None], title: str) -> None:
+    """A line for each provider; sizes on a logarithmic axis, labelled with the sizes themselves."""
+    for name in dict.fromkeys(row.provider for row in rows):
+        found = [(row.case.sizes[place], point(row)) for row in rows if row.provider == name and point(row)]
+        if not found:
+            continue
+        found.sort()
+        sizes = [size for size, _ in found]
+        values, low, high = zip(*(p for _, p in found), strict=True)
+        colour = COLOURS.get(name)
+        width = 2.2 if name.startswith("ours") else 1.4
+        (line,) = panel.plot(sizes, values, marker="o", markersize=4, linewidth=width, color=colour, label=name)
+        panel.fill_between(sizes, low, high, color=line.get_color(), alpha=0.2, linewidth=0)
+    panel.set_title(title, fontsize=10)
+    panel.set_xscale("log", base=2)
+    panel.set_ylim(bottom=0)
+    ticks = sorted({row.case.sizes[place] for row in rows})
+    panel.set_xticks(ticks, [str(tick) for tick in ticks], rotation=30, fontsize=8)
+    panel.minorticks_off()
+    panel.grid(alpha=0.3)

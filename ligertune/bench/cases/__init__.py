@@ -1,0 +1,1 @@
+"""Benchmark cases: each kernel with its baselines and lower bounds."""

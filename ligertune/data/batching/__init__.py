@@ -1,0 +1,1 @@
+"""Batching: pack, order and collate examples into micro-batches."""

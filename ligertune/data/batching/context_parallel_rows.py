@@ -1,0 +1,99 @@
+"""Context parallel: the part of each packed row that one of C ranks computes.
+
+A row is cut into 2C pieces of one length, and rank r has the pieces r and 2C - 1 - r: tokens that come late attend to
+more, and so all ranks have as much to do. All of a layer but its attention (`model.row_part`) works token by token, and
+so does the loss, of which each rank sums up its tokens'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ligertune.attention.context_parallel import RowPart
+from ligertune.data.templates.tokenize import IGNORE_INDEX
+from ligertune.planning.plan import Plan
+
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class RowParts:
+    """Cuts packed batches for this rank of `group`, whose ranks are given the same rows."""
+
+    group: ProcessGroup
+
+    def cut(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """What `collate_packed` makes of whole rows, (1, T) with T a multiple of 2C -> this rank's part, (1, T / C).
+
+        `shift_labels` are what its tokens predict, which the next rank may have.
+        """
+        rank, ranks = self.group.rank(), self.group.size()
+        length = batch["input_ids"].shape[1]
+        pieces = [pieces_of(other, ranks, length) for other in range(ranks)]
+        runs = runs_of(batch["document_lengths"], pieces[rank])
+        lengths = tuple(last - first for _, first, last in runs)
+        key_lengths = tuple(last - begin for begin, _, last in runs)
+        place = torch.empty(length, dtype=torch.int64)  # of each token among those of all ranks
+        place[_tokens(piece for pair in pieces for piece in pair)] = torch.arange(length)
+        own = self.tokens(length)
+        predicted = F.pad(batch["labels"], (0, 1), value=IGNORE_INDEX)[:, 1:]
+        return {
+            **{name: batch[name][:, own] for name in ("input_ids", "position_ids", "labels")},
+            "shift_labels": predicted[:, own],
+            "cu_seq_lens_q": _ends(lengths),
+            "cu_seq_lens_k": _ends(key_lengths),
+            "max_length_q": max(lengths),
+            "max_length_k": max(key_lengths),
+            "document_lengths": lengths,
+            "key_rows": place[_tokens((begin, last) for begin, _, last in runs)],
+            "row_part": RowPart(self.group, key_lengths),
+        }
+
+    def tokens(self, length: int) -> Tensor:
+        """Which tokens of a row this rank has, (length / C,)."""
+        return _tokens(pieces_of(self.group.rank(), self.group.size(), length))
+
+
+def row_parts(plan: Plan) -> RowParts | None:
+    """This rank's, with the group of neighbours that share rows; None where each has its own. All ranks call it."""
+    if plan.batching.cp_size == 1:
+        return None
+    group, _ = dist.new_subgroups(plan.batching.cp_size)
+    return RowParts(group)
+
+
+def pieces_of(rank: int, ranks: int, length: int) -> tuple[Span, Span]:
+    """Where the two pieces of a rank begin and end in a row."""
+    size, rest = divmod(length, 2 * ranks)
+    if rest:
+        raise ValueError(f"a row of {length} tokens is not cut into {2 * ranks} pieces of one length")
+    first, second = ((piece * size, (piece + 1) * size) for piece in (rank, 2 * ranks - 1 - rank))
+    return first, second
+
+
+def runs_of(document_lengths: Sequence[int], pieces: Sequence[Span]) -> list[tuple[int, int, int]]:
+    """(where its document begins, first token, behind the last) of each run of these pieces, in their order."""
+    documents, end = [], 0
+    for length in document_lengths:
+        documents.append((end, end + length))
+        end += length
+    runs = [(begin, max(begin, first), min(end, last)) for first, last in pieces for begin, end in documents]
+    return [run for run in runs if run[1] < run[2]]
+
+
+def _tokens(spans: Any) -> Tensor:
+    """All places in these spans, one span's behind another's."""
+    return torch.cat([torch.arange(*span) for span in spans])
+
+
+def _ends(lengths: Sequence[int]) -> Tensor:
+    """(runs + 1,) int32."""
+    return F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).to(torch.int32)

@@ -1,0 +1,190 @@
+"""One data set's path from a record to labelled examples: converted, rendered, tokenised, cut to length, and counted.
+
+It depends on the record, the recipe and the tokenizer alone, so it runs as well in another process or on a stream.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ligertune.data.examples import Example
+from ligertune.data.rows.conversation import OVERLENGTH, REASONS, BadRow, Conversation
+from ligertune.data.rows.image_rows import ImagePlaces, take_images
+from ligertune.data.rows.sources import Record
+from ligertune.data.templates.chat_template import choose_template
+from ligertune.data.templates.control_tokens import ControlTokens, Rendered
+from ligertune.data.templates.tokenize import Encoded, Encoder, cut
+from ligertune.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from ligertune.data.rows.formats import Format
+    from ligertune.recipe.schema import DatasetSpec, DataSpec
+    from ligertune.vision.image_files import Picture
+
+
+@dataclass
+class Tally:
+    """What was counted on the way: rows_read == rows_used + sum(dropped.values())."""
+
+    rows_read: int = 0
+    rows_used: int = 0  # of raw text, a row gives as many examples as it is long
+    dropped: Counter[str] = field(default_factory=Counter)
+    first_dropped: dict[str, str] = field(default_factory=dict)
+    repaired: Counter[str] = field(default_factory=Counter)  # rows, by `conversation.REPAIRS`
+    first_repaired: dict[str, str] = field(default_factory=dict)
+    literal: int = 0  # rows with text that looks like a control token
+    overlength: int = 0
+    truncated: int = 0
+    straddling: int = 0
+    endless: int = 0  # last answers that are whole and yet end without a special token
+
+    def add(self, later: Tally) -> None:
+        """Adds the counts of records that come later in the source."""
+        self.rows_read += later.rows_read
+        self.rows_used += later.rows_used
+        self.dropped += later.dropped
+        self.first_dropped = {**later.first_dropped, **self.first_dropped}
+        self.repaired += later.repaired
+        self.first_repaired = {**later.first_repaired, **self.first_repaired}
+        self.literal += later.literal
+        self.overlength += later.overlength
+        self.truncated += later.truncated
+        self.straddling += later.straddling
+        self.endless += later.endless
+
+
+class RowPath:
+    """Records of one data set to examples. It holds no state of its own."""
+
+    def __init__(
+        self,
+        spec: DatasetSpec,
+        data: DataSpec,
+        format: Format,
+        tokenizer: PreTrainedTokenizerBase,
+        images: ImagePlaces | None = None,
+    ) -> None:
+        """images: of a model that sees; without them a row with images is refused."""
+        self.format = format
+        self.template = choose_template(data, format, tokenizer, with_images=images is not None)
+        self._images = images
+        self._spec = spec
+        self._data = data
+        self._encoder = Encoder(tokenizer)
+        self._special = ControlTokens(tokenizer).ids
+
+    def examples(self, records: Sequence[Record], tally: Tally) -> list[Example]:
+        """The examples of these records, in their order; what became of the others is counted in `tally`."""
+        tally.rows_read += len(records)
+        rendered = self._rendered(records, tally)
+        encodings = self._encoder.encode([text for text, _, _ in rendered])
+        examples: list[Example] = []
+        for (text, source, pictures), encoded in zip(rendered, encodings, strict=True):
+            try:
+                if self._images and isinstance(encoded, Encoded):
+                    encoded = self._images.expanded(encoded, pictures)
+                fitting = self._fitting(encoded, source, tally)
+                if pictures and len(fitting) > 1:  # a raw text is split, and nobody knows which part shows what
+                    raise BadRow("cut through an image", f"{len(encoded.input_ids)} tokens")
+            except BadRow as bad:
+                self._refuse(bad, source, tally)
+                continue
+            tally.rows_used += 1
+            tally.literal += bool(text.literal)
+            tally.straddling += encoded.straddling
+            if fitting[0] is encoded or self.format.raw:  # not cut
+                tally.endless += encoded.last_trained not in self._special
+            names = tuple(picture.path for picture in pictures)
+            examples += (Example(piece.input_ids, piece.labels, source, names) for piece in fitting)
+        return examples
+
+    def _rendered(self, records: Sequence[Record], tally: Tally) -> list[tuple[Rendered, str, list[Picture]]]:
+        """The rows that are in order, each as (text with its spans, source, the pictures that it shows)."""
+        rendered = []
+        for record in records:
+            try:
+                row, references = take_images(record.row) if self._images else (record.row, [])
+                conversation = self._converted(Record(row, record.source), tally)
+                text, pictures = self.template.render(conversation), []
+                if self._images:
+                    pictures = self._images.pictures(conversation, references, record.source)
+                    text = self._images.placed(text, pictures)
+                _check_encodable(text.text)
+            except BadRow as bad:
+                self._refuse(bad, record.source, tally)
+            else:
+                rendered.append((text, record.source, pictures))
+        return rendered
+
+    def _converted(self, record: Record, tally: Tally) -> Conversation:
+        if self._spec.on_bad_row != "repair":
+            return self.format.convert(record)
+        conversation, done = self.format.repair(record)
+        for repair in done:
+            tally.repaired[repair] += 1
+            tally.first_repaired.setdefault(repair, record.source)
+        return conversation
+
+    def _fitting(self, encoded: Encoded | BadRow, source: str, tally: Tally) -> list[Encoded]:
+        """The examples within data.max_length that a row gives: one, or of raw text as many as it takes."""
+        if isinstance(encoded, BadRow):
+            raise encoded
+        if not self.format.raw:
+            return [self._fit(encoded, source, tally)]
+        found = list(pieces(encoded, self._data.max_length))
+        if not found:
+            raise BadRow("no trained token")
+        return found
+
+    def _fit(self, encoded: Encoded, source: str, tally: Tally) -> Encoded:
+        """The example within data.max_length, or the reason for which it is left out."""
+        length, data = len(encoded.input_ids), self._data
+        if not encoded.n_trained:
+            raise BadRow("no trained token")
+        if length <= data.max_length:
+            return encoded
+        tally.overlength += 1
+        if data.on_overlength == "error":
+            raise UserError(
+                f"{source}: {length} tokens, more than data.max_length: {data.max_length}.",
+                hint="Raise it, or let data.on_overlength be drop or truncate.",
+            )
+        if data.on_overlength == "drop":
+            raise BadRow("too long", f"{length} tokens")
+        if self._images and (encoded.input_ids[data.max_length :] == self._images.token_id).any():
+            raise BadRow("cut through an image", f"{length} tokens")
+        beginning = cut(encoded, 0, data.max_length)
+        if not beginning.n_trained:
+            raise BadRow("cut before the answer", f"{length} tokens")
+        tally.truncated += 1
+        return beginning
+
+    def _refuse(self, bad: BadRow, source: str, tally: Tally) -> None:
+        """Drops a row and counts it, or stops, as `on_bad_row` says; what is too long has its own policy."""
+        if self._spec.on_bad_row == "error" and bad.reason not in OVERLENGTH:
+            raise UserError(
+                f"{source}: {bad}: {REASONS[bad.reason]}.",
+                hint="Mend the row, or let data.datasets[].on_bad_row be drop or repair.",
+            ) from bad
+        tally.dropped[bad.reason] += 1
+        tally.first_dropped.setdefault(bad.reason, f"{source} ({bad.detail})" if bad.detail else source)
+
+
+def pieces(encoded: Encoded, length: int) -> Iterator[Encoded]:
+    """A long text as examples of `length` tokens and a shorter one; what one token alone is left of is left out."""
+    for first in range(0, len(encoded.input_ids) - 1, length):
+        piece = cut(encoded, first, first + length)
+        if len(piece.labels) > 1:
+            yield piece
+
+
+def _check_encodable(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise BadRow("broken text", f"U+{ord(text[error.start]):04X}") from error

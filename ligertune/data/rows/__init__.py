@@ -1,0 +1,1 @@
+"""Data rows: read files and turn each row into a conversation."""

@@ -1,0 +1,1 @@
+"""Chat templates: render conversations, mask labels, tokenize."""

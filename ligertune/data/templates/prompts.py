@@ -1,0 +1,96 @@
+"""Prompts that are no chat templates: Stanford Alpaca's, and a row's own text as it stands.
+
+The Alpaca prompts are Stanford's, with a line break after "### Response:" as nearly everyone since writes them
+(without it the answer's first word would follow the colon directly). BOS stands in front if the tokenizer normally
+writes one, EOS behind the answer; both are added as ids.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from ligertune.data.rows.conversation import BadRow, Conversation
+from ligertune.data.templates.control_tokens import ControlTokens, Rendered
+from ligertune.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+TrainOn = Literal["assistant", "last", "all"]
+
+ALPACA_PROMPT = (
+    "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{instruction}\n\n### Response:\n"
+)
+ALPACA_PROMPT_WITH_INPUT = (
+    "Below is an instruction that describes a task, paired with an input that provides further context. "
+    "Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
+)
+
+
+def alpaca_prompt(instruction: str, input: str = "", introduction: str | None = None) -> str:
+    """What stands before the answer; `introduction` is a system prompt, which Alpaca has no place of its own for."""
+    prompt = ALPACA_PROMPT_WITH_INPUT if input.strip() else ALPACA_PROMPT
+    filled = prompt.format(instruction=instruction, input=input)
+    return f"{introduction}\n\n{filled}" if introduction else filled
+
+
+class AlpacaPrompts:
+    """The two Stanford Alpaca prompts: with and without an input."""
+
+    name = "alpaca"
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, system_prompt: str | None, train_on: TrainOn) -> None:
+        self._system_prompt = system_prompt
+        self._train_on = train_on
+        self._control = ControlTokens(tokenizer)
+        self._bos, self._eos = _ends(tokenizer)
+
+    def render(self, conversation: Conversation) -> Rendered:
+        """The prompt, filled in, and the answer behind it."""
+        *system, user, answer = conversation.messages
+        several = len(system) > 1 or user.role != "user" or (system and system[0].role != "system")
+        if several or answer.calls or answer.reasoning or conversation.tools:
+            raise BadRow("several exchanges", f"{len(conversation.messages)} turns")
+        introduction = system[0].content if system else self._system_prompt
+        prompt = alpaca_prompt(user.content, user.input, introduction)
+        text = prompt + answer.content
+        start = 0 if self._train_on == "all" else len(prompt)
+        trained = ((start, len(text)),) if answer.trained or self._train_on == "all" else ()
+        return Rendered(text, trained, bos=self._bos, eos=self._eos, literal=self._control.found_in(text))
+
+
+class PlainText:
+    """A prompt and its completion, or one text, as they stand: control tokens in them are the row's own."""
+
+    name = "plain"
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, train_on: TrainOn) -> None:
+        self._train_on = train_on
+        self._bos, self._eos = _ends(tokenizer)
+        self._bos_text, self._eos_text = tokenizer.bos_token or "", tokenizer.eos_token
+
+    def render(self, conversation: Conversation) -> Rendered:
+        """The texts one behind the other, with BOS and EOS where they do not bring their own."""
+        *prompt, answer = conversation.messages
+        if len(prompt) > 1 or any(turn.role != "user" for turn in prompt) or answer.calls or answer.reasoning:
+            raise BadRow("several exchanges", f"{len(conversation.messages)} turns")
+        before = prompt[0].content if prompt else ""
+        text = before + answer.content
+        start = 0 if self._train_on == "all" else len(before)
+        bos = None if self._bos_text and text.startswith(self._bos_text) else self._bos
+        eos = None if text.endswith(self._eos_text) else self._eos
+        trained = ((start, len(text)),) if answer.trained or self._train_on == "all" else ()
+        return Rendered(text, trained, bos=bos, eos=eos)
+
+
+def _ends(tokenizer: PreTrainedTokenizerBase) -> tuple[int | None, int]:
+    """(BOS, EOS) as ids; BOS only if the tokenizer normally writes one."""
+    if tokenizer.eos_token_id is None:
+        raise UserError(
+            "The tokenizer has no EOS token, so a model would never learn to stop.",
+            hint="Name one in model.tokenizer.eos_token.",
+        )
+    writes_bos = tokenizer.bos_token_id is not None and tokenizer("a").input_ids[0] == tokenizer.bos_token_id
+    return tokenizer.bos_token_id if writes_bos else None, tokenizer.eos_token_id

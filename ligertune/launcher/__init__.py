@@ -1,0 +1,1 @@
+"""Process launcher: start one process per GPU, join Slurm jobs, report failed ranks."""

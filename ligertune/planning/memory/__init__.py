@@ -1,0 +1,1 @@
+"""Memory prediction: model states, activations, and what fits on the device."""

@@ -1,0 +1,126 @@
+"""What can be refused before anything heavy is imported: an output folder in use, paths that are not there."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from importlib.util import find_spec
+from pathlib import Path
+
+from ligertune.errors import UserError
+from ligertune.recipe import Recipe
+from ligertune.recipe.optimizer_table import OPTIMIZERS
+
+# what a run leaves in output_dir; --overwrite removes these and nothing else
+RUN_FILES = (
+    "plan.json", "report.json", "metrics.jsonl", "resolved_recipe.yaml", "checkpoints", "model", "best", "profile",
+    "trackers", "curves.png", "ranks", "medusa", "medusa_report.json", "medusa_report.png",
+)  # fmt: skip
+
+HEADS_FILES = ("config.json", "medusa_lm_head.safetensors")
+
+
+def check_output_dir(recipe: Recipe) -> None:
+    """Refuse a folder that already holds a run, unless it is to be resumed or overwritten."""
+    folder, section = Path(recipe.checkpoint.output_dir), recipe.checkpoint
+    held = [name for name in RUN_FILES if (folder / name).exists()]
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"checkpoint.output_dir: {folder} is a file.", hint="Name a folder.")
+    if held and section.resume_from_checkpoint == "never" and not section.overwrite:
+        raise UserError(
+            f"checkpoint.output_dir: {folder} already holds a run ({', '.join(held)}).",
+            hint="Continue it with --resume, replace it with --overwrite, or name another folder.",
+        )
+
+
+def check_packages(recipe: Recipe) -> None:
+    """Refuse what needs a package that is not installed."""
+    wanted = {"train.optim": (recipe.train.optim, OPTIMIZERS[recipe.train.optim].needs)}
+    wanted |= {"method.type": ("qlora", "bitsandbytes")} if recipe.method.type == "qlora" else {}
+    wanted |= {"train.fp8": ("true", "torchao")} if recipe.train.fp8 else {}
+    if recipe.parallel.strategy.startswith("deepspeed"):
+        wanted["parallel.strategy"] = (recipe.parallel.strategy, "deepspeed")
+    for tracker in recipe.logging.report_to:
+        wanted[f"logging.report_to[{tracker}]"] = (tracker, None if tracker == "jsonl" else tracker)
+    for key, (value, package) in wanted.items():
+        if package is not None and find_spec(package) is None:
+            extra = {"logging": "trackers", "parallel": "deepspeed"}.get(key.partition(".")[0], "quant")
+            raise UserError(
+                f"{key.partition('[')[0]}: {value} needs the package {package}, which is not installed.",
+                hint=f"Install it: pip install 'ligertune[{extra}]'",
+            )
+
+
+def check_paths(recipe: Recipe) -> None:
+    """Refuse local paths that are not there. What does not look like one may be a hub id and is left to the loaders."""
+    check_model_path(recipe.model.model_name_or_path, key="model.model_name_or_path")
+    if recipe.medusa.heads_path is not None:
+        check_heads_path(recipe.medusa.heads_path, key="medusa.heads_path")
+    for i, dataset in enumerate((*recipe.data.datasets, *recipe.data.eval_datasets)):
+        if looks_local(dataset.path) and not any(c in dataset.path for c in "*?[") and not Path(dataset.path).exists():
+            key = "data.datasets" if i < len(recipe.data.datasets) else "data.eval_datasets"
+            index = i if i < len(recipe.data.datasets) else i - len(recipe.data.datasets)
+            raise UserError(
+                f"{key}[{index}].path: there is no file or folder {dataset.path}.",
+                hint="Name a json, jsonl, parquet, csv or txt file, a folder of them, or a hub id: tatsu-lab/alpaca.",
+            )
+
+
+def check_model_path(name: str, *, key: str) -> None:
+    """Refuse a model folder that is not there, or holds no model."""
+    folder = Path(name).expanduser()
+    hint = "Name a folder with config.json and the weights, or a hub id such as Qwen/Qwen2.5-0.5B."
+    if looks_local(name) and not folder.exists():
+        raise UserError(f"{key}: there is no folder {name}.", hint=hint)
+    if folder.exists() and not any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
+        raise UserError(f"{key}: {name} holds no config.json, so it is not a model.", hint=hint)
+
+
+def check_heads_path(name: str, *, key: str) -> None:
+    """Refuse a folder of Medusa heads that is not there, or holds none."""
+    hint = "Name the folder medusa/ that `ligertune medusa --stage 1` left in its output_dir."
+    folder = Path(name).expanduser()
+    if looks_local(name) and not folder.is_dir():
+        raise UserError(f"{key}: there is no folder {name}.", hint=hint)
+    if not all((folder / file).is_file() for file in HEADS_FILES):
+        raise UserError(f"{key}: {name} holds no trained heads ({' and '.join(HEADS_FILES)}).", hint=hint)
+
+
+def check_report_path(path: Path) -> None:
+    """Refuse a place where no file can be written, before the work that it is to report."""
+    if path.is_dir() or not path.resolve().parent.is_dir():
+        what = "is a folder" if path.is_dir() else "lies in a folder that is not there"
+        raise UserError(f"--out: {path} {what}.", hint="Name a file in an existing folder, such as report.html.")
+
+
+def write_new(path: Path, text: str) -> None:
+    """Write a file of text that is not there yet; a UserError where it is, or where it cannot be."""
+    hint = "Name a file that does not exist yet, in a folder that does."
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise UserError(f"--out: {path} exists already, and nothing is written over it.", hint=hint) from None
+    except OSError as problem:
+        raise UserError(f"--out: {path} cannot be written: {problem.strerror}.", hint=hint) from None
+
+
+def looks_local(name: str) -> bool:
+    """Whether a name can only be a path: absolute, dotted, with a data file's ending, or deeper than org/name."""
+    endings = (".json", ".jsonl", ".parquet", ".csv", ".gz", ".txt")
+    return (
+        name.startswith(("/", ".", "~"))
+        or name.lower().endswith(endings)
+        or name.count("/") > 1
+        or os.sep == "\\" in name
+    )
+
+
+def clear_run(folder: Path) -> None:
+    """Remove what an earlier run left, and nothing else."""
+    for name in RUN_FILES:
+        path = folder / name
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)

@@ -1,0 +1,1 @@
+"""Import recipes of other tools."""

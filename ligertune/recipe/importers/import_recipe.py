@@ -1,0 +1,234 @@
+"""`ligertune recipe import`: another tool's YAML -> a recipe, and a list of what it said that has no counterpart."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from ligertune.errors import UserError
+from ligertune.recipe.aliases import use_our_names
+from ligertune.recipe.complaints import complain_about
+from ligertune.recipe.document import Document, Place
+from ligertune.recipe.importers import peer_datasets
+from ligertune.recipe.importers.peer_keys import AXOLOTL, IMPORTED, LLAMA_FACTORY, NOT_OURS, REASONS, TOOLS, TRL, Peer
+from ligertune.recipe.keys import ITEM, KeyPath, dotted, keys, leaf, split
+from ligertune.recipe.plain_yaml import dump
+from ligertune.recipe.read import REQUIRED, read_document
+from ligertune.recipe.rules import check_rules
+from ligertune.recipe.schema import EITHER_OR, Recipe
+
+UNKNOWN = "there is no such key here"
+NOTHING = (None, False, "", "none", "no")  # said of an unknown key, it asks for nothing
+ORDER = ("version", "task", "model", "method", "kernels", "data", "train", "eval", "checkpoint", "logging")
+
+
+@dataclass(frozen=True, order=True)
+class Left:
+    """What was not taken over: where it stands, what it says, why."""
+
+    line: int
+    key: str
+    value: str
+    why: str
+
+
+@dataclass
+class Import:
+    """A recipe under way."""
+
+    peer: Peer
+    document: Document
+    folder: Path
+    left: list[Left] = field(default_factory=list)
+    defaults: list[str] = field(default_factory=list)
+
+    def leave(self, path: KeyPath, why: str) -> None:
+        """Take a key out; what asks for nothing is not mentioned."""
+        value = self.document.get(path)
+        if value not in NOTHING and value not in ([], {}):
+            self.left.append(Left(self.document.place(path).line, dotted(path), shown_briefly(value), why))
+        self.document.remove(path)
+
+
+@dataclass(frozen=True)
+class Imported:
+    """`text` is the recipe, with all that was left out in its comments."""
+
+    peer: str
+    text: str
+    left: tuple[Left, ...]
+    defaults: tuple[str, ...]
+    notices: tuple[str, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def import_recipe(path: Path) -> Imported:
+    """A UserError where the file is no known tool's, or names no model or data."""
+    path = Path(path)
+    document = read_document(path)
+    work = Import(peer_of(document), document, path.absolute().parent)
+    _datasets(work)
+    _method(work)
+    use_our_names(document, [row for row in IMPORTED if row.key in keys()])
+    use_our_names(document)
+    _flat_keys(work)
+    _unknown_keys(work)
+    _tool_defaults(work)
+    _values(work)
+    document.raise_complaints()
+    left = tuple(sorted(work.left))
+    header = _header(path, work, left)
+    said = [name for name, value in document.data.items() if value != {}]
+    ordered = {name: document.data[name] for name in sorted(said, key=_place_in_file)}
+    notices = tuple(map(str, sorted(document.notices)))
+    return Imported(work.peer.name, header + dump(ordered), left, tuple(work.defaults), notices)
+
+
+def peer_of(document: Document) -> Peer:
+    """The tool whose own keys occur most; they must be its keys more than anybody's."""
+    found = {peer.name: len(peer.signs & set(document.data)) for peer in TOOLS}
+    best = max(TOOLS, key=lambda peer: found[peer.name])
+    if found[best.name] == 0:
+        names = " or ".join(peer.name for peer in TOOLS)
+        raise UserError(
+            f"{document.file} has none of the keys by which {names} are told apart.",
+            hint="If it is a recipe of ligertune already, `ligertune recipe check` says what is wrong with it.",
+        )
+    return best
+
+
+def shown_briefly(value: Any) -> str:
+    """As it would be written, cut to one line."""
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _datasets(work: Import) -> None:
+    """Lists of data sets in our form, under our name."""
+    data, place = work.document.data, work.document.place(("datasets",))
+    if work.peer is AXOLOTL:
+        for theirs, ours in (("datasets", "datasets"), ("test_datasets", "eval_datasets"), ("pretraining_dataset", "")):
+            given = data.pop(theirs, None)
+            if given and (ours or "datasets" not in data.get("data", {})):
+                items = given if isinstance(given, list) else [given]
+                work.document.put(("data", ours or "datasets"), [peer_datasets.axolotl(item) for item in items], place)
+    elif work.peer is LLAMA_FACTORY:
+        folder = str(data.pop("dataset_dir", None) or "data")
+        for theirs, ours in (("dataset", "datasets"), ("eval_dataset", "eval_datasets")):
+            if not (given := data.pop(theirs, None)):
+                continue
+            found, unknown = peer_datasets.llama_factory(given, work.folder, folder)
+            work.document.put(("data", ours), found, place)
+            why = f"no {folder}/dataset_info.json tells what it is: write a file or a hub id under data.{ours}"
+            work.left += [Left(0, theirs, name, why) for name in unknown]
+        if isinstance(most := data.pop("max_samples", None), int):
+            for item in data.get("data", {}).get("datasets", []):
+                item.setdefault("max_samples", most)
+    elif work.peer is TRL and "dataset_name" in data:
+        train, evaluated = peer_datasets.trl(data)
+        work.document.put(("data", "datasets"), train, place)
+        if evaluated:
+            work.document.put(("data", "eval_datasets"), evaluated, place)
+
+
+def _method(work: Import) -> None:
+    """4-bit weights below an adapter are a method of their own; special tokens are the tokenizer's."""
+    data = work.document.data
+    four_bit = data.pop("load_in_4bit", None) is True or data.get("quantization_bit") == 4
+    if four_bit and (data.get("adapter") or data.get("use_peft") or data.get("finetuning_type", "") == "lora"):
+        data.pop("quantization_bit", None)
+        for name in ("use_peft", "finetuning_type"):
+            data.pop(name, None)
+        data["adapter"] = "qlora"
+    if data.get("template") == "alpaca":
+        data["prompt_template"] = data.pop("template")
+    tokens = data.pop("special_tokens", None)
+    for name, token in (tokens if isinstance(tokens, dict) else {}).items():
+        data.setdefault(name, token)
+    for name, why in NOT_OURS.items():
+        if name in data:
+            work.leave((name,), why)
+
+
+def _flat_keys(work: Import) -> None:
+    """Our own names, which others write at the top level, into their sections: the first that has one of the name."""
+    homes: dict[str, str] = {}
+    for key in keys():
+        if "." in key and ITEM not in key:
+            homes.setdefault(leaf(key), key)
+    document = work.document
+    for name in list(document.data):
+        if name in keys() and isinstance(document.data[name], dict):
+            continue
+        if name in homes and name not in REASONS and not document.has(split(homes[name])):
+            place, value = document.place((name,)), document.data.pop(name)
+            document.put(split(homes[name]), value, Place("", place.line, place.file, name))
+
+
+def _unknown_keys(work: Import) -> None:
+    """What is no key here, at the top level and in data sets, is left, with the reason."""
+    document = work.document
+    for name in list(document.data):
+        if name not in keys():
+            work.leave((name,), REASONS.get(name, UNKNOWN))
+    for which in ("datasets", "eval_datasets"):
+        items = document.get(("data", which)) if document.has(("data", which)) else []
+        for index, item in enumerate(items):
+            for name in [name for name in item if f"data.{which}{ITEM}.{name}" not in keys()]:
+                work.leave(("data", which, index, name), REASONS.get(name, UNKNOWN))
+
+
+def _tool_defaults(work: Import) -> None:
+    """What the tool would have done without being told, where ours differs."""
+    for key, value in work.peer.defaults.items():
+        rival = EITHER_OR.get(leaf(key))
+        if key not in keys() or work.document.has(split(key)):
+            continue
+        if rival and work.document.has((*split(key)[:-1], rival)):
+            continue
+        work.document.put(split(key), value, Place("", 0, work.document.file))
+        work.defaults.append(f"{key}: {shown_briefly(value)}")
+    if not work.document.has(("checkpoint", "output_dir")):
+        stem = Path(work.document.file).stem
+        work.document.put(("checkpoint", "output_dir"), f"runs/{stem}", Place("", 0, work.document.file))
+
+
+def _values(work: Import) -> None:
+    """Take out what our keys do not take, with the reader's own sentence, until the rest is a recipe."""
+    document = work.document
+    for section, _ in REQUIRED:
+        document.data.setdefault(section, {})  # then the keys that are missing are named, not the section
+    while True:
+        try:
+            recipe = Recipe.model_validate(document.data, context=work.folder)
+            refused = check_rules(recipe, document, ())
+        except ValidationError as error:
+            refused = complain_about(error, document)
+        said = {remark.sentence for remark in document.complaints}
+        gone = [path for path in refused if document.has(path)]
+        if not gone:
+            return
+        for path in gone:
+            why = next((sentence for sentence in said if dotted(path) in sentence), UNKNOWN)
+            work.leave(path, why)
+        document.complaints.clear()
+
+
+def _header(path: Path, work: Import, left: tuple[Left, ...]) -> str:
+    lines = [f"Imported from {path.name}, a file of {work.peer.name}'s."]
+    if work.defaults:
+        lines += [f"{work.peer.name} does these unasked: {', '.join(work.defaults)}."]
+    if left:
+        lines += ["Not taken over:"]
+        lines += [f"  {item.key}: {item.value}  ({item.why})" for item in left]
+    return "".join(f"# {line}\n" for line in lines)
+
+
+def _place_in_file(section: str) -> int:
+    return ORDER.index(section) if section in ORDER else len(ORDER)

@@ -1,0 +1,1 @@
+"""Training tasks: the batch fields, the loss and the report of each."""

@@ -1,0 +1,189 @@
+"""Trained heads on disk: `medusa_lm_head.safetensors` and `config.json`, as TGI and vLLM up to 0.32 read them.
+
+    {i}.{j}.linear.weight, {i}.{j}.linear.bias    block j of head i
+    lm_heads.0.weight                             shared projection: the model's output head, which vLLM asks for
+    {i}.{L}.weight                                a projection for each head instead: own ones, or copies (`expand`),
+                                                  as TensorRT-LLM and the first Medusa release read them
+
+config.json has no `architectures` (TGI would drop the heads) and says `medusa_fc_bias` (without it vLLM drops the
+biases). Beside them: the tokenizer, `medusa_choices.json` with the paths of the tree, and what prompts looked like.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from ligertune.errors import UserError
+from ligertune.folders import put_in_place, remove
+from ligertune.models.save import write_prompt
+from ligertune.planning.preflight import HEADS_FILES
+from ligertune.tasks.medusa.candidate_tree import Path as TreePath
+from ligertune.tasks.medusa.candidate_tree import chain
+from ligertune.tasks.medusa.heads import MedusaHeads
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedTokenizerBase
+
+CONFIG, WEIGHTS = HEADS_FILES
+CHOICES = "medusa_choices.json"
+
+
+@dataclass(frozen=True)
+class HeadsConfig:
+    """What config.json says of heads."""
+
+    medusa_num_heads: int
+    medusa_num_layers: int
+    hidden_size: int
+    vocab_size: int
+    base_model_name_or_path: str
+    original_lm_head: bool
+    torch_dtype: str
+    base_model_fingerprint: str | None = None
+
+    def as_dict(self) -> dict:
+        """With what servers ask for beside it; no other key may hold num and heads, or num and layers."""
+        fixed = {
+            "model_type": "medusa",
+            "truncated_vocab_size": self.vocab_size,
+            "medusa_fc_bias": True,
+            "version": "2" if self.original_lm_head else "1",
+        }
+        return {**dataclasses.asdict(self), **fixed}
+
+    @staticmethod
+    def read(folder: Path) -> HeadsConfig:
+        """A UserError where the folder holds no heads, or ones that are not described as ours are."""
+        path = folder / CONFIG
+        if not (folder / WEIGHTS).is_file() or not path.is_file():
+            raise UserError(
+                f"{folder} holds no Medusa heads ({CONFIG} and {WEIGHTS}).",
+                hint="Name the folder medusa/ that `ligertune medusa` left in its output_dir.",
+            )
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise UserError(f"{path} is no JSON: {error}", hint="Train or export the heads again.") from error
+        missing = [f.name for f in dataclasses.fields(HeadsConfig)[:5] if found.get(f.name) is None]
+        if missing:
+            raise UserError(
+                f"{path} says nothing of {', '.join(missing)}.",
+                hint="It must describe Medusa heads, not a whole model; the heads of a run are in its folder medusa/.",
+            )
+        defaults = {"original_lm_head": found.get("version") == "2", "torch_dtype": "float32"}
+        known = {f.name: found[f.name] for f in dataclasses.fields(HeadsConfig) if f.name in found}
+        return HeadsConfig(**{**defaults, **known})
+
+
+def fingerprint_of(weight: Tensor) -> str:
+    """Tells one output head (V, E) from another, whether it was loaded as float32 or as bfloat16."""
+    flat = weight.detach().reshape(-1)
+    sample = flat[:: max(1, flat.numel() // 4096)].to("cpu", torch.bfloat16)
+    return hashlib.sha256(sample.view(torch.int16).numpy().tobytes()).hexdigest()[:16]
+
+
+def check_heads_fit(config: HeadsConfig, folder: Path, weight: Tensor) -> None:
+    """A UserError where the heads were trained for an output head of another size, or with other numbers."""
+    sizes = (config.vocab_size, config.hidden_size)
+    if sizes != tuple(weight.shape):
+        raise UserError(
+            f"{folder}: these heads were trained for a model of hidden size {sizes[1]} and a vocabulary of {sizes[0]}; "
+            f"this one has {weight.shape[1]} and {weight.shape[0]}.",
+            hint=f"Use them with {config.base_model_name_or_path}, or train heads for this model.",
+        )
+    known = config.base_model_fingerprint
+    if known is not None and weight.device.type != "meta" and known != fingerprint_of(weight):
+        raise UserError(
+            f"{folder}: these heads were trained for {config.base_model_name_or_path}, and this is another model "
+            "(its output head holds other numbers).",
+            hint="Use them with that model, or train heads for this one.",
+        )
+
+
+def write_heads(
+    heads: dict[str, Tensor],
+    config: HeadsConfig,
+    weight: Tensor,
+    folder: Path,
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    paths: Sequence[TreePath],
+    expand: bool,
+    prompt_template: str,
+    system_prompt: str | None,
+) -> None:
+    """Complete or absent. heads: the state dict of `MedusaHeads`; weight (V, E): the model's output head.
+
+    expand: give each head a copy of a shared projection.
+    """
+    tensors = {name: t.detach().to("cpu").contiguous() for name, t in heads.items()}
+    if config.original_lm_head and expand:
+        config = dataclasses.replace(config, original_lm_head=False)
+        for i in range(config.medusa_num_heads):
+            tensors[f"{i}.{config.medusa_num_layers}.weight"] = weight.detach().to("cpu").clone()
+    elif config.original_lm_head:
+        tensors["lm_heads.0.weight"] = weight.detach().to("cpu").contiguous()
+    aside = folder.with_name(f".{folder.name}.partial")
+    remove(aside)
+    aside.mkdir(parents=True)
+    save_file(tensors, aside / WEIGHTS, metadata={"format": "pt"})
+    tokenizer.save_pretrained(aside)
+    (aside / CONFIG).write_text(json.dumps(config.as_dict(), indent=1) + "\n", encoding="utf-8")
+    write_choices(aside, paths)
+    write_prompt(aside, prompt_template=prompt_template, system_prompt=system_prompt)
+    put_in_place(aside, folder)
+
+
+def write_choices(folder: Path, paths: Sequence[TreePath]) -> None:
+    """The tree's paths, as lists of ranks."""
+    (folder / CHOICES).write_text(json.dumps([list(path) for path in paths]) + "\n", encoding="utf-8")
+
+
+def read_choices(folder: Path, num_heads: int) -> list[TreePath]:
+    """The tree's paths; without the file the likeliest token of each head."""
+    path = folder / CHOICES
+    if not path.is_file():
+        return chain(num_heads)
+    return [tuple(ranks) for ranks in json.loads(path.read_text(encoding="utf-8"))]
+
+
+def read_heads(folder: Path, weight: Tensor) -> MedusaHeads:
+    """The heads of a folder for the output head `weight` (V, E), in its dtype and on its device."""
+    config = HeadsConfig.read(folder)
+    check_heads_fit(config, folder, weight)
+    try:
+        tensors = load_file(folder / WEIGHTS)
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{folder / WEIGHTS} could not be read: {error}", hint="Train the heads again.") from error
+    own = f"0.{config.medusa_num_layers}.weight" in tensors
+    heads = MedusaHeads(config.medusa_num_heads, config.medusa_num_layers, weight.detach(), own_lm_head=own)
+    wanted = {name: t for name, t in tensors.items() if not name.startswith("lm_heads.")}
+    expected = {name: t.shape for name, t in heads.state_dict().items()}
+    if {name: t.shape for name, t in wanted.items()} != expected:
+        odd = sorted(expected.keys() ^ wanted.keys()) or sorted(n for n in wanted if wanted[n].shape != expected[n])
+        raise UserError(
+            f"{folder / WEIGHTS} does not hold {config.medusa_num_heads} heads of {config.medusa_num_layers} blocks, "
+            f"as its {CONFIG} says ({', '.join(odd[:3])}).",
+            hint="Train or export the heads again.",
+        )
+    heads.load_state_dict(wanted)
+    return heads
+
+
+def base_model_of(folder: Path, config: HeadsConfig) -> str:
+    """Where the model of these heads is: its folder, the one beside a moved folder of heads, or its hub id."""
+    named, beside = config.base_model_name_or_path, folder.resolve().parent / "model"
+    if Path(named).is_absolute() and not Path(named).is_dir() and (beside / CONFIG).is_file():
+        return str(beside)
+    return named

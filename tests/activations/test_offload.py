@@ -1,0 +1,259 @@
+"""What checkpointed layers leave in host memory, inputs or gates: the same numbers for less."""
+
+from __future__ import annotations
+
+import pytest
+import tiny_models
+import torch
+
+from ligertune.activations.checkpointing import checkpoint_layers
+from ligertune.activations.gate_offload import check_gates, keep_gates
+from ligertune.activations.host_bandwidth import Pace, share_of
+from ligertune.activations.offload import BLOCK, HostStore
+from ligertune.errors import UserError
+from ligertune.models.trainable import apply_method
+from ligertune.patching.patch import patch
+from ligertune.recipe import MethodSpec
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+KINDS = ["offload", "offload_gate", "offload_both"]
+WIDE = {"num_hidden_layers": 6, "max_position_embeddings": 8192}
+
+
+def gradients(model, device: str, **shape: int) -> list[torch.Tensor]:
+    model(**tiny_models.batch(device=device, **shape), use_cache=False).loss.backward()
+    return [p.grad for p in model.parameters() if p.requires_grad]
+
+
+def checkpointed(
+    kind: bool | str, *, family: str = "llama", device: str = "cpu", first: int | None = None, **changes
+) -> torch.nn.Module:
+    model = tiny_models.make(family, **changes).to(device).train()
+    patch(model, rebuild=first is not None)
+    checkpoint_layers(model, kind, first=first)
+    return model
+
+
+def assert_same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen2"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_gradients_are_those_of_plain_checkpointing_to_the_bit(kind, family, device):
+    usual, other = (checkpointed(k, family=family, device=device) for k in (True, kind))
+    for _ in range(2):  # the second step takes the memory that the first gave back
+        assert_same(gradients(other, device), gradients(usual, device))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "spec", [{"type": "lora", "lora_r": 4}, {"type": "freeze", "trainable": [r"layers\.1\."]}], ids=str
+)
+def test_where_the_gate_is_frozen(spec, kind, device):
+    models = []
+    for k in (True, kind):
+        model = checkpointed(k, device=device)
+        torch.manual_seed(0)
+        models.append(apply_method(model, MethodSpec(**spec)).to(device))
+    assert_same(*(gradients(model, device) for model in models))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_batches_of_other_sizes_and_two_graphs_at_once(kind, device):
+    found = []
+    for k in (True, kind):
+        model = checkpointed(k, device=device, **WIDE)
+        losses = [
+            model(**tiny_models.batch(rows=rows, length=length, device=device), use_cache=False).loss
+            for rows, length in ((1, 7), (3, 20))
+        ]
+        del losses[0]  # whose layers are never asked for
+        losses[-1].backward()
+        found.append(gradients(model, device, rows=4, length=33))
+    assert_same(*found)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_second_backward_of_one_graph(kind, device):
+    found = []
+    for k in (True, kind):
+        model = tiny_models.make("llama").to(device).train()  # our kernels refuse a second one
+        checkpoint_layers(model, k)
+        loss = model(**tiny_models.batch(device=device), use_cache=False).loss
+        for keeps in (True, False):
+            loss.backward(retain_graph=keeps)
+        found.append([p.grad for p in model.parameters()])
+    assert_same(*found)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", [True, *KINDS])
+@pytest.mark.parametrize("first", [0, 1, 4, 6])
+def test_with_the_last_layers_left_out_the_gradients_are_the_same_to_the_bit(first, kind, device):
+    usual = checkpointed(True, device=device, **WIDE)
+    other = checkpointed(kind, device=device, first=first, **WIDE)
+    for _ in range(2):
+        assert_same(gradients(other, device), gradients(usual, device))
+
+
+@pytest.fixture
+def products(monkeypatch) -> list[int]:
+    """Where the weight of each linear layer's product lies, as they are computed."""
+    found, linear = [], torch.nn.functional.linear
+
+    def counting(x, weight, bias=None):
+        found.append(weight.data_ptr())
+        return linear(x, weight, bias)
+
+    monkeypatch.setattr(torch.nn.functional, "linear", counting)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["offload_gate", "offload_both"])
+def test_a_gate_is_not_computed_again(kind, products):
+    model = checkpointed(kind)
+    gradients(model, "cpu")
+    mlp = model.model.layers[0].mlp
+    assert products.count(mlp.gate_proj.weight.data_ptr()) == 1
+    assert products.count(mlp.up_proj.weight.data_ptr()) == 2
+
+
+@pytest.mark.parametrize("kind", [True, *KINDS])
+def test_the_last_layers_are_computed_once_where_they_are_left_out(kind, products):
+    model = checkpointed(kind, first=4, **WIDE)
+    gradients(model, "cpu")
+    computed = [products.count(layer.mlp.up_proj.weight.data_ptr()) for layer in model.model.layers]
+    assert computed == [2, 2, 2, 2, 1, 1]
+
+
+@pytest.mark.parametrize("kind", [True, *KINDS])
+def test_frozen_layers_in_front_of_all_that_trains_are_computed_once(kind, products):
+    """They keep nothing and nothing goes back through them."""
+    model = checkpointed(kind, **WIDE)
+    apply_method(model, MethodSpec(type="freeze", trainable=[r"layers\.[45]\."]))
+    layers, given = model.model.layers, []
+    layers[4].input_layernorm.register_forward_pre_hook(lambda _, args: given.append(args[0].requires_grad))
+    products.clear()  # patching asks the layers what they compute
+    gradients(model, "cpu")
+    assert [products.count(layer.mlp.up_proj.weight.data_ptr()) for layer in layers] == [1, 1, 1, 1, 2, 2]
+    assert given == [False, False]
+
+
+def test_an_adapter_needs_no_gradient_of_what_it_is_given():
+    model = checkpointed(True, **WIDE)
+    adapted = apply_method(model, MethodSpec(type="lora", lora_r=4))
+    found = []
+    model.model.embed_tokens.register_forward_hook(lambda _, args, output: found.append(output.requires_grad))
+    gradients(adapted, "cpu")
+    assert found == [False]
+
+
+def test_a_model_that_does_not_ask_its_layers_is_refused():
+    model = tiny_models.make("llama")
+    model.model.layers = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)])
+    with pytest.raises(UserError, match="LlamaForCausalLM checkpoints all its layers or none"):
+        checkpoint_layers(model, True, first=1)
+
+
+@pytest.mark.gpu
+def test_where_layers_are_left_out_one_tensor_stays_on_the_device():
+    """The last that was put away; the one before it, which was leaving, has left."""
+    tokens, held = 8 * 2048, {}
+    for kind in (True, *KINDS):
+        model = checkpointed(kind, device="cuda", first=14, num_hidden_layers=16, max_position_embeddings=8192)
+        batch = tiny_models.batch(rows=8, length=2048, device="cuda")
+        batch.pop("attention_mask")
+        before = torch.cuda.memory_allocated()
+        loss = model(**batch, use_cache=False).loss
+        torch.cuda.synchronize()
+        held[kind] = torch.cuda.memory_allocated() - before
+        del loss
+    of_input, of_gate = (tokens * 4 * size for size in (model.config.hidden_size, model.config.intermediate_size))
+    assert held["offload_gate"] - held[True] == pytest.approx(of_gate, rel=0.05)
+    assert held[True] - held["offload"] == pytest.approx(13 * of_input, rel=0.05)
+    assert held[True] - held["offload_both"] == pytest.approx(13 * of_input - of_gate, rel=0.05)
+
+
+def test_without_gates_of_its_own_a_model_is_refused():
+    model = tiny_models.make("phi3")
+    assert keep_gates(model) == 0
+    with pytest.raises(UserError, match="phi3 has none"):
+        check_gates(0, "phi3")
+
+
+@pytest.mark.parametrize(("layer", "copy", "share"), [(25, 14, 1), (25, 40, 0.60625), (25, 0, 1), (0, 9, 0)])
+def test_as_many_layers_copy_as_the_link_has_time_for(layer, copy, share):
+    assert share_of(layer, copy) == pytest.approx(share)
+
+
+def test_layers_that_copy_are_spread_evenly():
+    pace = Pace()
+    pace.share = 0.75
+    assert [pace.is_due() for _ in range(8)] == [False, True, True, True] * 2
+    pace.share = 0.0
+    assert not any(pace.is_due() for _ in range(8))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_layers_that_do_not_copy_compute_again_what_they_had(share, monkeypatch):
+    monkeypatch.setattr(Pace, "begin", lambda self: setattr(self, "share", share))
+    usual, other = (checkpointed(kind, device="cuda", **WIDE) for kind in (True, "offload_gate"))
+    for _ in range(2):
+        assert_same(gradients(other, "cuda"), gradients(usual, "cuda"))
+
+
+@pytest.mark.gpu
+def test_offloading_inputs_holds_less_on_the_device():
+    inputs = 16 * 8 * 2048 * 64 * 4
+    assert peak(True, 16) - peak("offload", 16) > 0.8 * inputs
+
+
+@pytest.mark.gpu
+def test_two_gates_at_most_are_held_on_the_device():
+    gate = 8 * 2048 * tiny_models.make("llama").config.intermediate_size * 4
+    assert peak("offload_gate", 16) - peak(True, 16) < 2.1 * gate
+
+
+def peak(kind: bool | str, layers: int) -> int:
+    model = checkpointed(kind, device="cuda", num_hidden_layers=layers, max_position_embeddings=8192)
+    batch = tiny_models.batch(rows=8, length=2048, device="cuda")
+    batch.pop("attention_mask")
+    torch.cuda.reset_peak_memory_stats()
+    model(**batch, use_cache=False).loss.backward()
+    return torch.cuda.max_memory_allocated()
+
+
+@pytest.mark.gpu
+def test_what_waits_comes_back_as_it_was_while_the_device_is_busy():
+    store, size = HostStore(), BLOCK // 4 + 1000
+    for _ in range(3):
+        expected, waiting = [], []
+        for _ in range(6):
+            tensor = torch.randn(size, device="cuda")
+            expected.append(tensor.double().sum())
+            waiting.append(store.put(tensor))
+            del tensor
+            torch.randn(4096, 4096, device="cuda") @ torch.randn(4096, 4096, device="cuda")
+        for i in reversed(range(6)):
+            back = waiting[i].take()
+            assert torch.equal(back.double().sum(), expected[i])
+            back.fill_(float("nan"))  # who takes it may write over it
+            waiting[i] = None
+    assert len(store._free) == 5 * 2
+
+
+@pytest.mark.gpu
+def test_what_is_written_over_before_it_has_left_is_refused():
+    store = HostStore()
+    tensor = torch.randn(10, device="cuda")
+    kept = store.put(tensor)
+    tensor.add_(1)
+    with pytest.raises(RuntimeError, match="written over"):
+        store.put(torch.randn(10, device="cuda"))
+    assert kept.on_device

@@ -1,0 +1,168 @@
+"""Which attention `auto` takes, and what is refused, for each machine and model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib.util import find_spec
+
+import pytest
+import tiny_models
+import transformers
+
+from ligertune.attention.choice import check_parts, choose_attention
+from ligertune.errors import UserError
+from ligertune.hardware import Machine
+from ligertune.planning.plan import Precision
+
+H100 = Machine("nvidia", "cuda", "NVIDIA H100", "sm90", 1, 80 << 30, True, 989e12, 3.35e12, 1, "2.11")
+B200 = replace(H100, name="NVIDIA B200", arch="sm100")
+T4 = replace(H100, name="Tesla T4", arch="sm75")
+MI300 = replace(H100, vendor="amd", name="AMD Instinct MI300X", arch="gfx942")
+CPU = replace(H100, vendor="cpu", device="cpu", name="CPU", arch="x86_64")
+BF16 = Precision("bfloat16", "no")
+FP32 = Precision("float32", "no")
+FP16 = Precision("float32", "fp16")
+
+
+def choose(wanted="auto", family="llama", machine=H100, precision=BF16, packing=True, ours=False, cp_size=1, **changes):
+    config = tiny_models.config_of(family, **changes)
+    return choose_attention(wanted, config, machine, precision, packing=packing, ours=ours, cp_size=cp_size)
+
+
+@pytest.mark.parametrize(
+    ("settings", "chosen", "why"),
+    [
+        ({}, "varlen", "documents isolated"),
+        ({"family": "mistral"}, "varlen", "documents isolated"),
+        ({"precision": FP16}, "varlen", "documents isolated"),
+        ({"family": "gemma2"}, "flex_attention", "no soft cap"),
+        ({"precision": FP32}, "flex_attention", "bfloat16 or float16 only"),
+        ({"machine": T4, "precision": FP16}, "flex_attention", "older than sm80"),
+        ({"head_dim": 512}, "flex_attention", "at most 256 wide"),
+        ({"precision": FP32, "head_dim": 8}, "per_document", "at least 16 wide"),
+        ({"attention_dropout": 0.1}, "per_document", "no dropout"),
+        ({"machine": MI300}, "per_document", "flash_attn is not installed"),
+        ({"machine": CPU}, "per_document", "documents isolated"),
+        ({"machine": CPU, "family": "gemma2"}, "per_document", "documents isolated"),
+    ],
+)
+@pytest.mark.skipif(find_spec("flash_attn") is not None, reason="flash_attn is installed, and auto takes it")
+def test_auto_takes_the_first_exact_one_and_says_why(settings, chosen, why):
+    choice = choose(**settings)
+    assert choice.implementation == chosen
+    assert why in choice.why
+
+
+def test_flash_attention_2_is_taken_where_it_is_installed_and_varlen_does_not_do(tmp_path, monkeypatch):
+    (tmp_path / "flash_attn.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert choose(family="gemma2").implementation == "flash_attention_2"
+    assert choose().implementation == "varlen"
+    assert choose(machine=MI300).implementation == "flash_attention_2"
+
+
+@pytest.mark.parametrize(("machine", "precision", "chosen"), [(H100, BF16, "varlen"), (CPU, FP32, "per_document")])
+def test_parts_of_rows_are_attended_to_where_no_mask_is_made(machine, precision, chosen):
+    found = choose_attention("auto", tiny_models.config_of("llama"), machine, precision, packing=True, cp_size=2)
+    assert found.implementation == chosen
+
+
+@pytest.mark.parametrize(("wanted", "precision"), [("auto", FP32), ("sdpa", BF16), ("flex_attention", BF16)])
+def test_parts_of_rows_are_refused_where_attention_takes_whole_ones(wanted, precision):
+    with pytest.raises(UserError, match=r"parallel\.cp_size"):
+        choose_attention(wanted, tiny_models.config_of("llama"), H100, precision, packing=True, cp_size=2)
+
+
+def test_angles_by_the_length_of_a_row_are_not_for_parts_of_it():
+    factors = {"short_factor": [1.0] * 8, "long_factor": [1.0] * 8}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 2.0, **factors}
+    check_parts(tiny_models.config_of("phi3"))
+    check_parts(transformers.Gemma3TextConfig())
+    with pytest.raises(UserError, match="longrope"):
+        check_parts(tiny_models.config_of("phi3", rope_parameters=rope))
+    with pytest.raises(UserError, match="sees"):
+        check_parts(transformers.LlavaConfig())
+
+
+def test_a_model_that_sees_gets_flex_attention_only_where_transformers_offers_it_for_it():
+    qwen, llava = (
+        choose_attention("auto", config(), H100, FP32, packing=True)
+        for config in (transformers.Qwen2VLConfig, transformers.LlavaConfig)
+    )
+    assert qwen.implementation == "per_document"
+    assert "flex_attention: transformers does not offer it for Qwen2VLForConditionalGeneration" in qwen.why
+    assert llava.implementation == "flex_attention"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "settings", "reason"),
+    [
+        ("varlen", {"family": "gemma2"}, "soft cap"),
+        ("varlen", {"machine": CPU, "precision": FP32}, "NVIDIA"),
+        ("varlen", {"machine": MI300}, "NVIDIA"),
+        ("varlen", {"precision": FP32}, "bfloat16"),
+        ("flex_attention", {"machine": CPU, "packing": False}, "NVIDIA GPUs and AMD GPUs only"),
+        ("flash_attention_2", {"machine": CPU}, "GPU"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_the_reason(wanted, settings, reason):
+    with pytest.raises(UserError, match=f"model.attn_implementation: {wanted} cannot be used: .*{reason}"):
+        choose(wanted, **settings)
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"family": "gemma2"}, {"precision": FP32}, {"machine": MI300}, {"machine": CPU}], ids=str
+)
+def test_our_own_attention_is_there_for_who_asks_for_it(settings):
+    assert choose(ours=True, **settings).implementation == "document_attention"
+
+
+@pytest.mark.parametrize("settings", [{}, {"family": "gemma2"}, {"precision": FP16}, {"head_dim": 256}], ids=str)
+def test_our_own_attention_is_what_auto_takes_where_it_was_timed(settings):
+    choice = choose(ours="auto", **settings)
+    assert (choice.implementation, choice.one_launch) == ("document_attention", True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "chosen"),
+    [
+        ({"machine": B200}, "varlen"),
+        ({"machine": CPU}, "per_document"),
+        ({"precision": FP32}, "flex_attention"),
+        ({"attention_dropout": 0.1}, "per_document"),
+        ({"head_dim": 512}, "flex_attention"),
+        ({"cp_size": 2}, "varlen"),
+        ({"wanted": "varlen"}, "varlen"),
+        ({"wanted": "flex_attention"}, "flex_attention"),
+        ({"wanted": "sdpa"}, "per_document"),
+    ],
+    ids=str,
+)
+def test_our_own_attention_is_not_what_auto_takes_elsewhere(settings, chosen):
+    assert choose(ours="auto", **settings).implementation == chosen
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"machine": T4, "precision": FP16}, "older than sm80"),
+        ({"attention_dropout": 0.1}, "no dropout"),
+        ({"head_dim": 512}, "at most 256 wide"),
+    ],
+)
+def test_our_own_attention_is_refused_by_the_key_that_asked_for_it(settings, reason):
+    with pytest.raises(UserError, match=rf"kernels\.attention cannot be used: .*{reason}"):
+        choose(ours=True, **settings)
+
+
+def test_without_packing_auto_is_left_to_transformers():
+    assert choose(packing=False).implementation is None
+    assert choose("sdpa", packing=False).implementation == "sdpa"
+    assert choose("sdpa").implementation == "per_document"
+    assert choose("eager").implementation == choose("eager", packing=False).implementation == "eager"
+
+
+def test_layers_that_carry_a_state_are_refused_when_planned():
+    with pytest.raises(UserError, match=r"data\.packing: llama has linear_attention layers"):
+        choose(layer_types=["linear_attention", "full_attention"])
+    assert choose(packing=False, layer_types=["linear_attention", "full_attention"]).implementation is None

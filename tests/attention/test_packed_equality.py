@@ -1,0 +1,90 @@
+"""Packed and unpacked training are one computation: the same loss, the same gradients, document by document."""
+
+from __future__ import annotations
+
+import pytest
+import tiny_models
+import torch
+from packed_rows import CAPPED, FAMILIES, LENGTHS, history, make, packed, separate
+
+from ligertune.attention.packed_documents import guard
+from ligertune.patching.patch import patch
+
+# what runs a backward on a CPU; eager is transformers' own, which finds documents by their positions
+IMPLEMENTATIONS = ["document_attention", "per_document", "eager"]
+
+
+def gradients(model) -> dict[str, torch.Tensor]:
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("patched", [False, True], ids=["plain", "patched"])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_loss_and_gradients_are_those_of_single_documents(family, implementation, patched):
+    alone = make(family, attn_implementation="eager")
+    n_targets = sum(tiny_models.trained_tokens(batch["labels"]) for batch in separate())
+    losses = [alone(**batch, num_items_in_batch=n_targets, use_cache=False).loss for batch in separate()]
+    torch.stack(losses).sum().backward()
+
+    model = make(family, attn_implementation=implementation)
+    if patched:
+        patch(model)
+    guard(model)
+    loss = model(**packed(), num_items_in_batch=n_targets, use_cache=False).loss
+    loss.backward()
+
+    assert loss.item() == pytest.approx(sum(losses).item(), rel=1e-5)
+    expected = gradients(alone)
+    for name, found in gradients(model).items():
+        torch.testing.assert_close(found, expected[name], rtol=1e-5, atol=1e-5 * float(expected[name].abs().max()))
+
+
+def test_no_gradient_is_copied_into_a_row_of_zeros():
+    """`query[0]` makes zeros and copies into them in its backward; squeeze(0) is a view both ways."""
+    model = make("llama", attn_implementation="document_attention")
+    guard(model)
+    nodes = history(model(**packed(), num_items_in_batch=10, use_cache=False).loss)
+    assert "SelectBackward0" not in nodes
+    assert "MmBackward0" in nodes
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_recomputed_layers_are_packed_too(family):
+    from ligertune.activations.checkpointing import checkpoint_layers
+
+    found = []
+    for checkpointed in (False, True):
+        model = make(family, attn_implementation="per_document")
+        guard(model)
+        if checkpointed:
+            checkpoint_layers(model)
+        model(**packed(), num_items_in_batch=10, use_cache=False).loss.backward()
+        found.append(gradients(model))
+    for name in found[0]:
+        torch.testing.assert_close(found[1][name], found[0][name], rtol=0, atol=0)
+
+
+def test_windows_are_shorter_than_documents_or_they_would_not_be_tested():
+    windowed = {family: make(family).config.sliding_window for family in ("gemma2", "mistral", "qwen2", "phi3_window")}
+    assert all(window and window < max(LENGTHS) for window in windowed.values())
+    assert make(CAPPED).config.attn_logit_softcapping
+
+
+def test_rows_that_are_not_packed_go_to_the_attention_of_transformers():
+    batch = tiny_models.batch()
+    expected = make("mistral", attn_implementation="sdpa")(**batch, use_cache=False).logits
+    for implementation in ("document_attention", "per_document", "varlen"):
+        model = make("mistral", attn_implementation=implementation)
+        guard(model)
+        torch.testing.assert_close(model(**batch, use_cache=False).logits, expected)
+
+
+def test_generating_with_a_cache_is_untouched():
+    prompt = tiny_models.batch(rows=1)["input_ids"]
+    texts = []
+    for implementation in ("sdpa", "document_attention", "per_document", "varlen"):
+        model = make("mistral", attn_implementation=implementation).eval()
+        guard(model)
+        texts.append(model.generate(prompt, max_new_tokens=8, do_sample=False).tolist())
+    assert all(text == texts[0] for text in texts)

@@ -1,0 +1,152 @@
+"""Ranks that each compute a part of a packed row: together they have its loss and its gradients."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import packed_rows
+import pytest
+import tiny_models
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ligertune.attention.packed_mask_skip import know_rows
+from ligertune.data.batching.batcher import Batcher
+from ligertune.data.batching.collate import collate_packed
+from ligertune.data.batching.context_parallel_rows import RowParts, pieces_of, runs_of
+from ligertune.data.examples import Example
+from ligertune.patching.patch import patch
+from ligertune.train.context_parallel_check import EXACT, ROUNDED, parts_from_whole
+
+RANKS = 3  # pieces of 13 tokens: documents of 19 and 24 lie in several, and three begin and end in one
+ROW = 6 * 13
+# plain, layers run again in the backward, windows in some layers, soft caps, windows
+WAYS = ("llama", "llama checkpointed", "qwen2", "gemma2", "mistral")
+
+
+def row_of(examples: list[Example]) -> dict:
+    return collate_packed(examples, pad_token_id=0, pad_to_multiple_of=ROW)
+
+
+def one_document() -> list[Example]:
+    """As long as the row: each rank but the first attends to others' tokens."""
+    parts = packed_rows.documents()
+    more = np.full(ROW - sum(packed_rows.LENGTHS), 3)
+    return [Example(*(np.concatenate([*(part[place] for part in parts), more]) for place in (0, 1)), "")]
+
+
+def ready(family: str) -> PreTrainedModel:
+    """As a run makes it."""
+    model = packed_rows.make(family, attn_implementation="per_document")
+    patch(model)
+    know_rows(model, packed=True)
+    return model
+
+
+def loss_and_gradients(model: torch.nn.Module, batch: dict) -> dict[str, Tensor]:
+    model.zero_grad()
+    loss = model(**batch, num_items_in_batch=40, use_cache=False).loss
+    loss.backward()
+    return {"loss": loss.detach(), **{name: p.grad.clone() for name, p in model.named_parameters()}}
+
+
+def furthest(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """The largest difference, as a share of the largest number of its tensor."""
+    return max(float((found[n] - expected[n]).abs().max() / expected[n].abs().max()) for n in expected)
+
+
+@dataclass(frozen=True)
+class OfOtherLabels(RowParts):
+    """As for a model that shifts the labels itself."""
+
+    def cut(self, batch: dict) -> dict:
+        return {**super().cut(batch), "shift_labels": None}
+
+
+@dataclass(frozen=True)
+class OfOtherKeys(RowParts):
+    """As where gathered keys stand in another order."""
+
+    def cut(self, batch: dict) -> dict:
+        part = super().cut(batch)
+        return {**part, "key_rows": part["key_rows"].roll(1)}
+
+
+def noticed(model: torch.nn.Module) -> dict[str, tuple[float, float]]:
+    """What the check before the first step finds: logits and loss, for sound parts and for others."""
+    found = {}
+    for kind in (RowParts, OfOtherLabels, OfOtherKeys):
+        batcher = Batcher((), packed=True, multiple_of=ROW // 2, pad_token_id=0, index_labels=False,
+                          device=torch.device("cpu"), parts=kind(dist.group.WORLD))  # fmt: skip
+        found[kind.__name__] = parts_from_whole(model, batcher, vocab_size=tiny_models.VOCAB)
+    return found
+
+
+def compare(rank: int, folder: str) -> None:
+    """What each of the ranks does; rank 0 writes {family/rows: furthest}."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
+    parts, found = RowParts(dist.group.WORLD), {}
+    for way in WAYS:
+        family, _, checkpointed = way.partition(" ")
+        model = ready(family)
+        if checkpointed:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        for name, examples in {"documents": packed_rows.documents(), "one": one_document()}.items():
+            whole = loss_and_gradients(model, row_of(examples))
+            mine = loss_and_gradients(model, parts.cut(row_of(examples)))
+            for tensor in mine.values():
+                dist.all_reduce(tensor)
+            found[f"{way}: {name}"] = furthest(mine, whole)
+    found |= noticed(ready("llama"))
+    if rank == 0:
+        (Path(folder) / "found.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory) -> dict[str, float]:
+    folder = tmp_path_factory.mktemp("ranks")
+    torch.multiprocessing.spawn(compare, args=(str(folder),), nprocs=RANKS)
+    return json.loads((folder / "found.json").read_text())
+
+
+@pytest.mark.parametrize("rows", ["documents", "one"])
+@pytest.mark.parametrize("way", WAYS)
+def test_parts_add_up_to_the_loss_and_the_gradients_of_the_whole(way, rows, found):
+    """float32: what differs is the order in which numbers are added."""
+    assert found[f"{way}: {rows}"] < 2e-5
+
+
+def test_what_a_part_is_not_given_right_is_noticed_before_the_first_step(found):
+    """One of 26 labels would be missing on each rank: a loss that is a little lower, and no complaint."""
+    assert max(found["RowParts"]) < EXACT[0] / 10
+    assert found["OfOtherLabels"][1] > 2 * ROUNDED[1]
+    assert found["OfOtherKeys"][0] > 2 * ROUNDED[0]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_every_token_is_one_ranks_and_sees_its_documents(ranks):
+    lengths = (5, 1, 40, 2)
+    pieces = [pieces_of(rank, ranks, 48) for rank in range(ranks)]
+    runs = [run for rank in range(ranks) for run in runs_of(lengths, pieces[rank])]
+    tokens = [token for _, first, last in runs for token in range(first, last)]
+    assert sorted(tokens) == list(range(48))
+    begins = [0, 5, 6, 46]
+    assert all(begin == max(b for b in begins if b <= first) for begin, first, _ in runs)
+    assert all(last <= next((b for b in begins if b > first), 48) for _, first, last in runs)
+
+
+def test_ranks_have_as_much_attention_to_do():
+    work = [sum(sum(range(first + 1, last + 1)) for first, last in pieces_of(rank, 4, 64)) for rank in range(4)]
+    assert len(set(work)) == 1
+
+
+def test_a_row_that_pieces_do_not_fill_is_refused():
+    with pytest.raises(ValueError, match="a row of 50 tokens is not cut into 8 pieces"):
+        pieces_of(0, 4, 50)

@@ -1,0 +1,119 @@
+"""Which examples are trained at which step."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ligertune.data.batching.order import WINDOW, DataOrder
+from ligertune.data.batching.packing import pack
+from ligertune.planning.plan import Batching
+
+LENGTHS = np.random.default_rng(0).integers(5, 30, 21)
+PACKS = pack(LENGTHS, 40)  # 11 rows of one to four examples
+# kind -> (its arguments, rows of an epoch)
+KINDS = {
+    "shuffled": ({}, 21),
+    "grouped": ({"grouped": True}, 21),
+    "packed": ({"packs": PACKS}, len(PACKS)),
+}
+
+
+def order(micro: int, accumulation: int, world: int, *, kind: str = "shuffled", seed: int = 3) -> DataOrder:
+    """Two epochs."""
+    settings, rows = KINDS[kind]
+    batching = Batching(micro_batch_size=micro, accumulation=accumulation, world_size=world, eval_batch_size=1)
+    return DataOrder(LENGTHS, total_rows=2 * rows, seed=seed, batching=batching, **settings)
+
+
+def examples(rows: list[np.ndarray]) -> list[int]:
+    return np.concatenate(rows).tolist() if rows else []
+
+
+# 21 examples twice in batches of 8: an epoch ends inside a step, and the last step is short
+STEPS = 6
+SPLITS = [(8, 1, 1), (1, 8, 1), (4, 1, 2), (1, 4, 2), (2, 2, 2), (1, 2, 4)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_example_comes_once_an_epoch(kind):
+    one = order(8, 1, 1, kind=kind)
+    rows = [row for step in range(STEPS) for row in one.step(step)]
+    epochs = [examples(rows[: one.rows_per_epoch]), examples(rows[one.rows_per_epoch :])]
+    if kind == "grouped":  # within the step that two epochs share, rows are sorted by length
+        assert sorted(epochs[0] + epochs[1]) == sorted([*range(21), *range(21)])
+        assert sorted(examples([row for step in (0, 1) for row in one.step(step)])) == sorted(set(epochs[0][:16]))
+    else:
+        assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(21))
+    assert epochs[0] != epochs[1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("split", SPLITS, ids=str)
+def test_any_split_trains_the_same_examples_at_each_step(split, kind):
+    whole, split_order = order(8, 1, 1, kind=kind), order(*split, kind=kind)
+    for step in range(STEPS):
+        ranks = [split_order.micro_batches(step, rank) for rank in range(split[2])]
+        assert len({len(micros) for micros in ranks}) == 1  # collective calls match
+        found = [row for micros in ranks for micro in micros for row in micro]
+        assert sorted(examples(found)) == sorted(examples(whole.step(step)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_is_what_it_is_whenever_it_is_asked_for(kind):
+    forwards = [examples(order(8, 1, 1, kind=kind).step(step)) for step in range(STEPS)]
+    resumed = order(8, 1, 1, kind=kind)
+    assert [examples(resumed.step(step)) for step in (5, 1, 3)] == [forwards[step] for step in (5, 1, 3)]
+
+
+def test_the_last_step_holds_what_is_left():
+    assert [len(order(8, 1, 1).step(step)) for step in range(STEPS)] == [8, 8, 8, 8, 8, 2]
+    assert [len(m) for m in order(1, 4, 2).micro_batches(5, 1)] == [1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_seed_decides(kind):
+    assert examples(order(8, 1, 1, kind=kind, seed=4).step(0)) != examples(order(8, 1, 1, kind=kind).step(0))
+
+
+def test_packs_are_dealt_anew_each_epoch():
+    """Many examples of one length: the rows of the second epoch hold the same lengths, other examples."""
+    lengths = np.full(40, 10)
+    batching = Batching(micro_batch_size=10, accumulation=1, world_size=1, eval_batch_size=1)
+    one = DataOrder(lengths, total_rows=20, seed=0, batching=batching, packs=pack(lengths, 40))
+    epochs = [{tuple(sorted(row)) for row in one.step(step)} for step in (0, 1)]
+    assert sorted(examples(one.step(0))) == sorted(examples(one.step(1)))
+    assert epochs[0] != epochs[1]
+
+
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_grouped_batches_hold_examples_of_about_one_length(epoch):
+    """20,003 lengths like Alpaca's, 8 micro batches of 4: padding to the longest costs 2 %, not 35 %.
+
+    A global batch of 32 straddles the epochs, and the second epoch's batches begin behind it.
+    """
+    lengths = np.clip(np.random.default_rng(0).lognormal(np.log(92), 0.5, 20_003), 10, 1000).astype(int)
+    batching = Batching(micro_batch_size=4, accumulation=8, world_size=1, eval_batch_size=1)
+    first = -(-epoch * len(lengths) // 32)
+    shares = []
+    for grouped in (False, True):
+        one = DataOrder(lengths, total_rows=2 * len(lengths), seed=0, batching=batching, grouped=grouped)
+        micros = [lengths[np.concatenate(micro)] for i in range(600) for micro in one.micro_batches(first + i, 0)]
+        shares.append(1 - sum(micro.sum() for micro in micros) / sum(4 * micro.max() for micro in micros))
+    assert shares[0] > 0.3
+    assert shares[1] < 0.02
+
+
+def test_grouped_steps_begin_with_the_longest():
+    """Also the third of six, in which an epoch ends."""
+    for step in range(STEPS):
+        found = LENGTHS[examples(order(8, 1, 1, kind="grouped").step(step))].tolist()
+        assert found == sorted(found, reverse=True)
+
+
+def test_grouped_batches_are_not_sorted_through_the_epoch():
+    lengths = np.arange(1, 8 * WINDOW + 1)
+    batching = Batching(micro_batch_size=8, accumulation=1, world_size=1, eval_batch_size=1)
+    one = DataOrder(lengths, total_rows=len(lengths), seed=0, batching=batching, grouped=True)
+    means = [lengths[examples(one.step(step))].mean() for step in range(WINDOW)]
+    assert means != sorted(means) and means != sorted(means, reverse=True)

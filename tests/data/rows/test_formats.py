@@ -1,0 +1,269 @@
+"""Rows become conversations by their columns; what cannot be learnt from is refused with its reason."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from ligertune.data.rows.conversation import REASONS, ROLES, BadRow, Conversation
+from ligertune.data.rows.formats import FORMATS, check_columns, recognise
+from ligertune.data.rows.sources import Record
+from ligertune.errors import UserError
+
+
+def convert(row: dict) -> Conversation:
+    return recognise("auto", row.keys(), "data.jsonl").convert(Record(row, "data.jsonl:7"))
+
+
+def shape(conversation: Conversation) -> list[tuple[str, str]]:
+    return [(message.role, message.content) for message in conversation.messages]
+
+
+def chat(*turns: tuple[str, object], **more) -> dict:
+    return {"messages": [{"role": role, "content": content, **more} for role, content in turns]}
+
+
+def shared(*turns: tuple[str, object]) -> dict:
+    return {"conversations": [{"from": role, "value": value} for role, value in turns]}
+
+
+def test_alpaca_keeps_input_apart():
+    user, answer = convert({"instruction": "i", "input": "n", "output": "o", "category": 3}).messages
+    assert (user.content, user.input, answer.content) == ("i", "n", "o")
+
+
+@pytest.mark.parametrize("nothing", [None, ""])
+def test_alpaca_input_may_be_missing_or_null(nothing):
+    assert convert({"instruction": "i", "input": nothing, "output": "o"}) == convert(
+        {"instruction": "i", "output": "o"}
+    )
+
+
+def test_alpaca_system_and_history_come_first():
+    row = {"instruction": "i", "output": "o", "system": "s", "history": [["q", "a"]]}
+    assert shape(convert(row)) == [
+        ("system", "s"), ("user", "q"), ("assistant", "a"), ("user", "i"), ("assistant", "o"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("user", ["human", "user", "User "])
+@pytest.mark.parametrize("assistant", ["gpt", "chatgpt", "bing", "bard", "bot", "assistant", "model", " GPT"])
+def test_roles_have_many_names(user, assistant):
+    turns = [("system", "s"), (user, "q"), (assistant, "a")]
+    expected = [("system", "s"), ("user", "q"), ("assistant", "a")]
+    assert shape(convert(shared(*turns))) == shape(convert(chat(*turns))) == expected
+
+
+@pytest.mark.parametrize("tool", ["tool", "function", "observation", "function_response", "Observation"])
+@pytest.mark.parametrize("call", ["function_call", "Function_Call"])
+def test_tools_have_many_names(call, tool):
+    turns = [("developer", "s"), ("human", "q"), (call, '{"name": "f"}'), (tool, "49"), ("gpt", "a")]
+    messages = convert(shared(*turns)).messages
+    assert [message.role for message in messages] == ["system", "user", "assistant", "tool", "assistant"]
+    assert messages[2].calls[0].name == "f" and messages[3].content == "49"
+
+
+def test_every_role_name_is_tried_above():
+    """A new name in the table is a new name in a test."""
+    tried = {"human", "user", "gpt", "chatgpt", "bing", "bard", "bot", "assistant", "model", "system", "developer"}
+    assert set(ROLES) == tried | {"tool", "function", "observation", "function_response", "function_call"}
+
+
+def test_openais_older_function_call():
+    turns = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"x": 1}'}},
+        {"role": "function", "name": "f", "content": "2"},
+        {"role": "assistant", "content": "It is 2."},
+    ]
+    messages = convert({"messages": turns}).messages
+    assert (messages[1].calls[0].arguments, messages[2].role) == ({"x": 1}, "tool")
+
+
+def test_prompt_and_completion_as_texts():
+    row = {"prompt": "2 + 2 =", "completion": " 4"}
+    assert shape(convert(row)) == [("user", "2 + 2 ="), ("assistant", " 4")]
+
+
+def test_prompt_and_completion_as_turns_train_the_completion_only():
+    row = {
+        "prompt": chat(("system", "s"), ("user", "q"), ("assistant", "a"), ("user", "r"))["messages"],
+        "completion": chat(("assistant", "b"))["messages"],
+    }
+    trained = [message.content for message in convert(row).messages if message.trained and message.role == "assistant"]
+    assert trained == ["b"] and len(convert(row).messages) == 5
+
+
+def test_raw_text_is_taken_as_it_stands():
+    assert shape(convert({"text": " one\n\n"})) == [("assistant", " one\n\n")]
+
+
+@pytest.mark.parametrize("column", ["image", "images", "videos", "audio"])
+@pytest.mark.parametrize("row", [chat(("user", "q"), ("assistant", "a")), {"instruction": "i", "output": "o"}], ids=str)
+def test_a_row_with_images_is_an_error_with_its_place(column, row):
+    assert convert({**row, column: []}) == convert({**row, column: None}) == convert(row)
+    with pytest.raises(
+        UserError, match=rf"data\.jsonl:7: the row's `{column}` is no text, and this run trains on text"
+    ):
+        convert({**row, column: ["x.png"]})
+
+
+@pytest.mark.parametrize("kind", ["image", "image_url", "video", "input_audio"])
+def test_a_part_that_is_an_image_is_an_error_with_its_place(kind):
+    parts = [{"type": "text", "text": "What is this?"}, {"type": kind, kind: "x"}]
+    with pytest.raises(UserError, match=rf"data\.jsonl:7: a part of type {kind} is no text"):
+        convert(chat(("user", parts), ("assistant", "a")))
+
+
+def test_turns_may_bear_the_other_forms_keys_and_nulls():
+    turns = [{"role": "user", "content": "q", "from": None, "value": None}, {"role": "assistant", "content": "a"}]
+    assert shape(convert({"conversations": turns})) == [("user", "q"), ("assistant", "a")]
+
+
+def test_a_csv_cell_may_hold_the_turns_as_json():
+    row = chat(("user", "q"), ("assistant", "a"))
+    assert convert({"messages": json.dumps(row["messages"])}) == convert(row)
+
+
+def test_function_calls_and_observations():
+    call = '{"name": "area", "arguments": {"side": 7}}'
+    row = shared(("human", "q"), ("function_call", call), ("observation", "49"), ("gpt", "It is 49."))
+    row["tools"] = json.dumps([{"name": "area", "parameters": {}}])
+    conversation = convert(row)
+    assert [message.role for message in conversation.messages] == ["user", "assistant", "tool", "assistant"]
+    made = conversation.messages[1].calls[0]
+    assert (made.name, made.arguments, made.text) == ("area", {"side": 7}, call)
+    assert conversation.tools == ({"type": "function", "function": {"name": "area", "parameters": {}}},)
+
+
+def test_openai_tool_calls_without_text():
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": "é"}'}}
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    made = convert({"messages": turns}).messages[1].calls[0]
+    assert (made.name, made.arguments, made.text) == ("f", {"x": "é"}, '{"name": "f", "arguments": {"x": "é"}}')
+
+
+def test_parts_of_a_turn():
+    parts = [
+        {"type": "reasoning", "value": "hm"},
+        {"type": "text", "text": "a"},
+        "b",
+        {"type": "tool_call", "value": '{"name": "f"}'},
+    ]
+    message = convert(chat(("user", [{"type": "text", "value": "q"}]), ("assistant", parts))).messages[1]
+    assert (message.content, message.reasoning, message.calls[0].name) == ("ab", "hm", "f")
+
+
+@pytest.mark.parametrize("key", ["loss_weight", "weight", "train"])
+@pytest.mark.parametrize(("weight", "trained"), [(0, False), (0.0, False), (1, True), (1.0, True), (None, True)])
+def test_a_turns_own_weight(key, weight, trained):
+    row = chat(("user", "q"), ("assistant", "a"))
+    row["messages"][1][key] = weight
+    assert convert(row).messages[1].trained is trained
+
+
+@pytest.mark.parametrize(("role", "weight", "says"), [(1, 0.5, "only 0 and 1"), (0, 1, "only the assistant's turns")])
+def test_weights_that_cannot_be_honoured_are_errors_with_their_place(role, weight, says):
+    row = chat(("user", "q"), ("assistant", "a"))
+    row["messages"][role]["loss_weight"] = weight
+    with pytest.raises(UserError, match=rf"data\.jsonl:7: loss_weight .*{says}"):
+        convert(row)
+
+
+BAD = [
+    ("missing value", {"instruction": "i", "output": None}),
+    ("missing value", {"messages": None}),
+    ("missing value", chat(("user", "q"), ("assistant", None))),
+    ("missing value", {"messages": [{"content": "q"}]}),
+    ("not text", {"instruction": "i", "output": 42}),
+    ("not text", {"instruction": ["i"], "output": "o"}),
+    ("not text", shared(("human", 1), ("gpt", "a"))),
+    ("not text", chat(("user", [{"type": "refusal", "refusal": "x"}]), ("assistant", "a"))),
+    ("not a list of turns", {"messages": "hello"}),
+    ("not a list of turns", {"messages": ["hello"]}),
+    ("not a list of turns", {"conversations": {"from": "human", "value": "q"}}),
+    ("not a list of turns", {"instruction": "i", "output": "o", "history": 3}),
+    ("not a list of turns", {"messages": [{"role": "user", "content": "q", "tool_calls": 1}]}),
+    ("unknown role", shared(("human", "q"), ("critic", "a"))),
+    ("roles out of order", shared(("human", "q"), ("human", "q"), ("gpt", "a"))),
+    ("roles out of order", shared(("gpt", "a"), ("human", "q"), ("gpt", "a"))),
+    ("roles out of order", chat(("user", "q"), ("system", "s"), ("assistant", "a"))),
+    ("roles out of order", chat(("user", "q"), ("tool", "t"), ("assistant", "a"))),
+    ("no answer", shared(("human", "q"))),
+    ("no answer", {"messages": []}),
+    ("no text", {"text": " \n"}),
+    ("not text", {"prompt": 3, "completion": "c"}),
+    ("empty answer", {"prompt": "p", "completion": ""}),
+    ("last turn is not an answer", shared(("human", "q"), ("gpt", "a"), ("human", "q"))),
+    ("empty prompt", {"instruction": " ", "input": "", "output": "o"}),
+    ("empty prompt", shared(("human", ""), ("gpt", "a"))),
+    ("empty answer", {"instruction": "i", "output": " \n"}),
+    ("empty answer", chat(("user", "q"), ("assistant", ""))),
+    ("call is not JSON", shared(("human", "q"), ("function_call", "area(7)"), ("gpt", "a"))),
+    ("call is not JSON", shared(("human", "q"), ("function_call", '{"side": 7}'), ("gpt", "a"))),
+    ("tools are not JSON", {**chat(("user", "q"), ("assistant", "a")), "tools": "[{"}),
+]
+
+
+@pytest.mark.parametrize(("reason", "row"), BAD, ids=[f"{reason}-{n}" for n, (reason, _) in enumerate(BAD)])
+def test_a_bad_row_has_its_reason(reason, row):
+    with pytest.raises(BadRow) as caught:
+        convert(row)
+    assert caught.value.reason == reason and reason in REASONS
+
+
+UNUSUAL = [
+    {"instruction": "", "input": "n", "output": "o"},
+    {"instruction": "i", "input": "no input", "output": "o"},
+    chat(("system", "s"), ("assistant", "Welcome.")),
+    chat(("system", " "), ("user", "q"), ("assistant", "a")),
+    shared(("human", "q"), ("function_call", '{"name": "f"}'), ("observation", ""), ("gpt", "a")),
+]
+
+
+@pytest.mark.parametrize("row", UNUSUAL, ids=str)
+def test_what_is_merely_unusual_is_kept(row):
+    assert convert(row).messages[-1].role == "assistant"
+
+
+@pytest.mark.parametrize(
+    ("columns", "name"),
+    [
+        (("instruction", "output"), "alpaca"),
+        (("instruction", "input", "output", "text"), "alpaca"),
+        (("id", "conversations"), "sharegpt"),
+        (("messages", "prompt", "prompt_id"), "messages"),
+        (("prompt", "completion", "id"), "prompt_completion"),
+        (("text", "url"), "text"),
+        (("prompt", "completion", "text"), "prompt_completion or text"),
+    ],
+)
+def test_formats_are_recognised_by_columns(columns, name):
+    if " or " in name:
+        with pytest.raises(UserError, match="fit prompt_completion and text"):
+            recognise("auto", columns, "d")
+        return
+    assert recognise("auto", columns, "d").name == name == recognise(name, columns, "d").name
+
+
+@pytest.mark.parametrize(
+    ("name", "columns", "says"),
+    [
+        ("auto", ("instruction", "response"), r"columns \(instruction, response\).*nearest is alpaca.*needs `output`"),
+        ("auto", ("prompt", "chosen", "rejected"), "nearest is prompt_completion, which also needs `completion`"),
+        ("auto", (), r"columns \(none\)"),
+        ("auto", ("conversation",), "nearest is sharegpt, which also needs `conversations`"),
+        ("messages", ("instruction", "output"), "do not fit messages, which also needs `messages`"),
+        ("auto", ("messages", "conversations"), "fit sharegpt and messages"),
+    ],
+)
+def test_other_columns_name_the_nearest_format(name, columns, says):
+    with pytest.raises(UserError, match=says):
+        recognise(name, columns, "d")
+
+
+def test_a_rename_to_a_column_that_no_format_reads_is_refused():
+    check_columns({column for row in FORMATS for column in row.required + row.optional})
+    with pytest.raises(UserError, match="no format reads a column `answer`"):
+        check_columns(["answer"])

@@ -1,0 +1,157 @@
+"""`ligertune doctor`: what each line warns of and the command it names, and whether `--kernels` sees a wrong kernel."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from packaging.requirements import Requirement
+from typer.testing import CliRunner
+
+from ligertune.bench.case import function
+from ligertune.bench.cases.case_table import SUBJECT_OF
+from ligertune.bench.kernel_check import SIZES, check_ops
+from ligertune.cli.app import app
+from ligertune.doctor import gpu, host, software
+from ligertune.hardware import Machine
+
+CPU = Machine(
+    vendor="cpu", device="cpu", name="a CPU", arch="x86_64", device_count=1, memory_bytes=2**34, has_bfloat16=True,
+    peak_flops=None, peak_bandwidth=None, world_size=1, torch_version="2.13.0",
+)  # fmt: skip
+NVIDIA = dataclasses.replace(CPU, vendor="nvidia", device="cuda", name="NVIDIA H100", arch="sm90", device_count=2)
+OLD = dataclasses.replace(NVIDIA, name="Tesla T4", arch="sm75", has_bfloat16=False)
+CDNA = dataclasses.replace(NVIDIA, vendor="amd", name="AMD Instinct MI300X", arch="gfx942")
+RDNA = dataclasses.replace(CDNA, name="Radeon RX 7900 XTX", arch="gfx1100")
+
+
+def test_every_op_is_checked():
+    assert set(SIZES) == set(SUBJECT_OF)
+
+
+@pytest.mark.parametrize(
+    ("torch_version", "triton", "required", "ok"),
+    [
+        ("2.11.0+cu130", "3.6.0", "3.6.0", True),
+        ("2.11.0+cu130", "3.7.1", "3.6.0", False),
+        ("2.11.0+rocm7.2", "3.6.0+rocm7.2.git1", "3.6.0+rocm7.2.git1", True),
+        ("2.13.0+cpu", "3.7.1", None, True),  # a CPU build names none: what was tested together
+        ("2.13.0+cpu", "3.8.0", None, False),
+        ("2.99.0+cpu", "9.9.0", None, True),  # not known, and not held against anybody
+        ("2.13.0+cpu", "", None, True),
+    ],
+)
+def test_torch_and_triton_pair(torch_version, triton, required, ok):
+    found = software.pairing(torch_version, triton, required)
+    assert found.ok is ok
+    assert ok or found.command.startswith("pip uninstall -y torch" if required else "pip install 'triton==3.7.*'")
+
+
+def test_two_owners_of_triton():
+    assert software.triton_owners(["triton"]).ok
+    found = software.triton_owners(["triton", "triton-rocm"])
+    assert "triton and triton-rocm" in found.advice and "pip uninstall -y torch triton triton-rocm" in found.command
+
+
+def test_an_old_package_names_what_is_needed():
+    wanted = Requirement("transformers>=5.10.1")
+    assert software.package("transformers", "5.23.0", wanted).ok
+    assert software.package("transformers", "5.9.0", wanted).command == "pip install 'transformers>=5.10.1'"
+
+
+@pytest.mark.parametrize(("triton", "ok"), [("3.6.0", False), ("3.9.0", True), ("", True)])
+def test_a_missing_c_compiler(triton, ok, monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    found = software.c_compiler(triton, needed=True)
+    assert found.ok is ok and (ok or "gcc" in found.command)
+    assert software.c_compiler(triton, needed=False).ok
+
+
+@pytest.mark.parametrize(
+    ("present", "words"),
+    [("", ""), ("nvidia", "an NVIDIA GPU"), ("amd", "an AMD GPU"), ("amd, closed", "/dev/kfd")],
+)
+def test_a_gpu_that_torch_does_not_see(present, words):
+    found = gpu.device(CPU, present)
+    assert found.ok is not bool(words) and words in found.advice and bool(found.command) is bool(words)
+    assert gpu.device(NVIDIA, "nvidia").ok
+
+
+@pytest.mark.parametrize(
+    ("machine", "there", "absent"),
+    [
+        (CPU, ["sdpa"], ["varlen", "flex_attention"]),
+        (NVIDIA, ["varlen", "flex_attention", "sdpa"], []),
+        (OLD, ["sdpa", "flex_attention"], ["varlen: Tesla T4 (sm75) is older than sm80"]),
+        (CDNA, ["sdpa", "flex_attention"], ["varlen"]),
+    ],
+    ids=["cpu", "nvidia", "old", "amd"],
+)
+def test_attention_of_a_machine(machine, there, absent):
+    usable, _, missing = gpu.attention(machine).value.partition(" (not ")
+    assert set(there) <= set(usable.split(", "))
+    assert all(words in missing for words in absent)
+
+
+@pytest.mark.parametrize(
+    ("machine", "variables", "bitsandbytes", "warned"),
+    [
+        (NVIDIA, {gpu.OVERRIDE: "11.0.0"}, "0.45", []),
+        (CDNA, {}, None, []),
+        (RDNA, {}, None, ["AOTriton"]),
+        (RDNA, {gpu.AOTRITON: "1"}, "0.50.1", []),
+        (CDNA, {gpu.OVERRIDE: "9.4.2"}, "0.49.0", [gpu.OVERRIDE, "bitsandbytes"]),
+    ],
+)
+def test_what_amd_must_be_told(machine, variables, bitsandbytes, warned):
+    found = gpu.amd(machine, variables, installed_bitsandbytes=bitsandbytes)
+    assert [f.what for f in found if not f.ok] == warned
+    assert all(f.command for f in found if not f.ok)
+
+
+@pytest.mark.parametrize(("arch", "words"), [("gfx942", "never run"), ("gfx1151", "not among the chips")])
+def test_what_was_never_run_is_said(arch, words):
+    assert words in gpu.amd(dataclasses.replace(CDNA, arch=arch), {}, installed_bitsandbytes=None)[0].value
+
+
+def test_variables_that_change_a_run():
+    variables = {"TRITON_INTERPRET": "1", "HF_HUB_OFFLINE": "0", "WORLD_SIZE": "2"}
+    assert [f.what for f in host.environment(variables, "nvidia")] == ["TRITON_INTERPRET", "WORLD_SIZE"]
+    assert [f.command for f in host.environment(variables, "cpu")] == ["unset WORLD_SIZE"]  # a CPU may interpret
+
+
+def test_a_cache_on_a_full_disk(monkeypatch, tmp_path):
+    monkeypatch.setattr(host, "LEAST_DISK", 2**62)
+    assert "GiB is free" in host.cache(tmp_path / "not" / "there").advice
+    assert not host.free_disk("here", tmp_path).ok
+
+
+def test_the_command_reports_lines_and_kernels_as_json():
+    done = CliRunner().invoke(app, ["doctor", "--kernels", "--json"])
+    assert done.exit_code == 0, done.output
+    report = json.loads(done.stdout)
+    named = {line["what"] for line in report["findings"]}
+    assert {"torch", "device", "driver", "attention", "C compiler", "free disk here", "several processes"} <= named
+    assert {check["op"] for check in report["kernels"]} == set(SUBJECT_OF)
+    assert all(check["ok"] for check in report["kernels"])
+
+
+@pytest.mark.parametrize("wrong", ["a factor", "not a number", "an exception"])
+def test_a_wrong_kernel_is_seen(wrong, monkeypatch):
+    """In one op: its output a twentieth too large, NaN, or none at all."""
+
+    def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        if wrong == "an exception":
+            raise RuntimeError("no kernel image is available")
+        return torch.nn.functional.silu(gate) * up * (1.05 if wrong == "a factor" else float("nan"))
+
+    broken = dataclasses.replace(SUBJECT_OF["swiglu"], providers=(function("ours", swiglu),))
+    monkeypatch.setattr("ligertune.bench.kernel_check.SUBJECTS", (broken,))
+    (checks,) = check_ops(torch.device("cpu"), (torch.float32,))
+    assert checks and not any(check.good for check in checks)
+    json.dumps(checks[0].as_dict(), allow_nan=False)
+    done = CliRunner().invoke(app, ["doctor", "--kernels"])
+    assert done.exit_code == 1 and "WRONG" in done.output

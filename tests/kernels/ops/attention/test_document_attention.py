@@ -1,0 +1,267 @@
+"""document_attention against float64: documents and tiles of all lengths, windows, caps, strides, what lies around."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from judge import OF_A_ROW, judge
+from ligertune_kernels import document_attention, document_attention_reference, runs_triton
+from ligertune_kernels.launcher import INTERPRETED, INTERPRETER, Chip
+from ligertune_kernels.ops.attention.document_attention import _tiles
+
+# The interpreter multiplies the bits of bfloat16 as if they were integers.
+DTYPES = (torch.float32, torch.float16) if INTERPRETED else (torch.float32, torch.float16, torch.bfloat16)
+LENGTHS = (
+    pytest.param((2,), id="two tokens"),
+    pytest.param((37,), id="one document"),
+    pytest.param((16, 16, 16), id="documents as long as a tile"),
+    pytest.param((3, 40, 1, 5, 20), id="several in a tile, one over several"),
+)
+HEADS = (
+    # H, K, D
+    pytest.param((1, 1, 16), id="one head"),
+    pytest.param((4, 2, 32), id="grouped heads"),
+    pytest.param((3, 1, 24), id="a head of no power of two"),
+)
+TERMS = (
+    {},
+    {"window": 2},
+    {"window": 7},
+    {"window": 24, "scale": 0.7},
+    {"softcap": 2.0},
+    {"softcap": 5.0, "window": 9},
+)
+
+
+def places(lengths: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """starts and ends."""
+    sizes = torch.tensor(lengths)
+    ends = sizes.cumsum(0)
+    return tuple(t.repeat_interleave(sizes).to(device, torch.int32) for t in (ends - sizes, ends))
+
+
+def inputs(n_tokens: int, heads: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
+    """(T, H, D) and twice (T, K, D), as models have them: views of (H, T, D)."""
+    n_heads, n_key_heads, head_dim = heads
+    made = (torch.randn(n, n_tokens, head_dim, device=device, dtype=dtype) for n in (n_heads, n_key_heads, n_key_heads))
+    return [t.transpose(0, 1) for t in made]
+
+
+class Formula(torch.autograd.Function):
+    """The op's own equations without tiles, in float32 rounded where they are: gradients of scores are made from the
+    output as it is stored, and where a token sees little more than itself that rounding is most of what they are."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, starts, window, scale, softcap):
+        out = document_attention_reference(q, k, v, starts, None, window=window, scale=scale, softcap=softcap)
+        ctx.save_for_backward(q, k, v, starts, out)
+        ctx.terms = window, q.shape[-1] ** -0.5 if scale is None else scale, softcap
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        *tensors, starts, out = ctx.saved_tensors
+        (window, scale, softcap), dtype, group = ctx.terms, out.dtype, out.shape[1] // tensors[1].shape[1]
+        wide = [t.transpose(0, 1).to(torch.promote_types(dtype, torch.float32)) for t in (*tensors, out, grad)]
+        q, k, v, out, grad = (t.repeat_interleave(group, 0) if i in (1, 2) else t for i, t in enumerate(wide))
+        scores = q @ k.mT * scale
+        slope = 1.0
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+            slope = 1 - (scores / softcap).square()
+        rows = torch.arange(len(starts), device=starts.device)
+        seen = (rows <= rows[:, None]) & (rows >= starts[:, None]) & (rows > rows[:, None] - (window or len(starts)))
+        weights = torch.softmax(scores.masked_fill(~seen, float("-inf")), -1)
+        d_scores = weights * (grad @ v.mT - (grad * out).sum(-1, keepdim=True)) * slope
+        d_scores, weights = (t.to(dtype).to(q.dtype) for t in (d_scores, weights))
+        gradients = (
+            scale * d_scores @ k,
+            *(t.unflatten(0, (-1, group)).sum(1) for t in (scale * d_scores.mT @ q, weights.mT @ grad)),
+        )
+        return *(t.transpose(0, 1).to(dtype) for t in gradients), *(None,) * 4
+
+
+def judged(lengths, heads, dtype, device, **terms) -> None:
+    starts, ends = places(lengths, device)
+    terms = {"window": None, "scale": None, "softcap": None} | terms
+
+    def plain(q, k, v):
+        rounds = q.dtype in (torch.float16, torch.bfloat16)
+        reference = document_attention_reference
+        return Formula.apply(q, k, v, starts, *terms.values()) if rounds else reference(q, k, v, starts, ends, **terms)
+
+    op = functools.partial(document_attention, **terms)
+    judge(lambda q, k, v: op(q, k, v, starts, ends), plain, inputs(sum(lengths), heads, dtype, device), times=OF_A_ROW)
+
+
+@pytest.mark.parametrize("terms", TERMS, ids=str)
+def test_the_formula_is_the_references(terms, device) -> None:
+    """In float64, where no rounding parts them."""
+    lengths, terms = (3, 40, 1, 5, 20), {"window": None, "scale": None, "softcap": None} | terms
+    starts, ends = places(lengths, device)
+    leaves = [t.requires_grad_() for t in inputs(sum(lengths), (4, 2, 32), torch.float64, device)]
+    outs = Formula.apply(*leaves, starts, *terms.values()), document_attention_reference(*leaves, starts, ends, **terms)
+    grad = torch.randn_like(outs[0])
+    for ours, theirs in zip(*(torch.autograd.grad(out, leaves, grad) for out in outs), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_agrees_with_float64(lengths, heads, dtype, device) -> None:
+    judged(lengths, heads, dtype, device)
+
+
+@pytest.mark.parametrize("terms", TERMS, ids=str)
+def test_every_term_agrees_with_float64(terms, device) -> None:
+    judged((3, 40, 1, 5, 20), (4, 2, 32), torch.float32, device, **terms)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("lengths, terms", [((1,), {}), ((1,) * 40, {}), ((40,), {"window": 1})], ids=str)
+def test_a_token_that_sees_itself_alone_gives_its_value(lengths, terms, dtype, device) -> None:
+    leaves = [t.requires_grad_() for t in inputs(sum(lengths), (2, 1, 16), dtype, device)]
+    out = document_attention(*leaves, *places(lengths, device), **terms)
+    assert torch.equal(out, leaves[2].expand_as(out))
+    grad = torch.randn_like(out)
+    dq, dk, dv = torch.autograd.grad(out, leaves, grad)
+    torch.testing.assert_close(dv, grad.sum(1, keepdim=True, dtype=torch.float32).to(dtype), rtol=8e-3, atol=1e-3)
+    assert max(dq.abs().max(), dk.abs().max()) < 1e-5  # what is left of a difference of equals
+
+
+def test_is_scaled_dot_product_attention_of_each_document(device) -> None:
+    lengths = (5, 33, 18)
+    q, k, v = inputs(sum(lengths), (4, 2, 32), torch.float32, device)
+    each = zip(*(t.split(lengths) for t in (q, k, v)), strict=True)
+    expected = [
+        torch.nn.functional.scaled_dot_product_attention(
+            *(t.transpose(0, 1)[None] for t in document), is_causal=True, enable_gqa=True
+        )[0].transpose(0, 1)
+        for document in each
+    ]
+    found = document_attention(q, k, v, *places(lengths, device))
+    torch.testing.assert_close(found, torch.cat(expected), rtol=1e-5, atol=1e-5)
+
+
+def test_nothing_around_the_row_is_read(device) -> None:
+    """Rows of a larger tensor of NaN, tokens and heads that do not lie one behind another."""
+    lengths, room = (7, 30, 4), torch.full((60, 9, 48), float("nan"), device=device)
+    room[5:46, 1:8, :32] = torch.randn(41, 7, 32, device=device)
+    leaves = [room[5:46, first:last, :32] for first, last in ((1, 5), (5, 6), (7, 8))]
+    own = [t.clone().requires_grad_() for t in leaves]
+    leaves = [t.detach().requires_grad_() for t in leaves]
+    outs = [document_attention(*t, *places(lengths, device)) for t in (leaves, own)]
+    assert torch.equal(*outs)
+    grads = [torch.autograd.grad(out.square().sum(), t) for out, t in zip(outs, (leaves, own), strict=True)]
+    assert all(torch.equal(a, b) and a.isfinite().all() for a, b in zip(*grads, strict=True))
+
+
+def test_no_document_sees_another_and_no_token_the_next(device) -> None:
+    lengths = (20, 25)
+    q, k, v = inputs(45, (2, 1, 16), torch.float32, device)
+    before = document_attention(q, k, v, *places(lengths, device))
+    k, v = k.clone(), v.clone()
+    k[30:], v[30:] = 9.0, -9.0
+    after = document_attention(q, k, v, *places(lengths, device))
+    assert torch.equal(before[:30], after[:30])
+    assert not torch.isclose(before[30:], after[30:]).all(-1).any()
+
+
+def test_a_large_score_neither_overflows_nor_hides_what_a_mask_leaves(device) -> None:
+    """Scores of 3,000 and of -3,000: where a whole block is masked for a row, its maximum is of nothing."""
+    q, k, v = inputs(50, (1, 1, 16), torch.float32, device)
+    q, k = 40 * q, 40 * torch.cat((-q[:25], q[25:]))
+    starts, ends = places((30, 20), device)
+    expected = document_attention_reference(*(t.double() for t in (q, k, v)), starts, ends)
+    torch.testing.assert_close(document_attention(q, k, v, starts, ends).double(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_row_of_no_tokens(device) -> None:
+    q, k, v = (t.requires_grad_() for t in inputs(0, (4, 2, 16), torch.float32, device))
+    nothing = torch.empty(0, device=device, dtype=torch.int32)
+    out = document_attention(q, k, v, nothing, nothing)
+    out.sum().backward()
+    assert out.shape == q.grad.shape == (0, 4, 16)
+
+
+def test_the_same_bits_each_time(device) -> None:
+    lengths = (3, 40, 1, 5, 20)
+
+    def run() -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        leaves = [t.requires_grad_() for t in inputs(69, (4, 2, 32), torch.float32, device)]
+        out = document_attention(*leaves, *places(lengths, device))
+        return [out, *torch.autograd.grad(out.square().sum(), leaves)]
+
+    assert all(torch.equal(a, b) for a, b in zip(run(), run(), strict=True))
+
+
+def test_columns_that_are_no_neighbours(device) -> None:
+    tensors = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in inputs(20, (2, 2, 16), torch.float32, device)]
+    where = places((12, 8), device)
+    expected = document_attention_reference(*tensors, *where)
+    torch.testing.assert_close(document_attention(*tensors, *where), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (lambda q, k, v, s, e: (q, k[:, :1], v, s, e), "expected"),
+        (lambda q, k, v, s, e: (q, k.half(), v, s, e), "one dtype"),
+        (lambda q, k, v, s, e: (q, k, v, s.long(), e), "starts is torch.int64"),
+        (lambda q, k, v, s, e: (q, k, v, s, e[:-1]), "ends is"),
+    ],
+    ids=["heads", "dtype", "wide places", "too few places"],
+)
+def test_what_does_not_fit_is_refused(change, words, device) -> None:
+    q, k, v = inputs(9, (6, 2, 16), torch.float32, device)
+    with pytest.raises(ValueError, match=words):
+        document_attention(*change(q, k, v, *places((4, 5), device)))
+
+
+@pytest.mark.parametrize("terms", [{"scale": 0.0}, {"scale": -1.0}, {"window": 0}, {"softcap": 0.0}], ids=str)
+def test_terms_without_a_meaning_are_refused(terms, device) -> None:
+    q, k, v = inputs(9, (6, 2, 16), torch.float32, device)
+    with pytest.raises(ValueError, match=next(iter(terms))):
+        document_attention(q, k, v, *places((4, 5), device), **terms)
+
+
+CHIPS = [("sm90", 32, "nvidia"), ("sm80", 32, "nvidia"), ("gfx942", 64, "amd"), ("gfx1100", 32, "amd")]
+
+
+@pytest.mark.parametrize("arch, warp, vendor", CHIPS)
+@pytest.mark.parametrize("width", [16, 64, 80, 128, 256])
+def test_a_block_of_queries_divides_a_tile_of_keys(width, arch, warp, vendor) -> None:
+    """What the keys' kernel goes by: blocks at the diagonal are whole."""
+    tiles = _tiles(width, True, torch.bfloat16, Chip(vendor, arch, warp, 132, 1 << 20))
+    if tiles is None:
+        assert (arch, width > 64) == ("gfx1100", True)
+    else:
+        rows, cols, *_ = tiles[2]
+        assert cols % rows == 0
+
+
+def test_the_interpreters_tiles_are_small_enough_for_these_tests() -> None:
+    """Or nothing here would have more than one."""
+    assert all(max(rows, cols) <= 16 for rows, cols, *_ in _tiles(32, False, torch.bfloat16, INTERPRETER))
+
+
+def test_autocast_brings_them_to_one_dtype(device) -> None:
+    """Rotation leaves queries and keys in the tables' float32."""
+    q, k, v = inputs(20, (2, 1, 16), torch.float32, device)
+    v = v.to(torch.float16)
+    where = places((12, 8), device)
+    with torch.autocast(device.type, torch.float16):
+        found = document_attention(q, k, v, *where)
+    assert torch.equal(found, document_attention(q.to(torch.float16), k.to(torch.float16), v, *where))
+    with pytest.raises(ValueError, match="one dtype"):
+        document_attention(q, k, v, *where)
+
+
+def test_float64_takes_the_reference(device) -> None:
+    tensors = inputs(9, (2, 1, 16), torch.float64, device)
+    assert not runs_triton(tensors[0])
+    assert document_attention(*tensors, *places((4, 5), device)).dtype is torch.float64

@@ -1,0 +1,100 @@
+"""embedding: an exact copy, and a gradient whose segments begin, end, cross and fill the chunks of the backward."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from judge import judge
+from ligertune_kernels import Embedding, embedding, embedding_reference, runs_triton
+from ligertune_kernels.ops.extra.embedding import CHUNK
+
+V = 11
+SEGMENTS = (
+    pytest.param([1], id="one index"),
+    pytest.param([CHUNK], id="one segment, one chunk"),
+    pytest.param([2 * CHUNK], id="a segment that fills two chunks"),
+    pytest.param([3, CHUNK, CHUNK - 3], id="one that crosses into the next chunk and ends with it"),
+    pytest.param([5, 3 * CHUNK, 2, 1], id="one that crosses two whole chunks and ends within a third"),
+    pytest.param([CHUNK, CHUNK, 1], id="segments that begin and end with their chunks"),
+    pytest.param([1] * V, id="every index once"),
+    pytest.param([CHUNK - 1, 2, CHUNK + 5, 2 * CHUNK, 7], id="crossings in a row, the last chunk ragged"),
+)
+
+
+def shuffled(lengths: list[int], device: torch.device, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    """Indices that occur so often each; indices of a table are not used in order."""
+    values = torch.randperm(V)[: len(lengths)].repeat_interleave(torch.tensor(lengths))
+    return values[torch.randperm(values.numel())].to(device, dtype)
+
+
+@pytest.mark.parametrize("n_cols", [8, 1030])  # several rows a program; a ragged second block in the backward
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("lengths", SEGMENTS)
+def test_agrees_with_float64(lengths, dtype, n_cols, device) -> None:
+    indices = shuffled(lengths, device)
+    weight = torch.randn(V, n_cols, device=device, dtype=dtype)
+    assert torch.equal(embedding(indices, weight), weight[indices])
+
+    def plain(w: torch.Tensor) -> torch.Tensor:
+        """Rounds its gradient once, as the kernels do; torch rounds each of its sums on some devices."""
+        if runs_triton(weight) and w.dtype != torch.float64:
+            return embedding_reference(indices, w.float()).to(w.dtype)
+        return embedding_reference(indices, w)
+
+    judge(lambda w: embedding(indices, w), plain, [weight])
+
+
+@pytest.mark.parametrize("padding_idx", [4, -1])
+def test_padding_gets_no_gradient(padding_idx, device) -> None:
+    indices = torch.tensor([4, 10, 3] * (2 * CHUNK), device=device)
+    weight = torch.randn(V, 8, device=device)
+    judge(
+        lambda w: embedding(indices, w, padding_idx), lambda w: embedding_reference(indices, w, padding_idx), [weight]
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_takes_indices_of_any_shape_and_a_table_of_any_stride(dtype, device) -> None:
+    indices = shuffled([4, 20, 12], device, dtype).view(3, 4, 3).transpose(0, 2)
+    for weight in (torch.randn(V, 24, device=device)[:, 8:], torch.randn(16, V, device=device).T):
+        leaf = weight.detach().requires_grad_()
+        y, expected = embedding(indices, leaf), embedding_reference(indices, leaf)
+        assert torch.equal(y, expected)
+        up = torch.randn(16, 3, 4, 3, device=device).permute(1, 2, 3, 0)
+        torch.testing.assert_close(torch.autograd.grad(y, leaf, up), torch.autograd.grad(expected, leaf, up))
+
+
+def test_an_index_outside_the_table_is_nan_and_reads_nothing(device) -> None:
+    weight = torch.randn(V, 8, device=device, requires_grad=True)
+    if not runs_triton(weight):
+        pytest.skip("torch's own embedding stops at such an index")
+    indices = torch.tensor([2, V, -1, 3, 2**40] + [V + 1] * 40, device=device)
+    y = embedding(indices, weight)
+    assert y[[0, 3]].isfinite().all() and y[[1, 2, *range(4, 45)]].isnan().all()
+    (grad,) = torch.autograd.grad(y, weight, torch.ones_like(y))
+    expected = torch.zeros(V, 8, device=device)
+    expected[[2, 3]] = 1.0
+    assert torch.equal(grad, expected)
+
+
+@pytest.mark.parametrize("shape", [(0,), (2, 0)])
+def test_takes_no_indices(shape, device) -> None:
+    weight = torch.randn(V, 8, device=device, requires_grad=True)
+    y = embedding(torch.zeros(shape, device=device, dtype=torch.int64), weight)
+    y.sum().backward()
+    assert y.shape == (*shape, 8) and not weight.grad.any()
+
+
+def test_module_takes_the_place_of_torchs(device) -> None:
+    indices = shuffled([3, 2], device)
+    ours, torchs = Embedding(V, 8, padding_idx=2).to(device), torch.nn.Embedding(V, 8, padding_idx=2).to(device)
+    assert not ours.weight[2].any() and ours.weight[3].all()
+    ours.load_state_dict(torchs.state_dict())
+    assert torch.equal(ours(indices), torchs(indices))
+
+
+def test_names_what_does_not_fit() -> None:
+    with pytest.raises(ValueError, match="expected \\(V, E\\), and int32 or int64"):
+        embedding(torch.zeros(2), torch.zeros(3, 4))
+    with pytest.raises(ValueError, match="padding_idx is 3, but weight has 3 rows"):
+        embedding(torch.zeros(2, dtype=torch.int64), torch.zeros(3, 4), 3)

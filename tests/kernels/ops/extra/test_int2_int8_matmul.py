@@ -1,0 +1,128 @@
+"""int2_int8_matmul against integer arithmetic, bit for bit; packing there and back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ligertune_kernels import int2_int8_matmul, int2_int8_matmul_reference, pack_int2, runs_triton, unpack_int2
+from ligertune_kernels.launcher import INTERPRETER, Chip
+from ligertune_kernels.ops.extra.int2_int8_matmul import _unpack, unpacks_first
+
+SIZES = (
+    pytest.param((1,), 1, 4, id="one row, one column, one byte"),
+    pytest.param((3, 7), 67, 260, id="rows in two dimensions, nothing a multiple of a tile"),
+    pytest.param((600,), 20, 64, id="more row tiles than a group, the last one short"),
+    pytest.param((70,), 130, 1024, id="several tiles each way, whole 16 bytes"),
+    pytest.param((13, 5), 72, 320, id="unpacked as a whole, from the first number of rows on"),
+)
+H100 = Chip("nvidia", "sm90", 32, 132, 50 << 20)
+MI300X = Chip("amd", "gfx942", 64, 304, 4 << 20)
+
+
+def example(leading: tuple[int, ...], n_cols: int, n_inner: int, device: torch.device):
+    """x that holds -128 and 127, and w of -2 to 1 before packing."""
+    x = torch.randint(-128, 128, (*leading, n_inner), device=device, dtype=torch.int8)
+    x.view(-1)[:2] = torch.tensor([-128, 127])
+    return x, torch.randint(-2, 2, (n_cols, n_inner), device=device)
+
+
+@pytest.mark.parametrize("leading, n_cols, n_inner", SIZES)
+def test_is_the_integer_product(leading, n_cols, n_inner, device) -> None:
+    x, w = example(leading, n_cols, n_inner, device)
+    expected = (x.cpu().long() @ w.cpu().T).to(device, torch.int32)
+    for op in (int2_int8_matmul, int2_int8_matmul_reference):
+        y = op(x, pack_int2(w))
+        assert y.dtype == torch.int32 and torch.equal(y, expected)
+
+
+def test_the_largest_sums_are_exact(device) -> None:
+    """-128 · -2 · 70,000 is 1.8e7: past the 2²⁴ up to which float32 counts."""
+    x = torch.full((1, 70_000), -128, device=device, dtype=torch.int8)
+    x[0, 0] = -127
+    w = pack_int2(torch.full((1, 70_000), -2, device=device))
+    assert int2_int8_matmul(x, w).item() == 256 * 70_000 - 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("by_row", [True, False])
+@pytest.mark.parametrize("by_column", [True, False, None])
+@pytest.mark.parametrize("n_rows, n_cols", [(10, 67), (66, 72)], ids=["fused", "unpacked"])
+def test_scales_multiply_the_product(n_rows, n_cols, by_column, by_row, dtype, device) -> None:
+    x, w = example((2, n_rows // 2), n_cols, 64, device)
+    if by_row is False and by_column is None:
+        return
+    x_scale = torch.rand(x.shape[:-1], device=device, dtype=dtype) if by_row else None
+    weight_scale = None if by_column is None else torch.rand((n_cols,) if by_column else (), device=device, dtype=dtype)
+    y = int2_int8_matmul(x, pack_int2(w), x_scale=x_scale, weight_scale=weight_scale)
+    expected = int2_int8_matmul_reference(x, pack_int2(w), x_scale=x_scale, weight_scale=weight_scale)
+    assert y.dtype == torch.float32
+    torch.testing.assert_close(y, expected, rtol=2.0**-22, atol=0.0)  # two roundings
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int64])
+@pytest.mark.parametrize("shape", [(4,), (3, 8), (2, 3, 12), (0, 4)])
+def test_packing_there_and_back(shape, dtype, device) -> None:
+    w = torch.randint(-2, 2, shape, device=device).to(dtype)
+    packed = pack_int2(w)
+    assert packed.dtype == torch.uint8 and packed.shape == (*shape[:-1], shape[-1] // 4)
+    assert torch.equal(unpack_int2(packed), w.to(torch.int8))
+
+
+def test_a_byte_holds_one_column_of_each_quarter(device) -> None:
+    w = torch.tensor([[0, 1, -2, -1, 1, 1, 0, 0]], device=device)  # quarters (0 1) (-2 -1) (1 1) (0 0)
+    assert pack_int2(w).tolist() == [[0b00_01_10_00, 0b00_01_11_01]]
+
+
+@pytest.mark.parametrize("n_rows, n_bytes", [(1, 1), (7, 65), (3, 2049), (5, 4096)], ids=str)
+def test_the_kernel_unpacks_what_torch_does(n_rows, n_bytes, device) -> None:
+    """One byte; odd; one byte past a block; whole blocks: of every byte there is, and of every second row."""
+    wide = torch.randint(256, (2 * n_rows, n_bytes + 3), device=device, dtype=torch.uint8)
+    if not runs_triton(wide):
+        pytest.skip("the kernel needs a GPU or Triton's interpreter")
+    for w in (wide[:n_rows, :n_bytes].contiguous(), wide[::2, 1 : n_bytes + 1]):
+        assert torch.equal(_unpack(w), unpack_int2(w))
+
+
+@pytest.mark.parametrize("chip", [H100, INTERPRETER], ids=["H100", "interpreter"])
+def test_many_rows_on_nvidia_unpack_the_weight_first(chip) -> None:
+    assert unpacks_first(65, 4096, 1024, chip)
+    assert unpacks_first(4096, 8, 16, chip)
+    assert not unpacks_first(64, 4096, 1024, chip)  # the weight's bytes are the time
+    assert not unpacks_first(65, 4097, 1024, chip)  # cuBLAS wants N in eights
+    assert not unpacks_first(65, 4096, 1026, chip)  # quarters of no 16 bytes
+    assert not unpacks_first(4096, 4096, 1024, MI300X)
+
+
+@pytest.mark.parametrize("leading, n_cols", [((6, 4), 9), ((6, 16), 16)], ids=["fused", "unpacked"])
+def test_takes_rows_of_any_stride(leading, n_cols, device) -> None:
+    x, w = example(leading, n_cols, 128, device)
+    packed = pack_int2(w)
+    for view in (x[::2], x.transpose(0, 1), x[:, :, ::2].contiguous().repeat_interleave(2, dim=-1)[..., :128]):
+        assert torch.equal(int2_int8_matmul(view, packed), int2_int8_matmul(view.contiguous(), packed))
+    late = torch.cat([x.view(-1)[:3], x.view(-1)])[3:].view(x.shape)  # starts at no multiple of 16 bytes
+    assert torch.equal(int2_int8_matmul(late, packed), int2_int8_matmul(x, packed))
+    wide = pack_int2(torch.cat([w, w], dim=1))
+    assert torch.equal(int2_int8_matmul(x, wide[:, ::2]), int2_int8_matmul(x, wide[:, ::2].contiguous()))
+
+
+@pytest.mark.parametrize("leading, n_cols", [((0,), 5), ((2, 0), 5), ((3,), 0)])
+def test_nothing_in_gives_nothing_out(leading, n_cols, device) -> None:
+    x = torch.zeros(*leading, 8, device=device, dtype=torch.int8)
+    y = int2_int8_matmul(x, torch.zeros(n_cols, 2, device=device, dtype=torch.uint8))
+    assert y.shape == (*leading, n_cols) and y.dtype == torch.int32
+
+
+def test_names_what_does_not_fit() -> None:
+    x, w = torch.zeros(2, 8, dtype=torch.int8), torch.zeros(3, 2, dtype=torch.uint8)
+    with pytest.raises(ValueError, match=r"x is torch\.float32"):
+        int2_int8_matmul(x.float(), w)
+    with pytest.raises(ValueError, match=r"expected \(\.\.\., K\) and \(N, K/4\)"):
+        int2_int8_matmul(x[:, :4], w)
+    with pytest.raises(ValueError, match=r"x_scale is \(3,\); expected \(2,\)"):
+        int2_int8_matmul(x, w, x_scale=torch.ones(3))
+    with pytest.raises(ValueError, match=r"weight_scale is \(2,\); expected \(\) or \(3,\)"):
+        int2_int8_matmul(x, w, weight_scale=torch.ones(2))
+    with pytest.raises(ValueError, match="no backward"):
+        int2_int8_matmul(x, w, x_scale=torch.ones(2, requires_grad=True))
+    with pytest.raises(ValueError, match="the last size by 4"):
+        pack_int2(torch.zeros(2, 6, dtype=torch.int8))

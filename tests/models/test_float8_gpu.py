@@ -1,0 +1,104 @@
+"""Float8 by the GPU's own products: ten steps of a Llama that is 2048 wide, beside the same in bfloat16."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ligertune.activations.checkpointing import checkpoint_layers
+from ligertune.errors import UserError
+from ligertune.hardware import this_machine
+from ligertune.models.compile import compile_layers
+from ligertune.models.float8 import to_float8
+from ligertune.patching.patch import patch
+from ligertune.planning.precision import check_float8
+from ligertune.recipe import Recipe
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(find_spec("torchao") is None, reason="needs torchao: pip install 'ligertune[quant]'"),
+]
+STEPS, VOCAB = 10, 8192
+BOUND = 0.01  # of a step's loss; half as wide and emulated it moves by 0.1 %
+
+
+@pytest.fixture(scope="module", autouse=True)
+def multiplies_in_float8() -> None:
+    asked = Recipe.model_validate(
+        {
+            "model": {"model_name_or_path": "m"},
+            "data": {"datasets": [{"path": "d"}]},
+            "checkpoint": {"output_dir": "o"},
+            "train": {"fp8": True},
+        }
+    )
+    try:
+        check_float8(asked, this_machine())
+    except UserError as problem:
+        pytest.skip(str(problem))
+
+
+def llama(*, patched: bool) -> PreTrainedModel:
+    config = transformers.LlamaConfig(
+        hidden_size=2048, intermediate_size=5632, num_hidden_layers=4, num_attention_heads=16, num_key_value_heads=4,
+        vocab_size=VOCAB,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).cuda().train()
+    if patched:
+        patch(model)
+    return model
+
+
+def curve(model: PreTrainedModel) -> Tensor:
+    """Losses of STEPS steps on rows of 256 tokens that repeat themselves, so that there is something to learn."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    generator, found = torch.Generator().manual_seed(1), []
+    for _ in range(STEPS):
+        ids = torch.randint(VOCAB // 16, (4, 64), generator=generator).repeat(1, 4).cuda()
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        assert all(torch.isfinite(parameter.grad).all() for parameter in model.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.detach())
+    return torch.stack(found).cpu()
+
+
+@pytest.fixture(scope="module")
+def exact() -> dict[bool, Tensor]:
+    """In bfloat16, with and without our kernels."""
+    return {patched: curve(llama(patched=patched)) for patched in (True, False)}
+
+
+@pytest.mark.parametrize(
+    ("patched", "compiled", "checkpointed"),
+    [(True, False, False), (False, False, False), (True, True, False), (True, False, True), (True, True, True)],
+    ids=["patched", "plain", "compiled", "checkpointed", "compiled and checkpointed"],
+)
+def test_the_loss_is_that_of_bfloat16_within_the_bound(patched, compiled, checkpointed, exact):
+    model = llama(patched=patched)
+    if compiled:
+        compile_layers(model)
+    to_float8(model)
+    if checkpointed:
+        checkpoint_layers(model, compiled=compiled)
+    found = curve(model)
+    assert torch.isfinite(found).all() and found[-1] < found[0]
+    print(f"furthest from bfloat16: {float(((found - exact[patched]) / exact[patched]).abs().max()):.1e}")
+    torch.testing.assert_close(found, exact[patched], rtol=BOUND, atol=0)
+    assert not torch.equal(found, exact[patched])
+
+
+def test_a_model_in_float8_writes_token_by_token():
+    """A product has one row then; only the weight's gradient needs 16 of them."""
+    model = llama(patched=True).eval()
+    to_float8(model)
+    prompt = torch.arange(3, 10, device="cuda")[None]
+    written = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=5, do_sample=False)
+    assert written.shape == (1, 12)

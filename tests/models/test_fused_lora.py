@@ -1,0 +1,199 @@
+"""LoRA layers that add their term in their products: peft's numbers, and peft's own code where it does more."""
+
+from __future__ import annotations
+
+import copy
+
+import peft
+import pytest
+import tiny_models
+import torch
+from peft.tuners.lora import Linear as LoraLinear
+from torch import nn
+
+from ligertune.activations.checkpointing import checkpoint_layers
+from ligertune.compare.comparison import bundled_recipe
+from ligertune.models.fused_lora import FusedLora, fuse_adapters
+from ligertune.models.lora import merged
+from ligertune.models.trainable import apply_method
+from ligertune.patching.patch import patch
+from ligertune.recipe import MethodSpec, load_recipe
+from ligertune.run import plan_for, trained_model
+from ligertune.train.distributed import start
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+E, F, R = 24, 40, 3
+
+
+def layer(*, bias: bool = False, dtype: torch.dtype = torch.float64, device: str = "cpu", **options) -> LoraLinear:
+    torch.manual_seed(0)
+    base = nn.Linear(E, F, bias=bias, dtype=dtype, device=device).requires_grad_(False)
+    made = LoraLinear(base, "default", peft.LoraConfig(r=R), r=R, lora_alpha=7, **options)
+    made.cast_input_dtype_enabled = False
+    nn.init.normal_(made.lora_B["default"].weight, std=0.3)
+    return made
+
+
+def outcome(module: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    """The output and every gradient."""
+    x = x.clone().requires_grad_()
+    y = module(x)
+    (y.float() * torch.linspace(-1, 1, y.numel(), device=y.device).view(y.shape)).sum().backward()
+    return [y, x.grad, *(p.grad for p in module.parameters() if p.requires_grad)]
+
+
+def pair(**options) -> tuple[LoraLinear, LoraLinear]:
+    usual = layer(**options)
+    fused = copy.deepcopy(usual)
+    assert fuse_adapters(fused) == 1
+    return usual, fused
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """How often peft's own forward ran."""
+    seen, forward = [], LoraLinear.forward
+    monkeypatch.setattr(LoraLinear, "forward", lambda self, *a, **k: seen.append(self) or forward(self, *a, **k))
+    return seen
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("shape", [(5,), (1, 1), (2, 7), (2, 3, 4), (0, 5)], ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+def test_it_computes_what_peft_does(bias, shape, device, calls):
+    usual, fused = pair(bias=bias, device=device)
+    x = torch.randn(*shape, E, dtype=torch.float64, device=device)
+    expected, done = outcome(usual, x), len(calls)
+    torch.testing.assert_close(outcome(fused, x), expected, rtol=1e-12, atol=1e-12)
+    assert done == len(calls) == 1
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_in_bfloat16_under_autocast_it_is_nearer_to_the_exact_result_than_peft(device):
+    x = torch.randn(64, E, device=device, dtype=torch.bfloat16)
+    exact = layer(device=device, dtype=torch.bfloat16)
+    exact = exact.to(torch.float64)  # the values that bfloat16 has
+    expected = outcome(exact, x.double())
+    errors = []
+    for module in pair(device=device, dtype=torch.bfloat16):
+        for part in (module.lora_A, module.lora_B):
+            part.float()
+        found = outcome_under_autocast(module, x, device)
+        assert [t.dtype for t in found] == [torch.bfloat16, torch.bfloat16, torch.float32, torch.float32]
+        errors.append([((a.double() - b).norm() / b.norm()).item() for a, b in zip(found, expected, strict=True)])
+    usual, fused = errors
+    assert all(ours <= 1.05 * theirs for ours, theirs in zip(fused, usual, strict=True)), errors
+    assert fused[0] < usual[0]
+
+
+def outcome_under_autocast(module: nn.Module, x: torch.Tensor, device: str) -> list[torch.Tensor]:
+    module.zero_grad()
+    x = x.clone().requires_grad_()
+    with torch.autocast(device, torch.bfloat16):
+        y = module(x)
+    (y.float() * torch.linspace(-1, 1, y.numel(), device=y.device).view(y.shape)).sum().backward()
+    return [y, x.grad, *(p.grad for p in module.parameters() if p.requires_grad)]
+
+
+def test_what_is_not_trained_gets_no_gradient():
+    _, fused = pair()
+    fused.lora_A["default"].weight.requires_grad_(False)
+    y = fused(torch.randn(4, E, dtype=torch.float64))
+    y.sum().backward()
+    assert fused.lora_A["default"].weight.grad is None and fused.base_layer.weight.grad is None
+    assert fused.lora_B["default"].weight.grad is not None
+
+
+def test_a_base_that_trains_is_called():
+    usual, fused = pair(bias=True)
+    for module in (usual, fused):
+        module.base_layer.requires_grad_(True)
+    x = torch.randn(6, E, dtype=torch.float64)
+    torch.testing.assert_close(outcome(fused, x), outcome(usual, x), rtol=1e-12, atol=1e-12)
+    assert fused.base_layer.bias.grad is not None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda module: module.enable_adapters(False),
+        lambda module: module.merge(),
+        lambda module: (
+            module.update_layer("second", R, 4, config=peft.LoraConfig(r=R))
+            or module.set_adapter(["default", "second"])
+        ),
+        lambda module: module.lora_A["default"].register_forward_hook(lambda *_: None),
+    ],
+    ids=["off", "merged", "two", "watched"],
+)
+def test_where_peft_does_more_peft_does_it(change, calls):
+    usual, fused = pair()
+    for module in (usual, fused):
+        change(module)
+    x = torch.randn(6, E, dtype=torch.float64)
+    with torch.no_grad():
+        assert torch.equal(fused(x), usual(x))
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize("changes", [{"lora_dropout": 0.5}, {"use_dora": True}, {"use_rslora": True}], ids=str)
+@pytest.mark.parametrize("family", ["llama", "phi3", "gemma2"])
+def test_a_model_trains_as_with_peft(family, changes):
+    found = []
+    for fused in (False, True):
+        model = tiny_models.make(family)
+        patch(model)
+        adapted = apply_method(model, MethodSpec(type="lora", lora_r=4, **changes), seed=1, fused=fused).train()
+        randomise(adapted)
+        torch.manual_seed(2)  # of the dropout
+        loss = adapted(**tiny_models.batch(), use_cache=False).loss
+        loss.backward()
+        found.append([loss.detach(), *(p.grad for p in adapted.parameters() if p.requires_grad)])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", [True, "offload", "offload_gate", "rebuild"], ids=str)
+def test_what_is_kept_for_the_backward_may_be_kept_in_every_way(kind, device):
+    found = []
+    for way in (None, kind):
+        model = tiny_models.make("llama").to(device).train()
+        patch(model, rebuild=way == "rebuild")
+        if way not in (None, "rebuild"):
+            checkpoint_layers(model, way)
+        adapted = apply_method(model, MethodSpec(type="lora", lora_r=4), seed=1, fused=True).to(device)
+        randomise(adapted)
+        assert sum(isinstance(module, FusedLora) for module in adapted.modules()) == 14
+        adapted(**tiny_models.batch(device=device), use_cache=False).loss.backward()
+        found.append([p.grad for p in adapted.parameters() if p.requires_grad])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=2e-6)
+
+
+def test_it_is_merged_as_any_adapter():
+    model = tiny_models.make("llama")
+    patch(model)
+    adapted = apply_method(model, MethodSpec(type="lora", lora_r=4), fused=True).eval()
+    randomise(adapted)
+    batch = tiny_models.batch()
+    with torch.no_grad():
+        before = adapted(input_ids=batch["input_ids"]).logits
+        after = merged(adapted)(input_ids=batch["input_ids"]).logits
+    torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("value", [False, True])
+def test_the_key_fuses_every_adapter_of_a_run(value, tmp_path):
+    recipe = bundled_recipe()
+    changes = [f"kernels.lora={value}", "method.type=lora", f"checkpoint.output_dir={tmp_path}", "train.max_steps=3"]
+    job = plan_for(load_recipe(recipe, overrides=changes))
+    found = {line.kernel: line.applied for line in job.plan.kernels}
+    assert found.get("lora_linear") == (35 if value else None)
+    model, _ = trained_model(job, start(job.plan), None)
+    assert sum(isinstance(module, FusedLora) for module in model.modules()) == (35 if value else 0)
+
+
+def randomise(model: nn.Module) -> None:
+    generator = torch.Generator().manual_seed(3)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = (0.1 * torch.randn(parameter.shape, generator=generator)).to(parameter.device)

@@ -1,0 +1,256 @@
+"""Configuration, tokenizer and model from the recipe's model section, and one sentence for every mistake in it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import tiny_models
+import torch
+import transformers
+
+from ligertune.errors import UserError
+from ligertune.models.load import build_model, check_vocabulary, load_tokenizer, read_config
+from ligertune.recipe.schema import ModelSpec
+from ligertune.vision.families import family_of
+
+TEXT = [
+    "Llama-2-7b", "Llama-3.1-8B", "Llama-3.2-1B", "Llama-3.2-3B", "Meta-Llama-3-8B", "Mistral-7B-v0.1",
+    "Mixtral-8x7B-v0.1", "Phi-3-mini-4k-instruct", "Qwen2-7B", "Qwen2.5-0.5B", "Qwen2.5-7B", "Qwen3-0.6B", "Qwen3-8B",
+    "SmolLM2-135M", "TinyLlama-1.1B", "gemma-2-2b", "gemma-2-9b", "gemma-7b",
+]  # fmt: skip
+VISION = ["Llama-3.2-11B-Vision", "Qwen2-VL-2B-Instruct", "llava-1.5-7b-hf"]
+
+
+def spec(path, **values) -> ModelSpec:
+    return ModelSpec(model_name_or_path=str(path), **values)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A tiny Llama as save_pretrained writes it, without a tokenizer."""
+    tiny_models.make("llama").save_pretrained(tmp_path / "llama")
+    return tmp_path / "llama"
+
+
+def rewrite(folder, **changes):
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+# ---- configuration
+
+
+@pytest.mark.corpus
+@pytest.mark.parametrize("name", TEXT)
+def test_published_configurations_are_read_and_built(corpus, name):
+    config = read_config(spec(corpus / "model_configs" / name))
+    model = build_model(spec("x", init="random"), config, dtype=torch.bfloat16, device="meta", seed=0)
+    published = json.loads((corpus / "model_configs" / "parameter_counts.json").read_text())
+    assert model.num_parameters() == next(row["parameters"] for row in published if row["name"] == name)
+
+
+@pytest.mark.corpus
+@pytest.mark.parametrize("name", VISION)
+def test_vision_models_are_recognised_and_cut_in_their_language_model(corpus, name):
+    wanted = spec(corpus / "model_configs" / name, init="random", num_hidden_layers=2)
+    config = read_config(wanted)
+    model = build_model(wanted, config, dtype=torch.bfloat16, device="meta", seed=0)
+    assert type(model).__name__.endswith("ForConditionalGeneration") and family_of(config) is not None
+    assert len(model.model.language_model.layers) == 2
+
+
+def test_a_vision_model_of_another_family_is_refused(tmp_path):
+    transformers.Idefics3Config().save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="kind idefics3 cannot be trained here"):
+        read_config(spec(tmp_path))
+
+
+def test_depth_is_cut_with_everything_that_counts_layers(folder):
+    rewrite(
+        folder, num_hidden_layers=6, layer_types=["full_attention"] * 6, model_type="qwen2", use_sliding_window=False
+    )
+    config = read_config(spec(folder, init="random", num_hidden_layers=2))
+    assert (config.num_hidden_layers, len(config.layer_types)) == (2, 2)
+    model = build_model(spec(folder, init="random"), config, dtype=torch.float32, device="cpu", seed=0)
+    assert len(model.model.layers) == 2
+    with pytest.raises(UserError, match="num_hidden_layers: 7, but the model has 6"):
+        read_config(spec(folder, init="random", num_hidden_layers=7))
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        ("{", "not a valid JSON file"),
+        ("{}", "model_type"),
+        ('{"model_type": "wobble"}', "wobble"),
+        ('{"model_type": "llama", "hidden_size": "many"}', "hidden_size"),
+        (
+            '{"model_type": "llama", "hidden_size": 100, "num_attention_heads": 7}',
+            "multiple of the number of attention",
+        ),
+        ('{"model_type": "clip_text_model"}', "no causal language model"),
+    ],
+)
+def test_a_configuration_that_cannot_be_used_is_one_sentence(tmp_path, content, complaint):
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(UserError, match=complaint) as raised:
+        read_config(spec(tmp_path))
+    assert str(raised.value).startswith("model.model_name_or_path: ")
+
+
+def test_folders_that_are_not_there_are_said_to_be_missing(tmp_path):
+    for name in (tmp_path / "absent", "./absent", "~/absent/model", "a/b/c"):
+        with pytest.raises(UserError, match="does not exist"):
+            read_config(spec(name))
+    with pytest.raises(UserError, match="holds no config"):
+        read_config(spec(tmp_path))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="is a file, not a folder"):
+        read_config(spec(tmp_path / "file"))
+
+
+def test_a_hub_id_without_a_hub_is_one_sentence(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # spares the retries
+    with pytest.raises(UserError, match="is not a folder here, and the hub could not be reached"):
+        read_config(spec("nobody/no-such-model-here"))
+
+
+# ---- tokenizer
+
+
+@pytest.mark.corpus
+@pytest.mark.parametrize(
+    ("name", "pad", "noted"),
+    [
+        ("qwen2.5", "<|endoftext|>", False),  # its own
+        ("mistral-7b-v0.1", "<unk>", True),  # has none
+        ("phi-3-mini", "<unk>", True),  # has EOS
+        ("gpt2", None, True),  # EOS is its only special token
+    ],
+)
+def test_padding_never_hides_eos(corpus, name, pad, noted):
+    loaded = load_tokenizer(spec(corpus / "tokenizers" / name))
+    assert loaded.tokenizer.pad_token == pad
+    assert loaded.pad_token_id != loaded.tokenizer.eos_token_id
+    assert 0 <= loaded.pad_token_id < len(loaded.tokenizer)
+    assert bool(loaded.notes) is noted
+    if pad is not None:
+        assert loaded.tokenizer.convert_ids_to_tokens(loaded.pad_token_id) == pad
+
+
+@pytest.mark.corpus
+def test_an_ordinary_token_that_pads_is_still_decoded(corpus):
+    loaded = load_tokenizer(spec(corpus / "tokenizers" / "gpt2"))
+    token = loaded.tokenizer.decode([loaded.pad_token_id])
+    assert loaded.tokenizer.decode([loaded.pad_token_id], skip_special_tokens=True) == token != ""
+
+
+def test_the_recipes_tokens_and_template_are_used(quickstart, tmp_path):
+    template = tmp_path / "chat.jinja"
+    template.write_text("{{ messages[0]['content'] }}", encoding="utf-8")
+    wanted = {"pad_token": "<unk>", "eos_token": "<s>", "chat_template": str(template)}
+    loaded = load_tokenizer(spec(quickstart / "stories260K", tokenizer=wanted))
+    assert (loaded.tokenizer.pad_token, loaded.tokenizer.eos_token, loaded.notes) == ("<unk>", "<s>", ())
+    assert loaded.pad_token_id == loaded.tokenizer.convert_tokens_to_ids("<unk>")
+    assert loaded.tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "complaint"),
+    [
+        ({"eos_token": "<|wobble|>"}, r"model\.tokenizer\.eos_token: the tokenizer has no token '<\|wobble\|>'"),
+        ({"pad_token": "<|wobble|>"}, r"model\.tokenizer\.pad_token: the tokenizer has no token"),
+        ({"chat_template": "chatml.jinja"}, r"model\.tokenizer\.chat_template: there is no file chatml\.jinja"),
+        ({"path": "/absent/tokenizer"}, r"model\.tokenizer\.path: no tokenizer could be loaded from /absent"),
+    ],
+)
+def test_tokenizer_settings_that_cannot_be_used(quickstart, wanted, complaint):
+    with pytest.raises(UserError, match=complaint):
+        load_tokenizer(spec(quickstart / "stories260K", tokenizer=wanted))
+
+
+def test_a_model_folder_without_a_tokenizer_names_the_key_to_set(folder):
+    with pytest.raises(UserError, match=r"Set model\.tokenizer\.path"):
+        load_tokenizer(spec(folder))
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"), [("{", "Expecting property name"), ("{}", "it lacks 'added_tokens'")]
+)
+def test_a_broken_tokenizer_file_is_one_sentence(quickstart, tmp_path, content, complaint):
+    shutil.copytree(quickstart / "stories260K", tmp_path, dirs_exist_ok=True)
+    (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(UserError, match=complaint):
+        load_tokenizer(spec(tmp_path))
+
+
+def test_another_tokenizer_than_the_models(quickstart, folder):
+    loaded = load_tokenizer(spec(folder, tokenizer={"path": str(quickstart / "stories260K")}))
+    assert len(loaded.tokenizer) == 512
+    with pytest.raises(UserError, match="highest token id is 511, but the model's vocabulary has 128"):
+        check_vocabulary(loaded.tokenizer, read_config(spec(folder)))
+    check_vocabulary(loaded.tokenizer, read_config(spec(quickstart / "stories260K")))
+
+
+# ---- model
+
+
+def build(path, *, seed=0, dtype=torch.float32, **values):
+    wanted = spec(path, **values)
+    return build_model(wanted, read_config(wanted), dtype=dtype, device="cpu", seed=seed)
+
+
+def test_pretrained_weights_are_loaded_in_the_dtype_asked_for(folder):
+    truth = tiny_models.make("llama").state_dict()
+    for dtype in (torch.float32, torch.bfloat16):
+        state = build(folder, dtype=dtype).state_dict()
+        assert all(torch.equal(state[name], truth[name].to(dtype)) for name in truth)
+
+
+def test_random_weights_follow_the_seed_alone(folder):
+    before = torch.get_rng_state()
+    first, again, other = (build(folder, init="random", seed=seed).state_dict() for seed in (1, 1, 2))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not torch.equal(first["lm_head.weight"], other["lm_head.weight"])
+
+
+def test_attention_is_what_the_recipe_says(folder):
+    assert build(folder).config._attn_implementation == "sdpa"
+    assert build(folder, attn_implementation="eager").config._attn_implementation == "eager"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="flash attention may be installed there")
+@pytest.mark.parametrize("init", ["random", "pretrained"])
+def test_attention_that_is_not_installed_says_what_to_write(folder, init):
+    with pytest.raises(UserError, match=r"flash_attention_2 cannot be used.*or auto"):
+        build(folder, init=init, attn_implementation="flash_attention_2")
+
+
+def test_a_folder_without_weights_is_refused(folder):
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(UserError, match=r"weights of .* could not be loaded.*init: random"):
+        build(folder)
+
+
+@pytest.mark.parametrize("content", [b"", b"hello", b"{" * 100])
+def test_weights_that_are_no_safetensors_are_refused(folder, content):
+    (folder / "model.safetensors").write_bytes(content)
+    with pytest.raises(UserError, match=r"weights of .* could not be loaded"):
+        build(folder)
+
+
+def test_weights_that_lack_a_part_are_refused(folder, tmp_path):
+    headless = tmp_path / "headless"
+    tiny_models.make("llama").model.save_pretrained(headless)
+    shutil.copy(folder / "config.json", headless)
+    with pytest.raises(UserError, match=r"lacks 1 of the model's weights \(lm_head\.weight\)"):
+        build(headless)
+
+
+def test_weights_of_another_shape_are_refused(folder):
+    rewrite(folder, vocab_size=200)
+    with pytest.raises(UserError, match="could not be loaded"):
+        build(folder)

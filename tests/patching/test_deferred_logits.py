@@ -1,0 +1,312 @@
+"""Deferred logits: what is recorded, what makes them real, and who sees what."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import warnings
+
+import pytest
+import tiny_models
+import torch
+from same_training import assert_same_training
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LlamaForCausalLM
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from ligertune.patching.deferred_logits import THREAD, loss_counts, loss_only
+from ligertune.patching.patch import patch
+
+VOCAB = tiny_models.VOCAB
+
+
+class TwistedLlama(LlamaForCausalLM):
+    """A Llama that does `twist` to its logits before the loss."""
+
+    def __init__(self, config, twist):
+        super().__init__(config)
+        self.twist = twist
+        self.temperature = nn.Parameter(torch.tensor(2.0))
+        self.constant = nn.Buffer(torch.tensor(4.0))
+
+    def forward(self, input_ids, attention_mask=None, labels=None, **kwargs):
+        hidden = self.model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+        logits = self.twist(self, self.lm_head(hidden))
+        loss = None if labels is None else self.loss_function(logits, labels, self.vocab_size, **kwargs)
+        return CausalLMOutputWithPast(loss=loss, logits=logits)
+
+
+def twisted(twist):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        plain = TwistedLlama(tiny_models.config_of("llama"), twist).train()
+    patched = copy.deepcopy(plain)
+    patch(patched)
+    return patched, plain
+
+
+def in_place(logits):
+    logits *= 2
+    logits /= 3
+    return logits
+
+
+def write_into(logits):
+    logits[..., :5] = -1e4
+    return logits
+
+
+def divide_in_place(logits):
+    logits.div_(2.0)
+    return logits
+
+
+RECORDED = {
+    "nothing": lambda model, x: x,
+    "divided": lambda model, x: x / 4,
+    "multiplied": lambda model, x: 0.5 * (x * 3),
+    "in place": lambda model, x: in_place(x),
+    "cast": lambda model, x: x.float().contiguous().to(torch.float32),
+    "cap": lambda model, x: torch.tanh(x / 3.0) * 3.0,
+    "uneven cap": lambda model, x: (x * 5.0).tanh().to(dtype=torch.float32) * 2.0,
+    "a constant tensor": lambda model, x: x / model.constant,
+}
+MATERIALISED = {
+    "added": lambda model, x: x + 1.0,
+    "subtracted from": lambda model, x: 1.0 - x,
+    "sliced": lambda model, x: x[..., :VOCAB],
+    "written into": lambda model, x: write_into(x),
+    "divided in place": lambda model, x: divide_in_place(x),
+    "divided in place, then scaled": lambda model, x: divide_in_place(x) * 2,
+    "clamped": lambda model, x: x.clamp(max=0.1),
+    "a torch function": lambda model, x: torch.log_softmax(x, dim=-1),
+    "two caps": lambda model, x: x.tanh().tanh(),
+    "a trained temperature": lambda model, x: x / model.temperature,
+    "a vector": lambda model, x: x * torch.linspace(0.5, 2.0, VOCAB),
+    "made twice": lambda model, x: x.mean() * 0 + x,
+}
+
+
+@pytest.mark.parametrize("twist", RECORDED.values(), ids=RECORDED)
+def test_scaling_and_caps_are_recorded(twist):
+    patched, plain = twisted(twist)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert_same_training(patched, plain, tiny_models.batch(), num_items_in_batch=31)
+    assert loss_counts(patched).fused == 1
+    assert not loss_counts(patched).materialised
+
+
+@pytest.mark.parametrize("twist", MATERIALISED.values(), ids=MATERIALISED)
+def test_anything_else_makes_the_logits_and_is_said_once(twist):
+    patched, plain = twisted(twist)
+    with pytest.warns(UserWarning, match="materialised logits") as caught:
+        assert_same_training(patched, plain, tiny_models.batch())
+        assert_same_training(patched, plain, tiny_models.batch(), num_items_in_batch=31)
+    assert len([w for w in caught if "materialised" in str(w.message)]) == 1
+    assert loss_counts(patched).fused == 0
+    assert loss_counts(patched).materialised.total() == 2
+
+
+def test_reading_shapes_computes_nothing():
+    seen = {}
+
+    def look(model, x):
+        seen.update(shape=x.shape, size=x.size(-1), ndim=x.ndim, dim=x.dim(), dtype=x.dtype, device=x.device)
+        return x.to(x.device)
+
+    patched, _ = twisted(look)
+    patched(**tiny_models.batch())
+    cpu = torch.device("cpu")
+    assert seen == {
+        "shape": (2, 24, VOCAB),
+        "size": VOCAB,
+        "ndim": 3,
+        "dim": 3,
+        "dtype": torch.float32,
+        "device": cpu,
+    }
+    assert loss_counts(patched).fused == 1
+
+
+class Largest(TorchDispatchMode):
+    """The most elements any op gave back."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for value in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(value, torch.Tensor):
+                self.numel = max(self.numel, value.numel())
+        return result
+
+
+@pytest.mark.parametrize(("loss", "made"), [("linear_cross_entropy", False), ("torch", True)])
+def test_no_tensor_of_the_size_of_the_logits_is_made(loss, made):
+    model = tiny_models.make("gemma2")
+    patch(model, loss=loss)
+    model.lm_head.requires_grad_(False)  # or the op's buffer, sized for big models, holds all of these few rows
+    batch = tiny_models.batch(rows=64, length=16)  # logits: 131072 elements; MLP: 98304; attention: 65536
+    with Largest() as largest:
+        model(**batch).loss.backward()
+    assert (largest.numel >= 64 * 16 * VOCAB) is made
+
+
+@pytest.fixture
+def patched():
+    model = tiny_models.make("gemma2")
+    patch(model)
+    return model
+
+
+def test_training_returns_no_logits_and_evaluation_does(patched):
+    batch = tiny_models.batch()
+    output = patched(**batch)
+    assert output.logits is None
+    assert "logits" not in output
+    output = patched.eval()(**batch)
+    assert output.logits.shape == output["logits"].shape == (2, 24, VOCAB)
+    assert torch.equal(output.logits, patched(batch["input_ids"], attention_mask=batch["attention_mask"]).logits)
+
+
+def test_loss_only_spares_evaluation_the_logits(patched):
+    patched.eval()
+    expected = patched(**tiny_models.batch()).loss
+    with torch.no_grad(), loss_only():
+        output = patched(**tiny_models.batch())
+        without_labels = patched(tiny_models.batch()["input_ids"])
+    assert output.logits is None
+    assert torch.equal(output.loss, expected)
+    assert without_labels.logits is not None
+    assert patched(**tiny_models.batch()).logits is not None
+
+
+def test_tuples_keep_their_places(patched):
+    batch = tiny_models.batch()
+    loss, logits, *_ = patched(**batch, return_dict=False)
+    assert loss.ndim == 0
+    assert logits is None
+    plain = tiny_models.make("gemma2").eval()
+    ours, theirs = patched.eval()(**batch, return_dict=False), plain(**batch, return_dict=False)
+    assert len(ours) == len(theirs)
+    torch.testing.assert_close(ours[1], theirs[1], rtol=1e-4, atol=1e-5)
+
+
+def test_labels_may_stand_in_their_position(patched):
+    batch = tiny_models.batch()
+    given = (batch["input_ids"], batch["attention_mask"], None, None, None, batch["labels"])
+    assert torch.equal(patched(*given).loss, patched(**batch).loss)
+    assert loss_counts(patched).fused == 2
+
+
+def test_a_batch_without_a_trained_token_gives_zero_and_zero_gradients(patched):
+    batch = tiny_models.batch()
+    loss = patched(**{**batch, "labels": torch.full_like(batch["labels"], -100)}).loss
+    loss.backward()
+    assert loss.item() == 0.0
+    assert all(parameter.grad.abs().max() == 0 for parameter in patched.parameters() if parameter.grad is not None)
+
+
+def test_a_loss_of_the_users_own_is_called_with_logits(patched):
+    patched.loss_function = lambda logits, labels, vocab_size, **kwargs: logits.float().square().mean()
+    with pytest.warns(UserWarning, match="materialised"):
+        loss = patched(**tiny_models.batch()).loss
+    expected = tiny_models.make("gemma2")(**tiny_models.batch()).logits.square().mean()
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
+
+
+def test_an_exception_leaves_no_mark(patched):
+    with pytest.raises(TypeError):
+        patched(**tiny_models.batch(), cache_position="nowhere", attention_mask=1, input_ids=1)
+    broken = tiny_models.batch()
+    broken["labels"] = broken["labels"][:, :5]
+    with pytest.raises((ValueError, RuntimeError)):
+        patched(**broken)
+    assert THREAD.forward is None
+    assert patched(tiny_models.batch()["input_ids"]).logits.shape == (2, 24, VOCAB)
+
+
+class Outer(LlamaForCausalLM):
+    """Calls another causal model inside its own labelled forward, as a distilled or guided model may."""
+
+    def forward(self, input_ids, attention_mask=None, labels=None, **kwargs):
+        inner = self.inner[0](input_ids=input_ids, attention_mask=attention_mask)
+        output = super().forward(input_ids=input_ids, attention_mask=attention_mask, labels=labels, **kwargs)
+        trained = self.inner[0](input_ids=input_ids, attention_mask=attention_mask, labels=labels)
+        output.loss = output.loss + trained.loss + inner.logits.square().mean()
+        return output
+
+
+def test_models_inside_models_keep_to_themselves():
+    plain = Outer(tiny_models.config_of("llama")).train()
+    plain.inner = [tiny_models.make("gemma2")]  # in a list: no submodule
+    patched = copy.deepcopy(plain)
+    patch(patched)
+    patch(patched.inner[0])
+    batch = tiny_models.batch()
+    torch.testing.assert_close(patched(**batch).loss, plain(**batch).loss, rtol=1e-5, atol=0)
+    assert loss_counts(patched).fused == loss_counts(patched.inner[0]).fused == 1
+    assert not loss_counts(patched.inner[0]).materialised
+
+
+def test_another_thread_gets_logits_while_a_loss_is_computed(patched):
+    inside, done = threading.Event(), threading.Event()
+    shapes = []
+
+    def wait(module, args):
+        inside.set()
+        assert done.wait(timeout=20)
+
+    def complete():
+        assert inside.wait(timeout=20)
+        hook.remove()
+        shapes.append(patched(tiny_models.batch()["input_ids"]).logits.shape)
+        done.set()
+
+    hook = patched.model.layers[1].register_forward_pre_hook(wait)
+    thread = threading.Thread(target=complete)
+    thread.start()
+    assert patched(**tiny_models.batch()).logits is None
+    thread.join()
+    assert shapes == [(2, 24, VOCAB)]
+
+
+class ColumnHead(nn.Linear):
+    """Not a plain nn.Linear: who knows what its forward does."""
+
+
+def test_a_head_of_another_class_is_left_with_the_reason():
+    model = tiny_models.make("llama")
+    model.lm_head.__class__ = ColumnHead
+    row = patch(model).rows[-1]
+    assert (row.kernel, row.applied, row.left) == ("linear_cross_entropy", 0, 1)
+    assert "ColumnHead, not a plain nn.Linear" in row.note
+    assert model(**tiny_models.batch()).logits is not None
+
+
+def test_a_model_with_its_own_loss_is_left_with_the_reason():
+    model = tiny_models.make("llama")
+    model.loss_function = lambda logits, labels, **kwargs: logits.mean()
+    assert "its loss is <lambda>" in patch(model).rows[-1].note
+
+
+def test_a_headless_model_is_patched_but_for_its_loss():
+    model = tiny_models.make("llama").model
+    rows = {row.kernel: row for row in patch(model).rows}
+    assert rows["rms_norm"].applied == 5
+    assert rows["linear_cross_entropy"].applied == 0
+    assert "LlamaModel is not a transformers model with an output head" in rows["linear_cross_entropy"].note
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])  # without and with a cap
+def test_compiles_without_a_graph_break(family):
+    model = tiny_models.make(family)
+    patch(model)
+    expected = model(**tiny_models.batch()).loss
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    loss = compiled(**tiny_models.batch()).loss
+    loss.backward()
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
+    torch._dynamo.reset()

@@ -1,0 +1,322 @@
+"""What is recognised in each family, and that code which only looks familiar is left alone."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+
+import pytest
+import tiny_models
+import torch
+from torch import nn
+from transformers.models.llama import modeling_llama
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm
+
+from ligertune.patching.module_patch import swap
+from ligertune.patching.patch import patch
+from ligertune.patching.probe import Refusal
+from ligertune.patching.recognise import GatedSpec, NormSpec, recognise_experts, recognise_mlp, recognise_norm
+from ligertune.patching.rope_patch import RopeSpec, ShadowedRope, is_rotary, recognise_rope
+
+LLAMA_NORM = NormSpec("llama", 0.0, "variance_epsilon")
+GEMMA_NORM = NormSpec("gemma", 1.0, "eps")
+
+# family -> (norm and how many, gated MLP, rotation): pinned, so that a match lost to a new transformers is noticed
+EXPECTED = {
+    "llama": (LLAMA_NORM, 5, GatedSpec("swiglu", "none", packed=False), "half"),
+    "llama_tied": (LLAMA_NORM, 5, GatedSpec("swiglu", "none", packed=False), "half"),
+    "mistral": (LLAMA_NORM, 5, GatedSpec("swiglu", "none", packed=False), "half"),
+    "qwen2": (LLAMA_NORM, 5, GatedSpec("swiglu", "none", packed=False), "half"),
+    "qwen3": (LLAMA_NORM, 9, GatedSpec("swiglu", "none", packed=False), "half"),
+    "gemma": (GEMMA_NORM, 5, GatedSpec("geglu", "tanh", packed=False), "half"),
+    "gemma2": (GEMMA_NORM, 9, GatedSpec("geglu", "tanh", packed=False), "half"),
+    "phi3": (LLAMA_NORM, 5, GatedSpec("swiglu", "none", packed=True), "half"),
+    "phi3_partial": (LLAMA_NORM, 5, GatedSpec("swiglu", "none", packed=True), "half"),
+    "mixtral": (LLAMA_NORM, 5, GatedSpec("swiglu", "none", packed=True), "half"),
+    "granite": (LLAMA_NORM, 5, GatedSpec("swiglu", "none", packed=False), "half"),
+    "olmo2": (NormSpec("gemma", 0.0, "variance_epsilon"), 9, GatedSpec("swiglu", "none", packed=False), "half"),
+    "glm4": (LLAMA_NORM, 9, GatedSpec("swiglu", "none", packed=True), "pairs_from_halves"),
+    "cohere2": (None, 0, GatedSpec("swiglu", "none", packed=False), "pairs"),
+}
+
+
+@pytest.mark.parametrize("family", EXPECTED)
+def test_each_family_is_recognised_as_expected(family):
+    norm, n_norms, gated, layout = EXPECTED[family]
+    model = tiny_models.make(family)
+    layer = model.model.layers[0]
+    assert recognise_rope(layer.self_attn) == RopeSpec((("apply_rotary_pos_emb", layout),))
+    recognise = recognise_experts if family == "mixtral" else recognise_mlp
+    assert recognise(layer.mlp.experts if family == "mixtral" else layer.mlp) == gated
+    if norm is not None:
+        assert recognise_norm(model.model.norm) == norm
+    rows = {row.kernel: (row.applied, row.left) for row in patch(model).rows}
+    n_left = 3 if norm is None else 0
+    assert rows == {
+        "apply_rope": (2, 0),
+        "rms_norm": (n_norms, n_left),
+        gated.kernel: (2, 0),
+        "linear_cross_entropy": (1, 0),
+    }
+
+
+class ScaledNorm(LlamaRMSNorm):
+    def forward(self, hidden_states):
+        return super().forward(hidden_states) * 1.01
+
+
+class SettingScaledNorm(LlamaRMSNorm):
+    """Told by its settings, not by its code: 1.0 is the plain norm."""
+
+    def __init__(self, width, scale):
+        super().__init__(width)
+        self.scale = scale
+
+    def forward(self, hidden_states):
+        return super().forward(hidden_states) * self.scale
+
+
+class BiasedNorm(LlamaRMSNorm):
+    def __init__(self, width):
+        super().__init__(width)
+        self.bias = nn.Parameter(torch.zeros(width))
+
+
+class LateEpsNorm(LlamaRMSNorm):
+    """eps outside the root: 1e-6 would hardly show."""
+
+    def forward(self, x):
+        wide = x.float()
+        return self.weight * (wide / (wide.pow(2).mean(-1, keepdim=True).sqrt() + self.variance_epsilon)).to(x.dtype)
+
+
+class OnceRoundedNorm(LlamaRMSNorm):
+    """Rounds bf16 once, after the weight; but fp32 weights give it back in fp32, as no kernel does."""
+
+    def forward(self, x):
+        wide = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return (self.weight.float() * wide).to(self.weight.dtype)
+
+
+class GatedNorm(LlamaRMSNorm):
+    def forward(self, hidden_states, gate=None):
+        return super().forward(hidden_states)
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [
+        ScaledNorm(16),
+        SettingScaledNorm(16, 1.01),
+        BiasedNorm(16),
+        LateEpsNorm(16),
+        OnceRoundedNorm(16),
+        GatedNorm(16),
+        nn.LayerNorm(16),
+        nn.LayerNorm(16, elementwise_affine=False),
+    ],
+    ids=lambda norm: type(norm).__name__,
+)
+def test_a_norm_that_differs_is_refused(norm):
+    assert isinstance(recognise_norm(norm), Refusal)
+
+
+def test_settings_decide_where_they_matter():
+    assert recognise_norm(SettingScaledNorm(16, 1.0)) == LLAMA_NORM
+    assert isinstance(recognise_norm(SettingScaledNorm(16, 1.01)), Refusal)  # the class was seen a moment ago
+
+
+class ClampedMLP(LlamaMLP):
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x)).clamp(max=7.0) * self.up_proj(x))
+
+
+class DroppingMLP(LlamaMLP):
+    """Differs in training mode only."""
+
+    def forward(self, x):
+        return nn.functional.dropout(super().forward(x), 0.1, training=self.training)
+
+
+class SwappedMLP(LlamaMLP):
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.up_proj(x)) * self.gate_proj(x))
+
+
+class RaisingMLP(LlamaMLP):
+    def forward(self, x):
+        return self.down_proj(self.table["gate"](x))
+
+
+def mlp(cls, **changes):
+    return cls(tiny_models.config_of("llama", **changes))
+
+
+@pytest.mark.parametrize("cls", [ClampedMLP, DroppingMLP, SwappedMLP, RaisingMLP])
+def test_an_mlp_that_differs_is_refused(cls):
+    assert isinstance(recognise_mlp(mlp(cls)), Refusal)
+
+
+@pytest.mark.parametrize(
+    ("activation", "kernel", "approximate"),
+    [
+        ("silu", "swiglu", "none"),
+        ("swish", "swiglu", "none"),
+        ("gelu", "geglu", "none"),
+        ("gelu_python", "geglu", "none"),
+        ("gelu_pytorch_tanh", "geglu", "tanh"),
+        ("gelu_new", "geglu", "tanh"),
+    ],
+)
+def test_activations_are_told_by_their_values(activation, kernel, approximate):
+    assert recognise_mlp(mlp(LlamaMLP, hidden_act=activation)) == GatedSpec(kernel, approximate, packed=False)
+
+
+@pytest.mark.parametrize("activation", ["relu", "quick_gelu", "gelu_10", "relu2"])
+def test_other_activations_are_refused(activation):
+    assert isinstance(recognise_mlp(mlp(LlamaMLP, hidden_act=activation)), Refusal)
+
+
+def turned_backwards(q, k, cos, sin, unsqueeze_dim=1):
+    return modeling_llama.apply_rotary_pos_emb(q, k, cos, -sin, unsqueeze_dim)
+
+
+def key_left_out(q, k, cos, sin, unsqueeze_dim=1):
+    return modeling_llama.apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim)[0], k
+
+
+def with_positions(q, k, cos, sin, position_ids=None, unsqueeze_dim=1):
+    return modeling_llama.apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim)
+
+
+apply_rotary_pos_emb = modeling_llama.apply_rotary_pos_emb
+
+
+class OtherAttention(LlamaAttention):
+    """Calls the rotary function of this file."""
+
+    def forward(self, q, k, cos, sin):
+        return apply_rotary_pos_emb(q, k, cos, sin)
+
+
+@pytest.mark.parametrize("function", [turned_backwards, key_left_out, with_positions])
+def test_a_rotary_function_that_differs_is_refused(function, monkeypatch):
+    class Attention(OtherAttention):  # a class of its own: verdicts are kept by class
+        pass
+
+    monkeypatch.setitem(globals(), "apply_rotary_pos_emb", function)
+    attention = Attention(tiny_models.config_of("llama"), 0)
+    assert is_rotary(attention)
+    assert isinstance(recognise_rope(attention), Refusal)
+
+
+@pytest.mark.parametrize("unsqueeze_dim", [0, 1, 2])
+def test_the_rotary_function_takes_what_the_models_own_takes(unsqueeze_dim):
+    attention = tiny_models.make("llama").model.layers[0].self_attn
+    theirs = modeling_llama.apply_rotary_pos_emb
+    swap(attention, ShadowedRope, recognise_rope(attention))
+    ours = inspect.unwrap(type(attention).forward).__globals__["apply_rotary_pos_emb"]
+    q, k = torch.randn(2, 5, 5, 16), torch.randn(2, 5, 5, 16)
+    angles = torch.randn(5, 8) if unsqueeze_dim == 0 else torch.randn(1, 5, 8)
+    both = torch.cat((angles, angles), dim=-1)
+    expected = theirs(q, k, both.cos(), both.sin(), unsqueeze_dim=unsqueeze_dim)
+    assert ours is not theirs
+    torch.testing.assert_close(ours(q, k, both.cos(), both.sin(), unsqueeze_dim=unsqueeze_dim), expected)
+
+
+def test_what_is_left_is_reported_and_still_right():
+    model = tiny_models.make("llama")
+    layer = model.model.layers[0]
+    layer.input_layernorm = ScaledNorm(64)
+    layer.mlp = mlp(ClampedMLP)
+    rows = {row.kernel: row for row in patch(model).rows}
+    assert (rows["rms_norm"].applied, rows["rms_norm"].left) == (4, 1)
+    assert rows["rms_norm"].note == "1 ScaledNorm: its numbers are not those of an RMS norm we have"
+    assert (rows["swiglu"].applied, rows["swiglu"].left) == (1, 1)
+    assert "ClampedMLP" in rows["swiglu"].note
+    assert type(layer.input_layernorm) is ScaledNorm
+
+
+def test_eager_experts_are_left_with_the_reason():
+    model = tiny_models.make("mixtral")
+    model.config._experts_implementation = "eager"
+    row = next(row for row in patch(model).rows if row.kernel == "swiglu")
+    assert (row.applied, row.left) == (0, 2)
+    assert "'eager' does not call _apply_gate" in row.note
+
+
+@pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])
+def test_these_experts_call_apply_gate(implementation, monkeypatch):
+    model = tiny_models.make("mixtral")
+    model.config._experts_implementation = implementation
+    patch(model)
+    calls = []
+    experts = type(model.model.layers[0].mlp.experts)
+    ours = experts._apply_gate
+    monkeypatch.setattr(experts, "_apply_gate", lambda self, x: calls.append(x.shape) or ours(self, x), raising=False)
+    model(**tiny_models.batch())
+    assert len(calls) == 2  # one a layer
+
+
+def test_forward_replaced_on_the_instance_is_respected():
+    model = tiny_models.make("llama")
+    norm, attention = model.model.norm, model.model.layers[0].self_attn
+    norm.forward, attention.forward = norm.forward, attention.forward  # as accelerate's hooks do
+    rows = {row.kernel: row for row in patch(model).rows}
+    assert (rows["rms_norm"].left, rows["apply_rope"].left) == (1, 1)
+    assert "replaced on the instance" in rows["rms_norm"].note
+
+
+def logged(forward):
+    @functools.wraps(forward)
+    def wrapper(self, *args, **kwargs):
+        return forward(self, *args, **kwargs)
+
+    return wrapper
+
+
+class LoggedNorm(LlamaRMSNorm):
+    forward = logged(LlamaRMSNorm.forward)
+
+
+class LoggedAttention(LlamaAttention):
+    forward = logged(LlamaAttention.forward)
+
+
+def test_a_decorated_forward_is_left_with_the_reason():
+    model = tiny_models.make("llama")
+    model.model.norm.__class__, model.model.layers[0].self_attn.__class__ = LoggedNorm, LoggedAttention
+    rows = {row.kernel: row for row in patch(model).rows}
+    assert rows["rms_norm"].note == "1 LoggedNorm: its forward is wrapped by a decorator"
+    assert rows["apply_rope"].note == "1 LoggedAttention: its forward is wrapped by a decorator"
+
+
+def test_hidden_states_and_attentions_are_captured_as_before():
+    """transformers finds the modules to capture from by their class."""
+    options = {"output_hidden_states": True, "output_attentions": True}
+    plain = tiny_models.make("llama", attn_implementation="eager")
+    expected = plain(**tiny_models.batch(), **options)
+    patch(plain)
+    given = plain(**tiny_models.batch(), **options)
+    assert len(given.hidden_states) == 3
+    assert len(given.attentions) == 2
+    for name in ("hidden_states", "attentions"):
+        for ours, theirs in zip(given[name], expected[name], strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_probing_leaves_the_random_state_and_gradients_alone():
+    model = tiny_models.make("llama")
+    model.model.norm = SettingScaledNorm(64, 0.123)  # not seen before, so it is probed now
+    before = torch.get_rng_state()
+    patch(model)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_model_without_memory_is_patched_too():
+    with torch.device("meta"):
+        model = tiny_models.transformers.AutoModelForCausalLM.from_config(tiny_models.config_of("llama"))
+        report = patch(model)
+    assert [row.applied for row in report.rows] == [2, 5, 2, 1]
+    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}

@@ -1,0 +1,305 @@
+"""What is compiled ahead of time: every op, forward and backward, over dtypes and sizes, on meta tensors.
+
+A size stands for a way of launching: a whole row in registers, a row in sweeps, a ragged last block, more tiles than
+processors. Numbers of rows are not specialised, so one stands for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import ligertune_kernels as kernels
+import torch
+from ligertune_kernels.launcher import chip_of
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+ROWS = 4096
+
+
+@dataclass(frozen=True)
+class Case:
+    """`call` on tensors of these shapes, all of which get a gradient, then on the constants."""
+
+    op: str
+    call: Callable[..., object]
+    shapes: tuple[tuple[int, ...], ...]
+    dtype: torch.dtype = BF16
+    constants: tuple[torch.Tensor, ...] = field(default=())
+    backward: bool = True
+    early: tuple[str, ...] | None = None  # the chips for which it is compiled where minutes count; None is all
+
+    def is_early(self, arch: str) -> bool:
+        return self.early is None or arch in self.early
+
+    def run(self, *, inference: bool) -> None:
+        """Without a gradient, if that is asked for or is all there is; then forward and backward."""
+        leaves = [meta(*shape, dtype=self.dtype) for shape in self.shapes]
+        if inference or not self.backward:
+            with torch.no_grad():
+                self.call(*leaves, *self.constants)
+        if not self.backward:
+            return
+        leaves = [leaf.requires_grad_() for leaf in leaves]
+        outputs = self.call(*leaves, *self.constants)
+        outputs = [y for y in (outputs if isinstance(outputs, tuple) else (outputs,)) if y.requires_grad]
+        torch.autograd.backward(outputs, [torch.empty_like(y) for y in outputs])
+
+
+# One of each vendor. What only these, or none, compile where minutes count, the slow tests compile for all.
+FIRST = ("sm90", "gfx942")
+
+
+def on_the_first(*cases: Case) -> list[Case]:
+    return [replace(case, early=FIRST) for case in cases]
+
+
+def later(*cases: Case) -> list[Case]:
+    """More sizes of what another case launches in the same way."""
+    return [replace(case, early=()) for case in cases]
+
+
+def meta(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def labels(*shape: int) -> torch.Tensor:
+    return meta(*shape, dtype=torch.int64)
+
+
+# Rows: the commonest, the widest whole row of a backward, those that are swept; then the commonest again; others.
+WIDTHS = ((4096, FP16), (16384, BF16), (32768, FP32))
+MORE_WIDTHS = ((4096, BF16),)
+OTHER_WIDTHS = ((128, BF16), (8192, BF16))
+VOCABULARIES = ((128256, BF16), (32000, FP16), (50257, FP32), (256000, BF16))
+EVERY_TERM = {"label_smoothing": 0.1, "softcap": 30.0, "z_loss": 1e-4}
+
+
+def _rows(op: str, n_rows: int, n_columns: int, more: tuple[tuple[int, torch.dtype], ...] = MORE_WIDTHS) -> list[Case]:
+    """An op on so many tensors (N, E), then so many (E,)."""
+
+    def case(width: int, dtype: torch.dtype) -> Case:
+        return Case(op, getattr(kernels, op), ((ROWS, width),) * n_rows + ((width,),) * n_columns, dtype)
+
+    everywhere, others = (case(*size) for size in WIDTHS), (case(*size) for size in OTHER_WIDTHS)
+    return [*everywhere, *on_the_first(*(case(*size) for size in more)), *later(*others)]
+
+
+def _rms_norm() -> list[Case]:
+    gemma = partial(kernels.rms_norm, offset=1.0, cast="gemma")
+    # A long row that fills no block, and one whose backward cannot hold it packed in fp16 on NVIDIA.
+    more = (*MORE_WIDTHS, (16384, FP16), (4095, FP32))
+    gemmas = [Case("rms_norm", gemma, ((ROWS, width), (width,))) for width in (3072, 12288)]
+    return [*_rows("rms_norm", 1, 1, more), *on_the_first(gemmas[0]), *later(gemmas[1])]
+
+
+def _group_norm() -> list[Case]:
+    def call(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return kernels.group_norm(x, 32, weight, bias)
+
+    def case(channels: int, dtype: torch.dtype) -> Case:
+        return Case("group_norm", call, ((4, channels, 64, 64), (channels,), (channels,)), dtype)
+
+    return [*(case(*size) for size in ((128, BF16), (96, FP32), (128, FP16))), *later(case(512, BF16))]
+
+
+def _rope() -> list[Case]:
+    """32 heads over 8 of keys, as projections leave them."""
+
+    def case(dtype: torch.dtype, head_dim: int, rotary_dim: int | None = None, interleaved: bool = False) -> Case:
+        table = meta(1, 512, rotary_dim or head_dim, dtype=dtype)
+
+        def call(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> object:
+            return kernels.apply_rope(q.transpose(1, 2), k.transpose(1, 2), cos, sin, interleaved=interleaved)
+
+        return Case("apply_rope", call, ((1, 512, 32, head_dim), (1, 512, 8, head_dim)), dtype, (table, table))
+
+    plain = [case(*size) for size in ((BF16, 128), (FP16, 64), (FP32, 80))]
+    more = (case(BF16, 128, interleaved=True), case(BF16, 128, rotary_dim=96))
+    return [*plain, *on_the_first(*more), *later(case(BF16, 256))]
+
+
+def _attention() -> list[Case]:
+    """8 heads over 2 of keys; a width of each table, one that fills none; a window and a cap."""
+    places = meta(1000, dtype=torch.int32), meta(1000, dtype=torch.int32)
+
+    def case(head_dim: int, dtype: torch.dtype, **terms: object) -> Case:
+        call = partial(kernels.document_attention, **terms)
+        return Case("document_attention", call, ((1000, 8, head_dim), *(((1000, 2, head_dim),) * 2)), dtype, places)
+
+    capped = {"window": 512, "softcap": 50.0}
+    more = on_the_first(case(64, FP16), case(256, BF16), case(48, FP32), case(128, BF16, **capped))
+    others = [case(width, dtype, **capped) for width in (64, 256) for dtype in (BF16, FP16)]
+    return [
+        case(128, BF16),
+        case(64, FP16),
+        *more,
+        *later(case(96, FP16), case(16, BF16), case(128, FP16, **capped), *others),
+    ]
+
+
+def _gated(op: str, call: Callable[..., object], *others: Callable[..., object]) -> list[Case]:
+    """The commonest form of an op in each dtype; others, whose kernels differ by a function, on the first."""
+    sizes = ((14336, BF16), (1001, FP16), (11008, FP32))
+
+    def case(form: Callable[..., object], width: int, dtype: torch.dtype) -> Case:
+        return Case(op, form, ((ROWS, width),) * 2, dtype)
+
+    more = on_the_first(*(case(other, *size) for other in others for size in sizes))
+    return [*(case(call, *size) for size in sizes), *more, Case(op, call, ((ROWS, 2 * 14336),))]
+
+
+def _embedding() -> list[Case]:
+    def call(weight: torch.Tensor) -> torch.Tensor:
+        return kernels.embedding(labels(2, ROWS), weight)
+
+    sizes = ((4096, BF16), (1001, FP16), (4096, FP32), (8192, BF16))
+    cases = [Case("embedding", call, ((1000, width),), dtype) for width, dtype in sizes]
+    return [*cases[:3], *on_the_first(cases[3])]
+
+
+def _int2_int8() -> list[Case]:
+    """A way of launching each: one row, some, many, and many that do not start at multiples of 16 bytes."""
+
+    def case(n_rows: int, n_cols: int, n_inner: int, scaled: bool) -> Case:
+        x, weight = meta(n_rows, n_inner, dtype=torch.int8), meta(n_cols, n_inner // 4, dtype=torch.uint8)
+        scales = {"x_scale": meta(n_rows, dtype=FP32), "weight_scale": meta(n_cols, dtype=FP32)} if scaled else {}
+        call = partial(kernels.int2_int8_matmul, **scales)
+        return Case("int2_int8_matmul", call, (), torch.int8, (x, weight), backward=False)
+
+    cases = [case(1, 4096, 4096, False), case(64, 4096, 4096, False), case(ROWS, 4096, 4096, True)]
+    if chip_of(torch.device("meta")).vendor == "nvidia":  # elsewhere the case before is not unpacked first, either
+        cases += on_the_first(case(ROWS, 4095, 4096, False))
+    return [*cases, case(ROWS, 4095, 4100, True)]
+
+
+def _cross_entropy() -> list[Case]:
+    def weighted(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        weight = meta(logits.shape[-1], dtype=FP32)
+        return kernels.cross_entropy(logits, labels, weight=weight, label_smoothing=0.1, reduction="none")
+
+    every = partial(kernels.cross_entropy, **EVERY_TERM)
+    rows = labels(512)
+    return [
+        *(Case("cross_entropy", kernels.cross_entropy, ((512, v),), dtype, (rows,)) for v, dtype in VOCABULARIES[:3]),
+        *on_the_first(
+            Case("cross_entropy", every, ((512, 128256),), BF16, (rows,)),
+            Case("cross_entropy", weighted, ((512, 50257),), FP32, (rows,)),
+        ),
+        *later(Case("cross_entropy", kernels.cross_entropy, ((512, 256000),), BF16, (rows,))),
+    ]
+
+
+def _in_groups(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, **terms: object) -> torch.Tensor:
+    """Columns of logits in dW's memory; on AMD, where no schedule asks for that, as it comes."""
+    schedule = kernels.Schedule("fast", slot=4096, buffer=8192, flushes=1, slab=768, groups=3)
+    if chip_of(hidden.device).vendor == "amd":
+        schedule = None
+    return kernels.linear_cross_entropy(hidden, weight, labels, schedule=schedule, **terms)
+
+
+def _keeping(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Lean, with some columns kept in dW's memory; on AMD none are."""
+    schedule = kernels.Schedule("lean", slot=256, buffer=256, flushes=1, slab=2048, groups=3, kept=768)
+    if chip_of(hidden.device).vendor == "amd":
+        schedule = replace(schedule, groups=0, kept=0)
+    return kernels.linear_cross_entropy(hidden, weight, labels, schedule=schedule)
+
+
+def _linear_cross_entropy() -> list[Case]:
+    """In the memory it likes; lean, with logits made twice, the second time by columns; with columns in dW's memory."""
+    plain = kernels.linear_cross_entropy
+    every, lean = partial(plain, **EVERY_TERM), {"chunk_bytes": 1 << 26}
+    calls = [(plain, vocab, dtype) for vocab, dtype in VOCABULARIES[:3]]
+    calls += [(partial(plain, **lean), 128256, BF16), (_in_groups, 128256, BF16)]
+    more = [(every, 128256, BF16), (partial(every, **lean), 50257, FP32)]
+    more += [(_keeping, 128256, BF16), (partial(_in_groups, **EVERY_TERM), 50257, FP32)]
+
+    def case(call: Callable[..., object], vocab: int, dtype: torch.dtype) -> Case:
+        return Case("linear_cross_entropy", call, ((8192, 512), (vocab, 512)), dtype, (labels(8192),))
+
+    first = on_the_first(*(case(*each) for each in more))
+    return [*(case(*each) for each in calls), *first, *later(case(plain, 256000, BF16))]
+
+
+def _multi_head() -> list[Case]:
+    call = partial(kernels.multi_head_linear_cross_entropy, coefficients=(1.0, 0.8, 0.6))
+    return [
+        Case("multi_head_linear_cross_entropy", call, ((3, 2048, 512), weight), dtype, (labels(3, 2048),))
+        for weight, dtype in (((128256, 512), BF16), ((3, 32000, 512), FP32))
+    ]
+
+
+def _token_statistics() -> list[Case]:
+    plain = kernels.linear_token_statistics
+    capped = partial(plain, softcap=30.0)
+    sizes = ((plain, 128256, BF16), (capped, 50257, FP16), (plain, 32000, FP32))
+    return [
+        Case("linear_token_statistics", call, ((2048, 512), (vocab, 512)), dtype, (labels(2048),), backward=False)
+        for call, vocab, dtype in sizes
+    ]
+
+
+def _kl_div() -> list[Case]:
+    elements = partial(kernels.kl_div, log_target=True, reduction="none")
+    return [
+        *(Case("kl_div", kernels.kl_div, ((512, vocab),) * 2, dtype) for vocab, dtype in VOCABULARIES[:3]),
+        Case("kl_div", elements, ((512, 32000),) * 2),
+    ]
+
+
+def _jsd() -> list[Case]:
+    def case(beta: float, vocab: int, dtype: torch.dtype) -> Case:
+        teacher = meta(512, vocab, dtype=dtype)
+        return Case("jsd", partial(kernels.jsd, beta=beta), ((512, vocab),), dtype, (teacher,))
+
+    one_sided = (case(0.0, 128256, BF16), case(1.0, 128256, FP32))
+    return [*(case(0.5, *size) for size in VOCABULARIES[:3]), *on_the_first(*one_sided)]
+
+
+def _linear_jsd() -> list[Case]:
+    def teacher(vocab: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        return meta(2048, 512, dtype=dtype), meta(vocab, 512, dtype=dtype)
+
+    return [
+        Case("linear_jsd", kernels.linear_jsd, ((2048, 256), (vocab, 256)), dtype, teacher(vocab, dtype))
+        for vocab, dtype in ((128256, BF16), (32000, FP32))
+    ]
+
+
+def _adamw() -> list[Case]:
+    def call(*tensors: torch.Tensor, scale: torch.Tensor | None) -> None:
+        numbers = {"step": 3, "lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
+        kernels.adamw_step(*tensors, **numbers, grad_scale=scale)
+
+    scales = (None, meta(dtype=FP32))
+    return [
+        Case("adamw_step", partial(call, scale=scale), ((4096, 512),) * 4, dtype, backward=False)
+        for scale in scales
+        for dtype in (BF16, FP32)
+    ]
+
+
+# op -> its cases. Made when asked for: a name of the package is loaded when it is looked up.
+CASES: dict[str, Callable[[], list[Case]]] = {
+    "rms_norm": _rms_norm,
+    "add_rms_norm": lambda: _rows("add_rms_norm", 2, 1),
+    # and an odd width, of kernels that all norms share
+    "layer_norm": lambda: _rows("layer_norm", 1, 2, (*MORE_WIDTHS, (8191, FP32))),
+    "group_norm": _group_norm,
+    "apply_rope": _rope,
+    "document_attention": _attention,
+    "swiglu": lambda: _gated("swiglu", kernels.swiglu),
+    "geglu": lambda: _gated("geglu", kernels.geglu, partial(kernels.geglu, approximate="none")),
+    "embedding": _embedding,
+    "int2_int8_matmul": _int2_int8,
+    "cross_entropy": _cross_entropy,
+    "linear_cross_entropy": _linear_cross_entropy,
+    "multi_head_linear_cross_entropy": _multi_head,
+    "linear_token_statistics": _token_statistics,
+    "kl_div": _kl_div,
+    "jsd": _jsd,
+    "linear_jsd": _linear_jsd,
+    "adamw_step": _adamw,
+}

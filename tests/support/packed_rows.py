@@ -1,0 +1,77 @@
+"""Documents for the tests of packing: alone, and packed into one row by the collator that training uses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import tiny_models
+import torch
+from transformers import PreTrainedModel
+
+from ligertune.data.batching.collate import collate_packed
+from ligertune.data.examples import Example
+
+LENGTHS = (19, 1, 24, 7, 12)  # one token, and longer and shorter than the windows of 8
+
+WINDOW = {"sliding_window": 8}
+# family -> (name in tiny_models, what differs)
+VARIANTS: dict[str, tuple[str, dict]] = {
+    "llama": ("llama", {}),
+    "qwen2": ("qwen2", {**WINDOW, "use_sliding_window": True, "max_window_layers": 1}),
+    "gemma2": ("gemma2", WINDOW),
+    "gemma2_uncapped": ("gemma2", {**WINDOW, "attn_logit_softcapping": None}),
+    "mistral": ("mistral", WINDOW),
+    "phi3": ("phi3", {}),
+    "phi3_window": ("phi3", WINDOW),
+    "qwen3": ("qwen3", {}),
+    "olmo2": ("olmo2", {}),
+    "granite": ("granite", {}),
+}
+FAMILIES = tuple(VARIANTS)
+CAPPED = "gemma2"  # soft cap on the attention's scores
+UNCAPPED = tuple(family for family in FAMILIES if family != CAPPED)
+
+
+def make(family: str, **changes: object) -> PreTrainedModel:
+    name, differences = VARIANTS[family]
+    return tiny_models.make(name, **{**differences, **changes})
+
+
+def documents(*, seed: int = 0) -> list[Example]:
+    """The first third of each is a prompt, as far as that leaves an answer."""
+    rng = np.random.default_rng(seed)
+    made = []
+    for length in LENGTHS:
+        tokens = rng.integers(3, tiny_models.VOCAB, length)
+        labels = np.where(np.arange(length) < length // 3, -100, tokens)
+        made.append(Example(tokens, labels, ""))
+    return made
+
+
+def separate(*, device: str = "cpu") -> list[dict[str, torch.Tensor]]:
+    """Each document as a batch of its own."""
+    return [
+        {
+            name: torch.from_numpy(ids)[None].to(device)
+            for name, ids in zip(("input_ids", "labels"), example, strict=False)
+        }
+        for example in documents()
+    ]
+
+
+def packed(*, device: str = "cpu", multiple_of: int = 16) -> dict[str, Any]:
+    """All of them in one row."""
+    batch = collate_packed(documents(), pad_token_id=0, pad_to_multiple_of=multiple_of)
+    return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+
+
+def history(loss: torch.Tensor) -> set[str]:
+    """The names of the nodes that a backward from here goes through."""
+    found, ahead = set(), [loss.grad_fn]
+    while ahead:
+        node = ahead.pop()
+        if node is not None and node not in found:
+            found.add(node)
+            ahead += [following for following, _ in node.next_functions]
+    return {node.name() for node in found}

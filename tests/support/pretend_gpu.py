@@ -1,0 +1,269 @@
+"""Compiles what the ops launch for GPUs that are not here, and reads from the compiler's output what they would take.
+
+Triton's launcher needs only a handful of methods of a driver. With a stand-in for it the ops run on meta tensors:
+Triton specialises and compiles for the target as it would there, and the launch itself does nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import os
+import re
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from ligertune_kernels.launcher import MAX_THREADS, Chip, meta_stands_for
+from triton import knobs
+from triton._C.libtriton import ir
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime import driver
+from triton.runtime.cache import FileCacheManager
+
+
+@dataclass(frozen=True)
+class Target:
+    """A GPU: what Triton compiles for, what the launch rules look at, and its shared memory (LDS) for one program."""
+
+    compiler: GPUTarget
+    chip: Chip
+    shared_bytes: int
+
+
+def _target(backend: str, arch: str | int, warp_size: int, shared: int, processors: int, l2_mib: int) -> Target:
+    vendor, name = ("nvidia", f"sm{arch}") if backend == "cuda" else ("amd", str(arch))
+    chip = Chip(vendor, name, warp_size, processors, l2_mib << 20, shared_bytes=shared)
+    return Target(GPUTarget(backend, arch, warp_size), chip, shared)
+
+
+TARGETS = {
+    target.chip.arch: target
+    for target in (
+        _target("cuda", 80, 32, 166912, 108, 40),  # A100
+        _target("cuda", 90, 32, 232448, 132, 50),  # H100
+        _target("cuda", 100, 32, 232448, 148, 126),  # B200
+        _target("cuda", 120, 32, 101376, 170, 96),  # RTX 5090
+        _target("hip", "gfx90a", 64, 65536, 104, 8),  # MI250X, one of two dies
+        _target("hip", "gfx942", 64, 65536, 304, 4),  # MI300X
+        _target("hip", "gfx950", 64, 163840, 256, 4),  # MI355X
+        _target("hip", "gfx1100", 32, 65536, 96, 6),  # RX 7900 XTX
+        _target("hip", "gfx1201", 32, 65536, 64, 8),  # RX 9070 XT
+    )
+}
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One kernel as compiled: what it takes of the target, and instructions that must not occur in it."""
+
+    kernel: str
+    threads: int
+    shared_bytes: int
+    registers: int  # of a thread
+    spills: int  # registers; on NVIDIA bytes of stack, which nothing else uses
+    scratch_bytes: int
+    atomics: tuple[str, ...]
+    assembly: str  # its SHA-256
+    truncating_dot: bool  # RDNA's bf16 dot product rounds towards zero
+
+    def faults(self, target: Target) -> list[str]:
+        """What is wrong with it, in words; empty where nothing is."""
+        found = {
+            f"{self.threads} threads": self.threads > MAX_THREADS,
+            f"{self.shared_bytes} bytes of shared memory": self.shared_bytes > target.shared_bytes,
+            f"{self.spills} spilled": self.spills > 0,
+            f"{self.scratch_bytes} bytes of scratch": self.scratch_bytes > 0,
+            f"atomics: {', '.join(self.atomics)}": bool(self.atomics),
+            "a bf16 dot product that truncates": self.truncating_dot,
+        }
+        return [f"{self.kernel}: {fault}" for fault, there in found.items() if there]
+
+
+class _Launcher:
+    """Takes the place of what would put the kernel on the GPU."""
+
+    def __init__(self, src: object, metadata: object) -> None:
+        pass
+
+    def __call__(self, *args: object) -> None:
+        pass
+
+
+_device_numbers = itertools.count()
+
+
+class PretendDriver:
+    """What Triton asks of a driver. Limits are judged from the compiler's output, so none are named here."""
+
+    launcher_cls = _Launcher
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+        self.utils = self
+        self.number = next(_device_numbers)  # Triton keeps what it compiled by device: nothing is found from before
+
+    def load_binary(self, name: str, binary: bytes, shared: int, device: int) -> tuple[int, ...]:
+        return 1, 1, 0, 0, 1 << 20  # module, function, registers, spills, most threads
+
+    def unload_module(self, *args: object) -> None:
+        pass
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {
+            "max_shared_mem": 1 << 30,
+            "multiprocessor_count": self.target.chip.processors,
+            "max_num_regs": 65536,
+            "warpSize": self.target.compiler.warp_size,
+        }
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target.compiler
+
+    def get_current_device(self) -> int:
+        return self.number
+
+    def set_current_device(self, device: int) -> None:
+        pass
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("meta")
+
+
+def _read_once(read: Callable[..., object]) -> Callable[..., object]:
+    """ASTSource.make_ir, for all targets of a vendor at once: an eighth of the time went into reading the same source.
+
+    What Triton's reading of a source takes from a target is the types and products that it has; `tt.dot` has to do
+    with them, and kernels with one are read for each. The rest is found again in a file, which other processes write
+    too.
+    """
+
+    def make_ir(
+        self: ASTSource, target: GPUTarget, options: object, codegen_fns: dict, modules: dict, context
+    ) -> object:
+        chosen = {name: value for name, value in vars(options).items() if name not in OF_A_TARGET}
+        key = hashlib.sha256(f"{self.hash()} {target.backend} {sorted(chosen.items())}".encode()).hexdigest()
+        file = Path(knobs.cache.dir) / f"{key}.ttir"
+        if not file.exists():
+            module = read(self, target, options, codegen_fns, modules, context)
+            text = str(module)
+            if "tt.dot" not in text:
+                unfinished = file.with_suffix(f".{os.getpid()}")
+                unfinished.write_text(text, encoding="utf-8")
+                unfinished.replace(file)
+            return module
+        module = ir.parse_mlir_module(str(file), context)
+        module.context = context
+        return module
+
+    return make_ir
+
+
+# What Triton's options say of a target, and not of how a kernel is launched.
+OF_A_TARGET = {
+    "allowed_dot_input_precisions",
+    "arch",
+    "deprecated_fp8_dot_operand_dtypes",
+    "extern_libs",
+    "max_num_imprecise_acc_default",
+    "ptx_version",
+    "supported_fp8_dtypes",
+    "warp_size",
+}
+
+
+class LeanCache(FileCacheManager):
+    """Triton's cache without what nobody reads here: to print and keep every stage took a twentieth of the time."""
+
+    def put(self, data: object, filename: str, binary: bool = True) -> str:
+        if filename.endswith(UNREAD):
+            data = ""
+        path = Path(self.cache_dir, filename)
+        unfinished = path.with_suffix(f"{path.suffix}.{os.getpid()}")
+        unfinished.write_bytes(data if isinstance(data, bytes) else str(data).encode())
+        unfinished.replace(path)
+        return str(path)
+
+
+UNREAD = (".source", ".ttir", ".ttgir", ".llir")
+
+
+@contextlib.contextmanager
+def _pretending(target: Target, *, reads_once: bool) -> Iterator[list[tuple[dict, dict[str, str]]]]:
+    """While open, kernels compile for the target; yields what did: Triton's metadata and the files it wrote."""
+    written: list[tuple[dict, dict[str, str]]] = []
+
+    def listener(*, src, metadata, metadata_group, times, cache_hit) -> None:
+        written.append((dict(metadata), dict(metadata_group)))
+
+    # There is no public way to put the driver back that would be looked up at the next launch.
+    active, heard, read = driver._active, knobs.compilation.listener, ASTSource.make_ir
+    cache = knobs.cache.manager_class
+    knobs.cache.manager_class = LeanCache
+    knobs.compilation.listener = listener
+    ASTSource.make_ir = _read_once(read) if reads_once else read
+    driver.set_active(PretendDriver(target))
+    try:
+        with meta_stands_for(target.chip):
+            yield written
+    finally:
+        driver._active, knobs.compilation.listener, ASTSource.make_ir = active, heard, read
+        knobs.cache.manager_class = cache
+
+
+def compile_for(target: Target, run: Callable[[], object], *, reads_once: bool = True) -> list[Compiled]:
+    """Every kernel that `run` launches on meta tensors."""
+    with _pretending(target, reads_once=reads_once) as written:
+        run()
+    read = _read_cuda if target.compiler.backend == "cuda" else _read_hip
+    return [read(metadata, files, target) for metadata, files in written]
+
+
+def _text(files: dict[str, str], ending: str) -> str:
+    return Path(next(path for name, path in files.items() if name.endswith(ending))).read_text(encoding="utf-8")
+
+
+def _read_hip(metadata: dict, files: dict[str, str], target: Target) -> Compiled:
+    assembly = _text(files, ".amdgcn")
+
+    def figure(name: str) -> int:
+        found = re.search(rf"^\s*\.{name}:\s*(\d+)", assembly, re.MULTILINE)
+        return int(found[1]) if found else 0
+
+    return Compiled(
+        kernel=metadata["name"],
+        threads=metadata["num_warps"] * target.compiler.warp_size,
+        shared_bytes=metadata["shared"],
+        registers=figure("vgpr_count"),
+        spills=figure("vgpr_spill_count") + figure("sgpr_spill_count"),
+        scratch_bytes=figure("private_segment_fixed_size"),
+        atomics=tuple(sorted(set(re.findall(r"\b\w*(?:atomic|cmpswap)\w*", assembly)))),
+        assembly=hashlib.sha256(assembly.encode()).hexdigest(),
+        truncating_dot="v_dot2_bf16_bf16" in assembly,
+    )
+
+
+def _read_cuda(metadata: dict, files: dict[str, str], target: Target) -> Compiled:
+    cubin = next(path for name, path in files.items() if name.endswith(".cubin"))
+    command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", cubin]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    ptx = _text(files, ".ptx")
+    registers, stack, local = map(int, re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", said).groups())
+    return Compiled(
+        kernel=metadata["name"],
+        threads=metadata["num_warps"] * target.compiler.warp_size,
+        shared_bytes=metadata["shared"],
+        registers=registers,
+        spills=stack,
+        scratch_bytes=local,
+        atomics=tuple(sorted(set(re.findall(r"\b(?:atom|red)\.[\w.:]+", ptx)))),
+        assembly=hashlib.sha256(ptx.encode()).hexdigest(),
+        truncating_dot=False,
+    )

@@ -1,0 +1,119 @@
+"""`ligertune medusa` on the tiny bundled model: heads that learn, a second stage, and bad input."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from command_line import overrides
+
+from ligertune.cli.medusa import medusa
+from ligertune.decode.acceptance import Greedy
+from ligertune.decode.generate import complete
+from ligertune.decode.medusa_generate import choose_acceptance, complete_with_heads
+from ligertune.decode.medusa_run import report_on
+from ligertune.errors import UserError
+from ligertune.recipe import load_recipe
+from ligertune.recipe.bundled import bundled
+
+# the command's options, none given
+NOTHING = {"recipe": None, "heads": None, "layers": None, "stage": None, "model": None, "data": None, "from_": None,
+           "set_": None, "resume": False, "overwrite": False, "report": False, "json": False}  # fmt: skip
+SHORT = {
+    "train.max_steps": 6,
+    "train.per_device_train_batch_size": 2,
+    "logging.logging_steps": 1,
+    "medusa.eval_prompts": 0,
+    "data.datasets.0.max_samples": 60,
+}
+
+
+@pytest.fixture(scope="module")
+def learned(ligertune, runs) -> dict:
+    """The report of 260 steps with the bundled recipe, trained in `runs`/runs/medusa: most of a minute."""
+    done = ligertune("medusa", "--json", "--set", "train.max_steps=260", "--set", "medusa.eval_new_tokens=64")
+    assert done.code == 0, done.err[-3000:]
+    assert "No recipe given: using" in done.err and "medusa/stories260k.yaml" in done.err
+    return json.loads(done.out)
+
+
+def test_heads_learn_to_guess_held_out_stories(learned, runs):
+    """At least 1.8 tokens a pass, and the very text of plain decoding."""
+    found = learned["medusa"]
+    assert found["measured_on"] == "60 held-out examples"
+    assert found["decoding"]["accepted_length"] >= 1.8
+    assert found["decoding"]["identical"] == found["decoding"]["prompts"] == 8
+    assert found["top1"][0] > 0.25 and found["top5"][0] > 0.45
+    assert found["top1"] == sorted(found["top1"], reverse=True)  # further ahead is harder
+    assert json.loads((runs / "runs/medusa/medusa_report.json").read_text()) == found
+    assert (runs / "runs/medusa/medusa_report.png").stat().st_size > 1000
+
+
+def test_the_report_can_be_asked_for_again(learned, runs):
+    settings = ["task=medusa", "medusa.tree_nodes=6", "medusa.eval_prompts=2", "medusa.eval_new_tokens=16"]
+    settings.append(f"checkpoint.output_dir={runs / 'runs/medusa'}")
+    again = report_on(load_recipe(bundled("medusa/stories260k.yaml"), overrides=settings))
+    assert again.top1 == pytest.approx(learned["medusa"]["top1"], abs=1e-6)
+    assert again.tree_nodes == 6 < learned["medusa"]["tree_nodes"]
+    assert (again.decoding.prompts, again.decoding.new_tokens) == (2, 32)
+
+
+def test_generate_writes_the_same_text_with_heads(learned, ligertune, runs, quickstart):
+    done = ligertune(
+        "generate", "runs/medusa", "Once upon a time", "--raw", "--max-new-tokens", 60, "--medusa", "--json"
+    )
+    assert done.code == 0, done.err
+    fast = json.loads(done.out)
+    how = {"raw": True, "max_new_tokens": 60, "seed": 1}
+    plain = complete(str(quickstart / "stories260K"), "Once upon a time", **how, temperature=0.0, top_p=1.0)
+    assert fast["text"] == plain.text and fast["new_tokens"] == 60
+    assert fast["accepted_length"] > 1.5
+    rule = choose_acceptance("typical", 0.8)
+    folder = str(runs / "runs/medusa/medusa")
+    sampled = [complete_with_heads(folder, "Once upon a time", **how, acceptance=rule).text for _ in range(2)]
+    assert sampled[0] == sampled[1] != plain.text
+
+
+def test_stage_2_leaves_a_model_beside_its_heads(learned, ligertune, runs):
+    done = ligertune("medusa", "--stage", 2, "--json", *overrides(SHORT))
+    assert done.code == 0, done.err[-3000:]
+    folder = runs / "runs/medusa-stage2"
+    config = json.loads((folder / "medusa" / "config.json").read_text())
+    assert config["base_model_name_or_path"] == str((folder / "model").resolve())
+    folder.rename(runs / "moved")
+    found = complete_with_heads(
+        str(runs / "moved"), "Once upon a time", raw=True, max_new_tokens=60, acceptance=Greedy(), seed=0
+    )
+    assert found.accepted_length > 1.2
+
+
+def test_bad_input_gets_a_sentence_and_exit_code_2(ligertune):
+    done = ligertune("medusa", "--heads", 0)
+    assert done.code == 2, done.err
+    assert "medusa.num_heads is 0" in done.err and "Traceback" not in done.err and len(done.err) < 1500
+
+
+def test_other_bad_input_is_refused_and_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    cases = {
+        "medusa.stage is 3": {"stage": 3},
+        "there is no folder nowhere/medusa": {"stage": 2, "from_": "./nowhere/medusa"},
+        "data.max_length is 5": {"set_": ["data.max_length=5"]},
+        "model.model_name_or_path": {"model": "./nowhere"},
+        "nowhere.jsonl": {"data": "nowhere.jsonl"},
+        "holds no trained heads": {"stage": 2, "from_": "."},
+        "checkpoint.output_dir: empty/medusa holds no": {"report": True, "set_": ["checkpoint.output_dir=./empty"]},
+    }
+    for words, given in cases.items():
+        with pytest.raises(UserError, match=words.replace("nowhere/", ".*nowhere/")):
+            medusa(**{**NOTHING, **given})
+    assert not list(tmp_path.iterdir())
+
+
+def test_generate_refuses_what_does_not_go_together():
+    with pytest.raises(UserError, match="--acceptance typical"):
+        choose_acceptance("greedy", 0.5)
+    with pytest.raises(UserError, match="--temperature"):
+        choose_acceptance("typical", 0.0)
+    with pytest.raises(UserError, match="holds no Medusa heads"):
+        complete_with_heads("nowhere", "Hi", raw=True, max_new_tokens=1, acceptance=Greedy(), seed=0)

@@ -1,0 +1,141 @@
+"""What the plan says that Medusa heads take, beside what is alive while they train."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from ligertune_kernels import labelled_rows
+from tiny_models import make
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ligertune.errors import UserError
+from ligertune.patching.patch import patch
+from ligertune.planning.memory.activation_bytes import WORKSPACE, Batch, Kept
+from ligertune.planning.memory.estimate import Budget
+from ligertune.planning.memory.fit import fits_of
+from ligertune.planning.memory.heads_bytes import alone
+from ligertune.planning.memory.states import state_bytes
+from ligertune.recipe import MedusaSpec, load_recipe
+from ligertune.run import plan_for
+from ligertune.tasks.medusa.attach import attach_heads
+from ligertune.tasks.medusa.medusa_shape import MedusaShape
+
+GIB, TOKENS = 2**30, 1024
+LLAMA_8B = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+            "num_attention_heads": 32, "num_key_value_heads": 8}  # fmt: skip
+WIDTH = 1024  # beside which the vocabulary is small: plain torch has more of the logits than the kernels
+WIDE, NARROW = ({"hidden_size": WIDTH, "intermediate_size": mlp} for mlp in (4096, 64))
+
+
+class Peak(TorchDispatchMode):
+    """The most bytes that were alive at once of what operations gave, beside the parameters."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.own = {StorageWeakRef(p.untyped_storage()).cdata for p in model.parameters()}
+        self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.bytes = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        given = function(*args, **(kwargs or {}))
+        for tensor in given if isinstance(given, tuple | list) else (given,):
+            if isinstance(tensor, torch.Tensor):
+                storage = StorageWeakRef(tensor.untyped_storage())
+                self.alive[storage.cdata] = (storage, tensor.untyped_storage().nbytes())
+        self.alive = {k: v for k, v in self.alive.items() if k not in self.own and not v[0].expired()}
+        self.bytes = max(self.bytes, sum(size for _, size in self.alive.values()))
+        return given
+
+
+def budget_of(shape: MedusaShape, *, itemsize: int, **kept: object) -> Budget:
+    dtype = {2: "bfloat16", 4: "float32"}[itemsize]
+    states = state_bytes(shape.parameters, weight_dtype=dtype, optim="adamw_torch_fused", method="full")
+    return Budget(
+        states, shape.layer, shape.head, Kept(attention="varlen", **kept), layers=shape.num_hidden_layers,
+        itemsize=itemsize, step_bytes=states.step, labelled=0.75, in_front=shape.in_front, heads=shape.heads,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("sizes", "medusa", "name"),
+    [
+        (WIDE, {"num_heads": 2}, "frozen model"),
+        (NARROW, {"num_heads": 4}, "loss"),
+        (NARROW, {"num_heads": 6}, "loss"),
+        (NARROW, {"num_heads": 3, "num_layers": 3}, "loss"),
+        (NARROW, {"num_heads": 3, "lm_head": "own"}, "loss"),
+    ],
+    ids=["a wide model", "four heads", "six", "three blocks", "their own output heads"],
+)
+def test_what_is_alive_in_stage_1_is_what_the_plan_says(sizes, medusa, name):
+    base = make("llama", **sizes, max_position_embeddings=TOKENS)
+    patch(base, loss="torch")
+    model = attach_heads(base, MedusaSpec(**medusa), fused=True).train()
+    ids = torch.randint(3, 128, (1, TOKENS))
+    labels = ids.clone()
+    labels[:, : TOKENS // 4] = -100
+    rows = labelled_rows(labels, shift=model.shifts, multiple_of=1)
+    with Peak(model) as found:
+        model(
+            input_ids=ids, labels=labels, position_ids=torch.arange(TOKENS)[None], labelled_rows=rows, use_cache=False
+        )
+    shape = MedusaShape.of_heads(model)
+    batch = Batch(TOKENS, len(rows), TOKENS, accumulates=False)
+    planned = {
+        moment.name: moment.total
+        for moment in alone(shape.heads, shape.layer, shape.head, Kept(mlp=False), batch, itemsize=4, gradients=0,
+                            step_bytes=0, workspace=0, free=None)
+    }  # fmt: skip
+    assert max(planned["frozen model"], planned["loss"]) == planned[name]
+    # a CPU picks out the rows that each head has a target for, which a GPU would have to wait for
+    at_once = 1 if shape.heads.own_projection else shape.heads.number
+    picked = at_once * len(rows) * WIDTH * 4 if name == "loss" else 0
+    assert found.bytes == pytest.approx(planned[name] + picked, rel=0.05)
+
+
+MEASURED = {  # (stage, heads, tokens): GiB on an H100 80GB HBM3, scripts/bench_medusa, 2026-11-22 and 23
+    (1, 5, 8192): 16.61, (1, 5, 131072): 30.06,
+    (1, 3, 16384): 17.1, (1, 3, 131072): 29.9, (2, 5, 4096): 60.6, (2, 5, 32768): 64.6, (2, 3, 4096): 60.4,
+    (2, 3, 32768): 64.4,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def shapes() -> dict[tuple[int, int], MedusaShape]:
+    """Llama-3-8B with heads, by stage and number."""
+    found = {}
+    for stage, number in {key[:2] for key in MEASURED}:
+        with torch.device("meta"):
+            config = transformers.LlamaConfig(**LLAMA_8B)
+            base = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+            spec = MedusaSpec(num_heads=number, stage=stage)
+            found[stage, number] = MedusaShape.of_heads(attach_heads(base, spec, fused=True))
+    return found
+
+
+@pytest.mark.parametrize("point", MEASURED, ids=str)
+def test_the_plan_is_what_was_measured(point, shapes):
+    stage, number, tokens = point
+    budget = replace(budget_of(shapes[stage, number], itemsize=2, checkpointing=stage == 2), workspace=WORKSPACE)
+    planned = budget.peak(1, tokens, accumulates=False, memory=80 * GIB).total
+    assert planned == pytest.approx(MEASURED[point] * GIB, rel=0.005)
+
+
+@pytest.mark.parametrize("change", ["kernels.loss=torch", "parallel.strategy=fsdp"])
+def test_what_is_not_known_is_said(change, tmp_path):
+    recipe = Path(__file__).parents[3] / "configs" / "medusa" / "stories260k.yaml"
+    recipe = load_recipe(recipe, overrides=[change, f"checkpoint.output_dir={tmp_path}"])
+    plan = plan_for(recipe, for_show=True, memory_gib=80, gpus=2).plan
+    assert plan.peak is None
+    with pytest.raises(UserError, match="with heads, memory is known of one process or ddp"):
+        fits_of(plan)
+
+
+def test_a_teacher_is_not_planned():
+    spec = MedusaSpec(num_heads=2, stage=2, self_distillation=True)
+    assert MedusaShape.of_heads(attach_heads(make("llama"), spec, fused=True)).layer is None

@@ -1,0 +1,70 @@
+"""torch's fused AdamW in our kernel: the same weights, and states that either can go on from."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from ligertune.errors import UserError
+from ligertune.recipe import load_recipe
+from ligertune.train.optim.kernel_adamw import KernelAdamW, in_our_kernel
+
+CODE = """
+import torch
+from ligertune.train.optim.kernel_adamw import in_our_kernel
+torch.manual_seed(0)
+def made():
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.Linear(5, 3))
+    groups = [{"params": list(model.parameters())[::2], "weight_decay": 0.1},
+              {"params": list(model.parameters())[1::2], "weight_decay": 0.0}]
+    return model, torch.optim.AdamW(groups, lr=1e-2, fused=True)
+(ours, one), (theirs, other) = made(), made()
+one = in_our_kernel(one)
+one.grad_scale = other.grad_scale = torch.tensor(2.0)
+for step in range(6):
+    x = torch.randn(4, 7)
+    for model, optimizer in ((ours, one), (theirs, other)):
+        model(x).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if step == 2:  # each goes on from what the other kept
+        a, b = one.state_dict(), other.state_dict()
+        one.load_state_dict(b); other.load_state_dict(a)
+for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+    torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+assert one.state[next(ours.parameters())]["step"] == 6
+print("same")
+"""
+
+
+def test_it_trains_as_torch_does_and_states_are_exchangeable():
+    """With the kernel, under the interpreter: TRITON_INTERPRET is read when kernels are decorated."""
+    pytest.importorskip("triton")
+    root = Path(__file__).resolve().parents[3]
+    paths = os.pathsep.join([str(root), str(root / "kernels"), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": paths}
+    done = subprocess.run([sys.executable, "-c", CODE], env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "same", done.stderr
+
+
+def test_groups_and_numbers_are_kept():
+    weight = torch.nn.Parameter(torch.ones(2))
+    given = torch.optim.AdamW([{"params": [weight], "weight_decay": 0.3}], lr=0.5, betas=(0.8, 0.9), fused=True)
+    found = in_our_kernel(given)
+    assert isinstance(found, KernelAdamW)
+    group = found.param_groups[0]
+    assert (group["lr"], group["betas"], group["weight_decay"], group["fused"]) == (0.5, (0.8, 0.9), 0.3, True)
+    assert group["params"][0] is weight
+
+
+def test_the_key_asks_for_it_and_refuses_another_optimizer(quickstart):
+    path = quickstart / "stories260k.yaml"
+    assert load_recipe(path, overrides=["kernels.optimizer=true"]).kernels.optimizer
+    with pytest.raises(UserError, match=r"kernels\.optimizer is the step of adamw_torch_fused"):
+        load_recipe(path, overrides=["kernels.optimizer=true", "train.optim=adamw_torch"])
