@@ -84,9 +84,9 @@ def throughput(plan: Plan, work: object, seconds: float, *, warmup_excluded: boo
     sees = work.images > 0  # then a part of the FLOPs is the tower's, which are not counted
     known = (
         not sees
-        and not plan.recipe.train.fp8  # some products in float8 and some not: there is no one peak
+        and not plan.build.execution.fp8  # some products in float8 and some not: there is no one peak
         and peak is not None
-        and plan.recipe.report.mfu
+        and plan.measurement.mfu
         and (dtype.weights == "bfloat16" or dtype.autocast == "fp16")
     )
     return Throughput(
@@ -95,7 +95,7 @@ def throughput(plan: Plan, work: object, seconds: float, *, warmup_excluded: boo
         trained_tokens_per_second=work.trained_tokens / seconds,
         padding_share=work.padding_share,
         steps=work.steps,
-        warmup_steps_excluded=plan.recipe.report.warmup_steps if warmup_excluded else 0,
+        warmup_steps_excluded=plan.measurement.warmup_steps if warmup_excluded else 0,
         images_per_second=work.images / seconds if sees else None,
         image_tokens_per_second=work.image_tokens / seconds if sees else None,
         mfu=work.flops / seconds / (peak * plan.batching.world_size) if known else None,

@@ -16,8 +16,16 @@ from ligertune.host_memory import available_memory
 from ligertune.imports import importing
 from ligertune.metrics import read_metrics
 from ligertune.planning.cuda_graph_checks import advise_cuda_graphs, check_cuda_graphs, cuda_graphs_notes
-from ligertune.planning.data_summary import data_numbers, lengths_multiple_of, rows_of
+from ligertune.planning.data_summary import (
+    data_numbers,
+    lengths_multiple_of,
+    padding_free_notes,
+    resolve_packing,
+    rows_of,
+    without_padding_free,
+)
 from ligertune.planning.memory.pinned_memory import warn_of_host_memory
+from ligertune.planning.options import BatchLayoutOptions, RunOptions
 from ligertune.planning.plan import Plan, choose_precision, make_plan
 from ligertune.planning.precision import check_float8
 from ligertune.planning.preflight import check_output_dir, check_packages, check_paths, clear_run
@@ -25,7 +33,7 @@ from ligertune.plots import draw_curves
 from ligertune.progress import Phases
 from ligertune.recipe import Recipe, dump_recipe
 from ligertune.report import Report, throughput, versions, write_json
-from ligertune.train.model_builder import apply_kernels, fuses_adapters, preview_model
+from ligertune.train.model_builder import apply_kernels, preview_model
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -45,6 +53,7 @@ if TYPE_CHECKING:
 class Job:
     """A plan and what was loaded to make it."""
 
+    recipe: Recipe
     plan: Plan
     config: PreTrainedConfig
     tokenizer: LoadedTokenizer
@@ -95,19 +104,21 @@ def plan_for(
         from ligertune.models import load
         from ligertune.train.checkpoint.checkpoint_files import check_unfinished
         from ligertune.train.distributed import launched_with_fsdp
-        from ligertune.vision.packing import without_packing
+        from ligertune.vision.families import exact_packing
         from ligertune.vision.reader import load_reader
 
-    config = load.read_config(recipe.model)
-    recipe, packing_notes = without_packing(recipe, config)
-    choose_rows(recipe, config, machine, precision)  # what cannot be is refused before the data are read
-    loaded = load.load_tokenizer(recipe.model)
+    options = RunOptions.of(recipe)
+    config = load.read_config(options.build.model)
+    recipe, packing_notes = resolve_packing(recipe, **exact_packing(config))
+    options, layout = RunOptions.of(recipe), BatchLayoutOptions.of(recipe)
+    choose_rows(layout, config, machine, precision)  # what cannot be is refused before the data are read
+    loaded = load.load_tokenizer(options.build.model)
     load.check_vocabulary(loaded.tokenizer, config)
-    images = load_reader(recipe.model, recipe.vision, config, loaded.tokenizer)
-    data = prepare(recipe.data, loaded.tokenizer, seed=recipe.train.seed, progress=progress, images=images)
+    images = load_reader(options.build.model, options.build.vision, config, loaded.tokenizer)
+    data = prepare(options.data, loaded.tokenizer, seed=options.build.seed, progress=progress, images=images)
     lengths = None if data.streamed else data.train.lengths
-    attention, padding_free = choose_rows(recipe, config, machine, precision, lengths=lengths)
-    shape, attn, backend, kernels = preview_model(recipe, config, machine.device, attention)
+    attention, padding_free = choose_rows(layout, config, machine, precision, lengths=lengths)
+    shape, attn, backend, kernels = preview_model(options.build, config, machine.device, attention)
     plan = make_plan(
         recipe,
         machine,
@@ -127,11 +138,11 @@ def plan_for(
         notes=(*recipe.notices, *loaded.notes, *packing_notes, *unasked(recipe, machine)),
     )
     check_cuda_graphs(plan, sees=images is not None)
-    plan = advise_cuda_graphs(plan, sees=images is not None)
+    plan = advise_cuda_graphs(plan, recipe, sees=images is not None)
     if not for_show:
         check_unfinished(plan)
         plan = warn_of_this_host(plan)
-    return Job(plan, config, loaded, data, images)
+    return Job(recipe, plan, config, loaded, data, images)
 
 
 def warn_of_this_host(plan: Plan) -> Plan:
@@ -142,9 +153,7 @@ def warn_of_this_host(plan: Plan) -> Plan:
 
 def unasked(recipe: Recipe, machine: Machine) -> tuple[str, ...]:
     """Where a key is not what it is asked for."""
-    from ligertune.attention.padding_free import note_on_packed
-
-    return (*note_on_packed(recipe), *cuda_graphs_notes(recipe, machine))
+    return (*padding_free_notes(recipe), *cuda_graphs_notes(recipe, machine))
 
 
 def run(
@@ -160,7 +169,7 @@ def run(
     """
     from ligertune.train.signals import StopRequest
 
-    with StopRequest(enabled=job.plan.recipe.checkpoint.save_on_signal) as stop:
+    with StopRequest(enabled=job.plan.checkpoint.save_on_signal) as stop:
         return train_and_save(job, show, stop, change, phases or Phases())
 
 
@@ -182,7 +191,7 @@ def train_and_save(
     prefer_flash()
     accelerator = start(plan)
     if accelerator.is_main_process:
-        begin_output(plan)
+        begin_output(job)
     accelerator.wait_for_everyone()
     model, job = trained_model(job, accelerator, change)
     if job.plan is not plan and accelerator.is_main_process:
@@ -202,8 +211,8 @@ def train_and_save(
             answer=answers(job),
             phases=phases,
         )
-    save = save_with_heads if plan.recipe.task == "medusa" else save_model
-    keep = plan.recipe.checkpoint.save_model and not fitted.stopped_by
+    save = save_with_heads if plan.build.task == "medusa" else save_model
+    keep = plan.checkpoint.save_model and not fitted.stopped_by
     model_path, medusa = save(job, accelerator, fitted) if keep else (None, None)
     report = make_report(job, fitted, model_path=model_path, seconds=time.perf_counter() - began, medusa=medusa)
     report = dataclasses.replace(report, seconds_to_first_step=phases.seconds)
@@ -235,15 +244,15 @@ def trained_model(
 
     plan = job.plan
     model = build_model(
-        plan.recipe.model.model_copy(update={"attn_implementation": plan.attn_implementation}),
+        dataclasses.replace(plan.build.model, attn_implementation=plan.attn_implementation),
         job.config,
         dtype=getattr(torch, plan.precision.weights),
         device=accelerator.device,
-        seed=plan.recipe.train.seed,
-        four_bits=plan.recipe.method.type == "qlora",
+        seed=plan.build.seed,
+        four_bits=plan.build.method.type == "qlora",
     )
-    apply_kernels(plan.recipe, model)
-    prepare_vision(model, plan.recipe.vision)
+    apply_kernels(plan.build, model)
+    prepare_vision(model, plan.build.vision)
     if change is not None:
         change(model)
     know_rows(model, packed=plan.rows.joined)
@@ -253,55 +262,60 @@ def trained_model(
         if why is not None:
             del model
             return trained_model(padded(job, why), accelerator, change)
-    if plan.recipe.train.torch_compile:  # behind that check, whose rows are shorter: a graph of their own
+    if plan.build.execution.torch_compile:  # behind that check, whose rows are shorter: a graph of their own
         compile_layers(model)
-    if plan.recipe.train.fp8:  # behind that check: documents of a batch share one scale, and so each other's rounding
+    if (
+        plan.build.execution.fp8
+    ):  # behind that check: documents of a batch share one scale, and so each other's rounding
         to_float8(model)
-    if kept := plan.recipe.train.gradient_checkpointing:
-        checkpoint_layers(model, kept, compiled=plan.recipe.train.torch_compile, first=plan.checkpointed_layers)
-    fused = fuses_adapters(plan.recipe)
-    model = apply_method(model, plan.recipe.method, seed=plan.recipe.train.seed, fused=fused)
-    if plan.recipe.task == "medusa":
+    if kept := plan.build.execution.gradient_checkpointing:
+        checkpoint_layers(model, kept, compiled=plan.build.execution.torch_compile, first=plan.checkpointed_layers)
+    model = apply_method(model, plan.build.method, seed=plan.build.seed, fused=plan.build.kernels.fuses_lora)
+    if plan.build.task == "medusa":
         with accelerator.autocast():  # the model is asked what it does with its head, and adapters are float32
-            model = with_heads(plan.recipe, model, packed=plan.rows.joined)
+            model = with_heads(plan.build, model, packed=plan.rows.joined)
     return model, job
 
 
 def padded(job: Job, why: str) -> Job:
     """The job with padded batches after all, and a note that says why."""
-    from ligertune.attention.padding_free import choose_rows, without_padding_free
+    from ligertune.attention.padding_free import choose_rows
     from ligertune.models.load import read_config
 
     plan = job.plan
-    recipe, config = without_padding_free(plan.recipe), read_config(plan.recipe.model)  # a model leaves its mark on one
-    attention, _ = choose_rows(recipe, config, plan.machine, plan.precision)
-    _, attn, *_ = preview_model(recipe, config, plan.machine.device, attention)
+    recipe, config = (
+        without_padding_free(job.recipe),
+        read_config(plan.build.model),
+    )  # building a model changes its config
+    attention, _ = choose_rows(BatchLayoutOptions.of(recipe), config, plan.machine, plan.precision)
+    _, attn, *_ = preview_model(plan.build, config, plan.machine.device, attention)
     rows = dataclasses.replace(plan.rows, padding_free=False, multiple_of=attention.multiple_of)
     notes = (*plan.notes, f"batches are padded: {why}")
     plan = dataclasses.replace(plan, attn_implementation=attn, attn_why=attention.why, rows=rows, notes=notes)
     return dataclasses.replace(job, plan=plan, config=config)
 
 
-def begin_output(plan: Plan) -> None:
+def begin_output(job: Job) -> None:
     """Rehearse the first save, and write down what is about to be done."""
     from ligertune.train.checkpoint.checkpoint_files import check_space
 
-    if plan.recipe.checkpoint.overwrite:
+    plan = job.plan
+    if plan.checkpoint.overwrite:
         clear_run(plan.output_dir)
     check_space(plan)
     write_json(plan.output_dir / "plan.json", plan.as_dict())
-    (plan.output_dir / "resolved_recipe.yaml").write_text(dump_recipe(plan.recipe), encoding="utf-8")
+    (plan.output_dir / "resolved_recipe.yaml").write_text(dump_recipe(job.recipe), encoding="utf-8")
 
 
 def prompt_of(job: Job) -> dict:
     """How prompts look in this run: kept beside the model, and used for its samples."""
     template = {"alpaca": "alpaca", "plain": "raw"}.get(job.data.template, "chat")
-    return {"prompt_template": template, "system_prompt": job.plan.recipe.data.system_prompt}
+    return {"prompt_template": template, "system_prompt": job.plan.data_options.system_prompt}
 
 
 def answers(job: Job) -> Callable[[PreTrainedModel], list[dict[str, str]]] | None:
     """What answers the recipe's prompts; None without any, or where each rank holds a part of the model."""
-    prompts = job.plan.recipe.eval.sample_prompts
+    prompts = job.plan.evaluation.sample_prompts
     if not prompts or job.plan.shares_weights:
         return None
     from ligertune.decode.samples import answers_to
@@ -316,9 +330,9 @@ def save_with_heads(job: Job, accelerator: Accelerator, fitted: Fitted) -> tuple
 
     plan, model, report = job.plan, fitted.model, None
     weights = full_state_dict(accelerator, model)
-    if plan.recipe.method.type == "lora":
-        weights = merge_adapter(plan.recipe, job.config, accelerator, model, weights)
-    if plan.recipe.medusa.stage == 2:
+    if plan.build.method.type == "lora":
+        weights = merge_adapter(plan.build, job.config, accelerator, model, weights)
+    if plan.build.medusa.stage == 2:
         base = adapted_model(accelerator.unwrap_model(model).base_model)
         write_base_model(job, accelerator, base, of_base(weights))
     if accelerator.is_main_process:
@@ -347,7 +361,7 @@ def write_base_model(job: Job, accelerator: Accelerator, model: Module, weights:
     """The model, its tokenizer and what prompts looked like, on the main process."""
     from ligertune.models.save import write_model
 
-    folder, wanted = job.plan.output_dir / "model", job.plan.recipe.data
+    folder, wanted = job.plan.output_dir / "model", job.plan.data_options
     tokenizer = job.tokenizer.tokenizer
     if wanted.prompt_template not in ("auto", "chat", "alpaca"):  # a file: what serves the model must use it too
         tokenizer.chat_template = Path(wanted.prompt_template).read_text(encoding="utf-8")

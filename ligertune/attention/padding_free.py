@@ -5,7 +5,7 @@ A packed row is such a row, and so the same attention serves both. What a step t
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from ligertune.attention.choice import OURS, choose_attention
 from ligertune.errors import UserError
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
     from ligertune.attention.choice import AttentionChoice
     from ligertune.hardware import Machine
+    from ligertune.planning.options import BatchLayoutOptions
     from ligertune.planning.plan import Precision
-    from ligertune.recipe import Recipe
 
 KEY = "data.padding_free"
 
 
 def choose_rows(
-    recipe: Recipe,
+    options: BatchLayoutOptions,
     config: PreTrainedConfig,
     machine: Machine,
     precision: Precision,
@@ -36,7 +36,7 @@ def choose_rows(
     lengths: tokens of the examples, where known. Packed rows need no word about padding: for them it is False.
     """
 
-    ours = _ours(recipe)
+    ours = options.document_attention
 
     def attention(*, packing: bool) -> AttentionChoice:
         if ours is True and not packing:
@@ -46,59 +46,39 @@ def choose_rows(
                 hint="Leave it out.",
             )
         return choose_attention(
-            recipe.model.attn_implementation,
+            options.attn_implementation,
             config,
             machine,
             precision,
             packing=packing,
-            cp_size=recipe.parallel.cp_size,
+            cp_size=options.cp_size,
             ours=ours,
         )
 
-    wanted = recipe.data.padding_free
-    if wanted == "auto" and ours is True and not recipe.train.few_shapes:
+    wanted = options.padding_free
+    if wanted == "auto" and ours is True and not options.few_shapes:
         wanted = True
-    if recipe.data.packing or wanted is False:
-        return attention(packing=recipe.data.packing), False
+    if options.packing or wanted is False:
+        return attention(packing=options.packing), False
     if wanted is True:
         family = family_of(config)
         if family is not None and not family.packs:
-            if recipe.data.padding_free == "auto":
+            if options.padding_free == "auto":
                 return attention(packing=False), False
             raise UserError(f"{KEY}: examples of a row would see each other's images in {family.name}.", hint=_HINT)
         try:
             return attention(packing=True), True
         except UserError as problem:
             raise asked_for(problem) from problem
-    if _costs_nothing(recipe, machine) and not sees(config):
+    if _costs_nothing(options, machine) and not sees(config):
         try:
             found = attention(packing=True)
         except UserError:  # what it says is about packing, which nobody asked for
             return attention(packing=False), False
-        ours_pays = found.implementation == OURS and _is_large(recipe, lengths)
-        if found.one_launch and (_has_padding(recipe, lengths) or ours_pays):
+        ours_pays = found.implementation == OURS and _is_large(options, lengths)
+        if found.one_launch and (_has_padding(options, lengths) or ours_pays):
             return found, True
     return attention(packing=False), False
-
-
-def _ours(recipe: Recipe) -> Literal["auto"] | bool:
-    """Whether attention is to be our own, or may be. What compiled layers do with it was not timed."""
-    kernels = recipe.kernels
-    if kernels.enabled is False or (kernels.attention == "auto" and recipe.train.torch_compile):
-        return False
-    return kernels.attention
-
-
-def without_padding_free(recipe: Recipe) -> Recipe:
-    """The recipe, and its batches are padded."""
-    return recipe.model_copy(update={"data": recipe.data.model_copy(update={"padding_free": False})})
-
-
-def note_on_packed(recipe: Recipe) -> tuple[str, ...]:
-    """What there is to say where packed rows are asked to be padding-free."""
-    if recipe.data.packing and recipe.data.padding_free is True:
-        return (f"{KEY} says nothing here: packed rows (data.packing) have no padding",)
-    return ()
 
 
 _HINT = f"Write {KEY}: false, or leave it out."
@@ -111,11 +91,11 @@ def asked_for(problem: UserError) -> UserError:
     return UserError(problem.message.replace("data.packing:", f"{KEY}:", 1), hint=_HINT)
 
 
-def _costs_nothing(recipe: Recipe, machine: Machine) -> bool:
+def _costs_nothing(options: BatchLayoutOptions, machine: Machine) -> bool:
     """Whether examples may share a row unasked: with kernels, and not where each shape is a graph, for which one more
     size would change, the number of documents.
     """
-    return recipe.kernels.enabled is not False and machine.vendor != "cpu" and not recipe.train.few_shapes
+    return options.kernels_enabled and machine.vendor != "cpu" and not options.few_shapes
 
 
 # Tokens of a micro batch from which our attention is worth a row where nothing was padded. A step of Llama-3-8B layers
@@ -124,11 +104,12 @@ def _costs_nothing(recipe: Recipe, machine: Machine) -> bool:
 ENOUGH = 8192
 
 
-def _is_large(recipe: Recipe, lengths: np.ndarray | None) -> bool:
-    return lengths is not None and lengths.mean() * recipe.train.per_device_train_batch_size >= ENOUGH
+def _is_large(options: BatchLayoutOptions, lengths: np.ndarray | None) -> bool:
+    known = lengths is not None and options.micro_batch_size != "auto"
+    return known and lengths.mean() * options.micro_batch_size >= ENOUGH
 
 
-def _has_padding(recipe: Recipe, lengths: np.ndarray | None) -> bool:
-    if recipe.train.per_device_train_batch_size == 1:
+def _has_padding(options: BatchLayoutOptions, lengths: np.ndarray | None) -> bool:
+    if options.micro_batch_size == 1:
         return False
     return lengths is None or bool((lengths != lengths[0]).any())

@@ -39,18 +39,21 @@ def data(
     from ligertune.data.report_page import page
     from ligertune.data.statistics import outlook
     from ligertune.models.load import load_tokenizer, read_config
-    from ligertune.vision.packing import without_packing
+    from ligertune.planning.data_summary import StatisticsOptions, resolve_packing
+    from ligertune.planning.options import RunOptions
+    from ligertune.vision.families import exact_packing
     from ligertune.vision.reader import load_reader
 
-    config = read_config(loaded.model)
-    loaded, _ = without_packing(loaded, config)
-    tokenizer = load_tokenizer(loaded.model).tokenizer
-    images = load_reader(loaded.model, loaded.vision, config, tokenizer)
+    config = read_config(RunOptions.of(loaded).build.model)
+    loaded, _ = resolve_packing(loaded, **exact_packing(config))
+    options = RunOptions.of(loaded)
+    tokenizer = load_tokenizer(options.build.model).tokenizer
+    images = load_reader(options.build.model, options.build.vision, config, tokenizer)
     with render_data.Preparing() as preparing:
-        prepared = prepare(loaded.data, tokenizer, seed=loaded.train.seed, progress=preparing.show, images=images)
+        prepared = prepare(options.data, tokenizer, seed=options.build.seed, progress=preparing.show, images=images)
     seen = looked_at(prepared)
     previews = preview(seen, tokenizer, examples, images)
-    whole = outlook(loaded, seen.lengths, seen.trained, processes=world_size())
+    whole = outlook(seen.lengths, seen.trained, StatisticsOptions.of(loaded, processes=world_size()))
     everything = summary(prepared, seen, previews, whole)
     render_data.data_preview(everything, previews)
     if out is not None:

@@ -69,8 +69,9 @@ def default_recipe(stage: int | None) -> Path:
 def _measure(loaded: Recipe, json: bool) -> None:
     from ligertune.cli.render import heads_report as render_medusa
     from ligertune.decode.medusa_run import report_on
+    from ligertune.planning.options import RunOptions
 
-    found = report_on(loaded)
+    found = report_on(RunOptions.of(loaded))
     render_medusa.report(found.as_dict())
     if json:
         render.json_report(found.as_dict())

@@ -24,7 +24,7 @@ from ligertune.hardware import is_first_on_node, ranks_on_node
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from ligertune.recipe.schema import DatasetSpec, DataSpec
+    from ligertune.planning.options import DataOptions, DatasetOptions
     from ligertune.vision.reader import ImageReader
 
 # (data set, rows done, share of them all): called as the rows are done
@@ -45,8 +45,8 @@ class LoadedSet:
 
 
 def load(
-    spec: DatasetSpec,
-    data: DataSpec,
+    spec: DatasetOptions,
+    data: DataOptions,
     tokenizer: PreTrainedTokenizerBase,
     progress: Progress | None = None,
     images: ImageReader | None = None,
@@ -76,7 +76,7 @@ def load(
     return loaded
 
 
-def image_places(data: DataSpec, images: ImageReader | None) -> ImagePlaces | None:
+def image_places(data: DataOptions, images: ImageReader | None) -> ImagePlaces | None:
     """What puts images into rows; images that a data set holds as bytes become files beside the cache."""
     return None if images is None else ImagePlaces(images, data.image_dir, cache_home().with_name("images"))
 
@@ -96,8 +96,8 @@ class Making:
 
     def __init__(
         self,
-        spec: DatasetSpec,
-        data: DataSpec,
+        spec: DatasetOptions,
+        data: DataOptions,
         tokenizer: PreTrainedTokenizerBase,
         progress: Progress | None,
         *,

@@ -19,7 +19,7 @@ from ligertune.data.rows.sources import find_files, hub_fingerprint, shown_path
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from ligertune.recipe.schema import DatasetSpec, DataSpec
+    from ligertune.planning.options import DataOptions, DatasetOptions
     from ligertune.vision.reader import ImageReader
 
 # keys of the section that only choose among examples, or how they are made and put together
@@ -30,7 +30,7 @@ _READ_AT_ONCE = 1 << 20
 
 
 def data_key(
-    spec: DatasetSpec, data: DataSpec, tokenizer: PreTrainedTokenizerBase, images: ImageReader | None = None
+    spec: DatasetOptions, data: DataOptions, tokenizer: PreTrainedTokenizerBase, images: ImageReader | None = None
 ) -> str:
     """SHA-256 over everything above; a data set on the hub stands for itself under the name `datasets` gives it."""
     files = find_files(spec.path)
@@ -38,8 +38,8 @@ def data_key(
     parts = {
         "files": [(shown_path(file), _hash_of(file)) for file in files] or hub_fingerprint(spec),
         "path": shown_path(Path(spec.path)),
-        "set": spec.model_dump(mode="json", exclude=_BESIDE),
-        "section": data.model_dump(mode="json", exclude=_AFTERWARDS),
+        "set": _values(spec, without=_BESIDE),
+        "section": _values(data, without=_AFTERWARDS),
         "template": template,
         "today": str(datetime.date.today()) if "strftime_now" in str(template) else None,
         "tokenizer": _tokenizer(tokenizer),
@@ -50,6 +50,10 @@ def data_key(
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
 
+def _values(options: DatasetOptions | DataOptions, *, without: set[str]) -> dict[str, Any]:
+    return {name: value for name, value in vars(options).items() if name not in without}
+
+
 def _hash_of(file: Path) -> str:
     digest = hashlib.sha256()
     with file.open("rb") as content:
@@ -58,7 +62,7 @@ def _hash_of(file: Path) -> str:
     return digest.hexdigest()
 
 
-def _template(data: DataSpec, tokenizer: PreTrainedTokenizerBase) -> Any:
+def _template(data: DataOptions, tokenizer: PreTrainedTokenizerBase) -> Any:
     """The chat template, and the file that `data.prompt_template` names if it is one."""
     file = Path(data.prompt_template)
     return [tokenizer.chat_template, file.read_bytes().decode("utf-8", "replace") if file.is_file() else None]

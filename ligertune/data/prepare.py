@@ -18,7 +18,7 @@ from ligertune.errors import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from ligertune.recipe.schema import DataSpec
+    from ligertune.planning.options import DataOptions
     from ligertune.vision.reader import ImageReader
 
 
@@ -81,7 +81,7 @@ class PreparedData:
 
 
 def prepare(
-    data: DataSpec,
+    data: DataOptions,
     tokenizer: PreTrainedTokenizerBase,
     *,
     seed: int,
@@ -140,7 +140,7 @@ def split(examples: Examples, share: float, *, seed: int) -> tuple[Examples, Exa
     return examples.select(sorted(order[count:])), examples.select(sorted(order[:count]))
 
 
-def _report(sets: Sequence[LoadedSet], kept: Examples, data: DataSpec) -> DataReport:
+def _report(sets: Sequence[LoadedSet], kept: Examples, data: DataOptions) -> DataReport:
     """The counts of all sets together; `kept` is what is left of their examples after `val_split`."""
     examples = sum(len(part.block) for part in sets)
     dropped = sum((part.tally.dropped for part in sets), Counter())

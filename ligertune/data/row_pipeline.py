@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from ligertune.data.rows.formats import Format
-    from ligertune.recipe.schema import DatasetSpec, DataSpec
+    from ligertune.planning.options import DataOptions, DatasetOptions
     from ligertune.vision.image_files import Picture
 
 
@@ -63,8 +63,8 @@ class RowPath:
 
     def __init__(
         self,
-        spec: DatasetSpec,
-        data: DataSpec,
+        spec: DatasetOptions,
+        data: DataOptions,
         format: Format,
         tokenizer: PreTrainedTokenizerBase,
         images: ImagePlaces | None = None,

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ligertune.data.batching.packing import pack
-from ligertune.planning.plan import choose_batching, make_schedule
-
-if TYPE_CHECKING:
-    from ligertune.recipe import Recipe
+from ligertune.planning.data_summary import StatisticsOptions
+from ligertune.planning.plan import total_steps
 
 
 @dataclass(frozen=True)
@@ -35,24 +32,23 @@ class Outlook:
     trained_tokens: int
 
 
-def outlook(recipe: Recipe, lengths: np.ndarray, trained: np.ndarray, *, processes: int) -> Outlook:
+def outlook(lengths: np.ndarray, trained: np.ndarray, options: StatisticsOptions) -> Outlook:
     """lengths, trained: tokens of each example, and those of them that are trained."""
-    # what `auto` will take is not known before the model is: here, the whole batch at once
-    batching, max_length = choose_batching(recipe, processes, lambda micro, accumulates: True), recipe.data.max_length
+    batching, max_length = options.batching, options.max_length
     packs = pack(lengths, max_length)
     size = batching.micro_batch_size
     fills = {
         "packed": packs.fill,
         "grouped": _padded_fill(np.sort(lengths), size),
-        "shuffled": _padded_fill(np.random.default_rng(recipe.train.seed).permutation(lengths), size),
+        "shuffled": _padded_fill(np.random.default_rng(options.seed).permutation(lengths), size),
     }
-    kind = "packed" if recipe.data.packing else "grouped" if recipe.train.group_by_length else "shuffled"
+    kind = options.kind
     rows = len(packs) if kind == "packed" else len(lengths)
-    padding_free = kind != "packed" and recipe.data.padding_free is True
-    schedule = make_schedule(recipe, rows=rows, global_batch_size=batching.global_batch_size)
-    # a run of epochs ends with them; one of steps may end anywhere
-    whole = schedule.total_steps * batching.global_batch_size / rows
-    epochs = whole if recipe.train.max_steps else round(recipe.train.num_train_epochs * rows) / rows
+    padding_free = kind != "packed" and options.padding_free
+    steps = total_steps(rows, batching.global_batch_size, epochs=options.num_train_epochs, max_steps=options.max_steps)
+    # A run of epochs ends with an epoch; a run of steps may end anywhere.
+    whole = steps * batching.global_batch_size / rows
+    epochs = whole if options.max_steps else round(options.num_train_epochs * rows) / rows
     return Outlook(
         packed=kind == "packed",
         padding_free=padding_free,
@@ -62,9 +58,9 @@ def outlook(recipe: Recipe, lengths: np.ndarray, trained: np.ndarray, *, process
         fill_grouped=fills["grouped"],
         fill_shuffled=fills["shuffled"],
         fill_to_max_length=float(lengths.mean()) / max_length,
-        processes=processes,
+        processes=batching.world_size,
         rows_per_step=batching.global_batch_size,
-        steps=schedule.total_steps,
+        steps=steps,
         steps_per_epoch=rows / batching.global_batch_size,
         tokens_per_step=float(lengths.sum()) / rows * batching.global_batch_size,
         tokens=round(float(lengths.sum()) * epochs),

@@ -27,7 +27,7 @@ from ligertune.errors import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from ligertune.recipe.schema import DatasetSpec, DataSpec
+    from ligertune.planning.options import DataOptions, DatasetOptions
     from ligertune.vision.reader import ImageReader
 
 BUFFER = 10_000  # examples among which the next is drawn: a few megabytes of short ones
@@ -41,8 +41,8 @@ class StreamedSet:
 
     def __init__(
         self,
-        spec: DatasetSpec,
-        data: DataSpec,
+        spec: DatasetOptions,
+        data: DataOptions,
         tokenizer: PreTrainedTokenizerBase,
         images: ImageReader | None = None,
     ) -> None:
@@ -106,7 +106,7 @@ class ExampleStream:
 
     def __init__(
         self,
-        data: DataSpec,
+        data: DataOptions,
         tokenizer: PreTrainedTokenizerBase,
         *,
         seed: int,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,8 +18,8 @@ if TYPE_CHECKING:
     from ligertune.data.examples import Examples
     from ligertune.data.prepare import PreparedData
     from ligertune.decode.medusa_report import MedusaReport
+    from ligertune.planning.options import BuildOptions, RunOptions
     from ligertune.planning.plan import Plan
-    from ligertune.recipe import Recipe
     from ligertune.tasks.medusa.candidate_tree import Path as TreePath
     from ligertune.tasks.medusa.medusa_model import MedusaModel
     from ligertune.tasks.medusa.medusa_shape import MedusaShape
@@ -28,29 +29,29 @@ REPORT, PICTURE = "medusa_report.json", "medusa_report.png"
 
 
 def preview_heads(
-    recipe: Recipe, model: PreTrainedModel, lines: tuple[KernelLine, ...]
+    options: BuildOptions, model: PreTrainedModel, lines: tuple[KernelLine, ...]
 ) -> tuple[MedusaShape, tuple[KernelLine, ...]]:
     """Sizes with heads, and the line of their loss, of a model on the meta device; what cannot be is refused here."""
-    from ligertune.tasks.medusa.attach import attach_heads, is_fused
+    from ligertune.tasks.medusa.attach import attach_heads
     from ligertune.tasks.medusa.medusa_shape import MedusaShape
 
-    shape = MedusaShape.of_heads(attach_heads(model, recipe.medusa, fused=is_fused(recipe)))
+    shape = MedusaShape.of_heads(attach_heads(model, options.medusa, fused=options.kernels.fuses_heads_loss))
     lines = tuple(
         line for line in lines if line.kernel != "linear_cross_entropy"
     )  # the model's own loss, not asked for
-    if not is_fused(recipe):
+    if not options.kernels.fuses_heads_loss:
         return shape, lines
     return shape, (*lines, KernelLine("multi_head_linear_cross_entropy", 1, 0, ""))
 
 
-def with_heads(recipe: Recipe, model: PreTrainedModel, *, packed: bool) -> MedusaModel:
+def with_heads(options: BuildOptions, model: PreTrainedModel, *, packed: bool) -> MedusaModel:
     """The model with its Medusa heads, whose backbone is called without the model around it."""
     from ligertune.attention.packed_mask_skip import know_rows
-    from ligertune.tasks.medusa.attach import attach_heads, is_fused
+    from ligertune.tasks.medusa.attach import attach_heads
     from ligertune.tasks.medusa.head_form import backbone_of
 
     know_rows(backbone_of(model), packed=packed)
-    return attach_heads(model, recipe.medusa, fused=is_fused(recipe))
+    return attach_heads(model, options.medusa, fused=options.kernels.fuses_heads_loss)
 
 
 def save_heads(
@@ -69,8 +70,8 @@ def save_heads(
     from ligertune.tasks.medusa.head_form import adapted_model
     from ligertune.tasks.medusa.heads_files import HeadsConfig, fingerprint_of, write_heads
 
-    spec, folder = plan.recipe.medusa, plan.output_dir / "medusa"
-    base = plan.output_dir.resolve() / "model" if spec.stage == 2 else plan.recipe.model.model_name_or_path
+    spec, folder = plan.build.medusa, plan.output_dir / "medusa"
+    base = plan.output_dir.resolve() / "model" if spec.stage == 2 else plan.build.model.model_name_or_path
     inner = accelerator.unwrap_model(model)
     if weights is None:
         weights = inner.state_dict()
@@ -98,7 +99,7 @@ def save_heads(
         paths=paths,
         expand=spec.expand_lm_head,
         prompt_template=prompt_template,
-        system_prompt=plan.recipe.data.system_prompt,
+        system_prompt=plan.data_options.system_prompt,
     )
     return str(folder)
 
@@ -110,7 +111,7 @@ def of_base(weights: dict | None) -> dict | None:
 
 
 def merge_adapter(
-    recipe: Recipe, config: PreTrainedConfig, accelerator: Accelerator, model: nn.Module, weights: dict | None
+    options: BuildOptions, config: PreTrainedConfig, accelerator: Accelerator, model: nn.Module, weights: dict | None
 ) -> dict | None:
     """Put the adapter into the model beside the heads, which are served with one model. weights: as they are then.
 
@@ -126,7 +127,7 @@ def merge_adapter(
         return None
     if not accelerator.is_main_process:
         return weights
-    adapted = apply_method(whole_model(recipe.model, config), recipe.method)
+    adapted = apply_method(whole_model(options.model, config), options.method)
     adapted.load_state_dict(of_base(weights))
     base = {f"base_model.{name}": t for name, t in merged(adapted).state_dict().items()}
     return base | {name: t for name, t in weights.items() if not name.startswith("base_model.")}
@@ -219,7 +220,7 @@ def finish_heads(
     """
     from ligertune.tasks.medusa.candidate_tree import best_paths, chain
 
-    spec, (examples, measured_on) = plan.recipe.medusa, held_out(data)
+    spec, (examples, measured_on) = plan.build.medusa, held_out(data)
     inner = accelerator.unwrap_model(model)
     accuracy = None
     if plan.strategy != "fsdp" and examples is not None:
@@ -235,7 +236,7 @@ def finish_heads(
     return folder, report
 
 
-def report_on(recipe: Recipe) -> MedusaReport:
+def report_on(options: RunOptions) -> MedusaReport:
     """Measure the heads that `output_dir` holds on the recipe's held-out data, anew; their tree is rewritten, too."""
     import torch
 
@@ -249,22 +250,23 @@ def report_on(recipe: Recipe) -> MedusaReport:
     from ligertune.tasks.medusa.heads_files import HeadsConfig, base_model_of, read_heads, write_choices
     from ligertune.tasks.medusa.medusa_model import MedusaModel
 
-    folder, machine = Path(recipe.checkpoint.output_dir) / "medusa", this_machine()
+    folder, machine = Path(options.checkpoint.output_dir) / "medusa", this_machine()
     check_heads_path(str(folder), key="checkpoint.output_dir")
     load.hide_loading_bars()
-    spec = recipe.model.model_copy(update={"model_name_or_path": base_model_of(folder, HeadsConfig.read(folder))})
+    build = options.build
+    spec = dataclasses.replace(build.model, model_name_or_path=base_model_of(folder, HeadsConfig.read(folder)))
     dtype = getattr(torch, choose_precision(spec.dtype, machine).weights)
-    loaded = load.load_tokenizer(recipe.model)
-    data = prepare(recipe.data, loaded.tokenizer, seed=recipe.train.seed)
-    base = load.build_model(spec, load.read_config(spec), dtype=dtype, device=machine.device, seed=recipe.train.seed)
+    loaded = load.load_tokenizer(build.model)
+    data = prepare(options.data, loaded.tokenizer, seed=build.seed)
+    base = load.build_model(spec, load.read_config(spec), dtype=dtype, device=machine.device, seed=build.seed)
     heads = read_heads(folder, check_plain_head(base).weight)
-    model = MedusaModel(base, heads, recipe.medusa, form=head_form(base), fused=True)
+    model = MedusaModel(base, heads, build.medusa, form=head_form(base), fused=True)
     examples, measured_on = held_out(data)
     if examples is None:
         raise UserError("data.streaming: streamed data holds nothing out to measure heads on.",
                         hint="Give data.eval_datasets.")  # fmt: skip
     accuracy = accuracy_of(model, examples)
     report = measure_heads(model, examples, measured_on, accuracy)
-    write_choices(folder, best_paths(accuracy, recipe.medusa.tree_nodes))
+    write_choices(folder, best_paths(accuracy, build.medusa.tree_nodes))
     write_report(report, folder.parent)
     return report

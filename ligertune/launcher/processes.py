@@ -82,7 +82,7 @@ class Ranks:
         """
         self._run, context, begun = True, self._context, False
         with _Signals(context) as signals:
-            standstill, given_up = Standstill(plan.recipe.parallel.timeout), set()
+            standstill, given_up = Standstill(plan.parallel.timeout), set()
             while (result := context.wait(timeout=1 if begun else 0.1, period=0.1)) is None:
                 if not begun and len(list(self._folder.glob(f"{READY}-*"))) == self._world:
                     _write(self._folder / GO, hand_on())
@@ -179,7 +179,7 @@ def _failure(plan: Plan, failures: list[Ended], folder: Path, given_up: set[int]
 
     words = words_in(folder)
     newest = newest_checkpoint(plan.output_dir)
-    problem = verdict(failures, words, timeout=plan.recipe.parallel.timeout, newest=newest, given_up=given_up)
+    problem = verdict(failures, words, timeout=plan.parallel.timeout, newest=newest, given_up=given_up)
     if any(word.expected and word.message == problem.message for word in words.values()):
         shutil.rmtree(folder, ignore_errors=True)
         return problem

@@ -26,7 +26,7 @@ from ligertune.errors import UserError
 from ligertune.vision.families import family_of, sees
 
 if TYPE_CHECKING:
-    from ligertune.recipe import ModelSpec
+    from ligertune.planning.options import ModelOptions
 
 # What transformers raises for files that are missing, unreadable, not JSON, of an unknown kind, or of a wrong type.
 FILE_ERRORS = (OSError, ValueError, KeyError, TypeError, StrictDataclassError)
@@ -37,7 +37,7 @@ def hide_loading_bars() -> None:
     logging.disable_progress_bar()
 
 
-def read_config(spec: ModelSpec) -> PreTrainedConfig:
+def read_config(spec: ModelOptions) -> PreTrainedConfig:
     """The model's configuration, cut to `num_hidden_layers` if the recipe asks for that."""
     name = spec.model_name_or_path
     _check_name(name)
@@ -133,7 +133,7 @@ PAD_NAMES = (
 )
 
 
-def load_tokenizer(spec: ModelSpec) -> LoadedTokenizer:
+def load_tokenizer(spec: ModelOptions) -> LoadedTokenizer:
     """The tokenizer with the recipe's changes, and a padding token that is never EOS by accident."""
     wanted = spec.tokenizer
     name = wanted.path or spec.model_name_or_path
@@ -223,7 +223,7 @@ def model_class(config: PreTrainedConfig) -> type | None:
 
 
 def build_model(
-    spec: ModelSpec,
+    spec: ModelOptions,
     config: PreTrainedConfig,
     *,
     dtype: torch.dtype,
@@ -261,7 +261,7 @@ def _attention(name: str, config: PreTrainedConfig) -> dict[str, str | dict[str,
     return {"attn_implementation": by_part if of_text_alone else name}
 
 
-def whole_model(spec: ModelSpec, config: PreTrainedConfig, *, through_four_bits: bool = False) -> PreTrainedModel:
+def whole_model(spec: ModelOptions, config: PreTrainedConfig, *, through_four_bits: bool = False) -> PreTrainedModel:
     """The model in its checkpoint's dtype, to be exported. through_four_bits: rounded to what QLoRA trained on."""
     dtype = getattr(torch, spec.dtype) if spec.dtype in ("bfloat16", "float32") else config.dtype or torch.float32
     device = torch.device("cuda" if torch.cuda.is_available() and through_four_bits else "cpu")
@@ -283,7 +283,7 @@ def in_four_bits(dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
 
 
 def _random_model(
-    spec: ModelSpec,
+    spec: ModelOptions,
     config: PreTrainedConfig,
     *,
     dtype: torch.dtype,
@@ -300,7 +300,7 @@ def _random_model(
 
 
 def _pretrained_model(
-    spec: ModelSpec, config: PreTrainedConfig, *, dtype: torch.dtype, **options: Any
+    spec: ModelOptions, config: PreTrainedConfig, *, dtype: torch.dtype, **options: Any
 ) -> PreTrainedModel:
     name = spec.model_name_or_path
     try:

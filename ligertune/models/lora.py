@@ -26,10 +26,10 @@ from ligertune.vision.families import family_of, part_of
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from ligertune.recipe import MethodSpec
+    from ligertune.planning.options import MethodOptions
 
 
-def add_adapter(model: PreTrainedModel, spec: MethodSpec) -> peft.PeftModel:
+def add_adapter(model: PreTrainedModel, spec: MethodOptions) -> peft.PeftModel:
     """`model` with a LoRA adapter; its own weights are frozen, but for `lora_modules_to_save`."""
     targets = spec.lora_target_modules
     _check_names(model, spec)
@@ -58,7 +58,7 @@ def add_adapter(model: PreTrainedModel, spec: MethodSpec) -> peft.PeftModel:
     return adapted
 
 
-def _check_names(model: PreTrainedModel, spec: MethodSpec) -> None:
+def _check_names(model: PreTrainedModel, spec: MethodOptions) -> None:
     """A UserError for layers that the model does not have, and for an adapter on a head that shares its weight."""
     leaves = {name.rpartition(".")[2] for name, _ in model.named_modules() if name}
     listed = () if isinstance(spec.lora_target_modules, str) else spec.lora_target_modules

@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel
 
-    from ligertune.recipe import MethodSpec
+    from ligertune.planning.options import MethodOptions
 
 
 def apply_method(
-    model: PreTrainedModel, spec: MethodSpec, *, seed: int = 0, fused: bool = False
+    model: PreTrainedModel, spec: MethodOptions, *, seed: int = 0, fused: bool = False
 ) -> PreTrainedModel | PeftModel:
     """The model of which `spec` says what trains; a UserError where it names what the model does not have.
 

@@ -17,9 +17,9 @@ LAUNCHING_A_LAYER = 2e-3
 REACHED = 0.5  # of the peak, by whole steps
 
 
-def check_cuda_graphs(plan: Plan, *, sees: bool) -> None:
+def check_cuda_graphs(plan: Plan, *, sees: bool, wanted: bool | None = None) -> None:
     """A UserError where the recipe asks for graphs, and each batch would be another, or ranks meet in between."""
-    if not plan.recipe.train.cuda_graphs:
+    if not (plan.build.execution.cuda_graphs if wanted is None else wanted):
         return
     if plan.strategy != "single":
         raise UserError(
@@ -56,20 +56,20 @@ def cuda_graphs_notes(recipe: Recipe, machine: Machine) -> tuple[str, ...]:
     )
 
 
-def advise_cuda_graphs(plan: Plan, *, sees: bool) -> Plan:
+def advise_cuda_graphs(plan: Plan, recipe: Recipe, *, sees: bool) -> Plan:
     """With a note where launching a micro batch takes the host longer than the device needs for it."""
-    train, machine = plan.recipe.train, plan.machine
+    train, machine = recipe.train, plan.machine
     if train.cuda_graphs or machine.device != "cuda" or not machine.peak_flops or plan.budget is None:
         return plan
     tokens = plan.batching.micro_batch_size * row_length(plan.rows, plan.data)
     computing = 6.0 * plan.n_parameters * tokens / (REACHED * machine.peak_flops)
     if computing > plan.budget.layers * LAUNCHING_A_LAYER:
         return plan
-    asked = plan.recipe.model_copy(update={"train": train.model_copy(update={"cuda_graphs": True})})
+    asked = recipe.model_copy(update={"train": train.model_copy(update={"cuda_graphs": True})})
     if contradicts_itself(asked):
         return plan
     try:
-        check_cuda_graphs(dataclasses.replace(plan, recipe=asked), sees=sees)
+        check_cuda_graphs(plan, sees=sees, wanted=True)
     except UserError:
         return plan
     said = (

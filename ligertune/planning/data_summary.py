@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
+from ligertune.errors import UserError
+from ligertune.planning.micro_batch import Batching, choose_batching
 from ligertune.planning.plan import DataNumbers, Rows
 from ligertune.recipe import Recipe
 
@@ -12,6 +15,62 @@ if TYPE_CHECKING:
     from ligertune.vision.reader import ImageReader
 
 COMPILED_LENGTHS = 8  # each is a graph to compile
+
+
+def resolve_packing(recipe: Recipe, *, family: str | None, packs_exactly: bool) -> tuple[Recipe, tuple[str, ...]]:
+    """Switch packing off for a model that packed rows would change, and return a note that says so.
+
+    `family` names the vision-language family, if the model is of one. Packing is on by default; a recipe that sets it
+    for such a model raises UserError.
+    """
+    if packs_exactly or not recipe.data.packing:
+        return recipe, ()
+    if "packing" in recipe.data.model_fields_set:
+        raise UserError(
+            f"data.packing: documents of a row would see each other's images in {family}.",
+            hint="Write data.packing: false, or leave it out.",
+        )
+    data = recipe.data.model_copy(update={"packing": False})
+    return recipe.model_copy(update={"data": data}), (f"packing is off: it is not exact for {family}",)
+
+
+def without_padding_free(recipe: Recipe) -> Recipe:
+    """Return the recipe with padded batches."""
+    return recipe.model_copy(update={"data": recipe.data.model_copy(update={"padding_free": False})})
+
+
+def padding_free_notes(recipe: Recipe) -> tuple[str, ...]:
+    """Return a note if `data.padding_free` has no effect because rows are packed."""
+    if recipe.data.packing and recipe.data.padding_free is True:
+        return ("data.padding_free says nothing here: packed rows (data.packing) have no padding",)
+    return ()
+
+
+@dataclass(frozen=True)
+class StatisticsOptions:
+    """What the statistics of a data set need to know of the run."""
+
+    kind: Literal["packed", "grouped", "shuffled"]
+    padding_free: bool
+    max_length: int
+    num_train_epochs: float | None
+    max_steps: int | None
+    seed: int
+    batching: Batching
+
+    @staticmethod
+    def of(recipe: Recipe, *, processes: int) -> StatisticsOptions:
+        """Copy the values out of a recipe. An `auto` micro-batch counts as the whole batch, since no model is built."""
+        data, train = recipe.data, recipe.train
+        return StatisticsOptions(
+            kind="packed" if data.packing else "grouped" if train.group_by_length else "shuffled",
+            padding_free=data.padding_free is True,
+            max_length=data.max_length,
+            num_train_epochs=train.num_train_epochs,
+            max_steps=train.max_steps,
+            seed=train.seed,
+            batching=choose_batching(recipe, processes, lambda micro, accumulates: True),
+        )
 
 
 def rows_of(recipe: Recipe, data: PreparedData, *, multiple_of: int, padding_free: bool = False) -> Rows:

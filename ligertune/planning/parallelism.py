@@ -90,9 +90,9 @@ def check_pictures(recipe: Recipe, accumulation: int) -> None:
         )
 
 
-def shards_of(recipe: Recipe, strategy: Strategy, world_size: int) -> int:
-    """Into how many parts each copy of the states is cut."""
-    return 1 if strategy in ("single", "ddp") else world_size // recipe.parallel.dp_replicate_size
+def shards_of(dp_replicate_size: int, strategy: Strategy, world_size: int) -> int:
+    """Return into how many parts each copy of the model states is cut."""
+    return 1 if strategy in ("single", "ddp") else world_size // dp_replicate_size
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import functools
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from ligertune.errors import UserError
 from ligertune.hardware import Machine
@@ -17,6 +17,16 @@ from ligertune.planning.memory.estimate import Budget, Peak
 from ligertune.planning.memory.sharded_states import states_of
 from ligertune.planning.memory.states import StateBytes
 from ligertune.planning.micro_batch import Batching, choose_batching
+from ligertune.planning.options import (
+    BuildOptions,
+    CheckpointOptions,
+    DataOptions,
+    EvaluationOptions,
+    LoggingOptions,
+    MeasurementOptions,
+    ParallelOptions,
+    RunOptions,
+)
 from ligertune.planning.parallelism import (
     SHARING_WEIGHTS,
     Strategy,
@@ -27,6 +37,7 @@ from ligertune.planning.parallelism import (
 )
 from ligertune.planning.precision import float8_notes
 from ligertune.recipe import Recipe
+from ligertune.recipe.optimizer_table import OPTIMIZERS
 
 
 @dataclass(frozen=True)
@@ -101,6 +112,11 @@ class Optimizer:
     offload: bool = False
     galore: Galore = Galore()
 
+    @property
+    def matrices_only(self) -> bool:
+        """Whether the optimizer steps only the matrices inside the layers; fused AdamW steps the rest."""
+        return OPTIMIZERS[self.name].matrices_only
+
 
 @dataclass(frozen=True)
 class Cadence:
@@ -145,11 +161,25 @@ class KernelLine:
     note: str
 
 
+NOT_IN_JSON = (
+    "build", "data_options", "parallel", "checkpoint", "evaluation", "logging", "measurement", "settings",
+    "num_train_epochs",
+)  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Plan:
     """All that a run is going to do. Made by `make_plan`; frozen."""
 
-    recipe: Recipe
+    build: BuildOptions
+    data_options: DataOptions
+    parallel: ParallelOptions
+    checkpoint: CheckpointOptions
+    evaluation: EvaluationOptions
+    logging: LoggingOptions
+    measurement: MeasurementOptions
+    settings: dict[str, Any]  # the recipe as plain JSON values, for trackers
+    num_train_epochs: float | None  # None: the run ends after schedule.total_steps, wherever an epoch ends
     machine: Machine
     strategy: Strategy
     strategy_why: str
@@ -174,7 +204,7 @@ class Plan:
 
     @property
     def output_dir(self) -> Path:
-        return Path(self.recipe.checkpoint.output_dir)
+        return Path(self.checkpoint.output_dir)
 
     @property
     def shares_weights(self) -> bool:
@@ -184,7 +214,7 @@ class Plan:
     @property
     def shards(self) -> int:
         """Into how many parts each copy of the states is cut."""
-        return shards_of(self.recipe, self.strategy, self.batching.world_size)
+        return shards_of(self.parallel.dp_replicate_size, self.strategy, self.batching.world_size)
 
     @property
     def peak(self) -> Peak | None:
@@ -212,8 +242,8 @@ class Plan:
         return cadence.due(step, rows_per_epoch=self.rows.count, global_batch_size=self.batching.global_batch_size)
 
     def as_dict(self) -> dict:
-        """For plan.json. The recipe stands beside it as resolved_recipe.yaml."""
-        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "recipe"}
+        """Return the plan as plain values for plan.json, without the options, which resolved_recipe.yaml holds."""
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in NOT_IN_JSON}
         plain = {k: dataclasses.asdict(v) if dataclasses.is_dataclass(v) else v for k, v in fields.items()}
         plain["kernels"] = [dataclasses.asdict(line) for line in self.kernels]
         plain["batching"]["global_batch_size"] = self.batching.global_batch_size
@@ -281,15 +311,20 @@ def make_budget(
     )
 
 
+def total_steps(rows: int, global_batch_size: int, *, epochs: float | None, max_steps: int | None) -> int:
+    """Return the number of optimizer steps, from `max_steps` or the epochs; the last step may be a smaller batch."""
+    return max(max_steps or math.ceil(round(epochs * rows) / global_batch_size), 1)
+
+
 def make_schedule(recipe: Recipe, *, rows: int, global_batch_size: int) -> Schedule:
     """Total steps from `max_steps` or the epochs; the last step of the run may be a smaller batch."""
     train = recipe.train
-    total = train.max_steps or math.ceil(round(train.num_train_epochs * rows) / global_batch_size)
+    total = total_steps(rows, global_batch_size, epochs=train.num_train_epochs, max_steps=train.max_steps)
     warmup = train.warmup_steps if train.warmup_steps is not None else math.ceil(train.warmup_ratio * total)
     if train.lr_scheduler_type == "constant":  # as in transformers: the one with a warm-up is constant_with_warmup
         warmup = 0
     return Schedule(
-        total_steps=max(total, 1),
+        total_steps=total,
         warmup_steps=warmup,
         learning_rate=train.learning_rate,
         type=train.lr_scheduler_type,
@@ -369,15 +404,26 @@ def make_plan(
     )
     check_strategy(recipe, strategy, autocast=precision.autocast)
     states = states_of(recipe, shape, precision.weights, strategy=strategy, world_size=machine.world_size)
-    shards = shards_of(recipe, strategy, machine.world_size) if strategy in SHARING_WEIGHTS else 1
+    shards = (
+        shards_of(recipe.parallel.dp_replicate_size, strategy, machine.world_size) if strategy in SHARING_WEIGHTS else 1
+    )
     budget = budget_of(states=states, shards=shards)
     batching = choose_batching(recipe, machine.world_size, budget and functools.partial(_fits, budget, length, machine))
     budget = with_checkpointed_layers(recipe, budget, batching, length, machine)
     check_context(recipe, data.longest, shape.context)
     if shape.tower is not None:
         check_pictures(recipe, batching.accumulation)
+    options = RunOptions.of(recipe)
     return Plan(
-        recipe=recipe,
+        build=options.build,
+        data_options=options.data,
+        parallel=options.parallel,
+        checkpoint=options.checkpoint,
+        evaluation=options.evaluation,
+        logging=options.logging,
+        measurement=options.measurement,
+        settings=recipe.model_dump(mode="json"),
+        num_train_epochs=None if recipe.train.max_steps else recipe.train.num_train_epochs,
         machine=machine,
         strategy=strategy,
         strategy_why=strategy_why,

@@ -64,7 +64,7 @@ def objective_of(plan: Plan, model: nn.Module) -> Objective:
     """What `model` is trained for; asked before it is wrapped."""
     if not isinstance(model, MedusaModel):
         return NextToken(ModelShape.of(model))
-    medusa = plan.recipe.medusa
+    medusa = plan.build.medusa
     return SeveralTokens(
         shape=MedusaShape.of_heads(model),
         label_shifts=model.shifts,

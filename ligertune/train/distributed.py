@@ -30,14 +30,14 @@ def start(plan: Plan) -> Accelerator:
     sharded, zero = plan.strategy == "fsdp", plan.strategy in STAGES
     plugin, copies = None, copies_of(plan)
     if sharded:
-        if plan.recipe.parallel.cpu_offload:  # accelerate then starts gloo beside NCCL, for gradients in host memory
+        if plan.parallel.cpu_offload:  # accelerate then starts gloo beside NCCL, for gradients in host memory
             os.environ["FSDP_OFFLOAD_PARAMS"] = "true"
         # the plugin fills what is not given from the launcher's environment; the plan decides these
         plugin = FullyShardedDataParallelPlugin(
             fsdp_version=2,
             auto_wrap_policy="transformer_based_wrap",
             reshard_after_forward=True,
-            cpu_offload=plan.recipe.parallel.cpu_offload,
+            cpu_offload=plan.parallel.cpu_offload,
             cpu_ram_efficient_loading=False,
             state_dict_type="SHARDED_STATE_DICT",
         )
@@ -76,7 +76,7 @@ def start(plan: Plan) -> Accelerator:
         if copies is not None:
             accelerator.state.parallelism_config = copies
             accelerator.state.device_mesh = copies.get_device_mesh("cpu")
-    set_seed(plan.recipe.train.seed, device_specific=True)  # of dropout, which is each rank's own
+    set_seed(plan.build.seed, device_specific=True)  # of dropout, which is each rank's own
     return accelerator
 
 
@@ -85,7 +85,7 @@ def copies_of(plan: Plan) -> ParallelismConfig | None:
 
     All of them are data parallel. What is not given, accelerate takes from the launcher's environment.
     """
-    copies = plan.recipe.parallel.dp_replicate_size
+    copies = plan.parallel.dp_replicate_size
     if copies == 1:
         return None
     # torch says so of a name that accelerate gives its mesh, and the user can do nothing about it

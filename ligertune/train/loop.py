@@ -99,7 +99,7 @@ def fit(
     phases.begin("preparing to train")
     objective = objective_of(plan, model)
     optimizer = build_optimizer(model, plan.optimizer)
-    if plan.recipe.kernels.optimizer and plan.recipe.kernels.enabled is not False:
+    if plan.build.kernels.optimizer and plan.build.kernels.enabled is not False:
         optimizer = in_our_kernel(optimizer)
     model, optimizer = accelerator.prepare(model, optimizer)
     follow_parameters(optimizer)
@@ -117,19 +117,19 @@ def fit(
     metrics = MetricsFile(
         plan.output_dir / "metrics.jsonl", resumed_from=resumed_from, enabled=accelerator.is_main_process
     )
-    meter = Meter(accelerator.device, warmup_steps=plan.recipe.report.warmup_steps)
+    meter = Meter(accelerator.device, warmup_steps=plan.measurement.warmup_steps)
     loss_sum = torch.zeros((), device=accelerator.device)  # of the steps since the last logged line
     step = last_saved = resumed_from
     eval_loss, grad_norm = None, None
     watch = LossWatch(plan.output_dir, batcher, rank=accelerator.process_index)
     evaluations = Evaluations(_evaluated_before(accelerator, metrics))
-    keeps_best, patience = plan.recipe.checkpoint.load_best_model_at_end, plan.recipe.eval.early_stopping_patience
+    keeps_best, patience = plan.checkpoint.load_best_model_at_end, plan.evaluation.early_stopping_patience
     open_trackers(plan, accelerator)
     log = _logger(accelerator, metrics, show)
     for note in notes:
         log({"step": resumed_from, "note": note})
     lines, pace = Lines(plan, accelerator, meter, watch, log), Pace(accelerator)
-    waiting = Patience(accelerator, model, seconds=plan.recipe.parallel.timeout, parts=parts)
+    waiting = Patience(accelerator, model, seconds=plan.parallel.timeout, parts=parts)
     missed = stopping = False
     hopeless = evaluations.hopeless(patience)
     model.train()
@@ -194,7 +194,7 @@ def fit(
             stopping = pace(stop.received is not None)
             last = stopping or step == plan.schedule.total_steps
             lines.flush()  # that of the step before
-            if step % plan.recipe.logging.logging_steps == 0 or last:
+            if step % plan.logging.logging_steps == 0 or last:
                 lines.mark(step, loss_sum, grad_norm, rate)
                 loss_sum.zero_()
             if evaluated and (plan.due(plan.evaluate, step) or step == plan.schedule.total_steps):
@@ -297,15 +297,14 @@ def _data_order(
 
 
 def _order_of_rows(plan: Plan, examples: Examples | StreamedExamples) -> DataOrder:
-    train = plan.recipe.train
     if plan.rows.streamed:
         length = plan.rows.length if plan.rows.packed else None
-        return StreamOrder(examples, seed=train.seed, batching=plan.batching, max_length=length)
+        return StreamOrder(examples, seed=plan.build.seed, batching=plan.batching, max_length=length)
     whole = plan.schedule.total_steps * plan.batching.global_batch_size
     return DataOrder(
         examples.lengths,
-        total_rows=whole if train.max_steps else round(train.num_train_epochs * plan.rows.count),
-        seed=train.seed,
+        total_rows=whole if plan.num_train_epochs is None else round(plan.num_train_epochs * plan.rows.count),
+        seed=plan.build.seed,
         batching=plan.batching,
         packs=pack(examples.lengths, plan.rows.length) if plan.rows.packed else None,
         grouped=plan.rows.kind == "grouped",
@@ -351,7 +350,7 @@ def _gradient_sync(
     it has copies of the model, they meet once a step, or each rank would hold its part of the gradients twice."""
     if is_zero(accelerator):
         accelerator.sync_gradients = last
-    if plan.recipe.parallel.dp_replicate_size > 1:
+    if plan.parallel.dp_replicate_size > 1:
         model.set_requires_all_reduce(last)
     return accelerator.no_sync(model) if plan.strategy == "ddp" and not last else contextlib.nullcontext()
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING
 
 from ligertune.decode.medusa_run import preview_heads
+from ligertune.planning.options import BuildOptions
 from ligertune.planning.plan import KernelLine
-from ligertune.recipe import Recipe
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from ligertune.patching.patch import PatchReport
 
 
-def preview_model(recipe: Recipe, config: PreTrainedConfig, device: str, attention: AttentionChoice) -> tuple:
+def preview_model(options: BuildOptions, config: PreTrainedConfig, device: str, attention: AttentionChoice) -> tuple:
     """(shape, attention, kernels' backend, kernel lines) of the model as it will be, built without memory."""
     import torch
     from ligertune_kernels import backend
@@ -29,36 +30,36 @@ def preview_model(recipe: Recipe, config: PreTrainedConfig, device: str, attenti
     from ligertune.models.trainable import apply_method
     from ligertune.vision.freeze import prepare_vision
 
-    attn = attention.implementation or recipe.model.attn_implementation
-    spec = recipe.model.model_copy(update={"init": "random", "attn_implementation": attn})
+    attn = attention.implementation or options.model.attn_implementation
+    spec = dataclasses.replace(options.model, init="random", attn_implementation=attn)
     model = build_model(spec, config, dtype=torch.bfloat16, device="meta", seed=0)
-    report = apply_kernels(recipe, model)
-    prepare_vision(model, recipe.vision)
+    report = apply_kernels(options, model)
+    prepare_vision(model, options.vision)
     lines = () if report is None else tuple(KernelLine(r.kernel, r.applied, r.left, r.note) for r in report.rows)
-    if recipe.train.fp8:
+    if options.execution.fp8:
         lines += (KernelLine("float8_linear", *float8_linears(model).counts()),)
-    if recipe.train.gradient_checkpointing in ("offload_gate", "offload_both"):
-        check_gates(keep_gates(model), model.config.model_type, asked=recipe.train.gradient_checkpointing)
-    adapted = apply_method(model, recipe.method, fused=fuses_adapters(recipe))
-    if fuses_adapters(recipe):
+    if options.execution.gradient_checkpointing in ("offload_gate", "offload_both"):
+        check_gates(keep_gates(model), model.config.model_type, asked=options.execution.gradient_checkpointing)
+    adapted = apply_method(model, options.method, fused=options.kernels.fuses_lora)
+    if options.kernels.fuses_lora:
         lines += fused_adapters(adapted)
     shape = ModelShape.of(adapted)
-    if recipe.task == "medusa":
-        shape, lines = preview_heads(recipe, adapted, lines)
+    if options.task == "medusa":
+        shape, lines = preview_heads(options, adapted, lines)
     here = device if torch.cuda.is_available() else "cpu"  # a plan may be for a GPU that is not
     return shape, model.config._attn_implementation, backend(here), lines
 
 
-def apply_kernels(recipe: Recipe, model: PreTrainedModel) -> PatchReport | None:
+def apply_kernels(options: BuildOptions, model: PreTrainedModel) -> PatchReport | None:
     """Patch as the recipe's `kernels` says; None where they are off."""
     from ligertune.patching.patch import patch
 
-    wanted = recipe.kernels
+    wanted = options.kernels
     if wanted.enabled is False:
         return None
-    loss = "torch" if recipe.task == "medusa" else wanted.loss  # the heads' loss is computed around the model
+    loss = "torch" if options.task == "medusa" else wanted.loss  # the heads' loss is computed around the model
     # compiled layers hand nothing on, and those of float8 are others
-    sums = wanted.gradient_sums and not recipe.train.torch_compile and not recipe.train.fp8
+    sums = wanted.gradient_sums and not options.execution.torch_compile and not options.execution.fp8
     switches = {"rope": wanted.rope, "norm": wanted.norm, "mlp": wanted.mlp}
     return patch(model, **switches, loss=loss, rebuild=wanted.rebuild, gradient_sums=sums)
 
@@ -69,8 +70,3 @@ def fused_adapters(model: PreTrainedModel | PeftModel) -> tuple[KernelLine, ...]
 
     fused = sum(isinstance(module, FusedLora) for module in model.modules())
     return (KernelLine("lora_linear", fused, 0, ""),) if fused else ()
-
-
-def fuses_adapters(recipe: Recipe) -> bool:
-    """Whether the kernels take part in LoRA layers."""
-    return recipe.kernels.enabled is not False and recipe.kernels.lora

@@ -84,7 +84,7 @@ def why_not_joined(plan: Plan, model: PreTrainedModel) -> str | None:
     except UserError as problem:
         if plan.rows.packed:
             raise
-        if plan.recipe.data.padding_free is True:
+        if plan.data_options.padding_free is True:
             raise asked_for(problem) from problem
         return problem.message.removeprefix("data.packing: ")
     return None

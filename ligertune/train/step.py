@@ -17,9 +17,9 @@ class MicroStep:
 
     def __init__(self, plan: Plan, accelerator: Accelerator, model: nn.Module) -> None:
         self._accelerator, self._model = accelerator, model
-        self._attention, self._steady = plan.attn_implementation, plan.recipe.train.full_determinism
-        self._steady_forward = self._steady and plan.recipe.train.torch_compile
-        graphed = plan.recipe.train.cuda_graphs and accelerator.device.type == "cuda"
+        self._attention, self._steady = plan.attn_implementation, plan.build.execution.full_determinism
+        self._steady_forward = self._steady and plan.build.execution.torch_compile
+        graphed = plan.build.execution.cuda_graphs and accelerator.device.type == "cuda"
         self.graphs = GraphedSteps(self._launch, model.parameters(), accelerator.device) if graphed else None
 
     def __call__(self, batch: dict[str, Any]) -> Tensor:

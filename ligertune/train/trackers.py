@@ -17,19 +17,19 @@ FOLDER = "profile"
 
 def tracker_names(plan: Plan) -> list[str]:
     """The trackers that accelerate is to open; metrics.jsonl is ours."""
-    return [name for name in plan.recipe.logging.report_to if name != "jsonl"]
+    return [name for name in plan.logging.report_to if name != "jsonl"]
 
 
 def run_name(plan: Plan) -> str:
     """The recipe's, or the name of output_dir."""
-    return plan.recipe.logging.run_name or plan.output_dir.resolve().name
+    return plan.logging.run_name or plan.output_dir.resolve().name
 
 
 def open_trackers(plan: Plan, accelerator: Accelerator) -> None:
     """Begin a run of this name in each tracker, with the recipe as its settings."""
     if not tracker_names(plan):
         return
-    name, settings = run_name(plan), _flat(plan.recipe.model_dump(mode="json"))
+    name, settings = run_name(plan), _flat(plan.settings)
     accelerator.init_trackers(name, config=settings, init_kwargs={"wandb": {"name": name}})
 
 
@@ -56,7 +56,7 @@ def profiled(plan: Plan, accelerator: Accelerator) -> Iterator[Callable[[], None
 
     A memory snapshot is of the steps after the warm-up, too; a CPU has none.
     """
-    wanted, folder = plan.recipe.report, plan.output_dir / FOLDER
+    wanted, folder = plan.measurement, plan.output_dir / FOLDER
     snapshot = wanted.memory_snapshot and accelerator.device.type == "cuda"
     if not accelerator.is_main_process or not (wanted.profile_steps or snapshot):
         yield lambda: None
@@ -75,7 +75,7 @@ def profiled(plan: Plan, accelerator: Accelerator) -> Iterator[Callable[[], None
 
 
 def _profiler(plan: Plan, stack: contextlib.ExitStack, path: Any) -> Callable[[], None]:
-    skipped, active = plan.recipe.report.warmup_steps, plan.recipe.report.profile_steps
+    skipped, active = plan.measurement.warmup_steps, plan.measurement.profile_steps
     schedule = torch.profiler.schedule(skip_first=skipped, wait=0, warmup=1, active=active, repeat=1)
     activities = [torch.profiler.ProfilerActivity.CPU]
     activities += [torch.profiler.ProfilerActivity.CUDA] if torch.cuda.is_available() else []

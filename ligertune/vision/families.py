@@ -103,6 +103,12 @@ def family_of(config: PreTrainedConfig) -> Family | None:
     return family
 
 
+def exact_packing(config: PreTrainedConfig) -> dict[str, str | bool | None]:
+    """Return the family's name (None for a text model) and whether packed rows compute exactly what single ones do."""
+    family = family_of(config)
+    return {"family": family and family.name, "packs_exactly": family is None or family.packs}
+
+
 def part_of(family: Family, parameter: str) -> Part:
     """Which part of the model a parameter belongs to, by its name as `named_parameters` gives it."""
     prefixes: list[tuple[str, Part]] = [(prefix, "vision_tower") for prefix in family.vision_tower]

@@ -12,7 +12,7 @@ from ligertune.errors import UserError
 from ligertune.vision.families import Family, family_of, part_of
 
 if TYPE_CHECKING:
-    from ligertune.recipe import VisionSpec
+    from ligertune.planning.options import VisionOptions
 
 # what our loop says of the tokens of a batch; models pass keywords on to their towers, which would take them for theirs
 _OF_THE_TEXT = (
@@ -28,7 +28,7 @@ _OF_THE_TEXT = (
 _LAYER = re.compile(r"encoder\.layers\.(\d+)\.")
 
 
-def prepare_vision(model: PreTrainedModel, spec: VisionSpec) -> None:
+def prepare_vision(model: PreTrainedModel, spec: VisionOptions) -> None:
     """Freezes the parts that the recipe freezes, and shelters the tower. Nothing for a model of text."""
     family = family_of(model.config)
     if family is not None:
@@ -38,7 +38,7 @@ def prepare_vision(model: PreTrainedModel, spec: VisionSpec) -> None:
             model.register_forward_hook(_with_all_in_the_graph, with_kwargs=True)
 
 
-def freeze(model: PreTrainedModel, family: Family, spec: VisionSpec) -> None:
+def freeze(model: PreTrainedModel, family: Family, spec: VisionOptions) -> None:
     """Parameters of frozen parts need no gradient; a part without any that does runs without autograd."""
     frozen = {
         "vision_tower": spec.freeze_vision_tower,

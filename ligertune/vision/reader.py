@@ -20,6 +20,7 @@ import transformers
 from torch import Tensor
 
 from ligertune.errors import UserError
+from ligertune.planning.options import VisionOptions
 from ligertune.vision.families import Family, family_of
 from ligertune.vision.image_files import Picture, PictureError, read
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
     from ligertune.data.examples import Examples
-    from ligertune.recipe import ModelSpec, VisionSpec
+    from ligertune.planning.options import ModelOptions
 
 MOST_LOPSIDED = 200  # the longer side over the shorter one: Qwen's processors refuse more
 
@@ -118,7 +119,7 @@ _INPUTS: dict[str, tuple[str, ...]] = {
 
 
 def load_reader(
-    model: ModelSpec, vision: VisionSpec, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
+    model: ModelOptions, vision: VisionOptions, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
 ) -> ImageReader | None:
     """The reader for a model's configuration; None for a model of text."""
     family = family_of(config)
@@ -129,8 +130,6 @@ def load_reader(
 
 def saved_reader(name: str, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> ImageReader | None:
     """As `load_reader`, with the limits of size that the model's own files name; to generate with it."""
-    from ligertune.recipe import VisionSpec
-
     family = family_of(config)
     if family is None:
         return None
@@ -138,11 +137,11 @@ def saved_reader(name: str, config: PreTrainedConfig, tokenizer: PreTrainedToken
     size, limits = dict(processor.size or {}), {}
     if family.layout == "patches":
         limits = {"image_min_pixels": size["shortest_edge"], "image_max_pixels": size["longest_edge"]}
-    return make_reader(family, VisionSpec(**limits), config, tokenizer, processor)
+    return make_reader(family, VisionOptions(**limits), config, tokenizer, processor)
 
 
 def make_reader(
-    family: Family, vision: VisionSpec, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, processor: Any
+    family: Family, vision: VisionOptions, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, processor: Any
 ) -> ImageReader:
     """The reader of a family with this image processor."""
     token_id = getattr(config, "image_token_id", None)
@@ -182,7 +181,7 @@ def _token(tokenizer: PreTrainedTokenizerBase, number: int, name: str) -> str:
 
 
 def _sizes(
-    family: Family, vision: VisionSpec, config: PreTrainedConfig, processor: Any
+    family: Family, vision: VisionOptions, config: PreTrainedConfig, processor: Any
 ) -> tuple[dict[str, Any], int | None, dict[str, Any], int]:
     """(options of the image processor, tokens of every picture, facts of the saved processor, pixels a side)."""
     if family.layout == "patches":
@@ -198,10 +197,11 @@ def _sizes(
         if least > most:
             raise UserError(f"vision.image_min_pixels: {least} is more than vision.image_max_pixels: {most}.")
         return {"size": {"shortest_edge": least, "longest_edge": most}}, None, {}, 0
-    chosen = {"image_min_pixels", "image_max_pixels"} & vision.model_fields_set
-    if any(getattr(vision, name) != type(vision).model_fields[name].default for name in chosen):
+    limits = ("image_max_pixels", "image_min_pixels")
+    changed = [name for name in limits if getattr(vision, name) != getattr(VisionOptions(), name)]
+    if changed:
         raise UserError(
-            f"vision.{min(chosen)}: {family.name} resizes every picture to the size that it was trained with.",
+            f"vision.{changed[0]}: {family.name} resizes every picture to the size that it was trained with.",
             hint="Leave the key out.",
         )
     if family.layout == "tiles":

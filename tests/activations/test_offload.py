@@ -13,7 +13,7 @@ from ligertune.activations.offload import BLOCK, HostStore
 from ligertune.errors import UserError
 from ligertune.models.trainable import apply_method
 from ligertune.patching.patch import patch
-from ligertune.recipe import MethodSpec
+from ligertune.planning.options import MethodOptions
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 KINDS = ["offload", "offload_gate", "offload_both"]
@@ -57,7 +57,7 @@ def test_where_the_gate_is_frozen(spec, kind, device):
     for k in (True, kind):
         model = checkpointed(k, device=device)
         torch.manual_seed(0)
-        models.append(apply_method(model, MethodSpec(**spec)).to(device))
+        models.append(apply_method(model, MethodOptions(**spec)).to(device))
     assert_same(*(gradients(model, device) for model in models))
 
 
@@ -135,7 +135,7 @@ def test_the_last_layers_are_computed_once_where_they_are_left_out(kind, product
 def test_frozen_layers_in_front_of_all_that_trains_are_computed_once(kind, products):
     """They keep nothing and nothing goes back through them."""
     model = checkpointed(kind, **WIDE)
-    apply_method(model, MethodSpec(type="freeze", trainable=[r"layers\.[45]\."]))
+    apply_method(model, MethodOptions(type="freeze", trainable=[r"layers\.[45]\."]))
     layers, given = model.model.layers, []
     layers[4].input_layernorm.register_forward_pre_hook(lambda _, args: given.append(args[0].requires_grad))
     products.clear()  # patching asks the layers what they compute
@@ -146,7 +146,7 @@ def test_frozen_layers_in_front_of_all_that_trains_are_computed_once(kind, produ
 
 def test_an_adapter_needs_no_gradient_of_what_it_is_given():
     model = checkpointed(True, **WIDE)
-    adapted = apply_method(model, MethodSpec(type="lora", lora_r=4))
+    adapted = apply_method(model, MethodOptions(type="lora", lora_r=4))
     found = []
     model.model.embed_tokens.register_forward_hook(lambda _, args, output: found.append(output.requires_grad))
     gradients(adapted, "cpu")

@@ -12,6 +12,7 @@ from test_attention_choice import B200, BF16, CPU, FP32, H100, MI300
 
 from ligertune.attention.padding_free import choose_rows
 from ligertune.errors import UserError
+from ligertune.planning.options import BatchLayoutOptions
 from ligertune.recipe import load_recipe
 
 UNEVEN = np.array([5, 9, 2])
@@ -26,7 +27,9 @@ def choose(
     said = {"model": model, "data": data, "checkpoint": {"output_dir": "run"}, **sections}
     (folder / "recipe.yaml").write_text(json.dumps(said))
     config = tiny_models.config_of(config) if isinstance(config, str) else config
-    attention, found = choose_rows(load_recipe(folder / "recipe.yaml"), config, machine, precision, lengths=lengths)
+    attention, found = choose_rows(
+        BatchLayoutOptions.of(load_recipe(folder / "recipe.yaml")), config, machine, precision, lengths=lengths
+    )
     return attention.implementation, found
 
 

@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ligertune.data.prepare import PreparedData, prepare
-from ligertune.recipe.schema import DatasetSpec, DataSpec
+from ligertune.planning.options import DataOptions, DatasetOptions
 
 TOKENIZERS = {
     "qwen2.5": "tokenizers/qwen2.5",  # ChatML with a default system turn, no BOS, NFC
@@ -37,7 +37,7 @@ def prepared(stories: PreTrainedTokenizerBase) -> Callable[..., PreparedData]:
     """prepared(path, tokenizer=stories, seed=0, dataset={...}, **data section)"""
 
     def of(path: Path, *, tokenizer=stories, seed: int = 0, dataset: dict | None = None, **data) -> PreparedData:
-        sets = [DatasetSpec(path=str(path), **(dataset or {}))]
-        return prepare(DataSpec(datasets=sets, **data), tokenizer, seed=seed)
+        sets = [DatasetOptions(path=str(path), **(dataset or {}))]
+        return prepare(DataOptions(datasets=sets, **data), tokenizer, seed=seed)
 
     return of

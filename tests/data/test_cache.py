@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 from ligertune.data.cache import cache_home
 from ligertune.data.prepare import prepare
 from ligertune.errors import UserError
-from ligertune.recipe.schema import DatasetSpec, DataSpec
+from ligertune.planning.options import DataOptions, DatasetOptions
 
 ROWS = [{"instruction": f"Say {n}.", "output": f"{n} " * (n % 9 + 1)} for n in range(60)] + [
     {"instruction": "No.", "output": ""}
@@ -175,9 +175,9 @@ PROGRAM = """
 import sys
 from transformers import AutoTokenizer
 from ligertune.data.prepare import prepare
-from ligertune.recipe.schema import DatasetSpec, DataSpec
+from ligertune.planning.options import DataOptions, DatasetOptions
 tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
-data = DataSpec(datasets=[DatasetSpec(path=sys.argv[2])], num_proc=1)
+data = DataOptions(datasets=[DatasetOptions(path=sys.argv[2])], num_proc=1)
 print("ready", flush=True)
 ready = prepare(data, tokenizer, seed=0)
 print(int(ready.report.sets[0].cached), ready.train.fingerprint)
@@ -228,7 +228,7 @@ def test_a_killed_writer_leaves_no_entry(home, tmp_path, quickstart):
     assert [path.name[0] for path in entries(home)] == ["."]  # aside, and nobody's entry
     small = write(big, ROWS)
     tokenizer = AutoTokenizer.from_pretrained(quickstart / "stories260K")
-    assert not is_cached(prepare(DataSpec(datasets=[DatasetSpec(path=str(small))]), tokenizer, seed=0))
+    assert not is_cached(prepare(DataOptions(datasets=[DatasetOptions(path=str(small))]), tokenizer, seed=0))
 
 
 def test_what_a_killed_writer_left_goes_after_a_day(home, rows, prepared):

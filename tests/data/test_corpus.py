@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 
 from ligertune.data.prepare import prepare
-from ligertune.recipe.schema import DatasetSpec, DataSpec
+from ligertune.planning.options import DataOptions, DatasetOptions
 
 pytestmark = pytest.mark.corpus
 
@@ -46,7 +46,7 @@ SECTION = {"max_length": 200_000}
 
 @cache
 def report_of(path, tokenizer, **section):
-    data = DataSpec(datasets=[DatasetSpec(path=str(path))], **{**SECTION, **section})
+    data = DataOptions(datasets=[DatasetOptions(path=str(path))], **{**SECTION, **section})
     prepared = prepare(data, tokenizer, seed=0)
     report = prepared.report
     assert report.rows_read == len(prepared.train) + sum(report.dropped.values())

@@ -11,7 +11,7 @@ import pytest
 
 from ligertune.data.mix import mixed
 from ligertune.data.prepare import prepare
-from ligertune.recipe.schema import DatasetSpec, DataSpec
+from ligertune.planning.options import DataOptions, DatasetOptions
 
 SET_OF = np.repeat([0, 1, 2], [10, 4, 7])
 
@@ -46,16 +46,16 @@ def two(tmp_path) -> list[Path]:
 
 
 def test_prepare_mixes_and_says_so(two, stories):
-    sets = [DatasetSpec(path=str(path), weight=weight) for path, weight in zip(two, (0.5, 3.0), strict=True)]
-    data = prepare(DataSpec(datasets=sets), stories, seed=0)
+    sets = [DatasetOptions(path=str(path), weight=weight) for path, weight in zip(two, (0.5, 3.0), strict=True)]
+    data = prepare(DataOptions(datasets=sets), stories, seed=0)
     files = Counter(Path(source.rpartition(":")[0]).name for source in data.train.sources)
     assert files == {"a.jsonl": 10, "b.jsonl": 30}
     assert data.report.notes == (f"An epoch sees 40 examples: 10 of {two[0]} (weight 0.5), 30 of {two[1]} (weight 3).",)
 
 
 def test_what_is_held_out_is_not_trained_on_however_often_its_set_is_seen(two, stories):
-    sets = [DatasetSpec(path=str(path), weight=2.5) for path in two]
-    data = prepare(DataSpec(datasets=sets, val_split=0.2), stories, seed=0)
+    sets = [DatasetOptions(path=str(path), weight=2.5) for path in two]
+    data = prepare(DataOptions(datasets=sets, val_split=0.2), stories, seed=0)
     assert set(data.train.sources).isdisjoint(data.eval.sources)
     assert (len(data.eval), len(set(data.train.sources)), data.report.held_out) == (6, 24, 6)
     assert set(Counter(data.train.sources).values()) == {2, 3}

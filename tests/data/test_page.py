@@ -13,6 +13,7 @@ from ligertune.data.preview import preview, summary, visible
 from ligertune.data.report_page import page
 from ligertune.data.statistics import outlook
 from ligertune.errors import UserError
+from ligertune.planning.data_summary import StatisticsOptions
 from ligertune.planning.preflight import check_report_path
 from ligertune.recipe.schema import Recipe
 
@@ -65,7 +66,7 @@ def recipe(**train: object) -> Recipe:
 @pytest.fixture
 def document(hostile, stories) -> str:
     lengths, trained = hostile.train.lengths % 60 + 1, hostile.train.trained % 7
-    whole = outlook(recipe(), lengths, trained, processes=1)
+    whole = outlook(lengths, trained, StatisticsOptions.of(recipe(), processes=1))
     shown = preview(hostile.train, stories, 5)
     return page(summary(hostile, hostile.train, shown, whole), title="Data of <recipe>.yaml")
 
@@ -100,7 +101,7 @@ def test_trained_pieces_and_control_tokens_are_told_apart(hostile, stories):
 
 def test_outlook_counts_rows_padding_steps_and_tokens():
     lengths = np.array([10, 60, 20, 30, 40, 50, 5], dtype=np.int64)
-    found = outlook(recipe(num_train_epochs=2), lengths, lengths // 2, processes=2)
+    found = outlook(lengths, lengths // 2, StatisticsOptions.of(recipe(num_train_epochs=2), processes=2))
     packs = pack(lengths, 64)
     assert (found.rows, found.fill, found.rows_per_step) == (len(packs), packs.fill, 12)
     assert (found.steps, found.tokens, found.trained_tokens) == (1, 2 * 215, 2 * int((lengths // 2).sum()))
@@ -108,12 +109,13 @@ def test_outlook_counts_rows_padding_steps_and_tokens():
     assert found.fill_to_max_length == pytest.approx(215 / (7 * 64))
     assert found.fill_shuffled < found.fill_grouped
     padded = recipe().model_copy(update={"data": recipe().data.model_copy(update={"packing": False})})
-    alone = outlook(padded, lengths, lengths // 2, processes=1)
+    alone = outlook(lengths, lengths // 2, StatisticsOptions.of(padded, processes=1))
     assert (alone.rows, alone.packed, alone.fill) == (7, False, alone.fill_grouped)
     joined = padded.model_copy(update={"data": padded.data.model_copy(update={"padding_free": True})})
-    behind_one_another = outlook(joined, lengths, lengths // 2, processes=1)
+    behind_one_another = outlook(lengths, lengths // 2, StatisticsOptions.of(joined, processes=1))
     assert (alone.padding_free, behind_one_another.padding_free, behind_one_another.fill) == (False, True, 1.0)
-    assert outlook(recipe(max_steps=4), lengths, lengths, processes=1).tokens == round(215 * 4 * 6 / len(packs))
+    found = outlook(lengths, lengths, StatisticsOptions.of(recipe(max_steps=4), processes=1))
+    assert found.tokens == round(215 * 4 * 6 / len(packs))
 
 
 def test_text_that_hides_is_made_visible():

@@ -17,7 +17,7 @@ from ligertune.data.rows.formats import recognise
 from ligertune.data.rows.sources import Record, read_records
 from ligertune.data.workers import CHUNK, blocks_of, count_processes
 from ligertune.errors import UserError
-from ligertune.recipe.schema import DatasetSpec, DataSpec
+from ligertune.planning.options import DataOptions, DatasetOptions
 
 ROWS = 7 * CHUNK + 3  # enough for workers, and a last chunk that is not full
 
@@ -46,7 +46,7 @@ def test_an_error_in_a_process_is_the_users_to_read(many, prepared):
 
 def test_progress_counts_the_rows_as_they_are_done(many, stories):
     seen: list[tuple[str, int, float]] = []
-    data = DataSpec(datasets=[DatasetSpec(path=str(many))], num_proc=2, cache=False)
+    data = DataOptions(datasets=[DatasetOptions(path=str(many))], num_proc=2, cache=False)
     prepare(data, stories, seed=0, progress=lambda *told: seen.append(told))
     assert [done for _, done, _ in seen] == [*range(CHUNK, ROWS, CHUNK), ROWS, ROWS]
     shares = [share for _, _, share in seen]
@@ -94,8 +94,8 @@ def test_a_killed_process_is_said_to_be_one():
 
 @pytest.mark.parametrize("template", ["alpaca", "chat"])
 def test_rows_can_be_sent_to_processes_that_start_anew(many, stories, template):
-    spec = DatasetSpec(path=str(many), max_samples=20)
-    data = DataSpec(datasets=[spec], prompt_template=template)
+    spec = DatasetOptions(path=str(many), max_samples=20)
+    data = DataOptions(datasets=[spec], prompt_template=template)
     records = read_records(spec)
     rows = RowPath(spec, data, recognise("alpaca", records[0].row, "many"), stories)
     here, there = (path.examples(records, Tally()) for path in (rows, pickle.loads(pickle.dumps(rows))))

@@ -13,7 +13,7 @@ from ligertune.data.batching.collate import collate
 from ligertune.data.examples import Example, Examples
 from ligertune.data.prepare import prepare
 from ligertune.errors import UserError
-from ligertune.recipe.schema import DatasetSpec, DataSpec
+from ligertune.planning.options import DataOptions, DatasetOptions
 
 
 def write(path: Path, rows: list[dict]) -> Path:
@@ -71,7 +71,7 @@ def test_the_report_of_a_split_counts_its_tokens_once(hundred, prepared):
 
 def test_eval_datasets_have_their_own_report(tmp_path, hundred, stories):
     other = write(tmp_path / "other.jsonl", alpaca("a", ""))
-    data = DataSpec(datasets=[DatasetSpec(path=str(hundred))], eval_datasets=[DatasetSpec(path=str(other))])
+    data = DataOptions(datasets=[DatasetOptions(path=str(hundred))], eval_datasets=[DatasetOptions(path=str(other))])
     ready = prepare(data, stories, seed=0)
     assert (len(ready.train), len(ready.eval)) == (100, 1)
     assert ready.eval_report.dropped == {"empty answer": 1} and ready.report.dropped == {}
@@ -82,8 +82,8 @@ def test_data_sets_of_several_forms_follow_one_another(tmp_path, hundred, storie
         tmp_path / "c.jsonl",
         [{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}],
     )
-    sets = [DatasetSpec(path=str(chats)), DatasetSpec(path=str(hundred), max_samples=5)]
-    ready = prepare(DataSpec(datasets=sets), stories, seed=0)
+    sets = [DatasetOptions(path=str(chats)), DatasetOptions(path=str(hundred), max_samples=5)]
+    ready = prepare(DataOptions(datasets=sets), stories, seed=0)
     assert ready.template == "chat, alpaca"
     assert [(part.format, part.template, part.examples) for part in ready.report.sets] == [
         ("messages", "chat", 1), ("alpaca", "alpaca", 5),

@@ -15,7 +15,7 @@ import pytest
 from ligertune.data.prepare import PreparedData, prepare
 from ligertune.data.stream import ExampleStream, StreamedExamples
 from ligertune.errors import UserError
-from ligertune.recipe.schema import DatasetSpec, DataSpec
+from ligertune.planning.options import DataOptions, DatasetOptions
 
 
 def write(path: Path, count: int, **more) -> Path:
@@ -31,10 +31,10 @@ def streamed(stories) -> Callable[..., ExampleStream]:
     def of(*paths: Path, seed: int = 0, buffer: int = 50, weights=None, dataset=None, **data) -> ExampleStream:
         weights = weights or [1.0] * len(paths)
         sets = [
-            DatasetSpec(path=str(path), weight=weight, **(dataset or {}))
+            DatasetOptions(path=str(path), weight=weight, **(dataset or {}))
             for path, weight in zip(paths, weights, strict=True)
         ]
-        return ExampleStream(DataSpec(datasets=sets, streaming=True, **data), stories, seed=seed, buffer=buffer)
+        return ExampleStream(DataOptions(datasets=sets, streaming=True, **data), stories, seed=seed, buffer=buffer)
 
     return of
 
@@ -53,7 +53,7 @@ def test_the_order_is_the_seeds_and_examples_are_those_of_prepare(tmp_path, stre
     path = write(tmp_path / "a.jsonl", 300)
     found = sources(streamed(path, seed=7), 300)
     assert found == sources(streamed(path, seed=7), 300) != sources(streamed(path, seed=8), 300)
-    whole = prepare(DataSpec(datasets=[DatasetSpec(path=str(path))]), stories, seed=0).train
+    whole = prepare(DataOptions(datasets=[DatasetOptions(path=str(path))]), stories, seed=0).train
     ids = {example.source: (example.input_ids.tolist(), example.labels.tolist()) for example in whole}
     for example in islice(streamed(path), 300):
         assert ids[example.source] == (example.input_ids.tolist(), example.labels.tolist())
@@ -138,9 +138,9 @@ def test_examples_by_their_number_as_far_as_they_are_held(tmp_path, streamed):
 
 def test_prepare_gives_a_stream_and_the_whole_of_what_is_evaluated(tmp_path, stories):
     train, held_out = write(tmp_path / "a.jsonl", 100), write(tmp_path / "b.jsonl", 5)
-    sets = {"datasets": [DatasetSpec(path=str(train))], "eval_datasets": [DatasetSpec(path=str(held_out))]}
-    data: PreparedData = prepare(DataSpec(streaming=True, **sets), stories, seed=0)
+    sets = {"datasets": [DatasetOptions(path=str(train))], "eval_datasets": [DatasetOptions(path=str(held_out))]}
+    data: PreparedData = prepare(DataOptions(streaming=True, **sets), stories, seed=0)
     assert data.streamed and len(data.eval) == 5 and data.template == "alpaca"
     before = data.train.fingerprint
     write(train, 99)
-    assert prepare(DataSpec(streaming=True, **sets), stories, seed=0).train.fingerprint != before
+    assert prepare(DataOptions(streaming=True, **sets), stories, seed=0).train.fingerprint != before

@@ -73,7 +73,7 @@ def test_a_sweep_goes_on_where_memory_runs_out(vocabulary, limit, tmp_path, quic
 def test_a_kernel_scaled_by_a_hundredth_is_found_at_its_step(tmp_path):
     """The real package with one line of one kernel changed stands before ours on the path."""
     shutil.copytree(ROOT / "kernels" / "ligertune_kernels", tmp_path / "kernels" / "ligertune_kernels")
-    kernel = tmp_path / "kernels" / "ligertune_kernels" / "ops" / "swiglu.py"
+    kernel = tmp_path / "kernels" / "ligertune_kernels" / "ops" / "mlp" / "swiglu.py"
     source = kernel.read_text()
     assert source.count(LINE) == 1
     kernel.write_text(source.replace(LINE, LINE.replace("(F.silu", "(1.01 * F.silu")))

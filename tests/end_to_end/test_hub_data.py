@@ -25,10 +25,10 @@ RUN = {
 READ_ALL = """
 from ligertune.data.rows.sources import RecordStream
 from ligertune.errors import UserError
-from ligertune.recipe.schema import DatasetSpec
+from ligertune.planning.options import DatasetOptions
 read = 0
 try:
-    for _ in RecordStream(DatasetSpec(path="some/set", split="test")):
+    for _ in RecordStream(DatasetOptions(path="some/set", split="test")):
         read += 1
 except UserError as error:
     print(read, error.exit_code, error)

@@ -17,7 +17,8 @@ from ligertune.models.fused_lora import FusedLora, fuse_adapters
 from ligertune.models.lora import merged
 from ligertune.models.trainable import apply_method
 from ligertune.patching.patch import patch
-from ligertune.recipe import MethodSpec, load_recipe
+from ligertune.planning.options import MethodOptions
+from ligertune.recipe import load_recipe
 from ligertune.run import plan_for, trained_model
 from ligertune.train.distributed import start
 
@@ -143,7 +144,7 @@ def test_a_model_trains_as_with_peft(family, changes):
     for fused in (False, True):
         model = tiny_models.make(family)
         patch(model)
-        adapted = apply_method(model, MethodSpec(type="lora", lora_r=4, **changes), seed=1, fused=fused).train()
+        adapted = apply_method(model, MethodOptions(type="lora", lora_r=4, **changes), seed=1, fused=fused).train()
         randomise(adapted)
         torch.manual_seed(2)  # of the dropout
         loss = adapted(**tiny_models.batch(), use_cache=False).loss
@@ -161,7 +162,7 @@ def test_what_is_kept_for_the_backward_may_be_kept_in_every_way(kind, device):
         patch(model, rebuild=way == "rebuild")
         if way not in (None, "rebuild"):
             checkpoint_layers(model, way)
-        adapted = apply_method(model, MethodSpec(type="lora", lora_r=4), seed=1, fused=True).to(device)
+        adapted = apply_method(model, MethodOptions(type="lora", lora_r=4), seed=1, fused=True).to(device)
         randomise(adapted)
         assert sum(isinstance(module, FusedLora) for module in adapted.modules()) == 14
         adapted(**tiny_models.batch(device=device), use_cache=False).loss.backward()
@@ -172,7 +173,7 @@ def test_what_is_kept_for_the_backward_may_be_kept_in_every_way(kind, device):
 def test_it_is_merged_as_any_adapter():
     model = tiny_models.make("llama")
     patch(model)
-    adapted = apply_method(model, MethodSpec(type="lora", lora_r=4), fused=True).eval()
+    adapted = apply_method(model, MethodOptions(type="lora", lora_r=4), fused=True).eval()
     randomise(adapted)
     batch = tiny_models.batch()
     with torch.no_grad():

@@ -16,12 +16,12 @@ from ligertune.errors import UserError
 from ligertune.models.trainable import apply_method
 from ligertune.patching.deferred_logits import loss_counts
 from ligertune.patching.patch import patch
-from ligertune.recipe import MethodSpec
+from ligertune.planning.options import MethodOptions
 
 HEAD_TOO = ["q_proj", "v_proj", "lm_head"]
 
 
-def pair(spec: MethodSpec, family: str = "llama", *, checkpointing: bool | str = False, device: str = "cpu"):
+def pair(spec: MethodOptions, family: str = "llama", *, checkpointing: bool | str = False, device: str = "cpu"):
     """(patched, plain) under the same method, adapters away from zero."""
     plain = tiny_models.make(family).to(device)
     patched = copy.deepcopy(plain)
@@ -55,7 +55,7 @@ def pair(spec: MethodSpec, family: str = "llama", *, checkpointing: bool | str =
     ids=["full", "lora", "dora", "rslora", "freeze"],
 )
 def test_patched_and_plain_train_alike(method, family, checkpointing):
-    patched, plain = pair(MethodSpec(**method), family, checkpointing=checkpointing)
+    patched, plain = pair(MethodOptions(**method), family, checkpointing=checkpointing)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert_same_training(patched, plain, tiny_models.batch(), num_items_in_batch=31)
@@ -64,7 +64,7 @@ def test_patched_and_plain_train_alike(method, family, checkpointing):
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
 def test_an_adapter_on_the_head_is_a_term_of_the_fused_loss(checkpointing):
-    spec = MethodSpec(type="lora", lora_r=4, lora_target_modules=HEAD_TOO)
+    spec = MethodOptions(type="lora", lora_r=4, lora_target_modules=HEAD_TOO)
     patched, plain = pair(spec, checkpointing=checkpointing)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -86,14 +86,14 @@ def test_an_adapter_on_the_head_is_a_term_of_the_fused_loss(checkpointing):
 )
 def test_kernels_that_write_over_their_inputs_train_alike(method, checkpointing):
     """On a GPU rotary and gated kernels write over what they alone read: nothing that a method or a rerun reads."""
-    patched, plain = pair(MethodSpec(**method), checkpointing=checkpointing, device="cuda")
+    patched, plain = pair(MethodOptions(**method), checkpointing=checkpointing, device="cuda")
     batch = tiny_models.batch(rows=3, length=37, device="cuda")
     assert_same_training(patched, plain, batch, tolerance=3e-5, num_items_in_batch=31)
 
 
 @pytest.mark.parametrize("changes", [{"use_dora": True}, {"lora_dropout": 0.5}], ids=["DoRA", "dropout"])
 def test_an_adapter_that_does_more_on_the_head_makes_logits_and_says_so(changes):
-    spec = MethodSpec(type="lora", lora_r=4, lora_target_modules=HEAD_TOO, **changes)
+    spec = MethodOptions(type="lora", lora_r=4, lora_target_modules=HEAD_TOO, **changes)
     patched, plain = pair(spec)
     with pytest.warns(UserWarning, match="materialised logits"):
         torch.manual_seed(5)
@@ -104,7 +104,9 @@ def test_an_adapter_that_does_more_on_the_head_makes_logits_and_says_so(changes)
 
 
 def test_evaluation_and_logits_of_an_adapted_head_stay_as_they_are():
-    patched, plain = (model.eval() for model in pair(MethodSpec(type="lora", lora_r=4, lora_target_modules=HEAD_TOO)))
+    patched, plain = (
+        model.eval() for model in pair(MethodOptions(type="lora", lora_r=4, lora_target_modules=HEAD_TOO))
+    )
     batch = tiny_models.batch()
     with torch.no_grad():
         torch.testing.assert_close(patched(**batch).logits, plain(**batch).logits)
@@ -113,11 +115,11 @@ def test_evaluation_and_logits_of_an_adapted_head_stay_as_they_are():
 
 
 def test_what_trains_by_method():
-    frozen = MethodSpec(type="freeze", trainable=["lm_head", r"model\.norm\.weight$"])
+    frozen = MethodOptions(type="freeze", trainable=["lm_head", r"model\.norm\.weight$"])
     model = apply_method(tiny_models.make("llama"), frozen)
     names = {name for name, p in model.named_parameters() if p.requires_grad}
     assert names == {"lm_head.weight", "model.norm.weight"}
-    with_head = MethodSpec(type="lora", lora_r=3, lora_modules_to_save=["lm_head"])
+    with_head = MethodOptions(type="lora", lora_r=3, lora_modules_to_save=["lm_head"])
     adapted = apply_method(tiny_models.make("llama"), with_head)
     names = {name.removeprefix("base_model.model.") for name, p in adapted.named_parameters() if p.requires_grad}
     assert len([name for name in names if ".lora_" in name]) == 2 * 7 * 2  # A and B of seven layers in two blocks
@@ -131,7 +133,7 @@ def test_what_trains_by_method():
     ids=["default", "alpha", "r", "rslora"],
 )
 def test_the_scale_of_an_adapter(changes, scaling):
-    adapted = apply_method(tiny_models.make("llama"), MethodSpec(type="lora", **changes))
+    adapted = apply_method(tiny_models.make("llama"), MethodOptions(type="lora", **changes))
     assert adapted.base_model.model.model.layers[0].mlp.up_proj.scaling["default"] == scaling
 
 
@@ -146,20 +148,20 @@ def test_the_scale_of_an_adapter(changes, scaling):
 )
 def test_a_name_that_the_model_does_not_have(spec, words):
     with pytest.raises(UserError) as caught:
-        apply_method(tiny_models.make("llama"), MethodSpec(**spec))
+        apply_method(tiny_models.make("llama"), MethodOptions(**spec))
     assert all(word in str(caught.value) for word in words)
 
 
 def test_an_adapter_on_a_tied_head_is_refused():
     for key in ("lora_target_modules", "lora_modules_to_save"):
         with pytest.raises(UserError, match="shares its weight"):
-            apply_method(tiny_models.make("llama_tied"), MethodSpec(type="lora", **{key: ["lm_head"]}))
+            apply_method(tiny_models.make("llama_tied"), MethodOptions(type="lora", **{key: ["lm_head"]}))
 
 
 def test_adapters_are_float32_beside_bfloat16_weights_and_compute_in_bfloat16():
     model = tiny_models.make("llama").to(torch.bfloat16)
     patch(model)
-    adapted = apply_method(model, MethodSpec(type="lora", lora_r=4))
+    adapted = apply_method(model, MethodOptions(type="lora", lora_r=4))
     assert {p.dtype for p in adapted.parameters() if p.requires_grad} == {torch.float32}
     seen = []
     layer = adapted.base_model.model.model.layers[0].mlp.up_proj
@@ -173,7 +175,7 @@ def test_adapters_are_float32_beside_bfloat16_weights_and_compute_in_bfloat16():
 
 
 def test_merging_adds_the_adapter_to_the_weights():
-    patched, _ = pair(MethodSpec(type="lora", lora_r=4, lora_target_modules=HEAD_TOO))
+    patched, _ = pair(MethodOptions(type="lora", lora_r=4, lora_target_modules=HEAD_TOO))
     ids = tiny_models.batch()["input_ids"]
     with torch.no_grad():
         before = patched.eval()(ids).logits

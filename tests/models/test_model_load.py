@@ -12,7 +12,7 @@ import transformers
 
 from ligertune.errors import UserError
 from ligertune.models.load import build_model, check_vocabulary, load_tokenizer, read_config
-from ligertune.recipe.schema import ModelSpec
+from ligertune.planning.options import ModelOptions, TokenizerOptions
 from ligertune.vision.families import family_of
 
 TEXT = [
@@ -23,8 +23,8 @@ TEXT = [
 VISION = ["Llama-3.2-11B-Vision", "Qwen2-VL-2B-Instruct", "llava-1.5-7b-hf"]
 
 
-def spec(path, **values) -> ModelSpec:
-    return ModelSpec(model_name_or_path=str(path), **values)
+def spec(path, **values) -> ModelOptions:
+    return ModelOptions(model_name_or_path=str(path), **values)
 
 
 @pytest.fixture
@@ -151,7 +151,7 @@ def test_the_recipes_tokens_and_template_are_used(quickstart, tmp_path):
     template = tmp_path / "chat.jinja"
     template.write_text("{{ messages[0]['content'] }}", encoding="utf-8")
     wanted = {"pad_token": "<unk>", "eos_token": "<s>", "chat_template": str(template)}
-    loaded = load_tokenizer(spec(quickstart / "stories260K", tokenizer=wanted))
+    loaded = load_tokenizer(spec(quickstart / "stories260K", tokenizer=TokenizerOptions(**wanted)))
     assert (loaded.tokenizer.pad_token, loaded.tokenizer.eos_token, loaded.notes) == ("<unk>", "<s>", ())
     assert loaded.pad_token_id == loaded.tokenizer.convert_tokens_to_ids("<unk>")
     assert loaded.tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi"
@@ -168,7 +168,7 @@ def test_the_recipes_tokens_and_template_are_used(quickstart, tmp_path):
 )
 def test_tokenizer_settings_that_cannot_be_used(quickstart, wanted, complaint):
     with pytest.raises(UserError, match=complaint):
-        load_tokenizer(spec(quickstart / "stories260K", tokenizer=wanted))
+        load_tokenizer(spec(quickstart / "stories260K", tokenizer=TokenizerOptions(**wanted)))
 
 
 def test_a_model_folder_without_a_tokenizer_names_the_key_to_set(folder):
@@ -187,7 +187,7 @@ def test_a_broken_tokenizer_file_is_one_sentence(quickstart, tmp_path, content, 
 
 
 def test_another_tokenizer_than_the_models(quickstart, folder):
-    loaded = load_tokenizer(spec(folder, tokenizer={"path": str(quickstart / "stories260K")}))
+    loaded = load_tokenizer(spec(folder, tokenizer=TokenizerOptions(path=str(quickstart / "stories260K"))))
     assert len(loaded.tokenizer) == 512
     with pytest.raises(UserError, match="highest token id is 511, but the model's vocabulary has 128"):
         check_vocabulary(loaded.tokenizer, read_config(spec(folder)))

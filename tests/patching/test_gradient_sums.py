@@ -22,7 +22,8 @@ from ligertune.models.trainable import apply_method
 from ligertune.patching import gradient_sums
 from ligertune.patching.gradient_sums import SHARING, SummingLinear, sum_in_products
 from ligertune.patching.patch import patch, unpatch
-from ligertune.recipe import MethodSpec, load_recipe
+from ligertune.planning.options import MethodOptions, RunOptions
+from ligertune.recipe import load_recipe
 from ligertune.train.model_builder import apply_kernels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -58,7 +59,7 @@ def pair(family: str = "llama", method: str = "full", dtype: torch.dtype = torch
     for sums in (False, True):
         model = tiny_models.make(family).to(DEVICE, dtype)
         patch(model, gradient_sums=sums, **how)
-        made.append(apply_method(model, MethodSpec(type=method)).train())
+        made.append(apply_method(model, MethodOptions(type=method)).train())
     with torch.no_grad():
         for name, p in made[0].named_parameters():
             if "lora_B" in name:  # zeros, of which A learns nothing
@@ -282,7 +283,7 @@ def test_the_recipe_says_where(tmp_path):
             f"checkpoint: {{output_dir: {tmp_path}}}\n"
         )
         model = tiny_models.make("llama")
-        apply_kernels(load_recipe(path), model)
+        apply_kernels(RunOptions.of(load_recipe(path)).build, model)
         return sum(isinstance(module, SummingLinear) for module in model.modules())
 
     assert summing("") == 5 * LAYERS

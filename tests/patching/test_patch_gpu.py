@@ -11,7 +11,7 @@ from same_training import assert_same_training, losses_and_gradients, relative_e
 
 from ligertune.models.load import build_model
 from ligertune.patching.patch import patch
-from ligertune.recipe.schema import ModelSpec
+from ligertune.planning.options import ModelOptions
 
 pytestmark = pytest.mark.gpu
 FAMILIES = ("llama", "gemma2", "mixtral")
@@ -69,7 +69,7 @@ def test_compiles_without_a_graph_break():
 
 
 def test_random_weights_are_made_on_the_gpu_and_follow_the_seed():
-    spec = ModelSpec(model_name_or_path="unused", init="random")
+    spec = ModelOptions(model_name_or_path="unused", init="random")
     before = torch.cuda.get_rng_state()
     states = [
         build_model(spec, tiny_models.config_of("llama"), dtype=torch.bfloat16, device="cuda", seed=seed).state_dict()

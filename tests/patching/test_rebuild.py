@@ -28,7 +28,7 @@ from ligertune.models.trainable import apply_method
 from ligertune.patching.aliasing import gives_memory_of_its_own
 from ligertune.patching.patch import patch, unpatch
 from ligertune.patching.recompute import made_again, rebuild_inputs
-from ligertune.recipe import MethodSpec
+from ligertune.planning.options import MethodOptions
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 RUNS_TRITON = backend(DEVICE) == "triton"
@@ -48,7 +48,7 @@ def pair(
     for rebuild in (False, how):
         model = tiny_models.make(family).to(DEVICE)
         patch(model, rebuild=rebuild)
-        made.append(apply_method(model, MethodSpec(type=method, **spec)).train())
+        made.append(apply_method(model, MethodOptions(type=method, **spec)).train())
     made[1].load_state_dict(made[0].state_dict())
     return made[0], made[1]
 

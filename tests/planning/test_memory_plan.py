@@ -15,8 +15,9 @@ from ligertune.planning.memory.activation_bytes import WORKSPACE, Kept, LayerSha
 from ligertune.planning.memory.estimate import Budget, largest
 from ligertune.planning.memory.states import NF4_BYTES, state_bytes
 from ligertune.planning.micro_batch import choose_batching
+from ligertune.planning.options import KernelOptions, MethodOptions
 from ligertune.planning.plan import KernelLine, kept_with
-from ligertune.recipe import KernelsSpec, MethodSpec, Recipe
+from ligertune.recipe import Recipe
 
 LLAMA_8B = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
             "num_attention_heads": 32, "num_key_value_heads": 8}  # fmt: skip
@@ -28,7 +29,7 @@ GIB = 2**30
 def shape_of(config: transformers.PreTrainedConfig, **method: object) -> ModelShape:
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        return ModelShape.of(apply_method(model, MethodSpec(**method)))
+        return ModelShape.of(apply_method(model, MethodOptions(**method)))
 
 
 @pytest.fixture(scope="module")
@@ -272,7 +273,7 @@ def recipe(**train: object) -> Recipe:
     ids=str,
 )
 def test_adapters_that_make_their_own_of_their_input_keep_it(method, rebuilds):
-    asked = recipe().model_copy(update={"method": MethodSpec(**method), "kernels": KernelsSpec(rebuild=True)})
+    asked = recipe().model_copy(update={"method": MethodOptions(**method), "kernels": KernelOptions(rebuild=True)})
     assert kept_with(asked, "sdpa", (KernelLine("rebuild", 5, 0, ""),)).rebuild is rebuilds
     assert not kept_with(asked, "sdpa", (KernelLine("rebuild", 0, 0, "no norm or MLP is patched"),)).rebuild
 

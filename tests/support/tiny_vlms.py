@@ -13,7 +13,7 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from ligertune.recipe.schema import ModelSpec, VisionSpec
+from ligertune.planning.options import ModelOptions, VisionOptions
 from ligertune.vision.reader import ImageReader, load_reader
 
 QWEN_TEMPLATE = (
@@ -192,4 +192,4 @@ def reader_of(folder: Path, **vision) -> ImageReader:
     """The reader of a saved family."""
     config = transformers.AutoConfig.from_pretrained(folder)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    return load_reader(ModelSpec(model_name_or_path=str(folder)), VisionSpec(**vision), config, tokenizer)
+    return load_reader(ModelOptions(model_name_or_path=str(folder)), VisionOptions(**vision), config, tokenizer)

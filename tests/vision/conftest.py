@@ -13,7 +13,7 @@ from PIL import Image
 from transformers import AutoTokenizer
 
 from ligertune.data.prepare import PreparedData, prepare
-from ligertune.recipe.schema import DatasetSpec, DataSpec
+from ligertune.planning.options import DataOptions, DatasetOptions
 
 
 @pytest.fixture(scope="session")
@@ -51,7 +51,9 @@ def prepared_for(reader_of, tokenizer_of, tmp_path) -> Callable[..., PreparedDat
             path = tmp_path / "rows.json"
             path.write_text(json.dumps(rows), encoding="utf-8")
             rows = path
-        spec = DataSpec(datasets=[DatasetSpec(path=str(rows), **(dataset or {}))], cache=False, num_proc=1, **data)
+        spec = DataOptions(
+            datasets=[DatasetOptions(path=str(rows), **(dataset or {}))], cache=False, num_proc=1, **data
+        )
         return prepare(spec, tokenizer_of(family), seed=0, images=reader_of(family))
 
     return of

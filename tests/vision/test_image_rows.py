@@ -243,18 +243,18 @@ def test_the_limits_are_refused_where_nothing_reads_them(folder_of):
 
 def test_a_text_model_still_refuses_images(prepared_for, pictures, tokenizer_of, tmp_path):
     from ligertune.data.prepare import prepare
-    from ligertune.recipe.schema import DatasetSpec, DataSpec
+    from ligertune.planning.options import DataOptions, DatasetOptions
 
     path = tmp_path / "rows.json"
     path.write_text(json.dumps([asked("<image>What?", "Yes", pictures["red"])]))
-    data = DataSpec(datasets=[DatasetSpec(path=str(path))], cache=False)
+    data = DataOptions(datasets=[DatasetOptions(path=str(path))], cache=False)
     with pytest.raises(UserError, match="is no text"):
         prepare(data, tokenizer_of(FAMILY), seed=0)
 
 
 def test_the_cache_keeps_images_and_notices_one_that_is_gone(reader_of, tokenizer_of, pictures, tmp_path):
     from ligertune.data.prepare import prepare
-    from ligertune.recipe.schema import DatasetSpec, DataSpec
+    from ligertune.planning.options import DataOptions, DatasetOptions
 
     for name in ("a.png", "b.png"):
         (tmp_path / name).write_bytes(pictures["red"].read_bytes())
@@ -262,7 +262,7 @@ def test_the_cache_keeps_images_and_notices_one_that_is_gone(reader_of, tokenize
     path.write_text(json.dumps([asked("<image>What?", "Yes", "a.png"), asked("<image>Who?", "Yes", "b.png")]))
 
     def again():
-        data = DataSpec(datasets=[DatasetSpec(path=str(path))], num_proc=1)
+        data = DataOptions(datasets=[DatasetOptions(path=str(path))], num_proc=1)
         return prepare(data, tokenizer_of(FAMILY), seed=0, images=reader_of(FAMILY))
 
     first, second = again(), again()

@@ -6,6 +6,7 @@ at random, and what is asked is always the same. About a minute of one core.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import numpy as np
@@ -85,8 +86,8 @@ def right(model, batch: dict) -> torch.Tensor:
 
 def test_it_names_what_it_has_not_seen_before_and_nothing_without_seeing(learnt):
     job, folder, answers = learnt
-    held_out = [job.plan.recipe.data.datasets[0].model_copy(update={"path": str(folder / "held_out.json")})]
-    data = job.plan.recipe.data.model_copy(update={"datasets": held_out})
+    held_out = [dataclasses.replace(job.plan.data_options.datasets[0], path=str(folder / "held_out.json"))]
+    data = dataclasses.replace(job.plan.data_options, datasets=tuple(held_out))
     rows = prepare(data, job.tokenizer.tokenizer, seed=0, images=job.images)
     model = transformers.AutoModelForImageTextToText.from_pretrained(folder / "run" / "model").eval()
     batch = batch_of(rows, job.images, range(N_HELD_OUT))

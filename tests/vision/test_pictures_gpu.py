@@ -12,7 +12,7 @@ from batches_of import batch_of, training
 
 from ligertune.attention.image_attention import pictures_apart
 from ligertune.patching.patch import patch
-from ligertune.recipe.schema import VisionSpec
+from ligertune.planning.options import VisionOptions
 from ligertune.vision.freeze import prepare_vision
 
 LENGTHS = (4, 64, 256, 1020)  # a blank picture, small ones, one that ends within a block
@@ -54,7 +54,7 @@ def test_bfloat16_training_is_as_close_to_fp32_as_without_kernels(
     rows = prepared_for(family, [asked("<image>What is this?", "a red system", pictures[c]) for c in ("red", "blue")])
     batch = {name: value.cuda() for name, value in batch_of(rows, reader_of(family), (0, 1)).items()}
     exact = tiny_vlms.make(family, tokenizer_of(family)).cuda()
-    prepare_vision(exact, VisionSpec(freeze_vision_tower=False, freeze_projector=False))
+    prepare_vision(exact, VisionOptions(freeze_vision_tower=False, freeze_projector=False))
     _, truth = training(exact, batch)
     errors = []
     for patched in (True, False):

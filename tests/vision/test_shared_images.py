@@ -7,7 +7,7 @@ import json
 import pytest
 import transformers
 
-from ligertune.recipe.schema import ModelSpec, VisionSpec
+from ligertune.planning.options import ModelOptions, VisionOptions
 from ligertune.vision.image_files import check
 from ligertune.vision.reader import load_reader, save_processor, saved_reader
 
@@ -75,14 +75,14 @@ def test_odd_marks_and_missing_marks(corpus, prepared_for, tokenizer_of):
 
 def test_tokens_of_the_published_configuration(corpus, tmp_path):
     """cc12m_32 under Qwen2-VL's own processor: 225 to 540 tokens an image, 389 on average. So says what is saved."""
-    spec = ModelSpec(model_name_or_path=str(corpus / "model_configs" / "Qwen2-VL-2B-Instruct"))
+    spec = ModelOptions(model_name_or_path=str(corpus / "model_configs" / "Qwen2-VL-2B-Instruct"))
     config = transformers.AutoConfig.from_pretrained(spec.model_name_or_path)
     tokenizer = transformers.AutoTokenizer.from_pretrained(corpus / "tokenizers" / "qwen2.5")
-    reader = load_reader(spec, VisionSpec(image_max_pixels=12_845_056), config, tokenizer)
+    reader = load_reader(spec, VisionOptions(image_max_pixels=12_845_056), config, tokenizer)
     images = sorted((corpus / "images" / "cc12m_32" / "images").iterdir())
     tokens = [reader.tokens(check(path)) for path in images]
     assert (min(tokens), max(tokens), round(sum(tokens) / len(tokens))) == (225, 540, 389)
-    small = load_reader(spec, VisionSpec(image_max_pixels=50_176, image_min_pixels=4_000), config, tokenizer)
+    small = load_reader(spec, VisionOptions(image_max_pixels=50_176, image_min_pixels=4_000), config, tokenizer)
     save_processor(small, tmp_path)
     again = saved_reader(str(tmp_path), config, tokenizer)
     assert again.options == small.options == {"size": {"shortest_edge": 4_000, "longest_edge": 50_176}}

@@ -14,7 +14,7 @@ from ligertune.models.shape import ModelShape
 from ligertune.models.trainable import apply_method
 from ligertune.patching.patch import patch
 from ligertune.planning.memory.activation_bytes import Kept
-from ligertune.recipe import MethodSpec, VisionSpec
+from ligertune.planning.options import MethodOptions, VisionOptions
 from ligertune.vision.families import family_of, part_of
 from ligertune.vision.freeze import freeze, prepare_vision
 
@@ -23,7 +23,7 @@ def tower_of(corpus, name: str, **vision: bool):
     config = AutoConfig.from_pretrained(corpus / "model_configs" / name)
     with torch.device("meta"):
         model = AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16)
-    freeze(model, family_of(config), VisionSpec(**vision))
+    freeze(model, family_of(config), VisionOptions(**vision))
     return ModelShape.of(model).tower
 
 
@@ -73,7 +73,7 @@ def test_a_projector_that_trains_keeps_what_the_plan_counts(family, prepared_for
     for frozen in (True, False):
         model = tiny_vlms.make(family, tokenizer_of(family))
         patch(model)
-        prepare_vision(model, VisionSpec(freeze_projector=frozen))
+        prepare_vision(model, VisionOptions(freeze_projector=frozen))
         towers.append(ModelShape.of(model).tower)
         kept.append(saved_bytes(model, batch))
     tokens = int((batch["input_ids"] == reader_of(family).token_id).sum())
@@ -102,9 +102,9 @@ def saved_bytes(model: torch.nn.Module, batch: dict) -> int:
 def test_checkpointing_runs_a_frozen_tower_once(family, kind, method, prepared_for, reader_of, tokenizer_of, pictures):
     model = tiny_vlms.make(family, tokenizer_of(family))
     patch(model)
-    prepare_vision(model, VisionSpec())
+    prepare_vision(model, VisionOptions())
     checkpoint_layers(model, kind)
-    trained = apply_method(model, MethodSpec(type=method))
+    trained = apply_method(model, MethodOptions(type=method))
     runs = {name: [] for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
     for name, module in model.named_modules():
         if name in runs:

@@ -84,7 +84,7 @@ def test_a_run_learns_and_leaves_a_model_that_loads_as_it_was(family, trained):
     with torch.no_grad():
         again = transformers.AutoModelForImageTextToText.from_pretrained(output / "again").eval()(**batch).logits
     assert torch.equal(first, again)
-    before = transformers.AutoModelForImageTextToText.from_pretrained(job.plan.recipe.model.model_name_or_path)
+    before = transformers.AutoModelForImageTextToText.from_pretrained(job.plan.build.model.model_name_or_path)
     moved = {name for name, p in before.named_parameters() if not torch.equal(p, model.get_parameter(name))}
     assert any("language_model" in name for name in moved) and any("vision" in n or "visual" in n for n in moved)
 

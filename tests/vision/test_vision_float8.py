@@ -12,7 +12,7 @@ from batches_of import batch_of, training
 
 from ligertune.models.float8 import to_float8
 from ligertune.patching.patch import patch
-from ligertune.recipe.schema import VisionSpec
+from ligertune.planning.options import VisionOptions
 from ligertune.vision.families import family_of, part_of
 from ligertune.vision.freeze import prepare_vision
 
@@ -23,7 +23,7 @@ needs_torchao = pytest.mark.skipif(find_spec("torchao") is None, reason="needs t
 @pytest.mark.parametrize("family", tiny_vlms.FAMILIES)
 def test_only_what_writes_multiplies_in_float8(family, prepared_for, pictures, tokenizer_of, reader_of):
     exact = tiny_vlms.make(family, tokenizer_of(family))
-    prepare_vision(exact, VisionSpec(freeze_projector=False))
+    prepare_vision(exact, VisionOptions(freeze_projector=False))
     ours = copy.deepcopy(exact)
     patch(ours)
     to_float8(ours)

@@ -16,14 +16,14 @@ from ligertune.attention.packed_documents import guard
 from ligertune.errors import UserError
 from ligertune.models.trainable import apply_method
 from ligertune.patching.patch import patch, unpatch
-from ligertune.recipe.schema import MethodSpec, VisionSpec
+from ligertune.planning.options import MethodOptions, VisionOptions
 from ligertune.vision.families import family_of, part_of
 from ligertune.vision.freeze import prepare_vision
 
 PACKED = tuple(name for name, row in tiny_vlms.TOKENS.items() if name not in ("mllama", "gemma3"))
 # of as many layers as the language model has
 DEEP = {"qwen3_vl": {"depth": 2, "deepstack_visual_indexes": [0]}, "llava": {"num_hidden_layers": 2}}
-NOTHING_FROZEN = VisionSpec(freeze_vision_tower=False, freeze_projector=False)
+NOTHING_FROZEN = VisionOptions(freeze_vision_tower=False, freeze_projector=False)
 
 
 @pytest.fixture
@@ -177,7 +177,7 @@ def test_packed_training_equals_that_of_single_documents(
 @pytest.mark.parametrize("frozen", ["vision_tower", "projector", "language_model", "vision_tower projector"])
 def test_gradients_are_where_nothing_is_frozen(family, frozen, seen, tokenizer_of, reader_of):
     parts = ("vision_tower", "projector", "language_model")
-    spec = VisionSpec(**{f"freeze_{part}": part in frozen.split() for part in parts})
+    spec = VisionOptions(**{f"freeze_{part}": part in frozen.split() for part in parts})
     model = tiny_vlms.make(family, tokenizer_of(family))
     prepare_vision(model, spec)
     patch(model)
@@ -192,13 +192,13 @@ def test_gradients_are_where_nothing_is_frozen(family, frozen, seen, tokenizer_o
 def test_all_frozen_is_refused(tokenizer_of):
     model = tiny_vlms.make("llava", tokenizer_of("llava"))
     with pytest.raises(UserError, match="nothing would be trained"):
-        prepare_vision(model, VisionSpec(freeze_language_model=True))
+        prepare_vision(model, VisionOptions(freeze_language_model=True))
 
 
 @pytest.mark.parametrize("family", tiny_vlms.FAMILIES)
 def test_a_frozen_tower_runs_without_autograd(family, seen, tokenizer_of, reader_of):
     model = tiny_vlms.make(family, tokenizer_of(family))
-    prepare_vision(model, VisionSpec())
+    prepare_vision(model, VisionOptions())
     outputs = []
     tower = model.get_submodule(family_of(model.config).vision_tower[0].rstrip("."))
     tower.register_forward_hook(lambda module, args, output: outputs.append(output))
@@ -234,7 +234,7 @@ def test_a_batch_of_text_alone_leaves_the_tower_in_the_graph(family, packed, see
 @pytest.mark.parametrize("family", tiny_vlms.TOKENS)
 def test_adapters_stand_in_the_language_model_alone(family, tokenizer_of):
     model = tiny_vlms.make(family, tokenizer_of(family))
-    adapted = apply_method(model, MethodSpec(type="lora", lora_r=2))
+    adapted = apply_method(model, MethodOptions(type="lora", lora_r=2))
     where = {part_of(family_of(model.config), name.partition("base_model.model.")[2])
              for name, parameter in adapted.named_parameters() if parameter.requires_grad}  # fmt: skip
     assert where == {"language_model"}

@@ -98,7 +98,7 @@ def plan(plan: Plan) -> None:
     """The plan, before anything is trained."""
     batching, schedule, data = plan.batching, plan.schedule, plan.data
     dropped = ", ".join(f"{count} {reason}" for reason, count in data.dropped.items()) or "none"
-    place = "in host memory for each device" if plan.recipe.parallel.cpu_offload else "on each device"
+    place = "in host memory for each device" if plan.parallel.cpu_offload else "on each device"
     sharing = "processes" if batching.cp_size == 1 else f"groups of {batching.cp_size} processes"
     rows = [
         ("model", f"{plan.model_family}, {count(plan.n_parameters)} parameters, {count(plan.n_trainable)} trained"),
@@ -136,7 +136,7 @@ def predicted(plan: Plan) -> str:
     if plan.peak is None:
         from ligertune.planning.memory.activation_policy import why_not_predicted
 
-        return f"not predicted: {why_not_predicted(plan.recipe)}"
+        return f"not predicted: {why_not_predicted(plan.build.task)}"
     return f"{size(plan.peak.total)} expected of {size(plan.machine.memory_bytes)} on each device"
 
 

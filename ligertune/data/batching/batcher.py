@@ -37,7 +37,7 @@ def alike_of(plan: Plan, packs: Packs | None) -> Alike | None:
 
     packs: the rows; None where they come from a stream.
     """
-    if not (plan.recipe.train.few_shapes and plan.rows.packed):
+    if not (plan.build.execution.few_shapes and plan.rows.packed):
         return None
     rows, longest = plan.batching.micro_batch_size, min(plan.rows.length, plan.data.longest)
     tokens = rows * plan.rows.multiple_of
@@ -47,9 +47,9 @@ def alike_of(plan: Plan, packs: Packs | None) -> Alike | None:
 
 def rows_multiple_of(plan: Plan) -> int:
     """To a multiple of what the rows that meet the output head are filled up."""
-    if not plan.recipe.train.cuda_graphs:
+    if not plan.build.execution.cuda_graphs:
         return ROWS_MULTIPLE_OF
-    share = plan.batching.micro_batch_size * plan.recipe.data.max_length // SHARES
+    share = plan.batching.micro_batch_size * plan.data_options.max_length // SHARES
     return padded_length(max(share, 1), ROWS_MULTIPLE_OF)
 
 

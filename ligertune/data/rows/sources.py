@@ -20,7 +20,7 @@ from ligertune.errors import UserError
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
 
-    from ligertune.recipe.schema import DatasetSpec
+    from ligertune.planning.options import DatasetOptions
 
 __all__ = ["Record", "RecordStream", "find_files", "read_file", "read_records", "shown_path"]
 
@@ -28,7 +28,7 @@ _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _SAMPLE = 100  # first records of a stream, whose columns are taken for those of all
 
 
-def read_records(spec: DatasetSpec) -> list[Record]:
+def read_records(spec: DatasetOptions) -> list[Record]:
     """The first `max_samples` records of a data set, in the order of the source, columns renamed as `columns` says."""
     records = list(RecordStream(spec, sample=None, download=True))
     if not records:
@@ -44,7 +44,7 @@ class RecordStream:
     stored on this machine first, and found there the next time.
     """
 
-    spec: DatasetSpec
+    spec: DatasetOptions
     sample: int | None = _SAMPLE
     download: bool = False
     _read: int = 0
@@ -116,12 +116,12 @@ def _files_in(folder: Path) -> list[Path]:
     return files
 
 
-def hub_fingerprint(spec: DatasetSpec) -> str:
+def hub_fingerprint(spec: DatasetOptions) -> str:
     """What `datasets` names the content of a data set on the hub by."""
     return _hub_rows(spec, download=True)._fingerprint
 
 
-def _read_hub(spec: DatasetSpec, *, download: bool) -> Iterator[Record]:
+def _read_hub(spec: DatasetOptions, *, download: bool) -> Iterator[Record]:
     import datasets
 
     rows, number = _hub_rows(spec, download=download), 0
@@ -137,7 +137,7 @@ def _read_hub(spec: DatasetSpec, *, download: bool) -> Iterator[Record]:
         ) from error
 
 
-def _hub_rows(spec: DatasetSpec, *, download: bool) -> Dataset | IterableDataset:
+def _hub_rows(spec: DatasetOptions, *, download: bool) -> Dataset | IterableDataset:
     import datasets
 
     try:
@@ -165,7 +165,7 @@ def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0].rstrip(".")
 
 
-def _check_renames(spec: DatasetSpec, found: set[str]) -> None:
+def _check_renames(spec: DatasetOptions, found: set[str]) -> None:
     for theirs in spec.columns.values():
         if theirs not in found:
             raise UserError(
@@ -173,7 +173,7 @@ def _check_renames(spec: DatasetSpec, found: set[str]) -> None:
             )
 
 
-def _renamed(record: Record, spec: DatasetSpec) -> Record:
+def _renamed(record: Record, spec: DatasetOptions) -> Record:
     theirs_of = spec.columns
     kept: dict[str, Any] = {column: value for column, value in record.row.items() if column not in theirs_of.values()}
     renamed = {ours: record.row[theirs] for ours, theirs in theirs_of.items() if theirs in record.row}

@@ -27,7 +27,7 @@ from ligertune.errors import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from ligertune.recipe.schema import DataSpec
+    from ligertune.planning.options import DataOptions
 
 # what a template may raise on data it was not written for
 _TEMPLATE_ERRORS = (TypeError, ValueError, LookupError, AttributeError)
@@ -45,7 +45,7 @@ class Template(Protocol):
 
 
 def choose_template(
-    data: DataSpec, format: Format, tokenizer: PreTrainedTokenizerBase, *, with_images: bool = False
+    data: DataOptions, format: Format, tokenizer: PreTrainedTokenizerBase, *, with_images: bool = False
 ) -> Template:
     """What `data.prompt_template` means for rows of this format; `with_images`: their texts may hold image marks."""
     wanted = format.template if data.prompt_template == "auto" else data.prompt_template

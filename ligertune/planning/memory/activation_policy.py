@@ -40,9 +40,9 @@ def kept_with(recipe: Recipe, attn_implementation: str, kernels: Iterable[Kernel
     )
 
 
-def why_not_predicted(recipe: Recipe) -> str:
-    """In words, where there is no budget."""
-    if recipe.task == "medusa":
+def why_not_predicted(task: str) -> str:
+    """Return the reason why no memory is predicted, as a phrase."""
+    if task == "medusa":
         return "with heads, memory is known of one process or ddp, the fused loss, and no self_distillation"
     return "this model's layers are not understood"
 
@@ -60,7 +60,7 @@ def with_checkpointed_layers(
         return budget
     if budget is None:
         raise UserError(
-            f"train.gradient_checkpointing_layers: {wanted} goes by the memory plan: {why_not_predicted(recipe)}.",
+            f"train.gradient_checkpointing_layers: {wanted} goes by the memory plan: {why_not_predicted(recipe.task)}.",
             hint="Leave it out: all layers are checkpointed then.",
         )
 

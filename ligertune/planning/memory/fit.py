@@ -24,7 +24,7 @@ class Fit:
 def fits_of(plan: Plan) -> tuple[Fit, Fit]:
     """Without checkpointing, and with it; a UserError where nothing is predicted."""
     if plan.budget is None:
-        raise UserError(f"--fit: no memory is predicted of {plan.model_family}: {why_not_predicted(plan.recipe)}.")
+        raise UserError(f"--fit: no memory is predicted of {plan.model_family}: {why_not_predicted(plan.build.task)}.")
     return _fit(plan, plan.budget.without_checkpointing()), _fit(plan, plan.budget.with_checkpointing())
 
 
@@ -60,15 +60,15 @@ def advice(plan: Plan) -> str:
         ways.append(f"train.per_device_train_batch_size: {micro // 2} (with train.global_batch_size: "
                     f"{plan.batching.global_batch_size}, which accumulates the rest)")  # fmt: skip
     if not plan.budget.kept.checkpointing and with_checkpointing.micro_batch_size > without.micro_batch_size:
-        instead = " instead of kernels.rebuild" if plan.recipe.kernels.rebuild else ""
+        instead = " instead of kernels.rebuild" if plan.build.kernels.rebuild else ""
         fits = f"(fits {with_checkpointing.micro_batch_size} rows of {length})"
         ways.append(f"train.gradient_checkpointing: true{instead} {fits}")
     if 0 < here.row_length < length:
         ways.append(f"data.max_length: {here.row_length}")
-    if plan.recipe.method.type == "full":
-        heads_alone = plan.recipe.task == "medusa" and plan.recipe.medusa.stage == 1
+    if plan.build.method.type == "full":
+        heads_alone = plan.build.task == "medusa" and plan.build.medusa.stage == 1
         ways.append(f"train.optim: {'adamw_torch_8bit' if plan.strategy == 'fsdp' else 'adamw_8bit'}")
         ways += [] if heads_alone else ["method.type: lora"]
-    elif plan.recipe.method.type == "lora":
+    elif plan.build.method.type == "lora":
         ways.append("method.type: qlora")
     return "Write " + ", or ".join(ways) + "." if ways else "Use a device with more memory, or more of them."

@@ -17,14 +17,14 @@ def host_parts(plan: Plan) -> dict[str, tuple[int, int]]:
 
     Paged optimizers are left out: their states leave the device only as far as they have to.
     """
-    recipe, states, micro = plan.recipe, plan.bytes, plan.batching.micro_batch_size
+    states, micro = plan.bytes, plan.batching.micro_batch_size
     waits = plan.budget.host_bytes(micro, row_length(plan.rows, plan.data)) if plan.budget else 0
     found = {
-        f"train.gradient_checkpointing: {recipe.train.gradient_checkpointing}": (waits, 0),
-        "train.optim_offload: true": (states.in_host_memory * recipe.train.optim_offload, 0),
-        "parallel.cpu_offload: true": (states.total * recipe.parallel.cpu_offload, 0),
+        f"train.gradient_checkpointing: {plan.build.execution.gradient_checkpointing}": (waits, 0),
+        "train.optim_offload: true": (states.in_host_memory * plan.optimizer.offload, 0),
+        "parallel.cpu_offload: true": (states.total * plan.parallel.cpu_offload, 0),
     }
-    if recipe.checkpoint.async_save and recipe.checkpoint.save_strategy != "no":
+    if plan.checkpoint.async_save and plan.checkpoint.save_strategy != "no":
         found["checkpoint.async_save: true"] = (0, states.trained + states.saved_states)
     return {key: taken for key, taken in found.items() if any(taken)}
 

@@ -17,7 +17,7 @@ def states_of(
         weight_dtype=weight_dtype,
         optim=recipe.train.optim,
         method=recipe.method.type,
-        shards=shards_of(recipe, strategy, world_size),
+        shards=shards_of(recipe.parallel.dp_replicate_size, strategy, world_size),
         whole_weights=strategy not in SHARING_WEIGHTS,
         master_weights=zero and weight_dtype != "float32",
         rank=recipe.train.galore.rank,

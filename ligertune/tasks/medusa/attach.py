@@ -14,15 +14,10 @@ from ligertune.tasks.medusa.medusa_model import MedusaModel
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from ligertune.recipe import MedusaSpec, Recipe
+    from ligertune.planning.options import MedusaOptions
 
 
-def is_fused(recipe: Recipe) -> bool:
-    """Whether the heads' losses are computed without their logits."""
-    return recipe.kernels.enabled is not False and recipe.kernels.loss == "linear_cross_entropy"
-
-
-def attach_heads(base_model: PreTrainedModel, spec: MedusaSpec, *, fused: bool) -> MedusaModel:
+def attach_heads(base_model: PreTrainedModel, spec: MedusaOptions, *, fused: bool) -> MedusaModel:
     """`base_model` with heads: those of `heads_path`, or new ones, which are its own next-token predictor at first.
 
     A UserError where it has no plain head, or the heads are another model's. Of a model on the meta device, and then of
@@ -41,7 +36,7 @@ def attach_heads(base_model: PreTrainedModel, spec: MedusaSpec, *, fused: bool) 
     return MedusaModel(base_model, heads, spec, form=form, fused=fused)
 
 
-def check_heads_as_said(spec: MedusaSpec, folder: Path) -> None:
+def check_heads_as_said(spec: MedusaOptions, folder: Path) -> None:
     """A UserError where the recipe says other heads than the folder that they come from holds."""
     found = HeadsConfig.read(folder)
     said = {"num_heads": spec.num_heads, "num_layers": spec.num_layers, "lm_head": spec.lm_head}

@@ -16,7 +16,7 @@ from ligertune.tasks.medusa.heads_loss import Teacher, coefficients, fused_loss,
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-    from ligertune.recipe import MedusaSpec
+    from ligertune.planning.options import MedusaOptions
 
 
 class MedusaOutput(NamedTuple):
@@ -38,7 +38,7 @@ class MedusaModel(nn.Module):
     """
 
     def __init__(
-        self, base_model: PreTrainedModel, heads: MedusaHeads, spec: MedusaSpec, *, form: HeadForm, fused: bool
+        self, base_model: PreTrainedModel, heads: MedusaHeads, spec: MedusaOptions, *, form: HeadForm, fused: bool
     ) -> None:
         super().__init__()
         self.base_model, self.medusa_head = base_model, heads

@@ -56,7 +56,7 @@ def complete(plan: Plan, step: int, aside: Path) -> None:
     """Give a folder with all states its last file and its name, and drop the oldest. On the main process."""
     _complete_with(aside, progress_of(plan, step))
     put_in_place(aside, _final(aside, step))
-    _drop_oldest(aside.parent, keep=plan.recipe.checkpoint.save_total_limit)
+    _drop_oldest(aside.parent, keep=plan.checkpoint.save_total_limit)
 
 
 def _final(aside: Path, step: int) -> Path:
@@ -77,7 +77,7 @@ def progress_of(plan: Plan, step: int) -> dict:
     return {
         "step": step,
         "data_fingerprint": plan.data.fingerprint,
-        "method": plan.recipe.method.type,
+        "method": plan.build.method.type,
         "plan": plan.as_dict(),
     }
 
@@ -112,7 +112,7 @@ def resume_folder(plan: Plan) -> tuple[Path | None, tuple[str, ...]]:
 
     auto takes the newest checkpoint that is what was written.
     """
-    wanted, notes = plan.recipe.checkpoint.resume_from_checkpoint, []
+    wanted, notes = plan.checkpoint.resume_from_checkpoint, []
     if wanted == "never":
         return None, ()
     if wanted == "auto":
@@ -149,7 +149,7 @@ def _fault(folder: Path) -> str | None:
 def check_unfinished(plan: Plan) -> None:
     """Resuming a run that is done would train nothing, or start it over; a UserError says so."""
     path = plan.output_dir / "report.json"
-    if plan.recipe.checkpoint.resume_from_checkpoint == "never" or not path.is_file():
+    if plan.checkpoint.resume_from_checkpoint == "never" or not path.is_file():
         return
     report = json.loads(path.read_text(encoding="utf-8"))
     if report["model_path"] is not None and not Path(report["model_path"]).is_dir():
@@ -184,9 +184,9 @@ def saved_progress(folder: Path, plan: Plan) -> int:
             hint="Set data.packing, data.max_length and train.group_by_length as they were.",
         )
     method = progress.get("method", "full")
-    if method != plan.recipe.method.type:
+    if method != plan.build.method.type:
         raise UserError(
-            f"{folder} was trained by {method}; this recipe's method is {plan.recipe.method.type}.",
+            f"{folder} was trained by {method}; this recipe's method is {plan.build.method.type}.",
             hint=f"Set method.type: {method}.",
         )
     kept, keeps = (_states(o) for o in (progress["plan"]["optimizer"], dataclasses.asdict(plan.optimizer)))
@@ -241,11 +241,11 @@ def check_space(plan: Plan) -> None:
             f"checkpoint.output_dir: {plan.output_dir} cannot be written to ({error.strerror}).",
             hint="Name a folder that this user may write to.",
         ) from error
-    saves = plan.recipe.checkpoint.save_strategy != "no"
-    copies = plan.recipe.checkpoint.save_total_limit + 1 if saves else int(plan.recipe.checkpoint.save_on_signal)
+    saves = plan.checkpoint.save_strategy != "no"
+    copies = plan.checkpoint.save_total_limit + 1 if saves else int(plan.checkpoint.save_on_signal)
     weights = plan.bytes.model * (plan.shards if plan.shares_weights else 1)
     checkpoint = weights + plan.bytes.saved_states * plan.shards
-    needed = copies * checkpoint + weights * plan.recipe.checkpoint.save_model
+    needed = copies * checkpoint + weights * plan.checkpoint.save_model
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise UserError(

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING
 
 from ligertune.errors import UserError
 from ligertune.models.adapter_folder import ADAPTER, base_of
-from ligertune.recipe import Recipe, load_recipe
+from ligertune.planning.options import ModelOptions, RunOptions, saved_options
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 WEIGHTS = "model.safetensors"  # of a checkpoint whose weights all train
 
@@ -78,19 +78,16 @@ def _copy(model: Path, out: Path) -> None:
 
 def _method(run: Path) -> str:
     """How the run that left an adapter trained it; lora where nothing says."""
-    for folder in (run, run.parent):
-        if (folder / "resolved_recipe.yaml").is_file():
-            return load_recipe(folder / "resolved_recipe.yaml").method.type
-    return "lora"
+    options = saved_options(run)
+    return "lora" if options is None else options.build.method.type
 
 
 def _merge_folder(folder: Path, out: Path, *, method: str) -> Exported:
     """An adapter as peft saves it -> the merged model."""
     from ligertune.models.load import read_config, whole_model
     from ligertune.models.lora import load_adapter, merged
-    from ligertune.recipe import ModelSpec
 
-    spec = ModelSpec(model_name_or_path=base_of(folder))
+    spec = ModelOptions(model_name_or_path=base_of(folder))
     model = whole_model(spec, read_config(spec), through_four_bits=method == "qlora")
     _write(merged(load_adapter(model, str(folder))), folder, out)
     return Exported(str(out), "merged model", str(folder))
@@ -107,10 +104,13 @@ def _from_checkpoint(run: Path, out: Path, name: str, *, adapter: bool) -> Expor
     folder = newest_checkpoint(run) if name == "newest" else run / "checkpoints" / name
     if folder is None or not folder.is_dir():
         raise UserError(f"--checkpoint: {run} has no checkpoint {name}.", hint=f"It has {_checkpoints(run)}.")
-    recipe = load_recipe(run / "resolved_recipe.yaml")
-    qlora = recipe.method.type == "qlora"
-    model = whole_model(recipe.model, read_config(recipe.model), through_four_bits=qlora)
-    model = apply_method(model, recipe.method)
+    options = saved_options(run)
+    if options is None:
+        raise UserError(f"--checkpoint: {run} has no resolved_recipe.yaml, so its model is not known.")
+    build = options.build
+    qlora = build.method.type == "qlora"
+    model = whole_model(build.model, read_config(build.model), through_four_bits=qlora)
+    model = apply_method(model, build.method)
     if (folder / FILE).is_file():
         load_trained(model, folder / FILE)
     elif (folder / WEIGHTS).is_file():
@@ -122,7 +122,7 @@ def _from_checkpoint(run: Path, out: Path, name: str, *, adapter: bool) -> Expor
         )
     kind = "adapter" if adapter and is_adapter(model) else "merged model" if is_adapter(model) else "model"
     model = merged(model) if kind == "merged model" else model
-    _write(model, None, out, recipe=recipe, tokenizer=load_tokenizer(recipe.model).tokenizer)
+    _write(model, None, out, options=options, tokenizer=load_tokenizer(build.model).tokenizer)
     return Exported(str(out), kind, str(folder))
 
 
@@ -132,7 +132,12 @@ def _checkpoints(run: Path) -> str:
 
 
 def _write(
-    model: PreTrainedModel, folder: Path | None, out: Path, *, recipe: Recipe | None = None, tokenizer: object = None
+    model: PreTrainedModel,
+    folder: Path | None,
+    out: Path,
+    *,
+    options: RunOptions | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> None:
     """With the tokenizer and the prompt template of `folder`, or of the run's recipe."""
     from ligertune.models.load import tokenizer_of
@@ -141,6 +146,6 @@ def _write(
     if folder is not None:
         tokenizer, prompt = tokenizer_of(folder), read_prompt(folder)
     else:
-        template = {"alpaca": "alpaca"}.get(recipe.data.prompt_template, "chat")
-        prompt = {"prompt_template": template, "system_prompt": recipe.data.system_prompt}
+        template = {"alpaca": "alpaca"}.get(options.data.prompt_template, "chat")
+        prompt = {"prompt_template": template, "system_prompt": options.data.system_prompt}
     write_model(model, tokenizer, out, state_dict=None, **prompt)

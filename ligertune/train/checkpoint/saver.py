@@ -37,7 +37,7 @@ class Saver:
 
     def save(self, step: int) -> None:
         """Write `step-N`, or begin to."""
-        if not self._plan.recipe.checkpoint.async_save:
+        if not self._plan.checkpoint.async_save:
             checkpoint.save_checkpoint(self._accelerator, self._plan, step)
             return
         self.finish()

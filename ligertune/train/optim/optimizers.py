@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from ligertune.planning.plan import Optimizer
-from ligertune.recipe.optimizer_table import OPTIMIZERS
 from ligertune.train.optim.adamw_bf16 import AdamWBf16
 from ligertune.train.optim.combined import Combined, SteppedInBackward
 from ligertune.train.optim.galore import GaLoreAdamW
@@ -122,7 +121,7 @@ def _offloaded(
 def _build(
     plan: Optimizer, inside: set[nn.Parameter], heads: set[nn.Parameter], trained: list[nn.Parameter]
 ) -> torch.optim.Optimizer:
-    suited = [p for p in trained if not OPTIMIZERS[plan.name].matrices_only or (p.ndim == 2 and p in inside)]
+    suited = [p for p in trained if not plan.matrices_only or (p.ndim == 2 and p in inside)]
     chosen = set(suited)
     rest = [p for p in trained if p not in chosen]
     parts = [

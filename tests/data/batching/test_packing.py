@@ -81,10 +81,10 @@ def test_real_data_fills_its_rows(file, fill, corpus):
     from transformers import AutoTokenizer
 
     from ligertune.data.prepare import prepare
-    from ligertune.recipe.schema import DataSpec
+    from ligertune.planning.options import DataOptions
 
     tokenizer = AutoTokenizer.from_pretrained(corpus / "tokenizers" / "qwen2.5")
-    data = prepare(DataSpec(datasets=[{"path": str(corpus / file)}], max_length=2048), tokenizer, seed=0)
+    data = prepare(DataOptions(datasets=[{"path": str(corpus / file)}], max_length=2048), tokenizer, seed=0)
     assert pack(data.train.lengths, 2048).fill > fill
 
 

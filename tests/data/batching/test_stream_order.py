@@ -11,8 +11,8 @@ from transformers import AutoTokenizer
 
 from ligertune.data.batching.stream_order import StreamOrder
 from ligertune.data.stream import ExampleStream, StreamedExamples
+from ligertune.planning.options import DataOptions, DatasetOptions
 from ligertune.planning.plan import Batching
-from ligertune.recipe.schema import DatasetSpec, DataSpec
 
 MAX_LENGTH = 200
 WINDOW = 40  # of 150 examples: a window lies over the end of an epoch
@@ -32,7 +32,7 @@ def order_of(path, quickstart):
     tokenizer = AutoTokenizer.from_pretrained(quickstart / "stories260K")
 
     def of(micro: int = 4, accumulation: int = 1, world: int = 1, *, packed: bool = True) -> StreamOrder:
-        data = DataSpec(datasets=[DatasetSpec(path=str(path))], streaming=True, max_length=MAX_LENGTH)
+        data = DataOptions(datasets=[DatasetOptions(path=str(path))], streaming=True, max_length=MAX_LENGTH)
         examples = StreamedExamples(ExampleStream(data, tokenizer, seed=0, buffer=20))
         batching = Batching(micro_batch_size=micro, accumulation=accumulation, world_size=world, eval_batch_size=1)
         length = MAX_LENGTH if packed else None

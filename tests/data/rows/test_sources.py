@@ -10,7 +10,7 @@ import pytest
 
 from ligertune.data.rows.sources import Record, RecordStream, find_files, read_file, read_records
 from ligertune.errors import UserError
-from ligertune.recipe.schema import DatasetSpec
+from ligertune.planning.options import DatasetOptions
 
 ROWS = [
     {"instruction": "a\u2028b", "output": 'x, "y"\nz'},  # what splits lines, cells and quotes
@@ -40,7 +40,7 @@ def write(path: Path, rows: list[dict]) -> Path:
 
 
 def read(path: Path, **spec) -> list[Record]:
-    return read_records(DatasetSpec(path=str(path), **spec))
+    return read_records(DatasetOptions(path=str(path), **spec))
 
 
 @pytest.mark.parametrize("ending", [".json", ".jsonl", ".csv", ".parquet"])
@@ -153,7 +153,7 @@ def test_an_unreachable_hub_is_one_sentence(monkeypatch, read_it):
 
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     with pytest.raises(UserError, match=r"no-such-org/no-such-set is neither a file or folder here nor a data set"):
-        read_it(DatasetSpec(path="no-such-org/no-such-set"))
+        read_it(DatasetOptions(path="no-such-org/no-such-set"))
 
 
 def test_max_samples_takes_the_first_and_reads_no_further(tmp_path):
@@ -215,6 +215,6 @@ def test_a_flaw_deep_in_a_list_has_its_line(tmp_path):
 def test_the_share_that_was_read_grows_to_the_whole(tmp_path):
     for name in ("a.jsonl", "b.jsonl.gz"):
         write(tmp_path / name, [{"instruction": "i" * 2000, "output": str(n)} for n in range(500)])
-    stream = RecordStream(DatasetSpec(path=str(tmp_path / "*.jsonl*")))
+    stream = RecordStream(DatasetOptions(path=str(tmp_path / "*.jsonl*")))
     shares = [stream.share for _ in stream]
     assert len(shares) == 1000 and shares == sorted(shares) and shares[0] < 0.2 and stream.share == 1.0

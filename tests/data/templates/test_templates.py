@@ -13,14 +13,14 @@ from ligertune.data.templates.control_tokens import Rendered
 from ligertune.data.templates.prompts import alpaca_prompt
 from ligertune.data.templates.tokenize import encode
 from ligertune.errors import UserError
-from ligertune.recipe.schema import DatasetSpec, DataSpec
+from ligertune.planning.options import DataOptions, DatasetOptions
 
 EXCHANGE = Conversation((Message("user", "How much?"), Message("assistant", "Two.")))
 LONGER = Conversation((*EXCHANGE.messages, Message("user", "Two?"), Message("assistant", "Two. ")))
 
 
-def data_section(**given) -> DataSpec:
-    return DataSpec(datasets=[DatasetSpec(path="unused")], **given)
+def data_section(**given) -> DataOptions:
+    return DataOptions(datasets=[DatasetOptions(path="unused")], **given)
 
 
 @pytest.mark.corpus

@@ -13,6 +13,7 @@ from ligertune.decode.generate import complete
 from ligertune.decode.medusa_generate import choose_acceptance, complete_with_heads
 from ligertune.decode.medusa_run import report_on
 from ligertune.errors import UserError
+from ligertune.planning.options import RunOptions
 from ligertune.recipe import load_recipe
 from ligertune.recipe.bundled import bundled
 
@@ -52,7 +53,7 @@ def test_heads_learn_to_guess_held_out_stories(learned, runs):
 def test_the_report_can_be_asked_for_again(learned, runs):
     settings = ["task=medusa", "medusa.tree_nodes=6", "medusa.eval_prompts=2", "medusa.eval_new_tokens=16"]
     settings.append(f"checkpoint.output_dir={runs / 'runs/medusa'}")
-    again = report_on(load_recipe(bundled("medusa/stories260k.yaml"), overrides=settings))
+    again = report_on(RunOptions.of(load_recipe(bundled("medusa/stories260k.yaml"), overrides=settings)))
     assert again.top1 == pytest.approx(learned["medusa"]["top1"], abs=1e-6)
     assert again.tree_nodes == 6 < learned["medusa"]["tree_nodes"]
     assert (again.decoding.prompts, again.decoding.new_tokens) == (2, 32)

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from ligertune.decode.medusa_run import report_on
 from ligertune.errors import UserError
+from ligertune.planning.options import RunOptions
 from ligertune.recipe import load_recipe
 from ligertune.recipe.bundled import bundled
 from ligertune.run import plan_for, run
@@ -103,7 +104,7 @@ def test_an_adapter_trains_in_the_second_stage_and_is_merged(train, stage_2, joi
     assert train(**changes, **saved, **{"checkpoint.resume_from_checkpoint": "auto"})[0] == found
     resumed = load_file(folder / "medusa" / "medusa_lm_head.safetensors")
     assert all(torch.equal(resumed[name], t) for name, t in weights.items())
-    report_on(load_recipe(folder / "resolved_recipe.yaml"))
+    report_on(RunOptions.of(load_recipe(folder / "resolved_recipe.yaml")))
 
 
 def test_an_adapter_beside_bfloat16_weights(train, stage_2, joint):

@@ -6,7 +6,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from tiny_models import batch, make
 
-from ligertune.recipe import MedusaSpec
+from ligertune.planning.options import MedusaOptions
 from ligertune.tasks.medusa.attach import attach_heads
 
 
@@ -15,7 +15,7 @@ def test_stage_2_trains_adapters_and_heads_alone():
     for name, parameter in adapted.named_parameters():
         if "lora_B" in name:
             parameter.data += 0.05 * torch.randn_like(parameter)
-    spec = MedusaSpec(num_heads=2, stage=2)
+    spec = MedusaOptions(num_heads=2, stage=2)
     results = []
     for fused in (False, True):
         model = attach_heads(adapted, spec, fused=fused)

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten
 
 from ligertune.attention.packed_documents import guard
 from ligertune.errors import UserError
-from ligertune.recipe import MedusaSpec
+from ligertune.planning.options import MedusaOptions
 from ligertune.tasks.medusa.attach import attach_heads
 from ligertune.tasks.medusa.head_form import HeadForm, head_form
 from ligertune.tasks.medusa.head_targets import count_targets, shifted_targets, shifts
@@ -40,7 +40,7 @@ def inputs(kind: str) -> dict:
 
 def model_with_heads(family: str = "llama", *, fused: bool, **medusa: object):
     """Heads as training leaves them: no block is the identity."""
-    spec = MedusaSpec(num_heads=3, num_layers=2, **medusa)
+    spec = MedusaOptions(num_heads=3, num_layers=2, **medusa)
     model = attach_heads(make(family), spec, fused=fused)
     generator = torch.Generator().manual_seed(1)
     for parameter in model.medusa_head.parameters():
@@ -204,7 +204,7 @@ def test_a_packed_row_has_the_loss_of_its_documents(fused):
 
 
 def test_heads_start_as_the_model_and_share_no_block():
-    model = attach_heads(make("llama"), MedusaSpec(num_heads=3, num_layers=2, lm_head="own"), fused=True)
+    model = attach_heads(make("llama"), MedusaOptions(num_heads=3, num_layers=2, lm_head="own"), fused=True)
     hidden = torch.randn(2, 5, 64)
     for ours in model.medusa_head.hidden(hidden):
         assert torch.equal(ours, hidden)
@@ -236,4 +236,4 @@ def test_a_head_with_a_bias_is_refused():
     model = make("llama")
     model.lm_head = torch.nn.Linear(64, 128, bias=True)
     with pytest.raises(UserError, match="has a bias"):
-        attach_heads(model, MedusaSpec(), fused=True)
+        attach_heads(model, MedusaOptions(), fused=True)

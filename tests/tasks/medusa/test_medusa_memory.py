@@ -20,7 +20,8 @@ from ligertune.planning.memory.estimate import Budget
 from ligertune.planning.memory.fit import fits_of
 from ligertune.planning.memory.heads_bytes import alone
 from ligertune.planning.memory.states import state_bytes
-from ligertune.recipe import MedusaSpec, load_recipe
+from ligertune.planning.options import MedusaOptions
+from ligertune.recipe import load_recipe
 from ligertune.run import plan_for
 from ligertune.tasks.medusa.attach import attach_heads
 from ligertune.tasks.medusa.medusa_shape import MedusaShape
@@ -75,7 +76,7 @@ def budget_of(shape: MedusaShape, *, itemsize: int, **kept: object) -> Budget:
 def test_what_is_alive_in_stage_1_is_what_the_plan_says(sizes, medusa, name):
     base = make("llama", **sizes, max_position_embeddings=TOKENS)
     patch(base, loss="torch")
-    model = attach_heads(base, MedusaSpec(**medusa), fused=True).train()
+    model = attach_heads(base, MedusaOptions(**medusa), fused=True).train()
     ids = torch.randint(3, 128, (1, TOKENS))
     labels = ids.clone()
     labels[:, : TOKENS // 4] = -100
@@ -113,7 +114,7 @@ def shapes() -> dict[tuple[int, int], MedusaShape]:
         with torch.device("meta"):
             config = transformers.LlamaConfig(**LLAMA_8B)
             base = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-            spec = MedusaSpec(num_heads=number, stage=stage)
+            spec = MedusaOptions(num_heads=number, stage=stage)
             found[stage, number] = MedusaShape.of_heads(attach_heads(base, spec, fused=True))
     return found
 
@@ -137,5 +138,5 @@ def test_what_is_not_known_is_said(change, tmp_path):
 
 
 def test_a_teacher_is_not_planned():
-    spec = MedusaSpec(num_heads=2, stage=2, self_distillation=True)
+    spec = MedusaOptions(num_heads=2, stage=2, self_distillation=True)
     assert MedusaShape.of_heads(attach_heads(make("llama"), spec, fused=True)).layer is None

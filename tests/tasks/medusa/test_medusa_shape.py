@@ -7,7 +7,7 @@ import torch
 from tiny_models import batch, make
 from torch.utils.flop_counter import FlopCounterMode
 
-from ligertune.recipe import MedusaSpec
+from ligertune.planning.options import MedusaOptions
 from ligertune.tasks.medusa.attach import attach_heads
 from ligertune.tasks.medusa.medusa_shape import MedusaShape
 
@@ -17,7 +17,7 @@ LINEAR = (torch.ops.aten.mm, torch.ops.aten.addmm)  # attention is counted by it
 @pytest.mark.parametrize("lm_head", ["shared", "own"])
 @pytest.mark.parametrize("stage", [1, 2])
 def test_flops_of_the_linear_layers(stage, lm_head):
-    spec = MedusaSpec(num_heads=3, num_layers=2, stage=stage, lm_head=lm_head)
+    spec = MedusaOptions(num_heads=3, num_layers=2, stage=stage, lm_head=lm_head)
     model = attach_heads(make("llama"), spec, fused=False)
     made = batch()
     with FlopCounterMode(display=False) as counter:
