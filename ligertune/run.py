@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from ligertune.data.prepare import PreparedData, Progress
     from ligertune.models.load import LoadedTokenizer
     from ligertune.tasks.medusa.medusa_model import MedusaModel
-    from ligertune.train.loop import Fitted
+    from ligertune.train.loop import TrainResult
     from ligertune.train.signals import StopRequest
     from ligertune.vision.reader import ImageReader
 
@@ -181,15 +181,16 @@ def train_and_save(
         from ligertune.attention.sdpa import prefer_flash
         from ligertune.models.load import hide_loading_bars
         from ligertune.train.checkpoint.trained_weights import save_only_what_trains
-        from ligertune.train.distributed import start
+        from ligertune.train.checks import explain_out_of_memory
+        from ligertune.train.distributed import start_accelerator
         from ligertune.train.loop import fit
-        from ligertune.train.out_of_memory import explained
+        from ligertune.train.setup import set_up_training
 
     plan, began = job.plan, time.perf_counter()
     phases.begin("loading the model")
     hide_loading_bars()
     prefer_flash()
-    accelerator = start(plan)
+    accelerator = start_accelerator(plan)
     if accelerator.is_main_process:
         begin_output(job)
     accelerator.wait_for_everyone()
@@ -198,19 +199,19 @@ def train_and_save(
         write_json(plan.output_dir / "plan.json", job.plan.as_dict())
     plan = job.plan
     save_only_what_trains(accelerator, model)
-    with explained(plan):
-        fitted = fit(
+    with explain_out_of_memory(plan):
+        phases.begin("preparing to train")
+        training = set_up_training(
             plan,
             accelerator,
             model,
             job.data,
             pad_token_id=job.tokenizer.pad_token_id,
             show=show,
-            stop=stop,
             images=job.images,
             answer=answers(job),
-            phases=phases,
         )
+        fitted = fit(training, stop=stop, phases=phases)
     save = save_with_heads if plan.build.task == "medusa" else save_model
     keep = plan.checkpoint.save_model and not fitted.stopped_by
     model_path, medusa = save(job, accelerator, fitted) if keep else (None, None)
@@ -239,7 +240,7 @@ def trained_model(
     from ligertune.models.float8 import to_float8
     from ligertune.models.load import build_model
     from ligertune.models.trainable import apply_method
-    from ligertune.train.packing_checks import why_not_joined
+    from ligertune.train.checks import why_not_padding_free
     from ligertune.vision.freeze import prepare_vision
 
     plan = job.plan
@@ -258,7 +259,7 @@ def trained_model(
     know_rows(model, packed=plan.rows.joined)
     if plan.rows.joined:
         with accelerator.autocast():
-            why = why_not_joined(plan, model)
+            why = why_not_padding_free(plan, model)
         if why is not None:
             del model
             return trained_model(padded(job, why), accelerator, change)
@@ -323,7 +324,7 @@ def answers(job: Job) -> Callable[[PreTrainedModel], list[dict[str, str]]] | Non
     return answers_to(prompts, job.tokenizer.tokenizer, prompt_of(job), pad_token_id=job.tokenizer.pad_token_id)
 
 
-def save_with_heads(job: Job, accelerator: Accelerator, fitted: Fitted) -> tuple[str, dict | None]:
+def save_with_heads(job: Job, accelerator: Accelerator, fitted: TrainResult) -> tuple[str, dict | None]:
     """Write `output_dir/medusa`, beside `output_dir/model` where that was trained too; (the heads' folder, report)."""
     from ligertune.tasks.medusa.head_form import adapted_model
     from ligertune.train.distributed import full_state_dict
@@ -349,7 +350,7 @@ def save_with_heads(job: Job, accelerator: Accelerator, fitted: Fitted) -> tuple
     return str(plan.output_dir / "medusa"), None if report is None else report.as_dict()
 
 
-def save_model(job: Job, accelerator: Accelerator, fitted: Fitted) -> tuple[str, None]:
+def save_model(job: Job, accelerator: Accelerator, fitted: TrainResult) -> tuple[str, None]:
     """Write `output_dir/model` in Hugging Face's format; all ranks call it, the main one writes."""
     from ligertune.train.distributed import full_state_dict
 
@@ -372,7 +373,7 @@ def write_base_model(job: Job, accelerator: Accelerator, model: Module, weights:
 
 
 def make_report(
-    job: Job, fitted: Fitted, *, model_path: str | None, seconds: float, medusa: dict | None = None
+    job: Job, fitted: TrainResult, *, model_path: str | None, seconds: float, medusa: dict | None = None
 ) -> Report:
     """Put together what the plan intended and what training came to."""
     plan, account = job.plan, job.data.train.stream.account() if job.data.streamed else ()

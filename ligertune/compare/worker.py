@@ -35,7 +35,7 @@ def failure_of(error: Exception) -> Failure | None:
     """What to write down; None for a mistake of ours, whose traceback is wanted."""
     import torch
 
-    from ligertune.train.out_of_memory import OutOfDeviceMemory
+    from ligertune.train.checks import OutOfDeviceMemory
 
     if isinstance(error, UserError):
         return Failure("out of memory" if isinstance(error, OutOfDeviceMemory) else "error", str(error))

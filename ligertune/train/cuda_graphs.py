@@ -1,7 +1,7 @@
-"""Forward and backward of a micro batch as one CUDA graph, which the host launches at once and not kernel by kernel.
+"""CUDA graphs (`train.cuda_graphs`): forward and backward of a micro-batch, recorded once and launched as one.
 
-A step on few tokens takes the host longer to launch than its device to compute. The first batch of a shape is computed
-as ever, which compiles and plans what is new to the process; the second is recorded; from then on that is replayed.
+For few tokens, launching a step's kernels takes the host longer than running them takes the device. The first batch of
+a shape runs as usual, which compiles kernels and plans; the second is recorded; later ones replay the recording.
 
 https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs
 """
@@ -17,26 +17,28 @@ from torch import Tensor, nn
 
 from ligertune.errors import UserError
 
-MOST_GRAPHS = 16  # a run on batches of ever other shapes goes on without; each keeps its inputs, and its launches
-UNREAD = ("document_lengths",)  # of a batch, by what runs on the device: attention in one launch goes by cu_seq_lens
+MAX_GRAPHS = 16  # each keeps its inputs and launches in memory; further shapes run without a graph
+# Entries of a batch that no device code reads: attention in one launch uses cu_seq_lens.
+HOST_ONLY = ("document_lengths",)
 
 Step = Callable[[dict[str, Any]], Tensor]
 
 
 @dataclass(frozen=True)
 class _Graph:
-    """What was recorded, the tensors that it reads, and the loss that it writes."""
+    """A recording, the tensors that it reads, and the loss that it writes."""
 
     graph: torch.cuda.CUDAGraph
     inputs: dict[str, Tensor]
     loss: Tensor
 
 
-class GraphedSteps:
-    """Called in place of `step`, which computes a loss and adds its gradients to `parameters`.
+class CudaGraphedStep:
+    """Replace `step`, which computes a loss and adds its gradients to `parameters`, by recordings of it.
 
-    Gradients stand where the first graph wrote them, and stay there: a parameter gets them back where the optimizer has
-    taken them away. That graph writes them, if it is the first of its step; all others add to them.
+    Gradients stay at the addresses where the first graph wrote them. After the optimizer has dropped them, they are
+    attached to their parameters again. The first graph overwrites gradients if it is the first of its step; all other
+    graphs add to them.
     """
 
     def __init__(self, step: Step, parameters: Iterable[nn.Parameter], device: torch.device) -> None:
@@ -45,55 +47,55 @@ class GraphedSteps:
         self._graphs: dict[tuple, _Graph] = {}
         self._seen: set[tuple] = set()
         self._gradients: list[tuple[nn.Parameter, Tensor]] = []
-        self._writes: tuple | None = None  # the shapes of the graph that writes gradients
-        self._pool: Any = None  # of memory: graphs take turns in it
+        self._overwriting: tuple | None = None  # the shapes of the graph that overwrites gradients
+        self._pool: Any = None  # memory that all graphs share, because they never run at the same time
         self.replayed = self.launched = 0
-        self.peak = 0  # bytes: what graphs use is not counted when they are replayed
+        self.peak = 0  # allocated bytes while recording; torch does not count what a replay uses
 
     def __call__(self, batch: dict[str, Any]) -> Tensor:
-        """The loss, without a history; the next call may overwrite it."""
-        if isinstance(batch.get("num_items_in_batch"), int):  # another number in each step, so it has to be an input
-            # full is a kernel; torch.tensor would copy from the host, which waits
+        """Return the loss (), detached; the next call may overwrite it."""
+        if isinstance(batch.get("num_items_in_batch"), int):  # it changes in each step, so a graph must read it
+            # torch.full launches a kernel; torch.tensor would copy from the host, which synchronises.
             count = torch.full((), batch["num_items_in_batch"], dtype=torch.int64, device=self._device)
             batch = {**batch, "num_items_in_batch": count}
         shapes = _shapes(batch)
-        begins = all(p.grad is None for p in self._parameters)
-        writes = begins and self._writes in (None, shapes)
-        if begins and self._gradients and not writes:
-            self._begin_with_zeros()
-        name = (shapes, writes)
-        graph = self._graphs.get(name)
+        first_of_step = all(p.grad is None for p in self._parameters)
+        overwrites = first_of_step and self._overwriting in (None, shapes)
+        if first_of_step and self._gradients and not overwrites:
+            self._start_with_zeros()
+        key = (shapes, overwrites)
+        graph = self._graphs.get(key)
         if graph is None:
-            if not self._records(shapes, writes):
+            if not self._can_record(shapes, overwrites):
                 self._seen.add(shapes)
                 self.launched += 1
                 return self._step(batch).detach()
-            graph = self._graphs[name] = self._record(batch)
-            self._take_gradients(shapes, writes)
-        for key, tensor in graph.inputs.items():
-            tensor.copy_(batch[key])
+            graph = self._graphs[key] = self._record(batch)
+            self._keep_gradients(shapes, overwrites)
+        for name, tensor in graph.inputs.items():
+            tensor.copy_(batch[name])
         graph.graph.replay()
-        if writes:
+        if overwrites:
             for parameter, gradient in self._gradients:
                 parameter.grad = gradient
         self.replayed += 1
         return graph.loss
 
     def note(self) -> str:
-        """What came of it."""
+        """Return the report's note on how many micro-batches ran as graphs."""
         return (
             f"CUDA graphs: {len(self._graphs)} recorded, {self.replayed} micro batches by them, {self.launched} without"
         )
 
-    def _records(self, shapes: tuple, writes: bool) -> bool:
-        """Not what is new to the process, and nothing before there are gradients that stay."""
-        return shapes in self._seen and len(self._graphs) < MOST_GRAPHS and (writes or bool(self._gradients))
+    def _can_record(self, shapes: tuple, overwrites: bool) -> bool:
+        """Require that the shape has run before, and that an adding graph has gradients at fixed addresses."""
+        return shapes in self._seen and len(self._graphs) < MAX_GRAPHS and (overwrites or bool(self._gradients))
 
-    def _take_gradients(self, shapes: tuple, writes: bool) -> None:
-        """What stays from now on, where a graph was recorded that writes it; another must have found all there."""
+    def _keep_gradients(self, shapes: tuple, overwrites: bool) -> None:
+        """Keep the gradients of the overwriting graph; check that an adding graph has found all of them."""
         found = [(p, p.grad) for p in self._parameters if p.grad is not None]
-        if writes:
-            self._writes, self._gradients = shapes, found
+        if overwrites:
+            self._overwriting, self._gradients = shapes, found
         elif len(found) != len(self._gradients):
             raise UserError(
                 f"train.cuda_graphs: {len(found)} parameters got a gradient of one batch, {len(self._gradients)} of "
@@ -102,17 +104,17 @@ class GraphedSteps:
                 exit_code=1,
             )
 
-    def _begin_with_zeros(self) -> None:
+    def _start_with_zeros(self) -> None:
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
         torch._foreach_zero_([gradient for _, gradient in self._gradients])
 
     def _record(self, batch: dict[str, Any]) -> _Graph:
-        """A UserError where something in the step waits for the device, which a graph cannot."""
+        """Record the step. Raises UserError if something in it synchronises, which a graph cannot."""
         inputs = {name: value.clone() for name, value in batch.items() if isinstance(value, Tensor)}
         graph = torch.cuda.CUDAGraph()
         try:
-            # other threads (pictures, an asynchronous save) may wait for what they like meanwhile
+            # thread_local: other threads (image reading, an asynchronous save) may synchronise meanwhile.
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 loss = self._step({**batch, **inputs}).detach()
         except torch.OutOfMemoryError:
@@ -129,9 +131,9 @@ class GraphedSteps:
 
 
 def _shapes(batch: dict[str, Any]) -> tuple:
-    """What a graph is recorded for: the tensors' sizes, and all numbers beside them."""
+    """Return the key of a graph: names, shapes and dtypes of tensors, and the values of everything else."""
     return tuple(
         (name, value.shape, value.dtype) if isinstance(value, Tensor) else (name, value)
         for name, value in sorted(batch.items())
-        if name not in UNREAD
+        if name not in HOST_ONLY
     )

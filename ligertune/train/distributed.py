@@ -1,141 +1,249 @@
-"""The door to accelerate: one process or many, DDP or FSDP2, on GPUs or (for tests) on CPUs with gloo."""
+"""accelerate: start DDP, FSDP2, HSDP or DeepSpeed ZeRO; process-group timeouts; reductions over ranks.
+
+FSDP2 wraps in `Accelerator.prepare`, which calls `fully_shard` on each transformer layer and on the model, as the
+plugin of `start_accelerator` configures it. On CPU processes gloo replaces NCCL; tests use this.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import warnings
+from collections.abc import Iterator
+from datetime import timedelta
 
 import torch
-from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
+from accelerate import Accelerator, DeepSpeedPlugin, FullyShardedDataParallelPlugin, ParallelismConfig
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedDataParallelKwargs, DistributedType, InitProcessGroupKwargs, set_seed
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import _set_pg_timeout  # torch has no public way; torchtitan uses it too
 
+from ligertune.data.batching.context_parallel_rows import RowParts
 from ligertune.planning.plan import Plan
-from ligertune.train.process_group_timeout import LONG
-from ligertune.train.trackers import tracker_names
-from ligertune.train.zero import STAGES, is_zero, load_whole_models, zero_plugin
+
+LONG_TIMEOUT = timedelta(minutes=30)
+# Elements. ZeRO-3 keeps smaller parameters (norms, biases) whole on each rank.
+ZERO3_PERSISTENCE_THRESHOLD = 10_000
+ZERO_STAGES = {"deepspeed_zero2": 2, "deepspeed_zero3": 3}
 
 
-def start(plan: Plan) -> Accelerator:
+def start_accelerator(plan: Plan) -> Accelerator:
     """Join the processes that a launcher started, or run alone.
 
-    Accumulation is the loop's own (the loss is normalised by the global batch), so accelerate is told of none, and
-    autocast is fp16 or nothing: bfloat16 runs have bfloat16 weights.
+    The loop accumulates gradients itself (it divides the loss by the tokens of the global batch), so accelerate does
+    not. Autocast is fp16 or off: bfloat16 runs have bfloat16 weights.
     """
-    # save_state warns of every tied weight, which it saves once and ties again on loading
+    # save_state warns of every tied weight, although it saves each once and ties them again on loading.
     logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)
-    on_cpu = plan.machine.vendor == "cpu"
-    sharded, zero = plan.strategy == "fsdp", plan.strategy in STAGES
-    plugin, copies = None, copies_of(plan)
-    if sharded:
-        if plan.parallel.cpu_offload:  # accelerate then starts gloo beside NCCL, for gradients in host memory
-            os.environ["FSDP_OFFLOAD_PARAMS"] = "true"
-        # the plugin fills what is not given from the launcher's environment; the plan decides these
-        plugin = FullyShardedDataParallelPlugin(
-            fsdp_version=2,
-            auto_wrap_policy="transformer_based_wrap",
-            reshard_after_forward=True,
-            cpu_offload=plan.parallel.cpu_offload,
-            cpu_ram_efficient_loading=False,
-            state_dict_type="SHARDED_STATE_DICT",
-        )
-    elif plan.strategy == "ddp":
-        os.environ.pop("ACCELERATE_USE_FSDP", None)
-    os.environ.pop("ACCELERATE_USE_PARALLELISM_CONFIG", None)
-    if not zero:
-        os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
-    # a run before this one in the same process may have had another precision, and ended the group of its processes
+    on_cpu, zero = plan.machine.vendor == "cpu", plan.strategy in ZERO_STAGES
+    hsdp, fsdp = _hsdp_config(plan), _fsdp_plugin(plan)
+    _clear_launcher_environment(plan)
+    # An earlier run in this process may have used another precision and destroyed its process group.
     AcceleratorState._reset_state(reset_partial_state=not torch.distributed.is_initialized())
     if zero and on_cpu:
-        # accelerate offers DeepSpeed on accelerators only, unless the processes have met already
-        PartialState(cpu=True, timeout=LONG)
+        # accelerate offers DeepSpeed only on accelerators, unless the process group exists already.
+        PartialState(cpu=True, timeout=LONG_TIMEOUT)
     accelerator = Accelerator(
         cpu=on_cpu and not zero,
         mixed_precision="bf16" if zero and plan.precision.weights == "bfloat16" else plan.precision.autocast,
-        deepspeed_plugin=zero_plugin(plan) if zero else None,
+        deepspeed_plugin=_deepspeed_plugin(plan) if zero else None,
         gradient_accumulation_steps=1,
         step_scheduler_with_optimizer=False,
-        fsdp_plugin=None if on_cpu else plugin,
-        parallelism_config=None if on_cpu else copies,
-        log_with=tracker_names(plan) or None,
+        fsdp_plugin=None if on_cpu else fsdp,
+        parallelism_config=None if on_cpu else hsdp,
+        log_with=[name for name in plan.logging.report_to if name != "jsonl"] or None,  # we write metrics.jsonl
         project_dir=str(plan.output_dir / "trackers"),
         kwargs_handlers=[
-            InitProcessGroupKwargs(timeout=LONG),
-            DistributedDataParallelKwargs(gradient_as_bucket_view=True),  # or DDP holds a second copy of the gradients
+            InitProcessGroupKwargs(timeout=LONG_TIMEOUT),
+            DistributedDataParallelKwargs(gradient_as_bucket_view=True),  # without it DDP keeps the gradients twice
         ],
     )
     if zero:
-        load_whole_models(accelerator)
-    if sharded and on_cpu:
-        # accelerate offers FSDP on accelerators only, yet what it calls (fully_shard) runs on CPU processes with gloo
-        for state in (PartialState, AcceleratorState):
-            state._shared_state["distributed_type"] = DistributedType.FSDP
-        accelerator.state.fsdp_plugin = plugin
-        if copies is not None:
-            accelerator.state.parallelism_config = copies
-            accelerator.state.device_mesh = copies.get_device_mesh("cpu")
-    set_seed(plan.build.seed, device_specific=True)  # of dropout, which is each rank's own
+        # transformers holds a weak reference to this and would partition weights while it loads them, but kernels are
+        # recognised on whole weights.
+        accelerator.state.deepspeed_plugin.dschf = None
+    if fsdp is not None and on_cpu:
+        _force_fsdp_on_cpu(accelerator, fsdp, hsdp)
+    set_seed(plan.build.seed, device_specific=True)  # each rank draws its own dropout
     return accelerator
 
 
-def copies_of(plan: Plan) -> ParallelismConfig | None:
-    """HSDP: how ranks divide into copies of the model; None where all share one. Neighbours share, as on a node.
-
-    All of them are data parallel. What is not given, accelerate takes from the launcher's environment.
-    """
-    copies = plan.parallel.dp_replicate_size
-    if copies == 1:
+def _fsdp_plugin(plan: Plan) -> FullyShardedDataParallelPlugin | None:
+    """Return the configuration of FSDP2, which wraps each transformer layer; None for other strategies."""
+    if plan.strategy != "fsdp":
         return None
-    # torch says so of a name that accelerate gives its mesh, and the user can do nothing about it
+    if plan.parallel.cpu_offload:  # accelerate then starts gloo in addition to NCCL, for gradients on the host
+        os.environ["FSDP_OFFLOAD_PARAMS"] = "true"
+    # The plugin takes missing arguments from the launcher's environment, but the plan decides these.
+    return FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        reshard_after_forward=True,
+        cpu_offload=plan.parallel.cpu_offload,
+        cpu_ram_efficient_loading=False,
+        state_dict_type="SHARDED_STATE_DICT",
+    )
+
+
+def _hsdp_config(plan: Plan) -> ParallelismConfig | None:
+    """Return how ranks form replicas of a sharded model (HSDP); None for one replica. Neighbouring ranks share one."""
+    replicas = plan.parallel.dp_replicate_size
+    if replicas == 1:
+        return None
+    # torch warns about a mesh name that accelerate chooses; users cannot change it.
     warnings.filterwarnings("ignore", "Slicing a flattened dim from root mesh", UserWarning)
-    return ParallelismConfig(dp_replicate_size=copies, dp_shard_size=plan.shards, tp_size=1, cp_size=1, sp_size=1)
+    # accelerate takes missing sizes from the launcher's environment, so all are given.
+    return ParallelismConfig(dp_replicate_size=replicas, dp_shard_size=plan.shards, tp_size=1, cp_size=1, sp_size=1)
+
+
+def _deepspeed_plugin(plan: Plan) -> DeepSpeedPlugin:
+    """Return the configuration of ZeRO: stage 2 shards gradients and optimizer states, stage 3 also the weights.
+
+    Call it before the Accelerator is made, which reads the environment variable. DeepSpeed's engine clips and steps by
+    itself, inside the backward of the last micro-batch.
+    """
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    plugin = DeepSpeedPlugin(
+        zero_stage=ZERO_STAGES[plan.strategy],
+        gradient_accumulation_steps=1,
+        gradient_clipping=plan.optimizer.max_grad_norm,
+        zero3_init_flag=False,
+        zero3_save_16bit_model=True,
+    )
+    plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = plan.batching.micro_batch_size
+    plugin.deepspeed_config["zero_optimization"]["stage3_param_persistence_threshold"] = ZERO3_PERSISTENCE_THRESHOLD
+    return plugin
+
+
+def _clear_launcher_environment(plan: Plan) -> None:
+    """Remove variables by which `accelerate launch` would choose another strategy than the plan."""
+    if plan.strategy == "ddp":
+        os.environ.pop("ACCELERATE_USE_FSDP", None)
+    os.environ.pop("ACCELERATE_USE_PARALLELISM_CONFIG", None)
+    if plan.strategy not in ZERO_STAGES:
+        os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
+
+
+def _force_fsdp_on_cpu(
+    accelerator: Accelerator, fsdp: FullyShardedDataParallelPlugin, hsdp: ParallelismConfig | None
+) -> None:
+    """Enable FSDP2 on CPU processes: accelerate refuses it there, although `fully_shard` works with gloo."""
+    for state in (PartialState, AcceleratorState):
+        state._shared_state["distributed_type"] = DistributedType.FSDP
+    accelerator.state.fsdp_plugin = fsdp
+    if hsdp is not None:
+        accelerator.state.parallelism_config = hsdp
+        accelerator.state.device_mesh = hsdp.get_device_mesh("cpu")
 
 
 def launched_with_fsdp() -> bool:
-    """Whether `accelerate launch --use_fsdp` (or its configuration file) started this process."""
+    """Return whether `accelerate launch --use_fsdp` (or its configuration file) started this process."""
     return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
 
 
-def reduce_sum(accelerator: Accelerator, value: torch.Tensor) -> torch.Tensor:
-    """The sum over ranks of a scalar on the device."""
+class ProcessGroupTimeout:
+    """Process-group timeouts: `parallel.timeout` inside steps, 30 minutes while a rank may work alone.
+
+    In a step, ranks differ only by the work of a batch, so a rank that hangs is noticed within a minute. In the first
+    step kernels are compiled; during saves and evaluations rank 0 writes and generates alone. After a timeout gloo
+    raises in the waiting ranks and NCCL's watchdog ends them; then the launcher ends the hung rank.
+    """
+
+    def __init__(
+        self, accelerator: Accelerator, model: nn.Module, seconds: int, context_parallel: RowParts | None = None
+    ) -> None:
+        self._accelerator, self._step_timeout = accelerator, timedelta(seconds=seconds)
+        self._groups = _process_groups(model) if accelerator.num_processes > 1 else []
+        self._groups += [] if context_parallel is None else [context_parallel.group]
+        self._in_steps = False
+        self._set(LONG_TIMEOUT)  # the groups of a device mesh start with torch's default of 10 minutes
+
+    def enter_steps(self) -> None:
+        """Use the short timeout from now on. All ranks call it."""
+        self._in_steps = True
+        self._set(self._step_timeout)
+
+    @contextlib.contextmanager
+    def extended(self) -> Iterator[None]:
+        """Use the long timeout inside. All ranks call it."""
+        self._set(LONG_TIMEOUT)
+        yield
+        if self._in_steps:
+            self._set(self._step_timeout)
+
+    def leave_steps(self) -> None:
+        """Use the long timeout from now on."""
+        self._in_steps = False
+        self._set(LONG_TIMEOUT)
+
+    def _set(self, timeout: timedelta) -> None:
+        if not self._groups:
+            return
+        if timeout != LONG_TIMEOUT:
+            # A rank that is ahead must not apply the short timeout to a rank that still works under the long one.
+            self._accelerator.wait_for_everyone()
+        for group in self._groups:
+            _set_pg_timeout(timeout, group)
+
+
+def _process_groups(model: nn.Module) -> list[ProcessGroup | None]:
+    """Return the default group (None) and the groups of the device meshes of sharded parameters."""
+    meshes = {p.device_mesh for p in model.parameters() if hasattr(p, "device_mesh")}
+    return [None, *(mesh.get_group(dim) for mesh in meshes for dim in range(mesh.ndim))]
+
+
+def uses_deepspeed(accelerator: Accelerator) -> bool:
+    """Return whether DeepSpeed's engine clips gradients and steps the optimizer."""
+    return accelerator.distributed_type == DistributedType.DEEPSPEED
+
+
+def reduce_sum(accelerator: Accelerator, value: Tensor) -> Tensor:
+    """Return the sum over ranks of a scalar on the device."""
     if accelerator.num_processes == 1:
         return value
     return accelerator.reduce(value, reduction="sum")
 
 
 def any_rank(accelerator: Accelerator, flag: bool) -> bool:
-    """Whether the flag is set on any rank: all ranks must leave the loop after the same step."""
+    """Return whether the flag is set on any rank. All ranks must leave the loop after the same step."""
     if accelerator.num_processes == 1:
         return flag
     return bool(accelerator.reduce(torch.tensor(float(flag), device=accelerator.device), reduction="sum") > 0)
 
 
-def most_over_ranks(accelerator: Accelerator, amounts: dict[str, int]) -> dict[str, int]:
-    """The largest of each amount."""
+def max_over_ranks(accelerator: Accelerator, amounts: dict[str, int]) -> dict[str, int]:
+    """Return the maximum over ranks of each amount."""
     if accelerator.num_processes == 1:
         return amounts
-    mine = torch.tensor(list(amounts.values()), device=accelerator.device, dtype=torch.float64)
-    return dict(zip(amounts, accelerator.gather(mine[None]).amax(0).long().tolist(), strict=True))
+    local = torch.tensor(list(amounts.values()), device=accelerator.device, dtype=torch.float64)
+    return dict(zip(amounts, accelerator.gather(local[None]).amax(0).long().tolist(), strict=True))
 
 
-def after_evaluation(model: nn.Module) -> None:
-    """FSDP2 leaves the last unit gathered after a forward without backward; shard it again."""
+def reshard(model: nn.Module) -> None:
+    """Shard the last FSDP2 unit again, which stays gathered after a forward without a backward."""
     if hasattr(model, "reshard"):
         model.reshard()
 
 
-def full_state_dict(accelerator: Accelerator, model: nn.Module) -> dict[str, torch.Tensor] | None:
-    """The whole model's weights on the main rank's CPU where ranks share them; None where the model can be saved.
+def full_tensor(value: Tensor) -> Tensor:
+    """Return the whole of a tensor that FSDP2 may hold as a DTensor."""
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
 
-    Every rank has them after FSDP, and the main one alone after ZeRO.
+
+def full_state_dict(accelerator: Accelerator, model: nn.Module) -> dict[str, Tensor] | None:
+    """Return the whole model's weights on the CPU if ranks share them; None if this rank's model is whole.
+
+    Under FSDP every rank gets them, under ZeRO-3 the main rank only.
     """
     return accelerator.get_state_dict(model) if is_sharded(accelerator) else None
 
 
 def is_sharded(accelerator: Accelerator) -> bool:
-    """Whether each rank holds a part of the weights."""
-    if is_zero(accelerator):
+    """Return whether each rank holds only a part of the weights."""
+    if uses_deepspeed(accelerator):
         return accelerator.state.deepspeed_plugin.zero_stage == 3
     return accelerator.distributed_type == DistributedType.FSDP

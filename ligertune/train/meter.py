@@ -1,7 +1,7 @@
 """Throughput and peak memory, measured between device synchronisations.
 
-`tokens` are real: padding is never counted as throughput, only named beside it. The first `warmup_steps` of a process
-are left out (compilation, allocator, caches); a run shorter than that is measured whole and says so.
+`tokens` are real tokens: padding is counted separately. The first `warmup_steps` of a process are excluded
+(compilation, allocator, caches). A run that is shorter is measured as a whole, and its report says so.
 """
 
 from __future__ import annotations
@@ -13,28 +13,29 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 import torch
+from torch import Tensor
 
 if sys.platform != "win32":
     import resource
 
-Moment = float | torch.cuda.Event
+Timestamp = float | torch.cuda.Event
 
 
 @dataclass
 class Counts:
-    """Work done, over all ranks."""
+    """Work done by all ranks together."""
 
     steps: int = 0
     tokens: int = 0
     padded_tokens: int = 0
     trained_tokens: int = 0
     images: int = 0
-    image_tokens: int = 0  # of `tokens`, those that stand for images
+    image_tokens: int = 0  # the part of `tokens` that is replaced by image features
     flops: float = 0.0
 
     @property
     def padding_share(self) -> float:
-        """Of the slots that were computed, those that held no token."""
+        """Return the share of computed token slots that are padding."""
         return 1 - self.tokens / max(self.padded_tokens, 1)
 
     def add(self, other: Counts) -> None:
@@ -43,20 +44,20 @@ class Counts:
 
 
 class Lap:
-    """Work between two moments, and its seconds. On a GPU these are the device's, which may not be there yet."""
+    """Work between two timestamps, and its duration. On a GPU the timestamps are events that may not be reached yet."""
 
-    def __init__(self, counts: Counts, start: Moment, end: Moment, paused: float) -> None:
+    def __init__(self, counts: Counts, start: Timestamp, end: Timestamp, paused: float) -> None:
         self.counts, self._start, self._end, self._paused = counts, start, end, paused
 
     def seconds(self) -> float:
-        """Without what was paused; the caller has waited for the device to come to the end."""
+        """Return the duration without pauses. The caller has waited for the device to reach the end."""
         if isinstance(self._start, float):
             return self._end - self._start - self._paused
-        return self._start.elapsed_time(self._end) / 1000 - self._paused  # torch gives milliseconds
+        return self._start.elapsed_time(self._end) / 1000 - self._paused  # elapsed_time is in milliseconds
 
 
 class Meter:
-    """Counts work and time. `lap()` gives what was done since the last lap; `total()` the run without its warm-up."""
+    """Measure work and time. `lap()` returns those since the last lap, `total()` those after the warm-up."""
 
     def __init__(self, device: torch.device, *, warmup_steps: int) -> None:
         self._device = device
@@ -71,7 +72,7 @@ class Meter:
             torch.cuda.reset_peak_memory_stats(device)
 
     def add(self, counts: Counts) -> None:
-        """One finished step (of launching: the device may still be at it)."""
+        """Count a step that the host has launched; the device may still compute it."""
         for total in (self._all, self._lap):
             total.add(counts)
         if self._all.steps > self._warmup_steps:
@@ -89,7 +90,7 @@ class Meter:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Saving and evaluating, which are no training throughput."""
+        """Exclude what happens inside (saving, evaluation) from the throughput."""
         synchronize(self._device)
         start = time.perf_counter()
         yield
@@ -100,14 +101,14 @@ class Meter:
         self._lap_paused += seconds
 
     def lap(self) -> Lap:
-        """What was done since the last lap. It waits for nothing."""
+        """Return the work since the last lap, without a synchronisation."""
         now = self._now()
         lap = Lap(self._lap, self._lap_start, now, self._lap_paused)
         self._lap, self._lap_start, self._lap_paused = Counts(), now, 0.0
         return lap
 
-    def _now(self) -> Moment:
-        """This moment in the device's work; on a CPU, of the clock."""
+    def _now(self) -> Timestamp:
+        """Return an event in the device's current stream, or on a CPU the clock's time in seconds."""
         if self._device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -115,19 +116,19 @@ class Meter:
         return event
 
     def total(self) -> tuple[Counts, float, bool]:
-        """(work, seconds, whether the warm-up was left out) of the run so far."""
+        """Return (work, seconds, whether the warm-up is excluded) of the run so far."""
         synchronize(self._device)
         now = time.perf_counter()
         if self._steady.steps:
             return self._steady, now - self._steady_start - self._steady_paused, True
         return self._all, now - self._start - self._paused, False
 
-    def peaked(self, allocated: int) -> None:
-        """Bytes that were once in use, and are since without being counted: replayed graphs allocate nothing."""
+    def include_peak(self, allocated: int) -> None:
+        """Raise the allocated peak to `allocated` bytes: torch does not count what replayed CUDA graphs use."""
         self._uncounted = max(self._uncounted, allocated)
 
     def peak_memory(self) -> dict[str, int]:
-        """Bytes on this rank's device after the warm-up and over the whole run; on a CPU the resident peak."""
+        """Return this rank's peak bytes after the warm-up and over the whole run; on a CPU of resident memory."""
         if self._device.type != "cuda":
             return {"resident_run": resident_peak_bytes()}
         peak = _cuda_peak(self._device)
@@ -137,18 +138,46 @@ class Meter:
         return {**steady, **run}
 
 
+class HostCopy:
+    """An asynchronous copy of device values to the host, without the synchronisation of `.item()`.
+
+    A synchronisation in each step leaves a GPU idle until the host has launched the first kernels of the next step.
+    `read` waits for the values as they were when the copy was made, not for work launched later.
+    """
+
+    def __init__(self, values: Tensor) -> None:
+        self._event = None
+        if values.device.type != "cuda":
+            self._host = values.detach().clone()
+            return
+        self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        self._host.copy_(values.detach(), non_blocking=True)
+        self._event = torch.cuda.Event()
+        self._event.record(torch.cuda.current_stream(values.device))
+
+    def has_arrived(self) -> bool:
+        """Return whether `read` would not wait."""
+        return self._event is None or self._event.query()
+
+    def read(self) -> Tensor:
+        """Return the values on the CPU."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._host
+
+
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done what was asked of it; nothing on a CPU."""
+    """Wait until the device has finished all launched work; do nothing on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def resident_peak_bytes() -> int:
-    """The most host memory this process has held; 0 where the system does not say."""
+    """Return the peak resident memory of this process in bytes; 0 on Windows, which does not report it."""
     if sys.platform == "win32":
         return 0
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # kilobytes on Linux, bytes on macOS
+    return peak if sys.platform == "darwin" else peak * 1024  # Linux reports KiB, macOS bytes
 
 
 def _cuda_peak(device: torch.device) -> dict[str, int]:

@@ -1,110 +1,180 @@
-"""The lines of metrics.jsonl: what a step came to, read when the device has come that far."""
+"""Logging: lines of metrics.jsonl, accelerate's trackers, torch's profiler, GPU memory snapshots."""
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import torch
 from accelerate import Accelerator
+from torch import Tensor
 
+from ligertune.metrics import MetricsFile
 from ligertune.planning.plan import Plan
-from ligertune.train.distributed import reduce_sum
-from ligertune.train.host_copy import HostCopy
-from ligertune.train.loss_check import LossWatch
-from ligertune.train.meter import Counts, Lap, Meter
+from ligertune.train.checks import FiniteLossCheck
+from ligertune.train.distributed import full_tensor, reduce_sum
+from ligertune.train.meter import HostCopy, Lap, Meter
+
+PROFILE_FOLDER = "profile"
 
 
 @dataclass(frozen=True)
-class _Pending:
-    """A line whose numbers the device still works on."""
+class _Record:
+    """A line of metrics.jsonl whose numbers the device still computes."""
 
     step: int
-    rate: float
-    numbers: HostCopy  # the losses' sum over steps and ranks, and the gradients' norm if there is one
+    learning_rate: float
+    numbers: HostCopy  # (1,) or (2,): the loss summed over steps and ranks, and grad_norm if there is one
     lap: Lap
     peak_memory: dict[str, int]
 
 
-class Lines:
-    """`mark` notes a line at a step's end, and `flush` logs it: a step later, when reading it makes no GPU wait.
+class MetricsLogger:
+    """Write metrics without a GPU synchronisation: `record` at the end of a step, `flush` one step later.
 
-    As a context it logs the last line of a run that ends by an exception, if its numbers are there.
+    As a context manager it also writes the last record of a run that ends by an exception, if its numbers have arrived.
     """
 
     def __init__(
-        self, plan: Plan, accelerator: Accelerator, meter: Meter, watch: LossWatch, log: Callable[[dict], None]
+        self,
+        plan: Plan,
+        accelerator: Accelerator,
+        meter: Meter,
+        loss_check: FiniteLossCheck,
+        file: MetricsFile,
+        show: Callable[[dict], None],
     ) -> None:
-        self._plan, self._accelerator, self._meter, self._watch, self._log = plan, accelerator, meter, watch, log
-        self._pending: _Pending | None = None
+        self._plan, self._accelerator, self._meter, self._loss_check = plan, accelerator, meter, loss_check
+        self._file, self._show = file, show
+        self._pending: _Record | None = None
 
-    def __enter__(self) -> Lines:
+    def __enter__(self) -> MetricsLogger:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if error is None or self._pending is None:
             return
-        with contextlib.suppress(RuntimeError):  # a device that has failed says nothing any more
+        with contextlib.suppress(RuntimeError):  # the device may have failed
             if self._pending.numbers.has_arrived():
                 loss, *norm = self._pending.numbers.read().tolist()
                 if math.isfinite(loss):
-                    self._log(self._line(self._pending, loss, *norm))
+                    self.log(self._line(self._pending, loss, *norm))
 
-    def mark(self, step: int, loss_sum: torch.Tensor, grad_norm: torch.Tensor | None, rate: float) -> None:
-        """A line of the steps up to `step`. loss_sum: of this rank's steps since the line before. All ranks call it."""
+    def log(self, line: dict) -> None:
+        """Send a line to metrics.jsonl, the trackers and the terminal. Does nothing on ranks other than the main one."""
+        if self._accelerator.is_main_process:
+            self._file.write(line)
+            numbers = {name: value for name, value in line.items() if isinstance(value, int | float) and name != "step"}
+            self._accelerator.log(numbers, step=line["step"])
+            self._show(line)
+
+    def record(self, step: int, loss_sum: Tensor, grad_norm: Tensor | None, learning_rate: float) -> None:
+        """Start a line up to `step`. loss_sum (): this rank's losses in them. All ranks call it."""
         numbers = [reduce_sum(self._accelerator, loss_sum)]
-        numbers += [] if grad_norm is None else [whole(grad_norm).to(loss_sum)]
+        numbers += [] if grad_norm is None else [full_tensor(grad_norm).to(loss_sum)]
         lap = self._meter.lap()
-        self._pending = _Pending(step, rate, HostCopy(torch.stack(numbers)), lap, self._meter.peak_memory())
-        if loss_sum.device.type == "cpu":  # nothing runs ahead
+        self._pending = _Record(step, learning_rate, HostCopy(torch.stack(numbers)), lap, self._meter.peak_memory())
+        if loss_sum.device.type == "cpu":  # the host does not run ahead of a CPU
             self.flush()
 
     def flush(self) -> None:
-        """Log the line that was marked, if there is one. A loss that is no number ends the run."""
+        """Write the recorded line, if there is one. Raises UserError if its loss is not finite."""
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
         loss, *norm = pending.numbers.read().tolist()
         if not math.isfinite(loss):
-            raise self._watch.complaint()
-        self._watch.forget()
-        self._log(self._line(pending, loss, *norm))
+            raise self._loss_check.error()
+        self._loss_check.forget()
+        self.log(self._line(pending, loss, *norm))
 
-    def _line(self, pending: _Pending, loss: float, grad_norm: float | None = None) -> dict:
-        """What metrics.jsonl says of the steps of a lap, `loss` being the sum of theirs."""
-        plan, step, counts, seconds = self._plan, pending.step, pending.lap.counts, pending.lap.seconds()
+    def _line(self, record: _Record, loss_sum: float, grad_norm: float | None = None) -> dict:
+        """Return the line of metrics.jsonl for the steps of a lap, whose losses sum to `loss_sum`."""
+        plan, step, counts, seconds = self._plan, record.step, record.lap.counts, record.lap.seconds()
         rows = plan.rows.count
+        images = {
+            "images": counts.images,
+            "image_tokens": counts.image_tokens,
+            "images_per_second": counts.images / seconds,
+        }
         return {
             "step": step,
             "epoch": round(step * plan.batching.global_batch_size / rows, 4) if rows else None,
-            "loss": loss / counts.steps,
+            "loss": loss_sum / counts.steps,
             "grad_norm": grad_norm,
-            "learning_rate": pending.rate,
+            "learning_rate": record.learning_rate,
             "tokens": counts.tokens,
             "padded_tokens": counts.padded_tokens,
             "trained_tokens": counts.trained_tokens,
-            **_seen(counts, seconds),
+            **(images if counts.images else {}),
             "tokens_per_second": counts.tokens / seconds,
             "seconds": seconds,
-            "peak_memory": pending.peak_memory,
+            "peak_memory": record.peak_memory,
             "remaining_seconds": (plan.schedule.total_steps - step) * seconds / counts.steps,
         }
 
 
-def _seen(counts: Counts, seconds: float) -> dict:
-    """What a line says of images, if there were any."""
-    if not counts.images:
-        return {}
-    return {
-        "images": counts.images,
-        "image_tokens": counts.image_tokens,
-        "images_per_second": counts.images / seconds,
-    }
+def run_name(plan: Plan) -> str:
+    """Return `logging.run_name`, or the name of output_dir."""
+    return plan.logging.run_name or plan.output_dir.resolve().name
 
 
-def whole(value: torch.Tensor) -> torch.Tensor:
-    """A scalar that FSDP may hold as a DTensor."""
-    return value.full_tensor() if hasattr(value, "full_tensor") else value
+def open_trackers(plan: Plan, accelerator: Accelerator) -> None:
+    """Start a run in each of `logging.report_to`, with the recipe as its configuration."""
+    if set(plan.logging.report_to) <= {"jsonl"}:
+        return
+    name, settings = run_name(plan), _flatten(plan.settings)
+    accelerator.init_trackers(name, config=settings, init_kwargs={"wandb": {"name": name}})
+
+
+def _flatten(tree: dict, prefix: str = "") -> dict[str, str | int | float | bool]:
+    """Return {"a.b": 1} for {"a": {"b": 1}}; values that trackers refuse become strings."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            flat |= _flatten(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value if isinstance(value, str | int | float) else str(value)
+    return flat
+
+
+@contextlib.contextmanager
+def profiled(plan: Plan, accelerator: Accelerator) -> Iterator[Callable[[], None]]:
+    """Profile the main process as `report.profile_steps` and `report.memory_snapshot` ask; yield a function to call
+    after each step.
+
+    `profile/trace.json` opens in Perfetto and chrome://tracing. `profile/memory.pickle` is written on CUDA only.
+    """
+    options, folder = plan.measurement, plan.output_dir / PROFILE_FOLDER
+    snapshot = options.memory_snapshot and accelerator.device.type == "cuda"
+    if not accelerator.is_main_process or not (options.profile_steps or snapshot):
+        yield lambda: None
+        return
+    folder.mkdir(exist_ok=True)
+    if snapshot:
+        torch.cuda.memory._record_memory_history(max_entries=200_000)
+    with contextlib.ExitStack() as stack:
+        step = _start_profiler(plan, stack, folder / "trace.json") if options.profile_steps else lambda: None
+        try:
+            yield step
+        finally:
+            if snapshot:
+                torch.cuda.memory._dump_snapshot(str(folder / "memory.pickle"))
+                torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def _start_profiler(plan: Plan, stack: contextlib.ExitStack, path: Path) -> Callable[[], None]:
+    skipped, active = plan.measurement.warmup_steps, plan.measurement.profile_steps
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    activities += [torch.profiler.ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+    profiler = torch.profiler.profile(
+        activities=activities,
+        schedule=torch.profiler.schedule(skip_first=skipped, wait=0, warmup=1, active=active, repeat=1),
+        on_trace_ready=lambda finished: finished.export_chrome_trace(str(path)),
+    )
+    return stack.enter_context(profiler).step

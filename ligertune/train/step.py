@@ -1,35 +1,116 @@
-"""Forward and backward of one micro batch."""
+"""One optimizer step: forward and backward of each micro-batch, gradient clipping, optimizer update."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
 from ligertune.attention.sdpa import same_bits
 from ligertune.planning.plan import Plan
-from ligertune.train.cuda_graphs import GraphedSteps
+from ligertune.train.cuda_graphs import CudaGraphedStep
+from ligertune.train.distributed import reduce_sum, uses_deepspeed
+from ligertune.train.meter import HostCopy
+from ligertune.train.optim.gradients import check_gradients, clip_gradients
+
+Rows = Sequence[np.ndarray]  # the rows of one micro-batch, each as example indices
 
 
-class MicroStep:
-    """Called with a batch: its share of the step's loss, whose gradients it adds to those of the model."""
+class TrainStep:
+    """Train on one global batch. Called with this rank's micro-batches; returns the gradient norm before clipping."""
 
-    def __init__(self, plan: Plan, accelerator: Accelerator, model: nn.Module) -> None:
-        self._accelerator, self._model = accelerator, model
-        self._attention, self._steady = plan.attn_implementation, plan.build.execution.full_determinism
-        self._steady_forward = self._steady and plan.build.execution.torch_compile
+    def __init__(
+        self, plan: Plan, accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> None:
+        self._plan, self._accelerator, self._model, self._optimizer = plan, accelerator, model, optimizer
+        self._deterministic = plan.build.execution.full_determinism
+        self._parameters: tuple[nn.Parameter, ...] = ()
         graphed = plan.build.execution.cuda_graphs and accelerator.device.type == "cuda"
-        self.graphs = GraphedSteps(self._launch, model.parameters(), accelerator.device) if graphed else None
+        self.graphs = CudaGraphedStep(self._launch, model.parameters(), accelerator.device) if graphed else None
 
-    def __call__(self, batch: dict[str, Any]) -> Tensor:
-        """The loss, without a history, to be used before the next call."""
+    def __call__(
+        self,
+        micro_batches: Sequence[Rows],
+        make_batch: Callable[[Rows], dict[str, Any]],
+        loss_inputs: dict[str, Any],
+        loss_sum: Tensor,
+    ) -> Tensor | None:
+        """Update the weights; return grad_norm (), or None if `max_grad_norm` is 0.
+
+        make_batch: what a forward pass takes, of the rows of one micro-batch. loss_inputs: the keywords of the forward
+        that are the same for the whole global batch; `num_items_in_batch` among them divides the loss by the trained
+        tokens of the global batch. loss_sum (): this rank's loss is added to it in place.
+        """
+        for i, rows in enumerate(micro_batches):
+            batch = make_batch(rows)
+            with self._gradient_sync(last=i == len(micro_batches) - 1):
+                loss_sum += self._forward_backward({**batch, **loss_inputs})
+        return self._update()
+
+    def _forward_backward(self, batch: dict[str, Any]) -> Tensor:
+        """Return the loss, detached. The next call may overwrite it."""
         return (self.graphs or self._launch)(batch)
 
     def _launch(self, batch: dict[str, Any]) -> Tensor:
-        with same_bits(self._steady_forward, self._attention):
+        attention = self._plan.attn_implementation
+        with same_bits(self._deterministic and self._plan.build.execution.torch_compile, attention):
             loss = self._model(**batch, use_cache=False).loss
-        with same_bits(self._steady, self._attention):
-            # DDP and FSDP average over ranks; the loss is a part of a sum
+        with same_bits(self._deterministic, attention):
+            # DDP and FSDP average gradients over ranks, but each rank's loss is a part of one sum.
             self._accelerator.backward(loss * self._accelerator.num_processes)
         return loss.detach()
+
+    def _gradient_sync(self, *, last: bool) -> contextlib.AbstractContextManager:
+        """Choose when ranks reduce gradients: DDP and copies of FSDP once a step, FSDP shards in each micro-batch.
+
+        Without a reduction in each micro-batch every FSDP rank would hold whole gradients.
+        """
+        if uses_deepspeed(self._accelerator):
+            self._accelerator.sync_gradients = last
+        if self._plan.parallel.dp_replicate_size > 1:
+            # Reducing only over shards until the last micro-batch: else each rank holds its gradients twice.
+            self._model.set_requires_all_reduce(last)
+        if self._plan.strategy == "ddp" and not last:
+            return self._accelerator.no_sync(self._model)
+        return contextlib.nullcontext()
+
+    def _update(self) -> Tensor | None:
+        """Clip the gradients and step the optimizer; return the norm before clipping."""
+        grad_norm, max_norm = None, self._plan.optimizer.max_grad_norm
+        if not uses_deepspeed(self._accelerator):  # DeepSpeed has stepped in the backward and freed the gradients
+            check_gradients(self._optimizer)
+        if max_norm > 0:
+            # Listing parameters takes the host longer than launching the clipping, so list them once. FSDP2 shows
+            # unsharded parameters before the first backward, so list them after it.
+            self._parameters = self._parameters or tuple(self._model.parameters())
+            grad_norm = clip_gradients(self._accelerator, self._optimizer, self._parameters, max_norm)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return grad_norm
+
+
+class HostThrottle:
+    """Keep the host one step ahead of its device, and agree over ranks on the step after which all stop.
+
+    Called after each training step and each evaluation batch. It waits for the device to finish the step before. The
+    host runs no further ahead, because a process that receives SIGTERM first waits for all launched work. A single
+    process stops at once. Several ranks stop one step after the signal, because an answer within the same step would
+    need a device synchronisation in every step.
+    """
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+        self._before: HostCopy | None = None
+
+    def __call__(self, stop: bool) -> bool:
+        """Return whether all ranks stop after this step. stop: this rank has received a signal."""
+        # torch.full launches a kernel; torch.tensor would copy from the host, which synchronises.
+        flag = torch.full((), float(stop), device=self._accelerator.device)
+        before, self._before = self._before, HostCopy(reduce_sum(self._accelerator, flag))
+        late = before is not None and bool(before.read() > 0)
+        return late if self._accelerator.num_processes > 1 else stop

@@ -13,7 +13,7 @@ from packed_rows import CAPPED, FAMILIES, UNCAPPED, history, make, packed, separ
 from ligertune.attention.packed_documents import guard
 from ligertune.attention.sdpa import prefer_flash, same_bits
 from ligertune.patching.patch import patch
-from ligertune.train.packing_checks import leak
+from ligertune.train.checks import document_leak
 
 pytestmark = [
     pytest.mark.gpu,
@@ -74,7 +74,7 @@ def test_fp32_equals_single_documents(family, implementation):
 @pytest.mark.parametrize("implementation", MULTIPLE_OF)
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_documents_do_not_see_each_other(family, implementation):
-    assert leak(on_gpu(family, implementation), multiple_of=MULTIPLE_OF[implementation]) == 0.0
+    assert document_leak(on_gpu(family, implementation), multiple_of=MULTIPLE_OF[implementation]) == 0.0
 
 
 def waits_for_the_device(implementation: str, layers: int) -> list[str]:

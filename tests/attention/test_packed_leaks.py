@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from ligertune.attention.packed_documents import guard
 from ligertune.data.batching.collate import collate_packed
 from ligertune.errors import UserError
-from ligertune.train.packing_checks import check_isolation, leak
+from ligertune.train.checks import check_document_isolation, document_leak
 
 
 def logits_of(model, batch) -> torch.Tensor:
@@ -42,7 +42,7 @@ def test_only_a_changed_document_notices(family, implementation):
     model = make(family, attn_implementation=implementation).eval()
     guard(model)
     assert reached(model) == [True, False, False, False, False]
-    assert leak(model, multiple_of=16) < 1e-5
+    assert document_leak(model, multiple_of=16) < 1e-5
 
 
 # what would let a document see another, as what is wrong in the call
@@ -100,7 +100,7 @@ def test_a_model_that_cannot_be_packed_is_refused(name, settings, implementation
     model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
     guard(model)
     with pytest.raises(UserError, match=f"data.packing: .*{why}"):
-        check_isolation(model, multiple_of=16)
+        check_document_isolation(model, multiple_of=16)
 
 
 def test_a_window_that_the_layer_does_not_keep_is_refused():
@@ -111,7 +111,7 @@ def test_a_window_that_the_layer_does_not_keep_is_refused():
         layer.self_attn.config = make("llama").config
         layer.self_attn.config._attn_implementation = "per_document"
     with pytest.raises(UserError, match="pattern of its own"):
-        check_isolation(model, multiple_of=16)
+        check_document_isolation(model, multiple_of=16)
 
 
 def test_after_a_call_that_failed_rows_that_are_not_packed_are_masked_again():

@@ -21,7 +21,7 @@ from ligertune.data.batching.collate import collate_packed
 from ligertune.data.batching.context_parallel_rows import RowParts, pieces_of, runs_of
 from ligertune.data.examples import Example
 from ligertune.patching.patch import patch
-from ligertune.train.context_parallel_check import EXACT, ROUNDED, parts_from_whole
+from ligertune.train.checks import EXACT, ROUNDED, context_parallel_error
 
 RANKS = 3  # pieces of 13 tokens: documents of 19 and 24 lie in several, and three begin and end in one
 ROW = 6 * 13
@@ -83,7 +83,7 @@ def noticed(model: torch.nn.Module) -> dict[str, tuple[float, float]]:
     for kind in (RowParts, OfOtherLabels, OfOtherKeys):
         batcher = Batcher((), packed=True, multiple_of=ROW // 2, pad_token_id=0, index_labels=False,
                           device=torch.device("cpu"), parts=kind(dist.group.WORLD))  # fmt: skip
-        found[kind.__name__] = parts_from_whole(model, batcher, vocab_size=tiny_models.VOCAB)
+        found[kind.__name__] = context_parallel_error(model, batcher, vocab_size=tiny_models.VOCAB)
     return found
 
 

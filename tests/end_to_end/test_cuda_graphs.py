@@ -110,7 +110,7 @@ def trained(quickstart, folder, **changes):
 )
 def test_it_gives_the_bits_of_a_run_without(changes, quickstart, tmp_path, monkeypatch):
     graphed, notes, peak = trained(quickstart, tmp_path / "graphed", **changes)
-    monkeypatch.setattr(cuda_graphs, "MOST_GRAPHS", 0)  # the same batches, launched
+    monkeypatch.setattr(cuda_graphs, "MAX_GRAPHS", 0)  # the same batches, launched
     launched, without, peak_without = trained(quickstart, tmp_path / "launched", **changes)
     assert graphed == launched and graphed[-1] < graphed[0]
     assert " 0 recorded, 0 micro batches by them" in without

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from test_keys import read
 
 from ligertune.run import plan_for, run
-from ligertune.train.early_stopping import Evaluations
+from ligertune.train.evaluate import EarlyStopping
 
 pytestmark = pytest.mark.slow
 
@@ -91,7 +91,9 @@ def test_prompts_are_answered_after_each_evaluation_and_change_nothing(quickstar
 
 
 def test_patience_counts_evaluations_in_a_row():
-    evaluations = Evaluations([3.0, 2.0, 2.5, 2.0])
-    assert (evaluations.best, evaluations.since_best) == (2.0, 2)
-    assert evaluations.hopeless(2) and not evaluations.hopeless(3) and not evaluations.hopeless(None)
-    assert evaluations.add(1.9) and not evaluations.hopeless(1)
+    losses = [3.0, 2.0, 2.5, 2.0]
+    assert (EarlyStopping(None, losses).best, EarlyStopping(None, losses).since_best) == (2.0, 2)
+    assert EarlyStopping(2, losses).should_stop
+    assert not EarlyStopping(3, losses).should_stop and not EarlyStopping(None, losses).should_stop
+    again = EarlyStopping(1, losses)
+    assert again.add(1.9) and not again.should_stop

@@ -18,7 +18,7 @@ from ligertune.errors import UserError
 from ligertune.planning.memory.fit import advice, fits_of
 from ligertune.planning.plan import Plan
 from ligertune.run import plan_for, run
-from ligertune.train.out_of_memory import explained
+from ligertune.train.checks import explain_out_of_memory
 
 SETTINGS = {"data.datasets.0.max_samples": 40}
 
@@ -126,7 +126,7 @@ def test_the_layers_asked_for_are_checkpointed(quickstart, tmp_path, ligertune, 
 
 
 def test_running_out_of_memory_names_what_to_change(plan):
-    with pytest.raises(UserError) as caught, explained(plan):
+    with pytest.raises(UserError) as caught, explain_out_of_memory(plan):
         raise torch.OutOfMemoryError(
             "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 8 GiB"
         )

@@ -12,7 +12,7 @@ from ligertune.errors import UserError
 from ligertune.planning.plan import Plan
 from ligertune.planning.preflight import check_packages
 from ligertune.run import plan_for, run
-from ligertune.train.trackers import run_name
+from ligertune.train.metrics_logger import run_name
 
 pytestmark = pytest.mark.slow
 

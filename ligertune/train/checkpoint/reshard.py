@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ligertune.errors import UserError
-from ligertune.train.optim.gradient_check import unwrapped
+from ligertune.train.optim.gradients import unwrap_optimizer
 
 # as accelerate names them: a folder with the ranks' parts of the weights, and one with those of the optimizer
 MODEL_PARTS, OPTIMIZER_PARTS = "pytorch_model_fsdp_0", "optimizer_0"
@@ -40,10 +40,10 @@ def load_states(accelerator: Accelerator, folder: Path, model: nn.Module, optimi
     if was_sharded == is_sharded:
         accelerator.load_state(str(folder))
     elif was_sharded:
-        _join(folder, accelerator.unwrap_model(model), unwrapped(optimizer))
+        _join(folder, accelerator.unwrap_model(model), unwrap_optimizer(optimizer))
     else:
         _cut_weights(folder, model)
-        _cut_optimizer(folder, unwrapped(optimizer))
+        _cut_optimizer(folder, unwrap_optimizer(optimizer))
 
 
 def _join(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

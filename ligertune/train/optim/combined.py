@@ -1,7 +1,7 @@
-"""Several optimizers that look like one: one learning rate, one state to save, one step.
+"""Several optimizers as one: one learning rate, one state dict, one step.
 
-Two users: an optimizer of matrices beside one for the rest, and an optimizer for each parameter, which steps in the
-backward as soon as that parameter's gradient is there.
+Two uses: an optimizer for matrices together with one for the other parameters; and one optimizer per parameter, which
+steps in the backward as soon as that parameter's gradient is complete.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 
-class Combined(torch.optim.Optimizer):
-    """Its groups and states are those of `parts`, not copies: a rate set here is a rate set there."""
+class CombinedOptimizer(torch.optim.Optimizer):
+    """Step all of `parts`. Groups and states are those of the parts, not copies: a rate set here is set there."""
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
         groups = [group for part in parts for group in part.param_groups]
@@ -24,14 +24,14 @@ class Combined(torch.optim.Optimizer):
         self._share()
 
     def _share(self) -> None:
-        """Let the parts and this one know each other's states, which each part keeps for its own parameters."""
+        """Use one state for this optimizer and all parts; each part has its own parameters in it."""
         self.param_groups = [group for part in self.parts for group in part.param_groups]
         for part in self.parts:
             self.state.update(part.state)
             part.state = self.state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Each part loads what is its own, as it would alone: quantised states are not cast by others."""
+        """Let each part load its own states, so that quantised states are not cast by another part."""
         saved, self.state = iter(state_dict["param_groups"]), defaultdict(dict)
         for part in self.parts:
             groups = [next(saved) for _ in part.param_groups]
@@ -46,11 +46,11 @@ class Combined(torch.optim.Optimizer):
             part.step()
 
 
-class SteppedInBackward(Combined):
-    """One part for each parameter, which steps when that parameter's gradient is complete, and frees it.
+class OptimizerInBackward(CombinedOptimizer):
+    """One part per parameter, which steps when that parameter's gradient is complete, and frees the gradient.
 
-    `step` finds nothing to do, except for who sets gradients by hand, as torch does to make the states that a sharded
-    checkpoint is loaded into. `updates`: parameters that were updated since the last one.
+    `updates` counts the parameters updated since the last `step`. `step` updates only parameters whose gradients were
+    set by hand, as torch does to initialise the states that a sharded checkpoint is loaded into.
     """
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
@@ -59,7 +59,7 @@ class SteppedInBackward(Combined):
         self.attach()
 
     def attach(self) -> None:
-        """Wait for the gradients of the parameters that the parts hold now: FSDP puts its own in place of a model's."""
+        """Register hooks on the parameters that the parts have now: FSDP replaces those of the model."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []

@@ -1,11 +1,11 @@
 """GaLore (Zhao et al. 2024, algorithm 2): AdamW on gradients that are projected to rank R; all weights train.
 
-    G (S, L): a matrix's gradient, its shorter side first        P (S, R): its R strongest directions, every T steps
+    G (S, L): a matrix's gradient, its shorter side first      P (S, R): its top R left singular vectors, every T steps
     Z = P^T G (R, L)        N = AdamW's update of Z        W = W - rate * scale * P N
 
-States are of Z. The paper takes P from a singular value decomposition; here it comes from subspace iteration on a
-random start (Halko et al. 2011, algorithm 4.4), which needs products and a QR of S x R only. The start is seeded by the
-step: ranks that hold copies of one weight project it alike, and a resumed run as the one before it.
+States have the size of Z. The paper takes P from a singular value decomposition; here it comes from subspace iteration
+on a random start (Halko et al. 2011, algorithm 4.4), which needs only products and a QR of S x R. The start is seeded
+by the step, so ranks with copies of one weight, and resumed runs, project it alike.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-SPARE = 8  # directions that are tried beyond those that are kept
-ROUNDS = 2
+OVERSAMPLING = 8  # extra directions of the subspace iteration, which make the R kept ones accurate
+ITERATIONS = 2
 
 
 class GaLoreAdamW(torch.optim.Optimizer):
-    """For matrices. States and P are in the weights' dtype, as torch's AdamW keeps its own; arithmetic is in fp32.
+    """AdamW for matrices in a projected space. States and P have the weights' dtype; arithmetic is in fp32.
 
-    rank: R, or the shorter side where that is less. update_proj_gap: T.
+    rank: R, at most the shorter side. update_proj_gap: T, in steps. scale: of the projected update.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class GaLoreAdamW(torch.optim.Optimizer):
         done = int(state["step"]) if state else 0
         if done % group["update_proj_gap"] == 0:
             rank = min(group["rank"], len(grad))
-            state["projector"] = strongest_directions(grad.float(), rank, seed=done).to(grad.dtype)
+            state["projector"] = top_singular_vectors(grad.float(), rank, seed=done).to(grad.dtype)
         projected = state["projector"].T @ grad  # (R, L)
         if done == 0:
             state["step"] = torch.zeros(())
@@ -64,7 +64,7 @@ class GaLoreAdamW(torch.optim.Optimizer):
 
 
 def _adam(grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, group: dict, *, step: int) -> Tensor:
-    """Adam's direction (R, L) for a gradient, in its dtype; both means are moved."""
+    """Return Adam's direction (R, L) in the gradient's dtype; update both moments (R, L) in place."""
     beta1, beta2 = group["betas"]
     wide = grad.float()
     mean, square = exp_avg.float().lerp(wide, 1 - beta1), exp_avg_sq.float().lerp(wide * wide, 1 - beta2)
@@ -73,20 +73,20 @@ def _adam(grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, group: dict, *, ste
     return mean.div_(1 - beta1**step).div_(square.div_(1 - beta2**step).sqrt_().add_(group["eps"])).to(grad.dtype)
 
 
-def strongest_directions(matrix: Tensor, rank: int, *, seed: int) -> Tensor:
-    """(S, R), orthonormal: close to the left singular vectors of the R largest singular values of `matrix` (S, L).
+def top_singular_vectors(matrix: Tensor, rank: int, *, seed: int) -> Tensor:
+    """Approximate the left singular vectors (S, R) of the R largest singular values of `matrix` (S, L), fp32.
 
-    The strongest first, and each with its largest element positive: the means outlive a change of P, and what they hold
-    of a direction that stays must stay where it is.
+    They are sorted by singular value, and the largest element of each is positive. Both matter because the moments
+    survive a new P: the part that belongs to an unchanged direction must keep its row and its sign.
     """
-    chance = torch.Generator(device=matrix.device).manual_seed(seed)
-    tried = min(rank + SPARE, len(matrix))
-    start = torch.randn(matrix.shape[1], tried, generator=chance, device=matrix.device)
-    basis = torch.linalg.qr(matrix @ start).Q  # (S, R + SPARE)
-    for _ in range(ROUNDS):
+    generator = torch.Generator(device=matrix.device).manual_seed(seed)
+    width = min(rank + OVERSAMPLING, len(matrix))
+    start = torch.randn(matrix.shape[1], width, generator=generator, device=matrix.device)
+    basis = torch.linalg.qr(matrix @ start).Q  # (S, R + OVERSAMPLING)
+    for _ in range(ITERATIONS):
         basis = torch.linalg.qr(matrix @ (matrix.T @ basis)).Q
     inside = basis.T @ matrix
-    _, vectors = torch.linalg.eigh(inside @ inside.T)  # by growing eigenvalue
+    _, vectors = torch.linalg.eigh(inside @ inside.T)  # by ascending eigenvalue
     found = basis @ vectors.flip(1)[:, :rank]
     largest = found.gather(0, found.abs().argmax(0, keepdim=True))  # (1, R)
     return found * largest.sign()

@@ -9,7 +9,7 @@ import torch
 from accelerate import Accelerator
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from ligertune.train.optim.clipping import clip_gradients
+from ligertune.train.optim.gradients import clip_gradients
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 90}
 # below every gradient's norm here, between them, above them all: each step, some steps and no step is clipped

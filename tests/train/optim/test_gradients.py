@@ -9,8 +9,9 @@ from test_optimizers import plan, tiny
 from ligertune.errors import UserError
 from ligertune.recipe import load_recipe
 from ligertune.run import plan_for, run
-from ligertune.train.optim.gradient_check import check_gradients
-from ligertune.train.optim.optimizers import build_optimizer, set_learning_rate
+from ligertune.train.optim.gradients import check_gradients
+from ligertune.train.optim.lr_schedule import set_learning_rate
+from ligertune.train.optim.optimizers import build_optimizer
 
 SETTINGS = ("data.datasets.0.max_samples=20", "data.val_split=0", "train.max_steps=2", "checkpoint.save_strategy=no",
             "train.gradient_accumulation_steps=1")  # fmt: skip

@@ -12,11 +12,11 @@ import torch
 
 from ligertune.errors import UserError
 from ligertune.recipe import load_recipe
-from ligertune.train.optim.kernel_adamw import KernelAdamW, in_our_kernel
+from ligertune.train.optim.kernel_adamw import KernelAdamW, with_kernel_step
 
 CODE = """
 import torch
-from ligertune.train.optim.kernel_adamw import in_our_kernel
+from ligertune.train.optim.kernel_adamw import with_kernel_step
 torch.manual_seed(0)
 def made():
     torch.manual_seed(1)
@@ -25,7 +25,7 @@ def made():
               {"params": list(model.parameters())[1::2], "weight_decay": 0.0}]
     return model, torch.optim.AdamW(groups, lr=1e-2, fused=True)
 (ours, one), (theirs, other) = made(), made()
-one = in_our_kernel(one)
+one = with_kernel_step(one)
 one.grad_scale = other.grad_scale = torch.tensor(2.0)
 for step in range(6):
     x = torch.randn(4, 7)
@@ -56,7 +56,7 @@ def test_it_trains_as_torch_does_and_states_are_exchangeable():
 def test_groups_and_numbers_are_kept():
     weight = torch.nn.Parameter(torch.ones(2))
     given = torch.optim.AdamW([{"params": [weight], "weight_decay": 0.3}], lr=0.5, betas=(0.8, 0.9), fused=True)
-    found = in_our_kernel(given)
+    found = with_kernel_step(given)
     assert isinstance(found, KernelAdamW)
     group = found.param_groups[0]
     assert (group["lr"], group["betas"], group["weight_decay"], group["fused"]) == (0.5, (0.8, 0.9), 0.3, True)

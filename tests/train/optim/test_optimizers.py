@@ -14,9 +14,10 @@ from ligertune.models.shape import ModelShape
 from ligertune.planning.memory.states import state_bytes
 from ligertune.planning.plan import Galore, Optimizer
 from ligertune.recipe.optimizer_table import OPTIMIZERS
-from ligertune.train.optim.adamw_bf16 import rounded_by_chance
-from ligertune.train.optim.galore import strongest_directions
-from ligertune.train.optim.optimizers import BUILDERS, build_optimizer, set_learning_rate
+from ligertune.train.optim.adamw_bf16 import stochastic_round
+from ligertune.train.optim.galore import top_singular_vectors
+from ligertune.train.optim.lr_schedule import set_learning_rate
+from ligertune.train.optim.optimizers import BUILDERS, build_optimizer
 
 # sgd moves by the gradient itself, lion by its sign, adafactor by a share of each weight
 RATES = {"sgd": 0.5, "lion": 1e-3, "adafactor": 3e-2, "galore_adamw": 2e-2}
@@ -171,7 +172,7 @@ def test_the_directions_of_galore_hold_almost_what_the_strongest_do(decay, share
     chance = torch.Generator().manual_seed(0)
     left, right = (torch.linalg.qr(torch.randn(n, 96, generator=chance)).Q for n in (96, 160))
     values = torch.arange(1, 97).float() ** -decay
-    found = strongest_directions(left @ torch.diag(values) @ right.T, 16, seed=3)
+    found = top_singular_vectors(left @ torch.diag(values) @ right.T, 16, seed=3)
     torch.testing.assert_close(found.T @ found, torch.eye(16), rtol=0, atol=1e-5)
     held = (found.T @ left @ torch.diag(values)).square().sum() / values[:16].square().sum()
     assert share < held < 1 + 1e-5
@@ -189,11 +190,11 @@ def test_each_number_of_galore_changes_its_steps(change):
 
 def test_rounding_by_chance_is_right_on_average_and_keeps_what_is_not_finite():
     value = torch.full((200_000,), 1.001)  # between 1 and 1 + 2**-7
-    rounded = rounded_by_chance(value, torch.Generator().manual_seed(0))
+    rounded = stochastic_round(value, torch.Generator().manual_seed(0))
     assert set(rounded.tolist()) == {1.0, 1.0078125}
     assert rounded.float().mean() == pytest.approx(1.001, abs=5e-5)
     odd = torch.tensor([float("inf"), float("-inf"), float("nan"), 0.0, -2.0])
-    kept = rounded_by_chance(odd, torch.Generator().manual_seed(0))
+    kept = stochastic_round(odd, torch.Generator().manual_seed(0))
     assert torch.equal(kept.float().nan_to_num(7.0), odd.nan_to_num(7.0))
 
 

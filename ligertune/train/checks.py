@@ -1,0 +1,221 @@
+"""Checks of a run: packed documents are isolated, context parallelism is exact, losses are finite, memory suffices."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ligertune.attention.padding_free import asked_for
+from ligertune.data.batching.batcher import Batcher
+from ligertune.data.batching.collate import collate_packed
+from ligertune.data.examples import Example
+from ligertune.errors import UserError
+from ligertune.planning.memory.fit import advice
+from ligertune.planning.plan import Plan
+from ligertune.train.distributed import reshard
+from ligertune.vision.families import family_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+FIRST, SECOND = 13, 11  # tokens of the two documents: small and odd
+# The largest change of the second document's logits, relative to the change of the first's, that rounding explains.
+# Rows of a matrix product do not depend on each other, so it is zero, except that experts get other tokens in a batch.
+ROUNDING = 1e-5
+ROUNDING_OF_EXPERTS = 5e-2  # bfloat16; a leak changes a token's logits about as much as changing the token itself
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+# The largest relative differences of (logits, loss) between a row computed in parts and as a whole. bfloat16 rounds
+# attention's other order of summation; a part without its labels would miss at least 1 / C of them, 3 %.
+EXACT, ROUNDED = (1e-4, 1e-4), (3e-2, 5e-3)
+
+
+def document_leak(model: PreTrainedModel, *, multiple_of: int) -> float:
+    """Return how far the logits of a packed row's second document change if the first document changes.
+
+    The result is relative to the change of the first document's logits; 0 means that the documents are isolated.
+    Attention isolates them by construction (`attention.choice`), but recurrence, convolutions, experts of limited
+    capacity or continued positions may not.
+    """
+    device, vocab_size = model.device, model.config.get_text_config().vocab_size
+    rng = np.random.default_rng(0)
+    first, other, second = (rng.integers(vocab_size, size=length) for length in (FIRST, FIRST, SECOND))
+    logits = []
+    was_training = model.training
+    model.eval()
+    with torch.no_grad():
+        for document in (first, other):
+            examples = [Example(tokens, tokens, "") for tokens in (document, second)]
+            batch = collate_packed(examples, pad_token_id=0, pad_to_multiple_of=multiple_of)
+            del batch["labels"]
+            if _uses_position_sections(model):
+                batch["position_ids"] = batch["position_ids"].expand(4, 1, -1)
+            tensors = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
+            logits.append(model(**tensors, use_cache=False).logits[0].float())
+    model.train(was_training)
+    change = (logits[0] - logits[1]).abs().amax(-1)  # (T,)
+    return float(change[FIRST : FIRST + SECOND].max() / change[:FIRST].max())
+
+
+def _uses_position_sections(model: PreTrainedModel) -> bool:
+    """Return whether position_ids are (4, 1, T): those of the text, and of time, height and width."""
+    family = family_of(model.config)
+    return family is not None and family.positions == "sections"
+
+
+def check_document_isolation(model: PreTrainedModel, *, multiple_of: int) -> None:
+    """Raise UserError if documents of a packed row influence each other or the model refuses packed rows."""
+    try:
+        leak = document_leak(model, multiple_of=multiple_of)
+    except (ValueError, TypeError) as error:  # models refuse packed rows, or keywords that they do not know, by these
+        raise UserError(
+            f"data.packing: this {type(model).__name__} takes no packed rows: {str(error).partition(chr(10))[0]}",
+            hint="Write data.packing: false.",
+        ) from error
+    experts = any(getattr(model.config.get_text_config(), name, None) for name in EXPERTS)
+    if not leak <= (ROUNDING_OF_EXPERTS if experts and model.dtype != torch.float32 else ROUNDING):
+        raise UserError(
+            f"data.packing: documents of a packed row see each other in this {type(model).__name__} "
+            f"(changing one moves the other's logits {leak:.1e} times as far as its own).",
+            hint="Write data.packing: false.",
+        )
+
+
+def why_not_padding_free(plan: Plan, model: PreTrainedModel) -> str | None:
+    """Return why padding-free batches would train wrongly, or None. Raises UserError if the recipe requires them."""
+    try:
+        check_document_isolation(model, multiple_of=plan.rows.multiple_of)
+    except UserError as problem:
+        if plan.rows.packed:
+            raise
+        if plan.data_options.padding_free is True:
+            raise asked_for(problem) from problem
+        return problem.message.removeprefix("data.packing: ")
+    return None
+
+
+def check_context_parallel(plan: Plan, model: nn.Module, batcher: Batcher, *, vocab_size: int) -> None:
+    """Raise UserError if ranks that share a row compute something else than one rank with the whole row.
+
+    All ranks call it, after a checkpoint is loaded. A model that finds labels or documents in another way would
+    otherwise be trained wrongly without a message.
+    """
+    if batcher.parts is None:
+        return
+    logits, loss = context_parallel_error(model, batcher, vocab_size=vocab_size)
+    reshard(model)
+    most = ROUNDED if plan.precision.half else EXACT
+    if not (logits <= most[0] and loss <= most[1]):
+        raise UserError(
+            f"parallel.cp_size: a part of a row does not give what the whole row does in this {plan.model_family} "
+            f"(logits differ by {logits:.1e}, the loss by {loss:.1e}).",
+            hint="Leave it out.",
+        )
+
+
+def context_parallel_error(model: nn.Module, batcher: Batcher, *, vocab_size: int) -> tuple[float, float]:
+    """Return the relative errors (of this rank's logits, of the loss over ranks) against the whole row."""
+    length = 2 * batcher.multiple_of
+    tokens = np.random.default_rng(0).integers(vocab_size, size=length)
+    cut = length // 3  # the second document then lies in several parts
+    examples = [Example(ids, ids, "") for ids in (tokens[:cut], tokens[cut:])]
+    whole = collate_packed(examples, pad_token_id=batcher.pad_token_id)
+    was_training, found = model.training, []
+    model.eval()
+    with torch.no_grad():
+        for batch in (whole, batcher.parts.cut(whole)):
+            tensors = {k: v.to(batcher.device) if isinstance(v, Tensor) else v for k, v in batch.items()}
+            output = model(**tensors, num_items_in_batch=length, use_cache=False)
+            found.append((output.logits[0].float(), output.loss.float()))
+    model.train(was_training)
+    (logits, loss), (part_logits, part_loss) = found
+    dist.all_reduce(part_loss, group=batcher.parts.group)
+    own = logits[batcher.parts.tokens(length).to(batcher.device)]
+    difference = torch.linalg.vector_norm(part_logits - own) / torch.linalg.vector_norm(own)
+    return float(difference), float((part_loss - loss).abs() / loss)
+
+
+class FiniteLossCheck:
+    """Stop a run whose loss is not finite before the next checkpoint, and write the batch that caused it.
+
+    It remembers the steps since the last logged line. Their losses stay on the device, so nothing synchronises.
+    """
+
+    def __init__(self, output_dir: Path, batcher: Batcher, *, rank: int) -> None:
+        self._output_dir, self._batcher, self._rank = output_dir, batcher, rank
+        self._steps: list[tuple[int, Tensor, Sequence[Sequence[np.ndarray]]]] = []
+
+    def add(self, step: int, loss_sum: Tensor, micro_batches: Sequence[Sequence[np.ndarray]]) -> None:
+        """Add a step. loss_sum (): this rank's losses so far; once it is not finite, it stays so."""
+        self._steps.append((step, loss_sum.clone(), micro_batches))
+
+    def is_finite(self, grad_norm: Tensor | None) -> bool:
+        """Return whether the last step's loss and gradient norm are finite. Waits for the device."""
+        numbers = [self._steps[-1][1]] if self._steps else []
+        numbers += [] if grad_norm is None else [grad_norm]
+        return all(bool(torch.isfinite(number)) for number in numbers)
+
+    def forget(self) -> None:
+        """Forget all steps but the last: the losses so far are finite, the last step's gradients may not be."""
+        del self._steps[:-1]
+
+    def error(self) -> UserError:
+        """Write the batch of the first step whose loss is not finite; return the error that ends the run."""
+        bad = [(step, batches) for step, loss, batches in self._steps if not bool(torch.isfinite(loss))]
+        step, batches = bad[0] if bad else (self._steps[-1][0], self._steps[-1][2])
+        path = self._output_dir / f"bad_batch-step-{step}-rank-{self._rank}.json"
+        path.write_text(json.dumps(self._contents(step, batches), indent=1) + "\n", encoding="utf-8")
+        what = "The loss" if bad else "A gradient, or the loss of another rank,"
+        return UserError(
+            f"{what} of step {step} is not a number. Its batch is in {path}. No checkpoint was written since.",
+            hint="Look at the batch, lower train.learning_rate or raise train.warmup_steps, and go on with --resume.",
+            exit_code=1,
+        )
+
+    def _contents(self, step: int, batches: Sequence[Sequence[np.ndarray]]) -> dict:
+        """Return the micro-batches as rows of examples: index in the data set, token ids, labels."""
+        return {
+            "step": step,
+            "micro_batches": [[[self._example(int(i)) for i in row] for row in rows] for rows in batches],
+        }
+
+    def _example(self, index: int) -> dict:
+        example = self._batcher.examples[index]
+        ids = {name: getattr(example, name).tolist() for name in ("input_ids", "labels")}
+        return {"index": index, "source": example.source, **ids}
+
+
+class OutOfDeviceMemory(UserError):
+    """The device ran out of memory. Sweeps over batch sizes catch it."""
+
+
+@contextlib.contextmanager
+def explain_out_of_memory(plan: Plan) -> Iterator[None]:
+    """Replace torch's OutOfMemoryError by OutOfDeviceMemory, which names the recipe keys to change."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise _out_of_memory(plan, error) from error
+
+
+def _out_of_memory(plan: Plan, error: torch.OutOfMemoryError) -> OutOfDeviceMemory:
+    """Return the error with the size that torch asked for and the plan's prediction."""
+    requested = re.search(r"Tried to allocate [\d.]+ \w+", str(error))
+    peak, expected = plan.peak, ""
+    if peak is not None:
+        parts = ", ".join(f"{kind} {size / 2**30:.2f}" for kind, size in peak.parts().items() if size)
+        expected = f" The plan expects {peak.total / 2**30:.2f} GiB: {parts}."
+    return OutOfDeviceMemory(
+        f"{plan.machine.name} with {plan.machine.memory_bytes / 2**30:.1f} GiB ran out of memory"
+        f"{': ' + requested[0].replace('Tried', 'tried') if requested else ''}.{expected}",
+        hint=advice(plan),
+        exit_code=1,
+    )

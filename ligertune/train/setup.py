@@ -1,0 +1,243 @@
+"""Set up training: optimizer, accelerate's wrapping, checkpoint to resume, data order, batches, logging."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+from torch import nn
+
+from ligertune.data.batching.batcher import Batcher, alike_of, rows_multiple_of
+from ligertune.data.batching.context_parallel_rows import row_parts
+from ligertune.data.batching.image_order import ByImageCount, check_sharded
+from ligertune.data.batching.order import DataOrder
+from ligertune.data.batching.packing import pack
+from ligertune.data.batching.stream_order import StreamOrder
+from ligertune.data.examples import Examples
+from ligertune.data.prepare import PreparedData
+from ligertune.data.stream import StreamedExamples
+from ligertune.metrics import MetricsFile
+from ligertune.planning.plan import Plan
+from ligertune.tasks.objectives import Objective, objective_of
+from ligertune.train.checkpoint import checkpoint_files as checkpoint
+from ligertune.train.checkpoint.reshard import load_states
+from ligertune.train.checkpoint.saver import Saver
+from ligertune.train.checks import FiniteLossCheck, check_context_parallel
+from ligertune.train.distributed import ProcessGroupTimeout
+from ligertune.train.evaluate import EarlyStopping
+from ligertune.train.meter import Counts, Meter
+from ligertune.train.metrics_logger import MetricsLogger, open_trackers
+from ligertune.train.optim.gradients import attach_to_prepared
+from ligertune.train.optim.kernel_adamw import with_kernel_step
+from ligertune.train.optim.optimizers import build_optimizer
+from ligertune.train.step import HostThrottle, TrainStep
+from ligertune.vision.prefetch import PicturesAhead
+from ligertune.vision.reader import ImageReader
+
+Answer = Callable[[nn.Module], list[dict[str, str]]]
+
+
+@dataclass(frozen=True)
+class Training:
+    """All objects that the loop uses. `model` and `optimizer` are those that accelerate has prepared."""
+
+    plan: Plan
+    accelerator: Accelerator
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    objective: Objective
+    order: DataOrder | StreamOrder | ByImageCount
+    batcher: Batcher
+    eval_batcher: Batcher | None
+    train_step: TrainStep
+    saver: Saver
+    meter: Meter
+    loss_check: FiniteLossCheck
+    logger: MetricsLogger
+    throttle: HostThrottle
+    timeout: ProcessGroupTimeout
+    early_stopping: EarlyStopping
+    owes_evaluation: bool  # the interrupted run had saved before an evaluation that was due
+    resumed_from: int
+    notes: tuple[str, ...]
+    answer: Answer | None  # generates the model's answers to `eval.sample_prompts`
+
+    def micro_batches(self, step: int) -> list[list[np.ndarray]]:
+        """Return this rank's rows of each micro-batch of `step`. Context-parallel ranks share rows."""
+        return self.order.micro_batches(step, self.accelerator.process_index // self.plan.batching.cp_size)
+
+    def prefetch_images(self, step: int) -> None:
+        """Start to read the images of `step` in the background. A stream cannot look ahead."""
+        if self.batcher.ahead is None or self.plan.rows.streamed or step >= self.plan.schedule.total_steps:
+            return
+        self.batcher.expect(self.order.micro_batches(step, self.accelerator.process_index))
+
+    def loss_inputs(self, step: int) -> dict:
+        """Return the loss's normalisation over the global batch of `step`: every rank knows every example's count."""
+        return self.objective.inputs(self.batcher.examples, np.concatenate(self.order.step(step)), step=step)
+
+    def work(self, step: int) -> Counts:
+        """Return the work of `step` over all ranks: every rank knows every length."""
+        rows, batcher = self.order.step(step), self.batcher
+        size = self.order.batching.micro_batch_size
+        indices = np.concatenate(rows)
+        lengths = batcher.examples.lengths[indices].astype(np.int64)
+        tokens = int(lengths.sum())
+        return Counts(
+            steps=1,
+            tokens=tokens,
+            padded_tokens=sum(batcher.slots(rows[i : i + size]) for i in range(0, len(rows), size)),
+            trained_tokens=int(batcher.examples.trained[indices].sum()),
+            images=int(batcher.examples.n_images[indices].sum()) if batcher.images else 0,
+            image_tokens=batcher.image_tokens(indices),
+            flops=self.objective.shape.flops(tokens=tokens, squared_lengths=int((lengths**2).sum())),
+        )
+
+
+def set_up_training(
+    plan: Plan,
+    accelerator: Accelerator,
+    model: nn.Module,
+    data: PreparedData,
+    *,
+    pad_token_id: int,
+    show: Callable[[dict], None],
+    images: ImageReader | None = None,
+    answer: Answer | None = None,
+) -> Training:
+    """Prepare `model` and everything around it, and load the checkpoint to resume from. All ranks call it.
+
+    show: receives each logged line, on the main process only. images: reads images for vision-language models.
+    """
+    objective = objective_of(plan, model)
+    model, optimizer = _prepare(plan, accelerator, model)
+    train_step = TrainStep(plan, accelerator, model, optimizer)
+    resumed_from, notes = _resume(plan, accelerator, model, optimizer)
+    order = _data_order(plan, data.train, images)
+    batcher, eval_batcher = _batchers(plan, accelerator, data, order, objective, images, pad_token_id=pad_token_id)
+    check_context_parallel(plan, model, batcher, vocab_size=objective.shape.vocab_size)
+    metrics = MetricsFile(
+        plan.output_dir / "metrics.jsonl", resumed_from=resumed_from, enabled=accelerator.is_main_process
+    )
+    meter = Meter(accelerator.device, warmup_steps=plan.measurement.warmup_steps)
+    loss_check = FiniteLossCheck(plan.output_dir, batcher, rank=accelerator.process_index)
+    eval_losses, has_last = _earlier_evaluations(accelerator, metrics, resumed_from)
+    due = plan.due(plan.evaluate, resumed_from) or resumed_from == plan.schedule.total_steps
+    open_trackers(plan, accelerator)
+    logger = MetricsLogger(plan, accelerator, meter, loss_check, metrics, show)
+    for note in notes:
+        logger.log({"step": resumed_from, "note": note})
+    return Training(
+        plan=plan,
+        accelerator=accelerator,
+        model=model,
+        optimizer=optimizer,
+        objective=objective,
+        order=order,
+        batcher=batcher,
+        eval_batcher=eval_batcher,
+        train_step=train_step,
+        saver=Saver(accelerator, plan, model, optimizer),
+        meter=meter,
+        loss_check=loss_check,
+        logger=logger,
+        throttle=HostThrottle(accelerator),
+        timeout=ProcessGroupTimeout(accelerator, model, plan.parallel.timeout, batcher.parts),
+        early_stopping=EarlyStopping(plan.evaluation.early_stopping_patience, eval_losses),
+        owes_evaluation=bool(eval_batcher and resumed_from and due and not has_last),
+        resumed_from=resumed_from,
+        notes=notes,
+        answer=answer,
+    )
+
+
+def _prepare(plan: Plan, accelerator: Accelerator, model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Build the optimizer, and let accelerate wrap both for DDP, FSDP2 or ZeRO."""
+    optimizer = build_optimizer(model, plan.optimizer)
+    if plan.build.kernels.optimizer and plan.build.kernels.enabled is not False:
+        optimizer = with_kernel_step(optimizer)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    attach_to_prepared(optimizer)
+    return model, optimizer
+
+
+def _resume(
+    plan: Plan, accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[int, tuple[str, ...]]:
+    """Load the checkpoint that the plan names; return (number of finished steps, notes on damaged checkpoints)."""
+    found = [checkpoint.resume_folder(plan) if accelerator.is_main_process else None]
+    folder, notes = broadcast_object_list(found)[0]
+    if folder is None:
+        return 0, notes
+    step = checkpoint.saved_progress(folder, plan)
+    load_states(accelerator, folder, model, optimizer)
+    return step, notes
+
+
+def _earlier_evaluations(accelerator: Accelerator, metrics: MetricsFile, resumed_from: int) -> tuple[list[float], bool]:
+    """Return (all evaluation losses up to the step resumed from, whether that step has one), on every rank.
+
+    A signal may have stopped the interrupted run between the step and its evaluation.
+    """
+    lines = [line for line in metrics.lines() if "eval_loss" in line] if metrics.enabled else []
+    found = [line["eval_loss"] for line in lines], any(line["step"] == resumed_from for line in lines)
+    return broadcast_object_list([found])[0]
+
+
+def _data_order(
+    plan: Plan, examples: Examples | StreamedExamples, images: ImageReader | None
+) -> DataOrder | StreamOrder | ByImageCount:
+    """Return which rows each rank trains on in each step."""
+    if plan.rows.streamed:
+        length = plan.rows.length if plan.rows.packed else None
+        order = StreamOrder(examples, seed=plan.build.seed, batching=plan.batching, max_length=length)
+    else:
+        whole = plan.schedule.total_steps * plan.batching.global_batch_size
+        order = DataOrder(
+            examples.lengths,
+            total_rows=whole if plan.num_train_epochs is None else round(plan.num_train_epochs * plan.rows.count),
+            seed=plan.build.seed,
+            batching=plan.batching,
+            packs=pack(examples.lengths, plan.rows.length) if plan.rows.packed else None,
+            grouped=plan.rows.kind == "grouped",
+        )
+    if images is None or images.family.layout != "tiles":
+        return order
+    check_sharded(plan.strategy, examples, images.family.name)
+    return ByImageCount(order, examples.n_images)
+
+
+def _batchers(
+    plan: Plan,
+    accelerator: Accelerator,
+    data: PreparedData,
+    order: DataOrder | StreamOrder | ByImageCount,
+    objective: Objective,
+    images: ImageReader | None,
+    *,
+    pad_token_id: int,
+) -> tuple[Batcher, Batcher | None]:
+    """Return what makes batches of training and of evaluation examples. All ranks call it."""
+    make = functools.partial(
+        Batcher,
+        packed=plan.rows.joined,
+        multiple_of=plan.rows.multiple_of,
+        pad_token_id=pad_token_id,
+        index_labels=plan.loss_in_head,
+        rows_multiple_of=rows_multiple_of(plan),
+        device=accelerator.device,
+        label_shifts=objective.label_shifts,
+        images=images,
+        parts=row_parts(plan),
+        alike=alike_of(plan, order.packs),
+    )
+    batcher, eval_batcher = (
+        make(examples, ahead=None if images is None else PicturesAhead(images)) if used else None
+        for examples, used in ((data.train, True), (data.eval, bool(data.eval)))
+    )
+    return batcher, eval_batcher
