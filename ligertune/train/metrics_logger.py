@@ -66,7 +66,7 @@ class MetricsLogger:
                     self.log(self._line(self._pending, loss, *norm))
 
     def log(self, line: dict) -> None:
-        """Send a line to metrics.jsonl, the trackers and the terminal. Does nothing on ranks other than the main one."""
+        """Send a line to metrics.jsonl, the trackers and the terminal. Only the main rank does."""
         if self._accelerator.is_main_process:
             self._file.write(line)
             numbers = {name: value for name, value in line.items() if isinstance(value, int | float) and name != "step"}
