@@ -8,69 +8,7 @@ import pytest
 
 from ligertune.recipe import dump_recipe, recipe_schema
 
-# what a flat file of another tool says -> the dotted key and the value it means
-PEERS = {
-    "revision_of_model: v1": ("model.revision", "v1"),
-    "torch_dtype: bf16": ("model.dtype", "bfloat16"),
-    "torch_dtype: torch.float16": ("model.dtype", "float16"),
-    "bf16: true": ("model.dtype", "bfloat16"),
-    "fp16: yes": ("model.dtype", "float16"),
-    "bf16: false": ("model.dtype", "auto"),
-    "bf16: auto": ("model.dtype", "auto"),
-    "flash_attention: true": ("model.attn_implementation", "flash_attention_2"),
-    "flash_attn: fa2": ("model.attn_implementation", "flash_attention_2"),
-    "sdp_attention: true": ("model.attn_implementation", "sdpa"),
-    "tokenizer_name: other/tokenizer": ("model.tokenizer.path", "other/tokenizer"),
-    "model: {model_name_or_path: m, tokenizer_path: t}": ("model.tokenizer.path", "t"),
-    "use_liger_kernel: false": ("kernels.enabled", False),
-    "liger_fused_linear_cross_entropy: true": ("kernels.loss", "linear_cross_entropy"),
-    "val_set_size: 0.1": ("data.val_split", 0.1),
-    "val_size: 0.1": ("data.val_split", 0.1),
-    "template: alpaca": ("data.prompt_template", "alpaca"),
-    "system: Be brief.": ("data.system_prompt", "Be brief."),
-    "train_on_inputs: true": ("data.train_on", "all"),
-    "train_on_inputs: false": ("data.train_on", "assistant"),
-    "mask_history: true": ("data.train_on", "last"),
-    "sequence_len: 512": ("data.max_length", 512),
-    "cutoff_len: 512": ("data.max_length", 512),
-    "max_seq_length: 512": ("data.max_length", 512),
-    "data: {max_seq_len: 512}": ("data.max_length", 512),
-    "micro_batch_size: 2": ("train.per_device_train_batch_size", 2),
-    "gradient_accumulation: 2": ("train.gradient_accumulation_steps", 2),
-    "num_epochs: 3": ("train.num_train_epochs", 3.0),
-    "epochs: 3": ("train.num_train_epochs", 3.0),
-    "lr: 1e-4": ("train.learning_rate", 1e-4),
-    "train: {lr: 1e-4}": ("train.learning_rate", 1e-4),
-    "lr_scheduler: linear": ("train.lr_scheduler_type", "linear"),
-    "warmup: 10": ("train.warmup_steps", 10),
-    "optimizer: adamw_torch": ("train.optim", "adamw_torch"),
-    "optimizer: adamw_hf": ("train.optim", "adamw_torch"),
-    "gradient_clipping: 0.5": ("train.max_grad_norm", 0.5),
-    "activation_checkpointing: true": ("train.gradient_checkpointing", True),
-    "seed: 7": ("train.seed", 7),
-    "eval_batch_size: 2": ("eval.per_device_eval_batch_size", 2),
-    "keep_last_n_checkpoints: 5": ("checkpoint.save_total_limit", 5),
-    "overwrite_output_dir: true": ("checkpoint.overwrite", True),
-    "log_interval: 1": ("logging.logging_steps", 1),
-    "stage: sft": ("task", "sft"),
-}
 FLAT = "base_model: some/model\ndataset: some/data\noutput_dir: runs/one\n"
-
-
-def value_of(recipe, key: str):
-    for name in key.split("."):
-        recipe = getattr(recipe, name)
-    return recipe
-
-
-@pytest.mark.parametrize("line", PEERS)
-def test_a_peers_name_means_our_key_and_is_noticed(line, load):
-    key, value = PEERS[line]
-    flat = FLAT.replace("base_model: some/model\n", "") if line.startswith("model:") else FLAT
-    recipe = load(flat + line)
-    assert value_of(recipe, key) == value
-    assert sum(f" {key}" in notice for notice in recipe.notices) == 1
-    assert load(dump_recipe(recipe)).notices == ()
 
 
 def test_a_flat_file_reads_as_the_sections(load, required):

@@ -1,0 +1,183 @@
+"""Every peer's name for a key, as one literal table: name and value -> our key and its value."""
+
+from __future__ import annotations
+
+import pytest
+
+from ligertune.recipe import dump_recipe
+from ligertune.recipe.aliases import ALIASES
+
+SAME = object()  # the value is taken as it is written
+
+# key -> (names, value as written, value as meant) ...
+TABLE: dict[str, list[tuple[str, object, object]]] = {
+    "task": [("stage", "sft", SAME)],
+    "model.model_name_or_path": [
+        ("base_model model model_name model_path model_id pretrained_model_name_or_path", "m", SAME)
+    ],
+    "model.revision": [("model_revision revision_of_model", "v1", SAME)],
+    "model.dtype": [
+        ("torch_dtype", "bf16", "bfloat16"),
+        ("torch_dtype", "fp16", "float16"),
+        ("torch_dtype", "half", "float16"),
+        ("torch_dtype", "fp32", "float32"),
+        ("torch_dtype", "torch.bfloat16", "bfloat16"),
+        ("torch_dtype", "torch.float16", "float16"),
+        ("torch_dtype", "torch.float32", "float32"),
+        ("bf16", "true", "bfloat16"),
+        ("fp16", "yes", "float16"),
+        ("bf16 fp16", "false", "auto"),
+        ("bf16", "auto", "auto"),
+    ],
+    "model.attn_implementation": [
+        ("attn_impl flash_attention flash_attn use_flash_attention_2", "fa2", "flash_attention_2"),
+        ("flash_attention flash_attn use_flash_attention_2", "true", "flash_attention_2"),
+        ("attn_impl", "disabled", "eager"),
+        ("attn_impl flash_attn sdp_attention flex_attention eager_attention", "false", "auto"),
+        ("sdp_attention", "true", "sdpa"),
+        ("flex_attention", "true", "flex_attention"),
+        ("eager_attention", "true", "eager"),
+    ],
+    "model.tokenizer.path": [("tokenizer_name_or_path tokenizer_name tokenizer_path tokenizer_config", "t", SAME)],
+    "kernels.enabled": [("use_liger_kernel enable_liger_kernel use_liger", "false", False)],
+    "kernels.rope": [("liger_rope", "false", False)],
+    "kernels.norm": [("liger_rms_norm", "false", False)],
+    "kernels.mlp": [("liger_glu_activation liger_swiglu", "false", False)],
+    "kernels.loss": [
+        ("liger_fused_linear_cross_entropy", "true", "linear_cross_entropy"),
+        ("liger_cross_entropy", "true", "cross_entropy"),
+        ("liger_fused_linear_cross_entropy liger_cross_entropy", "false", "linear_cross_entropy"),
+    ],
+    "method.type": [("adapter finetuning_type train_type", "lora", SAME)],
+    "method.lora_r": [("lora_rank", "7", 7)],
+    "method.lora_target_modules": [
+        ("lora_target", "[q_proj]", ("q_proj",)),
+        ("lora_target_linear", "true", "all-linear"),
+    ],
+    "method.lora_modules_to_save": [("modules_to_save additional_target", "[lm_head]", ("lm_head",))],
+    "method.use_dora": [("peft_use_dora", "true", True)],
+    "method.use_rslora": [("peft_use_rslora", "true", True)],
+    "method.trainable": [("unfrozen_parameters", "['norm']", ("norm",))],
+    "data.val_split": [("val_set_size val_size test_size split_dataset_ratio", "0.125", 0.125)],
+    "data.prompt_template": [("template", "alpaca", SAME)],
+    "data.system_prompt": [("system default_system system_message", "Be brief.", SAME)],
+    "data.train_on": [
+        ("train_on_inputs train_on_prompt", "true", "all"),
+        ("train_on_inputs train_on_prompt", "false", "assistant"),
+        ("assistant_only_loss", "true", "assistant"),
+        ("assistant_only_loss", "false", "all"),
+        ("mask_history", "true", "last"),
+    ],
+    "data.max_length": [
+        ("sequence_len seq_len cutoff_len max_seq_length max_seq_len model_max_length", "519", 519),
+    ],
+    "data.packing": [("sample_packing neat_packing", "false", False)],
+    "data.num_proc": [("dataset_num_proc preprocessing_num_workers dataset_processes", "3", 3)],
+    "train.per_device_train_batch_size": [
+        ("micro_batch_size train_batch_size per_device_batch_size per_gpu_train_batch_size", "3", 3)
+    ],
+    "train.gradient_accumulation_steps": [
+        ("gradient_accumulation grad_accum grad_accum_steps accumulate_grad_batches", "3", 3)
+    ],
+    "train.num_train_epochs": [("num_epochs epochs n_epochs max_epochs train_epochs", "3", 3.0)],
+    "train.max_steps": [("max_train_steps", "3", 3)],
+    "train.learning_rate": [("lr", "3e-4", 3e-4)],
+    "train.lr_scheduler_type": [("lr_scheduler scheduler", "linear", SAME)],
+    "train.warmup_ratio": [("warmup_proportion lr_warmup_fraction", "0.25", 0.25)],
+    "train.warmup_steps": [("warmup num_warmup_steps lr_warmup_steps", "3", 3)],
+    "train.min_lr_ratio": [("cosine_min_lr_ratio", "0.25", 0.25)],
+    "train.optim": [
+        ("optimizer", "adamw", "adamw_torch_fused"),
+        ("optimizer", "AdamW", "adamw_torch_fused"),
+        ("optimizer", "adamw_hf", "adamw_torch"),
+        ("optimizer", "adamw_bnb_8bit", "adamw_8bit"),
+        ("optimizer", "lion_32bit", "lion"),
+        ("optimizer", "adamw_torch", SAME),
+    ],
+    "train.max_grad_norm": [("max_norm grad_clip clip_grad max_grad_clip gradient_clipping", "0.25", 0.25)],
+    "train.gradient_checkpointing": [
+        ("activation_checkpointing enable_activation_checkpointing grad_ckpt", "true", True)
+    ],
+    "train.fp8": [("fp8", "true", True)],
+    "train.seed": [("seed random_seed random_state", "7", 7)],
+    "eval.eval_strategy": [("evaluation_strategy", "epoch", SAME)],
+    "eval.eval_steps": [("eval_interval eval_freq run_eval_every_n_steps", "7", 7)],
+    "eval.per_device_eval_batch_size": [("eval_batch_size per_gpu_eval_batch_size", "7", 7)],
+    "checkpoint.save_steps": [("save_interval save_freq save_every_n_steps", "7", 7)],
+    "checkpoint.save_total_limit": [("save_total keep_last_n_checkpoints", "7", 7)],
+    "checkpoint.resume_from_checkpoint": [("auto_resume_from_checkpoints resume", "never", SAME)],
+    "checkpoint.overwrite": [("overwrite_output_dir", "true", True)],
+    "checkpoint.output_dir": [("output_dir out_dir", "o", SAME)],
+    "logging.logging_steps": [("log_interval log_every_n_steps log_every", "7", 7)],
+}
+# The items of a list. `data_path` and the others take one path, or several.
+DATASETS = {
+    "data.datasets": "dataset dataset_name data_path train_file train_files",
+    "data.eval_datasets": "eval_dataset val_dataset validation_file test_datasets",
+}
+ITEMS = [
+    ("type", "chat_template", "format", "messages"),
+    ("type", "completion", "format", "text"),
+    ("type", "pretrain", "format", "text"),
+    ("subset", "x", "name", "x"),
+    ("num_samples", "7", "max_samples", 7),
+]
+FLAT = {
+    "model.model_name_or_path": "base_model: some/model",
+    "data.datasets": "dataset: some/data",
+    "checkpoint.output_dir": "output_dir: runs/one",
+}
+NEEDS = {"method.trainable": "method: {type: freeze}", "eval.eval_strategy": "val_size: 0.1"}
+
+
+def text_of(key: str, line: str) -> str:
+    """A flat recipe in which `line` writes `key`."""
+    return "\n".join([*(other for name, other in FLAT.items() if name != key), NEEDS.get(key, ""), line]) + "\n"
+
+
+def value_of(recipe: object, key: str) -> object:
+    for name in key.split("."):
+        recipe = getattr(recipe, name)
+    return recipe
+
+
+@pytest.mark.parametrize("key", TABLE)
+def test_a_peers_name_means_our_key_and_is_noticed(key, load):
+    for names, written, meant in TABLE[key]:
+        for name in names.split():
+            recipe = load(text_of(key, f"{name}: {written}"))
+            assert value_of(recipe, key) == (written if meant is SAME else meant), name
+            assert sum(f": {name} is " in notice and f" {key}" in notice for notice in recipe.notices) == 1, name
+    assert load(dump_recipe(recipe)).notices == ()
+
+
+@pytest.mark.parametrize(
+    ("key", "line", "value"),
+    [
+        ("model.tokenizer.path", "model: {model_name_or_path: m, tokenizer_path: t}", "t"),
+        ("data.max_length", "data: {max_seq_len: 7}", 7),
+        ("train.learning_rate", "train: {lr: 0.5}", 0.5),
+    ],
+)
+def test_a_peers_name_is_read_in_the_section_of_its_key_too(key, line, value, load):
+    text = text_of("model.model_name_or_path" if line.startswith("model") else key, line)
+    assert value_of(load(text), key) == value
+
+
+@pytest.mark.parametrize("key", DATASETS)
+def test_peers_names_of_data_sets_and_of_what_their_items_hold(key, load):
+    for name in DATASETS[key].split():
+        for written, paths in {"a": ["a"], "[a, {path: b}]": ["a", "b"]}.items():
+            assert [item.path for item in value_of(load(text_of(key, f"{name}: {written}")), key)] == paths, name
+    for name, written, leaf, meant in ITEMS:
+        items = f"data: {{{key.split('.')[1]}: [{{path: a, {name}: {written}}}]}}"
+        items = items if key == "data.datasets" else items.replace("{eval", "{datasets: [{path: b}], eval")
+        recipe = load(text_of("data.datasets", items))
+        assert getattr(value_of(recipe, key)[0], leaf) == meant, name
+
+
+def test_the_tables_name_every_alias():
+    named = {(key, name) for key, rows in TABLE.items() for names, *_ in rows for name in names.split()}
+    named |= {(key, name) for key, names in DATASETS.items() for name in names.split()}
+    named |= {(f"{key}[].{leaf}", name) for key in DATASETS for name, _, leaf, _ in ITEMS}
+    assert named == {(row.key, name) for row in ALIASES for name in row.names}
