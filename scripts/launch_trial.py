@@ -12,7 +12,8 @@ from pathlib import Path
 from types import ModuleType
 
 from launch_candidates import Candidate, Direction, Norm, Patch, Turn
-from ligertune_kernels.launcher import Chip, Launch, chip_of, options, remembered
+from ligertune_kernels.chips import Chip, launch_options
+from ligertune_kernels.launcher import BoundLaunch, cached, chip_of
 from ligertune_kernels.ops.attention import rope
 from ligertune_kernels.ops.norms import _column_sums as column_sums
 from ligertune_kernels.ops.norms import _norm_kernels as norm_kernels
@@ -46,7 +47,7 @@ def _patched(patches: list[Patch]) -> Iterator[None]:
 
 
 def _of_norm(choices: dict[Direction, Norm], decided: dict[str, str]) -> list[Patch]:
-    """What `row_norm` remembers, remembered apart: a form launched before stays at hand, and nobody else's is found."""
+    """What `row_norm` remembers, cached apart: a form launched before stays at hand, and nobody else's is found."""
 
     def walks(direction: Direction, original: Callable) -> Callable:
         def walk(*args: object) -> row_norm.Walk:
@@ -56,10 +57,10 @@ def _of_norm(choices: dict[Direction, Norm], decided: dict[str, str]) -> list[Pa
             decided[direction] = _words(found, chip_of(args[-1]))
             return found
 
-        return remembered(walk)
+        return cached(walk)
 
     def apart(module: ModuleType, name: str) -> Callable:
-        return remembered(getattr(module, name).__wrapped__)
+        return cached(getattr(module, name).__wrapped__)
 
     walked = (("forward", "_forward_walk"), ("backward", "_backward_walk"))
     patches = [(row_norm, name, walks(way, getattr(row_norm, name).__wrapped__)) for way, name in walked]
@@ -79,7 +80,7 @@ def _decided(walk: row_norm.Walk, choice: Norm, chip: Chip) -> row_norm.Walk:
     if choice.edits:
         kernel = getattr(_edited(norm_kernels, choice.edits), kernel.fn.__name__)
     programs = walk.programs * walk.parts if choice.programs is None else choice.programs * chip.processors
-    launch = Launch(kernel, constants, walk.launch.integers)
+    launch = BoundLaunch(kernel, constants, walk.launch.integers)
     rows = choice.rows or walk.rows
     return dataclasses.replace(walk, launch=launch, rows=rows, programs=max(1, programs // parts), parts=parts)
 
@@ -99,15 +100,15 @@ def _of_rope(choice: Turn, decided: dict[str, str]) -> list[Patch]:
         return max(1, pairs // (heads * width)), heads
 
     def chosen(elements: int, chip: Chip) -> dict[str, int | bool]:
-        found = options(elements, chip)
+        found = launch_options(elements, chip)
         found["num_warps"] = choice.warps or found["num_warps"]
         tokens, heads = rope._tile(32, 64)
         words = f"{tokens} tokens of {heads} heads, {found['num_warps']} warps"
         decided["forward"] = decided["backward"] = words
         return found
 
-    # what rope remembers, remembered apart: made where these hold
-    patches: list[Patch] = [(rope, "options", chosen), (rope, "_launch", remembered(rope._launch.__wrapped__))]
+    # what rope remembers, cached apart: made where these hold
+    patches: list[Patch] = [(rope, "options", chosen), (rope, "_launch", cached(rope._launch.__wrapped__))]
     if choice.pairs or choice.heads != 8:
         patches.append((rope, "_tile", tile))
     if choice.edits:
@@ -115,7 +116,7 @@ def _of_rope(choice: Turn, decided: dict[str, str]) -> list[Patch]:
     return patches
 
 
-@remembered
+@cached
 def _edited(module: ModuleType, edits: tuple[tuple[str, str], ...]) -> ModuleType:
     """The module with parts of its source replaced, in a file: that is where Triton reads a kernel's."""
     source = Path(module.__file__).read_text(encoding="utf-8")

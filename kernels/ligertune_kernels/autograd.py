@@ -1,4 +1,4 @@
-"""What the ops add to torch.autograd.Function: gradients that refuse to be differentiated again, a short way in."""
+"""Autograd: gradients of the ops raise an error when they are differentiated again (create_graph=True)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Callable
 import torch
 
 
-class _Once(torch.autograd.Function):
-    """Hands tensors on; nothing comes back. The anchor makes autograd record it, whatever the tensors require."""
+class _RaiseInBackward(torch.autograd.Function):
+    """Return the gradients unchanged; backward raises. The anchor makes autograd record the node in every case."""
 
     @staticmethod
     def forward(ctx: object, anchor: torch.Tensor, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -19,48 +19,27 @@ class _Once(torch.autograd.Function):
     def backward(ctx: object, *grads: torch.Tensor | None) -> None:
         raise RuntimeError(
             "The gradients of ligertune_kernels' ops cannot be differentiated again (create_graph=True). "
-            "Use the op's reference for this, such as rms_norm_reference, or float64, which always takes it."
+            "Use the op's reference instead, such as rms_norm_reference, or float64, which always runs the reference."
         )
 
 
-def differentiable_once(backward: Callable) -> Callable:
-    """A Function's backward whose results refuse a backward of their own.
+def no_double_backward(backward: Callable) -> Callable:
+    """Decorate a Function's backward: differentiating its results raises RuntimeError.
 
-    torch's once_differentiable lets them through, as constants, where the gradient that came in needs none itself: a
-    penalty on the gradients of a sum then trains nothing and does not say so.
+    torch's once_differentiable returns constants where the incoming gradient needs no gradient itself: a penalty on the
+    gradients of a sum then trains nothing, without an error.
     """
 
     @functools.wraps(backward)
     def call(ctx: object, *grads: torch.Tensor | None) -> object:
-        # compiled, torch refuses it itself
+        # torch.compile itself refuses a second derivative.
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return backward(ctx, *grads)
         with torch.no_grad():
             found = backward(ctx, *grads)
-        alone = not isinstance(found, tuple)
-        recorded = _Once.apply(torch.ones((), requires_grad=True), *((found,) if alone else found))
-        return recorded[0] if alone else recorded
+        anchor = torch.ones((), requires_grad=True)
+        if isinstance(found, tuple):
+            return _RaiseInBackward.apply(anchor, *found)
+        return _RaiseInBackward.apply(anchor, found)[0]
 
     return call
-
-
-_transforms_are_active = getattr(torch._C, "_are_functorch_transforms_active", None)
-_unwrapped = getattr(getattr(torch._C, "_functorch", None), "unwrap_if_dead", None)
-
-
-def apply_of(function: type[torch.autograd.Function], n_tensors: int) -> Callable:
-    """function.apply, past what torch.func alone needs of it; the first n_tensors arguments are all that are tensors.
-
-    Function.apply is written in Python. Where no transform is at work, it unwraps what one that is over has left, and
-    hands on to one in C: this does no more.
-    """
-    in_c = getattr(super(torch.autograd.Function, function), "apply", None)
-    if None in (in_c, _transforms_are_active, _unwrapped):
-        return function.apply
-
-    def apply(*args: object) -> object:
-        if torch.compiler.is_compiling() or _transforms_are_active():
-            return function.apply(*args)
-        return in_c(*map(_unwrapped, args[:n_tensors]), *args[n_tensors:])
-
-    return apply

@@ -10,7 +10,8 @@ import inspect
 from typing import Any
 
 import torch
-from ligertune_kernels.autograd import apply_of, differentiable_once
+from ligertune_kernels.autograd import no_double_backward
+from ligertune_kernels.shortcuts import fast_apply
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
@@ -38,14 +39,14 @@ class _Flash(torch.autograd.Function):
         return out
 
     @staticmethod
-    @differentiable_once
+    @no_double_backward
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
         grads = torch.ops.aten._flash_attention_backward(grad, *saved, *ctx.how, *ctx.random, **ctx.keywords)
         return (*grads, None, None, None, None)
 
 
-_flash = apply_of(_Flash, 3)
+_flash = fast_apply(_Flash, 3)
 
 
 def flash_varlen(

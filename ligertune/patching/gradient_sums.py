@@ -17,7 +17,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from ligertune_kernels.autograd import differentiable_once
+from ligertune_kernels.autograd import no_double_backward
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter as same_version
 
@@ -43,7 +43,7 @@ class _HandOn(torch.autograd.Function):
         return product.detach(), x
 
     @staticmethod
-    @differentiable_once
+    @no_double_backward
     def backward(ctx: Any, d_product: Tensor | None, owed: Tensor | None) -> tuple[Tensor | None, ...]:
         if d_product is None:
             return None, owed, None

@@ -1,4 +1,4 @@
-"""The package as others meet it: its names, what importing it costs, life without triton, the launch rules."""
+"""The kernel package: public names, cost of importing it, operation without triton, row views."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pathlib import Path
 import ligertune_kernels
 import pytest
 import torch
-from ligertune_kernels import launcher as launch
+from ligertune_kernels import launcher
+from ligertune_kernels.chips import Chip
 from ligertune_kernels.table import OPS
 
-NVIDIA = launch.Chip("nvidia", "sm90", warp_size=32, processors=132, l2_bytes=50 << 20)
-CDNA = launch.Chip("amd", "gfx942", warp_size=64, processors=304, l2_bytes=4 << 20)
+CDNA = Chip("amd", "gfx942", warp_size=64, processors=304, l2_bytes=4 << 20)
 
 EXPORTS = [
     "AddRMSNorm",
@@ -89,7 +89,7 @@ def test_exports_are_pinned_and_exist() -> None:
 
 
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
-def test_a_row_names_what_its_file_holds(op) -> None:
+def test_table_rows_name_what_the_op_files_define(op) -> None:
     function = getattr(ligertune_kernels, op.name)
     assert function.__module__ == op.module
     assert set(op.inputs) <= set(function.__code__.co_varnames[: function.__code__.co_argcount])
@@ -113,45 +113,26 @@ print(K.backend("cpu"), K.backend("meta"), x.grad.isfinite().all().item(), w.gra
     assert python(code) == "reference reference True True"
 
 
-@pytest.mark.parametrize("chip", [NVIDIA, CDNA], ids=lambda chip: chip.arch)
-@pytest.mark.parametrize("elements", [1, 1024, 4096, 8192, 16384, 65536])
-def test_no_program_has_more_threads_than_a_gpu_allows(elements, chip) -> None:
-    assert launch.options(elements, chip)["num_warps"] * chip.warp_size <= launch.MAX_THREADS
-
-
-@pytest.mark.parametrize(
-    "n_rows, row_bytes, programs",
-    [
-        pytest.param(8192, 2 * 128256, 173, id="as many rows as the cache holds"),
-        pytest.param(8192, 2 * 32000, 528, id="short rows: four programs on each processor"),
-        pytest.param(8192, 4 * 256000, 66, id="rows that do not fit: half the processors"),
-        pytest.param(3, 2 * 128256, 3, id="never more programs than rows"),
-    ],
-)
-def test_rows_in_flight_fit_the_cache(n_rows, row_bytes, programs) -> None:
-    assert launch.programs_within_l2(n_rows, row_bytes, NVIDIA) == programs
-
-
-@pytest.mark.skipif(not launch.TRITON_INSTALLED, reason="needs triton")
-def test_meta_tensors_stand_for_a_chip_while_asked_to() -> None:
+@pytest.mark.skipif(not launcher.TRITON_INSTALLED, reason="needs triton")
+def test_meta_tensors_run_as_a_chip_inside_the_context() -> None:
     t = torch.empty(2, device="meta")
-    with launch.meta_stands_for(CDNA):
-        assert launch.runs_triton(t) and launch.chip_of(t.device) is CDNA
-    assert not launch.runs_triton(t)
+    with launcher.meta_runs_as(CDNA):
+        assert launcher.runs_triton(t) and launcher.chip_of(t.device) is CDNA
+    assert not launcher.runs_triton(t)
 
 
 def test_rows_are_views_where_strides_allow() -> None:
     packed = torch.zeros(3, 4, 20)
-    half = launch.rows_of(packed[..., 10:])
+    half = launcher.as_rows(packed[..., 10:])
     assert half.shape == (12, 10) and half.stride() == (20, 1) and half._base is not None
-    assert launch.rows_of(packed[..., ::2]).stride() == (10, 1)
+    assert launcher.as_rows(packed[..., ::2]).stride() == (10, 1)
 
 
-def test_no_kernel_asks_a_number_for_its_type() -> None:
-    """torch.compile reads kernels with plain ones; where that fails, all inputs count as overwritten."""
+def test_no_kernel_reads_the_type_of_an_unspecialised_number() -> None:
+    """torch.compile analyses kernels with plain numbers; where that fails, it treats all inputs as overwritten."""
     sources = [path.read_text(encoding="utf-8") for path in Path(ligertune_kernels.__file__).parent.rglob("*.py")]
     numbers = {name for source in sources for names in re.findall(r"do_not_specialize=\[([^]]*)", source)
                for name in re.findall(r"\w+", names)}  # fmt: skip
     assert "n_rows" in numbers
-    asked = re.compile(rf"\b({'|'.join(sorted(numbers))}|\w+_stride)\.(dtype|to\()")
-    assert [found.group() for source in sources for found in asked.finditer(source)] == []
+    reads = re.compile(rf"\b({'|'.join(sorted(numbers))}|\w+_stride)\.(dtype|to\()")
+    assert [found.group() for source in sources for found in reads.finditer(source)] == []

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from ligertune_kernels.launcher import MAX_THREADS, Chip, meta_stands_for
+from ligertune_kernels.chips import MAX_THREADS, Chip
+from ligertune_kernels.launcher import meta_runs_as
 from triton import knobs
 from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
@@ -211,7 +212,7 @@ def _pretending(target: Target, *, reads_once: bool) -> Iterator[list[tuple[dict
     ASTSource.make_ir = _read_once(read) if reads_once else read
     driver.set_active(PretendDriver(target))
     try:
-        with meta_stands_for(target.chip):
+        with meta_runs_as(target.chip):
             yield written
     finally:
         driver._active, knobs.compilation.listener, ASTSource.make_ir = active, heard, read

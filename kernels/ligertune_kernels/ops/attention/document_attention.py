@@ -18,14 +18,16 @@ from __future__ import annotations
 
 import torch
 
-from ligertune_kernels.autograd import apply_of, differentiable_once
-from ligertune_kernels.launcher import Chip, Launcher, chip_of, remembered, runs_triton
+from ligertune_kernels.autocast import autocast_dtype, without_autocast
+from ligertune_kernels.autograd import no_double_backward
+from ligertune_kernels.chips import Chip
+from ligertune_kernels.launcher import Launcher, cached, chip_of, runs_triton
 from ligertune_kernels.ops.attention._document_attention_kernels import (
     _attention_forward_kernel,
     _attention_keys_kernel,
     _attention_queries_kernel,
 )
-from ligertune_kernels.ops.losses._linear_chunks import _autocast_dtype, _without_autocast
+from ligertune_kernels.shortcuts import fast_apply
 
 
 def document_attention_reference(
@@ -82,7 +84,7 @@ def _attend(
     return (weights.to(wide) @ v).transpose(0, 1).to(query.dtype).contiguous()
 
 
-@remembered
+@cached
 def _launchers(
     heads: int, key_heads: int, head_dim: int, dtype: torch.dtype, window: int, has_cap: bool, chip: Chip
 ) -> tuple[tuple[Launcher, int], ...]:
@@ -128,7 +130,7 @@ _RDNA = {64: ((64, 32, 4, 2), (32, 16, 4, 1), (16, 32, 4, 1))}  # wider heads sp
 _ANY = ((16, 16, 4, 1),) * 3  # float32, whose products take a thread's registers; and under the interpreter
 
 
-@remembered
+@cached
 def _tiles(
     head_dim: int, has_cap: bool, dtype: torch.dtype, chip: Chip
 ) -> tuple[tuple[int, int, int, int], ...] | None:
@@ -169,7 +171,7 @@ class _Attention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @differentiable_once
+    @no_double_backward
     def backward(ctx, grad):
         q, k, v, starts, ends, out, lse = ctx.saved_tensors
         (n_tokens, heads, _), key_heads = q.shape, k.shape[1]
@@ -185,7 +187,7 @@ class _Attention(torch.autograd.Function):
         return dq, dk, dv, *(None,) * 5
 
 
-_apply = apply_of(_Attention, 5)
+_apply = fast_apply(_Attention, 5)
 
 
 def document_attention(
@@ -208,12 +210,12 @@ def document_attention(
     and in float32, and all in float32 on RDNA.
     """
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
-    dtype = _autocast_dtype(query.device)
+    dtype = autocast_dtype(query.device)
     if dtype is not None and query.dtype is not torch.float64:  # which rotation may have left in float32, but no value
         query, key, value = (t.to(dtype) for t in (query, key, value))
     _check(query, key, value, starts, ends, scale, window, softcap)
     if query.numel() == 0 or not _runs(query, softcap):
-        with _without_autocast(query.device):
+        with without_autocast(query.device):
             return document_attention_reference(
                 query, key, value, starts, ends, scale=scale, window=window, softcap=softcap
             )

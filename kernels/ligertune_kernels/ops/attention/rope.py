@@ -23,9 +23,11 @@ from __future__ import annotations
 
 import torch
 
-from ligertune_kernels.autograd import apply_of, differentiable_once
-from ligertune_kernels.launcher import Chip, Launcher, chip_of, options, remembered, runs_triton, tl, triton
-from ligertune_kernels.overwriting import is_someones_leaf, share_storage, span
+from ligertune_kernels.autograd import no_double_backward
+from ligertune_kernels.chips import Chip, launch_options
+from ligertune_kernels.inplace import is_trainable_leaf, memory_extent, share_storage
+from ligertune_kernels.launcher import Launcher, cached, chip_of, runs_triton, tl, triton
+from ligertune_kernels.shortcuts import fast_apply
 
 # Pairs that a program turns: 4 tokens of 8 heads of 128, 16 pairs a thread. On an H100 (32 and 8 heads, 16k tokens)
 # that is 94 % of a copy's rate; 84 % where a program takes all heads of a token, q's and, once stored, k's.
@@ -218,7 +220,7 @@ def _tile(n_heads: int, width: int) -> tuple[int, int]:
     return max(1, TILE // (heads * width)), heads
 
 
-@remembered
+@cached
 def _launch(
     n_q_heads: int, n_k_heads: int, head_dim: int, rotary_dim: int, batched: bool, has_positions: bool, backward: bool,
     interleaved: bool, passes_rest: bool, chip: Chip,
@@ -238,7 +240,7 @@ def _launch(
         "ROTARY_DIM": rotary_dim, "PAIRS": n_pairs, "REST": rest, "GROUP": group,
         "N_Q_HEADS": n_q_heads, "N_K_HEADS": n_k_heads,
         "Q_TOKENS": q_tokens, "K_TOKENS": k_tokens, "Q_HEADS": q_heads, "K_HEADS": k_heads,
-        **options(tile // 2 if tile <= 2 * TILE else tile, chip),
+        **launch_options(tile // 2 if tile <= 2 * TILE else tile, chip),
     }  # fmt: skip
     return Launcher(_rope_kernel, constants), group, programs
 
@@ -289,7 +291,7 @@ class _Rope(torch.autograd.Function):
         return _rotate(q, k, cos, sin, position_ids, interleaved, rotary_dim, inplace=inplace)
 
     @staticmethod
-    @differentiable_once
+    @no_double_backward
     def backward(ctx, dq, dk):
         cos, sin, position_ids = ctx.saved_tensors
         # A gradient nobody asked for is still a tensor here; without its heads the launch passes it by.
@@ -301,7 +303,7 @@ class _Rope(torch.autograd.Function):
         return (dq if needs_dq else None), (dk if needs_dk else None), *(None,) * 7
 
 
-_apply = apply_of(_Rope, 4)
+_apply = fast_apply(_Rope, 4)
 
 
 class _Overwritten(torch.autograd.Function):
@@ -327,11 +329,11 @@ def _may_overwrite(q: torch.Tensor, k: torch.Tensor, needs_grad: bool) -> bool:
 
 def _is_alone_in_memory(t: torch.Tensor, needs_grad: bool) -> bool:
     """Has every element its own; and if it bears a gradient, is all that it views declared spent with it?"""
-    reach = span(t)
+    reach = memory_extent(t)
     if not needs_grad:
         return reach is not None
     covers = reach == t.numel() == _whole(t).numel()
-    return covers and t.requires_grad and not t.is_leaf and not is_someones_leaf(t)
+    return covers and t.requires_grad and not t.is_leaf and not is_trainable_leaf(t)
 
 
 def _whole(t: torch.Tensor) -> torch.Tensor:

@@ -25,8 +25,9 @@ from typing import Literal
 
 import torch
 
+from ligertune_kernels.chips import launch_options
 from ligertune_kernels.jit.device_functions import LN2, LOG2E, fp32
-from ligertune_kernels.launcher import chip_of, on_device, options, runs_triton, tl, triton
+from ligertune_kernels.launcher import chip_of, on_device, runs_triton, tl, triton
 from ligertune_kernels.ops.losses._row_pass import scaled
 from ligertune_kernels.ops.losses.cross_entropy import SPENT
 
@@ -171,7 +172,7 @@ def divergence_pass(
             x, t, *(filled if given is None else given for given in (labels, losses, dx, dt, scale)),
             x.stride(0), t.stride(0), row_stride, col_stride, n_cols, ignore_index, beta,
             FORM=form, HAS_LABELS=labels is not None, BY_ELEMENT=by_element, NEEDS_LOSS=losses is not None,
-            NEEDS_DX=dx is not None, NEEDS_DT=dt is not None, BLOCK=block, **options(block, chip_of(x.device)),
+            NEEDS_DX=dx is not None, NEEDS_DT=dt is not None, BLOCK=block, **launch_options(block, chip_of(x.device)),
         )  # fmt: skip
 
 

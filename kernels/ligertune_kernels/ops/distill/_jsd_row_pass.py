@@ -24,8 +24,9 @@ from __future__ import annotations
 
 import torch
 
+from ligertune_kernels.chips import launch_options
 from ligertune_kernels.jit.device_functions import LN2, LOG2E, fp32
-from ligertune_kernels.launcher import chip_of, on_device, options, runs_triton, tl, triton
+from ligertune_kernels.launcher import chip_of, on_device, runs_triton, tl, triton
 from ligertune_kernels.ops.distill._divergence import divergence, form_of, log_mixture, summands, weighted
 
 # Columns of both rows at once, by the bytes of an element. Eight a thread; on more warps than 8 fp32 spills.
@@ -263,7 +264,7 @@ def _triton(
             student.stride(0), teacher.stride(0), gradient.stride(0) if needs_grad else 0, n_rows, vocab_size, width,
             ignore_index, beta, inverse_temperature, FORM=form_of(beta), HAS_LABELS=labels is not None,
             NEEDS_GRAD=needs_grad, PADDED=width != vocab_size, FAST_LOG=chip.vendor == "nvidia" and item == 2,
-            LANES=block // VECTOR, VECTOR=VECTOR, **options(2 * block, chip),
+            LANES=block // VECTOR, VECTOR=VECTOR, **launch_options(2 * block, chip),
         )  # fmt: skip
     return losses
 

@@ -17,8 +17,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ligertune_kernels.autograd import differentiable_once
-from ligertune_kernels.launcher import rows_of, runs_triton
+from ligertune_kernels.autograd import no_double_backward
+from ligertune_kernels.launcher import as_rows, runs_triton
 from ligertune_kernels.ops.distill._divergence import blocks_of, divergence_pass, form_of, gradients_once, summands
 from ligertune_kernels.ops.losses._row_pass import scales
 from ligertune_kernels.ops.losses.cross_entropy import Reduction, check_reduction
@@ -80,7 +80,7 @@ class _JSD(torch.autograd.Function):
         return losses.sum() / denominator
 
     @staticmethod
-    @differentiable_once
+    @no_double_backward
     def backward(ctx, d_loss):
         return *gradients_once(ctx, d_loss, "jsd"), None, None, None, None
 
@@ -95,7 +95,7 @@ class _JSDRows(torch.autograd.Function):
         return _losses(x, t, labels, options)
 
     @staticmethod
-    @differentiable_once
+    @no_double_backward
     def backward(ctx, d_losses):
         x, t, labels = ctx.saved_tensors
         dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -123,7 +123,7 @@ def jsd(
     options = {"beta": float(beta), "ignore_index": ignore_index}
     if input.numel() == 0 or not runs_triton(input):
         return jsd_reference(input, target, labels=labels, reduction=reduction, **options)
-    x, t, flat = rows_of(input), rows_of(target), None if labels is None else labels.reshape(-1).contiguous()
+    x, t, flat = as_rows(input), as_rows(target), None if labels is None else labels.reshape(-1).contiguous()
     needs_grad = torch.is_grad_enabled() and input.requires_grad
     if reduction == "none":
         losses = _JSDRows.apply(x, t, flat, options) if needs_grad else _losses(x, t, flat, options)

@@ -18,8 +18,8 @@ from typing import Literal
 import torch
 from torch import nn
 
-from ligertune_kernels.autograd import differentiable_once
-from ligertune_kernels.launcher import rows_of, runs_triton
+from ligertune_kernels.autograd import no_double_backward
+from ligertune_kernels.launcher import as_rows, runs_triton
 from ligertune_kernels.ops.distill._divergence import blocks_of, divergence_pass, gradients_once, weighted
 from ligertune_kernels.ops.losses._row_pass import scales
 
@@ -62,7 +62,7 @@ class _KLDiv(torch.autograd.Function):
         return losses.sum() / n_terms
 
     @staticmethod
-    @differentiable_once
+    @no_double_backward
     def backward(ctx, d_loss):
         return *gradients_once(ctx, d_loss, "kl_div"), None, None
 
@@ -80,7 +80,7 @@ class _KLDivElements(torch.autograd.Function):
         return losses
 
     @staticmethod
-    @differentiable_once
+    @no_double_backward
     def backward(ctx, d_losses):
         x, t = ctx.saved_tensors
         needs_dx, needs_dt = ctx.needs_input_grad[:2]
@@ -108,7 +108,7 @@ def kl_div(
     if input.numel() == 0 or not runs_triton(input):
         return kl_div_reference(input, target, reduction=reduction, log_target=log_target)
     form = "forward" if log_target else "kl"
-    x, t = rows_of(input), rows_of(target)
+    x, t = as_rows(input), as_rows(target)
     if reduction == "none":
         return _KLDivElements.apply(x, t, form).view(input.shape)
     return _KLDiv.apply(x, t, _terms(input, reduction), form)

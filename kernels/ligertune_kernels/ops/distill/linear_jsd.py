@@ -18,12 +18,13 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ligertune_kernels.autograd import differentiable_once
+from ligertune_kernels.autocast import autocast_dtype, without_autocast
+from ligertune_kernels.autograd import no_double_backward
 from ligertune_kernels.launcher import runs_triton
 from ligertune_kernels.ops.distill._divergence import gradients_once
 from ligertune_kernels.ops.distill._jsd_row_pass import jsd_row_pass
 from ligertune_kernels.ops.distill.jsd import check_beta, denominator, jsd_reference
-from ligertune_kernels.ops.losses._linear_chunks import _add_product, _autocast_dtype, _logits, _without_autocast
+from ligertune_kernels.ops.losses._linear_chunks import _add_product, _logits
 from ligertune_kernels.ops.losses._row_pass import scales
 from ligertune_kernels.ops.losses._schedule import chunks_of
 
@@ -161,7 +162,7 @@ class _LinearJSD(torch.autograd.Function):
         return losses.sum() / n
 
     @staticmethod
-    @differentiable_once
+    @no_double_backward
     def backward(ctx, d_loss):
         gradients = gradients_once(ctx, d_loss, "linear_jsd")
         return *(None if g is None else g.to(dtype) for g, dtype in zip(gradients, ctx.dtypes, strict=True)), *[
@@ -198,7 +199,7 @@ def linear_jsd(
     """
     layers = Layers(student_hidden, student_weight, student_bias, teacher_hidden, teacher_weight, teacher_bias)
     _check(layers, labels, beta, temperature)
-    if (dtype := _autocast_dtype(student_hidden.device)) is not None:
+    if (dtype := autocast_dtype(student_hidden.device)) is not None:
         layers = Layers(*(None if t is None else t.to(dtype) for t in layers.tensors))
     _check_dtypes(layers)
     options = {"beta": float(beta), "temperature": float(temperature), "ignore_index": ignore_index}
@@ -219,7 +220,7 @@ def linear_jsd(
     flat = None if labels is None else labels.reshape(-1).contiguous()
     students = (layers.student_hidden, layers.student_weight, layers.student_bias)
     needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in students)
-    with _without_autocast(student_hidden.device):
+    with without_autocast(student_hidden.device):
         n = denominator(layers.student_hidden, flat, ignore_index, "mean", num_items_in_batch)
         if needs_grad:
             return _LinearJSD.apply(*layers.tensors, flat, n, options, chunk_bytes)

@@ -13,7 +13,8 @@ import math
 
 import torch
 
-from ligertune_kernels.launcher import Chip, Launcher, chip_of, options, remembered, runs_triton, tl, triton
+from ligertune_kernels.chips import Chip, launch_options
+from ligertune_kernels.launcher import Launcher, cached, chip_of, runs_triton, tl, triton
 
 BLOCK = 2048
 
@@ -63,9 +64,9 @@ def _adamw_kernel(
     tl.store(exp_avg_sq_ptr + offs, v.to(exp_avg_sq_ptr.dtype.element_ty), mask=mask)
 
 
-@remembered
+@cached
 def _launch(has_scale: bool, chip: Chip) -> Launcher:
-    return Launcher(_adamw_kernel, {"HAS_SCALE": has_scale, "BLOCK": BLOCK, **options(BLOCK, chip)})
+    return Launcher(_adamw_kernel, {"HAS_SCALE": has_scale, "BLOCK": BLOCK, **launch_options(BLOCK, chip)})
 
 
 def adamw_step(

@@ -15,8 +15,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ligertune_kernels.autograd import differentiable_once
-from ligertune_kernels.launcher import Chip, Launcher, chip_of, on_device, options, remembered, runs_triton, tl, triton
+from ligertune_kernels.autograd import no_double_backward
+from ligertune_kernels.chips import Chip, launch_options
+from ligertune_kernels.launcher import Launcher, cached, chip_of, on_device, runs_triton, tl, triton
 
 TILE = 4096  # elements copied by a program of the forward
 CHUNK = 16  # sorted indices of a program of the backward, one after the other
@@ -117,19 +118,23 @@ def _crossing_kernel(
         tl.store(dw_ptr + index * n_cols + cols, total.to(dw_ptr.dtype.element_ty), mask=col_mask)
 
 
-@remembered
+@cached
 def _forward_launch(n_cols: int, chip: Chip) -> tuple[Launcher, int, int]:
     """The kernel, the rows of a program, and the programs of a row."""
     block = min(TILE, triton.next_power_of_2(n_cols))
     rows = TILE // block
-    return Launcher(_forward_kernel, {"ROWS": rows, "BLOCK": block, **options(TILE, chip)}), rows, -(-n_cols // block)
+    return (
+        Launcher(_forward_kernel, {"ROWS": rows, "BLOCK": block, **launch_options(TILE, chip)}),
+        rows,
+        -(-n_cols // block),
+    )
 
 
-@remembered
+@cached
 def _backward_launch(n_cols: int, chip: Chip) -> tuple[Launcher, Launcher, int]:
     """Both kernels, and the programs of a row."""
     block = min(BACKWARD_BLOCK, triton.next_power_of_2(n_cols))
-    constants = {"CHUNK": CHUNK, "BLOCK": block, **options(block, chip)}
+    constants = {"CHUNK": CHUNK, "BLOCK": block, **launch_options(block, chip)}
     return Launcher(_chunk_kernel, constants), Launcher(_crossing_kernel, constants), -(-n_cols // block)
 
 
@@ -175,7 +180,7 @@ class _Embedding(torch.autograd.Function):
         return _forward(indices, weight)
 
     @staticmethod
-    @differentiable_once
+    @no_double_backward
     def backward(ctx, dy):
         (indices,) = ctx.saved_tensors
         return None, _backward(dy, indices, ctx.vocab_size, ctx.dtype, ctx.padding_idx), None

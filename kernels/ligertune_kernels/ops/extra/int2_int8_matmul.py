@@ -19,7 +19,8 @@ from typing import NamedTuple
 
 import torch
 
-from ligertune_kernels.launcher import Chip, chip_of, on_device, options, rows_of, runs_triton, tl, triton
+from ligertune_kernels.chips import Chip, launch_options
+from ligertune_kernels.launcher import as_rows, chip_of, on_device, runs_triton, tl, triton
 
 GROUP = 8  # row tiles that share the columns of w while those are in the L2 cache
 UNPACKED_FROM = 65  # rows; cuBLAS' product of int8 needs 17
@@ -193,7 +194,7 @@ def int2_int8_matmul(
     _check(x, w_packed, x_scale, weight_scale)
     if x.numel() == 0 or w_packed.numel() == 0 or not runs_triton(x):
         return int2_int8_matmul_reference(x, w_packed, x_scale=x_scale, weight_scale=weight_scale)
-    rows, w_packed = rows_of(x), rows_of(w_packed)
+    rows, w_packed = as_rows(x), as_rows(w_packed)
     scales = (
         None if x_scale is None else x_scale.reshape(-1).contiguous(),
         None if weight_scale is None else weight_scale.contiguous(),
@@ -214,7 +215,7 @@ def _fused(
     y = torch.empty((n_rows, n_cols), dtype=torch.float32 if scaled else torch.int32, device=x.device)
     chip = chip_of(x.device)
     tile = tile_for(n_rows, n_cols, n_bytes, chip)
-    launch = {**options(tile.rows * tile.cols, chip), "num_warps": tile.warps, "num_stages": tile.stages}
+    launch = {**launch_options(tile.rows * tile.cols, chip), "num_warps": tile.warps, "num_stages": tile.stages}
     _int2_int8_kernel[(triton.cdiv(n_rows, tile.rows) * triton.cdiv(n_cols, tile.cols),)](
         x, w_packed, y, y if x_scale is None else x_scale, y if weight_scale is None else weight_scale,
         x.stride(0), w_packed.stride(0), 0 if weight_scale is None else weight_scale.dim(), n_rows, n_cols, n_bytes,
@@ -239,7 +240,7 @@ def _unpacked(
         y, weight_scale if x_scale is None else x_scale, x_scale if weight_scale is None else weight_scale,
         0 if weight_scale is None else weight_scale.dim(), n_cols,
         HAS_X_SCALE=x_scale is not None, HAS_WEIGHT_SCALE=weight_scale is not None,
-        BLOCK=block, **options(block, chip_of(y.device)),
+        BLOCK=block, **launch_options(block, chip_of(y.device)),
     )  # fmt: skip
     return y
 
@@ -249,7 +250,7 @@ def _unpack(w_packed: torch.Tensor) -> torch.Tensor:
     n_cols, n_bytes = w_packed.shape
     out = torch.empty((n_cols, 4 * n_bytes), dtype=torch.int8, device=w_packed.device)
     grid = (n_cols, triton.cdiv(n_bytes, UNPACK_BLOCK))
-    launch = {**options(UNPACK_BLOCK, chip_of(out.device)), "num_warps": 4}
+    launch = {**launch_options(UNPACK_BLOCK, chip_of(out.device)), "num_warps": 4}
     _unpack_kernel[grid](w_packed, out, w_packed.stride(0), n_bytes, BLOCK=UNPACK_BLOCK, **launch)
     return out
 

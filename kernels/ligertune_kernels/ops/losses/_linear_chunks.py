@@ -8,7 +8,6 @@ The logits of a chunk are multiplied into a reused buffer (cuBLAS), which the ro
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -329,17 +328,3 @@ def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta:
         torch.addmm(total, a, b, out_dtype=total.dtype, beta=beta, out=total)
     else:
         torch.addmm(total, a.to(total.dtype), b.to(total.dtype), beta=beta, out=total)
-
-
-def _autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """The dtype autocast computes in on this device, None where it is off."""
-    # a check of the type and not torch.amp.is_autocast_available, which torch.compile does not trace
-    if device.type not in ("cuda", "cpu") or not torch.is_autocast_enabled(device.type):
-        return None
-    return torch.get_autocast_dtype(device.type)
-
-
-def _without_autocast(device: torch.device) -> contextlib.AbstractContextManager:
-    if _autocast_dtype(device) is None:
-        return contextlib.nullcontext()
-    return torch.autocast(device.type, enabled=False)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from ligertune_kernels.autocast import autocast_dtype
 from ligertune_kernels.launcher import chip_of, runs_triton
-from ligertune_kernels.ops.losses._linear_chunks import _autocast_dtype
 from ligertune_kernels.ops.losses._schedule import Schedule, free_bytes, schedule_of
 from ligertune_kernels.ops.losses.labelled_rows import labelled_rows, take_rows
 
@@ -87,7 +87,7 @@ def adds_to_wide_sums(device: torch.device) -> bool:
 
 def same_dtype(op: str, hidden: torch.Tensor, *parameters: torch.Tensor | None) -> list[torch.Tensor | None]:
     """All as autocast casts them; else they have one dtype already."""
-    dtype = _autocast_dtype(hidden.device)
+    dtype = autocast_dtype(hidden.device)
     if dtype is not None:
         return [None if t is None else t.to(dtype) for t in (hidden, *parameters)]
     for t in parameters:

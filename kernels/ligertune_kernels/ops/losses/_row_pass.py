@@ -19,7 +19,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ligertune_kernels.launcher import MAX_THREADS, Chip, chip_of, on_device, options, runs_triton, tl, triton
+from ligertune_kernels.chips import MAX_THREADS, Chip, launch_options
+from ligertune_kernels.launcher import chip_of, on_device, runs_triton, tl, triton
 from ligertune_kernels.ops.losses._row_kernels import row_kernel, slab_kernel
 
 VECTOR = 8  # neighbouring columns of one lane: 16 bytes of bf16
@@ -143,7 +144,7 @@ def row_pass(
             HAS_SOFTCAP=terms.softcap is not None, SAVES_LSE=lse is not None, NEEDS_GRAD=needs_grad,
             SWEEPS=tiles.swept > 0, GROUPED=in_lead > 0, TAIL_LANES=tiles.tail // VECTOR,
             LANES=tiles.block // VECTOR, VECTOR=VECTOR, HINTS=HINTS,
-            **{**options(tiles.block, chip), "num_warps": tiles.num_warps},
+            **{**launch_options(tiles.block, chip), "num_warps": tiles.num_warps},
         )  # fmt: skip
     return losses
 
@@ -174,7 +175,7 @@ def slab_pass(
             logits.stride(0), 1 if scale.dim() else 0, n_rows, n_cols, first_col, vocab_size,
             terms.ignore_index, terms.label_smoothing, terms.softcap or 0.0, terms.logit_scale, terms.z_loss,
             HAS_WEIGHT=weight is not None, HAS_SMOOTHING=terms.label_smoothing != 0.0,
-            HAS_SOFTCAP=terms.softcap is not None, LANES=block // VECTOR, VECTOR=VECTOR, **options(block, chip),
+            HAS_SOFTCAP=terms.softcap is not None, LANES=block // VECTOR, VECTOR=VECTOR, **launch_options(block, chip),
         )  # fmt: skip
 
 
@@ -295,5 +296,5 @@ def scaled(t: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     chip = chip_of(t.device)
     programs = min(triton.cdiv(t.numel(), SCALE_BLOCK), SCALE_PROGRAMS * chip.processors)
     with on_device(t):
-        _scale_kernel[(programs,)](t, factor, t.numel(), BLOCK=SCALE_BLOCK, **options(SCALE_BLOCK, chip))
+        _scale_kernel[(programs,)](t, factor, t.numel(), BLOCK=SCALE_BLOCK, **launch_options(SCALE_BLOCK, chip))
     return t

@@ -19,8 +19,8 @@ from typing import Literal
 import torch
 from torch import nn
 
-from ligertune_kernels.autograd import differentiable_once
-from ligertune_kernels.launcher import rows_of, runs_triton
+from ligertune_kernels.autograd import no_double_backward
+from ligertune_kernels.launcher import as_rows, runs_triton
 from ligertune_kernels.ops.losses._row_pass import Terms, row_pass, scaled, scales
 
 Reduction = Literal["mean", "sum", "none"]
@@ -92,7 +92,7 @@ class _CrossEntropy(torch.autograd.Function):
         return losses.sum() / denominator
 
     @staticmethod
-    @differentiable_once
+    @no_double_backward
     def backward(ctx, d_loss):
         (gradient,) = ctx.saved_tensors
         if ctx.spent:
@@ -114,7 +114,7 @@ class _CrossEntropyRows(torch.autograd.Function):
         return row_pass(rows, labels, terms, weight=weight)
 
     @staticmethod
-    @differentiable_once
+    @no_double_backward
     def backward(ctx, d_losses):
         rows, labels, weight = ctx.saved_tensors
         gradient = _gradient_like(rows, ctx.inplace)
@@ -161,7 +161,7 @@ def cross_entropy(
             label_smoothing=label_smoothing, softcap=softcap, z_loss=z_loss,
         )  # fmt: skip
     needs_grad = torch.is_grad_enabled() and logits.requires_grad
-    rows, flat = rows_of(logits), labels.reshape(-1).contiguous()
+    rows, flat = as_rows(logits), labels.reshape(-1).contiguous()
     if reduction == "none":
         if needs_grad:
             return _CrossEntropyRows.apply(rows, flat, weight, terms, inplace).view(labels.shape)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ligertune_kernels.autograd import differentiable_once
+from ligertune_kernels.autograd import no_double_backward
 
 MULTIPLE_OF = 16  # rows: matrix products like no other number, and fewer sizes are fewer plans
 
@@ -49,7 +49,7 @@ class _TakeRows(torch.autograd.Function):
         return t.index_select(0, rows)
 
     @staticmethod
-    @differentiable_once
+    @no_double_backward
     def backward(ctx, dy):
         (rows,) = ctx.saved_tensors
         return dy.new_zeros(ctx.shape).index_copy_(0, rows, dy), None

@@ -21,16 +21,15 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ligertune_kernels.autograd import differentiable_once
+from ligertune_kernels.autocast import without_autocast
+from ligertune_kernels.autograd import no_double_backward
 from ligertune_kernels.launcher import runs_triton
 from ligertune_kernels.ops.losses._linear_chunks import (  # noqa: F401  linear_jsd takes three of these from here
     Head,
     Needs,
     Targets,
     _add_product,
-    _autocast_dtype,
     _logits,
-    _without_autocast,
     run_chunks,
 )
 from ligertune_kernels.ops.losses._linear_inputs import check_shapes, chosen_schedule, rows_to_take, same_dtype
@@ -103,7 +102,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return (done.losses / denominator).sum(), done.losses
 
     @staticmethod
-    @differentiable_once
+    @no_double_backward
     def backward(ctx, d_loss, _):
         if ctx.spent:
             raise RuntimeError(SPENT.format(op="linear_cross_entropy"))
@@ -127,12 +126,12 @@ class _LinearCrossEntropyRows(torch.autograd.Function):
         return run_chunks(rows, head, Targets(labels, terms, class_weight), Needs(), schedule).losses
 
     @staticmethod
-    @differentiable_once
+    @no_double_backward
     def backward(ctx, d_losses):
         *parameters, labels, class_weight = ctx.saved_tensors
         rows, (lora_scale, terms, schedule) = parameters[0], ctx.rest
         targets = Targets(labels, terms, class_weight, d_losses.contiguous())
-        with _without_autocast(rows.device):
+        with without_autocast(rows.device):
             needs = Needs(*ctx.needs_input_grad[:5])
             done = run_chunks(rows, Head(*parameters[1:], lora_scale), targets, needs, schedule)
         found = done.hidden, done.weight, done.bias, done.lora_a, done.lora_b
@@ -190,7 +189,7 @@ def linear_cross_entropy(
     if schedule is None:
         schedule = chosen_schedule(rows, weight, chunk_bytes)
     judged = flat, class_weight
-    with _without_autocast(rows.device):
+    with without_autocast(rows.device):
         if reduction == "none":
             losses = _losses(rows, *head[1:], *judged, lora_scale, terms, schedule)
             return (losses if index is None else spread(losses, index, labels.numel())).view(labels.shape)

@@ -12,8 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ligertune_kernels.launcher import chip_of, on_device, options, runs_triton, triton
-from ligertune_kernels.ops.losses._linear_chunks import Head, _without_autocast
+from ligertune_kernels.autocast import without_autocast
+from ligertune_kernels.chips import launch_options
+from ligertune_kernels.launcher import chip_of, on_device, runs_triton, triton
+from ligertune_kernels.ops.losses._linear_chunks import Head
 from ligertune_kernels.ops.losses._linear_inputs import check_shapes, same_dtype, slot_rows_of
 from ligertune_kernels.ops.losses._row_kernels import statistics_kernel
 from ligertune_kernels.ops.losses._row_pass import VECTOR
@@ -110,7 +112,7 @@ def linear_token_statistics(
             slot_rows=slot_rows_of(rows),
         ).slot  # fmt: skip
         buffer = rows.new_empty((slot, vocab_size))
-    with _without_autocast(rows.device):
+    with without_autocast(rows.device):
         for start in range(0, n_rows, slot if n_rows else 1):
             part = slice(start, min(start + slot, n_rows))
             logits = buffer[: part.stop - start]
@@ -141,5 +143,5 @@ def _take(
     with on_device(logits):
         statistics_kernel[(n_rows,)](
             logits, labels, *out, logits.stride(0), n_rows, n_cols, ignore_index, softcap or 0.0, logit_scale,
-            HAS_SOFTCAP=softcap is not None, LANES=block // VECTOR, VECTOR=VECTOR, **options(block, chip),
+            HAS_SOFTCAP=softcap is not None, LANES=block // VECTOR, VECTOR=VECTOR, **launch_options(block, chip),
         )  # fmt: skip

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from ligertune_kernels.ops.losses._linear_chunks import _without_autocast
+from ligertune_kernels.autocast import without_autocast
 from ligertune_kernels.ops.losses._linear_inputs import check_shapes, chosen_schedule, rows_to_take, same_dtype
 from ligertune_kernels.ops.losses._row_pass import Terms
 from ligertune_kernels.ops.losses._schedule import CHUNK_BYTES
@@ -126,7 +126,7 @@ def _through_one_weight(
     parted = [(n / c).expand(labels[0].numel()) for n, c in zip(counts, coefficients, strict=True)]
     denominators = torch.cat(parted) if index is None else torch.cat(parted)[index]  # (M,)
     schedule = chosen_schedule(rows, weight, chunk_bytes)
-    with _without_autocast(rows.device):
+    with without_autocast(rows.device):
         total, losses = summed_losses(
             rows, weight, None, None, None, flat, None, denominators, 1.0, terms, schedule
         )  # fmt: skip

@@ -17,10 +17,12 @@ from typing import Literal
 
 import torch
 
-from ligertune_kernels.autograd import apply_of, differentiable_once
+from ligertune_kernels.autograd import no_double_backward
+from ligertune_kernels.chips import Chip, launch_options
+from ligertune_kernels.inplace import are_disjoint, is_trainable_leaf, memory_extent
 from ligertune_kernels.jit.device_functions import gelu_erf, gelu_erf_grad, gelu_tanh, gelu_tanh_grad, silu, silu_grad
-from ligertune_kernels.launcher import Chip, Launcher, chip_of, laid_out, like, options, remembered, rows_of, tl, triton
-from ligertune_kernels.overwriting import are_apart, is_someones_leaf, span
+from ligertune_kernels.launcher import Launcher, as_rows, cached, chip_of, contiguous_like, rows_and_stride, tl, triton
+from ligertune_kernels.shortcuts import fast_apply
 
 Activation = Literal["silu", "gelu_tanh", "gelu_erf"]
 
@@ -101,28 +103,28 @@ def _backward_kernel(
         tl.store(d_up_ptr + row * d_up_row_stride + cols, d_up.to(d_up_ptr.dtype.element_ty), mask=mask)
 
 
-@remembered
+@cached
 def _forward_launch(n_cols: int, activation: Activation, chip: Chip) -> tuple[Launcher, int]:
     """The kernel, and the programs of a row."""
     block = min(BLOCK, triton.next_power_of_2(n_cols))
-    constants = {"ACTIVATION": activation, "BLOCK": block, **options(block // 2, chip)}
+    constants = {"ACTIVATION": activation, "BLOCK": block, **launch_options(block // 2, chip)}
     return Launcher(_forward_kernel, constants), -(-n_cols // block)
 
 
-@remembered
+@cached
 def _backward_launch(
     n_cols: int, activation: Activation, needs_gate: bool, needs_up: bool, chip: Chip
 ) -> tuple[Launcher, int]:
     """Likewise."""
     block = min(BLOCK, triton.next_power_of_2(n_cols))
     flags = {"ACTIVATION": activation, "NEEDS_GATE": needs_gate, "NEEDS_UP": needs_up}
-    return Launcher(_backward_kernel, {**flags, "BLOCK": block, **options(block, chip)}), -(-n_cols // block)
+    return Launcher(_backward_kernel, {**flags, "BLOCK": block, **launch_options(block, chip)}), -(-n_cols // block)
 
 
 def forward(gate: torch.Tensor, up: torch.Tensor, activation: Activation) -> torch.Tensor:
     n_cols = gate.shape[-1]
-    y = like(gate, gate.dtype)
-    (gate, gate_stride), (up, up_stride) = laid_out(gate), laid_out(up)
+    y = contiguous_like(gate, gate.dtype)
+    (gate, gate_stride), (up, up_stride) = rows_and_stride(gate), rows_and_stride(up)
     launch, blocks = _forward_launch(n_cols, activation, chip_of(gate.device))
     launch((gate.numel() // n_cols * blocks, 1, 1), (gate, up, y), (gate_stride, up_stride, n_cols))
     return y
@@ -142,7 +144,7 @@ def _backward(
     """
     n_cols = gate.shape[-1]
     filled_gate, filled_up = (d_up if d_gate is None else d_gate), (d_gate if d_up is None else d_up)
-    tensors, strides = zip(*map(laid_out, (dy, gate, up, filled_gate, filled_up)), strict=True)
+    tensors, strides = zip(*map(rows_and_stride, (dy, gate, up, filled_gate, filled_up)), strict=True)
     flags = d_gate is not None, d_up is not None
     launch, blocks = _backward_launch(n_cols, activation, *flags, chip_of(gate.device))
     # Where gradients go over their inputs, every element is read and written by one thread, the reads first.
@@ -161,10 +163,10 @@ def _saved_once(ctx) -> tuple[torch.Tensor, ...]:
 def _gradient_of(t: torch.Tensor, inplace: bool) -> torch.Tensor:
     """For the gradient of t (..., F): t's own memory, or new; as rows (N, F) where t is not contiguous."""
     if not inplace:
-        return like(t, t.dtype)
+        return contiguous_like(t, t.dtype)
     torch.autograd.graph.increment_version(t)
     mine = t.detach()
-    return mine if mine.is_contiguous() else rows_of(mine)
+    return mine if mine.is_contiguous() else as_rows(mine)
 
 
 class Gated(torch.autograd.Function):
@@ -177,7 +179,7 @@ class Gated(torch.autograd.Function):
         return forward(gate, up, activation)
 
     @staticmethod
-    @differentiable_once
+    @no_double_backward
     def backward(ctx, dy):
         gate, up = _saved_once(ctx)
         needs_gate, needs_up = ctx.needs_input_grad[:2]
@@ -197,7 +199,7 @@ class GatedPacked(torch.autograd.Function):
         return forward(*gate_up.chunk(2, dim=-1), activation)
 
     @staticmethod
-    @differentiable_once
+    @no_double_backward
     def backward(ctx, dy):
         (gate_up,) = _saved_once(ctx)
         d_gate_up = _gradient_of(gate_up, ctx.inplace)
@@ -205,7 +207,7 @@ class GatedPacked(torch.autograd.Function):
         return d_gate_up.view(gate_up.shape), None, None
 
 
-_apply = apply_of(Gated, 2)
+_apply = fast_apply(Gated, 2)
 
 
 def apply(gate: torch.Tensor, up: torch.Tensor | None, activation: Activation, inplace: bool) -> torch.Tensor:
@@ -217,11 +219,11 @@ def apply(gate: torch.Tensor, up: torch.Tensor | None, activation: Activation, i
 
 
 def _may_overwrite(gate: torch.Tensor, up: torch.Tensor | None) -> bool:
-    if torch.compiler.is_compiling() or is_someones_leaf(gate):
+    if torch.compiler.is_compiling() or is_trainable_leaf(gate):
         return False
     if up is None:
-        return span(gate) is not None
-    return not is_someones_leaf(up) and are_apart(gate, up)
+        return memory_extent(gate) is not None
+    return not is_trainable_leaf(up) and are_disjoint(gate, up)
 
 
 def check(op: str, gate: torch.Tensor, up: torch.Tensor | None) -> None:

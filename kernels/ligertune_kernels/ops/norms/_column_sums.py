@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 import torch
 
-from ligertune_kernels.launcher import Launch, chip_of, options, remembered, tl, triton
+from ligertune_kernels.chips import launch_options
+from ligertune_kernels.launcher import BoundLaunch, cached, chip_of, tl, triton
 
 TILE = 16384  # elements taken at once: of most matrices every row, so that all their bytes are in flight together
 FEWEST_COLS = 32  # 128 bytes of a row
@@ -35,7 +36,7 @@ def _column_sums_kernel(
 class ColumnSums(NamedTuple):
     """x.sum(0) of contiguous fp32 matrices of one shape."""
 
-    launch: Launch
+    launch: BoundLaunch
     grid: tuple[int, int, int]
     others: tuple[int, int]
 
@@ -45,7 +46,7 @@ class ColumnSums(NamedTuple):
         self.launch(self.grid, (x, first, first if second is None else second), *self.others)
 
 
-@remembered
+@cached
 def column_sums_of(
     n_rows: int, n_cols: int, n_first: int, device: torch.device, first: torch.dtype, second: torch.dtype | None = None
 ) -> ColumnSums:
@@ -57,12 +58,17 @@ def column_sums_of(
     return ColumnSums(launch, (triton.cdiv(n_cols, cols), 1, 1), (n_first, n_rows))
 
 
-@remembered
+@cached
 def _launch(
     rows: int, cols: int, n_cols: int, first: torch.dtype, second: torch.dtype | None, device: torch.device
-) -> Launch:
-    constants = {"ROWS": rows, "COLS": cols, "TWO": second is not None, **options(rows * cols // 2, chip_of(device))}
-    return Launch(_column_sums_kernel, constants, (n_cols,))
+) -> BoundLaunch:
+    constants = {
+        "ROWS": rows,
+        "COLS": cols,
+        "TWO": second is not None,
+        **launch_options(rows * cols // 2, chip_of(device)),
+    }
+    return BoundLaunch(_column_sums_kernel, constants, (n_cols,))
 
 
 def column_sums(x: torch.Tensor, first: torch.Tensor, second: torch.Tensor | None = None) -> None:

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ligertune_kernels.launcher import MAX_THREADS, Chip, Launch, chip_of, laid_out, like, options, remembered, triton
+from ligertune_kernels.chips import MAX_THREADS, Chip, launch_options
+from ligertune_kernels.launcher import BoundLaunch, cached, chip_of, contiguous_like, rows_and_stride, triton
 from ligertune_kernels.ops.norms._column_sums import ColumnSums, column_sums_of
 from ligertune_kernels.ops.norms._norm_kernels import (
     backward_halves_kernel,
@@ -35,7 +36,7 @@ MEASURED = {
 class Walk:
     """A launch whose programs walk runs of rows: so many rows a step, so many programs at most, for each part."""
 
-    launch: Launch
+    launch: BoundLaunch
     rows: int
     programs: int
     parts: int = 1
@@ -71,7 +72,7 @@ def _walk(
     measured = MEASURED.get((chip.arch, "backward" if backward else "forward", centred, block)) if narrow else None
     if measured is not None:
         rows, warps, share = measured
-    constants = {"ROWS": rows, "BLOCK": block, **options(rows * block, chip)}
+    constants = {"ROWS": rows, "BLOCK": block, **launch_options(rows * block, chip)}
     if measured is not None:
         constants["num_warps"] = warps
     if centred and n_cols == 1:  # whose gradient is w dy - w dy: zero, but not where one of the two is rounded alone
@@ -131,10 +132,15 @@ def _whole_row(n_cols: int, column_bytes: int, chip: Chip) -> dict[str, int | bo
     """Constants of the backward that holds a long row: every thread a processor has, and the next row on its way."""
     block = triton.next_power_of_2(n_cols)
     waits = chip.vendor == "nvidia" and block * column_bytes + 16384 <= chip.shared_bytes
-    return {**options(block, chip), "BLOCK": block, "num_warps": MAX_THREADS // chip.warp_size, "STAGES": 1 + waits}
+    return {
+        **launch_options(block, chip),
+        "BLOCK": block,
+        "num_warps": MAX_THREADS // chip.warp_size,
+        "STAGES": 1 + waits,
+    }
 
 
-@remembered
+@cached
 def _forward_walk(
     strides: tuple[int, int],
     n_cols: int,
@@ -160,15 +166,15 @@ def _forward_walk(
         "ROUND_XHAT": round_xhat,
     }
     kernel, numbers = forward_sweep_kernel, (1, 1 << 31, 1)
-    constants = {"BLOCK": SWEEP_BLOCK, **options(SWEEP_BLOCK, chip)}
+    constants = {"BLOCK": SWEEP_BLOCK, **launch_options(SWEEP_BLOCK, chip)}
     in_step = _in_step((*strides, n_cols))
     if n_cols <= (WHOLE_ROW if in_step else PART // 2) and n_cols * column_bytes <= WHOLE_ROW_BYTES:
         kernel, how = forward_kernel, {"backward": False, "residual": residual is not None, "centred": centred}
         constants, numbers = _walk(n_cols, column_bytes, chip, in_step=in_step, **how)
-    return Walk(Launch(kernel, flags | constants, (*strides, n_cols)), *numbers, (total, y))
+    return Walk(BoundLaunch(kernel, flags | constants, (*strides, n_cols)), *numbers, (total, y))
 
 
-@remembered
+@cached
 def _backward_walk(
     strides: tuple[int, int, int],
     n_cols: int,
@@ -188,28 +194,28 @@ def _backward_walk(
     long = PART < n_cols <= WHOLE_ROW and needs[0] and not centred
     if long and _holds_long_rows(integers, (dy, ds, x, weight), chip):
         constants = flags | {"NEEDS_DW": needs[1]} | _whole_row(n_cols, column_bytes, chip)
-        return Walk(Launch(backward_row_kernel, constants, integers), 1, chip.processors)
+        return Walk(BoundLaunch(backward_row_kernel, constants, integers), 1, chip.processors)
     if centred and all(needs) and not round_xhat and _holds_halves(integers, (dy, x, weight), ds, chip):
-        constants = {**options(PART, chip), "HALF": PART, "num_warps": 16, "STAGES": 2}
-        return Walk(Launch(backward_halves_kernel, constants, integers), 1, chip.processors)
+        constants = {**launch_options(PART, chip), "HALF": PART, "num_warps": 16, "STAGES": 2}
+        return Walk(BoundLaunch(backward_halves_kernel, constants, integers), 1, chip.processors)
     flags |= {"CENTRED": centred, **dict(zip(("NEEDS_DX", "NEEDS_DW", "NEEDS_DB"), needs, strict=True))}
     how = {"backward": True, "residual": ds is not None, "centred": centred, "in_step": _in_step(integers)}
     constants, numbers = _walk(n_cols, column_bytes, chip, **how)
-    return Walk(Launch(backward_kernel, flags | constants, integers), *numbers)
+    return Walk(BoundLaunch(backward_kernel, flags | constants, integers), *numbers)
 
 
 @dataclass(frozen=True)
 class _Forward:
     """A call forward: all that the shapes, strides and dtypes of its tensors decide."""
 
-    launch: Launch
+    launch: BoundLaunch
     grid: tuple[int, int, int]
     others: tuple[float, ...]  # that the launch takes after the tensors
     n_stats: int
     dtypes: tuple[torch.dtype, ...]  # of the sum and y
 
 
-@remembered
+@cached
 def _forward(
     shape: torch.Size, strides: tuple[int, int], dtypes: tuple[torch.dtype | None, ...],
     eps: float, offset: float, centred: bool, round_xhat: bool, device: torch.device,
@@ -227,7 +233,7 @@ def _forward(
 class _Backward:
     """A call backward, likewise."""
 
-    launch: Launch
+    launch: BoundLaunch
     grid: tuple[int, int, int]
     others: tuple[float, ...]
     parts: int
@@ -235,7 +241,7 @@ class _Backward:
     sums: ColumnSums | None
 
 
-@remembered
+@cached
 def _backward(
     shape: torch.Size, strides: tuple[int, int, int], dtypes: tuple[torch.dtype | None, ...],
     bias: torch.dtype | None, offset: float, centred: bool, round_xhat: bool, needs: tuple[bool, bool, bool],
@@ -266,16 +272,16 @@ def norm_forward(
     """y, the normed sum (x itself without a residual), and the statistics: rstd (N,), of a centred norm the means (N,)
     after it."""
     shape = x.shape
-    rows, row_stride = laid_out(x)
-    residual_rows, residual_stride = (rows, row_stride) if residual is None else laid_out(residual)
+    rows, row_stride = rows_and_stride(x)
+    residual_rows, residual_stride = (rows, row_stride) if residual is None else rows_and_stride(residual)
     dtypes = (
         x.dtype, None if residual is None else residual.dtype, None if weight is None else weight.dtype,
         None if bias is None else bias.dtype,
     )  # fmt: skip
     call = _forward(shape, (row_stride, residual_stride), dtypes, eps, offset, centred, round_xhat, x.device)
     sum_dtype, y_dtype = call.dtypes
-    summed = x if residual is None else like(x, sum_dtype)
-    y = like(x, y_dtype)
+    summed = x if residual is None else contiguous_like(x, sum_dtype)
+    y = contiguous_like(x, y_dtype)
     stats = x.new_empty(call.n_stats, dtype=torch.float32)
     call.launch(
         call.grid,
@@ -313,9 +319,9 @@ def norm_backward(
     """
     needs_dx, needs_dw, needs_db = needs
     shape = x.shape
-    rows, row_stride = laid_out(x)
-    dy_rows, dy_stride = laid_out(dy)
-    ds_rows, ds_stride = (dy_rows, dy_stride) if ds is None else laid_out(ds)
+    rows, row_stride = rows_and_stride(x)
+    dy_rows, dy_stride = rows_and_stride(dy)
+    ds_rows, ds_stride = (dy_rows, dy_stride) if ds is None else rows_and_stride(ds)
     dtypes = (dy.dtype, None if ds is None else ds.dtype, x.dtype, None if weight is None else weight.dtype)
     call = _backward(
         shape, (dy_stride, ds_stride, row_stride), dtypes, None if bias is None else bias.dtype,
@@ -329,7 +335,7 @@ def norm_backward(
             dx = dy.detach()
             torch.autograd.graph.increment_version(dy)
         else:
-            dx = like(x, x.dtype)
+            dx = contiguous_like(x, x.dtype)
     partial = stats if call.sums is None else stats.new_empty(call.grid[0], call.n_sums)
     call.launch(
         call.grid,
@@ -344,8 +350,8 @@ def norm_backward(
         ),
         *call.others,
     )
-    dw = like(weight, weight.dtype) if needs_dw else None
-    db = like(bias, bias.dtype) if needs_db else None
+    dw = contiguous_like(weight, weight.dtype) if needs_dw else None
+    db = contiguous_like(bias, bias.dtype) if needs_db else None
     if call.sums is not None:
         call.sums.into(partial, *((dw, db) if needs_dw else (db,)))
     return dx, dw, db

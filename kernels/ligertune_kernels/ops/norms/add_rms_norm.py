@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import torch
 
-from ligertune_kernels.autograd import apply_of, differentiable_once
+from ligertune_kernels.autograd import no_double_backward
 from ligertune_kernels.launcher import runs_triton
 from ligertune_kernels.ops.norms._row_norm import norm_backward, norm_forward
 from ligertune_kernels.ops.norms.rms_norm import Cast, RMSNorm, check_rms_norm, rms_norm_reference
+from ligertune_kernels.shortcuts import fast_apply
 
 
 def add_rms_norm_reference(
@@ -43,7 +44,7 @@ class _AddRMSNorm(torch.autograd.Function):
         return y, new_residual
 
     @staticmethod
-    @differentiable_once
+    @no_double_backward
     def backward(ctx, dy, ds):
         new_residual, weight, stats = ctx.saved_tensors
         _, offset, round_xhat, inplace = ctx.options
@@ -62,7 +63,7 @@ class _AddRMSNorm(torch.autograd.Function):
         return dx, dr, dw, None
 
 
-_apply = apply_of(_AddRMSNorm, 3)
+_apply = fast_apply(_AddRMSNorm, 3)
 
 
 def add_rms_norm(

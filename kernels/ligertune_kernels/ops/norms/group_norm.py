@@ -22,18 +22,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ligertune_kernels.autograd import differentiable_once
+from ligertune_kernels.autograd import no_double_backward
+from ligertune_kernels.chips import Chip, launch_options
 from ligertune_kernels.jit.device_functions import fp32
-from ligertune_kernels.launcher import (
-    Chip,
-    Launcher,
-    chip_of,
-    options,
-    remembered,
-    runs_triton,
-    tl,
-    triton,
-)
+from ligertune_kernels.launcher import Launcher, cached, chip_of, runs_triton, tl, triton
 from ligertune_kernels.ops.norms._column_sums import column_sums
 
 # Elements of a group taken at once, positions of one channel, and channels if these are fewer: 8192 by eight warps, and
@@ -188,12 +180,12 @@ def _backward_kernel(
                 tl.store(dx_ptr + offs, dx.to(dx_ptr.dtype.element_ty), mask=mask)
 
 
-@remembered
+@cached
 def _forward_launch(n_channels: int, length: int, weight: bool, bias: bool, chip: Chip) -> Launcher:
     return Launcher(_forward_kernel, {"HAS_WEIGHT": weight, "HAS_BIAS": bias, **_tile(n_channels, length, chip)})
 
 
-@remembered
+@cached
 def _backward_launch(
     n_channels: int, length: int, weight: bool, needs_dx: bool, needs_sums: bool, chip: Chip
 ) -> Launcher:
@@ -207,7 +199,7 @@ def _tile(n_channels: int, length: int, chip: Chip) -> dict[str, int | bool]:
     tile = LARGE_TILE if large else TILE
     cols = min(tile, triton.next_power_of_2(length))
     channels = min(tile // cols, triton.next_power_of_2(n_channels))
-    constants = {"CHANNELS": channels, "LENGTH": cols, **options(tile, chip)}
+    constants = {"CHANNELS": channels, "LENGTH": cols, **launch_options(tile, chip)}
     return constants if large or chip.warp_size == 64 else constants | {"num_warps": TILE_WARPS}
 
 
@@ -264,7 +256,7 @@ class _GroupNorm(torch.autograd.Function):
         return y
 
     @staticmethod
-    @differentiable_once
+    @no_double_backward
     def backward(ctx, dy):
         needs_dx, _, needs_dw, needs_db, _ = ctx.needs_input_grad
         dx, dw, db = _backward(dy, *ctx.saved_tensors, (needs_dx, needs_dw, needs_db))

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ligertune_kernels.autograd import differentiable_once
+from ligertune_kernels.autograd import no_double_backward
 from ligertune_kernels.launcher import runs_triton
 from ligertune_kernels.ops.norms._row_norm import norm_backward, norm_forward
 
@@ -33,7 +33,7 @@ class _LayerNorm(torch.autograd.Function):
         return y
 
     @staticmethod
-    @differentiable_once
+    @no_double_backward
     def backward(ctx, dy):
         x, weight, bias, stats = ctx.saved_tensors
         grads = norm_backward(

@@ -22,9 +22,10 @@ from typing import Literal
 import torch
 from torch import nn
 
-from ligertune_kernels.autograd import apply_of, differentiable_once
+from ligertune_kernels.autograd import no_double_backward
 from ligertune_kernels.launcher import runs_triton
 from ligertune_kernels.ops.norms._row_norm import norm_backward, norm_forward
+from ligertune_kernels.shortcuts import fast_apply
 
 Cast = Literal["llama", "gemma", "none"]
 
@@ -51,7 +52,7 @@ class _RMSNorm(torch.autograd.Function):
         return y
 
     @staticmethod
-    @differentiable_once
+    @no_double_backward
     def backward(ctx, dy):
         x, weight, stats = ctx.saved_tensors
         _, offset, round_xhat, inplace = ctx.options
@@ -63,7 +64,7 @@ class _RMSNorm(torch.autograd.Function):
         return dx, dw, None
 
 
-_apply = apply_of(_RMSNorm, 2)
+_apply = fast_apply(_RMSNorm, 2)
 
 
 def check_rms_norm(op: str, x: torch.Tensor, weight: torch.Tensor, cast: str) -> None:

@@ -8,7 +8,8 @@ import pytest
 import torch
 from judge import OF_A_ROW, judge
 from ligertune_kernels import document_attention, document_attention_reference, runs_triton
-from ligertune_kernels.launcher import INTERPRETED, INTERPRETER, Chip
+from ligertune_kernels.chips import INTERPRETER, Chip
+from ligertune_kernels.launcher import INTERPRETED
 from ligertune_kernels.ops.attention.document_attention import _tiles
 
 # The interpreter multiplies the bits of bfloat16 as if they were integers.

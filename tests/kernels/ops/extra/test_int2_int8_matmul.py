@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from ligertune_kernels import int2_int8_matmul, int2_int8_matmul_reference, pack_int2, runs_triton, unpack_int2
-from ligertune_kernels.launcher import INTERPRETER, Chip
+from ligertune_kernels.chips import INTERPRETER, Chip
 from ligertune_kernels.ops.extra.int2_int8_matmul import _unpack, unpacks_first
 
 SIZES = (

@@ -1,0 +1,137 @@
+"""Launch shortcuts through private APIs of torch and Triton: less host time per kernel, all behind one switch.
+
+LIGERTUNE_LAUNCH_SHORTCUTS lists what is on (read at import; default: all three; 0: none):
+
+- apply: call autograd's C function past torch.autograd.Function.apply, which is written in Python.
+- saved: launch a kernel's compiled form again, without Triton's search for it (20 µs with eight tensors).
+- direct: call the C function inside Triton's Python launcher; only with `saved`.
+
+Without them every op goes the public way with the same results. Each falls back by itself where the installed torch or
+Triton lacks the private name. To delete one: `apply`: replace fast_apply(f, n) by f.apply; `direct`: delete
+_direct_call and its call; `saved`: delete the rest of this file and the two uses in launcher.BoundLaunch.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+try:
+    from triton import knobs
+except ModuleNotFoundError:  # nothing is launched without triton
+    knobs = None
+
+ON = os.environ.get("LIGERTUNE_LAUNCH_SHORTCUTS", "apply,saved,direct").split(",")
+
+_transforms_are_active = getattr(torch._C, "_are_functorch_transforms_active", None)
+_unwrap_if_dead = getattr(getattr(torch._C, "_functorch", None), "unwrap_if_dead", None)
+
+
+def fast_apply(function: type[torch.autograd.Function], n_tensors: int) -> Callable:
+    """Return function.apply without its Python part, which only torch.func needs.
+
+    n_tensors: how many leading arguments may be tensors. Function.apply unwraps tensors of torch.func transforms that
+    have ended and calls the function in C; while no transform is active, this does the same.
+    """
+    c_apply = getattr(super(torch.autograd.Function, function), "apply", None)
+    if "apply" not in ON or None in (c_apply, _transforms_are_active, _unwrap_if_dead):
+        return function.apply
+
+    def apply(*args: object) -> object:
+        if torch.compiler.is_compiling() or _transforms_are_active():
+            return function.apply(*args)
+        return c_apply(*map(_unwrap_if_dead, args[:n_tensors]), *args[n_tensors:])
+
+    return apply
+
+
+# The public functions initialise CUDA first and build a Stream object.
+_current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+_current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+
+def _has_launch_hooks() -> bool:
+    """Return whether a profiler has asked Triton to be called at every launch."""
+    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
+
+
+class SavedLaunch:
+    """A compiled kernel, to be launched again on tensors of the same dtypes on the same device.
+
+    Triton's own launch derives the compiled form from all arguments, asks the driver about every pointer and calls two
+    chains of hooks. This passes addresses of tensors to the function that Triton calls in the end.
+    """
+
+    def __init__(self, compiled: Any, integers: tuple[int, ...], constants: tuple, device: int) -> None:
+        """compiled: Triton's CompiledKernel; integers and constants: the kernel's arguments that never change."""
+        self.integers, self.constants, self.device = integers, constants, device
+        # The launcher takes grid, stream, function, metadata of the kernel, metadata for hooks, two hooks.
+        self.call, self.before, self.packed = compiled.run, (), False
+        self.after = compiled.function, compiled.packed_metadata, None, None, None
+        direct = _direct_call(self.call, self.after) if "direct" in ON else None
+        if direct is not None:
+            self.call, self.before, self.after, self.packed = direct
+
+    def launch(self, grid: tuple[int, int, int], tensors: tuple[torch.Tensor, ...], others: tuple) -> bool:
+        """Launch on the saved device; return False where Triton must launch: hooks, or unaligned tensors."""
+        if _has_launch_hooks():
+            return False
+        if self.device != _current_device():
+            with torch.cuda.device(self.device):
+                return self.launch(grid, tensors, others)
+        addresses = [t.data_ptr() for t in tensors]
+        bits = 0
+        for address in addresses:
+            bits |= address
+        if bits % 16:  # the saved form loads vectors of 16 bytes
+            return False
+        stream = _current_stream(self.device)
+        if self.packed:
+            arguments = (*addresses, *self.integers, *others, *self.constants)
+            self.call(*self.before, *grid, stream, *self.after, arguments)
+        else:
+            self.call(*self.before, *grid, stream, *self.after, *addresses, *self.integers, *others, *self.constants)
+        return True
+
+
+def save_launch(
+    compiled: Any, kernel: Any, tensors: tuple[torch.Tensor, ...], integers: tuple[int, ...], constants: dict
+) -> SavedLaunch | None:
+    """Save what Triton just launched on these tensors; None where it cannot be launched again without Triton.
+
+    compiled: what kernel[grid](...) returned, None under the interpreter.
+    """
+    names = ("run", "function", "packed_metadata")
+    if "saved" not in ON or _current_stream is None or None in (getattr(compiled, name, None) for name in names):
+        return None
+    if not tensors[0].is_cuda or any(t.data_ptr() % 16 for t in tensors):
+        return None
+    values = tuple(constants[name] for name in kernel.arg_names if name in constants)
+    return SavedLaunch(compiled, integers, values, tensors[0].get_device())
+
+
+def _direct_call(run: Any, after: tuple) -> tuple[Callable, tuple, tuple, bool] | None:
+    """Return the C function that Triton's Python launcher `run` calls, the arguments around grid and stream, packed.
+
+    The launcher is called once with marks, and the marks are found again in what it passes on. packed: the kernel's
+    arguments are one tuple. None where the launcher does more than pass on (it may have to allocate scratch memory), or
+    passes on in an order that is not known here.
+    """
+    if not callable(getattr(run, "launch", None)):
+        return None
+    if getattr(run, "global_scratch_size", 0) or getattr(run, "profile_scratch_size", 0):
+        return None
+    probe, received = copy.copy(run), []
+    probe.launch = lambda *arguments: received.extend(arguments)
+    *place, argument = (object() for _ in range(5))  # grid and stream; an argument of the kernel
+    probe(*place, *after, argument)
+    first = next((i for i in range(len(received)) if received[i : i + 4] == place), None)
+    packed = received[-1:] == [(argument,)]
+    if first is None or not (packed or received[-1:] == [argument]):
+        return None
+    return run.launch, tuple(received[:first]), tuple(received[first + 4 : -1]), packed
