@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ligertune.data.dataset_loading import image_places
 from ligertune.data.examples import Example
-from ligertune.data.row_pipeline import RowPath, Tally
+from ligertune.data.row_pipeline import RowPath, Tally, image_places
 from ligertune.data.rows.conversation import REASONS
 from ligertune.data.rows.formats import check_columns, recognise
 from ligertune.data.rows.sources import Record, RecordStream, find_files, shown_path

@@ -149,7 +149,7 @@ def accuracy_of(model: MedusaModel, examples: Examples) -> list[list[float]]:
     """accuracy[k][r] of head k + 1, rank r, one example at a time."""
     import numpy as np
 
-    from ligertune.data.batching.batcher import Batcher
+    from ligertune.data.batching.collate import Batcher
     from ligertune.models.compile import as_written
     from ligertune.tasks.medusa.head_accuracy import rank_accuracy
 

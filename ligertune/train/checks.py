@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ligertune.attention.padding_free import asked_for
-from ligertune.data.batching.batcher import Batcher
-from ligertune.data.batching.collate import collate_packed
+from ligertune.data.batching.collate import Batcher, collate_packed
 from ligertune.data.examples import Example
 from ligertune.errors import UserError
 from ligertune.planning.memory.fit import advice

@@ -16,7 +16,7 @@ import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
 
-from ligertune.data.batching.batcher import Batcher
+from ligertune.data.batching.collate import Batcher
 from ligertune.data.batching.packing import pack
 from ligertune.folders import put_in_place, remove
 from ligertune.patching.deferred_logits import loss_only

@@ -12,12 +12,10 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from torch import nn
 
-from ligertune.data.batching.batcher import Batcher, alike_of, rows_multiple_of
+from ligertune.data.batching.collate import Batcher, alike_of, rows_multiple_of
 from ligertune.data.batching.context_parallel_rows import row_parts
-from ligertune.data.batching.image_order import ByImageCount, check_sharded
-from ligertune.data.batching.order import DataOrder
+from ligertune.data.batching.order import ByImageCount, DataOrder, StreamOrder, check_sharded
 from ligertune.data.batching.packing import pack
-from ligertune.data.batching.stream_order import StreamOrder
 from ligertune.data.examples import Examples
 from ligertune.data.prepare import PreparedData
 from ligertune.data.stream import StreamedExamples

@@ -16,8 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ligertune.attention.packed_mask_skip import know_rows
-from ligertune.data.batching.batcher import Batcher
-from ligertune.data.batching.collate import collate_packed
+from ligertune.data.batching.collate import Batcher, collate_packed
 from ligertune.data.batching.context_parallel_rows import RowParts, pieces_of, runs_of
 from ligertune.data.examples import Example
 from ligertune.patching.patch import patch

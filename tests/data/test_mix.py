@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ligertune.data.mix import mixed
-from ligertune.data.prepare import prepare
+from ligertune.data.prepare import mixed, prepare
 from ligertune.planning.options import DataOptions, DatasetOptions
 
 SET_OF = np.repeat([0, 1, 2], [10, 4, 7])

@@ -12,10 +12,9 @@ import pytest
 
 from ligertune.data.examples import Examples
 from ligertune.data.prepare import prepare
-from ligertune.data.row_pipeline import RowPath, Tally
+from ligertune.data.row_pipeline import CHUNK, RowPath, Tally, blocks_of, count_processes
 from ligertune.data.rows.formats import recognise
 from ligertune.data.rows.sources import Record, read_records
-from ligertune.data.workers import CHUNK, blocks_of, count_processes
 from ligertune.errors import UserError
 from ligertune.planning.options import DataOptions, DatasetOptions
 

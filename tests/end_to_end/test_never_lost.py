@@ -17,7 +17,7 @@ from command_line import environment, losses
 from test_keys import read
 from transformers import AutoModelForCausalLM
 
-from ligertune.data.batching.batcher import Batcher
+from ligertune.data.batching.collate import Batcher
 from ligertune.errors import UserError
 from ligertune.run import plan_for, run
 from ligertune.tasks.objectives import objective_of

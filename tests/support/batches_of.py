@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ligertune.data.batching.batcher import Batcher
+from ligertune.data.batching.collate import Batcher
 
 
 def batch_of(prepared, reader, indices: Sequence[int], *, packed: bool = False, multiple_of: int = 1) -> dict:

@@ -9,7 +9,7 @@ import pytest
 from asked_rows import asked
 from command_line import losses, run
 
-from ligertune.data.batching.image_order import check_sharded
+from ligertune.data.batching.order import check_sharded
 from ligertune.errors import UserError
 
 pytestmark = pytest.mark.slow

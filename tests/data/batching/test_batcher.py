@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from ligertune.data.batching.batcher import Batcher
+from ligertune.data.batching.collate import Batcher
 from ligertune.data.examples import Example, Examples
 
 LENGTHS = (5, 9, 2, 30, 17)

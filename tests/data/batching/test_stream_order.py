@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from ligertune.data.batching.stream_order import StreamOrder
+from ligertune.data.batching.order import StreamOrder
 from ligertune.data.stream import ExampleStream, StreamedExamples
 from ligertune.planning.options import DataOptions, DatasetOptions
 from ligertune.planning.plan import Batching
