@@ -160,6 +160,8 @@ def test_no_kernel_is_left_out(compilation) -> None:
         ("spilling", "gfx1100", "spilled"),
         ("atomic", "gfx90a", "cmpswap"),
         ("atomic", "sm90", "atom"),
+        ("narrow", "sm90", "32-bit offsets of x_ptr"),
+        ("narrow", "gfx942", "32-bit offsets of x_ptr"),
     ],
 )
 def test_a_planted_fault_is_found(fault, arch, words, workers) -> None:

@@ -32,6 +32,12 @@ def _add_atomically(x_ptr, y_ptr, BLOCK: tl.constexpr):
     tl.atomic_add(y_ptr + offs, tl.load(x_ptr + offs), sem="relaxed")
 
 
+@triton.jit
+def _copy_rows(x_ptr, y_ptr, stride, BLOCK: tl.constexpr):
+    offs = tl.program_id(0) * stride + tl.arange(0, BLOCK)
+    tl.store(y_ptr + tl.program_id(0).to(tl.int64) * stride + tl.arange(0, BLOCK), tl.load(x_ptr + offs))
+
+
 def _vectors(n: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty(n, device="meta"), torch.empty(n, device="meta")
 
@@ -49,3 +55,8 @@ def spilling() -> None:
 def atomic() -> None:
     """A loop of compare-and-swap where the chip cannot add floats in memory."""
     _add_atomically[(1,)](*_vectors(1024), BLOCK=1024, num_warps=4)
+
+
+def narrow() -> None:
+    """An offset of 32 bits, which overflows beyond 2**31 elements."""
+    _copy_rows[(8,)](*_vectors(8192), 1000, BLOCK=1024, num_warps=4)

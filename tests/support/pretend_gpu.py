@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 from ligertune_kernels.chips import MAX_THREADS, Chip
 from ligertune_kernels.launcher import meta_runs_as
+from narrow_offsets import narrow_offsets
 from triton import knobs
 from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
@@ -70,6 +71,7 @@ class Compiled:
     scratch_bytes: int
     atomics: tuple[str, ...]
     assembly: str  # its SHA-256
+    narrow_offsets: tuple[str, ...]  # pointers whose 32-bit offsets overflow beyond 2**31 elements
     truncating_dot: bool  # RDNA's bf16 dot product rounds towards zero
 
     def faults(self, target: Target) -> list[str]:
@@ -80,6 +82,7 @@ class Compiled:
             f"{self.spills} spilled": self.spills > 0,
             f"{self.scratch_bytes} bytes of scratch": self.scratch_bytes > 0,
             f"atomics: {', '.join(self.atomics)}": bool(self.atomics),
+            f"32-bit offsets of {', '.join(self.narrow_offsets)}": bool(self.narrow_offsets),
             "a bf16 dot product that truncates": self.truncating_dot,
         }
         return [f"{self.kernel}: {fault}" for fault, there in found.items() if there]
@@ -193,7 +196,7 @@ class LeanCache(FileCacheManager):
         return str(path)
 
 
-UNREAD = (".source", ".ttir", ".ttgir", ".llir")
+UNREAD = (".source", ".ttgir", ".llir")
 
 
 @contextlib.contextmanager
@@ -247,6 +250,7 @@ def _read_hip(metadata: dict, files: dict[str, str], target: Target) -> Compiled
         scratch_bytes=figure("private_segment_fixed_size"),
         atomics=tuple(sorted(set(re.findall(r"\b\w*(?:atomic|cmpswap)\w*", assembly)))),
         assembly=hashlib.sha256(assembly.encode()).hexdigest(),
+        narrow_offsets=narrow_offsets(_text(files, ".ttir")),
         truncating_dot="v_dot2_bf16_bf16" in assembly,
     )
 
@@ -266,5 +270,6 @@ def _read_cuda(metadata: dict, files: dict[str, str], target: Target) -> Compile
         scratch_bytes=local,
         atomics=tuple(sorted(set(re.findall(r"\b(?:atom|red)\.[\w.:]+", ptx)))),
         assembly=hashlib.sha256(ptx.encode()).hexdigest(),
+        narrow_offsets=narrow_offsets(_text(files, ".ttir")),
         truncating_dot=False,
     )
