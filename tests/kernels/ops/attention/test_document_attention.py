@@ -121,6 +121,12 @@ def test_every_term_agrees_with_float64(terms, device) -> None:
     judged((3, 40, 1, 5, 20), (4, 2, 32), torch.float32, device, **terms)
 
 
+@pytest.mark.parametrize("window", [15, 16, 17, 31, 33, 63])
+def test_windows_that_end_where_tiles_end_agree_with_float64(window, device) -> None:
+    """Which tiles need no mask depends on the window; off by one shows where it ends one token before a tile does."""
+    judged((70, 5), (2, 1, 16), torch.float32, device, window=window)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("lengths, terms", [((1,), {}), ((1,) * 40, {}), ((40,), {"window": 1})], ids=str)
 def test_a_token_that_sees_itself_alone_gives_its_value(lengths, terms, dtype, device) -> None:
