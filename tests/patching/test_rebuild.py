@@ -123,8 +123,11 @@ def test_other_families_are_the_same(family):
 @pytest.mark.parametrize(
     "config",
     [
-        transformers.PhiConfig(**tiny_models.BASE),
-        transformers.MptConfig(vocab_size=tiny_models.VOCAB, d_model=HIDDEN, n_heads=4, n_layers=LAYERS),
+        # An eps that no default hides: layer_norm's own is 1e-5.
+        transformers.PhiConfig(**tiny_models.BASE, layer_norm_eps=0.1),
+        transformers.MptConfig(
+            vocab_size=tiny_models.VOCAB, d_model=HIDDEN, n_heads=4, n_layers=LAYERS, layer_norm_epsilon=0.1
+        ),
     ],
     ids=["with a bias", "without"],
 )

@@ -62,6 +62,17 @@ def test_alpaca_prompts_with_and_without_input_hold_braces_as_they_are():
     )
 
 
+def test_alpacas_input_stands_below_the_instruction_in_a_chat_template(stories):
+    """Of three Stanford rows: with an input, and with one that is empty or white space."""
+    template = chat_template(stories, each("{{ m.role }}> {{ m.content }}{{ eos_token if m.role == 'assistant' }}\n"))
+    for given, shown in (("A text.", "Sum up.\n\nA text."), ("", "Sum up."), (" \n", "Sum up.")):
+        rendered = template.render(
+            Conversation((Message("user", "Sum up.", input=given), Message("assistant", "Two.")))
+        )
+        assert rendered.text == f"user> {shown}\nassistant> Two.</s>\n"
+        assert [rendered.text[start:end] for start, end in rendered.trained] == ["assistant> Two.</s>"]
+
+
 def each(turn: str) -> str:
     return "{% for m in messages %}" + turn + "{% endfor %}"
 
