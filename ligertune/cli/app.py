@@ -1,4 +1,7 @@
-"""The console script: commands, and what becomes of errors. Heavy imports stand inside the commands."""
+"""The `ligertune` console script: register the commands, and turn exceptions into messages and exit codes.
+
+Commands import torch and transformers inside their functions, so that `--help` takes under 0.7 s.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import sys
 
 import typer
 
-from ligertune import progress as phases  # noqa: F401  before anything heavy: it looks at the clock
+from ligertune import progress  # noqa: F401  first: it records when the process started
 from ligertune.errors import UserError
 from ligertune.imports import importing
 
@@ -28,11 +31,9 @@ def _register() -> None:
         from ligertune.cli.doctor import doctor
         from ligertune.cli.export import export
         from ligertune.cli.generate import generate
-        from ligertune.cli.init import init
-        from ligertune.cli.medusa import medusa
         from ligertune.cli.plan import plan
-        from ligertune.cli.recipe import recipe_app
-        from ligertune.cli.train import train
+        from ligertune.cli.recipe import init, recipe_app
+        from ligertune.cli.train import medusa, train
 
     for command in (init, train, medusa, plan, compare, bench, data, generate, export, doctor):
         app.command()(command)
@@ -43,7 +44,7 @@ _register()
 
 
 @app.callback(invoke_without_command=True)
-def root(version: bool = typer.Option(False, "--version", help="Print the version and leave.", is_eager=True)) -> None:
+def root(version: bool = typer.Option(False, "--version", help="Print the version and exit.", is_eager=True)) -> None:
     """Fine-tune language models on your own GPUs: fast exact kernels, one YAML recipe, an honest report."""
     if version:
         from ligertune import __version__
@@ -54,7 +55,7 @@ def root(version: bool = typer.Option(False, "--version", help="Print the versio
 
 
 def _leave_on_signals() -> None:
-    """SIGTERM and SIGUSR1 end a command with code 130, as Ctrl-C does; what trains holds them."""
+    """Make SIGTERM and SIGUSR1 end a command with exit code 130, as Ctrl-C does; training replaces the handlers."""
     from ligertune.train.signals import leave_at_once
 
     for name in ("SIGTERM", "SIGUSR1"):
@@ -63,12 +64,12 @@ def _leave_on_signals() -> None:
 
 
 def main() -> None:
-    """0 done, 1 failed while running, 2 the input was wrong, 130 interrupted."""
+    """Run the command. Exit codes: 0 done, 1 failed while running, 2 invalid input, 130 interrupted."""
     _leave_on_signals()
     try:
         app()
     except UserError as problem:
-        _say(problem)
+        _report(problem)
         sys.exit(problem.exit_code)
     except OSError as problem:
         from ligertune.storage import cannot_write, reason_of
@@ -76,14 +77,14 @@ def main() -> None:
         reason = reason_of(problem)
         if reason is None:
             raise
-        _say(cannot_write(str(problem.filename or "A file"), reason))
+        _report(cannot_write(str(problem.filename or "A file"), reason))
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)
 
 
-def _say(problem: UserError) -> None:
-    """On stderr; one of several processes leaves it to the one that started them, which says it once."""
+def _report(problem: UserError) -> None:
+    """Print the error to stderr. A rank hands it to the process that started the ranks, which prints it once."""
     from ligertune.launcher.failures import is_started_rank, leave_word
 
     if is_started_rank():

@@ -1,4 +1,4 @@
-"""`ligertune bench`."""
+"""`ligertune bench`: time every kernel against eager PyTorch and torch.compile."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from ligertune.cli.options import Json
 from ligertune.cli.render import console as render
 
 if TYPE_CHECKING:
@@ -14,24 +15,24 @@ if TYPE_CHECKING:
 
 SHORT = {"forward": "fwd", "backward": "bwd", "both": "both"}
 LEGEND = (
-    "Milliseconds: medians on the device (a GPU's caches cold), their 20 % and 80 % quantiles (spread), what the host "
-    "takes to issue them. GiB: peak above the inputs. Error: the worst of outputs and gradients against float64. "
-    "Roof: the share of what this device could reach."
+    "Milliseconds: median device time with cold caches. Spread: its 20 % and 80 % quantiles. Host: launch time on the "
+    "CPU. GiB: peak memory above the inputs. Error: largest error of outputs and gradients against float64. "
+    "Roof: share of the device's peak rate."
 )
 
 
 def bench(
-    ops: Annotated[list[str] | None, typer.Argument(help="Ops to bench; all if none is named.")] = None,
+    ops: Annotated[list[str] | None, typer.Argument(help="Ops to time. Default: all.")] = None,
     dtype: Annotated[
-        Literal["auto", "bfloat16", "float16", "float32"], typer.Option(help="auto: bfloat16, float32 on a CPU.")
+        Literal["auto", "bfloat16", "float16", "float32"], typer.Option(help="auto is bfloat16, or float32 on a CPU.")
     ] = "auto",
     without: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="Leave one out: eager, torch, torch.compile.")
+        list[str] | None, typer.Option(metavar="NAME", help="Skip an implementation: eager, torch, torch.compile.")
     ] = None,
-    plots: Annotated[Path | None, typer.Option(help="Draw speed and memory against size into this folder.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print the rows as JSON on stdout.")] = False,
+    plots: Annotated[Path | None, typer.Option(help="Folder for plots of time and memory against size.")] = None,
+    json: Json = False,
 ) -> None:
-    """Time every kernel beside eager code, torch and torch.compile, with memory, error and share of the roofline.
+    """Time every kernel against eager code, torch and torch.compile, with memory, error and share of the roofline.
 
     Example: ligertune bench rms_norm swiglu --plots plots
     """
@@ -62,7 +63,7 @@ def bench(
 
 
 def _show(rows: list[Row]) -> None:
-    """One op's table, a block for each size, then what failed."""
+    """Print the table of one op: a block of lines per size, then failures and notes."""
     modes = list(rows[0].floors)
     whole, lines, label = modes[-1], [], None
     for row in rows:

@@ -1,4 +1,4 @@
-"""`ligertune compare`."""
+"""`ligertune compare`: train the same recipe with and without the kernels, and print speed, memory and loss parity."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ligertune.cli.options import Json, Overrides
 from ligertune.cli.render import console as render
 
 if TYPE_CHECKING:
+    from ligertune.compare.comparison import Setting
     from ligertune.compare.summary import Comparison, Point, SideResult
 
 HEADER = [
@@ -27,88 +29,109 @@ HEADER = [
 
 
 def compare(
-    recipe: Annotated[Path | None, typer.Argument(help="YAML recipe; the quickstart's if none is given.")] = None,
-    with_: Annotated[bool, typer.Option("--with-liger", "--with", help="Only the side with our kernels.")] = False,
-    without: Annotated[bool, typer.Option("--without-liger", "--without", help="Only the side without.")] = False,
-    ablate: Annotated[bool, typer.Option("--ablate", help="Also all kernels but the fused loss.")] = False,
-    sweep: Annotated[str | None, typer.Option(metavar="AXIS=A,B", help="batch=4,8,16 or length=512,1024.")] = None,
+    recipe: Annotated[Path | None, typer.Argument(help="Recipe (YAML file). Default: the quickstart recipe.")] = None,
+    with_: Annotated[bool, typer.Option("--with-liger", "--with", help="Run only the side with our kernels.")] = False,
+    without: Annotated[
+        bool, typer.Option("--without-liger", "--without", help="Run only the side without our kernels.")
+    ] = False,
+    ablate: Annotated[bool, typer.Option("--ablate", help="Also run all kernels except the fused loss.")] = False,
+    sweep: Annotated[
+        str | None, typer.Option(metavar="AXIS=A,B", help="Compare at each value: batch=4,8,16 or length=512,1024.")
+    ] = None,
     baseline: Annotated[
         list[str] | None,
         typer.Option(
             metavar="NAME",
-            help="hf, hf-chunked, compile; ours: with-rebuild, with-rebuild-norms, with-attention, with-lora, "
-            "with-offload, with-offload-gate, with-offload-both, with-compile, with-cuda-graphs, with-fp8. May be "
-            "repeated.",
+            help="Side to add: hf, hf-chunked, compile; with our kernels: with-recompute, with-recompute-norms, "
+            "with-attention, with-lora, with-offload, with-offload-gate, with-offload-both, with-compile, "
+            "with-cuda-graphs, with-fp8. May be repeated.",
         ),
     ] = None,
-    peer: Annotated[list[str] | None, typer.Option(metavar="NAME", help="liger, if liger-kernel is installed.")] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="Measured steps of a run; 20, on a CPU 8.")] = None,
-    repeats: Annotated[int | None, typer.Option(min=1, help="Runs of each side; 5, on a CPU 3.")] = None,
-    processes: Annotated[int, typer.Option(min=1, help="Processes (GPUs) of each run.")] = 1,
-    set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a value.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder of the report, recipes, logs and metrics.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print the comparison as JSON on stdout.")] = False,
+    peer: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="Library to add: liger, if liger-kernel is installed.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Measured steps per run. Default: 20; 8 on a CPU.")] = None,
+    repeats: Annotated[int | None, typer.Option(min=1, help="Runs per side. Default: 5; 3 on a CPU.")] = None,
+    processes: Annotated[int, typer.Option(min=1, help="Processes (GPUs) per run.")] = 1,
+    set_: Overrides = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for the report, recipes, logs and metrics.")] = None,
+    json: Json = False,
 ) -> None:
-    """Train with and without the kernels in fresh processes: speed, memory, and whether the losses are the same.
+    """Train with and without the kernels in fresh processes, and compare speed, memory and losses.
 
     Example: ligertune compare configs/quickstart/stories260k.yaml --ablate
     """
-    from ligertune.compare.compare_files import check_folder, write_files
-    from ligertune.compare.comparison import CPU_EFFORT, GPU_EFFORT, Effort, bundled_recipe, compare, settings_of
+    from ligertune.compare.compare_files import check_folder
+    from ligertune.compare.comparison import CPU_EFFORT, GPU_EFFORT, Effort, compare
     from ligertune.compare.side import choose_sides
     from ligertune.compare.target import label, read_target
-    from ligertune.planning.preflight import check_paths
 
     render.people_on_stderr(json)
-    path, overrides = recipe or bundled_recipe(), list(set_ or [])
-    if recipe is None:  # its output folder is not used, and must not be asked for
-        render.text(f"No recipe given: comparing on the quickstart's, {path}")
-        overrides.append("checkpoint.output_dir=compare")
     only = {(True, False): "with", (False, True): "without"}.get((with_, without))
     sides = choose_sides(only=only, ablate=ablate, baselines=baseline or ["hf"], peers=peer or [])
-    settings = settings_of(path, overrides, sweep)
-    for setting in settings:
-        check_paths(setting.recipe)
+    settings = _settings(recipe, set_ or [], sweep)
     folder = out or Path("runs") / time.strftime("compare-%Y%m%d-%H%M%S")
     check_folder(folder)
     target = read_target()
-    usual = CPU_EFFORT if target["vendor"] == "cpu" else GPU_EFFORT
-    effort = Effort(repeats=repeats or usual.repeats, steps=steps or usual.steps)
+    default = CPU_EFFORT if target["vendor"] == "cpu" else GPU_EFFORT
+    effort = Effort(repeats=repeats or default.repeats, steps=steps or default.steps)
     render.text(label(target, processes=processes))
     result = compare(
         settings, sides, effort, target=target, processes=processes, folder=folder.absolute(), show=render.text
     )
-    written, charts = write_files(result, folder)
-    _show(result)
-    if not charts:
-        render.text("No charts: they need matplotlib (pip install 'ligertune[plots]').")
-    render.text(f"Written: {', '.join(str(path) for path in written)}")
+    _show(result, folder)
     if json:
         render.json_report(result.as_dict())
     if not result.good:
         raise typer.Exit(1)
 
 
-def _show(result: Comparison) -> None:
-    """A table for each point, then what one should know of it."""
+def _settings(recipe: Path | None, overrides: list[str], sweep: str | None) -> tuple[Setting, ...]:
+    """Load the recipe for each value of the sweep. Raises UserError if one is invalid or names a missing path."""
+    from ligertune.compare.comparison import settings_of
+    from ligertune.planning.preflight import check_paths
+    from ligertune.recipe.read import bundled
+
+    path = recipe or bundled("quickstart/stories260k.yaml")
+    if recipe is None:
+        render.text(f"No recipe given: comparing on the quickstart recipe, {path}")
+        # trials write to their own folders: an earlier quickstart run in output_dir is no obstacle
+        overrides = [*overrides, "checkpoint.output_dir=compare"]
+    settings = settings_of(path, overrides, sweep)
+    for setting in settings:
+        check_paths(setting.recipe)
+    return settings
+
+
+def _show(result: Comparison, folder: Path) -> None:
+    """Write the files, then print a table and remarks for each point."""
+    from ligertune.compare.compare_files import write_files
+
+    written, charts = write_files(result, folder)
     for point in result.points:
         title = f"{point.label or Path(result.recipe).name}: {result.repeats} x {result.steps} steps"
         render.text()
         render.columns(title, HEADER, [_row(point, side) for side in point.sides])
         for side in point.sides:
-            if side.kernels:
-                render.text(f"  {side.label}: {side.kernels}")
-            if side.failure:
-                render.text(f"  {side.label}: {side.failure.kind}: {side.failure.sentence}")
-            if side.parity:
-                render.text(f"  {side.label}: losses {side.parity.sentence}")
-            for slow in side.slow_steps:
-                render.text(
-                    f"  {side.label}: step {slow.step} of run {slow.repeat} took {slow.seconds:.2f} s, "
-                    f"{slow.times_median:.1f} x the median"
-                )
+            for remark in _remarks(side):
+                render.text(f"  {side.label}: {remark}")
     for problem in result.problems:
         render.text(f"Failed: {problem}")
+    if not charts:
+        render.text("No charts: matplotlib is not installed (pip install 'ligertune[plots]').")
+    render.text(f"Wrote {', '.join(str(path) for path in written)}")
+
+
+def _remarks(side: SideResult) -> list[str]:
+    remarks = [side.kernels] if side.kernels else []
+    if side.failure:
+        remarks.append(f"{side.failure.kind}: {side.failure.sentence}")
+    if side.parity:
+        remarks.append(f"losses {side.parity.sentence}")
+    return remarks + [
+        f"step {slow.step} of run {slow.repeat} took {slow.seconds:.2f} s, {slow.times_median:.1f} x the median"
+        for slow in side.slow_steps
+    ]
 
 
 def _row(point: Point, side: SideResult) -> list[str]:

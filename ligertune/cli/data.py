@@ -1,4 +1,4 @@
-"""`ligertune data`."""
+"""`ligertune data`: show the examples, tokens and labels that a recipe trains on."""
 
 from __future__ import annotations
 
@@ -7,23 +7,24 @@ from typing import Annotated
 
 import typer
 
+from ligertune.cli.options import Json, Overrides, RecipeFile
 from ligertune.cli.render import console as render
 
 
 def data(
-    recipe: Annotated[Path, typer.Argument(help="YAML recipe.", show_default=False)],
-    set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a value.")] = None,
-    examples: Annotated[int, typer.Option("--examples", min=0, help="How many examples to show.")] = 3,
-    json: Annotated[bool, typer.Option("--json", help="Print everything as JSON on stdout.")] = False,
+    recipe: RecipeFile,
+    set_: Overrides = None,
+    examples: Annotated[int, typer.Option("--examples", min=0, help="Number of examples to show.")] = 3,
+    json: Json = False,
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="FILE.html", help="Write everything as a page.", show_default=False)
+        Path | None, typer.Option("--out", metavar="FILE.html", help="Also write an HTML report.", show_default=False)
     ] = None,
 ) -> None:
-    """Show what a recipe trains on: examples with what is trained marked, lengths, dropped rows, packing, steps.
+    """Show a recipe's training data: examples with trained tokens marked, lengths, dropped rows, packing and steps.
 
     Example: ligertune data configs/quickstart/stories260k.yaml --examples 1 --out report.html
     """
-    from ligertune.cli.render import data_report as render_data
+    from ligertune.cli.render import data_report
     from ligertune.hardware import world_size
     from ligertune.planning.preflight import check_paths, check_report_path
     from ligertune.recipe import load_recipe
@@ -34,6 +35,7 @@ def data(
     if out is not None:
         check_report_path(out)
 
+    # after the checks above: a wrong recipe is reported without waiting for torch, which these modules import
     from ligertune.data.prepare import prepare
     from ligertune.data.preview import looked_at, preview, summary
     from ligertune.data.report_page import page
@@ -49,15 +51,15 @@ def data(
     options = RunOptions.of(loaded)
     tokenizer = load_tokenizer(options.build.model).tokenizer
     images = load_reader(options.build.model, options.build.vision, config, tokenizer)
-    with render_data.Preparing() as preparing:
+    with data_report.Preparing() as preparing:
         prepared = prepare(options.data, tokenizer, seed=options.build.seed, progress=preparing.show, images=images)
     seen = looked_at(prepared)
     previews = preview(seen, tokenizer, examples, images)
     whole = outlook(seen.lengths, seen.trained, StatisticsOptions.of(loaded, processes=world_size()))
     everything = summary(prepared, seen, previews, whole)
-    render_data.data_preview(everything, previews)
+    data_report.data_preview(everything, previews)
     if out is not None:
         out.write_text(page(everything, title=f"Data of {recipe.name}"), encoding="utf-8")
-        render.text(f"\nWritten: {out}")
+        render.text(f"\nWrote {out}")
     if json:
         render.json_report(everything)

@@ -1,4 +1,4 @@
-"""`ligertune doctor`."""
+"""`ligertune doctor`: check the installation, the device and, with `--kernels`, the kernels' numerics."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ligertune.cli.options import Json
 from ligertune.cli.render import console as render
 
 if TYPE_CHECKING:
@@ -13,10 +14,12 @@ if TYPE_CHECKING:
 
 
 def doctor(
-    kernels: Annotated[bool, typer.Option("--kernels", help="Check every op against float64 here: a minute.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
+    kernels: Annotated[
+        bool, typer.Option("--kernels", help="Compare every kernel with float64 on this device; takes a minute.")
+    ] = False,
+    json: Json = False,
 ) -> None:
-    """Say what this machine can do, and the command that mends what it cannot. Exit code 1 if a kernel is wrong.
+    """Check this machine, and print the command that fixes each problem. Exit code 1 if a kernel is wrong.
 
     Example: ligertune doctor --kernels
     """
@@ -40,7 +43,7 @@ def doctor(
 
 
 def _check_kernels() -> list[Check]:
-    """Check and show them, op by op."""
+    """Compare every kernel with float64, and print one line per op and dtype."""
     import torch
 
     from ligertune.bench.kernel_check import check_ops, dtypes_to_check
@@ -56,20 +59,20 @@ def _check_kernels() -> list[Check]:
     wrong = sum(not check.good for check in done)
     seconds = sum(check.seconds for check in done)
     render.text(
-        f"{len(done)} checks in {seconds:.0f} s: " + (f"{wrong} WRONG" if wrong else "all as exact as they must be")
+        f"{len(done)} checks in {seconds:.0f} s: " + (f"{wrong} WRONG" if wrong else "all within their tolerance")
     )
     return done
 
 
 def _lines(checks: list[Check]) -> list[list[str]]:
-    """Of each op in each dtype the worst case."""
+    """Return a table line for the worst case of each op and dtype."""
     of_op: dict[tuple, list[Check]] = {}
     for check in checks:
         of_op.setdefault((check.case.op, check.case.dtype), []).append(check)
     lines = []
     for (op, dtype), rows in of_op.items():
         worst = max(rows, key=lambda check: (not check.good, check.error is None, check.error or 0.0))
-        said = f"{worst.case.label}, {worst.form}: {worst.failure}" if worst.failure else f"{worst.error:.1e}"
+        result = f"{worst.case.label}, {worst.form}: {worst.failure}" if worst.failure else f"{worst.error:.1e}"
         verdict = "ok" if worst.good else "WRONG"
-        lines.append([op, str(dtype).removeprefix("torch."), verdict, said, f"{worst.bound:g}"])
+        lines.append([op, str(dtype).removeprefix("torch."), verdict, result, f"{worst.bound:g}"])
     return lines

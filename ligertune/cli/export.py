@@ -1,4 +1,4 @@
-"""`ligertune export`."""
+"""`ligertune export`: merge an adapter, or write a checkpoint as a Hugging Face model."""
 
 from __future__ import annotations
 
@@ -7,19 +7,20 @@ from typing import Annotated
 
 import typer
 
+from ligertune.cli.options import Json
 from ligertune.cli.render import console as render
 
 
 def export(
     run: Annotated[Path, typer.Argument(help="output_dir of a run, or a folder with an adapter.", show_default=False)],
-    out: Annotated[Path | None, typer.Option("--out", help="Folder to write; RUN/exported if not given.")] = None,
-    adapter: Annotated[bool, typer.Option("--adapter", help="Write the adapter alone, not merged.")] = False,
+    out: Annotated[Path | None, typer.Option("--out", help="Folder to write. Default: RUN/exported.")] = None,
+    adapter: Annotated[bool, typer.Option("--adapter", help="Write the adapter without merging it.")] = False,
     checkpoint: Annotated[
-        str | None, typer.Option("--checkpoint", help="Take it from a checkpoint: step-200, or newest.")
+        str | None, typer.Option("--checkpoint", help="Export a checkpoint: step-200, for example, or newest.")
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print a JSON report on stdout.")] = False,
+    json: Json = False,
 ) -> None:
-    """Write a run's model for other tools: an adapter merged into its weights, or a checkpoint as a model.
+    """Write a run's model in Hugging Face format: merge its adapter, or convert a checkpoint.
 
     Example: ligertune export runs/llama-lora --out merged
     """

@@ -1,78 +1,80 @@
-"""`ligertune generate`."""
+"""`ligertune generate`: answer one prompt, with plain decoding or with Medusa heads."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import sys
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from ligertune.cli.options import Json
 from ligertune.cli.render import console as render
 from ligertune.errors import UserError
+
+if TYPE_CHECKING:
+    from ligertune.decode.medusa_generate import MedusaAnswer
 
 
 def generate(
     model: Annotated[str, typer.Argument(help="Folder of a model (runs/.../model), or a hub id.", show_default=False)],
-    prompt: Annotated[str, typer.Argument(help="What to ask or continue; - reads stdin.", show_default=False)],
+    prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from stdin.", show_default=False)],
     image: Annotated[
         list[str] | None,
-        typer.Option("--image", help="A picture that it is shown; may be given again.", show_default=False),
+        typer.Option("--image", help="Image file for a vision-language model. May be repeated.", show_default=False),
     ] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without a prompt template.")] = False,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="The most tokens to write.")] = 128,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 picks the likeliest token each time.")] = 0.0,
-    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Sample from this share of the probability.")] = 1.0,
-    medusa: Annotated[bool, typer.Option("--medusa", help="MODEL holds Medusa heads: decode with them.")] = False,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of new tokens.")] = 128,
+    temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy decoding.")] = 0.0,
+    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Nucleus sampling: keep this probability mass.")] = 1.0,
+    medusa: Annotated[bool, typer.Option("--medusa", help="Decode with the Medusa heads that MODEL holds.")] = False,
     acceptance: Annotated[
         Literal["greedy", "typical"],
-        typer.Option(help="With --medusa: greedy writes what plain decoding would; typical samples."),
+        typer.Option(help="With --medusa: greedy gives the same text as plain greedy decoding; typical samples."),
     ] = "greedy",
-    seed: Annotated[int, typer.Option(help="Of the sampling.")] = 42,
-    json: Annotated[bool, typer.Option("--json", help="Print a JSON report on stdout.")] = False,
+    seed: Annotated[int, typer.Option(help="Seed for sampling.")] = 42,
+    json: Json = False,
 ) -> None:
-    """Answer or continue a prompt with a trained model, in the words of the template it was trained with.
+    """Answer or continue a prompt, using the prompt template that the model was trained with.
 
     Example: ligertune generate runs/quickstart/model 'Name three colours.'
 
-    Of a model that sees: ligertune generate runs/seeing/model 'What is this?' --image photo.jpg
+    With an image: ligertune generate runs/qwen2-vl/model 'What is this?' --image photo.jpg
     """
-    import sys
-
     from ligertune.planning.preflight import check_model_path
 
     if not medusa:
         check_model_path(model, key="MODEL")
     if prompt == "-":
         prompt = sys.stdin.read()
-
-    images = list(image or [])
     render.people_on_stderr(json)
+    common = {"raw": raw, "max_new_tokens": max_new_tokens, "seed": seed}
     if medusa:
-        if top_p < 1:
-            raise UserError("--top-p goes with plain decoding, not with --medusa.", hint="Leave one of them out.")
-        if images:
-            raise UserError("--image goes with plain decoding, not with --medusa.", hint="Leave one of them out.")
-        from ligertune.decode.medusa_generate import choose_acceptance, complete_with_heads
-
-        rule = choose_acceptance(acceptance, temperature)
-        answer = complete_with_heads(model, prompt, raw=raw, max_new_tokens=max_new_tokens, acceptance=rule, seed=seed)
+        _refuse_plain_options(top_p=top_p, image=image)
+        answer = _complete_with_heads(model, prompt, acceptance, temperature, common)
     else:
         from ligertune.decode.generate import complete
 
-        answer = complete(
-            model,
-            prompt,
-            images=images,
-            raw=raw,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            top_p=top_p,
-            seed=seed,
-        )
+        answer = complete(model, prompt, images=list(image or []), temperature=temperature, top_p=top_p, **common)
     if json:
         render.json_report(answer.as_dict())
     else:
         render.document(answer.text)
     if medusa:
-        render.note(
-            f"{answer.new_tokens} tokens, {answer.accepted_length:.2f} a pass, {answer.tokens_per_second:,.0f} tokens/s"
-        )
+        speed = f"{answer.accepted_length:.2f} tokens per forward pass, {answer.tokens_per_second:,.0f} tokens/s"
+        render.note(f"{answer.new_tokens} tokens, {speed}")
+
+
+def _refuse_plain_options(*, top_p: float, image: list[str] | None) -> None:
+    """Raise UserError for options that decoding with Medusa heads does not support."""
+    for option, given in (("--top-p", top_p < 1), ("--image", bool(image))):
+        if given:
+            raise UserError(f"{option} does not work with --medusa.", hint="Leave one of them out.")
+
+
+def _complete_with_heads(
+    model: str, prompt: str, acceptance: str, temperature: float, options: dict[str, int]
+) -> MedusaAnswer:
+    from ligertune.decode.medusa_generate import choose_acceptance, complete_with_heads
+
+    rule = choose_acceptance(acceptance, temperature)
+    return complete_with_heads(model, prompt, acceptance=rule, **options)

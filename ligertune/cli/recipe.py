@@ -1,32 +1,27 @@
-"""`ligertune recipe check|show|list|keys|schema|import`: nothing here loads a model, or torch."""
+"""`ligertune recipe` and `ligertune init`: validate, print, describe and convert recipes without importing torch."""
 
 from __future__ import annotations
 
+import shlex
+import tempfile
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ligertune.cli.complete import recipe_keys
+from ligertune.cli.options import Json, Overrides, RecipeFile
 from ligertune.cli.render import console as render
 
 recipe_app = typer.Typer(
-    help="Check a recipe, show it whole, explain its keys, list the bundled ones, or import another tool's."
+    help="Check or print a recipe, describe its keys, list the bundled recipes, or import another tool's file."
     "\n\nExample: ligertune recipe check my.yaml",
     no_args_is_help=True,
 )
 
-RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="YAML recipe.", show_default=False)]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Override a value.", autocompletion=recipe_keys),
-]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
-
 
 @recipe_app.command()
 def check(recipe: RecipeFile, set_: Overrides = None, json: Json = False) -> None:
-    """Say what is wrong with a recipe, all of it at once, without loading anything.
+    """Validate a recipe and report all its errors together, without loading a model or data.
 
     Example: ligertune recipe check my.yaml
     """
@@ -43,7 +38,7 @@ def check(recipe: RecipeFile, set_: Overrides = None, json: Json = False) -> Non
 
 @recipe_app.command()
 def show(recipe: RecipeFile, set_: Overrides = None, json: Json = False) -> None:
-    """Print a recipe with every default filled in, under our names.
+    """Print a recipe with every default filled in and every alias replaced by its key.
 
     Example: ligertune recipe show my.yaml --set train.max_steps=100
     """
@@ -59,7 +54,7 @@ def show(recipe: RecipeFile, set_: Overrides = None, json: Json = False) -> None
 
 @recipe_app.command()
 def schema() -> None:
-    """Print the JSON schema of a recipe, for editors that complete and check keys.
+    """Print the JSON schema of a recipe, for editors that complete and validate keys.
 
     Example: ligertune recipe schema > recipe.schema.json
     """
@@ -70,23 +65,23 @@ def schema() -> None:
 
 @recipe_app.command("list")
 def list_(json: Json = False) -> None:
-    """Print the paths of the recipes that come with ligertune, and what each is for.
+    """Print the path and the purpose of each bundled recipe.
 
     Example: ligertune recipe list
     """
-    from ligertune.recipe.bundled import bundled_recipes, what_it_is_for
+    from ligertune.recipe.read import bundled_recipes, recipe_title
 
     render.people_on_stderr(json)
-    found = {str(path): what_it_is_for(path) for path in bundled_recipes()}
-    for path, words in found.items():
-        render.text(f"{path}\n  {words}")
+    found = {str(path): recipe_title(path) for path in bundled_recipes()}
+    for path, title in found.items():
+        render.text(f"{path}\n  {title}")
     if json:
         render.json_report(found)
 
 
 @recipe_app.command("keys")
 def print_keys() -> None:
-    """Print every key of a recipe in Markdown: what it does, what it takes, its default.
+    """Print every recipe key as Markdown: its description, values and default.
 
     Example: ligertune recipe keys > recipe_keys.md
     """
@@ -97,13 +92,13 @@ def print_keys() -> None:
 
 @recipe_app.command("import")
 def import_(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="YAML of Axolotl, LLaMA-Factory or TRL.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="YAML file of Axolotl, LLaMA-Factory or TRL.")],
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="RECIPE", help="Write it here instead of on stdout.")
+        Path | None, typer.Option("--out", metavar="RECIPE", help="Recipe file to write. Default: stdout.")
     ] = None,
     json: Json = False,
 ) -> None:
-    """Turn a YAML file of Axolotl, LLaMA-Factory or TRL into a recipe, and list what has no counterpart.
+    """Convert a YAML file of Axolotl, LLaMA-Factory or TRL into a recipe, and list the keys that have no counterpart.
 
     Example: ligertune recipe import axolotl.yml --out my.yaml
     """
@@ -118,8 +113,39 @@ def import_(
         render.document(found.text)
     for item in found.left:
         where = f"{file}:{item.line}" if item.line else str(file)
-        render.text(f"{where}: not taken over: {item.key}: {item.value} ({item.why})")
+        render.text(f"{where}: not imported: {item.key}: {item.value} ({item.why})")
     if out is not None:
-        render.text(f"Written: {out}, from a file of {found.peer}'s. Look at it, then: ligertune data {out}")
+        render.text(f"Wrote {out} from a {found.peer} file. Review it, then run: ligertune data {out}")
     if json:
         render.json_report(found.as_dict())
+
+
+def init(
+    model: Annotated[str, typer.Argument(help="Hub id or folder of the model.", show_default=False)],
+    data: Annotated[list[str], typer.Argument(help="Data sets: hub ids, files, folders or globs.", show_default=False)],
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="Recipe file to write.")] = Path("recipe.yaml"),
+    set_: Overrides = None,
+    json: Json = False,
+) -> None:
+    """Write a recipe for a model and data sets, with every key, its description and its default.
+
+    Example: ligertune init Qwen/Qwen2.5-0.5B my_answers.jsonl --set train.learning_rate=1e-5
+    """
+    from ligertune.planning.preflight import check_paths, write_new
+    from ligertune.recipe import load_recipe
+    from ligertune.recipe.describe import commented_recipe, new_recipe
+    from ligertune.recipe.plain_yaml import dump
+
+    render.people_on_stderr(json)
+    # validate the short recipe first, so that nothing is written if an override is wrong
+    with tempfile.TemporaryDirectory(prefix="ligertune-init-") as folder:
+        draft = Path(folder) / "recipe.yaml"
+        draft.write_text(dump(new_recipe(model, data)), encoding="utf-8")
+        loaded = load_recipe(draft, set_ or [])
+    check_paths(loaded)
+    write_new(out, commented_recipe(new_recipe(model, data), set_ or []))
+    command, recipe = render.command(), shlex.quote(str(out))
+    render.text(f"Wrote {out}")
+    render.text(f"\nInspect the data:  {command} data {recipe}\nTrain:             {command} train {recipe}")
+    if json:
+        render.json_report({"recipe": str(out), "output_dir": loaded.checkpoint.output_dir})

@@ -1,4 +1,4 @@
-"""`ligertune train`."""
+"""`ligertune train` and `ligertune medusa`: run a recipe and show its plan, progress and report."""
 
 from __future__ import annotations
 
@@ -11,46 +11,113 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ligertune.cli.complete import recipe_keys
+from ligertune.cli.options import Json, Overrides, RecipeFile
 from ligertune.cli.render import console as render
 
 if TYPE_CHECKING:
     from ligertune.recipe import Recipe
 
+Resume = Annotated[bool, typer.Option("--resume", help="Continue from the newest complete checkpoint.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the run in checkpoint.output_dir.")]
+
 
 def train(
-    recipe: Annotated[Path, typer.Argument(help="YAML recipe.", show_default=False)],
-    set_: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Override a value.", autocompletion=recipe_keys),
-    ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest complete checkpoint.")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the run in output_dir.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print the report as JSON on stdout.")] = False,
+    recipe: RecipeFile,
+    set_: Overrides = None,
+    resume: Resume = False,
+    overwrite: Overwrite = False,
+    json: Json = False,
 ) -> None:
-    """Fine-tune a model as the recipe says.
+    """Fine-tune a model on the recipe's data.
 
     Example: ligertune train configs/quickstart/stories260k.yaml --set train.learning_rate=1e-3
     """
     from ligertune.recipe import load_recipe
 
     render.people_on_stderr(json)
-    overrides = list(set_ or [])
-    if resume:
-        overrides.append("checkpoint.resume_from_checkpoint=auto")
-    if overwrite:
-        overrides.append("checkpoint.overwrite=true")
-    train_as(load_recipe(recipe, overrides=overrides), recipe, json)
+    overrides = [*(set_ or []), *_run_overrides(resume, overwrite)]
+    run_recipe(load_recipe(recipe, overrides=overrides), recipe, json)
 
 
-def train_as(loaded: Recipe, path: Path, json: bool) -> None:
-    """Run a recipe that was read from `path`, and show its plan, progress and report.
+def medusa(
+    recipe: Annotated[Path | None, typer.Argument(help="Recipe (YAML file). Default: a bundled recipe.")] = None,
+    heads: Annotated[int | None, typer.Option(help="Number of heads (medusa.num_heads).")] = None,
+    layers: Annotated[int | None, typer.Option(help="Residual blocks per head (medusa.num_layers).")] = None,
+    stage: Annotated[
+        int | None, typer.Option(help="1: train the heads only. 2: train the model and the heads (medusa.stage).")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="Hub id or folder of the model.")] = None,
+    data: Annotated[str | None, typer.Option(help="Data set: hub id, file or folder.")] = None,
+    from_: Annotated[str | None, typer.Option("--from", help="Folder of trained heads to start from.")] = None,
+    set_: Overrides = None,
+    resume: Resume = False,
+    overwrite: Overwrite = False,
+    report: Annotated[
+        bool, typer.Option("--report", help="Measure the trained heads in output_dir, without training.")
+    ] = False,
+    json: Json = False,
+) -> None:
+    """Train Medusa heads for speculative decoding, then measure their accuracy and the decoding speed-up.
 
-    On several devices this process makes the plan and refuses what is to be refused. One more for each of them comes
-    here meanwhile, and waits for that.
+    Example: ligertune medusa --heads 5
     """
-    from ligertune.cli.render import data_report as render_data
-    from ligertune.cli.render import heads_report as render_medusa
+    from ligertune.launcher.failures import is_started_rank
+    from ligertune.recipe import load_recipe
+
+    render.people_on_stderr(json)
+    path = recipe or default_medusa_recipe(stage)
+    if recipe is None and not is_started_rank():
+        render.text(f"No recipe given: using {path}")
+    options = {
+        "medusa.num_heads": heads,
+        "medusa.num_layers": layers,
+        "medusa.stage": stage,
+        "medusa.heads_path": from_,
+        "model.model_name_or_path": model,
+        "data.datasets": None if data is None else f"[{{path: {data!r}}}]",
+    }
+    given = [f"{key}={value}" for key, value in options.items() if value is not None]
+    overrides = ["task=medusa", *given, *_run_overrides(resume, overwrite), *(set_ or [])]
+    loaded = load_recipe(path, overrides=overrides)
+    if report:
+        _measure_heads(loaded, json)
+    else:
+        run_recipe(loaded, path, json)
+
+
+def _run_overrides(resume: bool, overwrite: bool) -> list[str]:
+    chosen = {"checkpoint.resume_from_checkpoint=auto": resume, "checkpoint.overwrite=true": overwrite}
+    return [override for override, given in chosen.items() if given]
+
+
+def default_medusa_recipe(stage: int | None) -> Path:
+    """Return the bundled Medusa recipe for this machine: a tiny model if there is no GPU."""
+    from ligertune.hardware import this_machine
+    from ligertune.recipe.read import bundled
+
+    model = "stories260k" if this_machine().vendor == "cpu" else "qwen2.5-7b"
+    return bundled(f"medusa/{model}{'-stage2' if stage == 2 else ''}.yaml")
+
+
+def _measure_heads(loaded: Recipe, json: bool) -> None:
+    from ligertune.cli.render import heads_report
+    from ligertune.decode.medusa_run import report_on
+    from ligertune.planning.options import RunOptions
+
+    found = report_on(RunOptions.of(loaded)).as_dict()
+    heads_report.report(found)
+    if json:
+        render.json_report(found)
+
+
+def run_recipe(loaded: Recipe, path: Path, json: bool) -> None:
+    """Run a loaded recipe: plan, start one process per device if there are several, train, and report.
+
+    With several devices, the process that the user started makes the plan, checks it, and starts the ranks. The ranks
+    run this function too; each waits until the plan of the first process has passed its checks.
+    Raises typer.Exit(130) if the run was interrupted, and UserError for invalid input.
+    """
+    from ligertune.cli.render import data_report, heads_report
     from ligertune.hardware import choose_processes, is_launched, is_main_process
     from ligertune.launcher import slurm
     from ligertune.launcher.failures import is_started_rank
@@ -60,8 +127,9 @@ def train_as(loaded: Recipe, path: Path, json: bool) -> None:
     from ligertune.run import plan_for, prepare_to_train, run
     from ligertune.train.signals import leave_at_once
 
-    signal.signal(signal.SIGINT, leave_at_once)  # until the ranks or the run take it; KeyboardInterrupt can be lost
-    check_paths(loaded)  # what is not there is said before torch comes in, which counts the devices
+    # Until the ranks or the run install their own handler: Python can lose a KeyboardInterrupt inside an import.
+    signal.signal(signal.SIGINT, leave_at_once)
+    check_paths(loaded)  # report missing files before torch is imported, which takes seconds
     os.environ.update(slurm.variables(os.environ))
     started, main = is_started_rank(), is_main_process()
     if started:
@@ -74,9 +142,10 @@ def train_as(loaded: Recipe, path: Path, json: bool) -> None:
             render.begins("planning ...")
         processes = choose_processes(loaded.parallel.num_processes, loaded.parallel.strategy)
         ranks = None
+        # Start the ranks before planning: they import torch while this process plans.
         if processes > 1 and not is_launched():
             ranks = stack.enter_context(Ranks(processes, sys.argv[1:]))
-        with render_data.Preparing(enabled=main and not started) as preparing:
+        with data_report.Preparing(enabled=main and not started) as preparing:
             job = plan_for(loaded, preparing.show, processes=processes)
         if main and not started:
             render.plan(job.plan)
@@ -89,7 +158,7 @@ def train_as(loaded: Recipe, path: Path, json: bool) -> None:
     if main:
         render.report(report)
         if report.medusa is not None:
-            render_medusa.report(report.medusa)
+            heads_report.report(report.medusa)
         render.next_step(report, str(path))
         if json:
             render.json_report(report.as_dict())

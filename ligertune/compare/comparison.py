@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import ligertune
 from ligertune.compare.side import Side
 from ligertune.compare.summary import Comparison, Point, summarise
 from ligertune.compare.trial import Trial, run_trial
@@ -52,21 +51,6 @@ def settings_of(path: Path, overrides: Sequence[str], sweep: str | None) -> tupl
         Setting(f"{axis} {value}", load_recipe(path, overrides=[*overrides, f"{AXES[axis]}={value}"]))
         for value in chosen
     )
-
-
-def bundled_recipe() -> Path:
-    """The quickstart's recipe: in the wheel, or in a checkout."""
-    package = Path(ligertune.__file__).parent
-    found = [
-        home / "configs" / "quickstart" / "stories260k.yaml"
-        for home in (package, package.parent)
-        if (home / "configs" / "quickstart").is_dir()
-    ]
-    if not found:
-        raise UserError(
-            "The bundled quickstart recipe is not installed.", hint="Name a recipe: ligertune compare RECIPE."
-        )
-    return found[0]
 
 
 def compare(

@@ -3,24 +3,20 @@
 from ligertune.recipe.read import dump_recipe, load_recipe
 from ligertune.recipe.rules import contradicts_itself
 from ligertune.recipe.schema import (
-    CheckpointSpec,
     DatasetSpec,
     DataSpec,
-    EvalSpec,
-    GaloreSpec,
     KernelsSpec,
     LoggingSpec,
-    MedusaSpec,
     MethodSpec,
     ModelSpec,
     ParallelSpec,
     Recipe,
     ReportSpec,
     TokenizerSpec,
-    TrainSpec,
     VisionSpec,
     recipe_schema,
 )
+from ligertune.recipe.train_sections import CheckpointSpec, EvalSpec, GaloreSpec, MedusaSpec, TrainSpec
 
 __all__ = [
     "CheckpointSpec",

@@ -7,8 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ligertune.recipe.document import Document
-from ligertune.recipe.keys import ITEM, KeyPath, dotted, keys, leaf, parent, schema_key, split
+from ligertune.recipe.document import ITEM, Document, KeyPath, dotted, keys, leaf, parent, schema_key, split
 from ligertune.recipe.section import SWITCHES
 
 SAYS_NOTHING = object()  # `bf16: false` leaves the dtype to others

@@ -9,8 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from ligertune.recipe.aliases import PEERS
-from ligertune.recipe.document import Document
-from ligertune.recipe.keys import ITEM, KeyPath, dotted, keys, leaf, parent, schema_key, split
+from ligertune.recipe.document import ITEM, Document, KeyPath, dotted, keys, leaf, parent, schema_key, split
 
 KINDS = {
     dict: "a mapping",
@@ -86,7 +85,7 @@ def wrong_value(path: KeyPath, document: Document) -> str:
     return f"{sentence} Put it in quotes." if free_text and isinstance(value, int | float) else sentence
 
 
-def what_it_takes(key: str) -> str:
+def accepted_values(key: str) -> str:
     """The values of a schema key in words: "auto or a whole number of at least 1"."""
     return _either([phrase for entry in keys()[key].get("anyOf", [keys()[key]]) for phrase in _expected(entry)])
 

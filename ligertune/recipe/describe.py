@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from ligertune.recipe.aliases import use_our_names
-from ligertune.recipe.complaints import what_it_takes
-from ligertune.recipe.document import Document
-from ligertune.recipe.keys import ITEM, keys, leaf, parent, split
-from ligertune.recipe.overrides import apply_overrides
+from ligertune.recipe.complaints import accepted_values
+from ligertune.recipe.document import ITEM, Document, keys, leaf, parent, split
 from ligertune.recipe.plain_yaml import dump
-from ligertune.recipe.schema import EITHER_OR
+from ligertune.recipe.read import apply_overrides
+from ligertune.recipe.train_sections import EITHER_OR
 
 # What most people change first: written out, where all others are shown as comments.
 FIRST = (
@@ -121,7 +120,7 @@ def recipe_reference() -> str:
 def _row(key: str) -> str:
     entry = keys()[key]
     default = f"`{_value(entry['default'])}`" if "default" in entry else NO_DEFAULT
-    cells = (f"`{key}`", entry["description"], what_it_takes(key), default)
+    cells = (f"`{key}`", entry["description"], accepted_values(key), default)
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
 
 

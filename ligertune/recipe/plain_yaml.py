@@ -10,8 +10,7 @@ from typing import Any, ClassVar
 
 import yaml
 
-from ligertune.recipe.document import Document, Place
-from ligertune.recipe.keys import KeyPath, dotted
+from ligertune.recipe.document import Document, KeyPath, Place, dotted
 
 TAG = "tag:yaml.org,2002:"
 

@@ -12,12 +12,12 @@ from pydantic import ValidationError
 from ligertune.errors import UserError
 from ligertune.recipe.aliases import use_our_names
 from ligertune.recipe.complaints import complain_about, shown
-from ligertune.recipe.document import Document
-from ligertune.recipe.keys import KeyPath
-from ligertune.recipe.overrides import apply_overrides, give_way
+from ligertune.recipe.document import Document, KeyPath, Place, dotted, split
 from ligertune.recipe.plain_yaml import NotYaml, dump, parse
 from ligertune.recipe.rules import check_rules
 from ligertune.recipe.schema import Origin, Recipe
+from ligertune.recipe.section import SWITCHES
+from ligertune.recipe.train_sections import EITHER_OR
 
 # What no recipe can do without, with a stand-in that lets the rules look at the rest of a recipe that lacks it.
 REQUIRED = {
@@ -102,3 +102,73 @@ def _sound_part(data: dict[str, Any], faults: Sequence[KeyPath]) -> dict[str, An
         if not sound.has(path):
             sound.put(path, stand_in, sound.place(path))
     return sound.data
+
+
+# Two keys of which one recipe uses one.
+RIVALS = (
+    *((f"train.{key}", f"train.{rival}") for key, rival in EITHER_OR.items()),
+    ("checkpoint.overwrite", "checkpoint.resume_from_checkpoint"),
+)
+
+
+def apply_overrides(document: Document, overrides: Sequence[str]) -> None:
+    """Write each `key=value` over what the file says; the value is YAML, list items are `data.datasets[0].path`."""
+    for text in overrides:
+        _apply(text, document)
+
+
+def give_way(document: Document) -> None:
+    """Of two rivals, an override puts out the one that the file gave: `--set train.max_steps=5` is a trial."""
+    for pair in RIVALS:
+        for said, replaced in (map(split, pair), map(split, pair[::-1])):
+            both = _is_used(said, document) and _is_used(replaced, document)
+            if both and document.place(said).override and not document.place(replaced).override:
+                document.notice(document.place(said), f"replaces {document.mention(replaced)}.")
+                document.remove(replaced)
+
+
+def _is_used(path: KeyPath, document: Document) -> bool:
+    """Given, and not only to say that it is off."""
+    value = document.get(path) if document.has(path) else None
+    value = SWITCHES.get(value, value) if isinstance(value, str) else value
+    return not (value is None or value is False or value == "never")
+
+
+def _apply(text: str, document: Document) -> None:
+    key, equals, value = text.partition("=")
+    place = Place(f"--set {' '.join(text.split())}", 0, document.file)  # a complaint is one line
+    if not (key.strip() and equals):
+        document.complain_at(place, "write it as section.key=value.")
+        return
+    path = split(key.strip())
+    try:
+        document.put(path, parse(value, document, path, place), place)
+    except NotYaml as error:
+        document.complain_at(place, str(error))
+    except KeyError:
+        document.complain_at(place, f"there is no place for {dotted(path)} in this recipe.")
+
+
+def bundled_recipes() -> list[Path]:
+    """All of them, the quickstart first."""
+    found = [path for path in sorted(_configs().rglob("*.yaml")) if "\nmodel:" in path.read_text("utf-8")]
+    return sorted(found, key=lambda path: path.parent.name != "quickstart")
+
+
+def bundled(name: str) -> Path:
+    """The recipe `name`, a path under configs/."""
+    return _configs() / name
+
+
+def _configs() -> Path:
+    package = Path(__file__).parents[1]
+    home = next((h for h in (package, package.parent) if (h / "configs" / "quickstart").is_dir()), None)
+    if home is None:
+        raise UserError("The bundled recipes are not installed.", hint="Install the wheel, or run in a checkout.")
+    return home / "configs"
+
+
+def recipe_title(path: Path) -> str:
+    """Its first line, a comment."""
+    first = path.read_text(encoding="utf-8").partition("\n")[0]
+    return first.removeprefix("#").strip() if first.startswith("#") else ""

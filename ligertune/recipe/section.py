@@ -78,3 +78,5 @@ Resume = Annotated[
     _words({True: "auto", "yes": "auto", "on": "auto", False: "never", "no": "never", "off": "never", None: "never"}),
 ]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
+ShareBelowOne = Annotated[float, Field(ge=0.0, lt=1.0)]
+NameList = Annotated[tuple[Text, ...], Field(strict=False)]

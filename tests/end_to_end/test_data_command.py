@@ -29,7 +29,7 @@ def test_the_page_is_written_and_the_second_time_is_from_the_cache(recipe, liger
     assert first.code == 0, first.err
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert page.startswith("<!DOCTYPE html>") and "dolly_short.jsonl" in page and "from the cache" not in page
-    assert "Written: report.html" in first.out
+    assert "Wrote report.html" in first.out
     again = ligertune("data", recipe, *overrides(SETTINGS), "--examples", "0")
     assert "from the cache" in again.out and "Trained:" not in again.out
 

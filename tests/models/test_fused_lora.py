@@ -12,13 +12,13 @@ from peft.tuners.lora import Linear as LoraLinear
 from torch import nn
 
 from ligertune.activations.checkpointing import checkpoint_layers
-from ligertune.compare.comparison import bundled_recipe
 from ligertune.models.fused_lora import FusedLora, fuse_adapters
 from ligertune.models.lora import merged
 from ligertune.models.trainable import apply_method
 from ligertune.patching.patch import patch
 from ligertune.planning.options import MethodOptions
 from ligertune.recipe import load_recipe
+from ligertune.recipe.read import bundled
 from ligertune.run import plan_for, trained_model
 from ligertune.train.distributed import start_accelerator
 
@@ -184,7 +184,7 @@ def test_it_is_merged_as_any_adapter():
 
 @pytest.mark.parametrize("value", [False, True])
 def test_the_key_fuses_every_adapter_of_a_run(value, tmp_path):
-    recipe = bundled_recipe()
+    recipe = bundled("quickstart/stories260k.yaml")
     changes = [f"kernels.lora={value}", "method.type=lora", f"checkpoint.output_dir={tmp_path}", "train.max_steps=3"]
     job = plan_for(load_recipe(recipe, overrides=changes))
     found = {line.kernel: line.applied for line in job.plan.kernels}

@@ -11,9 +11,9 @@ from typer.testing import CliRunner
 from ligertune.cli.app import app
 from ligertune.errors import UserError
 from ligertune.recipe import load_recipe
-from ligertune.recipe.bundled import bundled_recipes, what_it_is_for
 from ligertune.recipe.describe import matching_keys, name_of_run, recipe_reference
-from ligertune.recipe.keys import keys
+from ligertune.recipe.document import keys
+from ligertune.recipe.read import bundled_recipes, recipe_title
 
 ROOT = Path(__file__).resolve().parents[2]
 REFERENCE = ROOT / "configs" / "recipe_keys.md"
@@ -123,9 +123,9 @@ def test_shells_complete_keys():
 
 
 @pytest.mark.parametrize("path", bundled_recipes(), ids=lambda path: path.stem)
-def test_every_bundled_recipe_is_sound_and_says_what_it_is_for(path):
+def test_every_bundled_recipe_is_sound_and_has_a_title(path):
     assert load_recipe(path).notices == ()
-    assert what_it_is_for(path)
+    assert recipe_title(path)
 
 
 def test_the_quickstart_leads_the_list():

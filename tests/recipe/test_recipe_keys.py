@@ -11,8 +11,8 @@ import pytest
 import ligertune
 from ligertune.recipe import Recipe, TrainSpec, recipe_schema
 from ligertune.recipe.aliases import ALIASES, PEERS
-from ligertune.recipe.keys import keys
-from ligertune.recipe.schema import EITHER_OR
+from ligertune.recipe.document import keys
+from ligertune.recipe.train_sections import EITHER_OR
 
 SECTIONS = [key for key, entry in keys().items() if key and entry.get("type") == "object" and "properties" in entry]
 LEAVES = [key for key in keys() if key and key not in SECTIONS and not key.endswith("[]")]

@@ -12,14 +12,14 @@ from pydantic import ValidationError
 from ligertune.errors import UserError
 from ligertune.recipe.aliases import use_our_names
 from ligertune.recipe.complaints import complain_about
-from ligertune.recipe.document import Document, Place
+from ligertune.recipe.document import ITEM, Document, KeyPath, Place, dotted, keys, leaf, split
 from ligertune.recipe.importers import peer_datasets
 from ligertune.recipe.importers.peer_keys import AXOLOTL, IMPORTED, LLAMA_FACTORY, NOT_OURS, REASONS, TOOLS, TRL, Peer
-from ligertune.recipe.keys import ITEM, KeyPath, dotted, keys, leaf, split
 from ligertune.recipe.plain_yaml import dump
 from ligertune.recipe.read import REQUIRED, read_document
 from ligertune.recipe.rules import check_rules
-from ligertune.recipe.schema import EITHER_OR, Recipe
+from ligertune.recipe.schema import Recipe
+from ligertune.recipe.train_sections import EITHER_OR
 
 UNKNOWN = "there is no such key here"
 NOTHING = (None, False, "", "none", "no")  # said of an unknown key, it asks for nothing

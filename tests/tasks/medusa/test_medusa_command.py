@@ -7,7 +7,7 @@ import json
 import pytest
 from command_line import overrides
 
-from ligertune.cli.medusa import medusa
+from ligertune.cli.train import medusa
 from ligertune.decode.acceptance import Greedy
 from ligertune.decode.generate import complete
 from ligertune.decode.medusa_generate import choose_acceptance, complete_with_heads
@@ -15,7 +15,7 @@ from ligertune.decode.medusa_run import report_on
 from ligertune.errors import UserError
 from ligertune.planning.options import RunOptions
 from ligertune.recipe import load_recipe
-from ligertune.recipe.bundled import bundled
+from ligertune.recipe.read import bundled
 
 # the command's options, none given
 NOTHING = {"recipe": None, "heads": None, "layers": None, "stage": None, "model": None, "data": None, "from_": None,

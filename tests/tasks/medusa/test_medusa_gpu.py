@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from ligertune.decode.medusa_report import prompt_of
 from ligertune.decode.tree_decoding import decode_with_heads
 from ligertune.recipe import load_recipe
-from ligertune.recipe.bundled import bundled
+from ligertune.recipe.read import bundled
 from ligertune.run import plan_for, run
 from ligertune.tasks.medusa.candidate_tree import Tree
 from ligertune.tasks.medusa.head_form import head_form

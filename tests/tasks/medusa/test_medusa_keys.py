@@ -13,7 +13,7 @@ from ligertune.decode.medusa_run import report_on
 from ligertune.errors import UserError
 from ligertune.planning.options import RunOptions
 from ligertune.recipe import load_recipe
-from ligertune.recipe.bundled import bundled
+from ligertune.recipe.read import bundled
 from ligertune.run import plan_for, run
 
 pytestmark = pytest.mark.slow

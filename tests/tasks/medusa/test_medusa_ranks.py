@@ -10,7 +10,7 @@ from command_line import losses, overrides, run
 from safetensors.torch import load_file
 
 from ligertune.recipe import load_recipe
-from ligertune.recipe.bundled import bundled
+from ligertune.recipe.read import bundled
 from ligertune.run import plan_for
 from ligertune.run import run as train
 
