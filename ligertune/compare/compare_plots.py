@@ -12,12 +12,13 @@ from ligertune.compare.target import label
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Ours stands out; a side keeps its colour from report to report.
-COLOURS = {"with": "#d62728", "no-fused-loss": "#ff9896", "with-rebuild": "#e377c2", "with-rebuild-norms": "#f7b6d2",
-           "with-attention": "#bcbd22", "with-lora": "#17becf", "with-offload": "#c5b0d5",
-           "with-offload-gate": "#9467bd", "with-offload-both": "#5b3a86", "with-cuda-graphs": "#e6b800",
-           "with-compile": "#8c1a1b", "with-fp8": "#ff7f0e",
-           "without": "#7f7f7f", "hf-chunked": "#bcbcbc", "compile": "#2ca02c", "liger": "#1f77b4"}  # fmt: skip
+# A side keeps its colour in every chart; ligertune is red, so that it stands out.
+COLOURS = {
+    "with": "#d62728", "no-fused-loss": "#ff9896", "with-recompute": "#e377c2", "with-recompute-norms": "#f7b6d2",
+    "with-attention": "#bcbd22", "with-lora": "#17becf", "with-offload": "#c5b0d5", "with-offload-gate": "#9467bd",
+    "with-offload-both": "#5b3a86", "with-cuda-graphs": "#e6b800", "with-compile": "#8c1a1b", "with-fp8": "#ff7f0e",
+    "without": "#7f7f7f", "hf-chunked": "#bcbcbc", "compile": "#2ca02c", "liger": "#1f77b4",
+}  # fmt: skip
 GIB = 2**30
 
 

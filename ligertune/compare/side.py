@@ -32,7 +32,7 @@ class Side:
             )
 
 
-ON, OFF = {"enabled": True}, {"enabled": False, "rebuild": False}
+ON, OFF = {"enabled": True}, {"enabled": False, "recompute": False}
 COMPILED = {"torch_compile": True}
 FLOAT8 = {"fp8": True, **COMPILED}
 INPUTS, GATES, BOTH = ({"gradient_checkpointing": kept} for kept in ("offload", "offload_gate", "offload_both"))
@@ -40,8 +40,8 @@ INPUTS, GATES, BOTH = ({"gradient_checkpointing": kept} for kept in ("offload", 
 SIDES = (
     Side("with", "ligertune", ON, ours=True),
     Side("no-fused-loss", "ligertune without its fused loss", {**ON, "loss": "torch"}, ours=True),
-    Side("with-rebuild", "ligertune, rebuild", {**ON, "rebuild": True}, ours=True),
-    Side("with-rebuild-norms", "ligertune, rebuild: norms", {**ON, "rebuild": "norms"}, ours=True),
+    Side("with-recompute", "ligertune, recompute", {**ON, "recompute": True}, ours=True),
+    Side("with-recompute-norms", "ligertune, recompute: norms", {**ON, "recompute": "norms"}, ours=True),
     Side("with-attention", "ligertune, attention", {**ON, "attention": True}, ours=True),
     Side("with-lora", "ligertune, lora", {**ON, "lora": True}, ours=True),
     Side("with-offload", "ligertune, offload", ON, ours=True, train=INPUTS),
@@ -56,9 +56,10 @@ SIDES = (
     Side("liger", "liger-kernel", OFF, change="liger", needs="liger_kernel"),
 )
 SIDE_OF = {side.name: side for side in SIDES}
-OURS = ("with-rebuild", "with-rebuild-norms", "with-attention", "with-lora", "with-offload", "with-offload-gate",
+OURS = ("with-recompute", "with-recompute-norms", "with-attention", "with-lora", "with-offload", "with-offload-gate",
         "with-offload-both", "with-compile", "with-cuda-graphs", "with-fp8")  # fmt: skip
 BASELINES = {"hf": "without", **{name: name for name in ("hf-chunked", "compile", *OURS)}}
+RENAMED = {"with-rebuild": "with-recompute", "with-rebuild-norms": "with-recompute-norms"}  # still accepted
 PEERS = ("liger",)
 
 
@@ -71,6 +72,7 @@ def choose_sides(
     """
     if only is not None:
         return (SIDE_OF[only],)
+    baselines = [RENAMED.get(name, name) for name in baselines]
     for option, given, known in (("--baseline", baselines, BASELINES), ("--peer", peers, PEERS)):
         for name in given:
             if name not in known:

@@ -141,8 +141,8 @@ class Layer:
     mixin: type[Patch]
     rebuilt: type[Patch] | None = None  # in its place where outputs are made again
 
-    def worn(self, *, rebuild: Rebuild) -> type[Patch]:
-        wanted = rebuild is True or (rebuild == "norms" and self.switch == "norm")
+    def worn(self, *, recompute: Rebuild) -> type[Patch]:
+        wanted = recompute is True or (recompute == "norms" and self.switch == "norm")
         return self.rebuilt if wanted and self.rebuilt is not None else self.mixin
 
 
@@ -178,7 +178,7 @@ def patch(
     norm: bool = True,
     mlp: bool = True,
     loss: Loss = "linear_cross_entropy",
-    rebuild: Rebuild = False,
+    recompute: Rebuild = False,
     gradient_sums: bool = False,
 ) -> PatchReport:
     """Let every module of `model` that computes what one of our kernels computes use that kernel.
@@ -186,8 +186,8 @@ def patch(
     Weights, state-dict keys, hooks, pickling and `isinstance` stay as they are, and other models of the same class
     are not touched. What is not recognised is left alone; the report says why. Patching twice changes nothing.
 
-    rebuild: linear layers keep no output of these norms and MLPs, or of the norms only; the backward makes it again
-    (`model.rebuild`).
+    recompute: linear layers keep no output of these norms and MLPs, or of the norms only; the backward makes it again
+    (`model.recompute`).
 
     gradient_sums: linear layers that read one tensor add up its gradient in their products (`model.gradient_sums`).
     What autograd tells of such a tensor, a norm's output, is then not all of its gradient: not for those who ask.
@@ -196,14 +196,16 @@ def patch(
     tallies: dict[str, _Tally] = defaultdict(_Tally)
     for layer in LAYERS:
         for module in filter(layer.found, model.modules()):
-            _patch_module(module, layer, tallies, mixin=layer.worn(rebuild=rebuild) if switches[layer.switch] else None)
+            _patch_module(
+                module, layer, tallies, mixin=layer.worn(recompute=recompute) if switches[layer.switch] else None
+            )
     for kernels in (("apply_rope",), ("rms_norm",), ("swiglu", "geglu")):
         if not tallies.keys() & set(kernels):
             tallies[kernels[0]] = _Tally()  # a row that says there are none
     rows = [tally.row(kernel) for kernel, tally in tallies.items()]
     if gradient_sums:
         sum_in_products(model)
-    if rebuild:
+    if recompute:
         rows.append(_patch_readers(model))
     return PatchReport((*rows, _patch_loss(model, loss)), backend(next(model.parameters()).device))
 
@@ -213,7 +215,7 @@ def _patch_module(module: nn.Module, layer: Layer, tallies: dict[str, _Tally], *
     name = type(module).__name__
     if isinstance(module, layer.mixin):
         if mixin is not None and module.patch_mixin is not mixin:
-            raise ValueError(f"{name} was patched with another `rebuild`: unpatch the model first")
+            raise ValueError(f"{name} was patched with another `recompute`: unpatch the model first")
         tallies[module.patch_spec.kernel].applied += 1
         tallies[module.patch_spec.kernel].already += 1
         return
@@ -231,7 +233,7 @@ def _patch_readers(model: nn.Module) -> PatchRow:
     # the output head reads its input in the loss, in a way of its own
     rebuild_inputs(model, but=None if owner is None else owner.get_output_embeddings())
     makers = sum(isinstance(module, Rebuilding) for module in model.modules())
-    return PatchRow("rebuild", makers, 0, "" if makers else "no norm or MLP is patched")
+    return PatchRow("recompute", makers, 0, "" if makers else "no norm or MLP is patched")
 
 
 def _patch_loss(model: nn.Module, loss: Loss) -> PatchRow:

@@ -22,7 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from ligertune.patching.module_patch import Patch, swap
 
 WRITTEN_OVER = (
-    "a tensor of {shape} that the backward needs has been written over since the forward (kernels.rebuild): "
+    "a tensor of {shape} that the backward needs has been written over since the forward (kernels.recompute): "
     "run the forward again before a second backward, and step after it"
 )
 
@@ -154,5 +154,5 @@ def rebuild_inputs(model: nn.Module, *, but: nn.Module | None = None) -> None:
 
 
 def is_rebuilding(model: nn.Module) -> bool:
-    """Whether it was patched with `rebuild`."""
+    """Whether it was patched with `recompute`."""
     return any(isinstance(module, Rebuilding) for module in model.modules())

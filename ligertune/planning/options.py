@@ -53,9 +53,8 @@ class KernelOptions:
     loss: Literal["linear_cross_entropy", "cross_entropy", "torch"] = "linear_cross_entropy"
     attention: Literal["auto"] | bool = "auto"
     lora: bool = False
-    gradient_sums: bool = True
     optimizer: bool = False
-    rebuild: Literal["norms"] | bool = False
+    recompute: Literal["norms"] | bool = False
 
     @property
     def fuses_lora(self) -> bool:

@@ -68,6 +68,7 @@ ALIASES = (
     Alias("model.attn_implementation", ("eager_attention",), _meaning({True: "eager", False: SAYS_NOTHING})),
     Alias("model.tokenizer.path", ("tokenizer_name_or_path", "tokenizer_name", "tokenizer_path", "tokenizer_config")),
     Alias("kernels.enabled", ("use_liger_kernel", "enable_liger_kernel", "use_liger")),
+    Alias("kernels.recompute", ("rebuild",)),  # our own name until version 0.1
     Alias("kernels.rope", ("liger_rope",)),
     Alias("kernels.norm", ("liger_rms_norm",)),
     Alias("kernels.mlp", ("liger_glu_activation", "liger_swiglu")),
@@ -136,11 +137,18 @@ ALIASES = (
     Alias("logging.logging_steps", ("log_interval", "log_every_n_steps", "log_every")),
 )
 
+# Keys of earlier versions that saved recipes still hold: read, reported and ignored.
+RETIRED = {"kernels.gradient_sums": "it has no effect any more"}
+
 PEERS = {name: row.key for row in ALIASES for name in row.names if ITEM not in row.key}
 
 
 def use_our_names(document: Document, rows: Sequence[Alias] = ALIASES) -> None:
-    """Move what stands under peers' names to our keys."""
+    """Move values from aliases to their keys, and drop retired keys, with a notice for each."""
+    for path, why in ((split(key), why) for key, why in RETIRED.items()):
+        if document.has(path):
+            document.notice(document.place(path), f"{dotted(path)} is ignored: {why}.")
+            document.remove(path)
     for row in rows:
         for section in _sections_around(row.key, document):
             for name in row.names:

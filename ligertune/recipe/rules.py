@@ -50,7 +50,7 @@ PARALLEL_RULES = (
             ("train.fp8", (False,), "Leave that out, or write ddp or fsdp."),
             ("checkpoint.async_save", (False,), "DeepSpeed's ranks write together, and wait. Leave that out."),
             ("kernels.optimizer", (False,), "DeepSpeed takes the step. Leave that out."),
-            ("kernels.rebuild", (False,), "Leave that out, or write ddp or fsdp."),
+            ("kernels.recompute", (False,), "Leave that out, or write ddp or fsdp."),
             ("method.type", ("full", "lora", "freeze"), "Write method.type: lora, or ddp."),
         )
     ),
@@ -199,9 +199,9 @@ RULES = (
         "{0} is one step for all parameters, and {1} is true. Leave {0} out.",
     ),
     Rule(
-        ("kernels.rebuild", "train.gradient_checkpointing"),
+        ("kernels.recompute", "train.gradient_checkpointing"),
         lambda recipe: (
-            recipe.kernels.rebuild
+            recipe.kernels.recompute
             and bool(recipe.train.gradient_checkpointing)
             and recipe.train.gradient_checkpointing_layers == "all"
         ),
@@ -221,8 +221,8 @@ RULES = (
         "{0} is for layers that keep something, and in stage 1 ({1}) the heads alone train. Leave {0} out.",
     ),
     Rule(
-        ("kernels.rebuild", "train.torch_compile"),
-        lambda recipe: recipe.kernels.rebuild and recipe.train.torch_compile,
+        ("kernels.recompute", "train.torch_compile"),
+        lambda recipe: recipe.kernels.recompute and recipe.train.torch_compile,
         "{0} works on layers that run one by one, and {1} makes graphs of them. Leave one of them out.",
     ),
     Rule(
@@ -396,8 +396,8 @@ RULES = (
         "{0} casts bfloat16 or float32, and {1} is float16, which is a cast of its own. Write model.dtype: bfloat16.",
     ),
     Rule(
-        ("train.fp8", "kernels.rebuild"),
-        lambda recipe: recipe.train.fp8 and recipe.kernels.rebuild,
+        ("train.fp8", "kernels.recompute"),
+        lambda recipe: recipe.train.fp8 and recipe.kernels.recompute,
         "{0} has linear layers of torchao, which keep their input, and {1} lets layers make it again. "
         "Leave one of them out.",
     ),

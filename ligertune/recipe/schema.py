@@ -71,9 +71,8 @@ class KernelsSpec(Section):
         description="Attention over the documents of a row; auto: in half precision, where it was timed (sm90).",
     )
     lora: Switch = Field(False, description="Add an adapter's term in its products, not by passes over their output.")
-    gradient_sums: Switch = Field(True, description="Add up an input's gradients in the products that read it.")
     optimizer: Switch = Field(False, description="The step of train.optim: adamw_torch_fused, clipping included.")
-    rebuild: SwitchOrNorms = Field(
+    recompute: SwitchOrNorms = Field(
         False,
         description="Make norm outputs and gated activations again in the backward instead of keeping them: "
         "less memory for some time, the same bits. norms: norm outputs only.",

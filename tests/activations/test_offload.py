@@ -29,7 +29,7 @@ def checkpointed(
     kind: bool | str, *, family: str = "llama", device: str = "cpu", first: int | None = None, **changes
 ) -> torch.nn.Module:
     model = tiny_models.make(family, **changes).to(device).train()
-    patch(model, rebuild=first is not None)
+    patch(model, recompute=first is not None)
     checkpoint_layers(model, kind, first=first)
     return model
 

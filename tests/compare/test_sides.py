@@ -22,8 +22,8 @@ CHOICES = [
         {"baselines": ["with-compile", "with-fp8"]}, ["with", "with-compile", "with-fp8"], marks=NEEDS_TORCHAO
     ),
     (
-        {"baselines": ["hf", "with-offload-gate", "with-rebuild", "with-rebuild-norms"]},
-        ["with", "with-rebuild", "with-rebuild-norms", "with-offload-gate", "without"],
+        {"baselines": ["hf", "with-offload-gate", "with-rebuild", "with-recompute-norms"]},  # an old name, a new one
+        ["with", "with-recompute", "with-recompute-norms", "with-offload-gate", "without"],
     ),
     ({"baselines": ["hf-chunked", "with-compile"]}, ["with", "with-compile", "hf-chunked"]),
 ]
@@ -66,7 +66,7 @@ def test_what_others_compute_is_padded_as_they_pad(quickstart, tmp_path):
     recipe = settings_of(quickstart / "stories260k.yaml", ["data.padding_free=true"], None)[0].recipe
     said = {name: trial_recipe(recipe, side, 5, tmp_path).data.padding_free for name, side in SIDE_OF.items()}
     ours = {name for name, padding_free in said.items() if padding_free is True}
-    assert ours == {"with", "no-fused-loss", "with-rebuild", "with-rebuild-norms", "with-attention", "with-lora",
+    assert ours == {"with", "no-fused-loss", "with-recompute", "with-recompute-norms", "with-attention", "with-lora",
                     "with-offload", "with-offload-gate", "with-offload-both"}  # fmt: skip
     assert all(said[name] is False for name in said.keys() - ours)
 

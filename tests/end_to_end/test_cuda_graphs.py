@@ -102,7 +102,7 @@ def trained(quickstart, folder, **changes):
         pytest.param({**PACKED, "train.gradient_accumulation_steps": 1}, id="packed, one micro batch"),
         pytest.param({**PADDED, "model.dtype": "float32"}, id="float32"),
         pytest.param({**PACKED, "kernels.optimizer": True}, id="our optimizer"),
-        pytest.param({**PACKED, "kernels.rebuild": True}, id="activations made again"),
+        pytest.param({**PACKED, "kernels.recompute": True}, id="activations made again"),
         pytest.param({**PACKED, "kernels.attention": True}, id="our attention"),
         pytest.param({**PACKED, **LORA}, id="lora with dropout"),
         pytest.param({**PACKED, "kernels.enabled": False}, id="without our kernels"),

@@ -40,7 +40,7 @@ HOST = {
     "activations on the host": {"train.gradient_checkpointing": "offload"},
     "gates on the host": {"train.gradient_checkpointing": "offload_gate"},
     "both on the host, a layer left out": {"train.gradient_checkpointing": "offload_both",
-                                           "train.gradient_checkpointing_layers": 4, "kernels.rebuild": True},
+                                           "train.gradient_checkpointing_layers": 4, "kernels.recompute": True},
 }  # fmt: skip
 
 

@@ -131,8 +131,8 @@ def test_a_key_changes_the_plan(key, quickstart, tmp_path):
         ("kernels.mlp", "false", "swiglu", 0),
         ("kernels.loss", "cross_entropy", "cross_entropy", 1),
         ("kernels.loss", "torch", "linear_cross_entropy", 0),
-        ("kernels.rebuild", "true", "rebuild", 16),
-        ("kernels.rebuild", "norms", "rebuild", 11),
+        ("kernels.recompute", "true", "recompute", 16),
+        ("kernels.recompute", "norms", "recompute", 11),
     ],
 )
 def test_kernels_are_switched_one_by_one(key, value, kernel, applied, quickstart, tmp_path):
@@ -148,10 +148,10 @@ def test_optimizers_and_checkpointing_train_alike(train, usual):
         {"train.gradient_checkpointing": "offload"},
         {"train.gradient_checkpointing": "offload_gate"},
         {"train.gradient_checkpointing": "offload_both"},
-        {"train.gradient_checkpointing": True, "train.gradient_checkpointing_layers": 3, "kernels.rebuild": True},
+        {"train.gradient_checkpointing": True, "train.gradient_checkpointing_layers": 3, "kernels.recompute": True},
         {"train.gradient_checkpointing": "offload_both", "train.gradient_checkpointing_layers": "auto"},
-        {"kernels.rebuild": True},
-        {"kernels.rebuild": "norms"},
+        {"kernels.recompute": True},
+        {"kernels.recompute": "norms"},
         {"kernels.attention": True},  # and so padding-free
         {"train.per_device_train_batch_size": "auto", "train.global_batch_size": 4},
     ):
@@ -323,7 +323,6 @@ ELSEWHERE = {
     "parallel.timeout": "test_started_ranks",
     "medusa": "tests/medusa/test_medusa_keys",  # the section
     "kernels.lora": "test_fused_lora",
-    "kernels.gradient_sums": "test_gradient_sums",
     "kernels.optimizer": "test_kernel_adamw",
 }
 

@@ -147,9 +147,9 @@ def test_a_comparison_tells_a_mistake_from_memory_that_ran_out():
 
 
 def test_advice_does_not_ask_for_two_keys_that_exclude_each_other(quickstart, tmp_path):
-    made = plan_for(read(quickstart, tmp_path, **{"data.packing": True, "kernels.rebuild": True}), for_show=True).plan
+    made = plan_for(read(quickstart, tmp_path, **{"data.packing": True, "kernels.recompute": True}), for_show=True).plan
     found = advice(dataclasses.replace(made, machine=dataclasses.replace(made.machine, memory_bytes=3 << 30)))
-    assert "train.gradient_checkpointing: true instead of kernels.rebuild (fits" in found
+    assert "train.gradient_checkpointing: true instead of kernels.recompute (fits" in found
 
 
 @pytest.mark.gpu

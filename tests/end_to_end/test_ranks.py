@@ -48,9 +48,9 @@ def whole(tmp_path_factory, quickstart):
 
 
 FSDP2 = ("--use_fsdp", "--fsdp_version", "2")
-REBUILT = {"kernels.rebuild": True}  # reads weights in the backward that are gathered for others
+RECOMPUTED = {"kernels.recompute": True}  # reads weights in the backward that are gathered for others
 GATES = {"train.gradient_checkpointing": "offload_gate"}
-LEFT_OUT = {"train.gradient_checkpointing": "offload_both", "train.gradient_checkpointing_layers": 3, **REBUILT}
+LEFT_OUT = {"train.gradient_checkpointing": "offload_both", "train.gradient_checkpointing_layers": 3, **RECOMPUTED}
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ LEFT_OUT = {"train.gradient_checkpointing": "offload_both", "train.gradient_chec
         (True, (), {}),
         (True, ("--multi_gpu",), {}),
         (True, FSDP2, {}),
-        pytest.param(True, FSDP2, REBUILT, marks=pytest.mark.slow),
+        pytest.param(True, FSDP2, RECOMPUTED, marks=pytest.mark.slow),
         pytest.param(True, FSDP2, GATES, marks=pytest.mark.slow),
         pytest.param(True, FSDP2, LEFT_OUT, marks=pytest.mark.slow),
         (False, (), {}),
@@ -70,7 +70,7 @@ LEFT_OUT = {"train.gradient_checkpointing": "offload_both", "train.gradient_chec
         "packed-1x8",
         "packed-ddp-2x4",
         "packed-fsdp2-2x4",
-        "rebuilt-fsdp2-2x4",
+        "recompute-fsdp2-2x4",
         "gates-fsdp2-2x4",
         "left-out-fsdp2-2x4",
         "grouped-1x8",

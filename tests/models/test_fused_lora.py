@@ -154,13 +154,13 @@ def test_a_model_trains_as_with_peft(family, changes):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("kind", [True, "offload", "offload_gate", "rebuild"], ids=str)
+@pytest.mark.parametrize("kind", [True, "offload", "offload_gate", "recompute"], ids=str)
 def test_what_is_kept_for_the_backward_may_be_kept_in_every_way(kind, device):
     found = []
     for way in (None, kind):
         model = tiny_models.make("llama").to(device).train()
-        patch(model, rebuild=way == "rebuild")
-        if way not in (None, "rebuild"):
+        patch(model, recompute=way == "recompute")
+        if way not in (None, "recompute"):
             checkpoint_layers(model, way)
         adapted = apply_method(model, MethodOptions(type="lora", lora_r=4), seed=1, fused=True).to(device)
         randomise(adapted)

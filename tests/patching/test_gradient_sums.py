@@ -96,9 +96,9 @@ def test_gradients_are_those_of_the_plain_model(family):
         assert after["clone"] == before["clone"]
 
 
-@pytest.mark.parametrize("rebuild", ["norms", True])
-def test_inputs_that_are_made_again(rebuild):
-    plain, summing = pair(rebuild=rebuild)
+@pytest.mark.parametrize("recompute", ["norms", True])
+def test_inputs_that_are_made_again(recompute):
+    plain, summing = pair(recompute=recompute)
     (expected, _), (found, counted) = map(train_once, (plain, summing))
     assert furthest(found, expected) < 1e-12 and counted["addmm_"] >= 3 * LAYERS
     read = []

@@ -43,11 +43,11 @@ SAVED = LAYERS * ROWS * LENGTH * (2 * HIDDEN + MLP) * FP32
 def pair(
     family: str = "llama", method: str = "full", *, how: str | bool = True, **spec: object
 ) -> tuple[nn.Module, nn.Module]:
-    """The same model, patched without and with `rebuild`."""
+    """The same model, patched without and with `recompute`."""
     made = []
-    for rebuild in (False, how):
+    for recompute in (False, how):
         model = tiny_models.make(family).to(DEVICE)
-        patch(model, rebuild=rebuild)
+        patch(model, recompute=recompute)
         made.append(apply_method(model, MethodOptions(type=method, **spec)).train())
     made[1].load_state_dict(made[0].state_dict())
     return made[0], made[1]
@@ -135,8 +135,8 @@ def test_layer_norms_are_made_again(config):
     plain = transformers.AutoModelForCausalLM.from_config(config).to(DEVICE)
     rebuilt = copy.deepcopy(plain)
     patch(plain)
-    rows = {row.kernel: row.applied for row in patch(rebuilt, rebuild=True).rows}
-    assert rows["rebuild"] == rows["layer_norm"] > LAYERS
+    rows = {row.kernel: row.applied for row in patch(rebuilt, recompute=True).rows}
+    assert rows["recompute"] == rows["layer_norm"] > LAYERS
     assert kept_by(rebuilt) <= kept_by(plain) - LAYERS * ROWS * LENGTH * HIDDEN * FP32
     assert_equal(train_once(plain), train_once(rebuilt))
 
@@ -305,8 +305,8 @@ def test_evaluation_and_generation_mark_nothing():
 def test_the_head_and_other_models_are_left_alone():
     other = tiny_models.make("llama")
     model = tiny_models.make("llama")
-    rows = {row.kernel: row.applied for row in patch(model, loss="torch", rebuild=True).rows}
-    assert rows["rebuild"] == 2 * LAYERS + 1 + LAYERS
+    rows = {row.kernel: row.applied for row in patch(model, loss="torch", recompute=True).rows}
+    assert rows["recompute"] == 2 * LAYERS + 1 + LAYERS
     assert type(model.lm_head) is nn.Linear
     assert type(other.model.layers[0].mlp.down_proj) is nn.Linear
     assert all(type(m) is not nn.Linear for m in model.model.modules())
@@ -325,7 +325,7 @@ def test_unpatch_restores_and_copies_stay_patched():
     plain = tiny_models.make("llama")
     before = {name: type(module) for name, module in plain.named_modules()}
     model = copy.deepcopy(plain)
-    patch(model, rebuild=True)
+    patch(model, recompute=True)
     copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), model]
     assert len({tuple(type(module) for module in one.modules()) for one in copies}) == 1
     unpatch(model)
@@ -334,14 +334,14 @@ def test_unpatch_restores_and_copies_stay_patched():
 
 def test_patching_again_changes_nothing_and_otherwise_wants_unpatch():
     model = tiny_models.make("llama")
-    first, again = (patch(model, rebuild=True) for _ in range(2))
+    first, again = (patch(model, recompute=True) for _ in range(2))
     assert [row.applied for row in first.rows] == [row.applied for row in again.rows]
     with pytest.raises(ValueError, match="unpatch the model first"):
         patch(model)
     unpatch(model)
     patch(model)
     with pytest.raises(ValueError, match="unpatch the model first"):
-        patch(model, rebuild=True)
+        patch(model, recompute=True)
 
 
 @pytest.mark.gpu
@@ -351,10 +351,10 @@ def test_a_third_less_is_kept_on_a_gpu():
                                       num_attention_heads=32, num_key_value_heads=8)  # fmt: skip
     input_ids = torch.randint(0, 1024, (8, 512), device="cuda")
     found = {}
-    for rebuild in (False, True):
+    for recompute in (False, True):
         torch.manual_seed(0)
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).cuda().train()
-        patch(model, rebuild=rebuild)
+        patch(model, recompute=recompute)
         for _ in range(2):  # the first makes what stays: gradients and cuBLAS's workspace
             model.zero_grad(set_to_none=False)
             torch.cuda.reset_peak_memory_stats()
@@ -363,10 +363,10 @@ def test_a_third_less_is_kept_on_a_gpu():
             kept = torch.cuda.memory_allocated() - before
             backward(loss)
             peak = torch.cuda.max_memory_allocated() - before
-        found[rebuild] = kept, peak, (loss.detach(), {n: p.grad.cpu() for n, p in model.named_parameters()})
+        found[recompute] = kept, peak, (loss.detach(), {n: p.grad.cpu() for n, p in model.named_parameters()})
         del model, loss
     assert_equal(found[False][2], found[True][2])
-    print(*(f"rebuild {on}: kept {kept / 2**20:.0f} MiB, peak {peak / 2**20:.0f} MiB" for on, (kept, peak, _) in
+    print(*(f"recompute {on}: kept {kept / 2**20:.0f} MiB, peak {peak / 2**20:.0f} MiB" for on, (kept, peak, _) in
             found.items()), sep="\n")  # fmt: skip
     assert found[True][0] <= 0.75 * found[False][0]
     # of four layers' norm outputs and products one product is made again at the peak

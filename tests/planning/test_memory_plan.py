@@ -71,14 +71,16 @@ def test_rebuilding_saves_norm_outputs_and_the_gated_product(shapes):
     """45 of 139 kB a token of a Llama-3-8B layer: 2 x E and F elements; an adapter on all layers keeps them, too."""
     for method in ("full", "lora"):
         kept, rebuilt, norms_rebuilt = (
-            layer_bytes(shapes[method].layer, Kept(rebuild=rebuild), 2, 1) for rebuild in (False, True, "norms")
+            layer_bytes(shapes[method].layer, Kept(recompute=recompute), 2, 1) for recompute in (False, True, "norms")
         )
         assert kept - rebuilt == 2 * (2 * 4096 + 14336) and kept - norms_rebuilt == 2 * 2 * 4096
-    peaks = [budget_of(shapes, "full", rebuild=rebuild).peak(4, 2048, accumulates=False) for rebuild in (False, True)]
+    peaks = [
+        budget_of(shapes, "full", recompute=recompute).peak(4, 2048, accumulates=False) for recompute in (False, True)
+    ]
     # one product is made again on the way back, and the other layers keep none
     tokens = 4 * 2048
     assert peaks[0].total - peaks[1].total >= 31 * tokens * 2 * (2 * 4096 + 14336)
-    checkpointed = [budget_of(shapes, "full", checkpointing=True, rebuild=rebuild) for rebuild in (False, True)]
+    checkpointed = [budget_of(shapes, "full", checkpointing=True, recompute=recompute) for recompute in (False, True)]
     assert len({budget.peak(4, 2048, accumulates=False).total for budget in checkpointed}) == 1
 
 
@@ -94,7 +96,9 @@ def test_rebuilding_saves_norm_outputs_and_the_gated_product(shapes):
 )
 def test_what_our_kernels_do_not_make_is_kept(config, kept, expected):
     layer = shape_of(config).layer
-    assert layer_bytes(layer, Kept(**kept), 2, 1) - layer_bytes(layer, Kept(**kept, rebuild=True), 2, 1) == 2 * expected
+    assert (
+        layer_bytes(layer, Kept(**kept), 2, 1) - layer_bytes(layer, Kept(**kept, recompute=True), 2, 1) == 2 * expected
+    )
 
 
 @pytest.mark.parametrize(
@@ -187,8 +191,8 @@ def test_layers_that_are_not_checkpointed_are_counted(shapes, how):
 
 
 def test_what_is_rebuilt_in_layers_that_are_not_checkpointed(shapes):
-    usual = budget_of(shapes, "full", checkpointing=True, rebuild=True)
-    kept = [replace(usual, kept=replace(usual.kept, not_checkpointed=n, rebuild=r)).peak(4, 8192, accumulates=False)
+    usual = budget_of(shapes, "full", checkpointing=True, recompute=True)
+    kept = [replace(usual, kept=replace(usual.kept, not_checkpointed=n, recompute=r)).peak(4, 8192, accumulates=False)
             for n, r in ((10, False), (10, True))]  # fmt: skip
     assert kept[0].total - kept[1].total > 9 * 4 * 8192 * 2 * (2 * 4096 + 14336)
 
@@ -273,9 +277,9 @@ def recipe(**train: object) -> Recipe:
     ids=str,
 )
 def test_adapters_that_make_their_own_of_their_input_keep_it(method, rebuilds):
-    asked = recipe().model_copy(update={"method": MethodOptions(**method), "kernels": KernelOptions(rebuild=True)})
-    assert kept_with(asked, "sdpa", (KernelLine("rebuild", 5, 0, ""),)).rebuild is rebuilds
-    assert not kept_with(asked, "sdpa", (KernelLine("rebuild", 0, 0, "no norm or MLP is patched"),)).rebuild
+    asked = recipe().model_copy(update={"method": MethodOptions(**method), "kernels": KernelOptions(recompute=True)})
+    assert kept_with(asked, "sdpa", (KernelLine("recompute", 5, 0, ""),)).recompute is rebuilds
+    assert not kept_with(asked, "sdpa", (KernelLine("recompute", 0, 0, "no norm or MLP is patched"),)).recompute
 
 
 @pytest.mark.parametrize(

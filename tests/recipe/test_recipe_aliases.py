@@ -42,6 +42,7 @@ TABLE: dict[str, list[tuple[str, object, object]]] = {
     "kernels.enabled": [("use_liger_kernel enable_liger_kernel use_liger", "false", False)],
     "kernels.rope": [("liger_rope", "false", False)],
     "kernels.norm": [("liger_rms_norm", "false", False)],
+    "kernels.recompute": [("rebuild", "norms", SAME)],  # our own key of earlier versions
     "kernels.mlp": [("liger_glu_activation liger_swiglu", "false", False)],
     "kernels.loss": [
         ("liger_fused_linear_cross_entropy", "true", "linear_cross_entropy"),
@@ -181,3 +182,23 @@ def test_the_tables_name_every_alias():
     named |= {(key, name) for key, names in DATASETS.items() for name in names.split()}
     named |= {(f"{key}[].{leaf}", name) for key in DATASETS for name, _, leaf, _ in ITEMS}
     assert named == {(row.key, name) for row in ALIASES for name in row.names}
+
+
+SAVED = """\
+kernels: {rebuild: norms, gradient_sums: true}
+model: {model_name_or_path: m}
+data: {datasets: [{path: d}]}
+checkpoint: {output_dir: o}
+"""
+
+
+def test_a_recipe_saved_by_an_earlier_version_loads_with_a_notice_per_old_key(load):
+    recipe = load(SAVED, "kernels.gradient_sums=false")
+    assert recipe.kernels.recompute == "norms"
+    assert recipe.notices == (
+        "recipe.yaml:1: kernels.gradient_sums is ignored: it has no effect any more.",
+        "recipe.yaml:1: kernels.rebuild is read as kernels.recompute.",
+        "--set kernels.gradient_sums=false: kernels.gradient_sums is ignored: it has no effect any more.",
+    )
+    assert load(SAVED.replace("rebuild: norms, ", ""), "kernels.rebuild=true").kernels.recompute is True
+    assert load(dump_recipe(recipe)) == recipe and load(dump_recipe(recipe)).notices == ()

@@ -23,7 +23,7 @@ DEFAULTS = {
               "num_hidden_layers": None, "trust_remote_code": False},
     "model.tokenizer": {"path": None, "pad_token": None, "eos_token": None, "chat_template": "tokenizer"},
     "kernels": {"enabled": "auto", "rope": True, "norm": True, "mlp": True, "loss": "linear_cross_entropy",
-                "attention": "auto", "lora": False, "gradient_sums": True, "optimizer": False, "rebuild": False},
+                "attention": "auto", "lora": False, "optimizer": False, "recompute": False},
     "method": {"type": "full", "lora_r": 16, "lora_alpha": 32.0, "lora_dropout": 0.0,
                "lora_target_modules": "all-linear", "lora_modules_to_save": [], "use_dora": False,
                "use_rslora": False, "trainable": []},

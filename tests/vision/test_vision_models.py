@@ -84,7 +84,7 @@ def test_what_the_backward_makes_again_changes_no_bit(family, seen, tokenizer_of
     prepare_vision(ours, NOTHING_FROZEN)
     rebuilt = copy.deepcopy(ours)
     patch(ours)
-    patch(rebuilt, rebuild=True)
+    patch(rebuilt, recompute=True)
     batch = batch_of(seen(family), reader_of(family), (0, 1))
     assert_same_training(training(rebuilt, batch), training(ours, batch), tolerance=0)
 

@@ -12,8 +12,8 @@ A step's memory has up to six high points, and the highest is the peak:
 Without checkpointing a layer keeps, for each token, its norms' inputs, the inputs of those products whose weight or
 adapter trains, queries, keys, values, attention's output, gate and up. With it, only what goes into the layer, and one
 layer is whole at a time. This is what our kernels keep; the plain model keeps more, which is counted too. With
-`kernels.rebuild` norms' outputs and the gated product (or the former only) are not among the products' inputs that are
-kept: one of them at a time is made again on the way back.
+`kernels.recompute` norms' outputs and the gated product (or the former only) are not among the products' inputs that
+are kept: one of them at a time is made again on the way back.
 
 Under FSDP2 the embedding and the head are whole from the forward to the end of the backward, and two layers at a time:
 the one that computes and the next. A layer's gradient is whole before it is shared out, and so are those of the ends.
@@ -63,7 +63,7 @@ class Kept:
     attention: str = "sdpa"
     checkpointing: bool | str = False
     not_checkpointed: int = 0  # nevertheless: so many of the layers, the last ones
-    rebuild: Literal["norms"] | bool = False
+    recompute: Literal["norms"] | bool = False
     float8: Literal["no", "compiled", "eager"] = "no"
     keys: float = 1.0  # for each token: more where ranks share a row, and attention has those of others
 
@@ -141,13 +141,13 @@ def made_again(layer: LayerShape, kept: Kept) -> tuple[int, int, int]:
 
     Where a layer is checkpointed it is run again as a whole. Experts keep the token as it is sorted to them.
     """
-    if not kept.rebuild or kept.checkpointing:
+    if not kept.recompute or kept.checkpointing:
         return 0, 0, 0
     normed, dense = kept.norm and layer.normed, not layer.routed
     return (
         (layer.attn_in and normed) * layer.hidden,
         (layer.mlp_in and normed and dense) * layer.hidden,
-        (layer.mlp_out and kept.mlp and dense and kept.rebuild is True) * layer.mlp,
+        (layer.mlp_out and kept.mlp and dense and kept.recompute is True) * layer.mlp,
     )
 
 

@@ -21,7 +21,7 @@ WORTH_SAYING = 0.9  # of the layers, if so many would do
 
 
 def copies_inputs(recipe: Recipe) -> bool:
-    """Whether adapters keep what they make of their input, which `kernels.rebuild` then does not save."""
+    """Whether adapters keep what they make of their input, which `kernels.recompute` then does not save."""
     method = recipe.method
     return method.type in ("lora", "qlora") and (method.lora_dropout > 0 or method.use_dora)
 
@@ -35,7 +35,7 @@ def kept_with(recipe: Recipe, attn_implementation: str, kernels: Iterable[Kernel
         in_head=bool(applied & {"linear_cross_entropy", "multi_head_linear_cross_entropy"}),
         attention=attn_implementation,
         checkpointing=recipe.train.gradient_checkpointing,
-        rebuild=recipe.kernels.rebuild if "rebuild" in applied and not copies_inputs(recipe) else False,
+        recompute=recipe.kernels.recompute if "recompute" in applied and not copies_inputs(recipe) else False,
         float8=("compiled" if recipe.train.torch_compile else "eager") if "float8_linear" in applied else "no",
     )
 

@@ -60,7 +60,7 @@ def advice(plan: Plan) -> str:
         ways.append(f"train.per_device_train_batch_size: {micro // 2} (with train.global_batch_size: "
                     f"{plan.batching.global_batch_size}, which accumulates the rest)")  # fmt: skip
     if not plan.budget.kept.checkpointing and with_checkpointing.micro_batch_size > without.micro_batch_size:
-        instead = " instead of kernels.rebuild" if plan.build.kernels.rebuild else ""
+        instead = " instead of kernels.recompute" if plan.build.kernels.recompute else ""
         fits = f"(fits {with_checkpointing.micro_batch_size} rows of {length})"
         ways.append(f"train.gradient_checkpointing: true{instead} {fits}")
     if 0 < here.row_length < length:
