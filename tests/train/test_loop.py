@@ -97,7 +97,8 @@ def plain_loop(folder: Path, examples: Examples, how: SimpleNamespace) -> tuple[
         lengths = [tokens_of(example)[0] for example in batch]
         lines.append({
             "step": step + 1, "loss": loss.item(), "grad_norm": norm.item() if norm else 0, 
-            "learning_rate": rate(step, how), "tokens": sum(lengths), "trained_tokens": trained, "epoch": round((step + 1) * size / len(examples), 4),
+            "learning_rate": rate(step, how), "tokens": sum(lengths),
+            "trained_tokens": trained, "epoch": round((step + 1) * size / len(examples), 4),
             "padded_tokens": sum(
                 len(row) * -(-max(row) // 16) * 16 for row in (lengths[i : i + micro] for i in range(0, size, micro))
             ),
