@@ -8,7 +8,7 @@ import re
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ligertune.planning.memory.activation_bytes import HeadShape, LayerShape, TowerShape
+from ligertune.planning.memory.model_shape import HeadShape, LayerShape, TowerShape
 from ligertune.vision.families import Family, family_of, part_of
 
 # Products by what goes into them. Attention's output, into o_proj, is kept by attention anyway.

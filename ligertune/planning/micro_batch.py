@@ -1,4 +1,4 @@
-"""How many rows make a micro batch, and how many of those a step."""
+"""Micro-batch size and gradient accumulation."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from ligertune.recipe import Recipe
 
 @dataclass(frozen=True)
 class Batching:
-    """`global_batch_size` rows make one step: micro_batch_size x accumulation x row_ranks."""
+    """Sizes of a step: global_batch_size = micro_batch_size * accumulation * row_ranks."""
 
     micro_batch_size: int
     accumulation: int
     world_size: int
     eval_batch_size: int
-    cp_size: int = 1  # ranks that have the same rows, of which each computes a part
+    cp_size: int = 1  # context-parallel ranks, which share each row
 
     @property
     def row_ranks(self) -> int:
-        """Of ranks, those that have rows of their own."""
+        """Number of ranks that read different rows."""
         return self.world_size // self.cp_size
 
     @property
@@ -30,9 +30,9 @@ class Batching:
 
 
 def choose_batching(recipe: Recipe, world_size: int, fits: Callable[[int, bool], bool] | None = None) -> Batching:
-    """Accumulation from `global_batch_size` where that is given; it must divide.
+    """Resolve micro-batch size and accumulation. Raises UserError if they do not divide `global_batch_size`.
 
-    fits: whether a micro batch has room on the device, alone or accumulated; `auto` takes the largest that has.
+    fits(micro_batch_size, accumulates): whether a micro-batch fits on the device, for `auto`, which takes the largest.
     """
     micro, row_ranks = recipe.train.per_device_train_batch_size, world_size // recipe.parallel.cp_size
     if micro == "auto":
@@ -56,17 +56,17 @@ def choose_batching(recipe: Recipe, world_size: int, fits: Callable[[int, bool],
     )
 
 
-def _largest_micro_batch(global_batch_size: int, world_size: int, fits: Callable[[int, bool], bool] | None) -> int:
-    """The largest that fits and of which the global batch is a multiple; a UserError where not even one row fits."""
-    share, rest = divmod(global_batch_size, world_size)
+def _largest_micro_batch(global_batch_size: int, row_ranks: int, fits: Callable[[int, bool], bool] | None) -> int:
+    """Return the largest micro-batch that fits and divides each rank's part of the global batch."""
+    share, rest = divmod(global_batch_size, row_ranks)
     if rest:
         raise UserError(
-            f"train.global_batch_size: {global_batch_size} is not a multiple of {world_size} processes.",
-            hint=f"Write {world_size * max(1, share)}.",
+            f"train.global_batch_size: {global_batch_size} is not a multiple of {row_ranks} processes.",
+            hint=f"Write {row_ranks * max(1, share)}.",
         )
     if fits is None:
         raise UserError(
-            "train.per_device_train_batch_size: auto needs a prediction of memory, and this model's layers are not "
+            "train.per_device_train_batch_size: auto needs a memory prediction, and this model's layers are not "
             "understood.",
             hint="Write a number.",
         )
@@ -74,6 +74,6 @@ def _largest_micro_batch(global_batch_size: int, world_size: int, fits: Callable
         if share % micro == 0 and fits(micro, micro < share):
             return micro
     raise UserError(
-        "train.per_device_train_batch_size: auto finds no micro batch that fits on this device, not even of one row.",
+        "train.per_device_train_batch_size: auto found no micro-batch that fits on this device: not even one row fits.",
         hint="Lower data.max_length, set train.gradient_checkpointing: true, or write method.type: lora.",
     )

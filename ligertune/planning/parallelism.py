@@ -1,28 +1,25 @@
-"""How processes share a model: each holds all of it (DDP), or a part (FSDP); and what they then cannot do."""
+"""Parallel strategy: each process holds the whole model (DDP) or a part of it (FSDP2, ZeRO), and what that excludes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 from ligertune.errors import UserError
 from ligertune.hardware import Machine
-from ligertune.planning.memory.activation_bytes import CONTEXT
-from ligertune.planning.memory.estimate import FRAGMENTS, Budget
-from ligertune.planning.memory.states import StateBytes
+from ligertune.planning.memory.activation_bytes import CUDA_CONTEXT
+from ligertune.planning.memory.estimate import FRAGMENTATION, MemoryEstimate
+from ligertune.planning.memory.states import StateBytes, Strategy
 from ligertune.recipe import Recipe
 from ligertune.recipe.optimizer_table import OPTIMIZERS
 
-Strategy = Literal["single", "ddp", "fsdp", "deepspeed_zero2", "deepspeed_zero3"]
-SHARING_WEIGHTS = ("fsdp", "deepspeed_zero3")
-# Of a device, what states may take where nobody knows the activations: a model whose layers are not understood.
+# Largest share of a device for the model states if no activation memory is predicted.
 SHARE_OF_STATES = 0.6
 
 
 @dataclass(frozen=True)
-class Whole:
-    """A step on a device that holds the whole model: what it takes, in bytes, and whether the device has that."""
+class DeviceNeed:
+    """Bytes that a step of the whole model needs on a device, and the bytes that the device has."""
 
     needed: int
     memory: int
@@ -35,73 +32,112 @@ class Whole:
         return f"{self.needed / 2**30:.1f} GiB of {self.memory / 2**30:.1f}"
 
 
-def whole(states: StateBytes, budget: Budget | None, machine: Machine, *, micro: int, row_length: int) -> Whole:
-    """Of `micro` rows a pass. Processes without a GPU share the host's memory."""
+def unsharded_need(
+    states: StateBytes, estimate: MemoryEstimate | None, machine: Machine, *, micro: int, row_length: int
+) -> DeviceNeed:
+    """Return what a device needs that holds the whole model, for `micro` rows per forward."""
+    # Processes without a GPU share the host's memory.
     memory = machine.memory_bytes if machine.device == "cuda" else machine.memory_bytes // machine.world_size
-    if budget is None:
-        return Whole(round(states.total / SHARE_OF_STATES), memory)
-    peak = budget.peak(micro, row_length, accumulates=True, memory=memory)
-    return Whole(round(peak.total * (1 + FRAGMENTS)) + CONTEXT, memory)
+    if estimate is None:
+        return DeviceNeed(round(states.total / SHARE_OF_STATES), memory)
+    peak = estimate.peak(micro, row_length, accumulates=True, memory=memory)
+    return DeviceNeed(round(peak.total * (1 + FRAGMENTATION)) + CUDA_CONTEXT, memory)
 
 
-def check_offload(machine: Machine) -> None:
-    """A UserError where `parallel.cpu_offload` would change nothing."""
+def choose_strategy(
+    recipe: Recipe, machine: Machine, *, launched_with_fsdp: bool, need: Callable[[int], DeviceNeed]
+) -> tuple[Strategy, str]:
+    """Resolve `parallel.strategy`. Return it with the reason, which is empty if the recipe or one process decides.
+
+    need(micro_batch_size): what a device needs that holds the whole model. Raises UserError if the number of processes
+    does not suit the recipe.
+    """
+    section, world_size = recipe.parallel, machine.world_size
+    if section.cpu_offload:
+        check_cpu_offload(machine)
+        return "fsdp", "with parallel.cpu_offload"
+    if section.cp_size > 1:
+        check_context_parallel(section.cp_size, world_size)
+        return "fsdp", f"{section.cp_size} processes share each row"
+    if section.dp_replicate_size > 1:
+        copies = section.dp_replicate_size
+        check_replicas(copies, world_size)
+        return "fsdp", f"{copies} copies, each sharded over {world_size // copies} processes"
+    if section.strategy == "single" and world_size > 1:
+        raise UserError(
+            f"parallel.strategy: single is one process, and the launcher started {world_size}.",
+            hint="Write parallel.strategy: auto.",
+        )
+    if world_size == 1:
+        return "single", ""
+    if section.strategy != "auto":
+        return section.strategy, ""
+    if launched_with_fsdp:
+        return "fsdp", "as the launcher configured"
+    if recipe.method.type == "qlora":
+        return "ddp", "4-bit weights cannot be sharded"
+    micro = recipe.train.per_device_train_batch_size
+    alone = need(1 if micro == "auto" else micro)
+    if alone.fits:
+        return "ddp", f"each device holds the whole model: {alone}"
+    return "fsdp", f"a whole model would need {alone} on each device"
+
+
+def check_cpu_offload(machine: Machine) -> None:
+    """Raise UserError if `parallel.cpu_offload` would change nothing."""
     if machine.device == "cpu":
         raise UserError(
-            "parallel.cpu_offload: this machine has no GPU, so all is in host memory already.",
+            "parallel.cpu_offload: this machine has no GPU, so everything is in host memory already.",
             hint="Leave it out.",
         )
     if machine.world_size == 1:
         raise UserError(
-            "parallel.cpu_offload: one process has nobody to share with, and offload is a part of fsdp.",
+            "parallel.cpu_offload is a part of fsdp, and fsdp needs more than one process.",
             hint="Run on several GPUs, or lower the memory with train.optim: paged_adamw_8bit or method.type: lora.",
         )
 
 
-def check_copies(copies: int, world_size: int) -> None:
-    """A UserError where `parallel.dp_replicate_size` leaves a copy of the model with nobody to share it."""
+def check_replicas(copies: int, world_size: int) -> None:
+    """Raise UserError if `parallel.dp_replicate_size` leaves fewer than two processes for each copy of the model."""
     if world_size % copies or world_size == copies:
         raise UserError(
-            f"parallel.dp_replicate_size: {copies} copies need {2 * copies} processes, or more by {copies}, for each "
-            f"is shared by two at least; this run has {world_size}.",
-            hint="Write a number that divides the processes and is smaller, or leave it out.",
+            f"parallel.dp_replicate_size: {copies} copies need a multiple of {copies} processes, and at least "
+            f"{2 * copies}, because each copy is sharded over two or more; this run has {world_size}.",
+            hint="Write a smaller number that divides the processes, or leave it out.",
         )
 
 
-def check_parts(ranks: int, world_size: int) -> None:
-    """A UserError where `parallel.cp_size` does not divide the processes."""
+def check_context_parallel(ranks: int, world_size: int) -> None:
+    """Raise UserError if `parallel.cp_size` does not divide the processes."""
     if world_size % ranks:
         raise UserError(
-            f"parallel.cp_size: {ranks} processes are to share each row, and this run has {world_size}.",
-            hint=f"Run on {ranks} processes, or more by {ranks}; or write a number that divides them.",
+            f"parallel.cp_size: {ranks} processes share each row, and this run has {world_size}, which is not a "
+            f"multiple of {ranks}.",
+            hint=f"Run on a multiple of {ranks} processes, or write a number that divides {world_size}.",
         )
 
 
-def check_pictures(recipe: Recipe, accumulation: int) -> None:
-    """A UserError where copies of a model that sees would add up gradients of unlike micro batches.
+def check_image_accumulation(recipe: Recipe, accumulation: int) -> None:
+    """Raise UserError if replicas of a vision-language model would accumulate gradients.
 
-    Those of one without images have none of the tower, and torch adds what each micro batch has by its place.
+    A micro-batch without images has no gradients of the vision tower, and torch adds up the gradients of
+    micro-batches by their position in a list.
     """
     if recipe.parallel.dp_replicate_size > 1 and accumulation > 1:
         raise UserError(
-            "parallel.dp_replicate_size: copies of a model that sees do not accumulate gradients, and this run makes "
-            f"a step of {accumulation} micro batches.",
+            "parallel.dp_replicate_size: replicas of a vision-language model cannot accumulate gradients, and this run "
+            f"accumulates {accumulation} micro-batches per step.",
             hint="Write train.gradient_accumulation_steps: 1, or leave parallel.dp_replicate_size out.",
         )
 
 
-def shards_of(dp_replicate_size: int, strategy: Strategy, world_size: int) -> int:
-    """Return into how many parts each copy of the model states is cut."""
-    return 1 if strategy in ("single", "ddp") else world_size // dp_replicate_size
-
-
 @dataclass(frozen=True)
 class Refusal:
-    """What a run that is shared so must not do. `applies` is told the recipe and the autocast."""
+    """A setting that a strategy does not support. `applies` receives the recipe and the autocast."""
 
     strategies: tuple[Strategy, ...]
     applies: Callable[[Recipe, str], bool]
-    says: str
+    message: str
     hint: str
 
 
@@ -111,42 +147,42 @@ REFUSALS = (
         ("ddp",),
         lambda recipe, autocast: recipe.train.optim_in_backward,
         "train.optim_in_backward: under ddp each rank would step with its own gradients, before they are averaged.",
-        "Write parallel.strategy: fsdp, which also shards what the key is to save, or leave the key out.",
+        "Write parallel.strategy: fsdp, which also shards the gradients, or leave the key out.",
     ),
     Refusal(
         ("single", "fsdp"),
         lambda recipe, autocast: recipe.train.optim_in_backward and autocast == "fp16",
-        "train.optim_in_backward: with model.dtype: float16 the gradients are scaled until the step.",
+        "train.optim_in_backward: with model.dtype: float16 the gradients stay scaled until the step.",
         "Write model.dtype: bfloat16 or float32, or leave the key out.",
     ),
     Refusal(
         ("fsdp",),
         lambda recipe, autocast: not OPTIMIZERS[recipe.train.optim].takes_parts,
-        "train.optim: {recipe.train.optim} steps whole weights, and under fsdp each rank has a part of each.",
+        "train.optim: {recipe.train.optim} needs whole weights, and under fsdp each rank has a part of each.",
         "Write parallel.strategy: ddp, or another optimizer (train.optim: adamw_bf16 or adamw_torch_8bit).",
     ),
     Refusal(
         ("fsdp",),
         lambda recipe, autocast: recipe.train.optim_offload,
-        "train.optim_offload: under fsdp each rank's share of the states is small already.",
+        "train.optim_offload is not supported under fsdp, where each rank's share of the states is small already.",
         "Leave the key out, or write parallel.strategy: ddp.",
     ),
     Refusal(
         ("fsdp",),
         lambda recipe, autocast: recipe.checkpoint.async_save,
-        "checkpoint.async_save: under fsdp all ranks write their shards of a checkpoint together, and wait for it.",
+        "checkpoint.async_save: under fsdp all ranks write their shards of a checkpoint together and wait for it.",
         "Leave the key out, or write parallel.strategy: ddp.",
     ),
     Refusal(
         ("fsdp",),
         lambda recipe, autocast: recipe.parallel.dp_replicate_size > 1 and autocast == "fp16",
-        "parallel.dp_replicate_size: copies train in bfloat16 or float32 here, and this run would be in float16.",
+        "parallel.dp_replicate_size: replicas train in bfloat16 or float32 only, and this run would use float16.",
         "Write model.dtype: bfloat16 or float32, or leave the key out.",
     ),
     Refusal(
         ZERO,
         lambda recipe, autocast: autocast == "fp16",
-        "parallel.strategy: {recipe.parallel.strategy} trains in bfloat16 or float32 here, and this run would be in "
+        "parallel.strategy: {recipe.parallel.strategy} trains in bfloat16 or float32 only, and this run would use "
         "float16.",
         "Write model.dtype: bfloat16 or float32, or parallel.strategy: ddp.",
     ),
@@ -154,65 +190,10 @@ REFUSALS = (
 
 
 def check_strategy(recipe: Recipe, strategy: Strategy, *, autocast: str) -> None:
-    """A UserError where ranks would step on gradients that are not final, or could not do what the recipe says.
+    """Raise UserError for settings that the resolved strategy does not support.
 
-    What contradicts `parallel.strategy` as it is written is complained of in the recipe, with its line (recipe/rules).
+    Settings that contradict `parallel.strategy` as written are refused earlier, with their line (recipe/rules).
     """
     for refusal in REFUSALS:
         if strategy in refusal.strategies and refusal.applies(recipe, autocast):
-            raise UserError(refusal.says.format(recipe=recipe), hint=refusal.hint)
-
-
-def choose_strategy(
-    wanted: str, *, world_size: int, launched_with_fsdp: bool, method: str, alone: Whole
-) -> tuple[Strategy, str]:
-    """`parallel.strategy` for so many processes, and why, where it was chosen here."""
-    if wanted == "single" and world_size > 1:
-        raise UserError(
-            f"parallel.strategy: single is one process, and the launcher started {world_size}.",
-            hint="Write parallel.strategy: auto.",
-        )
-    if world_size == 1:
-        return "single", ""
-    if wanted != "auto":
-        return wanted, ""
-    if launched_with_fsdp:
-        return "fsdp", "as the launcher says"
-    if method == "qlora":
-        return "ddp", "weights of four bits are not shared"
-    if alone.fits:
-        return "ddp", f"each device holds the whole model: {alone}"
-    return "fsdp", f"a whole model would take {alone} on each device"
-
-
-def shared_by(
-    recipe: Recipe,
-    machine: Machine,
-    unshared: StateBytes,
-    budget_of: Callable[..., Budget | None],
-    row_length: int,
-    *,
-    launched_with_fsdp: bool,
-) -> tuple[Strategy, str]:
-    """The strategy and its reason. unshared: what a device keeps that holds the whole model."""
-    if recipe.parallel.cpu_offload:
-        check_offload(machine)
-        return "fsdp", "with parallel.cpu_offload"
-    parts = recipe.parallel.cp_size
-    if parts > 1:
-        check_parts(parts, machine.world_size)
-        return "fsdp", f"{parts} processes share each row"
-    copies = recipe.parallel.dp_replicate_size
-    if copies > 1:
-        check_copies(copies, machine.world_size)
-        return "fsdp", f"{copies} copies, each shared by {machine.world_size // copies} processes"
-    micro = recipe.train.per_device_train_batch_size
-    return choose_strategy(
-        recipe.parallel.strategy,
-        world_size=machine.world_size,
-        launched_with_fsdp=launched_with_fsdp,
-        method=recipe.method.type,
-        alone=whole(
-            unshared, budget_of(states=unshared), machine, micro=1 if micro == "auto" else micro, row_length=row_length
-        ),
-    )
+            raise UserError(refusal.message.format(recipe=recipe), hint=refusal.hint)

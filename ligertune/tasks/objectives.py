@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import nn
 
-from ligertune.models.shape import ModelShape
+from ligertune.models.shape import read_shape
+from ligertune.planning.memory.model_shape import ModelShape
 from ligertune.planning.plan import Plan
 from ligertune.tasks.medusa.head_targets import count_targets
 from ligertune.tasks.medusa.medusa_model import MedusaModel
@@ -63,7 +64,7 @@ Objective = NextToken | SeveralTokens
 def objective_of(plan: Plan, model: nn.Module) -> Objective:
     """What `model` is trained for; asked before it is wrapped."""
     if not isinstance(model, MedusaModel):
-        return NextToken(ModelShape.of(model))
+        return NextToken(read_shape(model))
     medusa = plan.build.medusa
     return SeveralTokens(
         shape=MedusaShape.of_heads(model),

@@ -26,7 +26,7 @@ def preview_model(options: BuildOptions, config: PreTrainedConfig, device: str, 
     from ligertune.activations.gate_offload import check_gates, keep_gates
     from ligertune.models.float8 import float8_linears
     from ligertune.models.load import build_model
-    from ligertune.models.shape import ModelShape
+    from ligertune.models.shape import read_shape
     from ligertune.models.trainable import apply_method
     from ligertune.vision.freeze import prepare_vision
 
@@ -43,7 +43,7 @@ def preview_model(options: BuildOptions, config: PreTrainedConfig, device: str, 
     adapted = apply_method(model, options.method, fused=options.kernels.fuses_lora)
     if options.kernels.fuses_lora:
         lines += fused_adapters(adapted)
-    shape = ModelShape.of(adapted)
+    shape = read_shape(adapted)
     if options.task == "medusa":
         shape, lines = preview_heads(options, adapted, lines)
     here = device if torch.cuda.is_available() else "cpu"  # a plan may be for a GPU that is not

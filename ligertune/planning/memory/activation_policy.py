@@ -1,111 +1,105 @@
-"""What a run keeps from the forward to the backward: by which kernels, and how many layers are checkpointed."""
+"""Activation policy of a run: what its kernels save, and how many layers are checkpointed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from collections.abc import Collection
 
 from ligertune.errors import UserError
 from ligertune.hardware import Machine
-from ligertune.planning.memory.activation_bytes import Kept
-from ligertune.planning.memory.estimate import Budget, largest
+from ligertune.planning.memory.activation_bytes import ActivationPolicy
+from ligertune.planning.memory.estimate import MemoryEstimate, largest
 from ligertune.planning.micro_batch import Batching
 from ligertune.recipe import Recipe
 
-if TYPE_CHECKING:
-    from ligertune.planning.plan import KernelLine
+# `layers: auto` is suggested if it checkpoints at most this share of the layers.
+WORTH_SUGGESTING = 0.9
 
 
-WORTH_SAYING = 0.9  # of the layers, if so many would do
-
-
-def copies_inputs(recipe: Recipe) -> bool:
-    """Whether adapters keep what they make of their input, which `kernels.recompute` then does not save."""
+def adapters_copy_inputs(recipe: Recipe) -> bool:
+    """Whether LoRA layers save a copy of their input, so that `kernels.recompute` frees nothing."""
     method = recipe.method
     return method.type in ("lora", "qlora") and (method.lora_dropout > 0 or method.use_dora)
 
 
-def kept_with(recipe: Recipe, attn_implementation: str, kernels: Iterable[KernelLine]) -> Kept:
-    """What the model is computed with, as far as memory goes; every layer checkpointed where any is."""
-    applied = {line.kernel for line in kernels if line.applied}
-    return Kept(
-        norm="rms_norm" in applied,
-        mlp=bool(applied & {"swiglu", "geglu"}),
-        in_head=bool(applied & {"linear_cross_entropy", "multi_head_linear_cross_entropy"}),
+def choose_policy(recipe: Recipe, attn_implementation: str, applied: Collection[str]) -> ActivationPolicy:
+    """Return what the forward saves, given the names of the applied kernels. All layers are checkpointed, or none."""
+    return ActivationPolicy(
+        fused_norm="rms_norm" in applied,
+        fused_mlp=not {"swiglu", "geglu"}.isdisjoint(applied),
+        fused_loss=not {"linear_cross_entropy", "multi_head_linear_cross_entropy"}.isdisjoint(applied),
         attention=attn_implementation,
         checkpointing=recipe.train.gradient_checkpointing,
-        recompute=recipe.kernels.recompute if "recompute" in applied and not copies_inputs(recipe) else False,
+        recompute=recipe.kernels.rebuild if "rebuild" in applied and not adapters_copy_inputs(recipe) else False,
         float8=("compiled" if recipe.train.torch_compile else "eager") if "float8_linear" in applied else "no",
     )
 
 
 def why_not_predicted(task: str) -> str:
-    """Return the reason why no memory is predicted, as a phrase."""
+    """Return the reason why no memory is predicted, as a clause."""
     if task == "medusa":
-        return "with heads, memory is known of one process or ddp, the fused loss, and no self_distillation"
+        return (
+            "with Medusa heads, memory is predicted for one process or ddp, with the fused loss, and without "
+            "self_distillation"
+        )
     return "this model's layers are not understood"
 
 
 def with_checkpointed_layers(
-    recipe: Recipe, budget: Budget | None, batching: Batching, row_length: int, machine: Machine
-) -> Budget | None:
-    """The budget with as many layers checkpointed as `train.gradient_checkpointing_layers` says.
+    recipe: Recipe, estimate: MemoryEstimate | None, batching: Batching, row_length: int, machine: Machine
+) -> MemoryEstimate | None:
+    """Return the estimate with the layers checkpointed that `train.gradient_checkpointing_layers` asks for.
 
-    auto: as few as fit on the device with that batch; all of them where not even that fits, as a run then finds out.
-    A UserError for more than there are, or where the layers are not understood.
+    `auto` checkpoints as few layers as fit on the device, or all if none do. Raises UserError for more layers than the
+    model has, and for a number or `auto` if no memory is predicted.
     """
     wanted = recipe.train.gradient_checkpointing_layers
     if not recipe.train.gradient_checkpointing or wanted == "all":
-        return budget
-    if budget is None:
+        return estimate
+    if estimate is None:
         raise UserError(
-            f"train.gradient_checkpointing_layers: {wanted} goes by the memory plan: {why_not_predicted(recipe.task)}.",
+            f"train.gradient_checkpointing_layers: {wanted} needs the memory plan, and there is none: "
+            f"{why_not_predicted(recipe.task)}.",
             hint="Leave it out: all layers are checkpointed then.",
         )
-
     if wanted == "auto":
-        return _with_fewest(budget, batching, row_length, machine)
-    if wanted > budget.layers:
+        return _with_fewest_layers(estimate, batching, row_length, machine)
+    if wanted > estimate.layers:
         raise UserError(
-            f"train.gradient_checkpointing_layers: {wanted}, but the model has {budget.layers} layers.",
+            f"train.gradient_checkpointing_layers: {wanted}, but the model has {estimate.layers} layers.",
             hint="Write a smaller number, or leave it out: all layers are checkpointed then.",
         )
-    return _keeping(budget, budget.layers - wanted)
+    return estimate.with_checkpointing(not_checkpointed=estimate.layers - wanted)
 
 
-def _keeping(budget: Budget, layers: int) -> Budget:
-    """With so many layers that are not checkpointed."""
-    return replace(budget, kept=replace(budget.kept, not_checkpointed=layers))
-
-
-def _with_fewest(budget: Budget, batching: Batching, row_length: int, machine: Machine) -> Budget:
-    """With as few layers checkpointed as the device has room for."""
+def _with_fewest_layers(
+    estimate: MemoryEstimate, batching: Batching, row_length: int, machine: Machine
+) -> MemoryEstimate:
     accumulates, memory = batching.accumulation > 1, machine.memory_bytes
 
-    def fits(layers: int) -> bool:
-        kept = _keeping(budget, layers)
-        return kept.fits(batching.micro_batch_size, row_length, accumulates=accumulates, memory=memory)
+    def fits(not_checkpointed: int) -> bool:
+        some = estimate.with_checkpointing(not_checkpointed=not_checkpointed)
+        return some.fits(batching.micro_batch_size, row_length, accumulates=accumulates, memory=memory)
 
-    return _keeping(budget, largest(fits, limit=budget.layers))
+    return estimate.with_checkpointing(not_checkpointed=largest(fits, limit=estimate.layers))
 
 
-def layers_notes(
-    recipe: Recipe, budget: Budget | None, batching: Batching, row_length: int, machine: Machine
+def checkpointing_notes(
+    recipe: Recipe, estimate: MemoryEstimate | None, batching: Batching, row_length: int, machine: Machine
 ) -> tuple[str, ...]:
-    """How many layers are checkpointed, in words, where it is not all of them, or need not be all."""
+    """Return a note if some layers are not checkpointed, or if fewer layers would be enough."""
     wanted, key = recipe.train.gradient_checkpointing_layers, "train.gradient_checkpointing"
-    if budget is None or not recipe.train.gradient_checkpointing:
+    if estimate is None or not recipe.train.gradient_checkpointing:
         return ()
     if wanted != "all":
-        checkpointed = budget.layers - budget.kept.not_checkpointed
-        return (f"{key}_layers: {wanted}: {checkpointed} of {budget.layers} layers are checkpointed",)
-    trains = budget.heads is None or budget.heads.beside_model
-    if machine.device == "cpu" or not trains or budget.shards > 1:  # of shards the plan is less exact
+        checkpointed = estimate.layers - estimate.policy.not_checkpointed
+        return (f"{key}_layers: {wanted}: {checkpointed} of {estimate.layers} layers are checkpointed",)
+    frozen_model = estimate.heads is not None and not estimate.heads.joint
+    if machine.device == "cpu" or frozen_model or estimate.shards > 1:  # the prediction under sharding is less exact
         return ()
-    needed = budget.layers - _with_fewest(budget, batching, row_length, machine).kept.not_checkpointed
+    fewest = _with_fewest_layers(estimate, batching, row_length, machine)
+    needed = estimate.layers - fewest.policy.not_checkpointed
     if needed == 0:
-        return (f"{key}: by the plan this device has room for all that the layers keep, and none need be run again",)
-    if needed <= WORTH_SAYING * budget.layers:
-        return (f"{key}: by the plan {key}_layers: auto would run {needed} of {budget.layers} layers again, not all",)
+        return (f"{key}: by the memory plan this device has room for all activations without checkpointing",)
+    if needed <= WORTH_SUGGESTING * estimate.layers:
+        return (f"{key}: {key}_layers: auto would checkpoint {needed} of {estimate.layers} layers instead of all",)
     return ()

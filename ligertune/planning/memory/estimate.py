@@ -1,4 +1,4 @@
-"""The memory plan: the predicted peak of a run on one device, by kind, and the largest batch or row that fits."""
+"""Memory estimate: predicted peak of a training step on one device, and whether a micro-batch fits."""
 
 from __future__ import annotations
 
@@ -6,156 +6,164 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from ligertune.planning.memory.activation_bytes import (
-    CONTEXT,
-    Batch,
-    HeadShape,
-    Kept,
-    LayerShape,
-    Moment,
-    TowerShape,
-    moments,
+    CUDA_CONTEXT,
+    ActivationPolicy,
+    MicroBatch,
+    StepBytes,
+    StepPhase,
+    step_phases,
+    tower_bytes,
 )
-from ligertune.planning.memory.heads_bytes import Heads, alone, beside
+from ligertune.planning.memory.heads_bytes import frozen_backbone, joint
+from ligertune.planning.memory.model_shape import HeadShape, LayerShape, MedusaHeadsShape, TowerShape
 from ligertune.planning.memory.states import StateBytes
 
-# Of a device's memory: blocks that do not fit together again leave holes between them.
-FRAGMENTS = 0.04
+# Share of allocated memory that torch's allocator loses to fragmentation.
+FRAGMENTATION = 0.04
 
 
 @dataclass(frozen=True)
-class Budget:
-    """All that decides a step's memory. `labelled`: share of a batch's slots that have a label."""
+class MemoryEstimate:
+    """All sizes that determine the memory of a step."""
 
     states: StateBytes
     layer: LayerShape
     head: HeadShape
-    kept: Kept
+    policy: ActivationPolicy
     layers: int
     itemsize: int
     step_bytes: int
-    labelled: float
+    labelled: float  # share of a batch's token slots that have a label
     workspace: int = 0
-    in_backward: bool = False
+    optim_in_backward: bool = False
     tower: TowerShape | None = None
-    image_share: float = 0.0  # of a row's slots, at most, those that stand for pictures
-    shards: int = 1  # ranks that share the states, of which FSDP2 gathers a layer's when it computes
+    image_share: float = 0.0  # largest share of a row's slots that are image tokens
+    shards: int = 1  # ranks that share the states; FSDP2 gathers one layer at a time
     cp_size: int = 1  # ranks that share a row
-    longest: int = 0  # document
-    offloaded: bool = False  # the states are in host memory, and the device has what is gathered of them
-    in_front: int = 0  # first layers that no gradient goes back through, and which keep nothing
-    heads: Heads | None = None  # Medusa's
+    longest_document: int = 0
+    cpu_offload: bool = False  # the states are in host memory; the device holds what FSDP2 gathers
+    in_front: int = 0  # first layers without a backward, which save nothing
+    heads: MedusaHeadsShape | None = None
 
     def peak(self, micro_batch_size: int, row_length: int, *, accumulates: bool, memory: int | None = None) -> Peak:
-        """The highest moment of a step with this micro batch. memory: the device's, which the loss may make use of."""
-        slots = micro_batch_size * row_length
+        """Return the phase with the most memory. memory: the device's bytes, of which the loss uses what is free."""
+        weights, optimizer = (0, 0) if self.cpu_offload else (self.states.weights, self.states.optimizer)
+        phases = self._phases(micro_batch_size * row_length, row_length, accumulates=accumulates, memory=memory)
+        return Peak(weights, optimizer, max(phases, key=lambda phase: phase.total))
+
+    def _phases(
+        self, slots: int, row_length: int, *, accumulates: bool, memory: int | None
+    ) -> tuple[StepPhase, ...]:
         tokens = -(-slots // self.cp_size)
-        keys = self.keys_of(tokens)
-        batch = Batch(tokens, max(1, round(tokens * self.labelled)), row_length, accumulates)
-        always = 0 if self.offloaded else self.states.weights + self.states.optimizer
-        gradients = 0 if self.in_backward or self.offloaded else self.states.gradients
-        shared = {
-            "itemsize": self.itemsize,
-            "gradients": gradients,
-            "step_bytes": 0 if self.offloaded else self.step_bytes,
-            "workspace": self.workspace + self.gathered_bytes(slots, keys),
-            "free": None if memory is None else max(0, memory - CONTEXT - always - gradients),
-        }
-        if self.heads is not None and not self.heads.beside_model:
-            found = alone(self.heads, self.layer, self.head, self.kept, batch, **shared)
-        else:
-            found = moments(
-                self.layer,
-                self.head,
-                replace(self.kept, keys=keys / tokens),
-                batch,
-                **shared,
-                layers=self.layers_of_graph,
-                tower=self.tower.held_bytes(tokens * self.image_share, self.kept, self.itemsize) if self.tower else 0,
-                unit=self.layer_weights() if self.shards > 1 else 0,
-                shards=self.shards,
-            )
-        if self.heads is not None and self.heads.beside_model:
-            found = beside(self.heads, self.head, batch, found, itemsize=self.itemsize, free=shared["free"])
-        weights, optimizer = (0, 0) if self.offloaded else (self.states.weights, self.states.optimizer)
-        return Peak(weights, optimizer, max(found, key=lambda moment: moment.total))
+        keys = self.visible_keys(tokens)
+        batch = MicroBatch(tokens, max(1, round(tokens * self.labelled)), row_length, accumulates)
+        step = self._step_bytes(self.workspace + self.gathered_keys_bytes(slots, keys), memory)
+        if self.heads is not None and not self.heads.joint:
+            return frozen_backbone(self.heads, self.layer, self.head, self.policy, batch, step)
+        image_tokens = tokens * self.image_share
+        phases = step_phases(
+            self.layer,
+            self.head,
+            replace(self.policy, keys_per_token=keys / tokens),
+            batch,
+            step,
+            layers=self.layers_with_backward,
+            tower=tower_bytes(self.tower, image_tokens, self.policy, self.itemsize) if self.tower else 0,
+            layer_weights=self.layer_weights() if self.shards > 1 else 0,
+            shards=self.shards,
+        )
+        if self.heads is not None:
+            phases = joint(self.heads, self.head, batch, phases, itemsize=self.itemsize, free=step.free)
+        return phases
+
+    def _step_bytes(self, workspace: int, memory: int | None) -> StepBytes:
+        always = 0 if self.cpu_offload else self.states.weights + self.states.optimizer
+        gradients = 0 if self.optim_in_backward or self.cpu_offload else self.states.gradients
+        return StepBytes(
+            itemsize=self.itemsize,
+            gradients=gradients,
+            optimizer_step=0 if self.cpu_offload else self.step_bytes,
+            workspace=workspace,
+            free=None if memory is None else max(0, memory - CUDA_CONTEXT - always - gradients),
+        )
 
     @property
-    def layers_of_graph(self) -> int:
-        """Those that keep something for the backward; of one that keeps nothing as much is there when it computes."""
+    def layers_with_backward(self) -> int:
+        """Layers that save tensors; at least 1, since a frozen layer needs as much while it computes."""
         return max(1, self.layers - self.in_front)
 
-    def keys_of(self, tokens: int) -> int:
-        """How many keys a rank's tokens see at most: of its two pieces, the documents' tokens before each, too."""
+    def visible_keys(self, tokens: int) -> int:
+        """Return the most keys that a rank's tokens attend to. Context parallel gives each rank two pieces of a row."""
         if self.cp_size == 1:
             return tokens
-        return min(round(tokens * (self.cp_size + 0.5)), tokens + 2 * self.longest)
+        return min(round(tokens * (self.cp_size + 0.5)), tokens + 2 * self.longest_document)
 
-    def gathered_bytes(self, slots: int, keys: int) -> int:
-        """What a layer has of others' keys and values for a moment, or of their gradients: all, and those it sees."""
+    def gathered_keys_bytes(self, slots: int, keys: int) -> int:
+        """Return the bytes of keys and values (or their gradients) that context parallel gathers for one layer."""
         return 0 if self.cp_size == 1 else 2 * self.layer.key * (slots + keys) * self.itemsize
 
     def fits(self, micro_batch_size: int, row_length: int, *, accumulates: bool, memory: int) -> bool:
-        """Whether a device with `memory` bytes has room for it."""
+        """Whether a device with `memory` bytes has room for a step."""
         peak = self.peak(micro_batch_size, row_length, accumulates=accumulates, memory=memory)
-        return peak.total * (1 + FRAGMENTS) + CONTEXT <= memory
+        return peak.total * (1 + FRAGMENTATION) + CUDA_CONTEXT <= memory
 
     def layer_weights(self) -> int:
-        """Bytes of one layer's weights on all ranks; where a tower is beside the layers, it counts among them."""
+        """Return the bytes of one layer's gathered weights. Layers of the vision tower count as layers."""
         ends = self.head.elements * self.itemsize * (1 if self.head.tied else 2)
-        return max(0, self.states.weights * self.shards - ends) // (
-            self.layers + (self.tower.layers if self.tower else 0)
-        )
+        layers = self.layers + (self.tower.layers if self.tower else 0)
+        return max(0, self.states.weights * self.shards - ends) // layers
 
-    def without_checkpointing(self) -> Budget:
-        return replace(self, kept=self.kept.without_checkpointing())
+    def without_checkpointing(self) -> MemoryEstimate:
+        return replace(self, policy=self.policy.without_checkpointing())
 
-    def with_checkpointing(self) -> Budget:
-        """Of every layer."""
-        return replace(self, kept=replace(self.kept, checkpointing=self.kept.checkpointing or True, not_checkpointed=0))
+    def with_checkpointing(self, *, not_checkpointed: int = 0) -> MemoryEstimate:
+        """Return the estimate with all layers checkpointed but the last `not_checkpointed`."""
+        how = self.policy.checkpointing or True
+        return replace(self, policy=replace(self.policy, checkpointing=how, not_checkpointed=not_checkpointed))
 
     def host_bytes(self, micro_batch_size: int, row_length: int) -> int:
-        """What checkpointing leaves in the host's memory of a micro batch, for each process."""
+        """Return the bytes of a micro-batch that checkpointing offloads to host memory, per process."""
         tokens = -(-micro_batch_size * row_length // self.cp_size)
-        if self.heads is not None and not self.heads.beside_model:
-            return 0  # the model has no graph
-        width = self.layer.hidden * self.kept.inputs_wait
-        width += self.layer.mlp * (self.kept.gates_wait and not self.layer.routed)
-        return max(0, self.layers_of_graph - self.kept.not_checkpointed) * tokens * width * self.itemsize
+        if self.heads is not None and not self.heads.joint:
+            return 0  # the frozen model has no graph
+        width = self.layer.hidden * self.policy.offloads_inputs
+        width += self.layer.mlp * (self.policy.offloads_gates and not self.layer.routed)
+        return max(0, self.layers_with_backward - self.policy.not_checkpointed) * tokens * width * self.itemsize
 
     def host_notes(self, micro_batch_size: int, row_length: int) -> tuple[str, ...]:
-        """That in words, if it is anything."""
-        taken, what = self.host_bytes(micro_batch_size, row_length), self.kept.checkpointing
-        waiting = {"offload": "inputs", "offload_gate": "gates"}.get(what, "inputs and gates")
-        said = f"the layers' {waiting} wait in {taken / 2**30:.2f} GiB of pinned host memory for each process"
-        return (f"train.gradient_checkpointing: {what}: {said}",) if taken else ()
+        """Return a note about offloaded activations, if there are any."""
+        size, how = self.host_bytes(micro_batch_size, row_length), self.policy.checkpointing
+        what = {"offload": "inputs", "offload_gate": "gates"}.get(how, "inputs and gates")
+        note = f"each process offloads the layers' {what} to {size / 2**30:.2f} GiB of pinned host memory"
+        return (f"train.gradient_checkpointing: {how}: {note}",) if size else ()
 
 
 @dataclass(frozen=True)
 class Peak:
-    """Bytes allocated at the highest moment of a step."""
+    """Bytes allocated in the phase of a step that needs the most."""
 
     weights: int
     optimizer: int
-    moment: Moment
+    phase: StepPhase
 
     @property
     def total(self) -> int:
-        return self.weights + self.optimizer + self.moment.total
+        return self.weights + self.optimizer + self.phase.total
 
     def parts(self) -> dict[str, int]:
-        """By kind; they add up to the total."""
+        """Return the bytes by kind. They add up to `total`."""
         return {
             "weights": self.weights,
             "optimizer": self.optimizer,
-            "gradients": self.moment.gradients,
-            "activations": self.moment.activations,
-            "loss": self.moment.loss,
-            "working": self.moment.working,
+            "gradients": self.phase.gradients,
+            "activations": self.phase.activations,
+            "loss": self.phase.loss,
+            "working": self.phase.working,
         }
 
 
 def largest(fits: Callable[[int], bool], *, limit: int) -> int:
-    """The largest n from 1 to `limit` of which `fits(n)` holds, which holds of all smaller ones too; 0 if of none."""
+    """Return the largest n in 1..limit for which `fits(n)` holds, or 0. `fits` must be monotonic."""
     if not fits(1):
         return 0
     low, high = 1, 2

@@ -1,4 +1,4 @@
-"""What fits: the largest micro batch, and the longest row, of a plan's model on its device."""
+"""Largest micro-batch and longest row that fit on a device, and advice when memory ran out."""
 
 from __future__ import annotations
 
@@ -6,69 +6,83 @@ from dataclasses import dataclass
 
 from ligertune.errors import UserError
 from ligertune.planning.memory.activation_policy import why_not_predicted
-from ligertune.planning.memory.estimate import Budget, largest
-from ligertune.planning.plan import Plan, row_length
+from ligertune.planning.memory.estimate import MemoryEstimate, largest
+from ligertune.planning.plan import Plan
 
-MOST_ROWS, MOST_TOKENS = 4096, 1 << 20
+MAX_ROWS, MAX_TOKENS = 4096, 1 << 20
 
 
 @dataclass(frozen=True)
 class Fit:
-    """With or without checkpointing: the most rows of the recipe's length, and the longest single row; 0: none fits."""
+    """Most rows of the recipe's length, and the longest single row in tokens; 0 if none fits."""
 
     checkpointing: bool
     micro_batch_size: int
     row_length: int
 
 
-def fits_of(plan: Plan) -> tuple[Fit, Fit]:
-    """Without checkpointing, and with it; a UserError where nothing is predicted."""
-    if plan.budget is None:
-        raise UserError(f"--fit: no memory is predicted of {plan.model_family}: {why_not_predicted(plan.build.task)}.")
-    return _fit(plan, plan.budget.without_checkpointing()), _fit(plan, plan.budget.with_checkpointing())
+def largest_fits(plan: Plan) -> tuple[Fit, Fit]:
+    """Return what fits without and with checkpointing. Raises UserError if no memory is predicted."""
+    if plan.memory is None:
+        reason = why_not_predicted(plan.build.task)
+        raise UserError(f"--fit: no memory is predicted for {plan.model_family}: {reason}.")
+    return _fit(plan, plan.memory.without_checkpointing()), _fit(plan, plan.memory.with_checkpointing())
 
 
-def _fit(plan: Plan, budget: Budget) -> Fit:
-    memory, length = plan.machine.memory_bytes, row_length(plan.rows, plan.data)
+def _fit(plan: Plan, estimate: MemoryEstimate) -> Fit:
+    memory, length = plan.machine.memory_bytes, plan.row_length
     accumulates, multiple_of = plan.batching.accumulation > 1, max(64, plan.rows.multiple_of)
 
-    def rows(count: int) -> bool:
-        return budget.fits(count, length, accumulates=accumulates, memory=memory)
+    def rows_fit(count: int) -> bool:
+        return estimate.fits(count, length, accumulates=accumulates, memory=memory)
 
-    def tokens(multiples: int) -> bool:
-        return budget.fits(1, multiples * multiple_of, accumulates=accumulates, memory=memory)
+    def length_fits(multiples: int) -> bool:
+        return estimate.fits(1, multiples * multiple_of, accumulates=accumulates, memory=memory)
 
     return Fit(
-        bool(budget.kept.checkpointing),
-        largest(rows, limit=MOST_ROWS),
-        multiple_of * largest(tokens, limit=MOST_TOKENS // multiple_of),
+        bool(estimate.policy.checkpointing),
+        largest(rows_fit, limit=MAX_ROWS),
+        multiple_of * largest(length_fits, limit=MAX_TOKENS // multiple_of),
     )
 
 
 def advice(plan: Plan) -> str:
-    """What to change where memory ran out, with this plan's numbers; one sentence or two."""
-    if plan.budget is None:
+    """Return one or two sentences: which keys to change when memory ran out, with this plan's numbers."""
+    if plan.memory is None:
         return "Lower train.per_device_train_batch_size or data.max_length, or set train.gradient_checkpointing: true."
-    without, with_checkpointing = fits_of(plan)
-    micro, length = plan.batching.micro_batch_size, row_length(plan.rows, plan.data)
-    here = with_checkpointing if plan.budget.kept.checkpointing else without
-    ways = []
-    if 0 < here.micro_batch_size < micro:
-        ways.append(f"train.per_device_train_batch_size: {here.micro_batch_size} (with train.global_batch_size: "
-                    f"{plan.batching.global_batch_size}, which accumulates the rest)")  # fmt: skip
-    elif micro > 1:
-        ways.append(f"train.per_device_train_batch_size: {micro // 2} (with train.global_batch_size: "
-                    f"{plan.batching.global_batch_size}, which accumulates the rest)")  # fmt: skip
-    if not plan.budget.kept.checkpointing and with_checkpointing.micro_batch_size > without.micro_batch_size:
-        instead = " instead of kernels.recompute" if plan.build.kernels.recompute else ""
-        fits = f"(fits {with_checkpointing.micro_batch_size} rows of {length})"
-        ways.append(f"train.gradient_checkpointing: true{instead} {fits}")
-    if 0 < here.row_length < length:
-        ways.append(f"data.max_length: {here.row_length}")
-    if plan.build.method.type == "full":
-        heads_alone = plan.build.task == "medusa" and plan.build.medusa.stage == 1
-        ways.append(f"train.optim: {'adamw_torch_8bit' if plan.strategy == 'fsdp' else 'adamw_8bit'}")
-        ways += [] if heads_alone else ["method.type: lora"]
-    elif plan.build.method.type == "lora":
-        ways.append("method.type: qlora")
-    return "Write " + ", or ".join(ways) + "." if ways else "Use a device with more memory, or more of them."
+    without, with_checkpointing = largest_fits(plan)
+    here = with_checkpointing if plan.memory.policy.checkpointing else without
+    ways = [
+        *_smaller_batch(plan, here.micro_batch_size),
+        *_checkpointing(plan, without, with_checkpointing),
+        *([f"data.max_length: {here.row_length}"] if 0 < here.row_length < plan.row_length else []),
+        *_cheaper_method(plan),
+    ]
+    return "Write " + ", or ".join(ways) + "." if ways else "Use a device with more memory, or more devices."
+
+
+def _smaller_batch(plan: Plan, fitting: int) -> list[str]:
+    micro = plan.batching.micro_batch_size
+    if micro == 1:
+        return []
+    smaller = fitting if 0 < fitting < micro else micro // 2
+    return [f"train.per_device_train_batch_size: {smaller} (with train.global_batch_size: "
+            f"{plan.batching.global_batch_size}, which accumulates the rest)"]  # fmt: skip
+
+
+def _checkpointing(plan: Plan, without: Fit, with_checkpointing: Fit) -> list[str]:
+    if plan.memory.policy.checkpointing or with_checkpointing.micro_batch_size <= without.micro_batch_size:
+        return []
+    instead = " instead of kernels.rebuild" if plan.build.kernels.rebuild else ""
+    rows = f"(fits {with_checkpointing.micro_batch_size} rows of {plan.row_length})"
+    return [f"train.gradient_checkpointing: true{instead} {rows}"]
+
+
+def _cheaper_method(plan: Plan) -> list[str]:
+    if plan.build.method.type == "lora":
+        return ["method.type: qlora"]
+    if plan.build.method.type != "full":
+        return []
+    only_heads = plan.build.task == "medusa" and plan.build.medusa.stage == 1
+    optimizer = f"train.optim: {'adamw_torch_8bit' if plan.strategy == 'fsdp' else 'adamw_8bit'}"
+    return [optimizer] if only_heads else [optimizer, "method.type: lora"]

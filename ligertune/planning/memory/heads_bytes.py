@@ -1,78 +1,75 @@
-"""What Medusa heads take while they train, beside the states: the high points of a step.
+"""Memory of Medusa heads during training, in addition to their states.
 
-Of K heads of L residual blocks, on M rows that have a target and E elements each, the blocks keep K (2 L - 1) M E, and
-are given M E. While the loss of heads that share the output head is computed, their hidden states are there one behind
-another, and the gradients of these: 2 K M E. Heads with an output head of their own are computed one after another.
+K heads of L residual blocks on M labelled rows save K (2 L - 1) M E elements in their blocks and read M E. The loss of
+heads that share the output head holds their hidden states and the gradients of those: 2 K M E. Heads with their own
+output weight are computed one after the other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from ligertune.planning.memory.activation_bytes import Batch, HeadShape, Kept, LayerShape, Moment
-
-LOSS = "loss"
-
-
-@dataclass(frozen=True)
-class Heads:
-    """How many, of how many blocks; whether the model trains beside them; whether each has its own output head."""
-
-    number: int
-    blocks: int
-    beside_model: bool
-    own_projection: bool
+from ligertune.planning.memory.activation_bytes import (
+    ActivationPolicy,
+    MicroBatch,
+    StepBytes,
+    StepPhase,
+    loss_workspace,
+)
+from ligertune.planning.memory.model_shape import HeadShape, LayerShape, MedusaHeadsShape
 
 
-def alone(
-    heads: Heads,
+def frozen_backbone(
+    heads: MedusaHeadsShape,
     layer: LayerShape,
     head: HeadShape,
-    kept: Kept,
-    batch: Batch,
+    policy: ActivationPolicy,
+    batch: MicroBatch,
+    step: StepBytes,
+) -> tuple[StepPhase, ...]:
+    """Return the phases of a step that trains heads on a frozen model (stage 1)."""
+    hidden_states = batch.tokens * head.hidden * step.itemsize
+    before = step.gradients if batch.accumulates else 0
+    # widest point of a frozen layer: its input, attention's output, their sum, that normed; gate, up and their product
+    widest = batch.tokens * (4 * layer.hidden + (3 + (not policy.fused_mlp)) * layer.mlp) * step.itemsize
+    held, loss = heads_loss(heads, head, batch, step.itemsize, step.free)
+    gradients_of_heads = 2 * heads.number * batch.labels * head.hidden * step.itemsize
+    return (
+        StepPhase("frozen model", 0, before, 0, widest + step.workspace),
+        StepPhase("loss", hidden_states + held, before, loss, step.workspace),
+        StepPhase("backward", hidden_states + held, step.gradients, gradients_of_heads, step.workspace),
+        StepPhase("step", 0, step.gradients, 0, step.workspace + step.optimizer_step),
+    )
+
+
+def joint(
+    heads: MedusaHeadsShape,
+    head: HeadShape,
+    batch: MicroBatch,
+    phases: Sequence[StepPhase],
     *,
     itemsize: int,
-    gradients: int,
-    step_bytes: int,
-    workspace: int,
     free: int | None,
-) -> tuple[Moment, ...]:
-    """The high points where the heads alone train: the frozen model's widest moment, and the loss."""
-    one, before = batch.tokens * head.hidden * itemsize, gradients if batch.accumulates else 0
-    # the embedding's output, what the layer was given, its attention's sum, that normed; gate, up and their product
-    wide = batch.tokens * (4 * layer.hidden + (3 + (not kept.mlp)) * layer.mlp) * itemsize
-    held, most = loss_of(heads, head, batch, itemsize, free)
-    return (
-        Moment("frozen model", 0, before, 0, wide + workspace),
-        Moment(LOSS, one + held, before, most, workspace),
-        Moment("backward", one + held, gradients, 2 * heads.number * batch.labels * head.hidden * itemsize, workspace),
-        Moment("step", 0, gradients, 0, workspace + step_bytes),
-    )
-
-
-def beside(
-    heads: Heads, head: HeadShape, batch: Batch, found: Sequence[Moment], *, itemsize: int, free: int | None
-) -> tuple[Moment, ...]:
-    """The high points of a model's step, `found`, with its own loss and that of heads beside it."""
-    held, most = loss_of(heads, head, batch, itemsize, free)
+) -> tuple[StepPhase, ...]:
+    """Return the phases of a step that trains model and heads (stage 2), from the phases of the model alone."""
+    held, loss = heads_loss(heads, head, batch, itemsize, free)
     return tuple(
-        replace(moment, activations=moment.activations + held, loss=most) if moment.name == LOSS else moment
-        for moment in found
+        replace(phase, activations=phase.activations + held, loss=loss) if phase.name == "loss" else phase
+        for phase in phases
     )
 
 
-def loss_of(heads: Heads, head: HeadShape, batch: Batch, itemsize: int, free: int | None) -> tuple[int, int]:
-    """(what the blocks keep and are given, the most that the loss takes beside it)."""
-    import torch
-    from ligertune_kernels.ops.losses._schedule import schedule_of
-
-    row, number = batch.labels * head.hidden * itemsize, heads.number + heads.beside_model
-    dtype, sizes = {2: torch.bfloat16, 4: torch.float32}[itemsize], (head.hidden, head.vocab)
+def heads_loss(
+    heads: MedusaHeadsShape, head: HeadShape, batch: MicroBatch, itemsize: int, free: int | None
+) -> tuple[int, int]:
+    """Return (bytes that the blocks read and save, additional peak bytes of the loss)."""
+    row, number = batch.labels * head.hidden * itemsize, heads.number + heads.joint
     blocks = row + heads.number * (2 * heads.blocks - 1) * row
     if not heads.own_projection:
-        schedule = schedule_of(number * batch.labels, *sizes, dtype, needs_dw=head.head_trains, free_bytes=free)
-        return blocks, 2 * number * row + schedule.extra_bytes + head.head_trains * head.elements * itemsize
-    schedule = schedule_of(batch.labels, *sizes, dtype, free_bytes=free)
-    gradients = number * (row + head.elements * itemsize)  # of all are there until the backward
-    return blocks + heads.number * row, gradients + schedule.extra_bytes
+        needs_dw = head.head_trains
+        workspace = loss_workspace(number * batch.labels, head, itemsize, needs_dw=needs_dw, free=free)
+        return blocks, 2 * number * row + workspace + needs_dw * head.elements * itemsize
+    workspace = loss_workspace(batch.labels, head, itemsize, needs_dw=True, free=free)
+    gradients = number * (row + head.elements * itemsize)  # the gradients of all heads exist until the backward
+    return blocks + heads.number * row, gradients + workspace

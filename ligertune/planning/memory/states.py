@@ -1,53 +1,33 @@
-"""Bytes a run needs for what it keeps all the time: weights, gradients and optimizer states."""
+"""Model states: bytes of weights, gradients and optimizer states on one device."""
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal
 
+from ligertune.planning.memory.model_shape import ModelShape, ParameterKind
+from ligertune.recipe import Recipe
 from ligertune.recipe.optimizer_table import OPTIMIZERS, optimizer_bytes, step_bytes
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
-# NF4 in blocks of 64 with an 8-bit scale each, and for every 256 of those one of 4 bytes (Dettmers et al. 2023)
+Strategy = Literal["single", "ddp", "fsdp", "deepspeed_zero2", "deepspeed_zero3"]
+SHARDED_WEIGHTS = ("fsdp", "deepspeed_zero3")  # strategies under which each process holds a part of the weights
+# NF4: blocks of 64 values with an 8-bit scale, and one 4-byte scale per 256 blocks (Dettmers et al. 2023).
 NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
 
 
 @dataclass(frozen=True)
-class ParameterKind:
-    """Parameters that cost alike. inside: not the embedding's or the head's. linear: the weight of a linear layer."""
-
-    shape: tuple[int, ...]
-    trains: bool
-    inside: bool
-    linear: bool
-    adapter: bool
-
-    @property
-    def elements(self) -> int:
-        return math.prod(self.shape)
-
-    def quantised(self, method: str) -> bool:
-        """Whether QLoRA keeps it in four bits."""
-        return method == "qlora" and self.linear and self.inside and not self.adapter
-
-    def itemsize(self, weight_dtype: str) -> int:
-        """Bytes of an element in full precision: adapters are float32."""
-        return 4 if self.adapter else DTYPE_BYTES[weight_dtype]
-
-
-@dataclass(frozen=True)
 class StateBytes:
-    """Per device, before activations. `trained` is the share of the weights that train."""
+    """Bytes on one device that exist through the whole run. `trained` is the trainable part of the weights."""
 
     weights: int
     gradients: int
     optimizer: int
     trained: int
-    step: int = 0  # made and given back by the optimizer's step
+    step: int = 0  # temporaries of the optimizer's step
     saves_adapter: bool = False
-    in_host_memory: int = 0  # states of the optimizer that the device does not hold
+    in_host_memory: int = 0  # optimizer states that are kept in host memory instead
 
     @property
     def total(self) -> int:
@@ -55,13 +35,36 @@ class StateBytes:
 
     @property
     def model(self) -> int:
-        """What the finished model takes on disk."""
+        """Bytes of the finished model on disk."""
         return self.trained if self.saves_adapter else self.weights
 
     @property
     def saved_states(self) -> int:
-        """What a checkpoint has of the optimizer, wherever that kept it."""
+        """Bytes of optimizer states in a checkpoint."""
         return self.optimizer + self.in_host_memory
+
+
+def shards_of(dp_replicate_size: int, strategy: Strategy, world_size: int) -> int:
+    """Return into how many parts each copy of the model states is cut."""
+    return 1 if strategy in ("single", "ddp") else world_size // dp_replicate_size
+
+
+def states_of(
+    recipe: Recipe, shape: ModelShape, weight_dtype: str, *, strategy: Strategy = "single", world_size: int = 1
+) -> StateBytes:
+    """Return the model states of one process under a strategy."""
+    zero = strategy.startswith("deepspeed")
+    return state_bytes(
+        shape.parameters,
+        weight_dtype=weight_dtype,
+        optim=recipe.train.optim,
+        method=recipe.method.type,
+        shards=shards_of(recipe.parallel.dp_replicate_size, strategy, world_size),
+        whole_weights=strategy not in SHARDED_WEIGHTS,
+        master_weights=zero and weight_dtype != "float32",
+        rank=recipe.train.galore.rank,
+        offload=recipe.train.optim_offload,
+    )
 
 
 def state_bytes(
@@ -76,10 +79,11 @@ def state_bytes(
     rank: int = 0,
     offload: bool = False,
 ) -> StateBytes:
-    """Of parameters and how many there are of each kind. `shards`: ranks that share them (FSDP, ZeRO).
+    """Return the model states of parameters, given as (kind, number of parameters of that kind).
 
-    whole_weights: all but the weights is shared. master_weights: the optimizer steps on float32 copies of its own.
-    rank: of the gradients, for an optimizer that projects them. offload: it works in host memory.
+    shards: ranks that share the states. whole_weights: each rank holds all weights, and shares the rest.
+    master_weights: the optimizer keeps float32 copies of the weights. rank: of projected gradients (GaLore).
+    offload: the optimizer works in host memory.
     """
     weights = trained = masters = 0.0
     states: Counter = Counter()

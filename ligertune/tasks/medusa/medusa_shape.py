@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from ligertune.models.shape import ModelShape, parameter_kinds
-from ligertune.planning.memory.heads_bytes import Heads
+from ligertune.models.shape import parameter_kinds, read_shape
+from ligertune.planning.memory.model_shape import MedusaHeadsShape, ModelShape
 from ligertune.tasks.medusa.medusa_model import MedusaModel
 
 
@@ -23,7 +23,7 @@ class MedusaShape(ModelShape):
     @staticmethod
     def of_heads(model: MedusaModel) -> MedusaShape:
         """Read from a built model; one on the meta device does."""
-        base, heads = ModelShape.of(model.base_model), model.medusa_head
+        base, heads = read_shape(model.base_model), model.medusa_head
         n_heads = sum(p.numel() for p in heads.parameters())
         n_teacher = 0 if model.teacher is None else base.n_parameters
         fields = {f.name: getattr(base, f.name) for f in dataclasses.fields(base)}
@@ -35,8 +35,8 @@ class MedusaShape(ModelShape):
                 "n_trainable": base.n_trainable + n_heads,
                 "parameters": parameter_kinds(model),
                 "layer": None if model.teacher is not None else base.layer,  # no formula for what a teacher takes
-                "heads": Heads(
-                    len(heads), heads.num_layers, beside_model=model.trains_model, own_projection=heads.own_lm_head
+                "heads": MedusaHeadsShape(
+                    len(heads), heads.num_layers, joint=model.trains_model, own_projection=heads.own_lm_head
                 ),
             },
             trains_model=model.trains_model,

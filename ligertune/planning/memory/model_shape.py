@@ -1,0 +1,135 @@
+"""Model sizes that plans and reports need: parameters, layer widths, and FLOPs per token.
+
+`models.shape.read_shape` reads them from a built model. This module has no torch, so that a plan is plain data.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
+
+
+@dataclass(frozen=True)
+class ParameterKind:
+    """A shape of parameters with equal memory cost."""
+
+    shape: tuple[int, ...]
+    trains: bool
+    inside: bool  # in a layer: neither the embedding nor the output head
+    linear: bool  # the weight of a linear layer
+    adapter: bool
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+    def quantised(self, method: str) -> bool:
+        """Whether QLoRA stores it in four bits."""
+        return method == "qlora" and self.linear and self.inside and not self.adapter
+
+    def itemsize(self, weight_dtype: str) -> int:
+        """Bytes per element without quantisation. Adapters are always float32."""
+        return 4 if self.adapter else DTYPE_BYTES[weight_dtype]
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """One decoder layer. Sizes are elements per token; the flags name the linear inputs saved for the backward."""
+
+    hidden: int  # E
+    query: int  # H * D
+    key: int  # K * D
+    heads: int  # H
+    mlp: int  # F; for a mixture of experts, of the experts that a token uses
+    norms: int  # inputs of all norms
+    attn_in: bool = True
+    mlp_in: bool = True
+    mlp_out: bool = True
+    adapters: int = 0  # LoRA rank times adapted linear layers
+    routed: int = 0  # copies of the token that are sent to experts
+    normed: bool = True  # attention and MLP read the output of a norm (OLMo 2 norms their outputs instead)
+
+
+@dataclass(frozen=True)
+class HeadShape:
+    """The output head and the embedding, (V, E) each; `tied`: one shared weight."""
+
+    vocab: int
+    hidden: int
+    head_trains: bool = True
+    embedding_trains: bool = True
+    tied: bool = False
+
+    @property
+    def elements(self) -> int:
+        return self.vocab * self.hidden
+
+    @property
+    def trained_weights(self) -> int:
+        """Number of (V, E) gradients. A tied weight has one."""
+        if self.tied:
+            return int(self.head_trains or self.embedding_trains)
+        return self.head_trains + self.embedding_trains
+
+
+@dataclass(frozen=True)
+class TowerShape:
+    """The vision tower: layers, and elements per patch that one layer saves for the backward."""
+
+    layers: int
+    hidden: int
+    kept: int
+    patches_per_token: float
+    trains: bool
+    projector: int = 0  # elements per token that the projector saves; it is never checkpointed
+
+
+@dataclass(frozen=True)
+class MedusaHeadsShape:
+    """Medusa heads: their number and residual blocks. `joint`: the model trains with them (stage 2)."""
+
+    number: int
+    blocks: int
+    joint: bool
+    own_projection: bool  # each head has its own (V, E) output weight
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes of a causal language model. `n_parameters` counts tied weights once.
+
+    `layer` and `head` are None for a model whose layers are not understood; then no memory is predicted.
+    """
+
+    family: str
+    n_parameters: int
+    n_trainable: int
+    n_matmul: int  # parameters that multiply each token: 2-D weights without the embedding, and always the head
+    n_matmul_trainable: int
+    hidden_size: int
+    num_hidden_layers: int
+    attention_width: int  # H * D
+    vocab_size: int
+    context: int | None  # max_position_embeddings
+    parameters: tuple[tuple[ParameterKind, int], ...] = ()  # (kind, number of parameters of that kind)
+    layer: LayerShape | None = None
+    head: HeadShape | None = None
+    tower: TowerShape | None = None
+    in_front: int = 0  # first layers without a backward: nothing in or before them trains
+    n_matmul_in_front: int = 0  # part of n_matmul in those layers
+    heads: MedusaHeadsShape | None = None
+
+    def flops(self, *, tokens: int, squared_lengths: int) -> float:
+        """Return model FLOPs of forward and backward, without recomputation.
+
+        tokens: sum of document lengths. squared_lengths: sum of squared document lengths.
+
+        A weight costs 2 FLOPs per token forward, 2 for its input's gradient and, if it trains, 2 for its own gradient
+        (Kaplan et al. 2020, section 2.1). Causal attention costs 2 * T^2 * H * D per layer forward (two products, half
+        of the square) and twice that backward. Frozen first layers have no backward.
+        """
+        weights = (4 * self.n_matmul - 2 * self.n_matmul_in_front + 2 * self.n_matmul_trainable) * tokens
+        attention_passes = 3 * self.num_hidden_layers - 2 * self.in_front
+        return float(weights + 2 * attention_passes * self.attention_width * squared_lengths)

@@ -1,0 +1,104 @@
+"""Optimizer settings, learning-rate schedule, and the cadence of saves and evaluations."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from ligertune.recipe import Recipe
+from ligertune.recipe.optimizer_table import OPTIMIZERS
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Length of the run in optimizer steps, and its learning rate."""
+
+    total_steps: int
+    warmup_steps: int
+    learning_rate: float
+    type: str
+    min_lr_ratio: float
+
+
+@dataclass(frozen=True)
+class Galore:
+    """GaLore's settings (Zhao et al. 2024): rank of the projection, steps between updates of it, and update scale."""
+
+    rank: int = 128
+    update_proj_gap: int = 200
+    scale: float = 0.25
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """The optimizer's name and settings."""
+
+    name: str
+    weight_decay: float
+    betas: tuple[float, float]
+    eps: float
+    max_grad_norm: float
+    heads_lr_multiplier: float = 1.0  # for Medusa heads that train together with the model
+    in_backward: bool = False
+    offload: bool = False
+    galore: Galore = Galore()
+
+    @property
+    def matrices_only(self) -> bool:
+        """Whether it steps only the matrices inside the layers. Fused AdamW steps the other parameters then."""
+        return OPTIMIZERS[self.name].matrices_only
+
+
+@dataclass(frozen=True)
+class Cadence:
+    """When something happens: every `every` steps, at the end of each epoch, or never."""
+
+    strategy: Literal["no", "steps", "epoch"]
+    every: int
+
+    def due(self, step: int, *, rows_per_epoch: int, global_batch_size: int) -> bool:
+        """Whether it happens after `step` steps. If an epoch ends inside a step, it happens after that step."""
+        if self.strategy == "steps":
+            return step % self.every == 0
+        if self.strategy == "epoch":
+            epochs = [(s * global_batch_size) // rows_per_epoch for s in (step - 1, step)]
+            return epochs[1] > epochs[0]
+        return False
+
+
+def total_steps(rows: int, global_batch_size: int, *, epochs: float | None, max_steps: int | None) -> int:
+    """Return the number of optimizer steps, from `max_steps` or the epochs. The last step may be a smaller batch."""
+    return max(max_steps or math.ceil(round(epochs * rows) / global_batch_size), 1)
+
+
+def make_schedule(recipe: Recipe, *, rows: int, global_batch_size: int) -> Schedule:
+    """Resolve total steps and warm-up steps. `rows`: rows of an epoch."""
+    train = recipe.train
+    total = total_steps(rows, global_batch_size, epochs=train.num_train_epochs, max_steps=train.max_steps)
+    warmup = train.warmup_steps if train.warmup_steps is not None else math.ceil(train.warmup_ratio * total)
+    if train.lr_scheduler_type == "constant":  # as in transformers, where constant_with_warmup has the warm-up
+        warmup = 0
+    return Schedule(
+        total_steps=total,
+        warmup_steps=warmup,
+        learning_rate=train.learning_rate,
+        type=train.lr_scheduler_type,
+        min_lr_ratio=train.min_lr_ratio,
+    )
+
+
+def make_optimizer(recipe: Recipe) -> Optimizer:
+    """Copy the optimizer's settings out of a recipe."""
+    train, joint_heads = recipe.train, recipe.task == "medusa" and recipe.medusa.stage == 2
+    return Optimizer(
+        name=train.optim,
+        weight_decay=train.weight_decay,
+        betas=(train.adam_beta1, train.adam_beta2),
+        eps=train.adam_epsilon,
+        max_grad_norm=train.max_grad_norm,
+        heads_lr_multiplier=recipe.medusa.lr_multiplier if joint_heads else 1.0,
+        in_backward=train.optim_in_backward,
+        offload=train.optim_offload,
+        galore=Galore(**train.galore.model_dump()),
+    )
