@@ -15,19 +15,18 @@ from ligertune.hardware import Machine, imagined_machine, is_launched, ranks_on_
 from ligertune.host_memory import available_memory
 from ligertune.imports import importing
 from ligertune.metrics import read_metrics
-from ligertune.planning.cuda_graph_checks import advise_cuda_graphs, check_cuda_graphs, cuda_graphs_notes
-from ligertune.planning.data_summary import (
-    data_numbers,
-    lengths_multiple_of,
+from ligertune.planning.batch_layout import (
+    length_multiple,
     padding_free_notes,
     resolve_packing,
-    rows_of,
+    row_kind,
     without_padding_free,
 )
+from ligertune.planning.cuda_graph_checks import check_cuda_graphs, cuda_graphs_notes, suggest_cuda_graphs
 from ligertune.planning.memory.pinned_memory import warn_of_host_memory
 from ligertune.planning.options import BatchLayoutOptions, RunOptions
-from ligertune.planning.plan import Plan, choose_precision, make_plan
-from ligertune.planning.precision import check_float8
+from ligertune.planning.plan import BuiltModel, Plan, make_plan
+from ligertune.planning.precision import check_float8, choose_precision
 from ligertune.planning.preflight import check_output_dir, check_packages, check_paths, clear_run
 from ligertune.plots import draw_curves
 from ligertune.progress import Phases
@@ -100,6 +99,7 @@ def plan_for(
 
     with importing():
         from ligertune.attention.padding_free import choose_rows
+        from ligertune.data.batching.plan_inputs import rows_of, summarise
         from ligertune.data.prepare import prepare
         from ligertune.models import load
         from ligertune.train.checkpoint.checkpoint_files import check_unfinished
@@ -122,23 +122,20 @@ def plan_for(
     plan = make_plan(
         recipe,
         machine,
-        shape=shape,
-        attn_implementation=attn,
-        attn_why=attention.why,
-        kernels_backend=backend,
-        kernels=kernels,
-        data=data_numbers(data, images),
+        model=BuiltModel(shape, attn, attention.why, backend, kernels),
+        data=summarise(data, images),
         rows=rows_of(
-            recipe,
+            row_kind(recipe),
             data,
-            multiple_of=lengths_multiple_of(recipe, attention.multiple_of * recipe.parallel.cp_size),
+            max_length=recipe.data.max_length,
+            multiple_of=length_multiple(recipe, attention.multiple_of * recipe.parallel.cp_size),
             padding_free=padding_free,
         ),
         launched_with_fsdp=launched_with_fsdp() or (for_show and gpus is not None),
         notes=(*recipe.notices, *loaded.notes, *packing_notes, *unasked(recipe, machine)),
     )
-    check_cuda_graphs(plan, sees=images is not None)
-    plan = advise_cuda_graphs(plan, recipe, sees=images is not None)
+    check_cuda_graphs(plan, has_images=images is not None)
+    plan = suggest_cuda_graphs(plan, recipe, has_images=images is not None)
     if not for_show:
         check_unfinished(plan)
         plan = warn_of_this_host(plan)

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from ligertune.host_memory import available_memory, total_memory
-from ligertune.planning.memory.pinned_memory import host_parts, warn_of_host_memory
+from ligertune.planning.memory.pinned_memory import host_memory_parts, warn_of_host_memory
 from ligertune.recipe import load_recipe
 from ligertune.run import plan_for
 
@@ -76,7 +76,7 @@ def test_what_is_kept_there(quickstart, tmp_path):
         "checkpoint.async_save=true",
     ):
         plan = plan_of(quickstart, tmp_path, change)
-        parts[change] = host_parts(plan)
+        parts[change] = host_memory_parts(plan)
     waits, offloaded, saved = parts.pop("train.gradient_checkpointing=offload_both"), *(
         parts.pop(f"{key}=true") for key in ("train.optim_offload", "checkpoint.async_save")
     )  # fmt: skip
@@ -89,11 +89,11 @@ def test_what_is_kept_there(quickstart, tmp_path):
 
 def test_too_little_is_said_before_anything_is_loaded(quickstart, tmp_path):
     plan = plan_of(quickstart, tmp_path, "train.gradient_checkpointing=offload_both", gpus=4)
-    [(each, _)] = host_parts(plan).values()
+    [(each, _)] = host_memory_parts(plan).values()
     assert warn_of_host_memory(plan, processes=4, free=4 * each) == plan
     assert warn_of_host_memory(plan, processes=4, free=None) == plan
     *others, note = warn_of_host_memory(plan, processes=4, free=4 * each - 1).notes
-    assert others == [*plan.notes] and f"is going to keep {4 * each / GIB:.1f} GiB there" in note
+    assert others == [*plan.notes] and f"will keep {4 * each / GIB:.1f} GiB there" in note
     assert f"(train.gradient_checkpointing: offload_both, {each / GIB:.1f} GiB for each process)" in note
 
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 from ligertune.errors import UserError
 from ligertune.hardware import Machine
 from ligertune.models.load import model_class
-from ligertune.planning.plan import Precision
+from ligertune.planning.precision import Precision
 
 OURS = "document_attention"  # chosen by kernels.attention
 # Where it takes less time than torch's in each row of `scripts/bench_kernels --only document_attention`.

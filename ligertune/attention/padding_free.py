@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ligertune.attention.choice import AttentionChoice
     from ligertune.hardware import Machine
     from ligertune.planning.options import BatchLayoutOptions
-    from ligertune.planning.plan import Precision
+    from ligertune.planning.precision import Precision
 
 KEY = "data.padding_free"
 

@@ -41,7 +41,7 @@ def data(
     from ligertune.data.report_page import page
     from ligertune.data.statistics import outlook
     from ligertune.models.load import load_tokenizer, read_config
-    from ligertune.planning.data_summary import StatisticsOptions, resolve_packing
+    from ligertune.planning.batch_layout import StatisticsOptions, resolve_packing
     from ligertune.planning.options import RunOptions
     from ligertune.vision.families import exact_packing
     from ligertune.vision.reader import load_reader

@@ -38,14 +38,14 @@ def plan(
 
     # after load_recipe: a wrong recipe is reported without waiting for torch, which these modules import
     from ligertune.hardware import choose_processes
-    from ligertune.planning.memory.fit import fits_of
+    from ligertune.planning.memory.fit import largest_fits
     from ligertune.run import plan_for
 
     processes = choose_processes(loaded.parallel.num_processes, loaded.parallel.strategy) if gpus is None else gpus
     with data_report.Preparing(enabled=True) as preparing:
         made = plan_for(loaded, preparing.show, for_show=True, memory_gib=memory, gpus=gpus, processes=processes).plan
     render.plan(made)
-    found = fits_of(made) if fit else None
+    found = largest_fits(made) if fit else None
     render.memory(made, found)
     if json:
         render.json_report({**made.as_dict(), "fit": found and [asdict(row) for row in found]})

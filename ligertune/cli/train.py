@@ -124,12 +124,13 @@ def run_recipe(loaded: Recipe, path: Path, json: bool) -> None:
     from ligertune.launcher.processes import Ranks, begin_rank
     from ligertune.planning.preflight import check_output_dir, check_paths
     from ligertune.progress import COMMAND_GIVEN, Phases, taken_over
-    from ligertune.run import plan_for, prepare_to_train, run
     from ligertune.train.signals import leave_at_once
 
     # Until the ranks or the run install their own handler: Python can lose a KeyboardInterrupt inside an import.
     signal.signal(signal.SIGINT, leave_at_once)
     check_paths(loaded)  # report missing files before torch is imported, which takes seconds
+    from ligertune.run import plan_for, prepare_to_train, run
+
     os.environ.update(slurm.variables(os.environ))
     started, main = is_started_rank(), is_main_process()
     if started:

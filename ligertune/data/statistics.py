@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ligertune.data.batching.packing import pack
-from ligertune.planning.data_summary import StatisticsOptions
-from ligertune.planning.plan import total_steps
+from ligertune.planning.batch_layout import StatisticsOptions
+from ligertune.planning.optimization import total_steps
 
 
 @dataclass(frozen=True)

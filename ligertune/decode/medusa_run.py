@@ -243,7 +243,7 @@ def report_on(options: RunOptions) -> MedusaReport:
     from ligertune.data.prepare import prepare
     from ligertune.hardware import this_machine
     from ligertune.models import load
-    from ligertune.planning.plan import choose_precision
+    from ligertune.planning.precision import choose_precision
     from ligertune.planning.preflight import check_heads_path
     from ligertune.tasks.medusa.candidate_tree import best_paths
     from ligertune.tasks.medusa.head_form import check_plain_head, head_form

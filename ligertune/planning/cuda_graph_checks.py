@@ -1,4 +1,4 @@
-"""Checks for `train.cuda_graphs`: refuse runs whose steps cannot be recorded, and suggest it if the host is the limit."""
+"""Checks for `train.cuda_graphs`: refuse what cannot be recorded, and suggest it if the host is the bottleneck."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ REACHED_SHARE_OF_PEAK = 0.5  # FLOP/s of a whole step over the device's peak
 
 
 def check_cuda_graphs(plan: Plan, *, has_images: bool, wanted: bool | None = None) -> None:
-    """Raise UserError if `train.cuda_graphs` is set and a step cannot be recorded. wanted: overrides the plan's value."""
+    """Raise UserError if `train.cuda_graphs` is set (`wanted` overrides it) and a step cannot be recorded."""
     if not (plan.build.execution.cuda_graphs if wanted is None else wanted):
         return
     if plan.strategy != "single":

@@ -314,9 +314,7 @@ def check_context(recipe: Recipe, longest: int, context: int | None) -> None:
 
 
 def _fits(memory: MemoryEstimate, length: int, machine: Machine) -> Callable[[int, bool], bool]:
-    return lambda micro, accumulates: memory.fits(
-        micro, length, accumulates=accumulates, memory=machine.memory_bytes
-    )
+    return lambda micro, accumulates: memory.fits(micro, length, accumulates=accumulates, memory=machine.memory_bytes)
 
 
 def _memory_notes(

@@ -12,7 +12,7 @@ import transformers
 from ligertune.attention.choice import check_parts, choose_attention
 from ligertune.errors import UserError
 from ligertune.hardware import Machine
-from ligertune.planning.plan import Precision
+from ligertune.planning.precision import Precision
 
 H100 = Machine("nvidia", "cuda", "NVIDIA H100", "sm90", 1, 80 << 30, True, 989e12, 3.35e12, 1, "2.11")
 B200 = replace(H100, name="NVIDIA B200", arch="sm100")

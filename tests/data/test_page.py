@@ -13,7 +13,7 @@ from ligertune.data.preview import preview, summary, visible
 from ligertune.data.report_page import page
 from ligertune.data.statistics import outlook
 from ligertune.errors import UserError
-from ligertune.planning.data_summary import StatisticsOptions
+from ligertune.planning.batch_layout import StatisticsOptions
 from ligertune.planning.preflight import check_report_path
 from ligertune.recipe.schema import Recipe
 

@@ -10,7 +10,7 @@ from command_line import losses
 from test_keys import read
 
 from ligertune.errors import UserError
-from ligertune.planning.cuda_graph_checks import advise_cuda_graphs, check_cuda_graphs
+from ligertune.planning.cuda_graph_checks import check_cuda_graphs, suggest_cuda_graphs
 from ligertune.run import plan_for, run
 from ligertune.train import cuda_graphs
 
@@ -38,7 +38,7 @@ def packed(quickstart, tmp_path_factory):
 
 def test_on_a_cpu_a_note_says_that_nothing_is_recorded(packed):
     if packed.machine.device == "cpu":
-        assert "train.cuda_graphs does nothing on a CPU" in packed.notes
+        assert "train.cuda_graphs has no effect on a CPU" in packed.notes
     assert packed.rows.multiple_of == 256  # one length for all rows
 
 
@@ -52,13 +52,15 @@ def test_the_plan_names_it_where_launching_is_what_takes_the_time(quickstart, tm
     recipe = read(quickstart, tmp_path, **{**SETTINGS, **PACKED, "data.max_length": 128})
     plan = plan_for(recipe, for_show=True).plan
     one_row = dataclasses.replace(plan.batching, micro_batch_size=1)
-    one_b = {"n_parameters": 1_240_000_000, "budget": dataclasses.replace(plan.budget, layers=16)}
+    one_b = {"n_parameters": 1_240_000_000, "memory": dataclasses.replace(plan.memory, layers=16)}
     plan = on(dataclasses.replace(plan, batching=one_row, **one_b), peak_flops=989e12)
 
-    def says(changed, sees=False, **train):
+    def says(changed, has_images=False, **train):
         asked = recipe.model_copy(update={"train": recipe.train.model_copy(update=train)})
         return [
-            note for note in advise_cuda_graphs(changed, asked, sees=sees).notes if "train.cuda_graphs: true" in note
+            note
+            for note in suggest_cuda_graphs(changed, asked, has_images=has_images).notes
+            if "train.cuda_graphs: true" in note
         ]
 
     assert len(says(plan)) == 1 and "128 tokens" in says(plan)[0]
@@ -69,21 +71,21 @@ def test_the_plan_names_it_where_launching_is_what_takes_the_time(quickstart, tm
         dataclasses.replace(plan, machine=dataclasses.replace(plan.machine, device="cpu")),
     ):
         assert not says(quiet)
-    assert not says(plan, sees=True)
+    assert not says(plan, has_images=True)
     assert not says(plan, gradient_checkpointing=True)
     assert not says(plan, cuda_graphs=True)
 
 
 def test_it_is_refused_where_each_batch_would_be_another(packed):
-    check_cuda_graphs(on(packed), sees=False)
+    check_cuda_graphs(on(packed), has_images=False)
     for plan, sees, words in (
         (on(packed, strategy="ddp"), False, "parallel.strategy is ddp here. Write parallel.num_processes: 1"),
-        (on(packed), True, "sees, and pictures give each batch other sizes"),
+        (on(packed), True, "reads images, which give each batch another shape"),
         (on(packed, precision=dataclasses.replace(packed.precision, autocast="fp16")), False, "trains in float16"),
-        (dataclasses.replace(on(packed), attn_implementation="per_document"), False, "per_document attention goes by"),
+        (dataclasses.replace(on(packed), attn_implementation="per_document"), False, "launches of per_document attention depend"),
     ):
         with pytest.raises(UserError, match=words):
-            check_cuda_graphs(plan, sees=sees)
+            check_cuda_graphs(plan, has_images=sees)
 
 
 def trained(quickstart, folder, **changes):

@@ -145,4 +145,4 @@ def test_a_model_that_cannot_is_padded_where_it_was_not(quickstart, tmp_path):
 def test_packed_rows_have_no_padding_to_be_free_of(quickstart, tmp_path):
     plan = job_of(quickstart, tmp_path, **{"data.packing": True, "data.padding_free": True}).plan
     assert plan.rows.packed and not plan.rows.padding_free
-    assert any("data.padding_free says nothing here" in note for note in plan.notes)
+    assert any("data.padding_free has no effect here" in note for note in plan.notes)

@@ -15,7 +15,7 @@ from test_keys import read
 from ligertune.compare.trial import Failure
 from ligertune.compare.worker import failure_of
 from ligertune.errors import UserError
-from ligertune.planning.memory.fit import advice, fits_of
+from ligertune.planning.memory.fit import advice, largest_fits
 from ligertune.planning.plan import Plan
 from ligertune.run import plan_for, run
 from ligertune.train.checks import explain_out_of_memory
@@ -75,12 +75,12 @@ def test_more_devices_share_the_states(quickstart, tmp_path, plan):
 def test_what_is_said_to_fit_fits_and_one_more_does_not(plan):
     small = dataclasses.replace(plan, machine=dataclasses.replace(plan.machine, memory_bytes=3 << 30))
     memory = small.machine.memory_bytes
-    for fit, budget in zip(
-        fits_of(small), (small.budget.without_checkpointing(), small.budget.with_checkpointing()), strict=True
+    for fit, estimate in zip(
+        largest_fits(small), (small.memory.without_checkpointing(), small.memory.with_checkpointing()), strict=True
     ):
         accumulates = small.batching.accumulation > 1
-        assert budget.fits(fit.micro_batch_size, 512, accumulates=accumulates, memory=memory)
-        assert not budget.fits(fit.micro_batch_size + 1, 512, accumulates=accumulates, memory=memory)
+        assert estimate.fits(fit.micro_batch_size, 512, accumulates=accumulates, memory=memory)
+        assert not estimate.fits(fit.micro_batch_size + 1, 512, accumulates=accumulates, memory=memory)
 
 
 def checkpointed(quickstart, folder, layers: int | str, gib: float) -> Plan:
@@ -93,9 +93,9 @@ def test_as_few_layers_are_checkpointed_as_memory_has_room_for(quickstart, tmp_p
     found = []
     for mib in range(768, 1792, 64):
         made = checkpointed(quickstart, tmp_path, "auto", mib / 1024)
-        left = made.budget.kept.not_checkpointed
+        left = made.memory.policy.not_checkpointed
         fits = [
-            dataclasses.replace(made.budget, kept=dataclasses.replace(made.budget.kept, not_checkpointed=n)).fits(
+            dataclasses.replace(made.memory, policy=dataclasses.replace(made.memory.policy, not_checkpointed=n)).fits(
                 64, 512, accumulates=True, memory=mib << 20
             )
             for n in range(7)
@@ -110,9 +110,9 @@ def test_as_few_layers_are_checkpointed_as_memory_has_room_for(quickstart, tmp_p
 def test_layers_that_need_not_be_checkpointed_are_mentioned(quickstart, tmp_path):
     for mib in (768, 1024, 1216, 1408, 1792):
         auto, every = (checkpointed(quickstart, tmp_path, layers, mib / 1024) for layers in ("auto", "all"))
-        needed = 5 - auto.budget.kept.not_checkpointed
+        needed = 5 - auto.memory.policy.not_checkpointed
         said = " ".join(note for note in every.notes if note.startswith("train.gradient_checkpointing"))
-        words = {0: "none need be run again", 5: ""}.get(needed, f"auto would run {needed} of 5 layers again, not all")
+        words = {0: "room for all activations", 5: ""}.get(needed, f"would checkpoint {needed} of 5 layers instead of all")
         assert words in said and bool(words) == bool(said)
         assert every.checkpointed_layers is None
 

@@ -9,14 +9,16 @@ import torch
 import transformers
 
 from ligertune.errors import UserError
-from ligertune.models.shape import ModelShape
+from ligertune.models.shape import read_shape
 from ligertune.models.trainable import apply_method
-from ligertune.planning.memory.activation_bytes import WORKSPACE, Kept, LayerShape, layer_bytes
-from ligertune.planning.memory.estimate import Budget, largest
+from ligertune.planning.memory.activation_bytes import CUBLAS_WORKSPACE, ActivationPolicy, layer_bytes
+from ligertune.planning.memory.activation_policy import choose_policy
+from ligertune.planning.memory.estimate import MemoryEstimate, largest
+from ligertune.planning.memory.model_shape import LayerShape, ModelShape
 from ligertune.planning.memory.states import NF4_BYTES, state_bytes
 from ligertune.planning.micro_batch import choose_batching
 from ligertune.planning.options import KernelOptions, MethodOptions
-from ligertune.planning.plan import KernelLine, kept_with
+from ligertune.planning.plan import KernelLine
 from ligertune.recipe import Recipe
 
 LLAMA_8B = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
@@ -29,7 +31,7 @@ GIB = 2**30
 def shape_of(config: transformers.PreTrainedConfig, **method: object) -> ModelShape:
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        return ModelShape.of(apply_method(model, MethodOptions(**method)))
+        return read_shape(apply_method(model, MethodOptions(**method)))
 
 
 @pytest.fixture(scope="module")
@@ -39,18 +41,20 @@ def shapes() -> dict[str, ModelShape]:
     return {method: shape_of(config, type=method) for method in ("full", "lora", "qlora")}
 
 
-def budget_of(shapes: dict[str, ModelShape], method: str, *, checkpointing: bool = False, **kept: object) -> Budget:
+def estimate_of(
+    shapes: dict[str, ModelShape], method: str, *, checkpointing: bool = False, **kept: object
+) -> MemoryEstimate:
     shape = shapes[method]
     states = state_bytes(shape.parameters, weight_dtype="bfloat16", optim="adamw_torch_fused", method=method)
-    return Budget(
-        states, shape.layer, shape.head, Kept(attention="varlen", checkpointing=checkpointing, **kept),
+    return MemoryEstimate(
+        states, shape.layer, shape.head, ActivationPolicy(attention="varlen", checkpointing=checkpointing, **kept),
         layers=32, itemsize=2, step_bytes=0, labelled=1.0,
     )  # fmt: skip
 
 
 def test_states_of_an_8b_model_by_method(shapes):
     n = 8_030_261_248
-    full, lora, qlora = (budget_of(shapes, method).states for method in shapes)
+    full, lora, qlora = (estimate_of(shapes, method).states for method in shapes)
     assert (full.weights, full.gradients, full.optimizer) == (2 * n, 2 * n, 4 * n)
     adapter = 4 * shapes["lora"].n_trainable  # float32
     assert (lora.weights, lora.gradients, lora.optimizer) == (2 * n + adapter, adapter, 2 * adapter)
@@ -62,8 +66,10 @@ def test_states_of_an_8b_model_by_method(shapes):
 
 def test_a_layer_keeps_what_our_kernels_keep(shapes):
     # 4 x E, 2 x query, 2 x key and 3 x F elements of two bytes; a statistic for each head and norm
-    assert layer_bytes(shapes["full"].layer, Kept(), 2, 1) == 139_264 + 4 * (32 + 2)
-    plain = layer_bytes(shapes["full"].layer, Kept(norm=False, mlp=False, attention="eager"), 2, 1024)
+    assert layer_bytes(shapes["full"].layer, ActivationPolicy(), 2, 1) == 139_264 + 4 * (32 + 2)
+    plain = layer_bytes(
+        shapes["full"].layer, ActivationPolicy(fused_norm=False, fused_mlp=False, attention="eager"), 2, 1024
+    )
     assert plain > 139_264 + 2 * 4096 * 6 + 14336 * 2 + 32 * 1024 * 8 - 1
 
 
@@ -71,24 +77,25 @@ def test_rebuilding_saves_norm_outputs_and_the_gated_product(shapes):
     """45 of 139 kB a token of a Llama-3-8B layer: 2 x E and F elements; an adapter on all layers keeps them, too."""
     for method in ("full", "lora"):
         kept, rebuilt, norms_rebuilt = (
-            layer_bytes(shapes[method].layer, Kept(recompute=recompute), 2, 1) for recompute in (False, True, "norms")
+            layer_bytes(shapes[method].layer, ActivationPolicy(recompute=rebuild), 2, 1)
+            for rebuild in (False, True, "norms")
         )
         assert kept - rebuilt == 2 * (2 * 4096 + 14336) and kept - norms_rebuilt == 2 * 2 * 4096
     peaks = [
-        budget_of(shapes, "full", recompute=recompute).peak(4, 2048, accumulates=False) for recompute in (False, True)
+        estimate_of(shapes, "full", recompute=rebuild).peak(4, 2048, accumulates=False) for rebuild in (False, True)
     ]
     # one product is made again on the way back, and the other layers keep none
     tokens = 4 * 2048
     assert peaks[0].total - peaks[1].total >= 31 * tokens * 2 * (2 * 4096 + 14336)
-    checkpointed = [budget_of(shapes, "full", checkpointing=True, recompute=recompute) for recompute in (False, True)]
-    assert len({budget.peak(4, 2048, accumulates=False).total for budget in checkpointed}) == 1
+    checkpointed = [estimate_of(shapes, "full", checkpointing=True, recompute=rebuild) for rebuild in (False, True)]
+    assert len({estimate.peak(4, 2048, accumulates=False).total for estimate in checkpointed}) == 1
 
 
 @pytest.mark.parametrize(
     ("config", "kept", "expected"),
     [
-        (transformers.LlamaConfig(**TINY), {"norm": False}, 96),
-        (transformers.LlamaConfig(**TINY), {"mlp": False}, 2 * 64),
+        (transformers.LlamaConfig(**TINY), {"fused_norm": False}, 96),
+        (transformers.LlamaConfig(**TINY), {"fused_mlp": False}, 2 * 64),
         (transformers.Olmo2Config(**TINY), {}, 96),  # what goes into its products is no norm's output
         (transformers.MixtralConfig(**TINY, num_experts_per_tok=2), {}, 64),  # experts keep theirs
     ],
@@ -97,7 +104,9 @@ def test_rebuilding_saves_norm_outputs_and_the_gated_product(shapes):
 def test_what_our_kernels_do_not_make_is_kept(config, kept, expected):
     layer = shape_of(config).layer
     assert (
-        layer_bytes(layer, Kept(**kept), 2, 1) - layer_bytes(layer, Kept(**kept, recompute=True), 2, 1) == 2 * expected
+        layer_bytes(layer, ActivationPolicy(**kept), 2, 1)
+        - layer_bytes(layer, ActivationPolicy(**kept, recompute=True), 2, 1)
+        == 2 * expected
     )
 
 
@@ -138,11 +147,11 @@ def test_layers_of_other_families(config, expected):
 
 def test_the_parts_add_up_and_checkpointing_pays(shapes):
     for method in shapes:
-        peaks = [budget_of(shapes, method, checkpointing=c).peak(4, 2048, accumulates=False) for c in (False, True)]
+        peaks = [estimate_of(shapes, method, checkpointing=c).peak(4, 2048, accumulates=False) for c in (False, True)]
         assert all(sum(peak.parts().values()) == peak.total for peak in peaks)
         assert peaks[1].total < peaks[0].total
         assert peaks[1].total >= peaks[1].weights + peaks[1].optimizer
-    assert budget_of(shapes, "full").peak(4, 2048, accumulates=True).total >= peaks[0].total
+    assert estimate_of(shapes, "full").peak(4, 2048, accumulates=True).total >= peaks[0].total
 
 
 @pytest.mark.parametrize(
@@ -154,9 +163,9 @@ def test_frozen_layers_in_front_keep_nothing(shapes, trainable, in_front):
     config = transformers.LlamaConfig(**{**LLAMA_8B, "num_hidden_layers": 8})
     shape = shape_of(config, type="freeze", trainable=trainable)
     assert shape.in_front == in_front
-    whole = replace(budget_of(shapes, "full"), layer=shape.layer, layers=8)
-    some, kept = replace(whole, in_front=in_front), layer_bytes(shape.layer, Kept(), 2, 2048)
-    loss, loss_of_some = (budget.peak(4, 2048, accumulates=True).moment.activations for budget in (whole, some))
+    whole = replace(estimate_of(shapes, "full"), layer=shape.layer, layers=8)
+    some, kept = replace(whole, in_front=in_front), layer_bytes(shape.layer, ActivationPolicy(), 2, 2048)
+    loss, loss_of_some = (estimate.peak(4, 2048, accumulates=True).phase.activations for estimate in (whole, some))
     assert loss - loss_of_some == min(in_front, 7) * 4 * 2048 * kept
     # forward 2, backward 4 or 2 without the weight's gradient; the layers in front have no backward
     each = 4096 * (4096 * 2 + 1024 * 2) + 3 * 4096 * 14336
@@ -175,24 +184,26 @@ def test_no_layers_are_in_front_of_what_trains_before_them(shapes):
 @pytest.mark.parametrize("how", [True, "offload", "offload_gate", "offload_both"])
 def test_layers_that_are_not_checkpointed_are_counted(shapes, how):
     """Each keeps what it has, and its input is not kept beside that."""
-    tokens, layer = 4 * 8192, layer_bytes(shapes["full"].layer, Kept(), 2, 8192)
-    usual = budget_of(shapes, "full", checkpointing=how)
+    tokens, layer = 4 * 8192, layer_bytes(shapes["full"].layer, ActivationPolicy(), 2, 8192)
+    usual = estimate_of(shapes, "full", checkpointing=how)
 
     def peak(layers: int) -> int:
-        return replace(usual, kept=replace(usual.kept, not_checkpointed=layers)).peak(4, 8192, accumulates=False).total
+        return (
+            replace(usual, policy=replace(usual.policy, not_checkpointed=layers)).peak(4, 8192, accumulates=False).total
+        )
 
     waits = how in ("offload", "offload_both")
     more = tokens * (layer - (0 if waits else 2 * 4096))
     assert peak(9) - peak(8) == peak(20) - peak(19) == more
     assert peak(0) == usual.peak(4, 8192, accumulates=False).total
-    none = budget_of(shapes, "full", checkpointing=False).peak(4, 8192, accumulates=False).total
+    none = estimate_of(shapes, "full", checkpointing=False).peak(4, 8192, accumulates=False).total
     assert peak(32) == peak(40) == none
     assert peak(1) < peak(0) + more / 2  # the last layer is whole for its backward anyway
 
 
 def test_what_is_rebuilt_in_layers_that_are_not_checkpointed(shapes):
-    usual = budget_of(shapes, "full", checkpointing=True, recompute=True)
-    kept = [replace(usual, kept=replace(usual.kept, not_checkpointed=n, recompute=r)).peak(4, 8192, accumulates=False)
+    usual = estimate_of(shapes, "full", checkpointing=True, recompute=True)
+    kept = [replace(usual, policy=replace(usual.policy, not_checkpointed=n, recompute=r)).peak(4, 8192, accumulates=False)
             for n, r in ((10, False), (10, True))]  # fmt: skip
     assert kept[0].total - kept[1].total > 9 * 4 * 8192 * 2 * (2 * 4096 + 14336)
 
@@ -200,8 +211,8 @@ def test_what_is_rebuilt_in_layers_that_are_not_checkpointed(shapes):
 def test_what_waits_on_the_host_is_counted(shapes):
     tokens, found = 4 * 8192, {}
     for how in (True, "offload", "offload_gate", "offload_both"):
-        budget = budget_of(shapes, "full", checkpointing=how)
-        found[how] = replace(budget, kept=replace(budget.kept, not_checkpointed=2)).host_bytes(4, 8192)
+        estimate = estimate_of(shapes, "full", checkpointing=how)
+        found[how] = replace(estimate, policy=replace(estimate.policy, not_checkpointed=2)).host_bytes(4, 8192)
     inputs, gates = 30 * tokens * 2 * 4096, 30 * tokens * 2 * 14336
     assert list(found.values()) == [0, inputs, gates, inputs + gates]
 
@@ -214,16 +225,16 @@ def test_the_first_layers_way_back_is_counted():
         (transformers.LlamaConfig(**{**LLAMA_8B, "num_hidden_layers": 8}), (8, 2048), 22.31),
         (transformers.GemmaConfig(**gemma), (4, 4096), 21.91),
     ):
-        budget = replace(budget_of({"full": shape_of(config)}, "full", checkpointing=True),
-                         layers=config.num_hidden_layers, workspace=WORKSPACE)  # fmt: skip
-        peak = budget.peak(*batch, accumulates=False)
-        assert peak.moment.name == "first layer"
+        estimate = replace(estimate_of({"full": shape_of(config)}, "full", checkpointing=True),
+                         layers=config.num_hidden_layers, workspace=CUBLAS_WORKSPACE)  # fmt: skip
+        peak = estimate.peak(*batch, accumulates=False)
+        assert peak.phase.name == "first layer"
         assert peak.total / GIB == pytest.approx(measured, rel=0.01)
 
 
 def test_fsdp_gathers_what_it_computes_with(shapes):
     """Of two ranks each keeps half of the states, and needs the ends and two layers whole besides."""
-    alone = budget_of(shapes, "full", checkpointing=True)
+    alone = estimate_of(shapes, "full", checkpointing=True)
     halves = replace(alone.states, weights=alone.states.weights // 2, gradients=alone.states.gradients // 2,
                      optimizer=alone.states.optimizer // 2)  # fmt: skip
     shared = replace(alone, states=halves, shards=2)
@@ -241,8 +252,8 @@ def test_what_fits_on_which_card(shapes):
     """As users of these models find it: 8B whole wants 80 GB, by LoRA 24 GB is short, in four bits it is not."""
 
     def fits(method: str, gib: int) -> bool:
-        budget = budget_of(shapes, method, checkpointing=True)
-        return budget.fits(1, 2048, accumulates=False, memory=gib * GIB)
+        estimate = estimate_of(shapes, method, checkpointing=True)
+        return estimate.fits(1, 2048, accumulates=False, memory=gib * GIB)
 
     assert fits("full", 80) and not fits("full", 48)
     assert fits("lora", 24) and not fits("lora", 16)
@@ -277,9 +288,9 @@ def recipe(**train: object) -> Recipe:
     ids=str,
 )
 def test_adapters_that_make_their_own_of_their_input_keep_it(method, rebuilds):
-    asked = recipe().model_copy(update={"method": MethodOptions(**method), "kernels": KernelOptions(recompute=True)})
-    assert kept_with(asked, "sdpa", (KernelLine("recompute", 5, 0, ""),)).recompute is rebuilds
-    assert not kept_with(asked, "sdpa", (KernelLine("recompute", 0, 0, "no norm or MLP is patched"),)).recompute
+    asked = recipe().model_copy(update={"method": MethodOptions(**method), "kernels": KernelOptions(rebuild=True)})
+    assert choose_policy(asked, "sdpa", {"rebuild"}).recompute is rebuilds
+    assert not choose_policy(asked, "sdpa", {"rms_norm"}).recompute
 
 
 @pytest.mark.parametrize(
@@ -323,8 +334,8 @@ def test_float8_adds_copies_of_one_products_operands(shapes):
     """Of Llama-3-8B's widest: 4096 x 14336 of weight, and of a token its gradient and its input, each in two orders."""
     tokens, found = 4 * 2048, {}
     for float8 in ("no", "compiled", "eager"):
-        budget = budget_of(shapes, "full", checkpointing=True, float8=float8)
-        found[float8] = budget.peak(4, 2048, accumulates=True).total
+        estimate = estimate_of(shapes, "full", checkpointing=True, float8=float8)
+        found[float8] = estimate.peak(4, 2048, accumulates=True).total
     not_in_place = 2 * tokens * 14336  # the gradient of gate or up, which is not written over it
     copies = 4096 * 14336 + tokens * 2 * (14336 + 4096)
     assert found["compiled"] - found["no"] == not_in_place + copies

@@ -8,7 +8,8 @@ import pytest
 
 from ligertune.errors import UserError
 from ligertune.hardware import Machine, peak_of
-from ligertune.planning.plan import Cadence, choose_precision
+from ligertune.planning.optimization import Cadence
+from ligertune.planning.precision import choose_precision
 
 GPU = Machine("nvidia", "cuda", "NVIDIA H100 80GB HBM3", "sm90", 1, 80 << 30, True, 989e12, 3.35e12, 1, "2.11")
 OLD_GPU = replace(GPU, name="Tesla V100", arch="sm70", has_bfloat16=False, peak_flops=None)

@@ -9,22 +9,21 @@ import torch
 
 from ligertune.errors import UserError
 from ligertune.hardware import Machine, choose_processes
-from ligertune.planning.memory.sharded_states import states_of
+from ligertune.planning.memory.states import states_of
 from ligertune.planning.parallelism import (
-    Whole,
-    check_copies,
-    check_offload,
-    check_pictures,
+    DeviceNeed,
+    check_cpu_offload,
+    check_image_accumulation,
+    check_replicas,
     check_strategy,
     choose_strategy,
 )
-from ligertune.planning.plan import row_length
 from ligertune.recipe import load_recipe
 from ligertune.run import plan_for
 
 GPU = Machine("nvidia", "cuda", "NVIDIA H100 80GB HBM3", "sm90", 1, 80 << 30, True, 989e12, 3.35e12, 1, "2.11")
 
-FITS, TOO_LARGE = Whole(20 << 30, 80 << 30), Whole(130 << 30, 80 << 30)
+FITS, TOO_LARGE = DeviceNeed(20 << 30, 80 << 30), DeviceNeed(130 << 30, 80 << 30)
 
 
 @pytest.mark.parametrize(
@@ -38,15 +37,20 @@ FITS, TOO_LARGE = Whole(20 << 30, 80 << 30), Whole(130 << 30, 80 << 30)
         ("ddp", 2, True, "full", TOO_LARGE, "ddp"),
     ],
 )
-def test_auto_shares_what_does_not_fit(asked, world, with_fsdp, method, alone, chosen):
-    found, why = choose_strategy(asked, world_size=world, launched_with_fsdp=with_fsdp, method=method, alone=alone)
+def test_auto_shards_what_does_not_fit(asked, world, with_fsdp, method, alone, chosen, quickstart):
+    recipe = load_recipe(quickstart / "stories260k.yaml", overrides=[f"parallel.strategy={asked}"])
+    recipe = recipe.model_copy(update={"method": recipe.method.model_copy(update={"type": method})})
+    found, why = choose_strategy(
+        recipe, replace(GPU, world_size=world), launched_with_fsdp=with_fsdp, need=lambda micro: alone
+    )
     assert found == chosen
     assert bool(why) == (asked == "auto" and world > 1)
 
 
-def test_one_process_is_not_asked_of_a_launcher_that_started_two():
+def test_strategy_single_is_refused_if_the_launcher_started_two(quickstart):
+    recipe = load_recipe(quickstart / "stories260k.yaml", overrides=["parallel.strategy=single"])
     with pytest.raises(UserError, match="single is one process, and the launcher started 2"):
-        choose_strategy("single", world_size=2, launched_with_fsdp=False, method="full", alone=FITS)
+        choose_strategy(recipe, replace(GPU, world_size=2), launched_with_fsdp=False, need=lambda micro: FITS)
 
 
 @pytest.fixture
@@ -78,11 +82,11 @@ def test_a_launcher_that_started_another_number_is_refused(launched):
 
 
 @pytest.mark.parametrize(
-    ("machine", "said"), [(replace(GPU, device="cpu"), "this machine has no GPU"), (GPU, "one process has nobody")]
+    ("machine", "said"), [(replace(GPU, device="cpu"), "this machine has no GPU"), (GPU, "fsdp needs more than one process")]
 )
 def test_offload_is_refused_where_it_changes_nothing(machine, said):
     with pytest.raises(UserError, match=said):
-        check_offload(machine)
+        check_cpu_offload(machine)
 
 
 @pytest.mark.parametrize(
@@ -92,10 +96,10 @@ def test_offload_is_refused_where_it_changes_nothing(machine, said):
         ("train.optim_in_backward=true", "fsdp", "fp16", "scaled until the step"),
         ("train.optim_offload=true", "fsdp", "no", "small already"),
         ("checkpoint.async_save=true", "fsdp", "no", "write their shards"),
-        ("train.optim=galore_adamw", "fsdp", "no", "galore_adamw steps whole weights"),
-        ("train.optim=adafactor", "fsdp", "no", "adafactor steps whole weights"),
-        ("train.optim=adamw_8bit", "fsdp", "no", "adamw_8bit steps whole weights"),
-        ("parallel.dp_replicate_size=2", "fsdp", "fp16", "copies train in bfloat16 or float32"),
+        ("train.optim=galore_adamw", "fsdp", "no", "galore_adamw needs whole weights"),
+        ("train.optim=adafactor", "fsdp", "no", "adafactor needs whole weights"),
+        ("train.optim=adamw_8bit", "fsdp", "no", "adamw_8bit needs whole weights"),
+        ("parallel.dp_replicate_size=2", "fsdp", "fp16", "replicas train in bfloat16 or float32"),
         ("parallel.strategy=deepspeed_zero2", "deepspeed_zero2", "fp16", "deepspeed_zero2 trains in bfloat16"),
     ],
 )
@@ -130,7 +134,7 @@ def test_offload_takes_the_states_off_the_device(quickstart, tmp_path):
         plans.append(plan_for(recipe, for_show=True, memory_gib=80, gpus=2).plan)
     held, offloaded = plans
     assert offloaded.strategy == "fsdp" and offloaded.bytes == held.bytes  # of the run, wherever they are
-    assert offloaded.peak.optimizer == offloaded.peak.moment.gradients == 0 < held.peak.optimizer
+    assert offloaded.peak.optimizer == offloaded.peak.phase.gradients == 0 < held.peak.optimizer
     assert 0 < offloaded.peak.total < held.peak.total
 
 
@@ -140,9 +144,9 @@ def test_offload_takes_the_states_off_the_device(quickstart, tmp_path):
 def test_what_waits_on_the_host_is_planned(kind, width, quickstart, tmp_path):
     changes = [f"train.gradient_checkpointing={kind}", f"checkpoint.output_dir={tmp_path}", "model.dtype=bfloat16"]
     plan = plan_for(load_recipe(quickstart / "stories260k.yaml", overrides=changes), for_show=True, memory_gib=80).plan
-    tokens = plan.batching.micro_batch_size * row_length(plan.rows, plan.data)
-    assert plan.budget.host_bytes(plan.batching.micro_batch_size, row_length(plan.rows, plan.data)) == (
-        plan.budget.layers * tokens * width * 2
+    tokens = plan.batching.micro_batch_size * plan.row_length
+    assert plan.memory.host_bytes(plan.batching.micro_batch_size, plan.row_length) == (
+        plan.memory.layers * tokens * width * 2
     )
     assert any("pinned host memory" in note for note in plan.notes) == bool(width)
 
@@ -154,7 +158,7 @@ def test_two_gates_are_planned_beside_what_checkpointing_holds(quickstart, tmp_p
         recipe = load_recipe(quickstart / "stories260k.yaml", overrides=changes)
         found[kind] = plan_for(recipe, for_show=True, memory_gib=80).plan
     plan = found["true"]
-    gate = plan.batching.micro_batch_size * row_length(plan.rows, plan.data) * 172 * plan.budget.itemsize
+    gate = plan.batching.micro_batch_size * plan.row_length * 172 * plan.memory.itemsize
     assert gate <= found["offload_gate"].peak.total - plan.peak.total <= 2 * gate
 
 
@@ -167,22 +171,22 @@ def test_gates_that_cannot_be_kept_are_refused(change, quickstart):
 
 @pytest.mark.parametrize(("copies", "world"), [(2, 2), (2, 3), (2, 1), (4, 6), (8, 8)])
 def test_copies_that_no_two_processes_would_share_are_refused(copies, world):
-    with pytest.raises(UserError, match=f"{copies} copies need {2 * copies} processes, .* this run has {world}"):
-        check_copies(copies, world)
+    with pytest.raises(UserError, match=f"{copies} copies need a multiple of {copies} processes, .* this run has {world}"):
+        check_replicas(copies, world)
 
 
 @pytest.mark.parametrize(("copies", "world"), [(2, 4), (2, 6), (3, 6), (4, 8)])
 def test_copies_that_some_processes_share_are_not_refused(copies, world):
-    check_copies(copies, world)
+    check_replicas(copies, world)
 
 
 def test_copies_of_a_model_that_sees_do_not_accumulate(quickstart):
     copies = ["parallel.strategy=fsdp", "parallel.dp_replicate_size=2"]
     recipe = load_recipe(quickstart / "stories260k.yaml", overrides=copies)
-    check_pictures(recipe, 1)
-    check_pictures(load_recipe(quickstart / "stories260k.yaml"), 4)
-    with pytest.raises(UserError, match="a step of 4 micro batches"):
-        check_pictures(recipe, 4)
+    check_image_accumulation(recipe, 1)
+    check_image_accumulation(load_recipe(quickstart / "stories260k.yaml"), 4)
+    with pytest.raises(UserError, match="accumulates 4 micro-batches"):
+        check_image_accumulation(recipe, 4)
 
 
 def test_a_device_holds_its_part_of_one_copy(quickstart, tmp_path):
@@ -214,9 +218,9 @@ def test_zero_shares_what_its_stage_says(quickstart, tmp_path):
 def shared_states(recipe):
     """The states of a plan for two devices."""
     from ligertune.models import load
-    from ligertune.models.shape import ModelShape
+    from ligertune.models.shape import read_shape
 
     config = load.read_config(recipe.model)
     spec = recipe.model.model_copy(update={"init": "random"})
     model = load.build_model(spec, config, dtype=torch.bfloat16, device="meta", seed=0)
-    return states_of(recipe, ModelShape.of(model), "bfloat16", strategy=recipe.parallel.strategy, world_size=2)
+    return states_of(recipe, read_shape(model), "bfloat16", strategy=recipe.parallel.strategy, world_size=2)

@@ -10,10 +10,10 @@ from batches_of import batch_of, training
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from ligertune.activations.checkpointing import checkpoint_layers
-from ligertune.models.shape import ModelShape
+from ligertune.models.shape import read_shape
 from ligertune.models.trainable import apply_method
 from ligertune.patching.patch import patch
-from ligertune.planning.memory.activation_bytes import Kept
+from ligertune.planning.memory.activation_bytes import ActivationPolicy
 from ligertune.planning.options import MethodOptions, VisionOptions
 from ligertune.vision.families import family_of, part_of
 from ligertune.vision.freeze import freeze, prepare_vision
@@ -24,7 +24,7 @@ def tower_of(corpus, name: str, **vision: bool):
     with torch.device("meta"):
         model = AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16)
     freeze(model, family_of(config), VisionOptions(**vision))
-    return ModelShape.of(model).tower
+    return read_shape(model).tower
 
 
 @pytest.mark.corpus
@@ -34,15 +34,15 @@ def test_a_tower_that_trains_keeps_its_layers(corpus):
     # 10 x 1280 around attention (q and k before and after rotation) and norms, 3 x 5120 in an MLP with a quick GELU
     # what is given to a norm and the first product, 4 patches a token, and before and behind the activation
     projector = 1000 * 4 * 5120 * 2
-    assert tower.held_bytes(1000, Kept(), 2) == projector + 32 * 4000 * 28_160 * 2
-    assert tower.held_bytes(1000, Kept(checkpointing=True), 2) == projector + 32 * 4000 * 1280 * 2
-    assert tower.held_bytes(1000, Kept(checkpointing="offload"), 2) == projector
+    assert tower.held_bytes(1000, ActivationPolicy(), 2) == projector + 32 * 4000 * 28_160 * 2
+    assert tower.held_bytes(1000, ActivationPolicy(checkpointing=True), 2) == projector + 32 * 4000 * 1280 * 2
+    assert tower.held_bytes(1000, ActivationPolicy(checkpointing="offload"), 2) == projector
 
 
 @pytest.mark.corpus
 def test_a_frozen_tower_keeps_nothing(corpus):
     tower = tower_of(corpus, "Qwen2-VL-2B-Instruct")
-    assert not tower.trains and tower.held_bytes(1000, Kept(), 2) == 0
+    assert not tower.trains and tower.held_bytes(1000, ActivationPolicy(), 2) == 0
 
 
 @pytest.mark.corpus
@@ -74,10 +74,10 @@ def test_a_projector_that_trains_keeps_what_the_plan_counts(family, prepared_for
         model = tiny_vlms.make(family, tokenizer_of(family))
         patch(model)
         prepare_vision(model, VisionOptions(freeze_projector=frozen))
-        towers.append(ModelShape.of(model).tower)
+        towers.append(read_shape(model).tower)
         kept.append(saved_bytes(model, batch))
     tokens = int((batch["input_ids"] == reader_of(family).token_id).sum())
-    counted = [tower.held_bytes(tokens, Kept(), 4) for tower in towers]
+    counted = [tower.held_bytes(tokens, ActivationPolicy(), 4) for tower in towers]
     assert counted[0] == 0 < counted[1]
     assert counted[1] <= kept[1] - kept[0] <= 1.02 * counted[1]  # norms keep a number or two of each row
 

@@ -41,7 +41,7 @@ class _Output:
 
 OUTPUT = _Output()
 
-# a step's high points in words, by activations.Moment.name
+# a step's high points in words, by StepPhase.name
 WHEN = {
     "frozen model": "while the frozen model is computed",
     "loss": "while the loss is computed",
@@ -145,7 +145,7 @@ def memory(plan: Plan, fits: Iterable[Fit] | None) -> None:
     if plan.peak is not None:
         text()
         rows = [(kind, size(n_bytes)) for kind, n_bytes in plan.peak.parts().items()]
-        table(f"Memory of each device, at its highest {WHEN[plan.peak.moment.name]}", rows)
+        table(f"Memory of each device, at its highest {WHEN[plan.peak.phase.name]}", rows)
     for fit in fits or ():
         how = "with checkpointing" if fit.checkpointing else "without checkpointing"
         text(f"  {how}: {fit.micro_batch_size} rows of the recipe's length, or one of {fit.row_length} tokens, "

@@ -16,8 +16,8 @@ import numpy as np
 from ligertune.data.batching.packing import Packs, pack
 from ligertune.data.stream import StreamedExamples
 from ligertune.errors import UserError
+from ligertune.planning.micro_batch import Batching
 from ligertune.planning.parallelism import SHARING_WEIGHTS
-from ligertune.planning.plan import Batching
 
 if TYPE_CHECKING:
     from ligertune.data.examples import Examples

@@ -242,13 +242,13 @@ def step_phases(
         existing = max(0, gradients - layer_gradients // layers - untied_embedding)
         done, another = layer_gradients * last // layers + end_shard * head.head_trains, 0
     rest = held - saved_by_last + ends + run_again + gate
-    again = (StepPhase("run again", rest, done, gathered_end * head.tied, back + gathered),) if 0 < last < layers else ()
+    again = StepPhase("run again", rest, done, gathered_end * head.tied, back + gathered)
     backward = held + ends + (last == 0) * run_again - loss_gradient + gate
     working_in_loss = step.workspace + gathered_end + 2 * layer_weights
     return (
         StepPhase("loss", held + ends + (1 if last else 2) * gate, before, loss_peak, working_in_loss),
         StepPhase("backward", backward, before, loss_held, back_of_last + gathered),
-        *again,
+        *([again] if 0 < last < layers else []),
         StepPhase("first layer", whole_layer + tower, existing, another, back + gathered),
         StepPhase("gradients", ends, gradients, embedding, step.workspace + back + 2 * gathered_end),
         StepPhase("step", 0, gradients, 0, step.workspace + step.optimizer_step),

@@ -51,9 +51,7 @@ class MemoryEstimate:
         phases = self._phases(micro_batch_size * row_length, row_length, accumulates=accumulates, memory=memory)
         return Peak(weights, optimizer, max(phases, key=lambda phase: phase.total))
 
-    def _phases(
-        self, slots: int, row_length: int, *, accumulates: bool, memory: int | None
-    ) -> tuple[StepPhase, ...]:
+    def _phases(self, slots: int, row_length: int, *, accumulates: bool, memory: int | None) -> tuple[StepPhase, ...]:
         tokens = -(-slots // self.cp_size)
         keys = self.visible_keys(tokens)
         batch = MicroBatch(tokens, max(1, round(tokens * self.labelled)), row_length, accumulates)

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from ligertune.planning.plan import Schedule
+from ligertune.planning.optimization import Schedule
 
 
 def learning_rate(schedule: Schedule, step: int) -> float:

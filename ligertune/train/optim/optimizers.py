@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from ligertune.planning.plan import Optimizer
+from ligertune.planning.optimization import Optimizer
 from ligertune.train.optim.adamw_bf16 import AdamWBf16
 from ligertune.train.optim.combined import CombinedOptimizer, OptimizerInBackward
 from ligertune.train.optim.galore import GaLoreAdamW

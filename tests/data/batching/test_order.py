@@ -7,7 +7,7 @@ import pytest
 
 from ligertune.data.batching.order import WINDOW, DataOrder
 from ligertune.data.batching.packing import pack
-from ligertune.planning.plan import Batching
+from ligertune.planning.micro_batch import Batching
 
 LENGTHS = np.random.default_rng(0).integers(5, 30, 21)
 PACKS = pack(LENGTHS, 40)  # 11 rows of one to four examples

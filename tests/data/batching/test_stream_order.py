@@ -11,8 +11,8 @@ from transformers import AutoTokenizer
 
 from ligertune.data.batching.order import StreamOrder
 from ligertune.data.stream import ExampleStream, StreamedExamples
+from ligertune.planning.micro_batch import Batching
 from ligertune.planning.options import DataOptions, DatasetOptions
-from ligertune.planning.plan import Batching
 
 MAX_LENGTH = 200
 WINDOW = 40  # of 150 examples: a window lies over the end of an epoch

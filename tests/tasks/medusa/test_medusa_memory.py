@@ -15,10 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ligertune.errors import UserError
 from ligertune.patching.patch import patch
-from ligertune.planning.memory.activation_bytes import WORKSPACE, Batch, Kept
-from ligertune.planning.memory.estimate import Budget
-from ligertune.planning.memory.fit import fits_of
-from ligertune.planning.memory.heads_bytes import alone
+from ligertune.planning.memory.activation_bytes import CUBLAS_WORKSPACE, ActivationPolicy, StepBytes, MicroBatch
+from ligertune.planning.memory.estimate import MemoryEstimate
+from ligertune.planning.memory.fit import largest_fits
+from ligertune.planning.memory.heads_bytes import frozen_backbone
 from ligertune.planning.memory.states import state_bytes
 from ligertune.planning.options import MedusaOptions
 from ligertune.recipe import load_recipe
@@ -53,11 +53,11 @@ class Peak(TorchDispatchMode):
         return given
 
 
-def budget_of(shape: MedusaShape, *, itemsize: int, **kept: object) -> Budget:
+def estimate_of(shape: MedusaShape, *, itemsize: int, **kept: object) -> MemoryEstimate:
     dtype = {2: "bfloat16", 4: "float32"}[itemsize]
     states = state_bytes(shape.parameters, weight_dtype=dtype, optim="adamw_torch_fused", method="full")
-    return Budget(
-        states, shape.layer, shape.head, Kept(attention="varlen", **kept), layers=shape.num_hidden_layers,
+    return MemoryEstimate(
+        states, shape.layer, shape.head, ActivationPolicy(attention="varlen", **kept), layers=shape.num_hidden_layers,
         itemsize=itemsize, step_bytes=states.step, labelled=0.75, in_front=shape.in_front, heads=shape.heads,
     )  # fmt: skip
 
@@ -86,12 +86,13 @@ def test_what_is_alive_in_stage_1_is_what_the_plan_says(sizes, medusa, name):
             input_ids=ids, labels=labels, position_ids=torch.arange(TOKENS)[None], labelled_rows=rows, use_cache=False
         )
     shape = MedusaShape.of_heads(model)
-    batch = Batch(TOKENS, len(rows), TOKENS, accumulates=False)
+    batch = MicroBatch(TOKENS, len(rows), TOKENS, accumulates=False)
     planned = {
-        moment.name: moment.total
-        for moment in alone(shape.heads, shape.layer, shape.head, Kept(mlp=False), batch, itemsize=4, gradients=0,
-                            step_bytes=0, workspace=0, free=None)
-    }  # fmt: skip
+        phase.name: phase.total
+        for phase in frozen_backbone(
+            shape.heads, shape.layer, shape.head, ActivationPolicy(fused_mlp=False), batch, StepBytes(4, 0, 0, 0)
+        )
+    }
     assert max(planned["frozen model"], planned["loss"]) == planned[name]
     # a CPU picks out the rows that each head has a target for, which a GPU would have to wait for
     at_once = 1 if shape.heads.own_projection else shape.heads.number
@@ -122,8 +123,10 @@ def shapes() -> dict[tuple[int, int], MedusaShape]:
 @pytest.mark.parametrize("point", MEASURED, ids=str)
 def test_the_plan_is_what_was_measured(point, shapes):
     stage, number, tokens = point
-    budget = replace(budget_of(shapes[stage, number], itemsize=2, checkpointing=stage == 2), workspace=WORKSPACE)
-    planned = budget.peak(1, tokens, accumulates=False, memory=80 * GIB).total
+    estimate = replace(
+        estimate_of(shapes[stage, number], itemsize=2, checkpointing=stage == 2), workspace=CUBLAS_WORKSPACE
+    )
+    planned = estimate.peak(1, tokens, accumulates=False, memory=80 * GIB).total
     assert planned == pytest.approx(MEASURED[point] * GIB, rel=0.005)
 
 
@@ -133,8 +136,8 @@ def test_what_is_not_known_is_said(change, tmp_path):
     recipe = load_recipe(recipe, overrides=[change, f"checkpoint.output_dir={tmp_path}"])
     plan = plan_for(recipe, for_show=True, memory_gib=80, gpus=2).plan
     assert plan.peak is None
-    with pytest.raises(UserError, match="with heads, memory is known of one process or ddp"):
-        fits_of(plan)
+    with pytest.raises(UserError, match="memory is predicted for one process or ddp"):
+        largest_fits(plan)
 
 
 def test_a_teacher_is_not_planned():

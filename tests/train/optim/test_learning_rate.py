@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ligertune.planning.plan import Schedule
+from ligertune.planning.optimization import Schedule
 from ligertune.train.optim.lr_schedule import SHAPES, learning_rate
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from ligertune.planning.plan import Optimizer
+from ligertune.planning.optimization import Optimizer
 from ligertune.train.optim.lr_schedule import set_learning_rate
 from ligertune.train.optim.optimizers import BUILDERS, build_optimizer
 

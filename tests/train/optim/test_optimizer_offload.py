@@ -8,7 +8,7 @@ import pytest
 import torch
 from test_optimizers import RATES, plan, saved_and_loaded, steps, tiny
 
-from ligertune.models.shape import ModelShape
+from ligertune.models.shape import read_shape
 from ligertune.planning.memory.states import state_bytes
 from ligertune.recipe import load_recipe
 from ligertune.recipe.optimizer_table import OPTIMIZERS
@@ -38,7 +38,7 @@ def test_it_trains_and_resumes_as_it_does_beside_the_weights(name):
 
 @pytest.mark.parametrize("name", ["adamw_torch_fused", "muon"])
 def test_the_device_keeps_nothing_and_the_disk_needs_as_much(name):
-    shape = ModelShape.of(tiny()).parameters
+    shape = read_shape(tiny()).parameters
     how = {"weight_dtype": "bfloat16", "optim": name, "method": "full"}
     beside, hosted = state_bytes(shape, **how), state_bytes(shape, **how, offload=True)
     assert (hosted.optimizer, hosted.step) == (0, 0)

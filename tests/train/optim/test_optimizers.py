@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from ligertune.models.shape import ModelShape
+from ligertune.models.shape import read_shape
 from ligertune.planning.memory.states import state_bytes
-from ligertune.planning.plan import Galore, Optimizer
+from ligertune.planning.optimization import Galore, Optimizer
 from ligertune.recipe.optimizer_table import OPTIMIZERS
 from ligertune.train.optim.adamw_bf16 import stochastic_round
 from ligertune.train.optim.galore import top_singular_vectors
@@ -98,7 +98,7 @@ def test_its_states_take_the_planned_bytes(name, dtype):
     optimizer = build_optimizer(model, plan(name))
     steps(model, optimizer, range(1), 1e-3)
     held = sum(t.numel() * t.element_size() for s in optimizer.state.values() for t in s.values() if t.numel() > 1)
-    planned = state_bytes(ModelShape.of(model).parameters, weight_dtype=dtype, optim=name, method="full", rank=128)
+    planned = state_bytes(read_shape(model).parameters, weight_dtype=dtype, optim=name, method="full", rank=128)
     assert planned.optimizer == held
     assert planned.weights == sum(p.numel() * p.element_size() for p in model.parameters())
 
