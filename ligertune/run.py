@@ -253,8 +253,8 @@ def trained_model(
     prepare_vision(model, plan.build.vision)
     if change is not None:
         change(model)
-    know_rows(model, packed=plan.rows.joined)
-    if plan.rows.joined:
+    know_rows(model, packed=plan.rows.is_padding_free)
+    if plan.rows.is_padding_free:
         with accelerator.autocast():
             why = why_not_padding_free(plan, model)
         if why is not None:
@@ -271,7 +271,7 @@ def trained_model(
     model = apply_method(model, plan.build.method, seed=plan.build.seed, fused=plan.build.kernels.fuses_lora)
     if plan.build.task == "medusa":
         with accelerator.autocast():  # the model is asked what it does with its head, and adapters are float32
-            model = with_heads(plan.build, model, packed=plan.rows.joined)
+            model = with_heads(plan.build, model, packed=plan.rows.is_padding_free)
     return model, job
 
 

@@ -94,7 +94,7 @@ def test_too_little_is_said_before_anything_is_loaded(quickstart, tmp_path):
     assert warn_of_host_memory(plan, processes=4, free=None) == plan
     *others, note = warn_of_host_memory(plan, processes=4, free=4 * each - 1).notes
     assert others == [*plan.notes] and f"will keep {4 * each / GIB:.1f} GiB there" in note
-    assert f"(train.gradient_checkpointing: offload_both, {each / GIB:.1f} GiB for each process)" in note
+    assert f"(train.gradient_checkpointing: offload_both, {each / GIB:.1f} GiB per process)" in note
 
 
 def test_all_that_takes_it_is_named(quickstart, tmp_path):

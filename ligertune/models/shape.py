@@ -76,9 +76,7 @@ def _matmul_sizes(model: PreTrainedModel) -> list[tuple[int, nn.Parameter]]:
         if family is not None and part_of(family, name) != "language_model":
             continue  # it multiplies patches, not tokens
         if parameter.ndim == 2 and parameter is not embedding.weight:
-            whole = getattr(
-                parameter, "quant_state", parameter
-            ).shape  # 4-bit weights are packed
+            whole = getattr(parameter, "quant_state", parameter).shape  # 4-bit weights are packed
             sizes.append((math.prod(whole), parameter))
         elif parameter.ndim == 3:
             sizes.append((int(parameter.numel() * active), parameter))

@@ -223,7 +223,7 @@ def _batchers(
     """Return what makes batches of training and of evaluation examples. All ranks call it."""
     make = functools.partial(
         Batcher,
-        packed=plan.rows.joined,
+        packed=plan.rows.is_padding_free,
         multiple_of=plan.rows.multiple_of,
         pad_token_id=pad_token_id,
         index_labels=plan.loss_in_head,

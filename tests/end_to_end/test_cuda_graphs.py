@@ -82,7 +82,11 @@ def test_it_is_refused_where_each_batch_would_be_another(packed):
         (on(packed, strategy="ddp"), False, "parallel.strategy is ddp here. Write parallel.num_processes: 1"),
         (on(packed), True, "reads images, which give each batch another shape"),
         (on(packed, precision=dataclasses.replace(packed.precision, autocast="fp16")), False, "trains in float16"),
-        (dataclasses.replace(on(packed), attn_implementation="per_document"), False, "launches of per_document attention depend"),
+        (
+            dataclasses.replace(on(packed), attn_implementation="per_document"),
+            False,
+            "per_document attention depend",
+        ),
     ):
         with pytest.raises(UserError, match=words):
             check_cuda_graphs(plan, has_images=sees)

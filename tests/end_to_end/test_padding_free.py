@@ -98,7 +98,7 @@ def test_other_ways_to_train_keep_their_losses_too(changes, quickstart, tmp_path
     found = []
     for way in ("false", "true"):
         job = job_of(quickstart, tmp_path / way, **{**changes, "train.max_steps": 3, "data.padding_free": way})
-        assert job.plan.rows.joined == (way == "true")
+        assert job.plan.rows.is_padding_free == (way == "true")
         run(job, lambda line: None)
         found.append(losses(tmp_path / way / "run"))
     assert found[1] == pytest.approx(found[0], rel=1e-5)

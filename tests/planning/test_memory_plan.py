@@ -18,7 +18,6 @@ from ligertune.planning.memory.model_shape import LayerShape, ModelShape
 from ligertune.planning.memory.states import NF4_BYTES, state_bytes
 from ligertune.planning.micro_batch import choose_batching
 from ligertune.planning.options import KernelOptions, MethodOptions
-from ligertune.planning.plan import KernelLine
 from ligertune.recipe import Recipe
 
 LLAMA_8B = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
@@ -203,7 +202,8 @@ def test_layers_that_are_not_checkpointed_are_counted(shapes, how):
 
 def test_what_is_rebuilt_in_layers_that_are_not_checkpointed(shapes):
     usual = estimate_of(shapes, "full", checkpointing=True, recompute=True)
-    kept = [replace(usual, policy=replace(usual.policy, not_checkpointed=n, recompute=r)).peak(4, 8192, accumulates=False)
+    kept = [replace(usual, policy=replace(usual.policy, not_checkpointed=n, recompute=r)).peak(4, 8192,
+                                                                                              accumulates=False)
             for n, r in ((10, False), (10, True))]  # fmt: skip
     assert kept[0].total - kept[1].total > 9 * 4 * 8192 * 2 * (2 * 4096 + 14336)
 
@@ -311,7 +311,7 @@ def test_auto_asks_whether_it_fits_while_gradients_are_kept():
 
 
 def test_auto_refuses_what_nothing_can_make_fit():
-    with pytest.raises(UserError, match="not even of one row"):
+    with pytest.raises(UserError, match="not even one row fits"):
         choose_batching(recipe(global_batch_size=4), 1, lambda rows, accumulates: False)
     with pytest.raises(UserError, match="not a multiple of 3 processes"):
         choose_batching(recipe(global_batch_size=4), 3, lambda rows, accumulates: True)

@@ -82,7 +82,8 @@ def test_a_launcher_that_started_another_number_is_refused(launched):
 
 
 @pytest.mark.parametrize(
-    ("machine", "said"), [(replace(GPU, device="cpu"), "this machine has no GPU"), (GPU, "fsdp needs more than one process")]
+    ("machine", "said"),
+    [(replace(GPU, device="cpu"), "this machine has no GPU"), (GPU, "fsdp needs more than one process")],
 )
 def test_offload_is_refused_where_it_changes_nothing(machine, said):
     with pytest.raises(UserError, match=said):
@@ -171,7 +172,7 @@ def test_gates_that_cannot_be_kept_are_refused(change, quickstart):
 
 @pytest.mark.parametrize(("copies", "world"), [(2, 2), (2, 3), (2, 1), (4, 6), (8, 8)])
 def test_copies_that_no_two_processes_would_share_are_refused(copies, world):
-    with pytest.raises(UserError, match=f"{copies} copies need a multiple of {copies} processes, .* this run has {world}"):
+    with pytest.raises(UserError, match=f"{copies} copies need a multiple of .* this run has {world}"):
         check_replicas(copies, world)
 
 

@@ -178,6 +178,6 @@ def test_examples_with_images_behind_one_another_have_the_losses_of_padded_ones(
     for padding_free in (False, True):
         alone = {"data.packing": False, "data.padding_free": padding_free}
         job, _, output = trained(family, name=f"run-{padding_free}", **alone)
-        assert job.plan.rows.joined == padding_free
+        assert job.plan.rows.is_padding_free == padding_free
         found.append(losses(output))
     assert found[1] == pytest.approx(found[0], rel=1e-4)

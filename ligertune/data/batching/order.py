@@ -16,8 +16,8 @@ import numpy as np
 from ligertune.data.batching.packing import Packs, pack
 from ligertune.data.stream import StreamedExamples
 from ligertune.errors import UserError
+from ligertune.planning.memory.states import SHARDED_WEIGHTS
 from ligertune.planning.micro_batch import Batching
-from ligertune.planning.parallelism import SHARING_WEIGHTS
 
 if TYPE_CHECKING:
     from ligertune.data.examples import Examples
@@ -185,7 +185,7 @@ class ByImageCount:
 def check_sharded(strategy: str, examples: Examples | StreamedExamples, family: str) -> None:
     """A UserError where ranks that share the weights would not ask for the same layers, and wait for each other."""
     streamed = not isinstance(examples.n_images, np.ndarray)
-    if strategy in SHARING_WEIGHTS and (streamed or (examples.n_images == 0).any()):
+    if strategy in SHARDED_WEIGHTS and (streamed or (examples.n_images == 0).any()):
         raise UserError(
             f"parallel.strategy: with {strategy}, {family} cannot train on rows without images: it skips layers for"
             " them, and ranks that have images would wait.",

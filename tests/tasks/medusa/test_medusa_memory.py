@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ligertune.errors import UserError
 from ligertune.patching.patch import patch
-from ligertune.planning.memory.activation_bytes import CUBLAS_WORKSPACE, ActivationPolicy, StepBytes, MicroBatch
+from ligertune.planning.memory.activation_bytes import CUBLAS_WORKSPACE, ActivationPolicy, MicroBatch, StepBytes
 from ligertune.planning.memory.estimate import MemoryEstimate
 from ligertune.planning.memory.fit import largest_fits
 from ligertune.planning.memory.heads_bytes import frozen_backbone
