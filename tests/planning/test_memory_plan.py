@@ -288,8 +288,8 @@ def recipe(**train: object) -> Recipe:
     ids=str,
 )
 def test_adapters_that_make_their_own_of_their_input_keep_it(method, rebuilds):
-    asked = recipe().model_copy(update={"method": MethodOptions(**method), "kernels": KernelOptions(rebuild=True)})
-    assert choose_policy(asked, "sdpa", {"rebuild"}).recompute is rebuilds
+    asked = recipe().model_copy(update={"method": MethodOptions(**method), "kernels": KernelOptions(recompute=True)})
+    assert choose_policy(asked, "sdpa", {"recompute"}).recompute is rebuilds
     assert not choose_policy(asked, "sdpa", {"rms_norm"}).recompute
 
 

@@ -29,7 +29,7 @@ def choose_policy(recipe: Recipe, attn_implementation: str, applied: Collection[
         fused_loss=not {"linear_cross_entropy", "multi_head_linear_cross_entropy"}.isdisjoint(applied),
         attention=attn_implementation,
         checkpointing=recipe.train.gradient_checkpointing,
-        recompute=recipe.kernels.rebuild if "rebuild" in applied and not adapters_copy_inputs(recipe) else False,
+        recompute=recipe.kernels.recompute if "recompute" in applied and not adapters_copy_inputs(recipe) else False,
         float8=("compiled" if recipe.train.torch_compile else "eager") if "float8_linear" in applied else "no",
     )
 

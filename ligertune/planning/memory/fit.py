@@ -73,7 +73,7 @@ def _smaller_batch(plan: Plan, fitting: int) -> list[str]:
 def _checkpointing(plan: Plan, without: Fit, with_checkpointing: Fit) -> list[str]:
     if plan.memory.policy.checkpointing or with_checkpointing.micro_batch_size <= without.micro_batch_size:
         return []
-    instead = " instead of kernels.rebuild" if plan.build.kernels.rebuild else ""
+    instead = " instead of kernels.recompute" if plan.build.kernels.recompute else ""
     rows = f"(fits {with_checkpointing.micro_batch_size} rows of {plan.row_length})"
     return [f"train.gradient_checkpointing: true{instead} {rows}"]
 
