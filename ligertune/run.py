@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
     from transformers import PreTrainedConfig, PreTrainedModel
 
-    from ligertune.data.prepare import PreparedData, Progress
+    from ligertune.data.prepare import PreparedData, ProgressCallback
     from ligertune.models.load import LoadedTokenizer
     from ligertune.tasks.medusa.medusa_model import MedusaModel
     from ligertune.train.loop import TrainResult
@@ -73,7 +73,7 @@ def prepare_to_train() -> None:
 
 def plan_for(
     recipe: Recipe,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
     *,
     for_show: bool = False,
     memory_gib: float | None = None,

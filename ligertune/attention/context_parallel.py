@@ -5,7 +5,8 @@ of their own document as they would in the whole row (Llama 3 is trained this wa
 Gathered keys give their gradients back to the ranks that made them.
 
 A part's tokens are runs, each of one document: what attention is told of documents is told of runs instead, which have
-at least as many keys as queries; the last ones of both stand beside each other. `train.row_parts` cuts rows so.
+at least as many keys as queries; the last ones of both stand
+next to each other. `data.batching.context_parallel_rows` cuts rows so.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch.distributed import ProcessGroup
 
 
 @dataclass(frozen=True)
-class RowPart:
+class ContextParallelKeys:
     """The ranks that have the other parts, and how many keys each of this part's runs sees."""
 
     group: ProcessGroup

@@ -24,7 +24,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from ligertune.attention.context_parallel import RowPart
+from ligertune.attention.context_parallel import ContextParallelKeys
 from ligertune.attention.flash import flash_varlen
 from ligertune.attention.untraced_inputs import Unseen, look
 from ligertune.errors import UserError
@@ -70,11 +70,11 @@ def varlen(
     cu_seq_lens_k: Tensor | None = None,
     max_length_q: int | None = None,
     max_length_k: int | None = None,
-    row_part: RowPart | None = None,
+    context_parallel: ContextParallelKeys | None = None,
     key_rows: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """query (1, H, T, D), key and value (1, K, T, D) -> (1, T, H, D). row_part, key_rows: where it is of a part."""
+    """query (1, H, T, D), key and value (1, K, T, D) -> (1, T, H, D). key_rows: for context parallel."""
     if cu_seq_lens_q is None:
         return _one_document_a_row(
             module, query, key, value, attention_mask, scaling=scaling, sliding_window=sliding_window, **kwargs
@@ -87,8 +87,8 @@ def varlen(
     head_dim, value_dim = query.shape[-1], value.shape[-1]
     if value_dim < head_dim:  # latent attention
         value = F.pad(value, (0, head_dim - value_dim))
-    if row_part is not None:
-        key, value = (row_part.gather(t, key_rows) for t in (key, value))
+    if context_parallel is not None:
+        key, value = (context_parallel.gather(t, key_rows) for t in (key, value))
     out = flash_varlen(
         *(t.squeeze(0).transpose(0, 1) for t in (query, key, value)),  # (T, H, D)
         (cu_seq_lens_q, cu_seq_lens_k),
@@ -141,11 +141,11 @@ def per_document(
     sliding_window: int | None = None,
     softcap: float | None = None,
     document_lengths: tuple[int, ...] | Unseen | None = None,
-    row_part: RowPart | None = None,
+    context_parallel: ContextParallelKeys | None = None,
     key_rows: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """query (1, H, T, D), key and value (1, K, T, D) -> (1, T, H, D). row_part, key_rows: where it is of a part."""
+    """query (1, H, T, D), key and value (1, K, T, D) -> (1, T, H, D). key_rows: for context parallel."""
     if document_lengths is None:
         kwargs |= {"softcap": softcap} if softcap is not None else {}
         return _one_document_a_row(
@@ -161,7 +161,7 @@ def per_document(
         )
     _check_layer(attention_mask, sliding_window, kwargs.get("s_aux"))
     out = _each_document(
-        query, key, value, document_lengths, row_part, key_rows,
+        query, key, value, document_lengths, context_parallel, key_rows,
         scaling=scaling, dropout=dropout, window=sliding_window, softcap=softcap,
     )  # fmt: skip
     return out, None
@@ -173,7 +173,7 @@ def _each_document(
     key: Tensor,
     value: Tensor,
     document_lengths: tuple[int, ...] | Unseen,
-    row_part: RowPart | None,
+    context_parallel: ContextParallelKeys | None,
     key_rows: Tensor | None,
     *,
     scaling: float | None,
@@ -183,9 +183,9 @@ def _each_document(
 ) -> Tensor:
     """`per_document` where a row has several: (1, T, H, D)."""
     lengths = key_lengths = look(document_lengths)
-    if row_part is not None:
-        key, value = (row_part.gather(t, key_rows) for t in (key, value))
-        key_lengths = row_part.key_lengths
+    if context_parallel is not None:
+        key, value = (context_parallel.gather(t, key_rows) for t in (key, value))
+        key_lengths = context_parallel.key_lengths
     each = (lengths, key_lengths, key_lengths)
     parts = (t.split(lengths, dim=2) for t, lengths in zip((query, key, value), each, strict=True))
     documents = zip(*parts, strict=True)
@@ -276,7 +276,7 @@ def _enter(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> None:
             raise ValueError("packed rows came with an attention_mask: transformers then looks for no documents")
         if kwargs.get("use_cache") is not False or kwargs.get("past_key_values") is not None:
             raise ValueError("packed rows need use_cache=False: with a cache transformers looks for no documents")
-        part = kwargs.get("row_part")
+        part = kwargs.get("context_parallel")
         lengths = look(kwargs["document_lengths"])
         _check_positions(kwargs.get("position_ids"), lengths, lengths if part is None else part.key_lengths)
     THREAD.packed = packed

@@ -37,9 +37,9 @@ def data(
 
     # after the checks above: a wrong recipe is reported without waiting for torch, which these modules import
     from ligertune.data.prepare import prepare
-    from ligertune.data.preview import looked_at, preview, summary
-    from ligertune.data.report_page import page
-    from ligertune.data.statistics import outlook
+    from ligertune.data.preview import preview, preview_examples, preview_summary
+    from ligertune.data.report_page import data_page
+    from ligertune.data.statistics import data_statistics
     from ligertune.models.load import load_tokenizer, read_config
     from ligertune.planning.batch_layout import StatisticsOptions, resolve_packing
     from ligertune.planning.options import RunOptions
@@ -53,13 +53,13 @@ def data(
     images = load_reader(options.build.model, options.build.vision, config, tokenizer)
     with data_report.Preparing() as preparing:
         prepared = prepare(options.data, tokenizer, seed=options.build.seed, progress=preparing.show, images=images)
-    seen = looked_at(prepared)
+    seen = preview_examples(prepared)
     previews = preview(seen, tokenizer, examples, images)
-    whole = outlook(seen.lengths, seen.trained, StatisticsOptions.of(loaded, processes=world_size()))
-    everything = summary(prepared, seen, previews, whole)
+    whole = data_statistics(seen.lengths, seen.trained, StatisticsOptions.of(loaded, processes=world_size()))
+    everything = preview_summary(prepared, seen, previews, whole)
     data_report.data_preview(everything, previews)
     if out is not None:
-        out.write_text(page(everything, title=f"Data of {recipe.name}"), encoding="utf-8")
+        out.write_text(data_page(everything, title=f"Data of {recipe.name}"), encoding="utf-8")
         render.text(f"\nWrote {out}")
     if json:
         render.json_report(everything)

@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from filelock import FileLock, Timeout
 
-from ligertune.data.examples import ARRAYS, Block, Names
-from ligertune.data.rows.sources import find_files, hub_fingerprint, shown_path
+from ligertune.data.examples import ARRAYS, Block, FileTable
+from ligertune.data.rows.sources import display_path, find_files, hub_fingerprint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -49,8 +49,8 @@ def data_key(
     files = find_files(spec.path)
     template = _template(data, tokenizer)
     parts = {
-        "files": [(shown_path(file), _hash_of(file)) for file in files] or hub_fingerprint(spec),
-        "path": shown_path(Path(spec.path)),
+        "files": [(display_path(file), _hash_of(file)) for file in files] or hub_fingerprint(spec),
+        "path": display_path(Path(spec.path)),
         "set": _values(spec, without=_BESIDE),
         "section": _values(data, without=_AFTERWARDS),
         "template": template,
@@ -110,18 +110,18 @@ def cache_home() -> Path:
 
 
 @dataclass(frozen=True)
-class Entry:
+class CacheEntry:
     """A data set as the cache keeps it: its examples, and what else its maker said."""
 
     block: Block
     about: dict[str, Any]
 
 
-class Writer:
+class CacheWriter:
     """Blocks to files, one behind the other: what was written is not kept in memory."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._names = folder, Names()
+        self._folder, self._names = folder, FileTable()
         self._stack = ExitStack()
         self._files = {name: self._stack.enter_context((folder / name).open("wb")) for name in ARRAYS}
         self._hashes = {name: hashlib.sha256() for name in ARRAYS}
@@ -150,7 +150,7 @@ class Writer:
         self._stack.close()
 
 
-def kept(key: str, make: Callable[[Writer], dict[str, Any]], *, first: bool = True) -> Entry:
+def load_or_make(key: str, make: Callable[[CacheWriter], dict[str, Any]], *, first: bool = True) -> CacheEntry:
     """The entry of this key; if there is no sound one, `make` writes its blocks and gives what is to be said of them.
 
     `first`: whether this process is the one to make it, if several of one run come at once.
@@ -160,27 +160,27 @@ def kept(key: str, make: Callable[[Writer], dict[str, Any]], *, first: bool = Tr
     folder = home / key
     if not first:
         _wait_for(folder)
-    found = opened(folder)
+    found = open_entry(folder)
     if found is not None:
         return found
     with FileLock(home / f"{key}.lock"):
-        found = opened(folder)  # another process may have made it meanwhile
+        found = open_entry(folder)  # another process may have made it meanwhile
         if found is None:
             _write(folder, make)
-            found = opened(folder)
+            found = open_entry(folder)
     if found is None:
         raise OSError(f"{folder} is not what was just written")
     return found
 
 
-def opened(folder: Path) -> Entry | None:
+def open_entry(folder: Path) -> CacheEntry | None:
     """The entry, mapped; None if there is none, or if it is not whole."""
     try:
         meta = json.loads((folder / _META).read_text(encoding="utf-8"))
         arrays = {name: _mapped(folder / name, dtype, meta["sizes"][name]) for name, dtype in ARRAYS.items()}
         hashes = {name: hashlib.sha256(array).hexdigest() for name, array in arrays.items()}
         block = Block.from_arrays(arrays, meta["files"], meta["pictures"])
-        return Entry(block, meta["about"]) if hashes == meta["sha256"] else None
+        return CacheEntry(block, meta["about"]) if hashes == meta["sha256"] else None
     except (OSError, ValueError, LookupError, TypeError):
         return None
 
@@ -191,10 +191,10 @@ def _mapped(path: Path, dtype: str, size: int) -> np.ndarray:
     return np.memmap(path, dtype=dtype, mode="c") if size else np.zeros(0, dtype=dtype)
 
 
-def _write(folder: Path, make: Callable[[Writer], dict[str, Any]]) -> None:
+def _write(folder: Path, make: Callable[[CacheWriter], dict[str, Any]]) -> None:
     """Makes the entry aside and renames it; a reader sees all of it or nothing."""
     with _aside(folder.parent) as aside:
-        writer = Writer(aside)
+        writer = CacheWriter(aside)
         try:
             writer.finish(make(writer))
         finally:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ligertune.data.templates.tokenize import IGNORE_INDEX
+from ligertune.data.templates.label_masking import IGNORE_INDEX
 
 # the arrays of a block, and how each is kept in a file
 ARRAYS = {
@@ -71,7 +71,7 @@ class Block:
     @classmethod
     def joined(cls, blocks: Sequence[Block]) -> Block:
         """The blocks one behind the other, as one."""
-        names = Names()
+        names = FileTable()
         parts = [names.renamed(block) for block in blocks] or [cls.of([])]
         arrays = {name: np.concatenate([getattr(part, name) for part in parts]) for name in ARRAYS}
         return cls.from_arrays(arrays, names.files, names.pictures)
@@ -101,7 +101,7 @@ class Block:
         return file if line == _NO_LINE else f"{file}:{line}"
 
 
-class Names:
+class FileTable:
     """The files and pictures of several blocks, each once."""
 
     def __init__(self) -> None:

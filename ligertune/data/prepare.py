@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ligertune.data.cache import Writer, cache_home, data_key, kept
+from ligertune.data.cache import CacheWriter, cache_home, data_key, load_or_make
 from ligertune.data.examples import Block, Examples
-from ligertune.data.row_pipeline import RowPath, Tally, blocks_of, count_processes, image_places
-from ligertune.data.rows.conversation import REASONS
-from ligertune.data.rows.formats import check_columns, recognise
-from ligertune.data.rows.sources import Record, RecordStream, shown_path
+from ligertune.data.row_pipeline import RowCounts, RowPipeline, build_blocks, count_processes, image_tokens
+from ligertune.data.rows.conversation import DROP_REASONS
+from ligertune.data.rows.formats import check_columns, recognise_format
+from ligertune.data.rows.sources import Record, RecordStream, display_path
 from ligertune.data.stream import ExampleStream, StreamedExamples
 from ligertune.errors import UserError
 from ligertune.hardware import is_first_on_node, ranks_on_node
@@ -28,39 +28,39 @@ if TYPE_CHECKING:
     from ligertune.vision.reader import ImageReader
 
 # (data set, rows done, share of them all): called as the rows are done
-Progress = Callable[[str, int, float], None]
+ProgressCallback = Callable[[str, int, float], None]
 _FIRST = 5000  # records whose columns say what format all have; only so many are held in memory
 
 
 @dataclass(frozen=True)
-class LoadedSet:
+class LoadedDataset:
     """The examples of one data set, and what was counted on the way."""
 
     path: str
     format: str
     template: str
     block: Block
-    tally: Tally
+    tally: RowCounts
     cached: bool
 
 
-def load(
+def load_dataset(
     spec: DatasetOptions,
     data: DataOptions,
     tokenizer: PreTrainedTokenizerBase,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
     images: ImageReader | None = None,
-) -> LoadedSet:
+) -> LoadedDataset:
     """The cache's examples if it has them, else the files', which the cache then keeps."""
     check_columns(spec.columns)
     key = data_key(spec, data, tokenizer, images) if data.cache else None
-    making = Making(spec, data, tokenizer, progress, ranks=1 if key else ranks_on_node(), images=images)
+    making = DatasetBuilder(spec, data, tokenizer, progress, ranks=1 if key else ranks_on_node(), images=images)
     if key is None:
         block = Block.joined(list(making.blocks()))
         about = making.about()
     else:
         try:
-            entry = kept(key, making.write, first=is_first_on_node())
+            entry = load_or_make(key, making.write, first=is_first_on_node())
         except OSError as error:
             raise UserError(
                 f"The cache of prepared data, {cache_home()}, cannot be used: {error.strerror or error}.",
@@ -68,7 +68,7 @@ def load(
                 exit_code=1,
             ) from error
         block, about = entry.block, entry.about
-    loaded = LoadedSet(block=block, cached=not making.done, **{**about, "tally": _tally(about["tally"])})
+    loaded = LoadedDataset(block=block, cached=not making.done, **{**about, "tally": _tally(about["tally"])})
     if not len(block):
         raise _nothing_left(loaded)
     if loaded.cached:
@@ -86,7 +86,7 @@ def _check_pictures(pictures: Sequence[str]) -> None:
             )
 
 
-class Making:
+class DatasetBuilder:
     """The way from the files to blocks, gone once and only if it must be."""
 
     def __init__(
@@ -94,7 +94,7 @@ class Making:
         spec: DatasetOptions,
         data: DataOptions,
         tokenizer: PreTrainedTokenizerBase,
-        progress: Progress | None,
+        progress: ProgressCallback | None,
         *,
         ranks: int,
         images: ImageReader | None = None,
@@ -104,8 +104,8 @@ class Making:
         self._show = progress or (lambda path, done, share: None)
         self._processes = max(1, count_processes(data.num_proc) // ranks)
         self._images = images
-        self._path = shown_path(Path(spec.path))
-        self._tally = Tally()
+        self._path = display_path(Path(spec.path))
+        self._tally = RowCounts()
 
     def blocks(self) -> Iterator[Block]:
         """The examples, some at a time."""
@@ -115,14 +115,14 @@ class Making:
         if not first:
             raise UserError(f"{self._spec.path} holds no records.")
         rows = self._rows(first)
-        for block, tally in blocks_of(rows, chain(first, records), processes=self._processes):
+        for block, tally in build_blocks(rows, chain(first, records), processes=self._processes):
             self._tally.add(tally)
             self._show(self._path, self._tally.rows_read, stream.share)
             yield block
         self._show(self._path, self._tally.rows_read, 1.0)
         self.done = True
 
-    def write(self, writer: Writer) -> dict[str, Any]:
+    def write(self, writer: CacheWriter) -> dict[str, Any]:
         for block in self.blocks():
             writer.add(block)
         return self.about()
@@ -131,20 +131,20 @@ class Making:
         """What is to be said of the blocks, once they are made; it can be written as JSON."""
         return {"path": self._path, "format": self._format, "template": self._template, "tally": vars(self._tally)}
 
-    def _rows(self, first: list[Record]) -> RowPath:
-        format = recognise(self._spec.format, {column for record in first for column in record.row}, self._path)
-        rows = RowPath(self._spec, self._data, format, self._tokenizer, image_places(self._data, self._images))
+    def _rows(self, first: list[Record]) -> RowPipeline:
+        format = recognise_format(self._spec.format, {column for record in first for column in record.row}, self._path)
+        rows = RowPipeline(self._spec, self._data, format, self._tokenizer, image_tokens(self._data, self._images))
         self._format, self._template = format.name, rows.template.name
         return rows
 
 
-def _tally(counts: dict[str, Any]) -> Tally:
+def _tally(counts: dict[str, Any]) -> RowCounts:
     """As it was before it was written: counters are counters again."""
-    counters = {field.name for field in fields(Tally) if field.default_factory is Counter}
-    return Tally(**{name: Counter(value) if name in counters else value for name, value in counts.items()})
+    counters = {field.name for field in fields(RowCounts) if field.default_factory is Counter}
+    return RowCounts(**{name: Counter(value) if name in counters else value for name, value in counts.items()})
 
 
-def _nothing_left(loaded: LoadedSet) -> UserError:
+def _nothing_left(loaded: LoadedDataset) -> UserError:
     """The complaint for a data set of which every row was dropped."""
     reason, source = next(iter(loaded.tally.first_dropped.items()))
     counts = ", ".join(f"{count} {reason}" for reason, count in loaded.tally.dropped.most_common())
@@ -152,11 +152,11 @@ def _nothing_left(loaded: LoadedSet) -> UserError:
     what = "0 % of its tokens would be trained" if untrained else "no row can be used"
     return UserError(
         f"{loaded.path}: {what}: all {loaded.tally.rows_read} are dropped ({counts}), the first at {source}.",
-        hint=f"{reason}: {REASONS[reason]}.",
+        hint=f"{reason}: {DROP_REASONS[reason]}.",
     )
 
 
-def mixed(set_of: np.ndarray, weights: Sequence[float], *, seed: int) -> np.ndarray:
+def mix_datasets(set_of: np.ndarray, weights: Sequence[float], *, seed: int) -> np.ndarray:
     """The places of an epoch's examples, set by set. set_of: the number of each example's data set, (N,).
 
     Weight 2.5 is all examples twice, and a half of them once more: a draw that depends on the seed and is the same in
@@ -175,7 +175,7 @@ def mixed(set_of: np.ndarray, weights: Sequence[float], *, seed: int) -> np.ndar
 
 
 @dataclass(frozen=True)
-class SetReport:
+class DatasetReport:
     """One entry of `datasets`: what it was taken for and what came of it; `cached` if it was prepared before."""
 
     path: str
@@ -208,7 +208,7 @@ class DataReport:
     repaired: dict[str, int]
     first_repaired: dict[str, str]
     literal: int  # rows with text that looks like a control token, and is taken as text
-    sets: tuple[SetReport, ...]
+    sets: tuple[DatasetReport, ...]
     notes: tuple[str, ...]
 
     @property
@@ -237,7 +237,7 @@ def prepare(
     tokenizer: PreTrainedTokenizerBase,
     *,
     seed: int,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
     images: ImageReader | None = None,
 ) -> PreparedData:
     """Reads, renders, tokenises and labels the data of a recipe; the same arguments give the same examples.
@@ -252,27 +252,27 @@ def prepare(
         )
     held_out, eval_report = None, None
     if data.eval_datasets:
-        eval_sets = [load(spec, data, tokenizer, progress, images) for spec in data.eval_datasets]
+        eval_sets = [load_dataset(spec, data, tokenizer, progress, images) for spec in data.eval_datasets]
         held_out = Examples.of_blocks([part.block for part in eval_sets])
         eval_report = _report(eval_sets, held_out, data)
     if data.streaming:
         stream = ExampleStream(data, tokenizer, seed=seed, images=images)
         nothing_yet = _report([], Examples(), data)
         return PreparedData(StreamedExamples(stream), held_out, nothing_yet, stream.template, eval_report)
-    sets = [load(spec, data, tokenizer, progress, images) for spec in data.datasets]
+    sets = [load_dataset(spec, data, tokenizer, progress, images) for spec in data.datasets]
     train = Examples.of_blocks([part.block for part in sets])
     if data.val_split:
-        train, held_out = split(train, data.val_split, seed=seed)
+        train, held_out = split_examples(train, data.val_split, seed=seed)
     report = _report(sets, train, data)
     weights = [spec.weight for spec in data.datasets]
     if any(weight != 1 for weight in weights):
-        train = train.select(mixed(train.block_of, weights, seed=seed))
+        train = train.select(mix_datasets(train.block_of, weights, seed=seed))
         report = replace(report, notes=(*report.notes, _mixture(sets, weights, train)))
     template = ", ".join(dict.fromkeys(part.template for part in sets))
     return PreparedData(train, held_out, report, template, eval_report)
 
 
-def _mixture(sets: Sequence[LoadedSet], weights: Sequence[float], train: Examples) -> str:
+def _mixture(sets: Sequence[LoadedDataset], weights: Sequence[float], train: Examples) -> str:
     parts = (
         f"{count} of {part.path} (weight {weight:g})"
         for part, weight, count in zip(sets, weights, np.bincount(train.block_of, minlength=len(sets)), strict=True)
@@ -280,7 +280,7 @@ def _mixture(sets: Sequence[LoadedSet], weights: Sequence[float], train: Example
     return f"An epoch sees {len(train)} examples: {', '.join(parts)}."
 
 
-def split(examples: Examples, share: float, *, seed: int) -> tuple[Examples, Examples]:
+def split_examples(examples: Examples, share: float, *, seed: int) -> tuple[Examples, Examples]:
     """(train, eval): a seeded draw of `share` of the examples, at least one, both parts in their old order."""
     count = max(1, round(share * len(examples)))
     if count >= len(examples):
@@ -292,7 +292,7 @@ def split(examples: Examples, share: float, *, seed: int) -> tuple[Examples, Exa
     return examples.select(sorted(order[count:])), examples.select(sorted(order[:count]))
 
 
-def _report(sets: Sequence[LoadedSet], kept: Examples, data: DataOptions) -> DataReport:
+def _report(sets: Sequence[LoadedDataset], kept: Examples, data: DataOptions) -> DataReport:
     """The counts of all sets together; `kept` is what is left of their examples after `val_split`."""
     examples = sum(len(part.block) for part in sets)
     dropped = sum((part.tally.dropped for part in sets), Counter())
@@ -318,7 +318,7 @@ def _report(sets: Sequence[LoadedSet], kept: Examples, data: DataOptions) -> Dat
         first_repaired=dict(ChainMap(*(part.tally.first_repaired for part in sets))),
         literal=sum(part.tally.literal for part in sets),
         sets=tuple(
-            SetReport(part.path, part.format, part.template, part.tally.rows_read, len(part.block), part.cached)
+            DatasetReport(part.path, part.format, part.template, part.tally.rows_read, len(part.block), part.cached)
             for part in sets
         ),
         notes=tuple(notes),

@@ -14,12 +14,12 @@ import numpy as np
 from ligertune.data.examples import Example, Examples
 from ligertune.data.prepare import DataReport, PreparedData
 from ligertune.data.templates.control_tokens import ControlTokens
-from ligertune.data.templates.tokenize import IGNORE_INDEX
+from ligertune.data.templates.label_masking import IGNORE_INDEX
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from ligertune.data.statistics import Outlook
+    from ligertune.data.statistics import DataStatistics
     from ligertune.vision.reader import ImageReader
 
 _HALF_A_CHARACTER = "\ufffd"
@@ -79,7 +79,7 @@ class LengthStatistics:
         return cls(mean, p50, p90, p95, p99, int(lengths.max()), edges, tuple(counts.tolist()))
 
 
-def looked_at(prepared: PreparedData) -> Examples:
+def preview_examples(prepared: PreparedData) -> Examples:
     """The training examples; of a stream, its first."""
     if not prepared.streamed:
         return prepared.train
@@ -94,8 +94,11 @@ def preview(
     return [_decoded(examples[index], tokenizer, special, images) for index in range(min(n, len(examples)))]
 
 
-def summary(
-    prepared: PreparedData, examples: Examples, previews: Sequence[PreviewExample], outlook: Outlook | None = None
+def preview_summary(
+    prepared: PreparedData,
+    examples: Examples,
+    previews: Sequence[PreviewExample],
+    statistics: DataStatistics | None = None,
 ) -> dict:
     """All of it for machines."""
     return {
@@ -107,7 +110,7 @@ def summary(
         "report": _as_dict(prepared.report),
         "eval_examples": len(prepared.eval) if prepared.eval is not None else 0,
         "eval_report": _as_dict(prepared.eval_report) if prepared.eval_report else None,
-        "outlook": asdict(outlook) if outlook else None,
+        "outlook": asdict(statistics) if statistics else None,
         "examples": [
             {
                 "source": shown.source,
@@ -122,7 +125,7 @@ def summary(
     }
 
 
-def visible(text: str) -> str:
+def visible_text(text: str) -> str:
     """With a sign for each character that is not seen, that turns the text around, or that a terminal obeys."""
     return text.translate(_VISIBLE)
 

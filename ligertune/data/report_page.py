@@ -7,7 +7,7 @@ from html import escape
 from itertools import groupby
 from typing import Any
 
-from ligertune.data.preview import visible
+from ligertune.data.preview import visible_text
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 70rem; padding: 0 1rem; color: #222; }
@@ -27,7 +27,7 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'"  # a browser would fet
 _CHART = (720, 180)  # pixels of the histogram, without its labels
 
 
-def page(summary: dict[str, Any], *, title: str) -> str:
+def data_page(summary: dict[str, Any], *, title: str) -> str:
     """A whole document from `preview.summary`."""
     report, lengths, outlook = summary["report"], summary["lengths"], summary["outlook"]
     parts = [
@@ -56,7 +56,7 @@ def page(summary: dict[str, Any], *, title: str) -> str:
 
 
 def _text(value: object) -> str:
-    return escape(visible(str(value)))
+    return escape(visible_text(str(value)))
 
 
 def _about(summary: dict[str, Any]) -> str:

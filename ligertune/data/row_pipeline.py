@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, Literal
 
 from ligertune.data.cache import cache_home
 from ligertune.data.examples import Block, Example
-from ligertune.data.rows.conversation import OVERLENGTH, REASONS, BadRow, Conversation
-from ligertune.data.rows.image_rows import ImagePlaces, take_images
+from ligertune.data.rows.conversation import DROP_REASONS, LENGTH_REASONS, BadRow, Conversation
+from ligertune.data.rows.image_rows import ImageTokens, extract_images
 from ligertune.data.rows.sources import Record
 from ligertune.data.templates.chat_template import choose_template
 from ligertune.data.templates.control_tokens import ControlTokens, Rendered
-from ligertune.data.templates.tokenize import Encoded, Encoder, cut
+from ligertune.data.templates.label_masking import Encoded, Encoder, cut
 from ligertune.errors import UserError
 
 if TYPE_CHECKING:
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 
     from ligertune.data.rows.formats import Format
     from ligertune.planning.options import DataOptions, DatasetOptions
-    from ligertune.vision.image_files import Picture
+    from ligertune.vision.image_files import ImageFile
     from ligertune.vision.reader import ImageReader
 
 
 @dataclass
-class Tally:
+class RowCounts:
     """What was counted on the way: rows_read == rows_used + sum(dropped.values())."""
 
     rows_read: int = 0
@@ -54,7 +54,7 @@ class Tally:
     straddling: int = 0
     endless: int = 0  # last answers that are whole and yet end without a special token
 
-    def add(self, later: Tally) -> None:
+    def add(self, later: RowCounts) -> None:
         """Adds the counts of records that come later in the source."""
         self.rows_read += later.rows_read
         self.rows_used += later.rows_used
@@ -69,7 +69,7 @@ class Tally:
         self.endless += later.endless
 
 
-class RowPath:
+class RowPipeline:
     """Records of one data set to examples. It holds no state of its own."""
 
     def __init__(
@@ -78,7 +78,7 @@ class RowPath:
         data: DataOptions,
         format: Format,
         tokenizer: PreTrainedTokenizerBase,
-        images: ImagePlaces | None = None,
+        images: ImageTokens | None = None,
     ) -> None:
         """images: of a model that sees; without them a row with images is refused."""
         self.format = format
@@ -89,7 +89,7 @@ class RowPath:
         self._encoder = Encoder(tokenizer)
         self._special = ControlTokens(tokenizer).ids
 
-    def examples(self, records: Sequence[Record], tally: Tally) -> list[Example]:
+    def examples(self, records: Sequence[Record], tally: RowCounts) -> list[Example]:
         """The examples of these records, in their order; what became of the others is counted in `tally`."""
         tally.rows_read += len(records)
         rendered = self._rendered(records, tally)
@@ -114,12 +114,12 @@ class RowPath:
             examples += (Example(piece.input_ids, piece.labels, source, names) for piece in fitting)
         return examples
 
-    def _rendered(self, records: Sequence[Record], tally: Tally) -> list[tuple[Rendered, str, list[Picture]]]:
+    def _rendered(self, records: Sequence[Record], tally: RowCounts) -> list[tuple[Rendered, str, list[ImageFile]]]:
         """The rows that are in order, each as (text with its spans, source, the pictures that it shows)."""
         rendered = []
         for record in records:
             try:
-                row, references = take_images(record.row) if self._images else (record.row, [])
+                row, references = extract_images(record.row) if self._images else (record.row, [])
                 conversation = self._converted(Record(row, record.source), tally)
                 text, pictures = self.template.render(conversation), []
                 if self._images:
@@ -132,7 +132,7 @@ class RowPath:
                 rendered.append((text, record.source, pictures))
         return rendered
 
-    def _converted(self, record: Record, tally: Tally) -> Conversation:
+    def _converted(self, record: Record, tally: RowCounts) -> Conversation:
         if self._spec.on_bad_row != "repair":
             return self.format.convert(record)
         conversation, done = self.format.repair(record)
@@ -141,18 +141,18 @@ class RowPath:
             tally.first_repaired.setdefault(repair, record.source)
         return conversation
 
-    def _fitting(self, encoded: Encoded | BadRow, source: str, tally: Tally) -> list[Encoded]:
+    def _fitting(self, encoded: Encoded | BadRow, source: str, tally: RowCounts) -> list[Encoded]:
         """The examples within data.max_length that a row gives: one, or of raw text as many as it takes."""
         if isinstance(encoded, BadRow):
             raise encoded
         if not self.format.raw:
             return [self._fit(encoded, source, tally)]
-        found = list(pieces(encoded, self._data.max_length))
+        found = list(split_text(encoded, self._data.max_length))
         if not found:
             raise BadRow("no trained token")
         return found
 
-    def _fit(self, encoded: Encoded, source: str, tally: Tally) -> Encoded:
+    def _fit(self, encoded: Encoded, source: str, tally: RowCounts) -> Encoded:
         """The example within data.max_length, or the reason for which it is left out."""
         length, data = len(encoded.input_ids), self._data
         if not encoded.n_trained:
@@ -175,23 +175,23 @@ class RowPath:
         tally.truncated += 1
         return beginning
 
-    def _refuse(self, bad: BadRow, source: str, tally: Tally) -> None:
+    def _refuse(self, bad: BadRow, source: str, tally: RowCounts) -> None:
         """Drops a row and counts it, or stops, as `on_bad_row` says; what is too long has its own policy."""
-        if self._spec.on_bad_row == "error" and bad.reason not in OVERLENGTH:
+        if self._spec.on_bad_row == "error" and bad.reason not in LENGTH_REASONS:
             raise UserError(
-                f"{source}: {bad}: {REASONS[bad.reason]}.",
+                f"{source}: {bad}: {DROP_REASONS[bad.reason]}.",
                 hint="Mend the row, or let data.datasets[].on_bad_row be drop or repair.",
             ) from bad
         tally.dropped[bad.reason] += 1
         tally.first_dropped.setdefault(bad.reason, f"{source} ({bad.detail})" if bad.detail else source)
 
 
-def image_places(data: DataOptions, images: ImageReader | None) -> ImagePlaces | None:
+def image_tokens(data: DataOptions, images: ImageReader | None) -> ImageTokens | None:
     """What puts images into rows; images that a data set holds as bytes become files beside the cache."""
-    return None if images is None else ImagePlaces(images, data.image_dir, cache_home().with_name("images"))
+    return None if images is None else ImageTokens(images, data.image_dir, cache_home().with_name("images"))
 
 
-def pieces(encoded: Encoded, length: int) -> Iterator[Encoded]:
+def split_text(encoded: Encoded, length: int) -> Iterator[Encoded]:
     """A long text as examples of `length` tokens and a shorter one; what one token alone is left of is left out."""
     for first in range(0, len(encoded.input_ids) - 1, length):
         piece = cut(encoded, first, first + length)
@@ -207,13 +207,13 @@ def _check_encodable(text: str) -> None:
 
 
 # 256 Alpaca records are 30 ms of work: small beside the whole, large beside the way to a worker and back (2 ms)
-CHUNK = 256
+ROWS_PER_CHUNK = 256
 # fewer chunks than this are done before workers would have started
 _WORTH_WORKERS = 5
 # the reader alone gives some 100,000 Alpaca records a second, one worker takes 5,000 to 8,000
 _MOST_WORKERS = 24
 
-Done = tuple[Block, Tally]
+Done = tuple[Block, RowCounts]
 
 
 def count_processes(num_proc: int | Literal["auto"]) -> int:
@@ -224,7 +224,7 @@ def count_processes(num_proc: int | Literal["auto"]) -> int:
     return max(1, min(cores, _MOST_WORKERS))
 
 
-def blocks_of(rows: RowPath, records: Iterable[Record], *, processes: int) -> Iterator[Done]:
+def build_blocks(rows: RowPipeline, records: Iterable[Record], *, processes: int) -> Iterator[Done]:
     """What becomes of each chunk of the records, in their order."""
     chunks = _chunks(records)
     first = list(islice(chunks, _WORTH_WORKERS))
@@ -234,7 +234,7 @@ def blocks_of(rows: RowPath, records: Iterable[Record], *, processes: int) -> It
         yield from (_work(rows, chunk) for chunk in every) if few else _by_workers(rows, every, processes)
 
 
-def _by_workers(rows: RowPath, chunks: Iterator[list[Record]], processes: int) -> Iterator[Done]:
+def _by_workers(rows: RowPipeline, chunks: Iterator[list[Record]], processes: int) -> Iterator[Done]:
     # forked workers share what is loaded; elsewhere they start anew, which takes seconds
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
     with (
@@ -265,12 +265,12 @@ def _in_order(pool: ProcessPoolExecutor, chunks: Iterator[list[Record]], *, ahea
 
 def _chunks(records: Iterable[Record]) -> Iterator[list[Record]]:
     iterator = iter(records)
-    while chunk := list(islice(iterator, CHUNK)):
+    while chunk := list(islice(iterator, ROWS_PER_CHUNK)):
         yield chunk
 
 
-def _work(rows: RowPath, chunk: list[Record]) -> Done:
-    tally = Tally()
+def _work(rows: RowPipeline, chunk: list[Record]) -> Done:
+    tally = RowCounts()
     return Block.of(rows.examples(chunk, tally)), tally
 
 
@@ -298,10 +298,10 @@ def _one_thread_each() -> Iterator[None]:
             os.environ[name] = before
 
 
-_rows: RowPath | None = None  # a worker's, set as it starts
+_rows: RowPipeline | None = None  # a worker's, set as it starts
 
 
-def _enter(rows: RowPath) -> None:
+def _enter(rows: RowPipeline) -> None:
     global _rows
     _rows = rows
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer, and so is what Slurm sends

@@ -12,7 +12,7 @@ from ligertune.planning.optimization import total_steps
 
 
 @dataclass(frozen=True)
-class Outlook:
+class DataStatistics:
     """One pass over the data, and the run. A fill is real tokens over slots: 1 - fill is padding."""
 
     packed: bool
@@ -32,7 +32,7 @@ class Outlook:
     trained_tokens: int
 
 
-def outlook(lengths: np.ndarray, trained: np.ndarray, options: StatisticsOptions) -> Outlook:
+def data_statistics(lengths: np.ndarray, trained: np.ndarray, options: StatisticsOptions) -> DataStatistics:
     """lengths, trained: tokens of each example, and those of them that are trained."""
     batching, max_length = options.batching, options.max_length
     packs = pack(lengths, max_length)
@@ -49,7 +49,7 @@ def outlook(lengths: np.ndarray, trained: np.ndarray, options: StatisticsOptions
     # A run of epochs ends with an epoch; a run of steps may end anywhere.
     whole = steps * batching.global_batch_size / rows
     epochs = whole if options.max_steps else round(options.num_train_epochs * rows) / rows
-    return Outlook(
+    return DataStatistics(
         packed=kind == "packed",
         padding_free=padding_free,
         rows=rows,

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ligertune.data.examples import Example
-from ligertune.data.row_pipeline import RowPath, Tally, image_places
-from ligertune.data.rows.conversation import REASONS
-from ligertune.data.rows.formats import check_columns, recognise
-from ligertune.data.rows.sources import Record, RecordStream, find_files, shown_path
+from ligertune.data.row_pipeline import RowCounts, RowPipeline, image_tokens
+from ligertune.data.rows.conversation import DROP_REASONS
+from ligertune.data.rows.formats import check_columns, recognise_format
+from ligertune.data.rows.sources import Record, RecordStream, display_path, find_files
 from ligertune.errors import UserError
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ _FIRST = 100  # records whose columns say what format all have
 _HOPELESS = 10_000  # rows of a data set of which none could be used
 
 
-class StreamedSet:
+class StreamedDataset:
     """One data set, and what was counted of it so far."""
 
     def __init__(
@@ -46,15 +46,15 @@ class StreamedSet:
         images: ImageReader | None = None,
     ) -> None:
         check_columns(spec.columns)
-        self.spec, self.tally = spec, Tally()
-        self.path = shown_path(Path(spec.path))
+        self.spec, self.tally = spec, RowCounts()
+        self.path = display_path(Path(spec.path))
         first = list(islice(RecordStream(spec), _FIRST))
         if not first:
             raise UserError(f"{spec.path} holds no records.")
         columns = {column for record in first for column in record.row}
-        format = recognise(spec.format, columns, self.path)
-        self.rows = RowPath(spec, data, format, tokenizer, image_places(data, images))
-        self.rows.examples(first, Tally())  # what is wrong with the first of them is said before a model is loaded
+        format = recognise_format(spec.format, columns, self.path)
+        self.rows = RowPipeline(spec, data, format, tokenizer, image_tokens(data, images))
+        self.rows.examples(first, RowCounts())  # what is wrong with the first of them is said before a model is loaded
 
     def check(self, *, ended: bool) -> None:
         """Complains if nothing of it can be used."""
@@ -62,14 +62,14 @@ class StreamedSet:
             reason, source = next(iter(self.tally.first_dropped.items()))
             raise UserError(
                 f"{self.path}: no row can be used of the first {self.tally.rows_read}, the first at {source}.",
-                hint=f"{reason}: {REASONS[reason]}.",
+                hint=f"{reason}: {DROP_REASONS[reason]}.",
             )
 
 
 class _Lane:
     """An epoch of one data set: its records in chunks, `weight` times over."""
 
-    def __init__(self, streamed: StreamedSet, rng: np.random.Generator) -> None:
+    def __init__(self, streamed: StreamedDataset, rng: np.random.Generator) -> None:
         self.set, self._rng = streamed, rng
         self._passes = math.ceil(streamed.spec.weight)
         self._pass = 0
@@ -112,7 +112,7 @@ class ExampleStream:
         buffer: int = BUFFER,
         images: ImageReader | None = None,
     ) -> None:
-        self.sets = [StreamedSet(spec, data, tokenizer, images) for spec in data.datasets]
+        self.sets = [StreamedDataset(spec, data, tokenizer, images) for spec in data.datasets]
         self.epoch = 0
         self.max_length = data.max_length
         self._seed, self._buffer = seed, buffer

@@ -107,7 +107,7 @@ def check_context_parallel(plan: Plan, model: nn.Module, batcher: Batcher, *, vo
     All ranks call it, after a checkpoint is loaded. A model that finds labels or documents in another way would
     otherwise be trained wrongly without a message.
     """
-    if batcher.parts is None:
+    if batcher.context_parallel is None:
         return
     logits, loss = context_parallel_error(model, batcher, vocab_size=vocab_size)
     reshard(model)
@@ -130,14 +130,14 @@ def context_parallel_error(model: nn.Module, batcher: Batcher, *, vocab_size: in
     was_training, found = model.training, []
     model.eval()
     with torch.no_grad():
-        for batch in (whole, batcher.parts.cut(whole)):
+        for batch in (whole, batcher.context_parallel.cut(whole)):
             tensors = {k: v.to(batcher.device) if isinstance(v, Tensor) else v for k, v in batch.items()}
             output = model(**tensors, num_items_in_batch=length, use_cache=False)
             found.append((output.logits[0].float(), output.loss.float()))
     model.train(was_training)
     (logits, loss), (part_logits, part_loss) = found
-    dist.all_reduce(part_loss, group=batcher.parts.group)
-    own = logits[batcher.parts.tokens(length).to(batcher.device)]
+    dist.all_reduce(part_loss, group=batcher.context_parallel.group)
+    own = logits[batcher.context_parallel.tokens(length).to(batcher.device)]
     difference = torch.linalg.vector_norm(part_logits - own) / torch.linalg.vector_norm(own)
     return float(difference), float((part_loss - loss).abs() / loss)
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _set_pg_timeout  # torch has no public way; torchtitan uses it too
 
-from ligertune.data.batching.context_parallel_rows import RowParts
+from ligertune.data.batching.context_parallel_rows import ContextParallelSplit
 from ligertune.planning.plan import Plan
 
 LONG_TIMEOUT = timedelta(minutes=30)
@@ -154,7 +154,11 @@ class ProcessGroupTimeout:
     """
 
     def __init__(
-        self, accelerator: Accelerator, model: nn.Module, seconds: int, context_parallel: RowParts | None = None
+        self,
+        accelerator: Accelerator,
+        model: nn.Module,
+        seconds: int,
+        context_parallel: ContextParallelSplit | None = None,
     ) -> None:
         self._accelerator, self._step_timeout = accelerator, timedelta(seconds=seconds)
         self._groups = _process_groups(model) if accelerator.num_processes > 1 else []

@@ -12,9 +12,9 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from torch import nn
 
-from ligertune.data.batching.collate import Batcher, alike_of, rows_multiple_of
-from ligertune.data.batching.context_parallel_rows import row_parts
-from ligertune.data.batching.order import ByImageCount, DataOrder, StreamOrder, check_sharded
+from ligertune.data.batching.collate import Batcher, rows_multiple_of, static_shapes_of
+from ligertune.data.batching.context_parallel_rows import context_parallel_split
+from ligertune.data.batching.order import ByImageCount, DataOrder, StreamOrder, check_images_on_all_rows
 from ligertune.data.batching.packing import pack
 from ligertune.data.examples import Examples
 from ligertune.data.prepare import PreparedData
@@ -34,7 +34,7 @@ from ligertune.train.optim.gradients import attach_to_prepared
 from ligertune.train.optim.kernel_adamw import with_kernel_step
 from ligertune.train.optim.optimizers import build_optimizer
 from ligertune.train.step import HostThrottle, TrainStep
-from ligertune.vision.prefetch import PicturesAhead
+from ligertune.vision.inputs import ImagePrefetcher
 from ligertune.vision.reader import ImageReader
 
 Answer = Callable[[nn.Module], list[dict[str, str]]]
@@ -145,7 +145,7 @@ def set_up_training(
         loss_check=loss_check,
         logger=logger,
         throttle=HostThrottle(accelerator),
-        timeout=ProcessGroupTimeout(accelerator, model, plan.parallel.timeout, batcher.parts),
+        timeout=ProcessGroupTimeout(accelerator, model, plan.parallel.timeout, batcher.context_parallel),
         early_stopping=EarlyStopping(plan.evaluation.early_stopping_patience, eval_losses),
         owes_evaluation=bool(eval_batcher and resumed_from and due and not has_last),
         resumed_from=resumed_from,
@@ -206,7 +206,7 @@ def _data_order(
         )
     if images is None or images.family.layout != "tiles":
         return order
-    check_sharded(plan.strategy, examples, images.family.name)
+    check_images_on_all_rows(plan.strategy, examples, images.family.name)
     return ByImageCount(order, examples.n_images)
 
 
@@ -231,11 +231,11 @@ def _batchers(
         device=accelerator.device,
         label_shifts=objective.label_shifts,
         images=images,
-        parts=row_parts(plan),
-        alike=alike_of(plan, order.packs),
+        context_parallel=context_parallel_split(plan),
+        static_shapes=static_shapes_of(plan, order.packs),
     )
     batcher, eval_batcher = (
-        make(examples, ahead=None if images is None else PicturesAhead(images)) if used else None
+        make(examples, ahead=None if images is None else ImagePrefetcher(images)) if used else None
         for examples, used in ((data.train, True), (data.eval, bool(data.eval)))
     )
     return batcher, eval_batcher

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 # patches: pictures of any size, one behind the other (Qwen). squares: one size for all. tiles: up to four squares each,
 # which the text does not hold but looks at (cross-attention).
-Layout = Literal["patches", "squares", "tiles"]
-Part = Literal["vision_tower", "projector", "language_model"]
+ImageLayout = Literal["patches", "squares", "tiles"]
+ModelPart = Literal["vision_tower", "projector", "language_model"]
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Family:
 
     name: str
     processor: str  # transformers' class, named in the saved files so that others load it
-    layout: Layout
+    layout: ImageLayout
     vision_tower: tuple[str, ...]
     projector: tuple[str, ...]
     image_text: str
@@ -109,9 +109,9 @@ def exact_packing(config: PreTrainedConfig) -> dict[str, str | bool | None]:
     return {"family": family and family.name, "packs_exactly": family is None or family.packs}
 
 
-def part_of(family: Family, parameter: str) -> Part:
+def part_of(family: Family, parameter: str) -> ModelPart:
     """Which part of the model a parameter belongs to, by its name as `named_parameters` gives it."""
-    prefixes: list[tuple[str, Part]] = [(prefix, "vision_tower") for prefix in family.vision_tower]
+    prefixes: list[tuple[str, ModelPart]] = [(prefix, "vision_tower") for prefix in family.vision_tower]
     prefixes += [(prefix, "projector") for prefix in family.projector]
     fitting = [(len(prefix), part) for prefix, part in prefixes if parameter.startswith(prefix)]
     return max(fitting)[1] if fitting else "language_model"

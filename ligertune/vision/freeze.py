@@ -32,13 +32,13 @@ def prepare_vision(model: PreTrainedModel, spec: VisionOptions) -> None:
     """Freezes the parts that the recipe freezes, and shelters the tower. Nothing for a model of text."""
     family = family_of(model.config)
     if family is not None:
-        freeze(model, family, spec)
-        shelter(model, family)
+        freeze_parts(model, family, spec)
+        hide_text_arguments(model, family)
         if family.layout == "tiles":
             model.register_forward_hook(_with_all_in_the_graph, with_kwargs=True)
 
 
-def freeze(model: PreTrainedModel, family: Family, spec: VisionOptions) -> None:
+def freeze_parts(model: PreTrainedModel, family: Family, spec: VisionOptions) -> None:
     """Parameters of frozen parts need no gradient; a part without any that does runs without autograd."""
     frozen = {
         "vision_tower": spec.freeze_vision_tower,
@@ -83,7 +83,7 @@ def _with_all_in_the_graph(model: PreTrainedModel, args: tuple, kwargs: dict[str
     return output
 
 
-def shelter(model: PreTrainedModel, family: Family) -> None:
+def hide_text_arguments(model: PreTrainedModel, family: Family) -> None:
     """From now on the tower does not hear of the documents and the labels of the text beside its pictures."""
     for prefix in family.vision_tower:
         model.get_submodule(prefix.rstrip(".")).register_forward_pre_hook(_without_the_text, with_kwargs=True)

@@ -26,7 +26,7 @@ _DATA_URL = re.compile(r"data:[\w/+.;=-]*;base64,", re.ASCII)
 _SCALED = 64  # to check a JPEG every byte is read, but no more pixels than these a side are made
 
 
-class PictureError(Exception):
+class ImageError(Exception):
     """A picture that cannot be used: `reason` is one of conversation.REASONS, `detail` says which and why."""
 
     def __init__(self, reason: str, detail: str) -> None:
@@ -35,7 +35,7 @@ class PictureError(Exception):
 
 
 @dataclass(frozen=True)
-class Picture:
+class ImageFile:
     """A file that was read to its end; the size is that of the picture the right way up, in pixels."""
 
     path: str
@@ -43,7 +43,7 @@ class Picture:
     height: int
 
 
-def locate(reference: Any, folders: tuple[Path, ...], store: Path) -> Path:
+def locate_image(reference: Any, folders: tuple[Path, ...], store: Path) -> Path:
     """The file of what a data set calls an image: a path, a file: or data: URL, or {path, bytes}; else a PictureError.
 
     Relative paths are looked for in `folders`, in order. `store`: where bytes become files.
@@ -54,14 +54,14 @@ def locate(reference: Any, folders: tuple[Path, ...], store: Path) -> Path:
             return _stored(bytes(content), store)
         reference = next((reference[key] for key in ("path", "image", "url") if reference.get(key)), None)
     if not isinstance(reference, str) or not reference:
-        raise PictureError("image cannot be read", f"{reference!r:.40} is neither a path nor a picture")
+        raise ImageError("image cannot be read", f"{reference!r:.40} is neither a path nor a picture")
     if found := _DATA_URL.match(reference):
         try:
             return _stored(base64.b64decode(reference[found.end() :], validate=True), store)
         except (binascii.Error, ValueError) as error:
-            raise PictureError("image cannot be read", f"a data URL: {error}") from error
+            raise ImageError("image cannot be read", f"a data URL: {error}") from error
     if reference.startswith(("http://", "https://")):
-        raise PictureError("image on the network", reference[:80])
+        raise ImageError("image on the network", reference[:80])
     if reference.startswith("file://"):
         reference = unquote(urlparse(reference).path)
     path = Path(reference).expanduser()
@@ -69,7 +69,7 @@ def locate(reference: Any, folders: tuple[Path, ...], store: Path) -> Path:
     for candidate in candidates:
         if candidate.is_file():
             return Path(os.path.abspath(candidate))
-    raise PictureError("image is missing", str(candidates[0] if candidates else path))
+    raise ImageError("image is missing", str(candidates[0] if candidates else path))
 
 
 def _stored(content: bytes, store: Path) -> Path:
@@ -82,7 +82,7 @@ def _stored(content: bytes, store: Path) -> Path:
     return path
 
 
-def check(path: Path) -> Picture:
+def check_image(path: Path) -> ImageFile:
     """Reads the whole file, so that what is cut off or broken shows now and not in training; its size."""
     pil = _pil()
     try:
@@ -93,11 +93,11 @@ def check(path: Path) -> Picture:
             image.draft("RGB", (_SCALED, _SCALED))
             image.load()
     except (*_FLAWS, pil.DecompressionBombError) as error:
-        raise PictureError("image cannot be read", f"{path}: {str(error) or type(error).__name__}") from error
-    return Picture(str(path), *((height, width) if turned else (width, height)))
+        raise ImageError("image cannot be read", f"{path}: {str(error) or type(error).__name__}") from error
+    return ImageFile(str(path), *((height, width) if turned else (width, height)))
 
 
-def read(path: str) -> Image.Image:
+def read_image(path: str) -> Image.Image:
     """The picture as RGB, upright; transparent parts are white. A UserError if the file is no longer what it was."""
     pil = _pil()
     from PIL import ImageOps

@@ -6,13 +6,15 @@ the tower still runs and gets its gradients (zeros), which every rank must, or t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ligertune.vision.positions import section_positions
 from ligertune.vision.reader import ImageReader
 
 Pixels = dict[str, Tensor]
@@ -90,3 +92,63 @@ def _tiles(reader: ImageReader, input_ids: Tensor, pictures: Sequence[Sequence[P
 def blank_ids(reader: ImageReader) -> np.ndarray:
     """The tokens of a blank picture: (n,) int32."""
     return np.full(reader.blank_tokens, reader.token_id, dtype=np.int32)
+
+
+def section_positions(is_image: np.ndarray, grids: Sequence[tuple[int, int]]) -> np.ndarray:
+    """(3, T) int64. is_image: (T,) bool; grids: (height, width) in tokens of each picture, in their order."""
+    places = np.empty((3, len(is_image)), dtype=np.int64)
+    starts = _run_starts(is_image, grids)
+    done, place = 0, 0
+    for start, (height, width) in zip(starts, grids, strict=True):
+        places[:, done:start] = np.arange(place, place + start - done)
+        place += start - done
+        end = start + height * width
+        places[0, start:end] = place
+        places[1, start:end] = place + np.repeat(np.arange(height), width)
+        places[2, start:end] = place + np.tile(np.arange(width), height)
+        done, place = end, place + max(height, width)
+    places[:, done:] = np.arange(place, place + len(is_image) - done)
+    return places
+
+
+def _run_starts(is_image: np.ndarray, grids: Sequence[tuple[int, int]]) -> list[int]:
+    """Where each picture's tokens begin; they must be as many as its grid has."""
+    tokens = np.flatnonzero(is_image)
+    sizes = [height * width for height, width in grids]
+    if sum(sizes) != len(tokens):
+        raise ValueError(f"pictures of {sizes} tokens, and {len(tokens)} tokens stand for pictures")
+    first = np.cumsum([0, *sizes[:-1]]) if sizes else []
+    starts = [int(tokens[index]) for index in first]
+    for start, size in zip(starts, sizes, strict=True):
+        if not is_image[start : start + size].all():
+            raise ValueError(f"the {size} tokens of a picture at {start} are not one behind the other")
+    return starts
+
+
+_MOST_THREADS = 16
+
+
+class ImagePrefetcher:
+    """Pixels by file, made when they are expected and let go when they are taken."""
+
+    def __init__(self, reader: ImageReader) -> None:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        self._reader = reader
+        self._threads = ThreadPoolExecutor(min(cores, _MOST_THREADS), thread_name_prefix="pictures")
+        self._made: dict[str, Future[dict[str, Tensor]]] = {}
+        self._wanted: Counter[str] = Counter()
+
+    def expect(self, paths: Iterable[str]) -> None:
+        """Begins to make these, each as often as it will be taken."""
+        for path in paths:
+            self._wanted[path] += 1
+            if path not in self._made:
+                self._made[path] = self._threads.submit(self._reader.pixels, path)
+
+    def take(self, path: str) -> dict[str, Tensor]:
+        """The pixels of a file, expected or not."""
+        if path not in self._made:
+            return self._reader.pixels(path)
+        self._wanted[path] -= 1
+        made = self._made[path] if self._wanted[path] > 0 else self._made.pop(path)
+        return made.result()

@@ -22,7 +22,7 @@ from torch import Tensor
 from ligertune.errors import UserError
 from ligertune.planning.options import VisionOptions
 from ligertune.vision.families import Family, family_of
-from ligertune.vision.image_files import Picture, PictureError, read
+from ligertune.vision.image_files import ImageError, ImageFile, read_image
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ligertune.data.examples import Examples
     from ligertune.planning.options import ModelOptions
 
-MOST_LOPSIDED = 200  # the longer side over the shorter one: Qwen's processors refuse more
+MAX_ASPECT_RATIO = 200  # the longer side over the shorter one: Qwen's processors refuse more
 
 
 @dataclass(frozen=True)
@@ -50,12 +50,12 @@ class ImageReader:
     side: int = 0  # pixels a side, where all pictures are resized to a square
     facts: dict[str, Any] = field(default_factory=dict)  # what the saved processor's file says beside its class
 
-    def tokens(self, picture: Picture) -> int:
+    def tokens(self, picture: ImageFile) -> int:
         """Tokens that stand for it in the text; a PictureError if it is too lopsided for the model."""
         if self.fixed_tokens is not None:
             return self.fixed_tokens
-        if max(picture.width, picture.height) > MOST_LOPSIDED * min(picture.width, picture.height):
-            raise PictureError(
+        if max(picture.width, picture.height) > MAX_ASPECT_RATIO * min(picture.width, picture.height):
+            raise ImageError(
                 "image cannot be read", f"{picture.path}: {picture.width} x {picture.height} is too narrow"
             )
         return math.prod(self.grid(picture.width, picture.height))
@@ -70,7 +70,7 @@ class ImageReader:
 
     def pixels(self, path: str) -> dict[str, Tensor]:
         """One picture's inputs, with a first dimension of 1 (of the patches' number, where there are patches)."""
-        image = read(path)
+        image = read_image(path)
         nested = [[image]] if self.family.layout == "tiles" else [image]
         made = self.processor(images=nested, return_tensors="pt", **self.options)
         return {name: made[name] for name in _INPUTS[self.family.layout]}

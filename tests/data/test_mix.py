@@ -9,18 +9,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ligertune.data.prepare import mixed, prepare
+from ligertune.data.prepare import mix_datasets, prepare
 from ligertune.planning.options import DataOptions, DatasetOptions
 
 SET_OF = np.repeat([0, 1, 2], [10, 4, 7])
 
 
 def times(weights, seed=0) -> Counter:
-    return Counter(mixed(SET_OF, weights, seed=seed).tolist())
+    return Counter(mix_datasets(SET_OF, weights, seed=seed).tolist())
 
 
 def test_weight_one_is_each_example_once_in_order():
-    assert mixed(SET_OF, [1, 1, 1], seed=3).tolist() == list(range(21))
+    assert mix_datasets(SET_OF, [1, 1, 1], seed=3).tolist() == list(range(21))
 
 
 def test_whole_weights_repeat_and_parts_are_drawn():
@@ -32,7 +32,7 @@ def test_whole_weights_repeat_and_parts_are_drawn():
 
 def test_the_draw_is_the_seeds():
     assert times([1, 0.5, 0.5], seed=1) == times([1, 0.5, 0.5], seed=1)
-    assert len({tuple(mixed(SET_OF, [1, 0.5, 0.5], seed=seed)) for seed in range(10)}) > 1
+    assert len({tuple(mix_datasets(SET_OF, [1, 0.5, 0.5], seed=seed)) for seed in range(10)}) > 1
 
 
 @pytest.fixture

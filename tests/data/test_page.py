@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from ligertune.data.batching.packing import pack
-from ligertune.data.preview import preview, summary, visible
-from ligertune.data.report_page import page
-from ligertune.data.statistics import outlook
+from ligertune.data.preview import preview, preview_summary, visible_text
+from ligertune.data.report_page import data_page
+from ligertune.data.statistics import data_statistics
 from ligertune.errors import UserError
 from ligertune.planning.batch_layout import StatisticsOptions
 from ligertune.planning.preflight import check_report_path
@@ -66,9 +66,9 @@ def recipe(**train: object) -> Recipe:
 @pytest.fixture
 def document(hostile, stories) -> str:
     lengths, trained = hostile.train.lengths % 60 + 1, hostile.train.trained % 7
-    whole = outlook(lengths, trained, StatisticsOptions.of(recipe(), processes=1))
+    whole = data_statistics(lengths, trained, StatisticsOptions.of(recipe(), processes=1))
     shown = preview(hostile.train, stories, 5)
-    return page(summary(hostile, hostile.train, shown, whole), title="Data of <recipe>.yaml")
+    return data_page(preview_summary(hostile, hostile.train, shown, whole), title="Data of <recipe>.yaml")
 
 
 def test_what_the_data_says_is_text(document):
@@ -90,18 +90,18 @@ def test_nothing_is_fetched(document):
 
 def test_trained_pieces_and_control_tokens_are_told_apart(hostile, stories):
     shown = preview(hostile.train, stories, 2)
-    document = page(summary(hostile, hostile.train, shown), title="t")
+    document = data_page(preview_summary(hostile, hostile.train, shown), title="t")
     assert "<i class=s>&lt;s&gt;</i>" in document and "<b class=s>&lt;/s&gt;</b>" in document
     # "</s>" in the row's own text is text: only the end of each example is the control token
     assert document.count("<b class=s>&lt;/s&gt;</b>") == 2
     assert [piece.special for piece in shown[0].pieces].count(True) == 2  # BOS and EOS
     assert "1</td><td class=n>33.33%</td><td>empty answer" in document
-    assert document.count("<rect") == len(summary(hostile, hostile.train, shown)["lengths"]["counts"])
+    assert document.count("<rect") == len(preview_summary(hostile, hostile.train, shown)["lengths"]["counts"])
 
 
 def test_outlook_counts_rows_padding_steps_and_tokens():
     lengths = np.array([10, 60, 20, 30, 40, 50, 5], dtype=np.int64)
-    found = outlook(lengths, lengths // 2, StatisticsOptions.of(recipe(num_train_epochs=2), processes=2))
+    found = data_statistics(lengths, lengths // 2, StatisticsOptions.of(recipe(num_train_epochs=2), processes=2))
     packs = pack(lengths, 64)
     assert (found.rows, found.fill, found.rows_per_step) == (len(packs), packs.fill, 12)
     assert (found.steps, found.tokens, found.trained_tokens) == (1, 2 * 215, 2 * int((lengths // 2).sum()))
@@ -109,19 +109,19 @@ def test_outlook_counts_rows_padding_steps_and_tokens():
     assert found.fill_to_max_length == pytest.approx(215 / (7 * 64))
     assert found.fill_shuffled < found.fill_grouped
     padded = recipe().model_copy(update={"data": recipe().data.model_copy(update={"packing": False})})
-    alone = outlook(lengths, lengths // 2, StatisticsOptions.of(padded, processes=1))
+    alone = data_statistics(lengths, lengths // 2, StatisticsOptions.of(padded, processes=1))
     assert (alone.rows, alone.packed, alone.fill) == (7, False, alone.fill_grouped)
     joined = padded.model_copy(update={"data": padded.data.model_copy(update={"padding_free": True})})
-    behind_one_another = outlook(lengths, lengths // 2, StatisticsOptions.of(joined, processes=1))
+    behind_one_another = data_statistics(lengths, lengths // 2, StatisticsOptions.of(joined, processes=1))
     assert (alone.padding_free, behind_one_another.padding_free, behind_one_another.fill) == (False, True, 1.0)
-    found = outlook(lengths, lengths, StatisticsOptions.of(recipe(max_steps=4), processes=1))
+    found = data_statistics(lengths, lengths, StatisticsOptions.of(recipe(max_steps=4), processes=1))
     assert found.tokens == round(215 * 4 * 6 / len(packs))
 
 
 def test_text_that_hides_is_made_visible():
-    assert visible("a\tb\nc é 你") == "a\tb\nc é 你"
-    assert visible("\x00\x1b\x7f\u200b\u2066\x9b") == "␀␛␡⟨U+200B⟩⟨U+2066⟩⟨U+009B⟩"
-    assert visible("👩‍👧") == "👩‍👧"  # the joiner of emoji stays
+    assert visible_text("a\tb\nc é 你") == "a\tb\nc é 你"
+    assert visible_text("\x00\x1b\x7f\u200b\u2066\x9b") == "␀␛␡⟨U+200B⟩⟨U+2066⟩⟨U+009B⟩"
+    assert visible_text("👩‍👧") == "👩‍👧"  # the joiner of emoji stays
 
 
 @pytest.mark.parametrize("name", ["", "nowhere/report.html"])

@@ -12,13 +12,13 @@ import pytest
 
 from ligertune.data.examples import Examples
 from ligertune.data.prepare import prepare
-from ligertune.data.row_pipeline import CHUNK, RowPath, Tally, blocks_of, count_processes
-from ligertune.data.rows.formats import recognise
+from ligertune.data.row_pipeline import ROWS_PER_CHUNK, RowCounts, RowPipeline, build_blocks, count_processes
+from ligertune.data.rows.formats import recognise_format
 from ligertune.data.rows.sources import Record, read_records
 from ligertune.errors import UserError
 from ligertune.planning.options import DataOptions, DatasetOptions
 
-ROWS = 7 * CHUNK + 3  # enough for workers, and a last chunk that is not full
+ROWS = 7 * ROWS_PER_CHUNK + 3  # enough for workers, and a last chunk that is not full
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def test_progress_counts_the_rows_as_they_are_done(many, stories):
     seen: list[tuple[str, int, float]] = []
     data = DataOptions(datasets=[DatasetOptions(path=str(many))], num_proc=2, cache=False)
     prepare(data, stories, seed=0, progress=lambda *told: seen.append(told))
-    assert [done for _, done, _ in seen] == [*range(CHUNK, ROWS, CHUNK), ROWS, ROWS]
+    assert [done for _, done, _ in seen] == [*range(ROWS_PER_CHUNK, ROWS, ROWS_PER_CHUNK), ROWS, ROWS]
     shares = [share for _, _, share in seen]
     assert shares == sorted(shares) and shares[-1] == 1.0 and {path for path, _, _ in seen} == {str(many)}
 
@@ -75,18 +75,18 @@ def test_few_chunks_are_under_way():
 
     def records():
         nonlocal taken
-        for taken in range(1, 100 * CHUNK + 1):
+        for taken in range(1, 100 * ROWS_PER_CHUNK + 1):
             yield Record({}, f"f:{taken}")
 
-    done = blocks_of(Rows(), records(), processes=2)
+    done = build_blocks(Rows(), records(), processes=2)
     next(done)
-    assert taken <= 6 * CHUNK
-    assert sum(tally.rows_read for _, tally in done) + CHUNK == taken == 100 * CHUNK
+    assert taken <= 6 * ROWS_PER_CHUNK
+    assert sum(tally.rows_read for _, tally in done) + ROWS_PER_CHUNK == taken == 100 * ROWS_PER_CHUNK
 
 
 def test_a_killed_process_is_said_to_be_one():
     with pytest.raises(UserError, match="was killed") as caught:
-        list(blocks_of(Fatal(), [Record({}, "f:1")] * ROWS, processes=2))
+        list(build_blocks(Fatal(), [Record({}, "f:1")] * ROWS, processes=2))
     assert caught.value.exit_code == 1
     assert "TOKENIZERS_PARALLELISM" not in os.environ
 
@@ -96,6 +96,6 @@ def test_rows_can_be_sent_to_processes_that_start_anew(many, stories, template):
     spec = DatasetOptions(path=str(many), max_samples=20)
     data = DataOptions(datasets=[spec], prompt_template=template)
     records = read_records(spec)
-    rows = RowPath(spec, data, recognise("alpaca", records[0].row, "many"), stories)
-    here, there = (path.examples(records, Tally()) for path in (rows, pickle.loads(pickle.dumps(rows))))
+    rows = RowPipeline(spec, data, recognise_format("alpaca", records[0].row, "many"), stories)
+    here, there = (path.examples(records, RowCounts()) for path in (rows, pickle.loads(pickle.dumps(rows))))
     assert Examples(there).fingerprint == Examples(here).fingerprint

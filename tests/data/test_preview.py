@@ -10,7 +10,7 @@ from rich.console import Console
 
 from ligertune.cli.render import console as render
 from ligertune.cli.render import data_report as render_data
-from ligertune.data.preview import LengthStatistics, preview, summary
+from ligertune.data.preview import LengthStatistics, preview, preview_summary
 
 ROWS = [
     {"instruction": "Say it. 你好", "output": "  é 👩‍👧 [x]\nbye "},
@@ -36,7 +36,7 @@ def printed(monkeypatch):
             console = Console(file=page, force_terminal=terminal, width=100, soft_wrap=True, color_system="standard")
             monkeypatch.setattr(render.OUTPUT, "console", console)
             data, previews = arguments
-            render_data.data_preview(summary(data, data.train, previews), previews)
+            render_data.data_preview(preview_summary(data, data.train, previews), previews)
             return page.getvalue()
 
         return show
@@ -67,7 +67,7 @@ def test_a_terminal_gets_colours(data, stories, printed):
 
 
 def test_json_holds_the_same(data, stories):
-    content = json.loads(json.dumps(summary(data, data.train, preview(data.train, stories, 1))))
+    content = json.loads(json.dumps(preview_summary(data, data.train, preview(data.train, stories, 1))))
     assert content["report"]["dropped"] == {"empty answer": 1}
     assert content["report"]["trained_share"] == data.report.trained_tokens / data.report.tokens
     assert content["lengths"]["max"] == data.train.lengths.max()

@@ -84,12 +84,12 @@ def test_a_parquet_file_of_a_hub_data_set_holds_its_images(prepared_for, picture
 def test_image_columns_of_the_hub_are_not_decoded(streaming, pictures):
     import datasets
 
-    from ligertune.data.rows.sources import undecoded
+    from ligertune.data.rows.sources import without_decoding
 
     paths = [str(pictures["red"]), str(pictures["blue"])]
     rows = datasets.Dataset.from_dict({"image": paths, "images": [paths, paths[:1]]})
     rows = rows.cast_column("image", datasets.Image()).cast_column("images", datasets.Sequence(datasets.Image()))
-    found = list(undecoded(rows.to_iterable_dataset() if streaming else rows))
+    found = list(without_decoding(rows.to_iterable_dataset() if streaming else rows))
     assert [row["image"]["path"] for row in found] == paths
     assert [len(row["images"]) for row in found] == [2, 1] and set(found[0]["images"][1]) == {"bytes", "path"}
 
@@ -179,18 +179,18 @@ def test_repairing_a_row_keeps_images_with_their_questions(prepared_for, picture
 
 
 def test_exif_rotation_and_transparency_are_undone(prepared_for, reader_of, tmp_path):
-    from ligertune.vision.image_files import check, read
+    from ligertune.vision.image_files import check_image, read_image
 
     lying = Image.new("RGB", (120, 60), "red")
     exif = lying.getexif()
     exif[0x0112] = 6  # a quarter turn
     lying.save(tmp_path / "lying.jpg", exif=exif)
-    seen = check(tmp_path / "lying.jpg")
-    assert (seen.width, seen.height) == (60, 120) == read(seen.path).size
+    seen = check_image(tmp_path / "lying.jpg")
+    assert (seen.width, seen.height) == (60, 120) == read_image(seen.path).size
     Image.new("RGBA", (8, 8), (255, 0, 0, 0)).save(tmp_path / "clear.png")
-    assert read(str(tmp_path / "clear.png")).getpixel((0, 0)) == (255, 255, 255)
+    assert read_image(str(tmp_path / "clear.png")).getpixel((0, 0)) == (255, 255, 255)
     Image.new("P", (8, 8)).save(tmp_path / "palette.png")
-    assert read(str(tmp_path / "palette.png")).mode == "RGB"
+    assert read_image(str(tmp_path / "palette.png")).mode == "RGB"
 
 
 def test_names_of_image_tokens_in_a_text_are_text(prepared_for, pictures, tokenizer_of, reader_of):
@@ -221,19 +221,19 @@ def test_everything_trained_is_all_but_images(prepared_for, pictures, reader_of)
 
 @pytest.mark.parametrize("bound, tokens", [(3136, 4), (28 * 28 * 8, 8), (1_003_520, 8)])
 def test_pixel_limits_set_the_tokens_of_an_image(bound, tokens, folder_of, pictures):
-    from ligertune.vision.image_files import check
+    from ligertune.vision.image_files import check_image
 
     reader = tiny_vlms.reader_of(folder_of(FAMILY), image_max_pixels=bound)
-    picture = check(pictures["red"])
+    picture = check_image(pictures["red"])
     assert reader.tokens(picture) <= tokens
     assert len(reader.pixels(picture.path)["pixel_values"]) == 4 * reader.tokens(picture)
 
 
 def test_a_lower_pixel_limit_enlarges(folder_of, pictures):
-    from ligertune.vision.image_files import check
+    from ligertune.vision.image_files import check_image
 
     reader = tiny_vlms.reader_of(folder_of(FAMILY), image_min_pixels=28 * 28 * 40)
-    assert reader.tokens(check(pictures["red"])) >= 40
+    assert reader.tokens(check_image(pictures["red"])) >= 40
 
 
 def test_the_limits_are_refused_where_nothing_reads_them(folder_of):

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from ligertune.errors import UserError
-from ligertune.vision.prefetch import PicturesAhead
+from ligertune.vision.inputs import ImagePrefetcher
 
 
 def test_what_was_expected_is_taken_as_often_and_then_let_go(reader_of, pictures):
     reader = reader_of("qwen2_vl")
-    ahead = PicturesAhead(reader)
+    ahead = ImagePrefetcher(reader)
     red, blue = str(pictures["red"]), str(pictures["blue"])
     ahead.expect([red, blue, red])
     first, second = ahead.take(red), ahead.take(red)
@@ -22,7 +22,7 @@ def test_what_was_expected_is_taken_as_often_and_then_let_go(reader_of, pictures
 
 
 def test_a_picture_that_went_away_is_a_sentence(reader_of, tmp_path):
-    ahead = PicturesAhead(reader_of("qwen2_vl"))
+    ahead = ImagePrefetcher(reader_of("qwen2_vl"))
     ahead.expect([str(tmp_path / "gone.png")])
     with pytest.raises(UserError, match=r"gone\.png: the picture could be read when the data was prepared"):
         ahead.take(str(tmp_path / "gone.png"))

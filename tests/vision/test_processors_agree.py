@@ -12,7 +12,7 @@ from batches_of import batch_of
 from transformers.processing_utils import ProcessorMixin
 
 from ligertune.models.save import write_model
-from ligertune.vision.image_files import read
+from ligertune.vision.image_files import read_image
 
 ROWS = {
     "one image": ("What is <image>this?", ("red",)),
@@ -83,7 +83,7 @@ def written(text, tokenizer):
 def test_tokens_and_pixels_are_the_processors_own(family, shown, saved, reader_of, pictures):
     rows, processor = shown(family), processor_for(family, saved(family), reader_of(family))
     for index, (text, names) in enumerate(ROWS.values()):
-        images = [read(str(pictures[name])) for name in names]
+        images = [read_image(str(pictures[name])) for name in names]
         made = processor(
             images=images or None,
             text=[written(text, processor.tokenizer)],

@@ -8,7 +8,7 @@ import pytest
 import transformers
 
 from ligertune.planning.options import ModelOptions, VisionOptions
-from ligertune.vision.image_files import check
+from ligertune.vision.image_files import check_image
 from ligertune.vision.reader import load_reader, save_processor, saved_reader
 
 pytestmark = pytest.mark.corpus
@@ -80,7 +80,7 @@ def test_tokens_of_the_published_configuration(corpus, tmp_path):
     tokenizer = transformers.AutoTokenizer.from_pretrained(corpus / "tokenizers" / "qwen2.5")
     reader = load_reader(spec, VisionOptions(image_max_pixels=12_845_056), config, tokenizer)
     images = sorted((corpus / "images" / "cc12m_32" / "images").iterdir())
-    tokens = [reader.tokens(check(path)) for path in images]
+    tokens = [reader.tokens(check_image(path)) for path in images]
     assert (min(tokens), max(tokens), round(sum(tokens) / len(tokens))) == (225, 540, 389)
     small = load_reader(spec, VisionOptions(image_max_pixels=50_176, image_min_pixels=4_000), config, tokenizer)
     save_processor(small, tmp_path)

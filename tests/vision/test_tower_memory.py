@@ -16,14 +16,14 @@ from ligertune.patching.patch import patch
 from ligertune.planning.memory.activation_bytes import ActivationPolicy, tower_bytes
 from ligertune.planning.options import MethodOptions, VisionOptions
 from ligertune.vision.families import family_of, part_of
-from ligertune.vision.freeze import freeze, prepare_vision
+from ligertune.vision.freeze import freeze_parts, prepare_vision
 
 
 def tower_of(corpus, name: str, **vision: bool):
     config = AutoConfig.from_pretrained(corpus / "model_configs" / name)
     with torch.device("meta"):
         model = AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16)
-    freeze(model, family_of(config), VisionOptions(**vision))
+    freeze_parts(model, family_of(config), VisionOptions(**vision))
     return read_shape(model).tower
 
 

@@ -9,7 +9,7 @@ import pytest
 from asked_rows import asked
 from command_line import losses, run
 
-from ligertune.data.batching.order import check_sharded
+from ligertune.data.batching.order import check_images_on_all_rows
 from ligertune.errors import UserError
 
 pytestmark = pytest.mark.slow
@@ -66,7 +66,7 @@ def test_two_ranks_have_the_losses_of_one(family, launcher, train):
 
 def test_rows_of_text_are_refused_where_ranks_would_wait_for_each_other(prepared_for, pictures):
     rows = prepared_for("mllama", [asked("<image>What?", "Yes", pictures["red"]), asked("What?", "Yes")]).train
-    check_sharded("ddp", rows, "Llama-3.2-Vision")
-    check_sharded("fsdp", rows.select([0]), "Llama-3.2-Vision")
+    check_images_on_all_rows("ddp", rows, "Llama-3.2-Vision")
+    check_images_on_all_rows("fsdp", rows.select([0]), "Llama-3.2-Vision")
     with pytest.raises(UserError, match="cannot train on rows without images"):
-        check_sharded("fsdp", rows, "Llama-3.2-Vision")
+        check_images_on_all_rows("fsdp", rows, "Llama-3.2-Vision")

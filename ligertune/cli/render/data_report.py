@@ -66,11 +66,11 @@ def data_preview(everything: dict[str, Any], previews: Sequence[PreviewExample])
 
 
 def _coloured(shown: PreviewExample) -> Text:
-    from ligertune.data.preview import visible
+    from ligertune.data.preview import visible_text
 
     tokens = Text()
     for index, piece in enumerate(shown.pieces):
-        tokens.append(visible(piece.text), style=_style(piece, underlined=index % 2 == 1))
+        tokens.append(visible_text(piece.text), style=_style(piece, underlined=index % 2 == 1))
     return tokens
 
 
@@ -80,9 +80,11 @@ def _style(piece: Piece, *, underlined: bool) -> str:
 
 
 def _bracketed(shown: PreviewExample) -> Text:
-    from ligertune.data.preview import visible
+    from ligertune.data.preview import visible_text
 
-    return Text("".join(f"[[{visible(span)}]]" if trained else visible(span) for span, trained in shown.spans))
+    return Text(
+        "".join(f"[[{visible_text(span)}]]" if trained else visible_text(span) for span, trained in shown.spans)
+    )
 
 
 def _account(everything: dict[str, Any]) -> list[tuple[str, str]]:

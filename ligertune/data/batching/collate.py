@@ -13,16 +13,16 @@ from ligertune_kernels import labelled_rows
 from torch import Tensor
 
 from ligertune.data.examples import Example
-from ligertune.data.templates.tokenize import IGNORE_INDEX
+from ligertune.data.templates.label_masking import IGNORE_INDEX
 from ligertune.vision.inputs import Pixels, blank_ids, image_inputs
 
 if TYPE_CHECKING:
-    from ligertune.data.batching.context_parallel_rows import RowParts
+    from ligertune.data.batching.context_parallel_rows import ContextParallelSplit
     from ligertune.data.batching.packing import Packs
     from ligertune.data.examples import Examples
     from ligertune.data.stream import StreamedExamples
     from ligertune.planning.plan import Plan
-    from ligertune.vision.prefetch import PicturesAhead
+    from ligertune.vision.inputs import ImagePrefetcher
     from ligertune.vision.reader import ImageReader
 
 
@@ -48,7 +48,7 @@ def collate(examples: Sequence[Example], *, pad_token_id: int, pad_to_multiple_o
 
 
 @dataclass(frozen=True)
-class Alike:
+class StaticShapes:
     """What all packed batches of a run have in common, so that no graph (torch.compile's, CUDA's) meets a new size."""
 
     tokens: int  # T
@@ -57,7 +57,11 @@ class Alike:
 
 
 def collate_packed(
-    examples: Sequence[Example], *, pad_token_id: int, pad_to_multiple_of: int = 1, alike: Alike | None = None
+    examples: Sequence[Example],
+    *,
+    pad_token_id: int,
+    pad_to_multiple_of: int = 1,
+    static_shapes: StaticShapes | None = None,
 ) -> dict[str, Any]:
     """Documents one behind another: `input_ids`, `labels`, `position_ids` (1, T) int64, and where each begins.
 
@@ -66,13 +70,13 @@ def collate_packed(
     `cu_seq_lens_*` (documents + 1,) int32, `max_length_*` and `document_lengths` as Python numbers, `document_places`
     (2, T) int32: where each token's document begins, and the place behind it. There is no mask.
 
-    With `alike` T and `max_length_*` are what it says, T is filled up by documents no longer than that, and
+    With `static_shapes` T and `max_length_*` are what it says, T is filled up by documents no longer than that, and
     `cu_seq_lens_*` ends in empty ones: attention is never told less than there is.
     """
     lengths = [len(example.input_ids) for example in examples]
-    multiple = pad_to_multiple_of if alike is None else alike.tokens
+    multiple = pad_to_multiple_of if static_shapes is None else static_shapes.tokens
     missing = padded_length(sum(lengths), multiple) - sum(lengths)
-    longest = max([missing, *lengths] if alike is None else [alike.longest, *lengths])
+    longest = max([missing, *lengths] if static_shapes is None else [static_shapes.longest, *lengths])
     input_ids = np.concatenate([*(example.input_ids for example in examples), np.full(missing, pad_token_id)])
     labels = np.concatenate([*(example.labels for example in examples), np.full(missing, IGNORE_INDEX)])
     whole, rest = divmod(missing, longest)
@@ -81,7 +85,7 @@ def collate_packed(
     labels[begins[:-1]] = IGNORE_INDEX
     places = np.repeat(np.stack((begins[:-1], begins[1:])), lengths, axis=1)
     position_ids = np.arange(begins[-1]) - places[0]
-    empty = 0 if alike is None else padded_length(len(lengths), alike.documents) - len(lengths)
+    empty = 0 if static_shapes is None else padded_length(len(lengths), static_shapes.documents) - len(lengths)
     cu_seq_lens = torch.from_numpy(np.pad(begins, (0, empty), mode="edge").astype(np.int32))
     rows = {"input_ids": input_ids, "labels": labels, "position_ids": position_ids}
     return {
@@ -97,12 +101,14 @@ def collate_packed(
 
 # Few sizes of the head's products: cuBLAS and the allocator take their time over each that is new.
 ROWS_MULTIPLE_OF = 128
-SHARES = 4  # of a batch's rows: as few sizes of the head's products where each is recorded as a CUDA graph
-PINNED_AT_MOST = 16 << 20  # bytes of a tensor
-SHORT = 16  # tokens; of a stream nobody knows how many documents a row will have: room for so short ones
+HEAD_SIZES_PER_BATCH = (
+    4  # of a batch's rows: as few sizes of the head's products where each is recorded as a CUDA graph
+)
+MAX_PINNED_BYTES = 16 << 20  # bytes of a tensor
+SHORT_DOCUMENT = 16  # tokens; of a stream nobody knows how many documents a row will have: room for so short ones
 
 
-def alike_of(plan: Plan, packs: Packs | None) -> Alike | None:
+def static_shapes_of(plan: Plan, packs: Packs | None) -> StaticShapes | None:
     """What all batches of packed rows have in common where each shape is a graph, so that one serves all; else None.
 
     packs: the rows; None where they come from a stream.
@@ -111,15 +117,15 @@ def alike_of(plan: Plan, packs: Packs | None) -> Alike | None:
         return None
     rows, longest = plan.batching.micro_batch_size, min(plan.rows.length, plan.data.longest)
     tokens = rows * plan.rows.multiple_of
-    each = plan.rows.length // SHORT if packs is None else packs.most_documents
-    return Alike(tokens, longest, documents=rows * each + -(-tokens // longest))
+    each = plan.rows.length // SHORT_DOCUMENT if packs is None else packs.most_documents
+    return StaticShapes(tokens, longest, documents=rows * each + -(-tokens // longest))
 
 
 def rows_multiple_of(plan: Plan) -> int:
     """To a multiple of what the rows that meet the output head are filled up."""
     if not plan.build.execution.cuda_graphs:
         return ROWS_MULTIPLE_OF
-    share = plan.batching.micro_batch_size * plan.data_options.max_length // SHARES
+    share = plan.batching.micro_batch_size * plan.data_options.max_length // HEAD_SIZES_PER_BATCH
     return padded_length(max(share, 1), ROWS_MULTIPLE_OF)
 
 
@@ -140,9 +146,9 @@ class Batcher:
     label_shifts: tuple[int, ...] = (1,)
     rows_multiple_of: int = ROWS_MULTIPLE_OF
     images: ImageReader | None = None  # of a model that sees
-    ahead: PicturesAhead | None = None
-    parts: RowParts | None = None  # where each rank of several computes a part of a row
-    alike: Alike | None = None  # of packed rows, where layers are compiled
+    ahead: ImagePrefetcher | None = None
+    context_parallel: ContextParallelSplit | None = None  # where each rank of several computes a part of a row
+    static_shapes: StaticShapes | None = None  # of packed rows, where layers are compiled
 
     def expect(self, batches: Sequence[Sequence[np.ndarray]]) -> None:
         """Begins to read the images of micro batches that will be asked for."""
@@ -161,15 +167,15 @@ class Batcher:
         pictures = [[self._pixels(path) for path in example.images] for example in examples]
         if self.images is not None and not any(pictures) and self.images.family.layout != "tiles":
             examples, pictures = self._with_blank(examples)
-        make = functools.partial(collate_packed, alike=self.alike) if self.packed else collate
+        make = functools.partial(collate_packed, static_shapes=self.static_shapes) if self.packed else collate
         batch = make(examples, pad_token_id=self.pad_token_id, pad_to_multiple_of=self.multiple_of)
         batch.pop("attention_mask", None)
         if self.images is not None:
             batch |= image_inputs(self.images, batch["input_ids"], pictures, batch.get("document_lengths"))
         if idle:
             batch["labels"].fill_(-100)
-        if self.parts is not None:
-            batch = self.parts.cut(batch)
+        if self.context_parallel is not None:
+            batch = self.context_parallel.cut(batch)
         if self.index_labels:
             shifted = "shift_labels" in batch
             batch["labelled_rows"] = labelled_rows(
@@ -186,7 +192,7 @@ class Batcher:
 
         Pixels may wait: pinned memory is kept, and a host that runs ahead would pin those of many batches.
         """
-        if self.device.type == "cuda" and value.nbytes <= PINNED_AT_MOST:
+        if self.device.type == "cuda" and value.nbytes <= MAX_PINNED_BYTES:
             value = value.pin_memory()
         return value.to(self.device, non_blocking=True)
 
@@ -222,6 +228,6 @@ class Batcher:
         """Tokens that the forward pass over these rows computes, padding included."""
         lengths = [self.examples.lengths[row] for row in rows]
         if self.packed:
-            multiple_of = self.multiple_of if self.alike is None else self.alike.tokens
+            multiple_of = self.multiple_of if self.static_shapes is None else self.static_shapes.tokens
             return padded_length(int(sum(length.sum() for length in lengths)), multiple_of)
         return len(rows) * padded_length(int(max(length.max() for length in lengths)), self.multiple_of)

@@ -1,7 +1,7 @@
 """Context parallel: the part of each packed row that one of C ranks computes.
 
 A row is cut into 2C pieces of one length, and rank r has the pieces r and 2C - 1 - r: tokens that come late attend to
-more, and so all ranks have as much to do. All of a layer but its attention (`model.row_part`) works token by token, and
+more, and so all ranks have as much to do. All of a layer but its attention works token by token, and
 so does the loss, of which each rank sums up its tokens'.
 """
 
@@ -17,15 +17,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ligertune.attention.context_parallel import RowPart
-from ligertune.data.templates.tokenize import IGNORE_INDEX
+from ligertune.attention.context_parallel import ContextParallelKeys
+from ligertune.data.templates.label_masking import IGNORE_INDEX
 from ligertune.planning.plan import Plan
 
-Span = tuple[int, int]
+TokenRange = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class RowParts:
+class ContextParallelSplit:
     """Cuts packed batches for this rank of `group`, whose ranks are given the same rows."""
 
     group: ProcessGroup
@@ -37,8 +37,8 @@ class RowParts:
         """
         rank, ranks = self.group.rank(), self.group.size()
         length = batch["input_ids"].shape[1]
-        pieces = [pieces_of(other, ranks, length) for other in range(ranks)]
-        runs = runs_of(batch["document_lengths"], pieces[rank])
+        pieces = [rank_pieces(other, ranks, length) for other in range(ranks)]
+        runs = document_runs(batch["document_lengths"], pieces[rank])
         lengths = tuple(last - first for _, first, last in runs)
         key_lengths = tuple(last - begin for begin, _, last in runs)
         place = torch.empty(length, dtype=torch.int64)  # of each token among those of all ranks
@@ -54,23 +54,23 @@ class RowParts:
             "max_length_k": max(key_lengths),
             "document_lengths": lengths,
             "key_rows": place[_tokens((begin, last) for begin, _, last in runs)],
-            "row_part": RowPart(self.group, key_lengths),
+            "context_parallel": ContextParallelKeys(self.group, key_lengths),
         }
 
     def tokens(self, length: int) -> Tensor:
         """Which tokens of a row this rank has, (length / C,)."""
-        return _tokens(pieces_of(self.group.rank(), self.group.size(), length))
+        return _tokens(rank_pieces(self.group.rank(), self.group.size(), length))
 
 
-def row_parts(plan: Plan) -> RowParts | None:
+def context_parallel_split(plan: Plan) -> ContextParallelSplit | None:
     """This rank's, with the group of neighbours that share rows; None where each has its own. All ranks call it."""
     if plan.batching.cp_size == 1:
         return None
     group, _ = dist.new_subgroups(plan.batching.cp_size)
-    return RowParts(group)
+    return ContextParallelSplit(group)
 
 
-def pieces_of(rank: int, ranks: int, length: int) -> tuple[Span, Span]:
+def rank_pieces(rank: int, ranks: int, length: int) -> tuple[TokenRange, TokenRange]:
     """Where the two pieces of a rank begin and end in a row."""
     size, rest = divmod(length, 2 * ranks)
     if rest:
@@ -79,7 +79,7 @@ def pieces_of(rank: int, ranks: int, length: int) -> tuple[Span, Span]:
     return first, second
 
 
-def runs_of(document_lengths: Sequence[int], pieces: Sequence[Span]) -> list[tuple[int, int, int]]:
+def document_runs(document_lengths: Sequence[int], pieces: Sequence[TokenRange]) -> list[tuple[int, int, int]]:
     """(where its document begins, first token, behind the last) of each run of these pieces, in their order."""
     documents, end = [], 0
     for length in document_lengths:

@@ -182,7 +182,7 @@ class ByImageCount:
         return [groups[count] for count in sorted(groups)] or [[]]
 
 
-def check_sharded(strategy: str, examples: Examples | StreamedExamples, family: str) -> None:
+def check_images_on_all_rows(strategy: str, examples: Examples | StreamedExamples, family: str) -> None:
     """A UserError where ranks that share the weights would not ask for the same layers, and wait for each other."""
     streamed = not isinstance(examples.n_images, np.ndarray)
     if strategy in SHARDED_WEIGHTS and (streamed or (examples.n_images == 0).any()):

@@ -28,7 +28,7 @@ ROLES: dict[str, Role] = {
     "function_response": "tool",
 }
 
-REASONS: dict[str, str] = {
+DROP_REASONS: dict[str, str] = {
     "missing value": "a column or a field that the format needs is absent or null",
     "not text": "a value that must be text is a number, a list, an image, ...",
     "not a list of turns": "the conversation is not a list of objects with a role and a text",
@@ -66,14 +66,18 @@ REPAIRS: dict[str, str] = {
     "trailing question": "turns behind the last answer are left out: they teach nothing",
     "repeated role": "turns of one role in a row became one, with an empty line between them",
 }
-OVERLENGTH = ("too long", "cut before the answer", "cut through an image")  # data.on_overlength decides, not on_bad_row
+LENGTH_REASONS = (
+    "too long",
+    "cut before the answer",
+    "cut through an image",
+)  # data.on_overlength decides, not on_bad_row
 
 
 class BadRow(Exception):
     """A row that cannot be used: `reason` is one of REASONS, `detail` what was found. data.on_bad_row decides."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
-        if reason not in REASONS:
+        if reason not in DROP_REASONS:
             raise ValueError(f"not one of REASONS: {reason!r}")
         super().__init__(f"{reason}: {detail}" if detail else reason)
         self.reason = reason
@@ -123,7 +127,7 @@ _MAY_FOLLOW: dict[Role | None, tuple[Role, ...]] = {
 }
 
 
-def checked(messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> Conversation:
+def check_conversation(messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> Conversation:
     """The conversation, if the model can learn from it; an empty system turn is left out."""
     messages = tuple(message for message in messages if message.role != "system" or not message.is_empty)
     if all(message.role != "assistant" for message in messages):

@@ -36,7 +36,7 @@ class DataFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.where = shown_path(path)
+        self.where = display_path(path)
         self.line = 0
         self.size = max(path.stat().st_size, 1)
         self._raw: BinaryIO | None = None
@@ -53,7 +53,7 @@ class DataFile:
         """The records, by the file's ending; an ending `.gz` is unpacked on the way."""
         reader = reader_of(self.path)
         if reader is None:
-            raise UserError(f"{self.where}: not a kind of data file that is known.", hint=f"Known: {KNOWN}.")
+            raise UserError(f"{self.where}: not a kind of data file that is known.", hint=f"Known: {FILE_TYPES}.")
         try:
             yield from reader(self)
         except OSError as error:
@@ -114,7 +114,7 @@ def read_file(path: Path) -> Iterator[Record]:
     return DataFile(path).records()
 
 
-def shown_path(path: Path) -> str:
+def display_path(path: Path) -> str:
     """The path as a person here would write it: relative, if the file lies below the current folder."""
     try:
         return str(path.resolve().relative_to(Path.cwd()))
@@ -310,14 +310,14 @@ _READERS: dict[str, Callable[[DataFile], Iterator[Record]]] = {
     ".csv": _read_csv,
     ".txt": _read_text,
 }
-KNOWN = f"{', '.join(_READERS)}, each also with .gz behind it"
+FILE_TYPES = f"{', '.join(_READERS)}, each also with .gz behind it"
 
 
-def ending(path: Path) -> str:
+def file_type(path: Path) -> str:
     """The kind of a file by its name: ".jsonl" of a.jsonl.gz."""
     return Path(path.name.lower().removesuffix(".gz")).suffix
 
 
 def reader_of(path: Path) -> Callable[[DataFile], Iterator[Record]] | None:
     """What reads files of this kind."""
-    return _READERS.get(ending(path))
+    return _READERS.get(file_type(path))

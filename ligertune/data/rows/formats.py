@@ -11,23 +11,23 @@ from difflib import SequenceMatcher
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
-from ligertune.data.rows.conversation import BadRow, Conversation, Message, checked
-from ligertune.data.rows.repair_turns import mended
+from ligertune.data.rows.conversation import BadRow, Conversation, Message, check_conversation
+from ligertune.data.rows.repair_turns import repair_turns
 from ligertune.data.rows.sources import Record
 from ligertune.data.rows.turns import (
     STRICT,
-    Mending,
-    Reading,
+    RepairingText,
+    TextReader,
     list_of,
     message_of,
     parsed_json,
-    refuse_other_senses,
+    refuse_media,
     tools_of,
 )
 from ligertune.errors import UserError
 
 
-class Draft(NamedTuple):
+class ParsedRow(NamedTuple):
     """A row that was read, and not yet found to be in order."""
 
     messages: list[Message]
@@ -46,28 +46,28 @@ class Format:
     required: tuple[str, ...]
     optional: tuple[str, ...]
     template: Literal["alpaca", "chat", "plain"]
-    read: Callable[[Record, Reading], Draft]
+    read: Callable[[Record, TextReader], ParsedRow]
     raw: bool = False
     gives_way: bool = False
 
     def convert(self, record: Record) -> Conversation:
         """The row as a conversation that is in order, or a BadRow."""
-        refuse_other_senses(record.row, record.source)
+        refuse_media(record.row, record.source)
         draft = self.read(record, STRICT)
-        return Conversation(tuple(draft.messages)) if self.raw else checked(*draft)
+        return Conversation(tuple(draft.messages)) if self.raw else check_conversation(*draft)
 
     def repair(self, record: Record) -> tuple[Conversation, list[str]]:
         """As `convert`, for a row that may have faults that can be mended; and which it had (`REPAIRS`)."""
-        refuse_other_senses(record.row, record.source)
-        reading = Mending()
+        refuse_media(record.row, record.source)
+        reading = RepairingText()
         draft = self.read(record, reading)
         if self.raw:
             return Conversation(tuple(draft.messages)), reading.done
-        messages, done = mended(draft.messages)
-        return checked(messages, draft.tools), list(dict.fromkeys(reading.done + done))
+        messages, done = repair_turns(draft.messages)
+        return check_conversation(messages, draft.tools), list(dict.fromkeys(reading.done + done))
 
 
-def recognise(name: str, columns: Collection[str], path: str) -> Format:
+def recognise_format(name: str, columns: Collection[str], path: str) -> Format:
     """The format called `name`; with "auto", the one whose required columns are all there."""
     candidates = [row for row in FORMATS if name in ("auto", row.name)]
     fitting = [row for row in candidates if set(row.required) <= set(columns)]
@@ -104,7 +104,7 @@ def _likeness(row: Format, columns: Collection[str]) -> float:
     return sum(best, start=0.0) / len(row.required) if columns else 0.0
 
 
-def _alpaca(record: Record, reading: Reading) -> Draft:
+def _alpaca(record: Record, reading: TextReader) -> ParsedRow:
     """`instruction`, `input`, `output`; `system` and `history` (pairs of earlier turns) if they are there."""
     row = record.row
     messages = [Message("system", _optional(row, "system", reading))]
@@ -116,19 +116,19 @@ def _alpaca(record: Record, reading: Reading) -> Draft:
     instruction = reading.text(row.get("instruction"), "`instruction`")
     messages.append(Message("user", instruction, input=_optional(row, "input", reading)))
     messages.append(Message("assistant", reading.text(row.get("output"), "`output`")))
-    return Draft(messages)
+    return ParsedRow(messages)
 
 
-def _conversation(record: Record, reading: Reading, *, column: str) -> Draft:
+def _conversation(record: Record, reading: TextReader, *, column: str) -> ParsedRow:
     """A list of turns in `column`, each with `from` and `value` or with `role` and `content`."""
     row = record.row
     messages = _turns(row, column, record.source, reading)
     if row.get("system") is not None and (not messages or messages[0].role != "system"):
         messages.insert(0, Message("system", reading.text(row["system"], "`system`")))
-    return Draft(messages, tools_of(row.get("tools")))
+    return ParsedRow(messages, tools_of(row.get("tools")))
 
 
-def _turns(row: dict[str, Any], column: str, source: str, reading: Reading) -> list[Message]:
+def _turns(row: dict[str, Any], column: str, source: str, reading: TextReader) -> list[Message]:
     turns = row.get(column)
     if turns is None:
         raise BadRow("missing value", f"`{column}`")
@@ -139,30 +139,30 @@ def _turns(row: dict[str, Any], column: str, source: str, reading: Reading) -> l
     return [message_of(turn, source, reading) for turn in turns]
 
 
-def _prompt_completion(record: Record, reading: Reading) -> Draft:
+def _prompt_completion(record: Record, reading: TextReader) -> ParsedRow:
     """`prompt` and `completion`: two texts, or two lists of turns, of which those of the completion are trained."""
     row = record.row
     if not isinstance(row.get("prompt"), list):
         prompt = reading.text(row.get("prompt"), "`prompt`")
-        return Draft(
+        return ParsedRow(
             [Message("user", prompt), Message("assistant", reading.text(row.get("completion"), "`completion`"))]
         )
     asked = _turns(row, "prompt", record.source, reading)
     context = [
         Message(turn.role, turn.content, reasoning=turn.reasoning, calls=turn.calls, trained=False) for turn in asked
     ]
-    return Draft(context + _turns(row, "completion", record.source, reading), tools_of(row.get("tools")))
+    return ParsedRow(context + _turns(row, "completion", record.source, reading), tools_of(row.get("tools")))
 
 
-def _text(record: Record, reading: Reading) -> Draft:
+def _text(record: Record, reading: TextReader) -> ParsedRow:
     """`text`: raw text, all of it trained."""
     text = reading.text(record.row.get("text"), "`text`")
     if not text.strip():
         raise BadRow("no text")
-    return Draft([Message("assistant", text)])
+    return ParsedRow([Message("assistant", text)])
 
 
-def _optional(row: dict[str, Any], column: str, reading: Reading) -> str:
+def _optional(row: dict[str, Any], column: str, reading: TextReader) -> str:
     value = row.get(column)
     return "" if value is None else reading.text(value, f"`{column}`")
 

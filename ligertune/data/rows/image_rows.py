@@ -17,16 +17,16 @@ import numpy as np
 
 from ligertune.data.rows.conversation import BadRow, Conversation
 from ligertune.data.templates.control_tokens import Rendered, Span
-from ligertune.data.templates.tokenize import IGNORE_INDEX, Encoded
-from ligertune.vision.image_files import PictureError, check, locate
+from ligertune.data.templates.label_masking import IGNORE_INDEX, Encoded
+from ligertune.vision.image_files import ImageError, check_image, locate_image
 
 if TYPE_CHECKING:
-    from ligertune.vision.image_files import Picture
+    from ligertune.vision.image_files import ImageFile
     from ligertune.vision.reader import ImageReader
 
 # a noncharacter of Unicode around the number of an image in its row: no text that was written to be exchanged has it
 _SIGN = "\ufdd4"
-MARK = re.compile(f"{_SIGN}(\\d+){_SIGN}")
+IMAGE_MARK = re.compile(f"{_SIGN}(\\d+){_SIGN}")
 # a line break beside a mark is LLaVA's way to write one, and no part of the text
 _WRITTEN = re.compile(r"(?:<image>|<ImageHere>)\n?|\n(?:<image>|<ImageHere>)\Z")
 _IMAGE_PARTS = ("image", "image_url", "input_image")
@@ -34,7 +34,7 @@ _COLUMNS = ("images", "image")
 _TEXTS = ("conversations", "messages", "prompt", "completion", "instruction", "input", "text")
 
 
-def mark_of(number: int) -> str:
+def image_mark(number: int) -> str:
     """What stands in a text for the image of this number, from 0."""
     return f"{_SIGN}{number}{_SIGN}"
 
@@ -53,10 +53,10 @@ class _Found:
             own = self.column[self.taken] if self.taken < len(self.column) else None
             self.taken += 1
         self.references.append(own)
-        return mark_of(len(self.references) - 1)
+        return image_mark(len(self.references) - 1)
 
 
-def take_images(row: dict[str, Any]) -> tuple[dict[str, Any], list[Any]]:
+def extract_images(row: dict[str, Any]) -> tuple[dict[str, Any], list[Any]]:
     """(the row as one of text, with marks; the references that the marks number). A BadRow where the counts differ."""
     found = _Found(_column_of(row))
     plain = {key: value for key, value in row.items() if key not in _COLUMNS}
@@ -127,36 +127,36 @@ def _before_the_first_question(row: dict[str, Any], found: _Found) -> dict[str, 
     return row
 
 
-class ImagePlaces:
+class ImageTokens:
     """Images of the rows of one data set: found as files, put into rendered texts, and into their tokens."""
 
     def __init__(self, reader: ImageReader, image_dir: str | None, store: Path) -> None:
         self._reader, self._store = reader, store
         self._image_dir = None if image_dir is None else Path(image_dir)
-        self._pattern = re.compile(f"{MARK.pattern}|{re.escape(reader.template_text)}")
+        self._pattern = re.compile(f"{IMAGE_MARK.pattern}|{re.escape(reader.template_text)}")
 
     @property
     def token_id(self) -> int:
         return self._reader.token_id
 
-    def pictures(self, conversation: Conversation, references: Sequence[Any], source: str) -> list[Picture]:
+    def pictures(self, conversation: Conversation, references: Sequence[Any], source: str) -> list[ImageFile]:
         """The pictures that the conversation shows, in its order; a BadRow if one is missing or broken."""
         shown = [
             int(number)
             for message in conversation.messages
-            for number in MARK.findall(message.content) + MARK.findall(message.input)
+            for number in IMAGE_MARK.findall(message.content) + IMAGE_MARK.findall(message.input)
         ]
         beside = Path(source.rpartition(":")[0] or source).parent
         folders = (beside,) if self._image_dir is None else (self._image_dir,)
         try:
-            found = [check(locate(references[number], folders, self._store)) for number in shown]
+            found = [check_image(locate_image(references[number], folders, self._store)) for number in shown]
             for picture in found:
                 self._reader.tokens(picture)
-        except PictureError as error:
+        except ImageError as error:
             raise BadRow(error.reason, error.detail) from error
         return found
 
-    def placed(self, rendered: Rendered, pictures: Sequence[Picture]) -> Rendered:
+    def placed(self, rendered: Rendered, pictures: Sequence[ImageFile]) -> Rendered:
         """The text with what stands for each picture in this family; templates and marks may have written it."""
         literal = {start for start, _ in rendered.literal}
         found = [match for match in self._pattern.finditer(rendered.text) if match.start() not in literal]
@@ -174,7 +174,7 @@ class ImagePlaces:
 
         return rendered._replace(text=text, trained=moved(rendered.trained), literal=moved(rendered.literal))
 
-    def expanded(self, encoded: Encoded, pictures: Sequence[Picture]) -> Encoded:
+    def expanded(self, encoded: Encoded, pictures: Sequence[ImageFile]) -> Encoded:
         """The tokens with as many for each picture as it takes; none of them, nor those around them, is trained."""
         ids = encoded.input_ids
         at = np.flatnonzero(ids == self._reader.token_id)
@@ -192,14 +192,14 @@ def _moved(place: int, moves: Sequence[tuple[int, int]]) -> int:
     return place + sum(growth for end, growth in moves if end <= place)
 
 
-def parts_of(text: str) -> list[dict[str, Any]]:
+def image_parts(text: str) -> list[dict[str, Any]]:
     """A text with marks as the parts that chat templates read: images and the texts between them."""
     return list(_parts(text))
 
 
 def _parts(text: str) -> Iterator[dict[str, Any]]:
     done = 0
-    for match in MARK.finditer(text):
+    for match in IMAGE_MARK.finditer(text):
         if text[done : match.start()]:
             yield {"type": "text", "text": text[done : match.start()]}
         yield {"type": "image"}

@@ -12,7 +12,7 @@ from itertools import groupby
 from ligertune.data.rows.conversation import Message
 
 
-def mended(messages: Sequence[Message]) -> tuple[list[Message], list[str]]:
+def repair_turns(messages: Sequence[Message]) -> tuple[list[Message], list[str]]:
     """The turns as they may be learnt from, and which of REPAIRS that took; they may still be out of order."""
     done: list[str] = []
     turns = [message for message in messages if message.role != "system" or not message.is_empty]

@@ -14,7 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ligertune.data.rows.data_files import KNOWN, DataFile, Record, ending, read_file, reader_of, shown_path
+from ligertune.data.rows.data_files import FILE_TYPES, DataFile, Record, display_path, file_type, read_file, reader_of
 from ligertune.errors import UserError
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from ligertune.planning.options import DatasetOptions
 
-__all__ = ["Record", "RecordStream", "find_files", "read_file", "read_records", "shown_path"]
+__all__ = ["Record", "RecordStream", "display_path", "find_files", "read_file", "read_records"]
 
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _SAMPLE = 100  # first records of a stream, whose columns are taken for those of all
@@ -104,10 +104,10 @@ def find_files(path: str) -> list[Path]:
 
 def _files_in(folder: Path) -> list[Path]:
     found = sorted(file for file in folder.iterdir() if file.is_file() and reader_of(file) is not None)
-    files = [file for file in found if ending(file) != ".txt"] or found  # a licence or a note beside the data
+    files = [file for file in found if file_type(file) != ".txt"] or found  # a licence or a note beside the data
     if not files:
-        raise UserError(f"{folder}: the folder holds no data file.", hint=f"Known: {KNOWN}.")
-    kinds = sorted({ending(file) for file in files})
+        raise UserError(f"{folder}: the folder holds no data file.", hint=f"Known: {FILE_TYPES}.")
+    kinds = sorted({file_type(file) for file in files})
     if len(kinds) > 1:
         raise UserError(
             f"{folder}: the folder holds files of several kinds ({', '.join(kinds)}).",
@@ -141,7 +141,7 @@ def _hub_rows(spec: DatasetOptions, *, download: bool) -> Dataset | IterableData
     import datasets
 
     try:
-        return undecoded(datasets.load_dataset(spec.path, spec.name, split=spec.split, streaming=not download))
+        return without_decoding(datasets.load_dataset(spec.path, spec.name, split=spec.split, streaming=not download))
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise UserError(
             f"{spec.path} is neither a file or folder here nor a data set that the hub gives: {_first_line(error)}.",
@@ -149,7 +149,7 @@ def _hub_rows(spec: DatasetOptions, *, download: bool) -> Dataset | IterableData
         ) from error
 
 
-def undecoded(rows: Dataset | IterableDataset) -> Dataset | IterableDataset:
+def without_decoding(rows: Dataset | IterableDataset) -> Dataset | IterableDataset:
     """The rows with their images as {bytes, path}: they are decoded when a batch needs them, and not to be read."""
     import datasets
 

@@ -13,13 +13,13 @@ _WEIGHT_KEYS = ("loss_weight", "weight", "train")  # LLaMA-Factory's, OpenAI's a
 _OTHER_SENSES = ("image", "image_url", "input_image", "video", "video_url", "audio", "input_audio")
 
 
-class Reading(Protocol):
+class TextReader(Protocol):
     """How a value that must be text is taken: `Strict` or `Mending`."""
 
     def text(self, value: Any, what: str) -> str: ...
 
 
-class Strict:
+class StrictText:
     """Text is text; anything else makes the row a bad one."""
 
     def text(self, value: Any, what: str) -> str:
@@ -31,7 +31,7 @@ class Strict:
 
 
 @dataclass
-class Mending:
+class RepairingText:
     """What JSON has a text for becomes that text, and null becomes the empty text; `done` says of which it was so."""
 
     done: list[str] = field(default_factory=list)
@@ -46,10 +46,10 @@ class Mending:
             raise BadRow("not text", f"{what} is {value!r:.40}") from error
 
 
-STRICT = Strict()
+STRICT = StrictText()
 
 
-def message_of(turn: dict[str, Any], source: str, reading: Reading) -> Message:
+def message_of(turn: dict[str, Any], source: str, reading: TextReader) -> Message:
     """A turn with `from` and `value` or with `role` and `content`."""
     name = turn.get("from") or turn.get("role")
     if not isinstance(name, str):
@@ -80,14 +80,14 @@ def message_of(turn: dict[str, Any], source: str, reading: Reading) -> Message:
     return Message(role, content, reasoning=reasoning, calls=calls, trained=trained)
 
 
-def refuse_other_senses(row: dict[str, Any], source: str) -> None:
+def refuse_media(row: dict[str, Any], source: str) -> None:
     """Complains of a row with images, videos or sounds: no answer is learnt from what the model is not shown."""
     for column in ("image", "images", "video", "videos", "audio", "audios"):
         if row.get(column):
             raise _not_text_only(source, f"the row's `{column}`")
 
 
-def _part(part: Any, source: str, reading: Reading) -> tuple[str, str]:
+def _part(part: Any, source: str, reading: TextReader) -> tuple[str, str]:
     """(kind, text) of a piece of a turn: a text, or `{type: text | reasoning | tool_call, value | text: ...}`."""
     if isinstance(part, str):
         return "text", part

@@ -25,13 +25,13 @@ _TAG = re.compile("\ufdd2(\\d+)\ufdd2|\ufdd3(\\d+)\ufdd3")
 _Messages = Sequence[dict[str, Any]]
 
 
-class Writer(Protocol):
+class TemplateRenderer(Protocol):
     """The template, filled in; None where it refuses a part of a conversation that it takes as a whole."""
 
     def try_write(self, messages: _Messages, *, add_generation_prompt: bool = False) -> str | None: ...
 
 
-def answer_spans(writer: Writer, messages: _Messages, text: str, special: re.Pattern[str]) -> list[Span]:
+def answer_spans(writer: TemplateRenderer, messages: _Messages, text: str, special: re.Pattern[str]) -> list[Span]:
     """For each turn of the assistant: from the end of its prompt to the end of what ends the turn."""
     spans: list[Span] = []
     tagged: dict[int, Span] | None = None
@@ -75,7 +75,7 @@ def _behind_terminator(text: str, start: int, after: int, stop: int, special: re
 
 
 def _between_tags(
-    writer: Writer,
+    writer: TemplateRenderer,
     messages: _Messages,
     index: int,
     text: str,
@@ -100,7 +100,7 @@ def _between_tags(
     return start, _behind_terminator(text, start, after, _stop(writer, messages, index, text, place[1]), special)
 
 
-def _stop(writer: Writer, messages: _Messages, index: int, text: str, end: int) -> int:
+def _stop(writer: TemplateRenderer, messages: _Messages, index: int, text: str, end: int) -> int:
     """Where the turn ends whose text ends at `end`: as far as the text goes on as it would were this the last turn."""
     if index == len(messages) - 1:
         return len(text)
@@ -109,7 +109,9 @@ def _stop(writer: Writer, messages: _Messages, index: int, text: str, end: int) 
     return end + _shared(text[end : end + len(tail)], tail)
 
 
-def _tagged_places(writer: Writer, messages: _Messages, text: str, special: re.Pattern[str]) -> dict[int, Span]:
+def _tagged_places(
+    writer: TemplateRenderer, messages: _Messages, text: str, special: re.Pattern[str]
+) -> dict[int, Span]:
     """Where the text of each answer stands that the template writes as it is, or but for its beginning (a thought)."""
     with_tags = [
         _tagged(message, index) if message["role"] == "assistant" and message["content"].strip() else message

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ligertune.data.rows.conversation import BadRow, Conversation, Message
 from ligertune.data.rows.formats import Format
-from ligertune.data.rows.image_rows import parts_of
+from ligertune.data.rows.image_rows import image_parts
 from ligertune.data.templates.answer_spans import answer_spans
 from ligertune.data.templates.control_tokens import ControlTokens, Rendered, Span
-from ligertune.data.templates.prompts import AlpacaPrompts, PlainText, TrainOn
+from ligertune.data.templates.prompts import AlpacaTemplate, PlainTemplate, TrainOn
 from ligertune.errors import UserError
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ _IMAGE = re.compile(r"[\"']image[\"']")  # the template knows parts of this type
 _STRING = re.compile(r"\bis\s+string\b")  # and turns that are a plain text
 
 
-class Template(Protocol):
+class RowTemplate(Protocol):
     """`AlpacaPrompts`, `PlainText` or `ChatTemplate`."""
 
     name: str
@@ -46,7 +46,7 @@ class Template(Protocol):
 
 def choose_template(
     data: DataOptions, format: Format, tokenizer: PreTrainedTokenizerBase, *, with_images: bool = False
-) -> Template:
+) -> RowTemplate:
     """What `data.prompt_template` means for rows of this format; `with_images`: their texts may hold image marks."""
     wanted = format.template if data.prompt_template == "auto" else data.prompt_template
     if format.raw and wanted != format.template:
@@ -60,9 +60,9 @@ def choose_template(
             hint="Remove it" + ("." if format.raw else ", or write data.prompt_template: chat."),
         )
     if wanted == "plain":
-        return PlainText(tokenizer, data.train_on)
+        return PlainTemplate(tokenizer, data.train_on)
     if wanted == "alpaca":
-        return AlpacaPrompts(tokenizer, data.system_prompt, data.train_on)
+        return AlpacaTemplate(tokenizer, data.system_prompt, data.train_on)
     if wanted == "chat":
         if not tokenizer.chat_template:
             raise UserError(
@@ -168,7 +168,7 @@ class _Writer:
 
     def _as_taken(self, message: dict[str, Any]) -> dict[str, Any]:
         """A turn in parts where it shows an image, or where the template knows no other form."""
-        parts = parts_of(message["content"]) if self.takes_parts else []
+        parts = image_parts(message["content"]) if self.takes_parts else []
         if all(part["type"] == "text" for part in parts) and (self.takes_strings or not self.takes_parts):
             return message
         return {**message, "content": parts}

@@ -36,7 +36,7 @@ def alpaca_prompt(instruction: str, input: str = "", introduction: str | None = 
     return f"{introduction}\n\n{filled}" if introduction else filled
 
 
-class AlpacaPrompts:
+class AlpacaTemplate:
     """The two Stanford Alpaca prompts: with and without an input."""
 
     name = "alpaca"
@@ -61,7 +61,7 @@ class AlpacaPrompts:
         return Rendered(text, trained, bos=self._bos, eos=self._eos, literal=self._control.found_in(text))
 
 
-class PlainText:
+class PlainTemplate:
     """A prompt and its completion, or one text, as they stand: control tokens in them are the row's own."""
 
     name = "plain"

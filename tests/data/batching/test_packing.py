@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from ligertune.data.batching.collate import Alike, collate_packed
+from ligertune.data.batching.collate import StaticShapes, collate_packed
 from ligertune.data.batching.packing import pack
 from ligertune.data.examples import Example, Examples
 
@@ -81,10 +81,10 @@ def test_real_data_fills_its_rows(file, fill, corpus):
     from transformers import AutoTokenizer
 
     from ligertune.data.prepare import prepare
-    from ligertune.planning.options import DataOptions
+    from ligertune.planning.options import DataOptions, DatasetOptions
 
     tokenizer = AutoTokenizer.from_pretrained(corpus / "tokenizers" / "qwen2.5")
-    data = prepare(DataOptions(datasets=[{"path": str(corpus / file)}], max_length=2048), tokenizer, seed=0)
+    data = prepare(DataOptions(datasets=(DatasetOptions(str(corpus / file)),), max_length=2048), tokenizer, seed=0)
     assert pack(data.train.lengths, 2048).fill > fill
 
 
@@ -107,16 +107,16 @@ def test_documents_stand_one_behind_another():
 
 def test_rows_that_are_alike_have_the_sizes_of_all_others():
     """What fills a row up is no longer than the longest document, and as many bounds are given for any batch."""
-    alike = Alike(tokens=16, longest=5, documents=6)
-    batch = collate_packed(documents(), pad_token_id=99, alike=alike)
+    static_shapes = StaticShapes(tokens=16, longest=5, documents=6)
+    batch = collate_packed(documents(), pad_token_id=99, static_shapes=static_shapes)
     assert batch["input_ids"].tolist() == [[3, 4, 5, 6, 3, 3, 4, 5, *[99] * 8]]
     assert batch["position_ids"].tolist() == [[0, 1, 2, 3, 0, 0, 1, 2, 0, 1, 2, 3, 4, 0, 1, 2]]
     assert batch["document_lengths"] == (4, 1, 3, 5, 3)
     assert batch["cu_seq_lens_q"].tolist() == [0, 4, 5, 8, 13, 16, 16]
     assert (batch["max_length_q"], batch["max_length_k"]) == (5, 5)
-    beyond = collate_packed(documents(), pad_token_id=99, alike=Alike(tokens=8, longest=2, documents=2))
+    beyond = collate_packed(documents(), pad_token_id=99, static_shapes=StaticShapes(tokens=8, longest=2, documents=2))
     assert (beyond["max_length_q"], len(beyond["cu_seq_lens_q"])) == (4, 5)
-    fewer = collate_packed(list(documents())[:1], pad_token_id=99, alike=alike)
+    fewer = collate_packed(list(documents())[:1], pad_token_id=99, static_shapes=static_shapes)
     assert {name: value.shape for name, value in fewer.items() if torch.is_tensor(value)} == {
         name: value.shape for name, value in batch.items() if torch.is_tensor(value)
     }

@@ -6,14 +6,14 @@ import json
 
 import pytest
 
-from ligertune.data.rows.conversation import REASONS, ROLES, BadRow, Conversation
-from ligertune.data.rows.formats import FORMATS, check_columns, recognise
+from ligertune.data.rows.conversation import DROP_REASONS, ROLES, BadRow, Conversation
+from ligertune.data.rows.formats import FORMATS, check_columns, recognise_format
 from ligertune.data.rows.sources import Record
 from ligertune.errors import UserError
 
 
 def convert(row: dict) -> Conversation:
-    return recognise("auto", row.keys(), "data.jsonl").convert(Record(row, "data.jsonl:7"))
+    return recognise_format("auto", row.keys(), "data.jsonl").convert(Record(row, "data.jsonl:7"))
 
 
 def shape(conversation: Conversation) -> list[tuple[str, str]]:
@@ -210,7 +210,7 @@ BAD = [
 def test_a_bad_row_has_its_reason(reason, row):
     with pytest.raises(BadRow) as caught:
         convert(row)
-    assert caught.value.reason == reason and reason in REASONS
+    assert caught.value.reason == reason and reason in DROP_REASONS
 
 
 UNUSUAL = [
@@ -242,9 +242,9 @@ def test_what_is_merely_unusual_is_kept(row):
 def test_formats_are_recognised_by_columns(columns, name):
     if " or " in name:
         with pytest.raises(UserError, match="fit prompt_completion and text"):
-            recognise("auto", columns, "d")
+            recognise_format("auto", columns, "d")
         return
-    assert recognise("auto", columns, "d").name == name == recognise(name, columns, "d").name
+    assert recognise_format("auto", columns, "d").name == name == recognise_format(name, columns, "d").name
 
 
 @pytest.mark.parametrize(
@@ -260,7 +260,7 @@ def test_formats_are_recognised_by_columns(columns, name):
 )
 def test_other_columns_name_the_nearest_format(name, columns, says):
     with pytest.raises(UserError, match=says):
-        recognise(name, columns, "d")
+        recognise_format(name, columns, "d")
 
 
 def test_a_rename_to_a_column_that_no_format_reads_is_refused():

@@ -7,13 +7,13 @@ import json
 import pytest
 
 from ligertune.data.rows.conversation import REPAIRS, BadRow
-from ligertune.data.rows.formats import recognise
+from ligertune.data.rows.formats import recognise_format
 from ligertune.data.rows.sources import Record
 from ligertune.errors import UserError
 
 
 def repair(row: dict):
-    conversation, done = recognise("auto", row.keys(), "d").repair(Record(row, "d:1"))
+    conversation, done = recognise_format("auto", row.keys(), "d").repair(Record(row, "d:1"))
     return [(message.role, message.content) for message in conversation.messages], done
 
 
@@ -92,7 +92,7 @@ def test_turns_are_mended_and_it_is_said_how(name):
 def test_what_is_mended_is_a_bad_row_otherwise(name):
     row = chat(*MENDED[name][0])
     with pytest.raises(BadRow):
-        recognise("auto", row.keys(), "d").convert(Record(row, "d:1"))
+        recognise_format("auto", row.keys(), "d").convert(Record(row, "d:1"))
 
 
 def test_alpaca_values_that_are_no_text():

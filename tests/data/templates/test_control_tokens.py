@@ -7,10 +7,10 @@ import json
 import pytest
 
 from ligertune.data.rows.conversation import BadRow, Conversation, Message, ToolCall
-from ligertune.data.rows.formats import recognise
+from ligertune.data.rows.formats import recognise_format
 from ligertune.data.templates.chat_template import ChatTemplate, choose_template
 from ligertune.data.templates.control_tokens import ControlTokens, Rendered
-from ligertune.data.templates.tokenize import encode
+from ligertune.data.templates.label_masking import encode
 from ligertune.planning.options import DataOptions, DatasetOptions
 
 NAMES = ["qwen2.5", "mistral-7b-v0.1", "phi-3-mini", "gpt2", "stories260K"]
@@ -22,7 +22,7 @@ def special_ids(tokenizer) -> set[int]:
 
 def encoded_by(tokenizer, conversation: Conversation, template: str, **section):
     data = DataOptions(datasets=[DatasetOptions(path="d")], prompt_template=template, **section)
-    rendered = choose_template(data, recognise("messages", ["messages"], "d"), tokenizer).render(conversation)
+    rendered = choose_template(data, recognise_format("messages", ["messages"], "d"), tokenizer).render(conversation)
     (encoded,) = encode([rendered], tokenizer)
     assert not isinstance(encoded, BadRow)
     return rendered, encoded

@@ -10,7 +10,14 @@ import numpy as np
 import pytest
 
 from ligertune.data.templates.control_tokens import Rendered
-from ligertune.data.templates.tokenize import IGNORE_INDEX, Encoder, cut, encode, mark, mark_by_offsets
+from ligertune.data.templates.label_masking import (
+    IGNORE_INDEX,
+    Encoder,
+    cut,
+    encode,
+    mark_tokens,
+    mark_tokens_by_offsets,
+)
 
 # what tokenizers do not cut between characters: bytes of one, combining marks, joined emoji, line breaks, spaces
 AWKWARD = "a é e\u0301 q\u0307\u0323 你好 👩‍👧 \n\n  \t x\u200b 12 don't <b> ﬁ \u00a0end "
@@ -29,7 +36,7 @@ def test_two_ends_of_a_span_mark_what_all_offsets_mark(tokenizer_named, name):
     for text in texts:
         encoding = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
         rendered = Rendered(text, spans_of(text, rng))
-        quick, whole = mark(rendered, encoding), mark_by_offsets(rendered, encoding.ids, encoding.offsets)
+        quick, whole = mark_tokens(rendered, encoding), mark_tokens_by_offsets(rendered, encoding.ids, encoding.offsets)
         n_tokens = len(encoding.ids)
         assert np.array_equal(covered(quick.trained, n_tokens), covered(whole.trained, n_tokens)), repr(text)
         assert quick.straddling == whole.straddling, repr(text)

@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 
 from ligertune.data.rows.conversation import BadRow, Conversation, Message
 from ligertune.data.templates.chat_template import ChatTemplate
-from ligertune.data.templates.tokenize import encode
+from ligertune.data.templates.label_masking import encode
 
 QUESTION = "How much is 1 + 1?"
 # the same answer twice, the second with a space at its end: a search for it would find two

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from ligertune.data.rows.conversation import BadRow
-from ligertune.data.rows.formats import recognise
+from ligertune.data.rows.formats import recognise_format
 from ligertune.data.rows.sources import Record
 from ligertune.data.templates.chat_template import choose_template
-from ligertune.data.templates.tokenize import encode
+from ligertune.data.templates.label_masking import encode
 from ligertune.planning.options import DataOptions, DatasetOptions
 
 pytestmark = pytest.mark.corpus
@@ -95,7 +95,7 @@ def same_text(run: str, answer: str, end: str) -> bool:
 
 def check_file(path, tokenizer, ends, template="auto") -> Counter:
     rows = rows_of(path)
-    format = recognise("auto", rows[0].keys(), str(path))
+    format = recognise_format("auto", rows[0].keys(), str(path))
     section = DataOptions(datasets=[DatasetOptions(path=str(path))], prompt_template=template)
     chosen, dropped, kept = choose_template(section, format, tokenizer), Counter(), []
     for line, row in enumerate(rows):

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from ligertune.data.rows.conversation import BadRow, Conversation, Message
-from ligertune.data.rows.formats import recognise
+from ligertune.data.rows.formats import recognise_format
 from ligertune.data.rows.sources import Record
 from ligertune.data.templates.chat_template import ChatTemplate, choose_template
 from ligertune.data.templates.control_tokens import Rendered
+from ligertune.data.templates.label_masking import encode
 from ligertune.data.templates.prompts import alpaca_prompt
-from ligertune.data.templates.tokenize import encode
 from ligertune.errors import UserError
 from ligertune.planning.options import DataOptions, DatasetOptions
 
@@ -28,7 +28,7 @@ def data_section(**given) -> DataOptions:
 def test_alpaca_prompts_begin_as_the_tokenizer_begins(corpus, tokenizer_named, name):
     """BOS included where the tokenizer writes it."""
     tokenizer = tokenizer_named(name)
-    template = choose_template(data_section(), recognise("alpaca", ["instruction", "output"], ""), tokenizer)
+    template = choose_template(data_section(), recognise_format("alpaca", ["instruction", "output"], ""), tokenizer)
     rendered = template.render(EXCHANGE)
     (encoded,) = encode([rendered], tokenizer)
     prompt = tokenizer(rendered.text[: rendered.trained[0][0]]).input_ids
@@ -40,7 +40,7 @@ def test_alpaca_prompts_begin_as_the_tokenizer_begins(corpus, tokenizer_named, n
 @pytest.mark.parametrize("prompts", ["chat", "alpaca"])
 def test_there_is_never_a_second_bos(tokenizer_named, name, prompts):
     tokenizer = tokenizer_named(name)
-    format = recognise("messages", ["messages"], "")
+    format = recognise_format("messages", ["messages"], "")
     (encoded,) = encode(
         [choose_template(data_section(prompt_template=prompts), format, tokenizer).render(EXCHANGE)], tokenizer
     )
@@ -162,7 +162,7 @@ def test_train_on(stories, train_on, expected):
 def test_train_on_all_trains_every_token_but_the_first(stories):
     for template in ("chat", "alpaca"):
         section = data_section(prompt_template=template, train_on="all")
-        rendered = choose_template(section, recognise("messages", ["messages"], ""), stories).render(EXCHANGE)
+        rendered = choose_template(section, recognise_format("messages", ["messages"], ""), stories).render(EXCHANGE)
         (encoded,) = encode([rendered], stories)
         assert encoded.labels[0] == -100
         assert np.array_equal(encoded.labels[1:], encoded.input_ids[1:])
@@ -181,7 +181,7 @@ def test_the_system_prompt_stands_where_there_is_none(stories):
 
 
 def test_calls_and_reasoning_go_into_the_text_unless_the_template_knows_them(stories):
-    format = recognise("messages", ["messages"], "")
+    format = recognise_format("messages", ["messages"], "")
     parts = [
         {"type": "reasoning", "value": "hm"},
         {"type": "text", "value": "Look:"},
@@ -227,7 +227,9 @@ def test_a_template_that_is_not_jinja_is_an_error(stories):
 
 
 def test_alpaca_prompts_take_single_exchanges_only(stories):
-    alpaca = choose_template(data_section(prompt_template="alpaca"), recognise("messages", ["messages"], ""), stories)
+    alpaca = choose_template(
+        data_section(prompt_template="alpaca"), recognise_format("messages", ["messages"], ""), stories
+    )
     assert alpaca.render(EXCHANGE).text.endswith("### Response:\nTwo.")
     with pytest.raises(BadRow, match="several exchanges"):
         alpaca.render(LONGER)
@@ -237,7 +239,9 @@ def test_auto_follows_the_format_and_files_are_read(stories, tmp_path):
     (tmp_path / "mine.jinja").write_text("x")
     chosen = {
         (format, wanted): choose_template(
-            data_section(prompt_template=wanted), recognise(format, ["instruction", "output", "messages"], ""), stories
+            data_section(prompt_template=wanted),
+            recognise_format(format, ["instruction", "output", "messages"], ""),
+            stories,
         ).name
         for format in ("alpaca", "messages")
         for wanted in ("auto", "chat", "alpaca", str(tmp_path / "mine.jinja"))
@@ -250,19 +254,19 @@ def test_what_cannot_be_rendered_names_the_key(quickstart):
 
     bare = AutoTokenizer.from_pretrained(quickstart / "stories260K")
     bare.chat_template = None
-    messages = recognise("messages", ["messages"], "")
+    messages = recognise_format("messages", ["messages"], "")
     with pytest.raises(UserError, match=r"no chat template.*data\.prompt_template"):
         choose_template(data_section(), messages, bare)
     with pytest.raises(UserError, match=r"data\.prompt_template: nowhere\.jinja cannot be read"):
         choose_template(data_section(prompt_template="nowhere.jinja"), messages, bare)
     bare.eos_token = None
     with pytest.raises(UserError, match=r"no EOS token.*model\.tokenizer\.eos_token"):
-        choose_template(data_section(), recognise("alpaca", ["instruction", "output"], ""), bare)
+        choose_template(data_section(), recognise_format("alpaca", ["instruction", "output"], ""), bare)
 
 
 @pytest.mark.parametrize("train_on", ["assistant", "last", "all"])
 def test_a_prompt_and_its_completion_stand_as_they_are(stories, train_on):
-    format = recognise("prompt_completion", ["prompt", "completion"], "")
+    format = recognise_format("prompt_completion", ["prompt", "completion"], "")
     template = choose_template(data_section(train_on=train_on), format, stories)
     rendered = template.render(format.convert(Record({"prompt": "2 + 2 =", "completion": " 4"}, "d:1")))
     assert rendered.text == "2 + 2 = 4" and template.name == "plain"
@@ -273,7 +277,7 @@ def test_a_prompt_and_its_completion_stand_as_they_are(stories, train_on):
 
 
 def test_control_tokens_that_a_plain_row_brings_are_not_doubled(stories):
-    format = recognise("prompt_completion", ["prompt", "completion"], "")
+    format = recognise_format("prompt_completion", ["prompt", "completion"], "")
     row = {"prompt": "<s>[INST] q [/INST]", "completion": " a</s>"}
     (encoded,) = encode(
         [choose_template(data_section(), format, stories).render(format.convert(Record(row, "d")))], stories
@@ -284,8 +288,8 @@ def test_control_tokens_that_a_plain_row_brings_are_not_doubled(stories):
 
 
 def test_what_plain_rows_have_no_use_for_is_said(stories):
-    raw = recognise("text", ["text"], "")
-    pairs = recognise("prompt_completion", ["prompt", "completion"], "")
+    raw = recognise_format("text", ["text"], "")
+    pairs = recognise_format("prompt_completion", ["prompt", "completion"], "")
     with pytest.raises(UserError, match=r"data\.prompt_template: chat is not for rows of format text"):
         choose_template(data_section(prompt_template="chat"), raw, stories)
     with pytest.raises(UserError, match=r"data\.system_prompt has no place in rows of format prompt_completion"):

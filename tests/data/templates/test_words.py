@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from ligertune.data.templates.control_tokens import Rendered
-from ligertune.data.templates.tokenize import mark, mark_words
+from ligertune.data.templates.label_masking import mark_tokens, mark_word_tokens
 from ligertune.data.templates.words import _KNOWN, word_tokenizer
 
 pytestmark = pytest.mark.corpus
@@ -64,7 +64,7 @@ def assert_same(tokenizer, texts: list[str], rng: random.Random) -> None:
         assert ours.ids == theirs.ids, repr(text)
         cuts = sorted(rng.sample(range(len(text) + 1), k=min(4, len(text) + 1)))
         rendered = Rendered(text, tuple(zip(cuts[::2], cuts[1::2], strict=False)))
-        assert mark_words(rendered, ours) == mark(rendered, theirs), repr(text)
+        assert mark_word_tokens(rendered, ours) == mark_tokens(rendered, theirs), repr(text)
 
 
 @pytest.mark.parametrize("pattern", _KNOWN, ids=["gpt2", "qwen2", "llama3"])

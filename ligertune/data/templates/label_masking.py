@@ -43,7 +43,7 @@ class Encoded(NamedTuple):
         return int(self.labels[self.labels != IGNORE_INDEX][-1])
 
 
-class Marked(NamedTuple):
+class TokenizedText(NamedTuple):
     """The tokens of a text without BOS and EOS: `trained` are ranges of them."""
 
     input_ids: list[int]
@@ -66,24 +66,26 @@ class Encoder:
         for first in range(0, len(texts), _BATCH):
             batch = texts[first : first + _BATCH]
             marked = self._marked(batch)
-            whole = [(text, found) for text, found in zip(batch, marked, strict=True) if isinstance(found, Marked)]
+            whole = [
+                (text, found) for text, found in zip(batch, marked, strict=True) if isinstance(found, TokenizedText)
+            ]
             labelled = _labelled(whole)
-            yield from (next(labelled) if isinstance(found, Marked) else found for found in marked)
+            yield from (next(labelled) if isinstance(found, TokenizedText) else found for found in marked)
 
-    def _marked(self, batch: Sequence[Rendered]) -> list[Marked | BadRow]:
+    def _marked(self, batch: Sequence[Rendered]) -> list[TokenizedText | BadRow]:
         """By words where that is possible, else by the tokenizer itself, all such texts at once."""
         found = {place: self._alone(text) for place, text in enumerate(batch)}
         left = [place for place, marked in found.items() if marked is None]
         backend = self._tokenizer.backend_tokenizer
         encodings = backend.encode_batch([batch[place].text for place in left], add_special_tokens=False)
-        found |= {place: mark(batch[place], encoding) for place, encoding in zip(left, encodings, strict=True)}
+        found |= {place: mark_tokens(batch[place], encoding) for place, encoding in zip(left, encodings, strict=True)}
         return list(found.values())
 
-    def _alone(self, text: Rendered) -> Marked | BadRow | None:
+    def _alone(self, text: Rendered) -> TokenizedText | BadRow | None:
         if text.literal:
             return _literally(text, self._control)
         tokens = self._words.tokens(text.text) if self._words else None
-        return mark_words(text, tokens) if tokens else None
+        return mark_word_tokens(text, tokens) if tokens else None
 
 
 def encode(texts: Sequence[Rendered], tokenizer: PreTrainedTokenizerBase) -> Iterator[Encoded | BadRow]:
@@ -91,7 +93,7 @@ def encode(texts: Sequence[Rendered], tokenizer: PreTrainedTokenizerBase) -> Ite
     return Encoder(tokenizer).encode(texts)
 
 
-def mark_words(rendered: Rendered, tokens: WordTokens) -> Marked:
+def mark_word_tokens(rendered: Rendered, tokens: WordTokens) -> TokenizedText:
     """As `mark`, of a text that was tokenised word by word."""
     trained, straddling = [], 0
     for start, end in rendered.trained:
@@ -99,7 +101,7 @@ def mark_words(rendered: Rendered, tokens: WordTokens) -> Marked:
             inside, reaching = tokens.first_from(start)
             trained.append((inside, tokens.first_from(end)[0]))
             straddling += reaching
-    return Marked(tokens.ids, trained, straddling)
+    return TokenizedText(tokens.ids, trained, straddling)
 
 
 def cut(encoded: Encoded, start: int, stop: int) -> Encoded:
@@ -109,7 +111,7 @@ def cut(encoded: Encoded, start: int, stop: int) -> Encoded:
     return Encoded(input_ids, labels, 0, int((labels != IGNORE_INDEX).sum()))
 
 
-def mark(rendered: Rendered, encoding: Encoding) -> Marked:
+def mark_tokens(rendered: Rendered, encoding: Encoding) -> TokenizedText:
     """The tokens that begin in each trained span, and how many begin before it and reach into it."""
     n_tokens, last = len(encoding), len(rendered.text)
     trained, straddling = [], 0
@@ -119,11 +121,11 @@ def mark(rendered: Rendered, encoding: Encoding) -> Marked:
         first = encoding.char_to_token(start)
         stop = n_tokens if end == last else encoding.char_to_token(end)
         if first is None or stop is None:  # a character that no token stands for
-            return mark_by_offsets(rendered, encoding.ids, encoding.offsets)
+            return mark_tokens_by_offsets(rendered, encoding.ids, encoding.offsets)
         inside = _first_from(encoding, first, start, n_tokens)
         straddling += max(inside - first, 0)
         trained.append((inside, _first_from(encoding, stop, end, n_tokens)))
-    return Marked(encoding.ids, trained, straddling)
+    return TokenizedText(encoding.ids, trained, straddling)
 
 
 def _first_from(encoding: Encoding, near: int, character: int, n_tokens: int) -> int:
@@ -135,7 +137,7 @@ def _first_from(encoding: Encoding, near: int, character: int, n_tokens: int) ->
     return near
 
 
-def mark_by_offsets(rendered: Rendered, ids: list[int], offsets: Sequence[Span]) -> Marked:
+def mark_tokens_by_offsets(rendered: Rendered, ids: list[int], offsets: Sequence[Span]) -> TokenizedText:
     """As `mark`, from the characters that each token stands for."""
     starts, ends = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
     inside = np.zeros(len(ids), dtype=bool)
@@ -144,17 +146,17 @@ def mark_by_offsets(rendered: Rendered, ids: list[int], offsets: Sequence[Span])
         inside |= (starts >= start) & (starts < end)
         straddling += int(((starts < start) & (ends > start)).sum())
     changes = np.flatnonzero(np.diff(inside, prepend=False, append=False)).reshape(-1, 2)
-    return Marked(ids, [(start, stop) for start, stop in changes.tolist()], straddling)
+    return TokenizedText(ids, [(start, stop) for start, stop in changes.tolist()], straddling)
 
 
-def _literally(rendered: Rendered, control: ControlTokens) -> Marked | BadRow:
+def _literally(rendered: Rendered, control: ControlTokens) -> TokenizedText | BadRow:
     try:
-        return mark_by_offsets(rendered, *control.tokenised(rendered))
+        return mark_tokens_by_offsets(rendered, *control.tokenised(rendered))
     except BadRow as bad:
         return bad
 
 
-def _labelled(texts: Sequence[tuple[Rendered, Marked]]) -> Iterator[Encoded]:
+def _labelled(texts: Sequence[tuple[Rendered, TokenizedText]]) -> Iterator[Encoded]:
     """All texts in one array of ids and one of labels, and of these each text's part."""
     parts, places, ends, total = [], [], [], 0
     for rendered, marked in texts:

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from ligertune.attention.packed_mask_skip import know_rows
 from ligertune.data.batching.collate import Batcher, collate_packed
-from ligertune.data.batching.context_parallel_rows import RowParts, pieces_of, runs_of
+from ligertune.data.batching.context_parallel_rows import ContextParallelSplit, document_runs, rank_pieces
 from ligertune.data.examples import Example
 from ligertune.patching.patch import patch
 from ligertune.train.checks import EXACT, ROUNDED, context_parallel_error
@@ -60,7 +60,7 @@ def furthest(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 
 
 @dataclass(frozen=True)
-class OfOtherLabels(RowParts):
+class OfOtherLabels(ContextParallelSplit):
     """As for a model that shifts the labels itself."""
 
     def cut(self, batch: dict) -> dict:
@@ -68,7 +68,7 @@ class OfOtherLabels(RowParts):
 
 
 @dataclass(frozen=True)
-class OfOtherKeys(RowParts):
+class OfOtherKeys(ContextParallelSplit):
     """As where gathered keys stand in another order."""
 
     def cut(self, batch: dict) -> dict:
@@ -79,9 +79,9 @@ class OfOtherKeys(RowParts):
 def noticed(model: torch.nn.Module) -> dict[str, tuple[float, float]]:
     """What the check before the first step finds: logits and loss, for sound parts and for others."""
     found = {}
-    for kind in (RowParts, OfOtherLabels, OfOtherKeys):
+    for kind in (ContextParallelSplit, OfOtherLabels, OfOtherKeys):
         batcher = Batcher((), packed=True, multiple_of=ROW // 2, pad_token_id=0, index_labels=False,
-                          device=torch.device("cpu"), parts=kind(dist.group.WORLD))  # fmt: skip
+                          device=torch.device("cpu"), context_parallel=kind(dist.group.WORLD))  # fmt: skip
         found[kind.__name__] = context_parallel_error(model, batcher, vocab_size=tiny_models.VOCAB)
     return found
 
@@ -90,7 +90,7 @@ def compare(rank: int, folder: str) -> None:
     """What each of the ranks does; rank 0 writes {family/rows: furthest}."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
-    parts, found = RowParts(dist.group.WORLD), {}
+    parts, found = ContextParallelSplit(dist.group.WORLD), {}
     for way in WAYS:
         family, _, checkpointed = way.partition(" ")
         model = ready(family)
@@ -124,7 +124,7 @@ def test_parts_add_up_to_the_loss_and_the_gradients_of_the_whole(way, rows, foun
 
 def test_what_a_part_is_not_given_right_is_noticed_before_the_first_step(found):
     """One of 26 labels would be missing on each rank: a loss that is a little lower, and no complaint."""
-    assert max(found["RowParts"]) < EXACT[0] / 10
+    assert max(found["ContextParallelSplit"]) < EXACT[0] / 10
     assert found["OfOtherLabels"][1] > 2 * ROUNDED[1]
     assert found["OfOtherKeys"][0] > 2 * ROUNDED[0]
 
@@ -132,8 +132,8 @@ def test_what_a_part_is_not_given_right_is_noticed_before_the_first_step(found):
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_every_token_is_one_ranks_and_sees_its_documents(ranks):
     lengths = (5, 1, 40, 2)
-    pieces = [pieces_of(rank, ranks, 48) for rank in range(ranks)]
-    runs = [run for rank in range(ranks) for run in runs_of(lengths, pieces[rank])]
+    pieces = [rank_pieces(rank, ranks, 48) for rank in range(ranks)]
+    runs = [run for rank in range(ranks) for run in document_runs(lengths, pieces[rank])]
     tokens = [token for _, first, last in runs for token in range(first, last)]
     assert sorted(tokens) == list(range(48))
     begins = [0, 5, 6, 46]
@@ -142,10 +142,10 @@ def test_every_token_is_one_ranks_and_sees_its_documents(ranks):
 
 
 def test_ranks_have_as_much_attention_to_do():
-    work = [sum(sum(range(first + 1, last + 1)) for first, last in pieces_of(rank, 4, 64)) for rank in range(4)]
+    work = [sum(sum(range(first + 1, last + 1)) for first, last in rank_pieces(rank, 4, 64)) for rank in range(4)]
     assert len(set(work)) == 1
 
 
 def test_a_row_that_pieces_do_not_fill_is_refused():
     with pytest.raises(ValueError, match="a row of 50 tokens is not cut into 8 pieces"):
-        pieces_of(0, 4, 50)
+        rank_pieces(0, 4, 50)
