@@ -1,0 +1,122 @@
+"""Checkpoints on the disk: the newest is chosen by its number, damage is found, and what does not fit is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import zlib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ligertune.errors import UserError
+from ligertune.recipe import load_recipe
+from ligertune.run import plan_for
+from ligertune.train.checkpoint.checkpoint_files import complete, newest_checkpoint, resume_folder, saved_progress
+from ligertune.train.evaluate import EarlyStopping
+
+
+@pytest.fixture(scope="module")
+def plan(quickstart, tmp_path_factory):
+    """Of a run that keeps two checkpoints and resumes from the newest sound one."""
+    settings = [f"checkpoint.output_dir={tmp_path_factory.mktemp('run')}", "checkpoint.save_total_limit=2",
+                "checkpoint.resume_from_checkpoint=auto", "data.datasets.0.max_samples=20"]  # fmt: skip
+    return plan_for(load_recipe(quickstart / "stories260k.yaml", overrides=settings)).plan
+
+
+@pytest.fixture
+def saved(plan, tmp_path):
+    """saved(8, 9, 10): write these checkpoints, each with one file, and return (their plan, their folder)."""
+    mine = replace(plan, checkpoint=replace(plan.checkpoint, output_dir=str(tmp_path)))
+
+    def save(*steps: int) -> tuple[object, Path]:
+        for step in steps:
+            aside = tmp_path / "checkpoints" / f".step-{step}.partial"
+            aside.mkdir(parents=True)
+            (aside / "weights").write_bytes(bytes(range(256)) * 8)
+            complete(mine, step, aside)
+        return mine, tmp_path / "checkpoints"
+
+    return save
+
+
+def test_the_newest_is_the_one_of_the_highest_step_and_the_oldest_go(saved):
+    plan, folder = saved(8, 9, 10)
+    assert newest_checkpoint(plan.output_dir) == folder / "step-10"  # not step-9, which is the last by name
+    assert {path.name for path in folder.iterdir()} == {"step-9", "step-10"}
+    assert resume_folder(plan) == (folder / "step-10", ())
+
+
+def test_an_unfinished_folder_is_no_checkpoint(saved):
+    plan, folder = saved(2, 4)
+    (folder / "step-4" / "progress.json").unlink()
+    (folder / "step-x").mkdir()
+    assert newest_checkpoint(plan.output_dir) == folder / "step-2"
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[1000] ^= 1
+    path.write_bytes(content)
+
+
+HARMS = {
+    "a bit": (lambda folder: flip_a_bit(folder / "weights"), "weights is not what was written"),
+    "the end": (lambda folder: (folder / "weights").write_bytes(b"half"), "weights has 4 bytes instead of 2048"),
+    "the file": (lambda folder: (folder / "weights").unlink(), "weights is missing"),
+    "the last file": (lambda folder: (folder / "progress.json").write_text('{"step"'), "progress.json cannot be read"),
+}
+
+
+@pytest.mark.parametrize("lost", HARMS)
+def test_the_checkpoint_before_a_damaged_one_is_taken(lost, saved):
+    harm, words = HARMS[lost]
+    plan, folder = saved(2, 4)
+    harm(folder / "step-4")
+    found, notes = resume_folder(plan)
+    assert found == folder / "step-2" and words in notes[0]
+
+
+def test_what_a_run_left_fits_it_and_not_another_one(saved):
+    plan, folder = saved(4)
+    assert saved_progress(folder / "step-4", plan) == 4
+    others = {
+        "other examples": replace(plan, data=replace(plan.data, fingerprint="f")),
+        "global batch": replace(
+            plan, batching=replace(plan.batching, micro_batch_size=3 * plan.batching.micro_batch_size)
+        ),
+        "rows of at most": replace(plan, rows=replace(plan.rows, length=plan.rows.length // 2)),
+        "states of": replace(plan, optimizer=replace(plan.optimizer, name="lion")),
+        "past this recipe": replace(plan, schedule=replace(plan.schedule, total_steps=3)),
+    }
+    for words, other in others.items():
+        with pytest.raises(UserError, match=words):
+            saved_progress(folder / "step-4", other)
+
+
+def test_never_and_a_name_are_obeyed(saved):
+    plan, folder = saved(2, 4)
+    never, named = (replace(plan, checkpoint=replace(plan.checkpoint, resume_from_checkpoint=wanted))
+                    for wanted in ("never", str(folder / "step-2")))  # fmt: skip
+    assert resume_folder(never) == (None, ())
+    assert resume_folder(named) == (folder / "step-2", ())
+    shutil.rmtree(folder / "step-2")
+    with pytest.raises(UserError, match="is not a complete checkpoint"):
+        resume_folder(named)
+
+
+def test_the_best_loss_and_the_patience_left_follow_from_the_losses():
+    stopping = EarlyStopping(2, [3.0, 2.0, 2.5])
+    assert (stopping.best, stopping.since_best, stopping.should_stop) == (2.0, 1, False)
+    assert stopping.add(1.5) is True  # the lowest: the patience begins anew
+    assert [stopping.add(loss) for loss in (1.5, 1.6)] == [False, False]  # equal is not lower
+    assert stopping.should_stop and stopping.best == 1.5
+    assert not EarlyStopping(None, [1.0] * 50).should_stop
+
+
+def test_a_checkpoint_records_what_it_is_of(saved):
+    plan, folder = saved(4)
+    progress = json.loads((folder / "step-4" / "progress.json").read_text())
+    assert (progress["step"], progress["data_fingerprint"], progress["method"]) == (4, plan.data.fingerprint, "full")
+    assert progress["files"] == {"weights": [2048, zlib.crc32(bytes(range(256)) * 8)]}
