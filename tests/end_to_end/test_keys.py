@@ -7,7 +7,9 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from command_line import losses, overrides
+from safetensors.torch import load_file
 
 from ligertune.errors import UserError
 from ligertune.recipe import Recipe, load_recipe, recipe_schema
@@ -58,44 +60,51 @@ def usual(train):
     return train({})
 
 
-# key -> (what else is set on both sides, two values): the losses differ
-CHANGES_LOSSES = {
-    "model.dtype": ({}, "float32", "bfloat16"),
-    "model.init": ({}, "pretrained", "random"),
-    "data.system_prompt": ({}, "null", "Answer briefly."),
-    "data.prompt_template": ({}, "alpaca", "chat"),
-    "data.train_on": ({}, "assistant", "all"),
-    "data.max_length": ({"data.on_overlength": "truncate"}, 512, 130),
-    "data.on_overlength": ({"data.max_length": 230}, "drop", "truncate"),
-    "data.packing": ({}, False, True),
-    "data.val_split": ({}, 0.1, 0.4),
-    "data.datasets.0.max_samples": ({}, 40, 20),
-    "data.datasets.0.weight": ({}, 1.0, 1.5),
-    "data.streaming": ({"data.val_split": 0}, "false", "true"),
-    "train.per_device_train_batch_size": ({}, 2, 3),
-    "train.gradient_accumulation_steps": ({}, 2, 3),
-    "train.group_by_length": ({}, True, False),
-    "train.learning_rate": ({}, 2e-3, 1e-3),
-    "train.lr_scheduler_type": ({}, "cosine", "linear"),
-    "train.warmup_ratio": ({}, 0.0, 0.9),
-    "train.warmup_steps": ({}, 1, 3),
-    "train.min_lr_ratio": ({"train.lr_scheduler_type": "cosine_with_min_lr"}, 0.1, 0.9),
-    "train.weight_decay": ({}, 0.0, 1.0),
-    "train.adam_beta1": ({}, 0.9, 0.5),
-    "train.adam_beta2": ({}, 0.999, 0.5),
-    "train.adam_epsilon": ({}, 1e-8, 1e-2),
-    "train.max_grad_norm": ({}, 1.0, 0.0),
-    "train.seed": ({}, 42, 43),
-}
+def lengths(data) -> dict[str, int]:
+    """Source -> tokens, of training and evaluation examples."""
+    return {example.source: len(example.input_ids) for part in (data.train, data.eval) for example in part}
 
 
-@pytest.mark.parametrize("key", CHANGES_LOSSES)
-def test_a_key_changes_the_losses(key, train, usual):
-    shared, one, other = CHANGES_LOSSES[key]
-    usually = {**BASE, "train.group_by_length": True, "train.learning_rate": 2e-3, "train.seed": 42}
-    default = not shared and one == usually.get(key)
-    first = usual if default else train({**shared, key: one})
-    assert train({**shared, key: other})[0] != first[0]
+def text(data, tokenizer, index: int = 0) -> str:
+    return tokenizer.decode(data.train[index].input_ids)
+
+
+TRUNCATED = {"data.on_overlength": "truncate", "data.max_length": 130}
+# key -> (what else is set, its value, whether the data (after, before) are as the key says)
+CHANGES_DATA = {
+    "data.system_prompt": ({}, "Answer briefly.", lambda new, old, decode: (
+        "Answer briefly.\n\nBelow" in decode(new) and "Answer briefly." not in decode(old))),
+    "data.prompt_template": ({}, "chat", lambda new, old, decode: (
+        "### user:\n" in decode(new) and "### Instruction:\n" in decode(old))),
+    "data.train_on": ({}, "all", lambda new, old, decode: (new.train.trained == new.train.lengths - 1).all()),
+    "data.max_length": (TRUNCATED, 130, lambda new, old, decode: (
+        all(length == min(lengths(old)[source], 130) for source, length in lengths(new).items())
+        and 130 in lengths(new).values())),
+    "data.on_overlength": ({"data.max_length": 230}, "drop", lambda new, old, decode: (
+        lengths(new) == {source: length for source, length in lengths(old).items() if length <= 230} != lengths(old))),
+    "data.val_split": ({}, 0.4, lambda new, old, decode: (len(new.train), len(new.eval)) == (24, 16)),
+    "data.datasets.0.max_samples": ({}, 20, lambda new, old, decode: len(new.train) + len(new.eval) == 20),
+    "data.datasets.0.weight": ({"data.val_split": 0}, 1.5, lambda new, old, decode: len(new.train) == 60),
+    "train.seed": ({}, 43, lambda new, old, decode: (
+        new.eval.sources != old.eval.sources and len(new.eval) == len(old.eval))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("key", CHANGES_DATA)
+def test_a_key_changes_the_data_as_it_says(key, quickstart, tmp_path):
+    along, value, holds = CHANGES_DATA[key]
+    old = plan_for(read(quickstart, tmp_path))
+    new = plan_for(read(quickstart, tmp_path, **{**along, key: value}))
+    assert holds(new.data, old.data, lambda data: text(data, old.tokenizer.tokenizer))
+
+
+def test_a_random_model_knows_nothing_and_a_pretrained_one_in_bfloat16_almost_the_same(train, usual):
+    """512 tokens: a loss of ln 512 = 6.24."""
+    assert train({"model.init": "random"})[0][0] == pytest.approx(6.24, abs=0.15)
+    assert usual[0][0] < 5.0
+    found, _, _, folder = train({"model.dtype": "bfloat16"})
+    assert found != usual[0] and found == pytest.approx(usual[0], rel=2e-2)
+    assert {t.dtype for t in load_file(folder / "model" / "model.safetensors").values()} == {torch.bfloat16}
 
 
 # key -> (value, where in the plan, what is there)
@@ -159,8 +168,6 @@ def test_optimizers_and_checkpointing_train_alike(train, usual):
 
 
 def test_gradient_checkpointing_runs_layers_twice(quickstart):
-    import torch
-
     from ligertune.activations.checkpointing import checkpoint_layers
     from ligertune.models.load import build_model, read_config
 
@@ -274,6 +281,26 @@ ELSEWHERE = {
     "version": "tests/recipe",
     "task": "tests/recipe",
     "model.model_name_or_path": "test_bad_input",
+    "data.packing": "test_padding_free",
+    "data.streaming": "test_streaming",
+    "train.group_by_length": "test_order",
+    **{
+        f"train.{key}": "tests/train/test_loop"
+        for key in (
+            "per_device_train_batch_size",
+            "gradient_accumulation_steps",
+            "learning_rate",
+            "lr_scheduler_type",
+            "warmup_steps",
+            "min_lr_ratio",
+            "weight_decay",
+            "adam_beta1",
+            "adam_beta2",
+            "adam_epsilon",
+            "max_grad_norm",
+        )
+    },
+    "train.warmup_ratio": "test_learning_rate",
     "model.revision": "test_hub_cache",
     "model.trust_remote_code": "test_hub_cache",
     "data.datasets[].path": "test_bad_input",

@@ -21,8 +21,6 @@ from ligertune.data.batching.collate import Batcher
 from ligertune.errors import UserError
 from ligertune.run import plan_for, run
 from ligertune.tasks.objectives import objective_of
-from ligertune.train.checkpoint.checkpoint_files import resume_folder
-from ligertune.train.checkpoint.checksums import checksums, damage
 from ligertune.train.evaluate import evaluate
 from ligertune.train.signals import StopRequest
 
@@ -61,26 +59,6 @@ def flip_a_bit(path):
 
 def cut_in_half(path):
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-
-
-@pytest.mark.parametrize("harm", [flip_a_bit, cut_in_half, lambda path: path.unlink()], ids=["bit", "half", "gone"])
-@pytest.mark.parametrize("name", ["weights", "shards/0"])
-def test_a_damaged_file_is_found_and_named(name, harm, tmp_path):
-    (tmp_path / "shards").mkdir()
-    for file in ("weights", "shards/0", "shards/1"):
-        (tmp_path / file).write_bytes(bytes(range(256)) * 8)
-    expected = checksums(tmp_path, but="progress.json")
-    (tmp_path / "progress.json").write_text(json.dumps({"files": expected}))
-    assert damage(tmp_path, expected, but="progress.json") is None
-    harm(tmp_path / name)
-    assert damage(tmp_path, expected, but="progress.json").startswith(f"{name} ")
-
-
-def test_a_progress_file_that_is_cut_off_is_damage_too(cut, quickstart):
-    cut_in_half(cut / "run" / "checkpoints" / "step-4" / "progress.json")
-    folder, notes = resume_folder(plan_for(read(quickstart, cut, **SETTINGS, **RESUME)).plan)
-    assert folder.name == "step-2"
-    assert "progress.json cannot be read" in notes[0]
 
 
 def test_the_checkpoint_before_a_damaged_one_is_resumed_from(cut, quickstart):
