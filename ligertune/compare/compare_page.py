@@ -1,26 +1,19 @@
-"""A comparison as one HTML page: charts inside it, nothing fetched from elsewhere."""
+"""HTML report of a comparison: one self-contained page, rendered from compare_page.html.j2."""
 
 from __future__ import annotations
 
 import base64
 from collections.abc import Sequence
-from html import escape
 from pathlib import Path
+from typing import Any
 
+import jinja2
+
+from ligertune.compare.compare_plots import COLOURS
 from ligertune.compare.summary import Comparison, Point, SideResult
 from ligertune.compare.target import label
 
-_STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 75rem; padding: 0 1rem; color: #222; }
-h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2rem; }
-table { border-collapse: collapse; } td, th { padding: .2rem 1rem .2rem 0; text-align: right; vertical-align: top; }
-td:first-child, th:first-child { text-align: left; } td { font-variant-numeric: tabular-nums; }
-th { font-weight: 600; color: #555; border-bottom: 1px solid #ccc; } .bad { color: #b00000; font-weight: 600; }
-img { max-width: 100%; height: auto; background: white; margin-right: 1rem; } .d { color: #666; font-size: .9em; }
-svg { max-width: 100%; height: auto; } polyline { fill: none; stroke-width: 1.5; }
-"""
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
-_HEAD = (
+HEADER = (
     "",
     "real tokens/s",
     "median step",
@@ -31,40 +24,32 @@ _HEAD = (
     "memory ratio",
     "losses",
 )
+_WIDTH, _HEIGHT = 720, 160  # pixels of the step-time curves
 GIB, MIB = 2**30, 2**20
 
 
 def page(result: Comparison, charts: Sequence[Path]) -> str:
-    """The whole document. `charts` are PNG files that it takes in."""
-    pictures = [
-        f'<img alt="{escape(path.stem)}" src="data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}">'
-        for path in charts
-    ]
-    verdict = "".join(f"<p class=bad>{escape(problem)}</p>" for problem in result.problems)
-    about = (
-        f"{result.repeats} runs of each side, interleaved, each in a process of its own; {result.steps} measured steps "
-        f"after {result.warmup} of warm-up. Rates are real tokens of all devices, mean ± standard error over the runs."
+    """Render the whole document. `charts` are PNG files to embed."""
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("ligertune.compare", "."),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
     )
-    body = "\n".join(
-        [
-            f"<h1>{escape(Path(result.recipe).name or 'Comparison')}</h1>",
-            f"<p>{escape(label(result.target, processes=result.processes))}<br>{escape(result.date)}</p>",
-            f"<p class=d>{escape(about)}</p>",
-            verdict or "<p>Losses are the same on every side of ours.</p>",
-            *pictures,
-            *(_point(point) for point in result.points),
-        ]
-    )
-    return (
-        "<!DOCTYPE html>\n<html lang=en><head><meta charset=utf-8>"
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
-        f"<title>ligertune compare</title><style>{_STYLE}</style></head>\n<body>\n{body}\n</body></html>\n"
+    return environment.get_template("compare_page.html.j2").render(
+        title=Path(result.recipe).name or "Comparison",
+        target=label(result.target, processes=result.processes),
+        result=result,
+        charts=[{"name": path.stem, "base64": base64.b64encode(path.read_bytes()).decode()} for path in charts],
+        header=HEADER,
+        points=[_point(point) for point in result.points],
+        width=_WIDTH,
+        height=_HEIGHT,
     )
 
 
-def _point(point: Point) -> str:
-    rows = [_row(point, side) for side in point.sides]
-    head = "".join(f"<th>{escape(cell)}</th>" for cell in _HEAD)
+def _point(point: Point) -> dict[str, Any]:
     notes = [
         f"{side.label}: step {slow.step} of run {slow.repeat} took {slow.seconds:.2f} s, {slow.times_median:.1f} x the "
         "median: something else ran in it, such as a compiler"
@@ -72,25 +57,18 @@ def _point(point: Point) -> str:
         for slow in side.slow_steps
     ]
     notes += [f"{side.label}: {side.kernels}" for side in point.sides if side.kernels]
-    listed = "".join(f"<li>{escape(note)}</li>" for note in notes)
-    return (
-        f"<h2>{escape(point.label or 'Results')}</h2><table><tr>{head}</tr>{''.join(rows)}</table><ul>{listed}</ul>"
-        f"<h3>Seconds of each step, first runs</h3>{_curves(point)}"
-    )
+    return {"label": point.label, "rows": [_row(point, side) for side in point.sides], "notes": notes, **_curves(point)}
 
 
-def _row(point: Point, side: SideResult) -> str:
+def _row(point: Point, side: SideResult) -> dict[str, Any]:
     rate, gain = side.tokens_per_second, point.gain(side)
     if rate is None:
-        said = side.failure.sentence if side.failure else ""
-        kind = side.failure.kind if side.failure else "nothing measured"
-        return (
-            f'<tr><td>{escape(side.label)}</td><td class=bad colspan=8 title="{escape(said)}">{escape(kind)}</td></tr>'
-        )
+        failure = side.failure
+        kind, sentence = (failure.kind, failure.sentence) if failure else ("nothing measured", "")
+        return {"side": side.label, "failure": kind, "title": sentence}
     error = f" ± {rate.standard_error:,.0f}" if rate.standard_error is not None else ""
     same = "reference" if side.name == point.reference else side.parity and side.parity.sentence.split(":")[0]
     cells = (
-        side.label,
         f"{rate.mean:,.0f}{error}",
         f"{1e3 * side.median_step_seconds:,.1f} ms",
         _size(side.peak),
@@ -100,8 +78,7 @@ def _row(point: Point, side: SideResult) -> str:
         f"{gain[1]:.2f}" if gain else "",
         same or "",
     )
-    title = escape(side.parity.sentence) if side.parity else ""
-    return f'<tr title="{title}">' + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>"
+    return {"side": side.label, "failure": "", "cells": cells, "title": side.parity.sentence if side.parity else ""}
 
 
 def _size(n_bytes: int | None) -> str:
@@ -110,28 +87,20 @@ def _size(n_bytes: int | None) -> str:
     return f"{n_bytes / GIB:.2f} GiB" if n_bytes >= GIB else f"{n_bytes / MIB:.0f} MiB"
 
 
-def _curves(point: Point) -> str:
-    """Every step's seconds of each side's first run, warm-up included: a slow run shows where it was slow."""
-    from ligertune.compare.compare_plots import COLOURS
+def _curves(point: Point) -> dict[str, Any]:
+    """Return the seconds of every step of each side's first run as curves in pixels.
 
+    Warm-up steps are included, so that the curve shows where a slow run was slow.
+    """
     runs = [(side, next((t for t in side.trials if t.steps and not t.failure), None)) for side in point.sides]
     runs = [(side, trial) for side, trial in runs if trial and len(trial.steps) > 1]
-    if not runs:
-        return ""
-    width, height = 720, 160
-    most = max(step.seconds for _, trial in runs for step in trial.steps)
-    lines = []
+    slowest = max((step.seconds for _, trial in runs for step in trial.steps), default=0.0)
+    curves = []
     for side, trial in runs:
         last = len(trial.steps) - 1
-        path = " ".join(
-            f"{width * i / last:.1f},{height * (1 - step.seconds / most):.1f}" for i, step in enumerate(trial.steps)
-        )
-        colour = COLOURS.get(side.name, "black")
-        lines.append(f'<polyline points="{path}" stroke="{colour}"><title>{escape(side.label)}</title></polyline>')
-    key = ", ".join(
-        f'<span style="color:{COLOURS.get(side.name, "black")}">{escape(side.label)}</span>' for side, _ in runs
-    )
-    return (
-        f'<svg viewBox="0 -4 {width} {height + 8}" width="{width}" role="img">{"".join(lines)}</svg>'
-        f"<p class=d>from the first step to the last; the top is {most:.3f} s. {key}</p>"
-    )
+        dots = [
+            f"{_WIDTH * i / last:.1f},{_HEIGHT * (1 - step.seconds / slowest):.1f}"
+            for i, step in enumerate(trial.steps)
+        ]
+        curves.append({"path": " ".join(dots), "colour": COLOURS.get(side.name, "black"), "label": side.label})
+    return {"curves": curves, "slowest": slowest}
