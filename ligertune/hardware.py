@@ -1,4 +1,4 @@
-"""What hardware is here: vendor, architecture, memory, dtypes, peak rates. An unknown peak is absent, never guessed."""
+"""Hardware: GPU vendor, architecture, memory, dtypes, peak rates, host memory, and the ranks of a launcher."""
 
 from __future__ import annotations
 
@@ -6,30 +6,34 @@ import dataclasses
 import os
 import platform
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from ligertune.errors import UserError
-from ligertune.host_memory import total_memory
-from ligertune.imports import importing
+from ligertune.progress import importing
 
 Vendor = Literal["nvidia", "amd", "cpu"]
+PROC, CGROUP = Path("/proc"), Path("/sys/fs/cgroup")
+# cgroup v2 and v1: folder, limit, usage
+CGROUP_FILES = (
+    ("", "memory.max", "memory.current"),
+    ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+)
 
 
 @dataclass(frozen=True)
 class Peak:
-    """Data-sheet rates of one torch device, dense (no sparsity).
-
-    `name_part` is matched against the device's name, lower case. bandwidth: bytes/s; bf16: FLOP/s.
-    """
+    """Data-sheet rates of one torch device, dense (without sparsity). `name_part` is a part of its lower-case name."""
 
     name_part: str
-    bandwidth: float
-    bf16: float
+    bandwidth: float  # bytes/s
+    bf16: float  # FLOP/s
     source: str
 
 
-# The first row whose name_part stands in the device's name as words of its own: longer names stand before their parts.
+# The first row whose name_part occurs in the device's name as whole words counts, so longer names come first.
 PEAKS = (
     Peak("h100 nvl", 3.9e12, 835e12, "NVIDIA H100 data sheet"),
     Peak("h100 pcie", 2.0e12, 756e12, "NVIDIA H100 data sheet"),
@@ -55,7 +59,7 @@ PEAKS = (
     Peak("mi210", 1.6e12, 181e12, "AMD Instinct MI210 data sheet"),
     Peak("rx 7900 xtx", 0.960e12, 122.8e12, "AMD Radeon RX 7900 XTX data sheet"),
 )
-# Words by which a device of the same name is a smaller one: RTX 4090 Laptop, RTX 5090 D, a slice of an A100.
+# Words that mark a slower device of the same name: RTX 4090 Laptop, RTX 5090 D, a MIG slice of an A100.
 LESSER = {"laptop", "d", "max-q", "mig"}
 
 
@@ -77,41 +81,41 @@ class Machine:
 
 
 def world_size() -> int:
-    """How many processes a launcher (accelerate launch, torchrun) started; 1 without a launcher."""
-    return _of_the_launcher("WORLD_SIZE", 1)
+    """Return the number of processes that accelerate launch or torchrun started; 1 without a launcher."""
+    return _launcher_variable("WORLD_SIZE", 1)
 
 
 def is_launched() -> bool:
-    """Whether a launcher started this process; `accelerate launch --num_processes 1` leaves nothing but its own."""
+    """Whether a launcher started this process. `accelerate launch --num_processes 1` sets only its own variables."""
     return any(name in os.environ for name in ("WORLD_SIZE", "LOCAL_RANK", "ACCELERATE_MIXED_PRECISION"))
 
 
 def rank() -> int:
-    """Which of the run's processes this is."""
-    return _of_the_launcher("RANK", 0)
+    """Return this process's rank in the run."""
+    return _launcher_variable("RANK", 0)
 
 
 def is_main_process() -> bool:
-    """Whether this process is the one that prints and writes."""
+    """Whether this process prints and writes."""
     return rank() == 0
 
 
 def is_first_on_node() -> bool:
-    """Whether this process is the one that does for the others of its node what need be done once."""
+    """Whether this process does the work that is done once per node."""
     return local_rank() == 0
 
 
 def local_rank() -> int:
-    """Which of its node's processes this is, and so which GPU is its own."""
-    return _of_the_launcher("LOCAL_RANK", 0)
+    """Return this process's rank on its node, which is the index of its GPU."""
+    return _launcher_variable("LOCAL_RANK", 0)
 
 
 def ranks_on_node() -> int:
-    """How many processes of the run share this node."""
-    return _of_the_launcher("LOCAL_WORLD_SIZE", 1)
+    """Return the number of the run's processes on this node."""
+    return _launcher_variable("LOCAL_WORLD_SIZE", 1)
 
 
-def _of_the_launcher(name: str, default: int) -> int:
+def _launcher_variable(name: str, default: int) -> int:
     value = os.environ.get(name) or str(default)
     if not value.strip().isdecimal():
         raise UserError(
@@ -122,7 +126,7 @@ def _of_the_launcher(name: str, default: int) -> int:
 
 
 def choose_processes(wanted: int | Literal["auto"], strategy: str) -> int:
-    """`parallel.num_processes`: those that a launcher started, or one for each visible GPU. Imports torch."""
+    """Resolve `parallel.num_processes`: the launcher's processes, or one per visible GPU. Imports torch."""
     if is_launched():
         if wanted not in ("auto", world_size()):
             raise UserError(
@@ -148,7 +152,7 @@ def choose_processes(wanted: int | Literal["auto"], strategy: str) -> int:
 
 
 def peak_of(name: str) -> Peak | None:
-    """The data-sheet row of a device name, or None: then MFU is left out of the report."""
+    """Return the data-sheet row of a device name, or None. Without it the report has no MFU."""
     lowered = name.lower()
     if LESSER & set(lowered.split()):
         return None
@@ -156,7 +160,7 @@ def peak_of(name: str) -> Peak | None:
 
 
 def this_machine() -> Machine:
-    """Look at the hardware once. Imports torch."""
+    """Return this process's device. Imports torch."""
     with importing():
         import torch
 
@@ -174,7 +178,7 @@ def this_machine() -> Machine:
             world_size=world_size(),
             torch_version=torch.__version__,
         )
-    # accelerate counts the same way
+    # accelerate maps local ranks to devices in the same way
     properties = torch.cuda.get_device_properties(local_rank() % torch.cuda.device_count())
     amd = torch.version.hip is not None
     # gcnArchName is like "gfx942:sramecc+:xnack-"; a capability means nothing on AMD
@@ -196,7 +200,7 @@ def this_machine() -> Machine:
 
 
 def imagined_machine(*, memory_gib: float | None, gpus: int | None) -> Machine:
-    """This machine; or what is asked for: a GPU with that much memory, or several that train together."""
+    """Return this machine with another GPU memory (in GiB) or another number of GPUs, for `ligertune plan`."""
     machine = this_machine()
     if memory_gib is not None:
         name = machine.name if machine.device == "cuda" else f"a GPU of {memory_gib:g} GiB"
@@ -214,3 +218,46 @@ def _cpu_name() -> str:
     except OSError:
         names = []
     return names[0] if names else platform.processor() or "CPU"
+
+
+def available_memory(proc: Path = PROC, cgroup: Path = CGROUP) -> int | None:
+    """Return the bytes of host memory that are free without swapping, within the container's limit; None if unknown."""
+    available = _table(proc / "meminfo").get("MemAvailable:")
+    if available is None:
+        return None
+    return min([1024 * available, *(max(0, limit - taken) for limit, taken in _limits(cgroup))])
+
+
+def total_memory(cgroup: Path = CGROUP) -> int:
+    """Return the bytes of host memory, or the container's limit if that is less; 0 if unknown."""
+    if "SC_PHYS_PAGES" not in getattr(os, "sysconf_names", ()):
+        return 0
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min([physical, *(limit for limit, _ in _limits(cgroup))])
+
+
+def _limits(cgroup: Path) -> Iterator[tuple[int, int]]:
+    """Yield (limit, usage) in bytes of each control group. Cached files do not count: the kernel drops them on demand."""
+    for folder, limit, taken in CGROUP_FILES:
+        most, held = (_number(cgroup / folder / name) for name in (limit, taken))
+        if most is not None and held is not None:
+            files = _table(cgroup / folder / "memory.stat")
+            yield most, held - files.get("active_file", 0) - files.get("inactive_file", 0)
+
+
+def _table(path: Path) -> dict[str, int]:
+    """Read lines of a word and a number."""
+    try:
+        lines = [line.split() for line in path.read_text(encoding="utf-8").splitlines()]
+    except OSError:
+        return {}
+    return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdecimal()}
+
+
+def _number(path: Path) -> int | None:
+    """Read a number from a file; None if the file is missing or holds a word (`max`)."""
+    try:
+        text = path.read_text(encoding="utf-8").strip()
+    except OSError:
+        return None
+    return int(text) if text.isdecimal() else None

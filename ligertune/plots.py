@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from pathlib import Path
 
-from ligertune.metrics import read_metrics
+from ligertune.storage import read_metrics
 
 NAME = "curves.png"
 

@@ -1,38 +1,36 @@
-"""The report: what a run did, at what speed, in how much memory, and where the model is."""
+"""Run report: losses, throughput, MFU, peak memory, and where the model was saved."""
 
 from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
-import json
-import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from ligertune.planning.plan import KernelLine, Plan
+from ligertune.train.meter import Counts
 
 PACKAGES = ("torch", "triton", "triton-rocm", "transformers", "accelerate", "peft", "datasets", "torchao", "ligertune")
 
 
 @dataclass(frozen=True)
 class Throughput:
-    """Over all devices, per second. `tokens` are real ones; padding is named beside them, never billed."""
+    """Rates per second over all devices. `tokens_per_second` counts real tokens; padding is reported separately."""
 
     tokens_per_second: float
     padded_tokens_per_second: float
     trained_tokens_per_second: float
-    padding_share: float  # of the slots that were computed
-    steps: int  # measured
+    padding_share: float  # padded slots / all computed slots
+    steps: int  # measured steps
     warmup_steps_excluded: int
-    images_per_second: float | None  # None of a model of text
-    image_tokens_per_second: float | None  # of tokens_per_second, those that stand for images
-    mfu: float | None  # model FLOPs over the devices' dense peak; None where the peak is unknown
+    images_per_second: float | None  # None without images
+    image_tokens_per_second: float | None  # part of tokens_per_second
+    mfu: float | None  # model FLOP/s over the devices' dense peak; None if that is unknown
 
 
 @dataclass(frozen=True)
 class Report:
-    """One run. Losses are means over the first and the last logged interval of the whole run, resumed or not."""
+    """Report of one run. Losses are means over the first and the last logged interval, also of a resumed run."""
 
     status: Literal["completed", "interrupted"]
     stopped_by: str | None
@@ -58,15 +56,15 @@ class Report:
     model_path: str | None
     versions: dict[str, str]
     notes: tuple[str, ...]
-    medusa: dict | None = None  # MedusaReport.as_dict() of a run that trained heads
-    seconds_to_first_step: dict[str, float] = dataclasses.field(default_factory=dict)  # by what was done
+    medusa: dict | None = None  # MedusaReport.as_dict() if heads were trained
+    seconds_to_first_step: dict[str, float] = dataclasses.field(default_factory=dict)  # by phase
 
     def as_dict(self) -> dict:
         return dataclasses.asdict(self)
 
 
 def versions() -> dict[str, str]:
-    """Installed versions of what a result depends on."""
+    """Return the installed versions of packages that affect a result."""
     found = {}
     for package in PACKAGES:
         try:
@@ -76,15 +74,15 @@ def versions() -> dict[str, str]:
     return found
 
 
-def throughput(plan: Plan, work: object, seconds: float, *, warmup_excluded: bool) -> Throughput | None:
-    """From the meter's counts; None where no step was measured."""
+def throughput(plan: Plan, work: Counts, seconds: float, *, warmup_excluded: bool) -> Throughput | None:
+    """Return the rates of the metered work, or None if no step was measured."""
     if not work.steps or seconds <= 0:
         return None
     peak, dtype = plan.machine.peak_flops, plan.precision
-    sees = work.images > 0  # then a part of the FLOPs is the tower's, which are not counted
-    known = (
-        not sees
-        and not plan.build.execution.fp8  # some products in float8 and some not: there is no one peak
+    has_images = work.images > 0
+    mfu_known = (
+        not has_images  # the vision tower's FLOPs are not counted
+        and not plan.build.execution.fp8  # float8 and bfloat16 products have different peaks
         and peak is not None
         and plan.measurement.mfu
         and (dtype.weights == "bfloat16" or dtype.autocast == "fp16")
@@ -96,14 +94,7 @@ def throughput(plan: Plan, work: object, seconds: float, *, warmup_excluded: boo
         padding_share=work.padding_share,
         steps=work.steps,
         warmup_steps_excluded=plan.measurement.warmup_steps if warmup_excluded else 0,
-        images_per_second=work.images / seconds if sees else None,
-        image_tokens_per_second=work.image_tokens / seconds if sees else None,
-        mfu=work.flops / seconds / (peak * plan.batching.world_size) if known else None,
+        images_per_second=work.images / seconds if has_images else None,
+        image_tokens_per_second=work.image_tokens / seconds if has_images else None,
+        mfu=work.flops / seconds / (peak * plan.batching.world_size) if mfu_known else None,
     )
-
-
-def write_json(path: Path, content: dict) -> None:
-    """Complete or absent: written aside, then renamed."""
-    aside = path.with_name(path.name + ".partial")
-    aside.write_text(json.dumps(content, indent=1, default=str) + "\n", encoding="utf-8")
-    os.replace(aside, path)

@@ -11,10 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ligertune.decode.medusa_run import finish_heads, merge_adapter, of_base, with_heads
-from ligertune.hardware import Machine, imagined_machine, is_launched, ranks_on_node, this_machine
-from ligertune.host_memory import available_memory
-from ligertune.imports import importing
-from ligertune.metrics import read_metrics
+from ligertune.hardware import Machine, available_memory, imagined_machine, is_launched, ranks_on_node, this_machine
 from ligertune.planning.batch_layout import (
     length_multiple,
     padding_free_notes,
@@ -29,9 +26,10 @@ from ligertune.planning.plan import BuiltModel, Plan, make_plan
 from ligertune.planning.precision import check_float8, choose_precision
 from ligertune.planning.preflight import check_output_dir, check_packages, check_paths, clear_run
 from ligertune.plots import draw_curves
-from ligertune.progress import Phases
+from ligertune.progress import Phases, importing
 from ligertune.recipe import Recipe, dump_recipe
-from ligertune.report import Report, throughput, versions, write_json
+from ligertune.report import Report, throughput, versions
+from ligertune.storage import read_metrics, write_json
 from ligertune.train.model_builder import apply_kernels, preview_model
 
 if TYPE_CHECKING:

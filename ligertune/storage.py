@@ -1,39 +1,150 @@
-"""A disk that is full, read-only or gone while something is written: one sentence instead of a traceback."""
+"""Files of a run: atomic folders, metrics.jsonl, the newest checkpoint, and disk errors as one sentence."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
+import re
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 from ligertune.errors import UserError
 
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
+PROGRESS_FILE = "progress.json"  # the last file that a checkpoint writes: with it a checkpoint is complete
+
+
+# ---- atomic folders: a kill leaves the old folder, the new one, or none
+
+
+def put_in_place(partial: Path, final: Path) -> None:
+    """Rename the complete folder `partial` to `final`, replacing what is there."""
+    flush(partial)
+    remove(final)
+    os.replace(partial, final)
+    flush(final.parent, files=False)
+
+
+def remove(folder: Path) -> None:
+    """Remove a folder if it exists. It is renamed first, so that a kill does not leave half of it under its name."""
+    if not folder.exists():
+        return
+    renamed = folder.with_name(f".{folder.name.strip('.').removesuffix('.partial')}.old.partial")
+    shutil.rmtree(renamed, ignore_errors=True)
+    os.replace(folder, renamed)
+    shutil.rmtree(renamed)
+
+
+def flush(folder: Path, *, files: bool = True) -> None:
+    """Write a folder's entries, and its files, to the disk, before a rename relies on them."""
+    if os.name != "posix":
+        return
+    inside = [entry for entry in folder.rglob("*") if entry.is_file()] if files else []
+    for path in [*inside, folder]:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove partial folders that a kill left in `folder`."""
+    for left in folder.glob(".*.partial"):
+        if left.is_dir():
+            shutil.rmtree(left)
+
+
+def write_json(path: Path, content: dict) -> None:
+    """Write a JSON file atomically."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(content, indent=1, default=str) + "\n", encoding="utf-8")
+    os.replace(partial, path)
+
+
+# ---- checkpoints
+
+
+def complete_checkpoints(output_dir: Path) -> list[Path]:
+    """Return the complete `checkpoints/step-N` of a run, oldest first."""
+    folder = output_dir / "checkpoints"
+    if not folder.is_dir():
+        return []
+    named = [(int(m[1]), entry) for entry in folder.iterdir() if (m := re.fullmatch(r"step-(\d+)", entry.name))]
+    return [entry for _, entry in sorted(named) if (entry / PROGRESS_FILE).is_file()]
+
+
+def newest_checkpoint(output_dir: Path) -> Path | None:
+    """Return the complete checkpoint with the highest step, or None."""
+    return next(reversed(complete_checkpoints(output_dir)), None)
+
+
+# ---- metrics.jsonl: one line per logged step, readable during the run
+
+
+class MetricsFile:
+    """Append-only writer of metrics.jsonl. For a resumed run it first drops the lines after `resumed_from`."""
+
+    def __init__(self, path: Path, *, resumed_from: int, enabled: bool) -> None:
+        self._path, self.enabled = path, enabled
+        if enabled:
+            kept = [line for line in read_metrics(path) if line["step"] <= resumed_from] if resumed_from else []
+            partial = path.with_suffix(".partial")
+            partial.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+            os.replace(partial, path)
+
+    def lines(self) -> list[dict]:
+        """Return the lines written so far."""
+        return read_metrics(self._path)
+
+    def write(self, line: dict) -> None:
+        """Append one line. The file is closed after it, so that readers see it at once."""
+        if self.enabled:
+            with self._path.open("a", encoding="utf-8") as out:
+                out.write(json.dumps(line) + "\n")
+
+
+def read_metrics(path: Path) -> list[dict]:
+    """Return all complete lines of metrics.jsonl. A last line that a kill cut off is skipped."""
+    if not path.is_file():
+        return []
+    lines = []
+    for text in path.read_text(encoding="utf-8").split("\n"):
+        try:
+            lines.append(json.loads(text))
+        except json.JSONDecodeError:
+            continue
+    return lines
+
+
+# ---- disk errors
 
 
 @contextlib.contextmanager
 def writing(what: str) -> Iterator[None]:
-    """Around what writes through torch or safetensors, which hide the system's error in ones of their own."""
+    """Turn a full or failing disk into a UserError. `what` names the file in its message."""
     from safetensors import SafetensorError
 
     try:
         yield
-    except (OSError, SafetensorError, RuntimeError) as problem:
-        reason = reason_of(problem)
+    except (OSError, SafetensorError, RuntimeError) as problem:  # torch and safetensors wrap the system's error
+        reason = disk_error(problem)
         if reason is None:
             raise
         raise cannot_write(what, reason) from problem
 
 
-def reason_of(problem: BaseException) -> str | None:
-    """What the disk refused, if it was the disk."""
+def disk_error(problem: BaseException) -> str | None:
+    """Return what the disk refused, or None for any other error."""
     if isinstance(problem, OSError):
-        return os.strerror(problem.errno) if problem.errno in FULL else None
-    said = str(problem)
-    if "inline_container" in said:  # torch.save: it says where its file ended, and not why
+        return os.strerror(problem.errno) if problem.errno in DISK_ERRORS else None
+    text = str(problem)
+    if "inline_container" in text:  # torch.save reports where its file ended, not why
         return "the file could not be written to its end"
-    return next((os.strerror(code) for code in FULL if f"(os error {code})" in said), None)
+    return next((os.strerror(code) for code in DISK_ERRORS if f"(os error {code})" in text), None)
 
 
 def cannot_write(what: str, reason: str) -> UserError:

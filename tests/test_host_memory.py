@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from ligertune.host_memory import available_memory, total_memory
+from ligertune.hardware import available_memory, total_memory
 from ligertune.planning.memory.pinned_memory import host_memory_parts, warn_of_host_memory
 from ligertune.recipe import load_recipe
 from ligertune.run import plan_for

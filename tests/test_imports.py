@@ -9,13 +9,13 @@ import textwrap
 
 import pytest
 
-from ligertune.imports import importing
+from ligertune.progress import importing
 
 
 def test_what_is_imported_is_never_looked_through_again():
     code = """
         import gc
-        from ligertune.imports import importing
+        from ligertune.progress import importing
         with importing():
             assert not gc.isenabled()
             import unittest.mock

@@ -12,7 +12,7 @@ import typer
 
 from ligertune import progress  # noqa: F401  first: it records when the process started
 from ligertune.errors import UserError
-from ligertune.imports import importing
+from ligertune.progress import importing
 
 app = typer.Typer(
     name="ligertune",
@@ -72,9 +72,9 @@ def main() -> None:
         _report(problem)
         sys.exit(problem.exit_code)
     except OSError as problem:
-        from ligertune.storage import cannot_write, reason_of
+        from ligertune.storage import cannot_write, disk_error
 
-        reason = reason_of(problem)
+        reason = disk_error(problem)
         if reason is None:
             raise
         _report(cannot_write(str(problem.filename or "A file"), reason))

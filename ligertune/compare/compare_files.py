@@ -9,7 +9,7 @@ from pathlib import Path
 from ligertune.compare.compare_page import page
 from ligertune.compare.summary import Comparison
 from ligertune.errors import UserError
-from ligertune.report import write_json
+from ligertune.storage import write_json
 
 COLUMNS = (
     "setting", "side", "tokens_per_second", "standard_error", "median_tokens_per_second", "median_step_seconds",

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Literal
 
 from ligertune.compare.side import Side
-from ligertune.metrics import read_metrics
 from ligertune.recipe import KernelsSpec, Recipe, dump_recipe
+from ligertune.storage import read_metrics
 
 RESULT = "result.json"
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from ligertune.compare.trial import RESULT, Failure
 from ligertune.errors import UserError
 from ligertune.hardware import is_main_process
-from ligertune.report import write_json
+from ligertune.storage import write_json
 
 
 def main(recipe: Path, folder: Path, change: str | None = None) -> int:

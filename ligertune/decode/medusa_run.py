@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ligertune.errors import UserError
 from ligertune.planning.plan import KernelLine
-from ligertune.report import write_json
+from ligertune.storage import write_json
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

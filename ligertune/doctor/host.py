@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ligertune.doctor.finding import Finding
-from ligertune.host_memory import available_memory
+from ligertune.hardware import available_memory
 
 GIB = 2**30
 LEAST_DISK = 10 * GIB  # a 1B model, its checkpoint and its data

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 
 from ligertune.launcher.failures import FOLDER, Ended, leave_tracebacks, verdict, words_in
 from ligertune.launcher.stalled import ENDED, Standstill, state_of
+from ligertune.storage import newest_checkpoint
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing import PContext
@@ -175,8 +176,6 @@ def _code(plan: Plan, failures: list[Ended], received: list[int]) -> int | None:
 
 def _failure(plan: Plan, failures: list[Ended], folder: Path, given_up: set[int]) -> Exception:
     """The sentence; what the ranks said is kept in output_dir, if the run had begun."""
-    from ligertune.train.checkpoint.checkpoint_files import newest_checkpoint
-
     words = words_in(folder)
     newest = newest_checkpoint(plan.output_dir)
     problem = verdict(failures, words, timeout=plan.parallel.timeout, newest=newest, given_up=given_up)

@@ -6,8 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ligertune.folders import put_in_place, remove
-from ligertune.storage import writing
+from ligertune.storage import put_in_place, remove, writing
 from ligertune.vision.reader import save_processor
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from ligertune.metrics import MetricsFile
 from ligertune.planning.plan import Plan
+from ligertune.storage import MetricsFile
 from ligertune.train.checks import FiniteLossCheck
 from ligertune.train.distributed import full_tensor, reduce_sum
 from ligertune.train.meter import HostCopy, Lap, Meter

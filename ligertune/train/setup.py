@@ -19,8 +19,8 @@ from ligertune.data.batching.packing import pack
 from ligertune.data.examples import Examples
 from ligertune.data.prepare import PreparedData
 from ligertune.data.stream import StreamedExamples
-from ligertune.metrics import MetricsFile
 from ligertune.planning.plan import Plan
+from ligertune.storage import MetricsFile
 from ligertune.tasks.objectives import Objective, objective_of
 from ligertune.train.checkpoint import checkpoint_files as checkpoint
 from ligertune.train.checkpoint.reshard import load_states

@@ -24,9 +24,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from ligertune.errors import UserError
-from ligertune.folders import put_in_place, remove
 from ligertune.models.save import write_prompt
 from ligertune.planning.preflight import HEADS_FILES
+from ligertune.storage import put_in_place, remove
 from ligertune.tasks.medusa.candidate_tree import Path as TreePath
 from ligertune.tasks.medusa.candidate_tree import chain
 from ligertune.tasks.medusa.heads import MedusaHeads

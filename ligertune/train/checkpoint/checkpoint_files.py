@@ -19,13 +19,19 @@ from accelerate import Accelerator
 from safetensors import SafetensorError
 
 from ligertune.errors import UserError
-from ligertune.folders import put_in_place, remove, remove_leftovers
 from ligertune.planning.plan import Plan
-from ligertune.storage import writing
+from ligertune.storage import (
+    PROGRESS_FILE,
+    complete_checkpoints,
+    newest_checkpoint,
+    put_in_place,
+    remove,
+    remove_leftovers,
+    writing,
+)
 from ligertune.train.checkpoint.checksums import checksums, damage
 
 NAME = re.compile(r"step-(\d+)")
-PROGRESS = "progress.json"
 
 
 @writing("A checkpoint")
@@ -84,8 +90,8 @@ def progress_of(plan: Plan, step: int) -> dict:
 
 def _complete_with(aside: Path, progress: dict) -> None:
     """The last file, which makes a checkpoint complete."""
-    progress["files"] = checksums(aside, but=PROGRESS)
-    (aside / PROGRESS).write_text(json.dumps(progress, indent=1, default=str), encoding="utf-8")
+    progress["files"] = checksums(aside, but=PROGRESS_FILE)
+    (aside / PROGRESS_FILE).write_text(json.dumps(progress, indent=1, default=str), encoding="utf-8")
 
 
 def _unwritten(plan: Plan, step: int, aside: Path, error: Exception) -> UserError:
@@ -101,12 +107,6 @@ def _unwritten(plan: Plan, step: int, aside: Path, error: Exception) -> UserErro
     )
 
 
-def newest_checkpoint(output_dir: Path) -> Path | None:
-    """The complete checkpoint with the highest step, or None."""
-    found = _complete(output_dir / "checkpoints")
-    return found[-1] if found else None
-
-
 def resume_folder(plan: Plan) -> tuple[Path | None, tuple[str, ...]]:
     """What `checkpoint.resume_from_checkpoint` means here: a folder, or None to start at step 0; and notes on the way.
 
@@ -116,16 +116,16 @@ def resume_folder(plan: Plan) -> tuple[Path | None, tuple[str, ...]]:
     if wanted == "never":
         return None, ()
     if wanted == "auto":
-        for folder in reversed(_complete(plan.output_dir / "checkpoints")):
+        for folder in reversed(complete_checkpoints(plan.output_dir)):
             fault = _fault(folder)
             if fault is None:
                 return folder, tuple(notes)
             notes.append(f"{folder} is damaged and left alone: {fault}")
         return None, tuple(notes)
     folder = Path(wanted)
-    if not (folder / PROGRESS).is_file():
+    if not (folder / PROGRESS_FILE).is_file():
         raise UserError(
-            f"checkpoint.resume_from_checkpoint: {wanted} is not a complete checkpoint (it has no {PROGRESS}).",
+            f"checkpoint.resume_from_checkpoint: {wanted} is not a complete checkpoint (it has no {PROGRESS_FILE}).",
             hint="Name a checkpoints/step-N folder of a run, or write auto for the newest one.",
         )
     fault = _fault(folder)
@@ -140,10 +140,10 @@ def resume_folder(plan: Plan) -> tuple[Path | None, tuple[str, ...]]:
 def _fault(folder: Path) -> str | None:
     """What is wrong with a checkpoint's files, or None. One from before there were checksums is taken as it is."""
     try:
-        progress = json.loads((folder / PROGRESS).read_text(encoding="utf-8"))
+        progress = json.loads((folder / PROGRESS_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        return f"{PROGRESS} cannot be read ({error})"
-    return damage(folder, progress.get("files", {}), but=PROGRESS)
+        return f"{PROGRESS_FILE} cannot be read ({error})"
+    return damage(folder, progress.get("files", {}), but=PROGRESS_FILE)
 
 
 def check_unfinished(plan: Plan) -> None:
@@ -164,7 +164,7 @@ def check_unfinished(plan: Plan) -> None:
 
 def saved_progress(folder: Path, plan: Plan) -> int:
     """The step that a checkpoint was taken after; a UserError where it belongs to another run."""
-    progress = json.loads((folder / PROGRESS).read_text(encoding="utf-8"))
+    progress = json.loads((folder / PROGRESS_FILE).read_text(encoding="utf-8"))
     saved = progress["plan"]["batching"]["global_batch_size"]
     if progress["data_fingerprint"] != plan.data.fingerprint:
         raise UserError(
@@ -255,14 +255,6 @@ def check_space(plan: Plan) -> None:
         )
 
 
-def _complete(folder: Path) -> list[Path]:
-    """Complete checkpoints, oldest first."""
-    if not folder.is_dir():
-        return []
-    named = [(int(m[1]), entry) for entry in folder.iterdir() if (m := NAME.fullmatch(entry.name))]
-    return [entry for _, entry in sorted(named) if (entry / PROGRESS).is_file()]
-
-
 def _drop_oldest(folder: Path, *, keep: int) -> None:
-    for old in _complete(folder)[:-keep]:
+    for old in complete_checkpoints(folder.parent)[:-keep]:
         remove(old)

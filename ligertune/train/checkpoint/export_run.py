@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from ligertune.errors import UserError
 from ligertune.models.adapter_folder import ADAPTER, base_of
 from ligertune.planning.options import ModelOptions, RunOptions, saved_options
+from ligertune.storage import newest_checkpoint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -98,7 +99,6 @@ def _from_checkpoint(run: Path, out: Path, name: str, *, adapter: bool) -> Expor
     from ligertune.models.load import load_tokenizer, read_config, whole_model
     from ligertune.models.lora import is_adapter, merged
     from ligertune.models.trainable import apply_method
-    from ligertune.train.checkpoint.checkpoint_files import newest_checkpoint
     from ligertune.train.checkpoint.trained_weights import FILE, load_trained, load_weights
 
     folder = newest_checkpoint(run) if name == "newest" else run / "checkpoints" / name
