@@ -237,7 +237,7 @@ def total_memory(cgroup: Path = CGROUP) -> int:
 
 
 def _limits(cgroup: Path) -> Iterator[tuple[int, int]]:
-    """Yield (limit, usage) in bytes of each control group. Cached files do not count: the kernel drops them on demand."""
+    """Yield (limit, usage) in bytes of each control group. Cached files do not count."""
     for folder, limit, taken in CGROUP_FILES:
         most, held = (_number(cgroup / folder / name) for name in (limit, taken))
         if most is not None and held is not None:

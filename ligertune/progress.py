@@ -76,7 +76,7 @@ class Phases:
         self._changed.set()
 
     def handed_on(self) -> str:
-        """Return the state as JSON for another process, which continues with `taken_over`. This process says no more."""
+        """Return the state as JSON. Another process continues with `taken_over`. This one is silent then."""
         self._over = True
         self._changed.set()
         begun = time.time() - (time.perf_counter() - self._start)
