@@ -1,0 +1,219 @@
+"""Layout rules: layers, cycles, sizes of folders and functions, names, and the one home of each dependency."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = {"ligertune": ROOT / "ligertune", "ligertune_kernels": ROOT / "kernels" / "ligertune_kernels"}
+TOP_LEVEL = {
+    "pyproject.toml", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", "ligertune", "kernels", "configs",
+    "docs", "tests", "scripts", "Dockerfile.cuda", "Dockerfile.rocm",
+}  # fmt: skip
+MAX_FILES, MAX_TOP_LEVEL_MODULES = 12, 9
+MAX_LINES, MAX_KERNEL_LINES = 60, 90
+MAX_COMPLEX = 45  # functions of cyclomatic complexity over 10; ruff refuses those over 15
+
+# Lowest first. A module imports from its own layer and from lower ones.
+LAYERS = (
+    ("errors", "hardware", "storage", "progress", "plots"),
+    ("recipe",),
+    ("planning",),
+    ("launcher",),
+    ("vision", "data", "attention", "patching", "models", "activations"),
+    ("tasks", "decode"),
+    ("train",),
+    ("run", "report"),
+    ("bench", "compare", "doctor"),
+    ("cli", "__init__", "__main__"),
+)
+
+# library -> the only places that may import it
+HOMES = {
+    "typer": ("cli",),
+    "rich": ("cli",),
+    "yaml": ("recipe",),
+    "pydantic": ("recipe",),
+    "accelerate": ("train",),
+    "datasets": ("data",),
+    "matplotlib": ("plots",),
+    "peft": ("models",),
+    "PIL": ("vision",),
+    "bitsandbytes": ("train/optim",),
+}
+
+
+@cache
+def modules() -> dict[str, Path]:
+    """Dotted name -> file of every module of both packages."""
+    found = {}
+    for package, folder in PACKAGES.items():
+        for path in sorted(folder.rglob("*.py")):
+            parts = [package, *path.relative_to(folder).with_suffix("").parts]
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@cache
+def imports(name: str) -> list[tuple[str, str]]:
+    """(module, imported name) of every import of a module, also inside functions and under TYPE_CHECKING."""
+    found = []
+    for node in ast.walk(tree_of(modules()[name])):
+        if isinstance(node, ast.Import):
+            found += [(alias.name, "") for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found += [
+                (full, "") if (full := f"{node.module}.{alias.name}") in modules() else (node.module, alias.name)
+                for alias in node.names
+            ]
+    return found
+
+
+def own_imports(name: str) -> Iterator[str]:
+    yield from (module for module, _ in imports(name) if module in modules() and module != name)
+
+
+def place(name: str) -> str:
+    """The module's path inside its package, without suffix: data/rows/files."""
+    package = name.split(".")[0]
+    return modules()[name].relative_to(PACKAGES[package]).with_suffix("").as_posix()
+
+
+def layer(name: str) -> int:
+    top = place(name).split("/")[0]
+    return next(number for number, packages in enumerate(LAYERS) if top in packages)
+
+
+def test_folders_are_small_and_the_top_level_is_listed():
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    names = {name.split("/")[0] for name in tracked.splitlines()}
+    assert {name for name in names if not name.startswith(".")} <= TOP_LEVEL
+    folders = Counter(path.parent for path in modules().values())
+    top = len(list(PACKAGES["ligertune"].glob("*.py")))
+    assert top <= MAX_TOP_LEVEL_MODULES, top
+    assert not {str(folder): count for folder, count in folders.items() if count > MAX_FILES}
+
+
+def test_no_import_points_up_a_layer():
+    assert len(LAYERS) <= 10
+    up = [
+        f"{name} imports {other}"
+        for name in modules()
+        for other in own_imports(name)
+        if name.split(".")[0] == other.split(".")[0] == "ligertune" and layer(other) > layer(name)
+    ]
+    up += [f"{name} imports {other}" for name in modules() for other in own_imports(name)
+           if name.startswith("ligertune_kernels") and not other.startswith("ligertune_kernels")]  # fmt: skip
+    assert not up
+
+
+def test_no_modules_import_each_other():
+    """Cycles of any length, also through function-level imports and TYPE_CHECKING."""
+    remaining = {name: set(own_imports(name)) for name in modules()}
+    while leaves := [name for name, others in remaining.items() if not others & set(remaining)]:
+        for name in leaves:
+            del remaining[name]
+    assert not sorted(remaining)
+
+
+def test_no_private_name_is_imported_from_another_file():
+    private = [
+        f"{name} imports {imported} from {module}"
+        for name in modules()
+        for module, imported in imports(name)
+        if module.split(".")[0] in PACKAGES and imported.startswith("_") and not imported.startswith("__")
+    ]
+    assert not private
+
+
+def test_module_names_are_unique_outside_cli():
+    names = Counter(
+        path.stem for name, path in modules().items() if path.stem != "__init__" and not name.startswith("ligertune.cli")
+    )
+    assert not {name: count for name, count in names.items() if count > 1}
+
+
+def test_public_names_are_defined_once():
+    """Top-level functions and classes of both packages, except in cli/, whose commands share names with what they run."""
+    defined = Counter(
+        node.name
+        for name, path in modules().items()
+        if not name.startswith("ligertune.cli")
+        for node in tree_of(path).body
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_")
+    )
+    assert not {name: count for name, count in defined.items() if count > 1}
+
+
+def test_functions_are_short_and_simple():
+    long = []
+    for name, path in modules().items():
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                is_kernel = any("jit" in ast.unparse(decorator) for decorator in node.decorator_list)
+                lines = node.end_lineno - node.lineno + 1
+                if lines > (MAX_KERNEL_LINES if is_kernel else MAX_LINES):
+                    long.append(f"{name}.{node.name}: {lines} lines")
+    assert not long
+    ruff = [sys.executable, "-m", "ruff", "check", "--select=C901", "--config=lint.mccabe.max-complexity=10"]
+    found = subprocess.run([*ruff, "--output-format=concise", "."], cwd=ROOT, capture_output=True, text=True).stdout
+    complex_functions = [line for line in found.splitlines() if "C901" in line]
+    assert len(complex_functions) <= MAX_COMPLEX, complex_functions
+
+
+def test_each_dependency_has_one_home():
+    elsewhere = [
+        f"{name} imports {library}"
+        for name in modules()
+        if name.split(".")[0] == "ligertune"
+        for module, _ in imports(name)
+        if (library := module.split(".")[0]) in HOMES
+        and not any(f"{place(name)}/".startswith(f"{home}/") for home in HOMES[library])
+    ]
+    assert not elsewhere
+
+
+def test_every_package_is_in_the_wheel_and_every_module_says_what_it_is():
+    try:
+        import tomllib
+    except ModuleNotFoundError:  # Python 3.10
+        import tomli as tomllib
+
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
+    folders = {name for name, path in modules().items() if path.name == "__init__.py"}
+    assert set(settings["packages"]) == folders | {"ligertune.configs"}
+    # A package named `kernels` would be taken for the one of Hugging Face.
+    assert not (ROOT / "kernels" / "__init__.py").exists()
+    assert not [name for name, path in modules().items() if not ast.get_docstring(tree_of(path))]
+
+
+def test_help_is_quick_and_needs_no_torch():
+    code = (
+        "import sys; sys.argv = ['ligertune', '--help']\n"
+        "from ligertune.cli.app import main\n"
+        "try: main()\n"
+        "except SystemExit: pass\n"
+        "heavy = [m for m in ('torch', 'transformers', 'datasets', 'accelerate', 'pydantic') if m in sys.modules]\n"
+        "assert not heavy, heavy"
+    )
+    seconds = []
+    for _ in range(3):
+        before = os.times()
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+        after = os.times()
+        # processor time, because other tests may hold the cores
+        seconds.append(after.children_user + after.children_system - before.children_user - before.children_system)
+        assert done.returncode == 0, done.stderr
+    assert min(seconds) < 0.7
