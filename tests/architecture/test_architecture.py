@@ -140,13 +140,15 @@ def test_no_private_name_is_imported_from_another_file():
 
 def test_module_names_are_unique_outside_cli():
     names = Counter(
-        path.stem for name, path in modules().items() if path.stem != "__init__" and not name.startswith("ligertune.cli")
+        path.stem
+        for name, path in modules().items()
+        if path.stem != "__init__" and not name.startswith("ligertune.cli")
     )
     assert not {name: count for name, count in names.items() if count > 1}
 
 
 def test_public_names_are_defined_once():
-    """Top-level functions and classes of both packages, except in cli/, whose commands share names with what they run."""
+    """Except in cli/, whose commands share names with what they run."""
     defined = Counter(
         node.name
         for name, path in modules().items()
