@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import importlib.util
 import tempfile
 from collections.abc import Callable, Iterator
@@ -47,50 +46,46 @@ def _patched(patches: list[Patch]) -> Iterator[None]:
 
 
 def _of_norm(choices: dict[Direction, Norm], decided: dict[str, str]) -> list[Patch]:
-    """What `row_norm` remembers, cached apart: a form launched before stays at hand, and nobody else's is found."""
+    """Plan norms through caches of their own, so that plans of candidates and of the code are kept apart."""
 
-    def walks(direction: Direction, original: Callable) -> Callable:
-        def walk(*args: object) -> row_norm.Walk:
-            found = original(*args)
+    def plans(direction: Direction, original: Callable) -> Callable:
+        def plan(call: row_norm.Call, *needs: tuple[bool, bool, bool]) -> row_norm.LaunchPlan:
+            found = original(call, *needs)
             if direction in choices:
-                found = _decided(found, choices[direction], chip_of(args[-1]))
-            decided[direction] = _words(found, chip_of(args[-1]))
+                found = _decided(found, choices[direction], chip_of(call.device))
+            decided[direction] = _words(found, chip_of(call.device))
             return found
 
-        return cached(walk)
+        return cached(plan)
 
-    def apart(module: ModuleType, name: str) -> Callable:
-        return cached(getattr(module, name).__wrapped__)
-
-    walked = (("forward", "_forward_walk"), ("backward", "_backward_walk"))
-    patches = [(row_norm, name, walks(way, getattr(row_norm, name).__wrapped__)) for way, name in walked]
-    patches += [(row_norm, name, apart(row_norm, name)) for name in ("_forward", "_backward")]
-    patches.append((row_norm, "column_sums_of", apart(column_sums, "column_sums_of")))
+    planned = (("forward", "_plan_forward"), ("backward", "_plan_backward"))
+    patches = [(row_norm, name, plans(way, getattr(row_norm, name).__wrapped__)) for way, name in planned]
+    patches.append((column_sums, "_plan_sums", cached(column_sums._plan_sums.__wrapped__)))
     return patches + [patch for choice in choices.values() for patch in choice.constants]
 
 
-def _decided(walk: row_norm.Walk, choice: Norm, chip: Chip) -> row_norm.Walk:
-    """The code's walk, with what is chosen instead."""
-    parts = choice.parts or walk.parts
-    constants = {**walk.launch.constants, "BLOCK": walk.launch.constants["BLOCK"] * walk.parts // parts}
+def _decided(plan: row_norm.LaunchPlan, choice: Norm, chip: Chip) -> row_norm.LaunchPlan:
+    """Return the code's plan with the candidate's choices."""
+    parts = choice.parts or plan.parts
+    constants = {**plan.launch.constants, "BLOCK": plan.launch.constants["BLOCK"] * plan.parts // parts}
     asked = {"num_warps": choice.warps, "STAGES": choice.stages, "ROWS": choice.rows, "maxnreg": choice.registers}
     asked["PARTS"] = choice.parts
     constants |= {name: value for name, value in asked.items() if value is not None}
-    kernel = walk.launch.kernel
+    kernel = plan.launch.kernel
     if choice.edits:
         kernel = getattr(_edited(norm_kernels, choice.edits), kernel.fn.__name__)
-    programs = walk.programs * walk.parts if choice.programs is None else choice.programs * chip.processors
-    launch = BoundLaunch(kernel, constants, walk.launch.integers)
-    rows = choice.rows or walk.rows
-    return dataclasses.replace(walk, launch=launch, rows=rows, programs=max(1, programs // parts), parts=parts)
+    programs = plan.programs * plan.parts if choice.programs is None else choice.programs * chip.processors
+    launch = BoundLaunch(kernel, constants, plan.launch.integers)
+    rows = choice.rows or plan.rows
+    return plan._replace(launch=launch, rows=rows, programs=max(1, programs // parts), parts=parts)
 
 
-def _words(walk: row_norm.Walk, chip: Chip) -> str:
-    constants, programs = walk.launch.constants, walk.programs * walk.parts
+def _words(plan: row_norm.LaunchPlan, chip: Chip) -> str:
+    constants, programs = plan.launch.constants, plan.programs * plan.parts
     each = f"{programs / chip.processors:.3g} programs a processor" if programs < 1 << 24 else "a program a tile"
-    named = [f"{constants['num_warps']} warps", f"{constants.get('STAGES', 1)} stages", each, f"{walk.parts} parts"]
+    named = [f"{constants['num_warps']} warps", f"{constants.get('STAGES', 1)} stages", each, f"{plan.parts} parts"]
     named += [f"{constants['maxnreg']} registers at most"] if "maxnreg" in constants else []
-    return f"{walk.launch.kernel.fn.__name__}, {walk.rows} rows of {constants['BLOCK']}, {', '.join(named)}"
+    return f"{plan.launch.kernel.fn.__name__}, {plan.rows} rows of {constants['BLOCK']}, {', '.join(named)}"
 
 
 def _of_rope(choice: Turn, decided: dict[str, str]) -> list[Patch]:
@@ -108,7 +103,7 @@ def _of_rope(choice: Turn, decided: dict[str, str]) -> list[Patch]:
         return found
 
     # what rope remembers, cached apart: made where these hold
-    patches: list[Patch] = [(rope, "options", chosen), (rope, "_launch", cached(rope._launch.__wrapped__))]
+    patches: list[Patch] = [(rope, "launch_options", chosen), (rope, "_launch", cached(rope._launch.__wrapped__))]
     if choice.pairs or choice.heads != 8:
         patches.append((rope, "_tile", tile))
     if choice.edits:

@@ -1,22 +1,21 @@
-r"""The kernels of rms_norm, add_rms_norm and layer_norm: norms of rows x (E,) with weight w and bias b (E,).
+r"""Triton kernels of rms_norm, add_rms_norm and layer_norm: norms of rows x (E,) with weight w and bias b (E,).
 
     m = mean(x), or 0 in an RMS norm        r = 1 / sqrt(mean((x - m)²) + eps)
     x̂ = r (x - m)                           y = (offset + w) x̂ + b
 
-Backward, with g = (offset + w) dy, and ds the gradient that reaches x past the norm (0 but in add_rms_norm):
+Backward, with g = (offset + w) dy, and ds the gradient that reaches x past the norm (0 except in add_rms_norm):
 
     dx = r (g - mean(g) - x̂ mean(g x̂)) + ds        (an RMS norm has no mean(g))
     dw = sum over rows of dy x̂                     db = sum over rows of dy
 
-Everything is computed in fp32. With ROUND_XHAT x̂ is rounded to x's dtype before it is multiplied, as Llama's norm does.
+Everything is computed in fp32. ROUND_XHAT rounds x̂ to x's dtype before the product, as Llama's norm does. The
+statistics of N rows are one fp32 tensor: r of each row and then, where the norm is CENTRED, m of each row.
 
-Statistics of N rows stand in one fp32 tensor: r of each row and then, where the norm is centred, m of each.
+There are no atomics: a backward program sums dw and db over its run of rows in registers and writes them to its row of
+partial_ptr; column_sums adds the rows. The result is therefore the same in every run.
 
-There are no atomics: a backward program sums dw and db over its own run of rows in registers, and `column_sums` adds
-the programs up. The result is therefore the same in every run.
-
-Both directions walk a run of rows with the next ones on their way into shared memory (`num_stages`): a program alone
-on its processor must have some 40 kB in flight to fill the memory's bandwidth, and registers cannot hold them.
+Programs that loop over rows prefetch the next rows into shared memory (STAGES): a program alone on its processor needs
+about 40 kB in flight to fill the memory bandwidth, more than registers can hold.
 """
 
 from __future__ import annotations
@@ -27,30 +26,15 @@ from ligertune_kernels.launcher import tl, triton
 
 @triton.jit(do_not_specialize=["n_rows", "rows_per_program"])
 def forward_kernel(
-    x_ptr,
-    residual_ptr,
-    w_ptr,
-    b_ptr,
-    y_ptr,
-    sum_ptr,
-    stats_ptr,
-    x_row_stride,
-    residual_row_stride,
-    n_cols,
-    n_rows,
-    eps,
-    offset,
-    rows_per_program,
-    HAS_RESIDUAL: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    CENTRED: tl.constexpr,
-    ROUND_XHAT: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """A run of rows, ROWS whole ones at a time."""
+    x_ptr, residual_ptr,  # (N, E)
+    w_ptr, b_ptr,  # (E,)
+    y_ptr, sum_ptr,  # (N, E)
+    stats_ptr,  # (N,) or (2 N,)
+    x_row_stride, residual_row_stride, n_cols, n_rows, eps, offset, rows_per_program,
+    HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
+    CENTRED: tl.constexpr, ROUND_XHAT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Norm a run of rows, ROWS whole rows per step."""
     first = tl.program_id(0).to(tl.int64) * rows_per_program
     last = tl.minimum(first + rows_per_program, n_rows)
     cols = tl.arange(0, BLOCK)
@@ -90,28 +74,15 @@ def forward_kernel(
 
 @triton.jit(do_not_specialize=["n_rows", "rows_per_program"])
 def forward_sweep_kernel(
-    x_ptr,
-    residual_ptr,
-    w_ptr,
-    b_ptr,
-    y_ptr,
-    sum_ptr,
-    stats_ptr,
-    x_row_stride,
-    residual_row_stride,
-    n_cols,
-    n_rows,
-    eps,
-    offset,
-    rows_per_program,
-    HAS_RESIDUAL: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    CENTRED: tl.constexpr,
-    ROUND_XHAT: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """One row of any length, swept once for each sum and once for y; all sweeps but the first find it in the cache."""
+    x_ptr, residual_ptr,  # (N, E)
+    w_ptr, b_ptr,  # (E,)
+    y_ptr, sum_ptr,  # (N, E)
+    stats_ptr,  # (N,) or (2 N,)
+    x_row_stride, residual_row_stride, n_cols, n_rows, eps, offset, rows_per_program,
+    HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
+    CENTRED: tl.constexpr, ROUND_XHAT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Norm one row of any length, read once for each sum and once for y; all reads but the first hit the cache."""
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * x_row_stride
     total = tl.zeros([BLOCK], dtype=tl.float32)
@@ -126,7 +97,7 @@ def forward_sweep_kernel(
                 tl.store(sum_ptr + row * n_cols + cols, x, mask=mask)
             total += x.to(tl.float32)
     if HAS_RESIDUAL:
-        tl.debug_barrier()  # the sum is read back by other threads than wrote it, if the compiler so chose
+        tl.debug_barrier()  # other threads than wrote the sum may read it back
         x_ptr = sum_ptr + row * n_cols
     mean = 0.0
     if CENTRED:
@@ -153,35 +124,40 @@ def forward_sweep_kernel(
         tl.store(y_ptr + row * n_cols + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def _add_other_parts(
+    g_sum, gx_sum,  # (ROWS, BLOCK): g and g x̂ of this part
+    x_rows, dy_rows, w_ptr, mean, rstd, row_mask, part, n_cols, offset,
+    HAS_WEIGHT: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Add g and g x̂ of the row's other parts."""
+    # Only a bound that is 2 at compile time leaves no loop, and only then does the compiler prefetch the rows.
+    for k in range(1, PARTS if PARTS <= 2 else tl.num_programs(1)):
+        cols = (part + k) % PARTS * BLOCK + tl.arange(0, BLOCK)
+        mask = row_mask[:, None] & (cols < n_cols)[None, :]
+        x = tl.load(x_rows + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        g = tl.load(dy_rows + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        if HAS_WEIGHT:
+            w = tl.load(w_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
+            g *= (w + fp32(offset))[None, :]
+        g_sum += g
+        gx_sum += g * ((x - mean) * rstd)
+    return g_sum, gx_sum
+
+
 @triton.jit(do_not_specialize=["n_rows", "rows_per_program"])
 def backward_kernel(
-    dy_ptr,
-    ds_ptr,
-    x_ptr,
-    w_ptr,
-    stats_ptr,
-    dx_ptr,
-    partial_ptr,
-    dy_row_stride,
-    ds_row_stride,
-    x_row_stride,
-    n_cols,
-    n_rows,
-    offset,
-    rows_per_program,
-    HAS_RESIDUAL: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    CENTRED: tl.constexpr,
-    ROUND_XHAT: tl.constexpr,
-    NEEDS_DX: tl.constexpr,
-    NEEDS_DW: tl.constexpr,
-    NEEDS_DB: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PARTS: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """A run of rows, ROWS at a time: dx, dw and db of the columns of one part. The row's sums need the others too."""
+    dy_ptr, ds_ptr, x_ptr,  # (N, E)
+    w_ptr,  # (E,)
+    stats_ptr,  # (N,) or (2 N,)
+    dx_ptr,  # (N, E)
+    partial_ptr,  # (programs, E) or (programs, 2 E): dw, then db
+    dy_row_stride, ds_row_stride, x_row_stride, n_cols, n_rows, offset, rows_per_program,
+    HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, CENTRED: tl.constexpr, ROUND_XHAT: tl.constexpr,
+    NEEDS_DX: tl.constexpr, NEEDS_DW: tl.constexpr, NEEDS_DB: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Write dx of one part's columns for a run of rows, and their dw and db. The row's means need all parts."""
     first = tl.program_id(0).to(tl.int64) * rows_per_program
     last = tl.minimum(first + rows_per_program, n_rows)
     part = tl.program_id(1)
@@ -205,18 +181,10 @@ def backward_kernel(
             g = dy
             if HAS_WEIGHT:
                 g *= (w.to(tl.float32) + fp32(offset))[None, :]
-            g_sum, gx_sum = g, g * xhat
-            # A bound that the compiler knows to be 2 leaves no loop, and only then are the rows fetched ahead.
-            for k in range(1, PARTS if PARTS <= 2 else tl.num_programs(1)):
-                other_cols = (part + k) % PARTS * BLOCK + tl.arange(0, BLOCK)
-                other_mask = row_mask[:, None] & (other_cols < n_cols)[None, :]
-                other_x = tl.load(x_rows + other_cols[None, :], mask=other_mask, other=0.0).to(tl.float32)
-                other_g = tl.load(dy_rows + other_cols[None, :], mask=other_mask, other=0.0).to(tl.float32)
-                if HAS_WEIGHT:
-                    other_w = tl.load(w_ptr + other_cols, mask=other_cols < n_cols, other=0.0).to(tl.float32)
-                    other_g *= (other_w + fp32(offset))[None, :]
-                g_sum += other_g
-                gx_sum += other_g * ((other_x - mean) * rstd)
+            g_sum, gx_sum = _add_other_parts(
+                g, g * xhat, x_rows, dy_rows, w_ptr, mean, rstd, row_mask, part, n_cols, offset,
+                HAS_WEIGHT, BLOCK, PARTS,
+            )  # fmt: skip
             dx = g - xhat * (tl.sum(gx_sum, axis=1) / n_cols)[:, None]
             if CENTRED:
                 dx -= (tl.sum(g_sum, axis=1) / n_cols)[:, None]
@@ -239,42 +207,31 @@ def backward_kernel(
 
 
 @triton.jit
-def _kept_packed(x, mean):
-    """x of 16 bits as it is, but not known to the compiler before the mean is.
+def _keep_packed(x, mean):
+    """Return x (16 bits) unchanged, in a way that makes the compiler wait for the mean.
 
-    The compiler would otherwise keep the fp32 form of x, which it has at hand, while the row is summed: in twice the
-    registers.
+    The compiler would otherwise keep the fp32 form of x while the row is summed, in twice the registers.
     """
-    # Bits of a NaN that no sum gives, whatever NaN it adds. Without this sum sm80 and sm90 spill 8 bytes.
+    # These bits are a NaN that no sum gives, whatever NaN it adds. Without the sum, sm80 and sm90 spill 8 bytes.
     zero = ((mean + 0.0).to(tl.int32, bitcast=True) == 0x7FC12345).to(tl.int16)
     return (x.to(tl.int16, bitcast=True) ^ zero).to(x.dtype, bitcast=True)
 
 
 @triton.jit(do_not_specialize=["n_rows", "rows_per_program"])
 def backward_row_kernel(
-    dy_ptr,
-    ds_ptr,
-    x_ptr,
-    w_ptr,
-    stats_ptr,
-    dx_ptr,
-    partial_ptr,
-    dy_row_stride,
-    ds_row_stride,
-    x_row_stride,
-    n_cols,
-    n_rows,
-    offset,
-    rows_per_program,
-    HAS_RESIDUAL: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    ROUND_XHAT: tl.constexpr,
-    NEEDS_DW: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """A run of rows of an RMS norm, each read once: whole and packed in the registers of a program that has every
-    thread of its processor. Columns of one dimension at scalar rows spare the registers that this takes."""
+    dy_ptr, ds_ptr, x_ptr,  # (N, E)
+    w_ptr,  # (E,)
+    stats_ptr,  # (N,) or (2 N,)
+    dx_ptr,  # (N, E)
+    partial_ptr,  # (programs, E) or (programs, 2 E): dw, then db
+    dy_row_stride, ds_row_stride, x_row_stride, n_cols, n_rows, offset, rows_per_program,
+    HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, ROUND_XHAT: tl.constexpr, NEEDS_DW: tl.constexpr,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Backward of an RMS norm for a run of rows, each read once and kept packed in registers.
+
+    The program has every thread of its processor. One-dimensional columns at scalar rows take the fewest registers.
+    """
     first = tl.program_id(0).to(tl.int64) * rows_per_program
     last = tl.minimum(first + rows_per_program, n_rows)
     cols = tl.arange(0, BLOCK)
@@ -288,7 +245,7 @@ def backward_row_kernel(
         rstd = tl.load(stats_ptr + row)
         g = dy.to(tl.float32) * (w.to(tl.float32) + fp32(offset)) if HAS_WEIGHT else dy.to(tl.float32)
         mean = tl.sum(g * (x.to(tl.float32) * rstd), axis=0) / n_cols
-        x, dy = _kept_packed(x, mean), _kept_packed(dy, mean)
+        x, dy = _keep_packed(x, mean), _keep_packed(dy, mean)
         xhat = x.to(tl.float32) * rstd
         g = dy.to(tl.float32) * (w.to(tl.float32) + fp32(offset)) if HAS_WEIGHT else dy.to(tl.float32)
         dx = (g - xhat * mean) * rstd
@@ -304,20 +261,21 @@ def backward_row_kernel(
 
 
 @triton.jit
-def _both_sums(a, b, more_a, more_b):
+def _add_pairs(a, b, more_a, more_b):
     return a + more_a, b + more_b
 
 
 @triton.jit
-def _half_of_the_sums(x, dy, w_ptr, mean, rstd, offset):
-    """Sums of g x̂ and of g over half a row. w is read again each time (volatile): it has no registers to stay in."""
+def _sums_of_half(x, dy, w_ptr, mean, rstd, offset):
+    """Return the sums of g x̂ and g over half a row."""
+    # volatile: w is loaded for each row, as no registers are left to keep it.
     g = dy.to(tl.float32) * (tl.load(w_ptr, volatile=True).to(tl.float32) + fp32(offset))
-    return tl.reduce((g * ((x.to(tl.float32) - mean) * rstd), g), 0, _both_sums)
+    return tl.reduce((g * ((x.to(tl.float32) - mean) * rstd), g), 0, _add_pairs)
 
 
 @triton.jit
-def _half_of_the_gradients(x, dy, dw, db, w_ptr, dx_ptr, mean, rstd, offset, gx_mean, g_mean):
-    """Writes dx of half a row; dw and db with the row added."""
+def _gradients_of_half(x, dy, dw, db, w_ptr, dx_ptr, mean, rstd, offset, gx_mean, g_mean):
+    """Write dx of half a row; return dw and db with the row added."""
     xhat = (x.to(tl.float32) - mean) * rstd
     g = dy.to(tl.float32) * (tl.load(w_ptr, volatile=True).to(tl.float32) + fp32(offset))
     tl.store(dx_ptr, ((g - xhat * gx_mean - g_mean) * rstd).to(dx_ptr.dtype.element_ty))
@@ -326,25 +284,18 @@ def _half_of_the_gradients(x, dy, dw, db, w_ptr, dx_ptr, mean, rstd, offset, gx_
 
 @triton.jit(do_not_specialize=["n_rows", "rows_per_program"])
 def backward_halves_kernel(
-    dy_ptr,
-    ds_ptr,
-    x_ptr,
-    w_ptr,
-    stats_ptr,
-    dx_ptr,
-    partial_ptr,
-    dy_row_stride,
-    ds_row_stride,
-    x_row_stride,
-    n_cols,
-    n_rows,
-    offset,
-    rows_per_program,
-    HALF: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """A run of rows of a centred norm with weight and bias, of 2 HALF columns, each read once: packed, in the registers
-    of the only program on its processor. The halves take turns, so that what is worked out for one needs half the room.
+    dy_ptr, ds_ptr, x_ptr,  # (N, E)
+    w_ptr,  # (E,)
+    stats_ptr,  # (N,) or (2 N,)
+    dx_ptr,  # (N, E)
+    partial_ptr,  # (programs, E) or (programs, 2 E): dw, then db
+    dy_row_stride, ds_row_stride, x_row_stride, n_cols, n_rows, offset, rows_per_program,
+    HALF: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Backward of a layer norm with weight and bias for a run of rows of 2 HALF columns, each read once.
+
+    Rows stay packed in the registers of the only program on the processor. The halves take turns, so that temporary
+    values need half the registers.
     """
     first = tl.program_id(0).to(tl.int64) * rows_per_program
     last = tl.minimum(first + rows_per_program, n_rows)
@@ -360,15 +311,15 @@ def backward_halves_kernel(
         x_high, dy_high = tl.load(x_row + high), tl.load(dy_row + high)
         rstd = tl.load(stats_ptr + row)
         mean = tl.load(stats_ptr + n_rows + row)
-        gx_sum, g_sum = _half_of_the_sums(x_low, dy_low, w_ptr + low, mean, rstd, offset)
-        more_gx, more_g = _half_of_the_sums(x_high, dy_high, w_ptr + high, mean, rstd, offset)
+        gx_sum, g_sum = _sums_of_half(x_low, dy_low, w_ptr + low, mean, rstd, offset)
+        more_gx, more_g = _sums_of_half(x_high, dy_high, w_ptr + high, mean, rstd, offset)
         gx_mean, g_mean = (gx_sum + more_gx) / n_cols, (g_sum + more_g) / n_cols
-        x_low, dy_low = _kept_packed(x_low, gx_mean), _kept_packed(dy_low, g_mean)
-        x_high, dy_high = _kept_packed(x_high, gx_mean), _kept_packed(dy_high, g_mean)
-        dw_low, db_low = _half_of_the_gradients(
+        x_low, dy_low = _keep_packed(x_low, gx_mean), _keep_packed(dy_low, g_mean)
+        x_high, dy_high = _keep_packed(x_high, gx_mean), _keep_packed(dy_high, g_mean)
+        dw_low, db_low = _gradients_of_half(
             x_low, dy_low, dw_low, db_low, w_ptr + low, dx_row + low, mean, rstd, offset, gx_mean, g_mean
         )
-        dw_high, db_high = _half_of_the_gradients(
+        dw_high, db_high = _gradients_of_half(
             x_high, dy_high, dw_high, db_high, w_ptr + high, dx_row + high, mean, rstd, offset, gx_mean, g_mean
         )
     partial_ptr += tl.program_id(0).to(tl.int64) * 2 * n_cols

@@ -1,11 +1,12 @@
-"""A residual connection and the norm after it: s = x + residual, y = rms_norm(s), for x and residual (..., E).
+"""Residual addition fused with the RMS norm after it: s = x + residual, y = rms_norm(s), for x, residual (..., E).
 
 s is rounded to the tensors' dtype, as the model's own addition does, and the norm reads the rounded sum.
-Backward, with ds the gradient that reaches s past the norm, one kernel gives the gradient that x and residual share:
+Backward: one kernel computes the gradient of both x and residual, with ds the gradient that reaches s past the norm:
 
     dx = rms_norm's dx of dy at s + ds
 
-Unfused, the sum is written and read again, and so are the two gradients. The kernels are those of `norm_kernels`.
+Everything is computed in fp32. Without fusion the sum, and backward both gradients, are written and read once more.
+Kernels: _norm_kernels.py; launch plans: _row_norm.py.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def add_rms_norm_reference(
     offset: float = 0.0,
     cast: Cast = "llama",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same in plain torch: the addition, then the norm."""
+    """Compute `add_rms_norm` in plain torch: the addition, then the norm."""
     new_residual = x + residual
     return rms_norm_reference(new_residual, weight, eps, offset=offset, cast=cast), new_residual
 
@@ -38,7 +39,7 @@ class _AddRMSNorm(torch.autograd.Function):
     def forward(ctx, x, residual, weight, options):
         eps, offset, round_xhat, _ = options
         y, new_residual, stats = norm_forward(x, residual, weight, None, eps, offset=offset, round_xhat=round_xhat)
-        ctx.set_materialize_grads(False)  # the last sum of a model is used by nobody: no zeros are read for it
+        ctx.set_materialize_grads(False)  # the last sum of a model has no reader: avoid a gradient of zeros
         ctx.save_for_backward(new_residual, weight, stats)
         ctx.options, ctx.dtypes = options, (x.dtype, residual.dtype)
         return y, new_residual
@@ -67,18 +68,19 @@ _apply = fast_apply(_AddRMSNorm, 3)
 
 
 def add_rms_norm(
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
+    x: torch.Tensor,  # (..., E)
+    residual: torch.Tensor,  # (..., E)
+    weight: torch.Tensor,  # (E,)
     eps: float = 1e-6,
     *,
     offset: float = 0.0,
     cast: Cast = "llama",
     inplace: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(rms_norm(x + residual), x + residual) in one pass: x and residual (..., E), weight (E,).
+) -> tuple[torch.Tensor, torch.Tensor]:  # both (..., E)
+    """Return (rms_norm(x + residual), x + residual), computed in one pass.
 
-    inplace is as in `rms_norm`: the gradient of the sum may be written over the one that reaches the normed sum.
+    cast and offset are those of `rms_norm`. inplace: the backward may write the sum's gradient over the incoming
+    gradient of the norm. Raises ValueError on mismatched shapes or an unknown cast.
     """
     if x.shape != residual.shape:
         raise ValueError(f"add_rms_norm: x is {tuple(x.shape)}, but residual is {tuple(residual.shape)}")
@@ -91,7 +93,7 @@ def add_rms_norm(
 
 
 class AddRMSNorm(RMSNorm):
-    """`add_rms_norm` with its weight: (hidden_states, residual) -> (normed sum, sum)."""
+    """`add_rms_norm` as a module: (hidden_states, residual) -> (normed sum, sum)."""
 
     def forward(self, hidden_states: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return add_rms_norm(hidden_states, residual, self.weight, self.eps, offset=self.offset, cast=self.cast)

@@ -1,7 +1,7 @@
-"""Group norm: x (N, C, *) with its C channels in G groups, weight and bias (C,), either of them optional.
+"""Group norm: x (N, C, *) with its C channels in G groups, optional weight and bias (C,).
 
-A group of one sample is K = C / G channels of L positions each, neighbours in memory: D = K L elements. With m and v
-their mean and variance and c the channel of an element:
+A group of one sample is K = C / G channels of L positions each, contiguous in memory: K L elements. With m and v their
+mean and variance and c the channel of an element:
 
     r = 1 / sqrt(v + eps)        x̂ = r (x - m)        y = w_c x̂ + b_c
 
@@ -9,11 +9,11 @@ Backward, with g = w_c dy and means over the group:
 
     dx = r (g - mean(g) - x̂ mean(g x̂))        dw_c = sum of dy x̂        db_c = sum of dy
 
-where the sums run over the samples and positions of channel c. The means of the group are sums of those of its
-channels, weighted with w_c: one sweep gives both. All arithmetic is fp32, with one rounding to x's dtype.
+where the sums run over the samples and positions of channel c. The group's means are sums over its channels, weighted
+with w_c, so that one sweep gives both. Everything is computed in fp32 and rounded once to x's dtype.
 
-A program serves a group, sweeping it two or three times; all sweeps but the first find it in the cache. There are no
-atomics: sums of channels are kept per sample, and `column_sums` adds the samples up.
+A program computes one group and reads it two or three times; all reads but the first hit the cache. There are no
+atomics: channel sums are kept per sample, and column_sums adds the samples. Source: Wu and He, arXiv:1803.08494.
 """
 
 from __future__ import annotations
@@ -23,15 +23,14 @@ from torch import nn
 from torch.nn import functional as F
 
 from ligertune_kernels.autograd import no_double_backward
-from ligertune_kernels.chips import Chip, launch_options
+from ligertune_kernels.chips import Chip, applies, launch_options
 from ligertune_kernels.jit.device_functions import fp32
 from ligertune_kernels.launcher import Launcher, cached, chip_of, runs_triton, tl, triton
 from ligertune_kernels.ops.norms._column_sums import column_sums
 
-# Elements of a group taken at once, positions of one channel, and channels if these are fewer: 8192 by eight warps, and
-# of a group of more than four times as many 16384 by all (39 and 181 us forward and backward of 128 and 512 channels of
-# 64 x 64 in 32 groups, batch 16; the other way 59 and 215, torch.compile 54 and 195: H100). On sm100 and sm120 the
-# large tile spills.
+# Elements of a step: 8192 by eight warps, and 16384 by all warps for groups of more than 32768 elements. On an H100,
+# forward and backward of 128 and 512 channels of 64 x 64 in 32 groups, batch 16, take 39 and 181 us this way, 59 and
+# 215 us with the tiles swapped, and 54 and 195 us in torch.compile.
 TILE, TILE_WARPS = 8192, 8
 LARGE_TILE = 16384
 
@@ -43,7 +42,8 @@ def group_norm_reference(
     bias: torch.Tensor | None = None,
     eps: float = 1e-5,
 ) -> torch.Tensor:
-    """The same in plain torch; weight and bias apart, as torch 2.13's backward fails on a CPU for a weight alone."""
+    """Compute `group_norm` in plain torch."""
+    # Weight and bias are applied here because torch 2.13's backward fails on a CPU for a weight without a bias.
     wide = torch.promote_types(x.dtype, torch.float32)
     y = F.group_norm(x.to(wide), num_groups, eps=eps)
     of_channels = (-1, *[1] * (x.dim() - 2))
@@ -56,22 +56,14 @@ def group_norm_reference(
 
 @triton.jit(do_not_specialize=["n_groups"])
 def _forward_kernel(
-    x_ptr,
-    w_ptr,
-    b_ptr,
-    y_ptr,
-    mean_ptr,
-    rstd_ptr,
-    n_channels,
-    length,
-    n_groups,
-    eps,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    LENGTH: tl.constexpr,
-):
-    """One group of one sample: its mean, the variance around it, y."""
+    x_ptr,  # (N, C, L)
+    w_ptr, b_ptr,  # (C,)
+    y_ptr,  # (N, C, L)
+    mean_ptr, rstd_ptr,  # (N G,)
+    n_channels, length, n_groups, eps,
+    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, CHANNELS: tl.constexpr, LENGTH: tl.constexpr,
+):  # fmt: skip
+    """Compute mean, then variance, then y of one group of one sample."""
     group = tl.program_id(0).to(tl.int64)
     n_elements = n_channels * length
     x_ptr += group * n_elements
@@ -112,23 +104,16 @@ def _forward_kernel(
 
 @triton.jit(do_not_specialize=["n_groups"])
 def _backward_kernel(
-    dy_ptr,
-    x_ptr,
-    w_ptr,
-    mean_ptr,
-    rstd_ptr,
-    dx_ptr,
-    partial_ptr,
-    n_channels,
-    length,
-    n_groups,
-    HAS_WEIGHT: tl.constexpr,
-    NEEDS_DX: tl.constexpr,
-    NEEDS_SUMS: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    LENGTH: tl.constexpr,
-):
-    """One group of one sample: the sums of its channels, which stand as dw and db in its sample's row, then dx."""
+    dy_ptr, x_ptr,  # (N, C, L)
+    w_ptr,  # (C,)
+    mean_ptr, rstd_ptr,  # (N G,)
+    dx_ptr,  # (N, C, L)
+    partial_ptr,  # (N, 2 C): dw, then db of each sample
+    n_channels, length, n_groups,
+    HAS_WEIGHT: tl.constexpr, NEEDS_DX: tl.constexpr, NEEDS_SUMS: tl.constexpr,
+    CHANNELS: tl.constexpr, LENGTH: tl.constexpr,
+):  # fmt: skip
+    """Write dw and db of the group's channels to the sample's row of partial_ptr, then dx of the group."""
     group = tl.program_id(0).to(tl.int64)
     n_elements = n_channels * length
     x_ptr += group * n_elements
@@ -181,12 +166,12 @@ def _backward_kernel(
 
 
 @cached
-def _forward_launch(n_channels: int, length: int, weight: bool, bias: bool, chip: Chip) -> Launcher:
+def _plan_forward(n_channels: int, length: int, weight: bool, bias: bool, chip: Chip) -> Launcher:
     return Launcher(_forward_kernel, {"HAS_WEIGHT": weight, "HAS_BIAS": bias, **_tile(n_channels, length, chip)})
 
 
 @cached
-def _backward_launch(
+def _plan_backward(
     n_channels: int, length: int, weight: bool, needs_dx: bool, needs_sums: bool, chip: Chip
 ) -> Launcher:
     flags = {"HAS_WEIGHT": weight, "NEEDS_DX": needs_dx, "NEEDS_SUMS": needs_sums}
@@ -194,24 +179,25 @@ def _backward_launch(
 
 
 def _tile(n_channels: int, length: int, chip: Chip) -> dict[str, int | bool]:
-    """Constants for groups of n_channels × length."""
-    large = n_channels * length > 4 * TILE and not chip.arch.startswith(("sm10", "sm12"))
+    """Return the constants for groups of n_channels × length."""
+    large = n_channels * length > 4 * TILE and not applies("group_norm_8192_elements", chip)
     tile = LARGE_TILE if large else TILE
     cols = min(tile, triton.next_power_of_2(length))
     channels = min(tile // cols, triton.next_power_of_2(n_channels))
     constants = {"CHANNELS": channels, "LENGTH": cols, **launch_options(tile, chip)}
+    # 64-wide warps keep the general rule, which gives them eight warps here as well.
     return constants if large or chip.warp_size == 64 else constants | {"num_warps": TILE_WARPS}
 
 
 def _forward(
     x: torch.Tensor, num_groups: int, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """y, and the mean and rstd of each group (N G,)."""
+    """Return y, and the mean and rstd of each group (N G,)."""
     x = x.contiguous()
     n_channels, length = x.shape[1] // num_groups, x.numel() // (x.shape[0] * x.shape[1])
     y = torch.empty_like(x)
     mean, rstd = (torch.empty(x.shape[0] * num_groups, dtype=torch.float32, device=x.device) for _ in range(2))
-    launch = _forward_launch(n_channels, length, weight is not None, bias is not None, chip_of(x.device))
+    launch = _plan_forward(n_channels, length, weight is not None, bias is not None, chip_of(x.device))
     given = (x if weight is None else weight.contiguous(), x if bias is None else bias.contiguous())
     launch((mean.numel(), 1, 1), (x, *given, y, mean, rstd), (n_channels, length), num_groups, float(eps))
     return y, mean, rstd
@@ -226,7 +212,7 @@ def _backward(
     rstd: torch.Tensor,
     needs: tuple[bool, bool, bool],
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """dx, dw and db in the dtypes of x, weight and bias; those that `needs` asks for."""
+    """Return dx, dw and db in the dtypes of x, weight and bias, None where `needs` is False."""
     needs_dx, needs_dw, needs_db = needs
     x, dy = x.contiguous(), dy.contiguous()
     n_samples, n_channels = x.shape[:2]
@@ -236,7 +222,7 @@ def _backward(
     partial = mean
     if needs_dw or needs_db:
         partial = torch.empty((n_samples, 2 * n_channels), dtype=torch.float32, device=x.device)
-    launch = _backward_launch(*group, weight is not None, needs_dx, needs_dw or needs_db, chip_of(x.device))
+    launch = _plan_backward(*group, weight is not None, needs_dx, needs_dw or needs_db, chip_of(x.device))
     w = x if weight is None else weight.contiguous()
     launch((mean.numel(), 1, 1), (dy, x, w, mean, rstd, x if dx is None else dx, partial), group, num_groups)
     if not (needs_dw or needs_db):
@@ -264,13 +250,13 @@ class _GroupNorm(torch.autograd.Function):
 
 
 def group_norm(
-    x: torch.Tensor,
+    x: torch.Tensor,  # (N, C, *)
     num_groups: int,
-    weight: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
+    weight: torch.Tensor | None = None,  # (C,)
+    bias: torch.Tensor | None = None,  # (C,)
     eps: float = 1e-5,
-) -> torch.Tensor:
-    """As torch.nn.functional.group_norm: x (N, C, *), weight and bias (C,) -> x's shape and dtype."""
+) -> torch.Tensor:  # (N, C, *)
+    """Compute torch.nn.functional.group_norm in x's dtype. Raises ValueError on mismatched shapes."""
     if x.dim() < 2 or num_groups < 1 or x.shape[1] % num_groups:
         raise ValueError(f"group_norm: x is {tuple(x.shape)}: expected (N, C, *) with C a multiple of {num_groups}")
     for name, t in (("weight", weight), ("bias", bias)):
@@ -287,7 +273,7 @@ def group_norm(
 
 
 class GroupNorm(nn.Module):
-    """`group_norm` with its parameters, as torch.nn.GroupNorm has them."""
+    """`group_norm` as a module, with the parameters of torch.nn.GroupNorm."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
-"""Layer norm over the last dimension: x (..., E), weight and bias (E,), either of them optional.
+"""Layer norm over the last dimension: x (..., E), optional weight and bias (E,).
 
-The formulas of both directions stand in `norm_kernels`, whose kernels these are. All arithmetic is fp32, with one
-rounding to x's dtype; the variance is that of the differences from the mean, not mean(x²) - mean(x)², which cancels.
+Mathematics of both directions and kernels: _norm_kernels.py; launch plans: _row_norm.py. Everything is computed in fp32
+and rounded once to x's dtype. The variance is the mean of (x - m)², because mean(x²) - m² cancels.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ligertune_kernels.ops.norms._row_norm import norm_backward, norm_forward
 def layer_norm_reference(
     x: torch.Tensor, weight: torch.Tensor | None = None, bias: torch.Tensor | None = None, eps: float = 1e-5
 ) -> torch.Tensor:
-    """The same in plain torch, which wants one dtype of its three tensors."""
+    """Compute `layer_norm` in plain torch, whose function needs all tensors in one dtype."""
     wide = torch.promote_types(x.dtype, torch.float32)
     weight, bias = (None if t is None else t.to(wide) for t in (weight, bias))
     return F.layer_norm(x.to(wide), x.shape[-1:], weight, bias, eps).to(x.dtype)
@@ -43,16 +43,17 @@ class _LayerNorm(torch.autograd.Function):
 
 
 def layer_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
+    x: torch.Tensor,  # (..., E)
+    weight: torch.Tensor | None = None,  # (E,)
+    bias: torch.Tensor | None = None,  # (E,)
     eps: float = 1e-5,
     *,
     inplace: bool = False,
-) -> torch.Tensor:
-    """As torch.nn.functional.layer_norm over the last dimension of x (..., E), with weight and bias (E,).
+) -> torch.Tensor:  # (..., E)
+    """Compute torch.nn.functional.layer_norm over the last dimension, in x's dtype.
 
-    inplace is as in `rms_norm`: the backward may write x's gradient over the one it receives.
+    inplace: the backward may write x's gradient over the incoming gradient, as in `rms_norm`. Raises ValueError on
+    mismatched shapes.
     """
     for name, t in (("weight", weight), ("bias", bias)):
         if t is not None and t.shape != x.shape[-1:]:
@@ -68,7 +69,7 @@ def layer_norm(
 
 
 class LayerNorm(nn.Module):
-    """`layer_norm` with its parameters, as torch.nn.LayerNorm over one dimension has them."""
+    """`layer_norm` as a module, with the parameters of torch.nn.LayerNorm over one dimension."""
 
     def __init__(
         self,

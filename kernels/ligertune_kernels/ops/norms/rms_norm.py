@@ -12,7 +12,7 @@ Everything is computed in fp32. Models differ in where they round:
     gemma   the product is taken in fp32 and rounded once to x's dtype (Gemma: offset 1; OLMo 2: offset 0)
     none    as torch.nn.functional.rms_norm: the same arithmetic as gemma
 
-The kernels are those of `norm_kernels`.
+Kernels: _norm_kernels.py; launch plans: _row_norm.py. Source: Zhang and Sennrich, arXiv:1910.07467.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Cast = Literal["llama", "gemma", "none"]
 def rms_norm_reference(
     x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, *, offset: float = 0.0, cast: Cast = "llama"
 ) -> torch.Tensor:
-    """The same in plain torch, operation for operation what Hugging Face's Llama, Gemma and OLMo 2 norms do."""
+    """Compute `rms_norm` in plain torch, with the operations of Hugging Face's Llama, Gemma and OLMo 2 norms."""
     wide = torch.promote_types(x.dtype, torch.float32)
     xhat = x.to(wide)
     xhat = xhat * torch.rsqrt(xhat.pow(2).mean(-1, keepdim=True) + eps)
@@ -68,7 +68,7 @@ _apply = fast_apply(_RMSNorm, 2)
 
 
 def check_rms_norm(op: str, x: torch.Tensor, weight: torch.Tensor, cast: str) -> None:
-    """ValueError for what rms_norm and add_rms_norm do not take."""
+    """Raise ValueError for shapes and casts that rms_norm and add_rms_norm do not take."""
     if weight.shape != x.shape[-1:]:
         raise ValueError(f"{op}: weight is {tuple(weight.shape)}, but x is {tuple(x.shape)}: expected its last size")
     if cast not in ("llama", "gemma", "none"):
@@ -76,21 +76,23 @@ def check_rms_norm(op: str, x: torch.Tensor, weight: torch.Tensor, cast: str) ->
 
 
 def rms_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
+    x: torch.Tensor,  # (..., E)
+    weight: torch.Tensor,  # (E,)
     eps: float = 1e-6,
     *,
     offset: float = 0.0,
     cast: Cast = "llama",
     inplace: bool = False,
-) -> torch.Tensor:
-    """Root-mean-square norm of x (..., E) with weight (E,), rounded where the model that `cast` names rounds.
+) -> torch.Tensor:  # (..., E)
+    """Normalise x by its root mean square over the last dimension, rounded as the model named by `cast` rounds.
 
     The result has x's dtype, except under "llama" with a wider weight (bf16 x, fp32 weight: fp32), as in that model.
 
-    inplace allows the backward to write x's gradient over the one it receives, which saves x's size. The caller must
-    know that nobody else reads that one: in `rms_norm(h) + h` both terms receive the same tensor, and so h's gradient
-    would be wrong; so would a second backward's through a retained graph that passes the same tensor in.
+    inplace: the backward may write x's gradient over the incoming gradient, which saves x's size. Only the norm may
+    read that tensor: in `rms_norm(h) + h` both terms receive the same gradient tensor, and h's gradient would be wrong.
+    A second backward through a retained graph with the same incoming tensor would be wrong too.
+
+    Raises ValueError on mismatched shapes or an unknown cast.
     """
     check_rms_norm("rms_norm", x, weight, cast)
     if x.numel() == 0 or not runs_triton(x) or not runs_triton(weight):
@@ -101,7 +103,7 @@ def rms_norm(
 
 
 class RMSNorm(nn.Module):
-    """`rms_norm` with its weight: ones, or zeros where the offset is one."""
+    """`rms_norm` as a module; its weight starts at ones, or at zeros where the offset is one."""
 
     def __init__(
         self,
