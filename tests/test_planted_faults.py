@@ -1,0 +1,60 @@
+"""The faults of scripts/plant_faults: each still fits the code, so that none is passed over without a word."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_loader
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module")
+def script():
+    loader = SourceFileLoader("plant_faults", str(ROOT / "scripts" / "plant_faults"))
+    module = module_from_spec(spec_from_loader(loader.name, loader))
+    sys.modules[loader.name] = module  # dataclasses look for it
+    loader.exec_module(module)
+    return module
+
+
+def test_every_fault_still_fits_the_code(script):
+    faults = script.read_faults()
+    assert script.stale(faults) == []
+    assert len(faults) >= 75
+
+
+def test_a_snippet_that_no_longer_matches_is_an_error(script):
+    fault = script.Fault("a", "b.py", "x = 1", "x = 2", "", ())
+    assert fault.planted_in("x = 1\n") == "x = 2\n"
+    for source in ("x = 3\n", "x = 1\nx = 1\n"):
+        with pytest.raises(ValueError, match=r"a: b\.py has the snippet \d times instead of once"):
+            fault.planted_in(source)
+
+
+def test_a_caught_and_a_missed_fault_are_told_apart(script, tmp_path):
+    """In a tree of one module with one test."""
+    (tmp_path / "module.py").write_text("def double(x):\n    y = 2 * x\n    return y\n")
+    (tmp_path / "test_module.py").write_text(
+        "from module import double\n\ndef test_two():\n    assert double(2) == 4\n"
+    )
+    script.WARM = ("pytest",)
+    planter = script.Planter(tmp_path)
+    try:
+        for replacement, found in (("y = 3 * x", "FAILED test_module.py::test_two"), ("y = x * x", None)):
+            fault = script.Fault("a", "module.py", "y = 2 * x", replacement, "", ("test_module.py",))
+            assert planter.caught_by(fault, targeted=True) == found
+    finally:
+        planter.close()
+    assert "2 * x" in (tmp_path / "module.py").read_text()
+
+
+def test_the_list_is_shown_without_planting(script):
+    done = subprocess.run(
+        [sys.executable, ROOT / "scripts" / "plant_faults", "--check"], capture_output=True, text=True
+    )
+    assert done.returncode == 0 and done.stdout.endswith("faults, 0 of them stale\n")
