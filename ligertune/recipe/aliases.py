@@ -1,4 +1,4 @@
-"""Peers' names for our keys. Each is read as ours, with a notice, and is saved under our name."""
+"""Aliases: keys of Axolotl, LLaMA-Factory, TRL and earlier versions, read as recipe keys with a notice."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 from ligertune.recipe.document import ITEM, Document, KeyPath, dotted, keys, leaf, parent, schema_key, split
 from ligertune.recipe.section import SWITCHES
 
-SAYS_NOTHING = object()  # `bf16: false` leaves the dtype to others
+UNSET = object()  # the alias sets nothing: `bf16: false` leaves model.dtype as it is
 
 
 @dataclass(frozen=True)
 class Alias:
-    """Names that peers use for `key`, and what their values mean there.
+    """Other names of `key`; `convert` turns their values into values of `key`.
 
-    A name is read at the top level (peers' files are flat) and in every section around its key.
+    A name is accepted at the top level, because other tools' files are flat, and in every section around its key.
     """
 
     key: str
@@ -25,10 +25,11 @@ class Alias:
     convert: Callable[[Any], Any] = lambda value: value
 
 
-def _meaning(table: Mapping[Any, Any]) -> Callable[[Any], Any]:
-    """Values by a table, yes and no being true and false; others stay as they are, to be checked as ours."""
+def _lookup(table: Mapping[Any, Any]) -> Callable[[Any], Any]:
+    """Convert strings and booleans by a table; other values stay, to be validated as values of the key."""
 
     def convert(value: Any) -> Any:
+        # not numbers: 1 == True would find the entry of True
         if not isinstance(value, str | bool):
             return value
         value = SWITCHES.get(value, value)
@@ -37,8 +38,13 @@ def _meaning(table: Mapping[Any, Any]) -> Callable[[Any], Any]:
     return convert
 
 
+def _flag(value: Any) -> Callable[[Any], Any]:
+    """Convert a switch of another tool: true selects `value`, false selects nothing."""
+    return _lookup({True: value, False: UNSET})
+
+
 def _datasets(value: Any) -> Any:
-    """One path or several -> a list of data sets."""
+    """Turn one path or a list of paths into a list of data sets."""
     items = value if isinstance(value, list) else [value]
     return [{"path": item} if isinstance(item, str) else item for item in items]
 
@@ -48,7 +54,7 @@ _DTYPES |= {f"torch.{name}": name for name in ("bfloat16", "float16", "float32")
 _ADAMW = {"adamw": "adamw_torch_fused", "AdamW": "adamw_torch_fused", "adamw_hf": "adamw_torch"}
 _ADAMW |= {"adamw_bnb_8bit": "adamw_8bit", "lion_32bit": "lion"}
 _FORMATS = {"chat_template": "messages", "completion": "text", "pretrain": "text"}
-_ATTENTION = {"fa2": "flash_attention_2", "flash_attn": "flash_attention_2", "disabled": "eager", False: SAYS_NOTHING}
+_ATTENTION = {"fa2": "flash_attention_2", "flash_attn": "flash_attention_2", "disabled": "eager", False: UNSET}
 _FLASH = _ATTENTION | {True: "flash_attention_2"}
 
 ALIASES = (
@@ -58,14 +64,14 @@ ALIASES = (
         ("base_model", "model", "model_name", "model_path", "model_id", "pretrained_model_name_or_path"),
     ),
     Alias("model.revision", ("model_revision", "revision_of_model")),
-    Alias("model.dtype", ("torch_dtype",), _meaning(_DTYPES)),
-    Alias("model.dtype", ("bf16",), _meaning({True: "bfloat16", False: SAYS_NOTHING})),
-    Alias("model.dtype", ("fp16",), _meaning({True: "float16", False: SAYS_NOTHING})),
-    Alias("model.attn_implementation", ("attn_impl",), _meaning(_ATTENTION)),
-    Alias("model.attn_implementation", ("flash_attention", "flash_attn", "use_flash_attention_2"), _meaning(_FLASH)),
-    Alias("model.attn_implementation", ("sdp_attention",), _meaning({True: "sdpa", False: SAYS_NOTHING})),
-    Alias("model.attn_implementation", ("flex_attention",), _meaning({True: "flex_attention", False: SAYS_NOTHING})),
-    Alias("model.attn_implementation", ("eager_attention",), _meaning({True: "eager", False: SAYS_NOTHING})),
+    Alias("model.dtype", ("torch_dtype",), _lookup(_DTYPES)),
+    Alias("model.dtype", ("bf16",), _flag("bfloat16")),
+    Alias("model.dtype", ("fp16",), _flag("float16")),
+    Alias("model.attn_implementation", ("attn_impl",), _lookup(_ATTENTION)),
+    Alias("model.attn_implementation", ("flash_attention", "flash_attn", "use_flash_attention_2"), _lookup(_FLASH)),
+    Alias("model.attn_implementation", ("sdp_attention",), _flag("sdpa")),
+    Alias("model.attn_implementation", ("flex_attention",), _flag("flex_attention")),
+    Alias("model.attn_implementation", ("eager_attention",), _flag("eager")),
     Alias("model.tokenizer.path", ("tokenizer_name_or_path", "tokenizer_name", "tokenizer_path", "tokenizer_config")),
     Alias("kernels.enabled", ("use_liger_kernel", "enable_liger_kernel", "use_liger")),
     Alias("kernels.recompute", ("rebuild",)),  # our own name until version 0.1
@@ -75,31 +81,31 @@ ALIASES = (
     Alias(
         "kernels.loss",
         ("liger_fused_linear_cross_entropy",),
-        _meaning({True: "linear_cross_entropy", False: SAYS_NOTHING}),
+        _flag("linear_cross_entropy"),
     ),
-    Alias("kernels.loss", ("liger_cross_entropy",), _meaning({True: "cross_entropy", False: SAYS_NOTHING})),
+    Alias("kernels.loss", ("liger_cross_entropy",), _flag("cross_entropy")),
     Alias("method.type", ("adapter", "finetuning_type", "train_type")),
     Alias("method.lora_r", ("lora_rank",)),
     Alias("method.lora_target_modules", ("lora_target",)),
-    Alias("method.lora_target_modules", ("lora_target_linear",), _meaning({True: "all-linear", False: SAYS_NOTHING})),
+    Alias("method.lora_target_modules", ("lora_target_linear",), _flag("all-linear")),
     Alias("method.lora_modules_to_save", ("modules_to_save", "additional_target")),
     Alias("method.use_dora", ("peft_use_dora",)),
     Alias("method.use_rslora", ("peft_use_rslora",)),
     Alias("method.trainable", ("unfrozen_parameters",)),
     Alias("data.datasets", ("dataset", "dataset_name", "data_path", "train_file", "train_files"), _datasets),
-    Alias("data.datasets[].format", ("type",), _meaning(_FORMATS)),
+    Alias("data.datasets[].format", ("type",), _lookup(_FORMATS)),
     Alias("data.datasets[].name", ("subset",)),
     Alias("data.datasets[].max_samples", ("num_samples",)),
     Alias("data.eval_datasets", ("eval_dataset", "val_dataset", "validation_file", "test_datasets"), _datasets),
-    Alias("data.eval_datasets[].format", ("type",), _meaning(_FORMATS)),
+    Alias("data.eval_datasets[].format", ("type",), _lookup(_FORMATS)),
     Alias("data.eval_datasets[].name", ("subset",)),
     Alias("data.eval_datasets[].max_samples", ("num_samples",)),
     Alias("data.val_split", ("val_set_size", "val_size", "test_size", "split_dataset_ratio")),
     Alias("data.prompt_template", ("template",)),
     Alias("data.system_prompt", ("system", "default_system", "system_message")),
-    Alias("data.train_on", ("train_on_inputs", "train_on_prompt"), _meaning({True: "all", False: "assistant"})),
-    Alias("data.train_on", ("assistant_only_loss",), _meaning({True: "assistant", False: "all"})),
-    Alias("data.train_on", ("mask_history",), _meaning({True: "last", False: SAYS_NOTHING})),
+    Alias("data.train_on", ("train_on_inputs", "train_on_prompt"), _lookup({True: "all", False: "assistant"})),
+    Alias("data.train_on", ("assistant_only_loss",), _lookup({True: "assistant", False: "all"})),
+    Alias("data.train_on", ("mask_history",), _flag("last")),
     Alias(
         "data.max_length",
         ("sequence_len", "seq_len", "cutoff_len", "max_seq_length", "max_seq_len", "model_max_length"),
@@ -121,7 +127,7 @@ ALIASES = (
     Alias("train.warmup_ratio", ("warmup_proportion", "lr_warmup_fraction")),
     Alias("train.warmup_steps", ("warmup", "num_warmup_steps", "lr_warmup_steps")),
     Alias("train.min_lr_ratio", ("cosine_min_lr_ratio",)),
-    Alias("train.optim", ("optimizer",), _meaning(_ADAMW)),
+    Alias("train.optim", ("optimizer",), _lookup(_ADAMW)),
     Alias("train.max_grad_norm", ("max_norm", "grad_clip", "clip_grad", "max_grad_clip", "gradient_clipping")),
     Alias("train.gradient_checkpointing", ("activation_checkpointing", "enable_activation_checkpointing", "grad_ckpt")),
     Alias("train.fp8", ("fp8",)),
@@ -137,14 +143,17 @@ ALIASES = (
     Alias("logging.logging_steps", ("log_interval", "log_every_n_steps", "log_every")),
 )
 
-# Keys of earlier versions that saved recipes still hold: read, reported and ignored.
+# Keys of earlier versions that saved recipes still hold: accepted, reported and ignored.
 RETIRED = {"kernels.gradient_sums": "it has no effect any more"}
 
-PEERS = {name: row.key for row in ALIASES for name in row.names if ITEM not in row.key}
+KEY_OF_ALIAS = {name: row.key for row in ALIASES for name in row.names if ITEM not in row.key}
 
 
-def use_our_names(document: Document, rows: Sequence[Alias] = ALIASES) -> None:
-    """Move values from aliases to their keys, and drop retired keys, with a notice for each."""
+def apply_aliases(document: Document, rows: Sequence[Alias] = ALIASES) -> None:
+    """Move values from aliases to their keys and drop retired keys, with a notice for each.
+
+    An alias and its key with different values are a complaint.
+    """
     for path, why in ((split(key), why) for key, why in RETIRED.items()):
         if document.has(path):
             document.notice(document.place(path), f"{dotted(path)} is ignored: {why}.")
@@ -152,12 +161,12 @@ def use_our_names(document: Document, rows: Sequence[Alias] = ALIASES) -> None:
     for row in rows:
         for section in _sections_around(row.key, document):
             for name in row.names:
-                if document.has((*section, name)) and not _is_ours((*section, name), document):
+                if document.has((*section, name)) and not _is_key((*section, name), document):
                     _move((*section, name), row, document)
 
 
 def _sections_around(key: str, document: Document) -> list[KeyPath]:
-    """Where a peer's name for `key` may stand: the key's section and those around it, or each item of its list."""
+    """Return where an alias may stand: in the key's section and those around it, or in each item of the key's list."""
     head, is_item, _ = key.partition(ITEM + ".")
     if is_item:
         items = document.get(split(head)) if document.has(split(head)) else None
@@ -166,24 +175,25 @@ def _sections_around(key: str, document: Document) -> list[KeyPath]:
     return [section[:length] for length in range(len(section) + 1)]
 
 
-def _is_ours(path: KeyPath, document: Document) -> bool:
-    """Whether the recipe has a key of this name here. `model: some/model` is the peers' key, not our section."""
+def _is_key(path: KeyPath, document: Document) -> bool:
+    """Report whether `path` is a recipe key itself. `model: some/model` is the alias, not the section `model`."""
     entry = keys().get(schema_key(path))
     return entry is not None and not (entry.get("type") == "object" and isinstance(document.get(path), str))
 
 
-def _move(peer: KeyPath, row: Alias, document: Document) -> None:
-    ours = (*peer[:-1], leaf(row.key)) if ITEM in row.key else split(row.key)
-    place, value = document.place(peer), row.convert(document.get(peer))
-    document.remove(peer)
-    if value is SAYS_NOTHING:
-        document.notice(place, f"{dotted(peer)} is left out; {dotted(ours)} says it here.")
+def _move(alias: KeyPath, row: Alias, document: Document) -> None:
+    key = (*alias[:-1], leaf(row.key)) if ITEM in row.key else split(row.key)
+    place, value = document.place(alias), row.convert(document.get(alias))
+    document.remove(alias)
+    if value is UNSET:
+        document.notice(place, f"{dotted(alias)} is ignored: it does not set {dotted(key)}.")
         return
-    document.notice(place, f"{dotted(peer)} is read as {dotted(ours)}.")
-    replaces = place.override and not document.place(ours).override
-    if document.has(ours) and document.get(ours) != value and not replaces:
-        both = f"{dotted(peer)} and {document.mention(ours)}"
-        document.complain(peer, f"{both} are one key with two values. Keep one of them.")
+    document.notice(place, f"{dotted(alias)} is read as {dotted(key)}.")
+    replaces = place.override and not document.place(key).override
+    if document.has(key) and document.get(key) != value and not replaces:
+        both = f"{dotted(alias)} and {document.mention(key)}"
+        document.complain(alias, f"{both} are two names of one key, with different values. Keep one of them.")
         return
-    with suppress(KeyError):  # where the section itself is no mapping, that is the complaint
-        document.put(ours, value, replace(place, written=dotted(peer)))
+    # if the section is not a mapping, validation reports that
+    with suppress(KeyError):
+        document.put(key, value, replace(place, written=dotted(alias)))

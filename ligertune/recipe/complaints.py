@@ -1,4 +1,4 @@
-"""What pydantic found wrong, in sentences: the key, what was found, what was expected, what was probably meant."""
+"""Error messages for invalid keys and values: pydantic's errors as sentences, with the accepted values and a guess."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from ligertune.recipe.aliases import PEERS
+from ligertune.recipe.aliases import KEY_OF_ALIAS
 from ligertune.recipe.document import ITEM, Document, KeyPath, dotted, keys, leaf, parent, schema_key, split
 
 KINDS = {
@@ -16,12 +16,12 @@ KINDS = {
     list: "a list",
     str: "a string",
     bool: "a boolean",
-    int: "a whole number",
+    int: "an integer",
     float: "a number",
     type(None): "nothing",
 }
 TYPES = {
-    "integer": "a whole number",
+    "integer": "an integer",
     "number": "a number",
     "string": "a string",
     "null": "null",
@@ -39,14 +39,14 @@ BOUNDS = {
 
 
 def complain_about(error: ValidationError, document: Document) -> list[KeyPath]:
-    """One complaint per key that pydantic refused; returns their paths."""
+    """Add one complaint per key that pydantic refused, and return the paths of these keys."""
     faults: dict[KeyPath, str] = {}
     for row in error.errors(include_url=False):
         about_the_key = row["type"] in ("missing", "extra_forbidden")
         faults.setdefault(row["loc"] if about_the_key else _written(row["loc"], document), row["type"])
     around = {path[:length] for path in faults for length in range(len(path))}
     for path, kind in faults.items():
-        if path in around:  # a list is too short for pydantic when its items are wrong
+        if path in around:  # pydantic also calls a list too short if its items are invalid
             continue
         sentence = {"missing": missing_key, "extra_forbidden": unknown_key}.get(kind, wrong_value)
         document.complain(path, sentence(path, document))
@@ -54,13 +54,13 @@ def complain_about(error: ValidationError, document: Document) -> list[KeyPath]:
 
 
 def missing_key(path: KeyPath, document: Document) -> str:
-    """A required key that nobody gave."""
+    """Describe a required key that is not given."""
     meaning = keys()[schema_key(path)]["description"]
     return f"{dotted(path)} is missing: {meaning[0].lower()}{meaning[1:]}"
 
 
 def unknown_key(path: KeyPath, document: Document) -> str:
-    """A key that the recipe does not have here: where it belongs, or else what is close to it."""
+    """Describe a key that does not exist here: the section it belongs to, or else the most similar key."""
     name, section = str(path[-1]), schema_key(path[:-1])
     if "." in name and schema_key(split(name)) in keys():
         return f"{name} is written with dots. Write {leaf(name)} under `{parent(name)}`."
@@ -68,12 +68,12 @@ def unknown_key(path: KeyPath, document: Document) -> str:
     homes = [parent(key) for key in keys() if leaf(key) == name]
     if homes:
         return f"`{name}` belongs {' or '.join(map(_where, homes))}, not {_where(section)}."
-    close = PEERS[name] if name in PEERS else _close_key(name, path[:-1])
-    return f"{dotted(path)} is not a key of the recipe." + (f" Did you mean {close}?" if close else "")
+    close = KEY_OF_ALIAS[name] if name in KEY_OF_ALIAS else _close_key(name, path[:-1])
+    return f"{dotted(path)} is not a recipe key." + (f" Did you mean {close}?" if close else "")
 
 
 def wrong_value(path: KeyPath, document: Document) -> str:
-    """A value of the wrong type, out of range, or outside the choices."""
+    """Describe a value that has the wrong type, is out of range, or is not one of the choices."""
     value, alternatives = document.get(path), _alternatives(path)
     expected = [phrase for entry in alternatives for phrase in _expected(entry)]
     sentence = f"{document.name(path)} is {shown(value)}; it must be {_either(expected)}."
@@ -86,12 +86,12 @@ def wrong_value(path: KeyPath, document: Document) -> str:
 
 
 def accepted_values(key: str) -> str:
-    """The values of a schema key in words: "auto or a whole number of at least 1"."""
+    """Describe the values that a schema key accepts: "auto or an integer (at least 1)"."""
     return _either([phrase for entry in keys()[key].get("anyOf", [keys()[key]]) for phrase in _expected(entry)])
 
 
 def shown(value: Any) -> str:
-    """A value as it would be written, with its kind."""
+    """Format a value as it is written in YAML, with its type."""
     if value is None:
         return "null"
     text = json.dumps(value, ensure_ascii=False)
@@ -99,7 +99,8 @@ def shown(value: Any) -> str:
 
 
 def _written(path: KeyPath, document: Document) -> KeyPath:
-    """The part of a pydantic location that the user wrote; it goes on into the alternatives of a union."""
+    """Return the part of a pydantic location that the user wrote."""
+    # pydantic appends the names of a union's alternatives
     while not document.has(path):
         path = path[:-1]
     return path
@@ -110,10 +111,10 @@ def _where(section: str) -> str:
 
 
 def _close_key(name: str, section: KeyPath) -> str | None:
-    """The key most like `name`: of the same section if one is, else of any; peers' names count as ours."""
+    """Return the key most similar to `name`, in the same section first; aliases count as their keys."""
     named = [key for key in keys() if key and not key.endswith(ITEM)]
     siblings = {leaf(key): dotted((*section, leaf(key))) for key in named if parent(key) == schema_key(section)}
-    anywhere = PEERS | {leaf(key): key for key in named}
+    anywhere = KEY_OF_ALIAS | {leaf(key): key for key in named}
     wanted = name.lower().replace("-", "_")
     for candidates, cutoff in ((siblings, 0.7), (anywhere, 0.8)):
         if close := get_close_matches(wanted, candidates, n=1, cutoff=cutoff):
@@ -122,7 +123,7 @@ def _close_key(name: str, section: KeyPath) -> str | None:
 
 
 def _alternatives(path: KeyPath) -> list[dict[str, Any]]:
-    """The JSON schemas that a value may follow."""
+    """Return the JSON schemas of which a value must match one."""
     entry = keys().get(schema_key(path)) or keys()[schema_key(path[:-1])]["additionalProperties"]
     return entry.get("anyOf", [entry])
 
@@ -132,7 +133,7 @@ def _choices(entry: dict[str, Any]) -> list[Any]:
 
 
 def _expected(entry: dict[str, Any]) -> list[str]:
-    """In words what one alternative of a JSON schema accepts; true and false are choices too."""
+    """Describe the values that one alternative of a JSON schema accepts; true and false are choices too."""
     if entry.get("type") == "boolean":
         return ["true", "false"]
     if choices := _choices(entry):

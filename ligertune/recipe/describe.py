@@ -1,4 +1,4 @@
-"""The recipe's keys in words, from the schema: a commented recipe to start from, and the reference of all keys."""
+"""Documentation made from the recipe's schema: the commented recipe of `init`, the key reference, completions."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ligertune.recipe.aliases import use_our_names
+from ligertune.recipe.aliases import apply_aliases
 from ligertune.recipe.complaints import accepted_values
 from ligertune.recipe.document import ITEM, Document, keys, leaf, parent, split
 from ligertune.recipe.plain_yaml import dump
 from ligertune.recipe.read import apply_overrides
 from ligertune.recipe.train_sections import EITHER_OR
 
-# What most people change first: written out, where all others are shown as comments.
+# Keys that users change first: `init` writes them out, and all others as comments.
 FIRST = (
     "version",
     "data.val_split",
@@ -30,31 +30,31 @@ NO_DEFAULT = "(required)"
 
 
 def new_recipe(model: str, datasets: Sequence[str]) -> dict[str, Any]:
-    """The keys that no recipe can do without."""
+    """Return a recipe with the required keys only."""
     return {
         "model": {"model_name_or_path": model},
         "data": {"datasets": [{"path": path} for path in datasets]},
-        "checkpoint": {"output_dir": name_of_run(model, datasets[0])},
+        "checkpoint": {"output_dir": run_folder(model, datasets[0])},
     }
 
 
-def name_of_run(model: str, dataset: str) -> str:
-    """runs/MODEL-DATA, from the last parts of both names."""
+def run_folder(model: str, dataset: str) -> str:
+    """Return runs/MODEL-DATA, made of the last parts of both names."""
     data = re.sub(r"(\.(jsonl?|parquet|csv|txt|gz))+$|[*?\[\]]", "", Path(dataset).name)
     return "runs/" + "-".join(filter(None, (Path(model).name.lower(), data.lower())))
 
 
 def commented_recipe(data: dict[str, Any], overrides: Sequence[str] = ()) -> str:
-    """YAML with every key and what it does; what is not in `data` or set stands behind a `#` with its default.
+    """Return YAML with every key, its value and description; keys that are not given are comments.
 
-    The overrides are sound: `load_recipe` has read them.
+    The overrides must be valid: `load_recipe` has read them before.
     """
     document = Document("the new recipe", data)
     apply_overrides(document, overrides)
-    use_our_names(document)
+    apply_aliases(document)
     lines = [
-        "# A recipe of ligertune. Lines behind a # show a key's default: take the # away to write another value.",
-        "# `ligertune recipe check FILE` says what is wrong with it, `ligertune data FILE` what it would train on.",
+        "# A recipe of ligertune. Commented keys show their default: remove the # to set another value.",
+        "# `ligertune recipe check FILE` validates the recipe, `ligertune data FILE` shows its training data.",
     ]
     for key in _children(""):
         lines += _written(key, document, depth=0)
@@ -62,7 +62,7 @@ def commented_recipe(data: dict[str, Any], overrides: Sequence[str] = ()) -> str
 
 
 def _written(key: str, document: Document, depth: int) -> Iterator[str]:
-    """A key's line, or a section's with its own keys below."""
+    """Yield the line of a key, or the lines of a section and its keys."""
     entry, indent, path = keys()[key], "  " * depth, split(key)
     if entry.get("type") == "object" and "properties" in entry:
         yield f"{indent}{leaf(key)}:  # {entry['description']}"
@@ -81,7 +81,7 @@ def _written(key: str, document: Document, depth: int) -> Iterator[str]:
 
 
 def _item(section: str, given: dict[str, Any], indent: str) -> Iterator[str]:
-    """One entry of a list of sections: what is given, then the rest as comments."""
+    """Yield the lines of one list item: given keys first, then the others as comments."""
     names = sorted((leaf(key) for key in _children(section)), key=lambda name: name not in given)
     for i, name in enumerate(names):
         entry = keys()[f"{section}.{name}"]
@@ -91,7 +91,7 @@ def _item(section: str, given: dict[str, Any], indent: str) -> Iterator[str]:
 
 
 def _value(value: Any) -> str:
-    """On one line."""
+    """Format a value as YAML on one line."""
     if isinstance(value, (dict, list, tuple)):
         return json.dumps(value, ensure_ascii=False)
     return dump({"x": value}).strip().removeprefix("x: ")
@@ -102,18 +102,20 @@ def _children(section: str) -> list[str]:
 
 
 def recipe_reference() -> str:
-    """Every key in Markdown: what it does, what it takes, its default."""
+    """Return a Markdown table per section: key, description, accepted values, default."""
     sections = [key for key, entry in keys().items() if "properties" in entry]
     parts = [
-        "# Keys of the recipe\n\nMade by `ligertune recipe keys` from the schema; do not edit. "
-        "`[]` stands for each entry of a list.\n"
+        "# Recipe keys\n\nGenerated by `ligertune recipe keys` from the schema; do not edit. "
+        "`[]` is any item of a list.\n"
     ]
     for section in sections:
         rows = [key for key in _children(section) if "properties" not in keys()[key]]
         if not rows:
             continue
-        title = f"`{section}`: {keys()[section]['description']}" if section else "At the top level"
-        parts.append(f"## {title}\n\n| key | does | takes | default |\n|---|---|---|---|\n" + "".join(map(_row, rows)))
+        title = f"`{section}`: {keys()[section]['description']}" if section else "Top level"
+        parts.append(
+            f"## {title}\n\n| key | description | values | default |\n|---|---|---|---|\n" + "".join(map(_row, rows))
+        )
     return "\n".join(parts)
 
 
@@ -125,6 +127,6 @@ def _row(key: str) -> str:
 
 
 def matching_keys(incomplete: str) -> list[str]:
-    """Keys that begin so, for shells that complete `--set`."""
+    """Return the keys that start with `incomplete`, for shell completion of `--set`."""
     names = [key.replace(ITEM, ".0") for key, entry in keys().items() if key and "properties" not in entry]
     return [f"{name}=" for name in names if name.startswith(incomplete) and not name.endswith(".0")]

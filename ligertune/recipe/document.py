@@ -1,4 +1,7 @@
-"""A recipe before it is checked: plain data, where each key stands, and what was found wrong so far."""
+"""Unvalidated recipe: plain values with their line numbers, collected complaints, and helpers for dotted keys.
+
+A key is `data.datasets[0].path` in a file and `data.datasets[].path` in the schema.
+"""
 
 from __future__ import annotations
 
@@ -11,44 +14,47 @@ from ligertune.errors import UserError
 from ligertune.recipe.schema import recipe_schema
 
 KeyPath = tuple[str | int, ...]
-ITEM = "[]"  # stands for every index of a list
+ITEM = "[]"  # any index of a list, in schema keys
 
 
 def dotted(path: KeyPath) -> str:
-    """("data", "datasets", 0, "path") -> "data.datasets[0].path"."""
+    """Join a path to a dotted key: ("data", "datasets", 0, "path") -> "data.datasets[0].path"."""
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
 
 
 def schema_key(path: KeyPath) -> str:
-    """The same for any index: "data.datasets[].path"."""
+    """Join a path to the key of the schema: ("data", "datasets", 0, "path") -> "data.datasets[].path"."""
     return re.sub(r"\[\d+\]", ITEM, dotted(path))
 
 
 def split(key: str) -> KeyPath:
-    """The inverse of `dotted`; `data.datasets.0.path` is read too."""
+    """Split a dotted key into a path; accepts `data.datasets.0.path` as well as `data.datasets[0].path`."""
     parts = re.sub(r"\[(\d+)\]", r".\1", key).split(".")
     return tuple(int(part) if part.isdecimal() else part for part in parts)
 
 
 def parent(key: str) -> str:
-    """The section that a schema key stands in; "" is the top level."""
+    """Return the section of a schema key; "" is the top level."""
     return key.rpartition(".")[0]
 
 
 def leaf(key: str) -> str:
-    """The last name of a schema key."""
+    """Return the last name of a schema key."""
     return key.rpartition(".")[2]
 
 
 @cache
 def keys() -> dict[str, dict[str, Any]]:
-    """Schema key -> its JSON schema, for every key, section and list item of the recipe."""
+    """Return the JSON schema of every key, section and list item, by schema key."""
     schema = recipe_schema()
     found: dict[str, dict[str, Any]] = {}
 
     def visit(key: str, entry: dict[str, Any]) -> None:
+        entry = dict(entry)
         while "$ref" in entry:
-            entry = {**schema["$defs"][entry["$ref"].rpartition("/")[2]], **_without_ref(entry)}
+            # the key's own description and default replace those of the section that it refers to
+            name = entry.pop("$ref").rpartition("/")[2]
+            entry = {**schema["$defs"][name], **entry}
         found[key] = entry
         for name, value in entry.get("properties", {}).items():
             visit(f"{key}.{name}".removeprefix("."), value)
@@ -59,18 +65,14 @@ def keys() -> dict[str, dict[str, Any]]:
     return found
 
 
-def _without_ref(entry: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in entry.items() if name != "$ref"}
-
-
 @dataclass(frozen=True, order=True)
 class Place:
-    """Where a value was written: a line of the file, or an override. Overrides sort after the lines."""
+    """Where a value was written: a line of the file, or an override. Overrides sort after lines."""
 
     override: str
     line: int
     file: str
-    written: str = ""  # the peer's name that stands there for the key
+    written: str = ""  # the alias that the user wrote for the key
 
     def __str__(self) -> str:
         return self.override or (f"{self.file}:{self.line}" if self.line else self.file)
@@ -82,7 +84,7 @@ class Place:
 
 @dataclass(frozen=True, order=True)
 class Remark:
-    """A complaint or a notice, and the place that it is about."""
+    """A complaint or a notice, with the place in the recipe that it is about."""
 
     place: Place
     sentence: str
@@ -93,7 +95,7 @@ class Remark:
 
 @dataclass
 class Document:
-    """The data of one recipe with the places of its keys; complaints and notices gather here."""
+    """The values of one recipe with the places of its keys, and the complaints and notices about them."""
 
     file: str
     data: dict[str, Any] = field(default_factory=dict)
@@ -102,18 +104,18 @@ class Document:
     notices: list[Remark] = field(default_factory=list)
 
     def place(self, path: KeyPath) -> Place:
-        """Where `path` stands, or else the nearest thing around it."""
+        """Return the place of `path`, or of the nearest section around it."""
         while path and path not in self.places:
             path = path[:-1]
         return self.places.get(path, Place("", 0, self.file))
 
     def name(self, path: KeyPath) -> str:
-        """The dotted key; with the peer's name, where that was written."""
+        """Return the dotted key, and the alias that the user wrote for it."""
         written = self.places[path].written if path in self.places else ""
         return f"{dotted(path)} (written as {written})" if written else dotted(path)
 
     def mention(self, path: KeyPath) -> str:
-        """The same with its line, for a complaint that stands at another place."""
+        """Return the dotted key with its line, for a complaint about another place."""
         if path not in self.places:
             return dotted(path)
         place = self.places[path]
@@ -129,12 +131,12 @@ class Document:
         self.notices.append(Remark(place, sentence))
 
     def raise_complaints(self) -> None:
-        """All complaints as one UserError, in the order of the file; nothing when there are none."""
+        """Raise all complaints as one UserError, in the order of the file; do nothing if there are none."""
         if self.complaints:
             raise UserError("\n".join(map(str, sorted(set(self.complaints)))))
 
     def get(self, path: KeyPath) -> Any:
-        """The value at `path`; KeyError where there is none."""
+        """Return the value at `path`. Raises KeyError if there is none."""
         value: Any = self.data
         for part in path:
             in_list = isinstance(value, list) and isinstance(part, int) and part < len(value)
@@ -152,16 +154,17 @@ class Document:
         return True
 
     def put(self, path: KeyPath, value: Any, place: Place) -> None:
-        """Write `value`, making sections and list items on the way; KeyError where another value is in the way."""
+        """Set a value, creating the sections around it. Raises KeyError if another value is in the way."""
         for length in range(1, len(path)):
             if not self.has(path[:length]) or self.get(path[:length]) is None:
                 self._set(path[:length], [] if isinstance(path[length], int) else {})
         self._set(path, value)
+        # the places of keys inside the old value are gone with it
         elsewhere = {at: old for at, old in self.places.items() if at[: len(path)] != path}
         self.places = elsewhere | {path: place}
 
     def remove(self, path: KeyPath) -> None:
-        """Take the key at `path` out of its section."""
+        """Delete the key at `path` from its section."""
         del self.get(path[:-1])[path[-1]]
 
     def _set(self, path: KeyPath, value: Any) -> None:

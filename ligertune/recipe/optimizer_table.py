@@ -1,6 +1,6 @@
-"""The optimizers a recipe can name, what each keeps of a parameter, and which package it comes from.
+"""Optimizers that a recipe can choose: bytes of their states per parameter, and the package that each needs.
 
-Bytes are by formula, so that a plan knows them before anything is loaded; `train/optim` builds what stands here.
+The planner uses these formulas before a model is loaded. `train/optim` builds the optimizers.
 """
 
 from __future__ import annotations
@@ -12,19 +12,20 @@ from dataclasses import dataclass
 Shape = tuple[int, ...]
 Bytes = Callable[[Shape, int, int], float]
 
-SMALL = 4096  # elements: quantising optimizers keep the states of smaller parameters in 32 bits
+SMALL = 4096  # elements; quantising optimizers keep the states of smaller parameters in 32 bits
 
 
 @dataclass(frozen=True)
 class OptimizerStates:
-    """`bytes_of(shape, itemsize, rank)`: bytes that are kept of a parameter of this shape and element size.
+    """Memory of one optimizer.
 
-    rank: of the gradients, for an optimizer that projects them.
-
-    needs: the package that holds it, of the extra `quant`. matrices_only: it is for the matrices inside the layers,
-    and fused AdamW takes embeddings, head, norms and biases. on_host: its states are in host memory. takes_parts: it
-    steps on the part of a parameter that FSDP leaves a process. A step makes `copies` of all trained weights at once,
-    and `pieces` of the largest one (of a bounded piece in adamw_bf16).
+    bytes_of: (shape, itemsize, rank) -> bytes of the states of one parameter; rank: of GaLore's projection.
+    needs: package of the extra `quant` that holds the optimizer.
+    matrices_only: it updates the matrices inside layers; fused AdamW updates embeddings, head, norms and biases.
+    on_host: its states are in host memory.
+    takes_parts: it can update the shard of a parameter that FSDP gives a process.
+    copies: a step temporarily allocates this many copies of all trained weights,
+    pieces: and this many of the largest weight (of 2^24 elements at most in adamw_bf16).
     """
 
     bytes_of: Bytes
@@ -37,12 +38,12 @@ class OptimizerStates:
 
 
 def _states(count: float) -> Bytes:
-    """States in the parameter's own dtype."""
+    """States in the parameter's dtype, `count` per element."""
     return lambda shape, itemsize, rank: count * itemsize * math.prod(shape)
 
 
 def _quantised(count: int, bits: float, *, block: int) -> Bytes:
-    """States of `bits` each and a 4-byte scale for every `block` elements."""
+    """`count` states per element with `bits` bits each, and a 4-byte scale per `block` elements."""
 
     def bytes_of(shape: Shape, itemsize: int, rank: int) -> float:
         elements = math.prod(shape)
@@ -53,14 +54,14 @@ def _quantised(count: int, bits: float, *, block: int) -> Bytes:
 
 
 def _row_and_column_means(shape: Shape, itemsize: int, rank: int) -> float:
-    """Adafactor: the means of the squared gradients over rows and over columns; of vectors all squares."""
+    """Adafactor: means of squared gradients over rows and over columns; vectors keep every square."""
     if len(shape) < 2:
         return itemsize * math.prod(shape)
     return itemsize * math.prod(shape[:-2]) * (shape[-2] + shape[-1])
 
 
 def _projected(shape: Shape, itemsize: int, rank: int) -> float:
-    """GaLore: a projector on the shorter side, and two means of what it leaves."""
+    """GaLore: a projection of the shorter side, and two moments of the projected gradient."""
     short, long = sorted(shape)
     return itemsize * min(rank, short) * (short + 2 * long)
 
@@ -85,7 +86,7 @@ OPTIMIZERS = {
 
 
 def step_bytes(name: str, parameters: dict[tuple[Shape, int, bool], int]) -> int:
-    """Bytes that a step makes and gives back. parameters: as below."""
+    """Return the bytes that one step allocates temporarily. parameters: as in `optimizer_bytes`."""
     row, piece = OPTIMIZERS[name], 1 << 24 if name == "adamw_bf16" else math.inf
     sizes = [
         (itemsize * math.prod(shape), itemsize * min(math.prod(shape), piece)) for shape, itemsize, _ in parameters
@@ -95,10 +96,10 @@ def step_bytes(name: str, parameters: dict[tuple[Shape, int, bool], int]) -> int
 
 
 def optimizer_bytes(name: str, parameters: dict[tuple[Shape, int, bool], int], *, rank: int) -> int:
-    """Bytes of an optimizer's states, wherever they are.
+    """Return the bytes of an optimizer's states, on the device or the host.
 
-    parameters: (shape, itemsize, inside a layer) -> how many of them.
-    rank: of the gradients, for an optimizer that projects them.
+    parameters: (shape, itemsize, inside a layer) -> number of such parameters.
+    rank: rank of GaLore's projection.
     """
     row, others = OPTIMIZERS[name], OPTIMIZERS["adamw_torch_fused"]
     total = 0.0

@@ -1,10 +1,11 @@
-"""YAML as people mean it: `1e-4` is a number, and `no` and `on` are words, as in YAML 1.2.
+"""YAML 1.2 reading and writing: `1e-4` is a number, `no` and `on` are strings.
 
-Every key keeps its line, and a key that is written twice is a complaint, not a silent last word.
+The parser records the line of every key, and reports a key that is given twice.
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
 from typing import Any, ClassVar
 
@@ -14,7 +15,8 @@ from ligertune.recipe.document import Document, KeyPath, Place, dotted
 
 TAG = "tag:yaml.org,2002:"
 
-# tag, what a plain word of that tag looks like, the characters it can start with; the first match counts
+# (tag, pattern of an unquoted scalar with this tag, its possible first characters); the first match counts.
+# PyYAML's own patterns are those of YAML 1.1, where `no` is false, 1:30 is 90 and 1e-4 is a string.
 PLAIN_WORDS = (
     (TAG + "null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
     (TAG + "bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
@@ -32,10 +34,10 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes what YAML 1.1 or 1.2 would take for something else than the string it is."""
+    """Quote strings that YAML 1.1 or 1.2 would read as another type."""
 
     def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
-        super().increase_indent(flow, False)  # items of a list stand to the right of its key
+        super().increase_indent(flow, False)  # indent list items below their key
 
 
 for _tag, _pattern, _first in PLAIN_WORDS:
@@ -45,7 +47,7 @@ for _tag, _pattern, _first in PLAIN_WORDS:
 
 def _number(text: str) -> float | int:
     value = float(text.lower().replace("_", "").replace(".inf", "inf").replace(".nan", "nan"))
-    return int(value) if "." not in text and value.is_integer() and abs(value) < 2**53 else value  # 1e3 is whole
+    return int(value) if "." not in text and value.is_integer() and abs(value) < 2**53 else value  # 1e3 is an integer
 
 
 SCALARS = {
@@ -58,7 +60,7 @@ SCALARS = {
 
 
 class NotYaml(ValueError):
-    """The text is not YAML; `line` counts from 1, 0 where it is not known."""
+    """The text is not valid YAML. line: counts from 1; 0 if unknown."""
 
     def __init__(self, sentence: str, line: int = 0) -> None:
         super().__init__(sentence)
@@ -66,36 +68,37 @@ class NotYaml(ValueError):
 
 
 def parse(text: str, document: Document, path: KeyPath = (), override: Place | None = None) -> Any:
-    """The value that `text` holds at `path`; lines and doubled keys go to `document`. An override is one place."""
+    """Return the value of `text`; record the lines of its keys in `document`, below `path`.
+
+    override: the place of a `--set` option, which counts as the place of every key in `text`.
+    Raises NotYaml.
+    """
     try:
         node = yaml.compose(text, Loader=_Loader)
         return None if node is None else _value(node, path, document, override)
     except yaml.YAMLError as error:
         raise _not_yaml(error, text) from None
     except RecursionError:
-        raise NotYaml("it is nested too deeply, or has an anchor that contains itself.") from None
+        raise NotYaml("it is nested too deeply, or an anchor contains itself.") from None
 
 
 def dump(data: dict[str, Any]) -> str:
-    """YAML that `parse` reads back as the same data."""
+    """Write YAML that `parse` reads back as the same data."""
     return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 
 def _value(node: yaml.Node, path: KeyPath, document: Document, override: Place | None) -> Any:
-    if isinstance(node, yaml.CollectionNode) and node.tag not in (TAG + "map", TAG + "seq"):
-        problem = f"a recipe has no {node.tag} like this"
-        raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
-    if isinstance(node, yaml.MappingNode):
+    if isinstance(node, yaml.MappingNode) and node.tag == TAG + "map":
         return _mapping(node, path, document, override)
-    if isinstance(node, yaml.SequenceNode):
+    if isinstance(node, yaml.SequenceNode) and node.tag == TAG + "seq":
         for index, item in enumerate(node.value):
             _remember((*path, index), item, document, override)
         return [_value(item, (*path, index), document, override) for index, item in enumerate(node.value)]
-    try:
-        return SCALARS[node.tag](node.value)
-    except (KeyError, ValueError):  # `!!python/...`, or `!!int ten`
-        problem = f"a recipe has no {node.tag} like this"
-        raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from None
+    if isinstance(node, yaml.ScalarNode) and node.tag in SCALARS:
+        with contextlib.suppress(ValueError):  # `!!int ten`
+            return SCALARS[node.tag](node.value)
+    problem = f"a recipe cannot hold {node.tag}"  # `!!python/...`, `!!set`
+    raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
 
 
 def _mapping(node: yaml.MappingNode, path: KeyPath, document: Document, override: Place | None) -> dict[str, Any]:
@@ -103,7 +106,7 @@ def _mapping(node: yaml.MappingNode, path: KeyPath, document: Document, override
     lines: dict[str, int] = {}
     for key_node, value_node in node.value:
         if not isinstance(key_node, yaml.ScalarNode):
-            raise yaml.constructor.ConstructorError(None, None, "a key must be one word", key_node.start_mark)
+            raise yaml.constructor.ConstructorError(None, None, "a key must be a single scalar", key_node.start_mark)
         key, line = key_node.value, key_node.start_mark.line + 1
         here = (*path, key)
         if key in values:
@@ -124,9 +127,9 @@ def _remember(path: KeyPath, node: yaml.Node, document: Document, override: Plac
 def _not_yaml(error: yaml.YAMLError, text: str) -> NotYaml:
     if isinstance(error, yaml.reader.ReaderError):
         line = text.count("\n", 0, error.position) + 1
-        return NotYaml(f"the character U+{error.character:04X} may not stand in YAML.", line)
+        return NotYaml(f"the character U+{error.character:04X} is not allowed in YAML.", line)
     mark = error.problem_mark
     if "'\\t'" in error.problem:
-        return NotYaml("a tab stands where YAML wants spaces.", mark.line + 1)
+        return NotYaml("YAML does not allow a tab here. Use spaces.", mark.line + 1)
     problem = ", ".join(filter(None, (error.context, error.problem)))
     return NotYaml(f"not YAML at column {mark.column + 1}: {problem}.", mark.line + 1)

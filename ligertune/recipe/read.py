@@ -1,4 +1,7 @@
-"""A recipe's file, overrides and peers' names in; a frozen `Recipe`, or every complaint at once, out."""
+"""Recipe loading: YAML file, aliases and `--set` overrides -> a frozen `Recipe`, or a UserError with all complaints.
+
+Also the recipes in configs/, which the wheel contains.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from ligertune.errors import UserError
-from ligertune.recipe.aliases import use_our_names
+from ligertune.recipe.aliases import apply_aliases
 from ligertune.recipe.complaints import complain_about, shown
 from ligertune.recipe.document import Document, KeyPath, Place, dotted, split
 from ligertune.recipe.plain_yaml import NotYaml, dump, parse
@@ -19,38 +22,44 @@ from ligertune.recipe.schema import Origin, Recipe
 from ligertune.recipe.section import SWITCHES
 from ligertune.recipe.train_sections import EITHER_OR
 
-# What no recipe can do without, with a stand-in that lets the rules look at the rest of a recipe that lacks it.
+# Required keys, with a placeholder that lets the rules check the rest of a recipe that lacks one.
 REQUIRED = {
     ("model", "model_name_or_path"): "?",
     ("data", "datasets"): [{"path": "?"}],
     ("checkpoint", "output_dir"): "?",
 }
+# Pairs of keys of which a recipe may use only one.
+RIVALS = (
+    *((f"train.{key}", f"train.{rival}") for key, rival in EITHER_OR.items()),
+    ("checkpoint.overwrite", "checkpoint.resume_from_checkpoint"),
+)
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
-    """The recipe in `path` with `section.key=value` overrides; a UserError holds all that is wrong with it."""
+    """Load the recipe at `path` with `section.key=value` overrides. Raises UserError with all complaints."""
     path = Path(path)
     document = read_document(path)
-    use_our_names(document)
+    # before the overrides too: an override must meet the key of an alias in the file, not a second name for it
+    apply_aliases(document)
     apply_overrides(document, overrides)
-    use_our_names(document)
-    give_way(document)
-    recipe = _check(document, folder=path.absolute().parent)
+    apply_aliases(document)
+    _drop_overridden_rivals(document)
+    recipe = _validate(document, folder=path.absolute().parent)
     document.raise_complaints()
     recipe._origin = Origin(path.absolute(), tuple(map(str, sorted(document.notices))))
     return recipe
 
 
 def dump_recipe(recipe: Recipe) -> str:
-    """Canonical YAML with every default, which `load_recipe` reads back as an equal recipe."""
+    """Write a recipe as YAML with every default, which `load_recipe` reads back as an equal recipe."""
     return dump(recipe.model_dump(mode="json"))
 
 
 def read_document(path: Path) -> Document:
-    """The file as plain data with the places of its keys; a UserError where it is no mapping of YAML."""
+    """Read a YAML file as plain values with their lines. Raises UserError if it is not a YAML mapping."""
     document = Document(str(path))
     try:
-        value = parse(_text(path), document)
+        value = parse(_read_text(path), document)
     except NotYaml as error:
         raise UserError(f"{path}:{error.line}: {error}" if error.line else f"{path}: {error}") from None
     if value is None:
@@ -64,7 +73,7 @@ def read_document(path: Path) -> Document:
     return document
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     if path.is_dir():
         raise UserError(f"{path} is a folder, not a recipe.")
     try:
@@ -78,65 +87,15 @@ def _text(path: Path) -> str:
         raise UserError(f"{path} cannot be read: {error.strerror}.") from None
 
 
-def _check(document: Document, folder: Path) -> Recipe:
-    """The recipe; complaints go to `document`, and what is wrong is stood in for, so that the rules see the rest."""
-    for section, _ in REQUIRED:
-        document.data.setdefault(section, {})  # then pydantic names the keys that are missing, not the section
-    faults: list[KeyPath] = []
-    try:
-        recipe = Recipe.model_validate(document.data, context=folder)
-    except ValidationError as error:
-        faults = complain_about(error, document)
-        recipe = Recipe.model_validate(_sound_part(document.data, faults), context=folder)
-    check_rules(recipe, document, faults)
-    return recipe
-
-
-def _sound_part(data: dict[str, Any], faults: Sequence[KeyPath]) -> dict[str, Any]:
-    """A copy without the sections or keys that hold a fault, and with stand-ins for what is then missing."""
-    sound = Document("", copy.deepcopy(data))
-    for fault in faults:
-        if sound.has(fault[:2]):
-            sound.remove(fault[:2])
-    for path, stand_in in REQUIRED.items():
-        if not sound.has(path):
-            sound.put(path, stand_in, sound.place(path))
-    return sound.data
-
-
-# Two keys of which one recipe uses one.
-RIVALS = (
-    *((f"train.{key}", f"train.{rival}") for key, rival in EITHER_OR.items()),
-    ("checkpoint.overwrite", "checkpoint.resume_from_checkpoint"),
-)
-
-
 def apply_overrides(document: Document, overrides: Sequence[str]) -> None:
-    """Write each `key=value` over what the file says; the value is YAML, list items are `data.datasets[0].path`."""
+    """Set each `key=value` in the document; the value is YAML, a list item is `data.datasets[0].path`."""
     for text in overrides:
-        _apply(text, document)
+        _apply_override(text, document)
 
 
-def give_way(document: Document) -> None:
-    """Of two rivals, an override puts out the one that the file gave: `--set train.max_steps=5` is a trial."""
-    for pair in RIVALS:
-        for said, replaced in (map(split, pair), map(split, pair[::-1])):
-            both = _is_used(said, document) and _is_used(replaced, document)
-            if both and document.place(said).override and not document.place(replaced).override:
-                document.notice(document.place(said), f"replaces {document.mention(replaced)}.")
-                document.remove(replaced)
-
-
-def _is_used(path: KeyPath, document: Document) -> bool:
-    """Given, and not only to say that it is off."""
-    value = document.get(path) if document.has(path) else None
-    value = SWITCHES.get(value, value) if isinstance(value, str) else value
-    return not (value is None or value is False or value == "never")
-
-
-def _apply(text: str, document: Document) -> None:
+def _apply_override(text: str, document: Document) -> None:
     key, equals, value = text.partition("=")
-    place = Place(f"--set {' '.join(text.split())}", 0, document.file)  # a complaint is one line
+    place = Place(f"--set {' '.join(text.split())}", 0, document.file)  # on one line, as each complaint is
     if not (key.strip() and equals):
         document.complain_at(place, "write it as section.key=value.")
         return
@@ -146,29 +105,76 @@ def _apply(text: str, document: Document) -> None:
     except NotYaml as error:
         document.complain_at(place, str(error))
     except KeyError:
-        document.complain_at(place, f"there is no place for {dotted(path)} in this recipe.")
+        document.complain_at(place, f"this recipe has no place for {dotted(path)}.")
+
+
+def _drop_overridden_rivals(document: Document) -> None:
+    """Remove a key from the file if an override gives its rival: `--set train.max_steps=5` replaces epochs."""
+    for pair in RIVALS:
+        for given, replaced in (map(split, pair), map(split, pair[::-1])):
+            both = _is_used(given, document) and _is_used(replaced, document)
+            if both and document.place(given).override and not document.place(replaced).override:
+                document.notice(document.place(given), f"replaces {document.mention(replaced)}.")
+                document.remove(replaced)
+
+
+def _is_used(path: KeyPath, document: Document) -> bool:
+    """Report whether a key is given with a value that does not merely switch it off."""
+    value = document.get(path) if document.has(path) else None
+    value = SWITCHES.get(value, value) if isinstance(value, str) else value
+    return not (value is None or value is False or value == "never")
+
+
+def _validate(document: Document, folder: Path) -> Recipe:
+    """Validate keys, values and rules; complaints go to `document`.
+
+    Invalid keys are replaced by defaults, so that one call also reports the rules that the rest breaks.
+    """
+    for section, _ in REQUIRED:
+        document.data.setdefault(section, {})  # so that pydantic names the missing keys, not the missing section
+    faults: list[KeyPath] = []
+    try:
+        recipe = Recipe.model_validate(document.data, context=folder)
+    except ValidationError as error:
+        faults = complain_about(error, document)
+        recipe = Recipe.model_validate(_valid_part(document.data, faults), context=folder)
+    check_rules(recipe, document, faults)
+    return recipe
+
+
+def _valid_part(data: dict[str, Any], faults: Sequence[KeyPath]) -> dict[str, Any]:
+    """Copy the data without the keys that hold a fault, with placeholders for required keys."""
+    valid = Document("", copy.deepcopy(data))
+    for fault in faults:
+        if valid.has(fault[:2]):
+            valid.remove(fault[:2])
+    for path, placeholder in REQUIRED.items():
+        if not valid.has(path):
+            valid.put(path, placeholder, valid.place(path))
+    return valid.data
 
 
 def bundled_recipes() -> list[Path]:
-    """All of them, the quickstart first."""
+    """Return the paths of the recipes in configs/, the quickstart first."""
     found = [path for path in sorted(_configs().rglob("*.yaml")) if "\nmodel:" in path.read_text("utf-8")]
     return sorted(found, key=lambda path: path.parent.name != "quickstart")
 
 
 def bundled(name: str) -> Path:
-    """The recipe `name`, a path under configs/."""
+    """Return the path of the file `name` below configs/."""
     return _configs() / name
 
 
-def _configs() -> Path:
-    package = Path(__file__).parents[1]
-    home = next((h for h in (package, package.parent) if (h / "configs" / "quickstart").is_dir()), None)
-    if home is None:
-        raise UserError("The bundled recipes are not installed.", hint="Install the wheel, or run in a checkout.")
-    return home / "configs"
-
-
 def recipe_title(path: Path) -> str:
-    """Its first line, a comment."""
+    """Return the first line of a recipe if it is a comment, else an empty string."""
     first = path.read_text(encoding="utf-8").partition("\n")[0]
     return first.removeprefix("#").strip() if first.startswith("#") else ""
+
+
+def _configs() -> Path:
+    # the wheel holds configs/ inside the package, a checkout has it next to the package
+    package = Path(__file__).parents[1]
+    for folder in (package, package.parent):
+        if (folder / "configs" / "quickstart").is_dir():
+            return folder / "configs"
+    raise UserError("The bundled recipes are not installed.", hint="Install the wheel, or run in a checkout.")

@@ -1,4 +1,7 @@
-"""The recipe's sections, their keys, defaults and bounds: a key is declared here, or in `medusa`, and nowhere else."""
+"""Schema of the recipe: every section except those in train_sections.py, with keys, types, defaults and bounds.
+
+`ligertune recipe keys`, `recipe schema`, `init` and the error messages are made from these definitions.
+"""
 
 from __future__ import annotations
 
@@ -23,79 +26,94 @@ from ligertune.recipe.train_sections import CheckpointSpec, EvalSpec, MedusaSpec
 
 
 class TokenizerSpec(Section):
-    """The tokenizer, where it is not simply the model's own."""
+    """Tokenizer settings that differ from the model's."""
 
-    path: FileOrHub | None = Field(None, description="Hub id or folder of another tokenizer; null: the model's own.")
-    pad_token: Text | None = Field(None, description="Padding token; null: the tokenizer's, or one that hides no EOS.")
-    eos_token: Text | None = Field(None, description="End-of-text token; null: the tokenizer's.")
+    path: FileOrHub | None = Field(None, description="Hub id or folder of another tokenizer; null: the model's.")
+    pad_token: Text | None = Field(
+        None, description="Padding token; null: the tokenizer's, or one that is not the EOS token."
+    )
+    eos_token: Text | None = Field(None, description="End-of-sequence token; null: the tokenizer's.")
     chat_template: Template = Field(
-        "tokenizer", description="Chat template: tokenizer (its own), a built-in name, or a jinja file."
+        "tokenizer", description="Chat template: tokenizer (its own template), a built-in name, or a Jinja file."
     )
 
 
 class ModelSpec(Section):
-    """Which model is trained, and how it is loaded."""
+    """The model to train, and how to load it."""
 
     model_name_or_path: FileOrHub = Field(description="Hub id or folder of the model.")
-    revision: Text = Field("main", description="Branch, tag or commit on the hub.")
+    revision: Text = Field("main", description="Branch, tag or commit of the model on the hub.")
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
-        "auto", description="Dtype of the run. float16 is mixed precision with a scaled loss; auto asks the device."
+        "auto",
+        description="Dtype of the weights; float16: mixed precision with loss scaling; auto: bfloat16 if supported.",
     )
     attn_implementation: Literal["auto", "varlen", "sdpa", "flex_attention", "flash_attention_2", "eager"] = Field(
         "auto",
-        description="varlen is torch's flash attention over packed documents; auto takes an exact one that fits.",
+        description="Attention implementation; varlen: torch's flash attention for packed documents; auto: an exact "
+        "one that the model and the device support.",
     )
     init: Literal["pretrained", "random"] = Field(
-        "pretrained", description="pretrained weights, or random ones from the configuration (benchmarks, tests)."
+        "pretrained", description="Load pretrained weights, or initialise random ones (for benchmarks and tests)."
     )
     num_hidden_layers: PositiveInt | None = Field(
-        None, description="Cut the model to this depth; with init: random only."
+        None, description="With init: random: number of layers to build; null: all."
     )
-    trust_remote_code: Switch = Field(False, description="Run modelling code that comes with the checkpoint.")
+    trust_remote_code: Switch = Field(False, description="Run model code that comes with the checkpoint.")
     tokenizer: TokenizerSpec = Field(TokenizerSpec(), description="Tokenizer settings that differ from the model's.")
 
 
 class KernelsSpec(Section):
-    """Which of our kernels are patched in."""
+    """Which Triton kernels replace the model's layers."""
 
-    enabled: AutoSwitch = Field("auto", description="true, false, or auto: wherever they run and are recognised.")
-    rope: Switch = Field(True, description="Rotary position embedding.")
-    norm: Switch = Field(True, description="RMSNorm and LayerNorm.")
-    mlp: Switch = Field(True, description="SwiGLU or GeGLU, as the model has it.")
+    enabled: AutoSwitch = Field(
+        "auto", description="Use the kernels; auto: where the device runs Triton and a layer is recognised."
+    )
+    rope: Switch = Field(True, description="Use the kernel for rotary position embeddings.")
+    norm: Switch = Field(True, description="Use the kernels for RMSNorm and LayerNorm.")
+    mlp: Switch = Field(True, description="Use the kernels for SwiGLU and GeGLU.")
     loss: Literal["linear_cross_entropy", "cross_entropy", "torch"] = Field(
         "linear_cross_entropy",
-        description="linear_cross_entropy never makes the logits; cross_entropy reads them; torch is torch's own.",
+        description="Loss implementation; linear_cross_entropy: never stores the logits; cross_entropy: a kernel on "
+        "stored logits; torch: PyTorch's.",
     )
     attention: AutoSwitch = Field(
         "auto",
-        description="Attention over the documents of a row; auto: in half precision, where it was timed (sm90).",
+        description="Use the attention kernel for packed documents; auto: in half precision on sm90, where it is "
+        "measured to be faster.",
     )
-    lora: Switch = Field(False, description="Add an adapter's term in its products, not by passes over their output.")
-    optimizer: Switch = Field(False, description="The step of train.optim: adamw_torch_fused, clipping included.")
+    lora: Switch = Field(False, description="Fuse the LoRA update into the matrix multiplication.")
+    optimizer: Switch = Field(
+        False, description="With train.optim: adamw_torch_fused: use the AdamW kernel, which also clips gradients."
+    )
     recompute: SwitchOrNorms = Field(
         False,
-        description="Make norm outputs and gated activations again in the backward instead of keeping them: "
-        "less memory for some time, the same bits. norms: norm outputs only.",
+        description="Recompute norm outputs and gated activations in the backward instead of saving them: less memory, "
+        "more time, bit-equal gradients; norms: norm outputs only.",
     )
 
 
 class MethodSpec(Section):
-    """What is trained. LoRA: W x + (lora_alpha / lora_r) B A x with W frozen.  A: (R, E), B: (E, R)."""
+    """Which weights train. LoRA: W x + (lora_alpha / lora_r) B A x with frozen W, A: (R, E), B: (E, R)."""
 
     type: Literal["full", "lora", "qlora", "freeze"] = Field(
-        "full", description="All weights, a low-rank adapter, one on 4-bit weights, or the parameters of `trainable`."
+        "full",
+        description="full: all weights; lora: a low-rank adapter; qlora: an adapter on 4-bit weights; freeze: the "
+        "parameters that `trainable` matches.",
     )
-    lora_r: PositiveInt = Field(16, description="Inner width R of the update.")
-    lora_alpha: PositiveFloat = Field(32.0, description="Scale of the update, before it is divided by lora_r.")
-    lora_dropout: ShareBelowOne = Field(0.0, description="Share of the adapter's inputs that training drops.")
+    lora_r: PositiveInt = Field(16, description="LoRA rank R.")
+    lora_alpha: PositiveFloat = Field(32.0, description="LoRA scale; the update is multiplied by lora_alpha / lora_r.")
+    lora_dropout: ShareBelowOne = Field(0.0, description="Dropout probability of the adapter's input.")
     lora_target_modules: Literal["all-linear"] | NameList = Field(
-        "all-linear", description="Layers that get an adapter: all-linear (all but the head), or a list of their names."
+        "all-linear",
+        description="Layers to adapt: all-linear (every linear layer except the output head), or a list of names.",
     )
-    lora_modules_to_save: NameList = Field((), description="Layers trained whole beside the adapter, such as lm_head.")
-    use_dora: Switch = Field(False, description="Train each weight's magnitude apart from its direction (DoRA).")
-    use_rslora: Switch = Field(False, description="Divide lora_alpha by the root of lora_r instead of by lora_r.")
+    lora_modules_to_save: NameList = Field(
+        (), description="Layers to train in full in addition to the adapter, such as lm_head."
+    )
+    use_dora: Switch = Field(False, description="Use DoRA: train the magnitude of each weight and its direction.")
+    use_rslora: Switch = Field(False, description="Use rsLoRA: divide lora_alpha by the square root of lora_r.")
     trainable: NameList = Field(
-        (), description="With freeze: regular expressions; a parameter trains if one is found in its name."
+        (), description="With type: freeze: regular expressions; parameters whose names match one of them train."
     )
 
 
@@ -103,129 +121,136 @@ class DatasetSpec(Section):
     """One data set."""
 
     path: FileOrHub = Field(description="Hub id, file, folder or glob; json, jsonl, parquet, csv or txt, also .gz.")
-    name: Text | None = Field(None, description="Configuration (subset) of a data set on the hub.")
-    split: Text = Field("train", description="Split of a data set on the hub.")
+    name: Text | None = Field(None, description="Configuration (subset) of a hub data set.")
+    split: Text = Field("train", description="Split of a hub data set.")
     format: Literal["auto", "alpaca", "sharegpt", "messages", "prompt_completion", "text", "llava"] = Field(
-        "auto", description="Layout of a row; auto looks at its columns."
+        "auto", description="Row format; auto: recognised by the columns."
     )
-    columns: dict[str, str] = Field({}, description="Rename columns: {expected: actual}.")
-    max_samples: PositiveInt | None = Field(None, description="Read at most this many rows; null: all.")
+    columns: dict[str, str] = Field({}, description="Columns to rename, as {expected: actual}.")
+    max_samples: PositiveInt | None = Field(None, description="Maximum number of rows to read; null: all.")
     weight: PositiveFloat = Field(
-        1.0, description="Times that an epoch sees the data set; 0.5 is a half, drawn by seed."
+        1.0, description="How often an epoch repeats the data set; 0.5: a random half, drawn with train.seed."
     )
     on_bad_row: Literal["drop", "repair", "error"] = Field(
-        "drop", description="drop: count a row that cannot be used; repair: mend what can be mended; error: stop at it."
+        "drop",
+        description="Unusable rows; drop: drop and count them; repair: fix what can be fixed, drop the rest; error: "
+        "stop.",
     )
 
 
 class DataSpec(Section):
-    """What the model learns from, and how it is rendered, masked and cut."""
+    """Data sets, and how to format, tokenize, mask and batch them."""
 
     datasets: Annotated[tuple[DatasetSpec, ...], Field(strict=False, min_length=1)] = Field(
-        description="The data sets to train on; each needs a path."
+        description="Data sets to train on; each needs a path."
     )
-    val_split: ShareBelowOne = Field(0.0, description="Share of the examples held out for evaluation.")
+    val_split: ShareBelowOne = Field(0.0, description="Share of the examples to hold out for evaluation.")
     eval_datasets: Annotated[tuple[DatasetSpec, ...], Field(strict=False)] = Field(
         (), description="Data sets to evaluate on, instead of val_split."
     )
     prompt_template: Template = Field(
-        "auto", description="auto, chat (the tokenizer's), alpaca, or a jinja file that renders a row."
+        "auto", description="Prompt format: auto, chat (the tokenizer's chat template), alpaca, or a Jinja file."
     )
-    system_prompt: str | None = Field(None, description="System prompt of conversations that have none.")
+    system_prompt: str | None = Field(None, description="System prompt for conversations without one.")
     train_on: Literal["assistant", "last", "all"] = Field(
-        "assistant", description="Which tokens are trained: the assistant's turns, the last of them, or all."
+        "assistant", description="Tokens with labels: all assistant turns, the last assistant turn, or all tokens."
     )
-    max_length: Annotated[int, Field(ge=2)] = Field(2048, description="Longest example, in tokens.")
+    max_length: Annotated[int, Field(ge=2)] = Field(2048, description="Maximum length of an example, in tokens.")
     on_overlength: Literal["drop", "truncate", "error"] = Field(
-        "drop", description="What becomes of longer examples; how many there were is always reported."
+        "drop", description="Examples longer than max_length: drop, truncate, or stop; their number is reported."
     )
     streaming: Switch = Field(
-        False, description="Read while training, in little memory, shuffled through a buffer; needs train.max_steps."
+        False, description="Read and shuffle the data during training, in bounded memory; needs train.max_steps."
     )
     packing: Switch = Field(
-        True, description="Put examples into rows of max_length; they never see each other. A batch counts rows."
+        True, description="Pack several examples into each row of max_length tokens; examples do not attend to others."
     )
     padding_free: AutoSwitch = Field(
         "auto",
-        description="Without packing: lay the examples of a batch one behind another instead of padding them; "
-        "auto: where our kernels run and one launch of attention keeps them apart.",
+        description="Without packing: flatten the examples of a batch into one row instead of padding them; auto: "
+        "where the kernels run and one attention call separates the examples.",
     )
     num_proc: Literal["auto"] | PositiveInt = Field(
-        "auto", description="Processes that prepare the data; auto: one for each core."
+        "auto", description="Processes that prepare the data; auto: one per CPU core."
     )
     image_dir: FileOrHub | None = Field(
-        None, description="Folder that relative paths of images start from; null: that of the data file."
+        None, description="Folder of relative image paths; null: the folder of the data file."
     )
     cache: Switch = Field(
-        True, description="Keep prepared data in the user's cache ($LIGERTUNE_CACHE), by content; ranks share it."
+        True, description="Cache the prepared data in the user's cache folder, or in $LIGERTUNE_CACHE."
     )
 
 
 class LoggingSpec(Section):
-    """What the run writes down while it trains."""
+    """Metrics that are logged during training."""
 
     logging_steps: PositiveInt = Field(10, description="Steps between lines of metrics.jsonl.")
     report_to: Annotated[tuple[Literal["jsonl", "tensorboard", "wandb", "mlflow"], ...], Field(strict=False)] = Field(
-        ("jsonl",), description="Trackers that get each line, too; metrics.jsonl is always written."
+        ("jsonl",), description="Experiment trackers to log to; metrics.jsonl is always written."
     )
-    run_name: Text | None = Field(None, description="Name of the run in trackers; null: the name of output_dir.")
+    run_name: Text | None = Field(None, description="Run name in trackers; null: the folder name of output_dir.")
 
 
 class ParallelSpec(Section):
-    """How a run with several processes shares the work."""
+    """Processes of a run, and how they share the model and the data."""
 
     num_processes: Literal["auto"] | PositiveInt = Field(
-        "auto", description="Processes on this node; auto: one for each visible GPU. A launcher's are joined."
+        "auto", description="Processes on this node; auto: one per visible GPU; ignored under torchrun and accelerate."
     )
     strategy: Literal["auto", "single", "ddp", "fsdp", "deepspeed_zero2", "deepspeed_zero3"] = Field(
         "auto",
-        description="single: one process; ddp: each holds all; fsdp: they share; auto: ddp where that fits, else fsdp.",
+        description="single: one process; ddp: replicate the model; fsdp: shard it; auto: ddp if the model fits, else "
+        "fsdp.",
     )
     dp_replicate_size: PositiveInt = Field(
-        1, description="fsdp: copies of the model (HSDP), each shared by as many processes; 1: all share one."
+        1, description="With fsdp: number of model replicas (HSDP), each sharded over an equal group of processes."
     )
     cp_size: PositiveInt = Field(
-        1,
-        description="fsdp: processes that share each row (context parallel), for rows too long for one; needs packing.",
+        1, description="With fsdp and packing: processes that split each row (context parallel)."
     )
     cpu_offload: Switch = Field(
-        False, description="fsdp: keep weights, gradients and optimizer states in host memory; the step is taken there."
+        False,
+        description="With fsdp: keep weights, gradients and optimizer states in host memory, and step on the CPU.",
     )
     timeout: PositiveInt = Field(
-        60, description="Seconds to wait for a process in a step, more in saves and evaluations; if stopped, anywhere."
+        60, description="Seconds to wait for a process within a step; saves and evaluations may take longer."
     )
 
 
 class VisionSpec(Section):
-    """How a vision-language model sees, and which of its parts train; nothing for a model of text."""
+    """Images of a vision-language model: their size, and which parts of the model train."""
 
     image_min_pixels: PositiveInt | None = Field(
-        None, description="Smaller images are enlarged to this many pixels; null: the model's own. Qwen family."
+        None, description="Qwen models: enlarge smaller images to this many pixels; null: the model's default."
     )
     image_max_pixels: PositiveInt = Field(
-        1_003_520, description="Larger images are reduced to this many pixels (1280 tokens of Qwen2-VL). Qwen family."
+        1_003_520, description="Qwen models: shrink larger images to this many pixels (1280 tokens in Qwen2-VL)."
     )
-    freeze_vision_tower: Switch = Field(True, description="Keep the image encoder as it is.")
-    freeze_projector: Switch = Field(True, description="Keep what turns its output into the language model's input.")
-    freeze_language_model: Switch = Field(False, description="Keep the language model, its embeddings and its head.")
+    freeze_vision_tower: Switch = Field(True, description="Freeze the image encoder.")
+    freeze_projector: Switch = Field(
+        True, description="Freeze the layers that project image features into the language model."
+    )
+    freeze_language_model: Switch = Field(
+        False, description="Freeze the language model, including its embeddings and output head."
+    )
 
 
 class ReportSpec(Section):
-    """What the report measures."""
+    """Measurements for the run's report."""
 
-    warmup_steps: NonNegativeInt = Field(5, description="First steps that throughput leaves out.")
+    warmup_steps: NonNegativeInt = Field(5, description="First steps to exclude from the throughput.")
     profile_steps: NonNegativeInt = Field(
-        0, description="Steps of a torch profiler trace after the warm-up, left in output_dir/profile; 0: none."
+        0, description="Steps to trace with torch.profiler after the warm-up, into output_dir/profile; 0: none."
     )
     memory_snapshot: Switch = Field(
-        False, description="Leave a snapshot of the GPU's memory, for pytorch.org/memory_viz, in output_dir/profile."
+        False, description="Write a GPU memory snapshot for pytorch.org/memory_viz into output_dir/profile."
     )
-    mfu: Switch = Field(True, description="Report model FLOPs utilisation where the device's peak is known.")
+    mfu: Switch = Field(True, description="Report model FLOPs utilisation if the device's peak rate is known.")
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a recipe came from. Recipes that say the same are equal, wherever they were read."""
+    """Source file and notices of a recipe. They do not count when recipes are compared."""
 
     source: Path | None = field(default=None, compare=False)
     notices: tuple[str, ...] = field(default=(), compare=False)
@@ -234,34 +259,40 @@ class Origin:
 class Recipe(Section):
     """A fine-tuning run of ligertune."""
 
-    version: Literal[1] = Field(1, description="Version of the recipe's language.")
-    task: Literal["sft", "medusa"] = Field("sft", description="sft: supervised fine-tuning; medusa: decoding heads.")
-    model: ModelSpec = Field(description="Which model is trained, and how it is loaded.")
-    kernels: KernelsSpec = Field(KernelsSpec(), description="Which kernels are patched in.")
-    method: MethodSpec = Field(MethodSpec(), description="What is trained: all weights, an adapter, or some of them.")
-    data: DataSpec = Field(description="What the model learns from.")
-    train: TrainSpec = Field(TrainSpec(), description="Batches, steps and the optimizer.")
-    eval: EvalSpec = Field(EvalSpec(), description="When the loss on held-out data is measured.")
-    checkpoint: CheckpointSpec = Field(description="Where the run is kept, and how it is continued.")
-    logging: LoggingSpec = Field(LoggingSpec(), description="What the run writes down while it trains.")
-    parallel: ParallelSpec = Field(ParallelSpec(), description="How several processes share the work.")
-    vision: VisionSpec = Field(VisionSpec(), description="Images: their size, and which parts of the model train.")
-    report: ReportSpec = Field(ReportSpec(), description="What the report measures.")
-    medusa: MedusaSpec = Field(MedusaSpec(), description="Heads that guess several tokens ahead; with task: medusa.")
+    version: Literal[1] = Field(1, description="Version of the recipe format.")
+    task: Literal["sft", "medusa"] = Field(
+        "sft", description="sft: supervised fine-tuning; medusa: train Medusa heads for speculative decoding."
+    )
+    model: ModelSpec = Field(description="The model to train, and how to load it.")
+    kernels: KernelsSpec = Field(KernelsSpec(), description="Which Triton kernels replace the model's layers.")
+    method: MethodSpec = Field(MethodSpec(), description="Which weights train: all, an adapter, or some of them.")
+    data: DataSpec = Field(description="Data sets, and how to format, tokenize, mask and batch them.")
+    train: TrainSpec = Field(TrainSpec(), description="Batch size, number of steps, optimizer and memory savings.")
+    eval: EvalSpec = Field(EvalSpec(), description="Evaluation on held-out data.")
+    checkpoint: CheckpointSpec = Field(description="Output folder, checkpoints and resuming.")
+    logging: LoggingSpec = Field(LoggingSpec(), description="Metrics that are logged during training.")
+    parallel: ParallelSpec = Field(
+        ParallelSpec(), description="Processes of a run, and how they share the model and the data."
+    )
+    vision: VisionSpec = Field(
+        VisionSpec(), description="Images of a vision-language model: their size, and which parts of the model train."
+    )
+    report: ReportSpec = Field(ReportSpec(), description="Measurements for the run's report.")
+    medusa: MedusaSpec = Field(MedusaSpec(), description="Medusa heads; read with task: medusa.")
 
     _origin: Origin = PrivateAttr(Origin())
 
     @property
     def source(self) -> Path | None:
-        """The file it was read from, absolute; None for one made in Python."""
+        """Absolute path of the file that the recipe was read from; None for a recipe made in Python."""
         return self._origin.source
 
     @property
     def notices(self) -> tuple[str, ...]:
-        """One line for each thing that the reader took to mean another."""
+        """One line per alias, retired key or replaced value that the reader met."""
         return self._origin.notices
 
 
 def recipe_schema() -> dict[str, Any]:
-    """The JSON schema of a recipe, for editors."""
+    """Return the JSON schema of a recipe, for editors."""
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **Recipe.model_json_schema()}

@@ -1,4 +1,4 @@
-"""What the recipe's sections are made of: the frozen base, words for switches, and paths beside the recipe."""
+"""Base class and value types of the recipe's sections: switches, paths relative to the recipe, shares."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ from pydantic import (
     model_validator,
 )
 
-SWITCHES = {"yes": True, "on": True, "no": False, "off": False}  # booleans of YAML 1.1; ours reads them as words
+SWITCHES = {"yes": True, "on": True, "no": False, "off": False}  # booleans in YAML 1.1, strings in 1.2
 
 
 class Section(BaseModel):
-    """A frozen group of keys; unknown keys are forbidden and nothing is converted ("3" is no number)."""
+    """A frozen group of keys. Unknown keys are errors, and types are not converted: "3" is not a number."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
-    def _nothing_written_means_defaults(cls, given: Any) -> Any:
+    def _empty_section_means_defaults(cls, given: Any) -> Any:
         return {} if given is None else given
 
 
-def _words(meanings: Mapping[str | bool | None, Any]) -> BeforeValidator:
-    """Other spellings of a value, by what they mean."""
+def _spellings(meanings: Mapping[str | bool | None, Any]) -> BeforeValidator:
+    """Convert other spellings of a value, such as `yes` for true."""
 
     def read(value: Any) -> Any:
-        known = value is None or isinstance(value, str | bool)  # never 0 or 1, which equal False and True
+        known = value is None or isinstance(value, str | bool)  # not 0 and 1, which equal False and True
         return meanings.get(value, value) if known else value
 
     return BeforeValidator(read)
 
 
-def _beside_the_recipe(value: str, info: ValidationInfo) -> str:
-    """The absolute path where `value` names something that exists beside the recipe, or in the current folder."""
+def _resolve_path(value: str, info: ValidationInfo) -> str:
+    """Return the absolute path of `value` if it exists in the recipe's folder or the current one, else `value`."""
     value = os.path.expanduser(value)
     folders = [Path.cwd()] if info.context is None else [info.context, Path.cwd()]
     for folder in folders:
@@ -59,23 +59,26 @@ def _beside_the_recipe(value: str, info: ValidationInfo) -> str:
 
 
 def _template_file(value: str, info: ValidationInfo) -> str:
-    """As above for a file; the name of a built-in template may also be the name of a folder."""
-    path = _beside_the_recipe(value, info)
+    """Return the absolute path of a template file, else the name of a built-in template."""
+    # only a file: a folder may have the name of a built-in template
+    path = _resolve_path(value, info)
     return path if os.path.isfile(path) else value
 
 
 Text = Annotated[str, StringConstraints(min_length=1)]
-FileOrHub = Annotated[Text, AfterValidator(_beside_the_recipe)]
+FileOrHub = Annotated[Text, AfterValidator(_resolve_path)]
 Template = Annotated[Text, AfterValidator(_template_file)]
 OutputPath = Annotated[Text, AfterValidator(os.path.expanduser)]
-Switch = Annotated[bool, _words(SWITCHES)]
-AutoSwitch = Annotated[Literal["auto"] | bool, _words(SWITCHES)]
-SwitchOrOffload = Annotated[Literal["offload", "offload_gate", "offload_both"] | bool, _words(SWITCHES)]
-SwitchOrNorms = Annotated[Literal["norms"] | bool, _words(SWITCHES)]
-When = Annotated[Literal["no", "steps", "epoch"], _words({False: "no", "off": "no"})]
+Switch = Annotated[bool, _spellings(SWITCHES)]
+AutoSwitch = Annotated[Literal["auto"] | bool, _spellings(SWITCHES)]
+SwitchOrOffload = Annotated[Literal["offload", "offload_gate", "offload_both"] | bool, _spellings(SWITCHES)]
+SwitchOrNorms = Annotated[Literal["norms"] | bool, _spellings(SWITCHES)]
+When = Annotated[Literal["no", "steps", "epoch"], _spellings({False: "no", "off": "no"})]
 Resume = Annotated[
     OutputPath,
-    _words({True: "auto", "yes": "auto", "on": "auto", False: "never", "no": "never", "off": "never", None: "never"}),
+    _spellings(
+        {True: "auto", "yes": "auto", "on": "auto", False: "never", "no": "never", "off": "never", None: "never"}
+    ),
 ]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 ShareBelowOne = Annotated[float, Field(ge=0.0, lt=1.0)]

@@ -42,7 +42,7 @@ def test_check_says_ok_after_the_notices(recipe, run):
 
 
 def test_check_raises_the_complaint(recipe, run):
-    with pytest.raises(UserError, match=r"^--set train\.sede=1: train\.sede is not a key"):
+    with pytest.raises(UserError, match=r"^--set train\.sede=1: train\.sede is not a recipe key"):
         run("check", recipe, "--set", "train.sede=1")
 
 

@@ -30,10 +30,10 @@ def test_one_mistake_gets_one_exact_sentence(row, required, complaints):
             "- a\n- b\n",
             'recipe.yaml is ["a", "b"] (a list); a recipe is a mapping of sections: model, data, train and others.',
         ),
-        ("model:\n  revision: \0\n", "recipe.yaml:2: the character U+0000 may not stand in YAML."),
+        ("model:\n  revision: \0\n", "recipe.yaml:2: the character U+0000 is not allowed in YAML."),
         (b"model:\n  revision: \xff\n", "recipe.yaml:2: not UTF-8 text (byte 0xff)."),
-        ("model: &a [*a]\n", "recipe.yaml: it is nested too deeply, or has an anchor that contains itself."),
-        ("[" * 5000, "recipe.yaml: it is nested too deeply, or has an anchor that contains itself."),
+        ("model: &a [*a]\n", "recipe.yaml: it is nested too deeply, or an anchor contains itself."),
+        ("[" * 5000, "recipe.yaml: it is nested too deeply, or an anchor contains itself."),
     ],
     ids=["empty", "only a comment", "a list", "a NUL", "latin-1", "a circle", "a tower"],
 )
@@ -56,14 +56,14 @@ eval: {eval_steps: no}
 data: {datasets: [3]}
 """
     assert complaints(text) == [
-        "recipe.yaml: checkpoint.output_dir is missing: folder of the run, relative to the current one.",
+        "recipe.yaml: checkpoint.output_dir is missing: output folder of the run, relative to the current folder.",
         "recipe.yaml: model.model_name_or_path is missing: hub id or folder of the model.",
-        "recipe.yaml:1: train.learning_rate (written as lr) is -1 (a whole number); "
+        "recipe.yaml:1: train.learning_rate (written as lr) is -1 (an integer); "
         "it must be a number (above 0, at most 1).",
         "recipe.yaml:2: train.max_steps and train.num_train_epochs (line 2) are both given. Keep one of them.",
-        "recipe.yaml:2: train.sede is not a key of the recipe. Did you mean train.seed?",
-        'recipe.yaml:3: eval.eval_steps is "no" (a string); it must be a whole number (above 0).',
-        "recipe.yaml:4: data.datasets[0] is 3 (a whole number); it must be a mapping.",
+        "recipe.yaml:2: train.sede is not a recipe key. Did you mean train.seed?",
+        'recipe.yaml:3: eval.eval_steps is "no" (a string); it must be an integer (above 0).',
+        "recipe.yaml:4: data.datasets[0] is 3 (an integer); it must be a mapping.",
     ]
 
 

@@ -160,7 +160,7 @@ def test_what_is_left_stands_in_the_file_with_its_line(imported):
     result = imported(TRL)
     assert result.left[0].line == 11
     assert '#   chat_template_path: "HuggingFaceTB/SmolLM3-3B"  (' in result.text
-    assert "# TRL does these unasked:" in result.text
+    assert "# Defaults of TRL:" in result.text
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ def test_what_is_no_file_of_theirs(text, words, imported):
 def test_a_broken_dataset_info(imported, tmp_path):
     (tmp_path / "sets").mkdir()
     (tmp_path / "sets" / "dataset_info.json").write_text("{")
-    with pytest.raises(UserError, match=r"dataset_info\.json is not sound JSON"):
+    with pytest.raises(UserError, match=r"dataset_info\.json is not valid JSON"):
         imported(LLAMA_FACTORY)
 
 

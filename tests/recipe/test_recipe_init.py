@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from ligertune.cli.app import app
 from ligertune.errors import UserError
 from ligertune.recipe import load_recipe
-from ligertune.recipe.describe import matching_keys, name_of_run, recipe_reference
+from ligertune.recipe.describe import matching_keys, recipe_reference, run_folder
 from ligertune.recipe.document import keys
 from ligertune.recipe.read import bundled_recipes, recipe_title
 
@@ -100,7 +100,7 @@ def test_what_it_refuses(init, arguments, words):
     ],
 )
 def test_the_run_is_named_after_both(model, data, name):
-    assert name_of_run(model, data) == name
+    assert run_folder(model, data) == name
 
 
 def test_the_reference_of_all_keys_is_current():

@@ -10,7 +10,7 @@ import pytest
 
 import ligertune
 from ligertune.recipe import Recipe, TrainSpec, recipe_schema
-from ligertune.recipe.aliases import ALIASES, PEERS
+from ligertune.recipe.aliases import ALIASES, KEY_OF_ALIAS
 from ligertune.recipe.document import keys
 from ligertune.recipe.train_sections import EITHER_OR
 
@@ -117,7 +117,7 @@ def test_a_given_key_replaces_the_default_of_its_rival():
 
 def test_every_peers_name_leads_to_a_key_and_hides_none():
     assert {row.key for row in ALIASES} <= set(keys())
-    hidden = {f"{key.rpartition('.')[0]}.{name}" for name, key in PEERS.items() if "." in key} & set(keys())
+    hidden = {f"{key.rpartition('.')[0]}.{name}" for name, key in KEY_OF_ALIAS.items() if "." in key} & set(keys())
     assert hidden == {
         "train.seed",
         "train.fp8",

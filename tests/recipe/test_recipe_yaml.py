@@ -71,16 +71,16 @@ def test_overrides_write_over_the_file_and_make_what_is_not_there(load):
 @pytest.mark.parametrize(
     ("override", "complaint"),
     [
-        ("train.lr_=1", "train.lr_ is not a key of the recipe. Did you mean train.learning_rate?"),
+        ("train.lr_=1", "train.lr_ is not a recipe key. Did you mean train.learning_rate?"),
         ("learning_rate=1", "`learning_rate` belongs under `train`, not at the top level."),
-        ("train.seed=x", 'train.seed is "x" (a string); it must be a whole number (at least 0, below 4294967296).'),
+        ("train.seed=x", 'train.seed is "x" (a string); it must be an integer (at least 0, below 4294967296).'),
         ("train.seed", "write it as section.key=value."),
         ("=1", "write it as section.key=value."),
         ("train.seed=[1", "not YAML at column 3: while parsing a flow sequence, expected ',' or ']', "
                           "but got '<stream end>'."),
-        ("data.datasets[4].path=x", "there is no place for data.datasets[4].path in this recipe."),
-        ("data.datasets.first.path=x", "there is no place for data.datasets.first.path in this recipe."),
-        ("train.seed.x=1", "there is no place for train.seed.x in this recipe."),
+        ("data.datasets[4].path=x", "this recipe has no place for data.datasets[4].path."),
+        ("data.datasets.first.path=x", "this recipe has no place for data.datasets.first.path."),
+        ("train.seed.x=1", "this recipe has no place for train.seed.x."),
         ("train={seed: 1, seed: 2}", "train.seed is given twice."),
     ],
 )  # fmt: skip

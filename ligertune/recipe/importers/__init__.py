@@ -1,1 +1,1 @@
-"""Import recipes of other tools."""
+"""Import of YAML files of Axolotl, LLaMA-Factory and TRL as recipes."""

@@ -1,4 +1,4 @@
-"""`ligertune recipe import`: another tool's YAML -> a recipe, and a list of what it said that has no counterpart."""
+"""`ligertune recipe import`: convert another tool's YAML file to a recipe, and list the keys without a counterpart."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from ligertune.errors import UserError
-from ligertune.recipe.aliases import use_our_names
+from ligertune.recipe.aliases import apply_aliases
 from ligertune.recipe.complaints import complain_about
 from ligertune.recipe.document import ITEM, Document, KeyPath, Place, dotted, keys, leaf, split
 from ligertune.recipe.importers import peer_datasets
@@ -21,14 +21,14 @@ from ligertune.recipe.rules import check_rules
 from ligertune.recipe.schema import Recipe
 from ligertune.recipe.train_sections import EITHER_OR
 
-UNKNOWN = "there is no such key here"
-NOTHING = (None, False, "", "none", "no")  # said of an unknown key, it asks for nothing
+UNKNOWN = "ligertune has no such key"
+NOTHING = (None, False, "", "none", "no")  # an unknown key with one of these values switches nothing on
 ORDER = ("version", "task", "model", "method", "kernels", "data", "train", "eval", "checkpoint", "logging")
 
 
 @dataclass(frozen=True, order=True)
 class Left:
-    """What was not taken over: where it stands, what it says, why."""
+    """A key that was not imported: its line, name and value, and the reason."""
 
     line: int
     key: str
@@ -38,7 +38,7 @@ class Left:
 
 @dataclass
 class Import:
-    """A recipe under way."""
+    """An import in progress. left: keys that were not imported; defaults: the other tool's, where ours differ."""
 
     peer: Peer
     document: Document
@@ -47,7 +47,7 @@ class Import:
     defaults: list[str] = field(default_factory=list)
 
     def leave(self, path: KeyPath, why: str) -> None:
-        """Take a key out; what asks for nothing is not mentioned."""
+        """Remove a key and record the reason, unless its value switches nothing on."""
         value = self.document.get(path)
         if value not in NOTHING and value not in ([], {}):
             self.left.append(Left(self.document.place(path).line, dotted(path), shown_briefly(value), why))
@@ -56,7 +56,7 @@ class Import:
 
 @dataclass(frozen=True)
 class Imported:
-    """`text` is the recipe, with all that was left out in its comments."""
+    """The result. text: the recipe, whose comments list the keys that were not imported."""
 
     peer: str
     text: str
@@ -69,14 +69,14 @@ class Imported:
 
 
 def import_recipe(path: Path) -> Imported:
-    """A UserError where the file is no known tool's, or names no model or data."""
+    """Convert the file at `path`. Raises UserError if no known tool wrote it, or if it names no model or data."""
     path = Path(path)
     document = read_document(path)
     work = Import(peer_of(document), document, path.absolute().parent)
     _datasets(work)
     _method(work)
-    use_our_names(document, [row for row in IMPORTED if row.key in keys()])
-    use_our_names(document)
+    apply_aliases(document, [row for row in IMPORTED if row.key in keys()])
+    apply_aliases(document)
     _flat_keys(work)
     _unknown_keys(work)
     _tool_defaults(work)
@@ -84,61 +84,72 @@ def import_recipe(path: Path) -> Imported:
     document.raise_complaints()
     left = tuple(sorted(work.left))
     header = _header(path, work, left)
-    said = [name for name, value in document.data.items() if value != {}]
-    ordered = {name: document.data[name] for name in sorted(said, key=_place_in_file)}
+    given = [name for name, value in document.data.items() if value != {}]
+    ordered = {name: document.data[name] for name in sorted(given, key=_section_order)}
     notices = tuple(map(str, sorted(document.notices)))
     return Imported(work.peer.name, header + dump(ordered), left, tuple(work.defaults), notices)
 
 
 def peer_of(document: Document) -> Peer:
-    """The tool whose own keys occur most; they must be its keys more than anybody's."""
+    """Return the tool whose characteristic keys occur most. Raises UserError if none occurs."""
     found = {peer.name: len(peer.signs & set(document.data)) for peer in TOOLS}
     best = max(TOOLS, key=lambda peer: found[peer.name])
     if found[best.name] == 0:
         names = " or ".join(peer.name for peer in TOOLS)
         raise UserError(
-            f"{document.file} has none of the keys by which {names} are told apart.",
-            hint="If it is a recipe of ligertune already, `ligertune recipe check` says what is wrong with it.",
+            f"{document.file} has none of the keys that identify a file of {names}.",
+            hint="If it is a recipe of ligertune already, validate it with `ligertune recipe check`.",
         )
     return best
 
 
 def shown_briefly(value: Any) -> str:
-    """As it would be written, cut to one line."""
+    """Format a value as YAML, shortened to 60 characters."""
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _datasets(work: Import) -> None:
-    """Lists of data sets in our form, under our name."""
-    data, place = work.document.data, work.document.place(("datasets",))
-    if work.peer is AXOLOTL:
-        for theirs, ours in (("datasets", "datasets"), ("test_datasets", "eval_datasets"), ("pretraining_dataset", "")):
-            given = data.pop(theirs, None)
-            if given and (ours or "datasets" not in data.get("data", {})):
-                items = given if isinstance(given, list) else [given]
-                work.document.put(("data", ours or "datasets"), [peer_datasets.axolotl(item) for item in items], place)
-    elif work.peer is LLAMA_FACTORY:
-        folder = str(data.pop("dataset_dir", None) or "data")
-        for theirs, ours in (("dataset", "datasets"), ("eval_dataset", "eval_datasets")):
-            if not (given := data.pop(theirs, None)):
-                continue
+    """Convert the tool's data sets to `data.datasets` and `data.eval_datasets`."""
+    convert = {AXOLOTL.name: _axolotl_datasets, LLAMA_FACTORY.name: _llama_factory_datasets, TRL.name: _trl_datasets}
+    convert[work.peer.name](work, work.document.place(("datasets",)))
+
+
+def _axolotl_datasets(work: Import, place: Place) -> None:
+    data = work.document.data
+    # `pretraining_dataset` counts only in a file without `datasets`
+    for theirs, ours in (("datasets", "datasets"), ("test_datasets", "eval_datasets"), ("pretraining_dataset", "")):
+        given = data.pop(theirs, None)
+        if given and (ours or "datasets" not in data.get("data", {})):
+            items = given if isinstance(given, list) else [given]
+            work.document.put(("data", ours or "datasets"), [peer_datasets.axolotl(item) for item in items], place)
+
+
+def _llama_factory_datasets(work: Import, place: Place) -> None:
+    data = work.document.data
+    folder = str(data.pop("dataset_dir", None) or "data")
+    for theirs, ours in (("dataset", "datasets"), ("eval_dataset", "eval_datasets")):
+        if given := data.pop(theirs, None):
             found, unknown = peer_datasets.llama_factory(given, work.folder, folder)
             work.document.put(("data", ours), found, place)
-            why = f"no {folder}/dataset_info.json tells what it is: write a file or a hub id under data.{ours}"
+            why = f"{folder}/dataset_info.json does not describe it: write a file or a hub id under data.{ours}"
             work.left += [Left(0, theirs, name, why) for name in unknown]
-        if isinstance(most := data.pop("max_samples", None), int):
-            for item in data.get("data", {}).get("datasets", []):
-                item.setdefault("max_samples", most)
-    elif work.peer is TRL and "dataset_name" in data:
-        train, evaluated = peer_datasets.trl(data)
-        work.document.put(("data", "datasets"), train, place)
-        if evaluated:
-            work.document.put(("data", "eval_datasets"), evaluated, place)
+    if isinstance(most := data.pop("max_samples", None), int):
+        for item in data.get("data", {}).get("datasets", []):
+            item.setdefault("max_samples", most)
+
+
+def _trl_datasets(work: Import, place: Place) -> None:
+    if "dataset_name" not in work.document.data:
+        return
+    train, evaluated = peer_datasets.trl(work.document.data)
+    work.document.put(("data", "datasets"), train, place)
+    if evaluated:
+        work.document.put(("data", "eval_datasets"), evaluated, place)
 
 
 def _method(work: Import) -> None:
-    """4-bit weights below an adapter are a method of their own; special tokens are the tokenizer's."""
+    """Convert keys that several of ours replace: 4-bit adapters are qlora, special tokens belong to the tokenizer."""
     data = work.document.data
     four_bit = data.pop("load_in_4bit", None) is True or data.get("quantization_bit") == 4
     if four_bit and (data.get("adapter") or data.get("use_peft") or data.get("finetuning_type", "") == "lora"):
@@ -157,7 +168,7 @@ def _method(work: Import) -> None:
 
 
 def _flat_keys(work: Import) -> None:
-    """Our own names, which others write at the top level, into their sections: the first that has one of the name."""
+    """Move top-level keys that have a name of ours into the first section with such a key."""
     homes: dict[str, str] = {}
     for key in keys():
         if "." in key and ITEM not in key:
@@ -172,7 +183,7 @@ def _flat_keys(work: Import) -> None:
 
 
 def _unknown_keys(work: Import) -> None:
-    """What is no key here, at the top level and in data sets, is left, with the reason."""
+    """Remove unknown keys at the top level and in data sets, each with the reason."""
     document = work.document
     for name in list(document.data):
         if name not in keys():
@@ -185,7 +196,7 @@ def _unknown_keys(work: Import) -> None:
 
 
 def _tool_defaults(work: Import) -> None:
-    """What the tool would have done without being told, where ours differs."""
+    """Write the tool's defaults where ours differ, so that the run stays the same."""
     for key, value in work.peer.defaults.items():
         rival = EITHER_OR.get(leaf(key))
         if key not in keys() or work.document.has(split(key)):
@@ -200,35 +211,35 @@ def _tool_defaults(work: Import) -> None:
 
 
 def _values(work: Import) -> None:
-    """Take out what our keys do not take, with the reader's own sentence, until the rest is a recipe."""
+    """Remove values that our keys do not accept, each with the validator's message, until the rest is valid."""
     document = work.document
     for section, _ in REQUIRED:
-        document.data.setdefault(section, {})  # then the keys that are missing are named, not the section
+        document.data.setdefault(section, {})  # so that missing keys are named, not the missing section
     while True:
         try:
             recipe = Recipe.model_validate(document.data, context=work.folder)
             refused = check_rules(recipe, document, ())
         except ValidationError as error:
             refused = complain_about(error, document)
-        said = {remark.sentence for remark in document.complaints}
-        gone = [path for path in refused if document.has(path)]
-        if not gone:
-            return
-        for path in gone:
-            why = next((sentence for sentence in said if dotted(path) in sentence), UNKNOWN)
+        messages = {remark.sentence for remark in document.complaints}
+        removable = [path for path in refused if document.has(path)]
+        if not removable:
+            return  # valid, or a required key is missing: the complaints say which
+        for path in removable:
+            why = next((message for message in messages if dotted(path) in message), UNKNOWN)
             work.leave(path, why)
         document.complaints.clear()
 
 
 def _header(path: Path, work: Import, left: tuple[Left, ...]) -> str:
-    lines = [f"Imported from {path.name}, a file of {work.peer.name}'s."]
+    lines = [f"Imported from {path.name}, a {work.peer.name} file."]
     if work.defaults:
-        lines += [f"{work.peer.name} does these unasked: {', '.join(work.defaults)}."]
+        lines += [f"Defaults of {work.peer.name}: {', '.join(work.defaults)}."]
     if left:
-        lines += ["Not taken over:"]
+        lines += ["Not imported:"]
         lines += [f"  {item.key}: {item.value}  ({item.why})" for item in left]
     return "".join(f"# {line}\n" for line in lines)
 
 
-def _place_in_file(section: str) -> int:
+def _section_order(section: str) -> int:
     return ORDER.index(section) if section in ORDER else len(ORDER)

@@ -1,4 +1,7 @@
-"""Data sets as other tools name them -> lists of ours. What they say beside that stays, to be reported."""
+"""Data sets of Axolotl, LLaMA-Factory and TRL -> items of `data.datasets`.
+
+Keys without a counterpart stay in the items; the import reports them later.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,8 @@ from typing import Any
 
 from ligertune.errors import UserError
 
-FILE_TYPES = ("json", "parquet", "csv", "text", "arrow")  # in the place of a path: `data_files` names the files
-# Axolotl's and LLaMA-Factory's names of columns -> the columns of our formats
+FILE_TYPES = ("json", "parquet", "csv", "text", "arrow")  # instead of a path; `data_files` then names the files
+# column names of the tool -> column names of our formats
 AXOLOTL_COLUMNS = {
     "field_instruction": "instruction",
     "field_input": "input",
@@ -23,12 +26,12 @@ AXOLOTL_FORMATS = {"chat_template": "messages", "completion": "text", "pretrain"
 
 
 def axolotl(item: Any) -> Any:
-    """One entry of `datasets` or `test_datasets`."""
+    """Convert one item of Axolotl's `datasets` or `test_datasets`."""
     if not isinstance(item, Mapping):
         return {"path": item} if isinstance(item, str) else item
     item = dict(item)
     kind = item.pop("type", None)
-    if isinstance(kind, Mapping):  # a format of the user's own, field by field
+    if isinstance(kind, Mapping):  # a custom format, described field by field
         item |= {name if name in AXOLOTL_COLUMNS else f"type.{name}": value for name, value in kind.items()}
         kind = "alpaca"
     if isinstance(kind, str):
@@ -46,7 +49,7 @@ def axolotl(item: Any) -> Any:
 
 
 def _role_key(item: dict[str, Any]) -> str | None:
-    """Under which name a message bears its role."""
+    """Remove the keys that describe messages, and return the field that holds a message's role."""
     named = item.pop("message_property_mappings", None)
     of_mapping = named.get("role") if isinstance(named, Mapping) else None
     item.pop("message_field_content", None)
@@ -54,7 +57,7 @@ def _role_key(item: dict[str, Any]) -> str | None:
 
 
 def _conversation(item: dict[str, Any], columns: dict[str, str], messages: str | None, role_key: str | None) -> None:
-    """ShareGPT where roles stand under `from`, messages where they stand under `role`."""
+    """Set the format of conversations: sharegpt if the role field is `from`, messages if it is `role`."""
     if role_key == "from":
         item["format"] = "sharegpt"
     elif role_key == "role":
@@ -70,7 +73,7 @@ def _with_columns(item: dict[str, Any], columns: dict[str, str]) -> dict[str, An
 
 
 def llama_factory(names: Any, folder: Path, dataset_dir: str) -> tuple[list[dict[str, Any]], list[str]]:
-    """The data sets behind names, as dataset_info.json tells, and the names that it does not hold."""
+    """Look names up in dataset_info.json. Returns (data sets, names that the file does not hold)."""
     named = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names or ())
     info = _dataset_info(folder, dataset_dir)
     found = [_registered(info[name], dataset_dir) if name in info else {"path": name} for name in named]
@@ -84,13 +87,13 @@ def _dataset_info(folder: Path, dataset_dir: str) -> Mapping[str, Any]:
             try:
                 info = json.loads(path.read_text(encoding="utf-8"))
             except (UnicodeDecodeError, json.JSONDecodeError) as problem:
-                raise UserError(f"{path} is not sound JSON: {problem}.") from None
+                raise UserError(f"{path} is not valid JSON: {problem}.") from None
             return info if isinstance(info, Mapping) else {}
     return {}
 
 
 def _registered(entry: Mapping[str, Any], dataset_dir: str) -> dict[str, Any]:
-    """One entry of dataset_info.json."""
+    """Convert one entry of dataset_info.json."""
     entry = dict(entry)
     hub, file = entry.get("hf_hub_url"), entry.get("file_name")
     item: dict[str, Any] = {"path": hub or str(Path(dataset_dir) / str(file))}
@@ -110,7 +113,7 @@ def _registered(entry: Mapping[str, Any], dataset_dir: str) -> dict[str, Any]:
 
 
 def trl(data: dict[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """(to train on, to evaluate on) from the flat keys, which are taken out of `data`."""
+    """Remove TRL's flat data keys from `data`. Returns (training data sets, evaluation data sets)."""
     common = {"path": data.pop("dataset_name")}
     if data.get("dataset_config"):
         common["name"] = data.pop("dataset_config")
