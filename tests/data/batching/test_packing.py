@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from ligertune.data.batching.collate import StaticShapes, collate_packed
+from ligertune.data.batching.collate import StaticShapes, collate, collate_packed
 from ligertune.data.batching.packing import pack
 from ligertune.data.examples import Example, Examples
 
@@ -102,7 +102,15 @@ def test_documents_stand_one_behind_another():
     assert batch["cu_seq_lens_q"].tolist() == batch["cu_seq_lens_k"].tolist() == [0, 4, 5, 8, 12]
     assert batch["cu_seq_lens_q"].dtype == torch.int32
     assert (batch["max_length_q"], batch["max_length_k"], batch["document_lengths"]) == (4, 4, (4, 1, 3, 4))
+    assert batch["document_places"].tolist() == [[0] * 4 + [4] + [5] * 3 + [8] * 4, [4] * 4 + [5] + [8] * 3 + [12] * 4]
     assert "attention_mask" not in batch
+
+
+def test_padded_rows_mask_their_padding():
+    batch = collate(list(documents())[:2], pad_token_id=99, pad_to_multiple_of=3)
+    assert batch["input_ids"].tolist() == [[3, 4, 5, 6, 99, 99], [3, 99, 99, 99, 99, 99]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1, 1, 0, 0], [1, 0, 0, 0, 0, 0]]
+    assert (batch["labels"] != -100).tolist() == [[t < 4 for t in range(6)], [t < 1 for t in range(6)]]
 
 
 def test_rows_that_are_alike_have_the_sizes_of_all_others():

@@ -53,6 +53,14 @@ def test_every_example_of_a_window_comes_once(order_of, packed):
         assert places.tolist() == list(range(window * WINDOW, (window + 1) * WINDOW))
 
 
+def test_each_window_is_shuffled_in_its_own_way(order_of):
+    order = order_of(packed=False)
+    found = np.concatenate([row for step in range(STEPS) for row in order.step(step)])[:WINDOW]
+    again = np.concatenate([row for step in range(10, 20) for row in order.step(step)])
+    assert sorted(again - WINDOW) == sorted(found) == list(range(WINDOW))
+    assert (again - WINDOW).tolist() != found.tolist() != list(range(WINDOW))
+
+
 def test_packs_are_full_and_no_longer_than_they_may_be(order_of):
     order = order_of()
     lengths = np.array([order.examples.lengths[row].sum() for step in range(STEPS) for row in order.step(step)])

@@ -79,3 +79,12 @@ def test_texts_that_do_not_come_again_are_not_remembered(stories):
 
     before = resident(texts[:1000])
     assert resident(texts[1000:]) - before < 24
+
+
+def test_the_end_of_a_text_is_trained_with_its_answer_and_not_without_one(stories):
+    """EOS is 2 here, and stands behind the text; BOS is 1."""
+    for trained, ends in (((3, 6),), [2]), ((), [IGNORE_INDEX]):
+        (encoded,) = encode([Rendered("ab cde", trained, bos=1, eos=2)], stories)
+        assert (encoded.input_ids[0], encoded.input_ids[-1]) == (1, 2)
+        assert encoded.labels[-1:].tolist() == ends and encoded.labels[0] == IGNORE_INDEX
+        assert encoded.n_trained == int((encoded.labels != IGNORE_INDEX).sum())
