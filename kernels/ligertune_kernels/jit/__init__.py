@@ -1,1 +1,1 @@
-"""Triton functions shared by several kernels."""
+"""Triton device functions shared by several kernels."""

@@ -1,4 +1,4 @@
-"""Functions that several kernels call. All give fp32."""
+"""Device functions shared by kernels: activations, their derivatives and capped logits. All compute in fp32."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def fp32(scalar):
-    # An argument that is a Python float. torch.compile hands it over as fp64; the interpreter leaves it a float.
+    """Convert a float argument to fp32."""
+    # torch.compile passes Python floats as fp64, and the interpreter leaves them Python floats.
     return tl.full([], scalar, tl.float32)
 
 
 @triton.jit
 def tanh(x):
-    # libdevice's tanh is missing from the interpreter; this is within 1.8e-7 of it and cannot overflow.
+    # libdevice's tanh is missing from the interpreter; this differs by at most 1.8e-7 and cannot overflow.
     return 2.0 * tl.sigmoid(2.0 * x) - 1.0
 
 
@@ -33,7 +34,7 @@ def silu_grad(x):
 
 @triton.jit
 def gelu_tanh(x):
-    # (1 + tanh(i)) / 2 = sigmoid(2i), which keeps its digits where tanh is near -1.
+    # (1 + tanh(i)) / 2 = sigmoid(2i), which keeps its precision where tanh is near -1.
     return x * tl.sigmoid(1.5957691216057308 * x * (1.0 + 0.044715 * x * x))  # 2 sqrt(2 / pi) (x + 0.044715 x³)
 
 
@@ -41,7 +42,7 @@ def gelu_tanh(x):
 def gelu_tanh_grad(x):
     twice_i = 1.5957691216057308 * x * (1.0 + 0.044715 * x * x)
     s = tl.sigmoid(twice_i)
-    # sigmoid(-2i) is 1 - s with all its digits: the factors beside it reach 50 where s is nearly 1.
+    # sigmoid(-2i) is 1 - s without cancellation: its factors reach 50 where s is nearly 1.
     return s + x * s * tl.sigmoid(-twice_i) * 1.5957691216057308 * (1.0 + 0.134145 * x * x)
 
 
@@ -54,3 +55,13 @@ def gelu_erf(x):
 def gelu_erf_grad(x):
     cdf = 0.5 * (1.0 + tl.erf(0.7071067811865476 * x))
     return cdf + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
+
+
+@triton.jit
+def scale_and_cap(x, softcap, logit_scale, HAS_SOFTCAP: tl.constexpr):
+    """Return z = softcap tanh(logit_scale x / softcap) in bits, and dz/dx without the factor logit_scale."""
+    if HAS_SOFTCAP:
+        t = tanh(x * (logit_scale / softcap))
+        return t * (softcap * LOG2E), 1.0 - t * t
+    else:
+        return x * (logit_scale * LOG2E), 1.0

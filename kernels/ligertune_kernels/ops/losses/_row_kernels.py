@@ -9,18 +9,8 @@ block is asked for before the one ahead of it is worked on, or the memory would 
 
 from __future__ import annotations
 
-from ligertune_kernels.jit.device_functions import LN2, LOG2E, fp32, tanh
+from ligertune_kernels.jit.device_functions import LN2, LOG2E, fp32, scale_and_cap
 from ligertune_kernels.launcher import tl, triton
-
-
-@triton.jit
-def bounded(x, softcap, logit_scale, HAS_SOFTCAP: tl.constexpr):
-    """z in bits, and dz/dx but for logit_scale."""
-    if HAS_SOFTCAP:
-        t = tanh(x * (logit_scale / softcap))
-        return t * (softcap * LOG2E), 1.0 - t * t
-    else:
-        return x * (logit_scale * LOG2E), 1.0
 
 
 @triton.jit
@@ -41,7 +31,7 @@ def power(x, z, top, logit_scale, HAS_SOFTCAP: tl.constexpr):
 @triton.jit
 def bounded_tail(x, in_row, softcap, logit_scale, HAS_SOFTCAP: tl.constexpr):
     """z in bits, -inf past the row's end: without a cap x is infinite there already."""
-    z, _ = bounded(x, softcap, logit_scale, HAS_SOFTCAP)
+    z, _ = scale_and_cap(x, softcap, logit_scale, HAS_SOFTCAP)
     return tl.where(in_row, z, float("-inf")) if HAS_SOFTCAP else z
 
 
@@ -130,7 +120,7 @@ def first_sweep(
                 columns(x_ptr, lead_ptr, start + BLOCK, lanes, vector, in_lead, group_cols, group_jump, GROUPED),
                 mask=cols + BLOCK < n_swept, other=0.0, eviction_policy=FIRST_READ,
             )  # fmt: skip
-            z, _ = bounded(x, softcap, logit_scale, HAS_SOFTCAP)
+            z, _ = scale_and_cap(x, softcap, logit_scale, HAS_SOFTCAP)
             new_max = tl.maximum(lane_max, tl.max(z, axis=1))
             lane_sum *= tl.exp2(lane_max - new_max)
             lane_sum += tl.sum(power(x, z, new_max[:, None], logit_scale, HAS_SOFTCAP), axis=1)
@@ -164,7 +154,7 @@ def dlogits(
     top: the row's maximum; softmax_factor is divided by its sum.
     """
     x = x.to(tl.float32)
-    z, slope = bounded(x, softcap, logit_scale, HAS_SOFTCAP)
+    z, slope = scale_and_cap(x, softcap, logit_scale, HAS_SOFTCAP)
     dz = softmax_factor * power(x, z, top, logit_scale, HAS_SOFTCAP)
     if HAS_SMOOTHING:
         dz -= smooth_factor * class_weights(weight_ptr, cols, n_cols, HAS_WEIGHT)
@@ -233,7 +223,7 @@ def row_kernel(
                 x_ptr, row_lead_ptr, kept, tail, weight_ptr, lanes, n_swept, n_cols, in_lead, group_cols, group_jump,
                 softcap, logit_scale, HAS_WEIGHT, HAS_SMOOTHING, HAS_SOFTCAP, SWEEPS, GROUPED, LANES, VECTOR, HINTS,
             )  # fmt: skip
-            label_z, _ = bounded(label_x, softcap, logit_scale, HAS_SOFTCAP)
+            label_z, _ = scale_and_cap(label_x, softcap, logit_scale, HAS_SOFTCAP)
             log_sum = tl.log2(row_sum)
             lse = row_max + log_sum  # rounded: a probability by it would be off by as much
             label_below = below(label_x, label_z, row_max, logit_scale, HAS_SOFTCAP)
@@ -276,7 +266,7 @@ def row_kernel(
                             dx_ptr, row_lead_ptr, start, lanes, vector, in_lead, group_cols, group_jump, GROUPED
                         )
                         tl.store(swept, dx.to(dtype), eviction_policy=LAST_USE)
-                label_z, label_slope = bounded(label_x, softcap, logit_scale, HAS_SOFTCAP)
+                label_z, label_slope = scale_and_cap(label_x, softcap, logit_scale, HAS_SOFTCAP)
                 dx_label = softmax_factor * power(label_x, label_z, row_max, logit_scale, HAS_SOFTCAP)
                 dx_label -= label_share * scale
                 if HAS_SMOOTHING:
@@ -322,7 +312,7 @@ def slab_kernel(
             x, row_max, softmax_share * scale, smooth_share * scale, weight_ptr + first_col, cols, n_cols,
             softcap, logit_scale, HAS_WEIGHT, HAS_SMOOTHING, HAS_SOFTCAP,
         )  # fmt: skip
-        _, slope = bounded(x.to(tl.float32), softcap, logit_scale, HAS_SOFTCAP)
+        _, slope = scale_and_cap(x.to(tl.float32), softcap, logit_scale, HAS_SOFTCAP)
         dx -= tl.where(cols == label - first_col, label_share * scale * slope, 0.0)
         tl.store(x_ptr + cols, dx.to(x_ptr.dtype.element_ty), mask=mask)
 
@@ -345,7 +335,7 @@ def statistics_kernel(
     for start in range(0, n_cols, LANES * VECTOR):
         cols = start + offs
         x = tl.load(x_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
-        z, _ = bounded(x, softcap, logit_scale, HAS_SOFTCAP)
+        z, _ = scale_and_cap(x, softcap, logit_scale, HAS_SOFTCAP)
         z = tl.where(cols < n_cols, z, float("-inf"))
         new_max = tl.maximum(lane_max, tl.max(z, axis=1))
         first = tl.min(tl.where(z == new_max[:, None], cols, n_cols), axis=1)
@@ -365,5 +355,5 @@ def statistics_kernel(
     label = tl.load(labels_ptr + row).to(tl.int64)
     is_class = (label >= 0) & (label < n_cols)
     label_x = tl.load(x_ptr + label, mask=is_class, other=float("nan")).to(tl.float32)
-    label_z, _ = bounded(label_x, softcap, logit_scale, HAS_SOFTCAP)
+    label_z, _ = scale_and_cap(label_x, softcap, logit_scale, HAS_SOFTCAP)
     tl.store(logprob_ptr + row, tl.where(label == ignore_index, 0.0, (label_z - lse) * LN2))

@@ -243,17 +243,17 @@ CHIPS = [("sm90", 32, "nvidia"), ("sm80", 32, "nvidia"), ("gfx942", 64, "amd"), 
 @pytest.mark.parametrize("width", [16, 64, 80, 128, 256])
 def test_a_block_of_queries_divides_a_tile_of_keys(width, arch, warp, vendor) -> None:
     """What the keys' kernel goes by: blocks at the diagonal are whole."""
-    tiles = _tiles(width, True, torch.bfloat16, Chip(vendor, arch, warp, 132, 1 << 20))
+    tiles = _tiles(width, torch.bfloat16, Chip(vendor, arch, warp, 132, 1 << 20), has_cap=True)
     if tiles is None:
         assert (arch, width > 64) == ("gfx1100", True)
     else:
-        rows, cols, *_ = tiles[2]
+        rows, cols, *_ = tiles.dkdv
         assert cols % rows == 0
 
 
 def test_the_interpreters_tiles_are_small_enough_for_these_tests() -> None:
     """Or nothing here would have more than one."""
-    assert all(max(rows, cols) <= 16 for rows, cols, *_ in _tiles(32, False, torch.bfloat16, INTERPRETER))
+    assert all(max(rows, cols) <= 16 for rows, cols, *_ in _tiles(32, torch.bfloat16, INTERPRETER, has_cap=False)[2:])
 
 
 def test_autocast_brings_them_to_one_dtype(device) -> None:
