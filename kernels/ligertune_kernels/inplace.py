@@ -10,10 +10,14 @@ from itertools import pairwise
 import torch
 
 
+def base_of(t: torch.Tensor) -> torch.Tensor:
+    """Return the tensor that t views, or t itself."""
+    return t._base if t._is_view() else t
+
+
 def is_trainable_leaf(t: torch.Tensor) -> bool:
     """Return whether t is, or is a view of, a leaf that requires a gradient (a parameter)."""
-    whole = t._base if t._is_view() else t
-    return whole.requires_grad and whole.is_leaf
+    return base_of(t).requires_grad and base_of(t).is_leaf
 
 
 def memory_extent(t: torch.Tensor) -> int | None:
@@ -49,3 +53,30 @@ def are_disjoint(a: torch.Tensor, b: torch.Tensor) -> bool:
     nested = all(after * size <= before for (before, _), (after, size) in pairwise(outer))
     width = a.shape[-1]
     return bool(outer) and nested and a.stride(-1) == 1 and width <= distance and distance + width <= outer[-1][0]
+
+
+def owns_its_memory(t: torch.Tensor, *, needs_grad: bool) -> bool:
+    """Return whether t's elements do not overlap and, where a gradient is needed, t is all of a non-leaf tensor."""
+    extent = memory_extent(t)
+    if not needs_grad:
+        return extent is not None
+    # raise_in_backward replaces the history of the whole tensor that t views.
+    covers = extent == t.numel() == base_of(t).numel()
+    return covers and t.requires_grad and not t.is_leaf and not is_trainable_leaf(t)
+
+
+class _Overwritten(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, message, *overwritten):
+        ctx.message = message
+        ctx.mark_dirty(*overwritten)
+        return overwritten
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise RuntimeError(ctx.message)
+
+
+def raise_in_backward(message: str, *overwritten: torch.Tensor) -> None:
+    """Replace the history of overwritten tensors, in place: a gradient that reaches them raises RuntimeError."""
+    _Overwritten.apply(message, *overwritten)

@@ -203,7 +203,7 @@ def rotate(tokens: int, **how: bool) -> None:
 
 # Each runs twice, the second time with other values of what is not compiled in.
 TWICE = {
-    "swiglu": lambda rows: gated.forward(bf16(rows, 512), bf16(rows, 512), "silu"),
+    "swiglu": lambda rows: gated._forward(bf16(rows, 512), bf16(rows, 512), "silu"),
     "geglu, backward": lambda rows: gated._backward(*(bf16(rows, 512) for _ in range(5)), "gelu_tanh"),
     "apply_rope": rotate,
     "apply_rope, backward in place": lambda tokens: rotate(tokens, backward=True, inplace=True),

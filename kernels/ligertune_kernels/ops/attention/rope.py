@@ -1,22 +1,22 @@
-r"""Rotary position embedding of queries q (B, H, T, D) and keys k (B, K, T, D) in one launch.
+r"""Rotary position embedding (RoPE) of queries q (B, H, T, D) and keys k (B, K, T, D) in one launch.
 
-The first R = rotary_dim columns of every head are rotated in pairs (lo, hi), the rest passes through:
+The first R = rotary_dim columns of every head are rotated in pairs (lo, hi); the other columns are copied:
 
     y_lo = x_lo cos_lo - x_hi sin_lo        y_hi = x_hi cos_hi + x_lo sin_hi
 
     half-split    lo = i,  hi = i + R/2     (Llama and most others: q cos + rotate_half(q) sin)
     interleaved   lo = 2i, hi = 2i + 1      (GPT-J, Cohere, DeepSeek)
 
-Backward is the transpose of each 2×2 matrix: the same with sin_lo → -sin_hi and sin_hi → -sin_lo; where both columns
-of a pair hold one angle, as in every model, that is the rotation by the opposite angle.
+The backward applies the transpose of each 2×2 matrix: the same formula with sin_lo → -sin_hi and sin_hi → -sin_lo.
+Where both columns of a pair hold one angle, as in every model, this is the rotation by the opposite angle.
 
-One program turns a few heads of a few tokens, of q or of k. Arithmetic in fp32, one rounding at the end.
+Everything is computed in fp32 and rounded once. A program rotates a few heads of a few tokens, of q or of k.
 
-With `inplace` q and k are turned where they lie and the results are new tensors on that memory; the graph behind q
-and k stays as it is. What was to read q or k unturned cannot: their version counters move on, and where a gradient
-is needed they themselves (all tensors on their memory) become the output of a node whose backward raises. The backward
-writes new tensors all the same: a gradient that comes in belongs to autograd, which hands one tensor to several
-branches (both sides of a sum, a hook, grad_outputs). Who knows that of these nobody else reads them says so.
+With `inplace`, q and k are overwritten and the results are new tensors on their memory; the graph behind q and k is
+unchanged. Reading q or k unrotated raises an error instead: their version counters advance, and where a gradient is
+needed, they (and all tensors on their memory) become the output of a node whose backward raises. The backward still
+writes new tensors, because autograd may hand one gradient tensor to several branches (both sides of a sum, a hook,
+grad_outputs); `inplace_backward` states that this does not happen.
 """
 
 from __future__ import annotations
@@ -25,13 +25,15 @@ import torch
 
 from ligertune_kernels.autograd import no_double_backward
 from ligertune_kernels.chips import Chip, launch_options
-from ligertune_kernels.inplace import is_trainable_leaf, memory_extent, share_storage
+from ligertune_kernels.inplace import base_of, owns_its_memory, raise_in_backward, share_storage
 from ligertune_kernels.launcher import Launcher, cached, chip_of, runs_triton, tl, triton
 from ligertune_kernels.shortcuts import fast_apply
 
-# Pairs that a program turns: 4 tokens of 8 heads of 128, 16 pairs a thread. On an H100 (32 and 8 heads, 16k tokens)
-# that is 94 % of a copy's rate; 84 % where a program takes all heads of a token, q's and, once stored, k's.
+# Pairs per program: 4 tokens of 8 heads of 128, 16 pairs per thread. On an H100 (32 and 8 heads, 16k tokens) it
+# reaches 94 % of a copy's rate. A program for all heads of a token, first of q and then of k, reaches 84 %.
 TILE = 2048
+
+READ_ROTATED = "apply_rope: q or k was read after it was rotated in place; read the results of apply_rope instead"
 
 
 def apply_rope_reference(
@@ -44,7 +46,7 @@ def apply_rope_reference(
     interleaved: bool = False,
     rotary_dim: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same in plain torch."""
+    """Compute `apply_rope` in plain torch."""
     rotary_dim = cos.shape[-1] if rotary_dim is None else rotary_dim
     wide = torch.promote_types(q.dtype, torch.float32)
     if position_ids is not None:
@@ -52,12 +54,12 @@ def apply_rope_reference(
     cos, sin = cos.to(wide).unsqueeze(1), sin.to(wide).unsqueeze(1)  # (B or 1, 1, T, R)
 
     def rotate(x: torch.Tensor) -> torch.Tensor:
-        turned, rest = x[..., :rotary_dim].to(wide), x[..., rotary_dim:]
+        rotated, rest = x[..., :rotary_dim].to(wide), x[..., rotary_dim:]
         if interleaved:
-            other = torch.stack((-turned[..., 1::2], turned[..., ::2]), dim=-1).flatten(-2)
+            other = torch.stack((-rotated[..., 1::2], rotated[..., ::2]), dim=-1).flatten(-2)
         else:
-            other = torch.cat((-turned[..., rotary_dim // 2 :], turned[..., : rotary_dim // 2]), dim=-1)
-        return torch.cat(((turned * cos + other * sin).to(x.dtype), rest), dim=-1)
+            other = torch.cat((-rotated[..., rotary_dim // 2 :], rotated[..., : rotary_dim // 2]), dim=-1)
+        return torch.cat(((rotated * cos + other * sin).to(x.dtype), rest), dim=-1)
 
     return rotate(q), rotate(k)
 
@@ -66,7 +68,7 @@ def apply_rope_reference(
 def _load_pairs(
     ptrs, col_stride, mask, other, PAIRS: tl.constexpr, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr
 ):
-    """Both columns of every pair, (TOKENS, HEADS, PAIRS) each in fp32; neighbours are read as one row, then parted."""
+    """Return lo and hi of every pair, (TOKENS, HEADS, PAIRS) fp32; interleaved pairs are loaded as one row."""
     if INTERLEAVED:
         cols = tl.arange(0, 2 * PAIRS)[None, None, :].to(tl.int64)
         row = tl.load(ptrs + cols * col_stride, mask=mask & (cols < ROTARY_DIM), other=other)
@@ -83,6 +85,7 @@ def _load_pairs(
 def _store_pairs(
     ptrs, col_stride, mask, lo, hi, PAIRS: tl.constexpr, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr
 ):
+    """Store lo and hi of every pair, the reverse of _load_pairs."""
     if INTERLEAVED:
         cols = tl.arange(0, 2 * PAIRS)[None, None, :].to(tl.int64)
         row = tl.reshape(tl.join(lo, hi), (lo.shape[0], lo.shape[1], 2 * PAIRS))
@@ -103,11 +106,11 @@ def _rotate_tile(
     BATCHED: tl.constexpr, HAS_POSITIONS: tl.constexpr, BACKWARD: tl.constexpr, INTERLEAVED: tl.constexpr,
     ROTARY_DIM: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """HEADS heads of TOKENS tokens, counted through all sequences: everything is read before anything is written."""
+    """Rotate HEADS heads of TOKENS tokens, counted through all sequences. All loads precede the stores (in place)."""
     rows = first_row + tl.arange(0, TOKENS)[:, None, None]
-    known = tl.arange(0, TOKENS)[:, None, None] < n_rows - first_row  # rows may pass 2**31 - 1 behind the last token
+    in_range = tl.arange(0, TOKENS)[:, None, None] < n_rows - first_row  # rows may overflow int32 past the last token
     heads = (first_head + tl.arange(0, HEADS)[None, :, None]).to(tl.int64)
-    mask = known & (heads < n_heads)
+    mask = in_range & (heads < n_heads)
     if BATCHED:
         batch, token = (rows // n_tokens).to(tl.int64), (rows % n_tokens).to(tl.int64)
     else:
@@ -120,11 +123,11 @@ def _rotate_tile(
         cols = ROTARY_DIM + tl.arange(0, REST)[None, None, :].to(tl.int64)
         rest = tl.load(x_ptrs + cols * x_col_stride, mask=mask & (cols < head_dim))
     if HAS_POSITIONS:
-        position = tl.load(position_ids_ptr + rows.to(tl.int64), mask=known, other=0).to(tl.int64)
-        angle, known = position * cos_token_stride, known & (position >= 0) & (position < n_positions)
-    # A position outside of the table reads nothing and gives NaN.
-    cos_lo, cos_hi = _load_pairs(cos_ptr + angle, 1, known, float("nan"), PAIRS, ROTARY_DIM, INTERLEAVED)
-    sin_lo, sin_hi = _load_pairs(sin_ptr + angle, 1, known, float("nan"), PAIRS, ROTARY_DIM, INTERLEAVED)
+        position = tl.load(position_ids_ptr + rows.to(tl.int64), mask=in_range, other=0).to(tl.int64)
+        angle, in_range = position * cos_token_stride, in_range & (position >= 0) & (position < n_positions)
+    # A position outside the table loads nothing and gives NaN.
+    cos_lo, cos_hi = _load_pairs(cos_ptr + angle, 1, in_range, float("nan"), PAIRS, ROTARY_DIM, INTERLEAVED)
+    sin_lo, sin_hi = _load_pairs(sin_ptr + angle, 1, in_range, float("nan"), PAIRS, ROTARY_DIM, INTERLEAVED)
     if BACKWARD:
         sin_lo, sin_hi = -sin_hi, -sin_lo
     y_lo = (x_lo * cos_lo - x_hi * sin_lo).to(y_ptr.dtype.element_ty)
@@ -136,51 +139,23 @@ def _rotate_tile(
 
 @triton.jit(do_not_specialize=["n_rows", "n_tokens", "n_positions"])
 def _rope_kernel(
-    q_ptr,
-    k_ptr,
-    q_out_ptr,
-    k_out_ptr,
-    cos_ptr,
-    sin_ptr,
-    position_ids_ptr,
-    q_batch_stride,
-    q_head_stride,
-    q_token_stride,
-    q_col_stride,
-    k_batch_stride,
-    k_head_stride,
-    k_token_stride,
-    k_col_stride,
-    q_out_batch_stride,
-    q_out_head_stride,
-    q_out_token_stride,
-    q_out_col_stride,
-    k_out_batch_stride,
-    k_out_head_stride,
-    k_out_token_stride,
-    k_out_col_stride,
-    cos_batch_stride,
-    cos_token_stride,
-    head_dim,
-    n_rows,
-    n_tokens,
-    n_positions,
-    BATCHED: tl.constexpr,
-    HAS_POSITIONS: tl.constexpr,
-    BACKWARD: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    ROTARY_DIM: tl.constexpr,
-    PAIRS: tl.constexpr,
-    REST: tl.constexpr,
-    GROUP: tl.constexpr,
-    N_Q_HEADS: tl.constexpr,
-    N_K_HEADS: tl.constexpr,
-    Q_TOKENS: tl.constexpr,
-    K_TOKENS: tl.constexpr,
-    Q_HEADS: tl.constexpr,
-    K_HEADS: tl.constexpr,
-):
-    """Of the programs that share GROUP tokens the first turn q, the others k."""
+    q_ptr,  # (B, H, T, D)
+    k_ptr,  # (B, K, T, D)
+    q_out_ptr, k_out_ptr,  # as q and k
+    cos_ptr, sin_ptr,  # (B or 1, T, R), or tables (S, R)
+    position_ids_ptr,  # (B, T)
+    q_batch_stride, q_head_stride, q_token_stride, q_col_stride,
+    k_batch_stride, k_head_stride, k_token_stride, k_col_stride,
+    q_out_batch_stride, q_out_head_stride, q_out_token_stride, q_out_col_stride,
+    k_out_batch_stride, k_out_head_stride, k_out_token_stride, k_out_col_stride,
+    cos_batch_stride, cos_token_stride, head_dim,
+    n_rows, n_tokens, n_positions,
+    BATCHED: tl.constexpr, HAS_POSITIONS: tl.constexpr, BACKWARD: tl.constexpr, INTERLEAVED: tl.constexpr,
+    ROTARY_DIM: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr, GROUP: tl.constexpr,
+    N_Q_HEADS: tl.constexpr, N_K_HEADS: tl.constexpr,
+    Q_TOKENS: tl.constexpr, K_TOKENS: tl.constexpr, Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr,
+):  # fmt: skip
+    """Rotate one tile. Of the programs for GROUP tokens, [0, Q_PROGRAMS) rotate q and the others k."""
     Q_PROGRAMS: tl.constexpr = (N_Q_HEADS + Q_HEADS - 1) // Q_HEADS * (GROUP // Q_TOKENS)
     K_PROGRAMS: tl.constexpr = (N_K_HEADS + K_HEADS - 1) // K_HEADS * (GROUP // K_TOKENS)
     group = tl.program_id(0) // (Q_PROGRAMS + K_PROGRAMS) + 0 * n_rows  # int64 only for 2**31 tokens
@@ -207,7 +182,7 @@ def _rope_kernel(
 
 
 def _power_of_2(least: int) -> int:
-    """The next one. By comparing: to torch.compile, a size that it holds open is settled by that, not by arithmetic."""
+    """Return the next power of two. Comparisons settle a dynamic size for torch.compile; bit arithmetic does not."""
     power = 1
     while power < least:
         power *= 2
@@ -215,7 +190,7 @@ def _power_of_2(least: int) -> int:
 
 
 def _tile(n_heads: int, width: int) -> tuple[int, int]:
-    """Tokens and heads that a program turns where half a head is so many elements, both powers of two."""
+    """Return tokens and heads of a program, both powers of two; width: elements of half a head."""
     heads = min(_power_of_2(n_heads), 8, max(1, 2 * TILE // width))
     return max(1, TILE // (heads * width)), heads
 
@@ -223,26 +198,24 @@ def _tile(n_heads: int, width: int) -> tuple[int, int]:
 @cached
 def _launch(
     n_q_heads: int, n_k_heads: int, head_dim: int, rotary_dim: int, batched: bool, has_positions: bool, backward: bool,
-    interleaved: bool, passes_rest: bool, chip: Chip,
+    interleaved: bool, copies_rest: bool, chip: Chip,
 ) -> tuple[Launcher, int, int]:  # fmt: skip
-    """The kernel, the tokens that a group of programs turns, and how many programs are a group."""
-    n_pairs = _power_of_2(rotary_dim // 2)
-    rest = _power_of_2(head_dim - rotary_dim) if passes_rest else 0
+    """Return the launcher, the tokens of a group of programs, and the programs of a group."""
+    n_pairs, rest = _power_of_2(rotary_dim // 2), _power_of_2(head_dim - rotary_dim) if copies_rest else 0
     width = max(n_pairs, rest // 2)
     (q_tokens, q_heads), (k_tokens, k_heads) = _tile(n_q_heads, width), _tile(n_k_heads, width)
     group, tile = max(q_tokens, k_tokens), q_tokens * q_heads * width
-    programs = sum(
-        -(-n // heads) * (group // tokens)
-        for n, heads, tokens in ((n_q_heads, q_heads, q_tokens), (n_k_heads, k_heads, k_tokens))
-    )
+    q_programs = -(-n_q_heads // q_heads) * (group // q_tokens)
+    k_programs = -(-n_k_heads // k_heads) * (group // k_tokens)
     constants = {
         "BATCHED": batched, "HAS_POSITIONS": has_positions, "BACKWARD": backward, "INTERLEAVED": interleaved,
         "ROTARY_DIM": rotary_dim, "PAIRS": n_pairs, "REST": rest, "GROUP": group,
         "N_Q_HEADS": n_q_heads, "N_K_HEADS": n_k_heads,
         "Q_TOKENS": q_tokens, "K_TOKENS": k_tokens, "Q_HEADS": q_heads, "K_HEADS": k_heads,
+        # Half the warps of a tile of elements up to the usual size: 16 pairs per thread.
         **launch_options(tile // 2 if tile <= 2 * TILE else tile, chip),
     }  # fmt: skip
-    return Launcher(_rope_kernel, constants), group, programs
+    return Launcher(_rope_kernel, constants), group, q_programs + k_programs
 
 
 def _rotate(
@@ -257,24 +230,24 @@ def _rotate(
     backward: bool = False,
     inplace: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both rotated, each laid out in memory as it came: a transposed projection (B, T, H, D) stays one."""
+    """Rotate q and k. Results keep the inputs' memory layout: a transposed projection (B, T, H, D) stays transposed."""
     (batch, n_q_heads, n_tokens, head_dim), n_k_heads = q.shape, k.shape[1]
-    # In place a program reads all of its tile, which no other touches, before it writes any.
+    # In place: a program loads its whole tile, which no other program touches, before it stores any of it.
     q_out, k_out = (q.detach(), k.detach()) if inplace else (torch.empty_like(q), torch.empty_like(k))
     if cos.stride() != sin.stride() or cos.stride(-1) != 1:
         cos, sin = cos.contiguous(), sin.contiguous()
     has_positions, batched = position_ids is not None, batch > 1
-    position_ids = position_ids.expand(batch, n_tokens).contiguous() if has_positions else cos  # which nobody reads
+    position_ids = position_ids.expand(batch, n_tokens).contiguous() if has_positions else cos  # not read
     launch, group, programs = _launch(
         n_q_heads, n_k_heads, head_dim, rotary_dim, batched, has_positions, backward, interleaved,
         not inplace and rotary_dim < head_dim, chip_of(q.device),
     )  # fmt: skip
-    turned = q, k, q_out, k_out
-    # The way from one sequence to the next grows with their length: where there is one, nobody goes it.
-    strides = [stride if batched or i else 0 for t in turned for i, stride in enumerate(t.stride())]
-    # A program has 2048 pairs or a whole head: fewer than 2**31 of them as long as the tokens are.
+    tensors = q, k, q_out, k_out
+    # The batch stride grows with the sequence; 0 for a batch of one keeps Triton from specialising on it.
+    strides = [stride if batched or i else 0 for t in tensors for i, stride in enumerate(t.stride())]
+    # The grid stays under 2**31: a program has at least 2048 pairs or a whole head.
     launch(
-        (-(-batch * n_tokens // group) * programs, 1, 1), (*turned, cos, sin, position_ids),
+        (-(-batch * n_tokens // group) * programs, 1, 1), (*tensors, cos, sin, position_ids),
         (*strides, cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(-2), head_dim),
         batch * n_tokens, n_tokens, cos.shape[-2],
     )  # fmt: skip
@@ -294,7 +267,7 @@ class _Rope(torch.autograd.Function):
     @no_double_backward
     def backward(ctx, dq, dk):
         cos, sin, position_ids = ctx.saved_tensors
-        # A gradient nobody asked for is still a tensor here; without its heads the launch passes it by.
+        # A gradient that is not needed is still passed as a tensor; with no heads left, no program reads it.
         needs_dq, needs_dk = ctx.needs_input_grad[:2]
         dq, dk = (dq if needs_dq else dq[:, :0]), (dk if needs_dk else dk[:, :0])
         inplace = ctx.inplace and _may_overwrite(dq, dk, needs_grad=False)
@@ -306,63 +279,38 @@ class _Rope(torch.autograd.Function):
 _apply = fast_apply(_Rope, 4)
 
 
-class _Overwritten(torch.autograd.Function):
-    """Takes over the history of tensors that were written over: no gradient passes them any more."""
-
-    @staticmethod
-    def forward(ctx, *overwritten):
-        ctx.mark_dirty(*overwritten)
-        return overwritten
-
-    @staticmethod
-    def backward(ctx, *_):
-        raise RuntimeError("apply_rope: q or k was read after it had been rotated in place; read what apply_rope gave")
-
-
 def _may_overwrite(q: torch.Tensor, k: torch.Tensor, needs_grad: bool) -> bool:
-    # torch.compile reuses memory itself; a dispatch mode (selective checkpointing) may keep a projection's output for
-    # a second forward, through a tensor that has a version counter of its own.
+    # torch.compile reuses memory itself. A dispatch mode (selective checkpointing) may keep a projection's output for
+    # a second forward, as a tensor with a separate version counter, which would not notice the overwriting.
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
         return False
-    return not share_storage(q, k) and all(_is_alone_in_memory(t, needs_grad) for t in (q, k))
-
-
-def _is_alone_in_memory(t: torch.Tensor, needs_grad: bool) -> bool:
-    """Has every element its own; and if it bears a gradient, is all that it views declared spent with it?"""
-    reach = memory_extent(t)
-    if not needs_grad:
-        return reach is not None
-    covers = reach == t.numel() == _whole(t).numel()
-    return covers and t.requires_grad and not t.is_leaf and not is_trainable_leaf(t)
-
-
-def _whole(t: torch.Tensor) -> torch.Tensor:
-    return t._base if t._is_view() else t
+    return not share_storage(q, k) and all(owns_its_memory(t, needs_grad=needs_grad) for t in (q, k))
 
 
 def apply_rope(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    position_ids: torch.Tensor | None = None,
+    q: torch.Tensor,  # (B, H, T, D), any strides
+    k: torch.Tensor,  # (B, K, T, D), any strides
+    cos: torch.Tensor,  # (B or 1, T, R), or with position_ids a table (S, R)
+    sin: torch.Tensor,  # as cos
+    position_ids: torch.Tensor | None = None,  # (B, T)
     *,
     interleaved: bool = False,
     rotary_dim: int | None = None,
     inplace: bool = False,
     inplace_backward: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotates q (B, H, T, D) and k (B, K, T, D), of any strides, by the angles of cos and sin (B or 1, T, R).
+) -> tuple[torch.Tensor, torch.Tensor]:  # as q and k
+    """Rotate q and k by the angles of cos and sin, which get no gradient (Su et al., arXiv:2104.09864).
 
-    With position_ids (B, T), cos and sin are tables (S, R); a position outside of them is an error of the caller (on
-    a GPU its token becomes NaN). rotary_dim R, by default all columns of cos, is the part of D that is turned. cos
-    and sin get no gradient.
+    A position outside the table is a caller's error (on a GPU its token becomes NaN). rotary_dim R, by default all
+    columns of cos, is how many columns of a head are rotated.
 
-    inplace allows the results to lie where q and k lay. The caller must not read q and k again: autograd raises where
-    a gradient would pass them afterwards, or if an earlier op kept them. New tensors are made all the same where q and
-    k share a storage or repeat their elements, under torch.compile or a dispatch mode, and, if a gradient is needed,
-    where one of the two needs none, is (a view of) a leaf, or views a part of a larger tensor (a split's output).
-    inplace_backward allows the gradients to lie where those of the results lay, which nobody else may read then.
+    inplace: the results may overwrite q and k. The caller must not read q and k again; autograd raises where a gradient
+    would pass them afterwards, or if an earlier op saved them. New tensors are made all the same where q and k share a
+    storage or have overlapping elements, under torch.compile or a dispatch mode, and, if a gradient is needed, where q
+    or k needs none, is (a view of) a leaf, or views a part of a larger tensor (a split's output).
+    inplace_backward: q's and k's gradients may overwrite those of the results, which nothing else may read then.
+
+    Raises ValueError on mismatched shapes, and for cos or sin that require a gradient.
     """
     rotary_dim = cos.shape[-1] if rotary_dim is None else rotary_dim
     _check(q, k, cos, sin, position_ids, rotary_dim)
@@ -373,10 +321,10 @@ def apply_rope(
     if not needs_grad:
         return _rotate(q, k, cos, sin, position_ids, interleaved, rotary_dim, inplace=inplace)
     apply = _apply if position_ids is None else _Rope.apply
-    rotated = apply(q, k, cos, sin, position_ids, interleaved, rotary_dim, inplace, inplace_backward)
+    results = apply(q, k, cos, sin, position_ids, interleaved, rotary_dim, inplace, inplace_backward)
     if inplace:
-        _Overwritten.apply(_whole(q), _whole(k))
-    return rotated
+        raise_in_backward(READ_ROTATED, base_of(q), base_of(k))
+    return results
 
 
 def _check(

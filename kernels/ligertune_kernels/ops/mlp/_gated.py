@@ -1,14 +1,14 @@
-r"""What swiglu and geglu share: y = act(gate) · up, and its backward
+r"""Kernels and autograd of swiglu and geglu: y = act(gate) · up for rows (N, F), and the backward
 
     d_gate = dy · up · act'(gate)        d_up = dy · act(gate)
 
-in fp32 with one rounding at the end. gate and up are rows of any stride, so that the two halves of a packed
-projection (N, 2F) are read where they lie, and their gradients written into one (N, 2F) buffer.
+Everything is computed in fp32 and rounded once. gate and up are rows of any stride, so that both halves of a packed
+projection (N, 2F) are read in place, and their gradients are written into one (N, 2F) buffer.
 
 With `inplace` the backward writes d_gate over gate and d_up over up, which it has read for the last time: 2NF elements
-less at the peak. The version counters know: a backward that comes later and needs gate or up raises autograd's error,
-and a second one through the same op is refused. Leaves that require a gradient are left alone (their .grad would lie
-in their own memory), as are gate and up that overlap, and anything under torch.compile, which reuses memory itself.
+less at the peak. The version counters advance: a later backward that needs gate or up raises autograd's error, and a
+second backward through the same op is refused. Leaves that require a gradient are not overwritten (their .grad would
+share their memory), nor are overlapping gate and up, nor anything under torch.compile, which reuses memory itself.
 """
 
 from __future__ import annotations
@@ -26,162 +26,152 @@ from ligertune_kernels.shortcuts import fast_apply
 
 Activation = Literal["silu", "gelu_tanh", "gelu_erf"]
 
-BLOCK = 2048
+BLOCK = 2048  # columns per program. The forward uses half the backward's warps: it holds fewer values per column
 
-SPENT = (
+OVERWRITTEN = (
     "{op}: an earlier backward wrote the gradients over gate and up (inplace=True); "
     "run the forward again instead of backward(retain_graph=True)"
 )
 
 
 @triton.jit
+def _activate(gate, ACTIVATION: tl.constexpr):
+    if ACTIVATION == "silu":
+        return silu(gate)
+    elif ACTIVATION == "gelu_tanh":
+        return gelu_tanh(gate)
+    else:
+        return gelu_erf(gate)
+
+
+@triton.jit
+def _derivative(gate, ACTIVATION: tl.constexpr):
+    if ACTIVATION == "silu":
+        return silu_grad(gate)
+    elif ACTIVATION == "gelu_tanh":
+        return gelu_tanh_grad(gate)
+    else:
+        return gelu_erf_grad(gate)
+
+
+@triton.jit
 def _forward_kernel(
-    gate_ptr,
-    up_ptr,
-    y_ptr,
-    gate_row_stride,
-    up_row_stride,
-    n_cols,
-    ACTIVATION: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    gate_ptr, up_ptr, y_ptr,  # (N, F)
+    gate_row_stride, up_row_stride, n_cols,
+    ACTIVATION: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    # One-dimensional grid: the number of rows may exceed the 65,535 of a grid's other dimensions.
     blocks = tl.cdiv(n_cols, BLOCK)
     row = (tl.program_id(0) // blocks).to(tl.int64)
     cols = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
     mask = cols < n_cols
     gate = tl.load(gate_ptr + row * gate_row_stride + cols, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + row * up_row_stride + cols, mask=mask, other=0.0).to(tl.float32)
-    if ACTIVATION == "silu":
-        y = silu(gate) * up
-    elif ACTIVATION == "gelu_tanh":
-        y = gelu_tanh(gate) * up
-    else:
-        y = gelu_erf(gate) * up
+    y = _activate(gate, ACTIVATION) * up
     tl.store(y_ptr + row * n_cols + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _backward_kernel(
-    dy_ptr,
-    gate_ptr,
-    up_ptr,
-    d_gate_ptr,
-    d_up_ptr,
-    dy_row_stride,
-    gate_row_stride,
-    up_row_stride,
-    d_gate_row_stride,
-    d_up_row_stride,
-    n_cols,
-    ACTIVATION: tl.constexpr,
-    NEEDS_GATE: tl.constexpr,
-    NEEDS_UP: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    dy_ptr, gate_ptr, up_ptr, d_gate_ptr, d_up_ptr,  # (N, F)
+    dy_row_stride, gate_row_stride, up_row_stride, d_gate_row_stride, d_up_row_stride, n_cols,
+    ACTIVATION: tl.constexpr, NEEDS_GATE: tl.constexpr, NEEDS_UP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     blocks = tl.cdiv(n_cols, BLOCK)
     row = (tl.program_id(0) // blocks).to(tl.int64)
     cols = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
     mask = cols < n_cols
     dy = tl.load(dy_ptr + row * dy_row_stride + cols, mask=mask, other=0.0).to(tl.float32)
     gate = tl.load(gate_ptr + row * gate_row_stride + cols, mask=mask, other=0.0).to(tl.float32)
+    # d_gate may be stored over gate and d_up over up: each is loaded before its store, by the same thread.
     if NEEDS_GATE:
         up = tl.load(up_ptr + row * up_row_stride + cols, mask=mask, other=0.0).to(tl.float32)
-        if ACTIVATION == "silu":
-            d_gate = dy * up * silu_grad(gate)
-        elif ACTIVATION == "gelu_tanh":
-            d_gate = dy * up * gelu_tanh_grad(gate)
-        else:
-            d_gate = dy * up * gelu_erf_grad(gate)
+        d_gate = dy * up * _derivative(gate, ACTIVATION)
         tl.store(d_gate_ptr + row * d_gate_row_stride + cols, d_gate.to(d_gate_ptr.dtype.element_ty), mask=mask)
     if NEEDS_UP:
-        if ACTIVATION == "silu":
-            d_up = dy * silu(gate)
-        elif ACTIVATION == "gelu_tanh":
-            d_up = dy * gelu_tanh(gate)
-        else:
-            d_up = dy * gelu_erf(gate)
+        d_up = dy * _activate(gate, ACTIVATION)
         tl.store(d_up_ptr + row * d_up_row_stride + cols, d_up.to(d_up_ptr.dtype.element_ty), mask=mask)
 
 
 @cached
-def _forward_launch(n_cols: int, activation: Activation, chip: Chip) -> tuple[Launcher, int]:
-    """The kernel, and the programs of a row."""
+def _plan_forward(n_cols: int, activation: Activation, chip: Chip) -> tuple[Launcher, int]:
+    """Return the launcher and the programs per row."""
     block = min(BLOCK, triton.next_power_of_2(n_cols))
     constants = {"ACTIVATION": activation, "BLOCK": block, **launch_options(block // 2, chip)}
     return Launcher(_forward_kernel, constants), -(-n_cols // block)
 
 
 @cached
-def _backward_launch(
+def _plan_backward(
     n_cols: int, activation: Activation, needs_gate: bool, needs_up: bool, chip: Chip
 ) -> tuple[Launcher, int]:
-    """Likewise."""
+    """Return the launcher and the programs per row."""
     block = min(BLOCK, triton.next_power_of_2(n_cols))
     flags = {"ACTIVATION": activation, "NEEDS_GATE": needs_gate, "NEEDS_UP": needs_up}
     return Launcher(_backward_kernel, {**flags, "BLOCK": block, **launch_options(block, chip)}), -(-n_cols // block)
 
 
-def forward(gate: torch.Tensor, up: torch.Tensor, activation: Activation) -> torch.Tensor:
+def _forward(
+    gate: torch.Tensor,  # (..., F)
+    up: torch.Tensor,  # (..., F)
+    activation: Activation,
+) -> torch.Tensor:  # (..., F), contiguous
     n_cols = gate.shape[-1]
     y = contiguous_like(gate, gate.dtype)
     (gate, gate_stride), (up, up_stride) = rows_and_stride(gate), rows_and_stride(up)
-    launch, blocks = _forward_launch(n_cols, activation, chip_of(gate.device))
+    launch, blocks = _plan_forward(n_cols, activation, chip_of(gate.device))
     launch((gate.numel() // n_cols * blocks, 1, 1), (gate, up, y), (gate_stride, up_stride, n_cols))
     return y
 
 
 def _backward(
-    dy: torch.Tensor,
-    gate: torch.Tensor,
-    up: torch.Tensor,
-    d_gate: torch.Tensor | None,
-    d_up: torch.Tensor | None,
+    dy: torch.Tensor,  # (..., F)
+    gate: torch.Tensor,  # (..., F)
+    up: torch.Tensor,  # (..., F)
+    d_gate: torch.Tensor | None,  # (..., F), rows that can be viewed as (N, F)
+    d_up: torch.Tensor | None,  # likewise
     activation: Activation,
 ) -> None:
-    """Fills d_gate and d_up, which may be gate and up themselves; None where no gradient is needed.
-
-    Rows of these two (..., F) are so far apart that they can be seen as (N, F).
-    """
+    """Fill d_gate and d_up, which may be gate and up themselves; None where no gradient is needed."""
     n_cols = gate.shape[-1]
     filled_gate, filled_up = (d_up if d_gate is None else d_gate), (d_gate if d_up is None else d_up)
     tensors, strides = zip(*map(rows_and_stride, (dy, gate, up, filled_gate, filled_up)), strict=True)
     flags = d_gate is not None, d_up is not None
-    launch, blocks = _backward_launch(n_cols, activation, *flags, chip_of(gate.device))
-    # Where gradients go over their inputs, every element is read and written by one thread, the reads first.
+    launch, blocks = _plan_backward(n_cols, activation, *flags, chip_of(gate.device))
     launch((gate.numel() // n_cols * blocks, 1, 1), tensors, (*strides, n_cols))
 
 
-def _saved_once(ctx) -> tuple[torch.Tensor, ...]:
-    """What the forward saved, for the one backward that there may be if that writes over it."""
+def _saved_tensors(ctx) -> tuple[torch.Tensor, ...]:
+    """Return what the forward saved; raise in a second backward if the first one overwrote it."""
     if ctx.inplace:
-        if ctx.spent:
-            raise RuntimeError(SPENT.format(op="swiglu" if ctx.activation == "silu" else "geglu"))
-        ctx.spent = True
+        if ctx.overwritten:
+            raise RuntimeError(OVERWRITTEN.format(op="swiglu" if ctx.activation == "silu" else "geglu"))
+        ctx.overwritten = True
     return ctx.saved_tensors
 
 
 def _gradient_of(t: torch.Tensor, inplace: bool) -> torch.Tensor:
-    """For the gradient of t (..., F): t's own memory, or new; as rows (N, F) where t is not contiguous."""
+    """Return memory for the gradient of t (..., F): new, or t's own, then as rows (N, F) if t is not contiguous."""
     if not inplace:
         return contiguous_like(t, t.dtype)
     torch.autograd.graph.increment_version(t)
-    mine = t.detach()
-    return mine if mine.is_contiguous() else as_rows(mine)
+    own = t.detach()
+    return own if own.is_contiguous() else as_rows(own)
 
 
-class Gated(torch.autograd.Function):
+class _Gated(torch.autograd.Function):
     """act(gate) · up of two tensors."""
 
     @staticmethod
     def forward(ctx, gate, up, activation, inplace):
         ctx.save_for_backward(gate, up)
-        ctx.activation, ctx.inplace, ctx.spent = activation, inplace, False
-        return forward(gate, up, activation)
+        ctx.activation, ctx.inplace, ctx.overwritten = activation, inplace, False
+        return _forward(gate, up, activation)
 
     @staticmethod
     @no_double_backward
     def backward(ctx, dy):
-        gate, up = _saved_once(ctx)
+        gate, up = _saved_tensors(ctx)
         needs_gate, needs_up = ctx.needs_input_grad[:2]
         d_gate = _gradient_of(gate, ctx.inplace) if needs_gate else None
         d_up = _gradient_of(up, ctx.inplace) if needs_up else None
@@ -189,33 +179,38 @@ class Gated(torch.autograd.Function):
         return *(None if d is None else d.view(gate.shape) for d in (d_gate, d_up)), None, None
 
 
-class GatedPacked(torch.autograd.Function):
+class _GatedPacked(torch.autograd.Function):
     """act(gate) · up of the two halves of one tensor (..., 2F)."""
 
     @staticmethod
     def forward(ctx, gate_up, activation, inplace):
         ctx.save_for_backward(gate_up)
-        ctx.activation, ctx.inplace, ctx.spent = activation, inplace, False
-        return forward(*gate_up.chunk(2, dim=-1), activation)
+        ctx.activation, ctx.inplace, ctx.overwritten = activation, inplace, False
+        return _forward(*gate_up.chunk(2, dim=-1), activation)
 
     @staticmethod
     @no_double_backward
     def backward(ctx, dy):
-        (gate_up,) = _saved_once(ctx)
+        (gate_up,) = _saved_tensors(ctx)
         d_gate_up = _gradient_of(gate_up, ctx.inplace)
         _backward(dy, *gate_up.chunk(2, dim=-1), *d_gate_up.chunk(2, dim=-1), ctx.activation)
         return d_gate_up.view(gate_up.shape), None, None
 
 
-_apply = fast_apply(Gated, 2)
+_apply = fast_apply(_Gated, 2)
 
 
-def apply(gate: torch.Tensor, up: torch.Tensor | None, activation: Activation, inplace: bool) -> torch.Tensor:
-    """The kernels' way: split if up is given, else packed."""
+def gated_activation(
+    gate: torch.Tensor,  # (..., F), or (..., 2F) with both halves
+    up: torch.Tensor | None,  # (..., F)
+    activation: Activation,
+    inplace: bool,
+) -> torch.Tensor:  # (..., F)
+    """Compute act(gate) · up with the kernels, of two tensors or of one packed tensor."""
     if not torch.is_grad_enabled():
-        return forward(*(gate.chunk(2, dim=-1) if up is None else (gate, up)), activation)
+        return _forward(*(gate.chunk(2, dim=-1) if up is None else (gate, up)), activation)
     inplace = inplace and _may_overwrite(gate, up)
-    return GatedPacked.apply(gate, activation, inplace) if up is None else _apply(gate, up, activation, inplace)
+    return _GatedPacked.apply(gate, activation, inplace) if up is None else _apply(gate, up, activation, inplace)
 
 
 def _may_overwrite(gate: torch.Tensor, up: torch.Tensor | None) -> bool:
@@ -226,7 +221,8 @@ def _may_overwrite(gate: torch.Tensor, up: torch.Tensor | None) -> bool:
     return not is_trainable_leaf(up) and are_disjoint(gate, up)
 
 
-def check(op: str, gate: torch.Tensor, up: torch.Tensor | None) -> None:
+def check_gate_and_up(op: str, gate: torch.Tensor, up: torch.Tensor | None) -> None:
+    """Raise ValueError for an odd packed width, or for gate and up of different shapes or dtypes."""
     if up is None and gate.shape[-1] % 2:
         raise ValueError(f"{op}: the packed tensor is {tuple(gate.shape)}: expected an even last size (gate, then up)")
     if up is not None and (gate.shape != up.shape or gate.dtype != up.dtype):

@@ -1,13 +1,13 @@
-r"""GeGLU: y = gelu(gate) · up, with the normal distribution function Φ or its tanh approximation
-(σ is the logistic function).
+r"""GeGLU: y = gelu(gate) · up, with the normal distribution function Φ (density φ) or its tanh approximation.
 
     none    gelu(g) = g Φ(g)                                gelu'(g) = Φ(g) + g φ(g)
     tanh    gelu(g) = g (1 + tanh(i)) / 2 = g s             gelu'(g) = s + g s (1 - s) 2 i'
             s = σ(2i), i = √(2/π) (g + 0.044715 g³)         i' = √(2/π) (1 + 0.134145 g²)
 
-    d_gate = dy · up · gelu'(g)        d_up = dy · gelu(g)
+    d_gate = dy · up · gelu'(g)        d_up = dy · gelu(g)        (σ: the logistic function)
 
-The kernels are swiglu's too and stand in gated.py: fp32 arithmetic, one rounding.
+Everything is computed in fp32 and rounded once. Kernels, shared with the other gated op: _gated.py. Source: Shazeer,
+arXiv:2002.05202.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ligertune_kernels.launcher import runs_triton
-from ligertune_kernels.ops.mlp import _gated as gated
+from ligertune_kernels.ops.mlp._gated import check_gate_and_up, gated_activation
 
 Approximate = Literal["tanh", "none"]
 
@@ -27,29 +27,34 @@ Approximate = Literal["tanh", "none"]
 def geglu_reference(
     gate: torch.Tensor, up: torch.Tensor | None = None, *, approximate: Approximate = "tanh"
 ) -> torch.Tensor:
-    """The same in plain torch."""
+    """Compute `geglu` in plain torch."""
     gate, up = gate.chunk(2, dim=-1) if up is None else (gate, up)
     wide = torch.promote_types(gate.dtype, torch.float32)
     return (F.gelu(gate.to(wide), approximate=approximate) * up.to(wide)).to(gate.dtype)
 
 
 def geglu(
-    gate: torch.Tensor, up: torch.Tensor | None = None, *, approximate: Approximate = "tanh", inplace: bool = False
-) -> torch.Tensor:
-    """gelu(gate) · up of gate and up (..., F), or of one packed tensor (..., 2F) whose first half is the gate.
+    gate: torch.Tensor,  # (..., F), or (..., 2F): gate, then up
+    up: torch.Tensor | None = None,  # (..., F)
+    *,
+    approximate: Approximate = "tanh",
+    inplace: bool = False,
+) -> torch.Tensor:  # (..., F)
+    """Compute gelu(gate) · up of two tensors or of one packed tensor.
 
-    inplace allows the backward to write the gradients over gate and up, as swiglu's does.
+    approximate: "tanh" or "none" (erf), as in torch. inplace: as in `swiglu`. Raises ValueError on mismatched shapes or
+    dtypes, or an unknown approximation.
     """
-    gated.check("geglu", gate, up)
+    check_gate_and_up("geglu", gate, up)
     if approximate not in ("tanh", "none"):
         raise ValueError(f"geglu: approximate is {approximate!r}; expected 'tanh' or 'none'")
     if gate.numel() == 0 or not runs_triton(gate):
         return geglu_reference(gate, up, approximate=approximate)
-    return gated.apply(gate, up, "gelu_tanh" if approximate == "tanh" else "gelu_erf", inplace)
+    return gated_activation(gate, up, "gelu_tanh" if approximate == "tanh" else "gelu_erf", inplace)
 
 
 class GeGLU(nn.Module):
-    """`geglu` as a module without weights."""
+    """`geglu` as a module; it has no weights."""
 
     def __init__(self, approximate: Approximate = "tanh") -> None:
         super().__init__()

@@ -208,7 +208,7 @@ def test_in_place_is_noticed_where_the_unturned_are_still_wanted(device) -> None
         (kept + rotated.sum()).backward()
     _, q, k = projected(device)
     rotated, _ = apply_rope(q, k, cos, sin, inplace=True)
-    with pytest.raises(RuntimeError, match="read after it had been rotated in place"):
+    with pytest.raises(RuntimeError, match="read after it was rotated in place"):
         (rotated.sum() + q.sum()).backward()
 
 
