@@ -1,10 +1,11 @@
-r"""AdamW's step (Loshchilov and Hutter 2019) in one pass: parameter, gradient and both states are read once.
+r"""AdamW step (Loshchilov and Hutter, arXiv:1711.05101) in one pass: parameter, gradient and states are read once.
 
     g = grad / grad_scale        m = b1 m + (1 - b1) g        v = b2 v + (1 - b2) g²
     p = p (1 - lr λ) - lr / (1 - b1^t) · m / (sqrt(v) / sqrt(1 - b2^t) + eps)
 
-in fp32, each tensor rounded once to its own dtype. The gradient is not written, so that clipping (grad_scale) costs
-nothing: 7 tensors of traffic. The powers of b1 and b2 are taken on the host in double precision.
+Everything is computed in fp32, and each tensor is rounded once to its dtype. The gradient is not written, so that
+clipping (grad_scale) costs nothing: 7 tensors of traffic. The powers of b1 and b2 are computed on the host in double
+precision. There is no backward.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def adamw_step_reference(
     weight_decay: float,
     grad_scale: torch.Tensor | None = None,
 ) -> None:
-    """The same in plain torch, in place."""
+    """Compute `adamw_step` in plain torch, in place."""
     wide = torch.promote_types(param.dtype, torch.float32)
     g = grad.to(wide) if grad_scale is None else grad.to(wide) / grad_scale
     m = betas[0] * exp_avg.to(wide) + (1 - betas[0]) * g
@@ -45,10 +46,12 @@ def adamw_step_reference(
 
 @triton.jit
 def _adamw_kernel(
-    param_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, scale_ptr, n_elements, decay, size, correction, beta1, beta2, eps,
+    param_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr,  # (n_elements,)
+    scale_ptr,  # () float32
+    n_elements, decay, size, correction, beta1, beta2, eps,
     HAS_SCALE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # int64: an embedding can pass 2**31
+    offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # an embedding can have more than 2**31 elements
     mask = offs < n_elements
     p = tl.load(param_ptr + offs, mask=mask, other=0.0).to(tl.float32)
     g = tl.load(grad_ptr + offs, mask=mask, other=0.0).to(tl.float32)
@@ -70,27 +73,28 @@ def _launch(has_scale: bool, chip: Chip) -> Launcher:
 
 
 def adamw_step(
-    param: torch.Tensor,
-    grad: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
+    param: torch.Tensor,  # any shape
+    grad: torch.Tensor,  # as param; not written
+    exp_avg: torch.Tensor,  # as param
+    exp_avg_sq: torch.Tensor,  # as param
     *,
     step: int,
     lr: float,
     betas: tuple[float, float],
     eps: float,
     weight_decay: float,
-    grad_scale: torch.Tensor | None = None,
+    grad_scale: torch.Tensor | None = None,  # () float32
 ) -> None:
-    """Step number `step` (from 1) of `param` and its states, in place; all of one shape. The gradient stays as it is.
+    """Do step number `step` (from 1): update param, exp_avg and exp_avg_sq in place.
 
-    grad_scale: a float32 scalar on the device, by which the gradient is divided; clipping and loss scaling give one.
+    grad_scale: a scalar on the device that divides the gradient, from clipping or loss scaling. Raises ValueError on
+    mismatched shapes.
     """
     tensors = (param, grad, exp_avg, exp_avg_sq)
     if any(t.shape != param.shape for t in tensors):
         raise ValueError(f"adamw_step: shapes {', '.join(str(tuple(t.shape)) for t in tensors)}: expected the same")
     numbers = {"step": step, "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-    if not (runs_triton(param) and all(t.is_contiguous() for t in tensors)) or param.dtype == torch.float64:
+    if not (runs_triton(param) and all(t.is_contiguous() for t in tensors)):
         adamw_step_reference(*tensors, **numbers, grad_scale=grad_scale)
     elif param.numel():
         decay, size, correction = _numbers(step, lr, betas, weight_decay)
@@ -101,5 +105,5 @@ def adamw_step(
 
 
 def _numbers(step: int, lr: float, betas: tuple[float, float], weight_decay: float) -> tuple[float, float, float]:
-    """(1 - lr λ, lr / (1 - b1^t), sqrt(1 - b2^t))."""
+    """Return (1 - lr λ, lr / (1 - b1^t), sqrt(1 - b2^t))."""
     return 1 - lr * weight_decay, lr / (1 - betas[0] ** step), math.sqrt(1 - betas[1] ** step)

@@ -1,12 +1,12 @@
-"""Rows of a table by index: indices (...), weight (V, E) -> (..., E).
+"""Embedding: rows of a table by index, indices (...), weight (V, E) -> (..., E), with a deterministic gradient.
 
 Backward: dweight[v] = sum of the dy whose index is v, in fp32, rounded once. The indices are sorted, so that equal
-ones are neighbours: a segment. A program sums a chunk of the sorted order and writes the rows whose segment lies within
-the chunk. Where a segment crosses into other chunks, each program leaves what it has of it, and a second kernel, at the
-chunk where the segment begins, adds the pieces up. Every order of summation is fixed: there are no atomics, and the
-result is the same in every run. Nothing waits for the device.
+indices form a segment. A program sums a chunk of the sorted order and writes the rows whose segment lies within the
+chunk. Where a segment crosses into other chunks, each program writes its partial sum, and a second kernel adds them up
+at the chunk where the segment begins. Every order of summation is fixed: there are no atomics, and the result is the
+same in every run. The host never waits for the device.
 
-A row whose index is outside the table is NaN, and its gradient is dropped; torch stops the device instead.
+A row whose index is outside the table is NaN, and its gradient is dropped; torch aborts the device instead.
 """
 
 from __future__ import annotations
@@ -17,22 +17,26 @@ from torch.nn import functional as F
 
 from ligertune_kernels.autograd import no_double_backward
 from ligertune_kernels.chips import Chip, launch_options
-from ligertune_kernels.launcher import Launcher, cached, chip_of, on_device, runs_triton, tl, triton
+from ligertune_kernels.launcher import Launcher, cached, chip_of, runs_triton, tl, triton
 
-TILE = 4096  # elements copied by a program of the forward
-CHUNK = 16  # sorted indices of a program of the backward, one after the other
-BACKWARD_BLOCK = 1024  # columns of such a program
+TILE = 4096  # elements that a forward program copies
+CHUNK = 16  # sorted indices per backward program, processed one by one
+BACKWARD_BLOCK = 1024  # columns per backward program
 
 
 def embedding_reference(indices: torch.Tensor, weight: torch.Tensor, padding_idx: int | None = None) -> torch.Tensor:
-    """torch.nn.functional.embedding itself."""
+    """Call torch.nn.functional.embedding."""
     return F.embedding(indices, weight, padding_idx)
 
 
 @triton.jit(do_not_specialize=["n_rows", "vocab_size"])
 def _forward_kernel(
-    indices_ptr, w_ptr, y_ptr, w_row_stride, n_cols, n_rows, vocab_size, ROWS: tl.constexpr, BLOCK: tl.constexpr
-):
+    indices_ptr,  # (N,)
+    w_ptr,  # (V, E)
+    y_ptr,  # (N, E)
+    w_row_stride, n_cols, n_rows, vocab_size,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     index = tl.load(indices_ptr + rows, mask=rows < n_rows, other=0).to(tl.int64)
@@ -45,27 +49,21 @@ def _forward_kernel(
 
 @triton.jit(do_not_specialize=["n_rows", "vocab_size", "padding_idx"])
 def _chunk_kernel(
-    dy_ptr,
-    sorted_ptr,
-    order_ptr,
-    pieces_ptr,
-    dw_ptr,
-    dy_row_stride,
-    n_cols,
-    n_rows,
-    vocab_size,
-    padding_idx,
-    CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Segments within the chunk go to dw; the pieces of the one that came in and of the one that goes on, to pieces."""
+    dy_ptr,  # (N, E)
+    sorted_ptr, order_ptr,  # (N,): sorted indices, and their rows in dy
+    pieces_ptr,  # (chunks, 2, E) float32: of the segment that enters the chunk, and of the one that leaves it
+    dw_ptr,  # (V, E)
+    dy_row_stride, n_cols, n_rows, vocab_size, padding_idx,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write segments within the chunk to dw, and partial sums of those that cross its borders to pieces."""
     chunk = tl.program_id(0).to(tl.int64)
     first, last = chunk * CHUNK, tl.minimum((chunk + 1) * CHUNK, n_rows)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     col_mask = cols < n_cols
     pieces_ptr += chunk * 2 * n_cols + cols
     before = tl.load(sorted_ptr + first - 1, mask=first > 0, other=-1)
-    came_in = (first > 0) & (before == tl.load(sorted_ptr + first))
+    enters = (first > 0) & (before == tl.load(sorted_ptr + first))
     total = tl.zeros([BLOCK], dtype=tl.float32)
     for position in range(first, last):
         index = tl.load(sorted_ptr + position).to(tl.int64)
@@ -74,44 +72,40 @@ def _chunk_kernel(
         following = tl.load(sorted_ptr + position + 1, mask=position + 1 < n_rows, other=-1).to(tl.int64)
         ends = (position + 1 == n_rows) | (following != index)
         kept = (index >= 0) & (index < vocab_size) & (index != padding_idx)
-        dw_mask = col_mask & (ends & kept & (came_in == 0))
+        dw_mask = col_mask & (ends & kept & (enters == 0))
         tl.store(dw_ptr + index * n_cols + cols, total.to(dw_ptr.dtype.element_ty), mask=dw_mask)
-        tl.store(pieces_ptr, total, mask=col_mask & (ends & came_in))
+        tl.store(pieces_ptr, total, mask=col_mask & (ends & enters))
         total = tl.where(ends, 0.0, total)
-        came_in = came_in & (ends == 0)
+        enters = enters & (ends == 0)
     tl.store(pieces_ptr + n_cols, total, mask=col_mask)
 
 
 @triton.jit(do_not_specialize=["n_rows", "vocab_size", "padding_idx"])
 def _crossing_kernel(
-    sorted_ptr,
-    pieces_ptr,
-    dw_ptr,
-    n_cols,
-    n_rows,
-    vocab_size,
-    padding_idx,
-    CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """The segment that begins in this chunk and goes on, if there is one: its pieces, the last one first."""
+    sorted_ptr,  # (N,)
+    pieces_ptr,  # (chunks, 2, E)
+    dw_ptr,  # (V, E)
+    n_cols, n_rows, vocab_size, padding_idx,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Add the pieces of the segment that begins in this chunk and leaves it, if there is one; the last piece first."""
     chunk = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     col_mask = cols < n_cols
-    end = (chunk + 1) * CHUNK  # the position after the chunk; the last chunk has none, and is not launched
+    end = (chunk + 1) * CHUNK  # the first position after the chunk; the last chunk is not launched
     index = tl.load(sorted_ptr + end - 1).to(tl.int64)
     before = tl.load(sorted_ptr + chunk * CHUNK - 1, mask=chunk > 0, other=-1).to(tl.int64)
-    through = (chunk > 0) & (before == index)  # it began earlier
+    through = (chunk > 0) & (before == index)  # the segment began in an earlier chunk
     kept = (index >= 0) & (index < vocab_size) & (index != padding_idx)
-    goes_on = (tl.load(sorted_ptr + end).to(tl.int64) == index) & (through == 0) & kept
-    if goes_on:
-        # Only scalars are carried: Triton 3.7 fails to compile a while loop that carries a tensor.
+    leaves = (tl.load(sorted_ptr + end).to(tl.int64) == index) & (through == 0) & kept
+    if leaves:
+        # The loop carries scalars only: Triton 3.7 fails to compile a while loop that carries a tensor.
         final = chunk
-        while goes_on:
+        while leaves:
             final += 1
             end += CHUNK
-            goes_on = tl.load(sorted_ptr + end - 1, mask=end <= n_rows, other=-1).to(tl.int64) == index
-            goes_on = goes_on & (tl.load(sorted_ptr + end, mask=end < n_rows, other=-1).to(tl.int64) == index)
+            leaves = tl.load(sorted_ptr + end - 1, mask=end <= n_rows, other=-1).to(tl.int64) == index
+            leaves = leaves & (tl.load(sorted_ptr + end, mask=end < n_rows, other=-1).to(tl.int64) == index)
         total = tl.load(pieces_ptr + final * 2 * n_cols + cols, mask=col_mask, other=0.0)
         for through_chunk in range(chunk, final):
             total += tl.load(pieces_ptr + (through_chunk * 2 + 1) * n_cols + cols, mask=col_mask, other=0.0)
@@ -119,8 +113,8 @@ def _crossing_kernel(
 
 
 @cached
-def _forward_launch(n_cols: int, chip: Chip) -> tuple[Launcher, int, int]:
-    """The kernel, the rows of a program, and the programs of a row."""
+def _plan_forward(n_cols: int, chip: Chip) -> tuple[Launcher, int, int]:
+    """Return the launcher, the rows per program, and the programs per row."""
     block = min(TILE, triton.next_power_of_2(n_cols))
     rows = TILE // block
     return (
@@ -131,8 +125,8 @@ def _forward_launch(n_cols: int, chip: Chip) -> tuple[Launcher, int, int]:
 
 
 @cached
-def _backward_launch(n_cols: int, chip: Chip) -> tuple[Launcher, Launcher, int]:
-    """Both kernels, and the programs of a row."""
+def _plan_backward(n_cols: int, chip: Chip) -> tuple[Launcher, Launcher, int]:
+    """Return both launchers, and the programs per row."""
     block = min(BACKWARD_BLOCK, triton.next_power_of_2(n_cols))
     constants = {"CHUNK": CHUNK, "BLOCK": block, **launch_options(block, chip)}
     return Launcher(_chunk_kernel, constants), Launcher(_crossing_kernel, constants), -(-n_cols // block)
@@ -142,19 +136,19 @@ def _forward(indices: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     flat, n_cols = indices.reshape(-1), weight.shape[1]
     table = weight if weight.stride(1) == 1 else weight.contiguous()
     y = torch.empty((*indices.shape, n_cols), dtype=weight.dtype, device=weight.device)
-    launch, rows, blocks = _forward_launch(n_cols, chip_of(weight.device))
-    with on_device(weight):
-        launch(
-            (-(-flat.numel() // rows), blocks, 1), (flat, table, y), (table.stride(0), n_cols),
-            flat.numel(), weight.shape[0],
-        )  # fmt: skip
+    launch, rows, blocks = _plan_forward(n_cols, chip_of(weight.device))
+    integers = table.stride(0), n_cols
+    launch((-(-flat.numel() // rows), blocks, 1), (flat, table, y), integers, flat.numel(), weight.shape[0])
     return y
 
 
 def _backward(
-    dy: torch.Tensor, indices: torch.Tensor, vocab_size: int, dtype: torch.dtype, padding_idx: int
-) -> torch.Tensor:
-    """dweight (V, E)."""
+    dy: torch.Tensor,  # (..., E)
+    indices: torch.Tensor,  # (...)
+    vocab_size: int,
+    dtype: torch.dtype,
+    padding_idx: int,
+) -> torch.Tensor:  # (V, E)
     n_cols = dy.shape[-1]
     rows = dy.reshape(-1, n_cols).contiguous()
     n_rows = rows.shape[0]
@@ -162,13 +156,11 @@ def _backward(
     dw = torch.zeros((vocab_size, n_cols), dtype=dtype, device=dy.device)
     chunks = -(-n_rows // CHUNK)
     pieces = torch.empty((chunks, 2, n_cols), dtype=torch.float32, device=dy.device)
-    sum_chunks, add_pieces, blocks = _backward_launch(n_cols, chip_of(dy.device))
-    with on_device(dy):
-        sum_chunks(
-            (chunks, blocks, 1), (rows, ordered, order, pieces, dw), (n_cols, n_cols), n_rows, vocab_size, padding_idx
-        )
-        if chunks > 1:
-            add_pieces((chunks - 1, blocks, 1), (ordered, pieces, dw), (n_cols,), n_rows, vocab_size, padding_idx)
+    sum_chunks, add_pieces, blocks = _plan_backward(n_cols, chip_of(dy.device))
+    others = n_rows, vocab_size, padding_idx
+    sum_chunks((chunks, blocks, 1), (rows, ordered, order, pieces, dw), (n_cols, n_cols), *others)
+    if chunks > 1:
+        add_pieces((chunks - 1, blocks, 1), (ordered, pieces, dw), (n_cols,), *others)
     return dw
 
 
@@ -186,8 +178,15 @@ class _Embedding(torch.autograd.Function):
         return None, _backward(dy, indices, ctx.vocab_size, ctx.dtype, ctx.padding_idx), None
 
 
-def embedding(indices: torch.Tensor, weight: torch.Tensor, padding_idx: int | None = None) -> torch.Tensor:
-    """weight[indices], as torch.nn.functional.embedding: (...) and (V, E) -> (..., E). padding_idx gets no gradient."""
+def embedding(
+    indices: torch.Tensor,  # (...) int32 or int64
+    weight: torch.Tensor,  # (V, E)
+    padding_idx: int | None = None,
+) -> torch.Tensor:  # (..., E)
+    """Compute torch.nn.functional.embedding with a deterministic gradient; the row padding_idx gets none.
+
+    Raises ValueError on a wrong dtype or shape, and on a padding_idx outside the table.
+    """
     if weight.dim() != 2 or indices.dtype not in (torch.int32, torch.int64):
         raise ValueError(
             f"embedding: weight is {tuple(weight.shape)}, indices {indices.dtype}; expected (V, E), and int32 or int64"
@@ -202,7 +201,7 @@ def embedding(indices: torch.Tensor, weight: torch.Tensor, padding_idx: int | No
 
 
 class Embedding(nn.Module):
-    """`embedding` with its table, as torch.nn.Embedding has it: normal, with zeros at padding_idx."""
+    """`embedding` as a module, initialised as torch.nn.Embedding: normal, with zeros at padding_idx."""
 
     def __init__(
         self,

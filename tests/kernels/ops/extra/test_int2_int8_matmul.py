@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from ligertune_kernels import int2_int8_matmul, int2_int8_matmul_reference, pack_int2, runs_triton, unpack_int2
-from ligertune_kernels.chips import INTERPRETER, Chip
-from ligertune_kernels.ops.extra.int2_int8_matmul import _unpack, unpacks_first
+from ligertune_kernels.chips import INTERPRETER, Chip, unpacks_int2_weight
+from ligertune_kernels.ops.extra.int2_int8_matmul import _unpack
 
 SIZES = (
     pytest.param((1,), 1, 4, id="one row, one column, one byte"),
@@ -85,12 +85,12 @@ def test_the_kernel_unpacks_what_torch_does(n_rows, n_bytes, device) -> None:
 
 @pytest.mark.parametrize("chip", [H100, INTERPRETER], ids=["H100", "interpreter"])
 def test_many_rows_on_nvidia_unpack_the_weight_first(chip) -> None:
-    assert unpacks_first(65, 4096, 1024, chip)
-    assert unpacks_first(4096, 8, 16, chip)
-    assert not unpacks_first(64, 4096, 1024, chip)  # the weight's bytes are the time
-    assert not unpacks_first(65, 4097, 1024, chip)  # cuBLAS wants N in eights
-    assert not unpacks_first(65, 4096, 1026, chip)  # quarters of no 16 bytes
-    assert not unpacks_first(4096, 4096, 1024, MI300X)
+    assert unpacks_int2_weight(65, 4096, 1024, chip)
+    assert unpacks_int2_weight(4096, 8, 16, chip)
+    assert not unpacks_int2_weight(64, 4096, 1024, chip)  # the weight's bytes are the time
+    assert not unpacks_int2_weight(65, 4097, 1024, chip)  # cuBLAS wants N in eights
+    assert not unpacks_int2_weight(65, 4096, 1026, chip)  # quarters of no 16 bytes
+    assert not unpacks_int2_weight(4096, 4096, 1024, MI300X)
 
 
 @pytest.mark.parametrize("leading, n_cols", [((6, 4), 9), ((6, 16), 16)], ids=["fused", "unpacked"])
