@@ -1,6 +1,6 @@
 """Triton kernels for training language models, on NVIDIA and AMD GPUs; plain torch where Triton does not run.
 
-Names are loaded when first asked for, so that importing the package costs neither torch nor triton.
+Names are loaded at their first use, so that importing the package imports neither torch nor triton.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from importlib import import_module
 
 from ligertune_kernels.table import OPS
 
-_BESIDE_THE_OPS = {
+_OTHER_NAMES = {
     "ligertune_kernels.launcher": ("backend", "runs_triton"),
     "ligertune_kernels.ops.losses.labelled_rows": ("labelled_rows",),
     "ligertune_kernels.ops.losses._schedule": ("Schedule", "schedule_of"),
 }
 _HOME = {name: op.module for op in OPS for name in op.exports}
-_HOME |= {name: module for module, names in _BESIDE_THE_OPS.items() for name in names}
+_HOME |= {name: module for module, names in _OTHER_NAMES.items() for name in names}
 
 __all__ = sorted(_HOME)
 

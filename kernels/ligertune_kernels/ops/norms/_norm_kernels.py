@@ -72,6 +72,24 @@ def forward_kernel(
         tl.store(y_ptr + offs, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def _add_residual(
+    x_ptr, residual_ptr, sum_ptr, row, residual_row_stride, n_cols, HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Write x + residual of one row, if there is a residual; return BLOCK partial sums over the columns."""
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    for start in range(0, n_cols, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        mask = cols < n_cols
+        x = tl.load(x_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+        if HAS_RESIDUAL:
+            x += tl.load(residual_ptr + row * residual_row_stride + cols, mask=mask, other=0.0).to(tl.float32)
+            x = x.to(sum_ptr.dtype.element_ty)
+            tl.store(sum_ptr + row * n_cols + cols, x, mask=mask)
+        total += x.to(tl.float32)
+    return total
+
+
 @triton.jit(do_not_specialize=["n_rows", "rows_per_program"])
 def forward_sweep_kernel(
     x_ptr, residual_ptr,  # (N, E)
@@ -85,17 +103,8 @@ def forward_sweep_kernel(
     """Norm one row of any length, read once for each sum and once for y; all reads but the first hit the cache."""
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * x_row_stride
-    total = tl.zeros([BLOCK], dtype=tl.float32)
     if HAS_RESIDUAL or CENTRED:
-        for start in range(0, n_cols, BLOCK):
-            cols = start + tl.arange(0, BLOCK)
-            mask = cols < n_cols
-            x = tl.load(x_ptr + cols, mask=mask, other=0.0).to(tl.float32)
-            if HAS_RESIDUAL:
-                x += tl.load(residual_ptr + row * residual_row_stride + cols, mask=mask, other=0.0).to(tl.float32)
-                x = x.to(sum_ptr.dtype.element_ty)
-                tl.store(sum_ptr + row * n_cols + cols, x, mask=mask)
-            total += x.to(tl.float32)
+        total = _add_residual(x_ptr, residual_ptr, sum_ptr, row, residual_row_stride, n_cols, HAS_RESIDUAL, BLOCK)
     if HAS_RESIDUAL:
         tl.debug_barrier()  # other threads than wrote the sum may read it back
         x_ptr = sum_ptr + row * n_cols
@@ -145,6 +154,22 @@ def _add_other_parts(
     return g_sum, gx_sum
 
 
+@triton.jit
+def _dx_of_rows(
+    g, xhat, g_sum, gx_sum, rstd, ds_ptr, ds_row_stride, rows, cols, mask, n_cols,
+    CENTRED: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    """Return dx (ROWS, BLOCK) in fp32 from the sums over the rows."""
+    dx = g - xhat * (tl.sum(gx_sum, axis=1) / n_cols)[:, None]
+    if CENTRED:
+        dx -= (tl.sum(g_sum, axis=1) / n_cols)[:, None]
+    dx *= rstd
+    if HAS_RESIDUAL:
+        ds_offs = rows[:, None] * ds_row_stride + cols[None, :]
+        dx += tl.load(ds_ptr + ds_offs, mask=mask, other=0.0).to(tl.float32)
+    return dx
+
+
 @triton.jit(do_not_specialize=["n_rows", "rows_per_program"])
 def backward_kernel(
     dy_ptr, ds_ptr, x_ptr,  # (N, E)
@@ -185,13 +210,9 @@ def backward_kernel(
                 g, g * xhat, x_rows, dy_rows, w_ptr, mean, rstd, row_mask, part, n_cols, offset,
                 HAS_WEIGHT, BLOCK, PARTS,
             )  # fmt: skip
-            dx = g - xhat * (tl.sum(gx_sum, axis=1) / n_cols)[:, None]
-            if CENTRED:
-                dx -= (tl.sum(g_sum, axis=1) / n_cols)[:, None]
-            dx *= rstd
-            if HAS_RESIDUAL:
-                ds_offs = rows[:, None] * ds_row_stride + cols[None, :]
-                dx += tl.load(ds_ptr + ds_offs, mask=mask, other=0.0).to(tl.float32)
+            dx = _dx_of_rows(
+                g, xhat, g_sum, gx_sum, rstd, ds_ptr, ds_row_stride, rows, cols, mask, n_cols, CENTRED, HAS_RESIDUAL
+            )
             tl.store(dx_ptr + rows[:, None] * n_cols + cols[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
         if NEEDS_DW:
             if ROUND_XHAT:

@@ -55,7 +55,7 @@ class LaunchPlan(NamedTuple):
     launch: BoundLaunch
     rows: int  # per step
     programs: int  # at most, for each part
-    parts: int = 1  # of a row's columns, each of its own programs
+    parts: int = 1  # of a row's columns, each computed by separate programs
     dtypes: tuple[torch.dtype, ...] = ()  # of the sum and of y
 
     def grid(self, n_rows: int) -> tuple[tuple[int, int, int], int]:
