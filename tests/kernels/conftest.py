@@ -1,6 +1,6 @@
-"""Where the ops run: on the GPU if there is one, else on the CPU.
+"""Device of the kernel tests: the GPU if there is one, else the CPU.
 
-On a CPU the same tests run twice: here on the references and the torch row pass, and in a process of their own under
+On a CPU the same tests run twice: here on the references and the torch row pass, and in a separate process under
 Triton's interpreter (test_under_interpreter.py), because TRITON_INTERPRET is read when the kernels are decorated.
 """
 

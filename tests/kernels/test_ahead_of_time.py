@@ -1,7 +1,6 @@
-"""Every op compiles for GPUs that are not here, within their limits: registers, shared memory, threads, atomics.
+"""Ahead-of-time compilation of every op for nine GPUs, within their limits: registers, shared memory, threads, atomics.
 
-The compiling is done in processes of its own, because TRITON_INTERPRET is read when kernels are decorated, and so that
-all cores take part.
+Worker processes compile, because TRITON_INTERPRET is read when kernels are decorated, and to use all cores.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ KERNELS = Path(ligertune_kernels.__file__).parent / "ops"
 
 
 def compile_op(op: str, arch: str, part: Literal["fast", "slow"], *, reads_once: bool = True) -> list[Compiled]:
-    """Runs in a worker. The slow part is everything, with inference in each dtype.
+    """Compile an op, in a worker. The slow part has all cases, with inference in each dtype.
 
     In the fast one a size of each op stands for inference, which keeps less than training, on those of FIRST.
     """
@@ -48,7 +47,7 @@ def compile_op(op: str, arch: str, part: Literal["fast", "slow"], *, reads_once:
 
 
 def compile_alone(op: str, arch: str, after: str | None = None) -> list[Compiled]:
-    """Runs in a worker, where nothing compiled or read before is found, or only what was for the GPU `after`."""
+    """Compile an op, in a worker, with empty caches, or with those filled by compiling for the GPU `after`."""
     from triton import knobs
 
     with tempfile.TemporaryDirectory() as folder, knobs.cache.scope():
@@ -59,14 +58,14 @@ def compile_alone(op: str, arch: str, after: str | None = None) -> list[Compiled
 
 
 def compile_planted(fault: str, arch: str) -> list[Compiled]:
-    """Runs in a worker."""
+    """Compile a kernel with a planted fault, in a worker."""
     import planted_faults
 
     return compile_for(TARGETS[arch], getattr(planted_faults, fault))
 
 
-def compile_in_peace() -> None:
-    """First in a worker. Looking for garbage takes a seventh of its time; not to look, a quarter more memory."""
+def disable_garbage_collection() -> None:
+    """Initialise a worker: garbage collection takes a seventh of its time, and saves a quarter of its memory."""
     gc.disable()
 
 
@@ -76,16 +75,16 @@ def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Executor]:
         environment.delenv("TRITON_INTERPRET", raising=False)
         environment.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
         environment.setenv("OMP_NUM_THREADS", "1")
-        # Of the time 7 % goes into noting which line an instruction is from. The instructions are the same.
+        # Recording source lines takes 7 % of the time and does not change the instructions.
         environment.setenv("TRITON_DISABLE_LINE_INFO", "1")
         spawn = multiprocessing.get_context("spawn")
         processes = min(len(TARGETS), os.cpu_count() or 1)
-        with ProcessPoolExecutor(processes, mp_context=spawn, initializer=compile_in_peace) as pool:
+        with ProcessPoolExecutor(processes, mp_context=spawn, initializer=disable_garbage_collection) as pool:
             yield pool
 
 
 class Compilation:
-    """What is compiled for whom, under way in the workers as soon as it is known that somebody will ask."""
+    """Compilations by op, GPU and part, started in the workers as soon as a collected test needs them."""
 
     def __init__(self, workers: Executor) -> None:
         self._workers = workers
@@ -119,7 +118,7 @@ def test_every_op_has_cases() -> None:
     assert set(CASES) == {op.name for op in OPS}
 
 
-# One GPU after the other, since what one compiles of an op is half of the way for the next: see pretend_gpu.
+# Ordered by GPU: the IR that one GPU makes of an op is reused by the next of the same vendor (pretend_gpu).
 @pytest.mark.parametrize("op", [op.name for op in OPS])
 @pytest.mark.parametrize("arch", ARCHES)
 def test_every_kernel_fits(op, arch, compilation) -> None:
@@ -140,13 +139,13 @@ def test_every_kernel_of_more_sizes_fits(op, arch, compilation) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("op", [op.name for op in OPS])
 @pytest.mark.parametrize("arch, after", [("sm120", "sm80"), ("gfx942", "gfx90a"), ("gfx1201", "gfx1100")])
-def test_a_source_read_for_another_gpu_gives_the_same_assembly(op, arch, after, workers) -> None:
+def test_reused_ir_gives_the_same_assembly(op, arch, after, workers) -> None:
     found, read = workers.submit(compile_alone, op, arch, after), workers.submit(compile_alone, op, arch)
     assert found.result() == read.result()
 
 
-def test_no_kernel_is_left_out(compilation) -> None:
-    """The cases reach every kernel there is; what is launched is called so."""
+def test_the_cases_reach_every_kernel(compilation) -> None:
+    """Launched kernels are the functions whose names end in `kernel`."""
     written = {name for path in KERNELS.rglob("*.py") for name in re.findall(r"def (\w*kernel)\(", path.read_text())}
     assert written - {kernel.kernel for op in OPS for kernel in compilation.of(op.name, "sm90")} == set()
 
@@ -170,6 +169,6 @@ def test_a_planted_fault_is_found(fault, arch, words, workers) -> None:
     assert any(words in sentence for sentence in found), found
 
 
-def test_the_same_warps_are_fine_where_a_warp_is_half_as_wide(workers) -> None:
+def test_32_warps_fit_a_chip_with_narrow_warps(workers) -> None:
     (kernel,) = workers.submit(compile_planted, "too_many_warps", "gfx1100").result()
     assert kernel.faults(TARGETS["gfx1100"]) == []

@@ -1,4 +1,4 @@
-"""The kernels on a GPU at the sizes they are for: rounding in bf16 and fp16, more than 2³¹ elements, streams."""
+"""Kernels on a GPU at real sizes: rounding in bf16 and fp16, more than 2³¹ elements, streams, memory."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ OPS = (
         partial(geglu, approximate="none"),
         partial(geglu_reference, approximate="none"),
         ((4096, 2 * 4096),),
-        id="geglu without tanh",
+        id="geglu with erf",
     ),
 )
 
@@ -82,7 +82,7 @@ def test_cross_entropy_of_a_large_vocabulary(options, dtype, device) -> None:
     ],
 )
 def test_linear_cross_entropy_of_a_large_vocabulary(vocab_size, chunk_bytes, dtype, device) -> None:
-    """Against the GEMMs' own rounding: torch's logits are rounded to the low dtype as ours are."""
+    """Both sides round their logits to the low dtype."""
     hidden = torch.randn(2048, 1024, device=device, dtype=dtype)
     weight = 0.03 * torch.randn(vocab_size, 1024, device=device, dtype=dtype)
     labels = torch.randint(vocab_size, (2048,), device=device)
@@ -94,7 +94,7 @@ def test_linear_cross_entropy_of_a_large_vocabulary(vocab_size, chunk_bytes, dty
     )
 
 
-def test_linear_cross_entropy_never_holds_the_logits(device) -> None:
+def test_linear_cross_entropy_never_stores_all_logits(device) -> None:
     """dX 17 MB and a buffer of 131 MB; then one of 1.05 GB, dW 263 MB and its copy. bf16 logits alone are 2.1 GB."""
     hidden = torch.randn(8192, 1024, device=device, dtype=torch.bfloat16, requires_grad=True)
     weight = torch.randn(128256, 1024, device=device, dtype=torch.bfloat16, requires_grad=True)
@@ -108,7 +108,7 @@ def test_linear_cross_entropy_never_holds_the_logits(device) -> None:
     assert torch.cuda.max_memory_allocated(device) - before < 1.8e9
 
 
-def test_no_op_waits_for_the_device(device) -> None:
+def test_ops_do_not_synchronise(device) -> None:
     hidden = torch.randn(512, 256, device=device, dtype=torch.bfloat16, requires_grad=True)
     weight = torch.randn(4096, 256, device=device, dtype=torch.bfloat16, requires_grad=True)
     labels = torch.randint(4096, (512,), device=device)
@@ -158,7 +158,7 @@ def test_works_on_another_stream(device) -> None:
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
-        torch.cuda._sleep(20_000_000)  # what was put on the default stream would run ahead of it
+        torch.cuda._sleep(20_000_000)  # work on the default stream would finish before this
         late = hidden * 1.0
         ours = torch.autograd.grad(linear_cross_entropy(late, weight, labels), (hidden, weight))
     torch.cuda.current_stream(device).wait_stream(stream)
@@ -167,7 +167,7 @@ def test_works_on_another_stream(device) -> None:
 
 
 @pytest.mark.parametrize("cast", ["llama", "gemma"])
-def test_rms_norm_is_the_same_in_every_run(cast, device) -> None:
+def test_rms_norm_is_deterministic(cast, device) -> None:
     leaves = [torch.randn(s, device=device, dtype=torch.bfloat16).requires_grad_() for s in ((4096, 4096), (4096,))]
     first, second = (torch.autograd.grad(rms_norm(*leaves, cast=cast).sum(), leaves) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))

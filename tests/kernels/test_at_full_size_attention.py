@@ -1,4 +1,4 @@
-"""document_attention on a GPU at the sizes it is for: rounding, long documents, more than 2³¹ elements."""
+"""document_attention on a GPU at real sizes: rounding, long documents, more than 2³¹ elements."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def places(lengths: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor
 @pytest.mark.parametrize("terms", TERMS, ids=str)
 @pytest.mark.parametrize("heads, lengths", ROWS)
 def test_rounds_no_worse_than_torch(heads, lengths, terms, dtype, device) -> None:
-    """Gradients of queries and keys are differences, rounded once more here than in the reference: in the weights'."""
+    """Gradients of queries and keys are differences, and the kernels round once more than the reference."""
     n_heads, n_key_heads, head_dim = heads
     starts, ends = places(lengths, device)
     sizes = ((n, sum(lengths), head_dim) for n in (n_heads, n_key_heads, n_key_heads))
@@ -48,7 +48,7 @@ def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: tuple[int, .
     return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
 
 
-def test_a_document_is_the_same_wherever_it_lies_in_more_than_2_31_elements(device) -> None:
+def test_a_document_gives_the_same_bits_anywhere_in_more_than_2_31_elements(device) -> None:
     lengths, heads, head_dim = (1000,) * 140, 128, 128  # 2.3e9 elements of queries
     q = torch.randn(sum(lengths), heads, head_dim, device=device, dtype=torch.bfloat16)
     k, v = (torch.randn(sum(lengths), 1, head_dim, device=device, dtype=torch.bfloat16) for _ in range(2))
@@ -62,7 +62,7 @@ def test_a_document_is_the_same_wherever_it_lies_in_more_than_2_31_elements(devi
             torch.testing.assert_close(whole[own].float(), alone.float(), rtol=2e-2, atol=2e-2)
 
 
-def test_the_same_bits_each_time(device) -> None:
+def test_is_deterministic(device) -> None:
     lengths = (3000, 5, 1091)
     q, k, v = (torch.randn(4096, n, 128, device=device, dtype=torch.bfloat16) for n in (16, 4, 4))
     grad = torch.randn_like(q)
@@ -71,7 +71,7 @@ def test_the_same_bits_each_time(device) -> None:
         assert all(torch.equal(a, b) for a, b in zip(first, run(q, k, v, lengths, grad), strict=True))
 
 
-def test_what_is_not_finite_does_no_harm_to_the_next_call(device) -> None:
+def test_non_finite_values_do_not_affect_the_next_call(device) -> None:
     lengths = (500, 500)
     q, k, v = (torch.randn(1000, n, 128, device=device, dtype=torch.bfloat16) for n in (4, 2, 2))
     before = run(q, k, v, lengths, torch.ones_like(q))

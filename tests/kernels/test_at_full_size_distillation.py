@@ -1,4 +1,4 @@
-"""kl_div, jsd, linear_jsd and int2_int8_matmul on a GPU at the sizes they are for: rounding, memory, > 2³¹ elements."""
+"""kl_div, jsd, linear_jsd and int2_int8_matmul on a GPU at real sizes: rounding, memory, more than 2³¹ elements."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LOW = (torch.bfloat16, torch.float16)
 VOCABS = (
     pytest.param(128256, id="Llama 3"),
-    pytest.param(32001, id="Llama 2 and a padding token: rows of no multiple of 16 bytes"),
+    pytest.param(32001, id="Llama 2 and a padding token: unaligned rows"),
 )
 
 
@@ -67,7 +67,7 @@ def test_jsd_of_a_large_vocabulary(beta, vocab_size, dtype, device) -> None:
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("rows", [1024, 512, 200], ids=["one flush", "two flushes", "eight flushes in fp32"])
 def test_linear_jsd_of_a_large_vocabulary(rows, beta, vocab_size, dtype, device) -> None:
-    """Against the GEMMs' own rounding: torch's logits are rounded to the low dtype as ours are."""
+    """Both sides round their logits to the low dtype."""
     (h, w), (t_h, t_w) = (
         (
             torch.randn(1024, width, device=device, dtype=dtype),
@@ -83,7 +83,7 @@ def test_linear_jsd_of_a_large_vocabulary(rows, beta, vocab_size, dtype, device)
     )
 
 
-def test_linear_jsd_never_holds_the_logits(device) -> None:
+def test_linear_jsd_never_stores_all_logits(device) -> None:
     """Two buffers of 788 MB, dW 525 MB, dX 17 MB: 1.33 GB. Logits in bf16 alone are 2.1 GB."""
     (h, w), (t_h, t_w) = (
         (torch.randn(4096, e, device=device, dtype=torch.bfloat16), torch.randn(128256, e, device=device).bfloat16())
@@ -96,7 +96,7 @@ def test_linear_jsd_never_holds_the_logits(device) -> None:
     assert torch.cuda.max_memory_allocated(device) - before < 1.45e9  # cuBLAS's workspace is counted too
 
 
-def test_kl_div_and_jsd_hold_one_gradient(device) -> None:
+def test_kl_div_and_jsd_allocate_one_gradient(device) -> None:
     """(4096, 32000) in fp32: 524 MB."""
     student, teacher = (log_probs(4096, 32000, device, torch.float32) for _ in range(2))
     student.requires_grad_()
@@ -108,7 +108,7 @@ def test_kl_div_and_jsd_hold_one_gradient(device) -> None:
         student.grad = None
 
 
-def test_no_op_waits_for_the_device(device) -> None:
+def test_ops_do_not_synchronise(device) -> None:
     h, w = (torch.randn(n, 256, device=device, dtype=torch.bfloat16, requires_grad=True) for n in (512, 4096))
     labels = torch.zeros(512, dtype=torch.int64, device=device)
     n, packed = torch.tensor(400, device=device), torch.zeros(64, 64, dtype=torch.uint8, device=device)
@@ -145,11 +145,11 @@ def test_addresses_more_than_2_31_elements(op, device) -> None:
         pytest.param(4096, 14336, id="BitNet's"),
         pytest.param(1001, 4100, id="odd"),
         pytest.param(1001, 4096, id="an odd number of columns"),
-        pytest.param(1000, 64, id="the shortest rows that are unpacked"),
+        pytest.param(1000, 64, id="shortest rows with an unpacked weight"),
     ],
 )
 def test_int2_int8_matmul_is_exact(n_cols, n_inner, n_rows, device) -> None:
-    """Of rows that lie together, that skip every second one, and that start at no multiple of 16 bytes."""
+    """Contiguous rows, every second row, and rows that start unaligned."""
     both = torch.randint(-128, 128, (2 * n_rows, n_inner), device=device, dtype=torch.int8)
     w = pack_int2(torch.randint(-2, 2, (n_cols, n_inner), device=device))
     late = both.view(-1)[5 : 5 + n_rows * n_inner].view(n_rows, n_inner)

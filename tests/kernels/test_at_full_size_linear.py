@@ -1,4 +1,4 @@
-"""linear_cross_entropy and its kin on a GPU at the sizes they are for: rounding, memory, no waiting, the same bits."""
+"""linear_cross_entropy and related ops on a GPU at real sizes: rounding, memory, no synchronisation, determinism."""
 
 from __future__ import annotations
 
@@ -64,10 +64,10 @@ def test_a_low_rank_term_rounds_as_torch_does(schedule, device) -> None:
 @pytest.mark.parametrize(
     "shape",
     [
-        pytest.param((3000, 32000), id="rows held whole, more than are in flight"),
-        pytest.param((500, 32001), id="rows of an odd length, which no vector divides"),
-        pytest.param((300, 256000), id="rows of which an eighth is held"),
-        pytest.param((300, 65537), id="one column more than is a multiple of everything"),
+        pytest.param((3000, 32000), id="rows held whole, more than run at once"),
+        pytest.param((500, 32001), id="rows of odd length"),
+        pytest.param((300, 256000), id="rows with an eighth held in registers"),
+        pytest.param((300, 65537), id="one column past a multiple of every block"),
     ],
 )
 def test_the_row_pass_takes_rows_of_every_length(shape, dtype, device) -> None:
@@ -77,7 +77,7 @@ def test_the_row_pass_takes_rows_of_every_length(shape, dtype, device) -> None:
     judge(lambda x: cross_entropy(x, labels), lambda x: cross_entropy_reference(x, labels), [logits])
 
 
-def test_lean_holds_hardly_more_than_the_gradients(device) -> None:
+def test_lean_allocates_little_more_than_the_gradients(device) -> None:
     """dX 4 MB, dW 263 MB, a slab of 2048 · 8192 logits 34 MB; bf16 logits alone would be 525 MB."""
     hidden, weight, labels = (t.requires_grad_(t.is_floating_point()) for t in example(device))
     torch.cuda.reset_peak_memory_stats(device)
@@ -88,7 +88,7 @@ def test_lean_holds_hardly_more_than_the_gradients(device) -> None:
 
 
 def test_rows_without_a_label_are_not_computed(device) -> None:
-    """A fifth of the rows is a fifth of the logits: the buffer shows it."""
+    """A fifth of the rows needs a fifth of the logits, which the buffer's size shows."""
     hidden, weight, labels = example(device, ignored=0.8)
     rows = labelled_rows(labels.cpu()).to(device)
     hidden.requires_grad_()
@@ -99,7 +99,7 @@ def test_rows_without_a_label_are_not_computed(device) -> None:
     assert not hidden.grad[labels == -100].any()
 
 
-def test_nothing_waits_for_the_device(device) -> None:
+def test_linear_losses_do_not_synchronise(device) -> None:
     hidden, weight, labels = example(device)
     hidden, weight = hidden.requires_grad_(), weight[:4096].detach().requires_grad_()
     labels = labels.clamp(max=4095)
@@ -120,7 +120,7 @@ def test_nothing_waits_for_the_device(device) -> None:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_the_same_input_gives_the_same_bits(schedule, device) -> None:
+def test_linear_losses_are_deterministic(schedule, device) -> None:
     hidden, weight, labels = example(device)
     leaves = hidden.requires_grad_(), weight.requires_grad_()
     runs = [torch.autograd.grad(linear_cross_entropy(*leaves, labels, schedule=schedule), leaves) for _ in range(2)]
@@ -128,7 +128,7 @@ def test_the_same_input_gives_the_same_bits(schedule, device) -> None:
 
 
 @pytest.mark.parametrize("schedule", [None, LEAN], ids=["fast", "lean"])
-def test_compiles_into_one_graph(schedule, device) -> None:
+def test_linear_losses_compile_without_a_graph_break(schedule, device) -> None:
     hidden, weight, labels = example(device)
     leaves = hidden.requires_grad_(), weight.requires_grad_()
     rows = labelled_rows(labels.cpu()).to(device)

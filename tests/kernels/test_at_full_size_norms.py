@@ -1,4 +1,4 @@
-"""The norms and the embedding on a GPU at the sizes they are for: rounding, determinism, launches, > 2³¹ elements."""
+"""Norms and embedding on a GPU at real sizes: rounding, determinism, saved launches, more than 2³¹ elements."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ pytestmark = pytest.mark.gpu
 
 LOW = (torch.bfloat16, torch.float16)
 ROWS = (
-    pytest.param((8192, 4096), id="two programs a processor"),
-    pytest.param((4001, 8192), id="one program a processor, runs of unequal length"),
+    pytest.param((8192, 4096), id="two programs per processor"),
+    pytest.param((4001, 8192), id="one program per processor, runs of unequal length"),
     pytest.param((2048, 16384), id="two parts"),
     pytest.param((512, 32768), id="many parts, swept forward"),
     pytest.param((4096, 32, 128), id="heads"),
-    pytest.param((4096, 1023), id="rows of no multiple of 16 bytes"),
-    pytest.param((1001, 8191), id="parts of rows of no multiple of 16 bytes"),
+    pytest.param((4096, 1023), id="unaligned rows"),
+    pytest.param((1001, 8191), id="parts of unaligned rows"),
 )
 
 
@@ -39,7 +39,7 @@ def normal(*shapes: tuple[int, ...], device: torch.device, dtype: torch.dtype = 
 
 
 def zipf(n: int, vocab_size: int, device: torch.device) -> torch.Tensor:
-    """Indices as text has them: a few make up most of it."""
+    """Return indices distributed as tokens of text: a few are most of them."""
     return (vocab_size ** torch.rand(n, device=device)).long() - 1
 
 
@@ -71,7 +71,7 @@ def test_the_gradient_of_an_embedding_is_rounded_once(dtype, device) -> None:
     judge(lambda w: embedding(indices, w), plain, [weight])
 
 
-def test_gradients_are_the_same_in_every_run(device) -> None:
+def test_gradients_are_deterministic(device) -> None:
     x, residual, w, b = (t.requires_grad_() for t in normal((4096, 4096), (4096, 4096), *[(4096,)] * 2, device=device))
     indices = zipf(8192, 4096, device)
     for op, leaves in (
@@ -87,8 +87,8 @@ def test_gradients_are_the_same_in_every_run(device) -> None:
         assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-def test_compiled_forms_are_not_confused(device) -> None:
-    """A kernel is launched past Triton's own dispatch from the second time on: dtypes, strides and alignments count."""
+def test_saved_launches_are_not_confused(device) -> None:
+    """From the second launch on Triton is bypassed: dtypes, strides and alignments must select the saved form."""
     flat, w = torch.randn(64 * 1024 + 8, device=device), torch.randn(1024, device=device)
     wide = torch.randn(64, 2048, device=device)
     aligned = flat[: 64 * 1024].view(64, 1024)
@@ -101,7 +101,7 @@ def test_compiled_forms_are_not_confused(device) -> None:
         torch.testing.assert_close(torch.autograd.grad(y, x, up), torch.autograd.grad(expected, x, up))
 
 
-def test_no_norm_and_no_embedding_waits_for_the_device(device) -> None:
+def test_norms_and_embedding_do_not_synchronise(device) -> None:
     x, w = (t.requires_grad_() for t in normal((512, 1024), (1024,), device=device))
     indices = zipf(512, 512, device)
     torch.cuda.set_sync_debug_mode("error")
@@ -126,7 +126,7 @@ def test_compiles_without_a_graph_break(device) -> None:
     up = torch.randn_like(eager)
     ours, expected = (torch.autograd.grad(y, leaves, up) for y in (compiled, eager))
     for a, b in zip(ours, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)  # gradients of both uses of w add up in either order
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)  # gradients of both uses of w are added in either order
 
 
 @pytest.mark.parametrize("op", [rms_norm, layer_norm], ids=lambda op: op.__name__)

@@ -1,4 +1,4 @@
-"""Runs the tests of ops/ again with the Triton kernels, interpreted on the CPU, in a process of their own."""
+"""Run the tests of ops/ again in a separate process, with the Triton kernels interpreted on the CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which of the two ways, kernels or references, the tests of this folder go."""
+"""Backend of this test run: kernels or references."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from ligertune_kernels import backend, runs_triton
 
 
-def test_the_backend_is_the_one_this_run_is_for(device: torch.device) -> None:
+def test_the_backend_is_the_expected_one(device: torch.device) -> None:
     expected = "triton" if device.type == "cuda" else os.environ.get("LIGERTUNE_EXPECT_BACKEND", "reference")
     assert backend(device) == backend(str(device)) == expected
     assert runs_triton(torch.zeros(1, device=device)) == (expected == "triton")

@@ -1,4 +1,4 @@
-"""Every op with a gradient: checkpointing, autocast, another GPU, and a second derivative that is right or refused."""
+"""Every op with a gradient: checkpointing, autocast, another GPU, and second derivatives, right or refused."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROWS, WIDTH, CLASSES = 6, 40, 50
 
 
 def tensors(*shapes: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Leaves that need gradients; the same for every device."""
+    """Return leaves that need gradients, with the same values on every device."""
     generator = torch.Generator().manual_seed(3)
     made = (torch.randn(shape, generator=generator) for shape in shapes)
     return [t.to(device, dtype).requires_grad_() for t in made]
@@ -38,7 +38,7 @@ def attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return kernels.document_attention(q, k, v, torch.where(ends == 5, 0, 5).int(), ends)
 
 
-# op -> (shapes of what needs a gradient, call)
+# op -> (shapes of the differentiable tensors, call)
 CALLS: dict[str, tuple[tuple[tuple[int, ...], ...], Callable[..., torch.Tensor]]] = {
     "rms_norm": (((ROWS, WIDTH), (WIDTH,)), kernels.rms_norm),
     "add_rms_norm": (
@@ -88,7 +88,7 @@ def test_no_op_with_a_gradient_is_left_out() -> None:
 @every_op
 @pytest.mark.parametrize("wanted", ["sum", "squares"])
 def test_a_second_derivative_is_right_or_refused(name, wanted, device) -> None:
-    """Of a sum too, whose gradient needs none itself: a penalty on the result must not be taken for a constant."""
+    """Also for a sum, whose gradient needs no gradient itself: a penalty must not be treated as a constant."""
     call, leaves = example(name, device)
     result = call(*leaves)
     loss = result.sum() if wanted == "sum" else result.square().sum()
@@ -96,7 +96,7 @@ def test_a_second_derivative_is_right_or_refused(name, wanted, device) -> None:
     if runs_triton(leaves[0]) or name in ("linear_cross_entropy", "multi_head_linear_cross_entropy", "linear_jsd"):
         with pytest.raises(RuntimeError, match=r"cannot be differentiated again.*reference"):
             (penalty + leaves[0].sum()).backward()
-    elif penalty.requires_grad:  # plain torch, which can
+    elif penalty.requires_grad:  # plain torch has second derivatives
         (penalty + leaves[0].sum()).backward()
         assert all(leaf.grad is None or leaf.grad.isfinite().all() for leaf in leaves)
 
@@ -111,8 +111,8 @@ def test_checkpointing_gives_the_same_gradients(name, device) -> None:
 
 
 @every_op
-def test_autocast_is_as_in_the_dtype_it_computes_in(name, device) -> None:
-    """Products in bfloat16, as linear layers have them; norms, activations and losses of logits as they are given."""
+def test_autocast_computes_products_in_its_dtype(name, device) -> None:
+    """Matrix products in bfloat16, as linear layers; norms, activations and losses of logits in the input's dtype."""
     call, leaves = example(name, device)
     product = "linear" in name or "attention" in name
     plain = [t.detach().bfloat16().requires_grad_() for t in leaves] if product else leaves
@@ -128,7 +128,7 @@ def test_autocast_is_as_in_the_dtype_it_computes_in(name, device) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @every_op
-def test_a_gpu_that_is_not_the_current_one(name) -> None:
+def test_runs_on_a_gpu_that_is_not_the_current_one(name) -> None:
     results = []
     for index in (0, 1):
         call, leaves = example(name, torch.device("cuda", index))

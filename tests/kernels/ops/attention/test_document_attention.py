@@ -1,4 +1,4 @@
-"""document_attention against float64: documents and tiles of all lengths, windows, caps, strides, what lies around."""
+"""document_attention against float64: lengths of documents and tiles, windows, caps, strides, surrounding memory."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ LENGTHS = (
     pytest.param((2,), id="two tokens"),
     pytest.param((37,), id="one document"),
     pytest.param((16, 16, 16), id="documents as long as a tile"),
-    pytest.param((3, 40, 1, 5, 20), id="several in a tile, one over several"),
+    pytest.param((3, 40, 1, 5, 20), id="several documents per tile, one over several tiles"),
 )
 HEADS = (
     # H, K, D
     pytest.param((1, 1, 16), id="one head"),
     pytest.param((4, 2, 32), id="grouped heads"),
-    pytest.param((3, 1, 24), id="a head of no power of two"),
+    pytest.param((3, 1, 24), id="head width not a power of two"),
 )
 TERMS = (
     {},
@@ -37,22 +37,25 @@ TERMS = (
 
 
 def places(lengths: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """starts and ends."""
+    """Return starts and ends."""
     sizes = torch.tensor(lengths)
     ends = sizes.cumsum(0)
     return tuple(t.repeat_interleave(sizes).to(device, torch.int32) for t in (ends - sizes, ends))
 
 
 def inputs(n_tokens: int, heads: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
-    """(T, H, D) and twice (T, K, D), as models have them: views of (H, T, D)."""
+    """Return (T, H, D) and twice (T, K, D), as models make them: views of (H, T, D)."""
     n_heads, n_key_heads, head_dim = heads
     made = (torch.randn(n, n_tokens, head_dim, device=device, dtype=dtype) for n in (n_heads, n_key_heads, n_key_heads))
     return [t.transpose(0, 1) for t in made]
 
 
 class Formula(torch.autograd.Function):
-    """The op's own equations without tiles, in float32 rounded where they are: gradients of scores are made from the
-    output as it is stored, and where a token sees little more than itself that rounding is most of what they are."""
+    """The op's equations without tiles, in float32, rounded where the kernels round.
+
+    Gradients of scores use the stored output; where a token attends to little more than itself, its rounding is most
+    of their value.
+    """
 
     @staticmethod
     def forward(ctx, q, k, v, starts, window, scale, softcap):
@@ -98,8 +101,8 @@ def judged(lengths, heads, dtype, device, **terms) -> None:
 
 
 @pytest.mark.parametrize("terms", TERMS, ids=str)
-def test_the_formula_is_the_references(terms, device) -> None:
-    """In float64, where no rounding parts them."""
+def test_the_formula_agrees_with_the_reference(terms, device) -> None:
+    """In float64, where rounding makes no difference."""
     lengths, terms = (3, 40, 1, 5, 20), {"window": None, "scale": None, "softcap": None} | terms
     starts, ends = places(lengths, device)
     leaves = [t.requires_grad_() for t in inputs(sum(lengths), (4, 2, 32), torch.float64, device)]
@@ -117,26 +120,26 @@ def test_agrees_with_float64(lengths, heads, dtype, device) -> None:
 
 
 @pytest.mark.parametrize("terms", TERMS, ids=str)
-def test_every_term_agrees_with_float64(terms, device) -> None:
+def test_every_option_agrees_with_float64(terms, device) -> None:
     judged((3, 40, 1, 5, 20), (4, 2, 32), torch.float32, device, **terms)
 
 
 @pytest.mark.parametrize("window", [15, 16, 17, 31, 33, 63])
 def test_windows_that_end_where_tiles_end_agree_with_float64(window, device) -> None:
-    """Which tiles need no mask depends on the window; off by one shows where it ends one token before a tile does."""
+    """Which tiles need no mask depends on the window; an error of one shows where it ends one token before a tile."""
     judged((70, 5), (2, 1, 16), torch.float32, device, window=window)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("lengths, terms", [((1,), {}), ((1,) * 40, {}), ((40,), {"window": 1})], ids=str)
-def test_a_token_that_sees_itself_alone_gives_its_value(lengths, terms, dtype, device) -> None:
+def test_a_token_that_attends_to_itself_alone_gives_its_value(lengths, terms, dtype, device) -> None:
     leaves = [t.requires_grad_() for t in inputs(sum(lengths), (2, 1, 16), dtype, device)]
     out = document_attention(*leaves, *places(lengths, device), **terms)
     assert torch.equal(out, leaves[2].expand_as(out))
     grad = torch.randn_like(out)
     dq, dk, dv = torch.autograd.grad(out, leaves, grad)
     torch.testing.assert_close(dv, grad.sum(1, keepdim=True, dtype=torch.float32).to(dtype), rtol=8e-3, atol=1e-3)
-    assert max(dq.abs().max(), dk.abs().max()) < 1e-5  # what is left of a difference of equals
+    assert max(dq.abs().max(), dk.abs().max()) < 1e-5  # rounding of a difference of equal numbers
 
 
 def test_is_scaled_dot_product_attention_of_each_document(device) -> None:
@@ -153,8 +156,8 @@ def test_is_scaled_dot_product_attention_of_each_document(device) -> None:
     torch.testing.assert_close(found, torch.cat(expected), rtol=1e-5, atol=1e-5)
 
 
-def test_nothing_around_the_row_is_read(device) -> None:
-    """Rows of a larger tensor of NaN, tokens and heads that do not lie one behind another."""
+def test_memory_around_the_tensors_is_not_read(device) -> None:
+    """The inputs are non-contiguous views of a larger tensor of NaN."""
     lengths, room = (7, 30, 4), torch.full((60, 9, 48), float("nan"), device=device)
     room[5:46, 1:8, :32] = torch.randn(41, 7, 32, device=device)
     leaves = [room[5:46, first:last, :32] for first, last in ((1, 5), (5, 6), (7, 8))]
@@ -166,7 +169,7 @@ def test_nothing_around_the_row_is_read(device) -> None:
     assert all(torch.equal(a, b) and a.isfinite().all() for a, b in zip(*grads, strict=True))
 
 
-def test_no_document_sees_another_and_no_token_the_next(device) -> None:
+def test_no_token_attends_to_another_document_or_a_later_token(device) -> None:
     lengths = (20, 25)
     q, k, v = inputs(45, (2, 1, 16), torch.float32, device)
     before = document_attention(q, k, v, *places(lengths, device))
@@ -177,8 +180,8 @@ def test_no_document_sees_another_and_no_token_the_next(device) -> None:
     assert not torch.isclose(before[30:], after[30:]).all(-1).any()
 
 
-def test_a_large_score_neither_overflows_nor_hides_what_a_mask_leaves(device) -> None:
-    """Scores of 3,000 and of -3,000: where a whole block is masked for a row, its maximum is of nothing."""
+def test_large_scores_neither_overflow_nor_leak_through_masks(device) -> None:
+    """Scores of 3,000 and -3,000; a row whose block is masked as a whole keeps its initial maximum."""
     q, k, v = inputs(50, (1, 1, 16), torch.float32, device)
     q, k = 40 * q, 40 * torch.cat((-q[:25], q[25:]))
     starts, ends = places((30, 20), device)
@@ -186,7 +189,7 @@ def test_a_large_score_neither_overflows_nor_hides_what_a_mask_leaves(device) ->
     torch.testing.assert_close(document_attention(q, k, v, starts, ends).double(), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_a_row_of_no_tokens(device) -> None:
+def test_takes_empty_tensors(device) -> None:
     q, k, v = (t.requires_grad_() for t in inputs(0, (4, 2, 16), torch.float32, device))
     nothing = torch.empty(0, device=device, dtype=torch.int32)
     out = document_attention(q, k, v, nothing, nothing)
@@ -194,7 +197,7 @@ def test_a_row_of_no_tokens(device) -> None:
     assert out.shape == q.grad.shape == (0, 4, 16)
 
 
-def test_the_same_bits_each_time(device) -> None:
+def test_is_deterministic(device) -> None:
     lengths = (3, 40, 1, 5, 20)
 
     def run() -> list[torch.Tensor]:
@@ -206,7 +209,7 @@ def test_the_same_bits_each_time(device) -> None:
     assert all(torch.equal(a, b) for a, b in zip(run(), run(), strict=True))
 
 
-def test_columns_that_are_no_neighbours(device) -> None:
+def test_takes_non_contiguous_columns(device) -> None:
     tensors = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in inputs(20, (2, 2, 16), torch.float32, device)]
     where = places((12, 8), device)
     expected = document_attention_reference(*tensors, *where)
@@ -223,14 +226,14 @@ def test_columns_that_are_no_neighbours(device) -> None:
     ],
     ids=["heads", "dtype", "wide places", "too few places"],
 )
-def test_what_does_not_fit_is_refused(change, words, device) -> None:
+def test_mismatched_arguments_are_refused(change, words, device) -> None:
     q, k, v = inputs(9, (6, 2, 16), torch.float32, device)
     with pytest.raises(ValueError, match=words):
         document_attention(*change(q, k, v, *places((4, 5), device)))
 
 
 @pytest.mark.parametrize("terms", [{"scale": 0.0}, {"scale": -1.0}, {"window": 0}, {"softcap": 0.0}], ids=str)
-def test_terms_without_a_meaning_are_refused(terms, device) -> None:
+def test_non_positive_options_are_refused(terms, device) -> None:
     q, k, v = inputs(9, (6, 2, 16), torch.float32, device)
     with pytest.raises(ValueError, match=next(iter(terms))):
         document_attention(q, k, v, *places((4, 5), device), **terms)
@@ -242,7 +245,7 @@ CHIPS = [("sm90", 32, "nvidia"), ("sm80", 32, "nvidia"), ("gfx942", 64, "amd"), 
 @pytest.mark.parametrize("arch, warp, vendor", CHIPS)
 @pytest.mark.parametrize("width", [16, 64, 80, 128, 256])
 def test_a_block_of_queries_divides_a_tile_of_keys(width, arch, warp, vendor) -> None:
-    """What the keys' kernel goes by: blocks at the diagonal are whole."""
+    """The dkdv kernel relies on it: blocks at the diagonal are whole."""
     tiles = _tiles(width, torch.bfloat16, Chip(vendor, arch, warp, 132, 1 << 20), has_cap=True)
     if tiles is None:
         assert (arch, width > 64) == ("gfx1100", True)
@@ -252,12 +255,12 @@ def test_a_block_of_queries_divides_a_tile_of_keys(width, arch, warp, vendor) ->
 
 
 def test_the_interpreters_tiles_are_small_enough_for_these_tests() -> None:
-    """Or nothing here would have more than one."""
+    """Otherwise no input of these tests would span several tiles."""
     assert all(max(rows, cols) <= 16 for rows, cols, *_ in _tiles(32, torch.bfloat16, INTERPRETER, has_cap=False)[2:])
 
 
-def test_autocast_brings_them_to_one_dtype(device) -> None:
-    """Rotation leaves queries and keys in the tables' float32."""
+def test_autocast_converts_all_tensors_to_its_dtype(device) -> None:
+    """RoPE with float32 tables leaves float32 queries and keys."""
     q, k, v = inputs(20, (2, 1, 16), torch.float32, device)
     v = v.to(torch.float16)
     where = places((12, 8), device)
@@ -268,7 +271,7 @@ def test_autocast_brings_them_to_one_dtype(device) -> None:
         document_attention(q, k, v, *where)
 
 
-def test_float64_takes_the_reference(device) -> None:
+def test_float64_runs_the_reference(device) -> None:
     tensors = inputs(9, (2, 1, 16), torch.float64, device)
     assert not runs_triton(tensors[0])
     assert document_attention(*tensors, *places((4, 5), device)).dtype is torch.float64

@@ -1,4 +1,4 @@
-"""apply_rope against float64: pairings, partial rotation, tables, strides, layouts; in place, and who may not be."""
+"""apply_rope against float64: pairings, partial rotation, tables, strides, layouts; in-place rules."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ SHAPES = (
     # B, H, K, T, D, R
     pytest.param((1, 1, 1, 1, 2, 2), id="the smallest"),
     pytest.param((2, 4, 2, 3, 16, 16), id="grouped heads"),
-    pytest.param((2, 7, 1, 3, 24, 12), id="odd heads, sizes of no power of two, half of the columns turned"),
+    pytest.param((2, 7, 1, 3, 24, 12), id="odd heads, sizes not powers of two, half of the columns rotated"),
     pytest.param((1, 96, 8, 2, 128, 128), id="more heads than one tile holds"),
-    pytest.param((3, 14, 2, 67, 32, 32), id="tiles that end amid a sequence, and more tokens of k in one than of q"),
-    pytest.param((1, 2, 1, 3, 2100, 2064), id="a head longer than a tile, and a rest that is short beside it"),
-    pytest.param((2, 3, 2, 5, 40, 8), id="a rest longer than what is turned"),
+    pytest.param((3, 14, 2, 67, 32, 32), id="tiles that end within a sequence; more tokens per tile of k than of q"),
+    pytest.param((1, 2, 1, 3, 2100, 2064), id="a head longer than a tile, with few unrotated columns"),
+    pytest.param((2, 3, 2, 5, 40, 8), id="more unrotated than rotated columns"),
 )
 
 
 def angles(batch: int, n_tokens: int, rotary_dim: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin (B, T, R), each column its own angle: more than any model asks for."""
+    """Return cos and sin (B, T, R) with a different angle per column, which no model uses but the op allows."""
     angle = 6.0 * torch.rand(batch, n_tokens, rotary_dim, device=device)
     return angle.cos(), angle.sin()
 
 
 def queries_and_keys(shape, dtype, device) -> tuple[torch.Tensor, torch.Tensor]:
-    """As models have them: projections (B, T, H, D), transposed."""
+    """Return q and k as models make them: transposed projections (B, T, H, D)."""
     batch, n_q_heads, n_k_heads, n_tokens, head_dim, _ = shape
     q, k = (torch.randn(batch, n_tokens, n, head_dim, device=device, dtype=dtype) for n in (n_q_heads, n_k_heads))
     return q.transpose(1, 2), k.transpose(1, 2)
@@ -50,7 +50,7 @@ def test_agrees_with_float64(shape, interleaved, dtype, device) -> None:
 
 
 @pytest.mark.parametrize("batch", [1, 2])
-def test_tables_of_low_precision_serve_one_or_all_sequences(batch, device) -> None:
+def test_tables_of_low_precision_are_per_sequence_or_shared(batch, device) -> None:
     shape = (2, 2, 1, 3, 8, 8)
     cos, sin = (t.bfloat16() for t in angles(batch, 3, 8, device))
     q, k = queries_and_keys(shape, torch.float32, device)
@@ -58,7 +58,7 @@ def test_tables_of_low_precision_serve_one_or_all_sequences(batch, device) -> No
 
 
 @pytest.mark.parametrize("rows", [1, 2])
-def test_position_ids_choose_rows_of_a_table(rows, device) -> None:
+def test_position_ids_select_rows_of_a_table(rows, device) -> None:
     cos, sin = (t[0] for t in angles(1, 11, 8, device))
     position_ids = torch.tensor([[0, 10, 3], [7, 7, 1]], device=device)[:rows]
     q, k = queries_and_keys((2, 2, 1, 3, 8, 8), torch.float32, device)
@@ -68,7 +68,7 @@ def test_position_ids_choose_rows_of_a_table(rows, device) -> None:
 
 def test_takes_any_strides_and_keeps_a_projections_layout(device) -> None:
     cos, sin = angles(1, 5, 16, device)
-    packed = torch.randn(2, 5, 6, 16, device=device)  # q, k and v heads of one projection
+    packed = torch.randn(2, 5, 6, 16, device=device)  # q, k and v heads of a packed projection
     q, k = packed[:, :, :3].transpose(1, 2), packed[:, :, 3:5].transpose(1, 2)
     rotated = apply_rope(q, k, cos, sin)
     torch.testing.assert_close(rotated, apply_rope_reference(q, k, cos, sin))
@@ -76,19 +76,19 @@ def test_takes_any_strides_and_keeps_a_projections_layout(device) -> None:
     torch.testing.assert_close(contiguous, rotated)
     assert all(t.is_contiguous() for t in contiguous)
     if runs_triton(q):
-        assert all(t.transpose(1, 2).is_contiguous() for t in rotated)  # (B, T, H, D) in memory: no copy follows
+        assert all(t.transpose(1, 2).is_contiguous() for t in rotated)  # no copy follows
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("inplace", [False, True])
-def test_takes_columns_that_are_no_neighbours(inplace, interleaved, device) -> None:
+def test_takes_non_contiguous_columns(inplace, interleaved, device) -> None:
     cos, sin = angles(2, 5, 12, device)
     q, k = (torch.randn(16, 5, n, 2, device=device).permute(3, 2, 1, 0) for n in (9, 3))
     expected = apply_rope_reference(q, k, cos, sin, interleaved=interleaved)
     torch.testing.assert_close(apply_rope(q, k, cos, sin, interleaved=interleaved, inplace=inplace), expected)
 
 
-def test_a_position_outside_of_the_table_gives_nan(device) -> None:
+def test_a_position_outside_the_table_gives_nan(device) -> None:
     if not runs_triton(torch.empty(0, device=device)):
         pytest.skip("the reference raises")
     cos, sin = (t[0] for t in angles(1, 4, 8, device))
@@ -101,7 +101,7 @@ def test_a_position_outside_of_the_table_gives_nan(device) -> None:
         torch.testing.assert_close(rotated[..., 8:], x[..., 8:], rtol=0, atol=0)
 
 
-def test_turning_back_restores(device) -> None:
+def test_the_opposite_rotation_restores_the_input(device) -> None:
     cos, sin = (torch.cat((t, t), dim=-1) for t in angles(1, 4, 8, device))
     q, k = queries_and_keys((1, 2, 2, 4, 16, 16), torch.float32, device)
     back = apply_rope(*apply_rope(q, k, cos, sin), cos, -sin)
@@ -109,7 +109,7 @@ def test_turning_back_restores(device) -> None:
 
 
 @pytest.mark.parametrize("grads", [(True, False), (False, True)])
-def test_computes_only_the_gradient_that_is_needed(grads, device) -> None:
+def test_computes_only_the_needed_gradient(grads, device) -> None:
     cos, sin = angles(1, 3, 8, device)
     inputs = queries_and_keys((2, 2, 1, 3, 8, 8), torch.float32, device)
     q, k = (t.requires_grad_(g) for t, g in zip(inputs, grads, strict=True))
@@ -127,7 +127,7 @@ def test_takes_empty_tensors(device) -> None:
     assert rotated.shape == q.grad.shape == q.shape
 
 
-def test_names_what_does_not_fit() -> None:
+def test_mismatched_arguments_raise_an_error_that_names_them() -> None:
     q, k = torch.zeros(1, 2, 3, 8), torch.zeros(1, 1, 3, 8)
     cos = torch.zeros(1, 3, 8)
     with pytest.raises(ValueError, match="only their heads may differ"):
@@ -153,7 +153,7 @@ def test_in_place_agrees_with_float64(shape, interleaved, dtype, device) -> None
 
 
 def projected(device, *, bias: bool = False) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What is trained, and q and k (2, 4 or 2, 3, 8) as attention makes them: views of what a matrix product gave."""
+    """Return a trained leaf, and q and k (2, 4 or 2, 3, 8) as attention makes them: views of a matrix product."""
     x = torch.randn(2, 3, 6, device=device, requires_grad=True)
     weights = torch.randn(32, 6, device=device), torch.randn(16, 6, device=device)
     biases = [torch.randn(len(w), device=device) if bias else None for w in weights]
@@ -165,9 +165,9 @@ def same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     return (a.data_ptr(), a.stride(), a.shape) == (b.data_ptr(), b.stride(), b.shape)
 
 
-@pytest.mark.parametrize("bias", [False, True])  # with one the projection's output is itself a view
+@pytest.mark.parametrize("bias", [False, True])  # with a bias the projection's output is itself a view
 @pytest.mark.parametrize("grad", [False, True])
-def test_in_place_takes_no_memory(grad, bias, device) -> None:
+def test_in_place_allocates_no_results(grad, bias, device) -> None:
     cos, sin = angles(1, 3, 8, device)
     with torch.set_grad_enabled(grad):
         _, q, k = projected(device, bias=bias)
@@ -178,7 +178,7 @@ def test_in_place_takes_no_memory(grad, bias, device) -> None:
         assert all(same_memory(*pair) for pair in zip(rotated, (q, k), strict=True))
 
 
-def test_backward_in_place_turns_the_gradients_where_they_lie(device) -> None:
+def test_backward_in_place_overwrites_the_gradients(device) -> None:
     cos, sin = angles(1, 3, 8, device)
     q, k = (torch.randn(2, 3, heads, 8, device=device).transpose(1, 2).requires_grad_() for heads in (4, 2))
     upstream = torch.randn_like(q), torch.randn_like(k)
@@ -187,7 +187,7 @@ def test_backward_in_place_turns_the_gradients_where_they_lie(device) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
     if runs_triton(q):
         assert all(same_memory(*pair) for pair in zip(found, upstream, strict=True))
-    # Of a sum all gradients are one number in memory, which cannot be turned where it lies.
+    # The gradient of a sum is one number in memory (strides of zero), which cannot be overwritten.
     expected = torch.autograd.grad(sum(t.sum() for t in apply_rope(q, k, cos, sin)), (q, k))
     found = torch.autograd.grad(sum(t.sum() for t in apply_rope(q, k, cos, sin, inplace_backward=True)), (q, k))
     torch.testing.assert_close(found, expected)
@@ -198,11 +198,11 @@ def in_place_or_skip(device) -> None:
         pytest.skip("the reference makes new tensors")
 
 
-def test_in_place_is_noticed_where_the_unturned_are_still_wanted(device) -> None:
+def test_in_place_raises_where_an_earlier_op_still_needs_q(device) -> None:
     in_place_or_skip(device)
     cos, sin = angles(1, 3, 8, device)
     _, q, k = projected(device)
-    kept = q.square().sum()  # keeps q
+    kept = q.square().sum()  # saves q
     rotated, _ = apply_rope(q, k, cos, sin, inplace=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         (kept + rotated.sum()).backward()
@@ -212,8 +212,8 @@ def test_in_place_is_noticed_where_the_unturned_are_still_wanted(device) -> None
         (rotated.sum() + q.sum()).backward()
 
 
-def test_in_place_twice_backward_and_beside_other_readers_of_the_results(device) -> None:
-    """An upstream gradient that two branches share, and one that the caller holds: neither may change."""
+def test_in_place_allows_a_second_backward_and_other_readers_of_the_results(device) -> None:
+    """A gradient that two branches share, and one that the caller holds, must not be overwritten."""
     cos, sin = angles(1, 3, 8, device)
     results = []
     for inplace in (False, True):
@@ -228,8 +228,8 @@ def test_in_place_twice_backward_and_beside_other_readers_of_the_results(device)
         torch.testing.assert_close(found, results[0])
 
 
-def test_in_place_after_a_norm_whose_output_has_no_other_reader(device) -> None:
-    """As Qwen 3 has it: the norm keeps its input, not its output, so its gradient is right."""
+def test_in_place_after_a_norm_keeps_its_gradient_right(device) -> None:
+    """As in Qwen 3: the norm saves its input, not its output."""
     cos, sin = angles(1, 3, 8, device)
     weight = torch.randn(8, device=device)
     results = []
@@ -244,7 +244,7 @@ def test_in_place_after_a_norm_whose_output_has_no_other_reader(device) -> None:
 
 
 def queries_and_keys_of(device, form: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """q and k (2, 2 or 1, 3, 8) of a kind that is not written over where a gradient is needed."""
+    """Return q and k (2, 2 or 1, 3, 8) that may not be overwritten where a gradient is needed."""
     whole = torch.randn(2, 4, 3, 8, device=device, requires_grad=True) * 1.0
     if form == "leaf":
         return (torch.randn(2, n, 3, 8, device=device, requires_grad=True) for n in (2, 1))
@@ -265,7 +265,7 @@ FORMS = ("leaf", "view of a leaf", "split", "unbind", "one tensor", "repeated he
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_in_place_makes_new_tensors_where_it_must(form, device) -> None:
+def test_in_place_allocates_where_overwriting_is_not_allowed(form, device) -> None:
     cos, sin = angles(1, 3, 8, device)
     q, k = queries_and_keys_of(device, form)
     before = q.detach().clone(), k.detach().clone()
@@ -282,7 +282,7 @@ CHECKPOINTING = ({"use_reentrant": True}, {"use_reentrant": False}, {"use_reentr
 
 @pytest.mark.parametrize("how", CHECKPOINTING, ids=["reentrant", "not reentrant", "products kept"])
 def test_in_place_under_checkpointing(how, device) -> None:
-    """Products that are kept for the second forward must not have been rotated by the first."""
+    """Products kept for the second forward must not be rotated by the first one."""
     cos, sin = angles(1, 3, 8, device)
     weight = torch.randn(32, 6, device=device, requires_grad=True)
     x = torch.randn(2, 3, 6, device=device, requires_grad=True)
@@ -296,7 +296,7 @@ def test_in_place_under_checkpointing(how, device) -> None:
     torch.testing.assert_close((x.grad, weight.grad), expected)
 
 
-def test_in_place_compiles_whole(device) -> None:
+def test_in_place_compiles_without_a_graph_break(device) -> None:
     if runs_triton(torch.empty(0, device=device)) and device.type == "cpu":
         pytest.skip("torch.compile has no use for interpreted kernels")
     cos, sin = angles(1, 3, 8, device)

@@ -1,4 +1,4 @@
-"""AdamW's step against float64, over several steps, with and without decay and a scale; in place, the gradient kept."""
+"""adamw_step against float64 over several steps, with and without decay and scale; the gradient is not written."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SLACK = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # of the parameter's range,
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", SLACK, ids=str)
 @pytest.mark.parametrize(("decay", "scale"), [(0.0, None), (0.1, 4.0)])
-def test_it_steps_as_float64_does(shape, dtype, decay, scale, device):
+def test_agrees_with_float64(shape, dtype, decay, scale, device):
     ours = [torch.randn(shape, device=device, dtype=dtype)]
     ours += [torch.zeros(shape, device=device, dtype=dtype) for _ in range(2)]
     truth = [t.double() for t in ours]
@@ -32,7 +32,7 @@ def test_it_steps_as_float64_does(shape, dtype, decay, scale, device):
         assert (found.double() - expected).abs().max() <= SLACK[dtype] * expected.abs().max()
 
 
-def test_float64_is_stepped_as_torch_does(device):
+def test_float64_agrees_with_torchs_adamw(device):
     param = torch.randn(5, 3, device=device, dtype=torch.float64, requires_grad=True)
     mine, states = param.detach().clone(), [torch.zeros(5, 3, device=device, dtype=torch.float64) for _ in range(2)]
     optimizer = torch.optim.AdamW([param], weight_decay=0.1, **NUMBERS)
@@ -43,7 +43,7 @@ def test_float64_is_stepped_as_torch_does(device):
     torch.testing.assert_close(mine, param.detach())
 
 
-def test_shapes_that_differ_are_refused(device):
+def test_different_shapes_are_refused(device):
     tensors = [torch.zeros(3, device=device) for _ in range(3)]
     with pytest.raises(ValueError, match="adamw_step: shapes"):
         adamw_step(*tensors, torch.zeros(4, device=device), step=1, weight_decay=0.0, **NUMBERS)

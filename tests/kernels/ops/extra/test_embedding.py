@@ -1,4 +1,4 @@
-"""embedding: an exact copy, and a gradient whose segments begin, end, cross and fill the chunks of the backward."""
+"""embedding: exact rows, and gradients whose segments begin in, end in, cross and fill the backward's chunks."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ SEGMENTS = (
     pytest.param([1], id="one index"),
     pytest.param([CHUNK], id="one segment, one chunk"),
     pytest.param([2 * CHUNK], id="a segment that fills two chunks"),
-    pytest.param([3, CHUNK, CHUNK - 3], id="one that crosses into the next chunk and ends with it"),
-    pytest.param([5, 3 * CHUNK, 2, 1], id="one that crosses two whole chunks and ends within a third"),
+    pytest.param([3, CHUNK, CHUNK - 3], id="a segment that ends where the next chunk ends"),
+    pytest.param([5, 3 * CHUNK, 2, 1], id="a segment that crosses two whole chunks"),
     pytest.param([CHUNK, CHUNK, 1], id="segments that begin and end with their chunks"),
     pytest.param([1] * V, id="every index once"),
     pytest.param([CHUNK - 1, 2, CHUNK + 5, 2 * CHUNK, 7], id="crossings in a row, the last chunk ragged"),
@@ -22,12 +22,12 @@ SEGMENTS = (
 
 
 def shuffled(lengths: list[int], device: torch.device, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-    """Indices that occur so often each; indices of a table are not used in order."""
+    """Return shuffled indices that occur as often as `lengths` gives, drawn from a table in random order."""
     values = torch.randperm(V)[: len(lengths)].repeat_interleave(torch.tensor(lengths))
     return values[torch.randperm(values.numel())].to(device, dtype)
 
 
-@pytest.mark.parametrize("n_cols", [8, 1030])  # several rows a program; a ragged second block in the backward
+@pytest.mark.parametrize("n_cols", [8, 1030])  # several rows per program; a ragged second block in the backward
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("lengths", SEGMENTS)
 def test_agrees_with_float64(lengths, dtype, n_cols, device) -> None:
@@ -36,7 +36,7 @@ def test_agrees_with_float64(lengths, dtype, n_cols, device) -> None:
     assert torch.equal(embedding(indices, weight), weight[indices])
 
     def plain(w: torch.Tensor) -> torch.Tensor:
-        """Rounds its gradient once, as the kernels do; torch rounds each of its sums on some devices."""
+        """Round the gradient once, as the kernels do; torch rounds each partial sum on some devices."""
         if runs_triton(weight) and w.dtype != torch.float64:
             return embedding_reference(indices, w.float()).to(w.dtype)
         return embedding_reference(indices, w)
@@ -64,7 +64,7 @@ def test_takes_indices_of_any_shape_and_a_table_of_any_stride(dtype, device) -> 
         torch.testing.assert_close(torch.autograd.grad(y, leaf, up), torch.autograd.grad(expected, leaf, up))
 
 
-def test_an_index_outside_the_table_is_nan_and_reads_nothing(device) -> None:
+def test_an_index_outside_the_table_gives_nan(device) -> None:
     weight = torch.randn(V, 8, device=device, requires_grad=True)
     if not runs_triton(weight):
         pytest.skip("torch's own embedding stops at such an index")
@@ -78,14 +78,14 @@ def test_an_index_outside_the_table_is_nan_and_reads_nothing(device) -> None:
 
 
 @pytest.mark.parametrize("shape", [(0,), (2, 0)])
-def test_takes_no_indices(shape, device) -> None:
+def test_takes_empty_tensors(shape, device) -> None:
     weight = torch.randn(V, 8, device=device, requires_grad=True)
     y = embedding(torch.zeros(shape, device=device, dtype=torch.int64), weight)
     y.sum().backward()
     assert y.shape == (*shape, 8) and not weight.grad.any()
 
 
-def test_module_takes_the_place_of_torchs(device) -> None:
+def test_module_agrees_with_torchs(device) -> None:
     indices = shuffled([3, 2], device)
     ours, torchs = Embedding(V, 8, padding_idx=2).to(device), torch.nn.Embedding(V, 8, padding_idx=2).to(device)
     assert not ours.weight[2].any() and ours.weight[3].all()
@@ -93,7 +93,7 @@ def test_module_takes_the_place_of_torchs(device) -> None:
     assert torch.equal(ours(indices), torchs(indices))
 
 
-def test_names_what_does_not_fit() -> None:
+def test_mismatched_arguments_raise_an_error_that_names_them() -> None:
     with pytest.raises(ValueError, match="expected \\(V, E\\), and int32 or int64"):
         embedding(torch.zeros(2), torch.zeros(3, 4))
     with pytest.raises(ValueError, match="padding_idx is 3, but weight has 3 rows"):

@@ -1,4 +1,4 @@
-"""int2_int8_matmul against integer arithmetic, bit for bit; packing there and back."""
+"""int2_int8_matmul against integer arithmetic, bit for bit; packing and unpacking."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ SIZES = (
     pytest.param((1,), 1, 4, id="one row, one column, one byte"),
     pytest.param((3, 7), 67, 260, id="rows in two dimensions, nothing a multiple of a tile"),
     pytest.param((600,), 20, 64, id="more row tiles than a group, the last one short"),
-    pytest.param((70,), 130, 1024, id="several tiles each way, whole 16 bytes"),
-    pytest.param((13, 5), 72, 320, id="unpacked as a whole, from the first number of rows on"),
+    pytest.param((70,), 130, 1024, id="several tiles each way, aligned"),
+    pytest.param((13, 5), 72, 320, id="first number of rows with an unpacked weight"),
 )
 H100 = Chip("nvidia", "sm90", 32, 132, 50 << 20)
 MI300X = Chip("amd", "gfx942", 64, 304, 4 << 20)
 
 
 def example(leading: tuple[int, ...], n_cols: int, n_inner: int, device: torch.device):
-    """x that holds -128 and 127, and w of -2 to 1 before packing."""
+    """Return x with -128 and 127, and w of -2 to 1 before packing."""
     x = torch.randint(-128, 128, (*leading, n_inner), device=device, dtype=torch.int8)
     x.view(-1)[:2] = torch.tensor([-128, 127])
     return x, torch.randint(-2, 2, (n_cols, n_inner), device=device)
@@ -36,7 +36,7 @@ def test_is_the_integer_product(leading, n_cols, n_inner, device) -> None:
 
 
 def test_the_largest_sums_are_exact(device) -> None:
-    """-128 · -2 · 70,000 is 1.8e7: past the 2²⁴ up to which float32 counts."""
+    """-128 · -2 · 70,000 is 1.8e7: more than 2²⁴, where float32 is no longer exact."""
     x = torch.full((1, 70_000), -128, device=device, dtype=torch.int8)
     x[0, 0] = -127
     w = pack_int2(torch.full((1, 70_000), -2, device=device))
@@ -61,7 +61,7 @@ def test_scales_multiply_the_product(n_rows, n_cols, by_column, by_row, dtype, d
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int64])
 @pytest.mark.parametrize("shape", [(4,), (3, 8), (2, 3, 12), (0, 4)])
-def test_packing_there_and_back(shape, dtype, device) -> None:
+def test_unpacking_inverts_packing(shape, dtype, device) -> None:
     w = torch.randint(-2, 2, shape, device=device).to(dtype)
     packed = pack_int2(w)
     assert packed.dtype == torch.uint8 and packed.shape == (*shape[:-1], shape[-1] // 4)
@@ -74,8 +74,8 @@ def test_a_byte_holds_one_column_of_each_quarter(device) -> None:
 
 
 @pytest.mark.parametrize("n_rows, n_bytes", [(1, 1), (7, 65), (3, 2049), (5, 4096)], ids=str)
-def test_the_kernel_unpacks_what_torch_does(n_rows, n_bytes, device) -> None:
-    """One byte; odd; one byte past a block; whole blocks: of every byte there is, and of every second row."""
+def test_the_unpack_kernel_agrees_with_torch(n_rows, n_bytes, device) -> None:
+    """One byte, an odd number, one byte past a block, whole blocks; every value of a byte; every second row."""
     wide = torch.randint(256, (2 * n_rows, n_bytes + 3), device=device, dtype=torch.uint8)
     if not runs_triton(wide):
         pytest.skip("the kernel needs a GPU or Triton's interpreter")
@@ -87,9 +87,9 @@ def test_the_kernel_unpacks_what_torch_does(n_rows, n_bytes, device) -> None:
 def test_many_rows_on_nvidia_unpack_the_weight_first(chip) -> None:
     assert unpacks_int2_weight(65, 4096, 1024, chip)
     assert unpacks_int2_weight(4096, 8, 16, chip)
-    assert not unpacks_int2_weight(64, 4096, 1024, chip)  # the weight's bytes are the time
-    assert not unpacks_int2_weight(65, 4097, 1024, chip)  # cuBLAS wants N in eights
-    assert not unpacks_int2_weight(65, 4096, 1026, chip)  # quarters of no 16 bytes
+    assert not unpacks_int2_weight(64, 4096, 1024, chip)  # reading the weight takes the time
+    assert not unpacks_int2_weight(65, 4097, 1024, chip)  # cuBLAS needs N in eights
+    assert not unpacks_int2_weight(65, 4096, 1026, chip)  # quarters are unaligned
     assert not unpacks_int2_weight(4096, 4096, 1024, MI300X)
 
 
@@ -99,20 +99,20 @@ def test_takes_rows_of_any_stride(leading, n_cols, device) -> None:
     packed = pack_int2(w)
     for view in (x[::2], x.transpose(0, 1), x[:, :, ::2].contiguous().repeat_interleave(2, dim=-1)[..., :128]):
         assert torch.equal(int2_int8_matmul(view, packed), int2_int8_matmul(view.contiguous(), packed))
-    late = torch.cat([x.view(-1)[:3], x.view(-1)])[3:].view(x.shape)  # starts at no multiple of 16 bytes
+    late = torch.cat([x.view(-1)[:3], x.view(-1)])[3:].view(x.shape)  # starts unaligned
     assert torch.equal(int2_int8_matmul(late, packed), int2_int8_matmul(x, packed))
     wide = pack_int2(torch.cat([w, w], dim=1))
     assert torch.equal(int2_int8_matmul(x, wide[:, ::2]), int2_int8_matmul(x, wide[:, ::2].contiguous()))
 
 
 @pytest.mark.parametrize("leading, n_cols", [((0,), 5), ((2, 0), 5), ((3,), 0)])
-def test_nothing_in_gives_nothing_out(leading, n_cols, device) -> None:
+def test_takes_empty_tensors(leading, n_cols, device) -> None:
     x = torch.zeros(*leading, 8, device=device, dtype=torch.int8)
     y = int2_int8_matmul(x, torch.zeros(n_cols, 2, device=device, dtype=torch.uint8))
     assert y.shape == (*leading, n_cols) and y.dtype == torch.int32
 
 
-def test_names_what_does_not_fit() -> None:
+def test_mismatched_arguments_raise_an_error_that_names_them() -> None:
     x, w = torch.zeros(2, 8, dtype=torch.int8), torch.zeros(3, 2, dtype=torch.uint8)
     with pytest.raises(ValueError, match=r"x is torch\.float32"):
         int2_int8_matmul(x.float(), w)

@@ -14,13 +14,11 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 OPS = (
     pytest.param(swiglu, swiglu_reference, id="swiglu"),
     pytest.param(geglu, geglu_reference, id="geglu"),
-    pytest.param(
-        partial(geglu, approximate="none"), partial(geglu_reference, approximate="none"), id="geglu without tanh"
-    ),
+    pytest.param(partial(geglu, approximate="none"), partial(geglu_reference, approximate="none"), id="geglu with erf"),
 )
 SHAPES = (
     pytest.param((1, 1), id="one number"),
-    pytest.param((3, 5, 50), id="a block of no power of two, leading dimensions"),
+    pytest.param((3, 5, 50), id="block size not a power of two, leading dimensions"),
     pytest.param((2, 2049), id="one column more than a block"),
 )
 
@@ -42,11 +40,11 @@ def test_stays_finite_where_the_activation_saturates(op, reference, device) -> N
 
 @pytest.mark.parametrize("grads", [(True, False), (False, True)])
 @pytest.mark.parametrize("op, reference", OPS)
-def test_computes_only_the_gradient_that_is_needed(op, reference, grads, device) -> None:
+def test_computes_only_the_needed_gradient(op, reference, grads, device) -> None:
     judge(op, reference, [torch.randn(3, 20, device=device) for _ in range(2)], grads=grads)
 
 
-def test_takes_rows_of_any_stride_and_upstream_of_any_stride(device) -> None:
+def test_takes_inputs_and_gradients_of_any_stride(device) -> None:
     wide = torch.randn(4, 6, 80, device=device)
     for gate, up in ((wide[..., :40], wide[..., 40:]), (wide[:, ::2, ::2], wide[:, 1::2, 1::2]), (wide.mT, wide.mT)):
         gate, up = gate.detach().requires_grad_(), up.detach().requires_grad_()
@@ -64,13 +62,13 @@ def test_takes_empty_tensors(op, reference, device) -> None:
     assert gate.grad.shape == gate.shape
 
 
-def test_modules_are_the_functions(device) -> None:
+def test_modules_call_the_functions(device) -> None:
     gate, up = torch.randn(2, 8, device=device), torch.randn(2, 8, device=device)
     torch.testing.assert_close(SwiGLU()(gate, up), swiglu(gate, up))
     torch.testing.assert_close(GeGLU("none")(gate, up), geglu(gate, up, approximate="none"))
 
 
-def test_names_what_does_not_fit() -> None:
+def test_mismatched_arguments_raise_an_error_that_names_them() -> None:
     with pytest.raises(ValueError, match="even last size"):
         swiglu(torch.zeros(2, 7))
     with pytest.raises(ValueError, match=r"geglu: gate is \(2, 8\)"):
@@ -90,7 +88,7 @@ def test_in_place_agrees_with_float64(op, reference, shape, dtype, device) -> No
 
 @pytest.mark.parametrize("grads", [(True, False), (False, True)])
 @pytest.mark.parametrize("op, reference", OPS)
-def test_in_place_computes_only_the_gradient_that_is_needed(op, reference, grads, device) -> None:
+def test_in_place_computes_only_the_needed_gradient(op, reference, grads, device) -> None:
     judge(
         lambda gate, up: op(gate.clone(), up.clone(), inplace=True),
         reference,
@@ -105,17 +103,17 @@ def in_place_or_skip(device) -> None:
 
 
 def made(device, n: int = 2, shape: tuple[int, ...] = (3, 20)) -> list[torch.Tensor]:
-    """What an op before made, as a projection does: no leaves."""
+    """Return non-leaf tensors, as a projection makes them."""
     return [torch.randn(shape, device=device, requires_grad=True) * 1.0 for _ in range(n)]
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_in_place_gradients_lie_over_the_inputs(packed, device) -> None:
+def test_in_place_gradients_use_the_memory_of_the_inputs(packed, device) -> None:
     in_place_or_skip(device)
     inputs = made(device, 1 if packed else 2)
     gradients = torch.autograd.grad(swiglu(*inputs, inplace=True).sum(), inputs)
     assert [g.data_ptr() for g in gradients] == [t.data_ptr() for t in inputs]
-    halves = made(device, 1, (3, 40))[0].chunk(2, dim=-1)  # of a packed projection, handed over as two
+    halves = made(device, 1, (3, 40))[0].chunk(2, dim=-1)  # halves of a packed projection, passed as two tensors
     gradients = torch.autograd.grad(swiglu(*halves, inplace=True).sum(), halves)
     assert [g.data_ptr() for g in gradients] == [t.data_ptr() for t in halves]
 
@@ -132,8 +130,8 @@ def test_in_place_refuses_a_second_backward(op, name, packed, device) -> None:
 
 
 @pytest.mark.parametrize("reader", ["before", "after"])
-def test_in_place_is_right_or_refused_beside_another_reader(reader, device) -> None:
-    """What ran last in the forward is differentiated first: it still finds gate, or autograd says that it is gone."""
+def test_in_place_is_right_or_raises_with_another_reader_of_gate(reader, device) -> None:
+    """The op that ran last is differentiated first: it still finds gate, or autograd raises an error."""
     in_place_or_skip(device)
     leaf = torch.randn(3, 20, device=device, requires_grad=True)
     gate, up = leaf * 1.0, torch.randn(3, 20, device=device)
@@ -150,8 +148,8 @@ def test_in_place_is_right_or_refused_beside_another_reader(reader, device) -> N
     torch.testing.assert_close(leaf.grad, wanted.grad)
 
 
-def test_in_place_leaves_alone_what_must_stay(device) -> None:
-    """Leaves, whose .grad would be their own memory, and tensors that overlap."""
+def test_in_place_does_not_overwrite_leaves_or_overlapping_tensors(device) -> None:
+    """A leaf's .grad would share its memory."""
     gate, up = (torch.randn(3, 20, device=device, requires_grad=True) for _ in range(2))
     whole = torch.randn(3, 30, device=device, requires_grad=True) * 1.0
     one, row = made(device, 1)[0], made(device, 1, (1, 20))[0].expand(3, 20)
@@ -192,7 +190,7 @@ def test_in_place_under_checkpointing(op, reference, how, device) -> None:
     torch.testing.assert_close((x.grad, weight.grad), expected)
 
 
-def test_in_place_compiles_whole(device) -> None:
+def test_in_place_compiles_without_a_graph_break(device) -> None:
     if runs_triton(torch.empty(0, device=device)) and device.type == "cpu":
         pytest.skip("torch.compile has no use for interpreted kernels")
     gate, up = (torch.randn(3, 20, device=device, requires_grad=True) for _ in range(2))

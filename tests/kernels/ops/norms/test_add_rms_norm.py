@@ -1,4 +1,4 @@
-"""add_rms_norm against float64, and against the addition and the norm it stands for."""
+"""add_rms_norm against float64, and against a separate addition and norm."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from ligertune_kernels import AddRMSNorm, RMSNorm, add_rms_norm, add_rms_norm_re
 
 SIZES = (
     pytest.param((1, 7), id="one short row"),
-    pytest.param((43, 3, 96), id="a ragged last tile, leading dimensions"),
-    pytest.param((19, 1025), id="two rows a tile"),
+    pytest.param((43, 3, 96), id="ragged last tile, leading dimensions"),
+    pytest.param((19, 1025), id="two rows per tile"),
     pytest.param((3, 8193), id="first size whose backward takes two parts"),
     pytest.param((2, 16385), id="first size whose forward is swept"),
 )
@@ -27,7 +27,7 @@ def test_agrees_with_float64(shape, cast, offset, dtype, device) -> None:
     )
 
 
-def test_the_norm_reads_the_rounded_sum(device) -> None:
+def test_the_norm_uses_the_rounded_sum(device) -> None:
     """In bf16 1 + 2⁻⁹ is 1, rounded or truncated: the sum is exact, so the norm is that of ones."""
     x = torch.ones(64, 64, device=device, dtype=torch.bfloat16)
     y, new_residual = add_rms_norm(x, torch.full_like(x, 2.0**-9), x[0], 0.0, cast="none")
@@ -35,7 +35,7 @@ def test_the_norm_reads_the_rounded_sum(device) -> None:
 
 
 @pytest.mark.parametrize("used", [0, 1], ids=["only the norm is used", "only the sum is used"])
-def test_an_unused_output_costs_nothing_and_changes_nothing(used, device) -> None:
+def test_an_unused_output_changes_no_gradient(used, device) -> None:
     leaves = [torch.randn(s, device=device, requires_grad=True) for s in ((4, 33), (4, 33), (33,))]
     expected = torch.autograd.grad(add_rms_norm_reference(*leaves)[used].square().sum(), leaves, allow_unused=True)
     ours = torch.autograd.grad(add_rms_norm(*leaves)[used].square().sum(), leaves, allow_unused=True)
@@ -43,13 +43,13 @@ def test_an_unused_output_costs_nothing_and_changes_nothing(used, device) -> Non
 
 
 @pytest.mark.parametrize("grads", [(True, False, False), (False, True, True), (False, False, True)])
-def test_computes_only_the_gradients_that_are_needed(grads, device) -> None:
+def test_computes_only_the_needed_gradients(grads, device) -> None:
     inputs = [torch.randn(s, device=device) for s in ((6, 40), (6, 40), (40,))]
     judge(lambda *a: add_rms_norm(*a)[0], lambda *a: add_rms_norm_reference(*a)[0], inputs, grads=grads)
 
 
 def test_gradients_of_both_uses_of_the_sum_add_up(device) -> None:
-    """x and residual receive one gradient in one tensor; what follows must not add into it twice."""
+    """x and residual receive the same gradient tensor, which later ops must not accumulate into twice."""
     x, w = torch.randn(4, 24, device=device, requires_grad=True), torch.ones(24, device=device)
     found = []
     for op in (add_rms_norm, add_rms_norm_reference):
@@ -71,7 +71,7 @@ def test_takes_tensors_of_any_stride_and_of_two_dtypes(device) -> None:
     assert x.grad.dtype == torch.float32 and residual.grad.dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("n_cols", [64, 8208])  # rows in a tile and a long one
+@pytest.mark.parametrize("n_cols", [64, 8208])  # several rows per tile, and one long row
 def test_inplace_changes_no_gradient(n_cols, device) -> None:
     inputs = [torch.randn(s, device=device, requires_grad=True) for s in ((5, n_cols), (5, n_cols), (n_cols,))]
     upstream = torch.randn(2, 5, n_cols, device=device)
@@ -80,8 +80,8 @@ def test_inplace_changes_no_gradient(n_cols, device) -> None:
     assert all(torch.equal(a, b) for a, b in zip(plain, reused, strict=True))
 
 
-def test_inplace_leaves_a_gradient_that_both_results_share(device) -> None:
-    """y + s hands one tensor to both: it is read as the sum's while the norm's is at work."""
+def test_inplace_does_not_overwrite_a_gradient_that_both_results_share(device) -> None:
+    """y + s passes one gradient tensor to both results: the norm must not overwrite it before the sum reads it."""
     inputs = [torch.randn(s, device=device, requires_grad=True) for s in ((5, 64), (5, 64), (64,))]
     plain, reused = (
         torch.autograd.grad(sum(add_rms_norm(*inputs, inplace=inplace)).square().sum(), inputs)
@@ -105,7 +105,7 @@ def test_module_is_the_norm_of_the_sum(device) -> None:
     torch.testing.assert_close(fused(x, residual)[0], rms_norm_reference(x + residual, norm.weight, 1e-5))
 
 
-def test_names_what_does_not_fit() -> None:
+def test_mismatched_arguments_raise_an_error_that_names_them() -> None:
     with pytest.raises(ValueError, match=r"add_rms_norm: x is \(2, 8\), but residual is \(1, 8\)"):
         add_rms_norm(torch.zeros(2, 8), torch.zeros(1, 8), torch.zeros(8))
     with pytest.raises(ValueError, match=r"add_rms_norm: weight is \(7,\), but x is \(2, 8\)"):

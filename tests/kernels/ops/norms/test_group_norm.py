@@ -9,8 +9,8 @@ from ligertune_kernels import GroupNorm, group_norm, group_norm_reference
 from torch.nn import functional as F
 
 SIZES = (
-    pytest.param((3, 12), 3, id="no positions: a norm of four channels"),
-    pytest.param((2, 4, 1), 4, id="a channel a group, of one element: its variance is zero"),
+    pytest.param((3, 12), 3, id="no positions: norm of four channels"),
+    pytest.param((2, 4, 1), 4, id="one element per group: variance zero"),
     pytest.param((2, 6, 7, 5), 2, id="ragged channels and positions in one tile"),
     pytest.param((1, 5, 17, 19), 1, id="channels in several tiles, the last ragged"),
     pytest.param((2, 2, 70, 71), 1, id="positions of a channel in two tiles"),
@@ -39,15 +39,15 @@ def test_weight_and_bias_may_be_missing(device) -> None:
 
 
 @pytest.mark.parametrize("grads", [(True, False, False), (False, True, False), (True, False, True)])
-def test_computes_only_the_gradients_that_are_needed(grads, device) -> None:
+def test_computes_only_the_needed_gradients(grads, device) -> None:
     inputs = [torch.randn(s, device=device) for s in ((2, 6, 5), 6, 6)]
     judge(lambda *a: group_norm(a[0], 3, *a[1:]), lambda *a: group_norm_reference(a[0], 3, *a[1:]), inputs, grads=grads)
 
 
-def test_keeps_the_variance_beside_a_large_mean(device) -> None:
-    x = 1e4 + torch.randn(2, 4, 50, device=device)  # ragged, so that the padding would show in the variance
+def test_variance_is_accurate_with_a_large_mean(device) -> None:
+    x = 1e4 + torch.randn(2, 4, 50, device=device)  # ragged: unmasked padding would change the variance
     truth = group_norm_reference(x.double(), 2).float()
-    torch.testing.assert_close(group_norm(x, 2), truth, rtol=0.0, atol=2e-3)  # x itself has a unit of 1e-3
+    torch.testing.assert_close(group_norm(x, 2), truth, rtol=0.0, atol=2e-3)  # x itself is rounded to 1e-3
 
 
 def test_takes_channels_last_and_upstream_of_any_stride(device) -> None:
@@ -58,7 +58,7 @@ def test_takes_channels_last_and_upstream_of_any_stride(device) -> None:
     torch.testing.assert_close(torch.autograd.grad(y, x, up), torch.autograd.grad(expected, x, up))
 
 
-def test_gradients_keep_their_parameters_dtypes(device) -> None:
+def test_gradients_have_the_dtypes_of_their_parameters(device) -> None:
     x = torch.randn(2, 8, 3, device=device, dtype=torch.bfloat16, requires_grad=True)
     w = torch.randn(8, device=device, requires_grad=True)
     b = torch.randn(8, device=device, dtype=torch.bfloat16, requires_grad=True)
@@ -74,7 +74,7 @@ def test_takes_empty_tensors(shape, device) -> None:
     assert x.grad.shape == x.shape
 
 
-def test_module_takes_the_place_of_torchs(device) -> None:
+def test_module_agrees_with_torchs(device) -> None:
     x = torch.randn(3, 8, 6, device=device)
     ours, torchs = GroupNorm(4, 8).to(device), torch.nn.GroupNorm(4, 8).to(device)
     with torch.no_grad():
@@ -84,7 +84,7 @@ def test_module_takes_the_place_of_torchs(device) -> None:
     torch.testing.assert_close(ours(x), torchs(x))
 
 
-def test_names_what_does_not_fit() -> None:
+def test_mismatched_arguments_raise_an_error_that_names_them() -> None:
     with pytest.raises(ValueError, match=r"x is \(2, 6, 5\): expected \(N, C, \*\) with C a multiple of 4"):
         group_norm(torch.zeros(2, 6, 5), 4)
     with pytest.raises(ValueError, match=r"weight is \(5,\), but x is \(2, 6, 5\)"):

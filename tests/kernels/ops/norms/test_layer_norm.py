@@ -1,4 +1,4 @@
-"""layer_norm against float64 and torch's own: both sides of every launch rule, missing weights, large means."""
+"""layer_norm against float64 and torch's own: both sides of every launch threshold, missing weights, large means."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch.nn import functional as F
 SIZES = (
     pytest.param((1, 7), id="one short row"),
     pytest.param((3, 1), id="one column, whose variance is zero"),
-    pytest.param((43, 3, 96), id="a ragged last tile, leading dimensions"),
-    pytest.param((19, 1025), id="two rows a tile"),
+    pytest.param((43, 3, 96), id="ragged last tile, leading dimensions"),
+    pytest.param((19, 1025), id="two rows per tile"),
     pytest.param((3, 8193), id="first size whose backward takes two parts"),
-    pytest.param((5, 16384), id="the size of which a packed row is held whole, by halves"),
+    pytest.param((5, 16384), id="long row that the backward holds whole in halves"),
     pytest.param((2, 16385), id="first size whose forward is swept"),
 )
 
@@ -37,13 +37,13 @@ def test_weight_and_bias_may_be_missing(shape, device) -> None:
 @pytest.mark.parametrize(
     "grads", [(True, False, False), (False, True, False), (False, False, True), (True, False, True)]
 )
-@pytest.mark.parametrize("n_cols", [64, 8200])  # in one part and in two
-def test_computes_only_the_gradients_that_are_needed(grads, n_cols, device) -> None:
+@pytest.mark.parametrize("n_cols", [64, 8200])  # one part, two parts
+def test_computes_only_the_needed_gradients(grads, n_cols, device) -> None:
     inputs = [torch.randn(s, device=device) for s in ((6, n_cols), (n_cols,), (n_cols,))]
     judge(layer_norm, layer_norm_reference, inputs, grads=grads)
 
 
-# whole rows, in parts, which read each other's, and by halves
+# whole rows; parts, which read each other's columns; halves
 @pytest.mark.parametrize("shape, dtype", [((5, 64), torch.float32), ((5, 8208), torch.float32),
                                           ((1, 16384), torch.bfloat16)])  # fmt: skip
 def test_inplace_changes_no_gradient(shape, dtype, device) -> None:
@@ -55,14 +55,14 @@ def test_inplace_changes_no_gradient(shape, dtype, device) -> None:
     assert all(torch.equal(a, b) for a, b in zip(plain, reused, strict=True))
 
 
-@pytest.mark.parametrize("n_cols", [100, 16400])  # ragged, so that the padding would show in the variance; and swept
-def test_keeps_the_variance_beside_a_large_mean(n_cols, device) -> None:
+@pytest.mark.parametrize("n_cols", [100, 16400])  # ragged: unmasked padding would change the variance; and swept
+def test_variance_is_accurate_with_a_large_mean(n_cols, device) -> None:
     x = 1e4 + torch.randn(3, n_cols, device=device)
     truth = layer_norm_reference(x.double()).float()
-    torch.testing.assert_close(layer_norm(x), truth, rtol=0.0, atol=2e-3)  # x itself has a unit of 1e-3
+    torch.testing.assert_close(layer_norm(x), truth, rtol=0.0, atol=2e-3)  # x itself is rounded to 1e-3
 
 
-def test_gradients_keep_their_parameters_dtypes(device) -> None:
+def test_gradients_have_the_dtypes_of_their_parameters(device) -> None:
     x = torch.randn(4, 32, device=device, dtype=torch.bfloat16, requires_grad=True)
     w = torch.randn(32, device=device, requires_grad=True)
     b = torch.randn(32, device=device, dtype=torch.bfloat16, requires_grad=True)
@@ -71,7 +71,7 @@ def test_gradients_keep_their_parameters_dtypes(device) -> None:
     assert (y.dtype, x.grad.dtype, w.grad.dtype, b.grad.dtype) == (x.dtype, x.dtype, w.dtype, b.dtype)
 
 
-def test_takes_rows_of_any_stride_and_upstream_of_any_stride(device) -> None:
+def test_takes_inputs_and_gradients_of_any_stride(device) -> None:
     wide, w, b = (torch.randn(s, device=device) for s in ((4, 6, 80), (40,), (40,)))
     for x in (wide[..., :40], wide[:, ::2, 1:41], wide[:, 0, ::2], wide.transpose(0, 2)[:, :, 0].T[:, :40]):
         x = x.detach().requires_grad_()
@@ -89,7 +89,7 @@ def test_takes_empty_tensors(shape, device) -> None:
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_module_takes_the_place_of_torchs(bias, device) -> None:
+def test_module_agrees_with_torchs(bias, device) -> None:
     x = torch.randn(3, 24, device=device)
     ours, torchs = LayerNorm(24, bias=bias).to(device), torch.nn.LayerNorm(24, bias=bias).to(device)
     with torch.no_grad():
@@ -99,6 +99,6 @@ def test_module_takes_the_place_of_torchs(bias, device) -> None:
     torch.testing.assert_close(ours(x), torchs(x))
 
 
-def test_names_what_does_not_fit() -> None:
+def test_mismatched_arguments_raise_an_error_that_names_them() -> None:
     with pytest.raises(ValueError, match=r"bias is \(7,\), but x is \(2, 8\)"):
         layer_norm(torch.zeros(2, 8), torch.zeros(8), torch.zeros(7))

@@ -1,4 +1,4 @@
-"""rms_norm against float64: casting orders, sizes on both sides of every launch rule, strides."""
+"""rms_norm against float64: casting orders, sizes on both sides of every launch threshold, strides."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ CASTS = (("llama", 0.0), ("gemma", 1.0), ("gemma", 0.0), ("none", 0.0))
 
 SIZES = (
     pytest.param((1, 7), id="one short row"),
-    pytest.param((301, 96), id="sizes that fill no tile, two tiles a program"),
-    pytest.param((3, 5, 128), id="a head's norm, leading dimensions"),
-    pytest.param((41, 1025), id="two rows a tile, three tiles a program"),
-    pytest.param((5, 5000), id="one row a tile"),
+    pytest.param((301, 96), id="no size fills a tile, two tiles per program"),
+    pytest.param((3, 5, 128), id="norm of heads, leading dimensions"),
+    pytest.param((41, 1025), id="two rows per tile, three tiles per program"),
+    pytest.param((5, 5000), id="one row per tile"),
     pytest.param((5, 8193), id="first size whose backward takes two parts"),
-    pytest.param((5, 8208), id="a long row whose backward holds it whole if it is packed"),
-    pytest.param((2, 16385), id="first size whose backward takes several parts, and whose forward is swept"),
+    pytest.param((5, 8208), id="long row that the backward holds whole if packed"),
+    pytest.param((2, 16385), id="first size with several backward parts and a swept forward"),
 )
 
 
@@ -45,13 +45,13 @@ def test_a_wider_weight_widens_the_result_only_under_llama(cast, dtype, device) 
 
 
 @pytest.mark.parametrize("grads", [(True, False), (False, True)])
-@pytest.mark.parametrize("n_cols", [64, 8200])  # in one part and in two
-def test_computes_only_the_gradient_that_is_needed(grads, n_cols, device) -> None:
+@pytest.mark.parametrize("n_cols", [64, 8200])  # one part, two parts
+def test_computes_only_the_needed_gradient(grads, n_cols, device) -> None:
     inputs = [torch.randn(6, n_cols, device=device), torch.randn(n_cols, device=device)]
     judge(rms_norm, rms_norm_reference, inputs, grads=grads)
 
 
-def test_takes_rows_of_any_stride_and_upstream_of_any_stride(device) -> None:
+def test_takes_inputs_and_gradients_of_any_stride(device) -> None:
     wide = torch.randn(4, 6, 80, device=device)
     w = torch.rand(40, device=device)
     for x in (wide[..., :40], wide[:, ::2, 1:41], wide[:, 0, ::2], wide.transpose(0, 2)[:, :, 0].T[:, :40]):
@@ -59,7 +59,7 @@ def test_takes_rows_of_any_stride_and_upstream_of_any_stride(device) -> None:
         y = rms_norm(x, w)
         torch.testing.assert_close(y, rms_norm_reference(x, w))
         expected = torch.autograd.grad(rms_norm_reference(x, w).sum(), x)
-        torch.testing.assert_close(torch.autograd.grad(y.sum(), x), expected)  # sum's upstream has strides of zero
+        torch.testing.assert_close(torch.autograd.grad(y.sum(), x), expected)  # strides of zero
 
 
 @pytest.mark.parametrize("shape", [(0, 8), (2, 0, 8), (2, 0)])
@@ -70,8 +70,8 @@ def test_takes_empty_tensors(shape, device) -> None:
     assert x.grad.shape == x.shape and not w.grad.any()
 
 
-def test_calls_that_differ_in_one_thing_are_kept_apart(device) -> None:
-    """What a call launches is prepared once; here is all that it may not be reused for."""
+def test_each_setting_gets_its_own_launch_plan(device) -> None:
+    """Launch plans are cached; every setting that a plan depends on must be part of the key."""
     w = torch.rand(64, device=device)
     x = torch.randn(300, 64, device=device)
     usual = {"n_rows": 3, "eps": 1e-6, "offset": 0.0, "cast": "llama", "grads": (True, True)}
@@ -82,7 +82,7 @@ def test_calls_that_differ_in_one_thing_are_kept_apart(device) -> None:
         judge(*norms, [x[:n_rows].bfloat16(), w], grads=grads)
 
 
-def test_takes_what_a_transform_that_is_over_has_left(device) -> None:
+def test_takes_tensors_left_over_from_an_ended_transform(device) -> None:
     left: list[torch.Tensor] = []
 
     def keeps(x: torch.Tensor) -> torch.Tensor:
@@ -94,7 +94,7 @@ def test_takes_what_a_transform_that_is_over_has_left(device) -> None:
     assert torch.autograd.grad(rms_norm(left[0], w).sum(), w)[0].shape == (8,)
 
 
-def test_a_transform_at_work_is_refused_where_kernels_run(device) -> None:
+def test_kernels_refuse_tensors_of_an_active_transform(device) -> None:
     x, w = torch.randn(4, 8, device=device), torch.ones(8, device=device)
     refused = pytest.raises(RuntimeError, match="functorch transforms")
     with refused if runs_triton(x) else contextlib.nullcontext():
@@ -108,7 +108,7 @@ def test_saves_nothing_without_grad(device) -> None:
     assert not rms_norm(x, w.detach()).requires_grad
 
 
-@pytest.mark.parametrize("n_cols", [64, 8208, 16400])  # whole rows, long ones, and in parts, which read each other's
+@pytest.mark.parametrize("n_cols", [64, 8208, 16400])  # whole rows, long rows, and parts
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float16))
 def test_inplace_changes_no_gradient(n_cols, dtype, device) -> None:
     inputs = [torch.randn(s, device=device, dtype=dtype, requires_grad=True) for s in ((5, n_cols), (n_cols,))]
@@ -118,7 +118,7 @@ def test_inplace_changes_no_gradient(n_cols, dtype, device) -> None:
     assert all(torch.equal(a, b) for a, b in zip(plain, reused, strict=True))
 
 
-def test_the_gradient_that_comes_in_stays_unless_inplace(device) -> None:
+def test_the_incoming_gradient_is_overwritten_only_with_inplace(device) -> None:
     x, w = torch.randn(5, 64, device=device, requires_grad=True), torch.ones(64, device=device)
     dy = torch.randn(5, 64, device=device)
     before = dy.clone()
@@ -127,24 +127,24 @@ def test_the_gradient_that_comes_in_stays_unless_inplace(device) -> None:
     (dx,) = torch.autograd.grad(rms_norm(x, w, inplace=True), x, dy)
     assert (dx.data_ptr() == dy.data_ptr()) == runs_triton(x)
     if runs_triton(x):
-        assert dy._version > before._version  # autograd would refuse whoever had saved it
-    spread = torch.randn((), device=device).expand(5, 64)  # its rows lie on each other: never written over
+        assert dy._version > before._version  # an op that saved it would raise in its backward
+    spread = torch.randn((), device=device).expand(5, 64)  # its rows share memory: never overwritten
     torch.autograd.grad(rms_norm(x, w, inplace=True), x, spread)
     assert torch.equal(spread, spread[:1, :1].expand(5, 64))
 
 
-def test_a_residual_beside_the_norm_has_its_own_gradient(device) -> None:
-    """norm(h) + h hands one tensor to both: the default leaves it as it is."""
+def test_a_residual_around_the_norm_gets_the_right_gradient(device) -> None:
+    """norm(h) + h passes one gradient tensor to both terms: by default the norm does not overwrite it."""
     h, w = torch.randn(5, 64, device=device), torch.randn(64, device=device)
     judge(lambda h, w: rms_norm(h, w) + h, lambda h, w: rms_norm_reference(h, w) + h, [h, w])
 
 
-def test_module_starts_as_the_identity_of_its_kind(device) -> None:
+def test_module_starts_with_a_scale_of_one(device) -> None:
     x = torch.randn(4, 32, device=device)
     torch.testing.assert_close(RMSNorm(32).to(device)(x), RMSNorm(32, offset=1.0, cast="gemma").to(device)(x))
 
 
-def test_names_what_does_not_fit() -> None:
+def test_mismatched_arguments_raise_an_error_that_names_them() -> None:
     with pytest.raises(ValueError, match=r"weight is \(7,\), but x is \(2, 8\)"):
         rms_norm(torch.zeros(2, 8), torch.zeros(7))
     with pytest.raises(ValueError, match="'olmo'"):
