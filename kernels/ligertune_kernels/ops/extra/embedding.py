@@ -200,7 +200,7 @@ def embedding(
     return _forward(indices, weight)
 
 
-class Embedding(nn.Module):
+class Embedding(nn.Embedding):
     """`embedding` as a module, initialised as torch.nn.Embedding: normal, with zeros at padding_idx."""
 
     def __init__(
@@ -212,15 +212,8 @@ class Embedding(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-        self.padding_idx = padding_idx
-        self.weight = nn.Parameter(torch.randn(num_embeddings, embedding_dim, device=device, dtype=dtype))
-        if padding_idx is not None:
-            with torch.no_grad():
-                self.weight[padding_idx].zero_()
+        # torch's other options (max_norm, sparse, ...) are not offered, because the kernels ignore them.
+        super().__init__(num_embeddings, embedding_dim, padding_idx, device=device, dtype=dtype)
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         return embedding(input_ids, self.weight, self.padding_idx)
-
-    def extra_repr(self) -> str:
-        return f"{self.weight.shape[0]}, {self.weight.shape[1]}, padding_idx={self.padding_idx}"

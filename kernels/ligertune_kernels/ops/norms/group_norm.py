@@ -272,25 +272,8 @@ def group_norm(
     return _forward(x, num_groups, weight, bias, eps)[0]
 
 
-class GroupNorm(nn.Module):
+class GroupNorm(nn.GroupNorm):
     """`group_norm` as a module, with the parameters of torch.nn.GroupNorm."""
-
-    def __init__(
-        self,
-        num_groups: int,
-        num_channels: int,
-        eps: float = 1e-5,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        self.num_groups, self.eps = num_groups, eps
-        self.weight = nn.Parameter(torch.ones(num_channels, device=device, dtype=dtype))
-        self.bias = nn.Parameter(torch.zeros(num_channels, device=device, dtype=dtype))
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return group_norm(hidden_states, self.num_groups, self.weight, self.bias, self.eps)
-
-    def extra_repr(self) -> str:
-        return f"{self.num_groups}, {self.weight.shape[0]}, eps={self.eps}"

@@ -68,7 +68,7 @@ def layer_norm(
     return norm_forward(x, None, weight, bias, eps, centred=True)[0]
 
 
-class LayerNorm(nn.Module):
+class LayerNorm(nn.LayerNorm):
     """`layer_norm` as a module, with the parameters of torch.nn.LayerNorm over one dimension."""
 
     def __init__(
@@ -80,13 +80,7 @@ class LayerNorm(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.ones(hidden_size, device=device, dtype=dtype))
-        self.bias = nn.Parameter(torch.zeros(hidden_size, device=device, dtype=dtype)) if bias else None
+        super().__init__(hidden_size, eps, bias=bias, device=device, dtype=dtype)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return layer_norm(hidden_states, self.weight, self.bias, self.eps)
-
-    def extra_repr(self) -> str:
-        return f"{self.weight.shape[0]}, eps={self.eps}, bias={self.bias is not None}"
