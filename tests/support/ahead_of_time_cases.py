@@ -1,4 +1,4 @@
-"""What is compiled ahead of time: every op, forward and backward, over dtypes and sizes, on meta tensors.
+"""Cases of the ahead-of-time test: every op, forward and backward, over dtypes and sizes, on meta tensors.
 
 A size stands for a way of launching: a whole row in registers, a row in sweeps, a ragged last block, more tiles than
 processors. Numbers of rows are not specialised, so one stands for all.
@@ -20,7 +20,7 @@ ROWS = 4096
 
 @dataclass(frozen=True)
 class Case:
-    """`call` on tensors of these shapes, all of which get a gradient, then on the constants."""
+    """A call on tensors of these shapes, which all get a gradient, and on constants."""
 
     op: str
     call: Callable[..., object]
@@ -28,13 +28,13 @@ class Case:
     dtype: torch.dtype = BF16
     constants: tuple[torch.Tensor, ...] = field(default=())
     backward: bool = True
-    early: tuple[str, ...] | None = None  # the chips for which it is compiled where minutes count; None is all
+    early: tuple[str, ...] | None = None  # chips of the fast part; None: all
 
     def is_early(self, arch: str) -> bool:
         return self.early is None or arch in self.early
 
     def run(self, *, inference: bool) -> None:
-        """Without a gradient, if that is asked for or is all there is; then forward and backward."""
+        """Run without a gradient, if asked to or if there is no backward; then forward and backward."""
         leaves = [meta(*shape, dtype=self.dtype) for shape in self.shapes]
         if inference or not self.backward:
             with torch.no_grad():
@@ -47,7 +47,7 @@ class Case:
         torch.autograd.backward(outputs, [torch.empty_like(y) for y in outputs])
 
 
-# One of each vendor. What only these, or none, compile where minutes count, the slow tests compile for all.
+# One chip of each vendor. The slow part compiles every case for all chips.
 FIRST = ("sm90", "gfx942")
 
 
@@ -56,7 +56,7 @@ def on_the_first(*cases: Case) -> list[Case]:
 
 
 def later(*cases: Case) -> list[Case]:
-    """More sizes of what another case launches in the same way."""
+    """Return cases of the slow part alone: more sizes that launch as another case does."""
     return [replace(case, early=()) for case in cases]
 
 
@@ -68,7 +68,7 @@ def labels(*shape: int) -> torch.Tensor:
     return meta(*shape, dtype=torch.int64)
 
 
-# Rows: the commonest, the widest whole row of a backward, those that are swept; then the commonest again; others.
+# Row widths: the most common, the longest row that a backward holds whole, a swept row; then others.
 WIDTHS = ((4096, FP16), (16384, BF16), (32768, FP32))
 MORE_WIDTHS = ((4096, BF16),)
 OTHER_WIDTHS = ((128, BF16), (8192, BF16))
@@ -77,7 +77,7 @@ EVERY_TERM = {"label_smoothing": 0.1, "softcap": 30.0, "z_loss": 1e-4}
 
 
 def _rows(op: str, n_rows: int, n_columns: int, more: tuple[tuple[int, torch.dtype], ...] = MORE_WIDTHS) -> list[Case]:
-    """An op on so many tensors (N, E), then so many (E,)."""
+    """Return cases of an op on n_rows tensors (N, E) and n_columns tensors (E,)."""
 
     def case(width: int, dtype: torch.dtype) -> Case:
         return Case(op, getattr(kernels, op), ((ROWS, width),) * n_rows + ((width,),) * n_columns, dtype)
@@ -88,7 +88,7 @@ def _rows(op: str, n_rows: int, n_columns: int, more: tuple[tuple[int, torch.dty
 
 def _rms_norm() -> list[Case]:
     gemma = partial(kernels.rms_norm, offset=1.0, cast="gemma")
-    # A long row that fills no block, and one whose backward cannot hold it packed in fp16 on NVIDIA.
+    # A long row that fills no block, and one that NVIDIA's backward cannot hold packed in fp16.
     more = (*MORE_WIDTHS, (16384, FP16), (4095, FP32))
     gemmas = [Case("rms_norm", gemma, ((ROWS, width), (width,))) for width in (3072, 12288)]
     return [*_rows("rms_norm", 1, 1, more), *on_the_first(gemmas[0]), *later(gemmas[1])]
@@ -105,7 +105,7 @@ def _group_norm() -> list[Case]:
 
 
 def _rope() -> list[Case]:
-    """32 heads over 8 of keys, as projections leave them."""
+    """32 query heads and 8 key heads, as projections make them."""
 
     def case(dtype: torch.dtype, head_dim: int, rotary_dim: int | None = None, interleaved: bool = False) -> Case:
         table = meta(1, 512, rotary_dim or head_dim, dtype=dtype)
@@ -121,7 +121,7 @@ def _rope() -> list[Case]:
 
 
 def _attention() -> list[Case]:
-    """8 heads over 2 of keys; a width of each table, one that fills none; a window and a cap."""
+    """8 query heads and 2 key heads; a head width of each tile table, a padded width; a window and a cap."""
     places = meta(1000, dtype=torch.int32), meta(1000, dtype=torch.int32)
 
     def case(head_dim: int, dtype: torch.dtype, **terms: object) -> Case:
@@ -140,7 +140,7 @@ def _attention() -> list[Case]:
 
 
 def _gated(op: str, call: Callable[..., object], *others: Callable[..., object]) -> list[Case]:
-    """The commonest form of an op in each dtype; others, whose kernels differ by a function, on the first."""
+    """The most common form of an op in each dtype; other activations on the first chips only."""
     sizes = ((14336, BF16), (1001, FP16), (11008, FP32))
 
     def case(form: Callable[..., object], width: int, dtype: torch.dtype) -> Case:
@@ -160,7 +160,7 @@ def _embedding() -> list[Case]:
 
 
 def _int2_int8() -> list[Case]:
-    """A way of launching each: one row, some, many, and many that do not start at multiples of 16 bytes."""
+    """One case per tile: one row, some, many, and many unaligned rows."""
 
     def case(n_rows: int, n_cols: int, n_inner: int, scaled: bool) -> Case:
         x, weight = meta(n_rows, n_inner, dtype=torch.int8), meta(n_cols, n_inner // 4, dtype=torch.uint8)
@@ -169,7 +169,7 @@ def _int2_int8() -> list[Case]:
         return Case("int2_int8_matmul", call, (), torch.int8, (x, weight), backward=False)
 
     cases = [case(1, 4096, 4096, False), case(64, 4096, 4096, False), case(ROWS, 4096, 4096, True)]
-    if chip_of(torch.device("meta")).vendor == "nvidia":  # elsewhere the case before is not unpacked first, either
+    if chip_of(torch.device("meta")).vendor == "nvidia":  # elsewhere the case before does not unpack first either
         cases += on_the_first(case(ROWS, 4095, 4096, False))
     return [*cases, case(ROWS, 4095, 4100, True)]
 
@@ -192,7 +192,7 @@ def _cross_entropy() -> list[Case]:
 
 
 def _in_groups(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, **terms: object) -> torch.Tensor:
-    """Columns of logits in dW's memory; on AMD, where no schedule asks for that, as it comes."""
+    """Logits of some columns in dW's memory; on AMD, which has no such schedule, the default."""
     schedule = kernels.Schedule("fast", slot=4096, buffer=8192, flushes=1, slab=768, groups=3)
     if chip_of(hidden.device).vendor == "amd":
         schedule = None
@@ -200,7 +200,7 @@ def _in_groups(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor,
 
 
 def _keeping(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Lean, with some columns kept in dW's memory; on AMD none are."""
+    """The lean schedule with some columns kept in dW's memory, except on AMD."""
     schedule = kernels.Schedule("lean", slot=256, buffer=256, flushes=1, slab=2048, groups=3, kept=768)
     if chip_of(hidden.device).vendor == "amd":
         schedule = replace(schedule, groups=0, kept=0)
@@ -208,7 +208,7 @@ def _keeping(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -
 
 
 def _linear_cross_entropy() -> list[Case]:
-    """In the memory it likes; lean, with logits made twice, the second time by columns; with columns in dW's memory."""
+    """Default memory; lean, which computes logits twice, the second time by columns; columns in dW's memory."""
     plain = kernels.linear_cross_entropy
     every, lean = partial(plain, **EVERY_TERM), {"chunk_bytes": 1 << 26}
     calls = [(plain, vocab, dtype) for vocab, dtype in VOCABULARIES[:3]]
@@ -281,11 +281,11 @@ def _adamw() -> list[Case]:
     ]
 
 
-# op -> its cases. Made when asked for: a name of the package is loaded when it is looked up.
+# op -> cases, made on demand: names of the package are imported at first use.
 CASES: dict[str, Callable[[], list[Case]]] = {
     "rms_norm": _rms_norm,
     "add_rms_norm": lambda: _rows("add_rms_norm", 2, 1),
-    # and an odd width, of kernels that all norms share
+    # an odd width, for kernels that all norms share
     "layer_norm": lambda: _rows("layer_norm", 1, 2, (*MORE_WIDTHS, (8191, FP32))),
     "group_norm": _group_norm,
     "apply_rope": _rope,

@@ -1,4 +1,4 @@
-"""Judges an op's outputs and gradients by what plain torch in the same dtype loses against float64."""
+"""Compare an op with float64: its error may not exceed that of plain torch in the same dtype."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from ligertune_kernels.launcher import INTERPRETED
 
 Op = Callable[..., torch.Tensor | tuple[torch.Tensor, ...]]
 
-# Half a unit in the last place, relative: what one rounding may lose. The interpreter truncates bf16 at the store
-# instead of rounding it, and may lose a whole one. fp32 results are sums in another order than torch's.
+# Relative error of one rounding: half a unit in the last place. The interpreter truncates bf16 at the store instead of
+# rounding, which loses up to a whole unit. fp32 results are sums in another order than torch's.
 ONE_ROUNDING = {torch.float32: 1e-6, torch.float16: 2.0**-11, torch.bfloat16: 2.0 ** (-7 if INTERPRETED else -8)}
 
-# Of thousands of numbers the worst roundings are alike; of one short row, whose terms cancel, either may be lucky.
+# Over thousands of numbers the largest errors are similar; in one short row, whose terms cancel, they vary by chance.
 AS_MUCH, OF_A_ROW = 1.1, 3.0
 
 
@@ -25,9 +25,9 @@ def judge(
     grads: Sequence[bool] | None = None,
     times: float = AS_MUCH,
 ) -> None:
-    """Runs both forward and backward; asserts that the op loses no more than the reference in the same dtype does.
+    """Run op and reference forward and backward; assert that the op's error is at most `times` the reference's.
 
-    `grads` says which of the inputs need a gradient (all); `times` how often the reference's own loss is allowed.
+    grads: which inputs need a gradient, by default all.
     """
     grads = [True] * len(inputs) if grads is None else grads
     ours, upstream = _run(op, [t.detach() for t in inputs], grads)
@@ -40,7 +40,7 @@ def judge(
 def _run(
     f: Op, inputs: list[torch.Tensor], grads: Sequence[bool], upstream: list[torch.Tensor] | None = None
 ) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
-    """Outputs and gradients by name, and the upstream gradients they were computed with."""
+    """Return outputs and gradients by name, and the upstream gradients they were computed with."""
     leaves = [t.requires_grad_(needed) for t, needed in zip(inputs, grads, strict=True)]
     outputs = f(*leaves)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
@@ -59,7 +59,7 @@ def assert_close(
     slack: float = 1.0,
     times: float = AS_MUCH,
 ) -> None:
-    """Errors in the largest and the mean square sense, each relative to the truth's size."""
+    """Assert that the error is small in the maximum and the 2-norm, each relative to the truth's norm."""
     assert ours.shape == truth.shape, f"{name}: shape {tuple(ours.shape)}, expected {tuple(truth.shape)}"
     assert ours.dtype == plain.dtype, f"{name}: {ours.dtype}, expected {plain.dtype}"
     for norm in (torch.inf, 2):

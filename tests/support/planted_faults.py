@@ -1,4 +1,4 @@
-"""Kernels with the faults that the ahead-of-time test is there to find."""
+"""Kernels with faults that the ahead-of-time test must find."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def _copy(x_ptr, y_ptr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _hold_much(x_ptr, y_ptr, BLOCK: tl.constexpr):
-    """Rolls a row that no thread can hold: every value is needed until the sum is known."""
+    """Need every value of a row until its sum is known: more than a thread can hold."""
     offs = tl.arange(0, BLOCK)
     a = tl.load(x_ptr + offs).to(tl.float32)
     b = tl.load(x_ptr + BLOCK + offs).to(tl.float32)
@@ -43,17 +43,17 @@ def _vectors(n: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def too_many_warps() -> None:
-    """32 warps: 1024 threads of NVIDIA's and RDNA's 32, 2048 of CDNA's 64."""
+    """Launch 32 warps: 1024 threads with NVIDIA's and RDNA's warps of 32, 2048 with CDNA's of 64."""
     _copy[(1,)](*_vectors(4096), BLOCK=4096, num_warps=32)
 
 
 def spilling() -> None:
-    """3 x 128 values a thread, of which it can hold at most 256 (512 on CDNA)."""
+    """Need 3 x 128 values per thread, which has at most 256 registers (512 on CDNA)."""
     _hold_much[(1,)](*_vectors(3 * 32768), BLOCK=32768, num_warps=4)
 
 
 def atomic() -> None:
-    """A loop of compare-and-swap where the chip cannot add floats in memory."""
+    """Add floats atomically: a compare-and-swap loop where the chip cannot add them in memory."""
     _add_atomically[(1,)](*_vectors(1024), BLOCK=1024, num_warps=4)
 
 

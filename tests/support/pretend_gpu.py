@@ -1,7 +1,7 @@
-"""Compiles what the ops launch for GPUs that are not here, and reads from the compiler's output what they would take.
+"""Compile what the ops launch for GPUs that are absent, and read registers, spills and atomics from the output.
 
-Triton's launcher needs only a handful of methods of a driver. With a stand-in for it the ops run on meta tensors:
-Triton specialises and compiles for the target as it would there, and the launch itself does nothing.
+Triton needs only a few methods of a driver. With a stand-in for the driver the ops run on meta tensors: Triton
+specialises and compiles for the target as it would on the target, and the launch itself does nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from triton.runtime.cache import FileCacheManager
 
 @dataclass(frozen=True)
 class Target:
-    """A GPU: what Triton compiles for, what the launch rules look at, and its shared memory (LDS) for one program."""
+    """A GPU: Triton's compilation target, the chip of the launch rules, and the shared memory (LDS) of one program."""
 
     compiler: GPUTarget
     chip: Chip
@@ -61,7 +61,7 @@ TARGETS = {
 
 @dataclass(frozen=True)
 class Compiled:
-    """One kernel as compiled: what it takes of the target, and instructions that must not occur in it."""
+    """One compiled kernel: the resources it takes, and instructions that must not occur in it."""
 
     kernel: str
     threads: int
@@ -75,7 +75,7 @@ class Compiled:
     truncating_dot: bool  # RDNA's bf16 dot product rounds towards zero
 
     def faults(self, target: Target) -> list[str]:
-        """What is wrong with it, in words; empty where nothing is."""
+        """Return a sentence for each fault of the kernel on the target."""
         found = {
             f"{self.threads} threads": self.threads > MAX_THREADS,
             f"{self.shared_bytes} bytes of shared memory": self.shared_bytes > target.shared_bytes,
@@ -89,7 +89,7 @@ class Compiled:
 
 
 class _Launcher:
-    """Takes the place of what would put the kernel on the GPU."""
+    """Stand in for the launcher, and launch nothing."""
 
     def __init__(self, src: object, metadata: object) -> None:
         pass
@@ -102,14 +102,14 @@ _device_numbers = itertools.count()
 
 
 class PretendDriver:
-    """What Triton asks of a driver. Limits are judged from the compiler's output, so none are named here."""
+    """The methods of a driver that Triton calls. Limits are checked in the compiler's output, so none is set here."""
 
     launcher_cls = _Launcher
 
     def __init__(self, target: Target) -> None:
         self.target = target
         self.utils = self
-        self.number = next(_device_numbers)  # Triton keeps what it compiled by device: nothing is found from before
+        self.number = next(_device_numbers)  # Triton caches compiled kernels by device: a new number finds none
 
     def load_binary(self, name: str, binary: bytes, shared: int, device: int) -> tuple[int, ...]:
         return 1, 1, 0, 0, 1 << 20  # module, function, registers, spills, most threads
@@ -142,11 +142,10 @@ class PretendDriver:
 
 
 def _read_once(read: Callable[..., object]) -> Callable[..., object]:
-    """ASTSource.make_ir, for all targets of a vendor at once: an eighth of the time went into reading the same source.
+    """Wrap ASTSource.make_ir to reuse the IR for all targets of a vendor: an eighth of the time was spent there.
 
-    What Triton's reading of a source takes from a target is the types and products that it has; `tt.dot` has to do
-    with them, and kernels with one are read for each. The rest is found again in a file, which other processes write
-    too.
+    Triton's IR depends on the target only through the types and matrix products that it has, that is, through `tt.dot`:
+    kernels with a dot are read for each target. The IR of the others is kept in files, which all processes share.
     """
 
     def make_ir(
@@ -170,7 +169,7 @@ def _read_once(read: Callable[..., object]) -> Callable[..., object]:
     return make_ir
 
 
-# What Triton's options say of a target, and not of how a kernel is launched.
+# Triton's options that describe the target and not the launch.
 OF_A_TARGET = {
     "allowed_dot_input_precisions",
     "arch",
@@ -184,7 +183,7 @@ OF_A_TARGET = {
 
 
 class LeanCache(FileCacheManager):
-    """Triton's cache without what nobody reads here: to print and keep every stage took a twentieth of the time."""
+    """Triton's cache without the stages that these tests do not read: writing them took a twentieth of the time."""
 
     def put(self, data: object, filename: str, binary: bool = True) -> str:
         if filename.endswith(UNREAD):
@@ -201,13 +200,13 @@ UNREAD = (".source", ".ttgir", ".llir")
 
 @contextlib.contextmanager
 def _pretending(target: Target, *, reads_once: bool) -> Iterator[list[tuple[dict, dict[str, str]]]]:
-    """While open, kernels compile for the target; yields what did: Triton's metadata and the files it wrote."""
+    """Compile kernels for the target inside the context; yield Triton's metadata and files of each."""
     written: list[tuple[dict, dict[str, str]]] = []
 
     def listener(*, src, metadata, metadata_group, times, cache_hit) -> None:
         written.append((dict(metadata), dict(metadata_group)))
 
-    # There is no public way to put the driver back that would be looked up at the next launch.
+    # Triton has no public way to restore the active driver.
     active, heard, read = driver._active, knobs.compilation.listener, ASTSource.make_ir
     cache = knobs.cache.manager_class
     knobs.cache.manager_class = LeanCache
@@ -223,7 +222,7 @@ def _pretending(target: Target, *, reads_once: bool) -> Iterator[list[tuple[dict
 
 
 def compile_for(target: Target, run: Callable[[], object], *, reads_once: bool = True) -> list[Compiled]:
-    """Every kernel that `run` launches on meta tensors."""
+    """Return every kernel that `run` launches on meta tensors, compiled for the target."""
     with _pretending(target, reads_once=reads_once) as written:
         run()
     read = _read_cuda if target.compiler.backend == "cuda" else _read_hip

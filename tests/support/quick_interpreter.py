@@ -1,8 +1,7 @@
-"""Triton's interpreter, told once what it otherwise finds out again at each call of a device function.
+"""Faster Triton interpreter for tests: remember which members of triton.language are builtins.
 
-Before a kernel, and before each function that a kernel calls, it goes through every member of triton.language to find
-those that take a builder, and puts others in their place: two fifths of the time of these tests. Which members these
-are does not change.
+Before a kernel, and before each function that a kernel calls, the interpreter searches every member of triton.language
+for builtins and replaces them: two fifths of the time of these tests. The list of builtins does not change.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ def remember_builtins() -> None:
             names[package] = [name for name, member in inspect.getmembers(package) if core.is_builtin(member)]
         for name in names[package]:
             member = getattr(package, name)
-            if core.is_builtin(member):  # or it has been replaced by the kernel around this function
+            if core.is_builtin(member):  # otherwise the calling kernel has replaced it already
                 interpreter._patch_attr(package, name, member, builder, scope)
 
     interpreter._patch_builtin = patch
