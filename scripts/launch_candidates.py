@@ -1,4 +1,4 @@
-"""What scripts/tune_kernels tries: launch decisions of the norms and of rope, each with why it might help."""
+"""Launch candidates of scripts/tune_kernels for the norms and RoPE, each with the reason why it might help."""
 
 from __future__ import annotations
 
@@ -13,37 +13,37 @@ from ligertune.bench.case import Case
 
 Direction = Literal["forward", "backward"]
 Patch = tuple[ModuleType, str, object]
-A_TILE = 1 << 20  # programs on each processor: as many as there are tiles
+A_TILE = 1 << 20  # programs per processor: as many as there are tiles
 
 
 @dataclass(frozen=True)
 class Norm:
-    """Decisions of a norm in one direction; None where the code's stay."""
+    """Launch choices of a norm in one direction; None keeps the present choice."""
 
     direction: Direction
     warps: int | None = None
     stages: int | None = None
     programs: int | None = None  # on each processor
-    rows: int | None = None  # that a program takes at once
-    parts: int | None = None  # of a row, each of other programs
+    rows: int | None = None  # per step of a program
+    parts: int | None = None  # of a row, each of separate programs
     registers: int | None = None  # of a thread, at most
-    edits: tuple[tuple[str, str], ...] = ()  # of the kernels' source: hints that they take from nobody
+    edits: tuple[tuple[str, str], ...] = ()  # edits of the kernels' source: hints without a launch option
     constants: tuple[Patch, ...] = ()
 
 
 @dataclass(frozen=True)
 class Turn:
-    """Decisions of rope, which turns both directions alike."""
+    """Launch choices of RoPE, the same for both directions."""
 
-    pairs: int | None = None  # that a program turns
-    heads: int = 8  # of a token that it takes, at most
+    pairs: int | None = None  # per program
+    heads: int = 8  # per program, at most
     warps: int | None = None
     edits: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """What is tried. A probe is wrong on purpose: it tells what a part of the work costs."""
+    """One candidate. A probe computes wrong results on purpose, to measure what a part of the work costs."""
 
     name: str
     why: str
@@ -71,7 +71,7 @@ def turn(name: str, why: str, **choice: object) -> Candidate:
     return Candidate(name, why, (Turn(**choice),))
 
 
-# Of loads only those outside a queue: what copies into shared memory (cp.async) is compiled without the hint.
+# Only loads that are not prefetched take the hint: copies into shared memory (cp.async) are compiled without it.
 X_LOADS = "* x_row_stride + cols[None, :], mask=mask, other=0.0"
 ONCE, GONE = ', eviction_policy="evict_first"', ', cache_modifier=".cs"'
 Y_STORES, DX_STORES = "y.to(y_ptr.dtype.element_ty), mask=mask", "dx.to(dx_ptr.dtype.element_ty), mask=mask"
@@ -233,7 +233,7 @@ OF_ROPE = (
 
 
 def candidates(case: Case) -> tuple[Candidate, ...]:
-    """Of an op at one size; widths for a CPU are an eighth of those that they stand for."""
+    """Return the candidates of an op at one size; widths for a CPU are an eighth of the real ones."""
     if case.op == "apply_rope":
         return OF_ROPE
     width = case.sizes[-1] if case.sizes[-1] >= 4096 else 8 * case.sizes[-1]
@@ -243,7 +243,7 @@ def candidates(case: Case) -> tuple[Candidate, ...]:
 
 
 def best_of_each(timed: list[tuple[Candidate, float | None, float | None]]) -> Candidate | None:
-    """The fastest choice forward with the fastest backward, of candidates and their times; None if that is no other."""
+    """Combine the fastest forward and the fastest backward candidate; None if either is the present choice."""
     chosen: list[Candidate] = []
     for i, direction in enumerate(("forward", "backward")):
         fitting = [

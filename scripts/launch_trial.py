@@ -1,4 +1,4 @@
-"""Lets the choices of scripts/launch_candidates.py hold: in the modules where the ops look for them, for a while."""
+"""Apply a candidate of scripts/launch_candidates.py for the length of a context, by patching the ops' modules."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from ligertune_kernels.ops.norms import _row_norm as row_norm
 
 from ligertune.bench.case import Case
 
-EDITED = tempfile.TemporaryDirectory(prefix="edited_kernels_")  # until the process ends
+EDITED = tempfile.TemporaryDirectory(prefix="edited_kernels_")  # deleted when the process ends
 
 
 def trial(case: Case, candidate: Candidate, decided: dict[str, str]) -> Callable[[], AbstractContextManager]:
-    """What opens a context in which the candidate's choices hold; `decided` then says what was launched."""
+    """Return a function that opens a context with the candidate's choices; `decided` receives what was launched."""
     if case.op == "apply_rope":
         (choice,) = candidate.choices or (Turn(),)
         patches = _of_rope(choice, decided)
@@ -102,7 +102,7 @@ def _of_rope(choice: Turn, decided: dict[str, str]) -> list[Patch]:
         decided["forward"] = decided["backward"] = words
         return found
 
-    # what rope remembers, cached apart: made where these hold
+    # a separate cache, filled inside the context
     patches: list[Patch] = [(rope, "launch_options", chosen), (rope, "_launch", cached(rope._launch.__wrapped__))]
     if choice.pairs or choice.heads != 8:
         patches.append((rope, "_tile", tile))
@@ -113,7 +113,7 @@ def _of_rope(choice: Turn, decided: dict[str, str]) -> list[Patch]:
 
 @cached
 def _edited(module: ModuleType, edits: tuple[tuple[str, str], ...]) -> ModuleType:
-    """The module with parts of its source replaced, in a file: that is where Triton reads a kernel's."""
+    """Return the module with edited source, written to a file, because Triton reads kernels from files."""
     source = Path(module.__file__).read_text(encoding="utf-8")
     for old, text in edits:
         if old not in source:

@@ -45,7 +45,7 @@ WARPS = {
 
 
 def launch_options(elements: int, chip: Chip) -> dict[str, int | bool]:
-    """Return num_warps, num_stages and enable_fp_fusion for a program with a tile of so many elements."""
+    """Return num_warps, num_stages and enable_fp_fusion for a program with a tile of this many elements."""
     # The table is keyed by warp width and not by chip name, so that chips of tomorrow are served too.
     rows = WARPS[64 if chip.warp_size > 32 else 32]
     warps = next(row.warps for row in rows if row.max_elements is None or elements <= row.max_elements)

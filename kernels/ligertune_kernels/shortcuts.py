@@ -55,7 +55,7 @@ _current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
 def _has_launch_hooks() -> bool:
-    """Return whether a profiler has asked Triton to be called at every launch."""
+    """Return whether a profiler has registered a hook that Triton calls at every launch."""
     enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
@@ -63,8 +63,8 @@ def _has_launch_hooks() -> bool:
 class SavedLaunch:
     """A compiled kernel, to be launched again on tensors of the same dtypes on the same device.
 
-    Triton's own launch derives the compiled form from all arguments, asks the driver about every pointer and calls two
-    chains of hooks. This passes addresses of tensors to the function that Triton calls in the end.
+    Triton's own launch derives the compiled form from all arguments, queries the driver about every pointer and calls
+    two chains of hooks. This passes addresses of tensors to the function that Triton calls in the end.
     """
 
     def __init__(self, compiled: Any, integers: tuple[int, ...], constants: tuple, device: int) -> None:

@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
+import ligertune_kernels as kernels
 import pytest
 import torch
 from judge import judge
 from judge_loss import judge_loss
-from ligertune_kernels import (
-    int2_int8_matmul,
-    int2_int8_matmul_reference,
-    jsd,
-    jsd_reference,
-    kl_div,
-    kl_div_reference,
-    linear_jsd,
-    linear_jsd_reference,
-    pack_int2,
-)
 
 pytestmark = pytest.mark.gpu
 
@@ -42,8 +32,8 @@ def test_kl_div_of_a_large_vocabulary(reduction, vocab_size, dtype, device) -> N
     for log_target, target in ((True, teacher), (False, teacher.exp())):
         options = {"reduction": reduction, "log_target": log_target}
         (judge if reduction == "none" else judge_loss)(
-            lambda x, t, options=options: kl_div(x, t, **options),
-            lambda x, t, options=options: kl_div_reference(x, t, **options),
+            lambda x, t, options=options: kernels.kl_div(x, t, **options),
+            lambda x, t, options=options: kernels.kl_div_reference(x, t, **options),
             [student, target],
         )
 
@@ -56,8 +46,8 @@ def test_jsd_of_a_large_vocabulary(beta, vocab_size, dtype, device) -> None:
     labels = torch.zeros(256, dtype=torch.int64, device=device)
     labels[::5] = -100
     judge_loss(
-        lambda x: jsd(x, teacher, labels=labels, beta=beta),
-        lambda x: jsd_reference(x, teacher, labels=labels, beta=beta),
+        lambda x: kernels.jsd(x, teacher, labels=labels, beta=beta),
+        lambda x: kernels.jsd_reference(x, teacher, labels=labels, beta=beta),
         [student],
     )
 
@@ -77,8 +67,8 @@ def test_linear_jsd_of_a_large_vocabulary(rows, beta, vocab_size, dtype, device)
     )
     options = {"beta": beta, "temperature": 0.8}
     judge_loss(
-        lambda h, w: linear_jsd(h, w, t_h, t_w, chunk_bytes=2 * 2 * rows * (vocab_size + 64), **options),
-        lambda h, w: linear_jsd_reference(h, w, t_h.to(h.dtype), t_w.to(h.dtype), **options),
+        lambda h, w: kernels.linear_jsd(h, w, t_h, t_w, chunk_bytes=2 * 2 * rows * (vocab_size + 64), **options),
+        lambda h, w: kernels.linear_jsd_reference(h, w, t_h.to(h.dtype), t_w.to(h.dtype), **options),
         [h, w],
     )
 
@@ -92,7 +82,7 @@ def test_linear_jsd_never_stores_all_logits(device) -> None:
     h.requires_grad_(), w.requires_grad_()
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    linear_jsd(h, w, t_h, t_w).backward()
+    kernels.linear_jsd(h, w, t_h, t_w).backward()
     assert torch.cuda.max_memory_allocated(device) - before < 1.45e9  # cuBLAS's workspace is counted too
 
 
@@ -100,7 +90,7 @@ def test_kl_div_and_jsd_allocate_one_gradient(device) -> None:
     """(4096, 32000) in fp32: 524 MB."""
     student, teacher = (log_probs(4096, 32000, device, torch.float32) for _ in range(2))
     student.requires_grad_()
-    for op in (kl_div, jsd):
+    for op in (kernels.kl_div, kernels.jsd):
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
         op(student, teacher).backward()
@@ -114,19 +104,19 @@ def test_ops_do_not_synchronise(device) -> None:
     n, packed = torch.tensor(400, device=device), torch.zeros(64, 64, dtype=torch.uint8, device=device)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        loss = linear_jsd(h, w, h, w, labels=labels, num_items_in_batch=n) + linear_jsd(h, w, h, w)
+        loss = kernels.linear_jsd(h, w, h, w, labels=labels, num_items_in_batch=n) + kernels.linear_jsd(h, w, h, w)
         x = h.log_softmax(-1)
-        (loss + jsd(x, x.detach(), labels=labels) + kl_div(x, x.detach(), log_target=True)).backward()
+        (loss + kernels.jsd(x, x.detach(), labels=labels) + kernels.kl_div(x, x.detach(), log_target=True)).backward()
         for n_rows in (3, 128):
-            int2_int8_matmul(torch.zeros(n_rows, 256, dtype=torch.int8, device=device), packed)
+            kernels.int2_int8_matmul(torch.zeros(n_rows, 256, dtype=torch.int8, device=device), packed)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("op", [kl_div, jsd], ids=["kl_div", "jsd"])
+@pytest.mark.parametrize("op", [kernels.kl_div, kernels.jsd], ids=["kl_div", "jsd"])
 def test_addresses_more_than_2_31_elements(op, device) -> None:
     """(17000, 128256) in bf16: 2.2e9 elements, 4.4 GB."""
-    options = {"reduction": "sum"} | ({"log_target": True} if op is kl_div else {})
+    options = {"reduction": "sum"} | ({"log_target": True} if op is kernels.kl_div else {})
     row, teacher_row = (log_probs(1, 128256, device, torch.bfloat16) for _ in range(2))
     student, teacher = row.repeat(17_000, 1).requires_grad_(), teacher_row.repeat(17_000, 1)
     loss = op(student, teacher, **options)
@@ -151,24 +141,26 @@ def test_addresses_more_than_2_31_elements(op, device) -> None:
 def test_int2_int8_matmul_is_exact(n_cols, n_inner, n_rows, device) -> None:
     """Contiguous rows, every second row, and rows that start unaligned."""
     both = torch.randint(-128, 128, (2 * n_rows, n_inner), device=device, dtype=torch.int8)
-    w = pack_int2(torch.randint(-2, 2, (n_cols, n_inner), device=device))
+    w = kernels.pack_int2(torch.randint(-2, 2, (n_cols, n_inner), device=device))
     late = both.view(-1)[5 : 5 + n_rows * n_inner].view(n_rows, n_inner)
     for x in (both[:n_rows], both[::2], late):
-        assert torch.equal(int2_int8_matmul(x, w), int2_int8_matmul_reference(x, w))
+        assert torch.equal(kernels.int2_int8_matmul(x, w), kernels.int2_int8_matmul_reference(x, w))
     scales = {"x_scale": torch.rand(n_rows, device=device), "weight_scale": torch.rand(n_cols, device=device)}
     x = both[::2]
-    ours, theirs = int2_int8_matmul(x, w, **scales), int2_int8_matmul_reference(x, w, **scales)
+    ours, theirs = kernels.int2_int8_matmul(x, w, **scales), kernels.int2_int8_matmul_reference(x, w, **scales)
     torch.testing.assert_close(ours, theirs, rtol=2.0**-22, atol=0.0)  # two roundings
 
 
 @pytest.mark.parametrize("n_rows", [16, 128], ids=["few rows", "many rows"])
 def test_int2_int8_matmul_compiles_without_a_graph_break(n_rows, device) -> None:
     x = torch.randint(-128, 128, (n_rows, 256), device=device, dtype=torch.int8)
-    w = pack_int2(torch.randint(-2, 2, (512, 256), device=device))
+    w = kernels.pack_int2(torch.randint(-2, 2, (512, 256), device=device))
     scale = torch.rand(512, device=device)
 
     def call(x, w, scale):
-        return int2_int8_matmul(x, w), int2_int8_matmul(x, w, x_scale=scale[:n_rows], weight_scale=scale)
+        return kernels.int2_int8_matmul(x, w), kernels.int2_int8_matmul(
+            x, w, x_scale=scale[:n_rows], weight_scale=scale
+        )
 
     for ours, theirs in zip(torch.compile(call, fullgraph=True)(x, w, scale), call(x, w, scale), strict=True):
         assert torch.equal(ours, theirs)
@@ -180,7 +172,11 @@ def test_losses_compile_without_a_graph_break(device) -> None:
     def loss(h, w):
         x = (h @ w.T).float().log_softmax(-1)
         fixed = x.detach().roll(1, 0)
-        return linear_jsd(h, w, h.roll(1, 0), w) + jsd(x, fixed) + kl_div(x, fixed, log_target=True)
+        return (
+            kernels.linear_jsd(h, w, h.roll(1, 0), w)
+            + kernels.jsd(x, fixed)
+            + kernels.kl_div(x, fixed, log_target=True)
+        )
 
     expected = torch.autograd.grad(loss(h, w), (h, w))
     compiled = torch.autograd.grad(torch.compile(loss, fullgraph=True)(h, w), (h, w))

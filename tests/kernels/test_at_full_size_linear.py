@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
+import ligertune_kernels as kernels
 import pytest
 import torch
 from judge import judge
-from ligertune_kernels import (
-    Schedule,
-    cross_entropy,
-    cross_entropy_reference,
-    labelled_rows,
-    linear_cross_entropy,
-    linear_cross_entropy_reference,
-    linear_token_statistics,
-    linear_token_statistics_reference,
-    multi_head_linear_cross_entropy,
-)
 
 pytestmark = pytest.mark.gpu
 
 N, E, V = 2048, 1024, 128256
-LEAN = Schedule("lean", slot=1024, buffer=1024, flushes=1, slab=4096)
+LEAN = kernels.Schedule("lean", slot=1024, buffer=1024, flushes=1, slab=4096)
 SCHEDULES = (
     pytest.param(None, id="fast, one flush"),
-    pytest.param(Schedule("fast", slot=512, buffer=1024, flushes=2), id="fast, two flushes"),
-    pytest.param(Schedule("fast", slot=512, buffer=512, flushes=4), id="fast, four flushes"),
-    pytest.param(Schedule("fast", slot=1024, buffer=N, flushes=1, slab=4096, groups=14), id="fast, in groups"),
+    pytest.param(kernels.Schedule("fast", slot=512, buffer=1024, flushes=2), id="fast, two flushes"),
+    pytest.param(kernels.Schedule("fast", slot=512, buffer=512, flushes=4), id="fast, four flushes"),
+    pytest.param(kernels.Schedule("fast", slot=1024, buffer=N, flushes=1, slab=4096, groups=14), id="fast, in groups"),
     pytest.param(LEAN, id="lean"),
-    pytest.param(Schedule("lean", 512, 512, 1, slab=4096, groups=2, kept=16384), id="lean, a quarter kept"),
+    pytest.param(kernels.Schedule("lean", 512, 512, 1, slab=4096, groups=2, kept=16384), id="lean, a quarter kept"),
 )
 
 
@@ -43,8 +33,8 @@ def example(device: torch.device, dtype: torch.dtype = torch.bfloat16, ignored: 
 def test_every_schedule_rounds_as_torch_does(schedule, device) -> None:
     hidden, weight, labels = example(device)
     judge(
-        lambda h, w: linear_cross_entropy(h, w, labels, schedule=schedule),
-        lambda h, w: linear_cross_entropy_reference(h, w, labels),
+        lambda h, w: kernels.linear_cross_entropy(h, w, labels, schedule=schedule),
+        lambda h, w: kernels.linear_cross_entropy_reference(h, w, labels),
         [hidden, weight],
     )
 
@@ -54,8 +44,10 @@ def test_a_low_rank_term_rounds_as_torch_does(schedule, device) -> None:
     hidden, weight, labels = example(device)
     a, b = torch.randn(16, E, device=device).bfloat16() / E**0.5, 0.1 * torch.randn(V, 16, device=device).bfloat16()
     judge(
-        lambda h, w, a, b: linear_cross_entropy(h, w, labels, lora_a=a, lora_b=b, lora_scale=2.0, schedule=schedule),
-        lambda h, w, a, b: linear_cross_entropy_reference(h, w, labels, lora_a=a, lora_b=b, lora_scale=2.0),
+        lambda h, w, a, b: kernels.linear_cross_entropy(
+            h, w, labels, lora_a=a, lora_b=b, lora_scale=2.0, schedule=schedule
+        ),
+        lambda h, w, a, b: kernels.linear_cross_entropy_reference(h, w, labels, lora_a=a, lora_b=b, lora_scale=2.0),
         [hidden, weight, a, b],
     )
 
@@ -74,7 +66,7 @@ def test_the_row_pass_takes_rows_of_every_length(shape, dtype, device) -> None:
     logits = 3.0 * torch.randn(shape, device=device, dtype=dtype)
     labels = torch.randint(shape[1], shape[:1], device=device)
     labels[0], labels[1], labels[2] = 0, shape[1] - 1, -100
-    judge(lambda x: cross_entropy(x, labels), lambda x: cross_entropy_reference(x, labels), [logits])
+    judge(lambda x: kernels.cross_entropy(x, labels), lambda x: kernels.cross_entropy_reference(x, labels), [logits])
 
 
 def test_lean_allocates_little_more_than_the_gradients(device) -> None:
@@ -82,7 +74,7 @@ def test_lean_allocates_little_more_than_the_gradients(device) -> None:
     hidden, weight, labels = (t.requires_grad_(t.is_floating_point()) for t in example(device))
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    linear_cross_entropy(hidden, weight, labels, chunk_bytes=1 << 26).backward()
+    kernels.linear_cross_entropy(hidden, weight, labels, chunk_bytes=1 << 26).backward()
     gradients = hidden.grad.nbytes + weight.grad.nbytes
     assert torch.cuda.max_memory_allocated(device) - before < gradients + 80e6  # cuBLAS's workspace is counted too
 
@@ -90,11 +82,11 @@ def test_lean_allocates_little_more_than_the_gradients(device) -> None:
 def test_rows_without_a_label_are_not_computed(device) -> None:
     """A fifth of the rows needs a fifth of the logits, which the buffer's size shows."""
     hidden, weight, labels = example(device, ignored=0.8)
-    rows = labelled_rows(labels.cpu()).to(device)
+    rows = kernels.labelled_rows(labels.cpu()).to(device)
     hidden.requires_grad_()
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    linear_cross_entropy(hidden, weight, labels, labelled_rows=rows).backward()
+    kernels.linear_cross_entropy(hidden, weight, labels, labelled_rows=rows).backward()
     assert torch.cuda.max_memory_allocated(device) - before < 0.35 * N * V * 2
     assert not hidden.grad[labels == -100].any()
 
@@ -103,18 +95,18 @@ def test_linear_losses_do_not_synchronise(device) -> None:
     hidden, weight, labels = example(device)
     hidden, weight = hidden.requires_grad_(), weight[:4096].detach().requires_grad_()
     labels = labels.clamp(max=4095)
-    rows = labelled_rows(labels.cpu()).pin_memory()
+    rows = kernels.labelled_rows(labels.cpu()).pin_memory()
     a, b = (torch.randn(s, device=device, dtype=torch.bfloat16, requires_grad=True) for s in ((8, E), (4096, 8)))
     torch.cuda.synchronize(device)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        loss = linear_cross_entropy(hidden, weight, labels, labelled_rows=rows, lora_a=a, lora_b=b, z_loss=1e-4)
-        loss = loss + linear_cross_entropy(hidden, weight, labels, schedule=LEAN, label_smoothing=0.1)
-        heads = multi_head_linear_cross_entropy(
+        loss = kernels.linear_cross_entropy(hidden, weight, labels, labelled_rows=rows, lora_a=a, lora_b=b, z_loss=1e-4)
+        loss = loss + kernels.linear_cross_entropy(hidden, weight, labels, schedule=LEAN, label_smoothing=0.1)
+        heads = kernels.multi_head_linear_cross_entropy(
             [hidden, hidden], weight, torch.stack([labels, labels]), (1.0, 0.8), num_items_in_batch=(N, N)
         )
         (loss + heads.loss).backward()
-        linear_token_statistics(hidden, weight, labels)
+        kernels.linear_token_statistics(hidden, weight, labels)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -123,7 +115,9 @@ def test_linear_losses_do_not_synchronise(device) -> None:
 def test_linear_losses_are_deterministic(schedule, device) -> None:
     hidden, weight, labels = example(device)
     leaves = hidden.requires_grad_(), weight.requires_grad_()
-    runs = [torch.autograd.grad(linear_cross_entropy(*leaves, labels, schedule=schedule), leaves) for _ in range(2)]
+    runs = [
+        torch.autograd.grad(kernels.linear_cross_entropy(*leaves, labels, schedule=schedule), leaves) for _ in range(2)
+    ]
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
@@ -131,10 +125,10 @@ def test_linear_losses_are_deterministic(schedule, device) -> None:
 def test_linear_losses_compile_without_a_graph_break(schedule, device) -> None:
     hidden, weight, labels = example(device)
     leaves = hidden.requires_grad_(), weight.requires_grad_()
-    rows = labelled_rows(labels.cpu()).to(device)
+    rows = kernels.labelled_rows(labels.cpu()).to(device)
 
     def loss(h, w):
-        return linear_cross_entropy(h, w, labels, labelled_rows=rows, schedule=schedule)
+        return kernels.linear_cross_entropy(h, w, labels, labelled_rows=rows, schedule=schedule)
 
     eager, compiled = loss(*leaves), torch.compile(loss, fullgraph=True)(*leaves)
     torch.testing.assert_close(compiled, eager, rtol=1e-4, atol=0)
@@ -145,8 +139,8 @@ def test_linear_losses_compile_without_a_graph_break(schedule, device) -> None:
 
 def test_token_statistics_of_a_large_vocabulary(device) -> None:
     hidden, weight, labels = example(device, torch.float32)
-    ours = linear_token_statistics(hidden, weight, labels, chunk_bytes=1 << 28)
-    truth = linear_token_statistics_reference(hidden, weight, labels)
+    ours = kernels.linear_token_statistics(hidden, weight, labels, chunk_bytes=1 << 28)
+    truth = kernels.linear_token_statistics_reference(hidden, weight, labels)
     assert torch.equal(ours.argmax, truth.argmax)
     torch.testing.assert_close(ours.logprob, truth.logprob)
     torch.testing.assert_close(ours.entropy, truth.entropy)

@@ -1,8 +1,8 @@
 """Triton kernels of document_attention: one forward, two backward. Each program has a tile of tokens of one head.
 
-A tile of queries reads keys from the start of its first token's document to its own last token, whatever documents lie
-between; a tile of keys is read up to the end of its last token's document. Only blocks at the edges are masked; every
-pair in the blocks between is visible. Sums are taken in one order, so that the same inputs give the same bits.
+A tile of queries reads keys from the start of its first token's document to its own last token, across documents; a
+tile of keys is read up to the end of its last token's document. Only blocks at the edges are masked; every pair in the
+blocks between is visible. Sums are taken in one order, so that the same inputs give the same bits.
 
 Scores are in bits (times log2(e)), for exp2. q, k, v are (T, H or K, D) with unit column stride, lse and delta (H, T).
 """

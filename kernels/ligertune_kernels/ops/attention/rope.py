@@ -271,8 +271,8 @@ class _Rope(torch.autograd.Function):
         needs_dq, needs_dk = ctx.needs_input_grad[:2]
         dq, dk = (dq if needs_dq else dq[:, :0]), (dk if needs_dk else dk[:, :0])
         inplace = ctx.inplace and _may_overwrite(dq, dk, needs_grad=False)
-        turn = cos, sin, position_ids, ctx.interleaved, ctx.rotary_dim
-        dq, dk = _rotate(dq, dk, *turn, backward=True, inplace=inplace)
+        angles = cos, sin, position_ids, ctx.interleaved, ctx.rotary_dim
+        dq, dk = _rotate(dq, dk, *angles, backward=True, inplace=inplace)
         return (dq if needs_dq else None), (dk if needs_dk else None), *(None,) * 7
 
 

@@ -70,7 +70,7 @@ class LaunchPlan(NamedTuple):
 
 
 def _stages(step_bytes: int, programs: int, chip: Chip) -> int:
-    """Return how many steps fit into shared memory where so many programs share a processor; AMD prefetches none."""
+    """Return the steps in flight that fit into shared memory with this many programs per processor; 1 on AMD."""
     if chip.vendor != "nvidia":
         return 1
     waiting = (chip.shared_bytes // programs - REDUCTION_BYTES) // step_bytes
