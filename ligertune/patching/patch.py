@@ -17,7 +17,6 @@ from transformers import PreTrainedModel
 
 from ligertune.patching.aliasing import gives_memory_of_its_own
 from ligertune.patching.fused_loss import LossHead, LossInHead, OwnLoss, refuse_head, refuse_loss
-from ligertune.patching.gradient_sums import sum_in_products
 from ligertune.patching.module_patch import Patch, swap, unswap
 from ligertune.patching.probe import Refusal
 from ligertune.patching.recognise import (
@@ -179,7 +178,6 @@ def patch(
     mlp: bool = True,
     loss: Loss = "linear_cross_entropy",
     recompute: Rebuild = False,
-    gradient_sums: bool = False,
 ) -> PatchReport:
     """Let every module of `model` that computes what one of our kernels computes use that kernel.
 
@@ -188,9 +186,6 @@ def patch(
 
     recompute: linear layers keep no output of these norms and MLPs, or of the norms only; the backward makes it again
     (`model.recompute`).
-
-    gradient_sums: linear layers that read one tensor add up its gradient in their products (`model.gradient_sums`).
-    What autograd tells of such a tensor, a norm's output, is then not all of its gradient: not for those who ask.
     """
     switches = {"rope": rope, "norm": norm, "mlp": mlp}
     tallies: dict[str, _Tally] = defaultdict(_Tally)
@@ -203,8 +198,6 @@ def patch(
         if not tallies.keys() & set(kernels):
             tallies[kernels[0]] = _Tally()  # a row that says there are none
     rows = [tally.row(kernel) for kernel, tally in tallies.items()]
-    if gradient_sums:
-        sum_in_products(model)
     if recompute:
         rows.append(_patch_readers(model))
     return PatchReport((*rows, _patch_loss(model, loss)), backend(next(model.parameters()).device))

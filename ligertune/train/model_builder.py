@@ -58,10 +58,8 @@ def apply_kernels(options: BuildOptions, model: PreTrainedModel) -> PatchReport 
     if wanted.enabled is False:
         return None
     loss = "torch" if options.task == "medusa" else wanted.loss  # the heads' loss is computed around the model
-    # compiled layers hand nothing on, and those of float8 are others
-    sums = not options.execution.torch_compile and not options.execution.fp8
     switches = {"rope": wanted.rope, "norm": wanted.norm, "mlp": wanted.mlp}
-    return patch(model, **switches, loss=loss, recompute=wanted.recompute, gradient_sums=sums)
+    return patch(model, **switches, loss=loss, recompute=wanted.recompute)
 
 
 def fused_adapters(model: PreTrainedModel | PeftModel) -> tuple[KernelLine, ...]:
