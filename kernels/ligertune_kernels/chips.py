@@ -151,8 +151,14 @@ ATTENTION_TILES = (
 )
 
 
-def attention_tiles(head_dim: int, width: int, dtype_bytes: int, chip: Chip, *, has_cap: bool) -> AttentionTiles | None:
-    """Return the tiles for heads of head_dim columns padded to width; None where no tile fits the chip."""
+def padded_head_dim(head_dim: int) -> int:
+    """Return the head's width in a tile: tl.dot takes powers of two."""
+    return max(32, 1 << (head_dim - 1).bit_length())
+
+
+def attention_tiles(head_dim: int, dtype_bytes: int, chip: Chip, *, has_cap: bool) -> AttentionTiles | None:
+    """Return the tiles for heads of head_dim columns, None where no tile fits the chip."""
+    width = padded_head_dim(head_dim)
     wave32_amd = chip.vendor == "amd" and chip.warp_size == 32
     if chip.vendor == "interpreter":
         chips, width = "small", 64

@@ -25,7 +25,7 @@ import torch
 
 from ligertune_kernels.autocast import autocast_dtype, without_autocast
 from ligertune_kernels.autograd import no_double_backward
-from ligertune_kernels.chips import AttentionTiles, Chip, Tile, attention_tiles
+from ligertune_kernels.chips import Chip, Tile, attention_tiles, padded_head_dim
 from ligertune_kernels.launcher import Launcher, cached, chip_of, runs_triton
 from ligertune_kernels.ops.attention._document_attention_kernels import (
     attention_dkdv_kernel,
@@ -94,15 +94,6 @@ def _attend_document(
     return (weights.to(wide) @ v).transpose(0, 1).to(query.dtype).contiguous()
 
 
-def _padded_width(head_dim: int) -> int:
-    # tl.dot takes powers of two
-    return max(32, 1 << (head_dim - 1).bit_length())
-
-
-def _tiles(head_dim: int, dtype: torch.dtype, chip: Chip, *, has_cap: bool) -> AttentionTiles | None:
-    return attention_tiles(head_dim, _padded_width(head_dim), dtype.itemsize, chip, has_cap=has_cap)
-
-
 class _Launchers(NamedTuple):
     """The launchers of the three kernels, and the tokens of a program of each."""
 
@@ -115,7 +106,7 @@ class _Launchers(NamedTuple):
 def _launchers(
     heads: int, key_heads: int, head_dim: int, dtype: torch.dtype, window: int, has_cap: bool, chip: Chip
 ) -> _Launchers:
-    tiles, width = _tiles(head_dim, dtype, chip, has_cap=has_cap), _padded_width(head_dim)
+    tiles, width = attention_tiles(head_dim, dtype.itemsize, chip, has_cap=has_cap), padded_head_dim(head_dim)
     shared = {
         "HEADS": heads, "GROUP": heads // key_heads, "WINDOW": window, "HAS_CAP": has_cap,
         "WIDTH": width, "FITS": width == head_dim,
@@ -210,7 +201,8 @@ def document_attention(
 def _runs_kernels(query: torch.Tensor, softcap: float | None) -> bool:
     if not runs_triton(query):
         return False
-    return _tiles(query.shape[-1], query.dtype, chip_of(query.device), has_cap=softcap is not None) is not None
+    chip = chip_of(query.device)
+    return attention_tiles(query.shape[-1], query.dtype.itemsize, chip, has_cap=softcap is not None) is not None
 
 
 def _check(

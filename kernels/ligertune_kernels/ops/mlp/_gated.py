@@ -141,6 +141,10 @@ def _backward(
     launch((gate.numel() // n_cols * blocks, 1, 1), tensors, (*strides, n_cols))
 
 
+def _halves(gate: torch.Tensor, up: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+    return gate.chunk(2, dim=-1) if up is None else (gate, up)
+
+
 def _saved_tensors(ctx) -> tuple[torch.Tensor, ...]:
     """Return what the forward saved; raise in a second backward if the first one overwrote it."""
     if ctx.inplace:
@@ -160,13 +164,13 @@ def _gradient_of(t: torch.Tensor, inplace: bool) -> torch.Tensor:
 
 
 class _Gated(torch.autograd.Function):
-    """act(gate) · up of two tensors."""
+    """act(gate) · up of two tensors, or of the two halves of gate (..., 2F) where up is None."""
 
     @staticmethod
     def forward(ctx, gate, up, activation, inplace):
         ctx.save_for_backward(gate, up)
         ctx.activation, ctx.inplace, ctx.overwritten = activation, inplace, False
-        return _forward(gate, up, activation)
+        return _forward(*_halves(gate, up), activation)
 
     @staticmethod
     @no_double_backward
@@ -175,26 +179,9 @@ class _Gated(torch.autograd.Function):
         needs_gate, needs_up = ctx.needs_input_grad[:2]
         d_gate = _gradient_of(gate, ctx.inplace) if needs_gate else None
         d_up = _gradient_of(up, ctx.inplace) if needs_up else None
-        _backward(dy, gate, up, d_gate, d_up, ctx.activation)
+        d_halves = (d_gate, d_up) if up is not None else d_gate.chunk(2, dim=-1)
+        _backward(dy, *_halves(gate, up), *d_halves, ctx.activation)
         return *(None if d is None else d.view(gate.shape) for d in (d_gate, d_up)), None, None
-
-
-class _GatedPacked(torch.autograd.Function):
-    """act(gate) · up of the two halves of one tensor (..., 2F)."""
-
-    @staticmethod
-    def forward(ctx, gate_up, activation, inplace):
-        ctx.save_for_backward(gate_up)
-        ctx.activation, ctx.inplace, ctx.overwritten = activation, inplace, False
-        return _forward(*gate_up.chunk(2, dim=-1), activation)
-
-    @staticmethod
-    @no_double_backward
-    def backward(ctx, dy):
-        (gate_up,) = _saved_tensors(ctx)
-        d_gate_up = _gradient_of(gate_up, ctx.inplace)
-        _backward(dy, *gate_up.chunk(2, dim=-1), *d_gate_up.chunk(2, dim=-1), ctx.activation)
-        return d_gate_up.view(gate_up.shape), None, None
 
 
 _apply = fast_apply(_Gated, 2)
@@ -208,9 +195,10 @@ def gated_activation(
 ) -> torch.Tensor:  # (..., F)
     """Compute act(gate) · up with the kernels, of two tensors or of one packed tensor."""
     if not torch.is_grad_enabled():
-        return _forward(*(gate.chunk(2, dim=-1) if up is None else (gate, up)), activation)
+        return _forward(*_halves(gate, up), activation)
     inplace = inplace and _may_overwrite(gate, up)
-    return _GatedPacked.apply(gate, activation, inplace) if up is None else _apply(gate, up, activation, inplace)
+    apply = _Gated.apply if up is None else _apply  # fast_apply takes tensors only
+    return apply(gate, up, activation, inplace)
 
 
 def _may_overwrite(gate: torch.Tensor, up: torch.Tensor | None) -> bool:

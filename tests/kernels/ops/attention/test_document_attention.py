@@ -8,9 +8,8 @@ import pytest
 import torch
 from judge import OF_A_ROW, judge
 from ligertune_kernels import document_attention, document_attention_reference, runs_triton
-from ligertune_kernels.chips import INTERPRETER, Chip
+from ligertune_kernels.chips import INTERPRETER, Chip, attention_tiles
 from ligertune_kernels.launcher import INTERPRETED
-from ligertune_kernels.ops.attention.document_attention import _tiles
 
 # The interpreter multiplies the bits of bfloat16 as if they were integers.
 DTYPES = (torch.float32, torch.float16) if INTERPRETED else (torch.float32, torch.float16, torch.bfloat16)
@@ -246,7 +245,7 @@ CHIPS = [("sm90", 32, "nvidia"), ("sm80", 32, "nvidia"), ("gfx942", 64, "amd"), 
 @pytest.mark.parametrize("width", [16, 64, 80, 128, 256])
 def test_a_block_of_queries_divides_a_tile_of_keys(width, arch, warp, vendor) -> None:
     """The dkdv kernel relies on it: blocks at the diagonal are whole."""
-    tiles = _tiles(width, torch.bfloat16, Chip(vendor, arch, warp, 132, 1 << 20), has_cap=True)
+    tiles = attention_tiles(width, 2, Chip(vendor, arch, warp, 132, 1 << 20), has_cap=True)
     if tiles is None:
         assert (arch, width > 64) == ("gfx1100", True)
     else:
@@ -256,7 +255,7 @@ def test_a_block_of_queries_divides_a_tile_of_keys(width, arch, warp, vendor) ->
 
 def test_the_interpreters_tiles_are_small_enough_for_these_tests() -> None:
     """Otherwise no input of these tests would span several tiles."""
-    assert all(max(rows, cols) <= 16 for rows, cols, *_ in _tiles(32, torch.bfloat16, INTERPRETER, has_cap=False)[2:])
+    assert all(max(rows, cols) <= 16 for rows, cols, *_ in attention_tiles(32, 2, INTERPRETER, has_cap=False)[2:])
 
 
 def test_autocast_converts_all_tensors_to_its_dtype(device) -> None:
