@@ -1,34 +1,47 @@
-"""A picture of a run: its losses, learning rate and throughput over the steps. Without matplotlib there is none."""
+"""Plots: the only module that imports matplotlib, and the curves of a run (curves.png)."""
 
 from __future__ import annotations
 
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ligertune.storage import read_metrics
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 NAME = "curves.png"
 
 
-def draw_curves(output_dir: Path) -> Path | None:
-    """`output_dir/curves.png` from its metrics.jsonl; None where there is nothing to draw, or nothing to draw with."""
-    lines = read_metrics(output_dir / "metrics.jsonl")
-    trained = [line for line in lines if "loss" in line]
-    if not trained or find_spec("matplotlib") is None:
-        return None
+def has_matplotlib() -> bool:
+    """Return whether matplotlib is installed (pip install 'ligertune[plots]')."""
+    return find_spec("matplotlib") is not None
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """Return an empty figure; sizes are in inches. It needs no display: `savefig` draws it with the Agg backend."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 8), layout="constrained")
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def draw_curves(output_dir: Path) -> Path | None:
+    """Draw `output_dir/curves.png` from metrics.jsonl; None without a logged step or without matplotlib."""
+    lines = read_metrics(output_dir / "metrics.jsonl")
+    trained = [line for line in lines if "loss" in line]
+    if not trained or not has_matplotlib():
+        return None
+    figure = new_figure(8, 8)
     loss, rate, speed = figure.subplots(3, sharex=True, height_ratios=(2, 1, 1))
-    steps = [line["step"] for line in trained]
-    loss.plot(steps, [line["loss"] for line in trained], label="training")
+    _plot(loss, trained, "loss", label="training")
     evaluated = [line for line in lines if "eval_loss" in line]
     if evaluated:
-        values = [line["eval_loss"] for line in evaluated]
-        loss.plot([line["step"] for line in evaluated], values, marker="o", label="evaluation")
+        _plot(loss, evaluated, "eval_loss", marker="o", label="evaluation")
         loss.legend()
-    rate.plot(steps, [line["learning_rate"] for line in trained])
-    speed.plot(steps, [line["tokens_per_second"] for line in trained])
+    _plot(rate, trained, "learning_rate")
+    _plot(speed, trained, "tokens_per_second")
     for axis, name in ((loss, "loss"), (rate, "learning rate"), (speed, "real tokens/s")):
         axis.set_ylabel(name)
         axis.grid(alpha=0.3)
@@ -36,3 +49,7 @@ def draw_curves(output_dir: Path) -> Path | None:
     speed.set_xlabel("step")
     figure.savefig(output_dir / NAME, dpi=120)
     return output_dir / NAME
+
+
+def _plot(axis: Axes, lines: list[dict], key: str, **options: str) -> None:
+    axis.plot([line["step"] for line in lines], [line[key] for line in lines], **options)

@@ -71,8 +71,8 @@ def test_two_copies_go_on_with_what_they_or_one_process_left(alone, copies, reci
     assert losses(tmp_path / "own") == losses(copies)[2:]
 
 
-def test_copies_that_nobody_would_share_are_refused_before_processes_start(recipe, tmp_path):
+def test_more_copies_than_processes_can_shard_are_refused_before_processes_start(recipe, tmp_path):
     changes = overrides({**COPIES, "checkpoint.output_dir": tmp_path / "run"})[1::2]
-    with pytest.raises(UserError, match="2 copies need 4 processes"):
+    with pytest.raises(UserError, match="2 copies need a multiple of 2 processes, and at least 4"):
         plan_for(load_recipe(recipe, overrides=changes), processes=2)
     assert not (tmp_path / "run").exists()

@@ -52,7 +52,7 @@ def planned(recipe: Path, folder: Path, processes: int, **changes: object):
 
 
 def test_processes_that_do_not_divide_are_refused(recipe, tmp_path):
-    with pytest.raises(UserError, match="2 processes are to share each row, and this run has 3"):
+    with pytest.raises(UserError, match="2 processes share each row, and this run has 3"):
         planned(recipe, tmp_path, 3)
 
 
