@@ -1,21 +1,23 @@
-"""Rotary embeddings: an attention module whose forward calls our `apply_rope` in place of its module's function.
+"""Rotary position embeddings: rebuild an attention's forward so that it calls `apply_rope`.
 
-The function is a global of the modelling file, shared by every model of the family, so it is not replaced there.
-The attention's forward is rebuilt, byte code unchanged, on a private copy of the file's namespace (a shadow) in
-which only the recognised rotary functions differ. The copy is a real module in `sys.modules`: torch.compile guards
-on globals by module name, and a bare dict would make it look at the original.
+A modelling file keeps its rotary function as a global that every model of the family shares, so replacing it there
+would change other models. `ShadowedRope` runs the same byte code on a private copy of the file's globals, in which only
+the recognised rotary functions differ. The copy has no `__name__`: torch.compile imports a function's globals by module
+name where there is one, and would find the original; without one it guards on the dict itself.
 
-Where the forward's own code proves that its rotary function is the only reader of the queries and keys (`sole_reader`)
-it is rebuilt twice, the second time with a function that rotates them in place; which one runs is decided call by call.
+Decorators around the forward (transformers' `deprecate_kwarg`) are rebuilt around the new one.
+
+A forward whose source shows that the rotary function is the only reader of the queries and keys is rebuilt twice, the
+second time with a function that rotates them in place; each call decides which of the two runs.
 """
 
 from __future__ import annotations
 
+import dis
 import functools
 import inspect
-import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -67,12 +69,11 @@ def recognise_rope(module: nn.Module) -> RopeSpec | Refusal:
 
 @functools.cache
 def _rope_spec(cls: type[nn.Module]) -> RopeSpec | Refusal:
-    forward = cls.forward
-    if hasattr(forward, "__wrapped__"):
-        return Refusal("its forward is wrapped by a decorator")
-    source = sys.modules.get(forward.__globals__.get("__name__", ""))
-    if source is None or vars(source) is not forward.__globals__:
-        return Refusal("the module of its forward cannot be imported")
+    forward = _decorators(cls.forward)[-1]
+    if hasattr(forward, "__wrapped__") or not isinstance(forward, types.FunctionType):
+        return Refusal("its forward is wrapped by a decorator that is not a plain function")
+    if _reads_module_name(forward.__code__):
+        return Refusal("its forward reads __name__")
     functions = []
     for name in _rotary_names(cls):
         if name not in forward.__globals__:
@@ -83,6 +84,28 @@ def _rope_spec(cls: type[nn.Module]) -> RopeSpec | Refusal:
         functions.append((name, layout))
     pictures = cuts_pictures_apart(forward.__code__.co_names + _keywords(forward.__code__))
     return RopeSpec(tuple(functions), pictures)
+
+
+def _decorators(forward: Callable[..., Any]) -> list[Callable[..., Any]]:
+    """Return a forward's decorators, outermost first, and the function that they decorate.
+
+    The list ends early, with a function that has `__wrapped__`, where a decorator cannot be rebuilt: it has to be a
+    Python function that closes over what it wraps.
+    """
+    chain = [forward]
+    while (wrapped := getattr(chain[-1], "__wrapped__", None)) is not None:
+        cells = getattr(chain[-1], "__closure__", None) or ()
+        if sum(cell.cell_contents is wrapped for cell in cells) != 1:
+            break
+        chain.append(wrapped)
+    return chain
+
+
+def _reads_module_name(code: types.CodeType) -> bool:
+    """Return whether a function or one inside it reads the global `__name__`, which the private copy lacks."""
+    reads = any(step.opname == "LOAD_GLOBAL" and step.argval == "__name__" for step in dis.get_instructions(code))
+    inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return reads or any(map(_reads_module_name, inner))
 
 
 def _keywords(code: types.CodeType) -> tuple[str, ...]:
@@ -188,48 +211,52 @@ def _tokens_first(name: str) -> Callable[..., tuple[Tensor, Tensor]]:
     return rotary
 
 
-@functools.cache
-def _shadow(module_name: str, spec: RopeSpec, *, inplace: bool) -> types.ModuleType:
-    source = sys.modules[module_name]
-    functions = "_".join(f"{name}_{layout}" for name, layout in spec.functions)
-    tag = functions + "_inplace" * inplace + "_pictures" * spec.pictures
-    shadow = types.ModuleType(f"ligertune_shadow_{module_name.replace('.', '_')}_{tag}", source.__doc__)
-    own = {"__name__", "__doc__", "__spec__", "__loader__"}
-    vars(shadow).update({name: value for name, value in vars(source).items() if name not in own})
+def _private_globals(forward: types.FunctionType, spec: RopeSpec, *, inplace: bool) -> dict[str, Any]:
+    """Return a copy of the globals of a forward in which the functions of `spec` are ours."""
+    theirs = forward.__globals__
+    ours = {name: value for name, value in theirs.items() if name != "__name__"}
     for name, layout in spec.functions:
         plain = layout != "tokens_first"
-        ours = _rotary_function(vars(source)[name], layout, name, inplace=inplace) if plain else _tokens_first(name)
-        setattr(shadow, name, ours)
-    if spec.pictures:
-        vars(shadow).update(STAND_INS)
-    sys.modules[shadow.__name__] = shadow
-    return shadow
+        ours[name] = _rotary_function(theirs[name], layout, name, inplace=inplace) if plain else _tokens_first(name)
+    return ours | STAND_INS if spec.pictures else ours
 
 
-def _rebuilt(theirs: types.FunctionType, shadow: types.ModuleType) -> types.FunctionType:
-    """The same forward, its globals those of the shadow."""
-    forward = types.FunctionType(
-        theirs.__code__, vars(shadow), theirs.__name__, theirs.__defaults__, theirs.__closure__
-    )
-    functools.update_wrapper(forward, theirs)
-    del forward.__wrapped__  # nothing is wrapped: what is seen is what runs
-    forward.__kwdefaults__ = theirs.__kwdefaults__
-    forward.__module__ = shadow.__name__
+def _rebuilt(theirs: types.FunctionType, spec: RopeSpec, *, inplace: bool) -> types.FunctionType:
+    """Return the same forward, with the same decorators, on private globals."""
+    *decorators, innermost = _decorators(theirs)
+    forward = _copy(innermost, _private_globals(innermost, spec, inplace=inplace), innermost.__closure__)
+    for decorator in reversed(decorators):
+        cells = (
+            types.CellType(forward) if cell.cell_contents is decorator.__wrapped__ else cell
+            for cell in decorator.__closure__
+        )
+        wrapped, forward = forward, _copy(decorator, decorator.__globals__, tuple(cells))
+        forward.__wrapped__ = wrapped
     return forward
 
 
+def _copy(
+    function: types.FunctionType, namespace: Mapping[str, Any], closure: tuple[types.CellType, ...] | None
+) -> types.FunctionType:
+    copied = types.FunctionType(function.__code__, namespace, function.__name__, function.__defaults__, closure)
+    copied.__kwdefaults__ = function.__kwdefaults__
+    functools.update_wrapper(copied, function)
+    del copied.__wrapped__  # update_wrapper sets it; `copied` calls something else
+    return copied
+
+
 class ShadowedRope(Patch):
-    """Mixin of an attention module: its own forward, in a namespace whose rotary functions are ours."""
+    """Mixin of an attention module: its own forward, on globals whose rotary functions are ours."""
 
     @classmethod
     def class_body(cls, original: type[nn.Module], spec: RopeSpec) -> dict[str, Any]:
-        theirs, file = original.forward, original.forward.__globals__["__name__"]
-        apart = _rebuilt(theirs, _shadow(file, spec, inplace=False))
+        theirs = original.forward
+        apart = _rebuilt(theirs, spec, inplace=False)
         (first, _), *others = spec.functions
-        sources = () if others or spec.pictures else sources_of(theirs, first)
+        sources = () if others or spec.pictures else sources_of(inspect.unwrap(theirs), first)
         if not sources:
             return {"forward": apart}
-        inplace = _rebuilt(theirs, _shadow(file, spec, inplace=True))
+        inplace = _rebuilt(theirs, spec, inplace=True)
 
         @functools.wraps(apart)
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -267,10 +267,24 @@ def test_forward_replaced_on_the_instance_is_respected():
     assert "replaced on the instance" in rows["rms_norm"].note
 
 
+CALLED = []
+
+
 def logged(forward):
     @functools.wraps(forward)
     def wrapper(self, *args, **kwargs):
+        CALLED.append(type(self).__name__)
         return forward(self, *args, **kwargs)
+
+    return wrapper
+
+
+def looked_up(forward):
+    forwards = {"forward": forward}
+
+    @functools.wraps(forward)
+    def wrapper(self, *args, **kwargs):
+        return forwards["forward"](self, *args, **kwargs)
 
     return wrapper
 
@@ -283,12 +297,39 @@ class LoggedAttention(LlamaAttention):
     forward = logged(LlamaAttention.forward)
 
 
-def test_a_decorated_forward_is_left_with_the_reason():
+class LookedUpAttention(LlamaAttention):
+    forward = looked_up(LlamaAttention.forward)
+
+
+class NamedAttention(LlamaAttention):
+    def forward(self, *args, **kwargs):
+        return __name__, apply_rotary_pos_emb(*args, **kwargs)
+
+
+def test_decorators_of_an_attention_are_kept_around_the_rebuilt_forward():
     model = tiny_models.make("llama")
-    model.model.norm.__class__, model.model.layers[0].self_attn.__class__ = LoggedNorm, LoggedAttention
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = LoggedAttention
+    rows = {row.kernel: row for row in patch(model).rows}
+    assert (rows["apply_rope"].applied, rows["apply_rope"].left) == (2, 0)
+    CALLED.clear()
+    model(**tiny_models.batch())
+    assert CALLED == ["LoggedAttention"] * 2
+
+
+@pytest.mark.parametrize(
+    ("cls", "reason"),
+    [(LookedUpAttention, "wrapped by a decorator that is not a plain function"), (NamedAttention, "reads __name__")],
+)
+def test_an_attention_that_cannot_be_rebuilt_is_left_with_the_reason(cls, reason):
+    assert reason in recognise_rope(cls(tiny_models.config_of("llama"), 0)).reason
+
+
+def test_a_decorated_norm_is_left_with_the_reason():
+    model = tiny_models.make("llama")
+    model.model.norm.__class__ = LoggedNorm
     rows = {row.kernel: row for row in patch(model).rows}
     assert rows["rms_norm"].note == "1 LoggedNorm: its forward is wrapped by a decorator"
-    assert rows["apply_rope"].note == "1 LoggedAttention: its forward is wrapped by a decorator"
 
 
 def test_hidden_states_and_attentions_are_captured_as_before():
