@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -11,6 +12,7 @@ from ligertune.cli.render import console as render
 
 if TYPE_CHECKING:
     from ligertune.bench.kernel_check import Check
+    from ligertune.doctor.finding import Finding
 
 
 def doctor(
@@ -23,10 +25,8 @@ def doctor(
 
     Example: ligertune doctor --kernels
     """
-    from ligertune.doctor.examine import examine
-
     render.people_on_stderr(json)
-    findings = examine()
+    findings = _examine()
     render.table("This machine", [(f.what, f"{'ok' if f.ok else 'warning':8s} {f.value}") for f in findings])
     for finding in findings:
         if not finding.ok:
@@ -40,6 +40,32 @@ def doctor(
         render.json_report({**report, **({"kernels": [check.as_dict() for check in checks]} if kernels else {})})
     if not good:
         raise typer.Exit(1)
+
+
+def _examine() -> list[Finding]:
+    """Run all checks except those of the kernels, in the order of the report."""
+    from ligertune.doctor import gpu, host, software
+    from ligertune.hardware import this_machine
+    from ligertune.report import versions
+
+    installed = versions()
+    triton = software.triton_version(installed)
+    first = [software.python(), *software.packages(installed)]
+    if (broken := software.torch_that_fails()) is not None:
+        return [*first, broken, *host.resources()]
+    machine = this_machine()
+    return [
+        *first,
+        software.pairing(installed.get("torch", ""), triton, software.required_by_torch()),
+        software.triton_owners(software.owners_of_triton()),
+        software.c_compiler(triton, needed=machine.vendor != "cpu"),
+        gpu.device(machine, gpu.hardware()),
+        *(check(machine) for check in (gpu.driver, gpu.dtypes, gpu.peaks, gpu.kernels, gpu.attention)),
+        *gpu.amd(machine, os.environ, installed_bitsandbytes=software.version_of("bitsandbytes")),
+        gpu.communication(machine),
+        *host.resources(),
+        *host.environment(os.environ, machine.vendor),
+    ]
 
 
 def _check_kernels() -> list[Check]:
@@ -57,20 +83,16 @@ def _check_kernels() -> list[Check]:
     render.text()
     render.columns("Kernels against float64", ["", "dtype", "", "relative error", "allowed"], _lines(done))
     wrong = sum(not check.good for check in done)
-    seconds = sum(check.seconds for check in done)
-    render.text(
-        f"{len(done)} checks in {seconds:.0f} s: " + (f"{wrong} WRONG" if wrong else "all within their tolerance")
-    )
+    verdict = f"{wrong} WRONG" if wrong else "all within their tolerance"
+    render.text(f"{len(done)} checks in {sum(check.seconds for check in done):.0f} s: {verdict}")
     return done
 
 
 def _lines(checks: list[Check]) -> list[list[str]]:
     """Return a table line for the worst case of each op and dtype."""
-    of_op: dict[tuple, list[Check]] = {}
-    for check in checks:
-        of_op.setdefault((check.case.op, check.case.dtype), []).append(check)
     lines = []
-    for (op, dtype), rows in of_op.items():
+    for op, dtype in dict.fromkeys((check.case.op, check.case.dtype) for check in checks):
+        rows = [check for check in checks if (check.case.op, check.case.dtype) == (op, dtype)]
         worst = max(rows, key=lambda check: (not check.good, check.error is None, check.error or 0.0))
         result = f"{worst.case.label}, {worst.form}: {worst.failure}" if worst.failure else f"{worst.error:.1e}"
         verdict = "ok" if worst.good else "WRONG"

@@ -1,1 +1,1 @@
-"""What this machine can do, and the command that mends what it cannot."""
+"""Checks of `ligertune doctor`: installed software, device and host, each with a command that fixes a problem."""

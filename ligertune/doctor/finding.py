@@ -1,4 +1,4 @@
-"""One line of the doctor's."""
+"""The result of one check of `ligertune doctor`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True)
 class Finding:
-    """`advice` is empty where all is well; `command` is what to type then, if a command mends it."""
+    """One line of the report. advice: what is wrong, empty if nothing is; command: fixes it, if a command can."""
 
     what: str
     value: str
@@ -20,3 +20,8 @@ class Finding:
 
     def as_dict(self) -> dict:
         return {**asdict(self), "ok": self.ok}
+
+    @classmethod
+    def unless(cls, fine: bool, what: str, value: str, advice: str, command: str = "") -> Finding:
+        """Return a finding with advice and command, or without them if all is fine."""
+        return cls(what, value) if fine else cls(what, value, advice, command)

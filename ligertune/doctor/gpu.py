@@ -1,4 +1,4 @@
-"""The device: whether torch sees it, its driver, dtypes, kernels, attention, and what AMD's software must be told."""
+"""Checks of the device: visibility to torch, driver, dtypes, kernels, attention, communication, AMD's settings."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from packaging.version import Version
 from ligertune.doctor.finding import Finding
 from ligertune.hardware import Machine
 
-# Every kernel is compiled ahead of time for these by the tests; none has been run on one by us.
+# The tests compile every kernel ahead of time for these chips. We have run none of them on an AMD GPU.
 COMPILED_FOR = ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201")
 AOTRITON = "TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL"
 OVERRIDE = "HSA_OVERRIDE_GFX_VERSION"
-OLDEST_BITSANDBYTES = Version("0.50")  # on ROCm
+OLDEST_BITSANDBYTES = Version("0.50")  # the first with ROCm support in its wheels
 
 
 def hardware() -> Literal["nvidia", "amd", "amd, closed", ""]:
-    """The GPU that the operating system shows, whatever torch makes of it."""
+    """Return the GPU that the operating system shows, whether torch sees it or not; closed: without access to it."""
     kfd = Path("/dev/kfd")
     if kfd.exists():
         return "amd" if os.access(kfd, os.R_OK | os.W_OK) else "amd, closed"
@@ -30,96 +30,93 @@ def hardware() -> Literal["nvidia", "amd", "amd, closed", ""]:
 
 
 def device(machine: Machine, present: str) -> Finding:
-    """What torch computes on; a warning where there is a GPU that it does not see."""
+    """Check that torch sees the GPU. present: as returned by `hardware`."""
     value = f"{machine.name} ({machine.arch}) x {machine.device_count}, {machine.memory_bytes / 2**30:.1f} GiB"
     if machine.vendor != "cpu" or not present:
         return Finding("device", value)
     if present == "amd, closed":
-        advice = "there is an AMD GPU, and this user may not open /dev/kfd"
+        advice = "there is an AMD GPU, but this user has no permission to open /dev/kfd"
         return Finding("device", value, advice, "sudo usermod -aG render,video $USER    # then log in again")
-    advice = (
-        f"there is {'an AMD' if present == 'amd' else 'an NVIDIA'} GPU, and torch {machine.torch_version} sees none"
-    )
-    command = "python -c 'import torch; torch.cuda.init()'    # says why: a CPU build, an old driver, or none visible"
+    vendor = "an AMD" if present == "amd" else "an NVIDIA"
+    advice = f"there is {vendor} GPU, but torch {machine.torch_version} does not see it"
+    command = "python -c 'import torch; torch.cuda.init()'    # prints why: a CPU build, an old driver, or none visible"
     return Finding("device", value, advice, command)
 
 
 def driver(machine: Machine) -> Finding:
-    """The kernel module's version, and the CUDA or ROCm that torch was built with."""
+    """Return the driver's version, and the CUDA or ROCm version that torch was built with."""
     import torch
 
     if machine.vendor == "cpu":
         return Finding("driver", "none in use")
     if machine.vendor == "amd":
         module = Path("/sys/module/amdgpu/version")
-        version = module.read_text(encoding="utf-8").strip() if module.is_file() else "the kernel's own amdgpu"
+        version = module.read_text(encoding="utf-8").strip() if module.is_file() else "amdgpu of the Linux kernel"
         return Finding("driver", f"{version}; torch is built for ROCm {torch.version.hip}")
     return Finding("driver", f"{_nvidia_driver() or 'unknown'}; torch is built for CUDA {torch.version.cuda}")
 
 
 def _nvidia_driver() -> str:
-    if shutil.which("nvidia-smi") is None:
-        return ""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
-    except subprocess.TimeoutExpired:  # a GPU that hangs
+    except (FileNotFoundError, subprocess.TimeoutExpired):  # nvidia-smi hangs with a GPU that hangs
         return ""
     return done.stdout.splitlines()[0].strip() if done.returncode == 0 and done.stdout.strip() else ""
 
 
 def dtypes(machine: Machine) -> Finding:
-    """What `model.dtype: auto` comes to."""
-    if machine.vendor == "cpu":
-        return Finding("model.dtype: auto", "float32")
-    if machine.has_bfloat16:
-        return Finding("model.dtype: auto", "bfloat16")
-    return Finding("model.dtype: auto", "float16 (mixed precision, scaled loss): no bfloat16 here")
+    """Return the dtype that `model.dtype: auto` selects."""
+    half = "bfloat16" if machine.has_bfloat16 else "float16 (mixed precision, scaled loss): no bfloat16 here"
+    return Finding("model.dtype: auto", "float32" if machine.vendor == "cpu" else half)
 
 
 def peaks(machine: Machine) -> Finding:
-    """The data sheet's rates, dense."""
+    """Return the dense peak rates of the data sheet."""
     if machine.peak_flops is None:
-        return Finding("peak rates", "unknown (MFU is left out of reports)")
+        return Finding("peak rates", "unknown (reports have no MFU)")
     rates = f"{machine.peak_flops / 1e12:.0f} TFLOP/s bfloat16, {machine.peak_bandwidth / 1e12:.2f} TB/s"
     return Finding("peak rates", rates)
 
 
 def kernels(machine: Machine) -> Finding:
-    """Triton, or the references."""
+    """Check that the kernels run on Triton if there is a GPU."""
     from ligertune_kernels import backend
 
-    what, found = "kernels run on", backend(machine.device)
-    if found == "triton":
-        return Finding(what, "Triton")
-    if machine.vendor == "cpu":
-        return Finding(what, "the PyTorch references")
-    advice = "a GPU without triton, which torch's wheels for Linux bring along"
+    if backend(machine.device) == "triton":
+        return Finding("kernels run on", "Triton")
     command = "pip install triton" if machine.vendor == "nvidia" else "install torch's ROCm build again"
-    return Finding(what, "the PyTorch references", advice, command)
+    advice = "triton is missing; torch's wheels for Linux normally install it"
+    return Finding.unless(machine.vendor == "cpu", "kernels run on", "the PyTorch references", advice, command)
 
 
 def attention(machine: Machine) -> Finding:
-    """Which can train here, whatever the model."""
+    """Return the attention implementations that this machine can train with, and why not the others."""
     from ligertune.attention.choice import ATTENTIONS, missing_here
 
     reasons = {row.name: missing_here(row, machine) for row in ATTENTIONS}
-    there = ", ".join(name for name, reason in reasons.items() if reason is None)
+    usable = ", ".join(name for name, reason in reasons.items() if reason is None)
     absent = "; ".join(f"{name}: {reason}" for name, reason in reasons.items() if reason is not None)
-    return Finding("attention", there + (f" (not {absent})" if absent else ""))
+    return Finding("attention", usable + (f" (not {absent})" if absent else ""))
 
 
 def amd(machine: Machine, variables: Mapping[str, str], *, installed_bitsandbytes: str | None) -> list[Finding]:
-    """What only AMD GPUs need; nothing on others."""
+    """Check what only AMD GPUs need; return an empty list on others."""
     if machine.vendor != "amd":
         return []
-    found = [_proved_on(machine.arch)]
-    if machine.arch.startswith(("gfx10", "gfx11", "gfx12")):
+    chip = machine.arch
+    tested = (
+        f"compiled for {chip} by the tests, never run on it by the authors"
+        if chip in COMPILED_FOR
+        else f"{chip} is not among the chips that the tests compile for ({', '.join(COMPILED_FOR)})"
+    )
+    found = [Finding("kernels on this chip", f"{tested}; `ligertune doctor --kernels` checks them here")]
+    if chip.startswith(("gfx10", "gfx11", "gfx12")):
         on = variables.get(AOTRITON) == "1"
-        advice = "" if on else "on RDNA torch's flash attention (AOTriton) is off, and attention takes far more memory"
-        found.append(Finding("AOTriton", "on" if on else "off", advice, "" if on else f"export {AOTRITON}=1"))
+        advice = "on RDNA torch's flash attention (AOTriton) is off by default, and other attention takes more memory"
+        found.append(Finding.unless(on, "AOTriton", "on" if on else "off", advice, f"export {AOTRITON}=1"))
     if variables.get(OVERRIDE):
-        advice = "kernels are then compiled for another chip than this one, and may compute wrongly"
+        advice = "kernels are compiled for another chip than this one, and may give wrong results"
         found.append(Finding(OVERRIDE, variables[OVERRIDE], advice, f"unset {OVERRIDE}"))
     if installed_bitsandbytes and Version(installed_bitsandbytes) < OLDEST_BITSANDBYTES:
         advice = f"ROCm needs bitsandbytes {OLDEST_BITSANDBYTES} or newer"
@@ -128,16 +125,8 @@ def amd(machine: Machine, variables: Mapping[str, str], *, installed_bitsandbyte
     return found
 
 
-def _proved_on(arch: str) -> Finding:
-    if arch in COMPILED_FOR:
-        said = f"compiled for {arch} by the tests, never run on it by the authors"
-    else:
-        said = f"{arch} is not among the chips that the tests compile for ({', '.join(COMPILED_FOR)})"
-    return Finding("kernels on this chip", f"{said}; `ligertune doctor --kernels` checks them here")
-
-
 def communication(machine: Machine) -> Finding:
-    """What several GPUs talk through. ROCm's library goes by NVIDIA's name in torch."""
+    """Check the library that several processes communicate through."""
     import torch
     from torch import distributed
 
@@ -146,9 +135,9 @@ def communication(machine: Machine) -> Finding:
         return Finding(what, "this torch is built without torch.distributed: one process only")
     if machine.vendor == "cpu":
         return Finding(what, "gloo")
+    # torch calls AMD's library by the name of NVIDIA's
     library = "RCCL" if machine.vendor == "amd" else "NCCL"
     if distributed.is_nccl_available():
         return Finding(what, f"{library} {'.'.join(map(str, torch.cuda.nccl.version()))}")
-    advice = f"torch {machine.torch_version} is built without {library}, through which several GPUs train together"
-    several = machine.device_count > 1
-    return Finding(what, f"no {library}", advice if several else "", "pip install torch" if several else "")
+    advice = f"torch {machine.torch_version} is built without {library}, which training on several GPUs needs"
+    return Finding.unless(machine.device_count == 1, what, f"no {library}", advice, "pip install torch")

@@ -1,4 +1,4 @@
-"""`ligertune doctor`: what each line warns of and the command it names, and whether `--kernels` sees a wrong kernel."""
+"""`ligertune doctor`: warnings with their commands, and detection of wrong kernels by `--kernels`."""
 
 from __future__ import annotations
 
@@ -37,32 +37,29 @@ def test_every_op_is_checked():
         ("2.11.0+cu130", "3.6.0", "3.6.0", True),
         ("2.11.0+cu130", "3.7.1", "3.6.0", False),
         ("2.11.0+rocm7.2", "3.6.0+rocm7.2.git1", "3.6.0+rocm7.2.git1", True),
-        ("2.13.0+cpu", "3.7.1", None, True),  # a CPU build names none: what was tested together
+        ("2.13.0+cpu", "3.7.1", None, True),  # a CPU build requires no triton: the table of tested pairs counts
         ("2.13.0+cpu", "3.8.0", None, False),
-        ("2.99.0+cpu", "9.9.0", None, True),  # not known, and not held against anybody
+        ("2.99.0+cpu", "9.9.0", None, True),  # not in the table
         ("2.13.0+cpu", "", None, True),
     ],
 )
-def test_torch_and_triton_pair(torch_version, triton, required, ok):
+def test_torch_and_triton_that_do_not_match_get_a_warning(torch_version, triton, required, ok):
     found = software.pairing(torch_version, triton, required)
     assert found.ok is ok
     assert ok or found.command.startswith("pip uninstall -y torch" if required else "pip install 'triton==3.7.*'")
 
 
-def test_two_owners_of_triton():
+def test_packages_that_overwrite_each_other_or_are_too_old_get_a_command():
     assert software.triton_owners(["triton"]).ok
     found = software.triton_owners(["triton", "triton-rocm"])
     assert "triton and triton-rocm" in found.advice and "pip uninstall -y torch triton triton-rocm" in found.command
-
-
-def test_an_old_package_names_what_is_needed():
     wanted = Requirement("transformers>=5.10.1")
     assert software.package("transformers", "5.23.0", wanted).ok
     assert software.package("transformers", "5.9.0", wanted).command == "pip install 'transformers>=5.10.1'"
 
 
 @pytest.mark.parametrize(("triton", "ok"), [("3.6.0", False), ("3.9.0", True), ("", True)])
-def test_a_missing_c_compiler(triton, ok, monkeypatch, tmp_path):
+def test_a_missing_c_compiler_gets_a_warning_if_triton_needs_one(triton, ok, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
     found = software.c_compiler(triton, needed=True)
@@ -74,14 +71,14 @@ def test_a_missing_c_compiler(triton, ok, monkeypatch, tmp_path):
     ("present", "words"),
     [("", ""), ("nvidia", "an NVIDIA GPU"), ("amd", "an AMD GPU"), ("amd, closed", "/dev/kfd")],
 )
-def test_a_gpu_that_torch_does_not_see(present, words):
+def test_a_gpu_that_torch_does_not_see_gets_a_warning(present, words):
     found = gpu.device(CPU, present)
     assert found.ok is not bool(words) and words in found.advice and bool(found.command) is bool(words)
     assert gpu.device(NVIDIA, "nvidia").ok
 
 
 @pytest.mark.parametrize(
-    ("machine", "there", "absent"),
+    ("machine", "usable", "absent"),
     [
         (CPU, ["sdpa"], ["varlen", "flex_attention"]),
         (NVIDIA, ["varlen", "flex_attention", "sdpa"], []),
@@ -90,9 +87,9 @@ def test_a_gpu_that_torch_does_not_see(present, words):
     ],
     ids=["cpu", "nvidia", "old", "amd"],
 )
-def test_attention_of_a_machine(machine, there, absent):
-    usable, _, missing = gpu.attention(machine).value.partition(" (not ")
-    assert set(there) <= set(usable.split(", "))
+def test_attention_implementations_of_a_machine_are_listed(machine, usable, absent):
+    listed, _, missing = gpu.attention(machine).value.partition(" (not ")
+    assert set(usable) <= set(listed.split(", "))
     assert all(words in missing for words in absent)
 
 
@@ -106,30 +103,32 @@ def test_attention_of_a_machine(machine, there, absent):
         (CDNA, {gpu.OVERRIDE: "9.4.2"}, "0.49.0", [gpu.OVERRIDE, "bitsandbytes"]),
     ],
 )
-def test_what_amd_must_be_told(machine, variables, bitsandbytes, warned):
+def test_settings_that_amd_gpus_need_get_a_warning(machine, variables, bitsandbytes, warned):
     found = gpu.amd(machine, variables, installed_bitsandbytes=bitsandbytes)
     assert [f.what for f in found if not f.ok] == warned
     assert all(f.command for f in found if not f.ok)
 
 
 @pytest.mark.parametrize(("arch", "words"), [("gfx942", "never run"), ("gfx1151", "not among the chips")])
-def test_what_was_never_run_is_said(arch, words):
+def test_kernels_that_were_never_run_on_this_chip_are_named(arch, words):
     assert words in gpu.amd(dataclasses.replace(CDNA, arch=arch), {}, installed_bitsandbytes=None)[0].value
 
 
-def test_variables_that_change_a_run():
+def test_environment_variables_that_change_a_run_get_a_warning():
     variables = {"TRITON_INTERPRET": "1", "HF_HUB_OFFLINE": "0", "WORLD_SIZE": "2"}
     assert [f.what for f in host.environment(variables, "nvidia")] == ["TRITON_INTERPRET", "WORLD_SIZE"]
-    assert [f.command for f in host.environment(variables, "cpu")] == ["unset WORLD_SIZE"]  # a CPU may interpret
+    assert [f.command for f in host.environment(variables, "cpu")] == [
+        "unset WORLD_SIZE"
+    ]  # the interpreter is normal on a CPU
 
 
-def test_a_cache_on_a_full_disk(monkeypatch, tmp_path):
+def test_a_full_disk_gets_a_warning(monkeypatch, tmp_path):
     monkeypatch.setattr(host, "LEAST_DISK", 2**62)
     assert "GiB is free" in host.cache(tmp_path / "not" / "there").advice
     assert not host.free_disk("here", tmp_path).ok
 
 
-def test_the_command_reports_lines_and_kernels_as_json():
+def test_the_command_reports_findings_and_kernels_as_json():
     done = CliRunner().invoke(app, ["doctor", "--kernels", "--json"])
     assert done.exit_code == 0, done.output
     report = json.loads(done.stdout)
@@ -140,8 +139,8 @@ def test_the_command_reports_lines_and_kernels_as_json():
 
 
 @pytest.mark.parametrize("wrong", ["a factor", "not a number", "an exception"])
-def test_a_wrong_kernel_is_seen(wrong, monkeypatch):
-    """In one op: its output a twentieth too large, NaN, or none at all."""
+def test_a_wrong_kernel_fails_the_command(wrong, monkeypatch):
+    """One op returns values 5 % too large, NaN, or raises."""
 
     def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         if wrong == "an exception":
