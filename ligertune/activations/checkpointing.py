@@ -16,7 +16,7 @@ from ligertune.activations.gate_offload import LayerRun, keep_gates
 from ligertune.activations.offload import HostStore, Waiting
 from ligertune.attention.sdpa import same_bits
 from ligertune.errors import UserError
-from ligertune.models.layer_shape import text_layers
+from ligertune.models.shape import text_layers
 
 Kind = Literal[True, "offload", "offload_gate", "offload_both"]  # as train.gradient_checkpointing says it
 Contexts = tuple[contextlib.AbstractContextManager, contextlib.AbstractContextManager]

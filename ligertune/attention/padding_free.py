@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ligertune.attention.choice import OURS, choose_attention
 from ligertune.errors import UserError
-from ligertune.vision.families import family_of, sees
+from ligertune.vision.families import family_of, has_vision
 
 if TYPE_CHECKING:
     import numpy as np
@@ -70,7 +70,7 @@ def choose_rows(
             return attention(packing=True), True
         except UserError as problem:
             raise asked_for(problem) from problem
-    if _costs_nothing(options, machine) and not sees(config):
+    if _costs_nothing(options, machine) and not has_vision(config):
         try:
             found = attention(packing=True)
         except UserError:  # what it says is about packing, which nobody asked for

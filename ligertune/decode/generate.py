@@ -15,9 +15,8 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedT
 from ligertune.data.templates.prompts import alpaca_prompt
 from ligertune.decode.image_prompt import prompt_inputs, with_images
 from ligertune.errors import UserError
-from ligertune.models.adapter_folder import ADAPTER, base_of
 from ligertune.models.load import auto_class, hide_loading_bars
-from ligertune.models.save import read_prompt
+from ligertune.models.save import ADAPTER_CONFIG, adapter_base_model, read_prompt
 from ligertune.vision.reader import saved_reader
 
 
@@ -98,8 +97,8 @@ def load_for_generation(
 def _described_by(model_name: str) -> str:
     """Where the model's configuration is: of an adapter, with the model that it was made for."""
     folder = Path(model_name)
-    alone = (folder / ADAPTER).is_file() and not (folder / "config.json").exists()
-    return base_of(folder) if alone else model_name
+    alone = (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").exists()
+    return adapter_base_model(folder) if alone else model_name
 
 
 def _loaded(model_name: str, auto: type) -> Any:

@@ -118,18 +118,17 @@ def merge_adapter(
     Where the model is sharded (`weights`: all of its own), that happens to a copy on the main process.
     """
     from ligertune.models.load import whole_model
-    from ligertune.models.lora import merged
     from ligertune.models.trainable import apply_method
 
     inner = accelerator.unwrap_model(model)
     if weights is None:
-        inner.base_model = merged(inner.base_model)
+        inner.base_model = inner.base_model.merge_and_unload()
         return None
     if not accelerator.is_main_process:
         return weights
     adapted = apply_method(whole_model(options.model, config), options.method)
     adapted.load_state_dict(of_base(weights))
-    base = {f"base_model.{name}": t for name, t in merged(adapted).state_dict().items()}
+    base = {f"base_model.{name}": t for name, t in adapted.merge_and_unload().state_dict().items()}
     return base | {name: t for name, t in weights.items() if not name.startswith("base_model.")}
 
 
@@ -150,7 +149,7 @@ def accuracy_of(model: MedusaModel, examples: Examples) -> list[list[float]]:
     import numpy as np
 
     from ligertune.data.batching.collate import Batcher
-    from ligertune.models.compile import as_written
+    from ligertune.models.compile import run_eagerly
     from ligertune.tasks.medusa.head_accuracy import rank_accuracy
 
     batcher = Batcher(
@@ -162,7 +161,7 @@ def accuracy_of(model: MedusaModel, examples: Examples) -> list[list[float]]:
         device=model.get_output_embeddings().weight.device,
     )
     batches = (batcher([np.array([i])]) for i in range(len(examples)))
-    with as_written():
+    with run_eagerly():
         return rank_accuracy(model, batches).nan_to_num(0.0).tolist()
 
 
@@ -171,7 +170,7 @@ def measure_heads(
 ) -> MedusaReport:
     """The report on trained heads; `model` is left with attention that takes any mask."""
     from ligertune.decode.medusa_report import MedusaReport, measure_decoding, prompt_of
-    from ligertune.models.compile import as_written
+    from ligertune.models.compile import run_eagerly
     from ligertune.tasks.medusa.candidate_tree import Tree, best_paths
 
     spec, base = model.spec, model.base_model
@@ -181,7 +180,7 @@ def measure_heads(
         base.set_attn_implementation("sdpa" if base._supports_sdpa else "eager")
         chosen = (examples[i] for i in range(min(spec.eval_prompts, len(examples))))
         prompts = [prompt_of(example.input_ids, example.labels) for example in chosen]
-        with as_written():
+        with run_eagerly():
             decoding = measure_decoding(
                 base, model.medusa_head, model.form, prompts, tree, max_new_tokens=spec.eval_new_tokens
             )

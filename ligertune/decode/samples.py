@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ligertune.decode.generate import in_template
-from ligertune.models.compile import as_written
+from ligertune.models.compile import run_eagerly
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -32,7 +32,7 @@ def answers_to(
             text, writes_special = in_template(tokenizer, prompt, how)
             ids = tokenizer(text, return_tensors="pt", add_special_tokens=not writes_special)["input_ids"]
             ids = ids.to(next(model.parameters()).device)
-            with as_written():
+            with run_eagerly():
                 output = model.generate(
                     input_ids=ids,
                     attention_mask=torch.ones_like(ids),

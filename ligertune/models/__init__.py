@@ -1,1 +1,1 @@
-"""Models: what they are (`load`, `shape`) and how their layers come to run our kernels (`patch`)."""
+"""Models: load and save them, choose what trains (LoRA, freezing), read their sizes, compile and float8."""

@@ -1,4 +1,4 @@
-"""transformers' AutoModelForCausalLM and AutoModelForImageTextToText, with our kernels in what they return."""
+"""transformers' AutoModelForCausalLM and AutoModelForImageTextToText; the models they return run our kernels."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from transformers import PreTrainedModel
 from ligertune.patching.patch import patch
 
 
-class _Patching:
-    theirs: type
+class _PatchedAuto:
+    auto_class: type
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> PreTrainedModel:
-        model = cls.theirs.from_pretrained(*args, **kwargs)
+        model = cls.auto_class.from_pretrained(*args, **kwargs)
         patch(model)
         return model
 
     @classmethod
     def from_config(cls, *args: Any, **kwargs: Any) -> PreTrainedModel:
-        model = cls.theirs.from_config(*args, **kwargs)
+        model = cls.auto_class.from_config(*args, **kwargs)
         patch(model)
         return model
 
 
-class AutoModelForCausalLM(_Patching):
-    """Loads as `transformers.AutoModelForCausalLM` does, with the same arguments, and patches."""
+class AutoModelForCausalLM(_PatchedAuto):
+    """Load with the arguments of `transformers.AutoModelForCausalLM`, then patch."""
 
-    theirs = transformers.AutoModelForCausalLM
+    auto_class = transformers.AutoModelForCausalLM
 
 
-class AutoModelForImageTextToText(_Patching):
-    """Loads as `transformers.AutoModelForImageTextToText` does, with the same arguments, and patches."""
+class AutoModelForImageTextToText(_PatchedAuto):
+    """Load with the arguments of `transformers.AutoModelForImageTextToText`, then patch."""
 
-    theirs = transformers.AutoModelForImageTextToText
+    auto_class = transformers.AutoModelForImageTextToText

@@ -1,13 +1,13 @@
-"""Linear layers that multiply in float8, by torchao: the decoder layers' own, and no others.
+"""Float8 training with torchao: linear layers inside the decoder layers multiply in float8.
 
-    y = x W'        dx = dy W        dW = dy' x        each of two operands in float8, added up in float32
+    y = x W'        dx = dy W        dW = dy' x        both operands in float8, accumulated in float32
 
-x and W are cast to e4m3 (3 bits of mantissa), dy to e5m2 (2, and a wider range), where a product reads them. A tensor
-has one scale, from its largest value: torchao's "tensorwise" recipe, its fastest. Weights, their gradients, what goes
-from layer to layer and what autograd keeps stay in the model's dtype, and so do checkpoints. The output head, where an
-error would go straight into the loss, embeddings, routers and the part that sees are left as they are.
+Each product casts x and W to e4m3 and dy, which needs more range, to e5m2. A tensor has one scale, from its largest
+absolute value (torchao's "tensorwise" recipe, its fastest). Weights, gradients, activations and checkpoints keep the
+model's dtype. The output head (its error would go straight into the loss), embeddings, routers and the vision tower
+stay unquantised.
 
-One scale for all rows of a batch means that rows, and the documents in them, change each other's rounding.
+One scale per batch means that rows, and packed documents, change each other's rounding.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from ligertune.errors import UserError
-from ligertune.vision.families import family_of, part_of, sees
+from ligertune.vision.families import family_of, has_vision, part_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-MULTIPLE_OF = 16  # of both sizes of a weight, and of a batch's tokens, which are the inner size of dW's product
-ROUTERS = {"gate", "router", "router_gate"}  # of a mixture: their small differences choose an expert
+MULTIPLE_OF = 16  # for both sizes of a weight, and for a batch's tokens, the inner size of dW's product
+ROUTERS = {"gate", "router", "router_gate"}  # in a mixture of experts, small differences choose the expert
 
 
 @dataclass(frozen=True)
 class Float8Linears:
-    """Names of those that float8 takes, and how many of the layers' others are left, by reason."""
+    """Names of the linear layers that use float8, and the number of skipped ones by reason."""
 
     taken: tuple[str, ...]
     left: Counter[str]
 
     def counts(self) -> tuple[int, int, str]:
-        """(taken, left, why those were left), as the plan's line has it."""
+        """Return (layers in float8, layers skipped, reasons), the fields of the plan's kernel line."""
         return len(self.taken), self.left.total(), "; ".join(f"{count} {why}" for why, count in self.left.items())
 
 
 def float8_linears(model: PreTrainedModel) -> Float8Linears:
-    """The linear layers of a model that float8 takes; a UserError where there are none."""
+    """Choose the linear layers that use float8. Raises UserError if there are none."""
     kinds, family = set(getattr(model, "_no_split_modules", None) or ()), family_of(model.config)
     taken: dict[str, None] = {}
     left: dict[str, str] = {}
@@ -49,7 +49,7 @@ def float8_linears(model: PreTrainedModel) -> Float8Linears:
         if type(layer).__name__ not in kinds or (family and part_of(family, f"{outer}.") != "language_model"):
             continue
         for inner, module in layer.named_modules(prefix=outer):
-            reason = _refusal(inner, module)
+            reason = _why_skipped(inner, module)
             if reason:
                 left[inner] = reason
             elif isinstance(module, nn.Linear):
@@ -64,8 +64,8 @@ def float8_linears(model: PreTrainedModel) -> Float8Linears:
     return found
 
 
-def _refusal(name: str, module: nn.Module) -> str | None:
-    """Why a module of a layer stays as it is although it multiplies; None of others."""
+def _why_skipped(name: str, module: nn.Module) -> str | None:
+    """Return why a linear layer or an expert stack stays unquantised; None for float8 layers and other modules."""
     if not isinstance(module, nn.Linear):
         experts = any(parameter.ndim == 3 for parameter in module.parameters(recurse=False))
         return f"{type(module).__name__}: its experts are no linear layers" if experts else None
@@ -80,11 +80,10 @@ def _refusal(name: str, module: nn.Module) -> str | None:
 
 
 def to_float8(model: PreTrainedModel) -> None:
-    """Let the linear layers that can multiply in float8 from now on; on a CPU that is emulated.
+    """Convert the chosen linear layers in place, keeping weights and names; on a CPU float8 is emulated.
 
-    Behind what recognises layers by what they compute, before FSDP2 or DDP wrap them, and before a compiled layer runs.
-    They keep their weights and names. They are another class than `nn.Linear`, so that nothing is written over what
-    they gave (`model.sole_reader`).
+    Call it after `patch` and before FSDP2, DDP or a compiled forward. The layers are no longer `nn.Linear`, so no
+    kernel overwrites their outputs in place (`patching.aliasing`).
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
@@ -92,6 +91,6 @@ def to_float8(model: PreTrainedModel) -> None:
     convert_to_float8_training(
         model,
         module_filter_fn=lambda module, name: name in taken,
-        # cross-attention to pictures reads as many rows as those have, which nothing pads
-        config=Float8LinearConfig(emulate=model.device.type == "cpu", pad_inner_dim=sees(model.config)),
+        # Cross-attention multiplies one row per image patch; nothing else pads that number to MULTIPLE_OF.
+        config=Float8LinearConfig(emulate=model.device.type == "cpu", pad_inner_dim=has_vision(model.config)),
     )

@@ -1,13 +1,13 @@
-"""LoRA layers whose low-rank term is added by the product that makes it, and not by passes over their output.
+"""Fused LoRA layers: the low-rank update is added inside the matrix multiplications, and inside the head's loss.
 
-    y = x W^T + s (x A^T) B^T        x: (T, E), W: (F, E) frozen, A: (R, E), B: (F, R)
+    y = x W^T + s (x A^T) B^T        x: (N, E), W: (F, E) frozen, A: (R, E), B: (F, R)
 
-peft writes the second term, scales it and adds it: beside its product 5 passes over (T, F) in the forward and 2 in the
-backward, and 3 over (T, E) to add up what goes back to x. Here cuBLAS adds each product to what is there (`addmm_`), in
-fp32 and rounded once. Seven such layers of Llama-3-8B are 43,000 columns for 218 M weights: at 16-bit some 20 % of the
-time of the frozen products went into these passes, by their bytes.
+peft computes the second term, scales it and adds it. Besides the products that takes 5 passes over (N, F) in the
+forward and 2 in the backward, and 3 passes over (N, E) to sum the gradients of x. Here cuBLAS accumulates each product
+into the other one (`addmm_`), in fp32 and rounded once. Seven such layers of Llama-3-8B have 43,000 output columns for
+218 M weights: in 16 bits, peft's passes move as many bytes as 20 % of the time of the frozen products.
 
-Where peft does more than that (DoRA, dropout, several adapters or one that is merged), it does it.
+peft's own code runs wherever it does more than this (DoRA, dropout, several adapters, a merged adapter).
 """
 
 from __future__ import annotations
@@ -16,31 +16,34 @@ import contextlib
 from typing import Any
 
 import torch
+from ligertune_kernels import linear_cross_entropy
 from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ligertune.patching.aliasing import is_watched
+from ligertune.patching.deferred_logits import count_fused, count_materialised
+from ligertune.patching.fused_loss import LossHead, loss_of_dense
 from ligertune.patching.module_patch import Patch, swap
 from ligertune.patching.recompute import is_linear, is_whole, rebuilt_of
 
 
-class _LowRank(torch.autograd.Function):
-    """base + s (x A^T) B^T in memory of its own. base: (..., F) or None, which is then x W^T + bias."""
+class _LowRankUpdate(torch.autograd.Function):
+    """base + s (x A^T) B^T in a new tensor. base (..., F); None stands for x W^T + bias."""
 
     @staticmethod
     def forward(
         ctx: Any,
-        x: Tensor,
-        a: Tensor,
-        b: Tensor,
+        x: Tensor,  # (..., E)
+        a: Tensor,  # (R, E)
+        b: Tensor,  # (F, R)
         scale: float,
         base: Tensor | None,
-        weight: Tensor,
+        weight: Tensor,  # (F, E)
         bias: Tensor | None,
-    ) -> Tensor:
+    ) -> Tensor:  # (..., F)
         rows, narrow_a, scaled_b = x.flatten(0, -2), a.to(x.dtype), (scale * b).to(x.dtype)
-        low = rows @ narrow_a.t()  # (T, R)
+        low = rows @ narrow_a.t()  # (N, R)
         if base is None:
             y = F.linear(rows, weight, bias).addmm_(low, scaled_b.t())
         else:
@@ -54,7 +57,7 @@ class _LowRank(torch.autograd.Function):
         x, narrow_a, scaled_b, low, weight = ctx.saved_tensors
         needs_dx, needs_da, needs_db, _, needs_base, *_ = ctx.needs_input_grad
         d_rows = dy.flatten(0, -2)
-        d_low = d_rows @ scaled_b if needs_dx or needs_da else None  # (T, R)
+        d_low = d_rows @ scaled_b if needs_dx or needs_da else None  # (N, R)
         dx = da = db = None
         if needs_dx:
             dx = d_low @ narrow_a if weight is None else (d_rows @ weight).addmm_(d_low, narrow_a)
@@ -67,22 +70,48 @@ class _LowRank(torch.autograd.Function):
 
 
 class FusedLora(Patch):
-    """Mixin of peft's LoRA layer around a linear one: (..., E) -> (..., F)."""
+    """Mixin of peft's LoRA layer around an nn.Linear: (..., E) -> (..., F)."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if args or kwargs or why_not_low_rank(self) is not None or _is_seen(self) or not _computes_in(x, self):
+        if args or kwargs or why_not_low_rank(self) is not None or _has_hooks(self) or not _uses_one_dtype(x, self):
             return super().forward(x, *args, **kwargs)
         name, base = self.active_adapters[0], self.base_layer
         adapter = self.lora_A[name].weight, self.lora_B[name].weight, self.scaling[name]
         rebuilt = rebuilt_of(x)
         with rebuilt.standing_for(x) if rebuilt is not None else contextlib.nullcontext():
             if _is_frozen_linear(base):
-                return _LowRank.apply(x, *adapter, None, base.weight, base.bias)
-            return _LowRank.apply(x, *adapter, base(x), base.weight, None)
+                return _LowRankUpdate.apply(x, *adapter, None, base.weight, base.bias)
+            return _LowRankUpdate.apply(x, *adapter, base(x), base.weight, None)
+
+
+class LoraLossHead(LossHead):
+    """Mixin of peft's LoRA layer around an output head: (..., E) -> (..., V), or -> the loss if labels are passed.
+
+    A and B enter `linear_cross_entropy`, so no logits are made unless peft does more than add s B A x.
+    """
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if not (len(args) == 1 and isinstance(args[0], tuple)):
+            return super(LossHead, self).forward(x, *args, **kwargs)
+        labels, options = args[0]
+        hidden = x.reshape(-1, x.shape[-1])  # (N, E)
+        labels = labels.reshape(-1).to(hidden.device)  # (N,)
+        base, reason = self.base_layer, why_not_low_rank(self)
+        if reason is not None or type(base) is not nn.Linear:
+            count_materialised(
+                self, f"the head's adapter {reason}" if reason else f"the head is a {type(base).__name__}"
+            )
+            return loss_of_dense(super(LossHead, self).forward(hidden), labels, **options)
+        count_fused(self)
+        name = self.active_adapters[0]
+        a, b = self.lora_A[name].weight, self.lora_B[name].weight
+        return linear_cross_entropy(
+            hidden, base.weight, labels, base.bias, lora_a=a, lora_b=b, lora_scale=self.scaling[name], **options
+        )
 
 
 def why_not_low_rank(layer: LoraLinear) -> str | None:
-    """What the layer's adapters are or have now that s B A x is not; None of one that is just that."""
+    """Return why the layer's output is more than x W^T + s x A^T B^T, or None if it is exactly that."""
     name = layer.active_adapters[0] if len(layer.active_adapters) == 1 else None
     if layer.disable_adapters or layer.merged or name not in layer.lora_A:
         return "is switched off, merged, or one of several"
@@ -93,14 +122,13 @@ def why_not_low_rank(layer: LoraLinear) -> str | None:
     return None
 
 
-def _is_seen(layer: LoraLinear) -> bool:
-    """Does a hook want to see what a part of it gives?"""
+def _has_hooks(layer: LoraLinear) -> bool:
     name = layer.active_adapters[0]
     return any(is_watched(part) for part in (layer.lora_A[name], layer.lora_B[name], layer.base_layer))
 
 
-def _computes_in(x: Tensor, module: LoraLinear) -> bool:
-    """Will all products be in x's dtype, on plain tensors? Under a compiler peft's own code makes a better graph."""
+def _uses_one_dtype(x: Tensor, module: LoraLinear) -> bool:
+    """Return whether all products run in x's dtype on plain tensors. torch.compile optimises peft's code better."""
     kind, name = x.device.type, module.active_adapters[0]
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
     if torch.compiler.is_compiling() or dtype != x.dtype or not x.is_floating_point():
@@ -115,7 +143,7 @@ def _is_frozen_linear(base: nn.Module) -> bool:
 
 
 def fuse_adapters(model: nn.Module) -> int:
-    """Let every plain LoRA layer inside `model` add its term in its products; how many do."""
+    """Replace the forward of every plain LoRA layer of `model` by the fused one; return the number of layers."""
     layers = [module for module in model.modules() if type(module) is LoraLinear]
     for layer in layers:
         swap(layer, FusedLora, None)

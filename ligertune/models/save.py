@@ -1,4 +1,4 @@
-"""Write a trained model so that Hugging Face's tools, and `ligertune generate`, load it."""
+"""Saved models: write weights, tokenizer and prompt format so that Hugging Face's tools and `generate` load them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ligertune.errors import UserError
 from ligertune.storage import put_in_place, remove, writing
 from ligertune.vision.reader import save_processor
 
@@ -15,8 +16,8 @@ if TYPE_CHECKING:
 
     from ligertune.vision.reader import ImageReader
 
-# beside config.json: how prompts looked in training, so that generation asks in the same words
-PROMPT_FILE = "ligertune.json"
+PROMPT_FILE = "ligertune.json"  # saved with the model, so that generation uses the prompt template of training
+ADAPTER_CONFIG = "adapter_config.json"
 
 
 @writing("The model")
@@ -30,15 +31,15 @@ def write_model(
     system_prompt: str | None,
     images: ImageReader | None = None,
 ) -> None:
-    """Weights (safetensors), configuration, tokenizer with its chat template, image processor. Complete or absent.
+    """Write weights (safetensors), configuration, tokenizer and image processor; `folder` appears only when complete.
 
-    `state_dict`: the gathered weights where the model's own are sharded.
+    state_dict: the gathered weights if the model's own are sharded.
     """
     aside = folder.with_name(f".{folder.name}.partial")
     remove(aside)
-    # an adapter's folder holds the adapter; peft would ask the hub whether the embedding was resized
+    # Without this option peft asks the hub whether the embedding was resized.
     options = {"save_embedding_layers": False} if hasattr(model, "peft_config") else {}
-    model.save_pretrained(aside, state_dict=state_dict and once(model, state_dict), **options)
+    model.save_pretrained(aside, state_dict=state_dict and without_tied(model, state_dict), **options)
     tokenizer.save_pretrained(aside)
     if images is not None:
         save_processor(images, aside)
@@ -46,26 +47,34 @@ def write_model(
     put_in_place(aside, folder)
 
 
-def once(model: PreTrainedModel, state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tied weights under their first name only: gathered, they are copies that no longer say so themselves."""
+def without_tied(model: PreTrainedModel, state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Keep tied weights under their first name only: gathered, they are copies that safetensors would write twice."""
     first: dict[int, str] = {}
-    again = {
+    tied = {
         name
         for name, parameter in model.named_parameters(remove_duplicate=False)
         if first.setdefault(id(parameter), name) != name
     }
-    return {name: tensor for name, tensor in state_dict.items() if name not in again}
+    return {name: tensor for name, tensor in state_dict.items() if name not in tied}
 
 
 def write_prompt(folder: Path, *, prompt_template: str, system_prompt: str | None) -> None:
-    """Note how prompts looked in training."""
+    """Write the prompt template and system prompt of training."""
     prompt = {"prompt_template": prompt_template, "system_prompt": system_prompt}
     (folder / PROMPT_FILE).write_text(json.dumps(prompt, indent=1) + "\n", encoding="utf-8")
 
 
 def read_prompt(folder: Path) -> dict:
-    """What `write_model` noted about prompts; for other models the chat template is assumed."""
+    """Return {prompt_template, system_prompt} of a saved model; other models get their chat template."""
     path = folder / PROMPT_FILE
     if not path.is_file():
         return {"prompt_template": "chat", "system_prompt": None}
     return json.loads(path.read_text(encoding="utf-8"))
+
+
+def adapter_base_model(folder: Path) -> str:
+    """Return the folder or hub id of the model that a saved adapter belongs to. Raises UserError if it is not named."""
+    base = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path")
+    if base is None:
+        raise UserError(f"{folder} does not name the model that its adapter belongs to (base_model_name_or_path).")
+    return base

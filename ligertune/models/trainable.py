@@ -1,9 +1,7 @@
-"""What of a model trains: everything, named parameters, or an adapter beside its layers.
+"""Fine-tuning methods: train all parameters, the named ones, or a LoRA adapter.
 
-    full     all parameters                         freeze   those in whose name an expression of `trainable` is found
-    lora     W x + (alpha / R) B A x, W frozen      qlora    the same on weights in 4 bits (NF4, bitsandbytes)
-
-peft is imported for adapters alone: each process of a run would wait for it, and for torchao, which it imports.
+full     all parameters                  freeze   the parameters whose names match a pattern of `trainable`
+lora     W x + (alpha / R) B A x         qlora    lora on weights in 4 bits (NF4, bitsandbytes)
 """
 
 from __future__ import annotations
@@ -26,16 +24,17 @@ if TYPE_CHECKING:
 def apply_method(
     model: PreTrainedModel, spec: MethodOptions, *, seed: int = 0, fused: bool = False
 ) -> PreTrainedModel | PeftModel:
-    """The model of which `spec` says what trains; a UserError where it names what the model does not have.
+    """Return the model with only the parameters trainable that `spec` selects.
 
-    seed: of an adapter's first weights, so that every rank and every run has the same. fused: adapters add their term
-    in their products (`fused_lora`).
+    seed: of the adapter's initial weights, the same on every rank. fused: use `fused_lora`.
+    Raises UserError if `spec` names layers or parameters that the model does not have.
     """
     if spec.type == "full":
         return model
     if spec.type == "freeze":
         freeze(model, spec.trainable)
         return model
+    # peft imports torchao; only runs with adapters wait for both.
     from ligertune.models.fused_lora import fuse_adapters
     from ligertune.models.lora import add_adapter
 
@@ -49,12 +48,12 @@ def apply_method(
 
 
 def freeze(model: nn.Module, trainable: tuple[str, ...]) -> None:
-    """Only parameters in whose name one of the expressions is found keep training. Each must find some."""
+    """Freeze all parameters whose names match no pattern. Raises UserError for a pattern that matches none."""
     names = [name for name, _ in model.named_parameters()]
     for expression in trainable:
         if not any(re.search(expression, name) for name in names):
             raise UserError(
-                f"method.trainable: {expression!r} is found in no parameter's name.",
+                f"method.trainable: {expression!r} matches no parameter's name.",
                 hint=f"Names are like {', '.join(names[:1] + names[-2:])}.",
             )
     for name, parameter in model.named_parameters():

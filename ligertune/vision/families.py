@@ -84,14 +84,14 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-def sees(config: PreTrainedConfig) -> bool:
-    """Whether a configuration is of a model that takes pictures."""
+def has_vision(config: PreTrainedConfig) -> bool:
+    """Return whether a configuration describes a vision-language model."""
     return getattr(config, "vision_config", None) is not None
 
 
 def family_of(config: PreTrainedConfig) -> Family | None:
     """The row of a configuration; None for a text model, a UserError for a family that has no row."""
-    if not sees(config):
+    if not has_vision(config):
         return None
     family = FAMILIES.get(config.model_type)
     if family is None:

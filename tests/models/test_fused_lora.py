@@ -13,7 +13,6 @@ from torch import nn
 
 from ligertune.activations.checkpointing import checkpoint_layers
 from ligertune.models.fused_lora import FusedLora, fuse_adapters
-from ligertune.models.lora import merged
 from ligertune.models.trainable import apply_method
 from ligertune.patching.patch import patch
 from ligertune.planning.options import MethodOptions
@@ -178,7 +177,7 @@ def test_it_is_merged_as_any_adapter():
     batch = tiny_models.batch()
     with torch.no_grad():
         before = adapted(input_ids=batch["input_ids"]).logits
-        after = merged(adapted)(input_ids=batch["input_ids"]).logits
+        after = adapted.merge_and_unload()(input_ids=batch["input_ids"]).logits
     torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-5)
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ligertune.errors import UserError
-from ligertune.models.adapter_folder import ADAPTER, base_of
+from ligertune.models.save import ADAPTER_CONFIG, adapter_base_model
 from ligertune.planning.options import ModelOptions, RunOptions, saved_options
 from ligertune.storage import newest_checkpoint
 
@@ -44,13 +44,13 @@ def export_run(run: Path, out: Path, *, adapter: bool, checkpoint: str | None) -
     if checkpoint is not None:
         return _from_checkpoint(run, out, checkpoint, adapter=adapter)
     model = run / "model" if (run / "model").is_dir() else run
-    if not any((model / name).is_file() for name in (ADAPTER, "config.json")):
+    if not any((model / name).is_file() for name in (ADAPTER_CONFIG, "config.json")):
         raise UserError(
             f"{run} holds no finished model.", hint="Name one of its checkpoints: --checkpoint newest, or step-200."
         )
-    if (model / ADAPTER).is_file() and not adapter:
+    if (model / ADAPTER_CONFIG).is_file() and not adapter:
         return _merge_folder(model, out, method=_method(run))
-    if adapter and not (model / ADAPTER).is_file():
+    if adapter and not (model / ADAPTER_CONFIG).is_file():
         raise UserError(f"{model} holds a whole model, and no adapter.", hint="Leave --adapter out.")
     _copy(model, out)
     return Exported(str(out), "adapter" if adapter else "model", str(model))
@@ -86,18 +86,17 @@ def _method(run: Path) -> str:
 def _merge_folder(folder: Path, out: Path, *, method: str) -> Exported:
     """An adapter as peft saves it -> the merged model."""
     from ligertune.models.load import read_config, whole_model
-    from ligertune.models.lora import load_adapter, merged
+    from ligertune.models.lora import load_adapter
 
-    spec = ModelOptions(model_name_or_path=base_of(folder))
+    spec = ModelOptions(model_name_or_path=adapter_base_model(folder))
     model = whole_model(spec, read_config(spec), through_four_bits=method == "qlora")
-    _write(merged(load_adapter(model, str(folder))), folder, out)
+    _write(load_adapter(model, str(folder)).merge_and_unload(), folder, out)
     return Exported(str(out), "merged model", str(folder))
 
 
 def _from_checkpoint(run: Path, out: Path, name: str, *, adapter: bool) -> Exported:
     """The weights of a checkpoint, in the model of the run's own recipe."""
     from ligertune.models.load import load_tokenizer, read_config, whole_model
-    from ligertune.models.lora import is_adapter, merged
     from ligertune.models.trainable import apply_method
     from ligertune.train.checkpoint.trained_weights import FILE, load_trained, load_weights
 
@@ -120,8 +119,8 @@ def _from_checkpoint(run: Path, out: Path, name: str, *, adapter: bool) -> Expor
             f"--checkpoint: {folder} holds the shards of several ranks.",
             hint="Resume the run with --resume to its end; its model is then written whole.",
         )
-    kind = "adapter" if adapter and is_adapter(model) else "merged model" if is_adapter(model) else "model"
-    model = merged(model) if kind == "merged model" else model
+    kind = "model" if not hasattr(model, "peft_config") else "adapter" if adapter else "merged model"
+    model = model.merge_and_unload() if kind == "merged model" else model
     _write(model, None, out, options=options, tokenizer=load_tokenizer(build.model).tokenizer)
     return Exported(str(out), kind, str(folder))
 
@@ -140,11 +139,12 @@ def _write(
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> None:
     """With the tokenizer and the prompt template of `folder`, or of the run's recipe."""
-    from ligertune.models.load import tokenizer_of
+    from transformers import AutoTokenizer
+
     from ligertune.models.save import read_prompt, write_model
 
     if folder is not None:
-        tokenizer, prompt = tokenizer_of(folder), read_prompt(folder)
+        tokenizer, prompt = AutoTokenizer.from_pretrained(folder), read_prompt(folder)
     else:
         template = {"alpaca": "alpaca"}.get(options.data.prompt_template, "chat")
         prompt = {"prompt_template": template, "system_prompt": options.data.system_prompt}
