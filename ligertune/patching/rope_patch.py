@@ -238,7 +238,9 @@ def _rebuilt(theirs: types.FunctionType, spec: RopeSpec, *, inplace: bool) -> ty
 def _copy(
     function: types.FunctionType, namespace: Mapping[str, Any], closure: tuple[types.CellType, ...] | None
 ) -> types.FunctionType:
-    copied = types.FunctionType(function.__code__, namespace, function.__name__, function.__defaults__, closure)
+    # a code object of its own: torch.compile keeps graphs by code object, and one decorator serves many functions
+    code = function.__code__.replace()
+    copied = types.FunctionType(code, namespace, function.__name__, function.__defaults__, closure)
     copied.__kwdefaults__ = function.__kwdefaults__
     functools.update_wrapper(copied, function)
     del copied.__wrapped__  # update_wrapper sets it; `copied` calls something else
