@@ -21,10 +21,9 @@ from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ligertune.patching.aliasing import is_watched
 from ligertune.patching.deferred_logits import count_fused, count_materialised
 from ligertune.patching.fused_loss import LossHead, loss_of_dense
-from ligertune.patching.module_patch import Patch, swap
+from ligertune.patching.module_patch import Patch, has_own_hooks, swap
 from ligertune.patching.recompute import is_linear, is_whole, rebuilt_of
 
 
@@ -124,7 +123,7 @@ def why_not_low_rank(layer: LoraLinear) -> str | None:
 
 def _has_hooks(layer: LoraLinear) -> bool:
     name = layer.active_adapters[0]
-    return any(is_watched(part) for part in (layer.lora_A[name], layer.lora_B[name], layer.base_layer))
+    return any(has_own_hooks(part) for part in (layer.lora_A[name], layer.lora_B[name], layer.base_layer))
 
 
 def _uses_one_dtype(x: Tensor, module: LoraLinear) -> bool:

@@ -70,3 +70,9 @@ def unswap(module: nn.Module) -> None:
     if "patch_original" not in vars(type(module)):
         raise ValueError(f"{type(module).__name__} was wrapped after it was patched: take the wrapper off first")
     module.__class__ = type(module).patch_original
+
+
+def has_own_hooks(module: nn.Module) -> bool:
+    """Return whether hooks of `module`, or a forward set on the instance, see its inputs or outputs."""
+    hooks = module._forward_hooks or module._backward_hooks or module._backward_pre_hooks
+    return bool(hooks or module._forward_pre_hooks) or "forward" in vars(module)

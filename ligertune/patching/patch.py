@@ -11,13 +11,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
+import torch
 from ligertune_kernels import backend, geglu, layer_norm, rms_norm, swiglu
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ligertune.patching.aliasing import gives_memory_of_its_own
+from ligertune.activations.gate_offload import KeptGate
 from ligertune.patching.fused_loss import LossHead, LossInHead, OwnLoss, refuse_head, refuse_loss
-from ligertune.patching.module_patch import Patch, swap, unswap
+from ligertune.patching.module_patch import Patch, has_own_hooks, swap, unswap
 from ligertune.patching.probe import Refusal
 from ligertune.patching.recognise import (
     GatedSpec,
@@ -31,7 +32,7 @@ from ligertune.patching.recognise import (
     recognise_mlp,
     recognise_norm,
 )
-from ligertune.patching.recompute import Rebuilding, made_again, rebuild_inputs
+from ligertune.patching.recompute import Rebuilding, is_linear, made_again, rebuild_inputs
 from ligertune.patching.rope_patch import ShadowedRope, is_rotary, recognise_rope
 
 Loss = Literal["linear_cross_entropy", "cross_entropy", "torch"]
@@ -97,9 +98,9 @@ class KernelMLP(Patch):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         sources = (self.gate_up_proj,) if self.patch_spec.packed else (self.gate_proj, self.up_proj)
-        # Here their outputs go to the kernel and nowhere else, so its backward may write the gradients over them.
-        alone = gives_memory_of_its_own(sources)
-        return self.down_proj(self.activated(*(source(hidden_states) for source in sources), inplace=alone))
+        # Only the kernel reads their outputs, so its backward may write the gradients over them.
+        inplace = all(map(gives_new_unseen_output, sources))
+        return self.down_proj(self.activated(*(source(hidden_states) for source in sources), inplace=inplace))
 
     def activated(self, *gate_and_up: Tensor, inplace: bool) -> Tensor:
         return _gated(self.patch_spec, *gate_and_up, inplace=inplace)
@@ -120,6 +121,19 @@ class KernelExperts(Patch):
 
     def _apply_gate(self, gate_up_out: Tensor) -> Tensor:
         return _gated(self.patch_spec, gate_up_out)
+
+
+def gives_new_unseen_output(module: nn.Module) -> bool:
+    """Return whether a layer's output is new memory that its backward does not need and no hook sees.
+
+    That holds for a plain nn.Linear, which keeps its weight and its input. Adapters and quantised layers are other
+    classes. Under torch.compile nothing would be gained. Every call asks again: adapters, hooks and wrappers may come
+    after `patch`.
+    """
+    if torch.compiler.is_compiling() or nn.modules.module._has_any_global_hook() or has_own_hooks(module):
+        return False
+    plain = is_linear(module) or isinstance(module, KeptGate)
+    return plain and not hasattr(module, "parametrizations")
 
 
 def _gated(spec: GatedSpec, *gate_and_up: Tensor, inplace: bool = False) -> Tensor:

@@ -6,9 +6,6 @@ the recognised rotary functions differ. The copy has no `__name__`: torch.compil
 name where there is one, and would find the original; without one it guards on the dict itself.
 
 Decorators around the forward (transformers' `deprecate_kwarg`) are rebuilt around the new one.
-
-A forward whose source shows that the rotary function is the only reader of the queries and keys is rebuilt twice, the
-second time with a function that rotates them in place; each call decides which of the two runs.
 """
 
 from __future__ import annotations
@@ -27,7 +24,6 @@ from ligertune_kernels.ops.attention.rope import apply_rope_reference
 from torch import Tensor, nn
 
 from ligertune.attention.image_attention import STAND_INS, cuts_pictures_apart
-from ligertune.patching.aliasing import gives_memory_of_its_own, sources_of
 from ligertune.patching.module_patch import Patch
 from ligertune.patching.probe import Refusal, answer, numbers
 
@@ -177,9 +173,7 @@ def _cos_sin(angles: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
     return both.cos(), both.sin()
 
 
-def _rotary_function(
-    theirs: Callable[..., Any], layout: Layout, name: str, *, inplace: bool
-) -> Callable[..., tuple[Tensor, Tensor]]:
+def _rotary_function(theirs: Callable[..., Any], layout: Layout, name: str) -> Callable[..., tuple[Tensor, Tensor]]:
     """`apply_rope` under the signature of transformers' rotary functions.
 
     q (B, H, T, D), k (B, K, T, D), cos and sin (B or 1, T, R); with unsqueeze_dim 2: q (B, T, H, D), k (B, T, K, D).
@@ -193,7 +187,7 @@ def _rotary_function(
             cos, sin = (t[..., : t.shape[-1] // 2].repeat_interleave(2, dim=-1) for t in (cos, sin))
         if unsqueeze_dim == 2:
             q, k = q.transpose(1, 2), k.transpose(1, 2)
-        q, k = apply_rope(q, k, cos, sin, interleaved=layout != "half", inplace=inplace)
+        q, k = apply_rope(q, k, cos, sin, interleaved=layout != "half")
         return (q.transpose(1, 2), k.transpose(1, 2)) if unsqueeze_dim == 2 else (q, k)
 
     rotary.__name__ = rotary.__qualname__ = name
@@ -211,20 +205,20 @@ def _tokens_first(name: str) -> Callable[..., tuple[Tensor, Tensor]]:
     return rotary
 
 
-def _private_globals(forward: types.FunctionType, spec: RopeSpec, *, inplace: bool) -> dict[str, Any]:
+def _private_globals(forward: types.FunctionType, spec: RopeSpec) -> dict[str, Any]:
     """Return a copy of the globals of a forward in which the functions of `spec` are ours."""
     theirs = forward.__globals__
     ours = {name: value for name, value in theirs.items() if name != "__name__"}
     for name, layout in spec.functions:
         plain = layout != "tokens_first"
-        ours[name] = _rotary_function(theirs[name], layout, name, inplace=inplace) if plain else _tokens_first(name)
+        ours[name] = _rotary_function(theirs[name], layout, name) if plain else _tokens_first(name)
     return ours | STAND_INS if spec.pictures else ours
 
 
-def _rebuilt(theirs: types.FunctionType, spec: RopeSpec, *, inplace: bool) -> types.FunctionType:
+def _rebuilt(theirs: types.FunctionType, spec: RopeSpec) -> types.FunctionType:
     """Return the same forward, with the same decorators, on private globals."""
     *decorators, innermost = _decorators(theirs)
-    forward = _copy(innermost, _private_globals(innermost, spec, inplace=inplace), innermost.__closure__)
+    forward = _copy(innermost, _private_globals(innermost, spec), innermost.__closure__)
     for decorator in reversed(decorators):
         cells = (
             types.CellType(forward) if cell.cell_contents is decorator.__wrapped__ else cell
@@ -252,17 +246,4 @@ class ShadowedRope(Patch):
 
     @classmethod
     def class_body(cls, original: type[nn.Module], spec: RopeSpec) -> dict[str, Any]:
-        theirs = original.forward
-        apart = _rebuilt(theirs, spec, inplace=False)
-        (first, _), *others = spec.functions
-        sources = () if others or spec.pictures else sources_of(inspect.unwrap(theirs), first)
-        if not sources:
-            return {"forward": apart}
-        inplace = _rebuilt(theirs, spec, inplace=True)
-
-        @functools.wraps(apart)
-        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            alone = gives_memory_of_its_own(getattr(self, name, None) for name in sources)
-            return (inplace if alone else apart)(self, *args, **kwargs)
-
-        return {"forward": forward}
+        return {"forward": _rebuilt(original.forward, spec)}

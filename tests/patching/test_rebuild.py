@@ -25,8 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ligertune.activations.checkpointing import checkpoint_layers
 from ligertune.attention.sdpa import same_bits
 from ligertune.models.trainable import apply_method
-from ligertune.patching.aliasing import gives_memory_of_its_own
-from ligertune.patching.patch import patch, unpatch
+from ligertune.patching.patch import gives_new_unseen_output, patch, unpatch
 from ligertune.patching.recompute import made_again, rebuild_inputs
 from ligertune.planning.options import MethodOptions
 
@@ -312,13 +311,13 @@ def test_the_head_and_other_models_are_left_alone():
     assert all(type(m) is not nn.Linear for m in model.model.modules())
 
 
-def test_swapped_layers_still_give_memory_of_their_own():
+def test_linear_layers_that_recompute_their_input_may_still_be_overwritten():
     _, model = pair()
     attention = model.model.layers[0].self_attn
-    assert gives_memory_of_its_own([attention.q_proj, attention.k_proj])
+    assert gives_new_unseen_output(attention.q_proj) and gives_new_unseen_output(attention.k_proj)
     attention.q_proj.register_forward_hook(lambda *_: None)
     nn.utils.parametrizations.weight_norm(attention.k_proj)
-    assert not gives_memory_of_its_own([attention.q_proj]) and not gives_memory_of_its_own([attention.k_proj])
+    assert not gives_new_unseen_output(attention.q_proj) and not gives_new_unseen_output(attention.k_proj)
 
 
 def test_unpatch_restores_and_copies_stay_patched():
