@@ -1,6 +1,6 @@
-"""Other people's kernels, as providers for scripts/bench_kernels: only their public functions, imported when called.
+"""Providers of peer libraries for scripts/bench_kernels: their public functions, imported when called.
 
-What is not installed is left out; what fails when it is imported or called is a row with its reason.
+Libraries that are not installed are left out. A failure to import or to call becomes a row with its reason.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from importlib import import_module
 from ligertune.bench.case import Case, Outputs, Provider, Tensors
 from ligertune.bench.cases.norm_cases import EPS, GROUPS
 
-# package -> what pip calls it
+# import name -> distribution
 PACKAGES = {"liger_kernel": "liger-kernel", "quack": "quack-kernels", "cut_cross_entropy": "cut-cross-entropy"}
 NAMES = {"liger_kernel": "liger", "quack": "quack", "cut_cross_entropy": "cce"}
 
 
 def installed() -> dict[str, str]:
-    """Versions of the peers that are here, by package; "?" for one that merely lies on the path."""
+    """Return versions of the installed peers by package; "?" for one that is on the path without metadata."""
     here = [package for package in PACKAGES if importlib.util.find_spec(package)]
     known = {dist.metadata["Name"].replace("_", "-"): dist.version for dist in importlib.metadata.distributions()}
     return {package: known.get(PACKAGES[package], "?") for package in here}
 
 
 def providers() -> dict[str, tuple[Provider, ...]]:
-    """By op, of the peers that are installed."""
+    """Return providers of the installed peers by op."""
     here = installed()
     return {op: tuple(_provider(*row) for row in rows if row[0] in here) for op, rows in PEERS.items()}
 
@@ -37,8 +37,8 @@ Peer = tuple[str, str, str, Callable[..., Outputs], bool]  # package, module, fu
 
 def _provider(package: str, module: str, function: str, call: Callable[..., Outputs], overwrites: bool) -> Provider:
     def make(case: Case, args: Tensors) -> Callable[[], Outputs]:
-        theirs = getattr(import_module(module), function)
-        return lambda: call(theirs, *args)
+        peer = getattr(import_module(module), function)
+        return lambda: call(peer, *args)
 
     return Provider(NAMES[package] + (", in place" if overwrites else ""), make, overwrites)
 
@@ -51,17 +51,17 @@ def quack(module: str, function: str, call: Callable[..., Outputs], overwrites: 
     return "quack", module, function, call, overwrites
 
 
-def _exact_cce(theirs: Callable[..., Outputs], hidden, weight, labels) -> Outputs:
-    """Without its filter, which drops small gradients: as an option in older versions, as a name in newer ones."""
-    older = "filter_eps" in inspect.signature(theirs).parameters
-    return theirs(hidden, weight, labels, **({"filter_eps": None} if older else {"impl": "cce_exact"}))
+def _exact_cce(peer: Callable[..., Outputs], hidden, weight, labels) -> Outputs:
+    """Call without the filter that drops small gradients; older versions have an option for it, newer ones a name."""
+    older = "filter_eps" in inspect.signature(peer).parameters
+    return peer(hidden, weight, labels, **({"filter_eps": None} if older else {"impl": "cce_exact"}))
 
 
-def _quack_rope(theirs: Callable[..., Outputs], q, k, cos, sin) -> Outputs:
-    """It takes (B, T, H, D), one tensor a call, and the cosines of one half."""
+def _quack_rope(peer: Callable[..., Outputs], q, k, cos, sin) -> Outputs:
+    """Call with (B, T, H, D), one tensor per call, and the cosines of half the columns."""
     half = cos.shape[-1] // 2
     tables = cos[0, :, :half], sin[0, :, :half]
-    return tuple(theirs(x.transpose(1, 2), *tables).transpose(1, 2) for x in (q, k))
+    return tuple(peer(x.transpose(1, 2), *tables).transpose(1, 2) for x in (q, k))
 
 
 PEERS: dict[str, tuple[Peer, ...]] = {

@@ -1,4 +1,4 @@
-"""Speed and memory against size, one picture for each op: a panel for each pass, and one for memory."""
+"""Plots of `ligertune bench`: time and memory against size. One figure per op, with a panel per direction."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ligertune.bench.case import Subject
+from ligertune.bench.cases.case_table import BENCHMARKS
 from ligertune.bench.measure import Row
 from ligertune.errors import UserError
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 TITLES = {"forward": "forward", "backward": "backward", "both": "forward + backward"}
-# Ours stands out; a name keeps its colour from picture to picture.
+# A provider has the same colour in all figures.
 COLOURS = {"ours": "#d62728", "ours, in place": "#ff9896", "eager": "#7f7f7f", "torch": "#1f77b4",
            "torch.compile": "#2ca02c"}  # fmt: skip
 PANEL_INCHES = (4.2, 3.6)
 
 
 def check_matplotlib() -> None:
-    """Before anything is measured."""
+    """Raise UserError if matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
         raise UserError(
             "Plots need matplotlib, which is not installed.",
@@ -30,17 +30,21 @@ def check_matplotlib() -> None:
         )
 
 
-def draw(subject: Subject, rows: list[Row], folder: Path, *, device: str) -> Path:
-    """`<op>.png` in the folder. Bands are the 20 % and 80 % quantiles, the dotted line is the roofline."""
+def draw(rows: list[Row], folder: Path, *, device: str) -> Path:
+    """Write `<op>.png` from the rows of one op; return its path.
+
+    Bands lie between the 20 % and 80 % quantiles; the dotted line is the roofline.
+    """
     from matplotlib.figure import Figure
 
-    modes = list(rows[0].floors)
+    benchmark, modes = BENCHMARKS[rows[0].case.op], list(rows[0].floors)
+    place = benchmark.axis
     with_memory = any(row.peak_bytes is not None for row in rows)
     n_panels = len(modes) + with_memory
     figure = Figure(figsize=(PANEL_INCHES[0] * n_panels, PANEL_INCHES[1]), layout="constrained")
     panels = figure.subplots(1, n_panels, squeeze=False)[0]
-    place = subject.dims.index(subject.axis)
-    fixed = [f"{name} = {size}" for name, size in zip(subject.dims, rows[0].case.sizes, strict=True)]
+    fixed = [f"{name} = {size}" for name, size in zip(benchmark.dims, rows[0].case.sizes, strict=True)]
+    name = benchmark.dims[place]
     del fixed[place]
     for panel, mode in zip(panels, modes, strict=False):
         _panel(panel, rows, place, lambda row, mode=mode: _time(row, mode), f"{TITLES[mode]}, ms")
@@ -49,17 +53,17 @@ def draw(subject: Subject, rows: list[Row], folder: Path, *, device: str) -> Pat
     if with_memory:
         _panel(panels[-1], rows, place, _memory, "peak memory above the inputs, GiB")
     for panel in panels:
-        panel.set_xlabel(f"{subject.axis} ({', '.join(fixed)})" if fixed else subject.axis)
+        panel.set_xlabel(f"{name} ({', '.join(fixed)})" if fixed else name)
     panels[0].legend(fontsize=8)
     dtype = str(rows[0].case.dtype).removeprefix("torch.")
-    figure.suptitle(f"{subject.op}, {dtype}, {device}", fontsize=11)
+    figure.suptitle(f"{benchmark.op}, {dtype}, {device}", fontsize=11)
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{subject.op}.png"
+    path = folder / f"{benchmark.op}.png"
     figure.savefig(path, dpi=120)
     return path
 
 
-Point = tuple[float, float, float]  # what is drawn, and the bounds of its band
+Point = tuple[float, float, float]  # a value and the ends of its band
 
 
 def _time(row: Row, mode: str) -> Point | None:
@@ -72,7 +76,7 @@ def _memory(row: Row) -> Point | None:
 
 
 def _panel(panel: Axes, rows: list[Row], place: int, point: Callable[[Row], Point | None], title: str) -> None:
-    """A line for each provider; sizes on a logarithmic axis, labelled with the sizes themselves."""
+    """Draw one line per provider over the sizes, on a logarithmic axis with the sizes as ticks."""
     for name in dict.fromkeys(row.provider for row in rows):
         found = [(row.case.sizes[place], point(row)) for row in rows if row.provider == name and point(row)]
         if not found:

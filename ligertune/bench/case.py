@@ -1,4 +1,4 @@
-"""The nouns of a bench: an op at one size, what it must cost at the least, and who computes it."""
+"""Benchmark definitions: an op at one size, its lower bound in traffic and FLOPs, and its implementations."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Case:
     """One op at one size."""
 
     op: str
-    sizes: tuple[int, ...]  # what they are says the subject's `dims`
+    sizes: tuple[int, ...]  # in the order of the benchmark's `dims`
     dtype: torch.dtype
     frozen_head: bool = False  # linear losses: the weight gets no gradient, as under LoRA
-    ignored: float = 0.0  # losses: the share of the labels that are not trained on
+    ignored: float = 0.0  # losses: share of the labels that are ignore_index
 
     @property
     def label(self) -> str:
@@ -31,10 +31,14 @@ class Case:
         words += [f"{100 * self.ignored:.0f} % ignored"] if self.ignored else []
         return ", ".join(words)
 
+    def tensor_bytes(self) -> float:
+        """Return the bytes of a tensor with the case's sizes."""
+        return float(torch.Size(self.sizes).numel() * self.dtype.itemsize)
+
 
 @dataclass(frozen=True)
 class Rates:
-    """What this device reached just now: bytes/s of a copy (read + written), FLOP/s of a square matrix product."""
+    """Measured rates of a device: bytes/s of a copy (read and written), FLOP/s of a square matrix product."""
 
     copy: float
     matmul: float
@@ -42,74 +46,72 @@ class Rates:
 
 @dataclass(frozen=True)
 class Work:
-    """The least that any implementation moves and computes: (forward, backward)."""
+    """The least that any implementation must move and compute: (forward, backward)."""
 
     traffic: tuple[float, float]  # bytes
     flops: tuple[float, float] = (0.0, 0.0)
 
     def floor(self, mode: Mode, rates: Rates) -> float:
-        """Seconds below which this device cannot go at its measured rates."""
+        """Return the least time in seconds at these rates."""
         parts = {"forward": (0,), "backward": (1,), "both": (0, 1)}[mode]
         return max(sum(self.traffic[i] for i in parts) / rates.copy, sum(self.flops[i] for i in parts) / rates.matmul)
 
 
+def elementwise_work(forward: int, backward: int) -> Callable[[Case], Work]:
+    """Return the work of an op that reads or writes so many tensors of the case's size in each direction."""
+    return lambda case: Work((forward * case.tensor_bytes(), backward * case.tensor_bytes()))
+
+
 @dataclass(frozen=True)
 class Provider:
-    """Somebody's implementation of an op.
+    """One implementation of an op.
 
-    `make` gets a case and its arguments and returns what computes the outputs from them; what it does before that
-    (building a module, importing a library) is not timed.
+    `make` takes a case and its arguments and returns the function to time. What `make` itself does, such as building
+    a module, is not timed.
     """
 
     name: str
     make: Callable[[Case, Tensors], Callable[[], Outputs]]
-    overwrites: bool = False  # its backward or forward writes over an argument: it gets arguments of its own
-    within: Callable[[], AbstractContextManager] = nullcontext  # stands around all it runs, untimed: settings on trial
+    overwrites: bool = False  # writes over its arguments, and therefore receives separate ones
+    within: Callable[[], AbstractContextManager] = nullcontext  # context of all passes, not timed
 
 
-@dataclass(frozen=True)
-class Subject:
-    """How one op is benched."""
-
-    op: str
-    dims: tuple[str, ...]
-    axis: str  # the dimension over which `sizes` run: the x axis of plots
-    sizes: tuple[tuple[int, ...], ...]
-    small: tuple[tuple[int, ...], ...]  # for a CPU
-    args: tuple[str, ...]
-    inputs: Callable[[Case, torch.device], Tensors]  # the leaves among them require a gradient
-    rows: tuple[str, ...]  # the arguments that can be cut along their first dimension, and the outputs with them
-    work: Callable[[Case], Work]
-    plain: Callable[[Case, Tensors], Callable[..., Outputs]]
-    """Plain torch on other arguments than the whole case's: rows of them, in float64. A loss that is a mean over the
-    rows divides by their number in the whole case, so that parts add up."""
-    providers: tuple[Provider, ...]
-    dtype: torch.dtype | None = None  # where it is not the user's choice
-    modes: tuple[Mode, ...] = ("forward", "backward", "both")
+def function(name: str, call: Callable[..., Outputs], *, overwrites: bool = False) -> Provider:
+    """Return a provider that calls `call(*args)`."""
+    return Provider(name, lambda case, args: lambda: call(*args), overwrites)
 
 
-def ours(name: str, call: Callable[..., Callable[[], Outputs]], overwrites: bool = False) -> Provider:
-    """A provider from this project; `call(kernels, case, *args)` computes, `kernels` being the package."""
+def with_compiled(eager: Provider, *others: Provider) -> tuple[Provider, ...]:
+    """Return the providers, and torch.compile of the first one, compiled for one size."""
 
     def make(case: Case, args: Tensors) -> Callable[[], Outputs]:
-        import ligertune_kernels
-
-        return lambda: call(ligertune_kernels, case, *args)
-
-    return Provider(name, make, overwrites)
-
-
-def function(name: str, call: Callable[..., Outputs]) -> Provider:
-    """A provider that is `call(*args)`."""
-    return Provider(name, lambda case, args: lambda: call(*args))
-
-
-def compiled(eager: Provider) -> Provider:
-    """torch.compile of the eager form, for this one size."""
-
-    def make(case: Case, args: Tensors) -> Callable[[], Outputs]:
-        # what was compiled for other sizes counts against the limit of recompilations
+        # Compilations for other sizes count towards torch's limit of recompilations.
         torch.compiler.reset()
         return torch.compile(eager.make(case, args), fullgraph=True, dynamic=False)
 
-    return Provider("torch.compile", make)
+    return eager, *others, Provider("torch.compile", make)
+
+
+@dataclass(frozen=True)
+class OpBenchmark:
+    """The benchmark of one op: sizes, inputs, lower bound, reference and implementations."""
+
+    op: str
+    dims: tuple[str, ...]
+    sizes: tuple[tuple[int, ...], ...]
+    cpu_sizes: tuple[tuple[int, ...], ...]
+    args: tuple[str, ...]
+    inputs: Callable[[Case, torch.device], Tensors]  # leaves among them require a gradient
+    work: Callable[[Case], Work]
+    reference: Callable[[Case, Tensors], Callable[..., Outputs]]
+    """Return a function in plain torch for any part of the rows, in any dtype. A loss that is a mean over the rows
+    divides by their number in the whole case, so that the losses of the parts add up."""
+    providers: tuple[Provider, ...]
+    row_args: tuple[str, ...] = ()  # arguments that can be split along their first dimension, and outputs with them
+    dtype: torch.dtype | None = None  # None: the user chooses
+    modes: tuple[Mode, ...] = ("forward", "backward", "both")
+
+    @property
+    def axis(self) -> int:
+        """The last dimension that varies over the sizes: the x axis of plots."""
+        return max(i for i in range(len(self.dims)) if len({sizes[i] for sizes in self.sizes}) > 1)

@@ -1,8 +1,8 @@
-"""Time on the device and on the host, with a cold cache; and what the device can reach.
+"""Timing of benchmarks: time on the device and on the host with cold caches, and the rates that a device reaches.
 
-A repetition empties the device's cache by writing over 256 MB, which also keeps the device busy while the host issues
-what is timed: the time between two events around it is then the device's own and not the host's. Where the host
-takes longer than one such write, several are queued.
+Before each repetition, 256 MB are written to empty the device's cache. This also keeps the device busy while the host
+launches the work: the time between two events around it is then the device's own. Where the host takes longer than one
+such write, several are queued.
 """
 
 from __future__ import annotations
@@ -11,23 +11,20 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from ligertune.bench.case import Rates
 
 FLUSH_BYTES = 256 << 20
-MOST_FLUSHES = 16  # a host that takes longer waits for the device itself
-COPY_BYTES = 512 << 20
-MATMUL_SIZE = 8192
-COPY_BYTES_CPU = 16 << 20
-MATMUL_SIZE_CPU = 512
+MOST_FLUSHES = 16  # a slower host waits for the device first
+COPY_BYTES = {"cuda": 512 << 20, "cpu": 16 << 20}
+MATMUL_SIZE = {"cuda": 8192, "cpu": 512}
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds: the median, and the bounds within which three of five repetitions lie."""
+    """Median, and the 20 % and 80 % quantiles, in seconds."""
 
     median: float
     p20: float
@@ -35,30 +32,15 @@ class Timing:
 
     @classmethod
     def of(cls, seconds: list[float]) -> Timing:
-        ordered = sorted(seconds)
-
-        def quantile(share: float) -> float:
-            place = share * (len(ordered) - 1)
-            low = math.floor(place)
-            high = min(low + 1, len(ordered) - 1)
-            return ordered[low] + (place - low) * (ordered[high] - ordered[low])
-
-        return cls(quantile(0.5), quantile(0.2), quantile(0.8))
-
-
-class Clock(Protocol):
-    """Runs something once: (seconds on the device, seconds until the host had issued it).
-
-    `ahead` is what the host is expected to take.
-    """
-
-    def time(self, run: Callable[[], object], ahead: float = 0.0) -> tuple[float, float]: ...
+        quantiles = torch.tensor([0.5, 0.2, 0.8], dtype=torch.float64)
+        return cls(*torch.tensor(seconds, dtype=torch.float64).quantile(quantiles).tolist())
 
 
 class HostClock:
-    """For a CPU, where both are one. The caches stay as they are."""
+    """Clock of a CPU: device and host times are the same. Caches stay as they are."""
 
-    def time(self, run: Callable[[], object], ahead: float = 0.0) -> tuple[float, float]:
+    def time(self, run: Callable[[], object], expected_host_seconds: float = 0.0) -> tuple[float, float]:
+        """Run once; return seconds on the device, and seconds until the host had launched it."""
         start = time.perf_counter()
         run()
         wall = time.perf_counter() - start
@@ -66,7 +48,7 @@ class HostClock:
 
 
 class DeviceClock:
-    """For a GPU."""
+    """Clock of a GPU, by events around the call."""
 
     def __init__(self, device: torch.device) -> None:
         self._cache = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device)
@@ -74,9 +56,10 @@ class DeviceClock:
         self._flush_seconds = 1.0
         self._flush_seconds = min(self.time(self._cache.zero_)[0] for _ in range(3))
 
-    def time(self, run: Callable[[], object], ahead: float = 0.0) -> tuple[float, float]:
+    def time(self, run: Callable[[], object], expected_host_seconds: float = 0.0) -> tuple[float, float]:
+        """Run once, as HostClock does, behind enough device work to cover the host's time."""
         torch.cuda.synchronize()
-        for _ in range(min(MOST_FLUSHES, 1 + math.ceil(ahead / self._flush_seconds))):
+        for _ in range(min(MOST_FLUSHES, 1 + math.ceil(expected_host_seconds / self._flush_seconds))):
             self._cache.zero_()
         self._start.record()
         start = time.perf_counter()
@@ -87,16 +70,19 @@ class DeviceClock:
         return self._start.elapsed_time(self._end) / 1e3, host
 
 
+Clock = HostClock | DeviceClock
+
+
 def clock_for(device: torch.device) -> Clock:
+    """Return the clock of a GPU or a CPU."""
     return DeviceClock(device) if device.type == "cuda" else HostClock()
 
 
 def measured_rates(device: torch.device, clock: Clock, dtype: torch.dtype) -> Rates:
-    """A copy of 512 MiB and a square product, the median of some tries after warming up."""
-    gpu = device.type == "cuda"
-    source = torch.empty(COPY_BYTES if gpu else COPY_BYTES_CPU, dtype=torch.int8, device=device)
+    """Measure a copy of 512 MiB and a square matrix product: the median of ten, after three to warm up."""
+    source = torch.empty(COPY_BYTES[device.type], dtype=torch.int8, device=device)
     target = torch.empty_like(source)
-    size = MATMUL_SIZE if gpu else MATMUL_SIZE_CPU
+    size = MATMUL_SIZE[device.type]
     factor = torch.randn(size, size, device=device).to(dtype)
     product = torch.empty_like(factor)
 

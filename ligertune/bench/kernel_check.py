@@ -1,6 +1,6 @@
-"""Every op's outputs and gradients against float64 on the device that is here: what `ligertune doctor --kernels` runs.
+"""Kernel check of `ligertune doctor --kernels`: every op's outputs and gradients against float64, on this device.
 
-No times are taken, so that it is done in under a minute, most of which is compilation.
+Nothing is timed. It takes less than a minute, most of it for compilation.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from dataclasses import dataclass
 import torch
 
 from ligertune.bench import accuracy
-from ligertune.bench.case import Case, Provider, Subject
-from ligertune.bench.cases.case_table import SUBJECTS
-from ligertune.bench.measure import FAILURES, SEED, Bound, sentence
+from ligertune.bench.case import Case, OpBenchmark, Provider
+from ligertune.bench.cases.case_table import BENCHMARKS
+from ligertune.bench.measure import FAILURES, BoundProvider, first_line, seeded_inputs
 from ligertune.hardware import Machine
 
-# A row in registers and one that is swept, odd ends of blocks; float64 of the largest fits in 1 GiB.
+# A row that fits in registers and one that is looped over, partial last blocks; float64 of the largest fits in 1 GiB.
 SIZES = {
     "rms_norm": ((67, 1000), (5, 20000)),
     "add_rms_norm": ((67, 1000), (5, 20000)),
@@ -39,29 +39,29 @@ SIZES = {
     "embedding": ((131, 1000, 500),),
     "adamw_step": ((67, 1000),),
 }
-# |ours - float64| / |float64|, Euclidean: some roundings to the dtype, and no more. Integers are exact.
+# |found - float64| / |float64| in the Euclidean norm: a few roundings to the dtype. Integers are exact.
 BOUNDS = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 2e-5, torch.int8: 0.0}
 
 
 @dataclass(frozen=True)
 class Check:
-    """One form of an op in one case. `error` is the worst of its outputs and gradients, relative; None if it failed."""
+    """Result of one implementation in one case: the largest relative error of its outputs and gradients."""
 
     case: Case
     form: str
-    error: float | None
-    worst: str
+    error: float | None  # None: it failed
+    worst: str  # name of the tensor with the largest error
     bound: float
     seconds: float
     failure: str | None = None
 
     @property
     def good(self) -> bool:
-        """False for NaN, too."""
+        """Whether the error is within its bound; NaN is not."""
         return self.error is not None and self.error <= self.bound
 
     def as_dict(self) -> dict:
-        """For JSON, which has no NaN."""
+        """Return the result for JSON, where NaN is a string."""
         error = self.error if self.error is None or math.isfinite(self.error) else str(self.error)
         return {
             "op": self.case.op,
@@ -78,33 +78,31 @@ class Check:
 
 
 def dtypes_to_check(machine: Machine) -> tuple[torch.dtype, ...]:
-    """What models are trained in here, and float32."""
+    """Return the dtype that models are trained in on this machine, and float32."""
     return (torch.bfloat16 if machine.has_bfloat16 else torch.float16, torch.float32)
 
 
 def check_ops(device: torch.device, dtypes: tuple[torch.dtype, ...]) -> Iterator[list[Check]]:
-    """The checks of each op as it is done."""
-    for subject in SUBJECTS:
-        of_op = dict.fromkeys(subject.dtype or dtype for dtype in dtypes)
+    """Yield the checks of one op after the other."""
+    for op, benchmark in BENCHMARKS.items():
         yield [
-            _check(subject, Case(subject.op, sizes, dtype), provider, device)
-            for dtype in of_op
-            for sizes in SIZES[subject.op]
-            for provider in subject.providers
+            _check(benchmark, Case(op, sizes, dtype), provider, device)
+            for dtype in dict.fromkeys(benchmark.dtype or dtype for dtype in dtypes)
+            for sizes in SIZES[op]
+            for provider in benchmark.providers
             if provider.name.startswith("ours")
         ]
 
 
-def _check(subject: Subject, case: Case, provider: Provider, device: torch.device) -> Check:
+def _check(benchmark: OpBenchmark, case: Case, provider: Provider, device: torch.device) -> Check:
     bound, start = BOUNDS[case.dtype], time.perf_counter()
     try:
-        torch.manual_seed(SEED)
-        args = subject.inputs(case, device)
-        true = accuracy.truth(subject, case, args)
-        outputs, gradients = Bound(provider, case, args).first()
-        found = accuracy.results(subject, args, outputs, gradients)
+        args = seeded_inputs(benchmark, case, device)
+        true = accuracy.truth(benchmark, case, args)
+        outputs, gradients = BoundProvider(provider, case, args).both()
+        found = accuracy.results(benchmark, args, outputs, gradients)
         errors = {name: accuracy.error_of(found[name], true[name]) for name in true}
     except FAILURES as problem:
-        return Check(case, provider.name, None, "", bound, time.perf_counter() - start, sentence(problem))
+        return Check(case, provider.name, None, "", bound, time.perf_counter() - start, first_line(problem))
     worst = max(errors, key=lambda name: (math.isnan(errors[name]), errors[name]))
     return Check(case, provider.name, errors[worst], worst, bound, time.perf_counter() - start)

@@ -1,6 +1,6 @@
-"""Benches cases: every provider's outputs against float64, its memory, then all providers' times in turn.
+"""Benchmark runs: each implementation's error against float64, its peak memory, then the times of all in turn.
 
-A provider that cannot be imported, does not serve a size or runs out of memory is a row with its reason.
+A provider that cannot be imported, does not support a size or runs out of memory becomes a row with its reason.
 """
 
 from __future__ import annotations
@@ -8,52 +8,78 @@ from __future__ import annotations
 import gc
 import math
 import random
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 
 import torch
 
 from ligertune.bench import accuracy
-from ligertune.bench.case import Case, Mode, Provider, Rates, Subject, Tensors
+from ligertune.bench.case import Case, Mode, OpBenchmark, Provider, Rates, Tensors
+from ligertune.bench.cases.case_table import BENCHMARKS, cases_of
 from ligertune.bench.clock import Clock, Timing, clock_for, measured_rates
+from ligertune.hardware import this_machine
+from ligertune.report import versions
 
-# What torch, torch.compile and our ops raise where they do not serve a case (out of memory is a RuntimeError).
+# What torch, torch.compile and the ops raise where they do not support a case (out of memory is a RuntimeError).
 FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, ImportError, AssertionError, LookupError)
 SEED = 0
 
 
 @dataclass(frozen=True)
-class Effort:
-    """How long a measurement may take."""
+class Repetitions:
+    """Number of repetitions of a measurement."""
 
     warmup: int = 3
     repeats: int = 20
-    seconds: float = 0.5  # of measured time, after which a provider gets no further repetition (three at the least)
+    seconds: float = 0.5  # a provider measured for longer gets no further repetition, but at least three
 
 
 @dataclass(frozen=True)
-class Stage:
-    """Where and how everything is measured. `failures` is what a provider may raise and be a row nonetheless."""
+class BenchSetup:
+    """Device, dtype, clock and repetitions of a benchmark; `failures`: exceptions that become a row."""
 
     device: torch.device
     dtype: torch.dtype
     clock: Clock
     rates: Rates
-    effort: Effort
+    repetitions: Repetitions
     failures: tuple[type[Exception], ...] = FAILURES
 
 
-def stage(
-    device: torch.device, dtype: torch.dtype, effort: Effort, failures: tuple[type[Exception], ...] = FAILURES
-) -> Stage:
-    """With the device's rates, which take some milliseconds to measure."""
+def bench_setup(
+    device: torch.device,
+    dtype: torch.dtype,
+    repetitions: Repetitions,
+    failures: tuple[type[Exception], ...] = FAILURES,
+) -> BenchSetup:
+    """Return a setup with the device's rates, which take some milliseconds to measure."""
     clock = clock_for(device)
-    return Stage(device, dtype, clock, measured_rates(device, clock, dtype), effort, failures)
+    return BenchSetup(device, dtype, clock, measured_rates(device, clock, dtype), repetitions, failures)
+
+
+def default_setup(dtype: str) -> BenchSetup:
+    """Return the setup of `ligertune bench`: the first GPU, or the CPU. dtype: a name of torch's, or "auto"."""
+    machine = this_machine()
+    gpu = machine.vendor != "cpu"
+    if dtype == "auto":
+        dtype = ("bfloat16" if machine.has_bfloat16 else "float16") if gpu else "float32"
+    repetitions = Repetitions(3, 30, 0.5) if gpu else Repetitions(1, 5, 0.2)
+    return bench_setup(torch.device(machine.device), getattr(torch, dtype), repetitions)
+
+
+def report_header(setup: BenchSetup) -> dict:
+    """Return device, measured rates, versions and date, and all of them in one `line`."""
+    name, date, installed = this_machine().name, time.strftime("%Y-%m-%d"), versions()
+    rates = f"copy {setup.rates.copy / 1e12:.3g} TB/s, matmul {setup.rates.matmul / 1e12:.3g} TFLOP/s"
+    named = ", ".join(f"{package} {version}" for package, version in installed.items())
+    line = f"{name}, {date}; {rates}; {named}"
+    return {"device": name, "date": date, "versions": installed, "rates": asdict(setup.rates), "line": line}
 
 
 @dataclass
 class Row:
-    """One provider in one case. Seconds, bytes; `error` is relative, by output and gradient."""
+    """Measurements of one provider in one case, in seconds and bytes; `errors` are relative, by tensor."""
 
     case: Case
     provider: str
@@ -66,16 +92,16 @@ class Row:
     notes: list[str] = field(default_factory=list)
 
     def share(self, mode: Mode) -> float | None:
-        """Of the roofline: floor over time."""
+        """Return the share of the roofline: lower bound over time."""
         return self.floors[mode] / self.device[mode].median if mode in self.device else None
 
     @property
     def error(self) -> float | None:
-        """The worst; NaN if any is."""
+        """The largest error; NaN if any is NaN."""
         return max(self.errors.values(), key=lambda error: (math.isnan(error), error), default=None)
 
     def as_dict(self) -> dict:
-        """For JSON."""
+        """Return the row for JSON."""
         return {
             "op": self.case.op,
             "sizes": self.case.sizes,
@@ -94,113 +120,117 @@ class Row:
         }
 
 
-class Bound:
-    """A provider with arguments: its passes."""
+class BoundProvider:
+    """A provider with its arguments: forward and backward passes."""
 
     def __init__(self, provider: Provider, case: Case, args: Tensors) -> None:
         self._case, self._run, self._within = case, provider.make(case, args), provider.within
         self.leaves = accuracy.leaves_of(args)
-        self.upstream: list[torch.Tensor | None] = []
+        self.upstream: accuracy.Upstream = []
 
     def forward(self) -> Tensors:
         return accuracy.as_tuple(self._run())
 
     def backward(self, outputs: Tensors) -> Tensors:
-        if not self.leaves:
-            return ()
-        return torch.autograd.grad(outputs, self.leaves, self.upstream)
-
-    def first(self) -> tuple[Tensors, Tensors]:
-        """Outputs and gradients; also what compiles, and what makes the upstream gradients."""
-        outputs = self.forward()
-        self.upstream = accuracy.like(accuracy.upstream_of(self._case, outputs), outputs)
-        return outputs, self.backward(outputs)
+        return torch.autograd.grad(outputs, self.leaves, self.upstream) if self.leaves else ()
 
     def both(self) -> tuple[Tensors, Tensors]:
+        """Return outputs and gradients. The first call makes the upstream gradients, and must come first of all."""
         outputs = self.forward()
+        self.upstream = self.upstream or accuracy.like(accuracy.upstream_of(self._case, outputs), outputs)
         return outputs, self.backward(outputs)
 
-    def timed(self, mode: Mode, clock: Clock, ahead: float) -> tuple[float, float]:
-        """(device, host) seconds of one repetition."""
+    def timed(self, mode: Mode, clock: Clock, expected_host_seconds: float) -> tuple[float, float]:
+        """Return device and host seconds of one repetition."""
         with self._within():
             if mode == "backward":
                 outputs = self.forward()
-                return clock.time(lambda: self.backward(outputs), ahead)
-            return clock.time(self.forward if mode == "forward" else self.both, ahead)
+                return clock.time(lambda: self.backward(outputs), expected_host_seconds)
+            return clock.time(self.forward if mode == "forward" else self.both, expected_host_seconds)
 
 
 def bench(
     cases: Iterable[Case],
-    subjects: dict[str, Subject],
-    stage: Stage,
+    setup: BenchSetup,
     *,
+    benchmarks: dict[str, OpBenchmark] = BENCHMARKS,
     modes: Sequence[Mode] = ("forward", "backward", "both"),
     chosen: Callable[[Provider], bool] = lambda provider: True,
     extra: dict[str, tuple[Provider, ...]] | None = None,
 ) -> Iterator[list[Row]]:
-    """The rows of each case as it is done. `extra` holds further providers by op; an op of one mode is timed in it."""
+    """Yield the rows of each case. extra: further providers by op. An op with a single mode is timed in that mode."""
     for case in cases:
-        subject = subjects[case.op]
-        providers = [p for p in (*subject.providers, *(extra or {}).get(case.op, ())) if chosen(p)]
-        wanted = [mode for mode in subject.modes if mode in modes or len(subject.modes) == 1]
-        yield _bench_case(subject, case, providers, wanted, stage)
+        benchmark = benchmarks[case.op]
+        providers = [p for p in (*benchmark.providers, *(extra or {}).get(case.op, ())) if chosen(p)]
+        wanted = [mode for mode in benchmark.modes if mode in modes or len(benchmark.modes) == 1]
+        yield _bench_case(benchmark, case, providers, wanted, setup)
         gc.collect()
-        if stage.device.type == "cuda":
+        if setup.device.type == "cuda":
             torch.cuda.empty_cache()
 
 
-def _bench_case(subject: Subject, case: Case, providers: list[Provider], modes: list[Mode], stage: Stage) -> list[Row]:
-    work = subject.work(case)
-    floors = {mode: work.floor(mode, stage.rates) for mode in modes}
-    args = _inputs(subject, case, stage.device)
+def bench_op(op: str, setup: BenchSetup, *, without: Sequence[str] = ()) -> list[Row]:
+    """Return the rows of an op at all its sizes: those of models on a GPU, small ones on a CPU."""
+    cases = cases_of(op, dtype=setup.dtype, small=setup.device.type == "cpu")
+    return [row for rows in bench(cases, setup, chosen=lambda p: p.name not in without) for row in rows]
+
+
+def _bench_case(
+    benchmark: OpBenchmark, case: Case, providers: list[Provider], modes: list[Mode], setup: BenchSetup
+) -> list[Row]:
+    work = benchmark.work(case)
+    floors = {mode: work.floor(mode, setup.rates) for mode in modes}
+    args = seeded_inputs(benchmark, case, setup.device)
+    true: dict[str, torch.Tensor] | None = None
+    notes = []
     try:
-        true: dict[str, torch.Tensor] | None = accuracy.truth(subject, case, args)
-        notes = []
+        true = accuracy.truth(benchmark, case, args)
     except torch.OutOfMemoryError:
-        true, notes = None, ["no error: float64 does not fit in memory"]
-    rows, bounds = [], []
+        notes.append("no error: float64 does not fit in memory")
+    rows, bound = [], []
     for provider in providers:
         rows.append(Row(case, provider.name, floors, notes=list(notes)))
-        bounds.append(_checked(rows[-1], provider, subject, args, true, stage))
+        bound.append(_checked(rows[-1], provider, benchmark, args, true, setup))
     del true
     for mode in modes:
-        _time(rows, bounds, mode, stage)
+        _time(rows, bound, mode, setup)
     return rows
 
 
-def _inputs(subject: Subject, case: Case, device: torch.device) -> Tensors:
+def seeded_inputs(benchmark: OpBenchmark, case: Case, device: torch.device) -> Tensors:
+    """Return the same inputs in each call."""
     torch.manual_seed(SEED)
-    return subject.inputs(case, device)
+    return benchmark.inputs(case, device)
 
 
 def _checked(
     row: Row,
     provider: Provider,
-    subject: Subject,
+    benchmark: OpBenchmark,
     args: Tensors,
     true: dict[str, torch.Tensor] | None,
-    stage: Stage,
-) -> Bound | None:
-    """Fills in error and memory; None where the provider fails."""
+    setup: BenchSetup,
+) -> BoundProvider | None:
+    """Fill in the row's errors and memory; return None where the provider fails."""
     try:
-        own = _inputs(subject, row.case, stage.device) if provider.overwrites else args
+        own = seeded_inputs(benchmark, row.case, setup.device) if provider.overwrites else args
         with provider.within():
-            bound = Bound(provider, row.case, own)
-            outputs, gradients = bound.first()
+            bound = BoundProvider(provider, row.case, own)
+            outputs, gradients = bound.both()
             if true is not None:
-                found = accuracy.results(subject, own, outputs, gradients)
+                found = accuracy.results(benchmark, own, outputs, gradients)
                 row.errors = {name: accuracy.error_of(found[name], true[name]) for name in true}
                 del found
             del outputs, gradients
-            row.peak_bytes = _peak(bound.both, stage.device)
-    except stage.failures as problem:
-        row.failure = sentence(problem)
+            row.peak_bytes = _peak(bound.both, setup.device)
+    except setup.failures as problem:
+        row.failure = first_line(problem)
         return None
     return bound
 
 
 def _peak(run: Callable[[], object], device: torch.device) -> int | None:
-    """Device memory above what was there before: outputs, gradients and everything in between."""
+    """Return the peak of device memory above what is allocated before: outputs, gradients and temporary tensors."""
     if device.type != "cuda":
         return None
     torch.cuda.synchronize(device)
@@ -211,33 +241,32 @@ def _peak(run: Callable[[], object], device: torch.device) -> int | None:
     return torch.cuda.max_memory_allocated(device) - before
 
 
-def _time(rows: list[Row], bounds: list[Bound | None], mode: Mode, stage: Stage) -> None:
-    """In turn, so that a device that slows down slows down all, and each round in another order.
+def _time(rows: list[Row], bound: list[BoundProvider | None], mode: Mode, setup: BenchSetup) -> None:
+    """Time all providers in turn, in another order each round.
 
-    So nobody always runs behind the same other, whatever that one leaves behind.
+    A device that slows down then slows down all of them, and no provider always follows the same other one.
     """
-    effort = stage.effort
+    warmup, repeats, seconds = setup.repetitions.warmup, setup.repetitions.repeats, setup.repetitions.seconds
     taken: list[list[tuple[float, float]]] = [[] for _ in rows]
-    turns, order = list(zip(rows, bounds, taken, strict=True)), random.Random(SEED)
-    for _ in range(effort.warmup + effort.repeats):
+    turns, order = list(zip(rows, bound, taken, strict=True)), random.Random(SEED)
+    for _ in range(warmup + repeats):
         order.shuffle(turns)
-        for row, bound, times in turns:
-            measured = times[effort.warmup :]
-            if bound is None or row.failure:
+        for row, provider, times in turns:
+            measured = times[warmup:]
+            if provider is None or row.failure:
                 continue
-            if len(measured) >= 3 and sum(device for device, _ in measured) > effort.seconds:
+            if len(measured) >= 3 and sum(device for device, _ in measured) > seconds:
                 continue
             try:
-                times.append(bound.timed(mode, stage.clock, ahead=times[-1][1] if times else 0.0))
-            except stage.failures as problem:
-                row.failure = sentence(problem)
+                times.append(provider.timed(mode, setup.clock, times[-1][1] if times else 0.0))
+            except setup.failures as problem:
+                row.failure = first_line(problem)
     for row, times in zip(rows, taken, strict=True):
-        if row.failure is None and len(times) > effort.warmup:
-            row.device[mode] = Timing.of([device for device, _ in times[effort.warmup :]])
-            row.host[mode] = Timing.of([host for _, host in times[effort.warmup :]])
+        if row.failure is None and len(times) > warmup:
+            row.device[mode], row.host[mode] = (Timing.of(list(each)) for each in zip(*times[warmup:], strict=True))
 
 
-def sentence(problem: BaseException) -> str:
-    """The first line of what went wrong."""
+def first_line(problem: BaseException) -> str:
+    """Return the type and the first line of an exception."""
     lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
     return f"{type(problem).__name__}: {lines[0] if lines else ''}"[:200]

@@ -36,28 +36,27 @@ def bench(
 
     Example: ligertune bench rms_norm swiglu --plots plots
     """
-    from ligertune.bench.bench_report import header_of, open_stage, rows_of
-    from ligertune.bench.cases.case_table import SUBJECTS, subject_of
+    from ligertune.bench.cases.case_table import BENCHMARKS, check_op
+    from ligertune.bench.measure import bench_op, default_setup, report_header
 
     render.people_on_stderr(json)
     if plots is not None:
         from ligertune.bench.bench_plots import check_matplotlib, draw
 
         check_matplotlib()
-    subjects = [subject_of(op) for op in ops] if ops else list(SUBJECTS)
-    stage = open_stage(dtype)
-    header = header_of(stage)
+    for op in ops or ():
+        check_op(op)
+    setup = default_setup(dtype)
+    header = report_header(setup)
     render.text(header["line"])
     render.text(LEGEND)
     done: list[Row] = []
-    for subject in subjects:
-        rows = []
-        for found in rows_of(subject, stage, without=tuple(without or ())):
-            rows += found
+    for op in ops or BENCHMARKS:
+        rows = bench_op(op, setup, without=without or ())
         _show(rows)
         done += rows
         if plots is not None:
-            render.text(f"Drawn: {draw(subject, rows, plots, device=header['device'])}")
+            render.text(f"Drawn: {draw(rows, plots, device=header['device'])}")
     if json:
         render.json_report({**header, "rows": [row.as_dict() for row in done]})
 

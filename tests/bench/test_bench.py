@@ -1,4 +1,4 @@
-"""`ligertune bench`: floors, errors against float64, what becomes of providers that fail or overwrite, the command."""
+"""`ligertune bench`: lower bounds, errors against float64, failing and overwriting providers, the command."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from typer.testing import CliRunner
 
 from ligertune.bench import accuracy
 from ligertune.bench.case import Case, Provider, Rates, function
-from ligertune.bench.cases.case_table import SUBJECT_OF, cases_of
+from ligertune.bench.cases.case_table import BENCHMARKS, cases_of
 from ligertune.bench.clock import Timing
-from ligertune.bench.measure import Effort, Row, Stage, bench, stage
+from ligertune.bench.measure import BenchSetup, Repetitions, Row, bench, bench_setup
 from ligertune.cli.app import app
 from ligertune.errors import UserError
 
@@ -29,27 +29,27 @@ FP32, BF16 = torch.float32, torch.bfloat16
 
 
 @pytest.fixture(scope="module")
-def cpu() -> Stage:
-    return stage(torch.device("cpu"), FP32, Effort(warmup=0, repeats=3, seconds=0.01))
+def cpu() -> BenchSetup:
+    return bench_setup(torch.device("cpu"), FP32, Repetitions(warmup=0, repeats=3, seconds=0.01))
 
 
-def run(case: Case, cpu: Stage, *providers: Provider, **options) -> dict[str, Row]:
-    """The rows of a case by provider; with providers, of these alone."""
-    subject = SUBJECT_OF[case.op]
+def run(case: Case, cpu: BenchSetup, *providers: Provider, **options) -> dict[str, Row]:
+    """Return the rows of a case by provider; providers: use these only."""
+    benchmark = BENCHMARKS[case.op]
     if providers:
-        subject = dataclasses.replace(subject, providers=providers)
-    (rows,) = bench([case], {case.op: subject}, cpu, chosen=lambda p: p.name != "torch.compile", **options)
+        benchmark = dataclasses.replace(benchmark, providers=providers)
+    (rows,) = bench([case], cpu, benchmarks={case.op: benchmark}, chosen=lambda p: p.name != "torch.compile", **options)
     return {row.provider: row for row in rows}
 
 
-def test_every_op_has_a_subject():
-    assert set(SUBJECT_OF) == {op.name for op in OPS}
+def test_every_op_has_a_benchmark():
+    assert set(BENCHMARKS) == {op.name for op in OPS}
 
 
-@pytest.mark.parametrize("op", SUBJECT_OF)
+@pytest.mark.parametrize("op", BENCHMARKS)
 def test_every_provider_of_an_op_computes_the_same(op, cpu):
-    """In float32, against float64: all sizes of a CPU, outputs and gradients."""
-    for case in cases_of(SUBJECT_OF[op], dtype=FP32, small=True):
+    """Outputs and gradients in float32 against float64, at all sizes for a CPU."""
+    for case in cases_of(op, dtype=FP32, small=True):
         for name, row in run(case, cpu).items():
             assert row.failure is None, f"{name}: {row.failure}"
             assert row.errors
@@ -57,7 +57,7 @@ def test_every_provider_of_an_op_computes_the_same(op, cpu):
 
 
 @pytest.mark.parametrize("options", [{"frozen_head": True}, {"ignored": 0.5}], ids=str)
-def test_variants_of_the_fused_loss(options, cpu):
+def test_frozen_heads_and_ignored_labels_of_the_fused_loss(options, cpu):
     rows = run(Case("linear_cross_entropy", (64, 16, 100), FP32, **options), cpu)
     assert ("gradient of weight" in rows["ours"].errors) == ("frozen_head" not in options)
     assert max(row.error for row in rows.values()) < 1e-6
@@ -82,62 +82,62 @@ def test_variants_of_the_fused_loss(options, cpu):
     ],
     ids=lambda value: f"{value.op} {value.label}" if isinstance(value, Case) else str(value),
 )
-def test_floors_are_those_of_the_literature(case, milliseconds):
-    """At 3.0 TB/s and 792 TFLOP/s, as published for these sizes."""
-    assert 1e3 * SUBJECT_OF[case.op].work(case).floor("both", H100) == pytest.approx(milliseconds, rel=0.005)
+def test_lower_bounds_are_the_published_ones(case, milliseconds):
+    """Published for these sizes at 3.0 TB/s and 792 TFLOP/s."""
+    assert 1e3 * BENCHMARKS[case.op].work(case).floor("both", H100) == pytest.approx(milliseconds, rel=0.005)
 
 
 @pytest.mark.parametrize("op", ["linear_cross_entropy", "add_rms_norm", "jsd"])
-def test_the_truth_in_parts_is_the_truth(op, monkeypatch):
-    """Losses and weights' gradients add up, outputs and rows' gradients lie one behind the other."""
-    subject = SUBJECT_OF[op]
-    case = cases_of(subject, dtype=FP32, small=True)[-1]
+def test_float64_results_by_parts_equal_those_of_the_whole(op, monkeypatch):
+    """Losses and gradients of weights are summed; outputs and gradients of rows are concatenated."""
+    benchmark = BENCHMARKS[op]
+    case = cases_of(op, dtype=FP32, small=True)[-1]
     torch.manual_seed(0)
-    args = subject.inputs(case, torch.device("cpu"))
-    whole = accuracy.truth(subject, case, args)
-    monkeypatch.setattr(accuracy, "PART_ELEMENTS", 5 * max(case.sizes[1:]))  # five rows at once; the last part is less
-    parts = accuracy.truth(subject, case, args)
+    args = benchmark.inputs(case, torch.device("cpu"))
+    whole = accuracy.truth(benchmark, case, args)
+    monkeypatch.setattr(accuracy, "PART_ELEMENTS", 5 * max(case.sizes[1:]))  # five rows per part, fewer in the last
+    parts = accuracy.truth(benchmark, case, args)
     assert whole.keys() == parts.keys()
     for name, tensor in whole.items():
         torch.testing.assert_close(parts[name], tensor, rtol=1e-12, atol=1e-14)
 
 
-def test_a_hundredth_too_much_is_an_error_of_a_hundredth(cpu):
+def test_an_output_that_is_one_percent_too_large_has_an_error_of_one_percent(cpu):
     wrong = function("wrong", lambda gate, up: 1.01 * torch.nn.functional.silu(gate) * up)
     row = run(Case("swiglu", (8, 300), FP32), cpu, wrong)["wrong"]
     assert row.errors == {name: pytest.approx(0.01, rel=1e-3) for name in row.errors}
     assert set(row.errors) == {"output 0", "gradient of gate", "gradient of up"}
 
 
-def test_a_nan_is_an_error(cpu):
+def test_nan_is_an_error(cpu):
     wrong = function("wrong", lambda gate, up: torch.nn.functional.silu(gate) * up * torch.tensor(float("nan")))
     assert math.isnan(run(Case("swiglu", (8, 300), FP32), cpu, wrong)["wrong"].error)
 
 
-def test_a_provider_that_fails_is_a_row_with_its_reason(cpu):
+def test_a_failing_provider_is_a_row_with_its_reason(cpu):
     def refuse(gate, up):
         raise RuntimeError("not on this machine\nand more")
 
-    rows = run(Case("swiglu", (8, 300), FP32), cpu, function("theirs", refuse), SUBJECT_OF["swiglu"].providers[0])
-    assert rows["theirs"].failure == "RuntimeError: not on this machine"
-    assert not rows["theirs"].device
+    rows = run(Case("swiglu", (8, 300), FP32), cpu, function("peer", refuse), BENCHMARKS["swiglu"].providers[0])
+    assert rows["peer"].failure == "RuntimeError: not on this machine"
+    assert not rows["peer"].device
     assert rows["ours"].failure is None
     assert rows["ours"].device["both"].median > 0
 
 
-def test_a_provider_that_overwrites_has_arguments_of_its_own(cpu):
+def test_an_overwriting_provider_has_separate_arguments(cpu):
     def spoil(gate, up):
         y = torch.nn.functional.silu(gate) * up
         gate.detach().zero_()
         return y
 
     spoiling = Provider("spoiling", lambda case, args: lambda: spoil(*args), overwrites=True)
-    rows = run(Case("swiglu", (8, 300), FP32), cpu, spoiling, SUBJECT_OF["swiglu"].providers[0])
+    rows = run(Case("swiglu", (8, 300), FP32), cpu, spoiling, BENCHMARKS["swiglu"].providers[0])
     assert rows["ours"].error < 1e-6
 
 
-def test_what_stands_around_a_provider_stands_around_every_pass(cpu):
-    """Forward and backward, checked and timed; and nothing of it is left behind."""
+def test_every_pass_runs_within_the_providers_context(cpu):
+    """Forward and backward, when checked and when timed; the context is left afterwards."""
     inside, seen = [], {"forward": [], "backward": []}
 
     @contextlib.contextmanager
@@ -159,7 +159,6 @@ def test_what_stands_around_a_provider_stands_around_every_pass(cpu):
 
 
 def test_each_round_of_timing_has_another_order(cpu):
-    """So that nobody always runs behind the same other."""
     seen = []
 
     def watched(name):
@@ -170,14 +169,14 @@ def test_each_round_of_timing_has_another_order(cpu):
         return function(name, provider)
 
     names = ["a", "b", "c", "d"]
-    patient = dataclasses.replace(cpu, effort=Effort(warmup=0, repeats=8, seconds=60.0))
-    rows = run(Case("rms_norm", (4, 16), FP32), patient, *map(watched, names), modes=("forward",))
+    eight_rounds = dataclasses.replace(cpu, repetitions=Repetitions(warmup=0, repeats=8, seconds=60.0))
+    rows = run(Case("rms_norm", (4, 16), FP32), eight_rounds, *map(watched, names), modes=("forward",))
     assert list(rows) == names
     rounds = [tuple(seen[-start : len(seen) - start + 4]) for start in range(4, 36, 4)]
     assert all(sorted(each) == names for each in rounds) and len(set(rounds)) > 4
 
 
-def test_times_are_a_median_and_its_quantiles():
+def test_timing_has_median_and_quantiles():
     assert Timing.of([5.0, 1.0, 2.0, 4.0, 3.0, 6.0]) == Timing(median=3.5, p20=2.0, p80=5.0)
 
 
@@ -186,7 +185,7 @@ def command(*words: str):
 
 
 def test_the_command_prints_a_table_and_json(tmp_path):
-    pytest.importorskip("matplotlib", reason="pictures need the extra `plots`")
+    pytest.importorskip("matplotlib", reason="plots need the extra `plots`")
     done = command("rms_norm", "swiglu", "--without", "torch.compile", "--json", "--plots", str(tmp_path))
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
@@ -198,19 +197,19 @@ def test_the_command_prints_a_table_and_json(tmp_path):
         for mode, share in row["share_of_roofline"].items():
             assert share > 0
             assert share == pytest.approx(row["floor_seconds"][mode] / row["device_seconds"][mode]["median"])
-    assert "share of what this device could reach" in done.stderr
+    assert "Roof: share of the device's peak rate." in done.stderr
     for op in ("rms_norm", "swiglu"):
         assert (tmp_path / f"{op}.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_an_unknown_op_is_answered_with_the_ops_there_are():
+def test_an_unknown_op_is_an_error_that_lists_the_ops():
     done = command("rmsnorm")
     assert isinstance(done.exception, UserError)
     assert "'rmsnorm'" in str(done.exception)
     assert "rms_norm" in str(done.exception)
 
 
-def test_without_matplotlib_plots_are_refused_before_anything_is_measured(monkeypatch, tmp_path):
+def test_plots_without_matplotlib_are_refused_before_measuring(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     done = command("swiglu", "--plots", str(tmp_path))
     assert isinstance(done.exception, UserError)
@@ -218,7 +217,7 @@ def test_without_matplotlib_plots_are_refused_before_anything_is_measured(monkey
     assert done.output == ""
 
 
-def test_the_script_prints_its_table_and_what_is_missing(tmp_path):
+def test_the_script_prints_its_table(tmp_path):
     script = [sys.executable, str(ROOT / "scripts" / "bench_kernels"), "--small", "--out", str(tmp_path)]
     done = subprocess.run(
         [*script, "--only", "swiglu,rms_norm", "--without", "torch.compile"],

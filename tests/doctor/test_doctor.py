@@ -11,7 +11,7 @@ from packaging.requirements import Requirement
 from typer.testing import CliRunner
 
 from ligertune.bench.case import function
-from ligertune.bench.cases.case_table import SUBJECT_OF
+from ligertune.bench.cases.case_table import BENCHMARKS
 from ligertune.bench.kernel_check import SIZES, check_ops
 from ligertune.cli.app import app
 from ligertune.doctor import gpu, host, software
@@ -28,7 +28,7 @@ RDNA = dataclasses.replace(CDNA, name="Radeon RX 7900 XTX", arch="gfx1100")
 
 
 def test_every_op_is_checked():
-    assert set(SIZES) == set(SUBJECT_OF)
+    assert set(SIZES) == set(BENCHMARKS)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_the_command_reports_findings_and_kernels_as_json():
     report = json.loads(done.stdout)
     named = {line["what"] for line in report["findings"]}
     assert {"torch", "device", "driver", "attention", "C compiler", "free disk here", "several processes"} <= named
-    assert {check["op"] for check in report["kernels"]} == set(SUBJECT_OF)
+    assert {check["op"] for check in report["kernels"]} == set(BENCHMARKS)
     assert all(check["ok"] for check in report["kernels"])
 
 
@@ -147,8 +147,8 @@ def test_a_wrong_kernel_fails_the_command(wrong, monkeypatch):
             raise RuntimeError("no kernel image is available")
         return torch.nn.functional.silu(gate) * up * (1.05 if wrong == "a factor" else float("nan"))
 
-    broken = dataclasses.replace(SUBJECT_OF["swiglu"], providers=(function("ours", swiglu),))
-    monkeypatch.setattr("ligertune.bench.kernel_check.SUBJECTS", (broken,))
+    broken = dataclasses.replace(BENCHMARKS["swiglu"], providers=(function("ours", swiglu),))
+    monkeypatch.setattr("ligertune.bench.kernel_check.BENCHMARKS", {"swiglu": broken})
     (checks,) = check_ops(torch.device("cpu"), (torch.float32,))
     assert checks and not any(check.good for check in checks)
     json.dumps(checks[0].as_dict(), allow_nan=False)

@@ -1,7 +1,10 @@
-"""The subject of attention over packed documents: some of one length, one behind another."""
+"""Benchmark of attention within packed documents, all of one length."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import ligertune_kernels as kernels
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -9,13 +12,13 @@ from torch.utils.checkpoint import checkpoint
 
 from ligertune.attention.flash import flash_varlen
 from ligertune.attention.sdpa import same_bits
-from ligertune.bench.case import Case, Provider, Subject, Tensors, Work, ours
+from ligertune.bench.case import Case, OpBenchmark, Provider, Tensors, Work, function
 
-HEADS, KEY_VALUE_HEADS, HEAD_DIM = 32, 8, 128  # Llama-3-8B's
+HEADS, KEY_VALUE_HEADS, HEAD_DIM = 32, 8, 128  # those of Llama-3-8B
 
 
 def _inputs(case: Case, device: torch.device) -> Tensors:
-    """query (N, L, H, D), key and value (N, L, K, D); starts, ends (N * L,) of the row of all documents."""
+    """Return query (N, L, H, D), key and value (N, L, K, D); starts and ends (N L,) of the row of all documents."""
     documents, length = case.sizes
     shapes = ((documents, length, heads, HEAD_DIM) for heads in (HEADS, KEY_VALUE_HEADS, KEY_VALUE_HEADS))
     made = (torch.randn(shape, dtype=case.dtype, device=device, requires_grad=True) for shape in shapes)
@@ -24,42 +27,40 @@ def _inputs(case: Case, device: torch.device) -> Tensors:
 
 
 def _work(case: Case) -> Work:
-    """Two products of a head's width for each pair of tokens forward, five backward."""
+    """Return the work of two matrix products per pair of tokens in the forward and five in the backward."""
     documents, length = case.sizes
-    product = documents * length * (length + 1) * HEADS * HEAD_DIM  # a multiplication and an addition for half of them
+    product = documents * length * (length + 1) * HEADS * HEAD_DIM  # two FLOPs for half of the pairs
     one = documents * length * HEAD_DIM * case.dtype.itemsize
     read, written = (HEADS + 2 * KEY_VALUE_HEADS) * one, HEADS * one
     return Work((read + written, 2.0 * (read + written)), (2.0 * product, 5.0 * product))
 
 
-def _plain(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, ends: Tensor) -> Tensor:
-    """By single heads, whose scores are made again in the backward: those of all would not fit."""
+def _reference(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, ends: Tensor) -> Tensor:
+    """Attend one head at a time and recompute its scores in the backward: those of all heads would not fit."""
 
     def attend(*one: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(*one, is_causal=True)
 
-    heads = [
-        checkpoint(
-            attend,
-            *(t.transpose(1, 2) for t in (query[:, :, h : h + 1], key[:, :, k : k + 1], value[:, :, k : k + 1])),
-            use_reentrant=False,
-        )
-        for h in range(HEADS)
-        for k in (h * KEY_VALUE_HEADS // HEADS,)
-    ]
+    def head_of(t: Tensor, head: int) -> Tensor:
+        return t[:, :, head : head + 1].transpose(1, 2)
+
+    heads = []
+    for head in range(HEADS):
+        shared = head * KEY_VALUE_HEADS // HEADS
+        one = head_of(query, head), head_of(key, shared), head_of(value, shared)
+        heads.append(checkpoint(attend, *one, use_reentrant=False))
     return torch.cat(heads, dim=1).transpose(1, 2)
 
 
-def _in_tiles(kernels, case: Case, *args: Tensor) -> Tensor:
-    query, key, value, starts, ends = args
+def _ours(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, ends: Tensor) -> Tensor:
     flat = (t.flatten(0, 1) for t in (query, key, value))
     return kernels.document_attention(*flat, starts, ends).view_as(query)
 
 
-def _torch(name: str, *, steady: bool) -> Provider:
-    """Its flash attention of documents on a GPU, of a batch elsewhere."""
+def _torch(name: str, *, deterministic: bool) -> Provider:
+    """Return torch's flash attention over documents of different lengths; on a CPU and in fp32, over a batch."""
 
-    def make(case: Case, args: Tensors):
+    def make(case: Case, args: Tensors) -> Callable[[], Tensor]:
         query, key, value, *_ = args
         documents, length = case.sizes
         if not query.is_cuda or case.dtype is torch.float32:
@@ -73,23 +74,21 @@ def _torch(name: str, *, steady: bool) -> Provider:
 
         return call
 
-    return Provider(name, make, within=lambda: same_bits(steady))
+    return Provider(name, make, within=lambda: same_bits(deterministic))
 
 
-ATTENTION = Subject(
+ATTENTION = OpBenchmark(
     op="document_attention",
     dims=("N", "L"),
-    axis="L",
     sizes=((160, 100), (32, 512), (4, 4096), (1, 16384)),
-    small=((3, 10), (2, 40)),
+    cpu_sizes=((3, 10), (2, 40)),
     args=("query", "key", "value", "starts", "ends"),
     inputs=_inputs,
-    rows=(),
     work=_work,
-    plain=lambda case, args: _plain,
+    reference=lambda case, args: _reference,
     providers=(
-        ours("ours", _in_tiles),
-        _torch("torch", steady=False),
-        _torch("torch, same bits", steady=True),
+        function("ours", _ours),
+        _torch("torch", deterministic=False),
+        _torch("torch, same bits", deterministic=True),
     ),
 )

@@ -1,36 +1,55 @@
-"""Subjects: the losses of logits, of a linear layer without its logits, and of distillation.
+"""Benchmarks of losses: of logits, of a linear layer without its logits, and for distillation.
 
-Floors. Of logits: read once, their gradient written once. Of a linear layer: its three matrix products, of labelled
-rows only.
+Lower bounds. Logits: read once, and their gradient written once. Linear layers: three matrix products over the rows
+whose label is not ignored.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
+import ligertune_kernels as kernels
 import torch
+from torch import Tensor
 from torch.nn import functional as F
+from transformers.loss.loss_utils import ForCausalLMLoss
 
-from ligertune.bench.case import Case, Outputs, Provider, Subject, Tensors, Work, compiled, function, ours
-from ligertune.bench.cases import eager as huggingface
+from ligertune.bench.case import (
+    Case,
+    OpBenchmark,
+    Outputs,
+    Provider,
+    Tensors,
+    Work,
+    elementwise_work,
+    function,
+    with_compiled,
+)
 
-IGNORED = -100
+IGNORE_INDEX = -100
+MEDUSA_COEFFICIENTS = tuple(0.8**k for k in range(5))
 
 
-def _labels(case: Case, n: int, vocab_size: int, device: torch.device) -> torch.Tensor:
-    """The same share of every part of the rows is ignored, spread at random."""
+def _labels(case: Case, n: int, vocab_size: int, device: torch.device) -> Tensor:
+    """Return random labels, of which the case's share is ignored, at random places."""
     labels = torch.randint(vocab_size, (n,), device=device)
-    labels[torch.randperm(n, device=device)[: round(case.ignored * n)]] = IGNORED
+    labels[torch.randperm(n, device=device)[: round(case.ignored * n)]] = IGNORE_INDEX
     return labels
 
 
-def _summed(labels: torch.Tensor):
-    """Of a part of the rows: the sum of its losses over the number of labels of the whole."""
-    n = (labels != IGNORED).sum()
+def _causal_lm_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Compute transformers' loss of causal language models; logits (N, V), labels (N,) already shifted."""
+    return ForCausalLMLoss(logits, None, logits.shape[-1], shift_labels=labels)
+
+
+def _mean_over(labels: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return a loss of some rows: their sum divided by the number of all labels."""
+    n = (labels != IGNORE_INDEX).sum()
     return lambda logits, labels: F.cross_entropy(logits, labels, reduction="sum") / n
 
 
-# ---- of logits
+# ---- Losses of logits
 
 
 def _logits_inputs(case: Case, device: torch.device) -> Tensors:
@@ -39,42 +58,33 @@ def _logits_inputs(case: Case, device: torch.device) -> Tensors:
 
 
 def _logits_work(case: Case) -> Work:
-    one = float(case.sizes[0] * case.sizes[1] * case.dtype.itemsize)
-    return Work(((1.0 - case.ignored) * one, one))
+    return Work(((1.0 - case.ignored) * case.tensor_bytes(), case.tensor_bytes()))
 
 
-CROSS_ENTROPY_EAGER = function("eager", huggingface.causal_lm_loss)
-CROSS_ENTROPY = Subject(
+def _in_place_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    # Autograd forbids overwriting a leaf; in a model logits are not leaves.
+    return kernels.cross_entropy(logits.view_as(logits), labels, inplace=True)
+
+
+CROSS_ENTROPY = OpBenchmark(
     op="cross_entropy",
     dims=("N", "V"),
-    axis="V",
     sizes=tuple((8192, vocab_size) for vocab_size in (8192, 32000, 65536, 128256, 152064)),
-    small=((32, 100), (32, 1000)),
+    cpu_sizes=((32, 100), (32, 1000)),
     args=("logits", "labels"),
     inputs=_logits_inputs,
-    rows=("logits", "labels"),
+    row_args=("logits", "labels"),
     work=_logits_work,
-    plain=lambda case, args: _summed(args[1]),
+    reference=lambda case, args: _mean_over(args[1]),
     providers=(
-        ours("ours", lambda kernels, case, logits, labels: kernels.cross_entropy(logits, labels)),
-        ours(
-            "ours, in place",
-            lambda kernels, case, logits, labels: kernels.cross_entropy(_view(logits), labels, inplace=True),
-            overwrites=True,
-        ),
-        CROSS_ENTROPY_EAGER,
-        function("torch", F.cross_entropy),
-        compiled(CROSS_ENTROPY_EAGER),
+        function("ours", kernels.cross_entropy),
+        function("ours, in place", _in_place_cross_entropy, overwrites=True),
+        *with_compiled(function("eager", _causal_lm_loss), function("torch", F.cross_entropy)),
     ),
 )
 
 
-def _view(leaf: torch.Tensor) -> torch.Tensor:
-    """autograd lets nobody write over a leaf; in a model logits are none."""
-    return leaf.view_as(leaf)
-
-
-# ---- of a linear layer
+# ---- Losses of linear layers
 
 
 def _linear_inputs(case: Case, device: torch.device) -> Tensors:
@@ -84,9 +94,9 @@ def _linear_inputs(case: Case, device: torch.device) -> Tensors:
     return hidden, weight.requires_grad_(not case.frozen_head), _labels(case, n, vocab_size, device)
 
 
-def _linear_work(case: Case) -> Work:
+def _linear_work(case: Case, heads: int = 1) -> Work:
     n, width, vocab_size = (float(size) for size in case.sizes)
-    n *= 1.0 - case.ignored
+    n *= heads * (1.0 - case.ignored)
     product = 2.0 * n * width * vocab_size
     weight, hidden = (size * width * case.dtype.itemsize for size in (vocab_size, n))
     if case.frozen_head:
@@ -94,213 +104,167 @@ def _linear_work(case: Case) -> Work:
     return Work((weight + hidden, 2.0 * weight + 2.0 * hidden), (product, 2.0 * product))
 
 
-def _our_linear(case: Case, args: Tensors):
-    """Which rows have a label was found when the batch was made."""
-    import ligertune_kernels
-
+def _our_linear(case: Case, args: Tensors) -> Callable[[], Outputs]:
+    """Find the labelled rows beforehand: in training the collator does it for each batch."""
     hidden, weight, labels = args
-    rows = ligertune_kernels.labelled_rows(labels.cpu()).to(labels.device) if case.ignored else None
-    return lambda: ligertune_kernels.linear_cross_entropy(hidden, weight, labels, labelled_rows=rows)
+    rows = kernels.labelled_rows(labels.cpu()).to(labels.device) if case.ignored else None
+    return lambda: kernels.linear_cross_entropy(hidden, weight, labels, labelled_rows=rows)
 
 
-def _eager_linear(case: Case, args: Tensors):
-    hidden, weight, labels = args
-    return lambda: huggingface.causal_lm_loss(F.linear(hidden, weight), labels)
+def _eager_linear(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    return _causal_lm_loss(F.linear(hidden, weight), labels)
 
 
-def _torch_linear(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """The fused op of newer torch; before, logits in the low dtype, where transformers makes a copy in fp32."""
+def _torch_linear(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    """Call torch's fused op where it exists; before, keep logits in the low dtype, unlike transformers."""
     if hasattr(F, "linear_cross_entropy"):
         return F.linear_cross_entropy(hidden, weight, labels)
     return F.cross_entropy(F.linear(hidden, weight), labels)
 
 
-def _plain_linear(case: Case, args: Tensors):
-    loss = _summed(args[2])
+def _linear_reference(case: Case, args: Tensors) -> Callable[..., Outputs]:
+    loss = _mean_over(args[2])
     return lambda hidden, weight, labels: loss(F.linear(hidden, weight), labels)
 
 
-LINEAR_CROSS_ENTROPY_EAGER = Provider("eager", _eager_linear)
-LINEAR_CROSS_ENTROPY = Subject(
+LINEAR_CROSS_ENTROPY = OpBenchmark(
     op="linear_cross_entropy",
     dims=("N", "E", "V"),
-    axis="N",
     sizes=tuple((n, 4096, 128256) for n in (512, 2048, 4096, 8192, 16384)),
-    small=((32, 16, 100), (64, 16, 100)),
+    cpu_sizes=((32, 16, 100), (64, 16, 100)),
     args=("hidden", "weight", "labels"),
     inputs=_linear_inputs,
-    rows=("hidden", "labels"),
+    row_args=("hidden", "labels"),
     work=_linear_work,
-    plain=_plain_linear,
+    reference=_linear_reference,
     providers=(
         Provider("ours", _our_linear),
-        LINEAR_CROSS_ENTROPY_EAGER,
-        function("torch", _torch_linear),
-        compiled(LINEAR_CROSS_ENTROPY_EAGER),
+        *with_compiled(function("eager", _eager_linear), function("torch", _torch_linear)),
     ),
 )
 
 
-# ---- of several heads, and what is asked of logits without a gradient
-
-COEFFICIENTS = tuple(0.8**k for k in range(5))  # Medusa's five heads over one vocabulary
-
-
 def _heads_inputs(case: Case, device: torch.device) -> Tensors:
     n, width, vocab_size = case.sizes
-    heads = len(COEFFICIENTS)
+    heads = len(MEDUSA_COEFFICIENTS)
     hidden = torch.randn(heads, n, width, dtype=case.dtype, device=device, requires_grad=True)
     weight = torch.randn(vocab_size, width, dtype=case.dtype, device=device) * (2.0 / width**0.5)
     return hidden, weight.requires_grad_(), torch.randint(vocab_size, (heads, n), device=device)
 
 
-def _heads_work(case: Case) -> Work:
-    n, width, vocab_size = (float(size) for size in case.sizes)
-    return _linear_work(Case(case.op, (len(COEFFICIENTS) * n, width, vocab_size), case.dtype))
+def _sum_of_heads(loss: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Return a function that computes the loss of each head and adds them, weighted."""
+
+    def call(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        losses = (loss(F.linear(x, weight), y) for x, y in zip(hidden, labels, strict=True))
+        return sum(c * loss for c, loss in zip(MEDUSA_COEFFICIENTS, losses, strict=True))
+
+    return call
 
 
-def _each_head(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    losses = (huggingface.causal_lm_loss(F.linear(x, weight), y) for x, y in zip(hidden, labels, strict=True))
-    return sum(c * loss for c, loss in zip(COEFFICIENTS, losses, strict=True))
+def _our_heads(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    return kernels.multi_head_linear_cross_entropy(hidden, weight, labels, MEDUSA_COEFFICIENTS)[0]
 
 
-def _plain_heads(case: Case, args: Tensors):
-    def loss(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        losses = (F.cross_entropy(F.linear(x, weight), y) for x, y in zip(hidden, labels, strict=True))
-        return sum(c * loss for c, loss in zip(COEFFICIENTS, losses, strict=True))
-
-    return loss
-
-
-HEADS_EAGER = function("eager", _each_head)
-HEADS = Subject(
+MULTI_HEAD = OpBenchmark(
     op="multi_head_linear_cross_entropy",
     dims=("N", "E", "V"),
-    axis="N",
     sizes=tuple((n, 4096, 32000) for n in (512, 2048, 4096)),
-    small=((32, 16, 100),),
+    cpu_sizes=((32, 16, 100),),
     args=("hiddens", "weight", "labels"),
     inputs=_heads_inputs,
-    rows=(),
-    work=_heads_work,
-    plain=_plain_heads,
-    providers=(
-        ours("ours", lambda kernels, case, *args: kernels.multi_head_linear_cross_entropy(*args, COEFFICIENTS)[0]),
-        HEADS_EAGER,
-        compiled(HEADS_EAGER),
-    ),
+    work=lambda case: _linear_work(case, heads=len(MEDUSA_COEFFICIENTS)),
+    reference=lambda case, args: _sum_of_heads(F.cross_entropy),
+    providers=(function("ours", _our_heads), *with_compiled(function("eager", _sum_of_heads(_causal_lm_loss)))),
 )
 
 
-def _statistics_inputs(case: Case, device: torch.device) -> Tensors:
-    hidden, weight, labels = _linear_inputs(case, device)
-    return hidden.detach(), weight.detach(), labels
-
-
 def _statistics_work(case: Case) -> Work:
-    one = _linear_work(case)
-    return Work((one.traffic[0], 0.0), (one.flops[0], 0.0))
+    whole = _linear_work(case)
+    return Work((whole.traffic[0], 0.0), (whole.flops[0], 0.0))
 
 
-def _statistics(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> Outputs:
-    """Log-probability of the label, and entropy."""
+def _statistics(hidden: Tensor, weight: Tensor, labels: Tensor) -> Outputs:
+    """Return log-probabilities of the labels, and entropies."""
     logits = F.linear(hidden, weight)
     log_probs = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
     return log_probs.gather(1, labels.unsqueeze(1)).squeeze(1), -(log_probs.exp() * log_probs).sum(-1)
 
 
-def _our_statistics(kernels, case: Case, *args: torch.Tensor) -> Outputs:
-    found = kernels.linear_token_statistics(*args)
+def _our_statistics(hidden: Tensor, weight: Tensor, labels: Tensor) -> Outputs:
+    found = kernels.linear_token_statistics(hidden, weight, labels)
     return found.logprob, found.entropy
 
 
-STATISTICS_EAGER = function("eager", _statistics)
-STATISTICS = Subject(
+STATISTICS = OpBenchmark(
     op="linear_token_statistics",
     dims=("N", "E", "V"),
-    axis="N",
     sizes=tuple((n, 4096, 128256) for n in (512, 2048, 8192)),
-    small=((32, 16, 100),),
+    cpu_sizes=((32, 16, 100),),
     args=("hidden", "weight", "labels"),
-    inputs=_statistics_inputs,
-    rows=("hidden", "labels"),
+    inputs=lambda case, device: tuple(t.detach() for t in _linear_inputs(case, device)),
+    row_args=("hidden", "labels"),
     work=_statistics_work,
-    plain=lambda case, args: _statistics,
-    providers=(ours("ours", _our_statistics), STATISTICS_EAGER, compiled(STATISTICS_EAGER)),
+    reference=lambda case, args: _statistics,
+    providers=(function("ours", _our_statistics), *with_compiled(function("eager", _statistics))),
     modes=("forward",),
 )
 
+LOSSES = (LINEAR_CROSS_ENTROPY, CROSS_ENTROPY, MULTI_HEAD, STATISTICS)
 
-# ---- of distillation
+
+# ---- Losses for distillation
 
 
 def _kl_inputs(case: Case, device: torch.device) -> Tensors:
-    student, teacher = (torch.randn(case.sizes, dtype=torch.float32, device=device) for _ in range(2))
-    log_probs = student.log_softmax(-1).to(case.dtype).requires_grad_()
-    return log_probs, teacher.softmax(-1).to(case.dtype)
+    """Return log-probabilities of the student and probabilities of the teacher."""
+    student, teacher = (torch.randn(case.sizes, device=device) for _ in range(2))
+    return student.log_softmax(-1).to(case.dtype).requires_grad_(), teacher.softmax(-1).to(case.dtype)
 
 
 def _jsd_inputs(case: Case, device: torch.device) -> Tensors:
+    """Return log-probabilities of student and teacher."""
     student, teacher = (torch.randn(case.sizes, device=device).log_softmax(-1) for _ in range(2))
     return student.to(case.dtype).requires_grad_(), teacher.to(case.dtype)
 
 
-def _three_tensors(case: Case) -> Work:
-    one = float(case.sizes[0] * case.sizes[1] * case.dtype.itemsize)
-    return Work((2.0 * one, one))
-
-
-def jsd(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
-    """Jensen-Shannon divergence of log probabilities (N, V), averaged over the rows."""
+def _jsd(student: Tensor, teacher: Tensor) -> Tensor:
+    """Compute the Jensen-Shannon divergence of log-probabilities (N, V), averaged over the rows."""
     mixture = torch.logaddexp(student, teacher) - math.log(2.0)
     parts = (F.kl_div(mixture, side, reduction="sum", log_target=True) for side in (student, teacher))
     return 0.5 * sum(parts) / student.shape[0]
 
 
-def _kl_div(log_probs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return F.kl_div(log_probs, target, reduction="batchmean")
+def _kl_div(student: Tensor, teacher: Tensor) -> Tensor:
+    return F.kl_div(student, teacher, reduction="batchmean")
 
 
-KL_SIZES = tuple((4096, vocab_size) for vocab_size in (8192, 32000, 65536, 128256))
-KL_DIV_TORCH = function("torch", _kl_div)
-KL_DIV = Subject(
-    op="kl_div",
-    dims=("N", "V"),
-    axis="V",
-    sizes=KL_SIZES,
-    small=((16, 100),),
-    args=("log_probs", "target"),
-    inputs=_kl_inputs,
-    rows=("log_probs", "target"),
-    work=_three_tensors,
-    plain=lambda case, args: lambda log_probs, target: F.kl_div(log_probs, target, reduction="sum") / case.sizes[0],
-    providers=(
-        ours("ours", lambda kernels, case, p, q: kernels.kl_div(p, q, reduction="batchmean")),
-        KL_DIV_TORCH,
-        compiled(KL_DIV_TORCH),
-    ),
-    dtype=torch.float32,
-)
+def _of_all_rows(loss: Callable[..., Tensor]) -> Callable[[Case, Tensors], Callable[..., Outputs]]:
+    """Return the reference of a mean over rows: for some rows, their share of the mean over all rows."""
+    return lambda case, args: lambda *part: loss(*part) * (part[0].shape[0] / case.sizes[0])
 
-JSD_EAGER = function("eager", jsd)
-JSD = Subject(
-    op="jsd",
-    dims=("N", "V"),
-    axis="V",
-    sizes=KL_SIZES,
-    small=((16, 100),),
-    args=("student", "teacher"),
-    inputs=_jsd_inputs,
-    rows=("student", "teacher"),
-    work=_three_tensors,
-    plain=lambda case, args: lambda student, teacher: jsd(student, teacher) * (student.shape[0] / case.sizes[0]),
-    providers=(
-        ours("ours", lambda kernels, case, student, teacher: kernels.jsd(student, teacher)),
-        JSD_EAGER,
-        compiled(JSD_EAGER),
-    ),
-    dtype=torch.float32,
-)
+
+def _divergence(
+    op: str, args: tuple[str, str], inputs: Callable, ours: Callable[..., Tensor], baseline: str, loss: Callable
+) -> OpBenchmark:
+    """Return the benchmark of a divergence of two tensors (N, V) in fp32; baseline: the name of `loss` in reports."""
+    return OpBenchmark(
+        op=op,
+        dims=("N", "V"),
+        sizes=tuple((4096, vocab_size) for vocab_size in (8192, 32000, 65536, 128256)),
+        cpu_sizes=((16, 100),),
+        args=args,
+        inputs=inputs,
+        row_args=args,
+        work=elementwise_work(2, 1),
+        reference=_of_all_rows(loss),
+        providers=(function("ours", ours), *with_compiled(function(baseline, loss))),
+        dtype=torch.float32,
+    )
+
+
+def _our_kl_div(student: Tensor, teacher: Tensor) -> Tensor:
+    return kernels.kl_div(student, teacher, reduction="batchmean")
 
 
 def _linear_jsd_inputs(case: Case, device: torch.device) -> Tensors:
@@ -320,27 +284,26 @@ def _linear_jsd_work(case: Case) -> Work:
     return Work((weights, weights), (one * (student_width + teacher_width), 2.0 * one * student_width))
 
 
-def _linear_jsd(hidden: torch.Tensor, weight: torch.Tensor, teacher: torch.Tensor, head: torch.Tensor) -> Outputs:
-    """Log probabilities in fp32 at the least, as TRL's distillation trainers take them."""
+def _linear_jsd(hidden: Tensor, weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor) -> Tensor:
+    """Compute log-probabilities in at least fp32, as TRL's distillation trainers do, and their divergence."""
     wide = torch.promote_types(hidden.dtype, torch.float32)
-    return jsd(*(F.linear(x, w).to(wide).log_softmax(-1) for x, w in ((hidden, weight), (teacher, head))))
+    pairs = ((hidden, weight), (teacher_hidden, teacher_weight))
+    return _jsd(*(F.linear(x, w).to(wide).log_softmax(-1) for x, w in pairs))
 
 
-LINEAR_JSD_EAGER = function("eager", _linear_jsd)
-LINEAR_JSD = Subject(
-    op="linear_jsd",
-    dims=("N", "E", "teacher's E", "V"),
-    axis="N",
-    sizes=tuple((n, 2048, 4096, 128256) for n in (1024, 2048, 4096)),
-    small=((16, 8, 12, 100),),
-    args=("hidden", "weight", "teacher_hidden", "teacher_weight"),
-    inputs=_linear_jsd_inputs,
-    rows=("hidden", "teacher_hidden"),
-    work=_linear_jsd_work,
-    plain=lambda case, args: lambda *part: _linear_jsd(*part) * (part[0].shape[0] / case.sizes[0]),
-    providers=(
-        ours("ours", lambda kernels, case, *args: kernels.linear_jsd(*args)),
-        LINEAR_JSD_EAGER,
-        compiled(LINEAR_JSD_EAGER),
+DIVERGENCES = (
+    _divergence("kl_div", ("log_probs", "target"), _kl_inputs, _our_kl_div, "torch", _kl_div),
+    _divergence("jsd", ("student", "teacher"), _jsd_inputs, kernels.jsd, "eager", _jsd),
+    OpBenchmark(
+        op="linear_jsd",
+        dims=("N", "E", "teacher's E", "V"),
+        sizes=tuple((n, 2048, 4096, 128256) for n in (1024, 2048, 4096)),
+        cpu_sizes=((16, 8, 12, 100),),
+        args=("hidden", "weight", "teacher_hidden", "teacher_weight"),
+        inputs=_linear_jsd_inputs,
+        row_args=("hidden", "teacher_hidden"),
+        work=_linear_jsd_work,
+        reference=_of_all_rows(_linear_jsd),
+        providers=(function("ours", kernels.linear_jsd), *with_compiled(function("eager", _linear_jsd))),
     ),
 )

@@ -1,54 +1,57 @@
-"""Subjects: the norms. Floors of rows (N, E): x in, y out; then dy and x in, dx out."""
+"""Benchmarks of the norms. Lower bound: the forward reads x and writes y; the backward reads dy and x and writes dx."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import ligertune_kernels as kernels
 import torch
 from torch.nn import functional as F
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from ligertune.bench.case import Case, Outputs, Provider, Subject, Tensors, Work, compiled, function, ours
-from ligertune.bench.cases import eager as huggingface
+from ligertune.bench.case import (
+    Case,
+    OpBenchmark,
+    Outputs,
+    Provider,
+    Tensors,
+    elementwise_work,
+    function,
+    with_compiled,
+)
 
 EPS = 1e-6
-IN_PLACE = "ours, in place"  # x's gradient lies over the one that came in, as that of some others always does
+IN_PLACE = "ours, in place"  # x's gradient overwrites the incoming gradient, as in some other libraries
 GROUPS = 32
-ROW_SIZES = tuple((8192, width) for width in (1024, 2048, 4096, 8192, 16384))
-SMALL_ROW_SIZES = ((64, 128), (64, 512))
 
 
-def _rows(case: Case, device: torch.device, n: int) -> list[torch.Tensor]:
-    return [torch.randn(case.sizes, dtype=case.dtype, device=device, requires_grad=True) for _ in range(n)]
+def _inputs(n_rows: int, n_affine: int) -> Callable[[Case, torch.device], Tensors]:
+    """Return a function that makes n_rows tensors of the case's sizes, then weight and bias over the second size."""
+
+    def inputs(case: Case, device: torch.device) -> Tensors:
+        make = {"dtype": case.dtype, "device": device}
+        rows = [torch.randn(case.sizes, **make, requires_grad=True) for _ in range(n_rows)]
+        affine = [torch.nn.Parameter(1.0 + 0.1 * torch.randn(case.sizes[1], **make)) for _ in range(n_affine)]
+        return *rows, *affine
+
+    return inputs
 
 
-def _affine(case: Case, device: torch.device, n: int) -> list[torch.nn.Parameter]:
-    """Weight, then bias, over the second size."""
-    return [
-        torch.nn.Parameter(1.0 + 0.1 * torch.randn(case.sizes[1], dtype=case.dtype, device=device)) for _ in range(n)
-    ]
+def _llama_norm(weight: torch.Tensor) -> LlamaRMSNorm:
+    norm = LlamaRMSNorm(weight.shape[0])
+    norm.weight = weight
+    return norm
 
 
-def _tensors_moved(forward: int, backward: int):
-    """Work of an op that moves so many tensors of x's size each way."""
-
-    def work(case: Case) -> Work:
-        one = float(torch.Size(case.sizes).numel() * case.dtype.itemsize)
-        return Work((forward * one, backward * one))
-
-    return work
+def _eager_rms_norm(case: Case, args: Tensors) -> Callable[[], Outputs]:
+    x, weight = args
+    norm = _llama_norm(weight)
+    return lambda: norm(x)
 
 
-def _add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> Outputs:
-    total = x + residual
-    return F.rms_norm(total, weight.shape, weight, EPS), total
-
-
-def _eager_rms_norm(case: Case, args: Tensors):
-    norm = huggingface.rms_norm(args[-1])
-    return lambda: norm(args[0])
-
-
-def _eager_add_rms_norm(case: Case, args: Tensors):
+def _eager_add_rms_norm(case: Case, args: Tensors) -> Callable[[], Outputs]:
     x, residual, weight = args
-    norm = huggingface.rms_norm(weight)
+    norm = _llama_norm(weight)
 
     def run() -> Outputs:
         total = x + residual
@@ -57,93 +60,64 @@ def _eager_add_rms_norm(case: Case, args: Tensors):
     return run
 
 
-RMS_NORM_EAGER = Provider("eager", _eager_rms_norm)
-RMS_NORM = Subject(
-    op="rms_norm",
-    dims=("N", "E"),
-    axis="E",
-    sizes=ROW_SIZES,
-    small=SMALL_ROW_SIZES,
-    args=("x", "weight"),
-    inputs=lambda case, device: (*_rows(case, device, 1), *_affine(case, device, 1)),
-    rows=("x",),
-    work=_tensors_moved(2, 3),
-    plain=lambda case, args: lambda x, weight: F.rms_norm(x, weight.shape, weight, EPS),
-    providers=(
-        ours("ours", lambda kernels, case, x, weight: kernels.rms_norm(x, weight, EPS)),
-        ours(IN_PLACE, lambda kernels, case, x, weight: kernels.rms_norm(x, weight, EPS, inplace=True)),
-        RMS_NORM_EAGER,
-        function("torch", lambda x, weight: F.rms_norm(x, weight.shape, weight, EPS)),
-        compiled(RMS_NORM_EAGER),
-    ),
-)
+def _rms_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return F.rms_norm(x, weight.shape, weight, EPS)
 
-ADD_RMS_NORM_EAGER = Provider("eager", _eager_add_rms_norm)
-ADD_RMS_NORM = Subject(
-    op="add_rms_norm",
-    dims=("N", "E"),
-    axis="E",
-    sizes=ROW_SIZES,
-    small=SMALL_ROW_SIZES,
-    args=("x", "residual", "weight"),
-    inputs=lambda case, device: (*_rows(case, device, 2), *_affine(case, device, 1)),
-    rows=("x", "residual"),
-    work=_tensors_moved(4, 4),
-    plain=lambda case, args: _add_rms_norm,
-    providers=(
-        ours("ours", lambda kernels, case, *args: kernels.add_rms_norm(*args, EPS)),
-        ours(IN_PLACE, lambda kernels, case, *args: kernels.add_rms_norm(*args, EPS, inplace=True)),
-        ADD_RMS_NORM_EAGER,
-        function("torch", _add_rms_norm),
-        compiled(ADD_RMS_NORM_EAGER),
-    ),
-)
+
+def _add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> Outputs:
+    total = x + residual
+    return _rms_norm(total, weight), total
 
 
 def _layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     return F.layer_norm(x, weight.shape, weight, bias, EPS)
 
 
-LAYER_NORM_TORCH = function("torch", _layer_norm)  # and eager: transformers' models hold torch.nn.LayerNorm
-LAYER_NORM = Subject(
-    op="layer_norm",
-    dims=("N", "E"),
-    axis="E",
-    sizes=ROW_SIZES,
-    small=SMALL_ROW_SIZES,
-    args=("x", "weight", "bias"),
-    inputs=lambda case, device: (*_rows(case, device, 1), *_affine(case, device, 2)),
-    rows=("x",),
-    work=_tensors_moved(2, 3),
-    plain=lambda case, args: _layer_norm,
-    providers=(
-        ours("ours", lambda kernels, case, *args: kernels.layer_norm(*args, EPS)),
-        ours(IN_PLACE, lambda kernels, case, *args: kernels.layer_norm(*args, EPS, inplace=True)),
-        LAYER_NORM_TORCH,
-        compiled(LAYER_NORM_TORCH),
-    ),
-)
-
-
 def _group_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     return F.group_norm(x, GROUPS, weight, bias, EPS)
 
 
-GROUP_NORM_TORCH = function("torch", _group_norm)
-GROUP_NORM = Subject(
-    op="group_norm",
-    dims=("B", "C", "HW"),
-    axis="C",
-    sizes=tuple((16, channels, 64 * 64) for channels in (128, 256, 512)),
-    small=((2, 64, 49),),
-    args=("x", "weight", "bias"),
-    inputs=lambda case, device: (*_rows(case, device, 1), *_affine(case, device, 2)),
-    rows=("x",),
-    work=_tensors_moved(2, 3),
-    plain=lambda case, args: _group_norm,
-    providers=(
-        ours("ours", lambda kernels, case, x, weight, bias: kernels.group_norm(x, GROUPS, weight, bias, EPS)),
-        GROUP_NORM_TORCH,
-        compiled(GROUP_NORM_TORCH),
+def _row_norm(
+    op: str, args: tuple[str, ...], n_rows: int, moved: tuple[int, int], plain: Callable[..., Outputs], *eager: Provider
+) -> OpBenchmark:
+    """Return the benchmark of a norm over the last dimension; args: n_rows of (N, E), then weight and bias (E,)."""
+    kernel = getattr(kernels, op)
+    ours = function("ours", lambda *given: kernel(*given, EPS))
+    in_place = function(IN_PLACE, lambda *given: kernel(*given, EPS, inplace=True))
+    return OpBenchmark(
+        op=op,
+        dims=("N", "E"),
+        sizes=tuple((8192, width) for width in (1024, 2048, 4096, 8192, 16384)),
+        cpu_sizes=((64, 128), (64, 512)),
+        args=args,
+        inputs=_inputs(n_rows, len(args) - n_rows),
+        row_args=args[:n_rows],
+        work=elementwise_work(*moved),
+        reference=lambda case, args: plain,
+        # Without `eager`, transformers' models use torch's function.
+        providers=(ours, in_place, *with_compiled(*eager, function("torch", plain))),
+    )
+
+
+NORMS = (
+    _row_norm("rms_norm", ("x", "weight"), 1, (2, 3), _rms_norm, Provider("eager", _eager_rms_norm)),
+    _row_norm(
+        "add_rms_norm", ("x", "residual", "weight"), 2, (4, 4), _add_rms_norm, Provider("eager", _eager_add_rms_norm)
+    ),
+    _row_norm("layer_norm", ("x", "weight", "bias"), 1, (2, 3), _layer_norm),
+    OpBenchmark(
+        op="group_norm",
+        dims=("B", "C", "HW"),
+        sizes=tuple((16, channels, 64 * 64) for channels in (128, 256, 512)),
+        cpu_sizes=((2, 64, 49),),
+        args=("x", "weight", "bias"),
+        inputs=_inputs(1, 2),
+        row_args=("x",),
+        work=elementwise_work(2, 3),
+        reference=lambda case, args: _group_norm,
+        providers=(
+            function("ours", lambda x, weight, bias: kernels.group_norm(x, GROUPS, weight, bias, EPS)),
+            *with_compiled(function("torch", _group_norm)),
+        ),
     ),
 )

@@ -1,28 +1,42 @@
-"""Subjects: rope, gated activations, embedding, and the product of 8-bit by 2-bit integers."""
+"""Benchmarks of RoPE, gated activations, embedding, the product with a 2-bit weight, and the AdamW step."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import ligertune_kernels as kernels
 import torch
 from torch.nn import functional as F
+from transformers.activations import ACT2FN
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from ligertune.bench.case import Case, Provider, Subject, Tensors, Work, compiled, function, ours
-from ligertune.bench.cases import eager as huggingface
+from ligertune.bench.case import (
+    Case,
+    OpBenchmark,
+    Outputs,
+    Provider,
+    Tensors,
+    Work,
+    elementwise_work,
+    function,
+    with_compiled,
+)
 
-HEADS, KEY_VALUE_HEADS, HEAD_DIM = 32, 8, 128  # Llama-3-8B's
+HEADS, KEY_VALUE_HEADS, HEAD_DIM = 32, 8, 128  # those of Llama-3-8B
 VOCAB_SIZE = 128256
 
 
-def _as_made(t: torch.Tensor) -> torch.Tensor:
-    """A leaf's memory as a projection would hand it over: no leaf and no view, so that an op may write over it."""
+def _as_projected(t: torch.Tensor) -> torch.Tensor:
+    """Return a tensor on a leaf's memory that is neither leaf nor view, like a projection: ops may overwrite it."""
     return torch.ops.aten._unsafe_view(t, t.shape)
 
 
-def _rope_in_place(kernels, case: Case, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor):
-    return kernels.apply_rope(_as_made(q), _as_made(k), cos, sin, inplace=True, inplace_backward=True)
+def _rope_in_place(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Outputs:
+    return kernels.apply_rope(_as_projected(q), _as_projected(k), cos, sin, inplace=True, inplace_backward=True)
 
 
 def _rope_inputs(case: Case, device: torch.device) -> Tensors:
-    """q and k as projections leave them: (B, T, H, D) in memory, seen as (B, H, T, D)."""
+    """Return q and k as views (B, H, T, D) of (B, T, H, D), as projections make them, and cos and sin."""
     (n_tokens,) = case.sizes
     q, k = (
         torch.randn(1, n_tokens, heads, HEAD_DIM, dtype=case.dtype, device=device).transpose(1, 2).requires_grad_()
@@ -33,84 +47,58 @@ def _rope_inputs(case: Case, device: torch.device) -> Tensors:
     return q, k, angles.cos().to(case.dtype), angles.sin().to(case.dtype)
 
 
-def _rope_work(case: Case) -> Work:
-    moved = 2.0 * case.sizes[0] * (HEADS + KEY_VALUE_HEADS) * HEAD_DIM * case.dtype.itemsize
-    return Work((moved, moved))
-
-
-ROPE_EAGER = function("eager", huggingface.rope)
-ROPE = Subject(
+ROPE = OpBenchmark(
     op="apply_rope",
     dims=("T",),
-    axis="T",
     sizes=tuple((n_tokens,) for n_tokens in (1024, 2048, 4096, 8192, 16384)),
-    small=((16,), (64,)),
+    cpu_sizes=((16,), (64,)),
     args=("q", "k", "cos", "sin"),
     inputs=_rope_inputs,
-    rows=(),
-    work=_rope_work,
-    plain=lambda case, args: huggingface.rope,
+    # One row of q and k per token is read and written.
+    work=elementwise_work(*(2 * (HEADS + KEY_VALUE_HEADS) * HEAD_DIM,) * 2),
+    reference=lambda case, args: apply_rotary_pos_emb,
     providers=(
-        ours("ours", lambda kernels, case, q, k, cos, sin: kernels.apply_rope(q, k, cos, sin)),
-        ours("ours, in place", _rope_in_place, overwrites=True),
-        ROPE_EAGER,
-        compiled(ROPE_EAGER),
+        function("ours", kernels.apply_rope),
+        function("ours, in place", _rope_in_place, overwrites=True),
+        *with_compiled(function("eager", apply_rotary_pos_emb)),
     ),
 )
 
 
-def _two_rows(case: Case, device: torch.device) -> Tensors:
-    return tuple(torch.randn(case.sizes, dtype=case.dtype, device=device, requires_grad=True) for _ in range(2))
+def _gated(op: str, activation: str, width: int, rows: tuple[int, ...]) -> OpBenchmark:
+    """Return the benchmark of act(gate) · up, as between the projections of Llama's or Gemma's MLP."""
+    kernel, act = getattr(kernels, op), ACT2FN[activation]
+
+    def inputs(case: Case, device: torch.device) -> Tensors:
+        return tuple(torch.randn(case.sizes, dtype=case.dtype, device=device, requires_grad=True) for _ in range(2))
+
+    def in_place(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        return kernel(_as_projected(gate), _as_projected(up), inplace=True)
+
+    def plain(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        return act(gate) * up
+
+    return OpBenchmark(
+        op=op,
+        dims=("N", "F"),
+        sizes=tuple((n, width) for n in rows),
+        cpu_sizes=((8, 300), (64, 300)),
+        args=("gate", "up"),
+        inputs=inputs,
+        row_args=("gate", "up"),
+        work=elementwise_work(3, 5),
+        reference=lambda case, args: plain,
+        providers=(
+            function("ours", kernel),
+            function("ours, in place", in_place, overwrites=True),
+            *with_compiled(function("eager", plain)),
+        ),
+    )
 
 
-def _gated_in_place(op: str):
-    """Its backward writes over gate and up."""
-    return lambda kernels, case, gate, up: getattr(kernels, op)(_as_made(gate), _as_made(up), inplace=True)
-
-
-def _gated_work(case: Case) -> Work:
-    one = float(case.sizes[0] * case.sizes[1] * case.dtype.itemsize)
-    return Work((3.0 * one, 5.0 * one))
-
-
-SWIGLU_EAGER = function("eager", huggingface.gated("silu"))
-SWIGLU = Subject(
-    op="swiglu",
-    dims=("N", "F"),
-    axis="N",
-    sizes=tuple((n, 14336) for n in (1024, 2048, 4096, 8192, 16384)),
-    small=((8, 300), (64, 300)),
-    args=("gate", "up"),
-    inputs=_two_rows,
-    rows=("gate", "up"),
-    work=_gated_work,
-    plain=lambda case, args: lambda gate, up: F.silu(gate) * up,
-    providers=(
-        ours("ours", lambda kernels, case, gate, up: kernels.swiglu(gate, up)),
-        ours("ours, in place", _gated_in_place("swiglu"), overwrites=True),
-        SWIGLU_EAGER,
-        compiled(SWIGLU_EAGER),
-    ),
-)
-
-GEGLU_EAGER = function("eager", huggingface.gated("gelu_pytorch_tanh"))
-GEGLU = Subject(
-    op="geglu",
-    dims=("N", "F"),
-    axis="N",
-    sizes=tuple((n, 24576) for n in (1024, 2048, 4096, 8192)),
-    small=((8, 300), (64, 300)),
-    args=("gate", "up"),
-    inputs=_two_rows,
-    rows=("gate", "up"),
-    work=_gated_work,
-    plain=lambda case, args: lambda gate, up: F.gelu(gate, approximate="tanh") * up,
-    providers=(
-        ours("ours", lambda kernels, case, gate, up: kernels.geglu(gate, up)),
-        ours("ours, in place", _gated_in_place("geglu"), overwrites=True),
-        GEGLU_EAGER,
-        compiled(GEGLU_EAGER),
-    ),
+GATED = (
+    _gated("swiglu", "silu", 14336, (1024, 2048, 4096, 8192, 16384)),
+    _gated("geglu", "gelu_pytorch_tanh", 24576, (1024, 2048, 4096, 8192)),
 )
 
 
@@ -126,71 +114,92 @@ def _embedding_work(case: Case) -> Work:
     return Work((2.0 * rows, rows + table))
 
 
-EMBEDDING_TORCH = function("torch", F.embedding)
-EMBEDDING = Subject(
+EMBEDDING = OpBenchmark(
     op="embedding",
     dims=("N", "E", "V"),
-    axis="N",
     sizes=tuple((n, 4096, VOCAB_SIZE) for n in (2048, 8192, 16384)),
-    small=((64, 32, 100),),
+    cpu_sizes=((64, 32, 100),),
     args=("ids", "weight"),
     inputs=_embedding_inputs,
-    rows=("ids",),
+    row_args=("ids",),
     work=_embedding_work,
-    plain=lambda case, args: F.embedding,
-    providers=(
-        ours("ours", lambda kernels, case, ids, weight: kernels.embedding(ids, weight)),
-        EMBEDDING_TORCH,
-        compiled(EMBEDDING_TORCH),
-    ),
+    reference=lambda case, args: F.embedding,
+    providers=(function("ours", kernels.embedding), *with_compiled(function("torch", F.embedding))),
 )
 
 
-def _ternary_inputs(case: Case, device: torch.device) -> Tensors:
-    """Activations (M, K) of int8 and weights (N, K) of -1, 0 and 1, as int8."""
+def _int2_inputs(case: Case, device: torch.device) -> Tensors:
+    """Return int8 activations (M, K) and a ternary weight (N, K): -1, 0 and 1 as int8."""
     m, n, k = case.sizes
     x = torch.randint(-128, 128, (m, k), dtype=torch.int8, device=device)
     return x, torch.randint(-1, 2, (n, k), dtype=torch.int8, device=device)
 
 
-def _ternary_work(case: Case) -> Work:
+def _int2_work(case: Case) -> Work:
     m, n, k = (float(size) for size in case.sizes)
     return Work((m * k + k * n / 4.0 + 4.0 * m * n, 0.0), (2.0 * m * n * k, 0.0))
 
 
-def _integer_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """What one does without an op for it: the weights as floats, unpacked beforehand."""
-    return x.to(weight.dtype) @ weight.t()
-
-
-def _eager_ternary(case: Case, args: Tensors):
+def _float_matmul(case: Case, args: Tensors) -> Callable[[], Outputs]:
+    """Multiply floats, with the weight unpacked beforehand: the way without an op for it."""
     x, weight = args
-    dtype = torch.bfloat16 if x.device.type == "cuda" else torch.float32
-    wide = weight.to(dtype)
-    return lambda: _integer_product(x, wide)
+    wide = weight.to(torch.bfloat16 if x.device.type == "cuda" else torch.float32)
+    return lambda: x.to(wide.dtype) @ wide.t()
 
 
-def _our_ternary(case: Case, args: Tensors):
-    import ligertune_kernels
-
+def _our_int2_matmul(case: Case, args: Tensors) -> Callable[[], Outputs]:
     x, weight = args
-    packed = ligertune_kernels.pack_int2(weight)
-    return lambda: ligertune_kernels.int2_int8_matmul(x, packed)
+    packed = kernels.pack_int2(weight)
+    return lambda: kernels.int2_int8_matmul(x, packed)
 
 
-TERNARY_EAGER = Provider("torch", _eager_ternary)
-TERNARY = Subject(
+INT2_MATMUL = OpBenchmark(
     op="int2_int8_matmul",
     dims=("M", "N", "K"),
-    axis="M",
     sizes=tuple((m, 4096, 4096) for m in (1, 64, 1024, 4096)),
-    small=((4, 32, 64),),
+    cpu_sizes=((4, 32, 64),),
     args=("x", "weight"),
-    inputs=_ternary_inputs,
-    rows=("x",),
-    work=_ternary_work,
-    plain=lambda case, args: lambda x, weight: x.double() @ weight.double().t(),
-    providers=(Provider("ours", _our_ternary), TERNARY_EAGER, compiled(TERNARY_EAGER)),
+    inputs=_int2_inputs,
+    row_args=("x",),
+    work=_int2_work,
+    reference=lambda case, args: lambda x, weight: x.double() @ weight.double().t(),
+    providers=(Provider("ours", _our_int2_matmul), *with_compiled(Provider("torch", _float_matmul))),
     dtype=torch.int8,
+    modes=("forward",),
+)
+
+
+ADAMW_OPTIONS = {"step": 3, "lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
+ADAMW_ARGS = ("param", "grad", "exp_avg", "exp_avg_sq")
+
+
+def _adamw_inputs(case: Case, device: torch.device) -> Tensors:
+    made = [torch.randn(case.sizes, dtype=case.dtype, device=device) for _ in range(4)]
+    return *made[:3], made[3].abs() + 0.1  # exp_avg_sq is a mean of squares
+
+
+def _adamw(param: torch.Tensor, grad: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor) -> torch.Tensor:
+    """Return the new weight and overwrite nothing."""
+    stepped = param.clone()
+    kernels.adamw_step_reference(stepped, grad, exp_avg.clone(), exp_avg_sq.clone(), **ADAMW_OPTIONS)
+    return stepped
+
+
+def _our_adamw(param: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+    kernels.adamw_step(param, *others, **ADAMW_OPTIONS)
+    return param
+
+
+ADAMW_STEP = OpBenchmark(
+    op="adamw_step",
+    dims=("N", "E"),
+    sizes=((4096, 4096), (14336, 4096), (128256, 4096)),
+    cpu_sizes=((16, 8), (64, 24)),
+    args=ADAMW_ARGS,
+    inputs=_adamw_inputs,
+    row_args=ADAMW_ARGS,
+    work=elementwise_work(7, 0),  # four tensors are read and three written
+    reference=lambda case, args: _adamw,
+    providers=(function("ours", _our_adamw, overwrites=True), *with_compiled(function("eager", _adamw))),
     modes=("forward",),
 )
