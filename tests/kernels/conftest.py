@@ -10,6 +10,10 @@ import pytest
 import torch
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--refresh", action="store_true", help="bring ahead_of_time.json up to date (test_ahead_of_time)")
+
+
 @pytest.fixture(scope="session")
 def device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

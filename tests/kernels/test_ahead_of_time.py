@@ -1,5 +1,11 @@
 """Ahead-of-time compilation of every op for nine GPUs, within their limits: registers, shared memory, threads, atomics.
 
+Compiling everything takes two to three minutes on two cores. The results are therefore committed in
+tests/kernels/ahead_of_time.json, for the code that they were computed from. Where this code has changed since, the test
+compiles. A comment or a docstring changes nothing. To bring the file up to date:
+
+    python -m pytest tests/kernels/test_ahead_of_time.py --refresh
+
 Worker processes compile, because TRITON_INTERPRET is read when kernels are decorated, and to use all cores.
 """
 
@@ -10,25 +16,38 @@ import multiprocessing
 import os
 import re
 import tempfile
+import warnings
 from collections.abc import Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
-from pathlib import Path
 from typing import Literal
 
-import ligertune_kernels
 import pytest
 
 pytest.importorskip("triton", reason="needs triton: nothing is compiled without it")
 
 from ahead_of_time_cases import FIRST
+from ahead_of_time_results import PACKAGE, CommittedResults, code_of, files_of, key_of
 from ligertune_kernels.table import OPS
 from pretend_gpu import TARGETS, Compiled, compile_for
 
+Part = Literal["fast", "slow"]
 ARCHES = tuple(TARGETS)
-KERNELS = Path(ligertune_kernels.__file__).parent / "ops"
+OP_NAMES = [op.name for op in OPS]
+# Always compiled, whatever is committed: an op for each GPU, two with a matrix product, which each GPU compiles anew.
+SAMPLE = {
+    "sm80": "rms_norm",
+    "sm90": "document_attention",
+    "sm100": "swiglu",
+    "sm120": "kl_div",
+    "gfx90a": "apply_rope",
+    "gfx942": "int2_int8_matmul",
+    "gfx950": "embedding",
+    "gfx1100": "group_norm",
+    "gfx1201": "adamw_step",
+}
 
 
-def compile_op(op: str, arch: str, part: Literal["fast", "slow"], *, reads_once: bool = True) -> list[Compiled]:
+def compile_op(op: str, arch: str, part: Part, *, reads_once: bool = True) -> list[Compiled]:
     """Compile an op, in a worker. The slow part has all cases, with inference in each dtype.
 
     In the fast one a size of each op stands for inference, which keeps less than training, on those of FIRST.
@@ -84,42 +103,78 @@ def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Executor]:
 
 
 class Compilation:
-    """Compilations by op, GPU and part, started in the workers as soon as a collected test needs them."""
+    """Compiled kernels by op, GPU and part: the committed ones where they hold, else compiled in the workers."""
 
-    def __init__(self, workers: Executor) -> None:
-        self._workers = workers
+    def __init__(self, workers: Executor, committed: CommittedResults) -> None:
+        self._workers, self.committed = workers, committed
         self._futures: dict[tuple[str, str, str], Future] = {}
 
-    def begin(self, op: str, arch: str, part: Literal["fast", "slow"]) -> None:
-        if (op, arch, part) not in self._futures:
+    def begin(self, op: str, arch: str, part: Part) -> None:
+        needed = part == "slow" or self.committed.get(op, arch) is None
+        if needed and (op, arch, part) not in self._futures:
             self._futures[op, arch, part] = self._workers.submit(compile_op, op, arch, part)
 
-    def of(self, op: str, arch: str, part: Literal["fast", "slow"] = "fast") -> list[Compiled]:
+    def of(self, op: str, arch: str, part: Part = "fast") -> list[Compiled]:
         self.begin(op, arch, part)
-        return self._futures[op, arch, part].result()
+        future = self._futures.get((op, arch, part))
+        return self.committed.get(op, arch) if future is None else future.result()
+
+    def write(self) -> None:
+        """Write the file of committed results with what was compiled here."""
+        for (op, arch, part), future in self._futures.items():
+            if part == "fast":
+                self.committed.set(op, arch, future.result())
+        self.committed.write()
 
 
 PARTS = {"test_every_kernel_fits": "fast", "test_every_kernel_of_more_sizes_fits": "slow"}
 
 
 @pytest.fixture(scope="module")
-def compilation(workers: Executor, request: pytest.FixtureRequest) -> Compilation:
-    under_way = Compilation(workers)
+def compilation(workers: Executor, request: pytest.FixtureRequest) -> Iterator[Compilation]:
+    """Start all compilations that the collected tests need."""
+    under_way = Compilation(workers, CommittedResults())
     for item in request.session.items:
         part = PARTS.get(getattr(item, "originalname", ""))
         if part:
             under_way.begin(item.callspec.params["op"], item.callspec.params["arch"], part)
-    return under_way
+    yield under_way
+    if request.config.getoption("--refresh", default=False):
+        under_way.write()
 
 
 def test_every_op_has_cases() -> None:
     from ahead_of_time_cases import CASES
 
-    assert set(CASES) == {op.name for op in OPS}
+    assert set(CASES) == set(OP_NAMES)
+
+
+def test_the_committed_results_are_those_of_the_current_code(compilation) -> None:
+    """Warn where they are not: nothing is lost, but the tests take longer."""
+    stale = [op for op in OP_NAMES if not compilation.committed.holds(op)]
+    if stale:
+        warnings.warn(f"ahead_of_time.json is out of date for {', '.join(stale)}: run with --refresh", stacklevel=1)
+
+
+def test_only_code_changes_a_key(tmp_path) -> None:
+    files = [tmp_path / name for name in ("plain.py", "explained.py", "changed.py")]
+    files[0].write_text('def f(x):\n    return x + "#"\n')
+    files[1].write_text('"""About."""\n\n\ndef f(x):\n    """Add."""\n    # why\n    return x + "#"  # how\n')
+    files[2].write_text('def f(x):\n    return x - "#"\n')
+    plain, explained, changed = map(code_of, files)
+    assert plain == explained != changed
+    files = {path.relative_to(PACKAGE).as_posix() for path in files_of("rms_norm")}
+    assert files >= {"ops/norms/rms_norm.py", "ops/norms/_norm_kernels.py", "chips.py", "jit/device_functions.py"}
+    assert "ops/attention/rope.py" not in files and key_of("rms_norm") != key_of("apply_rope")
+
+
+@pytest.mark.parametrize("arch, op", SAMPLE.items())
+def test_committed_results_are_those_of_compiling(arch, op, compilation, workers) -> None:
+    assert workers.submit(compile_op, op, arch, "fast").result() == compilation.of(op, arch)
 
 
 # Ordered by GPU: the IR that one GPU makes of an op is reused by the next of the same vendor (pretend_gpu).
-@pytest.mark.parametrize("op", [op.name for op in OPS])
+@pytest.mark.parametrize("op", OP_NAMES)
 @pytest.mark.parametrize("arch", ARCHES)
 def test_every_kernel_fits(op, arch, compilation) -> None:
     kernels = compilation.of(op, arch)
@@ -128,7 +183,7 @@ def test_every_kernel_fits(op, arch, compilation) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("op", [op.name for op in OPS])
+@pytest.mark.parametrize("op", OP_NAMES)
 @pytest.mark.parametrize("arch", ARCHES)
 def test_every_kernel_of_more_sizes_fits(op, arch, compilation) -> None:
     kernels = compilation.of(op, arch, "slow")
@@ -137,7 +192,7 @@ def test_every_kernel_of_more_sizes_fits(op, arch, compilation) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("op", [op.name for op in OPS])
+@pytest.mark.parametrize("op", OP_NAMES)
 @pytest.mark.parametrize("arch, after", [("sm120", "sm80"), ("gfx942", "gfx90a"), ("gfx1201", "gfx1100")])
 def test_reused_ir_gives_the_same_assembly(op, arch, after, workers) -> None:
     found, read = workers.submit(compile_alone, op, arch, after), workers.submit(compile_alone, op, arch)
@@ -146,8 +201,9 @@ def test_reused_ir_gives_the_same_assembly(op, arch, after, workers) -> None:
 
 def test_the_cases_reach_every_kernel(compilation) -> None:
     """Launched kernels are the functions whose names end in `kernel`."""
-    written = {name for path in KERNELS.rglob("*.py") for name in re.findall(r"def (\w*kernel)\(", path.read_text())}
-    assert written - {kernel.kernel for op in OPS for kernel in compilation.of(op.name, "sm90")} == set()
+    paths = (PACKAGE / "ops").rglob("*.py")
+    written = {name for path in paths for name in re.findall(r"def (\w*kernel)\(", path.read_text())}
+    assert written - {kernel.kernel for op in OP_NAMES for kernel in compilation.of(op, "sm90")} == set()
 
 
 @pytest.mark.parametrize(

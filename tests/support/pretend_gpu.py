@@ -65,14 +65,14 @@ class Compiled:
 
     kernel: str
     threads: int
-    shared_bytes: int
     registers: int  # of a thread
-    spills: int  # registers; on NVIDIA bytes of stack, which nothing else uses
-    scratch_bytes: int
-    atomics: tuple[str, ...]
-    assembly: str  # its SHA-256
-    narrow_offsets: tuple[str, ...]  # pointers whose 32-bit offsets overflow beyond 2**31 elements
-    truncating_dot: bool  # RDNA's bf16 dot product rounds towards zero
+    assembly: str  # the start of its SHA-256
+    shared_bytes: int = 0
+    spills: int = 0  # registers; on NVIDIA bytes of stack, which nothing else uses
+    scratch_bytes: int = 0
+    atomics: tuple[str, ...] = ()
+    narrow_offsets: tuple[str, ...] = ()  # pointers whose 32-bit offsets overflow beyond 2**31 elements
+    truncating_dot: bool = False  # RDNA's bf16 dot product rounds towards zero
 
     def faults(self, target: Target) -> list[str]:
         """Return a sentence for each fault of the kernel on the target."""
@@ -222,11 +222,15 @@ def _pretending(target: Target, *, reads_once: bool) -> Iterator[list[tuple[dict
 
 
 def compile_for(target: Target, run: Callable[[], object], *, reads_once: bool = True) -> list[Compiled]:
-    """Return every kernel that `run` launches on meta tensors, compiled for the target."""
+    """Return every kernel that `run` launches on meta tensors, compiled for the target; the same code once."""
     with _pretending(target, reads_once=reads_once) as written:
         run()
     read = _read_cuda if target.compiler.backend == "cuda" else _read_hip
-    return [read(metadata, files, target) for metadata, files in written]
+    return list(dict.fromkeys(read(metadata, files, target) for metadata, files in written))
+
+
+def _start_of_sha256(assembly: str) -> str:
+    return hashlib.sha256(assembly.encode()).hexdigest()[:16]
 
 
 def _text(files: dict[str, str], ending: str) -> str:
@@ -248,7 +252,7 @@ def _read_hip(metadata: dict, files: dict[str, str], target: Target) -> Compiled
         spills=figure("vgpr_spill_count") + figure("sgpr_spill_count"),
         scratch_bytes=figure("private_segment_fixed_size"),
         atomics=tuple(sorted(set(re.findall(r"\b\w*(?:atomic|cmpswap)\w*", assembly)))),
-        assembly=hashlib.sha256(assembly.encode()).hexdigest(),
+        assembly=_start_of_sha256(assembly),
         narrow_offsets=narrow_offsets(_text(files, ".ttir")),
         truncating_dot="v_dot2_bf16_bf16" in assembly,
     )
@@ -268,7 +272,6 @@ def _read_cuda(metadata: dict, files: dict[str, str], target: Target) -> Compile
         spills=stack,
         scratch_bytes=local,
         atomics=tuple(sorted(set(re.findall(r"\b(?:atom|red)\.[\w.:]+", ptx)))),
-        assembly=hashlib.sha256(ptx.encode()).hexdigest(),
+        assembly=_start_of_sha256(ptx),
         narrow_offsets=narrow_offsets(_text(files, ".ttir")),
-        truncating_dot=False,
     )
