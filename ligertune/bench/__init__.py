@@ -1,1 +1,1 @@
-"""What every kernel costs beside what others run in its place: time on the device and on the host, memory, error."""
+"""Benchmarks of the kernels against eager code, torch and torch.compile: time, memory and error."""

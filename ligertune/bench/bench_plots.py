@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING
 from ligertune.bench.cases.case_table import BENCHMARKS
 from ligertune.bench.measure import Row
 from ligertune.errors import UserError
+from ligertune.plots import has_matplotlib, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,7 +23,7 @@ PANEL_INCHES = (4.2, 3.6)
 
 def check_matplotlib() -> None:
     """Raise UserError if matplotlib is not installed."""
-    if importlib.util.find_spec("matplotlib") is None:
+    if not has_matplotlib():
         raise UserError(
             "Plots need matplotlib, which is not installed.",
             hint="Install it with pip install 'ligertune[plots]', or leave --plots out.",
@@ -35,13 +35,11 @@ def draw(rows: list[Row], folder: Path, *, device: str) -> Path:
 
     Bands lie between the 20 % and 80 % quantiles; the dotted line is the roofline.
     """
-    from matplotlib.figure import Figure
-
     benchmark, modes = BENCHMARKS[rows[0].case.op], list(rows[0].floors)
     place = benchmark.axis
     with_memory = any(row.peak_bytes is not None for row in rows)
     n_panels = len(modes) + with_memory
-    figure = Figure(figsize=(PANEL_INCHES[0] * n_panels, PANEL_INCHES[1]), layout="constrained")
+    figure = new_figure(PANEL_INCHES[0] * n_panels, PANEL_INCHES[1])
     panels = figure.subplots(1, n_panels, squeeze=False)[0]
     fixed = [f"{name} = {size}" for name, size in zip(benchmark.dims, rows[0].case.sizes, strict=True)]
     name = benchmark.dims[place]
