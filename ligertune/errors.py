@@ -1,13 +1,13 @@
-"""The one exception a user is meant to see."""
+"""UserError, the exception whose message is shown without a traceback, and the wording of counts and sizes."""
 
 from __future__ import annotations
 
 
 class UserError(Exception):
-    """One clear sentence instead of a traceback.
+    """An error for the user: one clear sentence instead of a traceback.
 
-    `message` says where and what was found; `hint` says what to write instead. `exit_code` is 2 when the input was
-    wrong and 1 when the run itself failed (a loss that is not a number, memory that ran out).
+    message: the place, what was found and what is expected. hint: what to write instead.
+    exit_code: 2 if the input is wrong, 1 if the run failed (NaN loss, out of memory).
     """
 
     def __init__(self, message: str, *, hint: str = "", exit_code: int = 2) -> None:
@@ -20,9 +20,19 @@ class UserError(Exception):
         return f"{self.message} {self.hint}".strip()
 
     def __reduce__(self) -> tuple:
-        # keyword-only arguments are lost by the default pickling between processes
-        return (_rebuild, (type(self), self.message, self.hint, self.exit_code))
+        # the default pickling between processes drops keyword-only arguments
+        return (_unpickle, (type(self), self.message, self.hint, self.exit_code))
 
 
-def _rebuild(kind: type[UserError], message: str, hint: str, exit_code: int) -> UserError:
+def _unpickle(kind: type[UserError], message: str, hint: str, exit_code: int) -> UserError:
     return kind(message, hint=hint, exit_code=exit_code)
+
+
+def plural(count: int, noun: str, nouns: str = "") -> str:
+    """Return "1 row" or "2 rows". nouns: the plural, if it is not the noun with an s."""
+    return f"{count} {noun if count == 1 else nouns or noun + 's'}"
+
+
+def format_bytes(n_bytes: float) -> str:
+    """Return bytes in GiB or MiB: "1.50 GiB"."""
+    return f"{n_bytes / 2**30:.2f} GiB" if n_bytes >= 2**30 else f"{n_bytes / 2**20:.1f} MiB"

@@ -10,22 +10,11 @@ import typer
 
 from ligertune.cli.options import Json, Overrides
 from ligertune.cli.render import console as render
+from ligertune.errors import plural
 
 if TYPE_CHECKING:
     from ligertune.compare.comparison import Setting
-    from ligertune.compare.summary import Comparison, Point, SideResult
-
-HEADER = [
-    "",
-    "real tokens/s",
-    "median",
-    "peak",
-    "reserved",
-    "MFU",
-    "tokens/s ratio",
-    "memory ratio",
-    "loss, first → last",
-]
+    from ligertune.compare.summary import Comparison
 
 
 def compare(
@@ -57,12 +46,12 @@ def compare(
     out: Annotated[Path | None, typer.Option(help="Folder for the report, recipes, logs and metrics.")] = None,
     json: Json = False,
 ) -> None:
-    """Train with and without the kernels in fresh processes, and compare speed, memory and losses.
+    """Train with and without the kernels in new processes, and compare speed, memory and losses.
 
     Example: ligertune compare configs/quickstart/stories260k.yaml --ablate
     """
     from ligertune.compare.compare_files import check_folder
-    from ligertune.compare.comparison import CPU_EFFORT, GPU_EFFORT, Effort, compare
+    from ligertune.compare.comparison import CPU_DEFAULTS, GPU_DEFAULTS, TrialOptions, compare
     from ligertune.compare.side import choose_sides
     from ligertune.compare.target import label, read_target
 
@@ -73,12 +62,10 @@ def compare(
     folder = out or Path("runs") / time.strftime("compare-%Y%m%d-%H%M%S")
     check_folder(folder)
     target = read_target()
-    default = CPU_EFFORT if target["vendor"] == "cpu" else GPU_EFFORT
-    effort = Effort(repeats=repeats or default.repeats, steps=steps or default.steps)
+    most = CPU_DEFAULTS if target["vendor"] == "cpu" else GPU_DEFAULTS
+    options = TrialOptions(repeats or most[0], steps or most[1], processes, folder.absolute())
     render.text(label(target, processes=processes))
-    result = compare(
-        settings, sides, effort, target=target, processes=processes, folder=folder.absolute(), show=render.text
-    )
+    result = compare(settings, sides, options, target=target, show=render.text)
     _show(result, folder)
     if json:
         render.json_report(result.as_dict())
@@ -88,7 +75,7 @@ def compare(
 
 def _settings(recipe: Path | None, overrides: list[str], sweep: str | None) -> tuple[Setting, ...]:
     """Load the recipe for each value of the sweep. Raises UserError if one is invalid or names a missing path."""
-    from ligertune.compare.comparison import settings_of
+    from ligertune.compare.comparison import load_settings
     from ligertune.planning.preflight import check_paths
     from ligertune.recipe.read import bundled
 
@@ -97,58 +84,27 @@ def _settings(recipe: Path | None, overrides: list[str], sweep: str | None) -> t
         render.text(f"No recipe given: comparing on the quickstart recipe, {path}")
         # trials write to their own folders: an earlier quickstart run in output_dir is no obstacle
         overrides = [*overrides, "checkpoint.output_dir=compare"]
-    settings = settings_of(path, overrides, sweep)
+    settings = load_settings(path, overrides, sweep)
     for setting in settings:
         check_paths(setting.recipe)
     return settings
 
 
 def _show(result: Comparison, folder: Path) -> None:
-    """Write the files, then print a table and remarks for each point."""
-    from ligertune.compare.compare_files import write_files
+    """Write the files, then print a table and remarks for each setting."""
+    from ligertune.compare.compare_files import HEADER, remarks, table_row, write_files
 
     written, charts = write_files(result, folder)
+    runs, steps = plural(result.repeats, "run"), plural(result.steps, "step")
     for point in result.points:
-        title = f"{point.label or Path(result.recipe).name}: {result.repeats} x {result.steps} steps"
         render.text()
-        render.columns(title, HEADER, [_row(point, side) for side in point.sides])
+        title = f"{point.label or Path(result.recipe).name}: {runs} of {steps} per side"
+        render.columns(title, HEADER, [table_row(point, side) for side in point.sides])
         for side in point.sides:
-            for remark in _remarks(side):
-                render.text(f"  {side.label}: {remark}")
+            for remark in remarks(side):
+                render.text(f"  {remark}")
     for problem in result.problems:
         render.text(f"Failed: {problem}")
     if not charts:
         render.text("No charts: matplotlib is not installed (pip install 'ligertune[plots]').")
     render.text(f"Wrote {', '.join(str(path) for path in written)}")
-
-
-def _remarks(side: SideResult) -> list[str]:
-    remarks = [side.kernels] if side.kernels else []
-    if side.failure:
-        remarks.append(f"{side.failure.kind}: {side.failure.sentence}")
-    if side.parity:
-        remarks.append(f"losses {side.parity.sentence}")
-    return remarks + [
-        f"step {slow.step} of run {slow.repeat} took {slow.seconds:.2f} s, {slow.times_median:.1f} x the median"
-        for slow in side.slow_steps
-    ]
-
-
-def _row(point: Point, side: SideResult) -> list[str]:
-    rate, gain = side.tokens_per_second, point.gain(side)
-    if rate is None:
-        return [side.label, side.failure.kind if side.failure else "nothing measured", *[""] * 7]
-    error = f" ± {rate.standard_error:,.0f}" if rate.standard_error is not None else ""
-    reserved = side.peak_memory.get("reserved_steady")
-    losses = next(trial.steps for trial in side.trials if trial.steps and not trial.failure)
-    return [
-        side.label,
-        f"{rate.mean:,.0f}{error}",
-        f"{side.median_tokens_per_second:,.0f}",
-        render.size(side.peak),
-        render.size(reserved) if reserved else "",
-        f"{100 * side.mfu:.1f} %" if side.mfu is not None else "",
-        f"{gain[0]:.2f}" if gain else "",
-        f"{gain[1]:.2f}" if gain else "",
-        f"{losses[0].loss:.4f} → {losses[-1].loss:.4f}",
-    ]

@@ -1,1 +1,1 @@
-"""With and without the kernels, side by side: the same recipe in fresh processes, interleaved, with loss parity."""
+"""Comparison of training with and without the kernels: interleaved runs in new processes, with loss parity."""

@@ -1,25 +1,37 @@
-"""What a comparison leaves in its folder: compare.json, compare.csv, report.html, and charts if they can be drawn."""
+"""Files of a comparison: compare.json, compare.csv, two charts, and report.html, one self-contained page."""
 
 from __future__ import annotations
 
+import base64
 import csv
-import importlib.util
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from ligertune.compare.compare_page import page
-from ligertune.compare.summary import Comparison
-from ligertune.errors import UserError
+import jinja2
+
+from ligertune.compare.compare_plots import COLOURS, draw_comparison
+from ligertune.compare.summary import Comparison, Point, SideResult
+from ligertune.compare.target import label
+from ligertune.errors import UserError, format_bytes, plural
+from ligertune.plots import has_matplotlib
 from ligertune.storage import write_json
 
+# columns of the table in the terminal and on the page; the first is the side
+HEADER = (
+    "", "real tokens/s", "median step", "peak", "reserved", "MFU", "tokens/s ratio", "memory ratio",
+    "loss, first → last",
+)  # fmt: skip
 COLUMNS = (
     "setting", "side", "tokens_per_second", "standard_error", "median_tokens_per_second", "median_step_seconds",
     "peak_allocated", "peak_reserved", "mfu", "speed_ratio", "memory_ratio", "loss_first", "loss_last",
     "loss_difference", "grad_norm_difference", "same", "slow_steps", "failure",
 )  # fmt: skip
+WIDTH, HEIGHT = 720, 160  # pixels of the step-time curves
 
 
 def check_folder(folder: Path) -> None:
-    """Refuse one that holds a comparison: nothing is overwritten."""
+    """Raise UserError if the folder already holds a comparison: nothing is overwritten."""
     if (folder / "compare.json").exists():
         raise UserError(f"--out: {folder} already holds a comparison.", hint="Name another folder.")
     if folder.exists() and not folder.is_dir():
@@ -27,35 +39,99 @@ def check_folder(folder: Path) -> None:
 
 
 def write_files(result: Comparison, folder: Path) -> tuple[list[Path], list[Path]]:
-    """(all files written, the charts among them). Without matplotlib there are none."""
+    """Write all files. Returns (their paths, the charts among them); there are no charts without matplotlib."""
     write_json(folder / "compare.json", result.as_dict())
     with (folder / "compare.csv").open("w", newline="", encoding="utf-8") as out:
-        writer = csv.DictWriter(out, COLUMNS)
-        writer.writeheader()
-        writer.writerows(rows(result))
-    charts: list[Path] = []
-    if importlib.util.find_spec("matplotlib"):
-        from ligertune.compare.compare_plots import draw
-
-        charts = draw(result, folder)
-    (folder / "report.html").write_text(page(result, charts), encoding="utf-8")
+        writer = csv.writer(out)
+        writer.writerow(COLUMNS)
+        writer.writerows(_csv_row(point, side) for point in result.points for side in point.sides)
+    charts = draw_comparison(result, folder) if has_matplotlib() else []
+    (folder / "report.html").write_text(_page(result, charts), encoding="utf-8")
     return [folder / "compare.json", folder / "compare.csv", *charts, folder / "report.html"], charts
 
 
-def rows(result: Comparison) -> list[dict]:
-    """One for each side at each point; bytes, seconds and tokens as they are."""
-    found = []
-    for point in result.points:
-        for side in point.sides:
-            gain, steps = point.gain(side), next((t.steps for t in side.trials if not t.failure), ())
-            rate = side.tokens_per_second
-            values = (
-                point.label, side.name, rate and rate.mean, rate and rate.standard_error,
-                side.median_tokens_per_second, side.median_step_seconds, side.peak,
-                side.peak_memory.get("reserved_steady"), side.mfu, *(gain or (None, None)),
-                steps[0].loss if steps else None, steps[-1].loss if steps else None,
-                side.parity and side.parity.worst, side.parity and side.parity.first_grad_norm,
-                side.parity and side.parity.same, len(side.slow_steps), side.failure and side.failure.kind,
-            )  # fmt: skip
-            found.append(dict(zip(COLUMNS, values, strict=True)))
-    return found
+def table_row(point: Point, side: SideResult) -> list[str]:
+    """Return the cells of HEADER for one side; a side without a result has its failure in the second cell."""
+    rate = side.tokens_per_second
+    if rate is None:
+        return [side.label, side.failure.kind if side.failure else "nothing measured"]
+    speed, memory = point.gain(side) or (None, None)
+    return [
+        side.label,
+        f"{rate.mean:,.0f}" + ("" if rate.standard_error is None else f" ± {rate.standard_error:,.0f}"),
+        f"{1e3 * side.median_step_seconds:,.1f} ms",
+        format_bytes(side.peak),
+        format_bytes(reserved) if (reserved := side.peak_memory.get("reserved_steady")) else "",
+        "" if side.mfu is None else f"{100 * side.mfu:.1f} %",
+        "" if speed is None else f"{speed:.2f}",
+        "" if memory is None else f"{memory:.2f}",
+        f"{side.first_run[0].loss:.4f} → {side.first_run[-1].loss:.4f}",
+    ]
+
+
+def remarks(side: SideResult) -> list[str]:
+    """Return what the table does not show of a side: kernels, failure, parity, slow steps."""
+    found = [side.kernels] if side.kernels else []
+    if side.failure:
+        found.append(str(side.failure))
+    if side.parity:
+        found.append(f"losses {side.parity.sentence}")
+    found += [
+        f"step {slow.step} of run {slow.repeat} took {slow.seconds:.2f} s, {slow.times_median:.1f} x the median"
+        for slow in side.slow_steps
+    ]
+    return [f"{side.label}: {remark}" for remark in found]
+
+
+def _csv_row(point: Point, side: SideResult) -> tuple:
+    steps, rate = side.first_run, side.tokens_per_second
+    return (
+        point.label, side.name, rate and rate.mean, rate and rate.standard_error,
+        side.median_tokens_per_second, side.median_step_seconds, side.peak,
+        side.peak_memory.get("reserved_steady"), side.mfu, *(point.gain(side) or (None, None)),
+        steps[0].loss if steps else None, steps[-1].loss if steps else None,
+        side.parity and side.parity.worst, side.parity and side.parity.first_grad_norm,
+        side.parity and side.parity.same, len(side.slow_steps), side.failure and side.failure.kind,
+    )  # fmt: skip
+
+
+def _page(result: Comparison, charts: Sequence[Path]) -> str:
+    """Render report.html. charts: PNG files to embed."""
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("ligertune.compare", "."),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    return environment.get_template("compare_page.html.j2").render(
+        title=Path(result.recipe).name or "Comparison",
+        target=label(result.target, processes=result.processes),
+        result=result,
+        charts=[{"name": path.stem, "base64": base64.b64encode(path.read_bytes()).decode()} for path in charts],
+        header=HEADER,
+        plural=plural,
+        points=[
+            {
+                "label": point.label,
+                "rows": [table_row(point, side) for side in point.sides],
+                "notes": [remark for side in point.sides for remark in remarks(side)],
+                **_curves(point),
+            }
+            for point in result.points
+        ],
+        width=WIDTH,
+        height=HEIGHT,
+    )
+
+
+def _curves(point: Point) -> dict[str, Any]:
+    """Return the step times of each side's first run as SVG points; warm-up steps are included."""
+    runs = [(side, side.first_run) for side in point.sides if len(side.first_run) > 1]
+    slowest = max((step.seconds for _, steps in runs for step in steps), default=0.0)
+    curves = []
+    for side, steps in runs:
+        x_of, y_of = WIDTH / (len(steps) - 1), HEIGHT / slowest
+        dots = [f"{x_of * i:.1f},{HEIGHT - y_of * step.seconds:.1f}" for i, step in enumerate(steps)]
+        curves.append({"path": " ".join(dots), "colour": COLOURS.get(side.name, "black"), "label": side.label})
+    return {"curves": curves, "slowest": slowest}

@@ -1,4 +1,4 @@
-"""A comparison as bars: throughput.png and memory.png, a group for each point, a bar for each side."""
+"""Bar charts of a comparison: throughput.png and memory.png, with one group per setting and one bar per side."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 
 from ligertune.compare.summary import Comparison, SideResult
 from ligertune.compare.target import label
+from ligertune.plots import new_figure
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+    from ligertune.plots import Axes
 
-# A side keeps its colour in every chart; ligertune is red, so that it stands out.
+# A side keeps its colour in every chart. ligertune is red, to stand out.
 COLOURS = {
     "with": "#d62728", "no-fused-loss": "#ff9896", "with-recompute": "#e377c2", "with-recompute-norms": "#f7b6d2",
     "with-attention": "#bcbd22", "with-lora": "#17becf", "with-offload": "#c5b0d5", "with-offload-gate": "#9467bd",
@@ -21,36 +22,33 @@ COLOURS = {
 }  # fmt: skip
 GIB = 2**30
 
+Bar = tuple[float, float | None]  # height, standard error
+BarOf = Callable[[SideResult], Bar | None]
 
-def draw(result: Comparison, folder: Path) -> list[Path]:
-    """Both charts; the files drawn."""
+
+def draw_comparison(result: Comparison, folder: Path) -> list[Path]:
+    """Draw both charts into the folder, and return their paths."""
+
+    def rate(side: SideResult) -> Bar | None:
+        found = side.tokens_per_second
+        return (found.mean, found.standard_error) if found else None
+
+    def memory(side: SideResult) -> Bar | None:
+        return (side.peak / GIB, None) if side.peak else None
+
     return [
-        _chart(result, folder / "throughput.png", "real tokens/s, mean ± standard error", _rate, "{:,.0f}"),
-        _chart(result, folder / "memory.png", "peak memory of a device, GiB", _memory, "{:.3g}"),
+        _chart(result, folder / "throughput.png", "real tokens/s, mean ± standard error", rate, "{:,.0f}"),
+        _chart(result, folder / "memory.png", "peak memory per device, GiB", memory, "{:.3g}"),
     ]
 
 
-Bar = tuple[float, float | None]  # its height, and its error
-
-
-def _rate(side: SideResult) -> Bar | None:
-    found = side.tokens_per_second
-    return (found.mean, found.standard_error) if found else None
-
-
-def _memory(side: SideResult) -> Bar | None:
-    return (side.peak / GIB, None) if side.peak else None
-
-
-def _chart(result: Comparison, path: Path, title: str, bar: Callable[[SideResult], Bar | None], shown: str) -> Path:
-    from matplotlib.figure import Figure
-
+def _chart(result: Comparison, path: Path, title: str, bar: BarOf, number: str) -> Path:
     sides = result.points[0].sides
     width = max(6.5, 1.0 + 0.9 * len(sides) * len(result.points))
-    figure = Figure(figsize=(min(width, 16.0), 4.2), layout="constrained")
+    figure = new_figure(min(width, 16.0), 4.2)
     axes = figure.subplots()
-    for i, side in enumerate(sides):
-        _bars(axes, result, i, side, bar, shown)
+    for i in range(len(sides)):
+        _bars(axes, result, i, bar, number)
     axes.set_xticks(range(len(result.points)), [point.label for point in result.points])
     if not result.points[0].label:
         axes.set_xticks([])
@@ -66,19 +64,17 @@ def _chart(result: Comparison, path: Path, title: str, bar: Callable[[SideResult
     return path
 
 
-def _bars(
-    axes: Axes, result: Comparison, index: int, side: SideResult, bar: Callable[[SideResult], Bar | None], shown: str
-) -> None:
-    """One side's bars over all points. Where it has none, the reason stands in its place."""
+def _bars(axes: Axes, result: Comparison, index: int, bar: BarOf, number: str) -> None:
+    """Draw the bars of one side over all settings; a failure is written where the bar would be."""
+    of_side = [point.sides[index] for point in result.points]
     n_sides = len(result.points[0].sides)
     width = 0.8 / n_sides
-    places = [x + (index - (n_sides - 1) / 2) * width for x in range(len(result.points))]
-    found = [bar(point.sides[index]) for point in result.points]
-    heights, errors = [each[0] if each else 0.0 for each in found], [(each and each[1]) or 0.0 for each in found]
+    places = [x + (index - (n_sides - 1) / 2) * width for x in range(len(of_side))]
+    bars = [bar(side) for side in of_side]
+    heights, errors = [each[0] if each else 0.0 for each in bars], [(each and each[1]) or 0.0 for each in bars]
     axes.bar(places, heights, width * 0.92, yerr=errors if any(errors) else None, capsize=3,
-             color=COLOURS.get(side.name), label=side.label)  # fmt: skip
-    for point, x, height, error, each in zip(result.points, places, heights, errors, found, strict=True):
-        failure = point.sides[index].failure
-        words = shown.format(height) if each else (failure.kind if failure else "")
+             color=COLOURS.get(of_side[0].name), label=of_side[0].label)  # fmt: skip
+    for side, x, height, error, each in zip(of_side, places, heights, errors, bars, strict=True):
+        words = number.format(height) if each else (side.failure.kind if side.failure else "")
         axes.annotate(words, (x, height + error), xytext=(0, 5), textcoords="offset points", ha="center", va="bottom",
                       fontsize=7.5, rotation=0 if each else 90, color="black" if each else "#b00000")  # fmt: skip

@@ -1,4 +1,4 @@
-"""A comparison from its recipe to its numbers: points in order, and at each the sides in turn, repeat by repeat."""
+"""Measurement of a comparison: for each setting, the sides in turn, repeated."""
 
 from __future__ import annotations
 
@@ -8,37 +8,37 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ligertune.compare.side import Side
-from ligertune.compare.summary import Comparison, Point, summarise
+from ligertune.compare.summary import Comparison, Point, summarise_trials
 from ligertune.compare.trial import Trial, run_trial
 from ligertune.errors import UserError
 from ligertune.recipe import Recipe, load_recipe
 
-# What a sweep is called, and the recipe's key that it moves
+# axis of --sweep -> recipe key
 AXES = {"batch": "train.per_device_train_batch_size", "length": "data.max_length"}
+# default repeats and measured steps; on a CPU two sides of the quickstart take two minutes on two cores
+GPU_DEFAULTS, CPU_DEFAULTS = (5, 20), (3, 8)
 
 
 @dataclass(frozen=True)
-class Effort:
-    """How much is measured: runs of each side, and steps of each after its warm-up."""
+class TrialOptions:
+    """How each side is measured: runs, steps of each run after its warm-up, and processes (GPUs) of each run."""
 
     repeats: int
     steps: int
-
-
-GPU_EFFORT = Effort(repeats=5, steps=20)
-CPU_EFFORT = Effort(repeats=3, steps=8)  # two sides of the quickstart in two minutes on two cores
+    processes: int
+    folder: Path
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A point before it is measured: what it is called, and the recipe it runs."""
+    """A recipe to compare the sides on, and its label in the report; "" without a sweep."""
 
     label: str
     recipe: Recipe
 
 
-def settings_of(path: Path, overrides: Sequence[str], sweep: str | None) -> tuple[Setting, ...]:
-    """The recipe, or one for each value of `sweep` ("batch=4,8,16")."""
+def load_settings(path: Path, overrides: Sequence[str], sweep: str | None) -> tuple[Setting, ...]:
+    """Load the recipe, once per value of the sweep ("batch=4,8,16"). Raises UserError if either is invalid."""
     if sweep is None:
         return (Setting("", load_recipe(path, overrides=overrides)),)
     axis, _, values = sweep.partition("=")
@@ -56,56 +56,49 @@ def settings_of(path: Path, overrides: Sequence[str], sweep: str | None) -> tupl
 def compare(
     settings: Sequence[Setting],
     sides: Sequence[Side],
-    effort: Effort,
+    options: TrialOptions,
     *,
     target: dict[str, str],
-    processes: int,
-    folder: Path,
     show: Callable[[str], None],
 ) -> Comparison:
-    """Measure every side at every setting. `show` is told what runs and what it came to."""
-    points = tuple(
-        _point(setting, sides, effort, processes=processes, folder=folder, show=show) for setting in settings
-    )
+    """Measure every side at every setting. show: called with one line per finished trial."""
+    points = tuple(_measure(setting, sides, options, show) for setting in settings)
     first = settings[0].recipe
     return Comparison(
         target=target,
         date=time.strftime("%Y-%m-%d %H:%M"),
         recipe=str(first.source or ""),
-        steps=effort.steps,
-        repeats=effort.repeats,
+        steps=options.steps,
+        repeats=options.repeats,
         warmup=first.report.warmup_steps,
-        processes=processes,
+        processes=options.processes,
         points=points,
     )
 
 
-def _point(
-    setting: Setting,
-    sides: Sequence[Side],
-    effort: Effort,
-    *,
-    processes: int,
-    folder: Path,
-    show: Callable[[str], None],
-) -> Point:
-    """All repeats at one setting, each in the other order. A side that failed is not tried again there."""
+def _measure(setting: Setting, sides: Sequence[Side], options: TrialOptions, show: Callable[[str], None]) -> Point:
+    """Run all repeats at one setting. A side that failed is not repeated."""
     trials: list[Trial] = []
-    for repeat in range(1, effort.repeats + 1):
+    for repeat in range(1, options.repeats + 1):
+        # every second repeat runs in reverse, so that a device that grows warmer favours no side
         for side in sides if repeat % 2 else tuple(reversed(sides)):
             if any(trial.side == side.name and trial.failure for trial in trials):
                 continue
-            place = folder / setting.label.replace(" ", "-") / f"{side.name}-{repeat}"
             trial = run_trial(
-                setting.recipe, side, repeat=repeat, steps=effort.steps, processes=processes, folder=place
+                setting.recipe,
+                side,
+                repeat=repeat,
+                steps=options.steps,
+                processes=options.processes,
+                folder=options.folder / setting.label.replace(" ", "-") / f"{side.name}-{repeat}",
             )
             trials.append(trial)
-            show(f"{f'{setting.label}, ' if setting.label else ''}repeat {repeat}: {side.label}: {_came_to(trial)}")
-    return summarise(trials, sides=sides, label=setting.label)
+            show(f"{f'{setting.label}, ' if setting.label else ''}repeat {repeat}: {side.label}: {_outcome(trial)}")
+    return summarise_trials(trials, sides=sides, label=setting.label)
 
 
-def _came_to(trial: Trial) -> str:
+def _outcome(trial: Trial) -> str:
     if trial.failure:
-        return f"{trial.failure.kind}: {trial.failure.sentence}" if trial.failure.kind == "error" else "out of memory"
+        return str(trial.failure) if trial.failure.kind == "error" else "out of memory"
     speed = trial.report["throughput"]
     return f"{speed['tokens_per_second']:,.0f} tokens/s" if speed else "done"

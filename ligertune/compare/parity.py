@@ -1,8 +1,8 @@
-"""Whether two runs trained the same: losses and gradient norms, step by step.
+"""Loss parity of two runs: losses of every step, and the gradient norm of the first.
 
-The loss alone would let a wrong gradient pass for many steps, for AdamW's steps do not depend on its scale. The
-gradient's norm tells at once, and is compared at the first step alone: later ones follow weights that rounding has
-already moved apart.
+Losses alone would hide a wrong gradient for many steps, since AdamW's update does not depend on the gradient's scale.
+The gradient norm shows it at once. Only its first value is compared: later ones belong to weights that rounding has
+moved apart.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from ligertune.compare.trial import Step
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How far two exact computations may drift apart by rounding, relative to the reference.
+    """Largest relative differences between two exact computations that differ by rounding only.
 
-    The first loss is of equal weights; the later ones follow weights that rounding has moved apart. A norm of bfloat16
-    gradients is itself a bfloat16 number, so that its neighbour is up to 0.8 % away. float8 is no rounding of the same
-    computation but a coarser one: 3 bits of mantissa, and 2 of gradients.
+    The first loss is computed from equal weights; later ones from weights that rounding has moved apart. The norm of
+    bfloat16 gradients is a bfloat16 number, whose neighbour is up to 0.8 % away. float8 has 3 bits of mantissa, and 2
+    for gradients, so that its products differ by more than rounding of bfloat16.
     """
 
     first_loss: float
@@ -38,40 +38,40 @@ TOLERANCES = {
 
 @dataclass(frozen=True)
 class Parity:
-    """Whether two curves are one. `worst` is the largest relative difference of losses, at `worst_step`."""
+    """Comparison of a run with the reference. All differences are relative to the reference."""
 
     same: bool
-    worst: float
+    worst: float  # the largest difference of losses
     worst_step: int
-    first_grad_norm: float  # relative difference
+    first_grad_norm: float
     tolerance: Tolerance
     failed_step: int | None  # the first step beyond the tolerance
-    failed_in: str | None  # what differs there
+    failed_in: str | None  # the value that differs in that step
 
     @property
     def sentence(self) -> str:
-        """The verdict, for people."""
-        shown = (
-            f"largest relative difference of losses {self.worst:.1e} at step {self.worst_step} "
-            f"(allowed {self.tolerance.first_loss if self.worst_step == 1 else self.tolerance.loss:g}), "
-            f"of the first gradient norm {self.first_grad_norm:.1e} "
+        allowed = self.tolerance.first_loss if self.worst_step == 1 else self.tolerance.loss
+        verdict = "the same" if self.same else f"DIFFERENT in {self.failed_in} at step {self.failed_step}"
+        return (
+            f"{verdict}: largest relative difference of losses {self.worst:.1e} at step {self.worst_step} "
+            f"(allowed {allowed:g}), of the first gradient norm {self.first_grad_norm:.1e} "
             f"(allowed {self.tolerance.first_grad_norm:g})"
         )
-        return (
-            f"the same: {shown}" if self.same else f"DIFFERENT in {self.failed_in} at step {self.failed_step}: {shown}"
-        )
 
 
-def parity(ours: Sequence[Step], theirs: Sequence[Step], dtype: str) -> Parity:
-    """Compare `ours` with the reference `theirs`; a curve that is not finite or not as long differs."""
+def parity(steps: Sequence[Step], reference: Sequence[Step], dtype: str) -> Parity:
+    """Compare the steps of a run with those of the reference. NaN, inf and another number of steps are differences.
+
+    dtype: a key of TOLERANCES.
+    """
     tolerance = TOLERANCES[dtype]
-    losses = [_difference(a.loss, b.loss) for a, b in zip(ours, theirs, strict=False)]
-    norm = _difference(ours[0].grad_norm, theirs[0].grad_norm) if ours and theirs else math.inf
+    losses = [_difference(a.loss, b.loss) for a, b in zip(steps, reference, strict=False)]
+    norm = _difference(steps[0].grad_norm, reference[0].grad_norm) if losses else math.inf
     failures = [(1, "the gradient norm")] if norm > tolerance.first_grad_norm else []
     allowed = [tolerance.first_loss, *[tolerance.loss] * len(losses[1:])]
     beyond = (step for step, (found, most) in enumerate(zip(losses, allowed, strict=False), 1) if found > most)
     failures += [(step, "the loss") for step in beyond][:1]
-    if len(ours) != len(theirs) or not losses:
+    if len(steps) != len(reference) or not losses:
         failures.append((len(losses) + 1, "the number of steps"))
     worst = max(losses, default=math.inf)
     failed_step, failed_in = min(failures, default=(None, None))
@@ -87,10 +87,8 @@ def parity(ours: Sequence[Step], theirs: Sequence[Step], dtype: str) -> Parity:
 
 
 def _difference(a: float | None, b: float | None) -> float:
-    """|a - b| / |b|; none where neither side clips, and infinite where a number is not one."""
-    if a is None and b is None:
-        return 0.0
+    """Return |a - b| / |b|; 0 if both are None (neither run clips gradients), inf if one is None, NaN or inf."""
     if a is None or b is None:
-        return math.inf
+        return 0.0 if a is b else math.inf
     found = abs(a - b) / max(abs(b), 1e-12)
     return found if math.isfinite(found) else math.inf

@@ -1,4 +1,4 @@
-"""The sides of a comparison: the kernels, parts of them, and what they are held against. One row for each."""
+"""Sides of a comparison: our kernels, parts of them, Hugging Face without them, and other libraries."""
 
 from __future__ import annotations
 
@@ -12,18 +12,24 @@ from ligertune.errors import UserError
 
 @dataclass(frozen=True)
 class Side:
-    """One way to run the recipe. `kernels` and `train` are what it says there; `change` names a row of `changes`."""
+    """One way to run the recipe.
+
+    kernels, train: values that replace those of these sections of the recipe.
+    ours: its losses must equal the reference's, or the comparison fails.
+    change: change of the built model, a key of `worker.CHANGES`.
+    needs: package that must be installed.
+    """
 
     name: str
     label: str
     kernels: dict[str, Any] = field(hash=False)
-    ours: bool = False  # its losses must be those of the reference, or the comparison fails
-    change: str | None = None  # what is done to the model once it is built
-    needs: str | None = None  # a package that must be importable
+    ours: bool = False
+    change: str | None = None
+    needs: str | None = None
     train: dict[str, Any] = field(default_factory=dict, hash=False)
 
     def check_installed(self) -> None:
-        """A UserError where the side needs a package that is not here."""
+        """Raise UserError if the package that the side needs is not installed."""
         if self.needs and importlib.util.find_spec(self.needs) is None:
             name, option = self.needs.replace("_", "-"), "--peer" if self.name in PEERS else "--baseline"
             raise UserError(
@@ -56,28 +62,27 @@ SIDES = (
     Side("liger", "liger-kernel", OFF, change="liger", needs="liger_kernel"),
 )
 SIDE_OF = {side.name: side for side in SIDES}
-OURS = ("with-recompute", "with-recompute-norms", "with-attention", "with-lora", "with-offload", "with-offload-gate",
-        "with-offload-both", "with-compile", "with-cuda-graphs", "with-fp8")  # fmt: skip
-BASELINES = {"hf": "without", **{name: name for name in ("hf-chunked", "compile", *OURS)}}
-RENAMED = {"with-rebuild": "with-recompute", "with-rebuild-norms": "with-recompute-norms"}  # still accepted
+BASELINES = ("hf", "hf-chunked", "compile", *(name for name in SIDE_OF if name.startswith("with-")))
 PEERS = ("liger",)
+# other names of sides: Hugging Face's, and those of earlier versions
+RENAMED = {"hf": "without", "with-rebuild": "with-recompute", "with-rebuild-norms": "with-recompute-norms"}
 
 
 def choose_sides(
     *, only: str | None = None, ablate: bool = False, baselines: Sequence[str] = ("hf",), peers: Sequence[str] = ()
 ) -> tuple[Side, ...]:
-    """The sides in the order of the table. `only` is the name of the one side that is to run.
+    """Return the chosen sides in the order of SIDES.
 
-    An ablation is of all kernels, all but the fused loss, and none: it brings the plain baseline along.
+    only: the single side to run. ablate: add all kernels but the fused loss, and no kernels.
+    Raises UserError for an unknown side, or if its package is not installed.
     """
     if only is not None:
         return (SIDE_OF[only],)
-    baselines = [RENAMED.get(name, name) for name in baselines]
     for option, given, known in (("--baseline", baselines, BASELINES), ("--peer", peers, PEERS)):
         for name in given:
-            if name not in known:
+            if name not in known and name not in RENAMED:
                 raise UserError(f"{option}: there is no {name}.", hint=f"Write {' or '.join(known)}.")
-    names = {"with", *(BASELINES[name] for name in baselines), *peers}
+    names = {"with", *(RENAMED.get(name, name) for name in baselines), *peers}
     names |= {"no-fused-loss", "without"} if ablate else set()
     chosen = tuple(side for side in SIDES if side.name in names)
     for side in chosen:

@@ -1,22 +1,22 @@
-"""Trials to a comparison: means with their standard errors, medians, slow steps, parity, and what each side gains."""
+"""Summary of trials: mean rates with standard errors, medians, slow steps, parity, and ratios to the reference."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
 from ligertune.compare.parity import Parity, parity
 from ligertune.compare.side import SIDE_OF, Side
-from ligertune.compare.trial import Failure, Trial
+from ligertune.compare.trial import Failure, Step, Trial
 
-SLOW = 3.0  # a step that takes so many times the side's median is named: something ran that is not training
+SLOW = 3.0  # steps slower than this many medians are reported: something other than training ran in them
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over repeats. standard_error: None where there was one."""
+    """Mean over the repeats. standard_error: None for a single repeat."""
 
     mean: float
     standard_error: float | None
@@ -24,7 +24,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class SlowStep:
-    """A measured step that took many times the median of its side, as one does in which a kernel is compiled."""
+    """A measured step that took many times the median of its side, such as one in which a kernel was compiled."""
 
     repeat: int
     step: int
@@ -34,30 +34,35 @@ class SlowStep:
 
 @dataclass(frozen=True)
 class SideResult:
-    """The trials of one side at one point. Memory: the highest of its repeats, bytes a device."""
+    """The trials of one side at one setting. peak_memory: the highest of the repeats, in bytes per device."""
 
     name: str
     label: str
-    tokens_per_second: Estimate | None  # real tokens, all devices, of the measured steps together
-    median_tokens_per_second: float | None  # of the measured steps taken one by one
+    tokens_per_second: Estimate | None  # without padding, over all devices
+    median_tokens_per_second: float | None  # of single steps
     median_step_seconds: float | None
     slow_steps: tuple[SlowStep, ...]
     peak_memory: dict[str, int]
     mfu: float | None
     kernels: str | None
-    parity: Parity | None  # with the reference; None for the reference itself
+    parity: Parity | None  # None for the reference itself
     failure: Failure | None
     trials: tuple[Trial, ...]
 
     @property
     def peak(self) -> int | None:
-        """What sides are compared by: allocated device memory after warm-up, or the process's host memory."""
+        """Peak bytes to compare: allocated device memory after the warm-up, or host memory of the process."""
         return self.peak_memory.get("allocated_steady", self.peak_memory.get("resident_run"))
+
+    @property
+    def first_run(self) -> tuple[Step, ...]:
+        """The steps of the first trial that did not fail."""
+        return next((trial.steps for trial in self.trials if not trial.failure), ())
 
 
 @dataclass(frozen=True)
 class Point:
-    """All sides at one batch size or length. `reference` names the side that parity and ratios are against."""
+    """All sides at one batch size or length. reference: the side that parity and ratios refer to."""
 
     label: str
     sides: tuple[SideResult, ...]
@@ -67,7 +72,7 @@ class Point:
         return next((side for side in self.sides if side.name == name), None)
 
     def gain(self, side: SideResult) -> tuple[float, float] | None:
-        """(tokens/s, peak memory) of the side over those of the reference; None where there is nothing to divide."""
+        """Return the ratios of (tokens/s, peak memory) to the reference's; None if one of them was not measured."""
         other = self.side(self.reference) if self.reference else None
         if other is None or other is side or not (side.tokens_per_second and other.tokens_per_second):
             return None
@@ -77,7 +82,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Everything that was measured, and on what."""
+    """All measurements, and what they were made on. points: one per setting."""
 
     target: dict[str, str]
     date: str
@@ -90,9 +95,9 @@ class Comparison:
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """One sentence for each thing that makes the comparison fail; memory that ran out is a result, not a failure.
+        """One sentence per reason to fail: an error, a side of ours with other losses, or no side that ran at all.
 
-        A peer whose losses differ is shown, and is its own affair.
+        Running out of memory is a result, and so are other losses of another library.
         """
         found = []
         for point in self.points:
@@ -111,17 +116,20 @@ class Comparison:
         return not self.problems
 
     def as_dict(self) -> dict:
-        """For JSON: also the ratios, which are not stored, and every step of every trial."""
+        """Return everything for compare.json: every step of every trial, and the ratios."""
         plain = asdict(self)
         for point, found in zip(self.points, plain["points"], strict=True):
             for side, entry in zip(point.sides, found["sides"], strict=True):
-                gain = point.gain(side)
-                entry["speed_ratio"], entry["memory_ratio"] = gain or (None, None)
+                entry["speed_ratio"], entry["memory_ratio"] = point.gain(side) or (None, None)
         return {**plain, "good": self.good, "problems": list(self.problems)}
 
 
-def summarise(trials: Sequence[Trial], *, sides: Sequence[Side], label: str) -> Point:
-    """One point of the comparison. The reference is the plain baseline, or the first that finished without kernels."""
+def summarise_trials(trials: Sequence[Trial], *, sides: Sequence[Side], label: str) -> Point:
+    """Summarise the trials of one setting.
+
+    The reference is the side `without`; if it failed, the first side that finished without our kernels, or else the
+    first that finished.
+    """
     of = {side.name: tuple(trial for trial in trials if trial.side == side.name) for side in sides}
     finished = [side for side in sides if any(not trial.failure for trial in of[side.name])]
     others = [side for side in finished if not side.ours]
@@ -129,26 +137,31 @@ def summarise(trials: Sequence[Trial], *, sides: Sequence[Side], label: str) -> 
     against = next((t for t in of[reference.name] if not t.failure), None) if reference else None
     return Point(
         label=label,
-        sides=tuple(_side(side, of[side.name], against) for side in sides),
+        sides=tuple(_summarise_side(side, of[side.name], against) for side in sides),
         reference=reference.name if reference else None,
     )
 
 
-def _side(side: Side, trials: tuple[Trial, ...], reference: Trial | None) -> SideResult:
+def _summarise_side(side: Side, trials: tuple[Trial, ...], reference: Trial | None) -> SideResult:
     whole = [trial for trial in trials if not trial.failure]
-    rates = _found(whole, lambda report: (report["throughput"] or {}).get("tokens_per_second"))
-    mfus = _found(whole, lambda report: (report["throughput"] or {}).get("mfu"))
     measured = [step for trial in whole for step in trial.measured]
     median = statistics.median(step.seconds for step in measured) if measured else None
+    peaks = [trial.report["peak_memory"] for trial in whole]
+    mfus = _throughputs(whole, "mfu")
     compared = reference if reference and reference.side != side.name else None
     return SideResult(
         name=side.name,
         label=side.label,
-        tokens_per_second=estimate(rates),
+        tokens_per_second=_estimate(_throughputs(whole, "tokens_per_second")),
         median_tokens_per_second=statistics.median(s.tokens / s.seconds for s in measured) if measured else None,
         median_step_seconds=median,
-        slow_steps=tuple(slow_steps(whole, median)) if median else (),
-        peak_memory=_highest(trial.report["peak_memory"] for trial in whole),
+        slow_steps=tuple(
+            SlowStep(trial.repeat, step.step, step.seconds, step.seconds / median)
+            for trial in whole
+            for step in trial.measured
+            if step.seconds > SLOW * median
+        ),
+        peak_memory={kind: max(peak.get(kind, 0) for peak in peaks) for peak in peaks for kind in peak},
         mfu=statistics.fmean(mfus) if mfus else None,
         kernels=_kernels(whole[0].report) if whole else None,
         parity=_worst_parity(whole, compared) if whole and compared else None,
@@ -157,42 +170,25 @@ def _side(side: Side, trials: tuple[Trial, ...], reference: Trial | None) -> Sid
     )
 
 
-def estimate(values: Sequence[float]) -> Estimate | None:
-    """Mean and standard error of the mean; None of nothing."""
+def _estimate(values: Sequence[float]) -> Estimate | None:
     if not values:
         return None
     error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
     return Estimate(statistics.fmean(values), error)
 
 
-def slow_steps(trials: Iterable[Trial], median: float) -> list[SlowStep]:
-    """Measured steps of more than SLOW medians."""
-    return [
-        SlowStep(trial.repeat, step.step, step.seconds, step.seconds / median)
-        for trial in trials
-        for step in trial.measured
-        if step.seconds > SLOW * median
-    ]
+def _throughputs(trials: Iterable[Trial], key: str) -> list[float]:
+    """Return one value of each report's throughput; a report without measured steps has none."""
+    found = [(trial.report["throughput"] or {}).get(key) for trial in trials]
+    return [value for value in found if value is not None]
 
 
 def _worst_parity(trials: Sequence[Trial], reference: Trial) -> Parity:
-    """Of all repeats the one that differs, or else the one that differs most."""
+    """Return the parity of the repeat that differs most; one that is beyond its tolerance comes first."""
     in_float8 = any(trial.report["fp8"] for trial in (*trials, reference))
     dtype = "float8" if in_float8 else reference.report["dtype"]
     found = [parity(trial.steps, reference.steps, dtype) for trial in trials]
     return max(found, key=lambda each: (not each.same, each.worst))
-
-
-def _found(trials: Iterable[Trial], value: Callable[[dict], float | None]) -> list[float]:
-    return [found for trial in trials if (found := value(trial.report)) is not None]
-
-
-def _highest(peaks: Iterable[dict[str, int]]) -> dict[str, int]:
-    highest: dict[str, int] = {}
-    for peak in peaks:
-        for kind, size in peak.items():
-            highest[kind] = max(size, highest.get(kind, 0))
-    return highest
 
 
 def _kernels(report: dict) -> str | None:

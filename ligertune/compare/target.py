@@ -1,6 +1,6 @@
-"""What a comparison runs on, asked of a process of its own: the comparison itself never holds the device.
+"""Device and versions that a comparison runs on, read in a separate process so that the comparison holds no device.
 
-`python -m ligertune.compare.target` prints it as JSON.
+`python -m ligertune.compare.target` prints them as JSON.
 """
 
 from __future__ import annotations
@@ -15,25 +15,26 @@ VENDORS = {"nvidia": "NVIDIA", "amd": "AMD", "cpu": "CPU"}
 
 
 def read_target() -> dict[str, str]:
-    """vendor, name, arch, driver's runtime and versions, all as text."""
+    """Return vendor, name, arch, CUDA or ROCm, and package versions. Raises UserError if the device is unusable."""
     command = [sys.executable, "-m", "ligertune.compare.target"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        raise UserError(f"This machine's device cannot be used: {said[-1]}", hint="Try ligertune doctor.", exit_code=1)
+        message = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        raise UserError(
+            f"This machine's device cannot be used: {message[-1]}", hint="Try ligertune doctor.", exit_code=1
+        )
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def label(target: dict[str, str], *, processes: int = 1) -> str:
-    """One line: "NVIDIA H100 80GB HBM3 (sm90) x 1, CUDA 13.0, torch 2.11.0, …"."""
+    """Return one line: "NVIDIA H100 80GB HBM3 (sm90) x 1, CUDA 13.0, torch 2.11.0, ..."."""
     versions = ", ".join(f"{name} {target[name]}" for name in target if name not in ("vendor", "name", "arch"))
     vendor = VENDORS[target["vendor"]]
     name = target["name"] if vendor.lower() in target["name"].lower() else f"{vendor} {target['name']}"
     return f"{name} ({target['arch']}) x {processes}, {versions}"
 
 
-def describe() -> dict[str, str]:
-    """This process's machine. Imports torch."""
+def _describe() -> dict[str, str]:
     import torch
 
     from ligertune.hardware import this_machine
@@ -46,4 +47,4 @@ def describe() -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(describe()) + "\n")
+    sys.stdout.write(json.dumps(_describe()) + "\n")

@@ -1,4 +1,4 @@
-"""One run of one side in a process of its own: neither inherits the other's allocator, caches or imports."""
+"""One training run of one side, in a new process: runs share no allocator, caches or imports."""
 
 from __future__ import annotations
 
@@ -19,10 +19,13 @@ RESULT = "result.json"
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a trial has no result. Memory that ran out is a result of its own."""
+    """Why a trial has no result. A comparison reports "out of memory" as a result, not as an error."""
 
     kind: Literal["out of memory", "error"]
     sentence: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.sentence}"
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Trial:
-    """What a run left. `steps` holds all of them, the first `warmup` of which count for nothing but parity."""
+    """Result of a run. The first `warmup` of its steps are compared for parity, but not timed."""
 
     side: str
     repeat: int
@@ -53,7 +56,7 @@ class Trial:
 
 
 def run_trial(recipe: Recipe, side: Side, *, repeat: int, steps: int, processes: int, folder: Path) -> Trial:
-    """Train `steps` measured steps after the recipe's warm-up; read what the process left in `folder`."""
+    """Train the recipe's warm-up and `steps` measured steps in new processes that write to `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     path, warmup = folder / "recipe.yaml", recipe.report.warmup_steps
     path.write_text(dump_recipe(trial_recipe(recipe, side, warmup + steps, folder / "run")), encoding="utf-8")
@@ -64,71 +67,58 @@ def run_trial(recipe: Recipe, side: Side, *, repeat: int, steps: int, processes:
             [sys.executable, *(launcher if processes > 1 else []), *module], stdout=log, stderr=log, check=False
         )
     failure = None if done.returncode == 0 else _failure(folder, done.returncode)
-    found = read_metrics(folder / "run" / "metrics.jsonl")
+    logged = [line for line in read_metrics(folder / "run" / "metrics.jsonl") if "loss" in line]
+    names = ("step", "loss", "grad_norm", "tokens", "seconds")
     return Trial(
         side=side.name,
         repeat=repeat,
         warmup=warmup,
-        steps=tuple(
-            Step(line["step"], line["loss"], line["grad_norm"], line["tokens"], line["seconds"])
-            for line in found
-            if "loss" in line
-        ),
+        steps=tuple(Step(*(line[name] for name in names)) for line in logged),
         report=None if failure else json.loads((folder / RESULT).read_text(encoding="utf-8")),
         failure=failure,
     )
 
 
 def trial_recipe(recipe: Recipe, side: Side, steps: int, output_dir: Path) -> Recipe:
-    """The recipe of one trial: so many steps, every step logged, nothing saved or evaluated on the way.
+    """Return the recipe of one trial: `steps` steps, every step logged, nothing saved or evaluated.
 
-    Without the recipe's full_determinism, which compiled layers refuse and no other tool turns on.
+    full_determinism is off: compiled layers do not support it, and no other library turns it on.
     """
     kernels = KernelsSpec.model_validate({**recipe.kernels.model_dump(), **side.kernels})
-    # without our kernels, and under a compiler, batches are padded as those libraries run
+    train = {"max_steps": steps, "num_train_epochs": None, "full_determinism": False}
+    # Hugging Face and liger-kernel pad their batches, and torch.compile and CUDA graphs need fixed shapes.
     pads = side.change or side.train.keys() & {"torch_compile", "cuda_graphs"} or not kernels.enabled
-    layout = {"padding_free": False} if pads else {}
-    # and their layers are run again whole, all of them
+    # Gate offloading needs our MLP kernel, and so does checkpointing some layers only: others checkpoint whole layers.
     whole = {"offload_gate": True, "offload_both": "offload"}.get(recipe.train.gradient_checkpointing)
-    checkpoints = {"gradient_checkpointing": whole} if pads and whole else {}
+    if pads and whole:
+        train["gradient_checkpointing"] = whole
     if side.change or not kernels.enabled:
-        checkpoints["gradient_checkpointing_layers"] = "all"
-    return recipe.model_copy(
-        update={
-            "kernels": kernels,
-            "data": recipe.data.model_copy(update=layout),
-            "train": recipe.train.model_copy(
-                update={
-                    "max_steps": steps,
-                    "num_train_epochs": None,
-                    "full_determinism": False,
-                    **checkpoints,
-                    **side.train,
-                }
-            ),
-            "eval": recipe.eval.model_copy(update={"eval_strategy": "no"}),
-            "logging": recipe.logging.model_copy(update={"logging_steps": 1}),
-            "checkpoint": recipe.checkpoint.model_copy(
-                update={
-                    "output_dir": str(output_dir),
-                    "overwrite": True,
-                    "save_strategy": "no",
-                    "save_on_signal": False,
-                    "save_model": False,
-                    "resume_from_checkpoint": "never",
-                }
-            ),
-        }
-    )
+        train["gradient_checkpointing_layers"] = "all"
+    changes = {
+        "data": {"padding_free": False} if pads else {},
+        "train": {**train, **side.train},
+        "eval": {"eval_strategy": "no"},
+        "logging": {"logging_steps": 1},
+        "checkpoint": {
+            "output_dir": str(output_dir),
+            "overwrite": True,
+            "save_strategy": "no",
+            "save_on_signal": False,
+            "save_model": False,
+            "resume_from_checkpoint": "never",
+        },
+    }
+    sections = {name: getattr(recipe, name).model_copy(update=values) for name, values in changes.items()}
+    return recipe.model_copy(update={"kernels": kernels, **sections})
 
 
 def _failure(folder: Path, code: int) -> Failure:
-    """What a rank wrote down; else the last line of the log, or the signal that ended it."""
+    """Return the failure that a rank wrote to a file; else the signal, or the last line of the log."""
     written = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("failure-*.json"))]
     if written:
-        worst = next((failure for failure in written if failure["kind"] == "out of memory"), written[0])
-        return Failure(**worst)
+        # the other ranks fail later, with an error of the communication library
+        return Failure(**next((failure for failure in written if failure["kind"] == "out of memory"), written[0]))
     if code == -signal.SIGKILL:
-        return Failure("error", "killed by the system, as it does where the host's memory runs out")
-    said = [line for line in (folder / "log.txt").read_text(encoding="utf-8").splitlines() if line.strip()]
-    return Failure("error", said[-1] if said else f"exit code {code}")
+        return Failure("error", "killed by SIGKILL; the system does so if host memory runs out")
+    lines = [line for line in (folder / "log.txt").read_text(encoding="utf-8").splitlines() if line.strip()]
+    return Failure("error", lines[-1] if lines else f"exit code {code}")

@@ -1,4 +1,4 @@
-"""How trials become a comparison: means, errors, medians, slow steps, what fails and what is only shown."""
+"""Summary of trials: means, standard errors, medians, slow steps, failures, and the files of a comparison."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from ligertune.compare.compare_files import write_files
 from ligertune.compare.side import SIDE_OF
-from ligertune.compare.summary import Comparison, summarise
+from ligertune.compare.summary import Comparison, summarise_trials
 from ligertune.compare.trial import Failure, Step, Trial
 
 LOSSES = (4.0, 3.5, 3.0, 2.5)
@@ -37,14 +37,21 @@ def trial(side: str, *, repeat=1, rate=100.0, peak=1 << 30, mfu=None, taken=None
 
 def point(*trials: Trial, label: str = ""):
     names = dict.fromkeys(trial.side for trial in trials)
-    return summarise(trials, sides=[SIDE_OF[name] for name in names], label=label)
+    return summarise_trials(trials, sides=[SIDE_OF[name] for name in names], label=label)
 
 
 def comparison(*points) -> Comparison:
     return Comparison(TARGET, "2026-01-01 00:00", "a.yaml", 3, 1, 1, 1, points)
 
 
-def test_speed_is_a_mean_with_its_standard_error_and_memory_the_highest():
+def losses_of(*values: float) -> tuple[Step, ...]:
+    return steps(losses=values)
+
+
+WRONG = losses_of(4.0, 3.5, 3.03, 2.5)
+
+
+def test_speed_is_the_mean_with_its_standard_error_and_memory_the_highest_peak():
     found = point(
         trial("with", rate=110), trial("without", peak=2 << 30), trial("without"), trial("with", rate=130, peak=3 << 29)
     )
@@ -53,85 +60,73 @@ def test_speed_is_a_mean_with_its_standard_error_and_memory_the_highest():
     assert found.gain(ours) == (pytest.approx(1.2), pytest.approx(0.75))
     assert found.gain(found.side("without")) is None
     assert comparison(found).good
-
-
-def test_a_step_of_many_medians_is_named_with_its_run():
-    slow = trial("with", repeat=2, taken=steps(seconds=(9.0, 1.0, 4.0, 1.0)))
-    found = point(trial("with"), slow, trial("without")).side("with")
-    assert [(s.repeat, s.step, s.times_median) for s in found.slow_steps] == [(2, 3, 4.0)]  # not the warm-up's 9 s
-    assert found.median_step_seconds == 1.0
-    assert found.median_tokens_per_second == 100
-
-
-def test_a_side_without_padding_says_so():
-    found = point(trial("with"), trial("without"))
-    assert found.side("with").kernels == "swiglu x 5 (Triton); padding-free batches"
+    assert ours.kernels == "swiglu x 5 (Triton); padding-free batches"
     assert found.side("without").kernels == "swiglu x 5 (Triton)"
 
 
-def test_the_plain_baseline_is_the_reference_and_else_the_first_without_kernels():
+def test_a_step_slower_than_three_medians_is_reported_with_its_run():
+    slow = trial("with", repeat=2, taken=steps(seconds=(9.0, 1.0, 4.0, 1.0)))
+    found = point(trial("with"), slow, trial("without")).side("with")
+    assert [(s.repeat, s.step, s.times_median) for s in found.slow_steps] == [(2, 3, 4.0)]  # not the warm-up's 9 s
+    assert (found.median_step_seconds, found.median_tokens_per_second) == (1.0, 100)
+
+
+def test_the_reference_is_hugging_face_or_else_the_first_side_without_kernels():
     assert point(trial("with"), trial("without"), trial("compile")).reference == "without"
     assert point(trial("with"), trial("without", failure=OUT_OF_MEMORY), trial("compile")).reference == "compile"
     assert point(trial("with")).reference == "with"
 
 
-def test_memory_that_ran_out_is_shown_and_is_no_failure():
+def test_out_of_memory_fails_a_comparison_only_if_no_side_ran():
     found = comparison(point(trial("with"), trial("without", failure=OUT_OF_MEMORY)))
-    assert found.good
+    assert found.good and found.points[0].side("with").parity is None
     assert found.points[0].side("without").failure == OUT_OF_MEMORY
-    assert found.points[0].side("with").parity is None
-
-
-def test_a_comparison_of_which_nothing_ran_fails():
     assert not comparison(point(*(trial(name, failure=OUT_OF_MEMORY) for name in ("with", "without")))).good
-
-
-def test_any_other_failure_fails():
     broken = trial("without", failure=Failure("error", "no such file"))
     assert "no such file" in comparison(point(trial("with"), broken)).problems[0]
 
 
-def test_a_wrong_loss_of_ours_fails_and_a_peers_is_shown():
-    wrong = steps(losses=(4.0, 3.5, 3.03, 2.5))
-    ours = comparison(point(trial("with", taken=wrong), trial("without")))
+def test_different_losses_of_one_repeat_fail_our_side_and_not_another_library():
+    ours = comparison(point(trial("with"), trial("with", repeat=2, taken=WRONG), trial("without")))
     assert "at step 3" in ours.problems[0] and "the loss" in ours.problems[0]
-    theirs = comparison(point(trial("with"), trial("without"), trial("liger", taken=wrong)))
-    assert theirs.good and not theirs.points[0].side("liger").parity.same
+    liger = comparison(point(trial("with"), trial("without"), trial("liger", taken=WRONG)))
+    assert liger.good and not liger.points[0].side("liger").parity.same
 
 
-def test_one_wrong_repeat_is_enough():
-    wrong = trial("with", repeat=2, taken=steps(losses=(4.0, 3.5, 3.03, 2.5)))
-    assert not comparison(point(trial("with"), wrong, trial("without"))).good
+def test_float8_has_a_wider_tolerance_than_our_other_sides():
+    first, *later = LOSSES
+    drifted = losses_of(first, *(loss * 1.015 for loss in later))
+    found = point(trial("with"), trial("with-compile", taken=drifted), trial("with-fp8", taken=drifted))
+    assert found.reference == "with"
+    assert (found.side("with-compile").parity.same, found.side("with-fp8").parity.same) == (False, True)
+    moved = losses_of(first * 1.012, *(loss * 1.008 for loss in later))
+    far = point(trial("with"), trial("with-fp8", taken=moved)).side("with-fp8").parity
+    assert (far.same, far.failed_step) == (False, 1)
 
 
-def test_what_is_written_holds_every_step_and_shows_every_side(tmp_path):
-    pytest.importorskip("matplotlib", reason="pictures need the extra `plots`")
+def test_the_files_hold_every_step_and_show_every_side(tmp_path):
+    pytest.importorskip("matplotlib", reason="charts need the extra `plots`")
     points = (
         point(trial("with", mfu=0.5), trial("without"), label="batch 4"),
         point(trial("with"), trial("without", failure=OUT_OF_MEMORY), label="batch 8"),
     )
     written, charts = write_files(comparison(*points), tmp_path)
-    assert [path.name for path in charts] == ["throughput.png", "memory.png"] and all(
-        map(type(tmp_path).exists, written)
-    )
+    assert [path.name for path in charts] == ["throughput.png", "memory.png"]
+    assert all(path.exists() for path in written)
     with (tmp_path / "compare.csv").open() as lines:
         rows = list(csv.DictReader(lines))
     assert [(row["setting"], row["side"], row["failure"]) for row in rows][2:] == [
         ("batch 8", "with", ""), ("batch 8", "without", "out of memory")
     ]  # fmt: skip
+    assert (rows[0]["mfu"], rows[0]["speed_ratio"], rows[0]["loss_last"], rows[0]["same"]) == (
+        "0.5",
+        "1.0",
+        "2.5",
+        "True",
+    )
     stored = json.loads((tmp_path / "compare.json").read_text())
     assert [step["seconds"] for step in stored["points"][0]["sides"][0]["trials"][0]["steps"]] == [5.0, 1.0, 1.0, 1.0]
     page = (tmp_path / "report.html").read_text()
-    assert (
-        page.count("data:image/png;base64,") == 2 and "out of memory" in page and "http" not in page.split("<body>")[1]
-    )
-
-
-def test_float8_is_held_to_its_own_tolerance_and_our_other_sides_to_theirs():
-    moved = steps([loss * 1.012 for loss in LOSSES[:1]] + [loss * 1.008 for loss in LOSSES[1:]])
-    drifted = steps([LOSSES[0], *(loss * 1.015 for loss in LOSSES[1:])])
-    found = point(trial("with"), trial("with-compile", taken=drifted), trial("with-fp8", taken=drifted))
-    assert found.reference == "with"
-    assert (found.side("with-compile").parity.same, found.side("with-fp8").parity.same) == (False, True)
-    far = point(trial("with"), trial("with-fp8", taken=moved)).side("with-fp8").parity
-    assert (far.same, far.failed_step) == (False, 1)
+    assert page.count("data:image/png;base64,") == 2 and "out of memory" in page
+    assert "http" not in page.split("<body>")[1] and "losses the same" in page and "50.0 %" in page
+    assert page.count("<polyline") == 3 and "1 run of each side" in page and "4.0000 → 2.5000" in page

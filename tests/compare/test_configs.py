@@ -1,4 +1,4 @@
-"""Every recipe in configs/ loads, and those of the published experiments plan on the published configurations."""
+"""Recipes in configs/: all load without notices, and the published experiments apply all kernels."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ PLANNED = {
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_it_loads_and_uses_our_names(name):
+def test_a_bundled_recipe_loads_and_uses_our_names(name):
     assert load_recipe(CONFIGS / name).notices == ()
 
 
 @pytest.mark.corpus
 @pytest.mark.parametrize("name", PLANNED)
-def test_every_layer_of_the_published_model_gets_its_kernels(name, corpus, tmp_path):
+def test_the_kernels_apply_to_every_layer_of_a_published_model(name, corpus, tmp_path):
     folder, layers, mlp = PLANNED[name]
     settings = {
         "model.model_name_or_path": corpus / "model_configs" / folder,

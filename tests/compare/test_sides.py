@@ -1,4 +1,4 @@
-"""Which sides the options choose, and what a sweep makes of the recipe."""
+"""Sides that the options choose, the settings of a sweep, and the recipe of a trial."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from importlib.util import find_spec
 import pytest
 
 from ligertune.compare.compare_plots import COLOURS
-from ligertune.compare.comparison import settings_of
+from ligertune.compare.comparison import load_settings
 from ligertune.compare.side import SIDE_OF, choose_sides
 from ligertune.compare.trial import trial_recipe
 from ligertune.errors import UserError
@@ -29,8 +29,14 @@ CHOICES = [
 ]
 
 
+@pytest.fixture
+def settings(quickstart):
+    """settings(sweep, *overrides): the loaded settings of the quickstart recipe."""
+    return lambda sweep=None, *overrides: load_settings(quickstart / "stories260k.yaml", overrides, sweep)
+
+
 @pytest.mark.parametrize(("options", "names"), CHOICES, ids=str)
-def test_the_sides_of_the_options(options, names):
+def test_options_choose_sides(options, names):
     assert [side.name for side in choose_sides(**options)] == names
 
 
@@ -42,49 +48,46 @@ def test_an_unknown_side_is_refused_with_the_known_ones(options, word):
         choose_sides(**options)
 
 
-def test_a_sweep_moves_its_key_alone(quickstart):
-    settings = settings_of(quickstart / "stories260k.yaml", ["train.seed=7"], "length=128, 256")
-    assert [setting.label for setting in settings] == ["length 128", "length 256"]
-    assert [setting.recipe.data.max_length for setting in settings] == [128, 256]
-    assert {setting.recipe.train.seed for setting in settings} == {7}
+def test_a_sweep_changes_only_its_key(settings):
+    swept = settings("length=128, 256", "train.seed=7")
+    assert [setting.label for setting in swept] == ["length 128", "length 256"]
+    assert [setting.recipe.data.max_length for setting in swept] == [128, 256]
+    assert {setting.recipe.train.seed for setting in swept} == {7}
 
 
 @pytest.mark.parametrize("sweep", ["depth=1,2", "batch", "batch=", "batch=none"])
-def test_what_is_no_sweep_is_refused(sweep, quickstart):
+def test_an_invalid_sweep_is_refused(sweep, settings):
     with pytest.raises(UserError, match=r"--sweep|train\.per_device_train_batch_size"):
-        settings_of(quickstart / "stories260k.yaml", [], sweep)
+        settings(sweep)
 
 
-def test_a_side_says_what_trains_differently(quickstart, tmp_path):
-    recipe = settings_of(quickstart / "stories260k.yaml", [], None)[0].recipe
-    said = {name: trial_recipe(recipe, SIDE_OF[name], 5, tmp_path).train for name in ("with", "with-fp8")}
-    assert [(train.fp8, train.torch_compile) for train in said.values()] == [(False, False), (True, True)]
+def test_a_side_changes_the_recipe_and_other_libraries_pad(settings, tmp_path):
+    """data.padding_free stays on with our kernels; without them, or compiled, batches are padded."""
+    recipe = settings(None, "data.padding_free=true")[0].recipe
+    made = {name: trial_recipe(recipe, side, 5, tmp_path) for name, side in SIDE_OF.items()}
+    assert all(one.train.max_steps == 5 and one.checkpoint.output_dir == str(tmp_path) for one in made.values())
+    assert [(made[name].train.fp8, made[name].train.torch_compile) for name in ("with", "with-fp8")] == [
+        (False, False), (True, True)
+    ]  # fmt: skip
+    unpadded = {name for name, one in made.items() if one.data.padding_free is True}
+    assert unpadded == {"with", "no-fused-loss", "with-recompute", "with-recompute-norms", "with-attention",
+                        "with-lora", "with-offload", "with-offload-gate", "with-offload-both"}  # fmt: skip
+    assert all(made[name].data.padding_free is False for name in made.keys() - unpadded)
 
 
-def test_what_others_compute_is_padded_as_they_pad(quickstart, tmp_path):
-    """With our kernels a recipe's word stands; without, or under a compiler, batches are rectangles."""
-    recipe = settings_of(quickstart / "stories260k.yaml", ["data.padding_free=true"], None)[0].recipe
-    said = {name: trial_recipe(recipe, side, 5, tmp_path).data.padding_free for name, side in SIDE_OF.items()}
-    ours = {name for name, padding_free in said.items() if padding_free is True}
-    assert ours == {"with", "no-fused-loss", "with-recompute", "with-recompute-norms", "with-attention", "with-lora",
-                    "with-offload", "with-offload-gate", "with-offload-both"}  # fmt: skip
-    assert all(said[name] is False for name in said.keys() - ours)
-
-
-def test_others_run_whole_layers_again(quickstart, tmp_path):
-    changes = ["train.gradient_checkpointing=offload_gate"]
-    recipe = settings_of(quickstart / "stories260k.yaml", changes, None)[0].recipe
-    said = {name: trial_recipe(recipe, SIDE_OF[name], 5, tmp_path).train for name in ("with", "without", "liger")}
-    assert [train.gradient_checkpointing for train in said.values()] == ["offload_gate", True, True]
-    recipe = settings_of(quickstart / "stories260k.yaml", ["train.gradient_checkpointing=offload"], None)[0].recipe
+def test_other_libraries_recompute_whole_layers(settings, tmp_path):
+    recipe = settings(None, "train.gradient_checkpointing=offload_gate")[0].recipe
+    made = [trial_recipe(recipe, SIDE_OF[name], 5, tmp_path).train for name in ("with", "without", "liger")]
+    assert [train.gradient_checkpointing for train in made] == ["offload_gate", True, True]
+    recipe = settings(None, "train.gradient_checkpointing=offload")[0].recipe
     assert trial_recipe(recipe, SIDE_OF["without"], 5, tmp_path).train.gradient_checkpointing == "offload"
 
 
 @pytest.mark.skipif(find_spec("torchao") is not None, reason="torchao is installed")
-def test_float8_without_torchao_is_refused_with_how_to_get_it():
+def test_float8_without_torchao_is_refused_with_the_package_to_install():
     with pytest.raises(UserError, match="--baseline with-fp8: torchao is not installed"):
         choose_sides(baselines=["with-fp8"])
 
 
-def test_every_side_has_a_colour_of_its_own_in_charts():
+def test_every_side_has_a_different_colour_in_charts():
     assert len(set(COLOURS.values())) == len(COLOURS) and COLOURS.keys() == SIDE_OF.keys()
