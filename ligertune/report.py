@@ -5,10 +5,14 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from ligertune.planning.plan import KernelLine, Plan
+from ligertune.storage import read_metrics
 from ligertune.train.meter import Counts
+
+if TYPE_CHECKING:
+    from ligertune.train.loop import TrainResult
 
 PACKAGES = ("torch", "triton", "triton-rocm", "transformers", "accelerate", "peft", "datasets", "torchao", "ligertune")
 
@@ -72,6 +76,46 @@ def versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return found
+
+
+def make_report(
+    plan: Plan,
+    fitted: TrainResult,
+    *,
+    model_path: str | None,
+    seconds: float,
+    medusa: dict | None = None,
+    notes: tuple[str, ...] = (),
+) -> Report:
+    """Return the report of a run. medusa: the report on trained heads. notes: in addition to plan and training."""
+    losses = [line["loss"] for line in read_metrics(plan.output_dir / "metrics.jsonl") if "loss" in line]
+    return Report(
+        status="interrupted" if fitted.stopped_by else "completed",
+        stopped_by=fitted.stopped_by,
+        steps=fitted.step,
+        total_steps=plan.schedule.total_steps,
+        resumed_from=fitted.resumed_from,
+        loss_first=losses[0] if losses else None,
+        loss_last=losses[-1] if losses else None,
+        eval_loss=fitted.last_eval_loss,
+        throughput=throughput(plan, fitted.work, fitted.seconds, warmup_excluded=fitted.warmup_excluded),
+        peak_memory=fitted.peak_memory,
+        kernels_backend=plan.kernels_backend,
+        kernels=plan.kernels,
+        model_family=plan.model_family,
+        n_parameters=plan.n_parameters,
+        n_trainable=plan.n_trainable,
+        device=plan.machine.name,
+        world_size=plan.batching.world_size,
+        strategy=plan.strategy,
+        dtype="float16" if plan.precision.autocast == "fp16" else plan.precision.weights,
+        seconds=seconds,
+        output_dir=str(plan.output_dir),
+        model_path=model_path,
+        versions=versions(),
+        notes=(*plan.notes, *fitted.notes, *notes),
+        medusa=medusa,
+    )
 
 
 def throughput(plan: Plan, work: Counts, seconds: float, *, warmup_excluded: bool) -> Throughput | None:

@@ -56,7 +56,7 @@ def root(version: bool = typer.Option(False, "--version", help="Print the versio
 
 def _leave_on_signals() -> None:
     """Make SIGTERM and SIGUSR1 end a command with exit code 130, as Ctrl-C does; training replaces the handlers."""
-    from ligertune.train.signals import leave_at_once
+    from ligertune.launcher.signals import leave_at_once
 
     for name in ("SIGTERM", "SIGUSR1"):
         if hasattr(signal, name):

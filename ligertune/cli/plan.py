@@ -31,15 +31,20 @@ def plan(
     from dataclasses import asdict
 
     from ligertune.cli.render import data_report
+    from ligertune.planning.preflight import check_paths
+    from ligertune.progress import importing
     from ligertune.recipe import load_recipe
 
     render.people_on_stderr(json)
     loaded = load_recipe(recipe, overrides=[*(set_ or []), "checkpoint.resume_from_checkpoint=never"])
 
-    # after load_recipe: a wrong recipe is reported without waiting for torch, which these modules import
-    from ligertune.hardware import choose_processes
-    from ligertune.planning.memory.fit import largest_fits
-    from ligertune.run import plan_for
+    check_paths(loaded)
+
+    # after these checks: a wrong recipe is reported without waiting for torch, which these modules import
+    with importing():
+        from ligertune.hardware import choose_processes
+        from ligertune.planning.memory.fit import largest_fits
+        from ligertune.run import plan_for
 
     processes = choose_processes(loaded.parallel.num_processes, loaded.parallel.strategy) if gpus is None else gpus
     with data_report.Preparing(enabled=True) as preparing:

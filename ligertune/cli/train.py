@@ -13,6 +13,7 @@ import typer
 
 from ligertune.cli.options import Json, Overrides, RecipeFile
 from ligertune.cli.render import console as render
+from ligertune.progress import importing
 
 if TYPE_CHECKING:
     from ligertune.recipe import Recipe
@@ -122,19 +123,18 @@ def run_recipe(loaded: Recipe, path: Path, json: bool) -> None:
     from ligertune.launcher import slurm
     from ligertune.launcher.failures import is_started_rank
     from ligertune.launcher.processes import Ranks, begin_rank
+    from ligertune.launcher.signals import leave_at_once
     from ligertune.planning.preflight import check_output_dir, check_paths
     from ligertune.progress import COMMAND_GIVEN, Phases, taken_over
-    from ligertune.train.signals import leave_at_once
 
     # Until the ranks or the run install their own handler: Python can lose a KeyboardInterrupt inside an import.
     signal.signal(signal.SIGINT, leave_at_once)
     check_paths(loaded)  # report missing files before torch is imported, which takes seconds
-    from ligertune.run import plan_for, prepare_to_train, run
 
     os.environ.update(slurm.variables(os.environ))
     started, main = is_started_rank(), is_main_process()
     if started:
-        phases = taken_over(begin_rank(prepare_to_train), render.begins if main else None)
+        phases = taken_over(begin_rank(_import_run), render.begins if main else None)
     else:
         check_output_dir(loaded)
         phases = Phases(render.begins if main else None, begun=COMMAND_GIVEN)
@@ -147,6 +147,9 @@ def run_recipe(loaded: Recipe, path: Path, json: bool) -> None:
         if processes > 1 and not is_launched():
             ranks = stack.enter_context(Ranks(processes, sys.argv[1:]))
         with data_report.Preparing(enabled=main and not started) as preparing:
+            _import_run()
+            from ligertune.run import plan_for, run
+
             job = plan_for(loaded, preparing.show, processes=processes)
         if main and not started:
             render.plan(job.plan)
@@ -165,3 +168,9 @@ def run_recipe(loaded: Recipe, path: Path, json: bool) -> None:
             render.json_report(report.as_dict())
     if report.status == "interrupted" and not started:
         raise typer.Exit(130)
+
+
+def _import_run() -> None:
+    """Import all that a run needs. Ranks do it while the process that started them makes the plan."""
+    with importing():
+        import ligertune.run  # noqa: F401

@@ -34,7 +34,8 @@ class DataStatistics:
 
 def data_statistics(lengths: np.ndarray, trained: np.ndarray, options: StatisticsOptions) -> DataStatistics:
     """lengths, trained: tokens of each example, and those of them that are trained."""
-    batching, max_length = options.batching, options.max_length
+    batching, layout = options.batching, options.layout
+    kind, max_length = layout.kind, layout.max_length
     packs = pack(lengths, max_length)
     size = batching.micro_batch_size
     fills = {
@@ -42,9 +43,8 @@ def data_statistics(lengths: np.ndarray, trained: np.ndarray, options: Statistic
         "grouped": _padded_fill(np.sort(lengths), size),
         "shuffled": _padded_fill(np.random.default_rng(options.seed).permutation(lengths), size),
     }
-    kind = options.kind
     rows = len(packs) if kind == "packed" else len(lengths)
-    padding_free = kind != "packed" and options.padding_free
+    padding_free = kind != "packed" and layout.padding_free is True
     steps = total_steps(rows, batching.global_batch_size, epochs=options.num_train_epochs, max_steps=options.max_steps)
     # A run of epochs ends with an epoch; a run of steps may end anywhere.
     whole = steps * batching.global_batch_size / rows

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ligertune.errors import UserError
-from ligertune.planning.plan import KernelLine
 from ligertune.storage import write_json
 
 if TYPE_CHECKING:
@@ -22,26 +21,9 @@ if TYPE_CHECKING:
     from ligertune.planning.plan import Plan
     from ligertune.tasks.medusa.candidate_tree import Path as TreePath
     from ligertune.tasks.medusa.medusa_model import MedusaModel
-    from ligertune.tasks.medusa.medusa_shape import MedusaShape
 
 EXAMPLES = 256  # held-out ones that accuracy is measured on, at most
 REPORT, PICTURE = "medusa_report.json", "medusa_report.png"
-
-
-def preview_heads(
-    options: BuildOptions, model: PreTrainedModel, lines: tuple[KernelLine, ...]
-) -> tuple[MedusaShape, tuple[KernelLine, ...]]:
-    """Sizes with heads, and the line of their loss, of a model on the meta device; what cannot be is refused here."""
-    from ligertune.tasks.medusa.attach import attach_heads
-    from ligertune.tasks.medusa.medusa_shape import MedusaShape
-
-    shape = MedusaShape.of_heads(attach_heads(model, options.medusa, fused=options.kernels.fuses_heads_loss))
-    lines = tuple(
-        line for line in lines if line.kernel != "linear_cross_entropy"
-    )  # the model's own loss, not asked for
-    if not options.kernels.fuses_heads_loss:
-        return shape, lines
-    return shape, (*lines, KernelLine("multi_head_linear_cross_entropy", 1, 0, ""))
 
 
 def with_heads(options: BuildOptions, model: PreTrainedModel, *, packed: bool) -> MedusaModel:

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from ligertune.errors import UserError
 from ligertune.planning.micro_batch import Batching, choose_batching
+from ligertune.planning.options import BatchLayoutOptions, RowKind
 from ligertune.recipe import Recipe
-
-MAX_COMPILED_LENGTHS = 8  # torch.compile and CUDA graphs make one graph per length
 
 
 @dataclass(frozen=True)
 class Rows:
     """Rows of an epoch: packs of examples, or single examples that are shuffled or grouped by length."""
 
-    kind: Literal["packed", "grouped", "shuffled"]
+    kind: RowKind
     count: int  # rows per epoch; 0 if streamed
     length: int  # token slots of a pack, and the longest allowed example
     multiple_of: int  # the tokens of a batch are padded to a multiple
@@ -43,9 +41,7 @@ class Rows:
 class StatisticsOptions:
     """What the statistics of a data set depend on."""
 
-    kind: Literal["packed", "grouped", "shuffled"]
-    padding_free: bool
-    max_length: int
+    layout: BatchLayoutOptions
     num_train_epochs: float | None
     max_steps: int | None
     seed: int
@@ -54,23 +50,14 @@ class StatisticsOptions:
     @staticmethod
     def of(recipe: Recipe, *, processes: int) -> StatisticsOptions:
         """Copy the values out of a recipe. An `auto` micro-batch counts as the whole batch, since no model is built."""
-        data, train = recipe.data, recipe.train
+        train = recipe.train
         return StatisticsOptions(
-            kind=row_kind(recipe),
-            padding_free=data.padding_free is True,
-            max_length=data.max_length,
+            layout=BatchLayoutOptions.of(recipe),
             num_train_epochs=train.num_train_epochs,
             max_steps=train.max_steps,
             seed=train.seed,
             batching=choose_batching(recipe, processes, lambda micro, accumulates: True),
         )
-
-
-def row_kind(recipe: Recipe) -> Literal["packed", "grouped", "shuffled"]:
-    """Return how the recipe forms rows from examples."""
-    if recipe.data.packing:
-        return "packed"
-    return "grouped" if recipe.train.group_by_length else "shuffled"
 
 
 def resolve_packing(recipe: Recipe, *, family: str | None, packs_exactly: bool) -> tuple[Recipe, tuple[str, ...]]:
@@ -90,25 +77,8 @@ def resolve_packing(recipe: Recipe, *, family: str | None, packs_exactly: bool) 
     return recipe.model_copy(update={"data": data}), (f"packing is off: it is not exact for {family}",)
 
 
-def without_padding_free(recipe: Recipe) -> Recipe:
-    """Return the recipe with padded batches."""
-    return recipe.model_copy(update={"data": recipe.data.model_copy(update={"padding_free": False})})
-
-
 def padding_free_notes(recipe: Recipe) -> tuple[str, ...]:
     """Return a note if `data.padding_free` has no effect because rows are packed."""
     if recipe.data.packing and recipe.data.padding_free is True:
         return ("data.padding_free has no effect here: packed rows (data.packing) have no padding",)
     return ()
-
-
-def length_multiple(recipe: Recipe, multiple_of: int) -> int:
-    """Return the number whose multiples are allowed as tokens of a batch. `multiple_of`: what the attention requires.
-
-    torch.compile and CUDA graphs make one graph per length, and each takes minutes with torch 2.11. So packed rows get
-    one length (`data.batching` pads them to it), and other rows at most eight.
-    """
-    if not recipe.train.few_shapes:
-        return multiple_of
-    step = recipe.data.max_length if recipe.data.packing else -(-recipe.data.max_length // MAX_COMPILED_LENGTHS)
-    return -(-step // multiple_of) * multiple_of

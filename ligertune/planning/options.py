@@ -163,36 +163,58 @@ class ExecutionOptions:
         return self.torch_compile or self.cuda_graphs
 
 
+RowKind = Literal["packed", "grouped", "shuffled"]
+MAX_COMPILED_LENGTHS = 8  # torch.compile and CUDA graphs make one graph per length
+
+
 @dataclass(frozen=True)
 class BatchLayoutOptions:
     """What decides whether examples share a row, and which attention keeps them apart."""
 
+    kind: RowKind  # packs of examples, or single examples that are grouped by length or shuffled
+    max_length: int
     attn_implementation: str
     kernels_enabled: bool
     document_attention: Literal["auto"] | bool  # whether our attention kernel may run, or must
-    packing: bool
     padding_free: Literal["auto"] | bool
     micro_batch_size: Literal["auto"] | int
     few_shapes: bool  # every new batch shape costs a graph
     cp_size: int
 
+    @property
+    def packing(self) -> bool:
+        return self.kind == "packed"
+
     @staticmethod
     def of(recipe: Recipe) -> BatchLayoutOptions:
         """Copy the values out of a recipe."""
-        kernels, train = recipe.kernels, recipe.train
+        kernels, train, data = recipe.kernels, recipe.train, recipe.data
         enabled = kernels.enabled is not False
         # Compiled layers with our attention were not measured, so `auto` leaves it out there.
         allowed = enabled and not (kernels.attention == "auto" and train.torch_compile)
         return BatchLayoutOptions(
+            kind="packed" if data.packing else "grouped" if train.group_by_length else "shuffled",
+            max_length=data.max_length,
             attn_implementation=recipe.model.attn_implementation,
             kernels_enabled=enabled,
             document_attention=kernels.attention if allowed else False,
-            packing=recipe.data.packing,
-            padding_free=recipe.data.padding_free,
+            padding_free=data.padding_free,
             micro_batch_size=train.per_device_train_batch_size,
             few_shapes=train.few_shapes,
             cp_size=recipe.parallel.cp_size,
         )
+
+    def length_multiple(self, attention_multiple: int) -> int:
+        """Return the number to a multiple of which batches are padded. attention_multiple: what attention requires.
+
+        torch.compile and CUDA graphs make one graph per length, and each takes minutes with torch 2.11. So packed rows
+        get one length (`data.batching` pads them to it), and other rows at most eight.
+        """
+        multiple = attention_multiple * self.cp_size
+        if not self.few_shapes:
+            return multiple
+        step = self.max_length if self.packing else -(-self.max_length // MAX_COMPILED_LENGTHS)
+        return -(-step // multiple) * multiple
 
 
 @dataclass(frozen=True)
@@ -266,6 +288,7 @@ class RunOptions:
 
     build: BuildOptions
     data: DataOptions
+    layout: BatchLayoutOptions
     parallel: ParallelOptions
     checkpoint: CheckpointOptions
     evaluation: EvaluationOptions
@@ -287,6 +310,7 @@ class RunOptions:
                 execution=options_from(recipe.train, ExecutionOptions),
             ),
             data=options_from(recipe.data, DataOptions),
+            layout=BatchLayoutOptions.of(recipe),
             parallel=options_from(recipe.parallel, ParallelOptions),
             checkpoint=options_from(recipe.checkpoint, CheckpointOptions),
             evaluation=options_from(recipe.eval, EvaluationOptions),

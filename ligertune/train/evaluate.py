@@ -18,12 +18,12 @@ from safetensors.torch import load_file, save_file
 
 from ligertune.data.batching.collate import Batcher
 from ligertune.data.batching.packing import pack
+from ligertune.launcher.signals import StopRequest
 from ligertune.patching.deferred_logits import loss_only
 from ligertune.storage import put_in_place, remove
 from ligertune.tasks.objectives import Objective
 from ligertune.train.checkpoint.trained_weights import FILE, load_trained, save_trained
 from ligertune.train.distributed import full_state_dict, is_sharded, reduce_sum, reshard
-from ligertune.train.signals import StopRequest
 from ligertune.train.step import HostThrottle
 
 if TYPE_CHECKING:

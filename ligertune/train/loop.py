@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from ligertune.launcher.signals import StopRequest
 from ligertune.progress import Phases
 from ligertune.train.distributed import any_rank, full_tensor, max_over_ranks
 from ligertune.train.evaluate import EarlyStopping, evaluate, load_best, save_best
@@ -16,7 +17,6 @@ from ligertune.train.meter import Counts, synchronize
 from ligertune.train.metrics_logger import profiled
 from ligertune.train.optim.lr_schedule import learning_rate, set_learning_rate
 from ligertune.train.setup import Training
-from ligertune.train.signals import StopRequest
 
 
 @dataclass

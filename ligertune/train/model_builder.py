@@ -1,70 +1,154 @@
-"""The model as it will be, built without memory: its sizes, and what our kernels make of it."""
+"""Model building: load, patch with kernels, then add adapters or Medusa heads; on the meta device for a plan."""
 
 from __future__ import annotations
 
-import dataclasses
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from dataclasses import replace
 
-from ligertune.decode.medusa_run import preview_heads
+import torch
+from accelerate import Accelerator
+from ligertune_kernels import backend
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+import ligertune.attention.packed_documents  # noqa: F401  registers its attention with transformers
+from ligertune.activations.checkpointing import checkpoint_layers
+from ligertune.activations.gate_offload import check_gates, keep_gates
+from ligertune.attention.choice import AttentionChoice
+from ligertune.attention.packed_mask_skip import know_rows
+from ligertune.attention.padding_free import choose_rows
+from ligertune.decode.medusa_run import with_heads
+from ligertune.models.compile import compile_layers
+from ligertune.models.float8 import float8_linears, to_float8
+from ligertune.models.load import build_model, read_config
+from ligertune.models.shape import read_shape
+from ligertune.models.trainable import apply_method
+from ligertune.patching.patch import patch
 from ligertune.planning.options import BuildOptions
-from ligertune.planning.plan import KernelLine
+from ligertune.planning.plan import BuiltModel, KernelLine, Plan
+from ligertune.tasks.medusa.medusa_shape import MedusaShape
+from ligertune.train.checks import why_not_padding_free
+from ligertune.vision.freeze import prepare_vision
 
-if TYPE_CHECKING:
-    from peft import PeftModel
-    from transformers import PreTrainedConfig, PreTrainedModel
-
-    from ligertune.attention.choice import AttentionChoice
-    from ligertune.patching.patch import PatchReport
+Change = Callable[[PreTrainedModel], None]
 
 
-def preview_model(options: BuildOptions, config: PreTrainedConfig, device: str, attention: AttentionChoice) -> tuple:
-    """(shape, attention, kernels' backend, kernel lines) of the model as it will be, built without memory."""
-    import torch
-    from ligertune_kernels import backend
+def preview_model(
+    options: BuildOptions, config: PreTrainedConfig, attention: AttentionChoice, *, device: str
+) -> BuiltModel:
+    """Build the model on the meta device, which takes no memory; return its sizes and what our kernels patch.
 
-    import ligertune.attention.packed_documents  # noqa: F401  makes its attention known to transformers
-    from ligertune.activations.gate_offload import check_gates, keep_gates
-    from ligertune.models.float8 import float8_linears
-    from ligertune.models.load import build_model
-    from ligertune.models.shape import read_shape
-    from ligertune.models.trainable import apply_method
-    from ligertune.vision.freeze import prepare_vision
-
-    attn = attention.implementation or options.model.attn_implementation
-    spec = dataclasses.replace(options.model, init="random", attn_implementation=attn)
-    model = build_model(spec, config, dtype=torch.bfloat16, device="meta", seed=0)
-    report = apply_kernels(options, model)
-    prepare_vision(model, options.vision)
-    lines = () if report is None else tuple(KernelLine(r.kernel, r.applied, r.left, r.note) for r in report.rows)
+    device: the type of device that the run will use. Raises UserError for settings that the model does not support.
+    """
+    implementation = attention.implementation or options.model.attn_implementation
+    model, kernels = _load_and_patch(options, config, implementation, dtype=torch.bfloat16, device="meta")
     if options.execution.fp8:
-        lines += (KernelLine("float8_linear", *float8_linears(model).counts()),)
-    if options.execution.gradient_checkpointing in ("offload_gate", "offload_both"):
-        check_gates(keep_gates(model), model.config.model_type, asked=options.execution.gradient_checkpointing)
-    adapted = apply_method(model, options.method, fused=options.kernels.fuses_lora)
-    if options.kernels.fuses_lora:
-        lines += fused_adapters(adapted)
-    shape = read_shape(adapted)
+        kernels += (KernelLine("float8_linear", *float8_linears(model).counts()),)
+    checkpointing = options.execution.gradient_checkpointing
+    if checkpointing in ("offload_gate", "offload_both"):
+        check_gates(keep_gates(model), model.config.model_type, asked=checkpointing)
+    implementation = model.config._attn_implementation
+    model = apply_method(model, options.method, fused=options.kernels.fuses_lora)
+    kernels += _fused_adapters(options, model)
     if options.task == "medusa":
-        shape, lines = preview_heads(options, adapted, lines)
-    here = device if torch.cuda.is_available() else "cpu"  # a plan may be for a GPU that is not
-    return shape, model.config._attn_implementation, backend(here), lines
+        shape = MedusaShape.of_heads(with_heads(options, model, packed=False))
+        if options.kernels.fuses_heads_loss:
+            kernels += (KernelLine("multi_head_linear_cross_entropy", 1, 0, ""),)
+    else:
+        shape = read_shape(model)
+    # `ligertune plan` may be for a GPU that this machine does not have.
+    here = device if torch.cuda.is_available() else "cpu"
+    return BuiltModel(shape, implementation, attention.why, backend(here), kernels)
 
 
-def apply_kernels(options: BuildOptions, model: PreTrainedModel) -> PatchReport | None:
-    """Patch as the recipe's `kernels` says; None where they are off."""
-    from ligertune.patching.patch import patch
+def trained_model(
+    plan: Plan, config: PreTrainedConfig, accelerator: Accelerator, *, change: Change | None = None
+) -> tuple[nn.Module, Plan]:
+    """Build the model that the loop trains: patched, with adapters or Medusa heads as the plan says.
 
+    Also return the plan. It is another one, with padded batches, if the plan chose padding-free batches by itself and
+    documents of a row influence each other in this model. change: called with the patched model, for comparisons.
+    """
+    options, execution = plan.build, plan.build.execution
+    dtype = getattr(torch, plan.precision.weights)
+    model, _ = _load_and_patch(options, config, plan.attn_implementation, dtype=dtype, device=accelerator.device)
+    if change is not None:
+        change(model)
+    know_rows(model, packed=plan.rows.is_padding_free)
+    if plan.rows.is_padding_free:
+        with accelerator.autocast():
+            why = why_not_padding_free(plan, model)
+        if why is not None:
+            del model
+            config = read_config(options.model)  # building a model changes its configuration
+            return trained_model(_with_padding(plan, config, why), config, accelerator, change=change)
+    # Compilation and float8 come after that check. Its rows are shorter, so compiled layers would make a graph for
+    # them; and the documents of a batch share one float8 scale, so they change each other's rounding.
+    if execution.torch_compile:
+        compile_layers(model)
+    if execution.fp8:
+        to_float8(model)
+    if kind := execution.gradient_checkpointing:
+        checkpoint_layers(model, kind, compiled=execution.torch_compile, first=plan.checkpointed_layers)
+    model = apply_method(model, options.method, seed=options.seed, fused=options.kernels.fuses_lora)
+    if options.task == "medusa":
+        with accelerator.autocast():  # heads are compared with the model's own output, and adapters are float32
+            model = with_heads(options, model, packed=plan.rows.is_padding_free)
+    return model, plan
+
+
+def _load_and_patch(
+    options: BuildOptions,
+    config: PreTrainedConfig,
+    attn_implementation: str,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+) -> tuple[PreTrainedModel, tuple[KernelLine, ...]]:
+    """Return the model with frozen vision parts and our kernels, and one line per kernel."""
+    model = build_model(
+        replace(options.model, attn_implementation=attn_implementation),
+        config,
+        dtype=dtype,
+        device=device,
+        seed=options.seed,
+        four_bits=options.method.type == "qlora",
+    )
+    lines: tuple[KernelLine, ...] = ()
     wanted = options.kernels
-    if wanted.enabled is False:
-        return None
-    loss = "torch" if options.task == "medusa" else wanted.loss  # the heads' loss is computed around the model
-    switches = {"rope": wanted.rope, "norm": wanted.norm, "mlp": wanted.mlp}
-    return patch(model, **switches, loss=loss, recompute=wanted.recompute)
+    if wanted.enabled is not False:
+        # Medusa computes the losses of its heads itself, and does not use the model's own loss.
+        loss = "torch" if options.task == "medusa" else wanted.loss
+        switches = {"rope": wanted.rope, "norm": wanted.norm, "mlp": wanted.mlp}
+        report = patch(model, **switches, loss=loss, recompute=wanted.recompute)
+        lines = tuple(
+            KernelLine(row.kernel, row.applied, row.left, row.note)
+            for row in report.rows
+            if options.task != "medusa" or row.kernel != "linear_cross_entropy"
+        )
+    prepare_vision(model, options.vision)
+    return model, lines
 
 
-def fused_adapters(model: PreTrainedModel | PeftModel) -> tuple[KernelLine, ...]:
-    """The line of LoRA layers that add their term in their products, if there are any."""
-    from ligertune.models.fused_lora import FusedLora
+def _fused_adapters(options: BuildOptions, model: nn.Module) -> tuple[KernelLine, ...]:
+    """Return the line of LoRA layers that `kernels.lora` fuses, if there are any."""
+    if not options.kernels.fuses_lora:
+        return ()
+    from ligertune.models.fused_lora import FusedLora  # imports peft, which takes seconds
 
     fused = sum(isinstance(module, FusedLora) for module in model.modules())
     return (KernelLine("lora_linear", fused, 0, ""),) if fused else ()
+
+
+def _with_padding(plan: Plan, config: PreTrainedConfig, why: str) -> Plan:
+    """Return the plan with padded batches, and a note that says why."""
+    layout = replace(plan.layout, padding_free=False)
+    attention, _ = choose_rows(layout, config, plan.machine, plan.precision)
+    built = preview_model(plan.build, config, attention, device=plan.machine.device)
+    return replace(
+        plan,
+        attn_implementation=built.attn_implementation,
+        attn_why=attention.why,
+        rows=replace(plan.rows, padding_free=False, multiple_of=attention.multiple_of),
+        notes=(*plan.notes, f"batches are padded: {why}"),
+    )

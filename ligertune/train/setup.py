@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -17,17 +16,19 @@ from ligertune.data.batching.context_parallel_rows import context_parallel_split
 from ligertune.data.batching.order import ByImageCount, DataOrder, StreamOrder, check_images_on_all_rows
 from ligertune.data.batching.packing import pack
 from ligertune.data.examples import Examples
-from ligertune.data.prepare import PreparedData
 from ligertune.data.stream import StreamedExamples
+from ligertune.decode.samples import answers_to
 from ligertune.planning.plan import Plan
 from ligertune.storage import MetricsFile
 from ligertune.tasks.objectives import Objective, objective_of
 from ligertune.train.checkpoint import checkpoint_files as checkpoint
 from ligertune.train.checkpoint.reshard import load_states
 from ligertune.train.checkpoint.saver import Saver
+from ligertune.train.checkpoint.trained_weights import save_only_what_trains
 from ligertune.train.checks import FiniteLossCheck, check_context_parallel
 from ligertune.train.distributed import ProcessGroupTimeout
 from ligertune.train.evaluate import EarlyStopping
+from ligertune.train.job import Job
 from ligertune.train.meter import Counts, Meter
 from ligertune.train.metrics_logger import MetricsLogger, open_trackers
 from ligertune.train.optim.gradients import attach_to_prepared
@@ -97,27 +98,19 @@ class Training:
         )
 
 
-def set_up_training(
-    plan: Plan,
-    accelerator: Accelerator,
-    model: nn.Module,
-    data: PreparedData,
-    *,
-    pad_token_id: int,
-    show: Callable[[dict], None],
-    images: ImageReader | None = None,
-    answer: Answer | None = None,
-) -> Training:
+def set_up_training(job: Job, accelerator: Accelerator, model: nn.Module, *, show: Callable[[dict], None]) -> Training:
     """Prepare `model` and everything around it, and load the checkpoint to resume from. All ranks call it.
 
-    show: receives each logged line, on the main process only. images: reads images for vision-language models.
+    show: receives each logged line, on the main rank only.
     """
+    plan = job.plan
+    save_only_what_trains(accelerator, model)
     objective = objective_of(plan, model)
     model, optimizer = _prepare(plan, accelerator, model)
     train_step = TrainStep(plan, accelerator, model, optimizer)
     resumed_from, notes = _resume(plan, accelerator, model, optimizer)
-    order = _data_order(plan, data.train, images)
-    batcher, eval_batcher = _batchers(plan, accelerator, data, order, objective, images, pad_token_id=pad_token_id)
+    order = _data_order(plan, job.data.train, job.images)
+    batcher, eval_batcher = _batchers(job, accelerator, order, objective)
     check_context_parallel(plan, model, batcher, vocab_size=objective.shape.vocab_size)
     metrics = MetricsFile(
         plan.output_dir / "metrics.jsonl", resumed_from=resumed_from, enabled=accelerator.is_main_process
@@ -150,7 +143,7 @@ def set_up_training(
         owes_evaluation=bool(eval_batcher and resumed_from and due and not has_last),
         resumed_from=resumed_from,
         notes=notes,
-        answer=answer,
+        answer=_sample_answers(job),
     )
 
 
@@ -211,31 +204,32 @@ def _data_order(
 
 
 def _batchers(
-    plan: Plan,
-    accelerator: Accelerator,
-    data: PreparedData,
-    order: DataOrder | StreamOrder | ByImageCount,
-    objective: Objective,
-    images: ImageReader | None,
-    *,
-    pad_token_id: int,
+    job: Job, accelerator: Accelerator, order: DataOrder | StreamOrder | ByImageCount, objective: Objective
 ) -> tuple[Batcher, Batcher | None]:
     """Return what makes batches of training and of evaluation examples. All ranks call it."""
-    make = functools.partial(
-        Batcher,
-        packed=plan.rows.is_padding_free,
-        multiple_of=plan.rows.multiple_of,
-        pad_token_id=pad_token_id,
-        index_labels=plan.loss_in_head,
-        rows_multiple_of=rows_multiple_of(plan),
-        device=accelerator.device,
-        label_shifts=objective.label_shifts,
-        images=images,
-        context_parallel=context_parallel_split(plan),
-        static_shapes=static_shapes_of(plan, order.packs),
-    )
+    plan, data, images = job.plan, job.data, job.images
+    options = {
+        "packed": plan.rows.is_padding_free,
+        "multiple_of": plan.rows.multiple_of,
+        "pad_token_id": job.tokenizer.pad_token_id,
+        "index_labels": plan.loss_in_head,
+        "rows_multiple_of": rows_multiple_of(plan),
+        "device": accelerator.device,
+        "label_shifts": objective.label_shifts,
+        "images": images,
+        "context_parallel": context_parallel_split(plan),
+        "static_shapes": static_shapes_of(plan, order.packs),
+    }
     batcher, eval_batcher = (
-        make(examples, ahead=None if images is None else ImagePrefetcher(images)) if used else None
+        Batcher(examples, ahead=None if images is None else ImagePrefetcher(images), **options) if used else None
         for examples, used in ((data.train, True), (data.eval, bool(data.eval)))
     )
     return batcher, eval_batcher
+
+
+def _sample_answers(job: Job) -> Answer | None:
+    """Return a function that answers `eval.sample_prompts`; None without prompts, or if ranks share the weights."""
+    prompts = job.plan.evaluation.sample_prompts
+    if not prompts or job.plan.shares_weights:
+        return None
+    return answers_to(prompts, job.tokenizer.tokenizer, job.prompt, pad_token_id=job.tokenizer.pad_token_id)

@@ -19,10 +19,10 @@ from transformers import AutoModelForCausalLM
 
 from ligertune.data.batching.collate import Batcher
 from ligertune.errors import UserError
+from ligertune.launcher.signals import StopRequest
 from ligertune.run import plan_for, run
 from ligertune.tasks.objectives import objective_of
 from ligertune.train.evaluate import evaluate
-from ligertune.train.signals import StopRequest
 
 pytestmark = pytest.mark.slow
 

@@ -13,7 +13,8 @@ from test_keys import read
 from torch import nn
 
 from ligertune.errors import UserError
-from ligertune.run import Job, plan_for, run
+from ligertune.run import plan_for, run
+from ligertune.train.job import Job
 
 STEPS = 8
 # as shuffled, the lengths in a batch are uneven; 2 x 4 examples a step

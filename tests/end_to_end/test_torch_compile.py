@@ -12,8 +12,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from ligertune.decode.samples import answers_to
 from ligertune.errors import UserError
 from ligertune.models.compile import compile_layers
-from ligertune.run import plan_for, prompt_of, run, trained_model
+from ligertune.run import plan_for, run
 from ligertune.train.distributed import start_accelerator
+from ligertune.train.model_builder import trained_model
 
 # rows of one length, and nothing to evaluate: a graph for the packing's check, one for training
 SETTINGS = {"data.packing": True, "data.val_split": 0, "data.max_length": 256, "train.max_steps": 2}
@@ -22,7 +23,7 @@ SETTINGS = {"data.packing": True, "data.val_split": 0, "data.max_length": 256, "
 def compiled_layers(quickstart, folder, **changes: object) -> int:
     """How many modules of a run's model are compiled."""
     job = plan_for(read(quickstart, folder, **changes))
-    model, _ = trained_model(job, start_accelerator(job.plan), None)
+    model, _ = trained_model(job.plan, job.config, start_accelerator(job.plan))
     return sum(module._compiled_call_impl is not None for module in model.modules())
 
 
@@ -90,8 +91,8 @@ def test_eight_lengths_to_train_on_and_eight_to_evaluate_on_are_all_compiled():
 
 def test_an_answer_is_written_without_a_graph_for_each_of_its_lengths(quickstart, tmp_path):
     job = plan_for(read(quickstart, tmp_path, **SETTINGS, **{"train.torch_compile": True}))
-    model, _ = trained_model(job, start_accelerator(job.plan), None)
-    answer = answers_to(["Once upon a time"], job.tokenizer.tokenizer, prompt_of(job),
+    model, _ = trained_model(job.plan, job.config, start_accelerator(job.plan))
+    answer = answers_to(["Once upon a time"], job.tokenizer.tokenizer, job.prompt,
                         pad_token_id=job.tokenizer.pad_token_id)  # fmt: skip
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()

@@ -18,8 +18,9 @@ from ligertune.patching.patch import patch
 from ligertune.planning.options import MethodOptions
 from ligertune.recipe import load_recipe
 from ligertune.recipe.read import bundled
-from ligertune.run import plan_for, trained_model
+from ligertune.run import plan_for
 from ligertune.train.distributed import start_accelerator
+from ligertune.train.model_builder import trained_model
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 E, F, R = 24, 40, 3
@@ -188,7 +189,7 @@ def test_the_key_fuses_every_adapter_of_a_run(value, tmp_path):
     job = plan_for(load_recipe(recipe, overrides=changes))
     found = {line.kernel: line.applied for line in job.plan.kernels}
     assert found.get("lora_linear") == (35 if value else None)
-    model, _ = trained_model(job, start_accelerator(job.plan), None)
+    model, _ = trained_model(job.plan, job.config, start_accelerator(job.plan))
     assert sum(isinstance(module, FusedLora) for module in model.modules()) == (35 if value else 0)
 
 

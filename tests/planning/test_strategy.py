@@ -166,7 +166,7 @@ def test_two_gates_are_planned_beside_what_checkpointing_holds(quickstart, tmp_p
 @pytest.mark.parametrize("change", ["method.type=qlora", "model.dtype=float16", "parallel.strategy=deepspeed_zero3"])
 def test_gates_that_cannot_be_kept_are_refused(change, quickstart):
     changes = ["train.gradient_checkpointing=offload_gate", change]
-    with pytest.raises(UserError, match=r"offload_gate keeps what plain linear layers give"):
+    with pytest.raises(UserError, match=r"offload_gate saves the outputs of plain linear layers"):
         load_recipe(quickstart / "stories260k.yaml", overrides=changes)
 
 

@@ -11,9 +11,10 @@ import torch
 from forked_ranks import on_ranks
 
 from ligertune.recipe import load_recipe
-from ligertune.run import Job, plan_for, run
+from ligertune.run import plan_for, run
 from ligertune.train.checkpoint.checkpoint_files import save_checkpoint
 from ligertune.train.distributed import start_accelerator
+from ligertune.train.job import Job
 
 SETTINGS = {
     "data.datasets.0.max_samples": 35,  # an epoch ends inside a step

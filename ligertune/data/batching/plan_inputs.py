@@ -7,14 +7,16 @@ from typing import TYPE_CHECKING
 from ligertune.data.batching.packing import pack
 from ligertune.data.prepare import PreparedData
 from ligertune.planning.batch_layout import Rows
+from ligertune.planning.options import BatchLayoutOptions
 from ligertune.planning.plan import DataSummary
 
 if TYPE_CHECKING:
     from ligertune.vision.reader import ImageReader
 
 
-def rows_of(kind: str, data: PreparedData, *, max_length: int, multiple_of: int, padding_free: bool = False) -> Rows:
-    """Return the rows of an epoch. `kind` is Rows.kind; lengths are padded to a multiple of `multiple_of` tokens."""
+def epoch_rows(layout: BatchLayoutOptions, data: PreparedData, *, multiple_of: int, padding_free: bool) -> Rows:
+    """Return the rows of an epoch. multiple_of: what the attention requires of a batch's length."""
+    kind, max_length = layout.kind, layout.max_length
     if data.streamed:  # the examples are not counted, and cannot be grouped by length
         kind, count, fill = "packed" if kind == "packed" else "shuffled", 0, None
     elif kind == "packed":
@@ -26,14 +28,14 @@ def rows_of(kind: str, data: PreparedData, *, max_length: int, multiple_of: int,
         kind=kind,
         count=count,
         length=max_length,
-        multiple_of=multiple_of,
+        multiple_of=layout.length_multiple(multiple_of),
         fill=fill,
         streamed=data.streamed,
         padding_free=padding_free,
     )
 
 
-def summarise(data: PreparedData, images: ImageReader | None = None) -> DataSummary:
+def summarize_data(data: PreparedData, images: ImageReader | None = None) -> DataSummary:
     """Return the totals of prepared data. `images`: the image reader of a vision-language model."""
     report, counted = data.report, None if data.streamed else data.train
     longest = (

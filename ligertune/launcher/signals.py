@@ -1,8 +1,10 @@
-"""SIGTERM, SIGUSR1 and Ctrl-C. Before training there is nothing to keep: the run leaves at once. From the first step to
-the report they are held: the step is finished, saved, and the run leaves; the model that is being written is finished.
-A second Ctrl-C leaves at once.
+"""Signal handlers of a run: SIGTERM, SIGUSR1 and SIGINT (Ctrl-C).
 
-SIGUSR1 is what Slurm is told to send before the time is up (`--signal=USR1@120`).
+Before the first step there is nothing to save, so the process ends at once. From the first step to the report the
+handler only records the signal: the loop finishes its step, saves a checkpoint and returns, and a model that is being
+written is finished. A second Ctrl-C ends the process at once.
+
+Slurm can send SIGUSR1 before a job's time is up (`--signal=USR1@120`).
 """
 
 from __future__ import annotations
@@ -18,9 +20,9 @@ SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1
 
 
 class StopRequest:
-    """A context in which these signals end the process, and after `hold` only set `received`.
+    """A context whose signal handlers end the process, or after `hold` set `received` to the signal's name.
 
-    The handlers from before come back at its end. enabled: else it leaves them as they are all the time.
+    The earlier handlers are restored on exit. enabled: False leaves the earlier handlers in place.
     """
 
     def __init__(self, *, enabled: bool = True) -> None:
@@ -30,7 +32,7 @@ class StopRequest:
 
     def __enter__(self) -> StopRequest:
         if self._enabled:
-            self._before = {s: signal.signal(s, self._note) for s in SIGNALS}
+            self._before = {s: signal.signal(s, self._handle) for s in SIGNALS}
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -38,24 +40,24 @@ class StopRequest:
             signal.signal(number, handler)
 
     def hold(self) -> None:
-        """From now on there is something to lose."""
+        """Record signals from now on instead of ending the process."""
         self._holds = True
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _handle(self, number: int, frame: FrameType | None) -> None:
         if not self._holds or (self.received and number == signal.SIGINT):
             leave_at_once(number, frame)
         self.received = signal.Signals(number).name
 
 
 def leave_at_once(number: int, frame: FrameType | None) -> None:
-    """End the process with code 130 in the middle of anything; what it writes is complete or absent in any case.
+    """End the process with code 130. Files are written atomically, so none is left incomplete.
 
-    Not by an exception: in the middle of an import one is taken for a missing module, and in a destructor it is lost.
+    An exception would not do: inside an import it looks like a missing module, and inside a destructor it is lost.
     """
-    # who has not imported it, or not all of it, has no children
+    # A process without multiprocessing in sys.modules has no children.
     for child in getattr(sys.modules.get("multiprocessing"), "active_children", list)():
         child.terminate()
     shown = "\x1b[?25h\n" if sys.stderr.isatty() else ""  # a progress line hides the cursor
-    if not is_started_rank():  # the process that started it says so, or why it ended it
+    if not is_started_rank():  # the launcher prints the reason for all of its ranks
         os.write(2, f"{shown}Stopped by {signal.Signals(number).name}.\n".encode())
     os._exit(130)

@@ -1,0 +1,177 @@
+"""Make the plan of a run from its recipe, the machine, the model's sizes and the prepared data."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ligertune.errors import UserError
+from ligertune.hardware import Machine
+from ligertune.planning.batch_layout import Rows, padding_free_notes
+from ligertune.planning.cuda_graph_checks import check_cuda_graphs, cuda_graphs_notes, suggest_cuda_graphs
+from ligertune.planning.memory.activation_bytes import CUBLAS_WORKSPACE
+from ligertune.planning.memory.activation_policy import checkpointing_notes, choose_policy, with_checkpointed_layers
+from ligertune.planning.memory.estimate import MemoryEstimate
+from ligertune.planning.memory.states import SHARDED_WEIGHTS, StateBytes, Strategy, shards_of, states_of
+from ligertune.planning.micro_batch import Batching, choose_batching
+from ligertune.planning.optimization import Cadence, make_optimizer, make_schedule
+from ligertune.planning.options import RunOptions
+from ligertune.planning.parallelism import (
+    DeviceNeed,
+    check_image_accumulation,
+    check_strategy,
+    choose_strategy,
+    unsharded_need,
+)
+from ligertune.planning.plan import BuiltModel, DataSummary, Plan
+from ligertune.planning.precision import Precision, float8_notes
+from ligertune.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class PlanInputs:
+    """What a plan is made from besides the recipe: device, precision, model without weights, data and its rows."""
+
+    machine: Machine
+    precision: Precision
+    model: BuiltModel
+    data: DataSummary
+    rows: Rows
+    launched_with_fsdp: bool
+    has_images: bool
+
+    @property
+    def row_length(self) -> int:
+        """Token slots of the longest row."""
+        return self.rows.longest_row(self.data.longest)
+
+
+@dataclass(frozen=True)
+class Resources:
+    """How a run uses its devices: strategy, model states, memory estimate and batch sizes."""
+
+    strategy: Strategy
+    strategy_why: str
+    bytes: StateBytes
+    memory: MemoryEstimate | None
+    batching: Batching
+
+
+def make_plan(recipe: Recipe, inputs: PlanInputs, *, notes: tuple[str, ...] = ()) -> Plan:
+    """Resolve a recipe. Raises UserError for what cannot be trained."""
+    machine, model, rows, data = inputs.machine, inputs.model, inputs.rows, inputs.data
+    check_context(recipe, data.longest, model.shape.context)
+    resources = choose_resources(recipe, inputs)
+    batching, options = resources.batching, RunOptions.of(recipe)
+    if model.shape.tower is not None:
+        check_image_accumulation(recipe, batching.accumulation)
+    plan = Plan(
+        **_fields(options, leave_out="data"),
+        **_fields(resources),
+        **_fields(model, leave_out="shape"),
+        data_options=options.data,
+        settings=recipe.model_dump(mode="json"),
+        num_train_epochs=None if recipe.train.max_steps else recipe.train.num_train_epochs,
+        machine=machine,
+        precision=inputs.precision,
+        model_family=model.shape.family,
+        n_parameters=model.shape.n_parameters,
+        n_trainable=model.shape.n_trainable,
+        rows=rows,
+        schedule=make_schedule(recipe, rows=rows.count, global_batch_size=batching.global_batch_size),
+        optimizer=make_optimizer(recipe),
+        data=data,
+        save=Cadence(recipe.checkpoint.save_strategy, recipe.checkpoint.save_steps),
+        evaluate=Cadence(recipe.eval.eval_strategy if data.eval_examples else "no", recipe.eval.eval_steps),
+        notes=(
+            *notes,
+            *padding_free_notes(recipe),
+            *cuda_graphs_notes(recipe, machine),
+            *float8_notes(recipe, machine),
+            *_memory_notes(recipe, inputs, resources),
+        ),
+    )
+    check_cuda_graphs(plan, has_images=inputs.has_images)
+    return suggest_cuda_graphs(plan, recipe, has_images=inputs.has_images)
+
+
+def choose_resources(recipe: Recipe, inputs: PlanInputs) -> Resources:
+    """Choose strategy, micro-batch and checkpointed layers, all of which depend on the memory estimate."""
+    machine, shape, length = inputs.machine, inputs.model.shape, inputs.row_length
+    world_size, dtype = machine.world_size, inputs.precision.weights
+
+    def need(micro: int) -> DeviceNeed:
+        unsharded = states_of(recipe, shape, dtype)
+        return unsharded_need(
+            unsharded, estimate_memory(recipe, inputs, unsharded), machine, micro=micro, row_length=length
+        )
+
+    strategy, why = choose_strategy(recipe, machine, launched_with_fsdp=inputs.launched_with_fsdp, need=need)
+    check_strategy(recipe, strategy, autocast=inputs.precision.autocast)
+    states = states_of(recipe, shape, dtype, strategy=strategy, world_size=world_size)
+    shards = shards_of(recipe.parallel.dp_replicate_size, strategy, world_size) if strategy in SHARDED_WEIGHTS else 1
+    memory = estimate_memory(recipe, inputs, states, shards=shards)
+    batching = choose_batching(recipe, world_size, memory and _fits(memory, length, machine))
+    memory = with_checkpointed_layers(recipe, memory, batching, length, machine)
+    return Resources(strategy, why, states, memory, batching)
+
+
+def estimate_memory(
+    recipe: Recipe, inputs: PlanInputs, states: StateBytes, *, shards: int = 1
+) -> MemoryEstimate | None:
+    """Return the memory estimate of a step, or None for a model whose layers are not understood.
+
+    There is also none for Medusa heads whose logits are materialised, and for heads that several ranks share.
+    """
+    model, data, precision = inputs.model, inputs.data, inputs.precision
+    shape, policy = model.shape, choose_policy(recipe, model.attn_implementation, model.applied_kernels)
+    if shape.layer is None or shape.head is None or (shape.heads and (shards > 1 or not policy.fused_loss)):
+        return None
+    return MemoryEstimate(
+        states=states,
+        layer=shape.layer,
+        head=shape.head,
+        policy=policy,
+        layers=shape.num_hidden_layers,
+        itemsize=2 if precision.weights == "bfloat16" or precision.autocast == "fp16" else 4,
+        step_bytes=states.step,
+        labelled=data.trained_tokens / data.tokens if data.tokens else 1.0,
+        workspace=CUBLAS_WORKSPACE if inputs.machine.device == "cuda" else 0,
+        optim_in_backward=recipe.train.optim_in_backward,
+        tower=shape.tower,
+        image_share=data.image_share,
+        shards=shards,
+        cp_size=recipe.parallel.cp_size,
+        longest_document=data.longest,
+        cpu_offload=recipe.parallel.cpu_offload,
+        in_front=shape.in_front,
+        heads=shape.heads,
+    )
+
+
+def check_context(recipe: Recipe, longest: int, context: int | None) -> None:
+    """Raise UserError if an example is longer than the model's context."""
+    if context is not None and longest > context:
+        raise UserError(
+            f"data.max_length: {recipe.data.max_length} allows an example of {longest} tokens, "
+            f"but the model's context (max_position_embeddings) is {context}.",
+            hint=f"Write data.max_length: {context}.",
+        )
+
+
+def _fits(memory: MemoryEstimate, length: int, machine: Machine) -> Callable[[int, bool], bool]:
+    return lambda micro, accumulates: memory.fits(micro, length, accumulates=accumulates, memory=machine.memory_bytes)
+
+
+def _memory_notes(recipe: Recipe, inputs: PlanInputs, resources: Resources) -> tuple[str, ...]:
+    memory, batching, machine = resources.memory, resources.batching, inputs.machine
+    notes = checkpointing_notes(recipe, memory, batching, inputs.row_length, machine)
+    if memory is None or machine.device != "cuda":
+        return notes
+    return (*notes, *memory.host_notes(batching.micro_batch_size, inputs.row_length))
+
+
+def _fields(value: RunOptions | Resources | BuiltModel, *, leave_out: str = "") -> dict[str, Any]:
+    return {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.name != leave_out}

@@ -1,0 +1,54 @@
+"""The trained model on disk: `output_dir/model` in Hugging Face's format, or `output_dir/medusa` for Medusa heads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from ligertune.decode.medusa_run import finish_heads, merge_adapter, of_base
+from ligertune.models.save import write_model
+from ligertune.tasks.medusa.head_form import adapted_model
+from ligertune.train.distributed import full_state_dict
+from ligertune.train.job import Job
+from ligertune.train.loop import TrainResult
+
+
+def save_final_model(job: Job, accelerator: Accelerator, fitted: TrainResult) -> tuple[str, dict | None]:
+    """Write the trained model or heads; return (their path, the report on heads, which only the main rank has).
+
+    All ranks call it, and the main one writes.
+    """
+    if job.plan.build.task == "medusa":
+        return _save_heads(job, accelerator, fitted.model)
+    weights = full_state_dict(accelerator, fitted.model) if fitted.best_weights is None else fitted.best_weights
+    return _write_base_model(job, accelerator, accelerator.unwrap_model(fitted.model), weights), None
+
+
+def _save_heads(job: Job, accelerator: Accelerator, model: nn.Module) -> tuple[str, dict | None]:
+    """Write `output_dir/medusa`, and `output_dir/model` if the model was trained with its heads (stage 2)."""
+    plan, report = job.plan, None
+    weights = full_state_dict(accelerator, model)
+    if plan.build.method.type == "lora":
+        weights = merge_adapter(plan.build, job.config, accelerator, model, weights)
+    if plan.build.medusa.stage == 2:
+        base = adapted_model(accelerator.unwrap_model(model).base_model)
+        _write_base_model(job, accelerator, base, of_base(weights))
+    if accelerator.is_main_process:
+        prompt = {"tokenizer": job.tokenizer.tokenizer, "prompt_template": job.prompt["prompt_template"]}
+        _, report = finish_heads(plan, accelerator, model, weights, job.data, **prompt)
+    accelerator.wait_for_everyone()
+    return str(plan.output_dir / "medusa"), None if report is None else report.as_dict()
+
+
+def _write_base_model(job: Job, accelerator: Accelerator, model: nn.Module, weights: dict[str, Tensor] | None) -> str:
+    """Write model, tokenizer, prompt template and image processor on the main rank."""
+    folder, template = job.plan.output_dir / "model", job.plan.data_options.prompt_template
+    tokenizer = job.tokenizer.tokenizer
+    if template not in ("auto", "chat", "alpaca"):  # a file, which programs that serve the model need, too
+        tokenizer.chat_template = Path(template).read_text(encoding="utf-8")
+    if accelerator.is_main_process:
+        write_model(model, tokenizer, folder, state_dict=weights, **job.prompt, images=job.images)
+    accelerator.wait_for_everyone()
+    return str(folder)
