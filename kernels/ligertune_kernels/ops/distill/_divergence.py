@@ -1,22 +1,21 @@
-r"""What kl_div, jsd and linear_jsd share: one summand of each divergence, its derivative, and the pass over rows.
+r"""Divergences of distributions: one summand per column, its derivative, and a pass over rows, for kl_div and jsd.
 
-Of log-probabilities x (student) and t (teacher), with p = exp(x) and q = exp(t), a column adds
+For log-probabilities x (student) and t (teacher), with p = exp(x) and q = exp(t), a column adds
 
     kl          q (log q - x)                 d/dx = -q                t itself is the probability q
     forward     q (t - x)                     d/dx = -q                KL(teacher ‖ student), beta = 0
     reverse     p (x - t)                     d/dx = p (x - t + 1)     KL(student ‖ teacher), beta = 1
     mixture     β q (t - m) + (1-β) p (x - m)       d/dx = (1-β) p (x - m)        m = log(β q + (1-β) p)
 
-x is a free variable in these derivatives: the softmax before it is the caller's. Where a probability is 0 its summand
-is 0, whatever the logarithm beside it (0 log 0 = 0): a teacher cut down to its top k has columns of -inf.
+x is a free variable in these derivatives: the caller differentiates the softmax before it. Where a probability is 0,
+its summand is 0 whatever the logarithm is (0 log 0 = 0): a teacher cut down to its top k has columns of -inf.
 
-The mixture is computed from d = t - x, which keeps its digits where the two distributions are close and cannot
-overflow:
+The mixture is computed from d = t - x, which is precise where the distributions are close and cannot overflow:
 
     e = exp(-|d|)      L = log(β + (1-β) e) if d > 0 else log(1-β + β e)
     t - m = min(d, 0) - L                       x - m = -max(d, 0) - L
 
-All arithmetic is fp32, with one rounding at the end.
+The arithmetic is fp32, rounded once at the end.
 """
 
 from __future__ import annotations
@@ -27,9 +26,7 @@ import torch
 
 from ligertune_kernels.chips import launch_options
 from ligertune_kernels.jit.device_functions import LN2, LOG2E, fp32
-from ligertune_kernels.launcher import chip_of, on_device, runs_triton, tl, triton
-from ligertune_kernels.ops.losses._row_pass import scaled
-from ligertune_kernels.ops.losses.cross_entropy import SPENT
+from ligertune_kernels.launcher import chip_of, on_device, tl, triton
 
 Form = Literal["kl", "forward", "reverse", "mixture"]
 
@@ -37,21 +34,22 @@ BLOCK = 2048
 
 
 def form_of(beta: float) -> Form:
+    """Return the form of the generalised JSD with this beta."""
     return {0.0: "forward", 1.0: "reverse"}.get(float(beta), "mixture")
 
 
 def log_mixture(x: torch.Tensor, t: torch.Tensor, beta: float) -> torch.Tensor:
-    """m = log(β q + (1-β) p). A column where both vanish counts for nothing and gets a finite m."""
+    """Return m = log(β q + (1-β) p), finite where both probabilities are 0: their column adds nothing."""
     return (beta * t.exp() + (1.0 - beta) * x.exp()).clamp(min=torch.finfo(x.dtype).tiny).log()
 
 
 def weighted(p: torch.Tensor, log_ratio: torch.Tensor) -> torch.Tensor:
-    """p · log_ratio, and 0 with no gradient where p is 0."""
+    """Return p · log_ratio, and 0 without gradient where p is 0."""
     return p * log_ratio.masked_fill(p == 0, 0.0)
 
 
 def summands(x: torch.Tensor, t: torch.Tensor, beta: float) -> torch.Tensor:
-    """The generalised Jensen-Shannon divergence of log-probabilities, column by column, in plain torch."""
+    """Return the summands of the generalised JSD of log-probabilities (..., V), in plain torch."""
     if beta == 0:
         return weighted(t.exp(), t - x)
     if beta == 1:
@@ -62,8 +60,8 @@ def summands(x: torch.Tensor, t: torch.Tensor, beta: float) -> torch.Tensor:
 
 @triton.jit
 def divergence(x, t, beta, FORM: tl.constexpr):
-    """A column's summand, its derivative by x, and p (left out of the code where nothing reads it)."""
-    # Comparisons with 0 and not > 0: those would let a NaN pass for a probability of 0.
+    """Return a column's summand, its derivative by x, and p (eliminated by the compiler where it is not used)."""
+    # Compared with != 0 and not > 0: a NaN must not count as a probability of 0.
     p = tl.exp2(x * LOG2E)
     if FORM == "kl":
         loss = tl.where(t != 0.0, t * (tl.log2(t) * LN2 - x), 0.0)
@@ -91,28 +89,11 @@ def divergence(x, t, beta, FORM: tl.constexpr):
 
 @triton.jit
 def _divergence_kernel(
-    x_ptr,
-    t_ptr,
-    labels_ptr,
-    losses_ptr,
-    dx_ptr,
-    dt_ptr,
-    scale_ptr,
-    x_row_stride,
-    t_row_stride,
-    scale_row_stride,
-    scale_col_stride,
-    n_cols,
-    ignore_index,
-    beta,
-    FORM: tl.constexpr,
-    HAS_LABELS: tl.constexpr,
-    BY_ELEMENT: tl.constexpr,
-    NEEDS_LOSS: tl.constexpr,
-    NEEDS_DX: tl.constexpr,
-    NEEDS_DT: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    x_ptr, t_ptr, labels_ptr, losses_ptr, dx_ptr, dt_ptr, scale_ptr,
+    x_row_stride, t_row_stride, scale_row_stride, scale_col_stride, n_cols, ignore_index, beta,
+    FORM: tl.constexpr, HAS_LABELS: tl.constexpr, BY_ELEMENT: tl.constexpr,
+    NEEDS_LOSS: tl.constexpr, NEEDS_DX: tl.constexpr, NEEDS_DT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     blocks = tl.cdiv(n_cols, BLOCK)
     row = (tl.program_id(0) // blocks).to(tl.int64)
     cols = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
@@ -120,7 +101,7 @@ def _divergence_kernel(
     read = mask
     if HAS_LABELS:
         read = mask & (tl.load(labels_ptr + row) != ignore_index)
-    # What is not read has probability 0 in both, which adds nothing and has no gradient.
+    # Columns that are not read get probability 0 in both, which adds nothing and has no gradient.
     nothing: tl.constexpr = 0.0 if FORM == "kl" else float("-inf")
     x = tl.load(x_ptr + row * x_row_stride + cols, mask=read, other=float("-inf")).to(tl.float32)
     t = tl.load(t_ptr + row * t_row_stride + cols, mask=read, other=nothing).to(tl.float32)
@@ -144,32 +125,32 @@ def _divergence_kernel(
 
 
 def divergence_pass(
-    x: torch.Tensor,
-    t: torch.Tensor,
+    x: torch.Tensor,  # (N, V)
+    t: torch.Tensor,  # (N, V)
     form: Form,
     *,
     beta: float = 0.0,
-    labels: torch.Tensor | None = None,
+    labels: torch.Tensor | None = None,  # (N,)
     ignore_index: int = -100,
-    losses: torch.Tensor | None = None,
-    dx: torch.Tensor | None = None,
-    dt: torch.Tensor | None = None,
-    scale: torch.Tensor | None = None,
+    losses: torch.Tensor | None = None,  # (N, blocks_of(V)); (N, V) by_element
+    dx: torch.Tensor | None = None,  # (N, V)
+    dt: torch.Tensor | None = None,  # (N, V), only for "kl" and "forward"
+    scale: torch.Tensor | None = None,  # () or (N,); (N, V) by_element
     by_element: bool = False,
 ) -> None:
-    """One pass over rows x and t (N, V), which fills what is given of losses, dx and dt ("kl" and "forward" alone).
+    """Write those of losses, dx and dt that are given, in one pass over the rows.
 
-    losses are sums over blocks, (N, blocks_of(V)); dx and dt (N, V) take the derivatives times scale, one element or
-    (N,). by_element: losses and scale are (N, V). Rows whose label is ignore_index have loss 0 and gradient 0.
+    losses are sums over blocks of columns. dx and dt are the derivatives times scale. Rows whose label is ignore_index
+    have loss 0 and gradient 0.
     """
     n_rows, n_cols = x.shape
     block = _block_of(n_cols)
-    filled = next(given for given in (dx, dt, losses) if given is not None)
+    written = next(given for given in (dx, dt, losses) if given is not None)
     row_stride, col_stride, *_ = (0, 0) if scale is None else (*scale.stride(), 0, 0)
-    # A flag keeps the kernel off the arguments it has no use for; any tensor fills their place.
+    # Flags keep the kernel from reading unused arguments; any tensor takes their place.
     with on_device(x):
         _divergence_kernel[(n_rows * blocks_of(n_cols),)](
-            x, t, *(filled if given is None else given for given in (labels, losses, dx, dt, scale)),
+            x, t, *(written if given is None else given for given in (labels, losses, dx, dt, scale)),
             x.stride(0), t.stride(0), row_stride, col_stride, n_cols, ignore_index, beta,
             FORM=form, HAS_LABELS=labels is not None, BY_ELEMENT=by_element, NEEDS_LOSS=losses is not None,
             NEEDS_DX=dx is not None, NEEDS_DT=dt is not None, BLOCK=block, **launch_options(block, chip_of(x.device)),
@@ -181,18 +162,5 @@ def _block_of(n_cols: int) -> int:
 
 
 def blocks_of(n_cols: int) -> int:
-    """How many partial sums a row's loss comes in."""
+    """Return the number of partial sums of a row's loss."""
     return triton.cdiv(n_cols, _block_of(n_cols))
-
-
-def gradients_once(ctx, d_loss: torch.Tensor, op: str) -> list[torch.Tensor | None]:
-    """The gradients a forward saved, times upstream; in their own memory where kernels run, so only once.
-
-    ctx.afterwards is the factor that `row_pass.scales` leaves to the backward; ctx.spent says whether this was done.
-    """
-    if ctx.spent:
-        raise RuntimeError(SPENT.format(op=op))
-    saved = ctx.saved_tensors
-    ctx.spent = any(t is not None and runs_triton(t) for t in saved)
-    factor = d_loss if ctx.afterwards is None else d_loss * ctx.afterwards
-    return [None if t is None else scaled(t, factor) for t in saved]

@@ -1,26 +1,28 @@
-r"""The pass over rows of logits that linear_jsd makes: a student's z and a teacher's w (N, V), temperature T.
+r"""Row pass of linear_jsd over logits: a student's z and a teacher's w (N, V), temperature T.
 
-    x = z/T - lse(z/T)        t = w/T - lse(w/T)        loss = sum_j of the summands of divergence.py
+    x = z/T - lse(z/T)        t = w/T - lse(w/T)        loss = sum_j of the summands in _divergence.py
     dloss/dz_j = (g_j - p_j sum_i g_i) / T              g = d(summand)/dx,  p = exp(x)
 
-A row whose label is ignore_index has loss 0 and gradient 0. All arithmetic is fp32 (float64 in the torch form for
-float64 logits).
+A row whose label is ignore_index has loss 0 and gradient 0. The arithmetic is fp32, or float64 in the torch form for
+float64 logits.
 
-A program sweeps its two rows for both lse, then for the loss and sum g, then for the gradient, which may be written
-over the student's logits. For forward KL, where g = -q, that sum is -1 beforehand, and two sweeps do.
+A program sweeps its two rows for both lse, then for the loss and sum g, then for the gradient, which may overwrite the
+student's logits. In forward KL, g = -q has the sum -1, and two sweeps suffice.
 
-The sweeps are bound by instructions: each an element takes costs an H100 4.6 µs for 1024 rows of a 128k vocabulary,
-and their seven passes through memory 600 µs if the L2 cache keeps nothing. The mixture, which is the default, is
-therefore written out here rather than taken from divergence.py, in 76 instructions where that takes 153. In log2, with
-d = t - x and L = log2(m / max(p, q)):
+The sweeps are bound by instructions: one instruction per element takes 4.6 µs on an H100 for 1024 rows of a 128k
+vocabulary, and their seven passes through memory 600 µs if the L2 cache keeps nothing. So the mixture, the default, is
+written out here in 76 instructions, where the one of _divergence.py takes 153. In log2, with d = t - x and
+L = log2(m / max(p, q)):
 
     x - m = -max(d, 0) - L    t - m = min(d, 0) - L    g_j - p_j sum_i g_i ~ p_j (x_j - m_j - sum_i p_i (x_i - m_i))
 
-The logits may be wider than the vocabulary. Columns past it are read as probability 0 and filled with zeros, so that
-rows of 32001 columns, in a buffer 32064 wide, are still loaded 16 bytes at a time.
+Rows of logits may be wider than the vocabulary. Columns past it are read as probability 0 and written as 0, so that
+rows of 32001 columns in a buffer of width 32064 are still loaded 16 bytes at a time.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 
@@ -28,36 +30,37 @@ from ligertune_kernels.chips import launch_options
 from ligertune_kernels.jit.device_functions import LN2, LOG2E, fp32
 from ligertune_kernels.launcher import chip_of, on_device, runs_triton, tl, triton
 from ligertune_kernels.ops.distill._divergence import divergence, form_of, log_mixture, summands, weighted
+from ligertune_kernels.ops.losses._row_pass import MIN_COLS, VECTOR
 
-# Columns of both rows at once, by the bytes of an element. Eight a thread; on more warps than 8 fp32 spills.
+# Columns of both rows per step, by the bytes of an element: eight per thread. fp32 spills on more than 8 warps.
 BLOCKS = {2: 8192, 4: 2048}
-VECTOR = 8  # neighbouring columns of one lane: 16 bytes of bf16
 
 
 @triton.jit
 def _log2(x, FAST: tl.constexpr):
-    """The logarithm of a share: tl.log2 is 18 instructions on NVIDIA, this is one, and off by 2^-22 at most."""
+    """Return log2 of a share. tl.log2 takes 18 instructions on NVIDIA; the fast one has an error of at most 2^-22."""
     if FAST:
         return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
     return tl.log2(x)
 
 
 @triton.jit
-def _grown(lane_max, lane_sum, z, unit):
-    """The running maximum and sum of exponentials of each lane, with z (LANES, VECTOR) taken in."""
+def _update_lanes(lane_max, lane_sum, z, unit):
+    """Return the running maximum and sum of exponentials of each lane, with z (LANES, VECTOR) included."""
     new_max = tl.maximum(lane_max, tl.max(z, axis=1))
     lane_sum *= tl.exp2((lane_max - new_max) * unit)
     return new_max, lane_sum + tl.sum(tl.exp2((z - new_max[:, None]) * unit), axis=1)
 
 
 @triton.jit
-def _met(lane_max, lane_sum, unit):
+def _reduce_lanes(lane_max, lane_sum, unit):
+    """Return a row's maximum, and log2 of its sum relative to the maximum."""
     row_max = tl.max(lane_max, axis=0)
     return row_max, tl.log2(tl.sum(lane_sum * tl.exp2((lane_max - row_max) * unit), axis=0))
 
 
 @triton.jit
-def _loaded(row_ptr, cols, n_cols, width, PADDED: tl.constexpr):
+def _load(row_ptr, cols, n_cols, width, PADDED: tl.constexpr):
     x = tl.load(row_ptr + cols, mask=cols < width, other=float("-inf")).to(tl.float32)
     return tl.where(cols < n_cols, x, float("-inf")) if PADDED else x
 
@@ -67,19 +70,19 @@ def _both_lse(
     z_ptr, w_ptr, offs, n_cols, width, unit,
     PADDED: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """Both lse in two parts each, the greatest logit and log2 of the sum: z - max is exact where z - lse is rounded."""
-    # Not -inf, of which -inf - -inf would make NaN; no logit is smaller but -inf itself.
+    """Return both lse as maximum and log2 of the sum: z - maximum is exact, z - lse would be rounded."""
+    # Not -inf, because -inf - -inf is NaN. The only smaller logit is -inf.
     z_max = tl.full([LANES], -1e30, dtype=tl.float32)
     w_max = tl.full([LANES], -1e30, dtype=tl.float32)
     z_sum = tl.zeros([LANES], dtype=tl.float32)
     w_sum = tl.zeros([LANES], dtype=tl.float32)
     for start in range(0, width, LANES * VECTOR):
-        z = _loaded(z_ptr, start + offs, n_cols, width, PADDED)
-        w = _loaded(w_ptr, start + offs, n_cols, width, PADDED)
-        z_max, z_sum = _grown(z_max, z_sum, z, unit)
-        w_max, w_sum = _grown(w_max, w_sum, w, unit)
-    z_max, z_log_sum = _met(z_max, z_sum, unit)
-    w_max, w_log_sum = _met(w_max, w_sum, unit)
+        z = _load(z_ptr, start + offs, n_cols, width, PADDED)
+        w = _load(w_ptr, start + offs, n_cols, width, PADDED)
+        z_max, z_sum = _update_lanes(z_max, z_sum, z, unit)
+        w_max, w_sum = _update_lanes(w_max, w_sum, w, unit)
+    z_max, z_log_sum = _reduce_lanes(z_max, z_sum, unit)
+    w_max, w_log_sum = _reduce_lanes(w_max, w_sum, unit)
     return z_max, z_log_sum, w_max, w_log_sum
 
 
@@ -88,14 +91,17 @@ def _mixture_sweep(
     z_ptr, w_ptr, dz_ptr, offs, n_cols, width, unit, z_max, z_log_sum, w_max, w_log_sum, beta, x_sum, scale,
     WRITES: tl.constexpr, FAST_LOG: tl.constexpr, PADDED: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """sum p (x - m) and sum q (t - m) of a row, in log2; with the first given (WRITES), the gradient goes into dz."""
+    """Return sum p (x - m) and sum q (t - m) of a row, in log2.
+
+    WRITES: x_sum is the first sum; write the gradient times scale into dz.
+    """
     x_sums = tl.zeros([LANES, VECTOR], dtype=tl.float32)
     t_sums = tl.zeros([LANES, VECTOR], dtype=tl.float32)
     for start in range(0, width, LANES * VECTOR):
         cols = start + offs
-        z = _loaded(z_ptr, cols, n_cols, width, PADDED)
-        w = _loaded(w_ptr, cols, n_cols, width, PADDED)
-        # From 2^-200 on a probability is 0 in fp32: nothing is infinite, and nothing has to be told from 0 · inf.
+        z = _load(z_ptr, cols, n_cols, width, PADDED)
+        w = _load(w_ptr, cols, n_cols, width, PADDED)
+        # A probability below 2^-200 is 0 in fp32. With this bound nothing is infinite, so 0 · inf cannot occur.
         x = tl.maximum((z - z_max) * unit - z_log_sum, -200.0, propagate_nan=tl.PropagateNan.ALL)
         t = tl.maximum((w - w_max) * unit - w_log_sum, -200.0, propagate_nan=tl.PropagateNan.ALL)
         d = t - x
@@ -118,18 +124,21 @@ def _divergence_sweep(
     dx_sum, scale,
     FORM: tl.constexpr, WRITES: tl.constexpr, PADDED: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """A row's loss and the sum of its g; with the sum given (WRITES), its gradient times scale into dz."""
+    """Return a row's loss and the sum of its g.
+
+    WRITES: dx_sum is that sum; write the gradient times scale into dz.
+    """
     losses = tl.zeros([LANES], dtype=tl.float32)
     dx_sums = tl.zeros([LANES], dtype=tl.float32)
     for start in range(0, width, LANES * VECTOR):
         cols = start + offs
-        z = _loaded(z_ptr, cols, n_cols, width, PADDED)
-        w = _loaded(w_ptr, cols, n_cols, width, PADDED)
+        z = _load(z_ptr, cols, n_cols, width, PADDED)
+        w = _load(w_ptr, cols, n_cols, width, PADDED)
         x = (z - z_max) * inverse_temperature - z_log_sum * LN2
         t = (w - w_max) * inverse_temperature - w_log_sum * LN2
         loss, dx, p = divergence(x, t, 0.0, FORM)
         if FORM == "reverse":
-            dx = loss  # less p, which the softmax's derivative takes off anyway: no 1 to cancel
+            dx = loss  # without p, which the softmax's derivative subtracts anyway: no cancellation of 1
         losses += tl.sum(loss, axis=1)
         dx_sums += tl.sum(dx, axis=1)
         if WRITES:
@@ -138,31 +147,35 @@ def _divergence_sweep(
     return tl.sum(losses, axis=0), tl.sum(dx_sums, axis=0)
 
 
+@triton.jit
+def _divergence_row(
+    z_ptr, w_ptr, dz_ptr, loss_ptr, offs, n_cols, width, inverse_temperature, z_max, z_log_sum, w_max, w_log_sum, scale,
+    FORM: tl.constexpr, NEEDS_GRAD: tl.constexpr, PADDED: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
+    """Write a row's loss of forward or reverse KL and its gradient times scale."""
+    dx_sum = -1.0
+    if not NEEDS_GRAD or FORM != "forward":
+        loss, dx_sum = _divergence_sweep(
+            z_ptr, w_ptr, dz_ptr, offs, n_cols, width, inverse_temperature, z_max, z_log_sum, w_max, w_log_sum,
+            dx_sum, scale, FORM, False, PADDED, LANES, VECTOR,
+        )  # fmt: skip
+        tl.store(loss_ptr, loss)
+    if NEEDS_GRAD:
+        loss, _ = _divergence_sweep(
+            z_ptr, w_ptr, dz_ptr, offs, n_cols, width, inverse_temperature, z_max, z_log_sum, w_max, w_log_sum,
+            dx_sum, scale, FORM, True, PADDED, LANES, VECTOR,
+        )  # fmt: skip
+        if FORM == "forward":
+            tl.store(loss_ptr, loss)
+
+
 @triton.jit(do_not_specialize=["n_rows"])
 def _jsd_row_kernel(
-    z_ptr,
-    w_ptr,
-    labels_ptr,
-    losses_ptr,
-    dz_ptr,
-    scale_ptr,
-    z_row_stride,
-    w_row_stride,
-    dz_row_stride,
-    n_rows,
-    n_cols,
-    width,
-    ignore_index,
-    beta,
-    inverse_temperature,
-    FORM: tl.constexpr,
-    HAS_LABELS: tl.constexpr,
-    NEEDS_GRAD: tl.constexpr,
-    PADDED: tl.constexpr,
-    FAST_LOG: tl.constexpr,
-    LANES: tl.constexpr,
-    VECTOR: tl.constexpr,
-):
+    z_ptr, w_ptr, labels_ptr, losses_ptr, dz_ptr, scale_ptr, z_row_stride, w_row_stride, dz_row_stride,
+    n_rows, n_cols, width, ignore_index, beta, inverse_temperature,
+    FORM: tl.constexpr, HAS_LABELS: tl.constexpr, NEEDS_GRAD: tl.constexpr, PADDED: tl.constexpr,
+    FAST_LOG: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
     beta, inverse_temperature = fp32(beta), fp32(inverse_temperature)
     offs = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
     for row in range(tl.program_id(0).to(tl.int64), n_rows, tl.num_programs(0)):
@@ -197,94 +210,74 @@ def _jsd_row_kernel(
                         beta, x_sum, (1.0 - beta) * scale * LN2, True, FAST_LOG, PADDED, LANES, VECTOR,
                     )  # fmt: skip
             else:
-                dx_sum = -1.0
-                if not NEEDS_GRAD or FORM != "forward":
-                    loss, dx_sum = _divergence_sweep(
-                        z_row, w_row, dz_row, offs, n_cols, width, inverse_temperature,
-                        z_max, z_log_sum, w_max, w_log_sum, dx_sum, scale,
-                        FORM, False, PADDED, LANES, VECTOR,
-                    )  # fmt: skip
-                    tl.store(losses_ptr + row, loss)
-                if NEEDS_GRAD:
-                    loss, _ = _divergence_sweep(
-                        z_row, w_row, dz_row, offs, n_cols, width, inverse_temperature,
-                        z_max, z_log_sum, w_max, w_log_sum, dx_sum, scale,
-                        FORM, True, PADDED, LANES, VECTOR,
-                    )  # fmt: skip
-                    if FORM == "forward":
-                        tl.store(losses_ptr + row, loss)
+                _divergence_row(
+                    z_row, w_row, dz_row, losses_ptr + row, offs, n_cols, width, inverse_temperature, z_max, z_log_sum,
+                    w_max, w_log_sum, scale, FORM, NEEDS_GRAD, PADDED, LANES, VECTOR,
+                )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class JSDOptions:
+    """Options of the divergence of two rows of logits."""
+
+    beta: float
+    temperature: float
+    ignore_index: int = -100
 
 
 def jsd_row_pass(
-    student: torch.Tensor,
-    teacher: torch.Tensor,
-    labels: torch.Tensor | None,
+    student: torch.Tensor,  # (N, W), W >= V
+    teacher: torch.Tensor,  # (N, W)
+    labels: torch.Tensor | None,  # (N,)
+    options: JSDOptions,
     *,
-    beta: float,
-    temperature: float,
-    ignore_index: int,
-    vocab_size: int,
-    gradient: torch.Tensor | None = None,
-    scale: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """The losses (N,) of logits (N, V) and labels (N,); the student's gradient, times scale, goes into `gradient`.
-
-    gradient (N, V) may be the student's logits themselves. All may be wider than V = vocab_size; gradient is 0 there.
-    scale is a scalar on the device.
-    """
-    run = _triton if runs_triton(student) else _torch
-    return run(student, teacher, labels, beta, 1.0 / temperature, ignore_index, vocab_size, gradient, scale)
-
-
-def _triton(
-    student: torch.Tensor,
-    teacher: torch.Tensor,
-    labels: torch.Tensor | None,
-    beta: float,
-    inverse_temperature: float,
-    ignore_index: int,
-    vocab_size: int,
-    gradient: torch.Tensor | None,
-    scale: torch.Tensor | None,
-) -> torch.Tensor:
+    vocab_size: int,  # V
+    gradient: torch.Tensor | None = None,  # (N, W), may be the student's logits
+    scale: torch.Tensor | None = None,  # ()
+) -> torch.Tensor:  # (N,)
+    """Return the losses of rows of logits; write the student's gradient times scale into `gradient`, 0 past V."""
+    if not runs_triton(student):
+        return _jsd_row_pass_torch(student, teacher, labels, options, vocab_size, gradient, scale)
     n_rows, width = student.shape
     assert teacher.shape == student.shape and student.stride(1) == teacher.stride(1) == 1
     losses = torch.empty(n_rows, dtype=torch.float32, device=student.device)
     item = max(student.element_size(), teacher.element_size())
-    block = max(128, min(BLOCKS[item], triton.next_power_of_2(width)))
+    block = max(MIN_COLS, min(BLOCKS[item], triton.next_power_of_2(width)))
     chip = chip_of(student.device)
-    # One on each processor: two rows of 128256 then pass the L2 cache, but with fewer there are idle processors.
+    # One per processor. Two rows of 128256 then exceed the L2 cache, but with fewer some processors would be idle.
     programs = min(n_rows, chip.processors)
     needs_grad = gradient is not None
-    # A flag keeps the kernel off the arguments it has no use for; any tensor fills their place.
+    # Flags keep the kernel from reading unused arguments; any tensor takes their place.
     with on_device(student):
         _jsd_row_kernel[(programs,)](
             student, teacher, losses if labels is None else labels, losses,
             gradient if needs_grad else student, scale if needs_grad else losses,
             student.stride(0), teacher.stride(0), gradient.stride(0) if needs_grad else 0, n_rows, vocab_size, width,
-            ignore_index, beta, inverse_temperature, FORM=form_of(beta), HAS_LABELS=labels is not None,
-            NEEDS_GRAD=needs_grad, PADDED=width != vocab_size, FAST_LOG=chip.vendor == "nvidia" and item == 2,
-            LANES=block // VECTOR, VECTOR=VECTOR, **launch_options(2 * block, chip),
+            options.ignore_index, options.beta, 1.0 / options.temperature, FORM=form_of(options.beta),
+            HAS_LABELS=labels is not None, NEEDS_GRAD=needs_grad, PADDED=width != vocab_size,
+            FAST_LOG=chip.vendor == "nvidia" and item == 2, LANES=block // VECTOR, VECTOR=VECTOR,
+            **launch_options(2 * block, chip),
         )  # fmt: skip
     return losses
 
 
-def _torch(
+def _jsd_row_pass_torch(
     student: torch.Tensor,
     teacher: torch.Tensor,
     labels: torch.Tensor | None,
-    beta: float,
-    inverse_temperature: float,
-    ignore_index: int,
+    options: JSDOptions,
     vocab_size: int,
     gradient: torch.Tensor | None,
     scale: torch.Tensor | None,
 ) -> torch.Tensor:
+    beta, inverse_temperature = options.beta, 1.0 / options.temperature
     wide = torch.promote_types(student.dtype, torch.float32)
     x, t = (
         (logits[:, :vocab_size].to(wide) * inverse_temperature).log_softmax(dim=-1) for logits in (student, teacher)
     )
-    ignored = torch.zeros(x.shape[0], dtype=torch.bool, device=x.device) if labels is None else labels == ignore_index
+    ignored = (
+        torch.zeros(len(x), dtype=torch.bool, device=x.device) if labels is None else labels == options.ignore_index
+    )
     losses = summands(x, t, beta).sum(dim=-1).masked_fill(ignored, 0.0)
     if gradient is not None:
         p = x.exp()

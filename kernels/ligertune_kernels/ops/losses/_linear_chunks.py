@@ -1,324 +1,258 @@
-"""The two schedules of linear_cross_entropy: chunks of rows through the products and the row pass, gradients alongside.
+"""Losses of a linear layer in chunks of rows: logits in a reused buffer, which a row pass turns into gradients.
 
     Z = X Wᵀ + b + s (X Aᵀ) Bᵀ        G = dloss/dZ        dX = G W + s (G B) A        dW = Gᵀ X        db = sum_i G_i
-    dA = s (G B)ᵀ X                   dB = s Gᵀ (X Aᵀ)    with A (R, E) and B (V, R), the low-rank term, where given
+    dA = s (G B)ᵀ X                   dB = s Gᵀ (X Aᵀ)    with A (R, E) and B (V, R), the optional low-rank term
 
-The logits of a chunk are multiplied into a reused buffer (cuBLAS), which the row pass turns into G in place.
+_schedule.py describes the schedules.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from ligertune_kernels.launcher import chip_of
-from ligertune_kernels.ops.losses._row_pass import Terms, row_pass, slab_pass
+from ligertune_kernels.ops.losses._linear_inputs import Head
+from ligertune_kernels.ops.losses._row_pass import LossOptions, row_pass, slab_pass
 from ligertune_kernels.ops.losses._schedule import Schedule, rest_stride
 
-
-class Needs(NamedTuple):
-    """Which gradients are wanted."""
-
-    hidden: bool = False
-    weight: bool = False
-    bias: bool = False
-    lora_a: bool = False
-    lora_b: bool = False
-
-
-@dataclass(frozen=True)
-class Head:
-    """A linear layer: weight (V, E), bias (V,), and of a low-rank term lora_a (R, E), lora_b (V, R), lora_scale."""
-
-    weight: torch.Tensor
-    bias: torch.Tensor | None = None
-    lora_a: torch.Tensor | None = None
-    lora_b: torch.Tensor | None = None
-    lora_scale: float = 1.0
-
-    def columns(self, first: int, last: int) -> Head:
-        """The layer of some of its outputs."""
-        bias, lora_b = (None if t is None else t[first:last] for t in (self.bias, self.lora_b))
-        return Head(self.weight[first:last], bias, self.lora_a, lora_b, self.lora_scale)
-
-    def narrowed(self, rows: torch.Tensor) -> torch.Tensor | None:
-        """s X Aᵀ (N, R), what the low-rank term knows of the rows."""
-        return None if self.lora_a is None else self.lora_scale * torch.mm(rows, self.lora_a.t())
-
-    def logits(self, rows: torch.Tensor, narrow: torch.Tensor | None, out: torch.Tensor) -> None:
-        """The low-rank term is written first: the large product then adds to it on its way out of the registers."""
-        if narrow is None:
-            _logits(rows, self.weight, self.bias, out=out)
-        else:
-            _logits(narrow, self.lora_b, self.bias, out=out)
-            torch.addmm(out, rows, self.weight.t(), out=out)
+Gradients = tuple[torch.Tensor | None, ...]
 
 
 @dataclass(frozen=True)
 class Targets:
-    """What the logits are judged by: labels (N,), the terms of the loss, class weights (V,), scale (one or N)."""
+    """Labels and options of cross entropy."""
 
-    labels: torch.Tensor
-    terms: Terms
-    class_weight: torch.Tensor | None = None
-    scale: torch.Tensor | None = None
+    labels: torch.Tensor  # (N,)
+    options: LossOptions
+    class_weight: torch.Tensor | None = None  # (V,)
+    scale: torch.Tensor | None = None  # () or (N,): factor of the gradients
 
-    def pass_over(
+    def row_losses(
         self,
         logits: torch.Tensor,
         start: int,
         stop: int,
         *,
-        turns: bool,
-        lse: torch.Tensor | None = None,
-        lead: torch.Tensor | None = None,
+        in_place: bool,
+        lse: torch.Tensor | None,
+        lead: torch.Tensor | None,
     ) -> torch.Tensor:
-        """The losses of some rows; where asked to, the logits are turned into their gradient."""
+        """Return the losses of the rows [start, stop); overwrite the logits with their gradient if in_place."""
         scale = self.scale[start:stop] if self.scale is not None and self.scale.dim() else self.scale
         return row_pass(
-            logits, self.labels[start:stop], self.terms, weight=self.class_weight,
-            gradient=logits if turns else None, scale=scale, lse=None if lse is None else lse[start:stop], lead=lead,
+            logits, self.labels[start:stop], self.options, weight=self.class_weight,
+            gradient=logits if in_place else None, scale=scale, lse=None if lse is None else lse[start:stop], lead=lead,
         )  # fmt: skip
 
 
 class Part(NamedTuple):
-    """G (c, last - first) of some rows, in the columns from first to last."""
+    """Logits, later gradients G, of some rows in the columns [first, last)."""
 
-    g: torch.Tensor
+    g: torch.Tensor  # (c, last - first)
     first: int
     last: int
 
 
-@dataclass
-class Gradients:
-    """What the chunks gave; None where nobody asked. Sums over rows are wide until `rounded`."""
+class ChunkedLoss:
+    """Losses and gradients of rows, computed chunk by chunk. Sums over rows are at least fp32 until `result`."""
 
-    losses: torch.Tensor  # (N,)
-    hidden: torch.Tensor | None = None
-    weight: torch.Tensor | None = None
-    bias: torch.Tensor | None = None
-    lora_a: torch.Tensor | None = None
-    lora_b: torch.Tensor | None = None
-    parts: list[torch.Tensor] = field(default_factory=list)  # the losses so far
-
-    @classmethod
-    def wanted(cls, x: torch.Tensor, head: Head, needs: Needs, *, sums_wide: bool) -> Gradients:
-        dtype, wide = x.dtype, torch.promote_types(x.dtype, torch.float32)
-        weight, lora_a, lora_b = head.weight, head.lora_a, head.lora_b
-        return cls(
-            losses=x.new_empty(0),
-            hidden=torch.empty_like(x) if needs.hidden else None,
-            weight=torch.empty(weight.shape, dtype=wide if sums_wide else dtype, device=x.device)
-            if needs.weight
-            else None,
-            bias=x.new_zeros(weight.shape[0], dtype=wide) if needs.bias else None,
-            lora_a=x.new_zeros(lora_a.shape, dtype=wide) if needs.lora_a else None,
-            lora_b=x.new_zeros(lora_b.shape, dtype=wide) if needs.lora_b else None,
+    def __init__(
+        self,
+        rows: torch.Tensor,  # (N, E)
+        head: Head,
+        row_losses: Callable[..., torch.Tensor],
+        needs: Sequence[bool],  # which of rows and head.tensors need a gradient
+        *,
+        sums_wide: bool,
+    ) -> None:
+        """row_losses: called with the arguments of `Targets.row_losses`. sums_wide: accumulate dW in fp32."""
+        self.rows, self.head, self.row_losses, self.needs_grad = rows, head, row_losses, any(needs)
+        self.losses: list[torch.Tensor] = []
+        needs_dx, needs_dw, *needs_sums = needs
+        self.wide = torch.promote_types(rows.dtype, torch.float32)
+        self.d_rows = torch.empty_like(rows) if needs_dx else None
+        self.d_weight = rows.new_empty(head.weight.shape, dtype=self.wide if sums_wide else None) if needs_dw else None
+        self.d_bias, self.d_lora_a, self.d_lora_b = (
+            rows.new_zeros(t.shape, dtype=self.wide) if needed else None
+            for t, needed in zip(head.tensors[1:], needs_sums, strict=True)
         )
 
-    def rounded(self, dtype: torch.dtype) -> Gradients:
-        """All losses in one, and dW in `dtype`, unless that is float16, whose sums are not divided yet."""
-        self.losses = torch.cat(self.parts)
-        if self.weight is not None and dtype is not torch.float16:
-            self.weight = self.weight.to(dtype)
-        return self
+    def run_fast(self, slot: int, buffer_rows: int, width: int | None = None) -> None:
+        """Take `slot` rows per product and accumulate dW every `buffer_rows`.
 
-    def add_rows(
+        width: columns of the buffer's rows, at least V.
+        """
+        n_rows, vocab_size = len(self.rows), len(self.head.weight)
+        buffer = self.rows.new_empty((buffer_rows, width or vocab_size))
+        for first in range(0, n_rows, buffer_rows):
+            last = min(first + buffer_rows, n_rows)
+            for start in range(first, last, slot):
+                stop = min(start + slot, last)
+                self._take(start, stop, buffer[start - first : stop - first])
+            if self.d_weight is not None:
+                g = buffer[: last - first, :vocab_size]
+                _add_product(self.d_weight, g.t(), self.rows[first:last], beta=0 if first == 0 else 1)
+
+    def run_in_groups(self, schedule: Schedule) -> None:
+        """Take all logits at once, the first columns in the memory of dW."""
+        n_rows, vocab_size, slot = len(self.rows), len(self.head.weight), schedule.slot
+        lead, unused = self._lead(schedule.groups, schedule.slab)
+        in_groups = schedule.groups * schedule.slab
+        rest = self.rows.new_empty((n_rows, rest_stride(vocab_size - in_groups)))[:, : vocab_size - in_groups]
+        sums = None
+        if self.d_rows is not None:
+            sums = unused[: len(unused) - len(unused) % (self.wide.itemsize // unused.itemsize)].view(self.wide)
+            size = slot * self.rows.shape[1]
+            sums = (sums[:size] if len(sums) >= size else sums.new_empty(size)).view(slot, -1)
+        for start in range(0, n_rows, slot):
+            stop = min(start + slot, n_rows)
+            self._take(start, stop, rest[start:stop], lead[:, start:stop], sums)
+        self._add_dw_of_groups(lead)
+        _add_product(self.d_weight[in_groups:], rest.t(), self.rows, beta=0)
+
+    def run_lean(self, schedule: Schedule, targets: Targets) -> None:
+        """Compute the logits twice, by rows and by columns."""
+        rows, head, slot = self.rows, self.head, schedule.slot
+        (n_rows, hidden_size), vocab_size = rows.shape, len(head.weight)
+        lse = rows.new_empty(n_rows, 2, dtype=self.wide)
+        # dW is not written before the first pass ends: its memory holds a slot of logits, and those that are kept.
+        lead, sums, in_groups = None, None, schedule.groups * schedule.kept
+        if schedule.groups:
+            lead, unused = self._lead(schedule.groups, schedule.kept)
+            stride = rest_stride(vocab_size - in_groups)
+            rest = unused[: slot * stride].view(slot, stride)[:, : vocab_size - in_groups]
+            sums = rows.new_empty((slot, hidden_size), dtype=self.wide) if self.d_rows is not None else None
+        else:
+            rest = self.d_weight.view(-1).view(rows.dtype)[: slot * vocab_size].view(slot, vocab_size)
+        for start in range(0, n_rows, slot):
+            stop = min(start + slot, n_rows)
+            part = None if lead is None else lead[:, start:stop]
+            self._take(start, stop, rest[: stop - start], part, sums, lse)
+        if lead is not None:
+            sums = None  # frees memory for the slabs
+            self._add_dw_of_groups(lead)
+        low_rank = head.low_rank(rows)
+        buffer = rows.new_empty(n_rows * schedule.slab)
+        for first in range(in_groups, vocab_size, schedule.slab):
+            last = min(first + schedule.slab, vocab_size)
+            g = buffer[: n_rows * (last - first)].view(n_rows, last - first)
+            head.columns(first, last).write_logits(rows, low_rank, out=g)
+            slab_pass(
+                g, targets.labels, targets.options, first_col=first, vocab_size=vocab_size, lse=lse,
+                scale=targets.scale, weight=targets.class_weight,
+            )  # fmt: skip
+            _add_product(self.d_weight[first:last], g.t(), rows, beta=0)
+
+    def result(self) -> tuple[torch.Tensor, Gradients]:
+        """Return the losses (N,) and the gradients of rows and head.tensors, None where not needed.
+
+        dW is rounded to the rows' dtype, except in float16, whose sums are divided later. The others stay wide.
+        """
+        if self.d_weight is not None and self.rows.dtype is not torch.float16:
+            self.d_weight = self.d_weight.to(self.rows.dtype)
+        gradients = self.d_rows, self.d_weight, self.d_bias, self.d_lora_a, self.d_lora_b
+        return torch.cat(self.losses), gradients
+
+    def _lead(self, groups: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the end of dW's memory as groups of columns of logits (K, N, S), and the memory before it."""
+        if torch.compiler.is_compiling():  # inductor assumes that tensors do not share memory, and would copy
+            raise ValueError("linear_cross_entropy: a schedule in groups cannot be compiled; do not pass a schedule")
+        (n_rows, hidden_size), memory = self.rows.shape, self.d_weight.view(-1)
+        assert memory.dtype == self.rows.dtype
+        unused = memory.numel() - groups * n_rows * width
+        assert min(unused - width * hidden_size, memory.numel() - width * (n_rows + groups * hidden_size)) >= 0
+        return memory[unused:].view(groups, n_rows, width), memory[:unused]
+
+    def _add_dw_of_groups(self, lead: torch.Tensor) -> None:
+        """Write dW of the groups in order: what is written never overtakes what is still read (see _schedule.py)."""
+        width = lead.shape[2]
+        for i, g in enumerate(lead):
+            _add_product(self.d_weight[i * width : (i + 1) * width], g.t(), self.rows, beta=0)
+
+    def _take(
         self,
-        head: Head,
-        x: torch.Tensor,
-        narrow: torch.Tensor | None,
-        parts: Sequence[Part],
         start: int,
         stop: int,
-        sums: torch.Tensor | None = None,
+        rest: torch.Tensor,  # (c, >= V - K S)
+        lead: torch.Tensor | None = None,  # (K, c, S)
+        sums: torch.Tensor | None = None,  # (>= c, E), wide: memory for dX
+        lse: torch.Tensor | None = None,  # (N, 2)
     ) -> None:
-        """All that G (c, V) of some rows gives, but dW. Of G in several parts dX is summed in `sums`, fp32 (c, E)."""
-        through = None  # s G B (c, R)
-        if narrow is not None and (self.hidden is not None or self.lora_a is not None):
+        """Compute one chunk of rows: logits into lead and rest, losses, and all gradients but dW."""
+        rows, vocab_size, parts = self.rows[start:stop], len(self.head.weight), []
+        if lead is not None:
+            width = lead.shape[2]
+            parts = [Part(g, i * width, (i + 1) * width) for i, g in enumerate(lead)]
+        first = parts[-1].last if parts else 0
+        logits = rest if rest.shape[1] == vocab_size - first else rest[:, : vocab_size - first]
+        parts.append(Part(logits, first, vocab_size))
+        low_rank = self.head.low_rank(rows)
+        for part in parts:
+            self.head.columns(part.first, part.last).write_logits(rows, low_rank, out=part.g)
+        self.losses.append(self.row_losses(rest, start, stop, in_place=self.needs_grad, lse=lse, lead=lead))
+        if self.needs_grad:
+            self._add_gradients(parts, low_rank, start, stop, sums)
+
+    def _add_gradients(
+        self, parts: list[Part], low_rank: torch.Tensor | None, start: int, stop: int, sums: torch.Tensor | None
+    ) -> None:
+        """Compute dX of some rows and accumulate db, dA and dB."""
+        head, through = self.head, None  # s G B (c, R)
+        if low_rank is not None and (self.d_rows is not None or self.d_lora_a is not None):
             through = head.lora_scale * _product(parts, head.lora_b)
-        if self.hidden is not None:
-            dx = self.hidden[start:stop]
+        if self.d_rows is not None:
+            dx = self.d_rows[start:stop]
             total = dx if sums is None else sums[: stop - start]
             if through is not None:
                 _add_product(total, through, head.lora_a, beta=0)
             for i, part in enumerate(parts):
-                _add_product(total, part.g, head.weight[part.first : part.last], beta=int(i > 0 or through is not None))
+                beta = int(i > 0 or through is not None)
+                _add_product(total, part.g, head.weight[part.first : part.last], beta=beta)
             if sums is not None:
                 dx.copy_(total)
         for part in parts:
-            if self.bias is not None:
-                self.bias[part.first : part.last] += part.g.sum(0, dtype=self.bias.dtype)
-            if self.lora_b is not None:
-                _add_product(self.lora_b[part.first : part.last], part.g.t(), narrow, beta=1)
-        if self.lora_a is not None:
-            _add_product(self.lora_a, through.t(), x[start:stop], beta=1)
+            if self.d_bias is not None:
+                self.d_bias[part.first : part.last] += part.g.sum(0, dtype=self.wide)
+            if self.d_lora_b is not None:
+                _add_product(self.d_lora_b[part.first : part.last], part.g.t(), low_rank, beta=1)
+        if self.d_lora_a is not None:
+            _add_product(self.d_lora_a, through.t(), self.rows[start:stop], beta=1)
 
 
-def run_chunks(x: torch.Tensor, head: Head, targets: Targets, needs: Needs, schedule: Schedule) -> Gradients:
-    """Losses (N,) of rows (N, E) and the gradients that are needed, times the targets' scale."""
-    found = Gradients.wanted(x, head, needs, sums_wide=schedule.sums_wide(x.dtype))
-    run = _fast
-    if needs.weight and (schedule.plan == "lean" or schedule.groups):
-        run = _lean if schedule.plan == "lean" else _in_groups
-    run(x, head, targets, needs, schedule, found)
-    return found.rounded(x.dtype)  # the buffers are gone
-
-
-def _fast(x: torch.Tensor, head: Head, targets: Targets, needs: Needs, schedule: Schedule, found: Gradients) -> None:
-    n_rows, vocab_size = len(x), len(head.weight)
-    height = schedule.slot if found.weight is None else schedule.buffer
-    buffer = x.new_empty((height, vocab_size))
-    for first in range(0, n_rows, height):
-        last = min(first + height, n_rows)
-        for start in range(first, last, schedule.slot):
-            stop = min(start + schedule.slot, last)
-            _take(x, head, targets, needs, found, start, stop, buffer[start - first : stop - first])
-        if found.weight is not None:
-            _add_product(found.weight, buffer[: last - first].t(), x[first:last], beta=0 if first == 0 else 1)
-
-
-def _in_groups(
-    x: torch.Tensor, head: Head, targets: Targets, needs: Needs, schedule: Schedule, found: Gradients
-) -> None:
-    """All logits at once, the first columns in the memory of dW: see schedule.py for why dW never overtakes them."""
-    n_rows, vocab_size = len(x), len(head.weight)
-    lead, unused = _lead(found.weight, x, schedule.groups, schedule.slab)
-    in_groups = schedule.groups * schedule.slab
-    rest = x.new_empty((n_rows, rest_stride(vocab_size - in_groups)))[:, : vocab_size - in_groups]
-    sums = None
-    if found.hidden is not None:
-        wide = torch.promote_types(x.dtype, torch.float32)
-        sums = unused[: len(unused) - len(unused) % (wide.itemsize // x.dtype.itemsize)].view(wide)
-        size = schedule.slot * x.shape[1]
-        sums = (sums[:size] if len(sums) >= size else x.new_empty(size, dtype=wide)).view(schedule.slot, -1)
-    for start in range(0, n_rows, schedule.slot):
-        stop = min(start + schedule.slot, n_rows)
-        _take_in_groups(x, head, targets, found, start, stop, lead[:, start:stop], rest[start:stop], sums)
-    _dw_of_groups(found.weight, lead, x)
-    _add_product(found.weight[in_groups:], rest.t(), x, beta=0)
-
-
-def _lean(x: torch.Tensor, head: Head, targets: Targets, needs: Needs, schedule: Schedule, found: Gradients) -> None:
-    (n_rows, hidden_size), vocab_size = x.shape, len(head.weight)
-    wide = torch.promote_types(x.dtype, torch.float32)
-    lse = x.new_empty(n_rows, 2, dtype=wide)
-    # dW is not written until all rows are through: its memory holds a slot of logits, and those that are kept
-    in_groups, slot = schedule.groups * schedule.kept, schedule.slot
-    if schedule.groups:
-        lead, unused = _lead(found.weight, x, schedule.groups, schedule.kept)
-        stride = rest_stride(vocab_size - in_groups)
-        rest = unused[: slot * stride].view(slot, stride)[:, : vocab_size - in_groups]
-        sums = x.new_empty((slot, hidden_size), dtype=wide) if found.hidden is not None else None
-    else:
-        rest = found.weight.view(-1).view(x.dtype)[: slot * vocab_size].view(slot, vocab_size)
-    for start in range(0, n_rows, slot):
-        stop = min(start + slot, n_rows)
-        here = rest[: stop - start]
-        if schedule.groups:
-            _take_in_groups(x, head, targets, found, start, stop, lead[:, start:stop], here, sums, lse)
-        else:
-            _take(x, head, targets, needs, found, start, stop, here, lse)
-    if schedule.groups:
-        sums = None  # its memory is the slab's now
-        _dw_of_groups(found.weight, lead, x)
-    narrow = head.narrowed(x)
-    buffer = x.new_empty(n_rows * schedule.slab)
-    for first in range(in_groups, vocab_size, schedule.slab):
-        last = min(first + schedule.slab, vocab_size)
-        g = buffer[: n_rows * (last - first)].view(n_rows, last - first)
-        head.columns(first, last).logits(x, narrow, out=g)
-        slab_pass(
-            g, targets.labels, targets.terms, first_col=first, vocab_size=vocab_size, lse=lse, scale=targets.scale,
-            weight=targets.class_weight,
-        )  # fmt: skip
-        _add_product(found.weight[first:last], g.t(), x, beta=0)
-
-
-def _lead(d_weight: torch.Tensor, x: torch.Tensor, groups: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The end of dW's memory as groups (K, N, S) of columns of logits, and what is before it."""
-    if torch.compiler.is_compiling():  # it takes memory for a tensor's alone, and would copy what is shared
-        raise ValueError("linear_cross_entropy: a schedule in groups cannot be compiled; leave the schedule to the op")
-    (n_rows, hidden_size), memory = x.shape, d_weight.view(-1)
-    assert memory.dtype == x.dtype
-    unused = memory.numel() - groups * n_rows * width
-    assert min(unused - width * hidden_size, memory.numel() - width * (n_rows + groups * hidden_size)) >= 0
-    return memory[unused:].view(groups, n_rows, width), memory[:unused]
-
-
-def _take_in_groups(
-    x: torch.Tensor,
+def run_chunks(
+    rows: torch.Tensor,  # (N, E)
     head: Head,
     targets: Targets,
-    found: Gradients,
-    start: int,
-    stop: int,
-    lead: torch.Tensor,
-    rest: torch.Tensor,
-    sums: torch.Tensor | None,
-    lse: torch.Tensor | None = None,
-) -> None:
-    """`_take` with the logits in lead (K, c, S) and rest (c, V - K S)."""
-    rows, width, in_groups = x[start:stop], lead.shape[2], lead.shape[0] * lead.shape[2]
-    narrow = head.narrowed(rows)
-    parts = [Part(g, i * width, (i + 1) * width) for i, g in enumerate(lead)]
-    parts.append(Part(rest, in_groups, in_groups + rest.shape[1]))
-    for part in parts:
-        head.columns(part.first, part.last).logits(rows, narrow, out=part.g)
-    found.parts.append(targets.pass_over(rest, start, stop, turns=True, lse=lse, lead=lead))
-    found.add_rows(head, x, narrow, parts, start, stop, sums)
-
-
-def _dw_of_groups(d_weight: torch.Tensor, lead: torch.Tensor, x: torch.Tensor) -> None:
-    """A group at a time, in order: see schedule.py for why what is written never overtakes what is read."""
-    width = lead.shape[2]
-    for i, g in enumerate(lead):
-        _add_product(d_weight[i * width : (i + 1) * width], g.t(), x, beta=0)
-
-
-def _take(
-    x: torch.Tensor,
-    head: Head,
-    targets: Targets,
-    needs: Needs,
-    found: Gradients,
-    start: int,
-    stop: int,
-    buffer: torch.Tensor,
-    lse: torch.Tensor | None = None,
-) -> None:
-    """One chunk: logits into the buffer (c, V), losses and G from them, and what G gives."""
-    rows = x[start:stop]
-    narrow = head.narrowed(rows)
-    head.logits(rows, narrow, out=buffer)
-    found.parts.append(targets.pass_over(buffer, start, stop, turns=any(needs), lse=lse))
-    if any(needs):
-        found.add_rows(head, x, narrow, [Part(buffer, 0, len(head.weight))], start, stop)
-
-
-def _logits(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, out: torch.Tensor) -> None:
-    if bias is None:
-        torch.mm(rows, weight.t(), out=out)
+    schedule: Schedule,
+    needs: Sequence[bool] = (False,) * 5,
+) -> tuple[torch.Tensor, Gradients]:
+    """Return the losses (N,) and the gradients of rows and head.tensors that are needed, times targets.scale."""
+    loss = ChunkedLoss(rows, head, targets.row_losses, needs, sums_wide=schedule.sums_wide(rows.dtype))
+    if loss.d_weight is None or (schedule.plan == "fast" and not schedule.groups):
+        loss.run_fast(schedule.slot, schedule.slot if loss.d_weight is None else schedule.buffer)
+    elif schedule.plan == "lean":
+        loss.run_lean(schedule, targets)
     else:
-        torch.addmm(bias, rows, weight.t(), out=out)
+        loss.run_in_groups(schedule)
+    return loss.result()
 
 
-def _product(parts: Sequence[Part], matrix: torch.Tensor) -> torch.Tensor:
-    """G (c, V) times matrix (V, R), rounded once."""
+def _product(parts: list[Part], matrix: torch.Tensor) -> torch.Tensor:
+    """Return G (c, V) times matrix (V, R), rounded once."""
     if len(parts) == 1:
         return torch.mm(parts[0].g, matrix)
-    wide = torch.promote_types(matrix.dtype, torch.float32)
-    total = matrix.new_empty((len(parts[0].g), matrix.shape[1]), dtype=wide)
+    total = matrix.new_empty((len(parts[0].g), matrix.shape[1]), dtype=torch.promote_types(matrix.dtype, torch.float32))
     for i, part in enumerate(parts):
         _add_product(total, part.g, matrix[part.first : part.last], beta=int(i > 0))
     return total.to(matrix.dtype)
 
 
 def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: int) -> None:
-    """total = beta · total + a b, with a total at least as wide as the factors."""
+    """Set total to beta · total + a b. total is at least as wide as the factors."""
     if total.dtype == a.dtype:
         torch.addmm(total, a, b, beta=beta, out=total)
         return

@@ -1,7 +1,6 @@
-"""Which rows have a label, found on the host while a batch is made, so that the others never meet a matrix product.
+"""Rows that have a label, found on the host while a batch is made; linear_cross_entropy computes only these.
 
-On the device their number would be known there alone, and the host would have to wait for it before it could launch
-anything of that many rows.
+On the device their number would be known only there, and the host would have to wait for it before each launch.
 """
 
 from __future__ import annotations
@@ -12,21 +11,21 @@ import torch
 
 from ligertune_kernels.autograd import no_double_backward
 
-MULTIPLE_OF = 16  # rows: matrix products like no other number, and fewer sizes are fewer plans
+MULTIPLE_OF = 16  # rows: suits matrix products, and fewer distinct sizes need fewer plans
 
 
 def labelled_rows(
-    labels: torch.Tensor,
+    labels: torch.Tensor,  # (..., T), on the CPU
     *,
     ignore_index: int = -100,
     shift: int | Sequence[int] = 0,
     multiple_of: int = MULTIPLE_OF,
-) -> torch.Tensor:
-    """The rows (M,) of labels (..., T) on the CPU, counted over all of them, that linear_cross_entropy has to compute.
+) -> torch.Tensor:  # (M,)
+    """Return the rows, as indices into the flattened labels, that linear_cross_entropy has to compute.
 
-    With a shift the labels are those of the tokens themselves, as a batch holds them, and row t predicts the label
-    t + shift of its sequence; with several shifts, as several heads have them, any of these labels. Rows without a
-    label fill M up to a multiple, as far as there are any: they cost little and count nothing.
+    shift: labels are those of the tokens themselves, as in a batch, and row t predicts label t + shift of its sequence.
+    With several shifts, one for each head, a row is returned if it predicts any label. Rows without a label fill M up
+    to a multiple where there are enough rows. Raises ValueError if the labels are not on the CPU.
     """
     if labels.device.type != "cpu":
         raise ValueError(f"labelled_rows: labels are on {labels.device}; expected the CPU, or the host would wait")
@@ -56,10 +55,10 @@ class _TakeRows(torch.autograd.Function):
 
 
 def take_rows(t: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """t[rows] of rows that are all different: the gradient is copied to its place, not added up there."""
+    """Return t[rows] of distinct rows. The backward copies the gradient, where indexing would accumulate it."""
     return _TakeRows.apply(t, rows)
 
 
-def spread(values: torch.Tensor, rows: torch.Tensor, n: int) -> torch.Tensor:
-    """The inverse: values (M,) at their rows of (n,), zeros elsewhere."""
+def scatter_rows(values: torch.Tensor, rows: torch.Tensor, n: int) -> torch.Tensor:
+    """Return values (M,) at their rows of (n,), with zeros elsewhere."""
     return values.new_zeros(n).index_copy(0, rows, values)

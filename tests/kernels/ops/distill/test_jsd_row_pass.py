@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ligertune_kernels.ops.distill._jsd_row_pass import jsd_row_pass
+from ligertune_kernels.ops.distill._jsd_row_pass import JSDOptions, jsd_row_pass
 
 BETAS = (0.0, 0.1, 0.5, 1.0)
 VOCAB, WIDTH = 700, 704  # with columns past the vocabulary
@@ -13,12 +13,12 @@ LOSS, GRADIENT = 2e-6, 4e-7  # how far fp32 may be off; the gradient in units of
 
 def both(student, teacher, beta, temperature=1.0):
     """Losses and gradients in fp32, and in float64 of the same logits."""
-    options = {"beta": beta, "temperature": temperature, "ignore_index": -100, "vocab_size": VOCAB}
+    options = JSDOptions(beta, temperature)
     for dtype in (torch.float32, torch.float64):
         logits = [t.to(dtype) for t in (student, teacher)]
         gradient = torch.full_like(logits[0], 7.0)
         scale = torch.ones((), dtype=dtype, device=student.device)
-        losses = jsd_row_pass(*logits, None, gradient=gradient, scale=scale, **options)
+        losses = jsd_row_pass(*logits, None, options, vocab_size=VOCAB, gradient=gradient, scale=scale)
         assert not gradient[losses.isfinite(), VOCAB:].any()
         yield losses.double(), gradient[:, :VOCAB].double()
 
@@ -88,9 +88,9 @@ def test_what_is_not_a_number_spoils_its_row_alone(whose, beta, device) -> None:
 def test_sixteen_bits_lose_only_their_rounding(dtype, device) -> None:
     """On NVIDIA these take a shorter logarithm."""
     student, teacher = (t.to(dtype) for t in logits(device))
-    options = {"beta": 0.5, "temperature": 1.0, "ignore_index": -100, "vocab_size": VOCAB}
     gradient, scale = torch.empty_like(student), torch.ones((), device=device)
-    losses = jsd_row_pass(student, teacher, None, gradient=gradient, scale=scale, **options)
+    options = JSDOptions(0.5, 1.0)
+    losses = jsd_row_pass(student, teacher, None, options, vocab_size=VOCAB, gradient=gradient, scale=scale)
     _, (true_losses, true_gradient) = both(student, teacher, 0.5)
     torch.testing.assert_close(losses.double(), true_losses, rtol=2e-6, atol=LOSS)
     rounding = torch.finfo(dtype).eps  # the interpreter cuts bfloat16 off

@@ -249,7 +249,7 @@ def test_names_what_does_not_fit(device) -> None:
         linear_jsd(h, w, t_h, t_w, labels=labels[:1])
     with pytest.raises(ValueError, match=r"student_bias is \(4,\)"):
         linear_jsd(h, w, t_h, t_w, student_bias=b[:4])
-    with pytest.raises(ValueError, match=r"of the teacher, hidden is torch\.float32, weight is torch\.bf"):
+    with pytest.raises(ValueError, match=r"teacher_hidden is torch\.float32 and a parameter torch\.bfloat16"):
         linear_jsd(h, w, t_h, t_w.bfloat16())
     with pytest.raises(ValueError, match="temperature is 0"):
         linear_jsd(h, w, t_h, t_w, temperature=0)

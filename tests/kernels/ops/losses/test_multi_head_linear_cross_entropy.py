@@ -90,5 +90,5 @@ def test_names_what_does_not_fit(device) -> None:
     hiddens, weight, labels = example(device)
     with pytest.raises(ValueError, match="3 hiddens, 3 labels and 2 coefficients"):
         multi_head_linear_cross_entropy(hiddens, weight, labels, (1.0, 2.0))
-    with pytest.raises(ValueError, match="2 weights: expected one of each a head"):
+    with pytest.raises(ValueError, match="2 weights: expected one of each per head"):
         multi_head_linear_cross_entropy(hiddens, [weight, weight], labels, COEFFICIENTS)

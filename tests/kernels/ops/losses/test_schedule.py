@@ -37,11 +37,11 @@ def test_a_row_that_exceeds_chunk_bytes_is_taken_alone() -> None:
 @pytest.mark.parametrize(
     "sizes, said",
     [
-        (LLAMA, "fast: 2048 rows at a time, 7 x 8448 columns of logits in dW's memory; 1.05 GiB beside the gradients"),
-        (QWEN, "fast: 4096 rows at a time, 1 x 70912 columns of logits in dW's memory; 0.62 GiB beside the gradients"),
-        (SMALL_LLAMA, "fast: 2048 rows at a time, dW in 8 flushes, summed in fp32; 0.98 GiB beside the gradients"),
-        (GEMMA, "fast: 4096 rows at a time, 2 x 69632 columns of logits in dW's memory; 0.89 GiB beside the gradients"),
-        ((512, 4096, 128256), "fast: 512 rows at a time, dW in one product; 0.12 GiB beside the gradients"),
+        (LLAMA, "fast: 2048 rows at a time, 7 x 8448 columns of logits in dW's memory; 1.05 GiB extra memory"),
+        (QWEN, "fast: 4096 rows at a time, 1 x 70912 columns of logits in dW's memory; 0.62 GiB extra memory"),
+        (SMALL_LLAMA, "fast: 2048 rows at a time, dW in 8 flushes, summed in fp32; 0.98 GiB extra memory"),
+        (GEMMA, "fast: 4096 rows at a time, 2 x 69632 columns of logits in dW's memory; 0.89 GiB extra memory"),
+        ((512, 4096, 128256), "fast: 512 rows at a time, dW in one product; 0.12 GiB extra memory"),
     ],
 )
 def test_fast_by_default(sizes, said) -> None:

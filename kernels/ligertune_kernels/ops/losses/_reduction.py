@@ -1,0 +1,134 @@
+"""Reduction of losses: denominators, gradients that are computed in the forward, modules.
+
+For "mean" and "sum" a loss computes its gradients together with itself, while the logits are at hand. They wait for the
+upstream gradient: the backward multiplies them by it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import torch
+from torch import nn
+
+from ligertune_kernels.chips import launch_options
+from ligertune_kernels.launcher import chip_of, on_device, runs_triton, tl, triton
+
+Reduction = Literal["mean", "sum", "none"]
+
+SCALE_BLOCK = 4096
+SCALE_PROGRAMS = 16  # per processor, at most: an upstream gradient of 1 costs nothing but their start
+# float16 holds nothing below 6e-8: p/n of a large vocabulary and batch would vanish. Its gradients are not divided by n
+# in the forward but multiplied by this, and by 1/(256 n) in the backward, where the upstream gradient contains
+# GradScaler's 65536. 256 (p - 1) W overflows for no weight below 128.
+HALF_SCALE = 256.0
+
+
+def check_reduction(op: str, reduction: str) -> None:
+    """Raise ValueError if the reduction is none of "mean", "sum" and "none"."""
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"{op}: reduction is {reduction!r}; expected 'mean', 'sum' or 'none'")
+
+
+def loss_denominator(
+    rows: torch.Tensor,  # (N, ...): gives N, the device and the dtype
+    labels: torch.Tensor | None,
+    reduction: Reduction,
+    *,
+    ignore_index: int = -100,
+    class_weight: torch.Tensor | None = None,  # (V,)
+    num_items_in_batch: int | torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return what the sum over rows is divided by, as a scalar on their device, at least fp32; never 0.
+
+    A mean counts the labels that are not ignored, each with the weight of its class, or all rows without labels.
+    """
+    dtype = torch.promote_types(rows.dtype, torch.float32)
+    if isinstance(num_items_in_batch, torch.Tensor):
+        return num_items_in_batch.detach().to(rows.device, dtype, non_blocking=True).reshape(()).clamp(min=1)
+    if num_items_in_batch is None and reduction == "mean" and labels is not None:
+        kept = labels != ignore_index
+        if class_weight is None:
+            return kept.sum().clamp(min=1).to(dtype)
+        n = (class_weight.to(dtype)[labels.long().clamp(0, len(class_weight) - 1)] * kept).sum()
+        return torch.where(n == 0, torch.ones_like(n), n)
+    n = num_items_in_batch if num_items_in_batch is not None else len(rows) if reduction == "mean" else 1
+    return torch.full((), max(1, n), dtype=dtype, device=rows.device)
+
+
+def split_scale(denominator: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return factors for gradients in dtype: one for the forward, one for the backward (None: 1).
+
+    Their product is 1/denominator. denominator is a scalar or (N,).
+    """
+    if dtype is torch.float16:
+        least = denominator.abs().min()
+        return HALF_SCALE * (least / denominator), 1.0 / (HALF_SCALE * least)
+    return 1.0 / denominator, None
+
+
+def keep_gradients(
+    ctx, gradients: Sequence[torch.Tensor | None], inputs: Sequence[torch.Tensor | None], factor: torch.Tensor | None
+) -> None:
+    """Save the gradients of a forward's inputs for `kept_gradients`; factor is the second one of `split_scale`."""
+    ctx.save_for_backward(*gradients)
+    ctx.dtypes = [None if t is None else t.dtype for t in inputs]
+    ctx.factor, ctx.used = factor, False
+
+
+def kept_gradients(ctx, d_loss: torch.Tensor, op: str) -> list[torch.Tensor | None]:
+    """Return the saved gradients times the upstream gradient, in the dtypes of the inputs.
+
+    Kernels multiply in place, so a second backward raises RuntimeError.
+    """
+    if ctx.used:
+        raise RuntimeError(
+            f"{op}: its gradient buffer was scaled in place and handed over by an earlier backward; "
+            "run the forward again instead of backward(retain_graph=True)"
+        )
+    saved = ctx.saved_tensors
+    ctx.used = any(t is not None and runs_triton(t) for t in saved)
+    factor = d_loss if ctx.factor is None else d_loss * ctx.factor
+    return [None if t is None else _scaled(t, factor).to(dtype) for t, dtype in zip(saved, ctx.dtypes, strict=True)]
+
+
+@triton.jit(do_not_specialize=["n"])
+def _scale_kernel(x_ptr, factor_ptr, n, BLOCK: tl.constexpr):
+    factor = tl.load(factor_ptr).to(tl.float32)
+    if factor != 1.0:
+        for start in range(tl.program_id(0).to(tl.int64) * BLOCK, n, tl.num_programs(0).to(tl.int64) * BLOCK):
+            offs = start + tl.arange(0, BLOCK)
+            x = tl.load(x_ptr + offs, mask=offs < n, other=0.0).to(tl.float32)
+            tl.store(x_ptr + offs, (x * factor).to(x_ptr.dtype.element_ty), mask=offs < n)
+
+
+def _scaled(t: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """Return t times a scalar tensor: in place where kernels run, else a new tensor."""
+    if not runs_triton(t):
+        return t * factor.to(t.dtype)
+    chip = chip_of(t.device)
+    programs = min(triton.cdiv(t.numel(), SCALE_BLOCK), SCALE_PROGRAMS * chip.processors)
+    with on_device(t):
+        # The kernel reads the factor, so the host does not wait for it.
+        _scale_kernel[(programs,)](t, factor, t.numel(), BLOCK=SCALE_BLOCK, **launch_options(SCALE_BLOCK, chip))
+    return t
+
+
+class LossModule(nn.Module):
+    """A loss function with fixed options; its tensors are arguments of forward."""
+
+    function: Callable[..., torch.Tensor]
+
+    def __init__(self, **options: float | str | bool | None) -> None:
+        """options: keyword arguments of the function. An unknown one raises TypeError."""
+        super().__init__()
+        inspect.signature(self.function).bind_partial(**options)
+        self.options = options
+
+    def forward(self, *tensors: torch.Tensor, **more: int | torch.Tensor | None) -> torch.Tensor:
+        return self.function(*tensors, **more, **self.options)
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{name}={value}" for name, value in self.options.items())
