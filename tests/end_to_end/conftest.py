@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
-from command_line import Done, run
+from command_line import RECIPE, run_here
 
 
 @pytest.fixture
 def ligertune(tmp_path):
-    """`ligertune("train", ...)` in a process of its own, in an empty folder."""
-
-    def call(*arguments: str) -> Done:
-        return run([sys.executable, "-m", "ligertune", *map(str, arguments)], cwd=tmp_path)
-
-    return call
+    """`ligertune("train", ...)` in this process, in an empty folder."""
+    return lambda *arguments: run_here(*arguments, cwd=tmp_path)
 
 
 @pytest.fixture
-def recipe(quickstart) -> Path:
+def recipe() -> Path:
     """The quickstart's recipe."""
-    return quickstart / "stories260k.yaml"
+    return RECIPE

@@ -1,89 +1,87 @@
-"""checkpoint.async_save: the same files, written while training goes on, and as safe as the others."""
+"""checkpoint.async_save: the same files as a synchronous save, written while training goes on, and as safe."""
 
 from __future__ import annotations
 
 import json
 import resource
 import subprocess
-import sys
 import threading
 from pathlib import Path
 
 import pytest
 import torch
 from accelerate import Accelerator
-from command_line import environment, losses, overrides
-from test_keys import read
+from command_line import environment, losses, train_command, weights
+from quickstart_runs import RESUME, plan_run, train, unfinished
 
 from ligertune.errors import UserError
-from ligertune.run import plan_for, run
 from ligertune.train.checkpoint.saver import Saver
 
-SETTINGS = {"checkpoint.save_strategy": "steps", "checkpoint.save_steps": 1, "checkpoint.save_total_limit": 9}
-ASYNC = {**SETTINGS, "checkpoint.async_save": "true"}
+SYNC = {"checkpoint.save_strategy": "steps", "checkpoint.save_steps": 1, "checkpoint.save_total_limit": 9}
+ASYNC = {**SYNC, "checkpoint.async_save": "true"}
 
 
-class Held(Saver):
-    """Writes when it is let."""
+class BlockedSaver(Saver):
+    """A saver that starts to write when `may_write` is set."""
 
     def __init__(self, *arguments: object) -> None:
         super().__init__(*arguments)
-        self.let = threading.Event()
+        self.may_write = threading.Event()
 
     def write(self, *arguments: object) -> None:
-        assert self.let.wait(30)
+        assert self.may_write.wait(30)
         super().write(*arguments)
 
 
 @pytest.fixture
-def held(quickstart, tmp_path) -> Held:
+def saver(tmp_path) -> BlockedSaver:
     """A saver of a small model that has taken a step."""
-    plan, accelerator = plan_for(read(quickstart, tmp_path, **ASYNC)).plan, Accelerator(cpu=True)
+    plan, accelerator = plan_run(tmp_path, **ASYNC).plan, Accelerator(cpu=True)
     (plan.output_dir / "checkpoints").mkdir(parents=True)
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
     model, optimizer = accelerator.prepare(model, optimizer)
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
-    return Held(accelerator, plan, model, optimizer)
+    return BlockedSaver(accelerator, plan, model, optimizer)
 
 
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "run" / "checkpoints").iterdir())
 
 
-def test_it_writes_the_state_of_its_step_while_the_next_ones_change_it(held, tmp_path):
-    before = [p.detach().clone() for p in held._model.parameters()]
-    held.save(1)
-    held._optimizer.step()  # with the same gradients; the weights and both means move
+def test_it_writes_the_state_of_its_step_while_later_steps_change_it(saver, tmp_path):
+    before = [p.detach().clone() for p in saver._model.parameters()]
+    saver.save(1)
+    saver._optimizer.step()  # with the same gradients; the weights and both moments change
     assert names(tmp_path) == [".step-1.partial"]
-    held.let.set()
-    held.finish()
+    saver.may_write.set()
+    saver.finish()
     assert names(tmp_path) == ["step-1"]
-    moved = [p.detach().clone() for p in held._model.parameters()]
-    held._accelerator.load_state(str(tmp_path / "run" / "checkpoints" / "step-1"))
-    found = list(held._model.parameters())
-    assert all(torch.equal(a, b) and not torch.equal(a, c) for a, b, c in zip(found, before, moved, strict=True))
-    assert {int(state["step"]) for state in held._optimizer.state.values()} == {1}
+    after = [p.detach().clone() for p in saver._model.parameters()]
+    saver._accelerator.load_state(str(tmp_path / "run" / "checkpoints" / "step-1"))
+    loaded = list(saver._model.parameters())
+    assert all(torch.equal(a, b) and not torch.equal(a, c) for a, b, c in zip(loaded, before, after, strict=True))
+    assert {int(state["step"]) for state in saver._optimizer.state.values()} == {1}
 
 
-def test_one_is_under_way_at_a_time_and_an_error_ends_the_next_step(held, tmp_path):
-    held.save(1)
-    held.look()  # still under way: nothing to say
-    waits = threading.Thread(target=held.save, args=(2,))
-    waits.start()
+def test_one_save_runs_at_a_time_and_an_error_ends_the_next_step(saver, tmp_path):
+    saver.save(1)
+    saver.look()  # still running: no error
+    second = threading.Thread(target=saver.save, args=(2,))
+    second.start()
     assert names(tmp_path) == [".step-1.partial"]
-    held.let.set()
-    waits.join()
-    held.finish()
+    saver.may_write.set()
+    second.join()
+    saver.finish()
     assert names(tmp_path) == ["step-1", "step-2"]
-    held.let.clear()
-    held.save(3)
+    saver.may_write.clear()
+    saver.save(3)
     (tmp_path / "run" / "checkpoints" / ".step-3.partial").rename(tmp_path / "taken away")
-    held.let.set()
-    held._under_way.exception()  # waits for it
+    saver.may_write.set()
+    saver._under_way.exception()  # waits for the write
     with pytest.raises(UserError, match=r"step 3 could not be written .* The newest complete one is .*step-2"):
-        held.look()
+        saver.look()
 
 
 @pytest.mark.parametrize(
@@ -94,35 +92,30 @@ def test_one_is_under_way_at_a_time_and_an_error_ends_the_next_step(held, tmp_pa
         pytest.param({"train.optim": "muon"}, id="two optimizers", marks=pytest.mark.slow),
     ],
 )
-def test_its_files_are_those_of_a_save_that_is_waited_for(method, quickstart, tmp_path):
+def test_it_writes_the_files_of_a_synchronous_save_and_resumes_to_the_same_bits(method, tmp_path):
     found = []
-    for name, settings in {"waited": SETTINGS, "async": ASYNC}.items():
-        run(plan_for(read(quickstart, tmp_path / name, **settings, **method)), lambda line: None)
+    for name, settings in {"sync": SYNC, "async": ASYNC}.items():
+        train(tmp_path / name, **settings, **method)
         assert names(tmp_path / name) == ["step-1", "step-2"]
         progress = tmp_path / name / "run" / "checkpoints" / "step-2" / "progress.json"
         found.append(json.loads(progress.read_text())["files"])
     assert found[0] == found[1]
     assert {"optimizer.bin", "random_states_0.pkl"} < found[0].keys()
-
-
-def test_a_run_resumes_from_it_to_the_same_bits(quickstart, tmp_path):
-    run(plan_for(read(quickstart, tmp_path, **ASYNC)), lambda line: None)
-    weights, expected = tmp_path / "run" / "model" / "model.safetensors", losses(tmp_path / "run")
-    before = weights.read_bytes()
-    (tmp_path / "run" / "report.json").unlink()
-    resumed = {**ASYNC, "checkpoint.resume_from_checkpoint": "auto"}
-    report = run(plan_for(read(quickstart, tmp_path, **resumed)), lambda line: None)
-    assert report.resumed_from == 2
-    assert losses(tmp_path / "run") == expected
-    assert weights.read_bytes() == before
+    if method:
+        return
+    run, expected = unfinished(tmp_path / "async"), losses(tmp_path / "async" / "run")
+    before = weights(run)
+    assert train(tmp_path / "async", **ASYNC, **RESUME).resumed_from == 2
+    assert losses(run) == expected
+    assert weights(run) == before
 
 
 @pytest.mark.slow
-def test_a_full_disk_ends_the_run_with_the_same_sentence(recipe, tmp_path):
-    """A limit on the size of a file stands in for it."""
-    settings = overrides({**ASYNC, "checkpoint.output_dir": "run", "train.max_steps": 50, "data.cache": "false"})
+def test_a_full_disk_ends_the_run_with_one_sentence(tmp_path):
+    """A limit on the size of a file stands for the full disk."""
+    settings = {**ASYNC, "checkpoint.output_dir": "run", "train.max_steps": 50, "data.cache": "false"}
     limited = subprocess.run(
-        [sys.executable, "-m", "ligertune", "train", str(recipe), *settings],
+        train_command(**settings),
         cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000)),
     )  # fmt: skip

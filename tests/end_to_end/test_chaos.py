@@ -1,6 +1,6 @@
-"""Kills at random moments, each resumed: the model at the end is that of a run nobody disturbed.
+"""A run that is killed at random moments and resumed ends with the model of an undisturbed run.
 
-CI does a few; LIGERTUNE_CHAOS_KILLS=30 does what the README claims, on whatever device is there.
+Three kills by default; LIGERTUNE_CHAOS_KILLS=30 reproduces the README's claim on the machine's device.
 """
 
 from __future__ import annotations
@@ -8,20 +8,18 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from random import SystemRandom
 
 import pytest
-from command_line import environment, overrides
+from command_line import metrics, run, start, train_command, wait_until, weights
 
 pytestmark = pytest.mark.slow
 
 KILLS = int(os.environ.get("LIGERTUNE_CHAOS_KILLS", "3"))
 SETTINGS = {
-    "data.packing": False,  # short examples, two a step: the time goes into starting, saving and evaluating
+    "data.packing": False,  # two short examples a step: starting, saving and evaluating take most of the time
     "data.datasets.0.max_samples": 80,
     "train.per_device_train_batch_size": 2,
     "train.gradient_accumulation_steps": 1,
@@ -32,26 +30,22 @@ SETTINGS = {
     "eval.eval_steps": 7,
     "checkpoint.load_best_model_at_end": "true",
 }
-CHANCE = SystemRandom()
+CHANCE, SIGNALS = SystemRandom(), (signal.SIGKILL, signal.SIGTERM)
 
 
-def command(recipe: Path, folder: str, async_save: str, *more: str) -> list[str]:
-    own = {"checkpoint.output_dir": folder, "checkpoint.async_save": async_save}
-    settings = overrides({**SETTINGS, **own})
-    return [sys.executable, "-m", "ligertune", "train", str(recipe), *settings, *more]
+def command(folder: str, async_save: str, *more: str) -> list[str]:
+    return train_command(*more, **{**SETTINGS, "checkpoint.output_dir": folder, "checkpoint.async_save": async_save})
 
 
-def killed(arguments: list[str], cwd: Path, number: int, lines: int) -> tuple[int, str]:
-    """Start, wait for some lines of metrics and a random moment, send the signal. (exit code, stderr)"""
-    process = subprocess.Popen(
-        arguments, cwd=cwd, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    )
-    metrics = cwd / "cut" / "metrics.jsonl"
-    while process.poll() is None and not (metrics.exists() and metrics.read_text().count("\n") >= lines):
-        time.sleep(0.01)
+def kill(arguments: list[str], cwd: Path, number: int, lines: int) -> tuple[int, str]:
+    """Send a signal at a random moment after so many lines of metrics. Returns (exit code, stderr)."""
+    process = start(arguments, cwd=cwd)
+    path = cwd / "cut" / "metrics.jsonl"
+    wait_until(process, lambda: path.exists() and path.read_text().count("\n") >= lines)
     time.sleep(CHANCE.uniform(0, 1.0))
     process.send_signal(number)
-    return process.wait(), process.stderr.read()
+    err = process.communicate()[1]
+    return process.returncode, err
 
 
 def finished(folder: Path) -> bool:
@@ -60,35 +54,23 @@ def finished(folder: Path) -> bool:
 
 
 @pytest.mark.parametrize("async_save", ["false", "true"])
-def test_killed_at_random_moments_and_resumed_it_ends_in_the_same_model(async_save, recipe, tmp_path):
-    whole = subprocess.run(
-        command(recipe, "whole", "false"), cwd=tmp_path, env=environment(), capture_output=True, check=False
-    )
-    assert whole.returncode == 0, whole.stderr.decode()[-2000:]
-    cut, done = tmp_path / "cut", 0
-    for kill in range(KILLS):
-        if finished(cut):
-            break
-        number = CHANCE.choice([signal.SIGKILL, signal.SIGTERM])
+def test_a_run_killed_at_random_moments_and_resumed_ends_with_the_same_model(async_save, tmp_path):
+    whole = run(command("whole", "false"), cwd=tmp_path)
+    assert whole.code == 0, whole.err[-2000:]
+    cut, kills = tmp_path / "cut", 0
+    while kills < KILLS and not finished(cut):
         more = ["--resume"] if cut.exists() else []
-        target = (kill + 1) * SETTINGS["train.max_steps"] // (KILLS + 1)
-        code, said = killed(command(recipe, "cut", async_save, *more), tmp_path, number, target)
+        after = (kills + 1) * SETTINGS["train.max_steps"] // (KILLS + 1)
+        code, said = kill(command("cut", async_save, *more), tmp_path, CHANCE.choice(SIGNALS), after)
         assert code in (0, 130, -signal.SIGKILL, -signal.SIGTERM), said[-2000:]
         assert "damaged" not in said
-        done += 1
-    assert done
+        kills += 1
+    assert kills
     if not finished(cut):
-        last = subprocess.run(
-            command(recipe, "cut", async_save, "--resume"),
-            cwd=tmp_path,
-            env=environment(),
-            capture_output=True,
-            check=False,
-        )
-        assert last.returncode == 0, last.stderr.decode()[-2000:]
-    models = [(tmp_path / name / "model" / "model.safetensors").read_bytes() for name in ("cut", "whole")]
-    assert models[0] == models[1]
-    logged = [(tmp_path / name / "metrics.jsonl").read_text().splitlines() for name in ("cut", "whole")]
-    values = [[(x["step"], x.get("loss"), x.get("eval_loss")) for x in map(json.loads, lines)] for lines in logged]
-    assert values[0] == values[1]
+        last = run(command("cut", async_save, "--resume"), cwd=tmp_path)
+        assert last.code == 0, last.err[-2000:]
+    assert weights(cut) == weights(tmp_path / "whole")
+    logged = [[(x["step"], x.get("loss"), x.get("eval_loss")) for x in metrics(tmp_path / name)]
+              for name in ("cut", "whole")]  # fmt: skip
+    assert logged[0] == logged[1]
     assert not list((cut / "checkpoints").glob(".step-*"))

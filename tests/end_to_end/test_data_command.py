@@ -1,29 +1,28 @@
-"""`ligertune data`: what it says before a run is what the run then does."""
+"""`ligertune data`: its predictions are those of the run; its page; streams."""
 
 from __future__ import annotations
 
 import json
 
-from command_line import overrides
+from command_line import losses, overrides
 
 SETTINGS = {"data.datasets.0.max_samples": 60, "data.val_split": 0.1, "data.max_length": 300}
 
 
 def test_steps_and_tokens_are_those_of_the_run(recipe, ligertune, tmp_path):
     epochs = {**SETTINGS, "train.num_train_epochs": 2, "checkpoint.output_dir": "run"}
-    told = ligertune("data", recipe, *overrides(epochs), "--json")
-    assert told.code == 0, told.err
-    outlook = json.loads(told.out)["outlook"]
+    predicted = ligertune("data", recipe, *overrides(epochs), "--json")
+    assert predicted.code == 0, predicted.err
+    outlook = json.loads(predicted.out)["outlook"]
     done = ligertune("train", recipe, *overrides(epochs), "--json")
     assert done.code == 0, done.err
     plan = json.loads((tmp_path / "run" / "plan.json").read_text())
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert outlook["steps"] == json.loads(done.out)["total_steps"] == plan["schedule"]["total_steps"]
     assert (outlook["rows"], outlook["fill"]) == (plan["rows"]["count"], plan["rows"]["fill"])
-    assert outlook["tokens"] == sum(line["tokens"] for line in lines if "loss" in line)
+    assert outlook["tokens"] == sum(losses(tmp_path / "run", "tokens"))
 
 
-def test_the_page_is_written_and_the_second_time_is_from_the_cache(recipe, ligertune, tmp_path, monkeypatch):
+def test_the_page_is_written_and_the_second_run_reads_the_cache(recipe, ligertune, tmp_path, monkeypatch):
     monkeypatch.setenv("LIGERTUNE_CACHE", str(tmp_path / "cache"))
     first = ligertune("data", recipe, *overrides(SETTINGS), "--out", "report.html")
     assert first.code == 0, first.err
@@ -40,9 +39,9 @@ def test_a_page_that_cannot_be_written_is_refused(recipe, ligertune):
     assert refused.err.strip().splitlines()[-1].startswith("Error: --out: nowhere/report.html lies in a folder")
 
 
-def test_a_stream_is_looked_at_by_its_first_examples(recipe, ligertune):
+def test_the_first_examples_of_a_stream_are_shown(recipe, ligertune):
     settings = {**SETTINGS, "data.val_split": 0, "data.streaming": "true", "train.max_steps": 3}
-    told = ligertune("data", recipe, *overrides(settings), "--json")
-    assert told.code == 0, told.err
-    found = json.loads(told.out)
+    shown = ligertune("data", recipe, *overrides(settings), "--json")
+    assert shown.code == 0, shown.err
+    found = json.loads(shown.out)
     assert found["streamed"] and found["outlook"]["steps"] == 3 and len(found["examples"]) == 3

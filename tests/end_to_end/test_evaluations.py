@@ -1,19 +1,15 @@
-"""What evaluations lead to: the best model kept, an early stop, answers to prompts; and that a resume knows them."""
+"""Evaluation: the best model is kept, training stops early, prompts are answered; a resumed run remembers all of it."""
 
 from __future__ import annotations
 
-import json
-
 import pytest
+from command_line import metrics, weights
+from quickstart_runs import RESUME, train, unfinished
 from safetensors.torch import load_file
-from test_keys import read
 
-from ligertune.run import plan_for, run
 from ligertune.train.evaluate import EarlyStopping
 
-pytestmark = pytest.mark.slow
-
-# the loss on held-out data falls for five steps and then rises, as the few examples are learnt by heart
+# The evaluation loss falls for some steps and then rises: a few examples at a high learning rate overfit.
 OVERFIT = {
     "data.datasets.0.max_samples": 12,
     "data.val_split": 0.4,
@@ -25,72 +21,58 @@ OVERFIT = {
     "checkpoint.save_strategy": "steps",
     "checkpoint.save_steps": 3,
 }
+BEST = {**OVERFIT, "checkpoint.load_best_model_at_end": True, "eval.early_stopping_patience": 3}
 
 
-def evaluated(folder) -> dict[int, float]:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return {line["step"]: line["eval_loss"] for line in lines if "eval_loss" in line}
+def eval_losses(run) -> dict[int, float]:
+    """Step -> evaluation loss."""
+    return {line["step"]: line["eval_loss"] for line in metrics(run) if "eval_loss" in line}
 
 
 @pytest.fixture(scope="module")
-def best(quickstart, tmp_path_factory):
-    """A run that ends with its best model, and stops when three evaluations were no better: (folder, report)."""
+def best(tmp_path_factory):
+    """A run that keeps its best model and stops after three evaluations without improvement: (folder, report)."""
     folder = tmp_path_factory.mktemp("best")
-    changes = {**OVERFIT, "checkpoint.load_best_model_at_end": True, "eval.early_stopping_patience": 3}
-    report = run(plan_for(read(quickstart, folder, **changes)), lambda line: None)
+    report = train(folder, **BEST)
     return folder / "run", report
 
 
-def test_it_stops_when_evaluations_get_no_better(best):
+def test_it_stops_early_and_keeps_the_model_of_the_lowest_loss(best, tmp_path):
     folder, report = best
-    found = evaluated(folder)
+    found = eval_losses(folder)
     lowest = min(found, key=found.get)
     assert report.status == "completed"
     assert report.steps == max(found) == lowest + 3 < 14
     assert any("stopped early" in note for note in report.notes)
-
-
-def test_the_model_is_that_of_the_lowest_loss(best, quickstart, tmp_path):
-    folder, report = best
-    found = evaluated(folder)
-    lowest = min(found, key=found.get)
     assert any(f"the model is that of step {lowest}" in note for note in report.notes)
-    until = {**OVERFIT, "train.max_steps": lowest}
-    run(plan_for(read(quickstart, tmp_path, **until)), lambda line: None)
-    ours, theirs = (load_file(path / "model" / "model.safetensors") for path in (folder, tmp_path / "run"))
-    assert all(ours[name].equal(theirs[name]) for name in theirs)
+    train(tmp_path, **{**OVERFIT, "train.max_steps": lowest})
+    kept, expected = (load_file(path / "model" / "model.safetensors") for path in (folder, tmp_path / "run"))
+    assert all(kept[name].equal(expected[name]) for name in expected)
 
 
-def test_a_resumed_run_remembers_the_best_and_how_long_ago_it_was(best, quickstart, tmp_path):
+@pytest.mark.slow
+def test_a_resumed_run_remembers_the_best_loss_and_the_evaluations_since(best, tmp_path):
     folder, report = best
-    changes = {**OVERFIT, "checkpoint.load_best_model_at_end": True, "eval.early_stopping_patience": 3}
-    run(plan_for(read(quickstart, tmp_path, **{**changes, "train.max_steps": report.steps})), lambda line: None)
-    (tmp_path / "run" / "report.json").unlink()
-    again = run(
-        plan_for(read(quickstart, tmp_path, **changes, **{"checkpoint.resume_from_checkpoint": "auto"})),
-        lambda line: None,
-    )
+    train(tmp_path, **{**BEST, "train.max_steps": report.steps})
+    run = unfinished(tmp_path)
+    again = train(tmp_path, **BEST, **RESUME)
     assert again.resumed_from > 0
-    assert (again.steps, evaluated(tmp_path / "run")) == (report.steps, evaluated(folder))
-    models = [(path / "model" / "model.safetensors").read_bytes() for path in (folder, tmp_path / "run")]
-    assert models[0] == models[1]
+    assert (again.steps, eval_losses(run)) == (report.steps, eval_losses(folder))
+    assert weights(run) == weights(folder)
 
 
-def test_prompts_are_answered_after_each_evaluation_and_change_nothing(quickstart, tmp_path):
+@pytest.mark.slow
+def test_prompts_are_answered_after_each_evaluation_and_change_nothing(tmp_path):
     changes = {**OVERFIT, "train.max_steps": 2, "method.type": "lora"}
-    asked = {"eval.sample_prompts": "[Name three colours., Hello]"}
-    found = []
-    for name, more in (("silent", {}), ("asked", asked)):
-        run(plan_for(read(quickstart, tmp_path / name, **changes, **more)), lambda line: None)
-        found.append(evaluated(tmp_path / name / "run"))
-    assert found[0] == found[1]
-    lines = [json.loads(line) for line in (tmp_path / "asked" / "run" / "metrics.jsonl").read_text().splitlines()]
-    samples = [line["samples"] for line in lines if "samples" in line]
-    assert [[one["prompt"] for one in step] for step in samples] == [["Name three colours.", "Hello"]] * 2
-    assert all(one["answer"].strip() for step in samples for one in step)
+    train(tmp_path / "silent", **changes)
+    train(tmp_path / "asked", **changes, **{"eval.sample_prompts": "[Name three colours., Hello]"})
+    assert eval_losses(tmp_path / "silent" / "run") == eval_losses(tmp_path / "asked" / "run")
+    samples = [line["samples"] for line in metrics(tmp_path / "asked" / "run") if "samples" in line]
+    assert [[sample["prompt"] for sample in step] for step in samples] == [["Name three colours.", "Hello"]] * 2
+    assert all(sample["answer"].strip() for step in samples for sample in step)
 
 
-def test_patience_counts_evaluations_in_a_row():
+def test_patience_counts_evaluations_without_improvement():
     losses = [3.0, 2.0, 2.5, 2.0]
     assert (EarlyStopping(None, losses).best, EarlyStopping(None, losses).since_best) == (2.0, 2)
     assert EarlyStopping(2, losses).should_stop

@@ -1,4 +1,4 @@
-"""Models that come from a hub: read from its cache, without a network."""
+"""Models of the Hugging Face hub, read from its cache without a network, and models with their own code."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import shutil
 
 import pytest
-from command_line import overrides
+from command_line import overrides, run, train_command
 
 CODE = """
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -33,16 +33,17 @@ def cached(quickstart, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("revision", "layers"), [("main", 5), ("short", 2)])
-def test_a_revision_is_the_one_asked_for(cached, revision, layers, recipe, ligertune):
+def test_model_revision_selects_the_snapshot(cached, revision, layers, tmp_path):
+    """In a new process, because huggingface_hub reads HF_HUB_CACHE when it is imported."""
     settings = {"model.model_name_or_path": cached, "model.revision": revision, "model.init": "random",
                 "train.max_steps": 1, "checkpoint.output_dir": "run"}  # fmt: skip
-    done = ligertune("train", recipe, *overrides(settings), "--json")
+    done = run(train_command("--json", **settings), cwd=tmp_path)
     assert done.code == 0, done.err
     applied = {line["kernel"]: line["applied"] for line in json.loads(done.out)["kernels"]}
     assert applied["swiglu"] == layers
 
 
-def test_a_checkpoints_own_code_runs_only_when_trusted(recipe, quickstart, tmp_path, ligertune):
+def test_the_code_of_a_model_runs_only_with_trust_remote_code(recipe, quickstart, tmp_path, ligertune):
     folder = tmp_path / "own"
     shutil.copytree(quickstart / "stories260K", folder)
     config = json.loads((folder / "config.json").read_text())

@@ -1,4 +1,4 @@
-"""Data sets that come from a hub: read over HTTP by `datasets` itself, whole or while they come."""
+"""Data sets of a hub, which `datasets` downloads or streams over HTTP from a server of the test."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from command_line import overrides, run
+from command_line import Done, run, train_command
 from hub_server import Hub, serving
 
 NAME = "some/set"
@@ -37,14 +37,14 @@ except UserError as error:
 
 @pytest.fixture
 def rows(quickstart) -> list[bytes]:
-    """The quickstart's records, of which one column has another name."""
+    """The quickstart's records with `instruction` renamed to `question`."""
     records = [json.loads(line) for line in (quickstart / "dolly_short.jsonl").read_bytes().splitlines()]
     return [json.dumps({"question": r.pop("instruction"), **r}).encode() + b"\n" for r in records]
 
 
 @pytest.fixture
 def serve(tmp_path, monkeypatch):
-    """`with serve(files) as hub:`: processes that are started inside find the hub there."""
+    """`with serve(files) as hub:` serve them to processes that start inside the block."""
 
     @contextlib.contextmanager
     def open_hub(files: dict[str, bytes]) -> Iterator[Hub]:
@@ -57,16 +57,18 @@ def serve(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def train(ligertune, recipe, serve):
-    def call(files: dict[str, bytes], **settings):
+def train(serve, tmp_path):
+    """train(files, **settings): the finished command in a new process and the bytes that the hub sent."""
+
+    def call(files: dict[str, bytes], **settings) -> tuple[Done, int]:
         with serve(files) as hub:
-            done = ligertune("train", recipe, *overrides({**RUN, **settings}), "--json")
+            done = run(train_command("--json", **{**RUN, **settings}), cwd=tmp_path)
         return done, hub.bytes_sent
 
     return call
 
 
-def test_a_set_is_downloaded_and_trained_on(train, rows):
+def test_a_data_set_is_downloaded_once_and_trained_on(train, rows):
     content = b"".join(rows)
     done, sent = train({"data/test.jsonl": content})
     assert done.code == 0, done.err
@@ -74,27 +76,27 @@ def test_a_set_is_downloaded_and_trained_on(train, rows):
     assert sent == len(content)
 
 
-def test_a_stream_takes_no_more_than_it_needs(train, rows):
-    content = b"".join(rows) * (150_000_000 // sum(map(len, rows)))  # `datasets` asks for 10 MB at a time
+def test_a_stream_downloads_less_than_half_of_a_large_data_set(train, rows):
+    content = b"".join(rows) * (150_000_000 // sum(map(len, rows)))  # `datasets` requests 10 MB at a time
     done, sent = train({"data/test.jsonl": content}, **{"data.streaming": "true"})
     assert done.code == 0, done.err
     assert json.loads(done.out)["steps"] == 2
     assert 0 < sent < len(content) / 2
 
 
-def test_a_row_that_the_hub_gives_broken_is_named(serve, rows, tmp_path):
-    """Behind what `datasets` reads first, so that the run has begun by then."""
-    sound = b"".join(rows) * (12_000_000 // sum(map(len, rows)))
-    with serve({"data/test.jsonl": sound + b'{"question": \n'}):
+def test_an_invalid_row_of_a_hub_data_set_is_named(serve, rows, tmp_path):
+    """The invalid row lies behind the part that `datasets` reads first, so the run has begun by then."""
+    valid = b"".join(rows) * (12_000_000 // sum(map(len, rows)))
+    with serve({"data/test.jsonl": valid + b'{"question": \n'}):
         done = run([sys.executable, "-c", READ_ALL], cwd=tmp_path)
     assert done.code == 0, done.err
     read, exit_code, said = done.out.split(" ", 2)
-    assert 0 < int(read) <= sound.count(b"\n")
+    assert 0 < int(read) <= valid.count(b"\n")
     assert exit_code == "1"
     assert said.startswith(f"some/set:test:{int(read) + 1}: the hub does not give this row: ")
 
 
-def test_a_split_that_is_not_there_is_one_sentence(train, rows):
+def test_a_missing_split_is_refused_with_one_sentence(train, rows):
     done, _ = train({"data/test.jsonl": b"".join(rows)}, **{"data.datasets.0.split": "train"})
     assert done.code == 2
     assert "some/set is neither a file or folder here nor a data set that the hub gives" in done.err

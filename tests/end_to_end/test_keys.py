@@ -1,4 +1,4 @@
-"""Every key of the recipe does something: changing it changes what a run plans, trains or leaves."""
+"""Every key of the recipe has its effect on the plan, the training or the files of a run."""
 
 from __future__ import annotations
 
@@ -8,51 +8,26 @@ from pathlib import Path
 
 import pytest
 import torch
-from command_line import losses, overrides
+from command_line import losses, metrics
+from quickstart_runs import plan_run
 from safetensors.torch import load_file
 
 from ligertune.errors import UserError
-from ligertune.recipe import Recipe, load_recipe, recipe_schema
-from ligertune.run import plan_for, run
-
-BASE = {
-    "data.datasets.0.max_samples": 40,
-    "data.val_split": 0.1,
-    "data.packing": False,  # a step holds as many examples as its rows, whatever the other keys do to their lengths
-    "train.max_steps": 3,
-    "train.per_device_train_batch_size": 2,
-    "train.gradient_accumulation_steps": 2,
-    "train.warmup_ratio": 0.0,
-    "logging.logging_steps": 1,
-    "checkpoint.save_strategy": "no",
-    "report.warmup_steps": 1,
-}
-
-# of two keys that say the same thing, a change gives the other
-RIVALS = {
-    "train.max_steps": "train.num_train_epochs",
-    "train.gradient_accumulation_steps": "train.global_batch_size",
-    "train.warmup_ratio": "train.warmup_steps",
-}
-
-
-def read(quickstart: Path, folder: Path, **changes: object) -> Recipe:
-    base = {key: value for key, value in BASE.items() if RIVALS.get(key) not in changes}
-    settings = {**base, "checkpoint.output_dir": folder / "run", **changes}
-    return load_recipe(quickstart / "stories260k.yaml", overrides=overrides(settings)[1::2])
+from ligertune.recipe import recipe_schema
+from ligertune.run import run
 
 
 @pytest.fixture(scope="module")
-def train(quickstart, tmp_path_factory):
-    """Run the quickstart's recipe with changes: (losses, plan as a dict, report as a dict, folder)."""
+def train(tmp_path_factory):
+    """train(changes): losses, plan, report and folder of a run of the quickstart's recipe with these changes."""
 
-    def go(changes: dict[str, object]) -> tuple[list[float], dict, dict, Path]:
+    def call(changes: dict[str, object]) -> tuple[list[float], dict, dict, Path]:
         folder = tmp_path_factory.mktemp("run")
-        job = plan_for(read(quickstart, folder, **changes))
+        job = plan_run(folder, **changes)
         report = run(job, lambda line: None).as_dict()
         return losses(folder / "run"), job.plan.as_dict(), report, folder / "run"
 
-    return go
+    return call
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +36,7 @@ def usual(train):
 
 
 def lengths(data) -> dict[str, int]:
-    """Source -> tokens, of training and evaluation examples."""
+    """Source -> number of tokens, of training and evaluation examples."""
     return {example.source: len(example.input_ids) for part in (data.train, data.eval) for example in part}
 
 
@@ -70,7 +45,7 @@ def text(data, tokenizer, index: int = 0) -> str:
 
 
 TRUNCATED = {"data.on_overlength": "truncate", "data.max_length": 130}
-# key -> (what else is set, its value, whether the data (after, before) are as the key says)
+# key -> (other settings, value, check of the data with the key and without it)
 CHANGES_DATA = {
     "data.system_prompt": ({}, "Answer briefly.", lambda new, old, decode: (
         "Answer briefly.\n\nBelow" in decode(new) and "Answer briefly." not in decode(old))),
@@ -91,15 +66,15 @@ CHANGES_DATA = {
 
 
 @pytest.mark.parametrize("key", CHANGES_DATA)
-def test_a_key_changes_the_data_as_it_says(key, quickstart, tmp_path):
-    along, value, holds = CHANGES_DATA[key]
-    old = plan_for(read(quickstart, tmp_path))
-    new = plan_for(read(quickstart, tmp_path, **{**along, key: value}))
+def test_a_key_has_its_effect_on_the_data(key, tmp_path):
+    others, value, holds = CHANGES_DATA[key]
+    old = plan_run(tmp_path)
+    new = plan_run(tmp_path, **{**others, key: value})
     assert holds(new.data, old.data, lambda data: text(data, old.tokenizer.tokenizer))
 
 
-def test_a_random_model_knows_nothing_and_a_pretrained_one_in_bfloat16_almost_the_same(train, usual):
-    """512 tokens: a loss of ln 512 = 6.24."""
+def test_model_init_random_and_dtype(train, usual):
+    """A random model of 512 tokens has a loss of ln 512 = 6.24."""
     assert train({"model.init": "random"})[0][0] == pytest.approx(6.24, abs=0.15)
     assert usual[0][0] < 5.0
     found, _, _, folder = train({"model.dtype": "bfloat16"})
@@ -107,7 +82,7 @@ def test_a_random_model_knows_nothing_and_a_pretrained_one_in_bfloat16_almost_th
     assert {t.dtype for t in load_file(folder / "model" / "model.safetensors").values()} == {torch.bfloat16}
 
 
-# key -> (value, where in the plan, what is there)
+# key -> (value, path in plan.json, value there)
 CHANGES_PLAN = {
     "model.attn_implementation": ("eager", ("attn_implementation",), "eager"),
     "model.num_hidden_layers": (2, ("n_parameters",), 123_712),
@@ -122,10 +97,10 @@ CHANGES_PLAN = {
 
 
 @pytest.mark.parametrize("key", CHANGES_PLAN)
-def test_a_key_changes_the_plan(key, quickstart, tmp_path):
+def test_a_key_has_its_effect_on_the_plan(key, tmp_path):
     value, path, expected = CHANGES_PLAN[key]
-    along = {"model.num_hidden_layers": {"model.init": "random"}, "kernels.attention": {"data.packing": True}}
-    found = plan_for(read(quickstart, tmp_path, **{**along.get(key, {}), key: value})).plan.as_dict()
+    others = {"model.num_hidden_layers": {"model.init": "random"}, "kernels.attention": {"data.packing": True}}
+    found = plan_run(tmp_path, **{**others.get(key, {}), key: value}).plan.as_dict()
     for name in path:
         found = found[name]
     assert found == expected
@@ -144,13 +119,12 @@ def test_a_key_changes_the_plan(key, quickstart, tmp_path):
         ("kernels.recompute", "norms", "recompute", 11),
     ],
 )
-def test_kernels_are_switched_one_by_one(key, value, kernel, applied, quickstart, tmp_path):
-    lines = plan_for(read(quickstart, tmp_path, **{key: value})).plan.kernels
+def test_a_kernels_key_switches_its_kernel(key, value, kernel, applied, tmp_path):
+    lines = plan_run(tmp_path, **{key: value}).plan.kernels
     assert {line.kernel: line.applied for line in lines}.get(kernel) == applied
 
 
-def test_optimizers_and_checkpointing_train_alike(train, usual):
-    """One computation in several ways: not the same program, the same curve."""
+def test_keys_of_memory_and_speed_do_not_change_the_losses(train, usual):
     for changes in (
         {"train.optim": "adamw_torch"},
         {"train.gradient_checkpointing": True},
@@ -161,27 +135,13 @@ def test_optimizers_and_checkpointing_train_alike(train, usual):
         {"train.gradient_checkpointing": "offload_both", "train.gradient_checkpointing_layers": "auto"},
         {"kernels.recompute": True},
         {"kernels.recompute": "norms"},
-        {"kernels.attention": True},  # and so padding-free
+        {"kernels.attention": True},  # implies padding-free batches
         {"train.per_device_train_batch_size": "auto", "train.global_batch_size": 4},
     ):
         assert train(changes)[0] == pytest.approx(usual[0], rel=1e-5)
 
 
-def test_gradient_checkpointing_runs_layers_twice(quickstart):
-    from ligertune.activations.checkpointing import checkpoint_layers
-    from ligertune.models.load import build_model, read_config
-
-    spec = read(quickstart, quickstart).model
-    model = build_model(spec, read_config(spec), dtype=torch.float32, device="cpu", seed=0).train()
-    checkpoint_layers(model)
-    calls = []
-    model.model.layers[0].input_layernorm.register_forward_hook(lambda *_: calls.append(1))
-    ids = torch.arange(3, 20)[None]
-    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-    assert len(calls) == 2
-
-
-def test_saves_and_evaluations_come_when_asked(train):
+def test_saves_and_evaluations_by_steps(train):
     _, _, report, folder = train(
         {
             "checkpoint.save_strategy": "steps",
@@ -192,49 +152,49 @@ def test_saves_and_evaluations_come_when_asked(train):
         }
     )
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-2"]
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = metrics(folder)
     assert [line["step"] for line in lines if "eval_loss" in line] == [2, 3]
     assert report["eval_loss"] == lines[-1]["eval_loss"]
 
 
-def test_a_model_that_is_not_wanted_is_not_written(train, usual):
+def test_save_model_false_writes_no_model(train, usual):
     assert Path(usual[2]["model_path"]).is_dir()
     *_, report, folder = train({"checkpoint.save_model": "false"})
     assert report["model_path"] is None and report["status"] == "completed"
     assert not (folder / "model").exists()
 
 
-def test_by_epoch(train):
+def test_saves_and_evaluations_by_epoch(train):
     _, _, _, folder = train(
         {"train.num_train_epochs": 2, "checkpoint.save_strategy": "epoch", "eval.eval_strategy": "epoch"}
     )
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-9"]
 
 
-def test_the_evaluation_batch_does_not_change_the_evaluation(train, usual):
+def test_the_evaluation_loss_does_not_depend_on_its_batch_size(train, usual):
     other = train({"eval.per_device_eval_batch_size": 1})
     assert other[2]["eval_loss"] == pytest.approx(usual[2]["eval_loss"], rel=1e-6)
 
 
-def test_logging_and_report(train, usual):
+def test_logging_steps_and_warmup_steps_of_the_report(train, usual):
     _, _, report, folder = train({"logging.logging_steps": 2, "report.warmup_steps": 2})
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = metrics(folder)
     assert [line["step"] for line in lines if "loss" in line] == [2, 3]
     assert lines[0]["loss"] == pytest.approx(sum(usual[0][:2]) / 2)
     assert (report["throughput"]["steps"], usual[2]["throughput"]["steps"]) == (1, 2)
 
 
-def test_mfu_is_left_out_when_not_wanted(quickstart, tmp_path):
+def test_report_mfu(tmp_path):
     from dataclasses import replace
 
     from ligertune.report import throughput
     from ligertune.train.meter import Counts
 
     work = Counts(steps=1, tokens=10, padded_tokens=10, trained_tokens=5, flops=1e12)
-    for wanted, found in (("true", pytest.approx(1e-3)), ("false", None)):
-        plan = plan_for(read(quickstart, tmp_path, **{"report.mfu": wanted, "model.dtype": "bfloat16"})).plan
+    for mfu, expected in (("true", pytest.approx(1e-3)), ("false", None)):
+        plan = plan_run(tmp_path, **{"report.mfu": mfu, "model.dtype": "bfloat16"}).plan
         plan = replace(plan, machine=replace(plan.machine, peak_flops=1e15))
-        assert throughput(plan, work, 1.0, warmup_excluded=True).mfu == found
+        assert throughput(plan, work, 1.0, warmup_excluded=True).mfu == expected
 
 
 def test_tokenizer_keys(quickstart, tmp_path):
@@ -243,40 +203,40 @@ def test_tokenizer_keys(quickstart, tmp_path):
         "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}{{ eos_token }}{% endfor %}"
     )
     keys = {"path": tmp_path / "other", "pad_token": "<s>", "eos_token": "<unk>", "chat_template": tmp_path / "t.jinja"}
-    tokenizer = plan_for(read(quickstart, tmp_path, **{f"model.tokenizer.{k}": v for k, v in keys.items()})).tokenizer
+    tokenizer = plan_run(tmp_path, **{f"model.tokenizer.{k}": v for k, v in keys.items()}).tokenizer
     assert tokenizer.tokenizer.name_or_path == str(tmp_path / "other")
     assert (tokenizer.tokenizer.pad_token, tokenizer.tokenizer.eos_token) == ("<s>", "<unk>")
     assert tokenizer.tokenizer.chat_template.startswith("{% for m in messages %}{{ m['role'] }}: ")
 
 
-def test_data_set_keys(quickstart, tmp_path):
+def test_data_set_keys(tmp_path):
     rows = [{"prompt": "Say hi.", "output": "Hi."}, {"prompt": "", "output": ""}, {"prompt": "Bye?", "output": "Bye."}]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     here = {"data.datasets.0.path": tmp_path / "rows.jsonl", "data.val_split": 0}
     with pytest.raises(UserError, match="prompt"):
-        plan_for(read(quickstart, tmp_path, **here))
+        plan_run(tmp_path, **here)
     renamed = {**here, "data.datasets.0.columns": "{instruction: prompt}"}
-    assert plan_for(read(quickstart, tmp_path, **renamed)).plan.data.examples == 2
+    assert plan_run(tmp_path, **renamed).plan.data.examples == 2
     with pytest.raises(UserError, match=r"rows\.jsonl:2"):
-        plan_for(read(quickstart, tmp_path, **renamed, **{"data.datasets.0.on_bad_row": "error"}))
+        plan_run(tmp_path, **renamed, **{"data.datasets.0.on_bad_row": "error"})
     rows.append({"prompt": "How many?", "output": 2})
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for policy, count in (("drop", 2), ("repair", 3)):
-        found = plan_for(read(quickstart, tmp_path, **renamed, **{"data.datasets.0.on_bad_row": policy}))
+        found = plan_run(tmp_path, **renamed, **{"data.datasets.0.on_bad_row": policy})
         assert found.plan.data.examples == count
     with pytest.raises(UserError, match="sharegpt"):
-        plan_for(read(quickstart, tmp_path, **renamed, **{"data.datasets.0.format": "sharegpt"}))
-    for key in ("name", "split"):  # of data sets on a hub: a file has none, and says so
+        plan_run(tmp_path, **renamed, **{"data.datasets.0.format": "sharegpt"})
+    for key in ("name", "split"):  # only data sets of the hub have them
         with pytest.raises(UserError, match=key):
-            plan_for(read(quickstart, tmp_path, **renamed, **{f"data.datasets.0.{key}": "other"}))
+            plan_run(tmp_path, **renamed, **{f"data.datasets.0.{key}": "other"})
     evaluated = {
         **renamed,
         "data.eval_datasets": f"[{{path: {tmp_path}/rows.jsonl, columns: {{instruction: prompt}}}}]",
     }
-    assert plan_for(read(quickstart, tmp_path, **evaluated)).plan.data.eval_examples == 2
+    assert plan_run(tmp_path, **evaluated).plan.data.eval_examples == 2
 
 
-# keys that other tests change, by the file that does
+# key -> the test file that changes it
 ELSEWHERE = {
     "version": "tests/recipe",
     "task": "tests/recipe",
@@ -344,17 +304,17 @@ ELSEWHERE = {
     "checkpoint.save_on_signal": "test_signals",
     "parallel.strategy": "test_ranks",
     "parallel.num_processes": "test_started_ranks",
-    "parallel.dp_replicate_size": "test_ranks_copies",
-    "parallel.cp_size": "test_ranks_parts",
+    "parallel.dp_replicate_size": "test_ranks_resume",
+    "parallel.cp_size": "test_ranks_resume",
     "parallel.cpu_offload": "test_strategy",
     "parallel.timeout": "test_started_ranks",
-    "medusa": "tests/medusa/test_medusa_keys",  # the section
+    "medusa": "tests/tasks/medusa/test_medusa_keys",  # the whole section
     "kernels.lora": "test_fused_lora",
     "kernels.optimizer": "test_kernel_adamw",
 }
 
 
-def test_no_key_is_without_a_test():
+def test_every_key_has_a_test():
     here = Path(__file__).read_text(encoding="utf-8")
     schema = recipe_schema()
     missing = []

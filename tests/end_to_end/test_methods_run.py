@@ -1,4 +1,4 @@
-"""Runs by method, from the recipe to a model that other tools load."""
+"""LoRA, DoRA and freezing: from the recipe to a model that PEFT and transformers load."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from importlib.util import find_spec
 import pytest
 import torch
 from command_line import losses
-from test_keys import read
+from quickstart_runs import plan_run, recipe_for, train
 
 from ligertune.decode.generate import complete
 from ligertune.errors import UserError
 from ligertune.planning.preflight import check_packages
-from ligertune.run import plan_for, run
+from ligertune.run import run
 from ligertune.train.checkpoint.export_run import export_run
 
-pytestmark = pytest.mark.slow
+slow = pytest.mark.slow
 
 SETTINGS = {
     "model.dtype": "float32",
@@ -28,25 +28,23 @@ SETTINGS = {
     "data.datasets.0.max_samples": 60,
 }
 
-
-# with dropout, so that a resumed run must draw the same numbers
 ADAPTER = {
     "method.type": "lora",
     "method.lora_r": 4,
     "method.lora_target_modules": "[q_proj, up_proj]",
-    "method.lora_dropout": 0.1,
+    "method.lora_dropout": 0.1,  # a resumed run must draw the same random numbers
 }
 
 
 @pytest.fixture(scope="module")
-def adapted(quickstart, tmp_path_factory):
+def adapted(tmp_path_factory):
     """A finished LoRA run: its folder."""
     folder = tmp_path_factory.mktemp("adapted")
-    changes = {**SETTINGS, **ADAPTER}
-    run(plan_for(read(quickstart, folder, **changes)), lambda line: None)
+    train(folder, **SETTINGS, **ADAPTER)
     return folder / "run"
 
 
+@slow
 @pytest.mark.parametrize(
     ("changes", "n_trainable"),
     [
@@ -56,8 +54,8 @@ def adapted(quickstart, tmp_path_factory):
     ],
     ids=["lora", "dora", "freeze"],
 )
-def test_the_plan_counts_what_trains_and_the_loss_falls(changes, n_trainable, quickstart, tmp_path):
-    job = plan_for(read(quickstart, tmp_path, **{**SETTINGS, **changes}))
+def test_the_plan_counts_the_trained_parameters_and_the_loss_falls(changes, n_trainable, tmp_path):
+    job = plan_run(tmp_path, **{**SETTINGS, **changes})
     assert job.plan.n_trainable == n_trainable
     assert job.plan.bytes.gradients == 4 * n_trainable
     assert job.plan.bytes.optimizer == 8 * n_trainable
@@ -66,28 +64,29 @@ def test_the_plan_counts_what_trains_and_the_loss_falls(changes, n_trainable, qu
     assert found[-1] < found[0] - 0.05
 
 
-def test_a_process_may_train_in_one_precision_and_then_in_another(quickstart, tmp_path):
-    """An adapter beside bfloat16 weights computes under autocast, which accelerate keeps for the whole process."""
+@slow
+def test_one_process_can_train_in_one_precision_and_then_in_another(tmp_path):
+    """A LoRA run on bfloat16 weights uses autocast, which accelerate keeps for the whole process."""
     found = []
     for name, changes in {"whole": {}, "adapter": {"method.type": "lora", "model.dtype": "bfloat16"}}.items():
-        (tmp_path / name).mkdir()
-        run(plan_for(read(quickstart, tmp_path / name, **{**SETTINGS, **changes})), lambda line: None)
+        train(tmp_path / name, **{**SETTINGS, **changes})
         found.append(losses(tmp_path / name / "run"))
     assert found[0][0] == pytest.approx(found[1][0], rel=1e-2)
 
 
-def test_an_adapters_checkpoint_has_no_frozen_weights_and_resumes_bit_exactly(adapted, quickstart, tmp_path):
+@slow
+def test_an_adapters_checkpoint_has_no_frozen_weights_and_resumes_bit_exactly(adapted, tmp_path):
     checkpoint = adapted / "checkpoints" / "step-3"
     assert not (checkpoint / "model.safetensors").exists()
     assert (checkpoint / "trained.safetensors").stat().st_size < 100_000
-    again = {**SETTINGS, **ADAPTER, "checkpoint.resume_from_checkpoint": checkpoint}
-    run(plan_for(read(quickstart, tmp_path, **again)), lambda line: None)
+    train(tmp_path, **SETTINGS, **ADAPTER, **{"checkpoint.resume_from_checkpoint": checkpoint})
     assert losses(tmp_path / "run") == losses(adapted)[3:]
     name = "model/adapter_model.safetensors"
     assert (tmp_path / "run" / name).read_bytes() == (adapted / name).read_bytes()
 
 
-def test_the_adapter_loads_in_plain_peft_and_merges_to_the_same_model(adapted, quickstart, tmp_path, ligertune):
+@slow
+def test_the_adapter_loads_in_peft_and_merges_to_the_same_model(adapted, quickstart, tmp_path, ligertune):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
@@ -101,11 +100,12 @@ def test_the_adapter_loads_in_plain_peft_and_merges_to_the_same_model(adapted, q
     ids = torch.arange(3, 40)[None]
     with torch.no_grad():
         plain = AutoModelForCausalLM.from_pretrained(quickstart / "stories260K")(ids).logits
-        theirs = with_adapter(ids).logits
-        torch.testing.assert_close(merged(ids).logits, theirs, rtol=1e-4, atol=1e-4)
-    assert (theirs - plain).abs().max() > 0.1  # the adapter did something
+        expected = with_adapter(ids).logits
+        torch.testing.assert_close(merged(ids).logits, expected, rtol=1e-4, atol=1e-4)
+    assert (expected - plain).abs().max() > 0.1  # the adapter changes the logits
 
 
+@slow
 def test_an_adapter_is_exported_alone_and_answers_prompts(adapted, tmp_path):
     assert export_run(adapted, tmp_path / "alone", adapter=True, checkpoint=None).kind == "adapter"
     options = {"raw": False, "max_new_tokens": 5, "temperature": 0.0, "top_p": 1.0, "seed": 0}
@@ -113,6 +113,7 @@ def test_an_adapter_is_exported_alone_and_answers_prompts(adapted, tmp_path):
     assert "### Instruction:\nName three colours." in answer.prompt
 
 
+@slow
 def test_a_checkpoint_is_exported_as_a_model(adapted, tmp_path):
     from transformers import AutoModelForCausalLM
 
@@ -123,7 +124,8 @@ def test_a_checkpoint_is_exported_as_a_model(adapted, tmp_path):
         assert not torch.allclose(early(ids).logits, late(ids).logits, atol=1e-3)
 
 
-def test_what_cannot_be_exported_is_said_in_one_sentence(adapted, tmp_path):
+@slow
+def test_invalid_exports_are_refused_with_one_sentence(adapted, tmp_path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "a.txt").write_text("mine")
     for run_folder, out, checkpoint, words in (
@@ -145,9 +147,9 @@ def test_what_cannot_be_exported_is_said_in_one_sentence(adapted, tmp_path):
     ],
     ids=["qlora", "adamw_8bit", "adamw_torch_4bit"],
 )
-def test_a_package_that_is_missing_is_named_with_how_to_get_it(settings, package, quickstart, tmp_path):
+def test_the_message_for_a_missing_package_says_how_to_install_it(settings, package, tmp_path):
     if find_spec(package):
         pytest.skip(f"{package} is installed")
     with pytest.raises(UserError, match=f"needs the package {package}") as caught:
-        check_packages(read(quickstart, tmp_path, **settings))
+        check_packages(recipe_for(tmp_path, **settings))
     assert "pip install 'ligertune[quant]'" in caught.value.hint

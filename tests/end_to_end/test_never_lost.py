@@ -1,4 +1,4 @@
-"""What can go wrong with a run's files and numbers: nothing is lost, and one sentence says what happened."""
+"""Damaged files, failed writes and non-finite losses: no checkpoint is lost, and one sentence says what happened."""
 
 from __future__ import annotations
 
@@ -14,17 +14,15 @@ import pytest
 import torch
 from accelerate import Accelerator
 from command_line import environment, losses
-from test_keys import read
+from quickstart_runs import RESUME, plan_run, train, unfinished
 from transformers import AutoModelForCausalLM
 
 from ligertune.data.batching.collate import Batcher
 from ligertune.errors import UserError
 from ligertune.launcher.signals import StopRequest
-from ligertune.run import plan_for, run
+from ligertune.run import run
 from ligertune.tasks.objectives import objective_of
 from ligertune.train.evaluate import evaluate
-
-pytestmark = pytest.mark.slow
 
 SETTINGS = {
     "train.max_steps": 6,
@@ -32,22 +30,20 @@ SETTINGS = {
     "checkpoint.save_steps": 2,
     "checkpoint.save_total_limit": 3,
 }
-RESUME = {"checkpoint.resume_from_checkpoint": "auto"}
 
 
 @pytest.fixture(scope="module")
-def killed(quickstart, tmp_path_factory):
-    """A run of six steps whose report is gone, as if it had been killed; its checkpoints are step-2 and step-4."""
+def killed(tmp_path_factory):
+    """A run of six steps without its report, as after a kill, and with checkpoints of the steps 2 and 4."""
     folder = tmp_path_factory.mktemp("killed")
-    run(plan_for(read(quickstart, folder, **SETTINGS)), lambda line: None)
-    (folder / "run" / "report.json").unlink()
-    assert sorted(path.name for path in (folder / "run" / "checkpoints").iterdir()) == ["step-2", "step-4"]
+    train(folder, **SETTINGS)
+    assert sorted(path.name for path in (unfinished(folder) / "checkpoints").iterdir()) == ["step-2", "step-4"]
     return folder
 
 
 @pytest.fixture
 def cut(killed, tmp_path):
-    """A copy of it, to be harmed."""
+    """A copy of the killed run, for the test to damage."""
     return shutil.copytree(killed, tmp_path / "cut")
 
 
@@ -61,27 +57,27 @@ def cut_in_half(path):
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
-def test_the_checkpoint_before_a_damaged_one_is_resumed_from(cut, quickstart):
+def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one(cut):
     expected = losses(cut / "run")
     flip_a_bit(cut / "run" / "checkpoints" / "step-4" / "optimizer.bin")
-    left = cut / "run" / "checkpoints" / ".step-6.partial"  # by a kill in the middle of a save
-    left.mkdir()
-    (left / "model.safetensors").write_bytes(b"half")
+    partial = cut / "run" / "checkpoints" / ".step-6.partial"  # left by a kill during a save
+    partial.mkdir()
+    (partial / "model.safetensors").write_bytes(b"half")
     said = []
-    report = run(plan_for(read(quickstart, cut, **SETTINGS, **RESUME)), said.append)
+    report = run(plan_run(cut, **SETTINGS, **RESUME), said.append)
     assert report.resumed_from == 2
     assert "step-4 is damaged and left alone: optimizer.bin is not what was written" in said[0]["note"]
     assert any("step-4 is damaged" in note for note in report.notes)
     assert losses(cut / "run") == expected
-    assert not left.exists()
+    assert not partial.exists()
 
 
-def test_a_damaged_checkpoint_that_is_named_is_refused(cut, quickstart):
+def test_a_damaged_checkpoint_that_the_recipe_names_is_refused(cut):
     folder = cut / "run" / "checkpoints" / "step-4"
     cut_in_half(folder / "model.safetensors")
     named = {"checkpoint.resume_from_checkpoint": folder}
     with pytest.raises(UserError, match=r"step-4 is damaged: model\.safetensors has \d+ bytes instead of"):
-        run(plan_for(read(quickstart, cut, **SETTINGS, **named)), lambda line: None)
+        train(cut, **SETTINGS, **named)
 
 
 @pytest.mark.parametrize(
@@ -89,21 +85,23 @@ def test_a_damaged_checkpoint_that_is_named_is_refused(cut, quickstart):
     [({"train.optim": "lion"}, "states of adamw_torch_fused"), ({"method.type": "lora"}, "trained by full")],
     ids=["optimizer", "method"],
 )
-def test_resuming_in_another_way_is_refused(change, words, cut, quickstart):
+def test_resuming_with_another_optimizer_or_method_is_refused(change, words, cut):
     with pytest.raises(UserError, match=words):
-        run(plan_for(read(quickstart, cut, **{**SETTINGS, **RESUME, **change})), lambda line: None)
+        train(cut, **{**SETTINGS, **RESUME, **change})
 
 
-def test_resuming_galore_at_another_rank_is_refused(quickstart, tmp_path):
+@pytest.mark.slow
+def test_resuming_galore_at_another_rank_is_refused(tmp_path):
     galore = {**SETTINGS, "train.optim": "galore_adamw", "train.galore.rank": 8}
-    run(plan_for(read(quickstart, tmp_path, **galore)), lambda line: None)
-    (tmp_path / "run" / "report.json").unlink()
+    train(tmp_path, **galore)
+    unfinished(tmp_path)
     with pytest.raises(UserError, match=r"galore_adamw at train\.galore\.rank: 8; this recipe's optimizer is .* 4"):
-        run(plan_for(read(quickstart, tmp_path, **{**galore, **RESUME, "train.galore.rank": 4})), lambda line: None)
+        train(tmp_path, **{**galore, **RESUME, "train.galore.rank": 4})
 
 
-def test_a_save_that_fails_in_the_middle_keeps_the_one_before(cut):
-    """A limit on the size of a file stands in for a full disk: the system refuses the write in the same way."""
+@pytest.mark.slow
+def test_a_failed_save_keeps_the_checkpoint_before(cut):
+    """A limit on the size of a file stands for a full disk."""
     shutil.rmtree(cut / "run" / "checkpoints" / "step-4")
     shutil.rmtree(cut / "run" / "model")
     settings = ["--set", "checkpoint.output_dir=run", "--resume"]
@@ -119,18 +117,20 @@ def test_a_save_that_fails_in_the_middle_keeps_the_one_before(cut):
     assert [path.name for path in (cut / "run" / "checkpoints").iterdir()] == ["step-2"]
 
 
-def test_a_folder_that_cannot_be_written_to_is_met_before_the_first_step(quickstart, tmp_path):
+def test_a_folder_that_cannot_be_written_is_refused_before_the_first_step(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "checkpoints").write_text("a file where a folder has to be")
     with pytest.raises(UserError, match=r"cannot be written to"):
-        run(plan_for(read(quickstart, tmp_path, **RESUME)), lambda line: None)
+        train(tmp_path, **RESUME)
 
 
-@pytest.mark.parametrize("logging_steps", [1, 5], ids=["logged at once", "found at the save"])
-def test_a_loss_that_is_no_number_ends_the_run_with_its_batch_and_without_a_save(logging_steps, quickstart, tmp_path):
-    job = plan_for(read(quickstart, tmp_path, **{**SETTINGS, "logging.logging_steps": logging_steps}))
-    wild = replace(job.plan.schedule, learning_rate=1e30, type="constant")  # after one step of it no weight is sane
-    job = replace(job, plan=replace(job.plan, schedule=wild))
+@pytest.mark.parametrize(
+    "logging_steps", [1, pytest.param(5, marks=pytest.mark.slow)], ids=["logged at once", "found at the save"]
+)
+def test_a_nan_loss_ends_the_run_saves_its_batch_and_no_checkpoint(logging_steps, tmp_path):
+    job = plan_run(tmp_path, **{**SETTINGS, "logging.logging_steps": logging_steps})
+    diverging = replace(job.plan.schedule, learning_rate=1e30, type="constant")  # no weight is usable after one step
+    job = replace(job, plan=replace(job.plan, schedule=diverging))
     with pytest.raises(UserError, match=r"is not a number\. Its batch is in") as caught:
         run(job, lambda line: None)
     assert caught.value.exit_code == 1
@@ -143,13 +143,12 @@ def test_a_loss_that_is_no_number_ends_the_run_with_its_batch_and_without_a_save
     assert not list((tmp_path / "run" / "checkpoints").iterdir())
 
 
-def test_an_evaluation_stops_at_a_signal(quickstart, tmp_path):
-    """None instead of a loss, and the run goes on to save."""
+def test_an_evaluation_stops_at_a_signal_and_returns_none(quickstart, tmp_path):
     with StopRequest() as stop:
         stop.hold()
         signal.raise_signal(signal.SIGTERM)
         assert stop.received == "SIGTERM"
-        job = plan_for(read(quickstart, tmp_path))
+        job = plan_run(tmp_path)
         batcher = Batcher(
             job.data.eval, packed=False, multiple_of=16, pad_token_id=0, index_labels=False, device=torch.device("cpu")
         )

@@ -1,29 +1,28 @@
-"""`ligertune plan`, what it says fits, and what is said where memory runs out."""
+"""`ligertune plan`: predicted memory, `--fit`, checkpointed layers, and the message for out-of-memory errors."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
 import sys
 
 import pytest
 import torch
-from command_line import overrides
-from test_keys import read
+from command_line import overrides, run
+from quickstart_runs import recipe_for, train
 
 from ligertune.compare.trial import Failure
 from ligertune.compare.worker import failure_of
 from ligertune.errors import UserError
 from ligertune.planning.memory.fit import advice, largest_fits
 from ligertune.planning.plan import Plan
-from ligertune.run import plan_for, run
+from ligertune.run import plan_for
 from ligertune.train.checks import explain_out_of_memory
 
 SETTINGS = {"data.datasets.0.max_samples": 40}
 
 
-def test_it_predicts_and_writes_nothing(ligertune, recipe, tmp_path):
+def test_it_predicts_memory_and_writes_nothing(ligertune, recipe, tmp_path):
     settings = overrides({**SETTINGS, "checkpoint.output_dir": tmp_path / "run"})
     done = ligertune("plan", recipe, *settings, "--fit", "--memory", "1", "--json")
     assert done.code == 0, done.err
@@ -42,13 +41,13 @@ def test_it_predicts_and_writes_nothing(ligertune, recipe, tmp_path):
      ({"train.per_device_train_batch_size": 1, "train.gradient_accumulation_steps": 1, "data.max_length": 256,
        "train.gradient_checkpointing": True}, "as the backward reaches the first layer")],
 )  # fmt: skip
-def test_it_says_when_memory_is_at_its_highest(settings, when, ligertune, recipe):
+def test_it_names_the_moment_of_peak_memory(settings, when, ligertune, recipe):
     done = ligertune("plan", recipe, *overrides({**SETTINGS, **settings}))
     assert done.code == 0 and f"at its highest {when}" in " ".join(done.out.split()), done.err
 
 
-def test_peft_is_imported_for_adapters_alone(recipe, tmp_path):
-    """Every process of a run would wait for it, and for what it imports, before the first step."""
+def test_peft_is_imported_for_adapters_only(recipe, tmp_path):
+    """Importing it takes seconds, in each process of a run."""
     changes = [f"checkpoint.output_dir={tmp_path / 'run'}", "train.max_steps=1", "data.datasets.0.max_samples=40"]
     code = (
         "import sys; from pathlib import Path\n"
@@ -57,22 +56,22 @@ def test_peft_is_imported_for_adapters_alone(recipe, tmp_path):
         "run(job, lambda line: None)\n"
         "assert 'accelerate' in sys.modules and 'peft' not in sys.modules"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    done = run([sys.executable, "-c", code], cwd=tmp_path)
+    assert done.code == 0, done.err
 
 
 @pytest.fixture(scope="module")
-def plan(quickstart, tmp_path_factory):
+def plan(tmp_path_factory):
     folder = tmp_path_factory.mktemp("plan")
-    return plan_for(read(quickstart, folder, **{"data.packing": True, "data.max_length": 512}), for_show=True).plan
+    return plan_for(recipe_for(folder, **{"data.packing": True, "data.max_length": 512}), for_show=True).plan
 
 
-def test_more_devices_share_the_states(quickstart, tmp_path, plan):
-    four = plan_for(read(quickstart, tmp_path, **{"data.packing": True}), for_show=True, gpus=4).plan
+def test_four_gpus_shard_the_states(tmp_path, plan):
+    four = plan_for(recipe_for(tmp_path, **{"data.packing": True}), for_show=True, gpus=4).plan
     assert (four.strategy, four.bytes.optimizer) == ("fsdp", plan.bytes.optimizer // 4)
 
 
-def test_what_is_said_to_fit_fits_and_one_more_does_not(plan):
+def test_fit_finds_the_largest_micro_batch(plan):
     small = dataclasses.replace(plan, machine=dataclasses.replace(plan.machine, memory_bytes=3 << 30))
     memory = small.machine.memory_bytes
     for fit, estimate in zip(
@@ -83,16 +82,16 @@ def test_what_is_said_to_fit_fits_and_one_more_does_not(plan):
         assert not estimate.fits(fit.micro_batch_size + 1, 512, accumulates=accumulates, memory=memory)
 
 
-def checkpointed(quickstart, folder, layers: int | str, gib: float) -> Plan:
+def checkpointed(folder, layers: int | str, gib: float) -> Plan:
     changes = {"data.packing": True, "data.max_length": 512, "train.per_device_train_batch_size": 64,
                "train.gradient_checkpointing": True, "train.gradient_checkpointing_layers": layers}  # fmt: skip
-    return plan_for(read(quickstart, folder, **changes), for_show=True, memory_gib=gib).plan
+    return plan_for(recipe_for(folder, **changes), for_show=True, memory_gib=gib).plan
 
 
-def test_as_few_layers_are_checkpointed_as_memory_has_room_for(quickstart, tmp_path):
+def test_auto_checkpoints_as_few_layers_as_memory_allows(tmp_path):
     found = []
     for mib in range(768, 1792, 64):
-        made = checkpointed(quickstart, tmp_path, "auto", mib / 1024)
+        made = checkpointed(tmp_path, "auto", mib / 1024)
         left = made.memory.policy.not_checkpointed
         fits = [
             dataclasses.replace(made.memory, policy=dataclasses.replace(made.memory.policy, not_checkpointed=n)).fits(
@@ -107,9 +106,9 @@ def test_as_few_layers_are_checkpointed_as_memory_has_room_for(quickstart, tmp_p
     assert found == sorted(found) and found[0] == 0 and found[-1] == 5 and len(set(found)) > 3, found
 
 
-def test_layers_that_need_not_be_checkpointed_are_mentioned(quickstart, tmp_path):
+def test_a_note_says_when_fewer_checkpointed_layers_suffice(tmp_path):
     for mib in (768, 1024, 1216, 1408, 1792):
-        auto, every = (checkpointed(quickstart, tmp_path, layers, mib / 1024) for layers in ("auto", "all"))
+        auto, every = (checkpointed(tmp_path, layers, mib / 1024) for layers in ("auto", "all"))
         needed = 5 - auto.memory.policy.not_checkpointed
         said = " ".join(note for note in every.notes if note.startswith("train.gradient_checkpointing"))
         words = {0: "room for all activations", 5: ""}.get(needed, f"checkpoint {needed} of 5 layers instead")
@@ -117,15 +116,15 @@ def test_layers_that_need_not_be_checkpointed_are_mentioned(quickstart, tmp_path
         assert every.checkpointed_layers is None
 
 
-def test_the_layers_asked_for_are_checkpointed(quickstart, tmp_path, ligertune, recipe):
-    assert checkpointed(quickstart, tmp_path, 2, 8).checkpointed_layers == 2
-    assert checkpointed(quickstart, tmp_path, "all", 8).checkpointed_layers is None
+def test_gradient_checkpointing_layers(tmp_path, ligertune, recipe):
+    assert checkpointed(tmp_path, 2, 8).checkpointed_layers == 2
+    assert checkpointed(tmp_path, "all", 8).checkpointed_layers is None
     changes = {**SETTINGS, "train.gradient_checkpointing": True, "train.gradient_checkpointing_layers": 6}
     done = ligertune("plan", recipe, *overrides(changes))
     assert done.code == 2 and "gradient_checkpointing_layers: 6, but the model has 5 layers" in done.err
 
 
-def test_running_out_of_memory_names_what_to_change(plan):
+def test_an_out_of_memory_error_names_the_keys_to_change(plan):
     with pytest.raises(UserError) as caught, explain_out_of_memory(plan):
         raise torch.OutOfMemoryError(
             "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 8 GiB"
@@ -139,34 +138,34 @@ def test_running_out_of_memory_names_what_to_change(plan):
     assert failure_of(caught.value) == Failure("out of memory", said)  # a sweep of `compare` goes on
 
 
-def test_a_comparison_tells_a_mistake_from_memory_that_ran_out():
+def test_a_comparison_distinguishes_out_of_memory_from_other_errors():
     assert failure_of(UserError("data.max_length is wrong.")) == Failure("error", "data.max_length is wrong.")
     assert failure_of(MemoryError("8 GiB")).kind == "out of memory"
     assert failure_of(RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory"))
     assert failure_of(RuntimeError("mat1 and mat2 shapes cannot be multiplied")) is None
 
 
-def test_advice_does_not_ask_for_two_keys_that_exclude_each_other(quickstart, tmp_path):
-    made = plan_for(read(quickstart, tmp_path, **{"data.packing": True, "kernels.recompute": True}), for_show=True).plan
+def test_advice_does_not_combine_exclusive_keys(tmp_path):
+    made = plan_for(recipe_for(tmp_path, **{"data.packing": True, "kernels.recompute": True}), for_show=True).plan
     found = advice(dataclasses.replace(made, machine=dataclasses.replace(made.machine, memory_bytes=3 << 30)))
     assert "train.gradient_checkpointing: true instead of kernels.recompute (fits" in found
 
 
 @pytest.mark.gpu
-def test_the_prediction_is_near_what_a_gpu_measures(quickstart, tmp_path):
+def test_the_predicted_peak_is_within_15_percent_on_a_gpu(tmp_path):
     changes = {"model.init": "random", "train.per_device_train_batch_size": 64, "data.packing": True,
                "data.datasets.0.max_samples": "null", "train.num_train_epochs": 1}  # fmt: skip
-    job = plan_for(read(quickstart, tmp_path, **changes))
-    report = run(job, lambda line: None)
-    assert job.plan.peak.total == pytest.approx(report.peak_memory["allocated_run"], rel=0.15)
+    report = train(tmp_path, **changes)
+    predicted = json.loads((tmp_path / "run" / "plan.json").read_text())["peak"]["total"]
+    assert predicted == pytest.approx(report.peak_memory["allocated_run"], rel=0.15)
 
 
 @pytest.mark.gpu
-def test_a_gpu_that_runs_out_says_so(quickstart, tmp_path):
+def test_an_out_of_memory_error_on_a_gpu_is_explained(tmp_path):
     torch.cuda.set_per_process_memory_fraction(0.005)
     try:
         with pytest.raises(UserError, match="ran out of memory"):
             changes = {"train.per_device_train_batch_size": 64, "data.packing": True, "data.max_length": 4096}
-            run(plan_for(read(quickstart, tmp_path, **changes)), lambda line: None)
+            train(tmp_path, **changes)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)

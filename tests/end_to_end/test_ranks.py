@@ -1,105 +1,85 @@
-"""One global batch, cut in four ways: the losses are the same to 1e-5."""
+"""One global batch, split over micro-batches and ranks: the losses agree to 1e-5."""
 
 from __future__ import annotations
 
 import sys
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
-from command_line import losses, overrides, run
+from command_line import RECIPE, losses, overrides, run, weights
+from quickstart_runs import RESUME, train_ranks, unfinished
 
 STEPS = 5
 SETTINGS = {
     "train.max_steps": STEPS,
     "train.global_batch_size": 8,
-    "logging.logging_steps": 1,
-    "checkpoint.save_strategy": "no",
     "data.datasets.0.max_samples": 35,  # an epoch ends inside a step
-    "checkpoint.output_dir": "run",
+    "data.val_split": 0,
+    "data.packing": True,
     "model.dtype": "float32",
 }
-
-
-def two_ranks(*launcher: str) -> list[str]:
-    """`accelerate launch` of ligertune with two processes."""
-    accelerate = [sys.executable, "-m", "accelerate.commands.launch", *launcher, "--num_processes", "2"]
-    quiet = ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
-    return [*accelerate, *quiet, "-m", "ligertune"]
-
-
-def train(
-    recipe: Path, cwd: Path, *, packing: bool, micro: int, launcher: tuple[str, ...] = (), **changes: object
-) -> list[float]:
-    """Losses of a run; `launcher` starts two ranks. Without packing, batches are grouped by length."""
-    start = two_ranks(*launcher) if launcher else [sys.executable, "-m", "ligertune"]
-    settings = {**SETTINGS, "data.packing": packing, "train.per_device_train_batch_size": micro, **changes}
-    done = run([*start, "train", str(recipe), *overrides(settings)], cwd=cwd)
-    assert done.code == 0, done.err[-3000:]
-    return losses(cwd / "run")
+GROUPED = {"data.packing": False, "train.group_by_length": True}
+DDP, FSDP = {"parallel.strategy": "ddp"}, {"parallel.strategy": "fsdp"}
+RECOMPUTED = {"kernels.recompute": True}  # its backward reads weights that FSDP gathers
+OFFLOADED = {"train.gradient_checkpointing": "offload_both", "train.gradient_checkpointing_layers": 3, **RECOMPUTED}
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory, quickstart):
-    """packing -> losses with micro batch 8, no accumulation, one process."""
-    recipe = quickstart / "stories260k.yaml"
-    return {packing: train(recipe, tmp_path_factory.mktemp("whole"), packing=packing, micro=8)
-            for packing in (True, False)}  # fmt: skip
-
-
-FSDP2 = ("--use_fsdp", "--fsdp_version", "2")
-RECOMPUTED = {"kernels.recompute": True}  # reads weights in the backward that are gathered for others
-GATES = {"train.gradient_checkpointing": "offload_gate"}
-LEFT_OUT = {"train.gradient_checkpointing": "offload_both", "train.gradient_checkpointing_layers": 3, **RECOMPUTED}
+def whole(tmp_path_factory):
+    """data.packing -> losses of one process that takes the global batch as one micro-batch."""
+    settings = {**SETTINGS, "train.per_device_train_batch_size": 8}
+    return {
+        packing: train_ranks(1, tmp_path_factory.mktemp("whole"), **{**settings, **changes})
+        for packing, changes in ((True, {}), (False, GROUPED))
+    }
 
 
 @pytest.mark.parametrize(
-    ("packing", "launcher", "changes"),
+    ("ranks", "changes"),
     [
-        (True, (), {}),
-        (True, ("--multi_gpu",), {}),
-        (True, FSDP2, {}),
-        pytest.param(True, FSDP2, RECOMPUTED, marks=pytest.mark.slow),
-        pytest.param(True, FSDP2, GATES, marks=pytest.mark.slow),
-        pytest.param(True, FSDP2, LEFT_OUT, marks=pytest.mark.slow),
-        (False, (), {}),
-        (False, ("--multi_gpu",), {}),
-        (False, ("--multi_gpu",), {"data.padding_free": True}),
-    ],
-    ids=[
-        "packed-1x8",
-        "packed-ddp-2x4",
-        "packed-fsdp2-2x4",
-        "recompute-fsdp2-2x4",
-        "gates-fsdp2-2x4",
-        "left-out-fsdp2-2x4",
-        "grouped-1x8",
-        "grouped-ddp-2x4",
-        "padding-free-ddp-2x4",
+        pytest.param(1, {}, id="packed-1x8"),
+        pytest.param(2, DDP, id="packed-ddp-2x4"),
+        pytest.param(2, {**FSDP, **RECOMPUTED}, id="recompute-fsdp-2x4", marks=pytest.mark.slow),
+        pytest.param(
+            2,
+            {**FSDP, "train.gradient_checkpointing": "offload_gate"},
+            id="offload-gate-fsdp-2x4",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(2, {**FSDP, **OFFLOADED}, id="offload-both-fsdp-2x4", marks=pytest.mark.slow),
+        pytest.param(1, GROUPED, id="grouped-1x8"),
+        pytest.param(2, {**DDP, **GROUPED}, id="grouped-ddp-2x4"),
+        pytest.param(
+            2,
+            {**DDP, **GROUPED, "data.padding_free": True, "train.per_device_train_batch_size": 4},
+            id="padding-free-ddp-2x4",
+        ),
     ],
 )
-def test_losses_do_not_depend_on_how_the_batch_is_cut(whole, packing, launcher, changes, recipe, tmp_path):
-    found = train(
-        recipe,
-        tmp_path,
-        packing=packing,
-        micro=4 if "data.padding_free" in changes else 1,
-        launcher=launcher,
-        **changes,
-    )
+def test_losses_do_not_depend_on_how_the_batch_is_split(whole, ranks, changes, tmp_path):
+    found = train_ranks(ranks, tmp_path, **{**SETTINGS, "train.per_device_train_batch_size": 1, **changes})
     assert len(found) == STEPS
-    assert found == pytest.approx(whole[packing], rel=1e-5)
+    assert found == pytest.approx(whole[changes.get("data.packing", True)], rel=1e-5)
+
+
+def test_accelerate_launch_trains_with_fsdp2(whole, tmp_path):
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--use_fsdp", "--fsdp_version", "2"]
+    launch += ["--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+    launch += ["--main_process_port", "0", "-m", "ligertune", "train", str(RECIPE)]
+    settings = {**SETTINGS, "train.per_device_train_batch_size": 1, "train.warmup_ratio": 0, "logging.logging_steps": 1,
+                "checkpoint.save_strategy": "no", "checkpoint.output_dir": "run"}  # fmt: skip
+    done = run([*launch, *overrides(settings)], cwd=tmp_path)
+    assert done.code == 0, done.err[-3000:]
+    assert losses(tmp_path / "run") == pytest.approx(whole[True], rel=1e-5)
 
 
 @pytest.mark.slow
-def test_ranks_share_a_stream_as_one_process_takes_it(recipe, tmp_path):
-    streamed = {"packing": True, "data.streaming": "true", "data.val_split": 0, "data.datasets.0.max_samples": "null"}
-    found = []
-    for name, ways in {"alone": {"micro": 8}, "ranks": {"micro": 2, "launcher": ("--multi_gpu",)}}.items():
-        (tmp_path / name).mkdir()
-        found.append(train(recipe, tmp_path / name, **streamed, **ways))
-    assert len(found[0]) == STEPS
-    assert found[1] == pytest.approx(found[0], rel=1e-5)
+def test_ranks_share_a_stream_as_one_process_reads_it(tmp_path):
+    streamed = {**SETTINGS, "data.streaming": "true", "data.datasets.0.max_samples": "null"}
+    alone = train_ranks(1, tmp_path / "alone", **{**streamed, "train.per_device_train_batch_size": 8})
+    found = train_ranks(2, tmp_path / "ranks", **DDP, **{**streamed, "train.per_device_train_batch_size": 2})
+    assert len(alone) == STEPS
+    assert found == pytest.approx(alone, rel=1e-5)
 
 
 NEEDS_TORCHAO = [
@@ -118,25 +98,15 @@ NEEDS_TORCHAO = [
         ),
     ],
 )
-def test_fsdp_saves_resumes_and_leaves_a_model_that_loads(changes, recipe, tmp_path):
+def test_fsdp_resumes_to_the_same_bits_and_its_model_loads(changes, tmp_path):
     from transformers import AutoModelForCausalLM
 
-    start = two_ranks("--use_fsdp", "--fsdp_version", "2")
-    settings = {
-        **SETTINGS,
-        "train.per_device_train_batch_size": 4,
-        "checkpoint.save_strategy": "steps",
-        "checkpoint.save_steps": 2,
-        **changes,
-    }
-    first = run([*start, "train", str(recipe), *overrides(settings)], cwd=tmp_path)
-    assert first.code == 0, first.err[-3000:]
-    expected = losses(tmp_path / "run")
-    weights = (tmp_path / "run" / "model" / "model.safetensors").read_bytes()
-    (tmp_path / "run" / "report.json").unlink()  # as if it had been killed after step 4
-    again = run([*start, "train", str(recipe), *overrides(settings), "--resume"], cwd=tmp_path)
-    assert again.code == 0, again.err[-3000:]
-    assert losses(tmp_path / "run") == expected
-    assert (tmp_path / "run" / "model" / "model.safetensors").read_bytes() == weights
-    _, info = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model", output_loading_info=True)
+    settings = {**SETTINGS, **FSDP, "train.per_device_train_batch_size": 4, "checkpoint.save_strategy": "steps",
+                "checkpoint.save_steps": 2, **changes}  # fmt: skip
+    expected = train_ranks(2, tmp_path, **settings)
+    run = unfinished(tmp_path)  # its newest checkpoint is that of step 4
+    before = weights(run)
+    assert train_ranks(2, tmp_path, **settings, **RESUME) == expected
+    assert weights(run) == before
+    _, info = AutoModelForCausalLM.from_pretrained(run / "model", output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]

@@ -1,44 +1,63 @@
-"""Signals that stop a run, and runs that are replaced."""
+"""Signals during training, resuming after them, and --overwrite."""
 
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
-import time
+from random import SystemRandom
 
 import pytest
-from command_line import environment, overrides
+from command_line import losses, overrides, start, train_command, wait_until, weights
 
 SETTINGS = {"train.max_steps": 300, "logging.logging_steps": 1, "checkpoint.save_strategy": "no",
-            "checkpoint.output_dir": "run"}  # fmt: skip
+            "data.val_split": 0, "checkpoint.output_dir": "run"}  # fmt: skip
 
 
-def stopped_by(number: int, recipe, folder, **changes) -> int:
-    """Exit code of a run that gets the signal after its third step."""
-    command = [sys.executable, "-m", "ligertune", "train", str(recipe), *overrides({**SETTINGS, **changes})]
-    process = subprocess.Popen(command, cwd=folder, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+def stop_with(number: int, folder, after: int = 3, **changes: object) -> int:
+    """Send a signal after so many steps of a run. Returns its exit code."""
+    process = start(train_command(**{**SETTINGS, **changes}), cwd=folder)
     metrics = folder / "run" / "metrics.jsonl"
-    while process.poll() is None and not (metrics.exists() and metrics.read_text().count("\n") >= 3):
-        time.sleep(0.005)
+    wait_until(process, lambda: metrics.exists() and metrics.read_text().count("\n") >= after)
     process.send_signal(number)
     process.communicate()
     return process.returncode
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1], ids=["Ctrl-C", "what Slurm sends"])
-def test_a_signal_saves_and_says_how_to_go_on(number, recipe, tmp_path):
-    assert stopped_by(number, recipe, tmp_path) == 130
-    assert len(list((tmp_path / "run" / "checkpoints").glob("step-*"))) == 1
+def checkpoints(folder) -> list[str]:
+    return [path.name for path in (folder / "run" / "checkpoints").glob("step-*")]
 
 
-def test_without_save_on_signal_it_stops_at_once(recipe, tmp_path):
-    code = stopped_by(signal.SIGTERM, recipe, tmp_path, **{"checkpoint.save_on_signal": "false"})
-    assert code == 130
-    assert not list((tmp_path / "run" / "checkpoints").glob("step-*"))
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGUSR1, marks=pytest.mark.slow)], ids=["Ctrl-C", "Slurm's SIGUSR1"]
+)
+def test_a_signal_saves_a_checkpoint(number, tmp_path):
+    assert stop_with(number, tmp_path) == 130
+    assert len(checkpoints(tmp_path)) == 1
 
 
-def test_overwrite_replaces_the_run_and_nothing_else(recipe, tmp_path, ligertune):
+def test_without_save_on_signal_a_run_stops_at_once(tmp_path):
+    assert stop_with(signal.SIGTERM, tmp_path, **{"checkpoint.save_on_signal": "false"}) == 130
+    assert not checkpoints(tmp_path)
+
+
+def test_resume_after_sigterm_at_a_random_step_is_bit_equal(tmp_path, ligertune, recipe):
+    """Folders of incomplete checkpoints are ignored."""
+    steps, stop_after = 20, SystemRandom().randint(1, 10)
+    settings = {**SETTINGS, "train.max_steps": steps}
+    whole = ligertune("train", recipe, *overrides({**settings, "checkpoint.output_dir": "whole"}))
+    assert whole.code == 0, whole.err
+    assert stop_with(signal.SIGTERM, tmp_path, stop_after, **{"train.max_steps": steps}) == 130
+    reached = len(losses(tmp_path / "run"))
+    assert stop_after <= reached < steps and checkpoints(tmp_path) == [f"step-{reached}"]
+    for incomplete in (".step-99.partial", "step-98"):
+        (tmp_path / "run" / "checkpoints" / incomplete).mkdir()
+    resumed = ligertune("train", recipe, *overrides(settings), "--resume")
+    assert resumed.code == 0, resumed.err
+    assert f"resumed at {reached}" in resumed.out
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    assert weights(tmp_path / "run") == weights(tmp_path / "whole")
+
+
+def test_overwrite_replaces_the_run_and_keeps_other_files(recipe, tmp_path, ligertune):
     run = tmp_path / "run"
     (run / "model").mkdir(parents=True)
     (run / "model" / "stale.txt").write_text("from before")
@@ -47,20 +66,3 @@ def test_overwrite_replaces_the_run_and_nothing_else(recipe, tmp_path, ligertune
     assert done.code == 0, done.err
     assert not (run / "model" / "stale.txt").exists()
     assert (run / "notes.txt").read_text() == "mine"
-
-
-@pytest.mark.parametrize(
-    "left",
-    [
-        pytest.param(".step-3.partial", id="a save cut off"),
-        pytest.param("step-9", id="no progress file", marks=pytest.mark.slow),
-    ],
-)
-def test_an_incomplete_checkpoint_is_not_resumed_from(left, recipe, tmp_path, ligertune):
-    assert stopped_by(signal.SIGTERM, recipe, tmp_path) == 130
-    complete = next((tmp_path / "run" / "checkpoints").iterdir()).name
-    (tmp_path / "run" / "checkpoints" / left).mkdir()
-    steps = int(complete.removeprefix("step-")) + 2
-    done = ligertune("train", recipe, *overrides({**SETTINGS, "train.max_steps": steps}), "--resume")
-    assert done.code == 0, done.err
-    assert f"resumed at {steps - 2}" in done.out

@@ -1,4 +1,4 @@
-"""`ligertune train` with several processes of its own: what it refuses, what signals do, and ranks that die or hang."""
+"""`ligertune train` that starts its own ranks: refusals, signals, and ranks that die or hang."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
-from command_line import Done, environment, losses, overrides
+from command_line import Done, losses, run, start, train_command, wait_until
 
 SETTINGS = {
     "parallel.num_processes": 2,
@@ -35,21 +34,16 @@ def ranks_of(process: subprocess.Popen) -> dict[int, int]:
     return found
 
 
-def disturbed(
-    recipe: Path,
+def disturb_run(
     folder: Path,
     disturb: Callable[[subprocess.Popen], None],
     *,
     after: str = "checkpoints/step-3",
     **changes: object,
 ) -> Done:
-    """A run with two ranks to which something happens when `after` is there: its first checkpoint."""
-    command = [sys.executable, "-m", "ligertune", "train", str(recipe), *overrides({**SETTINGS, **changes})]
-    process = subprocess.Popen(
-        command, cwd=folder, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    while process.poll() is None and not (folder / "run" / after).exists():
-        time.sleep(0.02)
+    """Call `disturb` on a run of two ranks when the file `after` exists. Returns the finished run."""
+    process = start(train_command(**{**SETTINGS, **changes}), cwd=folder)
+    wait_until(process, (folder / "run" / after).exists)
     if process.poll() is None:
         disturb(process)
     out, err = process.communicate()
@@ -57,40 +51,47 @@ def disturbed(
 
 
 def newest(folder: Path) -> str:
-    """As the sentence on a failure names it."""
+    """Return the newest checkpoint as error messages write it."""
     steps = [int(entry.name.removeprefix("step-")) for entry in (folder / "run" / "checkpoints").glob("step-*")]
     return f"run/checkpoints/step-{max(steps)}"
 
 
-def test_bad_input_is_refused_once_and_before_anything_is_written(recipe, tmp_path, ligertune):
-    done = ligertune("train", recipe, *overrides({**SETTINGS, "train.global_batch_size": 12}))
+def test_bad_input_is_refused_once_before_anything_is_written(tmp_path):
+    done = run(train_command(**{**SETTINGS, "train.global_batch_size": 12}), cwd=tmp_path)
     assert done.code == 2
     assert done.err.count("Error:") == 1 and "4 x 2 = 8" in done.err
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
-def test_ranks_that_wait_for_the_plan_end_with_their_starter(number, recipe, tmp_path):
-    """They are begun while the plan is made, and may not even have asked to be told of its death."""
-    command = [sys.executable, "-m", "ligertune", "train", str(recipe), *overrides(SETTINGS)]
-    process = subprocess.Popen(command, cwd=tmp_path, env=environment(), stderr=subprocess.PIPE, text=True)
+def assert_all_end(pids: Iterable[int]) -> None:
+    deadline = time.monotonic() + 120
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGKILL],
+    ids=lambda number: number.name,
+)
+def test_ranks_that_wait_for_the_plan_end_with_their_parent(number, tmp_path):
+    """Ranks start while the plan is made, and may not yet have requested the signal of their parent's death."""
+    process = start(train_command(**SETTINGS), cwd=tmp_path)
     while len(ranks := ranks_of(process)) < 2:
         assert process.poll() is None
         time.sleep(0.02)
     process.send_signal(number)
     _, err = process.communicate()
     assert process.returncode == (-number if number == signal.SIGKILL else 130)
-    # Not by an exception, which is lost where it comes in a destructor or in an import that is tried.
+    # The handler ends the process; an exception would be lost in a destructor or in `try: import`.
     assert err.strip() == ("" if number == signal.SIGKILL else f"Stopped by {number.name}.")
-    deadline = time.monotonic() + 120
-    while any(Path(f"/proc/{pid}").exists() for pid in ranks.values()) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks.values())
+    assert_all_end(ranks.values())
     assert not (tmp_path / "run").exists()
 
 
-def test_ctrl_c_saves_and_says_so_once(recipe, tmp_path):
-    done = disturbed(recipe, tmp_path, lambda process: process.send_signal(signal.SIGINT))
+def test_ctrl_c_saves_and_says_so_once(tmp_path):
+    done = disturb_run(tmp_path, lambda process: process.send_signal(signal.SIGINT))
     assert done.code == 130, done.err[-3000:]
     assert done.out.count("interrupted by SIGINT") == 1
     assert newest(tmp_path) == f"run/checkpoints/step-{len(losses(tmp_path / 'run'))}"
@@ -98,12 +99,12 @@ def test_ctrl_c_saves_and_says_so_once(recipe, tmp_path):
     before = ["planning", "starting the processes", "loading the model", "preparing to train", "first step"]
     seconds = report["seconds_to_first_step"]
     assert list(seconds) == before
-    assert seconds["starting the processes"] < seconds["planning"], "they are not begun while the plan is made"
+    assert seconds["starting the processes"] < seconds["planning"], "ranks must start while the plan is made"
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_killed_ends_the_run_with_one_sentence(recipe, tmp_path):
-    done = disturbed(recipe, tmp_path, lambda process: os.kill(ranks_of(process)[1], signal.SIGKILL))
+def test_a_killed_rank_ends_the_run_with_one_sentence(tmp_path):
+    done = disturb_run(tmp_path, lambda process: os.kill(ranks_of(process)[1], signal.SIGKILL))
     assert done.code == 1
     said = done.err.strip().splitlines()
     assert len(said) == 1, done.err
@@ -111,26 +112,26 @@ def test_a_rank_that_is_killed_ends_the_run_with_one_sentence(recipe, tmp_path):
 
 
 @pytest.mark.slow
-def test_what_only_ranks_find_out_is_said_once(recipe, tmp_path, ligertune):
+def test_an_error_on_every_rank_is_printed_once(tmp_path):
     first = {**SETTINGS, "train.max_steps": 4, "checkpoint.output_dir": tmp_path / "first"}
-    assert ligertune("train", recipe, *overrides(first)).code == 0
+    assert run(train_command(**first), cwd=tmp_path).code == 0
     from_there = {"checkpoint.resume_from_checkpoint": tmp_path / "first" / "checkpoints" / "step-3"}
     other = {**SETTINGS, **from_there, "train.per_device_train_batch_size": 2, "train.max_steps": 6}
-    done = ligertune("train", recipe, *overrides(other))
+    done = run(train_command(**other), cwd=tmp_path)
     assert done.code == 2
     assert done.err.count("Error:") == 1 and "was trained with a global batch of 16" in done.err
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("after", ["plan.json", "checkpoints/step-3"], ids=["before the first step", "after a save"])
-def test_a_rank_that_hangs_is_given_up(after, recipe, tmp_path):
-    """Whatever the others do: before the first step and while saving they wait half an hour for each other."""
+def test_a_rank_that_hangs_ends_the_run_after_the_timeout(after, tmp_path):
+    """The process groups themselves wait half an hour before the first step and while saving."""
     started = time.monotonic()
 
     def stop(process: subprocess.Popen) -> None:
         os.kill(ranks_of(process)[1], signal.SIGSTOP)
 
-    done = disturbed(recipe, tmp_path, stop, after=after, **{"parallel.timeout": 4})
+    done = disturb_run(tmp_path, stop, after=after, **{"parallel.timeout": 4})
     assert done.code == 1 and time.monotonic() - started < 60
     said = done.err.strip().splitlines()
     assert len(said) == 1, done.err
@@ -139,15 +140,12 @@ def test_a_rank_that_hangs_is_given_up(after, recipe, tmp_path):
 
 
 @pytest.mark.slow
-def test_ranks_end_with_the_process_that_started_them(recipe, tmp_path):
+def test_ranks_end_when_their_parent_is_killed(tmp_path):
     pids: list[int] = []
 
     def kill(process: subprocess.Popen) -> None:
         pids.extend(ranks_of(process).values())
         process.kill()
 
-    assert disturbed(recipe, tmp_path, kill).code == -signal.SIGKILL
-    deadline = time.monotonic() + 60
-    while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    assert disturb_run(tmp_path, kill).code == -signal.SIGKILL
+    assert_all_end(pids)

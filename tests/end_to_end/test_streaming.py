@@ -1,62 +1,46 @@
-"""data.streaming: a run on data that is read while it trains, in the same numbers after a resume."""
+"""data.streaming: data are read while training, and a resumed run continues with the same rows."""
 
 from __future__ import annotations
 
-import json
 import shutil
 
 import pytest
-from command_line import losses, overrides
+from command_line import losses, weights
+from quickstart_runs import RESUME, plan_run, train
 
 from ligertune.cli.render import console as render
 from ligertune.errors import UserError
-from ligertune.planning.plan import Plan
-from ligertune.recipe import load_recipe
-from ligertune.run import plan_for
 
 STREAMED = {
     "data.streaming": "true",
     "data.val_split": 0,
+    "data.packing": True,
     "train.max_steps": 6,
-    "train.per_device_train_batch_size": 2,
-    "logging.logging_steps": 1,
+    "checkpoint.save_strategy": "steps",
     "checkpoint.save_steps": 4,
 }
 
 
-def test_a_streamed_run_goes_on_where_it_was_cut(tmp_path, ligertune, recipe):
-    whole = ligertune("train", recipe, *overrides({**STREAMED, "checkpoint.output_dir": "whole"}), "--json")
-    assert whole.code == 0, whole.err
-    report = json.loads(whole.out)
-    assert any("rows that were read are used" in note for note in report["notes"])
+def test_a_resumed_stream_continues_with_the_next_rows(tmp_path):
+    report = train(tmp_path / "whole", **STREAMED)
+    assert any("rows that were read are used" in note for note in report.notes)
     shutil.copytree(tmp_path / "whole", tmp_path / "cut")
-    (tmp_path / "cut" / "report.json").unlink()
-    shutil.rmtree(tmp_path / "cut" / "model")
-    resumed = ligertune("train", recipe, *overrides({**STREAMED, "checkpoint.output_dir": "cut"}), "--resume", "--json")
-    assert resumed.code == 0, resumed.err
-    assert json.loads(resumed.out)["resumed_from"] == 4
-    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
-    models = [(tmp_path / name / "model" / "model.safetensors").read_bytes() for name in ("cut", "whole")]
-    assert models[0] == models[1]
+    (tmp_path / "cut" / "run" / "report.json").unlink()
+    shutil.rmtree(tmp_path / "cut" / "run" / "model")
+    assert train(tmp_path / "cut", **STREAMED, **RESUME).resumed_from == 4
+    assert losses(tmp_path / "cut" / "run") == losses(tmp_path / "whole" / "run")
+    assert weights(tmp_path / "cut" / "run") == weights(tmp_path / "whole" / "run")
 
 
-@pytest.fixture
-def planned(recipe, tmp_path):
-    def planned(**changes) -> Plan:
-        settings = {**STREAMED, "checkpoint.output_dir": tmp_path / "run", **changes}
-        return plan_for(load_recipe(recipe, overrides=overrides(settings)[1::2])).plan
-
-    return planned
-
-
-def test_the_plan_of_a_stream_names_no_numbers_that_nobody_knows(planned, capsys):
-    plan = planned()
+def test_the_plan_of_a_stream_has_no_number_of_examples(tmp_path, capsys):
+    plan = plan_run(tmp_path, **STREAMED).plan
     assert (plan.rows.streamed, plan.rows.kind, plan.data.examples, plan.data.longest) == (True, "packed", 0, 512)
+    render.people_on_stderr(False)  # the console keeps the stream of an earlier test
     render.plan(plan)
     printed = capsys.readouterr().out
     assert "streamed while training" in printed and "0 examples" not in printed
 
 
-def test_examples_longer_than_the_model_reaches_are_refused_before_any_is_read(planned):
+def test_a_max_length_beyond_the_context_is_refused_before_reading(tmp_path):
     with pytest.raises(UserError, match=r"data\.max_length: 1024 .* is 512"):
-        planned(**{"data.max_length": 1024})
+        plan_run(tmp_path, **STREAMED, **{"data.max_length": 1024})

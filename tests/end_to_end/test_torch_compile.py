@@ -1,38 +1,38 @@
-"""train.torch_compile: the decoder layers are compiled, and the numbers stay."""
+"""train.torch_compile: the decoder layers are compiled, few graphs are made, and the losses do not change."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from command_line import losses
-from test_keys import read
+from quickstart_runs import plan_run
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ligertune.decode.samples import answers_to
 from ligertune.errors import UserError
 from ligertune.models.compile import compile_layers
-from ligertune.run import plan_for, run
+from ligertune.run import run
 from ligertune.train.distributed import start_accelerator
 from ligertune.train.model_builder import trained_model
 
-# rows of one length, and nothing to evaluate: a graph for the packing's check, one for training
+# Rows of one length and no evaluation: one graph for the check of packing, one for training.
 SETTINGS = {"data.packing": True, "data.val_split": 0, "data.max_length": 256, "train.max_steps": 2}
 
 
-def compiled_layers(quickstart, folder, **changes: object) -> int:
-    """How many modules of a run's model are compiled."""
-    job = plan_for(read(quickstart, folder, **changes))
+def compiled_layers(folder, **changes: object) -> int:
+    """Count the compiled modules of a run's model."""
+    job = plan_run(folder, **changes)
     model, _ = trained_model(job.plan, job.config, start_accelerator(job.plan))
     return sum(module._compiled_call_impl is not None for module in model.modules())
 
 
-def test_the_key_compiles_every_decoder_layer(quickstart, tmp_path):
-    assert compiled_layers(quickstart, tmp_path / "off") == 0
-    assert compiled_layers(quickstart, tmp_path / "on", **{"train.torch_compile": "true"}) == 5
+def test_the_key_compiles_every_decoder_layer(tmp_path):
+    assert compiled_layers(tmp_path / "off") == 0
+    assert compiled_layers(tmp_path / "on", **{"train.torch_compile": "true"}) == 5
 
 
-def test_a_model_that_names_no_layers_is_refused():
+def test_a_model_without_layers_is_refused():
     model = LlamaForCausalLM(LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=0,
                                          num_attention_heads=1))  # fmt: skip
     with pytest.raises(UserError, match="names no layers that could be compiled"):
@@ -40,20 +40,20 @@ def test_a_model_that_names_no_layers_is_refused():
 
 
 @pytest.mark.parametrize(("packing", "multiple"), [(True, 512), (False, 64)])
-def test_batches_of_compiled_layers_have_few_lengths(packing, multiple, quickstart, tmp_path):
+def test_batches_are_padded_to_few_lengths(packing, multiple, tmp_path):
     changes = {"data.packing": packing, "data.max_length": 500}
-    usual = plan_for(read(quickstart, tmp_path, **changes)).plan.rows.multiple_of
-    compiled = plan_for(read(quickstart, tmp_path, **changes, **{"train.torch_compile": True})).plan.rows.multiple_of
+    usual = plan_run(tmp_path, **changes).plan.rows.multiple_of
+    compiled = plan_run(tmp_path, **changes, **{"train.torch_compile": True}).plan.rows.multiple_of
     assert (usual, compiled) == (16, multiple)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_one_graph_serves_packed_rows_of_any_documents(checkpointing, quickstart, tmp_path):
-    """Rows differ in the number of their documents, in the longest, and in how many labels they have."""
+def test_packed_rows_need_no_recompilation(checkpointing, tmp_path):
+    """The rows differ in their number of documents, the longest document, and the number of labels."""
     how = {**SETTINGS, "train.max_steps": 4, "train.per_device_train_batch_size": 3, "train.global_batch_size": 3,
            "data.datasets.0.max_samples": 60, "train.torch_compile": True,
            "train.gradient_checkpointing": checkpointing}  # fmt: skip
-    job = plan_for(read(quickstart, tmp_path, **how))
+    job = plan_run(tmp_path, **how)
     torch.compiler.reset()
     with torch._dynamo.config.patch(error_on_recompile=True):
         run(job, lambda line: None)
@@ -77,7 +77,7 @@ class Layers(nn.Module):
 
 
 @pytest.mark.slow
-def test_eight_lengths_to_train_on_and_eight_to_evaluate_on_are_all_compiled():
+def test_eight_training_and_eight_evaluation_lengths_are_all_compiled():
     torch.compiler.reset()
     model = Layers()
     compile_layers(model)
@@ -89,8 +89,8 @@ def test_eight_lengths_to_train_on_and_eight_to_evaluate_on_are_all_compiled():
                 model(torch.ones(length))
 
 
-def test_an_answer_is_written_without_a_graph_for_each_of_its_lengths(quickstart, tmp_path):
-    job = plan_for(read(quickstart, tmp_path, **SETTINGS, **{"train.torch_compile": True}))
+def test_generation_does_not_compile_a_graph_per_length(tmp_path):
+    job = plan_run(tmp_path, **SETTINGS, **{"train.torch_compile": True})
     model, _ = trained_model(job.plan, job.config, start_accelerator(job.plan))
     answer = answers_to(["Once upon a time"], job.tokenizer.tokenizer, job.prompt,
                         pad_token_id=job.tokenizer.pad_token_id)  # fmt: skip
@@ -101,14 +101,13 @@ def test_an_answer_is_written_without_a_graph_for_each_of_its_lengths(quickstart
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("checkpointing", ["false", "true"])
-@pytest.mark.parametrize("determinism", ["true", "false"])
-def test_compiled_layers_train_as_others_do(determinism, checkpointing, quickstart, tmp_path):
-    """With full_determinism the mode is on where a compiled backward is made, or torch refuses to run it."""
+@pytest.mark.parametrize(("determinism", "checkpointing"), [("true", "false"), ("false", "true")])
+def test_compiled_layers_have_the_same_losses(determinism, checkpointing, tmp_path):
+    """torch refuses a compiled backward that was made without full_determinism's mode."""
     found = []
     for compiled in ("false", "true"):
         how = {"train.gradient_checkpointing": checkpointing, "train.full_determinism": determinism}
-        job = plan_for(read(quickstart, tmp_path / compiled, **SETTINGS, **how, **{"train.torch_compile": compiled}))
+        job = plan_run(tmp_path / compiled, **SETTINGS, **how, **{"train.torch_compile": compiled})
         run(job, lambda line: None)
         found.append(losses(tmp_path / compiled / "run"))
     assert found[1] == pytest.approx(found[0], rel=1e-5)

@@ -1,0 +1,65 @@
+"""Plan and train short runs of the quickstart's recipe in this process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from command_line import RECIPE, losses, overrides
+from forked_ranks import on_ranks
+
+from ligertune.recipe import Recipe, load_recipe
+from ligertune.report import Report
+from ligertune.run import plan_for, run
+from ligertune.train.job import Job
+
+SHORT = {
+    "data.datasets.0.max_samples": 40,
+    "data.val_split": 0.1,
+    "data.packing": False,  # so that a step holds the same number of examples whatever their lengths are
+    "train.max_steps": 3,
+    "train.per_device_train_batch_size": 2,
+    "train.gradient_accumulation_steps": 2,
+    "train.warmup_ratio": 0.0,
+    "logging.logging_steps": 1,
+    "checkpoint.save_strategy": "no",
+    "report.warmup_steps": 1,
+}
+# A recipe may hold only one key of each pair: a change of one drops the other.
+EXCLUSIVE = {
+    "train.max_steps": "train.num_train_epochs",
+    "train.gradient_accumulation_steps": "train.global_batch_size",
+    "train.warmup_ratio": "train.warmup_steps",
+}
+RESUME = {"checkpoint.resume_from_checkpoint": "auto"}
+
+
+def recipe_for(folder: Path, **changes: object) -> Recipe:
+    """Return the quickstart's recipe with a short run in `folder / "run"` and these changes."""
+    short = {key: value for key, value in SHORT.items() if EXCLUSIVE.get(key) not in changes}
+    settings = {**short, "checkpoint.output_dir": folder / "run", **changes}
+    return load_recipe(RECIPE, overrides=overrides(settings)[1::2])
+
+
+def plan_run(folder: Path, **changes: object) -> Job:
+    """Return the planned run of `recipe_for`."""
+    return plan_for(recipe_for(folder, **changes))
+
+
+def train(folder: Path, **changes: object) -> Report:
+    """Train the recipe of `recipe_for`; the run is in `folder / "run"`."""
+    return run(plan_run(folder, **changes), lambda line: None)
+
+
+def train_ranks(ranks: int, folder: Path, **changes: object) -> list[float]:
+    """Train on one process or on several, which are forks of this one joined by gloo. Returns the losses."""
+    if ranks == 1:
+        train(folder, **changes)
+    else:
+        on_ranks(ranks, lambda rank: train(folder, **changes) and None)
+    return losses(folder / "run")
+
+
+def unfinished(folder: Path) -> Path:
+    """Remove the report from the run in `folder`, as if the run had been killed. Returns the run's folder."""
+    (folder / "run" / "report.json").unlink()
+    return folder / "run"
