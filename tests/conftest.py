@@ -1,4 +1,4 @@
-"""Fixtures every test shares, and the reasons for which a test may be skipped: no GPU, no corpus."""
+"""Fixtures of all tests, the order of test files, and skips without a GPU or the test corpus."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     remember_builtins()
 
 
-# Minutes each. Begun last, such a file would run alone on one core while the others have nothing left to do.
+# These files take longest. If they started last, the other cores would wait for them.
 LONG = ("test_under_interpreter", "test_ahead_of_time", "test_ranks")
 
 
@@ -37,13 +37,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Modules stay. To look for garbage among them again and again is a tenth of the tests' time."""
+    """Exclude imported modules from garbage collection, which takes a tenth of the time otherwise."""
     gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
-def cache_of_the_tests(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Prepared data is kept here, not in the cache of whoever runs the tests; child processes see it, too."""
+def data_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Keep prepared data in a temporary folder, also in child processes, instead of the user's cache."""
     folder = tmp_path_factory.mktemp("cache")
     os.environ["LIGERTUNE_CACHE"] = str(folder)
     return folder

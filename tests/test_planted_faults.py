@@ -1,4 +1,4 @@
-"""The faults of scripts/plant_faults: each still fits the code, so that none is passed over without a word."""
+"""scripts/plant_faults: its faults fit the code, and it distinguishes caught from missed faults."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 def script():
     loader = SourceFileLoader("plant_faults", str(ROOT / "scripts" / "plant_faults"))
     module = module_from_spec(spec_from_loader(loader.name, loader))
-    sys.modules[loader.name] = module  # dataclasses look for it
+    sys.modules[loader.name] = module  # dataclasses look up their module there
     loader.exec_module(module)
     return module
 
@@ -28,7 +28,7 @@ def test_every_fault_still_fits_the_code(script):
     assert len(faults) >= 75
 
 
-def test_a_snippet_that_no_longer_matches_is_an_error(script):
+def test_a_snippet_that_does_not_match_once_is_an_error(script):
     fault = script.Fault("a", "b.py", "x = 1", "x = 2", "", ())
     assert fault.planted_in("x = 1\n") == "x = 2\n"
     for source in ("x = 3\n", "x = 1\nx = 1\n"):
@@ -36,8 +36,7 @@ def test_a_snippet_that_no_longer_matches_is_an_error(script):
             fault.planted_in(source)
 
 
-def test_a_caught_and_a_missed_fault_are_told_apart(script, tmp_path):
-    """In a tree of one module with one test."""
+def test_caught_and_missed_faults_are_distinguished(script, tmp_path):
     (tmp_path / "module.py").write_text("def double(x):\n    y = 2 * x\n    return y\n")
     (tmp_path / "test_module.py").write_text(
         "from module import double\n\ndef test_two():\n    assert double(2) == 4\n"
@@ -53,7 +52,7 @@ def test_a_caught_and_a_missed_fault_are_told_apart(script, tmp_path):
     assert "2 * x" in (tmp_path / "module.py").read_text()
 
 
-def test_the_list_is_shown_without_planting(script):
+def test_check_plants_nothing(script):
     done = subprocess.run(
         [sys.executable, ROOT / "scripts" / "plant_faults", "--check"], capture_output=True, text=True
     )

@@ -1,4 +1,7 @@
-"""Run a function on several ranks: forks of this process, which has imported everything already, joined by gloo."""
+"""Run a function on several ranks: forks of this process, which has imported everything already, joined by gloo.
+
+Skips the test on a machine with a GPU: a process that uses CUDA cannot fork.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,16 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+import pytest
+import torch
+
 LIMIT = 180  # seconds that a rank may take
 
 
 def on_ranks(world_size: int, function: Callable[[int], Any]) -> list[Any]:
     """Return what `function(rank)` returns on each rank. Raises AssertionError with a failed rank's traceback."""
+    if torch.cuda.is_available():
+        pytest.skip("ranks are forks, which CUDA does not allow")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -41,7 +49,6 @@ def on_ranks(world_size: int, function: Callable[[int], Any]) -> list[Any]:
 
 
 def _rank(function: Callable[[int], Any], rank: int, world_size: int, port: int, answer: Connection) -> None:
-    import torch
     from accelerate.state import AcceleratorState
 
     os.environ |= {

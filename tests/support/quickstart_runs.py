@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from command_line import RECIPE, losses, overrides
+import torch
+from command_line import RECIPE, losses, overrides, train_command
+from command_line import run as run_command
 from forked_ranks import on_ranks
 
 from ligertune.recipe import Recipe, load_recipe
@@ -35,9 +37,12 @@ RESUME = {"checkpoint.resume_from_checkpoint": "auto"}
 
 def recipe_for(folder: Path, **changes: object) -> Recipe:
     """Return the quickstart's recipe with a short run in `folder / "run"` and these changes."""
+    return load_recipe(RECIPE, overrides=overrides(_settings(folder, changes))[1::2])
+
+
+def _settings(folder: Path, changes: dict[str, object]) -> dict[str, object]:
     short = {key: value for key, value in SHORT.items() if EXCLUSIVE.get(key) not in changes}
-    settings = {**short, "checkpoint.output_dir": folder / "run", **changes}
-    return load_recipe(RECIPE, overrides=overrides(settings)[1::2])
+    return {**short, "checkpoint.output_dir": folder / "run", **changes}
 
 
 def plan_run(folder: Path, **changes: object) -> Job:
@@ -51,9 +56,16 @@ def train(folder: Path, **changes: object) -> Report:
 
 
 def train_ranks(ranks: int, folder: Path, **changes: object) -> list[float]:
-    """Train on one process or on several, which are forks of this one joined by gloo. Returns the losses."""
+    """Train on one process or on several ranks. Returns the losses.
+
+    On a CPU the ranks are forks of this process, which saves their imports. A process that uses CUDA cannot fork.
+    """
     if ranks == 1:
         train(folder, **changes)
+    elif torch.cuda.is_available():
+        settings = {**_settings(folder, changes), "parallel.num_processes": ranks}
+        done = run_command(train_command(**settings), cwd=folder.parent)
+        assert done.code == 0, done.err[-3000:]
     else:
         on_ranks(ranks, lambda rank: train(folder, **changes) and None)
     return losses(folder / "run")

@@ -1,0 +1,79 @@
+"""Start-up phases, and imports without garbage collection."""
+
+from __future__ import annotations
+
+import ast
+import gc
+import subprocess
+import sys
+import time
+
+import pytest
+from command_line import environment
+
+from ligertune.progress import Phases, importing
+
+
+def python(code: str, *arguments: str) -> str:
+    """Run code in a new process and return its output."""
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(command, env=environment(), capture_output=True, text=True, check=True).stdout
+
+
+def test_a_long_phase_is_repeated_until_the_next_one_begins():
+    said = []
+    with Phases(said.append, first="planning", every=0.2) as phases:
+        time.sleep(0.5)
+        phases.begin("loading the model")
+        time.sleep(0.3)
+    heard, second = len(said), said.index("loading the model ...")
+    assert second >= 1 and heard >= second + 2, said
+    assert set(said[:second]) <= {f"planning ... {n} s" for n in range(4)}
+    assert set(said[second + 1 :]) <= {f"loading the model ... {n} s" for n in range(4)}
+    time.sleep(0.5)
+    assert len(said) == heard, "phases are printed after the last one ended"
+    assert list(phases.seconds) == ["planning", "loading the model"]
+    assert phases.seconds["planning"] >= 0.5
+
+
+def test_another_process_continues_the_phases():
+    said, now = [], time.perf_counter()
+    with Phases(said.append, first="planning", begun=now - 7, every=0.1) as phases:
+        phases.begin("starting")
+        passed = time.perf_counter() - now
+        time.sleep(0.3)
+        handed_on = phases.handed_on()
+        heard = len(said)
+        time.sleep(0.3)
+        assert len(said) == heard, "both processes print"
+    code = (
+        "import sys; from ligertune.progress import taken_over\n"
+        "p = taken_over(sys.argv[1], None); p.begin('loading'); p.end(); print(p.seconds)"
+    )
+    seconds = ast.literal_eval(python(code, handed_on))
+    assert list(seconds) == ["planning", "starting", "loading"]
+    assert 7 <= seconds["planning"] <= 7 + passed + 1e-3 and seconds["starting"] >= 0.6
+
+
+def test_imported_objects_are_excluded_from_garbage_collection():
+    python(
+        "import gc; from ligertune.progress import importing\n"
+        "with importing():\n"
+        "    assert not gc.isenabled()\n"
+        "    import unittest.mock\n"
+        "assert gc.isenabled() and gc.get_freeze_count() > 1000"
+    )
+
+
+def test_nothing_is_frozen_without_a_new_import():
+    """In the middle of a run, freezing would keep objects that are to be freed."""
+    frozen = gc.get_freeze_count()
+    with importing():
+        import textwrap  # noqa: F401
+    assert gc.isenabled() and gc.get_freeze_count() == frozen
+
+
+def test_garbage_collection_is_on_after_a_failed_import():
+    with pytest.raises(ModuleNotFoundError), importing():
+        import no_such_module  # noqa: F401
+    assert gc.isenabled()
