@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import json
-import resource
-import subprocess
 import threading
 from pathlib import Path
 
 import pytest
 import torch
 from accelerate import Accelerator
-from command_line import environment, losses, train_command, weights
-from quickstart_runs import RESUME, plan_run, train, unfinished
+from command_line import losses, weights
+from quickstart_runs import RESUME, plan_run, saves, train, unfinished
 
 from ligertune.errors import UserError
 from ligertune.train.checkpoint.saver import Saver
 
-SYNC = {"checkpoint.save_strategy": "steps", "checkpoint.save_steps": 1, "checkpoint.save_total_limit": 9}
+SYNC = {**saves(1), "checkpoint.save_total_limit": 9}
 ASYNC = {**SYNC, "checkpoint.async_save": "true"}
 
 
@@ -108,19 +106,3 @@ def test_it_writes_the_files_of_a_synchronous_save_and_resumes_to_the_same_bits(
     assert train(tmp_path / "async", **ASYNC, **RESUME).resumed_from == 2
     assert losses(run) == expected
     assert weights(run) == before
-
-
-@pytest.mark.slow
-def test_a_full_disk_ends_the_run_with_one_sentence(tmp_path):
-    """A limit on the size of a file stands for the full disk."""
-    settings = {**ASYNC, "checkpoint.output_dir": "run", "train.max_steps": 50, "data.cache": "false"}
-    limited = subprocess.run(
-        train_command(**settings),
-        cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000)),
-    )  # fmt: skip
-    assert limited.returncode == 1, limited.stderr[-2000:]
-    assert "Traceback" not in limited.stderr
-    assert "The checkpoint of step 1 could not be written" in limited.stderr
-    assert "There is no earlier one" in limited.stderr
-    assert not names(tmp_path)

@@ -57,11 +57,8 @@ def test_the_plan_suggests_it_where_kernel_launches_take_the_time(tmp_path):
 
     def suggestions(changed, has_images=False, **train):
         changed_recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update=train)})
-        return [
-            note
-            for note in suggest_cuda_graphs(changed, changed_recipe, has_images=has_images).notes
-            if "train.cuda_graphs: true" in note
-        ]
+        notes = suggest_cuda_graphs(changed, changed_recipe, has_images=has_images).notes
+        return [note for note in notes if "train.cuda_graphs: true" in note]
 
     assert len(suggestions(plan)) == 1 and "128 tokens" in suggestions(plan)[0]
     many_rows = dataclasses.replace(one_row, micro_batch_size=256)
@@ -79,19 +76,12 @@ def test_the_plan_suggests_it_where_kernel_launches_take_the_time(tmp_path):
 def test_it_is_refused_where_batches_differ_in_shape(packed):
     check_cuda_graphs(on_a_gpu(packed), has_images=False)
     fp16 = dataclasses.replace(packed.precision, autocast="fp16")
+    per_document = dataclasses.replace(on_a_gpu(packed), attn_implementation="per_document")
     for plan, has_images, words in (
         (on_a_gpu(packed, strategy="ddp"), False, "parallel.strategy is ddp here. Write parallel.num_processes: 1"),
         (on_a_gpu(packed), True, "reads images, which give each batch another shape"),
-        (
-            on_a_gpu(packed, precision=fp16),
-            False,
-            "trains in float16",
-        ),
-        (
-            dataclasses.replace(on_a_gpu(packed), attn_implementation="per_document"),
-            False,
-            "per_document attention depend",
-        ),
+        (on_a_gpu(packed, precision=fp16), False, "trains in float16"),
+        (per_document, False, "per_document attention depend"),
     ):
         with pytest.raises(UserError, match=words):
             check_cuda_graphs(plan, has_images=has_images)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from command_line import metrics, weights
-from quickstart_runs import RESUME, train, unfinished
+from quickstart_runs import RESUME, saves, train, unfinished
 from safetensors.torch import load_file
 
 from ligertune.train.evaluate import EarlyStopping
@@ -18,8 +18,7 @@ OVERFIT = {
     "train.lr_scheduler_type": "constant",
     "eval.eval_strategy": "steps",
     "eval.eval_steps": 1,
-    "checkpoint.save_strategy": "steps",
-    "checkpoint.save_steps": 3,
+    **saves(3),
 }
 BEST = {**OVERFIT, "checkpoint.load_best_model_at_end": True, "eval.early_stopping_patience": 3}
 

@@ -6,11 +6,9 @@ import json
 from importlib.util import find_spec
 
 import pytest
-from command_line import losses, overrides, weights
-from quickstart_runs import recipe_for, train, train_ranks
+from command_line import losses, weights
+from quickstart_runs import recipe_for, saves, train, train_ranks
 
-from ligertune.errors import UserError
-from ligertune.planning.preflight import check_packages
 from ligertune.run import plan_for
 
 WITHOUT = find_spec("torchao") is None
@@ -34,15 +32,6 @@ def test_the_plan_counts_the_converted_layers(tmp_path):
     assert "5 down_proj: 172 x 64" in converted.note
     assert any("emulated" in note for note in plans[1].notes)
     assert plans[1].peak.total > plans[0].peak.total
-
-
-@pytest.mark.skipif(not WITHOUT, reason="torchao is installed")
-def test_without_torchao_the_message_says_how_to_install_it(recipe, tmp_path, ligertune):
-    with pytest.raises(UserError, match=r"train\.fp8: true needs the package torchao"):
-        check_packages(recipe_for(tmp_path, **FLOAT8))
-    done = ligertune("train", recipe, *overrides({**FLOAT8, "checkpoint.output_dir": "run"}))
-    assert done.code == 2 and "pip install 'ligertune[quant]'" in done.err and "Traceback" not in done.err
-    assert not (tmp_path / "run").exists()
 
 
 @needs_torchao
@@ -71,10 +60,10 @@ def test_the_saved_model_has_no_float8_and_a_resumed_run_saves_the_same_bits(qui
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
 
-    saves = {**FLOAT8, "checkpoint.save_strategy": "steps", "checkpoint.save_steps": 2}
-    whole = trained(tmp_path / "whole", **saves)
+    settings = {**FLOAT8, **saves(2)}
+    whole = trained(tmp_path / "whole", **settings)
     step = tmp_path / "whole" / "run" / "checkpoints" / "step-2"
-    again = trained(tmp_path / "again", **saves, **{"checkpoint.resume_from_checkpoint": step})
+    again = trained(tmp_path / "again", **settings, **{"checkpoint.resume_from_checkpoint": step})
     assert again == whole[2:]
     assert weights(tmp_path / "whole" / "run") == weights(tmp_path / "again" / "run")
     saved = tmp_path / "whole" / "run" / "model"

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 from command_line import losses
-from quickstart_runs import plan_run, recipe_for, train
+from quickstart_runs import plan_run, recipe_for, saves, train
 
 from ligertune.decode.generate import complete
 from ligertune.errors import UserError
@@ -21,8 +21,7 @@ slow = pytest.mark.slow
 SETTINGS = {
     "model.dtype": "float32",
     "train.max_steps": 6,
-    "checkpoint.save_strategy": "steps",
-    "checkpoint.save_steps": 3,
+    **saves(3),
     "logging.logging_steps": 1,
     "train.learning_rate": 0.01,
     "data.datasets.0.max_samples": 60,
@@ -139,17 +138,19 @@ def test_invalid_exports_are_refused_with_one_sentence(adapted, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("settings", "package"),
+    ("key", "value", "package", "extra"),
     [
-        ({"method.type": "qlora"}, "bitsandbytes"),
-        ({"train.optim": "adamw_8bit"}, "bitsandbytes"),
-        ({"train.optim": "adamw_torch_4bit"}, "torchao"),
+        ("method.type", "qlora", "bitsandbytes", "quant"),
+        ("train.optim", "adamw_8bit", "bitsandbytes", "quant"),
+        ("train.optim", "adamw_torch_4bit", "torchao", "quant"),
+        ("train.fp8", "true", "torchao", "quant"),
+        ("parallel.strategy", "deepspeed_zero2", "deepspeed", "deepspeed"),
+        *(("logging.report_to", f"[jsonl, {name}]", name, "trackers") for name in ("tensorboard", "wandb", "mlflow")),
     ],
-    ids=["qlora", "adamw_8bit", "adamw_torch_4bit"],
 )
-def test_the_message_for_a_missing_package_says_how_to_install_it(settings, package, tmp_path):
+def test_the_message_for_a_missing_package_says_how_to_install_it(key, value, package, extra, tmp_path):
     if find_spec(package):
         pytest.skip(f"{package} is installed")
-    with pytest.raises(UserError, match=f"needs the package {package}") as caught:
-        check_packages(recipe_for(tmp_path, **settings))
-    assert "pip install 'ligertune[quant]'" in caught.value.hint
+    with pytest.raises(UserError, match=rf"needs the package.*{package}|{package} needs the package") as caught:
+        check_packages(recipe_for(tmp_path, **{key: value}))
+    assert f"pip install 'ligertune[{extra}]'" in f"{caught.value} {caught.value.hint}"

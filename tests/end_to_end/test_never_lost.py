@@ -7,14 +7,13 @@ import resource
 import shutil
 import signal
 import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
 import torch
 from accelerate import Accelerator
-from command_line import environment, losses
-from quickstart_runs import RESUME, plan_run, train, unfinished
+from command_line import environment, losses, train_command
+from quickstart_runs import RESUME, plan_run, saves, train, unfinished
 from transformers import AutoModelForCausalLM
 
 from ligertune.data.batching.collate import Batcher
@@ -26,8 +25,7 @@ from ligertune.train.evaluate import evaluate
 
 SETTINGS = {
     "train.max_steps": 6,
-    "checkpoint.save_strategy": "steps",
-    "checkpoint.save_steps": 2,
+    **saves(2),
     "checkpoint.save_total_limit": 3,
 }
 
@@ -99,17 +97,18 @@ def test_resuming_galore_at_another_rank_is_refused(tmp_path):
         train(tmp_path, **{**galore, **RESUME, "train.galore.rank": 4})
 
 
-@pytest.mark.slow
 def test_a_failed_save_keeps_the_checkpoint_before(cut):
     """A limit on the size of a file stands for a full disk."""
     shutil.rmtree(cut / "run" / "checkpoints" / "step-4")
     shutil.rmtree(cut / "run" / "model")
-    settings = ["--set", "checkpoint.output_dir=run", "--resume"]
+    recipe, limit = (
+        cut / "run" / "resolved_recipe.yaml",
+        lambda: resource.setrlimit(resource.RLIMIT_FSIZE, 2 * (300_000,)),
+    )
+    command = train_command("--resume", recipe=recipe, **{"checkpoint.output_dir": "run"})
     limited = subprocess.run(
-        [sys.executable, "-m", "ligertune", "train", "run/resolved_recipe.yaml", *settings],
-        cwd=cut, env=environment(), capture_output=True, text=True, check=False,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000)),
-    )  # fmt: skip
+        command, cwd=cut, env=environment(), capture_output=True, text=True, check=False, preexec_fn=limit
+    )
     assert limited.returncode == 1, limited.stderr[-2000:]
     assert "Traceback" not in limited.stderr
     assert "The checkpoint of step 4 could not be written" in limited.stderr

@@ -9,9 +9,11 @@ import shutil
 import pytest
 import torch
 from command_line import losses
-from quickstart_runs import RESUME, plan_run, unfinished
+from quickstart_runs import RESUME, plan_run, saves, unfinished
 from torch import nn
 
+from ligertune.attention.choice import FASTER_ON
+from ligertune.compare.parity import TOLERANCES
 from ligertune.errors import UserError
 from ligertune.run import run
 from ligertune.train.job import Job
@@ -107,7 +109,7 @@ def test_streams_groups_and_medusa_keep_their_losses(changes, tmp_path):
 
 def test_a_padding_free_run_resumes_with_padding(both, tmp_path):
     """The examples of a step do not depend on the key."""
-    saving = {"checkpoint.save_strategy": "steps", "checkpoint.save_steps": 6, "data.padding_free": True}
+    saving = {**saves(6), "data.padding_free": True}
     run(job_of(tmp_path, **saving), lambda line: None)
     unfinished(tmp_path)  # its newest checkpoint is that of step 6
     run(job_of(tmp_path, **RESUME, **{"data.padding_free": False}), lambda line: None)
@@ -144,3 +146,51 @@ def test_padding_free_has_no_effect_on_packed_rows(tmp_path):
     plan = job_of(tmp_path, **{"data.packing": True, "data.padding_free": True}).plan
     assert plan.rows.packed and not plan.rows.padding_free
     assert any("data.padding_free has no effect here" in note for note in plan.notes)
+
+
+ROUNDING = TOLERANCES["bfloat16"]
+
+
+on_nvidia = pytest.mark.skipif(torch.version.hip is not None, reason="torch's varlen attention is for NVIDIA GPUs")
+
+
+@pytest.fixture(scope="module")
+def gpu_runs(tmp_path_factory):
+    """data.padding_free -> (plan, report as a dict, losses)."""
+    found = {}
+    for value in ("auto", "false"):
+        folder = tmp_path_factory.mktemp(value)
+        job = job_of(folder, **{"data.padding_free": value, "model.dtype": "bfloat16"})
+        report = run(job, lambda line: None).as_dict()
+        found[value] = job.plan, report, losses(folder / "run")
+    return found
+
+
+@pytest.mark.gpu
+@on_nvidia
+def test_auto_chooses_attention_for_packed_documents_and_no_padding(gpu_runs):
+    plan, report, _ = gpu_runs["auto"]
+    assert plan.attn_implementation == ("document_attention" if plan.machine.arch in FASTER_ON else "varlen")
+    assert (plan.rows.padding_free, plan.rows.packed) == (True, False)
+    assert report["throughput"]["padding_share"] < 0.015  # padded to a multiple of 16
+    plan, report, _ = gpu_runs["false"]
+    assert (plan.rows.padding_free, plan.attn_implementation) == (False, "sdpa")
+    assert report["throughput"]["padding_share"] > 0.15
+    assert not any("padded" in note for note in gpu_runs["auto"][1]["notes"])
+
+
+@pytest.mark.gpu
+@on_nvidia
+def test_the_losses_are_those_of_padded_batches_within_bfloat16(gpu_runs):
+    flat, padded = gpu_runs["auto"][2], gpu_runs["false"][2]
+    assert len(flat) == STEPS
+    assert flat[0] == pytest.approx(padded[0], rel=ROUNDING.first_loss)
+    assert flat == pytest.approx(padded, rel=ROUNDING.loss)
+    assert gpu_runs["auto"][1]["eval_loss"] == pytest.approx(gpu_runs["false"][1]["eval_loss"], rel=ROUNDING.loss)
+
+
+@pytest.mark.gpu
+@on_nvidia
+def test_two_runs_are_bit_equal(tmp_path, gpu_runs):
+    run(job_of(tmp_path, **{"model.dtype": "bfloat16"}), lambda line: None)
+    assert losses(tmp_path / "run") == gpu_runs["auto"][2]

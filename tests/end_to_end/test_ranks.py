@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 import pytest
 from command_line import RECIPE, losses, overrides, run, weights
-from quickstart_runs import RESUME, train_ranks, unfinished
+from quickstart_runs import RESUME, saves, train_ranks, unfinished
 
 STEPS = 5
 SETTINGS = {
@@ -34,29 +34,23 @@ def whole(tmp_path_factory):
     }
 
 
-@pytest.mark.parametrize(
-    ("ranks", "changes"),
-    [
-        pytest.param(1, {}, id="packed-1x8"),
-        pytest.param(2, DDP, id="packed-ddp-2x4"),
-        pytest.param(2, {**FSDP, **RECOMPUTED}, id="recompute-fsdp-2x4", marks=pytest.mark.slow),
-        pytest.param(
-            2,
-            {**FSDP, "train.gradient_checkpointing": "offload_gate"},
-            id="offload-gate-fsdp-2x4",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(2, {**FSDP, **OFFLOADED}, id="offload-both-fsdp-2x4", marks=pytest.mark.slow),
-        pytest.param(1, GROUPED, id="grouped-1x8"),
-        pytest.param(2, {**DDP, **GROUPED}, id="grouped-ddp-2x4"),
-        pytest.param(
-            2,
-            {**DDP, **GROUPED, "data.padding_free": True, "train.per_device_train_batch_size": 4},
-            id="padding-free-ddp-2x4",
-        ),
-    ],
-)
-def test_losses_do_not_depend_on_how_the_batch_is_split(whole, ranks, changes, tmp_path):
+WAYS = {
+    "packed-1x8": (1, {}),
+    "packed-ddp-2x4": (2, DDP),
+    "grouped-1x8": (1, GROUPED),
+    "grouped-ddp-2x4": (2, {**DDP, **GROUPED}),
+    "padding-free-ddp-2x4": (2, {**DDP, **GROUPED, "data.padding_free": True, "train.per_device_train_batch_size": 4}),
+}
+SLOW_WAYS = {
+    "recompute-fsdp-2x4": (2, {**FSDP, **RECOMPUTED}),
+    "offload-gate-fsdp-2x4": (2, {**FSDP, "train.gradient_checkpointing": "offload_gate"}),
+    "offload-both-fsdp-2x4": (2, {**FSDP, **OFFLOADED}),
+}
+
+
+@pytest.mark.parametrize("way", [*WAYS, *(pytest.param(way, marks=pytest.mark.slow) for way in SLOW_WAYS)])
+def test_losses_do_not_depend_on_how_the_batch_is_split(whole, way, tmp_path):
+    ranks, changes = {**WAYS, **SLOW_WAYS}[way]
     found = train_ranks(ranks, tmp_path, **{**SETTINGS, "train.per_device_train_batch_size": 1, **changes})
     assert len(found) == STEPS
     assert found == pytest.approx(whole[changes.get("data.packing", True)], rel=1e-5)
@@ -101,8 +95,7 @@ NEEDS_TORCHAO = [
 def test_fsdp_resumes_to_the_same_bits_and_its_model_loads(changes, tmp_path):
     from transformers import AutoModelForCausalLM
 
-    settings = {**SETTINGS, **FSDP, "train.per_device_train_batch_size": 4, "checkpoint.save_strategy": "steps",
-                "checkpoint.save_steps": 2, **changes}  # fmt: skip
+    settings = {**SETTINGS, **FSDP, "train.per_device_train_batch_size": 4, **saves(2), **changes}  # fmt: skip
     expected = train_ranks(2, tmp_path, **settings)
     run = unfinished(tmp_path)  # its newest checkpoint is that of step 4
     before = weights(run)

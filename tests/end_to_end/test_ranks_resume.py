@@ -9,7 +9,7 @@ import pytest
 import torch
 from command_line import losses, weights
 from forked_ranks import on_ranks
-from quickstart_runs import RESUME, plan_run, recipe_for, train_ranks, unfinished
+from quickstart_runs import RESUME, plan_run, recipe_for, saves, train_ranks, unfinished
 from safetensors.torch import load_file
 
 from ligertune.errors import UserError
@@ -25,8 +25,7 @@ SETTINGS = {
     "eval.eval_strategy": "steps",
     "eval.eval_steps": 2,
     "model.dtype": "float32",
-    "checkpoint.save_strategy": "steps",
-    "checkpoint.save_steps": 2,
+    **saves(2),
 }
 FSDP = {**SETTINGS, "parallel.strategy": "fsdp", "train.per_device_train_batch_size": 1}
 HSDP = {**FSDP, "parallel.dp_replicate_size": 2}  # two replicas, each sharded over two ranks

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 from command_line import losses, weights
-from quickstart_runs import RESUME, plan_run, train
+from quickstart_runs import RESUME, plan_run, saves, train
 
 from ligertune.cli.render import console as render
 from ligertune.errors import UserError
@@ -16,8 +16,7 @@ STREAMED = {
     "data.val_split": 0,
     "data.packing": True,
     "train.max_steps": 6,
-    "checkpoint.save_strategy": "steps",
-    "checkpoint.save_steps": 4,
+    **saves(4),
 }
 
 

@@ -7,22 +7,11 @@ from importlib.util import find_spec
 
 import pytest
 from command_line import losses
-from quickstart_runs import plan_run, recipe_for, train
+from quickstart_runs import plan_run, train
 
-from ligertune.errors import UserError
-from ligertune.planning.preflight import check_packages
 from ligertune.train.metrics_logger import run_name
 
 slow = pytest.mark.slow
-
-
-@pytest.mark.parametrize("tracker", ["tensorboard", "wandb", "mlflow"])
-def test_a_missing_tracker_is_named_with_how_to_install_it(tracker, tmp_path):
-    if find_spec(tracker):
-        pytest.skip(f"{tracker} is installed")
-    with pytest.raises(UserError, match=f"logging.report_to: {tracker} needs the package") as caught:
-        check_packages(recipe_for(tmp_path, **{"logging.report_to": f"[jsonl, {tracker}]"}))
-    assert "ligertune[trackers]" in caught.value.hint
 
 
 @slow

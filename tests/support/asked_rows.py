@@ -1,4 +1,4 @@
-"""Rows with images, as data sets hold them."""
+"""Records with images."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from pathlib import Path
 
 
 def asked(question: str, answer: str, *images: str | Path) -> dict:
-    """A row in LLaVA's form."""
+    """Return a record in LLaVA's format."""
     turns = [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]
     return {"images": [str(image) for image in images], "conversations": turns}

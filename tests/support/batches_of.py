@@ -1,4 +1,4 @@
-"""Batches of prepared examples as training makes them, and the loss and gradients of a model on one."""
+"""Micro-batches of prepared examples, made as in training, and the loss and gradients of a model on one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ligertune.data.batching.collate import Batcher
 
 
 def batch_of(prepared, reader, indices: Sequence[int], *, packed: bool = False, multiple_of: int = 1) -> dict:
-    """One micro batch of these examples; packed, they are one row."""
+    """Return a micro-batch of these examples; with `packed` they are one row."""
     batcher = Batcher(
         prepared.train,
         packed=packed,
@@ -26,19 +26,19 @@ def batch_of(prepared, reader, indices: Sequence[int], *, packed: bool = False, 
 
 
 def training(model, batch: dict, **options) -> tuple[Tensor, dict[str, Tensor]]:
-    """(loss, gradient of every parameter that has one)."""
+    """Return (loss, gradient of each parameter that has one)."""
     model.zero_grad(set_to_none=True)
     loss = model(**batch, use_cache=False, **options).loss
     loss.backward()
     return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def assert_same_training(ours: tuple, theirs: tuple, *, tolerance: float = 1e-5) -> None:
-    """Losses equal, and every gradient to `tolerance` of the largest of that parameter."""
-    torch.testing.assert_close(ours[0], theirs[0], rtol=tolerance, atol=0)
-    assert ours[1].keys() == theirs[1].keys()
-    largest = max(float(gradient.abs().max()) for gradient in theirs[1].values())
-    for name, truth in theirs[1].items():
-        scale = max(float(truth.abs().max()), 1e-4 * largest)  # some are zero but for rounding (a key's bias)
-        worst = float((ours[1][name] - truth).abs().max()) / scale
+def assert_same_training(found: tuple, expected: tuple, *, tolerance: float = 1e-5) -> None:
+    """Compare results of `training`: gradients relative to the largest gradient of the parameter."""
+    torch.testing.assert_close(found[0], expected[0], rtol=tolerance, atol=0)
+    assert found[1].keys() == expected[1].keys()
+    largest = max(float(gradient.abs().max()) for gradient in expected[1].values())
+    for name, truth in expected[1].items():
+        scale = max(float(truth.abs().max()), 1e-4 * largest)  # the bias of a key projection has a gradient of zero
+        worst = float((found[1][name] - truth).abs().max()) / scale
         assert worst <= tolerance, f"{name}: {worst:.1e} of its largest gradient"

@@ -1,6 +1,6 @@
-"""The chat templates of model families, after their published conventions, in our own words.
+"""Chat templates that follow the published conventions of model families.
 
-Each with the special tokens it writes and what a model has to write in answer to `CHAT`: what is trained.
+Each has the special tokens that it writes and the text of its answers, which is trained.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ class Family(NamedTuple):
     template: str
     special: tuple[str, ...]
     trained: tuple[str, ...]
-    system: bool = True  # whether it takes a system turn
+    system: bool = True  # whether the template accepts a system turn
 
 
 def _turns(before: str, turn: str, after: str = "") -> str:
@@ -35,7 +35,7 @@ _ALTERNATING = (
     "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
     "{% set content = (SYSTEM if first and loop.first else '') + m.content %}"
 )
-# an earlier answer loses its thoughts, and the last one gets an empty thought if it has none
+# The thoughts of earlier answers are dropped; the last answer gets an empty thought if it has none.
 _QWEN3 = (
     "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
     "{% endif %}{% endfor %}{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% set content = m.content %}"
@@ -45,7 +45,7 @@ _QWEN3 = (
     "{% if m.role == 'assistant' and loop.index0 > ns.last %}{{ '<think>\n' + thought + '\n</think>\n\n' }}{% endif %}"
     "{{ content + '<|im_end|>\n' }}{% endfor %}" + _CHATML_PROMPT
 )
-# the prompt opens a thought that no finished conversation shows
+# The generation prompt opens a thought that finished conversations do not contain.
 _R1 = _turns(
     "{{ bos_token }}",
     "{% if m.role == 'user' %}<|User|>{{ m.content }}{% elif m.role == 'assistant' %}<|Assistant|>"

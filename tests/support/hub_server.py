@@ -1,4 +1,4 @@
-"""A hub of one data set, over HTTP on this machine: what `datasets` asks the Hugging Face hub for, and no more."""
+"""An HTTP server that answers the requests of `datasets` for one data set, as the Hugging Face hub does."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ETAG = "a" * 40
 
 
 class Hub(ThreadingHTTPServer):
-    """Serves `files` (path -> content) as the data set `name`; counts the bytes of content that went out."""
+    """Serve `files` (path -> content) as the data set `name`, and count the bytes of content sent."""
 
     def __init__(self, name: str, files: dict[str, bytes]) -> None:
         super().__init__(("127.0.0.1", 0), _Answer)
@@ -49,7 +49,7 @@ class _Answer(BaseHTTPRequestHandler):
         self._answer()
 
     def log_message(self, format: str, *args: object) -> None:
-        """Not into the tests' output."""
+        """Print nothing."""
 
     def _answer(self) -> None:
         path = urllib.parse.unquote(urllib.parse.urlsplit(self.path).path)
@@ -76,11 +76,11 @@ class _Answer(BaseHTTPRequestHandler):
 
     def _send_file(self, content: bytes) -> None:
         headers = {"x-repo-commit": REVISION, "etag": f'"{ETAG}"', "accept-ranges": "bytes"}
-        asked = self.headers.get("range")
-        if asked is None:
+        requested = self.headers.get("range")
+        if requested is None:
             self._send(content, headers=headers)
             return
-        first, _, last = asked.removeprefix("bytes=").partition("-")
+        first, _, last = requested.removeprefix("bytes=").partition("-")
         part = content[int(first) : int(last) + 1 if last else None]
         headers["content-range"] = f"bytes {first}-{int(first) + len(part) - 1}/{len(content)}"
         self._send(part, code=206, headers=headers)
@@ -91,7 +91,7 @@ class _Answer(BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.end_headers()
         if self.command == "GET":
-            with contextlib.suppress(ConnectionError):  # a reader that has enough hangs up
+            with contextlib.suppress(ConnectionError):  # a client may close the connection early
                 self.wfile.write(body)
             if self.path.startswith("/datasets/"):
                 self.server.bytes_sent += len(body)

@@ -1,4 +1,4 @@
-"""Documents for the tests of packing: alone, and packed into one row by the collator that training uses."""
+"""Documents for the tests of packing: one per batch, or packed into one row by the collator of training."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from transformers import PreTrainedModel
 from ligertune.data.batching.collate import collate_packed
 from ligertune.data.examples import Example
 
-LENGTHS = (19, 1, 24, 7, 12)  # one token, and longer and shorter than the windows of 8
+LENGTHS = (19, 1, 24, 7, 12)  # one token; longer and shorter than the sliding windows of 8
 
 WINDOW = {"sliding_window": 8}
-# family -> (name in tiny_models, what differs)
+# family -> (name in tiny_models, changes of its configuration)
 VARIANTS: dict[str, tuple[str, dict]] = {
     "llama": ("llama", {}),
     "qwen2": ("qwen2", {**WINDOW, "use_sliding_window": True, "max_window_layers": 1}),
@@ -29,7 +29,7 @@ VARIANTS: dict[str, tuple[str, dict]] = {
     "granite": ("granite", {}),
 }
 FAMILIES = tuple(VARIANTS)
-CAPPED = "gemma2"  # soft cap on the attention's scores
+CAPPED = "gemma2"  # it caps the attention scores
 UNCAPPED = tuple(family for family in FAMILIES if family != CAPPED)
 
 
@@ -39,7 +39,7 @@ def make(family: str, **changes: object) -> PreTrainedModel:
 
 
 def documents(*, seed: int = 0) -> list[Example]:
-    """The first third of each is a prompt, as far as that leaves an answer."""
+    """Return examples of random tokens; the first third of each is a prompt, which is not trained."""
     rng = np.random.default_rng(seed)
     made = []
     for length in LENGTHS:
@@ -50,7 +50,7 @@ def documents(*, seed: int = 0) -> list[Example]:
 
 
 def separate(*, device: str = "cpu") -> list[dict[str, torch.Tensor]]:
-    """Each document as a batch of its own."""
+    """Return a batch for each document."""
     return [
         {
             name: torch.from_numpy(ids)[None].to(device)
@@ -61,17 +61,17 @@ def separate(*, device: str = "cpu") -> list[dict[str, torch.Tensor]]:
 
 
 def packed(*, device: str = "cpu", multiple_of: int = 16) -> dict[str, Any]:
-    """All of them in one row."""
+    """Return a batch of one row that holds all documents."""
     batch = collate_packed(documents(), pad_token_id=0, pad_to_multiple_of=multiple_of)
     return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
 
 
 def history(loss: torch.Tensor) -> set[str]:
-    """The names of the nodes that a backward from here goes through."""
-    found, ahead = set(), [loss.grad_fn]
-    while ahead:
-        node = ahead.pop()
+    """Return the names of the autograd nodes that a backward of `loss` visits."""
+    found, pending = set(), [loss.grad_fn]
+    while pending:
+        node = pending.pop()
         if node is not None and node not in found:
             found.add(node)
-            ahead += [following for following, _ in node.next_functions]
+            pending += [following for following, _ in node.next_functions]
     return {node.name() for node in found}

@@ -35,6 +35,11 @@ EXCLUSIVE = {
 RESUME = {"checkpoint.resume_from_checkpoint": "auto"}
 
 
+def saves(steps: int) -> dict[str, object]:
+    """Return the settings that save a checkpoint every `steps` steps."""
+    return {"checkpoint.save_strategy": "steps", "checkpoint.save_steps": steps}
+
+
 def recipe_for(folder: Path, **changes: object) -> Recipe:
     """Return the quickstart's recipe with a short run in `folder / "run"` and these changes."""
     return load_recipe(RECIPE, overrides=overrides(_settings(folder, changes))[1::2])

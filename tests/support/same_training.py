@@ -1,14 +1,14 @@
-"""Compare a patched model with the unpatched one: the loss and every gradient."""
+"""Compare the loss and the gradients of a patched and an unpatched model."""
 
 from __future__ import annotations
 
 import torch
 
-FP32 = 1e-5  # of the largest gradient of a parameter: both sides sum the same numbers in another order
+FP32 = 1e-5  # relative to the largest gradient of a parameter: the two models sum in another order
 
 
 def losses_and_gradients(model, batch, **options):
-    """(loss, {name: gradient}) of one training step."""
+    """Return (loss, {name: gradient}) of one training step."""
     model.zero_grad()
     loss = model(**batch, **options).loss
     loss.backward()
@@ -26,6 +26,6 @@ def assert_same_training(patched, plain, batch, *, tolerance=FP32, **options):
 
 
 def relative_error(gradients, truth):
-    """L2 distance of all gradients together from the truth, relative to it."""
-    off = sum((gradients[name].float() - truth[name]).square().sum() for name in truth)
-    return (off / sum(gradient.square().sum() for gradient in truth.values())).sqrt()
+    """Return the L2 distance of all gradients from the true ones, relative to the norm of these."""
+    distance = sum((gradients[name].float() - truth[name]).square().sum() for name in truth)
+    return (distance / sum(gradient.square().sum() for gradient in truth.values())).sqrt()

@@ -1,4 +1,4 @@
-"""Two-layer models of the families we name, with random weights, and a batch with padding and untrained tokens."""
+"""Two-layer random models of each supported family, and a batch with padding and untrained tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BASE = {
     "intermediate_size": 96,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
-    "num_key_value_heads": 2,  # grouped: q and k differ in their heads
+    "num_key_value_heads": 2,  # grouped-query attention
     "max_position_embeddings": 256,
     "pad_token_id": 0,
     "bos_token_id": 1,
@@ -24,7 +24,7 @@ MIXTURE = {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logi
 GEMMA2 = {"query_pre_attn_scalar": 16, "final_logit_softcapping": 3.0, "attn_logit_softcapping": 5.0}
 GRANITE = {"logits_scaling": 4.0, "embedding_multiplier": 2.0, "residual_multiplier": 0.5}
 
-# family -> (class of its configuration, what differs from BASE)
+# family -> (configuration class, changes of BASE)
 FAMILIES: dict[str, tuple[str, dict]] = {
     "llama": ("LlamaConfig", {}),
     "llama_tied": ("LlamaConfig", {"tie_word_embeddings": True}),
@@ -49,7 +49,7 @@ def config_of(family: str, **changes: object) -> transformers.PreTrainedConfig:
 
 
 def make(family: str, *, seed: int = 0, **changes: object) -> PreTrainedModel:
-    """In training mode. Norm weights are moved off their initial ones and zeros, or an offset would not show."""
+    """Return a model in training mode. Norm weights are random, because at 1 or 0 an error of the offset is invisible."""
     config = config_of(family, **changes)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -64,7 +64,7 @@ def make(family: str, *, seed: int = 0, **changes: object) -> PreTrainedModel:
 
 
 def batch(*, rows: int = 2, length: int = 24, seed: int = 0, device: str = "cpu") -> dict[str, Tensor]:
-    """input_ids, attention_mask, labels (B, T): the prompt is not trained, the last row is padded on the right."""
+    """Return input_ids, attention_mask, labels (B, T). The prompt is not trained; the last row is padded on the right."""
     generator = torch.Generator().manual_seed(seed)
     input_ids = torch.randint(3, VOCAB, (rows, length), generator=generator)
     attention_mask = torch.ones_like(input_ids)
@@ -76,5 +76,5 @@ def batch(*, rows: int = 2, length: int = 24, seed: int = 0, device: str = "cpu"
 
 
 def trained_tokens(labels: Tensor) -> int:
-    """How many labels (B, T) are predicted: the first of a row has no position before it."""
+    """Count the labels (B, T) that are predicted: all but -100 and the first of each row."""
     return int((labels[:, 1:] != -100).sum())

@@ -1,7 +1,7 @@
-"""Small random models of every vision family, each as a folder that loads: weights, tokenizer, template, pictures.
+"""Small random models of each vision family, as folders with weights, tokenizer, template and image processor.
 
-The tokenizers are byte-level BPE with the families' own special tokens; the templates are shortened from the published
-ones and keep what matters: parts, the order of pictures, BOS, and what ends a turn.
+The tokenizers are byte-level BPE with the special tokens of the family. The templates are shortened from the published
+ones and keep the parts of a turn, the order of images, BOS and the end of a turn.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MLLAMA_TEMPLATE = (
     "{{- '<|eot_id|>' }}{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{%- endif %}"
 )
-LLAVA_TEMPLATE = (  # parts only; pictures come first in their turn
+LLAVA_TEMPLATE = (  # takes parts only; the images of a turn come first
     "{{ bos_token }}{% for message in messages %}"
     "{% if message['role'] != 'system' %}{{ message['role'].upper() + ': ' }}{% endif %}"
     "{% for content in message['content'] | selectattr('type', 'equalto', 'image') %}{{ '<image>\n' }}{% endfor %}"
@@ -86,14 +86,14 @@ def make_tokenizer(family: str) -> PreTrainedTokenizerFast:
         bos_token=bos,
         extra_special_tokens=named if family == "gemma3" else list(special),
     )
-    if family == "mllama":  # its picture's id is the first behind the rows of lm_head, as published
+    if family == "mllama":  # as published, the image token is the first id beyond the rows of lm_head
         tokenizer.add_tokens(["<|image|>"], special_tokens=True)
     tokenizer.chat_template = template
     return tokenizer
 
 
 def config_of(family: str, tokenizer: PreTrainedTokenizerFast, *, vision: dict | None = None, text: dict | None = None):
-    """The family's configuration, small; `vision` and `text` change it."""
+    """Return a small configuration of the family; `vision` and `text` change it."""
     number = tokenizer.convert_tokens_to_ids
     shared = {
         "vocab_size": len(tokenizer), "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
@@ -148,7 +148,7 @@ def config_of(family: str, tokenizer: PreTrainedTokenizerFast, *, vision: dict |
 
 
 def make_processor(family: str):
-    """The image processor on Pillow, with sizes that fit the small tower."""
+    """Return the Pillow-based image processor, with sizes that fit the small vision tower."""
     if family in QWEN:
         changes = {"patch_size": 16, "image_mean": [0.5] * 3, "image_std": [0.5] * 3} if family == "qwen3_vl" else {}
         return transformers.Qwen2VLImageProcessorPil(
@@ -163,13 +163,13 @@ def make_processor(family: str):
 
 
 def make(family: str, tokenizer: PreTrainedTokenizerFast, *, seed: int = 0, **changes) -> PreTrainedModel:
-    """In training mode, on fp32; what starts at zero or one is moved, or it would hide what passes through it."""
+    """Return an fp32 model in training mode. Weights of zero or one are changed, because they would hide errors."""
     config = config_of(family, tokenizer, **changes)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = transformers.AutoModelForImageTextToText.from_config(config)
         for name, parameter in model.named_parameters():
-            if "gate" in name and parameter.numel() == 1:  # a tanh gate: at 0 a picture changes nothing
+            if "gate" in name and parameter.numel() == 1:  # a tanh gate: at 0 an image has no effect
                 parameter.data.fill_(0.5)
             elif "norm" in name or "ln_" in name:
                 parameter.data += 0.1 * torch.randn_like(parameter)
@@ -180,7 +180,7 @@ def make(family: str, tokenizer: PreTrainedTokenizerFast, *, seed: int = 0, **ch
 
 
 def save(family: str, folder: Path, **changes) -> Path:
-    """A folder that `model.model_name_or_path` can name."""
+    """Save model, tokenizer and image processor for `model.model_name_or_path`."""
     tokenizer = make_tokenizer(family)
     make(family, tokenizer, **changes).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -189,7 +189,7 @@ def save(family: str, folder: Path, **changes) -> Path:
 
 
 def reader_of(folder: Path, **vision) -> ImageReader:
-    """The reader of a saved family."""
+    """Return the image reader of a saved model."""
     config = transformers.AutoConfig.from_pretrained(folder)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     return load_reader(ModelOptions(model_name_or_path=str(folder)), VisionOptions(**vision), config, tokenizer)

@@ -1,15 +1,67 @@
-"""Data sets of a hub, which `datasets` downloads or streams over HTTP from a server of the test."""
+"""The Hugging Face hub: models in its cache, models with their own code, and data sets that a test's server serves.
+
+huggingface_hub reads its variables when it is imported, so these runs are new processes.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 import sys
 from collections.abc import Iterator
 
 import pytest
-from command_line import Done, run, train_command
+from command_line import Done, overrides, run, train_command
 from hub_server import Hub, serving
+
+CODE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+class OwnConfig(LlamaConfig):
+    model_type = "own_llama"
+class OwnForCausalLM(LlamaForCausalLM):
+    config_class = OwnConfig
+"""
+
+
+@pytest.fixture
+def cached(quickstart, tmp_path, monkeypatch):
+    """A hub cache with tiny/llama at the revisions `main` (five layers) and `short` (two)."""
+    repository = tmp_path / "hub" / "models--tiny--llama"
+    for revision, layers in (("main", 5), ("short", 2)):
+        snapshot = repository / "snapshots" / (revision[0] * 40)
+        shutil.copytree(quickstart / "stories260K", snapshot)
+        config = json.loads((snapshot / "config.json").read_text())
+        (snapshot / "config.json").write_text(json.dumps({**config, "num_hidden_layers": layers}))
+        (repository / "refs").mkdir(exist_ok=True)
+        (repository / "refs" / revision).write_text(revision[0] * 40)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    return "tiny/llama"
+
+
+def test_model_revision_selects_the_snapshot(cached, tmp_path):
+    settings = {"model.model_name_or_path": cached, "model.revision": "short", "model.init": "random",
+                "train.max_steps": 1, "checkpoint.output_dir": "run"}  # fmt: skip
+    done = run(train_command("--json", **settings), cwd=tmp_path)
+    assert done.code == 0, done.err
+    applied = {line["kernel"]: line["applied"] for line in json.loads(done.out)["kernels"]}
+    assert applied["swiglu"] == 2
+
+
+def test_the_code_of_a_model_runs_only_with_trust_remote_code(recipe, quickstart, tmp_path, ligertune):
+    folder = tmp_path / "own"
+    shutil.copytree(quickstart / "stories260K", folder)
+    config = json.loads((folder / "config.json").read_text())
+    mapped = {"AutoConfig": "modeling_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "own_llama", "auto_map": mapped}))
+    (folder / "modeling_own.py").write_text(CODE)
+    settings = {"model.model_name_or_path": folder, "train.max_steps": 1, "checkpoint.output_dir": "run"}
+    refused = ligertune("train", recipe, *overrides(settings))
+    assert refused.code == 2
+    assert "trust_remote_code" in refused.err
+    trusted = ligertune("train", recipe, *overrides({**settings, "model.trust_remote_code": "true"}))
+    assert trusted.code == 0, trusted.err
+
 
 NAME = "some/set"
 RUN = {

@@ -1,14 +1,19 @@
-"""Whole runs on a GPU: every optimizer, compiled layers, host offload, CUDA graphs and document attention."""
+"""Whole runs on a GPU: every optimizer, compilation, offload, graphs and attention; and a host that runs ahead."""
 
 from __future__ import annotations
 
+import collections
+import json
+import warnings
 from importlib.util import find_spec
 
 import pytest
-from command_line import losses
-from quickstart_runs import train
+import torch
+from command_line import losses, metrics
+from quickstart_runs import plan_run, saves, train
 
 from ligertune.recipe.optimizer_table import OPTIMIZERS
+from ligertune.run import run
 
 pytestmark = pytest.mark.gpu
 
@@ -24,8 +29,7 @@ SETTINGS = {
     "train.warmup_steps": 0,
     "train.learning_rate": 1e-3,
     "logging.logging_steps": 1,
-    "checkpoint.save_strategy": "steps",
-    "checkpoint.save_steps": 3,
+    **saves(3),
 }
 # An SGD step is the gradient itself, a Lion step its sign, an Adafactor step relative to the weight.
 LEARNING_RATES = {"sgd": 0.1, "lion": 2e-4, "adafactor": 1e-2, "galore_adamw": 5e-3, "muon": 5e-3}
@@ -80,3 +84,53 @@ def test_the_loss_falls_and_a_run_resumes_from_its_checkpoint(changes, tmp_path)
     compiled = COMPILED.items() <= changes.items()  # refuses full_determinism
     expected = pytest.approx(whole[3:], rel=1e-2) if compiled else whole[3:]
     assert losses(tmp_path / "resumed" / "run") == expected
+
+
+def synchronisations(folder, *, steps: int, **settings) -> collections.Counter:
+    """Count, per source line, how often a run of so many steps synchronises with its device."""
+    run_folder = folder / f"of-{steps}-steps"
+    shared = {
+        "train.max_steps": steps,
+        "checkpoint.save_strategy": "no",
+        "eval.eval_strategy": "no",
+        "data.val_split": 0,
+        "train.per_device_train_batch_size": 2,
+        "train.gradient_accumulation_steps": 2,
+        "parallel.num_processes": 1,
+    }
+    job = plan_run(run_folder, **shared, **settings)
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            run(job, lambda line: None)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    lines = metrics(run_folder / "run")
+    assert [line["step"] for line in lines] == list(range(1, steps + 1))
+    assert all(line["seconds"] > 0 for line in lines)
+    return collections.Counter(f"{w.filename}:{w.lineno}" for w in caught if "synchronizing" in str(w.message))
+
+
+WAYS = {
+    "packed": {"data.packing": True},
+    "padding-free": {"data.packing": False, "data.padding_free": True},
+    "padded": {"data.packing": False, "data.padding_free": False},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_more_steps_do_not_synchronise_more_often(way, tmp_path):
+    settings = {**WAYS[way], "logging.logging_steps": 1}
+    short, long = (synchronisations(tmp_path, steps=steps, **settings) for steps in (8, 16))
+    grown = {place: (short[place], long[place]) for place in long if long[place] > short[place]}
+    assert not grown
+
+
+def test_the_seconds_of_the_lines_add_up_to_the_time_of_the_run(tmp_path):
+    """The lines take their seconds from the device, the report from the host's clock."""
+    synchronisations(tmp_path, steps=16, **{"logging.logging_steps": 1})
+    report = json.loads((tmp_path / "of-16-steps" / "run" / "report.json").read_text())
+    lines = metrics(tmp_path / "of-16-steps" / "run")[report["throughput"]["warmup_steps_excluded"] :]
+    rate = sum(line["tokens"] for line in lines) / sum(line["seconds"] for line in lines)
+    assert rate == pytest.approx(report["throughput"]["tokens_per_second"], rel=0.05)
