@@ -49,7 +49,7 @@ def config_of(family: str, **changes: object) -> transformers.PreTrainedConfig:
 
 
 def make(family: str, *, seed: int = 0, **changes: object) -> PreTrainedModel:
-    """Return a model in training mode. Norm weights are random, because at 1 or 0 an error of the offset is invisible."""
+    """Return a model in training mode. Norm weights are random, because 1 or 0 would hide a wrong offset."""
     config = config_of(family, **changes)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -64,7 +64,7 @@ def make(family: str, *, seed: int = 0, **changes: object) -> PreTrainedModel:
 
 
 def batch(*, rows: int = 2, length: int = 24, seed: int = 0, device: str = "cpu") -> dict[str, Tensor]:
-    """Return input_ids, attention_mask, labels (B, T). The prompt is not trained; the last row is padded on the right."""
+    """Return input_ids, attention_mask, labels (B, T). The prompt is not trained; the last row is right-padded."""
     generator = torch.Generator().manual_seed(seed)
     input_ids = torch.randint(3, VOCAB, (rows, length), generator=generator)
     attention_mask = torch.ones_like(input_ids)
