@@ -1,4 +1,4 @@
-"""What the README shows is there, and its pictures are of its tables."""
+"""The files that the README names exist, and its figures show its tables."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def script() -> ModuleType:
     return module
 
 
-def test_pictures_scripts_and_recipes_that_it_names_are_there():
+def test_the_figures_scripts_and_recipes_that_it_names_exist():
     named = set(re.findall(r"(?:scripts|configs|tests)/[\w./-]*\w", README))
     assert len(named) > 20 and [name for name in sorted(named) if not (ROOT / name).exists()] == []
 
@@ -31,11 +31,11 @@ def test_it_is_short_enough_to_read():
     assert len(README.splitlines()) <= 200
 
 
-def test_each_picture_of_a_table_has_one(script):
-    pictures = script.tables_of(README)
+def test_each_figure_has_a_table(script):
+    tables = script.tables_of(README)
     drawn = {f"scripts/figures/{path.name}" for path in (ROOT / "scripts" / "figures").glob("table_*.png")}
-    assert pictures.keys() == drawn
-    assert all(len(bars) >= 2 for rows in pictures.values() for _, bars in rows)
+    assert tables.keys() == drawn
+    assert all(len(bars) >= 2 for rows in tables.values() for _, bars in rows)
 
 
 TABLE = """
@@ -61,7 +61,7 @@ def test_cells_become_bars(script):
     assert script.tables_of(TABLE) == {"scripts/figures/table_it.png": [of_4, of_16]}
 
 
-def test_it_draws(script, tmp_path):
+def test_a_figure_is_drawn(script, tmp_path):
     for path, rows in script.tables_of(TABLE).items():
         script.draw(rows, tmp_path / Path(path).name)
     assert (tmp_path / "table_it.png").read_bytes().startswith(b"\x89PNG")

@@ -11,7 +11,7 @@ class _AnyName(type):
 
 
 class Anything(metaclass=_AnyName):
-    """A class, a function, a decorator: whatever is asked of it."""
+    """Any attribute of torch: usable as a class, a function or a decorator."""
 
     def __init__(self, *args: object, **options: object) -> None:
         pass

@@ -1,4 +1,4 @@
-"""Stands in for triton beside the torch that stands in for torch."""
+"""An empty package in place of triton, for scripts/check_images."""
 
 from torch import Anything
 
