@@ -52,9 +52,11 @@ def generate(
         _refuse_plain_options(top_p=top_p, image=image)
         answer = _complete_with_heads(model, prompt, acceptance, temperature, common)
     else:
-        from ligertune.decode.generate import complete
+        from ligertune.decode.generate import generate_answer
 
-        answer = complete(model, prompt, images=list(image or []), temperature=temperature, top_p=top_p, **common)
+        answer = generate_answer(
+            model, prompt, images=list(image or []), temperature=temperature, top_p=top_p, **common
+        )
     if json:
         render.json_report(answer.as_dict())
     else:
@@ -74,7 +76,7 @@ def _refuse_plain_options(*, top_p: float, image: list[str] | None) -> None:
 def _complete_with_heads(
     model: str, prompt: str, acceptance: str, temperature: float, options: dict[str, int]
 ) -> MedusaAnswer:
-    from ligertune.decode.medusa_generate import choose_acceptance, complete_with_heads
+    from ligertune.decode.medusa_generate import choose_acceptance, generate_with_heads
 
     rule = choose_acceptance(acceptance, temperature)
-    return complete_with_heads(model, prompt, acceptance=rule, **options)
+    return generate_with_heads(model, prompt, acceptance=rule, **options)

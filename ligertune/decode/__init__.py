@@ -1,1 +1,1 @@
-"""Decoding: continue a prompt with a trained model."""
+"""Text generation: plain, with images, and with Medusa heads; the report that measures Medusa heads."""

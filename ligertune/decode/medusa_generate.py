@@ -1,4 +1,4 @@
-"""`ligertune generate --medusa`: load a model and its heads, and answer a prompt with both."""
+"""`ligertune generate --medusa`: load a model and its Medusa heads, and decode with both."""
 
 from __future__ import annotations
 
@@ -10,27 +10,26 @@ import torch
 
 from ligertune.decode.acceptance import Acceptance, Greedy, Typical
 from ligertune.decode.generate import Answer, encode_prompt, load_for_generation
-from ligertune.decode.medusa_report import end_of_text
-from ligertune.decode.tree_decoding import decode_with_heads
+from ligertune.decode.tree_decoding import decode_with_heads, eos_token_ids
 from ligertune.errors import UserError
-from ligertune.tasks.medusa.candidate_tree import Tree
-from ligertune.tasks.medusa.head_form import check_plain_head, head_form
+from ligertune.tasks.medusa.candidate_tree import CandidateTree
 from ligertune.tasks.medusa.heads_files import HeadsConfig, base_model_of, read_choices, read_heads
+from ligertune.tasks.medusa.output_head import check_plain_head, logit_transform
 
 
 @dataclass(frozen=True)
 class MedusaAnswer(Answer):
-    """An answer, and how fast it came."""
+    """An answer and its decoding speed."""
 
-    accepted_length: float  # tokens a pass
+    accepted_length: float  # tokens per forward pass
     tokens_per_second: float
 
 
 def choose_acceptance(name: str, temperature: float) -> Acceptance:
-    """`greedy`, or `typical` at a temperature; a UserError where the two contradict each other."""
+    """Return the acceptance rule `greedy` or `typical`. Raises UserError if the temperature contradicts it."""
     if name == "greedy" and temperature > 0:
         raise UserError(
-            f"--temperature {temperature:g} samples, and --acceptance greedy writes the likeliest text.",
+            f"--temperature {temperature:g} samples, and --acceptance greedy writes the most likely text.",
             hint="Add --acceptance typical, or leave the temperature out.",
         )
     if name == "typical" and temperature == 0:
@@ -40,10 +39,10 @@ def choose_acceptance(name: str, temperature: float) -> Acceptance:
     return Greedy() if name == "greedy" else Typical(temperature)
 
 
-def complete_with_heads(
+def generate_with_heads(
     name: str, prompt: str, *, raw: bool, max_new_tokens: int, acceptance: Acceptance, seed: int
 ) -> MedusaAnswer:
-    """As `complete`, with the heads in folder `name`, or in its medusa/ where it is a run's."""
+    """Generate an answer with the heads in folder `name`, or in its medusa/ if it is a run's. Raises UserError."""
     folder = Path(name).expanduser()
     if (folder / "medusa").is_dir():
         folder = folder / "medusa"
@@ -51,17 +50,17 @@ def complete_with_heads(
     model, tokenizer = load_for_generation(base_model_of(folder, config), tokenizer_name=str(folder))
     heads = read_heads(folder, check_plain_head(model).weight)
     text, ids = encode_prompt(tokenizer, prompt, folder, raw=raw)
-    tree = Tree.of(read_choices(folder, len(heads)), device=model.device)
+    tree = CandidateTree.from_paths(read_choices(folder, len(heads)), device=model.device)
     torch.manual_seed(seed)
     start = time.perf_counter()
     found = decode_with_heads(
         model,
         heads,
-        head_form(model),
+        logit_transform(model),
         [ids],
         tree,
         max_new_tokens=max_new_tokens,
-        eos_token_ids=end_of_text(model),
+        stop_at=eos_token_ids(model),
         acceptance=acceptance,
     )
     new, seconds = found.tokens[0], time.perf_counter() - start

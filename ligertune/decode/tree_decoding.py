@@ -1,14 +1,15 @@
-"""Decoding with Medusa heads: a tree of guesses is checked in one forward pass, and the longest right path is kept.
+"""Medusa decoding with tree attention: one forward pass verifies a tree of candidates.
 
-One step: the heads guess from the last hidden state; the tree's tokens go through the model at once, each seeing the
-text and its own path; every node's logits say what follows it; the path on which all guesses are accepted is kept
-with its keys and values, and the token behind it is the next root. No other forward pass is needed.
+In each step the heads propose tokens from the last hidden state; all nodes of the tree go through the model at once,
+each attending to the text and to its own ancestors; the longest accepted path stays in the KV cache, and the token
+after it is the next root. Source: Cai et al. 2024, https://arxiv.org/abs/2401.10774, "Tree Attention".
 
-Rows of a batch keep different numbers of tokens. Their caches stay one tensor: a row has holes, which its mask hides.
+Rows of a batch accept different numbers of tokens. Their cache stays one tensor: unused slots of a row are masked.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -19,9 +20,9 @@ from transformers import DynamicCache
 
 from ligertune.decode.acceptance import Acceptance, Greedy
 from ligertune.errors import UserError
-from ligertune.tasks.medusa.candidate_tree import Tree
-from ligertune.tasks.medusa.head_form import HeadForm, backbone_of
+from ligertune.tasks.medusa.candidate_tree import CandidateTree
 from ligertune.tasks.medusa.heads import MedusaHeads
+from ligertune.tasks.medusa.output_head import LogitTransform, backbone_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -29,89 +30,103 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Decoded:
-    """New tokens of each row, an end-of-text token included, and the forward passes that each took after the prompt."""
+    """New tokens of each row, with the end-of-text token, and its number of forward passes after the prompt."""
 
     tokens: list[list[int]]
     passes: list[int]
 
     @property
     def accepted_length(self) -> float:
-        """Mean number of tokens that a pass gave; plain decoding gives one."""
+        """Mean number of tokens per forward pass; plain decoding has 1."""
         return sum(map(len, self.tokens)) / max(1, sum(self.passes))
+
+
+def eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
+    """Return the token ids at which `model.generate` stops."""
+    found = model.generation_config.eos_token_id
+    return () if found is None else tuple(found) if isinstance(found, list | tuple) else (found,)
 
 
 @torch.no_grad()
 def decode_with_heads(
     model: PreTrainedModel,
     heads: MedusaHeads,
-    form: HeadForm,
+    transform: LogitTransform,
     prompts: Sequence[Sequence[int]],
-    tree: Tree,
+    tree: CandidateTree,
     *,
     max_new_tokens: int,
-    eos_token_ids: Sequence[int] = (),
+    stop_at: Sequence[int] = (),
     acceptance: Acceptance | None = None,
 ) -> Decoded:
-    """Continue prompts, token ids each. With the greedy acceptance, the default, as plain greedy decoding would."""
+    """Continue prompts (token ids) until a token of `stop_at` or `max_new_tokens`.
+
+    With greedy acceptance, the default, the text equals that of plain greedy decoding (exactly in fp32; in bf16 near
+    ties may differ). Raises UserError for models whose cache holds more than keys and values.
+    """
     model.eval()
-    guesses, rule = _Guesses(model, heads, tree), acceptance or Greedy()
-    text = _Text(model, prompts)
+    proposer, rule = _Proposer(model, heads, tree), acceptance or Greedy()
+    text = _CachedText(model, prompts)
     hidden = text.read_prompts()  # (B, E)
-    root = rule.first(form.logits(guesses.model_head(hidden)))
+    root = rule.first(transform.logits(proposer.lm_head(hidden)))
     out: list[list[int]] = [[] for _ in prompts]
     passes = [0] * len(prompts)
     done = [False] * len(prompts)
     while not all(done):
-        tokens = guesses.tokens(root, hidden)  # (B, N)
-        behind = text.try_tree(tree, tokens)  # (B, N, E)
-        found = rule.accept(tree, tokens, form.logits(guesses.model_head(behind)))
+        tokens = proposer.tokens(root, hidden)  # (B, N)
+        states = text.verify(tree, tokens)  # (B, N, E)
+        found = rule.accept(tree, tokens, transform.logits(proposer.lm_head(states)))
         kept = tokens.gather(1, found.nodes.clamp(min=0)).tolist()
         lengths = found.lengths.tolist()
-        text.keep(found.nodes, found.lengths, most=max(lengths))
+        text.keep(found.nodes, found.lengths, longest=max(lengths))
         last = found.nodes.gather(1, found.lengths[:, None] - 1)  # (B, 1)
-        hidden = behind.gather(1, last[..., None].expand(-1, -1, behind.shape[-1])).squeeze(1)
+        hidden = states.gather(1, last[..., None].expand(-1, -1, states.shape[-1])).squeeze(1)
         root = found.next_tokens
         for row, (new, length) in enumerate(zip(kept, lengths, strict=True)):
             if not done[row]:
                 passes[row] += 1
-                done[row] = _append(out[row], new[:length], max_new_tokens, eos_token_ids)
+                done[row] = _append(out[row], new[:length], max_new_tokens, stop_at)
     return Decoded(out, passes)
 
 
-def _append(text: list[int], new: list[int], max_new_tokens: int, eos_token_ids: Sequence[int]) -> bool:
-    """Add tokens up to the end of the text or the most that are wanted; whether that is reached."""
+def _append(text: list[int], new: list[int], max_new_tokens: int, stop_at: Sequence[int]) -> bool:
+    """Append tokens until the text ends; return whether it has ended."""
     for token in new:
         text.append(token)
-        if token in eos_token_ids or len(text) == max_new_tokens:
+        if token in stop_at or len(text) == max_new_tokens:
             return True
     return False
 
 
-class _Guesses:
-    """The tokens of the tree's nodes, from the root and the last hidden state."""
+class _Proposer:
+    """Fill a candidate tree with the heads' most likely tokens."""
 
-    def __init__(self, model: PreTrainedModel, heads: MedusaHeads, tree: Tree) -> None:
-        self.model_head: nn.Module = model.get_output_embeddings()
-        weight = self.model_head.weight
-        self.tree, self.ranks = tree, min(tree.most_ranks, len(weight))
-        self.heads = [(head[: heads.num_layers], w) for head, w in zip(heads, heads.projections(weight), strict=True)]
+    def __init__(self, model: PreTrainedModel, heads: MedusaHeads, tree: CandidateTree) -> None:
         if tree.depth > len(heads):
             raise ValueError(f"the tree is {tree.depth} deep, and there are {len(heads)} heads")
+        self.lm_head: nn.Module = model.get_output_embeddings()
+        weight = self.lm_head.weight
+        self.tree, self.num_ranks = tree, min(tree.num_ranks, len(weight))
+        heads_used = zip(heads, heads.projections(weight), strict=True)
+        self.heads = [(head[: heads.num_layers], w) for head, w in heads_used][: tree.depth]
 
     def tokens(self, root: Tensor, hidden: Tensor) -> Tensor:
         """root (B,), hidden (B, E) -> (B, N)."""
-        asked = self.heads[: self.tree.depth]
-        likeliest = torch.stack([(blocks(hidden) @ w.t()).topk(self.ranks).indices for blocks, w in asked], 1)
+        likeliest = torch.stack([(blocks(hidden) @ w.t()).topk(self.num_ranks).indices for blocks, w in self.heads], 1)
         return torch.cat([root[:, None], likeliest[:, self.tree.heads, self.tree.ranks]], 1)
 
 
-class _Text:
-    """The text so far, as the model's cache holds it: P slots, of which a row uses those that are `filled`."""
+class _CachedText:
+    """The text so far in the model's KV cache of P slots; `filled` marks the slots that a row uses."""
 
     def __init__(self, model: PreTrainedModel, prompts: Sequence[Sequence[int]]) -> None:
-        self.model, self.backbone, self.cache = model, backbone_of(model), DynamicCache()
+        self.model, self.backbone = model, backbone_of(model)
+        # transformers 5.24 renamed the keyword past_key_values to cache. A patched class wraps the original's forward.
+        forwards = [vars(cls)["forward"] for cls in type(self.backbone).__mro__ if "forward" in vars(cls)]
+        renamed = any("cache" in inspect.signature(forward).parameters for forward in forwards)
+        self.cache = DynamicCache()
+        self.cache_options = {"cache" if renamed else "past_key_values": self.cache, "use_cache": True}
         self.device = model.get_input_embeddings().weight.device
-        self.dtype = model.dtype
         self.prompts = prompts
         self.lengths = torch.tensor([len(prompt) for prompt in prompts], device=self.device)  # (B,)
         slots = torch.arange(max(map(len, prompts)), device=self.device)
@@ -120,11 +135,11 @@ class _Text:
         self.masks = _Masks.of(model)
 
     def read_prompts(self) -> Tensor:
-        """The hidden state (B, E) of each prompt's last token. Shorter prompts are filled up behind their end."""
+        """Run the prompts, padded on the right; return the hidden state (B, E) of each prompt's last token."""
         rows = torch.zeros(self.filled.shape, dtype=torch.long, device=self.device)
         for row, prompt in enumerate(self.prompts):
             rows[row, : len(prompt)] = torch.tensor(prompt, device=self.device)
-        hidden = self.backbone(input_ids=rows, past_key_values=self.cache, use_cache=True)[0]
+        hidden = self.backbone(input_ids=rows, **self.cache_options)[0]
         self._check_cache()
         last = (self.lengths - 1)[:, None, None].expand(-1, -1, hidden.shape[-1])
         return hidden.gather(1, last).squeeze(1)
@@ -136,38 +151,32 @@ class _Text:
         )
         if not plain or len(self.cache.layers) != self.model.config.get_text_config().num_hidden_layers:
             raise UserError(
-                f"{type(self.model).__name__} keeps more than keys and values of each token, "
-                "from which rejected guesses could not be taken back.",
+                f"{type(self.model).__name__} caches more than the keys and values of each token, "
+                "so rejected candidates cannot be removed from its cache.",
                 hint="Decode it without --medusa.",
             )
 
-    def try_tree(self, tree: Tree, tokens: Tensor) -> Tensor:
-        """tokens (B, N) behind the text -> hidden states (B, N, E); the cache then holds them all."""
+    def verify(self, tree: CandidateTree, tokens: Tensor) -> Tensor:
+        """Run tokens (B, N) after the text; return hidden states (B, N, E). The cache then holds all nodes."""
         batch, nodes = tokens.shape
         positions = self.lengths[:, None] + tree.depths  # (B, N)
-        sees = torch.cat(
-            [self.filled[:, None].expand(-1, nodes, -1), tree.sees.expand(batch, -1, -1)], -1
-        )  # (B, N, P + N)
+        before, among = self.filled[:, None].expand(-1, nodes, -1), tree.mask.expand(batch, -1, -1)
+        visible = torch.cat([before, among], -1)  # (B, N, P + N)
         distance = positions[..., None] - torch.cat([self.positions, positions], 1)[:, None]
-        return self.backbone(
-            input_ids=tokens,
-            position_ids=positions,
-            attention_mask=self.masks.make(sees, distance, self.dtype),
-            past_key_values=self.cache,
-            use_cache=True,
-        )[0]
+        mask = self.masks.make(visible, distance, self.model.dtype)
+        return self.backbone(input_ids=tokens, position_ids=positions, attention_mask=mask, **self.cache_options)[0]
 
-    def keep(self, nodes: Tensor, lengths: Tensor, *, most: int) -> None:
-        """Of the tree just tried, each row's first `lengths` (B,) `nodes` (B, D + 1); the others leave the cache."""
+    def keep(self, nodes: Tensor, lengths: Tensor, *, longest: int) -> None:
+        """Keep the first `lengths` (B,) of `nodes` (B, D + 1) of each row in the cache; remove the rest of the tree."""
         size = self.filled.shape[1]
-        nodes = nodes[:, :most].clamp(min=0)
+        nodes = nodes[:, :longest].clamp(min=0)
         for layer in self.cache.layers:
             for name in ("keys", "values"):
                 held = getattr(layer, name)  # (B, K, P + N, D)
                 index = (size + nodes)[:, None, :, None].expand(-1, held.shape[1], -1, held.shape[3])
-                held[:, :, size : size + most] = held.gather(2, index)
-                setattr(layer, name, held[:, :, : size + most])
-        steps = torch.arange(most, device=self.device)
+                held[:, :, size : size + longest] = held.gather(2, index)
+                setattr(layer, name, held[:, :, : size + longest])
+        steps = torch.arange(longest, device=self.device)
         self.filled = torch.cat([self.filled, steps < lengths[:, None]], 1)
         self.positions = torch.cat([self.positions, self.lengths[:, None] + steps], 1)
         self.lengths = self.lengths + lengths
@@ -175,7 +184,7 @@ class _Text:
 
 @dataclass(frozen=True)
 class _Masks:
-    """The masks of a model's layers: one for all, or one for each type of layer, some of which look back `window`."""
+    """Attention masks of a model: one for all layers, or one per layer type. `window`: length of a sliding window."""
 
     window: int | None
     layer_types: tuple[str, ...]
@@ -188,23 +197,23 @@ class _Masks:
         unknown = [name for name in types if name not in ("full_attention", "sliding_attention")]
         if unknown:
             raise UserError(
-                f"{type(model).__name__} has layers of {', '.join(unknown)}, whose guesses cannot be taken back.",
+                f"{type(model).__name__} has layers of {', '.join(unknown)}, from whose state rejected candidates "
+                "cannot be removed.",
                 hint="Decode it without --medusa.",
             )
         return _Masks(window if getattr(config, "use_sliding_window", True) else None, types)
 
-    def make(self, sees: Tensor, distance: Tensor, dtype: torch.dtype) -> Any:
-        """sees (B, N, P + N), and how far back each slot is -> what the model takes as attention_mask."""
-        if not self.layer_types or set(self.layer_types) == {"full_attention"}:
-            limited = self.window is not None and not self.layer_types
-            return _additive(sees & (distance < self.window) if limited else sees, dtype)
-        near = sees if self.window is None else sees & (distance < self.window)
-        if len(self.layer_types) == 1:
-            return _additive(near, dtype)
-        return {"full_attention": _additive(sees, dtype), "sliding_attention": _additive(near, dtype)}
+    def make(self, visible: Tensor, distance: Tensor, dtype: torch.dtype) -> Any:
+        """Return the attention_mask of visible slots (B, N, P + N), which lie `distance` tokens back."""
+        full = _additive(visible, dtype)
+        near = full if self.window is None else _additive(visible & (distance < self.window), dtype)
+        by_type = {"full_attention": full, "sliding_attention": near}
+        if not self.layer_types:  # older configurations have a window for all layers, or none
+            return near
+        return by_type if len(self.layer_types) > 1 else by_type[self.layer_types[0]]
 
 
-def _additive(sees: Tensor, dtype: torch.dtype) -> Tensor:
-    """(B, N, S) -> (B, 1, N, S): 0 where a node sees a slot, else the lowest number."""
-    mask = torch.zeros(sees.shape, dtype=dtype, device=sees.device)
-    return mask.masked_fill_(~sees, torch.finfo(dtype).min)[:, None]
+def _additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """(B, N, S) bool -> (B, 1, N, S): 0 for visible slots, the lowest number for others."""
+    mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
+    return mask.masked_fill_(~visible, torch.finfo(dtype).min)[:, None]

@@ -1,1 +1,1 @@
-"""Training tasks: the batch fields, the loss and the report of each."""
+"""Training tasks: what the loss divides by, and Medusa heads."""

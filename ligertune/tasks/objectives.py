@@ -1,4 +1,4 @@
-"""What the loop tells a model beside its batch: what the sums of its loss are divided by, and how heads are weighed."""
+"""Training objectives: the keywords that the loop adds to a batch, such as the number of trained tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 from ligertune.models.shape import read_shape
 from ligertune.planning.memory.model_shape import ModelShape
 from ligertune.planning.plan import Plan
-from ligertune.tasks.medusa.head_targets import count_targets
+from ligertune.tasks.medusa.heads_loss import count_targets
 from ligertune.tasks.medusa.medusa_model import MedusaModel
 from ligertune.tasks.medusa.medusa_shape import MedusaShape
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class NextToken:
-    """The next token of every position that is trained."""
+    """Predict the next token at every labelled position."""
 
     shape: ModelShape
     label_shifts: tuple[int, ...] = (1,)
@@ -30,15 +30,15 @@ class NextToken:
     def inputs(
         self, examples: Examples | StreamedExamples, indices: np.ndarray, *, step: int | None = None
     ) -> dict[str, Any]:
-        """Keywords of the forward over a part of the examples at `indices`, which are one global batch."""
+        """Return forward keywords for any part of the global batch, which are the examples at `indices`."""
         return {"num_items_in_batch": max(int(examples.trained[indices].sum()), 1)}
 
 
 @dataclass(frozen=True)
 class SeveralTokens:
-    """The tokens that Medusa heads predict, each head divided by its own targets in the global batch.
+    """Predict several tokens ahead with Medusa heads; each head's loss is divided by its targets in the global batch.
 
-    heads_coefficient rises from 0 over warmup_steps, and stays: the heads' first gradients would spoil the model.
+    heads_coefficient rises linearly from 0 over warmup_steps: the first gradients of new heads would damage the model.
     """
 
     shape: ModelShape
@@ -49,7 +49,7 @@ class SeveralTokens:
     def inputs(
         self, examples: Examples | StreamedExamples, indices: np.ndarray, *, step: int | None = None
     ) -> dict[str, Any]:
-        """As above; without a step the heads weigh as after the warm-up."""
+        """Return forward keywords as `NextToken.inputs` does. Evaluation passes no step: the warm-up is over."""
         warmed = 1.0 if step is None or step >= self.warmup_steps else (step + 1) / self.warmup_steps
         labels = [examples[int(i)].labels for i in indices]
         return {
@@ -62,7 +62,7 @@ Objective = NextToken | SeveralTokens
 
 
 def objective_of(plan: Plan, model: nn.Module) -> Objective:
-    """What `model` is trained for; asked before it is wrapped."""
+    """Return the objective of a model that is not yet wrapped by DDP or FSDP."""
     if not isinstance(model, MedusaModel):
         return NextToken(read_shape(model))
     medusa = plan.build.medusa

@@ -17,7 +17,7 @@ from ligertune.data.batching.order import ByImageCount, DataOrder, StreamOrder, 
 from ligertune.data.batching.packing import pack
 from ligertune.data.examples import Examples
 from ligertune.data.stream import StreamedExamples
-from ligertune.decode.samples import answers_to
+from ligertune.decode.generate import SampleAnswers
 from ligertune.planning.plan import Plan
 from ligertune.storage import MetricsFile
 from ligertune.tasks.objectives import Objective, objective_of
@@ -232,4 +232,4 @@ def _sample_answers(job: Job) -> Answer | None:
     prompts = job.plan.evaluation.sample_prompts
     if not prompts or job.plan.shares_weights:
         return None
-    return answers_to(prompts, job.tokenizer.tokenizer, job.prompt, pad_token_id=job.tokenizer.pad_token_id)
+    return SampleAnswers(prompts, job.tokenizer.tokenizer, job.prompt, pad_token_id=job.tokenizer.pad_token_id)

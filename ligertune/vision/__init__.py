@@ -1,1 +1,1 @@
-"""Pictures: which models see, how pictures are read and become a model's inputs, and what of the seeing part trains."""
+"""Vision-language models: supported families, reading images, image inputs of a batch, and freezing parts."""

@@ -1,7 +1,7 @@
-"""The vision-language models that can be trained, one row each, recognised by `config.model_type`.
+"""Table of the vision-language model families that can be trained, by `config.model_type`.
 
-A family is described by what differs between them: how a picture stands in the text, what layout its pixels have, and
-which modules see (tower), translate (projector) and write (language model). A new family is a new row.
+A row holds what differs between families: how an image appears in the text, the layout of its pixels, and the module
+names of vision tower, projector and language model. To support a new family, add a row.
 """
 
 from __future__ import annotations
@@ -14,32 +14,32 @@ from ligertune.errors import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-# patches: pictures of any size, one behind the other (Qwen). squares: one size for all. tiles: up to four squares each,
-# which the text does not hold but looks at (cross-attention).
+# patches: concatenated patches of images of any size (Qwen). squares: images of one size. tiles: up to four squares per
+# image, read by cross-attention, with one token in the text.
 ImageLayout = Literal["patches", "squares", "tiles"]
 ModelPart = Literal["vision_tower", "projector", "language_model"]
 
 
 @dataclass(frozen=True)
 class Family:
-    """One kind of vision-language model. Module names are prefixes of parameter names; the longest that fits decides.
+    """A kind of vision-language model. Parameters belong to the part with the longest matching name prefix.
 
-    `image_text` is what stands in the text for one picture, where `{image}` is the token that is repeated and
-    `{begin}` and `{end}` those around it; a chat template writes `template_text`, which becomes `image_text`.
+    `image_text` represents one image in the text: `{image}` is the repeated token, `{begin}` and `{end}` surround it.
+    Chat templates write `template_text`, which is replaced by `image_text`.
     """
 
     name: str
-    processor: str  # transformers' class, named in the saved files so that others load it
+    processor: str  # transformers' class, named in saved files so that AutoProcessor finds it
     layout: ImageLayout
     vision_tower: tuple[str, ...]
     projector: tuple[str, ...]
-    image_text: str
-    template_text: str
-    begin: str | None = None  # attributes of the configuration
+    image_text: str = "{image}"
+    template_text: str = "{image}"
+    begin: str | None = None  # names of attributes of the configuration
     end: str | None = None
-    packs: bool = False  # rows of several documents are exact
+    packs: bool = False  # packed rows compute exactly what single rows do
     positions: Literal["sections", "plain"] = "plain"  # sections: time, height and width (M-RoPE)
-    token_types: bool = False  # pictures' tokens see each other in both directions
+    token_types: bool = False  # image tokens attend to each other in both directions
 
 
 def _qwen(name: str, processor: str, *projector: str) -> Family:
@@ -63,12 +63,8 @@ FAMILIES: dict[str, Family] = {
     "qwen2_vl": _qwen("Qwen2-VL", "Qwen2VLProcessor"),
     "qwen2_5_vl": _qwen("Qwen2.5-VL", "Qwen2_5_VLProcessor"),
     "qwen3_vl": _qwen("Qwen3-VL", "Qwen3VLProcessor", "model.visual.deepstack_merger_list."),
-    "mllama": Family(
-        "Llama-3.2-Vision", "MllamaProcessor", "tiles", ("model.vision_model.",), _PROJECTOR, "{image}", "{image}"
-    ),
-    "llava": Family(
-        "LLaVA", "LlavaProcessor", "squares", ("model.vision_tower.",), _PROJECTOR, "{image}", "{image}", packs=True
-    ),
+    "mllama": Family("Llama-3.2-Vision", "MllamaProcessor", "tiles", ("model.vision_model.",), _PROJECTOR),
+    "llava": Family("LLaVA", "LlavaProcessor", "squares", ("model.vision_tower.",), _PROJECTOR, packs=True),
     "gemma3": Family(
         "Gemma 3",
         "Gemma3Processor",
@@ -90,7 +86,7 @@ def has_vision(config: PreTrainedConfig) -> bool:
 
 
 def family_of(config: PreTrainedConfig) -> Family | None:
-    """The row of a configuration; None for a text model, a UserError for a family that has no row."""
+    """Return the family of a configuration; None for a text model. Raises UserError for an unsupported family."""
     if not has_vision(config):
         return None
     family = FAMILIES.get(config.model_type)
@@ -110,8 +106,8 @@ def exact_packing(config: PreTrainedConfig) -> dict[str, str | bool | None]:
 
 
 def part_of(family: Family, parameter: str) -> ModelPart:
-    """Which part of the model a parameter belongs to, by its name as `named_parameters` gives it."""
+    """Return the part of the model that a parameter, named as in `named_parameters`, belongs to."""
     prefixes: list[tuple[str, ModelPart]] = [(prefix, "vision_tower") for prefix in family.vision_tower]
     prefixes += [(prefix, "projector") for prefix in family.projector]
-    fitting = [(len(prefix), part) for prefix, part in prefixes if parameter.startswith(prefix)]
-    return max(fitting)[1] if fitting else "language_model"
+    matches = [(len(prefix), part) for prefix, part in prefixes if parameter.startswith(prefix)]
+    return max(matches)[1] if matches else "language_model"

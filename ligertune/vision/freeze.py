@@ -1,4 +1,4 @@
-"""A vision-language model made ready to train: what of it is frozen, and what must not reach its tower."""
+"""Prepare a vision-language model for training: freeze its parts, and keep text arguments out of its vision tower."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ligertune.vision.families import Family, family_of, part_of
 if TYPE_CHECKING:
     from ligertune.planning.options import VisionOptions
 
-# what our loop says of the tokens of a batch; models pass keywords on to their towers, which would take them for theirs
-_OF_THE_TEXT = (
+# Batch keywords that describe text tokens. Models forward keywords to their towers, which would misread them.
+_TEXT_ARGUMENTS = (
     "document_lengths",
     "document_places",
     "cu_seq_lens_q",
@@ -29,17 +29,19 @@ _LAYER = re.compile(r"encoder\.layers\.(\d+)\.")
 
 
 def prepare_vision(model: PreTrainedModel, spec: VisionOptions) -> None:
-    """Freezes the parts that the recipe freezes, and shelters the tower. Nothing for a model of text."""
+    """Freeze the parts that the recipe freezes and register the hooks the family needs. Text models stay unchanged."""
     family = family_of(model.config)
-    if family is not None:
-        freeze_parts(model, family, spec)
-        hide_text_arguments(model, family)
-        if family.layout == "tiles":
-            model.register_forward_hook(_with_all_in_the_graph, with_kwargs=True)
+    if family is None:
+        return
+    freeze_parts(model, family, spec)
+    for prefix in family.vision_tower:
+        model.get_submodule(prefix.rstrip(".")).register_forward_pre_hook(_drop_text_arguments, with_kwargs=True)
+    if family.layout == "tiles":
+        model.register_forward_hook(_give_all_zero_gradients, with_kwargs=True)
 
 
 def freeze_parts(model: PreTrainedModel, family: Family, spec: VisionOptions) -> None:
-    """Parameters of frozen parts need no gradient; a part without any that does runs without autograd."""
+    """Freeze parameters by part. Raises UserError if nothing would train."""
     frozen = {
         "vision_tower": spec.freeze_vision_tower,
         "projector": spec.freeze_projector,
@@ -53,29 +55,30 @@ def freeze_parts(model: PreTrainedModel, family: Family, spec: VisionOptions) ->
         )
     for name, parameter in model.named_parameters():
         part = part_of(family, name)
-        if frozen[part] or (part == "vision_tower" and _is_behind_the_features(name, model.config)):
+        if frozen[part] or (part == "vision_tower" and _is_unused(name, model.config)):
             parameter.requires_grad_(False)
 
 
-def _is_behind_the_features(name: str, config: PreTrainedConfig) -> bool:
-    """Whether nothing that the tower gives depends on it: it would get no gradient, and ranks would wait for one.
+def _is_unused(name: str, config: PreTrainedConfig) -> bool:
+    """Return whether a tower parameter does not influence the image features; it would never get a gradient.
 
-    LLaVA takes what a layer before the tower's last gives; Gemma 3 takes the patches and not what the head pools.
+    LLaVA reads the features of a layer before the last one; Gemma 3 reads patches, not the pooling head's output.
     """
     if re.search(r"vision_tower\.(vision_model\.)?head\.", name):
         return True
     layer = getattr(config, "vision_feature_layer", None)
     if not isinstance(layer, int):
         return False
-    used = layer if layer >= 0 else config.vision_config.num_hidden_layers + 1 + layer  # hidden states begin with 0
+    used = layer if layer >= 0 else config.vision_config.num_hidden_layers + 1 + layer  # hidden state 0: embeddings
     found = _LAYER.search(name)
     return int(found[1]) >= used if found else "post_layernorm" in name
 
 
-def _with_all_in_the_graph(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
-    """Without pictures this family skips its cross-attention and its tower: their gradients are zeros, not missing.
+def _give_all_zero_gradients(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
+    """Forward hook: without images, add 0 times every parameter to the loss, so that no gradient is missing.
 
-    Other families see a blank picture (`vision.batch`); here a row of text would look at it.
+    Llama-3.2-Vision then skips tower and cross-attention, and other ranks would wait for their gradients. Other
+    families get a blank image (`vision.inputs`); in this one, text would attend to it.
     """
     if kwargs.get("pixel_values") is None and output.loss is not None and output.loss.requires_grad:
         firsts = [p.view(-1)[0] for p in model.parameters() if p.requires_grad and p.numel()]
@@ -83,11 +86,5 @@ def _with_all_in_the_graph(model: PreTrainedModel, args: tuple, kwargs: dict[str
     return output
 
 
-def hide_text_arguments(model: PreTrainedModel, family: Family) -> None:
-    """From now on the tower does not hear of the documents and the labels of the text beside its pictures."""
-    for prefix in family.vision_tower:
-        model.get_submodule(prefix.rstrip(".")).register_forward_pre_hook(_without_the_text, with_kwargs=True)
-
-
-def _without_the_text(tower: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    return args, {name: value for name, value in kwargs.items() if name not in _OF_THE_TEXT}
+def _drop_text_arguments(tower: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    return args, {name: value for name, value in kwargs.items() if name not in _TEXT_ARGUMENTS}

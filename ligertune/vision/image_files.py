@@ -1,7 +1,7 @@
-"""A picture's file: found, checked, and read as RGB the way up that its EXIF says.
+"""Image files: locate, check, and read them as RGB with the EXIF orientation applied.
 
-Pictures are named by paths and read when a batch needs them. Those that a data set holds as bytes are written once into
-the cache's folder, under the hash of their content.
+Examples store paths, and images are read when a batch needs them. Images that a dataset holds as bytes are written once
+to the cache folder, named by the hash of their content.
 """
 
 from __future__ import annotations
@@ -23,11 +23,13 @@ if TYPE_CHECKING:
     from PIL import Image
 
 _DATA_URL = re.compile(r"data:[\w/+.;=-]*;base64,", re.ASCII)
-_SCALED = 64  # to check a JPEG every byte is read, but no more pixels than these a side are made
+_DRAFT_SIDE = 64  # pixels; a check reads every byte of a JPEG but decodes it at this size
+# What Pillow raises for files that are truncated, broken or not images.
+_READ_ERRORS = (OSError, ValueError, SyntaxError, EOFError, OverflowError)
 
 
 class ImageError(Exception):
-    """A picture that cannot be used: `reason` is one of conversation.REASONS, `detail` says which and why."""
+    """An image that cannot be used: `reason` is one of conversation.REASONS, `detail` says which image and why."""
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(f"{reason}: {detail}")
@@ -36,7 +38,7 @@ class ImageError(Exception):
 
 @dataclass(frozen=True)
 class ImageFile:
-    """A file that was read to its end; the size is that of the picture the right way up, in pixels."""
+    """A checked image file; width and height are in pixels, with the EXIF orientation applied."""
 
     path: str
     width: int
@@ -44,20 +46,20 @@ class ImageFile:
 
 
 def locate_image(reference: Any, folders: tuple[Path, ...], store: Path) -> Path:
-    """The file of what a data set calls an image: a path, a file: or data: URL, or {path, bytes}; else a PictureError.
+    """Return the file of an image reference: a path, a file: or data: URL, or {path, bytes}. Raises ImageError.
 
-    Relative paths are looked for in `folders`, in order. `store`: where bytes become files.
+    Relative paths are searched in `folders`, in order. Bytes are written to `store`.
     """
     if isinstance(reference, dict):
         content = reference.get("bytes")
         if content:
-            return _stored(bytes(content), store)
+            return _write_once(bytes(content), store)
         reference = next((reference[key] for key in ("path", "image", "url") if reference.get(key)), None)
     if not isinstance(reference, str) or not reference:
-        raise ImageError("image cannot be read", f"{reference!r:.40} is neither a path nor a picture")
+        raise ImageError("image cannot be read", f"{reference!r:.40} is neither a path nor an image")
     if found := _DATA_URL.match(reference):
         try:
-            return _stored(base64.b64decode(reference[found.end() :], validate=True), store)
+            return _write_once(base64.b64decode(reference[found.end() :], validate=True), store)
         except (binascii.Error, ValueError) as error:
             raise ImageError("image cannot be read", f"a data URL: {error}") from error
     if reference.startswith(("http://", "https://")):
@@ -72,7 +74,7 @@ def locate_image(reference: Any, folders: tuple[Path, ...], store: Path) -> Path
     raise ImageError("image is missing", str(candidates[0] if candidates else path))
 
 
-def _stored(content: bytes, store: Path) -> Path:
+def _write_once(content: bytes, store: Path) -> Path:
     path = store / hashlib.sha256(content).hexdigest()
     if not path.exists():
         store.mkdir(parents=True, exist_ok=True)
@@ -83,23 +85,23 @@ def _stored(content: bytes, store: Path) -> Path:
 
 
 def check_image(path: Path) -> ImageFile:
-    """Reads the whole file, so that what is cut off or broken shows now and not in training; its size."""
-    pil = _pil()
+    """Read the whole file, so that damage shows now and not in training; return its size. Raises ImageError."""
+    pil = import_pillow()
     try:
         with warnings.catch_warnings(), pil.open(path) as image:
             warnings.simplefilter("ignore")
-            turned = image.getexif().get(0x0112, 1) >= 5  # EXIF orientation: 5 to 8 lie on their side
+            turned = image.getexif().get(0x0112, 1) >= 5  # EXIF orientations 5 to 8 swap width and height
             width, height = image.size
-            image.draft("RGB", (_SCALED, _SCALED))
+            image.draft("RGB", (_DRAFT_SIDE, _DRAFT_SIDE))
             image.load()
-    except (*_FLAWS, pil.DecompressionBombError) as error:
+    except (*_READ_ERRORS, pil.DecompressionBombError) as error:
         raise ImageError("image cannot be read", f"{path}: {str(error) or type(error).__name__}") from error
     return ImageFile(str(path), *((height, width) if turned else (width, height)))
 
 
 def read_image(path: str) -> Image.Image:
-    """The picture as RGB, upright; transparent parts are white. A UserError if the file is no longer what it was."""
-    pil = _pil()
+    """Return the image as upright RGB, transparency on white. Raises UserError if the file has changed since."""
+    pil = import_pillow()
     from PIL import ImageOps
 
     try:
@@ -107,9 +109,9 @@ def read_image(path: str) -> Image.Image:
             warnings.simplefilter("ignore")
             upright = ImageOps.exif_transpose(image)
             upright.load()
-    except (*_FLAWS, pil.DecompressionBombError) as error:
+    except (*_READ_ERRORS, pil.DecompressionBombError) as error:
         raise UserError(
-            f"{path}: the picture could be read when the data was prepared, and cannot be now: {error}.",
+            f"{path}: the image could be read when the data was prepared, and cannot be read now: {error}.",
             hint="Put it back, and resume; or prepare the data again with data.cache: false.",
             exit_code=1,
         ) from error
@@ -120,15 +122,12 @@ def read_image(path: str) -> Image.Image:
     return upright.convert("RGB")
 
 
-# what Pillow raises for files that are cut off, broken or no pictures
-_FLAWS = (OSError, ValueError, SyntaxError, EOFError, OverflowError)
-
-
-def _pil() -> Any:
+def import_pillow() -> Any:
+    """Return the module PIL.Image. Raises UserError if Pillow is not installed."""
     try:
         from PIL import Image
     except ImportError as error:
         raise UserError(
-            "Pictures are read by Pillow, which is not installed.", hint="Install ligertune[vision]."
+            "Images are read by Pillow, which is not installed.", hint="Install ligertune[vision]."
         ) from error
     return Image

@@ -1,7 +1,7 @@
-"""From a picture's file to a model's inputs: how many tokens it takes, and its pixels as the model's tower wants them.
+"""ImageReader: from an image file to the model's inputs, and the number of its tokens in the text.
 
-Pixels are made by transformers' image processors on Pillow, which need no torchvision; with it installed they are the
-same, so a run does not depend on what else is on a machine.
+Pixels come from transformers' image processors on Pillow, with or without torchvision installed, so a run does not
+depend on other packages of the machine.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 from ligertune.errors import UserError
 from ligertune.planning.options import VisionOptions
 from ligertune.vision.families import Family, family_of
-from ligertune.vision.image_files import ImageError, ImageFile, read_image
+from ligertune.vision.image_files import ImageError, ImageFile, import_pillow, read_image
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -30,38 +30,42 @@ if TYPE_CHECKING:
     from ligertune.data.examples import Examples
     from ligertune.planning.options import ModelOptions
 
-MAX_ASPECT_RATIO = 200  # the longer side over the shorter one: Qwen's processors refuse more
+MAX_ASPECT_RATIO = 200  # longer side over shorter side: Qwen's processors refuse more
+# Outputs of the image processors that the models take. The number of tiles becomes the cross-attention mask.
+_INPUTS: dict[str, tuple[str, ...]] = {
+    "patches": ("pixel_values", "image_grid_thw"),
+    "squares": ("pixel_values",),
+    "tiles": ("pixel_values", "aspect_ratio_ids", "aspect_ratio_mask"),
+}
 
 
 @dataclass(frozen=True)
 class ImageReader:
-    """What data and batches know of a model that sees. It holds no weights, and workers get a copy of it."""
+    """Image settings of a vision-language model. It holds no weights, so data workers can have a copy."""
 
     family: Family
     processor: Any  # transformers' image processor
-    options: dict[str, Any]  # given to it with every picture: its own defaults are a class's, and others change them
-    token_id: int  # repeated for a picture
-    untrained: frozenset[int]  # ids that stand for pictures, or around them
+    options: dict[str, Any]  # passed to it with every image: its defaults belong to the class and can change
+    token_id: int  # of the token that is repeated for an image
+    untrained: frozenset[int]  # ids of image tokens and of the tokens around them
     image_text: str
     template_text: str
-    fixed_tokens: int | None  # of every picture; None where its size decides
-    patch: int  # pixels a side of the tower's patches
-    merge: int = 1  # patches a side that become one token
-    side: int = 0  # pixels a side, where all pictures are resized to a square
-    facts: dict[str, Any] = field(default_factory=dict)  # what the saved processor's file says beside its class
+    fixed_tokens: int | None  # tokens of every image; None if they depend on its size
+    patch: int  # side of the tower's patches, in pixels
+    merge: int = 1  # patches per side that become one token
+    side: int = 0  # pixels, if all images are resized to a square
+    saved_settings: dict[str, Any] = field(default_factory=dict)  # of processor_config.json
 
-    def tokens(self, picture: ImageFile) -> int:
-        """Tokens that stand for it in the text; a PictureError if it is too lopsided for the model."""
+    def tokens(self, image: ImageFile) -> int:
+        """Return the number of tokens of an image. Raises ImageError if it is too narrow for the model."""
         if self.fixed_tokens is not None:
             return self.fixed_tokens
-        if max(picture.width, picture.height) > MAX_ASPECT_RATIO * min(picture.width, picture.height):
-            raise ImageError(
-                "image cannot be read", f"{picture.path}: {picture.width} x {picture.height} is too narrow"
-            )
-        return math.prod(self.grid(picture.width, picture.height))
+        if max(image.width, image.height) > MAX_ASPECT_RATIO * min(image.width, image.height):
+            raise ImageError("image cannot be read", f"{image.path}: {image.width} x {image.height} is too narrow")
+        return math.prod(self.grid(image.width, image.height))
 
     def grid(self, width: int, height: int) -> tuple[int, int]:
-        """(height, width) in tokens of a picture of this size in pixels; of models with patches."""
+        """Return (height, width) in tokens of an image in pixels; for models with patches."""
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
         unit, limits = self.patch * self.merge, self.options["size"]
@@ -69,14 +73,14 @@ class ImageReader:
         return resized[0] // unit, resized[1] // unit
 
     def pixels(self, path: str) -> dict[str, Tensor]:
-        """One picture's inputs, with a first dimension of 1 (of the patches' number, where there are patches)."""
+        """Return the model inputs of one image; their first dimension is 1, or the number of patches."""
         image = read_image(path)
         nested = [[image]] if self.family.layout == "tiles" else [image]
         made = self.processor(images=nested, return_tensors="pt", **self.options)
         return {name: made[name] for name in _INPUTS[self.family.layout]}
 
     def blank(self) -> dict[str, Tensor]:
-        """The inputs of a small picture of nothing, for batches without one; of models with patches or squares."""
+        """Return the inputs of a small blank image, for batches without images; for patches or squares."""
         if self.family.layout == "squares":
             return {"pixel_values": torch.zeros(1, 3, self.side, self.side)}
         frames = int(self.processor.temporal_patch_size)
@@ -87,17 +91,17 @@ class ImageReader:
 
     @property
     def blank_tokens(self) -> int:
-        """Tokens that stand for it."""
+        """Number of tokens of the blank image."""
         return self.fixed_tokens or 1
 
-    def largest_share(self, examples: Examples, *, looked_at: int = 1000) -> float:
-        """Of an example's tokens, at most, those that stand for pictures; as many examples with one are looked at."""
-        seeing = np.flatnonzero(examples.n_images)
-        chosen = seeing[:: -(-len(seeing) // looked_at) or 1].tolist()
+    def largest_share(self, examples: Examples, *, sample: int = 1000) -> float:
+        """Return the largest share of image tokens in an example, among about `sample` examples with images."""
+        with_images = np.flatnonzero(examples.n_images)
+        chosen = with_images[:: -(-len(with_images) // sample) or 1].tolist()
         return max((float((examples[i].input_ids == self.token_id).mean()) for i in chosen), default=0.0)
 
     def identity(self) -> dict[str, Any]:
-        """All that an example's tokens depend on, for the cache's key."""
+        """Return all that an example's tokens depend on, for the key of the data cache."""
         return {
             "family": self.family.name,
             "options": self.options,
@@ -105,23 +109,15 @@ class ImageReader:
             "size": [self.patch, self.merge],
         }
 
-    def joined(self, pictures: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-        """Pictures of several examples, one behind the other; of models with patches or squares."""
-        return {name: torch.cat([picture[name] for picture in pictures]) for name in _INPUTS[self.family.layout]}
-
-
-# what the image processors give that the models take; the number of tiles becomes the mask of the cross-attention
-_INPUTS: dict[str, tuple[str, ...]] = {
-    "patches": ("pixel_values", "image_grid_thw"),
-    "squares": ("pixel_values",),
-    "tiles": ("pixel_values", "aspect_ratio_ids", "aspect_ratio_mask"),
-}
+    def concatenate(self, images: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+        """Concatenate the inputs of several images; for patches or squares."""
+        return {name: torch.cat([image[name] for image in images]) for name in _INPUTS[self.family.layout]}
 
 
 def load_reader(
     model: ModelOptions, vision: VisionOptions, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
 ) -> ImageReader | None:
-    """The reader for a model's configuration; None for a model of text."""
+    """Return the reader of a model with the recipe's size limits; None for a text model. Raises UserError."""
     family = family_of(config)
     if family is None:
         return None
@@ -129,13 +125,14 @@ def load_reader(
 
 
 def saved_reader(name: str, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> ImageReader | None:
-    """As `load_reader`, with the limits of size that the model's own files name; to generate with it."""
+    """Return the reader of a model with the size limits in its own files, for generation; None for a text model."""
     family = family_of(config)
     if family is None:
         return None
     processor = _load_processor(name, "main")
-    size, limits = dict(processor.size or {}), {}
+    limits = {}
     if family.layout == "patches":
+        size = dict(processor.size)
         limits = {"image_min_pixels": size["shortest_edge"], "image_max_pixels": size["longest_edge"]}
     return make_reader(family, VisionOptions(**limits), config, tokenizer, processor)
 
@@ -143,31 +140,24 @@ def saved_reader(name: str, config: PreTrainedConfig, tokenizer: PreTrainedToken
 def make_reader(
     family: Family, vision: VisionOptions, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, processor: Any
 ) -> ImageReader:
-    """The reader of a family with this image processor."""
+    """Return the reader of a family with this image processor. Raises UserError."""
     token_id = getattr(config, "image_token_id", None)
     token_id = config.image_token_index if token_id is None else token_id
-    beside = {name: getattr(config, name) for name in (family.begin, family.end) if name}
-    names = {"image": _token(tokenizer, token_id, "image_token_id")}
-    names |= {key: _token(tokenizer, beside[name], name) for key, name in _around(family) if name}
-    options, fixed, facts, side = _sizes(family, vision, config, processor)
+    around = {key: name for key, name in (("begin", family.begin), ("end", family.end)) if name}
+    words = {"image": _token(tokenizer, token_id, "image_token_id")}
+    words |= {key: _token(tokenizer, getattr(config, name), name) for key, name in around.items()}
+    tower = config.vision_config
     return ImageReader(
         family=family,
         processor=processor,
-        options=options,
         token_id=token_id,
-        untrained=frozenset({token_id, *beside.values()}),
-        image_text=family.image_text.format(**names),
-        template_text=family.template_text.format(**names),
-        fixed_tokens=fixed,
-        patch=int(config.vision_config.patch_size),
-        merge=int(getattr(config.vision_config, "spatial_merge_size", 1)),
-        side=side,
-        facts=facts,
+        untrained=frozenset({token_id, *(getattr(config, name) for name in around.values())}),
+        image_text=family.image_text.format(**words),
+        template_text=family.template_text.format(**words),
+        patch=int(tower.patch_size),
+        merge=int(getattr(tower, "spatial_merge_size", 1)),
+        **_size_settings(family, vision, config, processor),
     )
-
-
-def _around(family: Family) -> tuple[tuple[str, str | None], ...]:
-    return ("begin", family.begin), ("end", family.end)
 
 
 def _token(tokenizer: PreTrainedTokenizerBase, number: int, name: str) -> str:
@@ -180,15 +170,14 @@ def _token(tokenizer: PreTrainedTokenizerBase, number: int, name: str) -> str:
     return token
 
 
-def _sizes(
-    family: Family, vision: VisionOptions, config: PreTrainedConfig, processor: Any
-) -> tuple[dict[str, Any], int | None, dict[str, Any], int]:
-    """(options of the image processor, tokens of every picture, facts of the saved processor, pixels a side)."""
+def _size_settings(family: Family, vision: VisionOptions, config: PreTrainedConfig, processor: Any) -> dict[str, Any]:
+    """Return the fields of ImageReader that depend on image sizes."""
+    tower = config.vision_config
     if family.layout == "patches":
-        unit = (int(config.vision_config.patch_size) * int(config.vision_config.spatial_merge_size)) ** 2
+        unit = (int(tower.patch_size) * int(tower.spatial_merge_size)) ** 2
         most = vision.image_max_pixels
-        least = min(dict(processor.size)["shortest_edge"], most)
-        least = vision.image_min_pixels if vision.image_min_pixels is not None else least
+        least = vision.image_min_pixels
+        least = min(dict(processor.size)["shortest_edge"], most) if least is None else least
         if most < unit:
             raise UserError(
                 f"vision.image_max_pixels: {most} is less than one token of {family.name}, {unit} pixels.",
@@ -196,34 +185,35 @@ def _sizes(
             )
         if least > most:
             raise UserError(f"vision.image_min_pixels: {least} is more than vision.image_max_pixels: {most}.")
-        return {"size": {"shortest_edge": least, "longest_edge": most}}, None, {}, 0
-    limits = ("image_max_pixels", "image_min_pixels")
-    changed = [name for name in limits if getattr(vision, name) != getattr(VisionOptions(), name)]
-    if changed:
-        raise UserError(
-            f"vision.{changed[0]}: {family.name} resizes every picture to the size that it was trained with.",
-            hint="Leave the key out.",
-        )
+        return {"options": {"size": {"shortest_edge": least, "longest_edge": most}}, "fixed_tokens": None}
+    for name in ("image_max_pixels", "image_min_pixels"):
+        if getattr(vision, name) != getattr(VisionOptions(), name):
+            raise UserError(
+                f"vision.{name}: {family.name} resizes every image to the size that it was trained with.",
+                hint="Leave the key out.",
+            )
     if family.layout == "tiles":
-        return {"max_image_tiles": int(config.vision_config.max_num_tiles)}, 1, {}, 0
-    side, patch = int(config.vision_config.image_size), int(config.vision_config.patch_size)
+        return {"options": {"max_image_tiles": int(tower.max_num_tiles)}, "fixed_tokens": 1}
+    side, patch = int(tower.image_size), int(tower.patch_size)
     if family.token_types:
-        return (
-            {"do_pan_and_scan": False},
-            int(config.mm_tokens_per_image),
-            {"image_seq_length": int(config.mm_tokens_per_image)},
-            side,
-        )
-    strategy = config.vision_feature_select_strategy
-    facts = {"patch_size": patch, "num_additional_image_tokens": 1, "vision_feature_select_strategy": strategy}
-    return {}, (side // patch) ** 2 + (strategy != "default"), facts, side
+        tokens, options = int(config.mm_tokens_per_image), {"do_pan_and_scan": False}
+        settings = {"image_seq_length": tokens}
+    else:
+        strategy = config.vision_feature_select_strategy
+        tokens, options = (side // patch) ** 2 + (strategy != "default"), {}  # "full" keeps the class token
+        settings = {
+            "patch_size": patch,
+            "num_additional_image_tokens": 1,
+            "vision_feature_select_strategy": strategy,
+        }
+    return {"options": options, "fixed_tokens": tokens, "saved_settings": settings, "side": side}
 
 
 def _load_processor(name: str, revision: str) -> Any:
-    """transformers' image processor of a model's files, in the form that runs on Pillow."""
+    """Load transformers' image processor of a model in its Pillow version (class names ending in Pil)."""
     from transformers.image_processing_utils import BaseImageProcessor
 
-    _need_pillow()
+    import_pillow()
     try:
         written, _ = BaseImageProcessor.get_image_processor_dict(name, revision=revision)
         kind = re.sub("(Fast|Pil)$", "", written.get("image_processor_type") or written["feature_extractor_type"])
@@ -232,24 +222,16 @@ def _load_processor(name: str, revision: str) -> Any:
         found = f"no image processor could be loaded from {name}: {str(error).partition(chr(10))[0]}"
         raise UserError(
             f"model.model_name_or_path: {found}",
-            hint="A vision-language model's folder needs preprocessor_config.json beside config.json.",
+            hint="The folder of a vision-language model needs preprocessor_config.json.",
         ) from error
 
 
-def _need_pillow() -> None:
-    from ligertune.vision.image_files import _pil
-
-    _pil()
-
-
 def save_processor(reader: ImageReader, folder: Path) -> None:
-    """Beside a saved model: what `AutoProcessor` needs, with the limits of size that the model was trained with."""
+    """Write what AutoProcessor needs into a saved model's folder, with the size limits of training."""
     reader.processor.save_pretrained(folder)
-    for file, facts in (
-        ("preprocessor_config.json", {"size": reader.options["size"]} if "size" in reader.options else {}),
-        ("processor_config.json", reader.facts),
-    ):
+    sizes = {"size": reader.options["size"]} if "size" in reader.options else {}
+    for file, settings in (("preprocessor_config.json", sizes), ("processor_config.json", reader.saved_settings)):
         path = folder / file
         written = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        written |= {**facts, "processor_class": reader.family.processor}
+        written |= {**settings, "processor_class": reader.family.processor}
         path.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")

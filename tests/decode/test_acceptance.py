@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ligertune.decode.acceptance import Greedy, Typical
-from ligertune.tasks.medusa.candidate_tree import Tree
+from ligertune.tasks.medusa.candidate_tree import CandidateTree
 
 # A guess passes above min(epsilon, delta exp(-H)) with epsilon = 0.09, delta = 0.3:
 #   sure      p = (0.9, x, 0.1 - x):  H is at most 0.41 nats, delta exp(-H) at least 0.2, so the bound is epsilon, 0.09.
@@ -29,7 +29,7 @@ def logits(*rows: list[float], temperature: float) -> Tensor:
 
 def length(guess: list[float], temperature: float = 1.0) -> int:
     """How many nodes are kept of a root and its guess, token 1."""
-    rule, tree = Typical(temperature=temperature), Tree.of([(0,)])
+    rule, tree = Typical(temperature=temperature), CandidateTree.from_paths([(0,)])
     last = [0.0] * 50 + [1.0]  # token 50 follows the guess
     found = rule.accept(tree, torch.tensor([[7, 1]]), logits(guess, last, temperature=temperature))
     assert found.next_tokens.item() == 50 or found.lengths.item() == 1
@@ -51,7 +51,7 @@ def test_a_guess_passes_above_delta_times_exp_of_minus_the_entropy_where_it_is_u
 
 def test_the_longest_accepted_path_wins_and_the_token_after_it_follows():
     """A root with two guesses; behind the second another one. Greedy follows the likeliest tokens only."""
-    tree = Tree.of([(0,), (1,), (1, 0)])  # nodes: root, a, b, c behind b
+    tree = CandidateTree.from_paths([(0,), (1,), (1, 0)])  # nodes: root, a, b, c behind b
     tokens = torch.tensor([[9, 1, 2, 3], [9, 1, 2, 4], [9, 1, 5, 3]])
     likeliest = torch.tensor([[2, 0, 3, 6], [2, 0, 3, 6], [1, 8, 3, 6]])
     found = Greedy().accept(tree, tokens, torch.nn.functional.one_hot(likeliest, 10).float())

@@ -10,9 +10,9 @@ from tiny_models import make
 
 from ligertune.decode.acceptance import Typical
 from ligertune.decode.tree_decoding import decode_with_heads
-from ligertune.tasks.medusa.candidate_tree import Tree, best_paths, chain
-from ligertune.tasks.medusa.head_form import head_form
+from ligertune.tasks.medusa.candidate_tree import CandidateTree, best_paths, chain
 from ligertune.tasks.medusa.heads import MedusaHeads
+from ligertune.tasks.medusa.output_head import logit_transform
 
 HEADS, NEW = 3, 40
 WIDE = [path for depth in (1, 2, 3) for path in itertools.product(range(4), repeat=depth) if sum(path) < 4]
@@ -71,11 +71,11 @@ def test_greedy_text_is_that_of_plain_decoding(family):
     prompts = prompts_of((9, 4, 13))
     expected = [plain(model, prompt, NEW) for prompt in prompts]
     assert all(len(set(text)) > 5 for text in expected)  # nothing that any guess would get right
-    form = head_form(model)
+    form = logit_transform(model)
     untrained = MedusaHeads(HEADS, 1, model.get_output_embeddings().weight.detach(), own_lm_head=False)
     trained = trained_heads(model, prompts_of((9,)))
     for heads, paths in itertools.product((untrained, trained), TREES.values()):
-        tree = Tree.of(paths)
+        tree = CandidateTree.from_paths(paths)
         alone = decode_with_heads(model, heads, form, prompts[:1], tree, max_new_tokens=NEW)
         together = decode_with_heads(model, heads, form, prompts, tree, max_new_tokens=NEW)
         assert alone.tokens == expected[:1]
@@ -87,11 +87,13 @@ def test_the_text_ends_inside_a_path():
     """An end-of-text token, or the limit, in the middle of what one pass accepts."""
     model = sharp("llama")
     (prompt,) = prompts_of((9,))
-    heads, form = trained_heads(model, [prompt]), head_form(model)
+    heads, form = trained_heads(model, [prompt]), logit_transform(model)
     whole = plain(model, prompt, NEW)
     eos = (whole[17],)
     for new in (1, 2, 3, 18, NEW):
-        found = decode_with_heads(model, heads, form, [prompt], Tree.of(WIDE), max_new_tokens=new, eos_token_ids=eos)
+        found = decode_with_heads(
+            model, heads, form, [prompt], CandidateTree.from_paths(WIDE), max_new_tokens=new, stop_at=eos
+        )
         assert found.tokens == [plain(model, prompt, new, eos)]
         assert found.accepted_length == len(found.tokens[0]) / found.passes[0]
 
@@ -99,7 +101,7 @@ def test_the_text_ends_inside_a_path():
 def test_typical_acceptance_is_reproducible_and_keeps_what_is_likely():
     model = sharp("llama")
     prompts = prompts_of((9, 4))
-    heads, form, tree = trained_heads(model, prompts_of((9,))), head_form(model), Tree.of(WIDE)
+    heads, form, tree = trained_heads(model, prompts_of((9,))), logit_transform(model), CandidateTree.from_paths(WIDE)
     texts = []
     for _ in range(2):
         torch.manual_seed(0)
@@ -113,14 +115,14 @@ def test_typical_acceptance_is_reproducible_and_keeps_what_is_likely():
 
 def test_a_tree_by_hand():
     """A root with two guesses of head 1, and one of head 2 behind the first."""
-    tree = Tree.of([(0,), (1,), (0, 0)])
-    assert tree.sees.int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]]
+    tree = CandidateTree.from_paths([(0,), (1,), (0, 0)])
+    assert tree.mask.int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]]
     assert tree.depths.tolist() == [0, 1, 1, 2]
     assert tree.parents.tolist() == [0, 0, 0, 1]
     assert (tree.heads.tolist(), tree.ranks.tolist()) == ([0, 0, 1], [0, 1, 0])
     assert sorted(tree.leaves.tolist()) == [[0, 1, 3], [0, 2, -1]]
     with pytest.raises(ValueError, match="every prefix"):
-        Tree.of([(0, 0)])
+        CandidateTree.from_paths([(0, 0)])
 
 
 def test_the_tree_takes_the_likeliest_paths():

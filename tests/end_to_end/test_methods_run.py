@@ -10,7 +10,7 @@ import torch
 from command_line import losses
 from quickstart_runs import plan_run, recipe_for, saves, train
 
-from ligertune.decode.generate import complete
+from ligertune.decode.generate import generate_answer
 from ligertune.errors import UserError
 from ligertune.planning.preflight import check_packages
 from ligertune.run import run
@@ -108,7 +108,7 @@ def test_the_adapter_loads_in_peft_and_merges_to_the_same_model(adapted, quickst
 def test_an_adapter_is_exported_alone_and_answers_prompts(adapted, tmp_path):
     assert export_run(adapted, tmp_path / "alone", adapter=True, checkpoint=None).kind == "adapter"
     options = {"raw": False, "max_new_tokens": 5, "temperature": 0.0, "top_p": 1.0, "seed": 0}
-    answer = complete(str(tmp_path / "alone"), "Name three colours.", **options)
+    answer = generate_answer(str(tmp_path / "alone"), "Name three colours.", **options)
     assert "### Instruction:\nName three colours." in answer.prompt
 
 

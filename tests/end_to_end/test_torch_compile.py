@@ -9,7 +9,7 @@ from quickstart_runs import plan_run
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from ligertune.decode.samples import answers_to
+from ligertune.decode.generate import SampleAnswers
 from ligertune.errors import UserError
 from ligertune.models.compile import compile_layers
 from ligertune.run import run
@@ -92,7 +92,7 @@ def test_eight_training_and_eight_evaluation_lengths_are_all_compiled():
 def test_generation_does_not_compile_a_graph_per_length(tmp_path):
     job = plan_run(tmp_path, **SETTINGS, **{"train.torch_compile": True})
     model, _ = trained_model(job.plan, job.config, start_accelerator(job.plan))
-    answer = answers_to(["Once upon a time"], job.tokenizer.tokenizer, job.prompt,
+    answer = SampleAnswers(["Once upon a time"], job.tokenizer.tokenizer, job.prompt,
                         pad_token_id=job.tokenizer.pad_token_id)  # fmt: skip
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ligertune.data.examples import Example, Examples
-from ligertune.tasks.medusa.heads_loss import coefficients
+from ligertune.tasks.medusa.heads_loss import part_weights
 from ligertune.tasks.objectives import NextToken, SeveralTokens
 
 X = -100
@@ -43,5 +43,5 @@ def test_the_heads_coefficient_rises_in_equal_steps_and_stays():
 
 
 def test_parts_of_the_loss_are_weighed_by_powers_of_the_decay():
-    assert coefficients(3, 0.8, 0.2, with_model=False) == pytest.approx([0.8, 0.64, 0.512])
-    assert coefficients(3, 0.8, 0.2, with_model=True) == pytest.approx([1.0, 0.16, 0.128, 0.1024])
+    assert part_weights(3, 0.8, 0.2, with_model=False) == pytest.approx([0.8, 0.64, 0.512])
+    assert part_weights(3, 0.8, 0.2, with_model=True) == pytest.approx([1.0, 0.16, 0.128, 0.1024])

@@ -237,7 +237,7 @@ def test_a_lower_pixel_limit_enlarges(folder_of, pictures):
 
 
 def test_the_limits_are_refused_where_nothing_reads_them(folder_of):
-    with pytest.raises(UserError, match=r"vision.image_max_pixels: LLaVA resizes every picture"):
+    with pytest.raises(UserError, match=r"vision.image_max_pixels: LLaVA resizes every image"):
         tiny_vlms.reader_of(folder_of("llava"), image_max_pixels=1000)
 
 

@@ -18,7 +18,7 @@ from batches_of import batch_of
 from PIL import Image, ImageDraw
 
 from ligertune.data.prepare import prepare
-from ligertune.decode.generate import complete
+from ligertune.decode.generate import generate_answer
 from ligertune.recipe import load_recipe
 from ligertune.run import plan_for, run
 
@@ -98,4 +98,7 @@ def test_it_names_what_it_has_not_seen_before_and_nothing_without_seeing(learnt)
     settings = {"raw": False, "max_new_tokens": 12, "temperature": 0.0, "top_p": 1.0, "seed": 0}
     shown = right(model, batch).nonzero()[0].item()
     picture = str(folder / f"held_out{shown}.png")
-    assert complete(str(folder / "run" / "model"), "What is it?", images=[picture], **settings).text == answers[shown]
+    assert (
+        generate_answer(str(folder / "run" / "model"), "What is it?", images=[picture], **settings).text
+        == answers[shown]
+    )

@@ -24,5 +24,5 @@ def test_what_was_expected_is_taken_as_often_and_then_let_go(reader_of, pictures
 def test_a_picture_that_went_away_is_a_sentence(reader_of, tmp_path):
     ahead = ImagePrefetcher(reader_of("qwen2_vl"))
     ahead.expect([str(tmp_path / "gone.png")])
-    with pytest.raises(UserError, match=r"gone\.png: the picture could be read when the data was prepared"):
+    with pytest.raises(UserError, match=r"gone\.png: the image could be read when the data was prepared"):
         ahead.take(str(tmp_path / "gone.png"))

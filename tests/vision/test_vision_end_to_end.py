@@ -15,7 +15,7 @@ import transformers
 from batches_of import batch_of
 from command_line import losses, run
 
-from ligertune.decode.generate import complete
+from ligertune.decode.generate import generate_answer
 from ligertune.errors import UserError
 from ligertune.recipe import load_recipe
 from ligertune.run import plan_for
@@ -149,7 +149,7 @@ def test_generate_refuses_an_image_for_a_model_of_text_and_one_that_is_missing(q
         (folder_of("llava"), "https://example.com/a.png", "image on the network"),
     ):
         with pytest.raises(UserError, match=sentence):
-            complete(str(model), "What?", images=[image], **how)
+            generate_answer(str(model), "What?", images=[image], **how)
 
 
 # key -> another value (image_min_pixels: test_image_rows)

@@ -1,1 +1,1 @@
-"""Medusa: heads on a language model's last hidden state, each of which guesses one token further ahead."""
+"""Medusa: extra heads on the last hidden state that predict tokens further ahead (Cai et al. 2024)."""

@@ -1,7 +1,8 @@
-"""The tree of guesses that one decoding step checks: which ranks of which heads, and how its nodes see each other.
+"""Candidate tree of Medusa decoding: the continuations that one forward pass verifies together.
 
-A path (r_1, ..., r_d) takes the token that head j ranks r_j-th (from 0) for every j; all its prefixes are in the tree.
-Node 0 is the root, the token that the model itself has decided on. Node i stands `depths[i]` behind it.
+A path (r_1, ..., r_d) takes, for each depth j, the token that head j ranks r_j-th (from 0). All prefixes of a path are
+in the tree. Node 0 is the root, the token that the model itself chose; node i lies `depths[i]` tokens after it.
+Source: Cai et al. 2024, https://arxiv.org/abs/2401.10774, "Tree Attention".
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ Path = tuple[int, ...]
 
 
 def chain(num_heads: int) -> list[Path]:
-    """The likeliest token of each head, and nothing else."""
+    """Return the paths of a tree without branches: the most likely token of each head."""
     return [(0,) * depth for depth in range(1, num_heads + 1)]
 
 
 def best_paths(accuracy: Sequence[Sequence[float]], nodes: int) -> list[Path]:
-    """The paths of a tree of at most `nodes` nodes, root included, that accept the most tokens.
+    """Return the paths of the tree of at most `nodes` nodes (with the root) that accepts the most tokens on average.
 
-    accuracy[k][r]: how often the token that head k + 1 ranks r-th is right. A path is taken to be right as often as
-    the product says, so the expected number of accepted tokens is the sum over paths, and the likeliest ones are
-    taken, longest last (Cai et al. 2024, section 2.3.3). Ranks that were never right are left out.
+    accuracy[k][r]: share of positions at which the token that head k + 1 ranks r-th is right. Heads are taken to be
+    independent, so a path is accepted with the product of its accuracies, and the most likely paths are chosen. Ranks
+    that were never right are left out. Source: "Searching for the Optimized Tree Construction" in the same paper.
     """
     chosen: list[Path] = []
     heap: list[tuple[float, Path]] = [(-1.0, ())]
@@ -41,50 +42,50 @@ def best_paths(accuracy: Sequence[Sequence[float]], nodes: int) -> list[Path]:
 
 
 @dataclass(frozen=True)
-class Tree:
-    """N nodes, root first, in the order of their depths; L leaves."""
+class CandidateTree:
+    """N nodes sorted by depth, root first, and L leaves; D is the depth of the deepest leaf."""
 
     paths: tuple[Path, ...]
-    sees: Tensor  # (N, N) bool: whether node i sees node j, itself or one before it on its path
+    mask: Tensor  # (N, N) bool: node i attends to node j, which is i or one of its ancestors
     depths: Tensor  # (N,)
-    parents: Tensor  # (N,), the root its own
-    heads: Tensor  # (N - 1,): which head gives node i + 1, from 0
-    ranks: Tensor  # (N - 1,): and which of its tokens
-    leaves: Tensor  # (L, D + 1): the nodes from the root to each leaf; behind it -1
+    parents: Tensor  # (N,); the root is its own parent
+    heads: Tensor  # (N - 1,): the head that proposes node i + 1, from 0
+    ranks: Tensor  # (N - 1,): the rank of node i + 1 among that head's tokens
+    leaves: Tensor  # (L, D + 1): the nodes from the root to each leaf, padded with -1
 
     @staticmethod
-    def of(paths: Sequence[Path], device: torch.device | str = "cpu") -> Tree:
-        """From paths that hold all their prefixes, in any order."""
+    def from_paths(paths: Sequence[Path], device: torch.device | str = "cpu") -> CandidateTree:
+        """Build the tree of paths in any order. Raises ValueError if a prefix of a path is missing."""
         paths = sorted({tuple(path) for path in paths}, key=lambda path: (len(path), path))
         index = {(): 0, **{path: i for i, path in enumerate(paths, start=1)}}
         orphans = [path for path in paths if path[:-1] not in index]
         if not paths or orphans or not all(path and min(path) >= 0 for path in paths):
-            raise ValueError(f"Tree: paths {orphans or paths} are no tree: expected every prefix of a path beside it")
-        lines = [[index[path[:depth]] for depth in range(len(path) + 1)] for path in [(), *paths]]
-        sees = torch.zeros(len(lines), len(lines), dtype=torch.bool)
+            raise ValueError(f"CandidateTree: expected every prefix of every path, found {orphans or paths}")
+        lines = [[index[path[:depth]] for depth in range(len(path) + 1)] for path in [(), *paths]]  # root to node
+        mask = torch.zeros(len(lines), len(lines), dtype=torch.bool)
         for node, line in enumerate(lines):
-            sees[node, line] = True
+            mask[node, line] = True
         inner = {path[:-1] for path in paths}
-        ends = [lines[index[path]] for path in paths if path not in inner]
-        longest = max(len(line) for line in ends)
-        leaves = torch.tensor([line + [-1] * (longest - len(line)) for line in ends])
-        of_nodes = {
-            "depths": torch.tensor([len(line) - 1 for line in lines]),
-            "parents": torch.tensor([line[max(len(line) - 2, 0)] for line in lines]),
-            "heads": torch.tensor([len(path) - 1 for path in paths]),
-            "ranks": torch.tensor([path[-1] for path in paths]),
-        }
-        on_device = {name: t.to(device) for name, t in {"sees": sees, "leaves": leaves, **of_nodes}.items()}
-        return Tree(tuple(paths), **on_device)
+        to_leaves = [lines[index[path]] for path in paths if path not in inner]
+        longest = max(map(len, to_leaves))
+        return CandidateTree(
+            tuple(paths),
+            mask=mask.to(device),
+            depths=torch.tensor([len(line) - 1 for line in lines], device=device),
+            parents=torch.tensor([line[max(len(line) - 2, 0)] for line in lines], device=device),
+            heads=torch.tensor([len(path) - 1 for path in paths], device=device),
+            ranks=torch.tensor([path[-1] for path in paths], device=device),
+            leaves=torch.tensor([line + [-1] * (longest - len(line)) for line in to_leaves], device=device),
+        )
 
     @property
     def depth(self) -> int:
-        """How many heads it asks."""
+        """Number of heads that the tree uses."""
         return self.leaves.shape[1] - 1
 
     @property
-    def most_ranks(self) -> int:
-        """How many tokens of a head it looks at."""
+    def num_ranks(self) -> int:
+        """Number of top tokens of a head that the tree uses, at most."""
         return int(self.ranks.max()) + 1
 
     def __len__(self) -> int:

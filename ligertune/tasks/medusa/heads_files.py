@@ -1,12 +1,12 @@
-"""Trained heads on disk: `medusa_lm_head.safetensors` and `config.json`, as TGI and vLLM up to 0.32 read them.
+"""Files of trained Medusa heads: `medusa_lm_head.safetensors` and `config.json`, as TGI and vLLM <= 0.32 read them.
 
     {i}.{j}.linear.weight, {i}.{j}.linear.bias    block j of head i
-    lm_heads.0.weight                             shared projection: the model's output head, which vLLM asks for
-    {i}.{L}.weight                                a projection for each head instead: own ones, or copies (`expand`),
-                                                  as TensorRT-LLM and the first Medusa release read them
+    lm_heads.0.weight                             shared projection: the model's output head, which vLLM requires
+    {i}.{L}.weight                                instead one projection per head: its own, or a copy (`expand`), as
+                                                  TensorRT-LLM and the first Medusa release read them
 
-config.json has no `architectures` (TGI would drop the heads) and says `medusa_fc_bias` (without it vLLM drops the
-biases). Beside them: the tokenizer, `medusa_choices.json` with the paths of the tree, and what prompts looked like.
+config.json has no `architectures`, with which TGI would drop the heads, and sets `medusa_fc_bias`, without which vLLM
+drops the biases. The folder also holds the tokenizer, the paths of the candidate tree and the prompt template.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ CHOICES = "medusa_choices.json"
 
 @dataclass(frozen=True)
 class HeadsConfig:
-    """What config.json says of heads."""
+    """The fields of config.json that describe the heads."""
 
     medusa_num_heads: int
     medusa_num_layers: int
@@ -53,7 +53,7 @@ class HeadsConfig:
     base_model_fingerprint: str | None = None
 
     def as_dict(self) -> dict:
-        """With what servers ask for beside it; no other key may hold num and heads, or num and layers."""
+        """Return the whole config.json. vLLM renames every key with "num" and "heads" or "layers": add no others."""
         fixed = {
             "model_type": "medusa",
             "truncated_vocab_size": self.vocab_size,
@@ -64,7 +64,7 @@ class HeadsConfig:
 
     @staticmethod
     def read(folder: Path) -> HeadsConfig:
-        """A UserError where the folder holds no heads, or ones that are not described as ours are."""
+        """Read config.json. Raises UserError if the folder holds no heads, or lacks a required field."""
         path = folder / CONFIG
         if not (folder / WEIGHTS).is_file() or not path.is_file():
             raise UserError(
@@ -74,11 +74,11 @@ class HeadsConfig:
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
-            raise UserError(f"{path} is no JSON: {error}", hint="Train or export the heads again.") from error
+            raise UserError(f"{path} is not JSON: {error}", hint="Train or export the heads again.") from error
         missing = [f.name for f in dataclasses.fields(HeadsConfig)[:5] if found.get(f.name) is None]
         if missing:
             raise UserError(
-                f"{path} says nothing of {', '.join(missing)}.",
+                f"{path} lacks {', '.join(missing)}.",
                 hint="It must describe Medusa heads, not a whole model; the heads of a run are in its folder medusa/.",
             )
         defaults = {"original_lm_head": found.get("version") == "2", "torch_dtype": "float32"}
@@ -87,14 +87,14 @@ class HeadsConfig:
 
 
 def fingerprint_of(weight: Tensor) -> str:
-    """Tells one output head (V, E) from another, whether it was loaded as float32 or as bfloat16."""
+    """Return a hash of an output head (V, E), the same for float32 and bfloat16 copies of it."""
     flat = weight.detach().reshape(-1)
     sample = flat[:: max(1, flat.numel() // 4096)].to("cpu", torch.bfloat16)
     return hashlib.sha256(sample.view(torch.int16).numpy().tobytes()).hexdigest()[:16]
 
 
 def check_heads_fit(config: HeadsConfig, folder: Path, weight: Tensor) -> None:
-    """A UserError where the heads were trained for an output head of another size, or with other numbers."""
+    """Raise UserError if the heads were trained for an output head of another size or with other weights."""
     sizes = (config.vocab_size, config.hidden_size)
     if sizes != tuple(weight.shape):
         raise UserError(
@@ -106,7 +106,7 @@ def check_heads_fit(config: HeadsConfig, folder: Path, weight: Tensor) -> None:
     if known is not None and weight.device.type != "meta" and known != fingerprint_of(weight):
         raise UserError(
             f"{folder}: these heads were trained for {config.base_model_name_or_path}, and this is another model "
-            "(its output head holds other numbers).",
+            "(its output head has other weights).",
             hint="Use them with that model, or train heads for this one.",
         )
 
@@ -123,9 +123,10 @@ def write_heads(
     prompt_template: str,
     system_prompt: str | None,
 ) -> None:
-    """Complete or absent. heads: the state dict of `MedusaHeads`; weight (V, E): the model's output head.
+    """Write heads, tokenizer, tree and prompt template; `folder` appears only when complete.
 
-    expand: give each head a copy of a shared projection.
+    heads: state dict of `MedusaHeads`. weight (V, E): of the model's output head. expand: write a copy of a shared
+    projection for each head.
     """
     tensors = {name: t.detach().to("cpu").contiguous() for name, t in heads.items()}
     if config.original_lm_head and expand:
@@ -146,12 +147,12 @@ def write_heads(
 
 
 def write_choices(folder: Path, paths: Sequence[TreePath]) -> None:
-    """The tree's paths, as lists of ranks."""
+    """Write the paths of the candidate tree, as lists of ranks."""
     (folder / CHOICES).write_text(json.dumps([list(path) for path in paths]) + "\n", encoding="utf-8")
 
 
 def read_choices(folder: Path, num_heads: int) -> list[TreePath]:
-    """The tree's paths; without the file the likeliest token of each head."""
+    """Read the paths of the candidate tree; without the file the tree is a chain."""
     path = folder / CHOICES
     if not path.is_file():
         return chain(num_heads)
@@ -159,14 +160,14 @@ def read_choices(folder: Path, num_heads: int) -> list[TreePath]:
 
 
 def read_heads(folder: Path, weight: Tensor) -> MedusaHeads:
-    """The heads of a folder for the output head `weight` (V, E), in its dtype and on its device."""
+    """Load heads for the output head `weight` (V, E), in its dtype and on its device. Raises UserError."""
     config = HeadsConfig.read(folder)
     check_heads_fit(config, folder, weight)
     try:
         tensors = load_file(folder / WEIGHTS)
     except (SafetensorError, OSError) as error:
         raise UserError(f"{folder / WEIGHTS} could not be read: {error}", hint="Train the heads again.") from error
-    own = f"0.{config.medusa_num_layers}.weight" in tensors
+    own = f"0.{config.medusa_num_layers}.weight" in tensors  # config.json of the first Medusa release does not tell
     heads = MedusaHeads(config.medusa_num_heads, config.medusa_num_layers, weight.detach(), own_lm_head=own)
     wanted = {name: t for name, t in tensors.items() if not name.startswith("lm_heads.")}
     expected = {name: t.shape for name, t in heads.state_dict().items()}
@@ -182,8 +183,8 @@ def read_heads(folder: Path, weight: Tensor) -> MedusaHeads:
 
 
 def base_model_of(folder: Path, config: HeadsConfig) -> str:
-    """Where the model of these heads is: its folder, the one beside a moved folder of heads, or its hub id."""
-    named, beside = config.base_model_name_or_path, folder.resolve().parent / "model"
-    if Path(named).is_absolute() and not Path(named).is_dir() and (beside / CONFIG).is_file():
-        return str(beside)
+    """Return the folder or hub id of the base model. If its folder has moved, look for model/ next to the heads."""
+    named, sibling = config.base_model_name_or_path, folder.resolve().parent / "model"
+    if Path(named).is_absolute() and not Path(named).is_dir() and (sibling / CONFIG).is_file():
+        return str(sibling)
     return named

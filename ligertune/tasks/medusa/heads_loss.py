@@ -1,87 +1,143 @@
-"""The loss of Medusa training: the heads' cross entropies, and in stage 2 the model's own beside them.
+"""Medusa loss: targets of each head, and the weighted sum of the heads' cross entropies.
 
-    stage 1:  L = sum_k decay^k CE_k                 CE_k: over head k's own targets, divided by their number in the
-    stage 2:  L = CE_1 + c sum_k decay^k CE_k              whole global batch; CE_1: the model's own next-token loss
+    stage 1:  L = sum_k decay^k CE_k                 CE_k: summed over head k's targets, divided by their number in the
+    stage 2:  L = CE_1 + c sum_k decay^k CE_k              global batch; CE_1: the model's own next-token loss
 
-`fused_loss` never holds logits beyond a chunk of rows, which all heads share; `naive_loss` makes all of them, in plain
-torch, and is what the other is tested against.
+The target of a part with shift s (head k: k + 1; the model's own head: 1) at position t is label[t + s], if that label
+is trained and belongs to the document of t. Position t itself need not be trained: the last tokens of a prompt predict
+tokens of the answer. Source: Cai et al. 2024, "Training Strategies".
+
+`fused_loss` holds the logits of one chunk of rows at a time, shared by all heads. `naive_loss` makes all logits in
+plain torch; it runs when kernels are off and is the reference in tests.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from ligertune_kernels import linear_jsd, multi_head_linear_cross_entropy
 from ligertune_kernels.ops.losses.labelled_rows import take_rows
 from torch import Tensor
 
-from ligertune.tasks.medusa.head_form import HeadForm
-from ligertune.tasks.medusa.head_targets import IGNORE_INDEX
 from ligertune.tasks.medusa.heads import MedusaHeads
+from ligertune.tasks.medusa.output_head import LogitTransform
+
+IGNORE_INDEX = -100
 
 
-class Losses(NamedTuple):
-    """The loss to train on, and each part's own mean (S,), without gradient."""
-
-    loss: Tensor
-    parts: Tensor
+def target_shifts(num_heads: int, *, with_model: bool) -> tuple[int, ...]:
+    """Return how many tokens ahead each part predicts; the model's own head comes first if it trains too."""
+    return tuple(range(1 if with_model else 2, num_heads + 2))
 
 
-class Teacher(NamedTuple):
+def shifted_targets(labels: Tensor, position_ids: Tensor | None, shifts: Sequence[int]) -> Tensor:
+    """Return the targets (S, B, T) of unshifted labels (B, T).
+
+    position_ids (B, T) start at 0 in each document of a packed row: position t + s is in the document of t if and only
+    if its position id is s higher. Without them each row is one document.
+    """
+    columns = []
+    for shift in shifts:
+        target = _ahead(labels, shift, fill=IGNORE_INDEX)
+        if position_ids is not None:
+            same = _ahead(position_ids, shift, fill=-1) == position_ids + shift
+            target = target.masked_fill(~same, IGNORE_INDEX)
+        columns.append(target)
+    return torch.stack(columns)
+
+
+def _ahead(values: Tensor, shift: int, *, fill: int) -> Tensor:
+    """Shift values (B, T) left by `shift` positions."""
+    return F.pad(values[:, shift:], (0, min(shift, values.shape[1])), value=fill)
+
+
+def count_targets(
+    labels: Sequence[np.ndarray], trained: Sequence[int] | np.ndarray, shifts: Sequence[int]
+) -> list[int]:
+    """Return the number of targets of each shift in examples that are separate documents.
+
+    labels: of each example. trained: trained labels of each example, without its first label. Only the first labels
+    are read: shift s misses those before position s.
+    """
+    counts = np.full(len(shifts), int(np.sum(trained)), dtype=np.int64)
+    furthest = max(shifts)
+    for row in labels:
+        head = np.asarray(row[1:furthest]) != IGNORE_INDEX
+        missed = np.concatenate([[0], np.cumsum(head)])  # trained labels at positions 1 to i
+        counts -= missed[[min(shift - 1, len(head)) for shift in shifts]]
+    return counts.tolist()
+
+
+def part_weights(num_heads: int, decay: float, heads_coefficient: float, *, with_model: bool) -> list[float]:
+    """Return the weight of each part of the loss; the model's own loss comes first if it trains too."""
+    heads = [decay**k for k in range(1, num_heads + 1)]
+    return [1.0, *(heads_coefficient * weight for weight in heads)] if with_model else heads
+
+
+class TeacherOutput(NamedTuple):
     """The frozen model's last hidden state (B, T, E) and its output head's weight (V, E)."""
 
     hidden: Tensor
     weight: Tensor
 
 
-def coefficients(num_heads: int, decay: float, heads_coefficient: float, *, with_model: bool) -> list[float]:
-    """Weights of the parts: the model's own loss first, where it trains too."""
-    heads = [decay**k for k in range(1, num_heads + 1)]
-    return [1.0, *(heads_coefficient * weight for weight in heads)] if with_model else heads
+@dataclass(frozen=True)
+class LossInputs:
+    """What both losses read. The loss has S parts: the K heads, after the model's own part if it trains (K + 1)."""
+
+    hidden: Tensor  # (B, T, E): the model's last hidden state
+    heads: MedusaHeads
+    weight: Tensor  # (V, E): of the output head
+    targets: Tensor  # (S, B, T)
+    weights: Sequence[float]  # S
+    counts: Sequence[int] | None  # S divisors; None divides each part by its targets in this batch
+    transform: LogitTransform
+    rows: Tensor | None = None  # (M,): the rows of (B * T) to compute; all rows with a target are among them
+    teacher: TeacherOutput | None = None  # the model's own part is then KL(teacher || model)
+
+    @property
+    def with_model(self) -> bool:
+        return len(self.targets) > len(self.heads)
 
 
-def fused_loss(
-    hidden: Tensor,
-    heads: MedusaHeads,
-    weight: Tensor,
-    targets: Tensor,
-    weights: Sequence[float],
-    counts: Sequence[int] | None,
-    *,
-    form: HeadForm,
-    rows: Tensor | None = None,
-    teacher: Teacher | None = None,
-) -> Losses:
-    """hidden (B, T, E), weight (V, E) of the output head, targets (S, B, T), weights and counts of the S parts.
+class Losses(NamedTuple):
+    """The loss to train on, and the mean of each part (S,) without gradient."""
 
-    S is K, or K + 1 with the model's own part first. rows (M,): the only rows that are computed, with all that have a
-    target among them; the others meet no block and no projection. With a teacher the model's own part is its KL.
-    """
-    flat, targets = hidden.reshape(-1, hidden.shape[-1]), targets.flatten(1)  # (N, E), (S, N)
+    loss: Tensor
+    parts: Tensor
+
+
+def fused_loss(inputs: LossInputs) -> Losses:
+    """Return the Medusa loss, computed by our kernels in chunks of rows. Rows outside `rows` meet no block."""
+    heads, weight, counts = inputs.heads, inputs.weight, inputs.counts
+    weights, rows = list(inputs.weights), inputs.rows
+    hidden, targets = inputs.hidden.flatten(0, -2), inputs.targets.flatten(1)  # (N, E), (S, N)
     if rows is not None:
-        flat = take_rows(flat, rows) if flat.requires_grad else flat.index_select(0, rows)
+        hidden = take_rows(hidden, rows) if hidden.requires_grad else hidden.index_select(0, rows)
         targets = targets.index_select(1, rows)
-    own = None
-    if teacher is not None:
-        taught = teacher.hidden.reshape(-1, teacher.hidden.shape[-1])
+    with_model, own = inputs.with_model, None
+    if inputs.teacher is not None:
+        taught = inputs.teacher.hidden.flatten(0, -2)
         taught = taught if rows is None else taught.index_select(0, rows)
-        own = distilled(flat, weight, Teacher(taught, teacher.weight), targets[0], counts and counts[0], form)
-        targets, weights, counts = targets[1:], weights[1:], counts and counts[1:]
-    with_model = len(targets) > len(heads)
-    hiddens: list[Tensor] | Tensor = [flat] * with_model + heads.hidden(flat)
+        teacher = TeacherOutput(taught, inputs.teacher.weight)
+        own = distillation_loss(hidden, weight, teacher, targets[0], counts and counts[0], inputs.transform)
+        with_model, targets, weights, counts = False, targets[1:], weights[1:], counts and counts[1:]
+    hiddens: list[Tensor] | Tensor = [hidden] * with_model + heads.hidden(hidden)
     shared = not heads.own_lm_head
     if shared:
-        hiddens = torch.stack(hiddens)  # the single ones are given back here, not behind the loss
+        hiddens = torch.stack(hiddens)  # frees the single tensors now, not after the loss
     found = multi_head_linear_cross_entropy(
         hiddens,
         weight if shared else [weight] * with_model + heads.projections(weight),
         targets.contiguous(),
-        list(weights),
-        softcap=form.softcap,
-        logit_scale=form.logit_scale,
+        weights,
+        softcap=inputs.transform.softcap,
+        logit_scale=inputs.transform.logit_scale,
         num_items_in_batch=counts,
     )
     if own is None:
@@ -89,49 +145,45 @@ def fused_loss(
     return Losses(own + found.loss, torch.cat([own.detach()[None], found.head_losses]))
 
 
-def distilled(
-    hidden: Tensor, weight: Tensor, teacher: Teacher, targets: Tensor, count: int | None, form: HeadForm
+def distillation_loss(
+    hidden: Tensor,  # (N, E)
+    weight: Tensor,  # (V, E)
+    teacher: TeacherOutput,  # (N, E), (V, E)
+    targets: Tensor,  # (N,): selects rows
+    count: int | None,
+    transform: LogitTransform,
 ) -> Tensor:
-    """KL(teacher || model) of rows (N, E) that have a target (N,), divided by their number, without logits.
+    """Return KL(teacher || model) over the rows with a target, divided by `count` or their number.
 
-    A scale of the logits is a temperature; under a soft cap the logits are made after all.
+    Without a soft cap no logits are made, and the logit scale acts as an inverse temperature.
     """
-    if form.softcap is not None:
-        return _kl(form.logits(F.linear(hidden, weight)), form.logits(F.linear(*teacher)), targets, count)
+    if transform.softcap is not None:
+        return _kl(transform.logits(F.linear(hidden, weight)), transform.logits(F.linear(*teacher)), targets, count)
+    scale = transform.logit_scale
     return linear_jsd(
-        hidden, weight, *teacher, labels=targets, beta=0.0, temperature=1 / form.logit_scale, num_items_in_batch=count
+        hidden, weight, *teacher, labels=targets, beta=0.0, temperature=1 / scale, num_items_in_batch=count
     )
 
 
 def _kl(student: Tensor, teacher: Tensor, targets: Tensor, count: int | None) -> Tensor:
-    """KL(teacher || student) of logits (..., V) over the places that have a target (...)."""
-    there = targets != IGNORE_INDEX
+    """Return KL(teacher || student) of logits (..., V) over the positions with a target (...)."""
+    labelled = targets != IGNORE_INDEX
     divergence = F.kl_div(student.log_softmax(-1), teacher.log_softmax(-1), reduction="none", log_target=True).sum(-1)
-    return divergence.masked_fill(~there, 0.0).sum() / max(1, int(there.sum()) if count is None else count)
+    return divergence.masked_fill(~labelled, 0.0).sum() / max(1, int(labelled.sum()) if count is None else count)
 
 
-def naive_loss(
-    hidden: Tensor,
-    heads: MedusaHeads,
-    weight: Tensor,
-    targets: Tensor,
-    weights: Sequence[float],
-    counts: Sequence[int] | None,
-    *,
-    form: HeadForm,
-    rows: Tensor | None = None,
-    teacher: Teacher | None = None,
-) -> Losses:
-    """The same with all logits (S, B, T, V) at once, as a straightforward implementation has them; rows is not used."""
-    with_model = len(targets) > len(heads)
-    hiddens = [hidden] * with_model + heads.hidden(hidden)
-    projections = [weight] * with_model + heads.projections(weight)
-    logits = [form.logits(F.linear(h, w)) for h, w in zip(hiddens, projections, strict=True)]
+def naive_loss(inputs: LossInputs) -> Losses:
+    """Return the Medusa loss from all logits (S, B, T, V) at once. `rows` is not used."""
+    hidden, heads, weight, counts = inputs.hidden, inputs.heads, inputs.weight, inputs.counts
+    hiddens = [hidden] * inputs.with_model + heads.hidden(hidden)
+    projections = [weight] * inputs.with_model + heads.projections(weight)
+    logits = [inputs.transform.logits(F.linear(h, w)) for h, w in zip(hiddens, projections, strict=True)]
     parts = []
-    for i, (one, target) in enumerate(zip(logits, targets, strict=True)):
+    for i, (one, target) in enumerate(zip(logits, inputs.targets, strict=True)):
         total = F.cross_entropy(one.flatten(0, -2), target.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
         count = (target != IGNORE_INDEX).sum() if counts is None else torch.as_tensor(counts[i], device=total.device)
         parts.append(total / count.clamp(min=1))
-    if teacher is not None:
-        parts[0] = _kl(logits[0], form.logits(F.linear(*teacher)), targets[0], counts and counts[0])
-    return Losses(sum(w * part for w, part in zip(weights, parts, strict=True)), torch.stack(parts).detach())
+    if inputs.teacher is not None:
+        teacher_logits = inputs.transform.logits(F.linear(*inputs.teacher))
+        parts[0] = _kl(logits[0], teacher_logits, inputs.targets[0], counts and counts[0])
+    return Losses(sum(w * part for w, part in zip(inputs.weights, parts, strict=True)), torch.stack(parts).detach())

@@ -1,17 +1,27 @@
-"""A causal language model with Medusa heads, as the training loop calls it: a batch in, the loss out."""
+"""MedusaModel: a causal language model with Medusa heads, whose forward returns the training loss."""
 
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ligertune.tasks.medusa.head_form import HeadForm, backbone_of
-from ligertune.tasks.medusa.head_targets import shifted_targets, shifts
+from ligertune.errors import UserError
 from ligertune.tasks.medusa.heads import MedusaHeads
-from ligertune.tasks.medusa.heads_loss import Teacher, coefficients, fused_loss, naive_loss
+from ligertune.tasks.medusa.heads_files import HeadsConfig, check_heads_fit, read_heads
+from ligertune.tasks.medusa.heads_loss import (
+    LossInputs,
+    TeacherOutput,
+    fused_loss,
+    naive_loss,
+    part_weights,
+    shifted_targets,
+    target_shifts,
+)
+from ligertune.tasks.medusa.output_head import LogitTransform, backbone_of, check_plain_head, logit_transform
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -19,11 +29,45 @@ if TYPE_CHECKING:
     from ligertune.planning.options import MedusaOptions
 
 
-class MedusaOutput(NamedTuple):
-    """The loss, and each part's own mean (S,): the model's next-token loss first in stage 2, then the heads'.
+def attach_heads(base_model: PreTrainedModel, spec: MedusaOptions, *, fused: bool) -> MedusaModel:
+    """Return `base_model` with the heads in `spec.heads_path`, or with new heads that equal its next-token predictor.
 
-    Not a dataclass: FSDP2 looks for tensors in what a forward returns, to know when the backward begins, and older ones
-    look with pytree, which finds none there. A frozen model's layers tell it nothing either.
+    On the meta device only sizes are checked. Raises UserError if the model has no plain output head, or the heads
+    belong to another model or differ from `spec`.
+    """
+    weight = check_plain_head(base_model).weight.detach()
+    on_meta = weight.device.type == "meta"
+    if spec.heads_path is not None:
+        folder = Path(spec.heads_path)
+        config = HeadsConfig.read(folder)
+        _check_as_specified(spec, config, folder)
+        check_heads_fit(config, folder, weight)
+    if spec.heads_path is None or on_meta:
+        heads = MedusaHeads(spec.num_heads, spec.num_layers, weight, own_lm_head=spec.lm_head == "own")
+    else:
+        heads = read_heads(folder, weight)
+    transform = LogitTransform() if on_meta else logit_transform(base_model)
+    return MedusaModel(base_model, heads, spec, transform=transform, fused=fused)
+
+
+def _check_as_specified(spec: MedusaOptions, found: HeadsConfig, folder: Path) -> None:
+    for key, wanted, trained in (
+        ("num_heads", spec.num_heads, found.medusa_num_heads),
+        ("num_layers", spec.num_layers, found.medusa_num_layers),
+        ("lm_head", spec.lm_head, "shared" if found.original_lm_head else "own"),
+    ):
+        if wanted != trained:
+            raise UserError(
+                f"medusa.{key}: {wanted}, but the heads in {folder} were trained with {trained}.",
+                hint=f"Write medusa.{key}: {trained}, or name other heads in medusa.heads_path.",
+            )
+
+
+class MedusaOutput(NamedTuple):
+    """The loss, and the mean of each part (S,): in stage 2 the model's next-token loss first, then the heads'.
+
+    Not a dataclass: FSDP2 searches a forward's output for tensors to learn when the backward begins, and older versions
+    find none in a dataclass. Here only this output tells it, because a frozen model's layers have no backward.
     """
 
     loss: Tensor
@@ -31,20 +75,28 @@ class MedusaOutput(NamedTuple):
 
 
 class MedusaModel(nn.Module):
-    """`base_model` and `medusa_head`. In stage 1 the model is frozen and runs without a graph.
+    """`base_model` and `medusa_head`. In stage 1 the base model is frozen and runs without autograd.
 
-    The loss is computed in this forward, on the output head's weight itself: under FSDP2 both belong to the root, which
-    has gathered them by then. The output head is never called.
+    The output head is never called: the loss uses its weight inside this forward, where FSDP2 has already gathered the
+    parameters of the root module.
     """
 
     def __init__(
-        self, base_model: PreTrainedModel, heads: MedusaHeads, spec: MedusaOptions, *, form: HeadForm, fused: bool
+        self,
+        base_model: PreTrainedModel,
+        heads: MedusaHeads,
+        spec: MedusaOptions,
+        *,
+        transform: LogitTransform,
+        fused: bool,
     ) -> None:
         super().__init__()
         self.base_model, self.medusa_head = base_model, heads
-        self.spec, self.form, self.fused = spec, form, fused
-        self._no_split_modules = base_model._no_split_modules  # what FSDP wraps
-        self.teacher = frozen_copy(base_model) if spec.stage == 2 and spec.self_distillation else None
+        self.spec, self.transform, self.fused = spec, transform, fused
+        self._no_split_modules = base_model._no_split_modules  # the layer classes that FSDP wraps
+        self.teacher = None
+        if spec.stage == 2 and spec.self_distillation:
+            self.teacher = copy.deepcopy(base_model).requires_grad_(False).eval()
         if spec.stage == 1:
             base_model.requires_grad_(False)
 
@@ -64,11 +116,11 @@ class MedusaModel(nn.Module):
 
     @property
     def shifts(self) -> tuple[int, ...]:
-        """How far ahead each part of the loss predicts."""
-        return shifts(len(self.medusa_head), with_model=self.trains_model)
+        """How many tokens ahead each part of the loss predicts."""
+        return target_shifts(len(self.medusa_head), with_model=self.trains_model)
 
     def train(self, mode: bool = True) -> MedusaModel:
-        """A frozen model has no dropout."""
+        """Set the training mode; frozen parts stay in evaluation mode, without dropout."""
         super().train(mode)
         for frozen in (None if self.trains_model else self.base_model, self.teacher):
             if frozen is not None:
@@ -76,17 +128,16 @@ class MedusaModel(nn.Module):
         return self
 
     def last_hidden_state(self, input_ids: Tensor, **inputs: Any) -> Tensor:
-        """(B, T) -> (B, T, E), behind the final norm."""
+        """Return the hidden state (B, T, E) of input_ids (B, T) after the final norm."""
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.trains_model):
             return backbone_of(self.base_model)(input_ids=input_ids, **inputs)[0]
 
-    def teach(self, input_ids: Tensor, **inputs: Any) -> Teacher | None:
-        """What the frozen copy makes of the batch, where there is one."""
+    def _teacher_output(self, **inputs: Any) -> TeacherOutput | None:
         if self.teacher is None:
             return None
         with torch.no_grad():
-            hidden = backbone_of(self.teacher)(input_ids=input_ids, **inputs)[0]
-        return Teacher(hidden, self.teacher.get_output_embeddings().weight)
+            hidden = backbone_of(self.teacher)(**inputs)[0]
+        return TeacherOutput(hidden, self.teacher.get_output_embeddings().weight)
 
     def forward(
         self,
@@ -99,30 +150,27 @@ class MedusaModel(nn.Module):
         heads_coefficient: float | None = None,
         **inputs: Any,
     ) -> MedusaOutput:
-        """input_ids, labels (B, T), not shifted; num_items_in_batch (S,): what each part's sum is divided by.
+        """Return the loss of input_ids and unshifted labels (B, T).
 
-        labelled_rows: the rows of (B, T) that have a target, if whoever made the batch knows them. heads_coefficient
-        stands in for the recipe's while that warms up.
+        num_items_in_batch (S,): divisor of each part. labelled_rows: the rows of (B * T) that have a target, if the
+        collator computed them. heads_coefficient: replaces the recipe's during its warm-up.
         """
-        positions = {} if position_ids is None else {"position_ids": position_ids}
-        hidden = self.last_hidden_state(input_ids, **positions, **inputs)
+        inputs["input_ids"] = input_ids
+        if position_ids is not None:
+            inputs["position_ids"] = position_ids
         spec = self.spec
-        whole = spec.heads_coefficient if heads_coefficient is None else heads_coefficient
-        loss_of = fused_loss if self.fused else naive_loss
-        found = loss_of(
-            hidden,
-            self.medusa_head,
-            self.get_output_embeddings().weight,
-            shifted_targets(labels, position_ids, self.shifts),
-            coefficients(len(self.medusa_head), spec.decay_coefficient, whole, with_model=self.trains_model),
-            num_items_in_batch,
-            form=self.form,
+        coefficient = spec.heads_coefficient if heads_coefficient is None else heads_coefficient
+        loss_inputs = LossInputs(
+            hidden=self.last_hidden_state(**inputs),
+            heads=self.medusa_head,
+            weight=self.get_output_embeddings().weight,
+            targets=shifted_targets(labels, position_ids, self.shifts),
+            weights=part_weights(
+                len(self.medusa_head), spec.decay_coefficient, coefficient, with_model=self.trains_model
+            ),
+            counts=num_items_in_batch,
+            transform=self.transform,
             rows=labelled_rows,
-            teacher=self.teach(input_ids, **positions, **inputs),
+            teacher=self._teacher_output(**inputs),
         )
-        return MedusaOutput(found.loss, found.parts)
-
-
-def frozen_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """`model` as it is now, which will not train."""
-    return copy.deepcopy(model).requires_grad_(False).eval()
+        return MedusaOutput(*(fused_loss if self.fused else naive_loss)(loss_inputs))

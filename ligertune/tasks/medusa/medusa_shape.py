@@ -1,4 +1,4 @@
-"""The sizes of a model with Medusa heads, for plans and reports."""
+"""Sizes and FLOPs of a model with Medusa heads, for plans and reports."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from ligertune.tasks.medusa.medusa_model import MedusaModel
 
 @dataclass(frozen=True, kw_only=True)
 class MedusaShape(ModelShape):
-    """Of a model and its heads. A frozen model runs forward only, and its output head is used by the heads alone."""
+    """Sizes of a model and its heads. A frozen model has no backward, and only the heads use its output head."""
 
     trains_model: bool
     num_heads: int
-    n_block: int  # parameters of one head's blocks that multiply
+    n_block: int  # weights in one head's blocks
     n_projection: int  # elements of the output head
-    trains_projection: bool  # in the heads' products
+    trains_projection: bool  # whether the heads' products give a gradient to the projection
 
     @staticmethod
     def of_heads(model: MedusaModel) -> MedusaShape:
-        """Read from a built model; one on the meta device does."""
+        """Read the sizes of a built model, which may be on the meta device."""
         base, heads = read_shape(model.base_model), model.medusa_head
         n_heads = sum(p.numel() for p in heads.parameters())
         n_teacher = 0 if model.teacher is None else base.n_parameters
@@ -34,7 +34,7 @@ class MedusaShape(ModelShape):
                 "n_parameters": base.n_parameters + n_heads + n_teacher,
                 "n_trainable": base.n_trainable + n_heads,
                 "parameters": parameter_kinds(model),
-                "layer": None if model.teacher is not None else base.layer,  # no formula for what a teacher takes
+                "layer": None if model.teacher is not None else base.layer,  # memory with a teacher is not predicted
                 "heads": MedusaHeadsShape(
                     len(heads), heads.num_layers, joint=model.trains_model, own_projection=heads.own_lm_head
                 ),
@@ -47,14 +47,14 @@ class MedusaShape(ModelShape):
         )
 
     def flops(self, *, tokens: int, squared_lengths: int) -> float:
-        """As `ModelShape.flops`, with the heads: every block 6 a parameter, every projection 4, or 6 where it trains.
+        """Return model FLOPs as `ModelShape.flops` does, with the heads, each of which is counted for every token.
 
-        Under a frozen model a weight costs 2, attention is computed forward alone, and first blocks give no gradient to
-        their input. All tokens count, though those without a target meet no head.
+        A block costs 6 per weight and token, a projection 4, or 6 if it trains. With a frozen model a weight costs 2,
+        attention runs forward only, and the first blocks give no gradient to their input.
         """
-        spared = 0 if self.trains_model else 2 * self.hidden_size**2
+        unneeded = 0 if self.trains_model else 2 * self.hidden_size**2
         projection = (6 if self.trains_projection else 4) * self.n_projection
-        heads = self.num_heads * (6 * self.n_block - spared + projection)
+        heads = self.num_heads * (6 * self.n_block - unneeded + projection)
         if self.trains_model:
             return super().flops(tokens=tokens, squared_lengths=squared_lengths) + float(heads * tokens)
         attention = 2 * self.num_hidden_layers * self.attention_width * squared_lengths

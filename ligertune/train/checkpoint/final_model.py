@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ligertune.decode.medusa_run import finish_heads, merge_adapter, of_base
 from ligertune.models.save import write_model
-from ligertune.tasks.medusa.head_form import adapted_model
+from ligertune.tasks.medusa.output_head import adapted_model
 from ligertune.train.distributed import full_state_dict
 from ligertune.train.job import Job
 from ligertune.train.loop import TrainResult
@@ -29,15 +29,15 @@ def save_final_model(job: Job, accelerator: Accelerator, fitted: TrainResult) ->
 def _save_heads(job: Job, accelerator: Accelerator, model: nn.Module) -> tuple[str, dict | None]:
     """Write `output_dir/medusa`, and `output_dir/model` if the model was trained with its heads (stage 2)."""
     plan, report = job.plan, None
-    weights = full_state_dict(accelerator, model)
-    if plan.build.method.type == "lora":
-        weights = merge_adapter(plan.build, job.config, accelerator, model, weights)
+    weights, model = full_state_dict(accelerator, model), accelerator.unwrap_model(model)
+    if plan.build.method.type == "lora" and (weights is None or accelerator.is_main_process):
+        weights = merge_adapter(plan.build, job.config, model, weights)
     if plan.build.medusa.stage == 2:
-        base = adapted_model(accelerator.unwrap_model(model).base_model)
-        _write_base_model(job, accelerator, base, of_base(weights))
+        _write_base_model(job, accelerator, adapted_model(model.base_model), of_base(weights))
     if accelerator.is_main_process:
-        prompt = {"tokenizer": job.tokenizer.tokenizer, "prompt_template": job.prompt["prompt_template"]}
-        _, report = finish_heads(plan, accelerator, model, weights, job.data, **prompt)
+        tokenizer = job.tokenizer.tokenizer
+        with accelerator.autocast():
+            report = finish_heads(plan, model, weights, job.data, tokenizer=tokenizer, prompt=job.prompt)
     accelerator.wait_for_everyone()
     return str(plan.output_dir / "medusa"), None if report is None else report.as_dict()
 

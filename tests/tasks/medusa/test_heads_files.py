@@ -181,5 +181,5 @@ def test_files_that_do_not_fit_their_description_are_refused(write, weight):
     with pytest.raises(UserError, match="could not be read"):
         read_heads(folder, weight)
     (folder / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(UserError, match="says nothing of medusa_num_heads"):
+    with pytest.raises(UserError, match="lacks medusa_num_heads"):
         read_heads(folder, weight)

@@ -9,8 +9,8 @@ from command_line import overrides
 
 from ligertune.cli.train import medusa
 from ligertune.decode.acceptance import Greedy
-from ligertune.decode.generate import complete
-from ligertune.decode.medusa_generate import choose_acceptance, complete_with_heads
+from ligertune.decode.generate import generate_answer
+from ligertune.decode.medusa_generate import choose_acceptance, generate_with_heads
 from ligertune.decode.medusa_run import report_on
 from ligertune.errors import UserError
 from ligertune.planning.options import RunOptions
@@ -66,12 +66,12 @@ def test_generate_writes_the_same_text_with_heads(learned, ligertune, runs, quic
     assert done.code == 0, done.err
     fast = json.loads(done.out)
     how = {"raw": True, "max_new_tokens": 60, "seed": 1}
-    plain = complete(str(quickstart / "stories260K"), "Once upon a time", **how, temperature=0.0, top_p=1.0)
+    plain = generate_answer(str(quickstart / "stories260K"), "Once upon a time", **how, temperature=0.0, top_p=1.0)
     assert fast["text"] == plain.text and fast["new_tokens"] == 60
     assert fast["accepted_length"] > 1.5
     rule = choose_acceptance("typical", 0.8)
     folder = str(runs / "runs/medusa/medusa")
-    sampled = [complete_with_heads(folder, "Once upon a time", **how, acceptance=rule).text for _ in range(2)]
+    sampled = [generate_with_heads(folder, "Once upon a time", **how, acceptance=rule).text for _ in range(2)]
     assert sampled[0] == sampled[1] != plain.text
 
 
@@ -82,7 +82,7 @@ def test_stage_2_leaves_a_model_beside_its_heads(learned, ligertune, runs):
     config = json.loads((folder / "medusa" / "config.json").read_text())
     assert config["base_model_name_or_path"] == str((folder / "model").resolve())
     folder.rename(runs / "moved")
-    found = complete_with_heads(
+    found = generate_with_heads(
         str(runs / "moved"), "Once upon a time", raw=True, max_new_tokens=60, acceptance=Greedy(), seed=0
     )
     assert found.accepted_length > 1.2
@@ -117,4 +117,4 @@ def test_generate_refuses_what_does_not_go_together():
     with pytest.raises(UserError, match="--temperature"):
         choose_acceptance("typical", 0.0)
     with pytest.raises(UserError, match="holds no Medusa heads"):
-        complete_with_heads("nowhere", "Hi", raw=True, max_new_tokens=1, acceptance=Greedy(), seed=0)
+        generate_with_heads("nowhere", "Hi", raw=True, max_new_tokens=1, acceptance=Greedy(), seed=0)

@@ -7,14 +7,14 @@ import torch
 from command_line import losses, overrides
 from transformers import AutoModelForCausalLM
 
-from ligertune.decode.medusa_report import prompt_of
+from ligertune.decode.medusa_report import prompt_token_ids
 from ligertune.decode.tree_decoding import decode_with_heads
 from ligertune.recipe import load_recipe
 from ligertune.recipe.read import bundled
 from ligertune.run import plan_for, run
-from ligertune.tasks.medusa.candidate_tree import Tree
-from ligertune.tasks.medusa.head_form import head_form
+from ligertune.tasks.medusa.candidate_tree import CandidateTree
 from ligertune.tasks.medusa.heads_files import read_choices, read_heads
+from ligertune.tasks.medusa.output_head import logit_transform
 
 pytestmark = pytest.mark.gpu
 
@@ -43,10 +43,10 @@ def test_bfloat16_text_is_plain_up_to_ties(trained, quickstart):
     """Each token is at most GAP below the likeliest, where the whole text is read at once."""
     folder, _, held_out = trained
     model = AutoModelForCausalLM.from_pretrained(quickstart / "stories260K", dtype=torch.bfloat16).cuda().eval()
-    heads, form = read_heads(folder, model.get_output_embeddings().weight), head_form(model)
-    tree = Tree.of(read_choices(folder, len(heads)), device="cuda")
+    heads, form = read_heads(folder, model.get_output_embeddings().weight), logit_transform(model)
+    tree = CandidateTree.from_paths(read_choices(folder, len(heads)), device="cuda")
     for i in range(4):
-        prompt = prompt_of(held_out[i].input_ids, held_out[i].labels)
+        prompt = prompt_token_ids(held_out[i].input_ids, held_out[i].labels)
         found = decode_with_heads(model, heads, form, [prompt], tree, max_new_tokens=NEW)
         text = torch.tensor([prompt + found.tokens[0]], device="cuda")
         with torch.no_grad():

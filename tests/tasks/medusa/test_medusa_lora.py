@@ -7,7 +7,7 @@ from peft import LoraConfig, get_peft_model
 from tiny_models import batch, make
 
 from ligertune.planning.options import MedusaOptions
-from ligertune.tasks.medusa.attach import attach_heads
+from ligertune.tasks.medusa.medusa_model import attach_heads
 
 
 def test_stage_2_trains_adapters_and_heads_alone():

@@ -14,9 +14,9 @@ from torch.utils._pytree import tree_flatten
 from ligertune.attention.packed_documents import guard
 from ligertune.errors import UserError
 from ligertune.planning.options import MedusaOptions
-from ligertune.tasks.medusa.attach import attach_heads
-from ligertune.tasks.medusa.head_form import HeadForm, head_form
-from ligertune.tasks.medusa.head_targets import count_targets, shifted_targets, shifts
+from ligertune.tasks.medusa.heads_loss import count_targets, shifted_targets, target_shifts
+from ligertune.tasks.medusa.medusa_model import attach_heads
+from ligertune.tasks.medusa.output_head import LogitTransform, logit_transform
 
 X = -100
 KINDS = ("padded", "packed", "sparse")
@@ -128,12 +128,12 @@ def test_fused_distillation_equals_all_logits_at_once(family, kind):
 @pytest.mark.parametrize("family", ["gemma2", "cohere2", "granite", "llama_tied", "qwen3", "mixtral"])
 def test_the_model_says_what_it_does_to_logits(family):
     model = make(family).eval()
-    form, made = head_form(model), inputs("padded")
+    form, made = logit_transform(model), inputs("padded")
     with torch.no_grad():
         hidden = model.base_model(input_ids=made["input_ids"])[0]
         expected = model(input_ids=made["input_ids"]).logits.float()
     torch.testing.assert_close(form.logits(model.lm_head(hidden)), expected, rtol=1e-6, atol=1e-6)
-    assert (form == HeadForm()) == (family in ("llama_tied", "qwen3", "mixtral"))
+    assert (form == LogitTransform()) == (family in ("llama_tied", "qwen3", "mixtral"))
 
 
 @pytest.mark.parametrize("family", ["gemma2", "cohere2"])
@@ -148,7 +148,7 @@ def test_fused_equals_naive_under_a_scale_and_a_soft_cap(family):
 def test_targets_by_hand():
     """Eight tokens: two of a prompt, then 12 to 17. Head 1 predicts two places on, head 2 three."""
     labels = torch.tensor([[X, X, 12, 13, 14, 15, 16, 17]])
-    assert shifts(2, with_model=True) == (1, 2, 3)
+    assert target_shifts(2, with_model=True) == (1, 2, 3)
     assert shifted_targets(labels, None, (1, 2, 3))[:, 0].tolist() == [
         [X, 12, 13, 14, 15, 16, 17, X],
         [12, 13, 14, 15, 16, 17, X, X],
@@ -178,7 +178,7 @@ def test_counts_are_those_of_the_targets():
     trained = [int((labels != X).sum()) for labels in documents]
     packed = torch.from_numpy(np.concatenate(documents))[None]
     positions = torch.cat([torch.arange(len(labels)) for labels in documents])[None]
-    ahead = shifts(5, with_model=True)
+    ahead = target_shifts(5, with_model=True)
     expected = (shifted_targets(packed, positions, ahead) != X).sum((1, 2)).tolist()
     assert count_targets(documents, trained, ahead) == expected
 

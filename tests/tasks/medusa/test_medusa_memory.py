@@ -23,7 +23,7 @@ from ligertune.planning.memory.states import state_bytes
 from ligertune.planning.options import MedusaOptions
 from ligertune.recipe import load_recipe
 from ligertune.run import plan_for
-from ligertune.tasks.medusa.attach import attach_heads
+from ligertune.tasks.medusa.medusa_model import attach_heads
 from ligertune.tasks.medusa.medusa_shape import MedusaShape
 
 GIB, TOKENS = 2**30, 1024

@@ -8,7 +8,7 @@ from tiny_models import batch, make
 from torch.utils.flop_counter import FlopCounterMode
 
 from ligertune.planning.options import MedusaOptions
-from ligertune.tasks.medusa.attach import attach_heads
+from ligertune.tasks.medusa.medusa_model import attach_heads
 from ligertune.tasks.medusa.medusa_shape import MedusaShape
 
 LINEAR = (torch.ops.aten.mm, torch.ops.aten.addmm)  # attention is counted by its causal half here, and whole by torch

@@ -1,0 +1,88 @@
+"""The base model's output head as Medusa uses it: a linear layer, and the scale and soft cap of its logits.
+
+Medusa heads share the output head W, so the loss must apply the model's own scale and soft cap to W h. To support
+every model family without a list, `logit_transform` runs the model on two tokens with a `DeferredLogits` in place of
+the logits, which records what the model does to them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from ligertune.errors import UserError
+from ligertune.patching.deferred_logits import DeferredLogits
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+HINT = "Medusa needs a linear output head without a bias on the last hidden state, as in Llama."
+
+
+@dataclass(frozen=True)
+class LogitTransform:
+    """logits = softcap * tanh(z * logit_scale / softcap), or z * logit_scale without a soft cap, where z = W h."""
+
+    logit_scale: float = 1.0
+    softcap: float | None = None
+
+    def logits(self, z: Tensor) -> Tensor:
+        """Return the logits (..., V) of z (..., V), in fp32 or fp64."""
+        z = z.to(torch.promote_types(z.dtype, torch.float32)) * self.logit_scale
+        return z if self.softcap is None else self.softcap * torch.tanh(z / self.softcap)
+
+
+def adapted_model(model: PreTrainedModel) -> PreTrainedModel:
+    """Return the transformers model inside a PEFT model; any other model itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def backbone_of(model: PreTrainedModel) -> PreTrainedModel:
+    """Return the part of the model that computes the last hidden state."""
+    return adapted_model(model).base_model
+
+
+def check_plain_head(model: PreTrainedModel) -> nn.Linear:
+    """Return the output head. Raises UserError if Medusa heads cannot share it. Works on the meta device."""
+    head, name = model.get_output_embeddings(), type(model).__name__
+    if head is None or backbone_of(model) is model:
+        problem = f"this {name} has no separate output head"
+    elif not isinstance(head, nn.Linear):
+        problem = f"the output head of this {name} is a {type(head).__name__}, not a plain linear layer"
+    elif head.bias is not None:
+        problem = f"the output head of this {name} has a bias"
+    else:
+        return head
+    raise UserError(f"model.model_name_or_path: {problem}.", hint=HINT)
+
+
+@torch.no_grad()
+def logit_transform(model: PreTrainedModel) -> LogitTransform:
+    """Return how `model` computes logits from its last hidden state. Raises UserError if it does anything else."""
+    head, seen = check_plain_head(model), {}
+
+    def keep_hidden(module: nn.Module, args: tuple, output: tuple) -> None:
+        seen["backbone"] = output[0]
+
+    def defer(module: nn.Module, args: tuple, output: Tensor) -> DeferredLogits:
+        seen["head"] = args[0]
+        return DeferredLogits(module, args[0])
+
+    hooks = [backbone_of(model).register_forward_hook(keep_hidden), head.register_forward_hook(defer)]
+    was_training = model.training
+    model.eval()
+    try:
+        tokens = torch.tensor([[1, 2]], device=head.weight.device)
+        logits = model(input_ids=tokens, use_cache=False).logits
+    finally:
+        for hook in hooks:
+            hook.remove()
+        model.train(was_training)
+    found = logits.scale_and_softcap() if isinstance(logits, DeferredLogits) and logits.dense is None else None
+    if found is None or not torch.equal(seen["head"], seen["backbone"]):
+        what = "does more to its logits than scale or soft-cap them" if found is None else "changes h before the head"
+        raise UserError(f"model.model_name_or_path: this {type(model).__name__} {what}.", hint=HINT)
+    return LogitTransform(*found)
