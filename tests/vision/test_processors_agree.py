@@ -130,5 +130,5 @@ def test_labels_are_the_answer_and_its_end_alone(family, shown, tokenizer_of, re
 
 
 def test_images_of_unequal_number_are_no_batch_of_llama(shown, reader_of):
-    with pytest.raises(ValueError, match="pictures in one batch"):
+    with pytest.raises(ValueError, match="images in one batch"):
         batch_of(shown("mllama"), reader_of("mllama"), (0, 2))

@@ -144,7 +144,7 @@ def test_the_command_line_trains_shows_and_generates(corpus, folder_of, tmp_path
 def test_generate_refuses_an_image_for_a_model_of_text_and_one_that_is_missing(quickstart, folder_of):
     how = {"raw": False, "max_new_tokens": 1, "temperature": 0.0, "top_p": 1.0, "seed": 0}
     for model, image, sentence in (
-        (quickstart / "stories260K", "a.png", "is a model of text"),
+        (quickstart / "stories260K", "a.png", "is a text model"),
         (folder_of("llava"), "missing.png", "image is missing"),
         (folder_of("llava"), "https://example.com/a.png", "image on the network"),
     ):
