@@ -26,8 +26,9 @@ from ligertune.recipe import Recipe
 from ligertune.recipe.plain_yaml import dump
 from ligertune.report import Report, make_report
 from ligertune.storage import write_json
-from ligertune.train.checkpoint.checkpoint_files import check_space, check_unfinished
+from ligertune.train.checkpoint.checkpoint_files import check_space
 from ligertune.train.checkpoint.final_model import save_final_model
+from ligertune.train.checkpoint.load_checkpoint import check_unfinished
 from ligertune.train.checks import explain_out_of_memory
 from ligertune.train.distributed import launched_with_fsdp, start_accelerator
 from ligertune.train.job import Job

@@ -85,10 +85,10 @@ def main() -> None:
 
 def _report(problem: UserError) -> None:
     """Print the error to stderr. A rank hands it to the process that started the ranks, which prints it once."""
-    from ligertune.launcher.failures import is_started_rank, leave_word
+    from ligertune.launcher.failures import is_started_rank, write_error
 
     if is_started_rank():
-        leave_word(problem)
+        write_error(problem)
         return
     from ligertune.cli.render import console as render
 

@@ -1,8 +1,8 @@
-"""`ligertune train` on a node with several devices: one process for each, started by torch, which is told of signals.
+"""Launcher: `ligertune train` on a node with several devices starts one process per device and forwards signals.
 
-torchrun's agent is not used: it ends ranks 30 seconds after a signal, whether or not they have saved, and its exit code
-is its own. Below it stands `torch.distributed.elastic.multiprocessing`, which starts the processes, keeps the output of
-all but the first apart, and ends the others when one fails.
+It uses `torch.distributed.elastic.multiprocessing`, which starts processes, redirects the output of all but the first,
+and ends the others when one fails. torchrun's agent does not fit: it kills ranks 30 seconds after a signal, whether or
+not they have saved, and replaces their exit codes by its own.
 """
 
 from __future__ import annotations
@@ -17,32 +17,37 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from ligertune.launcher.failures import FOLDER, Ended, leave_tracebacks, verdict, words_in
-from ligertune.launcher.stalled import ENDED, Standstill, state_of
+from ligertune.launcher.failures import FOLDER, RankExit, diagnose, read_errors, record_tracebacks
 from ligertune.storage import newest_checkpoint
 
 if TYPE_CHECKING:
+    from torch.distributed import TCPStore
     from torch.distributed.elastic.multiprocessing import PContext
 
+    from ligertune.errors import UserError
     from ligertune.planning.plan import Plan
 
 FORWARDED = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP") if hasattr(signal, name))
-READY, GO = "ready", "go"  # files in FOLDER: one of each rank that waits, and that with which the run begins
-STARTER = "LIGERTUNE_STARTER"  # the variable with the process that started a rank
-KEPT = "ranks"  # the folder in output_dir with what ranks said, after a failure
-PR_SET_PDEATHSIG = 1  # of Linux' prctl
+READY, GO = "ready", "go"  # files in FOLDER: each waiting rank writes READY-RANK, and the launcher writes GO
+STARTER = "LIGERTUNE_STARTER"  # environment variable: process id of the launcher
+KEPT = "ranks"  # folder in output_dir with the ranks' output after a failure
+PR_SET_PDEATHSIG = 1  # option of Linux' prctl
+STOPPED, ENDED = "T", "Z"  # process states in Linux' /proc/PID/stat; a process under a debugger is in t
+# Longest time in seconds between two looks at the processes that counts as stopped: a scheduler that suspends the job
+# suspends the launcher, too.
+LONGEST_LOOK = 2.0
 
 
 class Ranks:
-    """The processes of a run, `python -m ligertune ARGUMENTS` once for each.
+    """The processes of a run, each of which executes `python -m ligertune ARGUMENTS`.
 
-    As a context they are begun while the plan is still made: most of their start is importing (`prepare_to_train`).
-    Then each waits for `run`, and without it they end with the context, having done nothing.
+    Entering the context starts them, while the launcher still makes the plan: they spend that time on imports. Then
+    they wait for `run`. Leaving the context without `run` ends them.
     """
 
     def __init__(self, processes: int, arguments: Sequence[str]) -> None:
@@ -54,11 +59,11 @@ class Ranks:
     def __enter__(self) -> Ranks:
         from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std, start_processes
 
-        for name in ("api", "subprocess_handler.subprocess_handler"):  # they log what `verdict` says in a sentence
+        for name in ("api", "subprocess_handler.subprocess_handler"):  # `diagnose` reports what they log
             logging.getLogger(f"torch.distributed.elastic.multiprocessing.{name}").setLevel(logging.CRITICAL)
         os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # the others are handled here
         before = {number: signal.getsignal(number) for number in FORWARDED}
-        self._store, world = _store(), self._world
+        self._store, world = _start_store(), self._world
         self._context = start_processes(
             name="ligertune",
             entrypoint=sys.executable,
@@ -66,56 +71,55 @@ class Ranks:
             envs={rank: _environment(rank, world, self._store.port, self._folder) for rank in range(world)},
             logs_specs=DefaultLogsSpecs(str(self._folder), redirects=dict.fromkeys(range(1, world), Std.ALL)),
         )
-        for number, handler in before.items():  # a torch that knows no TORCHELASTIC_SIGNALS_TO_HANDLE has taken them
+        for number, handler in before.items():  # torch versions without that variable have replaced the handlers
             if handler is not None:
                 signal.signal(number, handler)
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._context.close(signal.SIGKILL)  # those that still wait; the others have ended
+        self._context.close(signal.SIGKILL)  # ranks that still wait
         if not self._run:
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    def run(self, plan: Plan, hand_on: Callable[[], str]) -> int:
-        """Let them train as planned when all are ready; the exit code. hand_on: makes what `begin_rank` returns there.
+    def run(self, plan: Plan, make_message: Callable[[], str]) -> int:
+        """Let the ranks train when all are ready; return the exit code. Raises UserError if ranks failed.
 
-        Signals go on to the ranks. A UserError says why ranks failed, if they did.
+        make_message: called when training starts; `begin_rank` returns its text in each rank.
         """
-        self._run, context, begun = True, self._context, False
-        with _Signals(context) as signals:
-            standstill, given_up = Standstill(plan.parallel.timeout), set()
-            while (result := context.wait(timeout=1 if begun else 0.1, period=0.1)) is None:
-                if not begun and len(list(self._folder.glob(f"{READY}-*"))) == self._world:
-                    _write(self._folder / GO, hand_on())
-                    begun = True
-                for rank in standstill.over(context.pids()):
-                    given_up.add(rank)
+        self._run, context, started = True, self._context, False
+        with _ForwardedSignals(context) as signals:
+            watch, stalled = StalledProcesses(plan.parallel.timeout), set()
+            while (result := context.wait(timeout=1 if started else 0.1, period=0.1)) is None:
+                if not started and len(list(self._folder.glob(f"{READY}-*"))) == self._world:
+                    _write_atomically(self._folder / GO, make_message())
+                    started = True
+                for rank in watch.stalled(context.pids()):
+                    stalled.add(rank)
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(context.pids()[rank], signal.SIGKILL)
-        failures = [Ended(f.local_rank, f.pid, f.exitcode, f.timestamp) for f in result.failures.values()]
-        code = _code(plan, failures, signals.received)
-        if code is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
-            return code
-        raise _failure(plan, failures, self._folder, given_up)
+        exits = [RankExit(f.local_rank, f.pid, f.exitcode, f.timestamp) for f in result.failures.values()]
+        code = exit_code(plan, exits, signals.received)
+        if code is None:
+            raise _failure(plan, exits, self._folder, stalled)
+        shutil.rmtree(self._folder, ignore_errors=True)
+        return code
 
 
-def _write(path: Path, text: str) -> None:
-    """Whoever finds the file finds all of it."""
-    part = path.with_name(f"{path.name}.part")
-    part.write_text(text, encoding="utf-8")
-    part.rename(path)
+def _write_atomically(path: Path, text: str) -> None:
+    partial = path.with_name(f"{path.name}.part")
+    partial.write_text(text, encoding="utf-8")
+    partial.rename(path)
 
 
-def _store() -> object:
-    """What ranks find each other by. It is this process's: a port that is free now may not be when rank 0 wants it."""
+def _start_store() -> TCPStore:
+    """Start the store by which ranks find each other. Rank 0 could not: a free port may be taken until it binds it."""
     from torch.distributed import TCPStore
 
     return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 def _environment(rank: int, world: int, port: int, folder: Path) -> dict[str, str]:
-    """As torchrun sets it."""
+    """Return the environment variables that torchrun would set, and ours."""
     threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // world))
     return {
         "RANK": str(rank),
@@ -132,86 +136,119 @@ def _environment(rank: int, world: int, port: int, folder: Path) -> dict[str, st
     }
 
 
-class _Signals:
-    """A context that passes signals on to the ranks, which save and leave."""
+class _ForwardedSignals:
+    """A context that forwards signals to the ranks, which save and exit."""
 
     def __init__(self, context: PContext) -> None:
         self.received: list[int] = []
         self._context = context
         self._before: dict[int, object] = {}
 
-    def __enter__(self) -> _Signals:
-        self._before = {number: signal.signal(number, self._pass_on) for number in FORWARDED}
+    def __enter__(self) -> _ForwardedSignals:
+        self._before = {number: signal.signal(number, self._forward) for number in FORWARDED}
         return self
 
     def __exit__(self, *exc: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+    def _forward(self, number: int, frame: FrameType | None) -> None:
         self.received.append(number)
-        # ranks are in sessions of their own: Ctrl-C on the terminal reaches them from here only
+        # Ranks run in sessions that the terminal does not signal, so Ctrl-C reaches them only from here.
         for pid in self._context.pids().values():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
 
 
-def _code(plan: Plan, failures: list[Ended], received: list[int]) -> int | None:
-    """The exit code of ranks that ended as one process may; None where some failed."""
-    if not failures:  # a rank that a signal stopped leaves with 0, or torch would end those that still write
+def exit_code(plan: Plan, exits: list[RankExit], received: list[int]) -> int | None:
+    """Return the exit code of a run whose ranks finished or were stopped; None if ranks failed.
+
+    received: signals that the launcher forwarded.
+    """
+    if not exits:  # a stopped rank exits with 0, or torch would end those that still write
         report = json.loads((plan.output_dir / "report.json").read_text(encoding="utf-8"))
         return 130 if report["status"] == "interrupted" else 0
-    left = [one.code == 130 for one in failures]  # a second Ctrl-C, or one before the first step
-    # Without a signal to all, the ranks that outlive one that failed are ended by torch, and may leave in that way.
+    left = [one.code == 130 for one in exits]  # by a second Ctrl-C, or by a signal before the first step
+    # Without a forwarded signal, torch ends the ranks that outlive a failed one, and they may exit with 130, too.
     if all(left) or (received and any(left)):
         if received:
             os.write(2, f"Stopped by {signal.Signals(received[-1]).name}.\n".encode())
         return 130
     for number in received:
-        if any(-one.code == number for one in failures):  # without save_on_signal, or before the first step
+        if any(-one.code == number for one in exits):  # ranks without handlers: save_on_signal is off
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
     return None
 
 
-def _failure(plan: Plan, failures: list[Ended], folder: Path, given_up: set[int]) -> Exception:
-    """The sentence; what the ranks said is kept in output_dir, if the run had begun."""
-    words = words_in(folder)
-    newest = newest_checkpoint(plan.output_dir)
-    problem = verdict(failures, words, timeout=plan.parallel.timeout, newest=newest, given_up=given_up)
-    if any(word.expected and word.message == problem.message for word in words.values()):
+def _failure(plan: Plan, exits: list[RankExit], folder: Path, stalled: set[int]) -> UserError:
+    """Return the error of failed ranks, and keep their output in output_dir if the run had started."""
+    errors, newest = read_errors(folder), newest_checkpoint(plan.output_dir)
+    problem = diagnose(exits, errors, timeout=plan.parallel.timeout, newest=newest, stalled=stalled)
+    if any(error.expected and error.message == problem.message for error in errors.values()):
         shutil.rmtree(folder, ignore_errors=True)
         return problem
     if (plan.output_dir / "plan.json").is_file():
         kept = plan.output_dir / KEPT
         shutil.rmtree(kept, ignore_errors=True)
         folder = Path(shutil.move(folder, kept))
-    problem.hint = f"What the ranks said is in {folder}. {problem.hint}".strip()
+    problem.hint = f"The output of the ranks is in {folder}. {problem.hint}".strip()
     return problem
 
 
 def begin_rank(prepare: Callable[[], None]) -> str:
-    """In a process that `Ranks` started, before anything else: `prepare`, and wait for the plan; what was handed on.
+    """Call `prepare` and wait until the launcher starts training; return its message. First call of a started rank.
 
-    Linux is asked to send SIGTERM when the starter dies: nobody would watch the run, and another may be started.
+    Linux sends this rank SIGTERM when the launcher dies: nothing would watch the run any more.
     """
-    leave_tracebacks()
+    record_tracebacks()
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    _leave_without(int(os.environ[STARTER]))  # if it died before that
+    _exit_without(int(os.environ[STARTER]))  # the launcher may have died before prctl
     prepare()
     go = Path(os.environ[FOLDER]) / GO
     (go.parent / f"{READY}-{os.environ['RANK']}").touch()
     while not go.is_file():
-        _leave_without(int(os.environ[STARTER]))
+        _exit_without(int(os.environ[STARTER]))
         time.sleep(0.02)
     return go.read_text(encoding="utf-8")
 
 
-def _leave_without(starter: int) -> None:
+def _exit_without(launcher: int) -> None:
+    """Exit if the launcher has ended."""
     try:
-        os.kill(starter, 0)
+        os.kill(launcher, 0)
     except ProcessLookupError:
         sys.exit(130)
-    if state_of(starter) == ENDED:  # and nobody has asked how
+    if process_state(launcher) == ENDED:  # it has ended, but its parent has not collected its exit code
         sys.exit(130)
+
+
+class StalledProcesses:
+    """Find processes that a signal (SIGSTOP) has stopped for `seconds`. clock: returns seconds.
+
+    Inside a step the other ranks' timeout would notice them. Outside steps that timeout is half an hour, because a
+    rank may work alone then; a stopped process does not work.
+    """
+
+    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._seconds, self._clock = seconds, clock
+        self._looked, self._stopped_for = clock(), dict[int, float]()
+
+    def stalled(self, pids: Mapping[int, int]) -> list[int]:
+        """Return the ranks that have been stopped for that long. pids: rank -> process. Call it every second."""
+        now = self._clock()
+        passed, self._looked = min(now - self._looked, LONGEST_LOOK), now
+        stopped = [rank for rank, pid in pids.items() if process_state(pid) == STOPPED]
+        known = self._stopped_for
+        self._stopped_for = {rank: known[rank] + passed if rank in known else 0.0 for rank in stopped}
+        return [rank for rank, seconds in self._stopped_for.items() if seconds >= self._seconds]
+
+
+def process_state(pid: int) -> str:
+    """Return the state letter in Linux' /proc/PID/stat; empty if the process has ended or there is no /proc."""
+    try:
+        # The program's name is in parentheses and may contain some.
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
+    except OSError:
+        return ""

@@ -1,4 +1,4 @@
-"""Joining the processes that Slurm's srun started: what it says of them, in the words of torchrun."""
+"""Slurm: translate the variables of `srun` tasks to those of torchrun."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from ligertune.errors import UserError
 
 
 def variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables torch and accelerate read, of a task of `srun` with several tasks; {} elsewhere.
+    """Return the variables that torch and accelerate read, for one of several srun tasks; {} for other processes.
 
-    Only srun sets SLURM_STEP_NUM_TASKS: the batch script around it has a SLURM_PROCID and SLURM_NTASKS, too.
+    Only srun sets SLURM_STEP_NUM_TASKS; batch scripts have SLURM_PROCID and SLURM_NTASKS, too. Raises UserError if
+    Slurm shows each task its own GPU only.
     """
     tasks = environ.get("SLURM_STEP_NUM_TASKS", "1")
     if tasks == "1" or "SLURM_PROCID" not in environ or "WORLD_SIZE" in environ:
@@ -21,8 +22,8 @@ def variables(environ: Mapping[str, str]) -> dict[str, str]:
     visible = environ.get("CUDA_VISIBLE_DEVICES") or environ.get("ROCR_VISIBLE_DEVICES") or ""
     if on_node > 1 and visible and visible.count(",") + 1 < on_node:
         raise UserError(
-            f"Slurm shows this task the GPUs {visible}, and {on_node} tasks share the node: each takes the one of its "
-            "number on the node.",
+            f"Slurm shows this task the GPUs {visible}, and {on_node} tasks share the node: each task takes the GPU "
+            "whose index is its local rank.",
             hint="Give srun --gpus-per-node instead of --gpus-per-task, or --gpu-bind=none.",
         )
     return {
@@ -37,7 +38,7 @@ def variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def tasks_of_nodes(tasks_per_node: str) -> list[int]:
-    """ "4(x2),3" -> [4, 4, 3]."""
+    """Return the number of tasks of each node: "4(x2),3" -> [4, 4, 3]."""
     counts = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks_per_node):
         counts += [int(count)] * int(times or 1)
@@ -45,7 +46,7 @@ def tasks_of_nodes(tasks_per_node: str) -> list[int]:
 
 
 def first_node(nodes: str) -> str:
-    """ "gpu[007-009,012],cpu3" -> "gpu007"."""
+    """Return the first host name of a node list: "gpu[007-009,012],cpu3" -> "gpu007"."""
     found = re.match(r"([^\[,]+)(?:\[(\d+)[^\]]*\]([^,]*))?", nodes)
     if found is None:
         raise UserError(

@@ -21,8 +21,8 @@ from ligertune.decode.generate import SampleAnswers
 from ligertune.planning.plan import Plan
 from ligertune.storage import MetricsFile
 from ligertune.tasks.objectives import Objective, objective_of
-from ligertune.train.checkpoint import checkpoint_files as checkpoint
-from ligertune.train.checkpoint.reshard import load_states
+from ligertune.train.checkpoint.checkpoint_files import resume_folder
+from ligertune.train.checkpoint.load_checkpoint import load_states, saved_progress
 from ligertune.train.checkpoint.saver import Saver
 from ligertune.train.checkpoint.trained_weights import save_only_what_trains
 from ligertune.train.checks import FiniteLossCheck, check_context_parallel
@@ -161,11 +161,11 @@ def _resume(
     plan: Plan, accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[int, tuple[str, ...]]:
     """Load the checkpoint that the plan names; return (number of finished steps, notes on damaged checkpoints)."""
-    found = [checkpoint.resume_folder(plan) if accelerator.is_main_process else None]
+    found = [resume_folder(plan) if accelerator.is_main_process else None]
     folder, notes = broadcast_object_list(found)[0]
     if folder is None:
         return 0, notes
-    step = checkpoint.saved_progress(folder, plan)
+    step = saved_progress(folder, plan)
     load_states(accelerator, folder, model, optimizer)
     return step, notes
 

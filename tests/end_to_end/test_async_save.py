@@ -77,7 +77,7 @@ def test_one_save_runs_at_a_time_and_an_error_ends_the_next_step(saver, tmp_path
     saver.save(3)
     (tmp_path / "run" / "checkpoints" / ".step-3.partial").rename(tmp_path / "taken away")
     saver.may_write.set()
-    saver._under_way.exception()  # waits for the write
+    saver._running.exception()  # waits for the write
     with pytest.raises(UserError, match=r"step 3 could not be written .* The newest complete one is .*step-2"):
         saver.look()
 

@@ -1,4 +1,4 @@
-"""Tasks of srun are joined; a batch script around it is not one."""
+"""srun tasks join a run as ranks; batch scripts and other processes do not."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TASK = {
 }  # fmt: skip
 
 
-def test_a_task_joins_the_others():
+def test_a_task_becomes_a_rank():
     assert variables(TASK) == {
         "RANK": "9", "WORLD_SIZE": "12", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
         "MASTER_ADDR": "gpu007", "MASTER_PORT": "23456",
@@ -23,16 +23,16 @@ def test_a_task_joins_the_others():
 @pytest.mark.parametrize(
     "environ",
     [
-        {"SLURM_JOB_ID": "1", "SLURM_PROCID": "0", "SLURM_NTASKS": "8"},  # of sbatch
+        {"SLURM_JOB_ID": "1", "SLURM_PROCID": "0", "SLURM_NTASKS": "8"},  # a batch script
         {**TASK, "SLURM_STEP_NUM_TASKS": "1"},
         {**TASK, "WORLD_SIZE": "12"},  # torchrun under srun
     ],
 )
-def test_what_is_not_one_of_several_tasks_joins_nothing(environ):
+def test_other_processes_become_no_rank(environ):
     assert variables(environ) == {}
 
 
-def test_a_task_that_sees_its_own_gpu_only_is_told_what_to_give_srun():
+def test_a_task_that_sees_only_its_own_gpu_is_refused():
     assert variables({**TASK, "CUDA_VISIBLE_DEVICES": "0,1"})["LOCAL_RANK"] == "1"
     with pytest.raises(UserError, match="2 tasks share the node"):
         variables({**TASK, "CUDA_VISIBLE_DEVICES": "1"})

@@ -1,18 +1,21 @@
-"""Checkpoints: complete or absent. Written aside, then renamed; weights, optimizer, RNG and the step.
+"""Checkpoint folders: written under another name, then renamed, so that each is complete or absent; with checksums.
 
-`output_dir/checkpoints/step-N/` holds what accelerate's `save_state` writes (weights as safetensors, or sharded under
-FSDP) and `progress.json`, with a checksum of each of these files. The data position is the step itself (see `order`),
-and so is the learning rate. A checkpoint that is not what was written is not resumed from; the one before it is.
+`output_dir/checkpoints/step-N/` holds what accelerate's `save_state` writes (weights as safetensors, or shards under
+FSDP; optimizer and random states) and `progress.json` with a checksum of each file. Data order and learning rate follow
+from the step. A damaged checkpoint is not resumed from; the one before it is.
+
+`torch.distributed.checkpoint` cannot replace this: it has no checksums, and loads a file with a flipped bit without an
+error (tried with torch 2.13). A folder that is complete or absent would need the same code around it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
-import re
 import shutil
+import zlib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from accelerate import Accelerator
@@ -29,98 +32,80 @@ from ligertune.storage import (
     remove_leftovers,
     writing,
 )
-from ligertune.train.checkpoint.checksums import checksums, damage
 
-NAME = re.compile(r"step-(\d+)")
+CHUNK_BYTES = 16 << 20
 
 
 @writing("A checkpoint")
-def save_checkpoint(accelerator: Accelerator, plan: Plan, step: int) -> Path:
-    """Write `step-N` and drop the oldest beyond `save_total_limit`. Called by all ranks."""
-    aside = begin(accelerator, plan, step)
-    with unwritten(plan, step, aside):
-        accelerator.save_state(str(aside))
+def save_checkpoint(accelerator: Accelerator, plan: Plan, step: int) -> None:
+    """Write `step-N` and remove the oldest checkpoints beyond `save_total_limit`. All ranks call it."""
+    partial = begin(accelerator, plan, step)
+    with explain_failed_save(plan, step, partial):
+        accelerator.save_state(str(partial))
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
-            complete(plan, step, aside)
+            complete(plan, step, partial)
     accelerator.wait_for_everyone()
-    return _final(aside, step)
 
 
 def begin(accelerator: Accelerator, plan: Plan, step: int) -> Path:
-    """An empty folder aside, into which all ranks may write."""
-    aside = plan.output_dir / "checkpoints" / f".step-{step}.partial"
-    with unwritten(plan, step, aside):
+    """Return an empty folder for all ranks to write into. All ranks call it."""
+    partial = plan.output_dir / "checkpoints" / f".step-{step}.partial"
+    with explain_failed_save(plan, step, partial):
         if accelerator.is_main_process:
-            remove(aside)  # left by a kill in the middle of a save
-            aside.mkdir(parents=True)
+            remove(partial)  # left by a kill during an earlier save
+            partial.mkdir(parents=True)
     accelerator.wait_for_everyone()
-    return aside
+    return partial
 
 
-def complete(plan: Plan, step: int, aside: Path) -> None:
-    """Give a folder with all states its last file and its name, and drop the oldest. On the main process."""
-    _complete_with(aside, progress_of(plan, step))
-    put_in_place(aside, _final(aside, step))
-    _drop_oldest(aside.parent, keep=plan.checkpoint.save_total_limit)
-
-
-def _final(aside: Path, step: int) -> Path:
-    return aside.with_name(f"step-{step}")
-
-
-@contextlib.contextmanager
-def unwritten(plan: Plan, step: int, aside: Path) -> Iterator[None]:
-    """Turns what the disk refuses into a UserError."""
-    try:
-        yield
-    except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors have errors of their own for it
-        raise _unwritten(plan, step, aside, error) from error
-
-
-def progress_of(plan: Plan, step: int) -> dict:
-    """What a resumed run compares itself with."""
-    return {
+def complete(plan: Plan, step: int, partial: Path) -> None:
+    """Write progress.json into a folder with all states, rename it, and remove the oldest. The main rank calls it."""
+    progress = {
         "step": step,
         "data_fingerprint": plan.data.fingerprint,
         "method": plan.build.method.type,
         "plan": plan.as_dict(),
+        "files": _checksums(partial),
     }
+    (partial / PROGRESS_FILE).write_text(json.dumps(progress, indent=1, default=str), encoding="utf-8")
+    put_in_place(partial, partial.with_name(f"step-{step}"))
+    for old in complete_checkpoints(plan.output_dir)[: -plan.checkpoint.save_total_limit]:
+        remove(old)
 
 
-def _complete_with(aside: Path, progress: dict) -> None:
-    """The last file, which makes a checkpoint complete."""
-    progress["files"] = checksums(aside, but=PROGRESS_FILE)
-    (aside / PROGRESS_FILE).write_text(json.dumps(progress, indent=1, default=str), encoding="utf-8")
-
-
-def _unwritten(plan: Plan, step: int, aside: Path, error: Exception) -> UserError:
-    """What to say of a save that failed in the middle of a run: a full disk, a quota, a folder that was taken away."""
-    shutil.rmtree(aside, ignore_errors=True)
-    newest = newest_checkpoint(plan.output_dir)
-    left = f"The newest complete one is {newest}." if newest else "There is no earlier one."
-    reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
-    return UserError(
-        f"The checkpoint of step {step} could not be written to {plan.output_dir} ({reason}). {left}",
-        hint="Make room or mend the folder, and go on with --resume.",
-        exit_code=1,
-    )
+@contextlib.contextmanager
+def explain_failed_save(plan: Plan, step: int, partial: Path) -> Iterator[None]:
+    """Remove `partial` after a failed write (full disk, quota, missing folder), and raise UserError instead."""
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors wrap the system's error
+        shutil.rmtree(partial, ignore_errors=True)
+        newest = newest_checkpoint(plan.output_dir)
+        left = f"The newest complete one is {newest}." if newest else "There is no earlier one."
+        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        raise UserError(
+            f"The checkpoint of step {step} could not be written to {plan.output_dir} ({reason}). {left}",
+            hint="Free disk space or repair the folder, and continue with --resume.",
+            exit_code=1,
+        ) from error
 
 
 def resume_folder(plan: Plan) -> tuple[Path | None, tuple[str, ...]]:
-    """What `checkpoint.resume_from_checkpoint` means here: a folder, or None to start at step 0; and notes on the way.
+    """Return the checkpoint that `checkpoint.resume_from_checkpoint` names, or None to start at step 0; and notes.
 
-    auto takes the newest checkpoint that is what was written.
+    `auto` takes the newest undamaged checkpoint, and a note names each damaged one. A damaged checkpoint that the
+    recipe names raises UserError.
     """
     wanted, notes = plan.checkpoint.resume_from_checkpoint, []
     if wanted == "never":
         return None, ()
     if wanted == "auto":
         for folder in reversed(complete_checkpoints(plan.output_dir)):
-            fault = _fault(folder)
-            if fault is None:
+            damage = _damage(folder)
+            if damage is None:
                 return folder, tuple(notes)
-            notes.append(f"{folder} is damaged and left alone: {fault}")
+            notes.append(f"{folder} is damaged and left alone: {damage}")
         return None, tuple(notes)
     folder = Path(wanted)
     if not (folder / PROGRESS_FILE).is_file():
@@ -128,106 +113,54 @@ def resume_folder(plan: Plan) -> tuple[Path | None, tuple[str, ...]]:
             f"checkpoint.resume_from_checkpoint: {wanted} is not a complete checkpoint (it has no {PROGRESS_FILE}).",
             hint="Name a checkpoints/step-N folder of a run, or write auto for the newest one.",
         )
-    fault = _fault(folder)
-    if fault is not None:
+    damage = _damage(folder)
+    if damage is not None:
         raise UserError(
-            f"checkpoint.resume_from_checkpoint: {wanted} is damaged: {fault}.",
-            hint="Write auto, which takes the newest checkpoint that is sound.",
+            f"checkpoint.resume_from_checkpoint: {wanted} is damaged: {damage}.",
+            hint="Write auto, which takes the newest undamaged checkpoint.",
         )
     return folder, ()
 
 
-def _fault(folder: Path) -> str | None:
-    """What is wrong with a checkpoint's files, or None. One from before there were checksums is taken as it is."""
+def _damage(folder: Path) -> str | None:
+    """Return how a checkpoint's files differ from those written, or None. Old checkpoints have no checksums."""
     try:
         progress = json.loads((folder / PROGRESS_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         return f"{PROGRESS_FILE} cannot be read ({error})"
-    return damage(folder, progress.get("files", {}), but=PROGRESS_FILE)
+    expected = progress.get("files", {})
+    found = _checksums(folder) if expected else {}
+    for name, (size, crc) in expected.items():
+        if name not in found:
+            return f"{name} is missing"
+        if found[name][0] != size:
+            return f"{name} has {found[name][0]} bytes instead of {size}"
+        if found[name][1] != crc:
+            return f"{name} is not what was written (its checksum differs)"
+    return None
 
 
-def check_unfinished(plan: Plan) -> None:
-    """Resuming a run that is done would train nothing, or start it over; a UserError says so."""
-    path = plan.output_dir / "report.json"
-    if plan.checkpoint.resume_from_checkpoint == "never" or not path.is_file():
-        return
-    report = json.loads(path.read_text(encoding="utf-8"))
-    if report["model_path"] is not None and not Path(report["model_path"]).is_dir():
-        return  # somebody removed it: the last steps are done again, and it is written again
-    if report["status"] == "completed" and report["steps"] >= plan.schedule.total_steps:
-        raise UserError(
-            f"checkpoint.output_dir: the run in {plan.output_dir} is finished ({report['steps']} steps).",
-            hint=f"Its model is in {plan.output_dir / 'model'}. To train on, raise train.num_train_epochs; "
-            "to start over, use --overwrite.",
-        )
+def _checksums(folder: Path) -> dict[str, list[int]]:
+    """Return relative path -> [bytes, CRC-32] of every file in `folder` except progress.json.
+
+    CRC-32 finds damage by disks and copies at several GB/s. It does not protect against forgery.
+    """
+    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != PROGRESS_FILE)
+    with ThreadPoolExecutor(max_workers=8) as pool:  # zlib releases the GIL
+        found = pool.map(_checksum, paths)
+        return {path.relative_to(folder).as_posix(): sums for path, sums in zip(paths, found, strict=True)}
 
 
-def saved_progress(folder: Path, plan: Plan) -> int:
-    """The step that a checkpoint was taken after; a UserError where it belongs to another run."""
-    progress = json.loads((folder / PROGRESS_FILE).read_text(encoding="utf-8"))
-    saved = progress["plan"]["batching"]["global_batch_size"]
-    if progress["data_fingerprint"] != plan.data.fingerprint:
-        raise UserError(
-            f"{folder} was trained on other examples than this recipe gives (data, template or tokenizer changed).",
-            hint="Resume with the recipe that the run was started with, or start a new run in another output_dir.",
-        )
-    if saved != plan.batching.global_batch_size:
-        raise UserError(
-            f"{folder} was trained with a global batch of {saved} examples; this recipe makes it "
-            f"{plan.batching.global_batch_size} on {plan.batching.world_size} processes.",
-            hint=f"Set train.global_batch_size: {saved}.",
-        )
-    rows = _rows(progress["plan"]["rows"])
-    if rows != _rows(dataclasses.asdict(plan.rows)):
-        raise UserError(
-            f"{folder} was trained on {rows}; this recipe makes {_rows(dataclasses.asdict(plan.rows))}.",
-            hint="Set data.packing, data.max_length and train.group_by_length as they were.",
-        )
-    method = progress.get("method", "full")
-    if method != plan.build.method.type:
-        raise UserError(
-            f"{folder} was trained by {method}; this recipe's method is {plan.build.method.type}.",
-            hint=f"Set method.type: {method}.",
-        )
-    kept, keeps = (_states(o) for o in (progress["plan"]["optimizer"], dataclasses.asdict(plan.optimizer)))
-    if kept != keeps:
-        raise UserError(
-            f"{folder} holds the states of {kept}; this recipe's optimizer is {keeps}.",
-            hint="Set train.optim and its numbers as they were.",
-        )
-    _check_ranks(folder, progress["plan"], plan)
-    if progress["step"] > plan.schedule.total_steps:
-        raise UserError(
-            f"{folder} is at step {progress['step']}, past this recipe's {plan.schedule.total_steps} steps.",
-            hint="Raise train.num_train_epochs or train.max_steps.",
-        )
-    return progress["step"]
-
-
-def _check_ranks(folder: Path, saved: dict, plan: Plan) -> None:
-    """A UserError where DeepSpeed is on either side and the ranks are others: its engine reads its own files only."""
-    wrote, reads = ((saved["strategy"], saved["batching"]["world_size"]), (plan.strategy, plan.batching.world_size))
-    if wrote != reads and any(strategy.startswith("deepspeed") for strategy, _ in (wrote, reads)):
-        raise UserError(
-            f"{folder} was written by {wrote[1]} processes with {wrote[0]}; this run has {reads[1]} with {reads[0]}, "
-            "and DeepSpeed reads what as many of its kind wrote.",
-            hint="Resume as the run was started; ddp and fsdp resume each other on any number of processes.",
-        )
-
-
-def _rows(rows: dict) -> str:
-    """What decides which examples are in a step, in words."""
-    return f"{rows['count']} {rows['kind']} rows of at most {rows['length']} tokens"
-
-
-def _states(optimizer: dict) -> str:
-    """What decides the shapes of an optimizer's states, in words."""
-    rank = f" at train.galore.rank: {optimizer['galore']['rank']}" if optimizer["name"] == "galore_adamw" else ""
-    return f"{optimizer['name']}{rank}"
+def _checksum(path: Path) -> list[int]:
+    size, crc = 0, 0
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK_BYTES):
+            size, crc = size + len(chunk), zlib.crc32(chunk, crc)
+    return [size, crc]
 
 
 def check_space(plan: Plan) -> None:
-    """The first save, rehearsed: permissions, and disk for the model, the checkpoints kept and one being written."""
+    """Raise UserError if output_dir cannot be written to, or lacks space for the checkpoints and the final model."""
     folder = plan.output_dir / "checkpoints"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -242,6 +175,7 @@ def check_space(plan: Plan) -> None:
             hint="Name a folder that this user may write to.",
         ) from error
     saves = plan.checkpoint.save_strategy != "no"
+    # One more than the limit: the oldest is removed after the newest is complete.
     copies = plan.checkpoint.save_total_limit + 1 if saves else int(plan.checkpoint.save_on_signal)
     weights = plan.bytes.model * (plan.shards if plan.shares_weights else 1)
     checkpoint = weights + plan.bytes.saved_states * plan.shards
@@ -253,8 +187,3 @@ def check_space(plan: Plan) -> None:
             f"{needed / 1e9:.1f} GB ({copies} x {checkpoint / 1e9:.1f} GB, and the model).",
             hint="Lower checkpoint.save_total_limit, or name a folder on a larger disk.",
         )
-
-
-def _drop_oldest(folder: Path, *, keep: int) -> None:
-    for old in complete_checkpoints(folder.parent)[:-keep]:
-        remove(old)

@@ -1,8 +1,8 @@
-"""Checkpoints of a run: written at once, or (checkpoint.async_save) by a thread while training goes on.
+"""Saving checkpoints: at once, or in a thread while training goes on (`checkpoint.async_save`).
 
-The thread gets copies in host memory of all that the next step changes; at most one is under way. The renaming stays
-the last thing, so that a kill in the middle leaves the checkpoint before it. What a thread met ends the run at the next
-step, in the words of a save that failed at once. The files are those of accelerate's `save_state`, bit for bit.
+The thread receives copies in host memory of everything that the next step changes. At most one save runs at a time. The
+rename is its last action, so a kill leaves the checkpoint before it. An error of the thread ends the run at the next
+step, with the message of a synchronous save. The files equal those of accelerate's `save_state` bit for bit.
 """
 
 from __future__ import annotations
@@ -19,78 +19,78 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ligertune.planning.plan import Plan
-from ligertune.train.checkpoint import checkpoint_files as checkpoint
+from ligertune.train.checkpoint.checkpoint_files import begin, complete, explain_failed_save, save_checkpoint
 from ligertune.train.checkpoint.trained_weights import FILE, all_train, trained
 
 State = dict[str, Any]
 
 
 class Saver:
-    """Called by all ranks. `model` and `optimizer` are what accelerate prepared."""
+    """Save checkpoints. All ranks call it. `model` and `optimizer` are those that accelerate prepared."""
 
     def __init__(self, accelerator: Accelerator, plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer):
         self._accelerator, self._plan = accelerator, plan
         self._model, self._optimizer = model, optimizer
-        # a run that ends by an error waits for it, as for every thread that Python knows
+        # Python waits for the pool's thread at exit, also after an error.
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        self._under_way: Future[None] | None = None
+        self._running: Future[None] | None = None
 
     def save(self, step: int) -> None:
-        """Write `step-N`, or begin to."""
+        """Write `step-N`, or start to write it."""
         if not self._plan.checkpoint.async_save:
-            checkpoint.save_checkpoint(self._accelerator, self._plan, step)
+            save_checkpoint(self._accelerator, self._plan, step)
             return
         self.finish()
-        aside, process = checkpoint.begin(self._accelerator, self._plan, step), self._accelerator
-        with checkpoint.unwritten(self._plan, step, aside):  # what is small, and each rank's own
-            save_accelerator_state(str(aside), [], [], [], [], process.process_index, process.step, process.scaler)
-        process.wait_for_everyone()
-        if process.is_main_process:
-            weights, states = self._weights(), _on_host(self._optimizer.state_dict())
-            self._under_way = self._pool.submit(self._complete, step, aside, weights, states)
+        partial, accelerator = begin(self._accelerator, self._plan, step), self._accelerator
+        with explain_failed_save(self._plan, step, partial):  # each rank's random states are small
+            rank = accelerator.process_index
+            save_accelerator_state(str(partial), [], [], [], [], rank, accelerator.step, accelerator.scaler)
+        accelerator.wait_for_everyone()
+        if accelerator.is_main_process:
+            weights, states = self._copy_weights(), _copy_to_host(self._optimizer.state_dict())
+            self._running = self._pool.submit(self._write_and_complete, step, partial, weights, states)
 
     def look(self) -> None:
-        """Raises what a thread met, if it is over."""
-        if self._under_way is not None and self._under_way.done():
+        """Raise the error of a finished save, if it had one. Does not wait."""
+        if self._running is not None and self._running.done():
             self.finish()
 
     def finish(self) -> None:
-        """Wait for the one under way."""
-        under_way, self._under_way = self._under_way, None
-        if under_way is not None:
-            under_way.result()
+        """Wait for the running save, and raise its error if it had one."""
+        running, self._running = self._running, None
+        if running is not None:
+            running.result()
 
-    def _weights(self) -> State:
-        """On the host; tied ones are still tied."""
+    def _copy_weights(self) -> State:
+        """Return copies in host memory. Tied weights stay tied, since safetensors must store them once."""
         model = self._accelerator.unwrap_model(self._model)
         found = model.state_dict() if all_train(model) else trained(model)
         copies: dict[tuple, Tensor] = {}
         for name, tensor in found.items():
-            place = (tensor.data_ptr(), tensor.shape, tensor.stride())
-            copies[place] = found[name] = copies[place] if place in copies else _on_host(tensor)
+            memory = (tensor.data_ptr(), tensor.shape, tensor.stride())
+            copies[memory] = found[name] = copies[memory] if memory in copies else _copy_to_host(tensor)
         return found
 
-    def _complete(self, step: int, aside: Path, weights: State, states: State) -> None:
-        """The thread's work."""
-        with checkpoint.unwritten(self._plan, step, aside):
-            self.write(aside, weights, states)
-            checkpoint.complete(self._plan, step, aside)
+    def _write_and_complete(self, step: int, partial: Path, weights: State, states: State) -> None:
+        with explain_failed_save(self._plan, step, partial):
+            self.write(partial, weights, states)
+            complete(self._plan, step, partial)
 
-    def write(self, aside: Path, weights: State, states: State) -> None:
-        """As accelerate does, and for weights of which some train as `save_only_what_trains` does."""
+    def write(self, partial: Path, weights: State, states: State) -> None:
+        """Write the files as `save_state` does, and trainable weights alone as `save_only_what_trains` does."""
         if all_train(self._model):
-            save(weights, aside / SAFE_WEIGHTS_NAME, safe_serialization=True)
+            save(weights, partial / SAFE_WEIGHTS_NAME, safe_serialization=True)
         else:
-            save_file({name: t.contiguous() for name, t in weights.items()}, aside / FILE)
-        save(states, aside / f"{OPTIMIZER_NAME}.bin")
+            save_file({name: t.contiguous() for name, t in weights.items()}, partial / FILE)
+        save(states, partial / f"{OPTIMIZER_NAME}.bin")
 
 
-def _on_host(value: Any) -> Any:
-    """A copy in host memory of all tensors in nested containers."""
+def _copy_to_host(value: Any) -> Any:
+    """Copy all tensors in nested containers to host memory."""
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, dict):
-        return {key: _on_host(inner) for key, inner in value.items()}
+        return {key: _copy_to_host(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(_on_host(inner) for inner in value)
+        return type(value)(_copy_to_host(inner) for inner in value)
     return value

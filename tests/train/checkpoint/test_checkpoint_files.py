@@ -13,7 +13,9 @@ import pytest
 from ligertune.errors import UserError
 from ligertune.recipe import load_recipe
 from ligertune.run import plan_for
-from ligertune.train.checkpoint.checkpoint_files import complete, newest_checkpoint, resume_folder, saved_progress
+from ligertune.storage import newest_checkpoint
+from ligertune.train.checkpoint.checkpoint_files import complete, resume_folder
+from ligertune.train.checkpoint.load_checkpoint import saved_progress
 from ligertune.train.evaluate import EarlyStopping
 
 

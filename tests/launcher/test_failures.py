@@ -1,0 +1,77 @@
+"""The diagnosis of failed ranks names the cause, whichever rank ended first."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from ligertune.launcher.failures import RankError, RankExit, diagnose
+from ligertune.launcher.processes import exit_code
+
+NEWEST = Path("run/checkpoints/step-7")
+CLOSED = RankError("RuntimeError: Connection closed by peer", "", 1, expected=False)
+SLOW = RankError("RuntimeError: Timed out waiting 60000ms for recv", "", 1, expected=False)
+NAN = RankError("The loss of step 3 is not a number.", "Look at the batch.", 1, expected=True)
+
+
+def exits(*ends: tuple[int, float]) -> list[RankExit]:
+    """Rank i ended with (exit code, time)."""
+    return [RankExit(rank, 10 + rank, code, at) for rank, (code, at) in enumerate(ends)]
+
+
+@pytest.mark.parametrize(
+    ("ended", "errors", "expected"),
+    [
+        (exits((1, 101), (-9, 100)), {0: CLOSED}, "Rank 1 (process 11) was killed by SIGKILL"),
+        (exits((1, 100), (-9, 130)), {0: SLOW}, "Rank 1 (process 11) did not answer for 60 s"),
+        (exits((-6, 100), (-9, 130)), {}, "Rank 1 (process 11) did not answer for 60 s"),
+        (exits((-15, 100), (1, 100)), {1: NAN}, "The loss of step 3 is not a number."),
+        (exits((1, 100), (-9, 130)), {0: CLOSED}, "Rank 0 (process 10) failed (RuntimeError: Conn"),
+        (exits((1, 100), (1, 100)), {0: CLOSED, 1: NAN}, "The loss of step 3 is not a number."),
+        (exits((-15, 100), (7, 100)), {}, "failed (exit code"),
+        (exits((-11, 100), (-15, 101)), {}, "Rank 0 (process 10) was killed by SIGSEGV"),
+    ],
+    ids=[
+        "killed",
+        "hung, gloo",
+        "hung, NCCL",
+        "UserError",
+        "error",
+        "UserError and its consequence",
+        "silent",
+        "crash",
+    ],
+)
+def test_the_cause_is_named(ended, errors, expected):
+    problem = diagnose(ended, errors, timeout=60, newest=NEWEST)
+    assert problem.message.startswith(expected) or expected in problem.message
+    assert problem.exit_code == 1
+    assert (str(NEWEST) in str(problem)) == (problem.message != NAN.message)
+
+
+def test_without_a_checkpoint_the_message_does_not_suggest_to_resume():
+    problem = diagnose(exits((-9, 100)), {}, timeout=60, newest=None)
+    assert "There is no checkpoint." in str(problem) and "--resume" not in str(problem)
+
+
+def test_a_stalled_rank_that_the_launcher_killed_is_named():
+    """It ends first, by the signal that the system sends when memory runs out; the others fail after it."""
+    problem = diagnose(exits((1, 100.5), (-9, 100)), {0: CLOSED}, timeout=60, newest=NEWEST, stalled={1})
+    assert problem.message.startswith("Rank 1 (process 11) did not answer for 60 seconds and was ended.")
+    assert str(NEWEST) in problem.message and problem.exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("codes", "received", "code"),
+    [
+        ((-9, 130), (), None),  # torch ended the remaining rank, which exits as after a signal
+        ((-9, 130), (signal.SIGTERM,), 130),
+        ((130, 130), (), 130),  # the ranks were signalled directly
+        ((130,), (signal.SIGINT,), 130),
+    ],
+    ids=str,
+)
+def test_a_run_was_stopped_only_if_all_ranks_were(codes, received, code):
+    assert exit_code(None, exits(*((each, 0.0) for each in codes)), list(received)) == code
