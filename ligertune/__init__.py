@@ -1,10 +1,10 @@
-"""ligertune: fine-tune language models with fast, exact kernels.
+"""ligertune: fine-tune language models with fused Triton kernels.
 
     import ligertune
-    model = ligertune.AutoModelForCausalLM.from_pretrained("Qwen/Qwen2.5-7B")   # loaded and patched
-    report = ligertune.patch(my_model)                                          # or patch what you have
+    model = ligertune.AutoModelForCausalLM.from_pretrained("Qwen/Qwen2.5-7B")   # load and patch
+    report = ligertune.patch(my_model)                                          # or patch a loaded model
 
-Names are imported on first use, so that `import ligertune` costs no torch.
+Names are imported on first use, so `import ligertune` does not import torch.
 """
 
 from __future__ import annotations

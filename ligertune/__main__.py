@@ -1,4 +1,4 @@
-"""`python -m ligertune`: the same as the console script, for `accelerate launch -m` and torchrun."""
+"""`python -m ligertune`: the `ligertune` command, for `accelerate launch -m` and torchrun."""
 
 from ligertune.cli.app import main
 

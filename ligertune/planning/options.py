@@ -139,7 +139,6 @@ class MedusaOptions:
     decay_coefficient: float = 0.8
     heads_coefficient: float = 0.2
     heads_warmup_ratio: float = 0.1
-    lr_multiplier: float = 4.0
     self_distillation: bool = False
     expand_lm_head: bool = False
     tree_nodes: int = 64

@@ -1,4 +1,4 @@
-"""What can be refused before anything heavy is imported: an output folder in use, paths that are not there."""
+"""Checks before torch is imported: output folder, local paths, optional packages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ligertune.errors import UserError
 from ligertune.recipe import Recipe
 from ligertune.recipe.optimizer_table import OPTIMIZERS
 
-# what a run leaves in output_dir; --overwrite removes these and nothing else
+# Files that a run writes into output_dir. --overwrite removes these and nothing else.
 RUN_FILES = (
     "plan.json", "report.json", "metrics.jsonl", "resolved_recipe.yaml", "checkpoints", "model", "best", "profile",
     "trackers", "curves.png", "ranks", "medusa", "medusa_report.json", "medusa_report.png",
@@ -21,7 +21,7 @@ HEADS_FILES = ("config.json", "medusa_lm_head.safetensors")
 
 
 def check_output_dir(recipe: Recipe) -> None:
-    """Refuse a folder that already holds a run, unless it is to be resumed or overwritten."""
+    """Raise UserError if output_dir already holds a run that is neither resumed nor overwritten."""
     folder, section = Path(recipe.checkpoint.output_dir), recipe.checkpoint
     held = [name for name in RUN_FILES if (folder / name).exists()]
     if folder.exists() and not folder.is_dir():
@@ -34,7 +34,7 @@ def check_output_dir(recipe: Recipe) -> None:
 
 
 def check_packages(recipe: Recipe) -> None:
-    """Refuse what needs a package that is not installed."""
+    """Raise UserError if a setting needs a package that is not installed."""
     wanted = {"train.optim": (recipe.train.optim, OPTIMIZERS[recipe.train.optim].needs)}
     wanted |= {"method.type": ("qlora", "bitsandbytes")} if recipe.method.type == "qlora" else {}
     wanted |= {"train.fp8": ("true", "torchao")} if recipe.train.fp8 else {}
@@ -52,22 +52,22 @@ def check_packages(recipe: Recipe) -> None:
 
 
 def check_paths(recipe: Recipe) -> None:
-    """Refuse local paths that are not there. What does not look like one may be a hub id and is left to the loaders."""
+    """Raise UserError for local paths that do not exist. Other names may be hub ids, which the loaders check."""
     check_model_path(recipe.model.model_name_or_path, key="model.model_name_or_path")
     if recipe.medusa.heads_path is not None:
         check_heads_path(recipe.medusa.heads_path, key="medusa.heads_path")
-    for i, dataset in enumerate((*recipe.data.datasets, *recipe.data.eval_datasets)):
-        if looks_local(dataset.path) and not any(c in dataset.path for c in "*?[") and not Path(dataset.path).exists():
-            key = "data.datasets" if i < len(recipe.data.datasets) else "data.eval_datasets"
-            index = i if i < len(recipe.data.datasets) else i - len(recipe.data.datasets)
-            raise UserError(
-                f"{key}[{index}].path: there is no file or folder {dataset.path}.",
-                hint="Name a json, jsonl, parquet, csv or txt file, a folder of them, or a hub id: tatsu-lab/alpaca.",
-            )
+    for key, datasets in (("datasets", recipe.data.datasets), ("eval_datasets", recipe.data.eval_datasets)):
+        for i, path in enumerate(dataset.path for dataset in datasets):
+            if looks_local(path) and not any(c in path for c in "*?[") and not Path(path).exists():
+                raise UserError(
+                    f"data.{key}[{i}].path: there is no file or folder {path}.",
+                    hint="Name a json, jsonl, parquet, csv or txt file, a folder of them, or a hub id: "
+                    "tatsu-lab/alpaca.",
+                )
 
 
 def check_model_path(name: str, *, key: str) -> None:
-    """Refuse a model folder that is not there, or holds no model."""
+    """Raise UserError if a model folder does not exist or holds no model."""
     folder = Path(name).expanduser()
     hint = "Name a folder with config.json and the weights, or a hub id such as Qwen/Qwen2.5-0.5B."
     if looks_local(name) and not folder.exists():
@@ -77,8 +77,8 @@ def check_model_path(name: str, *, key: str) -> None:
 
 
 def check_heads_path(name: str, *, key: str) -> None:
-    """Refuse a folder of Medusa heads that is not there, or holds none."""
-    hint = "Name the folder medusa/ that `ligertune medusa --stage 1` left in its output_dir."
+    """Raise UserError if a folder of Medusa heads does not exist or holds none."""
+    hint = "Name the folder medusa/ that `ligertune medusa --stage 1` wrote into its output_dir."
     folder = Path(name).expanduser()
     if looks_local(name) and not folder.is_dir():
         raise UserError(f"{key}: there is no folder {name}.", hint=hint)
@@ -87,14 +87,14 @@ def check_heads_path(name: str, *, key: str) -> None:
 
 
 def check_report_path(path: Path) -> None:
-    """Refuse a place where no file can be written, before the work that it is to report."""
+    """Raise UserError if `path` cannot be written, before the work whose report it will hold."""
     if path.is_dir() or not path.resolve().parent.is_dir():
-        what = "is a folder" if path.is_dir() else "lies in a folder that is not there"
+        what = "is a folder" if path.is_dir() else "is in a folder that does not exist"
         raise UserError(f"--out: {path} {what}.", hint="Name a file in an existing folder, such as report.html.")
 
 
 def write_new(path: Path, text: str) -> None:
-    """Write a file of text that is not there yet; a UserError where it is, or where it cannot be."""
+    """Write a new text file. Raises UserError if it exists or cannot be written."""
     hint = "Name a file that does not exist yet, in a folder that does."
     try:
         with path.open("x", encoding="utf-8") as file:
@@ -106,7 +106,7 @@ def write_new(path: Path, text: str) -> None:
 
 
 def looks_local(name: str) -> bool:
-    """Whether a name can only be a path: absolute, dotted, with a data file's ending, or deeper than org/name."""
+    """Return whether a name can only be a path: absolute, dotted, with a data suffix, or deeper than org/name."""
     endings = (".json", ".jsonl", ".parquet", ".csv", ".gz", ".txt")
     return (
         name.startswith(("/", ".", "~"))
@@ -117,7 +117,7 @@ def looks_local(name: str) -> bool:
 
 
 def clear_run(folder: Path) -> None:
-    """Remove what an earlier run left, and nothing else."""
+    """Remove the files of an earlier run, and nothing else."""
     for name in RUN_FILES:
         path = folder / name
         if path.is_dir():

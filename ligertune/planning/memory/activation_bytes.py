@@ -188,6 +188,24 @@ def loss_bytes(
     return workspace + gathered + held, held
 
 
+def _gradient_bytes(
+    head: HeadShape, batch: MicroBatch, gradients: int, itemsize: int, *, layers: int, last: int, shards: int
+) -> tuple[int, int, int]:
+    """Return bytes of gradients: (before that of the first layer, after those of the `last` layers, the embedding's).
+
+    The third number is not 0 if the embedding's new gradient is computed before it is added to that of earlier
+    micro-batches.
+    """
+    end_weight = head.elements * itemsize  # of the embedding or of the head
+    if batch.accumulates:
+        return gradients, gradients, end_weight * (head.tied and head.embedding_trains)
+    end_shard = end_weight // shards
+    layer_gradients = max(0, gradients - end_shard * head.trained_weights)
+    untied_embedding = end_shard * (head.embedding_trains and not head.tied)
+    before_first = max(0, gradients - layer_gradients // layers - untied_embedding)
+    return before_first, layer_gradients * last // layers + end_shard * head.head_trains, 0
+
+
 def step_phases(
     layer: LayerShape,
     head: HeadShape,
@@ -233,14 +251,7 @@ def step_phases(
     # embedding is gathered for its lookup and its gradient, and the head from the last norm to that norm's backward.
     gathered_end = end_weight if layer_weights else 0
     gathered = step.workspace + gathered_end * head.tied + 3 * layer_weights
-    end_shard = end_weight // shards
-    layer_gradients = max(0, gradients - end_shard * head.trained_weights)
-    if batch.accumulates:
-        existing, done, another = gradients, gradients, end_weight * (head.tied and head.embedding_trains)
-    else:
-        untied_embedding = end_shard * (head.embedding_trains and not head.tied)
-        existing = max(0, gradients - layer_gradients // layers - untied_embedding)
-        done, another = layer_gradients * last // layers + end_shard * head.head_trains, 0
+    existing, done, another = _gradient_bytes(head, batch, gradients, itemsize, layers=layers, last=last, shards=shards)
     rest = held - saved_by_last + ends + run_again + gate
     again = StepPhase("run again", rest, done, gathered_end * head.tied, back + gathered)
     backward = held + ends + (last == 0) * run_again - loss_gradient + gate
