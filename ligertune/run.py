@@ -14,8 +14,7 @@ from ligertune.hardware import Machine, available_memory, imagined_machine, is_l
 from ligertune.launcher.signals import StopRequest
 from ligertune.models.load import check_vocabulary, hide_loading_bars, load_tokenizer, read_config
 from ligertune.planning.batch_layout import resolve_packing
-from ligertune.planning.make_plan import PlanInputs, make_plan
-from ligertune.planning.memory.pinned_memory import warn_of_host_memory
+from ligertune.planning.make_plan import PlanInputs, make_plan, warn_of_host_memory
 from ligertune.planning.options import RunOptions
 from ligertune.planning.plan import Plan
 from ligertune.planning.precision import check_float8, choose_precision
@@ -34,7 +33,7 @@ from ligertune.train.distributed import launched_with_fsdp, start_accelerator
 from ligertune.train.job import Job
 from ligertune.train.loop import fit
 from ligertune.train.model_builder import Change, preview_model, trained_model
-from ligertune.train.setup import set_up_training
+from ligertune.train.setup import Training
 from ligertune.vision.families import exact_packing
 from ligertune.vision.reader import load_reader
 
@@ -120,7 +119,7 @@ def run(
         job = replace(job, plan=plan)
         with explain_out_of_memory(plan):
             phases.begin("preparing to train")
-            fitted = fit(set_up_training(job, accelerator, model, show=show), stop=stop, phases=phases)
+            fitted = fit(Training(job, accelerator, model, show=show), stop=stop, phases=phases)
         saves = plan.checkpoint.save_model and not fitted.stopped_by
         model_path, medusa = save_final_model(job, accelerator, fitted) if saves else (None, None)
         streamed = job.data.train.stream.account() if job.data.streamed else ()

@@ -118,7 +118,7 @@ def fit(training: Training, *, stop: StopRequest, phases: Phases) -> TrainResult
             if training.eval_batcher and (plan.due(plan.evaluate, state.step) or state.complete):
                 run_evaluation(training, state, stop)
             if state.stopping or (plan.due(plan.save, state.step) and not state.complete):
-                save_checkpoint(training, state)
+                save_if_finite(training, state)
         logger.flush()
         training.timeout.leave_steps()
         training.saver.finish()
@@ -150,7 +150,7 @@ def run_evaluation(training: Training, state: TrainState, stop: StopRequest) -> 
             training.logger.log({"step": state.step, "samples": samples})
 
 
-def save_checkpoint(training: Training, state: TrainState) -> None:
+def save_if_finite(training: Training, state: TrainState) -> None:
     """Save, unless the loss or a gradient of any rank is not finite, which raises UserError on all ranks."""
     grad_norm = state.grad_norm
     # Under fp16 GradScaler skips steps with infinite gradients, so the norm is not checked.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -41,30 +40,43 @@ from ligertune.vision.reader import ImageReader
 Answer = Callable[[nn.Module], list[dict[str, str]]]
 
 
-@dataclass(frozen=True)
 class Training:
-    """All objects that the loop uses. `model` and `optimizer` are those that accelerate has prepared."""
+    """All objects that the loop uses, set up for a job: every rank makes one.
 
-    plan: Plan
-    accelerator: Accelerator
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    objective: Objective
-    order: DataOrder | StreamOrder | ByImageCount
-    batcher: Batcher
-    eval_batcher: Batcher | None
-    train_step: TrainStep
-    saver: Saver
-    meter: Meter
-    loss_check: FiniteLossCheck
-    logger: MetricsLogger
-    throttle: HostThrottle
-    timeout: ProcessGroupTimeout
-    early_stopping: EarlyStopping
-    owes_evaluation: bool  # the interrupted run had saved before an evaluation that was due
-    resumed_from: int
-    notes: tuple[str, ...]
-    answer: Answer | None  # generates the model's answers to `eval.sample_prompts`
+    It prepares `model` for DDP, FSDP2 or ZeRO, and loads the checkpoint to resume from. show: receives each logged
+    line, on the main rank only.
+    """
+
+    def __init__(self, job: Job, accelerator: Accelerator, model: nn.Module, *, show: Callable[[dict], None]) -> None:
+        plan = job.plan
+        save_only_what_trains(accelerator, model)
+        self.plan, self.accelerator = plan, accelerator
+        self.objective = objective_of(plan, model)
+        self.model, self.optimizer = _prepare(plan, accelerator, model)
+        self.train_step = TrainStep(plan, accelerator, self.model, self.optimizer)
+        self.resumed_from, self.notes = _resume(plan, accelerator, self.model, self.optimizer)
+        self.order = _data_order(plan, job.data.train, job.images)
+        self.batcher, self.eval_batcher = _batchers(job, accelerator, self.order, self.objective)
+        check_context_parallel(plan, self.model, self.batcher, vocab_size=self.objective.shape.vocab_size)
+        self.saver = Saver(accelerator, plan, self.model, self.optimizer)
+        self.meter = Meter(accelerator.device, warmup_steps=plan.measurement.warmup_steps)
+        self.loss_check = FiniteLossCheck(plan.output_dir, self.batcher, rank=accelerator.process_index)
+        self.throttle = HostThrottle(accelerator)
+        context_parallel = self.batcher.context_parallel
+        self.timeout = ProcessGroupTimeout(accelerator, self.model, plan.parallel.timeout, context_parallel)
+        self.answer = _sample_answers(job)
+
+        metrics_path, is_main = plan.output_dir / "metrics.jsonl", accelerator.is_main_process
+        metrics = MetricsFile(metrics_path, resumed_from=self.resumed_from, enabled=is_main)
+        eval_losses, has_last = _earlier_evaluations(accelerator, metrics, self.resumed_from)
+        self.early_stopping = EarlyStopping(plan.evaluation.early_stopping_patience, eval_losses)
+        # A signal may have stopped the interrupted run after a step was saved, and before its evaluation.
+        due = plan.due(plan.evaluate, self.resumed_from) or self.resumed_from == plan.schedule.total_steps
+        self.owes_evaluation = bool(self.eval_batcher and self.resumed_from and due and not has_last)
+        open_trackers(plan, accelerator)
+        self.logger = MetricsLogger(plan, accelerator, self.meter, self.loss_check, metrics, show)
+        for note in self.notes:
+            self.logger.log({"step": self.resumed_from, "note": note})
 
     def micro_batches(self, step: int) -> list[list[np.ndarray]]:
         """Return this rank's rows of each micro-batch of `step`. Context-parallel ranks share rows."""
@@ -98,55 +110,6 @@ class Training:
         )
 
 
-def set_up_training(job: Job, accelerator: Accelerator, model: nn.Module, *, show: Callable[[dict], None]) -> Training:
-    """Prepare `model` and everything around it, and load the checkpoint to resume from. All ranks call it.
-
-    show: receives each logged line, on the main rank only.
-    """
-    plan = job.plan
-    save_only_what_trains(accelerator, model)
-    objective = objective_of(plan, model)
-    model, optimizer = _prepare(plan, accelerator, model)
-    train_step = TrainStep(plan, accelerator, model, optimizer)
-    resumed_from, notes = _resume(plan, accelerator, model, optimizer)
-    order = _data_order(plan, job.data.train, job.images)
-    batcher, eval_batcher = _batchers(job, accelerator, order, objective)
-    check_context_parallel(plan, model, batcher, vocab_size=objective.shape.vocab_size)
-    metrics = MetricsFile(
-        plan.output_dir / "metrics.jsonl", resumed_from=resumed_from, enabled=accelerator.is_main_process
-    )
-    meter = Meter(accelerator.device, warmup_steps=plan.measurement.warmup_steps)
-    loss_check = FiniteLossCheck(plan.output_dir, batcher, rank=accelerator.process_index)
-    eval_losses, has_last = _earlier_evaluations(accelerator, metrics, resumed_from)
-    due = plan.due(plan.evaluate, resumed_from) or resumed_from == plan.schedule.total_steps
-    open_trackers(plan, accelerator)
-    logger = MetricsLogger(plan, accelerator, meter, loss_check, metrics, show)
-    for note in notes:
-        logger.log({"step": resumed_from, "note": note})
-    return Training(
-        plan=plan,
-        accelerator=accelerator,
-        model=model,
-        optimizer=optimizer,
-        objective=objective,
-        order=order,
-        batcher=batcher,
-        eval_batcher=eval_batcher,
-        train_step=train_step,
-        saver=Saver(accelerator, plan, model, optimizer),
-        meter=meter,
-        loss_check=loss_check,
-        logger=logger,
-        throttle=HostThrottle(accelerator),
-        timeout=ProcessGroupTimeout(accelerator, model, plan.parallel.timeout, batcher.context_parallel),
-        early_stopping=EarlyStopping(plan.evaluation.early_stopping_patience, eval_losses),
-        owes_evaluation=bool(eval_batcher and resumed_from and due and not has_last),
-        resumed_from=resumed_from,
-        notes=notes,
-        answer=_sample_answers(job),
-    )
-
-
 def _prepare(plan: Plan, accelerator: Accelerator, model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Build the optimizer, and let accelerate wrap both for DDP, FSDP2 or ZeRO."""
     optimizer = build_optimizer(model, plan.optimizer)
@@ -171,10 +134,7 @@ def _resume(
 
 
 def _earlier_evaluations(accelerator: Accelerator, metrics: MetricsFile, resumed_from: int) -> tuple[list[float], bool]:
-    """Return (all evaluation losses up to the step resumed from, whether that step has one), on every rank.
-
-    A signal may have stopped the interrupted run between the step and its evaluation.
-    """
+    """Return (all evaluation losses up to the step resumed from, whether that step has one), on every rank."""
     lines = [line for line in metrics.lines() if "eval_loss" in line] if metrics.enabled else []
     found = [line["eval_loss"] for line in lines], any(line["step"] == resumed_from for line in lines)
     return broadcast_object_list([found])[0]

@@ -1,4 +1,4 @@
-"""The memory plan: bytes by formula, what fits, and what is advised where it does not."""
+"""The memory plan: bytes by formula, and the micro-batch that fits."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def estimate_of(
     )  # fmt: skip
 
 
-def test_states_of_an_8b_model_by_method(shapes):
+def test_states_of_an_8b_model(shapes):
     n = 8_030_261_248
     full, lora, qlora = (estimate_of(shapes, method).states for method in shapes)
     assert (full.weights, full.gradients, full.optimizer) == (2 * n, 2 * n, 4 * n)
@@ -63,7 +63,7 @@ def test_states_of_an_8b_model_by_method(shapes):
     assert qlora.weights == pytest.approx(2 * (ends + norms) + layers * NF4_BYTES + adapter, rel=1e-9)
 
 
-def test_a_layer_keeps_what_our_kernels_keep(shapes):
+def test_a_layer_saves_what_our_kernels_save(shapes):
     # 4 x E, 2 x query, 2 x key and 3 x F elements of two bytes; a statistic for each head and norm
     assert layer_bytes(shapes["full"].layer, ActivationPolicy(), 2, 1) == 139_264 + 4 * (32 + 2)
     plain = layer_bytes(
@@ -72,21 +72,21 @@ def test_a_layer_keeps_what_our_kernels_keep(shapes):
     assert plain > 139_264 + 2 * 4096 * 6 + 14336 * 2 + 32 * 1024 * 8 - 1
 
 
-def test_rebuilding_saves_norm_outputs_and_the_gated_product(shapes):
-    """45 of 139 kB a token of a Llama-3-8B layer: 2 x E and F elements; an adapter on all layers keeps them, too."""
+def test_recomputation_frees_norm_outputs_and_the_gated_product(shapes):
+    """45 of 139 kB per token of a Llama-3-8B layer: 2 x E and F elements, also with adapters on all layers."""
     for method in ("full", "lora"):
-        kept, rebuilt, norms_rebuilt = (
-            layer_bytes(shapes[method].layer, ActivationPolicy(recompute=rebuild), 2, 1)
-            for rebuild in (False, True, "norms")
+        saved, without, without_norms = (
+            layer_bytes(shapes[method].layer, ActivationPolicy(recompute=recompute), 2, 1)
+            for recompute in (False, True, "norms")
         )
-        assert kept - rebuilt == 2 * (2 * 4096 + 14336) and kept - norms_rebuilt == 2 * 2 * 4096
+        assert saved - without == 2 * (2 * 4096 + 14336) and saved - without_norms == 2 * 2 * 4096
     peaks = [
-        estimate_of(shapes, "full", recompute=rebuild).peak(4, 2048, accumulates=False) for rebuild in (False, True)
+        estimate_of(shapes, "full", recompute=recompute).peak(4, 2048, accumulates=False) for recompute in (False, True)
     ]
-    # one product is made again on the way back, and the other layers keep none
+    # One layer's product is recomputed at a time, and the other layers save none.
     tokens = 4 * 2048
     assert peaks[0].total - peaks[1].total >= 31 * tokens * 2 * (2 * 4096 + 14336)
-    checkpointed = [estimate_of(shapes, "full", checkpointing=True, recompute=rebuild) for rebuild in (False, True)]
+    checkpointed = [estimate_of(shapes, "full", checkpointing=True, recompute=recompute) for recompute in (False, True)]
     assert len({estimate.peak(4, 2048, accumulates=False).total for estimate in checkpointed}) == 1
 
 
@@ -95,12 +95,12 @@ def test_rebuilding_saves_norm_outputs_and_the_gated_product(shapes):
     [
         (transformers.LlamaConfig(**TINY), {"fused_norm": False}, 96),
         (transformers.LlamaConfig(**TINY), {"fused_mlp": False}, 2 * 64),
-        (transformers.Olmo2Config(**TINY), {}, 96),  # what goes into its products is no norm's output
-        (transformers.MixtralConfig(**TINY, num_experts_per_tok=2), {}, 64),  # experts keep theirs
+        (transformers.Olmo2Config(**TINY), {}, 96),  # its linear layers do not read a norm's output
+        (transformers.MixtralConfig(**TINY, num_experts_per_tok=2), {}, 64),  # experts save their sorted tokens
     ],
-    ids=["no norms", "no mlp", "norms behind", "experts"],
+    ids=["eager norms", "eager mlp", "post-norms", "experts"],
 )
-def test_what_our_kernels_do_not_make_is_kept(config, kept, expected):
+def test_tensors_that_our_kernels_do_not_compute_are_not_recomputed(config, kept, expected):
     layer = shape_of(config).layer
     assert (
         layer_bytes(layer, ActivationPolicy(**kept), 2, 1)
@@ -119,7 +119,7 @@ def test_what_our_kernels_do_not_make_is_kept(config, kept, expected):
     ],
     ids=str,
 )
-def test_an_adapter_keeps_the_inputs_of_its_layers_alone(targets, kept):
+def test_adapters_save_only_the_inputs_of_their_layers(targets, kept):
     config = transformers.LlamaConfig(**{**LLAMA_8B, "num_hidden_layers": 1})
     layer = shape_of(config, type="lora", lora_target_modules=targets).layer
     assert (layer.attn_in, layer.mlp_in, layer.mlp_out) == kept
@@ -144,7 +144,7 @@ def test_layers_of_other_families(config, expected):
     assert shape_of(config).layer == expected
 
 
-def test_the_parts_add_up_and_checkpointing_pays(shapes):
+def test_parts_add_up_and_checkpointing_lowers_the_peak(shapes):
     for method in shapes:
         peaks = [estimate_of(shapes, method, checkpointing=c).peak(4, 2048, accumulates=False) for c in (False, True)]
         assert all(sum(peak.parts().values()) == peak.total for peak in peaks)
@@ -158,7 +158,7 @@ def test_the_parts_add_up_and_checkpointing_pays(shapes):
     [([r"layers\.[67]\."], 6), (["lm_head"], 8), ([r"model\.norm"], 8), (["embed_tokens"], 0), (["o_proj"], 0)],
     ids=str,
 )
-def test_frozen_layers_in_front_keep_nothing(shapes, trainable, in_front):
+def test_frozen_first_layers_save_nothing(shapes, trainable, in_front):
     config = transformers.LlamaConfig(**{**LLAMA_8B, "num_hidden_layers": 8})
     shape = shape_of(config, type="freeze", trainable=trainable)
     assert shape.in_front == in_front
@@ -166,7 +166,7 @@ def test_frozen_layers_in_front_keep_nothing(shapes, trainable, in_front):
     some, kept = replace(whole, in_front=in_front), layer_bytes(shape.layer, ActivationPolicy(), 2, 2048)
     loss, loss_of_some = (estimate.peak(4, 2048, accumulates=True).phase.activations for estimate in (whole, some))
     assert loss - loss_of_some == min(in_front, 7) * 4 * 2048 * kept
-    # forward 2, backward 4 or 2 without the weight's gradient; the layers in front have no backward
+    # Forward 2, backward 4, or 2 without the weight's gradient. Frozen first layers have no backward.
     each = 4096 * (4096 * 2 + 1024 * 2) + 3 * 4096 * 14336
     assert shape.n_matmul_in_front == in_front * each
     usual = 4 * shape.n_matmul + 2 * shape.n_matmul_trainable
@@ -174,15 +174,14 @@ def test_frozen_layers_in_front_keep_nothing(shapes, trainable, in_front):
     assert shape.flops(tokens=0, squared_lengths=1) == 4096 * (6 * 8 - 4 * in_front)
 
 
-def test_no_layers_are_in_front_of_what_trains_before_them(shapes):
+def test_no_first_layers_are_frozen_if_something_before_them_trains(shapes):
     assert [shape.in_front for shape in shapes.values()] == [0, 0, 0]  # adapters in every layer
     tied = transformers.LlamaConfig(**TINY, tie_word_embeddings=True)
     assert shape_of(tied, type="freeze", trainable=["embed_tokens"]).in_front == 0
 
 
 @pytest.mark.parametrize("how", [True, "offload", "offload_gate", "offload_both"])
-def test_layers_that_are_not_checkpointed_are_counted(shapes, how):
-    """Each keeps what it has, and its input is not kept beside that."""
+def test_layers_without_checkpointing_save_everything_but_their_input(shapes, how):
     tokens, layer = 4 * 8192, layer_bytes(shapes["full"].layer, ActivationPolicy(), 2, 8192)
     usual = estimate_of(shapes, "full", checkpointing=how)
 
@@ -191,16 +190,16 @@ def test_layers_that_are_not_checkpointed_are_counted(shapes, how):
             replace(usual, policy=replace(usual.policy, not_checkpointed=layers)).peak(4, 8192, accumulates=False).total
         )
 
-    waits = how in ("offload", "offload_both")
-    more = tokens * (layer - (0 if waits else 2 * 4096))
+    offloads_inputs = how in ("offload", "offload_both")
+    more = tokens * (layer - (0 if offloads_inputs else 2 * 4096))
     assert peak(9) - peak(8) == peak(20) - peak(19) == more
     assert peak(0) == usual.peak(4, 8192, accumulates=False).total
     none = estimate_of(shapes, "full", checkpointing=False).peak(4, 8192, accumulates=False).total
     assert peak(32) == peak(40) == none
-    assert peak(1) < peak(0) + more / 2  # the last layer is whole for its backward anyway
+    assert peak(1) < peak(0) + more / 2  # the last layer has all its activations in its backward anyway
 
 
-def test_what_is_rebuilt_in_layers_that_are_not_checkpointed(shapes):
+def test_layers_without_checkpointing_recompute(shapes):
     usual = estimate_of(shapes, "full", checkpointing=True, recompute=True)
     kept = [replace(usual, policy=replace(usual.policy, not_checkpointed=n, recompute=r)).peak(4, 8192,
                                                                                               accumulates=False)
@@ -208,7 +207,7 @@ def test_what_is_rebuilt_in_layers_that_are_not_checkpointed(shapes):
     assert kept[0].total - kept[1].total > 9 * 4 * 8192 * 2 * (2 * 4096 + 14336)
 
 
-def test_what_waits_on_the_host_is_counted(shapes):
+def test_offloaded_bytes(shapes):
     tokens, found = 4 * 8192, {}
     for how in (True, "offload", "offload_gate", "offload_both"):
         estimate = estimate_of(shapes, "full", checkpointing=how)
@@ -217,8 +216,8 @@ def test_what_waits_on_the_host_is_counted(shapes):
     assert list(found.values()) == [0, inputs, gates, inputs + gates]
 
 
-def test_the_first_layers_way_back_is_counted():
-    """Measured so on an H100, with AdamW: 22.31 GiB of Llama-3-8B's first 8 layers, 21.91 of Gemma-7B's first 6."""
+def test_the_peak_in_the_backward_of_the_first_layer():
+    """Measured on an H100 with AdamW: 22.31 GiB for 8 layers of Llama-3-8B, 21.91 for 6 layers of Gemma-7B."""
     gemma = {"vocab_size": 256000, "hidden_size": 3072, "intermediate_size": 24576, "num_hidden_layers": 6,
              "num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 256}  # fmt: skip
     for config, batch, measured in (
@@ -232,8 +231,8 @@ def test_the_first_layers_way_back_is_counted():
         assert peak.total / GIB == pytest.approx(measured, rel=0.01)
 
 
-def test_fsdp_gathers_what_it_computes_with(shapes):
-    """Of two ranks each keeps half of the states, and needs the ends and two layers whole besides."""
+def test_fsdp_gathers_the_ends_and_two_layers(shapes):
+    """Each of two ranks holds half of the states, and gathers embedding, head and two layers."""
     alone = estimate_of(shapes, "full", checkpointing=True)
     halves = replace(alone.states, weights=alone.states.weights // 2, gradients=alone.states.gradients // 2,
                      optimizer=alone.states.optimizer // 2)  # fmt: skip
@@ -248,8 +247,8 @@ def test_fsdp_gathers_what_it_computes_with(shapes):
     )
 
 
-def test_what_fits_on_which_card(shapes):
-    """As users of these models find it: 8B whole wants 80 GB, by LoRA 24 GB is short, in four bits it is not."""
+def test_which_gpus_fit_an_8b_model(shapes):
+    """As users report: full training needs 80 GB, LoRA almost fills 24 GB, QLoRA fits in 12 GB."""
 
     def fits(method: str, gib: int) -> bool:
         estimate = estimate_of(shapes, method, checkpointing=True)
@@ -260,7 +259,7 @@ def test_what_fits_on_which_card(shapes):
     assert fits("qlora", 12) and not fits("qlora", 6)
 
 
-def test_the_largest_that_fits():
+def test_largest_by_bisection():
     for limit in (1, 2, 3, 7, 64, 100):
         for most in range(limit + 3):
             assert largest(lambda n, most=most: n <= most, limit=limit) == min(most, limit)
@@ -278,7 +277,7 @@ def recipe(**train: object) -> Recipe:
 
 
 @pytest.mark.parametrize(
-    ("method", "rebuilds"),
+    ("method", "recomputes"),
     [
         ({"type": "full", "lora_dropout": 0.1}, True),
         ({"type": "lora"}, True),
@@ -287,10 +286,10 @@ def recipe(**train: object) -> Recipe:
     ],
     ids=str,
 )
-def test_adapters_that_make_their_own_of_their_input_keep_it(method, rebuilds):
-    asked = recipe().model_copy(update={"method": MethodOptions(**method), "kernels": KernelOptions(recompute=True)})
-    assert choose_policy(asked, "sdpa", {"recompute"}).recompute is rebuilds
-    assert not choose_policy(asked, "sdpa", {"rms_norm"}).recompute
+def test_adapters_that_copy_their_input_do_not_recompute(method, recomputes):
+    changed = recipe().model_copy(update={"method": MethodOptions(**method), "kernels": KernelOptions(recompute=True)})
+    assert choose_policy(changed, "sdpa", {"recompute"}).recompute is recomputes
+    assert not choose_policy(changed, "sdpa", {"rms_norm"}).recompute
 
 
 @pytest.mark.parametrize(
@@ -302,7 +301,7 @@ def test_auto_keeps_the_global_batch(wanted, world, room, micro):
     assert (batching.micro_batch_size, batching.global_batch_size) == (micro, wanted)
 
 
-def test_auto_asks_whether_it_fits_while_gradients_are_kept():
+def test_auto_considers_the_gradients_of_earlier_micro_batches():
     asked = []
     choose_batching(
         recipe(global_batch_size=4), 1, lambda rows, accumulates: asked.append((rows, accumulates)) or rows == 2
@@ -310,7 +309,7 @@ def test_auto_asks_whether_it_fits_while_gradients_are_kept():
     assert asked == [(4, False), (2, True)]
 
 
-def test_auto_refuses_what_nothing_can_make_fit():
+def test_auto_is_refused_if_no_micro_batch_fits():
     with pytest.raises(UserError, match="not even one row fits"):
         choose_batching(recipe(global_batch_size=4), 1, lambda rows, accumulates: False)
     with pytest.raises(UserError, match="not a multiple of 3 processes"):
@@ -319,7 +318,7 @@ def test_auto_refuses_what_nothing_can_make_fit():
         choose_batching(recipe(global_batch_size=4), 1, None)
 
 
-def test_optimizers_step_in_memory_of_their_own():
+def test_temporaries_of_optimizer_steps():
     parameters = shape_of(transformers.LlamaConfig(**{**LLAMA_8B, "num_hidden_layers": 1})).parameters
     step = {
         name: state_bytes(parameters, weight_dtype="bfloat16", optim=name, method="full").step
@@ -330,8 +329,8 @@ def test_optimizers_step_in_memory_of_their_own():
     assert state_bytes(parameters, weight_dtype="bfloat16", optim="sgd", method="full").optimizer == 0
 
 
-def test_float8_adds_copies_of_one_products_operands(shapes):
-    """Of Llama-3-8B's widest: 4096 x 14336 of weight, and of a token its gradient and its input, each in two orders."""
+def test_float8_adds_copies_of_the_operands_of_one_product(shapes):
+    """The widest weight is 4096 x 14336. Gradient and input of a token exist in two memory orders each."""
     tokens, found = 4 * 2048, {}
     for float8 in ("no", "compiled", "eager"):
         estimate = estimate_of(shapes, "full", checkpointing=True, float8=float8)

@@ -1,4 +1,4 @@
-"""The options that later stages read have the defaults of the recipe, and every value of it arrives."""
+"""Options have the defaults of the recipe's sections."""
 
 from __future__ import annotations
 

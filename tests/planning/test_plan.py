@@ -1,4 +1,4 @@
-"""Numbers resolved from a recipe and a machine."""
+"""Precision and cadence, as resolved from a recipe and a machine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from ligertune.errors import UserError
-from ligertune.hardware import Machine, peak_of
+from ligertune.hardware import Machine
 from ligertune.planning.optimization import Cadence
 from ligertune.planning.precision import choose_precision
 
@@ -33,30 +33,13 @@ def test_dtype_on_a_machine(dtype, machine, weights, autocast):
 
 
 @pytest.mark.parametrize(("dtype", "machine"), [("bfloat16", OLD_GPU), ("float16", CPU)])
-def test_a_dtype_that_the_device_lacks_is_refused_with_what_to_write(dtype, machine):
+def test_an_unsupported_dtype_is_refused_with_a_hint(dtype, machine):
     with pytest.raises(UserError, match=f"model.dtype: {dtype}") as caught:
         choose_precision(dtype, machine)
     assert "Write model.dtype" in caught.value.hint
 
 
-def test_cadence_by_epoch_falls_after_the_step_in_which_an_epoch_ends():
+def test_an_epoch_cadence_is_due_after_the_step_in_which_an_epoch_ends():
     cadence = Cadence("epoch", every=0)
     due = [s for s in range(1, 7) if cadence.due(s, rows_per_epoch=21, global_batch_size=8)]
     assert due == [3, 6]  # 24 >= 21, 48 >= 42
-
-
-@pytest.mark.parametrize(
-    ("name", "tflops"),
-    [
-        ("NVIDIA H100 80GB HBM3", 989),
-        ("NVIDIA H100 PCIe", 756),
-        ("NVIDIA A100-SXM4-40GB", 312),
-        ("AMD Instinct MI300X", 1307.4),
-    ],
-)
-def test_peaks_come_from_the_table(name, tflops):
-    assert peak_of(name).bf16 == tflops * 1e12
-
-
-def test_an_unknown_device_has_no_peak():
-    assert peak_of("Some Future GPU") is None
