@@ -1,8 +1,4 @@
-<<<<<<< HEAD
 """Fixtures of all tests, the order of test files, and skips without a GPU or the test corpus."""
-=======
-"""Fixtures of all tests; tests that need a GPU or the test corpus are skipped without it."""
->>>>>>> 16c4820 (Training sets itself up; planning tests in plain English, with one helper; host memory joins the plan)
 
 from __future__ import annotations
 
@@ -21,11 +17,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     remember_builtins()
 
 
-<<<<<<< HEAD
 # These files take longest. If they started last, the other cores would wait for them.
-=======
-# Files that take minutes. They start first, or the last one would run alone on one core.
->>>>>>> 16c4820 (Training sets itself up; planning tests in plain English, with one helper; host memory joins the plan)
 LONG = ("test_under_interpreter", "test_ahead_of_time", "test_ranks")
 
 
@@ -45,22 +37,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-<<<<<<< HEAD
     """Exclude imported modules from garbage collection, which takes a tenth of the time otherwise."""
-=======
-    """Exclude imported modules from garbage collection, which takes a tenth of the tests' time."""
->>>>>>> 16c4820 (Training sets itself up; planning tests in plain English, with one helper; host memory joins the plan)
     gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
-<<<<<<< HEAD
 def data_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Keep prepared data in a temporary folder, also in child processes, instead of the user's cache."""
-=======
-def cache_of_the_tests(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Use a temporary cache of prepared data, also in child processes."""
->>>>>>> 16c4820 (Training sets itself up; planning tests in plain English, with one helper; host memory joins the plan)
     folder = tmp_path_factory.mktemp("cache")
     os.environ["LIGERTUNE_CACHE"] = str(folder)
     return folder

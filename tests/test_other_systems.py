@@ -1,8 +1,4 @@
-<<<<<<< HEAD
 """Windows and macOS: every module imports without triton and without modules that only Unix has."""
-=======
-"""All modules import on Windows and macOS, which lack triton, and on Windows, which lacks Unix modules."""
->>>>>>> 16c4820 (Training sets itself up; planning tests in plain English, with one helper; host memory joins the plan)
 
 from __future__ import annotations
 
@@ -35,11 +31,7 @@ def test_every_module_imports_without_triton(tmp_path):
 
 @pytest.mark.parametrize("folder", ["ligertune", "kernels"])
 def test_unix_modules_are_not_imported_at_module_level(folder):
-<<<<<<< HEAD
     """`try` and functions may import them."""
-=======
-    """Imports inside `try` or a function are allowed: they have another way on Windows."""
->>>>>>> 16c4820 (Training sets itself up; planning tests in plain English, with one helper; host memory joins the plan)
     for path in sorted((ROOT / folder).rglob("*.py")):
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
@@ -47,11 +39,7 @@ def test_unix_modules_are_not_imported_at_module_level(folder):
             assert not UNIX_ONLY & set(names), path
 
 
-<<<<<<< HEAD
 def test_the_doctor_says_that_references_run_without_triton(tmp_path):
-=======
-def test_the_doctor_reports_the_references(tmp_path):
->>>>>>> 16c4820 (Training sets itself up; planning tests in plain English, with one helper; host memory joins the plan)
     code = "import sys; sys.modules['triton'] = None; from ligertune.cli.app import main; main()"
     done = run([sys.executable, "-c", code, "doctor"], cwd=tmp_path)
     assert done.code == 0 and "the PyTorch references" in done.out, done.err

@@ -1,8 +1,4 @@
-<<<<<<< HEAD
 """scripts/plant_faults: its faults fit the code, and it distinguishes caught from missed faults."""
-=======
-"""scripts/plant_faults: each fault still fits the code, and caught and missed faults are told apart."""
->>>>>>> 16c4820 (Training sets itself up; planning tests in plain English, with one helper; host memory joins the plan)
 
 from __future__ import annotations
 
@@ -21,11 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 def script():
     loader = SourceFileLoader("plant_faults", str(ROOT / "scripts" / "plant_faults"))
     module = module_from_spec(spec_from_loader(loader.name, loader))
-<<<<<<< HEAD
     sys.modules[loader.name] = module  # dataclasses look up their module there
-=======
-    sys.modules[loader.name] = module  # dataclasses look the module up
->>>>>>> 16c4820 (Training sets itself up; planning tests in plain English, with one helper; host memory joins the plan)
     loader.exec_module(module)
     return module
 
