@@ -8,7 +8,7 @@ import re
 import pytest
 from quickstart_runs import recipe_for
 
-from ligertune.planning.memory.pinned_memory import host_memory_parts, warn_of_host_memory
+from ligertune.planning.make_plan import host_memory_parts, warn_of_host_memory
 from ligertune.planning.plan import Plan
 from ligertune.run import plan_for
 
