@@ -106,14 +106,8 @@ def _truncate(config: PreTrainedConfig, depth: int) -> None:
 # ---- tokenizer
 
 PAD_NAMES = (
-    "<pad>",
-    "[PAD]",
-    "<|pad|>",
-    "<|finetune_right_pad_id|>",
-    "<|reserved_special_token_0|>",
-    "<|endoftext|>",
-    "<unk>",
-)
+    "<pad>", "[PAD]", "<|pad|>", "<|finetune_right_pad_id|>", "<|reserved_special_token_0|>", "<|endoftext|>", "<unk>",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

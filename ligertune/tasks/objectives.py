@@ -21,35 +21,28 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class NextToken:
-    """Predict the next token at every labelled position."""
+class Objective:
+    """How many tokens ahead a model predicts, and the forward keywords that depend on the whole global batch.
 
-    shape: ModelShape
-    label_shifts: tuple[int, ...] = (1,)
-
-    def inputs(
-        self, examples: Examples | StreamedExamples, indices: np.ndarray, *, step: int | None = None
-    ) -> dict[str, Any]:
-        """Return forward keywords for any part of the global batch, which are the examples at `indices`."""
-        return {"num_items_in_batch": max(int(examples.trained[indices].sum()), 1)}
-
-
-@dataclass(frozen=True)
-class SeveralTokens:
-    """Predict several tokens ahead with Medusa heads; each head's loss is divided by its targets in the global batch.
-
-    heads_coefficient rises linearly from 0 over warmup_steps: the first gradients of new heads would damage the model.
+    heads_coefficient (only with Medusa heads) rises linearly from 0 over warmup_steps: the first gradients of new heads
+    would damage the model.
     """
 
     shape: ModelShape
-    label_shifts: tuple[int, ...]
-    heads_coefficient: float
-    warmup_steps: int
+    label_shifts: tuple[int, ...] = (1,)
+    heads_coefficient: float | None = None
+    warmup_steps: int = 0
 
     def inputs(
         self, examples: Examples | StreamedExamples, indices: np.ndarray, *, step: int | None = None
     ) -> dict[str, Any]:
-        """Return forward keywords as `NextToken.inputs` does. Evaluation passes no step: the warm-up is over."""
+        """Return forward keywords for any part of the global batch, which are the examples at `indices`.
+
+        num_items_in_batch divides the loss: the number of trained tokens, or with Medusa heads the number of targets of
+        each part. Evaluation passes no step: the warm-up is over.
+        """
+        if self.heads_coefficient is None:
+            return {"num_items_in_batch": max(int(examples.trained[indices].sum()), 1)}
         warmed = 1.0 if step is None or step >= self.warmup_steps else (step + 1) / self.warmup_steps
         labels = [examples[int(i)].labels for i in indices]
         return {
@@ -58,15 +51,12 @@ class SeveralTokens:
         }
 
 
-Objective = NextToken | SeveralTokens
-
-
 def objective_of(plan: Plan, model: nn.Module) -> Objective:
     """Return the objective of a model that is not yet wrapped by DDP or FSDP."""
     if not isinstance(model, MedusaModel):
-        return NextToken(read_shape(model))
+        return Objective(read_shape(model))
     medusa = plan.build.medusa
-    return SeveralTokens(
+    return Objective(
         shape=MedusaShape.of_heads(model),
         label_shifts=model.shifts,
         heads_coefficient=medusa.heads_coefficient,

@@ -99,8 +99,12 @@ def section_positions(is_image: np.ndarray, grids: Sequence[tuple[int, int]]) ->
     is_image (T,) bool; grids: (height, width) in tokens of each image, in order. Raises ValueError if they differ.
     """
     places = np.empty((3, len(is_image)), dtype=np.int64)
+    tokens, sizes = np.flatnonzero(is_image), [height * width for height, width in grids]
+    if sum(sizes) != len(tokens):
+        raise ValueError(f"images of {sizes} tokens, but {len(tokens)} image tokens in the text")
+    starts = tokens[np.cumsum([0, *sizes])[:-1]].tolist()
     done, place = 0, 0
-    for start, (height, width) in zip(_image_starts(is_image, grids), grids, strict=True):
+    for start, (height, width) in zip(starts, grids, strict=True):
         places[:, done:start] = np.arange(place, place + start - done)
         place += start - done
         end = start + height * width
@@ -110,18 +114,6 @@ def section_positions(is_image: np.ndarray, grids: Sequence[tuple[int, int]]) ->
         done, place = end, place + max(height, width)
     places[:, done:] = np.arange(place, place + len(is_image) - done)
     return places
-
-
-def _image_starts(is_image: np.ndarray, grids: Sequence[tuple[int, int]]) -> list[int]:
-    tokens = np.flatnonzero(is_image)
-    sizes = [height * width for height, width in grids]
-    if sum(sizes) != len(tokens):
-        raise ValueError(f"images of {sizes} tokens, but {len(tokens)} image tokens in the text")
-    starts = tokens[np.cumsum([0, *sizes])[:-1]].tolist()
-    for start, size in zip(starts, sizes, strict=True):
-        if not is_image[start : start + size].all():
-            raise ValueError(f"the {size} tokens of an image at {start} are not adjacent")
-    return starts
 
 
 class ImagePrefetcher:

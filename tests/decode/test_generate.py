@@ -1,4 +1,4 @@
-"""A prompt is asked in the words of training."""
+"""Prompts are formatted as in training."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ def tokenizer(quickstart):
 
 
 def test_alpaca_prompts_leave_bos_to_the_tokenizer(tokenizer):
-    text, writes_special = format_prompt(tokenizer, "Say hi.", {"prompt_template": "alpaca", "system_prompt": None})
+    text, has_bos = format_prompt(tokenizer, "Say hi.", {"prompt_template": "alpaca", "system_prompt": None})
     assert text.endswith("### Instruction:\nSay hi.\n\n### Response:\n")
-    assert not writes_special
+    assert not has_bos
 
 
 def test_a_chat_template_writes_its_own_special_tokens(tokenizer):
-    how = {"prompt_template": "chat", "system_prompt": "Be brief."}
-    text, writes_special = format_prompt(tokenizer, "Say hi.", how)
+    template = {"prompt_template": "chat", "system_prompt": "Be brief."}
+    text, has_bos = format_prompt(tokenizer, "Say hi.", template)
     assert text == "<s>### system:\nBe brief.\n\n### user:\nSay hi.\n\n### assistant:\n"
-    assert writes_special
+    assert has_bos
 
 
-def test_raw_text_is_continued_as_it_is(tokenizer):
+def test_raw_text_is_not_changed(tokenizer):
     assert format_prompt(tokenizer, "Once upon", {"prompt_template": "raw"}) == ("Once upon", False)

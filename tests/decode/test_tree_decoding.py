@@ -1,4 +1,4 @@
-"""Greedy Medusa decoding writes what plain greedy decoding writes, token for token."""
+"""Greedy Medusa decoding equals plain greedy decoding, token for token; candidate trees."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ FAMILIES = ("llama", "llama_tied", "mistral", "gemma2", "cohere2", "phi3_partial
 
 
 def sharp(family: str):
-    """A random model with clear preferences: its greedy text is no single token repeated."""
+    """Return a random model with clear preferences, whose greedy text does not repeat one token."""
     model = make(family, seed=3, **({"tie_word_embeddings": False} if family == "gemma2" else {})).eval()
     embedding = model.get_input_embeddings().weight
-    tied = model.get_output_embeddings().weight is embedding  # then a larger one repeats the token that it was given
+    tied = model.get_output_embeddings().weight is embedding  # scaling it would make the model repeat its input
     with torch.no_grad():
         for parameter in model.parameters() if tied else (embedding,):
             if parameter.ndim > 1 and not (tied and parameter is embedding):
@@ -34,7 +34,7 @@ def sharp(family: str):
 
 
 def trained_heads(model, prompts: list[list[int]]) -> MedusaHeads:
-    """Heads fitted to the model's own greedy text: they are often right, and deep paths are accepted."""
+    """Return heads fitted to the model's own greedy text: they are often right, and deep paths are accepted."""
     heads = MedusaHeads(HEADS, 1, model.get_output_embeddings().weight.detach(), own_lm_head=True)
     texts = torch.tensor([prompt + plain(model, prompt, NEW) for prompt in prompts])
     with torch.no_grad():
@@ -64,57 +64,64 @@ def prompts_of(lengths: tuple[int, ...]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_text_is_that_of_plain_decoding(family):
+@pytest.mark.filterwarnings("error::FutureWarning")  # the cache keyword that transformers 5.24 renamed
+def test_greedy_text_equals_plain_decoding(family):
     """Untrained and trained heads, a chain and a tree, one prompt and three of different lengths."""
     model = sharp(family)
     model.generation_config.eos_token_id = None
     prompts = prompts_of((9, 4, 13))
     expected = [plain(model, prompt, NEW) for prompt in prompts]
-    assert all(len(set(text)) > 5 for text in expected)  # nothing that any guess would get right
-    form = logit_transform(model)
+    assert all(len(set(text)) > 5 for text in expected)  # no text that every candidate would match
+    transform = logit_transform(model)
     untrained = MedusaHeads(HEADS, 1, model.get_output_embeddings().weight.detach(), own_lm_head=False)
     trained = trained_heads(model, prompts_of((9,)))
     for heads, paths in itertools.product((untrained, trained), TREES.values()):
         tree = CandidateTree.from_paths(paths)
-        alone = decode_with_heads(model, heads, form, prompts[:1], tree, max_new_tokens=NEW)
-        together = decode_with_heads(model, heads, form, prompts, tree, max_new_tokens=NEW)
-        assert alone.tokens == expected[:1]
+        single = decode_with_heads(model, heads, transform, prompts[:1], tree, max_new_tokens=NEW)
+        together = decode_with_heads(model, heads, transform, prompts, tree, max_new_tokens=NEW)
+        assert single.tokens == expected[:1]
         assert together.tokens == expected
-    assert alone.accepted_length > 2.0  # trained on this very text: the cache was cut at many depths
+    assert single.accepted_length > 2.0  # the heads know this text: the cache was truncated at many depths
 
 
-def test_the_text_ends_inside_a_path():
+def test_decoding_stops_inside_a_path():
     """An end-of-text token, or the limit, in the middle of what one pass accepts."""
     model = sharp("llama")
     (prompt,) = prompts_of((9,))
-    heads, form = trained_heads(model, [prompt]), logit_transform(model)
+    heads, transform = trained_heads(model, [prompt]), logit_transform(model)
     whole = plain(model, prompt, NEW)
     eos = (whole[17],)
     for new in (1, 2, 3, 18, NEW):
         found = decode_with_heads(
-            model, heads, form, [prompt], CandidateTree.from_paths(WIDE), max_new_tokens=new, stop_at=eos
+            model, heads, transform, [prompt], CandidateTree.from_paths(WIDE), max_new_tokens=new, stop_at=eos
         )
         assert found.tokens == [plain(model, prompt, new, eos)]
         assert found.accepted_length == len(found.tokens[0]) / found.passes[0]
 
 
-def test_typical_acceptance_is_reproducible_and_keeps_what_is_likely():
+def test_typical_acceptance_is_reproducible_and_greedy_at_low_temperature():
     model = sharp("llama")
     prompts = prompts_of((9, 4))
-    heads, form, tree = trained_heads(model, prompts_of((9,))), logit_transform(model), CandidateTree.from_paths(WIDE)
+    heads, transform, tree = (
+        trained_heads(model, prompts_of((9,))),
+        logit_transform(model),
+        CandidateTree.from_paths(WIDE),
+    )
     texts = []
     for _ in range(2):
         torch.manual_seed(0)
         rule = Typical(temperature=0.7)
-        texts.append(decode_with_heads(model, heads, form, prompts, tree, max_new_tokens=NEW, acceptance=rule).tokens)
+        texts.append(
+            decode_with_heads(model, heads, transform, prompts, tree, max_new_tokens=NEW, acceptance=rule).tokens
+        )
     assert texts[0] == texts[1]
     cold = Typical(temperature=1e-4)
-    found = decode_with_heads(model, heads, form, prompts, tree, max_new_tokens=NEW, acceptance=cold)
+    found = decode_with_heads(model, heads, transform, prompts, tree, max_new_tokens=NEW, acceptance=cold)
     assert found.tokens == [plain(model, prompt, NEW) for prompt in prompts]
 
 
 def test_a_tree_by_hand():
-    """A root with two guesses of head 1, and one of head 2 behind the first."""
+    """A root with two candidates of head 1, and one of head 2 after the first."""
     tree = CandidateTree.from_paths([(0,), (1,), (0, 0)])
     assert tree.mask.int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]]
     assert tree.depths.tolist() == [0, 1, 1, 2]
@@ -125,7 +132,7 @@ def test_a_tree_by_hand():
         CandidateTree.from_paths([(0, 0)])
 
 
-def test_the_tree_takes_the_likeliest_paths():
+def test_the_tree_has_the_most_likely_paths():
     """0.6 and 0.3 for head 1; 0.5 and 0.2 for head 2: the paths are worth 0.6, 0.3, 0.3, 0.15, 0.12, 0.06."""
     accuracy = [[0.6, 0.3, 0.0], [0.5, 0.2, 0.0]]
     assert best_paths(accuracy, 2) == [(0,)]

@@ -1,4 +1,4 @@
-"""Linear layers in float8: which ones, on which machines, and that they train like those they replace."""
+"""Float8 linear layers: which ones are converted, on which machines, and that they train like the original ones."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ H100 = Machine(
     vendor="nvidia", device="cuda", name="NVIDIA H100", arch="sm90", device_count=1, memory_bytes=80 << 30,
     has_bfloat16=True, peak_flops=None, peak_bandwidth=None, world_size=1, torch_version="2.11",
 )  # fmt: skip
-# Of one step of a model of width 64, which averages fewer roundings than a real one: what float8 may move.
+# Allowed errors of one step at width 64, which averages fewer roundings than a real model.
 LOSS, GRADIENT = 5e-3, 0.45  # measured over the families: 2.8e-3, and 0.39 of the worst parameter's norm
 
 
@@ -48,10 +48,10 @@ def train_once(model: nn.Module) -> tuple[torch.Tensor, dict[str, torch.Tensor]]
     return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def furthest(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
-    """Of all parameters the largest error, as a share of its gradient's norm."""
-    assert ours.keys() == theirs.keys() and ours
-    return max(float((ours[name] - theirs[name]).norm() / theirs[name].norm()) for name in theirs)
+def largest_error(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    """Return the largest error of a parameter's gradient, relative to the gradient's norm."""
+    assert found.keys() == expected.keys() and found
+    return max(float((found[name] - expected[name]).norm() / expected[name].norm()) for name in expected)
 
 
 # ---- which layers
@@ -68,13 +68,13 @@ SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "nu
         ("mixtral", (8, 2, "2 MixtralExperts: its experts are no linear layers")),
     ],
 )
-def test_the_layers_own_linears_are_taken_and_the_head_is_not(family, counts):
+def test_linear_layers_are_converted_and_the_head_is_not(family, counts):
     found = float8_linears(tiny_models.make(family))
     assert found.counts() == counts
     assert all(name.startswith("model.layers.") for name in found.taken)
 
 
-def test_a_router_is_left_as_it_is():
+def test_a_router_is_not_converted():
     config = transformers.AfmoeConfig(**SIZES, num_experts=16, num_dense_layers=0, head_dim=16)
     with torch.device("meta"):
         found = float8_linears(transformers.AutoModelForCausalLM.from_config(config))
@@ -82,7 +82,7 @@ def test_a_router_is_left_as_it_is():
     assert not any("router" in name for name in found.taken)
 
 
-def test_sizes_that_float8_has_no_product_of_are_left_and_named():
+def test_sizes_that_float8_cannot_multiply_are_skipped_and_reported():
     config = tiny_models.config_of("llama", intermediate_size=100)
     with torch.device("meta"):
         found = float8_linears(transformers.AutoModelForCausalLM.from_config(config))
@@ -90,13 +90,13 @@ def test_sizes_that_float8_has_no_product_of_are_left_and_named():
     assert "2 down_proj: 100 x 64, not multiples of 16" in found.counts()[2]
 
 
-def test_a_model_without_such_layers_is_refused():
+def test_a_model_without_convertible_layers_is_refused():
     config = tiny_models.config_of("llama", hidden_size=24, num_attention_heads=1, num_key_value_heads=1)
     with torch.device("meta"), pytest.raises(UserError, match="no linear layer of this LlamaForCausalLM"):
         float8_linears(transformers.AutoModelForCausalLM.from_config(config))
 
 
-def test_what_sees_keeps_its_precision():
+def test_the_vision_tower_is_not_converted():
     text = {**SIZES, "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}}
     vision = {"depth": 2, "embed_dim": 64, "hidden_size": 64, "num_heads": 4, "mlp_ratio": 2}
     with torch.device("meta"):
@@ -107,7 +107,7 @@ def test_what_sees_keeps_its_precision():
     assert len(found.taken) == 14 and not any("visual" in name for name in found.taken)
 
 
-def test_batches_are_of_as_many_tokens_as_float8_multiplies():
+def test_batches_are_padded_to_a_multiple_that_float8_multiplies():
     """The weight's gradient is a product over tokens, and batches are padded to the attention's multiple."""
     assert all(row.multiple_of % MULTIPLE_OF == 0 for row in ATTENTIONS)
 
@@ -123,7 +123,7 @@ def test_batches_are_of_as_many_tokens_as_float8_multiplies():
         ("cpu", "x86_64", False),
     ],
 )  # fmt: skip
-def test_gpus_without_float8_are_refused_in_a_sentence(vendor, arch, refused):
+def test_gpus_without_float8_are_refused(vendor, arch, refused):
     machine = dataclasses.replace(H100, vendor=vendor, arch=arch)
     check_float8(recipe(), machine)
     if refused:
@@ -133,34 +133,34 @@ def test_gpus_without_float8_are_refused_in_a_sentence(vendor, arch, refused):
         check_float8(recipe(fp8=True), machine)
 
 
-def test_the_plan_says_where_float8_does_not_pay():
+def test_the_plan_notes_when_float8_does_not_pay():
     assert float8_notes(recipe(), H100) == float8_notes(recipe(fp8=True, torch_compile=True), H100) == ()
     assert "without train.torch_compile" in float8_notes(recipe(fp8=True), H100)[0]
     on_cpu = dataclasses.replace(H100, vendor="cpu")
     assert "emulated" in float8_notes(recipe(fp8=True, torch_compile=True), on_cpu)[0]
 
 
-# ---- that they train, by emulation
+# ---- training, emulated
 
 
 @needs_torchao
 @pytest.mark.parametrize("family", tiny_models.FAMILIES)
-def test_a_step_is_close_to_the_unquantised_one_and_the_same_without_our_kernels(family):
+def test_a_step_is_close_to_the_unquantised_one_and_equal_without_our_kernels(family):
     exact = tiny_models.make(family)
     patched, plain = copy.deepcopy(exact), copy.deepcopy(exact)
     patch(patched)
     to_float8(patched)
     to_float8(plain)
-    truth, (loss, gradients), (theirs, others) = map(train_once, (exact, patched, plain))
+    truth, (loss, gradients), (plain_loss, plain_gradients) = map(train_once, (exact, patched, plain))
     assert 1e-5 < abs(float(loss / truth[0]) - 1) < LOSS
-    assert furthest(gradients, truth[1]) < GRADIENT
-    # what stands between the products is the same to fp32's rounding, and none of it was moved to another float8
-    assert float(loss) == pytest.approx(float(theirs), rel=1e-5)
-    assert furthest(gradients, others) < 1e-4
+    assert largest_error(gradients, truth[1]) < GRADIENT
+    # Everything between the products differs by fp32 rounding only, which moves no value to another float8.
+    assert float(loss) == pytest.approx(float(plain_loss), rel=1e-5)
+    assert largest_error(gradients, plain_gradients) < 1e-4
 
 
 @needs_torchao
-def test_weights_and_their_names_stay():
+def test_weights_and_their_names_stay_the_same():
     model = tiny_models.make("qwen2")  # with biases
     before, weights = list(model.state_dict()), {name: p.data_ptr() for name, p in model.named_parameters()}
     to_float8(model)
@@ -171,8 +171,8 @@ def test_weights_and_their_names_stay():
 
 
 @needs_torchao
-def test_nothing_is_written_over_what_such_a_layer_gave():
-    """They keep their input unquantised, and their output is theirs: they are not known to be as plain as nn.Linear."""
+def test_no_kernel_overwrites_the_output_of_a_float8_layer():
+    """Only plain nn.Linear layers are known not to save their outputs for the backward."""
     model = tiny_models.make("llama")
     patch(model)
     mlp = model.model.layers[0].mlp
@@ -189,4 +189,4 @@ def test_checkpointed_layers_give_the_same_gradients():
     checkpoint_layers(again)
     one, other = train_once(kept), train_once(again)
     assert torch.equal(one[0], other[0])
-    assert furthest(other[1], one[1]) == 0
+    assert largest_error(other[1], one[1]) == 0

@@ -1,4 +1,4 @@
-"""LoRA layers that add their term in their products: peft's numbers, and peft's own code where it does more."""
+"""Fused LoRA layers compute what peft does, and call peft's own code where it does more."""
 
 from __future__ import annotations
 
@@ -35,10 +35,11 @@ def layer(*, bias: bool = False, dtype: torch.dtype = torch.float64, device: str
     return made
 
 
-def outcome(module: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
-    """The output and every gradient."""
+def outcome(module: nn.Module, x: torch.Tensor, *, autocast: bool = False) -> list[torch.Tensor]:
+    """Return the output and every gradient."""
     x = x.clone().requires_grad_()
-    y = module(x)
+    with torch.autocast(x.device.type, torch.bfloat16, enabled=autocast):
+        y = module(x)
     (y.float() * torch.linspace(-1, 1, y.numel(), device=y.device).view(y.shape)).sum().backward()
     return [y, x.grad, *(p.grad for p in module.parameters() if p.requires_grad)]
 
@@ -52,16 +53,16 @@ def pair(**options) -> tuple[LoraLinear, LoraLinear]:
 
 @pytest.fixture
 def calls(monkeypatch):
-    """How often peft's own forward ran."""
-    seen, forward = [], LoraLinear.forward
-    monkeypatch.setattr(LoraLinear, "forward", lambda self, *a, **k: seen.append(self) or forward(self, *a, **k))
-    return seen
+    """The calls of peft's own forward."""
+    found, forward = [], LoraLinear.forward
+    monkeypatch.setattr(LoraLinear, "forward", lambda self, *a, **k: found.append(self) or forward(self, *a, **k))
+    return found
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("shape", [(5,), (1, 1), (2, 7), (2, 3, 4), (0, 5)], ids=str)
 @pytest.mark.parametrize("bias", [False, True])
-def test_it_computes_what_peft_does(bias, shape, device, calls):
+def test_output_and_gradients_equal_pefts(bias, shape, device, calls):
     usual, fused = pair(bias=bias, device=device)
     x = torch.randn(*shape, E, dtype=torch.float64, device=device)
     expected, done = outcome(usual, x), len(calls)
@@ -70,42 +71,31 @@ def test_it_computes_what_peft_does(bias, shape, device, calls):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_in_bfloat16_under_autocast_it_is_nearer_to_the_exact_result_than_peft(device):
+def test_under_bfloat16_autocast_it_is_closer_to_the_exact_result_than_peft(device):
     x = torch.randn(64, E, device=device, dtype=torch.bfloat16)
-    exact = layer(device=device, dtype=torch.bfloat16)
-    exact = exact.to(torch.float64)  # the values that bfloat16 has
+    exact = layer(device=device, dtype=torch.bfloat16).to(torch.float64)  # values that bfloat16 can represent
     expected = outcome(exact, x.double())
     errors = []
     for module in pair(device=device, dtype=torch.bfloat16):
         for part in (module.lora_A, module.lora_B):
             part.float()
-        found = outcome_under_autocast(module, x, device)
+        found = outcome(module, x, autocast=True)
         assert [t.dtype for t in found] == [torch.bfloat16, torch.bfloat16, torch.float32, torch.float32]
         errors.append([((a.double() - b).norm() / b.norm()).item() for a, b in zip(found, expected, strict=True)])
-    usual, fused = errors
-    assert all(ours <= 1.05 * theirs for ours, theirs in zip(fused, usual, strict=True)), errors
-    assert fused[0] < usual[0]
+    pefts, fused = errors
+    assert all(found <= 1.05 * reference for found, reference in zip(fused, pefts, strict=True)), errors
+    assert fused[0] < pefts[0]
 
 
-def outcome_under_autocast(module: nn.Module, x: torch.Tensor, device: str) -> list[torch.Tensor]:
-    module.zero_grad()
-    x = x.clone().requires_grad_()
-    with torch.autocast(device, torch.bfloat16):
-        y = module(x)
-    (y.float() * torch.linspace(-1, 1, y.numel(), device=y.device).view(y.shape)).sum().backward()
-    return [y, x.grad, *(p.grad for p in module.parameters() if p.requires_grad)]
-
-
-def test_what_is_not_trained_gets_no_gradient():
+def test_a_frozen_matrix_gets_no_gradient():
     _, fused = pair()
     fused.lora_A["default"].weight.requires_grad_(False)
-    y = fused(torch.randn(4, E, dtype=torch.float64))
-    y.sum().backward()
+    fused(torch.randn(4, E, dtype=torch.float64)).sum().backward()
     assert fused.lora_A["default"].weight.grad is None and fused.base_layer.weight.grad is None
     assert fused.lora_B["default"].weight.grad is not None
 
 
-def test_a_base_that_trains_is_called():
+def test_a_trained_base_layer_gets_its_gradients():
     usual, fused = pair(bias=True)
     for module in (usual, fused):
         module.base_layer.requires_grad_(True)
@@ -125,9 +115,9 @@ def test_a_base_that_trains_is_called():
         ),
         lambda module: module.lora_A["default"].register_forward_hook(lambda *_: None),
     ],
-    ids=["off", "merged", "two", "watched"],
+    ids=["off", "merged", "two adapters", "hook"],
 )
-def test_where_peft_does_more_peft_does_it(change, calls):
+def test_pefts_own_code_runs_where_it_does_more(change, calls):
     usual, fused = pair()
     for module in (usual, fused):
         change(module)
@@ -139,14 +129,14 @@ def test_where_peft_does_more_peft_does_it(change, calls):
 
 @pytest.mark.parametrize("changes", [{"lora_dropout": 0.5}, {"use_dora": True}, {"use_rslora": True}], ids=str)
 @pytest.mark.parametrize("family", ["llama", "phi3", "gemma2"])
-def test_a_model_trains_as_with_peft(family, changes):
+def test_a_model_trains_as_with_plain_peft(family, changes):
     found = []
     for fused in (False, True):
         model = tiny_models.make(family)
         patch(model)
         adapted = apply_method(model, MethodOptions(type="lora", lora_r=4, **changes), seed=1, fused=fused).train()
         randomise(adapted)
-        torch.manual_seed(2)  # of the dropout
+        torch.manual_seed(2)  # dropout
         loss = adapted(**tiny_models.batch(), use_cache=False).loss
         loss.backward()
         found.append([loss.detach(), *(p.grad for p in adapted.parameters() if p.requires_grad)])
@@ -155,7 +145,7 @@ def test_a_model_trains_as_with_peft(family, changes):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", [True, "offload", "offload_gate", "recompute"], ids=str)
-def test_what_is_kept_for_the_backward_may_be_kept_in_every_way(kind, device):
+def test_checkpointing_offload_and_recompute_keep_the_gradients(kind, device):
     found = []
     for way in (None, kind):
         model = tiny_models.make("llama").to(device).train()
@@ -170,20 +160,19 @@ def test_what_is_kept_for_the_backward_may_be_kept_in_every_way(kind, device):
     torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=2e-6)
 
 
-def test_it_is_merged_as_any_adapter():
+def test_merging_a_fused_adapter_keeps_the_logits():
     model = tiny_models.make("llama")
     patch(model)
     adapted = apply_method(model, MethodOptions(type="lora", lora_r=4), fused=True).eval()
     randomise(adapted)
-    batch = tiny_models.batch()
+    ids = tiny_models.batch()["input_ids"]
     with torch.no_grad():
-        before = adapted(input_ids=batch["input_ids"]).logits
-        after = adapted.merge_and_unload()(input_ids=batch["input_ids"]).logits
-    torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-5)
+        before = adapted(input_ids=ids).logits
+        torch.testing.assert_close(adapted.merge_and_unload()(input_ids=ids).logits, before, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("value", [False, True])
-def test_the_key_fuses_every_adapter_of_a_run(value, tmp_path):
+def test_kernels_lora_fuses_every_adapter_of_a_run(value, tmp_path):
     recipe = bundled("quickstart/stories260k.yaml")
     changes = [f"kernels.lora={value}", "method.type=lora", f"checkpoint.output_dir={tmp_path}", "train.max_steps=3"]
     job = plan_for(load_recipe(recipe, overrides=changes))

@@ -1,4 +1,4 @@
-"""Our folder `kernels/` on `sys.path` is not taken for Hugging Face's package of that name."""
+"""transformers does not mistake our folder `kernels/` on `sys.path` for Hugging Face's package `kernels`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_transformers_works_from_the_repository_root():
+def test_transformers_imports_from_the_repository_root():
     code = (
         "import sys; assert '' in sys.path, 'run with -c, the current folder is searched first'\n"
         "import importlib.metadata as metadata\n"

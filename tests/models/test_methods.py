@@ -1,4 +1,4 @@
-"""What of a model trains, by method; and that our kernels under it compute what the plain model computes."""
+"""Fine-tuning methods: which parameters train, and that patched models compute what plain ones do under each."""
 
 from __future__ import annotations
 
@@ -18,11 +18,19 @@ from ligertune.patching.deferred_logits import loss_counts
 from ligertune.patching.patch import patch
 from ligertune.planning.options import MethodOptions
 
-HEAD_TOO = ["q_proj", "v_proj", "lm_head"]
+WITH_HEAD = ["q_proj", "v_proj", "lm_head"]
+METHODS = {
+    "full": {},
+    "lora": {"type": "lora", "lora_r": 4},
+    "dora": {"type": "lora", "lora_r": 4, "use_dora": True, "lora_target_modules": ["o_proj"]},
+    "rslora": {"type": "lora", "lora_r": 4, "use_rslora": True, "lora_target_modules": ["o_proj"]},
+    "freeze": {"type": "freeze", "trainable": [r"layers\.1\."]},
+    "lora with the head": {"type": "lora", "lora_r": 4, "lora_target_modules": WITH_HEAD},
+}
 
 
-def pair(spec: MethodOptions, family: str = "llama", *, checkpointing: bool | str = False, device: str = "cpu"):
-    """(patched, plain) under the same method, adapters away from zero."""
+def pair(method: dict, family: str = "llama", *, checkpointing: bool | str = False, device: str = "cpu"):
+    """Return (patched, plain) models with the same method and random adapters."""
     plain = tiny_models.make(family).to(device)
     patched = copy.deepcopy(plain)
     patch(patched)
@@ -32,40 +40,22 @@ def pair(spec: MethodOptions, family: str = "llama", *, checkpointing: bool | st
             checkpoint_layers(model, checkpointing)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(1)
-            made.append(apply_method(model, spec).train())
+            made.append(apply_method(model, MethodOptions(**method)).train())
     generator = torch.Generator().manual_seed(3)
-    for ours, theirs in zip(*(model.parameters() for model in made), strict=True):
-        if theirs.requires_grad and spec.type == "lora":
-            theirs.data = (0.1 * torch.randn(theirs.shape, generator=generator)).to(device)
-            ours.data = theirs.data.clone()
+    for copied, parameter in zip(*(model.parameters() for model in made), strict=True):
+        if parameter.requires_grad and method.get("type") == "lora":
+            parameter.data = (0.1 * torch.randn(parameter.shape, generator=generator)).to(device)
+            copied.data = parameter.data.clone()
     return made
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
 @pytest.mark.parametrize("family", ["llama", "gemma2", "phi3", "mixtral", "llama_tied"])
-@pytest.mark.parametrize(
-    "method",
-    [
-        {},
-        {"type": "lora", "lora_r": 4},
-        {"type": "lora", "lora_r": 4, "use_dora": True, "lora_target_modules": ["o_proj"]},
-        {"type": "lora", "lora_r": 4, "use_rslora": True, "lora_target_modules": ["o_proj"]},
-        {"type": "freeze", "trainable": [r"layers\.1\."]},
-    ],
-    ids=["full", "lora", "dora", "rslora", "freeze"],
-)
-def test_patched_and_plain_train_alike(method, family, checkpointing):
-    patched, plain = pair(MethodOptions(**method), family, checkpointing=checkpointing)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert_same_training(patched, plain, tiny_models.batch(), num_items_in_batch=31)
-    assert loss_counts(patched).fused == 1
-
-
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
-def test_an_adapter_on_the_head_is_a_term_of_the_fused_loss(checkpointing):
-    spec = MethodOptions(type="lora", lora_r=4, lora_target_modules=HEAD_TOO)
-    patched, plain = pair(spec, checkpointing=checkpointing)
+@pytest.mark.parametrize("method", METHODS)
+def test_patched_and_plain_models_train_alike(method, family, checkpointing):
+    if method == "lora with the head" and family != "llama":
+        pytest.skip("one family is enough for the head")
+    patched, plain = pair(METHODS[method], family, checkpointing=checkpointing)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert_same_training(patched, plain, tiny_models.batch(), num_items_in_batch=31)
@@ -74,47 +64,38 @@ def test_an_adapter_on_the_head_is_a_term_of_the_fused_loss(checkpointing):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("checkpointing", [False, True, "offload", "offload_gate"], ids=str)
-@pytest.mark.parametrize(
-    "method",
-    [
-        {},
-        {"type": "lora", "lora_r": 4},
-        {"type": "lora", "lora_r": 4, "lora_target_modules": HEAD_TOO},
-        {"type": "freeze", "trainable": [r"layers\.1\."]},
-    ],
-    ids=["full", "lora", "lora with the head", "freeze"],
-)
-def test_kernels_that_write_over_their_inputs_train_alike(method, checkpointing):
-    """On a GPU rotary and gated kernels write over what they alone read: nothing that a method or a rerun reads."""
-    patched, plain = pair(MethodOptions(**method), checkpointing=checkpointing, device="cuda")
+@pytest.mark.parametrize("method", ["full", "lora", "lora with the head", "freeze"])
+def test_kernels_that_overwrite_their_inputs_train_alike(method, checkpointing):
+    """On a GPU rotary and gated kernels overwrite inputs, but none that an adapter or a recomputation reads."""
+    patched, plain = pair(METHODS[method], checkpointing=checkpointing, device="cuda")
     batch = tiny_models.batch(rows=3, length=37, device="cuda")
     assert_same_training(patched, plain, batch, tolerance=3e-5, num_items_in_batch=31)
 
 
 @pytest.mark.parametrize("changes", [{"use_dora": True}, {"lora_dropout": 0.5}], ids=["DoRA", "dropout"])
-def test_an_adapter_that_does_more_on_the_head_makes_logits_and_says_so(changes):
-    spec = MethodOptions(type="lora", lora_r=4, lora_target_modules=HEAD_TOO, **changes)
-    patched, plain = pair(spec)
+def test_a_head_adapter_beyond_low_rank_materialises_logits_with_a_warning(changes):
+    patched, plain = pair({**METHODS["lora with the head"], **changes})
     with pytest.warns(UserWarning, match="materialised logits"):
         torch.manual_seed(5)
-        ours = patched(**tiny_models.batch()).loss
+        loss = patched(**tiny_models.batch()).loss
     torch.manual_seed(5)
-    torch.testing.assert_close(ours, plain(**tiny_models.batch()).loss)
+    torch.testing.assert_close(loss, plain(**tiny_models.batch()).loss)
     assert loss_counts(patched).fused == 0
 
 
-def test_evaluation_and_logits_of_an_adapted_head_stay_as_they_are():
-    patched, plain = (
-        model.eval() for model in pair(MethodOptions(type="lora", lora_r=4, lora_target_modules=HEAD_TOO))
-    )
+def test_logits_of_an_adapted_head_in_evaluation_and_after_merging():
+    patched, plain = (model.eval() for model in pair(METHODS["lora with the head"]))
     batch = tiny_models.batch()
     with torch.no_grad():
-        torch.testing.assert_close(patched(**batch).logits, plain(**batch).logits)
-        ids = batch["input_ids"][:1, :5]
-        torch.testing.assert_close(patched(input_ids=ids).logits, plain(input_ids=ids).logits)
+        for inputs in (batch, {"input_ids": batch["input_ids"][:1, :5]}):
+            torch.testing.assert_close(patched(**inputs).logits, plain(**inputs).logits)
+        before = patched(batch["input_ids"]).logits
+        merged = patched.merge_and_unload()
+        torch.testing.assert_close(merged(batch["input_ids"]).logits, before, rtol=1e-4, atol=1e-4)
+    assert not isinstance(merged, peft.PeftModel)
 
 
-def test_what_trains_by_method():
+def test_trainable_parameters_by_method():
     frozen = MethodOptions(type="freeze", trainable=["lm_head", r"model\.norm\.weight$"])
     model = apply_method(tiny_models.make("llama"), frozen)
     names = {name for name, p in model.named_parameters() if p.requires_grad}
@@ -138,17 +119,17 @@ def test_the_scale_of_an_adapter(changes, scaling):
 
 
 @pytest.mark.parametrize(
-    ("spec", "words"),
+    ("method", "words"),
     [
         ({"type": "lora", "lora_target_modules": ["q_porj"]}, ["lora_target_modules", "q_porj", "q_proj?", "gate_"]),
         ({"type": "lora", "lora_modules_to_save": ["lm_heat"]}, ["lora_modules_to_save", "lm_heat", "lm_head?"]),
         ({"type": "freeze", "trainable": ["layers.7"]}, ["method.trainable", "layers.7", "model.embed_tokens.weight"]),
     ],
-    ids=["target", "whole", "pattern"],
+    ids=["target", "saved", "pattern"],
 )
-def test_a_name_that_the_model_does_not_have(spec, words):
+def test_unknown_names_are_refused(method, words):
     with pytest.raises(UserError) as caught:
-        apply_method(tiny_models.make("llama"), MethodOptions(**spec))
+        apply_method(tiny_models.make("llama"), MethodOptions(**method))
     assert all(word in str(caught.value) for word in words)
 
 
@@ -158,27 +139,16 @@ def test_an_adapter_on_a_tied_head_is_refused():
             apply_method(tiny_models.make("llama_tied"), MethodOptions(type="lora", **{key: ["lm_head"]}))
 
 
-def test_adapters_are_float32_beside_bfloat16_weights_and_compute_in_bfloat16():
+def test_adapters_of_a_bfloat16_model_are_float32_and_compute_in_bfloat16():
     model = tiny_models.make("llama").to(torch.bfloat16)
     patch(model)
     adapted = apply_method(model, MethodOptions(type="lora", lora_r=4))
     assert {p.dtype for p in adapted.parameters() if p.requires_grad} == {torch.float32}
-    seen = []
+    dtypes = []
     layer = adapted.base_model.model.model.layers[0].mlp.up_proj
-    layer.lora_A["default"].register_forward_hook(lambda module, inputs, output: seen.append((inputs[0], output)))
+    layer.lora_A["default"].register_forward_hook(lambda module, args, out: dtypes.append((args[0].dtype, out.dtype)))
     with torch.autocast("cpu", torch.bfloat16):
         loss = adapted(**tiny_models.batch(), use_cache=False).loss
     loss.backward()
-    ((given, output),) = seen
-    assert (given.dtype, output.dtype) == (torch.bfloat16, torch.bfloat16)
+    assert dtypes == [(torch.bfloat16, torch.bfloat16)]
     assert all(p.grad.dtype is torch.float32 for p in adapted.parameters() if p.requires_grad)
-
-
-def test_merging_adds_the_adapter_to_the_weights():
-    patched, _ = pair(MethodOptions(type="lora", lora_r=4, lora_target_modules=HEAD_TOO))
-    ids = tiny_models.batch()["input_ids"]
-    with torch.no_grad():
-        before = patched.eval()(ids).logits
-        merged = patched.merge_and_unload()
-        torch.testing.assert_close(merged(ids).logits, before, rtol=1e-4, atol=1e-4)
-    assert not isinstance(merged, peft.PeftModel)

@@ -1,4 +1,4 @@
-"""Configuration, tokenizer and model from the recipe's model section, and one sentence for every mistake in it."""
+"""Loading of configuration, tokenizer and weights from the recipe's model section, and its error messages."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def spec(path, **values) -> ModelOptions:
 
 @pytest.fixture
 def folder(tmp_path):
-    """A tiny Llama as save_pretrained writes it, without a tokenizer."""
+    """A tiny Llama written by save_pretrained, without a tokenizer."""
     tiny_models.make("llama").save_pretrained(tmp_path / "llama")
     return tmp_path / "llama"
 
@@ -53,7 +53,7 @@ def test_published_configurations_are_read_and_built(corpus, name):
 
 @pytest.mark.corpus
 @pytest.mark.parametrize("name", VISION)
-def test_vision_models_are_recognised_and_cut_in_their_language_model(corpus, name):
+def test_vision_models_are_recognised_and_their_language_model_is_truncated(corpus, name):
     wanted = spec(corpus / "model_configs" / name, init="random", num_hidden_layers=2)
     config = read_config(wanted)
     model = build_model(wanted, config, dtype=torch.bfloat16, device="meta", seed=0)
@@ -67,7 +67,7 @@ def test_a_vision_model_of_another_family_is_refused(tmp_path):
         read_config(spec(tmp_path))
 
 
-def test_depth_is_cut_with_everything_that_counts_layers(folder):
+def test_num_hidden_layers_truncates_lists_with_one_entry_per_layer(folder):
     rewrite(
         folder, num_hidden_layers=6, layer_types=["full_attention"] * 6, model_type="qwen2", use_sliding_window=False
     )
@@ -93,14 +93,14 @@ def test_depth_is_cut_with_everything_that_counts_layers(folder):
         ('{"model_type": "clip_text_model"}', "no causal language model"),
     ],
 )
-def test_a_configuration_that_cannot_be_used_is_one_sentence(tmp_path, content, complaint):
+def test_unusable_configurations(tmp_path, content, complaint):
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(UserError, match=complaint) as raised:
         read_config(spec(tmp_path))
     assert str(raised.value).startswith("model.model_name_or_path: ")
 
 
-def test_folders_that_are_not_there_are_said_to_be_missing(tmp_path):
+def test_missing_folders(tmp_path):
     for name in (tmp_path / "absent", "./absent", "~/absent/model", "a/b/c"):
         with pytest.raises(UserError, match="does not exist"):
             read_config(spec(name))
@@ -111,8 +111,8 @@ def test_folders_that_are_not_there_are_said_to_be_missing(tmp_path):
         read_config(spec(tmp_path / "file"))
 
 
-def test_a_hub_id_without_a_hub_is_one_sentence(monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # spares the retries
+def test_a_hub_id_without_a_hub(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # no retries
     with pytest.raises(UserError, match="is not a folder here, and the hub could not be reached"):
         read_config(spec("nobody/no-such-model-here"))
 
@@ -141,13 +141,13 @@ def test_padding_never_hides_eos(corpus, name, pad, noted):
 
 
 @pytest.mark.corpus
-def test_an_ordinary_token_that_pads_is_still_decoded(corpus):
+def test_an_ordinary_token_used_for_padding_is_still_decoded(corpus):
     loaded = load_tokenizer(spec(corpus / "tokenizers" / "gpt2"))
     token = loaded.tokenizer.decode([loaded.pad_token_id])
     assert loaded.tokenizer.decode([loaded.pad_token_id], skip_special_tokens=True) == token != ""
 
 
-def test_the_recipes_tokens_and_template_are_used(quickstart, tmp_path):
+def test_tokens_and_template_of_the_recipe_are_used(quickstart, tmp_path):
     template = tmp_path / "chat.jinja"
     template.write_text("{{ messages[0]['content'] }}", encoding="utf-8")
     wanted = {"pad_token": "<unk>", "eos_token": "<s>", "chat_template": str(template)}
@@ -166,7 +166,7 @@ def test_the_recipes_tokens_and_template_are_used(quickstart, tmp_path):
         ({"path": "/absent/tokenizer"}, r"model\.tokenizer\.path: no tokenizer could be loaded from /absent"),
     ],
 )
-def test_tokenizer_settings_that_cannot_be_used(quickstart, wanted, complaint):
+def test_unusable_tokenizer_settings(quickstart, wanted, complaint):
     with pytest.raises(UserError, match=complaint):
         load_tokenizer(spec(quickstart / "stories260K", tokenizer=TokenizerOptions(**wanted)))
 
@@ -179,14 +179,14 @@ def test_a_model_folder_without_a_tokenizer_names_the_key_to_set(folder):
 @pytest.mark.parametrize(
     ("content", "complaint"), [("{", "Expecting property name"), ("{}", "it lacks 'added_tokens'")]
 )
-def test_a_broken_tokenizer_file_is_one_sentence(quickstart, tmp_path, content, complaint):
+def test_a_broken_tokenizer_file(quickstart, tmp_path, content, complaint):
     shutil.copytree(quickstart / "stories260K", tmp_path, dirs_exist_ok=True)
     (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(UserError, match=complaint):
         load_tokenizer(spec(tmp_path))
 
 
-def test_another_tokenizer_than_the_models(quickstart, folder):
+def test_a_tokenizer_with_more_ids_than_the_model(quickstart, folder):
     loaded = load_tokenizer(spec(folder, tokenizer=TokenizerOptions(path=str(quickstart / "stories260K"))))
     assert len(loaded.tokenizer) == 512
     with pytest.raises(UserError, match="highest token id is 511, but the model's vocabulary has 128"):
@@ -202,14 +202,14 @@ def build(path, *, seed=0, dtype=torch.float32, **values):
     return build_model(wanted, read_config(wanted), dtype=dtype, device="cpu", seed=seed)
 
 
-def test_pretrained_weights_are_loaded_in_the_dtype_asked_for(folder):
+def test_pretrained_weights_are_loaded_in_the_given_dtype(folder):
     truth = tiny_models.make("llama").state_dict()
     for dtype in (torch.float32, torch.bfloat16):
         state = build(folder, dtype=dtype).state_dict()
         assert all(torch.equal(state[name], truth[name].to(dtype)) for name in truth)
 
 
-def test_random_weights_follow_the_seed_alone(folder):
+def test_random_weights_depend_on_the_seed_only(folder):
     before = torch.get_rng_state()
     first, again, other = (build(folder, init="random", seed=seed).state_dict() for seed in (1, 1, 2))
     assert torch.equal(torch.get_rng_state(), before)
@@ -217,14 +217,14 @@ def test_random_weights_follow_the_seed_alone(folder):
     assert not torch.equal(first["lm_head.weight"], other["lm_head.weight"])
 
 
-def test_attention_is_what_the_recipe_says(folder):
+def test_attn_implementation_of_the_recipe_is_used(folder):
     assert build(folder).config._attn_implementation == "sdpa"
     assert build(folder, attn_implementation="eager").config._attn_implementation == "eager"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="flash attention may be installed there")
 @pytest.mark.parametrize("init", ["random", "pretrained"])
-def test_attention_that_is_not_installed_says_what_to_write(folder, init):
+def test_attention_that_is_not_installed_is_refused(folder, init):
     with pytest.raises(UserError, match=r"flash_attention_2 cannot be used.*or auto"):
         build(folder, init=init, attn_implementation="flash_attention_2")
 
@@ -236,13 +236,13 @@ def test_a_folder_without_weights_is_refused(folder):
 
 
 @pytest.mark.parametrize("content", [b"", b"hello", b"{" * 100])
-def test_weights_that_are_no_safetensors_are_refused(folder, content):
+def test_broken_safetensors_are_refused(folder, content):
     (folder / "model.safetensors").write_bytes(content)
     with pytest.raises(UserError, match=r"weights of .* could not be loaded"):
         build(folder)
 
 
-def test_weights_that_lack_a_part_are_refused(folder, tmp_path):
+def test_missing_weights_are_refused(folder, tmp_path):
     headless = tmp_path / "headless"
     tiny_models.make("llama").model.save_pretrained(headless)
     shutil.copy(folder / "config.json", headless)

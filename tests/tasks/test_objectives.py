@@ -1,4 +1,4 @@
-"""What divides the loss, and what the heads of Medusa weigh, in numbers."""
+"""Divisors of the loss and weights of Medusa heads, by hand."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 
 from ligertune.data.examples import Example, Examples
 from ligertune.tasks.medusa.heads_loss import part_weights
-from ligertune.tasks.objectives import NextToken, SeveralTokens
+from ligertune.tasks.objectives import Objective
 
 X = -100
 
@@ -23,25 +23,25 @@ EXAMPLES = examples([X, X, 7, 8, 9], [X, 5], [X, 1, 2, 3, 4])
 
 
 def test_the_loss_is_divided_by_the_trained_tokens_of_the_global_batch():
-    objective = NextToken(shape=None)
+    objective = Objective(shape=None)
     assert objective.inputs(EXAMPLES, np.array([0, 2])) == {"num_items_in_batch": 7}
     assert objective.inputs(examples([X, X]), np.array([0])) == {"num_items_in_batch": 1}  # never 0
 
 
 def test_each_head_is_divided_by_its_own_targets():
-    """A label at place p of its example is a target of shift s if p >= s. Labels are at 2, 3, 4; 1; 1, 2, 3, 4."""
-    objective = SeveralTokens(None, (1, 2, 3, 4), heads_coefficient=0.2, warmup_steps=0)
+    """A label at position p is a target of shift s if p >= s. Labels are at 2, 3, 4; 1; 1, 2, 3, 4."""
+    objective = Objective(None, (1, 2, 3, 4), heads_coefficient=0.2, warmup_steps=0)
     found = objective.inputs(EXAMPLES, np.arange(3), step=0)
     assert found["num_items_in_batch"] == [8, 3 + 0 + 3, 2 + 0 + 2, 1 + 0 + 1]
 
 
-def test_the_heads_coefficient_rises_in_equal_steps_and_stays():
-    objective = SeveralTokens(None, (1, 2), heads_coefficient=0.2, warmup_steps=4)
+def test_the_heads_coefficient_warms_up_linearly():
+    objective = Objective(None, (1, 2), heads_coefficient=0.2, warmup_steps=4)
     found = [objective.inputs(EXAMPLES, np.arange(3), step=step)["heads_coefficient"] for step in (0, 1, 2, 3, 4, 99)]
     assert found == pytest.approx([0.05, 0.1, 0.15, 0.2, 0.2, 0.2])
     assert objective.inputs(EXAMPLES, np.arange(3))["heads_coefficient"] == 0.2  # an evaluation
 
 
-def test_parts_of_the_loss_are_weighed_by_powers_of_the_decay():
+def test_parts_of_the_loss_are_weighted_by_powers_of_the_decay():
     assert part_weights(3, 0.8, 0.2, with_model=False) == pytest.approx([0.8, 0.64, 0.512])
     assert part_weights(3, 0.8, 0.2, with_model=True) == pytest.approx([1.0, 0.16, 0.128, 0.1024])

@@ -1,4 +1,4 @@
-"""Small saved models of every vision family, and short ways to prepare rows with images for them."""
+"""Small saved models of every vision family, and fixtures that prepare rows with images for them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import tiny_vlms
+from image_batches import image_row
 from PIL import Image
 from transformers import AutoTokenizer
 
@@ -33,9 +34,9 @@ def tokenizer_of(folder_of) -> Callable:
 
 
 @pytest.fixture(scope="session")
-def pictures(tmp_path_factory) -> dict[str, Path]:
-    """Three pictures of different sizes, none a multiple of a patch."""
-    folder = tmp_path_factory.mktemp("pictures")
+def image_paths(tmp_path_factory) -> dict[str, Path]:
+    """Three images of different sizes, none a multiple of a patch."""
+    folder = tmp_path_factory.mktemp("images")
     sizes = {"red": (100, 60), "blue": (57, 140), "green": (64, 64)}
     for colour, size in sizes.items():
         Image.new("RGB", size, colour).save(folder / f"{colour}.png")
@@ -57,3 +58,15 @@ def prepared_for(reader_of, tokenizer_of, tmp_path) -> Callable[..., PreparedDat
         return prepare(spec, tokenizer_of(family), seed=0, images=reader_of(family))
 
     return of
+
+
+@pytest.fixture
+def four_rows(prepared_for, image_paths) -> Callable[[str], PreparedData]:
+    """Of a family: one image, an image of another shape, two separate images, text only."""
+    rows = [
+        image_row("<image>\nWhat is this?", "Yes. It is a red square.", image_paths["red"]),
+        image_row("Who are they? <image>", "a system", image_paths["blue"]),
+        image_row("<image> and <image> in 2015?", "They are a system", image_paths["green"], image_paths["red"]),
+        image_row("What is the value of 38?", "It is 2015."),
+    ]
+    return lambda family: prepared_for(family, rows)

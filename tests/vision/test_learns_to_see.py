@@ -1,7 +1,7 @@
-"""A model from scratch learns to name the colour and the form of what is drawn, by a recipe as a user would write it.
+"""A vision-language model trained from scratch learns to name the colour and form of drawings.
 
-It could not if pictures did not reach it, came in another order, or labels stood one token off: the answers are drawn
-at random, and what is asked is always the same. About a minute of one core.
+It cannot learn them if images do not reach the model, come in another order, or labels are shifted by a token: answers
+are random and the question is always the same. Takes about a minute on one core.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pytest
 import tiny_vlms
 import torch
 import transformers
-from batches_of import batch_of
+from image_batches import batch_of
 from PIL import Image, ImageDraw
 
 from ligertune.data.prepare import prepare
@@ -28,8 +28,8 @@ SIDE = 56  # pixels: 16 patches, 4 tokens
 N_TRAIN, N_HELD_OUT, EPOCHS = 1440, 200, 4
 
 
-def drawn(colour: str, form: str, rng: np.random.Generator) -> Image.Image:
-    """Some form of some size somewhere, its colour and the ground's not quite the same each time."""
+def drawing(colour: str, form: str, rng: np.random.Generator) -> Image.Image:
+    """Draw a form of random size, place and shade on a dark background."""
     image = Image.new("RGB", (SIDE, SIDE), tuple(rng.integers(0, 60, 3).tolist()))
     half = int(rng.integers(16, 22))
     x, y = rng.integers(half + 1, SIDE - half - 1, 2).tolist()
@@ -40,11 +40,11 @@ def drawn(colour: str, form: str, rng: np.random.Generator) -> Image.Image:
 
 
 def draw(folder, name: str, count: int, rng: np.random.Generator) -> list[str]:
-    """A data set of that many drawings; its answers."""
+    """Write a dataset of `count` drawings; return its answers."""
     answers = [f"{rng.choice(list(COLOURS))} {rng.choice(list(FORMS))}" for _ in range(count)]
     rows = []
     for number, answer in enumerate(answers):
-        drawn(*answer.split(), rng).save(folder / f"{name}{number}.png")
+        drawing(*answer.split(), rng).save(folder / f"{name}{number}.png")
         turns = [{"from": "human", "value": "<image>\nWhat is it?"}, {"from": "gpt", "value": answer}]
         rows.append({"image": f"{name}{number}.png", "conversations": turns})
     (folder / f"{name}.json").write_text(json.dumps(rows), encoding="utf-8")
@@ -63,7 +63,7 @@ def learnt(tmp_path_factory):
     recipe = {
         "model": {"model_name_or_path": str(folder / "base"), "init": "random"},
         "data": {"datasets": [{"path": str(folder / "train.json")}], "num_proc": 1, "cache": False,
-                 "packing": False},  # rows of like lengths would be batches of like answers
+                 "packing": False},  # grouping by length would group equal answers
         "train": {"per_device_train_batch_size": 16, "group_by_length": False, "learning_rate": 2e-3,
                   "num_train_epochs": EPOCHS, "warmup_ratio": 0.1, "adam_beta2": 0.98, "weight_decay": 0.01},
         "vision": {"freeze_vision_tower": False, "freeze_projector": False},
@@ -76,7 +76,7 @@ def learnt(tmp_path_factory):
 
 
 def right(model, batch: dict) -> torch.Tensor:
-    """(B,): whether greedy decoding would write the whole answer."""
+    """Return (B,) bool: whether greedy decoding would write the whole answer."""
     batch = dict(batch)
     labels = batch.pop("labels")[:, 1:]
     with torch.no_grad():
@@ -84,7 +84,7 @@ def right(model, batch: dict) -> torch.Tensor:
     return ((written == labels) | (labels == -100)).all(-1)
 
 
-def test_it_names_what_it_has_not_seen_before_and_nothing_without_seeing(learnt):
+def test_it_names_held_out_drawings_and_guesses_without_pixels(learnt):
     job, folder, answers = learnt
     held_out = [dataclasses.replace(job.plan.data_options.datasets[0], path=str(folder / "held_out.json"))]
     data = dataclasses.replace(job.plan.data_options, datasets=tuple(held_out))
@@ -93,12 +93,10 @@ def test_it_names_what_it_has_not_seen_before_and_nothing_without_seeing(learnt)
     batch = batch_of(rows, job.images, range(N_HELD_OUT))
     share = float(right(model, batch).float().mean())
     assert share >= 0.95, share
-    unseen = right(model, {**batch, "pixel_values": torch.zeros_like(batch["pixel_values"])})
-    assert float(unseen.float().mean()) <= 0.3  # one answer for all
+    without_pixels = right(model, {**batch, "pixel_values": torch.zeros_like(batch["pixel_values"])})
+    assert float(without_pixels.float().mean()) <= 0.3  # the same answer for all
     settings = {"raw": False, "max_new_tokens": 12, "temperature": 0.0, "top_p": 1.0, "seed": 0}
-    shown = right(model, batch).nonzero()[0].item()
-    picture = str(folder / f"held_out{shown}.png")
-    assert (
-        generate_answer(str(folder / "run" / "model"), "What is it?", images=[picture], **settings).text
-        == answers[shown]
-    )
+    index = right(model, batch).nonzero()[0].item()
+    image = str(folder / f"held_out{index}.png")
+    found = generate_answer(str(folder / "run" / "model"), "What is it?", images=[image], **settings)
+    assert found.text == answers[index]

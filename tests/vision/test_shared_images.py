@@ -1,4 +1,4 @@
-"""Every record of the shared image data is loaded, or refused with a sentence; those of odd form are pinned."""
+"""Records of public image datasets: all are loaded, with their images in the right place."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ligertune.vision.reader import load_reader, save_processor, saved_reader
 
 pytestmark = pytest.mark.corpus
 
-# file -> (records, images that they show)
+# file -> (records, images)
 FILES = {
     "cc12m_32/llava_pretrain_style.json": (32, 32),
     "mllm_demo/mllm_demo.json": (6, 8),
@@ -36,7 +36,7 @@ def test_every_record_is_used(file, corpus, prepared_for):
     assert images is None or sum(counts) == images
 
 
-def test_captions_beside_images_that_they_do_not_name_are_text(corpus, prepared_for):
+def test_captions_that_name_no_image_are_text(corpus, prepared_for):
     """captions.jsonl has a key and a text, and no column of images."""
     prepared = prepared_for("qwen2_vl", corpus / "images" / "cc12m_32" / "captions.jsonl")
     assert prepared.report.sets[0].format == "text" and not prepared.train.n_images.any()
@@ -50,7 +50,7 @@ def test_captions_beside_images_that_they_do_not_name_are_text(corpus, prepared_
          "They are celebrating on the soccer field.<|im_end|>"),
     ],
 )  # fmt: skip
-def test_marks_behind_the_question_and_a_file_named_twice(
+def test_marks_after_the_question_and_a_file_named_twice(
     file, index, question, answers, corpus, prepared_for, tokenizer_of
 ):
     prepared, tokenizer = prepared_for("qwen2_vl", corpus / "images" / file), tokenizer_of("qwen2_vl")
@@ -63,8 +63,8 @@ def test_marks_behind_the_question_and_a_file_named_twice(
     assert f"<|im_start|>user\n{shown}<|im_end|>" in runs
 
 
-def test_odd_marks_and_missing_marks(corpus, prepared_for, tokenizer_of):
-    """xcomposer: `<ImageHere>` in two records, no mark at all in two: there the image stands first."""
+def test_other_marks_and_missing_marks(corpus, prepared_for, tokenizer_of):
+    """xcomposer: two records use `<ImageHere>`, two have no mark, so the image comes first."""
     folder, tokenizer = corpus / "images" / "xcomposer_demo", tokenizer_of("qwen2_vl")
     single = prepared_for("qwen2_vl", folder / "single_turn_single_image_example.json").train[0]
     assert tokenizer.decode(single.input_ids[:4]).startswith("<|im_start|>user\n<|vision_start|>")
@@ -74,7 +74,7 @@ def test_odd_marks_and_missing_marks(corpus, prepared_for, tokenizer_of):
 
 
 def test_tokens_of_the_published_configuration(corpus, tmp_path):
-    """cc12m_32 under Qwen2-VL's own processor: 225 to 540 tokens an image, 389 on average. So says what is saved."""
+    """cc12m_32 with Qwen2-VL's processor: 225 to 540 tokens per image, 389 on average. Saved limits load again."""
     spec = ModelOptions(model_name_or_path=str(corpus / "model_configs" / "Qwen2-VL-2B-Instruct"))
     config = transformers.AutoConfig.from_pretrained(spec.model_name_or_path)
     tokenizer = transformers.AutoTokenizer.from_pretrained(corpus / "tokenizers" / "qwen2.5")

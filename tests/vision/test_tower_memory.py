@@ -1,12 +1,11 @@
-"""What the layers that see keep, and what the plan counts of them."""
+"""Memory of vision tower and projector: saved activations against the plan."""
 
 from __future__ import annotations
 
 import pytest
 import tiny_vlms
 import torch
-from asked_rows import asked
-from batches_of import batch_of, training
+from image_batches import batch_of, image_row, training
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from ligertune.activations.checkpointing import checkpoint_layers
@@ -28,36 +27,32 @@ def tower_of(corpus, name: str, **vision: bool):
 
 
 @pytest.mark.corpus
-def test_a_tower_that_trains_keeps_its_layers(corpus):
+def test_a_trained_tower_saves_its_layers_activations(corpus):
     tower = tower_of(corpus, "Qwen2-VL-2B-Instruct", freeze_vision_tower=False)
     assert (tower.layers, tower.hidden, tower.patches_per_token) == (32, 1280, 4)
     # 10 x 1280 around attention (q and k before and after rotation) and norms, 3 x 5120 in an MLP with a quick GELU
-    # what is given to a norm and the first product, 4 patches a token, and before and behind the activation
+    # inputs of a norm and the first product (4 patches per token), input and output of the activation
     projector = 1000 * 4 * 5120 * 2
     assert tower_bytes(tower, 1000, ActivationPolicy(), 2) == projector + 32 * 4000 * 28_160 * 2
     assert tower_bytes(tower, 1000, ActivationPolicy(checkpointing=True), 2) == projector + 32 * 4000 * 1280 * 2
     assert tower_bytes(tower, 1000, ActivationPolicy(checkpointing="offload"), 2) == projector
 
-
-@pytest.mark.corpus
-def test_a_frozen_tower_keeps_nothing(corpus):
-    tower = tower_of(corpus, "Qwen2-VL-2B-Instruct")
-    assert not tower.trains and tower_bytes(tower, 1000, ActivationPolicy(), 2) == 0
+    frozen = tower_of(corpus, "Qwen2-VL-2B-Instruct")
+    assert not frozen.trains and tower_bytes(frozen, 1000, ActivationPolicy(), 2) == 0
 
 
 @pytest.mark.corpus
-def test_squares_have_as_many_patches_as_tokens(corpus):
+def test_towers_of_squares_and_tiles(corpus):
     tower = tower_of(corpus, "llava-1.5-7b-hf", freeze_vision_tower=False)
     assert (tower.layers, tower.hidden, tower.patches_per_token) == (24, 1024, 1)
+    assert tower_of(corpus, "Llama-3.2-11B-Vision", freeze_vision_tower=False) is None  # tiles are not in the text
 
 
-@pytest.mark.corpus
-def test_tiles_are_not_in_the_text(corpus):
-    assert tower_of(corpus, "Llama-3.2-11B-Vision", freeze_vision_tower=False) is None
-
-
-def test_the_largest_share_is_that_of_the_data(prepared_for, reader_of, pictures):
-    rows = [asked("<image>What is this?", "Yes.", pictures["red"]), asked("Who?", "a system of user and assistant")]
+def test_the_largest_share_of_image_tokens_is_that_of_the_data(prepared_for, reader_of, image_paths):
+    rows = [
+        image_row("<image>What is this?", "Yes.", image_paths["red"]),
+        image_row("Who?", "a system of user and assistant"),
+    ]
     examples = prepared_for("qwen2_vl", rows).train
     reader = reader_of("qwen2_vl")
     shares = [float((example.input_ids == reader.token_id).mean()) for example in examples]
@@ -66,8 +61,8 @@ def test_the_largest_share_is_that_of_the_data(prepared_for, reader_of, pictures
 
 
 @pytest.mark.parametrize("family", [name for name in tiny_vlms.FAMILIES if name != "mllama"])
-def test_a_projector_that_trains_keeps_what_the_plan_counts(family, prepared_for, reader_of, tokenizer_of, pictures):
-    rows = [asked("<image>What is this?", "Yes.", pictures["red"])]
+def test_a_trained_projector_saves_what_the_plan_predicts(family, prepared_for, reader_of, tokenizer_of, image_paths):
+    rows = [image_row("<image>What is this?", "Yes.", image_paths["red"])]
     batch = batch_of(prepared_for(family, rows), reader_of(family), (0,))
     kept, towers = [], []
     for frozen in (True, False):
@@ -79,11 +74,11 @@ def test_a_projector_that_trains_keeps_what_the_plan_counts(family, prepared_for
     tokens = int((batch["input_ids"] == reader_of(family).token_id).sum())
     counted = [tower_bytes(tower, tokens, ActivationPolicy(), 4) for tower in towers]
     assert counted[0] == 0 < counted[1]
-    assert counted[1] <= kept[1] - kept[0] <= 1.02 * counted[1]  # norms keep a number or two of each row
+    assert counted[1] <= kept[1] - kept[0] <= 1.02 * counted[1]  # norms save one or two numbers per row
 
 
 def saved_bytes(model: torch.nn.Module, batch: dict) -> int:
-    """What the graph of a forward keeps, beside parameters."""
+    """Return the bytes that autograd saves in a forward, without parameters."""
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
     found = {}
 
@@ -99,7 +94,9 @@ def saved_bytes(model: torch.nn.Module, batch: dict) -> int:
 @pytest.mark.parametrize("method", ["full", "lora"])
 @pytest.mark.parametrize("kind", [True, "offload", "offload_gate", "offload_both"])
 @pytest.mark.parametrize("family", tiny_vlms.FAMILIES)
-def test_checkpointing_runs_a_frozen_tower_once(family, kind, method, prepared_for, reader_of, tokenizer_of, pictures):
+def test_checkpointing_runs_a_frozen_tower_once(
+    family, kind, method, prepared_for, reader_of, tokenizer_of, image_paths
+):
     model = tiny_vlms.make(family, tokenizer_of(family))
     patch(model)
     prepare_vision(model, VisionOptions())
@@ -109,7 +106,7 @@ def test_checkpointing_runs_a_frozen_tower_once(family, kind, method, prepared_f
     for name, module in model.named_modules():
         if name in runs:
             module.register_forward_hook(lambda *given, name=name: runs[name].append(given[2].requires_grad))
-    rows = [asked("<image>What is this?", "Yes.", pictures["red"])]
+    rows = [image_row("<image>What is this?", "Yes.", image_paths["red"])]
     training(trained, batch_of(prepared_for(family, rows), reader_of(family), (0,)))
     seen, read = ([runs[name] for name in runs if part_of(family_of(model.config), name) == part and runs[name]]
                   for part in ("vision_tower", "language_model"))  # fmt: skip

@@ -1,4 +1,4 @@
-"""`ligertune train` on the real images of the shared data, and what is done with the model that it leaves."""
+"""`ligertune train` on real images, and the model that it writes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 import tiny_vlms
 import torch
 import transformers
-from batches_of import batch_of
 from command_line import losses, run
+from image_batches import batch_of
 
 from ligertune.decode.generate import generate_answer
 from ligertune.errors import UserError
@@ -27,7 +27,7 @@ SIZED = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 
 
 def recipe_for(family: str, folder: Path, corpus: Path, output: Path, **changes) -> Path:
-    """mllm_demo (several images), charts (the mark behind the question) and rows of text, in one run."""
+    """Write a recipe of three datasets: several images per row, charts with the mark after the question, and text."""
     images = corpus / "images"
     settings = {
         "model": {"model_name_or_path": str(folder)},
@@ -69,7 +69,7 @@ def trained(folder_of, corpus, tmp_path):
 
 
 @pytest.mark.parametrize("family", tiny_vlms.FAMILIES)
-def test_a_run_learns_and_leaves_a_model_that_loads_as_it_was(family, trained):
+def test_a_run_learns_and_its_model_loads(family, trained):
     job, report, output = trained(family)
     assert report.status == "completed" and report.loss_last < report.loss_first
     assert report.throughput.images_per_second > 0
@@ -107,7 +107,7 @@ def test_kernels_and_checkpointing_change_no_loss(change, trained):
     np.testing.assert_allclose(losses(trained("qwen2_vl", "changed", **change)[2]), usual, rtol=1e-4)
 
 
-def test_a_resumed_run_ends_as_an_uninterrupted_one(trained, corpus, folder_of):
+def test_a_resumed_run_equals_an_uninterrupted_one(trained, corpus, folder_of):
     saved = {"checkpoint.save_strategy": "steps", "checkpoint.save_steps": 2}
     _, _, output = trained("qwen2_vl", "whole", **saved)
     whole = losses(output)
@@ -135,13 +135,13 @@ def test_the_command_line_trains_shows_and_generates(corpus, folder_of, tmp_path
     assert report["throughput"]["image_tokens_per_second"] > 0
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert sum(line.get("images", 0) for line in lines) > 0
-    picture = corpus / "images" / "mllm_demo" / "mllm_demo_data" / "1.jpg"
-    ask = ("generate", tmp_path / "run" / "model", "Who is <image>?", "--image", picture, "--max-new-tokens", 4)
+    image = corpus / "images" / "mllm_demo" / "mllm_demo_data" / "1.jpg"
+    ask = ("generate", tmp_path / "run" / "model", "Who is <image>?", "--image", image, "--max-new-tokens", 4)
     answer = json.loads(ligertune(*ask, "--json"))
     assert "Who is <|vision_start|><|image_pad|><|vision_end|>?" in answer["prompt"] and answer["new_tokens"] > 0
 
 
-def test_generate_refuses_an_image_for_a_model_of_text_and_one_that_is_missing(quickstart, folder_of):
+def test_generate_refuses_images_for_a_text_model_and_missing_images(quickstart, folder_of):
     how = {"raw": False, "max_new_tokens": 1, "temperature": 0.0, "top_p": 1.0, "seed": 0}
     for model, image, sentence in (
         (quickstart / "stories260K", "a.png", "is a text model"),
@@ -173,7 +173,7 @@ def test_a_key_changes_the_losses(key, trained, usual):
 
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "llava"])
-def test_examples_with_images_behind_one_another_have_the_losses_of_padded_ones(family, trained):
+def test_padding_free_batches_have_the_losses_of_padded_ones(family, trained):
     found = []
     for padding_free in (False, True):
         alone = {"data.packing": False, "data.padding_free": padding_free}

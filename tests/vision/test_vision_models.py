@@ -1,95 +1,81 @@
-"""Models that see, with and without our kernels: the same loss and gradients, padded, packed, and with parts frozen."""
+"""Vision-language models with and without our kernels: same loss and gradients, padded, packed, and partly frozen."""
 
 from __future__ import annotations
 
 import copy
+from importlib.util import find_spec
 
 import pytest
 import tiny_vlms
 import torch
-from asked_rows import asked
-from batches_of import assert_same_training, batch_of, training
+from image_batches import assert_same_training, batch_of, image_row, training
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ligertune.activations.checkpointing import checkpoint_layers
+from ligertune.attention import image_attention
 from ligertune.attention.packed_documents import guard
 from ligertune.errors import UserError
+from ligertune.models.float8 import to_float8
 from ligertune.models.trainable import apply_method
 from ligertune.patching.patch import patch, unpatch
 from ligertune.planning.options import MethodOptions, VisionOptions
 from ligertune.vision.families import family_of, part_of
 from ligertune.vision.freeze import prepare_vision
 
-PACKED = tuple(name for name, row in tiny_vlms.TOKENS.items() if name not in ("mllama", "gemma3"))
-# of as many layers as the language model has
+PACKED = tuple(name for name in tiny_vlms.FAMILIES if name not in ("mllama", "gemma3"))
+# towers with as many layers as the language model
 DEEP = {"qwen3_vl": {"depth": 2, "deepstack_visual_indexes": [0]}, "llava": {"num_hidden_layers": 2}}
 NOTHING_FROZEN = VisionOptions(freeze_vision_tower=False, freeze_projector=False)
+each_family = pytest.mark.parametrize("family", tiny_vlms.FAMILIES)
 
 
-@pytest.fixture
-def seen(prepared_for, pictures):
-    """Four rows: one image, another shape of image, two images apart, text only."""
-
-    def rows(family):
-        return prepared_for(
-            family,
-            [
-                asked("<image>\nWhat is this?", "Yes. It is a red square.", pictures["red"]),
-                asked("Who are they? <image>", "a system", pictures["blue"]),
-                asked("<image> and <image> in 2015?", "They are a system", pictures["green"], pictures["red"]),
-                asked("What is the value of 38?", "It is 2015."),
-            ],
-        )
-
-    return rows
-
-
-def attending(family, tokenizer, implementation):
-    """A small model whose text attends in this way."""
+def trainable(family, tokenizer, implementation=None, spec=NOTHING_FROZEN):
+    """Return a small model prepared for training; implementation: of the attention in its language model."""
     model = tiny_vlms.make(family, tokenizer)
-    model.set_attn_implementation({"": implementation, "text_config": implementation, "vision_config": "sdpa"})
+    if implementation is not None:
+        model.set_attn_implementation({"": implementation, "text_config": implementation, "vision_config": "sdpa"})
+    prepare_vision(model, spec)
     return model
 
 
-@pytest.mark.parametrize("family", tiny_vlms.FAMILIES)
-def test_the_language_models_layers_are_those_that_checkpointing_leaves_out(family, tokenizer_of):
-    """Of towers as deep, too: all of theirs are checkpointed."""
-    model = tiny_vlms.make(family, tokenizer_of(family), vision=None if family == "mllama" else DEEP.get(family))
+def rows_for(family) -> tuple[int, ...]:
+    """Return indices into `four_rows`; a batch of mllama has one number of images per row."""
+    return (0, 1) if family == "mllama" else (0, 1, 2, 3)
+
+
+@each_family
+def test_checkpointing_can_leave_out_layers_of_the_language_model_only(family, tokenizer_of):
+    """A tower with as many layers is not mistaken for the language model."""
+    model = tiny_vlms.make(family, tokenizer_of(family), vision=DEEP.get(family))
     depth = model.config.get_text_config().num_hidden_layers
     checkpoint_layers(model, True, first=1)
-    asked = {name: module.gradient_checkpointing for name, module in model.named_modules()
-             if isinstance(module, GradientCheckpointingLayer)}  # fmt: skip
-    of_words = {name for name in asked if part_of(family_of(model.config), f"{name}.") == "language_model"}
-    left_out = {name for name, checkpoints in asked.items() if not checkpoints}
-    assert len(of_words) == depth and left_out == {name for name in of_words if not name.endswith(".0")}
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, GradientCheckpointingLayer)}
+    text = {name for name in layers if part_of(family_of(model.config), f"{name}.") == "language_model"}
+    left_out = {name for name, layer in layers.items() if not layer.gradient_checkpointing}
+    assert len(text) == depth and left_out == {name for name in text if not name.endswith(".0")}
 
 
-@pytest.mark.parametrize("family", tiny_vlms.FAMILIES)
-def test_patched_training_equals_unpatched(family, seen, tokenizer_of, reader_of):
-    plain = tiny_vlms.make(family, tokenizer_of(family))
-    prepare_vision(plain, NOTHING_FROZEN)
+@each_family
+def test_patched_training_equals_unpatched(family, four_rows, tokenizer_of, reader_of):
+    plain = trainable(family, tokenizer_of(family))
     ours = copy.deepcopy(plain)
     patch(ours)
-    indices = (0, 1) if family == "mllama" else (0, 1, 2, 3)
-    batch = batch_of(seen(family), reader_of(family), indices)
-    assert_same_training(training(ours, batch), training(plain, batch), tolerance=2e-5)
-    assert_same_training(
-        training(ours, batch, num_items_in_batch=31), training(plain, batch, num_items_in_batch=31), tolerance=2e-5
-    )
+    batch = batch_of(four_rows(family), reader_of(family), rows_for(family))
+    for options in ({}, {"num_items_in_batch": 31}):
+        assert_same_training(training(ours, batch, **options), training(plain, batch, **options), tolerance=2e-5)
 
 
-@pytest.mark.parametrize("family", tiny_vlms.FAMILIES)
-def test_what_the_backward_makes_again_changes_no_bit(family, seen, tokenizer_of, reader_of):
-    ours = tiny_vlms.make(family, tokenizer_of(family))
-    prepare_vision(ours, NOTHING_FROZEN)
-    rebuilt = copy.deepcopy(ours)
-    patch(ours)
-    patch(rebuilt, recompute=True)
-    batch = batch_of(seen(family), reader_of(family), (0, 1))
-    assert_same_training(training(rebuilt, batch), training(ours, batch), tolerance=0)
+@each_family
+def test_recompute_changes_no_bit(family, four_rows, tokenizer_of, reader_of):
+    kept = trainable(family, tokenizer_of(family))
+    recomputed = copy.deepcopy(kept)
+    patch(kept)
+    patch(recomputed, recompute=True)
+    batch = batch_of(four_rows(family), reader_of(family), (0, 1))
+    assert_same_training(training(recomputed, batch), training(kept, batch), tolerance=0)
 
 
-# kernel -> on how many modules: text 2 layers (mllama 3, one of them cross-attention), towers of 2 or 3 layers
+# kernel -> number of modules: text has 2 layers (mllama 3, one of them cross-attention), towers 2 or 3
 APPLIED = {
     "qwen2_vl": {"apply_rope": 4, "rms_norm": 5, "layer_norm": 5, "swiglu": 2, "linear_cross_entropy": 1},
     "qwen2_5_vl": {"apply_rope": 4, "rms_norm": 10, "swiglu": 4, "linear_cross_entropy": 1},
@@ -100,8 +86,8 @@ APPLIED = {
 }
 
 
-@pytest.mark.parametrize("family", tiny_vlms.FAMILIES)
-def test_what_is_patched_is_known(family, tokenizer_of):
+@each_family
+def test_the_expected_modules_are_patched(family, tokenizer_of):
     model = tiny_vlms.make(family, tokenizer_of(family))
     report = patch(model)
     assert {row.kernel: row.applied for row in report.rows if row.applied} == APPLIED[family]
@@ -112,39 +98,35 @@ def test_what_is_patched_is_known(family, tokenizer_of):
 
 
 @pytest.mark.parametrize("family", tiny_vlms.QWEN)
-def test_a_tower_attends_to_all_pictures_in_one_call(family, seen, tokenizer_of, reader_of):
-    """And windows of Qwen2.5-VL: the pictures' own lengths reach the attention, not one call for each."""
-    from ligertune.attention import image_attention
-
+def test_the_tower_attends_to_all_images_in_one_call(family, four_rows, tokenizer_of, reader_of):
+    """The lengths of images (in Qwen2.5-VL of their windows) reach the attention; there is no loop over images."""
     model = tiny_vlms.make(family, tokenizer_of(family))
     patch(model)
     forward = type(model.model.visual.blocks[0].attn).forward
     table = (getattr(forward, "__wrapped__", forward)).__globals__["ALL_ATTENTION_FUNCTIONS"]
     assert table.get_interface("sdpa", None) is image_attention.pictures_apart
     with torch.no_grad():
-        model(**batch_of(seen(family), reader_of(family), (0, 1, 2, 3)))
+        model(**batch_of(four_rows(family), reader_of(family), (0, 1, 2, 3)))
 
 
-@pytest.mark.parametrize("family", tiny_vlms.FAMILIES)
-def test_a_row_of_a_padded_batch_is_as_it_is_alone(family, seen, tokenizer_of, reader_of):
-    model, rows = tiny_vlms.make(family, tokenizer_of(family)).eval(), seen(family)
-    indices = (0, 1) if family == "mllama" else (0, 1, 2, 3)
+@each_family
+def test_rows_of_a_padded_batch_equal_single_rows(family, four_rows, tokenizer_of, reader_of):
+    model, rows, reader = tiny_vlms.make(family, tokenizer_of(family)).eval(), four_rows(family), reader_of(family)
+    singles = []
     with torch.no_grad():
-        together = model(**batch_of(rows, reader_of(family), indices, multiple_of=16)).logits
-        for place, index in enumerate(indices):
-            alone = model(**batch_of(rows, reader_of(family), (index,))).logits
+        together = model(**batch_of(rows, reader, rows_for(family), multiple_of=16)).logits
+        for place, index in enumerate(rows_for(family)):
+            singles.append(model(**batch_of(rows, reader, (index,))).logits[0])
             length = len(rows.train[index].input_ids)
-            torch.testing.assert_close(together[place, :length], alone[0, :length], rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(together[place, :length], singles[-1][:length], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", tiny_vlms.FAMILIES)
-def test_the_image_matters(family, prepared_for, pictures, tokenizer_of, reader_of):
+@each_family
+def test_the_image_changes_the_logits(family, prepared_for, image_paths, tokenizer_of, reader_of):
     model = tiny_vlms.make(family, tokenizer_of(family)).eval()
-    rows = prepared_for(family, [asked("<image>What is this?", "Yes", pictures[c]) for c in ("red", "green")])
-    logits = []
+    rows = prepared_for(family, [image_row("<image>What is this?", "Yes", image_paths[c]) for c in ("red", "green")])
     with torch.no_grad():
-        for index in (0, 1):
-            logits.append(model(**batch_of(rows, reader_of(family), (index,))).logits[0, -3:])
+        logits = [model(**batch_of(rows, reader_of(family), (index,))).logits[0, -3:] for index in (0, 1)]
     assert (logits[0] - logits[1]).abs().max() > 1e-3
 
 
@@ -152,89 +134,88 @@ def test_the_image_matters(family, prepared_for, pictures, tokenizer_of, reader_
 @pytest.mark.parametrize("implementation", ["document_attention", "per_document", "sdpa"])
 @pytest.mark.parametrize("family", PACKED)
 def test_packed_training_equals_that_of_single_documents(
-    family, implementation, patched, seen, tokenizer_of, reader_of
+    family, implementation, patched, four_rows, tokenizer_of, reader_of
 ):
-    model, rows = attending(family, tokenizer_of(family), implementation), seen(family)
-    prepare_vision(model, NOTHING_FROZEN)
+    rows, reader = four_rows(family), reader_of(family)
+    single = trainable(family, tokenizer_of(family), "sdpa")
+    model = trainable(family, tokenizer_of(family), implementation)
     if patched:
         patch(model)
     total = int(rows.train.trained.sum())
-    single = attending(family, tokenizer_of(family), "sdpa")
-    prepare_vision(single, NOTHING_FROZEN)
-    single.load_state_dict(model.state_dict())
     loss, gradients = torch.zeros(()), {}
     for index in range(4):
-        part, found = training(single, batch_of(rows, reader_of(family), (index,)), num_items_in_batch=total)
+        part, found = training(single, batch_of(rows, reader, (index,)), num_items_in_batch=total)
         loss += part
         gradients = {name: gradients.get(name, 0) + gradient for name, gradient in found.items()}
     guard(model)
-    batch = batch_of(rows, reader_of(family), (0, 1, 2, 3), packed=True, multiple_of=16)
-    packed = training(model, batch, num_items_in_batch=total)
-    assert_same_training(packed, (loss, gradients), tolerance=5e-5)
+    batch = batch_of(rows, reader, (0, 1, 2, 3), packed=True, multiple_of=16)
+    assert_same_training(training(model, batch, num_items_in_batch=total), (loss, gradients), tolerance=5e-5)
 
 
-@pytest.mark.parametrize("family", tiny_vlms.FAMILIES)
+@each_family
 @pytest.mark.parametrize("frozen", ["vision_tower", "projector", "language_model", "vision_tower projector"])
-def test_gradients_are_where_nothing_is_frozen(family, frozen, seen, tokenizer_of, reader_of):
+def test_exactly_the_unfrozen_parts_get_gradients(family, frozen, four_rows, tokenizer_of, reader_of):
     parts = ("vision_tower", "projector", "language_model")
     spec = VisionOptions(**{f"freeze_{part}": part in frozen.split() for part in parts})
-    model = tiny_vlms.make(family, tokenizer_of(family))
-    prepare_vision(model, spec)
+    model = trainable(family, tokenizer_of(family), spec=spec)
     patch(model)
-    _, gradients = training(model, batch_of(seen(family), reader_of(family), (0, 1)))
-    row = family_of(model.config)
-    with_gradient = {part_of(row, name) for name, gradient in gradients.items() if gradient.abs().sum() > 0}
-    assert with_gradient == set(parts) - set(frozen.split())
-    unreached = {name for name, p in model.named_parameters() if p.requires_grad} - gradients.keys()
-    assert not unreached  # else ranks would wait for them
-
-
-def test_all_frozen_is_refused(tokenizer_of):
-    model = tiny_vlms.make("llava", tokenizer_of("llava"))
-    with pytest.raises(UserError, match="nothing would be trained"):
-        prepare_vision(model, VisionOptions(freeze_language_model=True))
-
-
-@pytest.mark.parametrize("family", tiny_vlms.FAMILIES)
-def test_a_frozen_tower_runs_without_autograd(family, seen, tokenizer_of, reader_of):
-    model = tiny_vlms.make(family, tokenizer_of(family))
-    prepare_vision(model, VisionOptions())
-    outputs = []
+    runs = []
     tower = model.get_submodule(family_of(model.config).vision_tower[0].rstrip("."))
-    tower.register_forward_hook(lambda module, args, output: outputs.append(output))
-    training(model, batch_of(seen(family), reader_of(family), (0, 1)))
-    assert len(outputs) == 1 and not outputs[0].last_hidden_state.requires_grad
+    tower.register_forward_hook(lambda module, args, output: runs.append(output.last_hidden_state.requires_grad))
+    _, gradients = training(model, batch_of(four_rows(family), reader_of(family), (0, 1)))
+    with_gradient = {part_of(family_of(model.config), name) for name, g in gradients.items() if g.abs().sum() > 0}
+    assert with_gradient == set(parts) - set(frozen.split())
+    # ranks would wait for a parameter without a gradient
+    assert {name for name, p in model.named_parameters() if p.requires_grad} == gradients.keys()
+    if frozen == "vision_tower projector":
+        assert runs == [False]  # the tower ran once, without autograd
 
 
-TEXT_ALONE = [(name, packed) for packed in (False, True) for name in (PACKED if packed else tiny_vlms.FAMILIES)]
+def test_freezing_everything_is_refused(tokenizer_of):
+    with pytest.raises(UserError, match="nothing would be trained"):
+        trainable("llava", tokenizer_of("llava"), spec=VisionOptions(freeze_language_model=True))
 
 
-@pytest.mark.parametrize(("family", "packed"), TEXT_ALONE)
-def test_a_batch_of_text_alone_leaves_the_tower_in_the_graph(family, packed, seen, tokenizer_of, reader_of):
-    """Its gradients are there and zero, and the text's are what they are without a picture."""
-    rows = seen(family)
-    batch = batch_of(rows, reader_of(family), (3,), packed=packed)
-    model = attending(family, tokenizer_of(family), "per_document" if packed else "sdpa")
-    prepare_vision(model, NOTHING_FROZEN)
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@each_family
+def test_a_batch_of_text_gives_the_tower_zero_gradients(family, packed, four_rows, tokenizer_of, reader_of):
+    """The text's loss and gradients are those of a plain text batch."""
+    if packed and family not in PACKED:
+        pytest.skip("does not pack")
+    rows = four_rows(family)
+    model = trainable(family, tokenizer_of(family), "per_document" if packed else "sdpa")
     if packed:
         guard(model)
-    loss, gradients = training(model, batch)
-    row = family_of(model.config)
-    seeing = [gradient for name, gradient in gradients.items() if part_of(row, name) != "language_model"]
-    assert seeing and not any(gradient.any() for gradient in seeing)
-    example = rows.train[3]
-    plain = {"input_ids": torch.tensor(example.input_ids[None]).long(), "labels": torch.tensor(example.labels[None])}
-    plain["labels"] = plain["labels"].long()
-    expected, truth = training(attending(family, tokenizer_of(family), "sdpa"), plain)
+    loss, gradients = training(model, batch_of(rows, reader_of(family), (3,), packed=packed))
+    vision = [g for name, g in gradients.items() if part_of(family_of(model.config), name) != "language_model"]
+    assert vision and not any(gradient.any() for gradient in vision)
+    plain = {name: torch.tensor(getattr(rows.train[3], name)[None]).long() for name in ("input_ids", "labels")}
+    single = trainable(family, tokenizer_of(family), "sdpa", VisionOptions())
+    expected, truth = training(single, plain)
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
     for name, gradient in truth.items():
         torch.testing.assert_close(gradients[name], gradient, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("family", tiny_vlms.TOKENS)
-def test_adapters_stand_in_the_language_model_alone(family, tokenizer_of):
+@each_family
+def test_only_the_language_model_gets_adapters(family, tokenizer_of):
     model = tiny_vlms.make(family, tokenizer_of(family))
     adapted = apply_method(model, MethodOptions(type="lora", lora_r=2))
-    where = {part_of(family_of(model.config), name.partition("base_model.model.")[2])
-             for name, parameter in adapted.named_parameters() if parameter.requires_grad}  # fmt: skip
-    assert where == {"language_model"}
+    names = [name.partition("base_model.model.")[2] for name, p in adapted.named_parameters() if p.requires_grad]
+    assert {part_of(family_of(model.config), name) for name in names} == {"language_model"}
+
+
+@pytest.mark.skipif(find_spec("torchao") is None, reason="needs torchao: pip install 'ligertune[quant]'")
+@each_family
+def test_only_the_language_model_multiplies_in_float8(family, four_rows, tokenizer_of, reader_of):
+    exact = trainable(family, tokenizer_of(family), spec=VisionOptions(freeze_projector=False))
+    ours = copy.deepcopy(exact)
+    patch(ours)
+    to_float8(ours)
+    batch = batch_of(four_rows(family), reader_of(family), (0,), multiple_of=16)
+    found, truth = training(ours, batch), training(exact, batch)
+    assert 1e-6 < abs(float(found[0] / truth[0]) - 1) < 2e-2
+    assert found[1].keys() == truth[1].keys()
+    quantised = [name for name, module in ours.named_modules() if type(module).__name__ == "Float8Linear"]
+    assert {part_of(family_of(ours.config), f"{name}.weight") for name in quantised} == {"language_model"}
+    assert not any("lm_head" in name for name in quantised)

@@ -1,4 +1,4 @@
-"""Two processes train a model that sees as one does, though at times one of them has text alone."""
+"""Two ranks train a vision-language model as one does, even if one rank has only text in a step."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import json
 import sys
 
 import pytest
-from asked_rows import asked
 from command_line import losses, run
+from image_batches import image_row
 
 from ligertune.data.batching.order import check_images_on_all_rows
 from ligertune.errors import UserError
@@ -19,12 +19,12 @@ DDP = ("--multi_gpu",)
 
 
 @pytest.fixture
-def train(folder_of, pictures, tmp_path):
+def train(folder_of, image_paths, tmp_path):
     """train(family, name, launcher, micro batch) -> losses of three steps of four rows, two of them of text."""
-    rows = [asked("<image>What is this?", "Yes. It is a red square.", pictures["red"]),
-            asked("Who are they?", "a system of user and assistant"),
-            asked("<image> and <image> in 2015?", "a system", pictures["green"], pictures["blue"]),
-            asked("What is the value of 38?", "It is 2015.")]  # fmt: skip
+    rows = [image_row("<image>What is this?", "Yes. It is a red square.", image_paths["red"]),
+            image_row("Who are they?", "a system of user and assistant"),
+            image_row("<image> and <image> in 2015?", "a system", image_paths["green"], image_paths["blue"]),
+            image_row("What is the value of 38?", "It is 2015.")]  # fmt: skip
     (tmp_path / "rows.json").write_text(json.dumps(rows * 3), encoding="utf-8")
 
     def go(family: str, name: str, launcher: tuple[str, ...], micro: int) -> list[float]:
@@ -64,8 +64,10 @@ def test_two_ranks_have_the_losses_of_one(family, launcher, train):
     assert len(alone) == 3 and ranks == pytest.approx(alone, rel=1e-5)
 
 
-def test_rows_of_text_are_refused_where_ranks_would_wait_for_each_other(prepared_for, pictures):
-    rows = prepared_for("mllama", [asked("<image>What?", "Yes", pictures["red"]), asked("What?", "Yes")]).train
+def test_fsdp_refuses_rows_without_images_for_mllama(prepared_for, image_paths):
+    rows = prepared_for(
+        "mllama", [image_row("<image>What?", "Yes", image_paths["red"]), image_row("What?", "Yes")]
+    ).train
     check_images_on_all_rows("ddp", rows, "Llama-3.2-Vision")
     check_images_on_all_rows("fsdp", rows.select([0]), "Llama-3.2-Vision")
     with pytest.raises(UserError, match="cannot train on rows without images"):

@@ -1,4 +1,4 @@
-"""Heads on disk: the layout that servers read, pinned, and read back by their loaders' rules."""
+"""Files of Medusa heads: the exact layout, read back by the rules of each server's loader."""
 
 from __future__ import annotations
 
@@ -33,33 +33,22 @@ def weight():
 
 @pytest.fixture
 def write(quickstart, tmp_path, weight):
-    """Write heads with random numbers; (folder, heads)."""
+    """Write random heads; return (folder, heads)."""
 
     def go(*, own: bool = False, expand: bool = False, dtype: torch.dtype = torch.float32) -> tuple[Path, MedusaHeads]:
         heads = MedusaHeads(HEADS, LAYERS, weight.to(dtype), own_lm_head=own)
         for parameter in heads.parameters():
             parameter.data += 0.1 * torch.randn(parameter.shape, dtype=dtype)
         config = HeadsConfig(
-            medusa_num_heads=HEADS,
-            medusa_num_layers=LAYERS,
-            hidden_size=HIDDEN,
-            vocab_size=VOCAB,
-            base_model_name_or_path="some/model",
-            original_lm_head=not own,
-            torch_dtype=str(dtype).removeprefix("torch."),
-            base_model_fingerprint=fingerprint_of(weight),
-        )
+            medusa_num_heads=HEADS, medusa_num_layers=LAYERS, hidden_size=HIDDEN, vocab_size=VOCAB,
+            base_model_name_or_path="some/model", original_lm_head=not own,
+            torch_dtype=str(dtype).removeprefix("torch."), base_model_fingerprint=fingerprint_of(weight),
+        )  # fmt: skip
         write_heads(
-            heads.state_dict(),
-            config,
-            weight.to(dtype),
-            tmp_path / "medusa",
-            tokenizer=AutoTokenizer.from_pretrained(quickstart / "stories260K"),
-            paths=[(0,), (0, 0)],
-            expand=expand,
-            prompt_template="chat",
-            system_prompt=None,
-        )
+            heads.state_dict(), config, weight.to(dtype), tmp_path / "medusa",
+            tokenizer=AutoTokenizer.from_pretrained(quickstart / "stories260K"), paths=[(0,), (0, 0)], expand=expand,
+            prompt_template="chat", system_prompt=None,
+        )  # fmt: skip
         return tmp_path / "medusa", heads
 
     return go
@@ -100,10 +89,10 @@ def test_names_shapes_and_dtypes(write, form, names, version, dtype):
 
 
 def as_vllm_loads(folder: Path) -> dict[str, torch.Tensor]:
-    """The rules of vLLM 0.31's Medusa loader: what it renames, what it drops, and what it asks for."""
+    """Load as vLLM 0.31 does: it renames keys, drops unknown tensors, and needs every expected one."""
     config = json.loads((folder / "config.json").read_text())
     numbers = {}
-    for key, value in config.items():  # as its configuration class renames them
+    for key, value in config.items():
         if "num" in key and "heads" in key:
             numbers["num_heads"] = value
         elif "num" in key and "layers" in key:
@@ -143,8 +132,8 @@ def test_vllm_computes_what_the_heads_compute(write, weight, form):
         torch.testing.assert_close(x @ projection.t(), blocks[i] @ projections[i].t())
 
 
-def test_tgi_takes_them_for_a_speculator(write):
-    """It looks for medusa_num_heads, refuses `architectures`, and must not meet a name of the model itself."""
+def test_tgi_recognises_a_speculator(write):
+    """It needs medusa_num_heads, refuses `architectures`, and must not find a name of the base model."""
     folder, _ = write()
     config = json.loads((folder / "config.json").read_text())
     assert "medusa_num_heads" in config and "architectures" not in config and config["base_model_name_or_path"]
@@ -152,13 +141,12 @@ def test_tgi_takes_them_for_a_speculator(write):
 
 
 @pytest.mark.parametrize("form", [{}, {"own": True}, {"expand": True}], ids=["shared", "own", "expanded"])
-def test_our_own_loading_gives_the_same_heads(write, weight, form):
+def test_read_heads_returns_the_same_heads(write, weight, form):
     folder, heads = write(**form)
     loaded, hidden = read_heads(folder, weight), torch.randn(3, HIDDEN)
-    pairs = zip(loaded.hidden(hidden), loaded.projections(weight), strict=True)
-    expected = zip(heads.hidden(hidden), heads.projections(weight), strict=True)
-    for (ours, w), (theirs, v) in zip(pairs, expected, strict=True):
-        assert torch.equal(ours, theirs) and torch.equal(w, v)
+    for method, given in (("hidden", hidden), ("projections", weight)):
+        for found, expected in zip(getattr(loaded, method)(given), getattr(heads, method)(given), strict=True):
+            assert torch.equal(found, expected)
     assert read_heads(folder, weight.bfloat16())[0][0].linear.weight.dtype == torch.bfloat16
 
 
@@ -170,7 +158,7 @@ def test_heads_of_another_model_are_refused(write, weight):
         read_heads(folder, make("llama", seed=1).get_output_embeddings().weight)
 
 
-def test_files_that_do_not_fit_their_description_are_refused(write, weight):
+def test_files_that_contradict_their_config_are_refused(write, weight):
     folder, _ = write()
     tensors = load_file(folder / "medusa_lm_head.safetensors")
     del tensors["1.0.linear.bias"]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
-from command_line import overrides
+from command_line import overrides, run_here
+from medusa_runs import MEDUSA
 
 from ligertune.cli.train import medusa
 from ligertune.decode.acceptance import Greedy
@@ -15,11 +16,9 @@ from ligertune.decode.medusa_run import report_on
 from ligertune.errors import UserError
 from ligertune.planning.options import RunOptions
 from ligertune.recipe import load_recipe
-from ligertune.recipe.read import bundled
 
-# the command's options, none given
-NOTHING = {"recipe": None, "heads": None, "layers": None, "stage": None, "model": None, "data": None, "from_": None,
-           "set_": None, "resume": False, "overwrite": False, "report": False, "json": False}  # fmt: skip
+NO_OPTIONS = {"recipe": None, "heads": None, "layers": None, "stage": None, "model": None, "data": None, "from_": None,
+              "set_": None, "resume": False, "overwrite": False, "report": False, "json": False}  # fmt: skip
 SHORT = {
     "train.max_steps": 6,
     "train.per_device_train_batch_size": 2,
@@ -30,16 +29,23 @@ SHORT = {
 
 
 @pytest.fixture(scope="module")
-def learned(ligertune, runs) -> dict:
+def runs(tmp_path_factory):
+    """A folder that the module's commands share."""
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def learned(runs) -> dict:
     """The report of 260 steps with the bundled recipe, trained in `runs`/runs/medusa: most of a minute."""
-    done = ligertune("medusa", "--json", "--set", "train.max_steps=260", "--set", "medusa.eval_new_tokens=64")
+    settings = overrides({"train.max_steps": 260, "medusa.eval_new_tokens": 64})
+    done = run_here("medusa", "--json", *settings, cwd=runs)
     assert done.code == 0, done.err[-3000:]
     assert "No recipe given: using" in done.err and "medusa/stories260k.yaml" in done.err
     return json.loads(done.out)
 
 
-def test_heads_learn_to_guess_held_out_stories(learned, runs):
-    """At least 1.8 tokens a pass, and the very text of plain decoding."""
+def test_heads_learn_to_predict_held_out_stories(learned, runs):
+    """At least 1.8 tokens per forward pass, and exactly the text of plain decoding."""
     found = learned["medusa"]
     assert found["measured_on"] == "60 held-out examples"
     assert found["decoding"]["accepted_length"] >= 1.8
@@ -50,68 +56,61 @@ def test_heads_learn_to_guess_held_out_stories(learned, runs):
     assert (runs / "runs/medusa/medusa_report.png").stat().st_size > 1000
 
 
-def test_the_report_can_be_asked_for_again(learned, runs):
+def test_the_report_can_be_repeated(learned, runs):
     settings = ["task=medusa", "medusa.tree_nodes=6", "medusa.eval_prompts=2", "medusa.eval_new_tokens=16"]
     settings.append(f"checkpoint.output_dir={runs / 'runs/medusa'}")
-    again = report_on(RunOptions.of(load_recipe(bundled("medusa/stories260k.yaml"), overrides=settings)))
+    again = report_on(RunOptions.of(load_recipe(MEDUSA, overrides=settings)))
     assert again.top1 == pytest.approx(learned["medusa"]["top1"], abs=1e-6)
     assert again.tree_nodes == 6 < learned["medusa"]["tree_nodes"]
     assert (again.decoding.prompts, again.decoding.new_tokens) == (2, 32)
 
 
-def test_generate_writes_the_same_text_with_heads(learned, ligertune, runs, quickstart):
-    done = ligertune(
-        "generate", "runs/medusa", "Once upon a time", "--raw", "--max-new-tokens", 60, "--medusa", "--json"
-    )
+def test_generate_writes_the_same_text_with_heads(learned, runs, quickstart):
+    options = ("--raw", "--max-new-tokens", 60, "--medusa", "--json")
+    done = run_here("generate", "runs/medusa", "Once upon a time", *options, cwd=runs)
     assert done.code == 0, done.err
     fast = json.loads(done.out)
-    how = {"raw": True, "max_new_tokens": 60, "seed": 1}
-    plain = generate_answer(str(quickstart / "stories260K"), "Once upon a time", **how, temperature=0.0, top_p=1.0)
+    common = {"raw": True, "max_new_tokens": 60, "seed": 1}
+    plain = generate_answer(str(quickstart / "stories260K"), "Once upon a time", **common, temperature=0.0, top_p=1.0)
     assert fast["text"] == plain.text and fast["new_tokens"] == 60
     assert fast["accepted_length"] > 1.5
-    rule = choose_acceptance("typical", 0.8)
-    folder = str(runs / "runs/medusa/medusa")
-    sampled = [generate_with_heads(folder, "Once upon a time", **how, acceptance=rule).text for _ in range(2)]
+    rule, folder = choose_acceptance("typical", 0.8), str(runs / "runs/medusa/medusa")
+    sampled = [generate_with_heads(folder, "Once upon a time", **common, acceptance=rule).text for _ in range(2)]
     assert sampled[0] == sampled[1] != plain.text
 
 
-def test_stage_2_leaves_a_model_beside_its_heads(learned, ligertune, runs):
-    done = ligertune("medusa", "--stage", 2, "--json", *overrides(SHORT))
+def test_stage_2_saves_the_model_with_its_heads(learned, runs):
+    done = run_here("medusa", "--stage", 2, "--json", *overrides(SHORT), cwd=runs)
     assert done.code == 0, done.err[-3000:]
     folder = runs / "runs/medusa-stage2"
     config = json.loads((folder / "medusa" / "config.json").read_text())
     assert config["base_model_name_or_path"] == str((folder / "model").resolve())
     folder.rename(runs / "moved")
-    found = generate_with_heads(
-        str(runs / "moved"), "Once upon a time", raw=True, max_new_tokens=60, acceptance=Greedy(), seed=0
-    )
-    assert found.accepted_length > 1.2
+    options = {"raw": True, "max_new_tokens": 60, "acceptance": Greedy(), "seed": 0}
+    assert generate_with_heads(str(runs / "moved"), "Once upon a time", **options).accepted_length > 1.2
 
 
-def test_bad_input_gets_a_sentence_and_exit_code_2(ligertune):
-    done = ligertune("medusa", "--heads", 0)
-    assert done.code == 2, done.err
-    assert "medusa.num_heads is 0" in done.err and "Traceback" not in done.err and len(done.err) < 1500
-
-
-def test_other_bad_input_is_refused_and_leaves_nothing(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("words", "options"),
+    [
+        ("medusa.num_heads is 0", {"heads": 0}),
+        ("medusa.stage is 3", {"stage": 3}),
+        ("there is no folder .*nowhere/medusa", {"stage": 2, "from_": "./nowhere/medusa"}),
+        ("data.max_length is 5", {"set_": ["data.max_length=5"]}),
+        ("model.model_name_or_path", {"model": "./nowhere"}),
+        ("nowhere.jsonl", {"data": "nowhere.jsonl"}),
+        ("holds no trained heads", {"stage": 2, "from_": "."}),
+        ("checkpoint.output_dir: empty/medusa holds no", {"report": True, "set_": ["checkpoint.output_dir=./empty"]}),
+    ],
+)
+def test_bad_input_is_refused_and_writes_nothing(words, options, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    cases = {
-        "medusa.stage is 3": {"stage": 3},
-        "there is no folder nowhere/medusa": {"stage": 2, "from_": "./nowhere/medusa"},
-        "data.max_length is 5": {"set_": ["data.max_length=5"]},
-        "model.model_name_or_path": {"model": "./nowhere"},
-        "nowhere.jsonl": {"data": "nowhere.jsonl"},
-        "holds no trained heads": {"stage": 2, "from_": "."},
-        "checkpoint.output_dir: empty/medusa holds no": {"report": True, "set_": ["checkpoint.output_dir=./empty"]},
-    }
-    for words, given in cases.items():
-        with pytest.raises(UserError, match=words.replace("nowhere/", ".*nowhere/")):
-            medusa(**{**NOTHING, **given})
+    with pytest.raises(UserError, match=words):
+        medusa(**{**NO_OPTIONS, **options})
     assert not list(tmp_path.iterdir())
 
 
-def test_generate_refuses_what_does_not_go_together():
+def test_generate_refuses_contradicting_options():
     with pytest.raises(UserError, match="--acceptance typical"):
         choose_acceptance("greedy", 0.5)
     with pytest.raises(UserError, match="--temperature"):

@@ -1,4 +1,4 @@
-"""Every key of the recipe's medusa section does something; a resumed run gives the same bits."""
+"""Every key of the recipe's medusa section has an effect; a resumed run is bit-exact."""
 
 from __future__ import annotations
 
@@ -6,15 +6,13 @@ import json
 
 import pytest
 import torch
-from command_line import losses, overrides
+from medusa_runs import WEIGHTS, plan_medusa, train_medusa
 from safetensors.torch import load_file
 
 from ligertune.decode.medusa_run import report_on
 from ligertune.errors import UserError
 from ligertune.planning.options import RunOptions
 from ligertune.recipe import load_recipe
-from ligertune.recipe.read import bundled
-from ligertune.run import plan_for, run
 
 pytestmark = pytest.mark.slow
 
@@ -33,14 +31,10 @@ SHORT = {
 
 @pytest.fixture(scope="module")
 def train(tmp_path_factory):
-    """A short run of the bundled recipe with changes: (losses, report, folder)."""
+    """Train a short run with changes; return (losses, report, folder)."""
 
-    def go(**changes: object) -> tuple[list[float], dict, object]:
-        folder = changes.pop("folder", None) or tmp_path_factory.mktemp("run") / "run"
-        settings = {**SHORT, "checkpoint.output_dir": folder, **changes}
-        job = plan_for(load_recipe(bundled("medusa/stories260k.yaml"), overrides=overrides(settings)[1::2]))
-        report = run(job, lambda line: None).as_dict()
-        return losses(folder), report, folder
+    def go(folder=None, **changes: object) -> tuple[list[float], dict, object]:
+        return train_medusa(folder or tmp_path_factory.mktemp("run") / "run", **{**SHORT, **changes})
 
     return go
 
@@ -52,7 +46,7 @@ def usual(train):
 
 @pytest.fixture(scope="module")
 def stage_2(usual):
-    """What makes a second stage from the usual first."""
+    """Settings of a second stage that starts from the usual first one."""
     return {"medusa.stage": 2, "medusa.heads_path": usual[2] / "medusa", "train.learning_rate": 5e-4}
 
 
@@ -78,9 +72,7 @@ def test_a_key_changes_the_second_stage(key, train, stage_2, joint):
 
 
 def test_the_second_stage_starts_from_the_heads_and_trains_both(usual, joint):
-    """Its first loss is the model's own and 0.2 times the heads', which are no longer untrained."""
-    before = load_file(usual[2] / "medusa" / "medusa_lm_head.safetensors")
-    after = load_file(joint[2] / "medusa" / "medusa_lm_head.safetensors")
+    before, after = load_file(usual[2] / WEIGHTS), load_file(joint[2] / WEIGHTS)
     assert before.keys() == after.keys() and all((before[name] != after[name]).any() for name in before)
     assert (joint[2] / "model" / "model.safetensors").is_file() and not (usual[2] / "model").exists()
     assert joint[1]["n_trainable"] == joint[1]["n_parameters"] > usual[1]["n_trainable"]
@@ -98,16 +90,16 @@ def test_an_adapter_trains_in_the_second_stage_and_is_merged(train, stage_2, joi
     assert before.keys() == after.keys()
     moved = {name for name in before if not torch.equal(before[name], after[name])}
     assert moved == {name for name in before if name.endswith("_proj.weight")}
-    assert report["medusa"]["decoding"]["identical"] == 1  # heads and model on the disk fit each other
-    weights = load_file(folder / "medusa" / "medusa_lm_head.safetensors")
+    assert report["medusa"]["decoding"]["identical"] == 1  # saved heads and saved model belong together
+    weights = load_file(folder / WEIGHTS)
     (folder / "report.json").unlink()
     assert train(**changes, **saved, **{"checkpoint.resume_from_checkpoint": "auto"})[0] == found
-    resumed = load_file(folder / "medusa" / "medusa_lm_head.safetensors")
+    resumed = load_file(folder / WEIGHTS)
     assert all(torch.equal(resumed[name], t) for name, t in weights.items())
     report_on(RunOptions.of(load_recipe(folder / "resolved_recipe.yaml")))
 
 
-def test_an_adapter_beside_bfloat16_weights(train, stage_2, joint):
+def test_an_adapter_on_bfloat16_weights(train, stage_2, joint):
     changes = {"method.type": "lora", "model.dtype": "bfloat16", "medusa.eval_prompts": 1}
     found, report, folder = train(**stage_2, **changes)
     assert found[0] == pytest.approx(joint[0][0], rel=1e-2)
@@ -116,13 +108,12 @@ def test_an_adapter_beside_bfloat16_weights(train, stage_2, joint):
     assert train(**stage_2, **changes, **{"kernels.enabled": False})[0] == pytest.approx(found, rel=1e-2)
 
 
-def test_the_heads_learn_faster_by_their_multiplier(stage_2, tmp_path):
+def test_the_heads_learning_rate_has_its_multiplier(stage_2, tmp_path):
     from test_medusa_loss import model_with_heads
 
     from ligertune.train.optim.optimizers import build_optimizer
 
-    settings = {**SHORT, "checkpoint.output_dir": tmp_path / "run", **stage_2, "medusa.lr_multiplier": 3.0}
-    plan = plan_for(load_recipe(bundled("medusa/stories260k.yaml"), overrides=overrides(settings)[1::2])).plan
+    plan = plan_medusa(tmp_path / "run", **{**SHORT, **stage_2, "medusa.lr_multiplier": 3.0}).plan
     model = model_with_heads(fused=True, stage=2)
     optimizer = build_optimizer(model, plan.optimizer)
     multipliers = {id(p): group.get("lr_multiplier", 1.0) for group in optimizer.param_groups for p in group["params"]}
@@ -131,33 +122,26 @@ def test_the_heads_learn_faster_by_their_multiplier(stage_2, tmp_path):
     assert {name.split(".")[-1] for name, multiplier in found.items() if multiplier == 3.0} == {"weight", "bias"}
 
 
-def test_what_is_written_and_measured(train):
-    found = train(
-        **{
-            "medusa.eval_prompts": 2,
-            "medusa.eval_new_tokens": 7,
-            "medusa.tree_nodes": 5,
-            "medusa.lm_head": "shared",
-            "medusa.expand_lm_head": True,
-        }
-    )
+def test_keys_of_the_report_and_the_export(train):
+    keys = {"eval_prompts": 2, "eval_new_tokens": 7, "tree_nodes": 5, "lm_head": "shared", "expand_lm_head": True}
+    found = train(**{f"medusa.{key}": value for key, value in keys.items()})
     report = found[1]["medusa"]
     assert (report["decoding"]["prompts"], report["decoding"]["new_tokens"]) == (2, 14)
     assert report["tree_nodes"] == 5
     assert len(json.loads((found[2] / "medusa" / "medusa_choices.json").read_text())) == 4
-    names = load_file(found[2] / "medusa" / "medusa_lm_head.safetensors").keys()
+    names = load_file(found[2] / WEIGHTS).keys()
     assert {"0.1.weight", "1.1.weight"} <= names and "lm_heads.0.weight" not in names
 
 
 def test_kernels_off_gives_the_same_losses(train, usual):
-    """The loss from all logits at once, and every module as transformers has it."""
+    """With the loss from all logits at once, and unpatched modules."""
     found, report, _ = train(**{"kernels.enabled": False})
     assert found == pytest.approx(usual[0], rel=1e-4)
     assert report["kernels"] == ()
 
 
-def test_packing_gives_the_losses_of_the_same_examples_alone(train):
-    """One step, which is the whole epoch: packed into rows, or each example in a row of its own."""
+def test_packing_gives_the_losses_of_single_examples(train):
+    """One step is the whole epoch, packed or with one example per row."""
     whole = {"train.max_steps": "null", "train.num_train_epochs": 1, "train.per_device_train_batch_size": 27}
     packed = train(**whole)[0]
     alone = train(**whole, **{"data.packing": False})[0]
@@ -169,22 +153,22 @@ def test_resume_is_bit_exact(train, stage_2, stage, tmp_path):
     changes = {"checkpoint.save_strategy": "steps", "checkpoint.save_steps": 2, "folder": tmp_path / "run"}
     changes |= stage_2 if stage == 2 else {}
     expected, _, folder = train(**changes)
-    weights = load_file(folder / "medusa" / "medusa_lm_head.safetensors")
-    (folder / "report.json").unlink()  # as if it had been killed after step 2
+    weights = load_file(folder / WEIGHTS)
+    (folder / "report.json").unlink()  # as if the run had been killed after step 2
     found, report, _ = train(**changes, **{"checkpoint.resume_from_checkpoint": "auto"})
     assert report["resumed_from"] == 2
     assert found == expected
-    resumed = load_file(folder / "medusa" / "medusa_lm_head.safetensors")
+    resumed = load_file(folder / WEIGHTS)
     assert all((resumed[name] == t).all() for name, t in weights.items())
 
 
-def test_heads_that_the_recipe_does_not_describe_are_refused(train, stage_2):
+def test_heads_that_differ_from_the_recipe_are_refused(train, stage_2):
     for key, value in {"num_heads": 3, "num_layers": 2, "lm_head": "shared"}.items():
         with pytest.raises(UserError, match=f"medusa.{key}: {value}, but the heads"):
             train(**{**stage_2, f"medusa.{key}": value})
 
 
 def test_heads_of_another_model_are_refused(train, stage_2, joint):
-    """Those of stage 2 belong to the model that was trained with them."""
+    """Heads of stage 2 belong to the model that was trained with them."""
     with pytest.raises(UserError, match="this is another model"):
         train(**{**stage_2, "medusa.heads_path": joint[2] / "medusa"})

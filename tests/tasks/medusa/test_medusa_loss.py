@@ -1,4 +1,4 @@
-"""The loss of Medusa training against all logits at once, and the shift of its targets by hand."""
+"""The fused Medusa loss against one from all logits, and targets computed by hand."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from ligertune_kernels import labelled_rows
+from peft import LoraConfig, get_peft_model
 from tiny_models import VOCAB, batch, make
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,7 +24,7 @@ KINDS = ("padded", "packed", "sparse")
 
 
 def inputs(kind: str) -> dict:
-    """A batch of two rows, of which one is padded; or one row of three documents; or one with few trained tokens."""
+    """Return two rows, one padded; or one row of three packed documents; or two rows with one trained token."""
     if kind == "packed":
         labels = batch(rows=1, length=24)["labels"]
         lengths = torch.tensor([9, 4, 11])
@@ -32,19 +33,23 @@ def inputs(kind: str) -> dict:
         return {"input_ids": batch(rows=1, length=24)["input_ids"], "labels": labels, "position_ids": position_ids}
     made = batch()
     del made["attention_mask"]
-    if kind == "sparse":  # one head has no target at all, others one
+    if kind == "sparse":  # some heads have no target, others one
         made["labels"][:] = X
         made["labels"][0, 3] = 7
     return made
 
 
-def model_with_heads(family: str = "llama", *, fused: bool, **medusa: object):
-    """Heads as training leaves them: no block is the identity."""
+def perturb(module: torch.nn.Module, size: float, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in module.parameters():
+        parameter.data += size * torch.randn(parameter.shape, generator=generator)
+
+
+def model_with_heads(base="llama", *, fused: bool, **medusa: object):
+    """Return a model (or a family's) with random heads: no block is the identity."""
     spec = MedusaOptions(num_heads=3, num_layers=2, **medusa)
-    model = attach_heads(make(family), spec, fused=fused)
-    generator = torch.Generator().manual_seed(1)
-    for parameter in model.medusa_head.parameters():
-        parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
+    model = attach_heads(make(base) if isinstance(base, str) else base, spec, fused=fused)
+    perturb(model.medusa_head, 0.1, seed=1)
     return model
 
 
@@ -59,22 +64,44 @@ def loss_and_gradients(model, kind: str, *, rows: bool):
     return output, gradients
 
 
+def assert_same(found: tuple, expected: tuple) -> None:
+    """Compare two results of `loss_and_gradients`."""
+    (output, gradients), (truth, true_gradients) = found, expected
+    torch.testing.assert_close(output.loss, truth.loss, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(output.part_losses, truth.part_losses, rtol=1e-6, atol=1e-6)
+    assert gradients.keys() == true_gradients.keys()
+    for name, gradient in true_gradients.items():
+        torch.testing.assert_close(gradients[name], gradient, rtol=1e-5, atol=1e-5, msg=name)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("lm_head", ["shared", "own"])
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("rows", [False, True], ids=["all-rows", "trained-rows"])
 def test_fused_equals_all_logits_at_once(stage, lm_head, kind, rows):
-    naive, expected = loss_and_gradients(model_with_heads(fused=False, stage=stage, lm_head=lm_head), kind, rows=False)
-    fused, found = loss_and_gradients(model_with_heads(fused=True, stage=stage, lm_head=lm_head), kind, rows=rows)
-    torch.testing.assert_close(fused.loss, naive.loss, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(fused.part_losses, naive.part_losses, rtol=1e-6, atol=1e-6)
-    assert found.keys() == expected.keys()
-    for name, gradient in expected.items():
-        torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-5, msg=name)
+    naive = loss_and_gradients(model_with_heads(fused=False, stage=stage, lm_head=lm_head), kind, rows=False)
+    assert_same(loss_and_gradients(model_with_heads(fused=True, stage=stage, lm_head=lm_head), kind, rows=rows), naive)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "cohere2"])
+def test_fused_equals_naive_with_a_scale_and_a_soft_cap(family):
+    naive = loss_and_gradients(model_with_heads(family, fused=False), "padded", rows=False)
+    assert_same(loss_and_gradients(model_with_heads(family, fused=True), "padded", rows=True), naive)
+
+
+def test_stage_2_trains_only_adapters_and_heads_of_an_adapted_model():
+    adapted = get_peft_model(make("llama"), LoraConfig(r=4, target_modules="all-linear"))
+    perturb(torch.nn.ParameterList(p for name, p in adapted.named_parameters() if "lora_B" in name), 0.05, seed=3)
+    naive = loss_and_gradients(model_with_heads(adapted, fused=False, stage=2), "padded", rows=False)
+    adapted.zero_grad()
+    found = loss_and_gradients(model_with_heads(adapted, fused=True, stage=2), "padded", rows=False)
+    assert_same(found, naive)
+    assert {"lora" in name or name.startswith("medusa_head.") for name in found[1]} == {True}
+    assert any("lora_A" in name for name in found[1]) and any(name.startswith("medusa_head.") for name in found[1])
 
 
 class _AtTheFirstLogits(TorchDispatchMode):
-    """How many of the noted tensors are still there when the first tensor as wide as the vocabulary is made."""
+    """Count the noted tensors that are alive when the first tensor of width V is made."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,8 +116,8 @@ class _AtTheFirstLogits(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(("lm_head", "alive"), [("shared", 0), ("own", 3)])
-def test_what_each_head_gives_is_there_once(lm_head, alive):
-    """With one output head all rows go through it together: the copies that they came from are given back before."""
+def test_hidden_states_of_heads_are_freed_before_the_logits(lm_head, alive):
+    """With a shared output head the hidden states are stacked, and the single ones freed."""
     model = model_with_heads(fused=True, lm_head=lm_head)
     seen = _AtTheFirstLogits()
     for head in model.medusa_head:
@@ -108,45 +135,30 @@ def test_fsdp_finds_the_loss_in_the_output():
 @pytest.mark.parametrize("family", ["llama", "gemma2", "cohere2"])
 @pytest.mark.parametrize("kind", ["padded", "packed"])
 def test_fused_distillation_equals_all_logits_at_once(family, kind):
-    """The teacher is the model before it was moved: the KL is not zero."""
+    """The teacher is the model before its weights were changed, so the KL divergence is not zero."""
     found = []
     for fused in (False, True):
         model = model_with_heads(family, fused=fused, stage=2, self_distillation=True)
-        generator = torch.Generator().manual_seed(2)
-        for parameter in model.base_model.parameters():
-            parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator)
+        perturb(model.base_model, 0.05, seed=2)
         found.append(loss_and_gradients(model, kind, rows=fused))
-    (naive, expected), (fused, gradients) = found
-    assert naive.part_losses[0] > 1e-3
-    torch.testing.assert_close(fused.loss, naive.loss, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(fused.part_losses, naive.part_losses, rtol=1e-6, atol=1e-6)
-    for name, gradient in expected.items():
-        torch.testing.assert_close(gradients[name], gradient, rtol=1e-5, atol=1e-5, msg=name)
-    assert not any(name.startswith("teacher.") for name in gradients)
+    assert found[0][0].part_losses[0] > 1e-3
+    assert_same(found[1], found[0])
+    assert not any(name.startswith("teacher.") for name in found[1][1])
 
 
 @pytest.mark.parametrize("family", ["gemma2", "cohere2", "granite", "llama_tied", "qwen3", "mixtral"])
-def test_the_model_says_what_it_does_to_logits(family):
+def test_logit_transform_matches_the_model(family):
     model = make(family).eval()
-    form, made = logit_transform(model), inputs("padded")
+    transform, made = logit_transform(model), inputs("padded")
     with torch.no_grad():
         hidden = model.base_model(input_ids=made["input_ids"])[0]
         expected = model(input_ids=made["input_ids"]).logits.float()
-    torch.testing.assert_close(form.logits(model.lm_head(hidden)), expected, rtol=1e-6, atol=1e-6)
-    assert (form == LogitTransform()) == (family in ("llama_tied", "qwen3", "mixtral"))
-
-
-@pytest.mark.parametrize("family", ["gemma2", "cohere2"])
-def test_fused_equals_naive_under_a_scale_and_a_soft_cap(family):
-    naive, expected = loss_and_gradients(model_with_heads(family, fused=False), "padded", rows=False)
-    fused, found = loss_and_gradients(model_with_heads(family, fused=True), "padded", rows=True)
-    torch.testing.assert_close(fused.loss, naive.loss, rtol=1e-6, atol=1e-6)
-    for name, gradient in expected.items():
-        torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-5, msg=name)
+    torch.testing.assert_close(transform.logits(model.lm_head(hidden)), expected, rtol=1e-6, atol=1e-6)
+    assert (transform == LogitTransform()) == (family in ("llama_tied", "qwen3", "mixtral"))
 
 
 def test_targets_by_hand():
-    """Eight tokens: two of a prompt, then 12 to 17. Head 1 predicts two places on, head 2 three."""
+    """Eight tokens: two of a prompt, then 12 to 17. Head 1 predicts two tokens ahead, head 2 three."""
     labels = torch.tensor([[X, X, 12, 13, 14, 15, 16, 17]])
     assert target_shifts(2, with_model=True) == (1, 2, 3)
     assert shifted_targets(labels, None, (1, 2, 3))[:, 0].tolist() == [
@@ -168,7 +180,7 @@ def test_targets_never_cross_documents():
     ]
 
 
-def test_counts_are_those_of_the_targets():
+def test_count_targets_counts_the_shifted_targets():
     rng, documents = np.random.default_rng(0), []
     for length in (1, 2, 3, 5, 8, 13):
         labels = rng.integers(5, 50, size=length)
@@ -206,15 +218,15 @@ def test_a_packed_row_has_the_loss_of_its_documents(fused):
 def test_heads_start_as_the_model_and_share_no_block():
     model = attach_heads(make("llama"), MedusaOptions(num_heads=3, num_layers=2, lm_head="own"), fused=True)
     hidden = torch.randn(2, 5, 64)
-    for ours in model.medusa_head.hidden(hidden):
-        assert torch.equal(ours, hidden)
+    for output in model.medusa_head.hidden(hidden):
+        assert torch.equal(output, hidden)
     assert all(torch.equal(own, model.get_output_embeddings().weight) for own in model.medusa_head.projections(None))
     places = [parameter.data_ptr() for parameter in model.medusa_head.parameters()]
     assert len(set(places)) == len(places) == 3 * (2 * 2 + 1)
 
 
-def test_stage_1_leaves_the_model_alone_and_stage_2_trains_all():
-    frozen, _ = model_with_heads(fused=True), None
+def test_stage_1_trains_the_heads_and_stage_2_everything():
+    frozen = model_with_heads(fused=True)
     output, gradients = loss_and_gradients(frozen, "padded", rows=True)
     assert all(name.startswith("medusa_head.") for name in gradients) and output.part_losses.shape == (3,)
     assert all(p.grad is None for p in frozen.base_model.parameters())

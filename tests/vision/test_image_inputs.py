@@ -1,4 +1,4 @@
-"""Our tokens, pixels, masks and positions are those that transformers' own processors and models make."""
+"""Image inputs equal those of transformers' processors and models; prefetching of pixels."""
 
 from __future__ import annotations
 
@@ -7,40 +7,36 @@ import pytest
 import tiny_vlms
 import torch
 import transformers
-from asked_rows import asked
-from batches_of import batch_of
+from image_batches import batch_of, image_row
 from transformers.processing_utils import ProcessorMixin
 
+from ligertune.errors import UserError
 from ligertune.models.save import write_model
 from ligertune.vision.image_files import read_image
+from ligertune.vision.inputs import ImagePrefetcher
 
 ROWS = {
     "one image": ("What is <image>this?", ("red",)),
     "first": ("<image>\nWhat is this?", ("blue",)),
     "two apart": ("<image> and <image>", ("green", "red")),
-    "side by side": ("<image><image>Who?", ("blue", "red")),
+    "adjacent": ("<image><image>Who?", ("blue", "red")),
     "none": ("What is this?", ()),
 }
 
 
 @pytest.fixture
-def shown(prepared_for, pictures):
-    """One example for each of ROWS."""
-
-    def of(family):
-        rows = [asked(text, "Yes", *(pictures[name] for name in names)) for text, names in ROWS.values()]
-        return prepared_for(family, rows)
-
-    return of
+def examples_of(prepared_for, image_paths):
+    """Of a family: one example for each of ROWS."""
+    rows = [image_row(text, "Yes", *(image_paths[name] for name in names)) for text, names in ROWS.values()]
+    return lambda family: prepared_for(family, rows)
 
 
 def processor_for(family, folder, reader):
-    """The family's processor from a folder that we saved; Qwen's cannot be made without torchvision but like this."""
+    """Load the processor from a folder that we saved. Qwen's needs torchvision unless it is built like this."""
     if family not in tiny_vlms.QWEN:
         return transformers.AutoProcessor.from_pretrained(folder)
-    theirs = getattr(transformers, reader.family.processor)
 
-    class ImagesOnly(theirs):
+    class ImagesOnly(getattr(transformers, reader.family.processor)):
         def __init__(self, image_processor, tokenizer, chat_template=None):
             for name in ("image", "video"):
                 setattr(self, f"{name}_token", f"<|{name}_pad|>")
@@ -56,7 +52,7 @@ def processor_for(family, folder, reader):
 
 @pytest.fixture
 def saved(folder_of, reader_of, tokenizer_of, tmp_path):
-    """The folder of a family as training leaves it."""
+    """Of a family: the folder that training writes."""
 
     def of(family):
         model = transformers.AutoModelForImageTextToText.from_pretrained(folder_of(family))
@@ -69,8 +65,8 @@ def saved(folder_of, reader_of, tokenizer_of, tmp_path):
     return of
 
 
-def written(text, tokenizer):
-    """A row as its template writes it, before the processor makes room for the pictures."""
+def render(text, tokenizer):
+    """Return a row as the chat template writes it, before the processor expands its images."""
     content = []
     for number, piece in enumerate(text.replace("<image>\n", "<image>").split("<image>")):
         content += [{"type": "image"}] if number else []
@@ -80,55 +76,74 @@ def written(text, tokenizer):
 
 
 @pytest.mark.parametrize("family", tiny_vlms.FAMILIES)
-def test_tokens_and_pixels_are_the_processors_own(family, shown, saved, reader_of, pictures):
-    rows, processor = shown(family), processor_for(family, saved(family), reader_of(family))
+def test_tokens_and_pixels_equal_the_processors(family, examples_of, saved, reader_of, image_paths):
+    rows, processor = examples_of(family), processor_for(family, saved(family), reader_of(family))
     for index, (text, names) in enumerate(ROWS.values()):
-        images = [read_image(str(pictures[name])) for name in names]
+        images = [read_image(str(image_paths[name])) for name in names]
         made = processor(
             images=images or None,
-            text=[written(text, processor.tokenizer)],
+            text=[render(text, processor.tokenizer)],
             add_special_tokens=False,
             return_tensors="pt",
         )
-        ours = batch_of(rows, None if not names else reader_of(family), (index,))
-        assert made["input_ids"].tolist() == ours["input_ids"].tolist(), text
+        found = batch_of(rows, None if not names else reader_of(family), (index,))
+        assert made["input_ids"].tolist() == found["input_ids"].tolist(), text
         assert bool(names) == ("pixel_values" in made)
-        for name in set(made) & set(ours) - {"input_ids"}:
-            assert torch.equal(made[name], ours[name]), name
-        assert set(made) - set(ours) <= {"attention_mask", "mm_token_type_ids", "token_type_ids"}
+        for name in set(made) & set(found) - {"input_ids"}:
+            assert torch.equal(made[name], found[name]), name
+        assert set(made) - set(found) <= {"attention_mask", "mm_token_type_ids", "token_type_ids"}
 
 
 @pytest.mark.parametrize("family", tiny_vlms.QWEN)
-def test_positions_are_the_models_own(family, shown, reader_of, tokenizer_of):
-    model, rows, reader = tiny_vlms.make(family, tokenizer_of(family)), shown(family), reader_of(family)
+def test_positions_equal_the_models(family, examples_of, reader_of, tokenizer_of):
+    model, rows, reader = tiny_vlms.make(family, tokenizer_of(family)), examples_of(family), reader_of(family)
     indices = (0, 1, 2, 3)
     batch = batch_of(rows, reader, indices)
     lengths = torch.tensor([len(rows.train[index].input_ids) for index in indices])
     mask = (torch.arange(batch["input_ids"].shape[1]) < lengths[:, None]).long()
-    theirs, _ = model.model.get_rope_index(
+    expected, _ = model.model.get_rope_index(
         batch["input_ids"],
         mm_token_type_ids=(batch["input_ids"] == reader.token_id).int(),
         image_grid_thw=batch["image_grid_thw"],
         attention_mask=mask,
     )
-    keep = mask.bool().expand_as(theirs)
-    assert torch.equal(batch["position_ids"][keep], theirs[keep])
+    keep = mask.bool().expand_as(expected)
+    assert torch.equal(batch["position_ids"][keep], expected[keep])
     packed = batch_of(rows, reader, indices, packed=True, multiple_of=16)["position_ids"]
-    alone = [theirs[:, row, :length] for row, length in enumerate(lengths.tolist())]
+    alone = [expected[:, row, :length] for row, length in enumerate(lengths.tolist())]
     assert torch.equal(packed[1:, 0, : int(lengths.sum())], torch.cat(alone, dim=1))
     text = np.concatenate([np.arange(length) for length in lengths.tolist()])
     assert packed[0, 0, : int(lengths.sum())].tolist() == text.tolist()
 
 
 @pytest.mark.parametrize("family", tiny_vlms.FAMILIES)
-def test_labels_are_the_answer_and_its_end_alone(family, shown, tokenizer_of, reader_of):
+def test_labels_are_the_answer_and_its_end(family, examples_of, tokenizer_of, reader_of):
     ends = {"mllama": "Yes<|eot_id|>", "llava": " Yes </s>", "gemma3": "Yes<end_of_turn>"}
-    for example in shown(family).train:
+    for example in examples_of(family).train:
         trained = example.labels != -100
         assert tokenizer_of(family).decode(example.labels[trained]) == ends.get(family, "Yes<|im_end|>")
         assert not np.isin(example.labels[trained], list(reader_of(family).untrained)).any()
 
 
-def test_images_of_unequal_number_are_no_batch_of_llama(shown, reader_of):
+def test_mllama_refuses_a_batch_of_rows_with_different_numbers_of_images(examples_of, reader_of):
     with pytest.raises(ValueError, match="images in one batch"):
-        batch_of(shown("mllama"), reader_of("mllama"), (0, 2))
+        batch_of(examples_of("mllama"), reader_of("mllama"), (0, 2))
+
+
+def test_prefetched_pixels_are_released_after_the_last_use(reader_of, image_paths):
+    reader = reader_of("qwen2_vl")
+    prefetcher = ImagePrefetcher(reader)
+    red, blue = str(image_paths["red"]), str(image_paths["blue"])
+    prefetcher.expect([red, blue, red])
+    first, second = prefetcher.take(red), prefetcher.take(red)
+    assert first is second and red not in prefetcher._made and blue in prefetcher._made
+    for path in (blue, red):  # expected, and not expected
+        assert torch.equal(prefetcher.take(path)["pixel_values"], reader.pixels(path)["pixel_values"])
+    assert not prefetcher._made
+
+
+def test_an_image_deleted_after_preparation_is_a_user_error(reader_of, tmp_path):
+    prefetcher = ImagePrefetcher(reader_of("qwen2_vl"))
+    prefetcher.expect([str(tmp_path / "gone.png")])
+    with pytest.raises(UserError, match=r"gone\.png: the image could be read when the data was prepared"):
+        prefetcher.take(str(tmp_path / "gone.png"))
