@@ -181,7 +181,7 @@ def _expand_images(reader: ImageReader, input_ids: Tensor, files: Sequence[Image
 
 @dataclass(frozen=True)
 class SampleAnswers:
-    """Greedy answers to fixed prompts, to judge a model while it trains. No random numbers are drawn.
+    """Greedy answers to fixed prompts, to follow a model while it trains. No random numbers are drawn.
 
     template: {prompt_template, system_prompt}, from `read_prompt`.
     """

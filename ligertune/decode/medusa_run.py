@@ -21,7 +21,6 @@ from ligertune.tasks.medusa.candidate_tree import best_paths, chain
 from ligertune.tasks.medusa.heads_files import (
     HeadsConfig,
     base_model_of,
-    fingerprint_of,
     read_heads,
     write_choices,
     write_heads,
@@ -112,22 +111,12 @@ def save_heads(
         weights = model.state_dict()
     head = model.get_output_embeddings()
     name = next(name for name, module in adapted_model(model.base_model).named_modules() if module is head)
-    weight = weights[f"{BASE}{name}.weight"]
-    config = HeadsConfig(
-        medusa_num_heads=spec.num_heads,
-        medusa_num_layers=spec.num_layers,
-        hidden_size=weight.shape[1],
-        vocab_size=weight.shape[0],
-        base_model_name_or_path=str(base),
-        original_lm_head=spec.lm_head == "shared",
-        torch_dtype=str(weight.dtype).removeprefix("torch."),
-        base_model_fingerprint=fingerprint_of(weight),
-    )
+    weight = weights[f"{BASE}{name}.weight"]  # `head` itself may be sharded
     write_heads(
         {name.removeprefix(HEADS): t for name, t in weights.items() if name.startswith(HEADS)},
-        config,
         weight,
         plan.output_dir / "medusa",
+        base_model=str(base),
         tokenizer=tokenizer,
         paths=paths,
         expand=spec.expand_lm_head,

@@ -50,7 +50,7 @@ def test_the_bound_is_delta_times_exp_of_minus_the_entropy_if_the_model_is_unsur
 
 
 def test_the_longest_accepted_path_wins_and_the_token_after_it_follows():
-    """A root with two candidates, the second with one of its own. Greedy accepts the most likely tokens only."""
+    """A root with two candidates, and one candidate after the second. Greedy accepts the most likely tokens only."""
     tree = CandidateTree.from_paths([(0,), (1,), (1, 0)])  # nodes: root, a, b, and c after b
     tokens = torch.tensor([[9, 1, 2, 3], [9, 1, 2, 4], [9, 1, 5, 3]])
     likeliest = torch.tensor([[2, 0, 3, 6], [2, 0, 3, 6], [1, 8, 3, 6]])

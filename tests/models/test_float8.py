@@ -32,14 +32,8 @@ LOSS, GRADIENT = 5e-3, 0.45  # measured over the families: 2.8e-3, and 0.39 of t
 
 
 def recipe(**train: object) -> Recipe:
-    return Recipe.model_validate(
-        {
-            "model": {"model_name_or_path": "m"},
-            "data": {"datasets": [{"path": "d"}]},
-            "checkpoint": {"output_dir": "o"},
-            "train": train,
-        }
-    )
+    needed = {"model": {"model_name_or_path": "m"}, "data": {"datasets": [{"path": "d"}]}}
+    return Recipe.model_validate({**needed, "checkpoint": {"output_dir": "o"}, "train": train})
 
 
 def train_once(model: nn.Module) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

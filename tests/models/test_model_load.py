@@ -27,6 +27,11 @@ def spec(path, **values) -> ModelOptions:
     return ModelOptions(model_name_or_path=str(path), **values)
 
 
+def build(path, *, seed=0, dtype=torch.float32, device="cpu", **values):
+    wanted = spec(path, **values)
+    return build_model(wanted, read_config(wanted), dtype=dtype, device=device, seed=seed)
+
+
 @pytest.fixture
 def folder(tmp_path):
     """A tiny Llama written by save_pretrained, without a tokenizer."""
@@ -54,10 +59,8 @@ def test_published_configurations_are_read_and_built(corpus, name):
 @pytest.mark.corpus
 @pytest.mark.parametrize("name", VISION)
 def test_vision_models_are_recognised_and_their_language_model_is_truncated(corpus, name):
-    wanted = spec(corpus / "model_configs" / name, init="random", num_hidden_layers=2)
-    config = read_config(wanted)
-    model = build_model(wanted, config, dtype=torch.bfloat16, device="meta", seed=0)
-    assert type(model).__name__.endswith("ForConditionalGeneration") and family_of(config) is not None
+    model = build(corpus / "model_configs" / name, init="random", num_hidden_layers=2, device="meta")
+    assert type(model).__name__.endswith("ForConditionalGeneration") and family_of(model.config) is not None
     assert len(model.model.language_model.layers) == 2
 
 
@@ -68,13 +71,10 @@ def test_a_vision_model_of_another_family_is_refused(tmp_path):
 
 
 def test_num_hidden_layers_truncates_lists_with_one_entry_per_layer(folder):
-    rewrite(
-        folder, num_hidden_layers=6, layer_types=["full_attention"] * 6, model_type="qwen2", use_sliding_window=False
-    )
-    config = read_config(spec(folder, init="random", num_hidden_layers=2))
-    assert (config.num_hidden_layers, len(config.layer_types)) == (2, 2)
-    model = build_model(spec(folder, init="random"), config, dtype=torch.float32, device="cpu", seed=0)
-    assert len(model.model.layers) == 2
+    layers = {"num_hidden_layers": 6, "layer_types": ["full_attention"] * 6}
+    rewrite(folder, **layers, model_type="qwen2", use_sliding_window=False)
+    model = build(folder, init="random", num_hidden_layers=2)
+    assert (model.config.num_hidden_layers, len(model.config.layer_types), len(model.model.layers)) == (2, 2, 2)
     with pytest.raises(UserError, match="num_hidden_layers: 7, but the model has 6"):
         read_config(spec(folder, init="random", num_hidden_layers=7))
 
@@ -86,10 +86,7 @@ def test_num_hidden_layers_truncates_lists_with_one_entry_per_layer(folder):
         ("{}", "model_type"),
         ('{"model_type": "wobble"}', "wobble"),
         ('{"model_type": "llama", "hidden_size": "many"}', "hidden_size"),
-        (
-            '{"model_type": "llama", "hidden_size": 100, "num_attention_heads": 7}',
-            "multiple of the number of attention",
-        ),
+        ('{"model_type": "llama", "hidden_size": 100, "num_attention_heads": 7}', "multiple of the number of"),
         ('{"model_type": "clip_text_model"}', "no causal language model"),
     ],
 )
@@ -114,7 +111,7 @@ def test_missing_folders(tmp_path):
 def test_a_hub_id_without_a_hub(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # no retries
     with pytest.raises(UserError, match="is not a folder here, and the hub could not be reached"):
-        read_config(spec("nobody/no-such-model-here"))
+        read_config(spec("absent/no-such-model-here"))
 
 
 # ---- tokenizer
@@ -171,19 +168,16 @@ def test_unusable_tokenizer_settings(quickstart, wanted, complaint):
         load_tokenizer(spec(quickstart / "stories260K", tokenizer=TokenizerOptions(**wanted)))
 
 
-def test_a_model_folder_without_a_tokenizer_names_the_key_to_set(folder):
-    with pytest.raises(UserError, match=r"Set model\.tokenizer\.path"):
-        load_tokenizer(spec(folder))
-
-
 @pytest.mark.parametrize(
-    ("content", "complaint"), [("{", "Expecting property name"), ("{}", "it lacks 'added_tokens'")]
+    ("content", "complaint"),
+    [(None, r"Set model\.tokenizer\.path"), ("{", "Expecting property name"), ("{}", "it lacks 'added_tokens'")],
 )
-def test_a_broken_tokenizer_file(quickstart, tmp_path, content, complaint):
-    shutil.copytree(quickstart / "stories260K", tmp_path, dirs_exist_ok=True)
-    (tmp_path / "tokenizer.json").write_text(content)
+def test_a_missing_or_broken_tokenizer(quickstart, folder, content, complaint):
+    if content is not None:
+        shutil.copytree(quickstart / "stories260K", folder, dirs_exist_ok=True)
+        (folder / "tokenizer.json").write_text(content)
     with pytest.raises(UserError, match=complaint):
-        load_tokenizer(spec(tmp_path))
+        load_tokenizer(spec(folder))
 
 
 def test_a_tokenizer_with_more_ids_than_the_model(quickstart, folder):
@@ -195,11 +189,6 @@ def test_a_tokenizer_with_more_ids_than_the_model(quickstart, folder):
 
 
 # ---- model
-
-
-def build(path, *, seed=0, dtype=torch.float32, **values):
-    wanted = spec(path, **values)
-    return build_model(wanted, read_config(wanted), dtype=dtype, device="cpu", seed=seed)
 
 
 def test_pretrained_weights_are_loaded_in_the_given_dtype(folder):
@@ -229,16 +218,20 @@ def test_attention_that_is_not_installed_is_refused(folder, init):
         build(folder, init=init, attn_implementation="flash_attention_2")
 
 
-def test_a_folder_without_weights_is_refused(folder):
-    (folder / "model.safetensors").unlink()
-    with pytest.raises(UserError, match=r"weights of .* could not be loaded.*init: random"):
-        build(folder)
-
-
-@pytest.mark.parametrize("content", [b"", b"hello", b"{" * 100])
-def test_broken_safetensors_are_refused(folder, content):
-    (folder / "model.safetensors").write_bytes(content)
-    with pytest.raises(UserError, match=r"weights of .* could not be loaded"):
+@pytest.mark.parametrize(
+    ("damage", "complaint"),
+    [
+        (lambda folder: (folder / "model.safetensors").unlink(), r"weights of .* could not be loaded.*init: random"),
+        (lambda folder: (folder / "model.safetensors").write_bytes(b""), r"weights of .* could not be loaded"),
+        (lambda folder: (folder / "model.safetensors").write_bytes(b"hello"), r"weights of .* could not be loaded"),
+        (lambda folder: (folder / "model.safetensors").write_bytes(b"{" * 100), r"weights of .* could not be loaded"),
+        (lambda folder: rewrite(folder, vocab_size=200), "could not be loaded"),
+    ],
+    ids=["missing", "empty", "short", "not safetensors", "another shape"],
+)
+def test_unusable_weights_are_refused(folder, damage, complaint):
+    damage(folder)
+    with pytest.raises(UserError, match=complaint):
         build(folder)
 
 
@@ -248,9 +241,3 @@ def test_missing_weights_are_refused(folder, tmp_path):
     shutil.copy(folder / "config.json", headless)
     with pytest.raises(UserError, match=r"lacks 1 of the model's weights \(lm_head\.weight\)"):
         build(headless)
-
-
-def test_weights_of_another_shape_are_refused(folder):
-    rewrite(folder, vocab_size=200)
-    with pytest.raises(UserError, match="could not be loaded"):
-        build(folder)

@@ -58,11 +58,11 @@ def test_checkpointing_can_leave_out_layers_of_the_language_model_only(family, t
 @each_family
 def test_patched_training_equals_unpatched(family, four_rows, tokenizer_of, reader_of):
     plain = trainable(family, tokenizer_of(family))
-    ours = copy.deepcopy(plain)
-    patch(ours)
+    patched = copy.deepcopy(plain)
+    patch(patched)
     batch = batch_of(four_rows(family), reader_of(family), rows_for(family))
     for options in ({}, {"num_items_in_batch": 31}):
-        assert_same_training(training(ours, batch, **options), training(plain, batch, **options), tolerance=2e-5)
+        assert_same_training(training(patched, batch, **options), training(plain, batch, **options), tolerance=2e-5)
 
 
 @each_family
@@ -209,13 +209,13 @@ def test_only_the_language_model_gets_adapters(family, tokenizer_of):
 @each_family
 def test_only_the_language_model_multiplies_in_float8(family, four_rows, tokenizer_of, reader_of):
     exact = trainable(family, tokenizer_of(family), spec=VisionOptions(freeze_projector=False))
-    ours = copy.deepcopy(exact)
-    patch(ours)
-    to_float8(ours)
+    patched = copy.deepcopy(exact)
+    patch(patched)
+    to_float8(patched)
     batch = batch_of(four_rows(family), reader_of(family), (0,), multiple_of=16)
-    found, truth = training(ours, batch), training(exact, batch)
+    found, truth = training(patched, batch), training(exact, batch)
     assert 1e-6 < abs(float(found[0] / truth[0]) - 1) < 2e-2
     assert found[1].keys() == truth[1].keys()
-    quantised = [name for name, module in ours.named_modules() if type(module).__name__ == "Float8Linear"]
-    assert {part_of(family_of(ours.config), f"{name}.weight") for name in quantised} == {"language_model"}
+    quantised = [name for name, module in patched.named_modules() if type(module).__name__ == "Float8Linear"]
+    assert {part_of(family_of(patched.config), f"{name}.weight") for name in quantised} == {"language_model"}
     assert not any("lm_head" in name for name in quantised)

@@ -113,10 +113,10 @@ def check_heads_fit(config: HeadsConfig, folder: Path, weight: Tensor) -> None:
 
 def write_heads(
     heads: dict[str, Tensor],
-    config: HeadsConfig,
     weight: Tensor,
     folder: Path,
     *,
+    base_model: str,
     tokenizer: PreTrainedTokenizerBase,
     paths: Sequence[TreePath],
     expand: bool,
@@ -125,16 +125,26 @@ def write_heads(
 ) -> None:
     """Write heads, tokenizer, tree and prompt template; `folder` appears only when complete.
 
-    heads: state dict of `MedusaHeads`. weight (V, E): of the model's output head. expand: write a copy of a shared
-    projection for each head.
+    heads: state dict of `MedusaHeads`. weight (V, E): of the model's output head. base_model: its folder or hub id.
+    expand: write a copy of a shared projection for each head.
     """
+    num_heads = len({name.split(".")[0] for name in heads})
+    num_layers = len({name.split(".")[1] for name in heads if ".linear." in name})
+    shared, weight = f"0.{num_layers}.weight" not in heads, weight.detach().to("cpu").contiguous()
+    config = HeadsConfig(
+        medusa_num_heads=num_heads,
+        medusa_num_layers=num_layers,
+        hidden_size=weight.shape[1],
+        vocab_size=weight.shape[0],
+        base_model_name_or_path=base_model,
+        original_lm_head=shared and not expand,
+        torch_dtype=str(weight.dtype).removeprefix("torch."),
+        base_model_fingerprint=fingerprint_of(weight),
+    )
     tensors = {name: t.detach().to("cpu").contiguous() for name, t in heads.items()}
-    if config.original_lm_head and expand:
-        config = dataclasses.replace(config, original_lm_head=False)
-        for i in range(config.medusa_num_heads):
-            tensors[f"{i}.{config.medusa_num_layers}.weight"] = weight.detach().to("cpu").clone()
-    elif config.original_lm_head:
-        tensors["lm_heads.0.weight"] = weight.detach().to("cpu").contiguous()
+    if shared:
+        names = [f"{i}.{num_layers}.weight" for i in range(num_heads)] if expand else ["lm_heads.0.weight"]
+        tensors |= {name: weight.clone() for name in names}
     aside = folder.with_name(f".{folder.name}.partial")
     remove(aside)
     aside.mkdir(parents=True)
@@ -169,16 +179,15 @@ def read_heads(folder: Path, weight: Tensor) -> MedusaHeads:
         raise UserError(f"{folder / WEIGHTS} could not be read: {error}", hint="Train the heads again.") from error
     own = f"0.{config.medusa_num_layers}.weight" in tensors  # config.json of the first Medusa release does not tell
     heads = MedusaHeads(config.medusa_num_heads, config.medusa_num_layers, weight.detach(), own_lm_head=own)
-    wanted = {name: t for name, t in tensors.items() if not name.startswith("lm_heads.")}
-    expected = {name: t.shape for name, t in heads.state_dict().items()}
-    if {name: t.shape for name, t in wanted.items()} != expected:
-        odd = sorted(expected.keys() ^ wanted.keys()) or sorted(n for n in wanted if wanted[n].shape != expected[n])
+    try:
+        heads.load_state_dict({name: t for name, t in tensors.items() if not name.startswith("lm_heads.")})
+    except RuntimeError as error:
+        reason = " ".join(str(error).partition("\n")[2].split())
         raise UserError(
             f"{folder / WEIGHTS} does not hold {config.medusa_num_heads} heads of {config.medusa_num_layers} blocks, "
-            f"as its {CONFIG} says ({', '.join(odd[:3])}).",
+            f"as its {CONFIG} says: {reason}",
             hint="Train or export the heads again.",
-        )
-    heads.load_state_dict(wanted)
+        ) from error
     return heads
 
 

@@ -88,7 +88,7 @@ class TeacherOutput(NamedTuple):
 
 @dataclass(frozen=True)
 class LossInputs:
-    """What both losses read. The loss has S parts: the K heads, after the model's own part if it trains (K + 1)."""
+    """Inputs of both losses. The loss has S parts: the K heads, after the model's own part if it trains."""
 
     hidden: Tensor  # (B, T, E): the model's last hidden state
     heads: MedusaHeads

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from ligertune.errors import UserError
 from ligertune.tasks.medusa.heads import MedusaHeads
-from ligertune.tasks.medusa.heads_files import HeadsConfig, fingerprint_of, read_choices, read_heads, write_heads
+from ligertune.tasks.medusa.heads_files import read_choices, read_heads, write_heads
 
 HEADS, LAYERS, HIDDEN, VOCAB = 2, 2, 64, 128
 BLOCKS = {
@@ -39,13 +39,8 @@ def write(quickstart, tmp_path, weight):
         heads = MedusaHeads(HEADS, LAYERS, weight.to(dtype), own_lm_head=own)
         for parameter in heads.parameters():
             parameter.data += 0.1 * torch.randn(parameter.shape, dtype=dtype)
-        config = HeadsConfig(
-            medusa_num_heads=HEADS, medusa_num_layers=LAYERS, hidden_size=HIDDEN, vocab_size=VOCAB,
-            base_model_name_or_path="some/model", original_lm_head=not own,
-            torch_dtype=str(dtype).removeprefix("torch."), base_model_fingerprint=fingerprint_of(weight),
-        )  # fmt: skip
         write_heads(
-            heads.state_dict(), config, weight.to(dtype), tmp_path / "medusa",
+            heads.state_dict(), weight.to(dtype), tmp_path / "medusa", base_model="some/model",
             tokenizer=AutoTokenizer.from_pretrained(quickstart / "stories260K"), paths=[(0,), (0, 0)], expand=expand,
             prompt_template="chat", system_prompt=None,
         )  # fmt: skip

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from pathlib import Path
-
 import pytest
 import torch
 import transformers
 from ligertune_kernels import labelled_rows
+from medusa_runs import MEDUSA
 from tiny_models import batch, make
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -52,15 +50,6 @@ class PeakBytes(TorchDispatchMode):
         self.alive = {k: v for k, v in self.alive.items() if k not in self.own and not v[0].expired()}
         self.bytes = max(self.bytes, sum(size for _, size in self.alive.values()))
         return given
-
-
-def estimate_of(shape: MedusaShape, *, itemsize: int, **kept: object) -> MemoryEstimate:
-    dtype = {2: "bfloat16", 4: "float32"}[itemsize]
-    states = state_bytes(shape.parameters, weight_dtype=dtype, optim="adamw_torch_fused", method="full")
-    return MemoryEstimate(
-        states, shape.layer, shape.head, ActivationPolicy(attention="varlen", **kept), layers=shape.num_hidden_layers,
-        itemsize=itemsize, step_bytes=states.step, labelled=0.75, in_front=shape.in_front, heads=shape.heads,
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -124,17 +113,20 @@ def shapes() -> dict[tuple[int, int], MedusaShape]:
 @pytest.mark.parametrize("point", MEASURED, ids=str)
 def test_the_plan_matches_the_measurements(point, shapes):
     stage, number, tokens = point
-    estimate = replace(
-        estimate_of(shapes[stage, number], itemsize=2, checkpointing=stage == 2), workspace=CUBLAS_WORKSPACE
-    )
+    shape = shapes[stage, number]
+    states = state_bytes(shape.parameters, weight_dtype="bfloat16", optim="adamw_torch_fused", method="full")
+    estimate = MemoryEstimate(
+        states, shape.layer, shape.head, ActivationPolicy(attention="varlen", checkpointing=stage == 2),
+        layers=shape.num_hidden_layers, itemsize=2, step_bytes=states.step, labelled=0.75, in_front=shape.in_front,
+        heads=shape.heads, workspace=CUBLAS_WORKSPACE,
+    )  # fmt: skip
     planned = estimate.peak(1, tokens, accumulates=False, memory=80 * GIB).total
     assert planned == pytest.approx(MEASURED[point] * GIB, rel=0.005)
 
 
 @pytest.mark.parametrize("change", ["kernels.loss=torch", "parallel.strategy=fsdp"])
 def test_memory_that_is_not_predicted_is_reported(change, tmp_path):
-    recipe = Path(__file__).parents[3] / "configs" / "medusa" / "stories260k.yaml"
-    recipe = load_recipe(recipe, overrides=[change, f"checkpoint.output_dir={tmp_path}"])
+    recipe = load_recipe(MEDUSA, overrides=[change, f"checkpoint.output_dir={tmp_path}"])
     plan = plan_for(recipe, for_show=True, memory_gib=80, gpus=2).plan
     assert plan.peak is None
     with pytest.raises(UserError, match="memory is predicted for one process or ddp"):
