@@ -1,8 +1,9 @@
-"""Runs of several ranks (DDP, FSDP, HSDP, context parallel) train and resume as one process does."""
+"""Runs of several ranks (DDP, FSDP, HSDP, context parallel, ZeRO) train and resume as one process does."""
 
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -170,3 +171,48 @@ def test_a_context_parallel_rank_is_planned_for_its_part_of_a_row(tmp_path):
     shared, whole = (plan_for(recipe, processes=4).plan for recipe in recipes)
     assert shared.batching.row_ranks == 1 and shared.batching.global_batch_size * 4 == whole.batching.global_batch_size
     assert shared.bytes == whole.bytes and shared.peak.total < whole.peak.total
+
+
+ZERO = ["deepspeed_zero2", "deepspeed_zero3"]
+needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs the package deepspeed")
+
+
+@needs_deepspeed
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ZERO)
+def test_zero_trains_and_resumes_as_ddp_does(strategy, ranks_run, tmp_path):
+    settings, ddp = {**SETTINGS, "parallel.strategy": strategy}, ranks_run("ddp")
+    assert train_ranks(2, tmp_path, **settings) == pytest.approx(losses(ddp), rel=1e-5)
+    found, expected = (load_file(folder / "model" / "model.safetensors") for folder in (tmp_path / "run", ddp))
+    assert found.keys() == expected.keys()
+    assert all((found[name] - expected[name]).abs().max() < 1e-4 for name in expected)
+    resumed = train_ranks(2, tmp_path / "resumed", **settings, **from_step_2(tmp_path / "run"))
+    assert resumed == losses(tmp_path / "run")[2:]
+
+
+@needs_deepspeed
+@pytest.mark.slow
+def test_the_best_adapter_is_gathered_from_weights_that_zero_shards(tmp_path):
+    changes = {"method.type": "lora", "model.dtype": "bfloat16", "checkpoint.load_best_model_at_end": "true"}
+    found = train_ranks(2, tmp_path, **{**SETTINGS, **changes, "parallel.strategy": "deepspeed_zero3"})
+    assert found[-1] < found[0]
+    adapter = load_file(tmp_path / "run" / "model" / "adapter_model.safetensors")
+    assert all(weight.numel() for weight in adapter.values())
+    assert any(weight.abs().max() > 0 for name, weight in adapter.items() if "lora_B" in name)
+
+
+@needs_deepspeed
+@pytest.mark.slow
+def test_zero_refuses_a_checkpoint_of_ddp(ranks_run, tmp_path):
+    settings = {**SETTINGS, "parallel.strategy": "deepspeed_zero2", **from_step_2(ranks_run("ddp"))}
+    with pytest.raises((UserError, AssertionError), match="was written by 2 processes with ddp"):
+        train_ranks(2, tmp_path, **settings)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("train.optim", "adafactor"), ("kernels.optimizer", "true"), ("method.type", "qlora"), ("task", "medusa")],
+)
+def test_zero_refuses_keys_that_deepspeed_does_not_support(key, value, tmp_path):
+    with pytest.raises(UserError, match=key):
+        recipe_for(tmp_path, **{"parallel.strategy": "deepspeed_zero3", key: value})

@@ -103,15 +103,6 @@ def test_ctrl_c_saves_and_says_so_once(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_killed_rank_ends_the_run_with_one_sentence(tmp_path):
-    done = disturb_run(tmp_path, lambda process: os.kill(ranks_of(process)[1], signal.SIGKILL))
-    assert done.code == 1
-    said = done.err.strip().splitlines()
-    assert len(said) == 1, done.err
-    assert "Rank 1 (process " in said[0] and "was killed by SIGKILL" in said[0] and newest(tmp_path) in said[0]
-
-
-@pytest.mark.slow
 def test_an_error_on_every_rank_is_printed_once(tmp_path):
     first = {**SETTINGS, "train.max_steps": 4, "checkpoint.output_dir": tmp_path / "first"}
     assert run(train_command(**first), cwd=tmp_path).code == 0
@@ -123,20 +114,26 @@ def test_an_error_on_every_rank_is_printed_once(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("after", ["plan.json", "checkpoints/step-3"], ids=["before the first step", "after a save"])
-def test_a_rank_that_hangs_ends_the_run_after_the_timeout(after, tmp_path):
+@pytest.mark.parametrize(
+    ("number", "after", "words"),
+    [
+        (signal.SIGKILL, "checkpoints/step-3", "was killed by SIGKILL"),
+        (signal.SIGSTOP, "checkpoints/step-3", "did not answer for 4 seconds"),
+        (signal.SIGSTOP, "plan.json", "did not answer for 4 seconds"),  # before the first step
+    ],
+)
+def test_a_rank_that_dies_or_hangs_ends_the_run_with_one_sentence(number, after, words, tmp_path):
     """The process groups themselves wait half an hour before the first step and while saving."""
     started = time.monotonic()
 
-    def stop(process: subprocess.Popen) -> None:
-        os.kill(ranks_of(process)[1], signal.SIGSTOP)
+    def disturb(process: subprocess.Popen) -> None:
+        os.kill(ranks_of(process)[1], number)
 
-    done = disturb_run(tmp_path, stop, after=after, **{"parallel.timeout": 4})
+    done = disturb_run(tmp_path, disturb, after=after, **{"parallel.timeout": 4})
     assert done.code == 1 and time.monotonic() - started < 60
-    said = done.err.strip().splitlines()
-    assert len(said) == 1, done.err
+    (said,) = done.err.strip().splitlines()
     kept = "There is no checkpoint" if after == "plan.json" else newest(tmp_path)
-    assert "Rank 1 (process " in said[0] and "did not answer for 4 seconds" in said[0] and kept in said[0]
+    assert "Rank 1 (process " in said and words in said and kept in said
 
 
 @pytest.mark.slow
