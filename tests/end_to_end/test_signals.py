@@ -9,7 +9,8 @@ import pytest
 from command_line import losses, overrides, start, train_command, wait_until, weights
 
 SETTINGS = {"train.max_steps": 300, "logging.logging_steps": 1, "checkpoint.save_strategy": "no",
-            "data.val_split": 0, "checkpoint.output_dir": "run"}  # fmt: skip
+            "data.val_split": 0, "checkpoint.output_dir": "run", "train.per_device_train_batch_size": 2,
+            "train.gradient_accumulation_steps": 1}  # fmt: skip
 
 
 def stop_with(number: int, folder, after: int = 3, **changes: object) -> int:
@@ -41,7 +42,7 @@ def test_without_save_on_signal_a_run_stops_at_once(tmp_path):
 
 def test_resume_after_sigterm_at_a_random_step_is_bit_equal(tmp_path, ligertune, recipe):
     """Folders of incomplete checkpoints are ignored."""
-    steps, stop_after = 20, SystemRandom().randint(1, 10)
+    steps, stop_after = 40, SystemRandom().randint(1, 10)
     settings = {**SETTINGS, "train.max_steps": steps}
     whole = ligertune("train", recipe, *overrides({**settings, "checkpoint.output_dir": "whole"}))
     assert whole.code == 0, whole.err

@@ -6,7 +6,7 @@ import dataclasses
 import re
 
 import pytest
-from quickstart_runs import recipe_for
+from quickstart_runs import recipe_for, saves
 
 from ligertune.planning.make_plan import host_memory_parts, warn_of_host_memory
 from ligertune.planning.plan import Plan
@@ -14,7 +14,7 @@ from ligertune.run import plan_for
 
 GIB = 2**30
 CHECKPOINTING, OFFLOAD_BOTH = "train.gradient_checkpointing", {"train.gradient_checkpointing": "offload_both"}
-OPTIM_OFFLOAD, ASYNC_SAVE = {"train.optim_offload": "true"}, {"checkpoint.async_save": "true"}
+OPTIM_OFFLOAD, ASYNC_SAVE = {"train.optim_offload": "true"}, {"checkpoint.async_save": "true", **saves(2)}
 
 
 @pytest.fixture
