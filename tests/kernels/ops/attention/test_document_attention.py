@@ -6,6 +6,7 @@ import functools
 
 import pytest
 import torch
+from covering import every_pair
 from judge import OF_A_ROW, judge
 from ligertune_kernels import document_attention, document_attention_reference, runs_triton
 from ligertune_kernels.chips import INTERPRETER, Chip, attention_tiles
@@ -111,9 +112,7 @@ def test_the_formula_agrees_with_the_reference(terms, device) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("lengths, heads, dtype", every_pair(LENGTHS, HEADS, DTYPES))
 def test_agrees_with_float64(lengths, heads, dtype, device) -> None:
     judged(lengths, heads, dtype, device)
 

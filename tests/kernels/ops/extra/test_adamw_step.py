@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
+from covering import every_pair
 from ligertune_kernels import adamw_step, adamw_step_reference
 
 # one element, a ragged block, whole blocks, and more than one of them in two dimensions
 SHAPES = [(1,), (3, 7), (2, 1024), (3, 2049)]
+OPTIONS = pytest.param(0.0, None), pytest.param(0.1, 4.0)  # weight decay, scale of the gradient
 NUMBERS = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8}
 SLACK = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # of the parameter's range, after 3 steps
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", SLACK, ids=str)
-@pytest.mark.parametrize(("decay", "scale"), [(0.0, None), (0.1, 4.0)])
+@pytest.mark.parametrize("shape, dtype, decay, scale", every_pair(SHAPES, tuple(SLACK), OPTIONS))
 def test_agrees_with_float64(shape, dtype, decay, scale, device):
     ours = [torch.randn(shape, device=device, dtype=dtype)]
     ours += [torch.zeros(shape, device=device, dtype=dtype) for _ in range(2)]

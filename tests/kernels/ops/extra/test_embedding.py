@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from covering import every_pair
 from judge import judge
 from ligertune_kernels import Embedding, embedding, embedding_reference, runs_triton
 from ligertune_kernels.ops.extra.embedding import CHUNK
 
 V = 11
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+WIDTHS = (8, 1030)  # several rows per program; a ragged second block in the backward
 SEGMENTS = (
     pytest.param([1], id="one index"),
     pytest.param([CHUNK], id="one segment, one chunk"),
@@ -27,9 +30,7 @@ def shuffled(lengths: list[int], device: torch.device, dtype: torch.dtype = torc
     return values[torch.randperm(values.numel())].to(device, dtype)
 
 
-@pytest.mark.parametrize("n_cols", [8, 1030])  # several rows per program; a ragged second block in the backward
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("lengths", SEGMENTS)
+@pytest.mark.parametrize("lengths, dtype, n_cols", every_pair(SEGMENTS, DTYPES, WIDTHS))
 def test_agrees_with_float64(lengths, dtype, n_cols, device) -> None:
     indices = shuffled(lengths, device)
     weight = torch.randn(V, n_cols, device=device, dtype=dtype)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from covering import every_pair
 from ligertune_kernels import int2_int8_matmul, int2_int8_matmul_reference, pack_int2, runs_triton, unpack_int2
 from ligertune_kernels.chips import INTERPRETER, Chip, unpacks_int2_weight
 from ligertune_kernels.ops.extra.int2_int8_matmul import _unpack
@@ -15,6 +16,9 @@ SIZES = (
     pytest.param((70,), 130, 1024, id="several tiles each way, aligned"),
     pytest.param((13, 5), 72, 320, id="first number of rows with an unpacked weight"),
 )
+FORMS = pytest.param(10, 67, id="fused"), pytest.param(66, 72, id="unpacked")
+SCALES = [pytest.param(by_row, weight) for by_row in (True, False) for weight in ("by column", "one", "none")][:5]
+DTYPES = torch.float32, torch.bfloat16
 H100 = Chip("nvidia", "sm90", 32, 132, 50 << 20)
 MI300X = Chip("amd", "gfx942", 64, 304, 4 << 20)
 
@@ -43,16 +47,12 @@ def test_the_largest_sums_are_exact(device) -> None:
     assert int2_int8_matmul(x, w).item() == 256 * 70_000 - 2
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("by_row", [True, False])
-@pytest.mark.parametrize("by_column", [True, False, None])
-@pytest.mark.parametrize("n_rows, n_cols", [(10, 67), (66, 72)], ids=["fused", "unpacked"])
-def test_scales_multiply_the_product(n_rows, n_cols, by_column, by_row, dtype, device) -> None:
+@pytest.mark.parametrize("n_rows, n_cols, by_row, weight, dtype", every_pair(FORMS, SCALES, DTYPES))
+def test_scales_multiply_the_product(n_rows, n_cols, by_row, weight, dtype, device) -> None:
     x, w = example((2, n_rows // 2), n_cols, 64, device)
-    if by_row is False and by_column is None:
-        return
     x_scale = torch.rand(x.shape[:-1], device=device, dtype=dtype) if by_row else None
-    weight_scale = None if by_column is None else torch.rand((n_cols,) if by_column else (), device=device, dtype=dtype)
+    sizes = {"by column": (n_cols,), "one": ()}
+    weight_scale = None if weight == "none" else torch.rand(sizes[weight], device=device, dtype=dtype)
     y = int2_int8_matmul(x, pack_int2(w), x_scale=x_scale, weight_scale=weight_scale)
     expected = int2_int8_matmul_reference(x, pack_int2(w), x_scale=x_scale, weight_scale=weight_scale)
     assert y.dtype == torch.float32

@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from covering import every_pair
 from judge import judge
 from ligertune_kernels import GeGLU, SwiGLU, geglu, geglu_reference, runs_triton, swiglu, swiglu_reference
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -23,13 +24,12 @@ SHAPES = (
 )
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("op, reference", OPS)
-def test_agrees_with_float64(op, reference, shape, dtype, device) -> None:
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("op, reference, shape, dtype", every_pair(OPS, SHAPES, DTYPES))
+def test_agrees_with_float64(op, reference, shape, dtype, inplace, device) -> None:
     gate, up = (3.0 * torch.randn(shape, device=device, dtype=dtype) for _ in range(2))
-    judge(op, reference, [gate, up])
-    judge(op, reference, [torch.cat((gate, up), dim=-1)])
+    for inputs in ([gate, up], [torch.cat((gate, up), dim=-1)]):
+        judge(lambda *tensors: op(*(t.clone() for t in tensors), inplace=inplace), reference, inputs)
 
 
 @pytest.mark.parametrize("op, reference", OPS)
@@ -38,10 +38,12 @@ def test_stays_finite_where_the_activation_saturates(op, reference, device) -> N
     judge(op, reference, [gate, torch.ones_like(gate)])
 
 
+@pytest.mark.parametrize("inplace", [False, True])
 @pytest.mark.parametrize("grads", [(True, False), (False, True)])
 @pytest.mark.parametrize("op, reference", OPS)
-def test_computes_only_the_needed_gradient(op, reference, grads, device) -> None:
-    judge(op, reference, [torch.randn(3, 20, device=device) for _ in range(2)], grads=grads)
+def test_computes_only_the_needed_gradient(op, reference, grads, inplace, device) -> None:
+    inputs = [torch.randn(3, 20, device=device) for _ in range(2)]
+    judge(lambda gate, up: op(gate.clone(), up.clone(), inplace=inplace), reference, inputs, grads=grads)
 
 
 def test_takes_inputs_and_gradients_of_any_stride(device) -> None:
@@ -75,26 +77,6 @@ def test_mismatched_arguments_raise_an_error_that_names_them() -> None:
         geglu(torch.zeros(2, 8), torch.zeros(2, 7))
     with pytest.raises(ValueError, match="'erf'"):
         geglu(torch.zeros(2, 8), approximate="erf")
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("op, reference", OPS)
-def test_in_place_agrees_with_float64(op, reference, shape, dtype, device) -> None:
-    gate, up = (3.0 * torch.randn(shape, device=device, dtype=dtype) for _ in range(2))
-    judge(lambda gate, up: op(gate.clone(), up.clone(), inplace=True), reference, [gate, up])
-    judge(lambda packed: op(packed.clone(), inplace=True), reference, [torch.cat((gate, up), dim=-1)])
-
-
-@pytest.mark.parametrize("grads", [(True, False), (False, True)])
-@pytest.mark.parametrize("op, reference", OPS)
-def test_in_place_computes_only_the_needed_gradient(op, reference, grads, device) -> None:
-    judge(
-        lambda gate, up: op(gate.clone(), up.clone(), inplace=True),
-        reference,
-        [torch.randn(3, 20, device=device) for _ in range(2)],
-        grads=grads,
-    )
 
 
 def in_place_or_skip(device) -> None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from covering import every_pair
 from judge import judge
 from ligertune_kernels import AddRMSNorm, RMSNorm, add_rms_norm, add_rms_norm_reference, rms_norm_reference
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+CASTS = (pytest.param("llama", 0.0), pytest.param("gemma", 1.0))
 SIZES = (
     pytest.param((1, 7), id="one short row"),
     pytest.param((43, 3, 96), id="ragged last tile, leading dimensions"),
@@ -16,9 +19,7 @@ SIZES = (
 )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("cast, offset", [("llama", 0.0), ("gemma", 1.0)])
-@pytest.mark.parametrize("shape", SIZES)
+@pytest.mark.parametrize("shape, cast, offset, dtype", every_pair(SIZES, CASTS, DTYPES))
 def test_agrees_with_float64(shape, cast, offset, dtype, device) -> None:
     judge(
         lambda x, r, w: add_rms_norm(x, r, w, 1e-5, offset=offset, cast=cast),

@@ -7,11 +7,12 @@ from functools import partial
 
 import pytest
 import torch
+from covering import every_pair
 from judge import judge
 from ligertune_kernels import RMSNorm, rms_norm, rms_norm_reference, runs_triton
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-CASTS = (("llama", 0.0), ("gemma", 1.0), ("gemma", 0.0), ("none", 0.0))
+CASTS = tuple(pytest.param(*cast) for cast in (("llama", 0.0), ("gemma", 1.0), ("gemma", 0.0), ("none", 0.0)))
 
 SIZES = (
     pytest.param((1, 7), id="one short row"),
@@ -25,9 +26,7 @@ SIZES = (
 )
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("cast, offset", CASTS)
-@pytest.mark.parametrize("shape", SIZES)
+@pytest.mark.parametrize("shape, cast, offset, dtype", every_pair(SIZES, CASTS, DTYPES))
 def test_agrees_with_float64(shape, cast, offset, dtype, device) -> None:
     inputs = [torch.randn(s, device=device, dtype=dtype) for s in (shape, shape[-1:])]
     judge(
