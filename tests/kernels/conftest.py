@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ligertune_kernels.launcher import TRITON_INSTALLED, backend
+from ligertune_kernels import backend
 
 ONLY_REFERENCES = {"norms", "attention", "mlp", "extra"}  # folders of ops without a form in torch
 
@@ -25,9 +25,9 @@ def device() -> torch.device:
 
 @pytest.fixture(autouse=True)
 def no_reference_against_itself(request: pytest.FixtureRequest) -> None:
-    """Skip where an op would be compared with the reference that it runs; without triton, run the test nonetheless."""
+    """Skip where an op would be compared with the reference that it runs."""
     needs_kernels = "device" in request.fixturenames and request.path.parent.name in ONLY_REFERENCES
-    if needs_kernels and TRITON_INSTALLED and backend(request.getfixturevalue("device")) == "reference":
+    if needs_kernels and backend(request.getfixturevalue("device")) == "reference":
         pytest.skip("a reference would be compared with itself; test_under_interpreter.py runs the kernels")
 
 

@@ -1,4 +1,4 @@
-"""Every op with a gradient: checkpointing, autocast, another GPU, and second derivatives, right or refused."""
+"""Every op with a gradient: needed gradients only, empty tensors, checkpointing, autocast, second derivatives."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def rotated(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
 
 
 def attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    ends = torch.tensor([5] * 5 + [ROWS] * (ROWS - 5), device=q.device, dtype=torch.int32)
+    ends = torch.tensor([5] * 5 + [ROWS] * (ROWS - 5), device=q.device, dtype=torch.int32)[: len(q)]
     return kernels.document_attention(q, k, v, torch.where(ends == 5, 0, 5).int(), ends)
 
 
@@ -73,16 +73,56 @@ CALLS: dict[str, tuple[tuple[tuple[int, ...], ...], Callable[..., torch.Tensor]]
     ),
     "embedding": (((CLASSES, WIDTH),), lambda table: kernels.embedding(labels(table.device).clamp(min=0), table)),
 }
+# Long rows, whose gradients are computed in two parts.
+LONG_ROWS = {
+    "rms_norm, long rows": (((ROWS, 8200), (8200,)), kernels.rms_norm),
+    "layer_norm, long rows": (((ROWS, 8200), (8200,), (8200,)), kernels.layer_norm),
+}
+in_place = {"inplace": True}
+IN_PLACE = {
+    "swiglu, in place": (((ROWS, WIDTH),) * 2, lambda *pair: kernels.swiglu(*(t * 1.0 for t in pair), **in_place)),
+    "geglu, in place": (((ROWS, WIDTH),) * 2, lambda *pair: kernels.geglu(*(t * 1.0 for t in pair), **in_place)),
+}
+# Shapes without elements, of rows or of columns.
+EMPTY = [
+    *(("rms_norm", (shape, shape[-1:])) for shape in ((0, 8), (2, 0, 8), (2, 0))),
+    *(("add_rms_norm", (shape, shape, shape[-1:])) for shape in ((0, 8), (2, 0))),
+    *(("layer_norm", (shape, shape[-1:], shape[-1:])) for shape in ((0, 8), (2, 0))),
+    *(("group_norm", (shape, (4,), (4,))) for shape in ((0, 4, 3), (2, 4, 0))),
+    ("apply_rope", ((0, 2, 16, 8), (0, 2, 16, 8))),
+    ("document_attention", ((0, 4, 16), (0, 2, 16), (0, 2, 16))),
+    ("swiglu", ((2, 0, 8), (2, 0, 8))),
+    ("geglu", ((2, 0, 8), (2, 0, 8))),
+]
 every_op = pytest.mark.parametrize("name", CALLS)
 
 
-def example(name: str, device: torch.device, dtype: torch.dtype = torch.float32) -> tuple[Callable, list[torch.Tensor]]:
-    shapes, call = CALLS[name]
-    return call, tensors(*shapes, device=device, dtype=dtype)
+def example(name: str, device: torch.device) -> tuple[Callable, list[torch.Tensor]]:
+    shapes, call = (CALLS | LONG_ROWS | IN_PLACE)[name]
+    return call, tensors(*shapes, device=device, dtype=torch.float32)
 
 
 def test_no_op_with_a_gradient_is_left_out() -> None:
     assert {op.name for op in OPS if op.inputs} - {"adamw_step"} == CALLS.keys()
+
+
+@pytest.mark.parametrize("name", [*CALLS, *LONG_ROWS, *IN_PLACE])
+def test_only_the_gradients_that_are_needed_are_computed(name, device) -> None:
+    """Each gradient alone, and all but one: the same as with the others."""
+    call, leaves = example(name, device)
+    whole = torch.autograd.grad(call(*leaves).square().sum(), leaves)
+    places = range(len(leaves))
+    for needed in {*((i,) for i in places), *(tuple(j for j in places if j != i) for i in places)} - {()}:
+        some = [leaf if i in needed else leaf.detach() for i, leaf in enumerate(leaves)]
+        found = torch.autograd.grad(call(*some).square().sum(), [some[i] for i in needed])
+        torch.testing.assert_close(found, tuple(whole[i] for i in needed))
+
+
+@pytest.mark.parametrize("name, shapes", EMPTY, ids=str)
+def test_takes_empty_tensors(name, shapes, device) -> None:
+    leaves = tensors(*shapes, device=device, dtype=torch.float32)
+    CALLS[name][1](*leaves).sum().backward()
+    assert all(leaf.grad.shape == leaf.shape and not leaf.grad.any() for leaf in leaves)
 
 
 @every_op

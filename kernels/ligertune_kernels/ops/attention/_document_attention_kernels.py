@@ -128,19 +128,14 @@ def attention_forward_kernel(
     weighted = tl.zeros([ROWS, WIDTH], tl.float32)
     total, row_max = tl.zeros([ROWS], tl.float32), tl.full([ROWS], LOWEST, tl.float32)
     begin, n_left, n_masked, diagonal, free, n_free = _key_blocks(first, starts_ptr, n_tokens, ROWS, COLS, WINDOW)
-    for i in range(n_free):
-        weighted, total, row_max = _accumulate_output(
-            q, weighted, total, row_max, rows, starts, k_ptr, v_ptr, free + i * COLS, head // GROUP,
-            k_token_stride, k_head_stride, v_token_stride, v_head_stride, n_tokens, head_dim, scale, cap,
-            False, WINDOW, HAS_CAP, COLS, WIDTH, FITS,
-        )  # fmt: skip
-    for i in range(n_masked):
-        block = tl.where(i < n_left, begin + i * COLS, diagonal + (i - n_left) * COLS)
-        weighted, total, row_max = _accumulate_output(
-            q, weighted, total, row_max, rows, starts, k_ptr, v_ptr, block, head // GROUP,
-            k_token_stride, k_head_stride, v_token_stride, v_head_stride, n_tokens, head_dim, scale, cap,
-            True, WINDOW, HAS_CAP, COLS, WIDTH, FITS,
-        )  # fmt: skip
+    for masked in tl.static_range(2):  # all free blocks, then all masked ones
+        for i in range(n_masked if masked else n_free):
+            at_edge = tl.where(i < n_left, begin + i * COLS, diagonal + (i - n_left) * COLS)
+            weighted, total, row_max = _accumulate_output(
+                q, weighted, total, row_max, rows, starts, k_ptr, v_ptr, at_edge if masked else free + i * COLS, head // GROUP,
+                k_token_stride, k_head_stride, v_token_stride, v_head_stride, n_tokens, head_dim, scale, cap,
+                masked, WINDOW, HAS_CAP, COLS, WIDTH, FITS,
+            )  # fmt: skip
     _store_tile(out_ptr, weighted / total[:, None], first, head, HEADS, n_tokens, head_dim, ROWS, WIDTH)
     tl.store(lse_ptr + head.to(tl.int64) * n_tokens + rows, row_max + tl.log2(total), mask=rows < n_tokens)
 
@@ -190,19 +185,14 @@ def attention_dq_kernel(
     lse = tl.load(lse_ptr + row_offs, mask=in_range, other=0.0)
     dq = tl.zeros([ROWS, WIDTH], tl.float32)
     begin, n_left, n_masked, diagonal, free, n_free = _key_blocks(first, starts_ptr, n_tokens, ROWS, COLS, WINDOW)
-    for i in range(n_free):
-        dq = _accumulate_dq(
-            q, d_out, lse, delta, dq, rows, starts, k_ptr, v_ptr, free + i * COLS, head // GROUP,
-            k_token_stride, k_head_stride, v_token_stride, v_head_stride, n_tokens, head_dim, scale, cap,
-            False, WINDOW, HAS_CAP, COLS, WIDTH, FITS,
-        )  # fmt: skip
-    for i in range(n_masked):
-        block = tl.where(i < n_left, begin + i * COLS, diagonal + (i - n_left) * COLS)
-        dq = _accumulate_dq(
-            q, d_out, lse, delta, dq, rows, starts, k_ptr, v_ptr, block, head // GROUP,
-            k_token_stride, k_head_stride, v_token_stride, v_head_stride, n_tokens, head_dim, scale, cap,
-            True, WINDOW, HAS_CAP, COLS, WIDTH, FITS,
-        )  # fmt: skip
+    for masked in tl.static_range(2):  # all free blocks, then all masked ones
+        for i in range(n_masked if masked else n_free):
+            at_edge = tl.where(i < n_left, begin + i * COLS, diagonal + (i - n_left) * COLS)
+            dq = _accumulate_dq(
+                q, d_out, lse, delta, dq, rows, starts, k_ptr, v_ptr, at_edge if masked else free + i * COLS, head // GROUP,
+                k_token_stride, k_head_stride, v_token_stride, v_head_stride, n_tokens, head_dim, scale, cap,
+                masked, WINDOW, HAS_CAP, COLS, WIDTH, FITS,
+            )  # fmt: skip
     _store_tile(dq_ptr, dq * scale, first, head, HEADS, n_tokens, head_dim, ROWS, WIDTH)
 
 
@@ -269,22 +259,18 @@ def attention_dkdv_kernel(
     n_free = tl.maximum(free_end - free, 0) // ROWS
     behind = free + n_free * ROWS  # from here on some queries are of other documents, or past the window
     n_masked = tl.cdiv(tl.minimum(end, free) - first, ROWS) + tl.maximum(tl.cdiv(end - behind, ROWS), 0)
-    block, head = free, key_head * GROUP
-    for _ in range(GROUP * n_free):
-        dk, dv = _accumulate_dkdv(
-            k, v, dk, dv, cols, starts_ptr, q_ptr, d_out_ptr, lse_ptr, delta_ptr, block, head,
-            q_token_stride, q_head_stride, HEADS * head_dim, n_tokens, head_dim, scale, cap,
-            False, WINDOW, HAS_CAP, ROWS, WIDTH, FITS,
-        )  # fmt: skip
-        block, head = _next_block(block + ROWS, head, free, behind)
-    block, head = first, key_head * GROUP
-    for _ in range(GROUP * n_masked):
-        dk, dv = _accumulate_dkdv(
-            k, v, dk, dv, cols, starts_ptr, q_ptr, d_out_ptr, lse_ptr, delta_ptr, block, head,
-            q_token_stride, q_head_stride, HEADS * head_dim, n_tokens, head_dim, scale, cap,
-            True, WINDOW, HAS_CAP, ROWS, WIDTH, FITS,
-        )  # fmt: skip
-        block = tl.where(block + ROWS == free, behind, block + ROWS)
-        block, head = _next_block(block, head, first, end)
+    for masked in tl.static_range(2):
+        block, head = first if masked else free, key_head * GROUP
+        for _ in range(GROUP * (n_masked if masked else n_free)):
+            dk, dv = _accumulate_dkdv(
+                k, v, dk, dv, cols, starts_ptr, q_ptr, d_out_ptr, lse_ptr, delta_ptr, block, head,
+                q_token_stride, q_head_stride, HEADS * head_dim, n_tokens, head_dim, scale, cap,
+                masked, WINDOW, HAS_CAP, ROWS, WIDTH, FITS,
+            )  # fmt: skip
+            if masked:
+                block = tl.where(block + ROWS == free, behind, block + ROWS)
+                block, head = _next_block(block, head, first, end)
+            else:
+                block, head = _next_block(block + ROWS, head, free, behind)
     _store_tile(dk_ptr, dk * scale, first, key_head, KEY_HEADS, n_tokens, head_dim, COLS, WIDTH)
     _store_tile(dv_ptr, dv, first, key_head, KEY_HEADS, n_tokens, head_dim, COLS, WIDTH)

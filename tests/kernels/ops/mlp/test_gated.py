@@ -8,7 +8,7 @@ import pytest
 import torch
 from covering import every_pair
 from judge import judge
-from ligertune_kernels import GeGLU, SwiGLU, geglu, geglu_reference, runs_triton, swiglu, swiglu_reference
+from ligertune_kernels import GeGLU, SwiGLU, geglu, geglu_reference, swiglu, swiglu_reference
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -38,14 +38,6 @@ def test_stays_finite_where_the_activation_saturates(op, reference, device) -> N
     judge(op, reference, [gate, torch.ones_like(gate)])
 
 
-@pytest.mark.parametrize("inplace", [False, True])
-@pytest.mark.parametrize("grads", [(True, False), (False, True)])
-@pytest.mark.parametrize("op, reference", OPS)
-def test_computes_only_the_needed_gradient(op, reference, grads, inplace, device) -> None:
-    inputs = [torch.randn(3, 20, device=device) for _ in range(2)]
-    judge(lambda gate, up: op(gate.clone(), up.clone(), inplace=inplace), reference, inputs, grads=grads)
-
-
 def test_takes_inputs_and_gradients_of_any_stride(device) -> None:
     wide = torch.randn(4, 6, 80, device=device)
     for gate, up in ((wide[..., :40], wide[..., 40:]), (wide[:, ::2, ::2], wide[:, 1::2, 1::2]), (wide.mT, wide.mT)):
@@ -54,14 +46,6 @@ def test_takes_inputs_and_gradients_of_any_stride(device) -> None:
         torch.testing.assert_close(ours, theirs)
         expected = torch.autograd.grad(theirs.sum(), (gate, up))
         torch.testing.assert_close(torch.autograd.grad(ours.sum(), (gate, up)), expected)
-
-
-@pytest.mark.parametrize("op, reference", OPS)
-def test_takes_empty_tensors(op, reference, device) -> None:
-    gate = torch.zeros(2, 0, 8, device=device, requires_grad=True)
-    op(gate, gate).sum().backward()
-    assert op(gate).shape == (2, 0, 4)
-    assert gate.grad.shape == gate.shape
 
 
 def test_modules_call_the_functions(device) -> None:
@@ -79,11 +63,6 @@ def test_mismatched_arguments_raise_an_error_that_names_them() -> None:
         geglu(torch.zeros(2, 8), approximate="erf")
 
 
-def in_place_or_skip(device) -> None:
-    if not runs_triton(torch.empty(0, device=device)):
-        pytest.skip("the reference makes new tensors")
-
-
 def made(device, n: int = 2, shape: tuple[int, ...] = (3, 20)) -> list[torch.Tensor]:
     """Return non-leaf tensors, as a projection makes them."""
     return [torch.randn(shape, device=device, requires_grad=True) * 1.0 for _ in range(n)]
@@ -91,7 +70,6 @@ def made(device, n: int = 2, shape: tuple[int, ...] = (3, 20)) -> list[torch.Ten
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_in_place_gradients_use_the_memory_of_the_inputs(packed, device) -> None:
-    in_place_or_skip(device)
     inputs = made(device, 1 if packed else 2)
     gradients = torch.autograd.grad(swiglu(*inputs, inplace=True).sum(), inputs)
     assert [g.data_ptr() for g in gradients] == [t.data_ptr() for t in inputs]
@@ -103,7 +81,6 @@ def test_in_place_gradients_use_the_memory_of_the_inputs(packed, device) -> None
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("op, name", [(swiglu, "swiglu"), (geglu, "geglu")])
 def test_in_place_refuses_a_second_backward(op, name, packed, device) -> None:
-    in_place_or_skip(device)
     inputs = made(device, 1 if packed else 2)
     y = op(*inputs, inplace=True).sum()
     torch.autograd.grad(y, inputs, retain_graph=True)
@@ -114,7 +91,6 @@ def test_in_place_refuses_a_second_backward(op, name, packed, device) -> None:
 @pytest.mark.parametrize("reader", ["before", "after"])
 def test_in_place_is_right_or_raises_with_another_reader_of_gate(reader, device) -> None:
     """The op that ran last is differentiated first: it still finds gate, or autograd raises an error."""
-    in_place_or_skip(device)
     leaf = torch.randn(3, 20, device=device, requires_grad=True)
     gate, up = leaf * 1.0, torch.randn(3, 20, device=device)
     if reader == "before":
@@ -172,12 +148,10 @@ def test_in_place_under_checkpointing(op, reference, how, device) -> None:
     torch.testing.assert_close((x.grad, weight.grad), expected)
 
 
+@pytest.mark.gpu
 def test_in_place_compiles_without_a_graph_break(device) -> None:
-    if runs_triton(torch.empty(0, device=device)) and device.type == "cpu":
-        pytest.skip("torch.compile has no use for interpreted kernels")
     gate, up = (torch.randn(3, 20, device=device, requires_grad=True) for _ in range(2))
-    backend = "inductor" if device.type == "cuda" else "aot_eager"
-    compiled = torch.compile(lambda g, u: swiglu(g * 1.0, u * 1.0, inplace=True), fullgraph=True, backend=backend)
+    compiled = torch.compile(lambda g, u: swiglu(g * 1.0, u * 1.0, inplace=True), fullgraph=True)
     found, expected = compiled(gate, up), swiglu_reference(gate, up)
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(*(torch.autograd.grad(y.pow(2).sum(), (gate, up)) for y in (found, expected)))

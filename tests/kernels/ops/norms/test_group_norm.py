@@ -38,12 +38,6 @@ def test_weight_and_bias_may_be_missing(device) -> None:
     judge(lambda x, b: group_norm(x, 3, None, b), lambda x, b: group_norm_reference(x, 3, None, b), [x, b])
 
 
-@pytest.mark.parametrize("grads", [(True, False, False), (False, True, False), (True, False, True)])
-def test_computes_only_the_needed_gradients(grads, device) -> None:
-    inputs = [torch.randn(s, device=device) for s in ((2, 6, 5), 6, 6)]
-    judge(lambda *a: group_norm(a[0], 3, *a[1:]), lambda *a: group_norm_reference(a[0], 3, *a[1:]), inputs, grads=grads)
-
-
 def test_variance_is_accurate_with_a_large_mean(device) -> None:
     x = 1e4 + torch.randn(2, 4, 50, device=device)  # ragged: unmasked padding would change the variance
     truth = group_norm_reference(x.double(), 2).float()
@@ -65,13 +59,6 @@ def test_gradients_have_the_dtypes_of_their_parameters(device) -> None:
     y = group_norm(x, 4, w, b)
     y.sum().backward()
     assert (y.dtype, x.grad.dtype, w.grad.dtype, b.grad.dtype) == (x.dtype, x.dtype, w.dtype, b.dtype)
-
-
-@pytest.mark.parametrize("shape", [(0, 4, 3), (2, 4, 0)])
-def test_takes_empty_tensors(shape, device) -> None:
-    x = torch.zeros(shape, device=device, requires_grad=True)
-    group_norm(x, 2, torch.ones(4, device=device)).sum().backward()
-    assert x.grad.shape == x.shape
 
 
 def test_module_agrees_with_torchs(device) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 from functools import partial
 
 import pytest
 import torch
 from covering import every_pair
 from judge import judge
-from ligertune_kernels import RMSNorm, rms_norm, rms_norm_reference, runs_triton
+from ligertune_kernels import RMSNorm, rms_norm, rms_norm_reference
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CASTS = tuple(pytest.param(*cast) for cast in (("llama", 0.0), ("gemma", 1.0), ("gemma", 0.0), ("none", 0.0)))
@@ -43,13 +42,6 @@ def test_a_wider_weight_widens_the_result_only_under_llama(cast, dtype, device) 
     judge(lambda x, w: rms_norm(x, w, cast=cast), lambda x, w: rms_norm_reference(x, w, cast=cast), [x, w])
 
 
-@pytest.mark.parametrize("grads", [(True, False), (False, True)])
-@pytest.mark.parametrize("n_cols", [64, 8200])  # one part, two parts
-def test_computes_only_the_needed_gradient(grads, n_cols, device) -> None:
-    inputs = [torch.randn(6, n_cols, device=device), torch.randn(n_cols, device=device)]
-    judge(rms_norm, rms_norm_reference, inputs, grads=grads)
-
-
 def test_takes_inputs_and_gradients_of_any_stride(device) -> None:
     wide = torch.randn(4, 6, 80, device=device)
     w = torch.rand(40, device=device)
@@ -59,14 +51,6 @@ def test_takes_inputs_and_gradients_of_any_stride(device) -> None:
         torch.testing.assert_close(y, rms_norm_reference(x, w))
         expected = torch.autograd.grad(rms_norm_reference(x, w).sum(), x)
         torch.testing.assert_close(torch.autograd.grad(y.sum(), x), expected)  # strides of zero
-
-
-@pytest.mark.parametrize("shape", [(0, 8), (2, 0, 8), (2, 0)])
-def test_takes_empty_tensors(shape, device) -> None:
-    x = torch.zeros(shape, device=device, requires_grad=True)
-    w = torch.ones(shape[-1], device=device, requires_grad=True)
-    rms_norm(x, w).sum().backward()
-    assert x.grad.shape == x.shape and not w.grad.any()
 
 
 def test_each_setting_gets_its_own_launch_plan(device) -> None:
@@ -95,8 +79,7 @@ def test_takes_tensors_left_over_from_an_ended_transform(device) -> None:
 
 def test_kernels_refuse_tensors_of_an_active_transform(device) -> None:
     x, w = torch.randn(4, 8, device=device), torch.ones(8, device=device)
-    refused = pytest.raises(RuntimeError, match="functorch transforms")
-    with refused if runs_triton(x) else contextlib.nullcontext():
+    with pytest.raises(RuntimeError, match="functorch transforms"):
         torch.func.grad(lambda x: rms_norm(x, w).sum())(x)
 
 
@@ -124,9 +107,8 @@ def test_the_incoming_gradient_is_overwritten_only_with_inplace(device) -> None:
     torch.autograd.grad(rms_norm(x, w), x, dy)
     assert torch.equal(dy, before)
     (dx,) = torch.autograd.grad(rms_norm(x, w, inplace=True), x, dy)
-    assert (dx.data_ptr() == dy.data_ptr()) == runs_triton(x)
-    if runs_triton(x):
-        assert dy._version > before._version  # an op that saved it would raise in its backward
+    assert dx.data_ptr() == dy.data_ptr()
+    assert dy._version > before._version  # an op that saved it would raise in its backward
     spread = torch.randn((), device=device).expand(5, 64)  # its rows share memory: never overwritten
     torch.autograd.grad(rms_norm(x, w, inplace=True), x, spread)
     assert torch.equal(spread, spread[:1, :1].expand(5, 64))
