@@ -131,8 +131,9 @@ def attention_forward_kernel(
     for masked in tl.static_range(2):  # all free blocks, then all masked ones
         for i in range(n_masked if masked else n_free):
             at_edge = tl.where(i < n_left, begin + i * COLS, diagonal + (i - n_left) * COLS)
+            block = at_edge if masked else free + i * COLS
             weighted, total, row_max = _accumulate_output(
-                q, weighted, total, row_max, rows, starts, k_ptr, v_ptr, at_edge if masked else free + i * COLS, head // GROUP,
+                q, weighted, total, row_max, rows, starts, k_ptr, v_ptr, block, head // GROUP,
                 k_token_stride, k_head_stride, v_token_stride, v_head_stride, n_tokens, head_dim, scale, cap,
                 masked, WINDOW, HAS_CAP, COLS, WIDTH, FITS,
             )  # fmt: skip
@@ -188,8 +189,9 @@ def attention_dq_kernel(
     for masked in tl.static_range(2):  # all free blocks, then all masked ones
         for i in range(n_masked if masked else n_free):
             at_edge = tl.where(i < n_left, begin + i * COLS, diagonal + (i - n_left) * COLS)
+            block = at_edge if masked else free + i * COLS
             dq = _accumulate_dq(
-                q, d_out, lse, delta, dq, rows, starts, k_ptr, v_ptr, at_edge if masked else free + i * COLS, head // GROUP,
+                q, d_out, lse, delta, dq, rows, starts, k_ptr, v_ptr, block, head // GROUP,
                 k_token_stride, k_head_stride, v_token_stride, v_head_stride, n_tokens, head_dim, scale, cap,
                 masked, WINDOW, HAS_CAP, COLS, WIDTH, FITS,
             )  # fmt: skip
