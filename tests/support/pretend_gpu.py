@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
-import os
 import re
 import subprocess
 from collections.abc import Callable, Iterator
@@ -21,11 +20,8 @@ from ligertune_kernels.chips import MAX_THREADS, Chip
 from ligertune_kernels.launcher import meta_runs_as
 from narrow_offsets import narrow_offsets
 from triton import knobs
-from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 from triton.runtime import driver
-from triton.runtime.cache import FileCacheManager
 
 
 @dataclass(frozen=True)
@@ -141,65 +137,8 @@ class PretendDriver:
         return torch.device("meta")
 
 
-def _read_once(read: Callable[..., object]) -> Callable[..., object]:
-    """Wrap ASTSource.make_ir to reuse the IR for all targets of a vendor: an eighth of the time was spent there.
-
-    Triton's IR depends on the target only through the types and matrix products that it has, that is, through `tt.dot`:
-    kernels with a dot are read for each target. The IR of the others is kept in files, which all processes share.
-    """
-
-    def make_ir(
-        self: ASTSource, target: GPUTarget, options: object, codegen_fns: dict, modules: dict, context
-    ) -> object:
-        chosen = {name: value for name, value in vars(options).items() if name not in OF_A_TARGET}
-        key = hashlib.sha256(f"{self.hash()} {target.backend} {sorted(chosen.items())}".encode()).hexdigest()
-        file = Path(knobs.cache.dir) / f"{key}.ttir"
-        if not file.exists():
-            module = read(self, target, options, codegen_fns, modules, context)
-            text = str(module)
-            if "tt.dot" not in text:
-                unfinished = file.with_suffix(f".{os.getpid()}")
-                unfinished.write_text(text, encoding="utf-8")
-                unfinished.replace(file)
-            return module
-        module = ir.parse_mlir_module(str(file), context)
-        module.context = context
-        return module
-
-    return make_ir
-
-
-# Triton's options that describe the target and not the launch.
-OF_A_TARGET = {
-    "allowed_dot_input_precisions",
-    "arch",
-    "deprecated_fp8_dot_operand_dtypes",
-    "extern_libs",
-    "max_num_imprecise_acc_default",
-    "ptx_version",
-    "supported_fp8_dtypes",
-    "warp_size",
-}
-
-
-class LeanCache(FileCacheManager):
-    """Triton's cache without the stages that these tests do not read: writing them took a twentieth of the time."""
-
-    def put(self, data: object, filename: str, binary: bool = True) -> str:
-        if filename.endswith(UNREAD):
-            data = ""
-        path = Path(self.cache_dir, filename)
-        unfinished = path.with_suffix(f"{path.suffix}.{os.getpid()}")
-        unfinished.write_bytes(data if isinstance(data, bytes) else str(data).encode())
-        unfinished.replace(path)
-        return str(path)
-
-
-UNREAD = (".source", ".ttgir", ".llir")
-
-
 @contextlib.contextmanager
-def _pretending(target: Target, *, reads_once: bool) -> Iterator[list[tuple[dict, dict[str, str]]]]:
+def _pretending(target: Target) -> Iterator[list[tuple[dict, dict[str, str]]]]:
     """Compile kernels for the target inside the context; yield Triton's metadata and files of each."""
     written: list[tuple[dict, dict[str, str]]] = []
 
@@ -207,23 +146,19 @@ def _pretending(target: Target, *, reads_once: bool) -> Iterator[list[tuple[dict
         written.append((dict(metadata), dict(metadata_group)))
 
     # Triton has no public way to restore the active driver.
-    active, heard, read = driver._active, knobs.compilation.listener, ASTSource.make_ir
-    cache = knobs.cache.manager_class
-    knobs.cache.manager_class = LeanCache
+    active, heard = driver._active, knobs.compilation.listener
     knobs.compilation.listener = listener
-    ASTSource.make_ir = _read_once(read) if reads_once else read
     driver.set_active(PretendDriver(target))
     try:
         with meta_runs_as(target.chip):
             yield written
     finally:
-        driver._active, knobs.compilation.listener, ASTSource.make_ir = active, heard, read
-        knobs.cache.manager_class = cache
+        driver._active, knobs.compilation.listener = active, heard
 
 
-def compile_for(target: Target, run: Callable[[], object], *, reads_once: bool = True) -> list[Compiled]:
+def compile_for(target: Target, run: Callable[[], object]) -> list[Compiled]:
     """Return every kernel that `run` launches on meta tensors, compiled for the target; the same code once."""
-    with _pretending(target, reads_once=reads_once) as written:
+    with _pretending(target) as written:
         run()
     read = _read_cuda if target.compiler.backend == "cuda" else _read_hip
     return list(dict.fromkeys(read(metadata, files, target) for metadata, files in written))
