@@ -18,18 +18,16 @@ import re
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
-from typing import Literal
 
 import pytest
 
 pytest.importorskip("triton", reason="needs triton: nothing is compiled without it")
 
-from ahead_of_time_cases import FIRST
+from ahead_of_time_cases import CASES, Part, compile_op
 from ahead_of_time_results import PACKAGE, CommittedResults, code_of, files_of, key_of
 from ligertune_kernels.table import OPS
 from pretend_gpu import TARGETS, Compiled, compile_for
 
-Part = Literal["fast", "slow"]
 ARCHES = tuple(TARGETS)
 OP_NAMES = [op.name for op in OPS]
 # Always compiled, whatever is committed: one op for each GPU, two of them with a matrix product.
@@ -44,24 +42,6 @@ SAMPLE = {
     "gfx1100": "group_norm",
     "gfx1201": "adamw_step",
 }
-
-
-def compile_op(op: str, arch: str, part: Part) -> list[Compiled]:
-    """Compile an op, in a worker. The slow part has all cases, with inference in each dtype.
-
-    In the fast one a size of each op stands for inference, which keeps less than training, on those of FIRST.
-    """
-    from ahead_of_time_cases import CASES
-
-    def run() -> None:
-        inferred = set()
-        for case in CASES[op]():
-            if part == "slow" or case.is_early(arch):
-                kind = op if part == "fast" else case.dtype
-                case.run(inference=kind not in inferred and (part == "slow" or arch in FIRST))
-                inferred.add(kind)
-
-    return compile_for(TARGETS[arch], run)
 
 
 def compile_planted(fault: str, arch: str) -> list[Compiled]:
@@ -132,8 +112,6 @@ def compilation(workers: Executor, request: pytest.FixtureRequest) -> Iterator[C
 
 
 def test_every_op_has_cases() -> None:
-    from ahead_of_time_cases import CASES
-
     assert set(CASES) == set(OP_NAMES)
 
 

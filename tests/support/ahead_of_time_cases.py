@@ -9,13 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Literal
 
 import ligertune_kernels as kernels
 import torch
 from ligertune_kernels.launcher import chip_of
+from pretend_gpu import TARGETS, Compiled, compile_for
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 ROWS = 4096
+Part = Literal["fast", "slow"]
 
 
 @dataclass(frozen=True)
@@ -303,3 +306,20 @@ CASES: dict[str, Callable[[], list[Case]]] = {
     "linear_jsd": _linear_jsd,
     "adamw_step": _adamw,
 }
+
+
+def compile_op(op: str, arch: str, part: Part) -> list[Compiled]:
+    """Compile an op, in a worker. The slow part has all cases, with inference in each dtype.
+
+    In the fast one a size of each op stands for inference, which keeps less than training, on those of FIRST.
+    """
+
+    def run() -> None:
+        inferred = set()
+        for case in CASES[op]():
+            if part == "slow" or case.is_early(arch):
+                kind = op if part == "fast" else case.dtype
+                case.run(inference=kind not in inferred and (part == "slow" or arch in FIRST))
+                inferred.add(kind)
+
+    return compile_for(TARGETS[arch], run)
