@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from ligertune.attention.padding_free import choose_rows
 from ligertune.attention.sdpa import prefer_flash
-from ligertune.data.batching.plan_inputs import epoch_rows, summarize_data
 from ligertune.data.prepare import ProgressCallback, prepare
+from ligertune.data.statistics import epoch_rows, summarize_data
 from ligertune.hardware import Machine, available_memory, imagined_machine, is_launched, ranks_on_node, this_machine
 from ligertune.launcher.signals import StopRequest
 from ligertune.models.load import check_vocabulary, hide_loading_bars, load_tokenizer, read_config

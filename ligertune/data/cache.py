@@ -1,9 +1,8 @@
-"""Prepared data sets on disk, each complete or absent: written aside, flushed, renamed.
+"""Cache of prepared data sets on disk. An entry is complete or absent: it is written to another folder and renamed.
 
-An entry is a folder named by its key: the arrays of a `Block` as they are in memory, and `meta.json` with their sizes,
-their hashes and what was counted. It is opened by mapping the arrays; one whose bytes are not what `meta.json` says is
-thrown away and made anew. Processes that want the same entry wait for the one that makes it: under a launcher that is
-the node's first rank, which alone shows its progress.
+An entry is a folder named by its key. It holds the arrays of a Block, and `meta.json` with their sizes and SHA-256 and
+the row counts. Entries are memory-mapped; one whose bytes do not match `meta.json` is made again. Processes that need
+the same entry wait for the one that makes it: in a distributed run, the first rank of the node.
 """
 
 from __future__ import annotations
@@ -15,9 +14,9 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -27,7 +26,9 @@ import numpy as np
 from filelock import FileLock, Timeout
 
 from ligertune.data.examples import ARRAYS, Block, FileTable
-from ligertune.data.rows.sources import display_path, find_files, hub_fingerprint
+from ligertune.data.rows.data_files import display_path
+from ligertune.data.rows.sources import find_files, hub_fingerprint
+from ligertune.storage import put_in_place
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -35,24 +36,33 @@ if TYPE_CHECKING:
     from ligertune.planning.options import DataOptions, DatasetOptions
     from ligertune.vision.reader import ImageReader
 
-# keys of the section that only choose among examples, or how they are made and put together
-_AFTERWARDS = {"datasets", "eval_datasets", "val_split", "packing", "padding_free", "num_proc", "cache", "streaming"}
-_BESIDE = {"weight"}  # the same of a data set
+# keys of `data` that select among examples or decide how they are made, and do not change any example
+_NOT_IN_KEY = {"datasets", "eval_datasets", "val_split", "packing", "padding_free", "num_proc", "cache", "streaming"}
+_NOT_IN_DATASET_KEY = {"weight"}
 _VERSIONS = ("transformers", "tokenizers", "jinja2", "numpy")
-_READ_AT_ONCE = 1 << 20
+_CHUNK = 1 << 20  # bytes
+_META = "meta.json"
+_PARTIAL = ".writing-"
+_MAX_AGE_OF_PARTIAL = 24 * 3600  # seconds after which the folder of a killed writer is removed
+_MAX_IDLE = 30.0  # seconds that other ranks wait for the first to begin
+_POLL = 0.05  # seconds
 
 
 def data_key(
     spec: DatasetOptions, data: DataOptions, tokenizer: PreTrainedTokenizerBase, images: ImageReader | None = None
 ) -> str:
-    """SHA-256 over everything above; a data set on the hub stands for itself under the name `datasets` gives it."""
-    files = find_files(spec.path)
-    template = _template(data, tokenizer)
+    """Return the SHA-256 of everything that examples depend on: files, options, template, tokenizer, code, versions.
+
+    A hub data set is represented by the fingerprint that `datasets` computes.
+    """
+    file = Path(data.prompt_template)
+    file_text = file.read_bytes().decode("utf-8", "replace") if file.is_file() else None
+    template = [tokenizer.chat_template, file_text]
     parts = {
-        "files": [(display_path(file), _hash_of(file)) for file in files] or hub_fingerprint(spec),
+        "files": [(display_path(found), _hash_of(found)) for found in find_files(spec.path)] or hub_fingerprint(spec),
         "path": display_path(Path(spec.path)),
-        "set": _values(spec, without=_BESIDE),
-        "section": _values(data, without=_AFTERWARDS),
+        "dataset": {name: value for name, value in vars(spec).items() if name not in _NOT_IN_DATASET_KEY},
+        "data": {name: value for name, value in vars(data).items() if name not in _NOT_IN_KEY},
         "template": template,
         "today": str(datetime.date.today()) if "strftime_now" in str(template) else None,
         "tokenizer": _tokenizer(tokenizer),
@@ -63,28 +73,18 @@ def data_key(
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def _values(options: DatasetOptions | DataOptions, *, without: set[str]) -> dict[str, Any]:
-    return {name: value for name, value in vars(options).items() if name not in without}
-
-
 def _hash_of(file: Path) -> str:
     digest = hashlib.sha256()
     with file.open("rb") as content:
-        while part := content.read(_READ_AT_ONCE):
+        while part := content.read(_CHUNK):
             digest.update(part)
     return digest.hexdigest()
 
 
-def _template(data: DataOptions, tokenizer: PreTrainedTokenizerBase) -> Any:
-    """The chat template, and the file that `data.prompt_template` names if it is one."""
-    file = Path(data.prompt_template)
-    return [tokenizer.chat_template, file.read_bytes().decode("utf-8", "replace") if file.is_file() else None]
-
-
 def _tokenizer(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
-    tokenizer("", add_special_tokens=False)  # sets the backend to neither pad nor cut: both are part of its text
-    whole = hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
-    return [type(tokenizer).__name__, whole, tokenizer.special_tokens_map, tokenizer.split_special_tokens]
+    tokenizer("", add_special_tokens=False)  # sets the backend to neither pad nor truncate: its text contains both
+    backend = hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
+    return [type(tokenizer).__name__, backend, tokenizer.special_tokens_map, tokenizer.split_special_tokens]
 
 
 @cache
@@ -96,161 +96,114 @@ def _own_code() -> str:
     return digest.hexdigest()
 
 
-_META = "meta.json"
-_ASIDE = ".writing-"
-_STALE = 24 * 3600  # seconds after which what a killed writer left aside is removed
-_PATIENCE = 30.0  # seconds that other ranks give the first to begin
-_AGAIN = 0.05  # seconds between looks
-
-
 def cache_home() -> Path:
-    """$LIGERTUNE_CACHE, or `ligertune` in the user's folder for caches."""
+    """Return the folder of all entries: `data` in $LIGERTUNE_CACHE, or in `ligertune` of the user's cache folder."""
     given = os.environ.get("LIGERTUNE_CACHE")
     return Path(given or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ligertune") / "data"
 
 
 @dataclass(frozen=True)
 class CacheEntry:
-    """A data set as the cache keeps it: its examples, and what else its maker said."""
+    """A prepared data set: its examples, and what the function that made it returned about them."""
 
     block: Block
     about: dict[str, Any]
+    cached: bool = True  # False if this call made it
 
 
 class CacheWriter:
-    """Blocks to files, one behind the other: what was written is not kept in memory."""
+    """Appends blocks to the files of an entry, so that they need not stay in memory."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        """stack: closes the files."""
         self._folder, self._names = folder, FileTable()
-        self._stack = ExitStack()
-        self._files = {name: self._stack.enter_context((folder / name).open("wb")) for name in ARRAYS}
+        self._files = {name: stack.enter_context((folder / name).open("wb")) for name in ARRAYS}
         self._hashes = {name: hashlib.sha256() for name in ARRAYS}
 
     def add(self, block: Block) -> None:
-        block = self._names.renamed(block)
+        block = self._names.renumbered(block)
         for name, dtype in ARRAYS.items():
             array = np.ascontiguousarray(getattr(block, name), dtype=dtype)
             self._files[name].write(array)
             self._hashes[name].update(array)
 
     def finish(self, about: dict[str, Any]) -> None:
-        """All of it on the disk, `meta.json` last."""
-        sizes = {name: file.tell() for name, file in self._files.items()}
-        for file in self._files.values():
-            _flush(file)
-        self._stack.close()
-        hashes = {name: digest.hexdigest() for name, digest in self._hashes.items()}
-        meta = {"sizes": sizes, "sha256": hashes, "files": self._names.files, "about": about}
-        meta["pictures"] = self._names.pictures
-        with (self._folder / _META).open("w", encoding="utf-8") as file:
-            json.dump(meta, file, indent=1)
-            _flush(file)
-
-    def close(self) -> None:
-        self._stack.close()
+        """Write `meta.json`."""
+        meta = {
+            "sizes": {name: file.tell() for name, file in self._files.items()},
+            "sha256": {name: digest.hexdigest() for name, digest in self._hashes.items()},
+            "files": self._names.files,
+            "image_files": self._names.image_files,
+            "about": about,
+        }
+        (self._folder / _META).write_text(json.dumps(meta, indent=1), encoding="utf-8")
 
 
 def load_or_make(key: str, make: Callable[[CacheWriter], dict[str, Any]], *, first: bool = True) -> CacheEntry:
-    """The entry of this key; if there is no sound one, `make` writes its blocks and gives what is to be said of them.
+    """Return the entry of this key. Without a valid one, `make` writes its blocks and returns JSON about them.
 
-    `first`: whether this process is the one to make it, if several of one run come at once.
+    first: whether this process makes the entry, among the processes of a distributed run.
     """
     home = cache_home()
     home.mkdir(parents=True, exist_ok=True)
     folder = home / key
     if not first:
         _wait_for(folder)
-    found = open_entry(folder)
+    found = _open_entry(folder)
     if found is not None:
         return found
     with FileLock(home / f"{key}.lock"):
-        found = open_entry(folder)  # another process may have made it meanwhile
-        if found is None:
-            _write(folder, make)
-            found = open_entry(folder)
+        found = _open_entry(folder)  # another process may have made it in the meantime
+        if found is not None:
+            return found
+        _write(folder, make)
+        found = _open_entry(folder)
     if found is None:
-        raise OSError(f"{folder} is not what was just written")
-    return found
+        raise OSError(f"{folder} does not contain what was just written")
+    return replace(found, cached=False)
 
 
-def open_entry(folder: Path) -> CacheEntry | None:
-    """The entry, mapped; None if there is none, or if it is not whole."""
+def _open_entry(folder: Path) -> CacheEntry | None:
+    """Memory-map an entry; None if it is absent or damaged."""
     try:
         meta = json.loads((folder / _META).read_text(encoding="utf-8"))
-        arrays = {name: _mapped(folder / name, dtype, meta["sizes"][name]) for name, dtype in ARRAYS.items()}
+        arrays = {name: _memory_map(folder / name, dtype, meta["sizes"][name]) for name, dtype in ARRAYS.items()}
         hashes = {name: hashlib.sha256(array).hexdigest() for name, array in arrays.items()}
-        block = Block.from_arrays(arrays, meta["files"], meta["pictures"])
+        block = Block(**arrays, files=tuple(meta["files"]), image_files=tuple(meta["image_files"]))
         return CacheEntry(block, meta["about"]) if hashes == meta["sha256"] else None
     except (OSError, ValueError, LookupError, TypeError):
         return None
 
 
-def _mapped(path: Path, dtype: str, size: int) -> np.ndarray:
+def _memory_map(path: Path, dtype: str, size: int) -> np.ndarray:
     if path.stat().st_size != size:
         raise ValueError(f"{path}: {path.stat().st_size} bytes, expected {size}")
     return np.memmap(path, dtype=dtype, mode="c") if size else np.zeros(0, dtype=dtype)
 
 
 def _write(folder: Path, make: Callable[[CacheWriter], dict[str, Any]]) -> None:
-    """Makes the entry aside and renames it; a reader sees all of it or nothing."""
-    with _aside(folder.parent) as aside:
-        writer = CacheWriter(aside)
-        try:
-            writer.finish(make(writer))
-        finally:
-            writer.close()
-        _flush_folder(aside)
-        _make_room(folder)
-        try:
-            aside.rename(folder)
-        except OSError:
-            if not folder.exists():  # else a writer that no lock held back was quicker, with the same content
-                raise
-    _flush_folder(folder.parent)
-
-
-def _make_room(folder: Path) -> None:
-    """Moves away an entry that is not whole, or it would have been opened: a folder is not renamed over another."""
-    with _aside(folder.parent) as aside:
-        if folder.exists():
-            folder.rename(aside / "broken")
-
-
-@contextmanager
-def _aside(home: Path) -> Iterator[Path]:
-    for old in home.glob(_ASIDE + "*"):
-        if time.time() - old.stat().st_mtime > _STALE:
+    """Write an entry to a temporary folder and rename that, replacing a damaged entry."""
+    for old in folder.parent.glob(_PARTIAL + "*"):
+        if time.time() - old.stat().st_mtime > _MAX_AGE_OF_PARTIAL:
             shutil.rmtree(old, ignore_errors=True)
-    aside = Path(tempfile.mkdtemp(prefix=_ASIDE, dir=home))
+    partial = Path(tempfile.mkdtemp(prefix=_PARTIAL, dir=folder.parent))
     try:
-        yield aside
+        with ExitStack() as stack:
+            writer = CacheWriter(partial, stack)
+            writer.finish(make(writer))
+        put_in_place(partial, folder)
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _wait_for(folder: Path) -> None:
-    """Until the entry is there, or until nobody has been making it for a while."""
+    """Wait until the entry exists, or until no process has been making it for a while."""
     lock, idle = FileLock(folder.with_name(f"{folder.name}.lock")), 0.0
-    while not folder.exists() and idle < _PATIENCE:
+    while not folder.exists() and idle < _MAX_IDLE:
         try:
             lock.acquire(timeout=0)
             lock.release()
-            idle += _AGAIN
+            idle += _POLL
         except Timeout:
             idle = 0.0
-        time.sleep(_AGAIN)
-
-
-def _flush(file: Any) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def _flush_folder(folder: Path) -> None:
-    """A rename is on the disk when its folder is; Windows cannot open one."""
-    if os.name == "posix":
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+        time.sleep(_POLL)

@@ -1,9 +1,9 @@
-"""What training reads: token ids and labels of many examples."""
+"""Examples: token ids and labels of prepared data, in flat arrays that may be memory-mapped."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -12,7 +12,7 @@ import numpy as np
 
 from ligertune.data.templates.label_masking import IGNORE_INDEX
 
-# the arrays of a block, and how each is kept in a file
+# the arrays of a block, and their dtypes in a file
 ARRAYS = {
     "input_ids": "<i4", "labels": "<i4", "lengths": "<i4", "trained": "<i4", "file_of": "<i4", "line_of": "<i8",
     "n_images": "<i4", "image_of": "<i4",
@@ -20,68 +20,71 @@ ARRAYS = {
 _NO_LINE = -1
 
 
+class Example(NamedTuple):
+    """One tokenized example. `labels` are not shifted; IGNORE_INDEX marks tokens that are not trained."""
+
+    input_ids: np.ndarray  # (T,) int32
+    labels: np.ndarray  # (T,) int32
+    source: str  # "file:line"
+    images: tuple[str, ...] = ()  # files, in the order of the text
+
+
 @dataclass(frozen=True)
 class Block:
-    """`input_ids` and `labels` of all examples one behind the other; `lengths` says where each ends.
+    """N examples as flat arrays.
 
-    Example i stands at `files[file_of[i]]`, line `line_of[i]`; a source that names no line is kept whole in `files`.
+    Example i comes from `files[file_of[i]]`, line `line_of[i]`. A source without a line number is a file name here.
     """
 
     input_ids: np.ndarray  # (sum of lengths,)
     labels: np.ndarray  # (sum of lengths,)
     lengths: np.ndarray  # (N,)
-    trained: np.ndarray  # (N,), how many labels of each are trained
+    trained: np.ndarray  # (N,) trained labels of each example
     file_of: np.ndarray  # (N,)
     line_of: np.ndarray  # (N,)
     n_images: np.ndarray  # (N,)
-    image_of: np.ndarray  # (sum of n_images,), places in `pictures`
-    files: tuple[str, ...]
-    pictures: tuple[str, ...] = ()
+    image_of: np.ndarray  # (sum of n_images,) indices into `image_files`
+    files: tuple[str, ...] = ()
+    image_files: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, examples: Iterable[Example]) -> Block:
+        """Return the examples as a block."""
         examples = list(examples)
-        numbers: dict[str, int] = {}
-        places = [_place(example.source) for example in examples]
-        file_of = [numbers.setdefault(file, len(numbers)) for file, _ in places]
-        empty = np.zeros(0, dtype=np.int32)
-        labels = np.concatenate([empty, *(example.labels for example in examples)])
-        lengths = np.array([len(example.input_ids) for example in examples], dtype=np.int32)
+        files: dict[str, int] = {}
+        image_files: dict[str, int] = {}
+        places = [_split_source(example.source) for example in examples]
+        labels = _concatenated([example.labels for example in examples])
+        lengths = np.array([len(example.labels) for example in examples], dtype=np.int32)
         trained_before = np.concatenate([[0], np.cumsum(labels != IGNORE_INDEX)])
-        bounds = np.concatenate([[0], np.cumsum(lengths)])
-        pictures: dict[str, int] = {}
-        image_of = [pictures.setdefault(path, len(pictures)) for example in examples for path in example.images]
+        images = [_number_in(image_files, path) for example in examples for path in example.images]
         return cls(
-            input_ids=np.concatenate([empty, *(example.input_ids for example in examples)]),
+            input_ids=_concatenated([example.input_ids for example in examples]),
             labels=labels,
             lengths=lengths,
-            trained=np.diff(trained_before[bounds]).astype(np.int32),
-            file_of=np.array(file_of, dtype=np.int32),
+            trained=np.diff(trained_before[np.concatenate([[0], np.cumsum(lengths)])]).astype(np.int32),
+            file_of=np.array([_number_in(files, file) for file, _ in places], dtype=np.int32),
             line_of=np.array([line for _, line in places], dtype=np.int64),
             n_images=np.array([len(example.images) for example in examples], dtype=np.int32),
-            image_of=np.array(image_of, dtype=np.int32),
-            files=tuple(numbers),
-            pictures=tuple(pictures),
+            image_of=np.array(images, dtype=np.int32),
+            files=tuple(files),
+            image_files=tuple(image_files),
         )
 
     @classmethod
-    def from_arrays(cls, arrays: Mapping[str, np.ndarray], files: Sequence[str], pictures: Sequence[str] = ()) -> Block:
-        return cls(**{name: arrays[name] for name in ARRAYS}, files=tuple(files), pictures=tuple(pictures))
-
-    @classmethod
-    def joined(cls, blocks: Sequence[Block]) -> Block:
-        """The blocks one behind the other, as one."""
+    def concatenate(cls, blocks: Iterable[Block]) -> Block:
+        """Return all examples of the blocks as one block."""
         names = FileTable()
-        parts = [names.renamed(block) for block in blocks] or [cls.of([])]
+        parts = [names.renumbered(block) for block in blocks] or [cls.of([])]
         arrays = {name: np.concatenate([getattr(part, name) for part in parts]) for name in ARRAYS}
-        return cls.from_arrays(arrays, names.files, names.pictures)
+        return cls(**arrays, files=names.files, image_files=names.image_files)
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     @cached_property
     def ends(self) -> np.ndarray:
-        """Where each example ends in `input_ids` and `labels`: (N,) int64."""
+        """The end of each example in `input_ids` and `labels`: (N,) int64."""
         return np.cumsum(self.lengths, dtype=np.int64)
 
     @cached_property
@@ -89,131 +92,127 @@ class Block:
         return np.cumsum(self.n_images, dtype=np.int64)
 
     def images(self, index: int) -> tuple[str, ...]:
-        """The files of an example's images."""
+        """Return the image files of an example."""
         if not self.n_images[index]:
             return ()
         end = int(self._image_ends[index])
-        return tuple(self.pictures[place] for place in self.image_of[end - int(self.n_images[index]) : end].tolist())
+        return tuple(self.image_files[place] for place in self.image_of[end - int(self.n_images[index]) : end].tolist())
 
     def source(self, index: int) -> str:
-        """ "file:line" """
+        """Return the "file:line" of an example."""
         file, line = self.files[self.file_of[index]], int(self.line_of[index])
         return file if line == _NO_LINE else f"{file}:{line}"
 
 
 class FileTable:
-    """The files and pictures of several blocks, each once."""
+    """Distinct file names of several blocks, numbered in order of appearance."""
 
     def __init__(self) -> None:
-        self._numbers: dict[str, int] = {}
-        self._pictures: dict[str, int] = {}
+        self._files: dict[str, int] = {}
+        self._image_files: dict[str, int] = {}
 
     @property
     def files(self) -> tuple[str, ...]:
-        return tuple(self._numbers)
+        return tuple(self._files)
 
     @property
-    def pictures(self) -> tuple[str, ...]:
-        return tuple(self._pictures)
+    def image_files(self) -> tuple[str, ...]:
+        return tuple(self._image_files)
 
-    def renamed(self, block: Block) -> Block:
-        """The block, its files and pictures numbered as here."""
-        number_of = [self._numbers.setdefault(file, len(self._numbers)) for file in block.files]
-        file_of = np.array(number_of, dtype=np.int32)[block.file_of] if len(block) else block.file_of
-        here = [self._pictures.setdefault(path, len(self._pictures)) for path in block.pictures]
-        image_of = np.array(here, dtype=np.int32)[block.image_of] if len(block.image_of) else block.image_of
-        return replace(block, file_of=file_of, files=self.files, image_of=image_of, pictures=self.pictures)
+    def renumbered(self, block: Block) -> Block:
+        """Return the block with the file numbers of this table."""
+        files = np.array([_number_in(self._files, file) for file in block.files], dtype=np.int32)
+        images = np.array([_number_in(self._image_files, path) for path in block.image_files], dtype=np.int32)
+        return replace(
+            block,
+            file_of=files[block.file_of] if len(block) else block.file_of,
+            image_of=images[block.image_of] if len(block.image_of) else block.image_of,
+            files=self.files,
+            image_files=self.image_files,
+        )
 
 
-def _place(source: str) -> tuple[str, int]:
-    """("file", line) of "file:line"."""
+def _number_in(numbers: dict[str, int], name: str) -> int:
+    return numbers.setdefault(name, len(numbers))
+
+
+def _concatenated(arrays: list[np.ndarray]) -> np.ndarray:
+    return np.concatenate([np.zeros(0, dtype=np.int32), *arrays])
+
+
+def _split_source(source: str) -> tuple[str, int]:
+    """Split "file:line" into ("file", line), if joining them gives the same source again."""
     file, _, line = source.rpartition(":")
-    plain = file and line.isascii() and line.isdigit() and (line == "0" or line[0] != "0") and len(line) < 19
-    return (file, int(line)) if plain else (source, _NO_LINE)
-
-
-class Example(NamedTuple):
-    """`labels` stand under `input_ids`, not shifted; -100 is not trained."""
-
-    input_ids: np.ndarray  # (T,) int32
-    labels: np.ndarray  # (T,) int32
-    source: str  # "file:line"
-    images: tuple[str, ...] = ()  # files, in the order in which they stand in the text
+    is_number = file and line.isascii() and line.isdigit() and (line == "0" or line[0] != "0") and len(line) < 19
+    return (file, int(line)) if is_number else (source, _NO_LINE)
 
 
 class Examples(Sequence[Example]):
-    """A sequence of `Example` over blocks of flat arrays, which it does not copy: they may be mapped from files."""
+    """A sequence of Example over blocks of flat arrays, which are not copied.
+
+    lengths, trained, n_images: tokens, trained labels and images of each example, (N,) int64. block_of: (N,) int32.
+    """
 
     def __init__(self, examples: Iterable[Example] = ()) -> None:
-        self._hold([Block.of(examples)])
+        self._set([Block.of(examples)])
 
     @classmethod
-    def of_blocks(cls, blocks: Sequence[Block]) -> Examples:
-        """All examples of the blocks, in their order."""
-        found = cls.__new__(cls)
-        found._hold(list(blocks))
-        return found
+    def from_blocks(cls, blocks: Sequence[Block]) -> Examples:
+        """Return all examples of the blocks, in their order."""
+        examples = cls.__new__(cls)
+        examples._set(list(blocks))
+        return examples
 
-    def _hold(self, blocks: list[Block]) -> None:
-        sizes = [len(block) for block in blocks]
-        rows = np.concatenate([np.arange(size) for size in sizes] or [np.zeros(0, dtype=np.int64)])
-        self._choose(blocks, np.repeat(np.arange(len(blocks), dtype=np.int32), sizes), rows)
+    def select(self, indices: Iterable[int]) -> Examples:
+        """Return the examples at `indices`, in this order, over the same arrays."""
+        chosen = np.fromiter(indices, dtype=np.int64)
+        examples = Examples.__new__(Examples)
+        examples._set(self._blocks, self.block_of[chosen], self._row_of[chosen])
+        return examples
 
-    def _choose(self, blocks: list[Block], block_of: np.ndarray, row_of: np.ndarray) -> None:
-        """`row_of`: the example's number within its block."""
-        self._blocks, self._block_of, self._row_of = blocks, block_of, row_of
-        self.lengths = self._gathered([block.lengths for block in blocks])  # (N,) int64
-        self._ends = self._gathered([block.ends for block in blocks])
+    def _set(self, blocks: list[Block], block_of: np.ndarray | None = None, row_of: np.ndarray | None = None) -> None:
+        """row_of: the number of each example in its block; without it, all examples of all blocks."""
+        if block_of is None or row_of is None:
+            sizes = [len(block) for block in blocks]
+            block_of = np.repeat(np.arange(len(blocks), dtype=np.int32), sizes)
+            row_of = np.concatenate([np.zeros(0, dtype=np.int64), *map(np.arange, sizes)])
+        self._blocks, self.block_of, self._row_of = blocks, block_of, row_of
+        self.lengths = self._gathered("lengths")
+        self._ends = self._gathered("ends")
 
-    def _gathered(self, values: Sequence[np.ndarray]) -> np.ndarray:
-        """The value of each example from those of each block."""
-        found = np.zeros(len(self._row_of), dtype=np.int64)
-        for number, per_row in enumerate(values):
-            here = self._block_of == number
-            found[here] = per_row[self._row_of[here]]
-        return found
+    def _gathered(self, name: str) -> np.ndarray:
+        """Return the value of each example from an array of its block."""
+        values = np.zeros(len(self._row_of), dtype=np.int64)
+        for number, block in enumerate(self._blocks):
+            here = self.block_of == number
+            values[here] = getattr(block, name)[self._row_of[here]]
+        return values
+
+    @cached_property
+    def trained(self) -> np.ndarray:
+        return self._gathered("trained")
+
+    @cached_property
+    def n_images(self) -> np.ndarray:
+        return self._gathered("n_images")
 
     def __len__(self) -> int:
         return len(self._row_of)
 
     def __getitem__(self, index: int) -> Example:
         index = range(len(self))[index]
-        block, end = self._blocks[self._block_of[index]], self._ends[index]
+        block, row, end = self._blocks[self.block_of[index]], self._row_of[index], self._ends[index]
         span = slice(end - self.lengths[index], end)
-        row = self._row_of[index]
         return Example(block.input_ids[span], block.labels[span], block.source(row), block.images(row))
 
     @property
     def sources(self) -> list[str]:
-        """ "file:line" of each."""
-        places = zip(self._block_of.tolist(), self._row_of.tolist(), strict=True)
-        return [self._blocks[block].source(row) for block, row in places]
-
-    @property
-    def block_of(self) -> np.ndarray:
-        """The number of the block that each is of: (N,)."""
-        return self._block_of
-
-    @cached_property
-    def trained(self) -> np.ndarray:
-        """How many labels of each are trained: (N,) int64. The first label of an example never is."""
-        return self._gathered([block.trained for block in self._blocks])
-
-    @cached_property
-    def n_images(self) -> np.ndarray:
-        """How many images each shows: (N,) int64."""
-        return self._gathered([block.n_images for block in self._blocks])
-
-    def select(self, indices: Iterable[int]) -> Examples:
-        """The examples at these places, in this order, over the same arrays."""
-        chosen = np.fromiter(indices, dtype=np.int64)
-        found = Examples.__new__(Examples)
-        found._choose(self._blocks, self._block_of[chosen], self._row_of[chosen])
-        return found
+        """The "file:line" of each example."""
+        return [self._blocks[block].source(row) for block, row in zip(self.block_of, self._row_of, strict=True)]
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 over the ids, the labels and where one example ends: equal data, equal fingerprint."""
+        """SHA-256 of the ids, the labels, the ends of examples, and image files."""
         digest = hashlib.sha256(self.lengths.astype("<i8").tobytes())
         for name in ("input_ids", "labels"):
             for piece in self._pieces(name):
@@ -223,12 +222,9 @@ class Examples(Sequence[Example]):
         return digest.hexdigest()
 
     def _pieces(self, name: str) -> Iterator[np.ndarray]:
-        """The array `name` of all examples, in pieces as long as they stand one behind the other."""
-        if len(self) == 0:
-            return
+        """Yield an array of all examples in contiguous pieces: far fewer than examples, unless they are shuffled."""
         starts = self._ends - self.lengths
-        breaks = (starts[1:] != self._ends[:-1]) | (self._block_of[1:] != self._block_of[:-1])
-        first = np.concatenate([[0], np.flatnonzero(breaks) + 1])
-        last = np.concatenate([first[1:], [len(self)]]) - 1
-        for one, other in zip(first.tolist(), last.tolist(), strict=True):
-            yield getattr(self._blocks[self._block_of[one]], name)[starts[one] : self._ends[other]]
+        breaks = (starts[1:] != self._ends[:-1]) | (self.block_of[1:] != self.block_of[:-1])
+        for run in np.split(np.arange(len(self)), np.flatnonzero(breaks) + 1):
+            if len(run):
+                yield getattr(self._blocks[self.block_of[run[0]]], name)[starts[run[0]] : self._ends[run[-1]]]

@@ -1,5 +1,4 @@
-"""What a person looks at before training: examples as text with what is trained marked, how long they are, what they
-come to as batches and steps."""
+"""Data preview: decoded examples with their trained tokens marked, length statistics, and a summary as JSON."""
 
 from __future__ import annotations
 
@@ -7,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby, islice, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -22,17 +21,18 @@ if TYPE_CHECKING:
     from ligertune.data.statistics import DataStatistics
     from ligertune.vision.reader import ImageReader
 
-_HALF_A_CHARACTER = "\ufffd"
-_BINS = 24
-_STREAMED = 2000  # examples of a stream that are looked at
-# characters that change how others are shown, or that a terminal obeys
-_PICTURES = {code: chr(0x2400 + code) for code in range(0x20) if chr(code) not in "\n\t"} | {0x7F: "\u2421"}
+_INCOMPLETE = "\ufffd"  # what decode returns for some bytes of a character
+_MAX_BINS = 24
+_STREAM_SAMPLE = 2000  # examples of a stream that are previewed
+# characters that a terminal obeys, that are invisible, or that change the direction of text
+_CONTROL = {code: chr(0x2400 + code) for code in range(0x20) if chr(code) not in "\n\t"} | {0x7F: "\u2421"}
 _HIDDEN = [*range(0x80, 0xA0), *range(0x200B, 0x2010), *range(0x202A, 0x202F), *range(0x2060, 0x2070), 0xFEFF]
-_VISIBLE = str.maketrans(_PICTURES | {code: f"\u27e8U+{code:04X}\u27e9" for code in _HIDDEN if code != 0x200D})
+_JOINER = 0x200D  # joins emoji, which stay readable
+_VISIBLE = str.maketrans(_CONTROL | {code: f"\u27e8U+{code:04X}\u27e9" for code in _HIDDEN if code != _JOINER})
 
 
 class Piece(NamedTuple):
-    """A token's share of the text; several tokens that only together make a character are one piece."""
+    """The text of one token, or of several tokens that only together make a character."""
 
     text: str
     trained: bool
@@ -41,7 +41,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class PreviewExample:
-    """An example, decoded."""
+    """A decoded example."""
 
     source: str
     tokens: int
@@ -51,14 +51,24 @@ class PreviewExample:
 
     @property
     def spans(self) -> list[tuple[str, bool]]:
-        """The pieces, joined where their neighbour is trained as they are."""
+        """The text as (text, is trained), as few as possible."""
         runs = groupby(self.pieces, key=lambda piece: piece.trained)
         return [("".join(piece.text for piece in run), trained) for trained, run in runs]
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "source": self.source,
+            "tokens": self.tokens,
+            "trained_tokens": self.trained_tokens,
+            "images": list(self.images),
+            "spans": [{"text": text, "trained": trained} for text, trained in self.spans],
+            "pieces": [piece._asdict() for piece in self.pieces],
+        }
 
 
 @dataclass(frozen=True)
 class LengthStatistics:
-    """Tokens of an example. The histogram's bins are of equal width: bin i begins at `edges[i]`."""
+    """Tokens per example. The bins of the histogram have equal width; bin i begins at `edges[i]`."""
 
     mean: float
     p50: int
@@ -72,7 +82,7 @@ class LengthStatistics:
     @classmethod
     def of(cls, lengths: np.ndarray) -> LengthStatistics:
         p50, p90, p95, p99 = (int(np.percentile(lengths, share, method="nearest")) for share in (50, 90, 95, 99))
-        width = max(1, -(-int(lengths.max()) // _BINS))
+        width = max(1, -(-int(lengths.max()) // _MAX_BINS))
         counts = np.bincount((lengths - 1) // width)
         edges = tuple(range(1, 1 + width * len(counts), width))
         mean = round(float(lengths.mean()), 1)
@@ -80,16 +90,14 @@ class LengthStatistics:
 
 
 def preview_examples(prepared: PreparedData) -> Examples:
-    """The training examples; of a stream, its first."""
-    if not prepared.streamed:
-        return prepared.train
-    return Examples(islice(prepared.train.stream, _STREAMED))
+    """Return the training examples, or the first of a stream."""
+    return Examples(islice(prepared.train.stream, _STREAM_SAMPLE)) if prepared.streamed else prepared.train
 
 
 def preview(
     examples: Examples, tokenizer: PreTrainedTokenizerBase, n: int, images: ImageReader | None = None
 ) -> list[PreviewExample]:
-    """The first `n` examples, as the model sees them; the tokens of an image are one piece that names it."""
+    """Decode the first `n` examples. The tokens of an image are one piece with the image's name."""
     special = ControlTokens(tokenizer).ids
     return [_decoded(examples[index], tokenizer, special, images) for index in range(min(n, len(examples)))]
 
@@ -99,38 +107,28 @@ def preview_summary(
     examples: Examples,
     previews: Sequence[PreviewExample],
     statistics: DataStatistics | None = None,
-) -> dict:
-    """All of it for machines."""
+) -> dict[str, Any]:
+    """Return the report of `ligertune data --json`."""
     return {
         "template": prepared.template,
         "streamed": prepared.streamed,
         "fingerprint": prepared.train.fingerprint,
         "images": int(examples.n_images.sum()),
         "lengths": asdict(LengthStatistics.of(examples.lengths)),
-        "report": _as_dict(prepared.report),
-        "eval_examples": len(prepared.eval) if prepared.eval is not None else 0,
-        "eval_report": _as_dict(prepared.eval_report) if prepared.eval_report else None,
+        "report": _report_as_dict(prepared.report),
+        "eval_examples": len(prepared.eval or ()),
+        "eval_report": _report_as_dict(prepared.eval_report) if prepared.eval_report else None,
         "outlook": asdict(statistics) if statistics else None,
-        "examples": [
-            {
-                "source": shown.source,
-                "tokens": shown.tokens,
-                "trained_tokens": shown.trained_tokens,
-                "images": list(shown.images),
-                "spans": [{"text": text, "trained": trained} for text, trained in shown.spans],
-                "pieces": [piece._asdict() for piece in shown.pieces],
-            }
-            for shown in previews
-        ],
+        "examples": [shown.as_dict() for shown in previews],
     }
 
 
 def visible_text(text: str) -> str:
-    """With a sign for each character that is not seen, that turns the text around, or that a terminal obeys."""
+    """Replace control, invisible and direction-changing characters by visible signs."""
     return text.translate(_VISIBLE)
 
 
-def _as_dict(report: DataReport) -> dict:
+def _report_as_dict(report: DataReport) -> dict[str, Any]:
     return {**asdict(report), "trained_share": report.trained_share}
 
 
@@ -156,12 +154,12 @@ def _decoded(
 def _pieces(
     ids: list[int], trained: list[bool], tokenizer: PreTrainedTokenizerBase, special: frozenset[int]
 ) -> Iterator[Piece]:
-    """Each token's share of the text: what decoding it behind its predecessor adds, so that no space is lost."""
+    """Yield the text that each token adds to that of the tokens before it. Decoded alone, it would lose its space."""
     before, start = 0, 0
     for end in range(1, len(ids) + 1):
-        last_of_its_kind = end == len(ids) or trained[end] != trained[start]
+        is_last_of_run = end == len(ids) or trained[end] != trained[start]
         context = tokenizer.decode(ids[before:start])
         text = tokenizer.decode(ids[before:end])[len(context) :]
-        if last_of_its_kind or not text.endswith(_HALF_A_CHARACTER):
+        if is_last_of_run or not text.endswith(_INCOMPLETE):
             yield Piece(text, trained[start], ids[start] in special)
             before, start = start, end

@@ -1,27 +1,77 @@
-"""What the examples of a recipe come to in training: rows, padding, steps and tokens, before anything is trained."""
+"""Data statistics before training: rows, padding, steps and tokens of a run, and the totals that the plan records."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ligertune.data.batching.packing import pack
-from ligertune.planning.batch_layout import StatisticsOptions
+from ligertune.planning.batch_layout import Rows, StatisticsOptions
 from ligertune.planning.optimization import total_steps
+from ligertune.planning.plan import DataSummary
+
+if TYPE_CHECKING:
+    from ligertune.data.prepare import PreparedData
+    from ligertune.planning.options import BatchLayoutOptions
+    from ligertune.vision.reader import ImageReader
+
+
+def epoch_rows(layout: BatchLayoutOptions, data: PreparedData, *, multiple_of: int, padding_free: bool) -> Rows:
+    """Return the rows of an epoch. multiple_of: what the attention requires of a batch's length."""
+    kind, max_length, count, fill = layout.kind, layout.max_length, 0, None
+    if data.streamed:  # the examples are not counted, and cannot be grouped by length
+        kind = "packed" if kind == "packed" else "shuffled"
+    elif kind == "packed":
+        packs = pack(data.train.lengths, max_length)
+        count, fill = len(packs), packs.fill
+    else:
+        count = len(data.train)
+    return Rows(
+        kind=kind,
+        count=count,
+        length=max_length,
+        multiple_of=layout.length_multiple(multiple_of),
+        fill=fill,
+        streamed=data.streamed,
+        padding_free=padding_free,
+    )
+
+
+def summarize_data(data: PreparedData, images: ImageReader | None = None) -> DataSummary:
+    """Return the totals of prepared data. `images`: the image reader of a vision-language model."""
+    counted = None if data.streamed else data.train
+    longest = (
+        data.train.stream.max_length
+        if data.streamed
+        else int(max(part.lengths.max() for part in (counted, data.eval) if part))
+    )
+    return DataSummary(
+        examples=len(counted or ()),
+        eval_examples=len(data.eval or ()),
+        tokens=int(counted.lengths.sum()) if counted else 0,
+        trained_tokens=int(counted.trained.sum()) if counted else 0,
+        longest=longest,
+        dropped=dict(data.report.dropped),
+        truncated=data.report.truncated,
+        template=data.template,
+        fingerprint=data.train.fingerprint,
+        image_share=images.largest_share(counted) if images is not None and counted else 0.0,
+    )
 
 
 @dataclass(frozen=True)
 class DataStatistics:
-    """One pass over the data, and the run. A fill is real tokens over slots: 1 - fill is padding."""
+    """Numbers of an epoch and of the run. A fill is tokens / slots: 1 - fill is the share of padding."""
 
     packed: bool
-    padding_free: bool  # asked for: what `auto` takes depends on the device
+    padding_free: bool  # as the recipe has it: what `auto` selects depends on the device
     rows: int  # of an epoch: packs, or examples
-    fill: float  # of the rows as this recipe makes them
+    fill: float  # of the rows that this recipe trains on
     fill_packed: float
-    fill_grouped: float  # examples of about one length in a batch, padded to its longest
-    fill_shuffled: float  # any examples in a batch, padded to its longest
+    fill_grouped: float  # batches of similar lengths, padded to the longest of each
+    fill_shuffled: float  # shuffled batches, padded to the longest of each
     fill_to_max_length: float  # each example padded to data.max_length
     processes: int
     rows_per_step: int
@@ -33,7 +83,7 @@ class DataStatistics:
 
 
 def data_statistics(lengths: np.ndarray, trained: np.ndarray, options: StatisticsOptions) -> DataStatistics:
-    """lengths, trained: tokens of each example, and those of them that are trained."""
+    """Return the statistics. lengths, trained: (N,) tokens and trained tokens of each example."""
     batching, layout = options.batching, options.layout
     kind, max_length = layout.kind, layout.max_length
     packs = pack(lengths, max_length)
@@ -46,7 +96,7 @@ def data_statistics(lengths: np.ndarray, trained: np.ndarray, options: Statistic
     rows = len(packs) if kind == "packed" else len(lengths)
     padding_free = kind != "packed" and layout.padding_free is True
     steps = total_steps(rows, batching.global_batch_size, epochs=options.num_train_epochs, max_steps=options.max_steps)
-    # A run of epochs ends with an epoch; a run of steps may end anywhere.
+    # a run of epochs stops exactly at the end of the last one, a run of max_steps anywhere
     whole = steps * batching.global_batch_size / rows
     epochs = whole if options.max_steps else round(options.num_train_epochs * rows) / rows
     return DataStatistics(
@@ -54,9 +104,7 @@ def data_statistics(lengths: np.ndarray, trained: np.ndarray, options: Statistic
         padding_free=padding_free,
         rows=rows,
         fill=1.0 if padding_free else fills[kind],
-        fill_packed=fills["packed"],
-        fill_grouped=fills["grouped"],
-        fill_shuffled=fills["shuffled"],
+        **{f"fill_{name}": fill for name, fill in fills.items()},
         fill_to_max_length=float(lengths.mean()) / max_length,
         processes=batching.world_size,
         rows_per_step=batching.global_batch_size,
@@ -69,7 +117,7 @@ def data_statistics(lengths: np.ndarray, trained: np.ndarray, options: Statistic
 
 
 def _padded_fill(lengths: np.ndarray, size: int) -> float:
-    """Real tokens over slots, if each `size` lengths in a row are padded to their longest."""
+    """Return tokens / slots if each `size` consecutive lengths are padded to their longest."""
     starts = np.arange(0, len(lengths), size)
     members = np.diff(np.append(starts, len(lengths)))
     return float(lengths.sum() / (np.maximum.reduceat(lengths, starts) * members).sum())

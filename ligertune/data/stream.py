@@ -1,8 +1,7 @@
-"""data.streaming: examples read while training, of data sets larger than memory.
+"""Streaming data (data.streaming): examples that are read during training, from data sets larger than memory.
 
-What is read depends on the recipe and the seed alone: the data sets are read side by side, each as fast as it takes
-for all to end together, and their examples leave a buffer of fixed size in random order. To resume is to read again
-from the beginning and to skip.
+The recipe and the seed alone decide the examples. Data sets are read in parallel, at rates that let all of them end
+together, and their examples are shuffled in a buffer of fixed size. A resumed run reads from the beginning and skips.
 """
 
 from __future__ import annotations
@@ -10,17 +9,18 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterator
-from itertools import chain, islice
+from itertools import chain, count, islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ligertune.data.examples import Example
-from ligertune.data.row_pipeline import RowCounts, RowPipeline, image_tokens
+from ligertune.data.row_pipeline import RowCounts, RowPipeline
 from ligertune.data.rows.conversation import DROP_REASONS
-from ligertune.data.rows.formats import check_columns, recognise_format
-from ligertune.data.rows.sources import Record, RecordStream, display_path, find_files
+from ligertune.data.rows.data_files import Record, display_path
+from ligertune.data.rows.sources import RecordStream, find_files
+from ligertune.data.templates.label_masking import IGNORE_INDEX
 from ligertune.errors import UserError
 
 if TYPE_CHECKING:
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
     from ligertune.planning.options import DataOptions, DatasetOptions
     from ligertune.vision.reader import ImageReader
 
-BUFFER = 10_000  # examples among which the next is drawn: a few megabytes of short ones
-_CHUNK = 100  # records that are tokenised together
-_FIRST = 100  # records whose columns say what format all have
-_HOPELESS = 10_000  # rows of a data set of which none could be used
+BUFFER = 10_000  # examples of the shuffle buffer: a few megabytes of short ones
+_CHUNK = 100  # records that are tokenized together
+_SAMPLE = 100  # records whose columns decide the format
+_MAX_UNUSABLE = 10_000  # rows after which a data set of which none was usable is an error
 
 
 class StreamedDataset:
-    """One data set, and what was counted of it so far."""
+    """One data set of a stream, and the counts of its rows so far."""
 
     def __init__(
         self,
@@ -45,33 +45,28 @@ class StreamedDataset:
         tokenizer: PreTrainedTokenizerBase,
         images: ImageReader | None = None,
     ) -> None:
-        check_columns(spec.columns)
-        self.spec, self.tally = spec, RowCounts()
+        self.spec, self.counts = spec, RowCounts()
         self.path = display_path(Path(spec.path))
-        first = list(islice(RecordStream(spec), _FIRST))
-        if not first:
-            raise UserError(f"{spec.path} holds no records.")
-        columns = {column for record in first for column in record.row}
-        format = recognise_format(spec.format, columns, self.path)
-        self.rows = RowPipeline(spec, data, format, tokenizer, image_tokens(data, images))
-        self.rows.examples(first, RowCounts())  # what is wrong with the first of them is said before a model is loaded
+        first = list(islice(RecordStream(spec), _SAMPLE))
+        self.rows = RowPipeline(spec, data, tokenizer, first, images)
+        self.rows.examples(first, RowCounts())  # raises errors in the first rows before a model is loaded
 
     def check(self, *, ended: bool) -> None:
-        """Complains if nothing of it can be used."""
-        if not self.tally.rows_used and (ended or self.tally.rows_read >= _HOPELESS):
-            reason, source = next(iter(self.tally.first_dropped.items()))
+        """Raise UserError if no row of it could be used, at its end or after many rows."""
+        if not self.counts.rows_used and (ended or self.counts.rows_read >= _MAX_UNUSABLE):
+            reason, source = next(iter(self.counts.first_dropped.items()))
             raise UserError(
-                f"{self.path}: no row can be used of the first {self.tally.rows_read}, the first at {source}.",
+                f"{self.path}: no row can be used of the first {self.counts.rows_read}, the first at {source}.",
                 hint=f"{reason}: {DROP_REASONS[reason]}.",
             )
 
 
-class _Lane:
-    """An epoch of one data set: its records in chunks, `weight` times over."""
+class _DatasetEpoch:
+    """One epoch of one data set: its records in chunks, repeated `weight` times."""
 
     def __init__(self, streamed: StreamedDataset, rng: np.random.Generator) -> None:
         self.set, self._rng = streamed, rng
-        self._passes = math.ceil(streamed.spec.weight)
+        self._n_passes = math.ceil(streamed.spec.weight)
         self._pass = 0
         self._begin()
 
@@ -81,15 +76,15 @@ class _Lane:
 
     @property
     def share(self) -> float:
-        """How much of the epoch is read."""
-        return (self._pass + self._stream.share) / self._passes
+        """The share of the epoch that was read."""
+        return (self._pass + self._stream.share) / self._n_passes
 
     def chunk(self) -> list[Record] | None:
-        """The next records, of which a part-pass keeps a part; None at the end."""
+        """Return the next records, or None at the end. The last pass of a fractional weight keeps a random part."""
         records = list(islice(self._records, _CHUNK))
         if not records:
             self._pass += 1
-            if self._pass >= self._passes:
+            if self._pass >= self._n_passes:
                 return None
             self._begin()
             return self.chunk()
@@ -101,7 +96,7 @@ class _Lane:
 
 
 class ExampleStream:
-    """Endless examples of the data sets of a recipe, shuffled; `sets` say what was counted on the way."""
+    """Endless, shuffled examples of a recipe's data sets. `sets` hold the counts of rows so far."""
 
     def __init__(
         self,
@@ -113,7 +108,7 @@ class ExampleStream:
         images: ImageReader | None = None,
     ) -> None:
         self.sets = [StreamedDataset(spec, data, tokenizer, images) for spec in data.datasets]
-        self.epoch = 0
+        self.epoch = 0  # epochs begun
         self.max_length = data.max_length
         self._seed, self._buffer = seed, buffer
 
@@ -123,36 +118,33 @@ class ExampleStream:
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 over the files' names, sizes and times: what is in them was not read yet."""
+        """SHA-256 of the files' names, sizes and times, because their content was not read yet."""
         digest = hashlib.sha256()
         for part in self.sets:
             digest.update(repr(part.spec).encode())
             for file in find_files(part.spec.path):
-                about = file.stat()
-                digest.update(f"{file}|{about.st_size}|{about.st_mtime_ns}".encode())
+                stat = file.stat()
+                digest.update(f"{file}|{stat.st_size}|{stat.st_mtime_ns}".encode())
         return digest.hexdigest()
 
     def account(self) -> list[str]:
-        """What became of the rows that were read so far, a sentence for each data set."""
+        """Return a sentence for each data set about the rows that were read so far."""
         return [
-            f"{part.path}: {part.tally.rows_used} of {part.tally.rows_read} rows that were read are used"
-            + "".join(f"; {count} {reason}" for reason, count in part.tally.dropped.most_common())
+            f"{part.path}: {part.counts.rows_used} of the {part.counts.rows_read} rows read are used"
+            + "".join(f"; {number} {reason}" for reason, number in part.counts.dropped.most_common())
             + "."
             for part in self.sets
         ]
 
     def __iter__(self) -> Iterator[Example]:
-        return chain.from_iterable(self._shuffled(epoch) for epoch in iter(self._next_epoch, None))
-
-    def _next_epoch(self) -> int:
-        self.epoch += 1
-        return self.epoch - 1
+        return chain.from_iterable(map(self._shuffled, count(self.epoch)))
 
     def _shuffled(self, epoch: int) -> Iterator[Example]:
+        self.epoch = epoch + 1
         rng = np.random.default_rng([self._seed, epoch])
         held: list[Example] = []
         for example in self._in_order(epoch):
-            # a copy: an example is a view of the batch that it was tokenised in, and would hold all of it
+            # a copy, because an example is a view that would keep its whole batch of texts in memory
             alone = example._replace(input_ids=example.input_ids.copy(), labels=example.labels.copy())
             if len(held) < self._buffer:
                 held.append(alone)
@@ -164,9 +156,10 @@ class ExampleStream:
             yield held[place]
 
     def _in_order(self, epoch: int) -> Iterator[Example]:
-        """The epoch's examples, the next ones always from the data set that has got least far."""
+        """Yield the epoch's examples, always from the data set of which the smallest share was read."""
         lanes = [
-            _Lane(part, np.random.default_rng([self._seed, epoch, number])) for number, part in enumerate(self.sets)
+            _DatasetEpoch(part, np.random.default_rng([self._seed, epoch, number]))
+            for number, part in enumerate(self.sets)
         ]
         while lanes:
             lane = min(lanes, key=lambda lane: lane.share)
@@ -174,25 +167,31 @@ class ExampleStream:
             if records is None:
                 lanes.remove(lane)
             else:
-                yield from lane.set.rows.examples(records, lane.set.tally)
+                yield from lane.set.rows.examples(records, lane.set.counts)
             lane.set.check(ended=records is None)
 
 
 class StreamedExamples:
-    """The examples of a stream by their number in it, as far as they are read and not yet forgotten."""
+    """The examples of a stream by number: those that are read and not forgotten.
+
+    `lengths`, `trained` and `n_images` are indexed by arrays of numbers, like the arrays of Examples.
+    """
 
     def __init__(self, stream: ExampleStream) -> None:
         self.stream = stream
         self._source = iter(stream)
         self._held: list[Example] = []
         self._forgotten = 0
+        self.lengths = _LazyArray(self, lambda example: len(example.labels))
+        self.trained = _LazyArray(self, lambda example: int((example.labels != IGNORE_INDEX).sum()))
+        self.n_images = _LazyArray(self, lambda example: len(example.images))
 
-    def reach(self, count: int) -> None:
-        """Reads until there were `count`."""
-        self._held += islice(self._source, max(count - self._forgotten - len(self._held), 0))
+    def read_to(self, number: int) -> None:
+        """Read the examples with a number below `number`."""
+        self._held += islice(self._source, max(number - self._forgotten - len(self._held), 0))
 
     def forget(self, before: int) -> None:
-        """Lets go of all with a smaller number."""
+        """Drop the examples with a number below `before`."""
         del self._held[: before - self._forgotten]
         self._forgotten = before
 
@@ -200,30 +199,16 @@ class StreamedExamples:
         return self._held[number - self._forgotten]
 
     @property
-    def lengths(self) -> _Numbers:
-        return _Numbers(self, lambda example: len(example.labels))
-
-    @property
-    def trained(self) -> _Numbers:
-        """How many labels of each are trained."""
-        return _Numbers(self, lambda example: int((example.labels != -100).sum()))
-
-    @property
-    def n_images(self) -> _Numbers:
-        """How many images each shows."""
-        return _Numbers(self, lambda example: len(example.images))
-
-    @property
     def fingerprint(self) -> str:
         return self.stream.fingerprint
 
 
-class _Numbers:
-    """A number of each example, looked up by an array of the examples' places, as in an array of all."""
+class _LazyArray:
+    """A number of each example, computed when it is indexed by an array of example numbers."""
 
-    def __init__(self, examples: StreamedExamples, count: Callable[[Example], int]) -> None:
-        self._examples, self._count = examples, count
+    def __init__(self, examples: StreamedExamples, value: Callable[[Example], int]) -> None:
+        self._examples, self._value = examples, value
 
     def __getitem__(self, places: np.ndarray) -> np.ndarray:
-        chosen = [self._examples[int(place)] for place in np.ravel(places)]
-        return np.array([self._count(one) for one in chosen], dtype=np.int64).reshape(np.shape(places))
+        values = [self._value(self._examples[int(place)]) for place in np.ravel(places)]
+        return np.array(values, dtype=np.int64).reshape(np.shape(places))

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from ligertune.data.cache import cache_home
 from ligertune.data.rows.conversation import BadRow, Conversation, Message
 from ligertune.data.rows.image_rows import IMAGE_MARK, ImageTokens, extract_images, image_parts
 from ligertune.data.templates.control_tokens import Rendered
@@ -149,18 +148,18 @@ def _encode_with_images(
     reader: ImageReader, tokenizer: PreTrainedTokenizerBase, prompt: str, images: Sequence[str], template: dict
 ) -> tuple[str, dict[str, Tensor]]:
     """Return (prompt with one token per image, inputs of `generate`), prepared as rows with images are for training."""
-    image_tokens = ImageTokens(reader, str(Path.cwd()), cache_home().with_name("images"))
+    image_tokens = ImageTokens(reader, str(Path.cwd()))
     has_bos = _uses_chat_template(tokenizer, template)
     try:
         row, references = extract_images({"messages": [{"role": "user", "content": prompt}], "images": list(images)})
         marked = row["messages"][0]["content"]
-        files = image_tokens.pictures(Conversation((Message("user", marked),)), references, "")
+        files = image_tokens.find(Conversation((Message("user", marked),)), references, "")
         text = marked
         if has_bos:
             takes_parts = "image" in tokenizer.chat_template
             content = image_parts(marked) if takes_parts else IMAGE_MARK.sub(reader.template_text, marked)
             text = _chat_prompt(tokenizer, content, template)
-        text = image_tokens.placed(Rendered(text, ()), files).text
+        text = image_tokens.insert(Rendered(text, ()), files).text
     except BadRow as bad:
         raise UserError(f"--image: {bad}.", hint="Name a file for each <image> in the prompt, or write none.") from bad
     input_ids = tokenizer(text, return_tensors="pt", add_special_tokens=not has_bos)["input_ids"]

@@ -49,7 +49,7 @@ def test_prepare_mixes_and_says_so(two, stories):
     data = prepare(DataOptions(datasets=sets), stories, seed=0)
     files = Counter(Path(source.rpartition(":")[0]).name for source in data.train.sources)
     assert files == {"a.jsonl": 10, "b.jsonl": 30}
-    assert data.report.notes == (f"An epoch sees 40 examples: 10 of {two[0]} (weight 0.5), 30 of {two[1]} (weight 3).",)
+    assert data.report.notes == (f"An epoch has 40 examples: 10 of {two[0]} (weight 0.5), 30 of {two[1]} (weight 3).",)
 
 
 def test_what_is_held_out_is_not_trained_on_however_often_its_set_is_seen(two, stories):

@@ -13,8 +13,7 @@ import pytest
 from ligertune.data.examples import Examples
 from ligertune.data.prepare import prepare
 from ligertune.data.row_pipeline import ROWS_PER_CHUNK, RowCounts, RowPipeline, build_blocks, count_processes
-from ligertune.data.rows.formats import recognise_format
-from ligertune.data.rows.sources import Record, read_records
+from ligertune.data.rows.sources import Record, RecordStream
 from ligertune.errors import UserError
 from ligertune.planning.options import DataOptions, DatasetOptions
 
@@ -60,13 +59,13 @@ def test_auto_is_the_cores_this_process_may_use():
 class Rows:
     """Stands where a RowPath does, and makes no examples."""
 
-    def examples(self, records, tally):
-        tally.rows_read += len(records)
+    def examples(self, records, counts):
+        counts.rows_read += len(records)
         return []
 
 
 class Fatal(Rows):
-    def examples(self, records, tally):
+    def examples(self, records, counts):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -81,7 +80,7 @@ def test_few_chunks_are_under_way():
     done = build_blocks(Rows(), records(), processes=2)
     next(done)
     assert taken <= 6 * ROWS_PER_CHUNK
-    assert sum(tally.rows_read for _, tally in done) + ROWS_PER_CHUNK == taken == 100 * ROWS_PER_CHUNK
+    assert sum(counts.rows_read for _, counts in done) + ROWS_PER_CHUNK == taken == 100 * ROWS_PER_CHUNK
 
 
 def test_a_killed_process_is_said_to_be_one():
@@ -95,7 +94,7 @@ def test_a_killed_process_is_said_to_be_one():
 def test_rows_can_be_sent_to_processes_that_start_anew(many, stories, template):
     spec = DatasetOptions(path=str(many), max_samples=20)
     data = DataOptions(datasets=[spec], prompt_template=template)
-    records = read_records(spec)
-    rows = RowPipeline(spec, data, recognise_format("alpaca", records[0].row, "many"), stories)
+    records = list(RecordStream(spec))
+    rows = RowPipeline(spec, data, stories, records)
     here, there = (path.examples(records, RowCounts()) for path in (rows, pickle.loads(pickle.dumps(rows))))
     assert Examples(there).fingerprint == Examples(here).fingerprint

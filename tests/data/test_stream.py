@@ -82,8 +82,8 @@ def test_dropped_rows_are_counted_as_they_are_met(tmp_path, streamed):
     stream = streamed(path)
     sources(stream, 200)
     (part,) = stream.sets
-    assert (part.tally.rows_read, part.tally.rows_used, dict(part.tally.dropped)) == (203, 200, {"empty answer": 3})
-    assert stream.account() == [f"{path}: 200 of 203 rows that were read are used; 3 empty answer."]
+    assert (part.counts.rows_read, part.counts.rows_used, dict(part.counts.dropped)) == (203, 200, {"empty answer": 3})
+    assert stream.account() == [f"{path}: 200 of the 203 rows read are used; 3 empty answer."]
 
 
 def test_a_flaw_is_met_when_it_is_read(tmp_path, streamed):
@@ -127,10 +127,10 @@ def test_examples_by_their_number_as_far_as_they_are_held(tmp_path, streamed):
     path = write(tmp_path / "a.jsonl", 100)
     expected = list(islice(streamed(path), 60))
     examples = StreamedExamples(streamed(path))
-    examples.reach(40)
+    examples.read_to(40)
     assert [examples[i].source for i in range(40)] == [example.source for example in expected[:40]]
     examples.forget(30)
-    examples.reach(60)
+    examples.read_to(60)
     places = np.arange(30, 60)
     assert examples.lengths[places].tolist() == [len(expected[i].input_ids) for i in places]
     assert examples.trained[places[:, None]].tolist() == [[int((expected[i].labels != -100).sum())] for i in places]

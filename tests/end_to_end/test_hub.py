@@ -145,11 +145,11 @@ def test_an_invalid_row_of_a_hub_data_set_is_named(serve, rows, tmp_path):
     read, exit_code, said = done.out.split(" ", 2)
     assert 0 < int(read) <= valid.count(b"\n")
     assert exit_code == "1"
-    assert said.startswith(f"some/set:test:{int(read) + 1}: the hub does not give this row: ")
+    assert said.startswith(f"some/set:test:{int(read) + 1}: the hub does not return this row: ")
 
 
 def test_a_missing_split_is_refused_with_one_sentence(train, rows):
     done, _ = train({"data/test.jsonl": b"".join(rows)}, **{"data.datasets.0.split": "train"})
     assert done.code == 2
-    assert "some/set is neither a file or folder here nor a data set that the hub gives" in done.err
+    assert "some/set is neither a file or folder here nor a data set on the hub" in done.err
     assert "Traceback" not in done.err

@@ -212,7 +212,7 @@ def test_a_text_model_refuses_images(image_paths, tokenizer_of, tmp_path):
     path = tmp_path / "rows.json"
     path.write_text(json.dumps([image_row("<image>What?", "Yes", image_paths["red"])]))
     data = DataOptions(datasets=[DatasetOptions(path=str(path))], cache=False)
-    with pytest.raises(UserError, match="is no text"):
+    with pytest.raises(UserError, match="is not text"):
         prepare(data, tokenizer_of(FAMILY), seed=0)
 
 
@@ -226,5 +226,5 @@ def test_cached_data_keep_images_and_notice_a_missing_one(reader_of, tokenizer_o
     assert second.report.sets[0].cached and second.train.fingerprint == first.train.fingerprint
     assert [example.images for example in second.train] == [example.images for example in first.train]
     (tmp_path / "b.png").unlink()
-    with pytest.raises(UserError, match=r"b\.png: this image was there"):
+    with pytest.raises(UserError, match=r"b\.png: this image existed"):
         prepare(data, tokenizer_of(FAMILY), seed=0, images=reader_of(FAMILY))

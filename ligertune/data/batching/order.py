@@ -140,7 +140,7 @@ class StreamOrder(DataOrder):
 
     def _make_window(self) -> None:
         begin = self._made * self._window
-        self._examples.reach(begin + self._window)
+        self._examples.read_to(begin + self._window)
         lengths = self._examples.lengths[np.arange(begin, begin + self._window)]
         rows = np.arange(self._window)[:, None] if self._max_length is None else pack(lengths, self._max_length)
         order = np.random.default_rng([self.seed, self._made]).permutation(len(rows))

@@ -1,4 +1,4 @@
-"""The one form every row takes before it is rendered, and the reasons for which a row is not used."""
+"""Conversation and Message: the form of every row before it is rendered, and the reasons for which rows are dropped."""
 
 from __future__ import annotations
 
@@ -8,77 +8,66 @@ from typing import Any, Literal
 
 Role = Literal["system", "user", "assistant", "tool"]
 
-# what data sets call the four roles
-ROLES: dict[str, Role] = {
-    "system": "system",
-    "developer": "system",
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bing": "assistant",
-    "bard": "assistant",
-    "bot": "assistant",
-    "model": "assistant",
-    "assistant": "assistant",
-    "function_call": "assistant",
-    "tool": "tool",
-    "function": "tool",
-    "observation": "tool",
-    "function_response": "tool",
+# names that data sets use for the four roles
+_ROLE_NAMES: dict[Role, tuple[str, ...]] = {
+    "system": ("system", "developer"),
+    "user": ("user", "human"),
+    "assistant": ("assistant", "gpt", "chatgpt", "bing", "bard", "bot", "model", "function_call"),
+    "tool": ("tool", "function", "observation", "function_response"),
 }
+ROLES: dict[str, Role] = {name: role for role, names in _ROLE_NAMES.items() for name in names}
 
 DROP_REASONS: dict[str, str] = {
     "missing value": "a column or a field that the format needs is absent or null",
     "not text": "a value that must be text is a number, a list, an image, ...",
     "not a list of turns": "the conversation is not a list of objects with a role and a text",
-    "unknown role": "a turn is by somebody who is none of system, user, assistant, tool and their other names",
+    "unknown role": "the role of a turn is not system, user, assistant, tool or another known name of these",
     "roles out of order": "a system turn after the first, an answer to nothing, two turns of one role in a row",
     "no answer": "there is no turn of the assistant",
-    "last turn is not an answer": "the conversation breaks off: what follows its last answer would teach nothing",
-    "empty prompt": "a user turn without text, often a lost attachment: the answer to it answers nothing",
-    "empty answer": "no text, no reasoning and no call: it would teach the model to stop at once",
+    "last turn is not an answer": "the conversation breaks off: the turns after its last answer would not be trained",
+    "empty prompt": "a user turn without text, often a lost attachment: its answer answers nothing",
+    "empty answer": "no text, no reasoning and no call: it would train the model to stop at once",
     "call is not JSON": "a tool call that is not an object with a name and arguments",
     "tools are not JSON": "the list of tools cannot be read",
     "broken text": "half of a surrogate pair, which is no character and has no UTF-8",
-    "control token in the text": "the tokenizer makes a control token of a text, whatever it is told",
+    "control token in the text": "the tokenizer turns this text into a control token even with special tokens split",
     "the template refuses it": "the chat template raises an error for this conversation",
-    "the template leaves a turn out": "a system or tool turn is nowhere in the rendered text",
-    "the answer cannot be placed": "it is not to be found exactly once in the rendered text, so it cannot be marked",
+    "the template leaves a turn out": "the rendered text lacks a system or tool turn",
+    "the answer cannot be placed": "the rendered text does not contain the answer exactly once",
     "several exchanges": "it holds more than one question and one answer, which needs prompt_template: chat",
-    "image is missing": "there is no such file beside the data, or in data.image_dir",
-    "image cannot be read": "the file is cut off, broken, no picture, or far too narrow",
+    "image is missing": "there is no such file next to the data file, or in data.image_dir",
+    "image cannot be read": "the file is cut off, broken, not an image, or far too narrow",
     "image on the network": "only files, data URLs and data sets with images in them are read",
-    "image marks do not fit": "the marks in the text (<image>, or parts of type image) are not as many as the images",
+    "image marks do not fit": "the number of marks in the text (<image>, or parts of type image) is not that of images",
     "image in an answer": "the model writes text only",
-    "the template leaves an image out": "the rendered text does not hold each image once",
+    "the template leaves an image out": "the rendered text does not contain each image once",
     "cut through an image": "data.max_length ends before the last image does, with on_overlength: truncate",
     "no text": "the row is empty: there is nothing to learn",
     "no trained token": "all its answers have weight 0, or the tokenizer merged them into the prompt",
     "too long": "more than data.max_length tokens, with on_overlength: drop",
     "cut before the answer": "no trained token is left within data.max_length, with on_overlength: truncate",
 }
-# what on_bad_row: repair does, in the words of the report
+# reasons that data.on_overlength decides on, not on_bad_row
+LENGTH_REASONS = ("too long", "cut before the answer", "cut through an image")
+# repairs of on_bad_row: repair, as the report names and explains them
 REPAIRS: dict[str, str] = {
-    "not text": "a number, a list or an object became the text that JSON writes for it",
-    "empty turn": "a question or an answer without text is left out, together with its exchange",
-    "leading answer": "turns before the first question are left out: they answer nothing",
-    "trailing question": "turns behind the last answer are left out: they teach nothing",
-    "repeated role": "turns of one role in a row became one, with an empty line between them",
+    "not text": "a number, a list or an object was replaced by its JSON text",
+    "empty turn": "a question or an answer without text was left out, together with its exchange",
+    "leading answer": "turns before the first question were left out: they answer nothing",
+    "trailing question": "turns after the last answer were left out: they would not be trained",
+    "repeated role": "consecutive turns of one role were joined, with an empty line between them",
 }
-LENGTH_REASONS = (
-    "too long",
-    "cut before the answer",
-    "cut through an image",
-)  # data.on_overlength decides, not on_bad_row
 
 
 class BadRow(Exception):
-    """A row that cannot be used: `reason` is one of REASONS, `detail` what was found. data.on_bad_row decides."""
+    """A row that cannot be used. `reason` is a key of DROP_REASONS, `detail` what was found.
+
+    `data.datasets[].on_bad_row` decides whether the row is dropped or the run stops.
+    """
 
     def __init__(self, reason: str, detail: str = "") -> None:
         if reason not in DROP_REASONS:
-            raise ValueError(f"not one of REASONS: {reason!r}")
+            raise ValueError(f"not a key of DROP_REASONS: {reason!r}")
         super().__init__(f"{reason}: {detail}" if detail else reason)
         self.reason = reason
         self.detail = detail
@@ -86,7 +75,7 @@ class BadRow(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call that the assistant makes; `text` is how the data set wrote it."""
+    """A tool call of the assistant. `text` is its JSON as the data set wrote it."""
 
     name: str
     arguments: Any
@@ -95,14 +84,14 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One turn. `input` is Alpaca's second field; `reasoning` and `calls` are the assistant's."""
+    """One turn. `input` is Alpaca's second field; only the assistant has `reasoning` and `calls`."""
 
     role: Role
     content: str
     input: str = ""
     reasoning: str = ""
     calls: tuple[ToolCall, ...] = ()
-    trained: bool = True  # an assistant's turn may be context only
+    trained: bool = True  # False for an assistant's turn that is context only
 
     @property
     def is_empty(self) -> bool:
@@ -111,34 +100,34 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """A row that was found to be in order."""
+    """The turns of a checked row and the tools it declares."""
 
     messages: tuple[Message, ...]
     tools: tuple[dict[str, Any], ...] = ()
 
 
-# who may speak after whom; None is the beginning
-_MAY_FOLLOW: dict[Role | None, tuple[Role, ...]] = {
+# the roles that may follow each role; None is the beginning
+_NEXT_ROLES: dict[Role | None, tuple[Role, ...]] = {
     None: ("system", "user"),
     "system": ("user", "assistant"),
     "user": ("assistant",),
     "assistant": ("user", "tool"),
-    "tool": ("assistant", "tool"),  # several calls, several results
+    "tool": ("assistant", "tool"),  # several calls have several results
 }
 
 
 def check_conversation(messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> Conversation:
-    """The conversation, if the model can learn from it; an empty system turn is left out."""
+    """Return the turns without empty system turns. Raise BadRow if the model cannot be trained on them."""
     messages = tuple(message for message in messages if message.role != "system" or not message.is_empty)
     if all(message.role != "assistant" for message in messages):
         raise BadRow("no answer", f"{len(messages)} turns")
-    before = None
+    previous = None
     for number, message in enumerate(messages, start=1):
-        if message.role not in _MAY_FOLLOW[before]:
-            raise BadRow("roles out of order", f"turn {number}: {message.role} after {before or 'nothing'}")
+        if message.role not in _NEXT_ROLES[previous]:
+            raise BadRow("roles out of order", f"turn {number}: {message.role} after {previous or 'nothing'}")
         if message.is_empty and message.role in ("user", "assistant"):
             raise BadRow("empty prompt" if message.role == "user" else "empty answer", f"turn {number}")
-        before = message.role
-    if before != "assistant":
-        raise BadRow("last turn is not an answer", f"it is by the {before}")
+        previous = message.role
+    if previous != "assistant":
+        raise BadRow("last turn is not an answer", f"its role is {previous}")
     return Conversation(messages, tuple(tools))

@@ -1,22 +1,23 @@
-"""Where images stand in a row, whatever the row calls them: each becomes a mark in the text, its reference a list's.
+"""Images of rows: find them in every known form, put marks into the text, and expand the marks to image tokens.
 
-Known are LLaVA's and ShareGPT's `<image>` marks with an `image` or `images` column, parts of type image (Hugging Face,
-TRL: with a reference of their own, or filled from the column in order) and OpenAI's image_url parts. A row with images
-and no marks at all shows them at the beginning of its first question. From there on such a row is read as any other.
+Known forms are the `<image>` marks of LLaVA and ShareGPT with an `image` or `images` column, parts of type image
+(Hugging Face, TRL: with their own reference or filled from the column in order), and OpenAI's image_url parts. A row
+with images and no marks shows them at the beginning of its first question. Afterwards the row is read like any other.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ligertune.data.rows.conversation import BadRow, Conversation
-from ligertune.data.templates.control_tokens import Rendered, Span
+from ligertune.data.cache import cache_home
+from ligertune.data.rows.conversation import ROLES, BadRow, Conversation, Role
+from ligertune.data.templates.control_tokens import Rendered
 from ligertune.data.templates.label_masking import IGNORE_INDEX, Encoded
 from ligertune.vision.image_files import ImageError, check_image, locate_image
 
@@ -24,114 +25,109 @@ if TYPE_CHECKING:
     from ligertune.vision.image_files import ImageFile
     from ligertune.vision.reader import ImageReader
 
-# a noncharacter of Unicode around the number of an image in its row: no text that was written to be exchanged has it
+# A mark is the image's number in its row between two noncharacters of Unicode, which no exchanged text contains.
 _SIGN = "\ufdd4"
 IMAGE_MARK = re.compile(f"{_SIGN}(\\d+){_SIGN}")
-# a line break beside a mark is LLaVA's way to write one, and no part of the text
-_WRITTEN = re.compile(r"(?:<image>|<ImageHere>)\n?|\n(?:<image>|<ImageHere>)\Z")
+# LLaVA writes a line break next to a mark; it belongs to the mark, not to the text
+_WRITTEN_MARK = re.compile(r"(?:<image>|<ImageHere>)\n?|\n(?:<image>|<ImageHere>)\Z")
 _IMAGE_PARTS = ("image", "image_url", "input_image")
 _COLUMNS = ("images", "image")
 _TEXTS = ("conversations", "messages", "prompt", "completion", "instruction", "input", "text")
-
-
-def image_mark(number: int) -> str:
-    """What stands in a text for the image of this number, from 0."""
-    return f"{_SIGN}{number}{_SIGN}"
+_FIRST_TEXTS = ("conversations", "messages", "prompt", "instruction")
 
 
 @dataclass
-class _Found:
-    """The images of a row while it is read."""
+class _RowImages:
+    """Images of one row while it is read: its column, and the references marked so far."""
 
     column: list[Any]
     references: list[Any] = field(default_factory=list)
-    taken: int = 0  # of the column
+    n_taken: int = 0  # images of the column that have a mark
 
-    def mark(self, own: Any = None) -> str:
-        """A mark for an image with a reference of its own, or for the next one of the column."""
-        if own is None:
-            own = self.column[self.taken] if self.taken < len(self.column) else None
-            self.taken += 1
-        self.references.append(own)
-        return image_mark(len(self.references) - 1)
+    def mark(self, reference: Any = None) -> str:
+        """Return a mark for `reference`, or for the next image of the column."""
+        if reference is None:
+            reference = self.column[self.n_taken] if self.n_taken < len(self.column) else None
+            self.n_taken += 1
+        self.references.append(reference)
+        return f"{_SIGN}{len(self.references) - 1}{_SIGN}"
+
+    def mark_all(self) -> str:
+        return "".join(self.mark() for _ in self.column)
 
 
 def extract_images(row: dict[str, Any]) -> tuple[dict[str, Any], list[Any]]:
-    """(the row as one of text, with marks; the references that the marks number). A BadRow where the counts differ."""
-    found = _Found(_column_of(row))
-    plain = {key: value for key, value in row.items() if key not in _COLUMNS}
+    """Return (the row as text with marks, the references that the marks number).
+
+    Raises BadRow if there are not as many marks as images.
+    """
+    given = next((row[key] for key in _COLUMNS if row.get(key)), [])
+    images = _RowImages(list(given) if isinstance(given, (list, tuple)) else [given])
+    text_row = {key: value for key, value in row.items() if key not in _COLUMNS}
     for key in _TEXTS:
-        if key in plain:
-            plain[key] = _marked(plain[key], found)
-    if found.column and not found.references:
-        plain = _before_the_first_question(plain, found)
-    if found.taken != len(found.column):
-        raise BadRow("image marks do not fit", f"{found.taken} marks for {len(found.column)} images")
-    return plain, found.references
+        if key in text_row:
+            text_row[key] = _marked(text_row[key], images)
+    if images.column and not images.references:
+        _mark_first_question(text_row, images)
+    if images.n_taken != len(images.column):
+        raise BadRow("image marks do not fit", f"{images.n_taken} marks for {len(images.column)} images")
+    return text_row, images.references
 
 
-def _column_of(row: dict[str, Any]) -> list[Any]:
-    given = next((row[key] for key in _COLUMNS if row.get(key)), None)
-    if given is None:
-        return []
-    return list(given) if isinstance(given, (list, tuple)) else [given]
-
-
-def _marked(value: Any, found: _Found) -> Any:
-    """A text, a turn, a part or a list of them with marks in the place of images, in reading order."""
+def _marked(value: Any, images: _RowImages) -> Any:
+    """Return a text, a turn, a part or a list of them with marks in place of images, in reading order."""
     if isinstance(value, str):
         if _SIGN in value:
             raise BadRow("broken text", "U+FDD4")
-        return _WRITTEN.sub(lambda match: found.mark(), value)
+        return _WRITTEN_MARK.sub(lambda match: images.mark(), value)
     if isinstance(value, list):
-        return [_marked(inner, found) for inner in value]
+        return [_marked(inner, images) for inner in value]
     if not isinstance(value, dict):
         return value
     if value.get("type") in _IMAGE_PARTS:
-        return {"type": "text", "text": found.mark(_reference(value))}
-    role = value.get("from") or value.get("role")
-    marked = {key: _marked(value[key], found) for key in ("value", "content", "text") if value.get(key) is not None}
-    if isinstance(role, str) and role.strip().lower() in ("gpt", "assistant", "bot", "model") and _has_mark(marked):
+        return {"type": "text", "text": images.mark(_reference(value))}
+    n_before = len(images.references)
+    marked = {key: _marked(value[key], images) for key in ("value", "content", "text") if value.get(key) is not None}
+    if _role(value) == "assistant" and len(images.references) > n_before:
         raise BadRow("image in an answer", "the model writes no images")
     return {**value, **marked}
 
 
+def _role(turn: dict[str, Any]) -> Role | None:
+    name = turn.get("from") or turn.get("role")
+    return ROLES.get(name.strip().lower()) if isinstance(name, str) else None
+
+
 def _reference(part: dict[str, Any]) -> Any:
-    """What a part itself says of its image; None leaves it to the row's column."""
+    """Return a part's own reference to its image, or None if the row's column has it."""
     given = next((part[key] for key in ("image", "image_url", "url", "path", "bytes") if part.get(key)), None)
     if isinstance(given, dict) and "url" in given:  # OpenAI: {"image_url": {"url": ...}}
         return given["url"]
     return {"bytes": given} if isinstance(given, bytes) else given
 
 
-def _has_mark(value: Any) -> bool:
-    if isinstance(value, str):
-        return _SIGN in value
-    return any(map(_has_mark, value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()))
-
-
-def _before_the_first_question(row: dict[str, Any], found: _Found) -> dict[str, Any]:
-    for key in ("conversations", "messages", "prompt", "instruction"):
-        turns = row.get(key)
-        if isinstance(turns, str):
-            return {**row, key: "".join(found.mark() for _ in found.column) + turns}
-        for number, turn in enumerate(turns or ()):
-            role = turn.get("from") or turn.get("role") if isinstance(turn, dict) else None
-            if role in ("human", "user"):
-                field_ = "value" if turn.get("value") is not None else "content"
-                marks = "".join(found.mark() for _ in found.column)
-                content = turn.get(field_)
+def _mark_first_question(row: dict[str, Any], images: _RowImages) -> None:
+    """Put marks for all images of the column before the first question of `row`."""
+    for key in _FIRST_TEXTS:
+        value = row.get(key)
+        if isinstance(value, str):
+            row[key] = images.mark_all() + value
+            return
+        for number, turn in enumerate(value or ()):
+            if isinstance(turn, dict) and _role(turn) == "user":
+                name = "value" if turn.get("value") is not None else "content"
+                content, marks = turn.get(name), images.mark_all()
                 parts = [{"type": "text", "text": marks}, *content] if isinstance(content, list) else None
-                changed = {**turn, field_: parts or f"{marks}{content or ''}"}
-                return {**row, key: [*turns[:number], changed, *turns[number + 1 :]]}
-    return row
+                value[number] = {**turn, name: parts or f"{marks}{content or ''}"}
+                return
 
 
 class ImageTokens:
-    """Images of the rows of one data set: found as files, put into rendered texts, and into their tokens."""
+    """Images of one data set's rows: find their files, and put their tokens into rendered and tokenized texts."""
 
-    def __init__(self, reader: ImageReader, image_dir: str | None, store: Path) -> None:
-        self._reader, self._store = reader, store
+    def __init__(self, reader: ImageReader, image_dir: str | None) -> None:
+        """image_dir: the folder of relative paths; None is the data file's folder."""
+        self._reader = reader
         self._image_dir = None if image_dir is None else Path(image_dir)
         self._pattern = re.compile(f"{IMAGE_MARK.pattern}|{re.escape(reader.template_text)}")
 
@@ -139,70 +135,48 @@ class ImageTokens:
     def token_id(self) -> int:
         return self._reader.token_id
 
-    def pictures(self, conversation: Conversation, references: Sequence[Any], source: str) -> list[ImageFile]:
-        """The pictures that the conversation shows, in its order; a BadRow if one is missing or broken."""
-        shown = [
+    def find(self, conversation: Conversation, references: Sequence[Any], source: str) -> list[ImageFile]:
+        """Return the images of the conversation in its order. Raises BadRow if one is missing or broken.
+
+        An image that the data set holds as bytes is written into the cache.
+        """
+        marked = [
             int(number)
             for message in conversation.messages
             for number in IMAGE_MARK.findall(message.content) + IMAGE_MARK.findall(message.input)
         ]
-        beside = Path(source.rpartition(":")[0] or source).parent
-        folders = (beside,) if self._image_dir is None else (self._image_dir,)
+        folder = self._image_dir or Path(source.rpartition(":")[0] or source).parent
+        store = cache_home().with_name("images")
         try:
-            found = [check_image(locate_image(references[number], folders, self._store)) for number in shown]
-            for picture in found:
-                self._reader.tokens(picture)
+            found = [check_image(locate_image(references[number], (folder,), store)) for number in marked]
+            for image in found:
+                self._reader.tokens(image)
         except ImageError as error:
             raise BadRow(error.reason, error.detail) from error
         return found
 
-    def placed(self, rendered: Rendered, pictures: Sequence[ImageFile]) -> Rendered:
-        """The text with what stands for each picture in this family; templates and marks may have written it."""
+    def insert(self, rendered: Rendered, images: Sequence[ImageFile]) -> Rendered:
+        """Replace each mark, and each image text that the chat template wrote, by the model family's image text."""
         literal = {start for start, _ in rendered.literal}
         found = [match for match in self._pattern.finditer(rendered.text) if match.start() not in literal]
-        if len(found) != len(pictures):
-            raise BadRow("the template leaves an image out", f"{len(found)} of {len(pictures)} are in the text")
-        pieces, moves, done = [], [], 0
-        for match in found:
-            pieces += [rendered.text[done : match.start()], self._reader.image_text]
-            done = match.end()
-            moves.append((match.end(), len(self._reader.image_text) - len(match[0])))
-        text = "".join([*pieces, rendered.text[done:]])
+        if len(found) != len(images):
+            raise BadRow("the template leaves an image out", f"{len(found)} of {len(images)} are in the text")
+        return rendered.substitute(found, self._reader.image_text)
 
-        def moved(spans: Sequence[Span]) -> tuple[Span, ...]:
-            return tuple((_moved(start, moves), _moved(end, moves)) for start, end in spans)
-
-        return rendered._replace(text=text, trained=moved(rendered.trained), literal=moved(rendered.literal))
-
-    def expanded(self, encoded: Encoded, pictures: Sequence[ImageFile]) -> Encoded:
-        """The tokens with as many for each picture as it takes; none of them, nor those around them, is trained."""
-        ids = encoded.input_ids
-        at = np.flatnonzero(ids == self._reader.token_id)
-        if len(at) != len(pictures):
-            raise BadRow("image marks do not fit", f"{len(at)} tokens for {len(pictures)} images")
-        times = np.ones(len(ids), dtype=np.int64)
-        times[at] = [self._reader.tokens(picture) for picture in pictures]
-        input_ids = np.repeat(ids, times)
-        labels = np.repeat(encoded.labels, times)
+    def expand(self, encoded: Encoded, images: Sequence[ImageFile]) -> Encoded:
+        """Repeat the token of each image to its number of tokens. Neither these nor their delimiters are trained."""
+        is_image = encoded.input_ids == self._reader.token_id
+        if is_image.sum() != len(images):
+            raise BadRow("image marks do not fit", f"{is_image.sum()} tokens for {len(images)} images")
+        times = np.ones(len(is_image), dtype=np.int64)
+        times[is_image] = [self._reader.tokens(image) for image in images]
+        input_ids, labels = np.repeat(encoded.input_ids, times), np.repeat(encoded.labels, times)
         labels[np.isin(input_ids, list(self._reader.untrained))] = IGNORE_INDEX
-        return Encoded(input_ids, labels, encoded.straddling, int((labels != IGNORE_INDEX).sum()))
-
-
-def _moved(place: int, moves: Sequence[tuple[int, int]]) -> int:
-    return place + sum(growth for end, growth in moves if end <= place)
+        return Encoded(input_ids, labels, encoded.straddling)
 
 
 def image_parts(text: str) -> list[dict[str, Any]]:
-    """A text with marks as the parts that chat templates read: images and the texts between them."""
-    return list(_parts(text))
-
-
-def _parts(text: str) -> Iterator[dict[str, Any]]:
-    done = 0
-    for match in IMAGE_MARK.finditer(text):
-        if text[done : match.start()]:
-            yield {"type": "text", "text": text[done : match.start()]}
-        yield {"type": "image"}
-        done = match.end()
-    if text[done:] or not done:
-        yield {"type": "text", "text": text[done:]}
+    """Split a text with marks into the parts that chat templates read: images, and the texts between them."""
+    pieces = IMAGE_MARK.split(text)  # texts, and at odd places the numbers of the marks between them
+    parts = [{"type": "image"} if place % 2 else {"type": "text", "text": piece} for place, piece in enumerate(pieces)]
+    return [part for part in parts if part.get("text") != ""] or parts[-1:]

@@ -1,6 +1,6 @@
-"""on_bad_row: repair. Turns out of order become a conversation where nothing has to be guessed for it.
+"""Repair of conversations for on_bad_row: repair, where the fix needs no guess.
 
-What is left out or joined is in `conversation.REPAIRS`. A row that has other faults stays a bad row, and is dropped.
+REPAIRS in conversation.py lists the repairs. A row with other faults stays a bad row, and is dropped.
 """
 
 from __future__ import annotations
@@ -13,75 +13,68 @@ from ligertune.data.rows.conversation import Message
 
 
 def repair_turns(messages: Sequence[Message]) -> tuple[list[Message], list[str]]:
-    """The turns as they may be learnt from, and which of REPAIRS that took; they may still be out of order."""
-    done: list[str] = []
+    """Return the repaired turns and the repairs made (keys of REPAIRS). The turns may still be out of order."""
+    repairs: list[str] = []
     turns = [message for message in messages if message.role != "system" or not message.is_empty]
-    leading = next((number for number, turn in enumerate(turns) if turn.role == "user"), len(turns))
-    head, exchanges = _opening(turns[:leading], done), _exchanges(turns[leading:])
-    kept = [turn for exchange in exchanges for turn in _whole(exchange, done)]
+    first = next((number for number, turn in enumerate(turns) if turn.role == "user"), len(turns))
+    opening = _repair_opening(turns[:first], repairs)
+    kept = [turn for exchange in _exchanges(turns[first:]) for turn in _repair_exchange(exchange, repairs)]
     last = max((number for number, turn in enumerate(kept) if turn.role == "assistant"), default=-1)
     if last < len(kept) - 1:
-        done.append("trailing question")
-    return _joined(head, done) + kept[: last + 1], done
+        repairs.append("trailing question")
+    return _join_roles(opening, repairs) + kept[: last + 1], repairs
 
 
-def _opening(turns: list[Message], done: list[str]) -> list[Message]:
-    """What may stand before the first question: system turns, and answers that follow them directly."""
-    systems = next((number for number, turn in enumerate(turns) if turn.role != "system"), len(turns))
-    if systems and turns[systems:] and all(turn.role == "assistant" for turn in turns[systems:]):
-        answers = [turn for turn in turns[systems:] if not turn.is_empty]
-        if len(answers) < len(turns) - systems:
-            done.append("empty turn")
-        return turns[:systems] + answers
-    if turns[systems:]:
-        done.append("leading answer")
-    return turns[:systems]
+def _repair_opening(turns: list[Message], repairs: list[str]) -> list[Message]:
+    """Keep the turns that may precede the first question: system turns, and answers directly after them."""
+    n_system = next((number for number, turn in enumerate(turns) if turn.role != "system"), len(turns))
+    system, others = turns[:n_system], turns[n_system:]
+    if system and others and all(turn.role == "assistant" for turn in others):
+        answers = [turn for turn in others if not turn.is_empty]
+        if len(answers) < len(others):
+            repairs.append("empty turn")
+        return system + answers
+    if others:
+        repairs.append("leading answer")
+    return system
 
 
 def _exchanges(turns: list[Message]) -> list[list[Message]]:
-    """Each question, or several in a row, with all that follows up to the next one."""
+    """Split the turns before each question; consecutive questions stay together."""
     exchanges: list[list[Message]] = []
-    before = None
+    previous = None
     for turn in turns:
-        if turn.role == "user" and before != "user":
+        if turn.role == "user" and previous != "user":
             exchanges.append([])
         exchanges[-1].append(turn)
-        before = turn.role
+        previous = turn.role
     return exchanges
 
 
-def _whole(exchange: list[Message], done: list[str]) -> list[Message]:
-    """The exchange without repetitions; nothing of it where its question or one of its answers is empty."""
+def _repair_exchange(exchange: list[Message], repairs: list[str]) -> list[Message]:
+    """Return the exchange without empty turns and repeated roles, or nothing if a question or answer has no text."""
     turns = []
-    for _, run in groupby(exchange, key=lambda turn: turn.role):
-        run = list(run)
+    for _, group in groupby(exchange, key=lambda turn: turn.role):
+        run = list(group)
         filled = [turn for turn in run if turn.role == "tool" or not turn.is_empty]
         if len(filled) < len(run):
-            done.append("empty turn")
+            repairs.append("empty turn")
         if not filled:
             return []
         turns += filled
-    return _joined(turns, done)
+    return _join_roles(turns, repairs)
 
 
-def _joined(turns: list[Message], done: list[str]) -> list[Message]:
-    """Neighbours of one role as one turn. Not after a call, nor where one is trained and the other is not."""
+def _join_roles(turns: list[Message], repairs: list[str]) -> list[Message]:
+    """Join consecutive turns of one role, except after a tool call and where only one of them is trained."""
     joined: list[Message] = []
     for turn in turns:
-        before = joined[-1] if joined else None
-        alike = before is not None and (before.role, before.trained) == (turn.role, turn.trained)
-        if not alike or turn.role == "tool" or before.calls:
+        previous = joined[-1] if joined else None
+        is_same = previous is not None and (previous.role, previous.trained) == (turn.role, turn.trained)
+        if not is_same or turn.role == "tool" or previous.calls:
             joined.append(turn)
         else:
-            done.append("repeated role")
-            joined[-1] = replace(
-                turn,
-                content=_lines(before.content, turn.content),
-                input=_lines(before.input, turn.input),
-                reasoning=_lines(before.reasoning, turn.reasoning),
-            )
+            repairs.append("repeated role")
+            texts = {name: (getattr(previous, name), getattr(turn, name)) for name in ("content", "input", "reasoning")}
+            joined[-1] = replace(turn, **{name: "\n\n".join(filter(str.strip, both)) for name, both in texts.items()})
     return joined
-
-
-def _lines(*texts: str) -> str:
-    return "\n\n".join(text for text in texts if text.strip())

@@ -1,6 +1,6 @@
-"""Where records come from: files, folders, globs and the hub.
+"""Record sources: the files, folders, globs or Hugging Face hub data set that a recipe names.
 
-On the hub the place of a record is the number of its row, from 1.
+The source of a hub record is `path:split:row`, with rows from 1.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ligertune.data.rows.data_files import FILE_TYPES, DataFile, Record, display_path, file_type, read_file, reader_of
+from ligertune.data.rows.data_files import FILE_TYPES, DataFile, Record, file_type, reader_of
+from ligertune.data.rows.formats import check_columns
 from ligertune.errors import UserError
 
 if TYPE_CHECKING:
@@ -22,30 +23,20 @@ if TYPE_CHECKING:
 
     from ligertune.planning.options import DatasetOptions
 
-__all__ = ["Record", "RecordStream", "display_path", "find_files", "read_file", "read_records"]
-
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
-_SAMPLE = 100  # first records of a stream, whose columns are taken for those of all
-
-
-def read_records(spec: DatasetOptions) -> list[Record]:
-    """The first `max_samples` records of a data set, in the order of the source, columns renamed as `columns` says."""
-    records = list(RecordStream(spec, sample=None, download=True))
-    if not records:
-        raise UserError(f"{spec.path} holds no records.")
-    return records
+_UNKNOWN_SIZE = 10_000  # rows that a hub data set of unknown size is expected to have left
 
 
 @dataclass
 class RecordStream:
-    """The records that `read_records` gives, one by one. `share` is how much of them was read, as far as is known.
+    """The first `max_samples` records of a data set in file order, with columns renamed by `columns`.
 
-    A rename is held against the columns of the first `sample` records, or of all. `download`: a data set of the hub is
-    stored on this machine first, and found there the next time.
+    sample: a rename must name a column of one of the first `sample` records. download: store a hub data set on this
+    machine, instead of streaming it.
     """
 
     spec: DatasetOptions
-    sample: int | None = _SAMPLE
+    sample: int = 100
     download: bool = False
     _read: int = 0
     _files: list[DataFile] = field(default_factory=list)
@@ -53,10 +44,11 @@ class RecordStream:
     def __iter__(self) -> Iterator[Record]:
         records = islice(self._all(), self.spec.max_samples)
         if self.spec.columns:
+            check_columns(self.spec.columns)
             first = list(islice(records, self.sample))
-            found = {column for record in first for column in record.row}
-            records = (_renamed(record, self.spec) for part in (first, records) for record in part)
-            _check_renames(self.spec, found) if first else None
+            if first:
+                _check_renames(self.spec, {column for record in first for column in record.row})
+            records = (_renamed(record, self.spec.columns) for part in (first, records) for record in part)
         self._read = 0
         for record in records:
             self._read += 1
@@ -64,11 +56,12 @@ class RecordStream:
 
     @property
     def share(self) -> float:
+        """The share of the data set that was read, from 0 to 1. It is a guess for a hub data set of unknown size."""
         if self.spec.max_samples is not None:
             return self._read / self.spec.max_samples
         if self._files:
             return sum(file.share * file.size for file in self._files) / sum(file.size for file in self._files)
-        return self._read / (self._read + 10_000)  # the hub does not always say how many there are
+        return self._read / (self._read + _UNKNOWN_SIZE)
 
     def _all(self) -> Iterator[Record]:
         paths = find_files(self.spec.path)
@@ -86,7 +79,10 @@ class RecordStream:
 
 
 def find_files(path: str) -> list[Path]:
-    """The data files that `path` names, sorted; none if it can only be the id of a data set on the hub."""
+    """Return the data files that `path` names, sorted, or none if it can only be the id of a data set on the hub.
+
+    Raises UserError if nothing matches, or if a folder holds files of several types.
+    """
     place = Path(path).expanduser()
     if place.is_dir():
         return _files_in(place)
@@ -104,20 +100,20 @@ def find_files(path: str) -> list[Path]:
 
 def _files_in(folder: Path) -> list[Path]:
     found = sorted(file for file in folder.iterdir() if file.is_file() and reader_of(file) is not None)
-    files = [file for file in found if file_type(file) != ".txt"] or found  # a licence or a note beside the data
+    files = [file for file in found if file_type(file) != ".txt"] or found  # a .txt next to data is a licence or note
     if not files:
         raise UserError(f"{folder}: the folder holds no data file.", hint=f"Known: {FILE_TYPES}.")
-    kinds = sorted({file_type(file) for file in files})
-    if len(kinds) > 1:
+    types = sorted({file_type(file) for file in files})
+    if len(types) > 1:
         raise UserError(
-            f"{folder}: the folder holds files of several kinds ({', '.join(kinds)}).",
-            hint=f"Choose one, for instance with {folder / ('*' + kinds[0])}.",
+            f"{folder}: the folder holds files of several types ({', '.join(types)}).",
+            hint=f"Choose one, for instance with {folder / ('*' + types[0])}.",
         )
     return files
 
 
 def hub_fingerprint(spec: DatasetOptions) -> str:
-    """What `datasets` names the content of a data set on the hub by."""
+    """Return the fingerprint that `datasets` computes for the content of a hub data set."""
     return _hub_rows(spec, download=True)._fingerprint
 
 
@@ -131,7 +127,7 @@ def _read_hub(spec: DatasetOptions, *, download: bool) -> Iterator[Record]:
             yield Record(row, f"{spec.path}:{spec.split}:{number}")
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise UserError(
-            f"{spec.path}:{spec.split}:{number + 1}: the hub does not give this row: {_first_line(error)}.",
+            f"{spec.path}:{spec.split}:{number + 1}: the hub does not return this row: {_first_line(error)}.",
             hint="Check the network, and resume.",
             exit_code=1,
         ) from error
@@ -144,20 +140,20 @@ def _hub_rows(spec: DatasetOptions, *, download: bool) -> Dataset | IterableData
         return without_decoding(datasets.load_dataset(spec.path, spec.name, split=spec.split, streaming=not download))
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise UserError(
-            f"{spec.path} is neither a file or folder here nor a data set that the hub gives: {_first_line(error)}.",
+            f"{spec.path} is neither a file or folder here nor a data set on the hub: {_first_line(error)}.",
             hint="Check the path, the network, `name` and `split`.",
         ) from error
 
 
 def without_decoding(rows: Dataset | IterableDataset) -> Dataset | IterableDataset:
-    """The rows with their images as {bytes, path}: they are decoded when a batch needs them, and not to be read."""
+    """Return the rows with images as {bytes, path}: they are decoded when a batch needs them, not when it is read."""
     import datasets
 
     for name, feature in (rows.features or {}).items():
         inner = getattr(feature, "feature", feature[0] if isinstance(feature, list) and feature else feature)
         if isinstance(inner, datasets.Image):
-            plain = datasets.Image(decode=False)
-            rows = rows.cast_column(name, plain if inner is feature else datasets.Sequence(plain))
+            undecoded = datasets.Image(decode=False)
+            rows = rows.cast_column(name, undecoded if inner is feature else datasets.Sequence(undecoded))
     return rows
 
 
@@ -166,15 +162,15 @@ def _first_line(error: Exception) -> str:
 
 
 def _check_renames(spec: DatasetOptions, found: set[str]) -> None:
-    for theirs in spec.columns.values():
-        if theirs not in found:
+    for column in spec.columns.values():
+        if column not in found:
             raise UserError(
-                f"{spec.path} has no column `{theirs}` (data.datasets[].columns); it has {', '.join(sorted(found))}."
+                f"{spec.path} has no column `{column}` (data.datasets[].columns); it has {', '.join(sorted(found))}."
             )
 
 
-def _renamed(record: Record, spec: DatasetOptions) -> Record:
-    theirs_of = spec.columns
-    kept: dict[str, Any] = {column: value for column, value in record.row.items() if column not in theirs_of.values()}
-    renamed = {ours: record.row[theirs] for ours, theirs in theirs_of.items() if theirs in record.row}
+def _renamed(record: Record, columns: dict[str, str]) -> Record:
+    """Return the record with `columns` applied, a dict of {our name: the data set's name}."""
+    kept = {column: value for column, value in record.row.items() if column not in columns.values()}
+    renamed = {name: record.row[column] for name, column in columns.items() if column in record.row}
     return Record(kept | renamed, record.source)

@@ -1,167 +1,158 @@
-"""Where the answers stand in a conversation that a chat template has rendered, to the character.
+"""Answer spans: which characters of a rendered conversation are the assistant's answers.
 
 An answer begins where its prompt ends: the rendering of the turns before it, with `add_generation_prompt`, is a prefix
-of the whole. It ends behind the last special token that the template writes at the end of the turn, but before the line
-break that follows it; a template that ends its turns without one has nothing to train but the text.
+of the whole text. It ends after the last special token that the template writes at the end of the turn, but before the
+line break that follows it. Under a template that ends its turns without a special token only the text is trained.
 
-Some templates write earlier turns differently once there are later ones (they drop old thoughts), or prompt with what a
-finished conversation does not show. Then the answers are rendered once more, each between two tags of noncharacters:
-where the tags come out is where its text stands, if the rendering without them is the same. If not, the template
-rewrites the answer, and what it would write in its place cannot be marked. Where only the end of an answer is written,
-that is what is trained.
+Some templates write earlier turns differently once there are later ones (they drop old reasoning), or have a generation
+prompt that a finished conversation does not show. Then the answers are rendered again, each between two tags of
+noncharacters. If that rendering equals the text except for the tags, the tags mark the answers. If not, the template
+rewrites the answer, and it cannot be marked. If only the end of an answer was rendered, that end is trained.
 """
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 from ligertune.data.rows.conversation import BadRow
 from ligertune.data.templates.control_tokens import Span
 
-_TAG = re.compile("\ufdd2(\\d+)\ufdd2|\ufdd3(\\d+)\ufdd3")
-_Messages = Sequence[dict[str, Any]]
+_TAG = re.compile("\ufdd2(\\d+)\ufdd2|\ufdd3(\\d+)\ufdd3")  # begin and end of the answer in turn N
 
 
-class TemplateRenderer(Protocol):
-    """The template, filled in; None where it refuses a part of a conversation that it takes as a whole."""
+@dataclass(frozen=True)
+class AnswerFinder:
+    """Finds the answers in `text`, the rendering of `messages`.
 
-    def try_write(self, messages: _Messages, *, add_generation_prompt: bool = False) -> str | None: ...
-
-
-def answer_spans(writer: TemplateRenderer, messages: _Messages, text: str, special: re.Pattern[str]) -> list[Span]:
-    """For each turn of the assistant: from the end of its prompt to the end of what ends the turn."""
-    spans: list[Span] = []
-    tagged: dict[int, Span] | None = None
-    for index, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        prompt = writer.try_write(messages[:index], add_generation_prompt=True)
-        turn = text if index == len(messages) - 1 else writer.try_write(messages[: index + 1])
-        span = _after_prompt(text, prompt, turn, message["content"], special)
-        if span is None:
-            tagged = _tagged_places(writer, messages, text, special) if tagged is None else tagged
-            if index not in tagged:
-                raise BadRow("the answer cannot be placed", f"the template rewrites {message['content'][:40]!r}")
-            span = _between_tags(writer, messages, index, text, tagged[index], prompt, special)
-        if span[1] <= span[0]:
-            raise BadRow("the answer cannot be placed", f"nothing is written for {message['content'][:40]!r}")
-        spans.append(span)
-    return spans
-
-
-def _after_prompt(
-    text: str, prompt: str | None, turn: str | None, content: str, special: re.Pattern[str]
-) -> Span | None:
-    """The span of an answer whose prompt and turn are prefixes of the text, or as much of the turn as holds it.
-
-    An answer without text, made of calls alone, must have its whole turn there.
+    render: renders messages, with or without a generation prompt; None if the template refuses this part of the
+    conversation. special: matches the names of special tokens.
     """
-    if prompt is None or turn is None or not turn.startswith(prompt) or not text.startswith(prompt):
-        return None
-    start, stop = len(prompt), _shared(text, turn)
-    inner = content if content in text[start:stop] else content.strip()
-    found = text.find(inner, start, stop)
-    if found < 0 or (not inner and stop < len(turn)):
-        return None
-    return start, _behind_terminator(text, start, max(found, start) + len(inner), stop, special)
 
+    render: Callable[..., str | None]
+    messages: Sequence[dict[str, Any]]
+    text: str
+    special: re.Pattern[str]
 
-def _behind_terminator(text: str, start: int, after: int, stop: int, special: re.Pattern[str]) -> int:
-    ends = [match.end() for match in special.finditer(text, after, stop)]
-    return ends[-1] if ends else max(after, start + len(text[start:stop].rstrip()))
+    def spans(self) -> list[Span]:
+        """Return the span of each assistant turn, from the end of its prompt to the token that ends the turn.
 
+        Raises BadRow if an answer is not in the text, or not exactly once.
+        """
+        spans: list[Span] = []
+        for index, message in enumerate(self.messages):
+            if message["role"] != "assistant":
+                continue
+            prompt = self.render(self.messages[:index], add_generation_prompt=True)
+            span = self._after_prompt(index, prompt) or self._between_tags(index, prompt or "")
+            if span[1] <= span[0]:
+                raise BadRow("the answer cannot be placed", f"nothing is written for {message['content'][:40]!r}")
+            spans.append(span)
+        return spans
 
-def _between_tags(
-    writer: TemplateRenderer,
-    messages: _Messages,
-    index: int,
-    text: str,
-    place: Span,
-    prompt: str | None,
-    special: re.Pattern[str],
-) -> Span:
-    """The span of an answer whose text stands at `place`, with the white space that the data set gave it."""
-    content = messages[index]["content"]
-    start, after = place
-    lead, trail = _outer(content)
-    whole = after - start == len(content.strip())
-    prompt = prompt or ""
-    if prompt and text.startswith(prompt) and len(prompt) <= (start if whole else after - 1):
-        start = len(prompt)
-    elif whole:
-        start -= len(lead) if text[:start].endswith(lead) else 0
-        start -= text[start - 1 : start] == " "  # tokenizers take the space before a word into its token
-    else:  # what is dropped may end in the line break that also ends the prompt
-        start = max(start, _shared(text, prompt))
-    after += len(trail) if text.startswith(trail, after) else 0
-    return start, _behind_terminator(text, start, after, _stop(writer, messages, index, text, place[1]), special)
+    def _after_prompt(self, index: int, prompt: str | None) -> Span | None:
+        """Return the span if the prompt is a prefix of the text, and so is the turn at least to the answer's end.
 
+        The whole turn must be a prefix if the answer has no text but only tool calls.
+        """
+        is_last = index == len(self.messages) - 1
+        turn = self.text if is_last else self.render(self.messages[: index + 1])
+        if prompt is None or turn is None or not turn.startswith(prompt) or not self.text.startswith(prompt):
+            return None
+        start, stop, content = len(prompt), _n_shared(self.text, turn), self.messages[index]["content"]
+        inner = content if content in self.text[start:stop] else content.strip()
+        found = self.text.find(inner, start, stop)
+        if found < 0 or (not inner and stop < len(turn)):
+            return None
+        return start, self._end_of_turn(start, found + len(inner), stop)
 
-def _stop(writer: TemplateRenderer, messages: _Messages, index: int, text: str, end: int) -> int:
-    """Where the turn ends whose text ends at `end`: as far as the text goes on as it would were this the last turn."""
-    if index == len(messages) - 1:
-        return len(text)
-    turn = writer.try_write([*messages[:index], _tagged(messages[index], index)]) or ""
-    tail = turn.rpartition(f"\ufdd3{index}\ufdd3")[2]
-    return end + _shared(text[end : end + len(tail)], tail)
+    def _end_of_turn(self, start: int, after: int, stop: int) -> int:
+        """Return the end of the last special token in [after, stop), or else of the text in [start, stop)."""
+        ends = [match.end() for match in self.special.finditer(self.text, after, stop)]
+        return ends[-1] if ends else max(after, start + len(self.text[start:stop].rstrip()))
 
+    def _between_tags(self, index: int, prompt: str) -> Span:
+        """Return the span of an answer by its tags, with the white space that the data set has around it."""
+        text, content = self.text, self.messages[index]["content"]
+        if index not in self._tagged_spans:
+            raise BadRow("the answer cannot be placed", f"the template rewrites {content[:40]!r}")
+        start, after = self._tagged_spans[index]
+        lead, trail = _outer_space(content)
+        is_whole = after - start == len(content.strip())
+        stop = self._stop(index, after)
+        if prompt and text.startswith(prompt) and len(prompt) <= (start if is_whole else after - 1):
+            start = len(prompt)
+        elif is_whole:
+            start -= len(lead) if text[:start].endswith(lead) else 0
+            start -= text[start - 1 : start] == " "  # tokenizers merge the space before a word into its token
+        else:  # the part that was dropped may end in the line break that also ends the prompt
+            start = max(start, _n_shared(text, prompt))
+        after += len(trail) if text.startswith(trail, after) else 0
+        return start, self._end_of_turn(start, after, stop)
 
-def _tagged_places(
-    writer: TemplateRenderer, messages: _Messages, text: str, special: re.Pattern[str]
-) -> dict[int, Span]:
-    """Where the text of each answer stands that the template writes as it is, or but for its beginning (a thought)."""
-    with_tags = [
-        _tagged(message, index) if message["role"] == "assistant" and message["content"].strip() else message
-        for index, message in enumerate(messages)
-    ]
-    written = writer.try_write(with_tags)
-    if written is None or _TAG.sub("", written) != text:
-        return {}
-    begins: dict[int, list[int]] = defaultdict(list)
-    ends: dict[int, list[int]] = defaultdict(list)
-    for place, begin, end in _tags(written):
-        (begins if begin else ends)[int(begin or end)].append(place)
-    places = {}
-    for index, (end, *others) in ends.items():
-        content, begun = messages[index]["content"].strip(), begins[index]
-        begin = begun[0] if begun else _begin_of_tail(text[:end], content, special)
-        expected = content if begun else content[begin - end :]
-        if not others and len(begun) < 2 and begin < end and text[begin:end] == expected:
-            places[index] = begin, end
-    return places
+    def _stop(self, index: int, end: int) -> int:
+        """Return the end of the turn whose answer ends at `end`.
 
+        It reaches as far as the text equals the text after the answer when this turn is the last.
+        """
+        if index == len(self.messages) - 1:
+            return len(self.text)
+        turn = self.render([*self.messages[:index], _tagged(self.messages[index], index)]) or ""
+        tail = turn.rpartition(f"\ufdd3{index}\ufdd3")[2]
+        return end + _n_shared(self.text[end : end + len(tail)], tail)
 
-def _begin_of_tail(text: str, content: str, special: re.Pattern[str]) -> int:
-    """Where that part of `content` begins with which `text` ends; never inside a special token of the template."""
-    begin = len(text) - _shared(text[::-1], content[::-1])
-    return next((match.end() for match in special.finditer(text) if match.start() < begin < match.end()), begin)
+    @cached_property
+    def _tagged_spans(self) -> dict[int, Span]:
+        """The spans of the answers that the template writes unchanged, or without their beginning (reasoning)."""
+        written = self.render(
+            [
+                _tagged(message, index) if message["role"] == "assistant" and message["content"].strip() else message
+                for index, message in enumerate(self.messages)
+            ]
+        )
+        if written is None or _TAG.sub("", written) != self.text:
+            return {}
+        begins, ends = defaultdict(list), defaultdict(list)
+        length_of_tags = 0
+        for match in _TAG.finditer(written):
+            (begins if match[1] else ends)[int(match[1] or match[2])].append(match.start() - length_of_tags)
+            length_of_tags += len(match[0])
+        spans = {}
+        for index, (end, *others) in ends.items():
+            content, begun = self.messages[index]["content"].strip(), begins[index]
+            begin = begun[0] if begun else self._begin_of_tail(end, content)
+            expected = content if begun else content[begin - end :]
+            if not others and len(begun) < 2 and begin < end and self.text[begin:end] == expected:
+                spans[index] = begin, end
+        return spans
 
-
-def _tags(written: str) -> Iterator[tuple[int, str | None, str | None]]:
-    """Of each tag: where it stands in the text without tags, and whose beginning or end it is."""
-    before = 0
-    for match in _TAG.finditer(written):
-        yield match.start() - before, match[1], match[2]
-        before += len(match[0])
+    def _begin_of_tail(self, end: int, content: str) -> int:
+        """Return where the part of `content` begins that the text up to `end` ends with; not in a special token."""
+        text = self.text[:end]
+        begin = end - _n_shared(text[::-1], content[::-1])
+        return next(
+            (match.end() for match in self.special.finditer(text) if match.start() < begin < match.end()), begin
+        )
 
 
 def _tagged(message: dict[str, Any], index: int) -> dict[str, Any]:
     content = message["content"]
-    lead, trail = _outer(content)
+    lead, trail = _outer_space(content)
     return {**message, "content": f"{lead}\ufdd2{index}\ufdd2{content.strip()}\ufdd3{index}\ufdd3{trail}"}
 
 
-def _outer(content: str) -> tuple[str, str]:
-    """The white space before and behind a text: templates that trim it must still find it at the ends."""
+def _outer_space(content: str) -> tuple[str, str]:
+    """Return the white space before and after a text. It stays outside the tags, for templates that trim the text."""
     return content[: len(content) - len(content.lstrip())], content[len(content.rstrip()) :]
 
 
-def _shared(text: str, other: str) -> int:
-    """Length of the beginning that two texts share."""
+def _n_shared(text: str, other: str) -> int:
+    """Return the length of the common prefix."""
     shorter = min(len(text), len(other))
-    if text[:shorter] == other[:shorter]:
+    if text[:shorter] == other[:shorter]:  # nearly always, and many times faster than the loop
         return shorter
     return next(index for index in range(shorter) if text[index] != other[index])

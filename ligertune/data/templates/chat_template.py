@@ -1,11 +1,11 @@
-"""Chat templates: a conversation as the text that the model reads, and which characters of it are trained.
+"""Chat templates: render a conversation as the model's text, and find the characters that are trained.
 
-A chat template writes every special token itself (Hugging Face's rule), so its text is encoded without adding any. What
-is trained of it:
+A chat template writes all special tokens itself (Hugging Face's convention), so its text is tokenized without adding
+any. The trained part is:
 
-- a template with `{% generation %}` marks it itself: what is inside is trained, nothing else;
-- otherwise everything that the model has to write after the generation prompt: see `answers`. So the space that
-  Mistral's template puts before an answer is trained, and a finished conversation's own EOS (Phi-3) belongs to the last
+- under a template with `{% generation %}`, what these blocks contain, and nothing else;
+- otherwise all that the model has to write after the generation prompt: see answer_spans.py. So the space that
+  Mistral's template puts before an answer is trained, and Phi-3's EOS of a finished conversation belongs to the last
   answer.
 """
 
@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ligertune.data.rows.conversation import BadRow, Conversation, Message
 from ligertune.data.rows.formats import Format
 from ligertune.data.rows.image_rows import image_parts
-from ligertune.data.templates.answer_spans import answer_spans
+from ligertune.data.templates.answer_spans import AnswerFinder
 from ligertune.data.templates.control_tokens import ControlTokens, Rendered, Span
 from ligertune.data.templates.prompts import AlpacaTemplate, PlainTemplate, TrainOn
 from ligertune.errors import UserError
@@ -29,15 +30,15 @@ if TYPE_CHECKING:
 
     from ligertune.planning.options import DataOptions
 
-# what a template may raise on data it was not written for
+# errors that a template raises on data that it was not written for
 _TEMPLATE_ERRORS = (TypeError, ValueError, LookupError, AttributeError)
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_IMAGE = re.compile(r"[\"']image[\"']")  # the template knows parts of this type
-_STRING = re.compile(r"\bis\s+string\b")  # and turns that are a plain text
+_IMAGE = re.compile(r"[\"']image[\"']")  # the template reads parts of this type
+_STRING = re.compile(r"\bis\s+string\b")  # the template reads content that is a plain string
 
 
 class RowTemplate(Protocol):
-    """`AlpacaPrompts`, `PlainText` or `ChatTemplate`."""
+    """AlpacaTemplate, PlainTemplate or ChatTemplate."""
 
     name: str
 
@@ -47,7 +48,10 @@ class RowTemplate(Protocol):
 def choose_template(
     data: DataOptions, format: Format, tokenizer: PreTrainedTokenizerBase, *, with_images: bool = False
 ) -> RowTemplate:
-    """What `data.prompt_template` means for rows of this format; `with_images`: their texts may hold image marks."""
+    """Return the template that `data.prompt_template` selects for rows of this format.
+
+    with_images: the texts may contain image marks. Raises UserError for combinations that make no sense.
+    """
     wanted = format.template if data.prompt_template == "auto" else data.prompt_template
     if format.raw and wanted != format.template:
         raise UserError(
@@ -56,33 +60,33 @@ def choose_template(
         )
     if wanted == "plain" and data.system_prompt:
         raise UserError(
-            f"data.system_prompt has no place in rows of format {format.name}, which are taken as they stand.",
+            f"data.system_prompt has no place in rows of format {format.name}, which are used unchanged.",
             hint="Remove it" + ("." if format.raw else ", or write data.prompt_template: chat."),
         )
     if wanted == "plain":
         return PlainTemplate(tokenizer, data.train_on)
     if wanted == "alpaca":
         return AlpacaTemplate(tokenizer, data.system_prompt, data.train_on)
-    if wanted == "chat":
-        if not tokenizer.chat_template:
+    name, source = wanted, None
+    if wanted != "chat":
+        name = Path(wanted).name
+        try:
+            source = Path(wanted).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
             raise UserError(
-                f"The tokenizer has no chat template, which data.prompt_template: {data.prompt_template} needs here.",
-                hint="Name a jinja file there, or write data.prompt_template: alpaca if the rows are single exchanges.",
-            )
-        return ChatTemplate(tokenizer, None, "chat", data.system_prompt, data.train_on, with_images=with_images)
-    file = Path(wanted)
-    try:
-        source = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+                f"data.prompt_template: {wanted} cannot be read as a template file.",
+                hint="Write auto, chat, alpaca or the name of a jinja file.",
+            ) from error
+    elif not tokenizer.chat_template:
         raise UserError(
-            f"data.prompt_template: {wanted} cannot be read as a template file.",
-            hint="Write auto, chat, alpaca or the name of a jinja file.",
-        ) from error
-    return ChatTemplate(tokenizer, source, file.name, data.system_prompt, data.train_on, with_images=with_images)
+            f"The tokenizer has no chat template, which data.prompt_template: {data.prompt_template} needs here.",
+            hint="Name a jinja file there, or write data.prompt_template: alpaca if the rows are single exchanges.",
+        )
+    return ChatTemplate(tokenizer, source, name, data.system_prompt, data.train_on, with_images=with_images)
 
 
 class ChatTemplate:
-    """A jinja chat template: the tokenizer's, or that of a file."""
+    """A jinja chat template: the tokenizer's if `source` is None, or the text of the file `name`."""
 
     def __init__(
         self,
@@ -103,50 +107,55 @@ class ChatTemplate:
         self._control = ControlTokens(tokenizer)
 
     def render(self, conversation: Conversation) -> Rendered:
-        """The conversation as the template writes it, and the spans of the answers that are trained."""
-        tools = self._control.marked(list(conversation.tools)) or None
+        """Return the text that the template writes, and the spans of the answers that are trained.
+
+        Raises BadRow for a conversation that the template cannot render completely.
+        """
+        tools = self._control.mark(list(conversation.tools)) or None
         source = self._tokenizer.get_chat_template(self._source, tools)
-        messages = [_as_template_sees(message, source) for message in conversation.messages]
+        messages = [_template_message(message, source) for message in conversation.messages]
         if self._system_prompt and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": self._system_prompt})
-        messages = self._control.marked(messages)
-        writer = _Writer(source, self.name if self._source else None, tools, self._tokenizer.special_tokens_map)
-        writer.takes_parts = self._with_images and bool(_IMAGE.search(source))
-        writer.takes_strings = bool(_STRING.search(source))
-        text = writer.write(messages)
-        _check_nothing_is_left_out(writer, messages, text)
+        messages = self._control.mark(messages)
+        renderer = _JinjaRenderer(
+            {"chat_template": source, "tools": tools, **self._tokenizer.special_tokens_map},
+            file=self.name if self._source else None,
+            takes_parts=self._with_images and bool(_IMAGE.search(source)),
+            takes_strings=bool(_STRING.search(source)),
+        )
+        text = renderer.render(messages)
+        _check_complete(renderer, messages, text)
         if self._train_on == "all":
-            return self._control.unmarked(Rendered(text, ((0, len(text)),)))
+            return self._control.unmark(Rendered(text, ((0, len(text)),)))
         if _GENERATION.search(source):
-            spans = writer.generation_spans(messages)
+            spans = renderer.generation_spans(messages)
         else:
-            spans = answer_spans(writer, messages, text, self._control.pattern)
+            spans = AnswerFinder(renderer.try_render, messages, text, self._control.pattern).spans()
         answers = [message for message in conversation.messages if message.role == "assistant"]
         if len(spans) != len(answers):
             raise BadRow("the answer cannot be placed", f"{len(spans)} marked spans for {len(answers)} answers")
         chosen = list(zip(answers, spans, strict=True))
         if self._train_on == "last":
             chosen = chosen[-1:]
-        return self._control.unmarked(Rendered(text, tuple(span for answer, span in chosen if answer.trained)))
+        return self._control.unmark(Rendered(text, tuple(span for answer, span in chosen if answer.trained)))
 
 
-class _Writer:
-    """The jinja template with what stays the same for all renderings of one conversation."""
+@dataclass(frozen=True)
+class _JinjaRenderer:
+    """A jinja template with the arguments that all renderings of one conversation share."""
 
-    def __init__(
-        self, source: str, file: str | None, tools: list[dict[str, Any]] | None, special_tokens: dict[str, Any]
-    ) -> None:
-        self._file = file
-        self.takes_parts, self.takes_strings = False, True  # of turns, how the template wants them
-        self._fixed = {"chat_template": source, "tools": tools, **special_tokens}
+    arguments: dict[str, Any]
+    file: str | None  # its name, if it is not the tokenizer's template
+    takes_parts: bool  # content as a list of parts, for turns with images
+    takes_strings: bool
 
-    def write(self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool = False) -> str:
+    def render(self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool = False) -> str:
         return self._run(messages, add_generation_prompt=add_generation_prompt)[0][0]
 
-    def try_write(self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool = False) -> str | None:
-        """As `write`; None where the template refuses a part of a conversation that it takes as a whole."""
+    def try_render(self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool = False) -> str | None:
+        """Render, or return None: templates may refuse a part of a conversation that they accept as a whole."""
         try:
-            return self.write(messages, add_generation_prompt=add_generation_prompt)
+            return self.render(messages, add_generation_prompt=add_generation_prompt)
         except BadRow:
             return None
 
@@ -157,42 +166,48 @@ class _Writer:
         import jinja2
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        messages = [self._as_taken(message) for message in messages]
+        messages = [self._with_parts(message) for message in messages]
         try:
-            return render_jinja_template(conversations=[messages], **self._fixed, **options)
+            return render_jinja_template(conversations=[messages], **self.arguments, **options)
         except jinja2.TemplateSyntaxError as error:
-            where = f"{self._file}:{error.lineno}" if self._file else f"The tokenizer's template, line {error.lineno}"
+            where = f"{self.file}:{error.lineno}" if self.file else f"The tokenizer's template, line {error.lineno}"
             raise UserError(f"{where}: not jinja: {error.message.rstrip('.')}.") from error
         except (jinja2.TemplateError, *_TEMPLATE_ERRORS) as error:
             raise BadRow("the template refuses it", str(error).partition("\n")[0][:120]) from error
 
-    def _as_taken(self, message: dict[str, Any]) -> dict[str, Any]:
-        """A turn in parts where it shows an image, or where the template knows no other form."""
+    def _with_parts(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Split the content into parts if it shows an image, or if the template reads only parts."""
         parts = image_parts(message["content"]) if self.takes_parts else []
         if all(part["type"] == "text" for part in parts) and (self.takes_strings or not self.takes_parts):
             return message
         return {**message, "content": parts}
 
 
-def _as_template_sees(message: Message, source: str) -> dict[str, Any]:
-    """The dict that chat templates read. What this template does not know goes into the text, in the usual form."""
+def _template_message(message: Message, source: str) -> dict[str, Any]:
+    """Return the dict that chat templates read. Fields that this template does not read become text of the content."""
     content = f"{message.content}\n\n{message.input}" if message.input.strip() else message.content
-    seen: dict[str, Any] = {"role": message.role}
+    fields: dict[str, Any] = {"role": message.role}
     if message.calls and "tool_calls" in source:
         calls = ({"name": call.name, "arguments": call.arguments} for call in message.calls)
-        seen["tool_calls"] = [{"type": "function", "function": call} for call in calls]
+        fields["tool_calls"] = [{"type": "function", "function": call} for call in calls]
     elif message.calls:
         content = "\n".join([*([content] if content else []), *(call.text for call in message.calls)])
     if message.reasoning and "reasoning_content" in source:
-        seen["reasoning_content"] = message.reasoning
+        fields["reasoning_content"] = message.reasoning
     elif message.reasoning:
         content = f"<think>\n{message.reasoning}\n</think>\n\n{content}"
-    return {**seen, "content": content}
+    return {**fields, "content": content}
 
 
-def _check_nothing_is_left_out(writer: _Writer, messages: list[dict[str, Any]], text: str) -> None:
-    """An answer must not be learnt from a tool's result or a system turn that the model is not shown."""
+def _check_complete(renderer: _JinjaRenderer, messages: list[dict[str, Any]], text: str) -> None:
+    """Raise BadRow if the text lacks a tool result or system turn: the model would learn answers without their cause.
+
+    A turn is in the text if a change of its content changes the text.
+    """
     for role in ("system", "tool"):
-        others = [{**seen, "content": seen["content"] + "?"} if seen["role"] == role else seen for seen in messages]
-        if others != messages and writer.try_write(others) == text:
+        changed = [
+            {**message, "content": message["content"] + "?"} if message["role"] == role else message
+            for message in messages
+        ]
+        if changed != messages and renderer.try_render(changed) == text:
             raise BadRow("the template leaves a turn out", role)

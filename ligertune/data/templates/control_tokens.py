@@ -1,16 +1,16 @@
-"""Control tokens are written by templates. What looks like one inside a row's text ("<|im_end|>") is text.
+"""Control tokens in data: only templates write them. Their names inside a row's text ("<|im_end|>") stay text.
 
-A tokenizer takes a control token wherever its name stands. So names inside a row's text are marked before the template
-is filled in (a noncharacter behind their first letter), which tells them from the template's own. Such a text is
-tokenised by a copy of the tokenizer that knows control tokens by other names, under which the template's are passed to
-it: the text between them comes out exactly as by `split_special_tokens=True`.
+A tokenizer replaces the name of a control token anywhere in its input. So names inside a row's text are marked with a
+noncharacter after their first letter before the template is rendered, which distinguishes them from the template's own.
+Such a text is tokenized by a copy of the tokenizer that knows its control tokens by other names (aliases), under which
+the template's control tokens are passed to it. The text between them is tokenized as by `split_special_tokens=True`.
 """
 
 from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,86 +20,110 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
-Span = tuple[int, int]
+Span = tuple[int, int]  # first character and the one after the last
 
-# noncharacters of Unicode: never in a text that was written to be exchanged
+# Noncharacters of Unicode: they are reserved for internal use, so no exchanged text contains them.
 _MARK = "\ufdd0"
-_QUOTE = "\ufdd1"
-_NONCHARACTERS = re.compile("[\ufdd0-\ufdd3]")  # the last two are those of `answers`
-_NONE = re.compile("(?!)")
+_ALIAS_QUOTE = "\ufdd1"
+_NONCHARACTERS = re.compile("[\ufdd0-\ufdd3]")  # the last two are the tags of answer_spans.py
 
 
 class Rendered(NamedTuple):
-    """A text and its trained spans of characters; `bos` and `eos` are ids put before and behind its tokens."""
+    """A rendered text and its trained spans. `bos` and `eos` are ids to add before and after its tokens."""
 
     text: str
     trained: tuple[Span, ...]
     bos: int | None = None
-    eos: int | None = None  # trained if the text ends in a trained span
-    literal: tuple[Span, ...] = ()  # what looks like a control token and is text
+    eos: int | None = None  # trained if the text has a trained span
+    literal: tuple[Span, ...] = ()  # names of control tokens that are the row's text
+
+    def substitute(self, matches: Iterable[re.Match[str]], replacement: str) -> Rendered:
+        """Replace each match by `replacement`, and move the spans."""
+        pieces, changes, done = [], [], 0
+        for match in matches:
+            pieces += [self.text[done : match.start()], replacement]
+            done = match.end()
+            changes.append((done, len(replacement) - len(match[0])))
+
+        def moved(spans: tuple[Span, ...]) -> tuple[Span, ...]:
+            return tuple(
+                tuple(place + sum(growth for end, growth in changes if end <= place) for place in span)
+                for span in spans
+            )
+
+        text = "".join([*pieces, self.text[done:]])
+        return self._replace(text=text, trained=moved(self.trained), literal=moved(self.literal))
 
 
 class ControlTokens:
-    """The control tokens of a tokenizer: the added tokens that it calls special."""
+    """The control tokens of a tokenizer: its special tokens, and added tokens that are flagged as special."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
         self._ids = {token.content: index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._ids |= dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
         longest_first = sorted(self._ids, key=len, reverse=True)
-        self.pattern = re.compile("|".join(map(re.escape, longest_first))) if longest_first else _NONE
+        self.pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
     @property
     def ids(self) -> frozenset[int]:
         return frozenset(self._ids.values())
 
     def found_in(self, text: str) -> tuple[Span, ...]:
-        """Where names of control tokens stand."""
+        """Return the spans of names of control tokens."""
         return tuple(match.span() for match in self.pattern.finditer(text))
 
-    def marked(self, value: Any) -> Any:
-        """`value` with a mark in each name of a control token, in every text of it: a template reads it as text."""
+    def mark(self, value: Any) -> Any:
+        """Return `value` with a mark in each name of a control token, in all strings of nested lists and dicts.
+
+        Raises BadRow if the text already contains a noncharacter that is used as a mark.
+        """
         if isinstance(value, str):
             if found := _NONCHARACTERS.search(value):
                 raise BadRow("broken text", f"U+{ord(found[0]):04X}")
             return self.pattern.sub(lambda match: f"{match[0][0]}{_MARK}{match[0][1:]}", value)
         if isinstance(value, dict):
-            return {key: self.marked(inner) for key, inner in value.items()}
-        return [self.marked(inner) for inner in value] if isinstance(value, list) else value
+            return {key: self.mark(inner) for key, inner in value.items()}
+        return [self.mark(inner) for inner in value] if isinstance(value, list) else value
 
-    def unmarked(self, rendered: Rendered) -> Rendered:
-        """The text without marks, its spans moved with it, and `literal`: where the marks were."""
-        if _MARK not in rendered.text:
+    def unmark(self, rendered: Rendered) -> Rendered:
+        """Remove the marks, move the spans, and set `literal` to the marked names."""
+        marks = list(re.finditer(_MARK, rendered.text))
+        if not marks:
             return rendered
-        marks = [index for index, character in enumerate(rendered.text) if character == _MARK]
-        text = rendered.text.replace(_MARK, "")
-        trained = tuple((_moved(start, marks), _moved(end, marks)) for start, end in rendered.trained)
-        starts = {_moved(mark, marks) - 1 for mark in marks}
-        literal = tuple(span for span in self.found_in(text) if span[0] in starts)
-        return rendered._replace(text=text, trained=trained, literal=literal)
+        found = rendered._replace(literal=tuple(mark.span() for mark in marks)).substitute(marks, "")
+        starts = {start - 1 for start, _ in found.literal}
+        return found._replace(literal=tuple(span for span in self.found_in(found.text) if span[0] in starts))
 
-    def tokenised(self, rendered: Rendered) -> tuple[list[int], list[Span]]:
-        """Ids and offsets of a text some of whose control tokens are text."""
+    def tokenize(self, rendered: Rendered) -> tuple[list[int], list[Span]]:
+        """Return the ids and offsets of a text with literal names of control tokens.
+
+        Raises BadRow if the tokenizer makes a control token of the row's text nevertheless.
+        """
         literal = set(rendered.literal)
         names, pieces, places, done = list(self._ids), [], [], 0
         for start, end in self.found_in(rendered.text):
             if (start, end) not in literal:
-                alias = f"{_QUOTE}{names.index(rendered.text[start:end])}{_QUOTE}"
+                alias = f"{_ALIAS_QUOTE}{names.index(rendered.text[start:end])}{_ALIAS_QUOTE}"
                 pieces += [rendered.text[done:start], alias]
+                # one place per character; only the first and last of an alias can be the ends of a token
                 places += [*range(done, start), start, *[start + 1] * (len(alias) - 2), end - 1]
                 done = end
         pieces.append(rendered.text[done:])
         places += [*range(done, len(rendered.text))]
         encoding = self._renamed.encode("".join(pieces), add_special_tokens=False)
-        own = {self._renamed.token_to_id(f"{_QUOTE}{n}{_QUOTE}"): self._ids[name] for n, name in enumerate(names)}
+        own = {
+            self._renamed.token_to_id(f"{_ALIAS_QUOTE}{number}{_ALIAS_QUOTE}"): self._ids[name]
+            for number, name in enumerate(names)
+        }
         ids = [own.get(index, index) for index in encoding.ids]
         if self.ids & {index for index in encoding.ids if index not in own}:
             raise BadRow("control token in the text", rendered.text[slice(*rendered.literal[0])])
-        return ids, [_placed(start, end, places) for start, end in encoding.offsets]
+        return ids, [_original_span(start, end, places) for start, end in encoding.offsets]
 
     @cached_property
     def _renamed(self) -> Tokenizer:
-        """The tokenizer to which the names of control tokens are text, and their aliases are control tokens."""
+        """The tokenizer copy to which names of control tokens are text, and their aliases are control tokens."""
         from tokenizers import AddedToken
 
         known = {token.content: token for token in self._tokenizer.added_tokens_decoder.values()}
@@ -108,16 +132,15 @@ class ControlTokens:
         aliases = []
         for number, name in enumerate(self._ids):
             sides = {side: getattr(known.get(name), side, False) for side in ("lstrip", "rstrip")}
-            aliases.append(AddedToken(f"{_QUOTE}{number}{_QUOTE}", normalized=False, special=False, **sides))
+            alias = f"{_ALIAS_QUOTE}{number}{_ALIAS_QUOTE}"
+            aliases.append(AddedToken(alias, normalized=False, special=False, **sides))
         renamed.add_tokens(aliases)
         return renamed
 
 
-def _moved(place: int, marks: Sequence[int]) -> int:
-    """A place in a text, once the marks before it are gone."""
-    return place - sum(mark < place for mark in marks)
-
-
-def _placed(start: int, end: int, places: Sequence[int]) -> Span:
-    """Offsets of a text with aliases as offsets of the text itself."""
-    return (places[start], places[end - 1] + 1) if end > start else (places[start - 1] + 1 if start else 0,) * 2
+def _original_span(start: int, end: int, places: Sequence[int]) -> Span:
+    """Return a token's offsets in the text without aliases. `places` maps characters of the text with aliases."""
+    if end > start:
+        return places[start], places[end - 1] + 1
+    place = places[start - 1] + 1 if start else 0
+    return place, place

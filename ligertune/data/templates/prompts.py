@@ -1,8 +1,8 @@
-"""Prompts that are no chat templates: Stanford Alpaca's, and a row's own text as it stands.
+"""Prompts without a chat template: Stanford Alpaca's, and plain texts that are used unchanged.
 
-The Alpaca prompts are Stanford's, with a line break after "### Response:" as nearly everyone since writes them
-(without it the answer's first word would follow the colon directly). BOS stands in front if the tokenizer normally
-writes one, EOS behind the answer; both are added as ids.
+The Alpaca prompts are Stanford's, with a line break after "### Response:" as nearly all later projects write them
+(without it the answer's first word would follow the colon directly). BOS is added before the text if the tokenizer
+normally writes one, and EOS after the answer; both are added as ids.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ALPACA_PROMPT_WITH_INPUT = (
 
 
 def alpaca_prompt(instruction: str, input: str = "", introduction: str | None = None) -> str:
-    """What stands before the answer; `introduction` is a system prompt, which Alpaca has no place of its own for."""
+    """Return the text before the answer. `introduction` is a system prompt, which comes before Alpaca's own."""
     prompt = ALPACA_PROMPT_WITH_INPUT if input.strip() else ALPACA_PROMPT
     filled = prompt.format(instruction=instruction, input=input)
     return f"{introduction}\n\n{filled}" if introduction else filled
@@ -45,10 +45,10 @@ class AlpacaTemplate:
         self._system_prompt = system_prompt
         self._train_on = train_on
         self._control = ControlTokens(tokenizer)
-        self._bos, self._eos = _ends(tokenizer)
+        self._bos, self._eos = _bos_and_eos(tokenizer)
 
     def render(self, conversation: Conversation) -> Rendered:
-        """The prompt, filled in, and the answer behind it."""
+        """Return the filled prompt followed by the answer. Raises BadRow for more than one exchange."""
         *system, user, answer = conversation.messages
         several = len(system) > 1 or user.role != "user" or (system and system[0].role != "system")
         if several or answer.calls or answer.reasoning or conversation.tools:
@@ -62,17 +62,17 @@ class AlpacaTemplate:
 
 
 class PlainTemplate:
-    """A prompt and its completion, or one text, as they stand: control tokens in them are the row's own."""
+    """A prompt and its completion, or one text, unchanged: control tokens in it are control tokens."""
 
     name = "plain"
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, train_on: TrainOn) -> None:
         self._train_on = train_on
-        self._bos, self._eos = _ends(tokenizer)
+        self._bos, self._eos = _bos_and_eos(tokenizer)
         self._bos_text, self._eos_text = tokenizer.bos_token or "", tokenizer.eos_token
 
     def render(self, conversation: Conversation) -> Rendered:
-        """The texts one behind the other, with BOS and EOS where they do not bring their own."""
+        """Return prompt and completion, with BOS and EOS unless the text has its own."""
         *prompt, answer = conversation.messages
         if len(prompt) > 1 or any(turn.role != "user" for turn in prompt) or answer.calls or answer.reasoning:
             raise BadRow("several exchanges", f"{len(conversation.messages)} turns")
@@ -85,8 +85,8 @@ class PlainTemplate:
         return Rendered(text, trained, bos=bos, eos=eos)
 
 
-def _ends(tokenizer: PreTrainedTokenizerBase) -> tuple[int | None, int]:
-    """(BOS, EOS) as ids; BOS only if the tokenizer normally writes one."""
+def _bos_and_eos(tokenizer: PreTrainedTokenizerBase) -> tuple[int | None, int]:
+    """Return the ids of BOS and EOS. BOS is None if the tokenizer normally writes none."""
     if tokenizer.eos_token_id is None:
         raise UserError(
             "The tokenizer has no EOS token, so a model would never learn to stop.",

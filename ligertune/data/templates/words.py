@@ -1,13 +1,15 @@
-"""The tokens of plain ASCII text, word by word: what the tokenizer says of a word is asked once.
+"""Word cache: tokenize ASCII text word by word with byte-level BPE, asking the tokenizer once for each new word.
 
-Byte-level BPE (GPT-2, Llama 3, Qwen, ...) cuts a text at added tokens, then into words by a regular expression that
-looks at nothing behind it, and merges inside words only. So a text's tokens are its words' tokens one behind another.
-In ASCII text `\\p{L}` is `[A-Za-z]` and `\\p{N}` is `[0-9]`, which Python's `re` knows, and no normal form changes it.
-The tokenizer itself copies and aligns each word each time; this takes a quarter of its time once words are known, and
-two fifths on the first 9,000 Alpaca records.
+Byte-level BPE (GPT-2, Llama 3, Qwen) splits a text at added tokens, then into words by a regular expression without
+look-behind, and merges only inside words. So the tokens of a text are those of its words. In ASCII text `\\p{L}` is
+`[A-Za-z]` and `\\p{N}` is `[0-9]`, which Python's `re` can express, and normal forms change nothing.
 
-Whatever is not known to be so goes to the tokenizer whole: text beyond ASCII, expressions not in the table, tokenizers
-that normalise, pad words or trim offsets, and any that answers otherwise on a sample.
+Preparing 100,000 Alpaca records (16,019 distinct ones, repeated) in one process takes 14.5 s of processor time instead
+of 32.2 s with qwen2.5 (2.2 times as fast), and 13.3 s instead of 29.5 s with gpt2 (2.2 times as fast). Without the
+repetition it takes 2.65 s instead of 5.04 s (1.9) and 2.49 s instead of 5.03 s (2.0).
+
+The tokenizer itself gets all other texts: text beyond ASCII, unknown regular expressions, tokenizers that normalize,
+pad words or trim offsets, and those that disagree on a sample.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
 _GPT_2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -27,12 +30,12 @@ _QWEN_2 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _LLAMA_3 = _QWEN_2.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
-_KNOWN = (_GPT_2, _QWEN_2, _LLAMA_3)
+WORD_PATTERNS = (_GPT_2, _QWEN_2, _LLAMA_3)
 
-_PLAIN = re.compile(r"[\t\n\r -~]*")  # ASCII of which every library says the same
-_LETTERS = {byte: chr(0x100 + byte) for byte in b"\t\n\r "}  # how byte-level vocabularies write these bytes
-_MOST_WORDS = 1 << 18  # some 50 MB; Alpaca's 52,002 records have 100,000
-_LONGEST = 64  # characters of a word that is worth keeping
+_PLAIN = re.compile(r"[\t\n\r -~]*")  # ASCII whose classes are the same in Rust's and Python's regular expressions
+_BYTE_LETTERS = {byte: chr(0x100 + byte) for byte in b"\t\n\r "}  # letters that byte-level vocabularies use for these
+_MAX_WORDS = 1 << 18  # about 50 MB; the 52,002 records of Alpaca have 100,000 words
+_MAX_LENGTH = 64  # characters of a word that is cached: longer ones do not repeat
 _SAMPLE = (
     "Don't we'll\tgo  there?\n\n### It's 12345 (or 1,024) x_y=z;\r\n  - a... \n \nWE'LL see; 'tis I'd {'k': [1]}  "
 )
@@ -47,40 +50,37 @@ class WordTokens:
         self.ids = list(chain.from_iterable(tokens))
 
     def first_from(self, character: int) -> tuple[int, int]:
-        """The first token that begins at `character` or behind it; how many before it reach behind it (0 or 1)."""
+        """Return (the first token that begins at `character` or after it, how many before it reach past it: 0 or 1)."""
         word = bisect_right(self._ends, character)
         token = sum(map(len, self._tokens[:word]))
         at = self._ends[word - 1] if word else 0
-        if word == len(self._ends):
-            return token, 0
-        for index in self._tokens[word]:
+        for index in self._tokens[word] if word < len(self._tokens) else ():
             if at >= character:
                 break
             at += self._length_of(index)
             token += 1
-        return token, int(at > character)
+        return token, int(character < at and word < len(self._tokens))
 
 
-class _Known(dict[str, tuple[int, ...]]):
-    """The tokens of each word that was met; of others, what the model says."""
+class _WordCache(dict[str, tuple[int, ...]]):
+    """Word -> its tokens; the tokenizer's model is asked for a missing word."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, backend: Tokenizer) -> None:
         super().__init__()
-        self.tokenizer = tokenizer
+        self.backend = backend
 
     def __missing__(self, word: str) -> tuple[int, ...]:
-        model = self.tokenizer.backend_tokenizer.model
-        tokens = tuple([token.id for token in model.tokenize(word.translate(_LETTERS))])
-        if len(word) <= _LONGEST and len(self) < _MOST_WORDS:
+        tokens = tuple([token.id for token in self.backend.model.tokenize(word.translate(_BYTE_LETTERS))])
+        if len(word) <= _MAX_LENGTH and len(self) < _MAX_WORDS:
             self[word] = tokens
         return tokens
 
-    def __reduce__(self) -> tuple:
-        return _Known, (self.tokenizer,)
+    def __reduce__(self) -> tuple:  # worker processes start with an empty cache
+        return _WordCache, (self.backend,)
 
 
 class WordTokenizer:
-    """Cuts texts into words and asks the tokenizer for those it has not met."""
+    """Splits texts into words and looks their tokens up."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, pattern: str) -> None:
         ascii_only = pattern.replace(r"\p{L}\p{N}]", "A-Za-z0-9]")  # inside a class
@@ -88,51 +88,47 @@ class WordTokenizer:
         self._added = {token.content: (index,) for index, token in tokenizer.added_tokens_decoder.items()}
         longest_first = sorted(self._added, key=len, reverse=True)
         self._added_pattern = re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
-        self._known = _Known(tokenizer)
+        self._cache = _WordCache(tokenizer.backend_tokenizer)
 
     def length_of(self, index: int) -> int:
-        """Characters of a token: a byte is a letter of the vocabulary, and added tokens are written as they are."""
-        return len(self._known.tokenizer.backend_tokenizer.id_to_token(index))
+        """Return the characters of a token: in its vocabulary entry each byte is one letter."""
+        return len(self._cache.backend.id_to_token(index))
 
     def tokens(self, text: str) -> WordTokens | None:
-        """None where only the tokenizer itself knows."""
+        """Tokenize a text; None if only the tokenizer itself can."""
         if not (text.isascii() and _PLAIN.fullmatch(text)):
             return None
-        known = self._known
-        if not self._added_pattern.search(text):
-            words = self._pattern.findall(text)
-            return WordTokens(words, [known[word] for word in words], self.length_of)
-        words, tokens = [], []
-        for place, part in enumerate(self._added_pattern.split(text)):
+        words, tokens, cache = [], [], self._cache
+        for place, part in enumerate(self._added_pattern.split(text)):  # added tokens are at odd places
             inside = [part] if place % 2 else self._pattern.findall(part)
             words += inside
-            tokens += [self._added[part]] if place % 2 else [known[word] for word in inside]
+            tokens += [self._added[part]] if place % 2 else [cache[word] for word in inside]
         return WordTokens(words, tokens, self.length_of)
 
 
 def word_tokenizer(tokenizer: PreTrainedTokenizerBase) -> WordTokenizer | None:
-    """For a tokenizer of which all of the above is known to hold; else None."""
-    pattern = _pattern_of(tokenizer)
+    """Return a WordTokenizer, or None for a tokenizer that might give other tokens."""
+    pattern = _word_pattern(tokenizer)
     if pattern is None:
         return None
     found = WordTokenizer(tokenizer, pattern)
     encoding = tokenizer.backend_tokenizer.encode(_SAMPLE, add_special_tokens=False)
-    ours = found.tokens(_SAMPLE)
-    same = ours is not None and ours.ids == encoding.ids
-    return found if same and list(map(found.length_of, ours.ids)) == [b - a for a, b in encoding.offsets] else None
+    tokens = found.tokens(_SAMPLE)
+    lengths = [end - start for start, end in encoding.offsets]
+    return found if tokens.ids == encoding.ids and list(map(found.length_of, tokens.ids)) == lengths else None
 
 
-def _pattern_of(tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """The expression that makes words, if nothing else touches the text."""
+def _word_pattern(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Return the regular expression that splits words, if the tokenizer does nothing else to the text."""
     from tokenizers.models import BPE
 
     backend = tokenizer.backend_tokenizer
     model = backend.model
-    plain_model = isinstance(model, BPE) and not (
-        model.dropout or model.continuing_subword_prefix or model.end_of_word_suffix or model.byte_fallback
-    )
-    moved = any(t.lstrip or t.rstrip or t.single_word for t in tokenizer.added_tokens_decoder.values())
-    if not plain_model or moved or tokenizer.split_special_tokens:
+    if not isinstance(model, BPE) or tokenizer.split_special_tokens:
+        return None
+    if model.dropout or model.continuing_subword_prefix or model.end_of_word_suffix or model.byte_fallback:
+        return None
+    if any(token.lstrip or token.rstrip or token.single_word for token in tokenizer.added_tokens_decoder.values()):
         return None
     if any(part["type"] != "NFC" for part in _parts(backend.normalizer, "normalizers")):
         return None
@@ -146,12 +142,12 @@ def _pattern_of(tokenizer: PreTrainedTokenizerBase) -> str | None:
             {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False},
             {"type": "ByteLevel", "use_regex": False, "add_prefix_space": False},
         ]:
-            return pattern if pattern in _KNOWN else None
+            return pattern if pattern in WORD_PATTERNS else None
     return None
 
 
 def _parts(component: Any, name: str) -> list[dict[str, Any]]:
-    """A component of a tokenizer as its file writes it; of a sequence, its parts."""
+    """Return a component of a tokenizer as its file has it; the parts of a sequence."""
     if component is None:
         return []
     written = json.loads(component.__getstate__())

@@ -104,7 +104,7 @@ def test_raw_text_is_taken_as_it_stands():
 def test_a_row_with_images_is_an_error_with_its_place(column, row):
     assert convert({**row, column: []}) == convert({**row, column: None}) == convert(row)
     with pytest.raises(
-        UserError, match=rf"data\.jsonl:7: the row's `{column}` is no text, and this run trains on text"
+        UserError, match=rf"data\.jsonl:7: the row's `{column}` is not text, and this run trains on text"
     ):
         convert({**row, column: ["x.png"]})
 
@@ -112,7 +112,7 @@ def test_a_row_with_images_is_an_error_with_its_place(column, row):
 @pytest.mark.parametrize("kind", ["image", "image_url", "video", "input_audio"])
 def test_a_part_that_is_an_image_is_an_error_with_its_place(kind):
     parts = [{"type": "text", "text": "What is this?"}, {"type": kind, kind: "x"}]
-    with pytest.raises(UserError, match=rf"data\.jsonl:7: a part of type {kind} is no text"):
+    with pytest.raises(UserError, match=rf"data\.jsonl:7: a part of type {kind} is not text"):
         convert(chat(("user", parts), ("assistant", "a")))
 
 

@@ -13,7 +13,8 @@ from ligertune.errors import UserError
 
 
 def repair(row: dict):
-    conversation, done = recognise_format("auto", row.keys(), "d").repair(Record(row, "d:1"))
+    done: list[str] = []
+    conversation = recognise_format("auto", row.keys(), "d").convert(Record(row, "d:1"), done)
     return [(message.role, message.content) for message in conversation.messages], done
 
 
@@ -128,7 +129,7 @@ def test_turns_of_different_weight_are_not_joined():
 
 
 def test_images_are_no_matter_of_repair():
-    with pytest.raises(UserError, match=r"d:1: the row's `images` is no text"):
+    with pytest.raises(UserError, match=r"d:1: the row's `images` is not text"):
         repair({**chat(("human", "q"), ("gpt", "a")), "images": ["a.jpg"]})
 
 

@@ -10,7 +10,7 @@ from ligertune.data.rows.conversation import BadRow, Conversation, Message, Tool
 from ligertune.data.rows.formats import recognise_format
 from ligertune.data.templates.chat_template import ChatTemplate, choose_template
 from ligertune.data.templates.control_tokens import ControlTokens, Rendered
-from ligertune.data.templates.label_masking import encode
+from ligertune.data.templates.label_masking import Encoder
 from ligertune.planning.options import DataOptions, DatasetOptions
 
 NAMES = ["qwen2.5", "mistral-7b-v0.1", "phi-3-mini", "gpt2", "stories260K"]
@@ -23,7 +23,7 @@ def special_ids(tokenizer) -> set[int]:
 def encoded_by(tokenizer, conversation: Conversation, template: str, **section):
     data = DataOptions(datasets=[DatasetOptions(path="d")], prompt_template=template, **section)
     rendered = choose_template(data, recognise_format("messages", ["messages"], "d"), tokenizer).render(conversation)
-    (encoded,) = encode([rendered], tokenizer)
+    (encoded,) = Encoder(tokenizer).encode([rendered])
     assert not isinstance(encoded, BadRow)
     return rendered, encoded
 
@@ -60,7 +60,7 @@ def test_around_it_the_tokens_are_those_of_the_tokenizers_own_way(tokenizer_name
     """Without a control token of the template, as `split_special_tokens=True` gives them, character for character."""
     tokenizer = tokenizer_named(name)
     text = f"One {all_names(tokenizer)} two."
-    (encoded,) = encode([Rendered(text, ((0, 4),), literal=ControlTokens(tokenizer).found_in(text))], tokenizer)
+    (encoded,) = Encoder(tokenizer).encode([Rendered(text, ((0, 4),), literal=ControlTokens(tokenizer).found_in(text))])
     expected = tokenizer(text, add_special_tokens=False, split_special_tokens=True)
     assert encoded.input_ids.tolist() == expected.input_ids
 
@@ -72,7 +72,7 @@ def test_a_text_without_any_is_tokenised_alike_on_both_paths(tokenizer_named, na
     tokenizer = tokenizer_named(name)
     turns = exchange(" 你好\n\nhow é?", "Fine, “12”.\n").messages * 2
     rendered, encoded = encoded_by(tokenizer, Conversation(turns), "chat")
-    ids, offsets = ControlTokens(tokenizer).tokenised(rendered)
+    ids, offsets = ControlTokens(tokenizer).tokenize(rendered)
     expected = tokenizer(rendered.text, add_special_tokens=False, return_offsets_mapping=True)
     assert ids == expected.input_ids == encoded.input_ids.tolist()
     special = special_ids(tokenizer)
@@ -98,7 +98,7 @@ def test_wherever_a_row_can_hold_text(stories, where):
     template = ChatTemplate(stories, source, "test", system, "assistant")
     rendered = template.render(Conversation((Message("user", "q"), answer), tools))
     assert len(rendered.literal) == 1 and rendered.text[slice(*rendered.literal[0])] == "</s>"
-    (encoded,) = encode([rendered], stories)
+    (encoded,) = Encoder(stories).encode([rendered])
     assert encoded.input_ids.tolist().count(stories.eos_token_id) == (3 if system else 2)
 
 

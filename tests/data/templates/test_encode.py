@@ -13,8 +13,6 @@ from ligertune.data.templates.control_tokens import Rendered
 from ligertune.data.templates.label_masking import (
     IGNORE_INDEX,
     Encoder,
-    cut,
-    encode,
     mark_tokens,
     mark_tokens_by_offsets,
 )
@@ -51,19 +49,19 @@ def covered(ranges: list[tuple[int, int]], n_tokens: int) -> np.ndarray:
 
 def test_a_batch_is_labelled_text_by_text(stories):
     rendered = [Rendered("one two", ((3, 7),), bos=1, eos=2), Rendered("", (), eos=2), Rendered("three", ((0, 5),))]
-    first, empty, last = encode(rendered, stories)
+    first, empty, last = Encoder(stories).encode(rendered)
     assert stories.decode(first.labels[first.labels != IGNORE_INDEX]).split() == ["two</s>"]
-    assert (first.input_ids[0], first.input_ids[-1], first.labels[-1], first.last_trained) == (1, 2, 2, 2)
-    assert first.n_trained == (first.labels != IGNORE_INDEX).sum() and not (first.labels[:3] >= 0).any()
-    assert (empty.input_ids.tolist(), empty.labels.tolist(), empty.n_trained) == ([2], [-100], 0)
+    assert (first.input_ids[0], first.input_ids[-1], first.labels[-1], first.trained[-1]) == (1, 2, 2, 2)
+    assert not (first.labels[:3] >= 0).any()
+    assert (empty.input_ids.tolist(), empty.labels.tolist(), len(empty.trained)) == ([2], [-100], 0)
     assert last.labels[0] == IGNORE_INDEX and np.array_equal(last.labels[1:], last.input_ids[1:])
 
 
 def test_a_cut_counts_its_own_and_leaves_the_whole_as_it_was(stories):
-    (whole,) = encode([Rendered("say a few words", ((3, 15),))], stories)
+    (whole,) = Encoder(stories).encode([Rendered("say a few words", ((3, 15),))])
     before = whole.labels.copy()
-    part = cut(whole, 5, 9)
-    assert part.labels[0] == IGNORE_INDEX and part.n_trained == (part.labels != IGNORE_INDEX).sum() == 3
+    part = whole.cut(5, 9)
+    assert part.labels[0] == IGNORE_INDEX and len(part.trained) == 3
     assert np.array_equal(whole.labels, before)
 
 
@@ -84,7 +82,6 @@ def test_texts_that_do_not_come_again_are_not_remembered(stories):
 def test_the_end_of_a_text_is_trained_with_its_answer_and_not_without_one(stories):
     """EOS is 2 here, and stands behind the text; BOS is 1."""
     for trained, ends in (((3, 6),), [2]), ((), [IGNORE_INDEX]):
-        (encoded,) = encode([Rendered("ab cde", trained, bos=1, eos=2)], stories)
+        (encoded,) = Encoder(stories).encode([Rendered("ab cde", trained, bos=1, eos=2)])
         assert (encoded.input_ids[0], encoded.input_ids[-1]) == (1, 2)
         assert encoded.labels[-1:].tolist() == ends and encoded.labels[0] == IGNORE_INDEX
-        assert encoded.n_trained == int((encoded.labels != IGNORE_INDEX).sum())

@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 
 from ligertune.data.rows.conversation import BadRow, Conversation, Message
 from ligertune.data.templates.chat_template import ChatTemplate
-from ligertune.data.templates.label_masking import encode
+from ligertune.data.templates.label_masking import Encoder
 
 QUESTION = "How much is 1 + 1?"
 # the same answer twice, the second with a space at its end: a search for it would find two
@@ -48,7 +48,7 @@ def test_what_is_trained_is_what_the_model_has_to_write(template_of, name, syste
         return
     rendered = template.render(conversation)
     assert tuple(rendered.text[start:end] for start, end in rendered.trained) == family.trained
-    (encoded,) = encode([rendered], tokenizer)
+    (encoded,) = Encoder(tokenizer).encode([rendered])
     runs = runs_of(encoded.labels, tokenizer)  # this tokenizer decodes a space beside special tokens
     assert ["".join(run.split()) for run in runs] == ["".join(text.split()) for text in family.trained]
 

@@ -17,7 +17,7 @@ from ligertune.data.rows.conversation import BadRow
 from ligertune.data.rows.formats import recognise_format
 from ligertune.data.rows.sources import Record
 from ligertune.data.templates.chat_template import choose_template
-from ligertune.data.templates.label_masking import encode
+from ligertune.data.templates.label_masking import Encoder
 from ligertune.planning.options import DataOptions, DatasetOptions
 
 pytestmark = pytest.mark.corpus
@@ -103,7 +103,7 @@ def check_file(path, tokenizer, ends, template="auto") -> Counter:
             kept.append((chosen.render(format.convert(Record(row, f"{path.name}:{line}"))), row))
         except BadRow as bad:
             dropped[bad.reason] += 1
-    for encoded, (rendered, row) in zip(encode([text for text, _ in kept], tokenizer), kept, strict=True):
+    for encoded, (rendered, row) in zip(Encoder(tokenizer).encode([text for text, _ in kept]), kept, strict=True):
         answers, runs = answers_of(row), trained_runs(encoded, tokenizer)
         closes = [ends[0]] * (len(answers) - 1) + [ends[1]]
         assert len(runs) == len(answers), rendered.text

@@ -10,7 +10,7 @@ from ligertune.data.rows.formats import recognise_format
 from ligertune.data.rows.sources import Record
 from ligertune.data.templates.chat_template import ChatTemplate, choose_template
 from ligertune.data.templates.control_tokens import Rendered
-from ligertune.data.templates.label_masking import encode
+from ligertune.data.templates.label_masking import Encoder
 from ligertune.data.templates.prompts import alpaca_prompt
 from ligertune.errors import UserError
 from ligertune.planning.options import DataOptions, DatasetOptions
@@ -30,7 +30,7 @@ def test_alpaca_prompts_begin_as_the_tokenizer_begins(corpus, tokenizer_named, n
     tokenizer = tokenizer_named(name)
     template = choose_template(data_section(), recognise_format("alpaca", ["instruction", "output"], ""), tokenizer)
     rendered = template.render(EXCHANGE)
-    (encoded,) = encode([rendered], tokenizer)
+    (encoded,) = Encoder(tokenizer).encode([rendered])
     prompt = tokenizer(rendered.text[: rendered.trained[0][0]]).input_ids
     assert encoded.input_ids[: len(prompt)].tolist() == prompt
 
@@ -41,9 +41,8 @@ def test_alpaca_prompts_begin_as_the_tokenizer_begins(corpus, tokenizer_named, n
 def test_there_is_never_a_second_bos(tokenizer_named, name, prompts):
     tokenizer = tokenizer_named(name)
     format = recognise_format("messages", ["messages"], "")
-    (encoded,) = encode(
-        [choose_template(data_section(prompt_template=prompts), format, tokenizer).render(EXCHANGE)], tokenizer
-    )
+    rendered = choose_template(data_section(prompt_template=prompts), format, tokenizer).render(EXCHANGE)
+    (encoded,) = Encoder(tokenizer).encode([rendered])
     # the chat template decides for itself; elsewhere the tokenizer's own habit does
     text = tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
     expected = text.startswith(tokenizer.bos_token) if prompts == "chat" else tokenizer("a").input_ids[0] == 1
@@ -163,7 +162,7 @@ def test_train_on_all_trains_every_token_but_the_first(stories):
     for template in ("chat", "alpaca"):
         section = data_section(prompt_template=template, train_on="all")
         rendered = choose_template(section, recognise_format("messages", ["messages"], ""), stories).render(EXCHANGE)
-        (encoded,) = encode([rendered], stories)
+        (encoded,) = Encoder(stories).encode([rendered])
         assert encoded.labels[0] == -100
         assert np.array_equal(encoded.labels[1:], encoded.input_ids[1:])
 
@@ -200,7 +199,7 @@ def test_calls_and_reasoning_go_into_the_text_unless_the_template_knows_them(sto
 def test_a_token_that_begins_in_the_prompt_is_not_trained(stories):
     rendered = Rendered("### user", ((5, 8),))  # " us" or "u", "s", ...: whatever begins before 5 is prompt
     for start in range(len(rendered.text)):
-        (encoded,) = encode([Rendered(rendered.text, ((start, 8),))], stories)
+        (encoded,) = Encoder(stories).encode([Rendered(rendered.text, ((start, 8),))])
         offsets = stories(rendered.text, add_special_tokens=False, return_offsets_mapping=True).offset_mapping
         assert [label != -100 for label in encoded.labels[1:]] == [begin >= start for begin, _ in offsets[1:]]
         assert encoded.straddling == sum(begin < start < end for begin, end in offsets)
@@ -271,7 +270,7 @@ def test_a_prompt_and_its_completion_stand_as_they_are(stories, train_on):
     rendered = template.render(format.convert(Record({"prompt": "2 + 2 =", "completion": " 4"}, "d:1")))
     assert rendered.text == "2 + 2 = 4" and template.name == "plain"
     assert [rendered.text[slice(*span)] for span in rendered.trained] == ["2 + 2 = 4" if train_on == "all" else " 4"]
-    (encoded,) = encode([rendered], stories)
+    (encoded,) = Encoder(stories).encode([rendered])
     assert encoded.input_ids[[0, -1]].tolist() == [stories.bos_token_id, stories.eos_token_id]
     assert encoded.labels[-1] == stories.eos_token_id
 
@@ -279,9 +278,8 @@ def test_a_prompt_and_its_completion_stand_as_they_are(stories, train_on):
 def test_control_tokens_that_a_plain_row_brings_are_not_doubled(stories):
     format = recognise_format("prompt_completion", ["prompt", "completion"], "")
     row = {"prompt": "<s>[INST] q [/INST]", "completion": " a</s>"}
-    (encoded,) = encode(
-        [choose_template(data_section(), format, stories).render(format.convert(Record(row, "d")))], stories
-    )
+    rendered = choose_template(data_section(), format, stories).render(format.convert(Record(row, "d")))
+    (encoded,) = Encoder(stories).encode([rendered])
     ids = encoded.input_ids.tolist()
     assert (ids.count(stories.bos_token_id), ids.count(stories.eos_token_id)) == (1, 1)
     assert encoded.labels[-1] == stories.eos_token_id

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from ligertune.data.templates.control_tokens import Rendered
 from ligertune.data.templates.label_masking import mark_tokens, mark_word_tokens
-from ligertune.data.templates.words import _KNOWN, word_tokenizer
+from ligertune.data.templates.words import WORD_PATTERNS, word_tokenizer
 
 pytestmark = pytest.mark.corpus
 
@@ -67,7 +67,7 @@ def assert_same(tokenizer, texts: list[str], rng: random.Random) -> None:
         assert mark_word_tokens(rendered, ours) == mark_tokens(rendered, theirs), repr(text)
 
 
-@pytest.mark.parametrize("pattern", _KNOWN, ids=["gpt2", "qwen2", "llama3"])
+@pytest.mark.parametrize("pattern", WORD_PATTERNS, ids=["gpt2", "qwen2", "llama3"])
 @pytest.mark.parametrize("name", BY_WORDS)
 def test_texts_made_of_what_the_expressions_look_at(tokenizer_named, name, pattern):
     rng = random.Random(name)
@@ -127,7 +127,7 @@ def test_a_tokenizer_that_does_more_is_left_alone(tokenizer_named, change):
 def test_added_tokens_that_take_spaces_are_left_to_the_tokenizer(tokenizer_named):
     from tokenizers import AddedToken
 
-    tokenizer = with_pattern(tokenizer_named("qwen2.5"), _KNOWN[1])
+    tokenizer = with_pattern(tokenizer_named("qwen2.5"), WORD_PATTERNS[1])
     tokenizer.add_tokens([AddedToken("<sep>", lstrip=True)])
     assert word_tokenizer(tokenizer) is None
 
