@@ -25,6 +25,7 @@ def data(
     Example: ligertune data configs/quickstart/stories260k.yaml --examples 1 --out report.html
     """
     from ligertune.cli.render import data_report
+    from ligertune.cli.render.data_page import data_page
     from ligertune.hardware import world_size
     from ligertune.planning.preflight import check_paths, check_report_path
     from ligertune.recipe import load_recipe
@@ -38,7 +39,6 @@ def data(
     # after the checks above: a wrong recipe is reported without waiting for torch, which these modules import
     from ligertune.data.prepare import prepare
     from ligertune.data.preview import preview, preview_examples, preview_summary
-    from ligertune.data.report_page import data_page
     from ligertune.data.statistics import data_statistics
     from ligertune.models.load import load_tokenizer, read_config
     from ligertune.planning.batch_layout import StatisticsOptions, resolve_packing

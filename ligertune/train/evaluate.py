@@ -53,7 +53,7 @@ def evaluate(
             if throttle(stop.received is not None):
                 break
             mine = range(start + rank * size, min(start + (rank + 1) * size, len(rows)))
-            batcher.expect([[rows[i] for i in mine]])
+            batcher.prefetch([[rows[i] for i in mine]])
             batch = batcher([rows[i] for i in mine])
             loss_sum += model(**batch, **loss_inputs, use_cache=False).loss.float()
         else:

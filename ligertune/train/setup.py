@@ -84,9 +84,9 @@ class Training:
 
     def prefetch_images(self, step: int) -> None:
         """Start to read the images of `step` in the background. A stream cannot look ahead."""
-        if self.batcher.ahead is None or self.plan.rows.streamed or step >= self.plan.schedule.total_steps:
+        if self.batcher.prefetcher is None or self.plan.rows.streamed or step >= self.plan.schedule.total_steps:
             return
-        self.batcher.expect(self.order.micro_batches(step, self.accelerator.process_index))
+        self.batcher.prefetch(self.order.micro_batches(step, self.accelerator.process_index))
 
     def loss_inputs(self, step: int) -> dict:
         """Return the loss's normalisation over the global batch of `step`: every rank knows every example's count."""
@@ -102,7 +102,7 @@ class Training:
         return Counts(
             steps=1,
             tokens=tokens,
-            padded_tokens=sum(batcher.slots(rows[i : i + size]) for i in range(0, len(rows), size)),
+            padded_tokens=sum(batcher.padded_tokens(rows[i : i + size]) for i in range(0, len(rows), size)),
             trained_tokens=int(batcher.examples.trained[indices].sum()),
             images=int(batcher.examples.n_images[indices].sum()) if batcher.images else 0,
             image_tokens=batcher.image_tokens(indices),
@@ -181,7 +181,7 @@ def _batchers(
         "static_shapes": static_shapes_of(plan, order.packs),
     }
     batcher, eval_batcher = (
-        Batcher(examples, ahead=None if images is None else ImagePrefetcher(images), **options) if used else None
+        Batcher(examples, prefetcher=None if images is None else ImagePrefetcher(images), **options) if used else None
         for examples, used in ((data.train, True), (data.eval, bool(data.eval)))
     )
     return batcher, eval_batcher

@@ -147,5 +147,5 @@ def test_ranks_have_as_much_attention_to_do():
 
 
 def test_a_row_that_pieces_do_not_fill_is_refused():
-    with pytest.raises(ValueError, match="a row of 50 tokens is not cut into 8 pieces"):
+    with pytest.raises(ValueError, match="a row of 50 tokens cannot be cut into 8 pieces"):
         rank_pieces(0, 4, 50)

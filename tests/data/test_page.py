@@ -8,9 +8,9 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 
+from ligertune.cli.render.data_page import data_page
 from ligertune.data.batching.packing import pack
 from ligertune.data.preview import preview, preview_summary, visible_text
-from ligertune.data.report_page import data_page
 from ligertune.data.statistics import data_statistics
 from ligertune.errors import UserError
 from ligertune.planning.batch_layout import StatisticsOptions

@@ -57,11 +57,11 @@ def data_preview(everything: dict[str, Any], previews: Sequence[PreviewExample])
         head = f"{number}: {shown.source}, {shown.tokens} tokens, {shown.trained_tokens} trained"
         OUTPUT.console.print(Rule(Text(head), align="left") if colour else Text(f"--- {head} ---"))
         OUTPUT.console.print(_coloured(shown) if colour else _bracketed(shown))
-    table("Data", _account(everything))
+    table("Data", account_rows(everything))
     table("Tokens of an example", _histogram(everything["lengths"]))
     if everything["outlook"]:
-        table("In training", _outlook(everything["outlook"]))
-    for note in _notes(everything["report"]):
+        table("In training", training_rows(everything["outlook"]))
+    for note in report_notes(everything["report"]):
         text(f"  note: {note}")
 
 
@@ -87,7 +87,8 @@ def _bracketed(shown: PreviewExample) -> Text:
     )
 
 
-def _account(everything: dict[str, Any]) -> list[tuple[str, str]]:
+def account_rows(everything: dict[str, Any], *, with_counts: bool = True) -> list[tuple[str, str]]:
+    """Return (name, value) rows about data sets and tokens; `with_counts` also about dropped and repaired rows."""
     report, lengths = everything["report"], everything["lengths"]
     rows = _sets(report)
     if everything["streamed"]:
@@ -96,8 +97,9 @@ def _account(everything: dict[str, Any]) -> list[tuple[str, str]]:
         held_out = f", and {everything['eval_examples']} to evaluate on" if everything["eval_examples"] else ""
         overlength = f"{report['overlength']} ({report['overlength'] / max(report['rows_read'], 1):.1%})"
         rows.append(("examples", f"{report['examples']} of {report['rows_read']} rows{held_out}"))
-        rows += _counts("dropped", report["dropped"], report["first_dropped"])
-        rows += _counts("repaired", report["repaired"], report["first_repaired"])
+        if with_counts:
+            rows += _counts("dropped", report["dropped"], report["first_dropped"])
+            rows += _counts("repaired", report["repaired"], report["first_repaired"])
         rows += [
             (
                 "tokens",
@@ -117,7 +119,7 @@ def _account(everything: dict[str, Any]) -> list[tuple[str, str]]:
     ]
     held = everything["eval_report"]
     if held:
-        dropped = _counts("dropped", held["dropped"], held["first_dropped"])
+        dropped = _counts("dropped", held["dropped"], held["first_dropped"]) if with_counts else []
         rows += [(f"eval {name}", value) for name, value in _sets(held) + dropped]
     return rows
 
@@ -143,7 +145,8 @@ def _histogram(lengths: dict[str, Any]) -> list[tuple[str, str]]:
     return [(f"from {first}", f"{'█' * round(_BAR * count / most)} {count}") for first, count in starts]
 
 
-def _outlook(outlook: dict[str, Any]) -> list[tuple[str, str]]:
+def training_rows(outlook: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return (name, value) rows about an epoch, a step and the run."""
     kind = "packed" if outlook["packed"] else "padding-free" if outlook["padding_free"] else "padded"
     return [
         ("an epoch", f"{outlook['rows']} rows, {kind}: {outlook['fill']:.1%} of the slots are tokens"),
@@ -166,7 +169,8 @@ def _outlook(outlook: dict[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def _notes(report: dict[str, Any]) -> list[str]:
+def report_notes(report: dict[str, Any]) -> list[str]:
+    """Return the remarks on the data."""
     notes = list(report["notes"])
     if report["straddling"]:
         notes.append(

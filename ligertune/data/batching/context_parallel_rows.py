@@ -1,13 +1,13 @@
-"""Context parallel: the part of each packed row that one of C ranks computes.
+"""Context parallel: the tokens of each packed row that one of C ranks computes.
 
-A row is cut into 2C pieces of one length, and rank r has the pieces r and 2C - 1 - r: tokens that come late attend to
-more, and so all ranks have as much to do. All of a layer but its attention works token by token, and
-so does the loss, of which each rank sums up its tokens'.
+A row is cut into 2C pieces of equal length, and rank r computes pieces r and 2C - 1 - r: later tokens attend to more,
+so this gives all ranks the same work. Except for attention, layers work token by token, and each rank sums the loss of
+its tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,14 +26,14 @@ TokenRange = tuple[int, int]
 
 @dataclass(frozen=True)
 class ContextParallelSplit:
-    """Cuts packed batches for this rank of `group`, whose ranks are given the same rows."""
+    """Splits packed batches between the ranks of `group`, which all have the same rows."""
 
     group: ProcessGroup
 
     def cut(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """What `collate_packed` makes of whole rows, (1, T) with T a multiple of 2C -> this rank's part, (1, T / C).
+        """Return this rank's part, (1, T / C), of a batch of collate_packed, (1, T) with T a multiple of 2C.
 
-        `shift_labels` are what its tokens predict, which the next rank may have.
+        `shift_labels` are the labels that its tokens predict, some of which belong to another rank's tokens.
         """
         rank, ranks = self.group.rank(), self.group.size()
         length = batch["input_ids"].shape[1]
@@ -41,15 +41,15 @@ class ContextParallelSplit:
         runs = document_runs(batch["document_lengths"], pieces[rank])
         lengths = tuple(last - first for _, first, last in runs)
         key_lengths = tuple(last - begin for begin, _, last in runs)
-        place = torch.empty(length, dtype=torch.int64)  # of each token among those of all ranks
+        place = torch.empty(length, dtype=torch.int64)  # of each token in the concatenated tokens of all ranks
         place[_tokens(piece for pair in pieces for piece in pair)] = torch.arange(length)
         own = self.tokens(length)
         predicted = F.pad(batch["labels"], (0, 1), value=IGNORE_INDEX)[:, 1:]
         return {
             **{name: batch[name][:, own] for name in ("input_ids", "position_ids", "labels")},
             "shift_labels": predicted[:, own],
-            "cu_seq_lens_q": _ends(lengths),
-            "cu_seq_lens_k": _ends(key_lengths),
+            "cu_seq_lens_q": _cu_seq_lens(lengths),
+            "cu_seq_lens_k": _cu_seq_lens(key_lengths),
             "max_length_q": max(lengths),
             "max_length_k": max(key_lengths),
             "document_lengths": lengths,
@@ -58,12 +58,12 @@ class ContextParallelSplit:
         }
 
     def tokens(self, length: int) -> Tensor:
-        """Which tokens of a row this rank has, (length / C,)."""
+        """Return the indices of this rank's tokens in a row, (length / C,)."""
         return _tokens(rank_pieces(self.group.rank(), self.group.size(), length))
 
 
 def context_parallel_split(plan: Plan) -> ContextParallelSplit | None:
-    """This rank's, with the group of neighbours that share rows; None where each has its own. All ranks call it."""
+    """Create this rank's group; None without context parallelism. All ranks call it."""
     if plan.batching.cp_size == 1:
         return None
     group, _ = dist.new_subgroups(plan.batching.cp_size)
@@ -71,16 +71,16 @@ def context_parallel_split(plan: Plan) -> ContextParallelSplit | None:
 
 
 def rank_pieces(rank: int, ranks: int, length: int) -> tuple[TokenRange, TokenRange]:
-    """Where the two pieces of a rank begin and end in a row."""
+    """Return the token ranges of a rank's two pieces of a row."""
     size, rest = divmod(length, 2 * ranks)
     if rest:
-        raise ValueError(f"a row of {length} tokens is not cut into {2 * ranks} pieces of one length")
+        raise ValueError(f"a row of {length} tokens cannot be cut into {2 * ranks} pieces of equal length")
     first, second = ((piece * size, (piece + 1) * size) for piece in (rank, 2 * ranks - 1 - rank))
     return first, second
 
 
 def document_runs(document_lengths: Sequence[int], pieces: Sequence[TokenRange]) -> list[tuple[int, int, int]]:
-    """(where its document begins, first token, behind the last) of each run of these pieces, in their order."""
+    """Return (begin of its document, first token, end) of each part of a document in these pieces, in order."""
     documents, end = [], 0
     for length in document_lengths:
         documents.append((end, end + length))
@@ -89,11 +89,10 @@ def document_runs(document_lengths: Sequence[int], pieces: Sequence[TokenRange])
     return [run for run in runs if run[1] < run[2]]
 
 
-def _tokens(spans: Any) -> Tensor:
-    """All places in these spans, one span's behind another's."""
-    return torch.cat([torch.arange(*span) for span in spans])
+def _tokens(ranges: Iterable[TokenRange]) -> Tensor:
+    return torch.cat([torch.arange(*span) for span in ranges])
 
 
-def _ends(lengths: Sequence[int]) -> Tensor:
-    """(runs + 1,) int32."""
+def _cu_seq_lens(lengths: Sequence[int]) -> Tensor:
+    """Return the cumulative lengths from 0, int32."""
     return F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).to(torch.int32)

@@ -1,8 +1,8 @@
-"""Which examples each rank sees at each step: a pure function of seed and step, whatever the micro batch or the ranks.
+"""Data order: which examples each rank sees at each step, as a pure function of seed and step.
 
-A batch is made of rows: a row is a pack of examples, or without packing one example. The run's rows are the epochs'
-orders one after another, cut into global batches. Micro batch m of rank r is a slice of the global batch, so 1 x 8,
-8 x 1 and 2 ranks x 4 train on the same rows at the same step. To resume is to go on at a step; no sampler state exists.
+A batch consists of rows: a row is a pack of examples, or one example without packing. The run's rows are the shuffled
+epochs one after another, cut into global batches. Micro-batch m of rank r is a slice of the global batch, so 1 x 8,
+8 x 1 and 2 ranks x 4 train on the same rows at the same step. A resumed run needs no sampler state, only its step.
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ from ligertune.planning.micro_batch import Batching
 if TYPE_CHECKING:
     from ligertune.data.examples import Examples
 
-# Global batches whose examples are sorted among themselves: enough for batches of one length, few enough that a batch
-# stays a draw from all examples.
+# Global batches whose examples are sorted by length together: enough for batches of similar lengths, few enough that a
+# batch stays a random draw.
 WINDOW = 50
 
 
 class DataOrder:
-    """Rows of `lengths`' examples, `total_rows` in the run (the last epoch may be a part), shuffled from `seed`.
+    """The shuffled order of a data set in memory.
 
-    With `packs` those are the rows, examples of equal length dealt anew each epoch. With `grouped` the examples of a
-    global batch are of about one length, longest first, and so are those of a micro batch.
+    total_rows: of the run, which may end inside an epoch. packs: the rows, if examples are packed; examples of equal
+    length are exchanged between rows in each epoch. grouped: examples of a global batch have similar lengths, longest
+    first, and so have those of a micro-batch.
     """
 
     packs: Packs | None = None
@@ -52,7 +53,7 @@ class DataOrder:
         self._epochs: dict[int, tuple[np.ndarray, Sequence[np.ndarray]]] = {}
 
     def step(self, step: int) -> list[np.ndarray]:
-        """The rows of the global batch of `step` (from 0), as example indices; fewer at the end of the run."""
+        """Return the rows of the global batch of `step` (from 0). The last step of a run may have fewer."""
         first = step * self.batching.global_batch_size
         last = min(first + self.batching.global_batch_size, self.total_rows)
         rows = []
@@ -62,7 +63,7 @@ class DataOrder:
         return sorted(rows, key=lambda row: -self.lengths[row[0]]) if self.grouped else rows
 
     def micro_batches(self, step: int, rank: int) -> list[list[np.ndarray]]:
-        """This rank's slices of the step, one per micro batch that any rank has rows for; a slice may be empty."""
+        """Return this rank's slices of the step, one for each micro-batch that any rank has. A slice may be empty."""
         size, world = self.batching.micro_batch_size, self.batching.row_ranks
         rows = self.step(step)
         n_micro = -(-len(rows) // (size * world))
@@ -70,19 +71,22 @@ class DataOrder:
         return [rows[start : start + size] for start in starts]
 
     def _epoch(self, epoch: int) -> tuple[np.ndarray, Sequence[np.ndarray]]:
-        """(order of the rows, rows as example indices) of an epoch."""
+        """Return (order of the rows, rows as example indices) of an epoch."""
         if epoch not in self._epochs:
             rng = np.random.default_rng([self.seed, epoch])
             order = rng.permutation(self.rows_per_epoch)
             if self.grouped:
                 order = self._group(order, epoch, rng)
-            contents = np.arange(len(self.lengths))[:, None] if self.packs is None else self.packs.dealt(rng)
+            contents = np.arange(len(self.lengths))[:, None] if self.packs is None else self.packs.shuffled(rng)
             self._epochs = {k: v for k, v in self._epochs.items() if k == epoch - 1}  # a step can straddle two
             self._epochs[epoch] = order, contents
         return self._epochs[epoch]
 
     def _group(self, order: np.ndarray, epoch: int, rng: np.random.Generator) -> np.ndarray:
-        """The epoch's whole global batches made of like lengths; what completes other epochs' batches is left as is."""
+        """Sort by length within windows, and shuffle the resulting batches.
+
+        Rows that share a global batch with another epoch keep their places.
+        """
         size = self.batching.global_batch_size
         lead = min(-epoch * self.rows_per_epoch % size, len(order))
         end = lead + (len(order) - lead) // size * size
@@ -99,18 +103,18 @@ STREAM_WINDOW = 4096
 
 
 class _Window(NamedTuple):
-    """The rows of STREAM_WINDOW examples. `first` is the number of its first row, `begin` that of its first example."""
+    """The rows of STREAM_WINDOW examples."""
 
-    first: int
-    begin: int
+    first: int  # number of its first row
+    begin: int  # number of its first example
     rows: list[np.ndarray]
 
 
 class StreamOrder(DataOrder):
-    """As `DataOrder`, of examples that are read when a step needs them and forgotten when no later step does.
+    """The order of a stream: examples are read when a step needs them, and forgotten after the last step that does.
 
-    The rows of a window are its packs of `max_length`, or with None single examples; shuffled from `seed`. Every rank
-    reads the whole stream and takes its slices. To go on at a step is to read up to it.
+    The rows of a window are packs of `max_length`, or single examples if it is None, shuffled from `seed`. Every rank
+    reads the whole stream and takes its slices. A resumed run reads up to its step.
     """
 
     def __init__(
@@ -128,12 +132,14 @@ class StreamOrder(DataOrder):
         self._made = self._rows = 0  # windows, and the rows in them
 
     def step(self, step: int) -> list[np.ndarray]:
-        """The rows of the global batch of `step`."""
+        """Return the rows of the global batch of `step`."""
         size = self.batching.global_batch_size
         first = step * size
         while self._rows < first + size:
             self._make_window()
-            self._forget(first)
+            while len(self._windows) > 1 and self._windows[1].first <= first:
+                self._windows.popleft()
+            self._examples.forget(self._windows[0].begin)
         rows = [row for window in self._windows for row in window.rows]
         start = first - self._windows[0].first
         return rows[start : start + size]
@@ -147,32 +153,27 @@ class StreamOrder(DataOrder):
         self._windows.append(_Window(self._rows, begin, [rows[i] + begin for i in order]))
         self._made, self._rows = self._made + 1, self._rows + len(rows)
 
-    def _forget(self, first: int) -> None:
-        """Lets go of the windows whose rows all stand before `first`."""
-        while len(self._windows) > 1 and self._windows[1].first <= first:
-            self._windows.popleft()
-        self._examples.forget(self._windows[0].begin)
-
 
 class ByImageCount:
-    """A `DataOrder` whose micro batches are split further. Every rank gets equally many, empty ones where it has less,
-    so that all make the same collective calls; the steps hold the same rows as before."""
+    """Splits the micro-batches of a DataOrder by the number of images, for models that need equal numbers.
 
-    packs = None  # rows of tiles are not packed
+    Every rank gets equally many micro-batches, some empty, so that all make the same collective calls. The steps have
+    the same rows as before.
+    """
+
+    packs = None  # rows of tiled images are not packed
 
     def __init__(self, order: DataOrder, n_images: np.ndarray) -> None:
         self.batching, self._order, self._n_images = order.batching, order, n_images
-
-    def step(self, step: int) -> list[np.ndarray]:
-        return self._order.step(step)
+        self.step = order.step
 
     def micro_batches(self, step: int, rank: int) -> list[list[np.ndarray]]:
         ranks = [self._order.micro_batches(step, other) for other in range(self.batching.world_size)]
         split = [[self._split(rows) for rows in batches] for batches in ranks]
         found: list[list[np.ndarray]] = []
-        for number, mine in enumerate(split[rank]):
+        for number, own in enumerate(split[rank]):
             most = max(len(batches[number]) for batches in split)
-            found += mine + [[]] * (most - len(mine))
+            found += own + [[]] * (most - len(own))
         return found
 
     def _split(self, rows: list[np.ndarray]) -> list[list[np.ndarray]]:
@@ -183,7 +184,7 @@ class ByImageCount:
 
 
 def check_images_on_all_rows(strategy: str, examples: Examples | StreamedExamples, family: str) -> None:
-    """A UserError where ranks that share the weights would not ask for the same layers, and wait for each other."""
+    """Raise UserError for rows without images if ranks share the weights: they would skip layers that others gather."""
     streamed = not isinstance(examples.n_images, np.ndarray)
     if strategy in SHARDED_WEIGHTS and (streamed or (examples.n_images == 0).any()):
         raise UserError(

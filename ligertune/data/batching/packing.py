@@ -1,8 +1,7 @@
-"""Packing: examples into rows of at most `max_length` tokens, best fit decreasing, so that hardly any slot is padding.
+"""Packing: examples in rows of at most `max_length` tokens, by best fit decreasing, so that few slots are padding.
 
-Which lengths share a row depends on the lengths alone, and so does the number of rows; which of the examples of one
-length go where is dealt anew for each epoch. Documents of a row never see each other: that is the batch's and the
-attention's part (`batches`, `model/documents`).
+Which lengths share a row depends only on the lengths, and so does the number of rows. Which examples of equal length go
+where is shuffled in each epoch. Documents of a row are kept apart by collate_packed and the attention.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ import numpy as np
 
 
 class Packs(Sequence[np.ndarray]):
-    """Rows of example indices: `packs[i]` (documents,) int64; every example stands in one row."""
+    """Rows of example indices: `packs[i]` is (documents,) int64; every example is in one row."""
 
     def __init__(self, lengths: np.ndarray, max_length: int, places: np.ndarray, row_of_place: np.ndarray) -> None:
-        """places: examples by falling length; row_of_place: the row of each of them."""
+        """places: examples in order of falling length; row_of_place: the row of each of them."""
         self.example_lengths, self.max_length = lengths, max_length
         self._row_of_place = row_of_place
         self._members = places[np.argsort(row_of_place, kind="stable")]
@@ -34,28 +33,28 @@ class Packs(Sequence[np.ndarray]):
 
     @property
     def lengths(self) -> np.ndarray:
-        """Tokens in each row."""
+        """Tokens of each row."""
         totals = np.concatenate([[0], np.cumsum(self.example_lengths[self._members])])
         return np.diff(totals[np.concatenate([[0], self._ends])])
 
     @property
     def most_documents(self) -> int:
-        """Examples of the row that has most."""
+        """The largest number of examples in a row."""
         return int(np.diff(self._ends, prepend=0).max(initial=0))
 
     @property
     def fill(self) -> float:
-        """Real tokens over the rows' slots."""
+        """Tokens / slots of all rows."""
         return float(self.example_lengths.sum()) / max(len(self) * self.max_length, 1)
 
-    def dealt(self, rng: np.random.Generator) -> Packs:
-        """Rows of the same lengths, with examples of equal length dealt at random."""
+    def shuffled(self, rng: np.random.Generator) -> Packs:
+        """Return rows of the same lengths, with examples of equal length exchanged at random."""
         places = np.lexsort((rng.random(len(self.example_lengths)), -self.example_lengths))
         return Packs(self.example_lengths, self.max_length, places, self._row_of_place)
 
 
 def pack(lengths: np.ndarray, max_length: int) -> Packs:
-    """Deterministic; a million lengths take seconds. No length may exceed `max_length`."""
+    """Pack examples of these lengths, deterministically, a million in seconds. Raises ValueError for longer ones."""
     lengths = np.asarray(lengths, dtype=np.int64)
     if len(lengths) and not 0 < lengths.min() <= lengths.max() <= max_length:
         raise ValueError(f"pack: lengths {lengths.min()} to {lengths.max()}; expected 1 to max_length {max_length}")
@@ -64,10 +63,10 @@ def pack(lengths: np.ndarray, max_length: int) -> Packs:
 
 
 def _best_fit(falling: np.ndarray, max_length: int) -> np.ndarray:
-    """The row of each of some falling lengths: of those with room for it the fullest, else a new one.
+    """Return the row of each of some falling lengths: the fullest row with room for it, or a new one.
 
-    Examples of one length are placed together: as many as fit into each of the fullest rows with room, then on to the
-    next fullest. That is what placing them one by one comes to, since a row that took one is fuller than before.
+    Examples of equal length are placed together: as many as fit into each of the fullest rows, then into the next
+    fullest. Placing them one by one gives the same rows, because a row that took one is fuller than before.
     """
     row_of_place = np.empty(len(falling), dtype=np.int64)
     n_rows = 0

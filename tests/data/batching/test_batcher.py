@@ -34,8 +34,8 @@ def test_a_packed_batch_is_one_row_of_every_document(rows):
     batch = one(rows)
     lengths = [LENGTHS[i] for row in rows for i in row]
     assert batch["document_lengths"][: len(lengths)] == tuple(lengths)
-    assert batch["input_ids"].shape == (1, one.slots(rows))
-    assert one.slots(rows) == -(-sum(lengths) // 16) * 16
+    assert batch["input_ids"].shape == (1, one.padded_tokens(rows))
+    assert one.padded_tokens(rows) == -(-sum(lengths) // 16) * 16
     assert int((batch["labels"] != -100).sum()) == sum(examples().trained[i] for row in rows for i in row)
 
 
@@ -43,7 +43,7 @@ def test_a_padded_batch_has_a_row_for_each_example():
     one, rows = batcher(packed=False), [np.array([i]) for i in (3, 0)]
     batch = one(rows)
     assert batch["input_ids"].shape == (2, 32)
-    assert one.slots(rows) == 64
+    assert one.padded_tokens(rows) == 64
     assert set(batch) == {"input_ids", "labels"}
 
 

@@ -45,11 +45,11 @@ def test_is_best_fit_decreasing(seed):
 def test_dealing_anew_moves_examples_and_no_length():
     lengths = lengths_of(3)
     packs = pack(lengths, CAPACITY)
-    dealt = packs.dealt(np.random.default_rng(0))
-    assert [sorted(lengths[row]) for row in dealt] == [sorted(lengths[row]) for row in packs]
-    assert [sorted(row) for row in dealt] != [sorted(row) for row in packs]
-    again = packs.dealt(np.random.default_rng(0))
-    assert [row.tolist() for row in again] == [row.tolist() for row in dealt]
+    shuffled = packs.shuffled(np.random.default_rng(0))
+    assert [sorted(lengths[row]) for row in shuffled] == [sorted(lengths[row]) for row in packs]
+    assert [sorted(row) for row in shuffled] != [sorted(row) for row in packs]
+    again = packs.shuffled(np.random.default_rng(0))
+    assert [row.tolist() for row in again] == [row.tolist() for row in shuffled]
 
 
 def test_nothing_makes_no_row_and_what_is_too_long_is_refused():
