@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from filelock import FileLock, Timeout
 
-from ligertune.data.examples import ARRAYS, Block, FileTable
+from ligertune.data.examples import ARRAYS, Block, FileNames
 from ligertune.data.rows.data_files import display_path
 from ligertune.data.rows.sources import find_files, hub_fingerprint
 from ligertune.storage import put_in_place
@@ -116,7 +116,7 @@ class CacheWriter:
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         """stack: closes the files."""
-        self._folder, self._names = folder, FileTable()
+        self._folder, self._names = folder, FileNames()
         self._files = {name: stack.enter_context((folder / name).open("wb")) for name in ARRAYS}
         self._hashes = {name: hashlib.sha256() for name in ARRAYS}
 

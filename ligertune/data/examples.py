@@ -15,7 +15,7 @@ from ligertune.data.templates.label_masking import IGNORE_INDEX
 # the arrays of a block, and their dtypes in a file
 ARRAYS = {
     "input_ids": "<i4", "labels": "<i4", "lengths": "<i4", "trained": "<i4", "file_of": "<i4", "line_of": "<i8",
-    "n_images": "<i4", "image_of": "<i4",
+    "n_images": "<i4",
 }  # fmt: skip
 _NO_LINE = -1
 
@@ -43,41 +43,37 @@ class Block:
     file_of: np.ndarray  # (N,)
     line_of: np.ndarray  # (N,)
     n_images: np.ndarray  # (N,)
-    image_of: np.ndarray  # (sum of n_images,) indices into `image_files`
     files: tuple[str, ...] = ()
-    image_files: tuple[str, ...] = ()
+    image_files: tuple[str, ...] = ()  # (sum of n_images,)
 
     @classmethod
     def of(cls, examples: Iterable[Example]) -> Block:
         """Return the examples as a block."""
         examples = list(examples)
-        files: dict[str, int] = {}
-        image_files: dict[str, int] = {}
         places = [_split_source(example.source) for example in examples]
+        files = {file: number for number, file in enumerate(dict.fromkeys(file for file, _ in places))}
         labels = _concatenated([example.labels for example in examples])
         lengths = np.array([len(example.labels) for example in examples], dtype=np.int32)
         trained_before = np.concatenate([[0], np.cumsum(labels != IGNORE_INDEX)])
-        images = [_number_in(image_files, path) for example in examples for path in example.images]
         return cls(
             input_ids=_concatenated([example.input_ids for example in examples]),
             labels=labels,
             lengths=lengths,
             trained=np.diff(trained_before[np.concatenate([[0], np.cumsum(lengths)])]).astype(np.int32),
-            file_of=np.array([_number_in(files, file) for file, _ in places], dtype=np.int32),
+            file_of=np.array([files[file] for file, _ in places], dtype=np.int32),
             line_of=np.array([line for _, line in places], dtype=np.int64),
             n_images=np.array([len(example.images) for example in examples], dtype=np.int32),
-            image_of=np.array(images, dtype=np.int32),
             files=tuple(files),
-            image_files=tuple(image_files),
+            image_files=tuple(path for example in examples for path in example.images),
         )
 
     @classmethod
     def concatenate(cls, blocks: Iterable[Block]) -> Block:
         """Return all examples of the blocks as one block."""
-        names = FileTable()
+        names = FileNames()
         parts = [names.renumbered(block) for block in blocks] or [cls.of([])]
         arrays = {name: np.concatenate([getattr(part, name) for part in parts]) for name in ARRAYS}
-        return cls(**arrays, files=names.files, image_files=names.image_files)
+        return cls(**arrays, files=tuple(names.files), image_files=tuple(names.image_files))
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -93,10 +89,8 @@ class Block:
 
     def images(self, index: int) -> tuple[str, ...]:
         """Return the image files of an example."""
-        if not self.n_images[index]:
-            return ()
-        end = int(self._image_ends[index])
-        return tuple(self.image_files[place] for place in self.image_of[end - int(self.n_images[index]) : end].tolist())
+        end = self._image_ends[index]
+        return self.image_files[end - self.n_images[index] : end]
 
     def source(self, index: int) -> str:
         """Return the "file:line" of an example."""
@@ -104,36 +98,19 @@ class Block:
         return file if line == _NO_LINE else f"{file}:{line}"
 
 
-class FileTable:
-    """Distinct file names of several blocks, numbered in order of appearance."""
+class FileNames:
+    """The file names of several blocks, concatenated."""
 
     def __init__(self) -> None:
-        self._files: dict[str, int] = {}
-        self._image_files: dict[str, int] = {}
-
-    @property
-    def files(self) -> tuple[str, ...]:
-        return tuple(self._files)
-
-    @property
-    def image_files(self) -> tuple[str, ...]:
-        return tuple(self._image_files)
+        self.files: list[str] = []
+        self.image_files: list[str] = []
 
     def renumbered(self, block: Block) -> Block:
-        """Return the block with the file numbers of this table."""
-        files = np.array([_number_in(self._files, file) for file in block.files], dtype=np.int32)
-        images = np.array([_number_in(self._image_files, path) for path in block.image_files], dtype=np.int32)
-        return replace(
-            block,
-            file_of=files[block.file_of] if len(block) else block.file_of,
-            image_of=images[block.image_of] if len(block.image_of) else block.image_of,
-            files=self.files,
-            image_files=self.image_files,
-        )
-
-
-def _number_in(numbers: dict[str, int], name: str) -> int:
-    return numbers.setdefault(name, len(numbers))
+        """Add the names of a block, and return it with `file_of` as indices into all names."""
+        renumbered = replace(block, file_of=block.file_of + len(self.files))
+        self.files += block.files
+        self.image_files += block.image_files
+        return renumbered
 
 
 def _concatenated(arrays: list[np.ndarray]) -> np.ndarray:

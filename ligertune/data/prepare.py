@@ -170,7 +170,7 @@ def _load_dataset(
     names = {name: entry.about[name] for name in ("path", "format", "template")}
     if not len(entry.block):
         raise _nothing_left(names["path"], counts)
-    for file in entry.block.image_files if entry.cached else ():
+    for file in set(entry.block.image_files) if entry.cached else ():
         if not Path(file).is_file():  # now, rather than in the middle of training
             raise UserError(
                 f"{file}: this image existed when the data was prepared, and does not any more.",

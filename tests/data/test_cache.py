@@ -1,4 +1,4 @@
-"""The cache of prepared data: found again by content alone, complete or absent, made once however many want it."""
+"""Cache of prepared data: keyed by content, complete or absent, and made once by any number of processes."""
 
 from __future__ import annotations
 
@@ -49,25 +49,21 @@ def is_cached(prepared) -> bool:
     return prepared.report.sets[0].cached
 
 
-def test_the_second_time_comes_from_the_cache_and_is_the_same(home, rows, prepared):
+def test_a_cached_data_set_equals_a_fresh_one(home, rows, prepared):
     first, second = prepared(rows), prepared(rows)
     assert (is_cached(first), is_cached(second)) == (False, True)
     assert second.train.fingerprint == first.train.fingerprint
     assert second.train.sources == first.train.sources
     assert second.report.dropped == first.report.dropped == {"empty answer": 1}
     assert second.report.first_dropped == first.report.first_dropped
-    assert isinstance(second.train[0].input_ids.base, np.memmap)  # read when it is used
+    assert isinstance(second.train[0].input_ids.base, np.memmap)
     assert np.array_equal(second.train[3].labels, first.train[3].labels)
+    uncached = prepared(rows, cache=False)
+    assert uncached.train.fingerprint == second.train.fingerprint
+    assert {**vars(second.report), "sets": ()} == {**vars(uncached.report), "sets": ()}
 
 
-def test_what_is_cached_is_what_would_be_made(home, rows, prepared):
-    prepared(rows)
-    made, kept = prepared(rows, cache=False), prepared(rows)
-    assert made.train.fingerprint == kept.train.fingerprint
-    assert {**vars(kept.report), "sets": ()} == {**vars(made.report), "sets": ()}
-
-
-def test_without_cache_nothing_is_kept(home, rows, prepared):
+def test_nothing_is_stored_without_cache(home, rows, prepared):
     prepared(rows, cache=False)
     assert not home.exists()
 
@@ -84,16 +80,16 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_changes_examples_changes_the_key(change, home, rows, prepared):
+def test_settings_that_change_examples_change_the_key(change, home, rows, prepared):
     prepared(rows)
     assert not is_cached(prepared(rows, **CHANGES[change]))
     assert is_cached(prepared(rows))
 
 
-@pytest.mark.parametrize("beside", [{"val_split": 0.2}, {"num_proc": 2}, {"packing": False}, {"seed": 5}], ids=str)
-def test_what_leaves_examples_alone_does_not(beside, home, rows, prepared):
+def test_other_settings_do_not(home, rows, prepared):
     prepared(rows)
-    assert is_cached(prepared(rows, **beside))
+    for other in ({"val_split": 0.2}, {"num_proc": 2}, {"packing": False}, {"seed": 5}):
+        assert is_cached(prepared(rows, **other)), other
 
 
 def test_a_changed_byte_a_tokenizer_and_a_template_change_the_key(home, rows, prepared, quickstart, tmp_path):
@@ -113,7 +109,7 @@ def test_a_changed_byte_a_tokenizer_and_a_template_change_the_key(home, rows, pr
     assert not is_cached(prepared(rows, prompt_template="chat"))
 
 
-def test_a_template_that_tells_the_date_is_kept_for_a_day(home, rows, prepared, monkeypatch, tmp_path):
+def test_data_of_a_template_with_a_date_is_cached_for_a_day(home, rows, prepared, monkeypatch, tmp_path):
     import datetime
 
     class Tomorrow(datetime.date):
@@ -130,14 +126,13 @@ def test_a_template_that_tells_the_date_is_kept_for_a_day(home, rows, prepared, 
 
 
 DAMAGE = {
-    "a byte": lambda entry: flip(entry / "input_ids"),
-    "a byte of the counts": lambda entry: flip(entry / "lengths"),
+    "flipped bit": lambda entry: flip(entry / "input_ids"),
+    "flipped bit of the lengths": lambda entry: flip(entry / "lengths"),
     "cut off": lambda entry: os.truncate(entry / "labels", 8),
-    "empty": lambda entry: os.truncate(entry / "labels", 0),
-    "a file is gone": lambda entry: (entry / "line_of").unlink(),
-    "meta is gone": lambda entry: (entry / "meta.json").unlink(),
-    "meta is cut off": lambda entry: os.truncate(entry / "meta.json", 40),
-    "meta is empty": lambda entry: (entry / "meta.json").write_text("{}"),
+    "missing file": lambda entry: (entry / "line_of").unlink(),
+    "missing meta": lambda entry: (entry / "meta.json").unlink(),
+    "meta cut off": lambda entry: os.truncate(entry / "meta.json", 40),
+    "empty meta": lambda entry: (entry / "meta.json").write_text("{}"),
 }
 
 
@@ -148,7 +143,7 @@ def flip(path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_entry_is_made_anew(damage, home, rows, prepared):
+def test_a_damaged_entry_is_replaced(damage, home, rows, prepared):
     before = prepared(rows).train.fingerprint
     (entry,) = entries(home)
     DAMAGE[damage](entry)
@@ -157,15 +152,15 @@ def test_a_damaged_entry_is_made_anew(damage, home, rows, prepared):
     assert is_cached(prepared(rows)) and entries(home) == [entry]
 
 
-def test_a_complaint_leaves_nothing_behind(home, rows, prepared):
+def test_an_error_leaves_no_entry(home, rows, prepared):
     with pytest.raises(UserError, match="empty answer"):
         prepared(rows, dataset={"on_bad_row": "error"})
     assert entries(home) == []
 
 
-def test_a_folder_that_cannot_be_written_is_named(home, rows, prepared):
+def test_an_unwritable_folder_is_named(home, rows, prepared):
     home.parent.mkdir()
-    home.write_text("a file stands here")
+    home.write_text("a file")
     with pytest.raises(UserError, match=r"LIGERTUNE_CACHE, or write data\.cache: false"):
         prepared(rows)
     assert prepared(rows, cache=False).report.examples == 60
@@ -193,27 +188,27 @@ def start(quickstart: Path, rows: Path, **environment: str) -> subprocess.Popen[
     )
 
 
-def said(process: subprocess.Popen[str]) -> tuple[str, str]:
+def result_of(process: subprocess.Popen[str]) -> tuple[str, str]:
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 0
     cached, fingerprint = output.split()[-2:]
     return cached, fingerprint
 
 
-def test_of_processes_that_come_at_once_one_makes_it(home, tmp_path, quickstart):
-    big = write(tmp_path / "big.jsonl", ROWS * 60)  # seconds, so that they meet
-    found = [said(process) for process in [start(quickstart, big) for _ in range(3)]]
+def test_one_of_several_processes_makes_the_entry(home, tmp_path, quickstart):
+    big = write(tmp_path / "big.jsonl", ROWS * 60)  # takes seconds, so that the processes overlap
+    found = [result_of(process) for process in [start(quickstart, big) for _ in range(3)]]
     assert sorted(cached for cached, _ in found) == ["0", "1", "1"]
     assert len({fingerprint for _, fingerprint in found}) == 1 == len(entries(home))
 
 
-def test_under_a_launcher_the_first_rank_makes_it(home, rows, quickstart):
+def test_the_first_rank_of_a_node_makes_the_entry(home, rows, quickstart):
     second = start(quickstart, rows, RANK="1", LOCAL_RANK="1", WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
     assert second.stdout.readline() == "ready\n"
     time.sleep(1.0)  # it waits
     assert second.poll() is None and not entries(home)
     first = start(quickstart, rows, RANK="0", LOCAL_RANK="0", WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
-    made, read = said(first), said(second)
+    made, read = result_of(first), result_of(second)
     assert (made[0], read[0]) == ("0", "1") and made[1] == read[1]
 
 
@@ -225,13 +220,13 @@ def test_a_killed_writer_leaves_no_entry(home, tmp_path, quickstart):
         assert writer.poll() is None
     writer.send_signal(signal.SIGKILL)
     writer.wait()
-    assert [path.name[0] for path in entries(home)] == ["."]  # aside, and nobody's entry
+    assert [path.name[0] for path in entries(home)] == ["."]  # temporary, not an entry
     small = write(big, ROWS)
     tokenizer = AutoTokenizer.from_pretrained(quickstart / "stories260K")
     assert not is_cached(prepare(DataOptions(datasets=[DatasetOptions(path=str(small))]), tokenizer, seed=0))
 
 
-def test_what_a_killed_writer_left_goes_after_a_day(home, rows, prepared):
+def test_folders_of_killed_writers_are_removed_after_a_day(home, rows, prepared):
     old, recent = home / ".writing-old", home / ".writing-recent"
     for folder in (old, recent):
         folder.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Rows through several processes: the same examples in the same order, errors and all, and little under way at once."""
+"""Worker processes: the same examples in the same order, errors included, with few chunks in memory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def many(tmp_path_factory) -> Path:
     return path
 
 
-def test_more_processes_give_the_same_examples_and_the_same_account(many, prepared):
+def test_more_processes_give_the_same_examples_and_report(many, prepared):
     alone, three = (prepared(many, num_proc=number, cache=False) for number in (1, 3))
     assert three.train.fingerprint == alone.train.fingerprint
     assert three.train.sources == alone.train.sources
@@ -37,12 +37,12 @@ def test_more_processes_give_the_same_examples_and_the_same_account(many, prepar
     assert three.report.first_dropped["empty answer"].startswith(f"{many}:8 ")
 
 
-def test_an_error_in_a_process_is_the_users_to_read(many, prepared):
+def test_an_error_in_a_worker_reaches_the_user(many, prepared):
     with pytest.raises(UserError, match=r"many\.jsonl:8: empty answer"):
         prepared(many, num_proc=2, cache=False, dataset={"on_bad_row": "error"})
 
 
-def test_progress_counts_the_rows_as_they_are_done(many, stories):
+def test_progress_counts_rows(many, stories):
     seen: list[tuple[str, int, float]] = []
     data = DataOptions(datasets=[DatasetOptions(path=str(many))], num_proc=2, cache=False)
     prepare(data, stories, seed=0, progress=lambda *told: seen.append(told))
@@ -51,13 +51,13 @@ def test_progress_counts_the_rows_as_they_are_done(many, stories):
     assert shares == sorted(shares) and shares[-1] == 1.0 and {path for path, _, _ in seen} == {str(many)}
 
 
-def test_auto_is_the_cores_this_process_may_use():
+def test_auto_is_the_number_of_usable_cores():
     assert count_processes("auto") == min(len(os.sched_getaffinity(0)), 24)
     assert count_processes(5) == 5
 
 
 class Rows:
-    """Stands where a RowPath does, and makes no examples."""
+    """A RowPipeline that makes no examples."""
 
     def examples(self, records, counts):
         counts.rows_read += len(records)
@@ -69,7 +69,7 @@ class Fatal(Rows):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_few_chunks_are_under_way():
+def test_few_chunks_are_read_ahead():
     taken = 0
 
     def records():
@@ -83,7 +83,7 @@ def test_few_chunks_are_under_way():
     assert sum(counts.rows_read for _, counts in done) + ROWS_PER_CHUNK == taken == 100 * ROWS_PER_CHUNK
 
 
-def test_a_killed_process_is_said_to_be_one():
+def test_a_killed_worker_is_an_error():
     with pytest.raises(UserError, match="was killed") as caught:
         list(build_blocks(Fatal(), [Record({}, "f:1")] * ROWS, processes=2))
     assert caught.value.exit_code == 1
@@ -91,7 +91,7 @@ def test_a_killed_process_is_said_to_be_one():
 
 
 @pytest.mark.parametrize("template", ["alpaca", "chat"])
-def test_rows_can_be_sent_to_processes_that_start_anew(many, stories, template):
+def test_a_pickled_pipeline_makes_the_same_examples(many, stories, template):
     spec = DatasetOptions(path=str(many), max_samples=20)
     data = DataOptions(datasets=[spec], prompt_template=template)
     records = list(RecordStream(spec))

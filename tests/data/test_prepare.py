@@ -1,4 +1,4 @@
-"""`prepare`: lengths, splits, reports and the guards of the data; and the arrays and tensors that come of it."""
+"""prepare: examples, splits, reports and errors; Examples as a sequence."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ligertune.data.batching.collate import collate
 from ligertune.data.examples import Example, Examples
 from ligertune.data.prepare import prepare
 from ligertune.errors import UserError
@@ -77,7 +76,7 @@ def test_eval_datasets_have_their_own_report(tmp_path, hundred, stories):
     assert ready.eval_report.dropped == {"empty answer": 1} and ready.report.dropped == {}
 
 
-def test_data_sets_of_several_forms_follow_one_another(tmp_path, hundred, stories):
+def test_data_sets_of_different_formats_are_concatenated(tmp_path, hundred, stories):
     chats = write(
         tmp_path / "c.jsonl",
         [{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}],
@@ -101,7 +100,7 @@ def test_fingerprint_follows_ids_labels_and_ends(hundred, prepared):
     assert cut[0].fingerprint != cut[1].fingerprint
 
 
-def test_bad_rows_are_dropped_counted_and_placed(tmp_path, prepared):
+def test_bad_rows_are_dropped_and_counted_with_their_source(tmp_path, prepared):
     path = write(tmp_path / "d.jsonl", alpaca("a", "", "b", " ") + [{"instruction": 3, "output": "c"}])
     report = prepared(path).report
     assert report.dropped == {"empty answer": 2, "not text": 1}
@@ -116,14 +115,14 @@ def test_bad_rows_are_dropped_counted_and_placed(tmp_path, prepared):
         ({"instruction": "i", "output": "half \ud83d"}, r"broken text: U\+D83D"),
     ],
 )
-def test_on_bad_row_error_stops_at_the_place(tmp_path, prepared, row, says):
+def test_on_bad_row_error_names_the_source(tmp_path, prepared, row, says):
     path = write(tmp_path / "d.jsonl", [*alpaca("a"), row])
     assert prepared(path).report.examples == 1
     with pytest.raises(UserError, match=rf"d\.jsonl:2: {says}"):
         prepared(path, dataset={"on_bad_row": "error"})
 
 
-def test_a_row_that_is_no_object_is_an_error_whatever_on_bad_row_says(tmp_path, prepared):
+def test_a_row_that_is_not_an_object_is_always_an_error(tmp_path, prepared):
     path = tmp_path / "d.jsonl"
     path.write_text('{"instruction": "i", "output": "o"}\n["i", "o"]\n')
     for policy in ("drop", "error"):
@@ -131,22 +130,22 @@ def test_a_row_that_is_no_object_is_an_error_whatever_on_bad_row_says(tmp_path, 
             prepared(path, dataset={"on_bad_row": policy})
 
 
-def test_a_data_set_of_bad_rows_only_is_an_error(tmp_path, prepared):
-    with pytest.raises(UserError, match=r"no row can be used: all 3 are dropped \(3 empty answer\), .*d\.jsonl:1"):
-        prepared(write(tmp_path / "d.jsonl", alpaca("", "", "")))
-
-
-def test_no_trained_token_is_an_error(tmp_path, prepared):
+def test_a_data_set_without_examples_is_an_error(tmp_path, prepared):
     turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "train": False}]
-    with pytest.raises(UserError, match=r"0 % of its tokens would be trained: all 2 are dropped"):
-        prepared(write(tmp_path / "d.jsonl", [{"messages": turns}] * 2))
+    for rows, says in (
+        (alpaca("", "", ""), r"no row can be used: all 3 are dropped \(3 empty answer\), .*d\.jsonl:1"),
+        ([{"messages": turns}] * 2, "0 % of its tokens would be trained: all 2 are dropped"),
+        ([], "holds no records"),
+    ):
+        with pytest.raises(UserError, match=says):
+            prepared(write(tmp_path / "d.jsonl", rows))
 
 
-def test_overlength_is_dropped_cut_or_refused(hundred, prepared):
+def test_overlength_is_dropped_truncated_or_refused(hundred, prepared):
     lengths = prepared(hundred).train.lengths
     limit = int(np.sort(lengths)[60])
     beyond = int((lengths > limit).sum())
-    dropped = prepared(hundred, max_length=limit)
+    dropped = prepared(hundred, max_length=limit, dataset={"on_bad_row": "error"})  # they are not bad rows
     assert dropped.report.dropped == {"too long": beyond} and dropped.report.overlength == beyond > 0
     cut = prepared(hundred, max_length=limit, on_overlength="truncate")
     assert (len(cut.train), cut.report.truncated, cut.train.lengths.max()) == (100, beyond, limit)
@@ -155,19 +154,14 @@ def test_overlength_is_dropped_cut_or_refused(hundred, prepared):
         prepared(hundred, max_length=limit, on_overlength="error")
 
 
-def test_overlength_rows_are_not_bad_rows(hundred, prepared):
-    limit = int(np.median(prepared(hundred).train.lengths))
-    assert prepared(hundred, max_length=limit, dataset={"on_bad_row": "error"}).report.overlength > 0
-
-
-def test_a_cut_that_leaves_no_answer_drops_the_row(hundred, prepared):
-    prompt = int((prepared(hundred).train[0].labels == -100).sum())  # one digit: the shortest prompt
+def test_truncation_before_the_answer_drops_the_row(hundred, prepared):
+    prompt = int((prepared(hundred).train[0].labels == -100).sum())  # of one digit, the shortest
     data = prepared(hundred, max_length=prompt + 1, on_overlength="truncate")
     assert set(data.report.dropped) == {"cut before the answer"}
     assert data.report.truncated == len(data.train) == 10  # the prompts of one digit
 
 
-def test_a_template_that_ends_no_answer_is_noted(tmp_path, hundred, prepared):
+def test_a_template_without_end_of_turn_is_noted(tmp_path, hundred, prepared):
     source = tmp_path / "endless.jinja"
     source.write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
     notes = prepared(hundred, prompt_template=str(source)).report.notes
@@ -186,15 +180,6 @@ def test_examples_are_a_sequence(hundred, prepared):
         train[100]
 
 
-def test_collate_pads_on_the_right():
-    short, long = (np.arange(1, n, dtype=np.int32) for n in (3, 5))
-    batch = collate([Example(short, short + 10, ""), Example(long, long + 10, "")], pad_token_id=9)
-    assert batch["input_ids"].tolist() == [[1, 2, 9, 9], [1, 2, 3, 4]]
-    assert batch["attention_mask"].tolist() == [[1, 1, 0, 0], [1, 1, 1, 1]]
-    assert batch["labels"].tolist() == [[11, 12, -100, -100], [11, 12, 13, 14]]
-    assert {str(tensor.dtype) for tensor in batch.values()} == {"torch.int64"}
-
-
 def test_the_quickstart_data_is_clean_and_short(quickstart, prepared):
     data = prepared(quickstart / "dolly_short.jsonl", max_length=512)
     assert (data.report.rows_read, data.report.examples, data.report.notes) == (600, 600, ())
@@ -202,7 +187,7 @@ def test_the_quickstart_data_is_clean_and_short(quickstart, prepared):
     assert (quickstart / "dolly_short.jsonl").read_bytes().isascii()
 
 
-def test_raw_text_is_split_into_examples_and_nothing_is_lost(tmp_path, prepared, stories):
+def test_raw_text_is_split_without_loss(tmp_path, prepared, stories):
     texts = ["Once upon a time. " * 40, "The end.", " "]
     data = prepared(write(tmp_path / "d.jsonl", [{"text": text} for text in texts]), max_length=64)
     whole = [

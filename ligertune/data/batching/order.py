@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 WINDOW = 50
 
 
+@dataclass(eq=False)
 class DataOrder:
     """The shuffled order of a data set in memory.
 
@@ -35,22 +37,18 @@ class DataOrder:
     first, and so have those of a micro-batch.
     """
 
+    lengths: np.ndarray  # (N,) int64
+    _: KW_ONLY
+    total_rows: int
+    seed: int
+    batching: Batching
     packs: Packs | None = None
+    grouped: bool = False
+    _epochs: dict[int, tuple[np.ndarray, Sequence[np.ndarray]]] = field(default_factory=dict, init=False)
 
-    def __init__(
-        self,
-        lengths: np.ndarray,
-        *,
-        total_rows: int,
-        seed: int,
-        batching: Batching,
-        packs: Packs | None = None,
-        grouped: bool = False,
-    ) -> None:
-        self.lengths, self.packs, self.grouped = np.asarray(lengths, dtype=np.int64), packs, grouped
-        self.total_rows, self.seed, self.batching = total_rows, seed, batching
-        self.rows_per_epoch = len(lengths) if packs is None else len(packs)
-        self._epochs: dict[int, tuple[np.ndarray, Sequence[np.ndarray]]] = {}
+    @property
+    def rows_per_epoch(self) -> int:
+        return len(self.lengths) if self.packs is None else len(self.packs)
 
     def step(self, step: int) -> list[np.ndarray]:
         """Return the rows of the global batch of `step` (from 0). The last step of a run may have fewer."""

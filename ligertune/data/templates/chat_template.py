@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -85,26 +86,20 @@ def choose_template(
     return ChatTemplate(tokenizer, source, name, data.system_prompt, data.train_on, with_images=with_images)
 
 
+@dataclass(frozen=True)
 class ChatTemplate:
     """A jinja chat template: the tokenizer's if `source` is None, or the text of the file `name`."""
 
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        source: str | None,
-        name: str,
-        system_prompt: str | None,
-        train_on: TrainOn,
-        *,
-        with_images: bool = False,
-    ) -> None:
-        self.name = name
-        self._with_images = with_images
-        self._tokenizer = tokenizer
-        self._source = source
-        self._system_prompt = system_prompt
-        self._train_on = train_on
-        self._control = ControlTokens(tokenizer)
+    tokenizer: PreTrainedTokenizerBase
+    source: str | None
+    name: str
+    system_prompt: str | None
+    train_on: TrainOn
+    with_images: bool = False
+
+    @cached_property
+    def _control(self) -> ControlTokens:
+        return ControlTokens(self.tokenizer)
 
     def render(self, conversation: Conversation) -> Rendered:
         """Return the text that the template writes, and the spans of the answers that are trained.
@@ -112,20 +107,20 @@ class ChatTemplate:
         Raises BadRow for a conversation that the template cannot render completely.
         """
         tools = self._control.mark(list(conversation.tools)) or None
-        source = self._tokenizer.get_chat_template(self._source, tools)
+        source = self.tokenizer.get_chat_template(self.source, tools)
         messages = [_template_message(message, source) for message in conversation.messages]
-        if self._system_prompt and messages[0]["role"] != "system":
-            messages.insert(0, {"role": "system", "content": self._system_prompt})
+        if self.system_prompt and messages[0]["role"] != "system":
+            messages.insert(0, {"role": "system", "content": self.system_prompt})
         messages = self._control.mark(messages)
         renderer = _JinjaRenderer(
-            {"chat_template": source, "tools": tools, **self._tokenizer.special_tokens_map},
-            file=self.name if self._source else None,
-            takes_parts=self._with_images and bool(_IMAGE.search(source)),
+            {"chat_template": source, "tools": tools, **self.tokenizer.special_tokens_map},
+            file=self.name if self.source else None,
+            takes_parts=self.with_images and bool(_IMAGE.search(source)),
             takes_strings=bool(_STRING.search(source)),
         )
         text = renderer.render(messages)
         _check_complete(renderer, messages, text)
-        if self._train_on == "all":
+        if self.train_on == "all":
             return self._control.unmark(Rendered(text, ((0, len(text)),)))
         if _GENERATION.search(source):
             spans = renderer.generation_spans(messages)
@@ -135,7 +130,7 @@ class ChatTemplate:
         if len(spans) != len(answers):
             raise BadRow("the answer cannot be placed", f"{len(spans)} marked spans for {len(answers)} answers")
         chosen = list(zip(answers, spans, strict=True))
-        if self._train_on == "last":
+        if self.train_on == "last":
             chosen = chosen[-1:]
         return self._control.unmark(Rendered(text, tuple(span for answer, span in chosen if answer.trained)))
 

@@ -1,4 +1,4 @@
-"""Rows of examples to batches, and what they cost."""
+"""Batcher: rows of example indices to batches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROWS = [np.array([1, 4]), np.array([0]), np.array([2, 3])]
 
 
 def examples() -> Examples:
-    """The first two labels of each are not trained."""
+    """Return examples whose first two labels are not trained."""
     made = []
     for length in LENGTHS:
         ids = np.arange(length, dtype=np.int32) + 3
@@ -28,15 +28,15 @@ def batcher(*, packed: bool, index_labels: bool = False) -> Batcher:
     )
 
 
-@pytest.mark.parametrize("rows", [ROWS, ROWS[:1], ROWS[1:2]], ids=["all", "one pack", "one example"])
-def test_a_packed_batch_is_one_row_of_every_document(rows):
+def test_a_packed_batch_is_one_row_of_all_documents():
     one = batcher(packed=True)
-    batch = one(rows)
-    lengths = [LENGTHS[i] for row in rows for i in row]
-    assert batch["document_lengths"][: len(lengths)] == tuple(lengths)
-    assert batch["input_ids"].shape == (1, one.padded_tokens(rows))
-    assert one.padded_tokens(rows) == -(-sum(lengths) // 16) * 16
-    assert int((batch["labels"] != -100).sum()) == sum(examples().trained[i] for row in rows for i in row)
+    for rows in (ROWS, ROWS[:1], ROWS[1:2]):
+        batch = one(rows)
+        lengths = [LENGTHS[i] for row in rows for i in row]
+        assert batch["document_lengths"][: len(lengths)] == tuple(lengths)
+        assert batch["input_ids"].shape == (1, one.padded_tokens(rows))
+        assert one.padded_tokens(rows) == -(-sum(lengths) // 16) * 16
+        assert int((batch["labels"] != -100).sum()) == sum(examples().trained[i] for row in rows for i in row)
 
 
 def test_a_padded_batch_has_a_row_for_each_example():
@@ -48,14 +48,10 @@ def test_a_padded_batch_has_a_row_for_each_example():
 
 
 @pytest.mark.parametrize("packed", [True, False])
-def test_a_rank_without_rows_trains_nothing(packed):
-    batch = batcher(packed=packed, index_labels=True)([])
-    assert (batch["labels"] == -100).all()
-    assert len(batch["labelled_rows"]) == 0
-
-
-@pytest.mark.parametrize("packed", [True, False])
-def test_the_index_of_labels_is_that_of_the_batch(packed):
-    batch = batcher(packed=packed, index_labels=True)(ROWS if packed else [np.array([i]) for i in range(5)])
+def test_labelled_rows_of_a_batch_and_of_a_rank_without_rows(packed):
+    one = batcher(packed=packed, index_labels=True)
+    batch = one(ROWS if packed else [np.array([i]) for i in range(5)])
     labels = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=-100).reshape(-1)
     assert set(torch.nonzero(labels != -100).flatten().tolist()) <= set(batch["labelled_rows"].tolist())
+    empty = one([])
+    assert (empty["labels"] == -100).all() and len(empty["labelled_rows"]) == 0

@@ -1,4 +1,4 @@
-"""Which examples are trained at which step."""
+"""DataOrder: which examples are trained at which step."""
 
 from __future__ import annotations
 
@@ -60,24 +60,19 @@ def test_any_split_trains_the_same_examples_at_each_step(split, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_step_is_what_it_is_whenever_it_is_asked_for(kind):
+def test_steps_depend_on_the_seed_and_not_on_the_steps_before(kind):
     forwards = [examples(order(8, 1, 1, kind=kind).step(step)) for step in range(STEPS)]
     resumed = order(8, 1, 1, kind=kind)
     assert [examples(resumed.step(step)) for step in (5, 1, 3)] == [forwards[step] for step in (5, 1, 3)]
+    assert examples(order(8, 1, 1, kind=kind, seed=4).step(0)) != forwards[0]
 
 
-def test_the_last_step_holds_what_is_left():
+def test_the_last_step_has_the_remaining_rows():
     assert [len(order(8, 1, 1).step(step)) for step in range(STEPS)] == [8, 8, 8, 8, 8, 2]
     assert [len(m) for m in order(1, 4, 2).micro_batches(5, 1)] == [1]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_seed_decides(kind):
-    assert examples(order(8, 1, 1, kind=kind, seed=4).step(0)) != examples(order(8, 1, 1, kind=kind).step(0))
-
-
-def test_packs_are_dealt_anew_each_epoch():
-    """Many examples of one length: the rows of the second epoch hold the same lengths, other examples."""
+def test_examples_of_equal_length_change_packs_in_each_epoch():
     lengths = np.full(40, 10)
     batching = Batching(micro_batch_size=10, accumulation=1, world_size=1, eval_batch_size=1)
     one = DataOrder(lengths, total_rows=20, seed=0, batching=batching, packs=pack(lengths, 40))
@@ -87,10 +82,10 @@ def test_packs_are_dealt_anew_each_epoch():
 
 
 @pytest.mark.parametrize("epoch", [0, 1])
-def test_grouped_batches_hold_examples_of_about_one_length(epoch):
+def test_grouped_batches_have_similar_lengths(epoch):
     """20,003 lengths like Alpaca's, 8 micro batches of 4: padding to the longest costs 2 %, not 35 %.
 
-    A global batch of 32 straddles the epochs, and the second epoch's batches begin behind it.
+    A global batch of 32 spans the epochs, and the batches of the second epoch begin after it.
     """
     lengths = np.clip(np.random.default_rng(0).lognormal(np.log(92), 0.5, 20_003), 10, 1000).astype(int)
     batching = Batching(micro_batch_size=4, accumulation=8, world_size=1, eval_batch_size=1)
@@ -105,7 +100,7 @@ def test_grouped_batches_hold_examples_of_about_one_length(epoch):
 
 
 def test_grouped_steps_begin_with_the_longest():
-    """Also the third of six, in which an epoch ends."""
+    """Also step 3 of 6, in which an epoch ends."""
     for step in range(STEPS):
         found = LENGTHS[examples(order(8, 1, 1, kind="grouped").step(step))].tolist()
         assert found == sorted(found, reverse=True)

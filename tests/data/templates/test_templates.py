@@ -1,4 +1,4 @@
-"""What is trained is the answer and the token that ends it: for every template, tokenizer and awkward text."""
+"""Templates: the answer and the token that ends it are trained, for every kind of template and tokenizer."""
 
 from __future__ import annotations
 
@@ -19,17 +19,25 @@ EXCHANGE = Conversation((Message("user", "How much?"), Message("assistant", "Two
 LONGER = Conversation((*EXCHANGE.messages, Message("user", "Two?"), Message("assistant", "Two. ")))
 
 
-def data_section(**given) -> DataOptions:
-    return DataOptions(datasets=[DatasetOptions(path="unused")], **given)
+MESSAGES, ALPACA, PAIRS = (
+    recognise_format(name, columns, "")
+    for name, columns in (
+        ("messages", ["messages"]), ("alpaca", ["instruction", "output"]),
+        ("prompt_completion", ["prompt", "completion"]),
+    )
+)  # fmt: skip
+
+
+def template_for(tokenizer, format=MESSAGES, **section):
+    return choose_template(DataOptions(datasets=[DatasetOptions(path="unused")], **section), format, tokenizer)
 
 
 @pytest.mark.corpus
 @pytest.mark.parametrize("name", ["qwen2.5", "mistral-7b-v0.1", "phi-3-mini", "gpt2", "stories260K"])
-def test_alpaca_prompts_begin_as_the_tokenizer_begins(corpus, tokenizer_named, name):
-    """BOS included where the tokenizer writes it."""
+def test_alpaca_prompts_begin_as_the_tokenizer_begins(tokenizer_named, name):
+    """With BOS if the tokenizer writes it."""
     tokenizer = tokenizer_named(name)
-    template = choose_template(data_section(), recognise_format("alpaca", ["instruction", "output"], ""), tokenizer)
-    rendered = template.render(EXCHANGE)
+    rendered = template_for(tokenizer, ALPACA).render(EXCHANGE)
     (encoded,) = Encoder(tokenizer).encode([rendered])
     prompt = tokenizer(rendered.text[: rendered.trained[0][0]]).input_ids
     assert encoded.input_ids[: len(prompt)].tolist() == prompt
@@ -40,16 +48,15 @@ def test_alpaca_prompts_begin_as_the_tokenizer_begins(corpus, tokenizer_named, n
 @pytest.mark.parametrize("prompts", ["chat", "alpaca"])
 def test_there_is_never_a_second_bos(tokenizer_named, name, prompts):
     tokenizer = tokenizer_named(name)
-    format = recognise_format("messages", ["messages"], "")
-    rendered = choose_template(data_section(prompt_template=prompts), format, tokenizer).render(EXCHANGE)
+    rendered = template_for(tokenizer, prompt_template=prompts).render(EXCHANGE)
     (encoded,) = Encoder(tokenizer).encode([rendered])
-    # the chat template decides for itself; elsewhere the tokenizer's own habit does
+    # a chat template decides on BOS itself, for others the tokenizer does
     text = tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
     expected = text.startswith(tokenizer.bos_token) if prompts == "chat" else tokenizer("a").input_ids[0] == 1
     assert int((encoded.input_ids[:3] == tokenizer.bos_token_id).sum()) == int(expected)
 
 
-def test_alpaca_prompts_with_and_without_input_hold_braces_as_they_are():
+def test_alpaca_prompts_with_and_without_input_keep_braces():
     assert alpaca_prompt("{x} {input}") == (
         "Below is an instruction that describes a task. Write a response that appropriately completes the request."
         "\n\n### Instruction:\n{x} {input}\n\n### Response:\n"
@@ -61,8 +68,8 @@ def test_alpaca_prompts_with_and_without_input_hold_braces_as_they_are():
     )
 
 
-def test_alpacas_input_stands_below_the_instruction_in_a_chat_template(stories):
-    """Of three Stanford rows: with an input, and with one that is empty or white space."""
+def test_alpacas_input_follows_the_instruction_in_a_chat_template(stories):
+    """The input of a Stanford row may also be empty or white space."""
     template = chat_template(stories, each("{{ m.role }}> {{ m.content }}{{ eos_token if m.role == 'assistant' }}\n"))
     for given, shown in (("A text.", "Sum up.\n\nA text."), ("", "Sum up."), (" \n", "Sum up.")):
         rendered = template.render(
@@ -85,6 +92,11 @@ def trained_by(stories, source: str, conversation: Conversation = LONGER, **give
     return [rendered.text[start:end] for start, end in rendered.trained]
 
 
+# like DeepSeek-R1's: the generation prompt opens a thought that a finished conversation does not show
+THINKS_FIRST = (
+    each("<{{ m.role }}> {{ m.content }}{{ eos_token if m.role == 'assistant' }}")
+    + "{% if add_generation_prompt %}<assistant> <think>{% endif %}"
+)
 SHAPES = {
     "header written with the answer": (
         each("{{ m.role }}> {{ m.content }}{{ eos_token if m.role == 'assistant' }}\n"),
@@ -98,49 +110,44 @@ SHAPES = {
         each("{{ m.role }}: {{ m.content }}\n") + "{% if add_generation_prompt %}assistant:{% endif %}",
         [" Two.", " Two. "],
     ),
-    "a word for an end": (
+    "a word at the end": (
         each("{{ m.role }}: {{ m.content }} END\n") + "{% if add_generation_prompt %}assistant: {% endif %}",
         ["Two. END", "Two.  END"],
     ),
-}
+    "generation blocks": (
+        each("{{ m.role }}: {% if m.role == 'assistant' %}{% generation %}{{ m.content }}!{% endgeneration %}"
+             "{% else %}{{ m.content }}{% endif %}\n"),
+        ["Two.!", "Two. !"],
+    ),
+    "the prompt is no prefix, and the answer's text is there twice": (THINKS_FIRST, [" Two.</s>", " Two. </s>"]),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_templates_of_other_shapes(stories, shape):
+def test_templates_of_different_shapes(stories, shape):
     source, expected = SHAPES[shape]
     assert trained_by(stories, source) == expected
 
 
-ONLY_ANSWERS_MARKED = (
-    "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' %}"
-    "{% generation %}{{ m.content }}!{% endgeneration %}{% else %}{{ m.content }}{% endif %}\n{% endfor %}"
-)
+DEAF = "{% for m in messages if m.role != 'tool' %}{{ m.role }}: {{ m.content }}</s>{% endfor %}"
+WITH_TOOL = Conversation((Message("user", "q"), Message("assistant", "wait"), Message("tool", "49"),
+                          Message("assistant", "49!")))  # fmt: skip
+REFUSED = [
+    (each("{{ m.role }}: {% generation %}{{ m.content }}{% endgeneration %}\n"), LONGER,
+     "the answer cannot be placed: 4 marked spans for 2 answers"),
+    (THINKS_FIRST.replace("m.content }}", "m.content | upper | reverse }}"), LONGER,
+     r"the answer cannot be placed: the template rewrites 'Two\.'"),
+    (DEAF, WITH_TOOL, "the template leaves a turn out: tool"),
+    ("{{ raise_exception('no system') }}", LONGER, "the template refuses it: no system"),
+    ("{{ messages[0].content + 1 }}", LONGER, "the template refuses it: ."),
+    ("{{ nothing.at.all }}", LONGER, "the template refuses it: ."),
+]  # fmt: skip
 
 
-def test_a_template_that_marks_its_answers_is_taken_at_its_word(stories):
-    assert trained_by(stories, ONLY_ANSWERS_MARKED) == ["Two.!", "Two. !"]
-
-
-def test_marks_that_do_not_match_the_answers_are_refused(stories):
-    with pytest.raises(BadRow, match="4 marked spans for 2 answers"):
-        trained_by(stories, each("{{ m.role }}: {% generation %}{{ m.content }}{% endgeneration %}\n"))
-
-
-# as DeepSeek-R1's: the generation prompt opens a thought that a finished conversation does not show
-THINKS_FIRST = (
-    each("<{{ m.role }}> {{ m.content }}{{ eos_token if m.role == 'assistant' }}")
-    + "{% if add_generation_prompt %}<assistant> <think>{% endif %}"
-)
-
-
-def test_an_answer_is_found_where_the_turns_before_it_are_no_prefix(stories):
-    """Though the same words stand there twice."""
-    assert trained_by(stories, THINKS_FIRST, LONGER) == [" Two.</s>", " Two. </s>"]
-
-
-def test_a_template_that_rewrites_answers_is_refused_with_the_reason(stories):
-    with pytest.raises(BadRow, match=r"the answer cannot be placed: the template rewrites 'Two\.'"):
-        trained_by(stories, THINKS_FIRST.replace("m.content }}", "m.content | upper | reverse }}"), LONGER)
+@pytest.mark.parametrize(("source", "conversation", "says"), REFUSED)
+def test_rows_that_a_template_does_not_render_completely(stories, source, conversation, says):
+    with pytest.raises(BadRow, match=says):
+        trained_by(stories, source, conversation)
 
 
 def test_a_special_token_inside_an_answer_does_not_end_it(stories):
@@ -160,8 +167,7 @@ def test_train_on(stories, train_on, expected):
 
 def test_train_on_all_trains_every_token_but_the_first(stories):
     for template in ("chat", "alpaca"):
-        section = data_section(prompt_template=template, train_on="all")
-        rendered = choose_template(section, recognise_format("messages", ["messages"], ""), stories).render(EXCHANGE)
+        rendered = template_for(stories, prompt_template=template, train_on="all").render(EXCHANGE)
         (encoded,) = Encoder(stories).encode([rendered])
         assert encoded.labels[0] == -100
         assert np.array_equal(encoded.labels[1:], encoded.input_ids[1:])
@@ -172,7 +178,7 @@ def test_an_untrained_answer_is_context_only(stories):
     assert trained_by(stories, stories.chat_template, Conversation(turns)) == ["Two.</s>"]
 
 
-def test_the_system_prompt_stands_where_there_is_none(stories):
+def test_the_system_prompt_is_added_where_there_is_none(stories):
     own = Conversation((Message("system", "Mine."), *EXCHANGE.messages))
     template = chat_template(stories, stories.chat_template, system_prompt="Be brief.")
     assert template.render(EXCHANGE).text.startswith("<s>### system:\nBe brief.\n\n### user")
@@ -180,14 +186,13 @@ def test_the_system_prompt_stands_where_there_is_none(stories):
 
 
 def test_calls_and_reasoning_go_into_the_text_unless_the_template_knows_them(stories):
-    format = recognise_format("messages", ["messages"], "")
     parts = [
         {"type": "reasoning", "value": "hm"},
         {"type": "text", "value": "Look:"},
         {"type": "tool_call", "value": '{"name": "f"}'},
     ]
     turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": parts}]
-    conversation = format.convert(Record({"messages": turns}, "d:1"))
+    conversation = MESSAGES.convert(Record({"messages": turns}, "d:1"))
     assert trained_by(stories, stories.chat_template, conversation) == [
         '<think>\nhm\n</think>\n\nLook:\n{"name": "f"}</s>'
     ]
@@ -205,69 +210,46 @@ def test_a_token_that_begins_in_the_prompt_is_not_trained(stories):
         assert encoded.straddling == sum(begin < start < end for begin, end in offsets)
 
 
-def test_a_template_that_leaves_out_tools_is_not_learnt_from(stories):
-    turns = (Message("user", "q"), Message("assistant", "wait"), Message("tool", "49"), Message("assistant", "49!"))
-    deaf = "{% for m in messages if m.role != 'tool' %}{{ m.role }}: {{ m.content }}</s>{% endfor %}"
-    with pytest.raises(BadRow) as caught:
-        trained_by(stories, deaf, Conversation(turns))
-    assert (caught.value.reason, caught.value.detail) == ("the template leaves a turn out", "tool")
-
-
-def test_a_template_that_refuses_a_row_says_why(stories):
-    for source in ("{{ raise_exception('no system') }}", "{{ messages[0].content + 1 }}", "{{ nothing.at.all }}"):
-        with pytest.raises(BadRow) as caught:
-            trained_by(stories, source)
-        assert caught.value.reason == "the template refuses it" and caught.value.detail
-
-
 def test_a_template_that_is_not_jinja_is_an_error(stories):
     with pytest.raises(UserError, match=r"^test:2: not jinja: Expected an"):
         trained_by(stories, "a\n{% for %}")
 
 
 def test_alpaca_prompts_take_single_exchanges_only(stories):
-    alpaca = choose_template(
-        data_section(prompt_template="alpaca"), recognise_format("messages", ["messages"], ""), stories
-    )
+    alpaca = template_for(stories, prompt_template="alpaca")
     assert alpaca.render(EXCHANGE).text.endswith("### Response:\nTwo.")
     with pytest.raises(BadRow, match="several exchanges"):
         alpaca.render(LONGER)
 
 
 def test_auto_follows_the_format_and_files_are_read(stories, tmp_path):
-    (tmp_path / "mine.jinja").write_text("x")
-    chosen = {
-        (format, wanted): choose_template(
-            data_section(prompt_template=wanted),
-            recognise_format(format, ["instruction", "output", "messages"], ""),
-            stories,
-        ).name
-        for format in ("alpaca", "messages")
-        for wanted in ("auto", "chat", "alpaca", str(tmp_path / "mine.jinja"))
-    }
-    assert list(chosen.values()) == ["alpaca", "chat", "alpaca", "mine.jinja", "chat", "chat", "alpaca", "mine.jinja"]
+    mine = tmp_path / "mine.jinja"
+    mine.write_text("x")
+    for format, auto in ((ALPACA, "alpaca"), (MESSAGES, "chat")):
+        chosen = [
+            template_for(stories, format, prompt_template=name).name for name in ("auto", "chat", "alpaca", str(mine))
+        ]
+        assert chosen == [auto, "chat", "alpaca", "mine.jinja"]
 
 
-def test_what_cannot_be_rendered_names_the_key(quickstart):
+def test_missing_templates_and_tokens_name_their_key(quickstart):
     from transformers import AutoTokenizer
 
     bare = AutoTokenizer.from_pretrained(quickstart / "stories260K")
     bare.chat_template = None
-    messages = recognise_format("messages", ["messages"], "")
     with pytest.raises(UserError, match=r"no chat template.*data\.prompt_template"):
-        choose_template(data_section(), messages, bare)
+        template_for(bare)
     with pytest.raises(UserError, match=r"data\.prompt_template: nowhere\.jinja cannot be read"):
-        choose_template(data_section(prompt_template="nowhere.jinja"), messages, bare)
+        template_for(bare, prompt_template="nowhere.jinja")
     bare.eos_token = None
     with pytest.raises(UserError, match=r"no EOS token.*model\.tokenizer\.eos_token"):
-        choose_template(data_section(), recognise_format("alpaca", ["instruction", "output"], ""), bare)
+        template_for(bare, ALPACA)
 
 
 @pytest.mark.parametrize("train_on", ["assistant", "last", "all"])
-def test_a_prompt_and_its_completion_stand_as_they_are(stories, train_on):
-    format = recognise_format("prompt_completion", ["prompt", "completion"], "")
-    template = choose_template(data_section(train_on=train_on), format, stories)
-    rendered = template.render(format.convert(Record({"prompt": "2 + 2 =", "completion": " 4"}, "d:1")))
+def test_a_prompt_and_its_completion_are_not_changed(stories, train_on):
+    template = template_for(stories, PAIRS, train_on=train_on)
+    rendered = template.render(PAIRS.convert(Record({"prompt": "2 + 2 =", "completion": " 4"}, "d:1")))
     assert rendered.text == "2 + 2 = 4" and template.name == "plain"
     assert [rendered.text[slice(*span)] for span in rendered.trained] == ["2 + 2 = 4" if train_on == "all" else " 4"]
     (encoded,) = Encoder(stories).encode([rendered])
@@ -275,21 +257,19 @@ def test_a_prompt_and_its_completion_stand_as_they_are(stories, train_on):
     assert encoded.labels[-1] == stories.eos_token_id
 
 
-def test_control_tokens_that_a_plain_row_brings_are_not_doubled(stories):
-    format = recognise_format("prompt_completion", ["prompt", "completion"], "")
+def test_control_tokens_of_a_plain_row_are_not_doubled(stories):
     row = {"prompt": "<s>[INST] q [/INST]", "completion": " a</s>"}
-    rendered = choose_template(data_section(), format, stories).render(format.convert(Record(row, "d")))
+    rendered = template_for(stories, PAIRS).render(PAIRS.convert(Record(row, "d")))
     (encoded,) = Encoder(stories).encode([rendered])
     ids = encoded.input_ids.tolist()
     assert (ids.count(stories.bos_token_id), ids.count(stories.eos_token_id)) == (1, 1)
     assert encoded.labels[-1] == stories.eos_token_id
 
 
-def test_what_plain_rows_have_no_use_for_is_said(stories):
+def test_settings_that_plain_rows_do_not_use_are_errors(stories):
     raw = recognise_format("text", ["text"], "")
-    pairs = recognise_format("prompt_completion", ["prompt", "completion"], "")
     with pytest.raises(UserError, match=r"data\.prompt_template: chat is not for rows of format text"):
-        choose_template(data_section(prompt_template="chat"), raw, stories)
+        template_for(stories, raw, prompt_template="chat")
     with pytest.raises(UserError, match=r"data\.system_prompt has no place in rows of format prompt_completion"):
-        choose_template(data_section(system_prompt="s"), pairs, stories)
-    assert choose_template(data_section(system_prompt="s", prompt_template="chat"), pairs, stories).name == "chat"
+        template_for(stories, PAIRS, system_prompt="s")
+    assert template_for(stories, PAIRS, system_prompt="s", prompt_template="chat").name == "chat"
