@@ -1,4 +1,4 @@
-"""The report as a page: whole, self-contained, and whatever the data says is text in it."""
+"""HTML page and statistics of `ligertune data`: self-contained, and all data is escaped."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ROWS = [
 
 
 class Reader(HTMLParser):
-    """What a browser would make of it: the elements, their attributes, the text; unclosed ones are an error."""
+    """Parses the page into elements, attributes and text. Unclosed elements are an error."""
 
     def __init__(self, document: str) -> None:
         super().__init__()
@@ -71,24 +71,21 @@ def document(hostile, stories) -> str:
     return data_page(preview_summary(hostile, hostile.train, shown, whole), title="Data of <recipe>.yaml")
 
 
-def test_what_the_data_says_is_text(document):
+def test_data_is_escaped(document):
     read = Reader(document)
     assert {tag for tag, _ in read.elements} & {"script", "img", "iframe", "link", "a"} == set()
     text = "".join(read.words)
     assert text.count("<script>alert(1)</script>") == 2 and "</pre> &amp; " in text
     assert "<i>d.jsonl:2" in text and "Data of <recipe>.yaml" in text
     assert "\x1b" not in document and "\u202e" not in document and "\u241b[31m \u27e8U+202E\u27e9gnp.exe" in text
-
-
-def test_nothing_is_fetched(document):
-    read = Reader(document)
+    # nothing is fetched
     assert not [attribute for _, attrs in read.elements for attribute in attrs if attribute in ("src", "href")]
     assert "url(" not in document and "@import" not in document
     policy = next(attrs["content"] for tag, attrs in read.elements if "http-equiv" in attrs)
     assert policy.startswith("default-src 'none'")
 
 
-def test_trained_pieces_and_control_tokens_are_told_apart(hostile, stories):
+def test_trained_pieces_and_control_tokens_are_marked(hostile, stories):
     shown = preview(hostile.train, stories, 2)
     document = data_page(preview_summary(hostile, hostile.train, shown), title="t")
     assert "<i class=s>&lt;s&gt;</i>" in document and "<b class=s>&lt;/s&gt;</b>" in document
@@ -99,7 +96,7 @@ def test_trained_pieces_and_control_tokens_are_told_apart(hostile, stories):
     assert document.count("<rect") == len(preview_summary(hostile, hostile.train, shown)["lengths"]["counts"])
 
 
-def test_outlook_counts_rows_padding_steps_and_tokens():
+def test_statistics_of_rows_padding_steps_and_tokens():
     lengths = np.array([10, 60, 20, 30, 40, 50, 5], dtype=np.int64)
     found = data_statistics(lengths, lengths // 2, StatisticsOptions.of(recipe(num_train_epochs=2), processes=2))
     packs = pack(lengths, 64)
@@ -112,19 +109,19 @@ def test_outlook_counts_rows_padding_steps_and_tokens():
     alone = data_statistics(lengths, lengths // 2, StatisticsOptions.of(padded, processes=1))
     assert (alone.rows, alone.packed, alone.fill) == (7, False, alone.fill_grouped)
     joined = padded.model_copy(update={"data": padded.data.model_copy(update={"padding_free": True})})
-    behind_one_another = data_statistics(lengths, lengths // 2, StatisticsOptions.of(joined, processes=1))
-    assert (alone.padding_free, behind_one_another.padding_free, behind_one_another.fill) == (False, True, 1.0)
+    padding_free = data_statistics(lengths, lengths // 2, StatisticsOptions.of(joined, processes=1))
+    assert (alone.padding_free, padding_free.padding_free, padding_free.fill) == (False, True, 1.0)
     found = data_statistics(lengths, lengths, StatisticsOptions.of(recipe(max_steps=4), processes=1))
     assert found.tokens == round(215 * 4 * 6 / len(packs))
 
 
-def test_text_that_hides_is_made_visible():
+def test_invisible_text_is_made_visible():
     assert visible_text("a\tb\nc é 你") == "a\tb\nc é 你"
     assert visible_text("\x00\x1b\x7f\u200b\u2066\x9b") == "␀␛␡⟨U+200B⟩⟨U+2066⟩⟨U+009B⟩"
     assert visible_text("👩‍👧") == "👩‍👧"  # the joiner of emoji stays
 
 
-@pytest.mark.parametrize("name", ["", "nowhere/report.html"])
-def test_a_report_that_cannot_be_written_is_refused_first(tmp_path, name):
-    with pytest.raises(UserError, match=r"--out: .*(is a folder|not there)"):
-        check_report_path(tmp_path / name)
+def test_an_unwritable_page_is_refused_before_the_data_is_read(tmp_path):
+    for name in ("", "nowhere/report.html"):
+        with pytest.raises(UserError, match=r"--out: .*(is a folder|not there)"):
+            check_report_path(tmp_path / name)

@@ -1,4 +1,4 @@
-"""`ligertune data`: every token is shown, what is trained is marked, and the JSON says the same."""
+"""`ligertune data`: all tokens are shown, trained ones are marked, and the JSON report agrees."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def printed(monkeypatch):
     return on
 
 
-def test_pieces_put_together_are_the_text(data, stories):
+def test_pieces_joined_are_the_text(data, stories):
     for example, shown in zip(data.train, preview(data.train, stories, 9), strict=True):
         assert "".join(piece.text for piece in shown.pieces) == stories.decode(example.input_ids)
         trained = "".join(text for text, trained in shown.spans if trained)
@@ -54,7 +54,7 @@ def test_pieces_put_together_are_the_text(data, stories):
     assert len(preview(data.train, stories, 1)) == 1
 
 
-def test_plain_text_marks_what_is_trained(data, stories, printed):
+def test_plain_text_marks_trained_spans(data, stories, printed):
     page = printed(terminal=False)(data, preview(data.train, stories, 2))
     assert "### Response:\n[[  é 👩‍👧 [x]\nbye </s>]]" in page and "[[yes</s>]]" in page
     assert "2 of 3 rows" in page and "1 empty answer" in page and "d.jsonl:3" in page
@@ -66,7 +66,7 @@ def test_a_terminal_gets_colours(data, stories, printed):
     assert "[[" not in page and "\x1b[32m" in page and "\x1b[4;32m" in page
 
 
-def test_json_holds_the_same(data, stories):
+def test_json_agrees(data, stories):
     content = json.loads(json.dumps(preview_summary(data, data.train, preview(data.train, stories, 1))))
     assert content["report"]["dropped"] == {"empty answer": 1}
     assert content["report"]["trained_share"] == data.report.trained_tokens / data.report.tokens

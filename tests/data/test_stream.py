@@ -1,4 +1,4 @@
-"""A stream gives every example once an epoch, in an order of the seed, in little memory, and counts the rest."""
+"""Streams: every example once per epoch, in seeded order, in little memory; dropped rows are counted."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_an_epoch_holds_every_example_once_and_the_next_another_order(tmp_path, 
     assert found[:300] != found[300:] != sorted(found[300:])
 
 
-def test_the_order_is_the_seeds_and_examples_are_those_of_prepare(tmp_path, streamed, stories):
+def test_the_seed_decides_the_order_and_examples_equal_those_of_prepare(tmp_path, streamed, stories):
     path = write(tmp_path / "a.jsonl", 300)
     found = sources(streamed(path, seed=7), 300)
     assert found == sources(streamed(path, seed=7), 300) != sources(streamed(path, seed=8), 300)
@@ -60,14 +60,14 @@ def test_the_order_is_the_seeds_and_examples_are_those_of_prepare(tmp_path, stre
 
 
 def test_sets_of_different_size_end_together(tmp_path, streamed):
-    """30 to 1: of every part of the epoch, about one in 30 is of the small one."""
+    """Sizes are 30 to 1, so about one example in 30 is from the small set in every part of the epoch."""
     paths = write(tmp_path / "a.jsonl", 6000), write(tmp_path / "b.jsonl", 200)
     found = [Path(source).name[0] for source in sources(streamed(*paths, buffer=1), 6200)]
     places = np.flatnonzero(np.array(found) == "b") / 6200
     assert len(places) == 200 and places.min() < 0.1 and places.max() > 0.4
 
 
-def test_weights_repeat_a_set_or_thin_it_out(tmp_path, streamed):
+def test_weights_repeat_or_subsample_a_set(tmp_path, streamed):
     paths = write(tmp_path / "a.jsonl", 400), write(tmp_path / "b.jsonl", 400), write(tmp_path / "c.jsonl", 10)
     stream = streamed(*paths, weights=[2.0, 0.25, 1.0])
     epoch = [example.source for example in takewhile(lambda _: stream.epoch == 1, stream)]
@@ -76,7 +76,7 @@ def test_weights_repeat_a_set_or_thin_it_out(tmp_path, streamed):
     assert set(Counter(source for source in epoch if "a.jsonl" in source).values()) == {2}
 
 
-def test_dropped_rows_are_counted_as_they_are_met(tmp_path, streamed):
+def test_dropped_rows_are_counted_while_reading(tmp_path, streamed):
     path = write(tmp_path / "a.jsonl", 200)
     path.write_text(path.read_text() + '{"instruction": "i", "output": ""}\n' * 3)
     stream = streamed(path)
@@ -86,7 +86,7 @@ def test_dropped_rows_are_counted_as_they_are_met(tmp_path, streamed):
     assert stream.account() == [f"{path}: 200 of the 203 rows read are used; 3 empty answer."]
 
 
-def test_a_flaw_is_met_when_it_is_read(tmp_path, streamed):
+def test_a_broken_line_is_an_error_when_it_is_read(tmp_path, streamed):
     path = write(tmp_path / "a.jsonl", 300)
     path.write_text(path.read_text() + "{broken\n")
     stream = streamed(path)
@@ -95,18 +95,14 @@ def test_a_flaw_is_met_when_it_is_read(tmp_path, streamed):
         sources(stream, 300)
 
 
-def test_a_set_of_which_nothing_can_be_used_is_an_error(tmp_path, streamed):
+def test_a_set_without_usable_rows_is_an_error(tmp_path, streamed):
     rows = '{"instruction": "i", "output": ""}\n' * 120
     (tmp_path / "a.jsonl").write_text(rows)
     with pytest.raises(UserError, match=r"no row can be used of the first 120, the first at .*a\.jsonl:1"):
         sources(streamed(tmp_path / "a.jsonl"), 1)
+    (tmp_path / "b.jsonl").write_text('{"instruction": "i", "response": "o"}\n')
     with pytest.raises(UserError, match="nearest is alpaca, which also needs `output`"):
-        streamed(write_columns(tmp_path / "b.jsonl"))
-
-
-def write_columns(path: Path) -> Path:
-    path.write_text('{"instruction": "i", "response": "o"}\n')
-    return path
+        streamed(tmp_path / "b.jsonl")
 
 
 def test_memory_does_not_grow_with_what_was_read(tmp_path, streamed):
@@ -123,7 +119,7 @@ def test_memory_does_not_grow_with_what_was_read(tmp_path, streamed):
     assert late - early < 500_000
 
 
-def test_examples_by_their_number_as_far_as_they_are_held(tmp_path, streamed):
+def test_streamed_examples_by_number(tmp_path, streamed):
     path = write(tmp_path / "a.jsonl", 100)
     expected = list(islice(streamed(path), 60))
     examples = StreamedExamples(streamed(path))
@@ -136,7 +132,7 @@ def test_examples_by_their_number_as_far_as_they_are_held(tmp_path, streamed):
     assert examples.trained[places[:, None]].tolist() == [[int((expected[i].labels != -100).sum())] for i in places]
 
 
-def test_prepare_gives_a_stream_and_the_whole_of_what_is_evaluated(tmp_path, stories):
+def test_prepare_streams_training_data_and_loads_evaluation_data(tmp_path, stories):
     train, held_out = write(tmp_path / "a.jsonl", 100), write(tmp_path / "b.jsonl", 5)
     sets = {"datasets": [DatasetOptions(path=str(train))], "eval_datasets": [DatasetOptions(path=str(held_out))]}
     data: PreparedData = prepare(DataOptions(streaming=True, **sets), stories, seed=0)

@@ -98,6 +98,7 @@ def test_packed_documents_are_concatenated():
 def test_padded_rows_mask_their_padding():
     batch = collate(list(documents())[:2], pad_token_id=99, pad_to_multiple_of=3)
     assert batch["input_ids"].tolist() == [[3, 4, 5, 6, 99, 99], [3, 99, 99, 99, 99, 99]]
+    assert {str(tensor.dtype) for tensor in batch.values()} == {"torch.int64"}
     assert batch["attention_mask"].tolist() == [[1, 1, 1, 1, 0, 0], [1, 0, 0, 0, 0, 0]]
     assert (batch["labels"] != -100).tolist() == [[t < 4 for t in range(6)], [t < 1 for t in range(6)]]
 

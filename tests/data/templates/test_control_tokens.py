@@ -1,4 +1,4 @@
-"""What looks like a control token in a row's text is text: no id of a control token comes of it, and none is lost."""
+"""Names of control tokens in a row's text stay text: they give no control token, and no text is lost."""
 
 from __future__ import annotations
 
