@@ -1,4 +1,4 @@
-"""Under each family's template, what is trained is what the model has to write: no more, no less, to the token."""
+"""Templates of model families: exactly the tokens that the model has to write are trained."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ligertune.data.templates.chat_template import ChatTemplate
 from ligertune.data.templates.label_masking import Encoder
 
 QUESTION = "How much is 1 + 1?"
-# the same answer twice, the second with a space at its end: a search for it would find two
+# the same answer twice, the second with a trailing space: searching for its text would find two
 CHAT = (
     Message("user", QUESTION), Message("assistant", "Two."), Message("user", "Sure?"), Message("assistant", "Two. "),
 )  # fmt: skip
@@ -31,7 +31,7 @@ def template_of(quickstart):
 
 
 def runs_of(labels: np.ndarray, tokenizer) -> list[str]:
-    """The text of each run of trained tokens."""
+    """Return the text of each run of trained tokens."""
     trained = np.flatnonzero(labels != -100)
     return [tokenizer.decode(labels[run]) for run in np.split(trained, np.flatnonzero(np.diff(trained) != 1) + 1)]
 
@@ -49,13 +49,13 @@ def test_what_is_trained_is_what_the_model_has_to_write(template_of, name, syste
     rendered = template.render(conversation)
     assert tuple(rendered.text[start:end] for start, end in rendered.trained) == family.trained
     (encoded,) = Encoder(tokenizer).encode([rendered])
-    runs = runs_of(encoded.labels, tokenizer)  # this tokenizer decodes a space beside special tokens
+    runs = runs_of(encoded.labels, tokenizer)  # this tokenizer decodes a space next to special tokens
     assert ["".join(run.split()) for run in runs] == ["".join(text.split()) for text in family.trained]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_the_prompt_of_generation_and_the_answer_make_the_example(template_of, name):
-    """Of one exchange, all before the trained text is what the model is given at inference."""
+def test_the_generation_prompt_and_the_answer_make_the_example(template_of, name):
+    """In one exchange, all text before the trained span is the prompt at inference."""
     template, tokenizer = template_of(name)
     rendered = template.render(Conversation(CHAT[:2]))
     prompt = tokenizer.apply_chat_template(
@@ -65,7 +65,7 @@ def test_the_prompt_of_generation_and_the_answer_make_the_example(template_of, n
         add_generation_prompt=True,
     )
     (start, _) = rendered.trained[0]
-    if name == "DeepSeek-R1":  # whose prompt opens a thought, which the row does not have
+    if name == "DeepSeek-R1":  # its prompt opens a thought, which the row does not have
         assert prompt == rendered.text[:start] + "<think>\n"
     else:
         assert prompt == rendered.text[:start]
@@ -85,7 +85,7 @@ def test_last_trains_the_last_answer_only(template_of, name):
         ("DeepSeek-R1", ["\n\nTwo.<|end|>", "\n\nYes.<|end|>"]),
     ],
 )
-def test_thoughts_that_a_template_drops_are_not_trained_and_the_rest_is(template_of, name, expected):
+def test_reasoning_that_a_template_drops_is_not_trained(template_of, name, expected):
     turns = (CHAT[0], Message("assistant", "Two.", reasoning="1 and 1"), *CHAT[2:3])
     template, _ = template_of(name)
     rendered = template.render(Conversation((*turns, Message("assistant", "Yes.", reasoning="Again."))))
