@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -91,9 +91,8 @@ class PreparedData:
         return isinstance(self.train, StreamedExamples)
 
 
-@dataclass(frozen=True)
-class LoadedDataset:
-    """The examples of one data set and the counts of its rows."""
+class LoadedDataset(NamedTuple):
+    """The examples of one data set, the counts of its rows, and its report."""
 
     block: Block
     counts: RowCounts

@@ -62,6 +62,7 @@ class ControlTokens:
         self._tokenizer = tokenizer
         self._ids = {token.content: index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._ids |= dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
+        self._aliases = {name: f"{_ALIAS_QUOTE}{number}{_ALIAS_QUOTE}" for number, name in enumerate(self._ids)}
         longest_first = sorted(self._ids, key=len, reverse=True)
         self.pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
@@ -101,10 +102,10 @@ class ControlTokens:
         Raises BadRow if the tokenizer makes a control token of the row's text nevertheless.
         """
         literal = set(rendered.literal)
-        names, pieces, places, done = list(self._ids), [], [], 0
+        pieces, places, done = [], [], 0
         for start, end in self.found_in(rendered.text):
             if (start, end) not in literal:
-                alias = f"{_ALIAS_QUOTE}{names.index(rendered.text[start:end])}{_ALIAS_QUOTE}"
+                alias = self._aliases[rendered.text[start:end]]
                 pieces += [rendered.text[done:start], alias]
                 # one place per character; only the first and last of an alias can be the ends of a token
                 places += [*range(done, start), start, *[start + 1] * (len(alias) - 2), end - 1]
@@ -112,10 +113,7 @@ class ControlTokens:
         pieces.append(rendered.text[done:])
         places += [*range(done, len(rendered.text))]
         encoding = self._renamed.encode("".join(pieces), add_special_tokens=False)
-        own = {
-            self._renamed.token_to_id(f"{_ALIAS_QUOTE}{number}{_ALIAS_QUOTE}"): self._ids[name]
-            for number, name in enumerate(names)
-        }
+        own = {self._renamed.token_to_id(alias): self._ids[name] for name, alias in self._aliases.items()}
         ids = [own.get(index, index) for index in encoding.ids]
         if self.ids & {index for index in encoding.ids if index not in own}:
             raise BadRow("control token in the text", rendered.text[slice(*rendered.literal[0])])
@@ -129,12 +127,9 @@ class ControlTokens:
         known = {token.content: token for token in self._tokenizer.added_tokens_decoder.values()}
         renamed = copy.deepcopy(self._tokenizer.backend_tokenizer)
         renamed.encode_special_tokens = True
-        aliases = []
-        for number, name in enumerate(self._ids):
+        for name, alias in self._aliases.items():
             sides = {side: getattr(known.get(name), side, False) for side in ("lstrip", "rstrip")}
-            alias = f"{_ALIAS_QUOTE}{number}{_ALIAS_QUOTE}"
-            aliases.append(AddedToken(alias, normalized=False, special=False, **sides))
-        renamed.add_tokens(aliases)
+            renamed.add_tokens([AddedToken(alias, normalized=False, special=False, **sides)])
         return renamed
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from ligertune.data.rows.conversation import BadRow, Conversation
+from ligertune.data.rows.conversation import BadRow, Conversation, Message
 from ligertune.data.templates.control_tokens import ControlTokens, Rendered
 from ligertune.errors import UserError
 
@@ -36,31 +36,6 @@ def alpaca_prompt(instruction: str, input: str = "", introduction: str | None = 
     return f"{introduction}\n\n{filled}" if introduction else filled
 
 
-class AlpacaTemplate:
-    """The two Stanford Alpaca prompts: with and without an input."""
-
-    name = "alpaca"
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, system_prompt: str | None, train_on: TrainOn) -> None:
-        self._system_prompt = system_prompt
-        self._train_on = train_on
-        self._control = ControlTokens(tokenizer)
-        self._bos, self._eos = _bos_and_eos(tokenizer)
-
-    def render(self, conversation: Conversation) -> Rendered:
-        """Return the filled prompt followed by the answer. Raises BadRow for more than one exchange."""
-        *system, user, answer = conversation.messages
-        several = len(system) > 1 or user.role != "user" or (system and system[0].role != "system")
-        if several or answer.calls or answer.reasoning or conversation.tools:
-            raise BadRow("several exchanges", f"{len(conversation.messages)} turns")
-        introduction = system[0].content if system else self._system_prompt
-        prompt = alpaca_prompt(user.content, user.input, introduction)
-        text = prompt + answer.content
-        start = 0 if self._train_on == "all" else len(prompt)
-        trained = ((start, len(text)),) if answer.trained or self._train_on == "all" else ()
-        return Rendered(text, trained, bos=self._bos, eos=self._eos, literal=self._control.found_in(text))
-
-
 class PlainTemplate:
     """A prompt and its completion, or one text, unchanged: control tokens in it are control tokens."""
 
@@ -76,13 +51,37 @@ class PlainTemplate:
         *prompt, answer = conversation.messages
         if len(prompt) > 1 or any(turn.role != "user" for turn in prompt) or answer.calls or answer.reasoning:
             raise BadRow("several exchanges", f"{len(conversation.messages)} turns")
-        before = prompt[0].content if prompt else ""
-        text = before + answer.content
-        start = 0 if self._train_on == "all" else len(before)
-        bos = None if self._bos_text and text.startswith(self._bos_text) else self._bos
-        eos = None if text.endswith(self._eos_text) else self._eos
+        rendered = self._exchange(prompt[0].content if prompt else "", answer)
+        has_bos = self._bos_text and rendered.text.startswith(self._bos_text)
+        has_eos = rendered.text.endswith(self._eos_text)
+        return rendered._replace(bos=None if has_bos else self._bos, eos=None if has_eos else self._eos)
+
+    def _exchange(self, prompt: str, answer: Message) -> Rendered:
+        text = prompt + answer.content
+        start = 0 if self._train_on == "all" else len(prompt)
         trained = ((start, len(text)),) if answer.trained or self._train_on == "all" else ()
-        return Rendered(text, trained, bos=bos, eos=eos)
+        return Rendered(text, trained, bos=self._bos, eos=self._eos)
+
+
+class AlpacaTemplate(PlainTemplate):
+    """The two Stanford Alpaca prompts, with and without an input. Names of control tokens in the row are text."""
+
+    name = "alpaca"
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, system_prompt: str | None, train_on: TrainOn) -> None:
+        super().__init__(tokenizer, train_on)
+        self._system_prompt = system_prompt
+        self._control = ControlTokens(tokenizer)
+
+    def render(self, conversation: Conversation) -> Rendered:
+        """Return the filled prompt followed by the answer. Raises BadRow for more than one exchange."""
+        *system, user, answer = conversation.messages
+        several = len(system) > 1 or user.role != "user" or (system and system[0].role != "system")
+        if several or answer.calls or answer.reasoning or conversation.tools:
+            raise BadRow("several exchanges", f"{len(conversation.messages)} turns")
+        introduction = system[0].content if system else self._system_prompt
+        rendered = self._exchange(alpaca_prompt(user.content, user.input, introduction), answer)
+        return rendered._replace(literal=self._control.found_in(rendered.text))
 
 
 def _bos_and_eos(tokenizer: PreTrainedTokenizerBase) -> tuple[int | None, int]:
