@@ -11,7 +11,7 @@ from ligertune.recipe.optimizer_table import OPTIMIZERS
 
 
 @dataclass(frozen=True)
-class Schedule:
+class TrainSchedule:
     """Length of the run in optimizer steps, and its learning rate."""
 
     total_steps: int
@@ -72,14 +72,14 @@ def total_steps(rows: int, global_batch_size: int, *, epochs: float | None, max_
     return max(max_steps or math.ceil(round(epochs * rows) / global_batch_size), 1)
 
 
-def make_schedule(recipe: Recipe, *, rows: int, global_batch_size: int) -> Schedule:
+def make_schedule(recipe: Recipe, *, rows: int, global_batch_size: int) -> TrainSchedule:
     """Resolve total steps and warm-up steps. `rows`: rows of an epoch."""
     train = recipe.train
     total = total_steps(rows, global_batch_size, epochs=train.num_train_epochs, max_steps=train.max_steps)
     warmup = train.warmup_steps if train.warmup_steps is not None else math.ceil(train.warmup_ratio * total)
     if train.lr_scheduler_type == "constant":  # as in transformers, where constant_with_warmup has the warm-up
         warmup = 0
-    return Schedule(
+    return TrainSchedule(
         total_steps=total,
         warmup_steps=warmup,
         learning_rate=train.learning_rate,

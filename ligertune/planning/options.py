@@ -333,7 +333,7 @@ def options_from(section: typing.Any, options: type[T]) -> T:
 
 
 def saved_options(folder: Path) -> RunOptions | None:
-    """Options of the run that left `folder`, or of the run whose `model` folder it is; None without a saved recipe."""
+    """Return the options of the run in `folder`, or of the run with this `model` folder; None without a recipe."""
     for place in (folder, folder.parent):
         if (place / "resolved_recipe.yaml").is_file():
             return RunOptions.of(load_recipe(place / "resolved_recipe.yaml"))

@@ -57,7 +57,7 @@ def choose_strategy(
         check_cpu_offload(machine)
         return "fsdp", "with parallel.cpu_offload"
     if section.cp_size > 1:
-        check_context_parallel(section.cp_size, world_size)
+        check_cp_size(section.cp_size, world_size)
         return "fsdp", f"{section.cp_size} processes share each row"
     if section.dp_replicate_size > 1:
         copies = section.dp_replicate_size
@@ -107,7 +107,7 @@ def check_replicas(copies: int, world_size: int) -> None:
         )
 
 
-def check_context_parallel(ranks: int, world_size: int) -> None:
+def check_cp_size(ranks: int, world_size: int) -> None:
     """Raise UserError if `parallel.cp_size` does not divide the processes."""
     if world_size % ranks:
         raise UserError(
@@ -132,7 +132,7 @@ def check_image_accumulation(recipe: Recipe, accumulation: int) -> None:
 
 
 @dataclass(frozen=True)
-class Refusal:
+class UnsupportedSetting:
     """A setting that a strategy does not support. `applies` receives the recipe and the autocast."""
 
     strategies: tuple[Strategy, ...]
@@ -142,44 +142,44 @@ class Refusal:
 
 
 ZERO = ("deepspeed_zero2", "deepspeed_zero3")
-REFUSALS = (
-    Refusal(
+UNSUPPORTED = (
+    UnsupportedSetting(
         ("ddp",),
         lambda recipe, autocast: recipe.train.optim_in_backward,
         "train.optim_in_backward: under ddp each rank would step with its own gradients, before they are averaged.",
         "Write parallel.strategy: fsdp, which also shards the gradients, or leave the key out.",
     ),
-    Refusal(
+    UnsupportedSetting(
         ("single", "fsdp"),
         lambda recipe, autocast: recipe.train.optim_in_backward and autocast == "fp16",
         "train.optim_in_backward: with model.dtype: float16 the gradients stay scaled until the step.",
         "Write model.dtype: bfloat16 or float32, or leave the key out.",
     ),
-    Refusal(
+    UnsupportedSetting(
         ("fsdp",),
         lambda recipe, autocast: not OPTIMIZERS[recipe.train.optim].takes_parts,
         "train.optim: {recipe.train.optim} needs whole weights, and under fsdp each rank has a part of each.",
         "Write parallel.strategy: ddp, or another optimizer (train.optim: adamw_bf16 or adamw_torch_8bit).",
     ),
-    Refusal(
+    UnsupportedSetting(
         ("fsdp",),
         lambda recipe, autocast: recipe.train.optim_offload,
         "train.optim_offload is not supported under fsdp, where each rank's share of the states is small already.",
         "Leave the key out, or write parallel.strategy: ddp.",
     ),
-    Refusal(
+    UnsupportedSetting(
         ("fsdp",),
         lambda recipe, autocast: recipe.checkpoint.async_save,
         "checkpoint.async_save: under fsdp all ranks write their shards of a checkpoint together and wait for it.",
         "Leave the key out, or write parallel.strategy: ddp.",
     ),
-    Refusal(
+    UnsupportedSetting(
         ("fsdp",),
         lambda recipe, autocast: recipe.parallel.dp_replicate_size > 1 and autocast == "fp16",
         "parallel.dp_replicate_size: replicas train in bfloat16 or float32 only, and this run would use float16.",
         "Write model.dtype: bfloat16 or float32, or leave the key out.",
     ),
-    Refusal(
+    UnsupportedSetting(
         ZERO,
         lambda recipe, autocast: autocast == "fp16",
         "parallel.strategy: {recipe.parallel.strategy} trains in bfloat16 or float32 only, and this run would use "
@@ -194,6 +194,6 @@ def check_strategy(recipe: Recipe, strategy: Strategy, *, autocast: str) -> None
 
     Settings that contradict `parallel.strategy` as written are refused earlier, with their line (recipe/rules).
     """
-    for refusal in REFUSALS:
-        if strategy in refusal.strategies and refusal.applies(recipe, autocast):
-            raise UserError(refusal.message.format(recipe=recipe), hint=refusal.hint)
+    for row in UNSUPPORTED:
+        if strategy in row.strategies and row.applies(recipe, autocast):
+            raise UserError(row.message.format(recipe=recipe), hint=row.hint)

@@ -9,11 +9,11 @@ from typing import Any
 
 from ligertune.hardware import Machine
 from ligertune.planning.batch_layout import Rows
-from ligertune.planning.memory.estimate import MemoryEstimate, Peak
+from ligertune.planning.memory.estimate import MemoryEstimate, MemoryPeak
 from ligertune.planning.memory.model_shape import ModelShape
 from ligertune.planning.memory.states import SHARDED_WEIGHTS, StateBytes, Strategy, shards_of
 from ligertune.planning.micro_batch import Batching
-from ligertune.planning.optimization import Cadence, Optimizer, Schedule
+from ligertune.planning.optimization import Cadence, Optimizer, TrainSchedule
 from ligertune.planning.options import (
     BatchLayoutOptions,
     BuildOptions,
@@ -105,7 +105,7 @@ class Plan:
     kernels: tuple[KernelLine, ...]
     batching: Batching
     rows: Rows
-    schedule: Schedule
+    schedule: TrainSchedule
     optimizer: Optimizer
     data: DataSummary
     save: Cadence
@@ -132,7 +132,7 @@ class Plan:
         return self.rows.longest_row(self.data.longest)
 
     @property
-    def peak(self) -> Peak | None:
+    def peak(self) -> MemoryPeak | None:
         """Predicted peak memory of a step on one device; None if no memory is predicted."""
         if self.memory is None:
             return None

@@ -1,4 +1,4 @@
-"""A run against a training loop in twenty lines of plain PyTorch: losses, norms, rates, counts and the evaluation."""
+"""A run equals a training loop in plain PyTorch: losses, norms, rates, token counts, weights and evaluation."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ USUAL = {
     "max_grad_norm": 1.0,
     "seed": 42,
 }
-# Each key of USUAL takes another value in one of these, so that a wrong effect of any key shows.
+# Each key of USUAL has another value in one run, so a wrong effect of any key is noticed.
 RUNS = {
     "usual": {},
     "decay, betas, eps": {"lr_scheduler_type": "linear", "weight_decay": 1.0, "adam_beta1": 0.5, "adam_beta2": 0.9,
@@ -66,7 +66,7 @@ def rate(step: int, how: SimpleNamespace) -> float:
 
 
 def loss_sum(model: nn.Module, example: Example) -> Tensor:
-    """One example alone, without padding; the token at a place predicts the label at the next one."""
+    """Return the summed loss of one example without padding. Each token predicts the label at the next position."""
     ids, labels = (torch.from_numpy(np.array(t)).long() for t in (example.input_ids, example.labels))
     return F.cross_entropy(model(input_ids=ids[None]).logits[0, :-1], labels[1:], ignore_index=-100, reduction="sum")
 
@@ -76,7 +76,7 @@ def tokens_of(example: Example) -> tuple[int, int]:
 
 
 def plain_loop(folder: Path, examples: Examples, how: SimpleNamespace) -> tuple[list[dict], nn.Module]:
-    """The lines of metrics.jsonl, and the model."""
+    """Return the expected lines of metrics.jsonl, and the trained model."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
     groups = [{"params": [p for p in model.parameters() if (p.ndim < 2) is vector],
                "weight_decay": 0.0 if vector else how.weight_decay} for vector in (False, True)]  # fmt: skip
@@ -107,7 +107,7 @@ def plain_loop(folder: Path, examples: Examples, how: SimpleNamespace) -> tuple[
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_run_is_the_plain_loop(name, quickstart, tmp_path):
+def test_a_run_equals_the_plain_loop(name, quickstart, tmp_path):
     how = SimpleNamespace(**USUAL | RUNS[name])
     settings = {**BASE, **{f"train.{key}": value for key, value in vars(how).items()}, "data.val_split": 0.1,
                 "train.max_steps": STEPS, "checkpoint.output_dir": tmp_path / "run"}  # fmt: skip
@@ -118,8 +118,8 @@ def test_a_run_is_the_plain_loop(name, quickstart, tmp_path):
     expected, model = plain_loop(quickstart / "stories260K", job.data.train, how)
 
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    for line, truth in zip([line for line in lines if "loss" in line], expected, strict=True):
-        assert {key: line[key] or 0 for key in truth} == pytest.approx(truth, rel=1e-4)
+    for line, wanted in zip([line for line in lines if "loss" in line], expected, strict=True):
+        assert {key: line[key] or 0 for key in wanted} == pytest.approx(wanted, rel=1e-4)
     saved = load_file(tmp_path / "run" / "model" / "model.safetensors")
     for key, value in model.state_dict().items():
         torch.testing.assert_close(saved[key], value, rtol=1e-3, atol=1e-4) if key in saved else None

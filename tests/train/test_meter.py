@@ -1,4 +1,4 @@
-"""Throughput by a clock that the test moves: warm-up, pauses, laps, and runs shorter than the warm-up."""
+"""Meter: warm-up, pauses, laps, and runs that are shorter than the warm-up, on a simulated clock."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ligertune.train.meter import Counts, Meter
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A clock at 100 seconds; `clock.now += 1` lets a second pass."""
+    """A simulated clock in seconds; `clock.now += 1` advances it."""
     clock = SimpleNamespace(now=100.0)
     monkeypatch.setattr(meter_module, "time", SimpleNamespace(perf_counter=lambda: clock.now))
     return clock
@@ -29,10 +29,10 @@ def pause(meter: Meter, clock: SimpleNamespace, seconds: float) -> None:
         clock.now += seconds
 
 
-def test_warm_up_and_pauses_are_left_out(clock):
+def test_warmup_and_pauses_are_excluded(clock):
     meter = Meter(torch.device("cpu"), warmup_steps=2)
     step(meter, clock, 5.0, 10)
-    pause(meter, clock, 30.0)  # during the warm-up: not to be taken off the time after it
+    pause(meter, clock, 30.0)  # during the warm-up, so it does not shorten the time after it
     step(meter, clock, 5.0, 10)
     assert meter.total() == (Counts(2, 20, 40, 10, flops=60.0), 10.0, False)
     for seconds, tokens in ((1.0, 100), (2.0, 200)):
@@ -42,7 +42,7 @@ def test_warm_up_and_pauses_are_left_out(clock):
     assert meter.total()[0].padding_share == 0.5
 
 
-def test_laps_follow_each_other_and_leave_pauses_out(clock):
+def test_laps_are_consecutive_and_exclude_pauses(clock):
     meter = Meter(torch.device("cpu"), warmup_steps=2)
     found = []
     for seconds in (4.0, 1.0):
@@ -55,7 +55,7 @@ def test_laps_follow_each_other_and_leave_pauses_out(clock):
     assert found == [(2, 30, 8.0), (2, 30, 3.0)]
 
 
-def test_a_run_without_a_warm_up_is_measured_from_its_start(clock):
+def test_without_warmup_all_steps_are_measured(clock):
     meter = Meter(torch.device("cpu"), warmup_steps=0)
     step(meter, clock, 3.0, 10)
     assert meter.total() == (Counts(1, 10, 20, 5, flops=30.0), 3.0, True)

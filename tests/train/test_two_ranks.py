@@ -1,4 +1,4 @@
-"""Two ranks in forks of this process: gradient norms, checkpoints, random numbers, and states on other ranks."""
+"""Two ranks, forked from this process: gradient norms, checkpoints, random numbers, resuming on one rank."""
 
 from __future__ import annotations
 
@@ -47,15 +47,15 @@ def metrics(folder: Path) -> list[tuple]:
 
 @pytest.fixture(scope="module")
 def alone(quickstart, tmp_path_factory) -> list[tuple]:
-    """One process, which takes four micro batches a step."""
+    """One process, which accumulates four micro-batches per step."""
     folder = tmp_path_factory.mktemp("alone") / "run"
     run(plan(quickstart, folder, **{"checkpoint.save_strategy": "no"}), lambda line: None)
     return metrics(folder)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_ranks_train_as_one_process_does_and_it_goes_on_with_what_they_saved(strategy, alone, quickstart, tmp_path):
-    """Norms are compared, because AdamW hides a gradient's scale from the losses."""
+def test_ranks_train_as_one_process_which_can_resume_their_checkpoint(strategy, alone, quickstart, tmp_path):
+    """Gradient norms are compared, too: AdamW's losses do not depend on the gradients' scale."""
     folder = tmp_path / "run"
     on_ranks(
         2, lambda rank: run(plan(quickstart, folder, **{"parallel.strategy": strategy}), lambda line: None) and None
@@ -63,14 +63,14 @@ def test_ranks_train_as_one_process_does_and_it_goes_on_with_what_they_saved(str
     assert [len(line) for line in alone] == [4, 4, 4, 1, 4, 1]
     for found, expected in zip(metrics(folder), alone, strict=True):
         assert found == pytest.approx(expected, rel=1e-5)
-    (folder / "report.json").unlink()  # as if both had been killed after step 2
+    (folder / "report.json").unlink()  # as if both ranks had been killed after step 2
     resumed = run(plan(quickstart, folder, **{"checkpoint.resume_from_checkpoint": "auto"}), lambda line: None)
     assert resumed.resumed_from == 2
     for found, expected in zip(metrics(folder), alone, strict=True):
         assert found == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_checkpoint_is_renamed_when_the_slowest_rank_has_written(quickstart, tmp_path):
+def test_a_checkpoint_is_renamed_after_the_slowest_rank_has_written(quickstart, tmp_path):
     """Rank 1 starts to write half a second late."""
 
     def save(rank: int) -> None:
@@ -87,7 +87,7 @@ def test_a_checkpoint_is_renamed_when_the_slowest_rank_has_written(quickstart, t
     assert json.loads((folder / "progress.json").read_text())["files"].keys() == files - {"progress.json"}
 
 
-def test_ranks_draw_different_dropout_and_the_same_after_a_restart(quickstart, tmp_path):
+def test_ranks_draw_different_random_numbers_and_the_same_after_a_restart(quickstart, tmp_path):
     def draw(rank: int) -> list[float]:
         start_accelerator(plan(quickstart, tmp_path / "run", **{"parallel.strategy": "ddp"}).plan)
         return torch.rand(3).tolist()
@@ -97,7 +97,7 @@ def test_ranks_draw_different_dropout_and_the_same_after_a_restart(quickstart, t
 
 
 def test_a_resumed_run_draws_the_same_dropout(quickstart, tmp_path):
-    """An adapter with a dropout of one half: the loss of step 3 depends on the random state that step 2 left."""
+    """With LoRA dropout of one half, the loss of step 3 depends on the random state after step 2."""
     dropout = {"method.type": "lora", "method.lora_r": 4, "method.lora_dropout": 0.5, "train.max_steps": 3,
                "data.val_split": 0, "eval.eval_strategy": "no"}  # fmt: skip
     found = []

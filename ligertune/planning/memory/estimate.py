@@ -45,11 +45,13 @@ class MemoryEstimate:
     in_front: int = 0  # first layers without a backward, which save nothing
     heads: MedusaHeadsShape | None = None
 
-    def peak(self, micro_batch_size: int, row_length: int, *, accumulates: bool, memory: int | None = None) -> Peak:
+    def peak(
+        self, micro_batch_size: int, row_length: int, *, accumulates: bool, memory: int | None = None
+    ) -> MemoryPeak:
         """Return the phase with the most memory. memory: the device's bytes, of which the loss uses what is free."""
         weights, optimizer = (0, 0) if self.cpu_offload else (self.states.weights, self.states.optimizer)
         phases = self._phases(micro_batch_size * row_length, row_length, accumulates=accumulates, memory=memory)
-        return Peak(weights, optimizer, max(phases, key=lambda phase: phase.total))
+        return MemoryPeak(weights, optimizer, max(phases, key=lambda phase: phase.total))
 
     def _phases(self, slots: int, row_length: int, *, accumulates: bool, memory: int | None) -> tuple[StepPhase, ...]:
         tokens = -(-slots // self.cp_size)
@@ -137,7 +139,7 @@ class MemoryEstimate:
 
 
 @dataclass(frozen=True)
-class Peak:
+class MemoryPeak:
     """Bytes allocated in the phase of a step that needs the most."""
 
     weights: int

@@ -6,10 +6,10 @@ import math
 
 import torch
 
-from ligertune.planning.optimization import Schedule
+from ligertune.planning.optimization import TrainSchedule
 
 
-def learning_rate(schedule: Schedule, step: int) -> float:
+def learning_rate(schedule: TrainSchedule, step: int) -> float:
     """Return the learning rate of optimizer step `step`, counted from 0.
 
     The rate rises linearly over `warmup_steps`, then follows `type` over the remaining steps. The first step trains

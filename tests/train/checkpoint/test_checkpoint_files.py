@@ -1,4 +1,4 @@
-"""Checkpoints on the disk: the newest is chosen by its number, damage is found, and what does not fit is refused."""
+"""Checkpoint folders: the newest by number, damage, and checkpoints of another run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ligertune.train.evaluate import EarlyStopping
 
 @pytest.fixture(scope="module")
 def plan(quickstart, tmp_path_factory):
-    """Of a run that keeps two checkpoints and resumes from the newest sound one."""
+    """The plan of a run that keeps two checkpoints and resumes from the newest undamaged one."""
     settings = [f"checkpoint.output_dir={tmp_path_factory.mktemp('run')}", "checkpoint.save_total_limit=2",
                 "checkpoint.resume_from_checkpoint=auto", "data.datasets.0.max_samples=20"]  # fmt: skip
     return plan_for(load_recipe(quickstart / "stories260k.yaml", overrides=settings)).plan
@@ -43,14 +43,14 @@ def saved(plan, tmp_path):
     return save
 
 
-def test_the_newest_is_the_one_of_the_highest_step_and_the_oldest_go(saved):
+def test_the_newest_has_the_highest_step_and_the_oldest_are_removed(saved):
     plan, folder = saved(8, 9, 10)
-    assert newest_checkpoint(plan.output_dir) == folder / "step-10"  # not step-9, which is the last by name
+    assert newest_checkpoint(plan.output_dir) == folder / "step-10"  # step-9 is the last by name
     assert {path.name for path in folder.iterdir()} == {"step-9", "step-10"}
     assert resume_folder(plan) == (folder / "step-10", ())
 
 
-def test_an_unfinished_folder_is_no_checkpoint(saved):
+def test_an_incomplete_folder_is_no_checkpoint(saved):
     plan, folder = saved(2, 4)
     (folder / "step-4" / "progress.json").unlink()
     (folder / "step-x").mkdir()
@@ -72,7 +72,7 @@ HARMS = {
 
 
 @pytest.mark.parametrize("lost", HARMS)
-def test_the_checkpoint_before_a_damaged_one_is_taken(lost, saved):
+def test_resuming_skips_a_damaged_checkpoint(lost, saved):
     harm, words = HARMS[lost]
     plan, folder = saved(2, 4)
     harm(folder / "step-4")
@@ -80,7 +80,7 @@ def test_the_checkpoint_before_a_damaged_one_is_taken(lost, saved):
     assert found == folder / "step-2" and words in notes[0]
 
 
-def test_what_a_run_left_fits_it_and_not_another_one(saved):
+def test_a_checkpoint_of_another_run_is_refused(saved):
     plan, folder = saved(4)
     assert saved_progress(folder / "step-4", plan) == 4
     others = {
@@ -97,7 +97,7 @@ def test_what_a_run_left_fits_it_and_not_another_one(saved):
             saved_progress(folder / "step-4", other)
 
 
-def test_never_and_a_name_are_obeyed(saved):
+def test_never_and_a_folder_select_the_checkpoint(saved):
     plan, folder = saved(2, 4)
     never, named = (replace(plan, checkpoint=replace(plan.checkpoint, resume_from_checkpoint=wanted))
                     for wanted in ("never", str(folder / "step-2")))  # fmt: skip
@@ -108,16 +108,16 @@ def test_never_and_a_name_are_obeyed(saved):
         resume_folder(named)
 
 
-def test_the_best_loss_and_the_patience_left_follow_from_the_losses():
+def test_early_stopping_follows_from_the_losses():
     stopping = EarlyStopping(2, [3.0, 2.0, 2.5])
     assert (stopping.best, stopping.since_best, stopping.should_stop) == (2.0, 1, False)
-    assert stopping.add(1.5) is True  # the lowest: the patience begins anew
+    assert stopping.add(1.5) is True  # the lowest: counting starts again
     assert [stopping.add(loss) for loss in (1.5, 1.6)] == [False, False]  # equal is not lower
     assert stopping.should_stop and stopping.best == 1.5
     assert not EarlyStopping(None, [1.0] * 50).should_stop
 
 
-def test_a_checkpoint_records_what_it_is_of(saved):
+def test_a_checkpoint_records_its_run(saved):
     plan, folder = saved(4)
     progress = json.loads((folder / "step-4" / "progress.json").read_text())
     assert (progress["step"], progress["data_fingerprint"], progress["method"]) == (4, plan.data.fingerprint, "full")

@@ -1,20 +1,23 @@
-"""A step that changes nothing ends the run, however the gradients are clipped and whoever steps."""
+"""Gradients between backward and step: clipping inside the optimizer's step, and steps without any gradient."""
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
+from accelerate import Accelerator
+from quickstart_runs import plan_run
 from test_optimizers import plan, tiny
 
 from ligertune.errors import UserError
-from ligertune.recipe import load_recipe
-from ligertune.run import plan_for, run
-from ligertune.train.optim.gradients import check_gradients
+from ligertune.run import run
+from ligertune.train.optim.gradients import check_gradients, clip_gradients
 from ligertune.train.optim.lr_schedule import set_learning_rate
 from ligertune.train.optim.optimizers import build_optimizer
 
-SETTINGS = ("data.datasets.0.max_samples=20", "data.val_split=0", "train.max_steps=2", "checkpoint.save_strategy=no",
-            "train.gradient_accumulation_steps=1")  # fmt: skip
+# Below all gradient norms of the tiny model, between them, and above them: each, some and no step is clipped.
+MAX_NORMS = (0.05, 2.0, 1e6)
 WAYS = {
     "clipped": {"train.max_grad_norm": 1.0},
     "not clipped": {"train.max_grad_norm": 0},
@@ -22,8 +25,58 @@ WAYS = {
 }
 
 
-def cut_off(model: torch.nn.Module) -> None:
-    """Let the loss depend on nothing, as a hook or a wrapper that detaches it does."""
+@pytest.fixture
+def accelerator():
+    return Accelerator(cpu=True)
+
+
+def adamw(model: torch.nn.Module, *, fused: bool = True) -> torch.optim.AdamW:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-3, fused=fused)  # eps shows a wrong scale
+
+
+def backward(model: torch.nn.Module, seed: int) -> None:
+    ids = torch.randint(0, 60, (2, 9), generator=torch.Generator().manual_seed(seed))
+    model(input_ids=ids, labels=ids).loss.backward()
+
+
+@pytest.mark.parametrize("max_norm", MAX_NORMS)
+def test_clipping_inside_the_step_equals_torchs_clipping(max_norm, accelerator):
+    model, expected = tiny(), tiny()
+    optimizer, expected_optimizer = accelerator.prepare(adamw(model)), adamw(expected)
+    for step in range(4):
+        backward(model, step)
+        backward(expected, step)
+        norm = clip_gradients(accelerator, optimizer, model.parameters(), max_norm)
+        torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_(expected.parameters(), max_norm))
+        for each in (optimizer, expected_optimizer):
+            each.step()
+            each.zero_grad()
+    for a, b in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_the_norm_of_bfloat16_gradients_is_float32(accelerator):
+    model = tiny().bfloat16()
+    backward(model, 1)
+    expected = torch.stack([p.grad.double().square().sum() for p in model.parameters()]).sum().sqrt()
+    norm = clip_gradients(accelerator, adamw(model), model.parameters(), 1.0)
+    assert norm.dtype == torch.float32
+    assert norm.item() == pytest.approx(expected.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["adamw that is not fused", "sgd"])
+def test_other_optimizers_get_scaled_gradients(name, accelerator):
+    model = tiny()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0) if name == "sgd" else adamw(model, fused=False)
+    backward(model, 1)
+    before = copy.deepcopy([p.grad for p in model.parameters()])
+    norm = clip_gradients(accelerator, optimizer, model.parameters(), 0.5)
+    for p, grad in zip(model.parameters(), before, strict=True):
+        torch.testing.assert_close(p.grad, grad * (0.5 / (norm + 1e-6)))
+
+
+def detach_loss(model: torch.nn.Module) -> None:
+    """Let the loss depend on no parameter, as a wrong hook or wrapper would."""
 
     def detach(module: torch.nn.Module, arguments: tuple, output: object) -> object:
         if output.loss is not None:
@@ -34,23 +87,20 @@ def cut_off(model: torch.nn.Module) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_loss_that_depends_on_nothing_ends_the_run_at_its_first_step(way, quickstart, tmp_path):
-    changes = [f"{key}={value}" for key, value in WAYS[way].items()]
-    overrides = [*SETTINGS, *changes, f"checkpoint.output_dir={tmp_path / 'run'}"]
-    job, shown = plan_for(load_recipe(quickstart / "stories260k.yaml", overrides=overrides)), []
+def test_a_loss_without_gradients_ends_the_run_at_its_first_step(way, tmp_path):
+    shown = []
     with pytest.raises(UserError, match="No gradient reached any") as caught:
-        run(job, shown.append, change=cut_off)
+        run(plan_run(tmp_path, **{"data.val_split": 0}, **WAYS[way]), shown.append, change=detach_loss)
     assert caught.value.exit_code == 1
     assert not shown and not (tmp_path / "run" / "model").exists()
 
 
 @pytest.mark.parametrize("in_backward", [False, True])
-def test_each_step_is_judged_by_its_own_backward(in_backward):
+def test_each_step_needs_gradients_of_its_backward(in_backward):
     model = tiny()
     optimizer = build_optimizer(model, plan("adamw_torch", in_backward=in_backward))
     set_learning_rate(optimizer, 1e-3)
-    ids = torch.arange(24)[None]
-    model(input_ids=ids, labels=ids).loss.backward()
+    backward(model, 1)
     check_gradients(optimizer)
     optimizer.step()
     optimizer.zero_grad()
@@ -58,8 +108,8 @@ def test_each_step_is_judged_by_its_own_backward(in_backward):
         check_gradients(optimizer)
 
 
-def test_a_parameter_that_took_part_is_enough():
-    """Of a mixture of experts some get no token in a step."""
+def test_one_parameter_with_a_gradient_is_enough():
+    """In a mixture of experts, some experts get no token in a step."""
     model = tiny()
     optimizer = build_optimizer(model, plan("adamw_torch"))
     model.model.norm.weight.grad = torch.zeros_like(model.model.norm.weight)

@@ -1,4 +1,4 @@
-"""torch's fused AdamW in our kernel: the same weights, and states that either can go on from."""
+"""KernelAdamW computes the weights of torch's fused AdamW, and each can load the states of the other."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ def made():
     groups = [{"params": list(model.parameters())[::2], "weight_decay": 0.1},
               {"params": list(model.parameters())[1::2], "weight_decay": 0.0}]
     return model, torch.optim.AdamW(groups, lr=1e-2, fused=True)
-(ours, one), (theirs, other) = made(), made()
+(model, one), (expected, other) = made(), made()
 one = with_kernel_step(one)
 one.grad_scale = other.grad_scale = torch.tensor(2.0)
 for step in range(6):
     x = torch.randn(4, 7)
-    for model, optimizer in ((ours, one), (theirs, other)):
-        model(x).square().sum().backward()
+    for each, optimizer in ((model, one), (expected, other)):
+        each(x).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    if step == 2:  # each goes on from what the other kept
+    if step == 2:  # each continues with the states of the other
         a, b = one.state_dict(), other.state_dict()
         one.load_state_dict(b); other.load_state_dict(a)
-for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+for a, b in zip(model.parameters(), expected.parameters(), strict=True):
     torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-assert one.state[next(ours.parameters())]["step"] == 6
+assert one.state[next(model.parameters())]["step"] == 6
 print("same")
 """
 
 
-def test_it_trains_as_torch_does_and_states_are_exchangeable():
-    """With the kernel, under the interpreter: TRITON_INTERPRET is read when kernels are decorated."""
+def test_it_trains_as_torchs_adamw_and_states_are_exchangeable():
+    """In a process by itself: triton reads TRITON_INTERPRET when kernels are decorated."""
     pytest.importorskip("triton")
     root = Path(__file__).resolve().parents[3]
     paths = os.pathsep.join([str(root), str(root / "kernels"), os.environ.get("PYTHONPATH", "")])
@@ -53,7 +53,7 @@ def test_it_trains_as_torch_does_and_states_are_exchangeable():
     assert done.stdout.strip() == "same", done.stderr
 
 
-def test_groups_and_numbers_are_kept():
+def test_groups_and_options_are_kept():
     weight = torch.nn.Parameter(torch.ones(2))
     given = torch.optim.AdamW([{"params": [weight], "weight_decay": 0.3}], lr=0.5, betas=(0.8, 0.9), fused=True)
     found = with_kernel_step(given)
@@ -63,7 +63,7 @@ def test_groups_and_numbers_are_kept():
     assert group["params"][0] is weight
 
 
-def test_the_key_asks_for_it_and_refuses_another_optimizer(quickstart):
+def test_the_key_requires_fused_adamw(quickstart):
     path = quickstart / "stories260k.yaml"
     assert load_recipe(path, overrides=["kernels.optimizer=true"]).kernels.optimizer
     with pytest.raises(UserError, match=r"kernels\.optimizer is the step of adamw_torch_fused"):

@@ -13,7 +13,7 @@ from ligertune.planning.optimization import Optimizer
 from ligertune.train.optim.lr_schedule import set_learning_rate
 from ligertune.train.optim.optimizers import BUILDERS, build_optimizer
 
-BETAS, EPS, DECAY, RATE = (0.7, 0.9), 0.05, 0.5, 0.1  # far from every default, so that each is seen in two steps
+BETAS, EPS, DECAY, RATE = (0.7, 0.9), 0.05, 0.5, 0.1  # far from the defaults, so that two steps show each
 SHAPE = (6, 10)
 
 
@@ -59,7 +59,7 @@ def adafactor(w: Tensor, grads: list[Tensor]) -> Tensor:
     return w
 
 
-# optimizer -> (its formula, tolerance: bfloat16 states are right to 1 %)
+# optimizer -> (its formula, tolerance); bfloat16 states are exact to 1 %
 FORMULAS = {
     "adamw_torch": (adamw, 1e-5),
     "adamw_torch_fused": (adamw, 1e-5),
@@ -71,7 +71,7 @@ FORMULAS = {
 
 
 @pytest.mark.parametrize("name", FORMULAS)
-def test_three_steps_are_those_of_the_paper(name):
+def test_three_steps_follow_the_formula(name):
     formula, tolerance = FORMULAS[name]
     chance = torch.Generator().manual_seed(3)
     start, *grads = (torch.randn(*SHAPE, generator=chance) for _ in range(4))
@@ -85,7 +85,7 @@ def test_three_steps_are_those_of_the_paper(name):
     torch.testing.assert_close(weight.detach().double(), expected, rtol=tolerance, atol=tolerance)
 
 
-def test_muon_steps_by_an_orthogonal_matrix_of_adamws_size():
+def test_muon_steps_by_an_orthogonal_matrix_with_the_norm_of_adamw():
     """Liu et al. 2025, section 2.2: W (1 - rate decay) - rate * 0.2 sqrt(max(S, L)) U V^T of the momentum's SVD."""
     start, grad = torch.randn(2, 12, 20, generator=torch.Generator().manual_seed(0))
     weight = nn.Parameter(start.clone())
@@ -95,10 +95,10 @@ def test_muon_steps_by_an_orthogonal_matrix_of_adamws_size():
     optimizer.step()
     update = (start * (1 - RATE * DECAY) - weight.detach()) / (RATE * 0.2 * 20**0.5)
     u, _, v = torch.linalg.svd(grad, full_matrices=False)
-    turned = u.T @ update @ v.T
+    rotated = u.T @ update @ v.T
     # Five Newton-Schulz iterations leave singular values between 0.7 and 1.2.
-    torch.testing.assert_close(turned, turned.diagonal().diag(), rtol=0, atol=0.05)
-    assert turned.diagonal().min() > 0.6 and turned.diagonal().max() < 1.25
+    torch.testing.assert_close(rotated, rotated.diagonal().diag(), rtol=0, atol=0.05)
+    assert rotated.diagonal().min() > 0.6 and rotated.diagonal().max() < 1.25
 
 
 class WithHeads(LlamaForCausalLM):
@@ -116,7 +116,7 @@ WAYS = {"plain": {}, "in the backward": {"in_backward": True}, "on the host": {"
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ["adamw_torch_fused", "muon", "lion"])
-def test_matrices_decay_and_vectors_do_not_and_heads_have_their_own_rate(name, way):
+def test_matrices_decay_vectors_do_not_and_heads_have_another_rate(name, way):
     model = WithHeads()
     optimizer = build_optimizer(model, plan(name, heads_lr_multiplier=4.0, **WAYS[way]))
     set_learning_rate(optimizer, 0.25)
@@ -141,8 +141,8 @@ def adamw_bf16_after(steps: int, *, weight: float, grad: float, rate: float, dty
     return SimpleNamespace(weight=weights.detach().float(), **states)
 
 
-def test_stochastic_rounding_draws_anew_in_each_step():
-    """50 steps of 1e-4 on weights of 1, whose neighbour below is 2**-8 away: 1.28 of such moves, binomially spread.
+def test_stochastic_rounding_uses_new_random_numbers_in_each_step():
+    """50 steps of 1e-4 from 1, in units of bfloat16's spacing 2**-8: binomially distributed with mean 1.28.
 
     With the same random numbers in each step 2.6 % of the elements would move 50 times and the others never.
     """
@@ -152,7 +152,7 @@ def test_stochastic_rounding_draws_anew_in_each_step():
     assert moves.max() < 9
 
 
-def test_bf16_moments_follow_the_formula_although_each_step_adds_less_than_their_spacing():
+def test_bf16_moments_follow_the_formula_with_changes_below_their_spacing():
     after = adamw_bf16_after(200, weight=1.0, grad=2.0, rate=0.0, dtype=torch.float32)
     assert after.exp_avg.mean() == pytest.approx(2 * (1 - 0.9**200), rel=2e-3)
     assert after.exp_avg_sq.mean() == pytest.approx(4 * (1 - 0.999**200), rel=5e-3)

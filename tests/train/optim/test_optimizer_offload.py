@@ -1,4 +1,4 @@
-"""The optimizer in host memory computes what the optimizer beside the weights computes."""
+"""An optimizer in host memory (`train.optim_offload`) computes what it computes on the device."""
 
 from __future__ import annotations
 
@@ -6,21 +6,19 @@ import copy
 
 import pytest
 import torch
+from quickstart_runs import plan_run
 from test_optimizers import RATES, plan, saved_and_loaded, steps, tiny
 
 from ligertune.models.shape import read_shape
 from ligertune.planning.memory.states import state_bytes
-from ligertune.recipe import load_recipe
 from ligertune.recipe.optimizer_table import OPTIMIZERS
-from ligertune.run import plan_for, run
+from ligertune.run import run
 from ligertune.train.optim.optimizer_offload import OffloadedOptimizer
 from ligertune.train.optim.optimizers import build_optimizer
 
-ALONE = [name for name, row in OPTIMIZERS.items() if row.needs is None]
 
-
-@pytest.mark.parametrize("name", ALONE)
-def test_it_trains_and_resumes_as_it_does_beside_the_weights(name):
+@pytest.mark.parametrize("name", [name for name, row in OPTIMIZERS.items() if row.needs is None])
+def test_it_trains_and_resumes_as_on_the_device(name):
     rate, found = RATES.get(name, 5e-3), []
     for offload in (False, True):
         model, how = tiny(), plan(name, offload=offload)
@@ -28,7 +26,7 @@ def test_it_trains_and_resumes_as_it_does_beside_the_weights(name):
         losses = steps(model, optimizer, range(4), rate)
         weights, state = copy.deepcopy(model.state_dict()), saved_and_loaded(optimizer.state_dict())
         again = tiny()
-        resumed = build_optimizer(again, how)  # its twins have other weights than are loaded now
+        resumed = build_optimizer(again, how)  # its host copies have other weights than are loaded now
         again.load_state_dict(weights)
         resumed.load_state_dict(state)
         found.append(losses + steps(again, resumed, range(4, 8), rate))
@@ -37,26 +35,23 @@ def test_it_trains_and_resumes_as_it_does_beside_the_weights(name):
 
 
 @pytest.mark.parametrize("name", ["adamw_torch_fused", "muon"])
-def test_the_device_keeps_nothing_and_the_disk_needs_as_much(name):
-    shape = read_shape(tiny()).parameters
-    how = {"weight_dtype": "bfloat16", "optim": name, "method": "full"}
-    beside, hosted = state_bytes(shape, **how), state_bytes(shape, **how, offload=True)
+def test_states_are_planned_in_host_memory_and_on_disk(name):
+    shape, how = read_shape(tiny()).parameters, {"weight_dtype": "bfloat16", "optim": name, "method": "full"}
+    on_device, hosted = state_bytes(shape, **how), state_bytes(shape, **how, offload=True)
     assert (hosted.optimizer, hosted.step) == (0, 0)
-    assert hosted.in_host_memory == beside.optimizer > 0
-    assert hosted.saved_states == beside.saved_states
+    assert hosted.in_host_memory == on_device.optimizer > 0
+    assert hosted.saved_states == on_device.saved_states
 
 
-def test_the_key_trains_a_run_to_the_same_losses(quickstart, tmp_path):
-    base = ["data.datasets.0.max_samples=20", "data.val_split=0", "train.max_steps=3", "logging.logging_steps=1",
-            "train.gradient_accumulation_steps=1", "train.max_grad_norm=0.5"]  # fmt: skip
+def test_a_run_with_the_key_has_the_same_losses(tmp_path):
     found = []
     for offload in ("false", "true"):
-        own = [f"train.optim_offload={offload}", f"checkpoint.output_dir={tmp_path / offload}"]
-        job, lines = plan_for(load_recipe(quickstart / "stories260k.yaml", overrides=[*base, *own])), []
+        changes = {"data.val_split": 0, "train.max_grad_norm": 0.5, "train.optim_offload": offload}
+        job, lines = plan_run(tmp_path / offload, **changes), []
         run(job, lines.append)
         found.append(([line["loss"] for line in lines], job.plan.bytes.optimizer > 0))
     assert found[1][0] == pytest.approx(found[0][0], rel=1e-6)
-    assert [held for _, held in found] == [True, False]
+    assert [on_device for _, on_device in found] == [True, False]
 
 
 @pytest.mark.gpu

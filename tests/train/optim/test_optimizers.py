@@ -1,4 +1,4 @@
-"""Every optimizer of the table: it lowers the loss, resumes to the same bits, and keeps as many bytes as planned."""
+"""Every optimizer lowers the loss, resumes bit-exactly, and has states of the planned size; GaLore and rounding."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from ligertune.train.optim.galore import top_singular_vectors
 from ligertune.train.optim.lr_schedule import set_learning_rate
 from ligertune.train.optim.optimizers import BUILDERS, build_optimizer
 
-# sgd moves by the gradient itself, lion by its sign, adafactor by a share of each weight
+# Learning rates: sgd moves by the gradient, lion by its sign, adafactor by a share of each weight.
 RATES = {"sgd": 0.5, "lion": 1e-3, "adafactor": 3e-2, "galore_adamw": 2e-2}
 
 
 def tiny() -> LlamaForCausalLM:
-    """Its matrices have 4096 elements or more, as quantising optimizers ask."""
+    """Return a Llama whose matrices have at least 4096 elements, which quantising optimizers need."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4
@@ -38,11 +38,11 @@ def plan(name: str, **changes: object) -> Optimizer:
 
 
 def steps(model, optimizer, numbers, rate: float) -> list[float]:
-    """Losses of some steps, on a batch that depends on the step's number."""
+    """Return the losses of some steps, each on a batch that depends on its number."""
     losses = []
     for number in numbers:
         generator = torch.Generator().manual_seed(number % 4)
-        ids = torch.randint(0, 8, (2, 24), generator=generator)  # eight of 64 tokens: soon learnt
+        ids = torch.randint(0, 8, (2, 24), generator=generator)  # 8 of 64 tokens: learnt quickly
         set_learning_rate(optimizer, rate)
         loss = model(input_ids=ids, labels=ids, use_cache=False).loss
         loss.backward()
@@ -53,7 +53,7 @@ def steps(model, optimizer, numbers, rate: float) -> list[float]:
 
 
 def saved_and_loaded(state: dict) -> dict:
-    """As a checkpoint does it."""
+    """Save and load a state dict as a checkpoint does."""
     memory = io.BytesIO()
     torch.save(state, memory)
     memory.seek(0)
@@ -66,7 +66,7 @@ def installed(name: str):
     return pytest.param(name, marks=pytest.mark.skipif(absent, reason=f"needs {package}"))
 
 
-def test_the_table_and_its_builders_are_the_same_list():
+def test_every_optimizer_has_a_builder():
     assert list(BUILDERS) == list(OPTIMIZERS)
 
 
@@ -91,9 +91,9 @@ def test_it_lowers_the_loss_and_resumes_bit_exactly(name, in_backward):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", [installed(name) for name in OPTIMIZERS])
-def test_its_states_take_the_planned_bytes(name, dtype):
+def test_its_states_have_the_planned_size(name, dtype):
     if OPTIMIZERS[name].needs:
-        pytest.skip("a quantised state's parts are its package's own")
+        pytest.skip("the layout of quantised states is that of their package")
     model = tiny().to(getattr(torch, dtype))
     optimizer = build_optimizer(model, plan(name))
     steps(model, optimizer, range(1), 1e-3)
@@ -103,7 +103,7 @@ def test_its_states_take_the_planned_bytes(name, dtype):
     assert planned.weights == sum(p.numel() * p.element_size() for p in model.parameters())
 
 
-def test_in_backward_keeps_no_gradients_and_computes_the_same():
+def test_steps_in_the_backward_free_gradients_and_compute_the_same():
     weights = []
     for in_backward in (False, True):
         model = tiny()
@@ -117,7 +117,7 @@ def test_in_backward_keeps_no_gradients_and_computes_the_same():
     torch.testing.assert_close(*weights)
 
 
-def test_muon_leaves_embedding_head_and_norms_to_adamw():
+def test_muon_steps_layer_matrices_and_adamw_the_rest():
     model = tiny()
     optimizer = build_optimizer(model, plan("muon"))
     muon, adamw = optimizer.parts
@@ -129,8 +129,8 @@ def test_muon_leaves_embedding_head_and_norms_to_adamw():
     assert {group["lr"] for part in optimizer.parts for group in part.param_groups} == {0.125}
 
 
-def galore_by_the_paper(weights: torch.Tensor, grads: list[torch.Tensor], how: Optimizer, rate: float) -> torch.Tensor:
-    """Algorithm 2 for a wide matrix, in float64 and with a whole singular value decomposition."""
+def galore_reference(weights: torch.Tensor, grads: list[torch.Tensor], how: Optimizer, rate: float) -> torch.Tensor:
+    """Zhao et al. 2024, algorithm 2, for a wide matrix, in float64 and by singular value decomposition."""
     weight, (beta1, beta2), numbers = weights.double(), how.betas, how.galore
     mean = square = 0
     for step, grad in enumerate(g.double() for g in grads):
@@ -145,11 +145,8 @@ def galore_by_the_paper(weights: torch.Tensor, grads: list[torch.Tensor], how: O
 
 
 @pytest.mark.parametrize("tall", [False, True], ids=["wide", "tall"])
-def test_galore_is_the_paper_s(tall):
-    """Gradients with directions that are clearly strongest, as subspace iteration needs.
-
-    The projector is chosen at the first and the fourth of five steps.
-    """
+def test_galore_is_algorithm_2_of_its_paper(tall):
+    """Singular values fall fast, as subspace iteration needs. The projector is updated at steps 1 and 4 of 5."""
     chance = torch.Generator().manual_seed(0)
     left, right = (torch.linalg.qr(torch.randn(n, 24, generator=chance)).Q for n in (24, 40))
     strengths = torch.tensor([2.0**-i for i in range(24)])
@@ -162,12 +159,12 @@ def test_galore_is_the_paper_s(tall):
     for grad in grads:
         weight.grad = grad.T.contiguous() if tall else grad
         optimizer.step()
-    expected = galore_by_the_paper(start, grads, how, 0.1).float()
+    expected = galore_reference(start, grads, how, 0.1).float()
     torch.testing.assert_close(weight.T if tall else weight, expected, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize(("decay", "share"), [(1.0, 0.99), (0.5, 0.97), (0.1, 0.9)], ids=["fast", "slow", "hardly"])
-def test_the_directions_of_galore_hold_almost_what_the_strongest_do(decay, share):
+def test_the_projector_keeps_almost_the_largest_singular_values(decay, share):
     """Singular values fall as i**-decay."""
     chance = torch.Generator().manual_seed(0)
     left, right = (torch.linalg.qr(torch.randn(n, 96, generator=chance)).Q for n in (96, 160))
@@ -178,7 +175,7 @@ def test_the_directions_of_galore_hold_almost_what_the_strongest_do(decay, share
     assert share < held < 1 + 1e-5
 
 
-def test_rounding_by_chance_is_right_on_average_and_keeps_what_is_not_finite():
+def test_stochastic_rounding_keeps_the_mean_and_non_finite_values():
     value = torch.full((200_000,), 1.001)  # between 1 and 1 + 2**-7
     rounded = stochastic_round(value, torch.Generator().manual_seed(0))
     assert set(rounded.tolist()) == {1.0, 1.0078125}
