@@ -83,11 +83,12 @@ def make_report(
     fitted: TrainResult,
     *,
     model_path: str | None,
+    medusa: dict | None,
     seconds: float,
-    medusa: dict | None = None,
-    notes: tuple[str, ...] = (),
+    seconds_to_first_step: dict[str, float],
+    notes: tuple[str, ...],
 ) -> Report:
-    """Return the report of a run. medusa: the report on trained heads. notes: in addition to plan and training."""
+    """Return the report of a run. medusa: the report on trained heads. notes: added to those of plan and training."""
     losses = [line["loss"] for line in read_metrics(plan.output_dir / "metrics.jsonl") if "loss" in line]
     return Report(
         status="interrupted" if fitted.stopped_by else "completed",
@@ -115,6 +116,7 @@ def make_report(
         versions=versions(),
         notes=(*plan.notes, *fitted.notes, *notes),
         medusa=medusa,
+        seconds_to_first_step=seconds_to_first_step,
     )
 
 

@@ -49,10 +49,9 @@ def plan_for(
 ) -> Job:
     """Check a recipe, load its configuration, tokenizer and data, and resolve every number of the run.
 
-    Checks run in the order of their cost: a missing file is reported before torch is imported. Raises UserError.
-    progress: called while data are prepared. for_show: nothing will be written, so output_dir may hold a run, and the
-    device may be an imagined one of `memory_gib` GiB, or `gpus` of them that share the model states. processes: number
-    of ranks, if no launcher sets it.
+    Checks run in the order of their cost. Raises UserError. progress: called while data are prepared. for_show: nothing
+    will be written, so output_dir may hold a run, and the device may be an imagined one of `memory_gib` GiB, or `gpus`
+    of them that share the model states. processes: number of ranks, if no launcher sets it.
     """
     if not for_show:
         check_output_dir(recipe)
@@ -122,11 +121,15 @@ def run(
             fitted = fit(Training(job, accelerator, model, show=show), stop=stop, phases=phases)
         saves = plan.checkpoint.save_model and not fitted.stopped_by
         model_path, medusa = save_final_model(job, accelerator, fitted) if saves else (None, None)
-        streamed = job.data.train.stream.account() if job.data.streamed else ()
         report = make_report(
-            plan, fitted, model_path=model_path, seconds=time.perf_counter() - began, medusa=medusa, notes=streamed
+            plan,
+            fitted,
+            model_path=model_path,
+            medusa=medusa,
+            seconds=time.perf_counter() - began,
+            seconds_to_first_step=phases.seconds,
+            notes=job.data.train.stream.account() if job.data.streamed else (),
         )
-        report = replace(report, seconds_to_first_step=phases.seconds)
         if accelerator.is_main_process:
             draw_curves(plan.output_dir)
             write_json(plan.output_dir / "report.json", report.as_dict())

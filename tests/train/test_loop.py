@@ -11,24 +11,15 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from quickstart_runs import plan_run
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from ligertune.data.examples import Example, Examples
-from ligertune.recipe import load_recipe
-from ligertune.run import plan_for, run
+from ligertune.run import run
 
-STEPS, EXAMPLES = 4, 40
-BASE = {
-    "data.datasets.0.max_samples": EXAMPLES,
-    "data.packing": False,
-    "train.group_by_length": False,
-    "train.max_steps": STEPS,
-    "logging.logging_steps": 1,
-    "checkpoint.save_strategy": "no",
-    "model.dtype": "float32",
-}
+STEPS = 4
 USUAL = {
     "per_device_train_batch_size": 2,
     "gradient_accumulation_steps": 2,
@@ -109,10 +100,8 @@ def plain_loop(folder: Path, examples: Examples, how: SimpleNamespace) -> tuple[
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_equals_the_plain_loop(name, quickstart, tmp_path):
     how = SimpleNamespace(**USUAL | RUNS[name])
-    settings = {**BASE, **{f"train.{key}": value for key, value in vars(how).items()}, "data.val_split": 0.1,
-                "train.max_steps": STEPS, "checkpoint.output_dir": tmp_path / "run"}  # fmt: skip
-    overrides = [f"{key}={value}" for key, value in settings.items()]
-    job = plan_for(load_recipe(quickstart / "stories260k.yaml", overrides=overrides))
+    changes = {f"train.{key}": value for key, value in vars(how).items()}
+    job = plan_run(tmp_path, **changes, **{"train.max_steps": STEPS, "train.group_by_length": False})
     report = run(job, lambda line: None)
     assert (len(job.data.train), len(job.data.eval)) == (36, 4)
     expected, model = plain_loop(quickstart / "stories260K", job.data.train, how)

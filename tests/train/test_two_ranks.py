@@ -9,76 +9,61 @@ from pathlib import Path
 import pytest
 import torch
 from forked_ranks import on_ranks
+from quickstart_runs import RESUME, plan_run, saves, train, unfinished
 
-from ligertune.recipe import load_recipe
-from ligertune.run import plan_for, run
 from ligertune.train.checkpoint.checkpoint_files import save_checkpoint
 from ligertune.train.distributed import start_accelerator
-from ligertune.train.job import Job
 
 SETTINGS = {
     "data.datasets.0.max_samples": 35,  # an epoch ends inside a step
     "data.val_split": 0.2,
-    "data.packing": False,
     "eval.eval_strategy": "steps",
     "eval.eval_steps": 3,
     "train.max_steps": 4,
     "train.global_batch_size": 8,
-    "train.per_device_train_batch_size": 2,
     "train.max_grad_norm": 0.5,
-    "logging.logging_steps": 1,
-    "checkpoint.save_strategy": "steps",
-    "checkpoint.save_steps": 2,
     "model.dtype": "float32",
 }
-
-
-def plan(quickstart: Path, folder: Path, **changes: object) -> Job:
-    settings = {**SETTINGS, "checkpoint.output_dir": folder, **changes}
-    overrides = [f"{key}={value}" for key, value in settings.items()]
-    return plan_for(load_recipe(quickstart / "stories260k.yaml", overrides=overrides))
+DDP = {"parallel.strategy": "ddp"}
 
 
 def metrics(folder: Path) -> list[tuple]:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     return [tuple(line[key] for key in ("loss", "grad_norm", "tokens", "padded_tokens") if key in line)
             or (line["eval_loss"],) for line in lines if "note" not in line]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def alone(quickstart, tmp_path_factory) -> list[tuple]:
+def alone(tmp_path_factory) -> list[tuple]:
     """One process, which accumulates four micro-batches per step."""
-    folder = tmp_path_factory.mktemp("alone") / "run"
-    run(plan(quickstart, folder, **{"checkpoint.save_strategy": "no"}), lambda line: None)
+    folder = tmp_path_factory.mktemp("alone")
+    train(folder, **SETTINGS)
     return metrics(folder)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_ranks_train_as_one_process_which_can_resume_their_checkpoint(strategy, alone, quickstart, tmp_path):
+def test_ranks_train_as_one_process_which_can_resume_their_checkpoint(strategy, alone, tmp_path):
     """Gradient norms are compared, too: AdamW's losses do not depend on the gradients' scale."""
-    folder = tmp_path / "run"
-    on_ranks(
-        2, lambda rank: run(plan(quickstart, folder, **{"parallel.strategy": strategy}), lambda line: None) and None
-    )
+    settings = {**SETTINGS, **saves(2)}
+    on_ranks(2, lambda rank: train(tmp_path, **settings, **{"parallel.strategy": strategy}) and None)
     assert [len(line) for line in alone] == [4, 4, 4, 1, 4, 1]
-    for found, expected in zip(metrics(folder), alone, strict=True):
+    for found, expected in zip(metrics(tmp_path), alone, strict=True):
         assert found == pytest.approx(expected, rel=1e-5)
-    (folder / "report.json").unlink()  # as if both ranks had been killed after step 2
-    resumed = run(plan(quickstart, folder, **{"checkpoint.resume_from_checkpoint": "auto"}), lambda line: None)
-    assert resumed.resumed_from == 2
-    for found, expected in zip(metrics(folder), alone, strict=True):
+    unfinished(tmp_path)  # as if both ranks had been killed after step 2
+    assert train(tmp_path, **settings, **RESUME).resumed_from == 2
+    for found, expected in zip(metrics(tmp_path), alone, strict=True):
         assert found == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_checkpoint_is_renamed_after_the_slowest_rank_has_written(quickstart, tmp_path):
+def test_a_checkpoint_is_renamed_after_the_slowest_rank_has_written(tmp_path):
     """Rank 1 starts to write half a second late."""
 
     def save(rank: int) -> None:
-        job = plan(quickstart, tmp_path / "run", **{"parallel.strategy": "ddp"})
-        accelerator = start_accelerator(job.plan)
+        plan = plan_run(tmp_path, **SETTINGS, **DDP).plan
+        accelerator = start_accelerator(plan)
         accelerator.register_save_state_pre_hook(lambda *_: time.sleep(0.5 * rank))
         accelerator.prepare(torch.nn.Linear(2, 2))
-        save_checkpoint(accelerator, job.plan, 2)
+        save_checkpoint(accelerator, plan, 2)
 
     on_ranks(2, save)
     folder = tmp_path / "run" / "checkpoints" / "step-2"
@@ -87,23 +72,22 @@ def test_a_checkpoint_is_renamed_after_the_slowest_rank_has_written(quickstart, 
     assert json.loads((folder / "progress.json").read_text())["files"].keys() == files - {"progress.json"}
 
 
-def test_ranks_draw_different_random_numbers_and_the_same_after_a_restart(quickstart, tmp_path):
+def test_ranks_draw_different_random_numbers_and_the_same_after_a_restart(tmp_path):
     def draw(rank: int) -> list[float]:
-        start_accelerator(plan(quickstart, tmp_path / "run", **{"parallel.strategy": "ddp"}).plan)
+        start_accelerator(plan_run(tmp_path, **SETTINGS, **DDP).plan)
         return torch.rand(3).tolist()
 
     first, second = on_ranks(2, draw), on_ranks(2, draw)
     assert first == second and first[0] != first[1]
 
 
-def test_a_resumed_run_draws_the_same_dropout(quickstart, tmp_path):
+def test_a_resumed_run_draws_the_same_dropout(tmp_path):
     """With LoRA dropout of one half, the loss of step 3 depends on the random state after step 2."""
-    dropout = {"method.type": "lora", "method.lora_r": 4, "method.lora_dropout": 0.5, "train.max_steps": 3,
-               "data.val_split": 0, "eval.eval_strategy": "no"}  # fmt: skip
+    settings = {**SETTINGS, **saves(2), "method.type": "lora", "method.lora_r": 4, "method.lora_dropout": 0.5,
+                "train.max_steps": 3, "data.val_split": 0, "eval.eval_strategy": "no"}  # fmt: skip
     found = []
-    for resume in ("never", "auto"):
-        job = plan(quickstart, tmp_path / "run", **dropout, **{"checkpoint.resume_from_checkpoint": resume})
-        assert run(job, lambda line: None).resumed_from == (2 if resume == "auto" else 0)
-        found.append(metrics(tmp_path / "run"))
-        (tmp_path / "run" / "report.json").unlink()
+    for resume, step in (({}, 0), (RESUME, 2)):
+        assert train(tmp_path, **settings, **resume).resumed_from == step
+        found.append(metrics(tmp_path))
+        unfinished(tmp_path)
     assert found[0] == found[1]

@@ -9,10 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from quickstart_runs import RESUME, plan_run
 
 from ligertune.errors import UserError
-from ligertune.recipe import load_recipe
-from ligertune.run import plan_for
 from ligertune.storage import newest_checkpoint
 from ligertune.train.checkpoint.checkpoint_files import complete, resume_folder
 from ligertune.train.checkpoint.load_checkpoint import saved_progress
@@ -20,11 +19,11 @@ from ligertune.train.evaluate import EarlyStopping
 
 
 @pytest.fixture(scope="module")
-def plan(quickstart, tmp_path_factory):
+def plan(tmp_path_factory):
     """The plan of a run that keeps two checkpoints and resumes from the newest undamaged one."""
-    settings = [f"checkpoint.output_dir={tmp_path_factory.mktemp('run')}", "checkpoint.save_total_limit=2",
-                "checkpoint.resume_from_checkpoint=auto", "data.datasets.0.max_samples=20"]  # fmt: skip
-    return plan_for(load_recipe(quickstart / "stories260k.yaml", overrides=settings)).plan
+    return plan_run(
+        tmp_path_factory.mktemp("run"), **RESUME, **{"checkpoint.save_total_limit": 2, "train.max_steps": 10}
+    ).plan
 
 
 @pytest.fixture

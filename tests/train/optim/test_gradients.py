@@ -18,6 +18,7 @@ from ligertune.train.optim.optimizers import build_optimizer
 
 # Below all gradient norms of the tiny model, between them, and above them: each, some and no step is clipped.
 MAX_NORMS = (0.05, 2.0, 1e6)
+ONE_MICRO_BATCH = {"data.val_split": 0, "train.gradient_accumulation_steps": 1}
 WAYS = {
     "clipped": {"train.max_grad_norm": 1.0},
     "not clipped": {"train.max_grad_norm": 0},
@@ -90,7 +91,7 @@ def detach_loss(model: torch.nn.Module) -> None:
 def test_a_loss_without_gradients_ends_the_run_at_its_first_step(way, tmp_path):
     shown = []
     with pytest.raises(UserError, match="No gradient reached any") as caught:
-        run(plan_run(tmp_path, **{"data.val_split": 0}, **WAYS[way]), shown.append, change=detach_loss)
+        run(plan_run(tmp_path, **ONE_MICRO_BATCH, **WAYS[way]), shown.append, change=detach_loss)
     assert caught.value.exit_code == 1
     assert not shown and not (tmp_path / "run" / "model").exists()
 
