@@ -76,22 +76,14 @@ def test_ranks_share_a_stream_as_one_process_reads_it(tmp_path):
     assert found == pytest.approx(alone, rel=1e-5)
 
 
-NEEDS_TORCHAO = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not find_spec("torchao"), reason="needs the package torchao (pip install 'ligertune[quant]')"),
+needs_torchao = pytest.mark.skipif(not find_spec("torchao"), reason="needs torchao: pip install 'ligertune[quant]'")
+TORCHAO = [
+    pytest.param({"train.optim": name, "model.dtype": "bfloat16"}, id=name, marks=[pytest.mark.slow, needs_torchao])
+    for name in ("adamw_torch_8bit", "adamw_torch_4bit", "adamw_torch_fp8")
 ]
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        pytest.param({}, id="adamw"),
-        *(
-            pytest.param({"train.optim": name, "model.dtype": "bfloat16"}, id=name, marks=NEEDS_TORCHAO)
-            for name in ("adamw_torch_8bit", "adamw_torch_4bit", "adamw_torch_fp8")
-        ),
-    ],
-)
+@pytest.mark.parametrize("changes", [pytest.param({}, id="adamw"), *TORCHAO])
 def test_fsdp_resumes_to_the_same_bits_and_its_model_loads(changes, tmp_path):
     from transformers import AutoModelForCausalLM
 
