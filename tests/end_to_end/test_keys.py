@@ -184,14 +184,16 @@ def test_logging_steps_and_warmup_steps_of_the_report(train, usual):
     lines = metrics(folder)
     assert [line["step"] for line in lines if "loss" in line] == [2, 3]
     assert lines[0]["loss"] == pytest.approx(sum(usual[0][:2]) / 2)
+    assert lines[0]["remaining_seconds"] == pytest.approx(lines[0]["seconds"] / 2)  # one of three steps is left
     assert (report["throughput"]["steps"], usual[2]["throughput"]["steps"]) == (1, 2)
 
 
 def test_report_mfu_and_the_rates_of_the_report(tmp_path):
     work = Counts(steps=1, tokens=16, padded_tokens=20, trained_tokens=10, flops=1e12)
-    for mfu, expected in (("true", pytest.approx(5e-4)), ("false", None)):
+    for mfu, expected in (("true", pytest.approx(2.5e-4)), ("false", None)):
         plan = plan_run(tmp_path, **{"report.mfu": mfu, "model.dtype": "bfloat16"}).plan
-        plan = replace(plan, machine=replace(plan.machine, peak_flops=1e15))
+        two = replace(plan.batching, world_size=2)
+        plan = replace(plan, machine=replace(plan.machine, peak_flops=1e15), batching=two)
         found = throughput(plan, work, 2.0, warmup_excluded=True)
         assert found.mfu == expected
         rates = found.tokens_per_second, found.padded_tokens_per_second, found.trained_tokens_per_second

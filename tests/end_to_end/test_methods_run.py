@@ -31,6 +31,7 @@ ADAPTER = {
     "method.type": "lora",
     "method.lora_r": 4,
     "method.lora_target_modules": "[q_proj, up_proj]",
+    "data.system_prompt": "Answer briefly.",
     "method.lora_dropout": 0.1,  # a resumed run must draw the same random numbers
 }
 
@@ -84,7 +85,6 @@ def test_an_adapters_checkpoint_has_no_frozen_weights_and_resumes_bit_exactly(ad
     assert (tmp_path / "run" / name).read_bytes() == (adapted / name).read_bytes()
 
 
-@slow
 def test_the_adapter_loads_in_peft_and_merges_to_the_same_model(adapted, quickstart, tmp_path, ligertune):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
@@ -104,12 +104,11 @@ def test_the_adapter_loads_in_peft_and_merges_to_the_same_model(adapted, quickst
     assert (expected - plain).abs().max() > 0.1  # the adapter changes the logits
 
 
-@slow
 def test_an_adapter_is_exported_alone_and_answers_prompts(adapted, tmp_path):
     assert export_run(adapted, tmp_path / "alone", adapter=True, checkpoint=None).kind == "adapter"
     options = {"raw": False, "max_new_tokens": 5, "temperature": 0.0, "top_p": 1.0, "seed": 0}
     answer = generate_answer(str(tmp_path / "alone"), "Name three colours.", **options)
-    assert "### Instruction:\nName three colours." in answer.prompt
+    assert "Answer briefly." in answer.prompt and "### Instruction:\nName three colours." in answer.prompt
 
 
 @slow
