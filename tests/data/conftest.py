@@ -1,4 +1,4 @@
-"""Tokenizers of five kinds, loaded once, and a short way to prepare data with them."""
+"""Fixtures of the data tests: five kinds of tokenizers, loaded once, and prepared data."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from row_files import write_rows
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ligertune.data.prepare import PreparedData, prepare
@@ -28,16 +29,17 @@ def tokenizer_named(corpus: Path) -> Callable[[str], PreTrainedTokenizerBase]:
 
 @pytest.fixture(scope="session")
 def stories(quickstart: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer that is shipped: these tests need no corpus."""
+    """Return the quickstart's tokenizer, which needs no corpus."""
     return AutoTokenizer.from_pretrained(quickstart / "stories260K")
 
 
 @pytest.fixture
-def prepared(stories: PreTrainedTokenizerBase) -> Callable[..., PreparedData]:
-    """prepared(path, tokenizer=stories, seed=0, dataset={...}, **data section)"""
+def prepared(stories: PreTrainedTokenizerBase, tmp_path: Path) -> Callable[..., PreparedData]:
+    """Call as prepared(rows or path, tokenizer=stories, seed=0, dataset={...}, **data options)."""
 
-    def of(path: Path, *, tokenizer=stories, seed: int = 0, dataset: dict | None = None, **data) -> PreparedData:
+    def of(data, *, tokenizer=stories, seed: int = 0, dataset: dict | None = None, **options) -> PreparedData:
+        path = data if isinstance(data, Path) else write_rows(tmp_path / "d.jsonl", data)
         sets = [DatasetOptions(path=str(path), **(dataset or {}))]
-        return prepare(DataOptions(datasets=sets, **data), tokenizer, seed=seed)
+        return prepare(DataOptions(datasets=sets, **options), tokenizer, seed=seed)
 
     return of

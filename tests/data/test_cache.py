@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from row_files import write_rows
 from transformers import AutoTokenizer
 
 from ligertune.data.cache import cache_home
@@ -33,12 +33,7 @@ def home(tmp_path, monkeypatch) -> Path:
 
 @pytest.fixture
 def rows(tmp_path) -> Path:
-    return write(tmp_path / "rows.jsonl", ROWS)
-
-
-def write(path: Path, rows: list[dict]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    return write_rows(tmp_path / "rows.jsonl", ROWS)
 
 
 def entries(home: Path) -> list[Path]:
@@ -105,7 +100,7 @@ def test_a_changed_byte_a_tokenizer_and_a_template_change_the_key(home, rows, pr
     for text, expected in (("a", False), ("a", True), ("b", False)):
         file.write_text("{% for m in messages %}{{ m.content }}</s>{% endfor %}" + text)
         assert is_cached(prepared(rows, prompt_template=str(file))) is expected
-    write(rows, [*ROWS[:-1], {"instruction": "No!", "output": ""}])
+    write_rows(rows, [*ROWS[:-1], {"instruction": "No!", "output": ""}])
     assert not is_cached(prepared(rows, prompt_template="chat"))
 
 
@@ -196,7 +191,7 @@ def result_of(process: subprocess.Popen[str]) -> tuple[str, str]:
 
 
 def test_one_of_several_processes_makes_the_entry(home, tmp_path, quickstart):
-    big = write(tmp_path / "big.jsonl", ROWS * 60)  # takes seconds, so that the processes overlap
+    big = write_rows(tmp_path / "big.jsonl", ROWS * 60)  # takes seconds, so that the processes overlap
     found = [result_of(process) for process in [start(quickstart, big) for _ in range(3)]]
     assert sorted(cached for cached, _ in found) == ["0", "1", "1"]
     assert len({fingerprint for _, fingerprint in found}) == 1 == len(entries(home))
@@ -213,7 +208,7 @@ def test_the_first_rank_of_a_node_makes_the_entry(home, rows, quickstart):
 
 
 def test_a_killed_writer_leaves_no_entry(home, tmp_path, quickstart):
-    big = write(tmp_path / "big.jsonl", ROWS * 400)
+    big = write_rows(tmp_path / "big.jsonl", ROWS * 400)
     writer = start(quickstart, big)
     while not (home.is_dir() and list(home.glob(".writing-*/input_ids"))):
         time.sleep(0.01)
@@ -221,7 +216,7 @@ def test_a_killed_writer_leaves_no_entry(home, tmp_path, quickstart):
     writer.send_signal(signal.SIGKILL)
     writer.wait()
     assert [path.name[0] for path in entries(home)] == ["."]  # temporary, not an entry
-    small = write(big, ROWS)
+    small = write_rows(big, ROWS)
     tokenizer = AutoTokenizer.from_pretrained(quickstart / "stories260K")
     assert not is_cached(prepare(DataOptions(datasets=[DatasetOptions(path=str(small))]), tokenizer, seed=0))
 

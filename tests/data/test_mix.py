@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
+from row_files import write_rows
 
 from ligertune.data.prepare import mix_datasets, prepare
 from ligertune.planning.options import DataOptions, DatasetOptions
@@ -30,11 +30,10 @@ def test_the_seed_decides_the_draw():
 
 @pytest.fixture
 def two(tmp_path) -> list[Path]:
-    paths = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
-    for path, count in zip(paths, (20, 10), strict=True):
-        rows = [{"instruction": f"{path.stem}{number}", "output": "o"} for number in range(count)]
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return paths
+    return [
+        write_rows(tmp_path / f"{name}.jsonl", ({"instruction": f"{name}{n}", "output": "o"} for n in range(count)))
+        for name, count in (("a", 20), ("b", 10))
+    ]
 
 
 def test_prepare_mixes_and_notes_it(two, stories):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from html.parser import HTMLParser
 
 import numpy as np
 import pytest
+from row_files import write_rows
 
 from ligertune.cli.render.data_page import data_page
 from ligertune.data.batching.packing import pack
@@ -49,9 +49,7 @@ class Reader(HTMLParser):
 
 @pytest.fixture
 def hostile(tmp_path, prepared):
-    path = tmp_path / "<i>d.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    return prepared(path)
+    return prepared(write_rows(tmp_path / "<i>d.jsonl", ROWS))
 
 
 def recipe(**train: object) -> Recipe:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import signal
 from pathlib import Path
 
 import pytest
+from row_files import write_rows
 
 from ligertune.data.examples import Examples
 from ligertune.data.prepare import prepare
@@ -22,10 +22,8 @@ ROWS = 7 * ROWS_PER_CHUNK + 3  # enough for workers, and a last chunk that is no
 
 @pytest.fixture(scope="module")
 def many(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("many") / "many.jsonl"
     rows = [{"instruction": f"Say {n}.", "output": "" if n % 100 == 7 else f"{n} " * (n % 9 + 1)} for n in range(ROWS)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    return write_rows(tmp_path_factory.mktemp("many") / "many.jsonl", rows)
 
 
 def test_more_processes_give_the_same_examples_and_report(many, prepared):

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from itertools import chain
 from pathlib import Path
 
 import numpy as np
 import pytest
+from row_files import write_rows
 
 from ligertune.data.examples import Example, Examples
 from ligertune.data.prepare import prepare
 from ligertune.errors import UserError
 from ligertune.planning.options import DataOptions, DatasetOptions
-
-
-def write(path: Path, rows: list[dict]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 def alpaca(*outputs: str) -> list[dict]:
@@ -26,50 +21,43 @@ def alpaca(*outputs: str) -> list[dict]:
 
 @pytest.fixture
 def hundred(tmp_path) -> Path:
-    return write(tmp_path / "hundred.jsonl", alpaca(*(f"{number} " * (number + 1) for number in range(100))))
+    return write_rows(tmp_path / "hundred.jsonl", alpaca(*(f"{number} " * (number + 1) for number in range(100))))
 
 
 def test_examples_are_what_the_tokenizer_gives(tmp_path, prepared, stories):
-    example = prepared(write(tmp_path / "d.jsonl", alpaca("Zero.")), prompt_template="alpaca").train[0]
+    example = prepared(alpaca("Zero."), prompt_template="alpaca").train[0]
     text = stories.decode(example.input_ids, skip_special_tokens=True)
     assert text.strip().startswith("Below is") and text.endswith("### Response:\nZero.")
     trained = example.labels != -100
     assert stories.decode(example.labels[trained]) == "Zero.</s>"
-    assert np.array_equal(example.labels[trained], example.input_ids[trained])  # aligned, not shifted
+    assert np.array_equal(example.labels[trained], example.input_ids[trained])  # not shifted
     assert example.input_ids.dtype == example.labels.dtype == np.int32
     assert example.source == f"{tmp_path / 'd.jsonl'}:1"
 
 
 def test_val_split_is_a_seeded_draw(hundred, prepared):
-    def sources(seed):
+    def split(seed):
         data = prepared(hundred, seed=seed, val_split=0.1)
-        return data.train.sources, data.eval.sources
+        return data.train.sources, data.eval.sources, data
 
-    train, held_out = sources(7)
-    assert (len(train), len(held_out)) == (90, 10)
-    assert set(train).isdisjoint(held_out)
-    assert sources(7) == (train, held_out) != sources(8)
-    line = [int(source.rpartition(":")[2]) for source in train]
-    assert line == sorted(line)
+    train, held_out, data = split(7)
+    assert (len(train), len(held_out)) == (90, 10) and set(train).isdisjoint(held_out)
+    assert split(7)[0] == train != split(8)[0]
+    lines = [int(source.rpartition(":")[2]) for source in train]
+    assert lines == sorted(lines)
+    assert (data.report.rows_read, data.report.examples, data.report.held_out) == (100, 90, 10)
+    assert data.report.tokens == int(data.train.lengths.sum()) and data.eval_report is None
 
 
-def test_val_split_keeps_at_least_one_on_each_side(tmp_path, prepared):
-    two = write(tmp_path / "two.jsonl", alpaca("a", "b"))
-    data = prepared(two, val_split=0.01)
+def test_val_split_leaves_an_example_on_each_side(prepared):
+    data = prepared(alpaca("a", "b"), val_split=0.01)
     assert (len(data.train), len(data.eval)) == (1, 1)
     with pytest.raises(UserError, match=r"data\.val_split: 0.9 of 2 examples leaves none"):
-        prepared(two, val_split=0.9)
-
-
-def test_the_report_of_a_split_counts_its_tokens_once(hundred, prepared):
-    data = prepared(hundred, val_split=0.1)
-    assert (data.report.rows_read, data.report.examples, data.report.held_out) == (100, 90, 10)
-    assert data.report.tokens == int(data.train.lengths.sum())
-    assert data.eval_report is None
+        prepared(alpaca("a", "b"), val_split=0.9)
 
 
 def test_eval_datasets_have_their_own_report(tmp_path, hundred, stories):
-    other = write(tmp_path / "other.jsonl", alpaca("a", ""))
+    other = write_rows(tmp_path / "other.jsonl", alpaca("a", ""))
     data = DataOptions(datasets=[DatasetOptions(path=str(hundred))], eval_datasets=[DatasetOptions(path=str(other))])
     ready = prepare(data, stories, seed=0)
     assert (len(ready.train), len(ready.eval)) == (100, 1)
@@ -77,20 +65,16 @@ def test_eval_datasets_have_their_own_report(tmp_path, hundred, stories):
 
 
 def test_data_sets_of_different_formats_are_concatenated(tmp_path, hundred, stories):
-    chats = write(
-        tmp_path / "c.jsonl",
-        [{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}],
-    )
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    chats = write_rows(tmp_path / "c.jsonl", [{"messages": turns}])
     sets = [DatasetOptions(path=str(chats)), DatasetOptions(path=str(hundred), max_samples=5)]
     ready = prepare(DataOptions(datasets=sets), stories, seed=0)
-    assert ready.template == "chat, alpaca"
-    assert [(part.format, part.template, part.examples) for part in ready.report.sets] == [
-        ("messages", "chat", 1), ("alpaca", "alpaca", 5),
-    ]  # fmt: skip
+    found = [(part.format, part.template, part.examples) for part in ready.report.sets]
+    assert ready.template == "chat, alpaca" and found == [("messages", "chat", 1), ("alpaca", "alpaca", 5)]
     assert ready.train[0].source.endswith("c.jsonl:1") and ready.train[5].source.endswith("hundred.jsonl:5")
 
 
-def test_fingerprint_follows_ids_labels_and_ends(hundred, prepared):
+def test_fingerprint_depends_on_ids_labels_and_ends(hundred, prepared):
     first = prepared(hundred).train.fingerprint
     assert first == prepared(hundred).train.fingerprint
     changed = [prepared(hundred, dataset={"max_samples": 99}), prepared(hundred, train_on="all")]
@@ -101,36 +85,28 @@ def test_fingerprint_follows_ids_labels_and_ends(hundred, prepared):
 
 
 def test_bad_rows_are_dropped_and_counted_with_their_source(tmp_path, prepared):
-    path = write(tmp_path / "d.jsonl", alpaca("a", "", "b", " ") + [{"instruction": 3, "output": "c"}])
-    report = prepared(path).report
+    report = prepared(alpaca("a", "", "b", " ") + [{"instruction": 3, "output": "c"}]).report
     assert report.dropped == {"empty answer": 2, "not text": 1}
-    assert report.first_dropped["empty answer"].startswith(f"{path}:2")
+    assert report.first_dropped["empty answer"].startswith(f"{tmp_path}/d.jsonl:2")
     assert (report.rows_read, report.examples) == (5, 2)
 
 
 @pytest.mark.parametrize(
-    ("row", "says"),
-    [
-        ({"instruction": "i", "output": ""}, "empty answer"),
-        ({"instruction": "i", "output": "half \ud83d"}, r"broken text: U\+D83D"),
-    ],
+    ("output", "says"), [("", "empty answer"), ("half \ud83d", r"broken text: U\+D83D")], ids=["empty", "surrogate"]
 )
-def test_on_bad_row_error_names_the_source(tmp_path, prepared, row, says):
-    path = write(tmp_path / "d.jsonl", [*alpaca("a"), row])
-    assert prepared(path).report.examples == 1
+def test_on_bad_row_error_names_the_source(prepared, output, says):
+    assert prepared(alpaca("a", output)).report.examples == 1
     with pytest.raises(UserError, match=rf"d\.jsonl:2: {says}"):
-        prepared(path, dataset={"on_bad_row": "error"})
+        prepared(alpaca("a", output), dataset={"on_bad_row": "error"})
 
 
-def test_a_row_that_is_not_an_object_is_always_an_error(tmp_path, prepared):
-    path = tmp_path / "d.jsonl"
-    path.write_text('{"instruction": "i", "output": "o"}\n["i", "o"]\n')
+def test_a_row_that_is_not_an_object_is_always_an_error(prepared):
     for policy in ("drop", "error"):
         with pytest.raises(UserError, match=r"d\.jsonl:2: expected an object with named columns, found a list"):
-            prepared(path, dataset={"on_bad_row": policy})
+            prepared([*alpaca("a"), ["i", "o"]], dataset={"on_bad_row": policy})
 
 
-def test_a_data_set_without_examples_is_an_error(tmp_path, prepared):
+def test_a_data_set_without_examples_is_an_error(prepared):
     turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "train": False}]
     for rows, says in (
         (alpaca("", "", ""), r"no row can be used: all 3 are dropped \(3 empty answer\), .*d\.jsonl:1"),
@@ -138,7 +114,7 @@ def test_a_data_set_without_examples_is_an_error(tmp_path, prepared):
         ([], "holds no records"),
     ):
         with pytest.raises(UserError, match=says):
-            prepared(write(tmp_path / "d.jsonl", rows))
+            prepared(rows)
 
 
 def test_overlength_is_dropped_truncated_or_refused(hundred, prepared):
@@ -189,20 +165,16 @@ def test_the_quickstart_data_is_clean_and_short(quickstart, prepared):
 
 def test_raw_text_is_split_without_loss(tmp_path, prepared, stories):
     texts = ["Once upon a time. " * 40, "The end.", " "]
-    data = prepared(write(tmp_path / "d.jsonl", [{"text": text} for text in texts]), max_length=64)
-    whole = [
-        [stories.bos_token_id, *stories(t, add_special_tokens=False).input_ids, stories.eos_token_id] for t in texts
-    ]
+    data = prepared([{"text": text} for text in texts], max_length=64)
+    bos, eos = stories.bos_token_id, stories.eos_token_id
+    whole = [[bos, *stories(text, add_special_tokens=False).input_ids, eos] for text in texts]
     pieces = [example.input_ids.tolist() for example in data.train]
     assert [len(piece) for piece in pieces[:-2]] == [64] * (len(pieces) - 2)
     assert list(chain(*pieces[:-1])) == whole[0] and pieces[-1] == whole[1]
     assert all((example.labels[1:] == example.input_ids[1:]).all() for example in data.train)
     assert all(example.labels[0] == -100 for example in data.train)
     assert data.report.dropped == {"no text": 1} and data.report.overlength == 0
-
-
-def test_a_text_file_is_trained_as_raw_text(tmp_path, prepared):
     (tmp_path / "book.txt").write_text("Once upon a time.\n\nThe end.\n" * 20)
-    data = prepared(tmp_path / "book.txt", max_length=100)
-    assert data.report.sets[0].format == "text" and data.report.trained_share > 0.98
-    assert len(data.train) == -(-int(data.train.lengths.sum()) // 100)
+    book = prepared(tmp_path / "book.txt", max_length=100)
+    assert book.report.sets[0].format == "text" and book.report.trained_share > 0.98
+    assert len(book.train) == -(-int(book.train.lengths.sum()) // 100)

@@ -20,10 +20,8 @@ ROWS = [
 
 
 @pytest.fixture
-def data(tmp_path, prepared):
-    path = tmp_path / "d.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    return prepared(path)
+def data(prepared):
+    return prepared(ROWS)
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tracemalloc
 from collections import Counter
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from row_files import write_rows
 
 from ligertune.data.prepare import PreparedData, prepare
 from ligertune.data.stream import ExampleStream, StreamedExamples
@@ -22,8 +22,7 @@ def write(path: Path, count: int, **more) -> Path:
     rows = [
         {"instruction": f"{path.stem} {number}", "output": "o " * (number % 5 + 1), **more} for number in range(count)
     ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    return write_rows(path, rows)
 
 
 @pytest.fixture

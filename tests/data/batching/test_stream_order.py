@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
 import pytest
+from row_files import write_rows
 from transformers import AutoTokenizer
 
 from ligertune.data.batching.order import StreamOrder
@@ -21,10 +21,8 @@ STEPS = 12
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory) -> Path:
-    file = tmp_path_factory.mktemp("stream") / "a.jsonl"
     rows = [{"prompt": f"Say {number}.", "completion": " o" * (number % 37 + 1)} for number in range(150)]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return file
+    return write_rows(tmp_path_factory.mktemp("stream") / "a.jsonl", rows)
 
 
 @pytest.fixture

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from ligertune.data.rows.conversation import REPAIRS, BadRow
@@ -98,9 +96,7 @@ def test_images_are_not_repaired():
 
 def test_prepare_counts_repairs_with_the_first_source(tmp_path, prepared):
     rows = [chat(Q, A), chat(HI, Q, ("gpt", 1)), chat(Q)]
-    path = tmp_path / "d.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    report = prepared(path, dataset={"on_bad_row": "repair"}).report
+    report = prepared(rows, dataset={"on_bad_row": "repair"}).report
     assert (report.rows_read, report.examples, report.dropped) == (3, 2, {"no answer": 1})
     assert report.repaired == {"not text": 1, "leading answer": 1}
-    assert report.first_repaired == dict.fromkeys(report.repaired, f"{path}:2")
+    assert report.first_repaired == dict.fromkeys(report.repaired, f"{tmp_path}/d.jsonl:2")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from ligertune.data.rows.conversation import BadRow, Conversation, Message, ToolCall
@@ -102,11 +100,9 @@ def test_wherever_a_row_can_hold_text(stories, where):
     assert encoded.input_ids.tolist().count(stories.eos_token_id) == (3 if system else 2)
 
 
-def test_the_report_counts_such_rows(tmp_path, prepared):
+def test_the_report_counts_such_rows(prepared):
     rows = [{"instruction": f"What is {token}?", "output": "A tag."} for token in ("</s>", "<b>", "<s>")]
-    path = tmp_path / "d.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert prepared(path).report.literal == prepared(path, prompt_template="chat").report.literal == 2
+    assert prepared(rows).report.literal == prepared(rows, prompt_template="chat").report.literal == 2
 
 
 def test_noncharacters_that_would_be_taken_for_marks_are_broken_text(stories):

@@ -1,0 +1,12 @@
+"""Write rows of test data as JSON lines."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+
+def write_rows(path: Path, rows: Iterable[dict]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
