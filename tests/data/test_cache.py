@@ -63,21 +63,17 @@ def test_nothing_is_stored_without_cache(home, rows, prepared):
     assert not home.exists()
 
 
-CHANGES = {
-    "train_on": {"train_on": "all"},
-    "max_length": {"max_length": 2000},
-    "on_overlength": {"on_overlength": "truncate"},
-    "prompt_template": {"prompt_template": "chat"},
-    "system_prompt": {"system_prompt": "Be brief."},
-    "max_samples": {"dataset": {"max_samples": 50}},
-    "on_bad_row": {"dataset": {"on_bad_row": "repair"}},
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"train_on": "all"}, {"max_length": 2000}, {"on_overlength": "truncate"}, {"prompt_template": "chat"},
+        {"system_prompt": "Be brief."}, {"dataset": {"max_samples": 50}}, {"dataset": {"on_bad_row": "repair"}},
+    ],
+    ids=str,
+)  # fmt: skip
 def test_settings_that_change_examples_change_the_key(change, home, rows, prepared):
     prepared(rows)
-    assert not is_cached(prepared(rows, **CHANGES[change]))
+    assert not is_cached(prepared(rows, **change))
     assert is_cached(prepared(rows))
 
 

@@ -28,12 +28,9 @@ def shared(*turns: tuple[str, object]) -> dict:
     return {"conversations": [{"from": role, "value": value} for role, value in turns]}
 
 
-def test_alpaca_keeps_input_apart():
+def test_alpaca_input_is_separate_and_may_be_missing_or_null():
     user, answer = convert({"instruction": "i", "input": "n", "output": "o", "category": 3}).messages
     assert (user.content, user.input, answer.content) == ("i", "n", "o")
-
-
-def test_alpaca_input_may_be_missing_or_null():
     missing, null, empty = (convert({"instruction": "i", "output": "o", **more})
                             for more in ({}, {"input": None}, {"input": ""}))  # fmt: skip
     assert missing == null == empty
@@ -64,28 +61,19 @@ def test_roles_have_many_names():
 
 
 def test_openais_older_function_call():
-    turns = [
-        {"role": "user", "content": "q"},
-        {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"x": 1}'}},
-        {"role": "function", "name": "f", "content": "2"},
-        {"role": "assistant", "content": "It is 2."},
-    ]
-    messages = convert({"messages": turns}).messages
+    call = {"name": "f", "arguments": '{"x": 1}'}
+    row = chat(("user", "q"), ("assistant", None), ("function", "2"), ("assistant", "It is 2."))
+    row["messages"][1]["function_call"] = call
+    messages = convert(row).messages
     assert (messages[1].calls[0].arguments, messages[2].role) == ({"x": 1}, "tool")
 
 
-def test_prompt_and_completion_as_texts():
-    row = {"prompt": "2 + 2 =", "completion": " 4"}
-    assert shape(convert(row)) == [("user", "2 + 2 ="), ("assistant", " 4")]
-
-
-def test_prompt_and_completion_as_turns_train_the_completion_only():
-    row = {
-        "prompt": chat(("system", "s"), ("user", "q"), ("assistant", "a"), ("user", "r"))["messages"],
-        "completion": chat(("assistant", "b"))["messages"],
-    }
-    trained = [message.content for message in convert(row).messages if message.trained and message.role == "assistant"]
-    assert trained == ["b"] and len(convert(row).messages) == 5
+def test_prompt_and_completion_as_texts_or_turns():
+    assert shape(convert({"prompt": "2 + 2 =", "completion": " 4"})) == [("user", "2 + 2 ="), ("assistant", " 4")]
+    prompt = chat(("system", "s"), ("user", "q"), ("assistant", "a"), ("user", "r"))["messages"]
+    messages = convert({"prompt": prompt, "completion": chat(("assistant", "b"))["messages"]}).messages
+    trained = [message.content for message in messages if message.trained and message.role == "assistant"]
+    assert trained == ["b"] and len(messages) == 5
 
 
 def test_raw_text_is_not_changed():
@@ -106,14 +94,10 @@ def test_media_are_an_error_with_their_source():
             convert(chat(("user", parts), ("assistant", "a")))
 
 
-def test_turns_may_have_null_keys_of_the_other_form():
+def test_turns_with_null_keys_and_turns_in_a_csv_cell():
     turns = [{"role": "user", "content": "q", "from": None, "value": None}, {"role": "assistant", "content": "a"}]
     assert shape(convert({"conversations": turns})) == [("user", "q"), ("assistant", "a")]
-
-
-def test_a_csv_cell_may_hold_the_turns_as_json():
-    row = chat(("user", "q"), ("assistant", "a"))
-    assert convert({"messages": json.dumps(row["messages"])}) == convert(row)
+    assert convert({"messages": json.dumps(turns)}) == convert({"messages": turns})
 
 
 def test_function_calls_and_observations():
@@ -135,12 +119,8 @@ def test_openai_tool_calls_without_text():
 
 
 def test_parts_of_a_turn():
-    parts = [
-        {"type": "reasoning", "value": "hm"},
-        {"type": "text", "text": "a"},
-        "b",
-        {"type": "tool_call", "value": '{"name": "f"}'},
-    ]
+    parts = [{"type": "reasoning", "value": "hm"}, {"type": "text", "text": "a"}, "b",
+             {"type": "tool_call", "value": '{"name": "f"}'}]  # fmt: skip
     message = convert(chat(("user", [{"type": "text", "value": "q"}]), ("assistant", parts))).messages[1]
     assert (message.content, message.reasoning, message.calls[0].name) == ("ab", "hm", "f")
 
@@ -219,14 +199,11 @@ def test_unusual_rows_are_kept():
 @pytest.mark.parametrize(
     ("columns", "name"),
     [
-        (("instruction", "output"), "alpaca"),
-        (("instruction", "input", "output", "text"), "alpaca"),
-        (("id", "conversations"), "sharegpt"),
-        (("messages", "prompt", "prompt_id"), "messages"),
-        (("prompt", "completion", "id"), "prompt_completion"),
-        (("text", "url"), "text"),
+        (("instruction", "output"), "alpaca"), (("instruction", "input", "output", "text"), "alpaca"),
+        (("id", "conversations"), "sharegpt"), (("messages", "prompt", "prompt_id"), "messages"),
+        (("prompt", "completion", "id"), "prompt_completion"), (("text", "url"), "text"),
     ],
-)
+)  # fmt: skip
 def test_formats_are_recognised_by_columns(columns, name):
     assert recognise_format("auto", columns, "d").name == name == recognise_format(name, columns, "d").name
 
