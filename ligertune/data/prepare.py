@@ -15,7 +15,6 @@ import numpy as np
 from ligertune.data.cache import CacheEntry, cache_home, data_key, load_or_make
 from ligertune.data.examples import Block, Examples
 from ligertune.data.row_pipeline import RowCounts, RowPipeline, build_blocks, count_processes
-from ligertune.data.rows.conversation import DROP_REASONS
 from ligertune.data.rows.data_files import display_path
 from ligertune.data.rows.sources import RecordStream
 from ligertune.data.stream import ExampleStream, StreamedExamples
@@ -168,7 +167,7 @@ def _load_dataset(
     counts = RowCounts(**{**counts, **counters})
     names = {name: entry.about[name] for name in ("path", "format", "template")}
     if not len(entry.block):
-        raise _nothing_left(names["path"], counts)
+        raise counts.nothing_used(names["path"])
     for file in set(entry.block.image_files) if entry.cached else ():
         if not Path(file).is_file():  # now, rather than in the middle of training
             raise UserError(
@@ -205,18 +204,6 @@ def _build(
         add(block)
     progress(path, counts.rows_read, 1.0)
     return {"path": path, "format": rows.format.name, "template": rows.template.name, "counts": vars(counts)}
-
-
-def _nothing_left(path: str, counts: RowCounts) -> UserError:
-    """Return the error for a data set of which every row was dropped."""
-    reason, source = next(iter(counts.first_dropped.items()))
-    reasons = ", ".join(f"{count} {reason}" for reason, count in counts.dropped.most_common())
-    untrained = set(counts.dropped) == {"no trained token"}
-    what = "0 % of its tokens would be trained" if untrained else "no row can be used"
-    return UserError(
-        f"{path}: {what}: all {counts.rows_read} are dropped ({reasons}), the first at {source}.",
-        hint=f"{reason}: {DROP_REASONS[reason]}.",
-    )
 
 
 def mix_datasets(set_of: np.ndarray, weights: Sequence[float], *, seed: int) -> np.ndarray:

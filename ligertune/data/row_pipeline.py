@@ -61,6 +61,17 @@ class RowCounts:
             own = getattr(self, name)
             setattr(self, name, {**value, **own} if name.startswith("first_") else own + value)
 
+    def nothing_used(self, path: str) -> UserError:
+        """Return the error for a data set of which all rows were dropped."""
+        reason, source = next(iter(self.first_dropped.items()))
+        reasons = ", ".join(f"{count} {reason}" for reason, count in self.dropped.most_common())
+        untrained = set(self.dropped) == {"no trained token"}
+        what = "0 % of its tokens would be trained" if untrained else "no row can be used"
+        return UserError(
+            f"{path}: {what}: all {self.rows_read} are dropped ({reasons}), the first at {source}.",
+            hint=f"{reason}: {DROP_REASONS[reason]}.",
+        )
+
 
 class RowPipeline:
     """Converts records of one data set to examples. It has no state between calls."""

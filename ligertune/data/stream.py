@@ -17,11 +17,9 @@ import numpy as np
 
 from ligertune.data.examples import Example
 from ligertune.data.row_pipeline import RowCounts, RowPipeline
-from ligertune.data.rows.conversation import DROP_REASONS
 from ligertune.data.rows.data_files import Record, display_path
 from ligertune.data.rows.sources import RecordStream, find_files
 from ligertune.data.templates.label_masking import IGNORE_INDEX
-from ligertune.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -54,11 +52,7 @@ class StreamedDataset:
     def check(self, *, ended: bool) -> None:
         """Raise UserError if no row of it could be used, at its end or after many rows."""
         if not self.counts.rows_used and (ended or self.counts.rows_read >= _MAX_UNUSABLE):
-            reason, source = next(iter(self.counts.first_dropped.items()))
-            raise UserError(
-                f"{self.path}: no row can be used of the first {self.counts.rows_read}, the first at {source}.",
-                hint=f"{reason}: {DROP_REASONS[reason]}.",
-            )
+            raise self.counts.nothing_used(self.path)
 
 
 class _DatasetEpoch:

@@ -26,7 +26,7 @@ def data(prepared):
 
 @pytest.fixture
 def printed(monkeypatch):
-    """printed(terminal=False)(prepared, previews): what people see."""
+    """Call as printed(terminal=False)(prepared, previews) to get the terminal's text."""
 
     def on(*, terminal: bool):
         def show(*arguments) -> str:

@@ -97,7 +97,7 @@ def test_a_broken_line_is_an_error_when_it_is_read(tmp_path, streamed):
 def test_a_set_without_usable_rows_is_an_error(tmp_path, streamed):
     rows = '{"instruction": "i", "output": ""}\n' * 120
     (tmp_path / "a.jsonl").write_text(rows)
-    with pytest.raises(UserError, match=r"no row can be used of the first 120, the first at .*a\.jsonl:1"):
+    with pytest.raises(UserError, match=r"no row can be used: all 120 are dropped .*the first at .*a\.jsonl:1"):
         sources(streamed(tmp_path / "a.jsonl"), 1)
     (tmp_path / "b.jsonl").write_text('{"instruction": "i", "response": "o"}\n')
     with pytest.raises(UserError, match="nearest is alpaca, which also needs `output`"):

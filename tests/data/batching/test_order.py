@@ -20,7 +20,7 @@ KINDS = {
 
 
 def order(micro: int, accumulation: int, world: int, *, kind: str = "shuffled", seed: int = 3) -> DataOrder:
-    """Two epochs."""
+    """Return an order of two epochs."""
     settings, rows = KINDS[kind]
     batching = Batching(micro_batch_size=micro, accumulation=accumulation, world_size=world, eval_batch_size=1)
     return DataOrder(LENGTHS, total_rows=2 * rows, seed=seed, batching=batching, **settings)

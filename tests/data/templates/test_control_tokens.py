@@ -31,7 +31,7 @@ def exchange(question: str, answer: str) -> Conversation:
 
 
 def all_names(tokenizer) -> str:
-    """Every control token's name, at the beginning, between words, side by side, and at the end of a text."""
+    """Return a text with all names of control tokens at the beginning, between words, adjacent, and at the end."""
     names = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
     return "".join(names[:3]) + " and ".join(["", *names, ""]) + names[-1]
 
@@ -39,8 +39,8 @@ def all_names(tokenizer) -> str:
 @pytest.mark.corpus
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("template", ["chat", "alpaca"])
-def test_a_quoted_control_token_is_no_control_token(tokenizer_named, name, template):
-    """The same control tokens stand in the example, in the same order, as with a text that holds none."""
+def test_a_quoted_control_token_is_text(tokenizer_named, name, template):
+    """The example has the same control tokens in the same order as an example without quoted names."""
     tokenizer = tokenizer_named(name)
     text, special = all_names(tokenizer), special_ids(tokenizer)
     _, plain = encoded_by(tokenizer, exchange("q", "a"), template)
@@ -54,8 +54,8 @@ def test_a_quoted_control_token_is_no_control_token(tokenizer_named, name, templ
 
 @pytest.mark.corpus
 @pytest.mark.parametrize("name", NAMES)
-def test_around_it_the_tokens_are_those_of_the_tokenizers_own_way(tokenizer_named, name):
-    """Without a control token of the template, as `split_special_tokens=True` gives them, character for character."""
+def test_the_tokens_equal_those_of_split_special_tokens(tokenizer_named, name):
+    """In a text without control tokens of the template."""
     tokenizer = tokenizer_named(name)
     text = f"One {all_names(tokenizer)} two."
     (encoded,) = Encoder(tokenizer).encode([Rendered(text, ((0, 4),), literal=ControlTokens(tokenizer).found_in(text))])
@@ -65,8 +65,8 @@ def test_around_it_the_tokens_are_those_of_the_tokenizers_own_way(tokenizer_name
 
 @pytest.mark.corpus
 @pytest.mark.parametrize("name", NAMES)
-def test_a_text_without_any_is_tokenised_alike_on_both_paths(tokenizer_named, name):
-    """The copy of the tokenizer under other names, forced on a text whose control tokens are all the template's."""
+def test_a_text_without_quoted_names_is_tokenized_alike_on_both_paths(tokenizer_named, name):
+    """The tokenizer copy is forced on a text whose control tokens are all the template's."""
     tokenizer = tokenizer_named(name)
     turns = exchange(" 你好\n\nhow é?", "Fine, “12”.\n").messages * 2
     rendered, encoded = encoded_by(tokenizer, Conversation(turns), "chat")
@@ -75,11 +75,11 @@ def test_a_text_without_any_is_tokenised_alike_on_both_paths(tokenizer_named, na
     assert ids == expected.input_ids == encoded.input_ids.tolist()
     special = special_ids(tokenizer)
     pairs = zip(ids, offsets, expected.offset_mapping, strict=True)
-    assert all(ours == theirs for token, ours, theirs in pairs if token not in special)
+    assert all(found == own for token, found, own in pairs if token not in special)
 
 
 @pytest.mark.parametrize("where", ["content", "reasoning", "calls", "tools", "system_prompt"])
-def test_wherever_a_row_can_hold_text(stories, where):
+def test_every_field_that_can_hold_text(stories, where):
     source = (
         "{{ tools | tojson if tools }}{% for m in messages %}{{ m.role }}: {{ m.reasoning_content }}{{ m.content }}"
         "{{ m.tool_calls | tojson if m.tool_calls }}</s>{% endfor %}"
@@ -100,11 +100,11 @@ def test_wherever_a_row_can_hold_text(stories, where):
     assert encoded.input_ids.tolist().count(stories.eos_token_id) == (3 if system else 2)
 
 
-def test_the_report_counts_such_rows(prepared):
+def test_the_report_counts_rows_with_quoted_names(prepared):
     rows = [{"instruction": f"What is {token}?", "output": "A tag."} for token in ("</s>", "<b>", "<s>")]
     assert prepared(rows).report.literal == prepared(rows, prompt_template="chat").report.literal == 2
 
 
-def test_noncharacters_that_would_be_taken_for_marks_are_broken_text(stories):
+def test_noncharacters_that_are_used_as_marks_are_broken_text(stories):
     with pytest.raises(BadRow, match=r"broken text: U\+FDD0"):
         encoded_by(stories, exchange("a\ufdd0", "b"), "chat")

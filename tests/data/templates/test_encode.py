@@ -1,4 +1,4 @@
-"""Labels by character and token: the quick look-up of a span's two ends gives what the offsets of all tokens give."""
+"""Encoder: looking up the ends of a span gives the same labels as the offsets of all tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ligertune.data.templates.label_masking import (
     mark_tokens_by_offsets,
 )
 
-# what tokenizers do not cut between characters: bytes of one, combining marks, joined emoji, line breaks, spaces
+# where token bounds are not character bounds: bytes, combining marks, joined emoji, line breaks, spaces
 AWKWARD = "a é e\u0301 q\u0307\u0323 你好 👩‍👧 \n\n  \t x\u200b 12 don't <b> ﬁ \u00a0end "
 
 
@@ -28,7 +28,7 @@ def spans_of(text: str, rng: random.Random) -> tuple[tuple[int, int], ...]:
 
 @pytest.mark.parametrize("name", ["qwen2.5", "mistral-7b-v0.1", "phi-3-mini", "gpt2", "stories260K"])
 @pytest.mark.corpus
-def test_two_ends_of_a_span_mark_what_all_offsets_mark(tokenizer_named, name):
+def test_span_ends_and_all_offsets_mark_the_same_tokens(tokenizer_named, name):
     tokenizer, rng = tokenizer_named(name), random.Random(name)
     texts = ["".join(rng.choices(AWKWARD, k=rng.randint(1, 40))) for _ in range(300)] + [AWKWARD * 3]
     for text in texts:
@@ -57,7 +57,7 @@ def test_a_batch_is_labelled_text_by_text(stories):
     assert last.labels[0] == IGNORE_INDEX and np.array_equal(last.labels[1:], last.input_ids[1:])
 
 
-def test_a_cut_counts_its_own_and_leaves_the_whole_as_it_was(stories):
+def test_a_cut_does_not_change_the_whole(stories):
     (whole,) = Encoder(stories).encode([Rendered("say a few words", ((3, 15),))])
     before = whole.labels.copy()
     part = whole.cut(5, 9)
@@ -66,8 +66,8 @@ def test_a_cut_counts_its_own_and_leaves_the_whole_as_it_was(stories):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/statm")
-def test_texts_that_do_not_come_again_are_not_remembered(stories):
-    """Tokenizers that cut no words would hold thousands of them: 46 MiB here."""
+def test_texts_are_not_cached_by_the_tokenizer(stories):
+    """A tokenizer without a pre-tokenizer would cache thousands of whole texts: 46 MiB here."""
     rng = random.Random(0)
     texts = ["".join(rng.choices("abcdefghij klmnop", k=120)) for _ in range(9000)]
 
@@ -79,8 +79,8 @@ def test_texts_that_do_not_come_again_are_not_remembered(stories):
     assert resident(texts[1000:]) - before < 24
 
 
-def test_the_end_of_a_text_is_trained_with_its_answer_and_not_without_one(stories):
-    """EOS is 2 here, and stands behind the text; BOS is 1."""
+def test_eos_is_trained_only_after_an_answer(stories):
+    """BOS is 1 and EOS is 2 here."""
     for trained, ends in (((3, 6),), [2]), ((), [IGNORE_INDEX]):
         (encoded,) = Encoder(stories).encode([Rendered("ab cde", trained, bos=1, eos=2)])
         assert (encoded.input_ids[0], encoded.input_ids[-1]) == (1, 2)

@@ -1,6 +1,6 @@
-"""Of every conversation of the corpus, under five tokenizers: the trained tokens decode to the answers and their ends.
+"""Golden labels: for all conversations of the corpus and five tokenizers, trained tokens decode to the answers.
 
-What is expected is taken from the raw rows here, by other code than the package's.
+The expected answers are read from the raw rows here, independently of the package.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from ligertune.planning.options import DataOptions, DatasetOptions
 
 pytestmark = pytest.mark.corpus
 
-ENDS = {  # behind an answer, and behind the last one
+ENDS = {  # after an answer, and after the last answer
     "qwen2.5": ("<|im_end|>", "<|im_end|>"),
     "mistral-7b-v0.1": ("</s>", "</s>"),
     "phi-3-mini": ("<|end|>", "<|end|><|endoftext|>"),
     "gpt2": ("<|endoftext|>", "<|endoftext|>"),
     "stories260K": ("</s>", "</s>"),
 }
-DROPPED = {  # by every template; what Mistral's leaves out besides is another matter
+DROPPED = {  # under every template; Mistral's also leaves out turns
     "sharegpt/sharegpt_gpt4_256.jsonl": {},
     "sharegpt/sharegpt_zh_1K_format.jsonl.gz": {"last turn is not an answer": 6, "empty prompt": 1, "no answer": 1},
     "sharegpt/glaive_toolcall_en_demo.json": {},
@@ -39,7 +39,7 @@ DROPPED = {  # by every template; what Mistral's leaves out besides is another m
     "messages/v1_sft_demo.jsonl": {},
     "messages/reason_tool_use_demo_50.jsonl": {},
 }
-ALPACA = [  # of the drawn and filtered sets one of each: 20,000 records more of the same sort are a minute more
+ALPACA = [  # one of the random and filtered sets each: the other 20,000 records would take a minute
     "alpaca_random_head1000.jsonl", "dolly_3k.json.gz", "code_alpaca_2k.json.gz", "alpaca_en_demo.json",
     "alpaca_zh_demo.json", "identity.json",
 ]  # fmt: skip
@@ -52,7 +52,7 @@ def rows_of(path) -> list[dict]:
 
 
 def answers_of(row: dict) -> list[str]:
-    """What the assistant says, in the words of the file; thoughts and calls as they go into a template without them."""
+    """Return the assistant's turns; reasoning and calls as the text that a template without fields for them gets."""
     if "output" in row:
         return [row["output"]]
     turns = row.get("conversations") or row["messages"]
@@ -71,7 +71,7 @@ def _said(value: str | list[dict]) -> str:
 
 
 def _each(calls: list[str]) -> list[str]:
-    """Several calls in one part are written one a line."""
+    """Return the calls of all parts, one per line."""
     lists = [json.loads(call) for call in calls]
     return [
         text
@@ -87,7 +87,7 @@ def trained_runs(encoded, tokenizer) -> list[str]:
 
 
 def same_text(run: str, answer: str, end: str) -> bool:
-    """Up to Qwen's NFC, and the white space at an answer's edge, which belongs to the prompt's last token or is cut."""
+    """Compare without Qwen's NFC and the outer white space, which the prompt's last token or trimming takes."""
     if not run.endswith(end):
         return False
     return unicodedata.normalize("NFC", run.removesuffix(end)).strip() == unicodedata.normalize("NFC", answer).strip()
