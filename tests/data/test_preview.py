@@ -1,16 +1,26 @@
-"""`ligertune data`: all tokens are shown, trained ones are marked, and the JSON report agrees."""
+"""`ligertune data`: trained tokens are marked, the JSON report agrees, the HTML page is escaped; statistics."""
 
 from __future__ import annotations
 
 import io
 import json
+from html.parser import HTMLParser
 
+import numpy as np
 import pytest
 from rich.console import Console
+from row_files import write_rows
 
 from ligertune.cli.render import console as render
 from ligertune.cli.render import data_report as render_data
-from ligertune.data.preview import LengthStatistics, preview, preview_summary
+from ligertune.cli.render.data_page import data_page
+from ligertune.data.batching.packing import pack
+from ligertune.data.preview import LengthStatistics, preview, preview_summary, visible_text
+from ligertune.data.statistics import data_statistics
+from ligertune.errors import UserError
+from ligertune.planning.batch_layout import StatisticsOptions
+from ligertune.planning.preflight import check_report_path
+from ligertune.recipe.schema import Recipe
 
 ROWS = [
     {"instruction": "Say it. 你好", "output": "  é 👩‍👧 [x]\nbye "},
@@ -76,3 +86,111 @@ def test_json_agrees(data, stories):
 def test_length_statistics(data):
     numbers = LengthStatistics.of(data.train.lengths)
     assert numbers.max == max(data.train.lengths) and numbers.p50 in data.train.lengths
+
+
+HOSTILE = "<script>alert(1)</script> <img src=http://evil/x> </pre> &amp; \x1b[31m \u202egnp.exe </s>"
+HOSTILE_ROWS = [
+    {"instruction": HOSTILE, "output": HOSTILE},
+    {"instruction": "<b>", "output": ""},
+    {"instruction": "ok", "output": "fine"},
+]
+
+
+class Reader(HTMLParser):
+    """Parses the page into elements, attributes and text. Unclosed elements are an error."""
+
+    def __init__(self, document: str) -> None:
+        super().__init__()
+        self.open, self.elements, self.words = [], [], []
+        self.feed(document)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag, attrs):
+        self.elements.append((tag, dict(attrs)))
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.words.append(data)
+
+
+@pytest.fixture
+def hostile(tmp_path, prepared):
+    return prepared(write_rows(tmp_path / "<i>d.jsonl", HOSTILE_ROWS))
+
+
+def recipe(**train: object) -> Recipe:
+    return Recipe(
+        model={"model_name_or_path": "m"},
+        data={"datasets": [{"path": "d"}], "max_length": 64},
+        checkpoint={"output_dir": "o"},
+        train={"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3, **train},
+    )
+
+
+@pytest.fixture
+def document(hostile, stories) -> str:
+    lengths, trained = hostile.train.lengths % 60 + 1, hostile.train.trained % 7
+    whole = data_statistics(lengths, trained, StatisticsOptions.of(recipe(), processes=1))
+    shown = preview(hostile.train, stories, 5)
+    return data_page(preview_summary(hostile, hostile.train, shown, whole), title="Data of <recipe>.yaml")
+
+
+def test_data_is_escaped(document):
+    read = Reader(document)
+    assert {tag for tag, _ in read.elements} & {"script", "img", "iframe", "link", "a"} == set()
+    text = "".join(read.words)
+    assert text.count("<script>alert(1)</script>") == 2 and "</pre> &amp; " in text
+    assert "<i>d.jsonl:2" in text and "Data of <recipe>.yaml" in text
+    assert "\x1b" not in document and "\u202e" not in document and "\u241b[31m \u27e8U+202E\u27e9gnp.exe" in text
+    # nothing is fetched
+    assert not [attribute for _, attrs in read.elements for attribute in attrs if attribute in ("src", "href")]
+    assert "url(" not in document and "@import" not in document
+    policy = next(attrs["content"] for tag, attrs in read.elements if "http-equiv" in attrs)
+    assert policy.startswith("default-src 'none'")
+
+
+def test_trained_pieces_and_control_tokens_are_marked(hostile, stories):
+    shown = preview(hostile.train, stories, 2)
+    document = data_page(preview_summary(hostile, hostile.train, shown), title="t")
+    assert "<i class=s>&lt;s&gt;</i>" in document and "<b class=s>&lt;/s&gt;</b>" in document
+    # "</s>" in the row's own text is text: only the end of each example is the control token
+    assert document.count("<b class=s>&lt;/s&gt;</b>") == 2
+    assert [piece.special for piece in shown[0].pieces].count(True) == 2  # BOS and EOS
+    assert "1</td><td class=n>33.33%</td><td>empty answer" in document
+    assert document.count("<rect") == len(preview_summary(hostile, hostile.train, shown)["lengths"]["counts"])
+
+
+def test_statistics_of_rows_padding_steps_and_tokens():
+    lengths = np.array([10, 60, 20, 30, 40, 50, 5], dtype=np.int64)
+    found = data_statistics(lengths, lengths // 2, StatisticsOptions.of(recipe(num_train_epochs=2), processes=2))
+    packs = pack(lengths, 64)
+    assert (found.rows, found.fill, found.rows_per_step) == (len(packs), packs.fill, 12)
+    assert (found.steps, found.tokens, found.trained_tokens) == (1, 2 * 215, 2 * int((lengths // 2).sum()))
+    assert found.fill_grouped == pytest.approx(215 / (2 * 10 + 2 * 30 + 2 * 50 + 60))
+    assert found.fill_to_max_length == pytest.approx(215 / (7 * 64))
+    assert found.fill_shuffled < found.fill_grouped
+    padded = recipe().model_copy(update={"data": recipe().data.model_copy(update={"packing": False})})
+    alone = data_statistics(lengths, lengths // 2, StatisticsOptions.of(padded, processes=1))
+    assert (alone.rows, alone.packed, alone.fill) == (7, False, alone.fill_grouped)
+    joined = padded.model_copy(update={"data": padded.data.model_copy(update={"padding_free": True})})
+    padding_free = data_statistics(lengths, lengths // 2, StatisticsOptions.of(joined, processes=1))
+    assert (alone.padding_free, padding_free.padding_free, padding_free.fill) == (False, True, 1.0)
+    found = data_statistics(lengths, lengths, StatisticsOptions.of(recipe(max_steps=4), processes=1))
+    assert found.tokens == round(215 * 4 * 6 / len(packs))
+
+
+def test_invisible_text_is_made_visible():
+    assert visible_text("a\tb\nc é 你") == "a\tb\nc é 你"
+    assert visible_text("\x00\x1b\x7f\u200b\u2066\x9b") == "␀␛␡⟨U+200B⟩⟨U+2066⟩⟨U+009B⟩"
+    assert visible_text("👩‍👧") == "👩‍👧"  # the joiner of emoji stays
+
+
+def test_an_unwritable_page_is_refused_before_the_data_is_read(tmp_path):
+    for name in ("", "nowhere/report.html"):
+        with pytest.raises(UserError, match=r"--out: .*(is a folder|not there)"):
+            check_report_path(tmp_path / name)
