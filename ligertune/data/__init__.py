@@ -1,1 +1,1 @@
-"""From a recipe's data sets to token ids and labels: sources, formats, render, encode, prepare, batches."""
+"""Data: from the data sets of a recipe to batches of token ids and labels."""

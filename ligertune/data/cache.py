@@ -115,7 +115,7 @@ class CacheWriter:
     """Appends blocks to the files of an entry, so that they need not stay in memory."""
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
-        """stack: closes the files."""
+        """Open the files of an entry; `stack` closes them."""
         self._folder, self._names = folder, FileNames()
         self._files = {name: stack.enter_context((folder / name).open("wb")) for name in ARRAYS}
         self._hashes = {name: hashlib.sha256() for name in ARRAYS}

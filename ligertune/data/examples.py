@@ -148,7 +148,7 @@ class Examples(Sequence[Example]):
         return examples
 
     def _set(self, blocks: list[Block], block_of: np.ndarray | None = None, row_of: np.ndarray | None = None) -> None:
-        """row_of: the number of each example in its block; without it, all examples of all blocks."""
+        """Select the examples with the numbers `row_of` in the blocks `block_of`, or all examples of all blocks."""
         if block_of is None or row_of is None:
             sizes = [len(block) for block in blocks]
             block_of = np.repeat(np.arange(len(blocks), dtype=np.int32), sizes)

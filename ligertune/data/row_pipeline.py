@@ -84,9 +84,10 @@ class RowPipeline:
         first: Sequence[Record],
         images: ImageReader | None = None,
     ) -> None:
-        """first: records whose columns decide the format. images: without a reader rows with images are refused.
+        """Recognise the format from the columns of the records `first`, and choose the prompt template.
 
-        Raises UserError without records, and for columns that fit no format.
+        images: the image reader of a vision-language model; without it rows with images are refused. Raises UserError
+        without records, and for columns that fit no format.
         """
         if not first:
             raise UserError(f"{spec.path} holds no records.")
@@ -203,7 +204,7 @@ ROWS_PER_CHUNK = 256
 _MIN_CHUNKS = 5  # fewer are done before workers would have started
 _MAX_WORKERS = 24  # the reader yields about 100,000 Alpaca records/s, and a worker takes 5,000 to 8,000
 
-Done = tuple[Block, RowCounts]
+BuiltBlock = tuple[Block, RowCounts]
 
 
 def count_processes(num_proc: int | Literal["auto"]) -> int:
@@ -214,7 +215,7 @@ def count_processes(num_proc: int | Literal["auto"]) -> int:
     return max(1, min(cores, _MAX_WORKERS))
 
 
-def build_blocks(rows: RowPipeline, records: Iterable[Record], *, processes: int) -> Iterator[Done]:
+def build_blocks(rows: RowPipeline, records: Iterable[Record], *, processes: int) -> Iterator[BuiltBlock]:
     """Yield the block and the counts of each chunk of the records, in their order."""
     iterator = iter(records)
     chunks = iter(lambda: list(islice(iterator, ROWS_PER_CHUNK)), [])
@@ -228,15 +229,15 @@ def build_blocks(rows: RowPipeline, records: Iterable[Record], *, processes: int
         gc.unfreeze()
 
 
-def _work(rows: RowPipeline, chunk: list[Record]) -> Done:
+def _work(rows: RowPipeline, chunk: list[Record]) -> BuiltBlock:
     counts = RowCounts()
     return Block.of(rows.examples(chunk, counts)), counts
 
 
-def _work_in_processes(rows: RowPipeline, chunks: Iterator[list[Record]], processes: int) -> Iterator[Done]:
+def _work_in_processes(rows: RowPipeline, chunks: Iterator[list[Record]], processes: int) -> Iterator[BuiltBlock]:
     # forked workers share what is loaded; spawned ones import everything again, which takes seconds
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
-    pending: deque[Future[Done]] = deque()
+    pending: deque[Future[BuiltBlock]] = deque()
     with (
         _no_tokenizer_threads(),
         ProcessPoolExecutor(processes, mp_context=context, initializer=_start_worker, initargs=(rows,)) as pool,
@@ -286,6 +287,6 @@ def _start_worker(rows: RowPipeline) -> None:
     gc.freeze()
 
 
-def _work_in_worker(chunk: list[Record]) -> Done:
+def _work_in_worker(chunk: list[Record]) -> BuiltBlock:
     assert _rows is not None
     return _work(_rows, chunk)

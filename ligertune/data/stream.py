@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 BUFFER = 10_000  # examples of the shuffle buffer: a few megabytes of short ones
 _CHUNK = 100  # records that are tokenized together
 _SAMPLE = 100  # records whose columns decide the format
-_MAX_UNUSABLE = 10_000  # rows after which a data set of which none was usable is an error
+_MAX_UNUSABLE = 10_000  # rows without a usable one after which a data set is an error
 
 
 class StreamedDataset:
@@ -150,7 +150,7 @@ class ExampleStream:
             yield held[place]
 
     def _in_order(self, epoch: int) -> Iterator[Example]:
-        """Yield the epoch's examples, always from the data set of which the smallest share was read."""
+        """Yield the epoch's examples, always from the data set with the smallest share read."""
         lanes = [
             _DatasetEpoch(part, np.random.default_rng([self._seed, epoch, number]))
             for number, part in enumerate(self.sets)

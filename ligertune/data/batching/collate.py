@@ -153,7 +153,7 @@ class Batcher:
 
         There is no attention mask, so that flash attention is available. Padding comes after all real tokens, to which
         causal attention does not look ahead; packed documents are separated by their bounds. A rank without rows gets
-        an example of which nothing is trained, so that all ranks make the same collective calls.
+        an untrained example, so that all ranks make the same collective calls.
         """
         examples = [self.examples[index] for index in _indices(rows)]
         images = [[self._pixels(path) for path in example.images] for example in examples]

@@ -18,7 +18,7 @@ class Packs(Sequence[np.ndarray]):
     """Rows of example indices: `packs[i]` is (documents,) int64; every example is in one row."""
 
     def __init__(self, lengths: np.ndarray, max_length: int, places: np.ndarray, row_of_place: np.ndarray) -> None:
-        """places: examples in order of falling length; row_of_place: the row of each of them."""
+        """Assign examples to rows. places: examples in order of falling length; row_of_place: the row of each."""
         self.example_lengths, self.max_length = lengths, max_length
         self._row_of_place = row_of_place
         self._members = places[np.argsort(row_of_place, kind="stable")]

@@ -126,7 +126,7 @@ class ImageTokens:
     """Images of one data set's rows: find their files, and put their tokens into rendered and tokenized texts."""
 
     def __init__(self, reader: ImageReader, image_dir: str | None) -> None:
-        """image_dir: the folder of relative paths; None is the data file's folder."""
+        """Look for relative paths in `image_dir`, or next to the data file if it is None."""
         self._reader = reader
         self._image_dir = None if image_dir is None else Path(image_dir)
         self._pattern = re.compile(f"{IMAGE_MARK.pattern}|{re.escape(reader.template_text)}")
