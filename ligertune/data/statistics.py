@@ -42,17 +42,13 @@ def epoch_rows(layout: BatchLayoutOptions, data: PreparedData, *, multiple_of: i
 def summarize_data(data: PreparedData, images: ImageReader | None = None) -> DataSummary:
     """Return the totals of prepared data. `images`: the image reader of a vision-language model."""
     counted = None if data.streamed else data.train
-    longest = (
-        data.train.stream.max_length
-        if data.streamed
-        else int(max(part.lengths.max() for part in (counted, data.eval) if part))
-    )
+    longest = [part.lengths.max() for part in (counted, data.eval) if part]
     return DataSummary(
         examples=len(counted or ()),
         eval_examples=len(data.eval or ()),
         tokens=int(counted.lengths.sum()) if counted else 0,
         trained_tokens=int(counted.trained.sum()) if counted else 0,
-        longest=longest,
+        longest=data.train.stream.max_length if data.streamed else int(max(longest)),
         dropped=dict(data.report.dropped),
         truncated=data.report.truncated,
         template=data.template,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -81,10 +82,7 @@ def rank_pieces(rank: int, ranks: int, length: int) -> tuple[TokenRange, TokenRa
 
 def document_runs(document_lengths: Sequence[int], pieces: Sequence[TokenRange]) -> list[tuple[int, int, int]]:
     """Return (begin of its document, first token, end) of each part of a document in these pieces, in order."""
-    documents, end = [], 0
-    for length in document_lengths:
-        documents.append((end, end + length))
-        end += length
+    documents = list(pairwise(accumulate(document_lengths, initial=0)))
     runs = [(begin, max(begin, first), min(end, last)) for first, last in pieces for begin, end in documents]
     return [run for run in runs if run[1] < run[2]]
 

@@ -50,8 +50,7 @@ class RecordStream:
                 _check_renames(self.spec, {column for record in first for column in record.row})
             records = (_renamed(record, self.spec.columns) for part in (first, records) for record in part)
         self._read = 0
-        for record in records:
-            self._read += 1
+        for self._read, record in enumerate(records, start=1):
             yield record
 
     @property

@@ -146,16 +146,13 @@ def _label(texts: Sequence[tuple[Rendered, TokenizedText]]) -> Iterator[Encoded]
     """Add BOS and EOS, label all texts in one array, and yield each text's part of it."""
     parts, places, ends, total = [], [], [], 0
     for rendered, marked in texts:
-        if rendered.bos is not None:
-            parts.append([rendered.bos])
-            total += 1
+        bos, eos = ([] if token is None else [token] for token in (rendered.bos, rendered.eos))
+        parts += [bos, marked.input_ids, eos]
+        total += len(bos)
         places += [(total + start, total + stop) for start, stop in marked.trained]
-        parts.append(marked.input_ids)
         total += len(marked.input_ids)
-        if rendered.eos is not None:
-            parts.append([rendered.eos])
-            places += [(total, total + 1)] if rendered.trained else []
-            total += 1
+        places += [(total, total + len(eos))] if rendered.trained else []
+        total += len(eos)
         ends.append(total)
     input_ids = np.concatenate([np.zeros(0, dtype=np.int32), *(np.array(ids, dtype=np.int32) for ids in parts)])
     trained = np.zeros(total, dtype=bool)
