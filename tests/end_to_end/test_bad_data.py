@@ -26,8 +26,8 @@ FILES = {
     ),
     "preferences": ("d.jsonl", lines({"prompt": "a", "chosen": "b", "rejected": "c"}), ["chosen", "`completion`"]),
     "a truncated gzip file": ("d.jsonl.gz", gzip.compress(lines(GOOD) * 9)[:-4], ["d.jsonl.gz:1:", "cut off"]),
-    "not a gzip file": ("d.jsonl.gz", lines(GOOD), ["d.jsonl.gz:1:", "not a sound gzip file"]),
-    "a corrupt parquet file": ("d.parquet", b"PAR1" + b"x" * 40 + b"PAR1", ["d.parquet:1:", "not a sound parquet"]),
+    "not a gzip file": ("d.jsonl.gz", lines(GOOD), ["d.jsonl.gz:1:", "not a valid gzip file"]),
+    "a corrupt parquet file": ("d.parquet", b"PAR1" + b"x" * 40 + b"PAR1", ["d.parquet:1:", "not a valid parquet"]),
     "Latin-1": (
         "d.jsonl", lines(GOOD) + '{"instruction": "né", "output": "o"}\n'.encode("latin-1"),
         ["d.jsonl:2:", "byte 0xe9", "not UTF-8", "Latin-1"],

@@ -42,7 +42,7 @@ def test_the_page_is_written_and_the_second_run_reads_the_cache(recipe, ligertun
 def test_a_page_that_cannot_be_written_is_refused(recipe, ligertune):
     refused = ligertune("data", recipe, "--out", "nowhere/report.html")
     assert refused.code == 2
-    assert refused.err.strip().splitlines()[-1].startswith("Error: --out: nowhere/report.html lies in a folder")
+    assert refused.err.strip().splitlines()[-1].startswith("Error: --out: nowhere/report.html is in a folder")
 
 
 def test_the_first_examples_of_a_stream_are_shown(recipe, ligertune):
@@ -64,7 +64,7 @@ STREAMED = {
 
 def test_a_resumed_stream_continues_with_the_next_rows(tmp_path):
     report = train(tmp_path / "whole", **STREAMED)
-    assert any("rows that were read are used" in note for note in report.notes)
+    assert any("rows read are used" in note for note in report.notes)
     shutil.copytree(tmp_path / "whole", tmp_path / "cut")
     (tmp_path / "cut" / "run" / "report.json").unlink()
     shutil.rmtree(tmp_path / "cut" / "run" / "model")
