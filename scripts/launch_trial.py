@@ -68,9 +68,9 @@ def _decided(plan: row_norm.LaunchPlan, choice: Norm, chip: Chip) -> row_norm.La
     """Return the code's plan with the candidate's choices."""
     parts = choice.parts or plan.parts
     constants = {**plan.launch.constants, "BLOCK": plan.launch.constants["BLOCK"] * plan.parts // parts}
-    asked = {"num_warps": choice.warps, "STAGES": choice.stages, "ROWS": choice.rows, "maxnreg": choice.registers}
-    asked["PARTS"] = choice.parts
-    constants |= {name: value for name, value in asked.items() if value is not None}
+    changes = {"num_warps": choice.warps, "STAGES": choice.stages, "ROWS": choice.rows, "maxnreg": choice.registers}
+    changes["PARTS"] = choice.parts
+    constants |= {name: value for name, value in changes.items() if value is not None}
     kernel = plan.launch.kernel
     if choice.edits:
         kernel = getattr(_edited(norm_kernels, choice.edits), kernel.fn.__name__)

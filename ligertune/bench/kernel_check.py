@@ -57,7 +57,7 @@ class Check:
 
     @property
     def good(self) -> bool:
-        """Whether the error is within its bound; NaN is not."""
+        """True if the error is within its bound, False for NaN."""
         return self.error is not None and self.error <= self.bound
 
     def as_dict(self) -> dict:

@@ -81,7 +81,7 @@ def test_gradients_are_deterministic(device) -> None:
 
 
 def test_saved_launches_are_not_confused(device) -> None:
-    """From the second launch on Triton is bypassed: dtypes, strides and alignments must select the saved form."""
+    """The second launch bypasses Triton: dtypes, strides and alignments must select the saved form."""
     flat, w = torch.randn(64 * 1024 + 8, device=device), torch.randn(1024, device=device)
     wide = torch.randn(64, 2048, device=device)
     aligned = flat[: 64 * 1024].view(64, 1024)

@@ -37,7 +37,7 @@ class MetaOnGpu(torch.Tensor):
 
 @pytest.fixture
 def received(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
-    """What Triton's launcher receives, call by call."""
+    """Record the arguments of each call of Triton's launcher."""
     calls: list[tuple] = []
     recorder = staticmethod(lambda src, metadata: lambda *args: calls.append(args))
     monkeypatch.setattr(PretendDriver, "launcher_cls", recorder)
@@ -140,7 +140,7 @@ FUNCTION, METADATA, CONSTANTS = 11, (4, 1), (True, 64)
 
 
 class Flat:
-    """As in triton 3.6: the kernel's arguments are passed on one by one."""
+    """A launcher like that of triton 3.6, which passes the kernel's arguments on one by one."""
 
     global_scratch_size = 0
 

@@ -1,7 +1,7 @@
-"""Judges a loss that computes its gradient together with itself, where nothing but roundings tells it from torch.
+"""Compare a loss that computes its gradient in the forward with float64.
 
-Such a gradient is rounded when the loss is computed, and again by an upstream gradient that is not 1: torch rounds it
-once. So the upstream gradient is 1 here. In float16 the divisor of a mean always comes after the first rounding.
+This gradient is rounded in the forward, and again if the upstream gradient is not 1; torch rounds it once. The upstream
+gradient is therefore 1 here. In float16 the division by the number of rows always follows the first rounding.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from judge import Op, assert_close
 
 
 def judge_loss(op: Op, reference: Op, inputs: Sequence[torch.Tensor]) -> None:
-    """Loss and gradients, which may lose no more than the reference in the same dtype does, and their own rounding."""
+    """Assert that loss and gradients lose at most what the reference loses in the same dtype, and a rounding."""
     found = []
     for f, dtype in ((op, None), (reference, None), (reference, torch.float64)):
         leaves = [t.detach().to(dtype or t.dtype).requires_grad_() for t in inputs]

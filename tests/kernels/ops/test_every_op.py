@@ -146,8 +146,8 @@ def test_checkpointing_gives_the_same_gradients(name, device) -> None:
     call, leaves = example(name, device)
     expected = torch.autograd.grad(call(*leaves).square().sum(), leaves)
     found = torch.autograd.grad(checkpoint(call, *leaves, use_reentrant=False).square().sum(), leaves)
-    for ours, theirs in zip(found, expected, strict=True):
-        assert torch.equal(ours, theirs)
+    for ours, expected_one in zip(found, expected, strict=True):
+        assert torch.equal(ours, expected_one)
 
 
 @every_op

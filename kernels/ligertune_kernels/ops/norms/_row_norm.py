@@ -31,7 +31,7 @@ PROGRAM_PER_TILE = 1 << 31  # programs: as many as there are tiles
 
 
 class Call(NamedTuple):
-    """What the plan of a norm depends on; tensors are x, residual, weight, bias or, backward, dy, ds, x, weight."""
+    """Key of a launch plan; its tensors are x, residual, weight, bias, or in the backward dy, ds, x, weight."""
 
     n_cols: int
     strides: tuple[int, ...]  # of the rows of x and residual or, backward, of dy, ds and x

@@ -102,14 +102,14 @@ def judged(lengths, heads, dtype, device, **terms) -> None:
 
 @pytest.mark.parametrize("terms", TERMS, ids=str)
 def test_the_formula_agrees_with_the_reference(terms, device) -> None:
-    """In float64, where rounding makes no difference."""
+    """Compare in float64, where rounding makes no difference."""
     lengths, terms = (3, 40, 1, 5, 20), {"window": None, "scale": None, "softcap": None} | terms
     starts, ends = places(lengths, device)
     leaves = [t.requires_grad_() for t in inputs(sum(lengths), (4, 2, 32), torch.float64, device)]
     outs = Formula.apply(*leaves, starts, *terms.values()), document_attention_reference(*leaves, starts, ends, **terms)
     grad = torch.randn_like(outs[0])
-    for ours, theirs in zip(*(torch.autograd.grad(out, leaves, grad) for out in outs), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+    for ours, expected in zip(*(torch.autograd.grad(out, leaves, grad) for out in outs), strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("lengths, heads, dtype", every_pair(LENGTHS, HEADS, DTYPES))
@@ -124,7 +124,7 @@ def test_every_option_agrees_with_float64(terms, device) -> None:
 
 @pytest.mark.parametrize("window", [15, 16, 17, 31, 33, 63])
 def test_windows_that_end_where_tiles_end_agree_with_float64(window, device) -> None:
-    """Which tiles need no mask depends on the window; an error of one shows where it ends one token before a tile."""
+    """The window decides which tiles need no mask; an error of one shows if it ends one token before a tile."""
     judged((70, 5), (2, 1, 16), torch.float32, device, window=window)
 
 

@@ -187,7 +187,7 @@ def test_in_place_allows_a_second_backward_and_other_readers_of_the_results(devi
 
 
 def test_in_place_after_a_norm_keeps_its_gradient_right(device) -> None:
-    """As in Qwen 3: the norm saves its input, not its output."""
+    """Qwen 3 does this: the norm saves its input, not its output."""
     cos, sin = angles(1, 3, 8, device)
     weight = torch.randn(8, device=device)
     results = []

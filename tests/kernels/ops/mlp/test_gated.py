@@ -42,9 +42,9 @@ def test_takes_inputs_and_gradients_of_any_stride(device) -> None:
     wide = torch.randn(4, 6, 80, device=device)
     for gate, up in ((wide[..., :40], wide[..., 40:]), (wide[:, ::2, ::2], wide[:, 1::2, 1::2]), (wide.mT, wide.mT)):
         gate, up = gate.detach().requires_grad_(), up.detach().requires_grad_()
-        ours, theirs = swiglu(gate, up), swiglu_reference(gate, up)
-        torch.testing.assert_close(ours, theirs)
-        expected = torch.autograd.grad(theirs.sum(), (gate, up))
+        ours, expected = swiglu(gate, up), swiglu_reference(gate, up)
+        torch.testing.assert_close(ours, expected)
+        expected = torch.autograd.grad(expected.sum(), (gate, up))
         torch.testing.assert_close(torch.autograd.grad(ours.sum(), (gate, up)), expected)
 
 

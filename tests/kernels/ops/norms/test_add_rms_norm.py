@@ -29,7 +29,7 @@ def test_agrees_with_float64(shape, cast, offset, dtype, device) -> None:
 
 
 def test_the_norm_uses_the_rounded_sum(device) -> None:
-    """In bf16 1 + 2⁻⁹ is 1, rounded or truncated: the sum is exact, so the norm is that of ones."""
+    """1 + 2⁻⁹ is 1 in bf16, rounded or truncated: the sum is exact, and the norm is that of ones."""
     x = torch.ones(64, 64, device=device, dtype=torch.bfloat16)
     y, new_residual = add_rms_norm(x, torch.full_like(x, 2.0**-9), x[0], 0.0, cast="none")
     assert torch.equal(new_residual, x) and torch.equal(y, x)
