@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from ligertune.attention.padding_free import choose_rows
+from ligertune.attention.padding_free import choose_batch_layout
 from ligertune.attention.sdpa import prefer_flash
 from ligertune.data.prepare import ProgressCallback, prepare
 from ligertune.data.statistics import epoch_rows, summarize_data
@@ -75,13 +75,13 @@ def _load_and_plan(recipe: Recipe, machine: Machine, progress: ProgressCallback 
     options = RunOptions.of(recipe)
     build, layout = options.build, options.layout
     precision = choose_precision(recipe.model.dtype, machine, method=recipe.method.type)
-    choose_rows(layout, config, machine, precision)  # refuse impossible settings before data are read
+    choose_batch_layout(layout, config, machine, precision)  # refuse impossible settings before data are read
     tokenizer = load_tokenizer(build.model)
     check_vocabulary(tokenizer.tokenizer, config)
     images = load_reader(build.model, build.vision, config, tokenizer.tokenizer)
     data = prepare(options.data, tokenizer.tokenizer, seed=build.seed, progress=progress, images=images)
     lengths = None if data.streamed else data.train.lengths
-    attention, padding_free = choose_rows(layout, config, machine, precision, lengths=lengths)
+    attention, padding_free = choose_batch_layout(layout, config, machine, precision, lengths=lengths)
     inputs = PlanInputs(
         machine=machine,
         precision=precision,

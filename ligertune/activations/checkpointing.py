@@ -1,4 +1,4 @@
-"""Gradient checkpointing: layers keep their input alone, and are run again in the backward."""
+"""Gradient checkpointing: layers keep only their input and run again in the backward."""
 
 from __future__ import annotations
 
@@ -12,57 +12,68 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ligertune.activations.gate_offload import LayerRun, keep_gates
-from ligertune.activations.offload import HostStore, Waiting
-from ligertune.attention.sdpa import same_bits
+from ligertune.activations.gate_offload import CheckpointedLayer, offload_gates
+from ligertune.activations.offload import ActivationOffloader, OffloadedTensor
+from ligertune.attention.sdpa import deterministic_backward
 from ligertune.errors import UserError
 from ligertune.models.shape import text_layers
 
-Kind = Literal[True, "offload", "offload_gate", "offload_both"]  # as train.gradient_checkpointing says it
+Kind = Literal[True, "offload", "offload_gate", "offload_both"]  # the values of train.gradient_checkpointing
 Contexts = tuple[contextlib.AbstractContextManager, contextlib.AbstractContextManager]
 
 
 def checkpoint_layers(
     model: PreTrainedModel, kind: Kind = True, *, compiled: bool = False, first: int | None = None
 ) -> int:
-    """Keep only the layers' inputs; how many gates wait on the host beside them.
+    """Checkpoint the layers of `model` and return the number of gates that are offloaded.
 
-    offload: the inputs wait in host memory. offload_gate: the gates of MLPs do, and are not computed again.
-    offload_both: both. first: so many of the language model's layers, and the others keep what they have; None: all.
-    compiled: the layers are, forward and backward in one mode; a graph takes no context for what it runs again.
+    kind: "offload" moves the layers' inputs to host memory; "offload_gate" moves the gates of MLPs there, which are
+    then not recomputed; "offload_both" does both. first: checkpoint only this many layers of the language model; None:
+    all layers. compiled: the layers are compiled, forward and backward in one mode; a graph takes no context for its
+    second run.
     """
-    # 5.23's name for what 5.17 calls gradient checkpointing
+    # transformers 5.23 renamed the method
     enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
     left_out = () if first is None else _layers(model)[first:]
-    inputs, gates = HostStore(), HostStore()  # each comes back in an order of its own
-    kept = keep_gates(model, but=left_out) if kind in ("offload_gate", "offload_both") else 0
-    contexts = _with_gates(gates) if kept else _recomputation
+    inputs, gates = ActivationOffloader(), ActivationOffloader()  # each is read back in its own order
+    count = offload_gates(model, but=left_out) if kind in ("offload_gate", "offload_both") else 0
+    contexts = _with_gates(gates) if count else _recomputation
     enable({"use_reentrant": False} | ({} if compiled else {"context_fn": contexts}))
-    let_inputs_be(model)
+    keep_input_gradients_off(model)
     for module in model.modules() if kind is not True else ():
         if hasattr(module, "_gradient_checkpointing_func"):
             checkpoint = module._gradient_checkpointing_func
             if kind != "offload_gate":
                 checkpoint = _in_host_memory(checkpoint, inputs)
-            module._gradient_checkpointing_func = _where_gradients_go(module, checkpoint)
+            module._gradient_checkpointing_func = _only_with_gradients(module, checkpoint)
     for layer in left_out:
         layer.gradient_checkpointing = False
     if len(left_out) and kind is not True:
-        _pass_on(left_out[0], inputs, gates)
-    return kept
+        _flush_before(left_out[0], inputs, gates)
+    return count
 
 
-def let_inputs_be(model: PreTrainedModel) -> None:
-    """Take back that what embeddings give needs a gradient, which transformers and peft ask for with checkpointing.
+def _flush_before(layer: nn.Module, *offloaders: ActivationOffloader) -> None:
+    """Flush before `layer`: from there on nothing is stored that would release the tensor being copied."""
 
-    Only its reentrant kind needs that. Else it has frozen layers in front of all that trains, such as a tower of
-    pictures, keep their inputs, run again and be gone back through, for a gradient that nobody takes.
+    def flush(*_: Any) -> None:
+        for offloader in offloaders:
+            offloader.flush()
+
+    layer.register_forward_pre_hook(flush)
+
+
+def keep_input_gradients_off(model: PreTrainedModel) -> None:
+    """Let the output of embeddings need no gradient, which transformers and peft request with checkpointing.
+
+    Only reentrant checkpointing needs it. Otherwise frozen layers before the first trained one, such as a vision tower,
+    would keep their inputs, run again and compute gradients that nothing uses.
     """
     model.disable_input_require_grads()
 
 
 def _layers(model: PreTrainedModel) -> nn.ModuleList:
-    """The language model's; a UserError where they are not asked one by one whether they are checkpointed."""
+    """Return the language model's layers. Raises UserError if they cannot be checkpointed one by one."""
     layers = text_layers(model)
     if layers is None or not all(isinstance(layer, GradientCheckpointingLayer) for layer in layers):
         raise UserError(
@@ -72,22 +83,12 @@ def _layers(model: PreTrainedModel) -> nn.ModuleList:
     return layers
 
 
-def _pass_on(layer: nn.Module, *stores: HostStore) -> None:
-    """From this layer on nothing is put away, and so nothing else tells what is leaving that it may go."""
-
-    def before(*_: Any) -> None:
-        for store in stores:
-            store.passed()
-
-    layer.register_forward_pre_hook(before)
-
-
-def _where_gradients_go(module: nn.Module, checkpoint: Callable[..., Any]) -> Callable[..., Any]:
-    """A checkpoint of what a gradient comes back to: nobody would ask for what else is put away."""
+def _only_with_gradients(module: nn.Module, checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a checkpoint that stores only what a backward reads: calls that need no gradient run without it."""
 
     def chosen(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        given = (*args, *kwargs.values(), *getattr(function, "keywords", {}).values())
-        tensors = (t for t in (*given, *module.parameters()) if isinstance(t, Tensor))
+        inputs = (*args, *kwargs.values(), *getattr(function, "keywords", {}).values())
+        tensors = (t for t in (*inputs, *module.parameters()) if isinstance(t, Tensor))
         if any(t.requires_grad for t in tensors):
             return checkpoint(function, *args, **kwargs)
         return function(*args, **kwargs)
@@ -95,14 +96,14 @@ def _where_gradients_go(module: nn.Module, checkpoint: Callable[..., Any]) -> Ca
     return chosen
 
 
-def _in_host_memory(checkpoint: Callable[..., Any], store: HostStore) -> Callable[..., Any]:
-    """A checkpoint whose inputs wait on the host."""
+def _in_host_memory(checkpoint: Callable[..., Any], offloader: ActivationOffloader) -> Callable[..., Any]:
+    """Return a checkpoint whose inputs are offloaded."""
 
-    def pack(tensor: Tensor) -> Tensor | Waiting:
-        return store.put(tensor) if tensor.is_cuda and tensor.is_floating_point() else tensor
+    def pack(tensor: Tensor) -> Tensor | OffloadedTensor:
+        return offloader.store(tensor) if tensor.is_cuda and tensor.is_floating_point() else tensor
 
-    def unpack(kept: Tensor | Waiting) -> Tensor:
-        return kept.take() if isinstance(kept, Waiting) else kept
+    def unpack(saved: Tensor | OffloadedTensor) -> Tensor:
+        return saved.take() if isinstance(saved, OffloadedTensor) else saved
 
     def offloaded(*args: Any, **kwargs: Any) -> Any:
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
@@ -112,21 +113,21 @@ def _in_host_memory(checkpoint: Callable[..., Any], store: HostStore) -> Callabl
 
 
 def _recomputation() -> Contexts:
-    """torch.utils.checkpoint's `context_fn`: layers are run again inside the backward, as they were before it."""
-    return contextlib.nullcontext(), _EachTime(partial(same_bits, False))
+    """Return torch.utils.checkpoint's contexts: the second run has the mode of the first, also in the backward."""
+    return contextlib.nullcontext(), _Reusable(partial(deterministic_backward, False))
 
 
-def _with_gates(store: HostStore) -> Callable[[], Contexts]:
+def _with_gates(offloader: ActivationOffloader) -> Callable[[], Contexts]:
     def contexts() -> Contexts:
-        run = LayerRun(store)
-        again = _EachTime(partial(same_bits, False), partial(run.running, again=True))
-        return run.running(again=False), again
+        layer = CheckpointedLayer(offloader)
+        again = _Reusable(partial(deterministic_backward, False), partial(layer.running, again=True))
+        return layer.running(again=False), again
 
     return contexts
 
 
-class _EachTime(contextlib.AbstractContextManager):
-    """Contexts made anew each time: where a graph is kept, its layers are run once more for each backward."""
+class _Reusable(contextlib.AbstractContextManager):
+    """Contexts that can be entered many times: with retain_graph layers run again in each backward."""
 
     def __init__(self, *makes: Callable[[], contextlib.AbstractContextManager]) -> None:
         self._makes = makes

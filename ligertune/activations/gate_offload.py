@@ -1,10 +1,10 @@
-"""Gates of checkpointed MLPs that wait in host memory instead of being computed again.
+"""Offload the gates of checkpointed MLPs to the host instead of recomputing them.
 
-A checkpointed layer is run again in the backward, and of that a gated MLP's two products are two thirds (Llama-3-8B).
-The gate's product, (T, F) of T tokens, can be copied to the host and back while the layers compute: 0.9 GB a layer at
-32,768 tokens, 14 ms over the link of one H200. When the layer is run again, the gate is what it was, to the bit, and
-2 T E F operations fewer are done. Where the link is slower, some of the layers keep theirs and the others compute it
-again (`host_pace`).
+A checkpointed layer runs again in the backward, and two thirds of that time are the two products of its gated MLP
+(Llama-3-8B). The output of the gate projection, (T, F), can be copied to the host and back while the layers compute:
+0.9 GB per layer at 32,768 tokens, 14 ms over the link of one H200. The layer's second run then reads the gate, bit for
+bit, and saves 2 T E F operations. Where the link is too slow for all layers, the others recompute their gate
+(`host_bandwidth`).
 """
 
 from __future__ import annotations
@@ -18,55 +18,55 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ligertune.activations.offload import HostStore, Waiting
+from ligertune.activations.offload import ActivationOffloader, OffloadedTensor
 from ligertune.errors import UserError
-from ligertune.patching.module_patch import Patch, swap, unswap
+from ligertune.patching.module_patch import ModulePatch, patch_module, unpatch_module
 from ligertune.patching.recognise import is_gated_mlp
-from ligertune.patching.recompute import RebuildingLinear, is_linear
+from ligertune.patching.recompute import RecomputingLinear, is_linear
 
-_thread = threading.local()  # a backward has a thread of its own
+_thread = threading.local()  # the running layer: a backward runs in its own thread
 
 
-class LayerRun:
-    """One checkpointed layer, from its forward to where it is run again: the gates between the two."""
+class CheckpointedLayer:
+    """The gates of one checkpointed layer between its two runs."""
 
-    def __init__(self, store: HostStore) -> None:
-        self.store = store
-        self._gates: list[Waiting | None] = []
+    def __init__(self, offloader: ActivationOffloader) -> None:
+        self.offloader = offloader
+        self._gates: list[OffloadedTensor | None] = []
         self._again = False
         self._next = 0
 
     @contextlib.contextmanager
     def running(self, *, again: bool) -> Iterator[None]:
-        """What runs inside is this layer."""
-        outer, self._again, self._next = getattr(_thread, "run", None), again, 0
-        _thread.run = self
+        """Make this the running layer. again: it is the second run, in the backward."""
+        outer, self._again, self._next = getattr(_thread, "layer", None), again, 0
+        _thread.layer = self
         try:
             yield
         finally:
-            _thread.run = outer
+            _thread.layer = outer
 
     def gate(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The product, or the one that waits. That is given once: what reads it may write over it."""
+        """Return the product, or the offloaded one: that only once, since its reader may write over it."""
         if not self._again:
             product = F.linear(x, weight, bias)
-            self._gates.append(self.store.put_if_fast(product))
+            self._gates.append(self.offloader.store_if_fast(product))
             return product
-        waiting, self._gates[self._next] = self._gates[self._next], None
+        offloaded, self._gates[self._next] = self._gates[self._next], None
         self._next += 1
-        if waiting is not None:
-            return waiting.take()
-        self.store.passed()
+        if offloaded is not None:
+            return offloaded.take()
+        self.offloader.flush()
         return F.linear(x, weight, bias)
 
 
 class _Gate(torch.autograd.Function):
-    """x W^T + b, of which the first is looked up. x: (..., E), W: (F, E), b: (F,) or None."""
+    """x W^T + b, whose value comes from the running layer. x: (..., E), W: (F, E), b: (F,) or None."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, run: LayerRun) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: CheckpointedLayer) -> Tensor:
         ctx.save_for_backward(x if weight.requires_grad else None, weight if x.requires_grad else None)
-        return run.gate(x, weight, bias)
+        return layer.gate(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -78,39 +78,35 @@ class _Gate(torch.autograd.Function):
         return dx, dw, rows.sum(0) if needs_db else None, None
 
 
-class KeptGate(Patch):
-    """Mixin of a plain linear layer whose output a checkpointed layer's second run finds."""
+class OffloadedGate(ModulePatch):
+    """Mixin of a plain linear layer whose output a checkpointed layer's second run reads back."""
 
     def forward(self, input: Tensor) -> Tensor:
-        run = getattr(_thread, "run", None)
-        if run is None or not torch.is_grad_enabled() or torch.is_autocast_enabled(input.device.type):
+        layer = getattr(_thread, "layer", None)
+        if layer is None or not torch.is_grad_enabled() or torch.is_autocast_enabled(input.device.type):
             return super().forward(input)
-        return _Gate.apply(input, self.weight, self.bias, run)
+        return _Gate.apply(input, self.weight, self.bias, layer)
 
 
-def check_gates(count: int, family: str, *, asked: str = "offload_gate") -> None:
-    """A UserError where there is nothing to keep."""
+def require_gates(count: int, family: str, *, asked: str = "offload_gate") -> None:
+    """Raise UserError if a model has no gates to offload."""
     if count == 0:
         raise UserError(
-            f"train.gradient_checkpointing: {asked} keeps the gates of MLPs, and {family} has none of its own.",
+            f"train.gradient_checkpointing: {asked} offloads the gates of MLPs, and {family} has no separate ones.",
             hint=f"Write train.gradient_checkpointing: {'offload' if asked == 'offload_both' else 'true'}.",
         )
 
 
-def keep_gates(model: nn.Module, *, but: Iterable[nn.Module] = ()) -> int:
-    """Let the plain `gate_proj` of each gated MLP keep its product, outside the layers `but`; how many do.
+def offload_gates(model: nn.Module, *, but: Iterable[nn.Module] = ()) -> int:
+    """Let the plain `gate_proj` of each gated MLP outside the layers `but` offload its output; return their number.
 
-    One that would make its input again does not any more: in a checkpointed layer it would not have either.
+    It no longer recomputes its input: in a checkpointed layer nothing is recomputed by itself.
     """
     others = {id(module) for layer in but for module in layer.modules()}
     gates = [getattr(m, "gate_proj", None) for m in model.modules() if is_gated_mlp(m) and id(m) not in others]
-    plain = [gate for gate in gates if _is_plain(gate)]
+    plain = [gate for gate in gates if is_linear(gate) and "forward" not in vars(gate)]
     for gate in plain:
-        if isinstance(gate, RebuildingLinear):
-            unswap(gate)
-        swap(gate, KeptGate, None)
+        if isinstance(gate, RecomputingLinear):
+            unpatch_module(gate)
+        patch_module(gate, OffloadedGate)
     return len(plain)
-
-
-def _is_plain(gate: nn.Module | None) -> bool:
-    return is_linear(gate) and "forward" not in vars(gate)

@@ -1,8 +1,8 @@
-"""Tensors that wait in pinned host memory from the forward to the backward, copied beside the computing.
+"""Activation offloading: tensors wait in pinned host memory between forward and backward.
 
-What was put last is asked for first. So a tensor leaves the device when the next one is put, and comes back while the
-one behind it is in use; the last one never leaves. At most two are on the device at a time. The copies run on a stream
-of their own, one after another, so that host memory can be used again as soon as its last copy is in line.
+The tensor that was stored last is needed first. So a tensor is copied to the host when the next one is stored, and is
+prefetched while the one after it is in use; the last one never leaves the device. At most two are on the device at a
+time. The copies run one after another on their own stream, so pinned memory can be reused once its last copy is queued.
 """
 
 from __future__ import annotations
@@ -12,150 +12,149 @@ import weakref
 import torch
 from torch import Tensor
 
-from ligertune.activations.host_bandwidth import Pace, now
+from ligertune.activations.host_bandwidth import OffloadPace, record_event
 
-BLOCK = 32 << 20  # bytes: torch rounds pinned memory up to a power of two, and so it wastes at most one block a tensor
+BLOCK = 32 << 20  # bytes: torch rounds pinned memory up to a power of two, so blocks waste at most one block per tensor
 WRITTEN_OVER = "a tensor of {shape} that the backward needs was written over before its copy to the host had begun"
 
 
-class Waiting:
-    """One tensor that was put away. Its host memory is free again when nobody holds this any more."""
+class OffloadedTensor:
+    """One stored tensor. Its host memory is free again when this object is deleted."""
 
-    def __init__(self, store: HostStore, tensor: Tensor) -> None:
-        self._store = store
-        self._tensor: Tensor | None = tensor.detach()  # the version stays shared
+    def __init__(self, offloader: ActivationOffloader, tensor: Tensor) -> None:
+        self._offloader = offloader
+        self._tensor: Tensor | None = tensor.detach()  # detach shares the version counter
         self._version = tensor._version
-        self._like = tensor.shape, tensor.dtype
+        self._shape, self._dtype = tensor.shape, tensor.dtype
         self._blocks: list[Tensor] = []
         self._copied: torch.cuda.Event | None = None
 
     def __del__(self) -> None:
-        """Whoever gets this memory next waits for a copy that is still under way."""
-        if self._copied is not None:
-            torch.cuda.current_stream(self._store.device).wait_event(self._copied)
+        """Let the next user of this memory wait for a copy that is still running."""
+        self._wait_for_copy()
 
     @property
     def on_device(self) -> bool:
         return self._tensor is not None
 
     def take(self) -> Tensor:
-        """The tensor, on its device; the one that was put before it sets out. It may be asked for again."""
-        self.come()
-        if self._copied is not None:
-            torch.cuda.current_stream(self._store.device).wait_event(self._copied)
+        """Return the tensor on its device, and prefetch the one stored before it. May be called again."""
+        self.prefetch()
+        self._wait_for_copy()
         tensor = self._tensor
         if self._blocks:
             self._tensor, self._copied = None, None
-        self._store.taken(self)
+        self._offloader.taken(self)
         return tensor
 
-    def leave(self) -> None:
-        """Begin to copy it to the host."""
+    def offload(self) -> None:
+        """Start the copy to the host."""
         if self._tensor._version != self._version:
             raise RuntimeError(WRITTEN_OVER.format(shape=tuple(self._tensor.shape)))
         source = self._tensor = self._tensor.contiguous()
         if not self._blocks:
-            self._blocks = self._store.blocks(source.nbytes)
-            weakref.finalize(self, self._store.give_back, self._blocks)
-        self._copied = self._store.copy(_pieces(source), self._blocks, to_host=True)
+            self._blocks = self._offloader.blocks(source.nbytes)
+            weakref.finalize(self, self._offloader.give_back, self._blocks)
+        self._copied = self._offloader.copy(_pieces(source), self._blocks, to_host=True)
 
-    def gone(self) -> None:
-        """Give up the device's memory: what is computed from here on waits for the copy."""
+    def release(self) -> None:
+        """Free the device's memory: later kernels wait for the copy."""
         if self._copied is not None:
-            began = now()
-            torch.cuda.current_stream(self._store.device).wait_event(self._copied)
-            self._store.pace.waited(began, now())
+            began = record_event()
+            self._wait_for_copy()
+            self._offloader.pace.waited(began, record_event())
         self._tensor, self._copied = None, None
 
-    def come(self) -> None:
-        """Begin to copy it back, if it is not there."""
+    def prefetch(self) -> None:
+        """Start the copy back, unless the tensor is on the device."""
         if self._tensor is None:
-            shape, dtype = self._like
-            self._tensor = torch.empty(shape, dtype=dtype, device=self._store.device)
-            self._copied = self._store.copy(_pieces(self._tensor), self._blocks, to_host=False)
+            self._tensor = torch.empty(self._shape, dtype=self._dtype, device=self._offloader.device)
+            self._copied = self._offloader.copy(_pieces(self._tensor), self._blocks, to_host=False)
+
+    def _wait_for_copy(self) -> None:
+        if self._copied is not None:
+            torch.cuda.current_stream(self._offloader.device).wait_event(self._copied)
 
 
-class HostStore:
-    """The tensors of one model that wait, and the host memory in which they do. On a CPU they stay where they are."""
+class ActivationOffloader:
+    """The stored tensors of one model and their pinned memory. On a CPU tensors stay where they are."""
 
     def __init__(self) -> None:
         self.device: torch.device | None = None
         self._stream: torch.cuda.Stream | None = None
-        self.pace = Pace()
-        self._filling = False  # nothing was taken since the first was put
+        self.pace = OffloadPace()
+        self._filling = False  # no tensor was taken since the first one was stored
         self._free: list[Tensor] = []
-        self._line: list[weakref.ref[Waiting]] = []
-        self._leaving: Waiting | None = None
+        self._stored: list[weakref.ref[OffloadedTensor]] = []
+        self._leaving: OffloadedTensor | None = None
 
-    def put_if_fast(self, tensor: Tensor) -> Waiting | None:
-        """Keep `tensor` if the link to the host can take it without making the device wait; else None."""
+    def store_if_fast(self, tensor: Tensor) -> OffloadedTensor | None:
+        """Store `tensor` if the link to the host can copy it without making the device wait; else return None."""
         if not tensor.is_cuda:
-            return self.put(tensor)
+            return self.store(tensor)
         if not self._filling:
             self.pace.begin()
             self._filling = True
-        return self.put(tensor) if self.pace.sends() else None
+        return self.store(tensor) if self.pace.should_offload() else None
 
-    def put(self, tensor: Tensor) -> Waiting:
-        """Keep `tensor`. It must not be written over before the next one has been put."""
+    def store(self, tensor: Tensor) -> OffloadedTensor:
+        """Store `tensor`. It must not be written over before the next one is stored."""
         if tensor.is_cuda and self._stream is None:
             self.device, self._stream = tensor.device, torch.cuda.Stream(tensor.device)
-        self._settle()
+        self._release_leaving()
         last = self._last()
         if self._stream is not None and last is not None and last.on_device:
-            last.leave()
+            last.offload()
             self._leaving = last
-        waiting = Waiting(self, tensor)
-        self._line.append(weakref.ref(waiting))
-        return waiting
+        stored = OffloadedTensor(self, tensor)
+        self._stored.append(weakref.ref(stored))
+        return stored
 
-    def taken(self, waiting: Waiting) -> None:
-        """Forget it, and fetch the one before it, unless that has not left yet."""
+    def taken(self, tensor: OffloadedTensor) -> None:
+        """Forget a tensor and prefetch the one stored before it, unless that one is still on the device."""
         self._filling = False
-        self._line = [ref for ref in self._line if ref() not in (None, waiting)]
+        self._stored = [ref for ref in self._stored if ref() not in (None, tensor)]
         last = self._last()
         if self._leaving is not last:
-            self._settle()
+            self._release_leaving()
         self._leaving = None
         if last is not None:
-            last.come()
+            last.prefetch()
 
-    def passed(self) -> None:
-        """Others are asked for before what was put last: what is leaving does so."""
+    def flush(self) -> None:
+        """Release the tensor that is being copied: others are needed before the one stored last."""
         self._filling = False
-        self._settle()
+        self._release_leaving()
 
-    def _settle(self) -> None:
+    def _release_leaving(self) -> None:
         if self._leaving is not None:
-            self._leaving.gone()
+            self._leaving.release()
             self._leaving = None
 
-    def _last(self) -> Waiting | None:
-        while self._line and self._line[-1]() is None:
-            self._line.pop()
-        return self._line[-1]() if self._line else None
+    def _last(self) -> OffloadedTensor | None:
+        while self._stored and self._stored[-1]() is None:
+            self._stored.pop()
+        return self._stored[-1]() if self._stored else None
 
     def copy(self, pieces: tuple[Tensor, ...], blocks: list[Tensor], *, to_host: bool) -> torch.cuda.Event:
-        """Queue the copies behind what the device has been given to do so far."""
+        """Queue copies after the work that the device has been given so far; return the event of their end."""
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
-            began = now()
+            began = record_event()
             for piece, block in zip(pieces, blocks, strict=True):
-                of_block = block[: piece.numel()]
-                if to_host:
-                    of_block.copy_(piece, non_blocking=True)
-                else:
-                    piece.copy_(of_block, non_blocking=True)
-            ended = now()
+                host = block[: piece.numel()]
+                source, target = (piece, host) if to_host else (host, piece)
+                target.copy_(source, non_blocking=True)
+            ended = record_event()
         if to_host:
             self.pace.copied(began, ended)
         return ended
 
     def blocks(self, nbytes: int) -> list[Tensor]:
-        """Pinned memory for so many bytes."""
-        wanted = -(-nbytes // BLOCK)
-        taken, self._free = self._free[:wanted], self._free[wanted:]
-        new = (torch.empty(BLOCK, dtype=torch.uint8, pin_memory=True) for _ in range(wanted - len(taken)))
+        """Return blocks of pinned memory for `nbytes`, free ones first."""
+        count = -(-nbytes // BLOCK)
+        taken, self._free = self._free[:count], self._free[count:]
+        new = (torch.empty(BLOCK, dtype=torch.uint8, pin_memory=True) for _ in range(count - len(taken)))
         return [*taken, *new]
 
     def give_back(self, blocks: list[Tensor]) -> None:
@@ -163,5 +162,5 @@ class HostStore:
 
 
 def _pieces(tensor: Tensor) -> tuple[Tensor, ...]:
-    """The bytes of a contiguous tensor, a block's at a time."""
+    """Return the bytes of a contiguous tensor in pieces of one block."""
     return tensor.view(-1).view(torch.uint8).split(BLOCK)

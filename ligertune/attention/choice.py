@@ -1,4 +1,4 @@
-"""Which attention a run uses, and why: a table of what can keep the documents of a packed row apart."""
+"""Choose the attention implementation of a run from a table of those that isolate packed documents."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from ligertune.hardware import Machine
 from ligertune.models.load import model_class
 from ligertune.planning.precision import Precision
 
-OURS = "document_attention"  # chosen by kernels.attention
-# Where it takes less time than torch's in each row of `scripts/bench_kernels --only document_attention`.
+DOCUMENT_ATTENTION = "document_attention"  # kernels.attention chooses it
+# Chips on which it takes less time than torch's attention in each row of
+# `scripts/bench_kernels --only document_attention`.
 FASTER_ON = ("sm90",)
 VENDORS = {"nvidia": "NVIDIA GPUs", "amd": "AMD GPUs", "cpu": "CPUs"}
-# what a layer may be called for its state or its pattern to respect documents
-BY_LENGTH = {"dynamic", "longrope"}  # kinds of rotary embedding that look at the highest position of a row
-ISOLATED_LAYERS = {"full_attention", "sliding_attention"}
+LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}  # rotary embeddings that depend on the highest position of a row
+ISOLATED_LAYERS = {"full_attention", "sliding_attention"}  # layer types that keep no state across documents
 
 
 @dataclass(frozen=True)
 class Attention:
-    """One way to attend. `name` is the recipe's, `packed` transformers' for packed rows."""
+    """One implementation. name: the recipe's. packed: transformers' name of it for packed rows."""
 
     name: str
     packed: str
-    auto_on: tuple[str, ...]  # vendors on which `auto` takes it, the first row that fits
+    auto_on: tuple[str, ...]  # vendors on which `auto` may choose it; the first row that fits is chosen
     runs_on: tuple[str, ...]
     half_only: bool = False  # bfloat16 and float16
     soft_cap: bool = True
@@ -39,31 +39,31 @@ class Attention:
     oldest_nvidia: int = 0  # compute capability, 80 for 8.0
     narrowest_head: int = 1
     widest_head: int = 1 << 30
-    parts_on: tuple[str, ...] = ()  # vendors on which its queries may have more keys than they are, with no mask
-    flag: str | None = None  # of those of transformers' model classes that take it
+    context_parallel_on: tuple[str, ...] = ()  # vendors on which it takes more keys than queries without a mask
+    flag: str | None = None  # the attribute of transformers' model classes that says they support it
     one_launch: bool = False  # for all documents of a row
-    multiple_of: int = 16  # tokens of a batch: matrix products like it, 2 % more tokens/s on an H100, padding and all
+    multiple_of: int = 16  # tokens of a batch: matmuls gain 2 % tokens/s on an H100, padding included
 
 
 ATTENTIONS = (
-    Attention(OURS, OURS, auto_on=("nvidia",), runs_on=("nvidia", "amd", "cpu"), dropout=False,
-              oldest_nvidia=80, widest_head=256, one_launch=True),
+    Attention(DOCUMENT_ATTENTION, DOCUMENT_ATTENTION, auto_on=("nvidia",), runs_on=("nvidia", "amd", "cpu"),
+              dropout=False, oldest_nvidia=80, widest_head=256, one_launch=True),
     Attention("varlen", "varlen", auto_on=("nvidia",), runs_on=("nvidia",), half_only=True, soft_cap=False,
-              dropout=False, oldest_nvidia=80, widest_head=256, parts_on=("nvidia",), one_launch=True),
+              dropout=False, oldest_nvidia=80, widest_head=256, context_parallel_on=("nvidia",), one_launch=True),
     Attention("flash_attention_2", "flash_attention_2", auto_on=("nvidia", "amd"), runs_on=("nvidia", "amd"),
               half_only=True, package="flash_attn", oldest_nvidia=80, widest_head=256, one_launch=True),
     Attention("flex_attention", "flex_attention", auto_on=("nvidia",), runs_on=("nvidia", "amd"), dropout=False,
               narrowest_head=16, flag="_supports_flex_attn",
-              multiple_of=128),  # its blocks, and few lengths to compile for
+              multiple_of=128),  # its block size; fewer lengths to compile for
     Attention("sdpa", "per_document", auto_on=("nvidia", "amd", "cpu"), runs_on=("nvidia", "amd", "cpu"),
-              parts_on=("cpu",)),
+              context_parallel_on=("cpu",)),
     Attention("eager", "eager", auto_on=(), runs_on=("nvidia", "amd", "cpu")),
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class AttentionChoice:
-    """`implementation` is what the model is built with; None leaves it to transformers."""
+    """implementation: the name that the model is built with; None lets transformers choose."""
 
     implementation: str | None
     why: str
@@ -79,51 +79,60 @@ def choose_attention(
     *,
     packing: bool,
     cp_size: int = 1,
-    ours: Literal["auto"] | bool = False,
+    own_kernel: Literal["auto"] | bool = False,
 ) -> AttentionChoice:
-    """The attention for `model.attn_implementation`; a UserError where it cannot be, or cannot be packed.
+    """Choose the attention for `model.attn_implementation`. Raises UserError if none fits or packing is impossible.
 
-    cp_size: ranks that share each row. ours: whether it is to be our own, or may be where the model's is auto.
+    cp_size: ranks that share each row. own_kernel: `kernels.attention`, True to choose our kernel, "auto" to allow it.
     """
-    wanted = OURS if ours is True else wanted
+    wanted = DOCUMENT_ATTENTION if own_kernel is True else wanted
     if cp_size > 1:
-        check_parts(config)
+        check_shared_rows(config)
     if packing:
         check_layers(config)
     elif wanted == "auto":
         return AttentionChoice(None, "")
     reasons = {row.name: _refusal(row, config, machine, precision, cp_size) for row in ATTENTIONS}
     if wanted != "auto":
-        if reasons[wanted] is not None:
-            asked = f"model.attn_implementation: {wanted}" if wanted != OURS else "kernels.attention"
-            raise UserError(
-                f"{asked} cannot be used: {reasons[wanted]}.",
-                hint="Write auto, which takes an exact one that fits." if wanted != OURS else "Leave it out.",
-            )
-        chosen = next(row for row in ATTENTIONS if row.name == wanted)
-        named = chosen.packed if packing or wanted == "varlen" else chosen.name
-        return AttentionChoice(named, "", chosen.multiple_of, chosen.one_launch)
-    may_be_ours = ours == "auto" and machine.arch in FASTER_ON and precision.half and not _without_triton()
-    fitting = [row for row in ATTENTIONS if machine.vendor in row.auto_on and (row.name != OURS or may_be_ours)]
-    if all(reasons[row.name] for row in fitting):
-        said = "; ".join(f"{row.name}: {reasons[row.name]}" for row in fitting)
+        return _explicit_choice(wanted, reasons[wanted], packing=packing)
+    fast = machine.arch in FASTER_ON and precision.half and not _lacks_triton()
+    allowed = [row for row in ATTENTIONS if row.name != DOCUMENT_ATTENTION or (own_kernel == "auto" and fast)]
+    return _first_fitting([row for row in allowed if machine.vendor in row.auto_on], reasons)
+
+
+def _explicit_choice(wanted: str, reason: str | None, *, packing: bool) -> AttentionChoice:
+    """Return the attention that the recipe names. reason: why it cannot be used."""
+    if reason is not None and wanted == DOCUMENT_ATTENTION:
+        raise UserError(f"kernels.attention cannot be used: {reason}.", hint="Leave it out.")
+    if reason is not None:
         raise UserError(
-            f"parallel.cp_size: no attention here computes a part of a row ({said}).",
+            f"model.attn_implementation: {wanted} cannot be used: {reason}.",
+            hint="Write auto, which takes an exact one that fits.",
+        )
+    row = next(row for row in ATTENTIONS if row.name == wanted)
+    name = row.packed if packing or wanted == "varlen" else row.name
+    return AttentionChoice(name, "", row.multiple_of, row.one_launch)
+
+
+def _first_fitting(rows: list[Attention], reasons: dict[str, str | None]) -> AttentionChoice:
+    refused = [f"{row.name}: {reasons[row.name]}" for row in rows if reasons[row.name] is not None]
+    row = next((row for row in rows if reasons[row.name] is None), None)
+    if row is None:
+        raise UserError(
+            f"parallel.cp_size: no attention here computes a part of a row ({'; '.join(refused)}).",
             hint="It takes varlen, on an NVIDIA GPU from sm80 on, with model.dtype: bfloat16.",
         )
-    chosen = next(row for row in fitting if reasons[row.name] is None)
-    passed_over = [f"{row.name}: {reasons[row.name]}" for row in fitting[: fitting.index(chosen)]]
-    why = "; ".join(["documents isolated", *passed_over])
-    return AttentionChoice(chosen.packed, why, chosen.multiple_of, chosen.one_launch)
+    passed_over = [f"{row.name}: {reasons[row.name]}" for row in rows[: rows.index(row)]]
+    return AttentionChoice(row.packed, "; ".join(["documents isolated", *passed_over]), row.multiple_of, row.one_launch)
 
 
-def _without_triton() -> bool:
-    """Whether our kernels would be their references on the GPU here: scores of whole documents, stored."""
+def _lacks_triton() -> bool:
+    """Return whether our kernels would run their reference on this GPU, which stores the scores of whole documents."""
     return torch.cuda.is_available() and backend("cuda") == "reference"
 
 
 def check_layers(config: PreTrainedConfig) -> None:
-    """A UserError for layers that carry something from one document of a row into the next."""
+    """Raise UserError if the model has layers that carry state from one document of a row into the next."""
     kinds = set(getattr(config.get_text_config(), "layer_types", None) or ())
     if kinds - ISOLATED_LAYERS:
         raise UserError(
@@ -133,24 +142,26 @@ def check_layers(config: PreTrainedConfig) -> None:
         )
 
 
-def check_parts(config: PreTrainedConfig) -> None:
-    """A UserError for a model that a part of a row would not be computed by as the whole is."""
+def check_shared_rows(config: PreTrainedConfig) -> None:
+    """Raise UserError if a part of a row would not be computed as it is within the whole row."""
     rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
-    kinds = {each.get("rope_type") for each in (rope, *rope.values()) if isinstance(each, dict)}  # or by kind of layer
-    if kinds & BY_LENGTH:
+    # rope_parameters are one dictionary, or one per layer type
+    kinds = {each.get("rope_type") for each in (rope, *rope.values()) if isinstance(each, dict)}
+    if kinds & LENGTH_DEPENDENT_ROPE:
         raise UserError(
-            f"parallel.cp_size: {config.model_type} turns by angles ({', '.join(kinds & BY_LENGTH)}) that depend on "
-            "how long a row is, and a rank knows its part.",
+            f"parallel.cp_size: the rotary angles of {config.model_type} ({', '.join(kinds & LENGTH_DEPENDENT_ROPE)}) "
+            "depend on how long a row is, and a rank knows only its part.",
             hint="Leave it out.",
         )
     if getattr(config, "vision_config", None) is not None:
         raise UserError(
-            f"parallel.cp_size: {config.model_type} sees, and rows with images are not shared.", hint="Leave it out."
+            f"parallel.cp_size: {config.model_type} is a vision-language model, and rows with images are not shared.",
+            hint="Leave it out.",
         )
 
 
 def missing_here(row: Attention, machine: Machine) -> str | None:
-    """Why an attention cannot be used on this machine, whatever the model; or None."""
+    """Return why an attention cannot be used on this machine with any model, or None."""
     capability = int(machine.arch[2:]) if machine.vendor == "nvidia" else 0
     if machine.vendor not in row.runs_on:
         return f"it trains on {' and '.join(VENDORS[vendor] for vendor in row.runs_on)} only"
@@ -164,25 +175,25 @@ def missing_here(row: Attention, machine: Machine) -> str | None:
 def _refusal(
     row: Attention, config: PreTrainedConfig, machine: Machine, precision: Precision, cp_size: int
 ) -> str | None:
-    """Why an attention cannot be used for this model on this machine, or None."""
+    """Return why an attention cannot be used for this model on this machine, or None."""
     if (missing := missing_here(row, machine)) is not None:
         return missing
-    if cp_size > 1 and machine.vendor not in row.parts_on:
+    if cp_size > 1 and machine.vendor not in row.context_parallel_on:
         return f"it attends to whole rows on {VENDORS[machine.vendor]}, and parallel.cp_size cuts them"
     text = config.get_text_config()
     head_dim = max(getattr(text, name, None) or 0 for name in ("head_dim", "qk_head_dim"))
     head_dim = head_dim or text.hidden_size // text.num_attention_heads
-    soft_cap = getattr(text, "attn_logit_softcapping", None)
-    if row.half_only and not precision.half:
-        return "it computes in bfloat16 or float16 only"
-    if soft_cap is not None and not row.soft_cap:
-        return f"it has no soft cap, and the model caps its attention scores at {soft_cap:g}"
-    if getattr(text, "attention_dropout", 0.0) and not row.dropout:
-        return f"it has no dropout, and the model's attention_dropout is {text.attention_dropout:g}"
-    if row.flag is not None and (model := model_class(config)) is not None and not getattr(model, row.flag):
-        return f"transformers does not offer it for {model.__name__}"
-    if head_dim < row.narrowest_head:
-        return f"its heads are at least {row.narrowest_head} wide, and the model's are {head_dim}"
-    if head_dim > row.widest_head:
-        return f"its heads are at most {row.widest_head} wide, and the model's are {head_dim}"
-    return None
+    soft_cap, dropout = getattr(text, "attn_logit_softcapping", None), getattr(text, "attention_dropout", 0.0)
+    model = model_class(config) if row.flag is not None else None
+    reasons = (
+        (row.half_only and not precision.half, "it computes in bfloat16 or float16 only"),
+        (soft_cap is not None and not row.soft_cap,
+         f"it has no soft cap, and the model caps its attention scores at {soft_cap or 0:g}"),
+        (dropout and not row.dropout, f"it has no dropout, and the model's attention_dropout is {dropout or 0:g}"),
+        (model is not None and not getattr(model, row.flag or "", True),
+         f"transformers does not offer it for {getattr(model, '__name__', None)}"),
+        (head_dim < row.narrowest_head,
+         f"its heads are at least {row.narrowest_head} wide, and the model's are {head_dim}"),
+        (head_dim > row.widest_head, f"its heads are at most {row.widest_head} wide, and the model's are {head_dim}"),
+    )  # fmt: skip
+    return next((reason for refused, reason in reasons if refused), None)

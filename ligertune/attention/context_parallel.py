@@ -1,12 +1,11 @@
-"""Context parallel: attention of a rank that computes a part of each packed row.
+"""Context parallel attention: each rank computes the queries of a part of each packed row.
 
-Each rank gathers the keys and values of all, which grouped-query attention makes small, and its queries attend to those
-of their own document as they would in the whole row (Llama 3 is trained this way: arXiv 2407.21783, section 3.3.2).
-Gathered keys give their gradients back to the ranks that made them.
+Each rank gathers the keys and values of all ranks, which grouped-query attention keeps small, and its queries attend to
+the keys of their own document (as Llama 3 is trained: arXiv 2407.21783, section 3.3.2). The gradients of gathered keys
+return to the ranks that computed them.
 
-A part's tokens are runs, each of one document: what attention is told of documents is told of runs instead, which have
-at least as many keys as queries; the last ones of both stand
-next to each other. `data.batching.context_parallel_rows` cuts rows so.
+The tokens of a part are runs, each of one document. Attention treats runs as documents that have at least as many keys
+as queries, where the last query belongs to the last key. `data.batching.context_parallel_rows` cuts rows this way.
 """
 
 from __future__ import annotations
@@ -21,29 +20,29 @@ from torch.distributed import ProcessGroup
 
 @dataclass(frozen=True)
 class ContextParallelKeys:
-    """The ranks that have the other parts, and how many keys each of this part's runs sees."""
+    """The ranks that hold the other parts, and the number of keys of each run of this part."""
 
     group: ProcessGroup
     key_lengths: tuple[int, ...]
 
     def gather(self, own: Tensor, key_rows: Tensor) -> Tensor:
-        """Keys or values of this rank's tokens (1, K, T, D) -> those that its runs see, (1, K, keys, D).
+        """Return the keys or values of this rank's runs (1, K, keys, D) from those of its tokens (1, K, T, D).
 
-        key_rows: (keys,) int64, their places among those of all ranks, one rank's tokens behind another's.
+        key_rows: (keys,) int64, their places among the tokens of all ranks, concatenated in rank order.
         """
-        everyone = _Gather.apply(own.squeeze(0).transpose(0, 1), self.group)  # (C * T, K, D)
-        return everyone.index_select(0, key_rows).transpose(0, 1)[None]
+        gathered = _Gather.apply(own.squeeze(0).transpose(0, 1), self.group)  # (C * T, K, D)
+        return gathered.index_select(0, key_rows).transpose(0, 1)[None]
 
 
 class _Gather(torch.autograd.Function):
-    """(T, ...) of each rank -> (C * T, ...) of all, on each; the gradients of all are added up where it began."""
+    """All-gather (T, ...) of C ranks into (C * T, ...); the backward sums each rank's gradients on that rank."""
 
     @staticmethod
     def forward(ctx, own, group):
         ctx.group = group
-        everyone = own.new_empty(group.size() * own.shape[0], *own.shape[1:])
-        dist.all_gather_into_tensor(everyone, own.contiguous(), group=group)
-        return everyone
+        gathered = own.new_empty(group.size() * own.shape[0], *own.shape[1:])
+        dist.all_gather_into_tensor(gathered, own.contiguous(), group=group)
+        return gathered
 
     @staticmethod
     def backward(ctx, grad):

@@ -1,12 +1,13 @@
-"""Attention of a tower that sees pictures of any size: each attends to itself, all in one launch.
+"""Attention of a vision tower over images of any size: each image attends to itself, all of them in one launch.
 
-Qwen's towers hold the pictures of a batch (or windows of them) one behind the other. Where flash-attn is not installed,
-transformers cuts queries, keys and values apart and attends to one picture after another, and asks the GPU for the
-lengths in every layer. Their forward is rebuilt (`rope`) so that it hands all of them to `pictures_apart` at once.
+The vision towers of the Qwen family concatenate the images of a batch, or windows of them, along the sequence. Without
+flash-attn, transformers attends within one image after another, and copies the lengths from the GPU in every layer.
+`patching.rope_patch` rebuilds their forward so that it calls `per_image_attention` on the whole sequence.
 """
 
 from __future__ import annotations
 
+from collections.abc import Set
 from typing import Any
 
 import torch
@@ -16,24 +17,24 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ligertune.attention.flash import flash_varlen
 
-# the lengths of the pictures, by the tensor of their bounds: all layers have the same one, and the GPU is asked once
+# Lengths of the images by the tensor of their bounds, which all layers share: they are copied from the GPU once.
 _LENGTHS = WeakIdKeyDictionary()
 WIDEST_HEAD = 256
 
 
-def pictures_apart(
+def per_image_attention(
     module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    query: Tensor,  # (1, H, S, D), images concatenated
+    key: Tensor,  # (1, H, S, D)
+    value: Tensor,  # (1, H, S, D)
     attention_mask: Tensor | None = None,
     *,
     scaling: float | None = None,
     dropout: float = 0.0,
-    cu_seq_lens_q: Tensor,
+    cu_seq_lens_q: Tensor,  # (images + 1,): where each image begins
     **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """query, key, value (1, H, S, D), pictures one behind the other -> (1, S, H, D). Not causal, no mask."""
+) -> tuple[Tensor, None]:  # (1, S, H, D)
+    """Attend within each image, neither causally nor with a mask."""
     if query.is_cuda and torch.is_autocast_enabled("cuda"):
         query, key, value = (t.to(torch.get_autocast_dtype("cuda")) for t in (query, key, value))
     if _one_launch(query, dropout):
@@ -47,7 +48,7 @@ def pictures_apart(
 
 def _one_launch(query: Tensor, dropout: float) -> bool:
     half = query.dtype in (torch.bfloat16, torch.float16)
-    nvidia = query.is_cuda and torch.version.hip is None  # torch's own on AMD was not tried
+    nvidia = query.is_cuda and torch.version.hip is None  # torch's flash attention on AMD was not tried
     return nvidia and half and not dropout and query.shape[-1] <= WIDEST_HEAD and query.shape[-1] % 8 == 0
 
 
@@ -58,22 +59,22 @@ def _lengths(cu_seqlens: Tensor) -> list[int]:
 
 
 class _AttentionFunctions:
-    """What stands in for transformers' table of attention functions in the rebuilt forward."""
+    """Replacement of transformers' table of attention functions in the rebuilt forward."""
 
     @staticmethod
     def get_interface(name: str, default: Any) -> Any:
-        return pictures_apart
+        return per_image_attention
 
 
-# names that such a forward reads in its modelling file, and what they are in its private copy; it takes the branch for
-# attention that knows where pictures begin
-STAND_INS = {
+# Replacements of globals that such a forward reads. It then takes its branch for flash attention, which passes the
+# bounds of the images on; the longest length is not needed, since `per_image_attention` computes it.
+IMAGE_ATTENTION_GLOBALS = {
     "ALL_ATTENTION_FUNCTIONS": _AttentionFunctions(),
     "is_flash_attention_requested": lambda config: True,
-    "get_max_seqlen": lambda cu_seqlens, *args, **kwargs: None,  # `pictures_apart` knows
+    "get_max_seqlen": lambda cu_seqlens, *args, **kwargs: None,
 }
 
 
-def cuts_pictures_apart(names: tuple[str, ...]) -> bool:
-    """Whether a forward that reads these names is one that attends to one picture after another."""
-    return {"ALL_ATTENTION_FUNCTIONS", "is_flash_attention_requested", "cu_seq_lens_q", "split"} <= set(names)
+def attends_per_image(names: Set[str]) -> bool:
+    """Return whether a forward that reads these names attends within one image after another."""
+    return {"ALL_ATTENTION_FUNCTIONS", "is_flash_attention_requested", "cu_seq_lens_q", "split"} <= names

@@ -31,7 +31,7 @@ def _compile_layers(model: PreTrainedModel) -> None:
 
 def _chunk_loss(model: PreTrainedModel) -> None:
     """Compute the logits and the loss in chunks of rows, in plain PyTorch."""
-    from ligertune.patching.chunked_loss import chunk_loss
+    from ligertune.patching.fused_loss import chunk_loss
 
     chunk_loss(model)
 

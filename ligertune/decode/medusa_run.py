@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ligertune.attention.packed_mask_skip import know_rows
+from ligertune.attention.packing_checks import prepare_masks
 from ligertune.data.prepare import PreparedData, prepare
 from ligertune.decode.medusa_report import MedusaReport, head_accuracy, measure_heads, write_report
 from ligertune.errors import UserError
@@ -43,7 +43,7 @@ BASE, HEADS = "base_model.", "medusa_head."  # prefixes of the parameters of a M
 
 def with_heads(options: BuildOptions, model: PreTrainedModel, *, packed: bool) -> MedusaModel:
     """Return the model with its Medusa heads. MedusaModel calls the backbone directly, so its hooks are set there."""
-    know_rows(backbone_of(model), packed=packed)
+    prepare_masks(backbone_of(model), packed=packed)
     return attach_heads(model, options.medusa, fused=options.kernels.fuses_heads_loss)
 
 

@@ -21,10 +21,10 @@ from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ligertune.patching.deferred_logits import count_fused, count_materialised
-from ligertune.patching.fused_loss import LossHead, loss_of_dense
-from ligertune.patching.module_patch import Patch, has_own_hooks, swap
-from ligertune.patching.recompute import is_linear, is_whole, rebuilt_of
+from ligertune.patching.deferred_logits import count_fused
+from ligertune.patching.fused_loss import LossHead
+from ligertune.patching.module_patch import ModulePatch, has_own_hooks, patch_module
+from ligertune.patching.recompute import is_linear, is_whole, recomputation_of
 
 
 class _LowRankUpdate(torch.autograd.Function):
@@ -68,7 +68,7 @@ class _LowRankUpdate(torch.autograd.Function):
         return dx, da, db, None, dy if needs_base else None, None, None
 
 
-class FusedLora(Patch):
+class FusedLora(ModulePatch):
     """Mixin of peft's LoRA layer around an nn.Linear: (..., E) -> (..., F)."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -76,8 +76,8 @@ class FusedLora(Patch):
             return super().forward(x, *args, **kwargs)
         name, base = self.active_adapters[0], self.base_layer
         adapter = self.lora_A[name].weight, self.lora_B[name].weight, self.scaling[name]
-        rebuilt = rebuilt_of(x)
-        with rebuilt.standing_for(x) if rebuilt is not None else contextlib.nullcontext():
+        recomputation = recomputation_of(x)
+        with recomputation.replacing(x) if recomputation is not None else contextlib.nullcontext():
             if _is_frozen_linear(base):
                 return _LowRankUpdate.apply(x, *adapter, None, base.weight, base.bias)
             return _LowRankUpdate.apply(x, *adapter, base(x), base.weight, None)
@@ -89,18 +89,12 @@ class LoraLossHead(LossHead):
     A and B enter `linear_cross_entropy`, so no logits are made unless peft does more than add s B A x.
     """
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if not (len(args) == 1 and isinstance(args[0], tuple)):
-            return super(LossHead, self).forward(x, *args, **kwargs)
-        labels, options = args[0]
-        hidden = x.reshape(-1, x.shape[-1])  # (N, E)
-        labels = labels.reshape(-1).to(hidden.device)  # (N,)
+    def compute_loss(self, hidden: Tensor, labels: Tensor, options: dict[str, Any]) -> Tensor:
         base, reason = self.base_layer, why_not_low_rank(self)
-        if reason is not None or type(base) is not nn.Linear:
-            count_materialised(
-                self, f"the head's adapter {reason}" if reason else f"the head is a {type(base).__name__}"
-            )
-            return loss_of_dense(super(LossHead, self).forward(hidden), labels, **options)
+        if reason is not None:
+            return self.dense_loss(hidden, labels, options, f"the head's adapter {reason}")
+        if type(base) is not nn.Linear:
+            return self.dense_loss(hidden, labels, options, f"the head is a {type(base).__name__}")
         count_fused(self)
         name = self.active_adapters[0]
         a, b = self.lora_A[name].weight, self.lora_B[name].weight
@@ -145,5 +139,5 @@ def fuse_adapters(model: nn.Module) -> int:
     """Replace the forward of every plain LoRA layer of `model` by the fused one; return the number of layers."""
     layers = [module for module in model.modules() if type(module) is LoraLinear]
     for layer in layers:
-        swap(layer, FusedLora, None)
+        patch_module(layer, FusedLora)
     return len(layers)

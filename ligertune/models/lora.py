@@ -15,12 +15,12 @@ import peft
 from peft.tuners.lora import Linear as LoraLinear
 from torch import nn
 
-from ligertune.activations.checkpointing import let_inputs_be
+from ligertune.activations.checkpointing import keep_input_gradients_off
 from ligertune.errors import UserError
 from ligertune.models.fused_lora import LoraLossHead
 from ligertune.patching.fused_loss import LossHead
-from ligertune.patching.module_patch import swap, unswap
-from ligertune.patching.recompute import is_rebuilding, rebuild_inputs
+from ligertune.patching.module_patch import patch_module, unpatch_module
+from ligertune.patching.recompute import has_recompute, recompute_inputs
 from ligertune.vision.families import family_of, part_of
 
 if TYPE_CHECKING:
@@ -50,17 +50,17 @@ def add_adapter(model: PreTrainedModel, spec: MethodOptions) -> peft.PeftModel:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # peft reads attributes of transformers by their old names
         adapted = peft.get_peft_model(model, config)
-    let_inputs_be(model)
-    recomputes = is_rebuilding(model)
+    keep_input_gradients_off(model)
+    recomputes = has_recompute(model)
     for module in adapted.modules():
         if isinstance(module, peft.tuners.lora.LoraLayer):
             module.cast_input_dtype_enabled = False  # autocast casts, without a copy of the input in fp32
             if recomputes:  # lora_A saves the same input as its layer for the backward
-                rebuild_inputs(module.lora_A)
+                recompute_inputs(module.lora_A)
     for module in adapted.modules():
         if type(module) is LoraLinear and isinstance(module.base_layer, LossHead):
-            unswap(module.base_layer)
-            swap(module, LoraLossHead, None)
+            unpatch_module(module.base_layer)
+            patch_module(module, LoraLossHead)
     return adapted
 
 

@@ -1,13 +1,13 @@
-"""What `lm_head` gives while a forward with labels runs: not logits but how to make them.
+"""Deferred logits: while a forward with labels runs, `lm_head` returns how to compute its logits, not the logits.
 
-    forward(labels=...)   sets the thread's mark: the logits of this model are wanted for a loss only
-    lm_head(hidden)       returns DeferredLogits(lm_head, hidden): no weight touched, no hook fired
-    / scale, tanh, float  what the model does to its logits is written down on it
-    loss_function(...)    hands hidden, labels, scale and soft cap back to lm_head.__call__, and `linear_cross_entropy`
-                          runs inside that call, where DDP, FSDP, ZeRO-3 and offloading have the weight (`loss`)
+    forward(labels=...)   notes in STATE that the logits of this model are needed for a loss only
+    lm_head(hidden)       returns DeferredLogits(lm_head, hidden); reads no weight and calls no hook
+    / scale, tanh, float  are recorded on it
+    loss_function(...)    passes hidden states, labels, scale and soft cap back to lm_head.__call__, inside which
+                          `linear_cross_entropy` runs: there DDP, FSDP, ZeRO-3 and offloading have the weight
 
-Whatever else is done to a DeferredLogits computes the logits after all: same numbers, more memory, said once and
-counted (`loss_counts`). Calls without labels, and so `generate()`, never meet any of this.
+Any other operation on a DeferredLogits computes the logits: same numbers, more memory, one warning, and a count in
+`loss_counts`. Calls without labels, and so `generate()`, are not affected.
 """
 
 from __future__ import annotations
@@ -28,35 +28,35 @@ from torch.utils._pytree import tree_map
 
 @dataclass
 class LabelledForward:
-    """A forward with labels that is running: whose head is to defer, and whether logits were made in it."""
+    """A running forward with labels: the head that defers, and whether logits were computed."""
 
     head: nn.Module
     materialised: bool = False
 
 
-class _ThisThread(threading.local):
-    """A thread's state, not a context variable: torch.compile traces the first and breaks on the second."""
+class _State(threading.local):
+    """State of this thread. Not a context variable: torch.compile can trace a thread-local but not that."""
 
-    forward: LabelledForward | None = None  # the innermost one
+    forward: LabelledForward | None = None  # the innermost of nested forwards
     loss_only: bool = False
 
 
-THREAD = _ThisThread()
+STATE = _State()
 
 
 @contextlib.contextmanager
 def loss_only() -> Iterator[None]:
-    """Inside, evaluation with labels makes no logits either: `output.logits` is None, as it is in training."""
-    before, THREAD.loss_only = THREAD.loss_only, True
+    """Let evaluation with labels compute no logits either: `output.logits` is None, as in training."""
+    before, STATE.loss_only = STATE.loss_only, True
     try:
         yield
     finally:
-        THREAD.loss_only = before
+        STATE.loss_only = before
 
 
 @dataclass
 class LossCounts:
-    """How often the loss was computed without logits, and how often logits were made for it, by reason."""
+    """Number of losses computed without logits, and with logits by reason."""
 
     fused: int = 0
     materialised: Counter[str] = field(default_factory=Counter)
@@ -66,7 +66,7 @@ _COUNTS: weakref.WeakKeyDictionary[nn.Module, LossCounts] = weakref.WeakKeyDicti
 
 
 def loss_counts(model: nn.Module) -> LossCounts:
-    """What happened in this process to the losses of the heads inside `model`; compiled calls are not counted."""
+    """Count how the heads inside `model` computed their losses in this process; compiled calls are not counted."""
     total = LossCounts()
     for module in model.modules():
         if module in _COUNTS:
@@ -76,15 +76,15 @@ def loss_counts(model: nn.Module) -> LossCounts:
 
 
 def count_fused(head: nn.Module) -> None:
-    """One more loss of `head` without logits."""
+    """Count one loss of `head` without logits."""
     if not torch.compiler.is_compiling():
         _COUNTS.setdefault(head, LossCounts()).fused += 1
 
 
 def count_materialised(head: nn.Module, reason: str) -> None:
-    """Logits of `head` were made for a loss: said aloud the first time, counted every time."""
-    if THREAD.forward is not None:
-        THREAD.forward.materialised = True
+    """Count one loss for which logits of `head` were computed; warn the first time."""
+    if STATE.forward is not None:
+        STATE.forward.materialised = True
     if torch.compiler.is_compiling():
         return
     counts = _COUNTS.setdefault(head, LossCounts())
@@ -95,10 +95,10 @@ def count_materialised(head: nn.Module, reason: str) -> None:
 
 
 class DeferredLogits:
-    """The logits of `head(hidden)` after some operations, (..., V), not computed yet.
+    """Logits (..., V) that are not computed yet: `head(hidden)` followed by the recorded operations.
 
-    A plain object and no tensor subclass: torch.compile inlines it. Once something needed the numbers they are kept,
-    and from then on it stands for that tensor, so that writing into it is not lost.
+    A plain object and not a tensor subclass, so that torch.compile inlines it. Once something needed the numbers they
+    are kept in `dense`, and the object then acts as that tensor, so that writes into it are not lost.
     """
 
     def __init__(self, head: nn.Module, hidden: Tensor, operations: tuple[tuple[str, Any], ...] = ()) -> None:
@@ -108,7 +108,7 @@ class DeferredLogits:
         self.dense: Tensor | None = None
 
     def compute(self) -> Tensor:
-        """The logits, with every recorded operation done as the model wrote it."""
+        """Return the logits, with every recorded operation applied as the model wrote it."""
         if self.dense is None:
             logits = self.head.logits(self.hidden)
             for name, value in self.operations:
@@ -117,13 +117,13 @@ class DeferredLogits:
         return self.dense
 
     def materialise(self, reason: str) -> Tensor:
-        """`compute` for something we did not foresee."""
+        """Compute the logits for an operation that cannot be recorded, and count the reason."""
         if self.dense is None:
             count_materialised(self.head, reason)
         return self.compute()
 
     def scale_and_softcap(self) -> tuple[float, float | None] | None:
-        """(s, None) if logits = s * z, (c * t, c) if logits = c * tanh(t * z), where z = head(hidden); else None."""
+        """Return (s, None) for logits = s * z, (c * t, c) for c * tanh(t * z), where z = head(hidden); else None."""
         scale, inside = 1.0, None
         for name, value in self.operations:
             if name == "tanh":
@@ -141,19 +141,19 @@ class DeferredLogits:
             return OPERATIONS[name](self.dense, value)
         return DeferredLogits(self.head, self.hidden, (*self.operations, (name, value)))
 
-    # what models do between the head and the loss
+    # operations of models between the head and the loss
 
     def __mul__(self, factor: Any) -> DeferredLogits | Tensor:
         if isinstance(factor, (int, float, Tensor)):
             return self._then("mul", factor)
-        return self.materialise("the model multiplies its logits by no number") * factor
+        return self.materialise("the model multiplies its logits by something that is not a number") * factor
 
     __rmul__ = __mul__
 
     def __truediv__(self, divisor: Any) -> DeferredLogits | Tensor:
         if isinstance(divisor, (int, float, Tensor)):
             return self._then("div", divisor)
-        return self.materialise("the model divides its logits by no number") / divisor
+        return self.materialise("the model divides its logits by something that is not a number") / divisor
 
     def tanh(self) -> DeferredLogits | Tensor:
         return self._then("tanh", None)
@@ -167,12 +167,12 @@ class DeferredLogits:
             return self._then("to", target)
         if len(args) + len(kwargs) == 1 and isinstance(target, torch.device) and target == self.device:
             return self
-        return self.materialise("the model uses .to of its logits").to(*args, **kwargs)
+        return self.materialise("the model calls .to on its logits").to(*args, **kwargs)
 
     def contiguous(self) -> DeferredLogits:
         return self
 
-    # what can be said without computing
+    # properties that need no logits
 
     @property
     def shape(self) -> torch.Size:
@@ -227,7 +227,7 @@ OPERATIONS: dict[str, Callable[[Tensor, Any], Tensor]] = {
 
 
 def _is_constant(value: Tensor) -> bool:
-    """One number that is not trained. Reading it off a GPU waits for the GPU; under torch.compile it cannot be read."""
+    """Return whether a tensor is one number that is not trained. Under torch.compile it cannot be read."""
     return value.numel() == 1 and value.ndim <= 1 and not value.requires_grad and not torch.compiler.is_compiling()
 
 
@@ -239,8 +239,8 @@ def _materialising(name: str) -> Callable[..., Any]:
     return method
 
 
-# Python looks these up on the class, past __getattr__. In-place *= and /= are not among them: without a method of
-# their own they mean x = x * c, which is recorded.
+# Python looks these up on the class and not through __getattr__. In-place *= and /= are left out: without a method
+# they mean x = x * c, which is recorded.
 _SPECIAL = """add radd sub rsub neg pos abs pow rpow matmul rmatmul rtruediv floordiv mod iadd isub ipow
               getitem setitem len iter bool eq ne lt le gt ge and or xor invert array"""
 for _name in _SPECIAL.split():

@@ -1,7 +1,8 @@
-"""The loss of a causal language model through our kernels: in the output head, or on the logits.
+"""Losses of causal language models by our kernels: inside the output head, or on the logits.
 
-`LossInHead` and `LossHead` are the two ends of the deferred logits (`deferred`): the model's forward and its output
-head. `OwnLoss` alone leaves the logits as they are and computes their cross entropy with our kernel.
+`DeferredLossModel` patches the model and `LossHead` its output head: together they compute the loss from deferred
+logits (`deferred_logits`). `KernelLossModel` alone lets the model make its logits and computes their cross-entropy with
+our kernel. `ChunkedHead` is the baseline without a kernel that `ligertune compare` measures.
 """
 
 from __future__ import annotations
@@ -15,17 +16,21 @@ import torch
 import torch.nn.functional as F
 from ligertune_kernels import cross_entropy, linear_cross_entropy
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from ligertune.attention.untraced_inputs import Unseen, look
-from ligertune.patching.deferred_logits import THREAD, DeferredLogits, LabelledForward, count_fused, count_materialised
-from ligertune.patching.module_patch import Patch
+from ligertune.attention.untraced_inputs import Untraced, reveal
+from ligertune.errors import UserError
+from ligertune.patching.deferred_logits import STATE, DeferredLogits, LabelledForward, count_fused, count_materialised
+from ligertune.patching.module_patch import ModulePatch, patch_module
 from ligertune.patching.probe import Refusal
 
+CHUNK_ROWS = 1024  # rows whose logits `ChunkedHead` makes at a time
 
-class LossHead(Patch):
-    """Mixin of the output head, a plain nn.Linear: (..., E) -> (..., V), or -> the loss when labels come along."""
+
+class LossHead(ModulePatch):
+    """Mixin of the output head, a plain nn.Linear: returns logits (..., V), or the loss if labels are passed."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if len(args) == 1 and not kwargs and _defers(self):
@@ -33,33 +38,66 @@ class LossHead(Patch):
         return super().__call__(*args, **kwargs)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """(..., E) -> (..., V), never deferred."""
+        """Return the logits (..., V) of hidden states (..., E), never deferred."""
         return super().__call__(hidden)
 
     def loss(self, hidden: Tensor, labels: Tensor, options: dict[str, Any]) -> Tensor:
-        """The loss of hidden (..., E) against labels (...), through every hook: they gather the weight."""
+        """Return the loss of hidden states (..., E) and labels (...), through the hooks that gather the weight."""
         return super().__call__(hidden, (labels, options))
 
-    def forward(self, input: Tensor, loss: tuple[Tensor, dict[str, Any]] | None = None) -> Tensor:
+    def forward(self, input: Tensor, loss: tuple[Tensor, dict[str, Any]] | None = None, **kwargs: Any) -> Tensor:
         if loss is None:
-            return super().forward(input)
+            return super().forward(input, **kwargs)
         labels, options = loss
-        hidden = input.reshape(-1, input.shape[-1])  # (N, E)
-        labels = labels.reshape(-1).to(hidden.device)  # (N,)
-        if type(self.weight) not in (Tensor, nn.Parameter):  # DTensor, a quantised weight: only its own ops know it
-            count_materialised(self, f"lm_head.weight is a {type(self.weight).__name__}")
-            return loss_of_dense(super().forward(hidden), labels, **options)
+        return self.compute_loss(input.reshape(-1, input.shape[-1]), labels.reshape(-1).to(input.device), options)
+
+    def compute_loss(self, hidden: Tensor, labels: Tensor, options: dict[str, Any]) -> Tensor:
+        """Return the loss of hidden states (N, E) and labels (N,). options: keywords of `linear_cross_entropy`."""
+        if type(self.weight) not in (Tensor, nn.Parameter):  # a DTensor or a quantised weight: only its own ops know it
+            return self.dense_loss(hidden, labels, options, f"lm_head.weight is a {type(self.weight).__name__}")
         count_fused(self)
         return linear_cross_entropy(hidden, self.weight, labels, self.bias, **options)
 
+    def dense_loss(self, hidden: Tensor, labels: Tensor, options: dict[str, Any], reason: str) -> Tensor:
+        """Return the loss from logits, and count why it is not computed without them."""
+        count_materialised(self, reason)
+        return dense_loss(super().forward(hidden), labels, **options)
+
+
+class ChunkedHead(LossHead):
+    """Mixin of the output head: the loss in plain torch, a chunk of rows at a time.
+
+    The logits of a chunk (CHUNK_ROWS, V) are made for its part of the loss, and once more in the backward.
+    """
+
+    def compute_loss(self, hidden: Tensor, labels: Tensor, options: dict[str, Any]) -> Tensor:
+        sums = options | {"num_items_in_batch": 1}
+        total = torch.zeros((), device=hidden.device)
+        for rows, targets in zip(hidden.split(CHUNK_ROWS), labels.split(CHUNK_ROWS), strict=True):
+            total = total + checkpoint(self._sum, rows, targets, sums, use_reentrant=False)
+        count = options["num_items_in_batch"]
+        return total / ((labels != options["ignore_index"]).sum().clamp(min=1) if count is None else count)
+
+    def _sum(self, hidden: Tensor, labels: Tensor, sums: dict[str, Any]) -> Tensor:
+        return dense_loss(F.linear(hidden, self.weight, self.bias), labels, **sums)
+
+
+def chunk_loss(model: PreTrainedModel) -> None:
+    """Let `model` compute its loss in chunks of rows. Raises UserError if its loss or head is not a plain one."""
+    refusal = refuse_loss(model) or refuse_head(model.get_output_embeddings())
+    if refusal is not None:
+        raise UserError(f"--baseline hf-chunked: not with this model: {refusal.reason}.")
+    patch_module(model.get_output_embeddings(), ChunkedHead)
+    patch_module(model, DeferredLossModel)
+
 
 def _defers(head: LossHead) -> bool:
-    """Is `head` the output head of the model whose labelled forward runs, or inside the wrapper that is?"""
-    running = THREAD.forward
+    """Return whether a labelled forward runs whose model has `head` as its output head, bare or wrapped (PEFT)."""
+    running = STATE.forward
     return running is not None and (running.head is head or any(module is head for module in running.head.modules()))
 
 
-def loss_of_dense(
+def dense_loss(
     logits: Tensor,
     labels: Tensor,
     *,
@@ -69,7 +107,7 @@ def loss_of_dense(
     num_items_in_batch: int | Tensor | None,
     labelled_rows: Tensor | None,
 ) -> Tensor:
-    """`linear_cross_entropy` from its second step on, in torch: logits (N, V), labels (N,)."""
+    """Return the loss that `linear_cross_entropy` computes after its product: logits (N, V), labels (N,)."""
     logits = logits.float() * logit_scale
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
@@ -78,7 +116,7 @@ def loss_of_dense(
 
 
 def _next_tokens(labels: Tensor, ignore_index: int) -> Tensor:
-    """labels (B, T) -> what each position predicts (B, T); the last predicts nothing."""
+    """Return the label that each position predicts (B, T), from labels (B, T); the last position predicts none."""
     return F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
 
 
@@ -93,13 +131,13 @@ def loss_in_head(
     num_items_in_batch: int | Tensor | None = None,
     ignore_index: int = -100,
     shift_labels: Tensor | None = None,
-    labelled_rows: Tensor | Unseen | None = None,
+    labelled_rows: Tensor | Untraced | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """ForCausalLMLoss for deferred logits; real ones go to ForCausalLMLoss itself.
+    """Compute ForCausalLMLoss from deferred logits; a tensor of logits goes to ForCausalLMLoss itself.
 
-    labelled_rows: `ligertune_kernels.labelled_rows` of the batch's labels, if whoever made the batch knows them. The
-    other rows then never meet the head.
+    labelled_rows: `ligertune_kernels.labelled_rows` of the batch's labels, if the collator computed them. The head then
+    skips the other rows.
     """
     form = None
     if isinstance(logits, DeferredLogits):
@@ -107,8 +145,8 @@ def loss_in_head(
             form = logits.scale_and_softcap()
         if form is None:
             logits = logits.materialise("they are not scale * z or softcap * tanh(z / softcap) over all of V")
-    elif THREAD.forward is not None and not THREAD.forward.materialised:
-        count_materialised(THREAD.forward.head, f"the output head is a {type(THREAD.forward.head).__name__} now")
+    elif STATE.forward is not None and not STATE.forward.materialised:
+        count_materialised(STATE.forward.head, f"the output head is a {type(STATE.forward.head).__name__} now")
     if form is None:
         return ForCausalLMLoss(
             logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels=shift_labels, **kwargs
@@ -119,7 +157,7 @@ def loss_in_head(
         "softcap": form[1],
         "ignore_index": ignore_index,
         "num_items_in_batch": _on(logits.device, num_items_in_batch),
-        "labelled_rows": look(labelled_rows) if target.numel() == logits.hidden.shape[:-1].numel() else None,
+        "labelled_rows": reveal(labelled_rows) if target.numel() == logits.hidden.shape[:-1].numel() else None,
     }
     return logits.head.loss(logits.hidden, target, options)
 
@@ -133,7 +171,7 @@ def loss_of_logits(
     shift_labels: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """ForCausalLMLoss on our `cross_entropy`, which upcasts in registers instead of in memory."""
+    """Compute ForCausalLMLoss with our `cross_entropy`, which upcasts in registers instead of in memory."""
     target = (_next_tokens(labels, ignore_index) if shift_labels is None else shift_labels).reshape(-1)
     loss = cross_entropy(
         logits.reshape(-1, vocab_size),
@@ -144,63 +182,60 @@ def loss_of_logits(
     return loss if num_items_in_batch is None else loss / _on(loss.device, num_items_in_batch)
 
 
-class OwnLoss(Patch):
-    """Mixin of the model: its causal language model loss is our cross entropy, on logits made as ever."""
+class KernelLossModel(ModulePatch):
+    """Mixin of the model: its loss is our cross-entropy of the logits that it makes."""
 
-    own_loss = staticmethod(loss_of_logits)
+    kernel_loss = staticmethod(loss_of_logits)
 
     @property
     def loss_function(self) -> Callable[..., Tensor]:
         # `super().loss_function` would do, but torch.compile cannot trace a property through super()
-        chosen = getattr(self, "_loss_function", ForCausalLMLoss)  # where transformers keeps one that a user sets
-        return self.own_loss if chosen is ForCausalLMLoss else chosen
+        chosen = getattr(self, "_loss_function", ForCausalLMLoss)  # transformers stores a user's function here
+        return self.kernel_loss if chosen is ForCausalLMLoss else chosen
 
     @loss_function.setter
     def loss_function(self, value: Callable[..., Tensor]) -> None:
         self._loss_function = value
 
 
-class LossInHead(OwnLoss):
-    """Mixin of the model: a forward with labels defers its logits, and the loss is computed in the head."""
+class DeferredLossModel(KernelLossModel):
+    """Mixin of the model: a forward with labels defers its logits, and the head computes the loss."""
 
-    own_loss = staticmethod(loss_in_head)
+    kernel_loss = staticmethod(loss_in_head)
 
     @classmethod
     def class_body(cls, original: type[PreTrainedModel], spec: None) -> dict[str, Any]:
-        theirs = original.forward
-        position = list(inspect.signature(theirs).parameters).index("labels") - 1  # without self
+        position = list(inspect.signature(original.forward).parameters).index("labels") - 1  # without self
 
-        @functools.wraps(theirs)  # generate() and Trainer read the signature
+        @functools.wraps(original.forward)  # generate() and Trainer read the signature
         def forward(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
             labels = args[position] if len(args) > position else kwargs.get("labels")
             if labels is None:
-                return theirs(self, *args, **kwargs)
-            outer, THREAD.forward = THREAD.forward, LabelledForward(self.get_output_embeddings())
+                return original.forward(self, *args, **kwargs)
+            outer, STATE.forward = STATE.forward, LabelledForward(self.get_output_embeddings())
             try:
-                output = theirs(self, *args, **kwargs)
+                output = original.forward(self, *args, **kwargs)
             finally:
-                THREAD.forward = outer
-            return _settled(output, keep=not (self.training or THREAD.loss_only))
+                STATE.forward = outer
+            return _without_deferred(output, keep=not (self.training or STATE.loss_only))
 
         return {"forward": forward}
 
 
-def _settled(output: Any, *, keep: bool) -> Any:
-    """A model's output with logits in place of deferred ones, or with None: no recipe leaves the forward."""
+def _without_deferred(output: Any, *, keep: bool) -> Any:
+    """Return a model's output in which deferred logits are computed (keep) or None: none leave the forward."""
+
+    def settle(value: Any) -> Any:
+        return (value.compute() if keep else None) if isinstance(value, DeferredLogits) else value
+
     if isinstance(output, tuple):
-        return tuple(_settle(value, keep=keep) for value in output)
-    # rebuilt, since setting an attribute of a ModelOutput to None leaves its item in place
-    return type(output)(**{name: _settle(value, keep=keep) for name, value in output.items()})
-
-
-def _settle(value: Any, *, keep: bool) -> Any:
-    if not isinstance(value, DeferredLogits):
-        return value
-    return value.compute() if keep else None
+        return tuple(map(settle, output))
+    # a new object: setting an attribute of a ModelOutput to None leaves its item in place
+    return type(output)(**{name: settle(value) for name, value in output.items()})
 
 
 def refuse_loss(model: nn.Module) -> Refusal | None:
-    """Why the loss of `model` cannot be ours, or None."""
+    """Return why our kernels cannot compute the loss of `model`, or None."""
     if not isinstance(model, PreTrainedModel) or model.get_output_embeddings() is None:
         return Refusal(f"{type(model).__name__} is not a transformers model with an output head")
     if "labels" not in inspect.signature(type(model).forward).parameters:
@@ -213,7 +248,7 @@ def refuse_loss(model: nn.Module) -> Refusal | None:
 
 
 def refuse_head(head: nn.Module) -> Refusal | None:
-    """Why the loss cannot be computed inside this output head, or None."""
+    """Return why the loss cannot be computed inside this output head, or None."""
     if type(head) is not nn.Linear:
         return Refusal(f"its output head is a {type(head).__name__}, not a plain nn.Linear")
     if "forward" in vars(head):

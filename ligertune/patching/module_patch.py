@@ -1,22 +1,25 @@
-"""Give one module other behaviour without touching its class: `module.__class__` becomes a subclass made for it.
+"""Change the behaviour of one module instance: its `__class__` becomes a subclass made for it.
 
-The subclass keeps `__name__`, `__qualname__` and `__module__`: transformers writes `architectures` from the name,
-reads the class's source through its module, and looks classes up by `str(cls)`. Everything a patch must know stands
-on the class (`patch_spec`), nothing on the instance, so state dict, hooks, `__dict__` and pickles stay as they were.
+The subclass keeps `__name__`, `__qualname__` and `__module__`: transformers writes `architectures` from the name, reads
+the class's source through its module, and looks classes up by `str(cls)`. What a patch has to know is stored on the
+class (`patch_spec`) and nothing on the instance, so the state dict, hooks, `__dict__` and pickles stay as they were.
+
+`rebuild_function` makes a function call other functions without touching the module that defines it.
 """
 
 from __future__ import annotations
 
 import copyreg
 import functools
-from collections.abc import Hashable
+import types
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 from torch import nn
 
 
-class Patch:
-    """Base of the mixins. The class made by `patched_class` knows what it replaced and with what it was made."""
+class ModulePatch:
+    """Base of the mixins. The classes made by `patched_class` record what they replaced and what they were made of."""
 
     patch_original: type
     patch_mixin: type
@@ -24,28 +27,28 @@ class Patch:
 
     @classmethod
     def class_body(cls, original: type, spec: Hashable) -> dict[str, Any]:
-        """What the made class holds beside the mixin: members that depend on the class it stands in for."""
+        """Return further members of the made class: those that depend on the class it replaces."""
         return {}
 
     def __reduce_ex__(self, protocol: int) -> str | tuple:
-        # The class cannot be found by its name (that is the original's), so a pickle names its ingredients.
+        # The class cannot be found by its name, which is the original's: a pickle names the arguments of patched_class.
         reduced = super().__reduce_ex__(max(protocol, 2))
         if isinstance(reduced, str) or reduced[0] is not copyreg.__newobj__:
-            return reduced  # the original pickles itself in a way of its own; it comes back unpatched
+            return reduced  # the original has its own way of pickling, from which it comes back unpatched
         made = type(self)
         if "patch_original" not in vars(made):
-            return reduced  # a wrapper (FSDP2) has subclassed ours and answers for itself
+            return reduced  # FSDP2 has subclassed our class and pickles the module itself
         return (_new, (made.patch_original, made.patch_mixin, made.patch_spec), *reduced[2:])
 
 
-def _new(original: type, mixin: type[Patch], spec: Hashable) -> nn.Module:
+def _new(original: type, mixin: type[ModulePatch], spec: Hashable) -> nn.Module:
     made = patched_class(original, mixin, spec)
     return made.__new__(made)
 
 
 @functools.cache
-def patched_class(original: type, mixin: type[Patch], spec: Hashable) -> type:
-    """The subclass of `original` that behaves as `mixin` says; one per (original, mixin, spec) in a process."""
+def patched_class(original: type, mixin: type[ModulePatch], spec: Hashable) -> type:
+    """Return the subclass of `original` with the behaviour of `mixin`: one per process and set of arguments."""
     body = {
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
@@ -58,15 +61,15 @@ def patched_class(original: type, mixin: type[Patch], spec: Hashable) -> type:
     return type(original.__name__, (mixin, original), body)
 
 
-def swap(module: nn.Module, mixin: type[Patch], spec: Hashable) -> None:
-    """Make `module` behave as `mixin` says. A module wears one patch at a time."""
-    if isinstance(module, Patch):
+def patch_module(module: nn.Module, mixin: type[ModulePatch], spec: Hashable = None) -> None:
+    """Give `module` the behaviour of `mixin`. Raises ValueError if it is patched already."""
+    if isinstance(module, ModulePatch):
         raise ValueError(f"{type(module).__name__} is patched already: unpatch it first")
     module.__class__ = patched_class(type(module), mixin, spec)
 
 
-def unswap(module: nn.Module) -> None:
-    """Give `module` back the class it had before `swap`."""
+def unpatch_module(module: nn.Module) -> None:
+    """Restore the class that `module` had before `patch_module`. Raises ValueError if FSDP2 has subclassed it since."""
     if "patch_original" not in vars(type(module)):
         raise ValueError(f"{type(module).__name__} was wrapped after it was patched: take the wrapper off first")
     module.__class__ = type(module).patch_original
@@ -76,3 +79,61 @@ def has_own_hooks(module: nn.Module) -> bool:
     """Return whether hooks of `module`, or a forward set on the instance, see its inputs or outputs."""
     hooks = module._forward_hooks or module._backward_hooks or module._backward_pre_hooks
     return bool(hooks or module._forward_pre_hooks) or "forward" in vars(module)
+
+
+def decorator_chain(function: Callable[..., Any]) -> list[Callable[..., Any]]:
+    """Return a function's decorators, outermost first, and the function that they decorate.
+
+    The list ends early, with a function that has `__wrapped__`, at a decorator that cannot be rebuilt: it has to be a
+    Python function that closes over what it wraps.
+    """
+    chain = [function]
+    while (wrapped := getattr(chain[-1], "__wrapped__", None)) is not None:
+        cells = getattr(chain[-1], "__closure__", None) or ()
+        if sum(cell.cell_contents is wrapped for cell in cells) != 1:
+            break
+        chain.append(wrapped)
+    return chain
+
+
+def names_in(code: types.CodeType) -> set[str]:
+    """Return the globals and attributes that a function reads and the keywords of its calls, nested functions too."""
+    names = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names |= names_in(constant)
+        elif isinstance(constant, tuple):
+            names |= {name for name in constant if isinstance(name, str)}
+    return names
+
+
+def rebuild_function(function: Callable[..., Any], replacements: Mapping[str, Any]) -> types.FunctionType:
+    """Return the same function, decorators included, on a copy of its globals in which `replacements` are exchanged.
+
+    `function` must have a `decorator_chain` that ends at a plain function. The copy of the globals has no `__name__`:
+    torch.compile imports globals by module name where there is one, and would find the original ones; without a name it
+    guards on the dictionary itself.
+    """
+    *decorators, innermost = decorator_chain(function)
+    namespace = {name: value for name, value in innermost.__globals__.items() if name != "__name__"} | replacements
+    rebuilt = _copy(innermost, namespace, innermost.__closure__)
+    for decorator in reversed(decorators):
+        cells = (
+            types.CellType(rebuilt) if cell.cell_contents is decorator.__wrapped__ else cell
+            for cell in decorator.__closure__
+        )
+        wrapped, rebuilt = rebuilt, _copy(decorator, decorator.__globals__, tuple(cells))
+        rebuilt.__wrapped__ = wrapped
+    return rebuilt
+
+
+def _copy(
+    function: types.FunctionType, namespace: dict[str, Any], closure: tuple[types.CellType, ...] | None
+) -> types.FunctionType:
+    # A new code object: torch.compile stores graphs by code object, and one decorator's code serves many functions.
+    code = function.__code__.replace()
+    copied = types.FunctionType(code, namespace, function.__name__, function.__defaults__, closure)
+    copied.__kwdefaults__ = function.__kwdefaults__
+    functools.update_wrapper(copied, function)
+    del copied.__wrapped__  # update_wrapper sets it; `copied` does not call `function`
+    return copied

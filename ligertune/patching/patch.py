@@ -1,6 +1,6 @@
-"""Put our kernels into a transformers model, instance by instance, and say what was done.
+"""Replace the computations of a transformers model by our kernels, instance by instance, and report what was done.
 
-Patch before PEFT, FSDP or DDP wrap the model. `unpatch` gives every module its own class back.
+Patch before PEFT, FSDP or DDP wrap the model. `unpatch` restores the class of every module.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from ligertune_kernels import backend, geglu, layer_norm, rms_norm, swiglu
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ligertune.activations.gate_offload import KeptGate
-from ligertune.patching.fused_loss import LossHead, LossInHead, OwnLoss, refuse_head, refuse_loss
-from ligertune.patching.module_patch import Patch, has_own_hooks, swap, unswap
+from ligertune.activations.gate_offload import OffloadedGate
+from ligertune.patching.fused_loss import DeferredLossModel, KernelLossModel, LossHead, refuse_head, refuse_loss
+from ligertune.patching.module_patch import ModulePatch, has_own_hooks, patch_module, unpatch_module
 from ligertune.patching.probe import Refusal
 from ligertune.patching.recognise import (
     GatedSpec,
@@ -32,16 +32,16 @@ from ligertune.patching.recognise import (
     recognise_mlp,
     recognise_norm,
 )
-from ligertune.patching.recompute import Rebuilding, is_linear, made_again, rebuild_inputs
-from ligertune.patching.rope_patch import ShadowedRope, is_rotary, recognise_rope
+from ligertune.patching.recompute import RecomputableOutput, is_linear, mark_recomputable, recompute_inputs
+from ligertune.patching.rope_patch import KernelRope, is_rotary, recognise_rope
 
 Loss = Literal["linear_cross_entropy", "cross_entropy", "torch"]
-Rebuild = Literal["norms"] | bool
+Recompute = Literal["norms"] | bool
 
 
 @dataclass(frozen=True)
 class PatchRow:
-    """One kernel: modules that use it now, modules it could not take over, and why."""
+    """One kernel: the number of modules that use it, of those it could not replace, and why."""
 
     kernel: str
     applied: int
@@ -51,48 +51,49 @@ class PatchRow:
 
 @dataclass(frozen=True)
 class PatchReport:
-    """What `patch` did; `backend` is what the kernels run on where the model is now."""
+    """What `patch` did. backend: what the kernels run on, given the device of the model."""
 
     rows: tuple[PatchRow, ...]
     backend: Literal["triton", "reference"]
 
 
-class KernelNorm(Patch):
-    """Mixin of a norm."""
+class KernelNorm(ModulePatch):
+    """Mixin of an RMS norm."""
 
     patch_spec: NormSpec
 
     def forward(self, hidden_states: Tensor) -> Tensor:
+        return self._norm()(hidden_states, self.weight)
+
+    def _norm(self) -> Callable[..., Tensor]:
         spec = self.patch_spec
-        return rms_norm(hidden_states, self.weight, getattr(self, spec.eps_name), offset=spec.offset, cast=spec.cast)
+        return partial(rms_norm, eps=getattr(self, spec.eps_name), offset=spec.offset, cast=spec.cast)
 
 
-class KernelLayerNorm(Patch):
+class KernelLayerNorm(ModulePatch):
     """Mixin of torch's layer norm."""
 
     def forward(self, input: Tensor) -> Tensor:
         return layer_norm(input, self.weight, self.bias, self.eps)
 
 
-class RebuiltNorm(Rebuilding, KernelNorm):
-    """Mixin of a norm whose output is not kept by the layers that read it."""
+class RecomputedNorm(RecomputableOutput, KernelNorm):
+    """Mixin of an RMS norm whose output the layers that read it do not keep."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        spec = self.patch_spec
-        norm = partial(rms_norm, eps=getattr(self, spec.eps_name), offset=spec.offset, cast=spec.cast)
-        return made_again(super().forward(hidden_states), norm, hidden_states, self.weight)
+        return mark_recomputable(super().forward(hidden_states), self._norm(), hidden_states, self.weight)
 
 
-class RebuiltLayerNorm(Rebuilding, KernelLayerNorm):
-    """Mixin of a layer norm whose output is not kept by the layers that read it."""
+class RecomputedLayerNorm(RecomputableOutput, KernelLayerNorm):
+    """Mixin of a layer norm whose output the layers that read it do not keep."""
 
     def forward(self, input: Tensor) -> Tensor:
         sources = (t for t in (input, self.weight, self.bias) if t is not None)
-        return made_again(super().forward(input), partial(layer_norm, eps=self.eps), *sources)
+        return mark_recomputable(super().forward(input), partial(layer_norm, eps=self.eps), *sources)
 
 
-class KernelMLP(Patch):
-    """Mixin of a gated MLP; its projections stay modules, so LoRA and hooks on them work."""
+class KernelMLP(ModulePatch):
+    """Mixin of a gated MLP. Its projections stay modules, so LoRA and hooks on them work."""
 
     patch_spec: GatedSpec
 
@@ -103,19 +104,20 @@ class KernelMLP(Patch):
         return self.down_proj(self.activated(*(source(hidden_states) for source in sources), inplace=inplace))
 
     def activated(self, *gate_and_up: Tensor, inplace: bool) -> Tensor:
+        """Return act(gate) * up (..., F)."""
         return _gated(self.patch_spec, *gate_and_up, inplace=inplace)
 
 
-class RebuiltMLP(Rebuilding, KernelMLP):
-    """Mixin of a gated MLP whose second projection does not keep its input."""
+class RecomputedMLP(RecomputableOutput, KernelMLP):
+    """Mixin of a gated MLP whose `down_proj` does not keep its input."""
 
     def activated(self, *gate_and_up: Tensor, inplace: bool) -> Tensor:
         product = super().activated(*gate_and_up, inplace=inplace)
-        return made_again(product, partial(_gated, self.patch_spec), *gate_and_up)
+        return mark_recomputable(product, partial(_gated, self.patch_spec), *gate_and_up)
 
 
-class KernelExperts(Patch):
-    """Mixin of a mixture's experts: only what stands between their two matrix products."""
+class KernelExperts(ModulePatch):
+    """Mixin of a mixture's experts: it replaces only what they compute between their two matrix products."""
 
     patch_spec: GatedSpec
 
@@ -127,50 +129,50 @@ def gives_new_unseen_output(module: nn.Module) -> bool:
     """Return whether a layer's output is new memory that its backward does not need and no hook sees.
 
     That holds for a plain nn.Linear, which keeps its weight and its input. Adapters and quantised layers are other
-    classes. Under torch.compile nothing would be gained. Every call asks again: adapters, hooks and wrappers may come
-    after `patch`.
+    classes. Under torch.compile nothing would be gained. Each forward checks again, since adapters, hooks and wrappers
+    may come after `patch`.
     """
     if torch.compiler.is_compiling() or nn.modules.module._has_any_global_hook() or has_own_hooks(module):
         return False
-    plain = is_linear(module) or isinstance(module, KeptGate)
+    plain = is_linear(module) or isinstance(module, OffloadedGate)
     return plain and not hasattr(module, "parametrizations")
 
 
 def _gated(spec: GatedSpec, *gate_and_up: Tensor, inplace: bool = False) -> Tensor:
-    """act(gate) * up of (..., F), (..., F) or of one (..., 2F)."""
+    """Return act(gate) * up (..., F) of gate and up (..., F), or of both in one tensor (..., 2F)."""
     if spec.kernel == "swiglu":
         return swiglu(*gate_and_up, inplace=inplace)
     return geglu(*gate_and_up, approximate=spec.approximate, inplace=inplace)
 
 
 @dataclass(frozen=True)
-class Layer:
-    """A kind of layer: how it is found, how its spec is recognised, what it becomes, which switch turns it off."""
+class LayerKind:
+    """A kind of layer: how it is found and recognised, its patch, and the argument of `patch` that turns it off."""
 
     switch: Literal["rope", "norm", "mlp"]
-    kernel: str  # the row of those that were not recognised
+    kernel: str  # the report's row of those that were not recognised
     found: Callable[[nn.Module], bool]
     recognise: Callable[[nn.Module], Any]
-    mixin: type[Patch]
-    rebuilt: type[Patch] | None = None  # in its place where outputs are made again
+    mixin: type[ModulePatch]
+    recomputed: type[ModulePatch] | None = None  # the patch with `recompute`
 
-    def worn(self, *, recompute: Rebuild) -> type[Patch]:
+    def mixin_for(self, recompute: Recompute) -> type[ModulePatch]:
         wanted = recompute is True or (recompute == "norms" and self.switch == "norm")
-        return self.rebuilt if wanted and self.rebuilt is not None else self.mixin
+        return self.recomputed if wanted and self.recomputed is not None else self.mixin
 
 
-LAYERS = (
-    Layer("rope", "apply_rope", is_rotary, recognise_rope, ShadowedRope),
-    Layer("norm", "rms_norm", is_norm, recognise_norm, KernelNorm, RebuiltNorm),
-    Layer("norm", "layer_norm", is_layer_norm, recognise_layer_norm, KernelLayerNorm, RebuiltLayerNorm),
-    Layer("mlp", "swiglu", is_gated_mlp, recognise_mlp, KernelMLP, RebuiltMLP),
-    Layer("mlp", "swiglu", is_experts, recognise_experts, KernelExperts),
+LAYER_KINDS = (
+    LayerKind("rope", "apply_rope", is_rotary, recognise_rope, KernelRope),
+    LayerKind("norm", "rms_norm", is_norm, recognise_norm, KernelNorm, RecomputedNorm),
+    LayerKind("norm", "layer_norm", is_layer_norm, recognise_layer_norm, KernelLayerNorm, RecomputedLayerNorm),
+    LayerKind("mlp", "swiglu", is_gated_mlp, recognise_mlp, KernelMLP, RecomputedMLP),
+    LayerKind("mlp", "swiglu", is_experts, recognise_experts, KernelExperts),
 )
 
 
 @dataclass
 class _Tally:
-    """What becomes one row of the report."""
+    """Counts of one row of the report."""
 
     applied: int = 0
     already: int = 0
@@ -191,23 +193,23 @@ def patch(
     norm: bool = True,
     mlp: bool = True,
     loss: Loss = "linear_cross_entropy",
-    recompute: Rebuild = False,
+    recompute: Recompute = False,
 ) -> PatchReport:
-    """Let every module of `model` that computes what one of our kernels computes use that kernel.
+    """Let every module of `model` use our kernel where one computes the same, and return a report.
 
-    Weights, state-dict keys, hooks, pickling and `isinstance` stay as they are, and other models of the same class
-    are not touched. What is not recognised is left alone; the report says why. Patching twice changes nothing.
+    Weights, state-dict keys, hooks, pickling and `isinstance` stay as they are, and other models of the same class are
+    not changed. Modules that are not recognised are left alone; the report says why. Patching twice changes nothing.
+    Raises ValueError if the model is patched with another `loss` or `recompute`.
 
-    recompute: linear layers keep no output of these norms and MLPs, or of the norms only; the backward makes it again
-    (`model.recompute`).
+    recompute: linear layers do not keep the outputs of these norms and MLPs, or of the norms only; the backward
+    computes them again (`patching.recompute`).
     """
     switches = {"rope": rope, "norm": norm, "mlp": mlp}
     tallies: dict[str, _Tally] = defaultdict(_Tally)
-    for layer in LAYERS:
-        for module in filter(layer.found, model.modules()):
-            _patch_module(
-                module, layer, tallies, mixin=layer.worn(recompute=recompute) if switches[layer.switch] else None
-            )
+    for kind in LAYER_KINDS:
+        mixin = kind.mixin_for(recompute) if switches[kind.switch] else None
+        for module in filter(kind.found, model.modules()):
+            _patch_layer(module, kind, tallies, mixin)
     for kernels in (("apply_rope",), ("rms_norm",), ("swiglu", "geglu")):
         if not tallies.keys() & set(kernels):
             tallies[kernels[0]] = _Tally()  # a row that says there are none
@@ -217,40 +219,42 @@ def patch(
     return PatchReport((*rows, _patch_loss(model, loss)), backend(next(model.parameters()).device))
 
 
-def _patch_module(module: nn.Module, layer: Layer, tallies: dict[str, _Tally], *, mixin: type[Patch] | None) -> None:
-    """mixin: what the module is to wear; None where that is switched off."""
+def _patch_layer(
+    module: nn.Module, kind: LayerKind, tallies: dict[str, _Tally], mixin: type[ModulePatch] | None
+) -> None:
+    """Patch one layer and count it. mixin: None if this kind is switched off."""
     name = type(module).__name__
-    if isinstance(module, layer.mixin):
+    if isinstance(module, kind.mixin):
         if mixin is not None and module.patch_mixin is not mixin:
             raise ValueError(f"{name} was patched with another `recompute`: unpatch the model first")
         tallies[module.patch_spec.kernel].applied += 1
         tallies[module.patch_spec.kernel].already += 1
         return
-    spec = Refusal("switched off") if mixin is None else layer.recognise(module)
+    spec = Refusal("switched off") if mixin is None else kind.recognise(module)
     if isinstance(spec, Refusal):
-        tallies[layer.kernel].left[f"{name}: {spec.reason}"] += 1
+        tallies[kind.kernel].left[f"{name}: {spec.reason}"] += 1
         return
-    swap(module, mixin, spec)
+    patch_module(module, mixin, spec)
     tallies[spec.kernel].applied += 1
 
 
 def _patch_readers(model: nn.Module) -> PatchRow:
-    """Let linear layers ask of their input how it is made again; the row counts the modules that say so."""
+    """Let linear layers recompute their inputs; the row counts the modules whose outputs are recomputable."""
     owner = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
-    # the output head reads its input in the loss, in a way of its own
-    rebuild_inputs(model, but=None if owner is None else owner.get_output_embeddings())
-    makers = sum(isinstance(module, Rebuilding) for module in model.modules())
+    # not the output head: the loss reads its input
+    recompute_inputs(model, but=None if owner is None else owner.get_output_embeddings())
+    makers = sum(isinstance(module, RecomputableOutput) for module in model.modules())
     return PatchRow("recompute", makers, 0, "" if makers else "no norm or MLP is patched")
 
 
 def _patch_loss(model: nn.Module, loss: Loss) -> PatchRow:
-    """Hand the loss of the outermost transformers model inside `model` to our kernel."""
+    """Let our kernel compute the loss of the outermost transformers model inside `model`."""
     owner = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), model)
-    if isinstance(owner, OwnLoss):
-        worn = "linear_cross_entropy" if isinstance(owner, LossInHead) else "cross_entropy"
-        if loss != worn:
-            raise ValueError(f"the loss of this model is {worn} already: unpatch it before patching in {loss}")
-        return PatchRow(worn, 1, 0, "1 patched before")
+    if isinstance(owner, KernelLossModel):
+        current = "linear_cross_entropy" if isinstance(owner, DeferredLossModel) else "cross_entropy"
+        if loss != current:
+            raise ValueError(f"the loss of this model is {current} already: unpatch it before patching with {loss}")
+        return PatchRow(current, 1, 0, "1 patched before")
     if loss == "torch":
         return PatchRow("linear_cross_entropy", 0, 1, f"1 {type(owner).__name__}: switched off")
     refusal = refuse_loss(owner)
@@ -259,15 +263,15 @@ def _patch_loss(model: nn.Module, loss: Loss) -> PatchRow:
     if refusal is not None:
         return PatchRow(loss, 0, 1, f"1 {type(owner).__name__}: {refusal.reason}")
     if loss == "linear_cross_entropy":
-        swap(owner.get_output_embeddings(), LossHead, None)
-        swap(owner, LossInHead, None)
+        patch_module(owner.get_output_embeddings(), LossHead)
+        patch_module(owner, DeferredLossModel)
     else:
-        swap(owner, OwnLoss, None)
+        patch_module(owner, KernelLossModel)
     return PatchRow(loss, 1, 0, "")
 
 
 def unpatch(model: nn.Module) -> None:
-    """Give every module of `model` back the class it had before `patch`."""
+    """Restore the class that every module of `model` had before `patch`."""
     for module in model.modules():
-        if isinstance(module, Patch):
-            unswap(module)
+        if isinstance(module, ModulePatch):
+            unpatch_module(module)

@@ -1,7 +1,7 @@
-"""Ask a class what it computes: run its own forward on a few numbers, sheltered from everything else.
+"""Probe what a class computes: run its own forward on a few numbers.
 
-The answer decides whether one of our kernels may stand in for it (`recognise`, `rope`). Probing draws nothing from
-the global random state, runs on the CPU whatever the default device is, and is the same in every process.
+The result decides whether one of our kernels can replace it (`recognise`, `rope_patch`). Probing leaves the global
+random state alone, runs on the CPU whatever the default device is, and gives the same result in every process.
 """
 
 from __future__ import annotations
@@ -18,38 +18,23 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a module is left as it is; the sentence goes into the patch report."""
+    """Why a module is left as it is. The patch report prints the reason."""
 
     reason: str
 
 
-# What code we do not know may raise on a stub that lacks most of what the real module holds: a missing attribute or
-# key, a shape, dtype or argument it did not expect, an import it makes on first use. Anything else (out of memory,
-# an interrupt, a defect of the interpreter) is not an answer and goes up.
-FOREIGN_ERRORS = (
-    AssertionError,
-    ArithmeticError,
-    AttributeError,
-    ImportError,
-    LookupError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
-
-
 def answer(function: Callable[..., Any], *args: Any) -> Any | Refusal:
-    """What unknown code returns for `args`, or the refusal that says how it failed."""
-    with _sheltered():
+    """Return the result of unknown code for `args`, or a refusal with its error."""
+    with _isolated():
         try:
             return function(*args)
-        except FOREIGN_ERRORS as error:
+        except Exception as error:  # whatever a stub without most members of the real module leads to
             first_line = str(error).partition("\n")[0]
             return Refusal(f"trying it out raised {type(error).__name__}: {first_line}")
 
 
 @contextlib.contextmanager
-def _sheltered() -> Iterator[None]:
+def _isolated() -> Iterator[None]:
     with (
         torch.no_grad(),
         torch.random.fork_rng(devices=[]),
@@ -60,7 +45,7 @@ def _sheltered() -> Iterator[None]:
 
 
 def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The same normally distributed numbers every time, on the CPU."""
+    """Return the same normally distributed numbers every time, on the CPU."""
     generator = torch.Generator(device="cpu").manual_seed(seed)
     return torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32).to(dtype)
 
@@ -69,7 +54,7 @@ Settings = tuple[tuple[str, Any], ...]
 
 
 def settings_of(module: nn.Module) -> Settings:
-    """The plain values a module was built with (widths, switches, factors): with its class, all that a stub knows."""
+    """Return the plain values a module was built with (widths, switches, factors), which a stub gets too."""
     plain = (bool, int, float, str, type(None))
     return tuple(
         sorted(
@@ -81,7 +66,7 @@ def settings_of(module: nn.Module) -> Settings:
 
 
 def stub(cls: type[nn.Module], settings: Settings, **members: Any) -> nn.Module:
-    """A `cls` that was never built: its settings and `members`, nothing else, so that any other dependence shows."""
+    """Return a `cls` that was never initialised, with these settings and members only: other dependences then fail."""
     hollow = cls.__new__(cls)
     nn.Module.__init__(hollow)
     vars(hollow).update(settings)
@@ -91,7 +76,7 @@ def stub(cls: type[nn.Module], settings: Settings, **members: Any) -> nn.Module:
 
 
 def refuse_forward(module: nn.Module) -> Refusal | None:
-    """Why a forward cannot be replaced as a whole, or None."""
+    """Return why a forward cannot be replaced as a whole, or None."""
     if "forward" in vars(module):
         return Refusal("its forward was replaced on the instance")
     forward = type(module).forward

@@ -1,8 +1,8 @@
-"""Which of our kernels computes what a module computes: norms, gated MLPs and experts.
+"""Recognise norms, gated MLPs and experts that one of our kernels can compute.
 
-There is no table of models. A module is recognised if its own forward, run on a few numbers, equals exactly one row
-of a table of kernel specs; a new family costs nothing, and an upstream class that changes is left alone instead of
-being patched wrongly. Rotary functions have a file of their own (`rope`).
+There is no table of models. A module is recognised if its own forward, run on a few numbers, equals exactly one row of
+a table of kernel specs: a new model family needs no code, and an upstream class that changes is left alone instead of
+being patched wrongly. `rope_patch` recognises rotary functions.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +24,7 @@ from ligertune.patching.probe import Refusal, Settings, answer, numbers, refuse_
 
 @dataclass(frozen=True)
 class NormSpec:
-    """The arguments with which `rms_norm` equals a norm; `eps_name` is the attribute that holds its eps."""
+    """The arguments with which `rms_norm` equals a norm. eps_name: the attribute that holds its eps."""
 
     cast: Literal["llama", "gemma"]
     offset: float
@@ -34,8 +34,8 @@ class NormSpec:
 
 NORMS = (("llama", 0.0), ("gemma", 1.0), ("gemma", 0.0))  # (cast, offset): Llama; Gemma; OLMo 2
 EPS_NAMES = ("variance_epsilon", "eps")
-PROBE_EPS = 0.37  # as large as the variance, so that an eps in another place, or none, cannot pass
-DTYPES = (  # (weight, hidden states): rounding and the result's dtype are part of what must be equal
+PROBE_EPS = 0.37  # as large as the variance, so that an eps in another place, or a missing one, is noticed
+DTYPES = (  # (weight, hidden states): rounding and the dtype of the result must be equal, too
     (torch.float32, torch.float32),
     (torch.bfloat16, torch.bfloat16),
     (torch.float16, torch.float16),
@@ -44,32 +44,32 @@ DTYPES = (  # (weight, hidden states): rounding and the result's dtype are part 
 
 
 def is_layer_norm(module: nn.Module) -> bool:
-    """torch's own layer norm, or one of our patches of it."""
+    """Return whether a module is torch's layer norm, patched or not."""
     return type(module) is nn.LayerNorm or getattr(type(module), "patch_original", None) is nn.LayerNorm
 
 
 @dataclass(frozen=True)
 class LayerNormSpec:
-    """torch.nn.LayerNorm says itself what it computes."""
+    """torch.nn.LayerNorm needs no probe: the class says what it computes."""
 
     kernel = "layer_norm"
 
 
 def recognise_layer_norm(module: nn.LayerNorm) -> LayerNormSpec | Refusal:
-    """One over the last dimension, whose forward nobody replaced."""
+    """Accept a layer norm over the last dimension whose forward was not replaced."""
     if len(module.normalized_shape) != 1:
         return Refusal("it normalises over more than the last dimension")
     return refuse_forward(module) or LayerNormSpec()
 
 
 def is_norm(module: nn.Module) -> bool:
-    """A leaf that calls itself a norm: what the report counts as applied or left."""
+    """Return whether a module is a leaf with "norm" in its class name. The report counts these."""
     named = "norm" in type(module).__name__.lower() and next(module.children(), None) is None
     return named and not is_layer_norm(module)
 
 
 def recognise_norm(module: nn.Module) -> NormSpec | Refusal:
-    """The `rms_norm` that equals this norm bit for bit in half precision, or why there is none."""
+    """Return the `rms_norm` that equals this norm bit for bit in half precision, or why there is none."""
     others = [name for name, _ in module.named_parameters() if name != "weight"]
     weight = getattr(module, "weight", None)
     if others or not isinstance(weight, Tensor) or weight.ndim != 1:
@@ -86,7 +86,8 @@ def _norm_spec(cls: type, settings: Settings, eps_name: str, width: int) -> Norm
     for weight_dtype, dtype in DTYPES:
         weight = numbers(width, seed=1, dtype=weight_dtype)
         x = numbers(max(3, 1024 // width), width, dtype=dtype)  # enough elements for every rounding to show
-        given = answer(_run_norm, cls, settings, eps_name, weight, x)
+        members = {"weight": nn.Parameter(weight, requires_grad=False), eps_name: PROBE_EPS}
+        given = answer(lambda: cls.forward(stub(cls, settings, **members), x))  # noqa: B023  called at once
         if isinstance(given, Refusal):
             return given
         candidates = [
@@ -99,14 +100,8 @@ def _norm_spec(cls: type, settings: Settings, eps_name: str, width: int) -> Norm
     return NormSpec(*candidates[0], eps_name)
 
 
-def _run_norm(cls: type, settings: Settings, eps_name: str, weight: Tensor, x: Tensor) -> Any:
-    module = stub(cls, settings, weight=nn.Parameter(weight, requires_grad=False))
-    setattr(module, eps_name, PROBE_EPS)
-    return cls.forward(module, x)
-
-
 def _same(given: Any, ours: Tensor) -> bool:
-    """Equal in dtype and value: exactly in half precision, to the order of summation in fp32."""
+    """Compare dtype and values: exactly in half precision, up to the order of summation in fp32."""
     if not isinstance(given, Tensor) or given.dtype != ours.dtype or given.shape != ours.shape:
         return False
     if ours.dtype == torch.float32:
@@ -119,15 +114,16 @@ def _same(given: Any, ours: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class GatedSpec:
-    """Which kernel multiplies act(gate) by up, and whether one projection gives both (`gate_up_proj`)."""
+    """The kernel that multiplies act(gate) by up. packed: one projection computes both (`gate_up_proj`)."""
 
     kernel: Literal["swiglu", "geglu"]
     approximate: Literal["none", "tanh"]
     packed: bool
 
 
-@dataclass(frozen=True)
-class Activation:
+class Activation(NamedTuple):
+    """An activation that a gated kernel computes."""
+
     kernel: Literal["swiglu", "geglu"]
     approximate: Literal["none", "tanh"]
     function: Callable[[Tensor], Tensor]
@@ -143,13 +139,13 @@ SPLIT, PACKED = {"gate_proj", "up_proj", "down_proj"}, {"gate_up_proj", "down_pr
 
 
 def is_gated_mlp(module: nn.Module) -> bool:
-    """Gate, up and down projections, each a module: what the report counts as applied or left."""
+    """Return whether a module has gate, up and down projections as submodules. The report counts these."""
     names = {name for name, _ in module.named_children()}
     return names >= SPLIT or names >= PACKED
 
 
 def recognise_mlp(module: nn.Module) -> GatedSpec | Refusal:
-    """The gated kernel that equals this MLP between its projections, or why there is none."""
+    """Return the gated kernel that equals this MLP between its projections, or why there is none."""
     packed = "gate_up_proj" in dict(module.named_children())
     found = _activation_of(module)
     if isinstance(found, Refusal):
@@ -160,14 +156,16 @@ def recognise_mlp(module: nn.Module) -> GatedSpec | Refusal:
 
 
 def _activation_of(module: nn.Module) -> tuple[str, Activation] | Refusal:
-    """The name under which a module keeps its activation, and which one it is, told by its values."""
+    """Return the attribute that holds a module's activation, and which one it is by its values."""
     name = next((name for name in ACTIVATION_NAMES if callable(getattr(module, name, None))), None)
     if name is None:
         return Refusal(f"it has no activation under a name we know ({', '.join(ACTIVATION_NAMES)})")
     function = getattr(module, name)
     if isinstance(function, nn.Module) and next(function.parameters(), None) is not None:
         return Refusal(f"its activation {type(function).__name__} has parameters")
-    x = torch.cat([torch.linspace(-20, 20, 801, device="cpu"), torch.tensor([-1e4, 1e4], device="cpu")])  # and a clamp
+    x = torch.cat(
+        [torch.linspace(-20, 20, 801, device="cpu"), torch.tensor([-1e4, 1e4], device="cpu")]
+    )  # the last two notice a clamp
     given = answer(function, x.clone())
     if isinstance(given, Refusal):
         return given
@@ -178,7 +176,7 @@ def _activation_of(module: nn.Module) -> tuple[str, Activation] | Refusal:
 
 
 class _Affine(nn.Module):
-    """Stands in for a projection: x * scale + shift, so that every use of it leaves its mark."""
+    """Replacement of a projection in a stub: x * scale + shift, so that each use of it changes the result."""
 
     def __init__(self, *terms: tuple[float, float]) -> None:
         super().__init__()
@@ -189,12 +187,12 @@ class _Affine(nn.Module):
 
 
 def _waves(x: Tensor) -> Tensor:
-    """The activation of a probe: no model has it, and it is unbounded, so that a clamp behind it shows."""
+    """The activation of a stub. No model has it, and it is unbounded, so that a clamp of its output is noticed."""
     return x * torch.cos(x)
 
 
 GATE, UP, DOWN = (0.6, 0.1), (1.9, -0.2), (1.7, 0.3)
-REACH = (1.0, 30.0, 1e3, 1e4)  # one magnitude a row: a clamp anywhere below 1e4 shows
+MAGNITUDES = (1.0, 30.0, 1e3, 1e4)  # one per row: a clamp anywhere below 1e4 is noticed
 
 
 @functools.cache
@@ -203,42 +201,37 @@ def _refuse_mlp(cls: type, settings: Settings, activation_name: str, packed: boo
     projections |= (
         {"gate_up_proj": _Affine(GATE, UP)} if packed else {"gate_proj": _Affine(GATE), "up_proj": _Affine(UP)}
     )
-    x = numbers(len(REACH), 3, 8) * torch.tensor(REACH, device="cpu").view(-1, 1, 1)
+    x = numbers(len(MAGNITUDES), 3, 8) * torch.tensor(MAGNITUDES, device="cpu").view(-1, 1, 1)
     gate, up = x * GATE[0] + GATE[1], x * UP[0] + UP[1]
     expected = _waves(gate) * up * DOWN[0] + DOWN[1]
     for training in (True, False):
-        given = answer(_run_mlp, cls, settings, {**projections, activation_name: _waves}, training, x)
+        members = {**projections, activation_name: _waves, "training": training}
+        given = answer(lambda: cls.forward(stub(cls, settings, **members), x))  # noqa: B023  called at once
         if isinstance(given, Refusal):
             return given
-        if not isinstance(given, Tensor) or not _close(given, expected):
+        if not _close(given, expected):
             return Refusal("it computes something else than down(act(gate(x)) * up(x))")
     return None
 
 
-def _run_mlp(cls: type, settings: Settings, members: dict[str, Any], training: bool, x: Tensor) -> Any:
-    module = stub(cls, settings, **members)
-    module.training = training
-    return cls.forward(module, x)
-
-
-def _close(given: Tensor, expected: Tensor) -> bool:
-    same_form = given.dtype == expected.dtype and given.shape == expected.shape
+def _close(given: Any, expected: Tensor) -> bool:
+    same_form = isinstance(given, Tensor) and given.dtype == expected.dtype and given.shape == expected.shape
     return same_form and torch.allclose(given, expected, rtol=1e-5, atol=1e-5)
 
 
-# ---- experts of a mixture: act(gate) * up stands in `_apply_gate`, which the fast implementations call
+# ---- experts of a mixture: `_apply_gate`, which the fast implementations call, computes act(gate) * up
 
 EXPERTS_WITH_GATE = ("grouped_mm", "batched_mm", "deepgemm")  # "eager" multiplies in its own loop
 
 
 def is_experts(module: nn.Module) -> bool:
-    """All experts' weights in 3-D parameters and a `_apply_gate`, as transformers 5 has them."""
+    """Return whether a module holds experts as transformers 5 does: 3-D parameters and `_apply_gate`."""
     gate_up = module._parameters.get("gate_up_proj")
     return gate_up is not None and gate_up.ndim == 3 and hasattr(type(module), "_apply_gate")
 
 
 def recognise_experts(module: nn.Module) -> GatedSpec | Refusal:
-    """The packed kernel that equals these experts' `_apply_gate`, or why there is none."""
+    """Return the packed kernel that equals the `_apply_gate` of these experts, or why there is none."""
     implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
     if implementation not in EXPERTS_WITH_GATE:
         return Refusal(f"experts_implementation {implementation!r} does not call _apply_gate")
@@ -254,15 +247,11 @@ def recognise_experts(module: nn.Module) -> GatedSpec | Refusal:
 
 @functools.cache
 def _refuse_gate(cls: type, settings: Settings, activation_name: str) -> Refusal | None:
-    gate_up = numbers(len(REACH), 16) * torch.tensor(REACH, device="cpu").view(-1, 1)
+    gate_up = numbers(len(MAGNITUDES), 16) * torch.tensor(MAGNITUDES, device="cpu").view(-1, 1)
     gate, up = gate_up.chunk(2, dim=-1)
-    given = answer(_run_gate, cls, settings, activation_name, gate_up)
+    given = answer(lambda: cls._apply_gate(stub(cls, settings, **{activation_name: _waves}), gate_up))
     if isinstance(given, Refusal):
         return given
-    if not isinstance(given, Tensor) or not _close(given, _waves(gate) * up):
+    if not _close(given, _waves(gate) * up):
         return Refusal("its _apply_gate computes something else than act(gate) * up")
     return None
-
-
-def _run_gate(cls: type, settings: Settings, activation_name: str, gate_up: Tensor) -> Any:
-    return cls._apply_gate(stub(cls, settings, **{activation_name: _waves}), gate_up)

@@ -1,12 +1,13 @@
-"""Activations that are made again in the backward instead of being kept: norms' outputs and gated products.
+"""Recompute the outputs of norms and gated products in the backward instead of keeping them.
 
 A linear layer keeps its input for its weight's gradient. Where that input is norm(x) or act(gate) * up, the op that
-made it keeps x, gate and up for its own backward, so the input can be made again from them by the same kernel, to the
-bit. `made_again` says so on the output, `RebuildingLinear` reads it off its input. Of a Llama-3-8B layer's 139 kB a
-token 45 are saved, for one more forward of two norms and a SwiGLU.
+computed it keeps x, gate and up for its own backward, so the same kernel can compute the input again, bit for bit.
+`mark_recomputable` attaches the op and its inputs to the output, and `RecomputingLinear` reads them from its input. Of
+the 139 kB per token of a Llama-3-8B layer this saves 45, for one more forward of two norms and a SwiGLU.
 
-Saved-tensor hooks do it, around one linear's forward at a time: around a model they would see every op, and would keep
-what an op gave in a circle with that op. Where others' hooks are at work (checkpointing, offloading) nothing is done.
+The mechanism is saved-tensor hooks around one linear layer's forward at a time. Around a whole model they would see
+every op, and an op whose own output they keep would be part of a reference cycle. Where other saved-tensor hooks are
+active (checkpointing, offloading) nothing is recomputed.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from ligertune.patching.module_patch import Patch, swap
+from ligertune.patching.module_patch import ModulePatch, patch_module
 
 WRITTEN_OVER = (
     "a tensor of {shape} that the backward needs has been written over since the forward (kernels.recompute): "
@@ -28,7 +29,7 @@ WRITTEN_OVER = (
 
 
 class _Unchanged:
-    """A tensor that must still be in the backward what it is now, as autograd demands of all that it saves."""
+    """A saved tensor that must not be written over before the backward, as autograd demands of all saved tensors."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor, self._version = tensor, tensor._version
@@ -39,27 +40,27 @@ class _Unchanged:
         return self._tensor
 
 
-class Rebuilt:
-    """How to make one tensor again: `op` of `sources`.
+class Recomputation:
+    """How to compute one tensor again: `op(*sources)`.
 
-    Several layers may have read it (queries, keys and values one norm's output). What is made for the first of them
-    serves the others, and is dropped after the last.
+    Several layers may have read the tensor (queries, keys and values read one norm's output). What is recomputed for
+    the first of them serves the others and is freed after the last.
     """
 
     def __init__(self, op: Callable[..., Tensor], sources: tuple[Tensor, ...], output: Tensor) -> None:
         self._op = op
-        self._sources = tuple(_Unchanged(source.detach()) for source in sources)  # the version stays shared
+        self._sources = tuple(_Unchanged(source.detach()) for source in sources)  # detach shares the version counter
         self._version = output._version
         self._readers = 0
-        self._to_come = 0
-        self._made: Tensor | None = None
+        self._reads_left = 0
+        self._recomputed: Tensor | None = None
 
-    def makes(self, output: Tensor) -> bool:
-        """Is `output` still what `op` gave, and not written over?"""
+    def still_computes(self, output: Tensor) -> bool:
+        """Return whether `output` has not been written over since `op` computed it."""
         return output._version == self._version
 
-    def standing_for(self, tensor: Tensor) -> saved_tensors_hooks:
-        """Hooks that keep this in place of `tensor`, which is its output or a cast of it, and all else as it is."""
+    def replacing(self, tensor: Tensor) -> saved_tensors_hooks:
+        """Return hooks that save this object instead of `tensor`, the output or a cast of it, and all else as it is."""
         # Not the tensor itself: autograd keeps the hooks.
         pointer, numel, dtype = tensor.data_ptr(), tensor.numel(), tensor.dtype
 
@@ -73,86 +74,86 @@ class Rebuilt:
 
     @torch.no_grad()
     def take(self) -> Tensor:
-        """The tensor, for one of those that read it."""
-        if self._made is None:
-            self._made = self._op(*(source.tensor() for source in self._sources))
-            self._to_come = self._readers
-        made = self._made
-        self._to_come -= 1
-        if self._to_come == 0:
-            self._made = None
-        return made
+        """Return the tensor, for one of its readers."""
+        if self._recomputed is None:
+            self._recomputed = self._op(*(source.tensor() for source in self._sources))
+            self._reads_left = self._readers
+        recomputed = self._recomputed
+        self._reads_left -= 1
+        if self._reads_left == 0:
+            self._recomputed = None
+        return recomputed
 
 
 class _View:
-    """What a linear keeps of a tensor that is made again: of what, and in which dtype and shape it read it."""
+    """What a linear layer saves of a recomputable tensor: the recomputation, and the dtype and strides it read."""
 
-    def __init__(self, rebuilt: Rebuilt, saved: Tensor) -> None:
-        self._rebuilt, self._dtype = rebuilt, saved.dtype
+    def __init__(self, recomputation: Recomputation, saved: Tensor) -> None:
+        self._recomputation, self._dtype = recomputation, saved.dtype
         self._size, self._stride = saved.size(), saved.stride()
 
     def tensor(self) -> Tensor:
-        return self._rebuilt.take().to(self._dtype).as_strided(self._size, self._stride)
+        return self._recomputation.take().to(self._dtype).as_strided(self._size, self._stride)
 
 
-def made_again(output: Tensor, op: Callable[..., Tensor], *sources: Tensor) -> Tensor:
-    """`output`, marked as what `op(*sources)` gives whenever a layer needs it in its backward.
+def mark_recomputable(output: Tensor, op: Callable[..., Tensor], *sources: Tensor) -> Tensor:
+    """Attach to `output` that `op(*sources)` computes it, and return it.
 
-    Autograd must keep the sources anyway, and `op` must give the same bits in the same layout.
+    Autograd must keep the sources anyway, and `op` must return the same bits in the same layout.
     """
     if output.requires_grad and not torch.compiler.is_compiling():
-        output.rebuilt = Rebuilt(op, sources, output)
+        output.recomputation = Recomputation(op, sources, output)
     return output
 
 
-class Rebuilding:
-    """Marks the mixins of modules that say of their output how to make it again."""
+class RecomputableOutput:
+    """Marker of the mixins that call `mark_recomputable` on their output."""
 
 
-class RebuildingLinear(Patch):
-    """Mixin of a plain nn.Linear: of an input that can be made again it keeps only how."""
+class RecomputingLinear(ModulePatch):
+    """Mixin of a plain nn.Linear: instead of a recomputable input it keeps the recomputation."""
 
     def forward(self, input: Tensor) -> Tensor:
-        rebuilt = rebuilt_of(input)
-        if rebuilt is None:
+        recomputation = recomputation_of(input)
+        if recomputation is None:
             return super().forward(input)
         kind = input.device.type
         if torch.is_autocast_enabled(kind) and input.dtype is not torch.float64:  # as autocast would within the op
             input = input.to(torch.get_autocast_dtype(kind))
-        with rebuilt.standing_for(input):
+        with recomputation.replacing(input):
             return super().forward(input)
 
 
-def rebuilt_of(input: Any) -> Rebuilt | None:
-    """How to make the input again, if that is known, and if it is for us to say what autograd keeps."""
+def recomputation_of(input: Any) -> Recomputation | None:
+    """Return how to recompute the input; None if that is unknown, or other hooks decide what autograd keeps."""
     if torch.compiler.is_compiling() or type(input) is not Tensor or not torch.is_grad_enabled():
         return None
-    rebuilt = getattr(input, "rebuilt", None)
-    if rebuilt is None or input.is_meta or not rebuilt.makes(input):
+    recomputation = getattr(input, "recomputation", None)
+    if recomputation is None or input.is_meta or not recomputation.still_computes(input):
         return None
     autograd = torch._C._autograd
     free = autograd._saved_tensors_hooks_is_enabled() and autograd._top_saved_tensors_default_hooks(False) is None
-    return rebuilt if free else None
+    return recomputation if free else None
 
 
 def is_linear(module: nn.Module | None) -> bool:
-    """Is it torch's nn.Linear, or one that differs only in what it keeps of its input and how it gives gradients?"""
+    """Return whether a module is torch's nn.Linear, or a `RecomputingLinear` made of it."""
     mixin = getattr(type(module), "patch_mixin", None)
-    return type(module) is nn.Linear or (mixin is not None and issubclass(mixin, RebuildingLinear))
+    return type(module) is nn.Linear or (mixin is not None and issubclass(mixin, RecomputingLinear))
 
 
 def is_whole(weight: Tensor) -> bool:
-    """Is it not in parts, and not ZeRO's, which gathers a layer's weights where that layer is called?"""
+    """Return whether a weight is neither sharded nor gathered by ZeRO when its layer is called."""
     return type(weight) in (Tensor, nn.Parameter) and not hasattr(weight, "ds_id")
 
 
-def rebuild_inputs(model: nn.Module, *, but: nn.Module | None = None) -> None:
-    """Let the plain linear layers inside `model` make their inputs again where those say how; all but one."""
+def recompute_inputs(model: nn.Module, *, but: nn.Module | None = None) -> None:
+    """Let the plain linear layers inside `model`, except `but`, recompute their inputs where those are recomputable."""
     for module in model.modules():
         if type(module) is nn.Linear and module is not but and "forward" not in vars(module):
-            swap(module, RebuildingLinear, None)
+            patch_module(module, RecomputingLinear)
 
 
-def is_rebuilding(model: nn.Module) -> bool:
-    """Whether it was patched with `recompute`."""
-    return any(isinstance(module, Rebuilding) for module in model.modules())
+def has_recompute(model: nn.Module) -> bool:
+    """Return whether `model` was patched with `recompute`."""
+    return any(isinstance(module, RecomputableOutput) for module in model.modules())

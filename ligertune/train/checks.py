@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ligertune.attention.padding_free import asked_for
+from ligertune.attention.padding_free import about_padding_free
 from ligertune.data.batching.collate import Batcher, collate_packed
 from ligertune.data.examples import Example
 from ligertune.errors import UserError
@@ -96,7 +96,7 @@ def why_not_padding_free(plan: Plan, model: PreTrainedModel) -> str | None:
         if plan.rows.packed:
             raise
         if plan.data_options.padding_free is True:
-            raise asked_for(problem) from problem
+            raise about_padding_free(problem) from problem
         return problem.message.removeprefix("data.packing: ")
     return None
 

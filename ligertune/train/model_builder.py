@@ -13,10 +13,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 import ligertune.attention.packed_documents  # noqa: F401  registers its attention with transformers
 from ligertune.activations.checkpointing import checkpoint_layers
-from ligertune.activations.gate_offload import check_gates, keep_gates
+from ligertune.activations.gate_offload import offload_gates, require_gates
 from ligertune.attention.choice import AttentionChoice
-from ligertune.attention.packed_mask_skip import know_rows
-from ligertune.attention.padding_free import choose_rows
+from ligertune.attention.packing_checks import prepare_masks
+from ligertune.attention.padding_free import choose_batch_layout
 from ligertune.decode.medusa_run import with_heads
 from ligertune.models.compile import compile_layers
 from ligertune.models.float8 import float8_linears, to_float8
@@ -46,7 +46,7 @@ def preview_model(
         kernels += (KernelLine("float8_linear", *float8_linears(model).counts()),)
     checkpointing = options.execution.gradient_checkpointing
     if checkpointing in ("offload_gate", "offload_both"):
-        check_gates(keep_gates(model), model.config.model_type, asked=checkpointing)
+        require_gates(offload_gates(model), model.config.model_type, asked=checkpointing)
     implementation = model.config._attn_implementation
     model = apply_method(model, options.method, fused=options.kernels.fuses_lora)
     kernels += _fused_adapters(options, model)
@@ -74,7 +74,7 @@ def trained_model(
     model, _ = _load_and_patch(options, config, plan.attn_implementation, dtype=dtype, device=accelerator.device)
     if change is not None:
         change(model)
-    know_rows(model, packed=plan.rows.is_padding_free)
+    prepare_masks(model, packed=plan.rows.is_padding_free)
     if plan.rows.is_padding_free:
         with accelerator.autocast():
             why = why_not_padding_free(plan, model)
@@ -143,7 +143,7 @@ def _fused_adapters(options: BuildOptions, model: nn.Module) -> tuple[KernelLine
 def _with_padding(plan: Plan, config: PreTrainedConfig, why: str) -> Plan:
     """Return the plan with padded batches, and a note that says why."""
     layout = replace(plan.layout, padding_free=False)
-    attention, _ = choose_rows(layout, config, plan.machine, plan.precision)
+    attention, _ = choose_batch_layout(layout, config, plan.machine, plan.precision)
     built = preview_model(plan.build, config, attention, device=plan.machine.device)
     return replace(
         plan,

@@ -11,7 +11,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from ligertune.attention.sdpa import same_bits
+from ligertune.attention.sdpa import deterministic_backward
 from ligertune.planning.plan import Plan
 from ligertune.train.cuda_graphs import CudaGraphedStep
 from ligertune.train.distributed import reduce_sum, uses_deepspeed
@@ -58,9 +58,9 @@ class TrainStep:
 
     def _launch(self, batch: dict[str, Any]) -> Tensor:
         attention = self._plan.attn_implementation
-        with same_bits(self._deterministic and self._plan.build.execution.torch_compile, attention):
+        with deterministic_backward(self._deterministic and self._plan.build.execution.torch_compile, attention):
             loss = self._model(**batch, use_cache=False).loss
-        with same_bits(self._deterministic, attention):
+        with deterministic_backward(self._deterministic, attention):
             # DDP and FSDP average gradients over ranks, but each rank's loss is a part of one sum.
             self._accelerator.backward(loss * self._accelerator.num_processes)
         return loss.detach()

@@ -1,4 +1,4 @@
-"""What checkpointed layers leave in host memory, inputs or gates: the same numbers for less."""
+"""Checkpointed layers with offloaded inputs or gates: the same gradients with less device memory."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import tiny_models
 import torch
 
 from ligertune.activations.checkpointing import checkpoint_layers
-from ligertune.activations.gate_offload import check_gates, keep_gates
-from ligertune.activations.host_bandwidth import Pace, share_of
-from ligertune.activations.offload import BLOCK, HostStore
+from ligertune.activations.gate_offload import offload_gates, require_gates
+from ligertune.activations.host_bandwidth import OffloadPace, offloadable_share
+from ligertune.activations.offload import BLOCK, ActivationOffloader
 from ligertune.errors import UserError
 from ligertune.models.trainable import apply_method
 from ligertune.patching.patch import patch
@@ -38,27 +38,26 @@ def assert_same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen2"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_gradients_are_those_of_plain_checkpointing_to_the_bit(kind, family, device):
-    usual, other = (checkpointed(k, family=family, device=device) for k in (True, kind))
-    for _ in range(2):  # the second step takes the memory that the first gave back
-        assert_same(gradients(other, device), gradients(usual, device))
+# each kind with each family and each method
+FROZEN = {"type": "freeze", "trainable": [r"layers\.1\."]}
+LORA = {"type": "lora", "lora_r": 4}
+CASES = [
+    ("offload", "llama", None), ("offload", "gemma2", LORA), ("offload", "qwen2", FROZEN),
+    ("offload_gate", "llama", LORA), ("offload_gate", "gemma2", FROZEN), ("offload_gate", "qwen2", None),
+    ("offload_both", "llama", FROZEN), ("offload_both", "gemma2", None), ("offload_both", "qwen2", LORA),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    "spec", [{"type": "lora", "lora_r": 4}, {"type": "freeze", "trainable": [r"layers\.1\."]}], ids=str
-)
-def test_where_the_gate_is_frozen(spec, kind, device):
+@pytest.mark.parametrize(("kind", "family", "method"), CASES, ids=str)
+def test_the_gradients_are_bit_equal_to_plain_checkpointing(kind, family, method, device):
     models = []
     for k in (True, kind):
-        model = checkpointed(k, device=device)
-        torch.manual_seed(0)
-        models.append(apply_method(model, MethodOptions(**spec)).to(device))
-    assert_same(*(gradients(model, device) for model in models))
+        model = checkpointed(k, family=family, device=device)
+        torch.manual_seed(0)  # of the adapters
+        models.append(model if method is None else apply_method(model, MethodOptions(**method)).to(device))
+    for _ in range(2):  # the second step reuses the memory of the first
+        assert_same(*(gradients(model, device) for model in models))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -71,7 +70,7 @@ def test_batches_of_other_sizes_and_two_graphs_at_once(kind, device):
             model(**tiny_models.batch(rows=rows, length=length, device=device), use_cache=False).loss
             for rows, length in ((1, 7), (3, 20))
         ]
-        del losses[0]  # whose layers are never asked for
+        del losses[0]  # its layers never run again
         losses[-1].backward()
         found.append(gradients(model, device, rows=4, length=33))
     assert_same(*found)
@@ -92,9 +91,11 @@ def test_a_second_backward_of_one_graph(kind, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("kind", [True, *KINDS])
-@pytest.mark.parametrize("first", [0, 1, 4, 6])
-def test_with_the_last_layers_left_out_the_gradients_are_the_same_to_the_bit(first, kind, device):
+@pytest.mark.parametrize(
+    ("kind", "first"),
+    [(True, 1), ("offload", 0), ("offload", 4), ("offload_gate", 1), ("offload_gate", 6), ("offload_both", 4)],
+)
+def test_without_the_last_layers_the_gradients_are_bit_equal(kind, first, device):
     usual = checkpointed(True, device=device, **WIDE)
     other = checkpointed(kind, device=device, first=first, **WIDE)
     for _ in range(2):
@@ -103,7 +104,7 @@ def test_with_the_last_layers_left_out_the_gradients_are_the_same_to_the_bit(fir
 
 @pytest.fixture
 def products(monkeypatch) -> list[int]:
-    """Where the weight of each linear layer's product lies, as they are computed."""
+    """Return the addresses of the weights of all linear layers' products, in the order of their computation."""
     found, linear = [], torch.nn.functional.linear
 
     def counting(x, weight, bias=None):
@@ -115,7 +116,7 @@ def products(monkeypatch) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", ["offload_gate", "offload_both"])
-def test_a_gate_is_not_computed_again(kind, products):
+def test_a_gate_is_computed_once(kind, products):
     model = checkpointed(kind)
     gradients(model, "cpu")
     mlp = model.model.layers[0].mlp
@@ -124,7 +125,7 @@ def test_a_gate_is_not_computed_again(kind, products):
 
 
 @pytest.mark.parametrize("kind", [True, *KINDS])
-def test_the_last_layers_are_computed_once_where_they_are_left_out(kind, products):
+def test_layers_left_out_are_computed_once(kind, products):
     model = checkpointed(kind, first=4, **WIDE)
     gradients(model, "cpu")
     computed = [products.count(layer.mlp.up_proj.weight.data_ptr()) for layer in model.model.layers]
@@ -132,19 +133,18 @@ def test_the_last_layers_are_computed_once_where_they_are_left_out(kind, product
 
 
 @pytest.mark.parametrize("kind", [True, *KINDS])
-def test_frozen_layers_in_front_of_all_that_trains_are_computed_once(kind, products):
-    """They keep nothing and nothing goes back through them."""
+def test_frozen_layers_before_the_first_trained_one_are_computed_once(kind, products):
     model = checkpointed(kind, **WIDE)
     apply_method(model, MethodOptions(type="freeze", trainable=[r"layers\.[45]\."]))
     layers, given = model.model.layers, []
     layers[4].input_layernorm.register_forward_pre_hook(lambda _, args: given.append(args[0].requires_grad))
-    products.clear()  # patching asks the layers what they compute
+    products.clear()  # patching probes the layers
     gradients(model, "cpu")
     assert [products.count(layer.mlp.up_proj.weight.data_ptr()) for layer in layers] == [1, 1, 1, 1, 2, 2]
     assert given == [False, False]
 
 
-def test_an_adapter_needs_no_gradient_of_what_it_is_given():
+def test_an_adapter_requests_no_gradient_of_the_embeddings():
     model = checkpointed(True, **WIDE)
     adapted = apply_method(model, MethodOptions(type="lora", lora_r=4))
     found = []
@@ -153,7 +153,7 @@ def test_an_adapter_needs_no_gradient_of_what_it_is_given():
     assert found == [False]
 
 
-def test_a_model_that_does_not_ask_its_layers_is_refused():
+def test_a_model_whose_layers_cannot_be_chosen_is_refused():
     model = tiny_models.make("llama")
     model.model.layers = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)])
     with pytest.raises(UserError, match="LlamaForCausalLM checkpoints all its layers or none"):
@@ -161,8 +161,8 @@ def test_a_model_that_does_not_ask_its_layers_is_refused():
 
 
 @pytest.mark.gpu
-def test_where_layers_are_left_out_one_tensor_stays_on_the_device():
-    """The last that was put away; the one before it, which was leaving, has left."""
+def test_with_layers_left_out_one_tensor_stays_on_the_device():
+    """The last stored tensor stays, and the one before it, whose copy had begun, is released."""
     tokens, held = 8 * 2048, {}
     for kind in (True, *KINDS):
         model = checkpointed(kind, device="cuda", first=14, num_hidden_layers=16, max_position_embeddings=8192)
@@ -179,20 +179,20 @@ def test_where_layers_are_left_out_one_tensor_stays_on_the_device():
     assert held[True] - held["offload_both"] == pytest.approx(13 * of_input - of_gate, rel=0.05)
 
 
-def test_without_gates_of_its_own_a_model_is_refused():
+def test_a_model_without_separate_gates_is_refused():
     model = tiny_models.make("phi3")
-    assert keep_gates(model) == 0
-    with pytest.raises(UserError, match="phi3 has none"):
-        check_gates(0, "phi3")
+    assert offload_gates(model) == 0
+    with pytest.raises(UserError, match="phi3 has no separate ones"):
+        require_gates(0, "phi3")
 
 
 @pytest.mark.parametrize(("layer", "copy", "share"), [(25, 14, 1), (25, 40, 0.60625), (25, 0, 1), (0, 9, 0)])
-def test_as_many_layers_copy_as_the_link_has_time_for(layer, copy, share):
-    assert share_of(layer, copy) == pytest.approx(share)
+def test_share_of_layers_that_the_link_has_time_for(layer, copy, share):
+    assert offloadable_share(layer, copy) == pytest.approx(share)
 
 
-def test_layers_that_copy_are_spread_evenly():
-    pace = Pace()
+def test_offloading_layers_are_spread_evenly():
+    pace = OffloadPace()
     pace.share = 0.75
     assert [pace.is_due() for _ in range(8)] == [False, True, True, True] * 2
     pace.share = 0.0
@@ -201,8 +201,8 @@ def test_layers_that_copy_are_spread_evenly():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
-def test_layers_that_do_not_copy_compute_again_what_they_had(share, monkeypatch):
-    monkeypatch.setattr(Pace, "begin", lambda self: setattr(self, "share", share))
+def test_layers_that_do_not_offload_recompute_their_gate(share, monkeypatch):
+    monkeypatch.setattr(OffloadPace, "begin", lambda self: setattr(self, "share", share))
     usual, other = (checkpointed(kind, device="cuda", **WIDE) for kind in (True, "offload_gate"))
     for _ in range(2):
         assert_same(gradients(other, "cuda"), gradients(usual, "cuda"))
@@ -230,30 +230,30 @@ def peak(kind: bool | str, layers: int) -> int:
 
 
 @pytest.mark.gpu
-def test_what_waits_comes_back_as_it_was_while_the_device_is_busy():
-    store, size = HostStore(), BLOCK // 4 + 1000
+def test_stored_tensors_come_back_unchanged_while_the_device_is_busy():
+    offloader, size = ActivationOffloader(), BLOCK // 4 + 1000
     for _ in range(3):
-        expected, waiting = [], []
+        expected, stored = [], []
         for _ in range(6):
             tensor = torch.randn(size, device="cuda")
             expected.append(tensor.double().sum())
-            waiting.append(store.put(tensor))
+            stored.append(offloader.store(tensor))
             del tensor
             torch.randn(4096, 4096, device="cuda") @ torch.randn(4096, 4096, device="cuda")
         for i in reversed(range(6)):
-            back = waiting[i].take()
+            back = stored[i].take()
             assert torch.equal(back.double().sum(), expected[i])
-            back.fill_(float("nan"))  # who takes it may write over it
-            waiting[i] = None
-    assert len(store._free) == 5 * 2
+            back.fill_(float("nan"))  # its reader may write over it
+            stored[i] = None
+    assert len(offloader._free) == 5 * 2
 
 
 @pytest.mark.gpu
-def test_what_is_written_over_before_it_has_left_is_refused():
-    store = HostStore()
+def test_a_tensor_written_over_before_its_copy_is_refused():
+    offloader = ActivationOffloader()
     tensor = torch.randn(10, device="cuda")
-    kept = store.put(tensor)
+    stored = offloader.store(tensor)
     tensor.add_(1)
     with pytest.raises(RuntimeError, match="written over"):
-        store.put(torch.randn(10, device="cuda"))
-    assert kept.on_device
+        offloader.store(torch.randn(10, device="cuda"))
+    assert stored.on_device

@@ -1,4 +1,4 @@
-"""Which attention `auto` takes, and what is refused, for each machine and model."""
+"""The attention that `auto` takes and what is refused, for each machine and model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import tiny_models
 import transformers
 
-from ligertune.attention.choice import check_parts, choose_attention
+from ligertune.attention.choice import check_shared_rows, choose_attention
 from ligertune.errors import UserError
 from ligertune.hardware import Machine
 from ligertune.planning.precision import Precision
@@ -24,9 +24,11 @@ FP32 = Precision("float32", "no")
 FP16 = Precision("float32", "fp16")
 
 
-def choose(wanted="auto", family="llama", machine=H100, precision=BF16, packing=True, ours=False, cp_size=1, **changes):
+def choose(
+    wanted="auto", family="llama", machine=H100, precision=BF16, packing=True, own_kernel=False, cp_size=1, **changes
+):
     config = tiny_models.config_of(family, **changes)
-    return choose_attention(wanted, config, machine, precision, packing=packing, ours=ours, cp_size=cp_size)
+    return choose_attention(wanted, config, machine, precision, packing=packing, own_kernel=own_kernel, cp_size=cp_size)
 
 
 @pytest.mark.parametrize(
@@ -47,13 +49,13 @@ def choose(wanted="auto", family="llama", machine=H100, precision=BF16, packing=
     ],
 )
 @pytest.mark.skipif(find_spec("flash_attn") is not None, reason="flash_attn is installed, and auto takes it")
-def test_auto_takes_the_first_exact_one_and_says_why(settings, chosen, why):
+def test_auto_takes_the_first_exact_one_with_the_reason(settings, chosen, why):
     choice = choose(**settings)
     assert choice.implementation == chosen
     assert why in choice.why
 
 
-def test_flash_attention_2_is_taken_where_it_is_installed_and_varlen_does_not_do(tmp_path, monkeypatch):
+def test_flash_attention_2_is_chosen_where_installed_and_varlen_does_not_fit(tmp_path, monkeypatch):
     (tmp_path / "flash_attn.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
     assert choose(family="gemma2").implementation == "flash_attention_2"
@@ -62,29 +64,29 @@ def test_flash_attention_2_is_taken_where_it_is_installed_and_varlen_does_not_do
 
 
 @pytest.mark.parametrize(("machine", "precision", "chosen"), [(H100, BF16, "varlen"), (CPU, FP32, "per_document")])
-def test_parts_of_rows_are_attended_to_where_no_mask_is_made(machine, precision, chosen):
+def test_context_parallel_takes_attention_without_a_mask(machine, precision, chosen):
     found = choose_attention("auto", tiny_models.config_of("llama"), machine, precision, packing=True, cp_size=2)
     assert found.implementation == chosen
 
 
 @pytest.mark.parametrize(("wanted", "precision"), [("auto", FP32), ("sdpa", BF16), ("flex_attention", BF16)])
-def test_parts_of_rows_are_refused_where_attention_takes_whole_ones(wanted, precision):
+def test_context_parallel_is_refused_for_attention_of_whole_rows(wanted, precision):
     with pytest.raises(UserError, match=r"parallel\.cp_size"):
         choose_attention(wanted, tiny_models.config_of("llama"), H100, precision, packing=True, cp_size=2)
 
 
-def test_angles_by_the_length_of_a_row_are_not_for_parts_of_it():
+def test_context_parallel_refuses_length_dependent_rope_and_images():
     factors = {"short_factor": [1.0] * 8, "long_factor": [1.0] * 8}
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 2.0, **factors}
-    check_parts(tiny_models.config_of("phi3"))
-    check_parts(transformers.Gemma3TextConfig())
+    check_shared_rows(tiny_models.config_of("phi3"))
+    check_shared_rows(transformers.Gemma3TextConfig())
     with pytest.raises(UserError, match="longrope"):
-        check_parts(tiny_models.config_of("phi3", rope_parameters=rope))
-    with pytest.raises(UserError, match="sees"):
-        check_parts(transformers.LlavaConfig())
+        check_shared_rows(tiny_models.config_of("phi3", rope_parameters=rope))
+    with pytest.raises(UserError, match="vision-language"):
+        check_shared_rows(transformers.LlavaConfig())
 
 
-def test_a_model_that_sees_gets_flex_attention_only_where_transformers_offers_it_for_it():
+def test_flex_attention_is_chosen_for_vision_language_models_that_support_it():
     qwen, llava = (
         choose_attention("auto", config(), H100, FP32, packing=True)
         for config in (transformers.Qwen2VLConfig, transformers.LlavaConfig)
@@ -105,7 +107,7 @@ def test_a_model_that_sees_gets_flex_attention_only_where_transformers_offers_it
         ("flash_attention_2", {"machine": CPU}, "GPU"),
     ],
 )
-def test_what_cannot_be_is_refused_with_the_reason(wanted, settings, reason):
+def test_an_impossible_attention_is_refused_with_the_reason(wanted, settings, reason):
     with pytest.raises(UserError, match=f"model.attn_implementation: {wanted} cannot be used: .*{reason}"):
         choose(wanted, **settings)
 
@@ -113,13 +115,13 @@ def test_what_cannot_be_is_refused_with_the_reason(wanted, settings, reason):
 @pytest.mark.parametrize(
     "settings", [{}, {"family": "gemma2"}, {"precision": FP32}, {"machine": MI300}, {"machine": CPU}], ids=str
 )
-def test_our_own_attention_is_there_for_who_asks_for_it(settings):
-    assert choose(ours=True, **settings).implementation == "document_attention"
+def test_document_attention_can_be_chosen_by_its_key(settings):
+    assert choose(own_kernel=True, **settings).implementation == "document_attention"
 
 
 @pytest.mark.parametrize("settings", [{}, {"family": "gemma2"}, {"precision": FP16}, {"head_dim": 256}], ids=str)
-def test_our_own_attention_is_what_auto_takes_where_it_was_timed(settings):
-    choice = choose(ours="auto", **settings)
+def test_auto_takes_document_attention_where_it_was_measured_faster(settings):
+    choice = choose(own_kernel="auto", **settings)
     assert (choice.implementation, choice.one_launch) == ("document_attention", True)
 
 
@@ -138,8 +140,8 @@ def test_our_own_attention_is_what_auto_takes_where_it_was_timed(settings):
     ],
     ids=str,
 )
-def test_our_own_attention_is_not_what_auto_takes_elsewhere(settings, chosen):
-    assert choose(ours="auto", **settings).implementation == chosen
+def test_auto_does_not_take_document_attention_elsewhere(settings, chosen):
+    assert choose(own_kernel="auto", **settings).implementation == chosen
 
 
 @pytest.mark.parametrize(
@@ -150,9 +152,9 @@ def test_our_own_attention_is_not_what_auto_takes_elsewhere(settings, chosen):
         ({"head_dim": 512}, "at most 256 wide"),
     ],
 )
-def test_our_own_attention_is_refused_by_the_key_that_asked_for_it(settings, reason):
+def test_document_attention_is_refused_by_the_key_that_chose_it(settings, reason):
     with pytest.raises(UserError, match=rf"kernels\.attention cannot be used: .*{reason}"):
-        choose(ours=True, **settings)
+        choose(own_kernel=True, **settings)
 
 
 def test_without_packing_auto_is_left_to_transformers():

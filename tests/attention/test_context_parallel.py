@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ligertune.attention.packed_mask_skip import know_rows
+from ligertune.attention.packing_checks import prepare_masks
 from ligertune.data.batching.collate import Batcher, collate_packed
 from ligertune.data.batching.context_parallel_rows import ContextParallelSplit, document_runs, rank_pieces
 from ligertune.data.examples import Example
@@ -43,7 +43,7 @@ def ready(family: str) -> PreTrainedModel:
     """As a run makes it."""
     model = packed_rows.make(family, attn_implementation="per_document")
     patch(model)
-    know_rows(model, packed=True)
+    prepare_masks(model, packed=True)
     return model
 
 

@@ -7,7 +7,7 @@ import torch
 from torch.nn.attention.varlen import varlen_attn
 
 from ligertune.attention.flash import GROUPED_HEADS, flash_varlen
-from ligertune.attention.sdpa import same_bits
+from ligertune.attention.sdpa import deterministic_backward
 
 pytestmark = [
     pytest.mark.gpu,
@@ -22,7 +22,7 @@ def bounds_of(lengths: tuple[int, ...]) -> torch.Tensor:
 
 
 def inputs(key_heads: int, head_dim: int, dtype: torch.dtype, key_lengths: tuple[int, ...]) -> list[torch.Tensor]:
-    """(T, H, D), (S, K, D) twice, each a view whose tokens do not lie one behind another."""
+    """(T, H, D), (S, K, D) twice, each a view of non-contiguous tokens."""
     torch.manual_seed(0)
     shapes = (4, sum(LENGTHS)), (key_heads, sum(key_lengths)), (key_heads, sum(key_lengths))
     made = (torch.randn(*shape, head_dim, device="cuda", dtype=dtype, requires_grad=True) for shape in shapes)
@@ -33,7 +33,7 @@ def results(attend, tensors: list[torch.Tensor], *, steady: bool) -> list[torch.
     """The output and the gradients of query, key and value."""
     out = attend(*tensors)
     grad = torch.randn(out.shape, generator=torch.Generator("cuda").manual_seed(1), device="cuda").to(out.dtype)
-    with same_bits(steady):
+    with deterministic_backward(steady):
         return [out, *torch.autograd.grad(out, tensors, grad)]
 
 

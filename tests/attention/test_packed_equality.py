@@ -1,4 +1,4 @@
-"""Packed and unpacked training are one computation: the same loss, the same gradients, document by document."""
+"""Packed training has the loss and the gradients of its documents one by one."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import tiny_models
 import torch
 from packed_rows import CAPPED, FAMILIES, LENGTHS, history, make, packed, separate
 
-from ligertune.attention.packed_documents import guard
+from ligertune.attention.packing_checks import install_packing_checks
 from ligertune.patching.patch import patch
 
-# what runs a backward on a CPU; eager is transformers' own, which finds documents by their positions
+# those with a backward on a CPU; transformers' eager attention finds documents by position_ids
 IMPLEMENTATIONS = ["document_attention", "per_document", "eager"]
 
 
@@ -30,7 +30,7 @@ def test_loss_and_gradients_are_those_of_single_documents(family, implementation
     model = make(family, attn_implementation=implementation)
     if patched:
         patch(model)
-    guard(model)
+    install_packing_checks(model)
     loss = model(**packed(), num_items_in_batch=n_targets, use_cache=False).loss
     loss.backward()
 
@@ -40,10 +40,10 @@ def test_loss_and_gradients_are_those_of_single_documents(family, implementation
         torch.testing.assert_close(found, expected[name], rtol=1e-5, atol=1e-5 * float(expected[name].abs().max()))
 
 
-def test_no_gradient_is_copied_into_a_row_of_zeros():
+def test_no_gradient_is_copied_into_zeros():
     """`query[0]` makes zeros and copies into them in its backward; squeeze(0) is a view both ways."""
     model = make("llama", attn_implementation="document_attention")
-    guard(model)
+    install_packing_checks(model)
     nodes = history(model(**packed(), num_items_in_batch=10, use_cache=False).loss)
     assert "SelectBackward0" not in nodes
     assert "MmBackward0" in nodes
@@ -56,7 +56,7 @@ def test_recomputed_layers_are_packed_too(family):
     found = []
     for checkpointed in (False, True):
         model = make(family, attn_implementation="per_document")
-        guard(model)
+        install_packing_checks(model)
         if checkpointed:
             checkpoint_layers(model)
         model(**packed(), num_items_in_batch=10, use_cache=False).loss.backward()
@@ -65,26 +65,26 @@ def test_recomputed_layers_are_packed_too(family):
         torch.testing.assert_close(found[1][name], found[0][name], rtol=0, atol=0)
 
 
-def test_windows_are_shorter_than_documents_or_they_would_not_be_tested():
+def test_windows_are_shorter_than_the_longest_document():
     windowed = {family: make(family).config.sliding_window for family in ("gemma2", "mistral", "qwen2", "phi3_window")}
     assert all(window and window < max(LENGTHS) for window in windowed.values())
     assert make(CAPPED).config.attn_logit_softcapping
 
 
-def test_rows_that_are_not_packed_go_to_the_attention_of_transformers():
+def test_unpacked_rows_use_the_attention_of_transformers():
     batch = tiny_models.batch()
     expected = make("mistral", attn_implementation="sdpa")(**batch, use_cache=False).logits
     for implementation in ("document_attention", "per_document", "varlen"):
         model = make("mistral", attn_implementation=implementation)
-        guard(model)
+        install_packing_checks(model)
         torch.testing.assert_close(model(**batch, use_cache=False).logits, expected)
 
 
-def test_generating_with_a_cache_is_untouched():
+def test_generation_with_a_cache_is_unchanged():
     prompt = tiny_models.batch(rows=1)["input_ids"]
     texts = []
     for implementation in ("sdpa", "document_attention", "per_document", "varlen"):
         model = make("mistral", attn_implementation=implementation).eval()
-        guard(model)
+        install_packing_checks(model)
         texts.append(model.generate(prompt, max_new_tokens=8, do_sample=False).tolist())
     assert all(text == texts[0] for text in texts)

@@ -10,8 +10,8 @@ import torch
 from ligertune_kernels import labelled_rows
 from packed_rows import CAPPED, FAMILIES, UNCAPPED, history, make, packed, separate
 
-from ligertune.attention.packed_documents import guard
-from ligertune.attention.sdpa import prefer_flash, same_bits
+from ligertune.attention.packing_checks import install_packing_checks
+from ligertune.attention.sdpa import deterministic_backward, prefer_flash
 from ligertune.patching.patch import patch
 from ligertune.train.checks import document_leak
 
@@ -31,7 +31,7 @@ CASES = [
 def on_gpu(family: str, implementation: str, dtype: torch.dtype = torch.bfloat16):
     prefer_flash()
     model = make(family, attn_implementation=implementation).to("cuda", dtype)
-    guard(model)
+    install_packing_checks(model)
     return model
 
 
@@ -81,7 +81,7 @@ def waits_for_the_device(implementation: str, layers: int) -> list[str]:
     """Each wait of the host in a forward and backward of a patched model."""
     prefer_flash()
     model = make("mistral", attn_implementation=implementation, num_hidden_layers=layers).to("cuda", torch.bfloat16)
-    guard(model)
+    install_packing_checks(model)
     patch(model)
     row = packed(device="cuda")
     row["labelled_rows"] = labelled_rows(row["labels"].cpu(), shift=1).cuda()
@@ -111,7 +111,7 @@ def test_the_backward_gives_the_same_bits_each_time(implementation):
         model = on_gpu("llama", implementation)
         row = packed(device="cuda", multiple_of=128)
         loss = model(**row, num_items_in_batch=40, use_cache=False).loss
-        with same_bits(True, implementation):
+        with deterministic_backward(True, implementation):
             loss.backward()
         found.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()]))
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])

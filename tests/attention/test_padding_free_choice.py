@@ -1,4 +1,4 @@
-"""Where `data.padding_free` takes rows of several examples, and where it pads."""
+"""Where `data.padding_free` makes padding-free batches, and where it pads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import tiny_models
 import transformers
 from test_attention_choice import B200, BF16, CPU, FP32, H100, MI300
 
-from ligertune.attention.padding_free import choose_rows
+from ligertune.attention.padding_free import choose_batch_layout
 from ligertune.errors import UserError
 from ligertune.planning.options import BatchLayoutOptions
 from ligertune.recipe import load_recipe
@@ -27,13 +27,13 @@ def choose(
     said = {"model": model, "data": data, "checkpoint": {"output_dir": "run"}, **sections}
     (folder / "recipe.yaml").write_text(json.dumps(said))
     config = tiny_models.config_of(config) if isinstance(config, str) else config
-    attention, found = choose_rows(
+    attention, found = choose_batch_layout(
         BatchLayoutOptions.of(load_recipe(folder / "recipe.yaml")), config, machine, precision, lengths=lengths
     )
     return attention.implementation, found
 
 
-def test_auto_joins_examples_where_one_launch_attends_to_all(tmp_path):
+def test_auto_is_padding_free_where_one_launch_attends_to_all_documents(tmp_path):
     assert choose(tmp_path, machine=B200) == ("varlen", True)
     assert choose(tmp_path, machine=B200, lengths=None) == ("varlen", True)  # streamed
     assert choose(tmp_path, model={"attn_implementation": "varlen"}) == ("varlen", True)
@@ -44,7 +44,7 @@ LONG = {"lengths": np.array([8192])}
 
 
 @pytest.mark.parametrize("sections", [{}, {"lengths": None}, {"config": "gemma2"}], ids=str)
-def test_auto_takes_our_attention_where_it_joins_examples(sections, tmp_path):
+def test_auto_takes_document_attention_for_padding_free_batches(sections, tmp_path):
     assert choose(tmp_path, **sections) == ("document_attention", True)
     packed, kernels = {"data": {"packing": True}}, {"kernels": {"attention": False}}
     assert choose(tmp_path, **sections, **packed) == ("document_attention", False)
@@ -52,7 +52,7 @@ def test_auto_takes_our_attention_where_it_joins_examples(sections, tmp_path):
 
 
 @pytest.mark.parametrize("sections", [{**ONE_EXAMPLE, **LONG}, {"lengths": np.array([1024] * 8)}], ids=str)
-def test_for_its_own_sake_it_joins_as_many_tokens_as_it_gains_by(sections, tmp_path):
+def test_large_batches_without_padding_are_padding_free_for_faster_attention(sections, tmp_path):
     rows = {"train": {"per_device_train_batch_size": 8}} | sections
     assert choose(tmp_path, **rows) == ("document_attention", True)
     assert choose(tmp_path, **rows, kernels={"attention": False}) == (None, False)
@@ -74,7 +74,7 @@ PADDED = {
     "a long example where torch's attention is taken": {**ONE_EXAMPLE, **LONG, "machine": B200},
     "one example of unknown length": {**ONE_EXAMPLE, "lengths": None},
     "CUDA graphs": {"train": {"cuda_graphs": True}},
-    "a model that sees": {"config": transformers.Qwen2VLConfig()},
+    "a vision-language model": {"config": transformers.Qwen2VLConfig()},
     "layers with a state": {
         "config": tiny_models.config_of("llama", layer_types=["linear_attention", "full_attention"])
     },
@@ -88,14 +88,14 @@ def test_auto_pads(why, tmp_path):
     assert attention == {"packed rows": "document_attention", "the same, chosen": "sdpa"}.get(why)
 
 
-def test_compiled_layers_keep_the_attention_that_is_one_operator_to_the_compiler(tmp_path):
+def test_compiled_layers_use_varlen(tmp_path):
     compiled = {"data": {"packing": True}, "train": {"torch_compile": True}}
     assert choose(tmp_path, **compiled)[0] == "varlen"
     assert choose(tmp_path, **compiled, kernels={"attention": True})[0] == "document_attention"
 
 
 @pytest.mark.parametrize(("machine", "precision", "attention"), [(CPU, FP32, "per_document"), (B200, BF16, "varlen")])
-def test_true_joins_them_wherever_that_is_exact(machine, precision, attention, tmp_path):
+def test_true_is_padding_free_wherever_that_is_exact(machine, precision, attention, tmp_path):
     asked = {"data": {"padding_free": True}, "machine": machine, "precision": precision}
     for changes in ({}, {"kernels": {"enabled": False}}, {"train": {"per_device_train_batch_size": 1}}):
         assert choose(tmp_path, **asked, **changes) == (attention, True)
@@ -109,24 +109,24 @@ def test_true_joins_them_wherever_that_is_exact(machine, precision, attention, t
         ({"model": {"attn_implementation": "varlen"}, "machine": CPU, "precision": FP32}, "varlen cannot be used"),
     ],
 )
-def test_true_is_refused_where_it_cannot_be(changes, why, tmp_path):
+def test_true_is_refused_where_it_is_not_exact(changes, why, tmp_path):
     with pytest.raises(UserError, match=why) as refused:
         choose(tmp_path, data={"padding_free": True}, **changes)
     assert "data.packing" not in str(refused.value)
 
 
-OURS = {"kernels": {"attention": True}}
+OWN_KERNEL = {"kernels": {"attention": True}}
 
 
 @pytest.mark.parametrize("sections", [{}, {"machine": CPU, "precision": FP32}, {"config": "gemma2"}], ids=str)
-def test_our_attention_joins_examples_where_nobody_said_otherwise(sections, tmp_path):
-    assert choose(tmp_path, **OURS, **sections) == ("document_attention", True)
-    assert choose(tmp_path, **OURS, data={"packing": True}, **sections) == ("document_attention", False)
+def test_document_attention_makes_batches_padding_free_unless_packed(sections, tmp_path):
+    assert choose(tmp_path, **OWN_KERNEL, **sections) == ("document_attention", True)
+    assert choose(tmp_path, **OWN_KERNEL, data={"packing": True}, **sections) == ("document_attention", False)
     without = {"kernels": {"attention": True, "enabled": False}}
     assert choose(tmp_path, **without, data={"packing": True})[0] == "varlen"
 
 
 @pytest.mark.parametrize("sections", [{"train": {"torch_compile": True}}, {"config": transformers.Gemma3Config()}])
-def test_our_attention_is_refused_where_examples_share_no_row(sections, tmp_path):
+def test_document_attention_is_refused_where_examples_do_not_share_a_row(sections, tmp_path):
     with pytest.raises(UserError, match=r"kernels\.attention: the examples of a \w+ model do not share a row here"):
-        choose(tmp_path, **OURS, **sections)
+        choose(tmp_path, **OWN_KERNEL, **sections)

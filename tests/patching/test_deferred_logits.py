@@ -1,4 +1,4 @@
-"""Deferred logits: what is recorded, what makes them real, and who sees what."""
+"""Deferred logits: recorded operations, operations that compute the logits, and nested or parallel forwards."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from ligertune.patching.deferred_logits import THREAD, loss_counts, loss_only
+from ligertune.patching.deferred_logits import STATE, loss_counts, loss_only
 from ligertune.patching.patch import patch
 
 VOCAB = tiny_models.VOCAB
@@ -99,7 +99,7 @@ def test_scaling_and_caps_are_recorded(twist):
 
 
 @pytest.mark.parametrize("twist", MATERIALISED.values(), ids=MATERIALISED)
-def test_anything_else_makes_the_logits_and_is_said_once(twist):
+def test_other_operations_compute_the_logits_and_warn_once(twist):
     patched, plain = twisted(twist)
     with pytest.warns(UserWarning, match="materialised logits") as caught:
         assert_same_training(patched, plain, tiny_models.batch())
@@ -118,20 +118,13 @@ def test_reading_shapes_computes_nothing():
 
     patched, _ = twisted(look)
     patched(**tiny_models.batch())
-    cpu = torch.device("cpu")
-    assert seen == {
-        "shape": (2, 24, VOCAB),
-        "size": VOCAB,
-        "ndim": 3,
-        "dim": 3,
-        "dtype": torch.float32,
-        "device": cpu,
-    }
+    shape = {"shape": (2, 24, VOCAB), "size": VOCAB, "ndim": 3, "dim": 3}
+    assert seen == {**shape, "dtype": torch.float32, "device": torch.device("cpu")}
     assert loss_counts(patched).fused == 1
 
 
 class Largest(TorchDispatchMode):
-    """The most elements any op gave back."""
+    """Record the number of elements of the largest result of any op."""
 
     numel = 0
 
@@ -147,7 +140,7 @@ class Largest(TorchDispatchMode):
 def test_no_tensor_of_the_size_of_the_logits_is_made(loss, made):
     model = tiny_models.make("gemma2")
     patch(model, loss=loss)
-    model.lm_head.requires_grad_(False)  # or the op's buffer, sized for big models, holds all of these few rows
+    model.lm_head.requires_grad_(False)  # its gradient buffer, sized for large models, would hold all of these few rows
     batch = tiny_models.batch(rows=64, length=16)  # logits: 131072 elements; MLP: 98304; attention: 65536
     with Largest() as largest:
         model(**batch).loss.backward()
@@ -171,7 +164,7 @@ def test_training_returns_no_logits_and_evaluation_does(patched):
     assert torch.equal(output.logits, patched(batch["input_ids"], attention_mask=batch["attention_mask"]).logits)
 
 
-def test_loss_only_spares_evaluation_the_logits(patched):
+def test_loss_only_evaluation_computes_no_logits(patched):
     patched.eval()
     expected = patched(**tiny_models.batch()).loss
     with torch.no_grad(), loss_only():
@@ -189,12 +182,12 @@ def test_tuples_keep_their_places(patched):
     assert loss.ndim == 0
     assert logits is None
     plain = tiny_models.make("gemma2").eval()
-    ours, theirs = patched.eval()(**batch, return_dict=False), plain(**batch, return_dict=False)
-    assert len(ours) == len(theirs)
-    torch.testing.assert_close(ours[1], theirs[1], rtol=1e-4, atol=1e-5)
+    found, expected = patched.eval()(**batch, return_dict=False), plain(**batch, return_dict=False)
+    assert len(found) == len(expected)
+    torch.testing.assert_close(found[1], expected[1], rtol=1e-4, atol=1e-5)
 
 
-def test_labels_may_stand_in_their_position(patched):
+def test_labels_may_be_positional(patched):
     batch = tiny_models.batch()
     given = (batch["input_ids"], batch["attention_mask"], None, None, None, batch["labels"])
     assert torch.equal(patched(*given).loss, patched(**batch).loss)
@@ -209,7 +202,7 @@ def test_a_batch_without_a_trained_token_gives_zero_and_zero_gradients(patched):
     assert all(parameter.grad.abs().max() == 0 for parameter in patched.parameters() if parameter.grad is not None)
 
 
-def test_a_loss_of_the_users_own_is_called_with_logits(patched):
+def test_a_loss_set_by_the_user_is_called_with_logits(patched):
     patched.loss_function = lambda logits, labels, vocab_size, **kwargs: logits.float().square().mean()
     with pytest.warns(UserWarning, match="materialised"):
         loss = patched(**tiny_models.batch()).loss
@@ -217,19 +210,19 @@ def test_a_loss_of_the_users_own_is_called_with_logits(patched):
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
 
 
-def test_an_exception_leaves_no_mark(patched):
+def test_an_exception_resets_the_state(patched):
     with pytest.raises(TypeError):
         patched(**tiny_models.batch(), cache_position="nowhere", attention_mask=1, input_ids=1)
     broken = tiny_models.batch()
     broken["labels"] = broken["labels"][:, :5]
     with pytest.raises((ValueError, RuntimeError)):
         patched(**broken)
-    assert THREAD.forward is None
+    assert STATE.forward is None
     assert patched(tiny_models.batch()["input_ids"]).logits.shape == (2, 24, VOCAB)
 
 
 class Outer(LlamaForCausalLM):
-    """Calls another causal model inside its own labelled forward, as a distilled or guided model may."""
+    """Call another causal model inside a labelled forward, as a distilled or guided model may."""
 
     def forward(self, input_ids, attention_mask=None, labels=None, **kwargs):
         inner = self.inner[0](input_ids=input_ids, attention_mask=attention_mask)
@@ -239,7 +232,7 @@ class Outer(LlamaForCausalLM):
         return output
 
 
-def test_models_inside_models_keep_to_themselves():
+def test_nested_models_defer_only_their_own_logits():
     plain = Outer(tiny_models.config_of("llama")).train()
     plain.inner = [tiny_models.make("gemma2")]  # in a list: no submodule
     patched = copy.deepcopy(plain)
@@ -274,30 +267,36 @@ def test_another_thread_gets_logits_while_a_loss_is_computed(patched):
 
 
 class ColumnHead(nn.Linear):
-    """Not a plain nn.Linear: who knows what its forward does."""
+    """Not a plain nn.Linear: its forward may compute anything."""
 
 
-def test_a_head_of_another_class_is_left_with_the_reason():
+def with_column_head():
     model = tiny_models.make("llama")
     model.lm_head.__class__ = ColumnHead
-    row = patch(model).rows[-1]
-    assert (row.kernel, row.applied, row.left) == ("linear_cross_entropy", 0, 1)
-    assert "ColumnHead, not a plain nn.Linear" in row.note
-    assert model(**tiny_models.batch()).logits is not None
+    return model
 
 
-def test_a_model_with_its_own_loss_is_left_with_the_reason():
+def with_other_loss():
     model = tiny_models.make("llama")
     model.loss_function = lambda logits, labels, **kwargs: logits.mean()
-    assert "its loss is <lambda>" in patch(model).rows[-1].note
+    return model
 
 
-def test_a_headless_model_is_patched_but_for_its_loss():
-    model = tiny_models.make("llama").model
+REFUSED = {
+    "ColumnHead, not a plain nn.Linear": with_column_head,
+    "its loss is <lambda>": with_other_loss,
+    "LlamaModel is not a transformers model with an output head": lambda: tiny_models.make("llama").model,
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_a_loss_that_cannot_be_replaced_is_left_with_the_reason(reason):
+    model = REFUSED[reason]()
     rows = {row.kernel: row for row in patch(model).rows}
+    assert (rows["linear_cross_entropy"].applied, rows["linear_cross_entropy"].left) == (0, 1)
+    assert reason in rows["linear_cross_entropy"].note
     assert rows["rms_norm"].applied == 5
-    assert rows["linear_cross_entropy"].applied == 0
-    assert "LlamaModel is not a transformers model with an output head" in rows["linear_cross_entropy"].note
+    model(input_ids=tiny_models.batch()["input_ids"])
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])  # without and with a cap

@@ -81,7 +81,7 @@ def test_library_classes_and_other_models_are_not_touched():
     ]
 
 
-def test_patching_twice_changes_nothing_and_says_so(patched):
+def test_patching_twice_changes_nothing_and_is_reported(patched):
     before = classes(patched)
     report = patch(patched)
     assert classes(patched) == before
@@ -93,7 +93,7 @@ def test_patching_twice_changes_nothing_and_says_so(patched):
     ]
 
 
-def test_another_loss_wants_unpatch_first(patched):
+def test_another_loss_needs_unpatch_first(patched):
     with pytest.raises(ValueError, match="unpatch it"):
         patch(patched, loss="torch")
     unpatch(patched)

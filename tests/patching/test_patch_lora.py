@@ -24,10 +24,10 @@ def adapted_pair(family="llama", **config):
     patch(patched)
     pair = [peft.get_peft_model(m, peft.LoraConfig(r=4, lora_alpha=8, **config)).train() for m in (patched, plain)]
     generator = torch.Generator().manual_seed(3)
-    for ours, theirs in zip(pair[0].parameters(), pair[1].parameters(), strict=True):
-        if theirs.requires_grad:
-            theirs.data = 0.1 * torch.randn(theirs.shape, generator=generator)
-            ours.data = theirs.data.clone()
+    for found, expected in zip(pair[0].parameters(), pair[1].parameters(), strict=True):
+        if expected.requires_grad:
+            expected.data = 0.1 * torch.randn(expected.shape, generator=generator)
+            found.data = expected.data.clone()
     return pair
 
 
@@ -46,7 +46,7 @@ def test_a_fully_trained_head_keeps_the_fused_loss():
     assert loss_counts(patched).fused == 1
 
 
-def test_lora_on_the_head_falls_back_to_logits_and_says_so():
+def test_lora_on_the_head_computes_logits_and_warns():
     patched, plain = adapted_pair(target_modules=[*ATTENTION, "lm_head"])
     with pytest.warns(UserWarning, match="materialised logits"):
         assert_same_training(patched, plain, tiny_models.batch())
@@ -63,6 +63,6 @@ def test_patching_after_peft_reaches_the_model_inside():
 
 def test_merging_gives_the_same_weights():
     patched, plain = adapted_pair(target_modules="all-linear")
-    ours, theirs = (model.merge_and_unload().state_dict() for model in (patched, plain))
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    found, expected = (model.merge_and_unload().state_dict() for model in (patched, plain))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in found)

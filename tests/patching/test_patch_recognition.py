@@ -1,4 +1,4 @@
-"""What is recognised in each family, and that code which only looks familiar is left alone."""
+"""Layers recognised in each family; code that only looks similar is left alone."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import nn
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm
 
-from ligertune.patching.module_patch import swap
+from ligertune.patching.module_patch import patch_module
 from ligertune.patching.patch import patch
 from ligertune.patching.probe import Refusal
 from ligertune.patching.recognise import GatedSpec, NormSpec, recognise_experts, recognise_mlp, recognise_norm
-from ligertune.patching.rope_patch import RopeSpec, ShadowedRope, is_rotary, recognise_rope
+from ligertune.patching.rope_patch import KernelRope, RopeSpec, is_rotary, recognise_rope
 
 LLAMA_NORM = NormSpec("llama", 0.0, "variance_epsilon")
 GEMMA_NORM = NormSpec("gemma", 1.0, "eps")
@@ -66,7 +66,7 @@ class ScaledNorm(LlamaRMSNorm):
 
 
 class SettingScaledNorm(LlamaRMSNorm):
-    """Told by its settings, not by its code: 1.0 is the plain norm."""
+    """Its scale, a setting of the instance, decides whether it is the plain norm."""
 
     def __init__(self, width, scale):
         super().__init__(width)
@@ -91,7 +91,7 @@ class LateEpsNorm(LlamaRMSNorm):
 
 
 class OnceRoundedNorm(LlamaRMSNorm):
-    """Rounds bf16 once, after the weight; but fp32 weights give it back in fp32, as no kernel does."""
+    """Round bf16 once, after the weight; fp32 weights give an fp32 result, unlike any kernel."""
 
     def forward(self, x):
         wide = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
@@ -121,9 +121,11 @@ def test_a_norm_that_differs_is_refused(norm):
     assert isinstance(recognise_norm(norm), Refusal)
 
 
-def test_settings_decide_where_they_matter():
+def test_settings_of_the_instance_are_part_of_the_probe():
     assert recognise_norm(SettingScaledNorm(16, 1.0)) == LLAMA_NORM
-    assert isinstance(recognise_norm(SettingScaledNorm(16, 1.01)), Refusal)  # the class was seen a moment ago
+    assert isinstance(
+        recognise_norm(SettingScaledNorm(16, 1.01)), Refusal
+    )  # the same class was recognised a moment ago
 
 
 class ClampedMLP(LlamaMLP):
@@ -168,7 +170,7 @@ def test_an_mlp_that_differs_is_refused(cls):
         ("gelu_new", "geglu", "tanh"),
     ],
 )
-def test_activations_are_told_by_their_values(activation, kernel, approximate):
+def test_activations_are_recognised_by_their_values(activation, kernel, approximate):
     assert recognise_mlp(mlp(LlamaMLP, hidden_act=activation)) == GatedSpec(kernel, approximate, packed=False)
 
 
@@ -177,11 +179,11 @@ def test_other_activations_are_refused(activation):
     assert isinstance(recognise_mlp(mlp(LlamaMLP, hidden_act=activation)), Refusal)
 
 
-def turned_backwards(q, k, cos, sin, unsqueeze_dim=1):
+def rotated_backwards(q, k, cos, sin, unsqueeze_dim=1):
     return modeling_llama.apply_rotary_pos_emb(q, k, cos, -sin, unsqueeze_dim)
 
 
-def key_left_out(q, k, cos, sin, unsqueeze_dim=1):
+def key_not_rotated(q, k, cos, sin, unsqueeze_dim=1):
     return modeling_llama.apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim)[0], k
 
 
@@ -199,9 +201,9 @@ class OtherAttention(LlamaAttention):
         return apply_rotary_pos_emb(q, k, cos, sin)
 
 
-@pytest.mark.parametrize("function", [turned_backwards, key_left_out, with_positions])
+@pytest.mark.parametrize("function", [rotated_backwards, key_not_rotated, with_positions])
 def test_a_rotary_function_that_differs_is_refused(function, monkeypatch):
-    class Attention(OtherAttention):  # a class of its own: verdicts are kept by class
+    class Attention(OtherAttention):  # a new class: results are cached by class
         pass
 
     monkeypatch.setitem(globals(), "apply_rotary_pos_emb", function)
@@ -211,20 +213,20 @@ def test_a_rotary_function_that_differs_is_refused(function, monkeypatch):
 
 
 @pytest.mark.parametrize("unsqueeze_dim", [0, 1, 2])
-def test_the_rotary_function_takes_what_the_models_own_takes(unsqueeze_dim):
+def test_the_rotary_function_accepts_the_calls_of_the_original(unsqueeze_dim):
     attention = tiny_models.make("llama").model.layers[0].self_attn
-    theirs = modeling_llama.apply_rotary_pos_emb
-    swap(attention, ShadowedRope, recognise_rope(attention))
-    ours = inspect.unwrap(type(attention).forward).__globals__["apply_rotary_pos_emb"]
+    original = modeling_llama.apply_rotary_pos_emb
+    patch_module(attention, KernelRope, recognise_rope(attention))
+    replacement = inspect.unwrap(type(attention).forward).__globals__["apply_rotary_pos_emb"]
     q, k = torch.randn(2, 5, 5, 16), torch.randn(2, 5, 5, 16)
     angles = torch.randn(5, 8) if unsqueeze_dim == 0 else torch.randn(1, 5, 8)
     both = torch.cat((angles, angles), dim=-1)
-    expected = theirs(q, k, both.cos(), both.sin(), unsqueeze_dim=unsqueeze_dim)
-    assert ours is not theirs
-    torch.testing.assert_close(ours(q, k, both.cos(), both.sin(), unsqueeze_dim=unsqueeze_dim), expected)
+    expected = original(q, k, both.cos(), both.sin(), unsqueeze_dim=unsqueeze_dim)
+    assert replacement is not original
+    torch.testing.assert_close(replacement(q, k, both.cos(), both.sin(), unsqueeze_dim=unsqueeze_dim), expected)
 
 
-def test_what_is_left_is_reported_and_still_right():
+def test_layers_left_alone_are_reported():
     model = tiny_models.make("llama")
     layer = model.model.layers[0]
     layer.input_layernorm = ScaledNorm(64)
@@ -342,8 +344,8 @@ def test_hidden_states_and_attentions_are_captured_as_before():
     assert len(given.hidden_states) == 3
     assert len(given.attentions) == 2
     for name in ("hidden_states", "attentions"):
-        for ours, theirs in zip(given[name], expected[name], strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+        for one, other in zip(given[name], expected[name], strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
 def test_probing_leaves_the_random_state_and_gradients_alone():
@@ -355,7 +357,7 @@ def test_probing_leaves_the_random_state_and_gradients_alone():
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_a_model_without_memory_is_patched_too():
+def test_a_model_on_the_meta_device_is_patched():
     with torch.device("meta"):
         model = tiny_models.transformers.AutoModelForCausalLM.from_config(tiny_models.config_of("llama"))
         report = patch(model)

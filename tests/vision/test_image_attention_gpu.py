@@ -9,7 +9,7 @@ import tiny_vlms
 import torch
 from image_batches import batch_of, image_row, training
 
-from ligertune.attention.image_attention import pictures_apart
+from ligertune.attention.image_attention import per_image_attention
 from ligertune.patching.patch import patch
 from ligertune.planning.options import VisionOptions
 from ligertune.vision.freeze import prepare_vision
@@ -21,7 +21,7 @@ def attend(tensors, lengths):
     """Return (out, dq, dk, dv) of images of these lengths, concatenated to (1, H, S, D)."""
     leaves = [t.detach().requires_grad_(True) for t in tensors]
     bounds = torch.tensor([0, *lengths], device=leaves[0].device).cumsum(0).to(torch.int32)
-    out, _ = pictures_apart(torch.nn.Identity(), *leaves, None, scaling=0.1, cu_seq_lens_q=bounds)
+    out, _ = per_image_attention(torch.nn.Identity(), *leaves, None, scaling=0.1, cu_seq_lens_q=bounds)
     out.backward(torch.cos(torch.arange(out.numel(), device=out.device)).view_as(out).to(out.dtype))
     return [out.detach(), *(leaf.grad for leaf in leaves)]
 

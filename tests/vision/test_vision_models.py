@@ -13,7 +13,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ligertune.activations.checkpointing import checkpoint_layers
 from ligertune.attention import image_attention
-from ligertune.attention.packed_documents import guard
+from ligertune.attention.packing_checks import install_packing_checks
 from ligertune.errors import UserError
 from ligertune.models.float8 import to_float8
 from ligertune.models.trainable import apply_method
@@ -104,7 +104,7 @@ def test_the_tower_attends_to_all_images_in_one_call(family, four_rows, tokenize
     patch(model)
     forward = type(model.model.visual.blocks[0].attn).forward
     table = (getattr(forward, "__wrapped__", forward)).__globals__["ALL_ATTENTION_FUNCTIONS"]
-    assert table.get_interface("sdpa", None) is image_attention.pictures_apart
+    assert table.get_interface("sdpa", None) is image_attention.per_image_attention
     with torch.no_grad():
         model(**batch_of(four_rows(family), reader_of(family), (0, 1, 2, 3)))
 
@@ -147,7 +147,7 @@ def test_packed_training_equals_that_of_single_documents(
         part, found = training(single, batch_of(rows, reader, (index,)), num_items_in_batch=total)
         loss += part
         gradients = {name: gradients.get(name, 0) + gradient for name, gradient in found.items()}
-    guard(model)
+    install_packing_checks(model)
     batch = batch_of(rows, reader, (0, 1, 2, 3), packed=True, multiple_of=16)
     assert_same_training(training(model, batch, num_items_in_batch=total), (loss, gradients), tolerance=5e-5)
 
@@ -185,7 +185,7 @@ def test_a_batch_of_text_gives_the_tower_zero_gradients(family, packed, four_row
     rows = four_rows(family)
     model = trainable(family, tokenizer_of(family), "per_document" if packed else "sdpa")
     if packed:
-        guard(model)
+        install_packing_checks(model)
     loss, gradients = training(model, batch_of(rows, reader_of(family), (3,), packed=packed))
     vision = [g for name, g in gradients.items() if part_of(family_of(model.config), name) != "language_model"]
     assert vision and not any(gradient.any() for gradient in vision)

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from ligertune.attention.flash import flash_varlen
-from ligertune.attention.sdpa import same_bits
+from ligertune.attention.sdpa import deterministic_backward
 from ligertune.bench.case import Case, OpBenchmark, Provider, Tensors, Work, function
 
 HEADS, KEY_VALUE_HEADS, HEAD_DIM = 32, 8, 128  # those of Llama-3-8B
@@ -74,7 +74,7 @@ def _torch(name: str, *, deterministic: bool) -> Provider:
 
         return call
 
-    return Provider(name, make, within=lambda: same_bits(deterministic))
+    return Provider(name, make, within=lambda: deterministic_backward(deterministic))
 
 
 ATTENTION = OpBenchmark(

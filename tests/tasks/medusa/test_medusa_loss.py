@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from ligertune.attention.packed_documents import guard
+from ligertune.attention.packing_checks import install_packing_checks
 from ligertune.errors import UserError
 from ligertune.planning.options import MedusaOptions
 from ligertune.tasks.medusa.heads_loss import count_targets, shifted_targets, target_shifts
@@ -199,7 +199,7 @@ def test_count_targets_counts_the_shifted_targets():
 def test_a_packed_row_has_the_loss_of_its_documents(fused):
     model = model_with_heads(fused=fused)
     model.base_model.config._attn_implementation = "per_document"
-    guard(model.base_model.base_model)
+    install_packing_checks(model.base_model.base_model)
     made, lengths = inputs("packed"), (9, 4, 11)
     packed = model(**made, document_lengths=lengths, cu_seq_lens_q=torch.tensor([0, 9, 13, 24]), use_cache=False)
     ends = np.cumsum(lengths)

@@ -1,4 +1,4 @@
-"""Nobody looks for documents in position ids where it is known what they say."""
+"""Masks are created without a search of position_ids where the documents are known, in the prepared model alone."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ import torch
 from packed_rows import make, packed
 from transformers import masking_utils
 
-from ligertune.attention.packed_documents import guard
-from ligertune.attention.packed_mask_skip import know_rows
+from ligertune.attention.packing_checks import install_packing_checks, prepare_masks
 
 
 @pytest.fixture
-def looks():
-    """The position ids that transformers was asked about."""
+def searches():
+    """Record the position_ids that transformers searches for documents."""
     before, seen = masking_utils.find_packed_sequence_indices, []
 
     def find_packed_sequence_indices(position_ids):
@@ -31,36 +30,43 @@ def logits(model, **batch) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("family", "attention"), [("llama", "sdpa"), ("gemma2", "eager"), ("mistral", "sdpa")])
-def test_rows_without_position_ids_are_not_looked_into(family, attention, looks):
+def test_rows_without_position_ids_are_not_searched(family, attention, searches):
     ids = torch.randint(0, 60, (2, 24), generator=torch.Generator().manual_seed(0))
     model = make(family, attn_implementation=attention).eval()
     expected = logits(model, input_ids=ids)
-    assert looks
-    know_rows(model, packed=False)
-    looks.clear()
-    assert torch.equal(logits(model, input_ids=ids), expected) and not looks
+    assert searches
+    prepare_masks(model, packed=False)
+    searches.clear()
+    assert torch.equal(logits(model, input_ids=ids), expected) and not searches
 
 
-def test_position_ids_that_a_caller_brings_are_looked_into(looks):
-    """Documents that only their positions tell apart."""
+def test_position_ids_of_the_caller_are_searched(searches):
+    """Only their positions separate the documents."""
     model = make("llama", attn_implementation="sdpa").eval()
     ids = torch.randint(0, 60, (1, 24), generator=torch.Generator().manual_seed(0))
     positions = torch.cat([torch.arange(10), torch.arange(14)])[None]
     apart = logits(model, input_ids=ids, position_ids=positions)
-    know_rows(model, packed=False)
-    looks.clear()
-    assert torch.equal(logits(model, input_ids=ids, position_ids=positions), apart) and looks
+    prepare_masks(model, packed=False)
+    searches.clear()
+    assert torch.equal(logits(model, input_ids=ids, position_ids=positions), apart) and searches
     assert not torch.allclose(logits(model, input_ids=ids), apart)
 
 
-@pytest.mark.parametrize(("implementation", "looked"), [("per_document", False), ("eager", True)])
-def test_packed_rows_are_looked_into_where_attention_needs_a_mask(implementation, looked, looks):
+@pytest.mark.parametrize(("implementation", "searched"), [("per_document", False), ("eager", True)])
+def test_packed_rows_are_searched_where_attention_needs_a_mask(implementation, searched, searches):
     model = make("mistral", attn_implementation=implementation).eval()
     batch = {name: value for name, value in packed().items() if name != "labels"}
-    know_rows(model, packed=True)
+    prepare_masks(model, packed=True)
     other = make("mistral", attn_implementation="per_document").eval()
-    guard(other)
+    install_packing_checks(other)
     expected = logits(other, **batch)
-    looks.clear()
+    searches.clear()
     torch.testing.assert_close(logits(model, **batch), expected, rtol=1e-4, atol=1e-5)
-    assert bool(looks) == looked
+    assert bool(searches) == searched
+
+
+def test_other_models_are_searched_as_before(searches):
+    prepare_masks(make("llama"), packed=False)
+    searches.clear()
+    logits(make("llama"), input_ids=torch.ones(1, 8, dtype=torch.int64))
+    assert searches

@@ -1,4 +1,4 @@
-"""Norm outputs and gated products that are made again in the backward: every bit as before, and gone in between.
+"""Norm outputs and gated products recomputed in the backward: the same bits, and no memory in between.
 
 The reference path has no in-place backward, so on a machine without a GPU some tests run once more under Triton's
 interpreter.
@@ -23,10 +23,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ligertune.activations.checkpointing import checkpoint_layers
-from ligertune.attention.sdpa import same_bits
+from ligertune.attention.sdpa import deterministic_backward
 from ligertune.models.trainable import apply_method
 from ligertune.patching.patch import gives_new_unseen_output, patch, unpatch
-from ligertune.patching.recompute import made_again, rebuild_inputs
+from ligertune.patching.recompute import mark_recomputable, recompute_inputs
 from ligertune.planning.options import MethodOptions
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -35,14 +35,14 @@ FAMILIES = ("llama", "qwen2", "gemma2", "phi3")  # plain; with biases; offset no
 ROWS, LENGTH = 2, 6  # 12 tokens: the interpreter is slow
 BATCH = tiny_models.batch(rows=ROWS, length=LENGTH, device=DEVICE)
 HIDDEN, MLP, LAYERS, FP32 = 64, 96, 2, 4
-# of each layer both norms' outputs and the product go
+# of each layer the outputs of both norms and the gated product are freed
 SAVED = LAYERS * ROWS * LENGTH * (2 * HIDDEN + MLP) * FP32
 
 
 def pair(
     family: str = "llama", method: str = "full", *, how: str | bool = True, **spec: object
 ) -> tuple[nn.Module, nn.Module]:
-    """The same model, patched without and with `recompute`."""
+    """Return the same model patched without and with `recompute`."""
     made = []
     for recompute in (False, how):
         model = tiny_models.make(family).to(DEVICE)
@@ -57,8 +57,8 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def backward(loss: torch.Tensor, **options: object) -> None:
-    """In which attention adds up in one order on a GPU, too."""
-    with same_bits(DEVICE == "cuda"):
+    """Run a backward in which attention adds in one order on a GPU, too."""
+    with deterministic_backward(DEVICE == "cuda"):
         loss.backward(**options)
 
 
@@ -77,7 +77,7 @@ def assert_equal(one, other) -> None:
 
 
 class _Made(TorchDispatchMode):
-    """Notes every storage that an operation gives, but for views of the model's weights."""
+    """Record every storage that an op returns, except those of the model's weights."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class _Made(TorchDispatchMode):
 
 
 def kept_by(model: nn.Module) -> int:
-    """Bytes that are alive between the forward and the backward of one batch, of all that the forward made."""
+    """Return the bytes made by the forward of one batch that are alive before its backward."""
     with _Made(model) as made:
         loss = model(**BATCH).loss
     kept = made.alive()
@@ -108,15 +108,15 @@ def kept_by(model: nn.Module) -> int:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_bit_is_as_without(family):
-    plain, rebuilt = pair(family)
-    assert_equal(train_once(plain), train_once(rebuilt))
+    plain, recomputed = pair(family)
+    assert_equal(train_once(plain), train_once(recomputed))
 
 
 @pytest.mark.parametrize("family", sorted(set(tiny_models.FAMILIES) - set(FAMILIES)))
 def test_other_families_are_the_same(family):
     """Norms of heads and behind the MLP, experts, one norm for attention and MLP, norms that we do not have."""
-    plain, rebuilt = pair(family)
-    assert_equal(train_once(plain), train_once(rebuilt))
+    plain, recomputed = pair(family)
+    assert_equal(train_once(plain), train_once(recomputed))
 
 
 @pytest.mark.parametrize(
@@ -130,64 +130,64 @@ def test_other_families_are_the_same(family):
     ],
     ids=["with a bias", "without"],
 )
-def test_layer_norms_are_made_again(config):
+def test_layer_norms_are_recomputed(config):
     plain = transformers.AutoModelForCausalLM.from_config(config).to(DEVICE)
-    rebuilt = copy.deepcopy(plain)
+    recomputed = copy.deepcopy(plain)
     patch(plain)
-    rows = {row.kernel: row.applied for row in patch(rebuilt, recompute=True).rows}
+    rows = {row.kernel: row.applied for row in patch(recomputed, recompute=True).rows}
     assert rows["recompute"] == rows["layer_norm"] > LAYERS
-    assert kept_by(rebuilt) <= kept_by(plain) - LAYERS * ROWS * LENGTH * HIDDEN * FP32
-    assert_equal(train_once(plain), train_once(rebuilt))
+    assert kept_by(recomputed) <= kept_by(plain) - LAYERS * ROWS * LENGTH * HIDDEN * FP32
+    assert_equal(train_once(plain), train_once(recomputed))
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 @pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16], ids=str)
 def test_every_bit_under_autocast(family, weights):
-    plain, rebuilt = (model.to(weights) for model in pair(family))
+    plain, recomputed = (model.to(weights) for model in pair(family))
     with torch.autocast(DEVICE, torch.bfloat16):
-        assert_equal(train_once(plain), train_once(rebuilt))
+        assert_equal(train_once(plain), train_once(recomputed))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_outputs_are_gone_after_the_forward(family):
-    plain, rebuilt = pair(family)
-    assert kept_by(plain) - kept_by(rebuilt) == SAVED
+def test_outputs_are_freed_after_the_forward(family):
+    plain, recomputed = pair(family)
+    assert kept_by(plain) - kept_by(recomputed) == SAVED
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_of_norms_only_their_outputs_are_gone(family):
-    plain, rebuilt = pair(family, how="norms")
-    assert kept_by(plain) - kept_by(rebuilt) == SAVED - LAYERS * ROWS * LENGTH * MLP * FP32
-    assert_equal(train_once(plain), train_once(rebuilt))
+    plain, recomputed = pair(family, how="norms")
+    assert kept_by(plain) - kept_by(recomputed) == SAVED - LAYERS * ROWS * LENGTH * MLP * FP32
+    assert_equal(train_once(plain), train_once(recomputed))
 
 
-def test_outputs_are_gone_where_an_adapter_reads_them_too():
-    """But for the first norm's: no gradient goes through it, so it keeps nothing that it could be made of."""
-    plain, rebuilt = pair(method="lora", lora_r=4)
-    assert kept_by(plain) - kept_by(rebuilt) == SAVED - ROWS * LENGTH * HIDDEN * FP32
-    assert_equal(train_once(plain), train_once(rebuilt))
+def test_outputs_that_an_adapter_reads_are_freed():
+    """Except that of the first norm: no gradient goes through it, so it keeps no sources."""
+    plain, recomputed = pair(method="lora", lora_r=4)
+    assert kept_by(plain) - kept_by(recomputed) == SAVED - ROWS * LENGTH * HIDDEN * FP32
+    assert_equal(train_once(plain), train_once(recomputed))
 
 
-def test_casts_are_gone_under_autocast():
-    """q, k, v, gate and up keep a cast each. Beside the wide copies that plain torch keeps, gate and up stay, too."""
-    plain, rebuilt = pair()
-    beside = 0 if RUNS_TRITON else 2 * MLP
+def test_casts_are_freed_under_autocast():
+    """q, k, v, gate and up save one cast each. The reference also keeps wide copies of gate and up."""
+    plain, recomputed = pair()
+    wide = 0 if RUNS_TRITON else 2 * MLP
     with torch.autocast(DEVICE, torch.bfloat16):
-        assert kept_by(plain) - kept_by(rebuilt) == LAYERS * ROWS * LENGTH * (5 * HIDDEN + MLP - beside) * 2
+        assert kept_by(plain) - kept_by(recomputed) == LAYERS * ROWS * LENGTH * (5 * HIDDEN + MLP - wide) * 2
 
 
 def test_nothing_stays_after_the_backward():
-    _, rebuilt = pair()
-    with _Made(rebuilt) as made:
-        loss = rebuilt(**BATCH).loss
+    _, recomputed = pair()
+    with _Made(recomputed) as made:
+        loss = recomputed(**BATCH).loss
         loss.backward()
-        rebuilt.zero_grad()
+        recomputed.zero_grad()
         del loss
     assert made.alive() == 0
 
 
-def test_what_is_made_serves_all_who_read_it():
-    """Queries, keys and values read one norm's output: it is made once in a backward, and once more in the next."""
+def test_one_recomputation_serves_all_readers():
+    """Several layers read one output: it is recomputed once in each backward."""
     calls = []
 
     def double(x: torch.Tensor) -> torch.Tensor:
@@ -195,9 +195,9 @@ def test_what_is_made_serves_all_who_read_it():
         return 2 * x
 
     layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
-    rebuild_inputs(layers)
+    recompute_inputs(layers)
     x = torch.randn(2, 3, requires_grad=True)
-    y = made_again(2 * x, double, x)
+    y = mark_recomputable(2 * x, double, x)
     total = sum(layer(y) for layer in layers).sum()
     for expected in (1, 2):
         total.backward(retain_graph=True)
@@ -207,19 +207,19 @@ def test_what_is_made_serves_all_who_read_it():
 
 def test_an_output_that_was_written_over_is_kept_as_it_is():
     layer = nn.Linear(3, 3)
-    rebuild_inputs(nn.ModuleList([layer]))
+    recompute_inputs(nn.ModuleList([layer]))
     x = torch.randn(2, 3, requires_grad=True)
-    y = made_again(2 * x, lambda x: 2 * x, x).mul_(5)
+    y = mark_recomputable(2 * x, lambda x: 2 * x, x).mul_(5)
     layer(y).sum().backward()
     torch.testing.assert_close(layer.weight.grad, (10 * x).sum(0).expand(3, 3))
 
 
 @pytest.mark.parametrize("written", ["source", "weight"])
-def test_what_it_is_made_of_must_not_be_written_over(written):
+def test_sources_must_not_be_written_over(written):
     layer = nn.Linear(3, 3)
-    rebuild_inputs(nn.ModuleList([layer]))
+    recompute_inputs(nn.ModuleList([layer]))
     x = torch.randn(2, 3, requires_grad=True)
-    loss = layer(made_again(2 * x, lambda x: 2 * x, x)).sum()
+    loss = layer(mark_recomputable(2 * x, lambda x: 2 * x, x)).sum()
     with torch.no_grad():
         (x if written == "source" else layer.weight).mul_(2)
     with pytest.raises(RuntimeError, match="has been written over since the forward"):
@@ -245,12 +245,12 @@ def test_two_backwards_through_one_graph():
 
 
 def test_gradients_of_some_inputs_alone():
-    """What a backward of one branch made and another branch did not take is right for the backward that does."""
+    """A recomputation that one backward left unread is right for the next backward."""
     found = []
     for model in pair():
         loss = model(**BATCH).loss
         weight = model.model.layers[0].self_attn.q_proj.weight
-        with same_bits(DEVICE == "cuda"):
+        with deterministic_backward(DEVICE == "cuda"):
             (alone,) = torch.autograd.grad(loss, [weight], retain_graph=not RUNS_TRITON)
         if not RUNS_TRITON:
             backward(loss)
@@ -269,12 +269,12 @@ def test_micro_batches_accumulate():
 
 
 @pytest.mark.parametrize("kind", [True, "offload"])
-def test_where_checkpointing_decides_nothing_is_made_again(kind):
-    plain, rebuilt = pair()
-    for model in (plain, rebuilt):
+def test_under_checkpointing_nothing_is_recomputed(kind):
+    plain, recomputed = pair()
+    for model in (plain, recomputed):
         checkpoint_layers(model, kind)
-    assert_equal(train_once(plain), train_once(rebuilt))
-    assert kept_by(plain) == kept_by(rebuilt)
+    assert_equal(train_once(plain), train_once(recomputed))
+    assert kept_by(plain) == kept_by(recomputed)
 
 
 @pytest.mark.parametrize(
@@ -284,9 +284,9 @@ def test_where_checkpointing_decides_nothing_is_made_again(kind):
 def test_adapters(family, spec):
     if family == "phi3" and "lora_target_modules" in spec:
         spec = {"lora_target_modules": ["qkv_proj", "down_proj"]}
-    plain, rebuilt = pair(family, method="lora", lora_r=4, **spec)
+    plain, recomputed = pair(family, method="lora", lora_r=4, **spec)
     found = []
-    for model in (plain, rebuilt):
+    for model in (plain, recomputed):
         torch.manual_seed(0)  # of the dropout
         found.append(train_once(model))
     assert_equal(*found)
@@ -331,7 +331,7 @@ def test_unpatch_restores_and_copies_stay_patched():
     assert {name: type(module) for name, module in model.named_modules()} == before
 
 
-def test_patching_again_changes_nothing_and_otherwise_wants_unpatch():
+def test_patching_again_changes_nothing_and_another_recompute_needs_unpatch():
     model = tiny_models.make("llama")
     first, again = (patch(model, recompute=True) for _ in range(2))
     assert [row.applied for row in first.rows] == [row.applied for row in again.rows]
@@ -385,7 +385,7 @@ def test_in_place_kernels_under_the_interpreter():
             "no:cacheprovider",
             __file__,
             "-k",
-            "every_bit or two_backwards or gone",
+            "every_bit or two_backwards or freed",
         ],
         env={**os.environ, "TRITON_INTERPRET": "1", "LIGERTUNE_EXPECT_BACKEND": "triton"},
         capture_output=True,

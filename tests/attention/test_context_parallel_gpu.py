@@ -1,4 +1,4 @@
-"""Flash attention of a part of a row: fewer queries than keys, the last of both beside each other."""
+"""Flash attention of a part of a row: fewer queries than keys, where the last of both belong together."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ligertune.attention.packed_documents import LocalWindow, varlen
+from ligertune.attention.packed_documents import WindowMask, varlen
 
 pytestmark = [
     pytest.mark.gpu,
@@ -60,7 +60,7 @@ def test_runs_attend_to_the_keys_before_them(window):
               "max_length_q": max(q for q, _ in RUNS), "max_length_k": max(k for _, k in RUNS)}  # fmt: skip
 
     def ours(*qkv: Tensor) -> Tensor:
-        mask = None if window is None else LocalWindow(window)
+        mask = None if window is None else WindowMask(window)
         return varlen(torch.nn.Identity(), *qkv, mask, sliding_window=window, **places)[0]
 
     truth = both_ways(lambda *qkv: in_plain_torch(*qkv, window), tensors, dy, torch.float32)

@@ -1,0 +1,60 @@
+"""The loss in the output head: from logits, where the weight has its own operations, and of labelled rows only."""
+
+from __future__ import annotations
+
+import pytest
+import tiny_models
+import torch
+from ligertune_kernels import labelled_rows
+
+from ligertune.patching.deferred_logits import loss_counts, loss_only
+from ligertune.patching.patch import patch
+
+
+class OwnWeight(torch.Tensor):
+    """Replacement of a DTensor or a quantised weight: neither a Tensor nor a Parameter."""
+
+
+@pytest.mark.filterwarnings("ignore:the loss is computed from materialised logits")
+@pytest.mark.parametrize("count", [None, 40, torch.tensor(40)], ids=["mean", "given", "tensor"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "cohere2"])  # plain; a soft cap of 3; a scale of 1/16
+def test_a_dense_loss_is_divided_by_the_tokens_of_the_global_batch(family, count):
+    model, batch = tiny_models.make(family, tie_word_embeddings=False), tiny_models.batch(rows=2, length=20)
+    with torch.no_grad():
+        logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits.double()
+    patch(model)
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().as_subclass(OwnWeight))
+    loss = model(**batch, num_items_in_batch=count, use_cache=False).loss
+    assert loss_counts(model).fused == 0 and loss_counts(model).materialised.total() == 1
+    losses = -logits[:, :-1].log_softmax(-1).gather(-1, batch["labels"][:, 1:, None].clamp(min=0)).squeeze(-1)
+    trained = batch["labels"][:, 1:] != -100
+    assert loss.item() == pytest.approx(
+        float(losses[trained].sum() / (trained.sum() if count is None else 40)), rel=1e-5
+    )
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "granite"])
+def test_an_index_of_labelled_rows_changes_neither_loss_nor_gradients(family):
+    model = tiny_models.make(family).train()
+    patch(model)
+    batch = tiny_models.batch(rows=3, length=20)
+    gradients = []
+    for extra in ({}, {"labelled_rows": labelled_rows(batch["labels"], shift=1)}):
+        model.zero_grad()
+        loss = model(**batch, **extra, num_items_in_batch=40, use_cache=False).loss
+        loss.backward()
+        gradients.append([loss.detach(), *(p.grad.clone() for p in model.parameters())])
+    assert loss_counts(model).fused == 2
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
+
+
+def test_only_labelled_rows_reach_the_head():
+    model = tiny_models.make("llama")
+    patch(model)
+    batch = tiny_models.batch(rows=2, length=20)
+    with torch.no_grad(), loss_only():
+        whole = model(**batch, num_items_in_batch=1).loss
+        none = model(**batch, num_items_in_batch=1, labelled_rows=torch.zeros(0, dtype=torch.int64)).loss
+    assert whole > 1.0
+    assert none == 0.0
