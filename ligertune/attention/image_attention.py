@@ -8,6 +8,7 @@ flash-attn, transformers attends within one image after another, and copies the 
 from __future__ import annotations
 
 from collections.abc import Set
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -58,18 +59,10 @@ def _lengths(cu_seqlens: Tensor) -> list[int]:
     return _LENGTHS[cu_seqlens]
 
 
-class _AttentionFunctions:
-    """Replacement of transformers' table of attention functions in the rebuilt forward."""
-
-    @staticmethod
-    def get_interface(name: str, default: Any) -> Any:
-        return per_image_attention
-
-
 # Replacements of globals that such a forward reads. It then takes its branch for flash attention, which passes the
 # bounds of the images on; the longest length is not needed, since `per_image_attention` computes it.
 IMAGE_ATTENTION_GLOBALS = {
-    "ALL_ATTENTION_FUNCTIONS": _AttentionFunctions(),
+    "ALL_ATTENTION_FUNCTIONS": SimpleNamespace(get_interface=lambda name, default: per_image_attention),
     "is_flash_attention_requested": lambda config: True,
     "get_max_seqlen": lambda cu_seqlens, *args, **kwargs: None,
 }

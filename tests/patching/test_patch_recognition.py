@@ -82,43 +82,41 @@ class BiasedNorm(LlamaRMSNorm):
         self.bias = nn.Parameter(torch.zeros(width))
 
 
-class LateEpsNorm(LlamaRMSNorm):
-    """eps outside the root: 1e-6 would hardly show."""
-
-    def forward(self, x):
-        wide = x.float()
-        return self.weight * (wide / (wide.pow(2).mean(-1, keepdim=True).sqrt() + self.variance_epsilon)).to(x.dtype)
+def late_eps(self, x):
+    """Add eps outside the root, where 1e-6 would hardly change the result."""
+    wide = x.float()
+    return self.weight * (wide / (wide.pow(2).mean(-1, keepdim=True).sqrt() + self.variance_epsilon)).to(x.dtype)
 
 
-class OnceRoundedNorm(LlamaRMSNorm):
+def rounded_once(self, x):
     """Round bf16 once, after the weight; fp32 weights give an fp32 result, unlike any kernel."""
-
-    def forward(self, x):
-        wide = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
-        return (self.weight.float() * wide).to(self.weight.dtype)
+    wide = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+    return (self.weight.float() * wide).to(self.weight.dtype)
 
 
-class GatedNorm(LlamaRMSNorm):
-    def forward(self, hidden_states, gate=None):
-        return super().forward(hidden_states)
+def with_gate(self, hidden_states, gate=None):
+    return LlamaRMSNorm.forward(self, hidden_states)
 
 
-@pytest.mark.parametrize(
-    "norm",
-    [
-        ScaledNorm(16),
-        SettingScaledNorm(16, 1.01),
-        BiasedNorm(16),
-        LateEpsNorm(16),
-        OnceRoundedNorm(16),
-        GatedNorm(16),
-        nn.LayerNorm(16),
-        nn.LayerNorm(16, elementwise_affine=False),
-    ],
-    ids=lambda norm: type(norm).__name__,
-)
-def test_a_norm_that_differs_is_refused(norm):
-    assert isinstance(recognise_norm(norm), Refusal)
+def norm(forward):
+    return type("OtherNorm", (LlamaRMSNorm,), {"forward": forward})(16)
+
+
+OTHER_NORMS = {
+    "scaled": ScaledNorm(16),
+    "scaled by a setting": SettingScaledNorm(16, 1.01),
+    "bias": BiasedNorm(16),
+    "late eps": norm(late_eps),
+    "rounded once": norm(rounded_once),
+    "gate": norm(with_gate),
+    "layer norm": nn.LayerNorm(16),
+    "layer norm without weight": nn.LayerNorm(16, elementwise_affine=False),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_NORMS)
+def test_a_norm_that_differs_is_refused(name):
+    assert isinstance(recognise_norm(OTHER_NORMS[name]), Refusal)
 
 
 def test_settings_of_the_instance_are_part_of_the_probe():
@@ -133,30 +131,26 @@ class ClampedMLP(LlamaMLP):
         return self.down_proj(self.act_fn(self.gate_proj(x)).clamp(max=7.0) * self.up_proj(x))
 
 
-class DroppingMLP(LlamaMLP):
-    """Differs in training mode only."""
-
-    def forward(self, x):
-        return nn.functional.dropout(super().forward(x), 0.1, training=self.training)
+def dropping(self, x):
+    """Differ in training mode only."""
+    return nn.functional.dropout(LlamaMLP.forward(self, x), 0.1, training=self.training)
 
 
-class SwappedMLP(LlamaMLP):
-    def forward(self, x):
-        return self.down_proj(self.act_fn(self.up_proj(x)) * self.gate_proj(x))
+def swapped(self, x):
+    return self.down_proj(self.act_fn(self.up_proj(x)) * self.gate_proj(x))
 
 
-class RaisingMLP(LlamaMLP):
-    def forward(self, x):
-        return self.down_proj(self.table["gate"](x))
+def raising(self, x):
+    return self.down_proj(self.table["gate"](x))
 
 
 def mlp(cls, **changes):
     return cls(tiny_models.config_of("llama", **changes))
 
 
-@pytest.mark.parametrize("cls", [ClampedMLP, DroppingMLP, SwappedMLP, RaisingMLP])
-def test_an_mlp_that_differs_is_refused(cls):
-    assert isinstance(recognise_mlp(mlp(cls)), Refusal)
+@pytest.mark.parametrize("forward", [ClampedMLP.forward, dropping, swapped, raising])
+def test_an_mlp_that_differs_is_refused(forward):
+    assert isinstance(recognise_mlp(mlp(type("OtherMLP", (LlamaMLP,), {"forward": forward}))), Refusal)
 
 
 @pytest.mark.parametrize(
