@@ -105,19 +105,6 @@ def test_the_opposite_rotation_restores_the_input(device) -> None:
     torch.testing.assert_close(back, (q, k), atol=1e-6, rtol=1e-5)
 
 
-def test_mismatched_arguments_raise_an_error_that_names_them() -> None:
-    q, k = torch.zeros(1, 2, 3, 8), torch.zeros(1, 1, 3, 8)
-    cos = torch.zeros(1, 3, 8)
-    with pytest.raises(ValueError, match="only their heads may differ"):
-        apply_rope(q, k[:, :, :2], cos, cos)
-    with pytest.raises(ValueError, match=r"expected \(1 or 1, 3, 8\)"):
-        apply_rope(q, k, cos[:, :2], cos[:, :2])
-    with pytest.raises(ValueError, match="even number up to 8"):
-        apply_rope(q, k, torch.zeros(1, 3, 10), torch.zeros(1, 3, 10))
-    with pytest.raises(ValueError, match="get no gradient"):
-        apply_rope(q, k, cos.clone().requires_grad_(), cos)
-
-
 def projected(device, *, bias: bool = False) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return a trained leaf, and q and k (2, 4 or 2, 3, 8) as attention makes them: views of a matrix product."""
     x = torch.randn(2, 3, 6, device=device, requires_grad=True)

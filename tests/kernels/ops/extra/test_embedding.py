@@ -88,10 +88,3 @@ def test_module_agrees_with_torchs(device) -> None:
     assert not ours.weight[2].any() and ours.weight[3].all()
     ours.load_state_dict(torchs.state_dict())
     assert torch.equal(ours(indices), torchs(indices))
-
-
-def test_mismatched_arguments_raise_an_error_that_names_them() -> None:
-    with pytest.raises(ValueError, match="expected \\(V, E\\), and int32 or int64"):
-        embedding(torch.zeros(2), torch.zeros(3, 4))
-    with pytest.raises(ValueError, match="padding_idx is 3, but weight has 3 rows"):
-        embedding(torch.zeros(2, dtype=torch.int64), torch.zeros(3, 4), 3)

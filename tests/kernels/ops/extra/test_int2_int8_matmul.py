@@ -108,19 +108,3 @@ def test_takes_empty_tensors(leading, n_cols, device) -> None:
     x = torch.zeros(*leading, 8, device=device, dtype=torch.int8)
     y = int2_int8_matmul(x, torch.zeros(n_cols, 2, device=device, dtype=torch.uint8))
     assert y.shape == (*leading, n_cols) and y.dtype == torch.int32
-
-
-def test_mismatched_arguments_raise_an_error_that_names_them() -> None:
-    x, w = torch.zeros(2, 8, dtype=torch.int8), torch.zeros(3, 2, dtype=torch.uint8)
-    with pytest.raises(ValueError, match=r"x is torch\.float32"):
-        int2_int8_matmul(x.float(), w)
-    with pytest.raises(ValueError, match=r"expected \(\.\.\., K\) and \(N, K/4\)"):
-        int2_int8_matmul(x[:, :4], w)
-    with pytest.raises(ValueError, match=r"x_scale is \(3,\); expected \(2,\)"):
-        int2_int8_matmul(x, w, x_scale=torch.ones(3))
-    with pytest.raises(ValueError, match=r"weight_scale is \(2,\); expected \(\) or \(3,\)"):
-        int2_int8_matmul(x, w, weight_scale=torch.ones(2))
-    with pytest.raises(ValueError, match="no backward"):
-        int2_int8_matmul(x, w, x_scale=torch.ones(2, requires_grad=True))
-    with pytest.raises(ValueError, match="the last size by 4"):
-        pack_int2(torch.zeros(2, 6, dtype=torch.int8))
