@@ -1,4 +1,4 @@
-"""Run the tests of ops/ again in a separate process, with the Triton kernels interpreted on the CPU."""
+"""Run the tests of ops/ in a separate process, with the Triton kernels interpreted on the CPU."""
 
 from __future__ import annotations
 
@@ -16,14 +16,12 @@ OPS = Path(__file__).parent / "ops"
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels themselves run on the GPU")
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
-@pytest.mark.parametrize("half", [0, 1])
-def test_the_kernels_agree_with_float64_under_the_interpreter(half) -> None:
-    files = [str(path) for path in sorted(OPS.rglob("test_*.py"))[half::2]]
+def test_the_kernels_agree_with_float64_under_the_interpreter() -> None:
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(OPS)],
         env={**os.environ, "TRITON_INTERPRET": "1", "LIGERTUNE_EXPECT_BACKEND": "triton"},
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=1200,
     )
     assert run.returncode == 0, run.stdout + run.stderr
