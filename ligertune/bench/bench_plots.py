@@ -12,7 +12,7 @@ from ligertune.errors import UserError
 from ligertune.plots import has_matplotlib, new_figure
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+    from ligertune.plots import Axes
 
 TITLES = {"forward": "forward", "backward": "backward", "both": "forward + backward"}
 # A provider has the same colour in all figures.
