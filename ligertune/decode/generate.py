@@ -21,9 +21,10 @@ from ligertune.errors import UserError
 from ligertune.models.compile import run_eagerly
 from ligertune.models.load import auto_class, hide_loading_bars
 from ligertune.models.save import ADAPTER_CONFIG, adapter_base_model, read_prompt
+from ligertune.planning.options import ModelOptions
 from ligertune.vision.image_files import ImageFile
 from ligertune.vision.inputs import image_inputs
-from ligertune.vision.reader import ImageReader, saved_reader
+from ligertune.vision.reader import ImageReader, load_reader
 
 SAMPLE_TOKENS = 64  # new tokens of an answer during training
 
@@ -59,7 +60,7 @@ def generate_answer(
     """
     check_prompt(prompt)
     model, tokenizer = load_for_generation(model_name)
-    reader = saved_reader(model_name, model.config, tokenizer)
+    reader = load_reader(ModelOptions(model_name_or_path=model_name), None, model.config, tokenizer)
     if images and reader is None:
         raise UserError(f"--image: {model_name} is a text model.", hint="Leave the image out.")
     if reader is None:

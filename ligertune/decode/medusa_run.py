@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from ligertune.data.examples import Examples
     from ligertune.planning.options import BuildOptions, RunOptions
     from ligertune.planning.plan import Plan
-    from ligertune.tasks.medusa.candidate_tree import Path as TreePath
 
 MAX_EXAMPLES = 256  # held-out examples that accuracy is measured on, at most
 BASE, HEADS = "base_model.", "medusa_head."  # prefixes of the parameters of a MedusaModel
@@ -87,25 +86,6 @@ def finish_heads(
     can_measure = plan.strategy != "fsdp" and examples is not None
     accuracy = head_accuracy(model, examples) if can_measure else None
     paths = best_paths(accuracy, spec.tree_nodes) if can_measure else chain(spec.num_heads)
-    save_heads(plan, model, weights, paths, tokenizer=tokenizer, prompt=prompt)
-    if not can_measure:
-        return None
-    report = measure_heads(model, examples, measured_on, accuracy)
-    write_report(report, plan.output_dir)
-    return report
-
-
-def save_heads(
-    plan: Plan,
-    model: MedusaModel,
-    weights: dict[str, Tensor] | None,
-    paths: list[TreePath],
-    *,
-    tokenizer: PreTrainedTokenizerBase,
-    prompt: dict[str, str | None],
-) -> None:
-    """Write `output_dir/medusa`. weights: the gathered weights of a sharded model."""
-    spec = plan.build.medusa
     base = plan.output_dir.resolve() / "model" if spec.stage == 2 else plan.build.model.model_name_or_path
     if weights is None:
         weights = model.state_dict()
@@ -122,6 +102,11 @@ def save_heads(
         expand=spec.expand_lm_head,
         **prompt,
     )
+    if not can_measure:
+        return None
+    report = measure_heads(model, examples, measured_on, accuracy)
+    write_report(report, plan.output_dir)
+    return report
 
 
 def held_out(data: PreparedData) -> tuple[Examples | None, str]:

@@ -115,32 +115,19 @@ class ImageReader:
 
 
 def load_reader(
-    model: ModelOptions, vision: VisionOptions, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
+    model: ModelOptions, vision: VisionOptions | None, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
 ) -> ImageReader | None:
-    """Return the reader of a model with the recipe's size limits; None for a text model. Raises UserError."""
+    """Return the reader of a model with the recipe's size limits; None for a text model. Raises UserError.
+
+    vision: None uses the limits in the model's own files, for generation.
+    """
     family = family_of(config)
     if family is None:
         return None
-    return make_reader(family, vision, config, tokenizer, _load_processor(model.model_name_or_path, model.revision))
-
-
-def saved_reader(name: str, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> ImageReader | None:
-    """Return the reader of a model with the size limits in its own files, for generation; None for a text model."""
-    family = family_of(config)
-    if family is None:
-        return None
-    processor = _load_processor(name, "main")
-    limits = {}
-    if family.layout == "patches":
+    processor = _load_processor(model.model_name_or_path, model.revision)
+    if vision is None and family.layout == "patches":
         size = dict(processor.size)
-        limits = {"image_min_pixels": size["shortest_edge"], "image_max_pixels": size["longest_edge"]}
-    return make_reader(family, VisionOptions(**limits), config, tokenizer, processor)
-
-
-def make_reader(
-    family: Family, vision: VisionOptions, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, processor: Any
-) -> ImageReader:
-    """Return the reader of a family with this image processor. Raises UserError."""
+        vision = VisionOptions(image_min_pixels=size["shortest_edge"], image_max_pixels=size["longest_edge"])
     token_id = getattr(config, "image_token_id", None)
     token_id = config.image_token_index if token_id is None else token_id
     around = {key: name for key, name in (("begin", family.begin), ("end", family.end)) if name}
@@ -156,7 +143,7 @@ def make_reader(
         template_text=family.template_text.format(**words),
         patch=int(tower.patch_size),
         merge=int(getattr(tower, "spatial_merge_size", 1)),
-        **_size_settings(family, vision, config, processor),
+        **_size_settings(family, vision or VisionOptions(), config, processor),
     )
 
 

@@ -10,7 +10,7 @@ import transformers
 
 from ligertune.planning.options import ModelOptions, VisionOptions
 from ligertune.vision.image_files import check_image
-from ligertune.vision.reader import load_reader, save_processor, saved_reader
+from ligertune.vision.reader import load_reader, save_processor
 
 pytestmark = pytest.mark.corpus
 
@@ -83,5 +83,5 @@ def test_tokens_of_the_published_configuration(corpus, tmp_path):
     assert (min(tokens), max(tokens), round(sum(tokens) / len(tokens))) == (225, 540, 389)
     small = load_reader(spec, VisionOptions(image_max_pixels=50_176, image_min_pixels=4_000), config, tokenizer)
     save_processor(small, tmp_path)
-    again = saved_reader(str(tmp_path), config, tokenizer)
+    again = load_reader(ModelOptions(model_name_or_path=str(tmp_path)), None, config, tokenizer)
     assert again.options == small.options == {"size": {"shortest_edge": 4_000, "longest_edge": 50_176}}
