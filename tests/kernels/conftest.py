@@ -7,6 +7,8 @@ and divergences, which have a form in torch.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from ligertune_kernels import backend
@@ -34,3 +36,16 @@ def no_reference_against_itself(request: pytest.FixtureRequest) -> None:
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def peak_bytes(device: torch.device) -> Callable[[Callable[[], torch.Tensor]], int]:
+    """Measure the most memory that a loss and its backward allocate on a GPU, cuBLAS's workspace included."""
+
+    def peak(loss: Callable[[], torch.Tensor]) -> int:
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        loss().backward()
+        return torch.cuda.max_memory_allocated(device) - before
+
+    return peak

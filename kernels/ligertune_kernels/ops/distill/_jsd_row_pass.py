@@ -66,10 +66,7 @@ def _load(row_ptr, cols, n_cols, width, PADDED: tl.constexpr):
 
 
 @triton.jit
-def _both_lse(
-    z_ptr, w_ptr, offs, n_cols, width, unit,
-    PADDED: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr,
-):  # fmt: skip
+def _both_lse(z_ptr, w_ptr, offs, n_cols, width, unit, PADDED: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr):
     """Return both lse as maximum and log2 of the sum: z - maximum is exact, z - lse would be rounded."""
     # Not -inf, because -inf - -inf is NaN. The only smaller logit is -inf.
     z_max = tl.full([LANES], -1e30, dtype=tl.float32)
@@ -120,8 +117,7 @@ def _mixture_sweep(
 
 @triton.jit
 def _divergence_sweep(
-    z_ptr, w_ptr, dz_ptr, offs, n_cols, width, inverse_temperature, z_max, z_log_sum, w_max, w_log_sum,
-    dx_sum, scale,
+    z_ptr, w_ptr, dz_ptr, offs, n_cols, width, inverse_temperature, z_max, z_log_sum, w_max, w_log_sum, dx_sum, scale,
     FORM: tl.constexpr, WRITES: tl.constexpr, PADDED: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     """Return a row's loss and the sum of its g.

@@ -20,15 +20,7 @@ import torch
 from ligertune_kernels.autograd import no_double_backward
 from ligertune_kernels.launcher import as_rows, runs_triton
 from ligertune_kernels.ops.distill._divergence import blocks_of, divergence_pass, form_of, summands
-from ligertune_kernels.ops.losses._reduction import (
-    LossModule,
-    Reduction,
-    check_reduction,
-    keep_gradients,
-    kept_gradients,
-    loss_denominator,
-    split_scale,
-)
+from ligertune_kernels.ops.losses._reduction import LossFunction, LossModule, Reduction, check_reduction, divisor_of
 
 
 def jsd_reference(
@@ -48,9 +40,7 @@ def jsd_reference(
         losses = losses.masked_fill(labels == ignore_index, 0.0)
     if reduction == "none":
         return losses
-    n = loss_denominator(
-        losses.view(-1), labels, reduction, ignore_index=ignore_index, num_items_in_batch=num_items_in_batch
-    )
+    n = divisor_of(losses.view(-1), labels, reduction, ignore_index=ignore_index, num_items_in_batch=num_items_in_batch)
     return losses.sum() / n
 
 
@@ -61,21 +51,16 @@ def _losses(x: torch.Tensor, t: torch.Tensor, labels: torch.Tensor | None, optio
     return losses.sum(dim=1)
 
 
-class _JSD(torch.autograd.Function):
+class _JSD(LossFunction):
     """The sum over rows divided by `denominator`; loss and gradient in one pass."""
 
     @staticmethod
     def forward(ctx, x, t, labels, denominator, options):
-        scale, factor = split_scale(denominator, x.dtype)
+        scale = LossFunction.scale(ctx, denominator, x.dtype)
         dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         losses = _losses(x, t, labels, options, dx=dx, scale=scale)
-        keep_gradients(ctx, [dx], [x], factor)
+        LossFunction.keep(ctx, "jsd", [x], [dx])
         return losses.sum() / denominator
-
-    @staticmethod
-    @no_double_backward
-    def backward(ctx, d_loss):
-        return *kept_gradients(ctx, d_loss, "jsd"), None, None, None, None
 
 
 class _JSDRows(torch.autograd.Function):
@@ -131,7 +116,7 @@ def jsd(
     if reduction == "none":
         losses = _JSDRows.apply(x, t, flat, options) if needs_grad else _losses(x, t, flat, options)
         return losses.view(input.shape[:-1])
-    n = loss_denominator(x, flat, reduction, ignore_index=ignore_index)
+    n = divisor_of(x, flat, reduction, ignore_index=ignore_index)
     return _JSD.apply(x, t, flat, n, options) if needs_grad else _losses(x, t, flat, options).sum() / n
 
 

@@ -20,7 +20,7 @@ import torch
 from ligertune_kernels.autograd import no_double_backward
 from ligertune_kernels.launcher import as_rows, runs_triton
 from ligertune_kernels.ops.distill._divergence import blocks_of, divergence_pass, weighted
-from ligertune_kernels.ops.losses._reduction import LossModule, keep_gradients, kept_gradients, split_scale
+from ligertune_kernels.ops.losses._reduction import LossFunction, LossModule
 
 KLReduction = Literal["none", "sum", "mean", "batchmean"]
 
@@ -42,27 +42,22 @@ def _divisor(input: torch.Tensor, reduction: KLReduction) -> int:
     return {"sum": 1, "mean": input.numel(), "batchmean": input.shape[0]}[reduction]
 
 
-class _KLDiv(torch.autograd.Function):
+class _KLDiv(LossFunction):
     """The sum over rows (N, V), divided; loss and gradients in one pass."""
 
     @staticmethod
     def forward(ctx, x, t, divisor, form):
         denominator = torch.full((), divisor, dtype=torch.float32, device=x.device)
         narrow = torch.float16 if torch.float16 in (x.dtype, t.dtype) else x.dtype
-        scale, factor = split_scale(denominator, narrow)
+        scale = LossFunction.scale(ctx, denominator, narrow)
         losses = torch.empty((len(x), blocks_of(x.shape[1])), dtype=torch.float32, device=x.device)
         dx, dt = (
             torch.empty(source.shape, dtype=source.dtype, device=source.device) if needed else None
             for source, needed in zip((x, t), ctx.needs_input_grad[:2], strict=True)
         )
         divergence_pass(x, t, form, losses=losses, dx=dx, dt=dt, scale=scale)
-        keep_gradients(ctx, [dx, dt], [x, t], factor)
+        LossFunction.keep(ctx, "kl_div", [x, t], [dx, dt])
         return losses.sum() / divisor
-
-    @staticmethod
-    @no_double_backward
-    def backward(ctx, d_loss):
-        return *kept_gradients(ctx, d_loss, "kl_div"), None, None
 
 
 class _KLDivElements(torch.autograd.Function):

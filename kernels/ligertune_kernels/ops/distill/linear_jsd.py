@@ -13,24 +13,18 @@ computed. The teacher is a constant.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from ligertune_kernels.autocast import without_autocast
-from ligertune_kernels.autograd import no_double_backward
 from ligertune_kernels.launcher import runs_triton
 from ligertune_kernels.ops.distill._jsd_row_pass import JSDOptions, jsd_row_pass
 from ligertune_kernels.ops.distill.jsd import check_beta, jsd_reference
 from ligertune_kernels.ops.losses._linear_chunks import ChunkedLoss, Gradients
-from ligertune_kernels.ops.losses._linear_inputs import SLOT_ROWS_TORCH, Head, check_linear
-from ligertune_kernels.ops.losses._reduction import (
-    LossModule,
-    keep_gradients,
-    kept_gradients,
-    loss_denominator,
-    split_scale,
-)
+from ligertune_kernels.ops.losses._linear_inputs import SLOT_ROWS_TORCH, Head, check_linear, empty_loss
+from ligertune_kernels.ops.losses._reduction import LossFunction, LossModule, divisor_of
 from ligertune_kernels.ops.losses._schedule import chunks_of, rest_stride
 
 CHUNK_BYTES = 1 << 30  # of both buffers: 2048 rows of a 128k vocabulary in bf16, so 4096 tokens in two flushes
@@ -64,7 +58,7 @@ def _log_probs(hidden: torch.Tensor, head: Head, temperature: float) -> torch.Te
     return (logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature).log_softmax(dim=-1)
 
 
-@dataclass(frozen=True)
+@dataclass
 class TeacherLogits:
     """The teacher, whose logits of a chunk of rows are computed next to the student's."""
 
@@ -72,67 +66,48 @@ class TeacherLogits:
     head: Head
     labels: torch.Tensor | None  # (N,)
     options: JSDOptions
-    buffer: torch.Tensor  # (slot, W), W >= V
-    scale: torch.Tensor | None  # ()
+    scale: torch.Tensor | None = None  # (): factor of the student's gradients
+    buffer: torch.Tensor | None = None  # (slot, W), W >= V
 
-    def row_losses(self, logits: torch.Tensor, start: int, stop: int, *, in_place: bool, **_: None) -> torch.Tensor:
-        """Return the losses of the rows [start, stop); overwrite the logits (c, W) with their gradient if in_place."""
-        teacher, vocab_size = self.buffer[: stop - start], len(self.head.weight)
-        self.head.write_logits(self.hidden[start:stop], None, out=teacher[:, :vocab_size])
+    def row_losses(self, logits: torch.Tensor, rows: slice, *, in_place: bool, **_: None) -> torch.Tensor:
+        """Return the losses of some rows; overwrite their logits (c, W) with the gradient if in_place."""
+        teacher, vocab_size = self.buffer[: len(logits)], len(self.head.weight)
+        self.head.write_logits(self.hidden[rows], None, out=teacher[:, :vocab_size])
         return jsd_row_pass(
-            logits, teacher, None if self.labels is None else self.labels[start:stop], self.options,
+            logits, teacher, None if self.labels is None else self.labels[rows], self.options,
             vocab_size=vocab_size, gradient=logits if in_place else None, scale=self.scale,
         )  # fmt: skip
 
 
 def _run_chunks(
-    hidden: torch.Tensor,  # (N, E)
-    head: Head,
-    teacher_hidden: torch.Tensor,  # (N, E')
-    teacher_head: Head,
-    labels: torch.Tensor | None,  # (N,)
-    options: JSDOptions,
-    chunk_bytes: int,
-    *,
-    needs: tuple[bool, ...] = (False, False, False),
-    scale: torch.Tensor | None = None,  # ()
+    rows: torch.Tensor, head: Head, teacher: TeacherLogits, chunk_bytes: int, needs: Sequence[bool] = (False,) * 3
 ) -> tuple[torch.Tensor, Gradients]:
-    """Return the losses (N,), and the gradients of hidden, weight and bias that are needed, times scale."""
-    vocab_size, dtype = len(head.weight), hidden.dtype
-    row_bytes = vocab_size * (hidden.element_size() + teacher_hidden.element_size())
-    slot_rows = SLOT_ROWS if runs_triton(hidden) else SLOT_ROWS_TORCH
-    chunks = chunks_of(len(hidden), row_bytes, chunk_bytes, slot_rows, needs_dw=needs[1])
+    """Return the losses (N,) of rows (N, E), and the gradients of rows, weight and bias that are needed."""
+    vocab_size, dtype = len(head.weight), rows.dtype
+    row_bytes = vocab_size * (rows.element_size() + teacher.hidden.element_size())
+    slot_rows = SLOT_ROWS if runs_triton(rows) else SLOT_ROWS_TORCH
+    chunks = chunks_of(len(rows), row_bytes, chunk_bytes, slot_rows, needs_dw=needs[1])
     # Rows are aligned for cuBLAS and for the pass. torch.compile does not support out= tensors whose rows have a gap.
     width = vocab_size if torch.compiler.is_compiling() else rest_stride(vocab_size)
-    buffer = teacher_hidden.new_empty((chunks.slot, width))
-    teacher = TeacherLogits(teacher_hidden, teacher_head, labels, options, buffer, scale)
+    teacher.buffer = teacher.hidden.new_empty((chunks.slot, width))
     rounds_sums = chunks.flushes > 2 or head.weight.numel() <= SMALL_WEIGHT
     sums_wide = dtype is torch.float16 or (dtype is torch.bfloat16 and rounds_sums)
-    loss = ChunkedLoss(hidden, head, teacher.row_losses, (*needs, False, False), sums_wide=sums_wide)
+    loss = ChunkedLoss(rows, head, teacher.row_losses, (*needs, False, False), sums_wide=sums_wide)
     loss.run_fast(chunks.slot, chunks.buffer, width)
     losses, gradients = loss.result()
     return losses, gradients[:3]
 
 
-class _LinearJSD(torch.autograd.Function):
+class _LinearJSD(LossFunction):
     """The sum over rows divided by `n`; gradients are computed in the forward."""
 
     @staticmethod
-    def forward(
-        ctx, hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias, labels, n, options, chunk_bytes
-    ):
-        scale, factor = split_scale(n, hidden.dtype)
-        losses, gradients = _run_chunks(
-            hidden, Head(weight, bias), teacher_hidden, Head(teacher_weight, teacher_bias), labels, options,
-            chunk_bytes, needs=ctx.needs_input_grad[:3], scale=scale,
-        )  # fmt: skip
-        keep_gradients(ctx, gradients, (hidden, weight, bias), factor)
+    def forward(ctx, rows, weight, bias, teacher_rows, teacher_weight, teacher_bias, labels, n, options, chunk_bytes):
+        scale = LossFunction.scale(ctx, n, rows.dtype)
+        teacher = TeacherLogits(teacher_rows, Head(teacher_weight, teacher_bias), labels, options, scale)
+        losses, gradients = _run_chunks(rows, Head(weight, bias), teacher, chunk_bytes, ctx.needs_input_grad[:3])
+        LossFunction.keep(ctx, "linear_jsd", (rows, weight, bias), gradients)
         return losses.sum() / n
-
-    @staticmethod
-    @no_double_backward
-    def backward(ctx, d_loss):
-        return *kept_gradients(ctx, d_loss, "linear_jsd"), None, None, None, None, None, None, None
 
 
 def linear_jsd(
@@ -172,21 +147,17 @@ def linear_jsd(
             f"teacher {tuple(taught.shape[:-1])} of {len(teacher_head.weight)}: expected the same"
         )
     if hidden.numel() == 0:
-        return linear_jsd_reference(
-            hidden, head.weight, taught, teacher_head.weight, labels=labels, beta=beta, temperature=temperature,
-            ignore_index=ignore_index, student_bias=head.bias, teacher_bias=teacher_head.bias,
-            num_items_in_batch=num_items_in_batch,
-        )  # fmt: skip
+        return empty_loss(hidden, head)
     rows, taught = (t.reshape(-1, t.shape[-1]).contiguous() for t in (hidden, taught))
     flat = None if labels is None else labels.reshape(-1).contiguous()
     options = JSDOptions(float(beta), float(temperature), ignore_index)
     needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (rows, *head.tensors))
     with without_autocast(rows.device):
-        n = loss_denominator(rows, flat, "mean", ignore_index=ignore_index, num_items_in_batch=num_items_in_batch)
+        n = divisor_of(rows, flat, "mean", ignore_index=ignore_index, num_items_in_batch=num_items_in_batch)
         if needs_grad:
             teacher = taught, teacher_head.weight, teacher_head.bias
             return _LinearJSD.apply(rows, head.weight, head.bias, *teacher, flat, n, options, chunk_bytes)
-        return _run_chunks(rows, head, taught, teacher_head, flat, options, chunk_bytes)[0].sum() / n
+        return _run_chunks(rows, head, TeacherLogits(taught, teacher_head, flat, options), chunk_bytes)[0].sum() / n
 
 
 class LinearJSDLoss(LossModule):

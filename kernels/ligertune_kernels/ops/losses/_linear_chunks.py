@@ -32,20 +32,16 @@ class Targets:
     scale: torch.Tensor | None = None  # () or (N,): factor of the gradients
 
     def row_losses(
-        self,
-        logits: torch.Tensor,
-        start: int,
-        stop: int,
-        *,
-        in_place: bool,
-        lse: torch.Tensor | None,
-        lead: torch.Tensor | None,
+        self, logits: torch.Tensor, rows: slice, *, in_place: bool, **memory: torch.Tensor | None
     ) -> torch.Tensor:
-        """Return the losses of the rows [start, stop); overwrite the logits with their gradient if in_place."""
-        scale = self.scale[start:stop] if self.scale is not None and self.scale.dim() else self.scale
+        """Return the losses of some rows; overwrite their logits with the gradient if in_place.
+
+        memory: lse and lead of these rows for `row_pass`.
+        """
+        scale = self.scale[rows] if self.scale is not None and self.scale.dim() else self.scale
         return row_pass(
-            logits, self.labels[start:stop], self.options, weight=self.class_weight,
-            gradient=logits if in_place else None, scale=scale, lse=None if lse is None else lse[start:stop], lead=lead,
+            logits, self.labels[rows], self.options, weight=self.class_weight, gradient=logits if in_place else None,
+            scale=scale, **memory,
         )  # fmt: skip
 
 
@@ -110,7 +106,7 @@ class ChunkedLoss:
             sums = (sums[:size] if len(sums) >= size else sums.new_empty(size)).view(slot, -1)
         for start in range(0, n_rows, slot):
             stop = min(start + slot, n_rows)
-            self._take(start, stop, rest[start:stop], lead[:, start:stop], sums)
+            self._take(start, stop, rest[start:stop], lead, sums)
         self._add_dw_of_groups(lead)
         _add_product(self.d_weight[in_groups:], rest.t(), self.rows, beta=0)
 
@@ -130,8 +126,7 @@ class ChunkedLoss:
             rest = self.d_weight.view(-1).view(rows.dtype)[: slot * vocab_size].view(slot, vocab_size)
         for start in range(0, n_rows, slot):
             stop = min(start + slot, n_rows)
-            part = None if lead is None else lead[:, start:stop]
-            self._take(start, stop, rest[: stop - start], part, sums, lse)
+            self._take(start, stop, rest[: stop - start], lead, sums, lse)
         if lead is not None:
             sums = None  # frees memory for the slabs
             self._add_dw_of_groups(lead)
@@ -178,14 +173,15 @@ class ChunkedLoss:
         start: int,
         stop: int,
         rest: torch.Tensor,  # (c, >= V - K S)
-        lead: torch.Tensor | None = None,  # (K, c, S)
+        lead: torch.Tensor | None = None,  # (K, N, S)
         sums: torch.Tensor | None = None,  # (>= c, E), wide: memory for dX
         lse: torch.Tensor | None = None,  # (N, 2)
     ) -> None:
         """Compute one chunk of rows: logits into lead and rest, losses, and all gradients but dW."""
-        rows, vocab_size, parts = self.rows[start:stop], len(self.head.weight), []
+        chunk, vocab_size, parts = slice(start, stop), len(self.head.weight), []
+        rows, lse = self.rows[chunk], None if lse is None else lse[chunk]
         if lead is not None:
-            width = lead.shape[2]
+            lead, width = lead[:, chunk], lead.shape[2]
             parts = [Part(g, i * width, (i + 1) * width) for i, g in enumerate(lead)]
         first = parts[-1].last if parts else 0
         logits = rest if rest.shape[1] == vocab_size - first else rest[:, : vocab_size - first]
@@ -193,20 +189,20 @@ class ChunkedLoss:
         low_rank = self.head.low_rank(rows)
         for part in parts:
             self.head.columns(part.first, part.last).write_logits(rows, low_rank, out=part.g)
-        self.losses.append(self.row_losses(rest, start, stop, in_place=self.needs_grad, lse=lse, lead=lead))
+        self.losses.append(self.row_losses(rest, chunk, in_place=self.needs_grad, lse=lse, lead=lead))
         if self.needs_grad:
-            self._add_gradients(parts, low_rank, start, stop, sums)
+            self._add_gradients(parts, low_rank, chunk, sums)
 
     def _add_gradients(
-        self, parts: list[Part], low_rank: torch.Tensor | None, start: int, stop: int, sums: torch.Tensor | None
+        self, parts: list[Part], low_rank: torch.Tensor | None, chunk: slice, sums: torch.Tensor | None
     ) -> None:
         """Compute dX of some rows and accumulate db, dA and dB."""
         head, through = self.head, None  # s G B (c, R)
         if low_rank is not None and (self.d_rows is not None or self.d_lora_a is not None):
             through = head.lora_scale * _product(parts, head.lora_b)
         if self.d_rows is not None:
-            dx = self.d_rows[start:stop]
-            total = dx if sums is None else sums[: stop - start]
+            dx = self.d_rows[chunk]
+            total = dx if sums is None else sums[: len(dx)]
             if through is not None:
                 _add_product(total, through, head.lora_a, beta=0)
             for i, part in enumerate(parts):
@@ -220,7 +216,7 @@ class ChunkedLoss:
             if self.d_lora_b is not None:
                 _add_product(self.d_lora_b[part.first : part.last], part.g.t(), low_rank, beta=1)
         if self.d_lora_a is not None:
-            _add_product(self.d_lora_a, through.t(), self.rows[start:stop], beta=1)
+            _add_product(self.d_lora_a, through.t(), self.rows[chunk], beta=1)
 
 
 def run_chunks(

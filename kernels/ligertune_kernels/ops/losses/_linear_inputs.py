@@ -124,6 +124,12 @@ def rows_to_take(
     return take_rows(rows, index), flat, index
 
 
+def empty_loss(rows: torch.Tensor, head: Head) -> torch.Tensor:
+    """Return 0, in at least fp32, with zero gradients for rows and parameters."""
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    return sum(t[:0].sum(dtype=wide) for t in (rows, *head.tensors) if t is not None)
+
+
 def choose_schedule(rows: torch.Tensor, weight: torch.Tensor, chunk_bytes: int) -> Schedule:
     """Return `schedule_of` these tensors. Free memory is queried only if the schedule needs much of it."""
     needs_grad, chip = torch.is_grad_enabled(), chip_of(rows.device)

@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 from torch import nn
 
+from ligertune_kernels.autograd import no_double_backward
 from ligertune_kernels.chips import launch_options
 from ligertune_kernels.launcher import chip_of, on_device, runs_triton, tl, triton
 
@@ -32,7 +33,7 @@ def check_reduction(op: str, reduction: str) -> None:
         raise ValueError(f"{op}: reduction is {reduction!r}; expected 'mean', 'sum' or 'none'")
 
 
-def loss_denominator(
+def divisor_of(
     rows: torch.Tensor,  # (N, ...): gives N, the device and the dtype
     labels: torch.Tensor | None,
     reduction: Reduction,
@@ -58,40 +59,45 @@ def loss_denominator(
     return torch.full((), max(1, n), dtype=dtype, device=rows.device)
 
 
-def split_scale(denominator: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return factors for gradients in dtype: one for the forward, one for the backward (None: 1).
+class LossFunction(torch.autograd.Function):
+    """Base of the losses that compute their gradients in the forward, which calls `scale` and `keep`."""
 
-    Their product is 1/denominator. denominator is a scalar or (N,).
-    """
-    if dtype is torch.float16:
-        least = denominator.abs().min()
-        return HALF_SCALE * (least / denominator), 1.0 / (HALF_SCALE * least)
-    return 1.0 / denominator, None
+    @staticmethod
+    def scale(ctx, divisor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return the factor of gradients in dtype in the forward. Its product with the backward's is 1/divisor.
 
+        divisor is a scalar or (N,).
+        """
+        if dtype is not torch.float16:
+            ctx.factor = None
+            return 1.0 / divisor
+        least = divisor.abs().min()
+        ctx.factor = 1.0 / (HALF_SCALE * least)
+        return HALF_SCALE * (least / divisor)
 
-def keep_gradients(
-    ctx, gradients: Sequence[torch.Tensor | None], inputs: Sequence[torch.Tensor | None], factor: torch.Tensor | None
-) -> None:
-    """Save the gradients of a forward's inputs for `kept_gradients`; factor is the second one of `split_scale`."""
-    ctx.save_for_backward(*gradients)
-    ctx.dtypes = [None if t is None else t.dtype for t in inputs]
-    ctx.factor, ctx.used = factor, False
+    @staticmethod
+    def keep(ctx, op: str, inputs: Sequence[torch.Tensor | None], gradients: Sequence[torch.Tensor | None]) -> None:
+        """Save the gradients of the first inputs of forward for the backward."""
+        ctx.save_for_backward(*gradients)
+        ctx.dtypes = [None if t is None else t.dtype for t in inputs]
+        ctx.op, ctx.used = op, False
 
-
-def kept_gradients(ctx, d_loss: torch.Tensor, op: str) -> list[torch.Tensor | None]:
-    """Return the saved gradients times the upstream gradient, in the dtypes of the inputs.
-
-    Kernels multiply in place, so a second backward raises RuntimeError.
-    """
-    if ctx.used:
-        raise RuntimeError(
-            f"{op}: its gradient buffer was scaled in place and handed over by an earlier backward; "
-            "run the forward again instead of backward(retain_graph=True)"
-        )
-    saved = ctx.saved_tensors
-    ctx.used = any(t is not None and runs_triton(t) for t in saved)
-    factor = d_loss if ctx.factor is None else d_loss * ctx.factor
-    return [None if t is None else _scaled(t, factor).to(dtype) for t, dtype in zip(saved, ctx.dtypes, strict=True)]
+    @staticmethod
+    @no_double_backward
+    def backward(ctx, d_loss, *_):
+        """Multiply by the upstream gradient. Kernels do so in place, so a second backward raises RuntimeError."""
+        if ctx.used:
+            raise RuntimeError(
+                f"{ctx.op}: its gradient buffer was scaled in place and handed over by an earlier backward; "
+                "run the forward again instead of backward(retain_graph=True)"
+            )
+        saved = ctx.saved_tensors
+        ctx.used = any(t is not None and runs_triton(t) for t in saved)
+        factor = d_loss if ctx.factor is None else d_loss * ctx.factor
+        gradients = [
+            None if t is None else _scaled(t, factor).to(dtype) for t, dtype in zip(saved, ctx.dtypes, strict=True)
+        ]
+        return *gradients, *[None] * (len(ctx.needs_input_grad) - len(gradients))
 
 
 @triton.jit(do_not_specialize=["n"])

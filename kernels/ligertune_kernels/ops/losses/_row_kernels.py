@@ -96,14 +96,14 @@ def first_sweep(
     x_ptr, lead_ptr, kept, tail, weight_ptr, lanes, n_swept, n_cols, in_lead, group_cols, group_jump,
     softcap, logit_scale,
     HAS_WEIGHT: tl.constexpr, HAS_SMOOTHING: tl.constexpr, HAS_SOFTCAP: tl.constexpr, SWEEPS: tl.constexpr,
-    GROUPED: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr, HINTS: tl.constexpr,
+    GROUPED: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     """Return a row's maximum, its sum of 2^(z_j - maximum) and, for label smoothing, its sums of w_j z_j and w_j.
 
     Lanes are reduced only at the end.
     """
     BLOCK: tl.constexpr = LANES * VECTOR
-    FIRST_READ: tl.constexpr = "evict_last" if HINTS else ""
+    FIRST_READ: tl.constexpr = "evict_last"  # keeps the row in the L2 cache for the second sweep
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     # Not -inf, because -inf - -inf is NaN. The only smaller logit is -inf.
     lane_max = tl.full([LANES], -1e30, dtype=tl.float32)
@@ -164,9 +164,7 @@ def dlogits(
 
 
 @triton.jit
-def label_terms(
-    label_x_ptr, weight_ptr, label, is_class, label_smoothing, HAS_WEIGHT: tl.constexpr,
-):  # fmt: skip
+def label_terms(label_x_ptr, weight_ptr, label, is_class, label_smoothing, HAS_WEIGHT: tl.constexpr):
     """Return the label's logit x, its class weight and its share of the loss."""
     x = tl.load(label_x_ptr, mask=is_class, other=float("nan")).to(tl.float32)
     weight = 1.0
@@ -194,11 +192,11 @@ def second_sweep(
     x_ptr, dx_ptr, lead_ptr, kept, after, tail, weight_ptr, lanes, vector, n_swept, n_cols, in_lead, group_cols,
     group_jump, row_max, softmax_factor, smooth_factor, softcap, logit_scale,
     HAS_WEIGHT: tl.constexpr, HAS_SMOOTHING: tl.constexpr, HAS_SOFTCAP: tl.constexpr, SWEEPS: tl.constexpr,
-    GROUPED: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr, HINTS: tl.constexpr,
+    GROUPED: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     """Write the gradient of a row, as if no column were the label's: the tail, then the other columns backwards."""
     BLOCK: tl.constexpr = LANES * VECTOR
-    LAST_USE: tl.constexpr = "evict_first" if HINTS else ""
+    LAST_USE: tl.constexpr = "evict_first"
     dtype = dx_ptr.dtype.element_ty
     if SWEEPS:
         last = n_swept - BLOCK
@@ -231,10 +229,10 @@ def row_kernel(
     ignore_index, label_smoothing, softcap, logit_scale, z_loss,
     HAS_WEIGHT: tl.constexpr, HAS_SMOOTHING: tl.constexpr, HAS_SOFTCAP: tl.constexpr, SAVES_LSE: tl.constexpr,
     NEEDS_GRAD: tl.constexpr, SWEEPS: tl.constexpr, GROUPED: tl.constexpr,
-    TAIL_LANES: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr, HINTS: tl.constexpr,
+    TAIL_LANES: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     """Write the losses of rows, where wanted (maximum, log2 of the sum) into lse, and the gradient times scale."""
-    LAST_USE: tl.constexpr = "evict_first" if HINTS else ""
+    LAST_USE: tl.constexpr = "evict_first"
     dtype = grad_ptr.dtype.element_ty
     softcap, logit_scale, z_loss = fp32(softcap), fp32(logit_scale), fp32(z_loss)
     label_smoothing = fp32(label_smoothing)
@@ -267,7 +265,7 @@ def row_kernel(
             )  # fmt: skip
             row_max, row_sum, z_sum, weight_sum = first_sweep(
                 x_ptr, row_lead_ptr, kept, tail, weight_ptr, lanes, n_swept, n_cols, in_lead, group_cols, group_jump,
-                softcap, logit_scale, HAS_WEIGHT, HAS_SMOOTHING, HAS_SOFTCAP, SWEEPS, GROUPED, LANES, VECTOR, HINTS,
+                softcap, logit_scale, HAS_WEIGHT, HAS_SMOOTHING, HAS_SOFTCAP, SWEEPS, GROUPED, LANES, VECTOR,
             )  # fmt: skip
             label_z, _ = scale_and_cap(label_x, softcap, logit_scale, HAS_SOFTCAP)
             log_sum = tl.log2(row_sum)
@@ -290,8 +288,9 @@ def row_kernel(
                 second_sweep(
                     x_ptr, dx_ptr, row_lead_ptr, kept, lse, tail, weight_ptr, lanes, vector, n_swept, n_cols, in_lead,
                     group_cols, group_jump, row_max, softmax_factor, smooth_factor, softcap, logit_scale,
-                    HAS_WEIGHT, HAS_SMOOTHING, HAS_SOFTCAP, SWEEPS, GROUPED, LANES, VECTOR, HINTS,
+                    HAS_WEIGHT, HAS_SMOOTHING, HAS_SOFTCAP, SWEEPS, GROUPED, LANES, VECTOR,
                 )  # fmt: skip
+                # Computed again: kept from above, the slope would occupy a register during the sweep.
                 label_z, label_slope = scale_and_cap(label_x, softcap, logit_scale, HAS_SOFTCAP)
                 dx_label = softmax_factor * power(label_x, label_z, row_max, logit_scale, HAS_SOFTCAP)
                 dx_label -= label_share * scale

@@ -28,7 +28,6 @@ MIN_COLS = 128  # of a tile
 # Bytes of a long row per step of the sweeps. Twice as many, with half of the threads and twice the registers per
 # thread, reach 89 % of the bandwidth where this reaches 80 % (8192 x 128256, H100); on CDNA they spill.
 BLOCK_BYTES = 16384
-HINTS = True  # cache hints: L2 keeps what is read for the first time and drops what is read for the last time
 
 
 class TailLimits(NamedTuple):
@@ -138,7 +137,7 @@ def row_pass(
     tiles = row_tiling(n_rows, n_cols, logits.element_size(), chip, plain=plain, rest_cols=rest_cols)
     needs_grad = gradient is not None
     scale_stride = 1 if needs_grad and scale.dim() else 0
-    if lead is None:  # a tensor of its own: torch.compile takes lead for written to, and would keep its earlier content
+    if lead is None:  # not `losses`: torch.compile takes lead for an output, and would preserve what it held before
         lead = losses.new_empty(1)
     # Flags keep the kernel from reading unused arguments; any tensor takes their place.
     with on_device(logits):
@@ -148,7 +147,7 @@ def row_pass(
             logits.stride(0), gradient.stride(0) if needs_grad else 0, scale_stride, n_rows, n_cols, tiles.swept,
             in_lead, group_cols, group_jump, *options.numbers, **options.flags(weight), SAVES_LSE=lse is not None,
             NEEDS_GRAD=needs_grad, SWEEPS=tiles.swept > 0, GROUPED=in_lead > 0, TAIL_LANES=tiles.tail // VECTOR,
-            LANES=tiles.block // VECTOR, VECTOR=VECTOR, HINTS=HINTS,
+            LANES=tiles.block // VECTOR, VECTOR=VECTOR,
             **{**launch_options(tiles.block, chip), "num_warps": tiles.num_warps},
         )  # fmt: skip
     return losses
@@ -243,10 +242,9 @@ def _grouped_pass_torch(
 ) -> torch.Tensor:
     whole = torch.cat([*lead, rest], dim=1)
     losses = _row_pass_torch(whole, labels, options, weight, whole, scale, lse)
-    in_lead = whole.shape[1] - rest.shape[1]
-    for group, gradient in zip(lead, whole[:, :in_lead].split(lead.shape[2], dim=1), strict=True):
-        group.copy_(gradient)
-    rest.copy_(whole[:, in_lead:])
+    widths = [lead.shape[2]] * len(lead) + [rest.shape[1]]
+    for part, gradient in zip((*lead, rest), whole.split(widths, dim=1), strict=True):
+        part.copy_(gradient)
     return losses
 
 

@@ -177,8 +177,10 @@ def schedule_of(
     lean, summed = _lean(sizes, in_groups=wide_products), _summed(sizes, chunk_bytes)
     adds_wide = wide_products or dtype is not torch.bfloat16
     plans = []
-    if n_rows * sizes.row_bytes <= chunk_bytes * (1 if adds_wide else EXTRA_CHUNKS):
-        plans.append(_one_flush(sizes))
+    logit_bytes = n_rows * sizes.row_bytes
+    if logit_bytes <= chunk_bytes * (1 if adds_wide else EXTRA_CHUNKS):
+        extra = sizes.with_wide_sums(logit_bytes) if dtype is torch.float16 else logit_bytes
+        plans.append(Schedule("fast", sizes.slot_of_all(), n_rows, 1, extra_bytes=extra))
     if adds_wide:
         plans += _in_groups(sizes, chunk_bytes)
         if _rows_in(chunk_bytes, sizes.row_bytes) >= min(n_rows, MIN_FLUSH_ROWS):
@@ -190,23 +192,13 @@ def schedule_of(
     return min((summed, lean) if adds_wide else (lean,), key=lambda plan: plan.extra_bytes)
 
 
-def _one_flush(sizes: _Sizes) -> Schedule:
-    extra = sizes.n_rows * sizes.row_bytes
-    if sizes.dtype is torch.float16:
-        extra = sizes.with_wide_sums(extra)
-    return Schedule("fast", sizes.slot_of_all(), sizes.n_rows, 1, extra_bytes=extra)
-
-
 def _in_groups(sizes: _Sizes, chunk_bytes: int) -> list[Schedule]:
     """Return the schedule with the fewest groups in dW's memory for which the other logits fit, if there is one."""
     if sizes.dtype is torch.float16:  # dW is wider than the logits
         return []
     n_rows, itemsize = sizes.n_rows, sizes.dtype.itemsize
-    max_groups = min(
-        (sizes.weight_elements // MIN_GROUP_COLUMNS - sizes.hidden) // n_rows,
-        (sizes.vocab - MIN_REST_COLUMNS) // MIN_GROUP_COLUMNS,
-    )
-    for groups in range(1, max_groups + 1):
+    max_groups = (sizes.weight_elements // MIN_GROUP_COLUMNS - sizes.hidden) // n_rows
+    for groups in range(1, min(max_groups, (sizes.vocab - MIN_REST_COLUMNS) // MIN_GROUP_COLUMNS) + 1):
         slab = sizes.group_columns(groups)
         slab -= slab % COLUMN_MULTIPLE
         extra = n_rows * rest_stride(sizes.vocab - groups * slab) * itemsize

@@ -18,15 +18,7 @@ import torch
 
 from ligertune_kernels.autograd import no_double_backward
 from ligertune_kernels.launcher import as_rows, runs_triton
-from ligertune_kernels.ops.losses._reduction import (
-    LossModule,
-    Reduction,
-    check_reduction,
-    keep_gradients,
-    kept_gradients,
-    loss_denominator,
-    split_scale,
-)
+from ligertune_kernels.ops.losses._reduction import LossFunction, LossModule, Reduction, check_reduction, divisor_of
 from ligertune_kernels.ops.losses._row_pass import LossOptions, capped_logits, row_pass
 
 
@@ -57,30 +49,29 @@ def cross_entropy_reference(
         return losses.view(labels.shape)
     if reduction == "sum":
         return losses.sum()
-    return losses.sum() / loss_denominator(z, labels, "mean", ignore_index=terms.ignore_index, class_weight=weight)
+    return losses.sum() / divisor_of(z, labels, "mean", ignore_index=terms.ignore_index, class_weight=weight)
 
 
-class _CrossEntropy(torch.autograd.Function):
+class _CrossEntropy(LossFunction):
     """Loss and gradient of rows (N, V) in one pass; the sum over rows divided by `denominator`."""
 
     @staticmethod
     def forward(ctx, rows, labels, weight, denominator, options, inplace):
         gradient = _gradient_buffer(rows, inplace)
-        scale, factor = split_scale(denominator, rows.dtype)
+        scale = LossFunction.scale(ctx, denominator, rows.dtype)
         losses = row_pass(rows, labels, options, weight=weight, gradient=gradient, scale=scale)
         if inplace:
             torch.autograd.graph.increment_version(rows)
-        keep_gradients(ctx, [gradient], [rows], factor)
+        LossFunction.keep(ctx, "cross_entropy", [rows], [gradient])
         ctx.inplace = inplace
         return losses.sum() / denominator
 
     @staticmethod
-    @no_double_backward
     def backward(ctx, d_loss):
-        (gradient,) = kept_gradients(ctx, d_loss, "cross_entropy")
+        gradients = LossFunction.backward(ctx, d_loss)
         if ctx.inplace:
-            torch.autograd.graph.increment_version(gradient)  # the caller's logits have been scaled
-        return gradient, None, None, None, None, None
+            torch.autograd.graph.increment_version(gradients[0])  # the caller's logits have been scaled
+        return gradients
 
 
 class _CrossEntropyRows(torch.autograd.Function):
@@ -145,7 +136,7 @@ def cross_entropy(
         if needs_grad:
             return _CrossEntropyRows.apply(rows, flat, weight, options, inplace).view(labels.shape)
         return row_pass(rows, flat, options, weight=weight).view(labels.shape)
-    denominator = loss_denominator(rows, flat, reduction, ignore_index=ignore_index, class_weight=weight)
+    denominator = divisor_of(rows, flat, reduction, ignore_index=ignore_index, class_weight=weight)
     if needs_grad:
         return _CrossEntropy.apply(rows, flat, weight, denominator, options, inplace)
     return row_pass(rows, flat, options, weight=weight).sum() / denominator

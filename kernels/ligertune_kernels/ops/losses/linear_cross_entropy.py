@@ -23,16 +23,8 @@ import torch
 from ligertune_kernels.autocast import without_autocast
 from ligertune_kernels.autograd import no_double_backward
 from ligertune_kernels.ops.losses._linear_chunks import Targets, run_chunks
-from ligertune_kernels.ops.losses._linear_inputs import Head, check_linear, choose_schedule, rows_to_take
-from ligertune_kernels.ops.losses._reduction import (
-    LossModule,
-    Reduction,
-    check_reduction,
-    keep_gradients,
-    kept_gradients,
-    loss_denominator,
-    split_scale,
-)
+from ligertune_kernels.ops.losses._linear_inputs import Head, check_linear, choose_schedule, empty_loss, rows_to_take
+from ligertune_kernels.ops.losses._reduction import LossFunction, LossModule, Reduction, check_reduction, divisor_of
 from ligertune_kernels.ops.losses._row_pass import LossOptions
 from ligertune_kernels.ops.losses._schedule import CHUNK_BYTES, Schedule
 from ligertune_kernels.ops.losses.cross_entropy import cross_entropy_reference
@@ -58,10 +50,10 @@ def linear_cross_entropy_reference(
     if num_items_in_batch is None:
         return cross_entropy_reference(logits, labels, weight=class_weight, reduction=reduction, **options)
     total = cross_entropy_reference(logits, labels, weight=class_weight, reduction="sum", **options)
-    return total / loss_denominator(logits, labels, "mean", num_items_in_batch=num_items_in_batch)
+    return total / divisor_of(logits, labels, "mean", num_items_in_batch=num_items_in_batch)
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
+class _LinearCrossEntropy(LossFunction):
     """The losses of rows, each divided by its denominator, () or (N,), and summed; the losses without gradient.
 
     The gradients are computed in the forward.
@@ -72,17 +64,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx, rows, weight, bias, lora_a, lora_b, labels, class_weight, denominator, lora_scale, options, schedule
     ):
         head = Head(weight, bias, lora_a, lora_b, lora_scale)
-        scale, factor = split_scale(denominator, rows.dtype)
+        scale = LossFunction.scale(ctx, denominator, rows.dtype)
         targets = Targets(labels, options, class_weight, scale)
         losses, gradients = run_chunks(rows, head, targets, schedule, ctx.needs_input_grad[:5])
-        keep_gradients(ctx, gradients, (rows, *head.tensors), factor)
+        LossFunction.keep(ctx, "linear_cross_entropy", (rows, *head.tensors), gradients)
         ctx.mark_non_differentiable(losses)
         return (losses / denominator).sum(), losses
-
-    @staticmethod
-    @no_double_backward
-    def backward(ctx, d_loss, _):
-        return *kept_gradients(ctx, d_loss, "linear_cross_entropy"), None, None, None, None, None, None
 
 
 class _LinearCrossEntropyRows(torch.autograd.Function):
@@ -156,17 +143,11 @@ def linear_cross_entropy(
         if reduction == "none":
             losses = _row_losses(rows, head, targets, schedule)
             return (losses if index is None else scatter_rows(losses, index, labels.numel())).view(labels.shape)
-        denominator = loss_denominator(
+        denominator = divisor_of(
             rows, flat, reduction, ignore_index=ignore_index, class_weight=class_weight,
             num_items_in_batch=num_items_in_batch,
         )  # fmt: skip
         return summed_losses(rows, head, targets, denominator, schedule)[0]
-
-
-def empty_loss(rows: torch.Tensor, head: Head) -> torch.Tensor:
-    """Return 0, in at least fp32, with zero gradients for rows and parameters."""
-    wide = torch.promote_types(rows.dtype, torch.float32)
-    return sum(t[:0].sum(dtype=wide) for t in (rows, *head.tensors) if t is not None)
 
 
 def summed_losses(

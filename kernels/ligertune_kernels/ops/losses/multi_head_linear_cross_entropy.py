@@ -16,12 +16,11 @@ import torch
 
 from ligertune_kernels.autocast import without_autocast
 from ligertune_kernels.ops.losses._linear_chunks import Targets
-from ligertune_kernels.ops.losses._linear_inputs import Head, check_linear, choose_schedule, rows_to_take
+from ligertune_kernels.ops.losses._linear_inputs import Head, check_linear, choose_schedule, empty_loss, rows_to_take
 from ligertune_kernels.ops.losses._row_pass import LossOptions
 from ligertune_kernels.ops.losses._schedule import CHUNK_BYTES
 from ligertune_kernels.ops.losses.labelled_rows import scatter_rows
 from ligertune_kernels.ops.losses.linear_cross_entropy import (
-    empty_loss,
     linear_cross_entropy,
     linear_cross_entropy_reference,
     summed_losses,

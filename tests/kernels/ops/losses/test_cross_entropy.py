@@ -1,11 +1,13 @@
-"""cross_entropy against float64 and torch: every term of the loss, every reduction, in place, odd labels."""
+"""cross_entropy against float64 and torch: every term and reduction, in place, invalid labels."""
 
 from __future__ import annotations
+
+from functools import partial
 
 import pytest
 import torch
 from judge import judge
-from ligertune_kernels import CrossEntropyLoss, cross_entropy, cross_entropy_reference, runs_triton
+from ligertune_kernels import cross_entropy, cross_entropy_reference, runs_triton
 from torch.nn import functional as F
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -35,17 +37,16 @@ def labels_for(shape: tuple[int, ...], device: torch.device, ignored: int = 1) -
     return labels
 
 
+def agrees(inputs, **options) -> None:
+    judge(partial(cross_entropy, **options), partial(cross_entropy_reference, **options), inputs)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("shape", SIZES)
 def test_agrees_with_float64(shape, reduction, dtype, device) -> None:
-    labels = labels_for(shape, device)
     logits = 4.0 * torch.randn(shape, device=device, dtype=dtype)
-    judge(
-        lambda x: cross_entropy(x, labels, reduction=reduction),
-        lambda x: cross_entropy_reference(x, labels, reduction=reduction),
-        [logits],
-    )
+    agrees([logits], labels=labels_for(shape, device), reduction=reduction)
 
 
 @pytest.mark.parametrize("terms", TERMS, ids=lambda terms: " ".join(terms) or "plain")
@@ -75,15 +76,6 @@ def test_reference_is_torchs(reduction, label_smoothing, weighted) -> None:
     torch.testing.assert_close(cross_entropy_reference(logits, labels, **options), expected)
 
 
-@pytest.mark.parametrize("options", [{}, {"weight": torch.rand(8)}, {"label_smoothing": 0.1, "z_loss": 0.1}])
-def test_all_labels_ignored_give_zero_and_zero_gradients(options, device) -> None:
-    options = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in options.items()}
-    logits = torch.randn(5, 8, device=device, requires_grad=True)
-    loss = cross_entropy(logits, torch.full((5,), -100, device=device), **options)
-    loss.backward()
-    assert loss == 0.0 and not logits.grad.any()
-
-
 def test_a_label_that_is_no_class_is_nan_in_its_row_alone(device) -> None:
     logits = torch.randn(4, 8, device=device, requires_grad=True)
     losses = cross_entropy(logits, torch.tensor([1, 8, -1, 7], device=device), reduction="none")
@@ -104,25 +96,14 @@ def test_masked_classes_have_no_share(device) -> None:
 
 def test_large_logits_do_not_overflow(device) -> None:
     labels = labels_for((4, 40), device)
-    x = 1e4 * torch.randn(4, 40, device=device)
-    judge(lambda x: cross_entropy(x, labels), lambda x: cross_entropy_reference(x, labels), [x])
+    agrees([1e4 * torch.randn(4, 40, device=device)], labels=labels)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("n_cols", [40, 40_000])
 def test_probabilities_of_large_logits_are_exact(n_cols, device) -> None:
-    """In float32 lse of 10,000 is known to 5e-4; the interpreter rounds a product before it is added to."""
-    x = 1e4 - 3 * torch.rand(4, n_cols, device=device)
-    labels = labels_for((4, n_cols), device)
-    judge(lambda x: cross_entropy(x, labels), lambda x: cross_entropy_reference(x, labels), [x])
-
-
-def test_takes_rows_of_any_stride_and_small_labels(device) -> None:
-    padded, labels = torch.randn(2, 3, 50, device=device), labels_for((6, 41), device).view(2, 3)
-    for logits in (padded[..., :41], padded.transpose(0, 1)[..., :41].transpose(0, 1), padded[..., ::1][..., 9:]):
-        expected = cross_entropy_reference(logits, labels)
-        torch.testing.assert_close(cross_entropy(logits, labels), expected)
-        torch.testing.assert_close(cross_entropy(logits, labels.int()), expected)
+    """In float32 an lse of 10,000 is rounded by 5e-4. The interpreter has no fused multiply-add."""
+    agrees([1e4 - 3 * torch.rand(4, n_cols, device=device)], labels=labels_for((4, n_cols), device))
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
@@ -149,28 +130,6 @@ def test_inplace_is_seen_by_autograd(device) -> None:
         cross_entropy(activated, labels_for((4, 16), device), inplace=True).backward()
 
 
-def test_a_second_backward_is_right_or_refused(device) -> None:
-    logits = torch.randn(4, 16, device=device, requires_grad=True)
-    labels = labels_for((4, 16), device)
-    losses = cross_entropy(logits, labels, reduction="none")
-    first, second = (torch.autograd.grad(losses.sum(), logits, retain_graph=True)[0] for _ in range(2))
-    assert torch.equal(first, second)
-    loss = 3.0 * cross_entropy(logits, labels)
-    loss.backward(retain_graph=True)
-    if runs_triton(logits):
-        with pytest.raises(RuntimeError, match="run the forward again"):
-            loss.backward()
-
-
-@pytest.mark.parametrize("shape", [(0, 8), (2, 0, 8)])
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_takes_empty_tensors(shape, reduction, device) -> None:
-    logits = torch.zeros(shape, device=device, requires_grad=True)
-    loss = cross_entropy(logits, torch.zeros(shape[:-1], device=device, dtype=torch.int64), reduction=reduction)
-    loss.backward()
-    assert loss == 0.0 and logits.grad.shape == shape
-
-
 def test_float16_survives_gradscalers_factor(device) -> None:
     labels = torch.randint(4000, (64,), device=device)
     logits = torch.randn(64, 4000, device=device, dtype=torch.float16)
@@ -179,18 +138,3 @@ def test_float16_survives_gradscalers_factor(device) -> None:
         lambda x: cross_entropy_reference(x, labels) * 65536.0,
         [logits],
     )
-
-
-def test_module_is_the_function(device) -> None:
-    logits, labels = torch.randn(4, 16, device=device), labels_for((4, 16), device)
-    loss = CrossEntropyLoss(torch.ones(16), label_smoothing=0.1, reduction="sum").to(device)
-    torch.testing.assert_close(
-        loss(logits, labels), cross_entropy(logits, labels, label_smoothing=0.1, reduction="sum")
-    )
-
-
-def test_names_what_does_not_fit() -> None:
-    with pytest.raises(ValueError, match=r"labels are \(3,\); expected \(2,\)"):
-        cross_entropy(torch.zeros(2, 8), torch.zeros(3))
-    with pytest.raises(ValueError, match="'batchmean'"):
-        cross_entropy(torch.zeros(2, 8), torch.zeros(2), reduction="batchmean")

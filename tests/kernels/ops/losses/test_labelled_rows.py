@@ -12,22 +12,20 @@ ROWS, HIDDEN, VOCAB = 45, 16, 67  # 45 rows fill no multiple of 16
 
 
 def example(device: torch.device, share: float = 0.3):
-    """hidden (3, 15, E), weight, and labels on the CPU of which about this share is kept."""
+    """Return hidden (3, 15, E), weight, and labels on the CPU, of which about this share is not ignored."""
     labels = torch.randint(VOCAB, (3, 15))
     labels[torch.rand(3, 15) > share] = -100
     return torch.randn(3, 15, HIDDEN, device=device), torch.randn(VOCAB, HIDDEN, device=device), labels
 
 
-def test_finds_the_rows_with_a_label_and_fills_up_to_a_multiple() -> None:
+def test_finds_rows_with_a_label_and_fills_up_to_a_multiple_where_there_are_enough() -> None:
     labels = torch.full((2, 20), -100)
     labels[0, 3], labels[1, 0], labels[1, 19] = 5, 6, 7
     assert labelled_rows(labels, multiple_of=1).tolist() == [3, 20, 39]
     rows = labelled_rows(labels)
     assert len(rows) == 16 == len(set(rows.tolist())) and {3, 20, 39} <= set(rows.tolist())
     assert labelled_rows(labels[:, 4:19]).numel() == 0  # nothing to compute
-
-
-def test_fills_up_no_further_than_there_are_rows() -> None:
+    # no more rows than there are
     assert labelled_rows(torch.zeros(3, dtype=torch.int64)).tolist() == [0, 1, 2]
     assert labelled_rows(torch.tensor([1, -100, 2])).tolist() == [0, 1, 2]
 
@@ -45,7 +43,7 @@ def test_several_shifts_take_the_rows_of_each() -> None:
     assert labelled_rows(labels, shift=(1, 2, 4), multiple_of=1).tolist() == [4, 6, 7, 9]
 
 
-def test_refuses_labels_that_the_host_would_have_to_wait_for() -> None:
+def test_labels_on_a_device_are_refused() -> None:
     with pytest.raises(ValueError, match="expected the CPU"):
         labelled_rows(torch.zeros(3, device="meta"))
 

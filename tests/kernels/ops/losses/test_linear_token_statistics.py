@@ -42,14 +42,14 @@ def test_agrees_with_float64(vocab_size, dtype, options, device) -> None:
         assert torch.equal(ours.argmax, truth.argmax)
 
 
-def test_loss_is_that_of_linear_cross_entropy(device) -> None:
+def test_loss_equals_linear_cross_entropy(device) -> None:
     hidden, weight, labels = example(device)
     found = linear_token_statistics(hidden.requires_grad_(), weight, labels)
     torch.testing.assert_close(found.loss, linear_cross_entropy(hidden, weight, labels, reduction="none").detach())
     assert not found.loss.requires_grad and found.argmax.dtype == torch.int64
 
 
-def test_of_equal_logits_the_first_class_is_named(device) -> None:
+def test_argmax_is_the_first_of_equal_logits(device) -> None:
     hidden, weight = torch.ones(1, 2, device=device), torch.zeros(9000, 2, device=device)
     weight[[8999, 17, 4100, 8300]] = 1.0  # in several blocks and lanes
     found = linear_token_statistics(hidden, weight, torch.zeros(1, dtype=torch.int64, device=device))
@@ -64,7 +64,7 @@ def test_a_label_that_is_no_class_is_nan_in_its_row_alone(device) -> None:
     assert found.entropy.isfinite().all()
 
 
-def test_takes_no_tokens(device) -> None:
+def test_takes_empty_tensors(device) -> None:
     hidden, weight, labels = example(device)
     found = linear_token_statistics(hidden[:0], weight, labels[:0])
     assert found.logprob.shape == found.argmax.shape == found.entropy.shape == (0, 5)
