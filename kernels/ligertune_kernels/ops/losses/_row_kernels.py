@@ -233,7 +233,6 @@ def row_kernel(
 ):  # fmt: skip
     """Write the losses of rows, where wanted (maximum, log2 of the sum) into lse, and the gradient times scale."""
     LAST_USE: tl.constexpr = "evict_first"
-    dtype = grad_ptr.dtype.element_ty
     softcap, logit_scale, z_loss = fp32(softcap), fp32(logit_scale), fp32(z_loss)
     label_smoothing = fp32(label_smoothing)
     smooth_share = label_smoothing / n_cols
@@ -298,7 +297,7 @@ def row_kernel(
                     dx_label -= smooth_factor * label_weight
                 tl.debug_barrier()  # second_sweep has written the label's column too
                 label_dx_ptr = columns(dx_ptr, row_lead_ptr, label, 0, 0, in_lead, group_cols, group_jump, GROUPED)
-                tl.store(label_dx_ptr, (dx_label * label_slope).to(dtype), mask=is_class)
+                tl.store(label_dx_ptr, (dx_label * label_slope).to(dx_ptr.dtype.element_ty), mask=is_class)
 
 
 @triton.jit(do_not_specialize=["n_rows", "first_col"])

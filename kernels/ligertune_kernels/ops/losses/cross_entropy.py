@@ -4,7 +4,7 @@ _row_pass.py has the mathematics of both directions; linear_cross_entropy shares
 rows and passes on the gradient:
 
     sum     sum_i loss_i
-    mean    sum_i loss_i / n, n the number of labels that are not ignored (with class weights the sum of theirs).
+    mean    sum_i loss_i / n, n the number of labels that are not ignored (with class weights the sum of their weights).
             If all are ignored, the mean is 0 with zero gradients; torch returns NaN.
 
 For sum and mean the gradient is computed together with the loss, while the row is in the cache: 2 NV elements are moved

@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from covering import every_pair
 from judge import judge
 from judge_loss import judge_loss
 from ligertune_kernels import jsd, jsd_reference, runs_triton
@@ -31,10 +32,7 @@ def example(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype = t
     return student, teacher, labels
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("beta", BETAS)
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("shape", SIZES)
+@pytest.mark.parametrize("shape, reduction, beta, dtype", every_pair(SIZES, ("mean", "sum", "none"), BETAS, DTYPES))
 def test_agrees_with_float64(shape, reduction, beta, dtype, device) -> None:
     student, teacher, labels = example(shape, device, dtype)
     options = {"target": teacher, "beta": beta, "reduction": reduction, "labels": labels}

@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from covering import every_pair
 from judge import judge
 from judge_loss import judge_loss
 from ligertune_kernels import kl_div, kl_div_reference
@@ -28,10 +29,7 @@ def example(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype = t
     return input.to(dtype), (target if log else target.exp()).to(dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("log_target", [False, True])
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("shape", SIZES)
+@pytest.mark.parametrize("shape, reduction, log_target, dtype", every_pair(SIZES, REDUCTIONS, (False, True), DTYPES))
 def test_agrees_with_float64(shape, reduction, log_target, dtype, device) -> None:
     ops = (partial(op, reduction=reduction, log_target=log_target) for op in (kl_div, kl_div_reference))
     (judge if reduction == "none" else judge_loss)(*ops, example(shape, device, dtype, log=log_target))

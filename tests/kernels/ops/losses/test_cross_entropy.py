@@ -6,11 +6,13 @@ from functools import partial
 
 import pytest
 import torch
+from covering import every_pair
 from judge import judge
 from ligertune_kernels import cross_entropy, cross_entropy_reference, runs_triton
 from torch.nn import functional as F
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+REDUCTIONS = ("mean", "sum", "none")
 
 SIZES = (
     pytest.param((1, 2), id="one row, two classes"),
@@ -41,17 +43,13 @@ def agrees(inputs, **options) -> None:
     judge(partial(cross_entropy, **options), partial(cross_entropy_reference, **options), inputs)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("shape", SIZES)
+@pytest.mark.parametrize("shape, reduction, dtype", every_pair(SIZES, REDUCTIONS, DTYPES))
 def test_agrees_with_float64(shape, reduction, dtype, device) -> None:
     logits = 4.0 * torch.randn(shape, device=device, dtype=dtype)
     agrees([logits], labels=labels_for(shape, device), reduction=reduction)
 
 
-@pytest.mark.parametrize("terms", TERMS, ids=lambda terms: " ".join(terms) or "plain")
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("terms, reduction, inplace", every_pair(TERMS, REDUCTIONS, (False, True)))
 def test_every_term_agrees_with_float64(terms, reduction, inplace, device) -> None:
     options = {"reduction": reduction, **terms}
     if options.pop("weighted", False):
@@ -64,9 +62,7 @@ def test_every_term_agrees_with_float64(terms, reduction, inplace, device) -> No
     )
 
 
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("reduction, label_smoothing, weighted", every_pair(REDUCTIONS, (0.0, 0.1), (False, True)))
 def test_reference_is_torchs(reduction, label_smoothing, weighted) -> None:
     logits, labels = torch.randn(2, 6, 11, dtype=torch.float64), torch.randint(11, (2, 6))
     labels[0, :2] = -7

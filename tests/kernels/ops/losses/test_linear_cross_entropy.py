@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from covering import every_pair
 from judge import judge
 from ligertune_kernels import (
     linear_cross_entropy,
@@ -64,9 +65,7 @@ def agrees(inputs, labels, *, schedule, grads=None, **options) -> None:
     judge(call(linear_cross_entropy, schedule=schedule), call(linear_cross_entropy_reference), inputs, grads=grads)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule, reduction, dtype", every_pair(SCHEDULES, ("mean", "none"), DTYPES))
 def test_agrees_with_float64(schedule, reduction, dtype, device) -> None:
     *tensors, labels = example(device, dtype)
     if dtype is torch.float16:
