@@ -192,5 +192,5 @@ def test_invisible_text_is_made_visible():
 
 def test_an_unwritable_page_is_refused_before_the_data_is_read(tmp_path):
     for name in ("", "nowhere/report.html"):
-        with pytest.raises(UserError, match=r"--out: .*(is a folder|not there)"):
+        with pytest.raises(UserError, match=r"--out: .*(is a folder|does not exist)"):
             check_report_path(tmp_path / name)

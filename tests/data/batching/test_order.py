@@ -150,7 +150,7 @@ def order_of(path, quickstart):
 @pytest.mark.parametrize("packed", [True, False])
 def test_every_example_of_a_window_comes_once_in_a_new_order(order_of, packed):
     order = order_of(packed=packed)
-    found = np.concatenate([row for step in range(20) for row in order.step(step)])
+    found = np.concatenate([row for step in range(30) for row in order.step(step)])
     windows = [found[found // SIZE == window] - window * SIZE for window in range(found.max() // SIZE)]
     assert len(windows) >= 2 and all(sorted(window) == list(range(SIZE)) for window in windows)
     assert windows[0].tolist() != windows[1].tolist() != list(range(SIZE)) != windows[0].tolist()
