@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ligertune.data.rows.conversation import BadRow, Conversation, Message
 from ligertune.data.rows.formats import Format
@@ -38,17 +38,9 @@ _IMAGE = re.compile(r"[\"']image[\"']")  # the template reads parts of this type
 _STRING = re.compile(r"\bis\s+string\b")  # the template reads content that is a plain string
 
 
-class RowTemplate(Protocol):
-    """AlpacaTemplate, PlainTemplate or ChatTemplate."""
-
-    name: str
-
-    def render(self, conversation: Conversation) -> Rendered: ...
-
-
 def choose_template(
     data: DataOptions, format: Format, tokenizer: PreTrainedTokenizerBase, *, with_images: bool = False
-) -> RowTemplate:
+) -> PlainTemplate | ChatTemplate:
     """Return the template that `data.prompt_template` selects for rows of this format.
 
     with_images: the texts may contain image marks. Raises UserError for combinations that make no sense.
