@@ -121,6 +121,7 @@ class CacheWriter:
         self._hashes = {name: hashlib.sha256() for name in ARRAYS}
 
     def add(self, block: Block) -> None:
+        """Append a block."""
         block = self._names.renumbered(block)
         for name, dtype in ARRAYS.items():
             array = np.ascontiguousarray(getattr(block, name), dtype=dtype)

@@ -167,10 +167,12 @@ class Examples(Sequence[Example]):
 
     @cached_property
     def trained(self) -> np.ndarray:
+        """Trained labels of each example. The first label of an example never is."""
         return self._gathered("trained")
 
     @cached_property
     def n_images(self) -> np.ndarray:
+        """Images of each example."""
         return self._gathered("n_images")
 
     def __len__(self) -> int:

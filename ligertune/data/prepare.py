@@ -71,6 +71,7 @@ class DataReport:
 
     @property
     def trained_share(self) -> float:
+        """Trained tokens / tokens."""
         return self.trained_tokens / max(self.tokens, 1)
 
 

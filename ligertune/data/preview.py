@@ -56,6 +56,7 @@ class PreviewExample:
         return [("".join(piece.text for piece in run), trained) for trained, run in runs]
 
     def as_dict(self) -> dict[str, Any]:
+        """Return the example for the JSON report."""
         return {
             "source": self.source,
             "tokens": self.tokens,
@@ -81,6 +82,7 @@ class LengthStatistics:
 
     @classmethod
     def of(cls, lengths: np.ndarray) -> LengthStatistics:
+        """Return the statistics of lengths (N,)."""
         p50, p90, p95, p99 = (int(np.percentile(lengths, share, method="nearest")) for share in (50, 90, 95, 99))
         width = max(1, -(-int(lengths.max()) // _MAX_BINS))
         counts = np.bincount((lengths - 1) // width)

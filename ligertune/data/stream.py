@@ -108,6 +108,7 @@ class ExampleStream:
 
     @property
     def template(self) -> str:
+        """The names of the prompt templates of all data sets."""
         return ", ".join(dict.fromkeys(part.rows.template.name for part in self.sets))
 
     @property

@@ -95,6 +95,7 @@ class Message:
 
     @property
     def is_empty(self) -> bool:
+        """Whether the turn has neither text nor calls."""
         return not (self.content.strip() or self.input.strip() or self.reasoning.strip() or self.calls)
 
 

@@ -46,6 +46,7 @@ class DataFile:
 
     @property
     def share(self) -> float:
+        """The share of the file that was read, from 0 to 1."""
         if self._raw is None or self._raw.closed:
             return self.row_share
         return self._raw.tell() / self.size * (1 - self.unparsed)

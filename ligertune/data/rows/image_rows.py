@@ -53,6 +53,7 @@ class _RowImages:
         return f"{_SIGN}{len(self.references) - 1}{_SIGN}"
 
     def mark_all(self) -> str:
+        """Return marks for all images of the column."""
         return "".join(self.mark() for _ in self.column)
 
 
@@ -133,6 +134,7 @@ class ImageTokens:
 
     @property
     def token_id(self) -> int:
+        """The id of the image token."""
         return self._reader.token_id
 
     def find(self, conversation: Conversation, references: Sequence[Any], source: str) -> list[ImageFile]:

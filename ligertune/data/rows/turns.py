@@ -28,6 +28,7 @@ class RowReader:
     repairs: list[str] = field(default_factory=list)
 
     def text(self, value: Any, what: str) -> str:
+        """Return a value that must be text. `what` names it in errors."""
         if isinstance(value, str):
             return value
         if value is None and self.repair:
@@ -41,6 +42,7 @@ class RowReader:
         raise BadRow("not text", f"{what} is {value!r:.40}")
 
     def optional(self, row: dict[str, Any], column: str) -> str:
+        """Return the text of a column, or an empty text if it is absent or null."""
         return "" if row.get(column) is None else self.text(row[column], f"`{column}`")
 
     def message(self, turn: dict[str, Any]) -> Message:

@@ -137,6 +137,7 @@ class _JinjaRenderer:
     takes_strings: bool
 
     def render(self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool = False) -> str:
+        """Return the text. Raises BadRow if the template refuses the messages."""
         return self._run(messages, add_generation_prompt=add_generation_prompt)[0][0]
 
     def try_render(self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool = False) -> str | None:
@@ -147,6 +148,7 @@ class _JinjaRenderer:
             return None
 
     def generation_spans(self, messages: Sequence[dict[str, Any]]) -> list[Span]:
+        """Return the spans of the `{% generation %}` blocks."""
         return [(start, end) for start, end in self._run(messages, return_assistant_tokens_mask=True)[1][0]]
 
     def _run(self, messages: Sequence[dict[str, Any]], **options: bool) -> tuple[list[str], list[list[Span]]]:

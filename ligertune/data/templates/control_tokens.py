@@ -68,6 +68,7 @@ class ControlTokens:
 
     @property
     def ids(self) -> frozenset[int]:
+        """The ids of all control tokens."""
         return frozenset(self._ids.values())
 
     def found_in(self, text: str) -> tuple[Span, ...]:
