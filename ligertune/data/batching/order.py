@@ -167,7 +167,7 @@ class ByImageCount:
         self.step = order.step
 
     def micro_batches(self, step: int, rank: int) -> list[list[np.ndarray]]:
-        """Return this rank's rows of each micro-batch of the step; those of one micro-batch have equally many images."""
+        """Return this rank's rows of each micro-batch of the step; all with equally many images."""
         ranks = [self._order.micro_batches(step, other) for other in range(self.batching.world_size)]
         split = [[self._split(rows) for rows in batches] for batches in ranks]
         found: list[list[np.ndarray]] = []
