@@ -1,4 +1,4 @@
-"""Rows are converted by the format of their columns; rows that cannot be trained on have a reason."""
+"""Rows are converted by the format of their columns; bad rows have a reason, and on_bad_row: repair fixes some."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import json
 
 import pytest
 
-from ligertune.data.rows.conversation import DROP_REASONS, ROLES, BadRow, Conversation
+from ligertune.data.rows.conversation import DROP_REASONS, REPAIRS, ROLES, BadRow, Conversation
 from ligertune.data.rows.formats import FORMATS, check_columns, recognise_format
 from ligertune.data.rows.sources import Record
 from ligertune.errors import UserError
 
 
-def convert(row: dict) -> Conversation:
-    return recognise_format("auto", row.keys(), "data.jsonl").convert(Record(row, "data.jsonl:7"))
+def convert(row: dict, repairs: list[str] | None = None) -> Conversation:
+    return recognise_format("auto", row.keys(), "data.jsonl").convert(Record(row, "data.jsonl:7"), repairs)
 
 
 def shape(conversation: Conversation) -> list[tuple[str, str]]:
@@ -43,21 +43,23 @@ def test_alpaca_system_and_history_come_first():
     ]  # fmt: skip
 
 
-SYSTEM, USER = ("system", "developer"), ("human", "user", "User ")
-ASSISTANT = ("gpt", "chatgpt", "bing", "bard", "bot", "assistant", "model", " GPT")
-TOOL = ("tool", "function", "observation", "function_response", "Observation")
+SYSTEM_NAMES, USER_NAMES = ("system", "developer"), ("human", "user", "User ")
+ASSISTANT_NAMES = ("gpt", "chatgpt", "bing", "bard", "bot", "assistant", "model", " GPT")
+TOOL_NAMES = ("tool", "function", "observation", "function_response", "Observation")
 
 
 def test_roles_have_many_names():
-    for system, user, assistant in zip(SYSTEM * 4, USER * 3, ASSISTANT, strict=False):
+    for system, user, assistant in zip(SYSTEM_NAMES * 4, USER_NAMES * 3, ASSISTANT_NAMES, strict=False):
         turns = [(system, "s"), (user, "q"), (assistant, "a")]
         expected = [("system", "s"), ("user", "q"), ("assistant", "a")]
         assert shape(convert(shared(*turns))) == shape(convert(chat(*turns))) == expected, turns
-    for call, tool in zip(("function_call", "Function_Call") * 3, TOOL, strict=False):
+    for call, tool in zip(("function_call", "Function_Call") * 3, TOOL_NAMES, strict=False):
         messages = convert(shared(("user", "q"), (call, '{"name": "f"}'), (tool, "49"), ("gpt", "a"))).messages
         assert [message.role for message in messages] == ["user", "assistant", "tool", "assistant"]
         assert messages[1].calls[0].name == "f" and messages[2].content == "49"
-    assert set(ROLES) == {name.strip().lower() for name in SYSTEM + USER + ASSISTANT + TOOL} | {"function_call"}
+    assert set(ROLES) == {name.strip().lower() for name in SYSTEM_NAMES + USER_NAMES + ASSISTANT_NAMES + TOOL_NAMES} | {
+        "function_call"
+    }
 
 
 def test_openais_older_function_call():
@@ -229,3 +231,88 @@ def test_a_rename_to_a_column_that_no_format_reads_is_refused():
     check_columns({column for row in FORMATS for column in row.required + row.optional})
     with pytest.raises(UserError, match="no format reads a column `answer`"):
         check_columns(["answer"])
+
+
+# ---- on_bad_row: repair
+
+Q, A, Q2, A2 = ("human", "q"), ("gpt", "a"), ("human", "r"), ("gpt", "b")
+S, HI, RESULT, CALL = ("system", "s"), ("gpt", "Hi."), ("observation", "o"), ("function_call", '{"name": "f"}')
+USER, ANSWER = ("user", "q"), ("assistant", "a")
+REPAIRED = {
+    "leading answer": ([HI, Q, A], [USER, ANSWER], ["leading answer"]),
+    "leading answer between system and question": ([S, RESULT, HI, Q, A], [S, USER, ANSWER], ["leading answer"]),
+    "greeting after the system turn is kept": ([S, HI, Q, A], [S, ("assistant", "Hi."), USER, ANSWER], []),
+    "trailing question": ([Q, A, Q2], [USER, ANSWER], ["trailing question"]),
+    "trailing result": ([Q, A, RESULT], [USER, ANSWER], ["trailing question"]),
+    "empty question and its answer": ([("human", " "), A2, Q, A], [USER, ANSWER], ["empty turn"]),
+    "empty answer and its question": ([Q2, ("gpt", ""), Q, A], [USER, ANSWER], ["empty turn"]),
+    "null is empty": ([Q2, ("gpt", None), Q, A], [USER, ANSWER], ["empty turn"]),
+    "consecutive questions": ([Q, Q2, A], [("user", "q\n\nr"), ANSWER], ["repeated role"]),
+    "consecutive questions, one empty": ([Q, ("human", ""), A], [USER, ANSWER], ["empty turn"]),
+    "consecutive answers": ([Q, A, A2], [USER, ("assistant", "a\n\nb")], ["repeated role"]),
+    "consecutive system turns": ([S, ("system", "t"), Q, A], [("system", "s\n\nt"), USER, ANSWER], ["repeated role"]),
+    "numbers, booleans and objects": (
+        [("human", 3), ("gpt", True), ("human", {"a": "é"}), A],
+        [("user", "3"), ("assistant", "true"), ("user", '{"a": "é"}'), ANSWER], ["not text"],
+    ),
+    "consecutive tool results are correct": (
+        [Q, CALL, ("observation", ""), RESULT, A],
+        [USER, ("assistant", ""), ("tool", ""), ("tool", "o"), ANSWER], [],
+    ),
+    "all repairs": (
+        [HI, ("human", 1), Q, A, Q2, ("gpt", None), ("human", "t")], [("user", "1\n\nq"), ANSWER],
+        ["not text", "leading answer", "repeated role", "empty turn", "trailing question"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REPAIRED)
+def test_repaired_turns_and_reported_repairs(name):
+    turns, expected, expected_repairs = REPAIRED[name]
+    repairs: list[str] = []
+    assert (shape(convert(shared(*turns), repairs)), repairs) == (expected, expected_repairs)
+    assert set(repairs) <= set(REPAIRS)
+    if repairs:
+        with pytest.raises(BadRow):
+            convert(shared(*turns), None)
+
+
+def test_alpaca_values_that_are_not_text():
+    repairs: list[str] = []
+    row = {"instruction": "How many?", "input": [1, 2], "output": 7}
+    assert shape(convert(row, repairs)) == [("user", "How many?"), ("assistant", "7")] and repairs == ["not text"]
+
+
+DIFFERENT_WEIGHTS = [{"role": "assistant", "content": text, "train": text == "b"} for text in "ab"]
+
+
+@pytest.mark.parametrize(
+    ("reason", "row"),
+    [
+        ("no answer", shared(Q, ("gpt", ""))),
+        ("no answer", shared(A)),
+        ("no answer", {"instruction": "i", "output": None}),
+        ("roles out of order", shared(Q, A, S, A2)),
+        ("roles out of order", {"messages": [{"role": "user", "content": "q"}, *DIFFERENT_WEIGHTS]}),
+        ("unknown role", shared(Q, ("critic", "a"))),
+        ("not text", {"instruction": "i", "output": b"bytes"}),
+        ("call is not JSON", shared(Q, ("function_call", "f(1)"), A)),
+    ],
+)
+def test_rows_whose_repair_would_be_a_guess_stay_bad(reason, row):
+    with pytest.raises(BadRow) as caught:
+        convert(row, [])
+    assert caught.value.reason == reason
+
+
+def test_images_are_not_repaired():
+    with pytest.raises(UserError, match=r"data\.jsonl:7: the row's `images` is not text"):
+        convert({**shared(Q, A), "images": ["a.jpg"]}, [])
+
+
+def test_prepare_counts_repairs_with_the_first_source(tmp_path, prepared):
+    rows = [shared(Q, A), shared(HI, Q, ("gpt", 1)), shared(Q)]
+    report = prepared(rows, dataset={"on_bad_row": "repair"}).report
+    assert (report.rows_read, report.examples, report.dropped) == (3, 2, {"no answer": 1})
+    assert report.repaired == {"not text": 1, "leading answer": 1}
+    assert report.first_repaired == dict.fromkeys(report.repaired, f"{tmp_path}/d.jsonl:2")
