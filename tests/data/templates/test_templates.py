@@ -48,7 +48,7 @@ def test_alpaca_prompts_begin_as_the_tokenizer_begins(tokenizer_named, name):
 @pytest.mark.corpus
 @pytest.mark.parametrize("name", ["mistral-7b-v0.1", "gpt2", "stories260K", "phi-3-mini"])
 @pytest.mark.parametrize("prompts", ["chat", "alpaca"])
-def test_there_is_never_a_second_bos(tokenizer_named, name, prompts):
+def test_bos_is_never_doubled(tokenizer_named, name, prompts):
     tokenizer = tokenizer_named(name)
     rendered = template_for(tokenizer, prompt_template=prompts).render(EXCHANGE)
     (encoded,) = Encoder(tokenizer).encode([rendered])
@@ -304,7 +304,7 @@ def runs_of(labels: np.ndarray, tokenizer) -> list[str]:
 
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("system", [(), (SYSTEM,)], ids=["", "system"])
-def test_what_is_trained_is_what_the_model_has_to_write(template_of, name, system):
+def test_exactly_what_the_model_has_to_write_is_trained(template_of, name, system):
     family = FAMILIES[name]
     template, tokenizer = template_of(name)
     conversation = Conversation((*system, *CHAT))
