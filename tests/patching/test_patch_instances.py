@@ -69,8 +69,11 @@ def test_library_classes_and_other_models_are_not_touched():
     plain = tiny_models.make("llama")
     code = {name: vars(modeling_llama)[name] for name in ("LlamaRMSNorm", "apply_rotary_pos_emb")}
     forwards = [modeling_llama.LlamaRMSNorm.forward, modeling_llama.LlamaAttention.forward, torch.nn.Linear.forward]
-    before, loss = classes(plain), loss_of(plain)
-    patch(tiny_models.make("llama"))
+    before, loss, modules = classes(plain), loss_of(plain), set(sys.modules)
+    other = tiny_models.make("llama")
+    patch(other)
+    loss_of(other)
+    assert [name for name in set(sys.modules) - modules if "llama" in name] == []
     assert classes(plain) == before
     assert torch.equal(loss_of(plain), loss)
     assert {name: vars(modeling_llama)[name] for name in code} == code
