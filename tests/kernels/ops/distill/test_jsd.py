@@ -89,9 +89,3 @@ def test_close_distributions_keep_their_digits(device) -> None:
     jsd_reference(truth, teacher.double()).backward()
     lost = (x.grad.double() - truth.grad).norm() / truth.grad.norm()
     assert lost < (2e-3 if runs_triton(x) else 1e-2)
-
-
-def test_float16_survives_gradscalers_factor(device) -> None:
-    """p/n is 1e-8 and less here, below what float16 holds; 65536 p/n is not."""
-    student, teacher, _ = example((512, 600), device, torch.float16)
-    judge(lambda x: jsd(x, teacher) * 65536.0, lambda x: jsd_reference(x, teacher) * 65536.0, [student])

@@ -87,13 +87,3 @@ def test_input_and_target_may_differ_in_dtype(device) -> None:
     kl_div(*leaves, reduction="batchmean").backward()
     assert [leaf.grad.dtype for leaf in leaves] == [torch.bfloat16, torch.float32]
     torch.testing.assert_close(leaves[0].grad.float(), -target.detach() / 3, rtol=2**-7, atol=0.0)
-
-
-def test_float16_survives_gradscalers_factor(device) -> None:
-    """q/n is 3e-9 here, below what float16 holds; 65536 q/n is not."""
-    judge(
-        lambda x, t: kl_div(x, t, reduction="mean") * 65536.0,
-        lambda x, t: kl_div_reference(x, t, reduction="mean") * 65536.0,
-        example((64, 2100), device, torch.float16),
-        grads=(True, False),
-    )

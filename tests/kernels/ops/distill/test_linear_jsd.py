@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
 from judge import AS_MUCH, OF_A_ROW, judge
@@ -35,6 +38,16 @@ def example(device: torch.device, dtype: torch.dtype = torch.float32, *, leading
     return student, teacher, labels
 
 
+def ops(teacher, chunk_bytes: int = ONE_CHUNK, **options) -> list[Callable[..., torch.Tensor]]:
+    """Return linear_jsd and its reference of the student's hidden, weight and bias, with the teacher in their dtype."""
+
+    def call(op, h, w, b, **more):
+        t_h, t_w, t_b = (t.to(h.dtype) for t in teacher)
+        return op(h, w, t_h, t_w, student_bias=b, teacher_bias=t_b, **options, **more)
+
+    return [partial(call, linear_jsd, chunk_bytes=chunk_bytes), partial(call, linear_jsd_reference)]
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "rows, beta",
@@ -45,17 +58,8 @@ def example(device: torch.device, dtype: torch.dtype = torch.float32, *, leading
     ],
 )
 def test_agrees_with_float64(rows, beta, dtype, device) -> None:
-    student, (teacher_hidden, teacher_weight, _), labels = example(device, dtype)
-
-    def loss(op, h, w, b, **chunks):
-        teacher = (teacher_hidden.to(h.dtype), teacher_weight.to(h.dtype))
-        return op(h, w, *teacher, labels=labels, beta=beta, student_bias=b, **chunks)
-
-    judge_loss(
-        lambda *leaves: loss(linear_jsd, *leaves, chunk_bytes=rows_in_chunk(rows, dtype)),
-        lambda *leaves: loss(linear_jsd_reference, *leaves),
-        student,
-    )
+    student, teacher, labels = example(device, dtype)
+    judge_loss(*ops(teacher, rows_in_chunk(rows, dtype), labels=labels, beta=beta), student)
 
 
 @pytest.mark.parametrize("leading", [(2, 5), (1,)], ids=["rows in two dimensions", "one row"])
@@ -63,14 +67,8 @@ def test_agrees_with_float64(rows, beta, dtype, device) -> None:
 @pytest.mark.parametrize("temperature", [0.5, 3.0])
 def test_temperature_bias_and_leading_shape(temperature, beta, leading, device) -> None:
     student, teacher, _ = example(device, leading=leading)
-    options = {"beta": beta, "temperature": temperature}
-
-    def loss(op, h, w, b):
-        t_h, t_w, t_b = (t.to(h.dtype) for t in teacher)
-        return op(h, w, t_h, t_w, student_bias=b, teacher_bias=t_b, **options)
-
-    ops = (lambda *leaves: loss(linear_jsd, *leaves), lambda *leaves: loss(linear_jsd_reference, *leaves))
-    judge(*ops, student, times=OF_A_ROW if leading == (1,) else AS_MUCH)
+    times = OF_A_ROW if leading == (1,) else AS_MUCH
+    judge(*ops(teacher, beta=beta, temperature=temperature), student, times=times)
 
 
 @pytest.mark.parametrize("beta", BETAS)
@@ -83,28 +81,15 @@ def test_is_jsd_of_the_logits(beta, device) -> None:
 
 @pytest.mark.parametrize("grads", [(True, False, False), (False, True, False), (False, False, True)])
 def test_computes_only_the_gradient_that_is_needed(grads, device) -> None:
-    student, (t_h, t_w, _), labels = example(device)
-    options = {"labels": labels}
-    judge(
-        lambda h, w, b: linear_jsd(h, w, t_h, t_w, student_bias=b, chunk_bytes=rows_in_chunk(4), **options),
-        lambda h, w, b: linear_jsd_reference(h, w, t_h.to(h.dtype), t_w.to(h.dtype), student_bias=b, **options),
-        student,
-        grads=grads,
-    )
+    student, teacher, labels = example(device)
+    judge(*ops(teacher, rows_in_chunk(4), labels=labels), student, grads=grads)
 
 
 @pytest.mark.parametrize("beta", BETAS)
 def test_gradcheck(beta, device) -> None:
     student, teacher, labels = example(device, torch.float64, leading=(5,))
-    leaves, (t_h, t_w, t_b) = [t[:7].requires_grad_() for t in student], [t[:7] for t in teacher]
-
-    def loss(h, w, b):
-        return linear_jsd(
-            h, w, t_h, t_w, labels=labels, beta=beta, temperature=2.0, student_bias=b, teacher_bias=t_b,
-            chunk_bytes=2 * 2 * 7 * 8,
-        )  # fmt: skip
-
-    assert torch.autograd.gradcheck(loss, leaves)
+    loss, _ = ops([t[:7] for t in teacher], 2 * 2 * 7 * 8, labels=labels, beta=beta, temperature=2.0)
+    assert torch.autograd.gradcheck(loss, [t[:7].requires_grad_() for t in student])
 
 
 def test_the_teacher_gets_no_gradient(device) -> None:

@@ -8,10 +8,7 @@ import pytest
 import torch
 from covering import every_pair
 from judge import judge
-from ligertune_kernels import (
-    linear_cross_entropy,
-    linear_cross_entropy_reference,
-)
+from ligertune_kernels import linear_cross_entropy, linear_cross_entropy_reference
 from ligertune_kernels.ops.losses._schedule import Schedule
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

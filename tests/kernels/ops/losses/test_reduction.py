@@ -188,6 +188,15 @@ def test_float16_survives_gradscalers_factor(loss, device) -> None:
     judge(lambda *leaves: call(loss, *leaves), lambda *leaves: call(loss.reference, *leaves), [0.02 * hidden, weight])
 
 
+@pytest.mark.parametrize("name, shape", [("cross_entropy", (64, 4000)), ("jsd", (512, 600)), ("kl_div", (64, 2100))])
+def test_float16_survives_gradscalers_factor_without_weights(name, shape, device) -> None:
+    """Gradients of a mean are 1e-8 and less, below what float16 holds; 65536 times as much is not."""
+    x, target = (torch.randn(shape, device=device).log_softmax(-1).half() for _ in range(2))
+    target = {"jsd": target, "kl_div": target.exp()}.get(name, torch.randint(shape[1], shape[:1], device=device))
+    ours, reference = getattr(kernels, name), getattr(kernels, f"{name}_reference")
+    judge(lambda x: 65536.0 * ours(x, target), lambda x: 65536.0 * reference(x, target), [x])
+
+
 @losses(lambda loss: loss.has_weights)
 @pytest.mark.parametrize("options", [{}, {"reduction": "none"}], ids=["mean", "none"])
 def test_autocast_casts_tensors_and_bias_as_a_linear_layer_does(options, loss, device) -> None:
