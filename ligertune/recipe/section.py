@@ -23,9 +23,14 @@ SWITCHES = {"yes": True, "on": True, "no": False, "off": False}  # booleans in Y
 
 
 class Section(BaseModel):
-    """A frozen group of keys. Unknown keys are errors, and types are not converted: "3" is not a number."""
+    """A frozen group of keys; the string below a key is its description.
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    Unknown keys are errors, and types are not converted: "3" is not a number.
+    """
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
     @model_validator(mode="before")
     @classmethod
