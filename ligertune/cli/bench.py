@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -62,35 +63,31 @@ def bench(
 
 
 def _show(rows: list[Row]) -> None:
-    """Print the table of one op: a block of lines per size, then failures and notes."""
-    modes = list(rows[0].floors)
-    whole, lines, label = modes[-1], [], None
-    for row in rows:
-        if row.case.label != label:
-            label = row.case.label
-            lines.append([label])
-        if row.failure:
-            lines.append([f"  {row.provider}", "failed"])
-            continue
-        timing = row.device[whole]
-        lines.append(
-            [
-                f"  {row.provider}",
-                *(f"{1e3 * row.device[mode].median:.3g}" for mode in modes),
-                f"{100 * timing.p20 / timing.median:.0f}-{100 * timing.p80 / timing.median:.0f}%",
-                f"{1e3 * row.host[whole].median:.3g}",
-                "" if row.peak_bytes is None else f"{row.peak_bytes / 2**30:.3g}",
-                "" if row.error is None else f"{row.error:.1e}",
-                f"{100 * row.share(whole):.0f}%",
-            ]
-        )
-    case = rows[0].case
+    """Print the table of one op, one block of lines per size; then failures and notes."""
+    modes, case = list(rows[0].floors), rows[0].case
     header = ["ms", *(SHORT[mode] for mode in modes), "spread", "host", "GiB", "error", "roof"]
-    padded = [line + [""] * (len(header) - len(line)) for line in lines]
+    lines = []
+    for label, block in groupby(rows, key=lambda row: row.case.label):
+        lines += [[label], *(_cells(row, modes) for row in block)]
     render.text()
-    render.columns(f"{case.op}, {str(case.dtype).removeprefix('torch.')}", header, padded)
+    render.columns(f"{case.op}, {str(case.dtype).removeprefix('torch.')}", header, lines)
     for row in rows:
         if row.failure:
             render.text(f"  {row.case.label}, {row.provider} failed: {row.failure}")
         for note in row.notes:
             render.text(f"  {row.case.label}, {row.provider}: {note}")
+
+
+def _cells(row: Row, modes: list[str]) -> list[str]:
+    if row.failure:
+        return [f"  {row.provider}", "failed"]
+    timing = row.device[modes[-1]]
+    return [
+        f"  {row.provider}",
+        *(f"{1e3 * row.device[mode].median:.3g}" for mode in modes),
+        f"{100 * timing.p20 / timing.median:.0f}-{100 * timing.p80 / timing.median:.0f}%",
+        f"{1e3 * row.host[modes[-1]].median:.3g}",
+        "" if row.peak_bytes is None else f"{row.peak_bytes / 2**30:.3g}",
+        "" if row.error is None else f"{row.error:.1e}",
+        f"{100 * row.share(modes[-1]):.0f}%",
+    ]

@@ -31,7 +31,7 @@ def data(
     from ligertune.recipe import load_recipe
 
     render.people_on_stderr(json)
-    loaded = load_recipe(recipe, overrides=list(set_ or []))
+    loaded = load_recipe(recipe, set_ or [])
     check_paths(loaded)
     if out is not None:
         check_report_path(out)
@@ -53,13 +53,13 @@ def data(
     images = load_reader(options.build.model, options.build.vision, config, tokenizer)
     with data_report.Preparing() as preparing:
         prepared = prepare(options.data, tokenizer, seed=options.build.seed, progress=preparing.show, images=images)
-    seen = preview_examples(prepared)
-    previews = preview(seen, tokenizer, examples, images)
-    whole = data_statistics(seen.lengths, seen.trained, StatisticsOptions.of(loaded, processes=world_size()))
-    everything = preview_summary(prepared, seen, previews, whole)
-    data_report.data_preview(everything, previews)
+    shown = preview_examples(prepared)
+    previews = preview(shown, tokenizer, examples, images)
+    statistics = data_statistics(shown.lengths, shown.trained, StatisticsOptions.of(loaded, processes=world_size()))
+    summary = preview_summary(prepared, shown, previews, statistics)
+    data_report.data_preview(summary, previews)
     if out is not None:
-        out.write_text(data_page(everything, title=f"Data of {recipe.name}"), encoding="utf-8")
+        out.write_text(data_page(summary, title=f"Data of {recipe.name}"), encoding="utf-8")
         render.text(f"\nWrote {out}")
     if json:
-        render.json_report(everything)
+        render.json_report(summary)

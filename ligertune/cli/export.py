@@ -16,7 +16,7 @@ def export(
     out: Annotated[Path | None, typer.Option("--out", help="Folder to write. Default: RUN/exported.")] = None,
     adapter: Annotated[bool, typer.Option("--adapter", help="Write the adapter without merging it.")] = False,
     checkpoint: Annotated[
-        str | None, typer.Option("--checkpoint", help="Export a checkpoint: step-200, for example, or newest.")
+        str | None, typer.Option("--checkpoint", help="Export a checkpoint: step-200 or newest, for example.")
     ] = None,
     json: Json = False,
 ) -> None:

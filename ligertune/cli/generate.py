@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
 from ligertune.cli.options import Json
 from ligertune.cli.render import console as render
-from ligertune.errors import UserError
-
-if TYPE_CHECKING:
-    from ligertune.decode.medusa_generate import MedusaAnswer
+from ligertune.errors import UserError, plural
 
 
 def generate(
@@ -42,16 +39,19 @@ def generate(
     """
     from ligertune.planning.preflight import check_model_path
 
-    if not medusa:
-        check_model_path(model, key="MODEL")
     if prompt == "-":
         prompt = sys.stdin.read()
     render.people_on_stderr(json)
     common = {"raw": raw, "max_new_tokens": max_new_tokens, "seed": seed}
     if medusa:
-        _refuse_plain_options(top_p=top_p, image=image)
-        answer = _complete_with_heads(model, prompt, acceptance, temperature, common)
+        for option, given in (("--top-p", top_p < 1), ("--image", bool(image))):
+            if given:
+                raise UserError(f"{option} does not work with --medusa.", hint="Leave one of them out.")
+        from ligertune.decode.medusa_generate import choose_acceptance, generate_with_heads
+
+        answer = generate_with_heads(model, prompt, acceptance=choose_acceptance(acceptance, temperature), **common)
     else:
+        check_model_path(model, key="MODEL")
         from ligertune.decode.generate import generate_answer
 
         answer = generate_answer(
@@ -63,20 +63,4 @@ def generate(
         render.document(answer.text)
     if medusa:
         speed = f"{answer.accepted_length:.2f} tokens per forward pass, {answer.tokens_per_second:,.0f} tokens/s"
-        render.note(f"{answer.new_tokens} tokens, {speed}")
-
-
-def _refuse_plain_options(*, top_p: float, image: list[str] | None) -> None:
-    """Raise UserError for options that decoding with Medusa heads does not support."""
-    for option, given in (("--top-p", top_p < 1), ("--image", bool(image))):
-        if given:
-            raise UserError(f"{option} does not work with --medusa.", hint="Leave one of them out.")
-
-
-def _complete_with_heads(
-    model: str, prompt: str, acceptance: str, temperature: float, options: dict[str, int]
-) -> MedusaAnswer:
-    from ligertune.decode.medusa_generate import choose_acceptance, generate_with_heads
-
-    rule = choose_acceptance(acceptance, temperature)
-    return generate_with_heads(model, prompt, acceptance=rule, **options)
+        render.note(f"{plural(answer.new_tokens, 'token')}, {speed}")

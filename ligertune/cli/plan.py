@@ -30,14 +30,13 @@ def plan(
     """
     from dataclasses import asdict
 
-    from ligertune.cli.render import data_report
+    from ligertune.cli.render import data_report, run_report
     from ligertune.planning.preflight import check_paths
     from ligertune.progress import importing
     from ligertune.recipe import load_recipe
 
     render.people_on_stderr(json)
     loaded = load_recipe(recipe, overrides=[*(set_ or []), "checkpoint.resume_from_checkpoint=never"])
-
     check_paths(loaded)
 
     # after these checks: a wrong recipe is reported without waiting for torch, which these modules import
@@ -49,8 +48,8 @@ def plan(
     processes = choose_processes(loaded.parallel.num_processes, loaded.parallel.strategy) if gpus is None else gpus
     with data_report.Preparing(enabled=True) as preparing:
         made = plan_for(loaded, preparing.show, for_show=True, memory_gib=memory, gpus=gpus, processes=processes).plan
-    render.plan(made)
+    run_report.show_plan(made)
     found = largest_fits(made) if fit else None
-    render.memory(made, found)
+    run_report.show_memory(made, found)
     if json:
         render.json_report({**made.as_dict(), "fit": found and [asdict(row) for row in found]})

@@ -131,6 +131,7 @@ def init(
 
     Example: ligertune init Qwen/Qwen2.5-0.5B my_answers.jsonl --set train.learning_rate=1e-5
     """
+    from ligertune.cli.render import run_report
     from ligertune.planning.preflight import check_paths, write_new
     from ligertune.recipe import load_recipe
     from ligertune.recipe.describe import commented_recipe, new_recipe
@@ -144,7 +145,7 @@ def init(
         loaded = load_recipe(draft, set_ or [])
     check_paths(loaded)
     write_new(out, commented_recipe(new_recipe(model, data), set_ or []))
-    command, recipe = render.command(), shlex.quote(str(out))
+    command, recipe = run_report.command(), shlex.quote(str(out))
     render.text(f"Wrote {out}")
     render.text(f"\nInspect the data:  {command} data {recipe}\nTrain:             {command} train {recipe}")
     if json:

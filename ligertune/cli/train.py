@@ -36,8 +36,7 @@ def train(
     from ligertune.recipe import load_recipe
 
     render.people_on_stderr(json)
-    overrides = [*(set_ or []), *_run_overrides(resume, overwrite)]
-    run_recipe(load_recipe(recipe, overrides=overrides), recipe, json)
+    run_recipe(load_recipe(recipe, [*(set_ or []), *_run_overrides(resume, overwrite)]), recipe, json)
 
 
 def medusa(
@@ -101,12 +100,12 @@ def default_medusa_recipe(stage: int | None) -> Path:
 
 
 def _measure_heads(loaded: Recipe, json: bool) -> None:
-    from ligertune.cli.render import heads_report
+    from ligertune.cli.render import run_report
     from ligertune.decode.medusa_run import report_on
     from ligertune.planning.options import RunOptions
 
     found = report_on(RunOptions.of(loaded)).as_dict()
-    heads_report.report(found)
+    run_report.show_heads(found)
     if json:
         render.json_report(found)
 
@@ -118,7 +117,7 @@ def run_recipe(loaded: Recipe, path: Path, json: bool) -> None:
     run this function too; each waits until the plan of the first process has passed its checks.
     Raises typer.Exit(130) if the run was interrupted, and UserError for invalid input.
     """
-    from ligertune.cli.render import data_report, heads_report
+    from ligertune.cli.render import data_report, run_report
     from ligertune.hardware import choose_processes, is_launched, is_main_process
     from ligertune.launcher import slurm
     from ligertune.launcher.failures import is_started_rank
@@ -127,20 +126,20 @@ def run_recipe(loaded: Recipe, path: Path, json: bool) -> None:
     from ligertune.planning.preflight import check_output_dir, check_paths
     from ligertune.progress import COMMAND_GIVEN, Phases, taken_over
 
-    # Until the ranks or the run install their own handler: Python can lose a KeyboardInterrupt inside an import.
+    # until the ranks or the run install their own handler: Python can lose a KeyboardInterrupt inside an import
     signal.signal(signal.SIGINT, leave_at_once)
     check_paths(loaded)  # report missing files before torch is imported, which takes seconds
 
     os.environ.update(slurm.variables(os.environ))
     started, main = is_started_rank(), is_main_process()
     if started:
-        phases = taken_over(begin_rank(_import_run), render.begins if main else None)
+        phases = taken_over(begin_rank(_import_run), render.text if main else None)
     else:
         check_output_dir(loaded)
-        phases = Phases(render.begins if main else None, begun=COMMAND_GIVEN)
+        phases = Phases(render.text if main else None, begun=COMMAND_GIVEN)
     with phases, contextlib.ExitStack() as stack:
         if main and not started:
-            render.begins("planning ...")
+            render.text("planning ...")
         processes = choose_processes(loaded.parallel.num_processes, loaded.parallel.strategy)
         ranks = None
         # Start the ranks before planning: they import torch while this process plans.
@@ -152,18 +151,16 @@ def run_recipe(loaded: Recipe, path: Path, json: bool) -> None:
 
             job = plan_for(loaded, preparing.show, processes=processes)
         if main and not started:
-            render.plan(job.plan)
+            run_report.show_plan(job.plan)
         if ranks is not None:
             phases.begin("starting the processes")
             raise typer.Exit(ranks.run(job.plan, phases.handed_on))
-        with render.Progress(job.plan.schedule.total_steps) as progress:
+        with run_report.Progress(job.plan.schedule.total_steps) as progress:
             phases.say = progress.begins if main else None
             report = run(job, progress.show, phases=phases)
     if main:
-        render.report(report)
-        if report.medusa is not None:
-            heads_report.report(report.medusa)
-        render.next_step(report, str(path))
+        run_report.show_report(report)
+        run_report.next_step(report, str(path))
         if json:
             render.json_report(report.as_dict())
     if report.status == "interrupted" and not started:

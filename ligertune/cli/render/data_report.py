@@ -1,5 +1,4 @@
-"""How `ligertune data` looks: examples with what is trained marked, then what became of the rows and of the tokens.
-And the bar that shows how far the preparing of data is."""
+"""Output of `ligertune data`: examples with trained tokens marked, counts, lengths, batches; progress of preparing."""
 
 from __future__ import annotations
 
@@ -11,15 +10,16 @@ from rich.rule import Rule
 from rich.text import Text
 
 from ligertune.cli.render.console import OUTPUT, table, text
+from ligertune.errors import plural
 
 if TYPE_CHECKING:
-    from ligertune.data.preview import Piece, PreviewExample
+    from ligertune.data.preview import PreviewExample
 
-_BAR = 40  # characters of the histogram's longest bar
+BAR = 40  # characters of the histogram's longest bar
 
 
 class Preparing:
-    """A bar for each data set that is prepared; on a terminal only, and none for what the cache holds."""
+    """A progress bar per data set that is prepared: on a terminal only, and not for cached data."""
 
     def __init__(self, *, enabled: bool = True) -> None:
         shown = enabled and OUTPUT.console.is_terminal
@@ -41,130 +41,114 @@ class Preparing:
         self._progress.__exit__(*exc)
 
     def show(self, path: str, rows: int, share: float) -> None:
-        """`share` of a data set is done, so many rows."""
+        """Update the bar of the data set at `path`: rows read so far, and their share of the file."""
         if path not in self._tasks:
             self._tasks[path] = self._progress.add_task(path, total=1.0, rows=0)
         self._progress.update(self._tasks[path], completed=share, rows=rows)
 
 
-def data_preview(everything: dict[str, Any], previews: Sequence[PreviewExample]) -> None:
-    """The examples, then the account of all of them. everything: `preview.summary`."""
+def data_preview(summary: dict[str, Any], previews: Sequence[PreviewExample]) -> None:
+    """Print the examples, then the statistics of all data. summary: from `preview_summary`."""
     colour = OUTPUT.console.is_terminal
     if previews:
         marks = "Trained: green; every second token is underlined; control tokens are reversed."
         text(marks if colour else "Trained: [[between double brackets]].")
     for number, shown in enumerate(previews, start=1):
-        head = f"{number}: {shown.source}, {shown.tokens} tokens, {shown.trained_tokens} trained"
+        head = f"{number}: {shown.source}, {plural(shown.tokens, 'token')}, {shown.trained_tokens} trained"
         OUTPUT.console.print(Rule(Text(head), align="left") if colour else Text(f"--- {head} ---"))
-        OUTPUT.console.print(_coloured(shown) if colour else _bracketed(shown))
-    table("Data", account_rows(everything))
-    table("Tokens of an example", _histogram(everything["lengths"]))
-    if everything["outlook"]:
-        table("In training", training_rows(everything["outlook"]))
-    for note in report_notes(everything["report"]):
+        OUTPUT.console.print(_marked(shown, colour=colour))
+    table("Data", account_rows(summary))
+    table("Tokens per example", _histogram(summary["lengths"]))
+    if summary["outlook"]:
+        table("In training", training_rows(summary["outlook"]))
+    for note in report_notes(summary["report"]):
         text(f"  note: {note}")
 
 
-def _coloured(shown: PreviewExample) -> Text:
+def _marked(shown: PreviewExample, *, colour: bool) -> Text:
+    """Return the text with trained tokens marked, by colours or by brackets."""
     from ligertune.data.preview import visible_text
 
+    if not colour:
+        spans = ((visible_text(span), trained) for span, trained in shown.spans)
+        return Text("".join(f"[[{span}]]" if trained else span for span, trained in spans))
     tokens = Text()
     for index, piece in enumerate(shown.pieces):
-        tokens.append(visible_text(piece.text), style=_style(piece, underlined=index % 2 == 1))
+        style = "green" if piece.trained else "dim"
+        style += (" underline" if index % 2 else "") + (" reverse" if piece.special else "")
+        tokens.append(visible_text(piece.text), style=style)
     return tokens
 
 
-def _style(piece: Piece, *, underlined: bool) -> str:
-    colour = "green" if piece.trained else "dim"
-    return colour + (" underline" if underlined else "") + (" reverse" if piece.special else "")
-
-
-def _bracketed(shown: PreviewExample) -> Text:
-    from ligertune.data.preview import visible_text
-
-    return Text(
-        "".join(f"[[{visible_text(span)}]]" if trained else visible_text(span) for span, trained in shown.spans)
-    )
-
-
-def account_rows(everything: dict[str, Any], *, with_counts: bool = True) -> list[tuple[str, str]]:
-    """Return (name, value) rows about data sets and tokens; `with_counts` also about dropped and repaired rows."""
-    report, lengths = everything["report"], everything["lengths"]
-    rows = _sets(report)
-    if everything["streamed"]:
-        rows.append(("streamed", "only the first examples were looked at: what follows is of them"))
+def account_rows(summary: dict[str, Any], *, with_counts: bool = True) -> list[tuple[str, str]]:
+    """Return (name, value) rows about data sets and tokens; with_counts: also about dropped and repaired rows."""
+    report, lengths = summary["report"], summary["lengths"]
+    rows = _data_sets(report)
+    if summary["streamed"]:
+        rows.append(("streamed", "only the first examples were read; all counts below are theirs"))
     else:
-        held_out = f", and {everything['eval_examples']} to evaluate on" if everything["eval_examples"] else ""
+        held_out = f", and {summary['eval_examples']} for evaluation" if summary["eval_examples"] else ""
         overlength = f"{report['overlength']} ({report['overlength'] / max(report['rows_read'], 1):.1%})"
-        rows.append(("examples", f"{report['examples']} of {report['rows_read']} rows{held_out}"))
-        if with_counts:
-            rows += _counts("dropped", report["dropped"], report["first_dropped"])
-            rows += _counts("repaired", report["repaired"], report["first_repaired"])
-        rows += [
-            (
-                "tokens",
-                f"{report['tokens']}, {report['trained_tokens']} trained ({report['trained_share']:.1%})",
-            ),
-            ("too long", f"{overlength}, {report['truncated']} truncated"),
-        ]
-    if everything["images"]:
-        rows.append(("images", str(everything["images"])))
-    rows += [
-        (
-            "tokens each",
-            f"mean {lengths['mean']}, half have at most {lengths['p50']}, 90 % {lengths['p90']}, "
-            f"95 % {lengths['p95']}, 99 % {lengths['p99']}, longest {lengths['max']}",
-        ),
-        ("fingerprint", everything["fingerprint"][:16]),
-    ]
-    held = everything["eval_report"]
-    if held:
-        dropped = _counts("dropped", held["dropped"], held["first_dropped"]) if with_counts else []
-        rows += [(f"eval {name}", value) for name, value in _sets(held) + dropped]
-    return rows
+        rows.append(("examples", f"{report['examples']} of {plural(report['rows_read'], 'row')}{held_out}"))
+        rows += _reasons("dropped", report) + _reasons("repaired", report) if with_counts else []
+        rows.append(
+            ("tokens", f"{report['tokens']}, {report['trained_tokens']} trained ({report['trained_share']:.1%})")
+        )
+        rows.append(("too long", f"{overlength}, {report['truncated']} truncated"))
+    if summary["images"]:
+        rows.append(("images", str(summary["images"])))
+    percentiles = ", ".join(f"p{p} {lengths[f'p{p}']}" for p in (50, 90, 95, 99))
+    rows.append(("example length", f"mean {lengths['mean']}, {percentiles}, longest {lengths['max']} tokens"))
+    rows.append(("content hash", summary["fingerprint"][:16]))
+    evaluation = summary["eval_report"]
+    held_out = _data_sets(evaluation) + (_reasons("dropped", evaluation) if with_counts else [])
+    return rows + [(f"eval {name}", value) for name, value in held_out]
 
 
-def _sets(report: dict[str, Any]) -> list[tuple[str, str]]:
+def _data_sets(report: dict[str, Any] | None) -> list[tuple[str, str]]:
     return [
         (
             "data set",
-            f"{part['path']}: {part['examples']} of {part['rows_read']} rows, {part['format']}, "
+            f"{part['path']}: {part['examples']} of {plural(part['rows_read'], 'row')}, {part['format']}, "
             f"template {part['template']}" + (", from the cache" if part["cached"] else ""),
         )
-        for part in report["sets"]
+        for part in (report or {"sets": ()})["sets"]
     ]
 
 
-def _counts(name: str, counts: dict[str, int], first: dict[str, str]) -> list[tuple[str, str]]:
+def _reasons(name: str, report: dict[str, Any] | None) -> list[tuple[str, str]]:
+    """Return one row per reason for which rows were dropped or repaired, with the place of the first such row."""
+    counts, first = ((report or {}).get(key, {}) for key in (name, f"first_{name}"))
     return [(name, f"{count} {reason}, first {first[reason]}") for reason, count in counts.items()]
 
 
 def _histogram(lengths: dict[str, Any]) -> list[tuple[str, str]]:
     most = max(lengths["counts"])
     starts = zip(lengths["edges"], lengths["counts"], strict=True)
-    return [(f"from {first}", f"{'█' * round(_BAR * count / most)} {count}") for first, count in starts]
+    return [(f"from {first}", f"{'█' * round(BAR * count / most)} {count}") for first, count in starts]
 
 
 def training_rows(outlook: dict[str, Any]) -> list[tuple[str, str]]:
     """Return (name, value) rows about an epoch, a step and the run."""
     kind = "packed" if outlook["packed"] else "padding-free" if outlook["padding_free"] else "padded"
+    fills = {
+        "packed": "fill_packed",
+        "padded, grouped by length": "fill_grouped",
+        "padded, shuffled": "fill_shuffled",
+        "padded to max_length": "fill_to_max_length",
+    }
     return [
-        ("an epoch", f"{outlook['rows']} rows, {kind}: {outlook['fill']:.1%} of the slots are tokens"),
+        ("rows per epoch", f"{outlook['rows']}, {kind}; {1 - outlook['fill']:.1%} padding"),
+        ("padding if", "; ".join(f"{way}: {1 - outlook[key]:.1%}" for way, key in fills.items())),
         (
-            "slots used",
-            f"packed {outlook['fill_packed']:.1%}, padded in groups of one length {outlook['fill_grouped']:.1%}, "
-            f"padded as shuffled {outlook['fill_shuffled']:.1%}, "
-            f"padded to max_length {outlook['fill_to_max_length']:.1%}",
-        ),
-        (
-            "a step",
-            f"{outlook['rows_per_step']} rows over all of {outlook['processes']} processes, "
+            "per step",
+            f"{plural(outlook['rows_per_step'], 'row')} over {plural(outlook['processes'], 'process', 'processes')}, "
             f"about {outlook['tokens_per_step']:,.0f} tokens",
         ),
         (
-            "the run",
-            f"{outlook['steps']} steps ({outlook['steps_per_epoch']:.1f} an epoch), about {outlook['tokens']:,} tokens"
-            f", {outlook['trained_tokens']:,} of them trained",
+            "whole run",
+            f"{plural(outlook['steps'], 'step')} ({outlook['steps_per_epoch']:.1f} per epoch), about "
+            f"{outlook['tokens']:,} tokens, {outlook['trained_tokens']:,} of them trained",
         ),
     ]
 
@@ -174,9 +158,10 @@ def report_notes(report: dict[str, Any]) -> list[str]:
     notes = list(report["notes"])
     if report["straddling"]:
         notes.append(
-            f"{report['straddling']} tokens begin in the prompt and reach into the answer (line breaks, mostly): "
-            "they are not trained."
+            f"not trained: {plural(report['straddling'], 'token')} at the boundary of prompt and answer, with text of "
+            "both (mostly line breaks)."
         )
     if report["literal"]:
-        notes.append(f"{report['literal']} rows hold text that looks like a control token: it is taken as text.")
+        count = plural(report["literal"], "row")
+        notes.append(f"{count} with text that looks like a control token: it is tokenized as ordinary text.")
     return notes

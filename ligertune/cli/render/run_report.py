@@ -1,0 +1,286 @@
+"""Output of a training run: plan, predicted memory, progress, final report, accuracy and speed-up of Medusa heads."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.live import Live
+from rich.text import Text
+
+from ligertune.cli.render.console import OUTPUT, columns, table, text
+from ligertune.errors import format_bytes, plural
+
+if TYPE_CHECKING:
+    from ligertune.planning.memory.fit import Fit
+    from ligertune.planning.plan import KernelLine, Plan
+    from ligertune.report import Report, Throughput
+
+# StepPhase.name -> words
+PHASES = {
+    "frozen model": "in the forward of the frozen model",
+    "loss": "in the loss",
+    "backward": "at the beginning of the backward",
+    "run again": "in the backward, when the first checkpointed layer is recomputed",
+    "first layer": "in the backward of the first layer",
+    "gradients": "at the end of the backward",
+    "step": "in the optimizer step",
+}
+
+
+def show_plan(plan: Plan) -> None:
+    """Print the plan, before anything is trained."""
+    batching, schedule, data = plan.batching, plan.schedule, plan.data
+    place = "in host memory for each device" if plan.parallel.cpu_offload else "on each device"
+    group = ("process", "processes")
+    if batching.cp_size > 1:
+        group = tuple(f"{words} of {batching.cp_size} processes" for words in ("group", "groups"))
+    warmup = f" ({schedule.warmup_steps} of them warm-up)" if schedule.warmup_steps else ""
+    rows = [
+        ("model", f"{plan.model_family}, {_count(plan.n_parameters)} parameters, {_count(plan.n_trainable)} trained"),
+        ("device", f"{plan.machine.name} ({plan.machine.arch}) x {batching.world_size}, "
+                   f"{_with_reason(plan.strategy, plan.strategy_why)}"),
+        ("dtype", "float16 (mixed precision: float32 weights, scaled loss)" if plan.precision.autocast == "fp16"
+                  else plan.precision.weights),
+        ("attention", _with_reason(plan.attn_implementation, plan.attn_why)),
+        ("kernels", _kernels(plan.kernels, plan.kernels_backend)),
+        ("data", _dataset(plan)),
+        ("dropped rows", ", ".join(f"{count} {reason}" for reason, count in data.dropped.items()) or "none"),
+        ("batch", f"{batching.micro_batch_size} per device x {batching.accumulation} accumulated x "
+                  f"{plural(batching.row_ranks, *group)} = {_batch(plan)}"),
+        ("steps", f"{schedule.total_steps}{warmup}, {schedule.type}, learning rate {schedule.learning_rate:g}"),
+        ("states", f"{format_bytes(plan.bytes.total)} {place} for weights, gradients and {plan.optimizer.name}"),
+        ("peak memory", _predicted(plan)),
+        ("output", str(plan.output_dir)),
+    ]  # fmt: skip
+    if data.eval_examples:
+        rows.insert(6, ("evaluation", plural(data.eval_examples, "example")))
+    table("Plan", rows)
+    for line in plan.kernels:
+        if line.left:
+            text(f"  not replaced: {line.left} x {line.kernel}: {line.note}")
+    for note in plan.notes:
+        text(f"  note: {note}")
+
+
+def show_memory(plan: Plan, fits: Iterable[Fit] | None) -> None:
+    """Print the predicted peak memory by kind, and the largest batch and row that fit."""
+    if plan.peak is not None:
+        text()
+        kinds = {"working": "temporary"}
+        rows = [(kinds.get(kind, kind), format_bytes(n_bytes)) for kind, n_bytes in plan.peak.parts().items()]
+        table(f"Peak memory of each device, reached {PHASES[plan.peak.phase.name]}", rows)
+    for fit in fits or ():
+        how = "with checkpointing" if fit.checkpointing else "without checkpointing"
+        rows = plural(fit.micro_batch_size, "row")
+        text(f"  fits {how} in {format_bytes(plan.machine.memory_bytes)}: a micro-batch of {rows} of data.max_length, "
+             f"or one row of {plural(fit.row_length, 'token')}")  # fmt: skip
+
+
+def _with_reason(choice: str, why: str) -> str:
+    return f"{choice} ({why})" if why else choice
+
+
+def _predicted(plan: Plan) -> str:
+    if plan.peak is None:
+        from ligertune.planning.memory.activation_policy import why_not_predicted
+
+        return f"not predicted: {why_not_predicted(plan.build.task)}"
+    total, available = format_bytes(plan.peak.total), format_bytes(plan.machine.memory_bytes)
+    return f"{total} predicted of {available} on each device"
+
+
+def _dataset(plan: Plan) -> str:
+    data = plan.data
+    if plan.rows.streamed:
+        return f"streamed during training, template {data.template}"
+    examples, tokens = plural(data.examples, "example"), plural(data.tokens, "token")
+    share = 100 * data.trained_tokens / max(1, data.tokens)
+    return f"{examples}, {tokens}, {share:.1f} % trained, template {data.template}"
+
+
+def _batch(plan: Plan) -> str:
+    """Return the global batch size, what it counts, and how rows are made."""
+    rows, size = plan.rows, plan.batching.global_batch_size
+    if not rows.packed:
+        words = [plural(size, "example") + " per step"]
+        words += ["grouped by length"] if rows.kind == "grouped" else []
+        words += ["padding-free"] if rows.padding_free else []
+    else:
+        words = [f"{plural(size, 'row')} of {rows.length} tokens per step"]
+        words += [] if rows.streamed else [f"{plural(rows.count, 'row')} per epoch", f"{100 * rows.fill:.2f} % filled"]
+    return ", ".join([*words, "streamed"] if rows.streamed else words)
+
+
+class Progress:
+    """Progress of a run: one live line on a terminal, plain lines elsewhere."""
+
+    def __init__(self, total_steps: int) -> None:
+        self._total = total_steps
+        self._live: Live | None = None
+
+    def __enter__(self) -> Progress:
+        if OUTPUT.console.is_terminal:
+            self._live = Live(console=OUTPUT.console, refresh_per_second=4)
+            self._live.__enter__()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._live:
+            self._live.__exit__(*exc)
+
+    def begins(self, words: str) -> None:
+        """Show a phase before the first step."""
+        if self._live:
+            self._live.update(Text(words))
+        else:
+            text(words)
+
+    def show(self, line: dict) -> None:
+        """Show a line of metrics.jsonl."""
+        shown = Text(self._words(line))
+        if self._live and "loss" in line:
+            self._live.update(shown)
+        else:
+            OUTPUT.console.print(shown)
+
+    def _words(self, line: dict) -> str:
+        if "note" in line:
+            return f"note: {line['note']}"
+        if "samples" in line:
+            return "\n".join(f"  {one['prompt']!r} -> {one['answer']!r}" for one in line["samples"])
+        if "eval_loss" in line:
+            return f"step {line['step']:>6}/{self._total}  evaluation loss {line['eval_loss']:.4f}"
+        norm = "" if line["grad_norm"] is None else f"  grad norm {line['grad_norm']:.2f}"
+        return (
+            f"step {line['step']:>6}/{self._total}  loss {line['loss']:.4f}  lr {line['learning_rate']:.2e}{norm}  "
+            f"{_count(line['tokens_per_second'])} tokens/s  peak {format_bytes(max(line['peak_memory'].values()))}  "
+            f"left {_duration(line['remaining_seconds'])}"
+        )
+
+
+def show_report(report: Report) -> None:
+    """Print the report of a finished or interrupted run."""
+    done = report.status == "completed"
+    stopped_by = f" by {report.stopped_by}" if report.stopped_by else ""
+    resumed = f", resumed at step {report.resumed_from}" if report.resumed_from else ""
+    rows = [
+        ("status", report.status + stopped_by),
+        ("steps", f"{report.steps} of {report.total_steps}{resumed}"),
+        ("loss", "none logged" if report.loss_first is None else f"{report.loss_first:.4f} -> {report.loss_last:.4f}"),
+    ]
+    if report.eval_loss is not None:
+        rows.append(("evaluation loss", f"{report.eval_loss:.4f}"))
+    if report.seconds_to_first_step:
+        parts = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in report.seconds_to_first_step.items())
+        rows.append(("first step after", f"{sum(report.seconds_to_first_step.values()):.1f} s: {parts}"))
+    rows += _throughput(report.throughput) if report.throughput else []
+    rows += [
+        ("peak memory", _peak_memory(report.peak_memory)),
+        ("kernels applied", _kernels(report.kernels, report.kernels_backend)),
+        ("device", f"{report.device} x {report.world_size}, {report.strategy}, {report.dtype}"),
+        ("time", _duration(report.seconds)),
+        ("model", report.model_path or f"not written: {'save_model is false' if done else 'the run is not finished'}"),
+    ]
+    text()
+    table("Report", rows)
+    if report.medusa is not None:
+        show_heads(report.medusa)
+
+
+def _throughput(speed: Throughput) -> list[tuple[str, str]]:
+    steps = plural(speed.steps, "step")
+    excluded = speed.warmup_steps_excluded
+    warmup = f"without the first {excluded}" if excluded else "warm-up included"
+    rows = [
+        ("tokens/s", f"{speed.tokens_per_second:,.0f} real ({speed.trained_tokens_per_second:,.0f} trained), "
+                     f"{speed.padded_tokens_per_second:,.0f} with padding ({100 * speed.padding_share:.1f} % padding); "
+                     f"over {steps}, {warmup}"),
+    ]  # fmt: skip
+    mfu = "unknown peak rate of this device or dtype" if speed.mfu is None else f"{100 * speed.mfu:.1f} %"
+    if speed.images_per_second is not None:
+        images = f"{speed.images_per_second:,.1f} ({speed.image_tokens_per_second:,.0f} of the tokens/s)"
+        rows.append(("images/s", images))
+        mfu = "not measured for vision-language models"
+    return [*rows, ("MFU", mfu)]
+
+
+def show_heads(found: dict[str, Any]) -> None:
+    """Print the accuracy of each Medusa head, and decoding with the heads against plain decoding.
+
+    found: MedusaReport.as_dict().
+    """
+    rows = [
+        [f"head {k}", f"+{k + 1}", f"{100 * top1:.1f} %", f"{100 * top5:.1f} %"]
+        for k, (top1, top5) in enumerate(zip(found["top1"], found["top5"], strict=True), start=1)
+    ]
+    text()
+    columns(f"Accuracy of the heads on {found['measured_on']}", ["", "token", "top-1", "top-5"], rows)
+    decoding = found["decoding"]
+    if decoding is None:
+        return
+    tokens, prompts = plural(decoding["new_tokens"], "new token"), plural(decoding["prompts"], "prompt")
+    rows = [
+        ("tree", f"{plural(found['tree_nodes'], 'node')}, depth {found['tree_depth']}"),
+        ("accepted length", f"{decoding['accepted_length']:.2f} tokens per forward pass ({tokens})"),
+        ("text", f"equal to plain decoding's for {decoding['identical']} of {prompts}"),
+        ("tokens/s", f"{decoding['tokens_per_second']:,.0f} with heads, {decoding['plain_tokens_per_second']:,.0f} "
+                     f"with plain decoding: {decoding['speed_up']:.2f}x (one prompt at a time)"),
+    ]  # fmt: skip
+    table("Decoding", rows)
+
+
+def next_step(report: Report, recipe_path: str) -> None:
+    """Print the command to type after a run."""
+    if report.model_path:
+        model = shlex.quote(report.model_path)
+        heads = " --medusa" if Path(report.model_path).name == "medusa" else ""
+        text(f"\nGenerate from it:  {command()} generate {model} 'Give three tips for staying healthy.'{heads}")
+    elif report.status == "interrupted":
+        text(f"\nContinue it:  {command()} train {shlex.quote(recipe_path)} --resume")
+
+
+def command() -> str:
+    """Return how to call this ligertune from the user's shell: its environment may not be on the PATH."""
+    found, own = shutil.which("ligertune"), Path(sys.executable).with_name("ligertune")
+    if found and Path(found).parent == own.parent:
+        return "ligertune"
+    here = Path.cwd()
+    if own.exists():
+        return shlex.quote(str(own.relative_to(here) if own.is_relative_to(here) else own))
+    return f"{shlex.quote(sys.executable)} -m ligertune"
+
+
+def _kernels(lines: Iterable[KernelLine], backend: str) -> str:
+    """Return the applied kernels with their numbers of modules, and what they run on."""
+    applied = [f"{line.kernel} x {line.applied}" for line in lines if line.applied]
+    how = "Triton" if backend == "triton" else "PyTorch reference"
+    return f"{', '.join(applied)} ({how})" if applied else "none"
+
+
+def _peak_memory(peak: dict[str, int]) -> str:
+    if "resident_run" in peak:
+        return f"{format_bytes(peak['resident_run'])} of host memory (whole process)"
+    return (
+        f"{format_bytes(peak['allocated_steady'])} allocated, {format_bytes(peak['reserved_steady'])} reserved after "
+        f"the warm-up; {format_bytes(peak['allocated_run'])} allocated over the whole run"
+    )
+
+
+def _count(number: float) -> str:
+    """Shorten a number: 12345678 -> 12.3M."""
+    for unit, scale in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= scale:
+            return f"{number / scale:.3g}{unit}"
+    return f"{number:.0f}"
+
+
+def _duration(seconds: float) -> str:
+    """Format seconds as h:mm:ss or m:ss."""
+    hours, rest = divmod(round(seconds), 3600)
+    minutes, rest = divmod(rest, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
