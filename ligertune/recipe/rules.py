@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from ligertune.recipe.document import Document, KeyPath, split
@@ -11,23 +12,50 @@ from ligertune.recipe.optimizer_table import OPTIMIZERS
 from ligertune.recipe.schema import Recipe
 from ligertune.recipe.train_sections import EITHER_OR, TrainSpec
 
-Condition = Callable[[Any], bool]
+LITERALS = {"true": True, "false": False, "null": None, "1": 1, "2": 2}
+
+
+@dataclass(frozen=True)
+class Condition:
+    """A recipe key and the values of it that a rule is about."""
+
+    key: str
+    holds: Callable[[Any], bool]
+
+    @staticmethod
+    def parse(text: str) -> Condition:
+        """Read one condition.
+
+        "key": it is not false, 0, null or empty.  "no key": it is.  "key: a|b": it has one of these values.
+        "key: not a|b": it has another value.  "key: any": the rule's message only mentions it.
+        """
+        key, _, values = text.partition(": ")
+        if not values:
+            return Condition(key.removeprefix("no "), (lambda value: not value) if key.startswith("no ") else bool)
+        named = [LITERALS.get(word, word) for word in values.removeprefix("not ").split("|")]
+        if values == "any":
+            return Condition(key, lambda value: True)
+        return Condition(key, lambda value: (value in named) != values.startswith("not "))
 
 
 @dataclass(frozen=True)
 class Rule:
     """A combination of values that a recipe must not have.
 
-    conditions: key -> predicate of its value. The rule is broken if all predicates and `also` hold.
-    message: names the keys as {0}, {1}, ... in the order of `conditions`, and their values as {v[0]}, {v[1]}, ...
+    when: conditions, separated by commas; the rule is broken if all of them and `also` hold.
+    message: names the keys as {0}, {1}, ... in the order of `when`, and their values as {v[0]}, {v[1]}, ...
     """
 
-    conditions: Mapping[str, Condition]
+    when: str
     message: str
-    also: Condition = lambda recipe: True
+    also: Callable[[Recipe], bool] = lambda recipe: True
+
+    @cached_property
+    def conditions(self) -> list[Condition]:
+        return [Condition.parse(text) for text in self.when.split(", ")]
 
     def is_broken(self, recipe: Recipe) -> bool:
-        return all(holds(_value(recipe, key)) for key, holds in self.conditions.items()) and self.also(recipe)
+        return all(one.holds(_value(recipe, one.key)) for one in self.conditions) and self.also(recipe)
 
 
 def _value(recipe: Recipe, key: str) -> Any:
@@ -37,33 +65,9 @@ def _value(recipe: Recipe, key: str) -> Any:
     return value
 
 
-def _is(*values: Any) -> Condition:
-    return lambda value: value in values
-
-
-def _is_not(*values: Any) -> Condition:
-    return lambda value: value not in values
-
-
-def _any(value: Any) -> bool:
-    """Hold for every value: the key is in the rule only because the message names it."""
-    return True
-
-
-_on = bool
-_off = _is(False, 0, None, ())
-_given = _is_not(None)
-_not_given = _is(None)
-_adapter = _is("lora", "qlora")
-_deepspeed = _is("deepspeed_zero2", "deepspeed_zero3")
-_above_1 = (2).__le__
-MEDUSA_STAGE_1 = {"medusa.stage": _is(1), "task": _is("medusa")}
-GATE_OFFLOAD = ("offload_gate", "offload_both")
-
-
-def _runs_on_gpu(optimizer: str) -> bool:
-    """Report whether the optimizer comes from a package whose kernels run on a GPU only."""
-    return OPTIMIZERS[optimizer].needs is not None
+def _each(message: str, lead: str, *rows: tuple[str, str]) -> list[Rule]:
+    """Return one rule per (condition, reason): `lead` excludes the condition. The message contains {why}."""
+    return [Rule(f"{lead}, {condition}", message.replace("{why}", why)) for condition, why in rows]
 
 
 def _warms_up(recipe: Recipe) -> bool:
@@ -78,311 +82,279 @@ def _accumulates(recipe: Recipe) -> bool:
     return (train.gradient_accumulation_steps or 1) > 1 or (wanted is not None and micro not in ("auto", wanted))
 
 
+MEDUSA_STAGE_1 = "medusa.stage: 1, task: medusa"
+ADAPTER = "method.type: lora|qlora"
+GATE_OFFLOAD = "train.gradient_checkpointing: offload_gate|offload_both"
+DEEPSPEED = "parallel.strategy: deepspeed_zero2|deepspeed_zero3"
+# optimizers of packages whose kernels run on a GPU only
+GPU_OPTIMIZER = "train.optim: " + "|".join(name for name, row in OPTIMIZERS.items() if row.needs)
+ONE_OUT = "Leave one of them out."
+
 BATCH_RULES = (
     *(
         rule
-        for key, rival in (("train." + key, "train." + rival) for key, rival in EITHER_OR.items())
+        for key, rival in EITHER_OR.items()
         for rule in (
-            Rule({rival: _given, key: _given}, "{0} and {1} are both given. Keep one of them."),
-            Rule({key: _not_given, rival: _not_given}, "{0} is null and {1} is not given. Give one of them."),
+            Rule(f"train.{rival}: not null, train.{key}: not null", "{0} and {1} are both given. Keep one of them."),
+            Rule(f"train.{key}: null, train.{rival}: null", "{0} is null and {1} is not given. Give one of them."),
         )
     ),
     Rule(
-        {"train.global_batch_size": _given, "train.per_device_train_batch_size": _is_not("auto")},
+        "train.global_batch_size: not null, train.per_device_train_batch_size: not auto",
         "{0} is {v[0]}, which is not a multiple of {1}: {v[1]}.",
         also=lambda recipe: recipe.train.global_batch_size % recipe.train.per_device_train_batch_size != 0,
     ),
     Rule(
-        {"train.per_device_train_batch_size": _is("auto"), "train.global_batch_size": _not_given},
+        "train.per_device_train_batch_size: auto, train.global_batch_size: null",
         "{0} is auto, which keeps the global batch size. Give {1}.",
     ),
     Rule(
-        {"train.warmup_steps": _any, "train.warmup_ratio": _any, "train.lr_scheduler_type": _is("constant")},
+        "train.warmup_steps: any, train.warmup_ratio: any, train.lr_scheduler_type: constant",
         "{2} is constant, which has no warm-up. Write train.lr_scheduler_type: constant_with_warmup.",
         also=_warms_up,
     ),
 )
 
 DATA_RULES = (
-    Rule({"data.val_split": _on, "data.eval_datasets": _on}, "{0} and {1} are both given. Keep one of them."),
+    Rule("data.val_split, data.eval_datasets", "{0} and {1} are both given. Keep one of them."),
     Rule(
-        {"data.eval_datasets": lambda datasets: any(dataset.weight != 1 for dataset in datasets)},
+        "data.eval_datasets",
         "{0} has a weight, but an evaluation reads every example once. Leave the weight out.",
+        also=lambda recipe: any(dataset.weight != 1 for dataset in recipe.data.eval_datasets),
     ),
     Rule(
-        {"eval.eval_strategy": _is_not("no"), "data.val_split": _off, "data.eval_datasets": _off},
+        "eval.eval_strategy: not no, no data.val_split, no data.eval_datasets",
         "{0} is {v[0]}, but there is no evaluation data. Give {1} or {2}.",
     ),
     *(
-        Rule({key: _on, "eval.eval_strategy": _is("no")}, "{0} needs evaluations, and {1} is no. Write steps or epoch.")
+        Rule(f"{key}, eval.eval_strategy: no", "{0} needs evaluations, and {1} is no. Write steps or epoch.")
         for key in ("checkpoint.load_best_model_at_end", "eval.early_stopping_patience")
     ),
+    Rule("data.streaming, train.max_steps: null", "{0} reads data of unknown length. Give {1}."),
     Rule(
-        {"data.streaming": _on, "train.max_steps": _not_given},
-        "{0} reads data of unknown length. Give {1}.",
-    ),
-    Rule(
-        {"data.streaming": _on, "data.val_split": _on, "data.eval_datasets": _any},
+        "data.streaming, data.val_split, data.eval_datasets: any",
         "{0} cannot split off {1} before it has read the data. Give {2} instead.",
     ),
     *(
         Rule(
-            {key: _is("epoch"), "data.streaming": _on},
+            f"{key}: epoch, data.streaming",
             "{0} is epoch, and with {1} the end of an epoch is not known. Write steps.",
         )
         for key in ("eval.eval_strategy", "checkpoint.save_strategy")
     ),
-    Rule(
-        {"data.padding_free": _is(True), "data.packing": _off, "train.torch_compile": _on},
-        "{0} gives every batch another length, and {2} compiles for fixed lengths. Leave one of them out.",
+    *(
+        Rule(
+            f"data.padding_free: true, no data.packing, {key}",
+            f"{{0}} gives every batch another length, and {{2}} {needs} fixed lengths. {ONE_OUT}",
+        )
+        for key, needs in (("train.torch_compile", "compiles for"), ("train.cuda_graphs", "replays graphs of"))
     ),
     Rule(
-        {"data.padding_free": _is(True), "data.packing": _off, "train.cuda_graphs": _on},
-        "{0} gives every batch another length, and {2} replays graphs of fixed lengths. Leave one of them out.",
-    ),
-    Rule(
-        {"checkpoint.overwrite": _on, "checkpoint.resume_from_checkpoint": _is_not("never")},
+        "checkpoint.overwrite, checkpoint.resume_from_checkpoint: not never",
         "{0} would delete the run that {1} continues. Keep one of them.",
     ),
 )
 
 METHOD_RULES = (
     Rule(
-        {"model.num_hidden_layers": _given, "model.init": _is("pretrained")},
+        "model.num_hidden_layers, model.init: pretrained",
         "{0} works with random weights only, and {1} is pretrained. Write model.init: random, or leave {0} out.",
     ),
     Rule(
-        {"method.type": _is("freeze"), "method.trainable": _off},
+        "method.type: freeze, no method.trainable",
         "{0} is freeze, and no parameter is left to train. Give {1}, a list of regular expressions.",
     ),
     Rule(
-        {"method.trainable": _on, "method.type": _is_not("freeze")},
+        "method.trainable, method.type: not freeze",
         "{0} works with method.type: freeze only, and {1} is {v[1]}.",
     ),
     Rule(
-        {"method.type": _is("qlora"), "model.init": _is("random")},
+        "method.type: qlora, model.init: random",
         "{0} is qlora, which quantises pretrained weights, and {1} is random. Write method.type: lora.",
     ),
     *(
         Rule(
-            {key: _off, "method.type": _adapter},
+            f"no {key}, {ADAPTER}",
             "{0} is false, and {1} is {v[1]}, which trains only the adapter. "
             "Leave {0} out, and name other layers to train in method.lora_modules_to_save.",
         )
         for key in ("vision.freeze_vision_tower", "vision.freeze_projector")
     ),
     Rule(
-        {"vision.freeze_language_model": _on, "method.type": _adapter},
-        "{0} is true, and {1} is {v[1]}, whose adapter is part of the language model. Leave one of them out.",
+        f"vision.freeze_language_model, {ADAPTER}",
+        f"{{0}} is true, and {{1}} is {{v[1]}}, whose adapter is part of the language model. {ONE_OUT}",
     ),
 )
 
 MEDUSA_RULES = (
     Rule(
-        {"medusa.stage": _is(2), "medusa.heads_path": _not_given, "task": _is("medusa")},
+        "medusa.stage: 2, medusa.heads_path: null, task: medusa",
         "{0} is 2, which starts from trained heads, and {1} is not given. "
         "Train the heads with medusa.stage: 1 first, and give their folder.",
     ),
     Rule(
-        {"data.max_length": _any, "medusa.num_heads": _any, "task": _is("medusa")},
+        "data.max_length: any, medusa.num_heads: any, task: medusa",
         "{0} is {v[0]}, too short for {v[1]} heads ({1}): the last head predicts the token {v[1]} + 1 positions ahead. "
         "Write a larger data.max_length, or fewer heads.",
         also=lambda recipe: recipe.data.max_length < recipe.medusa.num_heads + 2,
     ),
     Rule(
-        {"method.type": _is("qlora", "freeze"), "task": _is("medusa")},
+        "method.type: qlora|freeze, task: medusa",
         "{0} is {v[0]}, and {1} is medusa, which supports full and lora only. Write one of them.",
     ),
     Rule(
-        {"method.type": _is("lora"), **MEDUSA_STAGE_1},
+        f"method.type: lora, {MEDUSA_STAGE_1}",
         "{0} is lora, and in stage 1 ({1}) only the heads train. Leave {0} out, or write medusa.stage: 2.",
     ),
-    Rule(
-        {"train.fp8": _on, **MEDUSA_STAGE_1},
-        "{0} applies to the model's layers, and in stage 1 ({1}) only the heads train. Leave {0} out.",
-    ),
-    Rule(
-        {"train.gradient_checkpointing_layers": _is_not("all"), **MEDUSA_STAGE_1},
-        "{0} applies to layers that save activations, and in stage 1 ({1}) only the heads train. Leave {0} out.",
+    *(
+        Rule(
+            f"{key}, {MEDUSA_STAGE_1}",
+            f"{{0}} applies to {what}, and in stage 1 ({{1}}) only the heads train. Leave {{0}} out.",
+        )
+        for key, what in (
+            ("train.fp8", "the model's layers"),
+            ("train.gradient_checkpointing_layers: not all", "layers that save activations"),
+        )
     ),
 )
 
 KERNEL_RULES = (
     Rule(
-        {
-            "kernels.attention": _is(True),
-            "model.attn_implementation": _is_not("auto"),
-            "kernels.enabled": _is_not(False),
-        },
-        "{0} is an attention implementation, and {1} names another. Leave one of them out.",
+        "kernels.attention: true, model.attn_implementation: not auto, kernels.enabled: not false",
+        f"{{0}} is an attention implementation, and {{1}} names another. {ONE_OUT}",
     ),
     Rule(
-        {
-            "kernels.attention": _is(True),
-            "data.packing": _off,
-            "data.padding_free": _is(False),
-            "kernels.enabled": _is_not(False),
-        },
-        "{0} needs rows that hold several examples, and {1} and {2} are false. Leave one of them out.",
+        "kernels.attention: true, no data.packing, data.padding_free: false, kernels.enabled: not false",
+        f"{{0}} needs rows that hold several examples, and {{1}} and {{2}} are false. {ONE_OUT}",
     ),
     Rule(
-        {"kernels.optimizer": _on, "train.optim": _is_not("adamw_torch_fused")},
+        "kernels.optimizer, train.optim: not adamw_torch_fused",
         "{0} is the step of adamw_torch_fused, and {1} is {v[1]}. Leave {0} out, or change {1}.",
     ),
     Rule(
-        {"kernels.optimizer": _on, "train.optim_in_backward": _on},
+        "kernels.optimizer, train.optim_in_backward",
         "{0} updates all parameters in one step, and {1} updates them one by one. Leave {0} out.",
     ),
     Rule(
-        {
-            "kernels.recompute": _on,
-            "train.gradient_checkpointing": _on,
-            "train.gradient_checkpointing_layers": _is("all"),
-        },
+        "kernels.recompute, train.gradient_checkpointing, train.gradient_checkpointing_layers: all",
         "{0} recomputes what a layer saves, and with {1} a layer saves only its input. Leave one of them out, or "
         "write train.gradient_checkpointing_layers: auto.",
     ),
     Rule(
-        {"kernels.recompute": _on, "train.torch_compile": _on},
-        "{0} does not work in compiled layers, and {1} is true. Leave one of them out.",
+        "kernels.recompute, train.torch_compile",
+        f"{{0}} does not work in compiled layers, and {{1}} is true. {ONE_OUT}",
     ),
 )
 
 TRAIN_RULES = (
     Rule(
-        {"train.gradient_checkpointing_layers": _is_not("all"), "train.gradient_checkpointing": _off},
+        "train.gradient_checkpointing_layers: not all, no train.gradient_checkpointing",
         "{0} sets how many layers are checkpointed, and {1} is false. Write train.gradient_checkpointing: true.",
     ),
-    Rule(
-        {"train.optim_offload": _on, "train.optim": _runs_on_gpu},
-        "{0} runs the optimizer on the CPU, and {1} is {v[1]}, which runs on a GPU. Leave one of them out.",
-    ),
-    *(
-        Rule(
-            {"train.optim_offload": _on, key: _on},
-            "{0} runs the optimizer on the CPU, and {1} runs it on the GPU. Leave one of them out.",
-        )
-        for key in ("train.optim_in_backward", "kernels.optimizer")
+    *_each(
+        f"{{0}} runs the optimizer on the CPU, and {{1}} {{why}}. {ONE_OUT}",
+        "train.optim_offload",
+        (GPU_OPTIMIZER, "is {v[1]}, which runs on a GPU"),
+        ("train.optim_in_backward", "runs it on the GPU"),
+        ("kernels.optimizer", "runs it on the GPU"),
     ),
     Rule(
-        {"train.optim_in_backward": _on, "train.gradient_accumulation_steps": _any, "train.global_batch_size": _any},
+        "train.optim_in_backward, train.gradient_accumulation_steps: any, train.global_batch_size: any",
         "{0} updates the weights in every backward, so gradients cannot accumulate. "
         "Write train.gradient_accumulation_steps: 1.",
         also=_accumulates,
     ),
     Rule(
-        {"train.optim_in_backward": _on, "train.max_grad_norm": _on},
+        "train.optim_in_backward, train.max_grad_norm",
         "{0} never holds all gradients at once, so {1} cannot clip them. Write train.max_grad_norm: 0.",
     ),
     Rule(
-        {"train.torch_compile": _on, "train.gradient_checkpointing": _is("offload", *GATE_OFFLOAD)},
-        "{0} compiles whole layers, and {1}: {v[1]} copies their activations to host memory. Leave one of them out.",
+        "train.torch_compile, train.gradient_checkpointing: offload|offload_gate|offload_both",
+        f"{{0}} compiles whole layers, and {{1}}: {{v[1]}} copies their activations to host memory. {ONE_OUT}",
     ),
-    *(
-        Rule(
-            {"train.gradient_checkpointing": _is(*GATE_OFFLOAD), key: clashes},
-            f"{{0}}: {{v[0]}} saves the outputs of plain linear layers, and {reason}. "
-            "Write train.gradient_checkpointing: true.",
-        )
-        for key, clashes, reason in (
-            ("method.type", _is("qlora"), "{1}: qlora quantises them to 4 bits"),
-            ("train.fp8", _on, "{1} replaces them"),
-            ("model.dtype", _is("float16"), "{1}: float16 casts them"),
-            ("parallel.strategy", _deepspeed, "{1}: {v[1]} takes their weights away"),
-        )
+    *_each(
+        "{0}: {v[0]} saves the outputs of plain linear layers, and {why}. Write train.gradient_checkpointing: true.",
+        GATE_OFFLOAD,
+        ("method.type: qlora", "{1}: qlora quantises them to 4 bits"),
+        ("train.fp8", "{1} replaces them"),
+        ("model.dtype: float16", "{1}: float16 casts them"),
+        (DEEPSPEED, "{1}: {v[1]} takes their weights away"),
     ),
-    *(
-        Rule(
-            {"train.cuda_graphs": _on, key: clashes},
-            f"{{0}} replays forward and backward as one graph, and {reason}. Leave one of them out.",
-        )
-        for key, clashes, reason in (
-            ("train.gradient_checkpointing", _on, "{1} reads the random state on the host in between"),
-            ("train.torch_compile", _on, "{1} makes other graphs"),
-            ("train.per_device_train_batch_size", _is("auto"), "{1}: auto leaves no memory for the graph"),
-            ("train.optim_in_backward", _on, "{1} updates weights in between"),
-            ("model.dtype", _is("float16"), "{1}: float16 changes the loss scale between steps"),
-            ("task", _is("medusa"), "{1}: medusa changes the weights of the head losses between steps"),
-        )
+    *_each(
+        f"{{0}} replays forward and backward as one graph, and {{why}}. {ONE_OUT}",
+        "train.cuda_graphs",
+        ("train.gradient_checkpointing", "{1} reads the random state on the host in between"),
+        ("train.torch_compile", "{1} makes other graphs"),
+        ("train.per_device_train_batch_size: auto", "{1}: auto leaves no memory for the graph"),
+        ("train.optim_in_backward", "{1} updates weights in between"),
+        ("model.dtype: float16", "{1}: float16 changes the loss scale between steps"),
+        ("task: medusa", "{1}: medusa changes the weights of the head losses between steps"),
     ),
-    Rule(
-        {"train.fp8": _on, "method.type": _is_not("full")},
-        "{0} speeds up the matrix products of weights that train, and {1} is {v[1]}. Leave {0} out.",
-    ),
-    Rule(
-        {"train.fp8": _on, "model.dtype": _is("float16")},
-        "{0} needs bfloat16 or float32, and {1} is float16. Write model.dtype: bfloat16.",
-    ),
-    Rule(
-        {"train.fp8": _on, "kernels.recompute": _on},
-        "{0} uses linear layers of torchao, which save their input, and {1} recomputes it. Leave one of them out.",
-    ),
-    Rule(
-        {"train.fp8": _on, "vision.freeze_language_model": _on},
-        "{0} applies to the language model's layers, and {1} freezes them. Leave one of them out.",
+    *_each(
+        "{0} {why}",
+        "train.fp8",
+        (
+            "method.type: not full",
+            "speeds up the matrix products of weights that train, and {1} is {v[1]}. Leave {0} out.",
+        ),
+        ("model.dtype: float16", "needs bfloat16 or float32, and {1} is float16. Write model.dtype: bfloat16."),
+        (
+            "kernels.recompute",
+            f"uses linear layers of torchao, which save their input, and {{1}} recomputes it. {ONE_OUT}",
+        ),
+        ("vision.freeze_language_model", f"applies to the language model's layers, and {{1}} freezes them. {ONE_OUT}"),
     ),
 )
 
 PARALLEL_RULES = (
     Rule(
-        {"parallel.num_processes": _is_not("auto", 1), "parallel.strategy": _is("single")},
+        "parallel.num_processes: not auto|1, parallel.strategy: single",
         "{0} is {v[0]}, and {1} is single, which is one process. Keep one of them.",
     ),
-    *(
-        Rule(
-            {"parallel.strategy": _deepspeed, key: _is_not(*supported)},
-            f"{{0}} is {{v[0]}}, which does not support {{1}}: {{v[1]}}. {advice}",
-        )
-        for key, supported, advice in (
-            ("train.optim", ("adamw_torch_fused", "adamw_torch", "lion", "sgd"), "Write adamw_torch_fused, or fsdp."),
-            ("train.optim_in_backward", (False,), "DeepSpeed steps after the backward. Leave it out."),
-            ("train.optim_offload", (False,), "DeepSpeed keeps the optimizer states itself. Leave it out."),
-            ("train.torch_compile", (False,), "Leave it out, or write ddp or fsdp."),
-            ("train.fp8", (False,), "Leave it out, or write ddp or fsdp."),
-            ("checkpoint.async_save", (False,), "DeepSpeed's ranks write together, and wait. Leave it out."),
-            ("kernels.optimizer", (False,), "DeepSpeed runs the optimizer. Leave it out."),
-            ("kernels.recompute", (False,), "Leave it out, or write ddp or fsdp."),
-            ("method.type", ("full", "lora", "freeze"), "Write method.type: lora, or ddp."),
-            ("task", ("sft",), "Write ddp or fsdp."),
-        )
+    *_each(
+        "{0} is {v[0]}, which does not support {1}: {v[1]}. {why}",
+        DEEPSPEED,
+        ("train.optim: not adamw_torch_fused|adamw_torch|lion|sgd", "Write adamw_torch_fused, or fsdp."),
+        ("train.optim_in_backward", "DeepSpeed steps after the backward. Leave it out."),
+        ("train.optim_offload", "DeepSpeed keeps the optimizer states itself. Leave it out."),
+        ("train.torch_compile", "Leave it out, or write ddp or fsdp."),
+        ("train.fp8", "Leave it out, or write ddp or fsdp."),
+        ("checkpoint.async_save", "DeepSpeed's ranks write together, and wait. Leave it out."),
+        ("kernels.optimizer", "DeepSpeed runs the optimizer. Leave it out."),
+        ("kernels.recompute", "Leave it out, or write ddp or fsdp."),
+        ("method.type: qlora", "Write method.type: lora, or ddp."),
+        ("task: not sft", "Write ddp or fsdp."),
+    ),
+    *_each(
+        "{0} is {v[0]}, which does not support {1}: {v[1]}. {why}",
+        "parallel.cp_size: not 1",
+        ("parallel.strategy: not fsdp", "Write parallel.strategy: fsdp."),
+        ("parallel.dp_replicate_size: not 1", ONE_OUT),
+        ("no data.packing", "Only packed rows are split. Write data.packing: true."),
+        ("train.torch_compile", ONE_OUT),
+        ("task: not sft", "The heads need tokens of other processes. Leave parallel.cp_size out."),
     ),
     Rule(
-        {"parallel.cpu_offload": _on, "parallel.strategy": _is_not("auto", "fsdp")},
-        "{0} needs fsdp, and {1} is {v[1]}. Write parallel.strategy: fsdp.",
-    ),
-    Rule(
-        {"parallel.dp_replicate_size": _above_1, "parallel.strategy": _is_not("fsdp")},
+        "parallel.dp_replicate_size: not 1, parallel.strategy: not fsdp",
         "{0} is {v[0]}, which needs fsdp, and {1} is {v[1]}. Write parallel.strategy: fsdp.",
     ),
     Rule(
-        {"parallel.dp_replicate_size": _above_1, "parallel.cpu_offload": _on},
-        "{0} averages gradients on the device, and {1} keeps them in host memory. Leave one of them out.",
+        "parallel.dp_replicate_size: not 1, parallel.cpu_offload",
+        f"{{0}} averages gradients on the device, and {{1}} keeps them in host memory. {ONE_OUT}",
     ),
-    *(
-        Rule(
-            {"parallel.cp_size": _above_1, key: _is_not(supported)},
-            f"{{0}} is {{v[0]}}, which does not support {{1}}: {{v[1]}}. {advice}",
-        )
-        for key, supported, advice in (
-            ("parallel.strategy", "fsdp", "Write parallel.strategy: fsdp."),
-            ("parallel.dp_replicate_size", 1, "Leave one of them out."),
-            ("data.packing", True, "Only packed rows are split. Write data.packing: true."),
-            ("train.torch_compile", False, "Leave one of them out."),
-            ("task", "sft", "The heads need tokens of other processes. Leave parallel.cp_size out."),
-        )
-    ),
-    Rule(
-        {"parallel.cpu_offload": _on, "train.optim": _runs_on_gpu},
-        "{0} runs the optimizer on the CPU, and {1} is {v[1]}, which runs on a GPU. Write adamw_torch_fused.",
-    ),
-    Rule(
-        {"parallel.cpu_offload": _on, "train.optim_offload": _on},
-        "{0} already keeps the optimizer states in host memory. Leave {1} out.",
-    ),
-    Rule(
-        {"parallel.cpu_offload": _on, "train.optim_in_backward": _on},
-        "{0} copies gradients to host memory during the backward, and {1} could step before the copy ends. "
-        "Leave one of them out.",
+    *_each(
+        "{0} {why}",
+        "parallel.cpu_offload",
+        ("parallel.strategy: not auto|fsdp", "needs fsdp, and {1} is {v[1]}. Write parallel.strategy: fsdp."),
+        (
+            GPU_OPTIMIZER,
+            "runs the optimizer on the CPU, and {1} is {v[1]}, which runs on a GPU. Write adamw_torch_fused.",
+        ),
+        ("train.optim_offload", "already keeps the optimizer states in host memory. Leave {1} out."),
+        (
+            "train.optim_in_backward",
+            "copies gradients to host memory during the backward, and {1} could step before the copy ends. " + ONE_OUT,
+        ),
     ),
 )
 
@@ -403,14 +375,14 @@ def check_rules(recipe: Recipe, document: Document, faults: Sequence[KeyPath]) -
     """
     leads = []
     for rule in RULES:
-        paths = [split(key) for key in rule.conditions]
+        paths = [split(one.key) for one in rule.conditions]
         in_doubt = any(fault[: len(path)] == path[: len(fault)] for fault in faults for path in paths)
         if in_doubt or not rule.is_broken(recipe):
             continue
         # the complaint names the line of the first key that the user wrote; the others are mentioned with theirs
         lead = next((path for path in paths if document.has(path)), paths[0])
         mentions = [document.name(path) if path == lead else document.mention(path) for path in paths]
-        values = [_value(recipe, key) for key in rule.conditions]
+        values = [_value(recipe, one.key) for one in rule.conditions]
         shown = [str(value).lower() if isinstance(value, bool) else value for value in values]
         document.complain(lead, rule.message.format(*mentions, v=shown))
         leads.append(lead)

@@ -1,7 +1,8 @@
-"""What a stranger meets first: every command says what it does, with an example that parses; shells complete."""
+"""`--help` of every command, with an example that parses; shell completion of recipe keys."""
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
@@ -15,7 +16,7 @@ from ligertune.cli.app import app
 
 
 def leaves(command, path: tuple[str, ...] = ()) -> dict[str, object]:
-    """ "recipe check" -> its command, for all that do something."""
+    """Return all commands by name, such as "recipe check"."""
     if not hasattr(command, "commands"):
         return {" ".join(path): command}
     return {k: v for name, child in command.commands.items() for k, v in leaves(child, (*path, name)).items()}
@@ -25,28 +26,20 @@ COMMANDS = leaves(typer.main.get_command(app))
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_has_an_example_that_parses(name):
+def test_every_command_has_an_example_that_parses_and_describes_its_options(name):
     shown = CliRunner().invoke(app, [*name.split(), "--help"]).output
     assert "Example:" in shown
     example = re.search(r"Example: ligertune (.*?)\.?$", COMMANDS[name].help, re.DOTALL | re.MULTILINE).group(1)
     words = shlex.split(example.split(">")[0])
-    assert words[: len(name.split())] == name.split(), f"the example of {name} is one of another command"
+    assert words[: len(name.split())] == name.split(), f"the example of {name} shows another command"
     COMMANDS[name].make_context(name, words[len(name.split()) :])
+    assert not [parameter.name for parameter in COMMANDS[name].params if not getattr(parameter, "help", None)]
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_every_option_says_what_it_does(name):
-    for parameter in COMMANDS[name].params:
-        assert getattr(parameter, "help", None), f"{name} {parameter.name}"
-
-
-def test_shells_complete_keys_after_set():
-    """As bash asks; `ligertune --install-completion` makes it ask."""
-    asked = "ligertune train r.yaml --set train.lear"
-    variables = {"_LIGERTUNE_COMPLETE": "complete_bash", "COMP_WORDS": asked, "COMP_CWORD": "4"}
+def test_bash_completes_recipe_keys_after_set():
+    typed = "ligertune train r.yaml --set train.lear"
+    variables = {"_LIGERTUNE_COMPLETE": "complete_bash", "COMP_WORDS": typed, "COMP_CWORD": "4"}
     code = "import sys; sys.argv[0] = 'ligertune'; from ligertune.cli.app import app; app(prog_name='ligertune')"
-    import os
-
     done = subprocess.run(
         [sys.executable, "-c", code], env={**os.environ, **variables}, capture_output=True, text=True, check=False
     )

@@ -1,4 +1,4 @@
-"""A recipe written into an empty current folder, so that complaints name it `recipe.yaml`."""
+"""Fixtures that write a recipe to an empty current folder, so that complaints name it `recipe.yaml`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ checkpoint: {output_dir: runs/one}
 
 @pytest.fixture
 def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Recipe]:
-    """load(text, *overrides): what the reader makes of this text."""
+    """load(text, *overrides): the recipe that is read from this text."""
     monkeypatch.chdir(tmp_path)
 
     def load(text: str | bytes, *overrides: str) -> Recipe:
@@ -31,7 +31,7 @@ def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Recip
 
 @pytest.fixture
 def complaints(load: Callable[..., Recipe]) -> Callable[..., list[str]]:
-    """complaints(text, *overrides): the lines of the UserError that it gets."""
+    """complaints(text, *overrides): the lines of the UserError."""
 
     def complaints(text: str | bytes, *overrides: str) -> list[str]:
         with pytest.raises(UserError) as problem:
@@ -44,5 +44,5 @@ def complaints(load: Callable[..., Recipe]) -> Callable[..., list[str]]:
 
 @pytest.fixture
 def required() -> str:
-    """The three keys that a recipe cannot do without, on lines 1 to 3; a test adds line 4 and on."""
+    """The three required keys, on lines 1 to 3; tests append more lines."""
     return REQUIRED

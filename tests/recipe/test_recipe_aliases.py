@@ -1,15 +1,17 @@
-"""Every peer's name for a key, as one literal table: name and value -> our key and its value."""
+"""Aliases: a literal table of other tools' names and values -> our key and value; recipes written back."""
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 
-from ligertune.recipe import dump_recipe
+from ligertune.recipe import dump_recipe, recipe_schema
 from ligertune.recipe.aliases import ALIASES
 
-SAME = object()  # the value is taken as it is written
+SAME = object()  # the value is not converted
 
-# key -> (names, value as written, value as meant) ...
+# key -> (names, value in the file, value of the key), ...
 TABLE: dict[str, list[tuple[str, object, object]]] = {
     "task": [("stage", "sft", SAME)],
     "model.model_name_or_path": [
@@ -42,7 +44,7 @@ TABLE: dict[str, list[tuple[str, object, object]]] = {
     "kernels.enabled": [("use_liger_kernel enable_liger_kernel use_liger", "false", False)],
     "kernels.rope": [("liger_rope", "false", False)],
     "kernels.norm": [("liger_rms_norm", "false", False)],
-    "kernels.recompute": [("rebuild", "norms", SAME)],  # our own key of earlier versions
+    "kernels.recompute": [("rebuild", "norms", SAME)],  # our key in earlier versions
     "kernels.mlp": [("liger_glu_activation liger_swiglu", "false", False)],
     "kernels.loss": [
         ("liger_fused_linear_cross_entropy", "true", "linear_cross_entropy"),
@@ -111,7 +113,7 @@ TABLE: dict[str, list[tuple[str, object, object]]] = {
     "checkpoint.output_dir": [("output_dir out_dir", "o", SAME)],
     "logging.logging_steps": [("log_interval log_every_n_steps log_every", "7", 7)],
 }
-# The items of a list. `data_path` and the others take one path, or several.
+# Aliases of lists accept one path or a list. ITEMS: aliases inside the items.
 DATASETS = {
     "data.datasets": "dataset dataset_name data_path train_file train_files",
     "data.eval_datasets": "eval_dataset val_dataset validation_file test_datasets",
@@ -132,7 +134,7 @@ NEEDS = {"method.trainable": "method: {type: freeze}", "eval.eval_strategy": "va
 
 
 def text_of(key: str, line: str) -> str:
-    """A flat recipe in which `line` writes `key`."""
+    """Return a flat recipe in which `line` sets `key`."""
     return "\n".join([*(other for name, other in FLAT.items() if name != key), NEEDS.get(key, ""), line]) + "\n"
 
 
@@ -143,7 +145,7 @@ def value_of(recipe: object, key: str) -> object:
 
 
 @pytest.mark.parametrize("key", TABLE)
-def test_a_peers_name_means_our_key_and_is_noticed(key, load):
+def test_an_alias_sets_its_key_with_one_notice(key, load):
     for names, written, meant in TABLE[key]:
         for name in names.split():
             recipe = load(text_of(key, f"{name}: {written}"))
@@ -160,13 +162,13 @@ def test_a_peers_name_means_our_key_and_is_noticed(key, load):
         ("train.learning_rate", "train: {lr: 0.5}", 0.5),
     ],
 )
-def test_a_peers_name_is_read_in_the_section_of_its_key_too(key, line, value, load):
+def test_an_alias_is_accepted_in_the_section_of_its_key(key, line, value, load):
     text = text_of("model.model_name_or_path" if line.startswith("model") else key, line)
     assert value_of(load(text), key) == value
 
 
 @pytest.mark.parametrize("key", DATASETS)
-def test_peers_names_of_data_sets_and_of_what_their_items_hold(key, load):
+def test_aliases_of_data_sets_and_of_their_items(key, load):
     for name in DATASETS[key].split():
         for written, paths in {"a": ["a"], "[a, {path: b}]": ["a", "b"]}.items():
             assert [item.path for item in value_of(load(text_of(key, f"{name}: {written}")), key)] == paths, name
@@ -177,7 +179,7 @@ def test_peers_names_of_data_sets_and_of_what_their_items_hold(key, load):
         assert getattr(value_of(recipe, key)[0], leaf) == meant, name
 
 
-def test_the_tables_name_every_alias():
+def test_the_tables_contain_every_alias():
     named = {(key, name) for key, rows in TABLE.items() for names, *_ in rows for name in names.split()}
     named |= {(key, name) for key, names in DATASETS.items() for name in names.split()}
     named |= {(f"{key}[].{leaf}", name) for key in DATASETS for name, _, leaf, _ in ITEMS}
@@ -202,3 +204,54 @@ def test_a_recipe_saved_by_an_earlier_version_loads_with_a_notice_per_old_key(lo
     )
     assert load(SAVED.replace("rebuild: norms, ", ""), "kernels.rebuild=true").kernels.recompute is True
     assert load(dump_recipe(recipe)) == recipe and load(dump_recipe(recipe)).notices == ()
+
+
+def test_a_flat_file_is_the_same_recipe_as_one_with_sections(load, required):
+    recipe = load(text_of("", ""))
+    assert recipe == load(required)
+    assert load("model: some/model\ndataset: [some/data]\noutput_dir: runs/one\n") == recipe
+
+
+def test_notices_are_in_the_order_of_the_file(load):
+    flat = "base_model: m\ndataset: d\noutput_dir: o\ndata: {train_on_inputs: false}"
+    assert load(flat).notices == (
+        "recipe.yaml:1: base_model is read as model.model_name_or_path.",
+        "recipe.yaml:2: dataset is read as data.datasets.",
+        "recipe.yaml:3: output_dir is read as checkpoint.output_dir.",
+        "recipe.yaml:4: data.train_on_inputs is read as data.train_on.",
+    )
+
+
+def test_an_alias_may_repeat_its_key_and_an_override_replaces_it(load, required):
+    assert load(required + "lr: 1e-4\ntrain: {learning_rate: 0.0001}\n").train.learning_rate == 1e-4
+    assert load(required + "train: {learning_rate: 1e-3}\n", "lr=1e-4").train.learning_rate == 1e-4
+
+
+EVERYTHING = """\
+model:
+  model_name_or_path: some/model
+  revision: '12e4567'
+  dtype: float32
+  init: random
+  num_hidden_layers: 2
+  tokenizer: {pad_token: '~'}
+kernels: {enabled: false, loss: torch}
+data: {datasets: [{path: 'a: b', name: 'no', columns: {'on': 'off'}}], system_prompt: "line\\nline \\u2028 é 😀"}
+train: {max_steps: 7, global_batch_size: 8, warmup_steps: 0, learning_rate: 1e-7, seed: 0}
+eval: {eval_strategy: no}
+checkpoint: {output_dir: '2024', save_strategy: off, resume_from_checkpoint: runs/x/checkpoints/step-5}
+"""
+
+
+@pytest.mark.parametrize("text", ["", EVERYTHING], ids=["defaults", "everything"])
+def test_a_dumped_recipe_loads_as_the_same_recipe(text, load, required, tmp_path):
+    (tmp_path / "some" / "data").mkdir(parents=True)
+    recipe = load(text or required)
+    again = load(dump_recipe(recipe))
+    assert again == recipe and dump_recipe(again) == dump_recipe(recipe)
+    assert pickle.loads(pickle.dumps(recipe)) == recipe
+    assert text or recipe.data.datasets[0].path == str(tmp_path / "some" / "data")  # absolute: the dump may move
+    schema, dumped = recipe_schema(), recipe.model_dump(mode="json")
+    for section, entry in schema["properties"].items():
+        if "$ref" in entry:
+            assert set(dumped[section]) == set(schema["$defs"][entry["$ref"].rpartition("/")[2]]["properties"])

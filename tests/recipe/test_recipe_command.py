@@ -1,4 +1,4 @@
-"""`ligertune recipe check|show|schema`, as a user types them."""
+"""`ligertune recipe check`, `show` and `schema`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def recipe(tmp_path):
 
 @pytest.fixture
 def run(monkeypatch, capsys):
-    """run(*arguments): what the command prints on stdout, and on stderr."""
+    """run(*arguments): the command's stdout and stderr."""
     monkeypatch.setattr(render.OUTPUT, "console", render.OUTPUT.console)  # --json moves it
 
     def run(*arguments: object) -> tuple[str, str]:
@@ -35,25 +35,25 @@ def run(monkeypatch, capsys):
     return run
 
 
-def test_check_says_ok_after_the_notices(recipe, run):
+def test_check_prints_notices_and_ok(recipe, run):
     lines = run("check", recipe)[0].splitlines()
     assert lines[0] == f"{recipe}:1: base_model is read as model.model_name_or_path."
     assert len(lines) == 4 and lines[3] == f"{recipe}: OK"
 
 
-def test_check_raises_the_complaint(recipe, run):
+def test_check_raises_complaints(recipe, run):
     with pytest.raises(UserError, match=r"^--set train\.sede=1: train\.sede is not a recipe key"):
         run("check", recipe, "--set", "train.sede=1")
 
 
-def test_check_json_is_one_report(recipe, run):
+def test_check_prints_a_json_report(recipe, run):
     stdout, stderr = run("check", recipe, "--json")
     report = json.loads(stdout)
     assert f"{recipe}: OK" in stderr
     assert report["ok"] is True and len(report["notices"]) == 3
 
 
-def test_what_show_prints_is_a_recipe_that_shows_the_same(recipe, run, tmp_path):
+def test_show_prints_a_recipe_with_the_same_output(recipe, run, tmp_path):
     shown = run("show", recipe, "--set", "train.max_steps=5")[0]
     again = tmp_path / "again.yaml"
     again.write_text(shown)

@@ -1,4 +1,4 @@
-"""Each kind of wrong recipe gets one exact sentence, with its line: complaints.txt is the table."""
+"""Complaints about invalid recipes: complaints.txt is a table of recipes and exact messages."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ NEEDS = "A recipe needs at least model.model_name_or_path, data.datasets[0].path
 
 
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row.partition("\n=> ")[0].replace("\n", "; "))
-def test_one_mistake_gets_one_exact_sentence(row, required, complaints):
-    """A row is YAML and the complaint about it. The required sections that it leaves out are put behind it."""
+def test_one_mistake_gets_one_exact_message(row, required, complaints):
+    """A row is YAML and the complaint about it; missing required sections are appended."""
     text, _, complaint = row.partition("\n=> ")
     left_out = [line for line in required.splitlines() if line.split()[0] not in text.split()]
     assert complaints("\n".join([text, *left_out])) == [f"recipe.yaml:{complaint}"]
@@ -35,20 +35,20 @@ def test_one_mistake_gets_one_exact_sentence(row, required, complaints):
         ("model: &a [*a]\n", "recipe.yaml: it is nested too deeply, or an anchor contains itself."),
         ("[" * 5000, "recipe.yaml: it is nested too deeply, or an anchor contains itself."),
     ],
-    ids=["empty", "only a comment", "a list", "a NUL", "latin-1", "a circle", "a tower"],
+    ids=["empty", "only a comment", "a list", "NUL", "latin-1", "recursive anchor", "deep nesting"],
 )
-def test_what_is_no_recipe_at_all_gets_one_exact_sentence(content, complaint, complaints):
+def test_a_file_that_is_not_a_yaml_mapping_gets_one_exact_message(content, complaint, complaints):
     assert complaints(content) == [complaint]
 
 
-def test_a_folder_and_a_missing_file_are_no_recipes(tmp_path):
+def test_a_folder_and_a_missing_file_are_refused(tmp_path):
     with pytest.raises(UserError, match="is a folder, not a recipe"):
         load_recipe(tmp_path)
     with pytest.raises(UserError, match=r"absent.yaml does not exist. Give the path of a recipe, a YAML file\."):
         load_recipe(tmp_path / "absent.yaml")
 
 
-def test_all_complaints_of_a_file_come_together_in_its_order(complaints):
+def test_all_complaints_are_reported_in_the_order_of_the_file(complaints):
     text = """\
 lr: -1
 train: {sede: 1, max_steps: 1, num_train_epochs: 2}
@@ -67,6 +67,6 @@ data: {datasets: [3]}
     ]
 
 
-def test_no_contradiction_is_told_of_a_key_that_is_wrong_itself(required, complaints):
+def test_a_key_with_an_invalid_value_gets_no_second_complaint(required, complaints):
     found = complaints(required + "train: {max_steps: soon, num_train_epochs: 2}\n")
     assert len(found) == 1 and "train.max_steps is " in found[0]

@@ -89,12 +89,12 @@ output_dir: out
 
 @pytest.fixture
 def imported(tmp_path, monkeypatch):
-    """imported(text): the result, whose text is read back as a recipe of ours without a notice."""
+    """imported(text): the result, after checking that its recipe loads without notices."""
     monkeypatch.chdir(tmp_path)
 
     def imported(text: str) -> Imported:
-        Path("theirs.yml").write_text(text)
-        result = import_recipe(Path("theirs.yml"))
+        Path("tool.yml").write_text(text)
+        result = import_recipe(Path("tool.yml"))
         Path("ours.yaml").write_text(result.text)
         assert load_recipe(Path("ours.yaml")).notices == ()
         return result
@@ -106,7 +106,7 @@ def left(result: Imported) -> dict[str, str]:
     return {item.key: item.why for item in result.left}
 
 
-def test_axolotl(imported):
+def test_an_axolotl_file(imported):
     result = imported(AXOLOTL)
     recipe = load_recipe(Path("ours.yaml"))
     assert result.peer == "Axolotl"
@@ -120,16 +120,13 @@ def test_axolotl(imported):
     assert (chats.path, chats.format, chats.columns) == ("mine.jsonl", "sharegpt", {"conversations": "turns"})
     assert fields.columns == {"instruction": "question", "output": "answer"}
     assert recipe.data.eval_datasets[0].format == "text"
-
-
-def test_axolotl_says_what_is_left(imported):
-    reasons = left(imported(AXOLOTL))
+    reasons = left(result)
     of_datasets = {"data.datasets[1].shards", "data.datasets[2].type.format"}
     assert set(reasons) == {"model_type", "saves_per_epoch", "train.optim"} | of_datasets
-    assert "must be" in reasons["train.optim"]  # the reader's own sentence: which optimizers there are
+    assert "must be" in reasons["train.optim"]  # the complaint lists the optimizers
 
 
-def test_llama_factory(imported, tmp_path):
+def test_a_llama_factory_file(imported, tmp_path):
     (tmp_path / "sets").mkdir()
     (tmp_path / "sets" / "dataset_info.json").write_text(json.dumps(DATASET_INFO))
     result = imported(LLAMA_FACTORY)
@@ -145,7 +142,7 @@ def test_llama_factory(imported, tmp_path):
     assert {"template", "overwrite_output_dir", "dataset"} <= set(left(result))
 
 
-def test_trl(imported):
+def test_a_trl_file(imported):
     result = imported(TRL)
     recipe = load_recipe(Path("ours.yaml"))
     assert recipe.data.datasets[0].name == "main" and recipe.data.eval_datasets[0].split == "held_out"
@@ -153,11 +150,7 @@ def test_trl(imported):
     assert (recipe.data.max_length, recipe.train.gradient_checkpointing) == (1024, True)
     assert recipe.data.padding_free is True
     assert recipe.model.tokenizer.eos_token == "<|im_end|>"
-    assert list(left(result)) == ["chat_template_path"]  # `completion_only_loss: false` asks for nothing
-
-
-def test_what_is_left_stands_in_the_file_with_its_line(imported):
-    result = imported(TRL)
+    assert list(left(result)) == ["chat_template_path"]  # `completion_only_loss: false` changes nothing
     assert result.left[0].line == 11
     assert '#   chat_template_path: "HuggingFaceTB/SmolLM3-3B"  (' in result.text
     assert "# Defaults of TRL:" in result.text
@@ -173,23 +166,23 @@ def test_what_is_left_stands_in_the_file_with_its_line(imported):
         ("- 1\n", "a recipe is a mapping"),
     ],
 )
-def test_what_is_no_file_of_theirs(text, words, imported):
+def test_other_files_are_refused(text, words, imported):
     with pytest.raises(UserError, match=words):
         imported(text)
 
 
-def test_a_broken_dataset_info(imported, tmp_path):
+def test_an_invalid_dataset_info_is_refused(imported, tmp_path):
     (tmp_path / "sets").mkdir()
     (tmp_path / "sets" / "dataset_info.json").write_text("{")
     with pytest.raises(UserError, match=r"dataset_info\.json is not valid JSON"):
         imported(LLAMA_FACTORY)
 
 
-def test_the_command_writes_no_file_twice(imported, tmp_path):
+def test_the_command_overwrites_no_file(imported, tmp_path):
     from typer.testing import CliRunner
 
     imported(TRL)
-    arguments = ["recipe", "import", "theirs.yml", "--out", "new.yaml"]
+    arguments = ["recipe", "import", "tool.yml", "--out", "new.yaml"]
     done = CliRunner().invoke(app, [*arguments, "--json"])
     assert done.exit_code == 0 and json.loads(done.stdout)["peer"] == "TRL"
     assert isinstance(CliRunner().invoke(app, arguments).exception, UserError)

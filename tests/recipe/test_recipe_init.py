@@ -1,4 +1,4 @@
-"""`ligertune init` and `ligertune recipe keys`: what they write is a recipe, and tells of every key."""
+"""`ligertune init` and `ligertune recipe keys`: the commented recipe, the key reference, completions."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def init(tmp_path, monkeypatch):
     return init
 
 
-def test_what_it_writes_is_a_recipe_with_the_defaults(init):
+def test_init_writes_a_recipe_with_the_defaults(init):
     done = init("some/model", "some/data")
     assert done.exit_code == 0 and "ligertune data recipe.yaml" in done.output.replace("-m ", "")
     written = load_recipe(Path("recipe.yaml"))
@@ -42,17 +42,11 @@ def test_what_it_writes_is_a_recipe_with_the_defaults(init):
     assert written == load_recipe(Path("bare.yaml"))
 
 
-def test_every_key_is_there_with_what_it_does(init):
-    init("some/model", "some/data")
-    text = Path("recipe.yaml").read_text()
-    for key in NAMED:
-        assert keys()[key]["description"] in text, key
-
-
-def test_every_comment_taken_away_is_a_key(init):
-    """The lines behind a # are YAML in their place: taking one away gives a recipe, or what two keys contradict."""
+def test_init_describes_every_key_and_commented_keys_are_valid(init):
+    """Removing one # gives a recipe with the same values."""
     init("some/model", "some/data")
     lines = Path("recipe.yaml").read_text().splitlines()
+    assert not [key for key in NAMED if not any(keys()[key]["description"] in line for line in lines)]
     commented = [i for i, line in enumerate(lines) if line.lstrip().startswith("# ") and ":" in line][2:]
     assert len(commented) > 30
     for i in commented:
@@ -61,17 +55,14 @@ def test_every_comment_taken_away_is_a_key(init):
         assert load_recipe(Path("one.yaml")) == load_recipe(Path("recipe.yaml")), lines[i]
 
 
-def test_set_writes_values_peers_names_and_rivals(init):
-    done = init("some/model", "one.jsonl", "some/data", "--set", "lr=1e-3", "--set", "train.max_steps=7",
-                "--set", "data.datasets.1.weight=0.5", "--out", "r.yaml")  # fmt: skip
-    assert done.exception is not None and "one.jsonl" in str(done.exception)  # checked before anything is written
+def test_init_applies_overrides_aliases_and_rivals(init):
     Path("one.jsonl").write_text("")
     assert init("some/model", "one.jsonl", "some/data", "--set", "lr=1e-3", "--set", "train.max_steps=7",
                 "--set", "data.datasets.1.weight=0.5", "--out", "r.yaml").exit_code == 0  # fmt: skip
     recipe = load_recipe(Path("r.yaml"))
     assert (recipe.train.learning_rate, recipe.train.max_steps, recipe.train.num_train_epochs) == (1e-3, 7, None)
     assert recipe.data.datasets[1].weight == 0.5
-    assert "path: one.jsonl" in Path("r.yaml").read_text()  # as it was typed, not as an absolute path
+    assert "path: one.jsonl" in Path("r.yaml").read_text()  # as typed, not as an absolute path
 
 
 @pytest.mark.parametrize(
@@ -84,7 +75,7 @@ def test_set_writes_values_peers_names_and_rivals(init):
         (["some/model", "some/data", "--out", "no/folder.yaml"], "cannot be written"),
     ],
 )
-def test_what_it_refuses(init, arguments, words):
+def test_init_refuses_invalid_input_and_writes_nothing(init, arguments, words):
     Path("held.yaml").write_text("mine")
     done = init(*arguments)
     assert isinstance(done.exception, UserError) and done.exception.exit_code == 2 and words in str(done.exception)
@@ -99,36 +90,32 @@ def test_what_it_refuses(init, arguments, words):
         ("a/b", "parts/*.parquet", "runs/b"),
     ],
 )
-def test_the_run_is_named_after_both(model, data, name):
+def test_the_run_folder_is_named_after_model_and_data(model, data, name):
     assert run_folder(model, data) == name
 
 
-def test_the_reference_of_all_keys_is_current():
-    """Made by `ligertune recipe keys > configs/recipe_keys.md`."""
-    assert REFERENCE.read_text(encoding="utf-8") == recipe_reference()
-
-
-def test_the_reference_tells_of_every_key_its_values_and_default():
+def test_the_key_reference_is_complete_and_current():
     text = recipe_reference()
+    assert REFERENCE.read_text(encoding="utf-8") == text  # ligertune recipe keys > configs/recipe_keys.md
     rows = [line for line in text.splitlines() if line.startswith("| `")]
     assert len(rows) == len([key for key in NAMED if "properties" not in keys()[key]])
     assert "| `train.learning_rate` | Peak learning rate. | a number (above 0, at most 1) | `2.0e-05` |" in rows
     assert any(row.startswith("| `data.datasets[].path` |") and row.endswith("| (required) |") for row in rows)
 
 
-def test_shells_complete_keys():
+def test_keys_are_completed():
     assert matching_keys("train.lear") == ["train.learning_rate="]
     assert "data.datasets.0.path=" in matching_keys("data.datasets.0")
     assert not matching_keys("nothing")
 
 
 @pytest.mark.parametrize("path", bundled_recipes(), ids=lambda path: path.stem)
-def test_every_bundled_recipe_is_sound_and_has_a_title(path):
+def test_every_bundled_recipe_loads_without_notices_and_has_a_title(path):
     assert load_recipe(path).notices == ()
     assert recipe_title(path)
 
 
-def test_the_quickstart_leads_the_list():
+def test_the_quickstart_is_first_in_the_list():
     done = CliRunner().invoke(app, ["recipe", "list", "--json"])
     first = next(iter(json.loads(done.stdout)))
     assert first.endswith("stories260k.yaml") and Path(first).is_file()

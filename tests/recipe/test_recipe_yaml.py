@@ -1,4 +1,4 @@
-"""How values are read: YAML 1.1's traps, words for switches, overrides and paths."""
+"""Reading of values: YAML 1.2, spellings of switches, overrides and paths."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import pytest
 
 from ligertune.recipe import load_recipe
 
-# an override -> what the reader makes of it
+# override -> value
 READ = {
-    "train.learning_rate=1e-4": 1e-4,  # a string in YAML 1.1, which wants a dot
+    "train.learning_rate=1e-4": 1e-4,  # a string in YAML 1.1, which requires a dot
     "train.learning_rate=1E-4": 1e-4,
     "train.learning_rate=.5": 0.5,
     "train.learning_rate=1": 1.0,
@@ -38,14 +38,14 @@ READ = {
 
 
 @pytest.mark.parametrize("override", READ)
-def test_values_are_read_as_they_are_meant(override, required, load):
+def test_a_value_is_read_as_yaml_1_2(override, required, load):
     value = load(required, override)
     for part in override.partition("=")[0].replace("[0]", ".0").split("."):
         value = value[int(part)] if part.isdecimal() else getattr(value, part)
     assert value == READ[override] and type(value) is type(READ[override])
 
 
-def test_an_empty_section_is_one_of_defaults(required, load):
+def test_an_empty_section_has_the_defaults(required, load):
     assert load(required + "train:\nkernels:\n") == load(required)
 
 
@@ -54,7 +54,7 @@ def test_anchors_and_byte_order_marks_are_read(load, required):
     assert load(text).logging.logging_steps == 7
 
 
-def test_overrides_write_over_the_file_and_make_what_is_not_there(load):
+def test_overrides_replace_values_and_create_sections(load):
     recipe = load(
         "train: {seed: 1}\n",
         "model.model_name_or_path=m",
@@ -88,48 +88,45 @@ def test_a_complaint_about_an_override_names_it(override, complaint, required, c
     assert complaints(required + "train: {seed: 4}\n", override) == [f"--set {override}: {complaint}"]
 
 
-def test_an_override_puts_out_the_files_rival_with_a_notice(load, required):
+def test_an_override_removes_the_rival_key_of_the_file(load, required):
     recipe = load(required + "train:\n  num_train_epochs: 3\n", "train.max_steps=5")
     assert (recipe.train.max_steps, recipe.train.num_train_epochs) == (5, None)
     assert recipe.notices == ("--set train.max_steps=5: replaces train.num_train_epochs (line 5).",)
-
-
-def test_resume_puts_out_an_overwrite_of_the_file(load):
     text = "base_model: m\ndataset: d\ncheckpoint: {output_dir: o, overwrite: true}\n"
     recipe = load(text, "checkpoint.resume_from_checkpoint=auto")
     assert (recipe.checkpoint.overwrite, recipe.checkpoint.resume_from_checkpoint) == (False, "auto")
 
 
-def test_two_overrides_that_contradict_each_other_are_refused(complaints, required):
+def test_contradictory_overrides_are_refused(complaints, required):
     assert complaints(required, "train.max_steps=5", "train.num_train_epochs=2") == [
         "--set train.max_steps=5: train.max_steps and train.num_train_epochs (--set train.num_train_epochs=2) "
         "are both given. Keep one of them."
     ]
 
 
-def test_paths_beside_the_recipe_become_absolute_and_others_stay(tmp_path, monkeypatch, required):
-    beside, elsewhere = tmp_path / "recipes", tmp_path / "elsewhere"
+def test_existing_paths_become_absolute_and_others_are_unchanged(tmp_path, monkeypatch, required):
+    recipes, elsewhere = tmp_path / "recipes", tmp_path / "elsewhere"
     for path in ("some/model/config.json", "data/a.jsonl", "prompt.jinja", "chat/x"):
-        (beside / path).parent.mkdir(parents=True, exist_ok=True)
-        (beside / path).touch()
+        (recipes / path).parent.mkdir(parents=True, exist_ok=True)
+        (recipes / path).touch()
     (elsewhere / "here").mkdir(parents=True)
     monkeypatch.chdir(elsewhere)
-    (beside / "recipe.yaml").write_text(required)
+    (recipes / "recipe.yaml").write_text(required)
     overrides = [
         "data.datasets=[{path: data/a.jsonl}, {path: data/*.jsonl}, {path: here}, {path: no/such}, {path: ../*.csv}]",
         "data.prompt_template=prompt.jinja",
         "model.tokenizer.chat_template=chat",
     ]
-    recipe = load_recipe(beside / "recipe.yaml", overrides)
-    assert recipe.model.model_name_or_path == str(beside / "some/model")
+    recipe = load_recipe(recipes / "recipe.yaml", overrides)
+    assert recipe.model.model_name_or_path == str(recipes / "some/model")
     assert [item.path for item in recipe.data.datasets] == [
-        *(str(path) for path in (beside / "data/a.jsonl", beside / "data/*.jsonl", elsewhere / "here")),
+        *(str(path) for path in (recipes / "data/a.jsonl", recipes / "data/*.jsonl", elsewhere / "here")),
         *("no/such", "../*.csv"),
     ]
-    assert recipe.data.prompt_template == str(beside / "prompt.jinja")
-    assert recipe.model.tokenizer.chat_template == "chat"  # a name; a folder is no template
+    assert recipe.data.prompt_template == str(recipes / "prompt.jinja")
+    assert recipe.model.tokenizer.chat_template == "chat"  # a built-in name; a folder is not a template
     assert recipe.checkpoint.output_dir == "runs/one"
-    assert recipe.source == beside / "recipe.yaml"
+    assert recipe.source == recipes / "recipe.yaml"
 
 
 def test_the_home_folder_is_expanded(monkeypatch, tmp_path, required, load):
