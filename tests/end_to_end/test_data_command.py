@@ -9,7 +9,7 @@ import pytest
 from command_line import losses, overrides, weights
 from quickstart_runs import RESUME, plan_run, saves, train
 
-from ligertune.cli.render import console as render
+from ligertune.cli.render import run_report
 from ligertune.errors import UserError
 
 SETTINGS = {"data.datasets.0.max_samples": 60, "data.val_split": 0.1, "data.max_length": 300}
@@ -77,9 +77,9 @@ def test_the_plan_of_a_stream_has_no_number_of_examples(tmp_path, capsys):
     plan = plan_run(tmp_path, **STREAMED).plan
     assert (plan.rows.streamed, plan.rows.kind, plan.data.examples, plan.data.longest) == (True, "packed", 0, 512)
     render.people_on_stderr(False)  # the console keeps the stream of an earlier test
-    render.plan(plan)
+    run_report.show_plan(plan)
     printed = capsys.readouterr().out
-    assert "streamed while training" in printed and "0 examples" not in printed
+    assert "streamed during training" in printed and "0 examples" not in printed
 
 
 def test_a_max_length_beyond_the_context_is_refused_before_reading(tmp_path):
