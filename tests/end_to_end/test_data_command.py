@@ -9,6 +9,7 @@ import pytest
 from command_line import losses, overrides, weights
 from quickstart_runs import RESUME, plan_run, saves, train
 
+from ligertune.cli.render import console as render
 from ligertune.cli.render import run_report
 from ligertune.errors import UserError
 

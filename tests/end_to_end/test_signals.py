@@ -67,23 +67,3 @@ def test_overwrite_replaces_the_run_and_keeps_other_files(recipe, tmp_path, lige
     assert done.code == 0, done.err
     assert not (run / "model" / "stale.txt").exists()
     assert (run / "notes.txt").read_text() == "mine"
-<<<<<<< HEAD
-=======
-
-
-@pytest.mark.parametrize(
-    "left",
-    [
-        pytest.param(".step-3.partial", id="a save cut off"),
-        pytest.param("step-9", id="no progress file", marks=pytest.mark.slow),
-    ],
-)
-def test_an_incomplete_checkpoint_is_not_resumed_from(left, recipe, tmp_path, ligertune):
-    assert stopped_by(signal.SIGTERM, recipe, tmp_path) == 130
-    complete = next((tmp_path / "run" / "checkpoints").iterdir()).name
-    (tmp_path / "run" / "checkpoints" / left).mkdir()
-    steps = int(complete.removeprefix("step-")) + 2
-    done = ligertune("train", recipe, *overrides({**SETTINGS, "train.max_steps": steps}), "--resume")
-    assert done.code == 0, done.err
-    assert f"resumed at step {steps - 2}" in done.out
->>>>>>> a390a86 (Plan, report and data output in plain English with right plurals; run reports have their own module)
