@@ -71,7 +71,7 @@ def main() -> None:
     except UserError as problem:
         _report(problem)
         sys.exit(problem.exit_code)
-    except OSError as problem:
+    except OSError as problem:  # a full disk or a missing permission can surface in any library
         from ligertune.storage import cannot_write, disk_error
 
         reason = disk_error(problem)

@@ -51,7 +51,7 @@ def generate(
 
         answer = generate_with_heads(model, prompt, acceptance=choose_acceptance(acceptance, temperature), **common)
     else:
-        check_model_path(model, key="MODEL")
+        check_model_path(model, key="MODEL")  # before torch is imported, which takes seconds
         from ligertune.decode.generate import generate_answer
 
         answer = generate_answer(

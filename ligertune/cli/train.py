@@ -77,6 +77,7 @@ def medusa(
         "data.datasets": None if data is None else f"[{{path: {data!r}}}]",
     }
     given = [f"{key}={value}" for key, value in options.items() if value is not None]
+    # --set comes last, so that it wins over the options
     overrides = ["task=medusa", *given, *_run_overrides(resume, overwrite), *(set_ or [])]
     loaded = load_recipe(path, overrides=overrides)
     if report:

@@ -78,11 +78,7 @@ ALIASES = (
     Alias("kernels.rope", ("liger_rope",)),
     Alias("kernels.norm", ("liger_rms_norm",)),
     Alias("kernels.mlp", ("liger_glu_activation", "liger_swiglu")),
-    Alias(
-        "kernels.loss",
-        ("liger_fused_linear_cross_entropy",),
-        _flag("linear_cross_entropy"),
-    ),
+    Alias("kernels.loss", ("liger_fused_linear_cross_entropy",), _flag("linear_cross_entropy")),
     Alias("kernels.loss", ("liger_cross_entropy",), _flag("cross_entropy")),
     Alias("method.type", ("adapter", "finetuning_type", "train_type")),
     Alias("method.lora_r", ("lora_rank",)),

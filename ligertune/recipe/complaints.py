@@ -62,6 +62,7 @@ def missing_key(path: KeyPath, document: Document) -> str:
 def unknown_key(path: KeyPath, document: Document) -> str:
     """Describe a key that does not exist here: the section it belongs to, or else the most similar key."""
     name, section = str(path[-1]), schema_key(path[:-1])
+    # a flat key such as `train.seed: 1` at the top level
     if "." in name and schema_key(split(name)) in keys():
         return f"{name} is written with dots. Write {leaf(name)} under `{parent(name)}`."
     name = leaf(name)
@@ -81,6 +82,7 @@ def wrong_value(path: KeyPath, document: Document) -> str:
     close = get_close_matches(str(value), map(str, choices), n=1) if isinstance(value, str) else []
     if close:
         return f"{sentence} Did you mean {close[0]}?"
+    # an unquoted number where a string is expected, such as a revision
     free_text = any(entry.get("type") == "string" and not _choices(entry) for entry in alternatives)
     return f"{sentence} Put it in quotes." if free_text and isinstance(value, int | float) else sentence
 
@@ -94,8 +96,13 @@ def shown(value: Any) -> str:
     """Format a value as it is written in YAML, with its type."""
     if value is None:
         return "null"
+    return f"{abbreviated(value)} ({KINDS[type(value)]})"
+
+
+def abbreviated(value: Any) -> str:
+    """Format a value as YAML, shortened to 60 characters."""
     text = json.dumps(value, ensure_ascii=False)
-    return f"{text if len(text) <= 60 else text[:57] + '...'} ({KINDS[type(value)]})"
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _written(path: KeyPath, document: Document) -> KeyPath:
@@ -115,6 +122,7 @@ def _close_key(name: str, section: KeyPath) -> str | None:
     named = [key for key in keys() if key and not key.endswith(ITEM)]
     siblings = {leaf(key): dotted((*section, leaf(key))) for key in named if parent(key) == schema_key(section)}
     anywhere = KEY_OF_ALIAS | {leaf(key): key for key in named}
+    # keys at other places must be more similar, because there are many more of them
     wanted = name.lower().replace("-", "_")
     for candidates, cutoff in ((siblings, 0.7), (anywhere, 0.8)):
         if close := get_close_matches(wanted, candidates, n=1, cutoff=cutoff):

@@ -92,6 +92,7 @@ def _item(section: str, given: dict[str, Any], indent: str) -> Iterator[str]:
 
 def _value(value: Any) -> str:
     """Format a value as YAML on one line."""
+    # JSON is YAML, and keeps lists and mappings on one line
     if isinstance(value, (dict, list, tuple)):
         return json.dumps(value, ensure_ascii=False)
     return dump({"x": value}).strip().removeprefix("x: ")

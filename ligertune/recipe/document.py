@@ -156,6 +156,7 @@ class Document:
     def put(self, path: KeyPath, value: Any, place: Place) -> None:
         """Set a value, creating the sections around it. Raises KeyError if another value is in the way."""
         for length in range(1, len(path)):
+            # an empty section reads as null
             if not self.has(path[:length]) or self.get(path[:length]) is None:
                 self._set(path[:length], [] if isinstance(path[length], int) else {})
         self._set(path, value)

@@ -69,7 +69,7 @@ def _marked(shown: PreviewExample, *, colour: bool) -> Text:
     """Return the text with trained tokens marked, by colours or by brackets."""
     from ligertune.data.preview import visible_text
 
-    if not colour:
+    if not colour:  # pipes and files cannot show colours
         spans = ((visible_text(span), trained) for span, trained in shown.spans)
         return Text("".join(f"[[{span}]]" if trained else span for span, trained in spans))
     tokens = Text()

@@ -58,6 +58,7 @@ def show_plan(plan: Plan) -> None:
         ("output", str(plan.output_dir)),
     ]  # fmt: skip
     if data.eval_examples:
+        # after the row of the training data
         rows.insert(6, ("evaluation", plural(data.eval_examples, "example")))
     table("Plan", rows)
     for line in plan.kernels:
@@ -87,6 +88,7 @@ def _with_reason(choice: str, why: str) -> str:
 
 def _predicted(plan: Plan) -> str:
     if plan.peak is None:
+        # imported here: `ligertune generate` and others print without loading the planner
         from ligertune.planning.memory.activation_policy import why_not_predicted
 
         return f"not predicted: {why_not_predicted(plan.build.task)}"
@@ -143,6 +145,7 @@ class Progress:
     def show(self, line: dict) -> None:
         """Show a line of metrics.jsonl."""
         shown = Text(self._words(line))
+        # training steps overwrite each other in the live line; evaluations and notes stay above it
         if self._live and "loss" in line:
             self._live.update(shown)
         else:
@@ -246,6 +249,7 @@ def next_step(report: Report, recipe_path: str) -> None:
 
 def command() -> str:
     """Return how to call this ligertune from the user's shell: its environment may not be on the PATH."""
+    # another environment's ligertune may come first on the PATH
     found, own = shutil.which("ligertune"), Path(sys.executable).with_name("ligertune")
     if found and Path(found).parent == own.parent:
         return "ligertune"
@@ -263,7 +267,7 @@ def _kernels(lines: Iterable[KernelLine], backend: str) -> str:
 
 
 def _peak_memory(peak: dict[str, int]) -> str:
-    if "resident_run" in peak:
+    if "resident_run" in peak:  # on a CPU torch does not count allocations
         return f"{format_bytes(peak['resident_run'])} of host memory (whole process)"
     return (
         f"{format_bytes(peak['allocated_steady'])} allocated, {format_bytes(peak['reserved_steady'])} reserved after "

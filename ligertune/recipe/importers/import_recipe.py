@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from pydantic import ValidationError
 
 from ligertune.errors import UserError
 from ligertune.recipe.aliases import apply_aliases
-from ligertune.recipe.complaints import complain_about
+from ligertune.recipe.complaints import abbreviated, complain_about
 from ligertune.recipe.document import ITEM, Document, KeyPath, Place, dotted, keys, leaf, split
 from ligertune.recipe.importers import peer_datasets
 from ligertune.recipe.importers.peer_keys import AXOLOTL, IMPORTED, LLAMA_FACTORY, NOT_OURS, REASONS, TOOLS, TRL, Peer
@@ -23,7 +22,6 @@ from ligertune.recipe.train_sections import EITHER_OR
 
 UNKNOWN = "ligertune has no such key"
 NOTHING = (None, False, "", "none", "no")  # an unknown key with one of these values switches nothing on
-ORDER = ("version", "task", "model", "method", "kernels", "data", "train", "eval", "checkpoint", "logging")
 
 
 @dataclass(frozen=True, order=True)
@@ -50,7 +48,7 @@ class Import:
         """Remove a key and record the reason, unless its value switches nothing on."""
         value = self.document.get(path)
         if value not in NOTHING and value not in ([], {}):
-            self.left.append(Left(self.document.place(path).line, dotted(path), shown_briefly(value), why))
+            self.left.append(Left(self.document.place(path).line, dotted(path), abbreviated(value), why))
         self.document.remove(path)
 
 
@@ -75,6 +73,7 @@ def import_recipe(path: Path) -> Imported:
     work = Import(peer_of(document), document, path.absolute().parent)
     _datasets(work)
     _method(work)
+    # the importer's aliases first: they are more specific than those of recipes
     apply_aliases(document, [row for row in IMPORTED if row.key in keys()])
     apply_aliases(document)
     _flat_keys(work)
@@ -84,8 +83,7 @@ def import_recipe(path: Path) -> Imported:
     document.raise_complaints()
     left = tuple(sorted(work.left))
     header = _header(path, work, left)
-    given = [name for name, value in document.data.items() if value != {}]
-    ordered = {name: document.data[name] for name in sorted(given, key=_section_order)}
+    ordered = {name: document.data[name] for name in Recipe.model_fields if document.data.get(name)}
     notices = tuple(map(str, sorted(document.notices)))
     return Imported(work.peer.name, header + dump(ordered), left, tuple(work.defaults), notices)
 
@@ -103,12 +101,6 @@ def peer_of(document: Document) -> Peer:
     return best
 
 
-def shown_briefly(value: Any) -> str:
-    """Format a value as YAML, shortened to 60 characters."""
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
 def _datasets(work: Import) -> None:
     """Convert the tool's data sets to `data.datasets` and `data.eval_datasets`."""
     convert = {AXOLOTL.name: _axolotl_datasets, LLAMA_FACTORY.name: _llama_factory_datasets, TRL.name: _trl_datasets}
@@ -118,22 +110,23 @@ def _datasets(work: Import) -> None:
 def _axolotl_datasets(work: Import, place: Place) -> None:
     data = work.document.data
     # `pretraining_dataset` counts only in a file without `datasets`
-    for theirs, ours in (("datasets", "datasets"), ("test_datasets", "eval_datasets"), ("pretraining_dataset", "")):
-        given = data.pop(theirs, None)
-        if given and (ours or "datasets" not in data.get("data", {})):
+    names = {"datasets": "datasets", "test_datasets": "eval_datasets", "pretraining_dataset": "datasets"}
+    for tool_name, name in names.items():
+        given = data.pop(tool_name, None)
+        if given and (tool_name != "pretraining_dataset" or name not in data.get("data", {})):
             items = given if isinstance(given, list) else [given]
-            work.document.put(("data", ours or "datasets"), [peer_datasets.axolotl(item) for item in items], place)
+            work.document.put(("data", name), [peer_datasets.axolotl(item) for item in items], place)
 
 
 def _llama_factory_datasets(work: Import, place: Place) -> None:
     data = work.document.data
     folder = str(data.pop("dataset_dir", None) or "data")
-    for theirs, ours in (("dataset", "datasets"), ("eval_dataset", "eval_datasets")):
-        if given := data.pop(theirs, None):
+    for tool_name, name in (("dataset", "datasets"), ("eval_dataset", "eval_datasets")):
+        if given := data.pop(tool_name, None):
             found, unknown = peer_datasets.llama_factory(given, work.folder, folder)
-            work.document.put(("data", ours), found, place)
-            why = f"{folder}/dataset_info.json does not describe it: write a file or a hub id under data.{ours}"
-            work.left += [Left(0, theirs, name, why) for name in unknown]
+            work.document.put(("data", name), found, place)
+            why = f"{folder}/dataset_info.json does not describe it: write a file or a hub id under data.{name}"
+            work.left += [Left(0, tool_name, value, why) for value in unknown]
     if isinstance(most := data.pop("max_samples", None), int):
         for item in data.get("data", {}).get("datasets", []):
             item.setdefault("max_samples", most)
@@ -149,7 +142,7 @@ def _trl_datasets(work: Import, place: Place) -> None:
 
 
 def _method(work: Import) -> None:
-    """Convert keys that several of ours replace: 4-bit adapters are qlora, special tokens belong to the tokenizer."""
+    """Convert keys without a single counterpart: 4-bit adapters are qlora, special tokens belong to the tokenizer."""
     data = work.document.data
     four_bit = data.pop("load_in_4bit", None) is True or data.get("quantization_bit") == 4
     if four_bit and (data.get("adapter") or data.get("use_peft") or data.get("finetuning_type", "") == "lora"):
@@ -168,7 +161,7 @@ def _method(work: Import) -> None:
 
 
 def _flat_keys(work: Import) -> None:
-    """Move top-level keys that have a name of ours into the first section with such a key."""
+    """Move top-level keys with the name of a recipe key into the first section that has it."""
     homes: dict[str, str] = {}
     for key in keys():
         if "." in key and ITEM not in key:
@@ -201,20 +194,22 @@ def _tool_defaults(work: Import) -> None:
         rival = EITHER_OR.get(leaf(key))
         if key not in keys() or work.document.has(split(key)):
             continue
+        # the file's max_steps replaces the tool's default of num_train_epochs
         if rival and work.document.has((*split(key)[:-1], rival)):
             continue
         work.document.put(split(key), value, Place("", 0, work.document.file))
-        work.defaults.append(f"{key}: {shown_briefly(value)}")
+        work.defaults.append(f"{key}: {abbreviated(value)}")
     if not work.document.has(("checkpoint", "output_dir")):
         stem = Path(work.document.file).stem
         work.document.put(("checkpoint", "output_dir"), f"runs/{stem}", Place("", 0, work.document.file))
 
 
 def _values(work: Import) -> None:
-    """Remove values that our keys do not accept, each with the validator's message, until the rest is valid."""
+    """Remove values that the recipe's keys do not accept, each with the complaint, until the rest is valid."""
     document = work.document
     for section, _ in REQUIRED:
         document.data.setdefault(section, {})  # so that missing keys are named, not the missing section
+    # removing one value can make another valid or invalid, so validate again after each round
     while True:
         try:
             recipe = Recipe.model_validate(document.data, context=work.folder)
@@ -239,7 +234,3 @@ def _header(path: Path, work: Import, left: tuple[Left, ...]) -> str:
         lines += ["Not imported:"]
         lines += [f"  {item.key}: {item.value}  ({item.why})" for item in left]
     return "".join(f"# {line}\n" for line in lines)
-
-
-def _section_order(section: str) -> int:
-    return ORDER.index(section) if section in ORDER else len(ORDER)

@@ -43,7 +43,7 @@ def axolotl(item: Any) -> Any:
         item.pop("ds_type", None)
         if isinstance(files, list) and len(files) > 1:
             item["data_files"] = files[1:]
-    columns = {ours: item.pop(theirs) for theirs, ours in AXOLOTL_COLUMNS.items() if item.get(theirs)}
+    columns = {name: item.pop(tool_name) for tool_name, name in AXOLOTL_COLUMNS.items() if item.get(tool_name)}
     _conversation(item, columns, item.pop("field_messages", None), _role_key(item))
     return _with_columns(item, columns)
 
@@ -68,7 +68,7 @@ def _conversation(item: dict[str, Any], columns: dict[str, str], messages: str |
 
 
 def _with_columns(item: dict[str, Any], columns: dict[str, str]) -> dict[str, Any]:
-    renamed = {ours: theirs for ours, theirs in columns.items() if ours != theirs}
+    renamed = {expected: actual for expected, actual in columns.items() if expected != actual}
     return {**item, "columns": renamed} if renamed else item
 
 
@@ -97,14 +97,14 @@ def _registered(entry: Mapping[str, Any], dataset_dir: str) -> dict[str, Any]:
     entry = dict(entry)
     hub, file = entry.get("hf_hub_url"), entry.get("file_name")
     item: dict[str, Any] = {"path": hub or str(Path(dataset_dir) / str(file))}
-    for theirs, ours in (("subset", "name"), ("split", "split"), ("num_samples", "max_samples")):
-        if entry.get(theirs):
-            item[ours] = entry[theirs]
-    theirs = entry.get("columns") or {}
-    columns = {ours: theirs[name] for name, ours in LLAMA_FACTORY_COLUMNS.items() if theirs.get(name)}
+    for tool_name, name in (("subset", "name"), ("split", "split"), ("num_samples", "max_samples")):
+        if entry.get(tool_name):
+            item[name] = entry[tool_name]
+    given = entry.get("columns") or {}
+    columns = {name: given[tool_name] for tool_name, name in LLAMA_FACTORY_COLUMNS.items() if given.get(tool_name)}
     if entry.get("formatting", "alpaca") == "sharegpt":
         role_key = (entry.get("tags") or {}).get("role_tag", "from")
-        _conversation(item, columns, theirs.get("messages", "conversations"), role_key)
+        _conversation(item, columns, given.get("messages", "conversations"), role_key)
     else:
         item["format"] = "alpaca"
     if entry.get("ranking"):
