@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from ligertune.bench.case import function
 from ligertune.bench.cases.case_table import BENCHMARKS
-from ligertune.bench.kernel_check import SIZES, check_ops
+from ligertune.bench.kernel_check import check_ops
 from ligertune.cli.app import app
 from ligertune.doctor import gpu, host, software
 from ligertune.hardware import Machine
@@ -25,10 +25,6 @@ NVIDIA = dataclasses.replace(CPU, vendor="nvidia", device="cuda", name="NVIDIA H
 OLD = dataclasses.replace(NVIDIA, name="Tesla T4", arch="sm75", has_bfloat16=False)
 CDNA = dataclasses.replace(NVIDIA, vendor="amd", name="AMD Instinct MI300X", arch="gfx942")
 RDNA = dataclasses.replace(CDNA, name="Radeon RX 7900 XTX", arch="gfx1100")
-
-
-def test_every_op_is_checked():
-    assert set(SIZES) == set(BENCHMARKS)
 
 
 @pytest.mark.parametrize(
@@ -117,9 +113,8 @@ def test_kernels_that_were_never_run_on_this_chip_are_named(arch, words):
 def test_environment_variables_that_change_a_run_get_a_warning():
     variables = {"TRITON_INTERPRET": "1", "HF_HUB_OFFLINE": "0", "WORLD_SIZE": "2"}
     assert [f.what for f in host.environment(variables, "nvidia")] == ["TRITON_INTERPRET", "WORLD_SIZE"]
-    assert [f.command for f in host.environment(variables, "cpu")] == [
-        "unset WORLD_SIZE"
-    ]  # the interpreter is normal on a CPU
+    # on a CPU the interpreter is normal
+    assert [f.command for f in host.environment(variables, "cpu")] == ["unset WORLD_SIZE"]
 
 
 def test_a_full_disk_gets_a_warning(monkeypatch, tmp_path):

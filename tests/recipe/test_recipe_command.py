@@ -35,22 +35,18 @@ def run(monkeypatch, capsys):
     return run
 
 
-def test_check_prints_notices_and_ok(recipe, run):
-    lines = run("check", recipe)[0].splitlines()
-    assert lines[0] == f"{recipe}:1: base_model is read as model.model_name_or_path."
-    assert len(lines) == 4 and lines[3] == f"{recipe}: OK"
-
-
 def test_check_raises_complaints(recipe, run):
     with pytest.raises(UserError, match=r"^--set train\.sede=1: train\.sede is not a recipe key"):
         run("check", recipe, "--set", "train.sede=1")
 
 
-def test_check_prints_a_json_report(recipe, run):
+def test_check_prints_notices_and_ok(recipe, run):
+    lines = run("check", recipe)[0].splitlines()
+    assert lines[0] == f"{recipe}:1: base_model is read as model.model_name_or_path."
+    assert len(lines) == 4 and lines[3] == f"{recipe}: OK"
     stdout, stderr = run("check", recipe, "--json")
     report = json.loads(stdout)
-    assert f"{recipe}: OK" in stderr
-    assert report["ok"] is True and len(report["notices"]) == 3
+    assert f"{recipe}: OK" in stderr and report["ok"] is True and len(report["notices"]) == 3
 
 
 def test_show_prints_a_recipe_with_the_same_output(recipe, run, tmp_path):
