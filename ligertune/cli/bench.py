@@ -81,6 +81,7 @@ def _show(rows: list[Row]) -> None:
 def _cells(row: Row, modes: list[str]) -> list[str]:
     if row.failure:
         return [f"  {row.provider}", "failed"]
+    # the last mode is the whole op, forward and backward
     timing = row.device[modes[-1]]
     return [
         f"  {row.provider}",

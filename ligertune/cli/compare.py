@@ -94,6 +94,7 @@ def _show(result: Comparison, folder: Path) -> None:
     """Write the files, then print a table and remarks for each setting."""
     from ligertune.compare.compare_files import HEADER, remarks, table_row, write_files
 
+    # before the output: a closed terminal must not lose an hour of measurements
     written, charts = write_files(result, folder)
     runs, steps = plural(result.repeats, "run"), plural(result.steps, "step")
     for point in result.points:

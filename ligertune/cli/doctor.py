@@ -51,6 +51,7 @@ def _examine() -> list[Finding]:
     installed = versions()
     triton = software.triton_version(installed)
     first = [software.python(), *software.packages(installed)]
+    # the checks of the device need torch
     if (broken := software.torch_that_fails()) is not None:
         return [*first, broken, *host.resources()]
     machine = this_machine()

@@ -36,6 +36,7 @@ def plan(
     from ligertune.recipe import load_recipe
 
     render.people_on_stderr(json)
+    # a plan needs no checkpoint to resume from
     loaded = load_recipe(recipe, overrides=[*(set_ or []), "checkpoint.resume_from_checkpoint=never"])
     check_paths(loaded)
 

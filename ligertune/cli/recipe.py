@@ -105,6 +105,7 @@ def import_(
     from ligertune.planning.preflight import write_new
     from ligertune.recipe.importers.import_recipe import import_recipe
 
+    # without --out, stdout holds the recipe itself
     render.people_on_stderr(json or out is None)
     found = import_recipe(file)
     if out is not None:

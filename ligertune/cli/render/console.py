@@ -51,6 +51,7 @@ def note(message: str) -> None:
 
 def document(content: str) -> None:
     """Print YAML, JSON or generated text to stdout unchanged."""
+    # not through rich, which would wrap long lines
     sys.stdout.write(content if content.endswith("\n") else content + "\n")
     sys.stdout.flush()
 
