@@ -47,7 +47,7 @@ def data(
     from ligertune.vision.reader import load_reader
 
     config = read_config(RunOptions.of(loaded).build.model)
-    # as in training: packing is switched off for a model that cannot separate packed examples
+    # as in training: packing is switched off for a model whose packed rows are not exact
     loaded, _ = resolve_packing(loaded, **exact_packing(config))
     options = RunOptions.of(loaded)
     tokenizer = load_tokenizer(options.build.model).tokenizer

@@ -78,7 +78,7 @@ def parse(text: str, document: Document, path: KeyPath = (), override: Place | N
         return None if node is None else _value(node, path, document, override)
     except yaml.YAMLError as error:
         raise _not_yaml(error, text) from None
-    except RecursionError:
+    except RecursionError:  # composing and converting are recursive
         raise NotYaml("it is nested too deeply, or an anchor contains itself.") from None
 
 
