@@ -108,6 +108,15 @@ def test_trainable_parameters_by_method():
     assert adapted.peft_config["default"].r == 3
 
 
+def test_initial_adapters_depend_on_the_seed_only():
+    first, again, other = (
+        apply_method(tiny_models.make("llama"), MethodOptions(type="lora"), seed=seed).state_dict()
+        for seed in (1, 1, 2)
+    )
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert any(not torch.equal(first[name], other[name]) for name in first)
+
+
 @pytest.mark.parametrize(
     ("changes", "scaling"),
     [({}, 2.0), ({"lora_alpha": 8.0}, 0.5), ({"lora_r": 64}, 0.5), ({"use_rslora": True}, 8.0)],

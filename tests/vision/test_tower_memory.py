@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import tiny_vlms
 import torch
-from image_batches import batch_of, image_row, training
+from image_batches import batch_of, training
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from ligertune.activations.checkpointing import checkpoint_layers
@@ -36,7 +36,6 @@ def test_a_trained_tower_saves_its_layers_activations(corpus):
     assert tower_bytes(tower, 1000, ActivationPolicy(), 2) == projector + 32 * 4000 * 28_160 * 2
     assert tower_bytes(tower, 1000, ActivationPolicy(checkpointing=True), 2) == projector + 32 * 4000 * 1280 * 2
     assert tower_bytes(tower, 1000, ActivationPolicy(checkpointing="offload"), 2) == projector
-
     frozen = tower_of(corpus, "Qwen2-VL-2B-Instruct")
     assert not frozen.trains and tower_bytes(frozen, 1000, ActivationPolicy(), 2) == 0
 
@@ -48,22 +47,16 @@ def test_towers_of_squares_and_tiles(corpus):
     assert tower_of(corpus, "Llama-3.2-11B-Vision", freeze_vision_tower=False) is None  # tiles are not in the text
 
 
-def test_the_largest_share_of_image_tokens_is_that_of_the_data(prepared_for, reader_of, image_paths):
-    rows = [
-        image_row("<image>What is this?", "Yes.", image_paths["red"]),
-        image_row("Who?", "a system of user and assistant"),
-    ]
-    examples = prepared_for("qwen2_vl", rows).train
-    reader = reader_of("qwen2_vl")
+def test_the_largest_share_of_image_tokens_is_that_of_the_data(four_rows, reader_of):
+    examples, reader = four_rows("qwen2_vl").train, reader_of("qwen2_vl")
     shares = [float((example.input_ids == reader.token_id).mean()) for example in examples]
     assert 0 < max(shares) < 1 and reader.largest_share(examples) == max(shares)
     assert reader.largest_share(examples.select([shares.index(0.0)])) == 0.0
 
 
 @pytest.mark.parametrize("family", [name for name in tiny_vlms.FAMILIES if name != "mllama"])
-def test_a_trained_projector_saves_what_the_plan_predicts(family, prepared_for, reader_of, tokenizer_of, image_paths):
-    rows = [image_row("<image>What is this?", "Yes.", image_paths["red"])]
-    batch = batch_of(prepared_for(family, rows), reader_of(family), (0,))
+def test_a_trained_projector_saves_what_the_plan_predicts(family, four_rows, reader_of, tokenizer_of):
+    batch = batch_of(four_rows(family), reader_of(family), (0,))
     kept, towers = [], []
     for frozen in (True, False):
         model = tiny_vlms.make(family, tokenizer_of(family))
@@ -94,9 +87,7 @@ def saved_bytes(model: torch.nn.Module, batch: dict) -> int:
 @pytest.mark.parametrize("method", ["full", "lora"])
 @pytest.mark.parametrize("kind", [True, "offload", "offload_gate", "offload_both"])
 @pytest.mark.parametrize("family", tiny_vlms.FAMILIES)
-def test_checkpointing_runs_a_frozen_tower_once(
-    family, kind, method, prepared_for, reader_of, tokenizer_of, image_paths
-):
+def test_checkpointing_runs_a_frozen_tower_once(family, kind, method, four_rows, reader_of, tokenizer_of):
     model = tiny_vlms.make(family, tokenizer_of(family))
     patch(model)
     prepare_vision(model, VisionOptions())
@@ -106,8 +97,7 @@ def test_checkpointing_runs_a_frozen_tower_once(
     for name, module in model.named_modules():
         if name in runs:
             module.register_forward_hook(lambda *given, name=name: runs[name].append(given[2].requires_grad))
-    rows = [image_row("<image>What is this?", "Yes.", image_paths["red"])]
-    training(trained, batch_of(prepared_for(family, rows), reader_of(family), (0,)))
+    training(trained, batch_of(four_rows(family), reader_of(family), (0,)))
     seen, read = ([runs[name] for name in runs if part_of(family_of(model.config), name) == part and runs[name]]
                   for part in ("vision_tower", "language_model"))  # fmt: skip
     assert seen and all(found == [False] for found in seen)
