@@ -1,4 +1,4 @@
-"""Optimizers against the formulas of their papers, parameter groups, and the drift of stochastic rounding."""
+"""Optimizers against the formulas of their papers, parameter groups, stochastic rounding, and learning rates."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from ligertune.planning.optimization import Optimizer
-from ligertune.train.optim.lr_schedule import set_learning_rate
+from ligertune.planning.optimization import Optimizer, TrainSchedule
+from ligertune.train.optim.lr_schedule import SHAPES, learning_rate, set_learning_rate
 from ligertune.train.optim.optimizers import BUILDERS, build_optimizer
 
 BETAS, EPS, DECAY, RATE = (0.7, 0.9), 0.05, 0.5, 0.1  # far from the defaults, so that two steps show each
@@ -156,3 +156,33 @@ def test_bf16_moments_follow_the_formula_with_changes_below_their_spacing():
     after = adamw_bf16_after(200, weight=1.0, grad=2.0, rate=0.0, dtype=torch.float32)
     assert after.exp_avg.mean() == pytest.approx(2 * (1 - 0.9**200), rel=2e-3)
     assert after.exp_avg_sq.mean() == pytest.approx(4 * (1 - 0.999**200), rel=5e-3)
+
+
+def schedule(kind: str, *, total: int = 100, warmup: int = 10) -> TrainSchedule:
+    return TrainSchedule(total_steps=total, warmup_steps=warmup, learning_rate=1.0, type=kind, min_lr_ratio=0.1)
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+def test_it_warms_up_linearly_and_the_first_rate_is_not_zero(kind):
+    rates = [learning_rate(schedule(kind), step) for step in range(11)]
+    assert rates[0] == pytest.approx(0.1)
+    assert rates[9] == pytest.approx(1.0) == rates[10]
+    assert rates == sorted(rates)
+
+
+@pytest.mark.parametrize(
+    ("kind", "middle", "end"),
+    [
+        ("cosine", 0.5, 0.0),
+        ("linear", 0.5, 0.0),
+        ("cosine_with_min_lr", 0.55, 0.1),
+        ("constant_with_warmup", 1.0, 1.0),
+    ],
+)
+def test_it_falls_by_its_schedule(kind, middle, end):
+    assert learning_rate(schedule(kind), 55) == pytest.approx(middle)
+    assert learning_rate(schedule(kind), 100) == pytest.approx(end, abs=1e-9)
+
+
+def test_without_warmup_it_starts_at_the_peak():
+    assert learning_rate(schedule("cosine", warmup=0), 0) == 1.0
