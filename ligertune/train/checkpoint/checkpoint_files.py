@@ -30,13 +30,11 @@ from ligertune.storage import (
     put_in_place,
     remove,
     remove_leftovers,
-    writing,
 )
 
 CHUNK_BYTES = 16 << 20
 
 
-@writing("A checkpoint")
 def save_checkpoint(accelerator: Accelerator, plan: Plan, step: int) -> None:
     """Write `step-N` and remove the oldest checkpoints beyond `save_total_limit`. All ranks call it."""
     partial = begin(accelerator, plan, step)

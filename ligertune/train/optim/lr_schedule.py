@@ -32,27 +32,15 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
             group["lr"] = own
 
 
-def _cosine(progress: float, floor: float) -> float:
+def _cosine(progress: float) -> float:
     return 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
-def _cosine_with_min_lr(progress: float, floor: float) -> float:
-    return floor + (1.0 - floor) * _cosine(progress, floor)
-
-
-def _linear(progress: float, floor: float) -> float:
-    return 1.0 - progress
-
-
-def _constant(progress: float, floor: float) -> float:
-    return 1.0
-
-
-# lr_scheduler_type -> share of the peak rate at a progress from 0 to 1 after the warm-up
+# lr_scheduler_type -> share of the peak rate, of (progress after the warm-up from 0 to 1, min_lr_ratio)
 SHAPES = {
-    "cosine": _cosine,
-    "cosine_with_min_lr": _cosine_with_min_lr,
-    "linear": _linear,
-    "constant": _constant,
-    "constant_with_warmup": _constant,
+    "cosine": lambda progress, floor: _cosine(progress),
+    "cosine_with_min_lr": lambda progress, floor: floor + (1.0 - floor) * _cosine(progress),
+    "linear": lambda progress, floor: 1.0 - progress,
+    "constant": lambda progress, floor: 1.0,
+    "constant_with_warmup": lambda progress, floor: 1.0,
 }
