@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import shutil
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -16,9 +14,7 @@ from row_files import write_rows
 from transformers import AutoTokenizer
 
 from ligertune.data.cache import cache_home
-from ligertune.data.prepare import prepare
 from ligertune.errors import UserError
-from ligertune.planning.options import DataOptions, DatasetOptions
 
 ROWS = [{"instruction": f"Say {n}.", "output": f"{n} " * (n % 9 + 1)} for n in range(60)] + [
     {"instruction": "No.", "output": ""}
@@ -157,64 +153,55 @@ def test_an_unwritable_folder_is_named(home, rows, prepared):
     assert prepared(rows, cache=False).report.examples == 60
 
 
-PROGRAM = """
-import sys
-from transformers import AutoTokenizer
-from ligertune.data.prepare import prepare
-from ligertune.planning.options import DataOptions, DatasetOptions
-tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
-data = DataOptions(datasets=[DatasetOptions(path=sys.argv[2])], num_proc=1)
-print("ready", flush=True)
-ready = prepare(data, tokenizer, seed=0)
-print(int(ready.report.sets[0].cached), ready.train.fingerprint)
-"""
+def start(prepared, rows: Path, **environment: str):
+    """Prepare `rows` in a forked process; return the process and the pipe of its result."""
+    fork = multiprocessing.get_context("fork")
+    receiver, sender = fork.Pipe(duplex=False)
+
+    def work() -> None:
+        os.environ.update(environment)
+        data = prepared(rows, num_proc=1)
+        sender.send((is_cached(data), data.train.fingerprint))
+
+    process = fork.Process(target=work, daemon=True)
+    process.start()
+    return process, receiver
 
 
-def start(quickstart: Path, rows: Path, **environment: str) -> subprocess.Popen[str]:
-    house = Path(__file__).resolve().parents[2]
-    command = [sys.executable, "-c", PROGRAM, str(quickstart / "stories260K"), str(rows)]
-    path = os.pathsep.join([str(house), str(house / "kernels")])
-    return subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path, **environment}
-    )
+def result_of(receiver) -> tuple[bool, str]:
+    assert receiver.poll(120)
+    return receiver.recv()
 
 
-def result_of(process: subprocess.Popen[str]) -> tuple[str, str]:
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode == 0
-    cached, fingerprint = output.split()[-2:]
-    return cached, fingerprint
-
-
-def test_one_of_several_processes_makes_the_entry(home, tmp_path, quickstart):
-    big = write_rows(tmp_path / "big.jsonl", ROWS * 60)  # takes seconds, so that the processes overlap
-    found = [result_of(process) for process in [start(quickstart, big) for _ in range(3)]]
-    assert sorted(cached for cached, _ in found) == ["0", "1", "1"]
+def test_one_of_several_processes_makes_the_entry(home, tmp_path, prepared):
+    big = write_rows(tmp_path / "big.jsonl", ROWS * 60)  # takes long enough for the processes to overlap
+    started = [start(prepared, big) for _ in range(3)]
+    found = [result_of(receiver) for _, receiver in started]
+    assert sorted(cached for cached, _ in found) == [False, True, True]
     assert len({fingerprint for _, fingerprint in found}) == 1 == len(entries(home))
 
 
-def test_the_first_rank_of_a_node_makes_the_entry(home, rows, quickstart):
-    second = start(quickstart, rows, RANK="1", LOCAL_RANK="1", WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
-    assert second.stdout.readline() == "ready\n"
-    time.sleep(1.0)  # it waits
-    assert second.poll() is None and not entries(home)
-    first = start(quickstart, rows, RANK="0", LOCAL_RANK="0", WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
+def test_the_first_rank_of_a_node_makes_the_entry(home, rows, prepared):
+    home.mkdir(parents=True)
+    ranks = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    process, second = start(prepared, rows, RANK="1", LOCAL_RANK="1", **ranks)
+    time.sleep(1.0)
+    assert process.is_alive() and not entries(home)  # it waits
+    _, first = start(prepared, rows, RANK="0", LOCAL_RANK="0", **ranks)
     made, read = result_of(first), result_of(second)
-    assert (made[0], read[0]) == ("0", "1") and made[1] == read[1]
+    assert (made[0], read[0]) == (False, True) and made[1] == read[1]
 
 
-def test_a_killed_writer_leaves_no_entry(home, tmp_path, quickstart):
+def test_a_killed_writer_leaves_no_entry(home, tmp_path, prepared):
     big = write_rows(tmp_path / "big.jsonl", ROWS * 400)
-    writer = start(quickstart, big)
+    process, _ = start(prepared, big)
     while not (home.is_dir() and list(home.glob(".writing-*/input_ids"))):
         time.sleep(0.01)
-        assert writer.poll() is None
-    writer.send_signal(signal.SIGKILL)
-    writer.wait()
+        assert process.is_alive()
+    process.kill()
+    process.join()
     assert [path.name[0] for path in entries(home)] == ["."]  # temporary, not an entry
-    small = write_rows(big, ROWS)
-    tokenizer = AutoTokenizer.from_pretrained(quickstart / "stories260K")
-    assert not is_cached(prepare(DataOptions(datasets=[DatasetOptions(path=str(small))]), tokenizer, seed=0))
+    assert not is_cached(prepared(write_rows(big, ROWS)))
 
 
 def test_folders_of_killed_writers_are_removed_after_a_day(home, rows, prepared):
