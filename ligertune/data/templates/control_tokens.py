@@ -45,14 +45,11 @@ class Rendered(NamedTuple):
             done = match.end()
             changes.append((done, len(replacement) - len(match[0])))
 
-        def moved(spans: tuple[Span, ...]) -> tuple[Span, ...]:
-            return tuple(
-                tuple(place + sum(growth for end, growth in changes if end <= place) for place in span)
-                for span in spans
-            )
+        def moved(place: int) -> int:
+            return place + sum(growth for end, growth in changes if end <= place)
 
-        text = "".join([*pieces, self.text[done:]])
-        return self._replace(text=text, trained=moved(self.trained), literal=moved(self.literal))
+        trained, literal = (tuple((moved(a), moved(b)) for a, b in spans) for spans in (self.trained, self.literal))
+        return self._replace(text="".join([*pieces, self.text[done:]]), trained=trained, literal=literal)
 
 
 class ControlTokens:
