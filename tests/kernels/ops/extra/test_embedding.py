@@ -16,6 +16,7 @@ SEGMENTS = (
     pytest.param([1], id="one index"),
     pytest.param([CHUNK], id="one segment, one chunk"),
     pytest.param([2 * CHUNK], id="a segment that fills two chunks"),
+    pytest.param([2 * CHUNK + 1], id="a segment that ends one row after two chunks"),
     pytest.param([3, CHUNK, CHUNK - 3], id="a segment that ends where the next chunk ends"),
     pytest.param([5, 3 * CHUNK, 2, 1], id="a segment that crosses two whole chunks"),
     pytest.param([CHUNK, CHUNK, 1], id="segments that begin and end with their chunks"),
@@ -44,8 +45,9 @@ def test_agrees_with_float64(lengths, dtype, n_cols, device) -> None:
 
 
 @pytest.mark.parametrize("padding_idx", [4, -1])
-def test_padding_gets_no_gradient(padding_idx, device) -> None:
-    indices = torch.tensor([4, 10, 3] * (2 * CHUNK), device=device)
+@pytest.mark.parametrize("repeats", [1, 2 * CHUNK], ids=["within a chunk", "across chunks"])
+def test_padding_gets_no_gradient(repeats, padding_idx, device) -> None:
+    indices = torch.tensor([4, 10, 3] * repeats, device=device)
     weight = torch.randn(V, 8, device=device)
     judge(
         lambda w: embedding(indices, w, padding_idx), lambda w: embedding_reference(indices, w, padding_idx), [weight]
