@@ -90,7 +90,7 @@ def import_recipe(path: Path) -> Imported:
 
 def peer_of(document: Document) -> Peer:
     """Return the tool whose characteristic keys occur most. Raises UserError if none occurs."""
-    found = {peer.name: len(peer.signs & set(document.data)) for peer in TOOLS}
+    found = {peer.name: len(set(peer.signs.split()) & set(document.data)) for peer in TOOLS}
     best = max(TOOLS, key=lambda peer: found[peer.name])
     if found[best.name] == 0:
         names = " or ".join(peer.name for peer in TOOLS)

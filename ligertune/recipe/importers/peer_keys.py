@@ -1,5 +1,5 @@
-"""Keys of Axolotl, LLaMA-Factory and TRL, from their documentation: how to recognise a file, the tool's defaults that
-differ from ours, and why a key has no counterpart."""
+"""Keys of Axolotl, LLaMA-Factory and TRL, from their documentation: signs of a tool's files, its defaults that differ
+from ours, and reasons why keys have no counterpart."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Peer:
     """A tool. signs: keys that identify its files; defaults: its defaults that differ from ours, by our keys."""
 
     name: str
-    signs: frozenset[str]
+    signs: str  # separated by spaces
     defaults: Mapping[str, Any]
 
 
@@ -81,34 +81,24 @@ NOT_OURS = {
 }
 
 
-def _names_of(words: str) -> frozenset[str]:
-    return frozenset(words.split())
-
-
 AXOLOTL = Peer(
     "Axolotl",
-    _names_of(
-        "base_model sequence_len sample_packing micro_batch_size val_set_size num_epochs adapter "
-        "dataset_prepared_path train_on_inputs special_tokens pad_to_sequence_len flash_attention "
-        "load_in_4bit"
-    ),
+    "base_model sequence_len sample_packing micro_batch_size val_set_size num_epochs adapter "
+    "dataset_prepared_path train_on_inputs special_tokens pad_to_sequence_len flash_attention "
+    "load_in_4bit",
     {"train.per_device_train_batch_size": 1, "data.max_length": 512, "data.packing": False},
 )
 LLAMA_FACTORY = Peer(
     "LLaMA-Factory",
-    _names_of(
-        "stage finetuning_type cutoff_len template dataset_dir do_train preprocessing_num_workers "
-        "overwrite_cache lora_rank lora_target plot_loss quantization_bit neat_packing val_size"
-    ),
+    "stage finetuning_type cutoff_len template dataset_dir do_train preprocessing_num_workers "
+    "overwrite_cache lora_rank lora_target plot_loss quantization_bit neat_packing val_size",
     TRAINER | {"train.learning_rate": 5e-5, "data.max_length": 2048, "method.type": "lora", "method.lora_r": 8},
 )
 TRL = Peer(
     "TRL",
-    _names_of(
-        "dataset_name dataset_config dataset_train_split dataset_test_split dataset_text_field use_peft "
-        "max_seq_length assistant_only_loss completion_only_loss padding_free eos_token dataset_num_proc "
-        "model_revision"
-    ),
+    "dataset_name dataset_config dataset_train_split dataset_test_split dataset_text_field use_peft "
+    "max_seq_length assistant_only_loss completion_only_loss padding_free eos_token dataset_num_proc "
+    "model_revision",
     TRAINER | {"train.learning_rate": 2e-5, "data.max_length": 1024, "train.gradient_checkpointing": True},
 )
 TOOLS = (AXOLOTL, LLAMA_FACTORY, TRL)
