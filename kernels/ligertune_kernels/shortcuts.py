@@ -1,14 +1,13 @@
 """Launch shortcuts through private APIs of torch and Triton: less host time per kernel, all behind one switch.
 
-LIGERTUNE_LAUNCH_SHORTCUTS lists what is on (read at import; default: all three; 0: none):
+LIGERTUNE_LAUNCH_SHORTCUTS lists what is on (read at import; default: both; 0: none):
 
-- apply: call autograd's C function past torch.autograd.Function.apply, which is written in Python.
 - saved: launch a kernel's compiled form again, without Triton's search for it (20 µs with eight tensors).
 - direct: call the C function inside Triton's Python launcher; only with `saved`.
 
 Without them every op goes the public way with the same results. Each falls back by itself where the installed torch or
-Triton lacks the private name. To delete one: `apply`: replace fast_apply(f, n) by f.apply; `direct`: delete
-_direct_call and its call; `saved`: delete the rest of this file and the two uses in launcher.BoundLaunch.
+Triton lacks the private name. To delete one: `direct`: delete _direct_call and its call; `saved`: delete this
+file and its two uses in launcher.BoundLaunch.
 """
 
 from __future__ import annotations
@@ -25,29 +24,7 @@ try:
 except ModuleNotFoundError:  # nothing is launched without triton
     knobs = None
 
-ON = os.environ.get("LIGERTUNE_LAUNCH_SHORTCUTS", "apply,saved,direct").split(",")
-
-_transforms_are_active = getattr(torch._C, "_are_functorch_transforms_active", None)
-_unwrap_if_dead = getattr(getattr(torch._C, "_functorch", None), "unwrap_if_dead", None)
-
-
-def fast_apply(function: type[torch.autograd.Function], n_tensors: int) -> Callable:
-    """Return function.apply without its Python part, which only torch.func needs.
-
-    n_tensors: how many leading arguments may be tensors. Function.apply unwraps tensors of torch.func transforms that
-    have ended and calls the function in C; while no transform is active, this does the same.
-    """
-    c_apply = getattr(super(torch.autograd.Function, function), "apply", None)
-    if "apply" not in ON or None in (c_apply, _transforms_are_active, _unwrap_if_dead):
-        return function.apply
-
-    def apply(*args: object) -> object:
-        if torch.compiler.is_compiling() or _transforms_are_active():
-            return function.apply(*args)
-        return c_apply(*map(_unwrap_if_dead, args[:n_tensors]), *args[n_tensors:])
-
-    return apply
-
+ON = os.environ.get("LIGERTUNE_LAUNCH_SHORTCUTS", "saved,direct").split(",")
 
 # The public functions initialise CUDA first and build a Stream object.
 _current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)

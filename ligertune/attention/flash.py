@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from ligertune_kernels.autograd import no_double_backward
-from ligertune_kernels.shortcuts import fast_apply
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
@@ -51,9 +50,6 @@ class _Flash(torch.autograd.Function):
         return (*grads, None, None, None, None)
 
 
-_flash = fast_apply(_Flash, 3)
-
-
 def flash_varlen(
     query: Tensor,
     key: Tensor,
@@ -73,4 +69,4 @@ def flash_varlen(
     """
     if torch.compiler.is_compiling():  # it traces these operators with dynamic lengths
         return varlen_attn(query, key, value, *bounds, *longest, scale=scale, window_size=window, **GROUPED_HEADS)
-    return _flash(query, key, value, bounds, longest, scale, window)
+    return _Flash.apply(query, key, value, bounds, longest, scale, window)

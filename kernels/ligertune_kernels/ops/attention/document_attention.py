@@ -32,7 +32,6 @@ from ligertune_kernels.ops.attention._document_attention_kernels import (
     attention_dq_kernel,
     attention_forward_kernel,
 )
-from ligertune_kernels.shortcuts import fast_apply
 
 
 def document_attention_reference(
@@ -161,9 +160,6 @@ class _Attention(torch.autograd.Function):
         return dq, dk, dv, *(None,) * 5
 
 
-_apply = fast_apply(_Attention, 5)
-
-
 def document_attention(
     query: torch.Tensor,  # (T, H, D)
     key: torch.Tensor,  # (T, K, D), K divides H: neighbouring query heads share a key head
@@ -195,7 +191,7 @@ def document_attention(
                 query, key, value, starts, ends, scale=scale, window=window, softcap=softcap
             )
     query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
-    return _apply(query, key, value, starts, ends, scale, window, softcap)
+    return _Attention.apply(query, key, value, starts, ends, scale, window, softcap)
 
 
 def _runs_kernels(query: torch.Tensor, softcap: float | None) -> bool:

@@ -27,7 +27,6 @@ from ligertune_kernels.autograd import no_double_backward
 from ligertune_kernels.chips import Chip, launch_options
 from ligertune_kernels.inplace import base_of, owns_its_memory, raise_in_backward, share_storage
 from ligertune_kernels.launcher import Launcher, cached, chip_of, runs_triton, tl, triton
-from ligertune_kernels.shortcuts import fast_apply
 
 # Pairs per program: 4 tokens of 8 heads of 128, 16 pairs per thread. On an H100 (32 and 8 heads, 16k tokens) it
 # reaches 94 % of a copy's rate. A program for all heads of a token, first of q and then of k, reaches 84 %.
@@ -276,9 +275,6 @@ class _Rope(torch.autograd.Function):
         return (dq if needs_dq else None), (dk if needs_dk else None), *(None,) * 7
 
 
-_apply = fast_apply(_Rope, 4)
-
-
 def _may_overwrite(q: torch.Tensor, k: torch.Tensor, needs_grad: bool) -> bool:
     # torch.compile reuses memory itself. A dispatch mode (selective checkpointing) may keep a projection's output for
     # a second forward, as a tensor with a separate version counter, which would not notice the overwriting.
@@ -320,8 +316,7 @@ def apply_rope(
     inplace = inplace and _may_overwrite(q, k, needs_grad)
     if not needs_grad:
         return _rotate(q, k, cos, sin, position_ids, interleaved, rotary_dim, inplace=inplace)
-    apply = _apply if position_ids is None else _Rope.apply
-    results = apply(q, k, cos, sin, position_ids, interleaved, rotary_dim, inplace, inplace_backward)
+    results = _Rope.apply(q, k, cos, sin, position_ids, interleaved, rotary_dim, inplace, inplace_backward)
     if inplace:
         raise_in_backward(READ_ROTATED, base_of(q), base_of(k))
     return results

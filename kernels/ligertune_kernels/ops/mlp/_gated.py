@@ -22,7 +22,6 @@ from ligertune_kernels.chips import Chip, launch_options
 from ligertune_kernels.inplace import are_disjoint, is_trainable_leaf, memory_extent
 from ligertune_kernels.jit.device_functions import gelu_erf, gelu_erf_grad, gelu_tanh, gelu_tanh_grad, silu, silu_grad
 from ligertune_kernels.launcher import Launcher, as_rows, cached, chip_of, contiguous_like, rows_and_stride, tl, triton
-from ligertune_kernels.shortcuts import fast_apply
 
 Activation = Literal["silu", "gelu_tanh", "gelu_erf"]
 
@@ -184,9 +183,6 @@ class _Gated(torch.autograd.Function):
         return *(None if d is None else d.view(gate.shape) for d in (d_gate, d_up)), None, None
 
 
-_apply = fast_apply(_Gated, 2)
-
-
 def gated_activation(
     gate: torch.Tensor,  # (..., F), or (..., 2F) with both halves
     up: torch.Tensor | None,  # (..., F)
@@ -197,8 +193,7 @@ def gated_activation(
     if not torch.is_grad_enabled():
         return _forward(*_halves(gate, up), activation)
     inplace = inplace and _may_overwrite(gate, up)
-    apply = _Gated.apply if up is None else _apply  # fast_apply takes tensors only
-    return apply(gate, up, activation, inplace)
+    return _Gated.apply(gate, up, activation, inplace)
 
 
 def _may_overwrite(gate: torch.Tensor, up: torch.Tensor | None) -> bool:

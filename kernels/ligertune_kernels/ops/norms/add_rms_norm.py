@@ -17,7 +17,6 @@ from ligertune_kernels.autograd import no_double_backward
 from ligertune_kernels.launcher import runs_triton
 from ligertune_kernels.ops.norms._row_norm import norm_backward, norm_forward
 from ligertune_kernels.ops.norms.rms_norm import Cast, RMSNorm, check_rms_norm, rms_norm_reference
-from ligertune_kernels.shortcuts import fast_apply
 
 
 def add_rms_norm_reference(
@@ -64,9 +63,6 @@ class _AddRMSNorm(torch.autograd.Function):
         return dx, dr, dw, None
 
 
-_apply = fast_apply(_AddRMSNorm, 3)
-
-
 def add_rms_norm(
     x: torch.Tensor,  # (..., E)
     residual: torch.Tensor,  # (..., E)
@@ -88,7 +84,7 @@ def add_rms_norm(
     if x.numel() == 0 or not all(runs_triton(t) for t in (x, residual, weight)):
         return add_rms_norm_reference(x, residual, weight, eps, offset=offset, cast=cast)
     if torch.is_grad_enabled() and (x.requires_grad or residual.requires_grad or weight.requires_grad):
-        return _apply(x, residual, weight, (eps, offset, cast == "llama", inplace))
+        return _AddRMSNorm.apply(x, residual, weight, (eps, offset, cast == "llama", inplace))
     return norm_forward(x, residual, weight, None, eps, offset=offset, round_xhat=cast == "llama")[:2]
 
 

@@ -25,7 +25,6 @@ from torch import nn
 from ligertune_kernels.autograd import no_double_backward
 from ligertune_kernels.launcher import runs_triton
 from ligertune_kernels.ops.norms._row_norm import norm_backward, norm_forward
-from ligertune_kernels.shortcuts import fast_apply
 
 Cast = Literal["llama", "gemma", "none"]
 
@@ -64,9 +63,6 @@ class _RMSNorm(torch.autograd.Function):
         return dx, dw, None
 
 
-_apply = fast_apply(_RMSNorm, 2)
-
-
 def check_rms_norm(op: str, x: torch.Tensor, weight: torch.Tensor, cast: str) -> None:
     """Raise ValueError for shapes and casts that rms_norm and add_rms_norm do not take."""
     if weight.shape != x.shape[-1:]:
@@ -98,7 +94,7 @@ def rms_norm(
     if x.numel() == 0 or not runs_triton(x) or not runs_triton(weight):
         return rms_norm_reference(x, weight, eps, offset=offset, cast=cast)
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
-        return _apply(x, weight, (eps, offset, cast == "llama", inplace))
+        return _RMSNorm.apply(x, weight, (eps, offset, cast == "llama", inplace))
     return norm_forward(x, None, weight, None, eps, offset=offset, round_xhat=cast == "llama")[0]
 
 
