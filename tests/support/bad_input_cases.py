@@ -146,7 +146,7 @@ CASES = (
     Bad("disk", "the folder of the run cannot be made", ("checkpoint.output_dir", "/proc/none"),
         argv=("train", "r.yaml", "--set", "checkpoint.output_dir=/proc/none")),
     Bad("disk", "the folder holds a run", ("already holds a run",), files={"runs/one/plan.json": "{}"}),
-    Bad("disk", "a page in a missing folder", ("--out", "does not exist"), argv=("data", "r.yaml", "--out", "no/page.html")),
+    Bad("disk", "a page in a missing folder", ("--out", "not exist"), argv=("data", "r.yaml", "--out", "no/page.html")),
     Bad("disk", "no checkpoint to resume", ("nowhere",),
         argv=("train", "r.yaml", "--set", "checkpoint.resume_from_checkpoint=./nowhere")),
     Bad("environment", "a cache that cannot be made", ("LIGERTUNE_CACHE",), variables={"LIGERTUNE_CACHE": "/proc/none"},
