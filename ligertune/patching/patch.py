@@ -214,9 +214,11 @@ def patch(
         if not tallies.keys() & set(kernels):
             tallies[kernels[0]] = _Tally()  # a row that says there are none
     rows = [tally.row(kernel) for kernel, tally in tallies.items()]
+    # the outermost transformers model: `model` may be peft's wrapper of it
+    owner = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), model)
     if recompute:
-        rows.append(_patch_readers(model))
-    return PatchReport((*rows, _patch_loss(model, loss)), backend(next(model.parameters()).device))
+        rows.append(_patch_readers(model, owner))
+    return PatchReport((*rows, _patch_loss(owner, loss)), backend(next(model.parameters()).device))
 
 
 def _patch_layer(
@@ -238,18 +240,16 @@ def _patch_layer(
     tallies[spec.kernel].applied += 1
 
 
-def _patch_readers(model: nn.Module) -> PatchRow:
+def _patch_readers(model: nn.Module, owner: nn.Module) -> PatchRow:
     """Let linear layers recompute their inputs; the row counts the modules whose outputs are recomputable."""
-    owner = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
     # not the output head: the loss reads its input
-    recompute_inputs(model, but=None if owner is None else owner.get_output_embeddings())
+    recompute_inputs(model, but=owner.get_output_embeddings() if isinstance(owner, PreTrainedModel) else None)
     makers = sum(isinstance(module, RecomputableOutput) for module in model.modules())
     return PatchRow("recompute", makers, 0, "" if makers else "no norm or MLP is patched")
 
 
-def _patch_loss(model: nn.Module, loss: Loss) -> PatchRow:
-    """Let our kernel compute the loss of the outermost transformers model inside `model`."""
-    owner = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), model)
+def _patch_loss(owner: nn.Module, loss: Loss) -> PatchRow:
+    """Let our kernel compute the loss of `owner`."""
     if isinstance(owner, KernelLossModel):
         current = "linear_cross_entropy" if isinstance(owner, DeferredLossModel) else "cross_entropy"
         if loss != current:

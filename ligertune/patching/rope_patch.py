@@ -148,7 +148,8 @@ def _rotary_function(original: Callable[..., Any], layout: Layout, name: str) ->
     """Return `apply_rope` with the signature of transformers' rotary functions.
 
     q (B, H, T, D), k (B, K, T, D), cos and sin (B or 1, T, R); with unsqueeze_dim 2: q (B, T, H, D), k (B, T, K, D).
-    Other calls (Pixtral: unsqueeze_dim 0; trained angles) go to `original`, the model's own function.
+    Other calls (Pixtral: unsqueeze_dim 0; trained angles) go to `original`, the model's own function. tokens_first:
+    q, k (T, H, D), cos and sin (T, D).
     """
 
     def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
@@ -161,19 +162,13 @@ def _rotary_function(original: Callable[..., Any], layout: Layout, name: str) ->
         q, k = apply_rope(q, k, cos, sin, interleaved=layout != "half")
         return (q.transpose(1, 2), k.transpose(1, 2)) if unsqueeze_dim == 2 else (q, k)
 
-    rotary.__name__ = rotary.__qualname__ = name
-    return rotary
-
-
-def _tokens_first(name: str) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Return `apply_rope` for q, k (T, H, D) and cos, sin (T, D)."""
-
-    def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    def tokens_first(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         q, k = apply_rope(q.transpose(0, 1)[None], k.transpose(0, 1)[None], cos[None], sin[None])
         return q.squeeze(0).transpose(0, 1), k.squeeze(0).transpose(0, 1)
 
-    rotary.__name__ = rotary.__qualname__ = name
-    return rotary
+    replacement = tokens_first if layout == "tokens_first" else rotary
+    replacement.__name__ = replacement.__qualname__ = name
+    return replacement
 
 
 class KernelRope(ModulePatch):
@@ -182,10 +177,7 @@ class KernelRope(ModulePatch):
     @classmethod
     def class_body(cls, original: type[nn.Module], spec: RopeSpec) -> dict[str, Any]:
         namespace = decorator_chain(original.forward)[-1].__globals__
-        ours = {
-            name: _tokens_first(name) if layout == "tokens_first" else _rotary_function(namespace[name], layout, name)
-            for name, layout in spec.functions
-        }
+        ours = {name: _rotary_function(namespace[name], layout, name) for name, layout in spec.functions}
         if spec.per_image:
             ours |= IMAGE_ATTENTION_GLOBALS
         return {"forward": rebuild_function(original.forward, ours)}
