@@ -64,6 +64,12 @@ def test_the_plan_counts_the_trained_parameters_and_the_loss_falls(changes, n_tr
     assert found[-1] < found[0] - 0.05
 
 
+def test_an_adapter_of_bfloat16_weights_trains_under_autocast(tmp_path):
+    for method, autocast in (("lora", "bf16"), ("full", "no")):
+        plan = plan_run(tmp_path, **{"method.type": method, "model.dtype": "bfloat16"}).plan
+        assert (plan.precision.weights, plan.precision.autocast) == ("bfloat16", autocast)
+
+
 @slow
 def test_one_process_can_train_in_one_precision_and_then_in_another(tmp_path):
     """A LoRA run on bfloat16 weights uses autocast, which accelerate keeps for the whole process."""
