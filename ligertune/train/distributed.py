@@ -214,9 +214,7 @@ def reduce_sum(accelerator: Accelerator, value: Tensor) -> Tensor:
 
 def any_rank(accelerator: Accelerator, flag: bool) -> bool:
     """Return whether the flag is set on any rank. All ranks must leave the loop after the same step."""
-    if accelerator.num_processes == 1:
-        return flag
-    return bool(accelerator.reduce(torch.tensor(float(flag), device=accelerator.device), reduction="sum") > 0)
+    return bool(reduce_sum(accelerator, torch.tensor(float(flag), device=accelerator.device)) > 0)
 
 
 def max_over_ranks(accelerator: Accelerator, amounts: dict[str, int]) -> dict[str, int]:
@@ -231,6 +229,11 @@ def reshard(model: nn.Module) -> None:
     """Shard the last FSDP2 unit again, which stays gathered after a forward without a backward."""
     if hasattr(model, "reshard"):
         model.reshard()
+
+
+def local_shard(value: Tensor) -> Tensor:
+    """Return this rank's shard of a tensor that FSDP2 may hold as a DTensor."""
+    return value.to_local() if hasattr(value, "to_local") else value
 
 
 def full_tensor(value: Tensor) -> Tensor:

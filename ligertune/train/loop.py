@@ -15,7 +15,7 @@ from ligertune.train.distributed import any_rank, full_tensor, max_over_ranks
 from ligertune.train.evaluate import EarlyStopping, evaluate, load_best, save_best
 from ligertune.train.meter import Counts, synchronize
 from ligertune.train.metrics_logger import profiled
-from ligertune.train.optim.lr_schedule import learning_rate, set_learning_rate
+from ligertune.train.optim.optimizers import learning_rate, set_learning_rate
 from ligertune.train.setup import Training
 
 

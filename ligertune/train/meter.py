@@ -181,7 +181,4 @@ def resident_peak_bytes() -> int:
 
 
 def _cuda_peak(device: torch.device) -> dict[str, int]:
-    return {
-        "allocated": torch.cuda.max_memory_allocated(device),
-        "reserved": torch.cuda.max_memory_reserved(device),
-    }
+    return {"allocated": torch.cuda.max_memory_allocated(device), "reserved": torch.cuda.max_memory_reserved(device)}

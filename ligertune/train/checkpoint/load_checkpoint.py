@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from ligertune.errors import UserError
 from ligertune.planning.plan import Plan
 from ligertune.storage import PROGRESS_FILE
+from ligertune.train.distributed import local_shard
 from ligertune.train.optim.gradients import unwrap_optimizer
 
 # accelerate's names: folders with the ranks' shards of weights and optimizer states, and the file of whole states
@@ -170,11 +171,7 @@ def _shard_weights(folder: Path, model: nn.Module) -> None:
         with safe_open(path, framework="pt") as file:
             for name in tuple(file.keys()):
                 parameter = parameters[name]
-                _local(parameter).copy_(_local(_shard_like(file.get_tensor(name), parameter)))
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+                local_shard(parameter).copy_(local_shard(_shard_like(file.get_tensor(name), parameter)))
 
 
 def _shard_optimizer(folder: Path, optimizer: torch.optim.Optimizer) -> None:

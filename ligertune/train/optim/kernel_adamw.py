@@ -10,6 +10,8 @@ import torch
 from ligertune_kernels import adamw_step, runs_triton
 from torch import Tensor
 
+from ligertune.train.distributed import local_shard
+
 
 class KernelAdamW(torch.optim.AdamW):
     """torch.optim.AdamW(fused=True) with the same states, state dict and numbers; `grad_scale` divides gradients."""
@@ -31,25 +33,16 @@ class KernelAdamW(torch.optim.AdamW):
             return super().step(closure)
         scale = getattr(self, "grad_scale", None)
         for group in self.param_groups:
-            trained: list[Tensor] = []
-            grads: list[Tensor] = []
-            means: list[Tensor] = []
-            squares: list[Tensor] = []
-            steps: list[Tensor] = []
+            lists: list[list[Tensor]] = [[] for _ in range(5)]
+            trained, grads, means, squares, steps = lists
             self._init_group(group, trained, grads, means, squares, [], steps)
             if not trained:
                 continue
             torch._foreach_add_(steps, 1)
-            for tensors in zip(trained, grads, means, squares, steps, strict=True):
-                adamw_step(
-                    *map(_local_shard, tensors[:4]),
-                    step=self._count(tensors[0], tensors[4]),
-                    lr=group["lr"],
-                    betas=group["betas"],
-                    eps=group["eps"],
-                    weight_decay=group["weight_decay"],
-                    grad_scale=scale,
-                )
+            options = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
+            for *tensors, step in zip(*lists, strict=True):
+                count = self._count(tensors[0], step)
+                adamw_step(*map(local_shard, tensors), step=count, grad_scale=scale, **options)
         return None
 
     def _count(self, param: Tensor, step: Tensor) -> int:
@@ -57,11 +50,6 @@ class KernelAdamW(torch.optim.AdamW):
         known = self._steps.get(param)
         self._steps[param] = int(step) if known is None else known + 1
         return self._steps[param]
-
-
-def _local_shard(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of a tensor that FSDP2 shards."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def with_kernel_step(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

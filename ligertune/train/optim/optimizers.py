@@ -1,63 +1,26 @@
-"""Optimizers by recipe name (`train.optim`), built over a model's trainable parameters.
+"""Optimizers by recipe name (`train.optim`), built over a model's trainable parameters; their learning rates.
 
 `recipe.optimizer_table` holds the facts that the plan needs (bytes of state, source); this file holds the builders.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import asdict
 
 import torch
 from torch import nn
 
-from ligertune.planning.optimization import Optimizer
-from ligertune.train.optim.adamw_bf16 import AdamWBf16
-from ligertune.train.optim.combined import CombinedOptimizer, OptimizerInBackward
-from ligertune.train.optim.galore import GaLoreAdamW
-from ligertune.train.optim.optimizer_offload import OffloadedOptimizer, host_copy_of
+from ligertune.planning.optimization import Optimizer, TrainSchedule
+from ligertune.train.optim.algorithms import AdamWBf16, GaLoreAdamW, Lion
+from ligertune.train.optim.combined import CombinedOptimizer, OffloadedOptimizer, OptimizerInBackward, host_copy_of
 
 Builder = Callable[[list[dict], Optimizer], torch.optim.Optimizer]
 
 
-class Lion(torch.optim.Optimizer):
-    """Lion (Chen et al. 2023, algorithm 2): the sign of a momentum. One state in the gradients' dtype, no square root.
-
-        u = sign(beta1 m + (1 - beta1) g)    w = w - lr (u + weight_decay w)    m = beta2 m + (1 - beta2) g
-
-    Every element moves by the same amount, so its learning rate is 3 to 10 times smaller than AdamW's.
-    """
-
-    def __init__(self, params: list[dict], *, betas: tuple[float, float]) -> None:
-        super().__init__(params, {"lr": 0.0, "betas": betas, "weight_decay": 0.0})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:
-        for group in self.param_groups:
-            beta1, beta2 = group["betas"]
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                state = self.state[parameter]
-                if not state:
-                    state["exp_avg"] = torch.zeros_like(parameter)
-                momentum, grad = state["exp_avg"], parameter.grad
-                parameter.mul_(1 - group["lr"] * group["weight_decay"])
-                parameter.add_(momentum.lerp(grad, 1 - beta1).sign_(), alpha=-group["lr"])
-                momentum.lerp_(grad, 1 - beta2)
-
-
 def _adamw(fused: bool) -> Builder:
     return lambda groups, plan: torch.optim.AdamW(groups, lr=0.0, betas=plan.betas, eps=plan.eps, fused=fused)
-
-
-def _muon(groups: list[dict], plan: Optimizer) -> torch.optim.Optimizer:
-    """Scale updates to AdamW's size, so that one learning rate serves both (Liu et al. 2025, section 2.2)."""
-    return torch.optim.Muon(groups, lr=0.0, adjust_lr_fn="match_rms_adamw")
-
-
-def _galore(groups: list[dict], plan: Optimizer) -> torch.optim.Optimizer:
-    own = {"rank": plan.galore.rank, "update_proj_gap": plan.galore.update_proj_gap, "scale": plan.galore.scale}
-    return GaLoreAdamW(groups, betas=plan.betas, eps=plan.eps, **own)
 
 
 def _bitsandbytes(name: str) -> Builder:
@@ -103,8 +66,9 @@ BUILDERS: dict[str, Builder] = {
     "adamw_torch_fp8": _torchao("AdamWFp8"),
     # its rate is relative to each parameter's root mean square (Shazeer and Stern 2018)
     "adafactor": lambda groups, plan: torch.optim.Adafactor(groups, lr=0.0),
-    "muon": _muon,
-    "galore_adamw": _galore,
+    # scaled to the size of AdamW's updates, so that one learning rate serves both (Liu et al. 2025, section 2.2)
+    "muon": lambda groups, plan: torch.optim.Muon(groups, lr=0.0, adjust_lr_fn="match_rms_adamw"),
+    "galore_adamw": lambda groups, plan: GaLoreAdamW(groups, betas=plan.betas, eps=plan.eps, **asdict(plan.galore)),
     "lion": lambda groups, plan: Lion(groups, betas=plan.betas),
     "sgd": lambda groups, plan: torch.optim.SGD(groups, lr=0.0),
 }
@@ -171,3 +135,40 @@ def hidden_parameters(model: nn.Module) -> set[nn.Parameter]:
     ends = [model.get_input_embeddings(), model.get_output_embeddings()]
     outside = {p for module in ends if module is not None for p in module.parameters()}
     return {p for p in model.parameters() if p not in outside}
+
+
+def learning_rate(schedule: TrainSchedule, step: int) -> float:
+    """Return the learning rate of optimizer step `step`, counted from 0.
+
+    The rate rises linearly over `warmup_steps`, then follows `type` over the remaining steps. The first step trains
+    too: at step 0 of W warm-up steps the rate is 1/W of the peak, not 0.
+    """
+    if step < schedule.warmup_steps:
+        return schedule.learning_rate * (step + 1) / schedule.warmup_steps
+    remaining = max(1, schedule.total_steps - schedule.warmup_steps)
+    progress = min(1.0, (step - schedule.warmup_steps) / remaining)
+    return schedule.learning_rate * SHAPES[schedule.type](progress, schedule.min_lr_ratio)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Set the rate of every group, times the group's `lr_multiplier`."""
+    for group in optimizer.param_groups:
+        own = rate * group.get("lr_multiplier", 1.0)
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(own)  # torchao's compiled step reads this tensor, so it must stay the same one
+        else:
+            group["lr"] = own
+
+
+def _cosine(progress: float) -> float:
+    return 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+# lr_scheduler_type -> share of the peak rate, of (progress after the warm-up from 0 to 1, min_lr_ratio)
+SHAPES = {
+    "cosine": lambda progress, floor: _cosine(progress),
+    "cosine_with_min_lr": lambda progress, floor: floor + (1.0 - floor) * _cosine(progress),
+    "linear": lambda progress, floor: 1.0 - progress,
+    "constant": lambda progress, floor: 1.0,
+    "constant_with_warmup": lambda progress, floor: 1.0,
+}

@@ -13,8 +13,7 @@ from test_optimizers import plan, tiny
 from ligertune.errors import UserError
 from ligertune.run import run
 from ligertune.train.optim.gradients import check_gradients, clip_gradients
-from ligertune.train.optim.lr_schedule import set_learning_rate
-from ligertune.train.optim.optimizers import build_optimizer
+from ligertune.train.optim.optimizers import build_optimizer, set_learning_rate
 
 # Below all gradient norms of the tiny model, between them, and above them: each, some and no step is clipped.
 MAX_NORMS = (0.05, 2.0, 1e6)

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ligertune.planning.optimization import Optimizer, TrainSchedule
-from ligertune.train.optim.lr_schedule import SHAPES, learning_rate, set_learning_rate
-from ligertune.train.optim.optimizers import BUILDERS, build_optimizer
+from ligertune.train.optim.optimizers import BUILDERS, SHAPES, build_optimizer, learning_rate, set_learning_rate
 
 BETAS, EPS, DECAY, RATE = (0.7, 0.9), 0.05, 0.5, 0.1  # far from the defaults, so that two steps show each
 SHAPE = (6, 10)
@@ -172,12 +171,7 @@ def test_it_warms_up_linearly_and_the_first_rate_is_not_zero(kind):
 
 @pytest.mark.parametrize(
     ("kind", "middle", "end"),
-    [
-        ("cosine", 0.5, 0.0),
-        ("linear", 0.5, 0.0),
-        ("cosine_with_min_lr", 0.55, 0.1),
-        ("constant_with_warmup", 1.0, 1.0),
-    ],
+    [("cosine", 0.5, 0.0), ("linear", 0.5, 0.0), ("cosine_with_min_lr", 0.55, 0.1), ("constant_with_warmup", 1.0, 1.0)],
 )
 def test_it_falls_by_its_schedule(kind, middle, end):
     assert learning_rate(schedule(kind), 55) == pytest.approx(middle)
