@@ -70,22 +70,22 @@ def plan_for(
 
 def _load_and_plan(recipe: Recipe, machine: Machine, progress: ProgressCallback | None, *, sharded: bool) -> Job:
     """Load everything but the weights, and make the plan. sharded: plan for FSDP, as if a launcher had chosen it."""
-    config = read_config(RunOptions.of(recipe).build.model)
+    config = read_config(recipe.model)
     recipe, packing_notes = resolve_packing(recipe, **exact_packing(config))
     options = RunOptions.of(recipe)
-    build, layout = options.build, options.layout
+    layout = options.layout
     precision = choose_precision(recipe.model.dtype, machine, method=recipe.method.type)
     choose_batch_layout(layout, config, machine, precision)  # refuse impossible settings before data are read
-    tokenizer = load_tokenizer(build.model)
+    tokenizer = load_tokenizer(recipe.model)
     check_vocabulary(tokenizer.tokenizer, config)
-    images = load_reader(build.model, build.vision, config, tokenizer.tokenizer)
-    data = prepare(options.data, tokenizer.tokenizer, seed=build.seed, progress=progress, images=images)
+    images = load_reader(recipe.model, recipe.vision, config, tokenizer.tokenizer)
+    data = prepare(recipe.data, tokenizer.tokenizer, seed=recipe.train.seed, progress=progress, images=images)
     lengths = None if data.streamed else data.train.lengths
     attention, padding_free = choose_batch_layout(layout, config, machine, precision, lengths=lengths)
     inputs = PlanInputs(
         machine=machine,
         precision=precision,
-        model=preview_model(build, config, attention, device=machine.device),
+        model=preview_model(options.build, config, attention, device=machine.device),
         data=summarize_data(data, images),
         rows=epoch_rows(layout, data, multiple_of=attention.multiple_of, padding_free=padding_free),
         launched_with_fsdp=sharded or launched_with_fsdp(),

@@ -42,18 +42,16 @@ def data(
     from ligertune.data.statistics import data_statistics
     from ligertune.models.load import load_tokenizer, read_config
     from ligertune.planning.batch_layout import StatisticsOptions, resolve_packing
-    from ligertune.planning.options import RunOptions
     from ligertune.vision.families import exact_packing
     from ligertune.vision.reader import load_reader
 
-    config = read_config(RunOptions.of(loaded).build.model)
+    config = read_config(loaded.model)
     # as in training: packing is switched off for a model whose packed rows are not exact
     loaded, _ = resolve_packing(loaded, **exact_packing(config))
-    options = RunOptions.of(loaded)
-    tokenizer = load_tokenizer(options.build.model).tokenizer
-    images = load_reader(options.build.model, options.build.vision, config, tokenizer)
+    tokenizer = load_tokenizer(loaded.model).tokenizer
+    images = load_reader(loaded.model, loaded.vision, config, tokenizer)
     with data_report.Preparing() as preparing:
-        prepared = prepare(options.data, tokenizer, seed=options.build.seed, progress=preparing.show, images=images)
+        prepared = prepare(loaded.data, tokenizer, seed=loaded.train.seed, progress=preparing.show, images=images)
     shown = preview_examples(prepared)
     previews = preview(shown, tokenizer, examples, images)
     statistics = data_statistics(shown.lengths, shown.trained, StatisticsOptions.of(loaded, processes=world_size()))

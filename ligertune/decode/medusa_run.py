@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -127,9 +126,9 @@ def report_on(options: RunOptions) -> MedusaReport:
     check_heads_path(str(folder), key="checkpoint.output_dir")
     hide_loading_bars()
     build = options.build
-    spec = dataclasses.replace(build.model, model_name_or_path=base_model_of(folder, HeadsConfig.read(folder)))
+    spec = build.model.model_copy(update={"model_name_or_path": base_model_of(folder, HeadsConfig.read(folder))})
     dtype = getattr(torch, choose_precision(spec.dtype, machine).weights)
-    data = prepare(options.data, load_tokenizer(build.model).tokenizer, seed=build.seed)
+    data = prepare(options.data_options, load_tokenizer(build.model).tokenizer, seed=build.seed)
     base = build_model(spec, read_config(spec), dtype=dtype, device=machine.device, seed=build.seed)
     heads = read_heads(folder, check_plain_head(base).weight)
     model = MedusaModel(base, heads, build.medusa, transform=logit_transform(base), fused=True)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 from ligertune.errors import UserError
 from ligertune.hardware import Machine
@@ -66,14 +64,13 @@ def make_plan(recipe: Recipe, inputs: PlanInputs, *, notes: tuple[str, ...] = ()
     machine, model, rows, data = inputs.machine, inputs.model, inputs.rows, inputs.data
     check_context(recipe, data.longest, model.shape.context)
     resources = choose_resources(recipe, inputs)
-    batching, options = resources.batching, RunOptions.of(recipe)
+    batching = resources.batching
     if model.shape.tower is not None:
         check_image_accumulation(recipe, batching.accumulation)
     plan = Plan(
-        **_fields(options, leave_out="data"),
-        **_fields(resources),
-        **_fields(model, leave_out="shape"),
-        data_options=options.data,
+        **vars(RunOptions.of(recipe)),
+        **vars(resources),
+        **{name: value for name, value in vars(model).items() if name != "shape"},
         settings=recipe.model_dump(mode="json"),
         num_train_epochs=None if recipe.train.max_steps else recipe.train.num_train_epochs,
         machine=machine,
@@ -190,7 +187,7 @@ def warn_of_host_memory(plan: Plan, *, processes: int, free: int | None) -> Plan
         f"this host has {free / GIB:.1f} GiB of free memory, and this run will keep {needed / GIB:.1f} GiB there "
         f"({'; '.join(named)}): Linux kills the run if the host cannot provide it"
     )
-    return dataclasses.replace(plan, notes=(*plan.notes, note))
+    return replace(plan, notes=(*plan.notes, note))
 
 
 def check_context(recipe: Recipe, longest: int, context: int | None) -> None:
@@ -213,7 +210,3 @@ def _memory_notes(recipe: Recipe, inputs: PlanInputs, resources: Resources) -> t
     if memory is None or machine.device != "cuda":
         return notes
     return (*notes, *memory.host_notes(batching.micro_batch_size, inputs.row_length))
-
-
-def _fields(value: RunOptions | Resources | BuiltModel, *, leave_out: str = "") -> dict[str, Any]:
-    return {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.name != leave_out}

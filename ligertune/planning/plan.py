@@ -14,16 +14,7 @@ from ligertune.planning.memory.model_shape import ModelShape
 from ligertune.planning.memory.states import SHARDED_WEIGHTS, StateBytes, Strategy, shards_of
 from ligertune.planning.micro_batch import Batching
 from ligertune.planning.optimization import Cadence, Optimizer, TrainSchedule
-from ligertune.planning.options import (
-    BatchLayoutOptions,
-    BuildOptions,
-    CheckpointOptions,
-    DataOptions,
-    EvaluationOptions,
-    LoggingOptions,
-    MeasurementOptions,
-    ParallelOptions,
-)
+from ligertune.planning.options import RunOptions
 from ligertune.planning.precision import Precision
 
 
@@ -69,25 +60,14 @@ class BuiltModel:
 
 
 # plan.json leaves out the options, which resolved_recipe.yaml holds, and keeps the key that `memory` had before.
-NOT_IN_JSON = (
-    "build", "data_options", "layout", "parallel", "checkpoint", "evaluation", "logging", "measurement", "settings",
-    "num_train_epochs",
-)  # fmt: skip
+NOT_IN_JSON = {*(field.name for field in dataclasses.fields(RunOptions)), "settings", "num_train_epochs"}
 JSON_KEYS = {"memory": "budget"}
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(RunOptions):
     """Every decision of a run. `make_plan` returns it."""
 
-    build: BuildOptions
-    data_options: DataOptions
-    layout: BatchLayoutOptions
-    parallel: ParallelOptions
-    checkpoint: CheckpointOptions
-    evaluation: EvaluationOptions
-    logging: LoggingOptions
-    measurement: MeasurementOptions
     settings: dict[str, Any]  # the recipe as plain JSON values, for trackers
     num_train_epochs: float | None  # None if max_steps ends the run
     machine: Machine

@@ -80,6 +80,16 @@ class KernelsSpec(Section):
     recompute: SwitchOrNorms = False
     """Recompute norm outputs and gated activations in the backward, with equal gradients; norms: norms only."""
 
+    @property
+    def fuses_lora(self) -> bool:
+        """Whether LoRA layers add their update inside the matrix multiplication."""
+        return self.enabled is not False and self.lora
+
+    @property
+    def fuses_heads_loss(self) -> bool:
+        """Whether the losses of Medusa heads are computed without their logits."""
+        return self.enabled is not False and self.loss == "linear_cross_entropy"
+
 
 class MethodSpec(Section):
     """Which weights train: all, an adapter, or some of them."""

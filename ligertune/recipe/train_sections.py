@@ -97,11 +97,6 @@ class TrainSpec(Section):
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 42
     """Seed of weight initialisation, data order and validation split."""
 
-    @property
-    def few_shapes(self) -> bool:
-        """Whether every new batch shape costs a compilation or a CUDA graph."""
-        return self.torch_compile or self.cuda_graphs
-
     @model_validator(mode="before")
     @classmethod
     def _given_key_replaces_a_default(cls, given: Any) -> Any:

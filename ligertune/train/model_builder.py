@@ -107,7 +107,7 @@ def _load_and_patch(
 ) -> tuple[PreTrainedModel, tuple[KernelLine, ...]]:
     """Return the model with frozen vision parts and our kernels, and one line per kernel."""
     model = build_model(
-        replace(options.model, attn_implementation=attn_implementation),
+        options.model.model_copy(update={"attn_implementation": attn_implementation}),
         config,
         dtype=dtype,
         device=device,

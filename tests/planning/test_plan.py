@@ -1,18 +1,15 @@
-"""Precision and cadence of a run, and options with the defaults of the recipe."""
+"""Precision and cadence of a run."""
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import replace
 
 import pytest
 
 from ligertune.errors import UserError
 from ligertune.hardware import Machine
-from ligertune.planning import options
 from ligertune.planning.optimization import Cadence
 from ligertune.planning.precision import choose_precision
-from ligertune.recipe import schema
 
 GPU = Machine("nvidia", "cuda", "NVIDIA H100 80GB HBM3", "sm90", 1, 80 << 30, True, 989e12, 3.35e12, 1, "2.11")
 OLD_GPU = replace(GPU, name="Tesla V100", arch="sm70", has_bfloat16=False, peak_flops=None)
@@ -46,31 +43,3 @@ def test_an_epoch_cadence_is_due_after_the_step_in_which_an_epoch_ends():
     cadence = Cadence("epoch", every=0)
     due = [s for s in range(1, 7) if cadence.due(s, rows_per_epoch=21, global_batch_size=8)]
     assert due == [3, 6]  # 24 >= 21, 48 >= 42
-
-
-PAIRS = [
-    (options.TokenizerOptions, schema.TokenizerSpec),
-    (options.ModelOptions, schema.ModelSpec),
-    (options.KernelOptions, schema.KernelsSpec),
-    (options.MethodOptions, schema.MethodSpec),
-    (options.DatasetOptions, schema.DatasetSpec),
-    (options.DataOptions, schema.DataSpec),
-    (options.VisionOptions, schema.VisionSpec),
-    (options.MedusaOptions, schema.MedusaSpec),
-    (options.ExecutionOptions, schema.TrainSpec),
-    (options.ParallelOptions, schema.ParallelSpec),
-    (options.CheckpointOptions, schema.CheckpointSpec),
-    (options.EvaluationOptions, schema.EvalSpec),
-    (options.LoggingOptions, schema.LoggingSpec),
-    (options.MeasurementOptions, schema.ReportSpec),
-]
-
-
-@pytest.mark.parametrize(("values", "section"), PAIRS, ids=lambda cls: cls.__name__)
-def test_options_have_the_defaults_of_the_recipe(values, section):
-    for field in dataclasses.fields(values):
-        key = section.model_fields[field.name]
-        if key.is_required() or field.name == "tokenizer":
-            continue
-        default = field.default_factory() if field.default is dataclasses.MISSING else field.default
-        assert default == key.default, field.name

@@ -6,7 +6,6 @@ are random and the question is always the same. Takes about a minute on one core
 
 from __future__ import annotations
 
-import dataclasses
 import json
 
 import numpy as np
@@ -86,8 +85,8 @@ def right(model, batch: dict) -> torch.Tensor:
 
 def test_it_names_held_out_drawings_and_guesses_without_pixels(learnt):
     job, folder, answers = learnt
-    held_out = [dataclasses.replace(job.plan.data_options.datasets[0], path=str(folder / "held_out.json"))]
-    data = dataclasses.replace(job.plan.data_options, datasets=tuple(held_out))
+    held_out = [job.plan.data_options.datasets[0].model_copy(update={"path": str(folder / "held_out.json")})]
+    data = job.plan.data_options.model_copy(update={"datasets": tuple(held_out)})
     rows = prepare(data, job.tokenizer.tokenizer, seed=0, images=job.images)
     model = transformers.AutoModelForImageTextToText.from_pretrained(folder / "run" / "model").eval()
     batch = batch_of(rows, job.images, range(N_HELD_OUT))

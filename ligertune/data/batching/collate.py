@@ -109,7 +109,7 @@ def static_shapes_of(plan: Plan, packs: Packs | None) -> StaticShapes | None:
 
     packs: the rows of an epoch; None for a stream.
     """
-    if not (plan.build.execution.few_shapes and plan.rows.packed):
+    if not (plan.layout.few_shapes and plan.rows.packed):
         return None
     rows, longest = plan.batching.micro_batch_size, min(plan.rows.length, plan.data.longest)
     tokens = rows * plan.rows.multiple_of

@@ -108,7 +108,7 @@ def _export_checkpoint(run: Path, out: Path, name: str, *, adapter: bool) -> Exp
         )
     kind = "model" if not hasattr(model, "peft_config") else "adapter" if adapter else "merged model"
     model = model.merge_and_unload() if kind == "merged model" else model
-    template = {"alpaca": "alpaca"}.get(options.data.prompt_template, "chat")
-    prompt = {"prompt_template": template, "system_prompt": options.data.system_prompt}
+    template = {"alpaca": "alpaca"}.get(options.data_options.prompt_template, "chat")
+    prompt = {"prompt_template": template, "system_prompt": options.data_options.system_prompt}
     write_model(model, load_tokenizer(build.model).tokenizer, out, state_dict=None, **prompt)
     return Exported(str(out), kind, str(folder))

@@ -29,7 +29,7 @@ def plan(tmp_path_factory):
 @pytest.fixture
 def saved(plan, tmp_path):
     """saved(8, 9, 10): write these checkpoints, each with one file, and return (their plan, their folder)."""
-    mine = replace(plan, checkpoint=replace(plan.checkpoint, output_dir=str(tmp_path)))
+    mine = replace(plan, checkpoint=plan.checkpoint.model_copy(update={"output_dir": str(tmp_path)}))
 
     def save(*steps: int) -> tuple[object, Path]:
         for step in steps:
@@ -98,7 +98,7 @@ def test_a_checkpoint_of_another_run_is_refused(saved):
 
 def test_never_and_a_folder_select_the_checkpoint(saved):
     plan, folder = saved(2, 4)
-    never, named = (replace(plan, checkpoint=replace(plan.checkpoint, resume_from_checkpoint=wanted))
+    never, named = (replace(plan, checkpoint=plan.checkpoint.model_copy(update={"resume_from_checkpoint": wanted}))
                     for wanted in ("never", str(folder / "step-2")))  # fmt: skip
     assert resume_folder(never) == (None, ())
     assert resume_folder(named) == (folder / "step-2", ())
