@@ -48,10 +48,7 @@ class BenchSetup:
 
 
 def bench_setup(
-    device: torch.device,
-    dtype: torch.dtype,
-    repetitions: Repetitions,
-    failures: tuple[type[Exception], ...] = FAILURES,
+    device: torch.device, dtype: torch.dtype, repetitions: Repetitions, failures: tuple[type[Exception], ...] = FAILURES
 ) -> BenchSetup:
     """Return a setup with the device's rates, which take some milliseconds to measure."""
     clock = clock_for(device)

@@ -53,7 +53,7 @@ def compare(
     from ligertune.compare.compare_files import check_folder
     from ligertune.compare.comparison import CPU_DEFAULTS, GPU_DEFAULTS, TrialOptions, compare
     from ligertune.compare.side import choose_sides
-    from ligertune.compare.target import label, read_target
+    from ligertune.compare.trial import label, read_target
 
     render.people_on_stderr(json)
     only = {(True, False): "with", (False, True): "without"}.get((with_, without))

@@ -23,11 +23,7 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the run in
 
 
 def train(
-    recipe: RecipeFile,
-    set_: Overrides = None,
-    resume: Resume = False,
-    overwrite: Overwrite = False,
-    json: Json = False,
+    recipe: RecipeFile, set_: Overrides = None, resume: Resume = False, overwrite: Overwrite = False, json: Json = False
 ) -> None:
     """Fine-tune a model on the recipe's data.
 

@@ -16,7 +16,7 @@ class Side:
 
     kernels, train: values that replace those of these sections of the recipe.
     ours: its losses must equal the reference's, or the comparison fails.
-    change: change of the built model, a key of `worker.CHANGES`.
+    change: change of the built model, a name that `change_model` knows.
     needs: package that must be installed.
     """
 

@@ -1,20 +1,35 @@
-"""One training run of one side, in a new process: runs share no allocator, caches or imports."""
+"""Processes of a comparison: each run of a side in a new one, since runs share no allocator, caches or imports.
+
+`python -m ligertune.compare.trial RECIPE FOLDER [CHANGE]` is one rank of a run. It writes the report to
+FOLDER/result.json, or a failure to FOLDER/failure-RANK.json. Without arguments it prints device and versions as JSON,
+so that the comparison itself holds no device.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from ligertune.compare.side import Side
-from ligertune.recipe import KernelsSpec, Recipe, dump_recipe
-from ligertune.storage import read_metrics
+from ligertune.errors import UserError
+from ligertune.hardware import is_main_process
+from ligertune.progress import importing
+from ligertune.recipe import KernelsSpec, Recipe, dump_recipe, load_recipe
+from ligertune.storage import read_metrics, write_json
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+MODULE = ["-m", "ligertune.compare.trial"]
 RESULT = "result.json"
+VENDORS = {"nvidia": "NVIDIA", "amd": "AMD", "cpu": "CPU"}
 
 
 @dataclass(frozen=True)
@@ -60,7 +75,7 @@ def run_trial(recipe: Recipe, side: Side, *, repeat: int, steps: int, processes:
     folder.mkdir(parents=True, exist_ok=True)
     path, warmup = folder / "recipe.yaml", recipe.report.warmup_steps
     path.write_text(dump_recipe(trial_recipe(recipe, side, warmup + steps, folder / "run")), encoding="utf-8")
-    module = ["-m", "ligertune.compare.worker", str(path), str(folder), *([side.change] if side.change else [])]
+    module = [*MODULE, str(path), str(folder), *([side.change] if side.change else [])]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     with (folder / "log.txt").open("w", encoding="utf-8") as log:
         done = subprocess.run(
@@ -122,3 +137,109 @@ def _failure(folder: Path, code: int) -> Failure:
         return Failure("error", "killed by SIGKILL; the system does so if host memory runs out")
     lines = [line for line in (folder / "log.txt").read_text(encoding="utf-8").splitlines() if line.strip()]
     return Failure("error", lines[-1] if lines else f"exit code {code}")
+
+
+def read_target() -> dict[str, str]:
+    """Return vendor, name, arch, CUDA or ROCm, and package versions. Raises UserError if the device is unusable."""
+    done = subprocess.run([sys.executable, *MODULE], capture_output=True, text=True, check=False)
+    if done.returncode:
+        message = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        raise UserError(
+            f"This machine's device cannot be used: {message[-1]}", hint="Try ligertune doctor.", exit_code=1
+        )
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def label(target: dict[str, str], *, processes: int = 1) -> str:
+    """Return one line: "NVIDIA H100 80GB HBM3 (sm90) x 1, CUDA 13.0, torch 2.11.0, ..."."""
+    versions = ", ".join(f"{name} {target[name]}" for name in target if name not in ("vendor", "name", "arch"))
+    vendor = VENDORS[target["vendor"]]
+    name = target["name"] if vendor.lower() in target["name"].lower() else f"{vendor} {target['name']}"
+    return f"{name} ({target['arch']}) x {processes}, {versions}"
+
+
+def _describe() -> dict[str, str]:
+    import torch
+
+    from ligertune.hardware import this_machine
+    from ligertune.report import versions
+
+    machine = this_machine()
+    runtime = {"ROCm": torch.version.hip, "CUDA": torch.version.cuda}
+    named = {name: version for name, version in runtime.items() if version and machine.vendor != "cpu"}
+    return {"vendor": machine.vendor, "name": machine.name, "arch": machine.arch, **named, **versions()}
+
+
+def change_model(name: str, model: PreTrainedModel) -> None:
+    """Apply `Side.change` to a model that is built, before the optimizer is."""
+    if name == "compile":  # for batches of any length, as train.torch_compile does with our kernels
+        from ligertune.models.compile import compile_layers
+
+        compile_layers(model, dynamic=None)
+    elif name == "hf-chunked":
+        from ligertune.patching.fused_loss import chunk_loss
+
+        chunk_loss(model)
+    else:
+        # liger-kernel's own function for a model that is already loaded; it has no public name
+        from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+        _apply_liger_kernel_to_instance(model=model)
+
+
+def run_rank(recipe: Path, folder: Path, change: str | None = None) -> int:
+    """Train and write the result. Returns 0, or 1 after writing a failure; other exceptions are raised."""
+    try:
+        result = _train(recipe, change)
+    except (UserError, MemoryError, RuntimeError) as error:
+        failure = failure_of(error)
+        if failure is None:
+            raise
+        write_json(folder / f"failure-{os.environ.get('RANK', '0')}.json", asdict(failure))
+        sys.stderr.write(f"{failure}\n")
+        return 1
+    if is_main_process():
+        write_json(folder / RESULT, result)
+    return 0
+
+
+def failure_of(error: Exception) -> Failure | None:
+    """Return the failure to report; None for an unexpected error, whose traceback the log must show."""
+    import torch
+
+    from ligertune.train.checks import OutOfDeviceMemory
+
+    if isinstance(error, UserError):
+        return Failure("out of memory" if isinstance(error, OutOfDeviceMemory) else "error", str(error))
+    if isinstance(error, MemoryError):
+        return Failure("out of memory", f"host memory: {error}")
+    # torch's CPU allocator raises a plain RuntimeError
+    if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+        return Failure("out of memory", str(error).splitlines()[0])
+    return None
+
+
+def _train(recipe: Path, change: str | None) -> dict:
+    """Train, and return the report with facts of the plan that a comparison shows."""
+    with importing():
+        from ligertune.run import plan_for, run
+
+    job = plan_for(load_recipe(recipe))
+    report = run(job, lambda line: None, change=partial(change_model, change) if change else None)
+    plan = job.plan
+    return {
+        **report.as_dict(),
+        "vendor": plan.machine.vendor,
+        "arch": plan.machine.arch,
+        "attn_implementation": plan.attn_implementation,
+        "rows": plan.rows.kind,
+        "padding_free": plan.rows.padding_free,
+        "fp8": plan.build.execution.fp8,
+    }
+
+
+if __name__ == "__main__":
+    if not sys.argv[1:]:
+        sys.stdout.write(json.dumps(_describe()) + "\n")
+    else:
+        sys.exit(run_rank(Path(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:]))

@@ -99,158 +99,103 @@ BATCH_RULES = (
             Rule(f"train.{key}: null, train.{rival}: null", "{0} is null and {1} is not given. Give one of them."),
         )
     ),
-    Rule(
-        "train.global_batch_size: not null, train.per_device_train_batch_size: not auto",
-        "{0} is {v[0]}, which is not a multiple of {1}: {v[1]}.",
-        also=lambda recipe: recipe.train.global_batch_size % recipe.train.per_device_train_batch_size != 0,
-    ),
-    Rule(
-        "train.per_device_train_batch_size: auto, train.global_batch_size: null",
-        "{0} is auto, which keeps the global batch size. Give {1}.",
-    ),
-    Rule(
-        "train.warmup_steps: any, train.warmup_ratio: any, train.lr_scheduler_type: constant",
-        "{2} is constant, which has no warm-up. Write train.lr_scheduler_type: constant_with_warmup.",
-        also=_warms_up,
-    ),
-)
+    Rule("train.global_batch_size: not null, train.per_device_train_batch_size: not auto",
+         "{0} is {v[0]}, which is not a multiple of {1}: {v[1]}.",
+         also=lambda recipe: recipe.train.global_batch_size % recipe.train.per_device_train_batch_size != 0),
+    Rule("train.per_device_train_batch_size: auto, train.global_batch_size: null",
+         "{0} is auto, which keeps the global batch size. Give {1}."),
+    Rule("train.warmup_steps: any, train.warmup_ratio: any, train.lr_scheduler_type: constant",
+         "{2} is constant, which has no warm-up. Write train.lr_scheduler_type: constant_with_warmup.",
+         also=_warms_up),
+)  # fmt: skip
 
 DATA_RULES = (
     Rule("data.val_split, data.eval_datasets", "{0} and {1} are both given. Keep one of them."),
-    Rule(
-        "data.eval_datasets",
-        "{0} has a weight, but an evaluation reads every example once. Leave the weight out.",
-        also=lambda recipe: any(dataset.weight != 1 for dataset in recipe.data.eval_datasets),
-    ),
-    Rule(
-        "eval.eval_strategy: not no, no data.val_split, no data.eval_datasets",
-        "{0} is {v[0]}, but there is no evaluation data. Give {1} or {2}.",
-    ),
+    Rule("data.eval_datasets",
+         "{0} has a weight, but an evaluation reads every example once. Leave the weight out.",
+         also=lambda recipe: any(dataset.weight != 1 for dataset in recipe.data.eval_datasets)),
+    Rule("eval.eval_strategy: not no, no data.val_split, no data.eval_datasets",
+         "{0} is {v[0]}, but there is no evaluation data. Give {1} or {2}."),
     *(
         Rule(f"{key}, eval.eval_strategy: no", "{0} needs evaluations, and {1} is no. Write steps or epoch.")
         for key in ("checkpoint.load_best_model_at_end", "eval.early_stopping_patience")
     ),
     Rule("data.streaming, train.max_steps: null", "{0} reads data of unknown length. Give {1}."),
-    Rule(
-        "data.streaming, data.val_split, data.eval_datasets: any",
-        "{0} cannot split off {1} before it has read the data. Give {2} instead.",
-    ),
+    Rule("data.streaming, data.val_split, data.eval_datasets: any",
+         "{0} cannot split off {1} before it has read the data. Give {2} instead."),
     *(
-        Rule(
-            f"{key}: epoch, data.streaming",
-            "{0} is epoch, and with {1} the end of an epoch is not known. Write steps.",
-        )
+        Rule(f"{key}: epoch, data.streaming",
+             "{0} is epoch, and with {1} the end of an epoch is not known. Write steps.")
         for key in ("eval.eval_strategy", "checkpoint.save_strategy")
     ),
     *(
-        Rule(
-            f"data.padding_free: true, no data.packing, {key}",
-            f"{{0}} gives every batch another length, and {{2}} {needs} fixed lengths. {ONE_OUT}",
-        )
+        Rule(f"data.padding_free: true, no data.packing, {key}",
+             f"{{0}} gives every batch another length, and {{2}} {needs} fixed lengths. {ONE_OUT}")
         for key, needs in (("train.torch_compile", "compiles for"), ("train.cuda_graphs", "replays graphs of"))
     ),
-    Rule(
-        "checkpoint.overwrite, checkpoint.resume_from_checkpoint: not never",
-        "{0} would delete the run that {1} continues. Keep one of them.",
-    ),
-)
+    Rule("checkpoint.overwrite, checkpoint.resume_from_checkpoint: not never",
+         "{0} would delete the run that {1} continues. Keep one of them."),
+)  # fmt: skip
 
 METHOD_RULES = (
-    Rule(
-        "model.num_hidden_layers, model.init: pretrained",
-        "{0} works with random weights only, and {1} is pretrained. Write model.init: random, or leave {0} out.",
-    ),
-    Rule(
-        "method.type: freeze, no method.trainable",
-        "{0} is freeze, and no parameter is left to train. Give {1}, a list of regular expressions.",
-    ),
-    Rule(
-        "method.trainable, method.type: not freeze",
-        "{0} works with method.type: freeze only, and {1} is {v[1]}.",
-    ),
-    Rule(
-        "method.type: qlora, model.init: random",
-        "{0} is qlora, which quantises pretrained weights, and {1} is random. Write method.type: lora.",
-    ),
+    Rule("model.num_hidden_layers, model.init: pretrained",
+         "{0} works with random weights only, and {1} is pretrained. Write model.init: random, or leave {0} out."),
+    Rule("method.type: freeze, no method.trainable",
+         "{0} is freeze, and no parameter is left to train. Give {1}, a list of regular expressions."),
+    Rule("method.trainable, method.type: not freeze", "{0} works with method.type: freeze only, and {1} is {v[1]}."),
+    Rule("method.type: qlora, model.init: random",
+         "{0} is qlora, which quantises pretrained weights, and {1} is random. Write method.type: lora."),
     *(
-        Rule(
-            f"no {key}, {ADAPTER}",
-            "{0} is false, and {1} is {v[1]}, which trains only the adapter. "
-            "Leave {0} out, and name other layers to train in method.lora_modules_to_save.",
-        )
+        Rule(f"no {key}, {ADAPTER}",
+             "{0} is false, and {1} is {v[1]}, which trains only the adapter. "
+             "Leave {0} out, and name other layers to train in method.lora_modules_to_save.")
         for key in ("vision.freeze_vision_tower", "vision.freeze_projector")
     ),
-    Rule(
-        f"vision.freeze_language_model, {ADAPTER}",
-        f"{{0}} is true, and {{1}} is {{v[1]}}, whose adapter is part of the language model. {ONE_OUT}",
-    ),
-)
+    Rule(f"vision.freeze_language_model, {ADAPTER}",
+         f"{{0}} is true, and {{1}} is {{v[1]}}, whose adapter is part of the language model. {ONE_OUT}"),
+)  # fmt: skip
 
 MEDUSA_RULES = (
-    Rule(
-        "medusa.stage: 2, medusa.heads_path: null, task: medusa",
-        "{0} is 2, which starts from trained heads, and {1} is not given. "
-        "Train the heads with medusa.stage: 1 first, and give their folder.",
-    ),
-    Rule(
-        "data.max_length: any, medusa.num_heads: any, task: medusa",
-        "{0} is {v[0]}, too short for {v[1]} heads ({1}): the last head predicts the token {v[1]} + 1 positions ahead. "
-        "Write a larger data.max_length, or fewer heads.",
-        also=lambda recipe: recipe.data.max_length < recipe.medusa.num_heads + 2,
-    ),
-    Rule(
-        "method.type: qlora|freeze, task: medusa",
-        "{0} is {v[0]}, and {1} is medusa, which supports full and lora only. Write one of them.",
-    ),
-    Rule(
-        f"method.type: lora, {MEDUSA_STAGE_1}",
-        "{0} is lora, and in stage 1 ({1}) only the heads train. Leave {0} out, or write medusa.stage: 2.",
-    ),
+    Rule("medusa.stage: 2, medusa.heads_path: null, task: medusa",
+         "{0} is 2, which starts from trained heads, and {1} is not given. "
+         "Train the heads with medusa.stage: 1 first, and give their folder."),
+    Rule("data.max_length: any, medusa.num_heads: any, task: medusa",
+         "{0} is {v[0]}, too short for {v[1]} heads ({1}): the last head predicts the token {v[1]} + 1 positions "
+         "ahead. Write a larger data.max_length, or fewer heads.",
+         also=lambda recipe: recipe.data.max_length < recipe.medusa.num_heads + 2),
+    Rule("method.type: qlora|freeze, task: medusa",
+         "{0} is {v[0]}, and {1} is medusa, which supports full and lora only. Write one of them."),
+    Rule(f"method.type: lora, {MEDUSA_STAGE_1}",
+         "{0} is lora, and in stage 1 ({1}) only the heads train. Leave {0} out, or write medusa.stage: 2."),
     *(
-        Rule(
-            f"{key}, {MEDUSA_STAGE_1}",
-            f"{{0}} applies to {what}, and in stage 1 ({{1}}) only the heads train. Leave {{0}} out.",
-        )
+        Rule(f"{key}, {MEDUSA_STAGE_1}",
+             f"{{0}} applies to {what}, and in stage 1 ({{1}}) only the heads train. Leave {{0}} out.")
         for key, what in (
             ("train.fp8", "the model's layers"),
             ("train.gradient_checkpointing_layers: not all", "layers that save activations"),
         )
     ),
-)
+)  # fmt: skip
 
 KERNEL_RULES = (
-    Rule(
-        "kernels.attention: true, model.attn_implementation: not auto, kernels.enabled: not false",
-        f"{{0}} is an attention implementation, and {{1}} names another. {ONE_OUT}",
-    ),
-    Rule(
-        "kernels.attention: true, no data.packing, data.padding_free: false, kernels.enabled: not false",
-        f"{{0}} needs rows that hold several examples, and {{1}} and {{2}} are false. {ONE_OUT}",
-    ),
-    Rule(
-        "kernels.optimizer, train.optim: not adamw_torch_fused",
-        "{0} is the step of adamw_torch_fused, and {1} is {v[1]}. Leave {0} out, or change {1}.",
-    ),
-    Rule(
-        "kernels.optimizer, train.optim_in_backward",
-        "{0} updates all parameters in one step, and {1} updates them one by one. Leave {0} out.",
-    ),
-    Rule(
-        "kernels.recompute, train.gradient_checkpointing, train.gradient_checkpointing_layers: all",
-        "{0} recomputes what a layer saves, and with {1} a layer saves only its input. Leave one of them out, or "
-        "write train.gradient_checkpointing_layers: auto.",
-    ),
-    Rule(
-        "kernels.recompute, train.torch_compile",
-        f"{{0}} does not work in compiled layers, and {{1}} is true. {ONE_OUT}",
-    ),
-)
+    Rule("kernels.attention: true, model.attn_implementation: not auto, kernels.enabled: not false",
+         f"{{0}} is an attention implementation, and {{1}} names another. {ONE_OUT}"),
+    Rule("kernels.attention: true, no data.packing, data.padding_free: false, kernels.enabled: not false",
+         f"{{0}} needs rows that hold several examples, and {{1}} and {{2}} are false. {ONE_OUT}"),
+    Rule("kernels.optimizer, train.optim: not adamw_torch_fused",
+         "{0} is the step of adamw_torch_fused, and {1} is {v[1]}. Leave {0} out, or change {1}."),
+    Rule("kernels.optimizer, train.optim_in_backward",
+         "{0} updates all parameters in one step, and {1} updates them one by one. Leave {0} out."),
+    Rule("kernels.recompute, train.gradient_checkpointing, train.gradient_checkpointing_layers: all",
+         "{0} recomputes what a layer saves, and with {1} a layer saves only its input. Leave one of them out, or "
+         "write train.gradient_checkpointing_layers: auto."),
+    Rule("kernels.recompute, train.torch_compile",
+         f"{{0}} does not work in compiled layers, and {{1}} is true. {ONE_OUT}"),
+)  # fmt: skip
 
 TRAIN_RULES = (
-    Rule(
-        "train.gradient_checkpointing_layers: not all, no train.gradient_checkpointing",
-        "{0} sets how many layers are checkpointed, and {1} is false. Write train.gradient_checkpointing: true.",
-    ),
+    Rule("train.gradient_checkpointing_layers: not all, no train.gradient_checkpointing",
+         "{0} sets how many layers are checkpointed, and {1} is false. Write train.gradient_checkpointing: true."),
     *_each(
         f"{{0}} runs the optimizer on the CPU, and {{1}} {{why}}. {ONE_OUT}",
         "train.optim_offload",
@@ -258,20 +203,14 @@ TRAIN_RULES = (
         ("train.optim_in_backward", "runs it on the GPU"),
         ("kernels.optimizer", "runs it on the GPU"),
     ),
-    Rule(
-        "train.optim_in_backward, train.gradient_accumulation_steps: any, train.global_batch_size: any",
-        "{0} updates the weights in every backward, so gradients cannot accumulate. "
-        "Write train.gradient_accumulation_steps: 1.",
-        also=_accumulates,
-    ),
-    Rule(
-        "train.optim_in_backward, train.max_grad_norm",
-        "{0} never holds all gradients at once, so {1} cannot clip them. Write train.max_grad_norm: 0.",
-    ),
-    Rule(
-        "train.torch_compile, train.gradient_checkpointing: offload|offload_gate|offload_both",
-        f"{{0}} compiles whole layers, and {{1}}: {{v[1]}} copies their activations to host memory. {ONE_OUT}",
-    ),
+    Rule("train.optim_in_backward, train.gradient_accumulation_steps: any, train.global_batch_size: any",
+         "{0} updates the weights in every backward, so gradients cannot accumulate. "
+         "Write train.gradient_accumulation_steps: 1.",
+         also=_accumulates),
+    Rule("train.optim_in_backward, train.max_grad_norm",
+         "{0} never holds all gradients at once, so {1} cannot clip them. Write train.max_grad_norm: 0."),
+    Rule("train.torch_compile, train.gradient_checkpointing: offload|offload_gate|offload_both",
+         f"{{0}} compiles whole layers, and {{1}}: {{v[1]}} copies their activations to host memory. {ONE_OUT}"),
     *_each(
         "{0}: {v[0]} saves the outputs of plain linear layers, and {why}. Write train.gradient_checkpointing: true.",
         GATE_OFFLOAD,
@@ -293,24 +232,18 @@ TRAIN_RULES = (
     *_each(
         "{0} {why}",
         "train.fp8",
-        (
-            "method.type: not full",
-            "speeds up the matrix products of weights that train, and {1} is {v[1]}. Leave {0} out.",
-        ),
+        ("method.type: not full",
+         "speeds up the matrix products of weights that train, and {1} is {v[1]}. Leave {0} out."),
         ("model.dtype: float16", "needs bfloat16 or float32, and {1} is float16. Write model.dtype: bfloat16."),
-        (
-            "kernels.recompute",
-            f"uses linear layers of torchao, which save their input, and {{1}} recomputes it. {ONE_OUT}",
-        ),
+        ("kernels.recompute",
+         f"uses linear layers of torchao, which save their input, and {{1}} recomputes it. {ONE_OUT}"),
         ("vision.freeze_language_model", f"applies to the language model's layers, and {{1}} freezes them. {ONE_OUT}"),
     ),
-)
+)  # fmt: skip
 
 PARALLEL_RULES = (
-    Rule(
-        "parallel.num_processes: not auto|1, parallel.strategy: single",
-        "{0} is {v[0]}, and {1} is single, which is one process. Keep one of them.",
-    ),
+    Rule("parallel.num_processes: not auto|1, parallel.strategy: single",
+         "{0} is {v[0]}, and {1} is single, which is one process. Keep one of them."),
     *_each(
         "{0} is {v[0]}, which does not support {1}: {v[1]}. {why}",
         DEEPSPEED,
@@ -334,29 +267,21 @@ PARALLEL_RULES = (
         ("train.torch_compile", ONE_OUT),
         ("task: not sft", "The heads need tokens of other processes. Leave parallel.cp_size out."),
     ),
-    Rule(
-        "parallel.dp_replicate_size: not 1, parallel.strategy: not fsdp",
-        "{0} is {v[0]}, which needs fsdp, and {1} is {v[1]}. Write parallel.strategy: fsdp.",
-    ),
-    Rule(
-        "parallel.dp_replicate_size: not 1, parallel.cpu_offload",
-        f"{{0}} averages gradients on the device, and {{1}} keeps them in host memory. {ONE_OUT}",
-    ),
+    Rule("parallel.dp_replicate_size: not 1, parallel.strategy: not fsdp",
+         "{0} is {v[0]}, which needs fsdp, and {1} is {v[1]}. Write parallel.strategy: fsdp."),
+    Rule("parallel.dp_replicate_size: not 1, parallel.cpu_offload",
+         f"{{0}} averages gradients on the device, and {{1}} keeps them in host memory. {ONE_OUT}"),
     *_each(
         "{0} {why}",
         "parallel.cpu_offload",
         ("parallel.strategy: not auto|fsdp", "needs fsdp, and {1} is {v[1]}. Write parallel.strategy: fsdp."),
-        (
-            GPU_OPTIMIZER,
-            "runs the optimizer on the CPU, and {1} is {v[1]}, which runs on a GPU. Write adamw_torch_fused.",
-        ),
+        (GPU_OPTIMIZER,
+         "runs the optimizer on the CPU, and {1} is {v[1]}, which runs on a GPU. Write adamw_torch_fused."),
         ("train.optim_offload", "already keeps the optimizer states in host memory. Leave {1} out."),
-        (
-            "train.optim_in_backward",
-            "copies gradients to host memory during the backward, and {1} could step before the copy ends. " + ONE_OUT,
-        ),
+        ("train.optim_in_backward",
+         "copies gradients to host memory during the backward, and {1} could step before the copy ends. " + ONE_OUT),
     ),
-)
+)  # fmt: skip
 
 RULES = (
     *BATCH_RULES, *DATA_RULES, *METHOD_RULES, *MEDUSA_RULES, *KERNEL_RULES, *TRAIN_RULES, *PARALLEL_RULES,

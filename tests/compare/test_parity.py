@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from ligertune.compare.parity import TOLERANCES, parity
+from ligertune.compare.summary import TOLERANCES, parity
 from ligertune.compare.trial import Step
 
 EXACT = [dtype for dtype in TOLERANCES if dtype != "float8"]  # these may differ by rounding only

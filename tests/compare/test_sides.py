@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from ligertune.compare.compare_plots import COLOURS
+from ligertune.compare.compare_files import COLOURS
 from ligertune.compare.comparison import load_settings
 from ligertune.compare.side import SIDE_OF, choose_sides
 from ligertune.compare.trial import trial_recipe

@@ -64,8 +64,7 @@ def test_a_missing_c_compiler_gets_a_warning_if_triton_needs_one(triton, ok, mon
 
 
 @pytest.mark.parametrize(
-    ("present", "words"),
-    [("", ""), ("nvidia", "an NVIDIA GPU"), ("amd", "an AMD GPU"), ("amd, closed", "/dev/kfd")],
+    ("present", "words"), [("", ""), ("nvidia", "an NVIDIA GPU"), ("amd", "an AMD GPU"), ("amd, closed", "/dev/kfd")]
 )
 def test_a_gpu_that_torch_does_not_see_gets_a_warning(present, words):
     found = gpu.device(CPU, present)

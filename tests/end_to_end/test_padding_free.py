@@ -13,7 +13,7 @@ from quickstart_runs import RESUME, plan_run, saves, unfinished
 from torch import nn
 
 from ligertune.attention.choice import FASTER_ON
-from ligertune.compare.parity import TOLERANCES
+from ligertune.compare.summary import TOLERANCES
 from ligertune.errors import UserError
 from ligertune.run import run
 from ligertune.train.job import Job

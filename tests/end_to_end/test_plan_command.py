@@ -11,8 +11,7 @@ import torch
 from command_line import overrides, run
 from quickstart_runs import recipe_for, train
 
-from ligertune.compare.trial import Failure
-from ligertune.compare.worker import failure_of
+from ligertune.compare.trial import Failure, failure_of
 from ligertune.errors import UserError
 from ligertune.planning.memory.fit import advice, largest_fits
 from ligertune.planning.plan import Plan

@@ -71,9 +71,7 @@ TABLE: dict[str, list[tuple[str, object, object]]] = {
         ("assistant_only_loss", "false", "all"),
         ("mask_history", "true", "last"),
     ],
-    "data.max_length": [
-        ("sequence_len seq_len cutoff_len max_seq_length max_seq_len model_max_length", "519", 519),
-    ],
+    "data.max_length": [("sequence_len seq_len cutoff_len max_seq_length max_seq_len model_max_length", "519", 519)],
     "data.packing": [("sample_packing neat_packing", "false", False)],
     "data.num_proc": [("dataset_num_proc preprocessing_num_workers dataset_processes", "3", 3)],
     "train.per_device_train_batch_size": [
