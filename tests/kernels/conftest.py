@@ -7,12 +7,16 @@ and divergences, which have a form in torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 import torch
 from ligertune_kernels import backend
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+PRODUCTS = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+CHECKPOINTING = ({"use_reentrant": True}, {"use_reentrant": False}, {"use_reentrant": False, "context_fn": PRODUCTS})
 ONLY_REFERENCES = {"norms", "attention", "mlp", "extra"}  # folders of ops without a form in torch
 
 
@@ -49,3 +53,17 @@ def peak_bytes(device: torch.device) -> Callable[[Callable[[], torch.Tensor]], i
         return torch.cuda.max_memory_allocated(device) - before
 
     return peak
+
+
+@pytest.fixture
+def no_synchronisation(device: torch.device) -> Iterator[Callable[[], None]]:
+    """Yield a function after whose call an operation that waits for the GPU raises an error, until the test ends."""
+    torch.cuda.synchronize(device)
+    yield lambda: torch.cuda.set_sync_debug_mode("error")
+    torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.fixture(params=CHECKPOINTING, ids=["reentrant", "not reentrant", "products kept"])
+def checkpointed(request: pytest.FixtureRequest) -> Callable[..., torch.Tensor]:
+    """Call a function under one kind of activation checkpointing."""
+    return partial(checkpoint, **request.param)

@@ -20,9 +20,12 @@ from collections.abc import Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
 
 import pytest
+import torch
 
 pytest.importorskip("triton", reason="needs triton: nothing is compiled without it")
 
+import triton
+import triton.language as tl
 from ahead_of_time_cases import CASES, Part, compile_op
 from ahead_of_time_results import PACKAGE, CommittedResults, code_of, files_of, key_of
 from ligertune_kernels.table import OPS
@@ -42,13 +45,6 @@ SAMPLE = {
     "gfx1100": "group_norm",
     "gfx1201": "adamw_step",
 }
-
-
-def compile_planted(fault: str, arch: str) -> list[Compiled]:
-    """Compile a kernel with a planted fault, in a worker."""
-    import planted_faults
-
-    return compile_for(TARGETS[arch], getattr(planted_faults, fault))
 
 
 def disable_garbage_collection() -> None:
@@ -95,17 +91,13 @@ class Compilation:
         self.committed.write()
 
 
-PARTS = {"test_every_kernel_fits": "fast", "test_every_kernel_of_more_sizes_fits": "slow"}
-
-
 @pytest.fixture(scope="module")
 def compilation(workers: Executor, request: pytest.FixtureRequest) -> Iterator[Compilation]:
     """Start all compilations that the collected tests need."""
     under_way = Compilation(workers, CommittedResults())
     for item in request.session.items:
-        part = PARTS.get(getattr(item, "originalname", ""))
-        if part:
-            under_way.begin(item.callspec.params["op"], item.callspec.params["arch"], part)
+        if getattr(item, "originalname", "") == "test_every_kernel_fits":
+            under_way.begin(*(item.callspec.params[name] for name in ("op", "arch", "part")))
     yield under_way
     if request.config.getoption("--refresh", default=False):
         under_way.write()
@@ -139,19 +131,11 @@ def test_committed_results_are_those_of_compiling(arch, op, compilation, workers
     assert workers.submit(compile_op, op, arch, "fast").result() == compilation.of(op, arch)
 
 
+@pytest.mark.parametrize("part", ["fast", pytest.param("slow", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("op", OP_NAMES)
 @pytest.mark.parametrize("arch", ARCHES)
-def test_every_kernel_fits(op, arch, compilation) -> None:
-    kernels = compilation.of(op, arch)
-    assert kernels, "nothing was compiled: the op took its reference"
-    assert [fault for kernel in kernels for fault in kernel.faults(TARGETS[arch])] == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("op", OP_NAMES)
-@pytest.mark.parametrize("arch", ARCHES)
-def test_every_kernel_of_more_sizes_fits(op, arch, compilation) -> None:
-    kernels = compilation.of(op, arch, "slow")
+def test_every_kernel_fits(op, arch, part, compilation) -> None:
+    kernels = compilation.of(op, arch, part)
     assert kernels, "nothing was compiled: the op took its reference"
     assert [fault for kernel in kernels for fault in kernel.faults(TARGETS[arch])] == []
 
@@ -163,25 +147,80 @@ def test_the_cases_reach_every_kernel(compilation) -> None:
     assert written - {kernel.kernel for op in OP_NAMES for kernel in compilation.of(op, "sm90")} == set()
 
 
-@pytest.mark.parametrize(
-    "fault, arch, words",
-    [
-        ("too_many_warps", "gfx942", "2048 threads"),
-        ("too_many_warps", "gfx90a", "2048 threads"),
-        ("spilling", "sm90", "spilled"),
-        ("spilling", "gfx1100", "spilled"),
-        ("atomic", "gfx90a", "cmpswap"),
-        ("atomic", "sm90", "atom"),
-        ("narrow", "sm90", "32-bit offsets of x_ptr"),
-        ("narrow", "gfx942", "32-bit offsets of x_ptr"),
-    ],
-)
+# Kernels with planted faults, and functions that launch them.
+
+
+@triton.jit
+def _copy(x_ptr, y_ptr, BLOCK: tl.constexpr):
+    offs = tl.arange(0, BLOCK)
+    tl.store(y_ptr + offs, tl.load(x_ptr + offs))
+
+
+@triton.jit
+def _hold_much(x_ptr, y_ptr, BLOCK: tl.constexpr):
+    """Need every value of a row until its sum is known: more than a thread can hold."""
+    offs = tl.arange(0, BLOCK)
+    a = tl.load(x_ptr + offs).to(tl.float32)
+    b = tl.load(x_ptr + BLOCK + offs).to(tl.float32)
+    c = tl.load(x_ptr + 2 * BLOCK + offs).to(tl.float32)
+    total = tl.sum(a * b + c, axis=0)
+    tl.store(y_ptr + offs, a * total)
+    tl.store(y_ptr + BLOCK + offs, b * total + tl.sum(a * c, axis=0))
+    tl.store(y_ptr + 2 * BLOCK + offs, c * total + tl.sum(a * b, axis=0))
+
+
+@triton.jit
+def _add_atomically(x_ptr, y_ptr, BLOCK: tl.constexpr):
+    offs = tl.arange(0, BLOCK)
+    tl.atomic_add(y_ptr + offs, tl.load(x_ptr + offs), sem="relaxed")
+
+
+@triton.jit
+def _copy_rows(x_ptr, y_ptr, stride, BLOCK: tl.constexpr):
+    offs = tl.program_id(0) * stride + tl.arange(0, BLOCK)
+    tl.store(y_ptr + tl.program_id(0).to(tl.int64) * stride + tl.arange(0, BLOCK), tl.load(x_ptr + offs))
+
+
+def _vectors(n: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty(n, device="meta"), torch.empty(n, device="meta")
+
+
+def too_many_warps() -> None:
+    """Launch 32 warps: 1024 threads with NVIDIA's and RDNA's warps of 32, 2048 with CDNA's of 64."""
+    _copy[(1,)](*_vectors(4096), BLOCK=4096, num_warps=32)
+
+
+def spilling() -> None:
+    """Need 3 x 128 values per thread, which has at most 256 registers (512 on CDNA)."""
+    _hold_much[(1,)](*_vectors(3 * 32768), BLOCK=32768, num_warps=4)
+
+
+def atomic() -> None:
+    """Add floats atomically: a compare-and-swap loop where the chip cannot add them in memory."""
+    _add_atomically[(1,)](*_vectors(1024), BLOCK=1024, num_warps=4)
+
+
+def narrow() -> None:
+    """An offset of 32 bits, which overflows beyond 2**31 elements."""
+    _copy_rows[(8,)](*_vectors(8192), 1000, BLOCK=1024, num_warps=4)
+
+
+PLANTED = [
+    *((too_many_warps, arch, "2048 threads") for arch in ("gfx942", "gfx90a")),
+    *((spilling, arch, "spilled") for arch in ("sm90", "gfx1100")),
+    *((narrow, arch, "32-bit offsets of x_ptr") for arch in ("sm90", "gfx942")),
+    (atomic, "gfx90a", "cmpswap"),
+    (atomic, "sm90", "atom"),
+]
+
+
+@pytest.mark.parametrize("fault, arch, words", PLANTED)
 def test_a_planted_fault_is_found(fault, arch, words, workers) -> None:
-    (kernel,) = workers.submit(compile_planted, fault, arch).result()
+    (kernel,) = workers.submit(compile_for, TARGETS[arch], fault).result()
     found = kernel.faults(TARGETS[arch])
     assert any(words in sentence for sentence in found), found
 
 
 def test_32_warps_fit_a_chip_with_narrow_warps(workers) -> None:
-    (kernel,) = workers.submit(compile_planted, "too_many_warps", "gfx1100").result()
+    (kernel,) = workers.submit(compile_for, TARGETS["gfx1100"], too_many_warps).result()
     assert kernel.faults(TARGETS["gfx1100"]) == []

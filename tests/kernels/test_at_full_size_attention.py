@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
-from judge import judge
-from ligertune_kernels import document_attention, document_attention_reference
+from judge import LOW, OF_A_ROW, judge, judge_op
+from ligertune_kernels import document_attention
 
 pytestmark = pytest.mark.gpu
 
@@ -26,20 +28,15 @@ def places(lengths: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor
     return tuple(t.repeat_interleave(sizes).to(device, torch.int32) for t in (ends - sizes, ends))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", LOW)
 @pytest.mark.parametrize("terms", TERMS, ids=str)
 @pytest.mark.parametrize("heads, lengths", ROWS)
 def test_rounds_no_worse_than_torch(heads, lengths, terms, dtype, device) -> None:
     """Gradients of queries and keys are differences, and the kernels round once more than the reference."""
     n_heads, n_key_heads, head_dim = heads
-    starts, ends = places(lengths, device)
     sizes = ((n, sum(lengths), head_dim) for n in (n_heads, n_key_heads, n_key_heads))
-    judge(
-        lambda q, k, v: document_attention(q, k, v, starts, ends, **terms),
-        lambda q, k, v: document_attention_reference(q, k, v, starts, ends, **terms),
-        [torch.randn(size, device=device, dtype=dtype).transpose(0, 1) for size in sizes],
-        times=3.0,
-    )
+    inputs = [torch.randn(size, device=device, dtype=dtype).transpose(0, 1) for size in sizes]
+    judge_op(document_attention, inputs, *places(lengths, device), compare=partial(judge, times=OF_A_ROW), **terms)
 
 
 def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: tuple[int, ...], grad: torch.Tensor):

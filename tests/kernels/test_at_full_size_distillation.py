@@ -7,17 +7,11 @@ from functools import partial
 import ligertune_kernels as kernels
 import pytest
 import torch
-from judge import judge
-from judge_loss import judge_loss
+from judge import DTYPES, LOW, judge, judge_loss, judge_op
 
 pytestmark = pytest.mark.gpu
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-LOW = (torch.bfloat16, torch.float16)
-VOCABS = (
-    pytest.param(128256, id="Llama 3"),
-    pytest.param(32001, id="Llama 2 and a padding token: unaligned rows"),
-)
+VOCABS = (pytest.param(128256, id="Llama 3"), pytest.param(32001, id="Llama 2 and a padding token: unaligned rows"))
 
 
 def log_probs(n_rows: int, vocab_size: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
@@ -32,9 +26,8 @@ def test_kl_div_of_a_large_vocabulary(reduction, vocab_size, dtype, device) -> N
     if dtype is torch.float16:  # below 6e-8 a probability is 0 there, and the gradient of 0 log 0 is infinite
         teacher = teacher.clamp(min=-16.0)
     for log_target, target in ((True, teacher), (False, teacher.exp())):
-        options = {"reduction": reduction, "log_target": log_target}
-        ops = (partial(op, **options) for op in (kernels.kl_div, kernels.kl_div_reference))
-        (judge if reduction == "none" else judge_loss)(*ops, [student, target])
+        compare = judge if reduction == "none" else judge_loss
+        judge_op(kernels.kl_div, [student, target], compare=compare, reduction=reduction, log_target=log_target)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -44,8 +37,7 @@ def test_jsd_of_a_large_vocabulary(beta, vocab_size, dtype, device) -> None:
     student, teacher = (log_probs(256, vocab_size, device, dtype) for _ in range(2))
     labels = torch.zeros(256, dtype=torch.int64, device=device)
     labels[::5] = -100
-    ops = (partial(op, target=teacher, labels=labels, beta=beta) for op in (kernels.jsd, kernels.jsd_reference))
-    judge_loss(*ops, [student])
+    judge_op(kernels.jsd, [student], teacher, compare=judge_loss, labels=labels, beta=beta)
 
 
 @pytest.mark.parametrize("dtype", LOW)
@@ -88,19 +80,16 @@ def test_kl_div_and_jsd_allocate_one_gradient(peak_bytes, device) -> None:
         student.grad = None
 
 
-def test_ops_do_not_synchronise(device) -> None:
+def test_ops_do_not_synchronise(no_synchronisation, device) -> None:
     h, w = (torch.randn(n, 256, device=device, dtype=torch.bfloat16, requires_grad=True) for n in (512, 4096))
     labels = torch.zeros(512, dtype=torch.int64, device=device)
     n, packed = torch.tensor(400, device=device), torch.zeros(64, 64, dtype=torch.uint8, device=device)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        loss = kernels.linear_jsd(h, w, h, w, labels=labels, num_items_in_batch=n) + kernels.linear_jsd(h, w, h, w)
-        x = h.log_softmax(-1)
-        (loss + kernels.jsd(x, x.detach(), labels=labels) + kernels.kl_div(x, x.detach(), log_target=True)).backward()
-        for n_rows in (3, 128):
-            kernels.int2_int8_matmul(torch.zeros(n_rows, 256, dtype=torch.int8, device=device), packed)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    no_synchronisation()
+    loss = kernels.linear_jsd(h, w, h, w, labels=labels, num_items_in_batch=n) + kernels.linear_jsd(h, w, h, w)
+    x = h.log_softmax(-1)
+    (loss + kernels.jsd(x, x.detach(), labels=labels) + kernels.kl_div(x, x.detach(), log_target=True)).backward()
+    for n_rows in (3, 128):
+        kernels.int2_int8_matmul(torch.zeros(n_rows, 256, dtype=torch.int8, device=device), packed)
 
 
 @pytest.mark.parametrize("op", [kernels.kl_div, kernels.jsd], ids=["kl_div", "jsd"])
@@ -148,9 +137,8 @@ def test_int2_int8_matmul_compiles_without_a_graph_break(n_rows, device) -> None
     scale = torch.rand(512, device=device)
 
     def call(x, w, scale):
-        return kernels.int2_int8_matmul(x, w), kernels.int2_int8_matmul(
-            x, w, x_scale=scale[:n_rows], weight_scale=scale
-        )
+        scales = {"x_scale": scale[:n_rows], "weight_scale": scale}
+        return kernels.int2_int8_matmul(x, w), kernels.int2_int8_matmul(x, w, **scales)
 
     for ours, theirs in zip(torch.compile(call, fullgraph=True)(x, w, scale), call(x, w, scale), strict=True):
         assert torch.equal(ours, theirs)
@@ -162,11 +150,8 @@ def test_losses_compile_without_a_graph_break(device) -> None:
     def loss(h, w):
         x = (h @ w.T).float().log_softmax(-1)
         fixed = x.detach().roll(1, 0)
-        return (
-            kernels.linear_jsd(h, w, h.roll(1, 0), w)
-            + kernels.jsd(x, fixed)
-            + kernels.kl_div(x, fixed, log_target=True)
-        )
+        distilled = kernels.linear_jsd(h, w, h.roll(1, 0), w)
+        return distilled + kernels.jsd(x, fixed) + kernels.kl_div(x, fixed, log_target=True)
 
     expected = torch.autograd.grad(loss(h, w), (h, w))
     compiled = torch.autograd.grad(torch.compile(loss, fullgraph=True)(h, w), (h, w))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import ligertune_kernels as kernels
 import pytest
 import torch
-from judge import judge
+from judge import DTYPES, judge, judge_op
 
 pytestmark = pytest.mark.gpu
 
@@ -32,11 +34,7 @@ def example(device: torch.device, dtype: torch.dtype = torch.bfloat16, ignored: 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule_rounds_as_torch_does_and_is_deterministic(schedule, device) -> None:
     hidden, weight, labels = example(device)
-    judge(
-        lambda h, w: kernels.linear_cross_entropy(h, w, labels, schedule=schedule),
-        lambda h, w: kernels.linear_cross_entropy_reference(h, w, labels),
-        [hidden, weight],
-    )
+    judge_op(kernels.linear_cross_entropy, [hidden, weight], labels, ours={"schedule": schedule})
     leaves = hidden.requires_grad_(), weight.requires_grad_()
     runs = [
         torch.autograd.grad(kernels.linear_cross_entropy(*leaves, labels, schedule=schedule), leaves) for _ in range(2)
@@ -48,16 +46,15 @@ def test_every_schedule_rounds_as_torch_does_and_is_deterministic(schedule, devi
 def test_a_low_rank_term_rounds_as_torch_does(schedule, device) -> None:
     hidden, weight, labels = example(device)
     a, b = torch.randn(16, E, device=device).bfloat16() / E**0.5, 0.1 * torch.randn(V, 16, device=device).bfloat16()
-    judge(
-        lambda h, w, a, b: kernels.linear_cross_entropy(
-            h, w, labels, lora_a=a, lora_b=b, lora_scale=2.0, schedule=schedule
-        ),
-        lambda h, w, a, b: kernels.linear_cross_entropy_reference(h, w, labels, lora_a=a, lora_b=b, lora_scale=2.0),
-        [hidden, weight, a, b],
-    )
+
+    def call(op, h, w, a, b, **more):
+        return op(h, w, labels, lora_a=a, lora_b=b, lora_scale=2.0, **more)
+
+    ours = partial(call, kernels.linear_cross_entropy, schedule=schedule)
+    judge(ours, partial(call, kernels.linear_cross_entropy_reference), [hidden, weight, a, b])
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "shape",
     [
@@ -71,7 +68,7 @@ def test_the_row_pass_takes_rows_of_every_length(shape, dtype, device) -> None:
     logits = 3.0 * torch.randn(shape, device=device, dtype=dtype)
     labels = torch.randint(shape[1], shape[:1], device=device)
     labels[0], labels[1], labels[2] = 0, shape[1] - 1, -100
-    judge(lambda x: kernels.cross_entropy(x, labels), lambda x: kernels.cross_entropy_reference(x, labels), [logits])
+    judge_op(kernels.cross_entropy, [logits], labels)
 
 
 def test_lean_allocates_little_more_than_the_gradients(peak_bytes, device) -> None:
@@ -91,24 +88,20 @@ def test_rows_without_a_label_are_not_computed(peak_bytes, device) -> None:
     assert not hidden.grad[labels == -100].any()
 
 
-def test_linear_losses_do_not_synchronise(device) -> None:
+def test_linear_losses_do_not_synchronise(no_synchronisation, device) -> None:
     hidden, weight, labels = example(device)
     hidden, weight = hidden.requires_grad_(), weight[:4096].detach().requires_grad_()
     labels = labels.clamp(max=4095)
     rows = kernels.labelled_rows(labels.cpu()).pin_memory()
     a, b = (torch.randn(s, device=device, dtype=torch.bfloat16, requires_grad=True) for s in ((8, E), (4096, 8)))
-    torch.cuda.synchronize(device)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        loss = kernels.linear_cross_entropy(hidden, weight, labels, labelled_rows=rows, lora_a=a, lora_b=b, z_loss=1e-4)
-        loss = loss + kernels.linear_cross_entropy(hidden, weight, labels, schedule=LEAN, label_smoothing=0.1)
-        heads = kernels.multi_head_linear_cross_entropy(
-            [hidden, hidden], weight, torch.stack([labels, labels]), (1.0, 0.8), num_items_in_batch=(N, N)
-        )
-        (loss + heads.loss).backward()
-        kernels.linear_token_statistics(hidden, weight, labels)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    no_synchronisation()
+    loss = kernels.linear_cross_entropy(hidden, weight, labels, labelled_rows=rows, lora_a=a, lora_b=b, z_loss=1e-4)
+    loss = loss + kernels.linear_cross_entropy(hidden, weight, labels, schedule=LEAN, label_smoothing=0.1)
+    heads = kernels.multi_head_linear_cross_entropy(
+        [hidden, hidden], weight, torch.stack([labels, labels]), (1.0, 0.8), num_items_in_batch=(N, N)
+    )
+    (loss + heads.loss).backward()
+    kernels.linear_token_statistics(hidden, weight, labels)
 
 
 @pytest.mark.parametrize("schedule", [None, LEAN], ids=["fast", "lean"])

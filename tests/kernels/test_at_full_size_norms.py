@@ -1,4 +1,4 @@
-"""Norms and embedding on a GPU at real sizes: rounding, determinism, saved launches, more than 2³¹ elements."""
+"""Norms, embedding and SwiGLU on a GPU at real sizes: rounding, determinism, saved launches, 2³¹ elements."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from functools import partial
 import ligertune_kernels as kernels
 import pytest
 import torch
-from judge import judge
+from judge import LOW, judge, judge_op
 
 pytestmark = pytest.mark.gpu
 
-LOW = (torch.bfloat16, torch.float16)
 ROWS = (
     pytest.param((8192, 4096), id="two programs per processor"),
     pytest.param((4001, 8192), id="one program per processor, runs of unequal length"),
@@ -36,9 +35,9 @@ def zipf(n: int, vocab_size: int, device: torch.device) -> torch.Tensor:
 @pytest.mark.parametrize("shape", ROWS)
 def test_norms_round_as_torch_does(shape, dtype, device) -> None:
     x, residual, w, b = normal(shape, shape, shape[-1:], shape[-1:], device=device, dtype=dtype)
-    judge(kernels.rms_norm, kernels.rms_norm_reference, [x, w])
-    judge(kernels.add_rms_norm, kernels.add_rms_norm_reference, [x, residual, w])
-    judge(kernels.layer_norm, kernels.layer_norm_reference, [x, w, b])
+    judge_op(kernels.rms_norm, [x, w])
+    judge_op(kernels.add_rms_norm, [x, residual, w])
+    judge_op(kernels.layer_norm, [x, w, b])
 
 
 @pytest.mark.parametrize("dtype", LOW)
@@ -68,6 +67,7 @@ def test_gradients_are_deterministic(device) -> None:
     x, residual, w, b = (t.requires_grad_() for t in normal((4096, 4096), (4096, 4096), *[(4096,)] * 2, device=device))
     indices = zipf(8192, 4096, device)
     for op, leaves in (
+        *((partial(kernels.rms_norm, cast=cast), (x, w)) for cast in ("llama", "gemma")),
         (kernels.add_rms_norm, (x, residual, w)),
         (kernels.layer_norm, (x, w, b)),
         (lambda x, w, b: kernels.group_norm(x.view(64, 4096, 64), 32, w, b), (x, w, b)),
@@ -94,15 +94,12 @@ def test_saved_launches_are_not_confused(device) -> None:
         torch.testing.assert_close(torch.autograd.grad(y, x, up), torch.autograd.grad(expected, x, up))
 
 
-def test_norms_and_embedding_do_not_synchronise(device) -> None:
+def test_norms_and_embedding_do_not_synchronise(no_synchronisation, device) -> None:
     x, w = (t.requires_grad_() for t in normal((512, 1024), (1024,), device=device))
     indices = zipf(512, 512, device)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        y, s = kernels.add_rms_norm(kernels.embedding(indices, x), x, w)
-        (kernels.layer_norm(y, w, w) + kernels.group_norm(s, 32, w, w)).sum().backward()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    no_synchronisation()
+    y, s = kernels.add_rms_norm(kernels.embedding(indices, x), x, w)
+    (kernels.layer_norm(y, w, w) + kernels.group_norm(s, 32, w, w)).sum().backward()
 
 
 def test_compiles_without_a_graph_break(device) -> None:
@@ -122,15 +119,16 @@ def test_compiles_without_a_graph_break(device) -> None:
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)  # gradients of both uses of w are added in either order
 
 
-@pytest.mark.parametrize("op", [kernels.rms_norm, kernels.layer_norm], ids=lambda op: op.__name__)
-def test_norms_address_more_than_2_31_elements(op, device) -> None:
-    """(140000, 16384): 2.3e9 elements, 4.6 GB in bf16; the last rows lie past 2³¹."""
-    row, w = normal((1, 16384), (16384,), device=device)
-    x = row.repeat(140_000, 1).requires_grad_()
-    y = op(x, w)
+@pytest.mark.parametrize("op, width", [("rms_norm", 16384), ("layer_norm", 16384), ("swiglu", 2 * 16384)])
+def test_addresses_more_than_2_31_elements(op, width, device) -> None:
+    """2.3e9 elements, 4.6 GB in bf16; the last rows lie past 2³¹."""
+    row, w = normal((1, width), (width,), device=device)
+    x = row.repeat(140_000 * 16384 // width, 1).requires_grad_()
+    weights, reference = ((), "swiglu_reference") if op == "swiglu" else ((w,), op)
+    y = getattr(kernels, op)(x, *weights)
     y.backward(torch.ones_like(y))
     row.requires_grad_()
-    expected = op(row, w)
+    expected = getattr(kernels, reference)(row, *weights)
     expected.sum().backward()
     for ends in (slice(1), slice(-1, None)):
         torch.testing.assert_close(y[ends], expected)

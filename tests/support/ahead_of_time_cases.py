@@ -6,8 +6,8 @@ processors. Numbers of rows are not specialised, so one stands for all.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Container
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
@@ -25,16 +25,12 @@ Part = Literal["fast", "slow"]
 class Case:
     """A call on tensors of these shapes, which all get a gradient, and on constants."""
 
-    op: str
     call: Callable[..., object]
     shapes: tuple[tuple[int, ...], ...]
     dtype: torch.dtype = BF16
-    constants: tuple[torch.Tensor, ...] = field(default=())
+    constants: tuple[torch.Tensor, ...] = ()
     backward: bool = True
-    early: tuple[str, ...] | None = None  # chips of the fast part; None: all
-
-    def is_early(self, arch: str) -> bool:
-        return self.early is None or arch in self.early
+    early: Container[str] = tuple(TARGETS)  # chips of the fast part
 
     def run(self, *, inference: bool) -> None:
         """Run without a gradient, if asked to or if there is no backward; then forward and backward."""
@@ -54,13 +50,11 @@ class Case:
 FIRST = ("sm90", "gfx942")
 
 
-def on_the_first(*cases: Case) -> list[Case]:
-    return [replace(case, early=FIRST) for case in cases]
+def on_the_first(*cases: Case, early: Container[str] = FIRST) -> list[Case]:
+    return [replace(case, early=early) for case in cases]
 
 
-def later(*cases: Case) -> list[Case]:
-    """Return cases of the slow part alone: more sizes that launch as another case does."""
-    return [replace(case, early=()) for case in cases]
+later = partial(on_the_first, early=())  # cases of the slow part alone: more sizes that launch as another case does
 
 
 def meta(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
@@ -83,17 +77,17 @@ def _rows(op: str, n_rows: int, n_columns: int, more: tuple[tuple[int, torch.dty
     """Return cases of an op on n_rows tensors (N, E) and n_columns tensors (E,)."""
 
     def case(width: int, dtype: torch.dtype) -> Case:
-        return Case(op, getattr(kernels, op), ((ROWS, width),) * n_rows + ((width,),) * n_columns, dtype)
+        return Case(getattr(kernels, op), ((ROWS, width),) * n_rows + ((width,),) * n_columns, dtype)
 
-    everywhere, others = (case(*size) for size in WIDTHS), (case(*size) for size in OTHER_WIDTHS)
-    return [*everywhere, *on_the_first(*(case(*size) for size in more)), *later(*others)]
+    everywhere, first, others = ([case(*size) for size in sizes] for sizes in (WIDTHS, more, OTHER_WIDTHS))
+    return [*everywhere, *on_the_first(*first), *later(*others)]
 
 
 def _rms_norm() -> list[Case]:
     gemma = partial(kernels.rms_norm, offset=1.0, cast="gemma")
     # A long row that fills no block, and one that NVIDIA's backward cannot hold packed in fp16.
     more = (*MORE_WIDTHS, (16384, FP16), (4095, FP32))
-    gemmas = [Case("rms_norm", gemma, ((ROWS, width), (width,))) for width in (3072, 12288)]
+    gemmas = [Case(gemma, ((ROWS, width), (width,))) for width in (3072, 12288)]
     return [*_rows("rms_norm", 1, 1, more), *on_the_first(gemmas[0]), *later(gemmas[1])]
 
 
@@ -102,7 +96,7 @@ def _group_norm() -> list[Case]:
         return kernels.group_norm(x, 32, weight, bias)
 
     def case(channels: int, dtype: torch.dtype) -> Case:
-        return Case("group_norm", call, ((4, channels, 64, 64), (channels,), (channels,)), dtype)
+        return Case(call, ((4, channels, 64, 64), (channels,), (channels,)), dtype)
 
     return [*(case(*size) for size in ((128, BF16), (96, FP32), (128, FP16))), *later(case(512, BF16))]
 
@@ -116,11 +110,10 @@ def _rope() -> list[Case]:
         def call(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> object:
             return kernels.apply_rope(q.transpose(1, 2), k.transpose(1, 2), cos, sin, interleaved=interleaved)
 
-        return Case("apply_rope", call, ((1, 512, 32, head_dim), (1, 512, 8, head_dim)), dtype, (table, table))
+        return Case(call, ((1, 512, 32, head_dim), (1, 512, 8, head_dim)), dtype, (table, table))
 
-    plain = [case(*size) for size in ((BF16, 128), (FP16, 64), (FP32, 80))]
     more = (case(BF16, 128, interleaved=True), case(BF16, 128, rotary_dim=96))
-    return [*plain, *on_the_first(*more), *later(case(BF16, 256))]
+    return [case(BF16, 128), case(FP16, 64), case(FP32, 80), *on_the_first(*more), *later(case(BF16, 256))]
 
 
 def _attention() -> list[Case]:
@@ -129,28 +122,24 @@ def _attention() -> list[Case]:
 
     def case(head_dim: int, dtype: torch.dtype, **terms: object) -> Case:
         call = partial(kernels.document_attention, **terms)
-        return Case("document_attention", call, ((1000, 8, head_dim), *(((1000, 2, head_dim),) * 2)), dtype, places)
+        return Case(call, ((1000, 8, head_dim), *(((1000, 2, head_dim),) * 2)), dtype, places)
 
     capped = {"window": 512, "softcap": 50.0}
     more = on_the_first(case(64, FP16), case(256, BF16), case(48, FP32), case(128, BF16, **capped))
     others = [case(width, dtype, **capped) for width in (64, 256) for dtype in (BF16, FP16)]
-    return [
-        case(128, BF16),
-        case(64, FP16),
-        *more,
-        *later(case(96, FP16), case(16, BF16), case(128, FP16, **capped), *others),
-    ]
+    others = later(case(96, FP16), case(16, BF16), case(128, FP16, **capped), *others)
+    return [case(128, BF16), case(64, FP16), *more, *others]
 
 
-def _gated(op: str, call: Callable[..., object], *others: Callable[..., object]) -> list[Case]:
+def _gated(call: Callable[..., object], *others: Callable[..., object]) -> list[Case]:
     """The most common form of an op in each dtype; other activations on the first chips only."""
     sizes = ((14336, BF16), (1001, FP16), (11008, FP32))
 
-    def case(form: Callable[..., object], width: int, dtype: torch.dtype) -> Case:
-        return Case(op, form, ((ROWS, width),) * 2, dtype)
+    def cases(form: Callable[..., object]) -> list[Case]:
+        return [Case(form, ((ROWS, width),) * 2, dtype) for width, dtype in sizes]
 
-    more = on_the_first(*(case(other, *size) for other in others for size in sizes))
-    return [*(case(call, *size) for size in sizes), *more, Case(op, call, ((ROWS, 2 * 14336),))]
+    more = on_the_first(*(case for other in others for case in cases(other)))
+    return [*cases(call), *more, Case(call, ((ROWS, 2 * 14336),))]
 
 
 def _embedding() -> list[Case]:
@@ -158,7 +147,7 @@ def _embedding() -> list[Case]:
         return kernels.embedding(labels(2, ROWS), weight)
 
     sizes = ((4096, BF16), (1001, FP16), (4096, FP32), (8192, BF16))
-    cases = [Case("embedding", call, ((1000, width),), dtype) for width, dtype in sizes]
+    cases = [Case(call, ((1000, width),), dtype) for width, dtype in sizes]
     return [*cases[:3], *on_the_first(cases[3])]
 
 
@@ -169,7 +158,7 @@ def _int2_int8() -> list[Case]:
         x, weight = meta(n_rows, n_inner, dtype=torch.int8), meta(n_cols, n_inner // 4, dtype=torch.uint8)
         scales = {"x_scale": meta(n_rows, dtype=FP32), "weight_scale": meta(n_cols, dtype=FP32)} if scaled else {}
         call = partial(kernels.int2_int8_matmul, **scales)
-        return Case("int2_int8_matmul", call, (), torch.int8, (x, weight), backward=False)
+        return Case(call, (), torch.int8, (x, weight), backward=False)
 
     cases = [case(1, 4096, 4096, False), case(64, 4096, 4096, False), case(ROWS, 4096, 4096, True)]
     if chip_of(torch.device("meta")).vendor == "nvidia":  # elsewhere the case before does not unpack first either
@@ -182,54 +171,40 @@ def _cross_entropy() -> list[Case]:
         weight = meta(logits.shape[-1], dtype=FP32)
         return kernels.cross_entropy(logits, labels, weight=weight, label_smoothing=0.1, reduction="none")
 
-    every = partial(kernels.cross_entropy, **EVERY_TERM)
-    rows = labels(512)
-    return [
-        *(Case("cross_entropy", kernels.cross_entropy, ((512, v),), dtype, (rows,)) for v, dtype in VOCABULARIES[:3]),
-        *on_the_first(
-            Case("cross_entropy", every, ((512, 128256),), BF16, (rows,)),
-            Case("cross_entropy", weighted, ((512, 50257),), FP32, (rows,)),
-        ),
-        *later(Case("cross_entropy", kernels.cross_entropy, ((512, 256000),), BF16, (rows,))),
-    ]
+    def case(vocab: int, dtype: torch.dtype, call: Callable[..., object] = kernels.cross_entropy) -> Case:
+        return Case(call, ((512, vocab),), dtype, (labels(512),))
 
-
-def _in_groups(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, **terms: object) -> torch.Tensor:
-    """Logits of some columns in dW's memory; on AMD, which has no such schedule, the default."""
-    schedule = kernels.Schedule("fast", slot=4096, buffer=8192, flushes=1, slab=768, groups=3)
-    if chip_of(hidden.device).vendor == "amd":
-        schedule = None
-    return kernels.linear_cross_entropy(hidden, weight, labels, schedule=schedule, **terms)
-
-
-def _keeping(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """The lean schedule with some columns kept in dW's memory, except on AMD."""
-    schedule = kernels.Schedule("lean", slot=256, buffer=256, flushes=1, slab=2048, groups=3, kept=768)
-    if chip_of(hidden.device).vendor == "amd":
-        schedule = replace(schedule, groups=0, kept=0)
-    return kernels.linear_cross_entropy(hidden, weight, labels, schedule=schedule)
+    more = on_the_first(case(128256, BF16, partial(kernels.cross_entropy, **EVERY_TERM)), case(50257, FP32, weighted))
+    return [*(case(*each) for each in VOCABULARIES[:3]), *more, *later(case(256000, BF16))]
 
 
 def _linear_cross_entropy() -> list[Case]:
-    """Default memory; lean, which computes logits twice, the second time by columns; columns in dW's memory."""
-    plain = kernels.linear_cross_entropy
-    every, lean = partial(plain, **EVERY_TERM), {"chunk_bytes": 1 << 26}
-    calls = [(plain, vocab, dtype) for vocab, dtype in VOCABULARIES[:3]]
-    calls += [(partial(plain, **lean), 128256, BF16), (_in_groups, 128256, BF16)]
-    more = [(every, 128256, BF16), (partial(every, **lean), 50257, FP32)]
-    more += [(_keeping, 128256, BF16), (partial(_in_groups, **EVERY_TERM), 50257, FP32)]
+    """Default memory; lean, which computes logits twice, the second time by columns; columns in dW's memory.
 
-    def case(call: Callable[..., object], vocab: int, dtype: torch.dtype) -> Case:
-        return Case("linear_cross_entropy", call, ((8192, 512), (vocab, 512)), dtype, (labels(8192),))
+    AMD has no schedule with columns in dW's memory: the default and a lean schedule stand for these there.
+    """
+    lean, on_amd = {"chunk_bytes": 1 << 26}, chip_of(torch.device("meta")).vendor == "amd"
+    in_groups = kernels.Schedule("fast", slot=4096, buffer=8192, flushes=1, slab=768, groups=3)
+    keeping = kernels.Schedule("lean", slot=256, buffer=256, flushes=1, slab=2048, groups=3, kept=768)
+    in_groups, keeping = (None, replace(keeping, groups=0, kept=0)) if on_amd else (in_groups, keeping)
 
-    first = on_the_first(*(case(*each) for each in more))
-    return [*(case(*each) for each in calls), *first, *later(case(plain, 256000, BF16))]
+    def case(vocab: int, dtype: torch.dtype, **options: object) -> Case:
+        call = partial(kernels.linear_cross_entropy, **options)
+        return Case(call, ((8192, 512), (vocab, 512)), dtype, (labels(8192),))
+
+    first = on_the_first(
+        case(128256, BF16, **EVERY_TERM), case(50257, FP32, **EVERY_TERM, **lean),
+        case(128256, BF16, schedule=keeping), case(50257, FP32, **EVERY_TERM, schedule=in_groups),
+    )  # fmt: skip
+    cases = [case(*each) for each in VOCABULARIES[:3]]
+    cases += [case(128256, BF16, **lean), case(128256, BF16, schedule=in_groups)]
+    return [*cases, *first, *later(case(256000, BF16))]
 
 
 def _multi_head() -> list[Case]:
     call = partial(kernels.multi_head_linear_cross_entropy, coefficients=(1.0, 0.8, 0.6))
     return [
-        Case("multi_head_linear_cross_entropy", call, ((3, 2048, 512), weight), dtype, (labels(3, 2048),))
+        Case(call, ((3, 2048, 512), weight), dtype, (labels(3, 2048),))
         for weight, dtype in (((128256, 512), BF16), ((3, 32000, 512), FP32))
     ]
 
@@ -239,23 +214,22 @@ def _token_statistics() -> list[Case]:
     capped = partial(plain, softcap=30.0)
     sizes = ((plain, 128256, BF16), (capped, 50257, FP16), (plain, 32000, FP32))
     return [
-        Case("linear_token_statistics", call, ((2048, 512), (vocab, 512)), dtype, (labels(2048),), backward=False)
-        for call, vocab, dtype in sizes
+        Case(call, ((2048, 512), (vocab, 512)), dtype, (labels(2048),), backward=False) for call, vocab, dtype in sizes
     ]
 
 
 def _kl_div() -> list[Case]:
     elements = partial(kernels.kl_div, log_target=True, reduction="none")
     return [
-        *(Case("kl_div", kernels.kl_div, ((512, vocab),) * 2, dtype) for vocab, dtype in VOCABULARIES[:3]),
-        Case("kl_div", elements, ((512, 32000),) * 2),
+        *(Case(kernels.kl_div, ((512, vocab),) * 2, dtype) for vocab, dtype in VOCABULARIES[:3]),
+        Case(elements, ((512, 32000),) * 2),
     ]
 
 
 def _jsd() -> list[Case]:
     def case(beta: float, vocab: int, dtype: torch.dtype) -> Case:
         teacher = meta(512, vocab, dtype=dtype)
-        return Case("jsd", partial(kernels.jsd, beta=beta), ((512, vocab),), dtype, (teacher,))
+        return Case(partial(kernels.jsd, beta=beta), ((512, vocab),), dtype, (teacher,))
 
     one_sided = (case(0.0, 128256, BF16), case(1.0, 128256, FP32))
     return [*(case(0.5, *size) for size in VOCABULARIES[:3]), *on_the_first(*one_sided)]
@@ -266,7 +240,7 @@ def _linear_jsd() -> list[Case]:
         return meta(2048, 512, dtype=dtype), meta(vocab, 512, dtype=dtype)
 
     return [
-        Case("linear_jsd", kernels.linear_jsd, ((2048, 256), (vocab, 256)), dtype, teacher(vocab, dtype))
+        Case(kernels.linear_jsd, ((2048, 256), (vocab, 256)), dtype, teacher(vocab, dtype))
         for vocab, dtype in ((128256, BF16), (32000, FP32))
     ]
 
@@ -276,10 +250,9 @@ def _adamw() -> list[Case]:
         numbers = {"step": 3, "lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
         kernels.adamw_step(*tensors, **numbers, grad_scale=scale)
 
-    scales = (None, meta(dtype=FP32))
     return [
-        Case("adamw_step", partial(call, scale=scale), ((4096, 512),) * 4, dtype, backward=False)
-        for scale in scales
+        Case(partial(call, scale=scale), ((4096, 512),) * 4, dtype, backward=False)
+        for scale in (None, meta(dtype=FP32))
         for dtype in (BF16, FP32)
     ]
 
@@ -293,8 +266,8 @@ CASES: dict[str, Callable[[], list[Case]]] = {
     "group_norm": _group_norm,
     "apply_rope": _rope,
     "document_attention": _attention,
-    "swiglu": lambda: _gated("swiglu", kernels.swiglu),
-    "geglu": lambda: _gated("geglu", kernels.geglu, partial(kernels.geglu, approximate="none")),
+    "swiglu": lambda: _gated(kernels.swiglu),
+    "geglu": lambda: _gated(kernels.geglu, partial(kernels.geglu, approximate="none")),
     "embedding": _embedding,
     "int2_int8_matmul": _int2_int8,
     "cross_entropy": _cross_entropy,
@@ -317,7 +290,7 @@ def compile_op(op: str, arch: str, part: Part) -> list[Compiled]:
     def run() -> None:
         inferred = set()
         for case in CASES[op]():
-            if part == "slow" or case.is_early(arch):
+            if part == "slow" or arch in case.early:
                 kind = op if part == "fast" else case.dtype
                 case.run(inference=kind not in inferred and (part == "slow" or arch in FIRST))
                 inferred.add(kind)

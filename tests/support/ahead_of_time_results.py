@@ -23,7 +23,7 @@ from pretend_gpu import TARGETS, Compiled
 
 PACKAGE = Path(ligertune_kernels.__file__).parent
 SUPPORT = Path(__file__).parent
-COMPILING = tuple(SUPPORT / name for name in ("ahead_of_time_cases.py", "pretend_gpu.py", "narrow_offsets.py"))
+COMPILING = tuple(SUPPORT / name for name in ("ahead_of_time_cases.py", "pretend_gpu.py"))
 RESULTS = SUPPORT.parent / "kernels" / "ahead_of_time.json"
 DEFAULTS = {field.name: field.default for field in fields(Compiled)}
 

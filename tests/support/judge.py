@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
+import ligertune_kernels
 import torch
 from ligertune_kernels.launcher import INTERPRETED
 
 Op = Callable[..., torch.Tensor | tuple[torch.Tensor, ...]]
+LOW = (torch.bfloat16, torch.float16)
+DTYPES = (torch.float32, *LOW)
 
 # Relative error of one rounding: half a unit in the last place. The interpreter truncates bf16 at the store instead of
 # rounding, which loses up to a whole unit. fp32 results are sums in another order than torch's.
@@ -37,6 +41,46 @@ def judge(
         assert_close(name, value, plain[name], truth[name], inputs[0].dtype, times=times)
 
 
+def judge_loss(op: Op, reference: Op, inputs: Sequence[torch.Tensor]) -> None:
+    """Judge a loss that computes its gradient in the forward.
+
+    This gradient is rounded in the forward, and again if the upstream gradient is not 1; torch rounds it once. The
+    upstream gradient is therefore 1 here. In float16 the division by the number of rows always follows the first
+    rounding.
+    """
+    found = []
+    for f, dtype in ((op, None), (reference, None), (reference, torch.float64)):
+        leaves = [t.detach().to(dtype or t.dtype).requires_grad_() for t in inputs]
+        loss = f(*leaves)
+        found.append([loss.detach(), *torch.autograd.grad(loss, leaves)])
+    roundings = 2.0 if inputs[0].dtype is torch.float16 else 1.0
+    for i, (ours, plain, truth) in enumerate(zip(*found, strict=True)):
+        name = f"gradient {i - 1}" if i else "loss"
+        assert_close(name, ours, plain, truth, inputs[0].dtype, slack=roundings)
+
+
+def judge_op(
+    op: Op,
+    inputs: Sequence[torch.Tensor],
+    *constants: Any,
+    ours: dict[str, Any] | None = None,
+    compare: Callable[[Op, Op, Sequence[torch.Tensor]], None] = judge,
+    **options: Any,
+) -> None:
+    """Judge a public op by the reference of its name, both called as op(*inputs, *constants, **options).
+
+    ours: options of the op alone; with inplace it gets copies, which it may overwrite. compare: judge or judge_loss.
+    """
+    more = ours or {}
+    reference = getattr(ligertune_kernels, f"{op.__name__}_reference")
+
+    def call(*leaves: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        leaves = [t.clone() for t in leaves] if more.get("inplace") else leaves
+        return op(*leaves, *constants, **options, **more)
+
+    compare(call, lambda *leaves: reference(*leaves, *constants, **options), inputs)
+
+
 def _run(
     f: Op, inputs: list[torch.Tensor], grads: Sequence[bool], upstream: list[torch.Tensor] | None = None
 ) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
@@ -51,14 +95,9 @@ def _run(
 
 
 def assert_close(
-    name: str,
-    ours: torch.Tensor,
-    plain: torch.Tensor,
-    truth: torch.Tensor,
-    dtype: torch.dtype,
-    slack: float = 1.0,
-    times: float = AS_MUCH,
-) -> None:
+    name: str, ours: torch.Tensor, plain: torch.Tensor, truth: torch.Tensor, dtype: torch.dtype, *,
+    slack: float = 1.0, times: float = AS_MUCH,
+) -> None:  # fmt: skip
     """Assert that the error is small in the maximum and the 2-norm, each relative to the truth's norm."""
     assert ours.shape == truth.shape, f"{name}: shape {tuple(ours.shape)}, expected {tuple(truth.shape)}"
     assert ours.dtype == plain.dtype, f"{name}: {ours.dtype}, expected {plain.dtype}"

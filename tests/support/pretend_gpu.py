@@ -6,51 +6,34 @@ specialises and compiles for the target as it would on the target, and the launc
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import itertools
 import re
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from ligertune_kernels.chips import MAX_THREADS, Chip
 from ligertune_kernels.launcher import meta_runs_as
-from narrow_offsets import narrow_offsets
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-
-@dataclass(frozen=True)
-class Target:
-    """A GPU: Triton's compilation target, the chip of the launch rules, and the shared memory (LDS) of one program."""
-
-    compiler: GPUTarget
-    chip: Chip
-    shared_bytes: int
-
-
-def _target(backend: str, arch: str | int, warp_size: int, shared: int, processors: int, l2_mib: int) -> Target:
-    vendor, name = ("nvidia", f"sm{arch}") if backend == "cuda" else ("amd", str(arch))
-    chip = Chip(vendor, name, warp_size, processors, l2_mib << 20, shared_bytes=shared)
-    return Target(GPUTarget(backend, arch, warp_size), chip, shared)
-
-
+# processors, bytes of L2, bytes of shared memory (LDS) of one program
 TARGETS = {
-    target.chip.arch: target
-    for target in (
-        _target("cuda", 80, 32, 166912, 108, 40),  # A100
-        _target("cuda", 90, 32, 232448, 132, 50),  # H100
-        _target("cuda", 100, 32, 232448, 148, 126),  # B200
-        _target("cuda", 120, 32, 101376, 170, 96),  # RTX 5090
-        _target("hip", "gfx90a", 64, 65536, 104, 8),  # MI250X, one of two dies
-        _target("hip", "gfx942", 64, 65536, 304, 4),  # MI300X
-        _target("hip", "gfx950", 64, 163840, 256, 4),  # MI355X
-        _target("hip", "gfx1100", 32, 65536, 96, 6),  # RX 7900 XTX
-        _target("hip", "gfx1201", 32, 65536, 64, 8),  # RX 9070 XT
+    chip.arch: chip
+    for chip in (
+        Chip("nvidia", "sm80", 32, 108, 40 << 20, shared_bytes=166912),  # A100
+        Chip("nvidia", "sm90", 32, 132, 50 << 20, shared_bytes=232448),  # H100
+        Chip("nvidia", "sm100", 32, 148, 126 << 20, shared_bytes=232448),  # B200
+        Chip("nvidia", "sm120", 32, 170, 96 << 20, shared_bytes=101376),  # RTX 5090
+        Chip("amd", "gfx90a", 64, 104, 8 << 20, shared_bytes=65536),  # MI250X, one of two dies
+        Chip("amd", "gfx942", 64, 304, 4 << 20, shared_bytes=65536),  # MI300X
+        Chip("amd", "gfx950", 64, 256, 4 << 20, shared_bytes=163840),  # MI355X
+        Chip("amd", "gfx1100", 32, 96, 6 << 20, shared_bytes=65536),  # RX 7900 XTX
+        Chip("amd", "gfx1201", 32, 64, 8 << 20, shared_bytes=65536),  # RX 9070 XT
     )
 }
 
@@ -70,7 +53,7 @@ class Compiled:
     narrow_offsets: tuple[str, ...] = ()  # pointers whose 32-bit offsets overflow beyond 2**31 elements
     truncating_dot: bool = False  # RDNA's bf16 dot product rounds towards zero
 
-    def faults(self, target: Target) -> list[str]:
+    def faults(self, target: Chip) -> list[str]:
         """Return a sentence for each fault of the kernel on the target."""
         found = {
             f"{self.threads} threads": self.threads > MAX_THREADS,
@@ -84,25 +67,16 @@ class Compiled:
         return [f"{self.kernel}: {fault}" for fault, there in found.items() if there]
 
 
-class _Launcher:
-    """Stand in for the launcher, and launch nothing."""
-
-    def __init__(self, src: object, metadata: object) -> None:
-        pass
-
-    def __call__(self, *args: object) -> None:
-        pass
-
-
 _device_numbers = itertools.count()
 
 
 class PretendDriver:
     """The methods of a driver that Triton calls. Limits are checked in the compiler's output, so none is set here."""
 
-    launcher_cls = _Launcher
+    launcher_cls = staticmethod(lambda src, metadata: lambda *args: None)
+    set_current_device = unload_module = staticmethod(lambda *args: None)
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: Chip) -> None:
         self.target = target
         self.utils = self
         self.number = next(_device_numbers)  # Triton caches compiled kernels by device: a new number finds none
@@ -110,25 +84,21 @@ class PretendDriver:
     def load_binary(self, name: str, binary: bytes, shared: int, device: int) -> tuple[int, ...]:
         return 1, 1, 0, 0, 1 << 20  # module, function, registers, spills, most threads
 
-    def unload_module(self, *args: object) -> None:
-        pass
-
     def get_device_properties(self, device: int) -> dict[str, int]:
         return {
             "max_shared_mem": 1 << 30,
-            "multiprocessor_count": self.target.chip.processors,
+            "multiprocessor_count": self.target.processors,
             "max_num_regs": 65536,
-            "warpSize": self.target.compiler.warp_size,
+            "warpSize": self.target.warp_size,
         }
 
     def get_current_target(self) -> GPUTarget:
-        return self.target.compiler
+        chip = self.target
+        backend, arch = ("cuda", int(chip.arch[2:])) if chip.vendor == "nvidia" else ("hip", chip.arch)
+        return GPUTarget(backend, arch, chip.warp_size)
 
     def get_current_device(self) -> int:
         return self.number
-
-    def set_current_device(self, device: int) -> None:
-        pass
 
     def get_current_stream(self, device: int) -> int:
         return 0
@@ -137,10 +107,9 @@ class PretendDriver:
         return torch.device("meta")
 
 
-@contextlib.contextmanager
-def _pretending(target: Target) -> Iterator[list[tuple[dict, dict[str, str]]]]:
-    """Compile kernels for the target inside the context; yield Triton's metadata and files of each."""
-    written: list[tuple[dict, dict[str, str]]] = []
+def compile_for(target: Chip, run: Callable[[], object]) -> list[Compiled]:
+    """Return every kernel that `run` launches on meta tensors, compiled for the target; the same code once."""
+    written: list[tuple[dict, dict[str, str]]] = []  # Triton's metadata and files of each kernel
 
     def listener(*, src, metadata, metadata_group, times, cache_hit) -> None:
         written.append((dict(metadata), dict(metadata_group)))
@@ -150,63 +119,95 @@ def _pretending(target: Target) -> Iterator[list[tuple[dict, dict[str, str]]]]:
     knobs.compilation.listener = listener
     driver.set_active(PretendDriver(target))
     try:
-        with meta_runs_as(target.chip):
-            yield written
+        with meta_runs_as(target):
+            run()
     finally:
         driver._active, knobs.compilation.listener = active, heard
+    return list(dict.fromkeys(_compiled(metadata, files, target) for metadata, files in written))
 
 
-def compile_for(target: Target, run: Callable[[], object]) -> list[Compiled]:
-    """Return every kernel that `run` launches on meta tensors, compiled for the target; the same code once."""
-    with _pretending(target) as written:
-        run()
-    read = _read_cuda if target.compiler.backend == "cuda" else _read_hip
-    return list(dict.fromkeys(read(metadata, files, target) for metadata, files in written))
-
-
-def _start_of_sha256(assembly: str) -> str:
-    return hashlib.sha256(assembly.encode()).hexdigest()[:16]
+def _compiled(metadata: dict, files: dict[str, str], target: Chip) -> Compiled:
+    assembly = _text(files, ".ptx" if target.vendor == "nvidia" else ".amdgcn")
+    return Compiled(
+        kernel=metadata["name"],
+        threads=metadata["num_warps"] * target.warp_size,
+        shared_bytes=metadata["shared"],
+        assembly=hashlib.sha256(assembly.encode()).hexdigest()[:16],
+        narrow_offsets=narrow_offsets(_text(files, ".ttir")),
+        **(_resources_cuda(assembly, files) if target.vendor == "nvidia" else _resources_hip(assembly)),
+    )
 
 
 def _text(files: dict[str, str], ending: str) -> str:
     return Path(next(path for name, path in files.items() if name.endswith(ending))).read_text(encoding="utf-8")
 
 
-def _read_hip(metadata: dict, files: dict[str, str], target: Target) -> Compiled:
-    assembly = _text(files, ".amdgcn")
-
+def _resources_hip(assembly: str) -> dict[str, object]:
     def figure(name: str) -> int:
         found = re.search(rf"^\s*\.{name}:\s*(\d+)", assembly, re.MULTILINE)
         return int(found[1]) if found else 0
 
-    return Compiled(
-        kernel=metadata["name"],
-        threads=metadata["num_warps"] * target.compiler.warp_size,
-        shared_bytes=metadata["shared"],
-        registers=figure("vgpr_count"),
-        spills=figure("vgpr_spill_count") + figure("sgpr_spill_count"),
-        scratch_bytes=figure("private_segment_fixed_size"),
-        atomics=tuple(sorted(set(re.findall(r"\b\w*(?:atomic|cmpswap)\w*", assembly)))),
-        assembly=_start_of_sha256(assembly),
-        narrow_offsets=narrow_offsets(_text(files, ".ttir")),
-        truncating_dot="v_dot2_bf16_bf16" in assembly,
-    )
+    return {
+        "registers": figure("vgpr_count"),
+        "spills": figure("vgpr_spill_count") + figure("sgpr_spill_count"),
+        "scratch_bytes": figure("private_segment_fixed_size"),
+        "atomics": tuple(sorted(set(re.findall(r"\b\w*(?:atomic|cmpswap)\w*", assembly)))),
+        "truncating_dot": "v_dot2_bf16_bf16" in assembly,
+    }
 
 
-def _read_cuda(metadata: dict, files: dict[str, str], target: Target) -> Compiled:
+def _resources_cuda(ptx: str, files: dict[str, str]) -> dict[str, object]:
     cubin = next(path for name, path in files.items() if name.endswith(".cubin"))
     command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", cubin]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    ptx = _text(files, ".ptx")
-    registers, stack, local = map(int, re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", said).groups())
-    return Compiled(
-        kernel=metadata["name"],
-        threads=metadata["num_warps"] * target.compiler.warp_size,
-        shared_bytes=metadata["shared"],
-        registers=registers,
-        spills=stack,
-        scratch_bytes=local,
-        atomics=tuple(sorted(set(re.findall(r"\b(?:atom|red)\.[\w.:]+", ptx)))),
-        assembly=_start_of_sha256(ptx),
-        narrow_offsets=narrow_offsets(_text(files, ".ttir")),
-    )
+    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", said).groups()
+    atomics = tuple(sorted(set(re.findall(r"\b(?:atom|red)\.[\w.:]+", ptx))))
+    return dict(zip(("registers", "spills", "scratch_bytes"), map(int, found), strict=True), atomics=atomics)
+
+
+def narrow_offsets(ttir: str) -> tuple[str, ...]:
+    """Return the pointer arguments with an offset that is a 32-bit product of a program's number and an argument.
+
+    ttir: Triton's intermediate code. In tensors of more than 2**31 elements a row's number fits into 32 bits, but that
+    number times a stride does not, so the product must be taken in 64 bits. Only a GPU with enough memory could show
+    the overflow by its results; the type of the product shows it everywhere.
+    """
+    constants: set[str] = set()
+    by_program: set[str] = set()  # values that depend on the program's number
+    products: set[str] = set()  # 32-bit products of such a value and a value that is not known at compile time
+    pointers = {name: name.lstrip("%") for name in re.findall(r"(%\w+): !tt\.ptr", ttir)}
+    found: set[str] = set()
+
+    def follow(results: list[str], operands: list[str]) -> None:
+        for values in (by_program, products):
+            if any(operand in values for operand in operands):
+                values.update(results)
+        if operands and operands[0] in pointers:
+            pointers.update(dict.fromkeys(results, pointers[operands[0]]))
+
+    for line in ttir.splitlines():
+        written, body = re.match(r"\s*(?:((?:%[\w:]+(?:, )?)+) = )?(.*)$", line.split(" loc(")[0]).groups()
+        results = [name.split(":")[0] for name in (written or "").split(", ") if name]
+        operands = re.findall(r"%\w+", body)
+        if body.startswith("scf.for"):
+            for argument, first in re.findall(r"(%\w+) = (%\w+)", body):
+                follow([argument], [first])
+            index, first, last = re.match(r"scf\.for (%\w+) = (%\w+) to (%\w+)", body).groups()
+            follow([index], [first, last])
+        for values in (constants, by_program, products):
+            values.difference_update(results)  # names are those of a region, and come again in the next one
+        if body.startswith("arith.constant") or (
+            re.match(r"tt\.(splat|broadcast|expand_dims)|arith\.ext", body) and operands[0] in constants
+        ):
+            constants.update(results)
+        elif body.startswith("tt.get_program_id"):
+            by_program.update(results)
+        elif not re.match(r"tt\.(load|dot)|arith\.cmp", body):
+            follow(results, operands)
+            if re.match(r"arith\.muli .*i32>*$", body) and any(
+                one in by_program and other not in constants for one, other in (operands[:2], operands[1::-1])
+            ):
+                products.update(results)
+            if body.startswith("tt.addptr") and operands[1] in products:
+                found.add(pointers.get(operands[0], operands[0]))
+    return tuple(sorted(found))

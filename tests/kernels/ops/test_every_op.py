@@ -1,13 +1,14 @@
-"""Every op with a gradient: needed gradients only, empty tensors, checkpointing, autocast, second derivatives."""
+"""Backend of this run; ops with a gradient: needed gradients only, empty tensors, checkpointing, autocast."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 import ligertune_kernels as kernels
 import pytest
 import torch
-from ligertune_kernels import runs_triton
+from ligertune_kernels import backend, runs_triton
 from ligertune_kernels.table import OPS
 from torch.utils.checkpoint import checkpoint
 
@@ -100,6 +101,20 @@ every_op = pytest.mark.parametrize("name", CALLS)
 def example(name: str, device: torch.device) -> tuple[Callable, list[torch.Tensor]]:
     shapes, call = (CALLS | LONG_ROWS | IN_PLACE)[name]
     return call, tensors(*shapes, device=device, dtype=torch.float32)
+
+
+def test_the_backend_is_the_expected_one(device: torch.device) -> None:
+    expected = "triton" if device.type == "cuda" else os.environ.get("LIGERTUNE_EXPECT_BACKEND", "reference")
+    assert backend(device) == backend(str(device)) == expected
+    assert runs_triton(torch.zeros(1, device=device)) == (expected == "triton")
+
+
+def test_float64_runs_the_reference_everywhere(device: torch.device) -> None:
+    assert not runs_triton(torch.zeros(1, device=device, dtype=torch.float64))
+
+
+def test_meta_tensors_run_the_reference() -> None:
+    assert backend("meta") == "reference"
 
 
 def test_no_op_with_a_gradient_is_left_out() -> None:

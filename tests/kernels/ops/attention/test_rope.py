@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
 from covering import every_pair
-from judge import judge
+from judge import DTYPES, judge_op
 from ligertune_kernels import apply_rope, apply_rope_reference, rms_norm
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 SHAPES = (
     # B, H, K, T, D, R
@@ -42,11 +37,8 @@ def queries_and_keys(shape, dtype, device) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("shape, interleaved, dtype", every_pair(SHAPES, [False, True], DTYPES))
 def test_agrees_with_float64(shape, interleaved, dtype, inplace, device) -> None:
     cos, sin = angles(shape[0], shape[3], shape[5], device)
-    judge(
-        lambda q, k: apply_rope(q.clone(), k.clone(), cos, sin, interleaved=interleaved, inplace=inplace),
-        lambda q, k: apply_rope_reference(q, k, cos, sin, interleaved=interleaved),
-        queries_and_keys(shape, dtype, device),
-    )
+    inputs = queries_and_keys(shape, dtype, device)
+    judge_op(apply_rope, inputs, cos, sin, interleaved=interleaved, ours={"inplace": inplace})
 
 
 @pytest.mark.parametrize("batch", [1, 2])
@@ -221,12 +213,7 @@ def test_in_place_allocates_where_overwriting_is_not_allowed(form, device) -> No
     torch.testing.assert_close(*(torch.autograd.grad(s, inputs, retain_graph=True) for s in cubes))
 
 
-PRODUCTS = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
-CHECKPOINTING = ({"use_reentrant": True}, {"use_reentrant": False}, {"use_reentrant": False, "context_fn": PRODUCTS})
-
-
-@pytest.mark.parametrize("how", CHECKPOINTING, ids=["reentrant", "not reentrant", "products kept"])
-def test_in_place_under_checkpointing(how, device) -> None:
+def test_in_place_under_checkpointing(checkpointed, device) -> None:
     """Products kept for the second forward must not be rotated by the first one."""
     cos, sin = angles(1, 3, 8, device)
     weight = torch.randn(32, 6, device=device, requires_grad=True)
@@ -237,7 +224,7 @@ def test_in_place_under_checkpointing(how, device) -> None:
         return sum(t.pow(3).sum() for t in apply_rope(q, k, cos, sin, inplace=inplace))
 
     expected = torch.autograd.grad(layer(x, False), (x, weight))
-    checkpoint(layer, x, True, **how).backward()
+    checkpointed(layer, x, True).backward()
     torch.testing.assert_close((x.grad, weight.grad), expected)
 
 

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
 from covering import every_pair
-from judge import judge
-from judge_loss import judge_loss
+from judge import DTYPES, judge, judge_loss, judge_op
 from ligertune_kernels import jsd, jsd_reference, runs_triton
 from torch.nn import functional as F
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BETAS = (0.0, 0.3, 1.0)
 
 SIZES = (
@@ -35,9 +31,8 @@ def example(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype = t
 @pytest.mark.parametrize("shape, reduction, beta, dtype", every_pair(SIZES, ("mean", "sum", "none"), BETAS, DTYPES))
 def test_agrees_with_float64(shape, reduction, beta, dtype, device) -> None:
     student, teacher, labels = example(shape, device, dtype)
-    options = {"target": teacher, "beta": beta, "reduction": reduction, "labels": labels}
-    ops = (partial(op, **options) for op in (jsd, jsd_reference))
-    (judge if reduction == "none" else judge_loss)(*ops, [student])
+    compare = judge if reduction == "none" else judge_loss
+    judge_op(jsd, [student], teacher, compare=compare, beta=beta, reduction=reduction, labels=labels)
 
 
 def definition(student: torch.Tensor, teacher: torch.Tensor, beta: float) -> torch.Tensor:

@@ -7,12 +7,10 @@ from functools import partial
 import pytest
 import torch
 from covering import every_pair
-from judge import judge
-from judge_loss import judge_loss
-from ligertune_kernels import kl_div, kl_div_reference
+from judge import DTYPES, judge, judge_loss, judge_op
+from ligertune_kernels import kl_div
 from torch.nn import functional as F
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 REDUCTIONS = ("none", "sum", "mean", "batchmean")
 
 SIZES = (
@@ -31,8 +29,8 @@ def example(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype = t
 
 @pytest.mark.parametrize("shape, reduction, log_target, dtype", every_pair(SIZES, REDUCTIONS, (False, True), DTYPES))
 def test_agrees_with_float64(shape, reduction, log_target, dtype, device) -> None:
-    ops = (partial(op, reduction=reduction, log_target=log_target) for op in (kl_div, kl_div_reference))
-    (judge if reduction == "none" else judge_loss)(*ops, example(shape, device, dtype, log=log_target))
+    inputs, compare = example(shape, device, dtype, log=log_target), judge if reduction == "none" else judge_loss
+    judge_op(kl_div, inputs, compare=compare, reduction=reduction, log_target=log_target)
 
 
 @pytest.mark.filterwarnings("ignore:reduction. 'mean' divides")
@@ -50,8 +48,7 @@ def test_is_torchs(reduction, log_target, device) -> None:
 @pytest.mark.parametrize("grads", [(True, False), (False, True)], ids=["input", "target"])
 @pytest.mark.parametrize("reduction", ["none", "batchmean"])
 def test_computes_only_the_gradient_that_is_needed(reduction, grads, device) -> None:
-    ops = (partial(op, reduction=reduction) for op in (kl_div, kl_div_reference))
-    judge(*ops, example((3, 40), device), grads=grads)
+    judge_op(kl_div, example((3, 40), device), compare=partial(judge, grads=grads), reduction=reduction)
 
 
 @pytest.mark.parametrize("log_target", [False, True])

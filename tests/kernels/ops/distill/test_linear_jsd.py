@@ -7,11 +7,9 @@ from functools import partial
 
 import pytest
 import torch
-from judge import AS_MUCH, OF_A_ROW, judge
-from judge_loss import judge_loss
+from judge import AS_MUCH, DTYPES, OF_A_ROW, judge, judge_loss
 from ligertune_kernels import jsd, linear_jsd, linear_jsd_reference
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BETAS = (0.0, 0.3, 1.0)
 ROWS, HIDDEN, TEACHER_HIDDEN, VOCAB = 11, 24, 40, 131  # no size a multiple of anything the kernels like
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from covering import every_pair
-from judge import judge
+from judge import DTYPES, judge
 from ligertune_kernels import Embedding, embedding, embedding_reference
 from ligertune_kernels.ops.extra.embedding import CHUNK
 
 V = 11
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WIDTHS = (8, 1030)  # several rows per program; a ragged second block in the backward
 SEGMENTS = (
     pytest.param([1], id="one index"),

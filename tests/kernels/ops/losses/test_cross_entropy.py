@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
 from covering import every_pair
-from judge import judge
+from judge import DTYPES, judge_op
 from ligertune_kernels import cross_entropy, cross_entropy_reference, runs_triton
 from torch.nn import functional as F
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 REDUCTIONS = ("mean", "sum", "none")
 
 SIZES = (
@@ -39,14 +36,10 @@ def labels_for(shape: tuple[int, ...], device: torch.device, ignored: int = 1) -
     return labels
 
 
-def agrees(inputs, **options) -> None:
-    judge(partial(cross_entropy, **options), partial(cross_entropy_reference, **options), inputs)
-
-
 @pytest.mark.parametrize("shape, reduction, dtype", every_pair(SIZES, REDUCTIONS, DTYPES))
 def test_agrees_with_float64(shape, reduction, dtype, device) -> None:
     logits = 4.0 * torch.randn(shape, device=device, dtype=dtype)
-    agrees([logits], labels=labels_for(shape, device), reduction=reduction)
+    judge_op(cross_entropy, [logits], labels_for(shape, device), reduction=reduction)
 
 
 @pytest.mark.parametrize("terms, reduction, inplace", every_pair(TERMS, REDUCTIONS, (False, True)))
@@ -54,12 +47,8 @@ def test_every_term_agrees_with_float64(terms, reduction, inplace, device) -> No
     options = {"reduction": reduction, **terms}
     if options.pop("weighted", False):
         options["weight"] = torch.rand(131, device=device)
-    labels = labels_for((7, 131), device)
-    judge(
-        lambda x: cross_entropy(x * 2.0, labels, inplace=inplace, **options),
-        lambda x: cross_entropy_reference(x * 2.0, labels, **options),
-        [torch.randn(7, 131, device=device)],
-    )
+    inputs, labels = [2.0 * torch.randn(7, 131, device=device)], labels_for((7, 131), device)
+    judge_op(cross_entropy, inputs, labels, ours={"inplace": inplace}, **options)
 
 
 @pytest.mark.parametrize("reduction, label_smoothing, weighted", every_pair(REDUCTIONS, (0.0, 0.1), (False, True)))
@@ -91,15 +80,14 @@ def test_masked_classes_have_no_share(device) -> None:
 
 
 def test_large_logits_do_not_overflow(device) -> None:
-    labels = labels_for((4, 40), device)
-    agrees([1e4 * torch.randn(4, 40, device=device)], labels=labels)
+    judge_op(cross_entropy, [1e4 * torch.randn(4, 40, device=device)], labels_for((4, 40), device))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("n_cols", [40, 40_000])
 def test_probabilities_of_large_logits_are_exact(n_cols, device) -> None:
     """In float32 an lse of 10,000 is rounded by 5e-4. The interpreter has no fused multiply-add."""
-    agrees([1e4 - 3 * torch.rand(4, n_cols, device=device)], labels=labels_for((4, n_cols), device))
+    judge_op(cross_entropy, [1e4 - 3 * torch.rand(4, n_cols, device=device)], labels_for((4, n_cols), device))
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])

@@ -7,11 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 from covering import every_pair
-from judge import judge
+from judge import DTYPES, judge
 from ligertune_kernels import linear_cross_entropy, linear_cross_entropy_reference
 from ligertune_kernels.ops.losses._schedule import Schedule
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROWS, HIDDEN, VOCAB = 11, 24, 131  # no size a multiple of anything the kernels like
 
 ONE_FLUSH = Schedule("fast", slot=6, buffer=ROWS, flushes=1)

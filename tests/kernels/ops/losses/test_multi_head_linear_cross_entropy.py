@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from judge_loss import judge_loss
+from judge import DTYPES, judge_loss
 from ligertune_kernels import (
     labelled_rows,
     linear_cross_entropy_reference,
@@ -26,7 +26,7 @@ def example(device: torch.device, dtype: torch.dtype = torch.float32, *, shared:
     return hiddens, weight, labels
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shared", [True, False], ids=["one weight", "a weight each"])
 @pytest.mark.parametrize(
     "dropped, counts", [(False, None), (True, (40, 30, 20))], ids=["all rows", "labelled rows, counts from outside"]

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from covering import every_pair
-from judge import judge
+from judge import DTYPES, judge_op
 from ligertune_kernels import AddRMSNorm, RMSNorm, add_rms_norm, add_rms_norm_reference, rms_norm_reference
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CASTS = (pytest.param("llama", 0.0), pytest.param("gemma", 1.0))
 SIZES = (
     pytest.param((1, 7), id="one short row"),
@@ -21,11 +20,8 @@ SIZES = (
 
 @pytest.mark.parametrize("shape, cast, offset, dtype", every_pair(SIZES, CASTS, DTYPES))
 def test_agrees_with_float64(shape, cast, offset, dtype, device) -> None:
-    judge(
-        lambda x, r, w: add_rms_norm(x, r, w, 1e-5, offset=offset, cast=cast),
-        lambda x, r, w: add_rms_norm_reference(x, r, w, 1e-5, offset=offset, cast=cast),
-        [torch.randn(s, device=device, dtype=dtype) for s in (shape, shape, shape[-1:])],
-    )
+    inputs = [torch.randn(s, device=device, dtype=dtype) for s in (shape, shape, shape[-1:])]
+    judge_op(add_rms_norm, inputs, 1e-5, offset=offset, cast=cast)
 
 
 def test_the_norm_uses_the_rounded_sum(device) -> None:

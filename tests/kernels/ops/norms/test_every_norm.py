@@ -1,16 +1,77 @@
-"""All norms: strides, gradients in place, large means, dtypes of gradients, and agreement with torch's modules."""
+"""layer_norm and group_norm against float64; all norms: strides, gradients in place, large means, modules."""
 
 from __future__ import annotations
 
 import ligertune_kernels as kernels
 import pytest
 import torch
+from judge import DTYPES, judge, judge_op
+from torch.nn import functional as F
 
-FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+FP32, BF16, FP16 = DTYPES
 
 
 def normal(*shapes: tuple[int, ...], device: torch.device, dtype: torch.dtype = FP32) -> list[torch.Tensor]:
     return [torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for shape in shapes]
+
+
+LAYERS = (
+    pytest.param((1, 7), id="one short row"),
+    pytest.param((3, 1), id="one column, whose variance is zero"),
+    pytest.param((43, 3, 96), id="ragged last tile, leading dimensions"),
+    pytest.param((19, 1025), id="two rows per tile"),
+    pytest.param((3, 8193), id="first size whose backward takes two parts"),
+    pytest.param((5, 16384), id="long row that the backward holds whole in halves"),
+    pytest.param((2, 16385), id="first size whose forward is swept"),
+)
+GROUPS = (
+    pytest.param((3, 12), 3, id="no positions: norm of four channels"),
+    pytest.param((2, 4, 1), 4, id="one element per group: variance zero"),
+    pytest.param((2, 6, 7, 5), 2, id="ragged channels and positions in one tile"),
+    pytest.param((1, 5, 17, 19), 1, id="channels in several tiles, the last ragged"),
+    pytest.param((2, 2, 70, 71), 1, id="positions of a channel in two tiles"),
+    pytest.param((3, 5000), 1, id="more channels than a tile holds"),
+)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", LAYERS)
+def test_layer_norm_agrees_with_float64(shape, dtype, device) -> None:
+    judge_op(kernels.layer_norm, normal(shape, shape[-1:], shape[-1:], device=device, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape, num_groups", GROUPS)
+def test_group_norm_agrees_with_float64(shape, num_groups, dtype, device) -> None:
+    judge(
+        lambda x, w, b: kernels.group_norm(x, num_groups, w, b, 1e-4),
+        lambda x, w, b: kernels.group_norm_reference(x, num_groups, w, b, 1e-4),
+        normal(shape, shape[1:2], shape[1:2], device=device, dtype=dtype),
+    )
+
+
+# The second argument is the size or the number of groups.
+MISSING = (
+    pytest.param(lambda x, _, *affine: kernels.layer_norm(x, *affine), F.layer_norm, (5, 40), (40,), id="whole rows"),
+    pytest.param(lambda x, _, *affine: kernels.layer_norm(x, *affine), F.layer_norm, (2, 16400), (16400,), id="swept"),
+    pytest.param(kernels.group_norm, kernels.group_norm_reference, (2, 6, 5), 3, id="groups"),
+)
+
+
+@pytest.mark.parametrize("op, reference, shape, second", MISSING)
+def test_weight_and_bias_may_be_missing(op, reference, shape, second, device) -> None:
+    x, w, b = normal(shape, shape[1:2], shape[1:2], device=device)
+    judge(lambda x: op(x, second), lambda x: reference(x, second), [x])
+    judge(lambda x, w: op(x, second, w), lambda x, w: reference(x, second, w), [x, w])
+    judge(lambda x, b: op(x, second, None, b), lambda x, b: reference(x, second, None, b), [x, b])
+
+
+def test_group_norm_takes_channels_last_and_upstream_of_any_stride(device) -> None:
+    x = torch.randn(2, 6, 4, 5, device=device).to(memory_format=torch.channels_last).requires_grad_()
+    y, expected = kernels.group_norm(x, 2), kernels.group_norm_reference(x, 2)
+    torch.testing.assert_close(y, expected)
+    up = torch.randn(5, 4, 6, 2, device=device).permute(3, 2, 1, 0)
+    torch.testing.assert_close(torch.autograd.grad(y, x, up), torch.autograd.grad(expected, x, up))
 
 
 # Whole rows; a long row; parts, which read each other's columns; parts and a swept forward; halves of a layer norm.

@@ -7,10 +7,9 @@ from functools import partial
 import pytest
 import torch
 from covering import every_pair
-from judge import judge
+from judge import DTYPES, judge, judge_op
 from ligertune_kernels import RMSNorm, rms_norm, rms_norm_reference
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CASTS = tuple(pytest.param(*cast) for cast in (("llama", 0.0), ("gemma", 1.0), ("gemma", 0.0), ("none", 0.0)))
 
 SIZES = (
@@ -28,18 +27,14 @@ SIZES = (
 @pytest.mark.parametrize("shape, cast, offset, dtype", every_pair(SIZES, CASTS, DTYPES))
 def test_agrees_with_float64(shape, cast, offset, dtype, device) -> None:
     inputs = [torch.randn(s, device=device, dtype=dtype) for s in (shape, shape[-1:])]
-    judge(
-        lambda x, w: rms_norm(x, w, 1e-5, offset=offset, cast=cast),
-        lambda x, w: rms_norm_reference(x, w, 1e-5, offset=offset, cast=cast),
-        inputs,
-    )
+    judge_op(rms_norm, inputs, 1e-5, offset=offset, cast=cast)
 
 
 @pytest.mark.parametrize("cast, dtype", [("llama", torch.float32), ("gemma", torch.bfloat16)])
 def test_a_wider_weight_widens_the_result_only_under_llama(cast, dtype, device) -> None:
     x, w = torch.randn(4, 32, device=device, dtype=torch.bfloat16), torch.randn(32, device=device)
     assert rms_norm(x, w, cast=cast).dtype == dtype
-    judge(lambda x, w: rms_norm(x, w, cast=cast), lambda x, w: rms_norm_reference(x, w, cast=cast), [x, w])
+    judge_op(rms_norm, [x, w], cast=cast)
 
 
 def test_each_setting_gets_its_own_launch_plan(device) -> None:
@@ -47,11 +42,10 @@ def test_each_setting_gets_its_own_launch_plan(device) -> None:
     w = torch.rand(64, device=device)
     x = torch.randn(300, 64, device=device)
     usual = {"n_rows": 3, "eps": 1e-6, "offset": 0.0, "cast": "llama", "grads": (True, True)}
-    changes = ({}, {"n_rows": 300}, {"eps": 0.5}, {"offset": 1.0}, {"cast": "gemma"}, {"grads": (True, False)})
-    for change in changes:
+    for change in ({}, {"n_rows": 300}, {"eps": 0.5}, {"offset": 1.0}, {"cast": "gemma"}, {"grads": (True, False)}):
         n_rows, eps, offset, cast, grads = (usual | change).values()
-        norms = [partial(op, eps=eps, offset=offset, cast=cast) for op in (rms_norm, rms_norm_reference)]
-        judge(*norms, [x[:n_rows].bfloat16(), w], grads=grads)
+        inputs = [x[:n_rows].bfloat16(), w]
+        judge_op(rms_norm, inputs, compare=partial(judge, grads=grads), eps=eps, offset=offset, cast=cast)
 
 
 def test_takes_tensors_left_over_from_an_ended_transform(device) -> None:
