@@ -1,28 +1,36 @@
-"""Compare the loss and the gradients of a patched and an unpatched model."""
+"""Compare losses and gradients of two models, or of one model on two batches."""
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 FP32 = 1e-5  # relative to the largest gradient of a parameter: the two models sum in another order
 
 
-def losses_and_gradients(model, batch, **options):
-    """Return (loss, {name: gradient}) of one training step."""
+def losses_and_gradients(model, batch, **options) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the loss of one training step, and the gradient of every parameter that has one."""
     model.zero_grad()
     loss = model(**batch, **options).loss
     loss.backward()
     return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def assert_same_training(patched, plain, batch, *, tolerance=FP32, **options):
-    loss, gradients = losses_and_gradients(patched, batch, **options)
-    expected, truth = losses_and_gradients(plain, batch, **options)
-    torch.testing.assert_close(loss, expected, rtol=tolerance, atol=0)
-    assert gradients.keys() == truth.keys()
-    for name, gradient in gradients.items():
-        worst = (gradient - truth[name]).abs().max() / truth[name].abs().max().clamp(min=1e-12)
+def assert_same(found: tuple, expected: tuple, *, tolerance: float = FP32, least: float = 0.0) -> None:
+    """Compare two results of `losses_and_gradients`: losses, and gradients relative to the largest of each parameter.
+
+    least: share of the largest gradient of all below which a parameter's is zero but for rounding (a key's bias).
+    """
+    torch.testing.assert_close(found[0], expected[0], rtol=tolerance, atol=0)
+    assert found[1].keys() == expected[1].keys()
+    sizes = {name: float(gradient.abs().max()) for name, gradient in expected[1].items()}
+    for name, truth in expected[1].items():
+        worst = float((found[1][name] - truth).abs().max()) / max(sizes[name], least * max(sizes.values()), 1e-12)
         assert worst <= tolerance, f"{name}: {worst:.1e} of its largest gradient"
+
+
+def assert_same_training(patched, plain, batch, *, tolerance: float = FP32, **options) -> None:
+    assert_same(*(losses_and_gradients(model, batch, **options) for model in (patched, plain)), tolerance=tolerance)
 
 
 def relative_error(gradients, truth):

@@ -49,15 +49,20 @@ def config_of(family: str, **changes: object) -> transformers.PreTrainedConfig:
 
 
 def make(family: str, *, seed: int = 0, **changes: object) -> PreTrainedModel:
-    """Return a model in training mode. Norm weights are random, because 1 or 0 would hide a wrong offset."""
-    config = config_of(family, **changes)
+    return random_model(transformers.AutoModelForCausalLM, config_of(family, **changes), seed=seed)
+
+
+def random_model(auto_class: type, config: transformers.PreTrainedConfig, *, seed: int = 0) -> PreTrainedModel:
+    """Return an fp32 model in training mode. Weights of zero or one are changed, because they would hide errors."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = transformers.AutoModelForCausalLM.from_config(config)
+        model = auto_class.from_config(config)
         for name, parameter in model.named_parameters():
-            if "norm" in name:
+            if "gate" in name and parameter.numel() == 1:  # a tanh gate: at 0 an image has no effect
+                parameter.data.fill_(0.5)
+            elif "norm" in name or "ln_" in name:
                 parameter.data += 0.1 * torch.randn_like(parameter)
-            else:
+            elif parameter.ndim > 1 or not parameter.abs().sum():
                 parameter.data = 0.08 * torch.randn_like(parameter)
     model.tie_weights()
     return model.train()

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
 import transformers
+from tiny_models import random_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
@@ -163,20 +163,7 @@ def make_processor(family: str):
 
 
 def make(family: str, tokenizer: PreTrainedTokenizerFast, *, seed: int = 0, **changes) -> PreTrainedModel:
-    """Return an fp32 model in training mode. Weights of zero or one are changed, because they would hide errors."""
-    config = config_of(family, tokenizer, **changes)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = transformers.AutoModelForImageTextToText.from_config(config)
-        for name, parameter in model.named_parameters():
-            if "gate" in name and parameter.numel() == 1:  # a tanh gate: at 0 an image has no effect
-                parameter.data.fill_(0.5)
-            elif "norm" in name or "ln_" in name:
-                parameter.data += 0.1 * torch.randn_like(parameter)
-            elif parameter.ndim > 1 or not parameter.abs().sum():
-                parameter.data = 0.08 * torch.randn_like(parameter)
-    model.tie_weights()
-    return model.train()
+    return random_model(transformers.AutoModelForImageTextToText, config_of(family, tokenizer, **changes), seed=seed)
 
 
 def save(family: str, folder: Path, **changes) -> Path:

@@ -48,9 +48,8 @@ def test_agrees_with_float64(lengths, dtype, n_cols, device) -> None:
 def test_padding_gets_no_gradient(repeats, padding_idx, device) -> None:
     indices = torch.tensor([4, 10, 3] * repeats, device=device)
     weight = torch.randn(V, 8, device=device)
-    judge(
-        lambda w: embedding(indices, w, padding_idx), lambda w: embedding_reference(indices, w, padding_idx), [weight]
-    )
+    options = {"indices": indices, "padding_idx": padding_idx}
+    judge(lambda w: embedding(weight=w, **options), lambda w: embedding_reference(weight=w, **options), [weight])
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])

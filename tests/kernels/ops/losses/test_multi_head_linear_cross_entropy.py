@@ -67,12 +67,6 @@ def test_a_head_switched_off_has_no_gradient(device) -> None:
     assert found.head_losses.isfinite().all()
 
 
-def test_a_frozen_weight_gets_no_gradient(device) -> None:
-    hiddens, weight, labels = example(device)
-    multi_head_linear_cross_entropy(hiddens.requires_grad_(), weight, labels, COEFFICIENTS).loss.backward()
-    assert weight.grad is None and hiddens.grad.any()
-
-
 def test_no_label_at_all(device) -> None:
     hiddens, weight, labels = example(device)
     labels.fill_(-100)
