@@ -188,11 +188,7 @@ def _size_settings(family: Family, vision: VisionOptions, config: PreTrainedConf
     else:
         strategy = config.vision_feature_select_strategy
         tokens, options = (side // patch) ** 2 + (strategy != "default"), {}  # "full" keeps the class token
-        settings = {
-            "patch_size": patch,
-            "num_additional_image_tokens": 1,
-            "vision_feature_select_strategy": strategy,
-        }
+        settings = {"patch_size": patch, "num_additional_image_tokens": 1, "vision_feature_select_strategy": strategy}
     return {"options": options, "fixed_tokens": tokens, "saved_settings": settings, "side": side}
 
 

@@ -18,11 +18,7 @@ from ligertune.planning.options import DataOptions, DatasetOptions
 LENGTHS = np.random.default_rng(0).integers(5, 30, 21)
 PACKS = pack(LENGTHS, 40)  # 11 rows of one to four examples
 # kind -> (its arguments, rows of an epoch)
-KINDS = {
-    "shuffled": ({}, 21),
-    "grouped": ({"grouped": True}, 21),
-    "packed": ({"packs": PACKS}, len(PACKS)),
-}
+KINDS = {"shuffled": ({}, 21), "grouped": ({"grouped": True}, 21), "packed": ({"packs": PACKS}, len(PACKS))}
 
 
 def order(micro: int, accumulation: int, world: int, *, kind: str = "shuffled", seed: int = 3) -> DataOrder:

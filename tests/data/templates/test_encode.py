@@ -10,12 +10,7 @@ import numpy as np
 import pytest
 
 from ligertune.data.templates.control_tokens import Rendered
-from ligertune.data.templates.label_masking import (
-    IGNORE_INDEX,
-    Encoder,
-    mark_tokens,
-    mark_tokens_by_offsets,
-)
+from ligertune.data.templates.label_masking import IGNORE_INDEX, Encoder, mark_tokens, mark_tokens_by_offsets
 
 # where token bounds are not character bounds: bytes, combining marks, joined emoji, line breaks, spaces
 AWKWARD = "a é e\u0301 q\u0307\u0323 你好 👩‍👧 \n\n  \t x\u200b 12 don't <b> ﬁ \u00a0end "
