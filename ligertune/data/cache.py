@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from filelock import FileLock, Timeout
 
-from ligertune.data.examples import ARRAYS, Block, FileNames
+from ligertune.data.examples import ARRAYS, Block, FileNames, Preparation
 from ligertune.data.rows.data_files import display_path
 from ligertune.data.rows.sources import find_files, hub_fingerprint
 from ligertune.storage import put_in_place
@@ -33,8 +33,7 @@ from ligertune.storage import put_in_place
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from ligertune.planning.options import DataOptions, DatasetOptions
-    from ligertune.vision.reader import ImageReader
+    from ligertune.planning.options import DatasetOptions
 
 # keys of `data` that select among examples or decide how they are made, and do not change any example
 _NOT_IN_KEY = {"datasets", "eval_datasets", "val_split", "packing", "padding_free", "num_proc", "cache", "streaming"}
@@ -48,13 +47,12 @@ _MAX_IDLE = 30.0  # seconds that other ranks wait for the first to begin
 _POLL = 0.05  # seconds
 
 
-def data_key(
-    spec: DatasetOptions, data: DataOptions, tokenizer: PreTrainedTokenizerBase, images: ImageReader | None = None
-) -> str:
+def data_key(spec: DatasetOptions, preparation: Preparation) -> str:
     """Return the SHA-256 of everything that examples depend on: files, options, template, tokenizer, code, versions.
 
     A hub data set is represented by the fingerprint that `datasets` computes.
     """
+    data, tokenizer, images = preparation.data, preparation.tokenizer, preparation.images
     file = Path(data.prompt_template)
     file_text = file.read_bytes().decode("utf-8", "replace") if file.is_file() else None
     template = [tokenizer.chat_template, file_text]

@@ -6,11 +6,17 @@ import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from ligertune.data.templates.label_masking import IGNORE_INDEX
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from ligertune.planning.options import DataOptions
+    from ligertune.vision.reader import ImageReader
 
 # the arrays of a block, and their dtypes in a file
 ARRAYS = {
@@ -18,6 +24,15 @@ ARRAYS = {
     "n_images": "<i4",
 }  # fmt: skip
 _NO_LINE = -1
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """What turns rows into examples. Without `images`, a vision-language model's, rows with images are refused."""
+
+    data: DataOptions
+    tokenizer: PreTrainedTokenizerBase
+    images: ImageReader | None = None
 
 
 class Example(NamedTuple):
@@ -130,32 +145,19 @@ class Examples(Sequence[Example]):
     lengths, trained, n_images: tokens, trained labels and images of each example, (N,) int64. block_of: (N,) int32.
     """
 
-    def __init__(self, examples: Iterable[Example] = ()) -> None:
-        self._set([Block.of(examples)])
-
-    @classmethod
-    def from_blocks(cls, blocks: Sequence[Block]) -> Examples:
-        """Return all examples of the blocks, in their order."""
-        examples = cls.__new__(cls)
-        examples._set(list(blocks))
-        return examples
+    def __init__(self, examples: Iterable[Example] = (), *, blocks: Sequence[Block] | None = None) -> None:
+        """Hold these examples, or all examples of `blocks`, in their order."""
+        self._blocks = [Block.of(examples)] if blocks is None else list(blocks)
+        sizes = [len(block) for block in self._blocks]
+        self.block_of = np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
+        self._row_of = np.concatenate([np.zeros(0, dtype=np.int64), *map(np.arange, sizes)])
 
     def select(self, indices: Iterable[int]) -> Examples:
         """Return the examples at `indices`, in this order, over the same arrays."""
         chosen = np.fromiter(indices, dtype=np.int64)
-        examples = Examples.__new__(Examples)
-        examples._set(self._blocks, self.block_of[chosen], self._row_of[chosen])
+        examples = Examples(blocks=self._blocks)
+        examples.block_of, examples._row_of = self.block_of[chosen], self._row_of[chosen]
         return examples
-
-    def _set(self, blocks: list[Block], block_of: np.ndarray | None = None, row_of: np.ndarray | None = None) -> None:
-        """Select the examples with the numbers `row_of` in the blocks `block_of`, or all examples of all blocks."""
-        if block_of is None or row_of is None:
-            sizes = [len(block) for block in blocks]
-            block_of = np.repeat(np.arange(len(blocks), dtype=np.int32), sizes)
-            row_of = np.concatenate([np.zeros(0, dtype=np.int64), *map(np.arange, sizes)])
-        self._blocks, self.block_of, self._row_of = blocks, block_of, row_of
-        self.lengths = self._gathered("lengths")
-        self._ends = self._gathered("ends")
 
     def _gathered(self, name: str) -> np.ndarray:
         """Return the value of each example from an array of its block."""
@@ -165,15 +167,10 @@ class Examples(Sequence[Example]):
             values[here] = getattr(block, name)[self._row_of[here]]
         return values
 
-    @cached_property
-    def trained(self) -> np.ndarray:
-        """Trained labels of each example. The first label of an example never is."""
-        return self._gathered("trained")
-
-    @cached_property
-    def n_images(self) -> np.ndarray:
-        """Images of each example."""
-        return self._gathered("n_images")
+    lengths = cached_property(lambda self: self._gathered("lengths"))
+    trained = cached_property(lambda self: self._gathered("trained"))
+    n_images = cached_property(lambda self: self._gathered("n_images"))
+    _ends = cached_property(lambda self: self._gathered("ends"))
 
     def __len__(self) -> int:
         return len(self._row_of)

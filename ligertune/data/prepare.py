@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ligertune.data.cache import CacheEntry, cache_home, data_key, load_or_make
-from ligertune.data.examples import Block, Examples
+from ligertune.data.examples import Block, Examples, Preparation
 from ligertune.data.row_pipeline import RowCounts, RowPipeline, build_blocks, count_processes
 from ligertune.data.rows.data_files import display_path
 from ligertune.data.rows.sources import RecordStream
@@ -117,18 +116,19 @@ def prepare(
             f"{type(tokenizer).__name__} does not map tokens to characters, which label masks need.",
             hint="Use a tokenizer that has a tokenizer.json.",
         )
-    load = functools.partial(_load_dataset, data=data, tokenizer=tokenizer, progress=progress, images=images)
+    preparation = Preparation(data, tokenizer, images)
+    load = functools.partial(_load_dataset, preparation=preparation, progress=progress or (lambda *done: None))
     held_out, eval_report = None, None
     if data.eval_datasets:
         eval_sets = [load(spec) for spec in data.eval_datasets]
-        held_out = Examples.from_blocks([part.block for part in eval_sets])
+        held_out = Examples(blocks=[part.block for part in eval_sets])
         eval_report = _report(eval_sets, held_out, data)
     if data.streaming:
-        stream = ExampleStream(data, tokenizer, seed=seed, images=images)
-        empty_report = _report([], Examples(), data)
-        return PreparedData(StreamedExamples(stream), held_out, empty_report, stream.template, eval_report)
+        stream = ExampleStream(preparation, seed=seed)
+        nothing = _report([], Examples(), data)
+        return PreparedData(StreamedExamples(stream), held_out, nothing, stream.template, eval_report)
     sets = [load(spec) for spec in data.datasets]
-    train = Examples.from_blocks([part.block for part in sets])
+    train = Examples(blocks=[part.block for part in sets])
     if data.val_split:
         train, held_out = split_examples(train, data.val_split, seed=seed)
     report = _report(sets, train, data)
@@ -140,19 +140,14 @@ def prepare(
     return PreparedData(train, held_out, report, template, eval_report)
 
 
-def _load_dataset(
-    spec: DatasetOptions,
-    data: DataOptions,
-    tokenizer: PreTrainedTokenizerBase,
-    progress: ProgressCallback | None,
-    images: ImageReader | None,
-) -> LoadedDataset:
+def _load_dataset(spec: DatasetOptions, preparation: Preparation, progress: ProgressCallback) -> LoadedDataset:
     """Load a data set from the cache, or build it from its files and store it there."""
-    build = functools.partial(_build, spec, data, tokenizer, progress or (lambda path, rows, share: None), images)
-    if data.cache:
-        key = data_key(spec, data, tokenizer, images)
+    build = functools.partial(_build, spec, preparation, progress)
+    if preparation.data.cache:
         try:
-            entry = load_or_make(key, lambda writer: build(writer.add), first=is_first_on_node())
+            entry = load_or_make(
+                data_key(spec, preparation), lambda writer: build(writer.add), first=is_first_on_node()
+            )
         except OSError as error:
             raise UserError(
                 f"The cache of prepared data, {cache_home()}, cannot be used: {error.strerror or error}.",
@@ -163,28 +158,24 @@ def _load_dataset(
         blocks: list[Block] = []
         about = build(blocks.append, ranks=ranks_on_node())
         entry = CacheEntry(Block.concatenate(blocks), about, cached=False)
-    counts = entry.about["counts"]
-    counters = {name: Counter(counts[name]) for name in ("dropped", "repaired")}  # plain dicts in the cache's JSON
-    counts = RowCounts(**{**counts, **counters})
-    names = {name: entry.about[name] for name in ("path", "format", "template")}
+    about = dict(entry.about)
+    counts = RowCounts(**about.pop("counts"))
     if not len(entry.block):
-        raise counts.nothing_used(names["path"])
+        raise counts.nothing_used(about["path"])
     for file in set(entry.block.image_files) if entry.cached else ():
         if not Path(file).is_file():  # now, rather than in the middle of training
             raise UserError(
                 f"{file}: this image existed when the data was prepared, and does not any more.",
                 hint="Restore it, or write data.cache: false to prepare the data again.",
             )
-    report = DatasetReport(**names, rows_read=counts.rows_read, examples=len(entry.block), cached=entry.cached)
+    report = DatasetReport(**about, rows_read=counts.rows_read, examples=len(entry.block), cached=entry.cached)
     return LoadedDataset(entry.block, counts, report)
 
 
 def _build(
     spec: DatasetOptions,
-    data: DataOptions,
-    tokenizer: PreTrainedTokenizerBase,
+    preparation: Preparation,
     progress: ProgressCallback,
-    images: ImageReader | None,
     add: Callable[[Block], None],
     *,
     ranks: int = 1,
@@ -197,8 +188,8 @@ def _build(
     stream = RecordStream(spec, sample=_SAMPLE, download=True)
     records = iter(stream)
     first = list(islice(records, _SAMPLE))
-    rows = RowPipeline(spec, data, tokenizer, first, images)
-    processes = max(1, count_processes(data.num_proc) // ranks)
+    rows = RowPipeline(spec, preparation, first)
+    processes = max(1, count_processes(preparation.data.num_proc) // ranks)
     for block, more in build_blocks(rows, chain(first, records), processes=processes):
         counts.add(more)
         progress(path, counts.rows_read, stream.share)
@@ -257,20 +248,14 @@ def _report(sets: Sequence[LoadedDataset], kept: Examples, data: DataOptions) ->
             f"{counts.unended} of {examples} examples end without a special token: "
             "the template does not teach the model where to stop."
         )
+    counted = {name: value for name, value in vars(counts).items() if name not in ("rows_used", "unended")}
+    counted |= {name: dict(counted[name].most_common()) for name in ("dropped", "repaired")}
     return DataReport(
-        rows_read=counts.rows_read,
+        **counted,
         examples=len(kept),
         held_out=examples - len(kept),
-        dropped=dict(counts.dropped.most_common()),
-        first_dropped=counts.first_dropped,
         tokens=int(kept.lengths.sum()),
         trained_tokens=int(kept.trained.sum()),
-        overlength=counts.overlength,
-        truncated=counts.truncated,
-        straddling=counts.straddling,
-        repaired=dict(counts.repaired.most_common()),
-        first_repaired=counts.first_repaired,
-        literal=counts.literal,
         sets=tuple(part.report for part in sets),
         notes=tuple(notes),
     )

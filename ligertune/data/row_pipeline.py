@@ -21,7 +21,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from ligertune.data.examples import Block, Example
+from ligertune.data.examples import Block, Example, Preparation
 from ligertune.data.rows.conversation import DROP_REASONS, LENGTH_REASONS, BadRow
 from ligertune.data.rows.data_files import Record, display_path
 from ligertune.data.rows.formats import recognise_format
@@ -32,11 +32,8 @@ from ligertune.data.templates.label_masking import Encoded, Encoder
 from ligertune.errors import UserError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from ligertune.planning.options import DataOptions, DatasetOptions
+    from ligertune.planning.options import DatasetOptions
     from ligertune.vision.image_files import ImageFile
-    from ligertune.vision.reader import ImageReader
 
 
 @dataclass
@@ -54,6 +51,9 @@ class RowCounts:
     truncated: int = 0
     straddling: int = 0  # tokens
     unended: int = 0  # rows that were not truncated and do not end with a special token
+
+    def __post_init__(self) -> None:
+        self.dropped, self.repaired = Counter(self.dropped), Counter(self.repaired)  # dicts in the cache's JSON
 
     def add(self, later: RowCounts) -> None:
         """Add the counts of records that come later in the source."""
@@ -73,30 +73,25 @@ class RowCounts:
         )
 
 
+RenderedRow = tuple[Rendered, str, "list[ImageFile]"]  # text with its spans, source, images
+
+
 class RowPipeline:
     """Converts records of one data set to examples. It has no state between calls."""
 
-    def __init__(
-        self,
-        spec: DatasetOptions,
-        data: DataOptions,
-        tokenizer: PreTrainedTokenizerBase,
-        first: Sequence[Record],
-        images: ImageReader | None = None,
-    ) -> None:
+    def __init__(self, spec: DatasetOptions, preparation: Preparation, first: Sequence[Record]) -> None:
         """Recognise the format from the columns of the records `first`, and choose the prompt template.
 
-        images: the image reader of a vision-language model; without it rows with images are refused. Raises UserError
-        without records, and for columns that fit no format.
+        Raises UserError without records, and for columns that fit no format.
         """
+        data, tokenizer, images = preparation.data, preparation.tokenizer, preparation.images
         if not first:
             raise UserError(f"{spec.path} holds no records.")
         columns = {column for record in first for column in record.row}
         self.format = recognise_format(spec.format, columns, display_path(Path(spec.path)))
         self.template = choose_template(data, self.format, tokenizer, with_images=images is not None)
         self._images = None if images is None else ImageTokens(images, data.image_dir)
-        self._spec = spec
-        self._data = data
+        self._spec, self._data = spec, data
         self._encoder = Encoder(tokenizer)
         self._special = ControlTokens(tokenizer).ids
 
@@ -127,10 +122,8 @@ class RowPipeline:
             examples += (Example(part.input_ids, part.labels, source, paths) for part in fitting)
         return examples
 
-    def _rendered(
-        self, records: Sequence[Record], counts: RowCounts
-    ) -> Iterator[tuple[Rendered, str, list[ImageFile]]]:
-        """Yield (text with its spans, source, images) of each row that can be used."""
+    def _rendered(self, records: Sequence[Record], counts: RowCounts) -> Iterator[RenderedRow]:
+        """Yield each row that can be used."""
         for record in records:
             try:
                 row, references = extract_images(record.row) if self._images else (record.row, [])
@@ -144,13 +137,12 @@ class RowPipeline:
                     images = self._images.find(conversation, references, record.source)
                     text = self._images.insert(text, images)
                 text.text.encode()
+                yield text, record.source, images
             except BadRow as bad:
                 self._refuse(bad, record.source, counts)
             except UnicodeEncodeError as error:
                 bad = BadRow("broken text", f"U+{ord(error.object[error.start]):04X}")
                 self._refuse(bad, record.source, counts)
-            else:
-                yield text, record.source, images
 
     def _split(self, encoded: Encoded) -> list[Encoded]:
         """Split a raw text into examples of data.max_length tokens. A last one of a single token is left out."""

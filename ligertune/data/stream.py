@@ -9,23 +9,20 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterator
-from itertools import chain, count, islice
+from itertools import chain, compress, count, islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ligertune.data.examples import Example
+from ligertune.data.examples import Example, Preparation
 from ligertune.data.row_pipeline import RowCounts, RowPipeline
 from ligertune.data.rows.data_files import Record, display_path
 from ligertune.data.rows.sources import RecordStream, find_files
 from ligertune.data.templates.label_masking import IGNORE_INDEX
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from ligertune.planning.options import DataOptions, DatasetOptions
-    from ligertune.vision.reader import ImageReader
+    from ligertune.planning.options import DatasetOptions
 
 BUFFER = 10_000  # examples of the shuffle buffer: a few megabytes of short ones
 _CHUNK = 100  # records that are tokenized together
@@ -36,23 +33,12 @@ _MAX_UNUSABLE = 10_000  # rows without a usable one after which a data set is an
 class StreamedDataset:
     """One data set of a stream, and the counts of its rows so far."""
 
-    def __init__(
-        self,
-        spec: DatasetOptions,
-        data: DataOptions,
-        tokenizer: PreTrainedTokenizerBase,
-        images: ImageReader | None = None,
-    ) -> None:
+    def __init__(self, spec: DatasetOptions, preparation: Preparation) -> None:
         self.spec, self.counts = spec, RowCounts()
         self.path = display_path(Path(spec.path))
         first = list(islice(RecordStream(spec), _SAMPLE))
-        self.rows = RowPipeline(spec, data, tokenizer, first, images)
+        self.rows = RowPipeline(spec, preparation, first)
         self.rows.examples(first, RowCounts())  # raises errors in the first rows before a model is loaded
-
-    def check(self, *, ended: bool) -> None:
-        """Raise UserError if no row of it could be used, at its end or after many rows."""
-        if not self.counts.rows_used and (ended or self.counts.rows_read >= _MAX_UNUSABLE):
-            raise self.counts.nothing_used(self.path)
 
 
 class _DatasetEpoch:
@@ -60,50 +46,30 @@ class _DatasetEpoch:
 
     def __init__(self, streamed: StreamedDataset, rng: np.random.Generator) -> None:
         self.set, self._rng = streamed, rng
-        self._n_passes = math.ceil(streamed.spec.weight)
-        self._pass = 0
-        self._begin()
-
-    def _begin(self) -> None:
-        self._stream = RecordStream(self.set.spec)
-        self._records = iter(self._stream)
+        self._pass, self._stream = 0, RecordStream(streamed.spec)
+        self.chunks = self._read()
 
     @property
     def share(self) -> float:
         """The share of the epoch that was read."""
-        return (self._pass + self._stream.share) / self._n_passes
+        return (self._pass + self._stream.share) / math.ceil(self.set.spec.weight)
 
-    def chunk(self) -> list[Record] | None:
-        """Return the next records, or None at the end. The last pass of a fractional weight keeps a random part."""
-        records = list(islice(self._records, _CHUNK))
-        if not records:
-            self._pass += 1
-            if self._pass >= self._n_passes:
-                return None
-            self._begin()
-            return self.chunk()
-        part = self.set.spec.weight - self._pass
-        if part >= 1:
-            return records
-        kept = self._rng.random(len(records)) < part
-        return [record for record, keep in zip(records, kept, strict=True) if keep]
+    def _read(self) -> Iterator[list[Record]]:
+        """Yield the records in chunks. The last pass of a fractional weight keeps a random part."""
+        for number in range(math.ceil(self.set.spec.weight)):
+            self._pass, self._stream = number, RecordStream(self.set.spec)
+            records, part = iter(self._stream), self.set.spec.weight - number
+            while chunk := list(islice(records, _CHUNK)):
+                yield chunk if part >= 1 else list(compress(chunk, self._rng.random(len(chunk)) < part))
 
 
 class ExampleStream:
     """Endless, shuffled examples of a recipe's data sets. `sets` hold the counts of rows so far."""
 
-    def __init__(
-        self,
-        data: DataOptions,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        seed: int,
-        buffer: int = BUFFER,
-        images: ImageReader | None = None,
-    ) -> None:
-        self.sets = [StreamedDataset(spec, data, tokenizer, images) for spec in data.datasets]
+    def __init__(self, preparation: Preparation, *, seed: int, buffer: int = BUFFER) -> None:
+        self.sets = [StreamedDataset(spec, preparation) for spec in preparation.data.datasets]
         self.epoch = 0  # epochs begun
-        self.max_length = data.max_length
+        self.max_length = preparation.data.max_length
         self._seed, self._buffer = seed, buffer
 
     @property
@@ -158,12 +124,13 @@ class ExampleStream:
         ]
         while lanes:
             lane = min(lanes, key=lambda lane: lane.share)
-            records = lane.chunk()
+            records, counts = next(lane.chunks, None), lane.set.counts
             if records is None:
                 lanes.remove(lane)
             else:
-                yield from lane.set.rows.examples(records, lane.set.counts)
-            lane.set.check(ended=records is None)
+                yield from lane.set.rows.examples(records, counts)
+            if not counts.rows_used and (records is None or counts.rows_read >= _MAX_UNUSABLE):
+                raise counts.nothing_used(lane.set.path)
 
 
 class StreamedExamples:

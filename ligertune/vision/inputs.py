@@ -37,7 +37,7 @@ def image_inputs(
     shown = [image for example in images for image in example]
     if family.layout == "tiles":
         return _tile_inputs(reader, input_ids, images) if shown else {}
-    inputs = reader.concatenate(shown) if shown else {}
+    inputs = {name: torch.cat([image[name] for image in shown]) for name in shown[0]} if shown else {}
     if family.positions == "sections":
         inputs["position_ids"] = _position_ids(reader, is_image, images, document_lengths)
     if family.token_types:
@@ -86,11 +86,6 @@ def _tile_inputs(reader: ImageReader, input_ids: Tensor, images: Sequence[Sequen
                 ends[number] = ends[number + 1]
             mask[row, starts[number] : ends[number], number, : n_tiles[row, number]] = 1
     return {**inputs, "cross_attention_mask": mask}
-
-
-def blank_ids(reader: ImageReader) -> np.ndarray:
-    """Return the tokens of a blank image: (n,) int32."""
-    return np.full(reader.blank_tokens, reader.token_id, dtype=np.int32)
 
 
 def section_positions(is_image: np.ndarray, grids: Sequence[tuple[int, int]]) -> np.ndarray:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -89,11 +88,6 @@ class ImageReader:
             "image_grid_thw": torch.tensor([[1, self.merge, self.merge]]),
         }
 
-    @property
-    def blank_tokens(self) -> int:
-        """Number of tokens of the blank image."""
-        return self.fixed_tokens or 1
-
     def largest_share(self, examples: Examples, *, sample: int = 1000) -> float:
         """Return the largest share of image tokens in an example, among about `sample` examples with images."""
         with_images = np.flatnonzero(examples.n_images)
@@ -108,10 +102,6 @@ class ImageReader:
             "token": [self.token_id, sorted(self.untrained), self.image_text, self.template_text, self.fixed_tokens],
             "size": [self.patch, self.merge],
         }
-
-    def concatenate(self, images: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-        """Concatenate the inputs of several images; for patches or squares."""
-        return {name: torch.cat([image[name] for image in images]) for name in _INPUTS[self.family.layout]}
 
 
 def load_reader(

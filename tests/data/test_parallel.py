@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from row_files import write_rows
 
-from ligertune.data.examples import Examples
+from ligertune.data.examples import Examples, Preparation
 from ligertune.data.prepare import prepare
 from ligertune.data.row_pipeline import ROWS_PER_CHUNK, RowCounts, RowPipeline, build_blocks, count_processes
 from ligertune.data.rows.sources import Record, RecordStream
@@ -93,6 +93,6 @@ def test_a_pickled_pipeline_makes_the_same_examples(many, stories, template):
     spec = DatasetOptions(path=str(many), max_samples=20)
     data = DataOptions(datasets=[spec], prompt_template=template)
     records = list(RecordStream(spec))
-    rows = RowPipeline(spec, data, stories, records)
+    rows = RowPipeline(spec, Preparation(data, stories), records)
     here, there = (path.examples(records, RowCounts()) for path in (rows, pickle.loads(pickle.dumps(rows))))
     assert Examples(there).fingerprint == Examples(here).fingerprint

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from row_files import write_rows
 
+from ligertune.data.examples import Preparation
 from ligertune.data.prepare import PreparedData, prepare
 from ligertune.data.stream import ExampleStream, StreamedExamples
 from ligertune.errors import UserError
@@ -33,7 +34,8 @@ def streamed(stories) -> Callable[..., ExampleStream]:
             DatasetOptions(path=str(path), weight=weight, **(dataset or {}))
             for path, weight in zip(paths, weights, strict=True)
         ]
-        return ExampleStream(DataOptions(datasets=sets, streaming=True, **data), stories, seed=seed, buffer=buffer)
+        options = DataOptions(datasets=sets, streaming=True, **data)
+        return ExampleStream(Preparation(options, stories), seed=seed, buffer=buffer)
 
     return of
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ligertune.data.examples import Example
 from ligertune.data.templates.label_masking import IGNORE_INDEX
-from ligertune.vision.inputs import Pixels, blank_ids, image_inputs
+from ligertune.vision.inputs import Pixels, image_inputs
 
 if TYPE_CHECKING:
     from ligertune.data.batching.context_parallel_rows import ContextParallelSplit
@@ -46,18 +46,16 @@ def padded_length(longest: int, pad_to_multiple_of: int) -> int:
 
 
 def collate(examples: Sequence[Example], *, pad_token_id: int, pad_to_multiple_of: int = 1) -> dict[str, Tensor]:
-    """Return `input_ids`, `attention_mask`, `labels`: (B, T) int64, padded on the right to the longest example."""
+    """Return `input_ids` and `labels`: (B, T) int64, padded on the right to the longest example."""
     longest = max(len(example.input_ids) for example in examples)
     shape = len(examples), padded_length(longest, pad_to_multiple_of)
-    input_ids = np.full(shape, pad_token_id, dtype=np.int64)
-    attention_mask = np.zeros(shape, dtype=np.int64)
-    labels = np.full(shape, IGNORE_INDEX, dtype=np.int64)
+    batch = {
+        name: np.full(shape, pad, dtype=np.int64)
+        for name, pad in (("input_ids", pad_token_id), ("labels", IGNORE_INDEX))
+    }
     for row, example in enumerate(examples):
-        length = len(example.input_ids)
-        input_ids[row, :length] = example.input_ids
-        attention_mask[row, :length] = 1
-        labels[row, :length] = example.labels
-    batch = {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
+        for name, array in batch.items():
+            array[row, : len(example.input_ids)] = getattr(example, name)
     return {name: torch.from_numpy(array) for name, array in batch.items()}
 
 
@@ -164,7 +162,6 @@ class Batcher:
             batch = collate_packed(examples, **padding, static_shapes=self.static_shapes)
         else:
             batch = collate(examples, **padding)
-            del batch["attention_mask"]
         if self.images is not None:
             batch |= image_inputs(self.images, batch["input_ids"], images, batch.get("document_lengths"))
         if not len(rows):
@@ -190,8 +187,9 @@ class Batcher:
 
     def _with_blank_image(self, examples: list[Example]) -> tuple[list[Example], list[list[Pixels]]]:
         """Add a blank image after the shortest example, or as a document: no trained token attends to it."""
-        ids = blank_ids(self.images)
-        blank = Example(ids, np.full(len(ids), IGNORE_INDEX, dtype=np.int32), "")
+        n_tokens = self.images.fixed_tokens or 1
+        ids, labels = (np.full(n_tokens, fill, dtype=np.int32) for fill in (self.images.token_id, IGNORE_INDEX))
+        blank = Example(ids, labels, "")
         images: list[list[Pixels]] = [[] for _ in examples]
         if self.packed:
             return [*examples, blank], [*images, [self.images.blank()]]

@@ -11,6 +11,7 @@ from transformers import AutoTokenizer
 
 from ligertune.data.batching.order import WINDOW, DataOrder, StreamOrder
 from ligertune.data.batching.packing import pack
+from ligertune.data.examples import Preparation
 from ligertune.data.stream import ExampleStream, StreamedExamples
 from ligertune.planning.micro_batch import Batching
 from ligertune.planning.options import DataOptions, DatasetOptions
@@ -133,7 +134,7 @@ def order_of(path, quickstart):
 
     def of(micro: int = 4, accumulation: int = 1, world: int = 1, *, packed: bool = True) -> StreamOrder:
         data = DataOptions(datasets=[DatasetOptions(path=str(path))], streaming=True, max_length=MAX_LENGTH)
-        examples = StreamedExamples(ExampleStream(data, tokenizer, seed=0, buffer=20))
+        examples = StreamedExamples(ExampleStream(Preparation(data, tokenizer), seed=0, buffer=20))
         batching = Batching(micro_batch_size=micro, accumulation=accumulation, world_size=world, eval_batch_size=1)
         length = MAX_LENGTH if packed else None
         order = StreamOrder(examples, seed=5, batching=batching, max_length=length, window=SIZE)

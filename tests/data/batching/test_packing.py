@@ -92,15 +92,13 @@ def test_packed_documents_are_concatenated():
     assert batch["cu_seq_lens_q"].dtype == torch.int32
     assert (batch["max_length_q"], batch["max_length_k"], batch["document_lengths"]) == (4, 4, (4, 1, 3, 4))
     assert batch["document_places"].tolist() == [[0] * 4 + [4] + [5] * 3 + [8] * 4, [4] * 4 + [5] + [8] * 3 + [12] * 4]
-    assert "attention_mask" not in batch
 
 
-def test_padded_rows_mask_their_padding():
+def test_padded_rows_are_padded_on_the_right():
     batch = collate(list(documents())[:2], pad_token_id=99, pad_to_multiple_of=3)
     assert batch["input_ids"].tolist() == [[3, 4, 5, 6, 99, 99], [3, 99, 99, 99, 99, 99]]
     assert {str(tensor.dtype) for tensor in batch.values()} == {"torch.int64"}
-    assert batch["attention_mask"].tolist() == [[1, 1, 1, 1, 0, 0], [1, 0, 0, 0, 0, 0]]
-    assert (batch["labels"] != -100).tolist() == [[t < 4 for t in range(6)], [t < 1 for t in range(6)]]
+    assert batch["labels"].tolist() == [[13, 14, 15, 16, -100, -100], [13, -100, -100, -100, -100, -100]]
 
 
 def test_static_shapes_are_the_same_for_all_batches():
@@ -162,7 +160,7 @@ def test_a_padded_batch_has_a_row_for_each_example():
     batch = one(rows)
     assert batch["input_ids"].shape == (2, 32)
     assert one.padded_tokens(rows) == 64
-    assert set(batch) == {"input_ids", "labels"}
+    assert set(batch) == {"input_ids", "labels"}  # no attention mask, so that flash attention is available
 
 
 @pytest.mark.parametrize("packed", [True, False])
