@@ -86,12 +86,9 @@ def _tokenizer(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
 
 
 @cache
-def _own_code() -> str:
-    digest = hashlib.sha256()
-    for package in ("data", "vision"):
-        for file in sorted((Path(__file__).parents[1] / package).rglob("*.py")):
-            digest.update(file.read_bytes())
-    return digest.hexdigest()
+def _own_code() -> list[str]:
+    root = Path(__file__).parents[1]
+    return [_hash_of(file) for package in ("data", "vision") for file in sorted((root / package).rglob("*.py"))]
 
 
 def cache_home() -> Path:

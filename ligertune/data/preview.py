@@ -57,14 +57,8 @@ class PreviewExample:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the example for the JSON report."""
-        return {
-            "source": self.source,
-            "tokens": self.tokens,
-            "trained_tokens": self.trained_tokens,
-            "images": list(self.images),
-            "spans": [{"text": text, "trained": trained} for text, trained in self.spans],
-            "pieces": [piece._asdict() for piece in self.pieces],
-        }
+        spans = [{"text": text, "trained": trained} for text, trained in self.spans]
+        return {**vars(self), "spans": spans, "pieces": [piece._asdict() for piece in self.pieces]}
 
 
 @dataclass(frozen=True)

@@ -26,9 +26,9 @@ from ligertune.data.rows.conversation import DROP_REASONS, LENGTH_REASONS, BadRo
 from ligertune.data.rows.data_files import Record, display_path
 from ligertune.data.rows.formats import recognise_format
 from ligertune.data.rows.image_rows import ImageTokens, extract_images
-from ligertune.data.templates.chat_template import choose_template
 from ligertune.data.templates.control_tokens import ControlTokens, Rendered
 from ligertune.data.templates.label_masking import Encoded, Encoder
+from ligertune.data.templates.prompt_templates import choose_template
 from ligertune.errors import UserError
 
 if TYPE_CHECKING:
@@ -148,7 +148,6 @@ class RowPipeline:
         """Split a raw text into examples of data.max_length tokens. A last one of a single token is left out."""
         length, n_tokens = self._data.max_length, len(encoded.input_ids)
         parts = [encoded.cut(first, first + length) for first in range(0, n_tokens - 1, length)]
-        parts = [part for part in parts if len(part.labels) > 1]
         if not parts:
             raise BadRow("no trained token")
         return parts
@@ -168,7 +167,7 @@ class RowPipeline:
             )
         if data.on_overlength == "drop":
             raise BadRow("too long", f"{length} tokens")
-        if self._images and (encoded.input_ids[data.max_length :] == self._images.token_id).any():
+        if self._images and (encoded.input_ids[data.max_length :] == self._images.reader.token_id).any():
             raise BadRow("cut through an image", f"{length} tokens")
         truncated = encoded.cut(0, data.max_length)
         if not len(truncated.trained):

@@ -13,6 +13,7 @@ from ligertune.planning.optimization import total_steps
 from ligertune.planning.plan import DataSummary
 
 if TYPE_CHECKING:
+    from ligertune.data.examples import Examples
     from ligertune.data.prepare import PreparedData
     from ligertune.planning.options import BatchLayoutOptions
     from ligertune.vision.reader import ImageReader
@@ -53,8 +54,15 @@ def summarize_data(data: PreparedData, images: ImageReader | None = None) -> Dat
         truncated=data.report.truncated,
         template=data.template,
         fingerprint=data.train.fingerprint,
-        image_share=images.largest_share(counted) if images is not None and counted else 0.0,
+        image_share=largest_image_share(counted, images.token_id) if images is not None and counted else 0.0,
     )
+
+
+def largest_image_share(examples: Examples, token_id: int, *, sample: int = 1000) -> float:
+    """Return the largest share of image tokens in an example, among about `sample` examples with images."""
+    with_images = np.flatnonzero(examples.n_images)
+    chosen = with_images[:: -(-len(with_images) // sample) or 1].tolist()
+    return max((float((examples[i].input_ids == token_id).mean()) for i in chosen), default=0.0)
 
 
 @dataclass(frozen=True)

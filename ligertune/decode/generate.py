@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedT
 from ligertune.data.rows.conversation import BadRow, Conversation, Message
 from ligertune.data.rows.image_rows import IMAGE_MARK, ImageTokens, extract_images, image_parts
 from ligertune.data.templates.control_tokens import Rendered
-from ligertune.data.templates.prompts import alpaca_prompt
+from ligertune.data.templates.prompt_templates import alpaca_prompt
 from ligertune.errors import UserError
 from ligertune.models.compile import run_eagerly
 from ligertune.models.load import auto_class, hide_loading_bars

@@ -28,7 +28,7 @@ from ligertune.planning.options import BuildOptions
 from ligertune.planning.plan import BuiltModel, KernelLine, Plan
 from ligertune.tasks.medusa.medusa_shape import MedusaShape
 from ligertune.train.checks import why_not_padding_free
-from ligertune.vision.freeze import prepare_vision
+from ligertune.vision.families import prepare_vision
 
 Change = Callable[[PreTrainedModel], None]
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from ligertune.vision.reader import ImageReader
 
 Pixels = dict[str, Tensor]  # the inputs of one image
+Grid = tuple[int, int]  # height and width of an image in tokens
 MAX_THREADS = 16
 
 
@@ -39,21 +40,14 @@ def image_inputs(
         return _tile_inputs(reader, input_ids, images) if shown else {}
     inputs = {name: torch.cat([image[name] for image in shown]) for name in shown[0]} if shown else {}
     if family.positions == "sections":
-        inputs["position_ids"] = _position_ids(reader, is_image, images, document_lengths)
+        grids = [[tuple((i["image_grid_thw"][0, 1:] // reader.merge).tolist()) for i in example] for example in images]
+        inputs["position_ids"] = _position_ids(is_image, grids, document_lengths)
     if family.token_types:
         inputs["token_type_ids"] = torch.from_numpy(is_image.astype(np.int64))
     return inputs
 
 
-def _position_ids(
-    reader: ImageReader,
-    is_image: np.ndarray,
-    images: Sequence[Sequence[Pixels]],
-    document_lengths: Sequence[int] | None,
-) -> Tensor:
-    grids = [
-        [tuple((image["image_grid_thw"][0, 1:] // reader.merge).tolist()) for image in example] for example in images
-    ]
+def _position_ids(is_image: np.ndarray, grids: list[list[Grid]], document_lengths: Sequence[int] | None) -> Tensor:
     if document_lengths is None:
         return torch.from_numpy(np.stack([section_positions(*row) for row in zip(is_image, grids, strict=True)], 1))
     ends = np.cumsum(document_lengths)
@@ -88,7 +82,7 @@ def _tile_inputs(reader: ImageReader, input_ids: Tensor, images: Sequence[Sequen
     return {**inputs, "cross_attention_mask": mask}
 
 
-def section_positions(is_image: np.ndarray, grids: Sequence[tuple[int, int]]) -> np.ndarray:
+def section_positions(is_image: np.ndarray, grids: Sequence[Grid]) -> np.ndarray:
     """Return M-RoPE positions (3, T) int64: time, height, width (Qwen2-VL, Wang et al. 2024).
 
     is_image (T,) bool; grids: (height, width) in tokens of each image, in order. Raises ValueError if they differ.

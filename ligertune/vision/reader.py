@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 import transformers
 from torch import Tensor
@@ -26,7 +25,6 @@ from ligertune.vision.image_files import ImageError, ImageFile, import_pillow, r
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-    from ligertune.data.examples import Examples
     from ligertune.planning.options import ModelOptions
 
 MAX_ASPECT_RATIO = 200  # longer side over shorter side: Qwen's processors refuse more
@@ -87,12 +85,6 @@ class ImageReader:
             "pixel_values": torch.zeros(self.merge**2, 3 * frames * self.patch**2),
             "image_grid_thw": torch.tensor([[1, self.merge, self.merge]]),
         }
-
-    def largest_share(self, examples: Examples, *, sample: int = 1000) -> float:
-        """Return the largest share of image tokens in an example, among about `sample` examples with images."""
-        with_images = np.flatnonzero(examples.n_images)
-        chosen = with_images[:: -(-len(with_images) // sample) or 1].tolist()
-        return max((float((examples[i].input_ids == self.token_id).mean()) for i in chosen), default=0.0)
 
     def identity(self) -> dict[str, Any]:
         """Return all that an example's tokens depend on, for the key of the data cache."""

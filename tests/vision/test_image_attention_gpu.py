@@ -12,7 +12,7 @@ from image_batches import batch_of, image_row, training
 from ligertune.attention.image_attention import per_image_attention
 from ligertune.patching.patch import patch
 from ligertune.planning.options import VisionOptions
-from ligertune.vision.freeze import prepare_vision
+from ligertune.vision.families import prepare_vision
 
 LENGTHS = (4, 64, 256, 1020)  # a blank image, small ones, one that ends within a block
 

@@ -9,13 +9,13 @@ from image_batches import batch_of, training
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from ligertune.activations.checkpointing import checkpoint_layers
+from ligertune.data.statistics import largest_image_share
 from ligertune.models.shape import read_shape
 from ligertune.models.trainable import apply_method
 from ligertune.patching.patch import patch
 from ligertune.planning.memory.activation_bytes import ActivationPolicy, tower_bytes
 from ligertune.planning.options import MethodOptions, VisionOptions
-from ligertune.vision.families import family_of, part_of
-from ligertune.vision.freeze import freeze_parts, prepare_vision
+from ligertune.vision.families import family_of, freeze_parts, part_of, prepare_vision
 
 
 def tower_of(corpus, name: str, **vision: bool):
@@ -50,8 +50,8 @@ def test_towers_of_squares_and_tiles(corpus):
 def test_the_largest_share_of_image_tokens_is_that_of_the_data(four_rows, reader_of):
     examples, reader = four_rows("qwen2_vl").train, reader_of("qwen2_vl")
     shares = [float((example.input_ids == reader.token_id).mean()) for example in examples]
-    assert 0 < max(shares) < 1 and reader.largest_share(examples) == max(shares)
-    assert reader.largest_share(examples.select([shares.index(0.0)])) == 0.0
+    assert 0 < max(shares) < 1 and largest_image_share(examples, reader.token_id) == max(shares)
+    assert largest_image_share(examples.select([shares.index(0.0)]), reader.token_id) == 0.0
 
 
 @pytest.mark.parametrize("family", [name for name in tiny_vlms.FAMILIES if name != "mllama"])

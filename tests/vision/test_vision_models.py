@@ -20,8 +20,7 @@ from ligertune.models.float8 import to_float8
 from ligertune.models.trainable import apply_method
 from ligertune.patching.patch import patch, unpatch
 from ligertune.planning.options import MethodOptions, VisionOptions
-from ligertune.vision.families import family_of, part_of
-from ligertune.vision.freeze import prepare_vision
+from ligertune.vision.families import family_of, part_of, prepare_vision
 
 PACKED = tuple(name for name in tiny_vlms.FAMILIES if name not in ("mllama", "gemma3"))
 # towers with as many layers as the language model

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -177,10 +178,10 @@ class ByImageCount:
         return found
 
     def _split(self, rows: list[np.ndarray]) -> list[list[np.ndarray]]:
-        groups: dict[int, list[np.ndarray]] = {}
-        for row in rows:
-            groups.setdefault(int(self._n_images[row[0]]), []).append(row)
-        return [groups[count] for count in sorted(groups)] or [[]]
+        def n_images(row: np.ndarray) -> int:
+            return self._n_images[row[0]]
+
+        return [list(group) for _, group in groupby(sorted(rows, key=n_images), key=n_images)] or [[]]
 
 
 def check_images_on_all_rows(strategy: str, examples: Examples | StreamedExamples, family: str) -> None:

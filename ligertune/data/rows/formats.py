@@ -11,9 +11,8 @@ from difflib import SequenceMatcher
 from functools import partial
 from typing import Any, Literal
 
-from ligertune.data.rows.conversation import BadRow, Conversation, Message, check_conversation
+from ligertune.data.rows.conversation import BadRow, Conversation, Message, check_conversation, repair_turns
 from ligertune.data.rows.data_files import Record
-from ligertune.data.rows.repair_turns import repair_turns
 from ligertune.data.rows.turns import RowReader, list_of, parse_json, parse_tools
 from ligertune.errors import UserError
 

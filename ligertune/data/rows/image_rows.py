@@ -128,14 +128,9 @@ class ImageTokens:
 
     def __init__(self, reader: ImageReader, image_dir: str | None) -> None:
         """Look for relative paths in `image_dir`, or next to the data file if it is None."""
-        self._reader = reader
+        self.reader = reader
         self._image_dir = None if image_dir is None else Path(image_dir)
         self._pattern = re.compile(f"{IMAGE_MARK.pattern}|{re.escape(reader.template_text)}")
-
-    @property
-    def token_id(self) -> int:
-        """The id of the image token."""
-        return self._reader.token_id
 
     def find(self, conversation: Conversation, references: Sequence[Any], source: str) -> list[ImageFile]:
         """Return the images of the conversation in its order. Raises BadRow if one is missing or broken.
@@ -152,7 +147,7 @@ class ImageTokens:
         try:
             found = [check_image(locate_image(references[number], (folder,), store)) for number in marked]
             for image in found:
-                self._reader.tokens(image)
+                self.reader.tokens(image)
         except ImageError as error:
             raise BadRow(error.reason, error.detail) from error
         return found
@@ -163,17 +158,17 @@ class ImageTokens:
         found = [match for match in self._pattern.finditer(rendered.text) if match.start() not in literal]
         if len(found) != len(images):
             raise BadRow("the template leaves an image out", f"{len(found)} of {len(images)} are in the text")
-        return rendered.substitute(found, self._reader.image_text)
+        return rendered.substitute(found, self.reader.image_text)
 
     def expand(self, encoded: Encoded, images: Sequence[ImageFile]) -> Encoded:
         """Repeat the token of each image to its number of tokens. Neither these nor their delimiters are trained."""
-        is_image = encoded.input_ids == self._reader.token_id
+        is_image = encoded.input_ids == self.reader.token_id
         if is_image.sum() != len(images):
             raise BadRow("image marks do not fit", f"{is_image.sum()} tokens for {len(images)} images")
         times = np.ones(len(is_image), dtype=np.int64)
-        times[is_image] = [self._reader.tokens(image) for image in images]
+        times[is_image] = [self.reader.tokens(image) for image in images]
         input_ids, labels = np.repeat(encoded.input_ids, times), np.repeat(encoded.labels, times)
-        labels[np.isin(input_ids, list(self._reader.untrained))] = IGNORE_INDEX
+        labels[np.isin(input_ids, list(self.reader.untrained))] = IGNORE_INDEX
         return Encoded(input_ids, labels, encoded.straddling)
 
 

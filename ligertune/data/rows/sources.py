@@ -46,8 +46,12 @@ class RecordStream:
         if self.spec.columns:
             check_columns(self.spec.columns)
             first = list(islice(records, self.sample))
-            if first:
-                _check_renames(self.spec, {column for record in first for column in record.row})
+            found = {column for record in first for column in record.row}
+            if missing := [column for column in self.spec.columns.values() if first and column not in found]:
+                raise UserError(
+                    f"{self.spec.path} has no column `{missing[0]}` (data.datasets[].columns); "
+                    f"it has {', '.join(sorted(found))}."
+                )
             records = (_renamed(record, self.spec.columns) for part in (first, records) for record in part)
         self._read = 0
         for self._read, record in enumerate(records, start=1):
@@ -158,14 +162,6 @@ def without_decoding(rows: Dataset | IterableDataset) -> Dataset | IterableDatas
 
 def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0].rstrip(".")
-
-
-def _check_renames(spec: DatasetOptions, found: set[str]) -> None:
-    for column in spec.columns.values():
-        if column not in found:
-            raise UserError(
-                f"{spec.path} has no column `{column}` (data.datasets[].columns); it has {', '.join(sorted(found))}."
-            )
 
 
 def _renamed(record: Record, columns: dict[str, str]) -> Record:

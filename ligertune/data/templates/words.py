@@ -126,16 +126,14 @@ def _word_pattern(tokenizer: PreTrainedTokenizerBase) -> str | None:
     model = backend.model
     if not isinstance(model, BPE) or tokenizer.split_special_tokens:
         return None
-    if model.dropout or model.continuing_subword_prefix or model.end_of_word_suffix or model.byte_fallback:
-        return None
-    if any(token.lstrip or token.rstrip or token.single_word for token in tokenizer.added_tokens_decoder.values()):
-        return None
-    if any(part["type"] != "NFC" for part in _parts(backend.normalizer, "normalizers")):
-        return None
-    for part in _parts(backend.post_processor, "processors"):
-        if part["type"] not in ("ByteLevel", "TemplateProcessing") or part.get("trim_offsets"):
-            return None
-    match _parts(backend.pre_tokenizer, "pretokenizers"):
+    post = _parts(backend.post_processor, "processors")
+    changes_text = (
+        model.dropout or model.continuing_subword_prefix or model.end_of_word_suffix or model.byte_fallback,
+        *(token.lstrip or token.rstrip or token.single_word for token in tokenizer.added_tokens_decoder.values()),
+        *(part["type"] != "NFC" for part in _parts(backend.normalizer, "normalizers")),
+        *(part["type"] not in ("ByteLevel", "TemplateProcessing") or part.get("trim_offsets") for part in post),
+    )
+    match [] if any(changes_text) else _parts(backend.pre_tokenizer, "pretokenizers"):
         case [{"type": "ByteLevel", "use_regex": True, "add_prefix_space": False}]:
             return _GPT_2
         case [

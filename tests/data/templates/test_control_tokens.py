@@ -6,9 +6,9 @@ import pytest
 
 from ligertune.data.rows.conversation import BadRow, Conversation, Message, ToolCall
 from ligertune.data.rows.formats import recognise_format
-from ligertune.data.templates.chat_template import ChatTemplate, choose_template
 from ligertune.data.templates.control_tokens import ControlTokens, Rendered
 from ligertune.data.templates.label_masking import Encoder
+from ligertune.data.templates.prompt_templates import ChatTemplate, choose_template
 from ligertune.planning.options import DataOptions, DatasetOptions
 
 NAMES = ["qwen2.5", "mistral-7b-v0.1", "phi-3-mini", "gpt2", "stories260K"]

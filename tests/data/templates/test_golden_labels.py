@@ -16,8 +16,8 @@ import pytest
 from ligertune.data.rows.conversation import BadRow
 from ligertune.data.rows.formats import recognise_format
 from ligertune.data.rows.sources import Record
-from ligertune.data.templates.chat_template import choose_template
 from ligertune.data.templates.label_masking import Encoder
+from ligertune.data.templates.prompt_templates import choose_template
 from ligertune.planning.options import DataOptions, DatasetOptions
 
 pytestmark = pytest.mark.corpus

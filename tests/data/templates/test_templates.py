@@ -10,10 +10,9 @@ from transformers import AutoTokenizer
 from ligertune.data.rows.conversation import BadRow, Conversation, Message
 from ligertune.data.rows.formats import recognise_format
 from ligertune.data.rows.sources import Record
-from ligertune.data.templates.chat_template import ChatTemplate, choose_template
 from ligertune.data.templates.control_tokens import Rendered
 from ligertune.data.templates.label_masking import Encoder
-from ligertune.data.templates.prompts import alpaca_prompt
+from ligertune.data.templates.prompt_templates import ChatTemplate, alpaca_prompt, choose_template
 from ligertune.errors import UserError
 from ligertune.planning.options import DataOptions, DatasetOptions
 
