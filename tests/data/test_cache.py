@@ -16,9 +16,8 @@ from transformers import AutoTokenizer
 from ligertune.data.cache import cache_home
 from ligertune.errors import UserError
 
-ROWS = [{"instruction": f"Say {n}.", "output": f"{n} " * (n % 9 + 1)} for n in range(60)] + [
-    {"instruction": "No.", "output": ""}
-]
+ROWS = [{"instruction": f"Say {n}.", "output": f"{n} " * (n % 9 + 1)} for n in range(60)]
+ROWS.append({"instruction": "No.", "output": ""})
 
 
 @pytest.fixture
@@ -41,6 +40,8 @@ def is_cached(prepared) -> bool:
 
 
 def test_a_cached_data_set_equals_a_fresh_one(home, rows, prepared):
+    uncached = prepared(rows, cache=False)
+    assert not home.exists()
     first, second = prepared(rows), prepared(rows)
     assert (is_cached(first), is_cached(second)) == (False, True)
     assert second.train.fingerprint == first.train.fingerprint
@@ -49,34 +50,21 @@ def test_a_cached_data_set_equals_a_fresh_one(home, rows, prepared):
     assert second.report.first_dropped == first.report.first_dropped
     assert isinstance(second.train[0].input_ids.base, np.memmap)
     assert np.array_equal(second.train[3].labels, first.train[3].labels)
-    uncached = prepared(rows, cache=False)
     assert uncached.train.fingerprint == second.train.fingerprint
     assert {**vars(second.report), "sets": ()} == {**vars(uncached.report), "sets": ()}
 
 
-def test_nothing_is_stored_without_cache(home, rows, prepared):
-    prepared(rows, cache=False)
-    assert not home.exists()
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"train_on": "all"}, {"max_length": 2000}, {"on_overlength": "truncate"}, {"prompt_template": "chat"},
-        {"system_prompt": "Be brief."}, {"dataset": {"max_samples": 50}}, {"dataset": {"on_bad_row": "repair"}},
-    ],
-    ids=str,
+IN_KEY = (
+    {"train_on": "all"}, {"max_length": 2000}, {"on_overlength": "truncate"}, {"prompt_template": "chat"},
+    {"system_prompt": "Be brief."}, {"dataset": {"max_samples": 50}}, {"dataset": {"on_bad_row": "repair"}},
 )  # fmt: skip
-def test_settings_that_change_examples_change_the_key(change, home, rows, prepared):
-    prepared(rows)
-    assert not is_cached(prepared(rows, **change))
-    assert is_cached(prepared(rows))
+NOT_IN_KEY = ({}, {"val_split": 0.2}, {"num_proc": 2}, {"packing": False}, {"seed": 5})
 
 
-def test_other_settings_do_not(home, rows, prepared):
+def test_the_settings_that_change_examples_change_the_key(home, rows, prepared):
     prepared(rows)
-    for other in ({"val_split": 0.2}, {"num_proc": 2}, {"packing": False}, {"seed": 5}):
-        assert is_cached(prepared(rows, **other)), other
+    for settings in (*IN_KEY, *NOT_IN_KEY):
+        assert is_cached(prepared(rows, **settings)) == (settings in NOT_IN_KEY), settings
 
 
 def test_a_changed_byte_a_tokenizer_and_a_template_change_the_key(home, rows, prepared, quickstart, tmp_path):
@@ -139,14 +127,11 @@ def test_a_damaged_entry_is_replaced(damage, home, rows, prepared):
     assert is_cached(prepared(rows)) and entries(home) == [entry]
 
 
-def test_an_error_leaves_no_entry(home, rows, prepared):
+def test_an_error_leaves_no_entry_and_an_unwritable_folder_is_named(home, rows, prepared):
     with pytest.raises(UserError, match="empty answer"):
         prepared(rows, dataset={"on_bad_row": "error"})
     assert entries(home) == []
-
-
-def test_an_unwritable_folder_is_named(home, rows, prepared):
-    home.parent.mkdir()
+    shutil.rmtree(home)
     home.write_text("a file")
     with pytest.raises(UserError, match=r"LIGERTUNE_CACHE, or write data\.cache: false"):
         prepared(rows)
@@ -211,4 +196,3 @@ def test_folders_of_killed_writers_are_removed_after_a_day(home, rows, prepared)
     os.utime(old, (time.time() - 2 * 86400,) * 2)
     prepared(rows)
     assert not old.exists() and recent.exists()
-    shutil.rmtree(recent)

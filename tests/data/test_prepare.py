@@ -1,7 +1,10 @@
-"""prepare: examples, splits, weights, reports and errors; Examples as a sequence."""
+"""prepare: examples, splits, weights, reports and errors; Examples as a sequence; the same in worker processes."""
 
 from __future__ import annotations
 
+import os
+import pickle
+import signal
 from collections import Counter
 from itertools import chain
 from pathlib import Path
@@ -10,8 +13,10 @@ import numpy as np
 import pytest
 from row_files import write_rows
 
-from ligertune.data.examples import Example, Examples
+from ligertune.data.examples import Example, Examples, Preparation
 from ligertune.data.prepare import mix_datasets, prepare
+from ligertune.data.row_pipeline import ROWS_PER_CHUNK, RowCounts, RowPipeline, build_blocks, count_processes
+from ligertune.data.rows.sources import Record, RecordStream
 from ligertune.errors import UserError
 from ligertune.planning.options import DataOptions, DatasetOptions
 
@@ -48,11 +53,8 @@ def test_val_split_is_a_seeded_draw(hundred, prepared):
     assert lines == sorted(lines)
     assert (data.report.rows_read, data.report.examples, data.report.held_out) == (100, 90, 10)
     assert data.report.tokens == int(data.train.lengths.sum()) and data.eval_report is None
-
-
-def test_val_split_leaves_an_example_on_each_side(prepared):
-    data = prepared(alpaca("a", "b"), val_split=0.01)
-    assert (len(data.train), len(data.eval)) == (1, 1)
+    small = prepared(alpaca("a", "b"), val_split=0.01)
+    assert (len(small.train), len(small.eval)) == (1, 1)
     with pytest.raises(UserError, match=r"data\.val_split: 0.9 of 2 examples leaves none"):
         prepared(alpaca("a", "b"), val_split=0.9)
 
@@ -99,10 +101,7 @@ def test_on_bad_row_error_names_the_source(prepared, output, says):
     assert prepared(alpaca("a", output)).report.examples == 1
     with pytest.raises(UserError, match=rf"d\.jsonl:2: {says}"):
         prepared(alpaca("a", output), dataset={"on_bad_row": "error"})
-
-
-def test_a_row_that_is_not_an_object_is_always_an_error(prepared):
-    for policy in ("drop", "error"):
+    for policy in ("drop", "error"):  # what is not a row is always an error
         with pytest.raises(UserError, match=r"d\.jsonl:2: expected an object with named columns, found a list"):
             prepared([*alpaca("a"), ["i", "o"]], dataset={"on_bad_row": policy})
 
@@ -129,13 +128,10 @@ def test_overlength_is_dropped_truncated_or_refused(hundred, prepared):
     assert cut.train[99].labels[-1] != -100
     with pytest.raises(UserError, match=rf"hundred\.jsonl:\d+: \d+ tokens, more than data\.max_length: {limit}"):
         prepared(hundred, max_length=limit, on_overlength="error")
-
-
-def test_truncation_before_the_answer_drops_the_row(hundred, prepared):
     prompt = int((prepared(hundred).train[0].labels == -100).sum())  # of one digit, the shortest
-    data = prepared(hundred, max_length=prompt + 1, on_overlength="truncate")
-    assert set(data.report.dropped) == {"cut before the answer"}
-    assert data.report.truncated == len(data.train) == 10  # the prompts of one digit
+    cut = prepared(hundred, max_length=prompt + 1, on_overlength="truncate")
+    assert set(cut.report.dropped) == {"cut before the answer"}
+    assert cut.report.truncated == len(cut.train) == 10  # the prompts of one digit
 
 
 def test_a_template_without_end_of_turn_is_noted(tmp_path, hundred, prepared):
@@ -160,8 +156,7 @@ def test_examples_are_a_sequence(hundred, prepared):
 def test_the_quickstart_data_is_clean_and_short(quickstart, prepared):
     data = prepared(quickstart / "dolly_short.jsonl", max_length=512)
     assert (data.report.rows_read, data.report.examples, data.report.notes) == (600, 600, ())
-    assert data.train.lengths.max() < 350
-    assert (quickstart / "dolly_short.jsonl").read_bytes().isascii()
+    assert data.train.lengths.max() < 350 and (quickstart / "dolly_short.jsonl").read_bytes().isascii()
 
 
 def test_raw_text_is_split_without_loss(tmp_path, prepared, stories):
@@ -172,8 +167,7 @@ def test_raw_text_is_split_without_loss(tmp_path, prepared, stories):
     pieces = [example.input_ids.tolist() for example in data.train]
     assert [len(piece) for piece in pieces[:-2]] == [64] * (len(pieces) - 2)
     assert list(chain(*pieces[:-1])) == whole[0] and pieces[-1] == whole[1]
-    assert all((example.labels[1:] == example.input_ids[1:]).all() for example in data.train)
-    assert all(example.labels[0] == -100 for example in data.train)
+    assert all((e.labels[1:] == e.input_ids[1:]).all() and e.labels[0] == -100 for e in data.train)
     assert data.report.dropped == {"no text": 1} and data.report.overlength == 0
     (tmp_path / "book.txt").write_text("Once upon a time.\n\nThe end.\n" * 20)
     book = prepared(tmp_path / "book.txt", max_length=100)
@@ -184,15 +178,12 @@ def test_raw_text_is_split_without_loss(tmp_path, prepared, stories):
 SET_OF = np.repeat([0, 1, 2], [10, 4, 7])
 
 
-def test_whole_weights_repeat_and_fractions_are_drawn():
+def test_whole_weights_repeat_and_fractions_are_a_seeded_draw():
     assert mix_datasets(SET_OF, [1, 1, 1], seed=3).tolist() == list(range(21))
     seen = Counter(mix_datasets(SET_OF, [2, 0.5, 1.4], seed=0).tolist())
     assert [seen[place] for place in range(10)] == [2] * 10
     assert sorted(seen[place] for place in range(10, 14)) == [0, 0, 1, 1]
     assert Counter(seen[place] for place in range(14, 21)) == {1: 4, 2: 3}
-
-
-def test_the_seed_decides_the_draw():
     draws = [tuple(mix_datasets(SET_OF, [1, 0.5, 0.5], seed=seed)) for seed in [*range(10), 0]]
     assert draws[0] == draws[-1] and len(set(draws)) > 1
 
@@ -219,3 +210,74 @@ def test_held_out_examples_of_a_repeated_set_are_not_trained(two, stories):
     assert set(data.train.sources).isdisjoint(data.eval.sources)
     assert (len(data.eval), len(set(data.train.sources)), data.report.held_out) == (6, 24, 6)
     assert set(Counter(data.train.sources).values()) == {2, 3}
+
+
+ROWS = 7 * ROWS_PER_CHUNK + 3  # enough for workers, and a last chunk that is not full
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory) -> Path:
+    outputs = ("" if n % 100 == 7 else f"{n} " * (n % 9 + 1) for n in range(ROWS))
+    return write_rows(tmp_path_factory.mktemp("many") / "many.jsonl", alpaca(*outputs))
+
+
+def test_more_processes_give_the_same_examples_and_report(many, prepared):
+    alone, three = (prepared(many, num_proc=number, cache=False) for number in (1, 3))
+    assert three.train.fingerprint == alone.train.fingerprint and three.train.sources == alone.train.sources
+    assert three.report == alone.report and three.report.dropped == {"empty answer": 18}
+    assert three.report.first_dropped["empty answer"].startswith(f"{many}:8 ")
+
+
+def test_errors_in_workers_reach_the_user(many, prepared):
+    with pytest.raises(UserError, match=r"many\.jsonl:8: empty answer"):
+        prepared(many, num_proc=2, cache=False, dataset={"on_bad_row": "error"})
+    with pytest.raises(UserError, match="was killed") as caught:
+        list(build_blocks(Fatal(), [Record({}, "f:1")] * ROWS, processes=2))
+    assert caught.value.exit_code == 1 and "TOKENIZERS_PARALLELISM" not in os.environ
+
+
+def test_progress_counts_rows(many, stories):
+    assert (count_processes("auto"), count_processes(5)) == (min(len(os.sched_getaffinity(0)), 24), 5)
+    seen: list[tuple[str, int, float]] = []
+    data = DataOptions(datasets=[DatasetOptions(path=str(many))], num_proc=2, cache=False)
+    prepare(data, stories, seed=0, progress=lambda *told: seen.append(told))
+    assert [done for _, done, _ in seen] == [*range(ROWS_PER_CHUNK, ROWS, ROWS_PER_CHUNK), ROWS, ROWS]
+    shares = [share for _, _, share in seen]
+    assert shares == sorted(shares) and shares[-1] == 1.0 and {path for path, _, _ in seen} == {str(many)}
+
+
+class Rows:
+    """A RowPipeline that makes no examples."""
+
+    def examples(self, records, counts):
+        counts.rows_read += len(records)
+        return []
+
+
+class Fatal(Rows):
+    def examples(self, records, counts):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_few_chunks_are_read_ahead():
+    taken = 0
+
+    def records():
+        nonlocal taken
+        for taken in range(1, 100 * ROWS_PER_CHUNK + 1):
+            yield Record({}, f"f:{taken}")
+
+    done = build_blocks(Rows(), records(), processes=2)
+    next(done)
+    assert taken <= 6 * ROWS_PER_CHUNK
+    assert sum(counts.rows_read for _, counts in done) + ROWS_PER_CHUNK == taken == 100 * ROWS_PER_CHUNK
+
+
+@pytest.mark.parametrize("template", ["alpaca", "chat"])
+def test_a_pickled_pipeline_makes_the_same_examples(many, stories, template):
+    spec = DatasetOptions(path=str(many), max_samples=20)
+    data = DataOptions(datasets=[spec], prompt_template=template)
+    records = list(RecordStream(spec))
+    rows = RowPipeline(spec, Preparation(data, stories), records)
+    here, there = (path.examples(records, RowCounts()) for path in (rows, pickle.loads(pickle.dumps(rows))))
+    assert Examples(there).fingerprint == Examples(here).fingerprint

@@ -22,11 +22,8 @@ from ligertune.planning.batch_layout import StatisticsOptions
 from ligertune.planning.preflight import check_report_path
 from ligertune.recipe.schema import Recipe
 
-ROWS = [
-    {"instruction": "Say it. 你好", "output": "  é 👩‍👧 [x]\nbye "},
-    {"instruction": "Again", "output": "yes"},
-    {"instruction": "No", "output": ""},
-]
+SAID = (("Say it. 你好", "  é 👩‍👧 [x]\nbye "), ("Again", "yes"), ("No", ""))
+ROWS = [{"instruction": question, "output": answer} for question, answer in SAID]
 
 
 @pytest.fixture
@@ -36,20 +33,16 @@ def data(prepared):
 
 @pytest.fixture
 def printed(monkeypatch):
-    """Call as printed(terminal=False)(prepared, previews) to get the terminal's text."""
+    """Call as printed(prepared, previews, terminal=False) to get the terminal's text."""
 
-    def on(*, terminal: bool):
-        def show(*arguments) -> str:
-            page = io.StringIO()
-            console = Console(file=page, force_terminal=terminal, width=100, soft_wrap=True, color_system="standard")
-            monkeypatch.setattr(render.OUTPUT, "console", console)
-            data, previews = arguments
-            render_data.data_preview(preview_summary(data, data.train, previews), previews)
-            return page.getvalue()
+    def show(data, previews, *, terminal: bool) -> str:
+        page = io.StringIO()
+        console = Console(file=page, force_terminal=terminal, width=100, soft_wrap=True, color_system="standard")
+        monkeypatch.setattr(render.OUTPUT, "console", console)
+        render_data.data_preview(preview_summary(data, data.train, previews), previews)
+        return page.getvalue()
 
-        return show
-
-    return on
+    return show
 
 
 def test_pieces_joined_are_the_text(data, stories):
@@ -62,15 +55,12 @@ def test_pieces_joined_are_the_text(data, stories):
     assert len(preview(data.train, stories, 1)) == 1
 
 
-def test_plain_text_marks_trained_spans(data, stories, printed):
-    page = printed(terminal=False)(data, preview(data.train, stories, 2))
+def test_plain_text_marks_trained_spans_and_a_terminal_gets_colours(data, stories, printed):
+    page = printed(data, preview(data.train, stories, 2), terminal=False)
     assert "### Response:\n[[  é 👩‍👧 [x]\nbye </s>]]" in page and "[[yes</s>]]" in page
     assert "2 of 3 rows" in page and "1 empty answer" in page and "d.jsonl:3" in page
     assert f"{data.report.trained_share:.1%}" in page and f"longest {data.train.lengths.max()}" in page
-
-
-def test_a_terminal_gets_colours(data, stories, printed):
-    page = printed(terminal=True)(data, preview(data.train, stories, 1))
+    page = printed(data, preview(data.train, stories, 1), terminal=True)
     assert "[[" not in page and "\x1b[32m" in page and "\x1b[4;32m" in page
 
 
@@ -81,19 +71,12 @@ def test_json_agrees(data, stories):
     assert content["lengths"]["max"] == data.train.lengths.max()
     trained = "".join(span["text"] for span in content["examples"][0]["spans"] if span["trained"])
     assert trained == ROWS[0]["output"] + "</s>"
-
-
-def test_length_statistics(data):
     numbers = LengthStatistics.of(data.train.lengths)
     assert numbers.max == max(data.train.lengths) and numbers.p50 in data.train.lengths
 
 
 HOSTILE = "<script>alert(1)</script> <img src=http://evil/x> </pre> &amp; \x1b[31m \u202egnp.exe </s>"
-HOSTILE_ROWS = [
-    {"instruction": HOSTILE, "output": HOSTILE},
-    {"instruction": "<b>", "output": ""},
-    {"instruction": "ok", "output": "fine"},
-]
+HOSTILE_ROWS = [{"instruction": i, "output": o} for i, o in ((HOSTILE, HOSTILE), ("<b>", ""), ("ok", "fine"))]
 
 
 class Reader(HTMLParser):

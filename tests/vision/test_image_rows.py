@@ -95,9 +95,7 @@ def test_images_keep_their_order(prepared_for, image_paths, tokenizer_of):
     prepared = prepared_for(FAMILY, [row])
     assert question_of(prepared, tokenizer_of(FAMILY)) == f"{IMAGE}{IMAGE} and{IMAGE}"
     assert list(prepared.train[0].images) == [str(image_paths[c]) for c in colours]
-
-
-def test_images_without_marks_are_placed_before_the_first_question(prepared_for, image_paths, tokenizer_of):
+    # images without marks come before the first question
     prepared = prepared_for(FAMILY, [image_row("What is this?", "Yes", image_paths["red"], image_paths["blue"])])
     assert question_of(prepared, tokenizer_of(FAMILY)) == f"{IMAGE}{IMAGE}What is this?"
 

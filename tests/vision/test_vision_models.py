@@ -1,4 +1,4 @@
-"""Vision-language models with and without our kernels: same loss and gradients, padded, packed, and partly frozen."""
+"""Vision-language models with and without our kernels: same loss and gradients; padded, packed, frozen, in bfloat16."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from same_training import assert_same
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ligertune.activations.checkpointing import checkpoint_layers
-from ligertune.attention import image_attention
+from ligertune.attention.image_attention import per_image_attention
 from ligertune.attention.packing_checks import install_packing_checks
 from ligertune.errors import UserError
 from ligertune.models.float8 import to_float8
@@ -105,7 +105,7 @@ def test_the_tower_attends_to_all_images_in_one_call(family, four_rows, tokenize
     patch(model)
     forward = type(model.model.visual.blocks[0].attn).forward
     table = (getattr(forward, "__wrapped__", forward)).__globals__["ALL_ATTENTION_FUNCTIONS"]
-    assert table.get_interface("sdpa", None) is image_attention.per_image_attention
+    assert table.get_interface("sdpa", None) is per_image_attention
     with torch.no_grad():
         model(**batch_of(four_rows(family), reader_of(family), (0, 1, 2, 3)))
 
@@ -220,3 +220,52 @@ def test_only_the_language_model_multiplies_in_float8(family, four_rows, tokeniz
     quantised = [name for name, module in patched.named_modules() if type(module).__name__ == "Float8Linear"]
     assert {part_of(family_of(patched.config), f"{name}.weight") for name in quantised} == {"language_model"}
     assert not any("lm_head" in name for name in quantised)
+
+
+LENGTHS = (4, 64, 256, 1020)  # a blank image, small ones, one that ends within a block
+
+
+def attend(tensors, lengths):
+    """Return (out, dq, dk, dv) of images of these lengths, concatenated to (1, H, S, D)."""
+    leaves = [t.detach().requires_grad_(True) for t in tensors]
+    bounds = torch.tensor([0, *lengths], device=leaves[0].device).cumsum(0).to(torch.int32)
+    out, _ = per_image_attention(torch.nn.Identity(), *leaves, None, scaling=0.1, cu_seq_lens_q=bounds)
+    out.backward(torch.cos(torch.arange(out.numel(), device=out.device)).view_as(out).to(out.dtype))
+    return [out.detach(), *(leaf.grad for leaf in leaves)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [16, 64, 80])  # 80: Qwen2-VL's
+def test_one_launch_equals_a_loop_over_images(head_dim):
+    generator = torch.Generator("cuda").manual_seed(0)
+    shape = (1, 4, sum(LENGTHS), head_dim)
+    truth = [torch.randn(shape, device="cuda", generator=generator) for _ in range(3)]
+    half = [t.bfloat16() for t in truth]
+    for found, expected in zip(attend(half, LENGTHS), attend([t.float() for t in half], LENGTHS), strict=True):
+        assert (found.float() - expected).abs().max() <= 2e-2 * expected.abs().max()
+
+
+def test_an_image_attends_to_itself_only():
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(1, 2, 20, 8, generator=generator) for _ in range(3)]
+    together = attend(tensors, (4, 16))
+    alone = attend([t[:, :, 4:] for t in tensors], (16,))
+    torch.testing.assert_close(together[0][:, 4:], alone[0])
+
+
+@pytest.mark.gpu
+@each_family
+def test_bfloat16_training_with_kernels_is_as_close_to_fp32_as_without(family, four_rows, tokenizer_of, reader_of):
+    batch = batch_of(four_rows(family), reader_of(family), (0, 1))
+    batch = {name: value.cuda() for name, value in batch.items()}
+    exact = trainable(family, tokenizer_of(family)).cuda()
+    _, truth = training(exact, batch)
+    errors = []
+    for patched in (True, False):
+        model = copy.deepcopy(exact)
+        if patched:
+            patch(model)
+        _, found = training(model.bfloat16(), batch)
+        off = sum((found[name].float() - truth[name]).square().sum() for name in truth)
+        errors.append(float((off / sum(gradient.square().sum() for gradient in truth.values())).sqrt()))
+    assert errors[0] <= 1.25 * errors[1] + 2e-3

@@ -80,8 +80,7 @@ def test_examples_of_equal_length_change_packs_in_each_epoch():
     batching = Batching(micro_batch_size=10, accumulation=1, world_size=1, eval_batch_size=1)
     one = DataOrder(lengths, total_rows=20, seed=0, batching=batching, packs=pack(lengths, 40))
     epochs = [{tuple(sorted(row)) for row in one.step(step)} for step in (0, 1)]
-    assert sorted(examples(one.step(0))) == sorted(examples(one.step(1)))
-    assert epochs[0] != epochs[1]
+    assert sorted(examples(one.step(0))) == sorted(examples(one.step(1))) and epochs[0] != epochs[1]
 
 
 @pytest.mark.parametrize("epoch", [0, 1])
@@ -98,18 +97,13 @@ def test_grouped_batches_have_similar_lengths(epoch):
         one = DataOrder(lengths, total_rows=2 * len(lengths), seed=0, batching=batching, grouped=grouped)
         micros = [lengths[np.concatenate(micro)] for i in range(600) for micro in one.micro_batches(first + i, 0)]
         shares.append(1 - sum(micro.sum() for micro in micros) / sum(4 * micro.max() for micro in micros))
-    assert shares[0] > 0.3
-    assert shares[1] < 0.02
+    assert shares[0] > 0.3 and shares[1] < 0.02
 
 
-def test_grouped_steps_begin_with_the_longest():
-    """Also step 3 of 6, in which an epoch ends."""
-    for step in range(STEPS):
+def test_grouped_steps_begin_with_the_longest_and_are_not_sorted_through_the_epoch():
+    for step in range(STEPS):  # also step 3, in which an epoch ends
         found = LENGTHS[examples(order(8, 1, 1, kind="grouped").step(step))].tolist()
         assert found == sorted(found, reverse=True)
-
-
-def test_grouped_batches_are_not_sorted_through_the_epoch():
     lengths = np.arange(1, 8 * WINDOW + 1)
     batching = Batching(micro_batch_size=8, accumulation=1, world_size=1, eval_batch_size=1)
     one = DataOrder(lengths, total_rows=len(lengths), seed=0, batching=batching, grouped=True)

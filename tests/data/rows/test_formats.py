@@ -70,7 +70,8 @@ def test_openais_older_function_call():
     assert (messages[1].calls[0].arguments, messages[2].role) == ({"x": 1}, "tool")
 
 
-def test_prompt_and_completion_as_texts_or_turns():
+def test_raw_text_and_prompt_and_completion_as_texts_or_turns():
+    assert shape(convert({"text": " one\n\n"})) == [("assistant", " one\n\n")]
     assert shape(convert({"prompt": "2 + 2 =", "completion": " 4"})) == [("user", "2 + 2 ="), ("assistant", " 4")]
     prompt = chat(("system", "s"), ("user", "q"), ("assistant", "a"), ("user", "r"))["messages"]
     messages = convert({"prompt": prompt, "completion": chat(("assistant", "b"))["messages"]}).messages
@@ -78,17 +79,11 @@ def test_prompt_and_completion_as_texts_or_turns():
     assert trained == ["b"] and len(messages) == 5
 
 
-def test_raw_text_is_not_changed():
-    assert shape(convert({"text": " one\n\n"})) == [("assistant", " one\n\n")]
-
-
 def test_media_are_an_error_with_their_source():
     rows = [chat(("user", "q"), ("assistant", "a")), {"instruction": "i", "output": "o"}]
     for column, row in zip(("image", "images", "videos", "audio"), rows * 2, strict=True):
         assert convert({**row, column: []}) == convert({**row, column: None}) == convert(row)
-        with pytest.raises(
-            UserError, match=rf"data\.jsonl:7: the row's `{column}` is not text, and this run trains on"
-        ):
+        with pytest.raises(UserError, match=rf"data\.jsonl:7: the row's `{column}` is not text, and this run"):
             convert({**row, column: ["x.png"]})
     for kind in ("image", "image_url", "video", "input_audio"):
         parts = [{"type": "text", "text": "What is this?"}, {"type": kind, kind: "x"}]
@@ -184,17 +179,14 @@ def test_a_bad_row_has_its_reason(reason, row):
     assert caught.value.reason == reason and reason in DROP_REASONS
 
 
-UNUSUAL = [
-    {"instruction": "", "input": "n", "output": "o"},
-    {"instruction": "i", "input": "no input", "output": "o"},
-    chat(("system", "s"), ("assistant", "Welcome.")),
-    chat(("system", " "), ("user", "q"), ("assistant", "a")),
-    shared(("human", "q"), ("function_call", '{"name": "f"}'), ("observation", ""), ("gpt", "a")),
-]
-
-
 def test_unusual_rows_are_kept():
-    for row in UNUSUAL:
+    for row in (
+        {"instruction": "", "input": "n", "output": "o"},
+        {"instruction": "i", "input": "no input", "output": "o"},
+        chat(("system", "s"), ("assistant", "Welcome.")),
+        chat(("system", " "), ("user", "q"), ("assistant", "a")),
+        shared(("human", "q"), ("function_call", '{"name": "f"}'), ("observation", ""), ("gpt", "a")),
+    ):
         assert convert(row).messages[-1].role == "assistant"
 
 
@@ -277,7 +269,9 @@ def test_repaired_turns_and_reported_repairs(name):
             convert(shared(*turns), None)
 
 
-def test_alpaca_values_that_are_not_text():
+def test_alpaca_values_that_are_not_text_are_repaired_and_images_are_not():
+    with pytest.raises(UserError, match=r"data\.jsonl:7: the row's `images` is not text"):
+        convert({**shared(Q, A), "images": ["a.jpg"]}, [])
     repairs: list[str] = []
     row = {"instruction": "How many?", "input": [1, 2], "output": 7}
     assert shape(convert(row, repairs)) == [("user", "How many?"), ("assistant", "7")] and repairs == ["not text"]
@@ -303,11 +297,6 @@ def test_rows_whose_repair_would_be_a_guess_stay_bad(reason, row):
     with pytest.raises(BadRow) as caught:
         convert(row, [])
     assert caught.value.reason == reason
-
-
-def test_images_are_not_repaired():
-    with pytest.raises(UserError, match=r"data\.jsonl:7: the row's `images` is not text"):
-        convert({**shared(Q, A), "images": ["a.jpg"]}, [])
 
 
 def test_prepare_counts_repairs_with_the_first_source(tmp_path, prepared):

@@ -18,15 +18,8 @@ from ligertune.planning.options import DataOptions, DatasetOptions
 
 EXCHANGE = Conversation((Message("user", "How much?"), Message("assistant", "Two.")))
 LONGER = Conversation((*EXCHANGE.messages, Message("user", "Two?"), Message("assistant", "Two. ")))
-
-
-MESSAGES, ALPACA, PAIRS = (
-    recognise_format(name, columns, "")
-    for name, columns in (
-        ("messages", ["messages"]), ("alpaca", ["instruction", "output"]),
-        ("prompt_completion", ["prompt", "completion"]),
-    )
-)  # fmt: skip
+COLUMNS = (["messages"], ["instruction", "output"], ["prompt", "completion"])
+MESSAGES, ALPACA, PAIRS = (recognise_format("auto", columns, "") for columns in COLUMNS)
 
 
 def template_for(tokenizer, format=MESSAGES, **section):
@@ -73,9 +66,8 @@ def test_alpacas_input_follows_the_instruction_in_a_chat_template(stories):
     """The input of a Stanford row may also be empty or white space."""
     template = chat_template(stories, each("{{ m.role }}> {{ m.content }}{{ eos_token if m.role == 'assistant' }}\n"))
     for given, shown in (("A text.", "Sum up.\n\nA text."), ("", "Sum up."), (" \n", "Sum up.")):
-        rendered = template.render(
-            Conversation((Message("user", "Sum up.", input=given), Message("assistant", "Two.")))
-        )
+        turns = Message("user", "Sum up.", input=given), Message("assistant", "Two.")
+        rendered = template.render(Conversation(turns))
         assert rendered.text == f"user> {shown}\nassistant> Two.</s>\n"
         assert [rendered.text[start:end] for start, end in rendered.trained] == ["assistant> Two.</s>"]
 
@@ -170,8 +162,7 @@ def test_train_on_all_trains_every_token_but_the_first(stories):
     for template in ("chat", "alpaca"):
         rendered = template_for(stories, prompt_template=template, train_on="all").render(EXCHANGE)
         (encoded,) = Encoder(stories).encode([rendered])
-        assert encoded.labels[0] == -100
-        assert np.array_equal(encoded.labels[1:], encoded.input_ids[1:])
+        assert encoded.labels.tolist() == [-100, *encoded.input_ids[1:]]
 
 
 def test_an_untrained_answer_is_context_only(stories):
@@ -187,16 +178,12 @@ def test_the_system_prompt_is_added_where_there_is_none(stories):
 
 
 def test_calls_and_reasoning_go_into_the_text_unless_the_template_knows_them(stories):
-    parts = [
-        {"type": "reasoning", "value": "hm"},
-        {"type": "text", "value": "Look:"},
-        {"type": "tool_call", "value": '{"name": "f"}'},
-    ]
+    said = (("reasoning", "hm"), ("text", "Look:"), ("tool_call", '{"name": "f"}'))
+    parts = [{"type": kind, "value": value} for kind, value in said]
     turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": parts}]
     conversation = MESSAGES.convert(Record({"messages": turns}, "d:1"))
-    assert trained_by(stories, stories.chat_template, conversation) == [
-        '<think>\nhm\n</think>\n\nLook:\n{"name": "f"}</s>'
-    ]
+    (text,) = trained_by(stories, stories.chat_template, conversation)
+    assert text == '<think>\nhm\n</think>\n\nLook:\n{"name": "f"}</s>'
     call = "{{ m.tool_calls and m.tool_calls[0].function.name }}"
     knows = each("{{ m.role }}: {{ m.content }}|{{ m.reasoning_content }}|" + call + "</s>")
     assert trained_by(stories, knows, conversation) == ["assistant: Look:|hm|f</s>"]
@@ -211,11 +198,6 @@ def test_a_token_that_begins_in_the_prompt_is_not_trained(stories):
         assert encoded.straddling == sum(begin < start < end for begin, end in offsets)
 
 
-def test_a_template_that_is_not_jinja_is_an_error(stories):
-    with pytest.raises(UserError, match=r"^test:2: not jinja: Expected an"):
-        trained_by(stories, "a\n{% for %}")
-
-
 def test_alpaca_prompts_take_single_exchanges_only(stories):
     alpaca = template_for(stories, prompt_template="alpaca")
     assert alpaca.render(EXCHANGE).text.endswith("### Response:\nTwo.")
@@ -227,15 +209,13 @@ def test_auto_follows_the_format_and_files_are_read(stories, tmp_path):
     mine = tmp_path / "mine.jinja"
     mine.write_text("x")
     for format, auto in ((ALPACA, "alpaca"), (MESSAGES, "chat")):
-        chosen = [
-            template_for(stories, format, prompt_template=name).name for name in ("auto", "chat", "alpaca", str(mine))
-        ]
-        assert chosen == [auto, "chat", "alpaca", "mine.jinja"]
+        for name, chosen in (("auto", auto), ("chat", "chat"), ("alpaca", "alpaca"), (str(mine), "mine.jinja")):
+            assert template_for(stories, format, prompt_template=name).name == chosen
 
 
-def test_missing_templates_and_tokens_name_their_key(quickstart):
-    from transformers import AutoTokenizer
-
+def test_broken_and_missing_templates_and_tokens_name_their_key(stories, quickstart):
+    with pytest.raises(UserError, match=r"^test:2: not jinja: Expected an"):
+        trained_by(stories, "a\n{% for %}")
     bare = AutoTokenizer.from_pretrained(quickstart / "stories260K")
     bare.chat_template = None
     with pytest.raises(UserError, match=r"no chat template.*data\.prompt_template"):
@@ -320,24 +300,13 @@ def test_exactly_what_the_model_has_to_write_is_trained(template_of, name, syste
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_generation_prompt_and_the_answer_make_the_example(template_of, name):
-    """In one exchange, all text before the trained span is the prompt at inference."""
+    """In one exchange, all text before the trained span is the prompt at inference. `last` trains the last answer."""
     template, tokenizer = template_of(name)
     rendered = template.render(Conversation(CHAT[:2]))
-    prompt = tokenizer.apply_chat_template(
-        [{"role": "user", "content": QUESTION}],
-        chat_template=FAMILIES[name].template,
-        tokenize=False,
-        add_generation_prompt=True,
-    )
-    (start, _) = rendered.trained[0]
-    if name == "DeepSeek-R1":  # its prompt opens a thought, which the row does not have
-        assert prompt == rendered.text[:start] + "<think>\n"
-    else:
-        assert prompt == rendered.text[:start]
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_last_trains_the_last_answer_only(template_of, name):
+    options = {"chat_template": FAMILIES[name].template, "tokenize": False, "add_generation_prompt": True}
+    prompt = tokenizer.apply_chat_template([{"role": "user", "content": QUESTION}], **options)
+    thought = "<think>\n" if name == "DeepSeek-R1" else ""  # its prompt opens one, which the row does not have
+    assert prompt == rendered.text[: rendered.trained[0][0]] + thought
     template, _ = template_of(name, train_on="last")
     rendered = template.render(Conversation(CHAT))
     assert [rendered.text[start:end] for start, end in rendered.trained] == [FAMILIES[name].trained[-1]]
