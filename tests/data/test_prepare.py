@@ -188,23 +188,17 @@ def test_whole_weights_repeat_and_fractions_are_a_seeded_draw():
     assert draws[0] == draws[-1] and len(set(draws)) > 1
 
 
-@pytest.fixture
-def two(tmp_path) -> list[Path]:
-    return [
+def test_prepare_mixes_and_notes_it(tmp_path, stories):
+    two = [
         write_rows(tmp_path / f"{name}.jsonl", ({"instruction": f"{name}{n}", "output": "o"} for n in range(count)))
         for name, count in (("a", 20), ("b", 10))
     ]
-
-
-def test_prepare_mixes_and_notes_it(two, stories):
     sets = [DatasetOptions(path=str(path), weight=weight) for path, weight in zip(two, (0.5, 3.0), strict=True)]
     data = prepare(DataOptions(datasets=sets), stories, seed=0)
     files = Counter(Path(source.rpartition(":")[0]).name for source in data.train.sources)
     assert files == {"a.jsonl": 10, "b.jsonl": 30}
     assert data.report.notes == (f"An epoch has 40 examples: 10 of {two[0]} (weight 0.5), 30 of {two[1]} (weight 3).",)
-
-
-def test_held_out_examples_of_a_repeated_set_are_not_trained(two, stories):
+    # held-out examples of a repeated set are not trained
     sets = [DatasetOptions(path=str(path), weight=2.5) for path in two]
     data = prepare(DataOptions(datasets=sets, val_split=0.2), stories, seed=0)
     assert set(data.train.sources).isdisjoint(data.eval.sources)

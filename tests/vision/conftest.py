@@ -45,17 +45,15 @@ def image_paths(tmp_path_factory) -> dict[str, Path]:
 
 @pytest.fixture
 def prepared_for(reader_of, tokenizer_of, tmp_path) -> Callable[..., PreparedData]:
-    """prepared_for(family, rows, dataset={...}, **data section); rows: a path, or records to write to one."""
+    """prepared_for(family, rows, dataset={...}, **data section); rows: a path, or records to write to rows.json."""
 
-    def of(family: str, rows, *, dataset: dict | None = None, **data) -> PreparedData:
-        if not isinstance(rows, Path):
-            path = tmp_path / "rows.json"
+    def of(family: str, rows, *, dataset: dict | None = None, has_reader: bool = True, **data) -> PreparedData:
+        path = rows if isinstance(rows, Path) else tmp_path / "rows.json"
+        if path is not rows:
             path.write_text(json.dumps(rows), encoding="utf-8")
-            rows = path
-        spec = DataOptions(
-            datasets=[DatasetOptions(path=str(rows), **(dataset or {}))], cache=False, num_proc=1, **data
-        )
-        return prepare(spec, tokenizer_of(family), seed=0, images=reader_of(family))
+        sets = [DatasetOptions(path=str(path), **(dataset or {}))]
+        spec = DataOptions(datasets=sets, **{"cache": False, "num_proc": 1, **data})
+        return prepare(spec, tokenizer_of(family), seed=0, images=reader_of(family) if has_reader else None)
 
     return of
 

@@ -80,12 +80,8 @@ def test_tokens_and_pixels_equal_the_processors(family, examples_of, saved, read
     rows, processor = examples_of(family), processor_for(family, saved(family), reader_of(family))
     for index, (text, names) in enumerate(ROWS.values()):
         images = [read_image(str(image_paths[name])) for name in names]
-        made = processor(
-            images=images or None,
-            text=[render(text, processor.tokenizer)],
-            add_special_tokens=False,
-            return_tensors="pt",
-        )
+        options = {"add_special_tokens": False, "return_tensors": "pt"}
+        made = processor(images=images or None, text=[render(text, processor.tokenizer)], **options)
         found = batch_of(rows, None if not names else reader_of(family), (index,))
         assert made["input_ids"].tolist() == found["input_ids"].tolist(), text
         assert bool(names) == ("pixel_values" in made)
@@ -130,7 +126,7 @@ def test_mllama_refuses_a_batch_of_rows_with_different_numbers_of_images(example
         batch_of(examples_of("mllama"), reader_of("mllama"), (0, 2))
 
 
-def test_prefetched_pixels_are_released_after_the_last_use(reader_of, image_paths):
+def test_prefetched_pixels_are_released_after_the_last_use(reader_of, image_paths, tmp_path):
     reader = reader_of("qwen2_vl")
     prefetcher = ImagePrefetcher(reader)
     red, blue = str(image_paths["red"]), str(image_paths["blue"])
@@ -140,10 +136,7 @@ def test_prefetched_pixels_are_released_after_the_last_use(reader_of, image_path
     for path in (blue, red):  # expected, and not expected
         assert torch.equal(prefetcher.take(path)["pixel_values"], reader.pixels(path)["pixel_values"])
     assert not prefetcher._made
-
-
-def test_an_image_deleted_after_preparation_is_a_user_error(reader_of, tmp_path):
-    prefetcher = ImagePrefetcher(reader_of("qwen2_vl"))
+    # an image that was deleted after preparation
     prefetcher.expect([str(tmp_path / "gone.png")])
     with pytest.raises(UserError, match=r"gone\.png: the image could be read when the data was prepared"):
         prefetcher.take(str(tmp_path / "gone.png"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import io
-import json
 
 import datasets
 import pytest
@@ -12,10 +11,8 @@ import tiny_vlms
 from image_batches import image_row
 from PIL import Image
 
-from ligertune.data.prepare import prepare
 from ligertune.data.rows.sources import without_decoding
 from ligertune.errors import UserError
-from ligertune.planning.options import DataOptions, DatasetOptions
 from ligertune.vision.image_files import check_image, read_image
 
 FAMILY = "qwen2_vl"
@@ -206,23 +203,18 @@ def test_pixel_limits_set_the_tokens_of_an_image(folder_of, image_paths):
         tiny_vlms.reader_of(folder_of("llava"), image_max_pixels=1000)
 
 
-def test_a_text_model_refuses_images(image_paths, tokenizer_of, tmp_path):
-    path = tmp_path / "rows.json"
-    path.write_text(json.dumps([image_row("<image>What?", "Yes", image_paths["red"])]))
-    data = DataOptions(datasets=[DatasetOptions(path=str(path))], cache=False)
+def test_a_text_model_refuses_images(image_paths, prepared_for):
     with pytest.raises(UserError, match="is not text"):
-        prepare(data, tokenizer_of(FAMILY), seed=0)
+        prepared_for(FAMILY, [image_row("<image>What?", "Yes", image_paths["red"])], has_reader=False)
 
 
-def test_cached_data_keep_images_and_notice_a_missing_one(reader_of, tokenizer_of, image_paths, tmp_path):
+def test_cached_data_keep_images_and_notice_a_missing_one(prepared_for, image_paths, tmp_path):
     for name in ("a.png", "b.png"):
         (tmp_path / name).write_bytes(image_paths["red"].read_bytes())
-    path = tmp_path / "rows.json"
-    path.write_text(json.dumps([image_row("<image>What?", "Yes", "a.png"), image_row("<image>Who?", "Yes", "b.png")]))
-    data = DataOptions(datasets=[DatasetOptions(path=str(path))], num_proc=1)
-    first, second = (prepare(data, tokenizer_of(FAMILY), seed=0, images=reader_of(FAMILY)) for _ in range(2))
+    rows = [image_row("<image>What?", "Yes", "a.png"), image_row("<image>Who?", "Yes", "b.png")]
+    first, second = (prepared_for(FAMILY, rows, cache=True) for _ in range(2))
     assert second.report.sets[0].cached and second.train.fingerprint == first.train.fingerprint
     assert [example.images for example in second.train] == [example.images for example in first.train]
     (tmp_path / "b.png").unlink()
     with pytest.raises(UserError, match=r"b\.png: this image existed"):
-        prepare(data, tokenizer_of(FAMILY), seed=0, images=reader_of(FAMILY))
+        prepared_for(FAMILY, rows, cache=True)

@@ -37,10 +37,16 @@ def test_every_record_is_used(file, corpus, prepared_for):
     assert images is None or sum(counts) == images
 
 
-def test_captions_that_name_no_image_are_text(corpus, prepared_for):
-    """captions.jsonl has a key and a text, and no column of images."""
+def test_other_marks_missing_marks_and_captions_that_name_no_image(corpus, prepared_for, tokenizer_of):
+    """captions.jsonl has a key and a text. xcomposer: two records use `<ImageHere>`, two have no mark (image first)."""
     prepared = prepared_for("qwen2_vl", corpus / "images" / "cc12m_32" / "captions.jsonl")
     assert prepared.report.sets[0].format == "text" and not prepared.train.n_images.any()
+    folder, tokenizer = corpus / "images" / "xcomposer_demo", tokenizer_of("qwen2_vl")
+    single = prepared_for("qwen2_vl", folder / "single_turn_single_image_example.json").train[0]
+    assert tokenizer.decode(single.input_ids[:4]).startswith("<|im_start|>user\n<|vision_start|>")
+    several = prepared_for("qwen2_vl", folder / "multi_turn_multi_images_example.json", max_length=100_000).train[0]
+    text = tokenizer.decode(several.input_ids)
+    assert "ImageHere" not in text and "Image1: <|vision_start|>" in text and "; Image2: <|vision_start|>" in text
 
 
 @pytest.mark.parametrize(
@@ -60,16 +66,6 @@ def test_marks_after_the_question_and_a_file_named_twice(
     text = re.sub(r"(<\|image_pad\|>)+", "<|image_pad|>", tokenizer.decode(example.input_ids))
     shown = question.format(image="<|vision_start|><|image_pad|><|vision_end|>")
     assert f"<|im_start|>user\n{shown}<|im_end|>" in text
-
-
-def test_other_marks_and_missing_marks(corpus, prepared_for, tokenizer_of):
-    """xcomposer: two records use `<ImageHere>`, two have no mark, so the image comes first."""
-    folder, tokenizer = corpus / "images" / "xcomposer_demo", tokenizer_of("qwen2_vl")
-    single = prepared_for("qwen2_vl", folder / "single_turn_single_image_example.json").train[0]
-    assert tokenizer.decode(single.input_ids[:4]).startswith("<|im_start|>user\n<|vision_start|>")
-    several = prepared_for("qwen2_vl", folder / "multi_turn_multi_images_example.json", max_length=100_000).train[0]
-    text = tokenizer.decode(several.input_ids)
-    assert "ImageHere" not in text and "Image1: <|vision_start|>" in text and "; Image2: <|vision_start|>" in text
 
 
 def test_tokens_of_the_published_configuration(corpus, tmp_path):

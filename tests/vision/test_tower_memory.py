@@ -38,10 +38,6 @@ def test_a_trained_tower_saves_its_layers_activations(corpus):
     assert tower_bytes(tower, 1000, ActivationPolicy(checkpointing="offload"), 2) == projector
     frozen = tower_of(corpus, "Qwen2-VL-2B-Instruct")
     assert not frozen.trains and tower_bytes(frozen, 1000, ActivationPolicy(), 2) == 0
-
-
-@pytest.mark.corpus
-def test_towers_of_squares_and_tiles(corpus):
     tower = tower_of(corpus, "llava-1.5-7b-hf", freeze_vision_tower=False)
     assert (tower.layers, tower.hidden, tower.patches_per_token) == (24, 1024, 1)
     assert tower_of(corpus, "Llama-3.2-11B-Vision", freeze_vision_tower=False) is None  # tiles are not in the text

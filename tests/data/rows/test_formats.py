@@ -28,15 +28,12 @@ def shared(*turns: tuple[str, object]) -> dict:
     return {"conversations": [{"from": role, "value": value} for role, value in turns]}
 
 
-def test_alpaca_input_is_separate_and_may_be_missing_or_null():
+def test_alpaca_input_may_be_missing_or_null_and_system_and_history_come_first():
     user, answer = convert({"instruction": "i", "input": "n", "output": "o", "category": 3}).messages
     assert (user.content, user.input, answer.content) == ("i", "n", "o")
     missing, null, empty = (convert({"instruction": "i", "output": "o", **more})
                             for more in ({}, {"input": None}, {"input": ""}))  # fmt: skip
     assert missing == null == empty
-
-
-def test_alpaca_system_and_history_come_first():
     row = {"instruction": "i", "output": "o", "system": "s", "history": [["q", "a"]]}
     assert shape(convert(row)) == [
         ("system", "s"), ("user", "q"), ("assistant", "a"), ("user", "i"), ("assistant", "o"),
@@ -62,7 +59,11 @@ def test_roles_have_many_names():
     }
 
 
-def test_openais_older_function_call():
+def test_openais_tool_calls_and_older_function_call():
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": "é"}'}}
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    made = convert({"messages": turns}).messages[1].calls[0]
+    assert (made.name, made.arguments, made.text) == ("f", {"x": "é"}, '{"name": "f", "arguments": {"x": "é"}}')
     call = {"name": "f", "arguments": '{"x": 1}'}
     row = chat(("user", "q"), ("assistant", None), ("function", "2"), ("assistant", "It is 2."))
     row["messages"][1]["function_call"] = call
@@ -106,13 +107,6 @@ def test_function_calls_and_observations():
     made = conversation.messages[1].calls[0]
     assert (made.name, made.arguments, made.text) == ("area", {"side": 7}, call)
     assert conversation.tools == ({"type": "function", "function": {"name": "area", "parameters": {}}},)
-
-
-def test_openai_tool_calls_without_text():
-    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": "é"}'}}
-    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
-    made = convert({"messages": turns}).messages[1].calls[0]
-    assert (made.name, made.arguments, made.text) == ("f", {"x": "é"}, '{"name": "f", "arguments": {"x": "é"}}')
 
 
 def test_parts_of_a_turn():

@@ -141,7 +141,9 @@ def test_an_unreachable_hub_is_one_sentence(monkeypatch, download):
         list(RecordStream(DatasetOptions(path="no-such-org/no-such-set"), download=download))
 
 
-def test_max_samples_stops_reading(tmp_path):
+def test_max_samples_stops_reading_and_a_csv_cell_may_be_longer_than_the_default_limit(tmp_path):
+    (tmp_path / "r.csv").write_text("a\n" + "x" * 200_000)
+    assert len(read(tmp_path / "r.csv")[0].row["a"]) == 200_000
     (tmp_path / "r.jsonl").write_text('{"a": 1}\n{"a": 2}\nbroken')
     assert [record.row["a"] for record in read(tmp_path / "r.jsonl", max_samples=2)] == [1, 2]
 
@@ -155,11 +157,6 @@ def test_columns_are_renamed_even_crosswise(tmp_path):
     for hub_only in ({"split": "test"}, {"name": "main"}):
         with pytest.raises(UserError, match="on the hub"):
             read(path, **hub_only)
-
-
-def test_a_csv_cell_may_be_longer_than_the_default_limit(tmp_path):
-    (tmp_path / "r.csv").write_text("a\n" + "x" * 200_000)
-    assert len(read(tmp_path / "r.csv")[0].row["a"]) == 200_000
 
 
 def test_a_text_file_is_one_document_and_a_long_one_several(tmp_path):

@@ -143,10 +143,13 @@ def test_rows_that_a_template_does_not_render_completely(stories, source, conver
         trained_by(stories, source, conversation)
 
 
-def test_a_special_token_inside_an_answer_does_not_end_it(stories):
+def test_a_special_token_inside_an_answer_does_not_end_it_and_an_untrained_answer_is_context(stories):
     conversation = Conversation((Message("user", "q"), Message("assistant", "a </s> b")))
     source = each("{{ m.role }}: {{ m.content }}\n") + "{% if add_generation_prompt %}assistant: {% endif %}"
     assert trained_by(stories, source, conversation) == ["a </s> b"]
+    # an untrained answer is context only
+    turns = (Message("user", "q"), Message("assistant", "a", trained=False), *EXCHANGE.messages)
+    assert trained_by(stories, stories.chat_template, Conversation(turns)) == ["Two.</s>"]
 
 
 @pytest.mark.parametrize(
@@ -163,11 +166,6 @@ def test_train_on_all_trains_every_token_but_the_first(stories):
         rendered = template_for(stories, prompt_template=template, train_on="all").render(EXCHANGE)
         (encoded,) = Encoder(stories).encode([rendered])
         assert encoded.labels.tolist() == [-100, *encoded.input_ids[1:]]
-
-
-def test_an_untrained_answer_is_context_only(stories):
-    turns = (Message("user", "q"), Message("assistant", "a", trained=False), *EXCHANGE.messages)
-    assert trained_by(stories, stories.chat_template, Conversation(turns)) == ["Two.</s>"]
 
 
 def test_the_system_prompt_is_added_where_there_is_none(stories):
