@@ -27,7 +27,7 @@ from filelock import FileLock, Timeout
 
 from ligertune.data.examples import ARRAYS, Block, FileNames, Preparation
 from ligertune.data.rows.data_files import display_path
-from ligertune.data.rows.sources import find_files, hub_fingerprint
+from ligertune.data.rows.sources import find_files, hub_rows
 from ligertune.storage import put_in_place
 
 if TYPE_CHECKING:
@@ -57,7 +57,8 @@ def data_key(spec: DatasetOptions, preparation: Preparation) -> str:
     file_text = file.read_bytes().decode("utf-8", "replace") if file.is_file() else None
     template = [tokenizer.chat_template, file_text]
     parts = {
-        "files": [(display_path(found), _hash_of(found)) for found in find_files(spec.path)] or hub_fingerprint(spec),
+        "files": [(display_path(found), _hash_of(found)) for found in find_files(spec.path)]
+        or hub_rows(spec, download=True)._fingerprint,
         "path": display_path(Path(spec.path)),
         "dataset": {name: value for name, value in vars(spec).items() if name not in _NOT_IN_DATASET_KEY},
         "data": {name: value for name, value in vars(data).items() if name not in _NOT_IN_KEY},
@@ -197,9 +198,8 @@ def _wait_for(folder: Path) -> None:
     lock, idle = FileLock(folder.with_name(f"{folder.name}.lock")), 0.0
     while not folder.exists() and idle < _MAX_IDLE:
         try:
-            lock.acquire(timeout=0)
-            lock.release()
-            idle += _POLL
+            with lock.acquire(timeout=0):
+                idle += _POLL
         except Timeout:
             idle = 0.0
         time.sleep(_POLL)

@@ -59,15 +59,13 @@ def test_val_split_is_a_seeded_draw(hundred, prepared):
         prepared(alpaca("a", "b"), val_split=0.9)
 
 
-def test_eval_datasets_have_their_own_report(tmp_path, hundred, stories):
+def test_several_data_sets_and_eval_datasets_with_their_own_report(tmp_path, hundred, stories):
     other = write_rows(tmp_path / "other.jsonl", alpaca("a", ""))
     data = DataOptions(datasets=[DatasetOptions(path=str(hundred))], eval_datasets=[DatasetOptions(path=str(other))])
     ready = prepare(data, stories, seed=0)
     assert (len(ready.train), len(ready.eval)) == (100, 1)
     assert ready.eval_report.dropped == {"empty answer": 1} and ready.report.dropped == {}
-
-
-def test_data_sets_of_different_formats_are_concatenated(tmp_path, hundred, stories):
+    # data sets of different formats are concatenated
     turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
     chats = write_rows(tmp_path / "c.jsonl", [{"messages": turns}])
     sets = [DatasetOptions(path=str(chats)), DatasetOptions(path=str(hundred), max_samples=5)]

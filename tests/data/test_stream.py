@@ -20,20 +20,15 @@ from ligertune.planning.options import DataOptions, DatasetOptions
 
 
 def write(path: Path, count: int, **more) -> Path:
-    rows = [
-        {"instruction": f"{path.stem} {number}", "output": "o " * (number % 5 + 1), **more} for number in range(count)
-    ]
+    rows = ({"instruction": f"{path.stem} {n}", "output": "o " * (n % 5 + 1), **more} for n in range(count))
     return write_rows(path, rows)
 
 
 @pytest.fixture
 def streamed(stories) -> Callable[..., ExampleStream]:
-    def of(*paths: Path, seed: int = 0, buffer: int = 50, weights=None, dataset=None, **data) -> ExampleStream:
-        weights = weights or [1.0] * len(paths)
-        sets = [
-            DatasetOptions(path=str(path), weight=weight, **(dataset or {}))
-            for path, weight in zip(paths, weights, strict=True)
-        ]
+    def of(*paths: Path, seed: int = 0, buffer: int = 50, weights=None, **data) -> ExampleStream:
+        weighted = zip(paths, weights or [1.0] * len(paths), strict=True)
+        sets = [DatasetOptions(path=str(path), weight=weight) for path, weight in weighted]
         options = DataOptions(datasets=sets, streaming=True, **data)
         return ExampleStream(Preparation(options, stories), seed=seed, buffer=buffer)
 
@@ -44,14 +39,11 @@ def sources(stream: ExampleStream, count: int) -> list[str]:
     return [example.source for example in islice(stream, count)]
 
 
-def test_an_epoch_holds_every_example_once_and_the_next_another_order(tmp_path, streamed):
-    found = sources(streamed(write(tmp_path / "a.jsonl", 300)), 600)
+def test_epochs_hold_every_example_of_prepare_once_in_a_new_order_from_the_seed(tmp_path, streamed, stories):
+    path = write(tmp_path / "a.jsonl", 300)
+    found = sources(streamed(path), 600)
     assert len(set(found[:300])) == len(set(found[300:])) == 300
     assert found[:300] != found[300:] != sorted(found[300:])
-
-
-def test_the_seed_decides_the_order_and_examples_equal_those_of_prepare(tmp_path, streamed, stories):
-    path = write(tmp_path / "a.jsonl", 300)
     found = sources(streamed(path, seed=7), 300)
     assert found == sources(streamed(path, seed=7), 300) != sources(streamed(path, seed=8), 300)
     whole = prepare(DataOptions(datasets=[DatasetOptions(path=str(path))]), stories, seed=0).train
@@ -87,16 +79,13 @@ def test_dropped_rows_are_counted_while_reading(tmp_path, streamed):
     assert stream.account() == [f"{path}: 200 of the 203 rows read are used; 3 empty answer."]
 
 
-def test_a_broken_line_is_an_error_when_it_is_read(tmp_path, streamed):
+def test_a_broken_line_is_an_error_when_it_is_read_and_a_set_without_usable_rows_is(tmp_path, streamed):
     path = write(tmp_path / "a.jsonl", 300)
     path.write_text(path.read_text() + "{broken\n")
     stream = streamed(path)
     assert len(sources(stream, 100)) == 100
     with pytest.raises(UserError, match=r"a\.jsonl:301: not JSON"):
         sources(stream, 300)
-
-
-def test_a_set_without_usable_rows_is_an_error(tmp_path, streamed):
     rows = '{"instruction": "i", "output": ""}\n' * 120
     (tmp_path / "a.jsonl").write_text(rows)
     with pytest.raises(UserError, match=r"no row can be used: all 120 are dropped .*the first at .*a\.jsonl:1"):

@@ -171,8 +171,7 @@ def test_exif_orientation_and_transparency_are_applied(tmp_path):
 def test_names_of_image_tokens_in_user_text_are_plain_text(prepared_for, image_paths, reader_of):
     prepared = prepared_for(FAMILY, [image_row(f"<image>What is {IMAGE}?", "Yes", image_paths["red"])])
     n_image_tokens = int((prepared.train[0].input_ids == reader_of(FAMILY).token_id).sum())
-    assert n_image_tokens == 8  # 100 x 60 pixels: 4 x 2 tokens, and none for the name
-    assert prepared.report.literal == 1
+    assert n_image_tokens == 8 and prepared.report.literal == 1  # 100 x 60 pixels: 4 x 2 tokens, none for the name
 
 
 def test_truncation_never_cuts_an_image(prepared_for, image_paths):

@@ -44,7 +44,7 @@ def rows_for(family) -> tuple[int, ...]:
 
 
 @each_family
-def test_checkpointing_can_leave_out_layers_of_the_language_model_only(family, tokenizer_of):
+def test_layers_left_out_of_checkpointing_and_adapters_are_of_the_language_model(family, tokenizer_of):
     """A tower with as many layers is not mistaken for the language model."""
     model = tiny_vlms.make(family, tokenizer_of(family), vision=DEEP.get(family))
     depth = model.config.get_text_config().num_hidden_layers
@@ -53,6 +53,9 @@ def test_checkpointing_can_leave_out_layers_of_the_language_model_only(family, t
     text = {name for name in layers if part_of(family_of(model.config), f"{name}.") == "language_model"}
     left_out = {name for name, layer in layers.items() if not layer.gradient_checkpointing}
     assert len(text) == depth and left_out == {name for name in text if not name.endswith(".0")}
+    adapted = apply_method(model, MethodOptions(type="lora", lora_r=2))
+    names = [name.partition("base_model.model.")[2] for name, p in adapted.named_parameters() if p.requires_grad]
+    assert {part_of(family_of(model.config), name) for name in names} == {"language_model"}
 
 
 @each_family
@@ -193,14 +196,6 @@ def test_a_batch_of_text_gives_the_tower_zero_gradients(family, packed, four_row
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
     for name, gradient in truth.items():
         torch.testing.assert_close(gradients[name], gradient, rtol=1e-4, atol=1e-6)
-
-
-@each_family
-def test_only_the_language_model_gets_adapters(family, tokenizer_of):
-    model = tiny_vlms.make(family, tokenizer_of(family))
-    adapted = apply_method(model, MethodOptions(type="lora", lora_r=2))
-    names = [name.partition("base_model.model.")[2] for name, p in adapted.named_parameters() if p.requires_grad]
-    assert {part_of(family_of(model.config), name) for name in names} == {"language_model"}
 
 
 @pytest.mark.skipif(find_spec("torchao") is None, reason="needs torchao: pip install 'ligertune[quant]'")

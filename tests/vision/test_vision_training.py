@@ -9,6 +9,7 @@ Two ranks train as one does, even if one rank has only text in a step.
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -26,6 +27,7 @@ from ligertune.decode.generate import generate_answer
 from ligertune.errors import UserError
 from ligertune.recipe import load_recipe
 from ligertune.run import plan_for, run
+from ligertune.train.job import Job
 
 COLOURS = {"red": (220, 40, 40), "green": (40, 180, 60), "blue": (50, 70, 220), "yellow": (230, 210, 40)}
 FORMS = {"square": (1, 1), "pillar": (3, 1), "bar": (1, 3)}  # width and height are divided by these
@@ -56,6 +58,17 @@ def draw(folder, name: str, count: int, rng: np.random.Generator) -> list[str]:
     return answers
 
 
+def trained(recipe: dict, output: Path) -> Job:
+    """Train all parts of a model into the folder `output`."""
+    parts = {"freeze_vision_tower": False, "freeze_projector": False}
+    recipe |= {"vision": parts, "checkpoint": {"output_dir": str(output), "save_strategy": "no"}}
+    path = output.with_suffix(".yaml")
+    path.write_text(json.dumps(recipe), encoding="utf-8")
+    job = plan_for(load_recipe(path))
+    run(job, lambda line: None)
+    return job
+
+
 @pytest.fixture(scope="module")
 def learnt(tmp_path_factory):
     """(job, folder, answers of the held-out drawings) after training."""
@@ -71,13 +84,8 @@ def learnt(tmp_path_factory):
                  "packing": False},  # grouping by length would group equal answers
         "train": {"per_device_train_batch_size": 16, "group_by_length": False, "learning_rate": 2e-3,
                   "num_train_epochs": EPOCHS, "warmup_ratio": 0.1, "adam_beta2": 0.98, "weight_decay": 0.01},
-        "vision": {"freeze_vision_tower": False, "freeze_projector": False},
-        "checkpoint": {"output_dir": str(folder / "run"), "save_strategy": "no"},
     }  # fmt: skip
-    (folder / "recipe.yaml").write_text(json.dumps(recipe), encoding="utf-8")
-    job = plan_for(load_recipe(folder / "recipe.yaml"))
-    run(job, lambda line: None)
-    return job, folder, answers
+    return trained(recipe, folder / "run"), folder, answers
 
 
 def right(model, batch: dict) -> torch.Tensor:
@@ -123,13 +131,10 @@ def test_two_ranks_have_the_losses_of_one(family, strategy, folder_of, image_pat
             "data": {"datasets": [{"path": str(tmp_path / "rows.json")}], "packing": False, "num_proc": 1},
             "train": {"per_device_train_batch_size": micro_batch, "global_batch_size": 4, "learning_rate": 1e-3,
                       "group_by_length": False},
-            "vision": {"freeze_vision_tower": False, "freeze_projector": False},
             "parallel": {"strategy": strategy},
             "logging": {"logging_steps": 1},
-            "checkpoint": {"output_dir": str(tmp_path / name), "save_strategy": "no"},
         }  # fmt: skip
-        (tmp_path / f"{name}.yaml").write_text(json.dumps(recipe), encoding="utf-8")
-        run(plan_for(load_recipe(tmp_path / f"{name}.yaml")), lambda line: None)
+        trained(recipe, tmp_path / name)
 
     train("one", 4, "auto")
     on_ranks(2, lambda rank: train("two", 1, strategy))

@@ -115,15 +115,10 @@ def _files_in(folder: Path) -> list[Path]:
     return files
 
 
-def hub_fingerprint(spec: DatasetOptions) -> str:
-    """Return the fingerprint that `datasets` computes for the content of a hub data set."""
-    return _hub_rows(spec, download=True)._fingerprint
-
-
 def _read_hub(spec: DatasetOptions, *, download: bool) -> Iterator[Record]:
     import datasets
 
-    rows, number = _hub_rows(spec, download=download), 0
+    rows, number = hub_rows(spec, download=download), 0
     try:
         for row in rows:
             number += 1
@@ -136,7 +131,8 @@ def _read_hub(spec: DatasetOptions, *, download: bool) -> Iterator[Record]:
         ) from error
 
 
-def _hub_rows(spec: DatasetOptions, *, download: bool) -> Dataset | IterableDataset:
+def hub_rows(spec: DatasetOptions, *, download: bool) -> Dataset | IterableDataset:
+    """Return the rows of a hub data set, stored on this machine (`download`) or streamed, with images not decoded."""
     import datasets
 
     try:

@@ -70,12 +70,9 @@ def test_steps_depend_on_the_seed_and_not_on_the_steps_before(kind):
     assert examples(order(8, 1, 1, kind=kind, seed=4).step(0)) != forwards[0]
 
 
-def test_the_last_step_has_the_remaining_rows():
+def test_the_last_step_has_the_remaining_rows_and_examples_of_equal_length_change_packs_in_each_epoch():
     assert [len(order(8, 1, 1).step(step)) for step in range(STEPS)] == [8, 8, 8, 8, 8, 2]
     assert [len(m) for m in order(1, 4, 2).micro_batches(5, 1)] == [1]
-
-
-def test_examples_of_equal_length_change_packs_in_each_epoch():
     lengths = np.full(40, 10)
     batching = Batching(micro_batch_size=10, accumulation=1, world_size=1, eval_batch_size=1)
     one = DataOrder(lengths, total_rows=20, seed=0, batching=batching, packs=pack(lengths, 40))
@@ -145,12 +142,9 @@ def test_every_example_of_a_window_comes_once_in_a_new_order(order_of, packed):
     windows = [found[found // SIZE == window] - window * SIZE for window in range(found.max() // SIZE)]
     assert len(windows) >= 2 and all(sorted(window) == list(range(SIZE)) for window in windows)
     assert windows[0].tolist() != windows[1].tolist() != list(range(SIZE)) != windows[0].tolist()
-
-
-def test_packs_are_full_and_within_max_length(order_of):
     order = order_of()
     lengths = np.array([order.examples.lengths[row].sum() for step in range(STREAM_STEPS) for row in order.step(step)])
-    # in such small windows one row in five holds what is left
+    # packs are full; in such small windows one row in five holds what is left
     assert lengths.max() <= MAX_LENGTH and (lengths > 0.97 * MAX_LENGTH).mean() > 0.6
 
 
@@ -171,9 +165,7 @@ def test_a_resumed_order_gives_the_rows_of_its_step(order_of, step):
         before.step(earlier)
     rows = fresh.step(step)
     assert [row.tolist() for row in rows] == [row.tolist() for row in before.step(step)]
-    for row in rows:
-        for place in row:
-            assert fresh.examples[place].source == before.examples[place].source
+    assert all(fresh.examples[place].source == before.examples[place].source for row in rows for place in row)
 
 
 def test_examples_that_no_later_step_needs_are_forgotten(order_of):

@@ -42,7 +42,7 @@ def test_packs_are_best_fit_decreasing(seed):
     assert sorted(np.concatenate(list(packs)).tolist()) == list(range(len(lengths)))
 
 
-def test_shuffling_moves_examples_and_keeps_lengths():
+def test_shuffling_moves_examples_and_keeps_lengths_and_too_long_ones_are_refused():
     lengths = lengths_of(3)
     packs = pack(lengths, CAPACITY)
     shuffled = packs.shuffled(np.random.default_rng(0))
@@ -50,9 +50,6 @@ def test_shuffling_moves_examples_and_keeps_lengths():
     assert [sorted(row) for row in shuffled] != [sorted(row) for row in packs]
     again = packs.shuffled(np.random.default_rng(0))
     assert [row.tolist() for row in again] == [row.tolist() for row in shuffled]
-
-
-def test_no_examples_and_too_long_examples():
     assert len(pack(np.zeros(0, dtype=np.int64), CAPACITY)) == 0
     with pytest.raises(ValueError, match="51"):
         pack(np.array([3, CAPACITY + 1]), CAPACITY)

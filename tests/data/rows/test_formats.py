@@ -78,6 +78,10 @@ def test_raw_text_and_prompt_and_completion_as_texts_or_turns():
     messages = convert({"prompt": prompt, "completion": chat(("assistant", "b"))["messages"]}).messages
     trained = [message.content for message in messages if message.trained and message.role == "assistant"]
     assert trained == ["b"] and len(messages) == 5
+    # turns with null keys, and turns in a cell of a CSV file
+    turns = [{"role": "user", "content": "q", "from": None, "value": None}, {"role": "assistant", "content": "a"}]
+    assert shape(convert({"conversations": turns})) == [("user", "q"), ("assistant", "a")]
+    assert convert({"messages": json.dumps(turns)}) == convert({"messages": turns})
 
 
 def test_media_are_an_error_with_their_source():
@@ -92,13 +96,7 @@ def test_media_are_an_error_with_their_source():
             convert(chat(("user", parts), ("assistant", "a")))
 
 
-def test_turns_with_null_keys_and_turns_in_a_csv_cell():
-    turns = [{"role": "user", "content": "q", "from": None, "value": None}, {"role": "assistant", "content": "a"}]
-    assert shape(convert({"conversations": turns})) == [("user", "q"), ("assistant", "a")]
-    assert convert({"messages": json.dumps(turns)}) == convert({"messages": turns})
-
-
-def test_function_calls_and_observations():
+def test_function_calls_observations_and_parts_of_a_turn():
     call = '{"name": "area", "arguments": {"side": 7}}'
     row = shared(("human", "q"), ("function_call", call), ("observation", "49"), ("gpt", "It is 49."))
     row["tools"] = json.dumps([{"name": "area", "parameters": {}}])
@@ -107,9 +105,6 @@ def test_function_calls_and_observations():
     made = conversation.messages[1].calls[0]
     assert (made.name, made.arguments, made.text) == ("area", {"side": 7}, call)
     assert conversation.tools == ({"type": "function", "function": {"name": "area", "parameters": {}}},)
-
-
-def test_parts_of_a_turn():
     parts = [{"type": "reasoning", "value": "hm"}, {"type": "text", "text": "a"}, "b",
              {"type": "tool_call", "value": '{"name": "f"}'}]  # fmt: skip
     message = convert(chat(("user", [{"type": "text", "value": "q"}]), ("assistant", parts))).messages[1]

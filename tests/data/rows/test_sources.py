@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 from pathlib import Path
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from ligertune.data.rows.sources import Record, RecordStream, find_files
 from ligertune.errors import UserError
@@ -20,22 +23,17 @@ ROWS = [
 
 
 def write(path: Path, rows: list[dict]) -> Path:
-    name = path.name.removesuffix(".gz")
-    if name.endswith(".json"):
-        content = json.dumps(rows, ensure_ascii=False, indent=2).encode()
-    elif name.endswith(".jsonl"):
-        content = b"".join(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in rows)
-    elif name.endswith(".csv"):
-        cells = ["instruction,output"] + [",".join('"' + v.replace('"', '""') + '"' for v in r.values()) for r in rows]
-        content = "\n".join(cells).encode()
+    kind, content = Path(path.name.removesuffix(".gz")).suffix, io.BytesIO()
+    if kind == ".parquet":
+        parquet.write_table(pyarrow.Table.from_pylist(rows), content)
+    elif kind == ".csv":
+        quoted = (",".join('"' + value.replace('"', '""') + '"' for value in row.values()) for row in rows)
+        content.write("\n".join(["instruction,output", *quoted]).encode())
+    elif kind == ".json":
+        content.write(json.dumps(rows, ensure_ascii=False, indent=2).encode())
     else:
-        import pyarrow
-        from pyarrow import parquet
-
-        sink = pyarrow.BufferOutputStream()
-        parquet.write_table(pyarrow.Table.from_pylist(rows), sink)
-        content = sink.getvalue().to_pybytes()
-    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+        content.writelines(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in rows)
+    path.write_bytes(gzip.compress(content.getvalue()) if path.suffix == ".gz" else content.getvalue())
     return path
 
 

@@ -105,12 +105,9 @@ def test_every_field_that_can_hold_text(stories, where):
     assert encoded.input_ids.tolist().count(stories.eos_token_id) == (3 if system else 2)
 
 
-def test_the_report_counts_rows_with_quoted_names(prepared):
+def test_rows_with_quoted_names_are_counted_and_noncharacters_used_as_marks_are_broken_text(prepared, stories):
     rows = [{"instruction": f"What is {token}?", "output": "A tag."} for token in ("</s>", "<b>", "<s>")]
     assert prepared(rows).report.literal == prepared(rows, prompt_template="chat").report.literal == 2
-
-
-def test_noncharacters_that_are_used_as_marks_are_broken_text(stories):
     with pytest.raises(BadRow, match=r"broken text: U\+FDD0"):
         encoded_by(stories, exchange("a\ufdd0", "b"), "chat")
 
@@ -153,6 +150,8 @@ def test_a_batch_is_labelled_text_by_text(stories):
     assert not (first.labels[:3] >= 0).any()
     assert (empty.input_ids.tolist(), empty.labels.tolist(), len(empty.trained)) == ([2], [-100], 0)
     assert last.labels[0] == IGNORE_INDEX and np.array_equal(last.labels[1:], last.input_ids[1:])
+    (context,) = Encoder(stories).encode([Rendered("ab cde", (), bos=1, eos=2)])
+    assert context.input_ids[[0, -1]].tolist() == [1, 2] and not len(context.trained)  # EOS only after an answer
 
 
 def test_a_cut_does_not_change_the_whole(stories):
@@ -175,11 +174,3 @@ def test_texts_are_not_cached_by_the_tokenizer(stories):
 
     before = resident(texts[:1000])
     assert resident(texts[1000:]) - before < 24
-
-
-def test_eos_is_trained_only_after_an_answer(stories):
-    """BOS is 1 and EOS is 2 here."""
-    for trained, ends in (((3, 6),), [2]), ((), [IGNORE_INDEX]):
-        (encoded,) = Encoder(stories).encode([Rendered("ab cde", trained, bos=1, eos=2)])
-        assert (encoded.input_ids[0], encoded.input_ids[-1]) == (1, 2)
-        assert encoded.labels[-1:].tolist() == ends and encoded.labels[0] == IGNORE_INDEX

@@ -234,9 +234,7 @@ def test_a_prompt_and_its_completion_are_not_changed(stories, train_on):
     (encoded,) = Encoder(stories).encode([rendered])
     assert encoded.input_ids[[0, -1]].tolist() == [stories.bos_token_id, stories.eos_token_id]
     assert encoded.labels[-1] == stories.eos_token_id
-
-
-def test_control_tokens_of_a_plain_row_are_not_doubled(stories):
+    # a row's own control tokens are not doubled
     row = {"prompt": "<s>[INST] q [/INST]", "completion": " a</s>"}
     rendered = template_for(stories, PAIRS).render(PAIRS.convert(Record(row, "d")))
     (encoded,) = Encoder(stories).encode([rendered])
