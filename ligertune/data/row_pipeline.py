@@ -30,10 +30,10 @@ from ligertune.data.templates.control_tokens import ControlTokens, Rendered
 from ligertune.data.templates.label_masking import Encoded, Encoder
 from ligertune.data.templates.prompt_templates import choose_template
 from ligertune.errors import UserError
+from ligertune.vision.image_files import ImageFile
 
 if TYPE_CHECKING:
     from ligertune.planning.options import DatasetOptions
-    from ligertune.vision.image_files import ImageFile
 
 
 @dataclass
@@ -73,7 +73,7 @@ class RowCounts:
         )
 
 
-RenderedRow = tuple[Rendered, str, "list[ImageFile]"]  # text with its spans, source, images
+RenderedRow = tuple[Rendered, str, list[ImageFile]]  # text with its spans, source, images
 
 
 class RowPipeline:

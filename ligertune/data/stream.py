@@ -90,12 +90,11 @@ class ExampleStream:
 
     def account(self) -> list[str]:
         """Return a sentence for each data set about the rows that were read so far."""
-        return [
-            f"{part.path}: {part.counts.rows_used} of the {part.counts.rows_read} rows read are used"
-            + "".join(f"; {number} {reason}" for reason, number in part.counts.dropped.most_common())
-            + "."
-            for part in self.sets
-        ]
+        sentences = []
+        for path, counts in ((part.path, part.counts) for part in self.sets):
+            dropped = "".join(f"; {number} {reason}" for reason, number in counts.dropped.most_common())
+            sentences.append(f"{path}: {counts.rows_used} of the {counts.rows_read} rows read are used{dropped}.")
+        return sentences
 
     def __iter__(self) -> Iterator[Example]:
         return chain.from_iterable(map(self._shuffled, count(self.epoch)))

@@ -49,10 +49,7 @@ def collate(examples: Sequence[Example], *, pad_token_id: int, pad_to_multiple_o
     """Return `input_ids` and `labels`: (B, T) int64, padded on the right to the longest example."""
     longest = max(len(example.input_ids) for example in examples)
     shape = len(examples), padded_length(longest, pad_to_multiple_of)
-    batch = {
-        name: np.full(shape, pad, dtype=np.int64)
-        for name, pad in (("input_ids", pad_token_id), ("labels", IGNORE_INDEX))
-    }
+    batch = {"input_ids": np.full(shape, pad_token_id, np.int64), "labels": np.full(shape, IGNORE_INDEX, np.int64)}
     for row, example in enumerate(examples):
         for name, array in batch.items():
             array[row, : len(example.input_ids)] = getattr(example, name)

@@ -103,10 +103,8 @@ class DataFile:
 
 def display_path(path: Path) -> str:
     """Return the path relative to the current folder if the file is below it, else as it is."""
-    try:
-        return str(path.resolve().relative_to(Path.cwd()))
-    except ValueError:
-        return str(path)
+    found, here = path.resolve(), Path.cwd()
+    return str(found.relative_to(here) if found.is_relative_to(here) else path)
 
 
 def _read_json(file: DataFile) -> Iterator[Record]:

@@ -19,10 +19,9 @@ from ligertune.data.cache import cache_home
 from ligertune.data.rows.conversation import ROLES, BadRow, Conversation, Role
 from ligertune.data.templates.control_tokens import Rendered
 from ligertune.data.templates.label_masking import IGNORE_INDEX, Encoded
-from ligertune.vision.image_files import ImageError, check_image, locate_image
+from ligertune.vision.image_files import ImageError, ImageFile, check_image, locate_image
 
 if TYPE_CHECKING:
-    from ligertune.vision.image_files import ImageFile
     from ligertune.vision.reader import ImageReader
 
 # A mark is the image's number in its row between two noncharacters of Unicode, which no exchanged text contains.
@@ -137,11 +136,8 @@ class ImageTokens:
 
         An image that the data set holds as bytes is written into the cache.
         """
-        marked = [
-            int(number)
-            for message in conversation.messages
-            for number in IMAGE_MARK.findall(message.content) + IMAGE_MARK.findall(message.input)
-        ]
+        texts = (text for message in conversation.messages for text in (message.content, message.input))
+        marked = [int(number) for text in texts for number in IMAGE_MARK.findall(text)]
         folder = self._image_dir or Path(source.rpartition(":")[0] or source).parent
         store = cache_home().with_name("images")
         try:

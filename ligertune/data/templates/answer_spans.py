@@ -108,12 +108,11 @@ class AnswerFinder:
     @cached_property
     def _tagged_spans(self) -> dict[int, Span]:
         """The spans of the answers that the template writes unchanged, or without their beginning (reasoning)."""
-        written = self.render(
-            [
-                _tagged(message, index) if message["role"] == "assistant" and message["content"].strip() else message
-                for index, message in enumerate(self.messages)
-            ]
-        )
+        tagged = [
+            _tagged(message, index) if message["role"] == "assistant" and message["content"].strip() else message
+            for index, message in enumerate(self.messages)
+        ]
+        written = self.render(tagged)
         if written is None or _TAG.sub("", written) != self.text:
             return {}
         begins, ends = defaultdict(list), defaultdict(list)

@@ -77,9 +77,8 @@ class Encoder:
             encodings = self._backend.encode_batch([batch[place].text for place in left], add_special_tokens=False)
             for place, encoding in zip(left, encodings, strict=True):
                 found[place] = mark_tokens(batch[place], encoding)
-            labelled = _label(
-                [(text, marked) for text, marked in zip(batch, found, strict=True) if not isinstance(marked, BadRow)]
-            )
+            pairs = zip(batch, found, strict=True)
+            labelled = _label([(text, marked) for text, marked in pairs if not isinstance(marked, BadRow)])
             yield from (marked if isinstance(marked, BadRow) else next(labelled) for marked in found)
 
     def _mark(self, text: Rendered) -> TokenizedText | BadRow | None:

@@ -231,8 +231,14 @@ class PlainTemplate:
     name = "plain"
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, train_on: TrainOn) -> None:
+        if tokenizer.eos_token_id is None:
+            raise UserError(
+                "The tokenizer has no EOS token, so a model would never learn to stop.",
+                hint="Name one in model.tokenizer.eos_token.",
+            )
+        writes_bos = tokenizer.bos_token_id is not None and tokenizer("a").input_ids[0] == tokenizer.bos_token_id
         self._train_on = train_on
-        self._bos, self._eos = _bos_and_eos(tokenizer)
+        self._bos, self._eos = tokenizer.bos_token_id if writes_bos else None, tokenizer.eos_token_id
         self._bos_text, self._eos_text = tokenizer.bos_token or "", tokenizer.eos_token
 
     def render(self, conversation: Conversation) -> Rendered:
@@ -271,14 +277,3 @@ class AlpacaTemplate(PlainTemplate):
         introduction = system[0].content if system else self._system_prompt
         rendered = self._exchange(alpaca_prompt(user.content, user.input, introduction), answer)
         return rendered._replace(literal=self._control.found_in(rendered.text))
-
-
-def _bos_and_eos(tokenizer: PreTrainedTokenizerBase) -> tuple[int | None, int]:
-    """Return the ids of BOS and EOS. BOS is None if the tokenizer normally writes none."""
-    if tokenizer.eos_token_id is None:
-        raise UserError(
-            "The tokenizer has no EOS token, so a model would never learn to stop.",
-            hint="Name one in model.tokenizer.eos_token.",
-        )
-    writes_bos = tokenizer.bos_token_id is not None and tokenizer("a").input_ids[0] == tokenizer.bos_token_id
-    return tokenizer.bos_token_id if writes_bos else None, tokenizer.eos_token_id
