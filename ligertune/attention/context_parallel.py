@@ -5,7 +5,7 @@ the keys of their own document (as Llama 3 is trained: arXiv 2407.21783, section
 return to the ranks that computed them.
 
 The tokens of a part are runs, each of one document. Attention treats runs as documents that have at least as many keys
-as queries, where the last query belongs to the last key. `data.batching.context_parallel_rows` cuts rows this way.
+as queries, where the last query belongs to the last key. `data.batching.collate` cuts rows this way.
 """
 
 from __future__ import annotations

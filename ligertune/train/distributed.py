@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _set_pg_timeout  # torch has no public way; torchtitan uses it too
 
-from ligertune.data.batching.context_parallel_rows import ContextParallelSplit
+from ligertune.data.batching.collate import ContextParallelSplit
 from ligertune.planning.plan import Plan
 
 LONG_TIMEOUT = timedelta(minutes=30)

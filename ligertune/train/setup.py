@@ -10,8 +10,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from torch import nn
 
-from ligertune.data.batching.collate import Batcher, rows_multiple_of, static_shapes_of
-from ligertune.data.batching.context_parallel_rows import context_parallel_split
+from ligertune.data.batching.collate import Batcher, context_parallel_split, rows_multiple_of, static_shapes_of
 from ligertune.data.batching.order import ByImageCount, DataOrder, StreamOrder, check_images_on_all_rows
 from ligertune.data.batching.packing import pack
 from ligertune.data.examples import Examples

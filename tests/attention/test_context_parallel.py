@@ -16,8 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ligertune.attention.packing_checks import prepare_masks
-from ligertune.data.batching.collate import Batcher, collate_packed
-from ligertune.data.batching.context_parallel_rows import ContextParallelSplit, document_runs, rank_pieces
+from ligertune.data.batching.collate import Batcher, ContextParallelSplit, collate_packed, document_runs, rank_pieces
 from ligertune.data.examples import Example
 from ligertune.patching.patch import patch
 from ligertune.train.checks import EXACT, ROUNDED, context_parallel_error
