@@ -97,12 +97,9 @@ def test_positions_equal_the_models(family, examples_of, reader_of, tokenizer_of
     batch = batch_of(rows, reader, indices)
     lengths = torch.tensor([len(rows.train[index].input_ids) for index in indices])
     mask = (torch.arange(batch["input_ids"].shape[1]) < lengths[:, None]).long()
-    expected, _ = model.model.get_rope_index(
-        batch["input_ids"],
-        mm_token_type_ids=(batch["input_ids"] == reader.token_id).int(),
-        image_grid_thw=batch["image_grid_thw"],
-        attention_mask=mask,
-    )
+    given = {name: batch[name] for name in ("input_ids", "image_grid_thw")}
+    types = (batch["input_ids"] == reader.token_id).int()
+    expected, _ = model.model.get_rope_index(**given, mm_token_type_ids=types, attention_mask=mask)
     keep = mask.bool().expand_as(expected)
     assert torch.equal(batch["position_ids"][keep], expected[keep])
     packed = batch_of(rows, reader, indices, packed=True, multiple_of=16)["position_ids"]

@@ -50,18 +50,16 @@ def test_other_marks_missing_marks_and_captions_that_name_no_image(corpus, prepa
 
 
 @pytest.mark.parametrize(
-    ("file", "index", "question", "answers"),
+    ("file", "question", "answers"),
     [
-        ("qwen_vl_demo/single_images.json", 0, "Is the value of Favorable 38 in 2015?{image}", "Yes<|im_end|>"),
-        ("mllm_demo/mllm_demo.json", 0, "{image}Who are they?", "They're Kane and Gretzka from Bayern Munich.<|im_end|>"
+        ("qwen_vl_demo/single_images.json", "Is the value of Favorable 38 in 2015?{image}", "Yes<|im_end|>"),
+        ("mllm_demo/mllm_demo.json", "{image}Who are they?", "They're Kane and Gretzka from Bayern Munich.<|im_end|>"
          "They are celebrating on the soccer field.<|im_end|>"),
     ],
 )  # fmt: skip
-def test_marks_after_the_question_and_a_file_named_twice(
-    file, index, question, answers, corpus, prepared_for, tokenizer_of
-):
+def test_marks_after_the_question_and_a_file_named_twice(file, question, answers, corpus, prepared_for, tokenizer_of):
     prepared, tokenizer = prepared_for("qwen2_vl", corpus / "images" / file), tokenizer_of("qwen2_vl")
-    example = prepared.train[index]
+    example = prepared.train[0]
     assert tokenizer.decode(example.labels[example.labels != -100]) == answers
     text = re.sub(r"(<\|image_pad\|>)+", "<|image_pad|>", tokenizer.decode(example.input_ids))
     shown = question.format(image="<|vision_start|><|image_pad|><|vision_end|>")

@@ -137,9 +137,7 @@ def test_the_image_changes_the_logits(family, prepared_for, image_paths, tokeniz
 @pytest.mark.parametrize("patched", [False, True], ids=["plain", "patched"])
 @pytest.mark.parametrize("implementation", ["document_attention", "per_document", "sdpa"])
 @pytest.mark.parametrize("family", PACKED)
-def test_packed_training_equals_that_of_single_documents(
-    family, implementation, patched, four_rows, tokenizer_of, reader_of
-):
+def test_packed_training_equals_single_documents(family, implementation, patched, four_rows, tokenizer_of, reader_of):
     rows, reader = four_rows(family), reader_of(family)
     single = trainable(family, tokenizer_of(family), "sdpa")
     model = trainable(family, tokenizer_of(family), implementation)

@@ -35,9 +35,8 @@ def test_alpaca_input_may_be_missing_or_null_and_system_and_history_come_first()
                             for more in ({}, {"input": None}, {"input": ""}))  # fmt: skip
     assert missing == null == empty
     row = {"instruction": "i", "output": "o", "system": "s", "history": [["q", "a"]]}
-    assert shape(convert(row)) == [
-        ("system", "s"), ("user", "q"), ("assistant", "a"), ("user", "i"), ("assistant", "o"),
-    ]  # fmt: skip
+    earlier = [("system", "s"), ("user", "q"), ("assistant", "a")]
+    assert shape(convert(row)) == [*earlier, ("user", "i"), ("assistant", "o")]
 
 
 SYSTEM_NAMES, USER_NAMES = ("system", "developer"), ("human", "user", "User ")
@@ -54,9 +53,8 @@ def test_roles_have_many_names():
         messages = convert(shared(("user", "q"), (call, '{"name": "f"}'), (tool, "49"), ("gpt", "a"))).messages
         assert [message.role for message in messages] == ["user", "assistant", "tool", "assistant"]
         assert messages[1].calls[0].name == "f" and messages[2].content == "49"
-    assert set(ROLES) == {name.strip().lower() for name in SYSTEM_NAMES + USER_NAMES + ASSISTANT_NAMES + TOOL_NAMES} | {
-        "function_call"
-    }
+    names = (*SYSTEM_NAMES, *USER_NAMES, *ASSISTANT_NAMES, *TOOL_NAMES, "function_call")
+    assert set(ROLES) == {name.strip().lower() for name in names}
 
 
 def test_openais_tool_calls_and_older_function_call():

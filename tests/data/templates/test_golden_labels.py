@@ -83,21 +83,17 @@ def answers_of(row: dict) -> list[str]:
 def _said(value: str | list[dict]) -> str:
     if isinstance(value, str):
         return value
-    parts = {kind: [part["value"] for part in value if part["type"] == kind] for kind in ("reasoning", "text")}
-    calls = [part["value"] for part in value if part["type"] == "tool_call"]
-    spoken = "\n".join(filter(None, ["".join(parts["text"]), *_each(calls)]))
+    kinds = ("reasoning", "text", "tool_call")
+    parts = {kind: [part["value"] for part in value if part["type"] == kind] for kind in kinds}
+    calls = [text for call in parts["tool_call"] for text in _calls(call)]
+    spoken = "\n".join(filter(None, ["".join(parts["text"]), *calls]))
     thought = "".join(parts["reasoning"])
     return f"<think>\n{thought}\n</think>\n\n{spoken}" if thought else spoken
 
 
-def _each(calls: list[str]) -> list[str]:
-    """Return the calls of all parts, one per line."""
-    lists = [json.loads(call) for call in calls]
-    return [
-        text
-        for call, parsed in zip(calls, lists, strict=True)
-        for text in ([json.dumps(one, ensure_ascii=False) for one in parsed] if isinstance(parsed, list) else [call])
-    ]
+def _calls(call: str) -> list[str]:
+    parsed = json.loads(call)
+    return [json.dumps(one, ensure_ascii=False) for one in parsed] if isinstance(parsed, list) else [call]
 
 
 def trained_runs(encoded, tokenizer) -> list[str]:

@@ -72,8 +72,8 @@ def test_alpacas_input_follows_the_instruction_in_a_chat_template(stories):
         assert [rendered.text[start:end] for start, end in rendered.trained] == ["assistant> Two.</s>"]
 
 
-def each(turn: str) -> str:
-    return "{% for m in messages %}" + turn + "{% endfor %}"
+def each(turn: str, prompt: str = "") -> str:
+    return "{% for m in messages %}" + turn + "{% endfor %}{% if add_generation_prompt %}" + prompt + "{% endif %}"
 
 
 def chat_template(stories, source: str, **given) -> ChatTemplate:
@@ -86,32 +86,18 @@ def trained_by(stories, source: str, conversation: Conversation = LONGER, **give
 
 
 # like DeepSeek-R1's: the generation prompt opens a thought that a finished conversation does not show
-THINKS_FIRST = (
-    each("<{{ m.role }}> {{ m.content }}{{ eos_token if m.role == 'assistant' }}")
-    + "{% if add_generation_prompt %}<assistant> <think>{% endif %}"
-)
+THINKS_FIRST = each("<{{ m.role }}> {{ m.content }}{{ eos_token if m.role == 'assistant' }}", "<assistant> <think>")
 SHAPES = {
     "header written with the answer": (
         each("{{ m.role }}> {{ m.content }}{{ eos_token if m.role == 'assistant' }}\n"),
-        ["assistant> Two.</s>", "assistant> Two. </s>"],
-    ),
+        ["assistant> Two.</s>", "assistant> Two. </s>"]),
     "generation prompt, content trimmed": (
-        each("[{{ m.role }}]{{ m.content | trim }}</s>\n") + "{% if add_generation_prompt %}[assistant]{% endif %}",
-        ["Two.</s>", "Two.</s>"],
-    ),
-    "no special token at the end": (
-        each("{{ m.role }}: {{ m.content }}\n") + "{% if add_generation_prompt %}assistant:{% endif %}",
-        [" Two.", " Two. "],
-    ),
-    "a word at the end": (
-        each("{{ m.role }}: {{ m.content }} END\n") + "{% if add_generation_prompt %}assistant: {% endif %}",
-        ["Two. END", "Two.  END"],
-    ),
+        each("[{{ m.role }}]{{ m.content | trim }}</s>\n", "[assistant]"), ["Two.</s>", "Two.</s>"]),
+    "no special token at the end": (each("{{ m.role }}: {{ m.content }}\n", "assistant:"), [" Two.", " Two. "]),
+    "a word at the end": (each("{{ m.role }}: {{ m.content }} END\n", "assistant: "), ["Two. END", "Two.  END"]),
     "generation blocks": (
         each("{{ m.role }}: {% if m.role == 'assistant' %}{% generation %}{{ m.content }}!{% endgeneration %}"
-             "{% else %}{{ m.content }}{% endif %}\n"),
-        ["Two.!", "Two. !"],
-    ),
+             "{% else %}{{ m.content }}{% endif %}\n"), ["Two.!", "Two. !"]),
     "the prompt is no prefix, and the answer's text is there twice": (THINKS_FIRST, [" Two.</s>", " Two. </s>"]),
 }  # fmt: skip
 
@@ -145,7 +131,7 @@ def test_rows_that_a_template_does_not_render_completely(stories, source, conver
 
 def test_a_special_token_inside_an_answer_does_not_end_it_and_an_untrained_answer_is_context(stories):
     conversation = Conversation((Message("user", "q"), Message("assistant", "a </s> b")))
-    source = each("{{ m.role }}: {{ m.content }}\n") + "{% if add_generation_prompt %}assistant: {% endif %}"
+    source = each("{{ m.role }}: {{ m.content }}\n", "assistant: ")
     assert trained_by(stories, source, conversation) == ["a </s> b"]
     # an untrained answer is context only
     turns = (Message("user", "q"), Message("assistant", "a", trained=False), *EXCHANGE.messages)
