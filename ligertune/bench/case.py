@@ -81,15 +81,27 @@ def function(name: str, call: Callable[..., Outputs], *, overwrites: bool = Fals
     return Provider(name, lambda case, args: lambda: call(*args), overwrites)
 
 
-def with_compiled(eager: Provider, *others: Provider) -> tuple[Provider, ...]:
-    """Return the providers, and torch.compile of the first one, compiled for one size."""
+def providers_of(
+    ours: Callable[..., Outputs] | Provider,
+    *,
+    in_place: Callable[..., Outputs] | None = None,
+    **baselines: Callable[..., Outputs] | Provider | None,
+) -> tuple[Provider, ...]:
+    """Return our implementations, the baselines by name, and torch.compile of the first baseline, for one size."""
+    named = {"ours": ours, "ours, in place": in_place, **baselines}
+    found = [
+        call if isinstance(call, Provider) else function(name, call, overwrites=call is in_place)
+        for name, call in named.items()
+        if call is not None
+    ]
+    eager = found[2 if in_place else 1]
 
     def make(case: Case, args: Tensors) -> Callable[[], Outputs]:
         # Compilations for other sizes count towards torch's limit of recompilations.
         torch.compiler.reset()
         return torch.compile(eager.make(case, args), fullgraph=True, dynamic=False)
 
-    return eager, *others, Provider("torch.compile", make)
+    return *found, Provider("torch.compile", make)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import ligertune_kernels as kernels
 import torch
@@ -15,17 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from ligertune.bench.case import (
-    Case,
-    OpBenchmark,
-    Outputs,
-    Provider,
-    Tensors,
-    Work,
-    elementwise_work,
-    function,
-    with_compiled,
-)
+from ligertune.bench.case import Case, OpBenchmark, Outputs, Provider, Tensors, Work, elementwise_work, providers_of
 
 IGNORE_INDEX = -100
 MEDUSA_COEFFICIENTS = tuple(0.8**k for k in range(5))
@@ -76,10 +67,8 @@ CROSS_ENTROPY = OpBenchmark(
     row_args=("logits", "labels"),
     work=_logits_work,
     reference=lambda case, args: _mean_over(args[1]),
-    providers=(
-        function("ours", kernels.cross_entropy),
-        function("ours, in place", _in_place_cross_entropy, overwrites=True),
-        *with_compiled(function("eager", _causal_lm_loss), function("torch", F.cross_entropy)),
+    providers=providers_of(
+        kernels.cross_entropy, in_place=_in_place_cross_entropy, eager=_causal_lm_loss, torch=F.cross_entropy
     ),
 )
 
@@ -137,10 +126,7 @@ LINEAR_CROSS_ENTROPY = OpBenchmark(
     row_args=("hidden", "labels"),
     work=_linear_work,
     reference=_linear_reference,
-    providers=(
-        Provider("ours", _our_linear),
-        *with_compiled(function("eager", _eager_linear), function("torch", _torch_linear)),
-    ),
+    providers=providers_of(Provider("ours", _our_linear), eager=_eager_linear, torch=_torch_linear),
 )
 
 
@@ -175,7 +161,7 @@ MULTI_HEAD = OpBenchmark(
     inputs=_heads_inputs,
     work=lambda case: _linear_work(case, heads=len(MEDUSA_COEFFICIENTS)),
     reference=lambda case, args: _sum_of_heads(F.cross_entropy),
-    providers=(function("ours", _our_heads), *with_compiled(function("eager", _sum_of_heads(_causal_lm_loss)))),
+    providers=providers_of(_our_heads, eager=_sum_of_heads(_causal_lm_loss)),
 )
 
 
@@ -206,7 +192,7 @@ STATISTICS = OpBenchmark(
     row_args=("hidden", "labels"),
     work=_statistics_work,
     reference=lambda case, args: _statistics,
-    providers=(function("ours", _our_statistics), *with_compiled(function("eager", _statistics))),
+    providers=providers_of(_our_statistics, eager=_statistics),
     modes=("forward",),
 )
 
@@ -235,8 +221,7 @@ def _jsd(student: Tensor, teacher: Tensor) -> Tensor:
     return 0.5 * sum(parts) / student.shape[0]
 
 
-def _kl_div(student: Tensor, teacher: Tensor) -> Tensor:
-    return F.kl_div(student, teacher, reduction="batchmean")
+OUR_KL_DIV, KL_DIV = (partial(loss, reduction="batchmean") for loss in (kernels.kl_div, F.kl_div))
 
 
 def _of_all_rows(loss: Callable[..., Tensor]) -> Callable[[Case, Tensors], Callable[..., Outputs]]:
@@ -258,13 +243,9 @@ def _divergence(
         row_args=args,
         work=elementwise_work(2, 1),
         reference=_of_all_rows(loss),
-        providers=(function("ours", ours), *with_compiled(function(baseline, loss))),
+        providers=providers_of(ours, **{baseline: loss}),
         dtype=torch.float32,
     )
-
-
-def _our_kl_div(student: Tensor, teacher: Tensor) -> Tensor:
-    return kernels.kl_div(student, teacher, reduction="batchmean")
 
 
 def _linear_jsd_inputs(case: Case, device: torch.device) -> Tensors:
@@ -292,7 +273,7 @@ def _linear_jsd(hidden: Tensor, weight: Tensor, teacher_hidden: Tensor, teacher_
 
 
 DIVERGENCES = (
-    _divergence("kl_div", ("log_probs", "target"), _kl_inputs, _our_kl_div, "torch", _kl_div),
+    _divergence("kl_div", ("log_probs", "target"), _kl_inputs, OUR_KL_DIV, "torch", KL_DIV),
     _divergence("jsd", ("student", "teacher"), _jsd_inputs, kernels.jsd, "eager", _jsd),
     OpBenchmark(
         op="linear_jsd",
@@ -304,6 +285,6 @@ DIVERGENCES = (
         row_args=("hidden", "teacher_hidden"),
         work=_linear_jsd_work,
         reference=_of_all_rows(_linear_jsd),
-        providers=(function("ours", kernels.linear_jsd), *with_compiled(function("eager", _linear_jsd))),
+        providers=providers_of(kernels.linear_jsd, eager=_linear_jsd),
     ),
 )

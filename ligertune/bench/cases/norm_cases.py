@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
 
 import ligertune_kernels as kernels
 import torch
 from torch.nn import functional as F
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from ligertune.bench.case import (
-    Case,
-    OpBenchmark,
-    Outputs,
-    Provider,
-    Tensors,
-    elementwise_work,
-    function,
-    with_compiled,
-)
+from ligertune.bench.case import Case, OpBenchmark, Outputs, Tensors, elementwise_work, providers_of
 
 EPS = 1e-6
-IN_PLACE = "ours, in place"  # x's gradient overwrites the incoming gradient, as in some other libraries
 GROUPS = 32
 
 
@@ -37,36 +29,23 @@ def _inputs(n_rows: int, n_affine: int) -> Callable[[Case, torch.device], Tensor
     return inputs
 
 
-def _llama_norm(weight: torch.Tensor) -> LlamaRMSNorm:
-    norm = LlamaRMSNorm(weight.shape[0])
-    norm.weight = weight
-    return norm
-
-
-def _eager_rms_norm(case: Case, args: Tensors) -> Callable[[], Outputs]:
-    x, weight = args
-    norm = _llama_norm(weight)
-    return lambda: norm(x)
-
-
-def _eager_add_rms_norm(case: Case, args: Tensors) -> Callable[[], Outputs]:
-    x, residual, weight = args
-    norm = _llama_norm(weight)
-
-    def run() -> Outputs:
-        total = x + residual
-        return norm(total), total
-
-    return run
-
-
 def _rms_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return F.rms_norm(x, weight.shape, weight, EPS)
 
 
-def _add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> Outputs:
-    total = x + residual
-    return _rms_norm(total, weight), total
+def _llama_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Call the forward of transformers' module on a given weight."""
+    return LlamaRMSNorm.forward(SimpleNamespace(weight=weight, variance_epsilon=EPS), x)
+
+
+def _after_add(norm: Callable[..., torch.Tensor]) -> Callable[..., Outputs]:
+    """Return a function of x, residual and weight: the norm of x + residual, and the sum."""
+
+    def call(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> Outputs:
+        total = x + residual
+        return norm(total, weight), total
+
+    return call
 
 
 def _layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
@@ -78,33 +57,36 @@ def _group_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> to
 
 
 def _row_norm(
-    op: str, args: tuple[str, ...], n_rows: int, moved: tuple[int, int], plain: Callable[..., Outputs], *eager: Provider
+    op: str, args: tuple[str, ...], moved: tuple[int, int], plain: Callable[..., Outputs], **eager: Callable
 ) -> OpBenchmark:
-    """Return the benchmark of a norm over the last dimension; args: n_rows of (N, E), then weight and bias (E,)."""
-    kernel = getattr(kernels, op)
-    ours = function("ours", lambda *given: kernel(*given, EPS))
-    in_place = function(IN_PLACE, lambda *given: kernel(*given, EPS, inplace=True))
+    """Return the benchmark of a norm over the last dimension; args: rows (N, E), then weight and bias (E,).
+
+    eager: what transformers' models use, if it is not torch's function.
+    """
+    kernel, rows = getattr(kernels, op), args[: args.index("weight")]
     return OpBenchmark(
         op=op,
         dims=("N", "E"),
         sizes=tuple((8192, width) for width in (1024, 2048, 4096, 8192, 16384)),
         cpu_sizes=((64, 128), (64, 512)),
         args=args,
-        inputs=_inputs(n_rows, len(args) - n_rows),
-        row_args=args[:n_rows],
+        inputs=_inputs(len(rows), len(args) - len(rows)),
+        row_args=rows,
         work=elementwise_work(*moved),
         reference=lambda case, args: plain,
-        # Without `eager`, transformers' models use torch's function.
-        providers=(ours, in_place, *with_compiled(*eager, function("torch", plain))),
+        # In place: x's gradient overwrites the incoming gradient, as in some other libraries.
+        providers=providers_of(
+            partial(kernel, eps=EPS), in_place=partial(kernel, eps=EPS, inplace=True), **eager, torch=plain
+        ),
     )
 
 
 NORMS = (
-    _row_norm("rms_norm", ("x", "weight"), 1, (2, 3), _rms_norm, Provider("eager", _eager_rms_norm)),
+    _row_norm("rms_norm", ("x", "weight"), (2, 3), _rms_norm, eager=_llama_norm),
     _row_norm(
-        "add_rms_norm", ("x", "residual", "weight"), 2, (4, 4), _add_rms_norm, Provider("eager", _eager_add_rms_norm)
+        "add_rms_norm", ("x", "residual", "weight"), (4, 4), _after_add(_rms_norm), eager=_after_add(_llama_norm)
     ),
-    _row_norm("layer_norm", ("x", "weight", "bias"), 1, (2, 3), _layer_norm),
+    _row_norm("layer_norm", ("x", "weight", "bias"), (2, 3), _layer_norm),
     OpBenchmark(
         op="group_norm",
         dims=("B", "C", "HW"),
@@ -115,9 +97,8 @@ NORMS = (
         row_args=("x",),
         work=elementwise_work(2, 3),
         reference=lambda case, args: _group_norm,
-        providers=(
-            function("ours", lambda x, weight, bias: kernels.group_norm(x, GROUPS, weight, bias, EPS)),
-            *with_compiled(function("torch", _group_norm)),
+        providers=providers_of(
+            lambda x, weight, bias: kernels.group_norm(x, GROUPS, weight, bias, EPS), torch=_group_norm
         ),
     ),
 )

@@ -19,7 +19,7 @@ from ligertune.bench.case import (
     Work,
     elementwise_work,
     function,
-    with_compiled,
+    providers_of,
 )
 
 HEADS, KEY_VALUE_HEADS, HEAD_DIM = 32, 8, 128  # those of Llama-3-8B
@@ -57,11 +57,7 @@ ROPE = OpBenchmark(
     # One row of q and k per token is read and written.
     work=elementwise_work(*(2 * (HEADS + KEY_VALUE_HEADS) * HEAD_DIM,) * 2),
     reference=lambda case, args: apply_rotary_pos_emb,
-    providers=(
-        function("ours", kernels.apply_rope),
-        function("ours, in place", _rope_in_place, overwrites=True),
-        *with_compiled(function("eager", apply_rotary_pos_emb)),
-    ),
+    providers=providers_of(kernels.apply_rope, in_place=_rope_in_place, eager=apply_rotary_pos_emb),
 )
 
 
@@ -88,11 +84,7 @@ def _gated(op: str, activation: str, width: int, rows: tuple[int, ...]) -> OpBen
         row_args=("gate", "up"),
         work=elementwise_work(3, 5),
         reference=lambda case, args: plain,
-        providers=(
-            function("ours", kernel),
-            function("ours, in place", in_place, overwrites=True),
-            *with_compiled(function("eager", plain)),
-        ),
+        providers=providers_of(kernel, in_place=in_place, eager=plain),
     )
 
 
@@ -124,7 +116,7 @@ EMBEDDING = OpBenchmark(
     row_args=("ids",),
     work=_embedding_work,
     reference=lambda case, args: F.embedding,
-    providers=(function("ours", kernels.embedding), *with_compiled(function("torch", F.embedding))),
+    providers=providers_of(kernels.embedding, torch=F.embedding),
 )
 
 
@@ -163,7 +155,7 @@ INT2_MATMUL = OpBenchmark(
     row_args=("x",),
     work=_int2_work,
     reference=lambda case, args: lambda x, weight: x.double() @ weight.double().t(),
-    providers=(Provider("ours", _our_int2_matmul), *with_compiled(Provider("torch", _float_matmul))),
+    providers=providers_of(Provider("ours", _our_int2_matmul), torch=Provider("torch", _float_matmul)),
     dtype=torch.int8,
     modes=("forward",),
 )
@@ -200,6 +192,6 @@ ADAMW_STEP = OpBenchmark(
     row_args=ADAMW_ARGS,
     work=elementwise_work(7, 0),  # four tensors are read and three written
     reference=lambda case, args: _adamw,
-    providers=(function("ours", _our_adamw, overwrites=True), *with_compiled(function("eager", _adamw))),
+    providers=providers_of(function("ours", _our_adamw, overwrites=True), eager=_adamw),
     modes=("forward",),
 )
