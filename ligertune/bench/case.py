@@ -12,6 +12,7 @@ import torch
 Mode = Literal["forward", "backward", "both"]
 Tensors = tuple[torch.Tensor, ...]
 Outputs = torch.Tensor | Tensors
+IN_PLACE = "ours, in place"  # provider whose results overwrite its arguments or the incoming gradient
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ def providers_of(
     **baselines: Callable[..., Outputs] | Provider | None,
 ) -> tuple[Provider, ...]:
     """Return our implementations, the baselines by name, and torch.compile of the first baseline, for one size."""
-    named = {"ours": ours, "ours, in place": in_place, **baselines}
+    named = {"ours": ours, IN_PLACE: in_place, **baselines}
     found = [
         call if isinstance(call, Provider) else function(name, call, overwrites=call is in_place)
         for name, call in named.items()

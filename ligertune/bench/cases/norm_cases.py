@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from types import SimpleNamespace
 
 import ligertune_kernels as kernels
 import torch
 from torch.nn import functional as F
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from ligertune.bench.case import Case, OpBenchmark, Outputs, Tensors, elementwise_work, providers_of
+from ligertune.bench.case import Case, OpBenchmark, Outputs, Provider, Tensors, elementwise_work, providers_of
 
 EPS = 1e-6
 GROUPS = 32
@@ -33,19 +32,27 @@ def _rms_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return F.rms_norm(x, weight.shape, weight, EPS)
 
 
-def _llama_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Call the forward of transformers' module on a given weight."""
-    return LlamaRMSNorm.forward(SimpleNamespace(weight=weight, variance_epsilon=EPS), x)
+def _add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> Outputs:
+    total = x + residual
+    return _rms_norm(total, weight), total
 
 
-def _after_add(norm: Callable[..., torch.Tensor]) -> Callable[..., Outputs]:
-    """Return a function of x, residual and weight: the norm of x + residual, and the sum."""
+def _llama_norm(case: Case, args: Tensors) -> Callable[[], Outputs]:
+    """Return transformers' norm of x, or of x + residual together with the sum."""
+    *rows, weight = args
+    norm = LlamaRMSNorm(weight.shape[0])
+    norm.weight = weight
 
-    def call(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> Outputs:
-        total = x + residual
-        return norm(total, weight), total
+    def run() -> Outputs:
+        if len(rows) == 1:
+            return norm(*rows)
+        total = rows[0] + rows[1]
+        return norm(total), total
 
-    return call
+    return run
+
+
+EAGER = Provider("eager", _llama_norm)
 
 
 def _layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
@@ -57,7 +64,7 @@ def _group_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> to
 
 
 def _row_norm(
-    op: str, args: tuple[str, ...], moved: tuple[int, int], plain: Callable[..., Outputs], **eager: Callable
+    op: str, args: tuple[str, ...], moved: tuple[int, int], plain: Callable[..., Outputs], **eager: Provider
 ) -> OpBenchmark:
     """Return the benchmark of a norm over the last dimension; args: rows (N, E), then weight and bias (E,).
 
@@ -82,10 +89,8 @@ def _row_norm(
 
 
 NORMS = (
-    _row_norm("rms_norm", ("x", "weight"), (2, 3), _rms_norm, eager=_llama_norm),
-    _row_norm(
-        "add_rms_norm", ("x", "residual", "weight"), (4, 4), _after_add(_rms_norm), eager=_after_add(_llama_norm)
-    ),
+    _row_norm("rms_norm", ("x", "weight"), (2, 3), _rms_norm, eager=EAGER),
+    _row_norm("add_rms_norm", ("x", "residual", "weight"), (4, 4), _add_rms_norm, eager=EAGER),
     _row_norm("layer_norm", ("x", "weight", "bias"), (2, 3), _layer_norm),
     OpBenchmark(
         op="group_norm",
