@@ -249,12 +249,14 @@ def _product(parts: list[Part], matrix: torch.Tensor) -> torch.Tensor:
 
 def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: int) -> None:
     """Set total to beta · total + a b. total is at least as wide as the factors."""
-    if total.dtype == a.dtype:
-        torch.addmm(total, a, b, beta=beta, out=total)
-        return
-    chip = chip_of(total.device)
-    tracing = torch.compiler.is_compiling()  # torch 2.11 fails to trace a product into a wider sum
-    if chip is not None and chip.vendor == "nvidia" and total.device.type == "cuda" and not tracing:
-        torch.addmm(total, a, b, out_dtype=total.dtype, beta=beta, out=total)
+    if total.dtype != a.dtype:
+        chip = chip_of(total.device)
+        tracing = torch.compiler.is_compiling()  # torch 2.11 fails to trace a product into a wider sum
+        if chip is not None and chip.vendor == "nvidia" and total.device.type == "cuda" and not tracing:
+            torch.addmm(total, a, b, out_dtype=total.dtype, beta=beta, out=total)
+            return
+        a, b = a.to(total.dtype), b.to(total.dtype)
+    if beta == 0:  # inductor splits addmm into 0 · total + a b, which is NaN if the unwritten total holds NaN
+        torch.mm(a, b, out=total)
     else:
-        torch.addmm(total, a.to(total.dtype), b.to(total.dtype), beta=beta, out=total)
+        torch.addmm(total, a, b, beta=beta, out=total)

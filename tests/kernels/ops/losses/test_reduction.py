@@ -252,3 +252,22 @@ REFUSED = (
 def test_arguments_that_do_not_fit_are_refused(name, tensors, options, message) -> None:
     with pytest.raises(ValueError, match=message):
         getattr(kernels, name)(*tensors, **options)
+
+
+@pytest.mark.parametrize("op", ["linear_cross_entropy", "linear_jsd"])
+def test_compiled_products_do_not_read_unwritten_memory(op):
+    """Inductor may split addmm into 0 · total + a b, which is NaN if the memory of total held NaN."""
+    betas = []
+
+    def backend(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> Callable[..., object]:
+        graphs = [module for module in graph.modules() if isinstance(module, torch.fx.GraphModule)]
+        betas.extend(node.kwargs.get("beta", 1) for each in graphs for node in each.graph.nodes
+                     if node.target is torch.addmm)  # fmt: skip
+        return graph.forward
+
+    hidden, weight = torch.randn(6, 8, requires_grad=True), torch.randn(20, 8, requires_grad=True)
+    other = {"linear_cross_entropy": (torch.arange(6),), "linear_jsd": (hidden.detach().roll(1, 0), weight.detach())}
+    function = getattr(kernels, op)
+    loss = torch.compile(lambda h, w: function(h, w, *other[op]), backend=backend, fullgraph=True)(hidden, weight)
+    torch.testing.assert_close(loss, function(hidden, weight, *other[op]))
+    assert 0 not in betas
