@@ -30,10 +30,9 @@ from ligertune.train.checkpoint.final_model import save_final_model
 from ligertune.train.checkpoint.load_checkpoint import check_unfinished
 from ligertune.train.checks import explain_out_of_memory
 from ligertune.train.distributed import launched_with_fsdp, start_accelerator
-from ligertune.train.job import Job
 from ligertune.train.loop import fit
 from ligertune.train.model_builder import Change, preview_model, trained_model
-from ligertune.train.setup import Training
+from ligertune.train.setup import Job, Training
 from ligertune.vision.families import exact_packing
 from ligertune.vision.reader import load_reader
 

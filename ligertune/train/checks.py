@@ -7,12 +7,13 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from ligertune.attention.padding_free import about_padding_free
 from ligertune.data.batching.collate import Batcher, collate_packed
@@ -22,9 +23,6 @@ from ligertune.planning.memory.fit import advice
 from ligertune.planning.plan import Plan
 from ligertune.train.distributed import reshard
 from ligertune.vision.families import family_of
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 FIRST, SECOND = 13, 11  # tokens of the two documents: small and odd
 # The largest change of the second document's logits, relative to the change of the first's, that rounding explains.
@@ -48,20 +46,26 @@ def document_leak(model: PreTrainedModel, *, multiple_of: int) -> float:
     rng = np.random.default_rng(0)
     first, other, second = (rng.integers(vocab_size, size=length) for length in (FIRST, FIRST, SECOND))
     logits = []
-    was_training = model.training
-    model.eval()
-    with torch.no_grad():
-        for document in (first, other):
-            examples = [Example(tokens, tokens, "") for tokens in (document, second)]
-            batch = collate_packed(examples, pad_token_id=0, pad_to_multiple_of=multiple_of)
-            del batch["labels"]
-            if _uses_position_sections(model):
-                batch["position_ids"] = batch["position_ids"].expand(4, 1, -1)
-            tensors = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
-            logits.append(model(**tensors, use_cache=False).logits[0].float())
-    model.train(was_training)
+    for document in (first, other):
+        examples = [Example(tokens, tokens, "") for tokens in (document, second)]
+        batch = collate_packed(examples, pad_token_id=0, pad_to_multiple_of=multiple_of)
+        del batch["labels"]
+        if _uses_position_sections(model):
+            batch["position_ids"] = batch["position_ids"].expand(4, 1, -1)
+        logits.append(_evaluate_batch(model, batch, device).logits[0].float())
     change = (logits[0] - logits[1]).abs().amax(-1)  # (T,)
     return float(change[FIRST : FIRST + SECOND].max() / change[:FIRST].max())
+
+
+@torch.no_grad()
+def _evaluate_batch(model: nn.Module, batch: dict[str, Any], device: torch.device, **loss_inputs: Any) -> Any:
+    """Return the model's output for a batch, in evaluation mode."""
+    was_training = model.training
+    model.eval()
+    tensors = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
+    output = model(**tensors, **loss_inputs, use_cache=False)
+    model.train(was_training)
+    return output
 
 
 def _uses_position_sections(model: PreTrainedModel) -> bool:
@@ -127,15 +131,11 @@ def context_parallel_error(model: nn.Module, batcher: Batcher, *, vocab_size: in
     cut = length // 3  # the second document then lies in several parts
     examples = [Example(ids, ids, "") for ids in (tokens[:cut], tokens[cut:])]
     whole = collate_packed(examples, pad_token_id=batcher.pad_token_id)
-    was_training, found = model.training, []
-    model.eval()
-    with torch.no_grad():
-        for batch in (whole, batcher.context_parallel.cut(whole)):
-            tensors = {k: v.to(batcher.device) if isinstance(v, Tensor) else v for k, v in batch.items()}
-            output = model(**tensors, num_items_in_batch=length, use_cache=False)
-            found.append((output.logits[0].float(), output.loss.float()))
-    model.train(was_training)
-    (logits, loss), (part_logits, part_loss) = found
+    outputs = [
+        _evaluate_batch(model, batch, batcher.device, num_items_in_batch=length)
+        for batch in (whole, batcher.context_parallel.cut(whole))
+    ]
+    (logits, loss), (part_logits, part_loss) = ((out.logits[0].float(), out.loss.float()) for out in outputs)
     dist.all_reduce(part_loss, group=batcher.context_parallel.group)
     own = logits[batcher.context_parallel.tokens(length).to(batcher.device)]
     difference = torch.linalg.vector_norm(part_logits - own) / torch.linalg.vector_norm(own)
@@ -171,7 +171,9 @@ class FiniteLossCheck:
         bad = [(step, batches) for step, loss, batches in self._steps if not bool(torch.isfinite(loss))]
         step, batches = bad[0] if bad else (self._steps[-1][0], self._steps[-1][2])
         path = self._output_dir / f"bad_batch-step-{step}-rank-{self._rank}.json"
-        path.write_text(json.dumps(self._contents(step, batches), indent=1) + "\n", encoding="utf-8")
+        micro_batches = [[[self._example(int(i)) for i in row] for row in rows] for rows in batches]
+        contents = json.dumps({"step": step, "micro_batches": micro_batches}, indent=1)
+        path.write_text(contents + "\n", encoding="utf-8")
         what = "The loss" if bad else "A gradient, or the loss of another rank,"
         return UserError(
             f"{what} of step {step} is not a number. Its batch is in {path}. No checkpoint was written since.",
@@ -179,14 +181,8 @@ class FiniteLossCheck:
             exit_code=1,
         )
 
-    def _contents(self, step: int, batches: Sequence[Sequence[np.ndarray]]) -> dict:
-        """Return the micro-batches as rows of examples: index in the data set, token ids, labels."""
-        return {
-            "step": step,
-            "micro_batches": [[[self._example(int(i)) for i in row] for row in rows] for rows in batches],
-        }
-
     def _example(self, index: int) -> dict:
+        """Return an example of a bad batch: index in the data set, source, token ids, labels."""
         example = self._batcher.examples[index]
         ids = {name: getattr(example, name).tolist() for name in ("input_ids", "labels")}
         return {"index": index, "source": example.source, **ids}
@@ -198,23 +194,18 @@ class OutOfDeviceMemory(UserError):
 
 @contextlib.contextmanager
 def explain_out_of_memory(plan: Plan) -> Iterator[None]:
-    """Replace torch's OutOfMemoryError by OutOfDeviceMemory, which names the recipe keys to change."""
+    """Replace torch's OutOfMemoryError by OutOfDeviceMemory, with the plan's estimate and the keys to change."""
     try:
         yield
     except torch.OutOfMemoryError as error:
-        raise _out_of_memory(plan, error) from error
-
-
-def _out_of_memory(plan: Plan, error: torch.OutOfMemoryError) -> OutOfDeviceMemory:
-    """Return the error with the size that torch asked for and the plan's prediction."""
-    requested = re.search(r"Tried to allocate [\d.]+ \w+", str(error))
-    peak, expected = plan.peak, ""
-    if peak is not None:
-        parts = ", ".join(f"{kind} {size / 2**30:.2f}" for kind, size in peak.parts().items() if size)
-        expected = f" The plan expects {peak.total / 2**30:.2f} GiB: {parts}."
-    return OutOfDeviceMemory(
-        f"{plan.machine.name} with {plan.machine.memory_bytes / 2**30:.1f} GiB ran out of memory"
-        f"{': ' + requested[0].replace('Tried', 'tried') if requested else ''}.{expected}",
-        hint=advice(plan),
-        exit_code=1,
-    )
+        requested = re.search(r"Tried to allocate [\d.]+ \w+", str(error))
+        peak, expected = plan.peak, ""
+        if peak is not None:
+            parts = ", ".join(f"{kind} {size / 2**30:.2f}" for kind, size in peak.parts().items() if size)
+            expected = f" The plan expects {peak.total / 2**30:.2f} GiB: {parts}."
+        raise OutOfDeviceMemory(
+            f"{plan.machine.name} with {plan.machine.memory_bytes / 2**30:.1f} GiB ran out of memory"
+            f"{': ' + requested[0].replace('Tried', 'tried') if requested else ''}.{expected}",
+            hint=advice(plan),
+            exit_code=1,
+        ) from error

@@ -20,6 +20,7 @@ from ligertune.errors import UserError
 MAX_GRAPHS = 16  # each keeps its inputs and launches in memory; further shapes run without a graph
 # Entries of a batch that no device code reads: attention in one launch uses cu_seq_lens.
 HOST_ONLY = ("document_lengths",)
+HINT = "Write train.cuda_graphs: false."
 
 Step = Callable[[dict[str, Any]], Tensor]
 
@@ -62,7 +63,8 @@ class CudaGraphedStep:
         first_of_step = all(p.grad is None for p in self._parameters)
         overwrites = first_of_step and self._overwriting in (None, shapes)
         if first_of_step and self._gradients and not overwrites:
-            self._start_with_zeros()
+            self._attach_gradients()
+            torch._foreach_zero_([gradient for _, gradient in self._gradients])
         key = (shapes, overwrites)
         graph = self._graphs.get(key)
         if graph is None:
@@ -76,8 +78,7 @@ class CudaGraphedStep:
             tensor.copy_(batch[name])
         graph.graph.replay()
         if overwrites:
-            for parameter, gradient in self._gradients:
-                parameter.grad = gradient
+            self._attach_gradients()
         self.replayed += 1
         return graph.loss
 
@@ -97,17 +98,12 @@ class CudaGraphedStep:
         if overwrites:
             self._overwriting, self._gradients = shapes, found
         elif len(found) != len(self._gradients):
-            raise UserError(
-                f"train.cuda_graphs: {len(found)} parameters got a gradient of one batch, {len(self._gradients)} of "
-                "another.",
-                hint="Write train.cuda_graphs: false.",
-                exit_code=1,
-            )
+            numbers = f"{len(found)} parameters got a gradient of one batch, {len(self._gradients)} of another."
+            raise UserError(f"train.cuda_graphs: {numbers}", hint=HINT, exit_code=1)
 
-    def _start_with_zeros(self) -> None:
+    def _attach_gradients(self) -> None:
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
-        torch._foreach_zero_([gradient for _, gradient in self._gradients])
 
     def _record(self, batch: dict[str, Any]) -> _Graph:
         """Record the step. Raises UserError if something in it synchronises, which a graph cannot."""
@@ -120,11 +116,8 @@ class CudaGraphedStep:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            raise UserError(
-                f"train.cuda_graphs: forward and backward cannot be recorded: {str(error).splitlines()[0]}.",
-                hint="Write train.cuda_graphs: false.",
-                exit_code=1,
-            ) from error
+            reason = f"forward and backward cannot be recorded: {str(error).splitlines()[0]}."
+            raise UserError(f"train.cuda_graphs: {reason}", hint=HINT, exit_code=1) from error
         self._pool = graph.pool()
         self.peak = max(self.peak, torch.cuda.max_memory_allocated(self._device))
         return _Graph(graph, inputs, loss)

@@ -9,27 +9,23 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from accelerate import Accelerator
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+from torch import Tensor, nn
 
 from ligertune.data.batching.collate import Batcher
 from ligertune.data.batching.packing import pack
 from ligertune.launcher.signals import StopRequest
 from ligertune.patching.deferred_logits import loss_only
+from ligertune.planning.plan import Plan
 from ligertune.storage import put_in_place, remove
 from ligertune.tasks.objectives import Objective
-from ligertune.train.checkpoint.trained_weights import FILE, load_trained, save_trained
+from ligertune.train.checkpoint.trained_weights import FILE, load_trained, save_weights, trained
 from ligertune.train.distributed import full_state_dict, is_sharded, reduce_sum, reshard
 from ligertune.train.step import HostThrottle
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-    from ligertune.planning.plan import Plan
 
 
 def evaluate(
@@ -42,7 +38,9 @@ def evaluate(
     """
     loss_inputs = objective.inputs(batcher.examples, np.arange(len(batcher.examples)))
     rank, world = accelerator.process_index // plan.batching.cp_size, plan.batching.row_ranks
-    rows, size = _evaluation_rows(plan, batcher), plan.batching.eval_batch_size
+    lengths, size = batcher.examples.lengths, plan.batching.eval_batch_size
+    # Packs as in training, or single examples, longest first: little padding, and an early out-of-memory.
+    rows = pack(lengths, plan.rows.length) if plan.rows.packed else np.argsort(-lengths, kind="stable")[:, None]
     if batcher.images is not None and batcher.images.family.layout == "tiles":
         size = 1  # a batch must hold equally many images in each row
     loss_sum, throttle = torch.zeros((), device=accelerator.device, dtype=torch.float32), HostThrottle(accelerator)
@@ -61,12 +59,6 @@ def evaluate(
     model.train()
     reshard(model)
     return mean
-
-
-def _evaluation_rows(plan: Plan, batcher: Batcher) -> Sequence[np.ndarray]:
-    """Return packs as in training, or single examples, longest first: little padding, and an early out-of-memory."""
-    lengths = batcher.examples.lengths
-    return pack(lengths, plan.rows.length) if plan.rows.packed else np.argsort(-lengths, kind="stable")[:, None]
 
 
 class EarlyStopping:
@@ -98,11 +90,11 @@ def save_best(accelerator: Accelerator, model: nn.Module, output_dir: Path, *, s
         remove(aside)
         aside.mkdir(parents=True)
         if weights is None:
-            save_trained(accelerator.unwrap_model(model), aside / FILE)
+            save_weights(trained(accelerator.unwrap_model(model)), aside / FILE)
         else:
             # Save tied weights once: they may share memory, which safetensors refuses under two names.
             once = {t.data_ptr(): name for name, t in reversed(weights.items())}
-            save_file({name: weights[name].contiguous() for name in once.values()}, aside / FILE)
+            save_weights({name: weights[name] for name in once.values()}, aside / FILE)
         (aside / "best.json").write_text(json.dumps({"step": step, "eval_loss": loss}) + "\n", encoding="utf-8")
         put_in_place(aside, folder)
     accelerator.wait_for_everyone()

@@ -10,7 +10,7 @@ import contextlib
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 import torch
 from torch import Tensor
@@ -43,17 +43,20 @@ class Counts:
             setattr(self, name, getattr(self, name) + value)
 
 
+@dataclass
 class Lap:
     """Work between two timestamps, and its duration. On a GPU the timestamps are events that may not be reached yet."""
 
-    def __init__(self, counts: Counts, start: Timestamp, end: Timestamp, paused: float) -> None:
-        self.counts, self._start, self._end, self._paused = counts, start, end, paused
+    start: Timestamp
+    end: Timestamp | None = None
+    counts: Counts = field(default_factory=Counts)
+    paused: float = 0.0  # seconds
 
     def seconds(self) -> float:
         """Return the duration without pauses. The caller has waited for the device to reach the end."""
-        if isinstance(self._start, float):
-            return self._end - self._start - self._paused
-        return self._start.elapsed_time(self._end) / 1000 - self._paused  # elapsed_time is in milliseconds
+        if isinstance(self.start, float):
+            return self.end - self.start - self.paused
+        return self.start.elapsed_time(self.end) / 1000 - self.paused  # elapsed_time is in milliseconds
 
 
 class Meter:
@@ -62,10 +65,8 @@ class Meter:
     def __init__(self, device: torch.device, *, warmup_steps: int) -> None:
         self._device = device
         self._warmup_steps = warmup_steps
-        self._all, self._steady, self._lap = Counts(), Counts(), Counts()
-        self._start = self._steady_start = time.perf_counter()
-        self._paused = self._steady_paused = self._lap_paused = 0.0
-        self._lap_start = self._now()
+        # `_all` and `_steady`, after the warm-up, are measured on the host's clock.
+        self._all, self._steady, self._lap = Lap(time.perf_counter()), Lap(time.perf_counter()), Lap(self._now())
         self._peak_before_reset = {"allocated": 0, "reserved": 0}
         self._uncounted = 0
         if device.type == "cuda":
@@ -73,20 +74,14 @@ class Meter:
 
     def add(self, counts: Counts) -> None:
         """Count a step that the host has launched; the device may still compute it."""
-        for total in (self._all, self._lap):
-            total.add(counts)
-        if self._all.steps > self._warmup_steps:
-            self._steady.add(counts)
-        elif self._all.steps == self._warmup_steps:
-            self._end_warmup()
-
-    def _end_warmup(self) -> None:
-        synchronize(self._device)
-        self._steady_start = time.perf_counter()
-        self._steady_paused = 0.0
-        if self._device.type == "cuda":
-            self._peak_before_reset = _cuda_peak(self._device)
-            torch.cuda.reset_peak_memory_stats(self._device)
+        for lap in (self._all, self._steady, self._lap):
+            lap.counts.add(counts)
+        if self._all.counts.steps == self._warmup_steps:
+            synchronize(self._device)
+            self._steady = Lap(time.perf_counter())
+            if self._device.type == "cuda":
+                self._peak_before_reset = _cuda_peak(self._device)
+                torch.cuda.reset_peak_memory_stats(self._device)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -96,15 +91,13 @@ class Meter:
         yield
         synchronize(self._device)
         seconds = time.perf_counter() - start
-        self._paused += seconds
-        self._steady_paused += seconds
-        self._lap_paused += seconds
+        for lap in (self._all, self._steady, self._lap):
+            lap.paused += seconds
 
     def lap(self) -> Lap:
         """Return the work since the last lap, without a synchronisation."""
-        now = self._now()
-        lap = Lap(self._lap, self._lap_start, now, self._lap_paused)
-        self._lap, self._lap_start, self._lap_paused = Counts(), now, 0.0
+        lap, self._lap = self._lap, Lap(self._now())
+        lap.end = self._lap.start
         return lap
 
     def _now(self) -> Timestamp:
@@ -118,10 +111,10 @@ class Meter:
     def total(self) -> tuple[Counts, float, bool]:
         """Return (work, seconds, whether the warm-up is excluded) of the run so far."""
         synchronize(self._device)
-        now = time.perf_counter()
-        if self._steady.steps:
-            return self._steady, now - self._steady_start - self._steady_paused, True
-        return self._all, now - self._start - self._paused, False
+        warmup_excluded = self._all.counts.steps > self._warmup_steps
+        measured = self._steady if warmup_excluded else self._all
+        measured.end = time.perf_counter()
+        return measured.counts, measured.seconds(), warmup_excluded
 
     def include_peak(self, allocated: int) -> None:
         """Raise the allocated peak to `allocated` bytes: torch does not count what replayed CUDA graphs use."""

@@ -34,24 +34,20 @@ class _Record:
     peak_memory: dict[str, int]
 
 
+@dataclass(eq=False)
 class MetricsLogger:
     """Write metrics without a GPU synchronisation: `record` at the end of a step, `flush` one step later.
 
     As a context manager it also writes the last record of a run that ends by an exception, if its numbers have arrived.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        accelerator: Accelerator,
-        meter: Meter,
-        loss_check: FiniteLossCheck,
-        file: MetricsFile,
-        show: Callable[[dict], None],
-    ) -> None:
-        self._plan, self._accelerator, self._meter, self._loss_check = plan, accelerator, meter, loss_check
-        self._file, self._show = file, show
-        self._pending: _Record | None = None
+    plan: Plan
+    accelerator: Accelerator
+    meter: Meter
+    loss_check: FiniteLossCheck
+    file: MetricsFile
+    show: Callable[[dict], None]
+    _pending: _Record | None = None
 
     def __enter__(self) -> MetricsLogger:
         return self
@@ -67,18 +63,18 @@ class MetricsLogger:
 
     def log(self, line: dict) -> None:
         """Send a line to metrics.jsonl, the trackers and the terminal. Only the main rank does."""
-        if self._accelerator.is_main_process:
-            self._file.write(line)
+        if self.accelerator.is_main_process:
+            self.file.write(line)
             numbers = {name: value for name, value in line.items() if isinstance(value, int | float) and name != "step"}
-            self._accelerator.log(numbers, step=line["step"])
-            self._show(line)
+            self.accelerator.log(numbers, step=line["step"])
+            self.show(line)
 
     def record(self, step: int, loss_sum: Tensor, grad_norm: Tensor | None, learning_rate: float) -> None:
         """Start a line up to `step`. loss_sum (): this rank's losses in them. All ranks call it."""
-        numbers = [reduce_sum(self._accelerator, loss_sum)]
+        numbers = [reduce_sum(self.accelerator, loss_sum)]
         numbers += [] if grad_norm is None else [full_tensor(grad_norm).to(loss_sum)]
-        lap = self._meter.lap()
-        self._pending = _Record(step, learning_rate, HostCopy(torch.stack(numbers)), lap, self._meter.peak_memory())
+        lap = self.meter.lap()
+        self._pending = _Record(step, learning_rate, HostCopy(torch.stack(numbers)), lap, self.meter.peak_memory())
         if loss_sum.device.type == "cpu":  # the host does not run ahead of a CPU
             self.flush()
 
@@ -89,19 +85,15 @@ class MetricsLogger:
         pending, self._pending = self._pending, None
         loss, *norm = pending.numbers.read().tolist()
         if not math.isfinite(loss):
-            raise self._loss_check.error()
-        self._loss_check.forget()
+            raise self.loss_check.error()
+        self.loss_check.forget()
         self.log(self._line(pending, loss, *norm))
 
     def _line(self, record: _Record, loss_sum: float, grad_norm: float | None = None) -> dict:
         """Return the line of metrics.jsonl for the steps of a lap, whose losses sum to `loss_sum`."""
-        plan, step, counts, seconds = self._plan, record.step, record.lap.counts, record.lap.seconds()
-        rows = plan.rows.count
-        images = {
-            "images": counts.images,
-            "image_tokens": counts.image_tokens,
-            "images_per_second": counts.images / seconds,
-        }
+        plan, step, counts, seconds = self.plan, record.step, record.lap.counts, record.lap.seconds()
+        rows, per_second = plan.rows.count, counts.images / seconds
+        images = {"images": counts.images, "image_tokens": counts.image_tokens, "images_per_second": per_second}
         return {
             "step": step,
             "epoch": round(step * plan.batching.global_batch_size / rows, 4) if rows else None,
@@ -128,8 +120,8 @@ def open_trackers(plan: Plan, accelerator: Accelerator) -> None:
     """Start a run in each of `logging.report_to`, with the recipe as its configuration."""
     if set(plan.logging.report_to) <= {"jsonl"}:
         return
-    name, settings = run_name(plan), _flatten(plan.settings)
-    accelerator.init_trackers(name, config=settings, init_kwargs={"wandb": {"name": name}})
+    name = run_name(plan)
+    accelerator.init_trackers(name, config=_flatten(plan.settings), init_kwargs={"wandb": {"name": name}})
 
 
 def _flatten(tree: dict, prefix: str = "") -> dict[str, str | int | float | bool]:

@@ -98,22 +98,12 @@ def trained_model(
 
 
 def _load_and_patch(
-    options: BuildOptions,
-    config: PreTrainedConfig,
-    attn_implementation: str,
-    *,
-    dtype: torch.dtype,
-    device: torch.device | str,
+    options: BuildOptions, config: PreTrainedConfig, attention: str, *, dtype: torch.dtype, device: torch.device | str
 ) -> tuple[PreTrainedModel, tuple[KernelLine, ...]]:
-    """Return the model with frozen vision parts and our kernels, and one line per kernel."""
-    model = build_model(
-        options.model.model_copy(update={"attn_implementation": attn_implementation}),
-        config,
-        dtype=dtype,
-        device=device,
-        seed=options.seed,
-        four_bits=options.method.type == "qlora",
-    )
+    """Return the model with frozen vision parts and our kernels, and one line per kernel. attention: its name."""
+    spec = options.model.model_copy(update={"attn_implementation": attention})
+    four_bits = options.method.type == "qlora"
+    model = build_model(spec, config, dtype=dtype, device=device, seed=options.seed, four_bits=four_bits)
     lines: tuple[KernelLine, ...] = ()
     wanted = options.kernels
     if wanted.enabled is not False:

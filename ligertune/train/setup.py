@@ -3,30 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from torch import nn
+from transformers import PreTrainedConfig
 
 from ligertune.data.batching.collate import Batcher, context_parallel_split, rows_multiple_of, static_shapes_of
 from ligertune.data.batching.order import ByImageCount, DataOrder, StreamOrder, check_images_on_all_rows
 from ligertune.data.batching.packing import pack
 from ligertune.data.examples import Examples
+from ligertune.data.prepare import PreparedData
 from ligertune.data.stream import StreamedExamples
 from ligertune.decode.generate import SampleAnswers
+from ligertune.models.load import LoadedTokenizer
 from ligertune.planning.plan import Plan
 from ligertune.storage import MetricsFile
 from ligertune.tasks.objectives import Objective, objective_of
-from ligertune.train.checkpoint.checkpoint_files import resume_folder
+from ligertune.train.checkpoint.checkpoint_files import Saver, resume_folder
 from ligertune.train.checkpoint.load_checkpoint import load_states, saved_progress
-from ligertune.train.checkpoint.saver import Saver
 from ligertune.train.checkpoint.trained_weights import save_only_what_trains
 from ligertune.train.checks import FiniteLossCheck, check_context_parallel
 from ligertune.train.distributed import ProcessGroupTimeout
 from ligertune.train.evaluate import EarlyStopping
-from ligertune.train.job import Job
 from ligertune.train.meter import Counts, Meter
 from ligertune.train.metrics_logger import MetricsLogger, open_trackers
 from ligertune.train.optim.gradients import attach_to_prepared
@@ -35,6 +37,24 @@ from ligertune.train.optim.optimizers import build_optimizer
 from ligertune.train.step import HostThrottle, TrainStep
 from ligertune.vision.inputs import ImagePrefetcher
 from ligertune.vision.reader import ImageReader
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything that a run needs except its model. `run.plan_for` returns it."""
+
+    plan: Plan
+    config: PreTrainedConfig
+    tokenizer: LoadedTokenizer
+    data: PreparedData
+    images: ImageReader | None = None  # only for vision-language models
+
+    @property
+    def prompt(self) -> dict[str, str | None]:
+        """Prompt template and system prompt: saved with the model, and used for its sample answers."""
+        template = {"alpaca": "alpaca", "plain": "raw"}.get(self.data.template, "chat")
+        return {"prompt_template": template, "system_prompt": self.plan.data_options.system_prompt}
+
 
 Answer = Callable[[nn.Module], list[dict[str, str]]]
 
@@ -167,23 +187,22 @@ def _batchers(
 ) -> tuple[Batcher, Batcher | None]:
     """Return what makes batches of training and of evaluation examples. All ranks call it."""
     plan, data, images = job.plan, job.data, job.images
-    options = {
-        "packed": plan.rows.is_padding_free,
-        "multiple_of": plan.rows.multiple_of,
-        "pad_token_id": job.tokenizer.pad_token_id,
-        "index_labels": plan.loss_in_head,
-        "rows_multiple_of": rows_multiple_of(plan),
-        "device": accelerator.device,
-        "label_shifts": objective.label_shifts,
-        "images": images,
-        "context_parallel": context_parallel_split(plan),
-        "static_shapes": static_shapes_of(plan, order.packs),
-    }
-    batcher, eval_batcher = (
-        Batcher(examples, prefetcher=None if images is None else ImagePrefetcher(images), **options) if used else None
-        for examples, used in ((data.train, True), (data.eval, bool(data.eval)))
+    prefetchers = [None if images is None else ImagePrefetcher(images) for _ in range(2)]
+    batcher = Batcher(
+        data.train,
+        packed=plan.rows.is_padding_free,
+        multiple_of=plan.rows.multiple_of,
+        pad_token_id=job.tokenizer.pad_token_id,
+        index_labels=plan.loss_in_head,
+        device=accelerator.device,
+        label_shifts=objective.label_shifts,
+        rows_multiple_of=rows_multiple_of(plan),
+        images=images,
+        prefetcher=prefetchers[0],
+        context_parallel=context_parallel_split(plan),
+        static_shapes=static_shapes_of(plan, order.packs),
     )
-    return batcher, eval_batcher
+    return batcher, replace(batcher, examples=data.eval, prefetcher=prefetchers[1]) if data.eval else None
 
 
 def _sample_answers(job: Job) -> Answer | None:

@@ -49,12 +49,9 @@ class TrainStep:
         for i, rows in enumerate(micro_batches):
             batch = make_batch(rows)
             with self._gradient_sync(last=i == len(micro_batches) - 1):
-                loss_sum += self._forward_backward({**batch, **loss_inputs})
+                # The next forward may overwrite this loss.
+                loss_sum += (self.graphs or self._launch)({**batch, **loss_inputs})
         return self._update()
-
-    def _forward_backward(self, batch: dict[str, Any]) -> Tensor:
-        """Return the loss, detached. The next call may overwrite it."""
-        return (self.graphs or self._launch)(batch)
 
     def _launch(self, batch: dict[str, Any]) -> Tensor:
         attention = self._plan.attn_implementation

@@ -23,7 +23,7 @@ from ligertune.errors import UserError
 from ligertune.launcher.signals import StopRequest
 from ligertune.run import run
 from ligertune.tasks.objectives import objective_of
-from ligertune.train.checkpoint.saver import Saver
+from ligertune.train.checkpoint.checkpoint_files import Saver
 from ligertune.train.evaluate import evaluate
 
 SETTINGS = {

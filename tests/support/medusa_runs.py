@@ -9,7 +9,7 @@ from command_line import losses, overrides
 from ligertune.recipe import load_recipe
 from ligertune.recipe.read import bundled
 from ligertune.run import plan_for, run
-from ligertune.train.job import Job
+from ligertune.train.setup import Job
 
 MEDUSA = bundled("medusa/stories260k.yaml")
 WEIGHTS = "medusa/medusa_lm_head.safetensors"

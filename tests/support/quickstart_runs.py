@@ -12,7 +12,7 @@ from forked_ranks import on_ranks
 from ligertune.recipe import Recipe, load_recipe
 from ligertune.report import Report
 from ligertune.run import plan_for, run
-from ligertune.train.job import Job
+from ligertune.train.setup import Job
 
 SHORT = {
     "data.datasets.0.max_samples": 40,

@@ -27,7 +27,7 @@ from ligertune.decode.generate import generate_answer
 from ligertune.errors import UserError
 from ligertune.recipe import load_recipe
 from ligertune.run import plan_for, run
-from ligertune.train.job import Job
+from ligertune.train.setup import Job
 
 COLOURS = {"red": (220, 40, 40), "green": (40, 180, 60), "blue": (50, 70, 220), "yellow": (230, 210, 40)}
 FORMS = {"square": (1, 1), "pillar": (3, 1), "bar": (1, 3)}  # width and height are divided by these

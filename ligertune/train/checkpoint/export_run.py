@@ -12,6 +12,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from accelerate import load_checkpoint_in_model
 from transformers import AutoTokenizer
 
 from ligertune.errors import UserError
@@ -20,7 +21,7 @@ from ligertune.models.save import ADAPTER_CONFIG, adapter_base_model, read_promp
 from ligertune.models.trainable import apply_method
 from ligertune.planning.options import ModelOptions, saved_options
 from ligertune.storage import newest_checkpoint
-from ligertune.train.checkpoint.trained_weights import FILE, load_trained, load_weights
+from ligertune.train.checkpoint.trained_weights import FILE, load_trained
 
 WEIGHTS = "model.safetensors"  # in a checkpoint without frozen weights
 
@@ -100,7 +101,8 @@ def _export_checkpoint(run: Path, out: Path, name: str, *, adapter: bool) -> Exp
     if (folder / FILE).is_file():
         load_trained(model, folder / FILE)
     elif (folder / WEIGHTS).is_file():
-        load_weights(model, folder)
+        load_checkpoint_in_model(model, str(folder))
+        model.tie_weights()  # a checkpoint stores tied weights once
     else:
         raise UserError(
             f"--checkpoint: {folder} holds the shards of several ranks.",

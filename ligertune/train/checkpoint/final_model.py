@@ -11,8 +11,8 @@ from ligertune.decode.medusa_run import finish_heads, merge_adapter, of_base
 from ligertune.models.save import write_model
 from ligertune.tasks.medusa.output_head import adapted_model
 from ligertune.train.distributed import full_state_dict
-from ligertune.train.job import Job
 from ligertune.train.loop import TrainResult
+from ligertune.train.setup import Job
 
 
 def save_final_model(job: Job, accelerator: Accelerator, fitted: TrainResult) -> tuple[str, dict | None]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator, load_checkpoint_in_model
+from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ class _TrainedOnly:
     def save(self, models: list[nn.Module], weights: list[dict], folder: str) -> None:
         weights.clear()  # accelerate then writes none
         if self.accelerator.is_main_process:
-            save_trained(self.accelerator.unwrap_model(models[0]), Path(folder) / FILE)
+            save_weights(trained(self.accelerator.unwrap_model(models[0])), Path(folder) / FILE)
 
     def load(self, models: list[nn.Module], folder: str) -> None:
         load_trained(self.accelerator.unwrap_model(models.pop()), Path(folder) / FILE)
@@ -53,9 +53,9 @@ def trained(model: nn.Module) -> dict[str, Tensor]:
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
-def save_trained(model: nn.Module, path: Path) -> None:
-    """Write the trainable parameters as safetensors."""
-    save_file({name: p.detach().contiguous() for name, p in trained(model).items()}, path)
+def save_weights(weights: dict[str, Tensor], path: Path) -> None:
+    """Write weights as safetensors."""
+    save_file({name: t.detach().contiguous() for name, t in weights.items()}, path)
 
 
 @torch.no_grad()
@@ -69,9 +69,3 @@ def load_trained(model: nn.Module, path: Path) -> None:
                 hint="Write the method section as it was when the run was started.",
             )
         parameter.copy_(saved[name])
-
-
-def load_weights(model: nn.Module, folder: Path) -> None:
-    """Load all weights of a checkpoint, and tie those that it stores once."""
-    load_checkpoint_in_model(model, str(folder))
-    model.tie_weights()
