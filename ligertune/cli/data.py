@@ -25,7 +25,6 @@ def data(
     Example: ligertune data configs/quickstart/stories260k.yaml --examples 1 --out report.html
     """
     from ligertune.cli.render import data_report
-    from ligertune.cli.render.data_page import data_page
     from ligertune.hardware import world_size
     from ligertune.planning.preflight import check_paths, check_report_path
     from ligertune.recipe import load_recipe
@@ -58,7 +57,7 @@ def data(
     summary = preview_summary(prepared, shown, previews, statistics)
     data_report.data_preview(summary, previews)
     if out is not None:
-        out.write_text(data_page(summary, title=f"Data of {recipe.name}"), encoding="utf-8")
+        out.write_text(data_report.data_page(summary, title=f"Data of {recipe.name}"), encoding="utf-8")
         render.text(f"\nWrote {out}")
     if json:
         render.json_report(summary)

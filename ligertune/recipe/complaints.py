@@ -12,30 +12,17 @@ from ligertune.recipe.aliases import KEY_OF_ALIAS
 from ligertune.recipe.document import ITEM, Document, KeyPath, dotted, keys, leaf, parent, schema_key, split
 
 KINDS = {
-    dict: "a mapping",
-    list: "a list",
-    str: "a string",
-    bool: "a boolean",
-    int: "an integer",
-    float: "a number",
+    dict: "a mapping", list: "a list", str: "a string", bool: "a boolean", int: "an integer", float: "a number",
     type(None): "nothing",
-}
+}  # fmt: skip
 TYPES = {
-    "integer": "an integer",
-    "number": "a number",
-    "string": "a string",
-    "null": "null",
-    "array": "a list",
+    "integer": "an integer", "number": "a number", "string": "a string", "null": "null", "array": "a list",
     "object": "a mapping",
-}
+}  # fmt: skip
 BOUNDS = {
-    "minimum": "at least {}",
-    "exclusiveMinimum": "above {}",
-    "maximum": "at most {}",
-    "exclusiveMaximum": "below {}",
-    "minItems": "at least {} item",
-    "minLength": "not empty",
-}
+    "minimum": "at least {}", "exclusiveMinimum": "above {}", "maximum": "at most {}", "exclusiveMaximum": "below {}",
+    "minItems": "at least {} item", "minLength": "not empty",
+}  # fmt: skip
 
 
 def complain_about(error: ValidationError, document: Document) -> list[KeyPath]:

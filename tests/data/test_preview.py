@@ -13,7 +13,7 @@ from row_files import write_rows
 
 from ligertune.cli.render import console as render
 from ligertune.cli.render import data_report as render_data
-from ligertune.cli.render.data_page import data_page
+from ligertune.cli.render.data_report import data_page
 from ligertune.data.batching.packing import pack
 from ligertune.data.preview import LengthStatistics, preview, preview_summary, visible_text
 from ligertune.data.statistics import data_statistics

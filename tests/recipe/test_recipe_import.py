@@ -10,7 +10,7 @@ import pytest
 from ligertune.cli.app import app
 from ligertune.errors import UserError
 from ligertune.recipe import load_recipe
-from ligertune.recipe.importers.import_recipe import Imported, import_recipe
+from ligertune.recipe.importers.import_recipe import Import, import_recipe
 
 AXOLOTL = """\
 base_model: NousResearch/Llama-3.2-1B
@@ -92,7 +92,7 @@ def imported(tmp_path, monkeypatch):
     """imported(text): the result, after checking that its recipe loads without notices."""
     monkeypatch.chdir(tmp_path)
 
-    def imported(text: str) -> Imported:
+    def imported(text: str) -> Import:
         Path("tool.yml").write_text(text)
         result = import_recipe(Path("tool.yml"))
         Path("ours.yaml").write_text(result.text)
@@ -102,14 +102,14 @@ def imported(tmp_path, monkeypatch):
     return imported
 
 
-def left(result: Imported) -> dict[str, str]:
+def left(result: Import) -> dict[str, str]:
     return {item.key: item.why for item in result.left}
 
 
 def test_an_axolotl_file(imported):
     result = imported(AXOLOTL)
     recipe = load_recipe(Path("ours.yaml"))
-    assert result.peer == "Axolotl"
+    assert result.peer.name == "Axolotl"
     assert (recipe.model.model_name_or_path, recipe.model.tokenizer.pad_token) == ("NousResearch/Llama-3.2-1B", "<pad>")
     assert (recipe.data.max_length, recipe.data.packing, recipe.data.train_on) == (4096, True, "assistant")
     assert (recipe.train.num_train_epochs, recipe.train.learning_rate) == (2.0, 0.0002)

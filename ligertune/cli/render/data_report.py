@@ -1,10 +1,13 @@
-"""Output of `ligertune data`: examples with trained tokens marked, counts, lengths, batches; progress of preparing."""
+"""Output of `ligertune data`: examples, counts, lengths and batches, as text and as an HTML page; a progress bar."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+import jinja2
+from markupsafe import Markup
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.rule import Rule
 from rich.text import Text
@@ -16,6 +19,7 @@ if TYPE_CHECKING:
     from ligertune.data.preview import PreviewExample
 
 BAR = 40  # characters of the histogram's longest bar
+WIDTH, HEIGHT = 720, 180  # pixels of the page's histogram, without its labels
 
 
 class Preparing:
@@ -165,3 +169,63 @@ def report_notes(report: dict[str, Any]) -> list[str]:
         count = plural(report["literal"], "row")
         notes.append(f"{count} with text that looks like a control token: it is tokenized as ordinary text.")
     return notes
+
+
+def data_page(summary: dict[str, Any], *, title: str) -> str:
+    """Render data_page.html.j2, one self-contained file, from `preview_summary`."""
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("ligertune.cli.render", "."),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+        finalize=_visible,
+    )
+    return environment.get_template("data_page.html.j2").render(
+        title=title,
+        about=[
+            *account_rows(summary, with_counts=False),
+            *(("note", note) for note in report_notes(summary["report"])),
+        ],
+        training=training_rows(summary["outlook"]) if summary["outlook"] else None,
+        report=summary["report"],
+        eval_report=summary["eval_report"],
+        examples=[{**example, "runs": _runs(example["pieces"])} for example in summary["examples"]],
+        width=WIDTH,
+        height=HEIGHT,
+        **_bars(summary["lengths"]),
+    )
+
+
+def _visible(value: Any) -> Any:
+    from ligertune.data.preview import visible_text
+
+    # markup comes from a macro, whose values were made visible before
+    return value if isinstance(value, Markup) else visible_text(str(value))
+
+
+def _bars(lengths: dict[str, Any]) -> dict[str, Any]:
+    """Return the bars in pixels and the labels of the axis."""
+    counts, edges = lengths["counts"], lengths["edges"]
+    width, most = WIDTH / len(counts), max(counts)
+    bin_width = edges[1] - edges[0] if len(edges) > 1 else 1
+    bars = [
+        {
+            "x": f"{i * width:.1f}",
+            "y": f"{HEIGHT * (1 - count / most):.1f}",
+            "width": f"{width - 1:.1f}",
+            "height": f"{HEIGHT * count / most:.1f}",
+            "title": f"{first} to {first + bin_width - 1} tokens: {count:,}",
+        }
+        for i, (count, first) in enumerate(zip(counts, edges, strict=True))
+    ]
+    return {"bars": bars, "shortest": edges[0], "longest": edges[-1] + bin_width - 1}
+
+
+def _runs(pieces: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Join neighbouring pieces of the same kind, so that the page has one element per run."""
+    runs = groupby(pieces, key=lambda piece: (piece["trained"], piece["special"]))
+    return [
+        {"text": "".join(piece["text"] for piece in run), "trained": trained, "special": special}
+        for (trained, special), run in runs
+    ]

@@ -12,8 +12,8 @@ from ligertune.errors import UserError
 from ligertune.recipe.aliases import apply_aliases
 from ligertune.recipe.complaints import abbreviated, complain_about
 from ligertune.recipe.document import ITEM, Document, KeyPath, Place, dotted, keys, leaf, split
-from ligertune.recipe.importers import peer_datasets
-from ligertune.recipe.importers.peer_keys import AXOLOTL, IMPORTED, LLAMA_FACTORY, NOT_OURS, REASONS, TOOLS, TRL, Peer
+from ligertune.recipe.importers import peers
+from ligertune.recipe.importers.peers import AXOLOTL, IMPORTED, LLAMA_FACTORY, NOT_OURS, REASONS, TOOLS, TRL, Peer
 from ligertune.recipe.plain_yaml import dump
 from ligertune.recipe.read import REQUIRED, read_document
 from ligertune.recipe.rules import check_rules
@@ -36,13 +36,22 @@ class Left:
 
 @dataclass
 class Import:
-    """An import in progress. left: keys that were not imported; defaults: the other tool's, where ours differ."""
+    """An import. text: the recipe at the end; its comments list the keys that were not imported.
+
+    left: keys that were not imported; defaults: the other tool's, where ours differ.
+    """
 
     peer: Peer
     document: Document
     folder: Path
     left: list[Left] = field(default_factory=list)
     defaults: list[str] = field(default_factory=list)
+    text: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        notices = [str(notice) for notice in sorted(self.document.notices)]
+        left = [asdict(item) for item in self.left]
+        return {"peer": self.peer.name, "text": self.text, "left": left, "defaults": self.defaults, "notices": notices}
 
     def leave(self, path: KeyPath, why: str) -> None:
         """Remove a key and record the reason, unless its value switches nothing on."""
@@ -52,21 +61,7 @@ class Import:
         self.document.remove(path)
 
 
-@dataclass(frozen=True)
-class Imported:
-    """The result. text: the recipe, whose comments list the keys that were not imported."""
-
-    peer: str
-    text: str
-    left: tuple[Left, ...]
-    defaults: tuple[str, ...]
-    notices: tuple[str, ...]
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-def import_recipe(path: Path) -> Imported:
+def import_recipe(path: Path) -> Import:
     """Convert the file at `path`. Raises UserError if no known tool wrote it, or if it names no model or data."""
     path = Path(path)
     document = read_document(path)
@@ -81,11 +76,10 @@ def import_recipe(path: Path) -> Imported:
     _tool_defaults(work)
     _values(work)
     document.raise_complaints()
-    left = tuple(sorted(work.left))
-    header = _header(path, work, left)
+    work.left.sort()
     ordered = {name: document.data[name] for name in Recipe.model_fields if document.data.get(name)}
-    notices = tuple(map(str, sorted(document.notices)))
-    return Imported(work.peer.name, header + dump(ordered), left, tuple(work.defaults), notices)
+    work.text = _header(path, work) + dump(ordered)
+    return work
 
 
 def peer_of(document: Document) -> Peer:
@@ -115,7 +109,7 @@ def _axolotl_datasets(work: Import, place: Place) -> None:
         given = data.pop(tool_name, None)
         if given and (tool_name != "pretraining_dataset" or name not in data.get("data", {})):
             items = given if isinstance(given, list) else [given]
-            work.document.put(("data", name), [peer_datasets.axolotl(item) for item in items], place)
+            work.document.put(("data", name), [peers.axolotl(item) for item in items], place)
 
 
 def _llama_factory_datasets(work: Import, place: Place) -> None:
@@ -123,7 +117,7 @@ def _llama_factory_datasets(work: Import, place: Place) -> None:
     folder = str(data.pop("dataset_dir", None) or "data")
     for tool_name, name in (("dataset", "datasets"), ("eval_dataset", "eval_datasets")):
         if given := data.pop(tool_name, None):
-            found, unknown = peer_datasets.llama_factory(given, work.folder, folder)
+            found, unknown = peers.llama_factory(given, work.folder, folder)
             work.document.put(("data", name), found, place)
             why = f"{folder}/dataset_info.json does not describe it: write a file or a hub id under data.{name}"
             work.left += [Left(0, tool_name, value, why) for value in unknown]
@@ -135,7 +129,7 @@ def _llama_factory_datasets(work: Import, place: Place) -> None:
 def _trl_datasets(work: Import, place: Place) -> None:
     if "dataset_name" not in work.document.data:
         return
-    train, evaluated = peer_datasets.trl(work.document.data)
+    train, evaluated = peers.trl(work.document.data)
     work.document.put(("data", "datasets"), train, place)
     if evaluated:
         work.document.put(("data", "eval_datasets"), evaluated, place)
@@ -226,11 +220,10 @@ def _values(work: Import) -> None:
         document.complaints.clear()
 
 
-def _header(path: Path, work: Import, left: tuple[Left, ...]) -> str:
+def _header(path: Path, work: Import) -> str:
     lines = [f"Imported from {path.name}, a {work.peer.name} file."]
     if work.defaults:
         lines += [f"Defaults of {work.peer.name}: {', '.join(work.defaults)}."]
-    if left:
-        lines += ["Not imported:"]
-        lines += [f"  {item.key}: {item.value}  ({item.why})" for item in left]
+    if work.left:
+        lines += ["Not imported:", *(f"  {item.key}: {item.value}  ({item.why})" for item in work.left)]
     return "".join(f"# {line}\n" for line in lines)
