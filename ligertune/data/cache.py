@@ -1,8 +1,8 @@
 """Cache of prepared data sets on disk. An entry is complete or absent: it is written to another folder and renamed.
 
-An entry is a folder named by its key. It holds the arrays of a Block, and `meta.json` with their sizes and SHA-256 and
-the row counts. Entries are memory-mapped; one whose bytes do not match `meta.json` is made again. Processes that need
-the same entry wait for the one that makes it: in a distributed run, the first rank of the node.
+An entry is a folder named by its key. It holds the arrays of a Block, and `meta.json` with their SHA-256 and the row
+counts. Entries are memory-mapped; one whose bytes do not match `meta.json` is made again. Processes that need the same
+entry wait for the one that makes it: in a distributed run, the first rank of the node.
 """
 
 from __future__ import annotations
@@ -127,7 +127,6 @@ class CacheWriter:
     def finish(self, about: dict[str, Any]) -> None:
         """Write `meta.json`."""
         meta = {
-            "sizes": {name: file.tell() for name, file in self._files.items()},
             "sha256": {name: digest.hexdigest() for name, digest in self._hashes.items()},
             "files": self._names.files,
             "image_files": self._names.image_files,
@@ -164,7 +163,7 @@ def _open_entry(folder: Path) -> CacheEntry | None:
     """Memory-map an entry; None if it is absent or damaged."""
     try:
         meta = json.loads((folder / _META).read_text(encoding="utf-8"))
-        arrays = {name: _memory_map(folder / name, dtype, meta["sizes"][name]) for name, dtype in ARRAYS.items()}
+        arrays = {name: _memory_map(folder / name, dtype) for name, dtype in ARRAYS.items()}
         hashes = {name: hashlib.sha256(array).hexdigest() for name, array in arrays.items()}
         block = Block(**arrays, files=tuple(meta["files"]), image_files=tuple(meta["image_files"]))
         return CacheEntry(block, meta["about"]) if hashes == meta["sha256"] else None
@@ -172,10 +171,8 @@ def _open_entry(folder: Path) -> CacheEntry | None:
         return None
 
 
-def _memory_map(path: Path, dtype: str, size: int) -> np.ndarray:
-    if path.stat().st_size != size:
-        raise ValueError(f"{path}: {path.stat().st_size} bytes, expected {size}")
-    return np.memmap(path, dtype=dtype, mode="c") if size else np.zeros(0, dtype=dtype)
+def _memory_map(path: Path, dtype: str) -> np.ndarray:
+    return np.memmap(path, dtype=dtype, mode="c") if path.stat().st_size else np.zeros(0, dtype=dtype)
 
 
 def _write(folder: Path, make: Callable[[CacheWriter], dict[str, Any]]) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlparse
 
+from ligertune.data.rows.conversation import BadRow
 from ligertune.errors import UserError
 
 if TYPE_CHECKING:
@@ -26,14 +27,6 @@ _DATA_URL = re.compile(r"data:[\w/+.;=-]*;base64,", re.ASCII)
 _DRAFT_SIDE = 64  # pixels; a check reads every byte of a JPEG but decodes it at this size
 # What Pillow raises for files that are truncated, broken or not images.
 _READ_ERRORS = (OSError, ValueError, SyntaxError, EOFError, OverflowError)
-
-
-class ImageError(Exception):
-    """An image that cannot be used: `reason` is one of conversation.REASONS, `detail` says which image and why."""
-
-    def __init__(self, reason: str, detail: str) -> None:
-        super().__init__(f"{reason}: {detail}")
-        self.reason, self.detail = reason, detail
 
 
 @dataclass(frozen=True)
@@ -46,7 +39,7 @@ class ImageFile:
 
 
 def locate_image(reference: Any, folders: tuple[Path, ...], store: Path) -> Path:
-    """Return the file of an image reference: a path, a file: or data: URL, or {path, bytes}. Raises ImageError.
+    """Return the file of an image reference: a path, a file: or data: URL, or {path, bytes}. Raises BadRow.
 
     Relative paths are searched in `folders`, in order. Bytes are written to `store`.
     """
@@ -56,14 +49,14 @@ def locate_image(reference: Any, folders: tuple[Path, ...], store: Path) -> Path
             return _write_once(bytes(content), store)
         reference = next((reference[key] for key in ("path", "image", "url") if reference.get(key)), None)
     if not isinstance(reference, str) or not reference:
-        raise ImageError("image cannot be read", f"{reference!r:.40} is neither a path nor an image")
+        raise BadRow("image cannot be read", f"{reference!r:.40} is neither a path nor an image")
     if found := _DATA_URL.match(reference):
         try:
             return _write_once(base64.b64decode(reference[found.end() :], validate=True), store)
         except (binascii.Error, ValueError) as error:
-            raise ImageError("image cannot be read", f"a data URL: {error}") from error
+            raise BadRow("image cannot be read", f"a data URL: {error}") from error
     if reference.startswith(("http://", "https://")):
-        raise ImageError("image on the network", reference[:80])
+        raise BadRow("image on the network", reference[:80])
     if reference.startswith("file://"):
         reference = unquote(urlparse(reference).path)
     path = Path(reference).expanduser()
@@ -71,7 +64,7 @@ def locate_image(reference: Any, folders: tuple[Path, ...], store: Path) -> Path
     for candidate in candidates:
         if candidate.is_file():
             return Path(os.path.abspath(candidate))
-    raise ImageError("image is missing", str(candidates[0] if candidates else path))
+    raise BadRow("image is missing", str(candidates[0] if candidates else path))
 
 
 def _write_once(content: bytes, store: Path) -> Path:
@@ -85,7 +78,7 @@ def _write_once(content: bytes, store: Path) -> Path:
 
 
 def check_image(path: Path) -> ImageFile:
-    """Read the whole file, so that damage shows now and not in training; return its size. Raises ImageError."""
+    """Read the whole file, so that damage shows now and not in training; return its size. Raises BadRow."""
     pil = import_pillow()
     try:
         with warnings.catch_warnings(), pil.open(path) as image:
@@ -95,7 +88,7 @@ def check_image(path: Path) -> ImageFile:
             image.draft("RGB", (_DRAFT_SIDE, _DRAFT_SIDE))
             image.load()
     except (*_READ_ERRORS, pil.DecompressionBombError) as error:
-        raise ImageError("image cannot be read", f"{path}: {str(error) or type(error).__name__}") from error
+        raise BadRow("image cannot be read", f"{path}: {str(error) or type(error).__name__}") from error
     return ImageFile(str(path), *((height, width) if turned else (width, height)))
 
 

@@ -17,10 +17,11 @@ import torch
 import transformers
 from torch import Tensor
 
+from ligertune.data.rows.conversation import BadRow
 from ligertune.errors import UserError
 from ligertune.planning.options import VisionOptions
 from ligertune.vision.families import Family, family_of
-from ligertune.vision.image_files import ImageError, ImageFile, import_pillow, read_image
+from ligertune.vision.image_files import ImageFile, import_pillow, read_image
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -54,11 +55,11 @@ class ImageReader:
     saved_settings: dict[str, Any] = field(default_factory=dict)  # of processor_config.json
 
     def tokens(self, image: ImageFile) -> int:
-        """Return the number of tokens of an image. Raises ImageError if it is too narrow for the model."""
+        """Return the number of tokens of an image. Raises BadRow if it is too narrow for the model."""
         if self.fixed_tokens is not None:
             return self.fixed_tokens
         if max(image.width, image.height) > MAX_ASPECT_RATIO * min(image.width, image.height):
-            raise ImageError("image cannot be read", f"{image.path}: {image.width} x {image.height} is too narrow")
+            raise BadRow("image cannot be read", f"{image.path}: {image.width} x {image.height} is too narrow")
         return math.prod(self.grid(image.width, image.height))
 
     def grid(self, width: int, height: int) -> tuple[int, int]:

@@ -115,15 +115,11 @@ def recipe(**train: object) -> Recipe:
     )
 
 
-@pytest.fixture
-def document(hostile, stories) -> str:
+def test_data_is_escaped(hostile, stories):
     lengths, trained = hostile.train.lengths % 60 + 1, hostile.train.trained % 7
     whole = data_statistics(lengths, trained, StatisticsOptions.of(recipe(), processes=1))
     shown = preview(hostile.train, stories, 5)
-    return data_page(preview_summary(hostile, hostile.train, shown, whole), title="Data of <recipe>.yaml")
-
-
-def test_data_is_escaped(document):
+    document = data_page(preview_summary(hostile, hostile.train, shown, whole), title="Data of <recipe>.yaml")
     read = Reader(document)
     assert {tag for tag, _ in read.elements} & {"script", "img", "iframe", "link", "a"} == set()
     text = "".join(read.words)

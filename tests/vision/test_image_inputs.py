@@ -50,21 +50,6 @@ def processor_for(family, folder, reader):
     return ImagesOnly(images, transformers.AutoTokenizer.from_pretrained(folder))
 
 
-@pytest.fixture
-def saved(folder_of, reader_of, tokenizer_of, tmp_path):
-    """Of a family: the folder that training writes."""
-
-    def of(family):
-        model = transformers.AutoModelForImageTextToText.from_pretrained(folder_of(family))
-        write_model(
-            model, tokenizer_of(family), tmp_path / "model", state_dict=None, prompt_template="chat",
-            system_prompt=None, images=reader_of(family),
-        )  # fmt: skip
-        return tmp_path / "model"
-
-    return of
-
-
 def render(text, tokenizer):
     """Return a row as the chat template writes it, before the processor expands its images."""
     content = []
@@ -76,8 +61,14 @@ def render(text, tokenizer):
 
 
 @pytest.mark.parametrize("family", tiny_vlms.FAMILIES)
-def test_tokens_and_pixels_equal_the_processors(family, examples_of, saved, reader_of, image_paths):
-    rows, processor = examples_of(family), processor_for(family, saved(family), reader_of(family))
+def test_tokens_and_pixels_equal_the_processors(
+    family, examples_of, folder_of, tokenizer_of, reader_of, image_paths, tmp_path
+):
+    """The processor is loaded from the folder that training writes."""
+    model = transformers.AutoModelForImageTextToText.from_pretrained(folder_of(family))
+    settings = {"state_dict": None, "prompt_template": "chat", "system_prompt": None, "images": reader_of(family)}
+    write_model(model, tokenizer_of(family), tmp_path / "model", **settings)
+    rows, processor = examples_of(family), processor_for(family, tmp_path / "model", reader_of(family))
     for index, (text, names) in enumerate(ROWS.values()):
         images = [read_image(str(image_paths[name])) for name in names]
         options = {"add_special_tokens": False, "return_tensors": "pt"}

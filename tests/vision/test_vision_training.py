@@ -69,25 +69,6 @@ def trained(recipe: dict, output: Path) -> Job:
     return job
 
 
-@pytest.fixture(scope="module")
-def learnt(tmp_path_factory):
-    """(job, folder, answers of the held-out drawings) after training."""
-    folder = tmp_path_factory.mktemp("drawings")
-    rng = np.random.default_rng(0)
-    draw(folder, "train", N_TRAIN, rng)
-    answers = draw(folder, "held_out", N_HELD_OUT, rng)
-    wide = {"embed_dim": 64, "num_heads": 4, "initializer_range": 0.05}
-    tiny_vlms.save("qwen2_vl", folder / "base", vision=wide, text={"initializer_range": 0.05})
-    recipe = {
-        "model": {"model_name_or_path": str(folder / "base"), "init": "random"},
-        "data": {"datasets": [{"path": str(folder / "train.json")}], "num_proc": 1, "cache": False,
-                 "packing": False},  # grouping by length would group equal answers
-        "train": {"per_device_train_batch_size": 16, "group_by_length": False, "learning_rate": 2e-3,
-                  "num_train_epochs": EPOCHS, "warmup_ratio": 0.1, "adam_beta2": 0.98, "weight_decay": 0.01},
-    }  # fmt: skip
-    return trained(recipe, folder / "run"), folder, answers
-
-
 def right(model, batch: dict) -> torch.Tensor:
     """Return (B,) bool: whether greedy decoding would write the whole answer."""
     batch = dict(batch)
@@ -97,12 +78,24 @@ def right(model, batch: dict) -> torch.Tensor:
     return ((written == labels) | (labels == -100)).all(-1)
 
 
-def test_it_names_held_out_drawings_and_guesses_without_pixels(learnt):
-    job, folder, answers = learnt
-    held_out = [job.plan.data_options.datasets[0].model_copy(update={"path": str(folder / "held_out.json")})]
+def test_it_names_held_out_drawings_and_guesses_without_pixels(tmp_path):
+    rng = np.random.default_rng(0)
+    draw(tmp_path, "train", N_TRAIN, rng)
+    answers = draw(tmp_path, "held_out", N_HELD_OUT, rng)
+    wide = {"embed_dim": 64, "num_heads": 4, "initializer_range": 0.05}
+    tiny_vlms.save("qwen2_vl", tmp_path / "base", vision=wide, text={"initializer_range": 0.05})
+    recipe = {
+        "model": {"model_name_or_path": str(tmp_path / "base"), "init": "random"},
+        "data": {"datasets": [{"path": str(tmp_path / "train.json")}], "num_proc": 1, "cache": False,
+                 "packing": False},  # grouping by length would group equal answers
+        "train": {"per_device_train_batch_size": 16, "group_by_length": False, "learning_rate": 2e-3,
+                  "num_train_epochs": EPOCHS, "warmup_ratio": 0.1, "adam_beta2": 0.98, "weight_decay": 0.01},
+    }  # fmt: skip
+    job = trained(recipe, tmp_path / "run")
+    held_out = [job.plan.data_options.datasets[0].model_copy(update={"path": str(tmp_path / "held_out.json")})]
     data = job.plan.data_options.model_copy(update={"datasets": tuple(held_out)})
     rows = prepare(data, job.tokenizer.tokenizer, seed=0, images=job.images)
-    model = transformers.AutoModelForImageTextToText.from_pretrained(folder / "run" / "model").eval()
+    model = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "run" / "model").eval()
     batch = batch_of(rows, job.images, range(N_HELD_OUT))
     share = float(right(model, batch).float().mean())
     assert share >= 0.95, share
@@ -110,8 +103,8 @@ def test_it_names_held_out_drawings_and_guesses_without_pixels(learnt):
     assert float(without_pixels.float().mean()) <= 0.3  # the same answer for all
     settings = {"raw": False, "max_new_tokens": 12, "temperature": 0.0, "top_p": 1.0, "seed": 0}
     index = right(model, batch).nonzero()[0].item()
-    image = str(folder / f"held_out{index}.png")
-    found = generate_answer(str(folder / "run" / "model"), "What is it?", images=[image], **settings)
+    image = str(tmp_path / f"held_out{index}.png")
+    found = generate_answer(str(tmp_path / "run" / "model"), "What is it?", images=[image], **settings)
     assert found.text == answers[index]
 
 

@@ -19,7 +19,7 @@ from ligertune.data.cache import cache_home
 from ligertune.data.rows.conversation import ROLES, BadRow, Conversation, Role
 from ligertune.data.templates.control_tokens import Rendered
 from ligertune.data.templates.label_masking import IGNORE_INDEX, Encoded
-from ligertune.vision.image_files import ImageError, ImageFile, check_image, locate_image
+from ligertune.vision.image_files import ImageFile, check_image, locate_image
 
 if TYPE_CHECKING:
     from ligertune.vision.reader import ImageReader
@@ -140,12 +140,9 @@ class ImageTokens:
         marked = [int(number) for text in texts for number in IMAGE_MARK.findall(text)]
         folder = self._image_dir or Path(source.rpartition(":")[0] or source).parent
         store = cache_home().with_name("images")
-        try:
-            found = [check_image(locate_image(references[number], (folder,), store)) for number in marked]
-            for image in found:
-                self.reader.tokens(image)
-        except ImageError as error:
-            raise BadRow(error.reason, error.detail) from error
+        found = [check_image(locate_image(references[number], (folder,), store)) for number in marked]
+        for image in found:
+            self.reader.tokens(image)  # raises BadRow for an image that is too narrow
         return found
 
     def insert(self, rendered: Rendered, images: Sequence[ImageFile]) -> Rendered:
