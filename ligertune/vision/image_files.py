@@ -38,10 +38,10 @@ class ImageFile:
     height: int
 
 
-def locate_image(reference: Any, folders: tuple[Path, ...], store: Path) -> Path:
+def locate_image(reference: Any, folder: Path, store: Path) -> Path:
     """Return the file of an image reference: a path, a file: or data: URL, or {path, bytes}. Raises BadRow.
 
-    Relative paths are searched in `folders`, in order. Bytes are written to `store`.
+    Relative paths start from `folder`. Bytes are written to `store`.
     """
     if isinstance(reference, dict):
         content = reference.get("bytes")
@@ -59,12 +59,10 @@ def locate_image(reference: Any, folders: tuple[Path, ...], store: Path) -> Path
         raise BadRow("image on the network", reference[:80])
     if reference.startswith("file://"):
         reference = unquote(urlparse(reference).path)
-    path = Path(reference).expanduser()
-    candidates = [path] if path.is_absolute() else [folder / path for folder in folders]
-    for candidate in candidates:
-        if candidate.is_file():
-            return Path(os.path.abspath(candidate))
-    raise BadRow("image is missing", str(candidates[0] if candidates else path))
+    path = folder / Path(reference).expanduser()
+    if not path.is_file():
+        raise BadRow("image is missing", str(path))
+    return Path(os.path.abspath(path))
 
 
 def _write_once(content: bytes, store: Path) -> Path:

@@ -140,7 +140,7 @@ class ImageTokens:
         marked = [int(number) for text in texts for number in IMAGE_MARK.findall(text)]
         folder = self._image_dir or Path(source.rpartition(":")[0] or source).parent
         store = cache_home().with_name("images")
-        found = [check_image(locate_image(references[number], (folder,), store)) for number in marked]
+        found = [check_image(locate_image(references[number], folder, store)) for number in marked]
         for image in found:
             self.reader.tokens(image)  # raises BadRow for an image that is too narrow
         return found
