@@ -17,10 +17,7 @@ from ligertune.progress import importing
 Vendor = Literal["nvidia", "amd", "cpu"]
 PROC, CGROUP = Path("/proc"), Path("/sys/fs/cgroup")
 # cgroup v2 and v1: folder, limit, usage
-CGROUP_FILES = (
-    ("", "memory.max", "memory.current"),
-    ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
-)
+CGROUP_FILES = (("", "memory.max", "memory.current"), ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes"))
 
 
 @dataclass(frozen=True)

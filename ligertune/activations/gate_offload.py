@@ -4,7 +4,7 @@ A checkpointed layer runs again in the backward, and two thirds of that time are
 (Llama-3-8B). The output of the gate projection, (T, F), can be copied to the host and back while the layers compute:
 0.9 GB per layer at 32,768 tokens, 14 ms over the link of one H200. The layer's second run then reads the gate, bit for
 bit, and saves 2 T E F operations. Where the link is too slow for all layers, the others recompute their gate
-(`host_bandwidth`).
+(`OffloadPace`).
 """
 
 from __future__ import annotations

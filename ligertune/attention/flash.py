@@ -35,11 +35,8 @@ class _Flash(torch.autograd.Function):
             query, key, value, *arguments, False, **keywords
         )
         ctx.save_for_backward(query, key, value, out, logsumexp)
-        ctx.arguments, ctx.random, ctx.keywords = (
-            arguments,
-            random,
-            keywords,
-        )  # random: the state of dropout, which is off
+        # random: the state of dropout, which is off
+        ctx.arguments, ctx.random, ctx.keywords = arguments, random, keywords
         return out
 
     @staticmethod

@@ -245,10 +245,6 @@ def _refuse(what: str) -> NoReturn:
     raise UserError(f"data.packing: this model {what}, so it cannot be packed.", hint="Write data.packing: false.")
 
 
-for _name, _function in (
-    ("document_attention", kernel_attention),
-    ("varlen", varlen),
-    ("per_document", per_document),
-):
+for _name, _function in (("document_attention", kernel_attention), ("varlen", varlen), ("per_document", per_document)):
     AttentionInterface.register(_name, _function)
     AttentionMaskInterface.register(_name, document_mask)

@@ -88,21 +88,21 @@ class DataStatistics:
 
 def data_statistics(lengths: np.ndarray, trained: np.ndarray, options: StatisticsOptions) -> DataStatistics:
     """Return the statistics. lengths, trained: (N,) tokens and trained tokens of each example."""
-    batching, layout = options.batching, options.layout
+    batching, layout, train = options.batching, options.layout, options.train
     kind, max_length = layout.kind, layout.max_length
     packs = pack(lengths, max_length)
     size = batching.micro_batch_size
     fills = {
         "packed": packs.fill,
         "grouped": _padded_fill(np.sort(lengths), size),
-        "shuffled": _padded_fill(np.random.default_rng(options.seed).permutation(lengths), size),
+        "shuffled": _padded_fill(np.random.default_rng(train.seed).permutation(lengths), size),
     }
     rows = len(packs) if kind == "packed" else len(lengths)
     padding_free = kind != "packed" and layout.padding_free is True
-    steps = total_steps(rows, batching.global_batch_size, epochs=options.num_train_epochs, max_steps=options.max_steps)
+    steps = total_steps(rows, batching.global_batch_size, epochs=train.num_train_epochs, max_steps=train.max_steps)
     # a run of epochs stops exactly at the end of the last one, a run of max_steps anywhere
     whole = steps * batching.global_batch_size / rows
-    epochs = whole if options.max_steps else round(options.num_train_epochs * rows) / rows
+    epochs = whole if train.max_steps else round(train.num_train_epochs * rows) / rows
     return DataStatistics(
         packed=kind == "packed",
         padding_free=padding_free,

@@ -26,7 +26,6 @@ from ligertune.launcher.failures import FOLDER, RankExit, diagnose, read_errors,
 from ligertune.storage import newest_checkpoint
 
 if TYPE_CHECKING:
-    from torch.distributed import TCPStore
     from torch.distributed.elastic.multiprocessing import PContext
 
     from ligertune.errors import UserError
@@ -57,13 +56,15 @@ class Ranks:
         self._run = False
 
     def __enter__(self) -> Ranks:
+        from torch.distributed import TCPStore
         from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std, start_processes
 
         for name in ("api", "subprocess_handler.subprocess_handler"):  # `diagnose` reports what they log
             logging.getLogger(f"torch.distributed.elastic.multiprocessing.{name}").setLevel(logging.CRITICAL)
         os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # the others are handled here
         before = {number: signal.getsignal(number) for number in FORWARDED}
-        self._store, world = _start_store(), self._world
+        # By this store ranks find each other. Rank 0 could not start it: a free port may be taken until it binds it.
+        self._store, world = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), self._world
         self._context = start_processes(
             name="ligertune",
             entrypoint=sys.executable,
@@ -109,13 +110,6 @@ def _write_atomically(path: Path, text: str) -> None:
     partial = path.with_name(f"{path.name}.part")
     partial.write_text(text, encoding="utf-8")
     partial.rename(path)
-
-
-def _start_store() -> TCPStore:
-    """Start the store by which ranks find each other. Rank 0 could not: a free port may be taken until it binds it."""
-    from torch.distributed import TCPStore
-
-    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 def _environment(rank: int, world: int, port: int, folder: Path) -> dict[str, str]:

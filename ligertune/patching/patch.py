@@ -34,26 +34,17 @@ from ligertune.patching.recognise import (
 )
 from ligertune.patching.recompute import RecomputableOutput, is_linear, mark_recomputable, recompute_inputs
 from ligertune.patching.rope_patch import KernelRope, is_rotary, recognise_rope
+from ligertune.planning.plan import KernelLine
 
 Loss = Literal["linear_cross_entropy", "cross_entropy", "torch"]
 Recompute = Literal["norms"] | bool
 
 
 @dataclass(frozen=True)
-class PatchRow:
-    """One kernel: the number of modules that use it, of those it could not replace, and why."""
-
-    kernel: str
-    applied: int
-    left: int
-    note: str
-
-
-@dataclass(frozen=True)
 class PatchReport:
     """What `patch` did. backend: what the kernels run on, given the device of the model."""
 
-    rows: tuple[PatchRow, ...]
+    rows: tuple[KernelLine, ...]
     backend: Literal["triton", "reference"]
 
 
@@ -178,12 +169,12 @@ class _Tally:
     already: int = 0
     left: Counter[str] = field(default_factory=Counter)
 
-    def row(self, kernel: str) -> PatchRow:
+    def row(self, kernel: str) -> KernelLine:
         notes = [f"{self.already} patched before"] if self.already else []
         notes += [f"{count} {why}" for why, count in self.left.items()]
         if not self.applied and not self.left:
             notes = ["the model has none"]
-        return PatchRow(kernel, self.applied, self.left.total(), "; ".join(notes))
+        return KernelLine(kernel, self.applied, self.left.total(), "; ".join(notes))
 
 
 def patch(
@@ -240,34 +231,34 @@ def _patch_layer(
     tallies[spec.kernel].applied += 1
 
 
-def _patch_readers(model: nn.Module, owner: nn.Module) -> PatchRow:
+def _patch_readers(model: nn.Module, owner: nn.Module) -> KernelLine:
     """Let linear layers recompute their inputs; the row counts the modules whose outputs are recomputable."""
     # not the output head: the loss reads its input
     recompute_inputs(model, but=owner.get_output_embeddings() if isinstance(owner, PreTrainedModel) else None)
     makers = sum(isinstance(module, RecomputableOutput) for module in model.modules())
-    return PatchRow("recompute", makers, 0, "" if makers else "no norm or MLP is patched")
+    return KernelLine("recompute", makers, 0, "" if makers else "no norm or MLP is patched")
 
 
-def _patch_loss(owner: nn.Module, loss: Loss) -> PatchRow:
+def _patch_loss(owner: nn.Module, loss: Loss) -> KernelLine:
     """Let our kernel compute the loss of `owner`."""
     if isinstance(owner, KernelLossModel):
         current = "linear_cross_entropy" if isinstance(owner, DeferredLossModel) else "cross_entropy"
         if loss != current:
             raise ValueError(f"the loss of this model is {current} already: unpatch it before patching with {loss}")
-        return PatchRow(current, 1, 0, "1 patched before")
+        return KernelLine(current, 1, 0, "1 patched before")
     if loss == "torch":
-        return PatchRow("linear_cross_entropy", 0, 1, f"1 {type(owner).__name__}: switched off")
+        return KernelLine("linear_cross_entropy", 0, 1, f"1 {type(owner).__name__}: switched off")
     refusal = refuse_loss(owner)
     if refusal is None and loss == "linear_cross_entropy":
         refusal = refuse_head(owner.get_output_embeddings())
     if refusal is not None:
-        return PatchRow(loss, 0, 1, f"1 {type(owner).__name__}: {refusal.reason}")
+        return KernelLine(loss, 0, 1, f"1 {type(owner).__name__}: {refusal.reason}")
     if loss == "linear_cross_entropy":
         patch_module(owner.get_output_embeddings(), LossHead)
         patch_module(owner, DeferredLossModel)
     else:
         patch_module(owner, KernelLossModel)
-    return PatchRow(loss, 1, 0, "")
+    return KernelLine(loss, 1, 0, "")
 
 
 def unpatch(model: nn.Module) -> None:

@@ -6,9 +6,8 @@ random state alone, runs on the CPU whatever the default device is, and gives th
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,23 +24,12 @@ class Refusal:
 
 def answer(function: Callable[..., Any], *args: Any) -> Any | Refusal:
     """Return the result of unknown code for `args`, or a refusal with its error."""
-    with _isolated():
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.autocast("cpu", enabled=False):
         try:
             return function(*args)
         except Exception as error:  # whatever a stub without most members of the real module leads to
             first_line = str(error).partition("\n")[0]
             return Refusal(f"trying it out raised {type(error).__name__}: {first_line}")
-
-
-@contextlib.contextmanager
-def _isolated() -> Iterator[None]:
-    with (
-        torch.no_grad(),
-        torch.random.fork_rng(devices=[]),
-        torch.device("cpu"),
-        torch.autocast("cpu", enabled=False),
-    ):
-        yield
 
 
 def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ligertune.errors import UserError
 from ligertune.planning.micro_batch import Batching, choose_batching
 from ligertune.planning.options import BatchLayoutOptions, RowKind
-from ligertune.recipe import Recipe
+from ligertune.recipe import Recipe, TrainSpec
 
 
 @dataclass(frozen=True)
@@ -42,22 +42,14 @@ class StatisticsOptions:
     """What the statistics of a data set depend on."""
 
     layout: BatchLayoutOptions
-    num_train_epochs: float | None
-    max_steps: int | None
-    seed: int
+    train: TrainSpec
     batching: Batching
 
     @staticmethod
     def of(recipe: Recipe, *, processes: int) -> StatisticsOptions:
-        """Copy the values out of a recipe. An `auto` micro-batch counts as the whole batch, since no model is built."""
-        train = recipe.train
-        return StatisticsOptions(
-            layout=BatchLayoutOptions.of(recipe),
-            num_train_epochs=train.num_train_epochs,
-            max_steps=train.max_steps,
-            seed=train.seed,
-            batching=choose_batching(recipe, processes, lambda micro, accumulates: True),
-        )
+        """Return those of a recipe. An `auto` micro-batch counts as the whole batch, since no model is built."""
+        batching = choose_batching(recipe, processes, lambda micro, accumulates: True)
+        return StatisticsOptions(BatchLayoutOptions.of(recipe), recipe.train, batching)
 
 
 def resolve_packing(recipe: Recipe, *, family: str | None, packs_exactly: bool) -> tuple[Recipe, tuple[str, ...]]:

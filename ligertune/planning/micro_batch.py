@@ -47,13 +47,8 @@ def choose_batching(recipe: Recipe, world_size: int, fits: Callable[[int, bool],
                 f"= {micro} x {row_ranks} = {micro * row_ranks}.",
                 hint=f"Write a multiple of {micro * row_ranks}, or another train.per_device_train_batch_size.",
             )
-    return Batching(
-        micro_batch_size=micro,
-        accumulation=accumulation,
-        world_size=world_size,
-        eval_batch_size=recipe.eval.per_device_eval_batch_size,
-        cp_size=recipe.parallel.cp_size,
-    )
+    eval_batch_size = recipe.eval.per_device_eval_batch_size
+    return Batching(micro, accumulation, world_size, eval_batch_size, recipe.parallel.cp_size)
 
 
 def _largest_micro_batch(global_batch_size: int, row_ranks: int, fits: Callable[[int, bool], bool] | None) -> int:

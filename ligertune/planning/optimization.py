@@ -79,13 +79,7 @@ def make_schedule(recipe: Recipe, *, rows: int, global_batch_size: int) -> Train
     warmup = train.warmup_steps if train.warmup_steps is not None else math.ceil(train.warmup_ratio * total)
     if train.lr_scheduler_type == "constant":  # as in transformers, where constant_with_warmup has the warm-up
         warmup = 0
-    return TrainSchedule(
-        total_steps=total,
-        warmup_steps=warmup,
-        learning_rate=train.learning_rate,
-        type=train.lr_scheduler_type,
-        min_lr_ratio=train.min_lr_ratio,
-    )
+    return TrainSchedule(total, warmup, train.learning_rate, train.lr_scheduler_type, train.min_lr_ratio)
 
 
 def make_optimizer(recipe: Recipe) -> Optimizer:

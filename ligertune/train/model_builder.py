@@ -111,11 +111,7 @@ def _load_and_patch(
         loss = "torch" if options.task == "medusa" else wanted.loss
         switches = {"rope": wanted.rope, "norm": wanted.norm, "mlp": wanted.mlp}
         report = patch(model, **switches, loss=loss, recompute=wanted.recompute)
-        lines = tuple(
-            KernelLine(row.kernel, row.applied, row.left, row.note)
-            for row in report.rows
-            if options.task != "medusa" or row.kernel != "linear_cross_entropy"
-        )
+        lines = tuple(r for r in report.rows if options.task != "medusa" or r.kernel != "linear_cross_entropy")
     prepare_vision(model, options.vision)
     return model, lines
 

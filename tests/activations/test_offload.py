@@ -8,8 +8,7 @@ import torch
 
 from ligertune.activations.checkpointing import checkpoint_layers
 from ligertune.activations.gate_offload import offload_gates, require_gates
-from ligertune.activations.host_bandwidth import OffloadPace, offloadable_share
-from ligertune.activations.offload import BLOCK, ActivationOffloader
+from ligertune.activations.offload import BLOCK, ActivationOffloader, OffloadPace, offloadable_share
 from ligertune.errors import UserError
 from ligertune.models.trainable import apply_method
 from ligertune.patching.patch import patch

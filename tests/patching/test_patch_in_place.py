@@ -76,8 +76,7 @@ def test_projections_with_hooks_or_adapters_keep_their_outputs():
 
 
 @pytest.mark.parametrize(
-    ("family", "checkpointing"),
-    [("llama", False), ("llama", True), ("gemma2", False), ("phi3", False)],
+    ("family", "checkpointing"), [("llama", False), ("llama", True), ("gemma2", False), ("phi3", False)]
 )
 def test_training_with_overwritten_outputs_is_the_same(family, checkpointing):
     """Compare with the same kernels where hooks on the projections keep them from overwriting."""

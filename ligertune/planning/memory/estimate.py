@@ -1,4 +1,9 @@
-"""Memory estimate: predicted peak of a training step on one device, and whether a micro-batch fits."""
+"""Memory estimate: predicted peak of a training step on one device, and whether a micro-batch fits.
+
+Medusa heads add to it: K heads of L residual blocks on M labelled rows save K (2 L - 1) M E elements in their blocks
+and read M E. The loss of heads that share the output head holds their hidden states and the gradients of those:
+2 K M E. Heads with their own output weight are computed one after the other.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +16,10 @@ from ligertune.planning.memory.activation_bytes import (
     MicroBatch,
     StepBytes,
     StepPhase,
+    loss_workspace,
     step_phases,
     tower_bytes,
 )
-from ligertune.planning.memory.heads_bytes import frozen_backbone, joint
 from ligertune.planning.memory.model_shape import HeadShape, LayerShape, MedusaHeadsShape, TowerShape
 from ligertune.planning.memory.states import StateBytes
 
@@ -59,7 +64,7 @@ class MemoryEstimate:
         batch = MicroBatch(tokens, max(1, round(tokens * self.labelled)), row_length, accumulates)
         step = self._step_bytes(self.workspace + self.gathered_keys_bytes(slots, keys), memory)
         if self.heads is not None and not self.heads.joint:
-            return frozen_backbone(self.heads, self.layer, self.head, self.policy, batch, step)
+            return self.frozen_model_phases(batch, step)
         image_tokens = tokens * self.image_share
         phases = step_phases(
             self.layer,
@@ -72,9 +77,41 @@ class MemoryEstimate:
             layer_weights=self.layer_weights() if self.shards > 1 else 0,
             shards=self.shards,
         )
-        if self.heads is not None:
-            phases = joint(self.heads, self.head, batch, phases, itemsize=self.itemsize, free=step.free)
-        return phases
+        if self.heads is None:
+            return phases
+        held, loss = self._heads_loss(batch, step.free)
+        return tuple(
+            replace(phase, activations=phase.activations + held, loss=loss) if phase.name == "loss" else phase
+            for phase in phases
+        )
+
+    def frozen_model_phases(self, batch: MicroBatch, step: StepBytes) -> tuple[StepPhase, ...]:
+        """Return the phases of a step that trains Medusa heads on a frozen model (stage 1)."""
+        layer, row = self.layer, self.head.hidden * step.itemsize
+        hidden_states, before = batch.tokens * row, step.gradients if batch.accumulates else 0
+        # widest point of a frozen layer: its input, attention's output, their sum, that normed; gate, up, their product
+        elements = 4 * layer.hidden + (3 + (not self.policy.fused_mlp)) * layer.mlp
+        held, loss = self._heads_loss(batch, step.free)
+        gradients_of_heads = 2 * self.heads.number * batch.labels * row
+        return (
+            StepPhase("frozen model", 0, before, 0, batch.tokens * elements * step.itemsize + step.workspace),
+            StepPhase("loss", hidden_states + held, before, loss, step.workspace),
+            StepPhase("backward", hidden_states + held, step.gradients, gradients_of_heads, step.workspace),
+            StepPhase("step", 0, step.gradients, 0, step.workspace + step.optimizer_step),
+        )
+
+    def _heads_loss(self, batch: MicroBatch, free: int | None) -> tuple[int, int]:
+        """Return (bytes that the heads' blocks read and save, additional peak bytes of the loss)."""
+        heads, head, itemsize = self.heads, self.head, self.itemsize
+        row, number = batch.labels * head.hidden * itemsize, heads.number + heads.joint
+        blocks = row + heads.number * (2 * heads.blocks - 1) * row
+        if not heads.own_projection:
+            needs_dw = head.head_trains
+            workspace = loss_workspace(number * batch.labels, head, itemsize, needs_dw=needs_dw, free=free)
+            return blocks, 2 * number * row + workspace + needs_dw * head.elements * itemsize
+        workspace = loss_workspace(batch.labels, head, itemsize, needs_dw=True, free=free)
+        gradients = number * (row + head.elements * itemsize)  # the gradients of all heads exist until the backward
+        return blocks + heads.number * row, gradients + workspace
 
     def _step_bytes(self, workspace: int, memory: int | None) -> StepBytes:
         always = 0 if self.cpu_offload else self.states.weights + self.states.optimizer

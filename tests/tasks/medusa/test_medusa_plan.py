@@ -17,7 +17,6 @@ from ligertune.patching.patch import patch
 from ligertune.planning.memory.activation_bytes import CUBLAS_WORKSPACE, ActivationPolicy, MicroBatch, StepBytes
 from ligertune.planning.memory.estimate import MemoryEstimate
 from ligertune.planning.memory.fit import largest_fits
-from ligertune.planning.memory.heads_bytes import frozen_backbone
 from ligertune.planning.memory.states import state_bytes
 from ligertune.planning.options import MedusaOptions
 from ligertune.recipe import load_recipe
@@ -77,12 +76,11 @@ def test_memory_of_stage_1_is_what_the_plan_says(sizes, medusa, name):
         )
     shape = MedusaShape.of_heads(model)
     batch = MicroBatch(TOKENS, len(rows), TOKENS, accumulates=False)
-    planned = {
-        phase.name: phase.total
-        for phase in frozen_backbone(
-            shape.heads, shape.layer, shape.head, ActivationPolicy(fused_mlp=False), batch, StepBytes(4, 0, 0, 0)
-        )
-    }
+    estimate = MemoryEstimate(
+        None, shape.layer, shape.head, ActivationPolicy(fused_mlp=False),
+        layers=1, itemsize=4, step_bytes=0, labelled=1.0, heads=shape.heads,
+    )  # fmt: skip
+    planned = {phase.name: phase.total for phase in estimate.frozen_model_phases(batch, StepBytes(4, 0, 0, 0))}
     assert max(planned["frozen model"], planned["loss"]) == planned[name]
     # On a CPU the rows with a target are copied for each head; a GPU would have to synchronise for that.
     at_once = 1 if shape.heads.own_projection else shape.heads.number
