@@ -7,6 +7,7 @@ from functools import partial
 import ligertune_kernels as kernels
 import pytest
 import torch
+from covering import every_pair
 from judge import DTYPES, judge, judge_op
 
 pytestmark = pytest.mark.gpu
@@ -31,9 +32,12 @@ def example(device: torch.device, dtype: torch.dtype = torch.bfloat16, ignored: 
     return hidden, weight, labels
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_every_schedule_rounds_as_torch_does_and_is_deterministic(schedule, device) -> None:
-    hidden, weight, labels = example(device)
+@pytest.mark.parametrize(
+    "schedule, dtype", [*every_pair(SCHEDULES, [torch.bfloat16]), *every_pair(SCHEDULES[:3], [torch.float16])]
+)
+def test_every_schedule_rounds_as_torch_does_and_is_deterministic(schedule, dtype, device) -> None:
+    """Both sides round their logits to the low dtype."""
+    hidden, weight, labels = example(device, dtype)
     judge_op(kernels.linear_cross_entropy, [hidden, weight], labels, ours={"schedule": schedule})
     leaves = hidden.requires_grad_(), weight.requires_grad_()
     runs = [

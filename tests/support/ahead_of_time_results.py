@@ -99,10 +99,7 @@ class CommittedResults:
         ops = []
         for op in (row.name for row in OPS if row.name in self._rows):
             rows = self._rows[op]
-            gpus = [
-                f'  "{arch}": [\n' + ",\n".join(f"   {json.dumps(row)}" for row in rows[arch]) + "\n  ]"
-                for arch in TARGETS
-                if arch in rows
-            ]
+            lines = {arch: ",\n   ".join(map(json.dumps, rows[arch])) for arch in TARGETS if arch in rows}
+            gpus = [f'  "{arch}": [\n   {text}\n  ]' for arch, text in lines.items()]
             ops.append(f' "{op}": {{\n' + ",\n".join([f'  "key": "{rows["key"]}"', *gpus]) + "\n }")
         self.path.write_text("{\n" + ",\n".join(ops) + "\n}\n", encoding="utf-8")

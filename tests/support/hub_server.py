@@ -27,31 +27,24 @@ class Hub(ThreadingHTTPServer):
 
 @contextlib.contextmanager
 def serving(name: str, files: dict[str, bytes]) -> Iterator[Hub]:
-    hub = Hub(name, files)
-    thread = threading.Thread(target=hub.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield hub
-    finally:
-        hub.shutdown()
-        hub.server_close()
-        thread.join()
+    with Hub(name, files) as hub:
+        thread = threading.Thread(target=hub.serve_forever, daemon=True)
+        thread.start()
+        try:
+            yield hub
+        finally:
+            hub.shutdown()
+            thread.join()
 
 
 class _Answer(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server: Hub
 
-    def do_HEAD(self) -> None:
-        self._answer()
-
-    def do_GET(self) -> None:
-        self._answer()
-
     def log_message(self, format: str, *args: object) -> None:
         """Print nothing."""
 
-    def _answer(self) -> None:
+    def do_GET(self) -> None:
         path = urllib.parse.unquote(urllib.parse.urlsplit(self.path).path)
         api, resolved = f"/api/datasets/{self.server.name}", f"/datasets/{self.server.name}/resolve/"
         if path == api or path.startswith(f"{api}/revision/"):
@@ -64,6 +57,8 @@ class _Answer(BaseHTTPRequestHandler):
             self._send_file(self.server.files[path.removeprefix(resolved).partition("/")[2]])
         else:
             self._send(b"", code=404, headers={"x-error-code": "EntryNotFound"})
+
+    do_HEAD = do_GET
 
     def _entries(self, folder: str) -> list[dict[str, object]]:
         files = [

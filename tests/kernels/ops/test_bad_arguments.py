@@ -1,6 +1,8 @@
-"""Mismatched arguments of every op that is not a loss: the error names them and what was expected."""
+"""Mismatched arguments of every op: the error names them and what was expected."""
 
 from __future__ import annotations
+
+from functools import partial
 
 import ligertune_kernels as kernels
 import pytest
@@ -59,6 +61,40 @@ BAD = [
     (lambda: kernels.pack_int2(zeros(2, 6, dtype=INT8)), "the last size by 4"),
     (lambda: kernels.adamw_step(*[zeros(3)] * 3, zeros(4), **ADAMW), "adamw_step: shapes"),
 ]
+
+ROWS, WEIGHT, TAUGHT, TEACHER, LABELS = (zeros(*size) for size in ((2, 8), (5, 8), (2, 6), (5, 6), (2,)))
+HEADS, LOW = "multi_head_linear_cross_entropy", zeros(5, 6, dtype=torch.bfloat16)
+
+# loss, tensors, options, message
+LOSSES = (
+    ("cross_entropy", (ROWS, zeros(3)), {}, r"labels are \(3,\); expected \(2,\)"),
+    ("cross_entropy", (ROWS, LABELS), {"reduction": "batchmean"}, "'batchmean'"),
+    ("linear_cross_entropy", (ROWS, WEIGHT.T, LABELS), {}, r"expected weight \(V, E\)"),
+    ("linear_cross_entropy", (ROWS, WEIGHT, LABELS[:1]), {}, r"labels are \(1,\)"),
+    ("linear_cross_entropy", (TAUGHT, LOW, LABELS), {}, "expected the same"),
+    ("linear_cross_entropy", (ROWS, WEIGHT, LABELS), {"reduction": "none", "num_items_in_batch": 1}, "divides a sum"),
+    ("linear_cross_entropy", (ROWS, WEIGHT, LABELS, zeros(4)), {}, r"bias is \(4,\)"),
+    ("linear_cross_entropy", (ROWS, WEIGHT, LABELS), {"lora_a": WEIGHT}, "both or none"),
+    ("linear_cross_entropy", (ROWS, WEIGHT, LABELS), {"lora_a": WEIGHT[:3], "lora_b": TEACHER}, r"and \(5, R\)"),
+    (HEADS, ([ROWS] * 3, WEIGHT, [LABELS] * 3, (1.0, 2.0)), {}, "3 hiddens, 3 labels and 2 coefficients"),
+    (HEADS, ([ROWS] * 3, [WEIGHT] * 2, [LABELS] * 3, (1.0,) * 3), {}, "2 weights: expected one of each per head"),
+    ("kl_div", (ROWS, zeros(8)), {}, r"input is \(2, 8\) and target \(8,\)"),
+    ("kl_div", (ROWS, ROWS), {"reduction": "rows"}, "'rows'"),
+    ("jsd", (ROWS, ROWS[:1]), {}, r"input is \(2, 8\) and target \(1, 8\)"),
+    ("jsd", (ROWS, ROWS), {"labels": zeros(8)}, r"labels are \(8,\); expected \(2,\)"),
+    ("jsd", (ROWS, ROWS), {"beta": 1.5}, r"beta is 1\.5"),
+    ("jsd", (ROWS, ROWS), {"reduction": "batchmean"}, "'batchmean'"),
+    ("jsd", (ROWS, ROWS.clone().requires_grad_()), {}, r"target\.detach\(\)"),
+    ("linear_jsd", (ROWS, WEIGHT, TAUGHT, TEACHER.T), {}, r"teacher_hidden is .*expected weight \(V, E\)"),
+    ("linear_jsd", (ROWS, WEIGHT, TAUGHT, TEACHER[1:]), {}, r"vocabulary of 5, the teacher \(2,\) of 4"),
+    ("linear_jsd", (ROWS, WEIGHT, TAUGHT[1:], TEACHER), {}, r"rows \(2,\).*the teacher \(1,\)"),
+    ("linear_jsd", (ROWS, WEIGHT, TAUGHT, TEACHER), {"labels": LABELS[:1]}, r"labels are \(1,\)"),
+    ("linear_jsd", (ROWS, WEIGHT, TAUGHT, TEACHER), {"student_bias": zeros(4)}, r"student_bias is \(4,\)"),
+    ("linear_jsd", (ROWS, WEIGHT, TAUGHT, LOW), {}, r"teacher_hidden is torch\.float32 and a parameter torch\.bf"),
+    ("linear_jsd", (ROWS, WEIGHT, TAUGHT, TEACHER), {"temperature": 0}, "temperature is 0"),
+    ("linear_jsd", (ROWS, WEIGHT, TAUGHT, TEACHER), {"beta": -1}, "beta is -1"),
+)  # fmt: skip
+BAD += [(partial(getattr(kernels, name), *tensors, **options), message) for name, tensors, options, message in LOSSES]
 
 
 @pytest.mark.parametrize("call, message", BAD, ids=[message for _, message in BAD])
