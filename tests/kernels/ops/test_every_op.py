@@ -161,8 +161,7 @@ def test_checkpointing_gives_the_same_gradients(name, device) -> None:
     call, leaves = example(name, device)
     expected = torch.autograd.grad(call(*leaves).square().sum(), leaves)
     found = torch.autograd.grad(checkpoint(call, *leaves, use_reentrant=False).square().sum(), leaves)
-    for ours, expected_one in zip(found, expected, strict=True):
-        assert torch.equal(ours, expected_one)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 @every_op
@@ -192,5 +191,4 @@ def test_runs_on_a_gpu_that_is_not_the_current_one(name) -> None:
         assert {t.device.index for t in (result, *gradients)} == {index}
         results.append([t.cpu() for t in (result, *gradients)])
     assert torch.cuda.current_device() == 0
-    for one, other in zip(*results, strict=True):
-        assert torch.equal(one, other)
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
 from covering import every_pair
-from judge import DTYPES, judge
-from ligertune_kernels import GeGLU, SwiGLU, geglu, geglu_reference, swiglu, swiglu_reference
+from judge import DTYPES, judge_op
+from ligertune_kernels import GeGLU, SwiGLU, geglu, swiglu, swiglu_reference
 
 OPS = (
-    pytest.param(swiglu, swiglu_reference, id="swiglu"),
-    pytest.param(geglu, geglu_reference, id="geglu"),
-    pytest.param(partial(geglu, approximate="none"), partial(geglu_reference, approximate="none"), id="geglu with erf"),
+    pytest.param(swiglu, {}, id="swiglu"),
+    pytest.param(geglu, {}, id="geglu"),
+    pytest.param(geglu, {"approximate": "none"}, id="geglu with erf"),
 )
 SHAPES = (
     pytest.param((1, 1), id="one number"),
@@ -23,17 +21,17 @@ SHAPES = (
 
 
 @pytest.mark.parametrize("inplace", [False, True])
-@pytest.mark.parametrize("op, reference, shape, dtype", every_pair(OPS, SHAPES, DTYPES))
-def test_agrees_with_float64(op, reference, shape, dtype, inplace, device) -> None:
+@pytest.mark.parametrize("op, options, shape, dtype", every_pair(OPS, SHAPES, DTYPES))
+def test_agrees_with_float64(op, options, shape, dtype, inplace, device) -> None:
     gate, up = (3.0 * torch.randn(shape, device=device, dtype=dtype) for _ in range(2))
     for inputs in ([gate, up], [torch.cat((gate, up), dim=-1)]):
-        judge(lambda *tensors: op(*(t.clone() for t in tensors), inplace=inplace), reference, inputs)
+        judge_op(op, inputs, ours={"inplace": inplace}, **options)
 
 
-@pytest.mark.parametrize("op, reference", OPS)
-def test_stays_finite_where_the_activation_saturates(op, reference, device) -> None:
+@pytest.mark.parametrize("op, options", OPS)
+def test_stays_finite_where_the_activation_saturates(op, options, device) -> None:
     gate = torch.tensor([[-1e4, -100.0, -20.0, -0.0, 0.0, 20.0, 100.0, 1e4]], device=device)
-    judge(op, reference, [gate, torch.ones_like(gate)])
+    judge_op(op, [gate, torch.ones_like(gate)], **options)
 
 
 @pytest.mark.parametrize("inplace", [False, True])
@@ -112,15 +110,15 @@ def test_in_place_does_not_overwrite_leaves_or_overlapping_tensors(device) -> No
         torch.testing.assert_close([t.detach() for t in inputs], before, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("op, reference", OPS)
-def test_in_place_under_checkpointing(op, reference, checkpointed, device) -> None:
+@pytest.mark.parametrize("op, options", OPS)
+def test_in_place_under_checkpointing(op, options, checkpointed, device) -> None:
     x, weight = (torch.randn(size, device=device, requires_grad=True) for size in ((3, 6), (40, 6)))
 
-    def layer(x: torch.Tensor) -> torch.Tensor:
-        return op(x @ weight[:20].t(), x @ weight[20:].t(), inplace=True).pow(2).sum()
+    def layer(x: torch.Tensor, inplace: bool) -> torch.Tensor:
+        return op(x @ weight[:20].t(), x @ weight[20:].t(), inplace=inplace, **options).pow(2).sum()
 
-    expected = torch.autograd.grad(reference(x @ weight[:20].t(), x @ weight[20:].t()).pow(2).sum(), (x, weight))
-    checkpointed(layer, x).backward()
+    expected = torch.autograd.grad(layer(x, False), (x, weight))
+    checkpointed(layer, x, True).backward()
     torch.testing.assert_close((x.grad, weight.grad), expected)
 
 
