@@ -44,12 +44,9 @@ def test_a_cached_data_set_equals_a_fresh_one(home, rows, prepared):
     assert not home.exists()
     first, second = prepared(rows), prepared(rows)
     assert (is_cached(first), is_cached(second)) == (False, True)
-    assert second.train.fingerprint == first.train.fingerprint
-    assert second.train.sources == first.train.sources
+    assert second.train.fingerprint == first.train.fingerprint and second.train.sources == first.train.sources
     assert second.report.dropped == first.report.dropped == {"empty answer": 1}
-    assert second.report.first_dropped == first.report.first_dropped
     assert isinstance(second.train[0].input_ids.base, np.memmap)
-    assert np.array_equal(second.train[3].labels, first.train[3].labels)
     assert uncached.train.fingerprint == second.train.fingerprint
     assert {**vars(second.report), "sets": ()} == {**vars(uncached.report), "sets": ()}
 

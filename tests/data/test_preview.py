@@ -128,9 +128,8 @@ def test_data_is_escaped(hostile, stories):
     assert "\x1b" not in document and "\u202e" not in document and "\u241b[31m \u27e8U+202E\u27e9gnp.exe" in text
     # nothing is fetched
     assert not [attribute for _, attrs in read.elements for attribute in attrs if attribute in ("src", "href")]
-    assert "url(" not in document and "@import" not in document
     policy = next(attrs["content"] for tag, attrs in read.elements if "http-equiv" in attrs)
-    assert policy.startswith("default-src 'none'")
+    assert policy.startswith("default-src 'none'") and "url(" not in document and "@import" not in document
 
 
 def test_trained_pieces_and_control_tokens_are_marked(hostile, stories):
