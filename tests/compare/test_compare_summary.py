@@ -1,15 +1,16 @@
-"""Summary of trials: means, standard errors, medians, slow steps, failures, and the files of a comparison."""
+"""Summary of trials: loss parity, means, standard errors, medians, slow steps, failures, and the files."""
 
 from __future__ import annotations
 
 import csv
 import json
+import math
 
 import pytest
 
 from ligertune.compare.compare_files import write_files
 from ligertune.compare.side import SIDE_OF
-from ligertune.compare.summary import Comparison, summarise_trials
+from ligertune.compare.summary import TOLERANCES, Comparison, parity, summarise_trials
 from ligertune.compare.trial import Failure, Step, Trial
 
 LOSSES = (4.0, 3.5, 3.0, 2.5)
@@ -17,8 +18,8 @@ OUT_OF_MEMORY = Failure("out of memory", "CUDA out of memory. Tried to allocate 
 TARGET = {"vendor": "cpu", "name": "a CPU", "arch": "x86_64", "torch": "2.13"}
 
 
-def steps(losses=LOSSES, seconds=(5.0, 1.0, 1.0, 1.0), norm=2.0) -> tuple[Step, ...]:
-    return tuple(Step(i + 1, loss, norm, 100, s) for i, (loss, s) in enumerate(zip(losses, seconds, strict=True)))
+def steps(losses=LOSSES, seconds=(5.0, 1.0, 1.0, 1.0), norm: float | None = 2.0) -> tuple[Step, ...]:
+    return tuple(Step(i + 1, loss, norm, 100, s) for i, (loss, s) in enumerate(zip(losses, seconds, strict=False)))
 
 
 def trial(side: str, *, repeat=1, rate=100.0, peak=1 << 30, mfu=None, taken=None, failure=None) -> Trial:
@@ -44,11 +45,32 @@ def comparison(*points) -> Comparison:
     return Comparison(TARGET, "2026-01-01 00:00", "a.yaml", 3, 1, 1, 1, points)
 
 
-def losses_of(*values: float) -> tuple[Step, ...]:
-    return steps(losses=values)
+WRONG = steps((4.0, 3.5, 3.0 * 1.01, 2.5))
 
 
-WRONG = losses_of(4.0, 3.5, 3.03, 2.5)
+@pytest.mark.parametrize("dtype", [dtype for dtype in TOLERANCES if dtype != "float8"])  # differ by rounding only
+def test_a_loss_that_is_one_percent_off_is_found_at_its_step(dtype):
+    found = parity(WRONG, steps(), dtype)
+    assert (found.same, found.failed_step, found.worst_step) == (False, 3, 3)
+    assert found.worst == pytest.approx(0.01)
+    assert "DIFFERENT in the loss at step 3" in found.sentence
+    wrong_gradient = parity(steps(norm=2.06), steps(), dtype)
+    assert (wrong_gradient.failed_step, wrong_gradient.failed_in) == (1, "the gradient norm")
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_rounding_is_allowed_and_the_first_loss_may_differ_by_less(dtype):
+    assert parity(steps(tuple(loss * (1 + 1e-6) for loss in LOSSES), norm=2 * (1 + 1e-6)), steps(), dtype).same
+    drift = 1 + TOLERANCES[dtype].loss / 2
+    assert parity(steps((4.0, 3.5, 3.0, 2.5 * drift)), steps(), dtype).same
+    assert parity(steps((4.0 * drift, 3.5, 3.0, 2.5)), steps(), dtype).failed_step == 1
+
+
+def test_missing_gradient_norms_nan_and_missing_steps_are_differences():
+    assert parity(steps(norm=None), steps(norm=None), "float32").same
+    assert not parity(steps(norm=None), steps(), "float32").same
+    for broken in ((*LOSSES[:3], math.nan), LOSSES[:3], ()):
+        assert not parity(steps(broken), steps(), "bfloat16").same
 
 
 def test_speed_is_the_mean_with_its_standard_error_and_memory_the_highest_peak():
@@ -95,11 +117,11 @@ def test_different_losses_of_one_repeat_fail_our_side_and_not_another_library():
 
 def test_float8_has_a_wider_tolerance_than_our_other_sides():
     first, *later = LOSSES
-    drifted = losses_of(first, *(loss * 1.015 for loss in later))
+    drifted = steps((first, *(loss * 1.015 for loss in later)))
     found = point(trial("with"), trial("with-compile", taken=drifted), trial("with-fp8", taken=drifted))
     assert found.reference == "with"
     assert (found.side("with-compile").parity.same, found.side("with-fp8").parity.same) == (False, True)
-    moved = losses_of(first * 1.012, *(loss * 1.008 for loss in later))
+    moved = steps((first * 1.012, *(loss * 1.008 for loss in later)))
     far = point(trial("with"), trial("with-fp8", taken=moved)).side("with-fp8").parity
     assert (far.same, far.failed_step) == (False, 1)
 
@@ -118,12 +140,8 @@ def test_the_files_hold_every_step_and_show_every_side(tmp_path):
     assert [(row["setting"], row["side"], row["failure"]) for row in rows][2:] == [
         ("batch 8", "with", ""), ("batch 8", "without", "out of memory")
     ]  # fmt: skip
-    assert (rows[0]["mfu"], rows[0]["speed_ratio"], rows[0]["loss_last"], rows[0]["same"]) == (
-        "0.5",
-        "1.0",
-        "2.5",
-        "True",
-    )
+    named = [rows[0][name] for name in ("mfu", "speed_ratio", "loss_last", "same")]
+    assert named == ["0.5", "1.0", "2.5", "True"]
     stored = json.loads((tmp_path / "compare.json").read_text())
     assert [step["seconds"] for step in stored["points"][0]["sides"][0]["trials"][0]["steps"]] == [5.0, 1.0, 1.0, 1.0]
     page = (tmp_path / "report.html").read_text()

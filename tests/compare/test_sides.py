@@ -18,9 +18,7 @@ CHOICES = [
     ({"only": "without"}, ["without"]),
     ({"ablate": True}, ["with", "no-fused-loss", "without"]),
     ({"ablate": True, "baselines": ["compile"]}, ["with", "no-fused-loss", "without", "compile"]),
-    pytest.param(
-        {"baselines": ["with-compile", "with-fp8"]}, ["with", "with-compile", "with-fp8"], marks=NEEDS_TORCHAO
-    ),
+    pytest.param({"baselines": ["with-fp8"]}, ["with", "with-fp8"], marks=NEEDS_TORCHAO),
     (
         {"baselines": ["hf", "with-offload-gate", "with-rebuild", "with-recompute-norms"]},  # an old name, a new one
         ["with", "with-recompute", "with-recompute-norms", "with-offload-gate", "without"],

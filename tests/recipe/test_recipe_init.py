@@ -1,4 +1,4 @@
-"""`ligertune init` and `ligertune recipe keys`: the commented recipe, the key reference, completions."""
+"""`ligertune init` and `ligertune recipe`: check, show, schema, keys and list; completions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from ligertune.cli.app import app
 from ligertune.errors import UserError
-from ligertune.recipe import load_recipe
+from ligertune.recipe import load_recipe, recipe_schema
 from ligertune.recipe.describe import matching_keys, recipe_reference, run_folder
 from ligertune.recipe.document import keys
 from ligertune.recipe.read import bundled_recipes, recipe_title
@@ -21,14 +21,15 @@ NAMED = [key for key, entry in keys().items() if key and not key.endswith("[]")]
 
 
 @pytest.fixture
-def init(tmp_path, monkeypatch):
-    """init(*arguments): `ligertune init` in an empty folder."""
+def run(tmp_path, monkeypatch):
+    """run(*arguments): the command in an empty folder."""
     monkeypatch.chdir(tmp_path)
+    return lambda *arguments: CliRunner().invoke(app, arguments)
 
-    def init(*arguments: str):
-        return CliRunner().invoke(app, ["init", *arguments])
 
-    return init
+@pytest.fixture
+def init(run):
+    return lambda *arguments: run("init", *arguments)
 
 
 def test_init_writes_a_recipe_with_the_defaults(init):
@@ -96,7 +97,7 @@ def test_the_run_folder_is_named_after_model_and_data(model, data, name):
 
 def test_the_key_reference_is_complete_and_current():
     text = recipe_reference()
-    assert REFERENCE.read_text(encoding="utf-8") == text  # ligertune recipe keys > configs/recipe_keys.md
+    assert REFERENCE.read_text(encoding="utf-8") == text  # every key and default; ligertune recipe keys > configs/recipe_keys.md
     rows = [line for line in text.splitlines() if line.startswith("| `")]
     assert len(rows) == len([key for key in NAMED if "properties" not in keys()[key]])
     assert "| `train.learning_rate` | Peak learning rate. | a number (above 0, at most 1) | `2.0e-05` |" in rows
@@ -115,7 +116,24 @@ def test_every_bundled_recipe_loads_without_notices_and_has_a_title(path):
     assert recipe_title(path)
 
 
-def test_the_quickstart_is_first_in_the_list():
-    done = CliRunner().invoke(app, ["recipe", "list", "--json"])
-    first = next(iter(json.loads(done.stdout)))
+def test_check_show_and_schema_of_a_flat_file(run):
+    Path("flat.yaml").write_text("base_model: some/model\ndataset: some/data\noutput_dir: runs/one\n")
+    wrong = run("recipe", "check", "flat.yaml", "--set", "train.sede=1").exception
+    assert isinstance(wrong, UserError) and "--set train.sede=1: train.sede is not a recipe key" in str(wrong)
+    lines = run("recipe", "check", "flat.yaml").stdout.splitlines()
+    assert lines[0] == "flat.yaml:1: base_model is read as model.model_name_or_path."
+    assert len(lines) == 4 and lines[3] == "flat.yaml: OK"
+    done = run("recipe", "check", "flat.yaml", "--json")
+    report = json.loads(done.stdout)
+    assert "flat.yaml: OK" in done.stderr and report["ok"] is True and len(report["notices"]) == 3
+    shown = run("recipe", "show", "flat.yaml", "--set", "train.max_steps=5").stdout
+    Path("again.yaml").write_text(shown)
+    assert "max_steps: 5\n" in shown and shown.startswith("# ")
+    assert run("recipe", "show", "again.yaml").stdout == shown[shown.index("version:") :]
+    assert json.loads(run("recipe", "show", "again.yaml", "--json").stdout)["train"]["max_steps"] == 5
+    assert json.loads(run("recipe", "schema").stdout) == recipe_schema()
+
+
+def test_the_quickstart_is_first_in_the_list(run):
+    first = next(iter(json.loads(run("recipe", "list", "--json").stdout)))
     assert first.endswith("stories260k.yaml") and Path(first).is_file()

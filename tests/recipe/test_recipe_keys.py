@@ -1,4 +1,4 @@
-"""Every key of the schema: its default, its description, and the values that it refuses."""
+"""Every key of the schema: its description, and the values that it refuses."""
 
 from __future__ import annotations
 
@@ -16,58 +16,6 @@ from ligertune.recipe.train_sections import EITHER_OR
 
 SECTIONS = [key for key, entry in keys().items() if key and entry.get("type") == "object" and "properties" in entry]
 LEAVES = [key for key in keys() if key and key not in SECTIONS and not key.endswith("[]")]
-
-# section -> keys and defaults; add each new key here
-DEFAULTS = {
-    "model": {"revision": "main", "dtype": "auto", "attn_implementation": "auto", "init": "pretrained",
-              "num_hidden_layers": None, "trust_remote_code": False},
-    "model.tokenizer": {"path": None, "pad_token": None, "eos_token": None, "chat_template": "tokenizer"},
-    "kernels": {"enabled": "auto", "rope": True, "norm": True, "mlp": True, "loss": "linear_cross_entropy",
-                "attention": "auto", "lora": False, "optimizer": False, "recompute": False},
-    "method": {"type": "full", "lora_r": 16, "lora_alpha": 32.0, "lora_dropout": 0.0,
-               "lora_target_modules": "all-linear", "lora_modules_to_save": [], "use_dora": False,
-               "use_rslora": False, "trainable": []},
-    "data.datasets[]": {"name": None, "split": "train", "format": "auto", "columns": {}, "max_samples": None,
-                        "weight": 1.0, "on_bad_row": "drop"},
-    "data": {"val_split": 0.0, "eval_datasets": [], "prompt_template": "auto", "system_prompt": None,
-             "train_on": "assistant", "max_length": 2048, "on_overlength": "drop", "streaming": False, "packing": True,
-             "padding_free": "auto",
-             "num_proc": "auto", "image_dir": None, "cache": True},
-    "train": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "global_batch_size": None,
-              "num_train_epochs": 1.0, "max_steps": None, "learning_rate": 2e-5, "lr_scheduler_type": "cosine",
-              "warmup_ratio": 0.03, "warmup_steps": None, "min_lr_ratio": 0.1, "optim": "adamw_torch_fused",
-              "optim_in_backward": False, "optim_offload": False,
-              "weight_decay": 0.0, "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8, "max_grad_norm": 1.0,
-              "group_by_length": True,
-              "full_determinism": True, "gradient_checkpointing": False, "gradient_checkpointing_layers": "all",
-              "torch_compile": False,
-              "cuda_graphs": False, "fp8": False, "seed": 42},
-    "train.galore": {"rank": 128, "update_proj_gap": 200, "scale": 0.25},
-    "eval": {"eval_strategy": "no", "eval_steps": 200, "per_device_eval_batch_size": 4,
-             "early_stopping_patience": None, "sample_prompts": []},
-    "checkpoint": {"save_strategy": "steps", "save_steps": 200, "save_total_limit": 2, "async_save": False,
-                   "save_model": True, "resume_from_checkpoint": "never", "load_best_model_at_end": False,
-                   "overwrite": False, "save_on_signal": True},
-    "logging": {"logging_steps": 10, "report_to": ["jsonl"], "run_name": None},
-    "parallel": {"num_processes": "auto", "strategy": "auto", "dp_replicate_size": 1, "cp_size": 1,
-                 "cpu_offload": False, "timeout": 60},
-    "vision": {"image_min_pixels": None, "image_max_pixels": 1_003_520, "freeze_vision_tower": True,
-               "freeze_projector": True, "freeze_language_model": False},
-    "report": {"warmup_steps": 5, "profile_steps": 0, "memory_snapshot": False, "mfu": True},
-    "medusa": {"num_heads": 5, "num_layers": 1, "stage": 1, "lm_head": "shared", "heads_path": None,
-               "decay_coefficient": 0.8, "heads_coefficient": 0.2, "heads_warmup_ratio": 0.1, "lr_multiplier": 4.0,
-               "self_distillation": False, "expand_lm_head": False,
-               "tree_nodes": 64, "eval_prompts": 8, "eval_new_tokens": 128},
-}  # fmt: skip
-
-
-def test_keys_and_defaults_are_unchanged():
-    declared: dict[str, dict] = {}
-    for key in LEAVES:
-        section, _, name = key.rpartition(".")
-        if "default" in keys()[key] and section and not section.startswith("data.eval_datasets[]"):
-            declared.setdefault(section, {})[name] = keys()[key]["default"]
-    assert declared == DEFAULTS
 
 
 def test_every_key_has_a_description_of_one_line():
