@@ -97,7 +97,7 @@ def test_the_run_folder_is_named_after_model_and_data(model, data, name):
 
 def test_the_key_reference_is_complete_and_current():
     text = recipe_reference()
-    assert REFERENCE.read_text(encoding="utf-8") == text  # every key and default; ligertune recipe keys > configs/recipe_keys.md
+    assert REFERENCE.read_text(encoding="utf-8") == text  # ligertune recipe keys > configs/recipe_keys.md
     rows = [line for line in text.splitlines() if line.startswith("| `")]
     assert len(rows) == len([key for key in NAMED if "properties" not in keys()[key]])
     assert "| `train.learning_rate` | Peak learning rate. | a number (above 0, at most 1) | `2.0e-05` |" in rows
