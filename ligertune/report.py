@@ -99,7 +99,7 @@ def make_report(
         loss_first=losses[0] if losses else None,
         loss_last=losses[-1] if losses else None,
         eval_loss=fitted.last_eval_loss,
-        throughput=throughput(plan, fitted.work, fitted.seconds, warmup_excluded=fitted.warmup_excluded),
+        throughput=throughput(plan, *fitted.measured),
         peak_memory=fitted.peak_memory,
         kernels_backend=plan.kernels_backend,
         kernels=plan.kernels,
@@ -120,7 +120,7 @@ def make_report(
     )
 
 
-def throughput(plan: Plan, work: Counts, seconds: float, *, warmup_excluded: bool) -> Throughput | None:
+def throughput(plan: Plan, work: Counts, seconds: float, warmup_excluded: bool) -> Throughput | None:
     """Return the rates of the metered work, or None if no step was measured."""
     if not work.steps or seconds <= 0:
         return None

@@ -71,9 +71,7 @@ class TrainResult:
     resumed_from: int
     stopped_by: str | None
     last_eval_loss: float | None
-    work: Counts
-    seconds: float
-    warmup_excluded: bool
+    measured: tuple[Counts, float, bool]  # work, its seconds, whether they exclude the warm-up
     peak_memory: dict[str, int]
     notes: tuple[str, ...] = ()
     best_weights: dict[str, Tensor] | None = None  # of the best model, if the model itself is sharded
@@ -178,16 +176,13 @@ def finish(training: Training, state: TrainState, stop: StopRequest) -> TrainRes
     if graphs is not None:
         notes += (graphs.note(),)
         training.meter.include_peak(graphs.peak)
-    work, seconds, warmup_excluded = training.meter.total()
     return TrainResult(
         model=training.model,
         step=state.step,
         resumed_from=training.resumed_from,
         stopped_by=(stop.received or "a signal on another rank") if state.interrupted else None,
         last_eval_loss=state.eval_loss,
-        work=work,
-        seconds=seconds,
-        warmup_excluded=warmup_excluded,
+        measured=training.meter.total(),
         peak_memory=max_over_ranks(accelerator, training.meter.peak_memory()),
         notes=notes,
         best_weights=best_weights,

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.checkpointing import save_accelerator_state
-from accelerate.utils import OPTIMIZER_NAME, SAFE_WEIGHTS_NAME, save
+from accelerate.utils import OPTIMIZER_NAME, SAFE_WEIGHTS_NAME, recursively_apply, save
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
@@ -164,13 +164,7 @@ class Saver:
 
 def _copy_to_host(value: Any) -> Any:
     """Copy all tensors in nested containers to host memory."""
-    if isinstance(value, Tensor):
-        return value.detach().to("cpu", copy=True)
-    if isinstance(value, dict):
-        return {key: _copy_to_host(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_copy_to_host(inner) for inner in value)
-    return value
+    return recursively_apply(lambda tensor: tensor.detach().to("cpu", copy=True), value)
 
 
 def resume_folder(plan: Plan) -> tuple[Path | None, tuple[str, ...]]:

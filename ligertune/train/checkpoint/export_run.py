@@ -7,7 +7,6 @@ into the dequantised 4-bit weights that they were trained on, and not into the o
 
 from __future__ import annotations
 
-import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ from ligertune.models.load import hide_loading_bars, load_tokenizer, read_config
 from ligertune.models.save import ADAPTER_CONFIG, adapter_base_model, read_prompt, write_model
 from ligertune.models.trainable import apply_method
 from ligertune.planning.options import ModelOptions, saved_options
-from ligertune.storage import newest_checkpoint
+from ligertune.storage import newest_checkpoint, put_in_place, remove
 from ligertune.train.checkpoint.trained_weights import FILE, load_trained
 
 WEIGHTS = "model.safetensors"  # in a checkpoint without frozen weights
@@ -55,11 +54,9 @@ def export_run(run: Path, out: Path, *, adapter: bool, checkpoint: str | None) -
     if adapter and not has_adapter:
         raise UserError(f"{model} holds a whole model, and no adapter.", hint="Leave --adapter out.")
     partial = out.with_name(f".{out.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
+    remove(partial)
     shutil.copytree(model, partial)
-    if out.exists():
-        out.rmdir()
-    os.replace(partial, out)
+    put_in_place(partial, out)
     return Exported(str(out), "adapter" if adapter else "model", str(model))
 
 

@@ -62,38 +62,32 @@ def saved_progress(folder: Path, plan: Plan) -> int:
     saved, now = progress["plan"], dataclasses.asdict(plan)
     batch, batching = saved["batching"]["global_batch_size"], plan.batching
     method, wanted_method = progress.get("method", "full"), plan.build.method.type
-    (rows, wanted_rows), (optimizer, wanted_optimizer) = (
-        (name(saved[key]), name(now[key])) for key, name in (("rows", _name_rows), ("optimizer", _name_optimizer))
-    )
-    for was, wanted, message, hint in (
+    rows, wanted_rows = _name_rows(saved["rows"]), _name_rows(now["rows"])
+    optimizer, wanted_optimizer = _name_optimizer(saved["optimizer"]), _name_optimizer(now["optimizer"])
+    for (was, wanted), message, hint in (
         (
-            progress["data_fingerprint"],
-            plan.data.fingerprint,
+            (progress["data_fingerprint"], plan.data.fingerprint),
             "was trained on other examples than this recipe gives (data, template or tokenizer changed).",
             "Resume with the recipe that the run was started with, or start a new run in another output_dir.",
         ),
         (
-            batch,
-            batching.global_batch_size,
+            (batch, batching.global_batch_size),
             f"was trained with a global batch of {batch} examples; this recipe makes it {batching.global_batch_size} "
             f"on {batching.world_size} processes.",
             f"Set train.global_batch_size: {batch}.",
         ),
         (
-            rows,
-            wanted_rows,
+            (rows, wanted_rows),
             f"was trained on {rows}; this recipe makes {wanted_rows}.",
             "Set data.packing, data.max_length and train.group_by_length as they were.",
         ),
         (
-            method,
-            wanted_method,
+            (method, wanted_method),
             f"was trained by {method}; this recipe's method is {wanted_method}.",
             f"Set method.type: {method}.",
         ),
         (
-            optimizer,
-            wanted_optimizer,
+            (optimizer, wanted_optimizer),
             f"holds the states of {optimizer}; this recipe's optimizer is {wanted_optimizer}.",
             "Set train.optim and its settings as they were.",
         ),

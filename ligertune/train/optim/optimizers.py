@@ -87,19 +87,11 @@ def build_optimizer(model: nn.Module, plan: Optimizer) -> torch.optim.Optimizer:
     if plan.in_backward:
         return OptimizerInBackward([_build(plan, hidden, heads, [p]) for p in trained])
     if plan.offload:
-        return _build_offloaded(plan, hidden, heads, trained)
+        copies = [host_copy_of(p) for p in trained]
+        for known in (hidden, heads):
+            known.update([copy for p, copy in zip(trained, copies, strict=True) if p in known])
+        return OffloadedOptimizer(trained, [_build(plan, hidden, heads, [copy]) for copy in copies])
     return _build(plan, hidden, heads, trained)
-
-
-def _build_offloaded(
-    plan: Optimizer, hidden: set[nn.Parameter], heads: set[nn.Parameter], trained: list[nn.Parameter]
-) -> OffloadedOptimizer:
-    parts = []
-    for parameter in trained:
-        copy = host_copy_of(parameter)
-        copy_sets = ({copy} if parameter in known else set() for known in (hidden, heads))
-        parts.append(_build(plan, *copy_sets, [copy]))
-    return OffloadedOptimizer(trained, parts)
 
 
 def _build(

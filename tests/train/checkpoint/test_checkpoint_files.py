@@ -79,9 +79,12 @@ def test_resuming_skips_a_damaged_checkpoint(lost, saved):
     assert found == folder / "step-2" and words in notes[0]
 
 
-def test_a_checkpoint_of_another_run_is_refused(saved):
+def test_a_checkpoint_records_its_run_and_that_of_another_run_is_refused(saved):
     plan, folder = saved(4)
     assert saved_progress(folder / "step-4", plan) == 4
+    progress = json.loads((folder / "step-4" / "progress.json").read_text())
+    assert (progress["data_fingerprint"], progress["method"]) == (plan.data.fingerprint, "full")
+    assert progress["files"] == {"weights": [2048, zlib.crc32(bytes(range(256)) * 8)]}
     others = {
         "other examples": replace(plan, data=replace(plan.data, fingerprint="f")),
         "global batch": replace(
@@ -114,10 +117,3 @@ def test_early_stopping_follows_from_the_losses():
     assert [stopping.add(loss) for loss in (1.5, 1.6)] == [False, False]  # equal is not lower
     assert stopping.should_stop and stopping.best == 1.5
     assert not EarlyStopping(None, [1.0] * 50).should_stop
-
-
-def test_a_checkpoint_records_its_run(saved):
-    plan, folder = saved(4)
-    progress = json.loads((folder / "step-4" / "progress.json").read_text())
-    assert (progress["step"], progress["data_fingerprint"], progress["method"]) == (4, plan.data.fingerprint, "full")
-    assert progress["files"] == {"weights": [2048, zlib.crc32(bytes(range(256)) * 8)]}

@@ -106,11 +106,6 @@ def test_each_step_needs_gradients_of_its_backward(in_backward):
     optimizer.zero_grad()
     with pytest.raises(UserError, match="No gradient reached any"):
         check_gradients(optimizer)
-
-
-def test_one_parameter_with_a_gradient_is_enough():
-    """In a mixture of experts, some experts get no token in a step."""
-    model = tiny()
-    optimizer = build_optimizer(model, plan("adamw_torch"))
-    model.model.norm.weight.grad = torch.zeros_like(model.model.norm.weight)
-    check_gradients(optimizer)
+    if not in_backward:  # one parameter with a gradient is enough: some experts get no token in a step
+        model.model.norm.weight.grad = torch.zeros_like(model.model.norm.weight)
+        check_gradients(optimizer)
