@@ -46,6 +46,8 @@ def choose(
         ({"machine": MI300}, "per_document", "flash_attn is not installed"),
         ({"machine": CPU}, "per_document", "documents isolated"),
         ({"machine": CPU, "family": "gemma2"}, "per_document", "documents isolated"),
+        ({"cp_size": 2}, "varlen", "documents isolated"),  # attention without a mask
+        ({"machine": CPU, "precision": FP32, "cp_size": 2}, "per_document", "documents isolated"),
     ],
 )
 @pytest.mark.skipif(find_spec("flash_attn") is not None, reason="flash_attn is installed, and auto takes it")
@@ -63,16 +65,10 @@ def test_flash_attention_2_is_chosen_where_installed_and_varlen_does_not_fit(tmp
     assert choose(machine=MI300).implementation == "flash_attention_2"
 
 
-@pytest.mark.parametrize(("machine", "precision", "chosen"), [(H100, BF16, "varlen"), (CPU, FP32, "per_document")])
-def test_context_parallel_takes_attention_without_a_mask(machine, precision, chosen):
-    found = choose_attention("auto", tiny_models.config_of("llama"), machine, precision, packing=True, cp_size=2)
-    assert found.implementation == chosen
-
-
 @pytest.mark.parametrize(("wanted", "precision"), [("auto", FP32), ("sdpa", BF16), ("flex_attention", BF16)])
 def test_context_parallel_is_refused_for_attention_of_whole_rows(wanted, precision):
     with pytest.raises(UserError, match=r"parallel\.cp_size"):
-        choose_attention(wanted, tiny_models.config_of("llama"), H100, precision, packing=True, cp_size=2)
+        choose(wanted, precision=precision, cp_size=2)
 
 
 def test_context_parallel_refuses_length_dependent_rope_and_images():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 import threading
 import warnings
 
@@ -46,12 +47,6 @@ def twisted(twist):
     return patched, plain
 
 
-def in_place(logits):
-    logits *= 2
-    logits /= 3
-    return logits
-
-
 def write_into(logits):
     logits[..., :5] = -1e4
     return logits
@@ -66,7 +61,7 @@ RECORDED = {
     "nothing": lambda model, x: x,
     "divided": lambda model, x: x / 4,
     "multiplied": lambda model, x: 0.5 * (x * 3),
-    "in place": lambda model, x: in_place(x),
+    "in place": lambda model, x: operator.itruediv(operator.imul(x, 2), 3),
     "cast": lambda model, x: x.float().contiguous().to(torch.float32),
     "cap": lambda model, x: torch.tanh(x / 3.0) * 3.0,
     "uneven cap": lambda model, x: (x * 5.0).tanh().to(dtype=torch.float32) * 2.0,

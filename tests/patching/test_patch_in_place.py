@@ -6,25 +6,17 @@ The reference path makes new tensors, so on a machine without a GPU this file ru
 from __future__ import annotations
 
 import copy
-import importlib.util
-import os
-import subprocess
-import sys
 from unittest import mock
 
 import peft
 import pytest
 import tiny_models
-import torch
-from ligertune_kernels import backend
+from rerun_interpreted import DEVICE, rerun_interpreted
 from same_training import assert_same_training
 from torch import nn
 
 from ligertune.patching import patch as patch_module
 from ligertune.patching.patch import gives_new_unseen_output, patch
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-RUNS_TRITON = backend(DEVICE) == "triton"
 
 
 def test_only_plain_layers_without_hooks_may_be_overwritten():
@@ -91,14 +83,5 @@ def test_training_with_overwritten_outputs_is_the_same(family, checkpointing):
     assert_same_training(model, apart, tiny_models.batch(rows=2, length=6, device=DEVICE))
 
 
-@pytest.mark.skipif(RUNS_TRITON, reason="the kernels run here already")
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 def test_in_place_under_the_interpreter():
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__],
-        env={**os.environ, "TRITON_INTERPRET": "1", "LIGERTUNE_EXPECT_BACKEND": "triton"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
+    rerun_interpreted(__file__)

@@ -43,13 +43,9 @@ def test_names_keys_attributes_and_isinstance_stay():
     keys, attributes = list(model.state_dict()), {name: sorted(vars(m)) for name, m in model.named_modules()}
     patch(model)
     for name, module in model.named_modules():
-        now = type(module)
-        assert isinstance(module, before[name])
-        assert (now.__name__, now.__qualname__, now.__module__) == (
-            before[name].__name__,
-            before[name].__qualname__,
-            before[name].__module__,
-        )
+        now, old = type(module), before[name]
+        assert isinstance(module, old)
+        assert all(getattr(now, part) == getattr(old, part) for part in ("__name__", "__qualname__", "__module__"))
     assert list(model.state_dict()) == keys
     assert {name: sorted(vars(m)) for name, m in model.named_modules()} == attributes
 
@@ -68,7 +64,8 @@ def test_unpatch_restores_every_class_and_every_bit(family):
 def test_library_classes_and_other_models_are_not_touched():
     plain = tiny_models.make("llama")
     code = {name: vars(modeling_llama)[name] for name in ("LlamaRMSNorm", "apply_rotary_pos_emb")}
-    forwards = [modeling_llama.LlamaRMSNorm.forward, modeling_llama.LlamaAttention.forward, torch.nn.Linear.forward]
+    owners = (modeling_llama.LlamaRMSNorm, modeling_llama.LlamaAttention, torch.nn.Linear)
+    forwards = [cls.forward for cls in owners]
     before, loss, modules = classes(plain), loss_of(plain), set(sys.modules)
     other = tiny_models.make("llama")
     patch(other)
@@ -77,23 +74,15 @@ def test_library_classes_and_other_models_are_not_touched():
     assert classes(plain) == before
     assert torch.equal(loss_of(plain), loss)
     assert {name: vars(modeling_llama)[name] for name in code} == code
-    assert forwards == [
-        modeling_llama.LlamaRMSNorm.forward,
-        modeling_llama.LlamaAttention.forward,
-        torch.nn.Linear.forward,
-    ]
+    assert forwards == [cls.forward for cls in owners]
 
 
 def test_patching_twice_changes_nothing_and_is_reported(patched):
     before = classes(patched)
     report = patch(patched)
     assert classes(patched) == before
-    assert [(row.applied, row.left, row.note) for row in report.rows] == [
-        (2, 0, "2 patched before"),
-        (5, 0, "5 patched before"),
-        (2, 0, "2 patched before"),
-        (1, 0, "1 patched before"),
-    ]
+    expected = [(count, 0, f"{count} patched before") for count in (2, 5, 2, 1)]
+    assert [(row.applied, row.left, row.note) for row in report.rows] == expected
 
 
 def test_another_loss_needs_unpatch_first(patched):

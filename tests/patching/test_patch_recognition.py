@@ -121,9 +121,7 @@ def test_a_norm_that_differs_is_refused(name):
 
 def test_settings_of_the_instance_are_part_of_the_probe():
     assert recognise_norm(SettingScaledNorm(16, 1.0)) == LLAMA_NORM
-    assert isinstance(
-        recognise_norm(SettingScaledNorm(16, 1.01)), Refusal
-    )  # the same class was recognised a moment ago
+    assert isinstance(recognise_norm(SettingScaledNorm(16, 1.01)), Refusal)  # its class was recognised a moment ago
 
 
 class ClampedMLP(LlamaMLP):

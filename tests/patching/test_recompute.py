@@ -7,17 +7,13 @@ interpreter.
 from __future__ import annotations
 
 import copy
-import importlib.util
-import os
 import pickle
-import subprocess
-import sys
 
 import pytest
 import tiny_models
 import torch
 import transformers
-from ligertune_kernels import backend
+from rerun_interpreted import DEVICE, RUNS_TRITON, rerun_interpreted
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -29,8 +25,6 @@ from ligertune.patching.patch import gives_new_unseen_output, patch, unpatch
 from ligertune.patching.recompute import mark_recomputable, recompute_inputs
 from ligertune.planning.options import MethodOptions
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-RUNS_TRITON = backend(DEVICE) == "triton"
 FAMILIES = ("llama", "qwen2", "gemma2", "phi3")  # plain; with biases; offset norms and GeGLU; packed projections
 ROWS, LENGTH = 2, 6  # 12 tokens: the interpreter is slow
 BATCH = tiny_models.batch(rows=ROWS, length=LENGTH, device=DEVICE)
@@ -332,24 +326,5 @@ def test_patching_again_changes_nothing_and_another_recompute_needs_unpatch():
         patch(model, recompute=True)
 
 
-@pytest.mark.skipif(RUNS_TRITON, reason="the kernels run here already")
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 def test_in_place_kernels_under_the_interpreter():
-    run = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            __file__,
-            "-k",
-            "every_bit or two_backwards or freed",
-        ],
-        env={**os.environ, "TRITON_INTERPRET": "1", "LIGERTUNE_EXPECT_BACKEND": "triton"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
+    rerun_interpreted(__file__, "-k", "every_bit or two_backwards or freed")

@@ -1,15 +1,19 @@
-"""Pinned host memory of a run, and the note when the host has too little."""
+"""Precision and cadence of a run, its pinned host memory, and the note when the host has too little."""
 
 from __future__ import annotations
 
-import dataclasses
 import re
+from dataclasses import replace
 
 import pytest
 from quickstart_runs import recipe_for, saves
 
+from ligertune.errors import UserError
+from ligertune.hardware import Machine
 from ligertune.planning.make_plan import host_memory_parts, warn_of_host_memory
+from ligertune.planning.optimization import Cadence
 from ligertune.planning.plan import Plan
+from ligertune.planning.precision import choose_precision
 from ligertune.run import plan_for
 
 GIB = 2**30
@@ -57,5 +61,39 @@ def test_the_note_names_every_key_that_needs_host_memory(planned):
 def test_a_cpu_run_needs_no_pinned_memory(planned):
     plan = planned({CHECKPOINTING: "offload"})
     assert warn_of_host_memory(plan, processes=1, free=0) != plan
-    plan = dataclasses.replace(plan, machine=dataclasses.replace(plan.machine, device="cpu"))
+    plan = replace(plan, machine=replace(plan.machine, device="cpu"))
     assert warn_of_host_memory(plan, processes=1, free=0) == plan
+
+
+GPU = Machine("nvidia", "cuda", "NVIDIA H100 80GB HBM3", "sm90", 1, 80 << 30, True, 989e12, 3.35e12, 1, "2.11")
+OLD_GPU = replace(GPU, name="Tesla V100", arch="sm70", has_bfloat16=False, peak_flops=None)
+CPU = replace(GPU, vendor="cpu", device="cpu", name="CPU", arch="x86_64", peak_flops=None)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "machine", "weights", "autocast"),
+    [
+        ("auto", GPU, "bfloat16", "no"),
+        ("auto", OLD_GPU, "float32", "fp16"),
+        ("auto", CPU, "float32", "no"),
+        ("bfloat16", CPU, "bfloat16", "no"),
+        ("float16", GPU, "float32", "fp16"),
+        ("float32", GPU, "float32", "no"),
+    ],
+)
+def test_dtype_on_a_machine(dtype, machine, weights, autocast):
+    precision = choose_precision(dtype, machine)
+    assert (precision.weights, precision.autocast) == (weights, autocast)
+
+
+@pytest.mark.parametrize(("dtype", "machine"), [("bfloat16", OLD_GPU), ("float16", CPU)])
+def test_an_unsupported_dtype_is_refused_with_a_hint(dtype, machine):
+    with pytest.raises(UserError, match=f"model.dtype: {dtype}") as caught:
+        choose_precision(dtype, machine)
+    assert "Write model.dtype" in caught.value.hint
+
+
+def test_an_epoch_cadence_is_due_after_the_step_in_which_an_epoch_ends():
+    cadence = Cadence("epoch", every=0)
+    due = [s for s in range(1, 7) if cadence.due(s, rows_per_epoch=21, global_batch_size=8)]
+    assert due == [3, 6]  # 24 >= 21, 48 >= 42
