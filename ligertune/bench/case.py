@@ -32,6 +32,10 @@ class Case:
         words += [f"{100 * self.ignored:.0f} % ignored"] if self.ignored else []
         return ", ".join(words)
 
+    def as_dict(self) -> dict:
+        """Return the case for JSON, without what only losses have."""
+        return {"op": self.op, "sizes": self.sizes, "dtype": str(self.dtype).removeprefix("torch.")}
+
     def tensor_bytes(self) -> float:
         """Return the bytes of a tensor with the case's sizes."""
         return float(torch.Size(self.sizes).numel() * self.dtype.itemsize)

@@ -63,9 +63,8 @@ class Check:
     def as_dict(self) -> dict:
         """Return the result for JSON, where NaN is a string."""
         error = self.error if self.error is None or math.isfinite(self.error) else str(self.error)
-        case = {"op": self.case.op, "sizes": self.case.sizes, "dtype": str(self.case.dtype).removeprefix("torch.")}
         others = {name: getattr(self, name) for name in ("form", "worst", "bound", "seconds", "failure")}
-        return case | others | {"ok": self.good, "error": error}
+        return self.case.as_dict() | others | {"ok": self.good, "error": error}
 
 
 def dtypes_to_check(machine: Machine) -> tuple[torch.dtype, ...]:

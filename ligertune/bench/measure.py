@@ -100,9 +100,7 @@ class Row:
     def as_dict(self) -> dict:
         """Return the row for JSON."""
         return {
-            "op": self.case.op,
-            "sizes": self.case.sizes,
-            "dtype": str(self.case.dtype).removeprefix("torch."),
+            **self.case.as_dict(),
             "frozen_head": self.case.frozen_head,
             "ignored": self.case.ignored,
             "provider": self.provider,

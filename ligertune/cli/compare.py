@@ -51,9 +51,9 @@ def compare(
     Example: ligertune compare configs/quickstart/stories260k.yaml --ablate
     """
     from ligertune.compare.compare_files import check_folder
-    from ligertune.compare.comparison import CPU_DEFAULTS, GPU_DEFAULTS, TrialOptions, compare
+    from ligertune.compare.comparison import CPU_DEFAULTS, GPU_DEFAULTS, compare
     from ligertune.compare.side import choose_sides
-    from ligertune.compare.trial import label, read_target
+    from ligertune.compare.trial import TrialOptions, label, read_target
 
     render.people_on_stderr(json)
     only = {(True, False): "with", (False, True): "without"}.get((with_, without))

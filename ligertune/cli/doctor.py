@@ -12,7 +12,7 @@ from ligertune.cli.render import console as render
 
 if TYPE_CHECKING:
     from ligertune.bench.kernel_check import Check
-    from ligertune.doctor.finding import Finding
+    from ligertune.doctor.software import Finding
 
 
 def doctor(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ligertune.compare.side import Side
 from ligertune.compare.summary import Comparison, Point, summarise_trials
-from ligertune.compare.trial import Trial, run_trial
+from ligertune.compare.trial import Trial, TrialOptions, run_trial
 from ligertune.errors import UserError
 from ligertune.recipe import Recipe, load_recipe
 
@@ -17,16 +17,6 @@ from ligertune.recipe import Recipe, load_recipe
 AXES = {"batch": "train.per_device_train_batch_size", "length": "data.max_length"}
 # default repeats and measured steps; on a CPU two sides of the quickstart take two minutes on two cores
 GPU_DEFAULTS, CPU_DEFAULTS = (5, 20), (3, 8)
-
-
-@dataclass(frozen=True)
-class TrialOptions:
-    """How each side is measured: runs, steps of each run after its warm-up, and processes (GPUs) of each run."""
-
-    repeats: int
-    steps: int
-    processes: int
-    folder: Path
 
 
 @dataclass(frozen=True)
@@ -84,14 +74,8 @@ def _measure(setting: Setting, sides: Sequence[Side], options: TrialOptions, sho
         for side in sides if repeat % 2 else tuple(reversed(sides)):
             if any(trial.side == side.name and trial.failure for trial in trials):
                 continue
-            trial = run_trial(
-                setting.recipe,
-                side,
-                repeat=repeat,
-                steps=options.steps,
-                processes=options.processes,
-                folder=options.folder / setting.label.replace(" ", "-") / f"{side.name}-{repeat}",
-            )
+            folder = options.folder / setting.label.replace(" ", "-") / f"{side.name}-{repeat}"
+            trial = run_trial(setting.recipe, side, repeat, options, folder)
             trials.append(trial)
             show(f"{f'{setting.label}, ' if setting.label else ''}repeat {repeat}: {side.label}: {_outcome(trial)}")
     return summarise_trials(trials, sides=sides, label=setting.label)

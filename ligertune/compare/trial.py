@@ -33,6 +33,16 @@ VENDORS = {"nvidia": "NVIDIA", "amd": "AMD", "cpu": "CPU"}
 
 
 @dataclass(frozen=True)
+class TrialOptions:
+    """How each side is measured: runs, steps of each run after its warm-up, and processes (GPUs) of each run."""
+
+    repeats: int
+    steps: int
+    processes: int
+    folder: Path
+
+
+@dataclass(frozen=True)
 class Failure:
     """Why a trial has no result. A comparison reports "out of memory" as a result, not as an error."""
 
@@ -70,16 +80,16 @@ class Trial:
         return self.steps[self.warmup :]
 
 
-def run_trial(recipe: Recipe, side: Side, *, repeat: int, steps: int, processes: int, folder: Path) -> Trial:
-    """Train the recipe's warm-up and `steps` measured steps in new processes that write to `folder`."""
+def run_trial(recipe: Recipe, side: Side, repeat: int, options: TrialOptions, folder: Path) -> Trial:
+    """Train the recipe's warm-up and the measured steps in new processes that write to `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     path, warmup = folder / "recipe.yaml", recipe.report.warmup_steps
-    path.write_text(dump_recipe(trial_recipe(recipe, side, warmup + steps, folder / "run")), encoding="utf-8")
+    path.write_text(dump_recipe(trial_recipe(recipe, side, warmup + options.steps, folder / "run")), encoding="utf-8")
     module = [*MODULE, str(path), str(folder), *([side.change] if side.change else [])]
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.processes)]
     with (folder / "log.txt").open("w", encoding="utf-8") as log:
         done = subprocess.run(
-            [sys.executable, *(launcher if processes > 1 else []), *module], stdout=log, stderr=log, check=False
+            [sys.executable, *(launcher if options.processes > 1 else []), *module], stdout=log, stderr=log, check=False
         )
     failure = None if done.returncode == 0 else _failure(folder, done.returncode)
     logged = [line for line in read_metrics(folder / "run" / "metrics.jsonl") if "loss" in line]

@@ -11,7 +11,7 @@ from typing import Literal
 
 from packaging.version import Version
 
-from ligertune.doctor.finding import Finding
+from ligertune.doctor.software import Finding
 from ligertune.hardware import Machine
 
 # The tests compile every kernel ahead of time for these chips. We have run none of them on an AMD GPU.

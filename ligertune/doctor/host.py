@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from huggingface_hub.constants import HF_HUB_CACHE
 
-from ligertune.doctor.finding import Finding
+from ligertune.doctor.software import Finding
 from ligertune.hardware import available_memory
 
 GIB = 2**30
@@ -31,16 +31,14 @@ class Variable(NamedTuple):
 GPUS = ("nvidia", "amd")
 VARIABLES = (
     Variable("TRITON_INTERPRET", "kernels are interpreted on the CPU, a thousand times slower", ("1",), GPUS),
-    Variable(
-        "CUBLAS_WORKSPACE_CONFIG",
-        "torch reads it in every matrix product, which delays kernel launches; runs are deterministic without it",
-        vendors=("nvidia",),
-    ),
+    Variable("CUBLAS_WORKSPACE_CONFIG",
+             "torch reads it in every matrix product, which delays kernel launches; runs are deterministic without it",
+             vendors=("nvidia",)),
     Variable("CUDA_LAUNCH_BLOCKING", "the CPU waits for every kernel", ("1",), GPUS),
     Variable("AMD_SERIALIZE_KERNEL", "the CPU waits for every kernel", ("1", "2", "3"), ("amd",)),
     Variable("HF_HUB_OFFLINE", "models and data sets of the hub are read from the cache only", ("1",)),
     Variable("WORLD_SIZE", "this shell looks like a worker of a launcher: a run would wait for the others"),
-)
+)  # fmt: skip
 
 
 def resources() -> list[Finding]:
@@ -48,26 +46,23 @@ def resources() -> list[Finding]:
     found = [free_disk("free disk here", Path.cwd()), cache(Path(HF_HUB_CACHE))]
     if (free := available_memory()) is not None:
         advice, command = "models are loaded through host memory", "ps aux --sort=-rss | head    # what uses it"
-        value = f"{free / GIB:.1f} GiB"
-        found.append(Finding.unless(free >= LEAST_MEMORY, "free host memory", value, advice, command))
-    shared = Path("/dev/shm")
-    if shared.is_dir():
-        total = shutil.disk_usage(shared).total
-        advice, command = (
-            "the processes of a run share tensors through it",
-            "docker run --ipc=host ...    # in a container",
-        )
-        value = f"{total / GIB:.1f} GiB"
-        found.append(Finding.unless(total >= LEAST_SHARED, "shared memory", value, advice, command))
+        found.append(_at_least(LEAST_MEMORY, free, "free host memory", advice, command))
+    if (shared := Path("/dev/shm")).is_dir():
+        advice = "the processes of a run share tensors through it"
+        command = "docker run --ipc=host ...    # in a container"
+        found.append(_at_least(LEAST_SHARED, shutil.disk_usage(shared).total, "shared memory", advice, command))
     return found
+
+
+def _at_least(least: int, n_bytes: int, what: str, advice: str, command: str) -> Finding:
+    return Finding.unless(n_bytes >= least, what, f"{n_bytes / GIB:.1f} GiB", advice, command)
 
 
 def free_disk(what: str, folder: Path) -> Finding:
     """Check the free space of the file system of `folder`."""
-    free = shutil.disk_usage(folder).free
     advice = f"less than {LEAST_DISK // GIB} GiB is free for checkpoints"
     command = "du -xh --max-depth=1 . | sort -h    # what uses it"
-    return Finding.unless(free >= LEAST_DISK, what, f"{free / GIB:.1f} GiB", advice, command)
+    return _at_least(LEAST_DISK, shutil.disk_usage(folder).free, what, advice, command)
 
 
 def cache(folder: Path) -> Finding:

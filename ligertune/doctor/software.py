@@ -1,4 +1,4 @@
-"""Checks of installed software: minimum versions, matching torch and triton, a C compiler for Triton."""
+"""Findings of `ligertune doctor`, and checks of installed software: versions, torch and triton, a C compiler."""
 
 from __future__ import annotations
 
@@ -10,18 +10,39 @@ import shutil
 import sys
 import sysconfig
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.version import Version
-
-from ligertune.doctor.finding import Finding
 
 # torch -> triton versions that we tested together, for the CPU builds of torch, which require no triton.
 PAIRS = {"2.11": "3.6", "2.13": "3.7", "2.14": "3.8"}
 TRITON_NAMES = ("triton", "triton-rocm", "pytorch-triton-rocm")
 BRINGS_ITS_COMPILER = Version("3.9")  # the first triton that needs no C compiler at run time
 REINSTALL = "pip uninstall -y {packages}, then install torch again the way it was installed, with its own triton"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report. advice: what is wrong, empty if nothing is; command: fixes it, if a command can."""
+
+    what: str
+    value: str
+    advice: str = ""
+    command: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return not self.advice
+
+    def as_dict(self) -> dict:
+        return {**asdict(self), "ok": self.ok}
+
+    @classmethod
+    def unless(cls, fine: bool, what: str, value: str, advice: str, command: str = "") -> Finding:
+        """Return a finding with advice and command, or without them if all is fine."""
+        return cls(what, value) if fine else cls(what, value, advice, command)
 
 
 def python() -> Finding:

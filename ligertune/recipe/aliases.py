@@ -59,10 +59,8 @@ _FLASH = _ATTENTION | {True: "flash_attention_2"}
 
 ALIASES = (
     Alias("task", ("stage",)),
-    Alias(
-        "model.model_name_or_path",
-        ("base_model", "model", "model_name", "model_path", "model_id", "pretrained_model_name_or_path"),
-    ),
+    Alias("model.model_name_or_path",
+          ("base_model", "model", "model_name", "model_path", "model_id", "pretrained_model_name_or_path")),
     Alias("model.revision", ("model_revision", "revision_of_model")),
     Alias("model.dtype", ("torch_dtype",), _lookup(_DTYPES)),
     Alias("model.dtype", ("bf16",), _flag("bfloat16")),
@@ -102,20 +100,14 @@ ALIASES = (
     Alias("data.train_on", ("train_on_inputs", "train_on_prompt"), _lookup({True: "all", False: "assistant"})),
     Alias("data.train_on", ("assistant_only_loss",), _lookup({True: "assistant", False: "all"})),
     Alias("data.train_on", ("mask_history",), _flag("last")),
-    Alias(
-        "data.max_length",
-        ("sequence_len", "seq_len", "cutoff_len", "max_seq_length", "max_seq_len", "model_max_length"),
-    ),
+    Alias("data.max_length",
+          ("sequence_len", "seq_len", "cutoff_len", "max_seq_length", "max_seq_len", "model_max_length")),
     Alias("data.packing", ("sample_packing", "neat_packing")),
     Alias("data.num_proc", ("dataset_num_proc", "preprocessing_num_workers", "dataset_processes")),
-    Alias(
-        "train.per_device_train_batch_size",
-        ("micro_batch_size", "train_batch_size", "per_device_batch_size", "per_gpu_train_batch_size"),
-    ),
-    Alias(
-        "train.gradient_accumulation_steps",
-        ("gradient_accumulation", "grad_accum", "grad_accum_steps", "accumulate_grad_batches"),
-    ),
+    Alias("train.per_device_train_batch_size",
+          ("micro_batch_size", "train_batch_size", "per_device_batch_size", "per_gpu_train_batch_size")),
+    Alias("train.gradient_accumulation_steps",
+          ("gradient_accumulation", "grad_accum", "grad_accum_steps", "accumulate_grad_batches")),
     Alias("train.num_train_epochs", ("num_epochs", "epochs", "n_epochs", "max_epochs", "train_epochs")),
     Alias("train.max_steps", ("max_train_steps",)),
     Alias("train.learning_rate", ("lr",)),
@@ -137,7 +129,7 @@ ALIASES = (
     Alias("checkpoint.resume_from_checkpoint", ("auto_resume_from_checkpoints", "resume")),
     Alias("checkpoint.overwrite", ("overwrite_output_dir",)),
     Alias("logging.logging_steps", ("log_interval", "log_every_n_steps", "log_every")),
-)
+)  # fmt: skip
 
 # Keys of earlier versions that saved recipes still hold: accepted, reported and ignored.
 RETIRED = {"kernels.gradient_sums": "it has no effect any more"}

@@ -55,15 +55,8 @@ def test_anchors_and_byte_order_marks_are_read(load, required):
 
 
 def test_overrides_replace_values_and_create_sections(load):
-    recipe = load(
-        "train: {seed: 1}\n",
-        "model.model_name_or_path=m",
-        "train.seed=2",
-        "data.datasets.0.path=a",
-        "data.datasets[1]={path: b, split: test}",
-        "checkpoint.output_dir=o",
-        "train.seed=3",
-    )
+    recipe = load("train: {seed: 1}\n", "model.model_name_or_path=m", "train.seed=2", "data.datasets.0.path=a",
+                  "data.datasets[1]={path: b, split: test}", "checkpoint.output_dir=o", "train.seed=3")  # fmt: skip
     assert recipe.train.seed == 3
     assert [(item.path, item.split) for item in recipe.data.datasets] == [("a", "train"), ("b", "test")]
 
