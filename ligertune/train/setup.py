@@ -31,8 +31,8 @@ from ligertune.train.distributed import ProcessGroupTimeout
 from ligertune.train.evaluate import EarlyStopping
 from ligertune.train.meter import Counts, Meter
 from ligertune.train.metrics_logger import MetricsLogger, open_trackers
+from ligertune.train.optim.algorithms import with_kernel_step
 from ligertune.train.optim.gradients import attach_to_prepared
-from ligertune.train.optim.kernel_adamw import with_kernel_step
 from ligertune.train.optim.optimizers import build_optimizer
 from ligertune.train.step import HostThrottle, TrainStep
 from ligertune.vision.inputs import ImagePrefetcher

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from ligertune.errors import UserError
 from ligertune.train.distributed import uses_deepspeed
+from ligertune.train.optim.algorithms import KernelAdamW
 from ligertune.train.optim.combined import OptimizerInBackward
-from ligertune.train.optim.kernel_adamw import KernelAdamW
 
 
 def clip_gradients(

@@ -12,11 +12,11 @@ import torch
 
 from ligertune.errors import UserError
 from ligertune.recipe import load_recipe
-from ligertune.train.optim.kernel_adamw import KernelAdamW, with_kernel_step
+from ligertune.train.optim.algorithms import KernelAdamW, with_kernel_step
 
 CODE = """
 import torch
-from ligertune.train.optim.kernel_adamw import with_kernel_step
+from ligertune.train.optim.algorithms import with_kernel_step
 torch.manual_seed(0)
 def made():
     torch.manual_seed(1)
