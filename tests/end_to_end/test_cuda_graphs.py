@@ -10,7 +10,7 @@ from command_line import losses
 from quickstart_runs import recipe_for, train
 
 from ligertune.errors import UserError
-from ligertune.planning.cuda_graph_checks import check_cuda_graphs, suggest_cuda_graphs
+from ligertune.planning.make_plan import check_cuda_graphs, suggest_cuda_graphs
 from ligertune.run import plan_for
 from ligertune.train import cuda_graphs
 
