@@ -76,10 +76,17 @@ def medusa(
     # --set comes last, so that it wins over the options
     overrides = ["task=medusa", *given, *_run_overrides(resume, overwrite), *(set_ or [])]
     loaded = load_recipe(path, overrides=overrides)
-    if report:
-        _measure_heads(loaded, json)
-    else:
+    if not report:
         run_recipe(loaded, path, json)
+        return
+    from ligertune.cli.render import run_report
+    from ligertune.decode.medusa_run import report_on
+    from ligertune.planning.options import RunOptions
+
+    found = report_on(RunOptions.of(loaded)).as_dict()
+    run_report.show_heads(found)
+    if json:
+        render.json_report(found)
 
 
 def _run_overrides(resume: bool, overwrite: bool) -> list[str]:
@@ -94,17 +101,6 @@ def default_medusa_recipe(stage: int | None) -> Path:
 
     model = "stories260k" if this_machine().vendor == "cpu" else "qwen2.5-7b"
     return bundled(f"medusa/{model}{'-stage2' if stage == 2 else ''}.yaml")
-
-
-def _measure_heads(loaded: Recipe, json: bool) -> None:
-    from ligertune.cli.render import run_report
-    from ligertune.decode.medusa_run import report_on
-    from ligertune.planning.options import RunOptions
-
-    found = report_on(RunOptions.of(loaded)).as_dict()
-    run_report.show_heads(found)
-    if json:
-        render.json_report(found)
 
 
 def run_recipe(loaded: Recipe, path: Path, json: bool) -> None:

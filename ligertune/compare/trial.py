@@ -125,14 +125,10 @@ def trial_recipe(recipe: Recipe, side: Side, steps: int, output_dir: Path) -> Re
         "eval": {"eval_strategy": "no"},
         "logging": {"logging_steps": 1},
         "checkpoint": {
-            "output_dir": str(output_dir),
-            "overwrite": True,
-            "save_strategy": "no",
-            "save_on_signal": False,
-            "save_model": False,
-            "resume_from_checkpoint": "never",
+            "output_dir": str(output_dir), "overwrite": True, "save_strategy": "no", "save_on_signal": False,
+            "save_model": False, "resume_from_checkpoint": "never",
         },
-    }
+    }  # fmt: skip
     sections = {name: getattr(recipe, name).model_copy(update=values) for name, values in changes.items()}
     return recipe.model_copy(update={"kernels": kernels, **sections})
 
