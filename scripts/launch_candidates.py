@@ -242,11 +242,7 @@ CANDIDATES_16384 = (
     bwd("8 warps", "cheaper sums over warps; 255 registers", warps=8),
     bwd("8 warps, 2 stages", "the same with prefetching", warps=8, stages=2),
     bwd(
-        "4 parts, 16 warps",
-        "half the accumulators per thread, twice the bytes from L2",
-        parts=4,
-        warps=16,
-        programs=1,
+        "4 parts, 16 warps", "half the accumulators per thread, twice the bytes from L2", parts=4, warps=16, programs=1
     ),
 )
 # 4 tokens of 8 heads, 4 warps, 16 pairs per thread, 44 registers.

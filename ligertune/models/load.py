@@ -125,9 +125,7 @@ def load_tokenizer(spec: ModelOptions) -> LoadedTokenizer:
     name = wanted.path or spec.model_name_or_path
     try:
         tokenizer = AutoTokenizer.from_pretrained(
-            name,
-            revision=None if wanted.path else spec.revision,
-            trust_remote_code=spec.trust_remote_code,
+            name, revision=None if wanted.path else spec.revision, trust_remote_code=spec.trust_remote_code
         )
     except (*FILE_ERRORS, ImportError) as error:
         raise UserError(

@@ -26,11 +26,7 @@ from ligertune.tasks.objectives import objective_of
 from ligertune.train.checkpoint.checkpoint_files import Saver
 from ligertune.train.evaluate import evaluate
 
-SETTINGS = {
-    "train.max_steps": 6,
-    **saves(2),
-    "checkpoint.save_total_limit": 3,
-}
+SETTINGS = {"train.max_steps": 6, **saves(2), "checkpoint.save_total_limit": 3}
 
 
 @pytest.fixture(scope="module")

@@ -54,13 +54,7 @@ def test_the_first_examples_of_a_stream_are_shown(recipe, ligertune):
     assert found["streamed"] and found["outlook"]["steps"] == 3 and len(found["examples"]) == 3
 
 
-STREAMED = {
-    "data.streaming": "true",
-    "data.val_split": 0,
-    "data.packing": True,
-    "train.max_steps": 6,
-    **saves(4),
-}
+STREAMED = {"data.streaming": "true", "data.val_split": 0, "data.packing": True, "train.max_steps": 6, **saves(4)}
 
 
 def test_a_resumed_stream_continues_with_the_next_rows(tmp_path):

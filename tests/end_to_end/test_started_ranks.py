@@ -35,11 +35,7 @@ def ranks_of(process: subprocess.Popen) -> dict[int, int]:
 
 
 def disturb_run(
-    folder: Path,
-    disturb: Callable[[subprocess.Popen], None],
-    *,
-    after: str = "checkpoints/step-3",
-    **changes: object,
+    folder: Path, disturb: Callable[[subprocess.Popen], None], *, after: str = "checkpoints/step-3", **changes: object
 ) -> Done:
     """Call `disturb` on a run of two ranks when the file `after` exists. Returns the finished run."""
     process = start(train_command(**{**SETTINGS, **changes}), cwd=folder)

@@ -39,8 +39,7 @@ def test_a_task_that_sees_only_its_own_gpu_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("nodes", "first"),
-    [("gpu3", "gpu3"), ("gpu3,gpu4", "gpu3"), ("gpu[10-12],cpu1", "gpu10"), ("r[1,3]-ib", "r1-ib")],
+    ("nodes", "first"), [("gpu3", "gpu3"), ("gpu3,gpu4", "gpu3"), ("gpu[10-12],cpu1", "gpu10"), ("r[1,3]-ib", "r1-ib")]
 )
 def test_the_first_node_of_a_list(nodes, first):
     assert first_node(nodes) == first
