@@ -10,6 +10,7 @@ from ligertune.hardware import (
     available_memory,
     is_first_on_node,
     is_main_process,
+    local_rank,
     peak_of,
     total_memory,
     world_size,
@@ -52,7 +53,7 @@ def test_the_variables_of_a_launcher(monkeypatch):
     assert (world_size(), is_main_process(), is_first_on_node()) == (1, True, True)
     for name, value in {"WORLD_SIZE": "8", "RANK": "5", "LOCAL_RANK": "1"}.items():
         monkeypatch.setenv(name, value)
-    assert (world_size(), is_main_process(), is_first_on_node()) == (8, False, False)
+    assert (world_size(), local_rank(), is_main_process(), is_first_on_node()) == (8, 1, False, False)
     monkeypatch.setenv("WORLD_SIZE", "-1")
     with pytest.raises(UserError, match="WORLD_SIZE is '-1'"):
         world_size()

@@ -62,7 +62,7 @@ class RowCounts:
             setattr(self, name, {**value, **own} if name.startswith("first_") else own + value)
 
     def nothing_used(self, path: str) -> UserError:
-        """Return the error for a data set of which all rows were dropped."""
+        """Return the error for a data set whose rows were all dropped."""
         reason, source = next(iter(self.first_dropped.items()))
         reasons = ", ".join(f"{count} {reason}" for reason, count in self.dropped.most_common())
         untrained = set(self.dropped) == {"no trained token"}

@@ -43,7 +43,7 @@ LONGEST_LOOK = 2.0
 
 
 class Ranks:
-    """The processes of a run, each of which executes `python -m ligertune ARGUMENTS`.
+    """The processes of a run. Each executes `python -m ligertune ARGUMENTS`.
 
     Entering the context starts them, while the launcher still makes the plan: they spend that time on imports. Then
     they wait for `run`. Leaving the context without `run` ends them.

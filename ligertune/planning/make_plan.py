@@ -106,7 +106,7 @@ def make_plan(recipe: Recipe, inputs: PlanInputs, *, notes: tuple[str, ...] = ()
 
 
 def choose_resources(recipe: Recipe, inputs: PlanInputs) -> Resources:
-    """Choose strategy, micro-batch and checkpointed layers, all of which depend on the memory estimate."""
+    """Choose strategy, micro-batch and checkpointed layers by the memory estimate."""
     machine, shape, length = inputs.machine, inputs.model.shape, inputs.row_length
     world_size, dtype = machine.world_size, inputs.precision.weights
 

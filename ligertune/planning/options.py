@@ -76,7 +76,7 @@ class BatchLayoutOptions:
         )
 
     def length_multiple(self, attention_multiple: int) -> int:
-        """Return the number to a multiple of which batches are padded. attention_multiple: what attention requires.
+        """Return the multiple that batches are padded to. attention_multiple: what attention requires.
 
         torch.compile and CUDA graphs make one graph per length, and each takes minutes with torch 2.11. So packed rows
         get one length (`data.batching` pads them to it), and other rows at most eight.

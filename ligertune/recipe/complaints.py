@@ -118,7 +118,7 @@ def _close_key(name: str, section: KeyPath) -> str | None:
 
 
 def _alternatives(path: KeyPath) -> list[dict[str, Any]]:
-    """Return the JSON schemas of which a value must match one."""
+    """Return the alternative JSON schemas; a value must match one of them."""
     entry = keys().get(schema_key(path)) or keys()[schema_key(path[:-1])]["additionalProperties"]
     return entry.get("anyOf", [entry])
 

@@ -28,7 +28,7 @@ REQUIRED = {
     ("data", "datasets"): [{"path": "?"}],
     ("checkpoint", "output_dir"): "?",
 }
-# Pairs of keys of which a recipe may use only one.
+# Pairs of keys. A recipe may use only one of each pair.
 RIVALS = (
     *((f"train.{key}", f"train.{rival}") for key, rival in EITHER_OR.items()),
     ("checkpoint.overwrite", "checkpoint.resume_from_checkpoint"),

@@ -23,7 +23,7 @@ MEDUSA_COEFFICIENTS = tuple(0.8**k for k in range(5))
 
 
 def _labels(case: Case, n: int, vocab_size: int, device: torch.device) -> Tensor:
-    """Return random labels, of which the case's share is ignored, at random places."""
+    """Return random labels with the case's share of ignored ones at random places."""
     labels = torch.randint(vocab_size, (n,), device=device)
     labels[torch.randperm(n, device=device)[: round(case.ignored * n)]] = IGNORE_INDEX
     return labels

@@ -235,7 +235,7 @@ class ContextParallelSplit:
     def cut(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Return this rank's part, (1, T / C), of a batch of collate_packed, (1, T) with T a multiple of 2C.
 
-        `shift_labels` are the labels that its tokens predict, some of which belong to another rank's tokens.
+        `shift_labels` are the labels that its tokens predict. Some belong to another rank's tokens.
         """
         rank, ranks = self.group.rank(), self.group.size()
         length = batch["input_ids"].shape[1]

@@ -32,7 +32,7 @@ class MedusaShape(ModelShape):
         return MedusaShape(**vars(with_heads))
 
     def flops(self, *, tokens: int, squared_lengths: int) -> float:
-        """Return model FLOPs as `ModelShape.flops` does, with the heads, each of which is counted for every token.
+        """Return model FLOPs as `ModelShape.flops` does, with the heads. Each head is counted for every token.
 
         A block costs 6 per weight and token, a projection 4, or 6 if it trains. With a frozen model a weight costs 2,
         attention runs forward only, and the first blocks give no gradient to their input.

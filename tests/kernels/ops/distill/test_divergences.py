@@ -23,7 +23,7 @@ SIZES = (
 
 
 def log_probs(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype = torch.float32):
-    """Return log-probabilities of a student and a teacher, and labels, of which a quarter is ignored."""
+    """Return log-probabilities of a student and a teacher, and labels, a quarter ignored."""
     student, teacher = ((3.0 * torch.randn(shape, device=device)).log_softmax(-1).to(dtype) for _ in range(2))
     labels = torch.zeros(shape[:-1], dtype=torch.int64, device=device)
     if labels.dim():

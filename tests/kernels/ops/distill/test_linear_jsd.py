@@ -22,7 +22,7 @@ def rows_in_chunk(n_rows: int, dtype: torch.dtype = torch.float32) -> int:
 
 
 def example(device: torch.device, dtype: torch.dtype = torch.float32, *, leading: tuple[int, ...] = (ROWS,)):
-    """Return (hidden, weight, bias) of student and teacher, and labels, of which a quarter is ignored."""
+    """Return (hidden, weight, bias) of student and teacher, and labels, a quarter ignored."""
     student, teacher = (
         (
             torch.randn(*leading, width, device=device).to(dtype),

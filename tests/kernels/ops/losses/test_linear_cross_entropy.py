@@ -42,7 +42,7 @@ TERMS = (
 
 
 def example(device: torch.device, dtype: torch.dtype = torch.float32, *, leading: tuple[int, ...] = (ROWS,)):
-    """Return hidden, weight, bias and labels, of which a quarter is ignored."""
+    """Return hidden, weight, bias and labels, a quarter ignored."""
     hidden = torch.randn(*leading, HIDDEN, device=device, dtype=dtype)
     weight = 0.3 * torch.randn(VOCAB, HIDDEN, device=device, dtype=dtype)
     bias = torch.randn(VOCAB, device=device, dtype=dtype)

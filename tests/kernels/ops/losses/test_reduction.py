@@ -28,7 +28,7 @@ class Loss:
     log_probs: bool = False
 
     def tensors(self, device: torch.device, leading: tuple[int, ...]) -> tuple[list[Tensor], list[Tensor], Tensor]:
-        """Return tensors with leading dimensions, weights, and labels of which a quarter is ignored."""
+        """Return tensors with leading dimensions, weights, and labels, a quarter ignored."""
         rows = [torch.randn(*leading, width, device=device) for width in self.widths]
         rows = [t.log_softmax(-1) for t in rows] if self.log_probs else rows
         rows[1:] = rows[1:] if self.has_labels else [t.exp() for t in rows[1:]]  # kl_div takes probabilities
