@@ -206,7 +206,7 @@ TWICE = {
     "swiglu": lambda rows: gated._forward(bf16(rows, 512), bf16(rows, 512), "silu"),
     "geglu, backward": lambda rows: gated._backward(*(bf16(rows, 512) for _ in range(5)), "gelu_tanh"),
     "apply_rope": rotate,
-    "apply_rope, backward in place": lambda tokens: rotate(tokens, backward=True, inplace=True),
+    "apply_rope, backward": lambda tokens: rotate(tokens, backward=True),
     "rms_norm": lambda rows: norm_forward(bf16(rows, 512), None, bf16(512), None, 1e-6),
     "adamw_step": adamw,
 }

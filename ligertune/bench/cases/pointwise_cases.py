@@ -31,10 +31,6 @@ def _as_projected(t: torch.Tensor) -> torch.Tensor:
     return torch.ops.aten._unsafe_view(t, t.shape)
 
 
-def _rope_in_place(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Outputs:
-    return kernels.apply_rope(_as_projected(q), _as_projected(k), cos, sin, inplace=True, inplace_backward=True)
-
-
 def _rope_inputs(case: Case, device: torch.device) -> Tensors:
     """Return q and k as views (B, H, T, D) of (B, T, H, D), as projections make them, and cos and sin."""
     (n_tokens,) = case.sizes
@@ -57,7 +53,7 @@ ROPE = OpBenchmark(
     # One row of q and k per token is read and written.
     work=elementwise_work(*(2 * (HEADS + KEY_VALUE_HEADS) * HEAD_DIM,) * 2),
     reference=lambda case, args: apply_rotary_pos_emb,
-    providers=providers_of(kernels.apply_rope, in_place=_rope_in_place, eager=apply_rotary_pos_emb),
+    providers=providers_of(kernels.apply_rope, eager=apply_rotary_pos_emb),
 )
 
 

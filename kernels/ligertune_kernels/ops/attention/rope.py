@@ -11,12 +11,6 @@ The backward applies the transpose of each 2×2 matrix: the same formula with si
 Where both columns of a pair hold one angle, as in every model, this is the rotation by the opposite angle.
 
 Everything is computed in fp32 and rounded once. A program rotates a few heads of a few tokens, of q or of k.
-
-With `inplace`, q and k are overwritten and the results are new tensors on their memory; the graph behind q and k is
-unchanged. Reading q or k unrotated raises an error instead: their version counters advance, and where a gradient is
-needed, they (and all tensors on their memory) become the output of a node whose backward raises. The backward still
-writes new tensors, because autograd may hand one gradient tensor to several branches (both sides of a sum, a hook,
-grad_outputs); `inplace_backward` states that this does not happen.
 """
 
 from __future__ import annotations
@@ -25,14 +19,11 @@ import torch
 
 from ligertune_kernels.autograd import no_double_backward
 from ligertune_kernels.chips import Chip, launch_options
-from ligertune_kernels.inplace import base_of, owns_its_memory, raise_in_backward, share_storage
 from ligertune_kernels.launcher import Launcher, cached, chip_of, runs_triton, tl, triton
 
 # Pairs per program: 4 tokens of 8 heads of 128, 16 pairs per thread. On an H100 (32 and 8 heads, 16k tokens) it
 # reaches 94 % of a copy's rate. A program for all heads of a token, first of q and then of k, reaches 84 %.
 TILE = 2048
-
-READ_ROTATED = "apply_rope: q or k was read after it was rotated in place; read the results of apply_rope instead"
 
 
 def apply_rope_reference(
@@ -105,7 +96,7 @@ def _rotate_tile(
     BATCHED: tl.constexpr, HAS_POSITIONS: tl.constexpr, BACKWARD: tl.constexpr, INTERLEAVED: tl.constexpr,
     ROTARY_DIM: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Rotate HEADS heads of TOKENS tokens, counted through all sequences. All loads precede the stores (in place)."""
+    """Rotate HEADS heads of TOKENS tokens, counted through all sequences."""
     rows = first_row + tl.arange(0, TOKENS)[:, None, None]
     in_range = tl.arange(0, TOKENS)[:, None, None] < n_rows - first_row  # rows may overflow int32 past the last token
     heads = (first_head + tl.arange(0, HEADS)[None, :, None]).to(tl.int64)
@@ -197,10 +188,11 @@ def _tile(n_heads: int, width: int) -> tuple[int, int]:
 @cached
 def _launch(
     n_q_heads: int, n_k_heads: int, head_dim: int, rotary_dim: int, batched: bool, has_positions: bool, backward: bool,
-    interleaved: bool, copies_rest: bool, chip: Chip,
+    interleaved: bool, chip: Chip,
 ) -> tuple[Launcher, int, int]:  # fmt: skip
     """Return the launcher, the tokens of a group of programs, and the programs of a group."""
-    n_pairs, rest = _power_of_2(rotary_dim // 2), _power_of_2(head_dim - rotary_dim) if copies_rest else 0
+    n_pairs = _power_of_2(rotary_dim // 2)
+    rest = _power_of_2(head_dim - rotary_dim) if rotary_dim < head_dim else 0
     width = max(n_pairs, rest // 2)
     (q_tokens, q_heads), (k_tokens, k_heads) = _tile(n_q_heads, width), _tile(n_k_heads, width)
     group, tile = max(q_tokens, k_tokens), q_tokens * q_heads * width
@@ -227,19 +219,17 @@ def _rotate(
     rotary_dim: int,
     *,
     backward: bool = False,
-    inplace: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rotate q and k. Results keep the inputs' memory layout: a transposed projection (B, T, H, D) stays transposed."""
     (batch, n_q_heads, n_tokens, head_dim), n_k_heads = q.shape, k.shape[1]
-    # In place: a program loads its whole tile, which no other program touches, before it stores any of it.
-    q_out, k_out = (q.detach(), k.detach()) if inplace else (torch.empty_like(q), torch.empty_like(k))
+    q_out, k_out = torch.empty_like(q), torch.empty_like(k)
     if cos.stride() != sin.stride() or cos.stride(-1) != 1:
         cos, sin = cos.contiguous(), sin.contiguous()
     has_positions, batched = position_ids is not None, batch > 1
     position_ids = position_ids.expand(batch, n_tokens).contiguous() if has_positions else cos  # not read
     launch, group, programs = _launch(
         n_q_heads, n_k_heads, head_dim, rotary_dim, batched, has_positions, backward, interleaved,
-        not inplace and rotary_dim < head_dim, chip_of(q.device),
+        chip_of(q.device),
     )  # fmt: skip
     tensors = q, k, q_out, k_out
     # The batch stride grows with the sequence; 0 for a batch of one keeps Triton from specialising on it.
@@ -250,17 +240,15 @@ def _rotate(
         (*strides, cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(-2), head_dim),
         batch * n_tokens, n_tokens, cos.shape[-2],
     )  # fmt: skip
-    if inplace:
-        torch.autograd.graph.increment_version((q, k))
     return q_out, k_out
 
 
 class _Rope(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, cos, sin, position_ids, interleaved, rotary_dim, inplace, inplace_backward):
+    def forward(ctx, q, k, cos, sin, position_ids, interleaved, rotary_dim):
         ctx.save_for_backward(cos, sin, position_ids)
-        ctx.interleaved, ctx.rotary_dim, ctx.inplace = interleaved, rotary_dim, inplace_backward
-        return _rotate(q, k, cos, sin, position_ids, interleaved, rotary_dim, inplace=inplace)
+        ctx.interleaved, ctx.rotary_dim = interleaved, rotary_dim
+        return _rotate(q, k, cos, sin, position_ids, interleaved, rotary_dim)
 
     @staticmethod
     @no_double_backward
@@ -269,18 +257,9 @@ class _Rope(torch.autograd.Function):
         # A gradient that is not needed is still passed as a tensor; with no heads left, no program reads it.
         needs_dq, needs_dk = ctx.needs_input_grad[:2]
         dq, dk = (dq if needs_dq else dq[:, :0]), (dk if needs_dk else dk[:, :0])
-        inplace = ctx.inplace and _may_overwrite(dq, dk, needs_grad=False)
         angles = cos, sin, position_ids, ctx.interleaved, ctx.rotary_dim
-        dq, dk = _rotate(dq, dk, *angles, backward=True, inplace=inplace)
-        return (dq if needs_dq else None), (dk if needs_dk else None), *(None,) * 7
-
-
-def _may_overwrite(q: torch.Tensor, k: torch.Tensor, needs_grad: bool) -> bool:
-    # torch.compile reuses memory itself. A dispatch mode (selective checkpointing) may keep a projection's output for
-    # a second forward, as a tensor with a separate version counter, which would not notice the overwriting.
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
-        return False
-    return not share_storage(q, k) and all(owns_its_memory(t, needs_grad=needs_grad) for t in (q, k))
+        dq, dk = _rotate(dq, dk, *angles, backward=True)
+        return (dq if needs_dq else None), (dk if needs_dk else None), *(None,) * 5
 
 
 def apply_rope(
@@ -292,19 +271,11 @@ def apply_rope(
     *,
     interleaved: bool = False,
     rotary_dim: int | None = None,
-    inplace: bool = False,
-    inplace_backward: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # as q and k
     """Rotate q and k by the angles of cos and sin, which get no gradient (Su et al., arXiv:2104.09864).
 
     A position outside the table is a caller's error (on a GPU its token becomes NaN). rotary_dim R, by default all
     columns of cos, is how many columns of a head are rotated.
-
-    inplace: the results may overwrite q and k. The caller must not read q and k again; autograd raises where a gradient
-    would pass them afterwards, or if an earlier op saved them. New tensors are made all the same where q and k share a
-    storage or have overlapping elements, under torch.compile or a dispatch mode, and, if a gradient is needed, where q
-    or k needs none, is (a view of) a leaf, or views a part of a larger tensor (a split's output).
-    inplace_backward: q's and k's gradients may overwrite those of the results, which nothing else may read then.
 
     Raises ValueError on mismatched shapes, and for cos or sin that require a gradient.
     """
@@ -313,13 +284,9 @@ def apply_rope(
     if q.numel() == 0 or k.numel() == 0 or rotary_dim == 0 or not (runs_triton(q) and runs_triton(k)):
         return apply_rope_reference(q, k, cos, sin, position_ids, interleaved=interleaved, rotary_dim=rotary_dim)
     needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
-    inplace = inplace and _may_overwrite(q, k, needs_grad)
     if not needs_grad:
-        return _rotate(q, k, cos, sin, position_ids, interleaved, rotary_dim, inplace=inplace)
-    results = _Rope.apply(q, k, cos, sin, position_ids, interleaved, rotary_dim, inplace, inplace_backward)
-    if inplace:
-        raise_in_backward(READ_ROTATED, base_of(q), base_of(k))
-    return results
+        return _rotate(q, k, cos, sin, position_ids, interleaved, rotary_dim)
+    return _Rope.apply(q, k, cos, sin, position_ids, interleaved, rotary_dim)
 
 
 def _check(

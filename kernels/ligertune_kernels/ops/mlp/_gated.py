@@ -13,13 +13,13 @@ share their memory), nor are overlapping gate and up, nor anything under torch.c
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Literal
 
 import torch
 
 from ligertune_kernels.autograd import no_double_backward
 from ligertune_kernels.chips import Chip, launch_options
-from ligertune_kernels.inplace import are_disjoint, is_trainable_leaf, memory_extent
 from ligertune_kernels.jit.device_functions import gelu_erf, gelu_erf_grad, gelu_tanh, gelu_tanh_grad, silu, silu_grad
 from ligertune_kernels.launcher import Launcher, as_rows, cached, chip_of, contiguous_like, rows_and_stride, tl, triton
 
@@ -197,11 +197,47 @@ def gated_activation(
 
 
 def _may_overwrite(gate: torch.Tensor, up: torch.Tensor | None) -> bool:
-    if torch.compiler.is_compiling() or is_trainable_leaf(gate):
+    if torch.compiler.is_compiling() or _is_trainable_leaf(gate):
         return False
     if up is None:
-        return memory_extent(gate) is not None
-    return not is_trainable_leaf(up) and are_disjoint(gate, up)
+        return _memory_extent(gate) is not None
+    return not _is_trainable_leaf(up) and _are_disjoint(gate, up)
+
+
+def _is_trainable_leaf(t: torch.Tensor) -> bool:
+    """Return whether t is, or is a view of, a leaf that requires a gradient (a parameter)."""
+    base = t._base if t._is_view() else t
+    return base.requires_grad and base.is_leaf
+
+
+def _memory_extent(t: torch.Tensor) -> int | None:
+    """Return the number of elements from t's first to its last in memory; None where t's elements overlap."""
+    if t.is_contiguous():
+        return t.numel()
+    extent = 1
+    for stride, size in sorted(zip(t.stride(), t.shape, strict=True)):
+        if size > 1:
+            if stride < extent:
+                return None
+            extent += stride * (size - 1)
+    return extent
+
+
+def _are_disjoint(gate: torch.Tensor, up: torch.Tensor) -> bool:
+    """Return whether no element of gate and up (..., F) shares memory; False also where this is unclear."""
+    extent = _memory_extent(gate)
+    if extent is None or _memory_extent(up) is None:
+        return False
+    if gate.untyped_storage().data_ptr() != up.untyped_storage().data_ptr():
+        return True
+    distance = abs(gate.storage_offset() - up.storage_offset())
+    if gate.stride() != up.stride() or distance >= extent:
+        return gate.stride() == up.stride()
+    # Halves of a packed projection: rows interleave, and one row of both fits between two rows of either.
+    outer = list(zip(gate.stride(), gate.shape, strict=True))[:-1]
+    nested = all(after * size <= before for (before, _), (after, size) in pairwise(outer))
+    width = gate.shape[-1]
+    return bool(outer) and nested and gate.stride(-1) == 1 and width <= distance and distance + width <= outer[-1][0]
 
 
 def check_gate_and_up(op: str, gate: torch.Tensor, up: torch.Tensor | None) -> None:
