@@ -8,6 +8,7 @@ import torch
 from ligertune_kernels import labelled_rows
 
 from ligertune.patching.deferred_logits import loss_counts, loss_only
+from ligertune.patching.fused_loss import chunk_loss
 from ligertune.patching.patch import patch
 
 
@@ -15,17 +16,24 @@ class OwnWeight(torch.Tensor):
     """Replacement of a DTensor or a quantised weight: neither a Tensor nor a Parameter."""
 
 
+def give_own_weight(model):
+    patch(model)
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().as_subclass(OwnWeight))
+
+
 @pytest.mark.filterwarnings("ignore:the loss is computed from materialised logits")
+@pytest.mark.parametrize("prepare", [give_own_weight, chunk_loss])
 @pytest.mark.parametrize("count", [None, 40, torch.tensor(40)], ids=["mean", "given", "tensor"])
 @pytest.mark.parametrize("family", ["llama", "gemma2", "cohere2"])  # plain; a soft cap of 3; a scale of 1/16
-def test_a_dense_loss_is_divided_by_the_tokens_of_the_global_batch(family, count):
+def test_a_dense_loss_is_divided_by_the_tokens_of_the_global_batch(family, count, prepare, monkeypatch):
+    monkeypatch.setattr("ligertune.patching.fused_loss.CHUNK_ROWS", 16)
     model, batch = tiny_models.make(family, tie_word_embeddings=False), tiny_models.batch(rows=2, length=20)
     with torch.no_grad():
         logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits.double()
-    patch(model)
-    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().as_subclass(OwnWeight))
+    prepare(model)
     loss = model(**batch, num_items_in_batch=count, use_cache=False).loss
-    assert loss_counts(model).fused == 0 and loss_counts(model).materialised.total() == 1
+    if prepare is give_own_weight:
+        assert loss_counts(model).fused == 0 and loss_counts(model).materialised.total() == 1
     losses = -logits[:, :-1].log_softmax(-1).gather(-1, batch["labels"][:, 1:, None].clamp(min=0)).squeeze(-1)
     trained = batch["labels"][:, 1:] != -100
     assert loss.item() == pytest.approx(
