@@ -141,18 +141,26 @@ def test_a_nan_loss_ends_the_run_saves_its_batch_and_no_checkpoint(logging_steps
     assert not list((tmp_path / "run" / "checkpoints").iterdir())
 
 
+def evaluate_model(quickstart, tmp_path, stop: StopRequest, **config: float) -> float | None:
+    job = plan_run(tmp_path)
+    batcher = Batcher(
+        job.data.eval, packed=False, multiple_of=16, pad_token_id=0, index_labels=False, device=torch.device("cpu")
+    )
+    model = AutoModelForCausalLM.from_pretrained(quickstart / "stories260K", **config).train()
+    return evaluate(job.plan, Accelerator(cpu=True), model, batcher, objective_of(job.plan, model), stop)
+
+
 def test_an_evaluation_stops_at_a_signal_and_returns_none(quickstart, tmp_path):
     with StopRequest() as stop:
         stop.hold()
         signal.raise_signal(signal.SIGTERM)
         assert stop.received == "SIGTERM"
-        job = plan_run(tmp_path)
-        batcher = Batcher(
-            job.data.eval, packed=False, multiple_of=16, pad_token_id=0, index_labels=False, device=torch.device("cpu")
-        )
-        model = AutoModelForCausalLM.from_pretrained(quickstart / "stories260K")
-        objective = objective_of(job.plan, model)
-        assert evaluate(job.plan, Accelerator(cpu=True), model, batcher, objective, stop) is None
+        assert evaluate_model(quickstart, tmp_path, stop) is None
+
+
+def test_an_evaluation_runs_without_dropout(quickstart, tmp_path):
+    expected, found = (evaluate_model(quickstart, tmp_path, StopRequest(), attention_dropout=p) for p in (0.0, 0.5))
+    assert found == expected > 0
 
 
 SYNC = {**saves(1), "checkpoint.save_total_limit": 9}

@@ -49,6 +49,8 @@ def test_roles_have_many_names():
         turns = [(system, "s"), (user, "q"), (assistant, "a")]
         expected = [("system", "s"), ("user", "q"), ("assistant", "a")]
         assert shape(convert(shared(*turns))) == shape(convert(chat(*turns))) == expected, turns
+    columns = convert({**chat(("user", "q"), ("assistant", "a")), "system": "s"})
+    assert shape(columns) == expected
     for call, tool in zip(("function_call", "Function_Call") * 3, TOOL_NAMES, strict=False):
         messages = convert(shared(("user", "q"), (call, '{"name": "f"}'), (tool, "49"), ("gpt", "a"))).messages
         assert [message.role for message in messages] == ["user", "assistant", "tool", "assistant"]
