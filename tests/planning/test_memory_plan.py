@@ -11,7 +11,14 @@ import transformers
 from ligertune.errors import UserError
 from ligertune.models.shape import read_shape
 from ligertune.models.trainable import apply_method
-from ligertune.planning.memory.activation_bytes import CUBLAS_WORKSPACE, ActivationPolicy, layer_bytes
+from ligertune.planning.memory.activation_bytes import (
+    CUBLAS_WORKSPACE,
+    ActivationPolicy,
+    MicroBatch,
+    StepBytes,
+    layer_bytes,
+    step_phases,
+)
 from ligertune.planning.memory.activation_policy import choose_policy
 from ligertune.planning.memory.estimate import MemoryEstimate, largest
 from ligertune.planning.memory.model_shape import LayerShape, ModelShape
@@ -234,6 +241,20 @@ def test_fsdp_gathers_the_ends_and_two_layers(shapes):
     least, found = shared.states.total + ends + 2 * layer, total(shared, 1, 512, accumulates=True)
     assert least < found < least + 2 * ends + layer
     assert alone.shards == 1 and found < total(alone, 1, 512, accumulates=True)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_fsdp_gathers_three_layers_in_the_backward(tied, shapes):
+    """The layer that computes, the one that is prefetched, and the one whose gradients are reduced."""
+    layer, head = shapes["full"].layer, replace(shapes["full"].head, tied=tied)
+    batch, step = MicroBatch(2048, 2048, 2048, accumulates=False), StepBytes(2, 0, 0, workspace=0)
+    alone, shared = (
+        step_phases(layer, head, ActivationPolicy(checkpointing=True), batch, step, layers=4, layer_weights=bytes_)
+        for bytes_ in (0, 10**9)
+    )
+    gathered = {one.name: other.working - one.working for one, other in zip(alone, shared, strict=True)}
+    end = 2 * V * E
+    assert (gathered["loss"], gathered["backward"]) == (2 * 10**9 + end, 3 * 10**9 + tied * end)
 
 
 @pytest.mark.parametrize(("method", "enough", "too_little"), [("full", 80, 48), ("lora", 24, 16), ("qlora", 12, 6)])
