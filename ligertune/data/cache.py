@@ -37,9 +37,7 @@ if TYPE_CHECKING:
 
 # keys of `data` that select among examples or decide how they are made, and do not change any example
 _NOT_IN_KEY = {"datasets", "eval_datasets", "val_split", "packing", "padding_free", "num_proc", "cache", "streaming"}
-_NOT_IN_DATASET_KEY = {"weight"}
 _VERSIONS = ("transformers", "tokenizers", "jinja2", "numpy")
-_CHUNK = 1 << 20  # bytes
 _META = "meta.json"
 _PARTIAL = ".writing-"
 _MAX_AGE_OF_PARTIAL = 24 * 3600  # seconds after which the folder of a killed writer is removed
@@ -60,7 +58,7 @@ def data_key(spec: DatasetOptions, preparation: Preparation) -> str:
         "files": [(display_path(found), _hash_of(found)) for found in find_files(spec.path)]
         or hub_rows(spec, download=True)._fingerprint,
         "path": display_path(Path(spec.path)),
-        "dataset": {name: value for name, value in vars(spec).items() if name not in _NOT_IN_DATASET_KEY},
+        "dataset": {name: value for name, value in vars(spec).items() if name != "weight"},
         "data": {name: value for name, value in vars(data).items() if name not in _NOT_IN_KEY},
         "template": template,
         "today": str(datetime.date.today()) if "strftime_now" in str(template) else None,
@@ -73,11 +71,7 @@ def data_key(spec: DatasetOptions, preparation: Preparation) -> str:
 
 
 def _hash_of(file: Path) -> str:
-    digest = hashlib.sha256()
-    with file.open("rb") as content:
-        while part := content.read(_CHUNK):
-            digest.update(part)
-    return digest.hexdigest()
+    return hashlib.sha256(_memory_map(file, "u1")).hexdigest()
 
 
 def _tokenizer(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
@@ -145,12 +139,10 @@ def load_or_make(key: str, make: Callable[[CacheWriter], dict[str, Any]], *, fir
     folder = home / key
     if not first:
         _wait_for(folder)
-    found = _open_entry(folder)
-    if found is not None:
+    if found := _open_entry(folder):
         return found
     with FileLock(home / f"{key}.lock"):
-        found = _open_entry(folder)  # another process may have made it in the meantime
-        if found is not None:
+        if found := _open_entry(folder):  # another process may have made it in the meantime
             return found
         _write(folder, make)
         found = _open_entry(folder)

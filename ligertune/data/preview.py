@@ -61,28 +61,20 @@ class PreviewExample:
         return {**vars(self), "spans": spans, "pieces": [piece._asdict() for piece in self.pieces]}
 
 
-@dataclass(frozen=True)
-class LengthStatistics:
-    """Tokens per example. The bins of the histogram have equal width; bin i begins at `edges[i]`."""
+def length_statistics(lengths: np.ndarray) -> dict[str, Any]:
+    """Return mean, percentiles, maximum and histogram of lengths (N,).
 
-    mean: float
-    p50: int
-    p90: int
-    p95: int
-    p99: int
-    max: int
-    edges: tuple[int, ...]
-    counts: tuple[int, ...]
-
-    @classmethod
-    def of(cls, lengths: np.ndarray) -> LengthStatistics:
-        """Return the statistics of lengths (N,)."""
-        p50, p90, p95, p99 = (int(np.percentile(lengths, share, method="nearest")) for share in (50, 90, 95, 99))
-        width = max(1, -(-int(lengths.max()) // _MAX_BINS))
-        counts = np.bincount((lengths - 1) // width)
-        edges = tuple(range(1, 1 + width * len(counts), width))
-        mean = round(float(lengths.mean()), 1)
-        return cls(mean, p50, p90, p95, p99, int(lengths.max()), edges, tuple(counts.tolist()))
+    The bins of the histogram have equal width; bin i begins at `edges[i]`.
+    """
+    width = max(1, -(-int(lengths.max()) // _MAX_BINS))
+    counts = np.bincount((lengths - 1) // width).tolist()
+    return {
+        "mean": round(float(lengths.mean()), 1),
+        **{f"p{share}": int(np.percentile(lengths, share, method="nearest")) for share in (50, 90, 95, 99)},
+        "max": int(lengths.max()),
+        "edges": list(range(1, 1 + width * len(counts), width)),
+        "counts": counts,
+    }
 
 
 def preview_examples(prepared: PreparedData) -> Examples:
@@ -99,10 +91,7 @@ def preview(
 
 
 def preview_summary(
-    prepared: PreparedData,
-    examples: Examples,
-    previews: Sequence[PreviewExample],
-    statistics: DataStatistics | None = None,
+    prepared: PreparedData, examples: Examples, previews: Sequence[PreviewExample], statistics: DataStatistics
 ) -> dict[str, Any]:
     """Return the report of `ligertune data --json`."""
     return {
@@ -110,11 +99,11 @@ def preview_summary(
         "streamed": prepared.streamed,
         "fingerprint": prepared.train.fingerprint,
         "images": int(examples.n_images.sum()),
-        "lengths": asdict(LengthStatistics.of(examples.lengths)),
+        "lengths": length_statistics(examples.lengths),
         "report": _report_as_dict(prepared.report),
         "eval_examples": len(prepared.eval or ()),
         "eval_report": _report_as_dict(prepared.eval_report) if prepared.eval_report else None,
-        "outlook": asdict(statistics) if statistics else None,
+        "outlook": asdict(statistics),
         "examples": [shown.as_dict() for shown in previews],
     }
 

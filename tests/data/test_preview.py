@@ -15,7 +15,7 @@ from ligertune.cli.render import console as render
 from ligertune.cli.render import data_report as render_data
 from ligertune.cli.render.data_report import data_page
 from ligertune.data.batching.packing import pack
-from ligertune.data.preview import LengthStatistics, preview, preview_summary, visible_text
+from ligertune.data.preview import preview, preview_summary, visible_text
 from ligertune.data.statistics import data_statistics
 from ligertune.errors import UserError
 from ligertune.planning.batch_layout import StatisticsOptions
@@ -39,7 +39,7 @@ def printed(monkeypatch):
         page = io.StringIO()
         console = Console(file=page, force_terminal=terminal, width=100, soft_wrap=True, color_system="standard")
         monkeypatch.setattr(render.OUTPUT, "console", console)
-        render_data.data_preview(preview_summary(data, data.train, previews), previews)
+        render_data.data_preview(summary(data, previews), previews)
         return page.getvalue()
 
     return show
@@ -65,14 +65,12 @@ def test_plain_text_marks_trained_spans_and_a_terminal_gets_colours(data, storie
 
 
 def test_json_agrees(data, stories):
-    content = json.loads(json.dumps(preview_summary(data, data.train, preview(data.train, stories, 1))))
+    content = json.loads(json.dumps(summary(data, preview(data.train, stories, 1))))
     assert content["report"]["dropped"] == {"empty answer": 1}
     assert content["report"]["trained_share"] == data.report.trained_tokens / data.report.tokens
-    assert content["lengths"]["max"] == data.train.lengths.max()
+    assert content["lengths"]["max"] == data.train.lengths.max() and content["lengths"]["p50"] in data.train.lengths
     trained = "".join(span["text"] for span in content["examples"][0]["spans"] if span["trained"])
     assert trained == ROWS[0]["output"] + "</s>"
-    numbers = LengthStatistics.of(data.train.lengths)
-    assert numbers.max == max(data.train.lengths) and numbers.p50 in data.train.lengths
 
 
 HOSTILE = "<script>alert(1)</script> <img src=http://evil/x> </pre> &amp; \x1b[31m \u202egnp.exe </s>"
@@ -115,11 +113,14 @@ def recipe(**train: object) -> Recipe:
     )
 
 
+def summary(data, previews):
+    options = StatisticsOptions.of(recipe(), processes=1)
+    statistics = data_statistics(data.train.lengths % 60 + 1, data.train.trained % 7, options)
+    return preview_summary(data, data.train, previews, statistics)
+
+
 def test_data_is_escaped(hostile, stories):
-    lengths, trained = hostile.train.lengths % 60 + 1, hostile.train.trained % 7
-    whole = data_statistics(lengths, trained, StatisticsOptions.of(recipe(), processes=1))
-    shown = preview(hostile.train, stories, 5)
-    document = data_page(preview_summary(hostile, hostile.train, shown, whole), title="Data of <recipe>.yaml")
+    document = data_page(summary(hostile, preview(hostile.train, stories, 5)), title="Data of <recipe>.yaml")
     read = Reader(document)
     assert {tag for tag, _ in read.elements} & {"script", "img", "iframe", "link", "a"} == set()
     text = "".join(read.words)
@@ -134,13 +135,13 @@ def test_data_is_escaped(hostile, stories):
 
 def test_trained_pieces_and_control_tokens_are_marked(hostile, stories):
     shown = preview(hostile.train, stories, 2)
-    document = data_page(preview_summary(hostile, hostile.train, shown), title="t")
+    document = data_page(summary(hostile, shown), title="t")
     assert "<i class=s>&lt;s&gt;</i>" in document and "<b class=s>&lt;/s&gt;</b>" in document
     # "</s>" in the row's own text is text: only the end of each example is the control token
     assert document.count("<b class=s>&lt;/s&gt;</b>") == 2
     assert [piece.special for piece in shown[0].pieces].count(True) == 2  # BOS and EOS
     assert "1</td><td class=n>33.33%</td><td>empty answer" in document
-    assert document.count("<rect") == len(preview_summary(hostile, hostile.train, shown)["lengths"]["counts"])
+    assert document.count("<rect") == len(summary(hostile, shown)["lengths"]["counts"])
 
 
 def test_statistics_of_rows_padding_steps_and_tokens():

@@ -22,7 +22,7 @@ BAR = 40  # characters of the histogram's longest bar
 WIDTH, HEIGHT = 720, 180  # pixels of the page's histogram, without its labels
 
 
-class Preparing:
+class Preparing(Progress):
     """A progress bar per data set that is prepared: on a terminal only, and not for cached data."""
 
     def __init__(self, *, enabled: bool = True) -> None:
@@ -34,21 +34,14 @@ class Preparing:
             TextColumn("{task.fields[rows]:,} rows"),
             TimeRemainingColumn(),
         )
-        self._progress = Progress(*columns, console=OUTPUT.console, transient=True, disable=not shown)
-        self._tasks: dict[str, TaskID] = {}
-
-    def __enter__(self) -> Preparing:
-        self._progress.__enter__()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._progress.__exit__(*exc)
+        super().__init__(*columns, console=OUTPUT.console, transient=True, disable=not shown)
+        self._task_of: dict[str, TaskID] = {}
 
     def show(self, path: str, rows: int, share: float) -> None:
         """Update the bar of the data set at `path`: rows read so far, and their share of the file."""
-        if path not in self._tasks:
-            self._tasks[path] = self._progress.add_task(path, total=1.0, rows=0)
-        self._progress.update(self._tasks[path], completed=share, rows=rows)
+        if path not in self._task_of:
+            self._task_of[path] = self.add_task(path, total=1.0, rows=0)
+        self.update(self._task_of[path], completed=share, rows=rows)
 
 
 def data_preview(summary: dict[str, Any], previews: Sequence[PreviewExample]) -> None:
@@ -63,8 +56,7 @@ def data_preview(summary: dict[str, Any], previews: Sequence[PreviewExample]) ->
         OUTPUT.console.print(_marked(shown, colour=colour))
     table("Data", account_rows(summary))
     table("Tokens per example", _histogram(summary["lengths"]))
-    if summary["outlook"]:
-        table("In training", training_rows(summary["outlook"]))
+    table("In training", training_rows(summary["outlook"]))
     for note in report_notes(summary["report"]):
         text(f"  note: {note}")
 
@@ -187,7 +179,7 @@ def data_page(summary: dict[str, Any], *, title: str) -> str:
             *account_rows(summary, with_counts=False),
             *(("note", note) for note in report_notes(summary["report"])),
         ],
-        training=training_rows(summary["outlook"]) if summary["outlook"] else None,
+        training=training_rows(summary["outlook"]),
         report=summary["report"],
         eval_report=summary["eval_report"],
         examples=[{**example, "runs": _runs(example["pieces"])} for example in summary["examples"]],

@@ -117,17 +117,9 @@ class StreamOrder(DataOrder):
     reads the whole stream and takes its slices. A resumed run reads up to its step.
     """
 
-    def __init__(
-        self,
-        examples: StreamedExamples,
-        *,
-        seed: int,
-        batching: Batching,
-        max_length: int | None,
-        window: int = STREAM_WINDOW,
-    ) -> None:
+    def __init__(self, examples: StreamedExamples, *, seed: int, batching: Batching, max_length: int | None) -> None:
         self.batching, self.seed = batching, seed
-        self._examples, self._max_length, self._window = examples, max_length, window
+        self._examples, self._max_length = examples, max_length
         self._windows: deque[_Window] = deque()
         self._made = self._rows = 0  # windows, and the rows in them
 
@@ -145,10 +137,10 @@ class StreamOrder(DataOrder):
         return rows[start : start + size]
 
     def _make_window(self) -> None:
-        begin = self._made * self._window
-        self._examples.read_to(begin + self._window)
-        lengths = self._examples.lengths[np.arange(begin, begin + self._window)]
-        rows = np.arange(self._window)[:, None] if self._max_length is None else pack(lengths, self._max_length)
+        begin = self._made * STREAM_WINDOW
+        self._examples.read_to(begin + STREAM_WINDOW)
+        lengths = self._examples.lengths[np.arange(begin, begin + STREAM_WINDOW)]
+        rows = np.arange(STREAM_WINDOW)[:, None] if self._max_length is None else pack(lengths, self._max_length)
         order = np.random.default_rng([self.seed, self._made]).permutation(len(rows))
         self._windows.append(_Window(self._rows, begin, [rows[i] + begin for i in order]))
         self._made, self._rows = self._made + 1, self._rows + len(rows)

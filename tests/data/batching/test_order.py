@@ -120,15 +120,15 @@ def path(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def order_of(path, quickstart):
+def order_of(path, quickstart, monkeypatch):
+    monkeypatch.setattr("ligertune.data.batching.order.STREAM_WINDOW", SIZE)
     tokenizer = AutoTokenizer.from_pretrained(quickstart / "stories260K")
 
     def of(micro: int = 4, accumulation: int = 1, world: int = 1, *, packed: bool = True) -> StreamOrder:
         data = DataOptions(datasets=[DatasetOptions(path=str(path))], streaming=True, max_length=MAX_LENGTH)
         examples = StreamedExamples(ExampleStream(Preparation(data, tokenizer), seed=0, buffer=20))
         batching = Batching(micro_batch_size=micro, accumulation=accumulation, world_size=world, eval_batch_size=1)
-        length = MAX_LENGTH if packed else None
-        order = StreamOrder(examples, seed=5, batching=batching, max_length=length, window=SIZE)
+        order = StreamOrder(examples, seed=5, batching=batching, max_length=MAX_LENGTH if packed else None)
         order.examples = examples
         return order
 
