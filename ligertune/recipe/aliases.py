@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ligertune.recipe.document import ITEM, Document, KeyPath, dotted, keys, leaf, parent, schema_key, split
-from ligertune.recipe.section import SWITCHES
+from ligertune.recipe.section import convert_by
 
 UNSET = object()  # the alias sets nothing: `bf16: false` leaves model.dtype as it is
 
@@ -25,22 +25,9 @@ class Alias:
     convert: Callable[[Any], Any] = lambda value: value
 
 
-def _lookup(table: Mapping[Any, Any]) -> Callable[[Any], Any]:
-    """Convert strings and booleans by a table; other values stay, to be validated as values of the key."""
-
-    def convert(value: Any) -> Any:
-        # not numbers: 1 == True would find the entry of True
-        if not isinstance(value, str | bool):
-            return value
-        value = SWITCHES.get(value, value)
-        return table.get(value, value)
-
-    return convert
-
-
 def _flag(value: Any) -> Callable[[Any], Any]:
     """Convert a switch of another tool: true selects `value`, false selects nothing."""
-    return _lookup({True: value, False: UNSET})
+    return convert_by({True: value, False: UNSET})
 
 
 def _datasets(value: Any) -> Any:
@@ -62,11 +49,11 @@ ALIASES = (
     Alias("model.model_name_or_path",
           ("base_model", "model", "model_name", "model_path", "model_id", "pretrained_model_name_or_path")),
     Alias("model.revision", ("model_revision", "revision_of_model")),
-    Alias("model.dtype", ("torch_dtype",), _lookup(_DTYPES)),
+    Alias("model.dtype", ("torch_dtype",), convert_by(_DTYPES)),
     Alias("model.dtype", ("bf16",), _flag("bfloat16")),
     Alias("model.dtype", ("fp16",), _flag("float16")),
-    Alias("model.attn_implementation", ("attn_impl",), _lookup(_ATTENTION)),
-    Alias("model.attn_implementation", ("flash_attention", "flash_attn", "use_flash_attention_2"), _lookup(_FLASH)),
+    Alias("model.attn_implementation", ("attn_impl",), convert_by(_ATTENTION)),
+    Alias("model.attn_implementation", ("flash_attention", "flash_attn", "use_flash_attention_2"), convert_by(_FLASH)),
     Alias("model.attn_implementation", ("sdp_attention",), _flag("sdpa")),
     Alias("model.attn_implementation", ("flex_attention",), _flag("flex_attention")),
     Alias("model.attn_implementation", ("eager_attention",), _flag("eager")),
@@ -87,18 +74,18 @@ ALIASES = (
     Alias("method.use_rslora", ("peft_use_rslora",)),
     Alias("method.trainable", ("unfrozen_parameters",)),
     Alias("data.datasets", ("dataset", "dataset_name", "data_path", "train_file", "train_files"), _datasets),
-    Alias("data.datasets[].format", ("type",), _lookup(_FORMATS)),
+    Alias("data.datasets[].format", ("type",), convert_by(_FORMATS)),
     Alias("data.datasets[].name", ("subset",)),
     Alias("data.datasets[].max_samples", ("num_samples",)),
     Alias("data.eval_datasets", ("eval_dataset", "val_dataset", "validation_file", "test_datasets"), _datasets),
-    Alias("data.eval_datasets[].format", ("type",), _lookup(_FORMATS)),
+    Alias("data.eval_datasets[].format", ("type",), convert_by(_FORMATS)),
     Alias("data.eval_datasets[].name", ("subset",)),
     Alias("data.eval_datasets[].max_samples", ("num_samples",)),
     Alias("data.val_split", ("val_set_size", "val_size", "test_size", "split_dataset_ratio")),
     Alias("data.prompt_template", ("template",)),
     Alias("data.system_prompt", ("system", "default_system", "system_message")),
-    Alias("data.train_on", ("train_on_inputs", "train_on_prompt"), _lookup({True: "all", False: "assistant"})),
-    Alias("data.train_on", ("assistant_only_loss",), _lookup({True: "assistant", False: "all"})),
+    Alias("data.train_on", ("train_on_inputs", "train_on_prompt"), convert_by({True: "all", False: "assistant"})),
+    Alias("data.train_on", ("assistant_only_loss",), convert_by({True: "assistant", False: "all"})),
     Alias("data.train_on", ("mask_history",), _flag("last")),
     Alias("data.max_length",
           ("sequence_len", "seq_len", "cutoff_len", "max_seq_length", "max_seq_len", "model_max_length")),
@@ -115,7 +102,7 @@ ALIASES = (
     Alias("train.warmup_ratio", ("warmup_proportion", "lr_warmup_fraction")),
     Alias("train.warmup_steps", ("warmup", "num_warmup_steps", "lr_warmup_steps")),
     Alias("train.min_lr_ratio", ("cosine_min_lr_ratio",)),
-    Alias("train.optim", ("optimizer",), _lookup(_ADAMW)),
+    Alias("train.optim", ("optimizer",), convert_by(_ADAMW)),
     Alias("train.max_grad_norm", ("max_norm", "grad_clip", "clip_grad", "max_grad_clip", "gradient_clipping")),
     Alias("train.gradient_checkpointing", ("activation_checkpointing", "enable_activation_checkpointing", "grad_ckpt")),
     Alias("train.fp8", ("fp8",)),

@@ -26,7 +26,6 @@ FIRST = (
     "train.learning_rate",
     "train.gradient_checkpointing",
 )
-NO_DEFAULT = "(required)"
 
 
 def new_recipe(model: str, datasets: Sequence[str]) -> dict[str, Any]:
@@ -122,7 +121,7 @@ def recipe_reference() -> str:
 
 def _row(key: str) -> str:
     entry = keys()[key]
-    default = f"`{_value(entry['default'])}`" if "default" in entry else NO_DEFAULT
+    default = f"`{_value(entry['default'])}`" if "default" in entry else "(required)"
     cells = (f"`{key}`", entry["description"], accepted_values(key), default)
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
 

@@ -77,10 +77,6 @@ class Place:
     def __str__(self) -> str:
         return self.override or (f"{self.file}:{self.line}" if self.line else self.file)
 
-    @property
-    def short(self) -> str:
-        return self.override or f"line {self.line}"
-
 
 @dataclass(frozen=True, order=True)
 class Remark:
@@ -119,7 +115,8 @@ class Document:
         if path not in self.places:
             return dotted(path)
         place = self.places[path]
-        return f"{dotted(path)} ({f'written as {place.written}, ' if place.written else ''}{place.short})"
+        written = f"written as {place.written}, " if place.written else ""
+        return f"{dotted(path)} ({written}{place.override or f'line {place.line}'})"
 
     def complain(self, path: KeyPath, sentence: str) -> None:
         self.complain_at(self.place(path), sentence)

@@ -42,13 +42,13 @@ def _states(count: float) -> Bytes:
     return lambda shape, itemsize, rank: count * itemsize * math.prod(shape)
 
 
-def _quantised(count: int, bits: float, *, block: int) -> Bytes:
-    """`count` states per element with `bits` bits each, and a 4-byte scale per `block` elements."""
+def _quantised(bits: float, *, block: int) -> Bytes:
+    """Two states per element with `bits` bits each, and a 4-byte scale per `block` elements."""
 
     def bytes_of(shape: Shape, itemsize: int, rank: int) -> float:
         elements = math.prod(shape)
         per_element = bits / 8 + 4 / block if elements >= SMALL else 4
-        return count * per_element * elements
+        return 2 * per_element * elements
 
     return bytes_of
 
@@ -70,13 +70,13 @@ OPTIMIZERS = {
     "adamw_torch_fused": OptimizerStates(_states(2)),
     "adamw_torch": OptimizerStates(_states(2), copies=1),
     "adamw_bf16": OptimizerStates(lambda shape, itemsize, rank: 4 * math.prod(shape), pieces=12),
-    "adamw_8bit": OptimizerStates(_quantised(2, 8, block=256), needs="bitsandbytes", takes_parts=False),
+    "adamw_8bit": OptimizerStates(_quantised(8, block=256), needs="bitsandbytes", takes_parts=False),
     "paged_adamw_8bit": OptimizerStates(
-        _quantised(2, 8, block=256), needs="bitsandbytes", on_host=True, takes_parts=False
+        _quantised(8, block=256), needs="bitsandbytes", on_host=True, takes_parts=False
     ),
-    "adamw_torch_8bit": OptimizerStates(_quantised(2, 8, block=256), needs="torchao"),
-    "adamw_torch_4bit": OptimizerStates(_quantised(2, 4, block=128), needs="torchao"),
-    "adamw_torch_fp8": OptimizerStates(_quantised(2, 8, block=256), needs="torchao"),
+    "adamw_torch_8bit": OptimizerStates(_quantised(8, block=256), needs="torchao"),
+    "adamw_torch_4bit": OptimizerStates(_quantised(4, block=128), needs="torchao"),
+    "adamw_torch_fp8": OptimizerStates(_quantised(8, block=256), needs="torchao"),
     "adafactor": OptimizerStates(_row_and_column_means, copies=2, takes_parts=False),
     "muon": OptimizerStates(_states(1), matrices_only=True, pieces=4),
     "galore_adamw": OptimizerStates(_projected, matrices_only=True, takes_parts=False, pieces=3),

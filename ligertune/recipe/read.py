@@ -90,22 +90,18 @@ def _read_text(path: Path) -> str:
 def apply_overrides(document: Document, overrides: Sequence[str]) -> None:
     """Set each `key=value` in the document; the value is YAML, a list item is `data.datasets[0].path`."""
     for text in overrides:
-        _apply_override(text, document)
-
-
-def _apply_override(text: str, document: Document) -> None:
-    key, equals, value = text.partition("=")
-    place = Place(f"--set {' '.join(text.split())}", 0, document.file)  # on one line, as each complaint is
-    if not (key.strip() and equals):
-        document.complain_at(place, "write it as section.key=value.")
-        return
-    path = split(key.strip())
-    try:
-        document.put(path, parse(value, document, path, place), place)
-    except NotYaml as error:
-        document.complain_at(place, str(error))
-    except KeyError:
-        document.complain_at(place, f"this recipe has no place for {dotted(path)}.")
+        key, equals, value = text.partition("=")
+        place = Place(f"--set {' '.join(text.split())}", 0, document.file)  # on one line, as each complaint is
+        if not (key.strip() and equals):
+            document.complain_at(place, "write it as section.key=value.")
+            continue
+        path = split(key.strip())
+        try:
+            document.put(path, parse(value, document, path, place), place)
+        except NotYaml as error:
+            document.complain_at(place, str(error))
+        except KeyError:
+            document.complain_at(place, f"this recipe has no place for {dotted(path)}.")
 
 
 def _drop_overridden_rivals(document: Document) -> None:

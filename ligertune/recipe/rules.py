@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 from typing import Any
 
 from ligertune.recipe.document import Document, KeyPath, split
@@ -15,27 +16,19 @@ from ligertune.recipe.train_sections import EITHER_OR, TrainSpec
 LITERALS = {"true": True, "false": False, "null": None, "1": 1, "2": 2}
 
 
-@dataclass(frozen=True)
-class Condition:
-    """A recipe key and the values of it that a rule is about."""
+def _condition(text: str) -> tuple[str, Callable[[Any], bool]]:
+    """Read one condition: a recipe key, and the values of it that a rule is about.
 
-    key: str
-    holds: Callable[[Any], bool]
-
-    @staticmethod
-    def parse(text: str) -> Condition:
-        """Read one condition.
-
-        "key": it is not false, 0, null or empty.  "no key": it is.  "key: a|b": it has one of these values.
-        "key: not a|b": it has another value.  "key: any": the rule's message only mentions it.
-        """
-        key, _, values = text.partition(": ")
-        if not values:
-            return Condition(key.removeprefix("no "), (lambda value: not value) if key.startswith("no ") else bool)
-        named = [LITERALS.get(word, word) for word in values.removeprefix("not ").split("|")]
-        if values == "any":
-            return Condition(key, lambda value: True)
-        return Condition(key, lambda value: (value in named) != values.startswith("not "))
+    "key": it is not false, 0, null or empty.  "no key": it is.  "key: a|b": it has one of these values.
+    "key: not a|b": it has another value.  "key: any": the rule's message only mentions it.
+    """
+    key, _, values = text.partition(": ")
+    if not values:
+        return key.removeprefix("no "), (lambda value: not value) if key.startswith("no ") else bool
+    named = [LITERALS.get(word, word) for word in values.removeprefix("not ").split("|")]
+    if values == "any":
+        return key, lambda value: True
+    return key, lambda value: (value in named) != values.startswith("not ")
 
 
 @dataclass(frozen=True)
@@ -51,18 +44,11 @@ class Rule:
     also: Callable[[Recipe], bool] = lambda recipe: True
 
     @cached_property
-    def conditions(self) -> list[Condition]:
-        return [Condition.parse(text) for text in self.when.split(", ")]
+    def conditions(self) -> list[tuple[str, Callable[[Any], bool]]]:
+        return [_condition(text) for text in self.when.split(", ")]
 
     def is_broken(self, recipe: Recipe) -> bool:
-        return all(one.holds(_value(recipe, one.key)) for one in self.conditions) and self.also(recipe)
-
-
-def _value(recipe: Recipe, key: str) -> Any:
-    value: Any = recipe
-    for name in key.split("."):
-        value = getattr(value, name)
-    return value
+        return all(holds(attrgetter(key)(recipe)) for key, holds in self.conditions) and self.also(recipe)
 
 
 def _each(message: str, lead: str, *rows: tuple[str, str]) -> list[Rule]:
@@ -84,13 +70,13 @@ def _accumulates(recipe: Recipe) -> bool:
 
 MEDUSA_STAGE_1 = "medusa.stage: 1, task: medusa"
 ADAPTER = "method.type: lora|qlora"
-GATE_OFFLOAD = "train.gradient_checkpointing: offload_gate|offload_both"
 DEEPSPEED = "parallel.strategy: deepspeed_zero2|deepspeed_zero3"
 # optimizers of packages whose kernels run on a GPU only
 GPU_OPTIMIZER = "train.optim: " + "|".join(name for name, row in OPTIMIZERS.items() if row.needs)
 ONE_OUT = "Leave one of them out."
 
-BATCH_RULES = (
+RULES = (
+    # ---- batch size, epochs and warm-up
     *(
         rule
         for key, rival in EITHER_OR.items()
@@ -107,9 +93,7 @@ BATCH_RULES = (
     Rule("train.warmup_steps: any, train.warmup_ratio: any, train.lr_scheduler_type: constant",
          "{2} is constant, which has no warm-up. Write train.lr_scheduler_type: constant_with_warmup.",
          also=_warms_up),
-)  # fmt: skip
-
-DATA_RULES = (
+    # ---- data, evaluation and checkpoints
     Rule("data.val_split, data.eval_datasets", "{0} and {1} are both given. Keep one of them."),
     Rule("data.eval_datasets",
          "{0} has a weight, but an evaluation reads every example once. Leave the weight out.",
@@ -135,9 +119,7 @@ DATA_RULES = (
     ),
     Rule("checkpoint.overwrite, checkpoint.resume_from_checkpoint: not never",
          "{0} would delete the run that {1} continues. Keep one of them."),
-)  # fmt: skip
-
-METHOD_RULES = (
+    # ---- method and model
     Rule("model.num_hidden_layers, model.init: pretrained",
          "{0} works with random weights only, and {1} is pretrained. Write model.init: random, or leave {0} out."),
     Rule("method.type: freeze, no method.trainable",
@@ -153,9 +135,7 @@ METHOD_RULES = (
     ),
     Rule(f"vision.freeze_language_model, {ADAPTER}",
          f"{{0}} is true, and {{1}} is {{v[1]}}, whose adapter is part of the language model. {ONE_OUT}"),
-)  # fmt: skip
-
-MEDUSA_RULES = (
+    # ---- Medusa heads
     Rule("medusa.stage: 2, medusa.heads_path: null, task: medusa",
          "{0} is 2, which starts from trained heads, and {1} is not given. "
          "Train the heads with medusa.stage: 1 first, and give their folder."),
@@ -175,9 +155,7 @@ MEDUSA_RULES = (
             ("train.gradient_checkpointing_layers: not all", "layers that save activations"),
         )
     ),
-)  # fmt: skip
-
-KERNEL_RULES = (
+    # ---- kernels
     Rule("kernels.attention: true, model.attn_implementation: not auto, kernels.enabled: not false",
          f"{{0}} is an attention implementation, and {{1}} names another. {ONE_OUT}"),
     Rule("kernels.attention: true, no data.packing, data.padding_free: false, kernels.enabled: not false",
@@ -191,9 +169,7 @@ KERNEL_RULES = (
          "write train.gradient_checkpointing_layers: auto."),
     Rule("kernels.recompute, train.torch_compile",
          f"{{0}} does not work in compiled layers, and {{1}} is true. {ONE_OUT}"),
-)  # fmt: skip
-
-TRAIN_RULES = (
+    # ---- optimizer, memory savings and dtypes
     Rule("train.gradient_checkpointing_layers: not all, no train.gradient_checkpointing",
          "{0} sets how many layers are checkpointed, and {1} is false. Write train.gradient_checkpointing: true."),
     *_each(
@@ -213,7 +189,7 @@ TRAIN_RULES = (
          f"{{0}} compiles whole layers, and {{1}}: {{v[1]}} copies their activations to host memory. {ONE_OUT}"),
     *_each(
         "{0}: {v[0]} saves the outputs of plain linear layers, and {why}. Write train.gradient_checkpointing: true.",
-        GATE_OFFLOAD,
+        "train.gradient_checkpointing: offload_gate|offload_both",
         ("method.type: qlora", "{1}: qlora quantises them to 4 bits"),
         ("train.fp8", "{1} replaces them"),
         ("model.dtype: float16", "{1}: float16 casts them"),
@@ -239,9 +215,7 @@ TRAIN_RULES = (
          f"uses linear layers of torchao, which save their input, and {{1}} recomputes it. {ONE_OUT}"),
         ("vision.freeze_language_model", f"applies to the language model's layers, and {{1}} freezes them. {ONE_OUT}"),
     ),
-)  # fmt: skip
-
-PARALLEL_RULES = (
+    # ---- processes
     Rule("parallel.num_processes: not auto|1, parallel.strategy: single",
          "{0} is {v[0]}, and {1} is single, which is one process. Keep one of them."),
     *_each(
@@ -283,10 +257,6 @@ PARALLEL_RULES = (
     ),
 )  # fmt: skip
 
-RULES = (
-    *BATCH_RULES, *DATA_RULES, *METHOD_RULES, *MEDUSA_RULES, *KERNEL_RULES, *TRAIN_RULES, *PARALLEL_RULES,
-)  # fmt: skip
-
 
 def contradicts_itself(recipe: Recipe) -> bool:
     """Report whether the recipe breaks a rule, for recipes that the planner derives from the user's."""
@@ -300,14 +270,14 @@ def check_rules(recipe: Recipe, document: Document, faults: Sequence[KeyPath]) -
     """
     leads = []
     for rule in RULES:
-        paths = [split(one.key) for one in rule.conditions]
+        paths = [split(key) for key, _ in rule.conditions]
         in_doubt = any(fault[: len(path)] == path[: len(fault)] for fault in faults for path in paths)
         if in_doubt or not rule.is_broken(recipe):
             continue
         # the complaint names the line of the first key that the user wrote; the others are mentioned with theirs
         lead = next((path for path in paths if document.has(path)), paths[0])
         mentions = [document.name(path) if path == lead else document.mention(path) for path in paths]
-        values = [_value(recipe, one.key) for one in rule.conditions]
+        values = [attrgetter(key)(recipe) for key, _ in rule.conditions]
         shown = [str(value).lower() if isinstance(value, bool) else value for value in values]
         document.complain(lead, rule.message.format(*mentions, v=shown))
         leads.append(lead)

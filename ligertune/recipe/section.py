@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -38,14 +38,17 @@ class Section(BaseModel):
         return {} if given is None else given
 
 
-def _spellings(meanings: Mapping[str | bool | None, Any]) -> BeforeValidator:
-    """Convert other spellings of a value, such as `yes` for true."""
+def convert_by(table: Mapping[str | bool | None, Any]) -> Callable[[Any], Any]:
+    """Return a function that reads `yes` as true, and converts by a table; other values stay, to be validated."""
 
-    def read(value: Any) -> Any:
-        known = value is None or isinstance(value, str | bool)  # not 0 and 1, which equal False and True
-        return meanings.get(value, value) if known else value
+    def convert(value: Any) -> Any:
+        # not numbers: 1 == True would find the entry of True
+        if not (value is None or isinstance(value, str | bool)):
+            return value
+        value = SWITCHES.get(value, value)
+        return table.get(value, value)
 
-    return BeforeValidator(read)
+    return convert
 
 
 def _resolve_path(value: str, info: ValidationInfo) -> str:
@@ -74,17 +77,13 @@ Text = Annotated[str, StringConstraints(min_length=1)]
 FileOrHub = Annotated[Text, AfterValidator(_resolve_path)]
 Template = Annotated[Text, AfterValidator(_template_file)]
 OutputPath = Annotated[Text, AfterValidator(os.path.expanduser)]
-Switch = Annotated[bool, _spellings(SWITCHES)]
-AutoSwitch = Annotated[Literal["auto"] | bool, _spellings(SWITCHES)]
-SwitchOrOffload = Annotated[Literal["offload", "offload_gate", "offload_both"] | bool, _spellings(SWITCHES)]
-SwitchOrNorms = Annotated[Literal["norms"] | bool, _spellings(SWITCHES)]
-When = Annotated[Literal["no", "steps", "epoch"], _spellings({False: "no", "off": "no"})]
-Resume = Annotated[
-    OutputPath,
-    _spellings(
-        {True: "auto", "yes": "auto", "on": "auto", False: "never", "no": "never", "off": "never", None: "never"}
-    ),
-]
+ReadSwitch = BeforeValidator(convert_by({}))
+Switch = Annotated[bool, ReadSwitch]
+AutoSwitch = Annotated[Literal["auto"] | bool, ReadSwitch]
+SwitchOrOffload = Annotated[Literal["offload", "offload_gate", "offload_both"] | bool, ReadSwitch]
+SwitchOrNorms = Annotated[Literal["norms"] | bool, ReadSwitch]
+When = Annotated[Literal["no", "steps", "epoch"], BeforeValidator(convert_by({False: "no"}))]
+Resume = Annotated[OutputPath, BeforeValidator(convert_by({True: "auto", False: "never", None: "never"}))]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 ShareBelowOne = Annotated[float, Field(ge=0.0, lt=1.0)]
 NameList = Annotated[tuple[Text, ...], Field(strict=False)]

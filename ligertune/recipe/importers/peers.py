@@ -34,18 +34,16 @@ TRAINER = {
     "data.packing": False,
     "checkpoint.save_steps": 500,
 }
-LAUNCHER = "configure the launcher instead: accelerate launch -m ligertune train RECIPE"
 FSDP = "parallel.strategy: fsdp shards weights, gradients and optimizer states per layer, and has no further options"
 OWN_TEMPLATE = "conversations use the tokenizer's chat template; data.prompt_template accepts a Jinja file"
 PREPARED = "prepared data is cached by content in the user's cache folder"
-KERNELS = "ligertune's kernels run wherever a layer is recognised"
 NO_HUB = "ligertune train does not upload; the model is in output_dir/model"
 FOUND_IN_THE_MODEL = "the model's configuration holds it"
 PER_EPOCH = "the steps per epoch are known once the data is read; `ligertune data RECIPE` prints them"
 
 # Keys of any of the tools.
 REASONS = {
-    "accelerator_config": LAUNCHER,
+    "accelerator_config": "configure the launcher instead: accelerate launch -m ligertune train RECIPE",
     "chat_template": OWN_TEMPLATE,
     "chat_template_jinja": OWN_TEMPLATE,
     "chat_template_path": OWN_TEMPLATE,
@@ -69,7 +67,7 @@ REASONS = {
     "pad_to_sequence_len": "rows are padded only to a multiple of a few tokens",
     "packing_strategy": "there is one packing strategy, which fills about 99 % of each row",
     "plot_loss": "metrics.jsonl has a line per logged step",
-    "plugins": KERNELS,
+    "plugins": "ligertune's kernels run wherever a layer is recognised",
     "push_to_hub": NO_HUB,
     "saves_per_epoch": PER_EPOCH,
     "strict": "an unknown key is always an error",
@@ -211,9 +209,7 @@ def _dataset_info(folder: Path, dataset_dir: str) -> Mapping[str, Any]:
 
 def _registered(entry: Mapping[str, Any], dataset_dir: str) -> dict[str, Any]:
     """Convert one entry of dataset_info.json."""
-    entry = dict(entry)
-    hub, file = entry.get("hf_hub_url"), entry.get("file_name")
-    item: dict[str, Any] = {"path": hub or str(Path(dataset_dir) / str(file))}
+    item: dict[str, Any] = {"path": entry.get("hf_hub_url") or str(Path(dataset_dir) / str(entry.get("file_name")))}
     for tool_name, name in (("subset", "name"), ("split", "split"), ("num_samples", "max_samples")):
         if entry.get(tool_name):
             item[name] = entry[tool_name]
