@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import gc
-import json
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 # About the time of the command: the console script imports this module before anything heavy.
 COMMAND_GIVEN = time.perf_counter()
@@ -75,12 +75,12 @@ class Phases:
         self._over = True
         self._changed.set()
 
-    def handed_on(self) -> str:
-        """Return the state as JSON. Another process continues with `taken_over`. This one is silent then."""
+    def handed_on(self) -> dict[str, Any]:
+        """Return the state, for JSON. Another process continues with `taken_over`. This one is silent then."""
         self._over = True
         self._changed.set()
         begun = time.time() - (time.perf_counter() - self._start)
-        return json.dumps({"phase": self._name, "begun": begun, "seconds": self.seconds})
+        return {"phase": self._name, "begun": begun, "seconds": self.seconds}
 
     def _close(self) -> None:
         now = time.perf_counter()
@@ -96,8 +96,7 @@ class Phases:
                 self.say(f"{name} ... {time.perf_counter() - self._start:.0f} s")
 
 
-def taken_over(handed_on: str, say: Callable[[str], None] | None) -> Phases:
-    """Continue the phases of the process that called `handed_on`."""
-    there = json.loads(handed_on)
+def taken_over(there: dict[str, Any], say: Callable[[str], None] | None) -> Phases:
+    """Continue the phases of the process whose `handed_on` returned `there`."""
     begun = time.perf_counter() - (time.time() - there["begun"])
     return Phases(say, first=there["phase"], begun=begun, before=there["seconds"])

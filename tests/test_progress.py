@@ -42,13 +42,13 @@ def test_another_process_continues_the_phases():
         phases.begin("starting")
         passed = time.perf_counter() - now
         time.sleep(0.3)
-        handed_on = phases.handed_on()
+        handed_on = str(phases.handed_on())
         heard = len(said)
         time.sleep(0.3)
         assert len(said) == heard, "both processes print"
     code = (
-        "import sys; from ligertune.progress import taken_over\n"
-        "p = taken_over(sys.argv[1], None); p.begin('loading'); p.end(); print(p.seconds)"
+        "import ast, sys; from ligertune.progress import taken_over\n"
+        "p = taken_over(ast.literal_eval(sys.argv[1]), None); p.begin('loading'); p.end(); print(p.seconds)"
     )
     seconds = ast.literal_eval(python(code, handed_on))
     assert list(seconds) == ["planning", "starting", "loading"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 import traceback
 from collections.abc import Collection
 from dataclasses import asdict, dataclass
@@ -52,12 +51,8 @@ def write_error(problem: UserError) -> None:
     _write(RankError(problem.message, problem.hint, problem.exit_code, expected=True))
 
 
-def record_tracebacks() -> None:
-    """Write uncaught exceptions of this rank to files from now on, so that ranks do not all print them."""
-    sys.excepthook = _record_traceback
-
-
-def _record_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def record_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Write an uncaught exception of this rank to files, as its sys.excepthook."""
     text = "".join(traceback.format_exception(kind, error, trace))
     (Path(os.environ[FOLDER]) / f"rank-{rank()}.txt").write_text(text, encoding="utf-8")
     lines = str(error).strip().splitlines() or [""]

@@ -17,13 +17,13 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from ligertune.launcher.failures import FOLDER, RankExit, diagnose, read_errors, record_tracebacks
-from ligertune.storage import newest_checkpoint
+from ligertune.launcher.failures import FOLDER, RankExit, diagnose, read_errors, record_traceback
+from ligertune.storage import newest_checkpoint, write_json
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing import PContext
@@ -82,34 +82,28 @@ class Ranks:
         if not self._run:
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    def run(self, plan: Plan, make_message: Callable[[], str]) -> int:
+    def run(self, plan: Plan, make_message: Callable[[], dict[str, Any]]) -> int:
         """Let the ranks train when all are ready; return the exit code. Raises UserError if ranks failed.
 
-        make_message: called when training starts; `begin_rank` returns its text in each rank.
+        make_message: called when training starts; `begin_rank` returns its result in each rank.
         """
         self._run, context, started = True, self._context, False
-        with _ForwardedSignals(context) as signals:
+        with _forwarded_signals(context) as received:
             watch, stalled = StalledProcesses(plan.parallel.timeout), set()
             while (result := context.wait(timeout=1 if started else 0.1, period=0.1)) is None:
                 if not started and len(list(self._folder.glob(f"{READY}-*"))) == self._world:
-                    _write_atomically(self._folder / GO, make_message())
+                    write_json(self._folder / GO, make_message())
                     started = True
                 for rank in watch.stalled(context.pids()):
                     stalled.add(rank)
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(context.pids()[rank], signal.SIGKILL)
         exits = [RankExit(f.local_rank, f.pid, f.exitcode, f.timestamp) for f in result.failures.values()]
-        code = exit_code(plan, exits, signals.received)
+        code = exit_code(plan, exits, received)
         if code is None:
             raise _failure(plan, exits, self._folder, stalled)
         shutil.rmtree(self._folder, ignore_errors=True)
         return code
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    partial = path.with_name(f"{path.name}.part")
-    partial.write_text(text, encoding="utf-8")
-    partial.rename(path)
 
 
 def _environment(rank: int, world: int, port: int, folder: Path) -> dict[str, str]:
@@ -130,28 +124,24 @@ def _environment(rank: int, world: int, port: int, folder: Path) -> dict[str, st
     }
 
 
-class _ForwardedSignals:
-    """A context that forwards signals to the ranks, which save and exit."""
+@contextlib.contextmanager
+def _forwarded_signals(context: PContext) -> Iterator[list[int]]:
+    """Forward signals to the ranks, which save and exit; yield the list of those received so far."""
+    received: list[int] = []
 
-    def __init__(self, context: PContext) -> None:
-        self.received: list[int] = []
-        self._context = context
-        self._before: dict[int, object] = {}
-
-    def __enter__(self) -> _ForwardedSignals:
-        self._before = {number: signal.signal(number, self._forward) for number in FORWARDED}
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _forward(self, number: int, frame: FrameType | None) -> None:
-        self.received.append(number)
+    def forward(number: int, frame: FrameType | None) -> None:
+        received.append(number)
         # Ranks run in sessions that the terminal does not signal, so Ctrl-C reaches them only from here.
-        for pid in self._context.pids().values():
+        for pid in context.pids().values():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
+
+    before = {number: signal.signal(number, forward) for number in FORWARDED}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def exit_code(plan: Plan, exits: list[RankExit], received: list[int]) -> int | None:
@@ -190,12 +180,12 @@ def _failure(plan: Plan, exits: list[RankExit], folder: Path, stalled: set[int])
     return problem
 
 
-def begin_rank(prepare: Callable[[], None]) -> str:
+def begin_rank(prepare: Callable[[], None]) -> dict[str, Any]:
     """Call `prepare` and wait until the launcher starts training; return its message. First call of a started rank.
 
     Linux sends this rank SIGTERM when the launcher dies: nothing would watch the run any more.
     """
-    record_tracebacks()
+    sys.excepthook = record_traceback  # ranks do not all print uncaught exceptions
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     _exit_without(int(os.environ[STARTER]))  # the launcher may have died before prctl
@@ -205,7 +195,7 @@ def begin_rank(prepare: Callable[[], None]) -> str:
     while not go.is_file():
         _exit_without(int(os.environ[STARTER]))
         time.sleep(0.02)
-    return go.read_text(encoding="utf-8")
+    return json.loads(go.read_text(encoding="utf-8"))
 
 
 def _exit_without(launcher: int) -> None:
