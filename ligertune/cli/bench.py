@@ -10,6 +10,7 @@ import typer
 
 from ligertune.cli.options import Json
 from ligertune.cli.render import console as render
+from ligertune.errors import UserError
 
 if TYPE_CHECKING:
     from ligertune.bench.measure import Row
@@ -37,7 +38,7 @@ def bench(
 
     Example: ligertune bench rms_norm swiglu --plots plots
     """
-    from ligertune.bench.cases.case_table import BENCHMARKS, check_op
+    from ligertune.bench.cases.case_table import BENCHMARKS
     from ligertune.bench.measure import bench_op, default_setup, report_header
 
     render.people_on_stderr(json)
@@ -46,7 +47,8 @@ def bench(
 
         check_matplotlib()
     for op in ops or ():
-        check_op(op)
+        if op not in BENCHMARKS:
+            raise UserError(f"There is no op {op!r}.", hint=f"The ops are {', '.join(BENCHMARKS)}.")
     setup = default_setup(dtype)
     header = report_header(setup)
     render.text(header["line"])

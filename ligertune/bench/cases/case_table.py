@@ -6,7 +6,6 @@ import torch
 
 from ligertune.bench.case import Case, OpBenchmark
 from ligertune.bench.cases import attention_cases, loss_cases, norm_cases, pointwise_cases
-from ligertune.errors import UserError
 
 BENCHMARKS: dict[str, OpBenchmark] = {
     benchmark.op: benchmark
@@ -22,12 +21,6 @@ BENCHMARKS: dict[str, OpBenchmark] = {
         pointwise_cases.ADAMW_STEP,
     )
 }
-
-
-def check_op(op: str) -> None:
-    """Raise UserError for an op that does not exist."""
-    if op not in BENCHMARKS:
-        raise UserError(f"There is no op {op!r}.", hint=f"The ops are {', '.join(BENCHMARKS)}.")
 
 
 def cases_of(op: str, *, dtype: torch.dtype, small: bool) -> list[Case]:

@@ -202,18 +202,6 @@ LOSSES = (LINEAR_CROSS_ENTROPY, CROSS_ENTROPY, MULTI_HEAD, STATISTICS)
 # ---- Losses for distillation
 
 
-def _kl_inputs(case: Case, device: torch.device) -> Tensors:
-    """Return log-probabilities of the student and probabilities of the teacher."""
-    student, teacher = (torch.randn(case.sizes, device=device) for _ in range(2))
-    return student.log_softmax(-1).to(case.dtype).requires_grad_(), teacher.softmax(-1).to(case.dtype)
-
-
-def _jsd_inputs(case: Case, device: torch.device) -> Tensors:
-    """Return log-probabilities of student and teacher."""
-    student, teacher = (torch.randn(case.sizes, device=device).log_softmax(-1) for _ in range(2))
-    return student.to(case.dtype).requires_grad_(), teacher.to(case.dtype)
-
-
 def _jsd(student: Tensor, teacher: Tensor) -> Tensor:
     """Compute the Jensen-Shannon divergence of log-probabilities (N, V), averaged over the rows."""
     mixture = torch.logaddexp(student, teacher) - math.log(2.0)
@@ -230,9 +218,18 @@ def _of_all_rows(loss: Callable[..., Tensor]) -> Callable[[Case, Tensors], Calla
 
 
 def _divergence(
-    op: str, args: tuple[str, str], inputs: Callable, ours: Callable[..., Tensor], baseline: str, loss: Callable
+    op: str, args: tuple[str, str], teacher: Callable, ours: Callable[..., Tensor], baseline: str, loss: Callable
 ) -> OpBenchmark:
-    """Return the benchmark of a divergence of two tensors (N, V) in fp32; baseline: the name of `loss` in reports."""
+    """Return the benchmark of a divergence of two tensors (N, V) in fp32.
+
+    The student's are log-probabilities; teacher: makes the other tensor of logits. baseline: the name of `loss` in
+    reports.
+    """
+
+    def inputs(case: Case, device: torch.device) -> Tensors:
+        student, target = (torch.randn(case.sizes, device=device) for _ in range(2))
+        return student.log_softmax(-1).to(case.dtype).requires_grad_(), teacher(target, -1).to(case.dtype)
+
     return OpBenchmark(
         op=op,
         dims=("N", "V"),
@@ -273,8 +270,8 @@ def _linear_jsd(hidden: Tensor, weight: Tensor, teacher_hidden: Tensor, teacher_
 
 
 DIVERGENCES = (
-    _divergence("kl_div", ("log_probs", "target"), _kl_inputs, OUR_KL_DIV, "torch", KL_DIV),
-    _divergence("jsd", ("student", "teacher"), _jsd_inputs, kernels.jsd, "eager", _jsd),
+    _divergence("kl_div", ("log_probs", "target"), torch.softmax, OUR_KL_DIV, "torch", KL_DIV),
+    _divergence("jsd", ("student", "teacher"), torch.log_softmax, kernels.jsd, "eager", _jsd),
     OpBenchmark(
         op="linear_jsd",
         dims=("N", "E", "teacher's E", "V"),

@@ -23,7 +23,6 @@ from ligertune.bench.case import (
 )
 
 HEADS, KEY_VALUE_HEADS, HEAD_DIM = 32, 8, 128  # those of Llama-3-8B
-VOCAB_SIZE = 128256
 
 
 def _as_projected(t: torch.Tensor) -> torch.Tensor:
@@ -105,7 +104,7 @@ def _embedding_work(case: Case) -> Work:
 EMBEDDING = OpBenchmark(
     op="embedding",
     dims=("N", "E", "V"),
-    sizes=tuple((n, 4096, VOCAB_SIZE) for n in (2048, 8192, 16384)),
+    sizes=tuple((n, 4096, 128256) for n in (2048, 8192, 16384)),
     cpu_sizes=((64, 32, 100),),
     args=("ids", "weight"),
     inputs=_embedding_inputs,
