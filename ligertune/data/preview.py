@@ -18,17 +18,11 @@ from ligertune.data.templates.label_masking import IGNORE_INDEX
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from ligertune.data.statistics import DataStatistics
     from ligertune.vision.reader import ImageReader
 
 _INCOMPLETE = "\ufffd"  # what decode returns for some bytes of a character
 _MAX_BINS = 24
 _STREAM_SAMPLE = 2000  # examples of a stream that are previewed
-# characters that a terminal obeys, that are invisible, or that change the direction of text
-_CONTROL = {code: chr(0x2400 + code) for code in range(0x20) if chr(code) not in "\n\t"} | {0x7F: "\u2421"}
-_HIDDEN = [*range(0x80, 0xA0), *range(0x200B, 0x2010), *range(0x202A, 0x202F), *range(0x2060, 0x2070), 0xFEFF]
-_JOINER = 0x200D  # joins emoji, which stay readable
-_VISIBLE = str.maketrans(_CONTROL | {code: f"\u27e8U+{code:04X}\u27e9" for code in _HIDDEN if code != _JOINER})
 
 
 class Piece(NamedTuple):
@@ -91,9 +85,9 @@ def preview(
 
 
 def preview_summary(
-    prepared: PreparedData, examples: Examples, previews: Sequence[PreviewExample], statistics: DataStatistics
+    prepared: PreparedData, examples: Examples, previews: Sequence[PreviewExample], statistics: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the report of `ligertune data --json`."""
+    """Return the report of `ligertune data --json`. statistics: from `data_statistics`."""
     return {
         "template": prepared.template,
         "streamed": prepared.streamed,
@@ -103,14 +97,9 @@ def preview_summary(
         "report": _report_as_dict(prepared.report),
         "eval_examples": len(prepared.eval or ()),
         "eval_report": _report_as_dict(prepared.eval_report) if prepared.eval_report else None,
-        "outlook": asdict(statistics),
+        "outlook": statistics,
         "examples": [shown.as_dict() for shown in previews],
     }
-
-
-def visible_text(text: str) -> str:
-    """Replace control, invisible and direction-changing characters by visible signs."""
-    return text.translate(_VISIBLE)
 
 
 def _report_as_dict(report: DataReport) -> dict[str, Any]:

@@ -141,8 +141,7 @@ class RowPipeline:
             except BadRow as bad:
                 self._refuse(bad, record.source, counts)
             except UnicodeEncodeError as error:
-                bad = BadRow("broken text", f"U+{ord(error.object[error.start]):04X}")
-                self._refuse(bad, record.source, counts)
+                self._refuse(BadRow("broken text", f"U+{ord(error.object[error.start]):04X}"), record.source, counts)
 
     def _split(self, encoded: Encoded) -> list[Encoded]:
         """Split a raw text into examples of data.max_length tokens. A last one of a single token is left out."""
@@ -260,7 +259,7 @@ def _no_tokenizer_threads() -> Iterator[None]:
             os.environ[name] = before
 
 
-_rows: RowPipeline | None = None  # of a worker process
+_rows: RowPipeline  # of a worker process
 
 
 def _start_worker(rows: RowPipeline) -> None:
@@ -275,5 +274,4 @@ def _start_worker(rows: RowPipeline) -> None:
 
 
 def _work_in_worker(chunk: list[Record]) -> BuiltBlock:
-    assert _rows is not None
     return _work(_rows, chunk)

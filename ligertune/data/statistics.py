@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -65,59 +64,43 @@ def largest_image_share(examples: Examples, token_id: int, *, sample: int = 1000
     return max((float((examples[i].input_ids == token_id).mean()) for i in chosen), default=0.0)
 
 
-@dataclass(frozen=True)
-class DataStatistics:
-    """Numbers of an epoch and of the run. A fill is tokens / slots: 1 - fill is the share of padding."""
+def data_statistics(lengths: np.ndarray, trained: np.ndarray, options: StatisticsOptions) -> dict[str, Any]:
+    """Return numbers of an epoch and of the run. A fill is tokens / slots: 1 - fill is the share of padding.
 
-    packed: bool
-    padding_free: bool  # as the recipe has it: what `auto` selects depends on the device
-    rows: int  # of an epoch: packs, or examples
-    fill: float  # of the rows that this recipe trains on
-    fill_packed: float
-    fill_grouped: float  # batches of similar lengths, padded to the longest of each
-    fill_shuffled: float  # shuffled batches, padded to the longest of each
-    fill_to_max_length: float  # each example padded to data.max_length
-    processes: int
-    rows_per_step: int
-    steps: int
-    steps_per_epoch: float
-    tokens_per_step: float
-    tokens: int  # of the run
-    trained_tokens: int
-
-
-def data_statistics(lengths: np.ndarray, trained: np.ndarray, options: StatisticsOptions) -> DataStatistics:
-    """Return the statistics. lengths, trained: (N,) tokens and trained tokens of each example."""
+    lengths, trained: (N,) tokens and trained tokens of each example.
+    """
     batching, layout, train = options.batching, options.layout, options.train
     kind, max_length = layout.kind, layout.max_length
     packs = pack(lengths, max_length)
     size = batching.micro_batch_size
     fills = {
         "packed": packs.fill,
+        # batches of similar lengths, and shuffled batches, each padded to its longest example
         "grouped": _padded_fill(np.sort(lengths), size),
         "shuffled": _padded_fill(np.random.default_rng(train.seed).permutation(lengths), size),
     }
     rows = len(packs) if kind == "packed" else len(lengths)
+    # as the recipe has it: what `auto` selects depends on the device
     padding_free = kind != "packed" and layout.padding_free is True
     steps = total_steps(rows, batching.global_batch_size, epochs=train.num_train_epochs, max_steps=train.max_steps)
     # a run of epochs stops exactly at the end of the last one, a run of max_steps anywhere
     whole = steps * batching.global_batch_size / rows
     epochs = whole if train.max_steps else round(train.num_train_epochs * rows) / rows
-    return DataStatistics(
-        packed=kind == "packed",
-        padding_free=padding_free,
-        rows=rows,
-        fill=1.0 if padding_free else fills[kind],
+    return {
+        "packed": kind == "packed",
+        "padding_free": padding_free,
+        "rows": rows,  # of an epoch: packs, or examples
+        "fill": 1.0 if padding_free else fills[kind],  # of the rows that this recipe trains on
         **{f"fill_{name}": fill for name, fill in fills.items()},
-        fill_to_max_length=float(lengths.mean()) / max_length,
-        processes=batching.world_size,
-        rows_per_step=batching.global_batch_size,
-        steps=steps,
-        steps_per_epoch=rows / batching.global_batch_size,
-        tokens_per_step=float(lengths.sum()) / rows * batching.global_batch_size,
-        tokens=round(float(lengths.sum()) * epochs),
-        trained_tokens=round(float(trained.sum()) * epochs),
-    )
+        "fill_to_max_length": float(lengths.mean()) / max_length,  # each example padded to data.max_length
+        "processes": batching.world_size,
+        "rows_per_step": batching.global_batch_size,
+        "steps": steps,
+        "steps_per_epoch": rows / batching.global_batch_size,
+        "tokens_per_step": float(lengths.sum()) / rows * batching.global_batch_size,
+        "tokens": round(float(lengths.sum()) * epochs),  # of the run
+        "trained_tokens": round(float(trained.sum()) * epochs),
+    }
 
 
 def _padded_fill(lengths: np.ndarray, size: int) -> float:

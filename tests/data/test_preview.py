@@ -13,9 +13,9 @@ from row_files import write_rows
 
 from ligertune.cli.render import console as render
 from ligertune.cli.render import data_report as render_data
-from ligertune.cli.render.data_report import data_page
+from ligertune.cli.render.data_report import data_page, visible_text
 from ligertune.data.batching.packing import pack
-from ligertune.data.preview import preview, preview_summary, visible_text
+from ligertune.data.preview import preview, preview_summary
 from ligertune.data.statistics import data_statistics
 from ligertune.errors import UserError
 from ligertune.planning.batch_layout import StatisticsOptions
@@ -148,19 +148,18 @@ def test_statistics_of_rows_padding_steps_and_tokens():
     lengths = np.array([10, 60, 20, 30, 40, 50, 5], dtype=np.int64)
     found = data_statistics(lengths, lengths // 2, StatisticsOptions.of(recipe(num_train_epochs=2), processes=2))
     packs = pack(lengths, 64)
-    assert (found.rows, found.fill, found.rows_per_step) == (len(packs), packs.fill, 12)
-    assert (found.steps, found.tokens, found.trained_tokens) == (1, 2 * 215, 2 * int((lengths // 2).sum()))
-    assert found.fill_grouped == pytest.approx(215 / (2 * 10 + 2 * 30 + 2 * 50 + 60))
-    assert found.fill_to_max_length == pytest.approx(215 / (7 * 64))
-    assert found.fill_shuffled < found.fill_grouped
+    assert (found["rows"], found["fill"], found["rows_per_step"]) == (len(packs), packs.fill, 12)
+    assert (found["steps"], found["tokens"], found["trained_tokens"]) == (1, 2 * 215, 2 * int((lengths // 2).sum()))
+    assert found["fill_shuffled"] < found["fill_grouped"] == pytest.approx(215 / (2 * 10 + 2 * 30 + 2 * 50 + 60))
+    assert found["fill_to_max_length"] == pytest.approx(215 / (7 * 64))
     padded = recipe().model_copy(update={"data": recipe().data.model_copy(update={"packing": False})})
     alone = data_statistics(lengths, lengths // 2, StatisticsOptions.of(padded, processes=1))
-    assert (alone.rows, alone.packed, alone.fill) == (7, False, alone.fill_grouped)
+    assert (alone["rows"], alone["packed"], alone["fill"]) == (7, False, alone["fill_grouped"])
     joined = padded.model_copy(update={"data": padded.data.model_copy(update={"padding_free": True})})
     padding_free = data_statistics(lengths, lengths // 2, StatisticsOptions.of(joined, processes=1))
-    assert (alone.padding_free, padding_free.padding_free, padding_free.fill) == (False, True, 1.0)
+    assert (alone["padding_free"], padding_free["padding_free"], padding_free["fill"]) == (False, True, 1.0)
     found = data_statistics(lengths, lengths, StatisticsOptions.of(recipe(max_steps=4), processes=1))
-    assert found.tokens == round(215 * 4 * 6 / len(packs))
+    assert found["tokens"] == round(215 * 4 * 6 / len(packs))
 
 
 def test_invisible_text_is_made_visible():

@@ -19,6 +19,11 @@ if TYPE_CHECKING:
     from ligertune.data.preview import PreviewExample
 
 BAR = 40  # characters of the histogram's longest bar
+# characters that a terminal obeys, that are invisible, or that change the direction of text
+CONTROL = {code: chr(0x2400 + code) for code in range(0x20) if chr(code) not in "\n\t"} | {0x7F: "\u2421"}
+HIDDEN = [*range(0x80, 0xA0), *range(0x200B, 0x2010), *range(0x202A, 0x202F), *range(0x2060, 0x2070), 0xFEFF]
+JOINER = 0x200D  # joins emoji, which stay readable
+VISIBLE = str.maketrans(CONTROL | {code: f"\u27e8U+{code:04X}\u27e9" for code in HIDDEN if code != JOINER})
 WIDTH, HEIGHT = 720, 180  # pixels of the page's histogram, without its labels
 
 
@@ -63,8 +68,6 @@ def data_preview(summary: dict[str, Any], previews: Sequence[PreviewExample]) ->
 
 def _marked(shown: PreviewExample, *, colour: bool) -> Text:
     """Return the text with trained tokens marked, by colours or by brackets."""
-    from ligertune.data.preview import visible_text
-
     if not colour:  # pipes and files cannot show colours
         spans = ((visible_text(span), trained) for span, trained in shown.spans)
         return Text("".join(f"[[{span}]]" if trained else span for span, trained in spans))
@@ -189,9 +192,12 @@ def data_page(summary: dict[str, Any], *, title: str) -> str:
     )
 
 
-def _visible(value: Any) -> Any:
-    from ligertune.data.preview import visible_text
+def visible_text(content: str) -> str:
+    """Replace control, invisible and direction-changing characters by visible signs."""
+    return content.translate(VISIBLE)
 
+
+def _visible(value: Any) -> Any:
     # markup comes from a macro, whose values were made visible before
     return value if isinstance(value, Markup) else visible_text(str(value))
 
