@@ -23,24 +23,21 @@ app = typer.Typer(
 )
 
 
-def _register() -> None:
-    with importing():
-        from ligertune.cli.bench import bench
-        from ligertune.cli.compare import compare
-        from ligertune.cli.data import data
-        from ligertune.cli.doctor import doctor
-        from ligertune.cli.export import export
-        from ligertune.cli.generate import generate
-        from ligertune.cli.plan import plan
-        from ligertune.cli.recipe import init, recipe_app
-        from ligertune.cli.train import medusa, train
+with importing():
+    from ligertune.cli.bench import bench
+    from ligertune.cli.compare import compare
+    from ligertune.cli.data import data
+    from ligertune.cli.doctor import doctor
+    from ligertune.cli.export import export
+    from ligertune.cli.generate import generate
+    from ligertune.cli.plan import plan
+    from ligertune.cli.recipe import init, recipe_app
+    from ligertune.cli.render import console as render
+    from ligertune.cli.train import medusa, train
 
-    for command in (init, train, medusa, plan, compare, bench, data, generate, export, doctor):
-        app.command()(command)
-    app.add_typer(recipe_app, name="recipe")
-
-
-_register()
+for command in (init, train, medusa, plan, compare, bench, data, generate, export, doctor):
+    app.command()(command)
+app.add_typer(recipe_app, name="recipe")
 
 
 @app.callback(invoke_without_command=True)
@@ -48,24 +45,18 @@ def root(version: bool = typer.Option(False, "--version", help="Print the versio
     """Fine-tune language models on your own GPUs: fast exact kernels, one YAML recipe, an honest report."""
     if version:
         from ligertune import __version__
-        from ligertune.cli.render import console as render
 
         render.document(f"ligertune {__version__}")
         raise typer.Exit
 
 
-def _leave_on_signals() -> None:
-    """Make SIGTERM and SIGUSR1 end a command with exit code 130, as Ctrl-C does; training replaces the handlers."""
-    from ligertune.launcher.signals import leave_at_once
-
-    for name in ("SIGTERM", "SIGUSR1"):
-        if hasattr(signal, name):
-            signal.signal(getattr(signal, name), leave_at_once)
-
-
 def main() -> None:
     """Run the command. Exit codes: 0 done, 1 failed while running, 2 invalid input, 130 interrupted."""
-    _leave_on_signals()
+    from ligertune.launcher.signals import leave_at_once
+
+    for name in ("SIGTERM", "SIGUSR1"):  # they end a command as Ctrl-C does; training replaces the handlers
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), leave_at_once)
     try:
         app()
     except UserError as problem:
@@ -89,7 +80,5 @@ def _report(problem: UserError) -> None:
 
     if is_started_rank():
         write_error(problem)
-        return
-    from ligertune.cli.render import console as render
-
-    render.error(problem)
+    else:
+        render.error(problem)

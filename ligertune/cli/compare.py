@@ -69,7 +69,7 @@ def compare(
     _show(result, folder)
     if json:
         render.json_report(result.as_dict())
-    if not result.good:
+    if result.problems:
         raise typer.Exit(1)
 
 

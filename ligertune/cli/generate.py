@@ -37,6 +37,8 @@ def generate(
 
     With an image: ligertune generate runs/qwen2-vl/model 'What is this?' --image photo.jpg
     """
+    from dataclasses import asdict
+
     from ligertune.planning.preflight import check_model_path
 
     if prompt == "-":
@@ -58,7 +60,7 @@ def generate(
             model, prompt, images=list(image or []), temperature=temperature, top_p=top_p, **common
         )
     if json:
-        render.json_report(answer.as_dict())
+        render.json_report(asdict(answer))
     else:
         render.document(answer.text)
     if medusa:

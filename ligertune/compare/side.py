@@ -28,19 +28,9 @@ class Side:
     needs: str | None = None
     train: dict[str, Any] = field(default_factory=dict, hash=False)
 
-    def check_installed(self) -> None:
-        """Raise UserError if the package that the side needs is not installed."""
-        if self.needs and importlib.util.find_spec(self.needs) is None:
-            name, option = self.needs.replace("_", "-"), "--peer" if self.name in PEERS else "--baseline"
-            raise UserError(
-                f"{option} {self.name}: {name} is not installed.",
-                hint=f"Run pip install {name}, or leave {option} out.",
-            )
-
 
 ON, OFF = {"enabled": True}, {"enabled": False, "recompute": False}
 COMPILED = {"torch_compile": True}
-FLOAT8 = {"fp8": True, **COMPILED}
 INPUTS, GATES, BOTH = ({"gradient_checkpointing": kept} for kept in ("offload", "offload_gate", "offload_both"))
 
 SIDES = (
@@ -55,7 +45,7 @@ SIDES = (
     Side("with-offload-both", "ligertune, offload_both", ON, ours=True, train=BOTH),
     Side("with-compile", "ligertune + torch.compile", ON, ours=True, train=COMPILED),
     Side("with-cuda-graphs", "ligertune, CUDA graphs", ON, ours=True, train={"cuda_graphs": True}),
-    Side("with-fp8", "ligertune, fp8 + compile", ON, ours=True, needs="torchao", train=FLOAT8),
+    Side("with-fp8", "ligertune, fp8 + compile", ON, ours=True, needs="torchao", train={"fp8": True, **COMPILED}),
     Side("without", "Hugging Face", OFF),
     Side("hf-chunked", "Hugging Face, loss in chunks", OFF, change="hf-chunked"),
     Side("compile", "Hugging Face + torch.compile", OFF, change="compile"),
@@ -86,5 +76,10 @@ def choose_sides(
     names |= {"no-fused-loss", "without"} if ablate else set()
     chosen = tuple(side for side in SIDES if side.name in names)
     for side in chosen:
-        side.check_installed()
+        if side.needs and importlib.util.find_spec(side.needs) is None:
+            name, option = side.needs.replace("_", "-"), "--peer" if side.name in PEERS else "--baseline"
+            raise UserError(
+                f"{option} {side.name}: {name} is not installed.",
+                hint=f"Run pip install {name}, or leave {option} out.",
+            )
     return chosen

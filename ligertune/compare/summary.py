@@ -195,17 +195,13 @@ class Comparison:
                 found.append("Every side ran out of memory.")
         return tuple(found)
 
-    @property
-    def good(self) -> bool:
-        return not self.problems
-
     def as_dict(self) -> dict:
         """Return everything for compare.json: every step of every trial, and the ratios."""
         plain = asdict(self)
         for point, found in zip(self.points, plain["points"], strict=True):
             for side, entry in zip(point.sides, found["sides"], strict=True):
                 entry["speed_ratio"], entry["memory_ratio"] = point.gain(side) or (None, None)
-        return {**plain, "good": self.good, "problems": list(self.problems)}
+        return {**plain, "good": not self.problems, "problems": list(self.problems)}
 
 
 def summarise_trials(trials: Sequence[Trial], *, sides: Sequence[Side], label: str) -> Point:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,9 +36,6 @@ class Answer:
     text: str
     new_tokens: int
     seconds: float
-
-    def as_dict(self) -> dict:
-        return dataclasses.asdict(self)
 
 
 def generate_answer(

@@ -10,7 +10,7 @@ Rows of a batch accept different numbers of tokens. Their cache stays one tensor
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -132,7 +132,7 @@ class _CachedText:
         slots = torch.arange(max(map(len, prompts)), device=self.device)
         self.filled = slots < self.lengths[:, None]  # (B, P)
         self.positions = slots.expand(len(prompts), -1)  # (B, P)
-        self.masks = _Masks.of(model)
+        self.make_mask = _mask_maker(model)
 
     def read_prompts(self) -> Tensor:
         """Run the prompts, padded on the right; return the hidden state (B, E) of each prompt's last token."""
@@ -163,7 +163,7 @@ class _CachedText:
         before, among = self.filled[:, None].expand(-1, nodes, -1), tree.mask.expand(batch, -1, -1)
         visible = torch.cat([before, among], -1)  # (B, N, P + N)
         distance = positions[..., None] - torch.cat([self.positions, positions], 1)[:, None]
-        mask = self.masks.make(visible, distance, self.model.dtype)
+        mask = self.make_mask(visible, distance)
         return self.backbone(input_ids=tokens, position_ids=positions, attention_mask=mask, **self.cache_options)[0]
 
     def keep(self, nodes: Tensor, lengths: Tensor, *, longest: int) -> None:
@@ -182,35 +182,31 @@ class _CachedText:
         self.lengths = self.lengths + lengths
 
 
-@dataclass(frozen=True)
-class _Masks:
-    """Attention masks of a model: one for all layers, or one per layer type. `window`: length of a sliding window."""
+def _mask_maker(model: PreTrainedModel) -> Callable[[Tensor, Tensor], Any]:
+    """Return a function that makes the attention_mask: one for all layers, or one per layer type.
 
-    window: int | None
-    layer_types: tuple[str, ...]
+    Its arguments: visible slots (B, N, P + N), and how many tokens back they lie.
+    """
+    config = model.config.get_text_config()
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    types = sorted(set(getattr(config, "layer_types", None) or ()))
+    unknown = [name for name in types if name not in ("full_attention", "sliding_attention")]
+    if unknown:
+        raise UserError(
+            f"{type(model).__name__} has layers of {', '.join(unknown)}, from whose state rejected candidates "
+            "cannot be removed.",
+            hint="Decode it without --medusa.",
+        )
 
-    @staticmethod
-    def of(model: PreTrainedModel) -> _Masks:
-        config = model.config.get_text_config()
-        window = getattr(config, "sliding_window", None)
-        types = tuple(sorted(set(getattr(config, "layer_types", None) or ())))
-        unknown = [name for name in types if name not in ("full_attention", "sliding_attention")]
-        if unknown:
-            raise UserError(
-                f"{type(model).__name__} has layers of {', '.join(unknown)}, from whose state rejected candidates "
-                "cannot be removed.",
-                hint="Decode it without --medusa.",
-            )
-        return _Masks(window if getattr(config, "use_sliding_window", True) else None, types)
-
-    def make(self, visible: Tensor, distance: Tensor, dtype: torch.dtype) -> Any:
-        """Return the attention_mask of visible slots (B, N, P + N), which lie `distance` tokens back."""
-        full = _additive(visible, dtype)
-        near = full if self.window is None else _additive(visible & (distance < self.window), dtype)
+    def make(visible: Tensor, distance: Tensor) -> Any:
+        full = _additive(visible, model.dtype)
+        near = full if window is None else _additive(visible & (distance < window), model.dtype)
         by_type = {"full_attention": full, "sliding_attention": near}
-        if not self.layer_types:  # older configurations have a window for all layers, or none
+        if not types:  # older configurations have a window for all layers, or none
             return near
-        return by_type if len(self.layer_types) > 1 else by_type[self.layer_types[0]]
+        return by_type if len(types) > 1 else by_type[types[0]]
+
+    return make
 
 
 def _additive(visible: Tensor, dtype: torch.dtype) -> Tensor:

@@ -133,10 +133,7 @@ def c_compiler(triton: str, *, needed: bool) -> Finding:
 
 def version_of(package: str) -> str | None:
     """Return the installed version of a package, or None."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    return next((found.version for found in importlib.metadata.distributions(name=package)), None)
 
 
 def _requirements_of(package: str) -> list[Requirement]:

@@ -81,7 +81,7 @@ def test_speed_is_the_mean_with_its_standard_error_and_memory_the_highest_peak()
     assert (ours.tokens_per_second.mean, ours.tokens_per_second.standard_error) == (120, pytest.approx(10))
     assert found.gain(ours) == (pytest.approx(1.2), pytest.approx(0.75))
     assert found.gain(found.side("without")) is None
-    assert comparison(found).good
+    assert not comparison(found).problems
     assert ours.kernels == "swiglu x 5 (Triton); padding-free batches"
     assert found.side("without").kernels == "swiglu x 5 (Triton)"
 
@@ -101,9 +101,9 @@ def test_the_reference_is_hugging_face_or_else_the_first_side_without_kernels():
 
 def test_out_of_memory_fails_a_comparison_only_if_no_side_ran():
     found = comparison(point(trial("with"), trial("without", failure=OUT_OF_MEMORY)))
-    assert found.good and found.points[0].side("with").parity is None
+    assert not found.problems and found.points[0].side("with").parity is None
     assert found.points[0].side("without").failure == OUT_OF_MEMORY
-    assert not comparison(point(*(trial(name, failure=OUT_OF_MEMORY) for name in ("with", "without")))).good
+    assert comparison(point(*(trial(name, failure=OUT_OF_MEMORY) for name in ("with", "without")))).problems
     broken = trial("without", failure=Failure("error", "no such file"))
     assert "no such file" in comparison(point(trial("with"), broken)).problems[0]
 
@@ -112,7 +112,7 @@ def test_different_losses_of_one_repeat_fail_our_side_and_not_another_library():
     ours = comparison(point(trial("with"), trial("with", repeat=2, taken=WRONG), trial("without")))
     assert "at step 3" in ours.problems[0] and "the loss" in ours.problems[0]
     liger = comparison(point(trial("with"), trial("without"), trial("liger", taken=WRONG)))
-    assert liger.good and not liger.points[0].side("liger").parity.same
+    assert not liger.problems and not liger.points[0].side("liger").parity.same
 
 
 def test_float8_has_a_wider_tolerance_than_our_other_sides():
