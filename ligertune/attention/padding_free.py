@@ -6,7 +6,8 @@ a step and its loss do not change.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ligertune.attention.choice import DOCUMENT_ATTENTION, choose_attention
@@ -41,73 +42,60 @@ def choose_batch_layout(
 
     lengths: tokens of the examples, if known. Raises UserError if the recipe's choice is impossible.
     """
-    return _LayoutChoice(options, config, machine, precision, lengths).choose()
+    attention, wanted = partial(_attention, options, config, machine, precision), options.padding_free
+    if wanted == "auto" and options.document_attention is True and not options.few_shapes:
+        wanted = True
+    if options.packing or wanted is False:
+        return attention(packing=options.packing), False
+    if wanted is True:
+        return _required(options, config, attention)
+    # With few_shapes each shape is compiled or captured, and the number of documents would be one more dimension.
+    free = options.kernels_enabled and machine.vendor != "cpu" and not options.few_shapes
+    found = _where_it_pays(options, attention, lengths) if free and not has_vision(config) else None
+    return (attention(packing=False), False) if found is None else (found, True)
 
 
-@dataclass(frozen=True)
-class _LayoutChoice:
-    options: BatchLayoutOptions
-    config: PreTrainedConfig
-    machine: Machine
-    precision: Precision
-    lengths: np.ndarray | None
-
-    def choose(self) -> tuple[AttentionChoice, bool]:
-        options, wanted = self.options, self.options.padding_free
-        if wanted == "auto" and options.document_attention is True and not options.few_shapes:
-            wanted = True
-        if options.packing or wanted is False:
-            return self._attention(packing=options.packing), False
-        if wanted is True:
-            return self._required()
-        return self._where_it_pays() or (self._attention(packing=False), False)
-
-    def _attention(self, *, packing: bool) -> AttentionChoice:
-        options = self.options
-        if options.document_attention is True and not packing:
-            raise UserError(
-                f"kernels.attention: the examples of a {self.config.model_type} model do not share a row here, and "
-                "this attention is for examples that do.",
-                hint="Leave it out.",
-            )
-        return choose_attention(
-            options.attn_implementation,
-            self.config,
-            self.machine,
-            self.precision,
-            packing=packing,
-            cp_size=options.cp_size,
-            own_kernel=options.document_attention,
+def _attention(
+    options: BatchLayoutOptions, config: PreTrainedConfig, machine: Machine, precision: Precision, *, packing: bool
+) -> AttentionChoice:
+    if options.document_attention is True and not packing:
+        raise UserError(
+            f"kernels.attention: the examples of a {config.model_type} model do not share a row here, and "
+            "this attention is for examples that do.",
+            hint="Leave it out.",
         )
+    how = {"packing": packing, "cp_size": options.cp_size, "own_kernel": options.document_attention}
+    return choose_attention(options.attn_implementation, config, machine, precision, **how)
 
-    def _required(self) -> tuple[AttentionChoice, bool]:
-        """Return the layout where the recipe asks for padding-free batches, or for our attention, which needs them."""
-        family = family_of(self.config)
-        if family is not None and not family.packs:
-            if self.options.padding_free == "auto":
-                return self._attention(packing=False), False
-            raise UserError(f"{KEY}: examples of a row would see each other's images in {family.name}.", hint=_HINT)
-        try:
-            return self._attention(packing=True), True
-        except UserError as problem:
-            raise about_padding_free(problem) from problem
 
-    def _where_it_pays(self) -> tuple[AttentionChoice, bool] | None:
-        """Return a padding-free layout that the recipe did not ask for, or None if it is impossible or does not pay."""
-        options, lengths = self.options, self.lengths
-        # With few_shapes each shape is compiled or captured, and the number of documents would be one more dimension.
-        free = options.kernels_enabled and self.machine.vendor != "cpu" and not options.few_shapes
-        if not free or has_vision(self.config):
-            return None
-        try:
-            found = self._attention(packing=True)
-        except UserError:  # its message is about packing, which the recipe does not ask for
-            return None
-        rows = options.micro_batch_size
-        has_padding = rows != 1 and (lengths is None or bool((lengths != lengths[0]).any()))
-        is_large = lengths is not None and rows != "auto" and lengths.mean() * rows >= ENOUGH_TOKENS
-        pays = has_padding or (found.implementation == DOCUMENT_ATTENTION and is_large)
-        return (found, True) if found.one_launch and pays else None
+def _required(
+    options: BatchLayoutOptions, config: PreTrainedConfig, attention: Callable[..., AttentionChoice]
+) -> tuple[AttentionChoice, bool]:
+    """Return the layout where the recipe asks for padding-free batches, or for our attention, which needs them."""
+    family = family_of(config)
+    if family is not None and not family.packs:
+        if options.padding_free == "auto":
+            return attention(packing=False), False
+        raise UserError(f"{KEY}: examples of a row would see each other's images in {family.name}.", hint=_HINT)
+    try:
+        return attention(packing=True), True
+    except UserError as problem:
+        raise about_padding_free(problem) from problem
+
+
+def _where_it_pays(
+    options: BatchLayoutOptions, attention: Callable[..., AttentionChoice], lengths: np.ndarray | None
+) -> AttentionChoice | None:
+    """Return the attention of padding-free batches that the recipe did not ask for; None if they do not pay."""
+    try:
+        found = attention(packing=True)
+    except UserError:  # its message is about packing, which the recipe does not ask for
+        return None
+    rows = options.micro_batch_size
+    has_padding = rows != 1 and (lengths is None or bool((lengths != lengths[0]).any()))
+    is_large = lengths is not None and rows != "auto" and lengths.mean() * rows >= ENOUGH_TOKENS
+    pays = has_padding or (found.implementation == DOCUMENT_ATTENTION and is_large)
+    return found if found.one_launch and pays else None
 
 
 _HINT = f"Write {KEY}: false, or leave it out."

@@ -38,6 +38,12 @@ def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> T
     return torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32).to(dtype)
 
 
+def close(given: Any, expected: Tensor, *, rtol: float, atol: float) -> bool:
+    """Return whether a result is a tensor of the same shape and dtype as `expected`, with its values."""
+    same_form = isinstance(given, Tensor) and given.dtype == expected.dtype and given.shape == expected.shape
+    return same_form and torch.allclose(given, expected, rtol=rtol, atol=atol)
+
+
 Settings = tuple[tuple[str, Any], ...]
 
 

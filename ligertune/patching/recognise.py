@@ -10,14 +10,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from ligertune_kernels.ops.norms.rms_norm import rms_norm_reference
 from torch import Tensor, nn
 
-from ligertune.patching.probe import Refusal, Settings, answer, numbers, refuse_forward, settings_of, stub
+from ligertune.patching.probe import Refusal, Settings, answer, close, numbers, refuse_forward, settings_of, stub
 
 # ---- norms
 
@@ -100,13 +100,10 @@ def _norm_spec(cls: type, settings: Settings, eps_name: str, width: int) -> Norm
     return NormSpec(*candidates[0], eps_name)
 
 
-def _same(given: Any, ours: Tensor) -> bool:
-    """Compare dtype and values: exactly in half precision, up to the order of summation in fp32."""
-    if not isinstance(given, Tensor) or given.dtype != ours.dtype or given.shape != ours.shape:
-        return False
-    if ours.dtype == torch.float32:
-        return torch.allclose(given, ours, rtol=2e-6, atol=1e-7)
-    return torch.equal(given, ours)
+def _same(given: object, ours: Tensor) -> bool:
+    """Compare exactly in half precision, and up to the order of summation in fp32."""
+    rtol, atol = (2e-6, 1e-7) if ours.dtype == torch.float32 else (0.0, 0.0)
+    return close(given, ours, rtol=rtol, atol=atol)
 
 
 # ---- gated MLPs: down(act(gate(x)) * up(x))
@@ -121,19 +118,12 @@ class GatedSpec:
     packed: bool
 
 
-class Activation(NamedTuple):
-    """An activation that a gated kernel computes."""
-
-    kernel: Literal["swiglu", "geglu"]
-    approximate: Literal["none", "tanh"]
-    function: Callable[[Tensor], Tensor]
-
-
-ACTIVATIONS = (
-    Activation("swiglu", "none", F.silu),
-    Activation("geglu", "tanh", functools.partial(F.gelu, approximate="tanh")),
-    Activation("geglu", "none", F.gelu),
-)
+# (kernel, approximate) of a GatedSpec -> the activation that it computes
+ACTIVATIONS = {
+    ("swiglu", "none"): F.silu,
+    ("geglu", "tanh"): functools.partial(F.gelu, approximate="tanh"),
+    ("geglu", "none"): F.gelu,
+}
 ACTIVATION_NAMES = ("act_fn", "activation_fn")
 SPLIT, PACKED = {"gate_proj", "up_proj", "down_proj"}, {"gate_up_proj", "down_proj"}
 
@@ -147,16 +137,18 @@ def is_gated_mlp(module: nn.Module) -> bool:
 def recognise_mlp(module: nn.Module) -> GatedSpec | Refusal:
     """Return the gated kernel that equals this MLP between its projections, or why there is none."""
     packed = "gate_up_proj" in dict(module.named_children())
-    found = _activation_of(module)
-    if isinstance(found, Refusal):
-        return found
-    name, activation = found
-    refusal = refuse_forward(module) or _refuse_mlp(type(module), settings_of(module), name, packed)
-    return refusal or GatedSpec(activation.kernel, activation.approximate, packed)
+
+    def refuse(name: str) -> Refusal | None:
+        return refuse_forward(module) or _refuse_mlp(type(module), settings_of(module), name, packed)
+
+    return _gated_spec(module, refuse, packed=packed)
 
 
-def _activation_of(module: nn.Module) -> tuple[str, Activation] | Refusal:
-    """Return the attribute that holds a module's activation, and which one it is by its values."""
+def _gated_spec(module: nn.Module, refuse: Callable[[str], Refusal | None], *, packed: bool) -> GatedSpec | Refusal:
+    """Return the kernel that computes a module's activation, which its values tell, or why there is none.
+
+    refuse: called with the name of the attribute that holds the activation, to check everything else.
+    """
     name = next((name for name in ACTIVATION_NAMES if callable(getattr(module, name, None))), None)
     if name is None:
         return Refusal(f"it has no activation under a name we know ({', '.join(ACTIVATION_NAMES)})")
@@ -169,9 +161,9 @@ def _activation_of(module: nn.Module) -> tuple[str, Activation] | Refusal:
     given = answer(function, x.clone())
     if isinstance(given, Refusal):
         return given
-    for activation in ACTIVATIONS:
-        if isinstance(given, Tensor) and torch.allclose(given, activation.function(x), rtol=1e-5, atol=1e-6):
-            return name, activation
+    for kind, activation in ACTIVATIONS.items():
+        if isinstance(given, Tensor) and torch.allclose(given, activation(x), rtol=1e-5, atol=1e-6):
+            return refuse(name) or GatedSpec(*kind, packed)
     return Refusal(f"its activation {getattr(function, '__name__', type(function).__name__)} is neither SiLU nor GELU")
 
 
@@ -209,14 +201,9 @@ def _refuse_mlp(cls: type, settings: Settings, activation_name: str, packed: boo
         given = answer(lambda: cls.forward(stub(cls, settings, **members), x))  # noqa: B023  called at once
         if isinstance(given, Refusal):
             return given
-        if not _close(given, expected):
+        if not close(given, expected, rtol=1e-5, atol=1e-5):
             return Refusal("it computes something else than down(act(gate(x)) * up(x))")
     return None
-
-
-def _close(given: Any, expected: Tensor) -> bool:
-    same_form = isinstance(given, Tensor) and given.dtype == expected.dtype and given.shape == expected.shape
-    return same_form and torch.allclose(given, expected, rtol=1e-5, atol=1e-5)
 
 
 # ---- experts of a mixture: `_apply_gate`, which the fast implementations call, computes act(gate) * up
@@ -237,12 +224,7 @@ def recognise_experts(module: nn.Module) -> GatedSpec | Refusal:
         return Refusal(f"experts_implementation {implementation!r} does not call _apply_gate")
     if "_apply_gate" in vars(module):
         return Refusal("its _apply_gate was replaced on the instance")
-    found = _activation_of(module)
-    if isinstance(found, Refusal):
-        return found
-    name, activation = found
-    refusal = _refuse_gate(type(module), settings_of(module), name)
-    return refusal or GatedSpec(activation.kernel, activation.approximate, packed=True)
+    return _gated_spec(module, lambda name: _refuse_gate(type(module), settings_of(module), name), packed=True)
 
 
 @functools.cache
@@ -252,6 +234,6 @@ def _refuse_gate(cls: type, settings: Settings, activation_name: str) -> Refusal
     given = answer(lambda: cls._apply_gate(stub(cls, settings, **{activation_name: _waves}), gate_up))
     if isinstance(given, Refusal):
         return given
-    if not _close(given, _waves(gate) * up):
+    if not close(given, _waves(gate) * up, rtol=1e-5, atol=1e-5):
         return Refusal("its _apply_gate computes something else than act(gate) * up")
     return None

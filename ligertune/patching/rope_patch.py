@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ligertune.attention.image_attention import IMAGE_ATTENTION_GLOBALS, attends_per_image
 from ligertune.patching.module_patch import ModulePatch, decorator_chain, names_in, rebuild_function
-from ligertune.patching.probe import Refusal, answer, numbers
+from ligertune.patching.probe import Refusal, answer, close, numbers
 
 Layout = Literal["half", "pairs", "pairs_from_halves", "tokens_first"]
 
@@ -116,7 +116,7 @@ def _equals(function: Callable[..., Any], layout: Layout, head_dim: int, batch: 
     cos, sin = (t.to(dtype) for t in _cos_sin(angles, order))
     # models round every product, our kernel rounds once
     ours = apply_rope_reference(q, k, cos, sin, interleaved=order == "pairs")
-    return _close(given, ours, slack=1e-5 if dtype == torch.float32 else 0.05)
+    return _both_close(given, ours, slack=1e-5 if dtype == torch.float32 else 0.05)
 
 
 def _rotates_tokens_first(function: Callable[..., Any]) -> bool:
@@ -125,17 +125,15 @@ def _rotates_tokens_first(function: Callable[..., Any]) -> bool:
     for dtype, slack in ((torch.float32, 1e-5), (torch.bfloat16, 1e-2)):
         q, k = (numbers(5, 4, 8, seed=seed, dtype=dtype) for seed in (4, 2))
         ours = apply_rope_reference(*(t.transpose(0, 1)[None] for t in (q, k)), cos, sin)
-        if not _close(answer(function, q, k, cos[0], sin[0]), [t[0].transpose(0, 1) for t in ours], slack=slack):
+        if not _both_close(answer(function, q, k, cos[0], sin[0]), [t[0].transpose(0, 1) for t in ours], slack=slack):
             return False
     return True
 
 
-def _close(given: Any, ours: Sequence[Tensor], *, slack: float) -> bool:
+def _both_close(given: Any, ours: Sequence[Tensor], *, slack: float) -> bool:
     """Compare two tensors each: shape, dtype and values."""
-    if not isinstance(given, tuple) or len(given) != 2 or not all(isinstance(t, Tensor) for t in given):
-        return False
-    same_form = all((a.shape, a.dtype) == (b.shape, b.dtype) for a, b in zip(given, ours, strict=True))
-    return same_form and all(torch.allclose(a, b, rtol=slack, atol=slack) for a, b in zip(given, ours, strict=True))
+    two = isinstance(given, tuple) and len(given) == 2
+    return two and all(close(a, b, rtol=slack, atol=slack) for a, b in zip(given, ours, strict=True))
 
 
 def _cos_sin(angles: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
