@@ -32,16 +32,13 @@ def install_packing_checks(model: PreTrainedModel) -> None:
     model.register_forward_hook(_reset, always_call=True)
 
 
-def prepare_masks(model: PreTrainedModel, *, packed: bool) -> None:
-    """Skip the search for documents where it is useless. packed: also install the checks of packed rows."""
-    if packed:
-        install_packing_checks(model)
+def prepare_masks(model: PreTrainedModel) -> None:
+    """Skip the search for documents where it is useless, and install the checks of packed rows."""
+    install_packing_checks(model)
     for module in model.modules():
         unpatched = isinstance(module, PreTrainedModel) and not isinstance(module, ModulePatch)
         if unpatched and "forward" not in vars(module) and _mask_functions(type(module).forward):
             patch_module(module, SearchlessMasks)
-    model.register_forward_pre_hook(_note_documents, with_kwargs=True)
-    model.register_forward_hook(_reset, always_call=True)
 
 
 class SearchlessMasks(ModulePatch):
@@ -96,12 +93,6 @@ def _needs_no_mask(name: str, config: Any = None, inputs_embeds: Tensor | None =
     return name == "create_causal_mask"
 
 
-def _note_documents(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> None:
-    packed = kwargs.get("document_lengths") is not None
-    counts_positions = len(args) <= 1 and kwargs.get("position_ids") is None
-    ROWS.documents_known = model.config._attn_implementation in KNOWS_DOCUMENTS if packed else counts_positions
-
-
 def _check_packed(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> None:
     packed = kwargs.get("document_lengths") is not None
     if packed:
@@ -113,6 +104,8 @@ def _check_packed(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -
         part = kwargs.get("context_parallel")
         lengths = reveal(kwargs["document_lengths"])
         _check_positions(kwargs.get("position_ids"), lengths, lengths if part is None else part.key_lengths)
+    counts_positions = len(args) <= 1 and kwargs.get("position_ids") is None
+    ROWS.documents_known = model.config._attn_implementation in KNOWS_DOCUMENTS if packed else counts_positions
     ROWS.packed = packed
 
 

@@ -33,9 +33,9 @@ MAX_EXAMPLES = 256  # held-out examples that accuracy is measured on, at most
 BASE, HEADS = "base_model.", "medusa_head."  # prefixes of the parameters of a MedusaModel
 
 
-def with_heads(options: BuildOptions, model: PreTrainedModel, *, packed: bool) -> MedusaModel:
+def with_heads(options: BuildOptions, model: PreTrainedModel) -> MedusaModel:
     """Return the model with its Medusa heads. MedusaModel calls the backbone directly, so its hooks are set there."""
-    prepare_masks(backbone_of(model), packed=packed)
+    prepare_masks(backbone_of(model))
     return attach_heads(model, options.medusa, fused=options.kernels.fuses_heads_loss)
 
 

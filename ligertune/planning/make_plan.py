@@ -144,7 +144,6 @@ def estimate_memory(
         policy=policy,
         layers=shape.num_hidden_layers,
         itemsize=2 if precision.weights == "bfloat16" or precision.autocast == "fp16" else 4,
-        step_bytes=states.step,
         labelled=data.trained_tokens / data.tokens if data.tokens else 1.0,
         workspace=CUBLAS_WORKSPACE if inputs.machine.device == "cuda" else 0,
         optim_in_backward=recipe.train.optim_in_backward,

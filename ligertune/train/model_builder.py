@@ -51,7 +51,7 @@ def preview_model(
     model = apply_method(model, options.method, fused=options.kernels.fuses_lora)
     kernels += _fused_adapters(options, model)
     if options.task == "medusa":
-        shape = MedusaShape.of_heads(with_heads(options, model, packed=False))
+        shape = MedusaShape.of_heads(with_heads(options, model))
         if options.kernels.fuses_heads_loss:
             kernels += (KernelLine("multi_head_linear_cross_entropy", 1, 0, ""),)
     else:
@@ -74,7 +74,7 @@ def trained_model(
     model, _ = _load_and_patch(options, config, plan.attn_implementation, dtype=dtype, device=accelerator.device)
     if change is not None:
         change(model)
-    prepare_masks(model, packed=plan.rows.is_padding_free)
+    prepare_masks(model)
     if plan.rows.is_padding_free:
         with accelerator.autocast():
             why = why_not_padding_free(plan, model)
@@ -93,7 +93,7 @@ def trained_model(
     model = apply_method(model, options.method, seed=options.seed, fused=options.kernels.fuses_lora)
     if options.task == "medusa":
         with accelerator.autocast():  # heads are compared with the model's own output, and adapters are float32
-            model = with_heads(options, model, packed=plan.rows.is_padding_free)
+            model = with_heads(options, model)
     return model, plan
 
 

@@ -42,7 +42,7 @@ def ready(family: str) -> PreTrainedModel:
     """As a run makes it."""
     model = packed_rows.make(family, attn_implementation="per_document")
     patch(model)
-    prepare_masks(model, packed=True)
+    prepare_masks(model)
     return model
 
 

@@ -35,7 +35,7 @@ def test_rows_without_position_ids_are_not_searched(family, attention, searches)
     model = make(family, attn_implementation=attention).eval()
     expected = logits(model, input_ids=ids)
     assert searches
-    prepare_masks(model, packed=False)
+    prepare_masks(model)
     searches.clear()
     assert torch.equal(logits(model, input_ids=ids), expected) and not searches
 
@@ -46,7 +46,7 @@ def test_position_ids_of_the_caller_are_searched(searches):
     ids = torch.randint(0, 60, (1, 24), generator=torch.Generator().manual_seed(0))
     positions = torch.cat([torch.arange(10), torch.arange(14)])[None]
     apart = logits(model, input_ids=ids, position_ids=positions)
-    prepare_masks(model, packed=False)
+    prepare_masks(model)
     searches.clear()
     assert torch.equal(logits(model, input_ids=ids, position_ids=positions), apart) and searches
     assert not torch.allclose(logits(model, input_ids=ids), apart)
@@ -56,7 +56,7 @@ def test_position_ids_of_the_caller_are_searched(searches):
 def test_packed_rows_are_searched_where_attention_needs_a_mask(implementation, searched, searches):
     model = make("mistral", attn_implementation=implementation).eval()
     batch = {name: value for name, value in packed().items() if name != "labels"}
-    prepare_masks(model, packed=True)
+    prepare_masks(model)
     other = make("mistral", attn_implementation="per_document").eval()
     install_packing_checks(other)
     expected = logits(other, **batch)
@@ -66,7 +66,7 @@ def test_packed_rows_are_searched_where_attention_needs_a_mask(implementation, s
 
 
 def test_other_models_are_searched_as_before(searches):
-    prepare_masks(make("llama"), packed=False)
+    prepare_masks(make("llama"))
     searches.clear()
     logits(make("llama"), input_ids=torch.ones(1, 8, dtype=torch.int64))
     assert searches

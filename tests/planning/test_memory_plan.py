@@ -57,7 +57,7 @@ def estimate_of(shape: ModelShape, method: str = "full", **policy: object) -> Me
     states = state_bytes(shape.parameters, weight_dtype="bfloat16", optim="adamw_torch_fused", method=method)
     return MemoryEstimate(
         states, shape.layer, shape.head, ActivationPolicy(attention="varlen", **policy),
-        layers=LAYERS, itemsize=2, step_bytes=0, labelled=1.0,
+        layers=LAYERS, itemsize=2, labelled=1.0,
     )  # fmt: skip
 
 

@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
-from ligertune_kernels.ops.losses._schedule import schedule_of
+from ligertune_kernels import schedule_of
 
 from ligertune.planning.memory.model_shape import HeadShape, LayerShape, TowerShape
 

@@ -37,7 +37,6 @@ class MemoryEstimate:
     policy: ActivationPolicy
     layers: int
     itemsize: int
-    step_bytes: int
     labelled: float  # share of a batch's token slots that have a label
     workspace: int = 0
     optim_in_backward: bool = False
@@ -119,7 +118,7 @@ class MemoryEstimate:
         return StepBytes(
             itemsize=self.itemsize,
             gradients=gradients,
-            optimizer_step=0 if self.cpu_offload else self.step_bytes,
+            optimizer_step=0 if self.cpu_offload else self.states.step,
             workspace=workspace,
             free=None if memory is None else max(0, memory - CUDA_CONTEXT - always - gradients),
         )

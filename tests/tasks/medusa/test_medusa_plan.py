@@ -78,7 +78,7 @@ def test_memory_of_stage_1_is_what_the_plan_says(sizes, medusa, name):
     batch = MicroBatch(TOKENS, len(rows), TOKENS, accumulates=False)
     estimate = MemoryEstimate(
         None, shape.layer, shape.head, ActivationPolicy(fused_mlp=False),
-        layers=1, itemsize=4, step_bytes=0, labelled=1.0, heads=shape.heads,
+        layers=1, itemsize=4, labelled=1.0, heads=shape.heads,
     )  # fmt: skip
     planned = {phase.name: phase.total for phase in estimate.frozen_model_phases(batch, StepBytes(4, 0, 0, 0))}
     assert max(planned["frozen model"], planned["loss"]) == planned[name]
@@ -115,7 +115,7 @@ def test_the_plan_matches_the_measurements(point, shapes):
     states = state_bytes(shape.parameters, weight_dtype="bfloat16", optim="adamw_torch_fused", method="full")
     estimate = MemoryEstimate(
         states, shape.layer, shape.head, ActivationPolicy(attention="varlen", checkpointing=stage == 2),
-        layers=shape.num_hidden_layers, itemsize=2, step_bytes=states.step, labelled=0.75, in_front=shape.in_front,
+        layers=shape.num_hidden_layers, itemsize=2, labelled=0.75, in_front=shape.in_front,
         heads=shape.heads, workspace=CUBLAS_WORKSPACE,
     )  # fmt: skip
     planned = estimate.peak(1, tokens, accumulates=False, memory=80 * GIB).total
