@@ -37,9 +37,10 @@ def checkpoint_layers(
     left_out = () if first is None else _layers(model)[first:]
     inputs, gates = ActivationOffloader(), ActivationOffloader()  # each is read back in its own order
     count = offload_gates(model, but=left_out) if kind in ("offload_gate", "offload_both") else 0
-    contexts = _with_gates(gates) if count else _recomputation
-    enable({"use_reentrant": False} | ({} if compiled else {"context_fn": contexts}))
-    keep_input_gradients_off(model)
+    enable({"use_reentrant": False} | ({} if compiled else {"context_fn": partial(_contexts, gates)}))
+    # transformers and peft let the embeddings' output require gradients, for reentrant checkpointing. Without that,
+    # frozen layers before the first trained one, such as a vision tower, would run again for gradients nothing uses.
+    model.disable_input_require_grads()
     for module in model.modules() if kind is not True else ():
         if hasattr(module, "_gradient_checkpointing_func"):
             checkpoint = module._gradient_checkpointing_func
@@ -49,27 +50,10 @@ def checkpoint_layers(
     for layer in left_out:
         layer.gradient_checkpointing = False
     if len(left_out) and kind is not True:
-        _flush_before(left_out[0], inputs, gates)
+        # From there on nothing is stored that would release the tensor being copied.
+        for offloader in (inputs, gates):
+            left_out[0].register_forward_pre_hook(lambda *_, offloader=offloader: offloader.flush())
     return count
-
-
-def _flush_before(layer: nn.Module, *offloaders: ActivationOffloader) -> None:
-    """Flush before `layer`: from there on nothing is stored that would release the tensor being copied."""
-
-    def flush(*_: Any) -> None:
-        for offloader in offloaders:
-            offloader.flush()
-
-    layer.register_forward_pre_hook(flush)
-
-
-def keep_input_gradients_off(model: PreTrainedModel) -> None:
-    """Let the output of embeddings need no gradient, which transformers and peft request with checkpointing.
-
-    Only reentrant checkpointing needs it. Otherwise frozen layers before the first trained one, such as a vision tower,
-    would keep their inputs, run again and compute gradients that nothing uses.
-    """
-    model.disable_input_require_grads()
 
 
 def _layers(model: PreTrainedModel) -> nn.ModuleList:
@@ -112,18 +96,11 @@ def _in_host_memory(checkpoint: Callable[..., Any], offloader: ActivationOffload
     return offloaded
 
 
-def _recomputation() -> Contexts:
+def _contexts(gates: ActivationOffloader) -> Contexts:
     """Return torch.utils.checkpoint's contexts: the second run has the mode of the first, also in the backward."""
-    return contextlib.nullcontext(), _Reusable(partial(deterministic_backward, False))
-
-
-def _with_gates(offloader: ActivationOffloader) -> Callable[[], Contexts]:
-    def contexts() -> Contexts:
-        layer = CheckpointedLayer(offloader)
-        again = _Reusable(partial(deterministic_backward, False), partial(layer.running, again=True))
-        return layer.running(again=False), again
-
-    return contexts
+    layer = CheckpointedLayer(gates)
+    again = _Reusable(partial(deterministic_backward, False), partial(layer.running, again=True))
+    return layer.running(again=False), again
 
 
 class _Reusable(contextlib.AbstractContextManager):

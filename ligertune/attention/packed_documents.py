@@ -84,13 +84,12 @@ def varlen(
     value_dim, value = value.shape[-1], _pad_value(value, query)
     if context_parallel is not None:
         key, value = (context_parallel.gather(t, key_rows) for t in (key, value))
-    sliding_window = terms.window
     out = flash_varlen(
         *_tokens_first(query, key, value),
         (cu_seq_lens_q, cu_seq_lens_k),
         (max_length_q, max_length_k),
         scale=terms.scaling,
-        window=(-1 if sliding_window is None else sliding_window - 1, 0),
+        window=(-1 if terms.window is None else terms.window - 1, 0),
     )
     return out[None, ..., :value_dim], None
 

@@ -25,11 +25,7 @@ def reveal(value: Any) -> Any:
     return value.value if isinstance(value, Untraced) else value
 
 
-def hide_from_layers(model: nn.Module) -> None:
-    """Wrap the keywords `HIDDEN` of each call of `model`; their users call `reveal`."""
-    model.register_forward_pre_hook(_hide, with_kwargs=True)
-
-
-def _hide(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+def hide_from_layers(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Forward pre-hook of a model: wrap the keywords `HIDDEN`; their users call `reveal`."""
     hidden = {name: Untraced(kwargs[name]) for name in HIDDEN if kwargs.get(name) is not None}
     return args, kwargs | hidden

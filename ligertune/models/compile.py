@@ -30,7 +30,7 @@ def compile_layers(model: nn.Module, *, dynamic: bool | None = False) -> None:
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MAX_GRAPHS)
     for layer in layers:
         layer.compile(dynamic=dynamic)
-    hide_from_layers(model)
+    model.register_forward_pre_hook(hide_from_layers, with_kwargs=True)
 
 
 def run_eagerly() -> AbstractContextManager:

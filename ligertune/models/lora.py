@@ -15,7 +15,6 @@ import peft
 from peft.tuners.lora import Linear as LoraLinear
 from torch import nn
 
-from ligertune.activations.checkpointing import keep_input_gradients_off
 from ligertune.errors import UserError
 from ligertune.models.fused_lora import LoraLossHead
 from ligertune.patching.fused_loss import LossHead
@@ -50,7 +49,7 @@ def add_adapter(model: PreTrainedModel, spec: MethodOptions) -> peft.PeftModel:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # peft reads attributes of transformers by their old names
         adapted = peft.get_peft_model(model, config)
-    keep_input_gradients_off(model)
+    model.disable_input_require_grads()  # as `checkpoint_layers` does: peft has requested them again
     recomputes = has_recompute(model)
     for module in adapted.modules():
         if isinstance(module, peft.tuners.lora.LoraLayer):

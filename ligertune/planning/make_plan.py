@@ -6,7 +6,6 @@ and suggest CUDA graphs if the host is the bottleneck.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from ligertune.errors import UserError
@@ -121,7 +120,11 @@ def choose_resources(recipe: Recipe, inputs: PlanInputs) -> Resources:
     states = states_of(recipe, shape, dtype, strategy=strategy, world_size=world_size)
     shards = shards_of(recipe.parallel.dp_replicate_size, strategy, world_size) if strategy in SHARDED_WEIGHTS else 1
     memory = estimate_memory(recipe, inputs, states, shards=shards)
-    batching = choose_batching(recipe, world_size, memory and _fits(memory, length, machine))
+
+    def fits(micro: int, accumulates: bool) -> bool:
+        return memory.fits(micro, length, accumulates=accumulates, memory=machine.memory_bytes)
+
+    batching = choose_batching(recipe, world_size, memory and fits)
     memory = with_checkpointed_layers(recipe, memory, batching, length, machine)
     return Resources(strategy, why, states, memory, batching)
 
@@ -206,10 +209,6 @@ def check_context(recipe: Recipe, longest: int, context: int | None) -> None:
             f"but the model's context (max_position_embeddings) is {context}.",
             hint=f"Write data.max_length: {context}.",
         )
-
-
-def _fits(memory: MemoryEstimate, length: int, machine: Machine) -> Callable[[int, bool], bool]:
-    return lambda micro, accumulates: memory.fits(micro, length, accumulates=accumulates, memory=machine.memory_bytes)
 
 
 def _memory_notes(recipe: Recipe, inputs: PlanInputs, resources: Resources) -> tuple[str, ...]:

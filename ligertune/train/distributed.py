@@ -163,28 +163,26 @@ class ProcessGroupTimeout:
         self._accelerator, self._step_timeout = accelerator, timedelta(seconds=seconds)
         self._groups = _process_groups(model) if accelerator.num_processes > 1 else []
         self._groups += [] if context_parallel is None else [context_parallel.group]
-        self._in_steps = False
         self._set(LONG_TIMEOUT)  # the groups of a device mesh start with torch's default of 10 minutes
 
     def enter_steps(self) -> None:
         """Use the short timeout from now on. All ranks call it."""
-        self._in_steps = True
         self._set(self._step_timeout)
 
     @contextlib.contextmanager
     def extended(self) -> Iterator[None]:
         """Use the long timeout inside. All ranks call it."""
+        before = self._timeout
         self._set(LONG_TIMEOUT)
         yield
-        if self._in_steps:
-            self._set(self._step_timeout)
+        self._set(before)
 
     def leave_steps(self) -> None:
         """Use the long timeout from now on."""
-        self._in_steps = False
         self._set(LONG_TIMEOUT)
 
     def _set(self, timeout: timedelta) -> None:
+        self._timeout = timeout
         if not self._groups:
             return
         if timeout != LONG_TIMEOUT:

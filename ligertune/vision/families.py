@@ -18,9 +18,6 @@ if TYPE_CHECKING:
 
     from ligertune.planning.options import VisionOptions
 
-# patches: concatenated patches of images of any size (Qwen). squares: images of one size. tiles: up to four squares per
-# image, read by cross-attention, with one token in the text.
-ImageLayout = Literal["patches", "squares", "tiles"]
 ModelPart = Literal["vision_tower", "projector", "language_model"]
 
 
@@ -34,7 +31,9 @@ class Family:
 
     name: str
     processor: str  # transformers' class, named in saved files so that AutoProcessor finds it
-    layout: ImageLayout
+    # patches: concatenated patches of images of any size (Qwen). squares: images of one size. tiles: up to four squares
+    # per image, read by cross-attention, with one token in the text.
+    layout: Literal["patches", "squares", "tiles"]
     vision_tower: tuple[str, ...]
     projector: tuple[str, ...]
     image_text: str = "{image}"
@@ -94,7 +93,6 @@ _TEXT_ARGUMENTS = (
     "num_items_in_batch",
     "labelled_rows",
 )
-_LAYER = re.compile(r"encoder\.layers\.(\d+)\.")
 
 
 def has_vision(config: PreTrainedConfig) -> bool:
@@ -168,7 +166,7 @@ def _is_unused(name: str, config: PreTrainedConfig) -> bool:
     if not isinstance(layer, int):
         return False
     used = layer if layer >= 0 else config.vision_config.num_hidden_layers + 1 + layer  # hidden state 0: embeddings
-    found = _LAYER.search(name)
+    found = re.search(r"encoder\.layers\.(\d+)\.", name)
     return int(found[1]) >= used if found else "post_layernorm" in name
 
 

@@ -174,9 +174,9 @@ class BlockedSaver(Saver):
         super().__init__(*arguments)
         self.may_write = threading.Event()
 
-    def write(self, *arguments: object) -> None:
+    def write_and_complete(self, *arguments: object) -> None:
         assert self.may_write.wait(30)
-        super().write(*arguments)
+        super().write_and_complete(*arguments)
 
 
 @pytest.fixture

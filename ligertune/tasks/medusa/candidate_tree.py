@@ -45,7 +45,6 @@ def best_paths(accuracy: Sequence[Sequence[float]], nodes: int) -> list[Path]:
 class CandidateTree:
     """N nodes sorted by depth, root first, and L leaves; D is the depth of the deepest leaf."""
 
-    paths: tuple[Path, ...]
     mask: Tensor  # (N, N) bool: node i attends to node j, which is i or one of its ancestors
     depths: Tensor  # (N,)
     parents: Tensor  # (N,); the root is its own parent
@@ -69,7 +68,6 @@ class CandidateTree:
         to_leaves = [lines[index[path]] for path in paths if path not in inner]
         longest = max(map(len, to_leaves))
         return CandidateTree(
-            tuple(paths),
             mask=mask.to(device),
             depths=torch.tensor([len(line) - 1 for line in lines], device=device),
             parents=torch.tensor([line[max(len(line) - 2, 0)] for line in lines], device=device),

@@ -125,7 +125,7 @@ class Saver:
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
             weights, states = self._copy_weights(), _copy_to_host(self._optimizer.state_dict())
-            self._running = self._pool.submit(self._write_and_complete, step, partial, weights, states)
+            self._running = self._pool.submit(self.write_and_complete, step, partial, weights, states)
 
     def look(self) -> None:
         """Raise the error of a finished save, if it had one. Does not wait."""
@@ -148,18 +148,15 @@ class Saver:
             copies[memory] = found[name] = copies[memory] if memory in copies else _copy_to_host(tensor)
         return found
 
-    def _write_and_complete(self, step: int, partial: Path, weights: dict, states: dict) -> None:
-        with explain_failed_save(self._plan, step, partial):
-            self.write(partial, weights, states)
-            complete(self._plan, step, partial)
-
-    def write(self, partial: Path, weights: dict, states: dict) -> None:
+    def write_and_complete(self, step: int, partial: Path, weights: dict, states: dict) -> None:
         """Write the files as `save_state` does, and trainable weights alone as `save_only_what_trains` does."""
-        if all_train(self._model):
-            save(weights, partial / SAFE_WEIGHTS_NAME, safe_serialization=True)
-        else:
-            save_weights(weights, partial / FILE)
-        save(states, partial / f"{OPTIMIZER_NAME}.bin")
+        with explain_failed_save(self._plan, step, partial):
+            if all_train(self._model):
+                save(weights, partial / SAFE_WEIGHTS_NAME, safe_serialization=True)
+            else:
+                save_weights(weights, partial / FILE)
+            save(states, partial / f"{OPTIMIZER_NAME}.bin")
+            complete(self._plan, step, partial)
 
 
 def _copy_to_host(value: Any) -> Any:

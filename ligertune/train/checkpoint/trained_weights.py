@@ -5,7 +5,6 @@ LoRA on an 8B model trains 170 MB; the other 16 GB do not change, so checkpoints
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -19,28 +18,22 @@ from ligertune.errors import UserError
 FILE = "trained.safetensors"
 
 
-@dataclass(frozen=True)
-class _TrainedOnly:
-    """Hooks of accelerate's `save_state` and `load_state` that write and read trainable weights only."""
-
-    accelerator: Accelerator
-
-    def save(self, models: list[nn.Module], weights: list[dict], folder: str) -> None:
-        weights.clear()  # accelerate then writes none
-        if self.accelerator.is_main_process:
-            save_weights(trained(self.accelerator.unwrap_model(models[0])), Path(folder) / FILE)
-
-    def load(self, models: list[nn.Module], folder: str) -> None:
-        load_trained(self.accelerator.unwrap_model(models.pop()), Path(folder) / FILE)
-
-
 def save_only_what_trains(accelerator: Accelerator, model: nn.Module) -> None:
     """Leave frozen weights out of accelerate's checkpoints. FSDP and ZeRO save the whole model."""
     shards_itself = accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
-    if not shards_itself and not all_train(model):
-        hooks = _TrainedOnly(accelerator)
-        accelerator.register_save_state_pre_hook(hooks.save)
-        accelerator.register_load_state_pre_hook(hooks.load)
+    if shards_itself or all_train(model):
+        return
+
+    def save(models: list[nn.Module], weights: list[dict], folder: str) -> None:
+        weights.clear()  # accelerate then writes none
+        if accelerator.is_main_process:
+            save_weights(trained(accelerator.unwrap_model(models[0])), Path(folder) / FILE)
+
+    def load(models: list[nn.Module], folder: str) -> None:
+        load_trained(accelerator.unwrap_model(models.pop()), Path(folder) / FILE)
+
+    accelerator.register_save_state_pre_hook(save)
+    accelerator.register_load_state_pre_hook(load)
 
 
 def all_train(model: nn.Module) -> bool:
