@@ -77,6 +77,7 @@ def test_states_of_an_8b_model(shapes):
     n = 8_030_261_248
     full, lora, qlora = (estimate_of(shape, method).states for method, shape in shapes.items())
     assert (full.weights, full.gradients, full.optimizer) == (2 * n, 2 * n, 4 * n)
+    assert pytest.approx(4.127, abs=5e-4) == 8 * NF4_BYTES  # bits with double quantisation (QLoRA, section 3)
     adapter = 4 * shapes["lora"].n_trainable  # float32
     assert (lora.weights, lora.gradients, lora.optimizer) == (2 * n + adapter, adapter, 2 * adapter)
     assert lora.model + lora.optimizer == 3 * adapter
@@ -241,6 +242,12 @@ def test_fsdp_gathers_the_ends_and_two_layers(shapes):
     least, found = shared.states.total + ends + 2 * layer, total(shared, 1, 512, accumulates=True)
     assert least < found < least + 2 * ends + layer
     assert alone.shards == 1 and found < total(alone, 1, 512, accumulates=True)
+
+
+def test_flops_count_the_experts_that_a_token_meets():
+    shape = shape_of(transformers.MixtralConfig(**TINY, num_local_experts=4, num_experts_per_tok=2))
+    attention, router, experts, head = 64 * (64 + 32 + 32 + 64), 4 * 64, 2 * 3 * 64 * 96, 64 * 64
+    assert shape.flops(tokens=1, squared_lengths=0) == 6 * (attention + router + experts + head)
 
 
 @pytest.mark.parametrize("tied", [False, True])

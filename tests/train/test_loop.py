@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from ligertune.data.examples import Example, Examples
+from ligertune.planning.memory.model_shape import ModelShape
 from ligertune.run import run
 
 STEPS = 4
@@ -90,7 +91,7 @@ def plain_loop(folder: Path, examples: Examples, how: SimpleNamespace) -> tuple[
             "step": step + 1, "loss": loss.item(), "grad_norm": norm.item() if norm else 0, 
             "learning_rate": rate(step, how), "tokens": sum(lengths),
             "trained_tokens": trained, "epoch": round((step + 1) * size / len(examples), 4),
-            "padded_tokens": sum(
+            "squared_lengths": sum(length**2 for length in lengths), "padded_tokens": sum(
                 len(row) * -(-max(row) // 16) * 16 for row in (lengths[i : i + micro] for i in range(0, size, micro))
             ),
         })  # fmt: skip
@@ -98,7 +99,9 @@ def plain_loop(folder: Path, examples: Examples, how: SimpleNamespace) -> tuple[
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_run_equals_the_plain_loop(name, quickstart, tmp_path):
+def test_a_run_equals_the_plain_loop(name, quickstart, tmp_path, monkeypatch):
+    squares = []  # of the documents' lengths: what attention costs
+    monkeypatch.setattr(ModelShape, "flops", lambda *_, squared_lengths, **__: squares.append(squared_lengths) or 1.0)
     how = SimpleNamespace(**USUAL | RUNS[name])
     changes = {f"train.{key}": value for key, value in vars(how).items()}
     job = plan_run(tmp_path, **changes, **{"train.max_steps": STEPS, "train.group_by_length": False})
@@ -106,6 +109,7 @@ def test_a_run_equals_the_plain_loop(name, quickstart, tmp_path):
     assert (len(job.data.train), len(job.data.eval)) == (36, 4)
     expected, model = plain_loop(quickstart / "stories260K", job.data.train, how)
 
+    assert squares == [line.pop("squared_lengths") for line in expected]
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     for line, wanted in zip([line for line in lines if "loss" in line], expected, strict=True):
         assert {key: line[key] or 0 for key in wanted} == pytest.approx(wanted, rel=1e-4)

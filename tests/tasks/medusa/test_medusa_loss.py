@@ -161,6 +161,7 @@ def test_targets_by_hand():
     """Eight tokens: two of a prompt, then 12 to 17. Head 1 predicts two tokens ahead, head 2 three."""
     labels = torch.tensor([[X, X, 12, 13, 14, 15, 16, 17]])
     assert target_shifts(2, with_model=True) == (1, 2, 3)
+    assert target_shifts(2, with_model=False) == (2, 3)
     assert shifted_targets(labels, None, (1, 2, 3))[:, 0].tolist() == [
         [X, 12, 13, 14, 15, 16, 17, X],
         [12, 13, 14, 15, 16, 17, X, X],

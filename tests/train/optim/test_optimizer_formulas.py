@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from ligertune.planning.optimization import Optimizer, TrainSchedule
+from ligertune.planning.optimization import Optimizer, TrainSchedule, total_steps
 from ligertune.train.optim.optimizers import BUILDERS, SHAPES, build_optimizer, learning_rate, set_learning_rate
 
 BETAS, EPS, DECAY, RATE = (0.7, 0.9), 0.05, 0.5, 0.1  # far from the defaults, so that two steps show each
@@ -180,3 +180,8 @@ def test_it_falls_by_its_schedule(kind, middle, end):
 
 def test_without_warmup_it_starts_at_the_peak():
     assert learning_rate(schedule("cosine", warmup=0), 0) == 1.0
+
+
+def test_a_smaller_last_batch_is_a_step():
+    assert [total_steps(10, 4, epochs=epochs, max_steps=None) for epochs in (1, 1.2, 2, 0.01)] == [3, 3, 5, 1]
+    assert total_steps(10, 4, epochs=None, max_steps=7) == 7

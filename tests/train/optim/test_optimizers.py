@@ -18,6 +18,7 @@ from ligertune.planning.optimization import Galore, Optimizer
 from ligertune.recipe.optimizer_table import OPTIMIZERS
 from ligertune.run import run
 from ligertune.train.optim.algorithms import stochastic_round, top_singular_vectors
+from ligertune.train.optim.combined import CombinedOptimizer
 from ligertune.train.optim.optimizers import BUILDERS, build_optimizer, set_learning_rate
 
 # Learning rates: sgd moves by the gradient, lion by its sign, adafactor by a share of each weight.
@@ -227,3 +228,18 @@ def test_on_a_gpu_the_states_are_on_the_host_and_the_weights_are_the_same():
     states = optimizer.state_dict()["state"].values()
     assert {t.device.type for state in states for t in state.values()} == {"cpu"}
     torch.testing.assert_close(found[1], found[0], rtol=2e-2, atol=2e-3)
+
+
+def test_each_part_of_a_combined_optimizer_loads_its_own_states():
+    def combined() -> tuple[CombinedOptimizer, list[torch.nn.Parameter]]:
+        parameters = [torch.nn.Parameter(torch.ones(size)) for size in (2, 3)]
+        return CombinedOptimizer([torch.optim.AdamW([p]) for p in parameters]), parameters
+
+    first, parameters = combined()
+    for size, p in enumerate(parameters, 1):
+        p.grad = torch.full_like(p, size)
+    first.step()
+    second, parameters = combined()
+    second.load_state_dict(first.state_dict())
+    assert list(second.state) == parameters
+    assert [second.state[p]["exp_avg"][0].item() for p in parameters] == pytest.approx([0.1, 0.2])
