@@ -71,7 +71,11 @@ def data_key(spec: DatasetOptions, preparation: Preparation) -> str:
 
 
 def _hash_of(file: Path) -> str:
-    return hashlib.sha256(_memory_map(file, "u1")).hexdigest()
+    digest = hashlib.sha256()
+    with file.open("rb") as opened:
+        while chunk := opened.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()
 
 
 def _tokenizer(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
