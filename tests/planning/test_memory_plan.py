@@ -26,6 +26,7 @@ from ligertune.planning.memory.states import NF4_BYTES, state_bytes
 from ligertune.planning.micro_batch import choose_batching
 from ligertune.planning.options import KernelOptions, MethodOptions
 from ligertune.recipe import Recipe
+from ligertune.recipe.schema import ParallelSpec
 
 E, F, KV, V, LAYERS = 4096, 14336, 1024, 128256, 32  # of Llama-3-8B; KV: width of keys
 LAYER_WEIGHTS = E * (2 * E + 2 * KV) + 3 * E * F
@@ -312,6 +313,12 @@ def test_adapters_that_copy_their_input_do_not_recompute(method, recomputes):
 def test_auto_keeps_the_global_batch(wanted, world, room, micro):
     batching = choose_batching(recipe(global_batch_size=wanted), world, lambda rows, accumulates: rows <= room)
     assert (batching.micro_batch_size, batching.global_batch_size) == (micro, wanted)
+
+
+def test_context_parallel_ranks_share_their_rows():
+    shared = recipe(global_batch_size=8).model_copy(update={"parallel": ParallelSpec(cp_size=2)})
+    found = choose_batching(shared, 4, lambda rows, accumulates: rows <= 2)
+    assert (found.micro_batch_size, found.accumulation, found.row_ranks) == (2, 2, 2)
 
 
 def test_auto_considers_the_gradients_of_earlier_micro_batches():

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ligertune.train import meter as meter_module
-from ligertune.train.meter import Counts, Meter
+from ligertune.train.meter import Counts, Meter, resident_peak_bytes
 
 
 @pytest.fixture
@@ -59,3 +59,7 @@ def test_without_warmup_all_steps_are_measured(clock):
     meter = Meter(torch.device("cpu"), warmup_steps=0)
     step(meter, clock, 3.0, 10)
     assert meter.total() == (Counts(1, 10, 20, 5, flops=30.0), 3.0, True)
+
+
+def test_resident_memory_is_in_bytes():
+    assert 100 << 20 < resident_peak_bytes() < 100 << 30  # torch alone takes more than 100 MiB
