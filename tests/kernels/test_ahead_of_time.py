@@ -35,8 +35,8 @@ ARCHES = tuple(TARGETS)
 OP_NAMES = [op.name for op in OPS]
 # Always compiled, whatever is committed: one op for each GPU, two of them with a matrix product.
 SAMPLE = {
-    "sm80": "rms_norm",
-    "sm90": "document_attention",
+    "sm80": "document_attention",
+    "sm90": "rms_norm",
     "sm100": "swiglu",
     "sm120": "kl_div",
     "gfx90a": "apply_rope",
@@ -93,8 +93,10 @@ class Compilation:
 
 @pytest.fixture(scope="module")
 def compilation(workers: Executor, request: pytest.FixtureRequest) -> Iterator[Compilation]:
-    """Start all compilations that the collected tests need."""
+    """Start all compilations that the collected tests need. Out-of-date results lose nothing, but tests take longer."""
     under_way = Compilation(workers, CommittedResults())
+    if stale := [op for op in OP_NAMES if not under_way.committed.holds(op)]:
+        warnings.warn(f"ahead_of_time.json is out of date for {', '.join(stale)}: run with --refresh", stacklevel=1)
     for item in request.session.items:
         if getattr(item, "originalname", "") == "test_every_kernel_fits":
             under_way.begin(*(item.callspec.params[name] for name in ("op", "arch", "part")))
@@ -105,13 +107,6 @@ def compilation(workers: Executor, request: pytest.FixtureRequest) -> Iterator[C
 
 def test_every_op_has_cases() -> None:
     assert set(CASES) == set(OP_NAMES)
-
-
-def test_the_committed_results_are_those_of_the_current_code(compilation) -> None:
-    """Warn where they are not: nothing is lost, but the tests take longer."""
-    stale = [op for op in OP_NAMES if not compilation.committed.holds(op)]
-    if stale:
-        warnings.warn(f"ahead_of_time.json is out of date for {', '.join(stale)}: run with --refresh", stacklevel=1)
 
 
 def test_only_code_changes_a_key(tmp_path) -> None:
@@ -207,6 +202,7 @@ def narrow() -> None:
 
 PLANTED = [
     *((too_many_warps, arch, "2048 threads") for arch in ("gfx942", "gfx90a")),
+    (too_many_warps, "gfx1100", None),  # 32 warps fit a chip with narrow warps
     *((spilling, arch, "spilled") for arch in ("sm90", "gfx1100")),
     *((narrow, arch, "32-bit offsets of x_ptr") for arch in ("sm90", "gfx942")),
     (atomic, "gfx90a", "cmpswap"),
@@ -215,12 +211,7 @@ PLANTED = [
 
 
 @pytest.mark.parametrize("fault, arch, words", PLANTED)
-def test_a_planted_fault_is_found(fault, arch, words, workers) -> None:
+def test_a_planted_fault_is_found_and_nothing_else(fault, arch, words, workers) -> None:
     (kernel,) = workers.submit(compile_for, TARGETS[arch], fault).result()
     found = kernel.faults(TARGETS[arch])
-    assert any(words in sentence for sentence in found), found
-
-
-def test_32_warps_fit_a_chip_with_narrow_warps(workers) -> None:
-    (kernel,) = workers.submit(compile_for, TARGETS["gfx1100"], too_many_warps).result()
-    assert kernel.faults(TARGETS["gfx1100"]) == []
+    assert found == [] if words is None else any(words in sentence for sentence in found), found

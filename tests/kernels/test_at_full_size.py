@@ -5,7 +5,7 @@ from __future__ import annotations
 import ligertune_kernels as kernels
 import pytest
 import torch
-from judge import DTYPES, LOW, assert_close, judge_op
+from judge import LOW, assert_close, judge_op
 
 pytestmark = pytest.mark.gpu
 
@@ -29,15 +29,6 @@ def test_rope_rounds_as_torch_does(interleaved, dtype, device) -> None:
     q, k = (torch.randn(2, 2048, n, 128, device=device, dtype=dtype).transpose(1, 2) for n in (32, 8))
     angle = 6.0 * torch.rand(1, 2048, 128, device=device)
     judge_op(kernels.apply_rope, [q, k], angle.cos(), angle.sin(), interleaved=interleaved)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("options", [{}, {"softcap": 30.0, "z_loss": 1e-4, "label_smoothing": 0.1}])
-def test_cross_entropy_of_a_large_vocabulary(options, dtype, device) -> None:
-    logits = 3.0 * torch.randn(1024, 128256, device=device, dtype=dtype)
-    labels = torch.randint(128256, (1024,), device=device)
-    labels[::5] = -100
-    judge_op(kernels.cross_entropy, [logits], labels, **options)
 
 
 def test_linear_cross_entropy_never_stores_all_logits(peak_bytes, device) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
+import contextlib
+from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +19,8 @@ from ligertune_kernels.ops.mlp import _gated as gated
 from ligertune_kernels.ops.norms._row_norm import norm_forward
 from pretend_gpu import TARGETS, PretendDriver, compile_for
 from triton import knobs
+from triton.backends.amd.driver import HIPLauncher
+from triton.backends.nvidia.driver import CudaLauncher
 
 pytestmark = pytest.mark.skipif(launcher.INTERPRETED, reason="the interpreter compiles nothing")
 GRID, INTEGERS, OTHERS = (3, 2, 1), (16, 7), (5, 0.5)
@@ -81,10 +85,13 @@ def test_second_launch_passes_what_triton_passed_at_the_first(received) -> None:
     assert second[FIRST_ARGUMENT:] == (4096, 8192, *INTEGERS, *OTHERS, True, 64)
 
 
-def test_triton_launches_unaligned_tensors(received) -> None:
-    x, y = on_gpu(torch.float32, 64), on_gpu(torch.float32, 64)
-    launch_times(3, [x, y], lambda: setattr(x, "address", 4100))
-    assert [call[FIRST_ARGUMENT] is x for call in received] == [True, False, True]
+@pytest.mark.parametrize("on, address", [(True, 4096), (True, 4100), (False, 4096)])
+def test_triton_launches_unaligned_tensors_and_without_the_shortcut(on, address, received, monkeypatch) -> None:
+    if not on:
+        monkeypatch.setattr(shortcuts, "ON", [])
+    x = on_gpu(torch.float32, 64)
+    launch_times(3, [x, x], lambda: setattr(x, "address", address))
+    assert [call[FIRST_ARGUMENT] is x for call in received] == [True, not on, not on or address == 4100]
     assert received[2][4:6] == received[0][4:6]  # one compiled form: meta tensors count as aligned
 
 
@@ -94,13 +101,6 @@ def test_launch_hooks_are_called(received) -> None:
     knobs.runtime.launch_enter_hook.remove(seen.append)
     assert received[1][6] is not None  # the launch's metadata, for the hook that Triton passes on
     assert shortcuts._has_launch_hooks() is False
-
-
-def test_triton_launches_every_time_without_the_shortcut(received, monkeypatch) -> None:
-    monkeypatch.setattr(shortcuts, "ON", [])
-    x = on_gpu(torch.float32, 64)
-    launch_times(2, [x, x])
-    assert [call[FIRST_ARGUMENT] is x for call in received] == [True, True]
 
 
 @pytest.mark.parametrize("missing", ["run", "function", "packed_metadata"])
@@ -115,18 +115,14 @@ def test_a_triton_without_a_private_name_launches_every_time(missing, received) 
 def test_launches_on_the_device_of_the_tensors(received, monkeypatch) -> None:
     entered: list[int] = []
 
-    class Device:
-        def __init__(self, index: int) -> None:
-            self.index = index
+    @contextlib.contextmanager
+    def device(index: int) -> Iterator[None]:
+        entered.append(index)
+        with monkeypatch.context() as inside:
+            inside.setattr(shortcuts, "_current_device", lambda: index)
+            yield
 
-        def __enter__(self) -> None:
-            entered.append(self.index)
-            monkeypatch.setattr(shortcuts, "_current_device", lambda: self.index)
-
-        def __exit__(self, *args: object) -> None:
-            monkeypatch.setattr(shortcuts, "_current_device", lambda: 0)
-
-    monkeypatch.setattr(torch.cuda, "device", Device)
+    monkeypatch.setattr(torch.cuda, "device", device)
     x = on_gpu(torch.float32, 64)
     x.index = 1
     launch_times(2, [x, on_gpu(torch.float32, 64)])
@@ -150,11 +146,7 @@ class Flat:
 
 class Reversed(Flat):
     def __call__(self, x: int, y: int, z: int, *args: object) -> None:
-        self.launch(z, y, x, *args)
-
-
-def installed(backend: str, name: str) -> type:
-    return getattr(importlib.import_module(f"triton.backends.{backend}.driver"), name)
+        super().__call__(z, y, x, *args)
 
 
 def saved(kind: type, calls: list[tuple], **held: object) -> tuple[shortcuts.SavedLaunch, object]:
@@ -165,30 +157,23 @@ def saved(kind: type, calls: list[tuple], **held: object) -> tuple[shortcuts.Sav
     return shortcuts.SavedLaunch(compiled, INTEGERS, CONSTANTS, 0), run
 
 
-@pytest.mark.parametrize("kind", [("nvidia", "CudaLauncher"), ("amd", "HIPLauncher"), None], ids=str)
+@pytest.mark.parametrize("kind", [CudaLauncher, HIPLauncher, Flat])
 def test_a_direct_launch_passes_what_tritons_launcher_passes(kind, received) -> None:
     calls: list[tuple] = []
-    launch, run = saved(Flat if kind is None else installed(*kind), calls)
+    launch, run = saved(kind, calls)
     assert launch.call is run.launch
     assert launch.launch(GRID, (on_gpu(torch.float32, 64),) * 2, OTHERS)
     run(*GRID, 0, FUNCTION, METADATA, None, None, None, 4096, 4096, *INTEGERS, *OTHERS, *CONSTANTS)
     assert len(calls) == 2 and calls[0] == calls[1]
 
 
-@pytest.mark.parametrize(
-    "kind, held",
-    [
-        pytest.param(Flat, {"global_scratch_size": 128}, id="it allocates"),
-        pytest.param(Reversed, {}, id="it reorders the grid"),
-    ],
-)
+@pytest.mark.parametrize("kind, held", [(Flat, {"global_scratch_size": 128}), (Reversed, {})])
 def test_a_launcher_that_does_more_than_pass_on_is_called_itself(kind, held, received) -> None:
     launch, run = saved(kind, [], **held)
     assert launch.call is run and launch.before == () and not launch.packed
 
 
-def bf16(*shape: int) -> MetaOnGpu:
-    return on_gpu(torch.bfloat16, *shape)
+bf16 = partial(on_gpu, torch.bfloat16)
 
 
 def adamw(step: int) -> None:

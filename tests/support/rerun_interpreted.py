@@ -1,4 +1,4 @@
-"""Run a test file again under Triton's interpreter, in a process by itself: kernels read the switch when decorated."""
+"""Run tests again under Triton's interpreter, in a process by itself: kernels read the switch when decorated."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 RUNS_TRITON = backend(DEVICE) == "triton"
 
 
-def rerun_interpreted(file: str, *options: str) -> None:
-    """Fail if a test of `file` fails there. options: further arguments of pytest."""
+def rerun_interpreted(path: str, *options: str) -> None:
+    """Fail if a test of this file or folder fails there. options: further arguments of pytest."""
     if RUNS_TRITON or importlib.util.find_spec("triton") is None:
         pytest.skip("the kernels run here already" if RUNS_TRITON else "needs triton")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file, *options]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", path, *options]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "LIGERTUNE_EXPECT_BACKEND": "triton"}
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200)
     assert run.returncode == 0, run.stdout + run.stderr

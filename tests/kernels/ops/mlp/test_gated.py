@@ -36,9 +36,9 @@ def test_stays_finite_where_the_activation_saturates(op, options, device) -> Non
 
 @pytest.mark.parametrize("inplace", [False, True])
 def test_takes_inputs_and_gradients_of_any_stride(inplace, device) -> None:
-    wide = torch.randn(4, 6, 80, device=device, requires_grad=True)
+    wide = torch.randn(2, 4, 20, device=device, requires_grad=True)
     for cut in (
-        lambda t: (t[..., :40], t[..., 40:]),
+        lambda t: (t[..., :10], t[..., 10:]),
         lambda t: (t[:, ::2, ::2], t[:, 1::2, 1::2]),
         lambda t: (t.mT,) * 2,
     ):
