@@ -43,16 +43,33 @@ def test_linear_cross_entropy_never_stores_all_logits(peak_bytes, device) -> Non
 
 
 def test_ops_do_not_synchronise(no_synchronisation, device) -> None:
-    hidden = torch.randn(512, 256, device=device, dtype=torch.bfloat16, requires_grad=True)
-    weight = torch.randn(4096, 256, device=device, dtype=torch.bfloat16, requires_grad=True)
-    labels = torch.randint(4096, (512,), device=device)
-    n = torch.tensor(400, device=device)
+    shapes = ((512, 256), (4096, 256), (256,), (8, 256), (4096, 8))
+    h, weight, w, a, b = (torch.randn(s, device=device, dtype=torch.bfloat16, requires_grad=True) for s in shapes)
+    labels, count = torch.randint(4096, (512,), device=device), torch.tensor(400, device=device)
+    rows = kernels.labelled_rows(labels.cpu()).pin_memory()
+    x_int8, packed = torch.zeros(128, 256, dtype=torch.int8, device=device), kernels.pack_int2(weight.detach() > 0)
+    lean = kernels.Schedule("lean", slot=256, buffer=256, flushes=1, slab=1024)
     no_synchronisation()
-    loss = kernels.linear_cross_entropy(
-        kernels.rms_norm(hidden, hidden[0].detach()), weight, labels, num_items_in_batch=n
+    y, s = kernels.add_rms_norm(kernels.embedding(labels, weight), kernels.rms_norm(h, w), w)
+    y = kernels.swiglu(kernels.layer_norm(y, w, w), kernels.group_norm(s, 32, w, w))
+    x = h.log_softmax(-1)
+    losses = (
+        kernels.linear_cross_entropy(y, weight, labels, num_items_in_batch=count),
+        kernels.linear_cross_entropy(h, weight, labels, labelled_rows=rows, lora_a=a, lora_b=b, z_loss=1e-4),
+        kernels.linear_cross_entropy(h, weight, labels, schedule=lean, label_smoothing=0.1),
+        kernels.multi_head_linear_cross_entropy(
+            [h, h], weight, torch.stack([labels, labels]), (1.0, 0.8), num_items_in_batch=(512, 512)
+        ).loss,
+        kernels.cross_entropy(h * 2.0, labels.clamp(max=255), inplace=True),
+        kernels.linear_jsd(h, weight, h, weight, labels=labels, num_items_in_batch=count),
+        kernels.linear_jsd(h, weight, h, weight),
+        kernels.jsd(x, x.detach(), labels=labels),
+        kernels.kl_div(x, x.detach(), log_target=True),
     )
-    (loss + kernels.linear_cross_entropy(kernels.swiglu(hidden, hidden), weight, labels)).backward()
-    kernels.cross_entropy(hidden * 2.0, labels.clamp(max=255), inplace=True).backward()
+    sum(losses).backward()
+    kernels.linear_token_statistics(h, weight, labels)
+    for n_rows in (3, 128):
+        kernels.int2_int8_matmul(x_int8[:n_rows], packed)
 
 
 def test_cross_entropy_addresses_more_than_2_31_elements(device) -> None:

@@ -80,18 +80,6 @@ def test_kl_div_and_jsd_allocate_one_gradient(peak_bytes, device) -> None:
         student.grad = None
 
 
-def test_ops_do_not_synchronise(no_synchronisation, device) -> None:
-    h, w = (torch.randn(n, 256, device=device, dtype=torch.bfloat16, requires_grad=True) for n in (512, 4096))
-    labels = torch.zeros(512, dtype=torch.int64, device=device)
-    n, packed = torch.tensor(400, device=device), torch.zeros(64, 64, dtype=torch.uint8, device=device)
-    no_synchronisation()
-    loss = kernels.linear_jsd(h, w, h, w, labels=labels, num_items_in_batch=n) + kernels.linear_jsd(h, w, h, w)
-    x = h.log_softmax(-1)
-    (loss + kernels.jsd(x, x.detach(), labels=labels) + kernels.kl_div(x, x.detach(), log_target=True)).backward()
-    for n_rows in (3, 128):
-        kernels.int2_int8_matmul(torch.zeros(n_rows, 256, dtype=torch.int8, device=device), packed)
-
-
 @pytest.mark.parametrize("op", [kernels.kl_div, kernels.jsd], ids=["kl_div", "jsd"])
 def test_addresses_more_than_2_31_elements(op, device) -> None:
     """(17000, 128256) in bf16: 2.2e9 elements, 4.4 GB."""

@@ -94,14 +94,6 @@ def test_saved_launches_are_not_confused(device) -> None:
         torch.testing.assert_close(torch.autograd.grad(y, x, up), torch.autograd.grad(expected, x, up))
 
 
-def test_norms_and_embedding_do_not_synchronise(no_synchronisation, device) -> None:
-    x, w = (t.requires_grad_() for t in normal((512, 1024), (1024,), device=device))
-    indices = zipf(512, 512, device)
-    no_synchronisation()
-    y, s = kernels.add_rms_norm(kernels.embedding(indices, x), x, w)
-    (kernels.layer_norm(y, w, w) + kernels.group_norm(s, 32, w, w)).sum().backward()
-
-
 def test_compiles_without_a_graph_break(device) -> None:
     shapes = ((256, 1024), (256, 1024), (1024,), (1024,))
     leaves = tuple(t.requires_grad_() for t in normal(*shapes, device=device, dtype=torch.float32))

@@ -167,17 +167,6 @@ def test_memory_around_the_tensors_is_not_read(device) -> None:
     assert all(torch.equal(a, b) and a.isfinite().all() for a, b in zip(*grads, strict=True))
 
 
-def test_no_token_attends_to_another_document_or_a_later_token(device) -> None:
-    lengths = (20, 25)
-    q, k, v = inputs(45, (2, 1, 16), torch.float32, device)
-    before = document_attention(q, k, v, *places(lengths, device))
-    k, v = k.clone(), v.clone()
-    k[30:], v[30:] = 9.0, -9.0
-    after = document_attention(q, k, v, *places(lengths, device))
-    assert torch.equal(before[:30], after[:30])
-    assert not torch.isclose(before[30:], after[30:]).all(-1).any()
-
-
 def test_large_scores_neither_overflow_nor_leak_through_masks(device) -> None:
     """Scores of 3,000 and -3,000; a row whose block is masked as a whole keeps its initial maximum."""
     q, k, v = inputs(50, (1, 1, 16), torch.float32, device)
