@@ -36,9 +36,10 @@ def runs(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def learned(runs) -> dict:
-    """The report of 260 steps with the bundled recipe, trained in `runs`/runs/medusa: most of a minute."""
-    settings = overrides({"train.max_steps": 260, "medusa.eval_new_tokens": 64})
-    done = run_here("medusa", "--json", *settings, cwd=runs)
+    """The report of 100 short steps with the bundled recipe, trained in `runs`/runs/medusa."""
+    steps = {"train.max_steps": 100, "train.per_device_train_batch_size": 3, "train.learning_rate": 1e-2}
+    measured = {"medusa.eval_prompts": 4, "medusa.eval_new_tokens": 48}
+    done = run_here("medusa", "--json", *overrides({**steps, **measured}), cwd=runs)
     assert done.code == 0, done.err[-3000:]
     assert "No recipe given: using" in done.err and "medusa/stories260k.yaml" in done.err
     return json.loads(done.out)
@@ -49,7 +50,7 @@ def test_heads_learn_to_predict_held_out_stories(learned, runs):
     found = learned["medusa"]
     assert found["measured_on"] == "60 held-out examples"
     assert found["decoding"]["accepted_length"] >= 1.8
-    assert found["decoding"]["identical"] == found["decoding"]["prompts"] == 8
+    assert found["decoding"]["identical"] == found["decoding"]["prompts"] == 4
     assert found["top1"][0] > 0.25 and found["top5"][0] > 0.45
     assert found["top1"] == sorted(found["top1"], reverse=True)  # further ahead is harder
     assert json.loads((runs / "runs/medusa/medusa_report.json").read_text()) == found
