@@ -1,4 +1,4 @@
-"""Windows and macOS: every module imports without triton and without modules that only Unix has."""
+"""Imports on Windows and macOS, without triton, and from a checkout whose folder `kernels/` transformers might take."""
 
 from __future__ import annotations
 
@@ -43,3 +43,20 @@ def test_the_doctor_says_that_references_run_without_triton(tmp_path):
     code = "import sys; sys.modules['triton'] = None; from ligertune.cli.app import main; main()"
     done = run([sys.executable, "-c", code, "doctor"], cwd=tmp_path)
     assert done.code == 0 and "the PyTorch references" in done.out, done.err
+
+
+FROM_THE_ROOT = """
+import sys
+sys.path.insert(0, "")  # as with `python -c`: the current folder is searched first
+import importlib.metadata as metadata
+from transformers.utils import is_kernels_available
+assert any(d.metadata["Name"] == "kernels" for d in metadata.distributions()) or not is_kernels_available()
+from transformers import AutoModelForCausalLM, LlamaConfig
+size = dict(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+assert AutoModelForCausalLM.from_config(LlamaConfig(**size)).num_parameters() > 0
+"""
+
+
+def test_transformers_does_not_take_our_folder_for_the_package_kernels():
+    done = run([sys.executable, "-c", FROM_THE_ROOT], cwd=ROOT)
+    assert done.code == 0, done.err

@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from importlib.machinery import SourceFileLoader
-from importlib.util import module_from_spec, spec_from_loader
-from pathlib import Path
-
 import pytest
-
-ROOT = Path(__file__).resolve().parent.parent
+from script_modules import load_script
 
 
 @pytest.fixture(scope="module")
 def script():
-    loader = SourceFileLoader("plant_faults", str(ROOT / "scripts" / "plant_faults"))
-    module = module_from_spec(spec_from_loader(loader.name, loader))
-    sys.modules[loader.name] = module  # dataclasses look up their module there
-    loader.exec_module(module)
-    return module
+    return load_script("plant_faults")
 
 
 def test_every_fault_still_fits_the_code(script):
@@ -50,10 +39,3 @@ def test_caught_and_missed_faults_are_distinguished(script, tmp_path):
     finally:
         planter.close()
     assert "2 * x" in (tmp_path / "module.py").read_text()
-
-
-def test_check_plants_nothing(script):
-    done = subprocess.run(
-        [sys.executable, ROOT / "scripts" / "plant_faults", "--check"], capture_output=True, text=True
-    )
-    assert done.returncode == 0 and done.stdout.endswith("faults, 0 of them stale\n")

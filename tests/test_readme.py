@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from command_line import ROOT
+from script_modules import load_script
 
-ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    loader = SourceFileLoader("draw_tables", str(ROOT / "scripts" / "draw_tables"))
-    module = importlib.util.module_from_spec(importlib.util.spec_from_loader("draw_tables", loader))
-    loader.exec_module(module)
-    return module
+    return load_script("draw_tables")
 
 
 def test_the_figures_scripts_and_recipes_that_it_names_exist():

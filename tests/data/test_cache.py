@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from row_files import write_rows
+from row_files import flip_a_bit, write_rows
 from transformers import AutoTokenizer
 
 from ligertune.data.cache import cache_home
@@ -98,20 +98,14 @@ def test_data_of_a_template_with_a_date_is_cached_for_a_day(home, rows, prepared
 
 
 DAMAGE = {
-    "flipped bit": lambda entry: flip(entry / "input_ids"),
-    "flipped bit of the lengths": lambda entry: flip(entry / "lengths"),
+    "flipped bit": lambda entry: flip_a_bit(entry / "input_ids"),
+    "flipped bit of the lengths": lambda entry: flip_a_bit(entry / "lengths"),
     "cut off": lambda entry: os.truncate(entry / "labels", 8),
     "missing file": lambda entry: (entry / "line_of").unlink(),
     "missing meta": lambda entry: (entry / "meta.json").unlink(),
     "meta cut off": lambda entry: os.truncate(entry / "meta.json", 40),
     "empty meta": lambda entry: (entry / "meta.json").write_text("{}"),
 }
-
-
-def flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
 
 
 @pytest.mark.parametrize("damage", DAMAGE)

@@ -16,6 +16,7 @@ import torch
 from accelerate import Accelerator
 from command_line import environment, losses, train_command, weights
 from quickstart_runs import RESUME, plan_run, saves, train, unfinished
+from row_files import flip_a_bit
 from transformers import AutoModelForCausalLM
 
 from ligertune.data.batching.collate import Batcher
@@ -44,16 +45,6 @@ def cut(killed, tmp_path):
     return shutil.copytree(killed, tmp_path / "cut")
 
 
-def flip_a_bit(path):
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-
-
-def cut_in_half(path):
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-
-
 def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one(cut):
     expected = losses(cut / "run")
     flip_a_bit(cut / "run" / "checkpoints" / "step-4" / "optimizer.bin")
@@ -69,20 +60,12 @@ def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one(cut):
     assert not partial.exists()
 
 
-def test_a_damaged_checkpoint_that_the_recipe_names_is_refused(cut):
-    folder = cut / "run" / "checkpoints" / "step-4"
-    cut_in_half(folder / "model.safetensors")
-    named = {"checkpoint.resume_from_checkpoint": folder}
-    with pytest.raises(UserError, match=r"step-4 is damaged: model\.safetensors has \d+ bytes instead of"):
-        train(cut, **SETTINGS, **named)
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
-    [({"train.optim": "lion"}, "states of adamw_torch_fused"), ({"method.type": "lora"}, "trained by full")],
-    ids=["optimizer", "method"],
+    [({"data.packing": True}, "packed rows of at most"), ({"method.type": "lora"}, "trained by full")],
+    ids=["rows", "method"],
 )
-def test_resuming_with_another_optimizer_or_method_is_refused(change, words, cut):
+def test_resuming_with_other_rows_or_another_method_is_refused(change, words, cut):
     with pytest.raises(UserError, match=words):
         train(cut, **{**SETTINGS, **RESUME, **change})
 

@@ -40,12 +40,6 @@ def test_the_page_is_written_and_the_second_run_reads_the_cache(recipe, ligertun
     assert "from the cache" in again.out and "Trained:" not in again.out
 
 
-def test_a_page_that_cannot_be_written_is_refused(recipe, ligertune):
-    refused = ligertune("data", recipe, "--out", "nowhere/report.html")
-    assert refused.code == 2
-    assert refused.err.strip().splitlines()[-1].startswith("Error: --out: nowhere/report.html is in a folder")
-
-
 def test_the_first_examples_of_a_stream_are_shown(recipe, ligertune):
     settings = {**SETTINGS, "data.val_split": 0, "data.streaming": "true", "train.max_steps": 3}
     shown = ligertune("data", recipe, *overrides(settings), "--json")

@@ -7,8 +7,6 @@ from command_line import metrics, weights
 from quickstart_runs import RESUME, saves, train, unfinished
 from safetensors.torch import load_file
 
-from ligertune.train.evaluate import EarlyStopping
-
 # The evaluation loss falls for some steps and then rises: a few examples at a high learning rate overfit.
 OVERFIT = {
     "data.datasets.0.max_samples": 12,
@@ -69,12 +67,3 @@ def test_prompts_are_answered_after_each_evaluation_and_change_nothing(tmp_path)
     samples = [line["samples"] for line in metrics(tmp_path / "asked" / "run") if "samples" in line]
     assert [[sample["prompt"] for sample in step] for step in samples] == [["Name three colours.", "Hello"]] * 2
     assert all(sample["answer"].strip() for step in samples for sample in step)
-
-
-def test_patience_counts_evaluations_without_improvement():
-    losses = [3.0, 2.0, 2.5, 2.0]
-    assert (EarlyStopping(None, losses).best, EarlyStopping(None, losses).since_best) == (2.0, 2)
-    assert EarlyStopping(2, losses).should_stop
-    assert not EarlyStopping(3, losses).should_stop and not EarlyStopping(None, losses).should_stop
-    again = EarlyStopping(1, losses)
-    assert again.add(1.9) and not again.should_stop

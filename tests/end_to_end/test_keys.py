@@ -229,9 +229,6 @@ def test_data_set_keys(tmp_path):
         assert found.plan.data.examples == count
     with pytest.raises(UserError, match="sharegpt"):
         plan_run(tmp_path, **renamed, **{"data.datasets.0.format": "sharegpt"})
-    for key in ("name", "split"):  # only data sets of the hub have them
-        with pytest.raises(UserError, match=key):
-            plan_run(tmp_path, **renamed, **{f"data.datasets.0.{key}": "other"})
     evaluated = {
         **renamed,
         "data.eval_datasets": f"[{{path: {tmp_path}/rows.jsonl, columns: {{instruction: prompt}}}}]",

@@ -149,18 +149,9 @@ def test_a_step_without_gradients_ends_the_run_on_every_rank(settings, tmp_path)
     assert all("No gradient reached any" in said for said in on_ranks(2, message))
 
 
-@pytest.mark.parametrize(
-    ("changes", "processes", "words"),
-    [
-        (HSDP, 2, "2 copies need a multiple of 2 processes, and at least 4"),
-        (CONTEXT_PARALLEL, 3, "2 processes share each row, and this run has 3"),
-        ({**DDP, **IN_BACKWARD}, 2, "train.optim_in_backward: under ddp each rank would step with its own gradients"),
-    ],
-    ids=["hsdp", "context parallel", "optimizer in the backward"],
-)
-def test_ranks_that_do_not_fit_the_recipe_are_refused(changes, processes, words, tmp_path):
-    with pytest.raises(UserError, match=words):
-        plan_for(recipe_for(tmp_path, **changes), processes=processes)
+def test_ranks_that_do_not_fit_the_recipe_are_refused(tmp_path):
+    with pytest.raises(UserError, match="2 processes share each row, and this run has 3"):
+        plan_for(recipe_for(tmp_path, **CONTEXT_PARALLEL), processes=3)
 
 
 def test_a_context_parallel_rank_is_planned_for_its_part_of_a_row(tmp_path):

@@ -27,26 +27,21 @@ def checkpoints(folder) -> list[str]:
     return [path.name for path in (folder / "run" / "checkpoints").glob("step-*")]
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGINT, pytest.param(signal.SIGUSR1, marks=pytest.mark.slow)], ids=["Ctrl-C", "Slurm's SIGUSR1"]
-)
-def test_a_signal_saves_a_checkpoint(number, tmp_path):
-    assert stop_with(number, tmp_path) == 130
-    assert len(checkpoints(tmp_path)) == 1
-
-
 def test_without_save_on_signal_a_run_stops_at_once(tmp_path):
     assert stop_with(signal.SIGTERM, tmp_path, **{"checkpoint.save_on_signal": "false"}) == 130
     assert not checkpoints(tmp_path)
 
 
-def test_resume_after_sigterm_at_a_random_step_is_bit_equal(tmp_path, ligertune, recipe):
-    """Folders of incomplete checkpoints are ignored."""
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, *(pytest.param(n, marks=pytest.mark.slow) for n in (signal.SIGINT, signal.SIGUSR1))]
+)
+def test_resume_after_a_signal_at_a_random_step_is_bit_equal(number, tmp_path, ligertune, recipe):
+    """SIGINT is Ctrl-C, SIGUSR1 Slurm's. Folders of incomplete checkpoints are ignored."""
     steps, stop_after = 40, SystemRandom().randint(1, 10)
     settings = {**SETTINGS, "train.max_steps": steps}
     whole = ligertune("train", recipe, *overrides({**settings, "checkpoint.output_dir": "whole"}))
     assert whole.code == 0, whole.err
-    assert stop_with(signal.SIGTERM, tmp_path, stop_after, **{"train.max_steps": steps}) == 130
+    assert stop_with(number, tmp_path, stop_after, **{"train.max_steps": steps}) == 130
     reached = len(losses(tmp_path / "run"))
     assert stop_after <= reached < steps and checkpoints(tmp_path) == [f"step-{reached}"]
     for incomplete in (".step-99.partial", "step-98"):

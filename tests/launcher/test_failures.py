@@ -25,30 +25,22 @@ def exits(*ends: tuple[int, float]) -> list[RankExit]:
     return [RankExit(rank, 10 + rank, code, at) for rank, (code, at) in enumerate(ends)]
 
 
-@pytest.mark.parametrize(
-    ("ended", "errors", "expected"),
-    [
-        (exits((1, 101), (-9, 100)), {0: CLOSED}, "Rank 1 (process 11) was killed by SIGKILL"),
-        (exits((1, 100), (-9, 130)), {0: SLOW}, "Rank 1 (process 11) did not answer for 60 s"),
-        (exits((-6, 100), (-9, 130)), {}, "Rank 1 (process 11) did not answer for 60 s"),
-        (exits((-15, 100), (1, 100)), {1: NAN}, "The loss of step 3 is not a number."),
-        (exits((1, 100), (-9, 130)), {0: CLOSED}, "Rank 0 (process 10) failed (RuntimeError: Conn"),
-        (exits((1, 100), (1, 100)), {0: CLOSED, 1: NAN}, "The loss of step 3 is not a number."),
-        (exits((-15, 100), (7, 100)), {}, "failed (exit code"),
-        (exits((-11, 100), (-15, 101)), {}, "Rank 0 (process 10) was killed by SIGSEGV"),
-    ],
-    ids=[
-        "killed",
-        "hung, gloo",
-        "hung, NCCL",
-        "UserError",
-        "error",
-        "UserError and its consequence",
-        "silent",
-        "crash",
-    ],
-)
-def test_the_cause_is_named(ended, errors, expected):
+# name -> (ends of the ranks, their errors, the beginning of the message)
+CAUSES = {
+    "killed": (exits((1, 101), (-9, 100)), {0: CLOSED}, "Rank 1 (process 11) was killed by SIGKILL"),
+    "hung, gloo": (exits((1, 100), (-9, 130)), {0: SLOW}, "Rank 1 (process 11) did not answer for 60 s"),
+    "hung, NCCL": (exits((-6, 100), (-9, 130)), {}, "Rank 1 (process 11) did not answer for 60 s"),
+    "UserError": (exits((-15, 100), (1, 100)), {1: NAN}, "The loss of step 3 is not a number."),
+    "error": (exits((1, 100), (-9, 130)), {0: CLOSED}, "Rank 0 (process 10) failed (RuntimeError: Conn"),
+    "UserError and its effect": (exits((1, 100), (1, 100)), {0: CLOSED, 1: NAN}, "The loss of step 3 is not a number."),
+    "silent": (exits((-15, 100), (7, 100)), {}, "failed (exit code"),
+    "crash": (exits((-11, 100), (-15, 101)), {}, "Rank 0 (process 10) was killed by SIGSEGV"),
+}
+
+
+@pytest.mark.parametrize("name", CAUSES)
+def test_the_cause_is_named(name):
+    ended, errors, expected = CAUSES[name]
     problem = diagnose(ended, errors, timeout=60, newest=NEWEST)
     assert problem.message.startswith(expected) or expected in problem.message
     assert problem.exit_code == 1

@@ -26,6 +26,7 @@ METHODS = {
     "rslora": {"type": "lora", "lora_r": 4, "use_rslora": True, "lora_target_modules": ["o_proj"]},
     "freeze": {"type": "freeze", "trainable": [r"layers\.1\."]},
     "lora with the head": {"type": "lora", "lora_r": 4, "lora_target_modules": WITH_HEAD},
+    "lora and a trained head": {"type": "lora", "lora_r": 4, "lora_modules_to_save": ["lm_head"]},
 }
 
 
@@ -53,7 +54,7 @@ def pair(method: dict, family: str = "llama", *, checkpointing: bool | str = Fal
 @pytest.mark.parametrize("family", ["llama", "gemma2", "phi3", "mixtral", "llama_tied"])
 @pytest.mark.parametrize("method", METHODS)
 def test_patched_and_plain_models_train_alike(method, family, checkpointing):
-    if method == "lora with the head" and family != "llama":
+    if "head" in method and family != "llama":
         pytest.skip("one family is enough for the head")
     patched, plain = pair(METHODS[method], family, checkpointing=checkpointing)
     with warnings.catch_warnings():
@@ -70,6 +71,23 @@ def test_kernels_that_overwrite_their_inputs_train_alike(method, checkpointing):
     patched, plain = pair(METHODS[method], checkpointing=checkpointing, device="cuda")
     batch = tiny_models.batch(rows=3, length=37, device="cuda")
     assert_same_training(patched, plain, batch, tolerance=3e-5, num_items_in_batch=31)
+
+
+def test_peft_by_itself_materialises_the_logits_of_an_adapted_head():
+    """The caller wraps the patched model, or patches the wrapped one, without `apply_method`."""
+    for targets, fused in ((["q_proj"], 1), (WITH_HEAD, 0)):
+        plain = peft.get_peft_model(tiny_models.make("llama"), peft.LoraConfig(r=4, target_modules=targets)).train()
+        inside, outside = copy.deepcopy(plain), tiny_models.make("llama")
+        assert [row.applied for row in patch(inside).rows] == [2, 5, 2, fused]
+        patch(outside)
+        outside = peft.get_peft_model(outside, peft.LoraConfig(r=4, target_modules=targets)).train()
+        outside.load_state_dict(plain.state_dict())
+        assert_same_training(inside, plain, tiny_models.batch())
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            assert_same_training(outside, plain, tiny_models.batch())
+        assert loss_counts(inside).fused == loss_counts(outside).fused == fused
+        assert any("materialised logits" in str(one.message) for one in said) == (fused == 0)
 
 
 @pytest.mark.parametrize("changes", [{"use_dora": True}, {"lora_dropout": 0.5}], ids=["DoRA", "dropout"])

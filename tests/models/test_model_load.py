@@ -198,12 +198,16 @@ def test_pretrained_weights_are_loaded_in_the_given_dtype(folder):
         assert all(torch.equal(state[name], truth[name].to(dtype)) for name in truth)
 
 
-def test_random_weights_depend_on_the_seed_only(folder):
-    before = torch.get_rng_state()
-    first, again, other = (build(folder, init="random", seed=seed).state_dict() for seed in (1, 1, 2))
-    assert torch.equal(torch.get_rng_state(), before)
-    assert all(torch.equal(first[name], again[name]) for name in first)
-    assert not torch.equal(first["lm_head.weight"], other["lm_head.weight"])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_random_weights_depend_on_the_seed_only(device, folder):
+    """They are made on their device."""
+    random_state = torch.get_rng_state if device == "cpu" else torch.cuda.get_rng_state
+    before = random_state()
+    states = [build(folder, init="random", seed=seed, device=device).state_dict() for seed in (1, 1, 2)]
+    assert torch.equal(random_state(), before)
+    assert {value.device.type for value in states[0].values()} == {device}
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    assert not torch.equal(states[0]["lm_head.weight"], states[2]["lm_head.weight"])
 
 
 def test_attn_implementation_of_the_recipe_is_used(folder):

@@ -296,7 +296,7 @@ def test_a_loss_that_cannot_be_replaced_is_left_with_the_reason(reason):
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])  # without and with a cap
 def test_compiles_without_a_graph_break(family):
-    model = tiny_models.make(family)
+    model = tiny_models.make(family, num_hidden_layers=1)
     patch(model)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     for length in (24, 12):

@@ -123,15 +123,13 @@ def test_settings_that_a_strategy_does_not_support_are_refused(key, strategy, au
     assert caught.value.hint.endswith(".")
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
-def test_a_plan_checks_its_strategy(strategy, quickstart, tmp_path):
+def test_a_plan_checks_its_strategy(quickstart, tmp_path):
     changes = ["train.optim_in_backward=true", "train.max_grad_norm=0", "train.gradient_accumulation_steps=1"]
-    recipe = recipe_of(quickstart, *changes, f"parallel.strategy={strategy}", f"checkpoint.output_dir={tmp_path}")
-    if strategy == "fsdp":
-        assert plan_for(recipe, processes=2).plan.optimizer.in_backward
-        return
+    fsdp, ddp = (recipe_of(quickstart, *changes, f"parallel.strategy={strategy}", f"checkpoint.output_dir={tmp_path}")
+                 for strategy in ("fsdp", "ddp"))  # fmt: skip
+    assert plan_for(fsdp, processes=2).plan.optimizer.in_backward
     with pytest.raises(UserError, match="optim_in_backward: under ddp"):
-        plan_for(recipe, processes=2)
+        plan_for(ddp, processes=2)
 
 
 def test_cpu_offload_removes_the_states_from_the_device(quickstart, tmp_path):

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-import ligertune
 from ligertune.recipe import Recipe, TrainSpec, recipe_schema
 from ligertune.recipe.aliases import ALIASES, KEY_OF_ALIAS
 from ligertune.recipe.document import keys
@@ -83,14 +78,3 @@ def test_the_json_schema_forbids_unknown_keys_and_requires_three():
         "CheckpointSpec": ["output_dir"],
     }
     assert set(schema["properties"]) == set(Recipe.model_fields)
-
-
-def test_reading_a_recipe_imports_nothing_heavy(required, load):
-    source = load(required).source
-    code = (
-        "import sys; from pathlib import Path; from ligertune.recipe import load_recipe; "
-        f"load_recipe(Path({str(source)!r})); print({{'torch', 'transformers', 'datasets', 'rich'}} & set(sys.modules))"
-    )
-    root = Path(ligertune.__file__).parent.parent
-    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=60)
-    assert (done.stdout, done.stderr) == ("set()\n", "")

@@ -1,4 +1,4 @@
-"""Write rows of test data as JSON lines."""
+"""Write rows of test data as JSON lines, and damage files."""
 
 from __future__ import annotations
 
@@ -10,3 +10,9 @@ from pathlib import Path
 def write_rows(path: Path, rows: Iterable[dict]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)

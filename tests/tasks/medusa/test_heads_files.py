@@ -83,6 +83,9 @@ def test_names_shapes_and_dtypes(write, form, names, version, dtype):
     assert (folder / "tokenizer.json").is_file()
 
 
+each_form = pytest.mark.parametrize("form", [{}, {"own": True}, {"expand": True}], ids=["shared", "own", "expanded"])
+
+
 def as_vllm_loads(folder: Path) -> dict[str, torch.Tensor]:
     """Load as vLLM 0.31 does: it renames keys, drops unknown tensors, and needs every expected one."""
     config = json.loads((folder / "config.json").read_text())
@@ -113,7 +116,7 @@ def as_vllm_loads(folder: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("form", [{}, {"own": True}, {"expand": True}], ids=["shared", "own", "expanded"])
+@each_form
 def test_vllm_computes_what_the_heads_compute(write, weight, form):
     folder, heads = write(**form)
     loaded, hidden = as_vllm_loads(folder), torch.randn(3, HIDDEN)
@@ -127,15 +130,7 @@ def test_vllm_computes_what_the_heads_compute(write, weight, form):
         torch.testing.assert_close(x @ projection.t(), blocks[i] @ projections[i].t())
 
 
-def test_tgi_recognises_a_speculator(write):
-    """It needs medusa_num_heads, refuses `architectures`, and must not find a name of the base model."""
-    folder, _ = write()
-    config = json.loads((folder / "config.json").read_text())
-    assert "medusa_num_heads" in config and "architectures" not in config and config["base_model_name_or_path"]
-    assert not {"lm_head.weight", "model.embed_tokens.weight"} & load_file(folder / "medusa_lm_head.safetensors").keys()
-
-
-@pytest.mark.parametrize("form", [{}, {"own": True}, {"expand": True}], ids=["shared", "own", "expanded"])
+@each_form
 def test_read_heads_returns_the_same_heads(write, weight, form):
     folder, heads = write(**form)
     loaded, hidden = read_heads(folder, weight), torch.randn(3, HIDDEN)

@@ -98,7 +98,6 @@ def test_stage_2_saves_the_model_with_its_heads(learned, runs):
         ("medusa.stage is 3", {"stage": 3}),
         ("there is no folder .*nowhere/medusa", {"stage": 2, "from_": "./nowhere/medusa"}),
         ("data.max_length is 5", {"set_": ["data.max_length=5"]}),
-        ("model.model_name_or_path", {"model": "./nowhere"}),
         ("nowhere.jsonl", {"data": "nowhere.jsonl"}),
         ("holds no trained heads", {"stage": 2, "from_": "."}),
         ("checkpoint.output_dir: empty/medusa holds no", {"report": True, "set_": ["checkpoint.output_dir=./empty"]}),

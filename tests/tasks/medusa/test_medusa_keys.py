@@ -166,9 +166,3 @@ def test_heads_that_differ_from_the_recipe_are_refused(train, stage_2):
     for key, value in {"num_heads": 3, "num_layers": 2, "lm_head": "shared"}.items():
         with pytest.raises(UserError, match=f"medusa.{key}: {value}, but the heads"):
             train(**{**stage_2, f"medusa.{key}": value})
-
-
-def test_heads_of_another_model_are_refused(train, stage_2, joint):
-    """Heads of stage 2 belong to the model that was trained with them."""
-    with pytest.raises(UserError, match="this is another model"):
-        train(**{**stage_2, "medusa.heads_path": joint[2] / "medusa"})

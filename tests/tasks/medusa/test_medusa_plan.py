@@ -7,9 +7,8 @@ import torch
 import transformers
 from ligertune_kernels import labelled_rows
 from medusa_runs import MEDUSA
+from storages import MadeStorages
 from tiny_models import batch, make
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from ligertune.errors import UserError
@@ -31,26 +30,6 @@ WIDTH = 1024  # much larger than the vocabulary: plain torch holds more logits t
 WIDE, NARROW = ({"hidden_size": WIDTH, "intermediate_size": mlp} for mlp in (4096, 64))
 
 
-class PeakBytes(TorchDispatchMode):
-    """The peak of bytes alive in outputs of operations, without the parameters."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        super().__init__()
-        self.own = {StorageWeakRef(p.untyped_storage()).cdata for p in model.parameters()}
-        self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.bytes = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        given = function(*args, **(kwargs or {}))
-        for tensor in given if isinstance(given, tuple | list) else (given,):
-            if isinstance(tensor, torch.Tensor):
-                storage = StorageWeakRef(tensor.untyped_storage())
-                self.alive[storage.cdata] = (storage, tensor.untyped_storage().nbytes())
-        self.alive = {k: v for k, v in self.alive.items() if k not in self.own and not v[0].expired()}
-        self.bytes = max(self.bytes, sum(size for _, size in self.alive.values()))
-        return given
-
-
 @pytest.mark.parametrize(
     ("sizes", "medusa", "name"),
     [
@@ -70,7 +49,7 @@ def test_memory_of_stage_1_is_what_the_plan_says(sizes, medusa, name):
     labels = ids.clone()
     labels[:, : TOKENS // 4] = -100
     rows = labelled_rows(labels, shift=model.shifts, multiple_of=1)
-    with PeakBytes(model) as found:
+    with MadeStorages(model) as found:
         model(
             input_ids=ids, labels=labels, position_ids=torch.arange(TOKENS)[None], labelled_rows=rows, use_cache=False
         )
@@ -85,7 +64,7 @@ def test_memory_of_stage_1_is_what_the_plan_says(sizes, medusa, name):
     # On a CPU the rows with a target are copied for each head; a GPU would have to synchronise for that.
     at_once = 1 if shape.heads.own_projection else shape.heads.number
     picked = at_once * len(rows) * WIDTH * 4 if name == "loss" else 0
-    assert found.bytes == pytest.approx(planned[name] + picked, rel=0.05)
+    assert found.peak == pytest.approx(planned[name] + picked, rel=0.05)
 
 
 MEASURED = {  # (stage, heads, tokens): GiB on an H100 80GB HBM3, scripts/bench_medusa, 2026-11-22 and 23

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from quickstart_runs import RESUME, plan_run
+from row_files import flip_a_bit
 
 from ligertune.errors import UserError
 from ligertune.storage import newest_checkpoint
@@ -56,12 +57,6 @@ def test_an_incomplete_folder_is_no_checkpoint(saved):
     assert newest_checkpoint(plan.output_dir) == folder / "step-2"
 
 
-def flip_a_bit(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[1000] ^= 1
-    path.write_bytes(content)
-
-
 HARMS = {
     "a bit": (lambda folder: flip_a_bit(folder / "weights"), "weights is not what was written"),
     "the end": (lambda folder: (folder / "weights").write_bytes(b"half"), "weights has 4 bytes instead of 2048"),
@@ -105,6 +100,9 @@ def test_never_and_a_folder_select_the_checkpoint(saved):
                     for wanted in ("never", str(folder / "step-2")))  # fmt: skip
     assert resume_folder(never) == (None, ())
     assert resume_folder(named) == (folder / "step-2", ())
+    (folder / "step-2" / "weights").write_bytes(b"half")
+    with pytest.raises(UserError, match="step-2 is damaged: weights has 4 bytes instead of 2048"):
+        resume_folder(named)
     shutil.rmtree(folder / "step-2")
     with pytest.raises(UserError, match="is not a complete checkpoint"):
         resume_folder(named)

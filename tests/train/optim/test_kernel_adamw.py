@@ -2,55 +2,43 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from rerun_interpreted import DEVICE, RUNS_TRITON, rerun_interpreted
 
 from ligertune.errors import UserError
 from ligertune.recipe import load_recipe
 from ligertune.train.optim.algorithms import KernelAdamW, with_kernel_step
 
-CODE = """
-import torch
-from ligertune.train.optim.algorithms import with_kernel_step
-torch.manual_seed(0)
-def made():
+
+def model_and_optimizer() -> tuple[torch.nn.Module, torch.optim.AdamW]:
     torch.manual_seed(1)
-    model = torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.Linear(5, 3))
-    groups = [{"params": list(model.parameters())[::2], "weight_decay": 0.1},
-              {"params": list(model.parameters())[1::2], "weight_decay": 0.0}]
+    model = torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.Linear(5, 3)).to(DEVICE)
+    parameters = list(model.parameters())
+    groups = [{"params": parameters[::2], "weight_decay": 0.1}, {"params": parameters[1::2], "weight_decay": 0.0}]
     return model, torch.optim.AdamW(groups, lr=1e-2, fused=True)
-(model, one), (expected, other) = made(), made()
-one = with_kernel_step(one)
-one.grad_scale = other.grad_scale = torch.tensor(2.0)
-for step in range(6):
-    x = torch.randn(4, 7)
-    for each, optimizer in ((model, one), (expected, other)):
-        each(x).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    if step == 2:  # each continues with the states of the other
-        a, b = one.state_dict(), other.state_dict()
-        one.load_state_dict(b); other.load_state_dict(a)
-for a, b in zip(model.parameters(), expected.parameters(), strict=True):
-    torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-assert one.state[next(model.parameters())]["step"] == 6
-print("same")
-"""
 
 
-def test_it_trains_as_torchs_adamw_and_states_are_exchangeable():
-    """In a process by itself: triton reads TRITON_INTERPRET when kernels are decorated."""
-    pytest.importorskip("triton")
-    root = Path(__file__).resolve().parents[3]
-    paths = os.pathsep.join([str(root), str(root / "kernels"), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": paths}
-    done = subprocess.run([sys.executable, "-c", CODE], env=environment, capture_output=True, text=True, check=False)
-    assert done.stdout.strip() == "same", done.stderr
+def test_it_trains_as_torchs_adamw_and_states_are_exchangeable(request):
+    if not RUNS_TRITON:
+        rerun_interpreted(__file__, "-k", request.node.name)
+        return
+    (model, one), (expected, other) = model_and_optimizer(), model_and_optimizer()
+    one = with_kernel_step(one)
+    one.grad_scale = other.grad_scale = torch.tensor(2.0, device=DEVICE)
+    for step in range(6):
+        x = torch.randn(4, 7, device=DEVICE)
+        for each, optimizer in ((model, one), (expected, other)):
+            each(x).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if step == 2:  # each continues with the states of the other
+            a, b = one.state_dict(), other.state_dict()
+            one.load_state_dict(b)
+            other.load_state_dict(a)
+    for a, b in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    assert one.state[next(model.parameters())]["step"] == 6
 
 
 def test_groups_and_options_are_kept():
