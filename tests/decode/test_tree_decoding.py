@@ -102,11 +102,8 @@ def test_decoding_stops_inside_a_path():
 def test_typical_acceptance_is_reproducible_and_greedy_at_low_temperature():
     model = sharp("llama")
     prompts = prompts_of((9, 4))
-    heads, transform, tree = (
-        trained_heads(model, prompts_of((9,))),
-        logit_transform(model),
-        CandidateTree.from_paths(WIDE),
-    )
+    heads = trained_heads(model, prompts_of((9,)))
+    transform, tree = logit_transform(model), CandidateTree.from_paths(WIDE)
     texts = []
     for _ in range(2):
         torch.manual_seed(0)

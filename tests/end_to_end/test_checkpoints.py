@@ -6,7 +6,6 @@ import json
 import resource
 import shutil
 import signal
-import subprocess
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate import Accelerator
-from command_line import environment, losses, train_command, weights
+from command_line import losses, weights
 from quickstart_runs import RESUME, plan_run, saves, train, unfinished
 from row_files import flip_a_bit
 from transformers import AutoModelForCausalLM
@@ -83,18 +82,16 @@ def test_a_failed_save_keeps_the_checkpoint_before(cut):
     """A limit on the size of a file stands for a full disk."""
     shutil.rmtree(cut / "run" / "checkpoints" / "step-4")
     shutil.rmtree(cut / "run" / "model")
-    recipe, limit = (
-        cut / "run" / "resolved_recipe.yaml",
-        lambda: resource.setrlimit(resource.RLIMIT_FSIZE, 2 * (300_000,)),
-    )
-    command = train_command("--resume", recipe=recipe, **{"checkpoint.output_dir": "run"})
-    limited = subprocess.run(
-        command, cwd=cut, env=environment(), capture_output=True, text=True, check=False, preexec_fn=limit
-    )
-    assert limited.returncode == 1, limited.stderr[-2000:]
-    assert "Traceback" not in limited.stderr
-    assert "The checkpoint of step 4 could not be written" in limited.stderr
-    assert "The newest complete one is run/checkpoints/step-2" in limited.stderr
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, unlimited[1]))
+    try:
+        with pytest.raises(
+            UserError, match=r"of step 4 could not be written .* newest complete one is .*/step-2"
+        ) as said:
+            train(cut, **SETTINGS, **RESUME)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    assert said.value.exit_code == 1
     assert [path.name for path in (cut / "run" / "checkpoints").iterdir()] == ["step-2"]
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from command_line import losses, weights
 from forked_ranks import on_ranks
-from quickstart_runs import RESUME, plan_run, recipe_for, saves, train_ranks, unfinished
+from quickstart_runs import RESUME, detach_loss, plan_run, recipe_for, saves, train_ranks, unfinished
 from safetensors.torch import load_file
 
 from ligertune.errors import UserError
@@ -132,14 +132,6 @@ def test_two_ranks_train_as_one_process_does_and_resume_to_the_same_bits(name, t
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", [DDP, FSDP], ids=["ddp", "fsdp"])
 def test_a_step_without_gradients_ends_the_run_on_every_rank(settings, tmp_path):
-    def detach_loss(model: torch.nn.Module) -> None:
-        def detach(module: torch.nn.Module, arguments: tuple, output):
-            if output.loss is not None:
-                output.loss = output.loss.detach().requires_grad_()
-            return output
-
-        model.register_forward_hook(detach)
-
     def message(rank: int) -> str:
         try:
             run(plan_run(tmp_path, **settings, **{"train.max_grad_norm": 0}), lambda line: None, change=detach_loss)

@@ -135,13 +135,8 @@ def test_padding_never_hides_eos(corpus, name, pad, noted):
     assert bool(loaded.notes) is noted
     if pad is not None:
         assert loaded.tokenizer.convert_ids_to_tokens(loaded.pad_token_id) == pad
-
-
-@pytest.mark.corpus
-def test_an_ordinary_token_used_for_padding_is_still_decoded(corpus):
-    loaded = load_tokenizer(spec(corpus / "tokenizers" / "gpt2"))
-    token = loaded.tokenizer.decode([loaded.pad_token_id])
-    assert loaded.tokenizer.decode([loaded.pad_token_id], skip_special_tokens=True) == token != ""
+    else:  # an ordinary token, which is still decoded
+        assert loaded.tokenizer.decode([loaded.pad_token_id], skip_special_tokens=True) != ""
 
 
 def test_tokens_and_template_of_the_recipe_are_used(quickstart, tmp_path):

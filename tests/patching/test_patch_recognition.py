@@ -104,7 +104,6 @@ def norm(forward):
 
 OTHER_NORMS = {
     "scaled": ScaledNorm(16),
-    "scaled by a setting": SettingScaledNorm(16, 1.01),
     "bias": BiasedNorm(16),
     "late eps": norm(late_eps),
     "rounded once": norm(rounded_once),

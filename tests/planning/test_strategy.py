@@ -159,17 +159,12 @@ def test_gates_that_cannot_be_offloaded_are_refused(change, quickstart):
         recipe_of(quickstart, "train.gradient_checkpointing=offload_gate", change)
 
 
-@pytest.mark.parametrize(
-    ("copies", "world", "accepted"),
-    [(2, 2, False), (2, 3, False), (2, 1, False), (4, 6, False), (8, 8, False)]
-    + [(2, 4, True), (2, 6, True), (3, 6, True), (4, 8, True)],
-)
-def test_each_copy_of_a_model_needs_two_processes(copies, world, accepted):
-    if accepted:
+def test_each_copy_of_a_model_needs_two_processes():
+    for copies, world in ((2, 4), (2, 6), (3, 6), (4, 8)):
         check_replicas(copies, world)
-        return
-    with pytest.raises(UserError, match=f"{copies} copies need a multiple of .* this run has {world}"):
-        check_replicas(copies, world)
+    for copies, world in ((2, 2), (2, 3), (2, 1), (4, 6), (8, 8)):
+        with pytest.raises(UserError, match=f"{copies} copies need a multiple of .* this run has {world}"):
+            check_replicas(copies, world)
 
 
 def test_replicas_of_a_vision_language_model_do_not_accumulate(quickstart):

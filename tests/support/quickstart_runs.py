@@ -80,3 +80,14 @@ def unfinished(folder: Path) -> Path:
     """Remove the report from the run in `folder`, as if the run had been killed. Returns the run's folder."""
     (folder / "run" / "report.json").unlink()
     return folder / "run"
+
+
+def detach_loss(model: torch.nn.Module) -> None:
+    """Let the loss depend on no parameter, as a wrong hook or wrapper would."""
+
+    def detach(module: torch.nn.Module, arguments: tuple, output: object) -> object:
+        if output.loss is not None:
+            output.loss = output.loss.detach().requires_grad_()
+        return output
+
+    model.register_forward_hook(detach)

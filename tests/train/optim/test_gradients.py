@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from accelerate import Accelerator
-from quickstart_runs import plan_run
+from quickstart_runs import detach_loss, plan_run
 from test_optimizers import plan, tiny
 
 from ligertune.errors import UserError
@@ -73,17 +73,6 @@ def test_other_optimizers_get_scaled_gradients(name, accelerator):
     norm = clip_gradients(accelerator, optimizer, model.parameters(), 0.5)
     for p, grad in zip(model.parameters(), before, strict=True):
         torch.testing.assert_close(p.grad, grad * (0.5 / (norm + 1e-6)))
-
-
-def detach_loss(model: torch.nn.Module) -> None:
-    """Let the loss depend on no parameter, as a wrong hook or wrapper would."""
-
-    def detach(module: torch.nn.Module, arguments: tuple, output: object) -> object:
-        if output.loss is not None:
-            output.loss = output.loss.detach().requires_grad_()
-        return output
-
-    model.register_forward_hook(detach)
 
 
 @pytest.mark.parametrize("way", WAYS)
