@@ -54,10 +54,10 @@ def test_epochs_hold_every_example_of_prepare_once_in_a_new_order_from_the_seed(
 
 def test_sets_of_different_size_end_together(tmp_path, streamed):
     """Sizes are 30 to 1, so about one example in 30 is from the small set in every part of the epoch."""
-    paths = write(tmp_path / "a.jsonl", 3000), write(tmp_path / "b.jsonl", 100)
-    found = [Path(source).name[0] for source in sources(streamed(*paths, buffer=1), 3100)]
-    places = np.flatnonzero(np.array(found) == "b") / 3100
-    assert len(places) == 100 and places.min() < 0.1 and places.max() > 0.4
+    paths = write(tmp_path / "a.jsonl", 6000), write(tmp_path / "b.jsonl", 200)
+    found = [Path(source).name[0] for source in sources(streamed(*paths, buffer=1), 6200)]
+    places = np.flatnonzero(np.array(found) == "b") / 6200
+    assert len(places) == 200 and places.min() < 0.1 and places.max() > 0.4
 
 
 def test_weights_repeat_or_subsample_a_set(tmp_path, streamed):
