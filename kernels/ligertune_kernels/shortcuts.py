@@ -1,20 +1,13 @@
-"""Launch shortcuts through private APIs of torch and Triton: less host time per kernel, all behind one switch.
+"""Launch shortcut: launch a kernel's compiled form again, without Triton's search for it (20 µs with eight tensors).
 
-LIGERTUNE_LAUNCH_SHORTCUTS lists what is on (read at import; default: both; 0: none):
-
-- saved: launch a kernel's compiled form again, without Triton's search for it (20 µs with eight tensors).
-- direct: call the C function inside Triton's Python launcher; only with `saved`.
-
-Without them every op goes the public way with the same results. Each falls back by itself where the installed torch or
-Triton lacks the private name. To delete one: `direct`: delete _direct_call and its call; `saved`: delete this
-file and its two uses in launcher.BoundLaunch.
+It uses private APIs of torch and Triton. LIGERTUNE_LAUNCH_SHORTCUTS=0 (read at import) switches it off: every op then
+goes the public way with the same results, as it does where the installed torch or Triton lacks a private name. To
+delete it, delete this file and its two uses in launcher.BoundLaunch.
 """
 
 from __future__ import annotations
 
-import copy
 import os
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,7 +17,7 @@ try:
 except ModuleNotFoundError:  # nothing is launched without triton
     knobs = None
 
-ON = os.environ.get("LIGERTUNE_LAUNCH_SHORTCUTS", "saved,direct").split(",")
+ON = os.environ.get("LIGERTUNE_LAUNCH_SHORTCUTS") != "0"
 
 # The public functions initialise CUDA first and build a Stream object.
 _current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
@@ -48,11 +41,7 @@ class SavedLaunch:
         """compiled: Triton's CompiledKernel; integers and constants: the kernel's arguments that never change."""
         self.integers, self.constants, self.device = integers, constants, device
         # The launcher takes grid, stream, function, metadata of the kernel, metadata for hooks, two hooks.
-        self.call, self.before, self.packed = compiled.run, (), False
-        self.after = compiled.function, compiled.packed_metadata, None, None, None
-        direct = _direct_call(self.call, self.after) if "direct" in ON else None
-        if direct is not None:
-            self.call, self.before, self.after, self.packed = direct
+        self.call, self.after = compiled.run, (compiled.function, compiled.packed_metadata, None, None, None)
 
     def launch(self, grid: tuple[int, int, int], tensors: tuple[torch.Tensor, ...], others: tuple) -> bool:
         """Launch on the saved device; return False where Triton must launch: hooks, or unaligned tensors."""
@@ -68,11 +57,7 @@ class SavedLaunch:
         if bits % 16:  # the saved form loads vectors of 16 bytes
             return False
         stream = _current_stream(self.device)
-        if self.packed:
-            arguments = (*addresses, *self.integers, *others, *self.constants)
-            self.call(*self.before, *grid, stream, *self.after, arguments)
-        else:
-            self.call(*self.before, *grid, stream, *self.after, *addresses, *self.integers, *others, *self.constants)
+        self.call(*grid, stream, *self.after, *addresses, *self.integers, *others, *self.constants)
         return True
 
 
@@ -84,31 +69,9 @@ def save_launch(
     compiled: what kernel[grid](...) returned, None under the interpreter.
     """
     names = ("run", "function", "packed_metadata")
-    if "saved" not in ON or _current_stream is None or None in (getattr(compiled, name, None) for name in names):
+    if not ON or _current_stream is None or None in (getattr(compiled, name, None) for name in names):
         return None
     if not tensors[0].is_cuda or any(t.data_ptr() % 16 for t in tensors):
         return None
     values = tuple(constants[name] for name in kernel.arg_names if name in constants)
     return SavedLaunch(compiled, integers, values, tensors[0].get_device())
-
-
-def _direct_call(run: Any, after: tuple) -> tuple[Callable, tuple, tuple, bool] | None:
-    """Return the C function that Triton's Python launcher `run` calls, the arguments around grid and stream, packed.
-
-    The launcher is called once with marks, and the marks are found again in what it passes on. packed: the kernel's
-    arguments are one tuple. None where the launcher does more than pass on (it may have to allocate scratch memory), or
-    passes on in an order that is not known here.
-    """
-    if not callable(getattr(run, "launch", None)):
-        return None
-    if getattr(run, "global_scratch_size", 0) or getattr(run, "profile_scratch_size", 0):
-        return None
-    probe, received = copy.copy(run), []
-    probe.launch = lambda *arguments: received.extend(arguments)
-    *place, argument = (object() for _ in range(5))  # grid and stream; an argument of the kernel
-    probe(*place, *after, argument)
-    first = next((i for i in range(len(received)) if received[i : i + 4] == place), None)
-    packed = received[-1:] == [(argument,)]
-    if first is None or not (packed or received[-1:] == [argument]):
-        return None
-    return run.launch, tuple(received[:first]), tuple(received[first + 4 : -1]), packed
