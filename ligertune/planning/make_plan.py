@@ -110,14 +110,14 @@ def choose_resources(recipe: Recipe, inputs: PlanInputs) -> Resources:
     world_size, dtype = machine.world_size, inputs.precision.weights
 
     def need(micro: int) -> DeviceNeed:
-        unsharded = states_of(recipe, shape, dtype)
+        unsharded = states_of(recipe, shape.parameters, dtype)
         return unsharded_need(
             unsharded, estimate_memory(recipe, inputs, unsharded), machine, micro=micro, row_length=length
         )
 
     strategy, why = choose_strategy(recipe, machine, launched_with_fsdp=inputs.launched_with_fsdp, need=need)
     check_strategy(recipe, strategy, autocast=inputs.precision.autocast)
-    states = states_of(recipe, shape, dtype, strategy=strategy, world_size=world_size)
+    states = states_of(recipe, shape.parameters, dtype, strategy=strategy, world_size=world_size)
     shards = shards_of(recipe.parallel.dp_replicate_size, strategy, world_size) if strategy in SHARDED_WEIGHTS else 1
     memory = estimate_memory(recipe, inputs, states, shards=shards)
 

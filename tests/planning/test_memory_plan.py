@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers
+from quickstart_runs import bare_recipe
 
 from ligertune.errors import UserError
 from ligertune.models.shape import read_shape
@@ -22,10 +23,9 @@ from ligertune.planning.memory.activation_bytes import (
 from ligertune.planning.memory.activation_policy import choose_policy
 from ligertune.planning.memory.estimate import MemoryEstimate, largest
 from ligertune.planning.memory.model_shape import LayerShape, ModelShape
-from ligertune.planning.memory.states import NF4_BYTES, state_bytes
+from ligertune.planning.memory.states import NF4_BYTES, states_of
 from ligertune.planning.micro_batch import choose_batching
 from ligertune.planning.options import KernelOptions, MethodOptions
-from ligertune.recipe import Recipe
 from ligertune.recipe.schema import ParallelSpec
 
 E, F, KV, V, LAYERS = 4096, 14336, 1024, 128256, 32  # of Llama-3-8B; KV: width of keys
@@ -55,7 +55,7 @@ def shapes() -> dict[str, ModelShape]:
 
 
 def estimate_of(shape: ModelShape, method: str = "full", **policy: object) -> MemoryEstimate:
-    states = state_bytes(shape.parameters, weight_dtype="bfloat16", optim="adamw_torch_fused", method=method)
+    states = states_of(bare_recipe(method), shape.parameters, "bfloat16")
     return MemoryEstimate(
         states, shape.layer, shape.head, ActivationPolicy(attention="varlen", **policy),
         layers=LAYERS, itemsize=2, labelled=1.0,
@@ -279,17 +279,6 @@ def test_largest_by_bisection():
             assert largest(lambda n, most=most: n <= most, limit=limit) == min(most, limit)
 
 
-def recipe(**train: object) -> Recipe:
-    return Recipe.model_validate(
-        {
-            "model": {"model_name_or_path": "m"},
-            "data": {"datasets": [{"path": "d"}]},
-            "checkpoint": {"output_dir": "o"},
-            "train": {"per_device_train_batch_size": "auto", **train},
-        }
-    )
-
-
 @pytest.mark.parametrize(
     ("method", "recomputes"),
     [
@@ -301,7 +290,9 @@ def recipe(**train: object) -> Recipe:
     ids=str,
 )
 def test_adapters_that_copy_their_input_do_not_recompute(method, recomputes):
-    changed = recipe().model_copy(update={"method": MethodOptions(**method), "kernels": KernelOptions(recompute=True)})
+    changed = bare_recipe().model_copy(
+        update={"method": MethodOptions(**method), "kernels": KernelOptions(recompute=True)}
+    )
     assert choose_policy(changed, "sdpa", {"recompute"}).recompute is recomputes
     assert not choose_policy(changed, "sdpa", {"rms_norm"}).recompute
 
@@ -311,12 +302,12 @@ def test_adapters_that_copy_their_input_do_not_recompute(method, recomputes):
     [(64, 1, 100, 64), (64, 1, 20, 16), (64, 4, 20, 16), (48, 2, 11, 8), (7, 1, 3, 1)],
 )
 def test_auto_keeps_the_global_batch(wanted, world, room, micro):
-    batching = choose_batching(recipe(global_batch_size=wanted), world, lambda rows, accumulates: rows <= room)
+    batching = choose_batching(bare_recipe(global_batch_size=wanted), world, lambda rows, accumulates: rows <= room)
     assert (batching.micro_batch_size, batching.global_batch_size) == (micro, wanted)
 
 
 def test_context_parallel_ranks_share_their_rows():
-    shared = recipe(global_batch_size=8).model_copy(update={"parallel": ParallelSpec(cp_size=2)})
+    shared = bare_recipe(global_batch_size=8).model_copy(update={"parallel": ParallelSpec(cp_size=2)})
     found = choose_batching(shared, 4, lambda rows, accumulates: rows <= 2)
     assert (found.micro_batch_size, found.accumulation, found.row_ranks) == (2, 2, 2)
 
@@ -324,7 +315,7 @@ def test_context_parallel_ranks_share_their_rows():
 def test_auto_considers_the_gradients_of_earlier_micro_batches():
     asked = []
     fits = lambda rows, accumulates: asked.append((rows, accumulates)) or rows == 2  # noqa: E731
-    choose_batching(recipe(global_batch_size=4), 1, fits)
+    choose_batching(bare_recipe(global_batch_size=4), 1, fits)
     assert asked == [(4, False), (2, True)]
 
 
@@ -338,13 +329,13 @@ def test_auto_considers_the_gradients_of_earlier_micro_batches():
 )
 def test_auto_is_refused_if_no_micro_batch_fits(world, fits, message):
     with pytest.raises(UserError, match=message):
-        choose_batching(recipe(global_batch_size=4), world, fits)
+        choose_batching(bare_recipe(global_batch_size=4), world, fits)
 
 
 def test_temporaries_of_optimizer_steps():
     parameters = llama(1).parameters
     states = {
-        name: state_bytes(parameters, weight_dtype="bfloat16", optim=name, method="full")
+        name: states_of(bare_recipe(optim=name), parameters, "bfloat16")
         for name in ("adamw_torch_fused", "adamw_torch", "adamw_bf16", "sgd")
     }
     elements = sum(kind.elements * count for kind, count in parameters)

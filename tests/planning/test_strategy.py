@@ -198,4 +198,4 @@ def states_on_two_devices(quickstart: Path, strategy: str) -> StateBytes:
     recipe = recipe_of(quickstart, f"parallel.strategy={strategy}", "model.dtype=bfloat16")
     config, spec = load.read_config(recipe.model), recipe.model.model_copy(update={"init": "random"})
     model = load.build_model(spec, config, dtype=torch.bfloat16, device="meta", seed=0)
-    return states_of(recipe, read_shape(model), "bfloat16", strategy=strategy, world_size=2)
+    return states_of(recipe, read_shape(model).parameters, "bfloat16", strategy=strategy, world_size=2)

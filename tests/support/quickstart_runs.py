@@ -35,6 +35,12 @@ EXCLUSIVE = {
 RESUME = {"checkpoint.resume_from_checkpoint": "auto"}
 
 
+def bare_recipe(method: str = "full", **train: object) -> Recipe:
+    paths = {"model": {"model_name_or_path": "m"}, "data": {"datasets": [{"path": "d"}]}}
+    train = {"per_device_train_batch_size": "auto", **train}
+    return Recipe(**paths, checkpoint={"output_dir": "o"}, method={"type": method}, train=train)
+
+
 def saves(steps: int) -> dict[str, object]:
     """Return the settings that save a checkpoint every `steps` steps."""
     return {"checkpoint.save_strategy": "steps", "checkpoint.save_steps": steps}

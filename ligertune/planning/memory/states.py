@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from ligertune.planning.memory.model_shape import ModelShape, ParameterKind
+from ligertune.planning.memory.model_shape import ParameterKind
 from ligertune.recipe import Recipe
 from ligertune.recipe.optimizer_table import OPTIMIZERS, optimizer_bytes, step_bytes
 
@@ -50,41 +50,22 @@ def shards_of(dp_replicate_size: int, strategy: Strategy, world_size: int) -> in
 
 
 def states_of(
-    recipe: Recipe, shape: ModelShape, weight_dtype: str, *, strategy: Strategy = "single", world_size: int = 1
-) -> StateBytes:
-    """Return the model states of one process under a strategy."""
-    zero = strategy.startswith("deepspeed")
-    return state_bytes(
-        shape.parameters,
-        weight_dtype=weight_dtype,
-        optim=recipe.train.optim,
-        method=recipe.method.type,
-        shards=shards_of(recipe.parallel.dp_replicate_size, strategy, world_size),
-        whole_weights=strategy not in SHARDED_WEIGHTS,
-        master_weights=zero and weight_dtype != "float32",
-        rank=recipe.train.galore.rank,
-        offload=recipe.train.optim_offload,
-    )
-
-
-def state_bytes(
+    recipe: Recipe,
     parameters: Iterable[tuple[ParameterKind, int]],
-    *,
     weight_dtype: str,
-    optim: str,
-    method: str,
-    shards: int = 1,
-    whole_weights: bool = False,
-    master_weights: bool = False,
-    rank: int = 0,
-    offload: bool = False,
+    *,
+    strategy: Strategy = "single",
+    world_size: int = 1,
 ) -> StateBytes:
-    """Return the model states of parameters, given as (kind, number of parameters of that kind).
+    """Return the model states of one process under a strategy.
 
-    shards: ranks that share the states. whole_weights: each rank holds all weights, and shares the rest.
-    master_weights: the optimizer keeps float32 copies of the weights. rank: of projected gradients (GaLore).
-    offload: the optimizer works in host memory.
+    parameters: (kind, number of parameters of that kind). GaLore's optimizer states have the size of its projected
+    gradients.
     """
+    optim, method, offload = recipe.train.optim, recipe.method.type, recipe.train.optim_offload
+    shards = shards_of(recipe.parallel.dp_replicate_size, strategy, world_size)
+    # DeepSpeed's optimizer keeps float32 copies of the weights.
+    master_weights = strategy.startswith("deepspeed") and weight_dtype != "float32"
     weights = trained = masters = 0.0
     states: Counter = Counter()
     for kind, count in parameters:
@@ -95,10 +76,10 @@ def state_bytes(
             masters += 4 * count * kind.elements * master_weights
             itemsize = 4 if master_weights else kind.itemsize(weight_dtype)
             states[(kind.shape, itemsize, kind.inside)] += count
-    kept = (optimizer_bytes(optim, states, rank=rank) + round(masters)) // shards
+    kept = (optimizer_bytes(optim, states, rank=recipe.train.galore.rank) + round(masters)) // shards
     hosted = kept if offload or OPTIMIZERS[optim].on_host else 0
     return StateBytes(
-        weights=round(weights if whole_weights else weights / shards),
+        weights=round(weights / shards if strategy in SHARDED_WEIGHTS else weights),
         gradients=round(trained / shards),
         optimizer=kept - hosted,
         trained=round(trained / shards),

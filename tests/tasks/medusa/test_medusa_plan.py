@@ -7,6 +7,7 @@ import torch
 import transformers
 from ligertune_kernels import labelled_rows
 from medusa_runs import MEDUSA
+from quickstart_runs import bare_recipe
 from storages import MadeStorages
 from tiny_models import batch, make
 from torch.utils.flop_counter import FlopCounterMode
@@ -16,7 +17,7 @@ from ligertune.patching.patch import patch
 from ligertune.planning.memory.activation_bytes import CUBLAS_WORKSPACE, ActivationPolicy, MicroBatch, StepBytes
 from ligertune.planning.memory.estimate import MemoryEstimate
 from ligertune.planning.memory.fit import largest_fits
-from ligertune.planning.memory.states import state_bytes
+from ligertune.planning.memory.states import states_of
 from ligertune.planning.options import MedusaOptions
 from ligertune.recipe import load_recipe
 from ligertune.run import plan_for
@@ -91,7 +92,7 @@ def shapes() -> dict[tuple[int, int], MedusaShape]:
 def test_the_plan_matches_the_measurements(point, shapes):
     stage, number, tokens = point
     shape = shapes[stage, number]
-    states = state_bytes(shape.parameters, weight_dtype="bfloat16", optim="adamw_torch_fused", method="full")
+    states = states_of(bare_recipe(), shape.parameters, "bfloat16")
     estimate = MemoryEstimate(
         states, shape.layer, shape.head, ActivationPolicy(attention="varlen", checkpointing=stage == 2),
         layers=shape.num_hidden_layers, itemsize=2, labelled=0.75, in_front=shape.in_front,

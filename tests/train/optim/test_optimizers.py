@@ -9,11 +9,11 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from quickstart_runs import plan_run
+from quickstart_runs import bare_recipe, plan_run
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ligertune.models.shape import read_shape
-from ligertune.planning.memory.states import state_bytes
+from ligertune.planning.memory.states import states_of
 from ligertune.planning.optimization import Galore, Optimizer
 from ligertune.recipe.optimizer_table import OPTIMIZERS
 from ligertune.run import run
@@ -109,7 +109,7 @@ def test_its_states_have_the_planned_size(name, dtype):
     optimizer = build_optimizer(model, plan(name))
     steps(model, optimizer, range(1), 1e-3)
     held = sum(t.numel() * t.element_size() for s in optimizer.state.values() for t in s.values() if t.numel() > 1)
-    planned = state_bytes(read_shape(model).parameters, weight_dtype=dtype, optim=name, method="full", rank=128)
+    planned = states_of(bare_recipe(optim=name), read_shape(model).parameters, dtype)
     assert planned.optimizer == held
     assert planned.weights == sum(p.numel() * p.element_size() for p in model.parameters())
 
@@ -191,8 +191,8 @@ def test_stochastic_rounding_keeps_the_mean_and_non_finite_values():
 
 @pytest.mark.parametrize("name", ["adamw_torch_fused", "muon"])
 def test_states_are_planned_in_host_memory_and_on_disk(name):
-    shape, how = read_shape(tiny()).parameters, {"weight_dtype": "bfloat16", "optim": name, "method": "full"}
-    on_device, hosted = state_bytes(shape, **how), state_bytes(shape, **how, offload=True)
+    recipes = [bare_recipe(optim=name, optim_offload=offload) for offload in (False, True)]
+    on_device, hosted = (states_of(recipe, read_shape(tiny()).parameters, "bfloat16") for recipe in recipes)
     assert (hosted.optimizer, hosted.step) == (0, 0)
     assert hosted.in_host_memory == on_device.optimizer > 0
     assert hosted.saved_states == on_device.saved_states
