@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 
 class UserError(Exception):
     """An error for the user: one clear sentence instead of a traceback.
@@ -21,11 +23,7 @@ class UserError(Exception):
 
     def __reduce__(self) -> tuple:
         # the default pickling between processes drops keyword-only arguments
-        return (_unpickle, (type(self), self.message, self.hint, self.exit_code))
-
-
-def _unpickle(kind: type[UserError], message: str, hint: str, exit_code: int) -> UserError:
-    return kind(message, hint=hint, exit_code=exit_code)
+        return (partial(type(self), self.message, hint=self.hint, exit_code=self.exit_code), ())
 
 
 def plural(count: int, noun: str, nouns: str = "") -> str:

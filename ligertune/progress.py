@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 # About the time of the command: the console script imports this module before anything heavy.
@@ -32,7 +32,7 @@ def importing() -> Iterator[None]:
             gc.enable()
 
 
-class Phases:
+class Phases(AbstractContextManager):
     """Consecutive phases of a start-up. `seconds` holds the duration of each finished phase by name.
 
     say: is called when a phase begins, and every `every` seconds with its duration so far, because a silent wait looks
@@ -54,9 +54,6 @@ class Phases:
         self._changed, self._over, self._every = threading.Event(), False, every
         if say is not None:
             threading.Thread(target=self._remind, name="phases", daemon=True).start()
-
-    def __enter__(self) -> Phases:
-        return self
 
     def __exit__(self, *exc: object) -> None:
         self.end()

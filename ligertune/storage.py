@@ -113,10 +113,8 @@ def read_metrics(path: Path) -> list[dict]:
         return []
     lines = []
     for text in path.read_text(encoding="utf-8").split("\n"):
-        try:
+        with contextlib.suppress(json.JSONDecodeError):
             lines.append(json.loads(text))
-        except json.JSONDecodeError:
-            continue
     return lines
 
 

@@ -19,7 +19,6 @@ from ligertune.errors import UserError
 from ligertune.models.shape import text_layers
 
 Kind = Literal[True, "offload", "offload_gate", "offload_both"]  # the values of train.gradient_checkpointing
-Contexts = tuple[contextlib.AbstractContextManager, contextlib.AbstractContextManager]
 
 
 def checkpoint_layers(
@@ -96,7 +95,7 @@ def _in_host_memory(checkpoint: Callable[..., Any], offloader: ActivationOffload
     return offloaded
 
 
-def _contexts(gates: ActivationOffloader) -> Contexts:
+def _contexts(gates: ActivationOffloader) -> tuple[contextlib.AbstractContextManager, ...]:
     """Return torch.utils.checkpoint's contexts: the second run has the mode of the first, also in the backward."""
     layer = CheckpointedLayer(gates)
     again = _Reusable(partial(deterministic_backward, False), partial(layer.running, again=True))

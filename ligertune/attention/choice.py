@@ -110,7 +110,7 @@ def _explicit_choice(wanted: str, reason: str | None, *, packing: bool) -> Atten
             hint="Write auto, which takes an exact one that fits.",
         )
     row = next(row for row in ATTENTIONS if row.name == wanted)
-    name = row.packed if packing or wanted == "varlen" else row.name
+    name = row.packed if packing else row.name
     return AttentionChoice(name, "", row.multiple_of, row.one_launch)
 
 

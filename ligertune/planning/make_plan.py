@@ -100,7 +100,8 @@ def make_plan(recipe: Recipe, inputs: PlanInputs, *, notes: tuple[str, ...] = ()
             *_memory_notes(recipe, inputs, resources),
         ),
     )
-    check_cuda_graphs(plan, has_images=inputs.has_images)
+    if recipe.train.cuda_graphs:
+        check_cuda_graphs(plan, has_images=inputs.has_images)
     return suggest_cuda_graphs(plan, recipe, has_images=inputs.has_images)
 
 
@@ -219,10 +220,8 @@ def _memory_notes(recipe: Recipe, inputs: PlanInputs, resources: Resources) -> t
     return (*notes, *memory.host_notes(batching.micro_batch_size, inputs.row_length))
 
 
-def check_cuda_graphs(plan: Plan, *, has_images: bool, wanted: bool | None = None) -> None:
-    """Raise UserError if `train.cuda_graphs` is set (`wanted` overrides it) and a step cannot be recorded."""
-    if not (plan.build.execution.cuda_graphs if wanted is None else wanted):
-        return
+def check_cuda_graphs(plan: Plan, *, has_images: bool) -> None:
+    """Raise UserError if a step cannot be recorded for `train.cuda_graphs`."""
     if plan.strategy != "single":
         raise UserError(
             f"train.cuda_graphs records the work of one process, and parallel.strategy is {plan.strategy} here.",
@@ -271,7 +270,7 @@ def suggest_cuda_graphs(plan: Plan, recipe: Recipe, *, has_images: bool) -> Plan
     if contradicts_itself(with_graphs):
         return plan
     try:
-        check_cuda_graphs(plan, has_images=has_images, wanted=True)
+        check_cuda_graphs(plan, has_images=has_images)
     except UserError:
         return plan
     note = (

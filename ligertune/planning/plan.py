@@ -138,13 +138,8 @@ class Plan(RunOptions):
 
     def as_dict(self) -> dict:
         """Return the plan as plain values for plan.json."""
-        names = [f.name for f in dataclasses.fields(self) if f.name not in NOT_IN_JSON]
-        values = {name: getattr(self, name) for name in names}
-        plain = {
-            JSON_KEYS.get(name, name): dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value
-            for name, value in values.items()
-        }
-        plain["kernels"] = [dataclasses.asdict(line) for line in self.kernels]
+        values = dataclasses.asdict(self).items()
+        plain = {JSON_KEYS.get(name, name): value for name, value in values if name not in NOT_IN_JSON}
         plain["batching"]["global_batch_size"] = self.batching.global_batch_size
         plain["peak"] = self.peak and {**self.peak.parts(), "total": self.peak.total, "at": self.peak.phase.name}
         return plain

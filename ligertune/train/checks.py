@@ -42,7 +42,7 @@ def document_leak(model: PreTrainedModel, *, multiple_of: int) -> float:
     Attention isolates them by construction (`attention.choice`), but recurrence, convolutions, experts of limited
     capacity or continued positions may not.
     """
-    device, vocab_size = model.device, model.config.get_text_config().vocab_size
+    vocab_size, family = model.config.get_text_config().vocab_size, family_of(model.config)
     rng = np.random.default_rng(0)
     first, other, second = (rng.integers(vocab_size, size=length) for length in (FIRST, FIRST, SECOND))
     logits = []
@@ -50,9 +50,9 @@ def document_leak(model: PreTrainedModel, *, multiple_of: int) -> float:
         examples = [Example(tokens, tokens, "") for tokens in (document, second)]
         batch = collate_packed(examples, pad_token_id=0, pad_to_multiple_of=multiple_of)
         del batch["labels"]
-        if _uses_position_sections(model):
+        if family is not None and family.positions == "sections":  # those of the text, and of time, height and width
             batch["position_ids"] = batch["position_ids"].expand(4, 1, -1)
-        logits.append(_evaluate_batch(model, batch, device).logits[0].float())
+        logits.append(_evaluate_batch(model, batch, model.device).logits[0].float())
     change = (logits[0] - logits[1]).abs().amax(-1)  # (T,)
     return float(change[FIRST : FIRST + SECOND].max() / change[:FIRST].max())
 
@@ -66,12 +66,6 @@ def _evaluate_batch(model: nn.Module, batch: dict[str, Any], device: torch.devic
     output = model(**tensors, **loss_inputs, use_cache=False)
     model.train(was_training)
     return output
-
-
-def _uses_position_sections(model: PreTrainedModel) -> bool:
-    """Return whether position_ids are (4, 1, T): those of the text, and of time, height and width."""
-    family = family_of(model.config)
-    return family is not None and family.positions == "sections"
 
 
 def check_document_isolation(model: PreTrainedModel, *, multiple_of: int) -> None:

@@ -35,7 +35,7 @@ class _Record:
 
 
 @dataclass(eq=False)
-class MetricsLogger:
+class MetricsLogger(contextlib.AbstractContextManager):
     """Write metrics without a GPU synchronisation: `record` at the end of a step, `flush` one step later.
 
     As a context manager it also writes the last record of a run that ends by an exception, if its numbers have arrived.
@@ -48,9 +48,6 @@ class MetricsLogger:
     file: MetricsFile
     show: Callable[[dict], None]
     _pending: _Record | None = None
-
-    def __enter__(self) -> MetricsLogger:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if error is None or self._pending is None:

@@ -56,9 +56,6 @@ class Job:
         return {"prompt_template": template, "system_prompt": self.plan.data_options.system_prompt}
 
 
-Answer = Callable[[nn.Module], list[dict[str, str]]]
-
-
 class Training:
     """All objects that the loop uses, set up for a job: every rank makes one.
 
@@ -205,7 +202,7 @@ def _batchers(
     return batcher, replace(batcher, examples=data.eval, prefetcher=prefetchers[1]) if data.eval else None
 
 
-def _sample_answers(job: Job) -> Answer | None:
+def _sample_answers(job: Job) -> SampleAnswers | None:
     """Return a function that answers `eval.sample_prompts`; None without prompts, or if ranks share the weights."""
     prompts = job.plan.evaluation.sample_prompts
     if not prompts or job.plan.shares_weights:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from ligertune.errors import UserError
 from ligertune.planning.memory.activation_policy import why_not_predicted
@@ -30,19 +31,12 @@ def largest_fits(plan: Plan) -> tuple[Fit, Fit]:
 
 
 def _fit(plan: Plan, estimate: MemoryEstimate) -> Fit:
-    memory, length = plan.machine.memory_bytes, plan.row_length
-    accumulates, multiple_of = plan.batching.accumulation > 1, max(64, plan.rows.multiple_of)
-
-    def rows_fit(count: int) -> bool:
-        return estimate.fits(count, length, accumulates=accumulates, memory=memory)
-
-    def length_fits(multiples: int) -> bool:
-        return estimate.fits(1, multiples * multiple_of, accumulates=accumulates, memory=memory)
-
+    multiple_of = max(64, plan.rows.multiple_of)
+    fits = partial(estimate.fits, accumulates=plan.batching.accumulation > 1, memory=plan.machine.memory_bytes)
     return Fit(
         bool(estimate.policy.checkpointing),
-        largest(rows_fit, limit=MAX_ROWS),
-        multiple_of * largest(length_fits, limit=MAX_TOKENS // multiple_of),
+        largest(lambda count: fits(count, plan.row_length), limit=MAX_ROWS),
+        multiple_of * largest(lambda multiples: fits(1, multiples * multiple_of), limit=MAX_TOKENS // multiple_of),
     )
 
 

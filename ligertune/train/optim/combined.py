@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -65,15 +66,12 @@ class OptimizerInBackward(CombinedOptimizer):
         self._hooks = []
         for part in self.parts:
             (parameter,) = (p for group in part.param_groups for p in group["params"])
-            self._hooks.append(parameter.register_post_accumulate_grad_hook(self._stepping(part)))
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(partial(self._step_in_backward, part)))
 
-    def _stepping(self, part: torch.optim.Optimizer) -> Callable[[nn.Parameter], None]:
-        def step(parameter: nn.Parameter) -> None:
-            part.step()
-            parameter.grad = None
-            self.updates += 1
-
-        return step
+    def _step_in_backward(self, part: torch.optim.Optimizer, parameter: nn.Parameter) -> None:
+        part.step()
+        parameter.grad = None
+        self.updates += 1
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:
