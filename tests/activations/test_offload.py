@@ -9,7 +9,7 @@ import tiny_models
 import torch
 
 from ligertune.activations.checkpointing import checkpoint_layers
-from ligertune.activations.gate_offload import offload_gates, require_gates
+from ligertune.activations.gate_offload import CheckpointedLayer, offload_gates, require_gates
 from ligertune.activations.offload import BLOCK, ActivationOffloader, OffloadPace, offloadable_share
 from ligertune.errors import UserError
 from ligertune.models.trainable import apply_method
@@ -184,6 +184,15 @@ def test_a_model_without_separate_gates_is_refused():
     assert offload_gates(model) == 0
     with pytest.raises(UserError, match="phi3 has no separate ones"):
         require_gates(0, "phi3")
+
+
+def test_a_layer_with_two_gates_takes_back_each():
+    layer, x, weights = CheckpointedLayer(ActivationOffloader()), torch.ones(1, 2), (torch.eye(2), 2 * torch.eye(2))
+    with layer.running(again=False):
+        first = [layer.gate(x, weight, None) for weight in weights]
+    with layer.running(again=True):
+        again = [layer.gate(x, torch.zeros(2, 2), None) for _ in weights]
+    assert [t.tolist() for t in again] == [t.tolist() for t in first] == [[[1, 1]], [[2, 2]]]
 
 
 @pytest.mark.parametrize(("layer", "copy", "share"), [(25, 14, 1), (25, 40, 0.60625), (25, 0, 1), (0, 9, 0)])

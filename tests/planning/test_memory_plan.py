@@ -25,6 +25,7 @@ from ligertune.planning.memory.estimate import MemoryEstimate, largest
 from ligertune.planning.memory.model_shape import LayerShape, ModelShape
 from ligertune.planning.memory.states import NF4_BYTES, states_of
 from ligertune.planning.micro_batch import choose_batching
+from ligertune.planning.optimization import make_schedule
 from ligertune.planning.options import KernelOptions, MethodOptions
 from ligertune.recipe.schema import ParallelSpec
 
@@ -304,6 +305,12 @@ def test_adapters_that_copy_their_input_do_not_recompute(method, recomputes):
 def test_auto_keeps_the_global_batch(wanted, world, room, micro):
     batching = choose_batching(bare_recipe(global_batch_size=wanted), world, lambda rows, accumulates: rows <= room)
     assert (batching.micro_batch_size, batching.global_batch_size) == (micro, wanted)
+
+
+def test_a_share_of_the_steps_warms_up_rounded_up():
+    train = bare_recipe(num_train_epochs=1, warmup_ratio=0.25)
+    schedule = make_schedule(train, rows=10, global_batch_size=2)
+    assert (schedule.total_steps, schedule.warmup_steps) == (5, 2)
 
 
 def test_context_parallel_ranks_share_their_rows():
