@@ -5,7 +5,7 @@ from __future__ import annotations
 import tracemalloc
 from collections import Counter, deque
 from collections.abc import Callable
-from itertools import islice, takewhile
+from itertools import islice, pairwise, takewhile
 from pathlib import Path
 
 import numpy as np
@@ -44,6 +44,8 @@ def test_epochs_hold_every_example_of_prepare_once_in_a_new_order_from_the_seed(
     found = sources(streamed(path), 600)
     assert len(set(found[:300])) == len(set(found[300:])) == 300
     assert found[:300] != found[300:] != sorted(found[300:])
+    lines = [int(source.rpartition(":")[2]) for source in found[:250]]  # drawn from a full buffer
+    assert sum(a > b for a, b in pairwise(lines)) > 60
     found = sources(streamed(path, seed=7), 300)
     assert found == sources(streamed(path, seed=7), 300) != sources(streamed(path, seed=8), 300)
     whole = prepare(DataOptions(datasets=[DatasetOptions(path=str(path))]), stories, seed=0).train
