@@ -58,10 +58,13 @@ IN_KEY = (
 NOT_IN_KEY = ({}, {"val_split": 0.2}, {"num_proc": 2}, {"packing": False}, {"seed": 5})
 
 
-def test_the_settings_that_change_examples_change_the_key(home, rows, prepared):
+def test_the_settings_that_change_examples_change_the_key(home, rows, prepared, monkeypatch):
     prepared(rows)
     for settings in (*IN_KEY, *NOT_IN_KEY):
         assert is_cached(prepared(rows, **settings)) == (settings in NOT_IN_KEY), settings
+    for name in ("version", "_own_code"):
+        monkeypatch.setattr(f"ligertune.data.cache.{name}", lambda *named: "another")
+        assert not is_cached(prepared(rows)), name
 
 
 def test_a_changed_byte_a_tokenizer_and_a_template_change_the_key(home, rows, prepared, quickstart, tmp_path):

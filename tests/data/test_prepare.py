@@ -43,7 +43,7 @@ def test_examples_are_what_the_tokenizer_gives(tmp_path, prepared, stories):
 
 def test_val_split_is_a_seeded_draw(hundred, prepared):
     def split(seed):
-        data = prepared(hundred, seed=seed, val_split=0.1)
+        data = prepared(hundred, seed=seed, val_split=0.097)
         return data.train.sources, data.eval.sources, data
 
     train, held_out, data = split(7)
@@ -64,7 +64,8 @@ def test_several_data_sets_and_eval_datasets_with_their_own_report(tmp_path, hun
     data = DataOptions(datasets=[DatasetOptions(path=str(hundred))], eval_datasets=[DatasetOptions(path=str(other))])
     ready = prepare(data, stories, seed=0)
     assert (len(ready.train), len(ready.eval)) == (100, 1)
-    assert ready.eval_report.dropped == {"empty answer": 1} and ready.report.dropped == {}
+    assert (ready.eval_report.examples, ready.eval_report.dropped) == (1, {"empty answer": 1})
+    assert ready.report.dropped == {}
     # data sets of different formats are concatenated
     turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
     chats = write_rows(tmp_path / "c.jsonl", [{"messages": turns}])
@@ -123,7 +124,7 @@ def test_overlength_is_dropped_truncated_or_refused(hundred, prepared):
     assert dropped.report.dropped == {"too long": beyond} and dropped.report.overlength == beyond > 0
     cut = prepared(hundred, max_length=limit, on_overlength="truncate")
     assert (len(cut.train), cut.report.truncated, cut.train.lengths.max()) == (100, beyond, limit)
-    assert cut.train[99].labels[-1] != -100
+    assert cut.train[99].labels[-1] != -100 and cut.report.notes == ()  # only whole rows must end
     with pytest.raises(UserError, match=rf"hundred\.jsonl:\d+: \d+ tokens, more than data\.max_length: {limit}"):
         prepared(hundred, max_length=limit, on_overlength="error")
     prompt = int((prepared(hundred).train[0].labels == -100).sum())  # of one digit, the shortest
@@ -137,7 +138,11 @@ def test_a_template_without_end_of_turn_is_noted(tmp_path, hundred, prepared):
     source.write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
     notes = prepared(hundred, prompt_template=str(source)).report.notes
     assert len(notes) == 1 and "100 of 100 examples end without a special token" in notes[0]
-    assert prepared(hundred).report.notes == ()
+    assert (
+        prepared(hundred).report.notes
+        == prepared(hundred, prompt_template=str(source), train_on="all").report.notes
+        == ()
+    )
 
 
 def test_examples_are_a_sequence(hundred, prepared):
@@ -167,6 +172,7 @@ def test_raw_text_is_split_without_loss(tmp_path, prepared, stories):
     assert list(chain(*pieces[:-1])) == whole[0] and pieces[-1] == whole[1]
     assert all((e.labels[1:] == e.input_ids[1:]).all() and e.labels[0] == -100 for e in data.train)
     assert data.report.dropped == {"no text": 1} and data.report.overlength == 0
+    assert len(prepared([{"text": texts[1]}], max_length=len(whole[1]) - 1).train) == 1  # the last token alone
     (tmp_path / "book.txt").write_text("Once upon a time.\n\nThe end.\n" * 20)
     book = prepared(tmp_path / "book.txt", max_length=100)
     assert book.report.sets[0].format == "text" and book.report.trained_share > 0.98

@@ -15,7 +15,7 @@ from ligertune.cli.render import console as render
 from ligertune.cli.render import data_report as render_data
 from ligertune.cli.render.data_report import data_page, visible_text
 from ligertune.data.batching.packing import pack
-from ligertune.data.preview import preview, preview_summary
+from ligertune.data.preview import length_statistics, preview, preview_summary
 from ligertune.data.statistics import data_statistics
 from ligertune.errors import UserError
 from ligertune.planning.batch_layout import StatisticsOptions
@@ -152,6 +152,8 @@ def test_statistics_of_rows_padding_steps_and_tokens():
     assert (found["steps"], found["tokens"], found["trained_tokens"]) == (1, 2 * 215, 2 * int((lengths // 2).sum()))
     assert found["fill_shuffled"] < found["fill_grouped"] == pytest.approx(215 / (2 * 10 + 2 * 30 + 2 * 50 + 60))
     assert found["fill_to_max_length"] == pytest.approx(215 / (7 * 64))
+    per_step = found["steps_per_epoch"], found["tokens_per_step"]
+    assert per_step == pytest.approx((len(packs) / 12, 12 * 215 / len(packs)))
     padded = recipe().model_copy(update={"data": recipe().data.model_copy(update={"packing": False})})
     alone = data_statistics(lengths, lengths // 2, StatisticsOptions.of(padded, processes=1))
     assert (alone["rows"], alone["packed"], alone["fill"]) == (7, False, alone["fill_grouped"])
@@ -160,6 +162,12 @@ def test_statistics_of_rows_padding_steps_and_tokens():
     assert (alone["padding_free"], padding_free["padding_free"], padding_free["fill"]) == (False, True, 1.0)
     found = data_statistics(lengths, lengths, StatisticsOptions.of(recipe(max_steps=4), processes=1))
     assert found["tokens"] == round(215 * 4 * 6 / len(packs))
+
+
+def test_statistics_of_the_lengths_1_to_101():
+    found = length_statistics(np.arange(1, 102))
+    assert found["edges"] == [*range(1, 102, 5)] and found["counts"] == [5] * 20 + [1]
+    assert [found[name] for name in ("mean", "p50", "p90", "p95", "p99", "max")] == [51.0, 51, 91, 96, 100, 101]
 
 
 def test_invisible_text_is_made_visible():

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import tracemalloc
-from collections import Counter, deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from itertools import islice, pairwise, takewhile
 from pathlib import Path
@@ -57,18 +58,23 @@ def test_epochs_hold_every_example_of_prepare_once_in_a_new_order_from_the_seed(
 def test_sets_of_different_size_end_together(tmp_path, streamed):
     """Sizes are 30 to 1, so about one example in 30 is from the small set in every part of the epoch."""
     paths = write(tmp_path / "a.jsonl", 6000), write(tmp_path / "b.jsonl", 200)
-    found = [Path(source).name[0] for source in sources(streamed(*paths, buffer=1), 6200)]
-    places = np.flatnonzero(np.array(found) == "b") / 6200
-    assert len(places) == 200 and places.min() < 0.1 and places.max() > 0.4
+    for weight, last in ((1, 0.4), (2, 0.7)):  # b is read in chunks of 100
+        total = 6000 + weight * 200
+        found = sources(streamed(*paths, buffer=1, weights=[1.0, weight]), total)
+        places = np.flatnonzero(["b.jsonl" in source for source in found]) / total
+        assert len(places) == weight * 200 and places.min() < 0.1 and places.max() > last
 
 
 def test_weights_repeat_or_subsample_a_set(tmp_path, streamed):
-    paths = write(tmp_path / "a.jsonl", 400), write(tmp_path / "b.jsonl", 400), write(tmp_path / "c.jsonl", 10)
-    stream = streamed(*paths, weights=[2.0, 0.25, 1.0])
-    epoch = [example.source for example in takewhile(lambda _: stream.epoch == 1, stream)]
-    seen = Counter(Path(source.rpartition(":")[0]).stem for source in epoch)
-    assert (seen["a"], seen["c"]) == (800, 10) and 70 < seen["b"] < 130  # 100 +- 9 of 400, drawn one by one
-    assert set(Counter(source for source in epoch if "a.jsonl" in source).values()) == {2}
+    stream = streamed(*(write(tmp_path / f"{name}.jsonl", 400) for name in "abc"), weights=[2.0, 0.25, 0.25])
+    seen = defaultdict(list)
+    for example in takewhile(lambda _: stream.epoch < 3, stream):
+        file, _, line = example.source.rpartition(":")
+        seen[stream.epoch, Path(file).stem].append(int(line))
+    assert sorted(seen[1, "a"]) == sorted([*range(1, 401)] * 2)
+    draws = [sorted(seen[place]) for place in ((1, "b"), (1, "c"), (2, "b"))]
+    assert all(70 < len(draw) < 130 for draw in draws)  # 100 +- 9 of 400, drawn one by one
+    assert draws[0] not in draws[1:]
 
 
 def test_dropped_rows_are_counted_while_reading(tmp_path, streamed):
@@ -128,5 +134,5 @@ def test_prepare_streams_training_data_and_loads_evaluation_data(tmp_path, stori
     data: PreparedData = prepare(DataOptions(streaming=True, **sets), stories, seed=0)
     assert data.streamed and len(data.eval) == 5 and data.template == "alpaca"
     before = data.train.fingerprint
-    write(train, 99)
+    os.utime(train, (1, 1))
     assert prepare(DataOptions(streaming=True, **sets), stories, seed=0).train.fingerprint != before

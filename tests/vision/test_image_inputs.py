@@ -103,10 +103,13 @@ def test_positions_equal_the_models(family, examples_of, reader_of, tokenizer_of
 @pytest.mark.parametrize("family", tiny_vlms.FAMILIES)
 def test_labels_are_the_answer_and_its_end(family, examples_of, tokenizer_of, reader_of):
     ends = {"mllama": "Yes<|eot_id|>", "llava": " Yes </s>", "gemma3": "Yes<end_of_turn>"}
-    for example in examples_of(family).train:
+    rows = examples_of(family)
+    for example in rows.train:
         trained = example.labels != -100
         assert tokenizer_of(family).decode(example.labels[trained]) == ends.get(family, "Yes<|im_end|>")
         assert not np.isin(example.labels[trained], list(reader_of(family).untrained)).any()
+    labels = batch_of(rows, reader_of(family), (4,))["labels"]  # a row without images gets a blank one
+    assert int((labels != -100).sum()) == int(trained.sum())
 
 
 def test_mllama_refuses_a_batch_of_rows_with_different_numbers_of_images(examples_of, reader_of):

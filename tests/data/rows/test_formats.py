@@ -174,6 +174,7 @@ def test_unusual_rows_are_kept():
         {"instruction": "i", "input": "no input", "output": "o"},
         chat(("system", "s"), ("assistant", "Welcome.")),
         chat(("system", " "), ("user", "q"), ("assistant", "a")),
+        chat(("user", "q"), ("assistant", ""), reasoning="It is the key `reasoning`."),
         shared(("human", "q"), ("function_call", '{"name": "f"}'), ("observation", ""), ("gpt", "a")),
     ):
         assert convert(row).messages[-1].role == "assistant"
