@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import packed_rows
@@ -138,6 +139,14 @@ def test_every_token_is_one_ranks_and_sees_its_documents(ranks):
     begins = [0, 5, 6, 46]
     assert all(begin == max(b for b in begins if b <= first) for begin, first, _ in runs)
     assert all(last <= next((b for b in begins if b > first), 48) for _, first, last in runs)
+
+
+def test_labelled_rows_of_a_part_predict_its_shifted_labels():
+    parts = ContextParallelSplit(SimpleNamespace(rank=lambda: 1, size=lambda: RANKS))
+    documents, options = packed_rows.documents(), {"index_labels": True, "rows_multiple_of": 1}
+    part = Batcher(documents, packed=True, multiple_of=ROW, pad_token_id=0, device=torch.device("cpu"),
+                   context_parallel=parts, **options)([np.arange(len(documents))])  # fmt: skip
+    assert part["labelled_rows"].tolist() == torch.nonzero(part["shift_labels"][0] != -100).flatten().tolist()
 
 
 def test_ranks_have_as_much_attention_to_do():

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import math
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ from typer.testing import CliRunner
 from ligertune.bench import accuracy
 from ligertune.bench.case import Case, Provider, Rates, function
 from ligertune.bench.cases.case_table import BENCHMARKS, cases_of
-from ligertune.bench.clock import Timing
+from ligertune.bench.clock import Timing, measured_rates
 from ligertune.bench.measure import BenchSetup, Repetitions, Row, bench, bench_setup
 from ligertune.cli.app import app
 from ligertune.errors import UserError
@@ -177,6 +179,16 @@ def test_each_round_of_timing_has_another_order(cpu):
 
 def test_timing_has_median_and_quantiles():
     assert Timing.of([5.0, 1.0, 2.0, 4.0, 3.0, 6.0]) == Timing(median=3.5, p20=2.0, p80=5.0)
+
+
+def test_warm_up_is_not_timed_and_rates_count_bytes_read_and_written():
+    seconds = itertools.chain([9.0], itertools.repeat(1.0))
+    clock = SimpleNamespace(time=lambda run, *expected: (run(), (next(seconds), 1.0))[1])
+    setup = BenchSetup(torch.device("cpu"), FP32, clock, H100, Repetitions(warmup=1, repeats=3, seconds=60.0))
+    ours = BENCHMARKS["swiglu"].providers[0]
+    row = run(Case("swiglu", (8, 300), FP32), setup, ours, modes=("forward",))["ours"]
+    assert row.device["forward"] == Timing(1.0, 1.0, 1.0)
+    assert measured_rates(setup.device, clock, FP32) == Rates(copy=2 * 2**24, matmul=2 * 512**3)
 
 
 def command(*words: str):

@@ -111,6 +111,9 @@ def test_out_of_memory_fails_a_comparison_only_if_no_side_ran():
 def test_different_losses_of_one_repeat_fail_our_side_and_not_another_library():
     ours = comparison(point(trial("with"), trial("with", repeat=2, taken=WRONG), trial("without")))
     assert "at step 3" in ours.problems[0] and "the loss" in ours.problems[0]
+    drifted = trial("with", taken=steps((4.0, 3.5, 3.0, 2.5 * (1 + 1e-6))))  # allowed; a gradient that is wrong is not
+    ours = comparison(point(drifted, trial("with", repeat=2, taken=steps(norm=2.06)), trial("without")))
+    assert "the gradient norm" in ours.problems[0]
     liger = comparison(point(trial("with"), trial("without"), trial("liger", taken=WRONG)))
     assert not liger.problems and not liger.points[0].side("liger").parity.same
 
@@ -140,11 +143,12 @@ def test_the_files_hold_every_step_and_show_every_side(tmp_path):
     assert [(row["setting"], row["side"], row["failure"]) for row in rows][2:] == [
         ("batch 8", "with", ""), ("batch 8", "without", "out of memory")
     ]  # fmt: skip
-    named = [rows[0][name] for name in ("mfu", "speed_ratio", "loss_last", "same")]
-    assert named == ["0.5", "1.0", "2.5", "True"]
+    named = [rows[0][name] for name in ("mfu", "speed_ratio", "loss_last", "same", "median_step_seconds")]
+    assert named == ["0.5", "1.0", "2.5", "True", "1.0"]
     stored = json.loads((tmp_path / "compare.json").read_text())
     assert [step["seconds"] for step in stored["points"][0]["sides"][0]["trials"][0]["steps"]] == [5.0, 1.0, 1.0, 1.0]
     page = (tmp_path / "report.html").read_text()
     assert page.count("data:image/png;base64,") == 2 and "out of memory" in page
     assert "http" not in page.split("<body>")[1] and "losses the same" in page and "50.0 %" in page
     assert page.count("<polyline") == 3 and "1 run of each side" in page and "4.0000 → 2.5000" in page
+    assert "1,000.0 ms" in page

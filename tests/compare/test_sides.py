@@ -5,11 +5,13 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 import pytest
+from typer.testing import CliRunner
 
+from ligertune.cli.app import app
+from ligertune.compare import comparison
 from ligertune.compare.compare_files import COLOURS
-from ligertune.compare.comparison import load_settings
 from ligertune.compare.side import SIDE_OF, choose_sides
-from ligertune.compare.trial import trial_recipe
+from ligertune.compare.trial import Failure, Trial, TrialOptions, trial_recipe
 from ligertune.errors import UserError
 
 NEEDS_TORCHAO = pytest.mark.skipif(find_spec("torchao") is None, reason="needs torchao")
@@ -30,7 +32,7 @@ CHOICES = [
 @pytest.fixture
 def settings(quickstart):
     """settings(sweep, *overrides): the loaded settings of the quickstart recipe."""
-    return lambda sweep=None, *overrides: load_settings(quickstart / "stories260k.yaml", overrides, sweep)
+    return lambda sweep=None, *overrides: comparison.load_settings(quickstart / "stories260k.yaml", overrides, sweep)
 
 
 @pytest.mark.parametrize(("options", "names"), CHOICES, ids=str)
@@ -85,6 +87,33 @@ def test_other_libraries_recompute_whole_layers(settings, tmp_path):
 def test_float8_without_torchao_is_refused_with_the_package_to_install():
     with pytest.raises(UserError, match="--baseline with-fp8: torchao is not installed"):
         choose_sides(baselines=["with-fp8"])
+
+
+def test_every_second_repeat_runs_the_sides_in_reverse_and_failed_ones_no_more(settings, monkeypatch, tmp_path):
+    ran = []
+
+    def run_trial(recipe, side, repeat, options, folder):
+        ran.append(f"{side.name} {repeat}")
+        failure = Failure("error", "") if side.name == "liger" else None
+        return Trial(side.name, repeat, 0, (), {"throughput": None}, failure)
+
+    monkeypatch.setattr(comparison, "run_trial", run_trial)
+    monkeypatch.setattr(comparison, "summarise_trials", lambda trials, **named: None)
+    sides = [SIDE_OF[name] for name in ("with", "liger", "without")]
+    comparison.compare(settings(), sides, TrialOptions(3, 1, 1, tmp_path), target={}, show=str)
+    assert ran == ["with 1", "liger 1", "without 1", "without 2", "with 2", "with 3", "without 3"]
+
+
+def test_the_command_chooses_sides_repeats_and_steps(monkeypatch):
+    def compare(settings, sides, options, **named):
+        raise UserError(f"{[side.name for side in sides]} {options.repeats} {options.steps}")
+
+    monkeypatch.setattr(comparison, "compare", compare)
+    target = {"vendor": "cpu", "name": "a CPU", "arch": "x86_64"}
+    monkeypatch.setattr("ligertune.compare.trial.read_target", lambda: target)
+    words = ["--without", "--repeats", "2", "--steps", "5"]
+    for given, expected in ((["--with"], "['with'] 3 8"), (words, "['without'] 2 5")):
+        assert str(CliRunner().invoke(app, ["compare", *given]).exception).startswith(expected)
 
 
 def test_every_side_has_a_different_colour_in_charts():

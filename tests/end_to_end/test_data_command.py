@@ -40,12 +40,17 @@ def test_the_page_is_written_and_the_second_run_reads_the_cache(recipe, ligertun
     assert "from the cache" in again.out and "Trained:" not in again.out
 
 
-def test_the_first_examples_of_a_stream_are_shown(recipe, ligertune):
+def test_the_first_examples_of_a_stream_are_shown(recipe, ligertune, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
     settings = {**SETTINGS, "data.val_split": 0, "data.streaming": "true", "train.max_steps": 3}
     shown = ligertune("data", recipe, *overrides(settings), "--json")
     assert shown.code == 0, shown.err
     found = json.loads(shown.out)
-    assert found["streamed"] and found["outlook"]["steps"] == 3 and len(found["examples"]) == 3
+    assert (
+        found["streamed"]
+        and found["outlook"]["steps"] == len(found["examples"]) == 3
+        and found["outlook"]["processes"] == 2
+    )
 
 
 STREAMED = {"data.streaming": "true", "data.val_split": 0, "data.packing": True, "train.max_steps": 6, **saves(4)}

@@ -11,7 +11,7 @@ from quickstart_runs import recipe_for, saves
 from ligertune.errors import UserError
 from ligertune.hardware import Machine
 from ligertune.planning.make_plan import host_memory_parts, warn_of_host_memory
-from ligertune.planning.optimization import Cadence
+from ligertune.planning.optimization import Cadence, make_schedule
 from ligertune.planning.plan import Plan
 from ligertune.planning.precision import choose_precision
 from ligertune.run import plan_for
@@ -54,7 +54,10 @@ def test_too_little_host_memory_gives_a_note(planned):
 
 
 def test_the_note_names_every_key_that_needs_host_memory(planned):
-    note = warn_of_host_memory(planned({**OPTIM_OFFLOAD, **ASYNC_SAVE}), processes=1, free=1).notes[-1]
+    plan = planned({**OPTIM_OFFLOAD, **ASYNC_SAVE})
+    needed = sum(map(sum, host_memory_parts(plan).values()))
+    assert warn_of_host_memory(plan, processes=1, free=needed) == plan
+    note = warn_of_host_memory(plan, processes=1, free=needed - 1).notes[-1]
     assert re.search(r"\(train\.optim_offload: true, .* GiB; checkpoint\.async_save: true, .* GiB\):", note)
 
 
@@ -91,6 +94,15 @@ def test_an_unsupported_dtype_is_refused_with_a_hint(dtype, machine):
     with pytest.raises(UserError, match=f"model.dtype: {dtype}") as caught:
         choose_precision(dtype, machine)
     assert "Write model.dtype" in caught.value.hint
+
+
+def test_warm_up_steps_by_ratio_by_number_and_of_a_constant_rate(tmp_path):
+    ratio = {"train.warmup_ratio": 0.031}
+    given = ratio, {"train.warmup_steps": 0}, {**ratio, "train.lr_scheduler_type": "constant_with_warmup"}
+    recipes = [recipe_for(tmp_path, **{"train.max_steps": 100, **changes}) for changes in given]
+    recipes.append(recipe_for(tmp_path, **{"train.max_steps": 100, "train.lr_scheduler_type": "constant"}))
+    found = [make_schedule(recipe, rows=9, global_batch_size=1).warmup_steps for recipe in recipes]
+    assert found == [4, 0, 4, 0]
 
 
 def test_an_epoch_cadence_is_due_after_the_step_in_which_an_epoch_ends():

@@ -97,6 +97,14 @@ def test_images_keep_their_order(prepared_for, image_paths, tokenizer_of):
     assert question_of(prepared, tokenizer_of(FAMILY)) == f"{IMAGE}{IMAGE}What is this?"
 
 
+def test_another_image_processor_needs_another_cache_entry(prepared_for, image_paths, reader_of, monkeypatch, tmp_path):
+    monkeypatch.setenv("LIGERTUNE_CACHE", str(tmp_path / "cache"))
+    rows = [image_row("<image>?", "Yes", image_paths["red"])]
+    assert [prepared_for(FAMILY, rows, cache=True).report.sets[0].cached for _ in range(2)] == [False, True]
+    monkeypatch.setattr(type(reader_of(FAMILY)), "identity", lambda reader: {})
+    assert not prepared_for(FAMILY, rows, cache=True).report.sets[0].cached
+
+
 def test_relative_paths_start_from_the_data_or_from_image_dir(prepared_for, image_paths, tmp_path):
     row = image_row("<image>What?", "Yes", "red.png")
     with pytest.raises(UserError, match=r"image is missing.*red\.png"):

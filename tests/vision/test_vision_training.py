@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -141,3 +142,5 @@ def test_fsdp_refuses_rows_without_images_for_mllama(prepared_for, image_paths):
     check_images_on_all_rows("fsdp", rows.train.select([0]), "Llama-3.2-Vision")
     with pytest.raises(UserError, match="cannot train on rows without images"):
         check_images_on_all_rows("fsdp", rows.train, "Llama-3.2-Vision")
+    with pytest.raises(UserError, match="rows without images"):  # of a stream it is not known
+        check_images_on_all_rows("fsdp", SimpleNamespace(n_images=None), "Llama-3.2-Vision")

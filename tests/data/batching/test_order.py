@@ -9,7 +9,7 @@ import pytest
 from row_files import write_rows
 from transformers import AutoTokenizer
 
-from ligertune.data.batching.order import WINDOW, DataOrder, StreamOrder
+from ligertune.data.batching.order import WINDOW, ByImageCount, DataOrder, StreamOrder
 from ligertune.data.batching.packing import pack
 from ligertune.data.examples import Preparation
 from ligertune.data.stream import ExampleStream, StreamedExamples
@@ -108,6 +108,17 @@ def test_grouped_steps_begin_with_the_longest_and_are_not_sorted_through_the_epo
     assert means != sorted(means) and means != sorted(means, reverse=True)
 
 
+def test_ranks_have_equally_many_micro_batches_of_equal_numbers_of_images():
+    whole, n_images = order(4, 1, 2), np.arange(21) % 3
+    for step in range(STEPS):
+        ranks = [ByImageCount(whole, n_images).micro_batches(step, rank) for rank in (0, 1)]
+        assert len(ranks[0]) == len(ranks[1])
+        assert all(len(set(n_images[examples(rows)])) == 1 for batches in ranks for rows in batches if rows)
+        assert sorted(examples([row for batches in ranks for rows in batches for row in rows])) == sorted(
+            examples(whole.step(step))
+        )
+
+
 MAX_LENGTH = 200
 SIZE = 40  # of 150 examples: one window spans the end of an epoch
 STREAM_STEPS = 12
@@ -146,16 +157,6 @@ def test_every_example_of_a_window_comes_once_in_a_new_order(order_of, packed):
     lengths = np.array([order.examples.lengths[row].sum() for step in range(STREAM_STEPS) for row in order.step(step)])
     # packs are full; in such small windows one row in five holds what is left
     assert lengths.max() <= MAX_LENGTH and (lengths > 0.97 * MAX_LENGTH).mean() > 0.6
-
-
-@pytest.mark.parametrize("split", [(1, 4, 1), (2, 1, 2), (1, 2, 2), (1, 1, 4)], ids=str)
-def test_any_split_trains_the_same_rows_at_each_step(order_of, split):
-    whole, ranks = order_of(), [order_of(*split) for _ in range(split[2])]
-    for step in range(STREAM_STEPS):
-        micros = [order.micro_batches(step, rank) for rank, order in enumerate(ranks)]
-        assert len({len(batches) for batches in micros}) == 1
-        found = [row.tolist() for batches in micros for batch in batches for row in batch]
-        assert sorted(found) == sorted(row.tolist() for row in whole.step(step))
 
 
 @pytest.mark.parametrize("step", [1, 11])

@@ -64,15 +64,6 @@ def test_a_million_lengths_take_seconds():
     assert time.process_time() - start < 5
 
 
-@pytest.mark.corpus
-@pytest.mark.parametrize(
-    ("file", "fill"), [("alpaca/alpaca_random_9k.json.gz", 0.99), ("sharegpt/sharegpt_gpt4_256.jsonl", 0.98)]
-)
-def test_real_data_fills_its_rows(file, fill, corpus, tokenizer_named, prepared):
-    data = prepared(corpus / file, tokenizer=tokenizer_named("qwen2.5"), max_length=2048)
-    assert pack(data.train.lengths, 2048).fill > fill
-
-
 def documents() -> Examples:
     """Return three documents; all their labels are trained, also the first."""
     tokens = (np.arange(3, 3 + length, dtype=np.int32) for length in (4, 1, 3))

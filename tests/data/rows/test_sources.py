@@ -126,12 +126,18 @@ def test_missing_files_and_hub_ids_are_told_apart():
 
 
 @pytest.mark.parametrize("download", [True, False])
-def test_an_unreachable_hub_is_one_sentence(monkeypatch, download):
+def test_an_unreachable_hub_is_one_sentence_and_name_and_split_choose_a_part(monkeypatch, download):
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     with pytest.raises(UserError, match=r"no-such-org/no-such-set is neither a file or folder here nor a data set"):
         list(RecordStream(DatasetOptions(path="no-such-org/no-such-set"), download=download))
+    asked = []
+    found = datasets.Dataset.from_list([{"text": "a"}])
+    monkeypatch.setattr(datasets, "load_dataset", lambda *words, **more: asked.append((words, more)) or found)
+    read_again = list(RecordStream(DatasetOptions(path="a/set", name="small", split="test"), download=download))
+    assert read_again == [({"text": "a"}, "a/set:test:1")]
+    assert asked == [(("a/set", "small"), {"split": "test", "streaming": not download})]
 
 
 def test_max_samples_stops_reading_and_a_csv_cell_may_be_longer_than_the_default_limit(tmp_path):
