@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,13 +14,15 @@ import pytest
 import tiny_models
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ligertune.attention.packing_checks import prepare_masks
 from ligertune.data.batching.collate import Batcher, ContextParallelSplit, collate_packed, document_runs, rank_pieces
 from ligertune.data.examples import Example
+from ligertune.errors import UserError
 from ligertune.patching.patch import patch
+from ligertune.train import checks
 from ligertune.train.checks import EXACT, ROUNDED, context_parallel_error
 
 RANKS = 3  # pieces of 13 tokens: documents of 19 and 24 lie in several, and three begin and end in one
@@ -127,6 +130,14 @@ def test_what_a_part_is_not_given_right_is_noticed_before_the_first_step(found):
     assert max(found["ContextParallelSplit"]) < EXACT[0] / 10
     assert found["OfOtherLabels"][1] > 2 * ROUNDED[1]
     assert found["OfOtherKeys"][0] > 2 * ROUNDED[0]
+
+
+@pytest.mark.parametrize("error", [(1.0, 0.0), (0.0, 1.0), (0.0, math.nan)])
+def test_an_error_of_the_logits_or_of_the_loss_is_refused(error, monkeypatch):
+    monkeypatch.setattr(checks, "context_parallel_error", lambda *_, **__: error)
+    plan = SimpleNamespace(precision=SimpleNamespace(half=True), model_family="llama")
+    with pytest.raises(UserError, match="a part of a row does not give"):
+        checks.check_context_parallel(plan, nn.Identity(), SimpleNamespace(context_parallel=object()), vocab_size=9)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])

@@ -99,19 +99,11 @@ def test_decoding_stops_inside_a_path():
         assert found.accepted_length == len(found.tokens[0]) / found.passes[0]
 
 
-def test_typical_acceptance_is_reproducible_and_greedy_at_low_temperature():
+def test_typical_acceptance_is_greedy_at_low_temperature():
     model = sharp("llama")
     prompts = prompts_of((9, 4))
     heads = trained_heads(model, prompts_of((9,)))
     transform, tree = logit_transform(model), CandidateTree.from_paths(WIDE)
-    texts = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        rule = Typical(temperature=0.7)
-        texts.append(
-            decode_with_heads(model, heads, transform, prompts, tree, max_new_tokens=NEW, acceptance=rule).tokens
-        )
-    assert texts[0] == texts[1]
     cold = Typical(temperature=1e-4)
     found = decode_with_heads(model, heads, transform, prompts, tree, max_new_tokens=NEW, acceptance=cold)
     assert found.tokens == [plain(model, prompt, NEW) for prompt in prompts]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import resource
 import shutil
 import signal
 import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,7 +25,9 @@ from ligertune.errors import UserError
 from ligertune.launcher.signals import StopRequest
 from ligertune.run import run
 from ligertune.tasks.objectives import objective_of
-from ligertune.train.checkpoint.checkpoint_files import Saver
+from ligertune.train.checkpoint.checkpoint_files import Saver, begin, check_space, complete
+from ligertune.train.checkpoint.load_checkpoint import saved_progress
+from ligertune.train.checks import FiniteLossCheck
 from ligertune.train.evaluate import evaluate
 
 SETTINGS = {"train.max_steps": 6, **saves(2), "checkpoint.save_total_limit": 3}
@@ -59,23 +63,11 @@ def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one(cut):
     assert not partial.exists()
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [({"data.packing": True}, "packed rows of at most"), ({"method.type": "lora"}, "trained by full")],
-    ids=["rows", "method"],
-)
-def test_resuming_with_other_rows_or_another_method_is_refused(change, words, cut):
-    with pytest.raises(UserError, match=words):
-        train(cut, **{**SETTINGS, **RESUME, **change})
-
-
-@pytest.mark.slow
 def test_resuming_galore_at_another_rank_is_refused(tmp_path):
-    galore = {**SETTINGS, "train.optim": "galore_adamw", "train.galore.rank": 8}
-    train(tmp_path, **galore)
-    unfinished(tmp_path)
+    eight, four = (plan_run(tmp_path, **{"train.optim": "galore_adamw", "train.galore.rank": r}).plan for r in (8, 4))
+    complete(eight, 1, begin(Accelerator(cpu=True), eight, 1))
     with pytest.raises(UserError, match=r"galore_adamw at train\.galore\.rank: 8; this recipe's optimizer is .* 4"):
-        train(tmp_path, **{**galore, **RESUME, "train.galore.rank": 4})
+        saved_progress(tmp_path / "run" / "checkpoints" / "step-1", four)
 
 
 def test_a_failed_save_keeps_the_checkpoint_before(cut):
@@ -102,6 +94,16 @@ def test_a_folder_that_cannot_be_written_is_refused_before_the_first_step(tmp_pa
         train(tmp_path, **RESUME)
 
 
+def test_a_disk_without_space_for_the_checkpoints_and_the_model_is_refused(tmp_path, monkeypatch):
+    plan = plan_run(tmp_path, **SETTINGS).plan  # keeps three checkpoints, and writes the fourth before it removes one
+    needed = 4 * (plan.bytes.model + plan.bytes.saved_states) + plan.bytes.model
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=needed))
+    check_space(plan)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=needed - 1))
+    with pytest.raises(UserError, match="GB free"):
+        check_space(plan)
+
+
 @pytest.mark.parametrize(
     "logging_steps", [1, pytest.param(5, marks=pytest.mark.slow)], ids=["logged at once", "found at the save"]
 )
@@ -119,6 +121,10 @@ def test_a_nan_loss_ends_the_run_saves_its_batch_and_no_checkpoint(logging_steps
     assert "dolly_short.jsonl:" in example["source"]
     assert len(example["input_ids"]) == len(example["labels"])
     assert not list((tmp_path / "run" / "checkpoints").iterdir())
+    check = FiniteLossCheck(tmp_path, None, rank=0)
+    for step, loss in enumerate((1.0, math.inf, math.nan), start=1):
+        check.add(step, torch.tensor(loss), [])
+    assert "The loss of step 2 is not a number" in str(check.error())
 
 
 def evaluate_model(quickstart, tmp_path, stop: StopRequest, **config: float) -> float | None:

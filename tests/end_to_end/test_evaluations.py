@@ -47,7 +47,6 @@ def test_it_stops_early_and_keeps_the_model_of_the_lowest_loss(best, tmp_path):
     assert all(kept[name].equal(expected[name]) for name in expected)
 
 
-@pytest.mark.slow
 def test_a_resumed_run_remembers_the_best_loss_and_the_evaluations_since(best, tmp_path):
     folder, report = best
     train(tmp_path, **{**BEST, "train.max_steps": report.steps})
@@ -58,12 +57,11 @@ def test_a_resumed_run_remembers_the_best_loss_and_the_evaluations_since(best, t
     assert weights(run) == weights(folder)
 
 
-@pytest.mark.slow
 def test_prompts_are_answered_after_each_evaluation_and_change_nothing(tmp_path):
-    changes = {**OVERFIT, "train.max_steps": 2, "method.type": "lora"}
+    changes = {**OVERFIT, "train.max_steps": 2, "method.type": "lora", "method.lora_dropout": 0.5}
     train(tmp_path / "silent", **changes)
     train(tmp_path / "asked", **changes, **{"eval.sample_prompts": "[Name three colours., Hello]"})
     assert eval_losses(tmp_path / "silent" / "run") == eval_losses(tmp_path / "asked" / "run")
     samples = [line["samples"] for line in metrics(tmp_path / "asked" / "run") if "samples" in line]
     assert [[sample["prompt"] for sample in step] for step in samples] == [["Name three colours.", "Hello"]] * 2
-    assert all(sample["answer"].strip() for step in samples for sample in step)
+    assert all(sample["answer"].strip() and "###" not in sample["answer"] for step in samples for sample in step)

@@ -12,8 +12,8 @@ from quickstart_runs import plan_run, recipe_for, saves, train
 
 from ligertune.decode.generate import generate_answer
 from ligertune.errors import UserError
+from ligertune.models.save import read_prompt
 from ligertune.planning.preflight import check_packages
-from ligertune.run import run
 from ligertune.train.checkpoint.export_run import export_run
 
 slow = pytest.mark.slow
@@ -32,6 +32,7 @@ ADAPTER = {
     "method.lora_r": 4,
     "method.lora_target_modules": "[q_proj, up_proj]",
     "data.system_prompt": "Answer briefly.",
+    "data.prompt_template": "alpaca",
     "method.lora_dropout": 0.1,  # a resumed run must draw the same random numbers
 }
 
@@ -42,26 +43,6 @@ def adapted(tmp_path_factory):
     folder = tmp_path_factory.mktemp("adapted")
     train(folder, **SETTINGS, **ADAPTER)
     return folder / "run"
-
-
-@slow
-@pytest.mark.parametrize(
-    ("changes", "n_trainable"),
-    [
-        ({"method.type": "lora", "method.lora_r": 2}, 11_560),
-        ({"method.type": "lora", "method.lora_r": 2, "method.use_dora": True}, 14_560),
-        ({"method.type": "freeze", "method.trainable": "[layers.4]"}, 45_440),
-    ],
-    ids=["lora", "dora", "freeze"],
-)
-def test_the_plan_counts_the_trained_parameters_and_the_loss_falls(changes, n_trainable, tmp_path):
-    job = plan_run(tmp_path, **{**SETTINGS, **changes})
-    assert job.plan.n_trainable == n_trainable
-    assert job.plan.bytes.gradients == 4 * n_trainable
-    assert job.plan.bytes.optimizer == 8 * n_trainable
-    run(job, lambda line: None)
-    found = losses(tmp_path / "run")
-    assert found[-1] < found[0] - 0.05
 
 
 def test_an_adapter_of_bfloat16_weights_trains_under_autocast(tmp_path):
@@ -117,7 +98,6 @@ def test_an_adapter_is_exported_alone_and_answers_prompts(adapted, tmp_path):
     assert "Answer briefly." in answer.prompt and "### Instruction:\nName three colours." in answer.prompt
 
 
-@slow
 def test_a_checkpoint_is_exported_as_a_model(adapted, tmp_path):
     from transformers import AutoModelForCausalLM
 
@@ -126,6 +106,7 @@ def test_a_checkpoint_is_exported_as_a_model(adapted, tmp_path):
     ids = torch.arange(3, 40)[None]
     with torch.no_grad():
         assert not torch.allclose(early(ids).logits, late(ids).logits, atol=1e-3)
+    assert read_prompt(tmp_path / "at-3") == {"prompt_template": "alpaca", "system_prompt": "Answer briefly."}
 
 
 @slow

@@ -39,6 +39,7 @@ WAYS = {
     "packed-ddp-2x4": (2, DDP),
     "grouped-1x8": (1, GROUPED),
     "grouped-ddp-2x4": (2, {**DDP, **GROUPED}),
+    "hsdp-4x2": (4, {**FSDP, "parallel.dp_replicate_size": 2}),
     "padding-free-ddp-2x4": (2, {**DDP, **GROUPED, "data.padding_free": True, "train.per_device_train_batch_size": 4}),
 }
 SLOW_WAYS = {

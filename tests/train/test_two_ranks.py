@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from forked_ranks import on_ranks
 from quickstart_runs import RESUME, plan_run, saves, train, unfinished
 
+from ligertune.errors import UserError
 from ligertune.train.checkpoint.checkpoint_files import save_checkpoint
-from ligertune.train.distributed import start_accelerator
+from ligertune.train.distributed import max_over_ranks, start_accelerator
+from ligertune.train.loop import save_if_finite
 
 SETTINGS = {
     "data.datasets.0.max_samples": 35,  # an epoch ends inside a step
@@ -73,18 +76,30 @@ def test_a_checkpoint_is_renamed_after_the_slowest_rank_has_written(tmp_path):
 
 
 def test_ranks_draw_different_random_numbers_and_the_same_after_a_restart(tmp_path):
-    def draw(rank: int) -> list[float]:
-        start_accelerator(plan_run(tmp_path, **SETTINGS, **DDP).plan)
-        return torch.rand(3).tolist()
+    def draw(rank: int) -> tuple:
+        accelerator = start_accelerator(plan_run(tmp_path, **SETTINGS, **DDP).plan)
+        return torch.rand(3).tolist(), max_over_ranks(accelerator, {"a": 1 + rank, "b": 5 - rank})
 
     first, second = on_ranks(2, draw), on_ranks(2, draw)
     assert first == second and first[0] != first[1]
+    assert [largest for _, largest in first] == [{"a": 2, "b": 5}] * 2
+
+
+def test_no_rank_saves_after_a_gradient_of_one_rank_that_is_not_finite(tmp_path):
+    def save(rank: int) -> None:
+        plan = plan_run(tmp_path, **SETTINGS, **DDP).plan
+        check = SimpleNamespace(is_finite=lambda norm: bool(norm.isfinite()), error=lambda: UserError("not finite"))
+        training = SimpleNamespace(plan=plan, accelerator=start_accelerator(plan), loss_check=check)
+        with pytest.raises(UserError, match="not finite"):
+            save_if_finite(training, SimpleNamespace(grad_norm=torch.tensor(float("nan") if rank else 1.0)))
+
+    on_ranks(2, save)
 
 
 def test_a_resumed_run_draws_the_same_dropout(tmp_path):
-    """With LoRA dropout of one half, the loss of step 3 depends on the random state after step 2."""
+    """With LoRA dropout of one half, the loss of step 3 depends on the random state after step 2 and its evaluation."""
     settings = {**SETTINGS, **saves(2), "method.type": "lora", "method.lora_r": 4, "method.lora_dropout": 0.5,
-                "train.max_steps": 3, "data.val_split": 0, "eval.eval_strategy": "no"}  # fmt: skip
+                "train.max_steps": 3, "eval.eval_steps": 1}  # fmt: skip
     found = []
     for resume, step in (({}, 0), (RESUME, 2)):
         assert train(tmp_path, **settings, **resume).resumed_from == step

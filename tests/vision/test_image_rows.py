@@ -166,14 +166,14 @@ def test_a_repaired_row_keeps_images_with_their_questions(prepared_for, image_pa
 def test_exif_orientation_and_transparency_are_applied(tmp_path):
     image = Image.new("RGB", (120, 60), "red")
     exif = image.getexif()
-    exif[0x0112] = 6  # a quarter turn
+    exif[0x0112] = 5  # a mirrored quarter turn, the first of those that swap width and height
     image.save(tmp_path / "turned.jpg", exif=exif)
     found = check_image(tmp_path / "turned.jpg")
     assert (found.width, found.height) == (60, 120) == read_image(found.path).size
     Image.new("RGBA", (8, 8), (255, 0, 0, 0)).save(tmp_path / "transparent.png")
     assert read_image(str(tmp_path / "transparent.png")).getpixel((0, 0)) == (255, 255, 255)
-    Image.new("P", (8, 8)).save(tmp_path / "palette.png")
-    assert read_image(str(tmp_path / "palette.png")).mode == "RGB"
+    Image.new("P", (8, 8)).save(tmp_path / "palette.png", transparency=0)
+    assert read_image(str(tmp_path / "palette.png")).getpixel((0, 0)) == (255, 255, 255)
 
 
 def test_names_of_image_tokens_in_user_text_are_plain_text(prepared_for, image_paths, reader_of):
@@ -205,6 +205,7 @@ def test_pixel_limits_set_the_tokens_of_an_image(folder_of, image_paths):
         reader = tiny_vlms.reader_of(folder_of(FAMILY), image_max_pixels=limit)
         assert reader.tokens(image) <= tokens
         assert len(reader.pixels(image.path)["pixel_values"]) == 4 * reader.tokens(image)
+        assert reader.identity()["options"]["size"]["longest_edge"] == limit  # cached rows depend on it
     assert tiny_vlms.reader_of(folder_of(FAMILY), image_min_pixels=28 * 28 * 40).tokens(image) >= 40
     with pytest.raises(UserError, match=r"vision.image_max_pixels: LLaVA resizes every image"):
         tiny_vlms.reader_of(folder_of("llava"), image_max_pixels=1000)

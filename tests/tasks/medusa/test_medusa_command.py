@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import pytest
 from command_line import overrides, run_here
-from medusa_runs import MEDUSA
+from medusa_runs import MEDUSA, WEIGHTS, train_medusa
+from safetensors.torch import load_file
 
 from ligertune.cli.train import medusa
 from ligertune.decode.acceptance import Greedy
@@ -49,8 +51,10 @@ def test_heads_learn_to_predict_held_out_stories(learned, runs):
     """At least 1.8 tokens per forward pass, and exactly the text of plain decoding."""
     found = learned["medusa"]
     assert found["measured_on"] == "60 held-out examples"
-    assert found["decoding"]["accepted_length"] >= 1.8
-    assert found["decoding"]["identical"] == found["decoding"]["prompts"] == 4
+    speed = found["decoding"]
+    assert 1.8 <= speed["accepted_length"] <= found["tree_depth"] + 1
+    assert speed["speed_up"] == pytest.approx(speed["tokens_per_second"] / speed["plain_tokens_per_second"])
+    assert speed["identical"] == speed["prompts"] == 4
     assert found["top1"][0] > 0.25 and found["top5"][0] > 0.45
     assert found["top1"] == sorted(found["top1"], reverse=True)  # further ahead is harder
     assert json.loads((runs / "runs/medusa/medusa_report.json").read_text()) == found
@@ -72,7 +76,12 @@ def test_generate_writes_the_same_text_with_heads(learned, runs, quickstart):
     assert done.code == 0, done.err
     fast = json.loads(done.out)
     common = {"raw": True, "max_new_tokens": 60, "seed": 1}
-    plain = generate_answer(str(quickstart / "stories260K"), "Once upon a time", **common, temperature=0.0, top_p=1.0)
+    generate = partial(generate_answer, str(quickstart / "stories260K"), "Once upon a time", **common)
+    plain, *sure, first, second = (
+        generate(temperature=temperature, top_p=top_p)
+        for temperature, top_p in ((0.0, 1.0), (1e-3, 1.0), (1.0, 1e-3), (1.0, 1.0), (1.0, 1.0))
+    )
+    assert {answer.text for answer in sure} == {plain.text} and first.text == second.text != plain.text
     assert fast["text"] == plain.text and fast["new_tokens"] == 60
     assert fast["accepted_length"] > 1.5
     rule, folder = choose_acceptance("typical", 0.8), str(runs / "runs/medusa/medusa")
@@ -87,8 +96,23 @@ def test_stage_2_saves_the_model_with_its_heads(learned, runs):
     config = json.loads((folder / "medusa" / "config.json").read_text())
     assert config["base_model_name_or_path"] == str((folder / "model").resolve())
     folder.rename(runs / "moved")
+    for key, value in {"num_heads": 9, "num_layers": 3}.items():  # the first stage's heads have others
+        refused = run_here("medusa", "--stage", 2, *overrides({**SHORT, f"medusa.{key}": value}), cwd=runs)
+        assert refused.code == 2 and f"medusa.{key}: {value}, but the heads" in " ".join(refused.err.split())
     options = {"raw": True, "max_new_tokens": 60, "acceptance": Greedy(), "seed": 0}
     assert generate_with_heads(str(runs / "moved"), "Once upon a time", **options).accepted_length > 1.2
+
+
+def test_keys_of_the_report_and_the_export(tmp_path):
+    keys = {"eval_prompts": 2, "eval_new_tokens": 7, "tree_nodes": 5, "lm_head": "shared", "expand_lm_head": True}
+    settings = SHORT | {f"medusa.{key}": value for key, value in keys.items()}
+    _, report, folder = train_medusa(tmp_path / "run", **settings)
+    report = report["medusa"]
+    assert (report["decoding"]["prompts"], report["decoding"]["new_tokens"]) == (2, 14)
+    assert report["tree_nodes"] == 5
+    assert len(json.loads((folder / "medusa" / "medusa_choices.json").read_text())) == 4
+    names = load_file(folder / WEIGHTS).keys()
+    assert {"0.1.weight", "3.1.weight"} <= names and "lm_heads.0.weight" not in names
 
 
 @pytest.mark.parametrize(

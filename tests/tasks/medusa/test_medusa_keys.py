@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
-from medusa_runs import WEIGHTS, plan_medusa, train_medusa
+from medusa_runs import WEIGHTS, train_medusa
 from safetensors.torch import load_file
 
 from ligertune.decode.medusa_run import report_on
-from ligertune.errors import UserError
 from ligertune.planning.options import RunOptions
 from ligertune.recipe import load_recipe
 
@@ -108,31 +105,6 @@ def test_an_adapter_on_bfloat16_weights(train, stage_2, joint):
     assert train(**stage_2, **changes, **{"kernels.enabled": False})[0] == pytest.approx(found, rel=1e-2)
 
 
-def test_the_heads_learning_rate_has_its_multiplier(stage_2, tmp_path):
-    from test_medusa_loss import model_with_heads
-
-    from ligertune.train.optim.optimizers import build_optimizer
-
-    plan = plan_medusa(tmp_path / "run", **{**SHORT, **stage_2, "medusa.lr_multiplier": 3.0}).plan
-    model = model_with_heads(fused=True, stage=2)
-    optimizer = build_optimizer(model, plan.optimizer)
-    multipliers = {id(p): group.get("lr_multiplier", 1.0) for group in optimizer.param_groups for p in group["params"]}
-    found = {name: multipliers[id(p)] for name, p in model.named_parameters()}
-    assert found == {name: 3.0 if name.startswith("medusa_head.") else 1.0 for name in found}
-    assert {name.split(".")[-1] for name, multiplier in found.items() if multiplier == 3.0} == {"weight", "bias"}
-
-
-def test_keys_of_the_report_and_the_export(train):
-    keys = {"eval_prompts": 2, "eval_new_tokens": 7, "tree_nodes": 5, "lm_head": "shared", "expand_lm_head": True}
-    found = train(**{f"medusa.{key}": value for key, value in keys.items()})
-    report = found[1]["medusa"]
-    assert (report["decoding"]["prompts"], report["decoding"]["new_tokens"]) == (2, 14)
-    assert report["tree_nodes"] == 5
-    assert len(json.loads((found[2] / "medusa" / "medusa_choices.json").read_text())) == 4
-    names = load_file(found[2] / WEIGHTS).keys()
-    assert {"0.1.weight", "1.1.weight"} <= names and "lm_heads.0.weight" not in names
-
-
 def test_kernels_off_gives_the_same_losses(train, usual):
     """With the loss from all logits at once, and unpatched modules."""
     found, report, _ = train(**{"kernels.enabled": False})
@@ -160,9 +132,3 @@ def test_resume_is_bit_exact(train, stage_2, stage, tmp_path):
     assert found == expected
     resumed = load_file(folder / WEIGHTS)
     assert all((resumed[name] == t).all() for name, t in weights.items())
-
-
-def test_heads_that_differ_from_the_recipe_are_refused(train, stage_2):
-    for key, value in {"num_heads": 3, "num_layers": 2, "lm_head": "shared"}.items():
-        with pytest.raises(UserError, match=f"medusa.{key}: {value}, but the heads"):
-            train(**{**stage_2, f"medusa.{key}": value})

@@ -137,6 +137,7 @@ def test_fused_distillation_equals_all_logits_at_once(family, kind):
         found.append(loss_and_gradients(model, kind, rows=fused))
     assert found[0][0].part_losses[0] > 1e-3
     assert_same(found[1], found[0])
+    assert not model.train().teacher.training
     assert not any(name.startswith("teacher.") for name in found[1][1])
 
 
@@ -226,6 +227,7 @@ def test_stage_1_trains_the_heads_and_stage_2_everything():
     assert all(name.startswith("medusa_head.") for name in gradients) and output.part_losses.shape == (3,)
     assert all(p.grad is None for p in frozen.base_model.parameters())
     joint = model_with_heads(fused=True, stage=2)
+    assert joint.train().base_model.training and not frozen.train().base_model.training  # no dropout where frozen
     output, gradients = loss_and_gradients(joint, "padded", rows=True)
     assert output.part_losses.shape == (4,)
     assert all(gradient is not None and gradient.abs().sum() > 0 for gradient in gradients.values())

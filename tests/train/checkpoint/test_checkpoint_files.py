@@ -13,6 +13,7 @@ from quickstart_runs import RESUME, plan_run
 from row_files import flip_a_bit
 
 from ligertune.errors import UserError
+from ligertune.planning.options import MethodOptions
 from ligertune.storage import newest_checkpoint
 from ligertune.train.checkpoint.checkpoint_files import complete, resume_folder
 from ligertune.train.checkpoint.load_checkpoint import saved_progress
@@ -86,6 +87,7 @@ def test_a_checkpoint_records_its_run_and_that_of_another_run_is_refused(saved):
             plan, batching=replace(plan.batching, micro_batch_size=3 * plan.batching.micro_batch_size)
         ),
         "rows of at most": replace(plan, rows=replace(plan.rows, length=plan.rows.length // 2)),
+        "trained by full": replace(plan, build=replace(plan.build, method=MethodOptions(type="lora"))),
         "states of": replace(plan, optimizer=replace(plan.optimizer, name="lion")),
         "past this recipe": replace(plan, schedule=replace(plan.schedule, total_steps=3)),
     }

@@ -44,10 +44,11 @@ def places(lengths: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor
 
 
 def inputs(n_tokens: int, heads: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
-    """Return (T, H, D) and twice (T, K, D), as models make them: views of (H, T, D)."""
+    """Return (T, H, D) and (T, K, D), as models make them: views of (H, T, D); and contiguous values (T, K, D)."""
     n_heads, n_key_heads, head_dim = heads
     made = (torch.randn(n, n_tokens, head_dim, device=device, dtype=dtype) for n in (n_heads, n_key_heads, n_key_heads))
-    return [t.transpose(0, 1) for t in made]
+    query, key, value = (t.transpose(0, 1) for t in made)
+    return [query, key, value.contiguous()]
 
 
 class Formula(torch.autograd.Function):

@@ -10,7 +10,7 @@ from ligertune_kernels import adamw_step, adamw_step_reference
 # one element, a ragged block, whole blocks, and more than one of them in two dimensions
 SHAPES = [(1,), (3, 7), (2, 1024), (3, 2049)]
 OPTIONS = pytest.param(0.0, None), pytest.param(0.1, 4.0)  # weight decay, scale of the gradient
-NUMBERS = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8}
+NUMBERS = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 0.05}  # an eps in another place is noticed
 SLACK = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # of the parameter's range, after 3 steps
 
 

@@ -45,7 +45,7 @@ GROUPS = (
     pytest.param((2, 6, 7, 5), 2, id="ragged channels and positions in one tile"),
     pytest.param((1, 5, 17, 19), 1, id="channels in several tiles, the last ragged"),
     pytest.param((2, 2, 70, 71), 1, id="positions of a channel in two tiles"),
-    pytest.param((3, 5000), 1, id="more channels than a tile holds"),
+    pytest.param((17, 5000), 1, id="more channels and samples than a tile holds"),
 )
 
 
@@ -257,10 +257,11 @@ def test_gradients_of_both_uses_of_the_sum_add_up(inplace, device) -> None:
 
 
 def test_add_rms_norm_takes_tensors_of_any_stride_and_of_two_dtypes(device) -> None:
-    wide = torch.randn(4, 6, 80, device=device)
-    w = torch.rand(40, device=device)
-    for x, residual in ((wide[..., :40], wide[..., 40:]), (wide[:, ::2, 1:41], wide.bfloat16()[:, 1::2, ::2])):
-        torch.testing.assert_close(add_rms_norm(x, residual, w), add_rms_norm_reference(x, residual, w))
-    x, residual = torch.randn(3, 8, device=device, requires_grad=True), wide[0, :3, :8].bfloat16().requires_grad_()
-    sum(t.sum() for t in add_rms_norm(x, residual, w[:8])).backward()
-    assert x.grad.dtype == FP32 and residual.grad.dtype == BF16
+    wide, swept, w = (torch.randn(shape, device=device) for shape in ((4, 6, 80), (2, 10_000), (5000,)))
+    pairs = (wide[..., :40], wide[..., 40:]), (wide[:, ::2, 1:41], wide.bfloat16()[:, 1::2, ::2]), swept.chunk(2, -1)
+    for pair in pairs:
+        leaves = [t.detach().requires_grad_() for t in pair]
+        ours, expected = (op(*leaves, w[: pair[0].shape[-1]]) for op in (add_rms_norm, add_rms_norm_reference))
+        torch.testing.assert_close(ours, expected)
+        upstream = [torch.randn_like(y.repeat_interleave(2, -1))[..., : y.shape[-1]] for y in expected]
+        torch.testing.assert_close(*(torch.autograd.grad(outs, leaves, upstream) for outs in (ours, expected)))
