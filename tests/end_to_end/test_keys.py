@@ -190,6 +190,7 @@ def test_report_mfu_and_the_rates_of_the_report(tmp_path):
         plan = plan_run(tmp_path, **{"report.mfu": mfu, "model.dtype": "bfloat16"}).plan
         two = replace(plan.batching, world_size=2)
         plan = replace(plan, machine=replace(plan.machine, peak_flops=1e15), batching=two)
+        assert throughput(plan, work, 2.0, warmup_excluded=False).warmup_steps_excluded == 0
         found = throughput(plan, work, 2.0, warmup_excluded=True)
         assert found.mfu == expected
         rates = found.tokens_per_second, found.padded_tokens_per_second, found.trained_tokens_per_second

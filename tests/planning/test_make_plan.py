@@ -10,7 +10,7 @@ from quickstart_runs import recipe_for, saves
 
 from ligertune.errors import UserError
 from ligertune.hardware import Machine
-from ligertune.planning.make_plan import host_memory_parts, warn_of_host_memory
+from ligertune.planning.make_plan import check_context, host_memory_parts, warn_of_host_memory
 from ligertune.planning.optimization import Cadence, make_schedule
 from ligertune.planning.plan import Plan
 from ligertune.planning.precision import choose_precision
@@ -100,9 +100,11 @@ def test_warm_up_steps_by_ratio_by_number_and_of_a_constant_rate(tmp_path):
     ratio = {"train.warmup_ratio": 0.031}
     given = ratio, {"train.warmup_steps": 0}, {**ratio, "train.lr_scheduler_type": "constant_with_warmup"}
     recipes = [recipe_for(tmp_path, **{"train.max_steps": 100, **changes}) for changes in given]
-    recipes.append(recipe_for(tmp_path, **{"train.max_steps": 100, "train.lr_scheduler_type": "constant"}))
+    default = {"train.warmup_ratio": 0.03, "train.lr_scheduler_type": "constant"}
+    recipes.append(recipe_for(tmp_path, **{"train.max_steps": 100, **default}))
     found = [make_schedule(recipe, rows=9, global_batch_size=1).warmup_steps for recipe in recipes]
     assert found == [4, 0, 4, 0]
+    check_context(recipes[0], 512, 512)  # as long as the context is not too long
 
 
 def test_an_epoch_cadence_is_due_after_the_step_in_which_an_epoch_ends():

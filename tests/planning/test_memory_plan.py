@@ -192,6 +192,8 @@ def test_no_first_layers_are_frozen_if_something_before_them_trains(shapes):
     assert [shape.in_front for shape in shapes.values()] == [0, 0, 0]  # adapters in every layer
     tied = transformers.LlamaConfig(**TINY, tie_word_embeddings=True)
     assert shape_of(tied, type="freeze", trainable=["embed_tokens"]).in_front == 0
+    assert shape_of(tied).n_matmul == shape_of(transformers.LlamaConfig(**TINY)).n_matmul  # the head multiplies
+    assert shapes["lora"].n_matmul_trainable == shapes["lora"].n_trainable
 
 
 @pytest.mark.parametrize("how", [True, "offload", "offload_gate", "offload_both"])
@@ -316,10 +318,12 @@ def test_a_share_of_the_steps_warms_up_rounded_up():
     assert (schedule.total_steps, schedule.warmup_steps) == (5, 2)
 
 
-def test_context_parallel_ranks_share_their_rows():
+def test_context_parallel_ranks_share_their_rows(shapes):
     shared = bare_recipe(global_batch_size=8).model_copy(update={"parallel": ParallelSpec(cp_size=2)})
     found = choose_batching(shared, 4, lambda rows, accumulates: rows <= 2)
     assert (found.micro_batch_size, found.accumulation, found.row_ranks) == (2, 2, 2)
+    estimate = replace(estimate_of(shapes["full"]), cp_size=2, longest_document=10**6)
+    assert estimate.visible_keys(100) == 250  # of 200 tokens, rank 0 reads 50 + 200: its pieces are the ends
 
 
 def test_auto_considers_the_gradients_of_earlier_micro_batches():
