@@ -1,7 +1,5 @@
 """Fixtures of all tests, the order of test files, and skips without a GPU or the test corpus."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import inspect

@@ -1,7 +1,5 @@
 """scripts/changed_tests.py finds the tests of a change."""
 
-from __future__ import annotations
-
 import pytest
 from command_line import ROOT
 from script_modules import load_script

@@ -1,7 +1,5 @@
 """CONTRIBUTING.md: the paths it names exist, and its list of the files that a batch visits is what a run shows."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Peak rates by device name, the variables of a launcher, and the free memory of the host."""
 
-from __future__ import annotations
-
 import pytest
 
 from ligertune.errors import UserError

@@ -1,7 +1,5 @@
 """The text of the Dockerfiles, which scripts/check_images builds: the same steps for both vendors, every file."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Imports on Windows and macOS, without triton, and from a checkout whose folder `kernels/` transformers might take."""
 
-from __future__ import annotations
-
 import ast
 import sys
 

@@ -1,7 +1,5 @@
 """scripts/plant_faults: its faults fit the code, and it distinguishes caught from missed faults."""
 
-from __future__ import annotations
-
 import pytest
 from script_modules import load_script
 

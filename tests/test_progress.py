@@ -1,7 +1,5 @@
 """Start-up phases, and imports without garbage collection."""
 
-from __future__ import annotations
-
 import ast
 import gc
 import subprocess

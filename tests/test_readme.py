@@ -1,7 +1,5 @@
 """The files that the README names exist, and its figures show its tables."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from types import ModuleType

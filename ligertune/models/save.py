@@ -58,6 +58,14 @@ def without_tied(model: PreTrainedModel, state_dict: dict[str, torch.Tensor]) ->
     return {name: tensor for name, tensor in state_dict.items() if name not in tied}
 
 
+def prompt_of(template: str, system_prompt: str | None) -> dict[str, str | None]:
+    """Return the prompt of `write_prompt` for the template that the training data had."""
+    return {
+        "prompt_template": {"alpaca": "alpaca", "plain": "raw"}.get(template, "chat"),
+        "system_prompt": system_prompt,
+    }
+
+
 def write_prompt(folder: Path, *, prompt_template: str, system_prompt: str | None) -> None:
     """Write the prompt template and system prompt of training."""
     prompt = {"prompt_template": prompt_template, "system_prompt": system_prompt}

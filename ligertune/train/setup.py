@@ -20,6 +20,7 @@ from ligertune.data.prepare import PreparedData
 from ligertune.data.stream import StreamedExamples
 from ligertune.decode.generate import SampleAnswers
 from ligertune.models.load import LoadedTokenizer
+from ligertune.models.save import prompt_of
 from ligertune.planning.plan import Plan
 from ligertune.storage import MetricsFile
 from ligertune.tasks.objectives import Objective, objective_of
@@ -52,8 +53,7 @@ class Job:
     @property
     def prompt(self) -> dict[str, str | None]:
         """Prompt template and system prompt: saved with the model, and used for its sample answers."""
-        template = {"alpaca": "alpaca", "plain": "raw"}.get(self.data.template, "chat")
-        return {"prompt_template": template, "system_prompt": self.plan.data_options.system_prompt}
+        return prompt_of(self.data.template, self.plan.data_options.system_prompt)
 
 
 class Training:

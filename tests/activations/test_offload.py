@@ -1,7 +1,5 @@
 """Checkpointed layers with offloaded inputs or gates: the same gradients with less device memory."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest

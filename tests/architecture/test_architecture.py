@@ -1,7 +1,5 @@
 """Layout rules: layers, cycles, sizes of folders and functions, names, and the one home of each dependency."""
 
-from __future__ import annotations
-
 import ast
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The attention that `auto` takes and what is refused, for each machine and model."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from importlib.util import find_spec
 

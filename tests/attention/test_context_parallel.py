@@ -1,7 +1,5 @@
 """Ranks that each compute a part of a packed row: together they have its loss and its gradients."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import dataclass

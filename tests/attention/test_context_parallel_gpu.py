@@ -1,7 +1,5 @@
 """Flash attention of a part of a row: fewer queries than keys, where the last of both belong together."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """flash_varlen on a GPU: the bits of torch's own way to the same kernels, forward and backward."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.nn.attention.varlen import varlen_attn

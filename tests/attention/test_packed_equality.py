@@ -1,7 +1,5 @@
 """Packed training has the loss and the gradients of its documents one by one."""
 
-from __future__ import annotations
-
 import pytest
 import tiny_models
 import torch

@@ -1,7 +1,5 @@
 """Packed rows on a GPU: the same numbers as single documents within rounding, and no waiting for the device."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest

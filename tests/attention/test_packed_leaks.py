@@ -1,7 +1,5 @@
 """Documents of a row do not attend to each other; each way in which they could is found or refused."""
 
-from __future__ import annotations
-
 import pytest
 import tiny_models
 import torch

@@ -1,7 +1,5 @@
 """Masks are created without a search of position_ids where the documents are known, in the prepared model alone."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from packed_rows import make, packed

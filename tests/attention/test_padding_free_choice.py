@@ -1,7 +1,5 @@
 """Where `data.padding_free` makes padding-free batches, and where it pads."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

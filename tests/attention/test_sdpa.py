@@ -1,7 +1,5 @@
 """The deterministic mode of a backward."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

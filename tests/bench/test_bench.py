@@ -1,7 +1,5 @@
 """`ligertune bench`: lower bounds, errors against float64, failing and overwriting providers, the command."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import itertools

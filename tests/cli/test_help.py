@@ -1,7 +1,5 @@
 """`--help` of every command, with an example that parses; shell completion of recipe keys."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Summary of trials: loss parity, means, standard errors, medians, slow steps, failures, and the files."""
 
-from __future__ import annotations
-
 import csv
 import json
 import math

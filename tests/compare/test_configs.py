@@ -1,7 +1,5 @@
 """Recipes of the published experiments: every layer gets its kernels, and batches have the published size."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Sides that the options choose, the settings of a sweep, and the recipe of a trial."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 
 import pytest

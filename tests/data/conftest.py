@@ -1,7 +1,5 @@
 """Fixtures of the data tests: five kinds of tokenizers, loaded once, and prepared data."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path

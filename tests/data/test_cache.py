@@ -1,7 +1,5 @@
 """Cache of prepared data: keyed by content, complete or absent, and made once by any number of processes."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import shutil

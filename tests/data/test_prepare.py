@@ -1,7 +1,5 @@
 """prepare: examples, splits, weights, reports and errors; Examples as a sequence; the same in worker processes."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import signal

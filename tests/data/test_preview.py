@@ -1,7 +1,5 @@
 """`ligertune data`: trained tokens are marked, the JSON report agrees, the HTML page is escaped; statistics."""
 
-from __future__ import annotations
-
 import io
 import json
 from html.parser import HTMLParser

@@ -1,7 +1,5 @@
 """Streams: every example once per epoch, in seeded order, in little memory; dropped rows are counted."""
 
-from __future__ import annotations
-
 import os
 import tracemalloc
 from collections import defaultdict, deque

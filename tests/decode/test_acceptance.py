@@ -1,7 +1,5 @@
 """Acceptance rules, at probabilities just above and just below each bound."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

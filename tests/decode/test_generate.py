@@ -1,7 +1,5 @@
 """Prompts are formatted as in training."""
 
-from __future__ import annotations
-
 import pytest
 from transformers import AutoTokenizer
 

@@ -1,7 +1,5 @@
 """Head accuracy by rank, against ranks counted one by one."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from tiny_models import VOCAB, make

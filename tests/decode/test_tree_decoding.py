@@ -1,7 +1,5 @@
 """Greedy Medusa decoding equals plain greedy decoding, token for token; candidate trees."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """`ligertune doctor`: warnings with their commands, and detection of wrong kernels by `--kernels`."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 

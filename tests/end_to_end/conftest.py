@@ -1,7 +1,5 @@
 """Fixtures of the end-to-end tests."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

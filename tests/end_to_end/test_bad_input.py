@@ -3,8 +3,6 @@
 One or two of each kind: the messages themselves are tested in tests/recipe, tests/data and tests/models.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import shutil

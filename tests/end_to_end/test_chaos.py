@@ -3,8 +3,6 @@
 Three kills by default; LIGERTUNE_CHAOS_KILLS=30 reproduces the README's claim on the machine's device.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Damaged files, failed writes, non-finite losses and asynchronous saves: no checkpoint is lost."""
 
-from __future__ import annotations
-
 import json
 import math
 import resource

@@ -1,7 +1,5 @@
 """`ligertune compare` as a user runs it: equal losses, a sweep that runs out of memory, and a wrong kernel."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource

@@ -1,7 +1,5 @@
 """train.cuda_graphs: bit-equal to a run without it on a GPU, a note on a CPU, and what refuses it."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """`ligertune data`: its predictions are those of the run, and its page; data.streaming: a stream and its resume."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

@@ -1,7 +1,5 @@
 """Signals and kills before the first step and after the last one lose nothing."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import signal

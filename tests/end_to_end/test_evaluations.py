@@ -1,7 +1,5 @@
 """Evaluation: the best model is kept, training stops early, prompts are answered; a resumed run remembers all of it."""
 
-from __future__ import annotations
-
 import pytest
 from command_line import metrics, weights
 from quickstart_runs import RESUME, saves, train, unfinished

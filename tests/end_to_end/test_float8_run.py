@@ -1,7 +1,5 @@
 """train.fp8, from the recipe to a model that transformers loads. On a CPU torchao emulates float8."""
 
-from __future__ import annotations
-
 import json
 from importlib.util import find_spec
 

@@ -3,8 +3,6 @@
 huggingface_hub reads its variables when it is imported, so these runs are new processes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Every key of the recipe has its effect on the plan, the training or the files of a run."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """LoRA, DoRA and freezing: from the recipe to a model that PEFT and transformers load."""
 
-from __future__ import annotations
-
 import json
 from importlib.util import find_spec
 
@@ -32,7 +30,6 @@ ADAPTER = {
     "method.lora_r": 4,
     "method.lora_target_modules": "[q_proj, up_proj]",
     "data.system_prompt": "Answer briefly.",
-    "data.prompt_template": "alpaca",
     "method.lora_dropout": 0.1,  # a resumed run must draw the same random numbers
 }
 

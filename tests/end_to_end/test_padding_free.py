@@ -1,7 +1,5 @@
 """data.padding_free: micro-batches flattened to (1, sum T) have the losses of padded ones (B, T)."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shutil

@@ -1,7 +1,5 @@
 """`ligertune plan`: predicted memory, `--fit`, checkpointed layers, and the message for out-of-memory errors."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import sys

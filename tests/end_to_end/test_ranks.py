@@ -1,7 +1,5 @@
 """One global batch, split over micro-batches and ranks: the losses agree to 1e-5."""
 
-from __future__ import annotations
-
 import sys
 from importlib.util import find_spec
 

@@ -1,7 +1,5 @@
 """Runs of several ranks (DDP, FSDP, HSDP, context parallel, ZeRO) train and resume as one process does."""
 
-from __future__ import annotations
-
 import json
 from importlib.util import find_spec
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Signals during training, resuming after them, and --overwrite."""
 
-from __future__ import annotations
-
 import signal
 from random import SystemRandom
 

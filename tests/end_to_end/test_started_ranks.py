@@ -1,7 +1,5 @@
 """`ligertune train` that starts its own ranks: refusals, signals, and ranks that die or hang."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

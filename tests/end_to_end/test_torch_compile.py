@@ -1,7 +1,5 @@
 """train.torch_compile: the decoder layers are compiled, few graphs are made, and the losses do not change."""
 
-from __future__ import annotations
-
 from functools import partialmethod
 
 import pytest

@@ -1,7 +1,5 @@
 """`ligertune train` from a recipe to a model that loads; trackers, traces and memory snapshots."""
 
-from __future__ import annotations
-
 import json
 from importlib.util import find_spec
 

@@ -1,7 +1,5 @@
 """Whole runs on a GPU: every optimizer, compilation, offload, graphs and attention; and a host that runs ahead."""
 
-from __future__ import annotations
-
 import collections
 import json
 import warnings

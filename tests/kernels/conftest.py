@@ -5,8 +5,6 @@ TRITON_INTERPRET is read when the kernels are decorated. In this process every o
 and divergences, which have a form in torch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import partial
 

@@ -9,8 +9,6 @@ compiles. A comment or a docstring changes nothing. To bring the file up to date
 Worker processes compile, because TRITON_INTERPRET is read when kernels are decorated, and to use all cores.
 """
 
-from __future__ import annotations
-
 import gc
 import multiprocessing
 import os

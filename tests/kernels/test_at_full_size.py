@@ -1,7 +1,5 @@
 """Kernels on a GPU at real sizes: rounding in bf16 and fp16, more than 2³¹ elements, streams, memory."""
 
-from __future__ import annotations
-
 import ligertune_kernels as kernels
 import pytest
 import torch

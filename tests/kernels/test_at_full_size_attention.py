@@ -1,7 +1,5 @@
 """document_attention on a GPU at real sizes: rounding, long documents, more than 2³¹ elements."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

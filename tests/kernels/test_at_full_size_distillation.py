@@ -1,7 +1,5 @@
 """kl_div, jsd, linear_jsd and int2_int8_matmul on a GPU at real sizes: rounding, memory, more than 2³¹ elements."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import ligertune_kernels as kernels

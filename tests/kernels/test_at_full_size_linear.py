@@ -1,7 +1,5 @@
 """linear_cross_entropy and related ops on a GPU at real sizes: rounding, memory, determinism."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import ligertune_kernels as kernels

@@ -1,7 +1,5 @@
 """Norms, embedding and SwiGLU on a GPU at real sizes: rounding, determinism, saved launches, 2³¹ elements."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import ligertune_kernels as kernels

@@ -1,7 +1,5 @@
 """Launch options: chosen by warp width, within the limits of every chip, known to every backend."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """The kernel package: public names, cost of importing it, operation without triton, row views."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Launch shortcut: the GPU receives what Triton itself would pass, and Triton launches where the shortcut cannot."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from functools import partial

@@ -1,7 +1,5 @@
 """Run the tests of ops/ in a separate process, with the Triton kernels interpreted on the CPU."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from rerun_interpreted import rerun_interpreted

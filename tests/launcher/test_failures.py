@@ -1,7 +1,5 @@
 """Failed ranks: the diagnosis names the cause, and processes that SIGSTOP has stopped are found."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """srun tasks join a run as ranks; batch scripts and other processes do not."""
 
-from __future__ import annotations
-
 import pytest
 
 from ligertune.errors import UserError

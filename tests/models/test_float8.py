@@ -1,7 +1,5 @@
 """Float8 linear layers: which ones are converted, on which machines, and that they train like the original ones."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from importlib.util import find_spec

@@ -1,7 +1,5 @@
 """Float8 on a GPU: losses of ten steps of a Llama of width 2048 against bfloat16."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 
 import pytest

@@ -1,7 +1,5 @@
 """Fused LoRA layers compute what peft does, and call peft's own code where it does more."""
 
-from __future__ import annotations
-
 import copy
 
 import peft

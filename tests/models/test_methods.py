@@ -1,7 +1,5 @@
 """Fine-tuning methods: which parameters train, and that patched models compute what plain ones do under each."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 

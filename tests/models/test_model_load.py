@@ -1,7 +1,5 @@
 """Loading of configuration, tokenizer and weights from the recipe's model section, and its error messages."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

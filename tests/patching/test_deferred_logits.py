@@ -1,7 +1,5 @@
 """Deferred logits: recorded operations, operations that compute the logits, and nested or parallel forwards."""
 
-from __future__ import annotations
-
 import copy
 import operator
 import threading

@@ -1,7 +1,5 @@
 """The loss in the output head: from logits, where the weight has its own operations, and of labelled rows only."""
 
-from __future__ import annotations
-
 import pytest
 import tiny_models
 import torch

@@ -3,8 +3,6 @@
 The reference path makes new tensors, so on a machine without a GPU this file runs once more under Triton's interpreter.
 """
 
-from __future__ import annotations
-
 import copy
 from unittest import mock
 

@@ -1,7 +1,5 @@
 """Only the instance changes: classes, names, keys and saved files stay as they were, and `unpatch` restores."""
 
-from __future__ import annotations
-
 import copy
 import io
 import json

@@ -1,7 +1,5 @@
 """A patched model computes what the unpatched one does: the loss and the gradient of every parameter."""
 
-from __future__ import annotations
-
 import copy
 from itertools import product
 

@@ -1,7 +1,5 @@
 """Layers recognised in each family; code that only looks similar is left alone."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 

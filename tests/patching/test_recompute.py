@@ -4,8 +4,6 @@ The reference path has no in-place backward, so on a machine without a GPU some 
 interpreter.
 """
 
-from __future__ import annotations
-
 import copy
 import pickle
 

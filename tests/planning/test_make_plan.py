@@ -1,7 +1,5 @@
 """Precision and cadence of a run, its pinned host memory, and the note when the host has too little."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 

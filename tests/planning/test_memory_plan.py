@@ -1,7 +1,5 @@
 """The memory plan: bytes by formula, and the micro-batch that fits."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The number of processes, the strategy by which they share a model, and the memory that it leaves on each device."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Fixtures that write a recipe to an empty current folder, so that complaints name it `recipe.yaml`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Aliases: a literal table of other tools' names and values -> our key and value; recipes written back."""
 
-from __future__ import annotations
-
 import pickle
 
 import pytest

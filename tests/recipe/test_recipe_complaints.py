@@ -1,7 +1,5 @@
 """Complaints about invalid recipes: complaints.txt is a table of recipes and exact messages."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """`ligertune recipe import`: files as Axolotl's, LLaMA-Factory's and TRL's documentation shows them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

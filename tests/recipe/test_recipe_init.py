@@ -1,7 +1,5 @@
 """`ligertune init` and `ligertune recipe`: check, show, schema, keys and list; completions."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Every key of the schema: its description, and the values that it refuses."""
 
-from __future__ import annotations
-
 import pytest
 
 from ligertune.recipe import Recipe, TrainSpec, recipe_schema

@@ -1,7 +1,5 @@
 """Reading of values: YAML 1.2, spellings of switches, overrides and paths."""
 
-from __future__ import annotations
-
 import pytest
 
 from ligertune.recipe import load_recipe

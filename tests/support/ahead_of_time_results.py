@@ -4,8 +4,6 @@ The key of an op is a hash of triton's version and of the code of all files that
 without comments and docstrings.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import hashlib

@@ -1,7 +1,5 @@
 """Run the command line in this process, or in a new one where signals, ranks or the environment are the subject."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

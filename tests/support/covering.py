@@ -1,7 +1,5 @@
 """Covering arrays for parametrized tests: every pair of values occurs, but not every combination."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import combinations, product
 from typing import Any

@@ -3,8 +3,6 @@
 Each has the special tokens that it writes and the text of its answers, which is trained.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 

@@ -3,8 +3,6 @@
 Skips the test on a machine with a GPU: a process that uses CUDA cannot fork.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import socket

@@ -1,7 +1,5 @@
 """An HTTP server that answers the requests of `datasets` for one data set, as the Hugging Face hub does."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import threading

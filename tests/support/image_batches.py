@@ -1,7 +1,5 @@
 """Rows with images, and batches of prepared examples as training makes them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Compare an op with float64: its error may not exceed that of plain torch in the same dtype."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

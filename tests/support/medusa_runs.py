@@ -1,7 +1,5 @@
 """Plan and train short runs of the bundled Medusa recipe in this process."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from command_line import losses, overrides

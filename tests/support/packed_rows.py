@@ -1,7 +1,5 @@
 """Documents for the tests of packing: one per batch, or packed into one row by the collator of training."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

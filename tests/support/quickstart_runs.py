@@ -1,7 +1,5 @@
 """Plan and train short runs of the quickstart's recipe in this process."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

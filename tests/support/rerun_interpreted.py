@@ -1,7 +1,5 @@
 """Run tests again under Triton's interpreter, in a process by itself: kernels read the switch when decorated."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Write rows of test data as JSON lines, and damage files."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from pathlib import Path

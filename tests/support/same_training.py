@@ -1,7 +1,5 @@
 """Compare losses and gradients of two models, or of one model on two batches."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

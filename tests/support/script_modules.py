@@ -1,7 +1,5 @@
 """Import a script of scripts/, whose name has no suffix, as a module."""
 
-from __future__ import annotations
-
 import sys
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader

@@ -1,7 +1,5 @@
 """Record the storages that operations make: the bytes alive now, and the largest number so far."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef

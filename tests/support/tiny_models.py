@@ -1,7 +1,5 @@
 """Two-layer random models of each supported family, and a batch with padding and untrained tokens."""
 
-from __future__ import annotations
-
 import torch
 import transformers
 from torch import Tensor

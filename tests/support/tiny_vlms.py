@@ -4,8 +4,6 @@ The tokenizers are byte-level BPE with the special tokens of the family. The tem
 ones and keep the parts of a turn, the order of images, BOS and the end of a turn.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import transformers

@@ -1,7 +1,5 @@
 """Divisors of the loss and weights of Medusa heads, by hand."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

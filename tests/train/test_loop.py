@@ -1,7 +1,5 @@
 """A run equals a training loop in plain PyTorch: losses, norms, rates, token counts, weights and evaluation."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Meter: warm-up, pauses, laps, and runs that are shorter than the warm-up, on a simulated clock."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """Two ranks, forked from this process: gradient norms, checkpoints, random numbers, resuming on one rank."""
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Small saved models of every vision family, and fixtures that prepare rows with images for them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from functools import cache

@@ -1,7 +1,5 @@
 """Image inputs equal those of transformers' processors and models; prefetching of pixels."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import tiny_vlms

@@ -1,7 +1,5 @@
 """Rows with images: every dataset format, and bad rows with their reasons."""
 
-from __future__ import annotations
-
 import base64
 import io
 

@@ -1,7 +1,5 @@
 """Records of public image datasets: all are loaded, with their images in the right place."""
 
-from __future__ import annotations
-
 import json
 import re
 

@@ -1,7 +1,5 @@
 """Memory of vision tower and projector: saved activations against the plan."""
 
-from __future__ import annotations
-
 import pytest
 import tiny_vlms
 import torch

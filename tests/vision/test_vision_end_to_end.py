@@ -1,7 +1,5 @@
 """`ligertune train` on real images, and the model that it writes."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

@@ -1,7 +1,5 @@
 """Vision-language models with and without our kernels: same loss and gradients; padded, packed, frozen, in bfloat16."""
 
-from __future__ import annotations
-
 import copy
 from importlib.util import find_spec
 

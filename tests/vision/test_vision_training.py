@@ -6,8 +6,6 @@ are random and the question is always the same. Takes half a minute on one core.
 Two ranks train as one does, even if one rank has only text in a step.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

@@ -7,6 +7,7 @@ into the dequantised 4-bit weights that they were trained on, and not into the o
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from transformers import AutoTokenizer
 
 from ligertune.errors import UserError
 from ligertune.models.load import hide_loading_bars, load_tokenizer, read_config, whole_model
-from ligertune.models.save import ADAPTER_CONFIG, adapter_base_model, read_prompt, write_model
+from ligertune.models.save import ADAPTER_CONFIG, adapter_base_model, prompt_of, read_prompt, write_model
 from ligertune.models.trainable import apply_method
 from ligertune.planning.options import ModelOptions, saved_options
 from ligertune.storage import newest_checkpoint, put_in_place, remove
@@ -107,7 +108,7 @@ def _export_checkpoint(run: Path, out: Path, name: str, *, adapter: bool) -> Exp
         )
     kind = "model" if not hasattr(model, "peft_config") else "adapter" if adapter else "merged model"
     model = model.merge_and_unload() if kind == "merged model" else model
-    template = {"alpaca": "alpaca"}.get(options.data_options.prompt_template, "chat")
-    prompt = {"prompt_template": template, "system_prompt": options.data_options.system_prompt}
+    plan = json.loads((run / "plan.json").read_text(encoding="utf-8"))  # it has the template that auto chose
+    prompt = prompt_of(plan["data"]["template"], options.data_options.system_prompt)
     write_model(model, load_tokenizer(build.model).tokenizer, out, state_dict=None, **prompt)
     return Exported(str(out), kind, str(folder))

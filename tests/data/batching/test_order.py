@@ -1,7 +1,5 @@
 """DataOrder and StreamOrder: which examples are trained at which step."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

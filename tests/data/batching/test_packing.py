@@ -1,7 +1,5 @@
 """Packing, collate and Batcher: which examples share a row, and the tensors of batches."""
 
-from __future__ import annotations
-
 import time
 
 import numpy as np

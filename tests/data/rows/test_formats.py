@@ -1,7 +1,5 @@
 """Rows are converted by the format of their columns; bad rows have a reason, and on_bad_row: repair fixes some."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

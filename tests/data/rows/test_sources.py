@@ -1,7 +1,5 @@
 """Data files of every type are read record by record with their source; broken ones are one-sentence errors."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import json

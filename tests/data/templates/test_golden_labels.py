@@ -4,8 +4,6 @@ The expected answers are read from the raw rows here, independently of the packa
 dropped, by reason, is that of every file.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import unicodedata

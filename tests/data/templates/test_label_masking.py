@@ -1,7 +1,5 @@
 """Encoder: span ends give the labels that all offsets give; names of control tokens in a row's text stay text."""
 
-from __future__ import annotations
-
 import random
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Templates: the answer and the token that ends it are trained, for every kind of template and tokenizer."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from family_templates import FAMILIES

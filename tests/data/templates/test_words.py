@@ -1,7 +1,5 @@
 """Word cache: the same tokens as the tokenizer's, and only for tokenizers and texts where that is certain."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import random

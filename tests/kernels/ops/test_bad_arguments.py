@@ -1,7 +1,5 @@
 """Mismatched arguments of every op: the error names them and what was expected."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import ligertune_kernels as kernels

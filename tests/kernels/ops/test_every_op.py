@@ -1,7 +1,5 @@
 """Backend of this run; ops with a gradient: needed gradients only, empty tensors, checkpointing, autocast."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 

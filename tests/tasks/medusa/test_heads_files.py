@@ -1,7 +1,5 @@
 """Files of Medusa heads: the exact layout, read back by the rules of each server's loader."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`ligertune medusa` on the tiny bundled model: heads that learn, a second stage, and bad input."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Medusa on a GPU: heads trained with the Triton kernels, and text that equals plain decoding up to ties."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from medusa_runs import plan_medusa, train_medusa

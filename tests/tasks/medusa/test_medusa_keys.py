@@ -1,7 +1,5 @@
 """Every key of the recipe's medusa section has an effect; a resumed run is bit-exact."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from medusa_runs import WEIGHTS, train_medusa

@@ -1,7 +1,5 @@
 """The fused Medusa loss against one from all logits, and targets computed by hand."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

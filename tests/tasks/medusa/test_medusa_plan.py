@@ -1,7 +1,5 @@
 """Planned FLOPs and memory of Medusa training, against what torch counts and measurements."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import transformers

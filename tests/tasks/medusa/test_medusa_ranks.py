@@ -1,7 +1,5 @@
 """Medusa training on two ranks has the losses of one process, with DDP and with FSDP2."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Checkpoint folders: the newest by number, damage, and checkpoints of another run."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import zlib

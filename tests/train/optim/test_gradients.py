@@ -1,7 +1,5 @@
 """Gradients between backward and step: clipping inside the optimizer's step, and steps without any gradient."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """KernelAdamW computes the weights of torch's fused AdamW, and each can load the states of the other."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from rerun_interpreted import DEVICE, RUNS_TRITON, rerun_interpreted

@@ -1,7 +1,5 @@
 """Optimizers against the formulas of their papers, parameter groups, stochastic rounding, and learning rates."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

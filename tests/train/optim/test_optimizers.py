@@ -1,7 +1,5 @@
 """Every optimizer lowers the loss, resumes bit-exactly, also on the host; planned sizes of states; GaLore; rounding."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import io

@@ -1,7 +1,5 @@
 """document_attention against float64: lengths of documents and tiles, windows, caps, strides, surrounding memory."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

@@ -1,7 +1,5 @@
 """apply_rope against float64: pairings, partial rotation, tables, strides, layouts."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from covering import every_pair

@@ -1,7 +1,5 @@
 """kl_div and jsd against float64 and torch: every reduction, ignored rows, zeros, NaN, close distributions."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -1,7 +1,5 @@
 """Row pass of linear_jsd against float64: huge, infinite, equal and nearly equal logits, NaN."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from ligertune_kernels.ops.distill._jsd_row_pass import JSDOptions, jsd_row_pass

@@ -1,7 +1,5 @@
 """linear_jsd against float64: chunks, betas, needed gradients, temperature, precision."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

@@ -1,7 +1,5 @@
 """adamw_step against float64 over several steps, with and without decay and scale; the gradient is not written."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from covering import every_pair

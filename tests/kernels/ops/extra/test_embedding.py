@@ -1,7 +1,5 @@
 """embedding: exact rows, and gradients whose segments begin in, end in, cross and fill the backward's chunks."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from covering import every_pair

@@ -1,7 +1,5 @@
 """int2_int8_matmul against integer arithmetic, bit for bit; packing and unpacking."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from covering import every_pair

@@ -1,7 +1,5 @@
 """cross_entropy against float64 and torch: every term and reduction, in place, invalid labels."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from covering import every_pair

@@ -1,7 +1,5 @@
 """Rows without a label: found on the host, left out of every product, with a gradient of exactly zero."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -1,7 +1,5 @@
 """linear_cross_entropy against float64: schedules, terms, needed gradients, scales, precision."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """linear_token_statistics against float64: chunks, options, ties, labels that are ignored or no class."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from judge import assert_close

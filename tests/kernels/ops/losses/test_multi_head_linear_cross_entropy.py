@@ -1,7 +1,5 @@
 """multi_head_linear_cross_entropy against float64: one weight or several, coefficients, rows without a label."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from judge import DTYPES, judge_loss

@@ -1,7 +1,5 @@
 """Common to all losses: divisors, ignored rows, strides, second backward, modules."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Schedules of linear_cross_entropy for many sizes, and their memory: plain numbers, no tensors."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from ligertune_kernels import schedule_of

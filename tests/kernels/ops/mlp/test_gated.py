@@ -1,7 +1,5 @@
 """swiglu and geglu against float64: split and packed, both forms of gelu, strides, extremes, gradients in place."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from covering import every_pair

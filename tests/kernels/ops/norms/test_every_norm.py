@@ -1,7 +1,5 @@
 """All norms against float64: sizes on both sides of every launch threshold, strides, in-place gradients, launches."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import ligertune_kernels as kernels
