@@ -4,6 +4,8 @@ A size stands for a way of launching: a whole row in registers, a row in sweeps,
 processors. Numbers of rows are not specialised, so one stands for all.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Container
 from dataclasses import dataclass, replace
 from functools import partial

@@ -4,6 +4,8 @@ Triton needs only a few methods of a driver. With a stand-in for the driver the 
 specialises and compiles for the target as it would on the target, and the launch itself does nothing.
 """
 
+from __future__ import annotations
+
 import hashlib
 import itertools
 import re
