@@ -116,7 +116,7 @@ def import_(
         where = f"{file}:{item.line}" if item.line else str(file)
         render.text(f"{where}: not imported: {item.key}: {item.value} ({item.why})")
     if out is not None:
-        render.text(f"Wrote {out} from a {found.peer.name} file. Review it, then run: ligertune data {out}")
+        render.text(f"Wrote {out} from the file of {found.peer.name}. Review it, then run: ligertune data {out}")
     if json:
         render.json_report(found.as_dict())
 

@@ -35,7 +35,7 @@ class TokenizerSpec(Section):
     eos_token: Text | None = None
     """End-of-sequence token; null: the tokenizer's."""
     chat_template: Template = "tokenizer"
-    """Chat template: tokenizer (its own template), a built-in name, or a Jinja file."""
+    """Chat template: tokenizer (its own template), or a Jinja file."""
 
 
 class ModelSpec(Section):
@@ -187,7 +187,7 @@ class ParallelSpec(Section):
     """Processes of a run, and how they share the model and the data."""
 
     num_processes: Literal["auto"] | PositiveInt = "auto"
-    """Processes on this node; auto: one per visible GPU; ignored under torchrun and accelerate."""
+    """Processes on this node; auto: one per visible GPU, or as many as torchrun or accelerate started."""
     strategy: Literal["auto", "single", "ddp", "fsdp", "deepspeed_zero2", "deepspeed_zero3"] = "auto"
     """single: one process; ddp: replicate the model; fsdp: shard it; auto: ddp if the model fits, else fsdp."""
     dp_replicate_size: PositiveInt = 1
