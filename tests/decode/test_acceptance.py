@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from ligertune.decode.acceptance import Greedy, Typical
+from ligertune.decode.medusa_report import prompt_token_ids
 from ligertune.tasks.medusa.candidate_tree import CandidateTree
 
 # A candidate passes above min(epsilon, delta exp(-H)) with epsilon = 0.09, delta = 0.3:
@@ -57,3 +58,10 @@ def test_the_longest_accepted_path_wins_and_the_token_after_it_follows():
     kept = [nodes[:n] for nodes, n in zip(found.nodes.tolist(), found.lengths.tolist(), strict=True)]
     assert kept == [[0, 2, 3], [0, 2], [0, 1]]
     assert found.next_tokens.tolist() == [6, 3, 8]
+
+
+def test_the_prompt_of_a_text_that_is_trained_whole_is_its_first_quarter():
+    ids = list(range(40))
+    assert prompt_token_ids(ids, [-100, -100, *ids[2:]]) == [0, 1]
+    assert prompt_token_ids(ids, ids) == prompt_token_ids(ids, [-100, *ids[1:]]) == list(range(10))
+    assert len(prompt_token_ids(range(400), [-100] * 400)) == 400

@@ -7,6 +7,7 @@ import pytest
 import tiny_models
 import torch
 from peft.tuners.lora import Linear as LoraLinear
+from quickstart_runs import plan_run
 from torch import nn
 
 from ligertune.activations.checkpointing import checkpoint_layers
@@ -178,6 +179,15 @@ def test_kernels_lora_fuses_every_adapter_of_a_run(value, tmp_path):
     assert found.get("lora_linear") == (35 if value else None)
     model, _ = trained_model(job.plan, job.config, start_accelerator(job.plan))
     assert sum(isinstance(module, FusedLora) for module in model.modules()) == (35 if value else 0)
+
+
+def test_an_adapter_starts_from_the_runs_seed(tmp_path):
+    def first_weight(seed: int) -> torch.Tensor:
+        job = plan_run(tmp_path, **{"method.type": "lora", "train.seed": seed})
+        model, _ = trained_model(job.plan, job.config, start_accelerator(job.plan))
+        return next(p for name, p in model.named_parameters() if "lora_A" in name)
+
+    assert first_weight(1).equal(first_weight(1)) and not first_weight(1).equal(first_weight(2))
 
 
 def randomise(model: nn.Module) -> None:

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from ligertune.errors import UserError
 from ligertune.tasks.medusa.heads import MedusaHeads
-from ligertune.tasks.medusa.heads_files import read_choices, read_heads, write_heads
+from ligertune.tasks.medusa.heads_files import fingerprint_of, read_choices, read_heads, write_heads
 
 HEADS, LAYERS, HIDDEN, VOCAB = 2, 2, 64, 128
 BLOCKS = {
@@ -159,3 +159,9 @@ def test_files_that_contradict_their_config_are_refused(write, weight):
     (folder / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(UserError, match="lacks medusa_num_heads"):
         read_heads(folder, weight)
+
+
+def test_a_fingerprint_is_of_the_whole_output_head():
+    head = torch.randn(100, 64)
+    other = torch.cat([head[:50], torch.randn(50, 64)])
+    assert fingerprint_of(head) == fingerprint_of(head.bfloat16()) != fingerprint_of(other)

@@ -73,6 +73,16 @@ def test_resuming_skips_a_damaged_checkpoint(lost, saved):
     assert found == folder / "step-2" and words in notes[0]
 
 
+def test_files_in_folders_have_checksums(saved, tmp_path):
+    plan, folder = saved(2)
+    aside = folder / ".step-4.partial"
+    (aside / "shards").mkdir(parents=True)
+    (aside / "shards" / "rank-0").write_bytes(bytes(64))
+    complete(plan, 4, aside)
+    flip_a_bit(folder / "step-4" / "shards" / "rank-0")
+    assert resume_folder(plan)[0] == folder / "step-2"
+
+
 def test_a_checkpoint_records_its_run_and_that_of_another_run_is_refused(saved):
     plan, folder = saved(4)
     assert saved_progress(folder / "step-4", plan) == 4

@@ -149,6 +149,8 @@ def test_all_rows_ignored_give_zero_and_zero_gradients(loss, options, device) ->
     value = loss(rows, weights, labels.fill_(-7), ignore_index=-7, **options)
     value.backward()
     assert value == 0.0 and not any(leaf.grad.any() for leaf in leaves)
+    if "num_items_in_batch" in options:
+        assert loss(rows, weights, labels, ignore_index=-7, num_items_in_batch=torch.tensor(0, device=device)) == 0.0
 
 
 @losses(lambda loss: "cross_entropy" in loss.name)
