@@ -1,0 +1,81 @@
+"""README and docs: links and named files exist, and the blocks marked `bash run` run on a tiny model."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from command_line import ROOT, environment, run_here
+
+PAGES = [*ROOT.glob("*.md"), *sorted((ROOT / "docs").rglob("*.md"))]
+MODEL = ROOT / "configs" / "quickstart" / "stories260K"
+DATA = ROOT / "configs" / "quickstart" / "dolly_short.jsonl"
+LINK, RUNS = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)"), re.compile(r"```bash run\n(.*?)```", re.DOTALL)
+README_WORDS = 900
+
+
+def name_of(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_relative_links_lead_to_files(page):
+    links = [link for link in LINK.findall(page.read_text(encoding="utf-8")) if "://" not in link]
+    assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_files_of_the_repository_that_a_page_names_exist(page):
+    named = set(re.findall(r"(?<![\w./-])(?:scripts|configs|tests|docs)/[\w./-]*\w", page.read_text(encoding="utf-8")))
+    assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= README_WORDS
+
+
+def test_every_page_is_linked_from_the_readme():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    pages = [name_of(page) for page in (ROOT / "docs").glob("*.md")]
+    assert [page for page in pages if f"]({page})" not in readme] == []
+
+
+def commands_of(page: Path) -> list[str]:
+    """Return the lines of the blocks marked `bash run`, with the tiny model in place of the one from the hub."""
+    blocks = RUNS.findall(page.read_text(encoding="utf-8"))
+    lines = "\n".join(blocks).replace("\\\n", " ").replace("Qwen/Qwen2.5-0.5B", str(MODEL)).splitlines()
+    return [line for line in lines if line.strip() and not line.lstrip().startswith("#")]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    rows = DATA.read_text(encoding="utf-8").splitlines()[:200]
+    assert set(json.loads(rows[0])) == {"instruction", "input", "output"}
+    (tmp_path / "my_data.jsonl").write_text("\n".join(rows) + "\n", encoding="utf-8")
+    return tmp_path
+
+
+def test_the_commands_of_getting_started_run(folder):
+    for line in commands_of(ROOT / "docs" / "getting-started.md"):
+        program, *arguments = shlex.split(line, comments=True)
+        assert program == "ligertune", line
+        done = run_here(*arguments, cwd=folder)
+        assert done.code == 0, f"{line}\n{done.out}\n{done.err}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [page for page in PAGES if commands_of(page)], ids=name_of)
+def test_commands_run(page, folder):
+    (folder / "bin").mkdir()
+    tool = folder / "bin" / "ligertune"
+    tool.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m ligertune "$@"\n', encoding="utf-8")
+    tool.chmod(0o755)
+    path = os.pathsep.join((str(tool.parent), os.environ["PATH"]))
+    script = "set -e\n" + "\n".join(commands_of(page))
+    done = subprocess.run(["bash", "-c", script], cwd=folder, env={**environment(), "PATH": path},
+                          capture_output=True, text=True, check=False)  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,57 @@
+"""The scripts of docs/examples train, and the kernels give the losses of plain torch."""
+
+import runpy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from command_line import ROOT
+
+EXAMPLES = ROOT / "docs" / "examples"
+TOLERANCE = 2e-2 if torch.cuda.is_available() else 2e-4  # bfloat16; float32, and losses logged with 4 digits
+
+Run = Callable[..., dict]
+
+
+@pytest.fixture
+def run(quickstart: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Run an example in this process on the quickstart's model and data, and return its global variables."""
+
+    def run(name: str, *options: str) -> dict:
+        model, data = quickstart / "stories260K", quickstart / "dolly_short.jsonl"
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "argv", [name, str(model), str(data), *options])
+        return runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("name", "package"),
+    [
+        ("hf_trainer.py", "transformers"),
+        ("trl_sft.py", "trl"),
+        ("lightning_trainer.py", "lightning"),
+        ("pytorch_loop.py", "torch"),
+    ],
+)
+def test_the_loss_falls_as_without_the_kernels(run, name, package, capsys):
+    pytest.importorskip(package)
+    patched = run(name, "--steps", "6")["losses"]
+    assert "kernel='swiglu', applied=5" in capsys.readouterr().out
+    plain = run(name, "--steps", "6", "--plain")["losses"]
+    assert "kernel=" not in capsys.readouterr().out
+    assert len(patched) == 6 and sum(patched[-2:]) / 2 < patched[0] - 0.3
+    assert patched == pytest.approx(plain, abs=TOLERANCE)
+
+
+def test_the_composed_decoder_gives_the_loss_of_transformers_and_learns(run):
+    found = run("compose_model.py", "6")
+    assert found["losses"][0] == pytest.approx(found["expected"], abs=TOLERANCE)
+    assert len(found["losses"]) == 6 and found["losses"][-1] < found["losses"][0] - 0.3
+
+
+def test_one_kernel_gives_the_loss_and_gradients_of_torch(run):
+    assert max(run("one_kernel.py", "--rows", "20")["differences"]) < TOLERANCE
