@@ -1,6 +1,5 @@
 """README and docs: links and named files exist, and the blocks marked `bash run` run on a tiny model."""
 
-import json
 import os
 import re
 import shlex
@@ -15,7 +14,6 @@ PAGES = [*ROOT.glob("*.md"), *sorted((ROOT / "docs").rglob("*.md"))]
 MODEL = ROOT / "configs" / "quickstart" / "stories260K"
 DATA = ROOT / "configs" / "quickstart" / "dolly_short.jsonl"
 LINK, RUNS = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)"), re.compile(r"```bash run\n(.*?)```", re.DOTALL)
-README_WORDS = 900
 
 
 def name_of(page: Path) -> str:
@@ -35,7 +33,7 @@ def test_files_of_the_repository_that_a_page_names_exist(page):
 
 
 def test_the_readme_is_short():
-    assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= README_WORDS
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 900
 
 
 def test_every_page_is_linked_from_the_readme():
@@ -54,7 +52,6 @@ def commands_of(page: Path) -> list[str]:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     rows = DATA.read_text(encoding="utf-8").splitlines()[:200]
-    assert set(json.loads(rows[0])) == {"instruction", "input", "output"}
     (tmp_path / "my_data.jsonl").write_text("\n".join(rows) + "\n", encoding="utf-8")
     return tmp_path
 
