@@ -3,7 +3,8 @@
 import pytest
 from transformers import AutoTokenizer
 
-from ligertune.decode.generate import format_prompt
+from ligertune.decode.generate import encode_prompt, format_prompt
+from ligertune.models.save import write_prompt
 
 ALPACA_END = "### Instruction:\nSay hi.\n\n### Response:\n"
 CHAT = "<s>### system:\nBe brief.\n\n### user:\nSay hi.\n\n### assistant:\n"
@@ -13,8 +14,10 @@ CHAT = "<s>### system:\nBe brief.\n\n### user:\nSay hi.\n\n### assistant:\n"
     ("template", "end", "has_bos"),
     [("alpaca", ALPACA_END, False), ("chat", CHAT, True), ("raw", "Say hi.", False)],  # a chat template writes BOS
 )
-def test_a_prompt_has_the_template_of_training(template, end, has_bos, quickstart):
+def test_a_prompt_has_the_template_of_training(template, end, has_bos, quickstart, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(quickstart / "stories260K")
     system = "Be brief." if template == "chat" else None
     text, found = format_prompt(tokenizer, "Say hi.", {"prompt_template": template, "system_prompt": system})
     assert (text if template != "alpaca" else text[-len(end) :], found) == (end, has_bos)
+    write_prompt(tmp_path, prompt_template=template, system_prompt=system)
+    assert encode_prompt(tokenizer, "Say hi.", tmp_path, raw=False)[1].count(tokenizer.bos_token_id) == 1
