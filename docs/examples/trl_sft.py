@@ -21,7 +21,7 @@ import ligertune
 
 
 def prompt_and_completion(row):
-    """Return a row in TRL's form, of which the completion is trained."""
+    """Return a row in TRL's prompt and completion form; only the completion is trained."""
     return {"prompt": f"{row['instruction']}\n{row['input']}\n", "completion": row["output"]}
 
 
