@@ -24,7 +24,7 @@ from ligertune.progress import Phases
 from ligertune.recipe import Recipe
 from ligertune.recipe.plain_yaml import dump
 from ligertune.report import Report, make_report
-from ligertune.storage import write_json
+from ligertune.storage import utc_now, write_json
 from ligertune.train.checkpoint.checkpoint_files import check_space
 from ligertune.train.checkpoint.final_model import save_final_model
 from ligertune.train.checkpoint.load_checkpoint import check_unfinished
@@ -103,7 +103,7 @@ def run(
     measures the time to the first step.
     """
     with StopRequest(enabled=job.plan.checkpoint.save_on_signal) as stop:
-        began, phases = time.perf_counter(), phases or Phases()
+        started, began, phases = utc_now(), time.perf_counter(), phases or Phases()
         phases.begin("loading the model")
         hide_loading_bars()
         prefer_flash()
@@ -125,6 +125,7 @@ def run(
             fitted,
             model_path=model_path,
             medusa=medusa,
+            started=started,
             seconds=time.perf_counter() - began,
             seconds_to_first_step=phases.seconds,
             notes=job.data.train.stream.account() if job.data.streamed else (),

@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
+from datetime import datetime, timezone
 from pathlib import Path
 
 from ligertune.errors import UserError
@@ -83,6 +84,11 @@ def newest_checkpoint(output_dir: Path) -> Path | None:
 
 
 # ---- metrics.jsonl: one line per logged step, readable during the run
+
+
+def utc_now() -> str:
+    """Return date and time in UTC, ISO 8601: "2026-11-25T03:58:11.042+00:00"."""
+    return datetime.now(timezone.utc).isoformat(timespec="milliseconds")
 
 
 class MetricsFile:

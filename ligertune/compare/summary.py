@@ -118,7 +118,7 @@ class SlowStep:
 
 @dataclass(frozen=True)
 class SideResult:
-    """The trials of one side at one setting. peak_memory: the highest of the repeats, in bytes per device."""
+    """The trials of one side at one setting. peak_memory: kind, and bytes of the highest repeat per device."""
 
     name: str
     label: str
@@ -126,7 +126,7 @@ class SideResult:
     median_tokens_per_second: float | None  # of single steps
     median_step_seconds: float | None
     slow_steps: tuple[SlowStep, ...]
-    peak_memory: dict[str, int]
+    peak_memory: dict[str, int | str]
     mfu: float | None
     kernels: str | None
     parity: Parity | None  # None for the reference itself
@@ -136,7 +136,7 @@ class SideResult:
     @property
     def peak(self) -> int | None:
         """Peak bytes to compare: allocated device memory after the warm-up, or host memory of the process."""
-        return self.peak_memory.get("allocated_steady", self.peak_memory.get("resident_run"))
+        return self.peak_memory.get("allocated_steady", self.peak_memory.get("allocated_run"))
 
     @property
     def first_run(self) -> tuple[Step, ...]:

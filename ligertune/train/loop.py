@@ -72,7 +72,8 @@ class TrainResult:
     stopped_by: str | None
     last_eval_loss: float | None
     measured: tuple[Counts, float, bool]  # work, its seconds, whether they exclude the warm-up
-    peak_memory: dict[str, int]
+    peak_memory: dict[str, int | str]
+    work: Counts  # of all steps, also of those before a resume
     notes: tuple[str, ...] = ()
     best_weights: dict[str, Tensor] | None = None  # of the best model, if the model itself is sharded
 
@@ -102,7 +103,7 @@ def fit(training: Training, *, stop: StopRequest, phases: Phases) -> TrainResult
             state.advance(training.train_step(micro_batches, training.batcher, loss_inputs, state.loss_sum))
             training.saver.look()
             if state.step == training.resumed_from + 1:
-                end_first_step(training, phases)
+                end_first_step(training, state, phases)
             meter.add(work)
             training.loss_check.add(state.step, state.loss_sum, micro_batches)
             profile()
@@ -123,9 +124,11 @@ def fit(training: Training, *, stop: StopRequest, phases: Phases) -> TrainResult
     return finish(training, state, stop)
 
 
-def end_first_step(training: Training, phases: Phases) -> None:
+def end_first_step(training: Training, state: TrainState, phases: Phases) -> None:
     """Wait for the first step, in which kernels were compiled; from now on ranks wait only briefly for each other."""
     synchronize(training.accelerator.device)
+    if state.step == 1:
+        training.logger.record_first_loss(state.loss_sum)
     phases.end()
     training.timeout.enter_steps()
 
@@ -163,7 +166,7 @@ def save_if_finite(training: Training, state: TrainState) -> None:
 def finish(training: Training, state: TrainState, stop: StopRequest) -> TrainResult:
     """Load the best model if asked, and collect what the report needs. All ranks call it."""
     plan, accelerator, early_stopping = training.plan, training.accelerator, state.early_stopping
-    notes, best_weights = training.notes, None
+    meter, notes, best_weights = training.meter, training.notes, None
     if early_stopping.should_stop and not state.stopping:
         notes += (
             f"stopped early at step {state.step}: {early_stopping.patience} evaluations without a loss below "
@@ -175,15 +178,16 @@ def finish(training: Training, state: TrainState, stop: StopRequest) -> TrainRes
     graphs = training.train_step.graphs
     if graphs is not None:
         notes += (graphs.note(),)
-        training.meter.include_peak(graphs.peak)
+        meter.include_peak(graphs.peak)
     return TrainResult(
         model=training.model,
         step=state.step,
         resumed_from=training.resumed_from,
         stopped_by=(stop.received or "a signal on another rank") if state.interrupted else None,
         last_eval_loss=state.eval_loss,
-        measured=training.meter.total(),
-        peak_memory=max_over_ranks(accelerator, training.meter.peak_memory()),
+        measured=meter.total(),
+        peak_memory={"kind": meter.memory_kind, **max_over_ranks(accelerator, meter.peak_memory())},
+        work=training.all_work(),
         notes=notes,
         best_weights=best_weights,
     )

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -108,6 +109,11 @@ class Meter:
         event.record(torch.cuda.current_stream(self._device))
         return event
 
+    @property
+    def counts(self) -> Counts:
+        """Return the work of this process, warm-up included."""
+        return self._all.counts
+
     def total(self) -> tuple[Counts, float, bool]:
         """Return (work, seconds, whether the warm-up is excluded) of the run so far."""
         synchronize(self._device)
@@ -120,10 +126,18 @@ class Meter:
         """Raise the allocated peak to `allocated` bytes: torch does not count what replayed CUDA graphs use."""
         self._uncounted = max(self._uncounted, allocated)
 
+    @property
+    def memory_kind(self) -> Literal["device", "resident"]:
+        """Return what `peak_memory` counts: memory of the GPU, or on a CPU the resident memory of the process."""
+        return "device" if self._device.type == "cuda" else "resident"
+
     def peak_memory(self) -> dict[str, int]:
-        """Return this rank's peak bytes after the warm-up and over the whole run; on a CPU of resident memory."""
+        """Return this rank's peak bytes over the whole run ("allocated_run"), and on a GPU after the warm-up too.
+
+        A CPU has only the first: torch does not count its allocations, and a process's peak cannot be reset.
+        """
         if self._device.type != "cuda":
-            return {"resident_run": resident_peak_bytes()}
+            return {"allocated_run": resident_peak_bytes()}
         peak = _cuda_peak(self._device)
         peak["allocated"] = max(peak["allocated"], self._uncounted)
         steady = {f"{kind}_steady": size for kind, size in peak.items()}

@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from ligertune.planning.plan import Plan
-from ligertune.storage import MetricsFile
+from ligertune.storage import MetricsFile, utc_now
 from ligertune.train.checks import FiniteLossCheck
 from ligertune.train.distributed import full_tensor, reduce_sum
 from ligertune.train.meter import HostCopy, Lap, Meter
@@ -31,7 +31,7 @@ class _Record:
     learning_rate: float
     numbers: HostCopy  # (1,) or (2,): the loss summed over steps and ranks, and grad_norm if there is one
     lap: Lap
-    peak_memory: dict[str, int]
+    peak_memory: dict[str, int | str]
 
 
 @dataclass(eq=False)
@@ -61,17 +61,26 @@ class MetricsLogger(contextlib.AbstractContextManager):
     def log(self, line: dict) -> None:
         """Send a line to metrics.jsonl, the trackers and the terminal. Only the main rank does."""
         if self.accelerator.is_main_process:
-            self.file.write(line)
+            self.file.write({**line, "time": utc_now()})
             numbers = {name: value for name, value in line.items() if isinstance(value, int | float) and name != "step"}
             self.accelerator.log(numbers, step=line["step"])
             self.show(line)
+
+    def record_first_loss(self, loss_sum: Tensor) -> None:
+        """Write the loss before training, at step 0: the first step's loss, which is computed before its update.
+
+        loss_sum (): this rank's losses of the first step. All ranks call it, after the step.
+        """
+        loss = float(reduce_sum(self.accelerator, loss_sum))
+        if math.isfinite(loss):
+            self.file.write({"step": 0, "loss_before_training": loss, "time": utc_now()})
 
     def record(self, step: int, loss_sum: Tensor, grad_norm: Tensor | None, learning_rate: float) -> None:
         """Start a line up to `step`. loss_sum (): this rank's losses in them. All ranks call it."""
         numbers = [reduce_sum(self.accelerator, loss_sum)]
         numbers += [] if grad_norm is None else [full_tensor(grad_norm).to(loss_sum)]
-        lap = self.meter.lap()
-        self._pending = _Record(step, learning_rate, HostCopy(torch.stack(numbers)), lap, self.meter.peak_memory())
+        lap, peak = self.meter.lap(), {"kind": self.meter.memory_kind, **self.meter.peak_memory()}
+        self._pending = _Record(step, learning_rate, HostCopy(torch.stack(numbers)), lap, peak)
         if loss_sum.device.type == "cpu":  # the host does not run ahead of a CPU
             self.flush()
 

@@ -89,10 +89,26 @@ class Training:
         # A signal may have stopped the interrupted run after a step was saved, and before its evaluation.
         due = plan.due(plan.evaluate, self.resumed_from) or self.resumed_from == plan.schedule.total_steps
         self.owes_evaluation = bool(self.eval_batcher and self.resumed_from and due and not has_last)
+        self._earlier = self._work_before(metrics.lines()) if is_main else Counts()
         open_trackers(plan, accelerator)
         self.logger = MetricsLogger(plan, accelerator, self.meter, self.loss_check, metrics, show)
         for note in self.notes:
             self.logger.log({"step": self.resumed_from, "note": note})
+
+    def all_work(self) -> Counts:
+        """Return the work of all steps, also of those before a resume. Only the main rank knows the earlier ones."""
+        total = replace(self._earlier)
+        total.add(self.meter.counts)
+        return total
+
+    def _work_before(self, lines: list[dict]) -> Counts:
+        """Return the tokens of the steps before a resume: the logged ones, and counted those that no line contains."""
+        total, logged = Counts(), [line for line in lines if "loss" in line]
+        for line in logged:
+            total.add(Counts(**{name: line[name] for name in ("tokens", "padded_tokens", "trained_tokens")}))
+        for step in range(logged[-1]["step"] if logged else 0, self.resumed_from):
+            total.add(self.work(step))
+        return total
 
     def micro_batches(self, step: int) -> list[list[np.ndarray]]:
         """Return this rank's rows of each micro-batch of `step`. Context-parallel ranks share rows."""

@@ -161,7 +161,7 @@ class Progress:
         norm = "" if line["grad_norm"] is None else f"  grad norm {line['grad_norm']:.2f}"
         return (
             f"step {line['step']:>6}/{self._total}  loss {line['loss']:.4f}  lr {line['learning_rate']:.2e}{norm}  "
-            f"{_count(line['tokens_per_second'])} tokens/s  peak {format_bytes(max(line['peak_memory'].values()))}  "
+            f"{_count(line['tokens_per_second'])} tokens/s  peak {format_bytes(line['peak_memory']['allocated_run'])}  "
             f"left {_duration(line['remaining_seconds'])}"
         )
 
@@ -266,9 +266,9 @@ def _kernels(lines: Iterable[KernelLine], backend: str) -> str:
     return f"{', '.join(applied)} ({how})" if applied else "none"
 
 
-def _peak_memory(peak: dict[str, int]) -> str:
-    if "resident_run" in peak:  # on a CPU torch does not count allocations
-        return f"{format_bytes(peak['resident_run'])} of host memory (whole process)"
+def _peak_memory(peak: dict[str, Any]) -> str:
+    if peak["kind"] == "resident":  # on a CPU torch does not count allocations
+        return f"{format_bytes(peak['allocated_run'])} of host memory (whole process)"
     return (
         f"{format_bytes(peak['allocated_steady'])} allocated, {format_bytes(peak['reserved_steady'])} reserved after "
         f"the warm-up; {format_bytes(peak['allocated_run'])} allocated over the whole run"

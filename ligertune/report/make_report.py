@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import importlib.metadata
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from ligertune.planning.plan import KernelLine, Plan
-from ligertune.storage import read_metrics
+from ligertune.recipe.plain_yaml import dump
+from ligertune.report.provenance import provenance
+from ligertune.storage import read_metrics, utc_now
 from ligertune.train.meter import Counts
 
 if TYPE_CHECKING:
     from ligertune.train.loop import TrainResult
-
-PACKAGES = ("torch", "triton", "triton-rocm", "transformers", "accelerate", "peft", "datasets", "torchao", "ligertune")
 
 
 @dataclass(frozen=True)
@@ -35,18 +33,27 @@ class Throughput:
 
 @dataclass(frozen=True)
 class Report:
-    """Report of one run. Losses are means over the first and the last logged interval, also of a resumed run."""
+    """Report of one run.
+
+    loss_first, loss_last: means over the first and the last logged interval, also of a resumed run.
+    loss_before_training: of the first step's batch, before its update; None if an earlier version began the run.
+    tokens, trained_tokens, padded_tokens: of all steps, also of those before a resume. seconds: of this process.
+    """
 
     status: Literal["completed", "interrupted"]
     stopped_by: str | None
     steps: int
     total_steps: int
     resumed_from: int
+    loss_before_training: float | None
     loss_first: float | None
     loss_last: float | None
     eval_loss: float | None
+    tokens: int
+    trained_tokens: int
+    padded_tokens: int
     throughput: Throughput | None
-    peak_memory: dict[str, int]
+    peak_memory: dict[str, int | str]
     kernels_backend: str
     kernels: tuple[KernelLine, ...]
     model_family: str
@@ -59,6 +66,12 @@ class Report:
     seconds: float
     output_dir: str
     model_path: str | None
+    started: str
+    ended: str
+    host: str
+    command: str
+    git_commit: str | None
+    recipe_sha256: str
     versions: dict[str, str]
     notes: tuple[str, ...]
     medusa: dict | None = None  # MedusaReport.as_dict() if heads were trained
@@ -68,36 +81,34 @@ class Report:
         return dataclasses.asdict(self)
 
 
-def versions() -> dict[str, str]:
-    """Return the installed versions of packages that affect a result."""
-    found = {}
-    for package in PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package)
-    return found
-
-
 def make_report(
     plan: Plan,
     fitted: TrainResult,
     *,
     model_path: str | None,
     medusa: dict | None,
+    started: str,
     seconds: float,
     seconds_to_first_step: dict[str, float],
     notes: tuple[str, ...],
 ) -> Report:
     """Return the report of a run. medusa: the report on trained heads. notes: added to those of plan and training."""
-    losses = [line["loss"] for line in read_metrics(plan.output_dir / "metrics.jsonl") if "loss" in line]
+    lines = read_metrics(plan.output_dir / "metrics.jsonl")
+    losses = [line["loss"] for line in lines if "loss" in line]
+    before = [line["loss_before_training"] for line in lines if "loss_before_training" in line]
     return Report(
         status="interrupted" if fitted.stopped_by else "completed",
         stopped_by=fitted.stopped_by,
         steps=fitted.step,
         total_steps=plan.schedule.total_steps,
         resumed_from=fitted.resumed_from,
+        loss_before_training=before[0] if before else None,
         loss_first=losses[0] if losses else None,
         loss_last=losses[-1] if losses else None,
         eval_loss=fitted.last_eval_loss,
+        tokens=fitted.work.tokens,
+        trained_tokens=fitted.work.trained_tokens,
+        padded_tokens=fitted.work.padded_tokens,
         throughput=throughput(plan, *fitted.measured),
         peak_memory=fitted.peak_memory,
         kernels_backend=plan.kernels_backend,
@@ -112,7 +123,7 @@ def make_report(
         seconds=seconds,
         output_dir=str(plan.output_dir),
         model_path=model_path,
-        versions=versions(),
+        **dataclasses.asdict(provenance(dump(plan.settings), started=started, ended=utc_now())),
         notes=(*plan.notes, *fitted.notes, *notes),
         medusa=medusa,
         seconds_to_first_step=seconds_to_first_step,

@@ -1,0 +1,103 @@
+"""The report of a run against the data, the base model and the files that the run wrote."""
+
+import hashlib
+import json
+import shlex
+import socket
+import subprocess
+import sys
+from datetime import datetime, timedelta
+
+import pytest
+import torch
+from quickstart_runs import RESUME, plan_run, saves, train, unfinished
+from transformers import AutoModelForCausalLM
+
+from ligertune.data.batching.order import DataOrder
+from ligertune.report.provenance import command_line, git_commit
+
+# One epoch of 36 examples in nine steps. Lines are logged at 4, 8 and 9, checkpoints are written at 3 and 6.
+EPOCH = {"train.num_train_epochs": 1, "logging.logging_steps": 4, "model.dtype": "float32", **saves(3)}
+
+
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory):
+    """A run that was killed after step 6 and continued: (folder, its plan and data, report of the second part)."""
+    folder = tmp_path_factory.mktemp("resumed")
+    train(folder, **EPOCH)
+    unfinished(folder)
+    report = train(folder, **EPOCH, **RESUME)
+    assert report.resumed_from == 6
+    return folder / "run", plan_run(folder, **EPOCH, **RESUME, **{"checkpoint.output_dir": folder / "other"}), report
+
+
+@pytest.fixture(scope="module")
+def lines(resumed) -> list[dict]:
+    return [json.loads(line) for line in (resumed[0] / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_token_totals_include_the_steps_before_a_resume_and_those_that_no_line_contains(resumed, lines):
+    """The steps 5 and 6 were logged at step 8, a line that the resumed run dropped."""
+    _, job, report = resumed
+    rows = [job.data.train[i] for i in range(len(job.data.train))]
+    assert report.tokens == sum(len(row.input_ids) for row in rows)
+    assert report.trained_tokens == sum(int((row.labels[1:] != -100).sum()) for row in rows)
+    assert report.tokens > sum(line.get("tokens", 0) for line in lines)
+
+
+def test_the_loss_before_training_is_the_base_models_on_the_first_batch(resumed, quickstart):
+    _, job, report = resumed
+    plan, examples = job.plan, job.data.train
+    whole, grouped = len(examples), plan.rows.kind == "grouped"
+    order = DataOrder(
+        examples.lengths, total_rows=whole, seed=plan.build.seed, batching=plan.batching, packs=None, grouped=grouped
+    )
+    model = AutoModelForCausalLM.from_pretrained(quickstart / "stories260K").eval()
+    total, count = 0.0, 0
+    for (index,) in order.step(0):
+        row = examples[index]
+        ids, labels = torch.from_numpy(row.input_ids).long(), torch.from_numpy(row.labels).long()
+        with torch.no_grad():
+            logits = model(ids[None]).logits[0, :-1]
+        total += float(torch.nn.functional.cross_entropy(logits, labels[1:], reduction="sum"))
+        count += int((labels[1:] != -100).sum())
+    assert report.loss_before_training == pytest.approx(total / count, rel=1e-4)
+    assert report.loss_before_training != report.loss_first
+
+
+def test_every_line_has_a_time_in_utc_within_the_run(resumed, lines):
+    report = resumed[2]
+    times = [datetime.fromisoformat(line["time"]) for line in lines]
+    assert times == sorted(times) and all(time.utcoffset() == timedelta(0) for time in times)
+    started, ended = map(datetime.fromisoformat, (report.started, report.ended))
+    assert [line["step"] for line, time in zip(lines, times, strict=True) if time < started] == [0, 4]
+    assert times[-1] <= ended and (ended - started).total_seconds() == pytest.approx(report.seconds, abs=0.5)
+
+
+def test_the_report_names_host_and_recipe_hash(resumed):
+    folder = resumed[0]
+    stored = json.loads((folder / "report.json").read_text())
+    assert stored["host"] == socket.gethostname()
+    assert stored["recipe_sha256"] == hashlib.sha256((folder / "resolved_recipe.yaml").read_bytes()).hexdigest()
+
+
+def test_the_command_is_quoted_for_a_shell(monkeypatch):
+    typed = ["train", "my recipe.yaml", "--set", "data.datasets=[{path: a b}]"]
+    for program, name in (("/opt/env/bin/ligertune", "ligertune"), ("/lib/ligertune/__main__.py", "ligertune"),
+                          ("my train.py", "my train.py")):  # fmt: skip
+        monkeypatch.setattr(sys, "argv", [program, *typed])
+        assert shlex.split(command_line()) == [name, *typed]
+
+
+def test_the_commit_is_that_of_the_working_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert git_commit() is None
+    subprocess.run(["git", "init", "--quiet"], check=True)
+    assert git_commit() is None  # no commit yet
+    who = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
+    subprocess.run(["git", *who, "commit", "--quiet", "--allow-empty", "-m", "first"], check=True)
+    log = (tmp_path / ".git" / "logs" / "HEAD").read_text()
+    assert git_commit() == log.split()[1]
+    monkeypatch.setenv("PATH", "")  # git is not installed
+    assert git_commit() is None
