@@ -1,0 +1,274 @@
+"""Pages of docs/benchmarks: Markdown and one chart, written from the rows of one run on one device.
+
+A script measures, then calls `publish`, which prints the table and one JSON line with everything that the page needs.
+`--page FOLDER` writes the page, too. `--from FILE` writes it later from that line: FILE is the printed output. Charts
+need matplotlib (pip install 'ligertune[plots]').
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.metadata
+import json
+import re
+import shlex
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
+
+from ligertune.plots import has_matplotlib, new_figure  # noqa: E402
+
+GIB = 2**30
+MARK = '{"page": '  # how the JSON line of a page starts
+PACKAGES = ("torch", "triton", "transformers", "accelerate", "peft", "datasets", "torchao", "bitsandbytes",
+            "liger-kernel")  # fmt: skip
+NOT_THE_CHIP = re.compile(r"NVIDIA|AMD|Instinct|GeForce|\d+GB|HBM\w*|PCIe|SXM\d?")
+OWN = {"--page", "--out", "--from", "--commit"}  # options that change no number
+# Okabe and Ito's colours, which colour-blind readers tell apart; ligertune is always the first
+COLOURS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+OTHER, MARKERS, STYLES = "#8C8C8C", "osD^vPX", ("-", "--", ":", "-.")
+ON_A_CPU = (
+    "This run is on a CPU, where the kernels' PyTorch reference runs: it tests the script, and its speed means nothing."
+)
+
+
+@dataclass(frozen=True)
+class Page:
+    """Everything on a page.
+
+    page: its file name without device and month. columns: [key of a row, header, format]. left_out: why sides have no
+    row. chart: its kind ("bars", "dots" or "lines") and what it shows.
+    """
+
+    page: str
+    title: str
+    intro: str
+    caveats: list[str]
+    columns: list[list[str]]
+    rows: list[dict[str, Any]]
+    device: str
+    count: int
+    versions: dict[str, str]
+    date: str
+    commit: str
+    command: str
+    left_out: list[str] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+    chart: dict[str, Any] | None = None
+
+    @property
+    def file_name(self) -> str:
+        words = [word for word in re.split(r"[\s-]+", NOT_THE_CHIP.sub("", self.device)) if word]
+        hardware = "".join(words).lower()
+        return f"{self.page}_{f'{self.count}x' if self.count > 1 else ''}{hardware}_{self.date[:7].replace('-', '')}"
+
+
+def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Parse the arguments of a script, with the options of its page. Ends the script after --from."""
+    group = parser.add_argument_group("page")
+    group.add_argument("--page", type=Path, metavar="FOLDER", help="write the page and its chart here: docs/benchmarks")
+    group.add_argument("--from", dest="saved", type=Path, metavar="FILE",
+                       help="measure nothing; write --page from what an earlier run printed")  # fmt: skip
+    group.add_argument("--commit", help="commit of the tree (default: git's)")
+    options = parser.parse_args()
+    if not options.saved:
+        return options
+    if not options.page:
+        parser.error("--from needs --page FOLDER")
+    lines = options.saved.read_text(encoding="utf-8").splitlines()
+    pages = [Page(**json.loads(line)) for line in lines if line.startswith(MARK)]
+    if not pages:
+        parser.error(f"--from: no line of {options.saved} starts with {MARK}")
+    for page in pages:
+        write(page, options.page)
+    raise SystemExit(0)
+
+
+def publish(options: argparse.Namespace, *, count: int = 1, **fields: Any) -> None:
+    """Print the table and the JSON line of a page, and write it where --page says. count: number of devices."""
+    page = Page(**fields, **_machine(), count=count, date=time.strftime("%Y-%m-%d"),
+                commit=options.commit or _commit(), command=_command())  # fmt: skip
+    if page.device == "CPU":
+        page = dataclasses.replace(page, caveats=[ON_A_CPU, *page.caveats])
+    print("\n".join(["", f"# {page.title}", *page.left_out, *_table(page), *page.remarks]))
+    print(json.dumps(dataclasses.asdict(page)), flush=True)
+    if options.page:
+        write(page, options.page)
+
+
+def write(page: Page, folder: Path) -> None:
+    """Write FOLDER/<page>_<hardware>_<yyyymm>.md and its chart."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path, picture = folder / f"{page.file_name}.md", folder / f"{page.file_name}.png"
+    drawn = bool(page.chart and page.rows) and has_matplotlib()
+    if drawn:
+        draw(page, picture)
+    path.write_text(markdown(page, picture.name if drawn else None), encoding="utf-8")
+    print(f"Wrote {path}{f' and {picture.name}' if drawn else ''}")
+    if page.chart and not drawn:
+        print("No chart: matplotlib is not installed. Save this output and pass it to --from where it is.")
+
+
+def markdown(page: Page, picture: str | None) -> str:
+    """Return the text of a page. picture: file name of its chart."""
+    script = page.command.split()[0]
+    versions = ", ".join(f"{name} {version}" for name, version in page.versions.items())
+    device = f"{page.count} x {page.device}" if page.count > 1 else page.device
+    lines = [f"# {page.title}", "", textwrap.fill(page.intro, 120), "", "## Caveats"]
+    lines += [textwrap.fill(f"- {caveat}", 120, subsequent_indent="  ") for caveat in page.caveats]
+    lines += ["", "## Result"]
+    for sentence in page.left_out:
+        lines += [textwrap.fill(sentence, 120), ""]
+    lines += _table(page)
+    for sentence in page.remarks:
+        lines += ["", textwrap.fill(sentence, 120)]
+    if picture:
+        lines += ["", f"![{page.title}: the table as a chart]({picture})"]
+    lines += ["", "## Setup", "| | |", "|---|---|", f"| device | {device} |", f"| versions | {versions} |"]
+    lines += [f"| date, commit | {page.date}, {page.commit or 'not recorded'} |"]
+    lines += [f"| script | [{script}](../../{script}) |", "", "## Reproduce", "```bash", page.command, "```"]
+    if "--corpus FOLDER" in page.command:
+        lines += ["", f"`FOLDER` holds the files that `{script} --help` lists. No model weights are needed."]
+    return "\n".join([*lines, "", "All pages: [list](README.md)."]) + "\n"
+
+
+def _table(page: Page) -> list[str]:
+    lines = ["| " + " | ".join(header for _, header, _ in page.columns) + " |", "|---" * len(page.columns) + "|"]
+    for row in page.rows:
+        cells = ["" if row.get(key) is None else format(row[key], how) for key, _, how in page.columns]
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def _machine() -> dict[str, Any]:
+    """Return the device and the versions. Called after the runs: it takes memory of the GPU."""
+    import torch
+
+    on_gpu = torch.cuda.is_available()
+    found = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip} if on_gpu else {}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    versions = {name: version for name, version in found.items() if version}
+    return {"device": torch.cuda.get_device_name() if on_gpu else "CPU", "versions": versions}
+
+
+def _commit() -> str:
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude", "*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    except FileNotFoundError:
+        return ""
+
+
+def _command() -> str:
+    """Return the command line to repeat the run, without paths of this machine."""
+    kept, skip = [f"scripts/{Path(sys.argv[0]).name}"], False
+    for argument in sys.argv[1:]:
+        name, equals, _ = argument.partition("=")
+        if skip or name in OWN:
+            skip = not skip and not equals
+        elif name == "--corpus" or kept[-1] == "--corpus":
+            kept += ["--corpus"] if name == "--corpus" and not equals else ["FOLDER"]
+        else:
+            kept.append(argument)
+    return shlex.join(kept)
+
+
+# ---- charts
+
+
+def draw(page: Page, path: Path) -> None:
+    """Draw the chart of a page, 800 pixels wide at its natural size."""
+    kind, rows = page.chart["kind"], len(page.rows)
+    height = {"bars": 1.3 + 0.32 * rows, "dots": 1.6 + 0.24 * rows, "lines": 3.8}[kind]
+    figure = new_figure(8.0, height)
+    {"bars": _bars, "dots": _dots, "lines": _lines}[kind](figure, page)
+    where = f"{page.count} x {page.device}" if page.count > 1 else page.device
+    figure.suptitle(page.title, fontsize=11)
+    figure.supxlabel(f"{where}, torch {page.versions['torch']}, {page.date}", fontsize=8, color="#555555")
+    figure.savefig(path, dpi=160, bbox_inches="tight")
+
+
+def _bars(figure: Any, page: Page) -> None:
+    """Draw a panel per value, a bar per row. chart: values {key: axis label}, labels (keys), ours (bar in colour)."""
+    chart, rows = page.chart, page.rows
+    formats = {key: how for key, _, how in page.columns}
+    panels = figure.subplots(1, len(chart["values"]), sharey=True, squeeze=False)[0]
+    for panel, (key, label) in zip(panels, chart["values"].items(), strict=True):
+        colours = [COLOURS[0] if row.get(chart.get("ours", "ours")) else OTHER for row in rows]
+        bars = panel.barh(range(len(rows)), [row[key] for row in rows], 0.72, color=colours)
+        panel.bar_label(bars, [format(row[key], formats[key]) for row in rows], padding=3, fontsize=9)
+        panel.set_xlabel(label, fontsize=9)
+        panel.set_xlim(0, 1.22 * max(row[key] for row in rows))
+        panel.locator_params(axis="x", nbins=5)
+        panel.xaxis.set_major_formatter("{x:,g}")
+        _tidy(panel, "x")
+    panels[0].set_yticks(range(len(rows)), [_name(row, chart["labels"]) for row in rows], fontsize=9)
+    panels[0].invert_yaxis()
+
+
+def _dots(figure: Any, page: Page) -> None:
+    """Draw a line of dots per row. chart: values {key: name in the legend}, labels (keys), axis (label)."""
+    chart, rows = page.chart, page.rows
+    panel = figure.subplots()
+    for (key, name), colour, marker in zip(chart["values"].items(), COLOURS, MARKERS, strict=False):
+        drawn = [(row[key], i) for i, row in enumerate(rows) if row.get(key) is not None]
+        if drawn:
+            panel.scatter(
+                *zip(*drawn, strict=True), s=34, color=colour, marker=marker, label=name, alpha=0.85, zorder=3
+            )
+    panel.set_yticks(range(len(rows)), [_name(row, chart["labels"]) for row in rows], fontsize=8)
+    panel.invert_yaxis()
+    panel.set_xlim(left=0)
+    panel.set_xlabel(chart["axis"], fontsize=9)
+    _tidy(panel, "both")
+    figure.legend(fontsize=8, loc="outside upper right", ncols=4, frameon=False)
+
+
+def _lines(figure: Any, page: Page) -> None:
+    """Draw a panel per value over x. chart: x (key, label), values {key: axis label}, colour and style (keys)."""
+    chart, rows = page.chart, page.rows
+    x, x_label = chart["x"]
+    colours, styles = _distinct(rows, chart["colour"]), _distinct(rows, chart["style"])
+    panels = figure.subplots(1, len(chart["values"]), squeeze=False)[0]
+    for panel, (key, label) in zip(panels, chart["values"].items(), strict=True):
+        for i, first in enumerate(colours):
+            for j, second in enumerate(styles):
+                mine = [row for row in rows if (row[chart["colour"]], row[chart["style"]]) == (first, second)]
+                if mine:
+                    panel.plot([row[x] for row in mine], [row[key] for row in mine], STYLES[j], color=COLOURS[i],
+                               marker=MARKERS[i], label=f"{first}, {second} {chart['style']}")  # fmt: skip
+        places = _distinct(rows, x)
+        panel.set_xscale("log", base=2)
+        panel.set_xticks(places, [f"{place / 1024:g}k" for place in places])
+        panel.set(xlabel=x_label, ylabel=label, ylim=(0, None))
+        _tidy(panel, "y")
+    handles, names = panels[0].get_legend_handles_labels()
+    figure.legend(handles, names, fontsize=8, loc="outside upper right", ncols=4, frameon=False)
+
+
+def _distinct(rows: Sequence[dict], key: str) -> list:
+    return list(dict.fromkeys(row[key] for row in rows))
+
+
+def _name(row: dict, keys: Sequence[str]) -> str:
+    return ", ".join(str(row[key]) for key in keys if row.get(key) not in (None, ""))
+
+
+def _tidy(panel: Any, axis: str) -> None:
+    panel.spines[["top", "right"]].set_visible(False)
+    panel.grid(axis=axis, alpha=0.3)
+    panel.set_axisbelow(True)
+    panel.tick_params(labelsize=8)

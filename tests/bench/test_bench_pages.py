@@ -1,0 +1,88 @@
+"""scripts/bench_pages.py: a page says what was measured where, from the rows of one run."""
+
+import json
+import sys
+from argparse import ArgumentParser
+
+import pytest
+from script_modules import load_script
+
+PAGE = {
+    "page": "packed",
+    "title": "Packed rows",
+    "intro": "This page compares two sides.",
+    "caveats": ["Weights are random."],
+    "columns": [["side", "side", ""], ["tokens_per_second", "tokens/s", ",.0f"], ["peak_gib", "peak GiB", ".1f"]],
+    "rows": [
+        {"side": "ligertune", "ours": True, "tokens_per_second": 74200.4, "peak_gib": 17.84},
+        {"side": "Hugging Face", "ours": False, "tokens_per_second": 47102.0, "peak_gib": None},
+    ],
+    "device": "NVIDIA H100 80GB HBM3",
+    "count": 1,
+    "versions": {"torch": "2.11.0"},
+    "date": "2026-11-25",
+    "commit": "1234567",
+    "command": "scripts/bench_e2e --corpus FOLDER --only packed",
+    "left_out": ["Without a row: liger-kernel (out of memory)."],
+}
+
+
+@pytest.fixture(scope="module")
+def pages():
+    return load_script("bench_pages.py")
+
+
+def run(pages, monkeypatch, *arguments):
+    monkeypatch.setattr(sys, "argv", ["bench_e2e", *map(str, arguments)])
+    parser = ArgumentParser()
+    parser.add_argument("--corpus")
+    parser.add_argument("--only")
+    return pages.parse(parser)
+
+
+def test_a_page_is_written_from_what_a_run_printed(pages, monkeypatch, tmp_path):
+    chart = {"kind": "bars", "labels": ["side"], "values": {"tokens_per_second": "tokens/s"}}
+    printed = ["repeat 1: ligertune", json.dumps(PAGE), json.dumps({**PAGE, "page": "drawn", "chart": chart})]
+    (tmp_path / "out.txt").write_text("\n".join(printed), encoding="utf-8")
+    with pytest.raises(SystemExit, match="0"):
+        run(pages, monkeypatch, "--from", tmp_path / "out.txt", "--page", tmp_path / "docs")
+    text = (tmp_path / "docs" / "packed_h100_202611.md").read_text(encoding="utf-8")
+    assert "| ligertune | 74,200 | 17.8 |\n| Hugging Face | 47,102 |  |" in text
+    assert (
+        text.index("## Caveats\n- Weights are random.") < text.index("liger-kernel (out of memory)") < text.index("|")
+    )
+    assert "| date, commit | 2026-11-25, 1234567 |" in text and "--only packed\n```" in text
+    pytest.importorskip("matplotlib")
+    assert "](drawn_h100_202611.png)" in (tmp_path / "docs" / "drawn_h100_202611.md").read_text(encoding="utf-8")
+    assert (tmp_path / "docs" / "drawn_h100_202611.png").is_file()
+
+
+def test_saved_output_without_a_page_is_refused(pages, monkeypatch, tmp_path, capsys):
+    (tmp_path / "out.txt").write_text("failed\n", encoding="utf-8")
+    with pytest.raises(SystemExit, match="2"):
+        run(pages, monkeypatch, "--from", tmp_path / "out.txt", "--page", tmp_path)
+    assert "out.txt starts with" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("device", "count", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", 4, "4xh100"),
+        ("NVIDIA A100-SXM4-80GB", 1, "a100"),
+        ("NVIDIA GeForce RTX 4090", 1, "rtx4090"),
+        ("AMD Instinct MI300X", 1, "mi300x"),
+        ("CPU", 1, "cpu"),
+    ],
+)
+def test_the_file_is_named_after_the_device(pages, device, count, name):
+    assert pages.Page(**{**PAGE, "device": device, "count": count}).file_name == f"packed_{name}_202611"
+
+
+def test_a_published_page_names_the_command_without_local_paths(pages, monkeypatch, capsys):
+    options = run(pages, monkeypatch, "--corpus", "/data/x", "--only", "packed", "--commit", "1234567")
+    fields = {key: PAGE[key] for key in ("page", "title", "intro", "caveats", "columns", "rows", "left_out")}
+    pages.publish(options, **fields)
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith(pages.MARK)]
+    found = json.loads(line)
+    assert found["command"] == "scripts/bench_e2e --corpus FOLDER --only packed" and found["commit"] == "1234567"
+    assert found["rows"] == PAGE["rows"] and "torch" in found["versions"]
