@@ -56,6 +56,7 @@ PEAKS = (
     Peak("mi210", 1.6e12, 181e12, "AMD Instinct MI210 data sheet"),
     Peak("rx 7900 xtx", 0.960e12, 122.8e12, "AMD Radeon RX 7900 XTX data sheet"),
 )
+SIMULATED_GPU = "simulated NVIDIA H100"  # the GPU that `ligertune plan` assumes on a machine without one
 # Words that mark a slower device of the same name: RTX 4090 Laptop, RTX 5090 D, a MIG slice of an A100.
 LESSER = {"laptop", "d", "max-q", "mig"}
 
@@ -196,16 +197,37 @@ def this_machine() -> Machine:
     )
 
 
-def imagined_machine(*, memory_gib: float | None, gpus: int | None) -> Machine:
-    """Return this machine with another GPU memory (in GiB) or another number of GPUs, for `ligertune plan`."""
+def simulated_machine(*, memory_gib: float | None, gpus: int | None) -> Machine:
+    """Return this machine with another GPU memory (in GiB) or another number of GPUs, for `ligertune plan`.
+
+    A machine without a GPU gets a simulated H100: kernels, dtypes and attention depend on the GPU, not on the CPU.
+    """
     machine = this_machine()
-    if memory_gib is not None:
-        name = machine.name if machine.device == "cuda" else f"a GPU of {memory_gib:g} GiB"
-        vendor = machine.vendor if machine.device == "cuda" else "nvidia"
+    if memory_gib is None and gpus is None:
+        return machine
+    if machine.device == "cpu":
+        peak = peak_of(SIMULATED_GPU)
         machine = dataclasses.replace(
-            machine, vendor=vendor, device="cuda", name=name, memory_bytes=int(memory_gib * 2**30)
+            machine,
+            vendor="nvidia",
+            device="cuda",
+            name=SIMULATED_GPU,
+            arch="sm90",
+            memory_bytes=80 * 2**30,
+            peak_flops=peak.bf16 if peak else None,
+            peak_bandwidth=peak.bandwidth if peak else None,
         )
-    return machine if gpus is None else dataclasses.replace(machine, world_size=gpus, device_count=gpus)
+    memory = machine.memory_bytes if memory_gib is None else int(memory_gib * 2**30)
+    count = gpus or machine.device_count
+    return dataclasses.replace(machine, memory_bytes=memory, world_size=gpus or machine.world_size, device_count=count)
+
+
+def simulation_notes(machine: Machine) -> tuple[str, ...]:
+    """Return a note if the machine is a simulated one."""
+    if machine.name != SIMULATED_GPU:
+        return ()
+    size = f"{machine.memory_bytes / 2**30:g} GiB"
+    return (f"this machine has no GPU: the plan assumes an NVIDIA H100 ({machine.arch}) with {size}",)
 
 
 def _cpu_name() -> str:

@@ -10,7 +10,15 @@ from ligertune.attention.padding_free import choose_batch_layout
 from ligertune.attention.sdpa import prefer_flash
 from ligertune.data.prepare import ProgressCallback, prepare
 from ligertune.data.statistics import epoch_rows, summarize_data
-from ligertune.hardware import Machine, available_memory, imagined_machine, is_launched, ranks_on_node, this_machine
+from ligertune.hardware import (
+    Machine,
+    available_memory,
+    is_launched,
+    ranks_on_node,
+    simulated_machine,
+    simulation_notes,
+    this_machine,
+)
 from ligertune.launcher.signals import StopRequest
 from ligertune.models.load import check_vocabulary, hide_loading_bars, load_tokenizer, read_config
 from ligertune.planning.batch_layout import resolve_packing
@@ -49,17 +57,19 @@ def plan_for(
     """Check a recipe, load its configuration, tokenizer and data, and resolve every number of the run.
 
     Checks run in the order of their cost. Raises UserError. progress: called while data are prepared. for_show: nothing
-    will be written, so output_dir may hold a run, and the device may be an imagined one of `memory_gib` GiB, or `gpus`
+    will be written, so output_dir may hold a run, and the device may be a simulated one of `memory_gib` GiB, or `gpus`
     of them that share the model states. processes: number of ranks, if no launcher sets it.
     """
     if not for_show:
         check_output_dir(recipe)
     check_paths(recipe)
-    machine = this_machine() if not for_show else imagined_machine(memory_gib=memory_gib, gpus=gpus)
+    machine = this_machine() if not for_show else simulated_machine(memory_gib=memory_gib, gpus=gpus)
     machine = machine if processes is None else replace(machine, world_size=processes)
     check_packages(recipe)
     check_float8(recipe, machine)
-    job = _load_and_plan(recipe, machine, progress, sharded=for_show and gpus is not None)
+    job = _load_and_plan(
+        recipe, machine, progress, sharded=for_show and gpus is not None and recipe.method.type != "qlora"
+    )
     if for_show:
         return job
     check_unfinished(job.plan)
@@ -68,7 +78,7 @@ def plan_for(
 
 
 def _load_and_plan(recipe: Recipe, machine: Machine, progress: ProgressCallback | None, *, sharded: bool) -> Job:
-    """Load everything but the weights, and make the plan. sharded: plan for FSDP, as if a launcher had chosen it."""
+    """Load everything but the weights, and make the plan. sharded: plan for FSDP, whatever fits."""
     config = read_config(recipe.model)
     recipe, packing_notes = resolve_packing(recipe, **exact_packing(config))
     options = RunOptions.of(recipe)
@@ -87,10 +97,11 @@ def _load_and_plan(recipe: Recipe, machine: Machine, progress: ProgressCallback 
         model=preview_model(options.build, config, attention, device=machine.device),
         data=summarize_data(data, images),
         rows=epoch_rows(layout, data, multiple_of=attention.multiple_of, padding_free=padding_free),
-        launched_with_fsdp=sharded or launched_with_fsdp(),
+        why_fsdp="as the launcher configured" if launched_with_fsdp() else "as --gpus assumes" if sharded else "",
         has_images=images is not None,
     )
-    plan = make_plan(recipe, inputs, notes=(*recipe.notices, *tokenizer.notes, *packing_notes))
+    notes = (*recipe.notices, *simulation_notes(machine), *tokenizer.notes, *packing_notes)
+    plan = make_plan(recipe, inputs, notes=notes)
     return Job(plan, config, tokenizer, data, images)
 
 

@@ -30,7 +30,7 @@ def plan(
     """
     from dataclasses import asdict
 
-    from ligertune.cli.render import data_report, run_report
+    from ligertune.cli.render import data_report, memory_report, run_report
     from ligertune.planning.preflight import check_paths
     from ligertune.progress import importing
     from ligertune.recipe import load_recipe
@@ -51,6 +51,6 @@ def plan(
         made = plan_for(loaded, preparing.show, for_show=True, memory_gib=memory, gpus=gpus, processes=processes).plan
     run_report.show_plan(made)
     found = largest_fits(made) if fit else None
-    run_report.show_memory(made, found)
+    memory_report.show_memory(made, found)
     if json:
         render.json_report({**made.as_dict(), "fit": found and [asdict(row) for row in found]})

@@ -47,7 +47,7 @@ class PlanInputs:
     model: BuiltModel
     data: DataSummary
     rows: Rows
-    launched_with_fsdp: bool
+    why_fsdp: str  # why a launcher or `--gpus` decided for FSDP; empty if neither did
     has_images: bool
 
     @property
@@ -84,6 +84,7 @@ def make_plan(recipe: Recipe, inputs: PlanInputs, *, notes: tuple[str, ...] = ()
         machine=machine,
         precision=inputs.precision,
         model_family=model.shape.family,
+        context=model.shape.context,
         n_parameters=model.shape.n_parameters,
         n_trainable=model.shape.n_trainable,
         rows=rows,
@@ -116,7 +117,7 @@ def choose_resources(recipe: Recipe, inputs: PlanInputs) -> Resources:
             unsharded, estimate_memory(recipe, inputs, unsharded), machine, micro=micro, row_length=length
         )
 
-    strategy, why = choose_strategy(recipe, machine, launched_with_fsdp=inputs.launched_with_fsdp, need=need)
+    strategy, why = choose_strategy(recipe, machine, why_fsdp=inputs.why_fsdp, need=need)
     check_strategy(recipe, strategy, autocast=inputs.precision.autocast)
     states = states_of(recipe, shape.parameters, dtype, strategy=strategy, world_size=world_size)
     shards = shards_of(recipe.parallel.dp_replicate_size, strategy, world_size) if strategy in SHARDED_WEIGHTS else 1

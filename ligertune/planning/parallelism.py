@@ -45,10 +45,11 @@ def unsharded_need(
 
 
 def choose_strategy(
-    recipe: Recipe, machine: Machine, *, launched_with_fsdp: bool, need: Callable[[int], DeviceNeed]
+    recipe: Recipe, machine: Machine, *, why_fsdp: str, need: Callable[[int], DeviceNeed]
 ) -> tuple[Strategy, str]:
     """Resolve `parallel.strategy`. Return it with the reason, which is empty if the recipe or one process decides.
 
+    why_fsdp: why a launcher or `--gpus` decided for FSDP; empty if neither did.
     need(micro_batch_size): what a device needs that holds the whole model. Raises UserError if the number of processes
     does not suit the recipe.
     """
@@ -72,8 +73,8 @@ def choose_strategy(
         return "single", ""
     if section.strategy != "auto":
         return section.strategy, ""
-    if launched_with_fsdp:
-        return "fsdp", "as the launcher configured"
+    if why_fsdp:
+        return "fsdp", why_fsdp
     if recipe.method.type == "qlora":
         return "ddp", "4-bit weights cannot be sharded"
     micro = recipe.train.per_device_train_batch_size
@@ -154,6 +155,12 @@ UNSUPPORTED = (
         lambda recipe, autocast: recipe.train.optim_in_backward and autocast == "fp16",
         "train.optim_in_backward: with model.dtype: float16 the gradients stay scaled until the step.",
         "Write model.dtype: bfloat16 or float32, or leave the key out.",
+    ),
+    UnsupportedSetting(
+        ("fsdp",),
+        lambda recipe, autocast: recipe.method.type == "qlora",
+        "method.type: qlora: its 4-bit weights cannot be sharded, and the launcher configured fsdp.",
+        "Start the run without fsdp, or write method.type: lora.",
     ),
     UnsupportedSetting(
         ("fsdp",),

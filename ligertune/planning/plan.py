@@ -77,6 +77,7 @@ class Plan(RunOptions):
     attn_implementation: str
     attn_why: str
     model_family: str
+    context: int | None  # max_position_embeddings
     n_parameters: int
     n_trainable: int
     bytes: StateBytes

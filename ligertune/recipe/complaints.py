@@ -133,6 +133,8 @@ def _expected(entry: dict[str, Any]) -> list[str]:
         return ["true", "false"]
     if choices := _choices(entry):
         return [str(choice) for choice in choices]
+    if choices := _choices(entry.get("items", {})):
+        return [f"a list of {_either(list(map(str, choices)))}"]
     bounds = [words.format(f"{entry[name]:.10g}") for name, words in BOUNDS.items() if name in entry]
     return [TYPES[entry["type"]] + (f" ({', '.join(bounds)})" if bounds else "")]
 

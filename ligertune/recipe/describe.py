@@ -67,7 +67,7 @@ def _written(key: str, document: Document, depth: int) -> Iterator[str]:
         yield f"{indent}{leaf(key)}:  # {entry['description']}"
         for child in _children(key):
             yield from _written(child, document, depth + 1)
-    elif document.has(path) and entry.get("type") == "array" and key + ITEM in keys():
+    elif document.has(path) and "properties" in keys().get(key + ITEM, {}):
         yield f"{indent}{leaf(key)}:  # {entry['description']}"
         for index in range(len(document.get(path))):
             yield from _item(key + ITEM, document.get((*path, index)), indent + "  ")

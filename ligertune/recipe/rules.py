@@ -216,6 +216,15 @@ RULES = (
         ("vision.freeze_language_model", f"applies to the language model's layers, and {{1}} freezes them. {ONE_OUT}"),
     ),
     # ---- processes
+    *_each(
+        "{0} is qlora, whose 4-bit weights cannot be sharded, and {1}: {v[1]} shards them. Write method.type: lora, or "
+        "{why}.",
+        "method.type: qlora",
+        ("parallel.strategy: fsdp", "parallel.strategy: ddp"),
+        ("parallel.cp_size: not 1", "leave {1} out"),
+        ("parallel.dp_replicate_size: not 1", "leave {1} out"),
+        ("parallel.cpu_offload", "leave {1} out"),
+    ),
     Rule("parallel.num_processes: not auto|1, parallel.strategy: single",
          "{0} is {v[0]}, and {1} is single, which is one process. Keep one of them."),
     *_each(

@@ -15,6 +15,7 @@ from ligertune.recipe.section import (
     AutoSwitch,
     FileOrHub,
     NameList,
+    ReadName,
     Section,
     ShareBelowOne,
     Switch,
@@ -175,9 +176,9 @@ class LoggingSpec(Section):
 
     logging_steps: PositiveInt = 10
     """Steps between lines of metrics.jsonl."""
-    report_to: Annotated[tuple[Literal["jsonl", "tensorboard", "wandb", "mlflow"], ...], Field(strict=False)] = (
-        "jsonl",
-    )
+    report_to: Annotated[
+        tuple[Literal["jsonl", "tensorboard", "wandb", "mlflow"], ...], ReadName, Field(strict=False)
+    ] = ("jsonl",)
     """Experiment trackers to log to; metrics.jsonl is always written."""
     run_name: Text | None = None
     """Run name in trackers; null: the folder name of output_dir."""

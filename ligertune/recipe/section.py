@@ -77,6 +77,8 @@ Text = Annotated[str, StringConstraints(min_length=1)]
 FileOrHub = Annotated[Text, AfterValidator(_resolve_path)]
 Template = Annotated[Text, AfterValidator(_template_file)]
 OutputPath = Annotated[Text, AfterValidator(os.path.expanduser)]
+# as TrainingArguments reads report_to: one name is a list of it, and none is an empty list
+ReadName = BeforeValidator(lambda value: (() if value == "none" else (value,)) if isinstance(value, str) else value)
 ReadSwitch = BeforeValidator(convert_by({}))
 Switch = Annotated[bool, ReadSwitch]
 AutoSwitch = Annotated[Literal["auto"] | bool, ReadSwitch]

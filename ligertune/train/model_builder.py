@@ -56,9 +56,9 @@ def preview_model(
             kernels += (KernelLine("multi_head_linear_cross_entropy", 1, 0, ""),)
     else:
         shape = read_shape(model)
-    # `ligertune plan` may be for a GPU that this machine does not have.
-    here = device if torch.cuda.is_available() else "cpu"
-    return BuiltModel(shape, implementation, attention.why, backend(here), kernels)
+    # `ligertune plan` may be for a GPU that this machine does not have
+    simulated = device == "cuda" and not torch.cuda.is_available()
+    return BuiltModel(shape, implementation, attention.why, "triton" if simulated else backend(device), kernels)
 
 
 def trained_model(

@@ -27,9 +27,36 @@ def test_it_predicts_memory_and_writes_nothing(ligertune, recipe, tmp_path):
     assert sum(v for k, v in plan["peak"].items() if k not in ("total", "at")) == plan["peak"]["total"]
     without, with_checkpointing = plan["fit"]
     assert 0 < without["micro_batch_size"] < with_checkpointing["micro_batch_size"]
-    assert without["row_length"] < with_checkpointing["row_length"]
-    assert "a GPU of 1 GiB" in done.err and "fits without checkpointing in 1.00 GiB" in done.err
+    assert without["row_length"] == with_checkpointing["row_length"] == 512  # the model's context
+    assert "fit in 1.00 GiB without checkpointing. Write in the recipe:\ntrain:\n  per_device_train" in done.err
     assert not (tmp_path / "run").exists()
+
+
+def test_a_machine_without_a_gpu_plans_for_a_named_one(ligertune, recipe, monkeypatch):
+    """The architecture of the CPU, such as aarch64, is not read as a GPU's."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    settings = overrides({**SETTINGS, "method.type": "lora", "method.lora_r": 1})
+    done = ligertune("plan", recipe, *settings, "--gpus", "4")
+    assert done.code == 0, done.err
+    assert "simulated NVIDIA H100 (sm90) x 4, fsdp (as --gpus assumes)" in done.out
+    assert "this machine has no GPU: the plan assumes an NVIDIA H100 (sm90) with 80 GiB" in done.out
+    assert "(Triton)" in done.out and "reference" not in done.out
+
+
+def test_the_lines_of_fit_are_a_recipe_that_fits(ligertune, recipe):
+    usual = {**SETTINGS, "train.gradient_accumulation_steps": "null", "train.global_batch_size": 64,
+             "kernels.recompute": "norms", "data.max_length": 256}  # fmt: skip
+    done = ligertune("plan", recipe, *overrides(usual), "--fit", "--memory", "1", "--json")
+    found = json.loads(done.out)["fit"]
+    for fit in found:
+        for lines in (fit["many_rows"], fit["long_row"]):
+            written = {f"{section}.{key}": value for section, keys in lines.items() for key, value in keys.items()}
+            again = ligertune("plan", recipe, *overrides({**usual, **written}), "--memory", "1", "--json")
+            assert again.code == 0, again.err
+            assert json.loads(again.out)["peak"]["total"] < 1 << 30
+    assert found[1]["many_rows"]["kernels"] == {"recompute": False}
+    assert found[0]["long_row"]["data"] == {"max_length": 512}
 
 
 @pytest.mark.parametrize(
@@ -64,7 +91,8 @@ def plan(tmp_path_factory):
 
 
 def test_four_gpus_shard_the_states(tmp_path, plan):
-    four = plan_for(recipe_for(tmp_path, **{"data.packing": True}), for_show=True, gpus=4).plan
+    float32 = {"data.packing": True, "model.dtype": "float32"}  # as `plan`, on a CPU
+    four = plan_for(recipe_for(tmp_path, **float32), for_show=True, gpus=4).plan
     assert (four.strategy, four.bytes.optimizer) == ("fsdp", plan.bytes.optimizer // 4)
 
 

@@ -52,7 +52,7 @@ def test_auto_shards_a_model_that_does_not_fit(wanted, world, with_fsdp, method,
     recipe = recipe_of(quickstart, f"parallel.strategy={wanted}")
     recipe = recipe.model_copy(update={"method": recipe.method.model_copy(update={"type": method})})
     machine = replace(GPU, world_size=world)
-    found, why = choose_strategy(recipe, machine, launched_with_fsdp=with_fsdp, need=lambda micro: need)
+    found, why = choose_strategy(recipe, machine, why_fsdp="asked" if with_fsdp else "", need=lambda micro: need)
     assert found == chosen
     assert bool(why) == (wanted == "auto" and world > 1)
 
@@ -60,7 +60,7 @@ def test_auto_shards_a_model_that_does_not_fit(wanted, world, with_fsdp, method,
 def test_strategy_single_is_refused_if_the_launcher_started_two(quickstart):
     recipe = recipe_of(quickstart, "parallel.strategy=single")
     with pytest.raises(UserError, match="single is one process, and the launcher started 2"):
-        choose_strategy(recipe, replace(GPU, world_size=2), launched_with_fsdp=False, need=lambda micro: FITS)
+        choose_strategy(recipe, replace(GPU, world_size=2), why_fsdp="", need=lambda micro: FITS)
 
 
 @pytest.mark.parametrize(

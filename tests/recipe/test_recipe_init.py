@@ -64,10 +64,25 @@ def test_init_applies_overrides_aliases_and_rivals(init):
     assert "path: one.jsonl" in Path("r.yaml").read_text()  # as typed, not as an absolute path
 
 
+def test_init_writes_lists_and_mappings_that_load_again(init):
+    given = {"logging.report_to": "[tensorboard]", "method.type": "freeze", "method.trainable": "[a, 'b: c']",
+             "eval.sample_prompts": "[]", "data.datasets.0.columns": "{prompt: question}",
+             "data.eval_datasets": "[{path: other/data}]"}  # fmt: skip
+    done = init("some/model", "some/data", *(f"--set={key}={value}" for key, value in given.items()))
+    assert done.exit_code == 0, done.output
+    written = load_recipe(Path("recipe.yaml"))
+    assert written.logging.report_to == ("tensorboard",) and written.method.trainable == ("a", "b: c")
+    assert written.eval.sample_prompts == () and written.data.eval_datasets[0].path == "other/data"
+    assert written.data.datasets[0].columns == {"prompt": "question"}
+    for value, expected in (("wandb", ("wandb",)), ("none", ()), ("[]", ())):  # as TrainingArguments reads it
+        assert load_recipe(Path("recipe.yaml"), [f"logging.report_to={value}"]).logging.report_to == expected
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["some/model", "some/data", "--set", "train.learning_rat=1"], "train.learning_rate"),
+        (["some/model", "some/data", "--set", "logging.report_to=comet"], "a list of jsonl, tensorboard, wandb or"),
         (["./nowhere", "some/data"], "no folder ./nowhere"),
         (["some/model", "nowhere.jsonl"], "no file or folder nowhere.jsonl"),
         (["some/model", "some/data", "--out", "held.yaml"], "held.yaml exists already"),

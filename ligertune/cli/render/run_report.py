@@ -16,20 +16,8 @@ from ligertune.cli.render.console import OUTPUT, columns, table, text
 from ligertune.errors import format_bytes, plural
 
 if TYPE_CHECKING:
-    from ligertune.planning.memory.fit import Fit
     from ligertune.planning.plan import KernelLine, Plan
     from ligertune.report import Report, Throughput
-
-# StepPhase.name -> words
-PHASES = {
-    "frozen model": "in the forward of the frozen model",
-    "loss": "in the loss",
-    "backward": "at the beginning of the backward",
-    "run again": "in the backward, when the first checkpointed layer is recomputed",
-    "first layer": "in the backward of the first layer",
-    "gradients": "at the end of the backward",
-    "step": "in the optimizer step",
-}
 
 
 def show_plan(plan: Plan) -> None:
@@ -66,20 +54,6 @@ def show_plan(plan: Plan) -> None:
             text(f"  not replaced: {line.left} x {line.kernel}: {line.note}")
     for note in plan.notes:
         text(f"  note: {note}")
-
-
-def show_memory(plan: Plan, fits: Iterable[Fit] | None) -> None:
-    """Print the predicted peak memory by kind, and the largest batch and row that fit."""
-    if plan.peak is not None:
-        text()
-        kinds = {"working": "temporary"}
-        rows = [(kinds.get(kind, kind), format_bytes(n_bytes)) for kind, n_bytes in plan.peak.parts().items()]
-        table(f"Peak memory of each device, reached {PHASES[plan.peak.phase.name]}", rows)
-    for fit in fits or ():
-        how = "with checkpointing" if fit.checkpointing else "without checkpointing"
-        rows = plural(fit.micro_batch_size, "row")
-        text(f"  fits {how} in {format_bytes(plan.machine.memory_bytes)}: a micro-batch of {rows} of data.max_length, "
-             f"or one row of {plural(fit.row_length, 'token')}")  # fmt: skip
 
 
 def _with_reason(choice: str, why: str) -> str:

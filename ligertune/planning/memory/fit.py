@@ -11,15 +11,21 @@ from ligertune.planning.memory.estimate import MemoryEstimate, largest
 from ligertune.planning.plan import Plan
 
 MAX_ROWS, MAX_TOKENS = 4096, 1 << 20
+RecipeLines = dict[str, dict[str, int | bool | str]]  # section -> key -> value
 
 
 @dataclass(frozen=True)
 class Fit:
-    """Most rows of the recipe's length, and the longest single row in tokens; 0 if none fits."""
+    """Most rows of the recipe's length, and the longest single row in tokens; 0 if none fits.
+
+    many_rows, long_row: what to write in the recipe for each.
+    """
 
     checkpointing: bool
     micro_batch_size: int
     row_length: int
+    many_rows: RecipeLines
+    long_row: RecipeLines
 
 
 def largest_fits(plan: Plan) -> tuple[Fit, Fit]:
@@ -31,13 +37,34 @@ def largest_fits(plan: Plan) -> tuple[Fit, Fit]:
 
 
 def _fit(plan: Plan, estimate: MemoryEstimate) -> Fit:
-    multiple_of = max(64, plan.rows.multiple_of)
+    multiple_of, longest = max(64, plan.rows.multiple_of), min(MAX_TOKENS, plan.context or MAX_TOKENS)
     fits = partial(estimate.fits, accumulates=plan.batching.accumulation > 1, memory=plan.machine.memory_bytes)
+    rows = largest(lambda count: fits(count, plan.row_length), limit=MAX_ROWS)
+    length = multiple_of * largest(lambda count: fits(1, count * multiple_of), limit=-(-longest // multiple_of))
+    length, checkpointing = min(length, longest), estimate.policy.checkpointing
     return Fit(
-        bool(estimate.policy.checkpointing),
-        largest(lambda count: fits(count, plan.row_length), limit=MAX_ROWS),
-        multiple_of * largest(lambda multiples: fits(1, multiples * multiple_of), limit=MAX_TOKENS // multiple_of),
+        bool(checkpointing),
+        rows,
+        length,
+        _recipe_lines(plan, checkpointing, rows=_dividing(plan, rows)),
+        {"data": {"max_length": length}, **_recipe_lines(plan, checkpointing, rows=1)},
     )
+
+
+def _dividing(plan: Plan, rows: int) -> int:
+    """Return the largest micro-batch of at most `rows` that divides the recipe's `global_batch_size`, if it has one."""
+    if plan.settings["train"]["global_batch_size"] is None:
+        return rows
+    share = plan.batching.global_batch_size // plan.batching.row_ranks
+    return next((size for size in range(rows, 0, -1) if share % size == 0), rows)
+
+
+def _recipe_lines(plan: Plan, checkpointing: bool | str, *, rows: int) -> RecipeLines:
+    train: dict[str, int | bool | str] = {"per_device_train_batch_size": rows, "gradient_checkpointing": checkpointing}
+    if plan.settings["train"]["gradient_checkpointing_layers"] != "all":
+        train["gradient_checkpointing_layers"] = "all"
+    excluded = checkpointing and plan.build.kernels.recompute  # checkpointed layers run again as a whole
+    return {"train": train, **({"kernels": {"recompute": False}} if excluded else {})}
 
 
 def advice(plan: Plan) -> str:

@@ -1,0 +1,53 @@
+"""Output of `ligertune plan`: the predicted memory by kind, and what fits, as lines to write in the recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from ligertune.cli.render.console import table, text
+from ligertune.errors import format_bytes, plural
+from ligertune.recipe.plain_yaml import dump
+
+if TYPE_CHECKING:
+    from ligertune.planning.memory.fit import Fit
+    from ligertune.planning.plan import Plan
+
+# StepPhase.name -> words
+PHASES = {
+    "frozen model": "in the forward of the frozen model",
+    "loss": "in the loss",
+    "backward": "at the beginning of the backward",
+    "run again": "in the backward, when the first checkpointed layer is recomputed",
+    "first layer": "in the backward of the first layer",
+    "gradients": "at the end of the backward",
+    "step": "in the optimizer step",
+}
+
+
+def show_memory(plan: Plan, fits: Iterable[Fit] | None) -> None:
+    """Print the predicted peak memory by kind, and the largest batch and row that fit."""
+    if plan.peak is not None:
+        text()
+        kinds = {"working": "temporary"}
+        parts = plan.peak.parts().items()
+        rows = [(kinds.get(kind, kind), format_bytes(n_bytes)) for kind, n_bytes in parts if n_bytes]
+        table(f"Peak memory of each device, reached {PHASES[plan.peak.phase.name]}", rows)
+    for fit in fits or ():
+        text("\n" + "\n".join(_fit_lines(plan, fit)))
+
+
+def _fit_lines(plan: Plan, fit: Fit) -> Iterable[str]:
+    """Yield what fits in the device's memory, and the lines of the recipe that use it."""
+    how = f"{'with' if fit.checkpointing else 'without'} checkpointing"
+    where, length = f"in {format_bytes(plan.machine.memory_bytes)}", f"{plan.row_length:,} tokens"
+    if not fit.micro_batch_size:
+        yield f"Not even one row of {length} fits {where} {how}."
+    else:
+        fits = "fits" if fit.micro_batch_size == 1 else "fit"
+        yield f"{plural(fit.micro_batch_size, 'row')} of {length} {fits} {where} {how}. Write in the recipe:"
+        yield dump(fit.many_rows).rstrip()
+    if fit.row_length != plan.row_length and fit.row_length:
+        whole = ", the model's context" if fit.row_length == plan.context else ""
+        yield f"One row of {fit.row_length:,} tokens{whole} fits {how}. Write in the recipe:"
+        yield dump(fit.long_row).rstrip()
