@@ -6,10 +6,13 @@ import contextlib
 import os
 import signal
 import sys
+from collections.abc import Sequence
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer.core import TyperCommand
 
 from ligertune.cli.options import Json, Overrides, RecipeFile
 from ligertune.cli.render import console as render
@@ -18,12 +21,47 @@ from ligertune.progress import importing
 if TYPE_CHECKING:
     from ligertune.recipe import Recipe
 
-Resume = Annotated[bool, typer.Option("--resume", help="Continue from the newest complete checkpoint.")]
+
+class ResumeFrom(str, Enum):
+    """Values of --resume. Without a value it is `newest`."""
+
+    newest = "newest"
+    auto = "auto"
+
+
+class Trains(TyperCommand):
+    """A command whose `--resume` may stand without a value: click would take the recipe after it for the value."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, _with_resume_value(args))
+
+
+def _with_resume_value(arguments: Sequence[str]) -> list[str]:
+    """Join `--resume auto` to `--resume=auto`, and write a bare `--resume` as `--resume=newest`."""
+    values, written = tuple(one.value for one in ResumeFrom), []
+    for argument in arguments:
+        if written and written[-1] == "--resume":
+            written[-1] = f"--resume={argument if argument in values else ResumeFrom.newest.value}"
+            if argument in values:
+                continue
+        written.append(argument)
+    return [f"--resume={ResumeFrom.newest.value}" if one == "--resume" else one for one in written]
+
+
+Resume = Annotated[
+    ResumeFrom | None,
+    typer.Option(
+        "--resume",
+        metavar="[auto]",
+        show_default=False,
+        help="Continue from the newest complete checkpoint; `--resume auto` starts the run if there is none.",
+    ),
+]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the run in checkpoint.output_dir.")]
 
 
 def train(
-    recipe: RecipeFile, set_: Overrides = None, resume: Resume = False, overwrite: Overwrite = False, json: Json = False
+    recipe: RecipeFile, set_: Overrides = None, resume: Resume = None, overwrite: Overwrite = False, json: Json = False
 ) -> None:
     """Fine-tune a model on the recipe's data.
 
@@ -32,7 +70,7 @@ def train(
     from ligertune.recipe import load_recipe
 
     render.people_on_stderr(json)
-    run_recipe(load_recipe(recipe, [*(set_ or []), *_run_overrides(resume, overwrite)]), recipe, json)
+    run_recipe(load_recipe(recipe, [*(set_ or []), *_run_overrides(resume, overwrite)]), json)
 
 
 def medusa(
@@ -46,7 +84,7 @@ def medusa(
     data: Annotated[str | None, typer.Option(help="Data set: hub id, file or folder.")] = None,
     from_: Annotated[str | None, typer.Option("--from", help="Folder of trained heads to start from.")] = None,
     set_: Overrides = None,
-    resume: Resume = False,
+    resume: Resume = None,
     overwrite: Overwrite = False,
     report: Annotated[
         bool, typer.Option("--report", help="Measure the trained heads in output_dir, without training.")
@@ -77,7 +115,7 @@ def medusa(
     overrides = ["task=medusa", *given, *_run_overrides(resume, overwrite), *(set_ or [])]
     loaded = load_recipe(path, overrides=overrides)
     if not report:
-        run_recipe(loaded, path, json)
+        run_recipe(loaded, json)
         return
     from ligertune.cli.render import run_report
     from ligertune.decode.medusa_run import report_on
@@ -89,9 +127,9 @@ def medusa(
         render.json_report(found)
 
 
-def _run_overrides(resume: bool, overwrite: bool) -> list[str]:
-    chosen = {"checkpoint.resume_from_checkpoint=auto": resume, "checkpoint.overwrite=true": overwrite}
-    return [override for override, given in chosen.items() if given]
+def _run_overrides(resume: ResumeFrom | None, overwrite: bool) -> list[str]:
+    chosen = [f"checkpoint.resume_from_checkpoint={resume.value}"] if resume else []
+    return [*chosen, "checkpoint.overwrite=true"] if overwrite else chosen
 
 
 def default_medusa_recipe(stage: int | None) -> Path:
@@ -103,7 +141,7 @@ def default_medusa_recipe(stage: int | None) -> Path:
     return bundled(f"medusa/{model}{'-stage2' if stage == 2 else ''}.yaml")
 
 
-def run_recipe(loaded: Recipe, path: Path, json: bool) -> None:
+def run_recipe(loaded: Recipe, json: bool) -> None:
     """Run a loaded recipe: plan, start one process per device if there are several, train, and report.
 
     With several devices, the process that the user started makes the plan, checks it, and starts the ranks. The ranks
@@ -153,7 +191,7 @@ def run_recipe(loaded: Recipe, path: Path, json: bool) -> None:
             report = run(job, progress.show, phases=phases)
     if main:
         run_report.show_report(report)
-        run_report.next_step(report, str(path))
+        run_report.next_step(report, sys.argv[1:], launched=is_launched() and not started)
         if json:
             render.json_report(report.as_dict())
     if report.status == "interrupted" and not started:

@@ -10,6 +10,7 @@ from pathlib import Path
 from ligertune.errors import UserError
 from ligertune.recipe import Recipe
 from ligertune.recipe.optimizer_table import OPTIMIZERS
+from ligertune.storage import newest_checkpoint
 
 # Files that a run writes into output_dir. --overwrite removes these and nothing else.
 RUN_FILES = (
@@ -21,7 +22,7 @@ HEADS_FILES = ("config.json", "medusa_lm_head.safetensors")
 
 
 def check_output_dir(recipe: Recipe) -> None:
-    """Raise UserError if output_dir already holds a run that is neither resumed nor overwritten."""
+    """Raise UserError if output_dir holds a run that is neither resumed nor overwritten, or none to be resumed."""
     folder, section = Path(recipe.checkpoint.output_dir), recipe.checkpoint
     held = [name for name in RUN_FILES if (folder / name).exists()]
     if folder.exists() and not folder.is_dir():
@@ -31,6 +32,17 @@ def check_output_dir(recipe: Recipe) -> None:
             f"checkpoint.output_dir: {folder} already holds a run ({', '.join(held)}).",
             hint="Continue it with --resume, replace it with --overwrite, or name another folder.",
         )
+    reported = (folder / "report.json").exists()  # a finished run may have no checkpoint; check_unfinished refuses it
+    if section.resume_from_checkpoint == "newest" and not reported and newest_checkpoint(folder) is None:
+        raise no_checkpoint(folder)
+
+
+def no_checkpoint(folder: Path) -> UserError:
+    """Return the error of a run that is to be resumed without a checkpoint."""
+    return UserError(
+        f"--resume: {folder} holds no complete checkpoint to continue from.",
+        hint="Start the run with `--resume auto`, which continues from a checkpoint if there is one.",
+    )
 
 
 def check_packages(recipe: Recipe) -> None:

@@ -38,8 +38,8 @@ def _datasets(value: Any) -> Any:
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32"}
 _DTYPES |= {f"torch.{name}": name for name in ("bfloat16", "float16", "float32")}
-_ADAMW = {"adamw": "adamw_torch_fused", "AdamW": "adamw_torch_fused", "adamw_hf": "adamw_torch"}
-_ADAMW |= {"adamw_bnb_8bit": "adamw_8bit", "lion_32bit": "lion"}
+OPTIMIZER_NAMES = {"adamw": "adamw_torch_fused", "AdamW": "adamw_torch_fused", "adamw_hf": "adamw_torch"}
+OPTIMIZER_NAMES |= {"adamw_bnb_8bit": "adamw_8bit", "lion_32bit": "lion"}
 _FORMATS = {"chat_template": "messages", "completion": "text", "pretrain": "text"}
 _ATTENTION = {"fa2": "flash_attention_2", "flash_attn": "flash_attention_2", "disabled": "eager", False: UNSET}
 _FLASH = _ATTENTION | {True: "flash_attention_2"}
@@ -102,7 +102,7 @@ ALIASES = (
     Alias("train.warmup_ratio", ("warmup_proportion", "lr_warmup_fraction")),
     Alias("train.warmup_steps", ("warmup", "num_warmup_steps", "lr_warmup_steps")),
     Alias("train.min_lr_ratio", ("cosine_min_lr_ratio",)),
-    Alias("train.optim", ("optimizer",), convert_by(_ADAMW)),
+    Alias("train.optim", ("optimizer",), convert_by(OPTIMIZER_NAMES)),
     Alias("train.max_grad_norm", ("max_norm", "grad_clip", "clip_grad", "max_grad_clip", "gradient_clipping")),
     Alias("train.gradient_checkpointing", ("activation_checkpointing", "enable_activation_checkpointing", "grad_ckpt")),
     Alias("train.fp8", ("fp8",)),

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from ligertune.recipe.aliases import KEY_OF_ALIAS
+from ligertune.recipe.aliases import KEY_OF_ALIAS, OPTIMIZER_NAMES
 from ligertune.recipe.document import ITEM, Document, KeyPath, dotted, keys, leaf, parent, schema_key, split
 
 KINDS = {
@@ -23,6 +23,9 @@ BOUNDS = {
     "minimum": "at least {}", "exclusiveMinimum": "above {}", "maximum": "at most {}", "exclusiveMaximum": "below {}",
     "minItems": "at least {} item", "minLength": "not empty",
 }  # fmt: skip
+# Names and values that spelling alone would lead to the wrong suggestion.
+MEANT_KEYS = {"batch_size": "train.per_device_train_batch_size (rows per device) or train.global_batch_size"}
+MEANT_VALUES = {"train.optim": OPTIMIZER_NAMES}
 
 
 def complain_about(error: ValidationError, document: Document) -> list[KeyPath]:
@@ -56,7 +59,8 @@ def unknown_key(path: KeyPath, document: Document) -> str:
     homes = [parent(key) for key in keys() if leaf(key) == name]
     if homes:
         return f"`{name}` belongs {' or '.join(map(_where, homes))}, not {_where(section)}."
-    close = KEY_OF_ALIAS[name] if name in KEY_OF_ALIAS else _close_key(name, path[:-1])
+    known = MEANT_KEYS | KEY_OF_ALIAS
+    close = known[name] if name in known else _close_key(name, path[:-1])
     return f"{dotted(path)} is not a recipe key." + (f" Did you mean {close}?" if close else "")
 
 
@@ -66,9 +70,11 @@ def wrong_value(path: KeyPath, document: Document) -> str:
     expected = [phrase for entry in alternatives for phrase in _expected(entry)]
     sentence = f"{document.name(path)} is {shown(value)}; it must be {_either(expected)}."
     choices = [choice for entry in alternatives for choice in _choices(entry)]
-    close = get_close_matches(str(value), map(str, choices), n=1) if isinstance(value, str) else []
-    if close:
-        return f"{sentence} Did you mean {close[0]}?"
+    if isinstance(value, str):
+        meant = MEANT_VALUES.get(schema_key(path), {}).get(value)
+        close = [meant] if meant else get_close_matches(value, map(str, choices), n=1)
+        if close:
+            return f"{sentence} Did you mean {close[0]}?"
     # an unquoted number where a string is expected, such as a revision
     free_text = any(entry.get("type") == "string" and not _choices(entry) for entry in alternatives)
     return f"{sentence} Put it in quotes." if free_text and isinstance(value, int | float) else sentence

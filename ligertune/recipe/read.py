@@ -6,6 +6,7 @@ Also the recipes in configs/, which the wheel contains.
 from __future__ import annotations
 
 import copy
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from ligertune.errors import UserError
 from ligertune.recipe.aliases import apply_aliases
 from ligertune.recipe.complaints import complain_about, shown
 from ligertune.recipe.document import Document, KeyPath, Place, dotted, split
+from ligertune.recipe.importers.peers import likely_peer
 from ligertune.recipe.plain_yaml import NotYaml, dump, parse
 from ligertune.recipe.rules import check_rules
 from ligertune.recipe.schema import Origin, Recipe
@@ -39,12 +41,15 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     """Load the recipe at `path` with `section.key=value` overrides. Raises UserError with all complaints."""
     path = Path(path)
     document = read_document(path)
+    foreign = _file_of_another_tool(document)
     # before the overrides too: an override must meet the key of an alias in the file, not a second name for it
     apply_aliases(document)
     apply_overrides(document, overrides)
     apply_aliases(document)
     _drop_overridden_rivals(document)
     recipe = _validate(document, folder=path.absolute().parent)
+    if foreign is not None and any(not remark.place.override for remark in document.complaints):
+        raise foreign
     document.raise_complaints()
     recipe._origin = Origin(path.absolute(), tuple(map(str, sorted(document.notices))))
     return recipe
@@ -71,6 +76,19 @@ def read_document(path: Path) -> Document:
         raise UserError(f"{path} is {shown(value)}; a recipe is a mapping of sections: model, data, train and others.")
     document.data = value
     return document
+
+
+def _file_of_another_tool(document: Document) -> UserError | None:
+    """Return the error for a file of Axolotl, LLaMA-Factory or TRL: flat, with keys that identify its tool."""
+    if any(isinstance(document.data.get(section), dict) for section in Recipe.model_fields):
+        return None
+    peer, signs = likely_peer(document.data)
+    if not signs:
+        return None
+    return UserError(
+        f"{document.file} looks like a file of {peer.name} ({', '.join(signs[:3])}), not like a recipe of ligertune.",
+        hint=f"Convert it: ligertune recipe import {shlex.quote(document.file)} --out recipe.yaml",
+    )
 
 
 def _read_text(path: Path) -> str:

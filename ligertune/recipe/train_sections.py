@@ -137,7 +137,7 @@ class CheckpointSpec(Section):
     save_model: Switch = True
     """Write the trained model to output_dir/model at the end."""
     resume_from_checkpoint: Resume = "never"
-    """never, auto (the newest complete checkpoint in output_dir), or the path of a checkpoint."""
+    """never, newest (the newest checkpoint in output_dir), auto (the same, or step 0), or a checkpoint's path."""
     load_best_model_at_end: Switch = False
     """Keep the weights with the lowest evaluation loss instead of the last ones."""
     overwrite: Switch = False

@@ -57,7 +57,7 @@ def test_a_run_killed_at_random_moments_and_resumed_ends_with_the_same_model(asy
     assert whole.code == 0, whole.err[-2000:]
     cut, kills = tmp_path / "cut", 0
     while kills < KILLS and not finished(cut):
-        more = ["--resume"] if cut.exists() else []
+        more = ["--resume", "auto"] if cut.exists() else []
         after = (kills + 1) * SETTINGS["train.max_steps"] // (KILLS + 1)
         code, said = kill(command("cut", async_save, *more), tmp_path, CHANCE.choice(SIGNALS), after)
         assert code in (0, 130, -signal.SIGKILL, -signal.SIGTERM), said[-2000:]
@@ -65,7 +65,7 @@ def test_a_run_killed_at_random_moments_and_resumed_ends_with_the_same_model(asy
         kills += 1
     assert kills
     if not finished(cut):
-        last = run(command("cut", async_save, "--resume"), cwd=tmp_path)
+        last = run(command("cut", async_save, "--resume", "auto"), cwd=tmp_path)
         assert last.code == 0, last.err[-2000:]
     assert weights(cut) == weights(tmp_path / "whole")
     logged = [[(x["step"], x.get("loss"), x.get("eval_loss")) for x in metrics(tmp_path / name)]

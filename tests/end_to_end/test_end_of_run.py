@@ -102,7 +102,7 @@ def test_after_the_last_step_nothing_is_lost(number, moment, tmp_path, undisturb
     assert not (folder / "model").exists() or loads(folder / "model")
     if not (folder / "report.json").exists():
         assert number == signal.SIGKILL
-        again = start_run(tmp_path, "--resume")
+        again = start_run(tmp_path, "--resume", "auto")
         said = again.communicate()[1]
         assert again.returncode == 0, said
     assert weights(folder) == undisturbed

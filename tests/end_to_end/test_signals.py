@@ -1,10 +1,13 @@
 """Signals during training, resuming after them, and --overwrite."""
 
+import shlex
 import signal
 from random import SystemRandom
 
 import pytest
 from command_line import losses, overrides, start, train_command, wait_until, weights
+
+from ligertune.cli.render.run_report import resumed
 
 SETTINGS = {"train.max_steps": 300, "logging.logging_steps": 1, "checkpoint.save_strategy": "no",
             "data.val_split": 0, "checkpoint.output_dir": "run", "train.per_device_train_batch_size": 2,
@@ -60,3 +63,25 @@ def test_overwrite_replaces_the_run_and_keeps_other_files(recipe, tmp_path, lige
     assert done.code == 0, done.err
     assert not (run / "model" / "stale.txt").exists()
     assert (run / "notes.txt").read_text() == "mine"
+
+
+def test_resume_needs_a_checkpoint_and_resume_auto_does_not(recipe, tmp_path, ligertune):
+    command = ("train", recipe, *overrides({**SETTINGS, "train.max_steps": 1}))
+    refused = ligertune(*command, "--resume")
+    assert refused.code == 2 and "run holds no complete checkpoint" in refused.err and "--resume auto" in refused.err
+    assert not (tmp_path / "run").exists()
+    started = ligertune(command[0], "--resume", "auto", *command[1:])
+    assert started.code == 0, started.err
+    assert len(losses(tmp_path / "run")) == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "again"),
+    [
+        ("medusa --heads 5 --set 'a=[b c]'", "medusa --heads 5 --set 'a=[b c]' --resume"),
+        ("train r.yaml --overwrite", "train r.yaml --resume"),
+        ("train r.yaml --resume=auto", "train r.yaml --resume=auto"),
+    ],
+)
+def test_the_command_that_continues_a_run_repeats_its_arguments(given, again):
+    assert shlex.join(resumed(shlex.split(given))) == again

@@ -186,3 +186,17 @@ def test_the_command_overwrites_no_file(imported, tmp_path):
     assert isinstance(CliRunner().invoke(app, arguments).exception, UserError)
     printed = CliRunner().invoke(app, arguments[:3])
     assert printed.stdout == Path("new.yaml").read_text()
+
+
+@pytest.mark.parametrize(("text", "tool"), [(AXOLOTL, "Axolotl"), (LLAMA_FACTORY, "LLaMA-Factory"), (TRL, "TRL")])
+def test_a_file_of_another_tool_is_named_and_sent_to_the_import(text, tool, complaints):
+    (line,) = complaints(text)
+    assert line.startswith(f"recipe.yaml looks like a file of {tool} (")
+    assert line.endswith(" Convert it: ligertune recipe import recipe.yaml --out recipe.yaml")
+
+
+def test_a_recipe_with_a_key_of_another_tool_keeps_its_own_complaints(required, complaints):
+    assert complaints(f"{required}sample_packing: true\nval_set_size: 2\n") == [
+        "recipe.yaml:5: data.val_split (written as val_set_size) is 2 (an integer); it must be a number (at least 0, "
+        "below 1)."
+    ]

@@ -40,13 +40,13 @@ export OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK
 # If NCCL selects the wrong network interface, name the right one:
 # export NCCL_SOCKET_IFNAME=ib0
 
-# --resume starts a new run if output_dir holds none, and otherwise continues from the newest complete checkpoint.
+# --resume auto starts a run if output_dir holds none, and otherwise continues from the newest complete checkpoint.
 # --wait ends the other tasks 120 s after the first task ended, so that a dead rank does not block the job.
 # --kill-on-bad-exit would end them at once: an interrupted run exits with 130, and tasks that still close down would
 # be killed, which changes the exit code.
 # srun does not take --cpus-per-task from sbatch (Slurm 22.05 and newer), so it is given again.
 srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --wait=120 --kill-on-bad-exit=0 \
-  ligertune train "$recipe" --resume
+  ligertune train "$recipe" --resume auto
 code=$?
 
 # 130: interrupted, and a checkpoint is saved. The job returns to the queue and continues later.

@@ -23,7 +23,7 @@ shift
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-8}
 
 # -m runs the package, as `python -m ligertune` does. `--nproc-per-node gpu` starts one process per visible GPU.
-# --resume starts a new run if output_dir holds none, and otherwise continues from the newest complete checkpoint.
+# --resume auto starts a run if output_dir holds none, and otherwise continues from the newest complete checkpoint.
 # On SIGTERM or Ctrl-C torchrun gives its processes 30 seconds to end. A checkpoint that takes longer is not saved; the
 # one before it stays complete. Choose checkpoint.save_steps accordingly.
 exec torchrun \
@@ -32,4 +32,4 @@ exec torchrun \
   --node-rank "$NODE_RANK" \
   --master-addr "$MASTER_ADDR" \
   --master-port "${MASTER_PORT:-29500}" \
-  -m ligertune train "$recipe" --resume "$@"
+  -m ligertune train "$recipe" --resume auto "$@"

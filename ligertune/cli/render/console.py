@@ -73,7 +73,7 @@ def table(title: str, rows: Iterable[tuple[str, str]]) -> None:
     grid.add_column(overflow="fold")
     for name, value in rows:
         grid.add_row(Text(name), Text(value))
-    OUTPUT.console.print(grid)
+    _print_grid(grid)
 
 
 def columns(title: str, header: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
@@ -83,7 +83,19 @@ def columns(title: str, header: Sequence[str], rows: Iterable[Sequence[Any]]) ->
         grid.add_column(Text(name), justify="right" if i else "left", overflow="fold")
     for row in rows:
         grid.add_row(*(Text(str(cell)) for cell in row))
-    OUTPUT.console.print(grid)
+    _print_grid(grid)
+
+
+def _print_grid(grid: Table) -> None:
+    """Print a table; in a file or pipe without the blanks that fill its last column."""
+    console = OUTPUT.console
+    if console.is_terminal:
+        console.print(grid)
+        return
+    with console.capture() as captured:
+        console.print(grid)
+    for line in captured.get().splitlines():
+        text(line.rstrip())
 
 
 def status(words: str) -> Status:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import shutil
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -211,14 +211,22 @@ def show_heads(found: dict[str, Any]) -> None:
     table("Decoding", rows)
 
 
-def next_step(report: Report, recipe_path: str) -> None:
-    """Print the command to type after a run."""
+def next_step(report: Report, arguments: Sequence[str], *, launched: bool) -> None:
+    """Print the command to type after a run. arguments: of this command; launched: by torchrun, srun or another."""
     if report.model_path:
         model = shlex.quote(report.model_path)
         heads = " --medusa" if Path(report.model_path).name == "medusa" else ""
         text(f"\nGenerate from it:  {command()} generate {model} 'Give three tips for staying healthy.'{heads}")
     elif report.status == "interrupted":
-        text(f"\nContinue it:  {command()} train {shlex.quote(recipe_path)} --resume")
+        again = shlex.join(resumed(arguments))
+        text(f"\nContinue it:  {'(with the same launcher) ' if launched else ''}{command()} {again}")
+
+
+def resumed(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments of the command that continues a run: the same, with --resume and without --overwrite."""
+    kept = [argument for argument in arguments if argument != "--overwrite"]
+    resumes = any(argument.partition("=")[0] == "--resume" for argument in kept)
+    return kept if resumes else [*kept, "--resume"]
 
 
 def command() -> str:

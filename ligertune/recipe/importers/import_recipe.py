@@ -13,7 +13,17 @@ from ligertune.recipe.aliases import apply_aliases
 from ligertune.recipe.complaints import abbreviated, complain_about
 from ligertune.recipe.document import ITEM, Document, KeyPath, Place, dotted, keys, leaf, split
 from ligertune.recipe.importers import peers
-from ligertune.recipe.importers.peers import AXOLOTL, IMPORTED, LLAMA_FACTORY, NOT_OURS, REASONS, TOOLS, TRL, Peer
+from ligertune.recipe.importers.peers import (
+    AXOLOTL,
+    IMPORTED,
+    LLAMA_FACTORY,
+    NOT_OURS,
+    REASONS,
+    TOOLS,
+    TRL,
+    Peer,
+    likely_peer,
+)
 from ligertune.recipe.plain_yaml import dump
 from ligertune.recipe.read import REQUIRED, read_document
 from ligertune.recipe.rules import check_rules
@@ -84,9 +94,8 @@ def import_recipe(path: Path) -> Import:
 
 def peer_of(document: Document) -> Peer:
     """Return the tool whose characteristic keys occur most. Raises UserError if none occurs."""
-    found = {peer.name: len(set(peer.signs.split()) & set(document.data)) for peer in TOOLS}
-    best = max(TOOLS, key=lambda peer: found[peer.name])
-    if found[best.name] == 0:
+    best, signs = likely_peer(document.data)
+    if not signs:
         names = " or ".join(peer.name for peer in TOOLS)
         raise UserError(
             f"{document.file} has none of the keys that identify a file of {names}.",

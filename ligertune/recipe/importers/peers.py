@@ -108,6 +108,13 @@ TRL = Peer(
 TOOLS = (AXOLOTL, LLAMA_FACTORY, TRL)
 
 
+def likely_peer(data: Mapping[str, Any]) -> tuple[Peer, tuple[str, ...]]:
+    """Return the tool whose characteristic keys occur most, and those keys; none if no tool's occur."""
+    found = {peer.name: tuple(name for name in data if name in peer.signs.split()) for peer in TOOLS}
+    best = max(TOOLS, key=lambda peer: len(found[peer.name]))
+    return best, found[best.name]
+
+
 def _names(value: Any) -> Any:
     """Convert `all`, and names separated by commas."""
     if value in ("all", "all-linear"):

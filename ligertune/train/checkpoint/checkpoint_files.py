@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from ligertune.errors import UserError
 from ligertune.planning.plan import Plan
+from ligertune.planning.preflight import no_checkpoint
 from ligertune.storage import (
     PROGRESS_FILE,
     complete_checkpoints,
@@ -167,18 +168,21 @@ def _copy_to_host(value: Any) -> Any:
 def resume_folder(plan: Plan) -> tuple[Path | None, tuple[str, ...]]:
     """Return the checkpoint that `checkpoint.resume_from_checkpoint` names, or None to start at step 0; and notes.
 
-    `auto` takes the newest undamaged checkpoint, and a note names each damaged one. A damaged checkpoint that the
-    recipe names raises UserError.
+    `auto` and `newest` take the newest undamaged checkpoint, and a note names each damaged one. Raises UserError if
+    `newest` finds none, or if a checkpoint that the recipe names is damaged.
     """
     wanted, notes = plan.checkpoint.resume_from_checkpoint, []
     if wanted == "never":
         return None, ()
-    if wanted == "auto":
+    if wanted in ("auto", "newest"):
         for folder in reversed(complete_checkpoints(plan.output_dir)):
             damage = _damage(folder)
             if damage is None:
                 return folder, tuple(notes)
             notes.append(f"{folder} is damaged and left alone: {damage}")
+        if wanted == "newest":
+            problem = no_checkpoint(plan.output_dir)
+            raise UserError(" ".join([problem.message, *(f"{note}." for note in notes)]), hint=problem.hint)
         return None, tuple(notes)
     folder = Path(wanted)
     if not (folder / PROGRESS_FILE).is_file():
