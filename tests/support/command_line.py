@@ -3,10 +3,12 @@
 import contextlib
 import io
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -76,6 +78,52 @@ def run_here(*arguments: object, cwd: Path) -> Done:
     return Done(code, out.getvalue(), err.getvalue())
 
 
+class Worker:
+    """A new process that runs commands one after another, so that only the first one waits for imports."""
+
+    def __init__(self, *, cwd: Path) -> None:
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self.process = subprocess.Popen([sys.executable, __file__], cwd=cwd, env=environment(), **pipes)
+
+    def run(self, *arguments: object) -> Done:
+        """Run `ligertune ARGUMENTS` there until it ends."""
+        print(json.dumps([str(argument) for argument in arguments]), file=self.process.stdin, flush=True)
+        return Done(**json.loads(self.process.stdout.readline()))
+
+    def close(self) -> None:
+        self.process.stdin.close()
+        self.process.wait()
+
+
+class Fork(multiprocessing.context.ForkProcess):
+    """`ligertune ARGUMENTS` in a fork of this process, which has imported everything: the interface of Popen."""
+
+    def __init__(self, *arguments: object, cwd: Path) -> None:
+        super().__init__(target=self._work, args=(arguments, cwd), daemon=True)
+        self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        self.start()
+
+    def _work(self, arguments: tuple[object, ...], cwd: Path) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        done = run_here(*arguments, cwd=cwd)
+        self._said.write(done.out + done.err)
+        self._said.flush()
+        os._exit(done.code)  # run neither atexit functions nor the parent's pytest
+
+    def poll(self) -> int | None:
+        return self.exitcode
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def finish(self) -> Done:
+        """Wait for the end. `out` holds both streams."""
+        self.join()
+        self._said.seek(0)
+        return Done(self.exitcode, self._said.read(), "")
+
+
 @contextlib.contextmanager
 def _process_in(folder: Path) -> Iterator[None]:
     """Change into a folder, on one thread as in `environment`; then restore what a command changes in its process."""
@@ -117,3 +165,8 @@ def losses(output_dir: Path, key: str = "loss") -> list[float]:
 def weights(output_dir: Path) -> bytes:
     """Return the content of the trained model's weight file."""
     return (output_dir / "model" / "model.safetensors").read_bytes()
+
+
+if __name__ == "__main__":  # a Worker's process
+    for line in sys.stdin:
+        print(json.dumps(vars(run_here(*json.loads(line), cwd=Path.cwd()))), file=sys.__stdout__, flush=True)
