@@ -1,9 +1,7 @@
 """Ranks that each compute a part of a packed row: together they have its loss and its gradients."""
 
-import json
 import math
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,6 +10,7 @@ import pytest
 import tiny_models
 import torch
 import torch.distributed as dist
+from forked_ranks import on_ranks
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -87,10 +86,9 @@ def noticed(model: torch.nn.Module) -> dict[str, tuple[float, float]]:
     return found
 
 
-def compare(rank: int, folder: str) -> None:
-    """What each of the ranks does; rank 0 writes {family/rows: furthest}."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
+def compare(rank: int) -> dict[str, object]:
+    """What each of the ranks does. Returns {family/rows: furthest}."""
+    dist.init_process_group("gloo")
     parts, found = ContextParallelSplit(dist.group.WORLD), {}
     for way in WAYS:
         family, _, checkpointed = way.partition(" ")
@@ -103,17 +101,12 @@ def compare(rank: int, folder: str) -> None:
             for tensor in mine.values():
                 dist.all_reduce(tensor)
             found[f"{way}: {name}"] = furthest(mine, whole)
-    found |= noticed(ready("llama"))
-    if rank == 0:
-        (Path(folder) / "found.json").write_text(json.dumps(found))
-    dist.destroy_process_group()
+    return found | noticed(ready("llama"))
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory) -> dict[str, float]:
-    folder = tmp_path_factory.mktemp("ranks")
-    torch.multiprocessing.spawn(compare, args=(str(folder),), nprocs=RANKS)
-    return json.loads((folder / "found.json").read_text())
+def found() -> dict[str, float]:
+    return on_ranks(RANKS, compare)[0]
 
 
 @pytest.mark.parametrize("rows", ["documents", "one"])

@@ -1,6 +1,7 @@
 """The gated MLP's kernel overwrites the outputs of its projections, and training stays the same.
 
-The reference path makes new tensors, so on a machine without a GPU this file runs once more under Triton's interpreter.
+The reference path makes new tensors, so on a machine without a GPU test_recompute.py runs this file
+once more under Triton's interpreter.
 """
 
 import copy
@@ -9,7 +10,7 @@ from unittest import mock
 import peft
 import pytest
 import tiny_models
-from rerun_interpreted import DEVICE, rerun_interpreted
+from rerun_interpreted import DEVICE
 from same_training import assert_same_training
 from torch import nn
 
@@ -79,7 +80,3 @@ def test_training_with_overwritten_outputs_is_the_same(family, checkpointing):
         if type(layer) is nn.Linear:
             layer.register_forward_hook(lambda *_: None)
     assert_same_training(model, apart, tiny_models.batch(rows=2, length=6, device=DEVICE))
-
-
-def test_in_place_under_the_interpreter():
-    rerun_interpreted(__file__)

@@ -6,6 +6,7 @@ interpreter.
 
 import copy
 import pickle
+from pathlib import Path
 
 import pytest
 import tiny_models
@@ -303,6 +304,10 @@ def test_patching_again_changes_nothing_and_another_recompute_needs_unpatch():
 
 
 def test_in_place_kernels_under_the_interpreter():
-    """Of the families whose norms and MLPs launch in different ways: the others differ outside the kernels."""
+    """Of the families whose norms and MLPs launch in different ways: the others differ outside the kernels.
+
+    The tests of test_patch_in_place.py run in the same process, which saves importing torch again.
+    """
     different = "llama- or llama] or gemma2 or phi3] or mixtral or olmo2"
-    rerun_interpreted(__file__, "-k", f"(every_bit and ({different})) or two_backwards or (freed and not qwen2)")
+    chosen = f"(every_bit and ({different})) or two_backwards or (freed and not qwen2) or test_patch_in_place"
+    rerun_interpreted(__file__, str(Path(__file__).with_name("test_patch_in_place.py")), "-k", chosen)

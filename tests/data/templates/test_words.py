@@ -50,8 +50,9 @@ def assert_same(tokenizer, texts: list[str], rng: random.Random) -> None:
         assert mark_word_tokens(rendered, found) == mark_tokens(rendered, expected), repr(text)
 
 
-@pytest.mark.parametrize("pattern", WORD_PATTERNS, ids=["gpt2", "qwen2", "llama3"])
-@pytest.mark.parametrize("name", BY_WORDS)
+@pytest.mark.parametrize(
+    "name, pattern", [*(("gpt2", pattern) for pattern in WORD_PATTERNS), ("qwen2.5", WORD_PATTERNS[1])]
+)
 def test_texts_made_of_what_the_patterns_distinguish(tokenizer_named, name, pattern):
     rng = random.Random(name)
     texts = ["".join(rng.choices(BITS, k=rng.randint(0, 30))) for _ in range(400)]
