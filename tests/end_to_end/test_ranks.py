@@ -1,5 +1,6 @@
 """One global batch, split over micro-batches and ranks: the losses agree to 1e-5."""
 
+import json
 import sys
 from importlib.util import find_spec
 
@@ -55,15 +56,31 @@ def test_losses_do_not_depend_on_how_the_batch_is_split(whole, way, tmp_path):
     assert found == pytest.approx(whole[changes.get("data.packing", True)], rel=1e-5)
 
 
+LAUNCH = [
+    "--use_fsdp", "--fsdp_version", "2", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no",
+    "--dynamo_backend", "no", "--main_process_port", "0", "--num_cpu_threads_per_process", "1",
+    "-m", "ligertune", "train", str(RECIPE),
+]  # fmt: skip
+LAUNCHED = {**SETTINGS, "train.per_device_train_batch_size": 1, "train.warmup_ratio": 0, "logging.logging_steps": 1,
+            "checkpoint.save_strategy": "no", "checkpoint.output_dir": "run"}  # fmt: skip
+
+
+@pytest.mark.slow
 def test_accelerate_launch_trains_with_fsdp2(whole, tmp_path):
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--use_fsdp", "--fsdp_version", "2"]
-    launch += ["--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
-    launch += ["--main_process_port", "0", "-m", "ligertune", "train", str(RECIPE)]
-    settings = {**SETTINGS, "train.per_device_train_batch_size": 1, "train.warmup_ratio": 0, "logging.logging_steps": 1,
-                "checkpoint.save_strategy": "no", "checkpoint.output_dir": "run"}  # fmt: skip
-    done = run([*launch, *overrides(settings)], cwd=tmp_path)
+    done = run([sys.executable, "-m", "accelerate.commands.launch", *LAUNCH, *overrides(LAUNCHED)], cwd=tmp_path)
     assert done.code == 0, done.err[-3000:]
     assert losses(tmp_path / "run") == pytest.approx(whole[True], rel=1e-5)
+
+
+def test_ranks_with_the_environment_of_accelerate_launch_train_with_fsdp2(whole, tmp_path, monkeypatch):
+    from accelerate.commands.launch import launch_command_parser
+    from accelerate.utils.launch import prepare_multi_gpu_env
+
+    for name, value in prepare_multi_gpu_env(launch_command_parser().parse_args(LAUNCH)).items():
+        monkeypatch.setenv(name, value)
+    found = train_ranks(2, tmp_path, **{**LAUNCHED, "checkpoint.output_dir": tmp_path / "run"})
+    assert json.loads((tmp_path / "run" / "report.json").read_text())["strategy"] == "fsdp"
+    assert found == pytest.approx(whole[True], rel=1e-5)
 
 
 @pytest.mark.slow
