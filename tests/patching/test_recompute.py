@@ -23,6 +23,7 @@ from ligertune.patching.patch import gives_new_unseen_output, patch, unpatch
 from ligertune.patching.recompute import mark_recomputable, recompute_inputs
 from ligertune.planning.options import MethodOptions
 
+TESTS = Path(__file__).parents[1]
 FAMILIES = ("llama", "qwen2", "gemma2", "phi3")  # plain; with biases; offset norms and GeGLU; packed projections
 ROWS, LENGTH = 2, 6  # 12 tokens: the interpreter is slow
 BATCH = tiny_models.batch(rows=ROWS, length=LENGTH, device=DEVICE)
@@ -303,11 +304,12 @@ def test_patching_again_changes_nothing_and_another_recompute_needs_unpatch():
         patch(model, recompute=True)
 
 
-def test_in_place_kernels_under_the_interpreter():
+def test_kernels_within_models_under_the_interpreter():
     """Of the families whose norms and MLPs launch in different ways: the others differ outside the kernels.
 
-    The tests of test_patch_in_place.py run in the same process, which saves importing torch again.
+    The tests of two other files run in the same process, which saves importing torch again.
     """
     different = "llama- or llama] or gemma2 or phi3] or mixtral or olmo2"
     chosen = f"(every_bit and ({different})) or two_backwards or (freed and not qwen2) or test_patch_in_place"
-    rerun_interpreted(__file__, str(Path(__file__).with_name("test_patch_in_place.py")), "-k", chosen)
+    others = (TESTS / "patching" / "test_patch_in_place.py", TESTS / "train" / "optim" / "test_kernel_adamw.py")
+    rerun_interpreted(__file__, *map(str, others), "-k", f"{chosen} or trains_as_torchs_adamw")

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from rerun_interpreted import DEVICE, RUNS_TRITON, rerun_interpreted
+from rerun_interpreted import DEVICE, RUNS_TRITON
 
 from ligertune.errors import UserError
 from ligertune.recipe import load_recipe
@@ -17,10 +17,8 @@ def model_and_optimizer() -> tuple[torch.nn.Module, torch.optim.AdamW]:
     return model, torch.optim.AdamW(groups, lr=1e-2, fused=True)
 
 
-def test_it_trains_as_torchs_adamw_and_states_are_exchangeable(request):
-    if not RUNS_TRITON:
-        rerun_interpreted(__file__, "-k", request.node.name)
-        return
+@pytest.mark.skipif(not RUNS_TRITON, reason="test_recompute.py runs this test under Triton's interpreter")
+def test_it_trains_as_torchs_adamw_and_states_are_exchangeable():
     (model, one), (expected, other) = model_and_optimizer(), model_and_optimizer()
     one = with_kernel_step(one)
     one.grad_scale = other.grad_scale = torch.tensor(2.0, device=DEVICE)
