@@ -29,13 +29,13 @@ with importing():
     from ligertune.cli.data import data
     from ligertune.cli.doctor import doctor
     from ligertune.cli.export import export
-    from ligertune.cli.generate import generate
+    from ligertune.cli.generate import chat, generate
     from ligertune.cli.plan import plan
     from ligertune.cli.recipe import init, recipe_app
     from ligertune.cli.render import console as render
     from ligertune.cli.train import Trains, medusa, train
 
-for command in (init, train, medusa, plan, compare, bench, data, generate, export, doctor):
+for command in (init, train, medusa, plan, compare, bench, data, generate, chat, export, doctor):
     app.command(cls=Trains if command in (train, medusa) else None)(command)
 app.add_typer(recipe_app, name="recipe")
 

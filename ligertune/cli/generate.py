@@ -1,9 +1,13 @@
-"""`ligertune generate`: answer one prompt, with plain decoding or with Medusa heads."""
+"""`ligertune generate` and `ligertune chat`: answer prompts, or talk with a model. Both print text as it is made."""
 
 from __future__ import annotations
 
+import json as json_library
+import re
 import sys
-from typing import Annotated, Literal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -11,58 +15,201 @@ from ligertune.cli.options import Json
 from ligertune.cli.render import console as render
 from ligertune.errors import UserError, plural
 
+if TYPE_CHECKING:
+    from ligertune.decode.chat import Chat
+    from ligertune.decode.generate import Answer, Decoding, LoadedModel
+
+Model = Annotated[
+    str, typer.Argument(help="Folder of a run, a model or an adapter, or a hub id of a model.", show_default=False)
+]
+Raw = Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without a prompt template.")]
+Temperature = Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy decoding.")]
+TopP = Annotated[float, typer.Option(min=0.0, max=1.0, help="Nucleus sampling: keep this probability mass.")]
+MaxNewTokens = Annotated[int, typer.Option(min=1, help="Maximum number of new tokens of an answer.")]
+Seed = Annotated[int, typer.Option(help="Seed for sampling.")]
+
 
 def generate(
-    model: Annotated[str, typer.Argument(help="Folder of a model (runs/.../model), or a hub id.", show_default=False)],
-    prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from stdin.", show_default=False)],
+    model: Model,
+    prompt: Annotated[str | None, typer.Argument(help="The prompt; - reads it from stdin.", show_default=False)] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option("--prompts", help='File of prompts, one per line: text, or {"prompt": ...}.', show_default=False),
+    ] = None,
     image: Annotated[
         list[str] | None,
         typer.Option("--image", help="Image file for a vision-language model. May be repeated.", show_default=False),
     ] = None,
-    raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without a prompt template.")] = False,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of new tokens.")] = 128,
-    temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy decoding.")] = 0.0,
-    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Nucleus sampling: keep this probability mass.")] = 1.0,
+    raw: Raw = False,
+    max_new_tokens: MaxNewTokens = 128,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
     medusa: Annotated[bool, typer.Option("--medusa", help="Decode with the Medusa heads that MODEL holds.")] = False,
     acceptance: Annotated[
         Literal["greedy", "typical"],
         typer.Option(help="With --medusa: greedy gives the same text as plain greedy decoding; typical samples."),
     ] = "greedy",
-    seed: Annotated[int, typer.Option(help="Seed for sampling.")] = 42,
+    seed: Seed = 42,
     json: Json = False,
 ) -> None:
     """Answer or continue a prompt, using the prompt template that the model was trained with.
 
-    Example: ligertune generate runs/quickstart/model 'Name three colours.'
+    Example: ligertune generate runs/quickstart 'Name three colours.'
 
-    With an image: ligertune generate runs/qwen2-vl/model 'What is this?' --image photo.jpg
+    With an image: ligertune generate runs/qwen2-vl 'What is this?' --image photo.jpg
     """
-    from dataclasses import asdict
-
-    from ligertune.planning.preflight import check_model_path
-
-    if prompt == "-":
-        prompt = sys.stdin.read()
+    if (prompt is None) == (prompts is None):
+        raise UserError("generate takes one prompt or --prompts FILE.", hint="Write the prompt after the model.")
+    asked = read_prompts(prompts) if prompts else [sys.stdin.read() if prompt == "-" else prompt]
     render.people_on_stderr(json)
-    common = {"raw": raw, "max_new_tokens": max_new_tokens, "seed": seed}
     if medusa:
-        for option, given in (("--top-p", top_p < 1), ("--image", bool(image))):
+        for option, given in (("--top-p", top_p < 1), ("--image", bool(image)), ("--prompts", bool(prompts))):
             if given:
                 raise UserError(f"{option} does not work with --medusa.", hint="Leave one of them out.")
         from ligertune.decode.medusa_generate import choose_acceptance, generate_with_heads
 
-        answer = generate_with_heads(model, prompt, acceptance=choose_acceptance(acceptance, temperature), **common)
-    else:
-        check_model_path(model, key="MODEL")  # before torch is imported, which takes seconds
-        from ligertune.decode.generate import generate_answer
+        rule = choose_acceptance(acceptance, temperature)
+        found = generate_with_heads(model, asked[0], acceptance=rule, raw=raw, max_new_tokens=max_new_tokens, seed=seed)
+        _print_answers([found], json)
+        speed = f"{found.accepted_length:.2f} tokens per forward pass, {found.tokens_per_second:,.0f} tokens/s"
+        render.note(f"{plural(found.new_tokens, 'token')}, {speed}")
+        return
+    loaded, decoding = _load(model, raw, max_new_tokens, temperature, top_p)
+    from ligertune.decode.generate import generate_answer
 
-        answer = generate_answer(
-            model, prompt, images=list(image or []), temperature=temperature, top_p=top_p, **common
-        )
+    answers = []
+    for number, text in enumerate(asked, start=1):
+        if prompts and not json:
+            render.document(f"--- {number}: {text.strip().splitlines()[0]} ---")
+        pieces = None if json else write_piece
+        answers.append(generate_answer(loaded, text, decoding, seed=seed, images=list(image or []), on_text=pieces))
+        if not json and not answers[-1].text.endswith("\n"):
+            write_piece("\n")
     if json:
-        render.json_report(asdict(answer))
+        _print_answers(answers, json, as_list=prompts is not None)
+
+
+def chat(
+    model: Model,
+    system: Annotated[
+        str | None, typer.Option("--system", help="System prompt. Default: the one of training.", show_default=False)
+    ] = None,
+    raw: Raw = False,
+    max_new_tokens: MaxNewTokens = 512,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    seed: Seed = 42,
+) -> None:
+    """Talk with a model, in the prompt template that it was trained with. From a pipe: one message per line.
+
+    Ctrl-C stops an answer; Ctrl-D, or Ctrl-C at the prompt, leaves. /help lists the commands.
+
+    Example: ligertune chat runs/quickstart --temperature 0.7
+    """
+    loaded, decoding = _load(model, raw, max_new_tokens, temperature, top_p)
+    import torch
+
+    from ligertune.decode.chat import Chat
+
+    conversation = Chat(loaded, decoding, on_text=write_piece, on_notice=render.note)
+    if system is not None:
+        conversation.set_system(system)
+    torch.manual_seed(seed)
+    render.note(conversation.format_note) if conversation.format_note else None
+    for message in _messages():
+        word, _, rest = message.partition(" ")
+        if word == "/exit":
+            break
+        try:
+            if re.fullmatch(r"/\w+", word):
+                _run_command(conversation, word, rest.strip())
+            elif not conversation.ask(message).endswith("\n"):
+                write_piece("\n")
+        except UserError as problem:  # the message is refused, and the conversation goes on
+            render.error(problem)
+
+
+COMMANDS = "/reset forgets the conversation, /system TEXT replaces the system prompt, /exit leaves, /help shows this."
+
+
+def _run_command(conversation: Chat, word: str, rest: str) -> None:
+    if word == "/reset":
+        conversation.history.clear()
+        render.note("The conversation is empty.")
+    elif word == "/system":
+        conversation.set_system(rest)
+        render.note("System prompt set." if rest else "System prompt removed.")
     else:
-        render.document(answer.text)
-    if medusa:
-        speed = f"{answer.accepted_length:.2f} tokens per forward pass, {answer.tokens_per_second:,.0f} tokens/s"
-        render.note(f"{plural(answer.new_tokens, 'token')}, {speed}")
+        render.note(COMMANDS if word == "/help" else f"There is no command {word}. {COMMANDS}")
+
+
+def _messages() -> Iterator[str]:
+    """Yield the lines that a person types or that a pipe holds, without empty ones."""
+    if not sys.stdin.isatty():
+        yield from (line.strip() for line in sys.stdin if line.strip())
+        return
+    import contextlib
+
+    with contextlib.suppress(ImportError):  # `input` edits lines and remembers them with it; Windows has none
+        import readline  # noqa: F401
+    render.note(f"Ctrl-C stops an answer, Ctrl-D leaves. {COMMANDS}")
+    while True:
+        try:
+            line = input("> ").strip()
+        except (EOFError, KeyboardInterrupt):
+            write_piece("\n")
+            return
+        if line:
+            yield line
+
+
+def write_piece(text: str) -> None:
+    """Write a part of an answer to stdout at once."""
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def read_prompts(path: Path) -> list[str]:
+    """Return the prompts of a file: one per line, as text or as a JSON object with `prompt`. Raises UserError."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as problem:
+        reason = problem.strerror if isinstance(problem, OSError) else "it is not UTF-8"
+        raise UserError(f"--prompts: {path} cannot be read: {reason}.", hint="Name a text file.") from problem
+    found = []
+    for number, line in enumerate(lines, start=1):
+        prompt = line
+        if line.startswith("{"):
+            try:
+                prompt = json_library.loads(line)["prompt"]
+            except (ValueError, KeyError):
+                prompt = None
+        if not isinstance(prompt, str):
+            raise UserError(f'{path}:{number}: expected {{"prompt": "..."}} or plain text.')
+        if prompt.strip():
+            found.append(prompt)
+    if not found:
+        raise UserError(f"--prompts: {path} holds no prompts.", hint="Write one per line.")
+    return found
+
+
+def _load(model: str, raw: bool, max_new_tokens: int, temperature: float, top_p: float) -> tuple[LoadedModel, Decoding]:
+    """Load MODEL once. A path that leads nowhere is refused before torch is imported, which takes seconds."""
+    from ligertune.planning.saved_model import check_can_generate, find_saved_model
+
+    saved = find_saved_model(model, key="MODEL")
+    check_can_generate(saved, key="MODEL")
+    with render.status("loading the model ..."):
+        from ligertune.decode.generate import Decoding, load_model
+
+        return load_model(saved.name, raw=raw), Decoding(max_new_tokens, temperature, top_p)
+
+
+def _print_answers(answers: list[Answer], json: bool, *, as_list: bool = False) -> None:
+    from dataclasses import asdict
+
+    if json:
+        found = [asdict(answer) for answer in answers]
+        render.json_report(found if as_list else found[0])
+    else:
+        render.document(answers[0].text)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation.streamers import BaseStreamer
 
 from ligertune.data.rows.conversation import BadRow, Conversation, Message
 from ligertune.data.rows.image_rows import IMAGE_MARK, ImageTokens, extract_images, image_parts
@@ -38,47 +40,123 @@ class Answer:
     seconds: float
 
 
+@dataclass(frozen=True)
+class Decoding:
+    """How the next token is chosen; temperature 0 is greedy decoding."""
+
+    max_new_tokens: int
+    temperature: float = 0.0
+    top_p: float = 1.0
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        if not self.temperature:
+            return {"do_sample": False}
+        return {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p}
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model with all that its prompts need. template: {prompt_template, system_prompt}, from `read_prompt`."""
+
+    name: str
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    reader: ImageReader | None  # None for a text model
+    template: dict
+
+    @property
+    def uses_chat_template(self) -> bool:
+        return _uses_chat_template(self.tokenizer, self.template)
+
+
+def load_model(name: str, *, raw: bool) -> LoadedModel:
+    """Load a folder or hub id. raw: texts are continued without a prompt template. Raises UserError."""
+    model, tokenizer = load_for_generation(name)
+    reader = load_reader(ModelOptions(model_name_or_path=name), None, model.config, tokenizer)
+    return LoadedModel(name, model, tokenizer, reader, choose_prompt(Path(name), raw=raw))
+
+
 def generate_answer(
-    model_name: str,
+    loaded: LoadedModel,
     prompt: str,
+    decoding: Decoding,
     *,
-    raw: bool,
-    max_new_tokens: int,
-    temperature: float,
-    top_p: float,
     seed: int,
     images: Sequence[str] = (),
+    on_text: Callable[[str], object] | None = None,
 ) -> Answer:
-    """Load a model and generate an answer. Raises UserError.
+    """Answer a prompt. Raises UserError.
 
-    raw: continue the prompt without a template. temperature 0 is greedy. images: files for a vision-language model, one
-    for each `<image>` in the prompt, or placed before it.
+    images: files for a vision-language model, one for each `<image>` in the prompt, or placed before it.
+    on_text: called with each piece of the answer as it is made.
     """
     check_prompt(prompt)
-    model, tokenizer = load_for_generation(model_name)
-    reader = load_reader(ModelOptions(model_name_or_path=model_name), None, model.config, tokenizer)
-    if images and reader is None:
-        raise UserError(f"--image: {model_name} is a text model.", hint="Leave the image out.")
-    if reader is None:
-        text, ids = encode_prompt(tokenizer, prompt, Path(model_name), raw=raw)
-        inputs = {"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids), dtype=torch.long)}
+    if images and loaded.reader is None:
+        raise UserError(f"--image: {loaded.name} is a text model.", hint="Leave the image out.")
+    if loaded.reader is None:
+        text, ids = encode_prompt(loaded.tokenizer, prompt, loaded.template)
+        inputs = token_inputs(ids)
     else:
-        template = {"prompt_template": "raw"} if raw else read_prompt(Path(model_name))
-        text, inputs = _encode_with_images(reader, tokenizer, prompt, images, template)
-    inputs = {name: value.to(model.device) for name, value in inputs.items()}
+        text, inputs = _encode_with_images(loaded.reader, loaded.tokenizer, prompt, images, loaded.template)
     torch.manual_seed(seed)
     start = time.perf_counter()
-    sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p} if temperature else {"do_sample": False}
-    with torch.no_grad():
-        output = model.generate(
-            **inputs,
-            max_new_tokens=max_new_tokens,
-            pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
-            **sampling,
-        )
-    new = output[0, inputs["input_ids"].shape[1] :]
-    answer, seconds = tokenizer.decode(new, skip_special_tokens=True), time.perf_counter() - start
-    return Answer(prompt=text, text=answer, new_tokens=len(new), seconds=seconds)
+    pieces = TextPieces(loaded.tokenizer, on_text or (lambda piece: None))
+    continue_text(loaded, inputs, decoding, pieces)
+    return Answer(prompt=text, text=pieces.text, new_tokens=len(pieces.ids), seconds=time.perf_counter() - start)
+
+
+def token_inputs(ids: list[int]) -> dict[str, Tensor]:
+    """Return the inputs of `generate` for one prompt."""
+    return {"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids), dtype=torch.long)}
+
+
+@torch.no_grad()
+def continue_text(loaded: LoadedModel, inputs: dict[str, Tensor], decoding: Decoding, pieces: TextPieces) -> None:
+    """Generate tokens after one prompt, and hand each to `pieces` as it is made."""
+    pad, eos = loaded.tokenizer.pad_token_id, loaded.tokenizer.eos_token_id
+    loaded.model.generate(
+        **{name: value.to(loaded.model.device) for name, value in inputs.items()},
+        max_new_tokens=decoding.max_new_tokens,
+        pad_token_id=pad if pad is not None else eos,
+        streamer=pieces,
+        **decoding.sampling,
+    )
+
+
+class TextPieces(BaseStreamer):
+    """Collect the tokens of an answer and pass its text on in pieces, which join to the text of all its tokens.
+
+    transformers' TextStreamer decodes each line by itself, so tokenizers like Llama 2's lose the space with which a
+    line begins. A piece never ends within a character: bytes that do not make one yet are decoded as U+FFFD.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, on_text: Callable[[str], object]) -> None:
+        self._tokenizer, self._on_text = tokenizer, on_text
+        self._has_prompt = False
+        self.ids: list[int] = []
+        self._sent = ""
+
+    @property
+    def text(self) -> str:
+        return self._tokenizer.decode(self.ids, skip_special_tokens=True)
+
+    def put(self, value: Tensor) -> None:
+        """Take a token. `generate` passes the prompt first, which is skipped."""
+        if self._has_prompt:
+            self.ids += value.flatten().tolist()
+            text = self.text
+            if not text.endswith("\ufffd"):
+                self._send(text)
+        self._has_prompt = True
+
+    def end(self) -> None:
+        self._send(self.text)
+
+    def _send(self, text: str) -> None:
+        if len(text) > len(self._sent) and text.startswith(self._sent):
+            piece, self._sent = text[len(self._sent) :], text
+            self._on_text(piece)
 
 
 def load_for_generation(
@@ -88,8 +166,8 @@ def load_for_generation(
     hide_loading_bars()
     folder = Path(model_name)
     only_adapter = (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").exists()
-    tokenizer = _load(tokenizer_name or model_name, AutoTokenizer)
     config = _load(adapter_base_model(folder) if only_adapter else model_name, AutoConfig)
+    tokenizer = _load(tokenizer_name or model_name, AutoTokenizer)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return _load(model_name, auto_class(config)).to(device).eval(), tokenizer
 
@@ -111,34 +189,56 @@ def check_prompt(prompt: str) -> None:
         raise UserError("The prompt is empty.", hint="Write a prompt, or - to read it from stdin.")
 
 
-def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, folder: Path, *, raw: bool) -> tuple[str, list[int]]:
-    """Return the prompt in the template saved in `folder` (unless `raw`), and its token ids."""
+def choose_prompt(folder: Path, *, raw: bool) -> dict:
+    """Return {prompt_template, system_prompt} as saved in `folder`, or those of a text without a template."""
+    return {"prompt_template": "raw", "system_prompt": None} if raw else read_prompt(folder)
+
+
+def encode_prompt(
+    tokenizer: PreTrainedTokenizerBase, prompt: str, template: dict, history: Sequence[tuple[str, str]] = ()
+) -> tuple[str, list[int]]:
+    """Return the prompt in its template, after the (prompt, answer) pairs of `history`, and its token ids."""
     check_prompt(prompt)
-    template = {"prompt_template": "raw"} if raw else read_prompt(folder)
-    text, has_bos = format_prompt(tokenizer, prompt, template)
-    return text, tokenizer(text, add_special_tokens=not has_bos)["input_ids"]
+    text, has_bos = format_prompt(tokenizer, prompt, template, history)
+    # verbose: transformers warns of a prompt beyond the context, which `chat` shortens
+    return text, tokenizer(text, add_special_tokens=not has_bos, verbose=False)["input_ids"]
 
 
-def format_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, template: dict) -> tuple[str, bool]:
+def format_prompt(
+    tokenizer: PreTrainedTokenizerBase, prompt: str, template: dict, history: Sequence[tuple[str, str]] = ()
+) -> tuple[str, bool]:
     """Return (prompt as in training, up to the answer; whether it already has its special tokens such as BOS).
 
-    template: {prompt_template, system_prompt}, from `read_prompt`.
+    template: {prompt_template, system_prompt}, from `read_prompt`. history: (prompt, answer) of earlier turns. Texts
+    without a template have none.
     """
     if template["prompt_template"] == "alpaca":
-        return alpaca_prompt(prompt, "", template["system_prompt"]), False
+        answered = "".join(f"{alpaca_prompt(asked)}{said}{tokenizer.eos_token}\n\n" for asked, said in history)
+        text = answered + alpaca_prompt(prompt)
+        return (f"{template['system_prompt']}\n\n{text}" if template["system_prompt"] else text), False
     if not _uses_chat_template(tokenizer, template):
         return prompt, False
-    return _chat_prompt(tokenizer, prompt, template), True
+    return _chat_prompt(tokenizer, prompt, template, history), True
 
 
 def _uses_chat_template(tokenizer: PreTrainedTokenizerBase, template: dict) -> bool:
     return template["prompt_template"] == "chat" and bool(tokenizer.chat_template)
 
 
-def _chat_prompt(tokenizer: PreTrainedTokenizerBase, content: str | list[dict], template: dict) -> str:
-    system = [{"role": "system", "content": template["system_prompt"]}] if template["system_prompt"] else []
-    messages = [*system, {"role": "user", "content": content}]
-    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+def _chat_prompt(
+    tokenizer: PreTrainedTokenizerBase,
+    content: str | list[dict],
+    template: dict,
+    history: Sequence[tuple[str, str]] = (),
+) -> str:
+    turns = [("system", template["system_prompt"])] if template["system_prompt"] else []
+    for asked, said in history:
+        turns += [("user", asked), ("assistant", said)]
+    messages = [{"role": role, "content": text} for role, text in (*turns, ("user", content))]
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except TemplateError as error:
+        raise UserError(f"The model's chat template refuses this conversation: {error}") from error
 
 
 def _encode_with_images(

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from ligertune.decode.acceptance import Acceptance, Greedy, Typical
-from ligertune.decode.generate import Answer, encode_prompt, load_for_generation
+from ligertune.decode.generate import Answer, choose_prompt, encode_prompt, load_for_generation
 from ligertune.decode.tree_decoding import decode_with_heads, eos_token_ids
 from ligertune.errors import UserError
 from ligertune.tasks.medusa.candidate_tree import CandidateTree
@@ -49,7 +49,7 @@ def generate_with_heads(
     config = HeadsConfig.read(folder)
     model, tokenizer = load_for_generation(base_model_of(folder, config), tokenizer_name=str(folder))
     heads = read_heads(folder, check_plain_head(model).weight)
-    text, ids = encode_prompt(tokenizer, prompt, folder, raw=raw)
+    text, ids = encode_prompt(tokenizer, prompt, choose_prompt(folder, raw=raw))
     tree = CandidateTree.from_paths(read_choices(folder, len(heads)), device=model.device)
     torch.manual_seed(seed)
     start = time.perf_counter()

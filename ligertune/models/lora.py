@@ -101,6 +101,8 @@ def _vision_linears(model: PreTrainedModel) -> list[str]:
 def load_adapter(model: PreTrainedModel, folder: str) -> peft.PeftModel:
     """Load the adapter saved in `folder` onto `model`. Raises UserError if it does not fit."""
     try:
-        return peft.PeftModel.from_pretrained(model, folder)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # as in `add_adapter`
+            return peft.PeftModel.from_pretrained(model, folder)
     except (OSError, ValueError, RuntimeError) as error:
         raise UserError(f"{folder} holds no adapter of this model: {str(error).splitlines()[0]}") from error

@@ -118,13 +118,18 @@ def write_new(path: Path, text: str) -> None:
 
 
 def looks_local(name: str) -> bool:
-    """Return whether a name can only be a path: absolute, dotted, with a data suffix, or deeper than org/name."""
-    endings = (".json", ".jsonl", ".parquet", ".csv", ".gz", ".txt")
+    """Return whether a name can only be a path.
+
+    Such a name is absolute, dotted, ends with / or a data suffix, is deeper than org/name, or lies in a folder that
+    exists here.
+    """
+    endings = (".json", ".jsonl", ".parquet", ".csv", ".gz", ".txt", "/")
     return (
         name.startswith(("/", ".", "~"))
         or name.lower().endswith(endings)
         or name.count("/") > 1
         or os.sep == "\\" in name
+        or ("/" in name and Path(name).parent.is_dir())
     )
 
 

@@ -3,7 +3,7 @@
 import pytest
 from transformers import AutoTokenizer
 
-from ligertune.decode.generate import encode_prompt, format_prompt
+from ligertune.decode.generate import choose_prompt, encode_prompt, format_prompt
 from ligertune.models.save import write_prompt
 
 ALPACA_END = "### Instruction:\nSay hi.\n\n### Response:\n"
@@ -20,4 +20,5 @@ def test_a_prompt_has_the_template_of_training(template, end, has_bos, quickstar
     text, found = format_prompt(tokenizer, "Say hi.", {"prompt_template": template, "system_prompt": system})
     assert (text if template != "alpaca" else text[-len(end) :], found) == (end, has_bos)
     write_prompt(tmp_path, prompt_template=template, system_prompt=system)
-    assert encode_prompt(tokenizer, "Say hi.", tmp_path, raw=False)[1].count(tokenizer.bos_token_id) == 1
+    ids = encode_prompt(tokenizer, "Say hi.", choose_prompt(tmp_path, raw=False))[1]
+    assert ids.count(tokenizer.bos_token_id) == 1

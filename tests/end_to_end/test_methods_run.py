@@ -8,7 +8,7 @@ import torch
 from command_line import losses
 from quickstart_runs import plan_run, recipe_for, saves, train
 
-from ligertune.decode.generate import generate_answer
+from ligertune.decode.generate import Decoding, generate_answer, load_model
 from ligertune.errors import UserError
 from ligertune.models.save import read_prompt
 from ligertune.planning.preflight import check_packages
@@ -90,8 +90,7 @@ def test_the_adapter_loads_in_peft_and_merges_to_the_same_model(adapted, quickst
 
 def test_an_adapter_is_exported_alone_and_answers_prompts(adapted, tmp_path):
     assert export_run(adapted, tmp_path / "alone", adapter=True, checkpoint=None).kind == "adapter"
-    options = {"raw": False, "max_new_tokens": 5, "temperature": 0.0, "top_p": 1.0, "seed": 0}
-    answer = generate_answer(str(tmp_path / "alone"), "Name three colours.", **options)
+    answer = generate_answer(load_model(str(tmp_path / "alone"), raw=False), "Name three colours.", Decoding(5), seed=0)
     assert "Answer briefly." in answer.prompt and "### Instruction:\nName three colours." in answer.prompt
 
 

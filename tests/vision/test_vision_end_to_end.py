@@ -11,7 +11,7 @@ import transformers
 from command_line import losses, run_here
 from image_batches import batch_of
 
-from ligertune.decode.generate import generate_answer
+from ligertune.decode.generate import Decoding, generate_answer, load_model
 from ligertune.errors import UserError
 from ligertune.recipe import load_recipe
 from ligertune.run import plan_for
@@ -139,11 +139,10 @@ def test_commands_train_show_and_generate(corpus, recipe_for, tmp_path):
 
 
 def test_generate_refuses_images_for_a_text_model_and_missing_images(quickstart, folder_of):
-    options = {"raw": False, "max_new_tokens": 1, "temperature": 0.0, "top_p": 1.0, "seed": 0}
     for model, image, message in (
         (quickstart / "stories260K", "a.png", "is a text model"),
         (folder_of("llava"), "missing.png", "image is missing"),
         (folder_of("llava"), "https://example.com/a.png", "image on the network"),
     ):
         with pytest.raises(UserError, match=message):
-            generate_answer(str(model), "What?", images=[image], **options)
+            generate_answer(load_model(str(model), raw=False), "What?", Decoding(1), seed=0, images=[image])

@@ -22,7 +22,7 @@ from PIL import Image, ImageDraw
 
 from ligertune.data.batching.order import check_images_on_all_rows
 from ligertune.data.prepare import prepare
-from ligertune.decode.generate import generate_answer
+from ligertune.decode.generate import Decoding, generate_answer, load_model
 from ligertune.errors import UserError
 from ligertune.recipe import load_recipe
 from ligertune.run import plan_for, run
@@ -100,10 +100,10 @@ def test_it_names_held_out_drawings_and_guesses_without_pixels(tmp_path):
     assert share >= 0.95, share
     without_pixels = right(model, {**batch, "pixel_values": torch.zeros_like(batch["pixel_values"])})
     assert float(without_pixels.float().mean()) <= 0.3  # the same answer for all
-    settings = {"raw": False, "max_new_tokens": 12, "temperature": 0.0, "top_p": 1.0, "seed": 0}
     index = right(model, batch).nonzero()[0].item()
     image = str(tmp_path / f"held_out{index}.png")
-    found = generate_answer(str(tmp_path / "run" / "model"), "What is it?", images=[image], **settings)
+    found = generate_answer(load_model(str(tmp_path / "run" / "model"), raw=False), "What is it?", Decoding(12), seed=0,
+                            images=[image])  # fmt: skip
     assert found.text == answers[index]
 
 

@@ -56,7 +56,7 @@ def document(content: str) -> None:
     sys.stdout.flush()
 
 
-def json_report(content: dict) -> None:
+def json_report(content: dict | list) -> None:
     """Print the machine-readable report to stdout."""
     document(json.dumps(content, indent=1, default=str, ensure_ascii=False))
 

@@ -1,7 +1,6 @@
 """`ligertune medusa` on the tiny bundled model: heads that learn, a second stage, and bad input."""
 
 import json
-from functools import partial
 
 import pytest
 from command_line import overrides, run_here
@@ -10,7 +9,7 @@ from safetensors.torch import load_file
 
 from ligertune.cli.train import medusa
 from ligertune.decode.acceptance import Greedy
-from ligertune.decode.generate import generate_answer
+from ligertune.decode.generate import Decoding, generate_answer, load_model
 from ligertune.decode.medusa_generate import choose_acceptance, generate_with_heads
 from ligertune.decode.medusa_run import report_on
 from ligertune.errors import UserError
@@ -74,9 +73,9 @@ def test_generate_writes_the_same_text_with_heads(learned, runs, quickstart):
     assert done.code == 0, done.err
     fast = json.loads(done.out)
     common = {"raw": True, "max_new_tokens": 60, "seed": 1}
-    generate = partial(generate_answer, str(quickstart / "stories260K"), "Once upon a time", **common)
+    loaded = load_model(str(quickstart / "stories260K"), raw=True)
     plain, *sure, first, second = (
-        generate(temperature=temperature, top_p=top_p)
+        generate_answer(loaded, "Once upon a time", Decoding(60, temperature, top_p), seed=1)
         for temperature, top_p in ((0.0, 1.0), (1e-3, 1.0), (1.0, 1e-3), (1.0, 1.0), (1.0, 1.0))
     )
     assert {answer.text for answer in sure} == {plain.text} and first.text == second.text != plain.text

@@ -1,0 +1,95 @@
+"""Saved models: find the model that a name on the command line means, before torch is imported.
+
+`generate`, `chat` and `export` accept the folder of a run, of a model or of an adapter; `export` also a checkpoint.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ligertune.errors import UserError
+from ligertune.planning.preflight import HEADS_FILES, looks_local
+from ligertune.storage import PROGRESS_FILE, newest_checkpoint
+
+MODEL_FILES = ("config.json", "adapter_config.json")
+_HINT = "Name the folder of a run, of a model or of an adapter"
+
+
+@dataclass(frozen=True)
+class SavedModel:
+    """A model, an adapter or a checkpoint, and the run that wrote it."""
+
+    name: str  # its folder, or a hub id
+    run: Path | None = None  # output_dir of the run
+    is_checkpoint: bool = False
+
+
+def find_saved_model(name: str, *, key: str) -> SavedModel:
+    """Return the model that `name` means; a name that is no folder here and looks like none is a hub id.
+
+    key: the argument that messages name. Raises UserError.
+    """
+    folder = Path(name).expanduser()
+    if not folder.exists() and not looks_local(name):
+        return SavedModel(name)
+    if not folder.is_dir():
+        what = f"{name} is a file" if folder.exists() else f"there is no folder {name}"
+        raise UserError(f"{key}: {what}.", hint=f"{_HINT}, or a hub id such as Qwen/Qwen2.5-0.5B.")
+    if (folder / PROGRESS_FILE).is_file():
+        return SavedModel(str(folder), folder.resolve().parents[1], is_checkpoint=True)
+    for place in (folder, folder / "model"):
+        if (place / HEADS_FILES[1]).is_file():
+            break
+        if any((place / file).is_file() for file in MODEL_FILES):
+            run = place.resolve().parent
+            return SavedModel(str(place), run if (run / "plan.json").is_file() else None)
+    raise UserError(f"{key}: {_what_is_missing(name, folder)}", hint=_what_to_do(name, folder))
+
+
+def check_can_generate(saved: SavedModel, *, key: str) -> None:
+    """Raise UserError for a checkpoint, and for a hub id that is neither in the cache nor on a hub in reach."""
+    folder = Path(saved.name).expanduser()
+    if saved.is_checkpoint:
+        raise UserError(
+            f"{key}: {saved.name} is a checkpoint, not a model.",
+            hint=f"Make a model of it: ligertune export {saved.name} --out {folder.name}",
+        )
+    if not folder.exists():
+        _check_hub_id(saved.name, key=key)
+
+
+def _what_is_missing(name: str, folder: Path) -> str:
+    if newest_checkpoint(folder):
+        return f"{name} holds checkpoints of a run, and no finished model."
+    if any((place / HEADS_FILES[1]).is_file() for place in (folder, folder / "medusa")):
+        return f"{name} holds Medusa heads."
+    if (folder / "plan.json").is_file():
+        return f"{name} holds a run without a finished model or a complete checkpoint."
+    return f"{name} holds no config.json, so it is not a model."
+
+
+def _what_to_do(name: str, folder: Path) -> str:
+    if newest_checkpoint(folder):
+        return f"Make a model of one: ligertune export {name} --checkpoint newest --out {Path(name) / 'exported'}"
+    if any((place / HEADS_FILES[1]).is_file() for place in (folder, folder / "medusa")):
+        return "`ligertune generate` decodes with them if --medusa is given."
+    return f"{_HINT}."
+
+
+def _check_hub_id(name: str, *, key: str) -> None:
+    """Ask the hub once. transformers would try several times, for half a minute and longer."""
+    from httpx import HTTPError
+    from huggingface_hub import HfApi, try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        if any(isinstance(try_to_load_from_cache(name, file), str) for file in MODEL_FILES):
+            return
+        HfApi().model_info(name, timeout=10)
+    except (HTTPError, OSError, HFValidationError) as problem:
+        raise UserError(
+            f"{key}: {name} is not a folder here, and the hub could not be reached or has no such model"
+            f" ({str(problem).strip().splitlines()[0].rstrip('.')}).",
+            hint=f"{_HINT}, or check the spelling, the network and the login (`hf auth login`).",
+        ) from problem
