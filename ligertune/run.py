@@ -113,7 +113,7 @@ def run(
     show: receives each logged line. change: applied to the patched model, for comparisons with other kernels. phases:
     measures the time to the first step.
     """
-    with StopRequest(enabled=job.plan.checkpoint.save_on_signal) as stop:
+    with StopRequest(job.plan.output_dir, enabled=job.plan.checkpoint.save_on_signal) as stop:
         started, began, phases = utc_now(), time.perf_counter(), phases or Phases()
         phases.begin("loading the model")
         hide_loading_bars()

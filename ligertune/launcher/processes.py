@@ -23,6 +23,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from ligertune.launcher.failures import FOLDER, RankExit, diagnose, read_errors, record_traceback
+from ligertune.launcher.signals import left_without_saving, say, stopped_by
 from ligertune.storage import newest_checkpoint, write_json
 
 if TYPE_CHECKING:
@@ -156,7 +157,8 @@ def exit_code(plan: Plan, exits: list[RankExit], received: list[int]) -> int | N
     # Without a forwarded signal, torch ends the ranks that outlive a failed one, and they may exit with 130, too.
     if all(left) or (received and any(left)):
         if received:
-            os.write(2, f"Stopped by {signal.Signals(received[-1]).name}.\n".encode())
+            again = received.count(signal.SIGINT) > 1
+            say(left_without_saving(plan.output_dir) if again else stopped_by(received[-1]), last=True)
         return 130
     for number in received:
         if any(-one.code == number for one in exits):  # ranks without handlers: save_on_signal is off

@@ -1,52 +1,115 @@
 """Signal handlers of a run: SIGTERM, SIGUSR1 and SIGINT (Ctrl-C).
 
 Before the first step there is nothing to save, so the process ends at once. From the first step to the report the
-handler only records the signal: the loop finishes its step, saves a checkpoint and returns, and a model that is being
-written is finished. A second Ctrl-C ends the process at once.
+signal is recorded and answered with a message: the loop finishes its step, saves a checkpoint and returns, and a model
+that is being written is finished. A second Ctrl-C ends the process at once.
 
 Slurm can send SIGUSR1 before a job's time is up (`--signal=USR1@120`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import select
+import shutil
 import signal
+import socket
 import sys
+import textwrap
+import threading
+from pathlib import Path
 from types import FrameType
 
+from ligertune.hardware import is_main_process
 from ligertune.launcher.failures import is_started_rank
+from ligertune.storage import newest_checkpoint
 
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, name))
+END = 0  # not a signal: ends the thread of a StopRequest
+STEP, WRITING = "Stopping after this step and saving", "Training is over; the model and the report are being written"
 
 
 class StopRequest:
-    """A context whose signal handlers end the process, or after `hold` set `received` to the signal's name.
+    """A context in which signals end the process, or after `hold` set `received` to the signal's name.
 
-    The earlier handlers are restored on exit. enabled: False leaves the earlier handlers in place.
+    Python calls a handler only between two bytecodes, so a long backward or a wait for the GPU would delay it. The
+    system writes each signal to a socket at once (`signal.set_wakeup_fd`), and a thread reads it.
+
+    enabled: False leaves the earlier handlers in place, and they are restored on exit. output_dir: of the run, whose
+    newest checkpoint the messages name.
     """
 
-    def __init__(self, *, enabled: bool = True) -> None:
+    def __init__(self, output_dir: Path | None = None, *, enabled: bool = True) -> None:
         self.received: str | None = None
-        self._enabled, self._holds = enabled, False
+        self._output_dir, self._enabled, self._doing = output_dir, enabled, ""
         self._before: dict[int, object] = {}
 
     def __enter__(self) -> StopRequest:
         if self._enabled:
+            self._read, self._write = socket.socketpair()
+            self._read.setblocking(False)
+            self._write.setblocking(False)
+            self._thread = threading.Thread(target=self._watch, name="signals", daemon=True)
+            self._thread.start()
+            self._before_fd = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
             self._before = {s: signal.signal(s, self._handle) for s in SIGNALS}
         return self
 
     def __exit__(self, *exc: object) -> None:
+        if not self._enabled:
+            return
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        signal.set_wakeup_fd(self._before_fd)
+        self._write.send(bytes([END]))
+        self._thread.join()
+        self._read.close()
+        self._write.close()
 
-    def hold(self) -> None:
-        """Record signals from now on instead of ending the process."""
-        self._holds = True
+    def hold(self, doing: str = STEP) -> None:
+        """Record signals from now on instead of ending the process. doing: the beginning of the answer to Ctrl-C."""
+        self._doing = doing
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if not self._holds or (self.received and number == signal.SIGINT):
-            leave_at_once(number, frame)
-        self.received = signal.Signals(number).name
+        self._answer_all()  # so that `received` is set when a handler has run
+
+    def _watch(self) -> None:
+        while True:
+            select.select([self._read], [], [])
+            if END in self._answer_all():
+                return
+
+    def _answer_all(self) -> bytes:
+        """Answer the signals that wait in the socket. The main thread and `_watch` share them."""
+        numbers = b""
+        with contextlib.suppress(BlockingIOError):  # the other one was faster
+            numbers = self._read.recv(64)
+        for number in numbers:
+            if number in SIGNALS:  # Python's own handlers of other signals write theirs, too
+                self._answer(number)
+        return numbers
+
+    def _answer(self, number: int) -> None:
+        if not self._doing:
+            leave_at_once(number, None)
+        elif self.received and number == signal.SIGINT:
+            _leave(left_without_saving(self._output_dir))
+        elif not self.received:
+            self.received = signal.Signals(number).name
+            newest = _newest(self._output_dir)
+            kept = f"last checkpoint: {newest}" if newest else "no checkpoint yet"
+            if is_main_process() and number == signal.SIGINT:
+                say(f"{self._doing}. Press Ctrl-C again to leave now; {kept}")
+            elif is_main_process():
+                say(f"{self.received}: {self._doing}; {kept}")
+
+
+def left_without_saving(output_dir: Path | None) -> str:
+    """Return the message of a run that a second Ctrl-C ended."""
+    newest = _newest(output_dir)
+    kept = f"the last checkpoint is {newest}" if newest else "there is no checkpoint"
+    return f"Left without saving; {kept}."
 
 
 def leave_at_once(number: int, frame: FrameType | None) -> None:
@@ -54,10 +117,46 @@ def leave_at_once(number: int, frame: FrameType | None) -> None:
 
     An exception would not do: inside an import it looks like a missing module, and inside a destructor it is lost.
     """
+    _leave(stopped_by(number))
+
+
+def stopped_by(number: int) -> str:
+    """Return the message of a run that a signal ended before it could save."""
+    return f"Stopped by {signal.Signals(number).name}."
+
+
+def _leave(message: str) -> None:
     # A process without multiprocessing in sys.modules has no children.
     for child in getattr(sys.modules.get("multiprocessing"), "active_children", list)():
         child.terminate()
-    shown = "\x1b[?25h\n" if sys.stderr.isatty() else ""  # a progress line hides the cursor
     if not is_started_rank():  # the launcher prints the reason for all of its ranks
-        os.write(2, f"{shown}Stopped by {signal.Signals(number).name}.\n".encode())
+        say(message, last=True)
     os._exit(130)
+
+
+def _newest(output_dir: Path | None) -> str:
+    """Return "step 50" for the newest checkpoint of a run, or an empty string."""
+    folder = newest_checkpoint(output_dir) if output_dir is not None else None
+    return folder.name.replace("-", " ") if folder is not None else ""
+
+
+def say(message: str, *, last: bool = False) -> None:
+    """Write a line to stderr, above a progress bar. last: the process ends, so that its hidden cursor is shown again.
+
+    Not through Python's streams, whose locks the interrupted code may hold.
+    """
+    if os.isatty(2):
+        lines = textwrap.fill(message, shutil.get_terminal_size().columns)
+        message = f"\r\x1b[2K{lines}"  # over the bar, which is drawn again below
+        message += "\x1b[?25h" if last else ""
+    os.write(2, f"{message}\n".encode())
+
+
+def _forget_signals() -> None:
+    """Let a forked child handle its own signals: its handlers would write to the socket of its parent."""
+    with contextlib.suppress(ValueError):
+        signal.set_wakeup_fd(-1)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_signals)

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from ligertune.launcher.signals import StopRequest
+from ligertune.launcher.signals import WRITING, StopRequest
 from ligertune.progress import Phases
 from ligertune.train.distributed import any_rank, full_tensor, max_over_ranks
 from ligertune.train.evaluate import EarlyStopping, evaluate, load_best, save_best
@@ -165,6 +165,7 @@ def save_if_finite(training: Training, state: TrainState) -> None:
 
 def finish(training: Training, state: TrainState, stop: StopRequest) -> TrainResult:
     """Load the best model if asked, and collect what the report needs. All ranks call it."""
+    stop.hold(WRITING)
     plan, accelerator, early_stopping = training.plan, training.accelerator, state.early_stopping
     meter, notes, best_weights = training.meter, training.notes, None
     if early_stopping.should_stop and not state.stopping:

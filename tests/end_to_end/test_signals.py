@@ -2,6 +2,8 @@
 
 import shlex
 import signal
+import sys
+import time
 from random import SystemRandom
 
 import pytest
@@ -84,3 +86,39 @@ def test_resume_needs_a_checkpoint_and_resume_auto_does_not(recipe, tmp_path, li
 )
 def test_the_command_that_continues_a_run_repeats_its_arguments(given, again):
     assert shlex.join(resumed(shlex.split(given))) == again
+
+
+# A training step is one long call of C: Python runs no handler before it ends.
+LONG_CALL = """
+import hashlib, os, signal, sys
+from pathlib import Path
+from ligertune.launcher.signals import StopRequest
+with StopRequest(Path("run")) as stop:
+    stop.hold()
+    if os.fork() == 0:
+        signal.raise_signal(signal.SIGINT)
+        os._exit(0)
+    os.wait()
+    assert stop.received is None, "a child's signal stops its parent"
+    print("ready", flush=True)
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 10**8)
+"""
+
+
+@pytest.mark.parametrize("step", [None, 50])
+def test_ctrl_c_is_answered_within_a_step_and_a_second_one_leaves(step, tmp_path):
+    if step is not None:
+        (tmp_path / "run" / "checkpoints" / f"step-{step}").mkdir(parents=True)
+        (tmp_path / "run" / "checkpoints" / f"step-{step}" / "progress.json").write_text("{}")
+    process = start([sys.executable, "-c", LONG_CALL], cwd=tmp_path)
+    assert process.stdout.readline() == "ready\n"
+    began = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    answer = process.stderr.readline().strip()
+    assert time.monotonic() - began < 2  # usually 0.001; the call takes a minute
+    kept = f"last checkpoint: step {step}" if step else "no checkpoint yet"
+    assert answer == f"Stopping after this step and saving. Press Ctrl-C again to leave now; {kept}"
+    process.send_signal(signal.SIGINT)
+    kept = f"the last checkpoint is step {step}" if step else "there is no checkpoint"
+    assert process.communicate()[1].strip() == f"Left without saving; {kept}."
+    assert process.returncode == 130

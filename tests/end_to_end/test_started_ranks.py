@@ -88,6 +88,7 @@ def test_ctrl_c_saves_and_says_so_once(tmp_path):
     done = disturb_run(tmp_path, lambda process: process.send_signal(signal.SIGINT))
     assert done.code == 130, done.err[-3000:]
     assert done.out.count("interrupted by SIGINT") == 1
+    assert done.err.count("Stopping after this step and saving.") == 1
     assert newest(tmp_path) == f"run/checkpoints/step-{len(losses(tmp_path / 'run'))}"
     report = json.loads((tmp_path / "run" / "report.json").read_text())
     before = ["planning", "starting the processes", "loading the model", "preparing to train", "first step"]
