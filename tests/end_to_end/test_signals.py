@@ -7,7 +7,7 @@ import time
 from random import SystemRandom
 
 import pytest
-from command_line import RECIPE, Fork, losses, overrides, wait_until, weights
+from command_line import RECIPE, Fork, losses, overrides, start, wait_until, weights
 
 from ligertune.cli.render.run_report import resumed
 
