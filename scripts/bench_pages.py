@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import importlib.metadata
 import json
 import re
@@ -97,6 +98,8 @@ def publish(options: argparse.Namespace, *, count: int = 1, **fields: Any) -> No
     """Print the table and the JSON line of a page, and write it where --page says. count: number of devices."""
     page = Page(**fields, **_machine(), count=count, date=time.strftime("%Y-%m-%d"),
                 commit=options.commit or _commit(), command=_command())  # fmt: skip
+    filled = [column for column in page.columns if any(row.get(column[0]) not in (None, "") for row in page.rows)]
+    page = dataclasses.replace(page, columns=filled)
     if page.device == "CPU":
         page = dataclasses.replace(page, caveats=[ON_A_CPU, *page.caveats])
     print("\n".join(["", f"# {page.title}", *page.left_out, *_table(page), *page.remarks]))
@@ -149,19 +152,25 @@ def _table(page: Page) -> list[str]:
     return lines
 
 
+@functools.cache
 def _machine() -> dict[str, Any]:
-    """Return the device and the versions. Called after the runs: it takes memory of the GPU."""
-    import torch
+    """Return the device and the versions. Another process asks torch, so that this one holds no memory of the GPU."""
+    code = (
+        "import json, torch; gpu = torch.cuda.is_available(); "
+        "print(json.dumps([torch.cuda.get_device_name() if gpu else 'CPU', torch.version.cuda, torch.version.hip]))"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    device, cuda, rocm = json.loads(said.splitlines()[-1])
+    installed = {name: _version(name) for name in PACKAGES}
+    versions = {name: version for name, version in {"CUDA": cuda, "ROCm": rocm, **installed}.items() if version}
+    return {"device": device, "versions": versions}
 
-    on_gpu = torch.cuda.is_available()
-    found = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip} if on_gpu else {}
-    for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    versions = {name: version for name, version in found.items() if version}
-    return {"device": torch.cuda.get_device_name() if on_gpu else "CPU", "versions": versions}
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _commit() -> str:
@@ -196,7 +205,6 @@ def draw(page: Page, path: Path) -> None:
     figure = new_figure(8.0, height)
     {"bars": _bars, "dots": _dots, "lines": _lines}[kind](figure, page)
     where = f"{page.count} x {page.device}" if page.count > 1 else page.device
-    figure.suptitle(page.title, fontsize=11)
     figure.supxlabel(f"{where}, torch {page.versions['torch']}, {page.date}", fontsize=8, color="#555555")
     figure.savefig(path, dpi=160, bbox_inches="tight")
 
@@ -217,6 +225,7 @@ def _bars(figure: Any, page: Page) -> None:
         _tidy(panel, "x")
     panels[0].set_yticks(range(len(rows)), [_name(row, chart["labels"]) for row in rows], fontsize=9)
     panels[0].invert_yaxis()
+    figure.suptitle(page.title, fontsize=11)
 
 
 def _dots(figure: Any, page: Page) -> None:
@@ -234,7 +243,7 @@ def _dots(figure: Any, page: Page) -> None:
     panel.set_xlim(left=0)
     panel.set_xlabel(chart["axis"], fontsize=9)
     _tidy(panel, "both")
-    figure.legend(fontsize=8, loc="outside upper right", ncols=4, frameon=False)
+    _legend(figure, page, panel)
 
 
 def _lines(figure: Any, page: Page) -> None:
@@ -252,11 +261,17 @@ def _lines(figure: Any, page: Page) -> None:
                                marker=MARKERS[i], label=f"{first}, {second} {chart['style']}")  # fmt: skip
         places = _distinct(rows, x)
         panel.set_xscale("log", base=2)
-        panel.set_xticks(places, [f"{place / 1024:g}k" for place in places])
+        panel.set_xticks(places, [f"{place / 1024:g}k" if place >= 1024 else place for place in places])
         panel.set(xlabel=x_label, ylabel=label, ylim=(0, None))
         _tidy(panel, "y")
-    handles, names = panels[0].get_legend_handles_labels()
-    figure.legend(handles, names, fontsize=8, loc="outside upper right", ncols=4, frameon=False)
+        panel.yaxis.set_major_formatter("{x:,g}")
+    _legend(figure, page, panels[0])
+
+
+def _legend(figure: Any, page: Page, panel: Any) -> None:
+    """Write the title and, below it, the names of the markers."""
+    figure.legend(*panel.get_legend_handles_labels(), title=page.title, title_fontsize=11, fontsize=9,
+                  loc="outside upper center", ncols=4, frameon=False)  # fmt: skip
 
 
 def _distinct(rows: Sequence[dict], key: str) -> list:
