@@ -38,6 +38,15 @@ def test_every_page_is_linked_from_the_readme():
     assert [page for page in pages if f"](docs/{page})" not in readme] == []
 
 
+@pytest.mark.parametrize("page", sorted((ROOT / "docs" / "benchmarks").glob("*_2*.md")), ids=lambda page: page.stem)
+def test_a_benchmark_page_is_of_one_device_and_can_be_repeated(page):
+    text, listed = page.read_text(encoding="utf-8"), (page.parent / "README.md").read_text(encoding="utf-8")
+    assert f"]({page.name})" in listed
+    assert len(set(re.findall(r"\b(?:[ABHL]\d{2,3}|MI\d{3})\w?\b", text))) == 1
+    assert text.count("| device |") == 1 and "versions" in text and "| date" in text
+    assert text.count("scripts/") >= 1
+
+
 def commands_of(page: Path) -> list[str]:
     """Return the lines of the blocks marked `bash run`, with the tiny model in place of the one from the hub."""
     blocks = RUNS.findall(page.read_text(encoding="utf-8"))
