@@ -31,6 +31,11 @@ def plural(count: int, noun: str, nouns: str = "") -> str:
     return f"{count} {noun if count == 1 else nouns or noun + 's'}"
 
 
+def format_rate(per_second: float) -> str:
+    """Return a rate with three digits or more: "12,345", "57.1", "0.86"."""
+    return f"{per_second:,.0f}" if per_second >= 99.95 else f"{per_second:#.3g}".rstrip(".")
+
+
 def format_bytes(n_bytes: float) -> str:
     """Return bytes in GiB or MiB: "1.50 GiB"."""
     return f"{n_bytes / 2**30:.2f} GiB" if n_bytes >= 2**30 else f"{n_bytes / 2**20:.1f} MiB"

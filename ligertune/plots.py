@@ -27,7 +27,15 @@ def new_figure(width: float, height: float) -> Figure:
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def draw_curves(output_dir: Path) -> Path | None:
+def label_steps(axes: Axes) -> None:
+    """Label the x axis as optimizer steps, with ticks at integers only."""
+    from matplotlib.ticker import MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_xlabel("optimizer step")
+
+
+def draw_curves(output_dir: Path, *, title: str) -> Path | None:
     """Draw `output_dir/curves.png` from metrics.jsonl; None without a logged step or without matplotlib."""
     lines = read_metrics(output_dir / "metrics.jsonl")
     trained = [line for line in lines if "loss" in line]
@@ -42,11 +50,16 @@ def draw_curves(output_dir: Path) -> Path | None:
         loss.legend()
     _plot(rate, trained, "learning_rate")
     _plot(speed, trained, "tokens_per_second")
-    for axis, name in ((loss, "loss"), (rate, "learning rate"), (speed, "real tokens/s")):
+    for axis, name in (
+        (loss, "loss, nats per trained token"),
+        (rate, "learning rate"),
+        (speed, "tokens/s without padding"),
+    ):
         axis.set_ylabel(name)
         axis.grid(alpha=0.3)
     speed.set_ylim(bottom=0)
-    speed.set_xlabel("step")
+    label_steps(speed)
+    figure.suptitle(title)
     figure.savefig(output_dir / NAME, dpi=120)
     return output_dir / NAME
 

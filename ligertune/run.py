@@ -31,7 +31,7 @@ from ligertune.plots import draw_curves
 from ligertune.progress import Phases
 from ligertune.recipe import Recipe
 from ligertune.recipe.plain_yaml import dump
-from ligertune.report import Report, make_report
+from ligertune.report import Report, make_report, model_title, write_page
 from ligertune.storage import utc_now, write_json
 from ligertune.train.checkpoint.checkpoint_files import check_space
 from ligertune.train.checkpoint.final_model import save_final_model
@@ -142,8 +142,9 @@ def run(
             notes=job.data.train.stream.account() if job.data.streamed else (),
         )
         if accelerator.is_main_process:
-            draw_curves(plan.output_dir)
+            draw_curves(plan.output_dir, title=model_title(plan))
             write_json(plan.output_dir / "report.json", report.as_dict())
+            write_page(plan, report)
         accelerator.wait_for_everyone()
         accelerator.end_training()
         return report

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ligertune.decode.tree_decoding import decode_with_heads, eos_token_ids
+from ligertune.errors import format_rate
 from ligertune.models.compile import run_eagerly
 from ligertune.plots import has_matplotlib, new_figure
 from ligertune.storage import write_json
@@ -189,7 +190,8 @@ def _draw(report: MedusaReport, path: Path) -> None:
         right.set_axis_off()
     else:
         speeds = [found.plain_tokens_per_second, found.tokens_per_second]
-        right.bar_label(right.bar(["plain generate", "with heads"], speeds, color=["#8a8a8a", "#1f5fa8"]), fmt="%.0f")
+        bars = right.bar(["plain generate", "with heads"], speeds, color=["#8a8a8a", "#1f5fa8"])
+        right.bar_label(bars, list(map(format_rate, speeds)))
         title = f"{found.accepted_length:.2f} tokens per forward pass, {found.speed_up:.2f}x"
         right.set(title=title, ylabel="tokens/s, one prompt")
     figure.savefig(path, dpi=140)

@@ -15,7 +15,7 @@ from ligertune.storage import newest_checkpoint
 # Files that a run writes into output_dir. --overwrite removes these and nothing else.
 RUN_FILES = (
     "plan.json", "report.json", "metrics.jsonl", "resolved_recipe.yaml", "checkpoints", "model", "best", "profile",
-    "trackers", "curves.png", "ranks", "medusa", "medusa_report.json", "medusa_report.png",
+    "trackers", "curves.png", "report.html", "ranks", "medusa", "medusa_report.json", "medusa_report.png",
 )  # fmt: skip
 
 HEADS_FILES = ("config.json", "medusa_lm_head.safetensors")

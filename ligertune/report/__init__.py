@@ -2,5 +2,6 @@
 
 from ligertune.report.make_report import Report, Throughput, make_report, throughput
 from ligertune.report.provenance import versions
+from ligertune.report.run_page import model_title, write_page
 
-__all__ = ["Report", "Throughput", "make_report", "throughput", "versions"]
+__all__ = ["Report", "Throughput", "make_report", "model_title", "throughput", "versions", "write_page"]

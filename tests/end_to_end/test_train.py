@@ -72,7 +72,7 @@ def test_the_report_counts_the_patched_modules(finished):
 def test_a_run_leaves_these_files(finished):
     folder, _, _ = finished
     found = {path.name for path in folder.iterdir()}
-    files = {"plan.json", "report.json", "metrics.jsonl", "resolved_recipe.yaml", "checkpoints", "model"}
+    files = {"plan.json", "report.json", "report.html", "metrics.jsonl", "resolved_recipe.yaml", "checkpoints", "model"}
     assert found == files | ({"curves.png"} if find_spec("matplotlib") else set())
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step-10", "step-20"]
     assert json.loads((folder / "plan.json").read_text())["schedule"]["total_steps"] == 25

@@ -1,7 +1,9 @@
 """The report of a run against the data, the base model and the files that the run wrote."""
 
 import hashlib
+import html
 import json
+import re
 import shlex
 import socket
 import subprocess
@@ -14,7 +16,9 @@ from quickstart_runs import RESUME, plan_run, saves, train, unfinished
 from transformers import AutoModelForCausalLM
 
 from ligertune.data.batching.order import DataOrder
+from ligertune.errors import format_rate
 from ligertune.report.provenance import command_line, git_commit
+from ligertune.report.svg_chart import tick_labels, ticks
 
 # One epoch of 36 examples in nine steps. Lines are logged at 4, 8 and 9, checkpoints are written at 3 and 6.
 EPOCH = {"train.num_train_epochs": 1, "logging.logging_steps": 4, "model.dtype": "float32", **saves(3)}
@@ -79,6 +83,51 @@ def test_the_report_names_host_and_recipe_hash(resumed):
     stored = json.loads((folder / "report.json").read_text())
     assert stored["host"] == socket.gethostname()
     assert stored["recipe_sha256"] == hashlib.sha256((folder / "resolved_recipe.yaml").read_bytes()).hexdigest()
+
+
+def test_the_page_shows_the_numbers_of_the_run_and_fetches_nothing(resumed, lines):
+    folder, _, report = resumed
+    page = (folder / "report.html").read_text()
+    evaluation = next(line["eval_loss"] for line in reversed(lines) if "eval_loss" in line)
+    shown = ("stories260K, full fine-tuning", f"{report.loss_before_training:.3f} before training", "9 of 9 steps",
+             f"{evaluation:.4f}", f"{report.tokens:,}, of which {report.trained_tokens:,} trained", report.host,
+             report.recipe_sha256, "dolly_short.jsonl", "36 for training, 4 for evaluation")  # fmt: skip
+    assert not [words for words in shown if words not in page]
+    assert "default-src 'none'" in page and not re.search(r"<script|<link|src=|@import|url\(", page)
+    parts = [float(width) for width in re.findall(r'style="width:([\d.]+)%', page)]
+    assert sum(parts) == pytest.approx(100, abs=0.1) and len(parts) > 4
+    assert html.escape((folder / "resolved_recipe.yaml").read_text(), quote=False) in html.unescape(page)
+
+
+def test_charts_place_their_points_by_the_ticks(resumed, lines):
+    """The y of each point, read back by the labels of the ticks, is its value."""
+    page = (resumed[0] / "report.html").read_text()
+    for title, key in (("Learning rate", "learning_rate"), ("Throughput", "tokens_per_second")):
+        chart = page.split(f"<h3>{title}</h3>")[1].split("</svg>")[0]
+        ticks = re.findall(r'y="([\d.]+)" text-anchor="end">([\d.,e-]+)<', chart)
+        (y0, low), (y1, high) = ((float(y) - 4, float(value.replace(",", ""))) for y, value in (ticks[0], ticks[-1]))
+        places = [float(pair.split(",")[1]) for pair in re.search(r'points="([^"]+)"', chart)[1].split()]
+        values = [low + (y - y0) / (y1 - y0) * (high - low) for y in places]
+        assert values == pytest.approx([line[key] for line in lines if key in line], abs=0.005 * high)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "whole", "expected"),
+    [
+        (0, 9, True, ["0", "2", "4", "6", "8", "10"]),
+        (1, 3, True, ["1", "2", "3"]),  # no fractional steps
+        (3.1, 4.4, False, ["3.0", "3.5", "4.0", "4.5"]),
+        (0, 2e-5, False, ["0", "5e-06", "1e-05", "1.5e-05", "2e-05"]),
+        (5, 5, True, ["5", "6"]),
+    ],
+)
+def test_ticks_are_round_and_enclose_the_values(low, high, whole, expected):
+    found = ticks(low, high, whole=whole)
+    assert tick_labels(found) == expected and found[0] <= low and high <= found[-1] * (1 + 1e-9)
+
+
+def test_a_rate_has_three_digits_or_more():
+    assert [format_rate(rate) for rate in (12345.6, 57.123, 6.2, 0.857)] == ["12,346", "57.1", "6.20", "0.857"]
 
 
 def test_the_command_is_quoted_for_a_shell(monkeypatch):

@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.text import Text
 
 from ligertune.cli.render.console import OUTPUT, columns, table, text
-from ligertune.errors import format_bytes, plural
+from ligertune.errors import format_bytes, format_rate, plural
 
 if TYPE_CHECKING:
     from ligertune.planning.plan import KernelLine, Plan
@@ -161,6 +161,7 @@ def show_report(report: Report) -> None:
         ("kernels applied", _kernels(report.kernels, report.kernels_backend)),
         ("device", f"{report.device} x {report.world_size}, {report.strategy}, {report.dtype}"),
         ("time", _duration(report.seconds)),
+        ("page", str(Path(report.output_dir) / "report.html")),
         ("model", report.model_path or f"not written: {'save_model is false' if done else 'the run is not finished'}"),
     ]
     text()
@@ -201,12 +202,13 @@ def show_heads(found: dict[str, Any]) -> None:
     if decoding is None:
         return
     tokens, prompts = plural(decoding["new_tokens"], "new token"), plural(decoding["prompts"], "prompt")
+    with_heads, plain = (format_rate(decoding[key]) for key in ("tokens_per_second", "plain_tokens_per_second"))
     rows = [
         ("tree", f"{plural(found['tree_nodes'], 'node')}, depth {found['tree_depth']}"),
         ("accepted length", f"{decoding['accepted_length']:.2f} tokens per forward pass ({tokens})"),
         ("text", f"equal to plain decoding's for {decoding['identical']} of {prompts}"),
-        ("tokens/s", f"{decoding['tokens_per_second']:,.0f} with heads, {decoding['plain_tokens_per_second']:,.0f} "
-                     f"with plain decoding: {decoding['speed_up']:.2f}x (one prompt at a time)"),
+        ("tokens/s", f"{with_heads} with heads, {plain} with plain decoding: {decoding['speed_up']:.2f}x "
+                     "(one prompt at a time)"),
     ]  # fmt: skip
     table("Decoding", rows)
 

@@ -1,0 +1,211 @@
+"""report.html: one self-contained page about a run, with charts, memory, data, recipe and where it comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from markupsafe import Markup
+
+from ligertune.errors import format_bytes, plural
+from ligertune.planning.plan import Plan
+from ligertune.recipe.plain_yaml import dump
+from ligertune.report.make_report import Report
+from ligertune.report.svg_chart import Series, line_chart, render_template
+from ligertune.storage import read_metrics
+
+PAGE = "report.html"
+BLUE, RED, GREEN, VIOLET = "#0969da", "#cf222e", "#1a7f37", "#8250df"
+# MemoryPeak.parts() -> words and colour
+MEMORY_KINDS = {
+    "weights": ("weights", "#0969da"),
+    "optimizer": ("optimizer states", "#54aeff"),
+    "gradients": ("gradients", "#8250df"),
+    "activations": ("activations", "#1a7f37"),
+    "loss": ("loss", "#bf8700"),
+    "working": ("temporary", "#8c959f"),
+}
+Rows = list[tuple[str, str]]
+
+
+def write_page(plan: Plan, report: Report) -> Path:
+    """Write report.html into output_dir. Only the main rank calls it, after the last line of metrics.jsonl."""
+    lines = read_metrics(plan.output_dir / "metrics.jsonl")
+    evaluations = [line for line in lines if "eval_loss" in line]
+    page = render_template(
+        "ligertune.report",
+        "run_page.html.j2",
+        title=model_title(plan),
+        status=_status(report),
+        cards=_cards(report),
+        notes=report.notes,
+        charts=_charts(lines),
+        memory=_memory(plan, report),
+        data=_data(plan, report),
+        evaluations=[(f"{line['step']:,}", f"{line['eval_loss']:.4f}") for line in evaluations],
+        samples=next((line["samples"] for line in reversed(lines) if "samples" in line), []),
+        medusa=report.medusa,
+        setup=_setup(plan, report),
+        origin=_origin(report),
+        recipe=dump(plan.settings),
+    )
+    path = plan.output_dir / PAGE
+    path.write_text(page, encoding="utf-8")
+    return path
+
+
+def model_title(plan: Plan) -> str:
+    """Return the model's hub id or folder name, and the method: "stories260K, full fine-tuning"."""
+    method = plan.settings["method"]["type"]
+    words = {"full": "full fine-tuning", "lora": "LoRA", "qlora": "QLoRA", "freeze": "frozen layers"}[method]
+    return f"{model_name(plan.settings['model']['model_name_or_path'])}, {words}"
+
+
+def model_name(path: str) -> str:
+    """Return a hub id as it is, and of a folder its name."""
+    return Path(path).name if Path(path).is_absolute() else path
+
+
+def _status(report: Report) -> str:
+    words = report.status + (f" by {report.stopped_by}" if report.stopped_by else "")
+    resumed = f", resumed at step {report.resumed_from:,}" if report.resumed_from else ""
+    return f"{words}: {report.steps:,} of {plural(report.total_steps, 'step')}{resumed}"
+
+
+def _cards(report: Report) -> list[dict[str, str]]:
+    """Return the headline numbers: name, value, and a line below."""
+    cards, speed = [], report.throughput
+    if report.loss_last is not None:
+        before = report.loss_before_training
+        below = "" if before is None else f"{before:.3f} before training"
+        cards.append(("training loss", f"{report.loss_last:.3f}", below))
+    if report.eval_loss is not None:
+        cards.append(("evaluation loss", f"{report.eval_loss:.3f}", "last evaluation"))
+    if speed is not None:
+        padding = f"{100 * speed.padding_share:.1f} % padding"
+        mfu = "" if speed.mfu is None else f", MFU {100 * speed.mfu:.1f} %"
+        cards.append(("tokens/s", f"{speed.tokens_per_second:,.0f}", f"without padding; {padding}{mfu}"))
+    kind = "device memory" if report.peak_memory["kind"] == "device" else "host memory of the process"
+    cards.append(("peak memory", format_bytes(report.peak_memory["allocated_run"]), kind))
+    cards.append(("tokens", _short(report.tokens), f"{_short(report.trained_tokens)} trained"))
+    cards.append(("time", _duration(report.seconds), "this part of the run" if report.resumed_from else ""))
+    return [dict(zip(("name", "value", "below"), card, strict=True)) for card in cards]
+
+
+def _charts(lines: list[dict]) -> list[tuple[str, Markup]]:
+    """Return (title, SVG) of each chart that has values."""
+
+    def points(key: str) -> list[tuple[int, float]]:
+        return [(line["step"], line[key]) for line in lines if line.get(key) is not None]
+
+    losses = [Series("training", BLUE, [*points("loss_before_training"), *points("loss")])]
+    losses.append(Series("evaluation", RED, points("eval_loss"), dots=True))
+    charts = {
+        "Loss": line_chart("Loss", "nats per trained token", losses),
+        "Learning rate": _single("Learning rate", "learning rate", VIOLET, points("learning_rate")),
+        "Gradient norm": _single("Gradient norm", "L2 norm before clipping", "#9a6700", points("grad_norm")),
+        "Throughput": _single("Throughput", "tokens/s without padding", GREEN, points("tokens_per_second")),
+    }
+    return [(title, chart) for title, chart in charts.items() if chart is not None]
+
+
+def _single(title: str, y_label: str, colour: str, points: list[tuple[int, float]]) -> Markup | None:
+    return line_chart(title, y_label, [Series(title, colour, points)], from_zero=True)
+
+
+def _memory(plan: Plan, report: Report) -> dict[str, Any]:
+    """Return the predicted parts with their share of the longest bar, and the measured peak."""
+    measured, peak = report.peak_memory, plan.peak
+    on_device = measured["kind"] == "device"
+    longest = max(peak.total if peak else 1, measured["allocated_run"] if on_device else 1)
+    parts = [
+        {"words": words, "colour": colour, "size": format_bytes(size), "percent": round(100 * size / longest, 2)}
+        for kind, (words, colour) in MEMORY_KINDS.items()
+        if peak and (size := peak.parts()[kind])
+    ]
+    return {
+        "parts": parts,
+        "predicted": format_bytes(peak.total) if peak else "",
+        "measured": format_bytes(measured["allocated_run"]),
+        "on_device": on_device,
+        "percent": round(100 * measured["allocated_run"] / longest, 2),
+        "reserved": format_bytes(measured["reserved_run"]) if on_device else "",
+    }
+
+
+def _data(plan: Plan, report: Report) -> Rows:
+    data, settings = plan.data, plan.settings["data"]
+    sources = ", ".join(model_name(entry["path"]) for entry in settings["datasets"])
+    rows = [("sources", sources), ("prompt template", data.template)]
+    if plan.rows.streamed:
+        rows.append(("examples", "streamed: they are not counted before training"))
+    else:
+        share = 100 * data.trained_tokens / max(1, data.tokens)
+        rows += [
+            ("examples", f"{data.examples:,} for training, {data.eval_examples:,} for evaluation"),
+            ("tokens of an epoch", f"{data.tokens:,}, {share:.1f} % trained"),
+            ("longest example", plural(data.longest, "token")),
+            ("truncated", plural(data.truncated, "example")),
+        ]
+        rows += [(f"dropped: {reason}", plural(count, "row")) for reason, count in data.dropped.items()]
+        rows += [] if data.dropped else [("dropped", "none")]
+    padding = 1 - report.tokens / max(1, report.padded_tokens)
+    rows += [
+        ("tokens of the run", f"{report.tokens:,}, of which {report.trained_tokens:,} trained"),
+        ("padding", f"{100 * padding:.1f} % of the computed token slots"),
+    ]
+    return rows
+
+
+def _setup(plan: Plan, report: Report) -> Rows:
+    batching, schedule = plan.batching, plan.schedule
+    kernels = ", ".join(f"{line.kernel} x {line.applied}" for line in report.kernels if line.applied)
+    how = "Triton" if report.kernels_backend == "triton" else "PyTorch references, because the device runs no Triton"
+    return [
+        ("model", f"{report.model_family}, {report.n_parameters:,} parameters, {report.n_trainable:,} trained"),
+        ("device", f"{report.device} x {report.world_size}, {report.strategy}, {report.dtype}"),
+        ("batch", f"{batching.global_batch_size:,} {'rows' if plan.rows.packed else 'examples'} a step: "
+                  f"{batching.micro_batch_size} x {batching.accumulation} accumulated x "
+                  f"{plural(batching.row_ranks, 'process', 'processes')}"),
+        ("schedule", f"{plan.optimizer.name}, {schedule.type}, learning rate {schedule.learning_rate:g}, "
+                     f"{plural(schedule.warmup_steps, 'warm-up step')}"),
+        ("attention", plan.attn_implementation),
+        ("kernels", f"{kernels} ({how})" if kernels else "none"),
+        ("model files", report.model_path or "not written"),
+    ]  # fmt: skip
+
+
+def _origin(report: Report) -> Rows:
+    return [
+        ("started", _date(report.started)),
+        ("ended", _date(report.ended)),
+        ("host", report.host),
+        ("command", report.command),
+        ("git commit", report.git_commit or "not in a git checkout"),
+        ("recipe (SHA-256)", report.recipe_sha256),
+        ("versions", _joined(f"{name} {version}" for name, version in report.versions.items())),
+    ]
+
+
+def _date(stamp: str) -> str:
+    return f"{datetime.fromisoformat(stamp):%Y-%m-%d %H:%M:%S} UTC"
+
+
+def _joined(words: Iterable[str]) -> str:
+    return ", ".join(words)
+
+
+def _short(number: int) -> str:
+    """Shorten a count: 12345678 -> 12.3 M."""
+    for unit, scale in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= scale:
+            return f"{number / scale:.3g} {unit}"
+    return str(number)
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"

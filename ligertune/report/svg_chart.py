@@ -1,0 +1,101 @@
+"""Line charts of HTML pages as inline SVG: ticks, paths and legend. They need neither scripts nor matplotlib."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
+
+WIDTH, HEIGHT = 480, 230  # of a chart in its own units; it scales with the page
+LEFT, RIGHT, TOP, BOTTOM = 58, 16, 26, 38  # margins around the plot
+MAX_POINTS = 2000  # of a series; a page stays small after a long run
+
+
+@dataclass(frozen=True)
+class Series:
+    """A line of a chart: (step, value) pairs. dots: draw a dot at each point."""
+
+    label: str
+    colour: str
+    points: Sequence[tuple[int, float]]
+    dots: bool = False
+    dashed: bool = False
+
+
+def render_template(package: str, name: str, **values: Any) -> str:
+    """Render a template in a package's folder. Every value is escaped, and a missing one is an error."""
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader(package, "."),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    return environment.get_template(name).render(**values)
+
+
+def line_chart(title: str, y_label: str, series: Sequence[Series], *, from_zero: bool = False) -> Markup | None:
+    """Return a chart of values against optimizer steps; None without a finite value. from_zero: y starts at 0."""
+    series = [one for one in map(_thinned, series) if one.points]
+    if not series:
+        return None
+    xs = [x for one in series for x, _ in one.points]
+    ys = [y for one in series for _, y in one.points]
+    x_ticks = ticks(min(xs), max(xs), whole=True)
+    y_ticks = ticks(0.0 if from_zero else min(ys), max(ys))
+    left, right = min(xs), max(max(xs), min(xs) + 1)
+    bottom, top = y_ticks[0], y_ticks[-1]
+
+    def place(x: float, y: float) -> tuple[float, float]:
+        across, up = (x - left) / (right - left), (y - bottom) / (top - bottom)
+        return round(LEFT + across * (WIDTH - LEFT - RIGHT), 1), round(
+            HEIGHT - BOTTOM - up * (HEIGHT - TOP - BOTTOM), 1
+        )
+
+    return Markup(
+        render_template(
+            "ligertune.report",
+            "chart.svg.j2",
+            title=title,
+            y_label=y_label,
+            width=WIDTH,
+            height=HEIGHT,
+            plot={"left": LEFT, "right": WIDTH - RIGHT, "top": TOP, "bottom": HEIGHT - BOTTOM},
+            x_ticks=[(place(x, bottom)[0], f"{x:,.0f}") for x in x_ticks if left <= x <= right],
+            y_ticks=[(place(left, y)[1], words) for y, words in zip(y_ticks, tick_labels(y_ticks), strict=True)],
+            series=[{"line": one, "places": [place(x, y) for x, y in one.points]} for one in series],
+        )
+    )
+
+
+def _thinned(series: Series) -> Series:
+    """Return a series without values that are not finite, and with at most MAX_POINTS points."""
+    points = [point for point in series.points if math.isfinite(point[1])]
+    stride = -(-len(points) // MAX_POINTS) or 1
+    kept = [*points[:-1:stride], *points[-1:]]
+    return Series(series.label, series.colour, kept, series.dots or len(kept) == 1, series.dashed)
+
+
+def ticks(low: float, high: float, *, whole: bool = False, most: int = 5) -> list[float]:
+    """Return multiples of 1, 2 or 5 times a power of ten that enclose low and high. whole: integers only."""
+    if high <= low:  # a constant line lies in the middle of the chart, and 0 at its bottom
+        low, high = (low, low + 1) if whole or low == 0 else (low - abs(low) / 2, low + abs(low) / 2)
+    raw = (high - low) / most
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw * (1 - 1e-9))
+    step = max(1.0, step) if whole else step
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [number * step for number in range(first, last + 1)]
+
+
+def tick_labels(values: Sequence[float]) -> list[str]:
+    """Return equally precise labels: "12,000", "0.25", or "2e-05" for small values."""
+    step, largest = values[1] - values[0], max(map(abs, values))
+    if largest < 1e-3:
+        return [f"{value:.3g}" if abs(value) > step / 2 else "0" for value in values]
+    decimals = max(0, -math.floor(math.log10(step) + 1e-9))
+    return [f"{value:,.{decimals}f}" for value in values]
