@@ -40,6 +40,7 @@ def write_model(
     # Without this option peft asks the hub whether the embedding was resized.
     options = {"save_embedding_layers": False} if hasattr(model, "peft_config") else {}
     model.save_pretrained(aside, state_dict=state_dict and without_tied(model, state_dict), **options)
+    (aside / "README.md").unlink(missing_ok=True)  # peft's, with placeholders only; `export` writes a model card
     tokenizer.save_pretrained(aside)
     if images is not None:
         save_processor(images, aside)

@@ -37,14 +37,20 @@ def find_saved_model(name: str, *, key: str) -> SavedModel:
         what = f"{name} is a file" if folder.exists() else f"there is no folder {name}"
         raise UserError(f"{key}: {what}.", hint=f"{_HINT}, or a hub id such as Qwen/Qwen2.5-0.5B.")
     if (folder / PROGRESS_FILE).is_file():
-        return SavedModel(str(folder), folder.resolve().parents[1], is_checkpoint=True)
+        return SavedModel(str(folder), _above(folder, 2), is_checkpoint=True)
     for place in (folder, folder / "model"):
         if (place / HEADS_FILES[1]).is_file():
             break
         if any((place / file).is_file() for file in MODEL_FILES):
-            run = place.resolve().parent
+            run = _above(place, 1)
             return SavedModel(str(place), run if (run / "plan.json").is_file() else None)
     raise UserError(f"{key}: {_what_is_missing(name, folder)}", hint=_what_to_do(name, folder))
+
+
+def _above(folder: Path, levels: int) -> Path:
+    """Return the folder so many levels above, as a relative path if the given path allows it."""
+    is_enough = len(folder.parents) >= levels and ".." not in folder.parts
+    return (folder if is_enough else folder.resolve()).parents[levels - 1]
 
 
 def check_can_generate(saved: SavedModel, *, key: str) -> None:

@@ -12,7 +12,7 @@ from ligertune.decode.generate import Decoding, generate_answer, load_model
 from ligertune.errors import UserError
 from ligertune.models.save import read_prompt
 from ligertune.planning.preflight import check_packages
-from ligertune.train.checkpoint.export_run import export_run
+from ligertune.train.checkpoint.export_run import ExportPlan, plan_export
 
 slow = pytest.mark.slow
 
@@ -40,6 +40,12 @@ def adapted(tmp_path_factory):
     folder = tmp_path_factory.mktemp("adapted")
     train(folder, **SETTINGS, **ADAPTER)
     return folder / "run"
+
+
+def export(name, out, *, adapter: bool = False, checkpoint: str | None = None) -> ExportPlan:
+    plan = plan_export(str(name), out, adapter=adapter, checkpoint=checkpoint)
+    plan.write()
+    return plan
 
 
 def test_an_adapter_of_bfloat16_weights_trains_under_autocast(tmp_path):
@@ -89,7 +95,7 @@ def test_the_adapter_loads_in_peft_and_merges_to_the_same_model(adapted, quickst
 
 
 def test_an_adapter_is_exported_alone_and_answers_prompts(adapted, tmp_path):
-    assert export_run(adapted, tmp_path / "alone", adapter=True, checkpoint=None).kind == "adapter"
+    assert export(adapted, tmp_path / "alone", adapter=True).kind == "adapter"
     answer = generate_answer(load_model(str(tmp_path / "alone"), raw=False), "Name three colours.", Decoding(5), seed=0)
     assert "Answer briefly." in answer.prompt and "### Instruction:\nName three colours." in answer.prompt
 
@@ -97,7 +103,7 @@ def test_an_adapter_is_exported_alone_and_answers_prompts(adapted, tmp_path):
 def test_a_checkpoint_is_exported_as_a_model(adapted, tmp_path):
     from transformers import AutoModelForCausalLM
 
-    assert export_run(adapted, tmp_path / "at-3", adapter=False, checkpoint="step-3").kind == "merged model"
+    assert export(adapted, tmp_path / "at-3", checkpoint="step-3").kind == "merged model"
     early, late = (AutoModelForCausalLM.from_pretrained(path) for path in (tmp_path / "at-3", adapted / "model"))
     ids = torch.arange(3, 40)[None]
     with torch.no_grad():
@@ -110,12 +116,12 @@ def test_invalid_exports_are_refused_with_one_sentence(adapted, tmp_path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "a.txt").write_text("mine")
     for run_folder, out, checkpoint, words in (
-        (tmp_path / "nowhere", tmp_path / "x", None, "There is no folder"),
+        (tmp_path / "nowhere", tmp_path / "x", None, "there is no folder"),
         (adapted, tmp_path / "full", None, "not an empty folder"),
         (adapted, tmp_path / "x", "step-99", "no checkpoint step-99. It has step-3"),
     ):
         with pytest.raises(UserError, match=words):
-            export_run(run_folder, out, adapter=False, checkpoint=checkpoint)
+            export(run_folder, out, checkpoint=checkpoint)
     assert [path.name for path in tmp_path.iterdir()] == ["full"]
 
 

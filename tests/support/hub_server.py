@@ -1,5 +1,6 @@
-"""An HTTP server that answers the requests of `datasets` for one data set, as the Hugging Face hub does."""
+"""An HTTP server that answers as the Hugging Face hub does: it serves one data set, and takes uploads of models."""
 
+import base64
 import contextlib
 import json
 import threading
@@ -12,11 +13,16 @@ ETAG = "a" * 40
 
 
 class Hub(ThreadingHTTPServer):
-    """Serve `files` (path -> content) as the data set `name`, and count the bytes of content sent."""
+    """Serve `files` (path -> content) as the data set `name`, and count the bytes of content sent.
+
+    Uploaded files are in `uploaded`, the requests that created repositories in `created`.
+    """
 
     def __init__(self, name: str, files: dict[str, bytes]) -> None:
         super().__init__(("127.0.0.1", 0), _Answer)
         self.name, self.files, self.bytes_sent = name, files, 0
+        self.created: list[dict] = []
+        self.uploaded: dict[str, bytes] = {}
 
     @property
     def endpoint(self) -> str:
@@ -58,6 +64,25 @@ class _Answer(BaseHTTPRequestHandler):
 
     do_HEAD = do_GET
 
+    def do_POST(self) -> None:
+        """Take a new repository, and commits to it whose files are in the request, as small files are on the hub."""
+        body = self.rfile.read(int(self.headers["content-length"]))
+        path = urllib.parse.urlsplit(self.path).path
+        answer: dict[str, object] = {}
+        if path == "/api/repos/create":
+            self.server.created.append(json.loads(body))
+            answer = {"url": f"{self.server.endpoint}/{self.server.name}", "name": self.server.name}
+        elif "/preupload/" in path:
+            names = [file["path"] for file in json.loads(body)["files"]]
+            answer = {"files": [{"path": name, "uploadMode": "regular", "shouldIgnore": False} for name in names]}
+        elif "/commit/" in path:
+            for line in map(json.loads, body.splitlines()):
+                if line["key"] == "file":
+                    self.server.uploaded[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
+            address = f"{self.server.endpoint}/{self.server.name}/commit/{REVISION}"
+            answer = {"commitUrl": address, "commitOid": REVISION, "success": True}
+        self._send(json.dumps(answer).encode())
+
     def _entries(self, folder: str) -> list[dict[str, object]]:
         files = [
             {"type": "file", "path": path, "size": len(content), "oid": ETAG}
@@ -83,7 +108,7 @@ class _Answer(BaseHTTPRequestHandler):
         for name, value in {"content-length": str(len(body)), **(headers or {})}.items():
             self.send_header(name, value)
         self.end_headers()
-        if self.command == "GET":
+        if self.command != "HEAD":
             with contextlib.suppress(ConnectionError):  # a client may close the connection early
                 self.wfile.write(body)
             if self.path.startswith("/datasets/"):

@@ -1,4 +1,4 @@
-"""`ligertune export`: write a run's adapter, checkpoint or model as a folder that other tools load.
+"""`ligertune export`: write a run's adapter, checkpoint or model as a folder that other tools load, and upload it.
 
 An adapter is merged into its base weights, or copied alone. A checkpoint becomes the model as it was after that step,
 in Hugging Face's format. Merging adds s B A to W in float32 and rounds once to W's dtype. QLoRA adapters are merged
@@ -11,6 +11,7 @@ import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from accelerate import load_checkpoint_in_model
 from transformers import AutoTokenizer
@@ -20,79 +21,127 @@ from ligertune.models.load import hide_loading_bars, load_tokenizer, read_config
 from ligertune.models.save import ADAPTER_CONFIG, adapter_base_model, prompt_of, read_prompt, write_model
 from ligertune.models.trainable import apply_method
 from ligertune.planning.options import ModelOptions, saved_options
+from ligertune.planning.saved_model import SavedModel, find_saved_model
 from ligertune.storage import newest_checkpoint, put_in_place, remove
+from ligertune.train.checkpoint.model_card import CARD, write_card
 from ligertune.train.checkpoint.trained_weights import FILE, load_trained
 
 WEIGHTS = "model.safetensors"  # in a checkpoint without frozen weights
 
 
 @dataclass(frozen=True)
-class Exported:
-    """What was written, and from which folder."""
+class ExportPlan:
+    """What is exported, and how. In place: the folder is uploaded as it is."""
 
-    folder: str
-    kind: str  # "merged model", "adapter", "model"
-    source: str
+    source: SavedModel
+    folder: Path
+    kind: Literal["merged model", "adapter", "model"]
+    how: Literal["in place", "copy", "merge", "checkpoint"]
+
+    def write(self) -> None:
+        """Write the folder. Raises UserError."""
+        if self.how == "in place":
+            return
+        hide_loading_bars()
+        card = self.folder / CARD
+        text = card.read_text(encoding="utf-8") if card.is_file() else None  # of a dry run, perhaps filled in
+        if self.how == "copy":
+            partial = self.folder.with_name(f".{self.folder.name}.partial")
+            remove(partial)
+            shutil.copytree(self.source.name, partial)
+            put_in_place(partial, self.folder)
+        elif self.how == "merge":
+            _merge_adapter_folder(self.source, self.folder)
+        else:
+            _export_checkpoint(self.source, self.folder, self.kind)
+        if text is not None:
+            card.write_text(text, encoding="utf-8")
+
+    @property
+    def upload_warning(self) -> str:
+        """What users of the uploaded files will miss, or an empty string."""
+        base = adapter_base_model(Path(self.source.name)) if self.kind == "adapter" and self.how != "checkpoint" else ""
+        if not base or not Path(base).exists():
+            return ""
+        return f"adapter_config.json names the folder {base} as base model, which users of the upload do not have."
+
+    def write_card(self, repository: str | None) -> Path:
+        """Write README.md unless there is one. Raises UserError."""
+        return write_card(self.folder, self.source, is_adapter=self.kind == "adapter", repository=repository)
 
 
-def export_run(run: Path, out: Path, *, adapter: bool, checkpoint: str | None) -> Exported:
-    """Write `out` from the folder of a run, or from a folder that holds an adapter.
+def plan_export(
+    name: str, out: Path | None, *, adapter: bool, checkpoint: str | None, in_place: bool = False
+) -> ExportPlan:
+    """Return what an export will do, from the folder of a run, a model, an adapter or a checkpoint. Raises UserError.
 
-    adapter: keep the adapter instead of merging it. checkpoint: a name like step-200, or newest. Raises UserError.
+    adapter: keep the adapter instead of merging it. checkpoint: a name like step-200, or newest. in_place: a model that
+    needs neither merging nor converting stays in its folder unless `out` names another.
     """
-    _check(run, out)
-    hide_loading_bars()
-    if checkpoint is not None:
-        return _export_checkpoint(run, out, checkpoint, adapter=adapter)
-    model = run / "model" if (run / "model").is_dir() else run
-    has_adapter = (model / ADAPTER_CONFIG).is_file()
-    if not has_adapter and not (model / "config.json").is_file():
-        raise UserError(
-            f"{run} holds no finished model.", hint="Name one of its checkpoints: --checkpoint newest, or step-200."
-        )
-    if has_adapter and not adapter:
-        return _merge_adapter_folder(run, model, out)
+    source = _find_source(name, checkpoint)
+    folder = Path(source.name)
+    options = None if source.run is None else saved_options(source.run)
+    if source.is_checkpoint and options is None:
+        raise UserError(f"--checkpoint: {source.run} has no resolved_recipe.yaml, so its model is not known.")
+    if source.is_checkpoint:
+        has_adapter = options.build.method.type in ("lora", "qlora")
+    else:
+        has_adapter = (folder / ADAPTER_CONFIG).is_file()
     if adapter and not has_adapter:
-        raise UserError(f"{model} holds a whole model, and no adapter.", hint="Leave --adapter out.")
-    partial = out.with_name(f".{out.name}.partial")
-    remove(partial)
-    shutil.copytree(model, partial)
-    put_in_place(partial, out)
-    return Exported(str(out), "adapter" if adapter else "model", str(model))
+        raise UserError(f"{folder} holds a whole model, and no adapter.", hint="Leave --adapter out.")
+    kind = "model" if not has_adapter else "adapter" if adapter else "merged model"
+    how = "checkpoint" if source.is_checkpoint else "merge" if kind == "merged model" else "copy"
+    if how == "copy" and in_place and out is None:
+        return ExportPlan(source, folder, kind, "in place")
+    out = out or (source.run or folder) / "exported"
+    _check_out(out)
+    return ExportPlan(source, out, kind, how)
 
 
-def _check(run: Path, out: Path) -> None:
-    if not run.is_dir():
-        raise UserError(f"There is no folder {run}.", hint="Name the output_dir of a run, or a folder with an adapter.")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"--out: {out} exists and is not an empty folder.", hint="Name another one.")
+def _find_source(name: str, checkpoint: str | None) -> SavedModel:
+    run = Path(name).expanduser()
+    if checkpoint is None or not run.is_dir():
+        source = find_saved_model(name, key="RUN")
+        if not run.is_dir():
+            raise UserError(f"RUN: there is no folder {name}.", hint="Name the folder of a run or of an adapter.")
+        return source
+    folder = newest_checkpoint(run) if checkpoint == "newest" else run / "checkpoints" / checkpoint
+    if folder is None or not folder.is_dir():
+        names = sorted(path.name for path in (run / "checkpoints").glob("step-*"))
+        raise UserError(
+            f"--checkpoint: {run} has no checkpoint {checkpoint}.", hint=f"It has {', '.join(names) or 'none'}."
+        )
+    return SavedModel(str(folder), run, is_checkpoint=True)
+
+
+def _check_out(out: Path) -> None:
+    if out.exists() and (not out.is_dir() or any(path.name != CARD for path in out.iterdir())):
+        raise UserError(
+            f"--out: {out} exists and is not an empty folder.",
+            hint="Name another one. To upload what it holds, name it instead of the run.",
+        )
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--out: {out.parent} cannot be made ({error.strerror}).") from error
 
 
-def _merge_adapter_folder(run: Path, folder: Path, out: Path) -> Exported:
+def _merge_adapter_folder(source: SavedModel, out: Path) -> None:
     """Merge an adapter that peft has saved. Without a saved recipe it counts as LoRA."""
     from ligertune.models.lora import load_adapter  # imports peft, which takes seconds
 
-    options, spec = saved_options(run), ModelOptions(model_name_or_path=adapter_base_model(folder))
+    folder = Path(source.name)
+    options = saved_options(source.run or folder)
+    spec = ModelOptions(model_name_or_path=adapter_base_model(folder))
     qlora = options is not None and options.build.method.type == "qlora"
     model = whole_model(spec, read_config(spec), through_four_bits=qlora)
     merged = load_adapter(model, str(folder)).merge_and_unload()
     write_model(merged, AutoTokenizer.from_pretrained(folder), out, state_dict=None, **read_prompt(folder))
-    return Exported(str(out), "merged model", str(folder))
 
 
-def _export_checkpoint(run: Path, out: Path, name: str, *, adapter: bool) -> Exported:
+def _export_checkpoint(source: SavedModel, out: Path, kind: str) -> None:
     """Load the weights of a checkpoint into the model of the run's recipe, and write it."""
-    folder = newest_checkpoint(run) if name == "newest" else run / "checkpoints" / name
-    if folder is None or not folder.is_dir():
-        names = sorted(path.name for path in (run / "checkpoints").glob("step-*"))
-        raise UserError(f"--checkpoint: {run} has no checkpoint {name}.", hint=f"It has {', '.join(names) or 'none'}.")
-    options = saved_options(run)
-    if options is None:
-        raise UserError(f"--checkpoint: {run} has no resolved_recipe.yaml, so its model is not known.")
+    folder, options = Path(source.name), saved_options(source.run)
     build = options.build
     model = whole_model(build.model, read_config(build.model), through_four_bits=build.method.type == "qlora")
     model = apply_method(model, build.method)
@@ -106,9 +155,58 @@ def _export_checkpoint(run: Path, out: Path, name: str, *, adapter: bool) -> Exp
             f"--checkpoint: {folder} holds the shards of several ranks.",
             hint="Resume the run with --resume to its end; its model is then written whole.",
         )
-    kind = "model" if not hasattr(model, "peft_config") else "adapter" if adapter else "merged model"
     model = model.merge_and_unload() if kind == "merged model" else model
-    plan = json.loads((run / "plan.json").read_text(encoding="utf-8"))  # it has the template that auto chose
+    plan = json.loads((source.run / "plan.json").read_text(encoding="utf-8"))  # it has the template that auto chose
     prompt = prompt_of(plan["data"]["template"], options.data_options.system_prompt)
     write_model(model, load_tokenizer(build.model).tokenizer, out, state_dict=None, **prompt)
-    return Exported(str(out), kind, str(folder))
+
+
+# ---- upload
+
+# States of optimizers, schedulers and random numbers, which trainers write beside the weights.
+NOT_UPLOADED = (
+    "optimizer", "scheduler", "random_states", "rng_state", "scaler", "trainer_state", "training_args", "progress.json",
+)  # fmt: skip
+
+
+def files_to_upload(folder: Path) -> dict[str, int]:
+    """Return {name: bytes} of a model folder's own files; folders in it, such as checkpoints, are left out."""
+    files = sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
+    return {path.name: path.stat().st_size for path in files if not path.name.startswith(NOT_UPLOADED)}
+
+
+def check_repository(name: str) -> None:
+    """Raise UserError if a name cannot be that of a repository on the hub."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError as error:
+        raise UserError(f"--push: {name} is not a name of a repository.", hint="Write USER/NAME.") from error
+    if name.count("/") != 1:
+        raise UserError(f"--push: {name} names no user or organisation.", hint="Write USER/NAME.")
+
+
+def upload(folder: Path, repository: str, *, public: bool) -> str:
+    """Upload a model folder to the hub, into a new private repository unless it is there; return its address."""
+    from httpx import HTTPError
+    from huggingface_hub import HfApi
+
+    api = HfApi()
+    try:
+        address = api.create_repo(repository, private=not public, exist_ok=True)
+        api.upload_folder(
+            repo_id=repository,
+            folder_path=folder,
+            allow_patterns=list(files_to_upload(folder)),
+            commit_message="Upload a model trained with ligertune",
+        )
+    except (HTTPError, OSError) as problem:
+        raise UserError(
+            f"--push: {repository} could not be uploaded: {str(problem).strip().splitlines()[0]}",
+            hint=f"Check the network and the login (`hf auth login`), then: ligertune export {folder} --push"
+            f" {repository}",
+            exit_code=1,
+        ) from problem
+    return str(address)

@@ -1,0 +1,146 @@
+"""The model card: README.md beside exported weights, written from the run's plan, recipe and report."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from huggingface_hub import ModelCardData
+
+from ligertune.models.save import ADAPTER_CONFIG, PROMPT_FILE, adapter_base_model, prompt_of, read_prompt
+from ligertune.planning.options import MethodOptions, RunOptions, saved_options
+from ligertune.planning.preflight import looks_local
+from ligertune.planning.saved_model import SavedModel
+
+CARD = "README.md"
+PROMPT_FORMATS = {
+    "chat": "The prompt format of training is the tokenizer's chat template.",
+    "alpaca": "The prompt format of training is the Alpaca prompt.",
+    "raw": "The model was trained on plain text, without a prompt template.",
+}
+Rows = list[tuple[str, str]]
+
+
+def write_card(folder: Path, source: SavedModel, *, is_adapter: bool, repository: str | None) -> Path:
+    """Write README.md into `folder` unless there is one. repository: the hub id under which users will load it."""
+    path = folder / CARD
+    if path.exists():
+        return path
+    plan, report = (_read(source.run, file) for file in ("plan.json", "report.json"))
+    options = None if source.run is None else saved_options(source.run)
+    base, is_on_hub = _base_model(source, options)
+    family = plan.get("model_family", "")
+    takes_images = "ForConditionalGeneration" in family
+    datasets = [] if options is None else [dataset.path for dataset in options.data_options.datasets]
+    metadata = ModelCardData(
+        base_model=base if is_on_hub else None,
+        datasets=[path for path in datasets if _is_hub_id(path)] or None,
+        library_name="peft" if is_adapter else "transformers",
+        pipeline_tag="image-text-to-text" if takes_images else "text-generation",
+        tags=["ligertune", *([] if options is None else ["sft", options.build.method.type])],
+    )
+    name = repository or folder.resolve().name
+    title = name.rpartition("/")[2] if repository or source.run is None else source.run.resolve().name
+    prompt = _prompt(source, plan, options)
+    tables = [] if options is None else [("Training", _training(plan, options)), ("Results", _results(report))]
+    versions = [(package, version) for package, version in report.get("versions", {}).items()]
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent), trim_blocks=True, lstrip_blocks=True,
+        keep_trailing_newline=True, undefined=jinja2.StrictUndefined,
+    )  # fmt: skip
+    text = environment.get_template("model_card.md.j2").render(
+        metadata=metadata.to_yaml().strip(),
+        title=title,
+        base=base,
+        checkpoint=Path(source.name).name if source.is_checkpoint else None,
+        tables=[*tables, ("Versions", versions)],
+        auto_class="AutoModelForImageTextToText" if takes_images else "AutoModelForCausalLM",
+        is_adapter=is_adapter,
+        name=name,
+        prompt_format=PROMPT_FORMATS[prompt["prompt_template"]],
+        system_prompt=prompt["system_prompt"],
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def _read(run: Path | None, file: str) -> dict[str, Any]:
+    path = None if run is None else run / file
+    return json.loads(path.read_text(encoding="utf-8")) if path and path.is_file() else {}
+
+
+def _is_hub_id(name: str) -> bool:
+    return not looks_local(name) and not Path(name).exists()
+
+
+def _base_model(source: SavedModel, options: RunOptions | None) -> tuple[str, bool]:
+    """Return (hub id of the base model, or the bare name of its folder; whether it is a hub id)."""
+    if options is not None:
+        base = options.build.model.model_name_or_path
+    elif (Path(source.name) / ADAPTER_CONFIG).is_file():
+        base = adapter_base_model(Path(source.name))
+    else:
+        return "A base model that is not recorded", False
+    return (base, True) if _is_hub_id(base) else (Path(base).name, False)
+
+
+def _prompt(source: SavedModel, plan: dict, options: RunOptions | None) -> dict:
+    if options is not None and not (Path(source.name) / PROMPT_FILE).is_file():  # a checkpoint
+        return prompt_of(plan["data"]["template"], options.data_options.system_prompt)
+    return read_prompt(Path(source.name))
+
+
+def _training(plan: dict, options: RunOptions) -> Rows:
+    data, rows, batching = plan["data"], plan["rows"], plan["batching"]
+    schedule, optimizer, precision = plan["schedule"], plan["optimizer"], plan["precision"]
+    sets = [path if _is_hub_id(path) else f"{Path(path).name} (a local file)" for path in
+            (dataset.path for dataset in options.data_options.datasets)]  # fmt: skip
+    autocast = "" if precision["autocast"] == "no" else f", autocast to {precision['autocast']}"
+    return [
+        ("data", ", ".join(sets)),
+        ("examples", f"{data['examples']:,} ({data['tokens']:,} tokens, {data['trained_tokens']:,} of them trained)"),
+        ("prompt template", data["template"]),
+        ("method", _method(options.build.method)),
+        ("parameters", f"{plan['n_parameters']:,}, {plan['n_trainable']:,} of them trained"),
+        ("steps", f"{schedule['total_steps']:,}, {schedule['warmup_steps']} of them warm-up"),
+        ("rows per step", f"{batching['global_batch_size']} ({rows['kind']}, at most {rows['length']:,} tokens)"),
+        ("learning rate", f"{schedule['learning_rate']:g}, {schedule['type']}"),
+        ("optimizer", f"{optimizer['name']}, weight decay {optimizer['weight_decay']:g}"),
+        ("gradient norm clipped at", f"{optimizer['max_grad_norm']:g}"),
+        ("precision", f"{precision['weights']} weights{autocast}"),
+        ("seed", str(options.build.seed)),
+    ]
+
+
+def _method(method: MethodOptions) -> str:
+    if method.type not in ("lora", "qlora"):
+        return {"full": "full fine-tuning", "freeze": "full fine-tuning of a part of the layers"}.get(
+            method.type, method.type
+        )
+    kind = f"{'Q' if method.type == 'qlora' else ''}{'DoRA' if method.use_dora else 'LoRA'}"
+    targets = method.lora_target_modules
+    where = targets if isinstance(targets, str) else ", ".join(targets)
+    return f"{kind}, rank {method.lora_r}, alpha {method.lora_alpha:g}, dropout {method.lora_dropout:g}, on {where}"
+
+
+def _results(report: dict) -> Rows:
+    """Return rows for what the report holds; reports of earlier versions hold less."""
+    rows = [
+        (name, f"{report[key]:.4f}")
+        for name, key in (
+            ("loss before training", "loss_before_training"),
+            ("loss, first logged interval", "loss_first"),
+            ("loss, last logged interval", "loss_last"),
+            ("evaluation loss", "eval_loss"),
+        )
+        if report.get(key) is not None
+    ]
+    if report.get("throughput"):
+        rate, devices = report["throughput"]["tokens_per_second"], f"{report['world_size']} x {report['device']}"
+        rows.append(("speed", f"{rate:,.0f} tokens/s without padding on {devices}, {report['strategy']}"))
+    if report.get("ended"):
+        rows.append(("trained", report["ended"][:10]))
+    return rows
