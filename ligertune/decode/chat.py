@@ -28,7 +28,7 @@ class Chat:
         if self.loaded.uses_chat_template:
             return ""
         if self.loaded.template["prompt_template"] == "alpaca":
-            return "The model was trained on single exchanges (Alpaca); earlier ones stand before your message."
+            return "Trained on single exchanges (Alpaca): earlier ones are sent with your message; /reset forgets them."
         return "No chat template: each message is continued as plain text, without the ones before it."
 
     @property

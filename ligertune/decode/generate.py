@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError
 from jinja2 import TemplateError
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -21,7 +23,7 @@ from ligertune.data.templates.prompt_templates import alpaca_prompt
 from ligertune.errors import UserError
 from ligertune.models.compile import run_eagerly
 from ligertune.models.load import auto_class, hide_loading_bars
-from ligertune.models.save import ADAPTER_CONFIG, adapter_base_model, read_prompt
+from ligertune.models.save import ADAPTER_CONFIG, PROMPT_FILE, adapter_base_model, read_prompt
 from ligertune.planning.options import ModelOptions
 from ligertune.vision.image_files import ImageFile
 from ligertune.vision.inputs import image_inputs
@@ -74,7 +76,16 @@ def load_model(name: str, *, raw: bool) -> LoadedModel:
     """Load a folder or hub id. raw: texts are continued without a prompt template. Raises UserError."""
     model, tokenizer = load_for_generation(name)
     reader = load_reader(ModelOptions(model_name_or_path=name), None, model.config, tokenizer)
-    return LoadedModel(name, model, tokenizer, reader, choose_prompt(Path(name), raw=raw))
+    folder = Path(name) if Path(name).is_dir() else _hub_snapshot(name)
+    return LoadedModel(name, model, tokenizer, reader, choose_prompt(folder, raw=raw))
+
+
+def _hub_snapshot(name: str) -> Path:
+    """Return the folder of the hub's cache with the prompt format of an uploaded model; most models have none."""
+    try:
+        return Path(hf_hub_download(name, PROMPT_FILE)).parent
+    except (EntryNotFoundError, OSError):  # OSError: it is not in the cache, and the hub is out of reach
+        return Path(name)
 
 
 def generate_answer(

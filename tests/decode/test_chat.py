@@ -1,12 +1,14 @@
 """`ligertune chat`, the pieces in which text is printed, and what a name on the command line means."""
 
 import io
+import json
 import shutil
 import sys
 
 import pytest
 import torch
 from command_line import run_here
+from huggingface_hub import constants
 from transformers import AutoTokenizer
 
 from ligertune.decode.chat import Chat
@@ -130,6 +132,20 @@ def test_a_name_means_a_run_a_model_a_checkpoint_or_a_hub_id(folder, tmp_path, m
     for missing in ("runs/none", "./none", "none/", "a/b/c", "~/none-at-all", str(tmp_path / "none")):
         with pytest.raises(UserError, match=f"there is no folder {missing}"):
             find_saved_model(missing, key="MODEL")
+
+
+def test_an_uploaded_model_keeps_its_prompt_format(folder, tmp_path, monkeypatch):
+    snapshot = tmp_path / "hub" / "models--me--tiny" / "snapshots" / ("a" * 40)
+    shutil.copytree(folder("alpaca") / "model", snapshot)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("a" * 40)
+    for name, value in {"HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": True}.items():
+        monkeypatch.setattr(constants, name, value)
+    done = run_here("generate", "me/tiny", "Say hi.", "--max-new-tokens", 2, "--json", cwd=tmp_path)
+    assert done.code == 0, done.err
+    assert "### Instruction:\nSay hi." in json.loads(done.out)["prompt"]
+    refused = run_here("generate", "me/other", "Say hi.", cwd=tmp_path)
+    assert refused.code == 2 and "me/other is not a folder here, and the hub could not be reached" in refused.err
 
 
 def test_several_prompts_are_answered_in_one_load(folder, tmp_path):

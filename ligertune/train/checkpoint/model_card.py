@@ -9,6 +9,7 @@ from typing import Any
 import jinja2
 from huggingface_hub import ModelCardData
 
+from ligertune.data.templates.prompt_templates import ALPACA_PROMPT
 from ligertune.models.save import ADAPTER_CONFIG, PROMPT_FILE, adapter_base_model, prompt_of, read_prompt
 from ligertune.planning.options import MethodOptions, RunOptions, saved_options
 from ligertune.planning.preflight import looks_local
@@ -17,7 +18,8 @@ from ligertune.planning.saved_model import SavedModel
 CARD = "README.md"
 PROMPT_FORMATS = {
     "chat": "The prompt format of training is the tokenizer's chat template.",
-    "alpaca": "The prompt format of training is the Alpaca prompt.",
+    "alpaca": "The prompt format of training is the Alpaca prompt below, and not the chat template of the tokenizer."
+    f"\n\n```text\n{ALPACA_PROMPT.format(instruction='{instruction}')}```\n\n",
     "raw": "The model was trained on plain text, without a prompt template.",
 }
 Rows = list[tuple[str, str]]
