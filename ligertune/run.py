@@ -89,6 +89,7 @@ def _load_and_plan(recipe: Recipe, machine: Machine, progress: ProgressCallback 
     check_vocabulary(tokenizer.tokenizer, config)
     images = load_reader(recipe.model, recipe.vision, config, tokenizer.tokenizer)
     data = prepare(recipe.data, tokenizer.tokenizer, seed=recipe.train.seed, progress=progress, images=images)
+    data.check_dropped(recipe.data)
     lengths = None if data.streamed else data.train.lengths
     attention, padding_free = choose_batch_layout(layout, config, machine, precision, lengths=lengths)
     inputs = PlanInputs(
@@ -100,7 +101,7 @@ def _load_and_plan(recipe: Recipe, machine: Machine, progress: ProgressCallback 
         why_fsdp="as the launcher configured" if launched_with_fsdp() else "as --gpus assumes" if sharded else "",
         has_images=images is not None,
     )
-    notes = (*recipe.notices, *simulation_notes(machine), *tokenizer.notes, *packing_notes)
+    notes = (*recipe.notices, *simulation_notes(machine), *tokenizer.notes, *packing_notes, *data.notes)
     plan = make_plan(recipe, inputs, notes=notes)
     return Job(plan, config, tokenizer, data, images)
 

@@ -36,7 +36,17 @@ if TYPE_CHECKING:
     from ligertune.planning.options import DatasetOptions
 
 # keys of `data` that select among examples or decide how they are made, and do not change any example
-_NOT_IN_KEY = {"datasets", "eval_datasets", "val_split", "packing", "padding_free", "num_proc", "cache", "streaming"}
+_NOT_IN_KEY = {
+    "datasets",
+    "eval_datasets",
+    "val_split",
+    "packing",
+    "padding_free",
+    "num_proc",
+    "cache",
+    "streaming",
+    "max_dropped",
+}
 _VERSIONS = ("transformers", "tokenizers", "jinja2", "numpy")
 _META = "meta.json"
 _PARTIAL = ".writing-"

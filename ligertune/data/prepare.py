@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ligertune.data.cache import CacheEntry, cache_home, data_key, load_or_make
+from ligertune.data.dataset_report import DatasetReport, report_of
 from ligertune.data.examples import Block, Examples, Preparation
 from ligertune.data.row_pipeline import RowCounts, RowPipeline, build_blocks, count_processes
 from ligertune.data.rows.data_files import display_path
@@ -29,18 +30,6 @@ if TYPE_CHECKING:
 # called with (path of the data set, rows done, share done) while rows are prepared
 ProgressCallback = Callable[[str, int, float], None]
 _SAMPLE = 5000  # records whose columns decide the format; they are held in memory
-
-
-@dataclass(frozen=True)
-class DatasetReport:
-    """What one data set was recognised as, and its numbers. `cached`: it was prepared before."""
-
-    path: str
-    format: str
-    template: str
-    rows_read: int
-    examples: int
-    cached: bool = False
 
 
 @dataclass(frozen=True)
@@ -89,6 +78,16 @@ class PreparedData:
         """Whether the training examples are read during training. Then the report does not count them."""
         return isinstance(self.train, StreamedExamples)
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Remarks on the training data and on the evaluation data."""
+        return self.report.notes + (self.eval_report.notes if self.eval_report else ())
+
+    def check_dropped(self, data: DataOptions) -> None:
+        """Raise UserError for a data set of which more rows are dropped than `data.max_dropped` allows."""
+        for part in self.report.sets + (self.eval_report.sets if self.eval_report else ()):
+            part.check_dropped(data)
+
 
 class LoadedDataset(NamedTuple):
     """The examples of one data set, the counts of its rows, and its report."""
@@ -125,8 +124,9 @@ def prepare(
         eval_report = _report(eval_sets, held_out, data)
     if data.streaming:
         stream = ExampleStream(preparation, seed=seed)
-        nothing = _report([], Examples(), data)
-        return PreparedData(StreamedExamples(stream), held_out, nothing, stream.template, eval_report)
+        first = tuple(part.report for part in stream.sets)
+        report = replace(_report([], Examples(), data), sets=first, notes=_dropped_notes(first, data))
+        return PreparedData(StreamedExamples(stream), held_out, report, stream.template, eval_report)
     sets = [load(spec) for spec in data.datasets]
     train = Examples(blocks=[part.block for part in sets])
     if data.val_split:
@@ -168,7 +168,7 @@ def _load_dataset(spec: DatasetOptions, preparation: Preparation, progress: Prog
                 f"{file}: this image existed when the data was prepared, and does not any more.",
                 hint="Restore it, or write data.cache: false to prepare the data again.",
             )
-    report = DatasetReport(**about, rows_read=counts.rows_read, examples=len(entry.block), cached=entry.cached)
+    report = report_of(**about, counts=counts, examples=len(entry.block), cached=entry.cached)
     return LoadedDataset(entry.block, counts, report)
 
 
@@ -195,7 +195,7 @@ def _build(
         progress(path, counts.rows_read, stream.share)
         add(block)
     progress(path, counts.rows_read, 1.0)
-    return {"path": path, "format": rows.format.name, "template": rows.template.name, "counts": vars(counts)}
+    return {"path": path, "form": rows.format.name, "template": rows.template.name, "counts": vars(counts)}
 
 
 def mix_datasets(set_of: np.ndarray, weights: Sequence[float], *, seed: int) -> np.ndarray:
@@ -236,13 +236,17 @@ def split_examples(examples: Examples, share: float, *, seed: int) -> tuple[Exam
     return examples.select(sorted(order[count:])), examples.select(sorted(order[:count]))
 
 
+def _dropped_notes(sets: Sequence[DatasetReport], data: DataOptions) -> tuple[str, ...]:
+    return tuple(warning for part in sets if (warning := part.warning(data)) is not None)
+
+
 def _report(sets: Sequence[LoadedDataset], kept: Examples, data: DataOptions) -> DataReport:
     """Return the report on all data sets. `kept` are their examples without those of `val_split`."""
     counts = RowCounts()
     for part in sets:
         counts.add(part.counts)
     examples = sum(len(part.block) for part in sets)
-    notes = []
+    notes = list(_dropped_notes([part.report for part in sets], data))
     if counts.unended and data.train_on != "all":
         notes.append(
             f"{counts.unended} of {examples} examples end without a special token: "

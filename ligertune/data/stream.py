@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ligertune.data.dataset_report import WARN_SHARE, remedy, report_of
 from ligertune.data.examples import Example, Preparation
 from ligertune.data.row_pipeline import RowCounts, RowPipeline
 from ligertune.data.rows.data_files import Record, display_path
 from ligertune.data.rows.sources import RecordStream, find_files
 from ligertune.data.templates.label_masking import IGNORE_INDEX
+from ligertune.errors import plural
 
 if TYPE_CHECKING:
     from ligertune.planning.options import DatasetOptions
@@ -38,7 +40,10 @@ class StreamedDataset:
         self.path = display_path(Path(spec.path))
         first = list(islice(RecordStream(spec), _SAMPLE))
         self.rows = RowPipeline(spec, preparation, first)
-        self.rows.examples(first, RowCounts())  # raises errors in the first rows before a model is loaded
+        counts = RowCounts()
+        examples = self.rows.examples(first, counts)  # raises errors in the first rows before a model is loaded
+        names = self.rows.format.name, self.rows.template.name
+        self.report = report_of(self.path, *names, counts, examples=len(examples), sample=True)
 
 
 class _DatasetEpoch:
@@ -70,7 +75,7 @@ class ExampleStream:
         self.sets = [StreamedDataset(spec, preparation) for spec in preparation.data.datasets]
         self.epoch = 0  # epochs begun
         self.max_length = preparation.data.max_length
-        self._seed, self._buffer = seed, buffer
+        self._data, self._seed, self._buffer = preparation.data, seed, buffer
 
     @property
     def template(self) -> str:
@@ -92,8 +97,11 @@ class ExampleStream:
         """Return a sentence for each data set about the rows that were read so far."""
         sentences = []
         for path, counts in ((part.path, part.counts) for part in self.sets):
-            dropped = "".join(f"; {number} {reason}" for reason, number in counts.dropped.most_common())
-            sentences.append(f"{path}: {counts.rows_used} of the {counts.rows_read} rows read are used{dropped}.")
+            reasons = dict(counts.dropped.most_common())
+            dropped = "".join(f"; {number} {reason}" for reason, number in reasons.items())
+            sentence = f"{path}: {counts.rows_used} of the {plural(counts.rows_read, 'row')} read are used{dropped}."
+            many = sum(reasons.values()) >= WARN_SHARE * max(counts.rows_read, 1)
+            sentences.append(f"{sentence} {remedy(reasons, self._data)}" if many else sentence)
         return sentences
 
     def __iter__(self) -> Iterator[Example]:

@@ -17,6 +17,7 @@ from ligertune.recipe.section import (
     NameList,
     ReadName,
     Section,
+    Share,
     ShareBelowOne,
     Switch,
     SwitchOrNorms,
@@ -157,6 +158,8 @@ class DataSpec(Section):
     """Maximum length of an example, in tokens."""
     on_overlength: Literal["drop", "truncate", "error"] = "drop"
     """Examples longer than max_length: drop, truncate, or stop; their number is reported."""
+    max_dropped: Share = 0.5
+    """Largest share of a data set's rows that may be dropped; a run that would drop more is refused."""
     streaming: Switch = False
     """Read and shuffle the data during training, in bounded memory; needs train.max_steps."""
     packing: Switch = True

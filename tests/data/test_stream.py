@@ -83,6 +83,9 @@ def test_dropped_rows_are_counted_while_reading(tmp_path, streamed):
     (part,) = stream.sets
     assert (part.counts.rows_read, part.counts.rows_used, dict(part.counts.dropped)) == (203, 200, {"empty answer": 3})
     assert stream.account() == [f"{path}: 200 of the 203 rows read are used; 3 empty answer."]
+    long = streamed(path, max_length=104)  # shorter than some rows; the account says what to change
+    sources(long, 50)
+    assert "too long" in long.account()[0] and "Raise data.max_length (now 104)" in long.account()[0]
 
 
 def test_a_broken_line_is_an_error_when_it_is_read_and_a_set_without_usable_rows_is(tmp_path, streamed):

@@ -51,6 +51,29 @@ def test_the_first_examples_of_a_stream_are_shown(recipe, ligertune, monkeypatch
     )
 
 
+def test_many_dropped_rows_are_a_warning_in_plan_and_report_and_more_are_refused(recipe, ligertune, tmp_path):
+    """Of the first 60 rows 7 have more than 260 tokens, and 47 more than 170."""
+    settings = {"data.datasets.0.max_samples": 60, "data.val_split": 0, "train.max_steps": 1}
+    few, many = ({**settings, "data.max_length": length, "checkpoint.output_dir": "run"} for length in (260, 170))
+    words = "7 of 60 rows (12 %) are dropped: 7 too long, the first at line 11 (274 tokens). Raise data.max_length ("
+    done = ligertune("train", recipe, *overrides(few), "--json")
+    assert done.code == 0, done.err
+    assert words in done.err and any(words in note for note in json.loads(done.out)["notes"])
+    assert words in ligertune("data", recipe, *overrides(few), "--examples", "0").out
+    for streaming in (False, True):
+        for command in ("plan", "train"):
+            refused = ligertune(command, recipe, *overrides({**many, "data.streaming": streaming}), "--set",
+                                "checkpoint.output_dir=other")  # fmt: skip
+            assert refused.code == 2 and not (tmp_path / "other").exists()
+            rows = "47 of the first 60 rows" if streaming else "47 of 60 rows"
+            assert f"{rows} (78 %) are dropped: 47 too long" in refused.err
+            assert "data.on_overlength: truncate. To train on the rest, write data.max_dropped: 0.79." in refused.err
+    shown = ligertune("data", recipe, *overrides(many), "--examples", "0")
+    assert shown.code == 0 and "Training is refused: data.max_dropped allows fewer." in shown.out
+    allowed = ligertune("plan", recipe, *overrides({**many, "data.max_dropped": 0.79}))
+    assert allowed.code == 0 and "47 of 60 rows (78 %)" in allowed.out
+
+
 STREAMED = {"data.streaming": "true", "data.val_split": 0, "data.packing": True, "train.max_steps": 6, **saves(4)}
 
 

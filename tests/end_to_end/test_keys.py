@@ -45,7 +45,7 @@ def text(data, tokenizer, index: int = 0) -> str:
     return tokenizer.decode(data.train[index].input_ids)
 
 
-TRUNCATED = {"data.on_overlength": "truncate", "data.max_length": 130}
+TRUNCATED = {"data.on_overlength": "truncate", "data.max_length": 130, "data.max_dropped": 1}
 # key -> (other settings, value, check of the data with the key and without it)
 CHANGES_DATA = {
     "data.system_prompt": ({}, "Answer briefly.", lambda new, old, decode: (

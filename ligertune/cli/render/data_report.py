@@ -62,7 +62,7 @@ def data_preview(summary: dict[str, Any], previews: Sequence[PreviewExample]) ->
     table("Data", account_rows(summary))
     table("Tokens per example", _histogram(summary["lengths"]))
     table("In training", training_rows(summary["outlook"]))
-    for note in report_notes(summary["report"]):
+    for note in report_notes(summary):
         text(f"  note: {note}")
 
 
@@ -152,9 +152,10 @@ def training_rows(outlook: dict[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def report_notes(report: dict[str, Any]) -> list[str]:
-    """Return the remarks on the data."""
-    notes = list(report["notes"])
+def report_notes(summary: dict[str, Any]) -> list[str]:
+    """Return the remarks on the data. summary: from `preview_summary`."""
+    report = summary["report"]
+    notes = [note for part in (report, summary["eval_report"]) if part for note in part["notes"]]
     if report["straddling"]:
         notes.append(
             f"not trained: {plural(report['straddling'], 'token')} at the boundary of prompt and answer, with text of "
@@ -178,10 +179,7 @@ def data_page(summary: dict[str, Any], *, title: str) -> str:
     )
     return environment.get_template("data_page.html.j2").render(
         title=title,
-        about=[
-            *account_rows(summary, with_counts=False),
-            *(("note", note) for note in report_notes(summary["report"])),
-        ],
+        about=[*account_rows(summary, with_counts=False), *(("note", note) for note in report_notes(summary))],
         training=training_rows(summary["outlook"]),
         report=summary["report"],
         eval_report=summary["eval_report"],

@@ -1,0 +1,91 @@
+"""Report on one data set: what it was recognised as, its rows, and whether too many of them were dropped."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ligertune.data.rows.conversation import DROP_REASONS, LENGTH_REASONS
+from ligertune.errors import UserError, plural
+
+if TYPE_CHECKING:
+    from ligertune.data.row_pipeline import RowCounts
+    from ligertune.planning.options import DataOptions
+
+WARN_SHARE = 0.05  # share of dropped rows from which they are a warning
+
+
+@dataclass(frozen=True)
+class DatasetReport:
+    """What one data set was recognised as, and its numbers.
+
+    cached: it was prepared before. sample: the numbers are those of its first rows, because it is streamed.
+    """
+
+    path: str
+    format: str
+    template: str
+    rows_read: int
+    examples: int
+    dropped: dict[str, int]  # by DROP_REASONS, the most frequent first
+    first_dropped: dict[str, str]  # reason -> source of the first such row
+    cached: bool = False
+    sample: bool = False
+
+    @property
+    def dropped_share(self) -> float:
+        """Dropped rows / rows read."""
+        return sum(self.dropped.values()) / max(self.rows_read, 1)
+
+    def warning(self, data: DataOptions) -> str | None:
+        """Return a sentence if many rows are dropped, with the key to change; else None."""
+        if self.dropped_share < WARN_SHARE:
+            return None
+        allowed = " Training is refused: data.max_dropped allows fewer." if self._exceeds(data) else ""
+        return f"{self._account()} {remedy(self.dropped, data)}{allowed}"
+
+    def check_dropped(self, data: DataOptions) -> None:
+        """Raise UserError if more rows are dropped than `data.max_dropped` allows."""
+        if self._exceeds(data):
+            enough = math.ceil(100 * self.dropped_share) / 100
+            raise UserError(
+                f"{self._account()} data.max_dropped: {data.max_dropped:g} allows fewer.",
+                hint=f"{remedy(self.dropped, data)} To train on the rest, write data.max_dropped: {enough:g}.",
+            )
+
+    def _exceeds(self, data: DataOptions) -> bool:
+        return self.dropped_share > data.max_dropped
+
+    def _account(self) -> str:
+        rows = f"the first {plural(self.rows_read, 'row')}" if self.sample else plural(self.rows_read, "row")
+        reasons = ", ".join(f"{count} {reason}" for reason, count in self.dropped.items())
+        number, first = sum(self.dropped.values()), self.first_dropped[next(iter(self.dropped))]
+        verb, share = "is" if number == 1 else "are", f"{100 * self.dropped_share:.0f} %"
+        first = first.replace(f"{self.path}:", "line ")
+        return f"{self.path}: {number} of {rows} ({share}) {verb} dropped: {reasons}, the first at {first}."
+
+
+def report_of(
+    path: str, form: str, template: str, counts: RowCounts, *, examples: int, cached: bool = False, sample: bool = False
+) -> DatasetReport:
+    """Return the report on a data set with these counts."""
+    dropped = dict(counts.dropped.most_common())
+    return DatasetReport(
+        path, form, template, counts.rows_read, examples, dropped, dict(counts.first_dropped), cached, sample
+    )
+
+
+def remedy(dropped: dict[str, int], data: DataOptions) -> str:
+    """Return what to change against the most frequent reason."""
+    reason = next(iter(dropped))
+    if reason == "too long":
+        return f"Raise data.max_length (now {data.max_length}), or write data.on_overlength: truncate."
+    if reason in LENGTH_REASONS:
+        return f"Raise data.max_length (now {data.max_length})."
+    if reason == "several exchanges":
+        return "Write data.prompt_template: chat."
+    return (
+        f"{reason[0].upper()}{reason[1:]}: {DROP_REASONS[reason]}. Repair the data, name its columns or its format in "
+        "data.datasets[], or write data.datasets[].on_bad_row: repair."
+    )
