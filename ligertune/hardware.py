@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from ligertune.errors import UserError
+from ligertune.errors import UserError, plural
 from ligertune.progress import importing
 
 Vendor = Literal["nvidia", "amd", "cpu"]
@@ -128,7 +128,8 @@ def choose_processes(wanted: int | Literal["auto"], strategy: str) -> int:
     if is_launched():
         if wanted not in ("auto", world_size()):
             raise UserError(
-                f"parallel.num_processes: {wanted}, but the launcher started {world_size()} processes.",
+                f"parallel.num_processes: {wanted}, but the launcher started "
+                f"{plural(world_size(), 'process', 'processes')}.",
                 hint=f"Write parallel.num_processes: auto, or tell the launcher to start {wanted}.",
             )
         return world_size()

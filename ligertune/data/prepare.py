@@ -18,7 +18,7 @@ from ligertune.data.row_pipeline import RowCounts, RowPipeline, build_blocks, co
 from ligertune.data.rows.data_files import display_path
 from ligertune.data.rows.sources import RecordStream
 from ligertune.data.stream import ExampleStream, StreamedExamples
-from ligertune.errors import UserError
+from ligertune.errors import UserError, plural
 from ligertune.hardware import is_first_on_node, ranks_on_node
 
 if TYPE_CHECKING:
@@ -221,7 +221,7 @@ def _mixture_note(sets: Sequence[LoadedDataset], weights: Sequence[float], train
         f"{count} of {part.report.path} (weight {weight:g})"
         for part, weight, count in zip(sets, weights, np.bincount(train.block_of, minlength=len(sets)), strict=True)
     )
-    return f"An epoch has {len(train)} examples: {', '.join(parts)}."
+    return f"An epoch has {plural(len(train), 'example')}: {', '.join(parts)}."
 
 
 def split_examples(examples: Examples, share: float, *, seed: int) -> tuple[Examples, Examples]:
@@ -229,7 +229,7 @@ def split_examples(examples: Examples, share: float, *, seed: int) -> tuple[Exam
     count = max(1, round(share * len(examples)))
     if count >= len(examples):
         raise UserError(
-            f"data.val_split: {share} of {len(examples)} examples leaves none to train on.",
+            f"data.val_split: {share} of {plural(len(examples), 'example')} leaves none to train on.",
             hint="Give more data or a smaller share.",
         )
     order = np.random.default_rng(seed).permutation(len(examples))
@@ -249,8 +249,9 @@ def _report(sets: Sequence[LoadedDataset], kept: Examples, data: DataOptions) ->
     notes = list(_dropped_notes([part.report for part in sets], data))
     if counts.unended and data.train_on != "all":
         notes.append(
-            f"{counts.unended} of {examples} examples end without a special token: "
-            "the template does not teach the model where to stop."
+            f"{counts.unended} of {plural(examples, 'example')} "
+            f"{'ends' if counts.unended == 1 else 'end'} without a special "
+            "token: the template does not teach the model where to stop."
         )
     counted = {name: value for name, value in vars(counts).items() if name not in ("rows_used", "unended")}
     counted |= {name: dict(counted[name].most_common()) for name in ("dropped", "repaired")}

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ligertune.vision.reader import ImageReader
 
 _INCOMPLETE = "\ufffd"  # what decode returns for some bytes of a character
-_MAX_BINS = 24
+_MAX_BINS = 20
 _STREAM_SAMPLE = 2000  # examples of a stream that are previewed
 
 
@@ -58,15 +58,16 @@ class PreviewExample:
 def length_statistics(lengths: np.ndarray) -> dict[str, Any]:
     """Return mean, percentiles, maximum and histogram of lengths (N,).
 
-    The bins of the histogram have equal width; bin i begins at `edges[i]`.
+    The bins of the histogram have equal width; bin i begins at `edges[i]`, the first at the shortest length.
     """
-    width = max(1, -(-int(lengths.max()) // _MAX_BINS))
-    counts = np.bincount((lengths - 1) // width).tolist()
+    shortest, longest = int(lengths.min()), int(lengths.max())
+    width = -(-(longest - shortest + 1) // _MAX_BINS)
+    counts = np.bincount((lengths - shortest) // width).tolist()
     return {
         "mean": round(float(lengths.mean()), 1),
         **{f"p{share}": int(np.percentile(lengths, share, method="nearest")) for share in (50, 90, 95, 99)},
         "max": int(lengths.max()),
-        "edges": list(range(1, 1 + width * len(counts), width)),
+        "edges": [shortest + i * width for i in range(len(counts))],
         "counts": counts,
     }
 

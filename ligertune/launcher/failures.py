@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 
-from ligertune.errors import UserError
+from ligertune.errors import UserError, plural
 from ligertune.hardware import rank
 
 FOLDER = "LIGERTUNE_RANKS"  # environment variable: the folder into which ranks write their errors
@@ -94,7 +94,7 @@ def diagnose(
     silent = [one for one in exits if one.rank in stalled] or (late if timed_out else [])
     if silent:
         return UserError(
-            f"{_name(silent)} did not answer for {timeout} seconds and was ended. {left}",
+            f"{_name(silent)} did not answer for {plural(timeout, 'second')} and was ended. {left}",
             hint=f"{resume} parallel.timeout sets how long ranks wait for each other in a step.".strip(),
             exit_code=1,
         )

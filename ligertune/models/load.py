@@ -22,7 +22,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from ligertune.errors import UserError
+from ligertune.errors import UserError, plural
 from ligertune.vision.families import family_of, has_vision
 
 if TYPE_CHECKING:
@@ -94,7 +94,9 @@ def _truncate(config: PreTrainedConfig, depth: int) -> None:
     text = config.get_text_config()
     full = text.num_hidden_layers
     if depth > full:
-        raise UserError(f"model.num_hidden_layers: {depth}, but the model has {full} layers.", hint="Write fewer.")
+        raise UserError(
+            f"model.num_hidden_layers: {depth}, but the model has {plural(full, 'layer')}.", hint="Write fewer."
+        )
     for name, value in list(vars(text).items()):
         if isinstance(value, list | tuple) and len(value) == full:
             setattr(text, name, value[:depth])

@@ -11,7 +11,7 @@ from row_files import write_rows
 
 from ligertune.cli.render import console as render
 from ligertune.cli.render import data_report as render_data
-from ligertune.cli.render.data_report import data_page, visible_text
+from ligertune.cli.render.data_report import BAR, data_page, histogram_rows, visible_text
 from ligertune.data.batching.packing import pack
 from ligertune.data.preview import length_statistics, preview, preview_summary
 from ligertune.data.statistics import data_statistics
@@ -164,8 +164,14 @@ def test_statistics_of_rows_padding_steps_and_tokens():
 
 def test_statistics_of_the_lengths_1_to_101():
     found = length_statistics(np.arange(1, 102))
-    assert found["edges"] == [*range(1, 102, 5)] and found["counts"] == [5] * 20 + [1]
+    assert found["edges"] == [*range(1, 102, 6)] and found["counts"] == [6] * 16 + [5]
     assert [found[name] for name in ("mean", "p50", "p90", "p95", "p99", "max")] == [51.0, 51, 91, 96, 100, 101]
+
+
+def test_the_histogram_begins_at_the_shortest_length_and_merges_empty_bins():
+    rows = histogram_rows(length_statistics(np.array([218] * 5 + [900])))
+    assert rows == [("218 to 252", f"{'█' * BAR} 5"), ("253 to 882", "0"), ("883 to 900", f"{'█' * (BAR // 5)} 1")]
+    assert histogram_rows(length_statistics(np.array([7, 7]))) == [("7", f"{'█' * BAR} 2")]
 
 
 def test_invisible_text_is_made_visible():

@@ -47,7 +47,7 @@ def on_a_gpu(plan, *, peak_flops=None, **changes):
 
 def test_the_plan_suggests_it_where_kernel_launches_take_the_time(tmp_path):
     """One row of 128 tokens at the size of Llama-3.2-1B. Not for larger batches, nor where it would be refused."""
-    recipe = recipe_for(tmp_path, **{**SETTINGS, **PACKED, "data.max_length": 128})
+    recipe = recipe_for(tmp_path, **{**SETTINGS, **PACKED, "data.max_length": 128, "data.max_dropped": 1})
     plan = plan_for(recipe, for_show=True).plan
     one_row = dataclasses.replace(plan.batching, micro_batch_size=1)
     one_b = {"n_parameters": 1_240_000_000, "memory": dataclasses.replace(plan.memory, layers=16)}

@@ -60,7 +60,7 @@ def data_preview(summary: dict[str, Any], previews: Sequence[PreviewExample]) ->
         OUTPUT.console.print(Rule(Text(head), align="left") if colour else Text(f"--- {head} ---"))
         OUTPUT.console.print(_marked(shown, colour=colour))
     table("Data", account_rows(summary))
-    table("Tokens per example", _histogram(summary["lengths"]))
+    table("Tokens per example", histogram_rows(summary["lengths"]))
     table("In training", training_rows(summary["outlook"]))
     for note in report_notes(summary):
         text(f"  note: {note}")
@@ -98,7 +98,6 @@ def account_rows(summary: dict[str, Any], *, with_counts: bool = True) -> list[t
         rows.append(("images", str(summary["images"])))
     percentiles = ", ".join(f"p{p} {lengths[f'p{p}']}" for p in (50, 90, 95, 99))
     rows.append(("example length", f"mean {lengths['mean']}, {percentiles}, longest {lengths['max']} tokens"))
-    rows.append(("content hash", summary["fingerprint"][:16]))
     evaluation = summary["eval_report"]
     held_out = _data_sets(evaluation) + (_reasons("dropped", evaluation) if with_counts else [])
     return rows + [(f"eval {name}", value) for name, value in held_out]
@@ -121,10 +120,18 @@ def _reasons(name: str, report: dict[str, Any] | None) -> list[tuple[str, str]]:
     return [(name, f"{count} {reason}, first {first[reason]}") for reason, count in counts.items()]
 
 
-def _histogram(lengths: dict[str, Any]) -> list[tuple[str, str]]:
-    most = max(lengths["counts"])
-    starts = zip(lengths["edges"], lengths["counts"], strict=True)
-    return [(f"from {first}", f"{'█' * round(BAR * count / most)} {count}") for first, count in starts]
+def histogram_rows(lengths: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return a row per bin: its lengths, a bar and a count. Consecutive empty bins are one row."""
+    counts, edges = lengths["counts"], lengths["edges"]
+    most, ends = max(counts), [*(first - 1 for first in edges[1:]), lengths["max"]]
+    rows = []
+    bins = zip(edges, ends, counts, strict=True)
+    for _, run in groupby(enumerate(bins), key=lambda item: item[0] if item[1][2] else "empty"):
+        members = [values for _, values in run]
+        first, last, count = members[0][0], members[-1][1], members[0][2]
+        bar = "█" * round(BAR * count / most)
+        rows.append((f"{first} to {last}" if last > first else str(first), f"{bar} {count}".strip()))
+    return rows
 
 
 def training_rows(outlook: dict[str, Any]) -> list[tuple[str, str]]:
@@ -146,10 +153,16 @@ def training_rows(outlook: dict[str, Any]) -> list[tuple[str, str]]:
         ),
         (
             "whole run",
-            f"{plural(outlook['steps'], 'step')} ({outlook['steps_per_epoch']:.1f} per epoch), about "
+            f"{plural(outlook['steps'], 'step')} ({_epoch_in_steps(outlook['steps_per_epoch'])}), about "
             f"{outlook['tokens']:,} tokens, {outlook['trained_tokens']:,} of them trained",
         ),
     ]
+
+
+def _epoch_in_steps(steps: float) -> str:
+    if steps < 1:
+        return "more than one epoch per step"
+    return f"an epoch takes about {plural(round(steps), 'step')}"
 
 
 def report_notes(summary: dict[str, Any]) -> list[str]:

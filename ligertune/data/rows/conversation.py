@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, Literal
 
+from ligertune.errors import plural
+
 Role = Literal["system", "user", "assistant", "tool"]
 
 # names that data sets use for the four roles
@@ -126,7 +128,7 @@ def check_conversation(messages: Sequence[Message], tools: Sequence[dict[str, An
     """Return the turns without empty system turns. Raise BadRow if the model cannot be trained on them."""
     messages = tuple(message for message in messages if message.role != "system" or not message.is_empty)
     if all(message.role != "assistant" for message in messages):
-        raise BadRow("no answer", f"{len(messages)} turns")
+        raise BadRow("no answer", plural(len(messages), "turn"))
     previous = None
     for number, message in enumerate(messages, start=1):
         if message.role not in _NEXT_ROLES[previous]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from ligertune.errors import UserError
+from ligertune.errors import UserError, plural
 from ligertune.hardware import Machine
 from ligertune.planning.memory.activation_bytes import ActivationPolicy
 from ligertune.planning.memory.estimate import MemoryEstimate, largest
@@ -65,7 +65,7 @@ def with_checkpointed_layers(
         return _with_fewest_layers(estimate, batching, row_length, machine)
     if wanted > estimate.layers:
         raise UserError(
-            f"train.gradient_checkpointing_layers: {wanted}, but the model has {estimate.layers} layers.",
+            f"train.gradient_checkpointing_layers: {wanted}, but the model has {plural(estimate.layers, 'layer')}.",
             hint="Write a smaller number, or leave it out: all layers are checkpointed then.",
         )
     return estimate.with_checkpointing(not_checkpointed=estimate.layers - wanted)

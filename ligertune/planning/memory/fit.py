@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from ligertune.errors import UserError
+from ligertune.errors import UserError, plural
 from ligertune.planning.memory.activation_policy import why_not_predicted
 from ligertune.planning.memory.estimate import MemoryEstimate, largest
 from ligertune.planning.plan import Plan
@@ -95,7 +95,7 @@ def _checkpointing(plan: Plan, without: Fit, with_checkpointing: Fit) -> list[st
     if plan.memory.policy.checkpointing or with_checkpointing.micro_batch_size <= without.micro_batch_size:
         return []
     instead = " instead of kernels.recompute" if plan.build.kernels.recompute else ""
-    rows = f"(fits {with_checkpointing.micro_batch_size} rows of {plan.row_length})"
+    rows = f"(fits {plural(with_checkpointing.micro_batch_size, 'row')} of {plan.row_length})"
     return [f"train.gradient_checkpointing: true{instead} {rows}"]
 
 

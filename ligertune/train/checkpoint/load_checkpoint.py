@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from ligertune.errors import UserError
+from ligertune.errors import UserError, plural
 from ligertune.planning.plan import Plan
 from ligertune.storage import PROGRESS_FILE
 from ligertune.train.distributed import local_shard
@@ -50,7 +50,7 @@ def check_unfinished(plan: Plan) -> None:
         return  # The model was removed: resuming repeats the last steps and writes it again.
     if report["status"] == "completed" and report["steps"] >= plan.schedule.total_steps:
         raise UserError(
-            f"checkpoint.output_dir: the run in {plan.output_dir} is finished ({report['steps']} steps).",
+            f"checkpoint.output_dir: the run in {plan.output_dir} is finished ({plural(report['steps'], 'step')}).",
             hint=f"Its model is in {plan.output_dir / 'model'}. To train on, raise train.num_train_epochs; "
             "to start over, use --overwrite.",
         )
@@ -73,7 +73,7 @@ def saved_progress(folder: Path, plan: Plan) -> int:
         (
             (batch, batching.global_batch_size),
             f"was trained with a global batch of {batch} examples; this recipe makes it {batching.global_batch_size} "
-            f"on {batching.world_size} processes.",
+            f"on {plural(batching.world_size, 'process', 'processes')}.",
             f"Set train.global_batch_size: {batch}.",
         ),
         (
@@ -97,7 +97,7 @@ def saved_progress(folder: Path, plan: Plan) -> int:
     _check_deepspeed_ranks(folder, saved, plan)
     if progress["step"] > plan.schedule.total_steps:
         raise UserError(
-            f"{folder} is at step {progress['step']}, past this recipe's {plan.schedule.total_steps} steps.",
+            f"{folder} is at step {progress['step']}, past this recipe's {plural(plan.schedule.total_steps, 'step')}.",
             hint="Raise train.num_train_epochs or train.max_steps.",
         )
     return progress["step"]
@@ -119,7 +119,8 @@ def _check_deepspeed_ranks(folder: Path, saved: dict, plan: Plan) -> None:
     wrote, reads = ((saved["strategy"], saved["batching"]["world_size"]), (plan.strategy, plan.batching.world_size))
     if wrote != reads and any(strategy.startswith("deepspeed") for strategy, _ in (wrote, reads)):
         raise UserError(
-            f"{folder} was written by {wrote[1]} processes with {wrote[0]}; this run has {reads[1]} with {reads[0]}, "
+            f"{folder} was written by {plural(wrote[1], 'process', 'processes')} with {wrote[0]}; "
+            f"this run has {reads[1]} with {reads[0]}, "
             "and DeepSpeed loads only checkpoints of its own strategy and number of processes.",
             hint="Resume as the run was started; ddp and fsdp resume each other on any number of processes.",
         )
