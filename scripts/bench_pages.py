@@ -86,7 +86,8 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
     if not options.page:
         parser.error("--from needs --page FOLDER")
     lines = options.saved.read_text(encoding="utf-8").splitlines()
-    pages = [Page(**json.loads(line)) for line in lines if line.startswith(MARK)]
+    commit = {"commit": options.commit} if options.commit else {}
+    pages = [Page(**{**json.loads(line), **commit}) for line in lines if line.startswith(MARK)]
     if not pages:
         parser.error(f"--from: no line of {options.saved} starts with {MARK}")
     for page in pages:
