@@ -68,8 +68,34 @@ def recognise_format(name: str, columns: Collection[str], path: str) -> Format:
     what = "fit no known format; nearest is" if name == "auto" else "do not fit"
     raise UserError(
         f"{path}: its columns ({found}) {what} {nearest.name}, which also needs {missing}.",
-        hint="If a column has another name, write data.datasets[].columns: {our name: its name}.",
+        hint=_renames(columns, candidates),
     )
+
+
+# Names of columns in published data sets, by our name; the first that a data set has is taken.
+OTHER_NAMES: dict[str, tuple[str, ...]] = {
+    "instruction": ("question", "query", "problem", "prompt", "inputs", "input", "user"),
+    "output": ("response", "completion", "solution", "answer", "answers", "targets", "target", "reply", "assistant"),
+    "messages": ("conversation", "dialogue", "dialog", "chat", "turns"),
+    "text": ("content", "document", "body", "article"),
+}
+
+
+def _renames(columns: Collection[str], candidates: Collection[Format]) -> str:
+    """Return a hint: the `columns` that make one of these formats fit, if their names are known."""
+    if {"chosen", "rejected"} <= set(columns):
+        return (
+            "These are preferences, and DPO is not supported. To fine-tune on the chosen answers, write "
+            "data.datasets[].columns: {completion: chosen} if they are texts, {messages: chosen} if they are lists."
+        )
+    for row in candidates:
+        names = {
+            ours: [name for name in (ours, *OTHER_NAMES.get(ours, ())) if name in columns] for ours in row.required
+        }
+        if all(names.values()):
+            renamed = ", ".join(f"{ours}: {found[0]}" for ours, found in names.items() if found[0] != ours)
+            return f"Write data.datasets[].columns: {{{renamed}}}."
+    return "If a column has another name, write data.datasets[].columns: {our name: its name}."
 
 
 def check_columns(columns: Collection[str]) -> None:

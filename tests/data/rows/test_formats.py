@@ -207,6 +207,34 @@ def test_other_columns_name_the_nearest_format(name, columns, says):
         recognise_format(name, columns, "d")
 
 
+@pytest.mark.parametrize(
+    ("columns", "renames"),
+    [
+        ("question answer", "{instruction: question, output: answer}"),
+        ("type query original_question response", "{instruction: query, output: response}"),  # MetaMathQA
+        ("question solution answer", "{instruction: question, output: solution}"),  # LIMO
+        ("id query answers tools", "{instruction: query, output: answers}"),  # xLAM
+        ("inputs targets", "{instruction: inputs, output: targets}"),  # Aya
+        ("instruction response", "{output: response}"),
+        ("conversation id", "{messages: conversation}"),
+        ("url content", "{text: content}"),
+    ],
+)
+def test_the_hint_names_the_columns_that_work(columns, renames):
+    with pytest.raises(UserError) as caught:
+        recognise_format("auto", columns.split(), "d")
+    assert caught.value.hint == f"Write data.datasets[].columns: {renames}."
+    ours = dict(pair.split(": ") for pair in renames.strip("{}").split(", "))
+    check_columns(ours)
+    renamed = {*columns.split(), *ours} - set(ours.values())
+    assert set(recognise_format("auto", renamed, "d").required) <= renamed
+
+
+def test_preferences_are_not_taken_for_answers():
+    with pytest.raises(UserError, match=r"DPO is not supported.*\{completion: chosen\}"):
+        recognise_format("auto", ("prompt", "chosen", "rejected"), "d")
+
+
 def test_a_rename_to_a_column_that_no_format_reads_is_refused():
     check_columns({column for row in FORMATS for column in row.required + row.optional})
     with pytest.raises(UserError, match="no format reads a column `answer`"):
