@@ -148,15 +148,78 @@ def test_a_trl_file(imported):
     assert (recipe.data.max_length, recipe.train.gradient_checkpointing) == (1024, True)
     assert recipe.data.padding_free is True
     assert recipe.model.tokenizer.eos_token == "<|im_end|>"
-    assert list(left(result)) == ["chat_template_path"]  # `completion_only_loss: false` changes nothing
+    assert list(left(result)) == ["chat_template_path"]
     assert result.left[0].line == 11
     assert '#   chat_template_path: "HuggingFaceTB/SmolLM3-3B"  (' in result.text
     assert "# Defaults of TRL:" in result.text
 
 
+ADAPTER = "model_name_or_path: a/b\ndataset: some/data\nstage: sft\nfinetuning_type: lora\n"
+
+
+def test_steps_win_over_epochs_and_minus_one_is_not_given(imported):
+    result = imported(TRL + "num_train_epochs: 3\nwarmup_steps: 10\nwarmup_ratio: 0.1\n")
+    recipe = load_recipe(Path("ours.yaml"))
+    assert (recipe.train.max_steps, recipe.train.num_train_epochs) == (50, None)
+    assert (recipe.train.warmup_steps, recipe.train.warmup_ratio) == (10, None)
+    assert left(result)["train.num_train_epochs"] == "train.max_steps replaces it"
+    imported(TRL.replace("max_steps: 50", "max_steps: -1\nwarmup_steps: 0") + "num_train_epochs: 2\n")
+    recipe = load_recipe(Path("ours.yaml"))
+    assert (recipe.train.max_steps, recipe.train.num_train_epochs, recipe.train.warmup_ratio) == (None, 2.0, 0.0)
+
+
+def test_trl_trains_the_prompt_too_without_completion_only_loss(imported):
+    for more, train_on in (("", "all"), ("assistant_only_loss: true\n", "assistant")):
+        imported(TRL + more)
+        assert load_recipe(Path("ours.yaml")).data.train_on == train_on
+    imported(TRL.replace("completion_only_loss: false", "completion_only_loss: true"))
+    assert load_recipe(Path("ours.yaml")).data.train_on == "assistant"
+
+
+def test_llama_factorys_defaults_of_template_lora_and_memory(imported):
+    for more, rank, alpha, template, checkpointing in (
+        ("", 8, 16, "chat", True),
+        ("lora_rank: 32\ntemplate: qwen\n", 32, 64, "chat", True),
+        ("lora_alpha: 4\ntemplate: alpaca\ndisable_gradient_checkpointing: true\n", 8, 4, "alpaca", False),
+    ):
+        imported(ADAPTER + more)
+        recipe = load_recipe(Path("ours.yaml"))
+        assert (recipe.method.type, recipe.method.lora_r, recipe.method.lora_alpha) == ("lora", rank, alpha)
+        assert (recipe.data.prompt_template, recipe.train.gradient_checkpointing) == (template, checkpointing)
+        assert recipe.data.on_overlength == "truncate"
+    text = imported(ADAPTER.replace("lora", "full")).text
+    assert "lora_r:" not in text  # full fine-tuning has no rank
+
+
+def test_pretraining_reads_raw_text(imported, tmp_path):
+    (tmp_path / "data").mkdir()
+    info = {"some/data": {"file_name": "c4.json", "columns": {"prompt": "body"}}}
+    (tmp_path / "data" / "dataset_info.json").write_text(json.dumps(info))
+    imported(ADAPTER.replace("stage: sft", "stage: pt").replace("lora", "full"))
+    recipe = load_recipe(Path("ours.yaml"))
+    assert (recipe.task, recipe.data.packing, recipe.data.prompt_template) == ("sft", True, "auto")
+    assert (recipe.data.datasets[0].format, recipe.data.datasets[0].columns) == ("text", {"text": "body"})
+
+
+def test_nulls_are_not_given_and_one_tracker_is_a_list(imported):
+    imported(ADAPTER + "fp16:\noutput_dir:\nreport_to: wandb\n")
+    recipe = load_recipe(Path("ours.yaml"))
+    assert (recipe.checkpoint.output_dir, recipe.logging.report_to) == ("runs/tool", ("wandb",))
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
+        *(
+            (
+                ADAPTER.replace("sft", stage),
+                rf"tool\.yml:3: stage: {stage} is not supported.*not yet on preferences \(DPO",
+            )
+            for stage in ("dpo", "kto", "rm", "ppo")
+        ),
+        (AXOLOTL + "rl: dpo\n", r"rl: dpo is not supported"),
+        (ADAPTER.replace("lora", "oft"), 'method.type .* is "oft"'),
+        (ADAPTER.replace("lora", "freeze"), "no parameter is left to train"),
         ("model: {model_name_or_path: a/b}\n", "recipe check"),
         ("learning_rate: 1.0\n", "has none of the keys"),
         ("base_model: a/b\nsequence_len: 10\n", "data.datasets is missing"),

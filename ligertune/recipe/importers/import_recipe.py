@@ -18,9 +18,11 @@ from ligertune.recipe.importers.peers import (
     IMPORTED,
     LLAMA_FACTORY,
     NOT_OURS,
+    OBJECTIVES,
     REASONS,
     TOOLS,
     TRL,
+    TWICE_THE_RANK,
     Peer,
     likely_peer,
 )
@@ -75,7 +77,9 @@ def import_recipe(path: Path) -> Import:
     """Convert the file at `path`. Raises UserError if no known tool wrote it, or if it names no model or data."""
     path = Path(path)
     document = read_document(path)
+    document.data = {name: value for name, value in document.data.items() if value is not None}
     work = Import(peer_of(document), document, path.absolute().parent)
+    _refuse_other_objectives(document)
     _datasets(work)
     _method(work)
     # the importer's aliases first: they are more specific than those of recipes
@@ -83,6 +87,7 @@ def import_recipe(path: Path) -> Import:
     apply_aliases(document)
     _flat_keys(work)
     _unknown_keys(work)
+    _replaced_keys(work)
     _tool_defaults(work)
     _values(work)
     document.raise_complaints()
@@ -102,6 +107,18 @@ def peer_of(document: Document) -> Peer:
             hint="If it is a recipe of ligertune already, validate it with `ligertune recipe check`.",
         )
     return best
+
+
+def _refuse_other_objectives(document: Document) -> None:
+    """Raise UserError for a file that trains for something else, which must not become supervised fine-tuning."""
+    for name, supported in OBJECTIVES.items():
+        value = document.data.get(name, False)
+        if value not in (False, *supported):
+            raise UserError(
+                f"{document.place((name,))}: {name}: {value} is not supported: ligertune trains on texts and answers, "
+                "not yet on preferences (DPO, KTO, ORPO) or rewards.",
+                hint="Keep the other tool for this file.",
+            )
 
 
 def _datasets(work: Import) -> None:
@@ -127,6 +144,7 @@ def _llama_factory_datasets(work: Import, place: Place) -> None:
     for tool_name, name in (("dataset", "datasets"), ("eval_dataset", "eval_datasets")):
         if given := data.pop(tool_name, None):
             found, unknown = peers.llama_factory(given, work.folder, folder)
+            found = [peers.as_raw_text(item) for item in found] if data.get("stage") == "pt" else found
             work.document.put(("data", name), found, place)
             why = f"{folder}/dataset_info.json does not describe it: write a file or a hub id under data.{name}"
             work.left += [Left(0, tool_name, value, why) for value in unknown]
@@ -155,6 +173,16 @@ def _method(work: Import) -> None:
         data["adapter"] = "qlora"
     if data.get("template") == "alpaca":
         data["prompt_template"] = data.pop("template")
+    if data.get("stage") == "pt":
+        data["stage"] = "sft"
+        data.setdefault("packing", True)  # the tool's default at this stage
+        data.setdefault("prompt_template", "auto")
+    if data.get("unfrozen_parameters"):
+        data.setdefault("adapter", "freeze")
+    if data.get("assistant_only_loss"):
+        data.pop("completion_only_loss", None)  # it is about rows of prompt and completion
+    if "disable_gradient_checkpointing" in data:
+        data["gradient_checkpointing"] = not data.pop("disable_gradient_checkpointing")
     tokens = data.pop("special_tokens", None)
     for name, token in (tokens if isinstance(tokens, dict) else {}).items():
         data.setdefault(name, token)
@@ -191,12 +219,31 @@ def _unknown_keys(work: Import) -> None:
                 work.leave(("data", which, index, name), REASONS.get(name, UNKNOWN))
 
 
+def _replaced_keys(work: Import) -> None:
+    """Remove one key of each pair of which a recipe has one: TrainingArguments let positive numbers of steps win."""
+    for key, rival in EITHER_OR.items():
+        path, other = ("train", key), ("train", rival)
+        if not work.document.has(other):
+            continue
+        steps = work.document.get(other)
+        if isinstance(steps, int | float) and steps <= 0:  # -1 and 0 mean "not given"
+            work.document.remove(other)
+        elif work.document.has(path):
+            work.leave(path, f"train.{rival} replaces it")
+
+
 def _tool_defaults(work: Import) -> None:
     """Write the tool's defaults where ours differ, so that the run stays the same."""
-    for key, value in work.peer.defaults.items():
+    defaults = dict(work.peer.defaults)
+    for key, value in defaults.items():
         rival = EITHER_OR.get(leaf(key))
         if key not in keys() or work.document.has(split(key)):
             continue
+        if key.startswith("method.lora_"):
+            if not _trains_adapter(work.document):
+                continue
+            if value == TWICE_THE_RANK:
+                value = 2 * work.document.get(("method", "lora_r"))
         # the file's max_steps replaces the tool's default of num_train_epochs
         if rival and work.document.has((*split(key)[:-1], rival)):
             continue
@@ -205,6 +252,11 @@ def _tool_defaults(work: Import) -> None:
     if not work.document.has(("checkpoint", "output_dir")):
         stem = Path(work.document.file).stem
         work.document.put(("checkpoint", "output_dir"), f"runs/{stem}", Place("", 0, work.document.file))
+
+
+def _trains_adapter(document: Document) -> bool:
+    path = ("method", "type")
+    return document.has(path) and document.get(path) in ("lora", "qlora")
 
 
 def _values(work: Import) -> None:
@@ -225,6 +277,9 @@ def _values(work: Import) -> None:
             return  # valid, or a required key is missing: the complaints say which
         for path in removable:
             why = next((message for message in messages if dotted(path) in message), UNKNOWN)
+            changes_objective = path in (("task",), ("method", "type")) and document.get(path) not in NOTHING
+            if changes_objective:  # without it the run would train something else
+                raise UserError(f"{document.place(path)}: {why}", hint="Keep the other tool for this file.")
             work.leave(path, why)
         document.complaints.clear()
 

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from ligertune.errors import UserError
-from ligertune.recipe.aliases import Alias
+from ligertune.recipe.aliases import UNSET, Alias
+from ligertune.recipe.section import convert_by
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,11 @@ NOT_OURS = {
 }
 
 
+# Keys that choose what is trained for, and the values that are supervised fine-tuning. `rl` is Axolotl's.
+OBJECTIVES: dict[str, tuple[str, ...]] = {"stage": ("sft", "pt"), "rl": ()}
+TWICE_THE_RANK = "twice the rank"  # LLaMA-Factory's default of lora_alpha
+
+
 AXOLOTL = Peer(
     "Axolotl",
     "base_model sequence_len sample_packing micro_batch_size val_set_size num_epochs adapter "
@@ -96,7 +102,17 @@ LLAMA_FACTORY = Peer(
     "LLaMA-Factory",
     "stage finetuning_type cutoff_len template dataset_dir do_train preprocessing_num_workers "
     "overwrite_cache lora_rank lora_target plot_loss quantization_bit neat_packing val_size",
-    TRAINER | {"train.learning_rate": 5e-5, "data.max_length": 2048, "method.type": "lora", "method.lora_r": 8},
+    TRAINER
+    | {
+        "train.learning_rate": 5e-5,
+        "train.gradient_checkpointing": True,
+        "data.max_length": 2048,
+        "data.on_overlength": "truncate",
+        "data.prompt_template": "chat",
+        "method.type": "lora",
+        "method.lora_r": 8,
+        "method.lora_alpha": TWICE_THE_RANK,
+    },
 )
 TRL = Peer(
     "TRL",
@@ -125,6 +141,7 @@ def _names(value: Any) -> Any:
 # Aliases for imports only: in a recipe these names would be ambiguous.
 IMPORTED = (
     Alias("method.type", ("use_peft",), lambda value: {True: "lora", False: "full"}.get(value, value)),
+    Alias("data.train_on", ("completion_only_loss",), convert_by({False: "all", True: UNSET})),
     Alias("method.lora_target_modules", ("lora_target",), _names),
     Alias("method.lora_modules_to_save", ("additional_target",), _names),
     Alias("train.gradient_checkpointing", ("gradient_checkpointing",), lambda value: value == "unsloth" or value),
@@ -200,6 +217,13 @@ def llama_factory(names: Any, folder: Path, dataset_dir: str) -> tuple[list[dict
     info = _dataset_info(folder, dataset_dir)
     found = [_registered(info[name], dataset_dir) if name in info else {"path": name} for name in named]
     return found, [name for name in named if name not in info]
+
+
+def as_raw_text(item: dict[str, Any]) -> dict[str, Any]:
+    """Return a data set of LLaMA-Factory's `stage: pt`, whose prompt column holds the texts."""
+    column = item.get("columns", {}).get("instruction", "text")
+    others = {name: value for name, value in item.items() if name != "columns"}
+    return _with_columns({**others, "format": "text"}, {"text": column})
 
 
 def _dataset_info(folder: Path, dataset_dir: str) -> Mapping[str, Any]:
