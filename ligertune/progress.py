@@ -32,21 +32,32 @@ def importing() -> Iterator[None]:
             gc.enable()
 
 
+class Display:
+    """What a run shows of its progress: nothing. The command line draws it on the terminal."""
+
+    def begins(self, name: str, seconds: float = 0.0) -> None:
+        """Show that a phase begins, or that it has lasted so many seconds."""
+
+    def step(self, step: int) -> None:
+        """Show that a step is finished. Called after every step, without a GPU synchronisation."""
+
+
 class Phases(AbstractContextManager):
     """Consecutive phases of a start-up. `seconds` holds the duration of each finished phase by name.
 
-    say: is called when a phase begins, and every `every` seconds with its duration so far, because a silent wait looks
-    like a hang. begun: time.perf_counter() at the start of the first phase. As a context, it ends the last phase.
+    say: is called with a phase's name when it begins, and every `every` seconds with its duration so far, because a
+    silent wait looks like a hang. begun: time.perf_counter() at the start of the first phase. As a context, it ends the
+    last phase.
     """
 
     def __init__(
         self,
-        say: Callable[[str], None] | None = None,
+        say: Callable[[str, float], None] | None = None,
         *,
         first: str = "planning",
         begun: float | None = None,
         before: Mapping[str, float] | None = None,
-        every: float = 3.0,
+        every: float = 30.0,
     ) -> None:
         self.seconds: dict[str, float] = dict(before or {})
         self.say = say
@@ -62,7 +73,7 @@ class Phases(AbstractContextManager):
         """End the current phase and begin the next one."""
         self._close()
         if self.say is not None:
-            self.say(f"{name} ...")
+            self.say(name, 0.0)
         self._name = name
         self._changed.set()
 
@@ -90,10 +101,10 @@ class Phases(AbstractContextManager):
             if self._changed.wait(self._every):
                 self._changed.clear()
             elif name := self._name:
-                self.say(f"{name} ... {time.perf_counter() - self._start:.0f} s")
+                self.say(name, time.perf_counter() - self._start)
 
 
-def taken_over(there: dict[str, Any], say: Callable[[str], None] | None) -> Phases:
+def taken_over(there: dict[str, Any], say: Callable[[str, float], None] | None) -> Phases:
     """Continue the phases of the process whose `handed_on` returned `there`."""
     begun = time.perf_counter() - (time.time() - there["begun"])
     return Phases(say, first=there["phase"], begun=begun, before=there["seconds"])

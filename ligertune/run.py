@@ -28,7 +28,7 @@ from ligertune.planning.plan import Plan
 from ligertune.planning.precision import check_float8, choose_precision
 from ligertune.planning.preflight import check_output_dir, check_packages, check_paths, clear_run
 from ligertune.plots import draw_curves
-from ligertune.progress import Phases
+from ligertune.progress import Display, Phases
 from ligertune.recipe import Recipe
 from ligertune.recipe.plain_yaml import dump
 from ligertune.report import Report, make_report, model_title, write_page
@@ -107,13 +107,19 @@ def _load_and_plan(recipe: Recipe, machine: Machine, progress: ProgressCallback 
 
 
 def run(
-    job: Job, show: Callable[[dict], None], *, change: Change | None = None, phases: Phases | None = None
+    job: Job,
+    show: Callable[[dict], None],
+    *,
+    change: Change | None = None,
+    phases: Phases | None = None,
+    display: Display | None = None,
 ) -> Report:
     """Train as planned, save the model, and report. All ranks call it.
 
     show: receives each logged line. change: applied to the patched model, for comparisons with other kernels. phases:
-    measures the time to the first step.
+    measures the time to the first step. display: shows steps and evaluations while they run.
     """
+    display = display or Display()
     with StopRequest(job.plan.output_dir, enabled=job.plan.checkpoint.save_on_signal) as stop:
         started, began, phases = utc_now(), time.perf_counter(), phases or Phases()
         phases.begin("loading the model")
@@ -129,7 +135,8 @@ def run(
         job = replace(job, plan=plan)
         with explain_out_of_memory(plan):
             phases.begin("preparing to train")
-            fitted = fit(Training(job, accelerator, model, show=show), stop=stop, phases=phases)
+            fitted = fit(Training(job, accelerator, model, show=show, display=display), stop=stop, phases=phases)
+        display.begins("writing the model")
         saves = plan.checkpoint.save_model and not fitted.stopped_by
         model_path, medusa = save_final_model(job, accelerator, fitted) if saves else (None, None)
         report = make_report(

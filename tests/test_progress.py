@@ -5,6 +5,7 @@ import gc
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 
 import pytest
 from command_line import environment
@@ -18,9 +19,14 @@ def python(code: str, *arguments: str) -> str:
     return subprocess.run(command, env=environment(), capture_output=True, text=True, check=True).stdout
 
 
+def said_by(said: list[str]) -> Callable[[str, float], None]:
+    """Append each phase as a line of a pipe shows it."""
+    return lambda name, seconds: said.append(f"{name} ... {seconds:.0f} s" if seconds else f"{name} ...")
+
+
 def test_a_long_phase_is_repeated_until_the_next_one_begins():
     said = []
-    with Phases(said.append, first="planning", every=0.2) as phases:
+    with Phases(said_by(said), first="planning", every=0.2) as phases:
         time.sleep(0.5)
         phases.begin("loading the model")
         time.sleep(0.3)
@@ -36,7 +42,7 @@ def test_a_long_phase_is_repeated_until_the_next_one_begins():
 
 def test_another_process_continues_the_phases():
     said, now = [], time.perf_counter()
-    with Phases(said.append, first="planning", begun=now - 7, every=0.1) as phases:
+    with Phases(said_by(said), first="planning", begun=now - 7, every=0.1) as phases:
         phases.begin("starting")
         passed = time.perf_counter() - now
         time.sleep(0.3)

@@ -25,6 +25,7 @@ def data(
     Example: ligertune data configs/quickstart/stories260k.yaml --examples 1 --out report.html
     """
     from ligertune.cli.render import data_report
+    from ligertune.cli.render.run_display import RunDisplay
     from ligertune.hardware import world_size
     from ligertune.planning.preflight import check_paths, check_report_path
     from ligertune.recipe import load_recipe
@@ -35,22 +36,23 @@ def data(
     if out is not None:
         check_report_path(out)
 
-    # after the checks above: a wrong recipe is reported without waiting for torch, which these modules import
-    from ligertune.data.prepare import prepare
-    from ligertune.data.preview import preview, preview_examples, preview_summary
-    from ligertune.data.statistics import data_statistics
-    from ligertune.models.load import load_tokenizer, read_config
-    from ligertune.planning.batch_layout import StatisticsOptions, resolve_packing
-    from ligertune.vision.families import exact_packing
-    from ligertune.vision.reader import load_reader
+    with RunDisplay(enabled=render.OUTPUT.console.is_terminal) as display:
+        display.begins("reading the data")
+        # after the checks above: a wrong recipe is reported without waiting for torch, which these modules import
+        from ligertune.data.prepare import prepare
+        from ligertune.data.preview import preview, preview_examples, preview_summary
+        from ligertune.data.statistics import data_statistics
+        from ligertune.models.load import load_tokenizer, read_config
+        from ligertune.planning.batch_layout import StatisticsOptions, resolve_packing
+        from ligertune.vision.families import exact_packing
+        from ligertune.vision.reader import load_reader
 
-    config = read_config(loaded.model)
-    # as in training: packing is switched off for a model whose packed rows are not exact
-    loaded, _ = resolve_packing(loaded, **exact_packing(config))
-    tokenizer = load_tokenizer(loaded.model).tokenizer
-    images = load_reader(loaded.model, loaded.vision, config, tokenizer)
-    with data_report.Preparing() as preparing:
-        prepared = prepare(loaded.data, tokenizer, seed=loaded.train.seed, progress=preparing.show, images=images)
+        config = read_config(loaded.model)
+        # as in training: packing is switched off for a model whose packed rows are not exact
+        loaded, _ = resolve_packing(loaded, **exact_packing(config))
+        tokenizer = load_tokenizer(loaded.model).tokenizer
+        images = load_reader(loaded.model, loaded.vision, config, tokenizer)
+        prepared = prepare(loaded.data, tokenizer, seed=loaded.train.seed, progress=display.data, images=images)
     shown = preview_examples(prepared)
     previews = preview(shown, tokenizer, examples, images)
     statistics = data_statistics(shown.lengths, shown.trained, StatisticsOptions.of(loaded, processes=world_size()))

@@ -30,7 +30,8 @@ def plan(
     """
     from dataclasses import asdict
 
-    from ligertune.cli.render import data_report, memory_report, run_report
+    from ligertune.cli.render import memory_report, run_report
+    from ligertune.cli.render.run_display import RunDisplay
     from ligertune.planning.preflight import check_paths
     from ligertune.progress import importing
     from ligertune.recipe import load_recipe
@@ -40,15 +41,17 @@ def plan(
     loaded = load_recipe(recipe, overrides=[*(set_ or []), "checkpoint.resume_from_checkpoint=never"])
     check_paths(loaded)
 
-    # after these checks: a wrong recipe is reported without waiting for torch, which these modules import
-    with importing():
-        from ligertune.hardware import choose_processes
-        from ligertune.planning.memory.fit import largest_fits
-        from ligertune.run import plan_for
+    with RunDisplay(enabled=render.OUTPUT.console.is_terminal) as display:
+        display.begins("planning")
+        # after these checks: a wrong recipe is reported without waiting for torch, which these modules import
+        with importing():
+            from ligertune.hardware import choose_processes
+            from ligertune.planning.memory.fit import largest_fits
+            from ligertune.run import plan_for
 
-    processes = choose_processes(loaded.parallel.num_processes, loaded.parallel.strategy) if gpus is None else gpus
-    with data_report.Preparing(enabled=True) as preparing:
-        made = plan_for(loaded, preparing.show, for_show=True, memory_gib=memory, gpus=gpus, processes=processes).plan
+        spec = loaded.parallel
+        processes = choose_processes(spec.num_processes, spec.strategy) if gpus is None else gpus
+        made = plan_for(loaded, display.data, for_show=True, memory_gib=memory, gpus=gpus, processes=processes).plan
     run_report.show_plan(made)
     found = largest_fits(made) if fit else None
     memory_report.show_memory(made, found)

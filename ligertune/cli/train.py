@@ -148,7 +148,8 @@ def run_recipe(loaded: Recipe, json: bool) -> None:
     run this function too; each waits until the plan of the first process has passed its checks.
     Raises typer.Exit(130) if the run was interrupted, and UserError for invalid input.
     """
-    from ligertune.cli.render import data_report, run_report
+    from ligertune.cli.render import run_report
+    from ligertune.cli.render.run_display import RunDisplay
     from ligertune.hardware import choose_processes, is_launched, is_main_process
     from ligertune.launcher import slurm
     from ligertune.launcher.failures import is_started_rank
@@ -163,32 +164,31 @@ def run_recipe(loaded: Recipe, json: bool) -> None:
 
     os.environ.update(slurm.variables(os.environ))
     started, main = is_started_rank(), is_main_process()
+    display = RunDisplay(enabled=main)
     if started:
-        phases = taken_over(begin_rank(_import_run), render.text if main else None)
+        phases = taken_over(begin_rank(_import_run), display.begins)
     else:
         check_output_dir(loaded)
-        phases = Phases(render.text if main else None, begun=COMMAND_GIVEN)
-    with phases, contextlib.ExitStack() as stack:
-        if main and not started:
-            render.text("planning ...")
+        phases = Phases(display.begins, begun=COMMAND_GIVEN)
+    with phases, display, contextlib.ExitStack() as stack:
+        if not started:
+            display.begins("planning")
         processes = choose_processes(loaded.parallel.num_processes, loaded.parallel.strategy)
         ranks = None
         # Start the ranks before planning: they import torch while this process plans.
         if processes > 1 and not is_launched():
             ranks = stack.enter_context(Ranks(processes, sys.argv[1:]))
-        with data_report.Preparing(enabled=main and not started) as preparing:
-            _import_run()
-            from ligertune.run import plan_for, run
+        _import_run()
+        from ligertune.run import plan_for, run
 
-            job = plan_for(loaded, preparing.show, processes=processes)
+        job = plan_for(loaded, display.data, processes=processes)
+        display.planned(job.plan.schedule.total_steps, job.plan.measurement.warmup_steps)
         if main and not started:
             run_report.show_plan(job.plan)
         if ranks is not None:
             phases.begin("starting the processes")
-            raise typer.Exit(ranks.run(job.plan, phases.handed_on))
-        with run_report.Progress(job.plan.schedule.total_steps) as progress:
-            phases.say = progress.begins if main else None
-            report = run(job, progress.show, phases=phases)
+            raise typer.Exit(ranks.run(job.plan, lambda: display.stop() or phases.handed_on()))
+        report = run(job, display.line, phases=phases, display=display)
     if main:
         run_report.show_report(report)
         run_report.next_step(report, sys.argv[1:], launched=is_launched() and not started)

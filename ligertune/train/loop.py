@@ -110,6 +110,7 @@ def fit(training: Training, *, stop: StopRequest, phases: Phases) -> TrainResult
 
             if training.throttle(stop.received is not None):
                 state.stopped = "after a step"
+            training.display.step(state.step)
             logger.flush()  # the line of an earlier step, whose numbers have arrived by now
             if state.step % plan.logging.logging_steps == 0 or state.done:
                 logger.record(state.step, state.loss_sum, state.grad_norm, rate)
@@ -137,6 +138,7 @@ def run_evaluation(training: Training, state: TrainState, stop: StopRequest) -> 
     """Evaluate, log the loss, keep the best weights, and answer `eval.sample_prompts`."""
     plan, accelerator, model = training.plan, training.accelerator, training.model
     training.logger.flush()
+    training.display.begins("evaluating")
     with training.meter.paused(), training.timeout.extended():
         loss = evaluate(plan, accelerator, model, training.eval_batcher, training.objective, stop)
         lowest = state.observe(loss)
@@ -159,6 +161,7 @@ def save_if_finite(training: Training, state: TrainState) -> None:
     if any_rank(training.accelerator, not training.loss_check.is_finite(judged)):
         raise training.loss_check.error()
     training.logger.flush()
+    training.display.begins("saving")
     with training.meter.paused(), training.timeout.extended():
         training.saver.save(state.step)
 

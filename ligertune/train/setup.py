@@ -22,6 +22,7 @@ from ligertune.decode.generate import SampleAnswers
 from ligertune.models.load import LoadedTokenizer
 from ligertune.models.save import prompt_of
 from ligertune.planning.plan import Plan
+from ligertune.progress import Display
 from ligertune.storage import MetricsFile
 from ligertune.tasks.objectives import Objective, objective_of
 from ligertune.train.checkpoint.checkpoint_files import Saver, resume_folder
@@ -60,11 +61,13 @@ class Training:
     """All objects that the loop uses, set up for a job: every rank makes one.
 
     It prepares `model` for DDP, FSDP2 or ZeRO, and loads the checkpoint to resume from. show: receives each logged
-    line, on the main rank only.
+    line, on the main rank only. display: shows the steps.
     """
 
-    def __init__(self, job: Job, accelerator: Accelerator, model: nn.Module, *, show: Callable[[dict], None]) -> None:
-        plan = job.plan
+    def __init__(
+        self, job: Job, accelerator: Accelerator, model: nn.Module, *, show: Callable[[dict], None], display: Display
+    ) -> None:
+        plan, self.display = job.plan, display
         save_only_what_trains(accelerator, model)
         self.plan, self.accelerator = plan, accelerator
         self.objective = objective_of(plan, model)

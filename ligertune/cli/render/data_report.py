@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import jinja2
 from markupsafe import Markup
-from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.rule import Rule
 from rich.text import Text
 
@@ -25,28 +24,6 @@ HIDDEN = [*range(0x80, 0xA0), *range(0x200B, 0x2010), *range(0x202A, 0x202F), *r
 JOINER = 0x200D  # joins emoji, which stay readable
 VISIBLE = str.maketrans(CONTROL | {code: f"\u27e8U+{code:04X}\u27e9" for code in HIDDEN if code != JOINER})
 WIDTH, HEIGHT = 720, 180  # pixels of the page's histogram, without its labels
-
-
-class Preparing(Progress):
-    """A progress bar per data set that is prepared: on a terminal only, and not for cached data."""
-
-    def __init__(self, *, enabled: bool = True) -> None:
-        shown = enabled and OUTPUT.console.is_terminal
-        columns = (
-            TextColumn("preparing {task.description}", markup=False),
-            BarColumn(),
-            TaskProgressColumn(),
-            TextColumn("{task.fields[rows]:,} rows"),
-            TimeRemainingColumn(),
-        )
-        super().__init__(*columns, console=OUTPUT.console, transient=True, disable=not shown)
-        self._task_of: dict[str, TaskID] = {}
-
-    def show(self, path: str, rows: int, share: float) -> None:
-        """Update the bar of the data set at `path`: rows read so far, and their share of the file."""
-        if path not in self._task_of:
-            self._task_of[path] = self.add_task(path, total=1.0, rows=0)
-        self.update(self._task_of[path], completed=share, rows=rows)
 
 
 def data_preview(summary: dict[str, Any], previews: Sequence[PreviewExample]) -> None:

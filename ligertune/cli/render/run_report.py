@@ -9,10 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.live import Live
-from rich.text import Text
-
-from ligertune.cli.render.console import OUTPUT, columns, table, text
+from ligertune.cli.render.console import columns, count, duration, table, text
 from ligertune.errors import format_bytes, format_rate, plural
 
 if TYPE_CHECKING:
@@ -29,7 +26,7 @@ def show_plan(plan: Plan) -> None:
         group = tuple(f"{words} of {batching.cp_size} processes" for words in ("group", "groups"))
     warmup = f" ({schedule.warmup_steps} of them warm-up)" if schedule.warmup_steps else ""
     rows = [
-        ("model", f"{plan.model_family}, {_count(plan.n_parameters)} parameters, {_count(plan.n_trainable)} trained"),
+        ("model", f"{plan.model_family}, {count(plan.n_parameters)} parameters, {count(plan.n_trainable)} trained"),
         ("device", f"{plan.machine.name} ({plan.machine.arch}) x {batching.world_size}, "
                    f"{_with_reason(plan.strategy, plan.strategy_why)}"),
         ("dtype", "float16 (mixed precision: float32 weights, scaled loss)" if plan.precision.autocast == "fp16"
@@ -92,54 +89,6 @@ def _batch(plan: Plan) -> str:
     return ", ".join([*words, "streamed"] if rows.streamed else words)
 
 
-class Progress:
-    """Progress of a run: one live line on a terminal, plain lines elsewhere."""
-
-    def __init__(self, total_steps: int) -> None:
-        self._total = total_steps
-        self._live: Live | None = None
-
-    def __enter__(self) -> Progress:
-        if OUTPUT.console.is_terminal:
-            self._live = Live(console=OUTPUT.console, refresh_per_second=4)
-            self._live.__enter__()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        if self._live:
-            self._live.__exit__(*exc)
-
-    def begins(self, words: str) -> None:
-        """Show a phase before the first step."""
-        if self._live:
-            self._live.update(Text(words))
-        else:
-            text(words)
-
-    def show(self, line: dict) -> None:
-        """Show a line of metrics.jsonl."""
-        shown = Text(self._words(line))
-        # training steps overwrite each other in the live line; evaluations and notes stay above it
-        if self._live and "loss" in line:
-            self._live.update(shown)
-        else:
-            OUTPUT.console.print(shown)
-
-    def _words(self, line: dict) -> str:
-        if "note" in line:
-            return f"note: {line['note']}"
-        if "samples" in line:
-            return "\n".join(f"  {one['prompt']!r} -> {one['answer']!r}" for one in line["samples"])
-        if "eval_loss" in line:
-            return f"step {line['step']:>6}/{self._total}  evaluation loss {line['eval_loss']:.4f}"
-        norm = "" if line["grad_norm"] is None else f"  grad norm {line['grad_norm']:.2f}"
-        return (
-            f"step {line['step']:>6}/{self._total}  loss {line['loss']:.4f}  lr {line['learning_rate']:.2e}{norm}  "
-            f"{_count(line['tokens_per_second'])} tokens/s  peak {format_bytes(line['peak_memory']['allocated_run'])}  "
-            f"left {_duration(line['remaining_seconds'])}"
-        )
-
-
 def show_report(report: Report) -> None:
     """Print the report of a finished or interrupted run."""
     done = report.status == "completed"
@@ -160,12 +109,13 @@ def show_report(report: Report) -> None:
         ("peak memory", _peak_memory(report.peak_memory)),
         ("kernels applied", _kernels(report.kernels, report.kernels_backend)),
         ("device", f"{report.device} x {report.world_size}, {report.strategy}, {report.dtype}"),
-        ("time", _duration(report.seconds)),
-        ("page", str(Path(report.output_dir) / "report.html")),
+        ("time", duration(report.seconds)),
         ("model", report.model_path or f"not written: {'save_model is false' if done else 'the run is not finished'}"),
     ]
+    pages = ("report.html", "report.json", "curves.png")
+    written = [str(path) for name in pages if (path := Path(report.output_dir) / name).exists()]
     text()
-    table("Report", rows)
+    table("Report", [*rows, ("written", ", ".join(written))])
     if report.medusa is not None:
         show_heads(report.medusa)
 
@@ -257,18 +207,3 @@ def _peak_memory(peak: dict[str, Any]) -> str:
         f"{format_bytes(peak['allocated_steady'])} allocated, {format_bytes(peak['reserved_steady'])} reserved after "
         f"the warm-up; {format_bytes(peak['allocated_run'])} allocated over the whole run"
     )
-
-
-def _count(number: float) -> str:
-    """Shorten a number: 12345678 -> 12.3M."""
-    for unit, scale in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if number >= scale:
-            return f"{number / scale:.3g}{unit}"
-    return f"{number:.0f}"
-
-
-def _duration(seconds: float) -> str:
-    """Format seconds as h:mm:ss or m:ss."""
-    hours, rest = divmod(round(seconds), 3600)
-    minutes, rest = divmod(rest, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

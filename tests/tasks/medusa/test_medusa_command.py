@@ -133,7 +133,7 @@ def test_bad_input_is_refused_and_writes_nothing(words, options, tmp_path, monke
 
 def test_options_set_their_keys_and_set_wins(monkeypatch):
     loaded = []
-    monkeypatch.setattr("ligertune.cli.train.run_recipe", lambda recipe, path, json: loaded.append(recipe))
+    monkeypatch.setattr("ligertune.cli.train.run_recipe", lambda recipe, json: loaded.append(recipe))
     options = {"heads": 3, "layers": 2, "from_": "some/heads", "model": "a/model", "data": "a/set"}
     medusa(**{**NO_OPTIONS, **options, "set_": ["medusa.num_heads=4"]})
     section, model, data = loaded[0].medusa, loaded[0].model.model_name_or_path, loaded[0].data.datasets[0].path
