@@ -19,7 +19,7 @@ from ligertune.progress import Display
 
 REFRESHES = 5  # drawings per second
 PATH = 24  # characters of a data set's path
-ELAPSED, RATE = 70, 90  # columns of the smallest terminal whose bar shows them
+BAR_OF_DATA, ELAPSED, RATE = 70, 70, 90  # columns of the smallest terminal that shows them
 # Styles of logged lines, widest first: separator, short labels, decimals of the loss.
 STYLES = (("  ", False, 4), ("  ", True, 4), (" ", True, 3))
 
@@ -47,9 +47,9 @@ class RemainingTime:
 
     def seconds(self, now: float) -> float | None:
         """Return the remaining seconds; None before the second step."""
-        if self.step_seconds is None:
-            return None
         step, then = self._last
+        if self.step_seconds is None:
+            return 0.0 if step == self.total_steps else None
         return max(0.0, self.step_seconds * (self.total_steps - step) - (now - then))
 
 
@@ -88,7 +88,7 @@ class RunDisplay(Progress, Display):
             "phase": ((0, SpinnerColumn()), (0, _Words("{task.description} {elapsed}"))),
             "data": (
                 (0, _Words("preparing {task.description}  ETA {eta}")),
-                (0, bar),
+                (BAR_OF_DATA, bar),
                 (0, _Words("{task.fields[rows]:,} rows")),
             ),
             "steps": (

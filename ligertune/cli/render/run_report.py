@@ -112,7 +112,7 @@ def show_report(report: Report) -> None:
         ("time", duration(report.seconds)),
         ("model", report.model_path or f"not written: {'save_model is false' if done else 'the run is not finished'}"),
     ]
-    pages = ("report.html", "report.json", "curves.png")
+    pages = ("report.html", "report.json", "curves.png", "medusa_report.json", "medusa_report.png")
     written = [str(path) for name in pages if (path := Path(report.output_dir) / name).exists()]
     text()
     table("Report", [*rows, ("written", ", ".join(written))])

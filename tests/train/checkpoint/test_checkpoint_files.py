@@ -118,6 +118,16 @@ def test_never_and_a_folder_select_the_checkpoint(saved):
         resume_folder(named)
 
 
+def test_newest_needs_an_undamaged_checkpoint_and_auto_does_not(saved):
+    plan, folder = saved(2)
+    (folder / "step-2" / "weights").write_bytes(b"half")
+    auto, newest = (replace(plan, checkpoint=plan.checkpoint.model_copy(update={"resume_from_checkpoint": wanted}))
+                    for wanted in ("auto", "newest"))  # fmt: skip
+    assert resume_folder(auto)[0] is None
+    with pytest.raises(UserError, match=r"no complete checkpoint to continue from\..*step-2 is damaged.*--resume auto"):
+        resume_folder(newest)
+
+
 def test_early_stopping_follows_from_the_losses():
     stopping = EarlyStopping(2, [3.0, 2.0, 2.5])
     assert (stopping.best, stopping.since_best, stopping.should_stop) == (2.0, 1, False)
