@@ -150,7 +150,7 @@ def run(
             notes=job.data.train.stream.account() if job.data.streamed else (),
         )
         if accelerator.is_main_process:
-            draw_curves(plan.output_dir, title=model_title(plan))
+            draw_curves(plan.output_dir, title=model_title(plan.settings))
             write_json(plan.output_dir / "report.json", report.as_dict())
             write_page(plan, report)
         accelerator.wait_for_everyone()

@@ -23,7 +23,9 @@ def compare(
     without: Annotated[
         bool, typer.Option("--without-liger", "--without", help="Run only the side without our kernels.")
     ] = False,
-    ablate: Annotated[bool, typer.Option("--ablate", help="Also run all kernels except the fused loss.")] = False,
+    ablate: Annotated[
+        bool, typer.Option("--ablate", help="Also run without each kernel in turn, to show what it gains.")
+    ] = False,
     sweep: Annotated[
         str | None, typer.Option(metavar="AXIS=A,B", help="Compare at each value: batch=4,8,16 or length=512,1024.")
     ] = None,
@@ -50,21 +52,24 @@ def compare(
 
     Example: ligertune compare configs/quickstart/stories260k.yaml --ablate
     """
-    from ligertune.compare.compare_files import check_folder
+    from ligertune.compare.compare_files import CPU_REMARK, check_folder
     from ligertune.compare.comparison import CPU_DEFAULTS, GPU_DEFAULTS, compare
-    from ligertune.compare.side import choose_sides
+    from ligertune.compare.side import choose_sides, kernels_in_use
     from ligertune.compare.trial import TrialOptions, label, read_target
 
     render.people_on_stderr(json)
-    only = {(True, False): "with", (False, True): "without"}.get((with_, without))
-    sides = choose_sides(only=only, ablate=ablate, baselines=baseline or ["hf"], peers=peer or [])
+    wanted = {"baselines": baseline or ["hf"], "peers": peer or []}
+    wanted["only"] = {(True, False): "with", (False, True): "without"}.get((with_, without))
+    choose_sides(**wanted)  # refuse unknown names before the device is asked
     settings = _settings(recipe, set_ or [], sweep)
     folder = out or Path("runs") / time.strftime("compare-%Y%m%d-%H%M%S")
     check_folder(folder)
     target = read_target()
+    kernels = kernels_in_use(settings[0].recipe.kernels, target["arch"]) if ablate else ()
+    sides = choose_sides(**wanted, ablate=kernels)
     most = CPU_DEFAULTS if target["vendor"] == "cpu" else GPU_DEFAULTS
     options = TrialOptions(repeats or most[0], steps or most[1], processes, folder.absolute())
-    render.text(label(target, processes=processes))
+    render.text(label(target, processes=processes) + (f"\n{CPU_REMARK}" if target["vendor"] == "cpu" else ""))
     result = compare(settings, sides, options, target=target, show=render.text)
     _show(result, folder)
     if json:
@@ -92,18 +97,23 @@ def _settings(recipe: Path | None, overrides: list[str], sweep: str | None) -> t
 
 def _show(result: Comparison, folder: Path) -> None:
     """Write the files, then print a table and remarks for each setting."""
-    from ligertune.compare.compare_files import HEADER, remarks, table_row, write_files
+    from ligertune.compare.compare_files import ablation_table, ablation_title, remarks, results_table, write_files
 
     # before the output: a closed terminal must not lose an hour of measurements
     written, charts = write_files(result, folder)
     runs, steps = plural(result.repeats, "run"), plural(result.steps, "step")
+    if len(result.points) > 1:
+        render.text(f"\n{result.title}")
     for point in result.points:
         render.text()
-        title = f"{point.label or Path(result.recipe).name}: {runs} of {steps} per side"
-        render.columns(title, HEADER, [table_row(point, side) for side in point.sides])
+        batch = f"{point.label}, {point.batch}" if point.label and point.batch else point.label
+        render.columns(f"{batch or result.title}: {runs} of {steps} per side", *results_table(result, point))
         for side in point.sides:
             for remark in remarks(side):
                 render.text(f"  {remark}")
+        if point.ablations:
+            render.text()
+            render.columns(ablation_title(result), *ablation_table(result, point))
     for problem in result.problems:
         render.text(f"Failed: {problem}")
     if not charts:

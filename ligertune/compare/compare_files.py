@@ -1,4 +1,4 @@
-"""Files of a comparison: compare.json, compare.csv, two charts, and report.html, one self-contained page."""
+"""Files of a comparison: compare.json, compare.csv, charts, and report.html, one self-contained page."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import base64
 import csv
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import jinja2
+from markupsafe import Markup
 
 from ligertune.compare.summary import Comparison, Point, SideResult
 from ligertune.compare.trial import label
 from ligertune.errors import UserError, format_bytes, plural
-from ligertune.plots import has_matplotlib, new_figure
+from ligertune.plots import has_matplotlib, label_steps, new_figure
+from ligertune.report.svg_chart import Series, line_chart, render_template
 from ligertune.storage import write_json
 
 if TYPE_CHECKING:
@@ -21,23 +22,28 @@ if TYPE_CHECKING:
 
 # columns of the table in the terminal and on the page; the first is the side
 HEADER = (
-    "", "real tokens/s", "median step", "peak", "reserved", "MFU", "tokens/s ratio", "memory ratio",
-    "loss, first → last",
+    "", "tokens/s", "median step", "peak", "reserved", "MFU", "tokens/s ratio", "memory ratio", "loss, first → last",
 )  # fmt: skip
+CPU_COLUMNS = (0, 1, 2, 3, 8)  # on a CPU ratios say nothing about the kernels, and the others do not exist
+CPU_REMARK = (
+    "This device is a CPU: the kernels run as their PyTorch references. Compare the losses; what the kernels gain in "
+    "speed and memory shows only on a GPU."
+)
 COLUMNS = (
     "setting", "side", "tokens_per_second", "standard_error", "median_tokens_per_second", "median_step_seconds",
     "peak_allocated", "peak_reserved", "mfu", "speed_ratio", "memory_ratio", "loss_first", "loss_last",
     "loss_difference", "grad_norm_difference", "same", "slow_steps", "failure",
 )  # fmt: skip
-WIDTH, HEIGHT = 720, 160  # pixels of the step-time curves
 # A side keeps its colour in every chart. ligertune is red, to stand out.
 COLOURS = {
-    "with": "#d62728", "no-fused-loss": "#ff9896", "with-recompute": "#e377c2", "with-recompute-norms": "#f7b6d2",
+    "with": "#d62728", "no-rope": "#e6b0aa", "no-norm": "#f5b041", "no-mlp": "#a04000", "no-fused-loss": "#ff9896",
+    "no-attention": "#784212", "no-lora": "#73c6b6", "no-optimizer": "#5d6d7e",
+    "with-recompute": "#e377c2", "with-recompute-norms": "#f7b6d2",
     "with-attention": "#bcbd22", "with-lora": "#17becf", "with-offload": "#c5b0d5", "with-offload-gate": "#9467bd",
     "with-offload-both": "#5b3a86", "with-cuda-graphs": "#e6b800", "with-compile": "#8c1a1b", "with-fp8": "#ff7f0e",
     "without": "#7f7f7f", "hf-chunked": "#bcbcbc", "compile": "#2ca02c", "liger": "#1f77b4",
 }  # fmt: skip
-GIB = 2**30
+GIB, LOSSES = 2**30, "losses.png"
 
 Bar = tuple[float, float | None]  # height, standard error
 BarOf = Callable[[SideResult], Bar | None]
@@ -63,8 +69,14 @@ def write_files(result: Comparison, folder: Path) -> tuple[list[Path], list[Path
     return [folder / "compare.json", folder / "compare.csv", *charts, folder / "report.html"], charts
 
 
-def table_row(point: Point, side: SideResult) -> list[str]:
-    """Return the cells of HEADER for one side; a side without a result has its failure in the second cell."""
+def results_table(result: Comparison, point: Point) -> tuple[list[str], list[list[str]]]:
+    """Return (header, rows). A side without a result has only two cells: its label and its failure."""
+    shown = CPU_COLUMNS if result.on_cpu else range(len(HEADER))
+    rows = [_table_row(point, side) for side in point.sides]
+    return [HEADER[i] for i in shown], [row if len(row) == 2 else [row[i] for i in shown] for row in rows]
+
+
+def _table_row(point: Point, side: SideResult) -> list[str]:
     rate = side.tokens_per_second
     if rate is None:
         return [side.label, side.failure.kind if side.failure else "nothing measured"]
@@ -80,6 +92,25 @@ def table_row(point: Point, side: SideResult) -> list[str]:
         "" if memory is None else f"{memory:.2f}",
         f"{side.first_run[0].loss:.4f} → {side.first_run[-1].loss:.4f}",
     ]
+
+
+def ablation_title(result: Comparison) -> str:
+    return "Losses without each kernel" if result.on_cpu else "What each kernel gains"
+
+
+def ablation_table(result: Comparison, point: Point) -> tuple[list[str], list[list[str]]]:
+    """Return (header, rows) of what each kernel gains; on a CPU of how far the losses without it differ."""
+    rows = []
+    for one in point.ablations:
+        speed = "" if one.speed is None else f"{100 * (one.speed - 1):+.1f} %"
+        speed += "" if one.speed_error is None else f" ± {100 * one.speed_error:.1f}"
+        sign = "-" if one.memory and one.memory < 0 else ""
+        memory = "" if one.memory is None else f"{sign}{format_bytes(abs(one.memory))}"
+        parity = point.side(one.side).parity
+        losses = f"{parity.worst:.1e} at step {parity.worst_step}" if parity else ""
+        rows.append([one.kernel, losses] if result.on_cpu else [one.kernel, speed, memory, losses])
+    gains = [] if result.on_cpu else ["gain in tokens/s", "peak memory saved"]
+    return ["kernel", *gains, "largest difference of losses without it"], rows
 
 
 def remarks(side: SideResult) -> list[str]:
@@ -110,48 +141,72 @@ def _csv_row(point: Point, side: SideResult) -> tuple:
 
 def _page(result: Comparison, charts: Sequence[Path]) -> str:
     """Render report.html. charts: PNG files to embed."""
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("ligertune.compare", "."),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )
-    return environment.get_template("compare_page.html.j2").render(
-        title=Path(result.recipe).name or "Comparison",
+    return render_template(
+        "ligertune.compare",
+        "compare_page.html.j2",
+        title=result.title,
         target=label(result.target, processes=result.processes),
+        recipe=Path(result.recipe).name,
         result=result,
-        charts=[{"name": path.stem, "base64": base64.b64encode(path.read_bytes()).decode()} for path in charts],
-        header=HEADER,
+        ablation_title=ablation_title(result),
+        cpu_remark=CPU_REMARK if result.on_cpu else "",
+        charts=[
+            {"name": path.stem, "base64": base64.b64encode(path.read_bytes()).decode()}
+            for path in charts
+            if path.name != LOSSES  # the page draws these curves itself
+        ],
         plural=plural,
         points=[
             {
-                "label": point.label,
-                "rows": [table_row(point, side) for side in point.sides],
+                "label": ", ".join(filter(None, [point.label, point.batch])) if point.label else "Results",
+                "table": results_table(result, point),
+                "ablations": ablation_table(result, point),
                 "notes": [remark for side in point.sides for remark in remarks(side)],
-                **_curves(point),
+                "curves": _curves(point),
             }
             for point in result.points
         ],
-        width=WIDTH,
-        height=HEIGHT,
     )
 
 
-def _curves(point: Point) -> dict[str, Any]:
-    """Return the step times of each side's first run as SVG points; warm-up steps are included."""
-    runs = [(side, side.first_run) for side in point.sides if len(side.first_run) > 1]
-    slowest = max((step.seconds for _, steps in runs for step in steps), default=0.0)
-    curves = []
-    for side, steps in runs:
-        x_of, y_of = WIDTH / (len(steps) - 1), HEIGHT / slowest
-        dots = [f"{x_of * i:.1f},{HEIGHT - y_of * step.seconds:.1f}" for i, step in enumerate(steps)]
-        curves.append({"path": " ".join(dots), "colour": COLOURS.get(side.name, "black"), "label": side.label})
-    return {"curves": curves, "slowest": slowest}
+def _curves(point: Point) -> list[tuple[str, Markup]]:
+    """Return (title, SVG) of the curves of each side's first run; warm-up steps are included."""
+    losses, differences = loss_series(point)
+    seconds = [
+        Series(side.label, COLOURS[side.name], [(step.step, step.seconds) for step in side.first_run])
+        for side in point.sides
+    ]
+    reference = point.side(point.reference).label if point.reference else ""
+    charts = {
+        "Loss": line_chart("Loss", "nats per trained token", losses),
+        "Difference of losses": line_chart("Difference of losses", f"relative to {reference}", differences),
+        "Duration of each step": line_chart("Duration of each step", "seconds", seconds, from_zero=True),
+    }
+    return [(title, chart) for title, chart in charts.items() if chart is not None]
+
+
+def loss_series(point: Point) -> tuple[list[Series], list[Series]]:
+    """Return the losses of each side's first run, and their relative differences from the reference's.
+
+    The reference comes first. The others are dashed, because curves that agree lie on it.
+    """
+    reference = point.side(point.reference) if point.reference else None
+    sides = sorted((side for side in point.sides if side.first_run), key=lambda side: side is not reference)
+    losses = [
+        Series(side.label, COLOURS[side.name], [(step.step, step.loss) for step in side.first_run],
+               dashed=side is not reference)
+        for side in sides
+    ]  # fmt: skip
+    expected = {step.step: step.loss for step in reference.first_run} if reference else {}
+    differences = [
+        Series(one.label, one.colour, [(x, (y - expected[x]) / expected[x]) for x, y in one.points if expected.get(x)])
+        for one in losses[1:]
+    ]
+    return losses, differences
 
 
 def draw_comparison(result: Comparison, folder: Path) -> list[Path]:
-    """Draw both charts into the folder, and return their paths."""
+    """Draw the charts into the folder, and return their paths. On a CPU only the losses: see CPU_REMARK."""
 
     def rate(side: SideResult) -> Bar | None:
         found = side.tokens_per_second
@@ -160,10 +215,39 @@ def draw_comparison(result: Comparison, folder: Path) -> list[Path]:
     def memory(side: SideResult) -> Bar | None:
         return (side.peak / GIB, None) if side.peak else None
 
+    losses = _draw_losses(result, folder / LOSSES)
+    if result.on_cpu:
+        return [losses]
+    error = ", mean ± standard error" if result.repeats > 1 else ""
     return [
-        _chart(result, folder / "throughput.png", "real tokens/s, mean ± standard error", rate, "{:,.0f}"),
+        _chart(result, folder / "throughput.png", f"tokens/s without padding{error}", rate, "{:,.0f}"),
         _chart(result, folder / "memory.png", "peak memory per device, GiB", memory, "{:.3g}"),
+        losses,
     ]
+
+
+def _draw_losses(result: Comparison, path: Path) -> Path:
+    """Draw the losses of all sides, and below them their relative differences; one column per setting."""
+    points = result.points
+    figure = new_figure(min(max(7.0, 4.5 * len(points)), 18.0), 6.0)
+    panels = figure.subplots(2, len(points), squeeze=False, sharex="col", height_ratios=(3, 2))
+    for point, (above, below) in zip(points, panels.T, strict=True):
+        for axes, series in zip((above, below), loss_series(point), strict=True):
+            for one in series:
+                axes.plot(*zip(*one.points, strict=True), "--" if one.dashed else "-", color=one.colour,
+                          label=one.label, linewidth=1.6 if one.dashed else 2.4)  # fmt: skip
+            axes.grid(alpha=0.3)
+            axes.spines[["top", "right"]].set_visible(False)
+        above.set_title(point.label, fontsize=10)
+        label_steps(below)
+    reference = points[0].side(points[0].reference).label if points[0].reference else "the reference"
+    panels[0, 0].set_ylabel("loss, nats per trained token")
+    panels[1, 0].set_ylabel(f"difference relative\nto {reference}")
+    handles, labels = panels[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, fontsize=8, loc="outside lower center", ncols=3, frameon=False)
+    figure.suptitle(result.title, fontsize=10, wrap=True)
+    figure.savefig(path, dpi=140)
+    return path
 
 
 def _chart(result: Comparison, path: Path, title: str, bar: BarOf, number: str) -> Path:
@@ -176,7 +260,7 @@ def _chart(result: Comparison, path: Path, title: str, bar: BarOf, number: str) 
     axes.set_xticks(range(len(result.points)), [point.label for point in result.points])
     if not result.points[0].label:
         axes.set_xticks([])
-    axes.set_title(title, fontsize=11)
+    axes.set_title(f"{result.title}\n{title}", fontsize=9, wrap=True)
     axes.margins(y=0.15)
     axes.set_ylim(bottom=0)
     axes.spines[["top", "right"]].set_visible(False)

@@ -12,6 +12,7 @@ from ligertune.compare.summary import Comparison, Point, summarise_trials
 from ligertune.compare.trial import Trial, TrialOptions, run_trial
 from ligertune.errors import UserError
 from ligertune.recipe import Recipe, load_recipe
+from ligertune.report import model_title
 
 # axis of --sweep -> recipe key
 AXES = {"batch": "train.per_device_train_batch_size", "length": "data.max_length"}
@@ -56,6 +57,7 @@ def compare(
     first = settings[0].recipe
     return Comparison(
         target=target,
+        model=model_title(first.model_dump(mode="json")),
         date=time.strftime("%Y-%m-%d %H:%M"),
         recipe=str(first.source or ""),
         steps=options.steps,

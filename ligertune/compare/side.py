@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ligertune.errors import UserError
+from ligertune.recipe import KernelsSpec
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,7 @@ class Side:
     ours: its losses must equal the reference's, or the comparison fails.
     change: change of the built model, a name that `change_model` knows.
     needs: package that must be installed.
+    removes: the kernel of ours that this side does without, to measure what that kernel gains.
     """
 
     name: str
@@ -27,6 +29,7 @@ class Side:
     change: str | None = None
     needs: str | None = None
     train: dict[str, Any] = field(default_factory=dict, hash=False)
+    removes: str | None = None
 
 
 ON, OFF = {"enabled": True}, {"enabled": False, "recompute": False}
@@ -35,7 +38,13 @@ INPUTS, GATES, BOTH = ({"gradient_checkpointing": kept} for kept in ("offload", 
 
 SIDES = (
     Side("with", "ligertune", ON, ours=True),
-    Side("no-fused-loss", "ligertune without its fused loss", {**ON, "loss": "torch"}, ours=True),
+    Side("no-rope", "ligertune without rope", {**ON, "rope": False}, ours=True, removes="rope"),
+    Side("no-norm", "ligertune without norms", {**ON, "norm": False}, ours=True, removes="norm"),
+    Side("no-mlp", "ligertune without mlp", {**ON, "mlp": False}, ours=True, removes="mlp"),
+    Side("no-fused-loss", "ligertune without fused loss", {**ON, "loss": "torch"}, ours=True, removes="loss"),
+    Side("no-attention", "ligertune without attention", {**ON, "attention": False}, ours=True, removes="attention"),
+    Side("no-lora", "ligertune without fused LoRA", {**ON, "lora": False}, ours=True, removes="lora"),
+    Side("no-optimizer", "ligertune without AdamW", {**ON, "optimizer": False}, ours=True, removes="optimizer"),
     Side("with-recompute", "ligertune, recompute", {**ON, "recompute": True}, ours=True),
     Side("with-recompute-norms", "ligertune, recompute: norms", {**ON, "recompute": "norms"}, ours=True),
     Side("with-attention", "ligertune, attention", {**ON, "attention": True}, ours=True),
@@ -58,12 +67,24 @@ PEERS = ("liger",)
 RENAMED = {"hf": "without", "with-rebuild": "with-recompute", "with-rebuild-norms": "with-recompute-norms"}
 
 
+def kernels_in_use(kernels: KernelsSpec, arch: str) -> tuple[str, ...]:
+    """Return the kernels that a recipe uses on a device, for `choose_sides(ablate=...)`. arch: "sm90", "x86_64"."""
+    in_use = {"rope": kernels.rope, "norm": kernels.norm, "mlp": kernels.mlp, "loss": kernels.loss != "torch",
+              "attention": kernels.attention is True or (kernels.attention == "auto" and arch == "sm90"),
+              "lora": kernels.lora, "optimizer": kernels.optimizer}  # fmt: skip
+    return tuple(name for name, used in in_use.items() if used)
+
+
 def choose_sides(
-    *, only: str | None = None, ablate: bool = False, baselines: Sequence[str] = ("hf",), peers: Sequence[str] = ()
+    *,
+    only: str | None = None,
+    ablate: Sequence[str] = (),
+    baselines: Sequence[str] = ("hf",),
+    peers: Sequence[str] = (),
 ) -> tuple[Side, ...]:
     """Return the chosen sides in the order of SIDES.
 
-    only: the single side to run. ablate: add all kernels but the fused loss, and no kernels.
+    only: the single side to run. ablate: kernels, each of which a further side does without.
     Raises UserError for an unknown side, or if its package is not installed.
     """
     if only is not None:
@@ -73,7 +94,7 @@ def choose_sides(
             if name not in known and name not in RENAMED:
                 raise UserError(f"{option}: there is no {name}.", hint=f"Write {' or '.join(known)}.")
     names = {"with", *(RENAMED.get(name, name) for name in baselines), *peers}
-    names |= {"no-fused-loss", "without"} if ablate else set()
+    names |= {side.name for side in SIDES if side.removes in ablate} | ({"without"} if ablate else set())
     chosen = tuple(side for side in SIDES if side.name in names)
     for side in chosen:
         if side.needs and importlib.util.find_spec(side.needs) is None:

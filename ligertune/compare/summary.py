@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
 from ligertune.compare.side import SIDE_OF, Side
-from ligertune.compare.trial import Failure, Step, Trial
+from ligertune.compare.trial import Failure, Step, Trial, device_name
 
 SLOW = 3.0  # steps slower than this many medians are reported: something other than training ran in them
 
@@ -145,10 +145,26 @@ class SideResult:
 
 
 @dataclass(frozen=True)
+class Ablation:
+    """What one kernel gains: the side with all kernels against the side without this one.
+
+    speed: ratio of tokens/s, with its standard error if each side ran more than once. memory: bytes of peak that the
+    kernel saves. All are None if a side did not finish.
+    """
+
+    kernel: str
+    side: str
+    speed: float | None
+    speed_error: float | None
+    memory: int | None
+
+
+@dataclass(frozen=True)
 class Point:
     """All sides at one batch size or length. reference: the side that parity and ratios refer to."""
 
     label: str
+    batch: str | None  # as the runs had it; None if none finished
     sides: tuple[SideResult, ...]
     reference: str | None
 
@@ -163,12 +179,29 @@ class Point:
         memory = side.peak / other.peak if side.peak and other.peak else math.nan
         return side.tokens_per_second.mean / other.tokens_per_second.mean, memory
 
+    @property
+    def ablations(self) -> tuple[Ablation, ...]:
+        """What each kernel gains, for the sides that do without one."""
+        whole, removed = self.side("with"), [(side, SIDE_OF[side.name].removes) for side in self.sides]
+        return tuple(_ablation(kernel, whole, side) for side, kernel in removed if kernel and whole)
+
+
+def _ablation(kernel: str, whole: SideResult, side: SideResult) -> Ablation:
+    ours, without = whole.tokens_per_second, side.tokens_per_second
+    speed = ours.mean / without.mean if ours and without else None
+    error = None
+    if speed is not None and ours.standard_error is not None and without.standard_error is not None:
+        error = speed * math.hypot(ours.standard_error / ours.mean, without.standard_error / without.mean)
+    memory = side.peak - whole.peak if side.peak and whole.peak else None
+    return Ablation(kernel, side.name, speed, error, memory)
+
 
 @dataclass(frozen=True)
 class Comparison:
     """All measurements, and what they were made on. points: one per setting."""
 
     target: dict[str, str]
+    model: str  # and the method: "stories260K, full fine-tuning"
     date: str
     recipe: str
     steps: int
@@ -176,6 +209,18 @@ class Comparison:
     warmup: int
     processes: int
     points: tuple[Point, ...]
+
+    @property
+    def title(self) -> str:
+        """Model, batch and device. A sweep has its batches in the titles of its points."""
+        batch = self.points[0].batch if len(self.points) == 1 else None
+        device = device_name(self.target, processes=self.processes)
+        return f"{self.model}, {batch}, on {device}" if batch else f"{self.model}, on {device}"
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the kernels ran as PyTorch references, whose speed says nothing about the kernels."""
+        return self.target["vendor"] == "cpu"
 
     @property
     def problems(self) -> tuple[str, ...]:
@@ -199,9 +244,16 @@ class Comparison:
         """Return everything for compare.json: every step of every trial, and the ratios."""
         plain = asdict(self)
         for point, found in zip(self.points, plain["points"], strict=True):
+            found["ablations"] = [asdict(one) for one in point.ablations]
             for side, entry in zip(point.sides, found["sides"], strict=True):
                 entry["speed_ratio"], entry["memory_ratio"] = point.gain(side) or (None, None)
-        return {**plain, "good": not self.problems, "problems": list(self.problems)}
+        return {
+            **plain,
+            "title": self.title,
+            "reference_kernels": self.on_cpu,
+            "good": not self.problems,
+            "problems": list(self.problems),
+        }
 
 
 def summarise_trials(trials: Sequence[Trial], *, sides: Sequence[Side], label: str) -> Point:
@@ -217,6 +269,7 @@ def summarise_trials(trials: Sequence[Trial], *, sides: Sequence[Side], label: s
     against = next((t for t in of[reference.name] if not t.failure), None) if reference else None
     return Point(
         label=label,
+        batch=next((trial.report["batch"] for trial in trials if trial.report), None),
         sides=tuple(_summarise_side(side, of[side.name], against) for side in sides),
         reference=reference.name if reference else None,
     )

@@ -115,7 +115,7 @@ def trial_recipe(recipe: Recipe, side: Side, steps: int, output_dir: Path) -> Re
     pads = side.change or side.train.keys() & {"torch_compile", "cuda_graphs"} or not kernels.enabled
     # Gate offloading needs our MLP kernel, and so does checkpointing some layers only: others checkpoint whole layers.
     whole = {"offload_gate": True, "offload_both": "offload"}.get(recipe.train.gradient_checkpointing)
-    if pads and whole:
+    if (pads or not kernels.mlp) and whole:
         train["gradient_checkpointing"] = whole
     if side.change or not kernels.enabled:
         train["gradient_checkpointing_layers"] = "all"
@@ -156,12 +156,17 @@ def read_target() -> dict[str, str]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def device_name(target: dict[str, str], *, processes: int = 1) -> str:
+    """Return "NVIDIA H100 80GB HBM3 (sm90) x 1"."""
+    vendor = VENDORS[target["vendor"]]
+    name = target["name"] if vendor.lower() in target["name"].lower() else f"{vendor} {target['name']}"
+    return f"{name} ({target['arch']}) x {processes}"
+
+
 def label(target: dict[str, str], *, processes: int = 1) -> str:
     """Return one line: "NVIDIA H100 80GB HBM3 (sm90) x 1, CUDA 13.0, torch 2.11.0, ..."."""
     versions = ", ".join(f"{name} {target[name]}" for name in target if name not in ("vendor", "name", "arch"))
-    vendor = VENDORS[target["vendor"]]
-    name = target["name"] if vendor.lower() in target["name"].lower() else f"{vendor} {target['name']}"
-    return f"{name} ({target['arch']}) x {processes}, {versions}"
+    return f"{device_name(target, processes=processes)}, {versions}"
 
 
 def _describe() -> dict[str, str]:
@@ -228,6 +233,7 @@ def failure_of(error: Exception) -> Failure | None:
 def _train(recipe: Path, change: str | None) -> dict:
     """Train, and return the report with facts of the plan that a comparison shows."""
     with importing():
+        from ligertune.report import batch_words
         from ligertune.run import plan_for, run
 
     job = plan_for(load_recipe(recipe))
@@ -241,6 +247,7 @@ def _train(recipe: Path, change: str | None) -> dict:
         "rows": plan.rows.kind,
         "padding_free": plan.rows.padding_free,
         "fp8": plan.build.execution.fp8,
+        "batch": batch_words(plan),
     }
 
 

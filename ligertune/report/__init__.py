@@ -1,7 +1,7 @@
-"""The report of a run: report.json, and report.html, a page for people."""
+"""The report of a run: report.json, and report.html, a page for people. Importing it does not import torch."""
 
 from ligertune.report.make_report import Report, Throughput, make_report, throughput
 from ligertune.report.provenance import versions
-from ligertune.report.run_page import model_title, write_page
+from ligertune.report.run_page import batch_words, model_title, write_page
 
-__all__ = ["Report", "Throughput", "make_report", "model_title", "throughput", "versions", "write_page"]
+__all__ = ["Report", "Throughput", "batch_words", "make_report", "model_title", "throughput", "versions", "write_page"]

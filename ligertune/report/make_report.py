@@ -6,14 +6,14 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from ligertune.planning.plan import KernelLine, Plan
 from ligertune.recipe.plain_yaml import dump
 from ligertune.report.provenance import provenance
 from ligertune.storage import read_metrics, utc_now
-from ligertune.train.meter import Counts
 
 if TYPE_CHECKING:
+    from ligertune.planning.plan import KernelLine, Plan
     from ligertune.train.loop import TrainResult
+    from ligertune.train.meter import Counts
 
 
 @dataclass(frozen=True)

@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
 
 from ligertune.errors import format_bytes, plural
-from ligertune.planning.plan import Plan
 from ligertune.recipe.plain_yaml import dump
 from ligertune.report.make_report import Report
 from ligertune.report.svg_chart import Series, line_chart, render_template
 from ligertune.storage import read_metrics
+
+if TYPE_CHECKING:
+    from ligertune.planning.plan import Plan
 
 PAGE = "report.html"
 BLUE, RED, GREEN, VIOLET = "#0969da", "#cf222e", "#1a7f37", "#8250df"
@@ -37,7 +39,7 @@ def write_page(plan: Plan, report: Report) -> Path:
     page = render_template(
         "ligertune.report",
         "run_page.html.j2",
-        title=model_title(plan),
+        title=model_title(plan.settings),
         status=_status(report),
         cards=_cards(report),
         notes=report.notes,
@@ -56,16 +58,26 @@ def write_page(plan: Plan, report: Report) -> Path:
     return path
 
 
-def model_title(plan: Plan) -> str:
+def model_title(settings: dict[str, Any]) -> str:
     """Return the model's hub id or folder name, and the method: "stories260K, full fine-tuning"."""
-    method = plan.settings["method"]["type"]
+    method = settings["method"]["type"]
     words = {"full": "full fine-tuning", "lora": "LoRA", "qlora": "QLoRA", "freeze": "frozen layers"}[method]
-    return f"{model_name(plan.settings['model']['model_name_or_path'])}, {words}"
+    return f"{model_name(settings['model']['model_name_or_path'])}, {words}"
 
 
 def model_name(path: str) -> str:
     """Return a hub id as it is, and of a folder its name."""
     return Path(path).name if Path(path).is_absolute() else path
+
+
+def batch_words(plan: Plan) -> str:
+    """Return the global batch: "8 rows of 512 tokens per step (4 x 2 accumulated x 1 process)"."""
+    batching, rows = plan.batching, plan.rows
+    what = plural(batching.global_batch_size, "row" if rows.packed else "example")
+    length = f"of {'' if rows.packed else 'up to '}{rows.length:,} tokens per step"
+    processes = plural(batching.row_ranks, "process", "processes")
+    parts = f"{batching.micro_batch_size} x {batching.accumulation} accumulated x {processes}"
+    return f"{what} {length} ({parts})"
 
 
 def _status(report: Report) -> str:
@@ -160,15 +172,13 @@ def _data(plan: Plan, report: Report) -> Rows:
 
 
 def _setup(plan: Plan, report: Report) -> Rows:
-    batching, schedule = plan.batching, plan.schedule
+    schedule = plan.schedule
     kernels = ", ".join(f"{line.kernel} x {line.applied}" for line in report.kernels if line.applied)
     how = "Triton" if report.kernels_backend == "triton" else "PyTorch references, because the device runs no Triton"
     return [
         ("model", f"{report.model_family}, {report.n_parameters:,} parameters, {report.n_trainable:,} trained"),
         ("device", f"{report.device} x {report.world_size}, {report.strategy}, {report.dtype}"),
-        ("batch", f"{batching.global_batch_size:,} {'rows' if plan.rows.packed else 'examples'} a step: "
-                  f"{batching.micro_batch_size} x {batching.accumulation} accumulated x "
-                  f"{plural(batching.row_ranks, 'process', 'processes')}"),
+        ("batch", batch_words(plan)),
         ("schedule", f"{plan.optimizer.name}, {schedule.type}, learning rate {schedule.learning_rate:g}, "
                      f"{plural(schedule.warmup_steps, 'warm-up step')}"),
         ("attention", plan.attn_implementation),

@@ -67,9 +67,22 @@ def line_chart(title: str, y_label: str, series: Sequence[Series], *, from_zero:
             plot={"left": LEFT, "right": WIDTH - RIGHT, "top": TOP, "bottom": HEIGHT - BOTTOM},
             x_ticks=[(place(x, bottom)[0], f"{x:,.0f}") for x in x_ticks if left <= x <= right],
             y_ticks=[(place(left, y)[1], words) for y, words in zip(y_ticks, tick_labels(y_ticks), strict=True)],
+            legend=_legend([one.label for one in series]),
             series=[{"line": one, "places": [place(x, y) for x, y in one.points]} for one in series],
         )
     )
+
+
+def _legend(labels: Sequence[str]) -> list[tuple[float, float]]:
+    """Return the place of each label below the plot, in as many lines as they need; none for a single label."""
+    places, x, y = [], 4.0, HEIGHT + 12.0
+    for label in labels if len(labels) > 1 else ():
+        width = 34 + 6.9 * len(label)  # of the text in system fonts, roughly
+        if places and x + width > WIDTH:
+            x, y = 4.0, y + 17
+        places.append((x, y))
+        x += width
+    return places
 
 
 def _thinned(series: Series) -> Series:

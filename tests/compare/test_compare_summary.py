@@ -6,14 +6,15 @@ import math
 
 import pytest
 
-from ligertune.compare.compare_files import write_files
+from ligertune.compare.compare_files import ablation_table, loss_series, write_files
 from ligertune.compare.side import SIDE_OF
 from ligertune.compare.summary import TOLERANCES, Comparison, parity, summarise_trials
 from ligertune.compare.trial import Failure, Step, Trial
 
 LOSSES = (4.0, 3.5, 3.0, 2.5)
 OUT_OF_MEMORY = Failure("out of memory", "CUDA out of memory. Tried to allocate 4.00 GiB.")
-TARGET = {"vendor": "cpu", "name": "a CPU", "arch": "x86_64", "torch": "2.13"}
+CPU = {"vendor": "cpu", "name": "AMD EPYC", "arch": "x86_64", "torch": "2.13"}
+GPU = {"vendor": "nvidia", "name": "NVIDIA H100", "arch": "sm90", "torch": "2.13"}
 
 
 def steps(losses=LOSSES, seconds=(5.0, 1.0, 1.0, 1.0), norm: float | None = 2.0) -> tuple[Step, ...]:
@@ -29,6 +30,7 @@ def trial(side: str, *, repeat=1, rate=100.0, peak=1 << 30, mfu=None, taken=None
         "peak_memory": {"allocated_steady": peak, "reserved_steady": 2 * peak},
         "kernels": [{"kernel": "swiglu", "applied": 5}],
         "kernels_backend": "triton",
+        "batch": "8 rows of 512 tokens per step",
     }
     whole = steps() if taken is None else taken
     return Trial(side, repeat, 1, () if failure else whole, None if failure else report, failure)
@@ -39,8 +41,8 @@ def point(*trials: Trial, label: str = ""):
     return summarise_trials(trials, sides=[SIDE_OF[name] for name in names], label=label)
 
 
-def comparison(*points) -> Comparison:
-    return Comparison(TARGET, "2026-01-01 00:00", "a.yaml", 3, 1, 1, 1, points)
+def comparison(*points, target=GPU, repeats=1) -> Comparison:
+    return Comparison(target, "tiny, LoRA", "2026-01-01 00:00", "a.yaml", 3, repeats, 1, 1, points)
 
 
 WRONG = steps((4.0, 3.5, 3.0 * 1.01, 2.5))
@@ -134,7 +136,7 @@ def test_the_files_hold_every_step_and_show_every_side(tmp_path):
         point(trial("with"), trial("without", failure=OUT_OF_MEMORY), label="batch 8"),
     )
     written, charts = write_files(comparison(*points), tmp_path)
-    assert [path.name for path in charts] == ["throughput.png", "memory.png"]
+    assert [path.name for path in charts] == ["throughput.png", "memory.png", "losses.png"]
     assert all(path.exists() for path in written)
     with (tmp_path / "compare.csv").open() as lines:
         rows = list(csv.DictReader(lines))
@@ -148,5 +150,47 @@ def test_the_files_hold_every_step_and_show_every_side(tmp_path):
     page = (tmp_path / "report.html").read_text()
     assert page.count("data:image/png;base64,") == 2 and "out of memory" in page
     assert "http" not in page.split("<body>")[1] and "losses the same" in page and "50.0 %" in page
-    assert page.count("<polyline") == 3 and "1 run of each side" in page and "4.0000 → 2.5000" in page
-    assert "1,000.0 ms" in page
+    # losses of two sides and of one, the difference of one side, and the durations
+    assert page.count("<polyline") == 2 + 1 + 1 + 2 + 1 and "1 run of each side" in page and "4.0000 → 2.5000" in page
+    assert "1,000.0 ms" in page and "standard error" not in page and "PyTorch references" not in page
+    assert "<h1>tiny, LoRA, on NVIDIA H100 (sm90) x 1</h1>" in page and "batch 8, 8 rows of 512 tokens" in page
+    assert stored["points"][0]["sides"][0]["speed_ratio"] == 1 and not stored["reference_kernels"]
+
+
+def test_on_a_cpu_there_are_losses_but_no_gains(tmp_path):
+    pytest.importorskip("matplotlib", reason="charts need the extra `plots`")
+    found = comparison(point(trial("with", rate=57), trial("no-mlp"), trial("without")), target=CPU, repeats=3)
+    written, charts = write_files(found, tmp_path)
+    assert [path.name for path in charts] == ["losses.png"]
+    page = (tmp_path / "report.html").read_text()
+    assert "tiny, LoRA, 8 rows of 512 tokens per step, on CPU AMD EPYC (x86_64) x 1" in page
+    assert "the kernels run as their PyTorch references" in page and "mean ± standard error" in page
+    assert not [words for words in (" ratio<", "0.57", "What each kernel gains") if words in page]
+    assert "Losses without each kernel" in page
+    assert written[-1].name == "report.html"
+
+
+def test_an_ablation_measures_what_the_missing_kernel_gains():
+    """By hand: 120 against 100 tokens/s, standard errors 10 and 5; a peak of 1 GiB against 3 GiB."""
+    found = point(
+        trial("with", rate=110), trial("no-norm", rate=95, peak=3 << 30), trial("without"),
+        trial("with", rate=130), trial("no-norm", rate=105, peak=2 << 30),
+    )  # fmt: skip
+    (norm,) = found.ablations
+    assert (norm.kernel, norm.speed, norm.memory) == ("norm", pytest.approx(1.2), 2 << 30)
+    assert norm.speed_error == pytest.approx(1.2 * math.sqrt((10 / 120) ** 2 + (5 / 100) ** 2))
+    header, rows = ablation_table(comparison(found), found)
+    assert rows[0][:3] == ["norm", "+20.0 % ± 11.7", "2.00 GiB"] and len(header) == len(rows[0])
+    single = point(trial("with"), trial("no-norm", failure=OUT_OF_MEMORY), trial("no-rope", peak=1 << 29))
+    assert [(one.speed, one.speed_error, one.memory) for one in single.ablations] == [
+        (None, None, None), (1.0, None, -(1 << 29))
+    ]  # fmt: skip
+    assert ablation_table(comparison(single), single)[1][1][2] == "-512.0 MiB"
+
+
+def test_loss_curves_begin_with_the_reference_and_differences_are_relative_to_it():
+    found = point(trial("with", taken=WRONG), trial("without"))
+    losses, differences = loss_series(found)
+    assert [(one.label, one.dashed) for one in losses] == [("Hugging Face", False), ("ligertune", True)]
+    assert [value for _, value in losses[1].points] == [step.loss for step in WRONG]
+    assert dict(differences[0].points) == pytest.approx({1: 0, 2: 0, 3: 0.01, 4: 0})

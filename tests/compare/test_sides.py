@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 from ligertune.cli.app import app
 from ligertune.compare import comparison
 from ligertune.compare.compare_files import COLOURS
-from ligertune.compare.side import SIDE_OF, choose_sides
+from ligertune.compare.side import SIDE_OF, choose_sides, kernels_in_use
 from ligertune.compare.trial import Failure, Trial, TrialOptions, trial_recipe
 from ligertune.errors import UserError
 
@@ -16,8 +16,8 @@ NEEDS_TORCHAO = pytest.mark.skipif(find_spec("torchao") is None, reason="needs t
 CHOICES = [
     ({}, ["with", "without"]),
     ({"only": "without"}, ["without"]),
-    ({"ablate": True}, ["with", "no-fused-loss", "without"]),
-    ({"ablate": True, "baselines": ["compile"]}, ["with", "no-fused-loss", "without", "compile"]),
+    ({"ablate": ["norm", "loss"]}, ["with", "no-norm", "no-fused-loss", "without"]),
+    ({"ablate": ["mlp"], "baselines": ["compile"]}, ["with", "no-mlp", "without", "compile"]),
     pytest.param({"baselines": ["with-fp8"]}, ["with", "with-fp8"], marks=NEEDS_TORCHAO),
     (
         {"baselines": ["hf", "with-offload-gate", "with-rebuild", "with-recompute-norms"]},  # an old name, a new one
@@ -46,6 +46,27 @@ def test_an_unknown_side_is_refused_with_the_known_ones(options, word):
         choose_sides(**options)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "arch", "expected"),
+    [
+        ([], "x86_64", ["rope", "norm", "mlp", "loss"]),
+        ([], "sm90", ["rope", "norm", "mlp", "loss", "attention"]),  # where kernels.attention: auto takes the kernel
+        (
+            ["kernels.rope=false", "kernels.loss=torch", "kernels.optimizer=true"],
+            "gfx942",
+            ["norm", "mlp", "optimizer"],
+        ),
+    ],
+)
+def test_each_kernel_that_the_recipe_uses_is_removed_once(overrides, arch, expected, settings):
+    kernels = settings(None, *overrides)[0].recipe.kernels
+    assert list(kernels_in_use(kernels, arch)) == expected
+    for side in choose_sides(ablate=expected):
+        if side.removes:
+            (changed,) = side.kernels.keys() - {"enabled"}
+            assert changed == side.removes and side.ours
+
+
 def test_a_sweep_changes_only_its_key(settings):
     swept = settings("length=128, 256", "train.seed=7")
     assert [setting.label for setting in swept] == ["length 128", "length 256"]
@@ -68,15 +89,17 @@ def test_a_side_changes_the_recipe_and_other_libraries_pad(settings, tmp_path):
         (False, False), (True, True)
     ]  # fmt: skip
     unpadded = {name for name, one in made.items() if one.data.padding_free is True}
-    assert unpadded == {"with", "no-fused-loss", "with-recompute", "with-recompute-norms", "with-attention",
+    ablated = {name for name in SIDE_OF if name.startswith("no-")}
+    assert unpadded == ablated | {"with", "with-recompute", "with-recompute-norms", "with-attention",
                         "with-lora", "with-offload", "with-offload-gate", "with-offload-both"}  # fmt: skip
     assert all(made[name].data.padding_free is False for name in made.keys() - unpadded)
 
 
 def test_other_libraries_recompute_whole_layers(settings, tmp_path):
     recipe = settings(None, "train.gradient_checkpointing=offload_gate")[0].recipe
-    made = [trial_recipe(recipe, SIDE_OF[name], 5, tmp_path).train for name in ("with", "without", "liger")]
-    assert [train.gradient_checkpointing for train in made] == ["offload_gate", True, True]
+    names = ("with", "no-rope", "no-mlp", "without", "liger")
+    made = [trial_recipe(recipe, SIDE_OF[name], 5, tmp_path).train for name in names]
+    assert [train.gradient_checkpointing for train in made] == ["offload_gate", "offload_gate", True, True, True]
     recipe = settings(None, "train.gradient_checkpointing=offload")[0].recipe
     assert trial_recipe(recipe, SIDE_OF["without"], 5, tmp_path).train.gradient_checkpointing == "offload"
 

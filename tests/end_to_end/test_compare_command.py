@@ -42,6 +42,9 @@ def test_both_sides_run_and_their_losses_agree(compare, tmp_path):
     assert patched["parity"]["same"] and patched["parity"]["worst"] > 0  # two computations, not the same one twice
     assert patched["tokens_per_second"]["mean"] > 0 and patched["peak_memory"]
     assert [step["seconds"] > 0 for step in patched["trials"][0]["steps"]] == [True] * 3
+    assert found["title"].startswith("stories260K, full fine-tuning, 1 row of 512 tokens per step (1 x 1 accumulated")
+    assert found["reference_kernels"] and "the kernels run as their PyTorch references" in done.err
+    assert " ratio" not in done.err and "standard error" not in (tmp_path / "report" / "report.html").read_text()
     assert {"compare.json", "compare.csv", "report.html"} <= {path.name for path in (tmp_path / "report").iterdir()}
 
 
