@@ -250,7 +250,7 @@ def _draw_losses(result: Comparison, path: Path) -> Path:
     return path
 
 
-def _chart(result: Comparison, path: Path, title: str, bar: BarOf, number: str) -> Path:
+def _chart(result: Comparison, path: Path, y_label: str, bar: BarOf, number: str) -> Path:
     sides = result.points[0].sides
     width = max(6.5, 1.0 + 0.9 * len(sides) * len(result.points))
     figure = new_figure(min(width, 16.0), 4.2)
@@ -260,7 +260,8 @@ def _chart(result: Comparison, path: Path, title: str, bar: BarOf, number: str) 
     axes.set_xticks(range(len(result.points)), [point.label for point in result.points])
     if not result.points[0].label:
         axes.set_xticks([])
-    axes.set_title(f"{result.title}\n{title}", fontsize=9, wrap=True)
+    axes.set_title(result.title, fontsize=9, wrap=True)
+    axes.set_ylabel(y_label)
     axes.margins(y=0.15)
     axes.set_ylim(bottom=0)
     axes.spines[["top", "right"]].set_visible(False)
