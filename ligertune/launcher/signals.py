@@ -129,7 +129,7 @@ def _leave(message: str) -> None:
     # A process without multiprocessing in sys.modules has no children.
     for child in getattr(sys.modules.get("multiprocessing"), "active_children", list)():
         child.terminate()
-    if not is_started_rank():  # the launcher prints the reason for all of its ranks
+    if is_main_process() and not is_started_rank():  # our launcher prints the reason for all of its ranks
         say(message, last=True)
     os._exit(130)
 
