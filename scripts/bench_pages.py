@@ -98,7 +98,7 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
 def publish(options: argparse.Namespace, *, count: int = 1, **fields: Any) -> None:
     """Print the table and the JSON line of a page, and write it where --page says. count: number of devices."""
     page = Page(**fields, **_machine(), count=count, date=time.strftime("%Y-%m-%d"),
-                commit=options.commit or _commit(), command=_command())  # fmt: skip
+                commit=options.commit or _commit(), command=command_line())  # fmt: skip
     filled = [column for column in page.columns if any(row.get(column[0]) not in (None, "") for row in page.rows)]
     page = dataclasses.replace(page, columns=filled)
     if page.device == "CPU":
@@ -182,7 +182,7 @@ def _commit() -> str:
         return ""
 
 
-def _command() -> str:
+def command_line() -> str:
     """Return the command line to repeat the run, without paths of this machine."""
     kept, skip = [f"scripts/{Path(sys.argv[0]).name}"], False
     for argument in sys.argv[1:]:

@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import json
 import math
+import shlex
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -228,7 +229,8 @@ def test_plots_without_matplotlib_are_refused_before_measuring(monkeypatch, tmp_
 
 def test_the_script_prints_its_table(tmp_path, monkeypatch, capsys):
     chosen = ["--only", "swiglu,rms_norm", "--without", "torch.compile"]
-    monkeypatch.setattr(sys, "argv", ["bench_kernels", "--small", "--out", str(tmp_path), *chosen])
+    writes = ["--out", str(tmp_path), "--page", str(tmp_path / "pages"), "--commit", "1234567"]
+    monkeypatch.setattr(sys, "argv", ["bench_kernels", "--small", *writes, *chosen])
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     load_script("bench_kernels").main()
     said = capsys.readouterr().out
@@ -236,3 +238,8 @@ def test_the_script_prints_its_table(tmp_path, monkeypatch, capsys):
     assert "Host time of one forward + backward of `rms_norm`" in said
     rows = json.loads((tmp_path / "bench_kernels.json").read_text(encoding="utf-8"))["rows"]
     assert {"ours", "eager"} <= {row["provider"] for row in rows}
+    (page,) = (json.loads(line) for line in said.splitlines() if line.startswith('{"page": '))
+    assert page["command"] == shlex.join(["scripts/bench_kernels", "--small", *chosen])  # no path of this machine
+    assert [row["op"] for row in page["rows"]] == ["`rms_norm`", "`swiglu`"] and page["commit"] == "1234567"
+    assert {column[0] for column in page["columns"]} >= {"op", "size", "ligertune", "eager"}
+    assert len(list((tmp_path / "pages").glob("kernels_small_*.md"))) == 1
