@@ -101,7 +101,7 @@ class StopRequest:
             kept = f"last checkpoint: {newest}" if newest else "no checkpoint yet"
             if is_main_process() and number == signal.SIGINT:
                 say(f"{self._doing}. Press Ctrl-C again to leave now; {kept}")
-            elif is_main_process():
+            elif is_main_process() and not is_started_rank():  # to those the launcher sends SIGTERM after a failure
                 say(f"{self.received}: {self._doing}; {kept}")
 
 
