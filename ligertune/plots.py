@@ -57,7 +57,7 @@ def draw_curves(output_dir: Path, *, title: str) -> Path | None:
     ):
         axis.set_ylabel(name)
         axis.grid(alpha=0.3)
-    speed.set_ylim(bottom=0)
+    speed.set_ylim(0, 1.1 * max(line["tokens_per_second"] for line in trained))
     label_steps(speed)
     figure.suptitle(title)
     figure.savefig(output_dir / NAME, dpi=120)

@@ -106,6 +106,7 @@ def test_charts_place_their_points_by_the_ticks(resumed, lines):
         chart = page.split(f"<h3>{title}</h3>")[1].split("</svg>")[0]
         ticks = re.findall(r'y="([\d.]+)" text-anchor="end">([\d.,e-]+)<', chart)
         (y0, low), (y1, high) = ((float(y) - 4, float(value.replace(",", ""))) for y, value in (ticks[0], ticks[-1]))
+        assert low < high and y1 < y0  # larger values are higher
         places = [float(pair.split(",")[1]) for pair in re.search(r'points="([^"]+)"', chart)[1].split()]
         values = [low + (y - y0) / (y1 - y0) * (high - low) for y in places]
         assert values == pytest.approx([line[key] for line in lines if key in line], abs=0.005 * high)
