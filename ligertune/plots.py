@@ -35,7 +35,7 @@ def label_steps(axes: Axes) -> None:
     axes.set_xlabel("optimizer step")
 
 
-def draw_curves(output_dir: Path, *, title: str) -> Path | None:
+def draw_curves(output_dir: Path, *, title: str, loss_unit: str) -> Path | None:
     """Draw `output_dir/curves.png` from metrics.jsonl; None without a logged step or without matplotlib."""
     lines = read_metrics(output_dir / "metrics.jsonl")
     trained = [line for line in lines if "loss" in line]
@@ -50,11 +50,7 @@ def draw_curves(output_dir: Path, *, title: str) -> Path | None:
         loss.legend()
     _plot(rate, trained, "learning_rate")
     _plot(speed, trained, "tokens_per_second")
-    for axis, name in (
-        (loss, "loss, nats per trained token"),
-        (rate, "learning rate"),
-        (speed, "tokens/s without padding"),
-    ):
+    for axis, name in ((loss, f"loss, {loss_unit}"), (rate, "learning rate"), (speed, "tokens/s without padding")):
         axis.set_ylabel(name)
         axis.grid(alpha=0.3)
     speed.set_ylim(0, 1.1 * max(line["tokens_per_second"] for line in trained))

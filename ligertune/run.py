@@ -31,7 +31,7 @@ from ligertune.plots import draw_curves
 from ligertune.progress import Display, Phases
 from ligertune.recipe import Recipe
 from ligertune.recipe.plain_yaml import dump
-from ligertune.report import Report, make_report, model_title, write_page
+from ligertune.report import Report, loss_unit, make_report, model_title, write_page
 from ligertune.storage import utc_now, write_json
 from ligertune.train.checkpoint.checkpoint_files import check_space
 from ligertune.train.checkpoint.final_model import save_final_model
@@ -150,7 +150,7 @@ def run(
             notes=job.data.train.stream.account() if job.data.streamed else (),
         )
         if accelerator.is_main_process:
-            draw_curves(plan.output_dir, title=model_title(plan.settings))
+            draw_curves(plan.output_dir, title=model_title(plan.settings), loss_unit=loss_unit(plan.settings))
             write_json(plan.output_dir / "report.json", report.as_dict())
             write_page(plan, report)
         accelerator.wait_for_everyone()

@@ -43,7 +43,7 @@ def write_page(plan: Plan, report: Report) -> Path:
         status=_status(report),
         cards=_cards(report),
         notes=report.notes,
-        charts=_charts(lines),
+        charts=_charts(lines, loss_unit(plan.settings)),
         memory=_memory(plan, report),
         data=_data(plan, report),
         evaluations=[(f"{line['step']:,}", f"{line['eval_loss']:.4f}") for line in evaluations],
@@ -62,7 +62,14 @@ def model_title(settings: dict[str, Any]) -> str:
     """Return the model's hub id or folder name, and the method: "stories260K, full fine-tuning"."""
     method = settings["method"]["type"]
     words = {"full": "full fine-tuning", "lora": "LoRA", "qlora": "QLoRA", "freeze": "frozen layers"}[method]
+    if settings["task"] == "medusa":
+        words = "Medusa heads" if settings["medusa"]["stage"] == 1 else f"Medusa heads and model, {words}"
     return f"{model_name(settings['model']['model_name_or_path'])}, {words}"
+
+
+def loss_unit(settings: dict[str, Any]) -> str:
+    """Return the unit of the losses of a run, for the axis of a chart."""
+    return "nats, weighted sum over the heads" if settings["task"] == "medusa" else "nats per trained token"
 
 
 def model_name(path: str) -> str:
@@ -106,7 +113,7 @@ def _cards(report: Report) -> list[dict[str, str]]:
     return [dict(zip(("name", "value", "below"), card, strict=True)) for card in cards]
 
 
-def _charts(lines: list[dict]) -> list[tuple[str, Markup]]:
+def _charts(lines: list[dict], unit: str) -> list[tuple[str, Markup]]:
     """Return (title, SVG) of each chart that has values."""
 
     def points(key: str) -> list[tuple[int, float]]:
@@ -115,7 +122,7 @@ def _charts(lines: list[dict]) -> list[tuple[str, Markup]]:
     losses = [Series("training", BLUE, [*points("loss_before_training"), *points("loss")])]
     losses.append(Series("evaluation", RED, points("eval_loss"), dots=True))
     charts = {
-        "Loss": line_chart("Loss", "nats per trained token", losses),
+        "Loss": line_chart("Loss", unit, losses),
         "Learning rate": _single("Learning rate", "learning rate", VIOLET, points("learning_rate")),
         "Gradient norm": _single("Gradient norm", "L2 norm before clipping", "#9a6700", points("grad_norm")),
         "Throughput": _single("Throughput", "tokens/s without padding", GREEN, points("tokens_per_second")),

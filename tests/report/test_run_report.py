@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from ligertune.data.batching.order import DataOrder
 from ligertune.errors import format_rate
+from ligertune.report import loss_unit, model_title
 from ligertune.report.provenance import command_line, git_commit
 from ligertune.report.svg_chart import tick_labels, ticks
 
@@ -125,6 +126,13 @@ def test_charts_place_their_points_by_the_ticks(resumed, lines):
 def test_ticks_are_round_and_enclose_the_values(low, high, whole, expected):
     found = ticks(low, high, whole=whole)
     assert tick_labels(found) == expected and found[0] <= low and high <= found[-1] * (1 + 1e-9)
+
+
+def test_a_page_says_what_was_trained_and_in_which_unit_its_losses_are():
+    settings = {"task": "sft", "method": {"type": "qlora"}, "model": {"model_name_or_path": "Qwen/Qwen2.5-0.5B"}}
+    assert (model_title(settings), loss_unit(settings)) == ("Qwen/Qwen2.5-0.5B, QLoRA", "nats per trained token")
+    medusa = {**settings, "task": "medusa", "medusa": {"stage": 1}, "model": {"model_name_or_path": "/models/tiny"}}
+    assert model_title(medusa) == "tiny, Medusa heads" and "sum over the heads" in loss_unit(medusa)
 
 
 def test_a_rate_has_three_digits_or_more():
