@@ -101,7 +101,7 @@ with StopRequest(Path("run")) as stop:
     os.wait()
     assert stop.received is None, "a child's signal stops its parent"
     print("ready", flush=True)
-    hashlib.pbkdf2_hmac("sha256", b"", b"", 10**8)
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 2 * 10**7)
 """
 
 
@@ -115,7 +115,7 @@ def test_ctrl_c_is_answered_within_a_step_and_a_second_one_leaves(step, tmp_path
     began = time.monotonic()
     process.send_signal(signal.SIGINT)
     answer = process.stderr.readline().strip()
-    assert time.monotonic() - began < 2  # usually 0.001; the call takes a minute
+    assert time.monotonic() - began < 2  # usually 0.001; the call takes six seconds
     kept = f"last checkpoint: step {step}" if step else "no checkpoint yet"
     assert answer == f"Stopping after this step and saving. Press Ctrl-C again to leave now; {kept}"
     process.send_signal(signal.SIGINT)
