@@ -134,6 +134,7 @@ def _layer_shape(model: PreTrainedModel) -> LayerShape | None:
         mlp_out=any(MLP_OUT & set(parts) for parts in trained),
         adapters=sum(p.shape[0] for name, p in layer.named_parameters() if ".lora_A." in name),
         routed=routed,
+        norms_train=any(p.requires_grad and p.ndim == 1 for p in layer.parameters()),
         # OLMo 2 normalises the outputs of attention and MLP, not their inputs.
         normed="post_feedforward_layernorm" not in dict(layer.named_children()) or hasattr(layer, "input_layernorm"),
     )

@@ -109,8 +109,10 @@ def layer_bytes(layer: LayerShape, policy: ActivationPolicy, itemsize: int, row_
     elements += layer.adapters + 2 * layer.routed * layer.hidden
     # float32 statistics: one per head (attention's log-sum-exp) and one per norm (its reciprocal deviation)
     size = elements * itemsize + 4 * (layer.heads + layer.norms // layer.hidden)
-    if not policy.fused_norm:  # eager norms save the input in float32, and the normalised value in both dtypes
+    if not policy.fused_norm and layer.norms_train:  # the input in float32, and the normalised value for the weight
         size += layer.norms * (4 if itemsize < 4 else 0) + layer.norms * itemsize
+    elif not policy.fused_norm:  # with frozen weights an eager norm saves its input in float32 only
+        size += layer.norms * (4 - itemsize)
     if not policy.fused_mlp:  # eager code also saves act(gate)
         size += layer.mlp * itemsize
     if policy.attention == "eager":
@@ -180,7 +182,9 @@ def loss_bytes(
     """Return (peak bytes while the loss is computed, bytes held until the head's backward)."""
     if not policy.fused_loss:
         logits = batch.tokens * head.vocab
-        return logits * (2 * itemsize + 12), logits * (itemsize + 4)
+        # In the backward of transformers' loss there are in float32: log_softmax's output, its gradient and the gradient
+        # of the logits. A soft cap saves one more copy in the compute dtype.
+        return logits * (itemsize + 12), logits * (itemsize + 4)
     workspace = loss_workspace(batch.labels, head, itemsize, needs_dw=head.head_trains, free=free)
     # Rows without a label are skipped, so the labelled rows are first copied together.
     gathered = 0 if batch.labels == batch.tokens else batch.labels * head.hidden * itemsize

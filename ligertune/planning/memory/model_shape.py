@@ -49,6 +49,7 @@ class LayerShape:
     mlp_out: bool = True
     adapters: int = 0  # LoRA rank times adapted linear layers
     routed: int = 0  # copies of the token that are sent to experts
+    norms_train: bool = True  # whether a norm's weight (or a bias) trains
     normed: bool = True  # attention and MLP read the output of a norm (OLMo 2 norms their outputs instead)
 
 
