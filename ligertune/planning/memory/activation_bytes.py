@@ -182,8 +182,8 @@ def loss_bytes(
     """Return (peak bytes while the loss is computed, bytes held until the head's backward)."""
     if not policy.fused_loss:
         logits = batch.tokens * head.vocab
-        # In the backward of transformers' loss there are in float32: log_softmax's output, its gradient and the gradient
-        # of the logits. A soft cap saves one more copy in the compute dtype.
+        # The backward of transformers' loss holds in float32 log_softmax's output, its gradient and the gradient of the
+        # logits. A soft cap saves one more copy in the compute dtype.
         return logits * (itemsize + 12), logits * (itemsize + 4)
     workspace = loss_workspace(batch.labels, head, itemsize, needs_dw=head.head_trains, free=free)
     # Rows without a label are skipped, so the labelled rows are first copied together.
