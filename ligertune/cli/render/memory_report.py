@@ -48,6 +48,6 @@ def _fit_lines(plan: Plan, fit: Fit) -> Iterable[str]:
         yield f"{plural(fit.micro_batch_size, 'row')} of {length} {fits} {where} {how}. Write in the recipe:"
         yield dump(fit.many_rows).rstrip()
     if fit.row_length != plan.row_length and fit.row_length:
-        whole = ", the model's context" if fit.row_length == plan.context else ""
+        whole = " (the model's context)" if fit.row_length == plan.context else ""
         yield f"One row of {fit.row_length:,} tokens{whole} fits {how}. Write in the recipe:"
         yield dump(fit.long_row).rstrip()
