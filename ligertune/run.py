@@ -89,7 +89,7 @@ def _load_and_plan(recipe: Recipe, machine: Machine, progress: ProgressCallback 
     check_vocabulary(tokenizer.tokenizer, config)
     images = load_reader(recipe.model, recipe.vision, config, tokenizer.tokenizer)
     data = prepare(recipe.data, tokenizer.tokenizer, seed=recipe.train.seed, progress=progress, images=images)
-    data.check_dropped(recipe.data)
+    data.check_dropped()
     lengths = None if data.streamed else data.train.lengths
     attention, padding_free = choose_batch_layout(layout, config, machine, precision, lengths=lengths)
     inputs = PlanInputs(

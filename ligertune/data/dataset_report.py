@@ -10,7 +10,6 @@ from ligertune.data.rows.conversation import DROP_REASONS, LENGTH_REASONS
 from ligertune.errors import UserError, plural
 
 if TYPE_CHECKING:
-    from ligertune.data.row_pipeline import RowCounts
     from ligertune.planning.options import DataOptions
 
 WARN_SHARE = 0.05  # share of dropped rows from which they are a warning
@@ -64,16 +63,6 @@ class DatasetReport:
         verb, share = "is" if number == 1 else "are", f"{100 * self.dropped_share:.0f} %"
         first = first.replace(f"{self.path}:", "line ")
         return f"{self.path}: {number} of {rows} ({share}) {verb} dropped: {reasons}, the first at {first}."
-
-
-def report_of(
-    path: str, form: str, template: str, counts: RowCounts, *, examples: int, cached: bool = False, sample: bool = False
-) -> DatasetReport:
-    """Return the report on a data set with these counts."""
-    dropped = dict(counts.dropped.most_common())
-    return DatasetReport(
-        path, form, template, counts.rows_read, examples, dropped, dict(counts.first_dropped), cached, sample
-    )
 
 
 def remedy(dropped: dict[str, int], data: DataOptions) -> str:

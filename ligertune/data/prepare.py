@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ligertune.data.cache import CacheEntry, cache_home, data_key, load_or_make
-from ligertune.data.dataset_report import DatasetReport, report_of
+from ligertune.data.dataset_report import DatasetReport
 from ligertune.data.examples import Block, Examples, Preparation
 from ligertune.data.row_pipeline import RowCounts, RowPipeline, build_blocks, count_processes
 from ligertune.data.rows.data_files import display_path
@@ -65,12 +65,13 @@ class DataReport:
 
 @dataclass(frozen=True)
 class PreparedData:
-    """Training and evaluation examples. `eval` is from `eval_datasets` (then it has a report) or from `val_split`."""
+    """Training and evaluation examples of `options`. `eval` is from `eval_datasets` (with a report) or `val_split`."""
 
     train: Examples | StreamedExamples
     eval: Examples | None
     report: DataReport
     template: str
+    options: DataOptions
     eval_report: DataReport | None = None
 
     @property
@@ -81,12 +82,22 @@ class PreparedData:
     @property
     def notes(self) -> tuple[str, ...]:
         """Remarks on the training data and on the evaluation data."""
-        return self.report.notes + (self.eval_report.notes if self.eval_report else ())
+        return tuple(note for report in self._reports for note in self.notes_on(report))
 
-    def check_dropped(self, data: DataOptions) -> None:
+    @property
+    def _reports(self) -> list[DataReport]:
+        return [self.report, *filter(None, [self.eval_report])]
+
+    def notes_on(self, report: DataReport) -> tuple[str, ...]:
+        """Return the remarks on training or evaluation data; warnings about dropped rows come first."""
+        warnings = (part.warning(self.options) for part in report.sets)
+        return (*filter(None, warnings), *report.notes)
+
+    def check_dropped(self) -> None:
         """Raise UserError for a data set of which more rows are dropped than `data.max_dropped` allows."""
-        for part in self.report.sets + (self.eval_report.sets if self.eval_report else ()):
-            part.check_dropped(data)
+        for report in self._reports:
+            for part in report.sets:
+                part.check_dropped(self.options)
 
 
 class LoadedDataset(NamedTuple):
@@ -125,8 +136,8 @@ def prepare(
     if data.streaming:
         stream = ExampleStream(preparation, seed=seed)
         first = tuple(part.report for part in stream.sets)
-        report = replace(_report([], Examples(), data), sets=first, notes=_dropped_notes(first, data))
-        return PreparedData(StreamedExamples(stream), held_out, report, stream.template, eval_report)
+        report = replace(_report([], Examples(), data), sets=first)
+        return PreparedData(StreamedExamples(stream), held_out, report, stream.template, data, eval_report)
     sets = [load(spec) for spec in data.datasets]
     train = Examples(blocks=[part.block for part in sets])
     if data.val_split:
@@ -137,7 +148,7 @@ def prepare(
         train = train.select(mix_datasets(train.block_of, weights, seed=seed))
         report = replace(report, notes=(*report.notes, _mixture_note(sets, weights, train)))
     template = ", ".join(dict.fromkeys(part.report.template for part in sets))
-    return PreparedData(train, held_out, report, template, eval_report)
+    return PreparedData(train, held_out, report, template, data, eval_report)
 
 
 def _load_dataset(spec: DatasetOptions, preparation: Preparation, progress: ProgressCallback) -> LoadedDataset:
@@ -168,7 +179,8 @@ def _load_dataset(spec: DatasetOptions, preparation: Preparation, progress: Prog
                 f"{file}: this image existed when the data was prepared, and does not any more.",
                 hint="Restore it, or write data.cache: false to prepare the data again.",
             )
-    report = report_of(**about, counts=counts, examples=len(entry.block), cached=entry.cached)
+    names = about["path"], about["form"], about["template"]
+    report = DatasetReport(*names, examples=len(entry.block), cached=entry.cached, **counts.totals)
     return LoadedDataset(entry.block, counts, report)
 
 
@@ -236,17 +248,13 @@ def split_examples(examples: Examples, share: float, *, seed: int) -> tuple[Exam
     return examples.select(sorted(order[count:])), examples.select(sorted(order[:count]))
 
 
-def _dropped_notes(sets: Sequence[DatasetReport], data: DataOptions) -> tuple[str, ...]:
-    return tuple(warning for part in sets if (warning := part.warning(data)) is not None)
-
-
 def _report(sets: Sequence[LoadedDataset], kept: Examples, data: DataOptions) -> DataReport:
     """Return the report on all data sets. `kept` are their examples without those of `val_split`."""
     counts = RowCounts()
     for part in sets:
         counts.add(part.counts)
     examples = sum(len(part.block) for part in sets)
-    notes = list(_dropped_notes([part.report for part in sets], data))
+    notes = []
     if counts.unended and data.train_on != "all":
         notes.append(
             f"{counts.unended} of {plural(examples, 'example')} "

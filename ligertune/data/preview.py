@@ -95,16 +95,16 @@ def preview_summary(
         "fingerprint": prepared.train.fingerprint,
         "images": int(examples.n_images.sum()),
         "lengths": length_statistics(examples.lengths),
-        "report": _report_as_dict(prepared.report),
+        "report": _report_as_dict(prepared.report, prepared),
         "eval_examples": len(prepared.eval or ()),
-        "eval_report": _report_as_dict(prepared.eval_report) if prepared.eval_report else None,
+        "eval_report": _report_as_dict(prepared.eval_report, prepared) if prepared.eval_report else None,
         "outlook": statistics,
         "examples": [shown.as_dict() for shown in previews],
     }
 
 
-def _report_as_dict(report: DataReport) -> dict[str, Any]:
-    return {**asdict(report), "trained_share": report.trained_share}
+def _report_as_dict(report: DataReport, prepared: PreparedData) -> dict[str, Any]:
+    return {**asdict(report), "notes": prepared.notes_on(report), "trained_share": report.trained_share}
 
 
 def _decoded(

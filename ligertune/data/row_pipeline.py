@@ -19,7 +19,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ligertune.data.examples import Block, Example, Preparation
 from ligertune.data.rows.conversation import DROP_REASONS, LENGTH_REASONS, BadRow
@@ -60,6 +60,12 @@ class RowCounts:
         for name, value in vars(later).items():
             own = getattr(self, name)
             setattr(self, name, {**value, **own} if name.startswith("first_") else own + value)
+
+    @property
+    def totals(self) -> dict[str, Any]:
+        """Return the counts that the report on a data set has; the most frequent reason comes first."""
+        dropped = dict(self.dropped.most_common())
+        return {"rows_read": self.rows_read, "dropped": dropped, "first_dropped": dict(self.first_dropped)}
 
     def nothing_used(self, path: str) -> UserError:
         """Return the error for a data set whose rows were all dropped."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ligertune.data.dataset_report import WARN_SHARE, remedy, report_of
+from ligertune.data.dataset_report import WARN_SHARE, DatasetReport, remedy
 from ligertune.data.examples import Example, Preparation
 from ligertune.data.row_pipeline import RowCounts, RowPipeline
 from ligertune.data.rows.data_files import Record, display_path
@@ -43,7 +43,7 @@ class StreamedDataset:
         counts = RowCounts()
         examples = self.rows.examples(first, counts)  # raises errors in the first rows before a model is loaded
         names = self.rows.format.name, self.rows.template.name
-        self.report = report_of(self.path, *names, counts, examples=len(examples), sample=True)
+        self.report = DatasetReport(self.path, *names, examples=len(examples), sample=True, **counts.totals)
 
 
 class _DatasetEpoch:
