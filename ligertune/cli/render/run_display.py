@@ -113,7 +113,7 @@ class RunDisplay(Progress, Display):
             yield table
 
     def begins(self, name: str, seconds: float = 0.0) -> None:
-        """Show a phase: before the first step a line of its own, then words at the end of the progress bar."""
+        """Show a phase: before the first step a separate line, then words at the end of the progress bar."""
         if not self._is_live:
             if self._enabled and self._bar is None:
                 text(f"{name} ... {seconds:.0f} s" if seconds else f"{name} ...")

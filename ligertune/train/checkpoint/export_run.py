@@ -163,7 +163,7 @@ def _export_checkpoint(source: SavedModel, out: Path, kind: str) -> None:
 
 # ---- upload
 
-# States of optimizers, schedulers and random numbers, which trainers write beside the weights.
+# States of optimizers, schedulers and random numbers, which trainers write next to the weights.
 NOT_UPLOADED = (
     "optimizer", "scheduler", "random_states", "rng_state", "scaler", "trainer_state", "training_args", "progress.json",
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The model card: README.md beside exported weights, written from the run's plan, recipe and report."""
+"""The model card: README.md of exported weights, written from the run's plan, recipe and report."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def test_the_card_tells_what_was_trained(run, tmp_path):
     header, card = (tmp_path / "one" / "README.md").read_text().split("---\n", 2)[1:]
     metadata = yaml.safe_load(header)
     assert metadata["library_name"] == "peft" and "lora" in metadata["tags"]
-    assert not {"base_model", "datasets"} & set(metadata)  # they are folders here, which nobody else has
+    assert not {"base_model", "datasets"} & set(metadata)  # they are folders here, which no other machine has
     assert str(run.parent) not in card and "configs/quickstart" not in card
     for part in ("The weights are those of step-1", "| method | LoRA, rank 16", "dolly_short.jsonl (a local file)",
                  "| loss, last logged interval |", "tokens/s", "| torch |", "PeftModel", '"Answer briefly."',
