@@ -36,6 +36,21 @@ def format_rate(per_second: float) -> str:
     return f"{per_second:,.0f}" if per_second >= 99.95 else f"{per_second:#.3g}".rstrip(".")
 
 
+def format_count(number: float) -> str:
+    """Shorten a number: 12345678 -> 12.3M."""
+    for unit, scale in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= scale:
+            return f"{number / scale:.3g}{unit}"
+    return f"{number:.0f}"
+
+
+def format_duration(seconds: float) -> str:
+    """Return seconds as h:mm:ss or m:ss."""
+    hours, rest = divmod(round(seconds), 3600)
+    minutes, rest = divmod(rest, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
 def format_bytes(n_bytes: float) -> str:
     """Return bytes in GiB or MiB: "1.50 GiB"."""
     return f"{n_bytes / 2**30:.2f} GiB" if n_bytes >= 2**30 else f"{n_bytes / 2**20:.1f} MiB"

@@ -33,10 +33,10 @@ with importing():
     from ligertune.cli.plan import plan
     from ligertune.cli.recipe import init, recipe_app
     from ligertune.cli.render import console as render
-    from ligertune.cli.train import Trains, medusa, train
+    from ligertune.cli.train import TrainCommand, medusa, train
 
 for command in (init, train, medusa, plan, compare, bench, data, generate, chat, export, doctor):
-    app.command(cls=Trains if command in (train, medusa) else None)(command)
+    app.command(cls=TrainCommand if command in (train, medusa) else None)(command)
 app.add_typer(recipe_app, name="recipe")
 
 

@@ -60,7 +60,7 @@ def compare(
     render.people_on_stderr(json)
     wanted = {"baselines": baseline or ["hf"], "peers": peer or []}
     wanted["only"] = {(True, False): "with", (False, True): "without"}.get((with_, without))
-    choose_sides(**wanted)  # refuse unknown names before the device is asked
+    choose_sides(**wanted)  # refuse unknown names before the device is queried
     settings = _settings(recipe, set_ or [], sweep)
     folder = out or Path("runs") / time.strftime("compare-%Y%m%d-%H%M%S")
     check_folder(folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json as json_library
 import re
 import sys
@@ -115,7 +116,8 @@ def chat(
     if system is not None:
         conversation.set_system(system)
     torch.manual_seed(seed)
-    render.note(conversation.format_note) if conversation.format_note else None
+    if conversation.format_note:
+        render.note(conversation.format_note)
     for message in _messages():
         word, _, rest = message.partition(" ")
         if word == "/exit":
@@ -148,8 +150,6 @@ def _messages() -> Iterator[str]:
     if not sys.stdin.isatty():
         yield from (line.strip() for line in sys.stdin if line.strip())
         return
-    import contextlib
-
     with contextlib.suppress(ImportError):  # `input` edits lines and remembers them with it; Windows has none
         import readline  # noqa: F401
     render.note(f"Ctrl-C stops an answer, Ctrl-D leaves. {COMMANDS}")

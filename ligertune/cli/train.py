@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperCommand
@@ -19,6 +19,8 @@ from ligertune.cli.render import console as render
 from ligertune.progress import importing
 
 if TYPE_CHECKING:
+    from ligertune.cli.render.run_display import RunDisplay
+    from ligertune.progress import Phases
     from ligertune.recipe import Recipe
 
 
@@ -29,7 +31,7 @@ class ResumeFrom(str, Enum):
     auto = "auto"
 
 
-class Trains(TyperCommand):
+class TrainCommand(TyperCommand):
     """A command whose `--resume` may stand without a value: click would take the recipe after it for the value."""
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
@@ -187,7 +189,7 @@ def run_recipe(loaded: Recipe, json: bool) -> None:
             run_report.show_plan(job.plan)
         if ranks is not None:
             phases.begin("starting the processes")
-            raise typer.Exit(ranks.run(job.plan, lambda: display.stop() or phases.handed_on()))
+            raise typer.Exit(ranks.run(job.plan, lambda: _hand_on(phases, display)))
         report = run(job, display.line, phases=phases, display=display)
     if main:
         run_report.show_report(report)
@@ -196,6 +198,12 @@ def run_recipe(loaded: Recipe, json: bool) -> None:
             render.json_report(report.as_dict())
     if report.status == "interrupted" and not started:
         raise typer.Exit(130)
+
+
+def _hand_on(phases: Phases, display: RunDisplay) -> dict[str, Any]:
+    """Stop drawing, because the first rank draws from now on, and return the phases for it."""
+    display.stop()
+    return phases.handed_on()
 
 
 def _import_run() -> None:

@@ -84,7 +84,7 @@ def choose_sides(
 ) -> tuple[Side, ...]:
     """Return the chosen sides in the order of SIDES.
 
-    only: the single side to run. ablate: kernels, each of which a further side does without.
+    only: name of the single side to run. ablate: names of kernels; each adds a side without that kernel.
     Raises UserError for an unknown side, or if its package is not installed.
     """
     if only is not None:

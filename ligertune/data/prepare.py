@@ -94,7 +94,7 @@ class PreparedData:
         return (*filter(None, warnings), *report.notes)
 
     def check_dropped(self) -> None:
-        """Raise UserError for a data set of which more rows are dropped than `data.max_dropped` allows."""
+        """Raise UserError if a data set has a larger share of dropped rows than `data.max_dropped`."""
         for report in self._reports:
             for part in report.sets:
                 part.check_dropped(self.options)
@@ -179,8 +179,7 @@ def _load_dataset(spec: DatasetOptions, preparation: Preparation, progress: Prog
                 f"{file}: this image existed when the data was prepared, and does not any more.",
                 hint="Restore it, or write data.cache: false to prepare the data again.",
             )
-    names = about["path"], about["form"], about["template"]
-    report = DatasetReport(*names, examples=len(entry.block), cached=entry.cached, **counts.totals)
+    report = DatasetReport(**about, examples=len(entry.block), cached=entry.cached, **counts.totals)
     return LoadedDataset(entry.block, counts, report)
 
 
@@ -207,7 +206,7 @@ def _build(
         progress(path, counts.rows_read, stream.share)
         add(block)
     progress(path, counts.rows_read, 1.0)
-    return {"path": path, "form": rows.format.name, "template": rows.template.name, "counts": vars(counts)}
+    return {"path": path, "format": rows.format.name, "template": rows.template.name, "counts": vars(counts)}
 
 
 def mix_datasets(set_of: np.ndarray, weights: Sequence[float], *, seed: int) -> np.ndarray:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
 
-from ligertune.errors import format_bytes, plural
+from ligertune.errors import format_bytes, format_count, format_duration, plural
 from ligertune.recipe.plain_yaml import dump
 from ligertune.report.make_report import Report
 from ligertune.report.svg_chart import Series, line_chart, render_template
@@ -108,8 +107,8 @@ def _cards(report: Report) -> list[dict[str, str]]:
         cards.append(("tokens/s", f"{speed.tokens_per_second:,.0f}", f"without padding; {padding}{mfu}"))
     kind = "device memory" if report.peak_memory["kind"] == "device" else "host memory of the process"
     cards.append(("peak memory", format_bytes(report.peak_memory["allocated_run"]), kind))
-    cards.append(("tokens", _short(report.tokens), f"{_short(report.trained_tokens)} trained"))
-    cards.append(("time", _duration(report.seconds), "this part of the run" if report.resumed_from else ""))
+    cards.append(("tokens", format_count(report.tokens), f"{format_count(report.trained_tokens)} trained"))
+    cards.append(("time", format_duration(report.seconds), "this part of the run" if report.resumed_from else ""))
     return [dict(zip(("name", "value", "below"), card, strict=True)) for card in cards]
 
 
@@ -172,7 +171,7 @@ def _data(plan: Plan, report: Report) -> Rows:
         rows += [] if data.dropped else [("dropped", "none")]
     padding = 1 - report.tokens / max(1, report.padded_tokens)
     rows += [
-        ("tokens of the run", f"{report.tokens:,}, of which {report.trained_tokens:,} trained"),
+        ("tokens of the run", f"{report.tokens:,} ({report.trained_tokens:,} trained)"),
         ("padding", f"{100 * padding:.1f} % of the computed token slots"),
     ]
     return rows
@@ -202,27 +201,9 @@ def _origin(report: Report) -> Rows:
         ("command", report.command),
         ("git commit", report.git_commit or "not in a git checkout"),
         ("recipe (SHA-256)", report.recipe_sha256),
-        ("versions", _joined(f"{name} {version}" for name, version in report.versions.items())),
+        ("versions", ", ".join(f"{name} {version}" for name, version in report.versions.items())),
     ]
 
 
 def _date(stamp: str) -> str:
     return f"{datetime.fromisoformat(stamp):%Y-%m-%d %H:%M:%S} UTC"
-
-
-def _joined(words: Iterable[str]) -> str:
-    return ", ".join(words)
-
-
-def _short(number: int) -> str:
-    """Shorten a count: 12345678 -> 12.3 M."""
-    for unit, scale in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if number >= scale:
-            return f"{number / scale:.3g} {unit}"
-    return str(number)
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"

@@ -110,18 +110,3 @@ def waiting(what: str) -> Iterator[None]:
         text(what)
     with status(what):
         yield
-
-
-def count(number: float) -> str:
-    """Shorten a number: 12345678 -> 12.3M."""
-    for unit, scale in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if number >= scale:
-            return f"{number / scale:.3g}{unit}"
-    return f"{number:.0f}"
-
-
-def duration(seconds: float) -> str:
-    """Format seconds as h:mm:ss or m:ss."""
-    hours, rest = divmod(round(seconds), 3600)
-    minutes, rest = divmod(rest, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

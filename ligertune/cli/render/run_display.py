@@ -13,8 +13,8 @@ from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Ta
 from rich.table import Column
 from rich.text import Text
 
-from ligertune.cli.render.console import OUTPUT, count, duration, text
-from ligertune.errors import format_bytes
+from ligertune.cli.render.console import OUTPUT, text
+from ligertune.errors import format_bytes, format_count, format_duration
 from ligertune.progress import Display
 
 REFRESHES = 5  # drawings per second
@@ -66,8 +66,8 @@ class _Words(ProgressColumn):
         rate = remaining.step_seconds if remaining else None
         return Text(self._words.format(
             task=task,
-            eta="-:--" if eta is None else duration(eta),
-            elapsed=duration(task.elapsed or 0),
+            eta="-:--" if eta is None else format_duration(eta),
+            elapsed=format_duration(task.elapsed or 0),
             rate="" if not rate else f"{rate:.2f} s/step" if rate > 0.5 else f"{1 / rate:.1f} steps/s",
         ).rstrip())  # fmt: skip
 
@@ -166,7 +166,7 @@ class RunDisplay(Progress, Display):
         separator, *style = STYLES[self._style]
         fields = _fields(line, total, *style)
         if not self._is_live and left is not None and "loss" in line:
-            fields.append(f"left {duration(left)}")
+            fields.append(f"left {format_duration(left)}")
         while len(separator.join(fields)) > self.console.width and len(fields) > 1:
             fields.pop()
         return separator.join(fields)
@@ -187,7 +187,7 @@ def _fields(line: dict, total: int, short: bool, decimals: int) -> list[str]:
     norm, memory = line["grad_norm"], line["peak_memory"]["allocated_run"]
     if norm is not None:
         fields.append(f"norm {norm:5.2f}" if short else f"grad norm {norm:6.2f}")
-    rate, speed = line["learning_rate"], f"{count(line['tokens_per_second']):>5}"
+    rate, speed = line["learning_rate"], f"{format_count(line['tokens_per_second']):>5}"
     if short:
         return [*fields, f"lr {rate:.1e}", f"{speed} tok/s", f"{memory / 2**30:4.1f}G"]
     return [*fields, f"lr {rate:.2e}", f"{speed} tokens/s", f"peak {format_bytes(memory):>9}"]

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ligertune.cli.render.console import columns, count, duration, table, text
-from ligertune.errors import format_bytes, format_rate, plural
+from ligertune.cli.render.console import columns, table, text
+from ligertune.errors import format_bytes, format_count, format_duration, format_rate, plural
 
 if TYPE_CHECKING:
     from ligertune.planning.plan import KernelLine, Plan
@@ -26,7 +26,8 @@ def show_plan(plan: Plan) -> None:
         group = tuple(f"{words} of {batching.cp_size} processes" for words in ("group", "groups"))
     warmup = f" ({schedule.warmup_steps} of them warm-up)" if schedule.warmup_steps else ""
     rows = [
-        ("model", f"{plan.model_family}, {count(plan.n_parameters)} parameters, {count(plan.n_trainable)} trained"),
+        ("model", f"{plan.model_family}, {format_count(plan.n_parameters)} parameters, "
+                  f"{format_count(plan.n_trainable)} trained"),
         ("device", f"{plan.machine.name} ({plan.machine.arch}) x {batching.world_size}, "
                    f"{_with_reason(plan.strategy, plan.strategy_why)}"),
         ("dtype", "float16 (mixed precision: float32 weights, scaled loss)" if plan.precision.autocast == "fp16"
@@ -109,7 +110,7 @@ def show_report(report: Report) -> None:
         ("peak memory", _peak_memory(report.peak_memory)),
         ("kernels applied", _kernels(report.kernels, report.kernels_backend)),
         ("device", f"{report.device} x {report.world_size}, {report.strategy}, {report.dtype}"),
-        ("time", duration(report.seconds)),
+        ("time", format_duration(report.seconds)),
         ("model", report.model_path or f"not written: {'save_model is false' if done else 'the run is not finished'}"),
     ]
     pages = ("report.html", "report.json", "curves.png", "medusa_report.json", "medusa_report.png")

@@ -220,7 +220,7 @@ def _unknown_keys(work: Import) -> None:
 
 
 def _replaced_keys(work: Import) -> None:
-    """Remove one key of each pair of which a recipe has one: TrainingArguments let positive numbers of steps win."""
+    """Remove one of two keys that exclude each other; as in TrainingArguments, a positive number of steps wins."""
     for key, rival in EITHER_OR.items():
         path, other = ("train", key), ("train", rival)
         if not work.document.has(other):
