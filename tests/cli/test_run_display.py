@@ -95,7 +95,7 @@ def test_the_bar_fits_a_terminal_and_logged_lines_stay(columns):
 
 
 def test_in_a_pipe_each_line_is_written_once_without_control_characters(tmp_path, monkeypatch):
-    monkeypatch.delenv("COLUMNS", raising=False)  # pytest-xdist may set the width of a terminal
+    monkeypatch.delenv("COLUMNS", raising=False)  # workers of pytest-xdist have it from readline
     settings = {"train.max_steps": 3, "data.datasets.0.max_samples": 20, "logging.logging_steps": 1,
                 "data.val_split": 0.1, "checkpoint.output_dir": "run"}  # fmt: skip
     done = run_here("train", RECIPE, *overrides(settings), cwd=tmp_path)

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from command_line import RECIPE, Fork, overrides, start, train_command, wait_until, weights
+from command_line import RECIPE, Background, overrides, start, train_command, wait_until, weights
 from quickstart_runs import RESUME, plan_run, train
 
 from ligertune.run import run
@@ -26,8 +26,8 @@ SETTINGS = {
 }
 
 
-def fork_run(folder: Path) -> Fork:
-    return Fork("train", RECIPE, *overrides(SETTINGS), cwd=folder)
+def run_in_background(folder: Path) -> Background:
+    return Background("train", RECIPE, *overrides(SETTINGS), cwd=folder)
 
 
 def start_run(folder: Path, *more: str) -> subprocess.Popen:
@@ -67,7 +67,7 @@ def name_of(value: object) -> str:
     ids=name_of,
 )
 def test_a_signal_before_the_first_step_ends_the_run_and_leaves_no_partial_file(number, tmp_path):
-    process, folder = fork_run(tmp_path), tmp_path / "run"
+    process, folder = run_in_background(tmp_path), tmp_path / "run"
     wait_until(process, (folder / "plan.json").exists)  # the model is loaded after it
     process.send_signal(number)
     done = process.finish()

@@ -7,7 +7,7 @@ import time
 from random import SystemRandom
 
 import pytest
-from command_line import RECIPE, Fork, losses, overrides, start, wait_until, weights
+from command_line import RECIPE, Background, losses, overrides, start, wait_until, weights
 
 from ligertune.cli.render.run_report import resumed
 
@@ -18,7 +18,7 @@ SETTINGS = {"train.max_steps": 300, "logging.logging_steps": 1, "checkpoint.save
 
 def stop_with(number: int, folder, after: int = 3, **changes: object) -> int:
     """Send a signal after so many steps of a run. Returns its exit code."""
-    process = Fork("train", RECIPE, *overrides({**SETTINGS, **changes}), cwd=folder)
+    process = Background("train", RECIPE, *overrides({**SETTINGS, **changes}), cwd=folder)
     metrics = folder / "run" / "metrics.jsonl"
     wait_until(process, lambda: metrics.exists() and metrics.read_text().count("\n") >= after)
     process.send_signal(number)

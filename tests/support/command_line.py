@@ -49,12 +49,6 @@ def start(command: list[str], *, cwd: Path) -> subprocess.Popen:
     return subprocess.Popen(command, cwd=cwd, env=environment(), **pipes)
 
 
-def wait_until(process: subprocess.Popen, happened: Callable[[], bool]) -> None:
-    """Return when `happened()` is true or the process has ended."""
-    while process.poll() is None and not happened():
-        time.sleep(0.005)
-
-
 def train_command(*arguments: str, recipe: Path = RECIPE, **settings: object) -> list[str]:
     """Return the command that trains a recipe (the quickstart's by default) in a new process."""
     return [sys.executable, "-m", "ligertune", "train", str(recipe), *overrides(settings), *arguments]
@@ -95,33 +89,47 @@ class Worker:
         self.process.wait()
 
 
-class Fork(multiprocessing.context.ForkProcess):
-    """`ligertune ARGUMENTS` in a fork of this process, which has imported everything: the interface of Popen."""
+class Background:
+    """`ligertune ARGUMENTS` in a fork of this process, which has imported everything.
+
+    A process that uses CUDA cannot fork: on a machine with a GPU the command runs in a new process.
+    """
 
     def __init__(self, *arguments: object, cwd: Path) -> None:
-        super().__init__(target=self._work, args=(arguments, cwd), daemon=True)
-        self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115
-        self.start()
+        import torch
 
-    def _work(self, arguments: tuple[object, ...], cwd: Path) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-        done = run_here(*arguments, cwd=cwd)
-        self._said.write(done.out + done.err)
-        self._said.flush()
-        os._exit(done.code)  # run neither atexit functions nor the parent's pytest
+        context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "fork")
+        descriptor, self._said = tempfile.mkstemp()
+        os.close(descriptor)
+        self._process = context.Process(target=_write_done, args=(arguments, cwd, self._said), daemon=True)
+        self._process.start()
 
     def poll(self) -> int | None:
-        return self.exitcode
+        return self._process.exitcode
 
     def send_signal(self, number: int) -> None:
-        os.kill(self.pid, number)
+        os.kill(self._process.pid, number)
 
     def finish(self) -> Done:
         """Wait for the end. `out` holds both streams."""
-        self.join()
-        self._said.seek(0)
-        return Done(self.exitcode, self._said.read(), "")
+        self._process.join()
+        said = Path(self._said).read_text(encoding="utf-8")
+        os.unlink(self._said)
+        return Done(self._process.exitcode, said, "")
+
+
+def wait_until(process: subprocess.Popen | Background, happened: Callable[[], bool]) -> None:
+    """Return when `happened()` is true or the process has ended."""
+    while process.poll() is None and not happened():
+        time.sleep(0.005)
+
+
+def _write_done(arguments: tuple[object, ...], cwd: Path, said: str) -> None:
+    for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL)):
+        signal.signal(number, handler)
+    done = run_here(*arguments, cwd=cwd)
+    Path(said).write_text(done.out + done.err, encoding="utf-8")
+    os._exit(done.code)  # run neither atexit functions nor the parent's pytest
 
 
 @contextlib.contextmanager
