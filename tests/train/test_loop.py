@@ -1,5 +1,6 @@
 """A run equals a training loop in plain PyTorch: losses, norms, rates, token counts, weights and evaluation."""
 
+import gc
 import json
 import math
 from pathlib import Path
@@ -117,3 +118,12 @@ def test_a_run_equals_the_plain_loop(name, quickstart, tmp_path, monkeypatch):
     with torch.no_grad():
         mean = sum(loss_sum(model, example) for example in job.data.eval) / job.data.eval.trained.sum()
     assert report.eval_loss == lines[-1]["eval_loss"] == pytest.approx(mean.item(), rel=1e-4)
+
+
+def test_objects_of_before_the_first_step_are_not_collected_during_training(tmp_path):
+    """A collection that visits them takes half a second in the middle of a step."""
+    job = plan_run(tmp_path, **{"train.max_steps": STEPS, "logging.logging_steps": 1})
+    frozen = []
+    run(job, lambda line: frozen.append(gc.get_freeze_count()))
+    assert min(frozen) > 100_000
+    assert gc.get_freeze_count() == 0

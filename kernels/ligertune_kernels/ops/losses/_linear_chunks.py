@@ -14,10 +14,14 @@ from typing import NamedTuple
 
 import torch
 
-from ligertune_kernels.launcher import chip_of
+from ligertune_kernels.chips import INTERPRETER
+from ligertune_kernels.launcher import cached, chip_of, on_device, runs_triton
 from ligertune_kernels.ops.losses._linear_inputs import Head
-from ligertune_kernels.ops.losses._row_pass import LossOptions, row_pass, slab_pass
-from ligertune_kernels.ops.losses._schedule import Schedule, rest_stride
+from ligertune_kernels.ops.losses._row_kernels import row_kernel
+from ligertune_kernels.ops.losses._row_pass import LossOptions, row_constants, row_pass, row_tiling, slab_pass
+from ligertune_kernels.ops.losses._schedule import Schedule, may_group, rest_stride
+
+GROUP_COLUMNS = 8192  # for compilation only
 
 Gradients = tuple[torch.Tensor | None, ...]
 
@@ -228,6 +232,8 @@ def run_chunks(
 ) -> tuple[torch.Tensor, Gradients]:
     """Return the losses (N,) and the gradients of rows and head.tensors that are needed, times targets.scale."""
     loss = ChunkedLoss(rows, head, targets.row_losses, needs, sums_wide=schedule.sums_wide(rows.dtype))
+    if loss.d_weight is not None and may_group(len(head.weight), rows.dtype) and runs_triton(rows):
+        compile_row_kernels(rows, len(head.weight), targets)
     if loss.d_weight is None or (schedule.plan == "fast" and not schedule.groups):
         loss.run_fast(schedule.slot, schedule.slot if loss.d_weight is None else schedule.buffer)
     elif schedule.plan == "lean":
@@ -235,6 +241,51 @@ def run_chunks(
     else:
         loss.run_in_groups(schedule)
     return loss.result()
+
+
+def compile_row_kernels(rows: torch.Tensor, vocab_size: int, targets: Targets) -> None:
+    """Compile `row_kernel` for rows in one part and for rows in groups, once, without a launch.
+
+    The number of rows decides which of them a batch takes. Compiled at its first use, the second would hold up some
+    later training step by a second.
+    """
+    weight, scale, chip = targets.class_weight, targets.scale, chip_of(rows.device)
+    never_grouped = chip.vendor == "amd" and rows.dtype is torch.bfloat16  # see `schedule_of`, wide_products
+    if never_grouped or chip is INTERPRETER or torch.compiler.is_compiling():
+        return
+    with on_device(rows):
+        _compile_row_kernels(
+            rows.device, rows.dtype, vocab_size, targets.options, targets.labels.dtype,
+            None if weight is None else weight.dtype, scale.dtype, scale.dim() > 0,
+        )  # fmt: skip
+
+
+@cached
+def _compile_row_kernels(
+    device: torch.device,
+    logits: torch.dtype,
+    vocab_size: int,
+    options: LossOptions,
+    labels: torch.dtype,
+    weight: torch.dtype | None,
+    scale: torch.dtype,
+    scale_per_row: bool,
+) -> None:
+    """Compile with dtypes in place of tensors: Triton assumes that tensors of these dtypes begin at a vector."""
+    chip, losses = chip_of(device), torch.float32
+    plain = weight is None and not options.label_smoothing and options.softcap is None
+    for grouped in (False, True):
+        # Triton compiles again only where divisibility by 16 differs: one number of columns stands for all.
+        in_groups = GROUP_COLUMNS if grouped else 0
+        stride = rest_stride(vocab_size - in_groups) if grouped else vocab_size
+        rest_cols = vocab_size - in_groups if grouped else None
+        tiles = row_tiling(chip.processors, vocab_size, logits.itemsize, chip, plain=plain, rest_cols=rest_cols)
+        row_kernel.warmup(
+            logits, labels, weight or losses, losses, losses, logits, scale, logits if grouped else losses,
+            stride, stride, int(scale_per_row), chip.processors, vocab_size, tiles.swept,
+            in_groups, in_groups, in_groups, *options.numbers, **options.flags(weight is not None),
+            **row_constants(tiles, chip, saves_lse=False, needs_grad=True, grouped=grouped), grid=(tiles.programs,),
+        )  # fmt: skip
 
 
 def _product(parts: list[Part], matrix: torch.Tensor) -> torch.Tensor:

@@ -56,10 +56,10 @@ class LossOptions:
         """The options in the order of the kernels' arguments."""
         return self.ignore_index, self.label_smoothing, self.softcap or 0.0, self.logit_scale, self.z_loss
 
-    def flags(self, class_weight: torch.Tensor | None) -> dict[str, bool]:
-        """Return the kernels' constants that leave out unused terms."""
+    def flags(self, has_weight: bool) -> dict[str, bool]:
+        """Return the kernels' constants that leave out unused terms. has_weight: there are class weights."""
         has_smoothing, has_softcap = self.label_smoothing != 0.0, self.softcap is not None
-        return {"HAS_WEIGHT": class_weight is not None, "HAS_SMOOTHING": has_smoothing, "HAS_SOFTCAP": has_softcap}
+        return {"HAS_WEIGHT": has_weight, "HAS_SMOOTHING": has_smoothing, "HAS_SOFTCAP": has_softcap}
 
 
 @dataclass(frozen=True)
@@ -137,6 +137,7 @@ def row_pass(
     tiles = row_tiling(n_rows, n_cols, logits.element_size(), chip, plain=plain, rest_cols=rest_cols)
     needs_grad = gradient is not None
     scale_stride = 1 if needs_grad and scale.dim() else 0
+    constants = row_constants(tiles, chip, saves_lse=lse is not None, needs_grad=needs_grad, grouped=in_lead > 0)
     if lead is None:  # not `losses`: torch.compile takes lead for an output, and would preserve what it held before
         lead = losses.new_empty(1)
     # Flags keep the kernel from reading unused arguments; any tensor takes their place.
@@ -145,12 +146,26 @@ def row_pass(
             logits, labels, losses if weight is None else weight.contiguous(), losses, losses if lse is None else lse,
             gradient if needs_grad else logits, scale if needs_grad else losses, lead,
             logits.stride(0), gradient.stride(0) if needs_grad else 0, scale_stride, n_rows, n_cols, tiles.swept,
-            in_lead, group_cols, group_jump, *options.numbers, **options.flags(weight), SAVES_LSE=lse is not None,
-            NEEDS_GRAD=needs_grad, SWEEPS=tiles.swept > 0, GROUPED=in_lead > 0, TAIL_LANES=tiles.tail // VECTOR,
-            LANES=tiles.block // VECTOR, VECTOR=VECTOR,
-            **{**launch_options(tiles.block, chip), "num_warps": tiles.num_warps},
+            in_lead, group_cols, group_jump, *options.numbers, **options.flags(weight is not None), **constants,
         )  # fmt: skip
     return losses
+
+
+def row_constants(
+    tiles: Tiling, chip: Chip, *, saves_lse: bool, needs_grad: bool, grouped: bool
+) -> dict[str, int | bool]:
+    """Return the constants of `row_kernel` that do not depend on the options of the loss."""
+    return {
+        **launch_options(tiles.block, chip),
+        "num_warps": tiles.num_warps,
+        "SAVES_LSE": saves_lse,
+        "NEEDS_GRAD": needs_grad,
+        "SWEEPS": tiles.swept > 0,
+        "GROUPED": grouped,
+        "TAIL_LANES": tiles.tail // VECTOR,
+        "LANES": tiles.block // VECTOR,
+        "VECTOR": VECTOR,
+    }
 
 
 def slab_pass(
@@ -177,7 +192,7 @@ def slab_pass(
         slab_kernel[(n_rows,)](
             logits, labels, lse if weight is None else weight.contiguous(), lse, scale, weight_sum,
             logits.stride(0), 1 if scale.dim() else 0, n_rows, n_cols, first_col, vocab_size, *options.numbers,
-            **options.flags(weight), LANES=block // VECTOR, VECTOR=VECTOR, **launch_options(block, chip),
+            **options.flags(weight is not None), LANES=block // VECTOR, VECTOR=VECTOR, **launch_options(block, chip),
         )  # fmt: skip
 
 

@@ -192,9 +192,14 @@ def schedule_of(
     return min((summed, lean) if adds_wide else (lean,), key=lambda plan: plan.extra_bytes)
 
 
+def may_group(vocab_size: int, dtype: torch.dtype) -> bool:
+    """Return whether the logits of some number of rows are taken in groups."""
+    return dtype is not torch.float16 and vocab_size >= MIN_REST_COLUMNS + MIN_GROUP_COLUMNS
+
+
 def _in_groups(sizes: _Sizes, chunk_bytes: int) -> list[Schedule]:
     """Return the schedule with the fewest groups in dW's memory for which the other logits fit, if there is one."""
-    if sizes.dtype is torch.float16:  # dW is wider than the logits
+    if not may_group(sizes.vocab, sizes.dtype):  # in float16 dW is wider than the logits
         return []
     n_rows, itemsize = sizes.n_rows, sizes.dtype.itemsize
     max_groups = (sizes.weight_elements // MIN_GROUP_COLUMNS - sizes.hidden) // n_rows

@@ -12,6 +12,7 @@ from ligertune_kernels.launcher import BoundLaunch, cached, chip_of, tl, triton
 
 TILE = 16384  # elements per step: all rows of most matrices, so that all their bytes are in flight together
 FEWEST_COLS = 32  # 128 bytes of a row
+FEW_ROWS = 64  # of a matrix from few programs. With more sizes than two, a longer batch would wait for the compiler
 
 
 @triton.jit(do_not_specialize=["n_rows", "n_first"])
@@ -36,13 +37,13 @@ def _column_sums_kernel(
 
 @cached
 def _plan_sums(
-    n_rows: int, n_cols: int, device: torch.device, first: torch.dtype, second: torch.dtype | None
+    few_rows: bool, n_cols: int, device: torch.device, first: torch.dtype, second: torch.dtype | None
 ) -> tuple[BoundLaunch, tuple[int, int, int]]:
-    """Return the launch and its grid for a matrix (n_rows, n_cols) and results of these dtypes."""
+    """Return the launch and its grid for a matrix of n_cols columns and results of these dtypes."""
     chip = chip_of(device)
     # About four programs per processor: enough to hide each other's loads.
     cols = min(max(FEWEST_COLS, triton.next_power_of_2(n_cols // (4 * chip.processors) + 1)), 1024)
-    rows = min(TILE // cols, triton.next_power_of_2(n_rows))
+    rows = min(TILE // cols, FEW_ROWS) if few_rows else TILE // cols
     constants = {"ROWS": rows, "COLS": cols, "TWO": second is not None, **launch_options(rows * cols // 2, chip)}
     return BoundLaunch(_column_sums_kernel, constants, (n_cols,)), (triton.cdiv(n_cols, cols), 1, 1)
 
@@ -54,5 +55,6 @@ def column_sums(
 ) -> None:
     """Write x.sum(0), rounded once, into `first` and the remaining columns into `second`, in one launch."""
     n_rows, n_cols = x.shape
-    launch, grid = _plan_sums(n_rows, n_cols, x.device, first.dtype, None if second is None else second.dtype)
+    second_dtype = None if second is None else second.dtype
+    launch, grid = _plan_sums(n_rows <= FEW_ROWS, n_cols, x.device, first.dtype, second_dtype)
     launch(grid, (x, first, first if second is None else second), first.numel(), n_rows)
