@@ -48,7 +48,8 @@ def add_adapter(model: PreTrainedModel, spec: MethodOptions) -> peft.PeftModel:
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # peft reads attributes of transformers by their old names
-        adapted = peft.get_peft_model(model, config)
+        # a plan's model is on the meta device: its adapters need no memory either
+        adapted = peft.get_peft_model(model, config, low_cpu_mem_usage=model.device.type == "meta")
     model.disable_input_require_grads()  # as `checkpoint_layers` does: peft has requested them again
     recomputes = has_recompute(model)
     for module in adapted.modules():
