@@ -198,7 +198,7 @@ def _build(
     ranks: processes of this node that build it at the same time, and share its cores.
     """
     path, counts = display_path(Path(spec.path)), RowCounts()
-    stream = RecordStream(spec, sample=_SAMPLE, download=True)
+    stream = RecordStream(spec, preparation.data.max_record_bytes, sample=_SAMPLE, download=True)
     records = iter(stream)
     first = list(islice(records, _SAMPLE))
     rows = RowPipeline(spec, preparation, first)

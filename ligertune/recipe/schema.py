@@ -159,6 +159,8 @@ class DataSpec(Section):
     """Maximum length of an example, in tokens."""
     on_overlength: Literal["drop", "truncate", "error"] = "drop"
     """Examples longer than max_length: drop, truncate, or stop; their number is reported."""
+    max_record_bytes: Annotated[int, Field(ge=1, le=2**30)] = 2**24
+    """Largest record, in bytes: a larger one is dropped without being read."""
     max_dropped: Share = 0.5
     """Largest share of a data set's rows that may be dropped; a run that would drop more is refused."""
     streaming: Switch = False
