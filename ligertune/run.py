@@ -20,7 +20,8 @@ from ligertune.hardware import (
     this_machine,
 )
 from ligertune.launcher.signals import StopRequest
-from ligertune.models.load import check_vocabulary, hide_loading_bars, load_tokenizer, read_config
+from ligertune.models.load import hide_loading_bars, read_config
+from ligertune.models.load_tokenizer import check_vocabulary, load_tokenizer
 from ligertune.planning.batch_layout import resolve_packing
 from ligertune.planning.make_plan import PlanInputs, make_plan, warn_of_host_memory
 from ligertune.planning.options import RunOptions

@@ -111,8 +111,24 @@ def backend(device: torch.device | str) -> Literal["triton", "reference"]:
 
 
 def runs_triton(t: torch.Tensor) -> bool:
-    """Return whether an op on this tensor launches kernels. float64 always runs the reference, to check against."""
-    return t.dtype is not torch.float64 and (TRITON_INSTALLED if t.is_cuda else chip_of(t.device) is not None)
+    """Return whether an op on this tensor launches kernels. float64 always runs the reference, to check against.
+
+    Raises RuntimeError under a transform of torch.func or in forward-mode differentiation, which kernels do not have.
+    """
+    runs = t.dtype is not torch.float64 and (TRITON_INSTALLED if t.is_cuda else chip_of(t.device) is not None)
+    if runs and not torch.compiler.is_compiling() and _transformed(t):
+        raise RuntimeError(
+            "ligertune_kernels' ops do not work under torch.func's transforms (grad, jvp, vmap) or in forward-mode "
+            "differentiation: use torch.autograd, or the op's reference, such as rms_norm_reference"
+        )
+    return runs
+
+
+def _transformed(t: torch.Tensor) -> bool:
+    forward_mode = torch.autograd.forward_ad
+    if forward_mode._current_level >= 0 and forward_mode.unpack_dual(t).tangent is not None:
+        return True
+    return torch._C._are_functorch_transforms_active()
 
 
 def on_device(t: torch.Tensor) -> contextlib.AbstractContextManager:

@@ -5,6 +5,8 @@ Commands import torch and transformers inside their functions, so that `--help` 
 
 from __future__ import annotations
 
+import errno
+import os
 import signal
 import sys
 
@@ -22,6 +24,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+# of the system, about a path that the user gave: in whichever function it is opened first
+_PATH_ERRORS = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR)
 
 with importing():
     from ligertune.cli.bench import bench
@@ -66,6 +70,9 @@ def main() -> None:
         from ligertune.storage import cannot_write, disk_error
 
         reason = disk_error(problem)
+        if problem.errno in _PATH_ERRORS and problem.filename is not None:
+            _report(UserError(f"{os.fsdecode(problem.filename)} cannot be used: {os.strerror(problem.errno)}."))
+            sys.exit(2)
         if reason is None:
             raise
         _report(cannot_write(str(problem.filename or "A file"), reason))

@@ -42,7 +42,8 @@ def data(
         from ligertune.data.prepare import prepare
         from ligertune.data.preview import preview, preview_examples, preview_summary
         from ligertune.data.statistics import data_statistics
-        from ligertune.models.load import load_tokenizer, read_config
+        from ligertune.models.load import read_config
+        from ligertune.models.load_tokenizer import load_tokenizer
         from ligertune.planning.batch_layout import StatisticsOptions, resolve_packing
         from ligertune.vision.families import exact_packing
         from ligertune.vision.reader import load_reader

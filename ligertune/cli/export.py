@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ligertune.cli.options import Json
+from ligertune.cli.options import Json, TrustRemoteCode
 from ligertune.cli.render import console as render
 from ligertune.errors import UserError
+
+if TYPE_CHECKING:
+    from ligertune.train.checkpoint.export_run import ExportPlan
 
 
 def export(
@@ -31,6 +34,7 @@ def export(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Write the model card only, and list what --push would upload.")
     ] = False,
+    trust_remote_code: TrustRemoteCode = False,
     json: Json = False,
 ) -> None:
     """Write a run's model in Hugging Face format: merge its adapter, or convert a checkpoint; upload it if asked.
@@ -49,7 +53,9 @@ def export(
         if push is not None:
             export_run.check_repository(push)
         uploads = push is not None or dry_run
-        plan = export_run.plan_export(run, out, adapter=adapter, checkpoint=checkpoint, in_place=uploads)
+        plan = export_run.plan_export(
+            run, out, adapter=adapter, checkpoint=checkpoint, in_place=uploads, trust_remote_code=trust_remote_code
+        )
     done = {"folder": str(plan.folder), "kind": plan.kind, "source": plan.source.name}
     if not dry_run and plan.how != "in place":
         with render.waiting("loading and merging ..." if plan.kind == "merged model" else "writing ..."):
@@ -58,16 +64,19 @@ def export(
     card = plan.write_card(push)
     render.text(f"model card: {card}")
     if uploads:
-        if plan.upload_warning:
-            render.note(plan.upload_warning)
         done["files"] = export_run.files_to_upload(plan.folder)
-        to = push or "the hub"
-        rows = [(name, f"{size:,} bytes") for name, size in done["files"].items()]
-        if dry_run and plan.how != "in place":
-            rows.append(("weights, tokenizer", "written by the export"))
-        render.table(f"{'would be uploaded' if dry_run else 'uploading'} to {to}", rows)
+        _show_upload(plan, done["files"], push=push, dry_run=dry_run)
     if push is not None and not dry_run:
         done["address"] = export_run.upload(plan.folder, push, public=public)
         render.text(f"uploaded: {done['address']} ({'public' if public else 'private if it is new'})")
     if json:
         render.json_report(done)
+
+
+def _show_upload(plan: ExportPlan, files: dict[str, int], *, push: str | None, dry_run: bool) -> None:
+    if plan.upload_warning:
+        render.note(plan.upload_warning)
+    rows = [(name, f"{size:,} bytes") for name, size in files.items()]
+    if dry_run and plan.how != "in place":
+        rows.append(("weights, tokenizer", "written by the export"))
+    render.table(f"{'would be uploaded' if dry_run else 'uploading'} to {push or 'the hub'}", rows)

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from ligertune.cli.options import Json
+from ligertune.cli.options import Json, TrustRemoteCode
 from ligertune.cli.render import console as render
 from ligertune.errors import UserError, plural
 
 if TYPE_CHECKING:
     from ligertune.decode.chat import Chat
-    from ligertune.decode.generate import Answer, Decoding, LoadedModel
+    from ligertune.decode.generate import Answer, LoadedModel
 
 Model = Annotated[
     str, typer.Argument(help="Folder of a run, a model or an adapter, or a hub id of a model.", show_default=False)
@@ -27,7 +27,7 @@ Raw = Annotated[bool, typer.Option("--raw", help="Continue the text as it is, wi
 Temperature = Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy decoding.")]
 TopP = Annotated[float, typer.Option(min=0.0, max=1.0, help="Nucleus sampling: keep this probability mass.")]
 MaxNewTokens = Annotated[int, typer.Option(min=1, help="Maximum number of new tokens of an answer.")]
-Seed = Annotated[int, typer.Option(help="Seed for sampling.")]
+Seed = Annotated[int, typer.Option(min=0, max=2**64 - 1, help="Seed for sampling.")]
 
 
 def generate(
@@ -51,6 +51,7 @@ def generate(
         typer.Option(help="With --medusa: greedy gives the same text as plain greedy decoding; typical samples."),
     ] = "greedy",
     seed: Seed = 42,
+    trust_remote_code: TrustRemoteCode = False,
     json: Json = False,
 ) -> None:
     """Answer or continue a prompt, using the prompt template that the model was trained with.
@@ -61,7 +62,7 @@ def generate(
     """
     if (prompt is None) == (prompts is None):
         raise UserError("generate takes one prompt or --prompts FILE.", hint="Write the prompt after the model.")
-    asked = read_prompts(prompts) if prompts else [sys.stdin.read() if prompt == "-" else prompt]
+    asked = read_prompts(prompts) if prompts else [_read_stdin() if prompt == "-" else prompt]
     render.people_on_stderr(json)
     if medusa:
         for option, given in (("--top-p", top_p < 1), ("--image", bool(image)), ("--prompts", bool(prompts))):
@@ -69,16 +70,17 @@ def generate(
                 raise UserError(f"{option} does not work with --medusa.", hint="Leave one of them out.")
         from ligertune.decode.medusa_generate import choose_acceptance, generate_with_heads
 
-        rule = choose_acceptance(acceptance, temperature)
-        found = generate_with_heads(model, asked[0], acceptance=rule, raw=raw, max_new_tokens=max_new_tokens, seed=seed)
+        rule, trust = choose_acceptance(acceptance, temperature), {"trust_remote_code": trust_remote_code}
+        found = generate_with_heads(
+            model, asked[0], acceptance=rule, raw=raw, max_new_tokens=max_new_tokens, seed=seed, **trust
+        )
         _print_answers([found], json)
-        speed = f"{found.accepted_length:.2f} tokens per forward pass, {found.tokens_per_second:,.0f} tokens/s"
-        render.note(f"{plural(found.new_tokens, 'token')}, {speed}")
+        render.note(f"{plural(found.new_tokens, 'token')}, {found.speed}")
         return
-    loaded, decoding = _load(model, raw, max_new_tokens, temperature, top_p)
-    from ligertune.decode.generate import generate_answer
+    loaded = _load(model, raw=raw, trust_remote_code=trust_remote_code)
+    from ligertune.decode.generate import Decoding, generate_answer
 
-    answers = []
+    decoding, answers = Decoding(max_new_tokens, temperature, top_p), []
     for number, text in enumerate(asked, start=1):
         if prompts and not json:
             render.document(f"--- {number}: {text.strip().splitlines()[0]} ---")
@@ -100,6 +102,7 @@ def chat(
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
     seed: Seed = 42,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Talk with a model, in the prompt template that it was trained with. From a pipe: one message per line.
 
@@ -107,11 +110,13 @@ def chat(
 
     Example: ligertune chat runs/quickstart --temperature 0.7
     """
-    loaded, decoding = _load(model, raw, max_new_tokens, temperature, top_p)
+    loaded = _load(model, raw=raw, trust_remote_code=trust_remote_code)
     import torch
 
     from ligertune.decode.chat import Chat
+    from ligertune.decode.generate import Decoding
 
+    decoding = Decoding(max_new_tokens, temperature, top_p)
     conversation = Chat(loaded, decoding, on_text=write_piece, on_notice=render.note)
     if system is not None:
         conversation.set_system(system)
@@ -148,7 +153,8 @@ def _run_command(conversation: Chat, word: str, rest: str) -> None:
 def _messages() -> Iterator[str]:
     """Yield the lines that a person types or that a pipe holds, without empty ones."""
     if not sys.stdin.isatty():
-        yield from (line.strip() for line in sys.stdin if line.strip())
+        with _utf8_stdin():
+            yield from (line.strip() for line in sys.stdin if line.strip())
         return
     with contextlib.suppress(ImportError):  # `input` edits lines and remembers them with it; Windows has none
         import readline  # noqa: F401
@@ -161,6 +167,22 @@ def _messages() -> Iterator[str]:
             return
         if line:
             yield line
+
+
+def _read_stdin() -> str:
+    with _utf8_stdin():
+        return sys.stdin.read()
+
+
+@contextlib.contextmanager
+def _utf8_stdin() -> Iterator[None]:
+    """Turn bytes of stdin that are not UTF-8 into a UserError."""
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"stdin is not UTF-8: byte 0x{error.object[error.start]:02x}.", hint="Convert it, for example with iconv."
+        ) from error
 
 
 def write_piece(text: str) -> None:
@@ -193,16 +215,16 @@ def read_prompts(path: Path) -> list[str]:
     return found
 
 
-def _load(model: str, raw: bool, max_new_tokens: int, temperature: float, top_p: float) -> tuple[LoadedModel, Decoding]:
+def _load(model: str, *, raw: bool, trust_remote_code: bool) -> LoadedModel:
     """Load MODEL once. A path that leads nowhere is refused before torch is imported, which takes seconds."""
     from ligertune.planning.saved_model import check_can_generate, find_saved_model
 
     saved = find_saved_model(model, key="MODEL")
     check_can_generate(saved, key="MODEL")
     with render.status("loading the model ..."):
-        from ligertune.decode.generate import Decoding, load_model
+        from ligertune.decode.generate import load_model
 
-        return load_model(saved.name, raw=raw), Decoding(max_new_tokens, temperature, top_p)
+        return load_model(saved.name, raw=raw, trust_remote_code=trust_remote_code)
 
 
 def _print_answers(answers: list[Answer], json: bool, *, as_list: bool = False) -> None:

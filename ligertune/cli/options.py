@@ -27,3 +27,6 @@ Overrides = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print a JSON report to stdout, and everything else to stderr.")]
+TrustRemoteCode = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run the Python code that comes with the model. Read it first.")
+]

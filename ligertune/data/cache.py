@@ -28,6 +28,7 @@ from filelock import FileLock, Timeout
 from ligertune.data.examples import ARRAYS, Block, FileNames, Preparation
 from ligertune.data.rows.data_files import display_path
 from ligertune.data.rows.sources import find_files, hub_rows
+from ligertune.errors import UserError
 from ligertune.storage import put_in_place
 
 if TYPE_CHECKING:
@@ -82,9 +83,12 @@ def data_key(spec: DatasetOptions, preparation: Preparation) -> str:
 
 def _hash_of(file: Path) -> str:
     digest = hashlib.sha256()
-    with file.open("rb") as opened:
-        while chunk := opened.read(1 << 20):
-            digest.update(chunk)
+    try:
+        with file.open("rb") as opened:
+            while chunk := opened.read(1 << 20):
+                digest.update(chunk)
+    except OSError as error:  # not one of the cache, which is reported otherwise
+        raise UserError(f"{display_path(file)} cannot be read: {error.strerror or error}.") from error
     return digest.hexdigest()
 
 

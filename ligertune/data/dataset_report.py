@@ -72,6 +72,8 @@ def remedy(dropped: dict[str, int], data: DataOptions) -> str:
         return f"Raise data.max_length (now {data.max_length}), or write data.on_overlength: truncate."
     if reason in LENGTH_REASONS:
         return f"Raise data.max_length (now {data.max_length})."
+    if reason == "too large":
+        return f"Raise data.max_record_bytes (now {data.max_record_bytes})."
     if reason == "several exchanges":
         return "Write data.prompt_template: chat."
     return (

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 # called with (path of the data set, rows done, share done) while rows are prepared
 ProgressCallback = Callable[[str, int, float], None]
+_MAX_EXAMPLES = 10**9  # of one data set in an epoch; their indices take 8 GB
 _SAMPLE = 5000  # records whose columns decide the format; they are held in memory
 
 
@@ -145,6 +146,7 @@ def prepare(
     report = _report(sets, train, data)
     weights = [spec.weight for spec in data.datasets]
     if any(weight != 1 for weight in weights):
+        _check_weights(sets, weights)
         train = train.select(mix_datasets(train.block_of, weights, seed=seed))
         report = replace(report, notes=(*report.notes, _mixture_note(sets, weights, train)))
     template = ", ".join(dict.fromkeys(part.report.template for part in sets))
@@ -196,7 +198,7 @@ def _build(
     ranks: processes of this node that build it at the same time, and share its cores.
     """
     path, counts = display_path(Path(spec.path)), RowCounts()
-    stream = RecordStream(spec, sample=_SAMPLE, download=True)
+    stream = RecordStream(spec, preparation.data.max_record_bytes, sample=_SAMPLE, download=True)
     records = iter(stream)
     first = list(islice(records, _SAMPLE))
     rows = RowPipeline(spec, preparation, first)
@@ -207,6 +209,18 @@ def _build(
         add(block)
     progress(path, counts.rows_read, 1.0)
     return {"path": path, "format": rows.format.name, "template": rows.template.name, "counts": vars(counts)}
+
+
+def _check_weights(sets: Sequence[LoadedDataset], weights: Sequence[float]) -> None:
+    """Raise UserError if an epoch would hold more examples than can be indexed, or none of a data set."""
+    for part, weight in zip(sets, weights, strict=True):
+        count = round(weight * len(part.block))
+        if not 1 <= count <= _MAX_EXAMPLES:
+            raise UserError(
+                f"data.datasets[].weight: {weight:g} makes {plural(count, 'example')} of the {len(part.block)} of "
+                f"{part.report.path}, of which an epoch needs 1 to {_MAX_EXAMPLES:,}.",
+                hint="It is how often an epoch repeats the data set: 2 or 0.5.",
+            )
 
 
 def mix_datasets(set_of: np.ndarray, weights: Sequence[float], *, seed: int) -> np.ndarray:

@@ -94,6 +94,12 @@ class RowPipeline:
         if not first:
             raise UserError(f"{spec.path} holds no records.")
         columns = {column for record in first for column in record.row}
+        if not columns and first[0].too_large:
+            raise UserError(
+                f"{first[0].source}: a record of {first[0].too_large:,} bytes, and no smaller one among the first "
+                f"{len(first)}; data.max_record_bytes allows {data.max_record_bytes:,}.",
+                hint="Raise it if the records are this large.",
+            )
         self.format = recognise_format(spec.format, columns, display_path(Path(spec.path)))
         self.template = choose_template(data, self.format, tokenizer, with_images=images is not None)
         self._images = None if images is None else ImageTokens(images, data.image_dir)
@@ -132,6 +138,8 @@ class RowPipeline:
         """Yield each row that can be used."""
         for record in records:
             try:
+                if record.too_large:
+                    raise BadRow("too large", f"{record.too_large:,} bytes")
                 row, references = extract_images(record.row) if self._images else (record.row, [])
                 repairs: list[str] | None = [] if self._spec.on_bad_row == "repair" else None
                 conversation = self.format.convert(Record(row, record.source), repairs)

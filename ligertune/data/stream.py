@@ -38,7 +38,8 @@ class StreamedDataset:
     def __init__(self, spec: DatasetOptions, preparation: Preparation) -> None:
         self.spec, self.counts = spec, RowCounts()
         self.path = display_path(Path(spec.path))
-        first = list(islice(RecordStream(spec), _SAMPLE))
+        self.max_bytes = preparation.data.max_record_bytes
+        first = list(islice(RecordStream(spec, self.max_bytes), _SAMPLE))
         self.rows = RowPipeline(spec, preparation, first)
         counts = RowCounts()
         examples = self.rows.examples(first, counts)  # raises errors in the first rows before a model is loaded
@@ -51,7 +52,7 @@ class _DatasetEpoch:
 
     def __init__(self, streamed: StreamedDataset, rng: np.random.Generator) -> None:
         self.set, self._rng = streamed, rng
-        self._pass, self._stream = 0, RecordStream(streamed.spec)
+        self._pass, self._stream = 0, RecordStream(streamed.spec, streamed.max_bytes)
         self.chunks = self._read()
 
     @property
@@ -62,7 +63,7 @@ class _DatasetEpoch:
     def _read(self) -> Iterator[list[Record]]:
         """Yield the records in chunks. The last pass of a fractional weight keeps a random part."""
         for number in range(math.ceil(self.set.spec.weight)):
-            self._pass, self._stream = number, RecordStream(self.set.spec)
+            self._pass, self._stream = number, RecordStream(self.set.spec, self.set.max_bytes)
             records, part = iter(self._stream), self.set.spec.weight - number
             while chunk := list(islice(records, _CHUNK)):
                 yield chunk if part >= 1 else list(compress(chunk, self._rng.random(len(chunk)) < part))

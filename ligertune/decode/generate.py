@@ -13,7 +13,7 @@ from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError
 from jinja2 import TemplateError
 from torch import Tensor
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
 from ligertune.data.rows.conversation import BadRow, Conversation, Message
@@ -22,8 +22,9 @@ from ligertune.data.templates.control_tokens import Rendered
 from ligertune.data.templates.prompt_templates import alpaca_prompt
 from ligertune.errors import UserError
 from ligertune.models.compile import run_eagerly
-from ligertune.models.load import auto_class, hide_loading_bars
-from ligertune.models.save import ADAPTER_CONFIG, PROMPT_FILE, adapter_base_model, read_prompt
+from ligertune.models.load import hide_loading_bars
+from ligertune.models.model_files import reason_of
+from ligertune.models.save import PROMPT_FILE, SAVED_MODEL, load_saved, read_prompt
 from ligertune.planning.options import ModelOptions
 from ligertune.vision.image_files import ImageFile
 from ligertune.vision.inputs import image_inputs
@@ -72,10 +73,11 @@ class LoadedModel:
         return _uses_chat_template(self.tokenizer, self.template)
 
 
-def load_model(name: str, *, raw: bool) -> LoadedModel:
+def load_model(name: str, *, raw: bool, trust_remote_code: bool = False) -> LoadedModel:
     """Load a folder or hub id. raw: texts are continued without a prompt template. Raises UserError."""
-    model, tokenizer = load_for_generation(name)
-    reader = load_reader(ModelOptions(model_name_or_path=name), None, model.config, tokenizer)
+    hide_loading_bars()
+    model, tokenizer = load_saved(name, trust_remote_code=trust_remote_code)
+    reader = load_reader(ModelOptions(model_name_or_path=name), None, model.config, tokenizer, SAVED_MODEL)
     folder = Path(name) if Path(name).is_dir() else _hub_snapshot(name)
     return LoadedModel(name, model, tokenizer, reader, choose_prompt(folder, raw=raw))
 
@@ -124,15 +126,43 @@ def token_inputs(ids: list[int]) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def continue_text(loaded: LoadedModel, inputs: dict[str, Tensor], decoding: Decoding, pieces: TextPieces) -> None:
-    """Generate tokens after one prompt, and hand each to `pieces` as it is made."""
+    """Generate tokens after one prompt, and hand each to `pieces` as it is made. Raises UserError."""
     pad, eos = loaded.tokenizer.pad_token_id, loaded.tokenizer.eos_token_id
-    loaded.model.generate(
-        **{name: value.to(loaded.model.device) for name, value in inputs.items()},
-        max_new_tokens=decoding.max_new_tokens,
-        pad_token_id=pad if pad is not None else eos,
-        streamer=pieces,
-        **decoding.sampling,
-    )
+    rows, highest = loaded.model.get_input_embeddings().weight.shape[0], int(inputs["input_ids"].max())
+    if highest >= rows:
+        raise UserError(
+            f"The tokenizer of {loaded.name} gives the prompt a token id of {highest}, and the model knows {rows}"
+            " tokens.",
+            hint="Use the tokenizer the model was trained with.",
+        )
+    try:
+        loaded.model.generate(
+            **{name: value.to(loaded.model.device) for name, value in inputs.items()},
+            max_new_tokens=decoding.max_new_tokens,
+            pad_token_id=pad if pad is not None else eos,
+            streamer=pieces,
+            logits_processor=LogitsProcessorList([FiniteLogits(loaded.name)]),
+            **decoding.sampling,
+        )
+    except (ValueError, TypeError) as error:  # transformers refuses settings of the model's folder
+        raise SAVED_MODEL.error(
+            f"{loaded.name} cannot generate with its generation_config.json: {reason_of(error)}"
+        ) from error
+
+
+class FiniteLogits(LogitsProcessor):
+    """Refuse logits that are not numbers: greedy decoding would answer with token 0, and sampling would crash."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        if bool(scores.isnan().any()):
+            raise UserError(
+                f"The model {self._name} computes NaN: its weights are damaged, or too large for their dtype.",
+                exit_code=1,
+            )
+        return scores
 
 
 class TextPieces(BaseStreamer):
@@ -170,34 +200,17 @@ class TextPieces(BaseStreamer):
             self._on_text(piece)
 
 
-def load_for_generation(
-    model_name: str, *, tokenizer_name: str | None = None
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a model, onto the GPU if there is one, and its tokenizer. Raises UserError if they cannot be loaded."""
-    hide_loading_bars()
-    folder = Path(model_name)
-    only_adapter = (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").exists()
-    config = _load(adapter_base_model(folder) if only_adapter else model_name, AutoConfig)
-    tokenizer = _load(tokenizer_name or model_name, AutoTokenizer)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    return _load(model_name, auto_class(config)).to(device).eval(), tokenizer
-
-
-def _load(model_name: str, auto: type) -> Any:
-    try:
-        return auto.from_pretrained(model_name)
-    except (OSError, ValueError) as problem:
-        raise UserError(
-            f"{model_name} could not be loaded as a causal language model: {str(problem).splitlines()[0]}",
-            hint="Name a folder with config.json, the weights and the tokenizer, or a hub id. "
-            "A folder of Medusa heads needs --medusa.",
-        ) from problem
-
-
 def check_prompt(prompt: str) -> None:
-    """Raise UserError if the prompt is empty."""
+    """Raise UserError if the prompt is empty, or holds bytes that are not UTF-8, which Python keeps as surrogates."""
     if not prompt.strip():
         raise UserError("The prompt is empty.", hint="Write a prompt, or - to read it from stdin.")
+    try:
+        prompt.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"The prompt is not UTF-8: character {error.start + 1} is a byte that no text has.",
+            hint="Convert it, for example with iconv.",
+        ) from error
 
 
 def choose_prompt(folder: Path, *, raw: bool) -> dict:

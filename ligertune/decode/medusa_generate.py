@@ -9,9 +9,11 @@ from pathlib import Path
 import torch
 
 from ligertune.decode.acceptance import Acceptance, Greedy, Typical
-from ligertune.decode.generate import Answer, choose_prompt, encode_prompt, load_for_generation
+from ligertune.decode.generate import Answer, choose_prompt, encode_prompt
 from ligertune.decode.tree_decoding import decode_with_heads, eos_token_ids
 from ligertune.errors import UserError
+from ligertune.models.load import hide_loading_bars
+from ligertune.models.save import load_saved
 from ligertune.tasks.medusa.candidate_tree import CandidateTree
 from ligertune.tasks.medusa.heads_files import HeadsConfig, base_model_of, read_choices, read_heads
 from ligertune.tasks.medusa.output_head import check_plain_head, logit_transform
@@ -23,6 +25,10 @@ class MedusaAnswer(Answer):
 
     accepted_length: float  # tokens per forward pass
     tokens_per_second: float
+
+    @property
+    def speed(self) -> str:
+        return f"{self.accepted_length:.2f} tokens per forward pass, {self.tokens_per_second:,.0f} tokens/s"
 
 
 def choose_acceptance(name: str, temperature: float) -> Acceptance:
@@ -40,14 +46,23 @@ def choose_acceptance(name: str, temperature: float) -> Acceptance:
 
 
 def generate_with_heads(
-    name: str, prompt: str, *, raw: bool, max_new_tokens: int, acceptance: Acceptance, seed: int
+    name: str,
+    prompt: str,
+    *,
+    raw: bool,
+    max_new_tokens: int,
+    acceptance: Acceptance,
+    seed: int,
+    trust_remote_code: bool = False,
 ) -> MedusaAnswer:
     """Generate an answer with the heads in folder `name`, or in its medusa/ if it is a run's. Raises UserError."""
     folder = Path(name).expanduser()
     if (folder / "medusa").is_dir():
         folder = folder / "medusa"
     config = HeadsConfig.read(folder)
-    model, tokenizer = load_for_generation(base_model_of(folder, config), tokenizer_name=str(folder))
+    hide_loading_bars()
+    base = base_model_of(folder, config)
+    model, tokenizer = load_saved(base, trust_remote_code=trust_remote_code, tokenizer=str(folder))
     heads = read_heads(folder, check_plain_head(model).weight)
     text, ids = encode_prompt(tokenizer, prompt, choose_prompt(folder, raw=raw))
     tree = CandidateTree.from_paths(read_choices(folder, len(heads)), device=model.device)

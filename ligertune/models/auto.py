@@ -15,7 +15,7 @@ class _PatchedAuto:
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> PreTrainedModel:
-        model = cls.auto_class.from_pretrained(*args, **kwargs)
+        model = cls.auto_class.from_pretrained(*args, **{"trust_remote_code": False, **kwargs})  # nobody is asked
         patch(model)
         return model
 

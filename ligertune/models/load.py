@@ -1,65 +1,80 @@
-"""Load a model's configuration, tokenizer and weights from the recipe's model section; errors name the recipe key."""
+"""Load a model's configuration and weights: the only place that does, for every command.
+
+The model's own Python code is never run unless the recipe or the command line allows it, and nobody is asked. Errors
+begin with the recipe key or argument that named the model.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import contextlib
+import copy
+import logging
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
 from transformers import (
+    CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
-    AutoTokenizer,
     BitsAndBytesConfig,
     PreTrainedConfig,
     PreTrainedModel,
-    PreTrainedTokenizerBase,
 )
-from transformers.utils import logging
+from transformers.utils.logging import disable_progress_bar
 
-from ligertune.errors import UserError, plural
+from ligertune.errors import UserError, format_count, plural
+from ligertune.models.model_files import (
+    RECIPE_MODEL,
+    ModelOrigin,
+    check_sizes,
+    loading,
+    read_json,
+    reason_of,
+    stored_shapes,
+)
 from ligertune.vision.families import family_of, has_vision
 
 if TYPE_CHECKING:
     from ligertune.planning.options import ModelOptions
 
-# What transformers raises for files that are missing, unreadable, not JSON, or of an unknown or wrong type.
-FILE_ERRORS = (OSError, ValueError, KeyError, TypeError, StrictDataclassError)
-
 
 def hide_loading_bars() -> None:
     """Disable transformers' progress bars for loading and saving; the run shows its own progress."""
-    logging.disable_progress_bar()
+    disable_progress_bar()
 
 
-def read_config(spec: ModelOptions) -> PreTrainedConfig:
+# ---- configuration
+
+
+def read_config(spec: ModelOptions, origin: ModelOrigin = RECIPE_MODEL) -> PreTrainedConfig:
     """Read the model's configuration, truncated to `num_hidden_layers` if the recipe sets it. Raises UserError."""
     name = spec.model_name_or_path
-    path = Path(name).expanduser()
-    _check_name(name, path)
-    try:
+    folder = Path(name).expanduser()
+    _check_name(name, folder, origin)
+    file = folder / "config.json" if folder.is_dir() else f"config.json of {name}"
+    if folder.is_dir():
+        values = read_json(folder / "config.json", origin)
+    else:
+        missing = f"{name} is not a folder here, and the hub could not be reached or has no such model"
+        hint = "Check the spelling, the network, and for gated models the login (`hf auth login`)."
+        with loading(origin, missing, hint):
+            values, _ = PreTrainedConfig.get_config_dict(name, revision=spec.revision)
+    if not spec.trust_remote_code:
+        check_sizes(values, file, origin)
+        if values.get("auto_map") and str(values.get("model_type")) not in CONFIG_MAPPING:
+            raise origin.own_code(file)
+    with loading(origin, f"{file} cannot be used"):
         config = AutoConfig.from_pretrained(name, revision=spec.revision, trust_remote_code=spec.trust_remote_code)
-    except FILE_ERRORS as error:
-        if path.is_dir():
-            raise UserError(
-                f"model.model_name_or_path: {name}/config.json cannot be used: {_first_line(error)}",
-                hint="If the checkpoint contains its own modelling code and you trust it, set "
-                "model.trust_remote_code: true.",
-            ) from error
-        raise UserError(
-            f"model.model_name_or_path: {name} is not a folder here, and the hub could not be reached or has no such"
-            f" model: {_first_line(error)}",
-            hint="Check the spelling, the network, and for gated models the login (`hf auth login`).",
-        ) from error
     if family_of(config) is None and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not spec.trust_remote_code:
-        raise UserError(
-            f"model.model_name_or_path: {name} is a {config.model_type} model, and transformers has no causal"
-            " language model of that kind.",
+        if "AutoModelForCausalLM" in (values.get("auto_map") or {}):
+            raise origin.own_code(file)
+        raise origin.error(
+            f"{name} is a {config.model_type} model, and transformers has no causal language model of that kind.",
             hint="Give a model that generates text.",
         )
     if spec.num_hidden_layers is not None:
@@ -67,26 +82,19 @@ def read_config(spec: ModelOptions) -> PreTrainedConfig:
     return config
 
 
-def _check_name(name: str, path: Path) -> None:
+def _check_name(name: str, path: Path, origin: ModelOrigin) -> None:
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise UserError(
-                f"model.model_name_or_path: the folder {name} holds no config.json.",
+            raise origin.error(
+                f"the folder {name} holds no config.json.",
                 hint="Give the folder that save_pretrained wrote, or a hub id.",
             )
     elif path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:  # no hub id looks like this
         found = "is a file, not a folder" if path.exists() else "does not exist"
-        raise UserError(
-            f"model.model_name_or_path: {name} {found}.",
+        raise origin.error(
+            f"{name} {found}.",
             hint="Give a folder with config.json and model.safetensors, or a hub id such as Qwen/Qwen2.5-0.5B.",
         )
-
-
-def _first_line(error: Exception) -> str:
-    if isinstance(error, KeyError):
-        return f"it lacks {error}"
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join(lines[:2]) if lines else type(error).__name__
 
 
 def _truncate(config: PreTrainedConfig, depth: int) -> None:
@@ -103,92 +111,6 @@ def _truncate(config: PreTrainedConfig, depth: int) -> None:
     if hasattr(text, "cross_attention_layers"):
         text.cross_attention_layers = [layer for layer in text.cross_attention_layers if layer < depth]
     text.num_hidden_layers = depth
-
-
-# ---- tokenizer
-
-PAD_NAMES = (
-    "<pad>", "[PAD]", "<|pad|>", "<|finetune_right_pad_id|>", "<|reserved_special_token_0|>", "<|endoftext|>", "<unk>",
-)  # fmt: skip
-
-
-@dataclass(frozen=True)
-class LoadedTokenizer:
-    """A tokenizer and the id that pads batches; it may differ from the tokenizer's own pad token."""
-
-    tokenizer: PreTrainedTokenizerBase
-    pad_token_id: int
-    notes: tuple[str, ...]
-
-
-def load_tokenizer(spec: ModelOptions) -> LoadedTokenizer:
-    """Load the tokenizer, apply the recipe's changes, and choose a padding token that differs from EOS."""
-    wanted = spec.tokenizer
-    name = wanted.path or spec.model_name_or_path
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            name, revision=None if wanted.path else spec.revision, trust_remote_code=spec.trust_remote_code
-        )
-    except (*FILE_ERRORS, ImportError) as error:
-        raise UserError(
-            f"{'model.tokenizer.path' if wanted.path else 'model.model_name_or_path'}: no tokenizer could be loaded"
-            f" from {name}: {_first_line(error)}",
-            hint="Set model.tokenizer.path to a folder with tokenizer.json, or to a hub id.",
-        ) from error
-    if wanted.eos_token is not None:
-        tokenizer.eos_token = _known(tokenizer, wanted.eos_token, "model.tokenizer.eos_token")
-    if wanted.chat_template != "tokenizer":
-        path = Path(wanted.chat_template)
-        if not path.is_file():
-            raise UserError(
-                f"model.tokenizer.chat_template: there is no file {path}.",
-                hint="Write tokenizer (to use the tokenizer's template) or the path of a jinja file.",
-            )
-        tokenizer.chat_template = path.read_text(encoding="utf-8")
-    pad_token_id, notes = _choose_pad(tokenizer, wanted.pad_token)
-    return LoadedTokenizer(tokenizer, pad_token_id, notes)
-
-
-def _known(tokenizer: PreTrainedTokenizerBase, token: str, key: str) -> str:
-    if token not in tokenizer.get_vocab():
-        raise UserError(
-            f"{key}: the tokenizer has no token {token!r}.", hint=f"It has {', '.join(tokenizer.all_special_tokens)}."
-        )
-    return token
-
-
-def _choose_pad(tokenizer: PreTrainedTokenizerBase, wanted: str | None) -> tuple[int, tuple[str, ...]]:
-    """Return (id that pads, notes about the choice).
-
-    Padding is masked from attention and loss, so any id works. It must not be EOS, which other tools would then mask
-    as padding. An ordinary token is not made special for it, because decoding would drop it from then on.
-    """
-    if wanted is not None:
-        tokenizer.pad_token = _known(tokenizer, wanted, "model.tokenizer.pad_token")
-        return tokenizer.pad_token_id, ()
-    if tokenizer.pad_token is not None and tokenizer.pad_token_id != tokenizer.eos_token_id:
-        return tokenizer.pad_token_id, ()
-    why = "has none" if tokenizer.pad_token is None else f"has its EOS token {tokenizer.eos_token!r}"
-    vocabulary, taken = tokenizer.get_vocab(), {tokenizer.eos_token, tokenizer.bos_token}
-    special = [token for token in tokenizer.all_special_tokens if token == tokenizer.unk_token]
-    for token in (*(name for name in PAD_NAMES if name in vocabulary), *special):
-        if token not in taken:
-            tokenizer.pad_token = token
-            return tokenizer.pad_token_id, (f"padding token: {token!r}, chosen here; the tokenizer {why}",)
-    token, index = min(((t, i) for t, i in vocabulary.items() if t not in taken), key=lambda pair: pair[1])
-    return index, (f"padding: id {index} ({token!r}) in masked places only; the tokenizer {why} and no spare token",)
-
-
-def check_vocabulary(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> None:
-    """Raise UserError if the tokenizer has an id without a row in the model's embedding."""
-    image_token_id = getattr(config, "image_token_id", None)  # Llama-3.2-Vision's has no row, by design
-    highest = max(index for index in tokenizer.get_vocab().values() if index != image_token_id)
-    vocab_size = config.get_text_config().vocab_size
-    if highest >= vocab_size:
-        raise UserError(
-            f"model.tokenizer: its highest token id is {highest}, but the model's vocabulary has {vocab_size} entries.",
-            hint="Use the tokenizer the model was trained with.",
-        )
 
 
 # ---- model
@@ -212,81 +134,206 @@ def build_model(
     device: torch.device | str,
     seed: int,
     four_bits: bool = False,
+    origin: ModelOrigin = RECIPE_MODEL,
 ) -> PreTrainedModel:
     """Return the model on `device`: pretrained, or random from `seed`; without weights on the meta device.
 
     four_bits: quantise the layers' weights to NF4 while they are loaded. Raises UserError.
     """
     device = torch.device(device)
-    options = {} if spec.attn_implementation == "auto" else _attention(spec.attn_implementation, config)
+    if spec.init == "random" or device.type == "meta":
+        # Same seed and device: same weights. The global random state is restored.
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
+            torch.manual_seed(seed)
+            return _new_model(spec, config, dtype=dtype, origin=origin)
+    with torch.device("meta"):  # building changes a configuration
+        skeleton = _new_model(spec, copy.deepcopy(config), dtype=dtype, origin=origin)
+    options = _attention(spec.attn_implementation, config)
+    if device.type == "cuda" or four_bits:  # tensors go to the device one by one: no copy in host memory
+        options |= {"device_map": {"": device}}
+    if four_bits:
+        options["quantization_config"] = BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=dtype,
+        )  # fmt: skip
+    model = _pretrained_model(spec, config, skeleton, origin, dtype=dtype, **options)
+    return model if "device_map" in options else model.to(device)
+
+
+def _new_model(
+    spec: ModelOptions, config: PreTrainedConfig, *, dtype: torch.dtype, origin: ModelOrigin
+) -> PreTrainedModel:
+    """Build the model on the current default device. Raises UserError that blames attention or configuration."""
+    build = auto_class(config).from_config
+    options = {"dtype": dtype, "trust_remote_code": spec.trust_remote_code}
+    before = copy.deepcopy(config)
     try:
-        if spec.init == "random" or device.type == "meta":
-            # Same seed and device: same weights. The global random state is restored.
-            with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
-                torch.manual_seed(seed)
-                return auto_class(config).from_config(
-                    config, dtype=dtype, trust_remote_code=spec.trust_remote_code, **options
-                )
-        if device.type == "cuda" or four_bits:  # tensors go to the device one by one: no copy in host memory
-            options |= {"device_map": {"": device}}
-        if four_bits:
-            options["quantization_config"] = BitsAndBytesConfig(
-                load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
-                bnb_4bit_compute_dtype=dtype,
-            )  # fmt: skip
-        model = _pretrained_model(spec, config, dtype=dtype, **options)
-        return model if "device_map" in options else model.to(device)
-    except (ImportError, ValueError, KeyError) as error:  # not installed; unknown to this model or to its remote code
-        if spec.attn_implementation == "auto":
-            raise
-        raise UserError(
-            f"model.attn_implementation: {spec.attn_implementation} cannot be used: {_first_line(error)}",
+        return build(config, **options, **_attention(spec.attn_implementation, config))
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        file = f"config.json of {spec.model_name_or_path}"
+        key = _key_of(error.args[0], before.to_dict()) if isinstance(error, KeyError) else None
+        if key is not None:  # activations and RoPE types are looked up in tables
+            raise origin.error(f"{file}: {key} is {error.args[0]}, which transformers does not know.") from error
+        with loading(origin, f"{file} cannot be used"), torch.device("meta"):
+            build(before, **options)
+        raise UserError(  # it works with transformers' own choice: not installed, or unknown to this model
+            f"model.attn_implementation: {spec.attn_implementation} cannot be used: {reason_of(error)}",
             hint="Write another one, or auto; if the run packs and none works, write data.packing: false.",
         ) from error
 
 
+def _key_of(word: object, values: dict[str, Any], prefix: str = "") -> str | None:
+    """Return the key with the text value `word`, such as rope_parameters.rope_type; None if there is none."""
+    for key, value in values.items():
+        found = _key_of(word, value, f"{prefix}{key}.") if isinstance(value, dict) else None
+        if found or (isinstance(word, str) and value == word):
+            return found or f"{prefix}{key}"
+    return None
+
+
 def _attention(name: str, config: PreTrainedConfig) -> dict[str, Any]:
     """Return the keyword for from_pretrained. Attention within packed documents is for the language model only."""
+    if name == "auto":
+        return {}
     text_only = name in ("document_attention", "varlen", "per_document", "flex_attention") and has_vision(config)
     by_part = {"": name, "text_config": name, "vision_config": "sdpa"}
     return {"attn_implementation": by_part if text_only else name}
 
 
-def whole_model(spec: ModelOptions, config: PreTrainedConfig, *, through_four_bits: bool = False) -> PreTrainedModel:
+def whole_model(
+    spec: ModelOptions, config: PreTrainedConfig, *, through_four_bits: bool = False, origin: ModelOrigin = RECIPE_MODEL
+) -> PreTrainedModel:
     """Load the model unsharded in its checkpoint's dtype, for export.
 
     through_four_bits: quantise to NF4 and dequantise, which gives the weights that QLoRA trained on.
     """
     dtype = getattr(torch, spec.dtype) if spec.dtype in ("bfloat16", "float32") else config.dtype or torch.float32
     device = torch.device("cuda" if torch.cuda.is_available() and through_four_bits else "cpu")
-    model = build_model(spec, config, dtype=dtype, device=device, seed=0, four_bits=through_four_bits)
+    model = build_model(spec, config, dtype=dtype, device=device, seed=0, four_bits=through_four_bits, origin=origin)
     return model.dequantize() if through_four_bits else model
 
 
+# ---- weights
+
+# Tensors that older checkpoints hold and models do not: buffers, and layers that predict several tokens at once.
+_KNOWN_EXTRAS = re.compile(r"(rotary_emb\.inv_freq|attn\.(masked_)?bias|causal_mask|position_ids)$|(^|\.)mtp(\.|_|$)")
+_LAYER = re.compile(r"(?:layers|h|blocks)\.(\d+)\.")
+MAX_MISSING = 50_000_000  # parameters that are allocated before transformers says that weights are missing
+
+
 def _pretrained_model(
-    spec: ModelOptions, config: PreTrainedConfig, *, dtype: torch.dtype, **options: Any
+    spec: ModelOptions,
+    config: PreTrainedConfig,
+    skeleton: PreTrainedModel,
+    origin: ModelOrigin,
+    *,
+    dtype: torch.dtype,
+    **options: Any,
 ) -> PreTrainedModel:
-    name = spec.model_name_or_path
+    """Load the weights. skeleton: the model on the meta device. Raises UserError unless all weights are there."""
+    name, folder = spec.model_name_or_path, Path(spec.model_name_or_path).expanduser()
+    shapes: dict[str, tuple[int, ...]] = {}
+    if folder.is_dir():
+        shapes = stored_shapes(folder, origin, explicit=getattr(config, "transformers_weights", None))
+        if getattr(config, "quantization_config", None) is None:  # it stores several weights in one element
+            _check_amount(name, skeleton, shapes, origin)
+    hint = "A folder needs model.safetensors; for random weights write model.init: random."
     try:
-        model, loading = auto_class(config).from_pretrained(
-            name,
-            config=config,
-            dtype=dtype,
-            revision=spec.revision,
-            trust_remote_code=spec.trust_remote_code,
-            output_loading_info=True,
-            **options,
-        )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise UserError(
-            f"model.model_name_or_path: the weights of {name} could not be loaded: {_first_line(error)}",
-            hint="A folder needs model.safetensors; for random weights write model.init: random.",
-        ) from error
-    missing = sorted(loading["missing_keys"])
+        with loading(origin, f"the weights of {name} could not be loaded", hint), _quiet_reports():
+            model, found = auto_class(config).from_pretrained(
+                name,
+                config=config,
+                dtype=dtype,
+                revision=spec.revision,
+                trust_remote_code=spec.trust_remote_code,
+                output_loading_info=True,
+                **options,
+            )
+    except UserError as problem:
+        if folder.is_dir() and not shapes:  # pickle's messages advise to run what such a file says
+            raise origin.error(
+                f"the .bin weights of {name} are damaged, do not fit its config.json, or hold other Python objects"
+                " than tensors, which are never loaded.",
+                hint="Convert them to model.safetensors.",
+            ) from problem.__cause__
+        raise _shape_error(name, skeleton, shapes, origin) or problem from problem.__cause__
+    missing = sorted(found["missing_keys"])
     if missing:
-        raise UserError(
-            f"model.model_name_or_path: {name} lacks {len(missing)} of the model's weights ({', '.join(missing[:3])}"
-            f"{', ...' if len(missing) > 3 else ''}).",
+        raise origin.error(
+            f"{name} lacks {len(missing)} of the model's weights ({_shown(missing)}).",
             hint="Missing weights would start random. Is this the checkpoint of a complete causal language model?",
         )
+    extra = sorted(key for key in found["unexpected_keys"] if not _may_be_left(key, spec, config))
+    if extra:
+        raise origin.error(
+            f"{name} holds {plural(len(extra), 'weight')} that the model of its config.json does not have"
+            f" ({_shown(extra)}).",
+            hint="They would be dropped. Is its config.json that of another model?",
+        )
+    _check_numbers(name, model, origin)
     return model
+
+
+@contextlib.contextmanager
+def _quiet_reports() -> Iterator[None]:
+    """Silence transformers' table of missing and unexpected weights: the error says it in one sentence."""
+    logger = logging.getLogger("transformers.modeling_utils")
+
+    def is_error(record: logging.LogRecord) -> bool:
+        return record.levelno >= logging.ERROR
+
+    logger.addFilter(is_error)  # a higher level of the logger would switch other checks on
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_error)
+
+
+def _check_numbers(name: str, model: PreTrainedModel, origin: ModelOrigin) -> None:
+    """Raise UserError for weights that are not numbers. A sum needs no memory, and is NaN if one of them is."""
+    for key, parameter in model.named_parameters():
+        if parameter.is_floating_point() and parameter.itemsize > 1 and bool(parameter.detach().sum().isnan()):
+            raise origin.error(f"the weights of {name} hold NaN ({key}).", hint="The files are damaged.")
+
+
+def _check_amount(
+    name: str, skeleton: PreTrainedModel, shapes: dict[str, tuple[int, ...]], origin: ModelOrigin
+) -> None:
+    """Raise UserError if the configuration describes a far larger model than the files hold, before it is allocated."""
+    stored = sum(torch.Size(shape).numel() for shape in shapes.values())
+    described = sum(parameter.numel() for parameter in skeleton.parameters())
+    if shapes and described > 2 * stored + MAX_MISSING:
+        raise _shape_error(name, skeleton, shapes, origin) or origin.error(
+            f"config.json of {name} describes {format_count(described)} parameters, and its weight files hold"
+            f" {format_count(stored)}.",
+            hint="Is its config.json that of another model?",
+        )
+
+
+def _shape_error(
+    name: str, skeleton: PreTrainedModel, shapes: dict[str, tuple[int, ...]], origin: ModelOrigin
+) -> UserError | None:
+    """Return the error of the first weight whose shape is another one in config.json than in the files, or None."""
+    for key, parameter in skeleton.named_parameters():
+        if shapes.get(key, parameter.shape) != tuple(parameter.shape):
+            return origin.error(
+                f"config.json of {name} gives {key} the shape {list(parameter.shape)}, and its weight files hold"
+                f" {list(shapes[key])}.",
+                hint="Is its config.json that of another model?",
+            )
+    return None
+
+
+def _may_be_left(key: str, spec: ModelOptions, config: PreTrainedConfig) -> bool:
+    """Return whether a checkpoint may hold a weight that the model does not have."""
+    if _KNOWN_EXTRAS.search(key):
+        return True
+    layer, text = _LAYER.search(key), config.get_text_config()
+    further = spec.num_hidden_layers is not None or getattr(text, "num_nextn_predict_layers", 0)
+    return bool(further and layer and int(layer[1]) >= text.num_hidden_layers)
+
+
+def _shown(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")

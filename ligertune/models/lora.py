@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import warnings
 from difflib import get_close_matches
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import peft
 from peft.tuners.lora import Linear as LoraLinear
 from torch import nn
 
-from ligertune.errors import UserError
+from ligertune.errors import UserError, plural
 from ligertune.models.fused_lora import LoraLossHead
+from ligertune.models.model_files import ModelOrigin, check_adapter, loading
 from ligertune.patching.fused_loss import LossHead
 from ligertune.patching.module_patch import patch_module, unpatch_module
 from ligertune.patching.recompute import has_recompute, recompute_inputs
@@ -48,7 +50,8 @@ def add_adapter(model: PreTrainedModel, spec: MethodOptions) -> peft.PeftModel:
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # peft reads attributes of transformers by their old names
-        adapted = peft.get_peft_model(model, config)
+        # a plan's model is on the meta device: its adapters need no memory either
+        adapted = peft.get_peft_model(model, config, low_cpu_mem_usage=model.device.type == "meta")
     model.disable_input_require_grads()  # as `checkpoint_layers` does: peft has requested them again
     recomputes = has_recompute(model)
     for module in adapted.modules():
@@ -98,11 +101,17 @@ def _vision_linears(model: PreTrainedModel) -> list[str]:
     return [name for name in linear if part_of(family, f"{name}.weight") in ("vision_tower", "projector")]
 
 
-def load_adapter(model: PreTrainedModel, folder: str) -> peft.PeftModel:
+def load_adapter(model: PreTrainedModel, folder: str, origin: ModelOrigin) -> peft.PeftModel:
     """Load the adapter saved in `folder` onto `model`. Raises UserError if it does not fit."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # as in `add_adapter`
-            return peft.PeftModel.from_pretrained(model, folder)
-    except (OSError, ValueError, RuntimeError) as error:
-        raise UserError(f"{folder} holds no adapter of this model: {str(error).splitlines()[0]}") from error
+    check_adapter(Path(folder), origin)
+    with loading(origin, f"{folder} holds no adapter of this model"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # FutureWarning as in `add_adapter`; missing weights are refused below
+        # low_cpu_mem_usage: no memory before the weights of the file, so that those it lacks stay on the meta device
+        adapted = peft.PeftModel.from_pretrained(model, folder, low_cpu_mem_usage=True)
+    missing = [name for name, parameter in adapted.named_parameters() if parameter.is_meta]
+    if missing:
+        raise origin.error(
+            f"the adapter in {folder} lacks {plural(len(missing), 'weight')} ({', '.join(missing[:3])}).",
+            hint="Missing weights would start random. Is it complete, and of this model?",
+        )
+    return adapted

@@ -1,4 +1,8 @@
-"""Saved models: write weights, tokenizer and prompt format so that Hugging Face's tools and `generate` load them."""
+"""Saved models: write weights, tokenizer and prompt format so that Hugging Face's tools load them; and load them again.
+
+A recipe saved in the folder cannot allow the model's own code, since a folder may come from anyone: only the command
+line can.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +10,23 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from ligertune.errors import UserError
+from ligertune.models.load import build_model, read_config, whole_model
+from ligertune.models.load_tokenizer import read_tokenizer
+from ligertune.models.model_files import ADAPTER_CONFIG, ModelOrigin, check_adapter, read_json, stored_shapes
+from ligertune.planning.options import ModelOptions, TokenizerOptions
 from ligertune.storage import put_in_place, remove, writing
 from ligertune.vision.reader import save_processor
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from ligertune.vision.reader import ImageReader
 
 PROMPT_FILE = "ligertune.json"  # saved with the model, so that generation uses the prompt template of training
-ADAPTER_CONFIG = "adapter_config.json"
+SAVED_MODEL = ModelOrigin("MODEL", "add --trust-remote-code")  # of an argument of generate, chat or export
 
 
 @writing("The model")
@@ -74,16 +83,93 @@ def write_prompt(folder: Path, *, prompt_template: str, system_prompt: str | Non
 
 
 def read_prompt(folder: Path) -> dict:
-    """Return {prompt_template, system_prompt} of a saved model; other models get their chat template."""
+    """Return {prompt_template, system_prompt} of a saved model; other models get their chat template.
+
+    Raises UserError for a damaged file.
+    """
     path = folder / PROMPT_FILE
     if not path.is_file():
         return {"prompt_template": "chat", "system_prompt": None}
-    return json.loads(path.read_text(encoding="utf-8"))
+    found = read_json(path, SAVED_MODEL)
+    if found.get("prompt_template") not in ("chat", "alpaca", "raw"):
+        raise SAVED_MODEL.error(f"{path}: prompt_template must be chat, alpaca or raw.")
+    if not isinstance(found.get("system_prompt"), str | None):
+        raise SAVED_MODEL.error(f"{path}: system_prompt must be a text or null.")
+    return {key: found.get(key) for key in ("prompt_template", "system_prompt")}
 
 
 def adapter_base_model(folder: Path) -> str:
     """Return the folder or hub id of the model that a saved adapter belongs to. Raises UserError if it is not named."""
-    base = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path")
-    if base is None:
+    base = read_json(folder / ADAPTER_CONFIG, SAVED_MODEL).get("base_model_name_or_path")
+    if not isinstance(base, str) or not base.strip():
         raise UserError(f"{folder} does not name the model that its adapter belongs to (base_model_name_or_path).")
     return base
+
+
+# ---- loading, for `generate`, `chat` and `export`
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+
+
+def is_adapter(folder: Path) -> bool:
+    """Return whether a folder holds an adapter without its base model."""
+    return (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").exists()
+
+
+def saved_spec(name: str, *, trust_remote_code: bool, tokenizer: str | None = None) -> ModelOptions:
+    """Return how to load a folder or hub id: the base model of an adapter, and the tokenizer saved with it.
+
+    tokenizer: the folder of another tokenizer.
+    """
+    folder, base = Path(name).expanduser(), name
+    if is_adapter(folder):
+        base = adapter_base_model(folder)
+        has_tokenizer = any((folder / file).is_file() for file in TOKENIZER_FILES)
+        tokenizer = tokenizer or (name if has_tokenizer else None)
+    return ModelOptions(
+        model_name_or_path=base, tokenizer=TokenizerOptions(path=tokenizer), trust_remote_code=trust_remote_code
+    )
+
+
+def load_saved(
+    name: str, *, trust_remote_code: bool, tokenizer: str | None = None, origin: ModelOrigin = SAVED_MODEL
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a model, onto the GPU if there is one, and its tokenizer. Raises UserError.
+
+    tokenizer: the folder of another tokenizer than the model's.
+    """
+    spec = saved_spec(name, trust_remote_code=trust_remote_code, tokenizer=tokenizer)
+    config = read_config(spec, origin)
+    loaded = read_tokenizer(spec, origin)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = config.dtype or torch.float32
+    model = build_model(spec, config, dtype=dtype, device=device, seed=0, origin=origin)
+    if is_adapter(Path(name).expanduser()):
+        from ligertune.models.lora import load_adapter  # imports peft, which takes seconds
+
+        model = load_adapter(model, name, origin).get_base_model()  # with the adapter in its layers
+    return model.eval(), loaded
+
+
+def merge_saved_adapter(
+    folder: Path, *, trust_remote_code: bool, through_four_bits: bool, origin: ModelOrigin = SAVED_MODEL
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load the adapter in `folder` merged into its base model, and its tokenizer. Raises UserError."""
+    from ligertune.models.lora import load_adapter  # imports peft, which takes seconds
+
+    spec = saved_spec(str(folder), trust_remote_code=trust_remote_code)
+    config = read_config(spec, origin)
+    tokenizer = read_tokenizer(spec, origin)
+    model = whole_model(spec, config, through_four_bits=through_four_bits, origin=origin)
+    return load_adapter(model, str(folder), origin).merge_and_unload(), tokenizer
+
+
+def check_saved(folder: Path, *, trust_remote_code: bool, origin: ModelOrigin = SAVED_MODEL) -> None:
+    """Check a folder that is copied or uploaded as it is, without loading its weights. Raises UserError."""
+    if is_adapter(folder):
+        check_adapter(folder, origin)
+        return
+    spec = saved_spec(str(folder), trust_remote_code=trust_remote_code)
+    config = read_config(spec, origin)
+    read_tokenizer(spec, origin)
+    stored_shapes(folder, origin, explicit=getattr(config, "transformers_weights", None))

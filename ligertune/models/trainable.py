@@ -6,9 +6,11 @@ lora     W x + (alpha / R) B A x         qlora    lora on weights in 4 bits (NF4
 
 from __future__ import annotations
 
-import re
+import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import regex
 import torch
 from torch import nn
 
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ligertune.planning.options import MethodOptions
+
+MATCH_SECONDS = 5  # for one expression; matching all names of a large model takes milliseconds
 
 
 def apply_method(
@@ -49,12 +53,32 @@ def apply_method(
 
 def freeze(model: nn.Module, trainable: tuple[str, ...]) -> None:
     """Freeze all parameters whose names match no pattern. Raises UserError for a pattern that matches none."""
-    names = [name for name, _ in model.named_parameters()]
+    names, trained = [name for name, _ in model.named_parameters()], set()
     for expression in trainable:
-        if not any(re.search(expression, name) for name in names):
+        matching = _matching(expression, names)
+        if not matching:
             raise UserError(
                 f"method.trainable: {expression!r} matches no parameter's name.",
                 hint=f"Names are like {', '.join(names[:1] + names[-2:])}.",
             )
+        trained |= matching
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(any(re.search(expression, name) for expression in trainable))
+        parameter.requires_grad_(name in trained)
+
+
+def _matching(expression: str, names: Sequence[str]) -> set[str]:
+    """Return the names that an expression matches.
+
+    The recipe has compiled it with `re`, which has no time limit. Raises UserError.
+    """
+    end = time.monotonic() + MATCH_SECONDS
+    try:
+        compiled = regex.compile(expression)
+        return {name for name in names if compiled.search(name, timeout=max(end - time.monotonic(), 1e-3))}
+    except TimeoutError:
+        raise UserError(
+            f"method.trainable: matching {expression!r} with the parameters' names takes more than {MATCH_SECONDS} s.",
+            hint="Write it without repetitions inside a repeated group, such as (\\w+)+.",
+        ) from None
+    except regex.error as error:
+        raise UserError(f"method.trainable: {expression!r} is not a regular expression: {error}.") from None

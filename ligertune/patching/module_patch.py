@@ -17,6 +17,8 @@ from typing import Any
 
 from torch import nn
 
+from ligertune.patching.probe import Definition, definition_of
+
 
 class ModulePatch:
     """Base of the mixins. The classes made by `patched_class` record what they replaced and what they were made of."""
@@ -46,9 +48,17 @@ def _new(original: type, mixin: type[ModulePatch], spec: Hashable) -> nn.Module:
     return made.__new__(made)
 
 
-@functools.cache
 def patched_class(original: type, mixin: type[ModulePatch], spec: Hashable) -> type:
-    """Return the subclass of `original` with the behaviour of `mixin`: one per process and set of arguments."""
+    """Return the subclass of `original` with the behaviour of `mixin`.
+
+    There is one per process and set of arguments, or one for each definition of `original` if the mixin depends on it.
+    """
+    depends = mixin.class_body.__func__ is not ModulePatch.class_body.__func__
+    return _patched_class(original, mixin, spec, definition_of(original) if depends else ())
+
+
+@functools.cache
+def _patched_class(original: type, mixin: type[ModulePatch], spec: Hashable, definition: Definition) -> type:
     body = {
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
@@ -69,10 +79,27 @@ def patch_module(module: nn.Module, mixin: type[ModulePatch], spec: Hashable = N
 
 
 def unpatch_module(module: nn.Module) -> None:
-    """Restore the class that `module` had before `patch_module`. Raises ValueError if FSDP2 has subclassed it since."""
-    if "patch_original" not in vars(type(module)):
-        raise ValueError(f"{type(module).__name__} was wrapped after it was patched: take the wrapper off first")
+    """Restore the class that `module` had before `patch_module`. Raises ValueError if it was wrapped since."""
+    wrapper = wrapper_of(module)
+    if wrapper is not None:
+        raise ValueError(f"{type(module).__name__} was wrapped after it was patched ({wrapper}): take the wrapper off")
+    if is_own_forward(module):
+        del module.forward
     module.__class__ = type(module).patch_original
+
+
+def wrapper_of(module: nn.Module) -> str | None:
+    """Return what has wrapped a patched module since, so that its class cannot be restored; None if nothing has."""
+    if "patch_original" not in vars(type(module)):
+        return f"its class is {type(module).__name__} of {type(module).__module__}"
+    replaced = "forward" in vars(module) and not is_own_forward(module)
+    return "its forward was replaced on the instance" if replaced else None
+
+
+def is_own_forward(module: nn.Module) -> bool:
+    """Return whether the instance holds its class's own forward: accelerate leaves it there when its hooks go."""
+    forward = vars(module).get("forward")
+    return getattr(forward, "__self__", None) is module and forward.__func__ is type(module).forward
 
 
 def has_own_hooks(module: nn.Module) -> bool:

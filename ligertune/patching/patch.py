@@ -5,6 +5,7 @@ Patch before PEFT, FSDP or DDP wrap the model. `unpatch` restores the class of e
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from transformers import PreTrainedModel
 
 from ligertune.activations.gate_offload import OffloadedGate
 from ligertune.patching.fused_loss import DeferredLossModel, KernelLossModel, LossHead, refuse_head, refuse_loss
-from ligertune.patching.module_patch import ModulePatch, has_own_hooks, patch_module, unpatch_module
+from ligertune.patching.module_patch import ModulePatch, has_own_hooks, patch_module, unpatch_module, wrapper_of
 from ligertune.patching.probe import Refusal
 from ligertune.patching.recognise import (
     GatedSpec,
@@ -54,7 +55,10 @@ class KernelNorm(ModulePatch):
     patch_spec: NormSpec
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        return self._norm()(hidden_states, self.weight)
+        return self._norm()(*self._sources(hidden_states))
+
+    def _sources(self, hidden_states: Tensor) -> tuple[Tensor, ...]:
+        return (hidden_states,) if self.patch_spec.cast == "none" else (hidden_states, self.weight)
 
     def _norm(self) -> Callable[..., Tensor]:
         spec = self.patch_spec
@@ -72,7 +76,7 @@ class RecomputedNorm(RecomputableOutput, KernelNorm):
     """Mixin of an RMS norm whose output the layers that read it do not keep."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        return mark_recomputable(super().forward(hidden_states), self._norm(), hidden_states, self.weight)
+        return mark_recomputable(super().forward(hidden_states), self._norm(), *self._sources(hidden_states))
 
 
 class RecomputedLayerNorm(RecomputableOutput, KernelLayerNorm):
@@ -261,8 +265,26 @@ def _patch_loss(owner: nn.Module, loss: Loss) -> KernelLine:
     return KernelLine(loss, 1, 0, "")
 
 
-def unpatch(model: nn.Module) -> None:
-    """Restore the class that every module of `model` had before `patch`."""
-    for module in model.modules():
+def unpatch(model: nn.Module) -> tuple[str, ...]:
+    """Restore the class that every module of `model` had before `patch`, and return the names of those that stay.
+
+    A module stays patched, with a warning, if something has wrapped it since: FSDP2 has subclassed its class, or its
+    forward was replaced on the instance. Take the wrapper off and call `unpatch` again.
+    """
+    stay = {}
+    for name, module in model.named_modules():
         if isinstance(module, ModulePatch):
-            unpatch_module(module)
+            wrapper = wrapper_of(module)
+            if wrapper is None:
+                unpatch_module(module)
+            else:
+                stay[name or type(module).__name__] = wrapper
+    if stay:
+        listed = "; ".join(f"{name}: {wrapper}" for name, wrapper in stay.items())
+        count = f"{len(stay)} module{'s' * (len(stay) > 1)}"
+        warnings.warn(
+            f"unpatch: {count} stayed patched, wrapped after `patch` ({listed}); all others are restored. "
+            "Take the wrapper off and call unpatch again.",
+            stacklevel=2,
+        )
+    return tuple(stay)

@@ -1,13 +1,15 @@
 """Probe what a class computes: run its own forward on a few numbers.
 
 The result decides whether one of our kernels can replace it (`recognise`, `rope_patch`). Probing leaves the global
-random state alone, runs on the CPU whatever the default device is, and gives the same result in every process.
+random state alone, runs on the CPU whatever the default device is, and gives the same result in every process. Results
+are cached by class and by its `definition_of`, so that a method replaced later is probed again.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +44,31 @@ def close(given: Any, expected: Tensor, *, rtol: float, atol: float) -> bool:
     """Return whether a result is a tensor of the same shape and dtype as `expected`, with its values."""
     same_form = isinstance(given, Tensor) and given.dtype == expected.dtype and given.shape == expected.shape
     return same_form and torch.allclose(given, expected, rtol=rtol, atol=atol)
+
+
+Definition = tuple[Hashable, ...]
+METHODS = (types.FunctionType, staticmethod, classmethod, property)
+
+
+def definition_of(cls: type) -> Definition:
+    """Return what a class computes with: its methods, and the functions and classes of their file that they name.
+
+    Two results are equal as long as none of these was replaced. nn.Module's own methods are not among them.
+    """
+    methods = [
+        value
+        for base in cls.__mro__
+        if base not in (nn.Module, object)
+        for value in vars(base).values()
+        if isinstance(value, METHODS)
+    ]
+    named = []
+    for method in methods:
+        function = inspect.unwrap(method) if isinstance(method, types.FunctionType) else None
+        if isinstance(function, types.FunctionType):
+            found = (function.__globals__.get(name) for name in function.__code__.co_names)
+            named += [value for value in found if isinstance(value, types.FunctionType | type)]
+    return (*methods, *named)
 
 
 Settings = tuple[tuple[str, Any], ...]

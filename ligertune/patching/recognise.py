@@ -17,23 +17,39 @@ import torch.nn.functional as F
 from ligertune_kernels.ops.norms.rms_norm import rms_norm_reference
 from torch import Tensor, nn
 
-from ligertune.patching.probe import Refusal, Settings, answer, close, numbers, refuse_forward, settings_of, stub
+from ligertune.patching.probe import (
+    Definition,
+    Refusal,
+    Settings,
+    answer,
+    close,
+    definition_of,
+    numbers,
+    refuse_forward,
+    settings_of,
+    stub,
+)
 
 # ---- norms
 
 
 @dataclass(frozen=True)
 class NormSpec:
-    """The arguments with which `rms_norm` equals a norm. eps_name: the attribute that holds its eps."""
+    """The arguments with which `rms_norm` equals a norm. eps_name: the attribute that holds its eps.
 
-    cast: Literal["llama", "gemma"]
+    cast: "none" for a norm without a weight, which rounds only once.
+    """
+
+    cast: Literal["llama", "gemma", "none"]
     offset: float
     eps_name: str
     kernel = "rms_norm"
 
 
 NORMS = (("llama", 0.0), ("gemma", 1.0), ("gemma", 0.0))  # (cast, offset): Llama; Gemma; OLMo 2
+WEIGHTLESS_NORMS = (("none", 0.0),)  # the value norms of Gemma 3n and 4, the query and key norms of Llama 4
 EPS_NAMES = ("variance_epsilon", "eps")
+WEIGHTLESS_WIDTH = 64
 PROBE_EPS = 0.37  # as large as the variance, so that an eps in another place, or a missing one, is noticed
 DTYPES = (  # (weight, hidden states): rounding and the dtype of the result must be equal, too
     (torch.float32, torch.float32),
@@ -72,21 +88,28 @@ def recognise_norm(module: nn.Module) -> NormSpec | Refusal:
     """Return the `rms_norm` that equals this norm bit for bit in half precision, or why there is none."""
     others = [name for name, _ in module.named_parameters() if name != "weight"]
     weight = getattr(module, "weight", None)
-    if others or not isinstance(weight, Tensor) or weight.ndim != 1:
-        return Refusal(f"it has {', '.join(others)}" if others else "it has no weight of one dimension")
+    if others or not (weight is None or (isinstance(weight, Tensor) and weight.ndim == 1)):
+        return Refusal(f"it has {', '.join(others)}" if others else "its weight is not a tensor of one dimension")
     eps_name = next((name for name in EPS_NAMES if isinstance(getattr(module, name, None), float)), None)
     if eps_name is None:
         return Refusal(f"it has no eps under a name we know ({', '.join(EPS_NAMES)})")
-    return refuse_forward(module) or _norm_spec(type(module), settings_of(module), eps_name, weight.shape[0])
+    cls, width = type(module), None if weight is None else weight.shape[0]
+    return refuse_forward(module) or _norm_spec(cls, definition_of(cls), settings_of(module), eps_name, width)
 
 
 @functools.cache
-def _norm_spec(cls: type, settings: Settings, eps_name: str, width: int) -> NormSpec | Refusal:
-    candidates = list(NORMS)
-    for weight_dtype, dtype in DTYPES:
-        weight = numbers(width, seed=1, dtype=weight_dtype)
-        x = numbers(max(3, 1024 // width), width, dtype=dtype)  # enough elements for every rounding to show
-        members = {"weight": nn.Parameter(weight, requires_grad=False), eps_name: PROBE_EPS}
+def _norm_spec(
+    cls: type, definition: Definition, settings: Settings, eps_name: str, width: int | None
+) -> NormSpec | Refusal:
+    """Compare with `rms_norm`. width: size of the weight, None if there is none."""
+    candidates = list(NORMS if width else WEIGHTLESS_NORMS)
+    for weight_dtype, dtype in DTYPES if width else {(dtype, dtype) for _, dtype in DTYPES}:
+        weight = numbers(width, seed=1, dtype=weight_dtype) if width else None
+        n_cols = width or WEIGHTLESS_WIDTH
+        x = numbers(max(3, 1024 // n_cols), n_cols, dtype=dtype)  # enough elements for every rounding to show
+        members = {eps_name: PROBE_EPS}
+        if weight is not None:
+            members["weight"] = nn.Parameter(weight, requires_grad=False)
         given = answer(lambda: cls.forward(stub(cls, settings, **members), x))  # noqa: B023  called at once
         if isinstance(given, Refusal):
             return given
@@ -139,7 +162,8 @@ def recognise_mlp(module: nn.Module) -> GatedSpec | Refusal:
     packed = "gate_up_proj" in dict(module.named_children())
 
     def refuse(name: str) -> Refusal | None:
-        return refuse_forward(module) or _refuse_mlp(type(module), settings_of(module), name, packed)
+        cls = type(module)
+        return refuse_forward(module) or _refuse_mlp(cls, definition_of(cls), settings_of(module), name, packed)
 
     return _gated_spec(module, refuse, packed=packed)
 
@@ -188,7 +212,9 @@ MAGNITUDES = (1.0, 30.0, 1e3, 1e4)  # one per row: a clamp anywhere below 1e4 is
 
 
 @functools.cache
-def _refuse_mlp(cls: type, settings: Settings, activation_name: str, packed: bool) -> Refusal | None:
+def _refuse_mlp(
+    cls: type, definition: Definition, settings: Settings, activation_name: str, packed: bool
+) -> Refusal | None:
     projections = {"down_proj": _Affine(DOWN)}
     projections |= (
         {"gate_up_proj": _Affine(GATE, UP)} if packed else {"gate_proj": _Affine(GATE), "up_proj": _Affine(UP)}
@@ -224,11 +250,14 @@ def recognise_experts(module: nn.Module) -> GatedSpec | Refusal:
         return Refusal(f"experts_implementation {implementation!r} does not call _apply_gate")
     if "_apply_gate" in vars(module):
         return Refusal("its _apply_gate was replaced on the instance")
-    return _gated_spec(module, lambda name: _refuse_gate(type(module), settings_of(module), name), packed=True)
+    cls = type(module)
+    return _gated_spec(
+        module, lambda name: _refuse_gate(cls, definition_of(cls), settings_of(module), name), packed=True
+    )
 
 
 @functools.cache
-def _refuse_gate(cls: type, settings: Settings, activation_name: str) -> Refusal | None:
+def _refuse_gate(cls: type, definition: Definition, settings: Settings, activation_name: str) -> Refusal | None:
     gate_up = numbers(len(MAGNITUDES), 16) * torch.tensor(MAGNITUDES, device="cpu").view(-1, 1)
     gate, up = gate_up.chunk(2, dim=-1)
     given = answer(lambda: cls._apply_gate(stub(cls, settings, **{activation_name: _waves}), gate_up))

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ligertune.attention.image_attention import IMAGE_ATTENTION_GLOBALS, attends_per_image
 from ligertune.patching.module_patch import ModulePatch, decorator_chain, names_in, rebuild_function
-from ligertune.patching.probe import Refusal, answer, close, numbers
+from ligertune.patching.probe import Definition, Refusal, answer, close, definition_of, numbers
 
 Layout = Literal["half", "pairs", "pairs_from_halves", "tokens_first"]
 
@@ -45,12 +45,12 @@ class RopeSpec:
 
 def is_rotary(module: nn.Module) -> bool:
     """Return whether a module's forward calls a rotary function of its modelling file."""
-    return bool(_rotary_names(type(module)))
+    return bool(_rotary_names(type(module).forward))
 
 
 @functools.cache
-def _rotary_names(cls: type[nn.Module]) -> tuple[str, ...]:
-    code = getattr(inspect.unwrap(cls.forward), "__code__", None)
+def _rotary_names(forward: Callable[..., Any]) -> tuple[str, ...]:
+    code = getattr(inspect.unwrap(forward), "__code__", None)
     return tuple(name for name in (code.co_names if code else ()) if name.startswith("apply_rotary"))
 
 
@@ -58,18 +58,18 @@ def recognise_rope(module: nn.Module) -> RopeSpec | Refusal:
     """Return which rotary functions of an attention `apply_rope` can compute, or why it cannot replace all of them."""
     if "forward" in vars(module):
         return Refusal("its forward was replaced on the instance")
-    return _rope_spec(type(module))
+    return _rope_spec(type(module), definition_of(type(module)))
 
 
 @functools.cache
-def _rope_spec(cls: type[nn.Module]) -> RopeSpec | Refusal:
+def _rope_spec(cls: type[nn.Module], definition: Definition) -> RopeSpec | Refusal:
     forward = decorator_chain(cls.forward)[-1]
     if hasattr(forward, "__wrapped__") or not isinstance(forward, types.FunctionType):
         return Refusal("its forward is wrapped by a decorator that is not a plain function")
     if _reads_module_name(forward.__code__):
         return Refusal("its forward reads __name__")
     functions = []
-    for name in _rotary_names(cls):
+    for name in _rotary_names(cls.forward):
         if name not in forward.__globals__:
             return Refusal(f"{name} is no global of its module")
         layout = _layout(forward.__globals__[name])
@@ -99,8 +99,8 @@ def _layout(function: Callable[..., Any]) -> Layout | Refusal:
     if parameters == PARAMETERS[:4]:
         known = _rotates_tokens_first(function)
         return "tokens_first" if known else Refusal(f"{name} rotates in no way that apply_rope knows")
-    if parameters != PARAMETERS:
-        return Refusal(f"{name} does not take ({', '.join(PARAMETERS)})")
+    if parameters != PARAMETERS or inspect.signature(target).parameters["unsqueeze_dim"].default != 1:
+        return Refusal(f"{name} does not take ({', '.join(PARAMETERS)}=1)")
     equal = [layout for layout in LAYOUTS if all(_equals(function, layout, *case) for case in CASES)]
     return equal[0] if len(equal) == 1 else Refusal(f"{name} rotates in no way that apply_rope knows")
 
@@ -146,12 +146,14 @@ def _rotary_function(original: Callable[..., Any], layout: Layout, name: str) ->
     """Return `apply_rope` with the signature of transformers' rotary functions.
 
     q (B, H, T, D), k (B, K, T, D), cos and sin (B or 1, T, R); with unsqueeze_dim 2: q (B, T, H, D), k (B, T, K, D).
-    Other calls (Pixtral: unsqueeze_dim 0; trained angles) go to `original`, the model's own function. tokens_first:
-    q, k (T, H, D), cos and sin (T, D).
+    Other calls (Pixtral: unsqueeze_dim 0; trained angles; Qwen 4: q alone) go to `original`, the model's own function.
+    tokens_first: q, k (T, H, D), cos and sin (T, D).
     """
 
-    def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-        if unsqueeze_dim not in (1, 2) or q.ndim != 4 or cos.ndim != 3 or cos.requires_grad:
+    def rotary(
+        q: Tensor, k: Tensor | None = None, cos: Tensor | None = None, sin: Tensor | None = None, unsqueeze_dim: int = 1
+    ) -> tuple[Tensor, Tensor]:
+        if k is None or cos is None or unsqueeze_dim not in (1, 2) or q.ndim != 4 or cos.ndim != 3 or cos.requires_grad:
             return original(q, k, cos, sin, unsqueeze_dim)
         if layout == "pairs_from_halves":
             cos, sin = (t[..., : t.shape[-1] // 2].repeat_interleave(2, dim=-1) for t in (cos, sin))

@@ -25,8 +25,9 @@ def check_output_dir(recipe: Recipe) -> None:
     """Raise UserError if output_dir holds a run that is neither resumed nor overwritten, or none to be resumed."""
     folder, section = Path(recipe.checkpoint.output_dir), recipe.checkpoint
     held = [name for name in RUN_FILES if (folder / name).exists()]
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"checkpoint.output_dir: {folder} is a file.", hint="Name a folder.")
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not existing.is_dir():
+        raise UserError(f"checkpoint.output_dir: {existing} is a file.", hint="Name a folder.")
     if held and section.resume_from_checkpoint == "never" and not section.overwrite:
         raise UserError(
             f"checkpoint.output_dir: {folder} already holds a run ({', '.join(held)}).",
@@ -134,10 +135,10 @@ def looks_local(name: str) -> bool:
 
 
 def clear_run(folder: Path) -> None:
-    """Remove the files of an earlier run, and nothing else."""
+    """Remove the files of an earlier run, and nothing else: of a link, only the link."""
     for name in RUN_FILES:
         path = folder / name
-        if path.is_dir():
+        if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from ligertune.recipe.aliases import KEY_OF_ALIAS, OPTIMIZER_NAMES
 from ligertune.recipe.document import ITEM, Document, KeyPath, dotted, keys, leaf, parent, schema_key, split
+from ligertune.recipe.section import UNUSABLE
 
 KINDS = {
     dict: "a mapping", list: "a list", str: "a string", bool: "a boolean", int: "an integer", float: "a number",
@@ -30,16 +31,17 @@ MEANT_VALUES = {"train.optim": OPTIMIZER_NAMES}
 
 def complain_about(error: ValidationError, document: Document) -> list[KeyPath]:
     """Add one complaint per key that pydantic refused, and return the paths of these keys."""
-    faults: dict[KeyPath, str] = {}
+    faults: dict[KeyPath, dict[str, Any]] = {}
     for row in error.errors(include_url=False):
         about_the_key = row["type"] in ("missing", "extra_forbidden")
-        faults.setdefault(row["loc"] if about_the_key else _written(row["loc"], document), row["type"])
+        faults.setdefault(row["loc"] if about_the_key else _written(row["loc"], document), row)
     around = {path[:length] for path in faults for length in range(len(path))}
-    for path, kind in faults.items():
+    for path, row in faults.items():
         if path in around:  # pydantic also calls a list too short if its items are invalid
             continue
-        sentence = {"missing": missing_key, "extra_forbidden": unknown_key}.get(kind, wrong_value)
-        document.complain(path, sentence(path, document))
+        sentence = {"missing": missing_key, "extra_forbidden": unknown_key}.get(row["type"], wrong_value)
+        is_unusable = row["type"] == UNUSABLE
+        document.complain(path, f"{document.name(path)} {row['msg']}" if is_unusable else sentence(path, document))
     return list(faults)
 
 

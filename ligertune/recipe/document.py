@@ -98,6 +98,7 @@ class Document:
     places: dict[KeyPath, Place] = field(default_factory=dict)
     complaints: list[Remark] = field(default_factory=list)
     notices: list[Remark] = field(default_factory=list)
+    n_values: int = 0  # keys and values that were read
 
     def place(self, path: KeyPath) -> Place:
         """Return the place of `path`, or of the nearest section around it."""

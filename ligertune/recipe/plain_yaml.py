@@ -1,6 +1,7 @@
 """YAML 1.2 reading and writing: `1e-4` is a number, `no` and `on` are strings.
 
-The parser records the line of every key, and reports a key that is given twice.
+The parser records the line of every key, and reports a key that is given twice. A recipe has at most MAX_NODES keys
+and values, those that aliases repeat included: a few lines of aliases of aliases would fill the memory.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import yaml
 from ligertune.recipe.document import Document, KeyPath, Place, dotted
 
 TAG = "tag:yaml.org,2002:"
+MAX_NODES = 10_000
+_MAX_INTEGER = 10**15
 
 # (tag, pattern of an unquoted scalar with this tag, its possible first characters); the first match counts.
 # PyYAML's own patterns are those of YAML 1.1, where `no` is false, 1:30 is 90 and 1e-4 is a string.
@@ -31,6 +34,12 @@ PLAIN_WORDS = (
 
 class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers: ClassVar[dict] = {}
+    n_nodes = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
+        self.n_nodes += 1
+        _check_size(self.n_nodes)
+        return super().compose_node(parent, index)
 
 
 class _Dumper(yaml.SafeDumper):
@@ -87,18 +96,37 @@ def dump(data: dict[str, Any]) -> str:
     return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 
+def _check_size(n_nodes: int) -> None:
+    if n_nodes > MAX_NODES:
+        raise NotYaml(f"it holds more than {MAX_NODES:,} keys and values, counting what its aliases repeat.")
+
+
 def _value(node: yaml.Node, path: KeyPath, document: Document, override: Place | None) -> Any:
+    document.n_values += 1
+    _check_size(document.n_values)
     if isinstance(node, yaml.MappingNode) and node.tag == TAG + "map":
         return _mapping(node, path, document, override)
     if isinstance(node, yaml.SequenceNode) and node.tag == TAG + "seq":
         for index, item in enumerate(node.value):
             _remember((*path, index), item, document, override)
         return [_value(item, (*path, index), document, override) for index, item in enumerate(node.value)]
+    problem = f"a recipe cannot hold {node.tag}"  # `!!python/...`, `!!set`
     if isinstance(node, yaml.ScalarNode) and node.tag in SCALARS:
         with contextlib.suppress(ValueError):  # `!!int ten`
-            return SCALARS[node.tag](node.value)
-    problem = f"a recipe cannot hold {node.tag}"  # `!!python/...`, `!!set`
+            value = SCALARS[node.tag](node.value)
+            problem = _impossible(value)
+            if not problem:
+                return value
     raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+
+
+def _impossible(value: Any) -> str:
+    """Return why no key can have this scalar, or an empty string."""
+    if isinstance(value, str) and any("\ud800" <= character <= "\udfff" for character in value):
+        return "half of a surrogate pair, which is no character"  # "\ud800" in double quotes
+    if isinstance(value, int) and abs(value) > _MAX_INTEGER:
+        return f"{value} is too large: integers have at most 15 digits"
+    return ""
 
 
 def _mapping(node: yaml.MappingNode, path: KeyPath, document: Document, override: Place | None) -> dict[str, Any]:
@@ -131,5 +159,5 @@ def _not_yaml(error: yaml.YAMLError, text: str) -> NotYaml:
     mark = error.problem_mark
     if "'\\t'" in error.problem:
         return NotYaml("YAML does not allow a tab here. Use spaces.", mark.line + 1)
-    problem = ", ".join(filter(None, (error.context, error.problem)))
+    problem = ", ".join(filter(None, (error.context, error.problem)))[:200]
     return NotYaml(f"not YAML at column {mark.column + 1}: {problem}.", mark.line + 1)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import shlex
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from ligertune.recipe.schema import Origin, Recipe
 from ligertune.recipe.section import SWITCHES
 from ligertune.recipe.train_sections import EITHER_OR
 
+MAX_BYTES = 2**20  # of a recipe; read whole, unlike a device or a pipe, which may never end
 # Required keys, with a placeholder that lets the rules check the rest of a recipe that lacks one.
 REQUIRED = {
     ("model", "model_name_or_path"): "?",
@@ -92,17 +94,22 @@ def _file_of_another_tool(document: Document) -> UserError | None:
 
 
 def _read_text(path: Path) -> str:
-    if path.is_dir():
-        raise UserError(f"{path} is a folder, not a recipe.")
     try:
+        status = path.stat()
+        if stat.S_ISDIR(status.st_mode):
+            raise UserError(f"{path} is a folder, not a recipe.")
+        if not stat.S_ISREG(status.st_mode):
+            raise UserError(f"{path} is not a regular file. Give the path of a recipe, a YAML file.")
+        if status.st_size > MAX_BYTES:
+            raise UserError(f"{path} has {status.st_size:,} bytes; a recipe has at most {MAX_BYTES:,}.")
         return path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
         raise UserError(f"{path}:{line}: not UTF-8 text (byte 0x{error.object[error.start]:02x}).") from None
     except FileNotFoundError:
         raise UserError(f"{path} does not exist. Give the path of a recipe, a YAML file.") from None
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}.") from None
+    except (OSError, ValueError) as error:  # ValueError: a NUL character in the path
+        raise UserError(f"{path} cannot be read: {getattr(error, 'strerror', error)}.") from None
 
 
 def apply_overrides(document: Document, overrides: Sequence[str]) -> None:

@@ -13,6 +13,7 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, PrivateA
 
 from ligertune.recipe.section import (
     AutoSwitch,
+    ExpressionList,
     FileOrHub,
     NameList,
     ReadName,
@@ -100,7 +101,7 @@ class MethodSpec(Section):
 
     type: Literal["full", "lora", "qlora", "freeze"] = "full"
     """full: all weights; lora: an adapter; qlora: an adapter on 4-bit weights; freeze: parameters of `trainable`."""
-    lora_r: PositiveInt = 16
+    lora_r: Annotated[int, Field(ge=1, le=2**16)] = 16
     """LoRA rank R."""
     lora_alpha: PositiveFloat = 32.0
     """LoRA scale; the update is multiplied by lora_alpha / lora_r."""
@@ -114,7 +115,7 @@ class MethodSpec(Section):
     """Use DoRA: train the magnitude of each weight and its direction."""
     use_rslora: Switch = False
     """Use rsLoRA: divide lora_alpha by the square root of lora_r."""
-    trainable: NameList = ()
+    trainable: ExpressionList = ()
     """With type: freeze: regular expressions; parameters whose names match one of them train."""
 
 
@@ -133,7 +134,7 @@ class DatasetSpec(Section):
     """Columns to rename, as {expected: actual}."""
     max_samples: PositiveInt | None = None
     """Maximum number of rows to read; null: all."""
-    weight: PositiveFloat = 1.0
+    weight: Annotated[float, Field(ge=1e-6, le=1e6)] = 1.0
     """How often an epoch repeats the data set; 0.5: a random half, drawn with train.seed."""
     on_bad_row: Literal["drop", "repair", "error"] = "drop"
     """Unusable rows; drop: drop and count them; repair: fix what can be fixed, drop the rest; error: stop."""
@@ -154,10 +155,12 @@ class DataSpec(Section):
     """System prompt for conversations without one."""
     train_on: Literal["assistant", "last", "all"] = "assistant"
     """Tokens with labels: all assistant turns, the last assistant turn, or all tokens."""
-    max_length: Annotated[int, Field(ge=2)] = 2048
+    max_length: Annotated[int, Field(ge=2, le=2**24)] = 2048
     """Maximum length of an example, in tokens."""
     on_overlength: Literal["drop", "truncate", "error"] = "drop"
     """Examples longer than max_length: drop, truncate, or stop; their number is reported."""
+    max_record_bytes: Annotated[int, Field(ge=1, le=2**30)] = 2**24
+    """Largest record, in bytes: a larger one is dropped without being read."""
     max_dropped: Share = 0.5
     """Largest share of a data set's rows that may be dropped; a run that would drop more is refused."""
     streaming: Switch = False
@@ -166,7 +169,7 @@ class DataSpec(Section):
     """Pack several examples into each row of max_length tokens; examples do not attend to others."""
     padding_free: AutoSwitch = "auto"
     """Without packing: flatten a batch into one row instead of padding it; auto: if the attention supports it."""
-    num_proc: Literal["auto"] | PositiveInt = "auto"
+    num_proc: Literal["auto"] | Annotated[int, Field(ge=1, le=1024)] = "auto"
     """Processes that prepare the data; auto: one per CPU core."""
     image_dir: FileOrHub | None = None
     """Folder of relative image paths; null: the folder of the data file."""

@@ -1,9 +1,11 @@
-"""Base class and value types of the recipe's sections: switches, paths relative to the recipe, shares."""
+"""Base class and value types of the recipe's sections: switches, paths relative to the recipe, shares, expressions."""
 
 from __future__ import annotations
 
 import glob
+import math
 import os
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -18,7 +20,11 @@ from pydantic import (
     ValidationInfo,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
+UNUSABLE = "unusable"  # pydantic's type of errors whose message is the end of a complaint: "holds a NUL character"
+_MAX_NAME, _MAX_PATH = 255, 4095  # bytes that Linux allows
+_MAX_EXPRESSION, _MAX_REPEATS = 1000, 1000
 SWITCHES = {"yes": True, "on": True, "no": False, "off": False}  # booleans in YAML 1.1, strings in 1.2
 
 
@@ -51,6 +57,35 @@ def convert_by(table: Mapping[str | bool | None, Any]) -> Callable[[Any], Any]:
     return convert
 
 
+def _unusable(sentence: str) -> PydanticCustomError:
+    return PydanticCustomError(UNUSABLE, "{sentence}", {"sentence": sentence})
+
+
+def _possible_path(value: str) -> str:
+    """Return the path if a file can have it: the system's own error for it would come late, without the key."""
+    if "\0" in value:
+        raise _unusable("holds a NUL character, which no path can.")
+    longest = max((len(os.fsencode(name)) for name in value.split(os.sep)), default=0)
+    if longest > _MAX_NAME or len(os.fsencode(value)) > _MAX_PATH:
+        raise _unusable(f"is too long: a name in a path has at most {_MAX_NAME} bytes, and a path {_MAX_PATH}.")
+    return value
+
+
+def _possible_expression(value: str) -> str:
+    """Return the regular expression if it compiles, and does so quickly: `(a{1000}){1000}` fills the memory."""
+    repeats = math.prod(max(1, int(most or least or 1)) for least, most in re.findall(r"\{(\d*),?(\d*)\}", value))
+    if len(value) > _MAX_EXPRESSION or repeats > _MAX_REPEATS:
+        raise _unusable(
+            f"is too long: an expression has at most {_MAX_EXPRESSION:,} characters, "
+            f"and counts at most {_MAX_REPEATS:,} repeats."
+        )
+    try:
+        re.compile(value)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise _unusable(f"is {value!r}, which is not a regular expression: {error}.") from None
+    return value
+
+
 def _resolve_path(value: str, info: ValidationInfo) -> str:
     """Return the absolute path of `value` if it exists in the recipe's folder or the current one, else `value`."""
     value = os.path.expanduser(value)
@@ -74,9 +109,10 @@ def _template_file(value: str, info: ValidationInfo) -> str:
 
 
 Text = Annotated[str, StringConstraints(min_length=1)]
-FileOrHub = Annotated[Text, AfterValidator(_resolve_path)]
-Template = Annotated[Text, AfterValidator(_template_file)]
-OutputPath = Annotated[Text, AfterValidator(os.path.expanduser)]
+PathText = Annotated[Text, AfterValidator(_possible_path)]
+FileOrHub = Annotated[PathText, AfterValidator(_resolve_path)]
+Template = Annotated[PathText, AfterValidator(_template_file)]
+OutputPath = Annotated[PathText, AfterValidator(os.path.expanduser)]
 # as TrainingArguments reads report_to: one name is a list of it, and none is an empty list
 ReadName = BeforeValidator(lambda value: (() if value == "none" else (value,)) if isinstance(value, str) else value)
 ReadSwitch = BeforeValidator(convert_by({}))
@@ -89,3 +125,4 @@ Resume = Annotated[OutputPath, BeforeValidator(convert_by({True: "auto", False: 
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 ShareBelowOne = Annotated[float, Field(ge=0.0, lt=1.0)]
 NameList = Annotated[tuple[Text, ...], Field(strict=False)]
+ExpressionList = Annotated[tuple[Annotated[Text, AfterValidator(_possible_expression)], ...], Field(strict=False)]

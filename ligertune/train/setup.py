@@ -19,7 +19,7 @@ from ligertune.data.examples import Examples
 from ligertune.data.prepare import PreparedData
 from ligertune.data.stream import StreamedExamples
 from ligertune.decode.generate import SampleAnswers
-from ligertune.models.load import LoadedTokenizer
+from ligertune.models.load_tokenizer import LoadedTokenizer
 from ligertune.models.save import prompt_of
 from ligertune.planning.plan import Plan
 from ligertune.progress import Display

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ligertune.data.rows.conversation import BadRow
 from ligertune.errors import UserError
+from ligertune.models.model_files import RECIPE_MODEL, ModelOrigin, loading, read_json
 from ligertune.planning.options import VisionOptions
 from ligertune.vision.families import Family, family_of
 from ligertune.vision.image_files import ImageFile, import_pillow, read_image
@@ -98,7 +99,11 @@ class ImageReader:
 
 
 def load_reader(
-    model: ModelOptions, vision: VisionOptions | None, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
+    model: ModelOptions,
+    vision: VisionOptions | None,
+    config: PreTrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    origin: ModelOrigin = RECIPE_MODEL,
 ) -> ImageReader | None:
     """Return the reader of a model with the recipe's size limits; None for a text model. Raises UserError.
 
@@ -107,7 +112,7 @@ def load_reader(
     family = family_of(config)
     if family is None:
         return None
-    processor = _load_processor(model.model_name_or_path, model.revision)
+    processor = _load_processor(model.model_name_or_path, model.revision, origin)
     if vision is None and family.layout == "patches":
         size = dict(processor.size)
         vision = VisionOptions(image_min_pixels=size["shortest_edge"], image_max_pixels=size["longest_edge"])
@@ -175,21 +180,29 @@ def _size_settings(family: Family, vision: VisionOptions, config: PreTrainedConf
     return {"options": options, "fixed_tokens": tokens, "saved_settings": settings, "side": side}
 
 
-def _load_processor(name: str, revision: str) -> Any:
-    """Load transformers' image processor of a model in its Pillow version (class names ending in Pil)."""
+def _load_processor(name: str, revision: str, origin: ModelOrigin) -> Any:
+    """Load transformers' image processor of a model in its Pillow version (class names ending in Pil).
+
+    Only transformers' own classes are looked up: a processor with code of its own (auto_map) is never run.
+    """
     from transformers.image_processing_utils import BaseImageProcessor
 
     import_pillow()
-    try:
+    hint = "The folder of a vision-language model needs preprocessor_config.json."
+    for file in ("preprocessor_config.json", "processor_config.json"):
+        path = Path(name).expanduser() / file
+        if path.is_file():
+            read_json(path, origin)
+    with loading(origin, f"no image processor could be loaded from {name}", hint):
         written, _ = BaseImageProcessor.get_image_processor_dict(name, revision=revision)
         kind = re.sub("(Fast|Pil)$", "", written.get("image_processor_type") or written["feature_extractor_type"])
-        return getattr(transformers, f"{kind}Pil").from_pretrained(name, revision=revision)
-    except (OSError, KeyError, AttributeError, ValueError) as error:
-        found = f"no image processor could be loaded from {name}: {str(error).partition(chr(10))[0]}"
-        raise UserError(
-            f"model.model_name_or_path: {found}",
-            hint="The folder of a vision-language model needs preprocessor_config.json.",
-        ) from error
+        processor = getattr(transformers, f"{kind}Pil", None)
+        if processor is None:
+            own = " and its own code (auto_map) is not run" if written.get("auto_map") else ""
+            raise origin.error(
+                f"no image processor could be loaded from {name}: transformers has no {kind[:80]}Pil{own}.", hint
+            )
+        return processor.from_pretrained(name, revision=revision)
 
 
 def save_processor(reader: ImageReader, folder: Path) -> None:

@@ -90,9 +90,19 @@ CASES = (
         files={"data.jsonl": lines(GOOD, {**GOOD, "output": "many words " * 300})}),
     Bad("data", "no such file", ("there is no file or folder nowhere.jsonl",),
         files={"r.yaml": REQUIRED.replace("DATA", "nowhere.jsonl")}),
+    Bad("data", "a file that cannot be read", ("d.jsonl cannot be read: Input/output error",),
+        files={"r.yaml": REQUIRED.replace("DATA", "d.jsonl")},
+        prepare=lambda folder: (folder / "d.jsonl").symlink_to("/proc/self/mem")),
+    set_("a weight that leaves no example", "data.datasets[0].weight=0.00001", "makes 0 examples of the 8 of"),
     set_("flash attention on a CPU", "model.attn_implementation=flash_attention_2", "flash_attention_2 cannot be used"),
     Bad("disk", "the folder of the run is a file", ("output_dir", "is a file"), files={"runs/one": ""}),
     Bad("disk", "the folder of the run lies in a file", ("output_dir",), files={"runs": ""}),
+    Bad("disk", "a run to replace that lies in a file", ("output_dir", "is a file"), files={"runs": ""},
+        argv=(*TRAIN, "--overwrite")),
+    Bad("disk", "a folder with too long a name", ("cannot be used: File name too long",),
+        argv=("generate", "a" * 300, "Hi.")),
+    Bad("disk", "an output folder with too long a name", ("checkpoint.output_dir", "at most 255 bytes"),
+        argv=(*TRAIN, "--set", f"checkpoint.output_dir={'a' * 300}")),
     Bad("disk", "the folder of the run cannot be made", ("checkpoint.output_dir", "/proc/none"),
         argv=("train", "r.yaml", "--set", "checkpoint.output_dir=/proc/none")),
     Bad("disk", "the folder holds a run", ("already holds a run",), files={"runs/one/plan.json": "{}"}),
@@ -133,7 +143,7 @@ def folder(tmp_path, monkeypatch, quickstart):
 def test_bad_input_is_refused_with_one_sentence(case, folder, ligertune, monkeypatch):
     monkeypatch.setattr(logging, "raiseExceptions", False)  # transformers' logger keeps the stderr of an earlier test
     before = folder(case)
-    files = {path: path.read_bytes() for path in before.rglob("*") if path.is_file()}
+    files = {path: path.read_bytes() for path in before.rglob("*") if path.is_file() and not path.is_symlink()}
     done = ligertune(*case.argv)
     assert done.code == case.code, done.err
     assert "Traceback" not in done.err

@@ -58,6 +58,8 @@ CHANGES_DATA = {
         and 130 in lengths(new).values())),
     "data.on_overlength": ({"data.max_length": 230}, "drop", lambda new, old, decode: (
         lengths(new) == {source: length for source, length in lengths(old).items() if length <= 230} != lengths(old))),
+    "data.max_record_bytes": ({"data.max_dropped": 1}, 200, lambda new, old, decode: (
+        0 < new.report.dropped["too large"] == old.report.rows_read - len(new.train) - len(new.eval))),
     "data.val_split": ({}, 0.4, lambda new, old, decode: (len(new.train), len(new.eval)) == (24, 16)),
     "data.datasets.0.max_samples": ({}, 20, lambda new, old, decode: len(new.train) + len(new.eval) == 20),
     "data.datasets.0.weight": ({"data.val_split": 0}, 1.5, lambda new, old, decode: len(new.train) == 60),

@@ -1,6 +1,7 @@
 """`ligertune train` from a recipe to a model that loads; trackers, traces and memory snapshots."""
 
 import json
+import sys
 from importlib.util import find_spec
 
 import pytest
@@ -67,6 +68,19 @@ def test_the_report_counts_the_patched_modules(finished):
     _, report, _ = finished
     applied = {line["kernel"]: line["applied"] for line in report["kernels"]}
     assert applied == {"apply_rope": 5, "rms_norm": 11, "swiglu": 5, "linear_cross_entropy": 1}
+
+
+def test_a_run_changes_no_module_of_transformers(finished, tmp_path):
+    """Packed training, after a run that has imported everything: names of modules, and what they hold."""
+
+    def held():
+        modules = {name: module for name, module in sys.modules.items() if name.split(".")[0] == "transformers"}
+        return {name: {key: id(value) for key, value in vars(module).items()} for name, module in modules.items()}
+
+    before, names = held(), set(sys.modules)
+    train(tmp_path, **{"data.packing": True, "train.max_steps": 1})
+    assert set(sys.modules) == names
+    assert held() == before
 
 
 def test_a_run_leaves_these_files(finished):

@@ -11,6 +11,7 @@ from same_training import assert_same_training
 
 from ligertune.activations.checkpointing import checkpoint_layers
 from ligertune.errors import UserError
+from ligertune.models import trainable
 from ligertune.models.trainable import apply_method
 from ligertune.patching.deferred_logits import loss_counts
 from ligertune.patching.patch import patch
@@ -156,6 +157,19 @@ def test_unknown_names_are_refused(method, words):
     with pytest.raises(UserError) as caught:
         apply_method(tiny_models.make("llama"), MethodOptions(**method))
     assert all(word in str(caught.value) for word in words)
+
+
+def test_an_expression_that_takes_exponential_time_is_refused(monkeypatch):
+    monkeypatch.setattr(trainable, "MATCH_SECONDS", 0.2)
+    with pytest.raises(UserError, match=r"method.trainable: matching .* takes more than 0.2 s"):
+        apply_method(tiny_models.make("llama"), MethodOptions(type="freeze", trainable=[r"(?:(\w|.)+[!?])+"]))
+
+
+def test_adapters_of_a_model_without_weights_need_no_memory():
+    with torch.device("meta"):
+        model = tiny_models.make("llama")
+    adapted = apply_method(model, MethodOptions(type="lora", lora_r=2**16))
+    assert {parameter.device.type for parameter in adapted.parameters()} == {"meta"}
 
 
 def test_an_adapter_on_a_tied_head_is_refused():

@@ -9,7 +9,8 @@ import torch
 import transformers
 
 from ligertune.errors import UserError
-from ligertune.models.load import build_model, check_vocabulary, load_tokenizer, read_config
+from ligertune.models.load import build_model, read_config
+from ligertune.models.load_tokenizer import check_vocabulary, load_tokenizer
 from ligertune.planning.options import ModelOptions, TokenizerOptions
 from ligertune.vision.families import family_of
 
@@ -163,7 +164,11 @@ def test_unusable_tokenizer_settings(quickstart, wanted, complaint):
 
 @pytest.mark.parametrize(
     ("content", "complaint"),
-    [(None, r"Set model\.tokenizer\.path"), ("{", "Expecting property name"), ("{}", "it lacks 'added_tokens'")],
+    [
+        (None, r"Set model\.tokenizer\.path"),
+        ("{", "Expecting property name"),
+        ("{}", r"tokenizer\.json is not a tokenizer"),
+    ],
 )
 def test_a_missing_or_broken_tokenizer(quickstart, folder, content, complaint):
     if content is not None:
@@ -219,10 +224,13 @@ def test_attention_that_is_not_installed_is_refused(folder, init):
     ("damage", "complaint"),
     [
         (lambda folder: (folder / "model.safetensors").unlink(), r"weights of .* could not be loaded.*init: random"),
-        (lambda folder: (folder / "model.safetensors").write_bytes(b""), r"weights of .* could not be loaded"),
-        (lambda folder: (folder / "model.safetensors").write_bytes(b"hello"), r"weights of .* could not be loaded"),
-        (lambda folder: (folder / "model.safetensors").write_bytes(b"{" * 100), r"weights of .* could not be loaded"),
-        (lambda folder: rewrite(folder, vocab_size=200), "could not be loaded"),
+        (lambda folder: (folder / "model.safetensors").write_bytes(b""), r"safetensors is not a complete"),
+        (lambda folder: (folder / "model.safetensors").write_bytes(b"hello"), r"safetensors is not a complete"),
+        (lambda folder: (folder / "model.safetensors").write_bytes(b"{" * 100), r"safetensors is not a complete"),
+        (
+            lambda folder: rewrite(folder, vocab_size=200),
+            r"the shape \[200, 64\], and its weight files hold \[128, 64\]",
+        ),
     ],
     ids=["missing", "empty", "short", "not safetensors", "another shape"],
 )

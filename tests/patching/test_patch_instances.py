@@ -1,6 +1,7 @@
 """Only the instance changes: classes, names, keys and saved files stay as they were, and `unpatch` restores."""
 
 import copy
+import functools
 import io
 import json
 import pickle
@@ -12,8 +13,10 @@ import pytest
 import tiny_models
 import torch
 import transformers
+from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 from transformers.models.llama import modeling_llama
 
+from ligertune.attention.packing_checks import prepare_masks
 from ligertune.models.auto import AutoModelForCausalLM
 from ligertune.patching.patch import patch, unpatch
 
@@ -73,6 +76,56 @@ def test_library_classes_and_other_models_are_not_touched():
     assert torch.equal(loss_of(plain), loss)
     assert {name: vars(modeling_llama)[name] for name in code} == code
     assert forwards == [cls.forward for cls in owners]
+
+
+def test_no_module_of_transformers_is_changed():
+    """Neither by `patch` nor by training with and without packing: the names of its modules and what they hold."""
+
+    def held():
+        modules = {name: module for name, module in sys.modules.items() if name.split(".")[0] == "transformers"}
+        return {name: {key: id(value) for key, value in vars(modules[name]).items()} for name in modules}
+
+    model = tiny_models.make("llama")
+    loss_of(model)  # transformers imports some of its modules at first use
+    before, names = held(), set(sys.modules)
+    patch(model, recompute=True)
+    prepare_masks(model)
+    loss_of(model).backward()
+    assert held() == before
+    assert set(sys.modules) == names
+
+
+def test_unpatch_restores_all_but_the_modules_that_were_wrapped_since():
+    model = tiny_models.make("llama")
+    before, loss = classes(model), loss_of(model)
+    patch(model)
+    wrapped = model.model.layers[0].mlp
+    wrapped.__class__ = type("Wrapped", (type(wrapped),), {})  # as FSDP2 does
+    replaced = model.model.norm
+    replaced.forward = functools.partial(replaced.forward)  # as accelerate's hooks do
+    left = ("model.layers.0.mlp", "model.norm")
+    with pytest.warns(UserWarning, match="unpatch: 2 modules stayed patched.*model.layers.0.mlp: its class is Wrapped"):
+        assert unpatch(model) == left
+    assert {name for name, cls in classes(model).items() if cls is not before[name]} == set(left)
+    torch.testing.assert_close(loss_of(model), loss, rtol=1e-5, atol=0)
+    wrapped.__class__ = type(wrapped).__bases__[0]
+    del replaced.forward
+    assert unpatch(model) == ()
+    assert classes(model) == before
+    assert torch.equal(loss_of(model), loss)
+
+
+def test_unpatch_after_accelerate_has_added_and_removed_its_hooks():
+    model = tiny_models.make("llama")
+    before, loss, attributes = classes(model), loss_of(model), {name: set(vars(m)) for name, m in model.named_modules()}
+    patch(model)
+    add_hook_to_module(model, ModelHook(), append=True)
+    add_hook_to_module(model.model.norm, ModelHook())
+    remove_hook_from_module(model, recurse=True)
+    assert unpatch(model) == ()
+    assert classes(model) == before
+    assert {name: set(vars(m)) for name, m in model.named_modules()} == attributes
+    assert torch.equal(loss_of(model), loss)
 
 
 def test_patching_twice_changes_nothing_and_is_reported(patched):

@@ -1,17 +1,24 @@
 """Layers recognised in each family; code that only looks similar is left alone."""
 
+import copy
 import functools
 import inspect
 
 import pytest
 import tiny_models
 import torch
+from same_training import assert_same_training
 from torch import nn
+from transformers.models.gemma3n.modeling_gemma3n import Gemma3nRMSNorm
+from transformers.models.gemma4.modeling_gemma4 import Gemma4RMSNorm
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm
+from transformers.models.llama4.modeling_llama4 import Llama4TextL2Norm
+from transformers.models.nanochat.modeling_nanochat import NanoChatRMSNorm
+from transformers.models.qwen4_exp import modeling_qwen4_exp
 
-from ligertune.patching.module_patch import patch_module
-from ligertune.patching.patch import patch
+from ligertune.patching.module_patch import patch_module, unpatch_module
+from ligertune.patching.patch import KernelNorm, RecomputedNorm, patch
 from ligertune.patching.probe import Refusal
 from ligertune.patching.recognise import GatedSpec, NormSpec, recognise_experts, recognise_mlp, recognise_norm
 from ligertune.patching.rope_patch import KernelRope, RopeSpec, is_rotary, recognise_rope
@@ -116,6 +123,96 @@ def test_a_norm_that_differs_is_refused(name):
     assert isinstance(recognise_norm(OTHER_NORMS[name]), Refusal)
 
 
+class WeightlessNorm(nn.Module):
+    def __init__(self, eps=1e-6):
+        super().__init__()
+        self.eps = eps
+
+    def forward(self, x):
+        wide = x.float()
+        return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).type_as(x)
+
+
+class WeightlessLength(WeightlessNorm):
+    """Divide by the length of the row, not by its root mean square."""
+
+    def forward(self, x):
+        return nn.functional.normalize(x.float(), dim=-1, eps=self.eps).type_as(x)
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [
+        WeightlessNorm(),
+        Gemma3nRMSNorm(16, with_scale=False),
+        Gemma4RMSNorm(16, with_scale=False),
+        Llama4TextL2Norm(),
+        NanoChatRMSNorm(),
+    ],
+    ids=lambda norm: type(norm).__name__,
+)
+def test_a_norm_without_a_weight_is_recognised(norm):
+    spec = recognise_norm(norm)
+    assert spec == NormSpec("none", 0.0, "eps")
+    x = torch.randn(3, 5, 24, requires_grad=True)
+    expected = norm(x)
+    for mixin in (KernelNorm, RecomputedNorm):
+        patch_module(norm, mixin, spec)
+        torch.testing.assert_close(norm(x), expected, rtol=1e-6, atol=1e-6)
+        unpatch_module(norm)
+
+
+def test_a_norm_without_a_weight_that_differs_is_refused():
+    assert isinstance(recognise_norm(WeightlessLength()), Refusal)
+
+
+def test_a_forward_replaced_in_the_class_is_probed_again(monkeypatch):
+    """The results are cached by class: they must not outlive what the class computes."""
+
+    class Norm(LlamaRMSNorm):
+        pass
+
+    class MLP(LlamaMLP):
+        pass
+
+    class Attention(OtherAttention):
+        pass
+
+    config = tiny_models.config_of("llama")
+    layers = (Norm(16), recognise_norm), (MLP(config), recognise_mlp), (Attention(config, 0), recognise_rope)
+    assert not any(isinstance(recognise(layer), Refusal) for layer, recognise in layers)
+    monkeypatch.setattr(Norm, "forward", late_eps)
+    monkeypatch.setattr(MLP, "forward", swapped)
+    monkeypatch.setitem(globals(), "apply_rotary_pos_emb", rotated_backwards)
+    assert all(isinstance(recognise(layer), Refusal) for layer, recognise in layers)
+    monkeypatch.undo()
+    assert not any(isinstance(recognise(layer), Refusal) for layer, recognise in layers)
+
+
+def test_a_method_replaced_in_the_class_is_probed_again(monkeypatch):
+    norm = Gemma3nRMSNorm(16)
+    assert isinstance(recognise_norm(norm), NormSpec)
+    monkeypatch.setattr(Gemma3nRMSNorm, "_norm", lambda self, x: 2.0 * x)
+    assert isinstance(recognise_norm(norm), Refusal)
+
+
+def test_a_model_patched_after_its_forwards_were_replaced_trains_as_before(monkeypatch):
+    """Attentions and models are rebuilt from their class's forward, which may not be the one of an earlier model."""
+    patch(tiny_models.make("llama"))
+    halved = lambda self, *args, **kwargs: (0.5 * llama_attention(self, *args, **kwargs)[0], None)  # noqa: E731
+    llama_attention, llama_model = LlamaAttention.forward, modeling_llama.LlamaForCausalLM.forward
+
+    def cut(self, input_ids=None, attention_mask=None, labels=None, **kwargs):
+        return llama_model(self, input_ids[:, :9], attention_mask[:, :9], labels=labels[:, :9], **kwargs)
+
+    monkeypatch.setattr(LlamaAttention, "forward", halved)
+    monkeypatch.setattr(modeling_llama.LlamaForCausalLM, "forward", cut)
+    plain = tiny_models.make("llama")
+    patched = copy.deepcopy(plain)
+    patch(patched)
+    assert_same_training(patched, plain, tiny_models.batch())
+
+
 def test_settings_of_the_instance_are_part_of_the_probe():
     assert recognise_norm(SettingScaledNorm(16, 1.0)) == LLAMA_NORM
     assert isinstance(recognise_norm(SettingScaledNorm(16, 1.01)), Refusal)  # its class was recognised a moment ago
@@ -172,6 +269,10 @@ def rotated_backwards(q, k, cos, sin, unsqueeze_dim=1):
     return modeling_llama.apply_rotary_pos_emb(q, k, cos, -sin, unsqueeze_dim)
 
 
+def shifted_by_default(q, k, cos, sin, unsqueeze_dim=2):
+    return modeling_llama.apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim)
+
+
 def key_not_rotated(q, k, cos, sin, unsqueeze_dim=1):
     return modeling_llama.apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim)[0], k
 
@@ -190,7 +291,7 @@ class OtherAttention(LlamaAttention):
         return apply_rotary_pos_emb(q, k, cos, sin)
 
 
-@pytest.mark.parametrize("function", [rotated_backwards, key_not_rotated, with_positions])
+@pytest.mark.parametrize("function", [rotated_backwards, shifted_by_default, key_not_rotated, with_positions])
 def test_a_rotary_function_that_differs_is_refused(function, monkeypatch):
     class Attention(OtherAttention):  # a new class: results are cached by class
         pass
@@ -199,6 +300,20 @@ def test_a_rotary_function_that_differs_is_refused(function, monkeypatch):
     attention = Attention(tiny_models.config_of("llama"), 0)
     assert is_rotary(attention)
     assert isinstance(recognise_rope(attention), Refusal)
+
+
+def test_a_rotary_function_called_with_q_alone_gives_what_the_original_gives():
+    """Qwen 4's indexer: apply_rotary_pos_emb(q, cos=cos, sin=sin), which returns one tensor."""
+    indexer = object.__new__(modeling_qwen4_exp.Qwen4ExpTextQSAIndexer)
+    nn.Module.__init__(indexer)
+    patch_module(indexer, KernelRope, recognise_rope(indexer))
+    replacement = inspect.unwrap(type(indexer).forward).__globals__["apply_rotary_pos_emb"]
+    original = modeling_qwen4_exp.apply_rotary_pos_emb
+    q, k, angles = torch.randn(2, 5, 4, 16), torch.randn(2, 5, 2, 16), torch.randn(1, 5, 8).repeat(1, 1, 2)
+    places = {"cos": angles.cos(), "sin": angles.sin(), "unsqueeze_dim": 2}
+    assert replacement is not original
+    assert torch.equal(replacement(q, **places), original(q, **places))
+    torch.testing.assert_close(replacement(q, k, **places), original(q, k, **places))
 
 
 @pytest.mark.parametrize("unsqueeze_dim", [0, 1, 2])

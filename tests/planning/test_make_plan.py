@@ -12,6 +12,7 @@ from ligertune.planning.make_plan import check_context, host_memory_parts, warn_
 from ligertune.planning.optimization import Cadence, make_schedule
 from ligertune.planning.plan import Plan
 from ligertune.planning.precision import choose_precision
+from ligertune.planning.preflight import clear_run
 from ligertune.run import plan_for
 
 GIB = 2**30
@@ -109,3 +110,14 @@ def test_an_epoch_cadence_is_due_after_the_step_in_which_an_epoch_ends():
     cadence = Cadence("epoch", every=0)
     due = [s for s in range(1, 7) if cadence.due(s, rows_per_epoch=21, global_batch_size=8)]
     assert due == [3, 6]  # 24 >= 21, 48 >= 42
+
+
+def test_a_run_that_is_replaced_loses_its_links_and_not_what_they_point_to(tmp_path):
+    kept, folder = tmp_path / "kept", tmp_path / "run"
+    kept.mkdir(), folder.mkdir()
+    (kept / "weights").touch()
+    (folder / "model").symlink_to(kept)
+    (folder / "best").symlink_to(tmp_path / "nowhere")
+    (folder / "report.json").touch()
+    clear_run(folder)
+    assert not list(folder.iterdir()) and (kept / "weights").exists()

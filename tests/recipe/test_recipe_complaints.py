@@ -1,5 +1,6 @@
 """Complaints about invalid recipes: complaints.txt is a table of recipes and exact messages."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,10 @@ from ligertune.errors import UserError
 from ligertune.recipe import load_recipe
 
 TABLE = (Path(__file__).parent / "complaints.txt").read_text(encoding="utf-8").strip().split("\n\n")
+TOO_LARGE = "it holds more than 10,000 keys and values, counting what its aliases repeat."
+ALIASES_OF_ALIASES = "a: &a [1]\n" + "".join(
+    f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n" for before, name in zip("abcdefgh", "bcdefghi", strict=True)
+)
 NEEDS = "A recipe needs at least model.model_name_or_path, data.datasets[0].path and checkpoint.output_dir."
 
 
@@ -31,10 +36,14 @@ def test_one_mistake_gets_one_exact_message(row, required, complaints):
         ("model:\n  revision: \0\n", "recipe.yaml:2: the character U+0000 is not allowed in YAML."),
         (b"model:\n  revision: \xff\n", "recipe.yaml:2: not UTF-8 text (byte 0xff)."),
         ("model: &a [*a]\n", "recipe.yaml: it is nested too deeply, or an anchor contains itself."),
+        (ALIASES_OF_ALIASES, f"recipe.yaml: {TOO_LARGE}"),
+        ("x: [" + "1," * 10_000 + "]", f"recipe.yaml: {TOO_LARGE}"),
+        ("#" * 2**20 + "\n", "recipe.yaml has 1,048,577 bytes; a recipe has at most 1,048,576."),
         ("[" * 5000, "recipe.yaml: it is nested too deeply, or an anchor contains itself."),
     ],
-    ids=["empty", "only a comment", "a list", "NUL", "latin-1", "recursive anchor", "deep nesting"],
-)
+    ids=["empty", "only a comment", "a list", "NUL", "latin-1", "recursive anchor", "aliases of aliases", "many values",
+         "many bytes", "deep nesting"],
+)  # fmt: skip
 def test_a_file_that_is_not_a_yaml_mapping_gets_one_exact_message(content, complaint, complaints):
     assert complaints(content) == [complaint]
 
@@ -44,6 +53,13 @@ def test_a_folder_and_a_missing_file_are_refused(tmp_path):
         load_recipe(tmp_path)
     with pytest.raises(UserError, match=r"absent.yaml does not exist. Give the path of a recipe, a YAML file\."):
         load_recipe(tmp_path / "absent.yaml")
+
+
+def test_devices_and_pipes_are_refused_without_being_read(tmp_path):
+    os.mkfifo(tmp_path / "pipe.yaml")
+    for path in (tmp_path / "pipe.yaml", Path("/dev/zero")):
+        with pytest.raises(UserError, match="is not a regular file"):
+            load_recipe(path)
 
 
 def test_all_complaints_are_reported_in_the_order_of_the_file(complaints):

@@ -88,7 +88,8 @@ def _rms_norm() -> list[Case]:
     # A long row that fills no block, and one that NVIDIA's backward cannot hold packed in fp16.
     more = (*MORE_WIDTHS, (16384, FP16), (4095, FP32))
     gemmas = [Case(gemma, ((ROWS, width), (width,))) for width in (3072, 12288)]
-    return [*_rows("rms_norm", 1, 1, more), *on_the_first(gemmas[0]), *later(gemmas[1])]
+    without_weight = Case(kernels.rms_norm, ((ROWS, 128),))
+    return [*_rows("rms_norm", 1, 1, more), *on_the_first(gemmas[0], without_weight), *later(gemmas[1])]
 
 
 def _group_norm() -> list[Case]:

@@ -25,6 +25,7 @@ _ROLE_NAMES: dict[Role, tuple[str, ...]] = {
 ROLES: dict[str, Role] = {name: role for role, names in _ROLE_NAMES.items() for name in names}
 
 DROP_REASONS: dict[str, str] = {
+    "too large": "the record has more bytes than data.max_record_bytes",
     "missing value": "a column or a field that the format needs is absent or null",
     "not text": "a value that must be text is a number, a list, an image, ...",
     "not a list of turns": "the conversation is not a list of objects with a role and a text",

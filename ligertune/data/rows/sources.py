@@ -14,7 +14,8 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ligertune.data.rows.data_files import FILE_TYPES, DataFile, Record, file_type, reader_of
+from ligertune.data.rows.data_files import MAX_RECORD_BYTES, DataFile, Record, n_bytes_of
+from ligertune.data.rows.file_readers import FILE_TYPES, file_type, read_records, reader_of
 from ligertune.data.rows.formats import check_columns
 from ligertune.errors import UserError
 
@@ -32,10 +33,11 @@ class RecordStream:
     """The first `max_samples` records of a data set in file order, with columns renamed by `columns`.
 
     sample: a rename must name a column of one of the first `sample` records. download: store a hub data set on this
-    machine, instead of streaming it.
+    machine, instead of streaming it. max_bytes: records of more have no columns, and count as too large.
     """
 
     spec: DatasetOptions
+    max_bytes: int = MAX_RECORD_BYTES
     sample: int = 100
     download: bool = False
     _read: int = 0
@@ -47,7 +49,7 @@ class RecordStream:
             check_columns(self.spec.columns)
             first = list(islice(records, self.sample))
             found = {column for record in first for column in record.row}
-            if missing := [column for column in self.spec.columns.values() if first and column not in found]:
+            if missing := [column for column in self.spec.columns.values() if found and column not in found]:
                 raise UserError(
                     f"{self.spec.path} has no column `{missing[0]}` (data.datasets[].columns); "
                     f"it has {', '.join(sorted(found))}."
@@ -75,10 +77,10 @@ class RecordStream:
                 hint="Leave them out and name the file you want in `path`.",
             )
         if not paths:
-            yield from _read_hub(self.spec, download=self.download)
-        self._files = [DataFile(path) for path in paths]
+            yield from _read_hub(self.spec, self.max_bytes, download=self.download)
+        self._files = [DataFile(path, self.max_bytes) for path in paths]
         for file in self._files:
-            yield from file.records()
+            yield from read_records(file)
 
 
 def find_files(path: str) -> list[Path]:
@@ -115,14 +117,16 @@ def _files_in(folder: Path) -> list[Path]:
     return files
 
 
-def _read_hub(spec: DatasetOptions, *, download: bool) -> Iterator[Record]:
+def _read_hub(spec: DatasetOptions, max_bytes: int, *, download: bool) -> Iterator[Record]:
     import datasets
 
     rows, number = hub_rows(spec, download=download), 0
     try:
         for row in rows:
             number += 1
-            yield Record(row, f"{spec.path}:{spec.split}:{number}")
+            n_bytes = n_bytes_of(row)
+            is_large = n_bytes > max_bytes
+            yield Record({} if is_large else row, f"{spec.path}:{spec.split}:{number}", n_bytes * is_large)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise UserError(
             f"{spec.path}:{spec.split}:{number + 1}: the hub does not return this row: {_first_line(error)}.",
@@ -164,4 +168,4 @@ def _renamed(record: Record, columns: dict[str, str]) -> Record:
     """Return the record with `columns` applied, a dict of {our name: the data set's name}."""
     kept = {column: value for column, value in record.row.items() if column not in columns.values()}
     renamed = {name: record.row[column] for name, column in columns.items() if column in record.row}
-    return Record(kept | renamed, record.source)
+    return record._replace(row=kept | renamed)

@@ -14,13 +14,22 @@ from pathlib import Path
 from typing import Literal
 
 from accelerate import load_checkpoint_in_model
-from transformers import AutoTokenizer
 
 from ligertune.errors import UserError
-from ligertune.models.load import hide_loading_bars, load_tokenizer, read_config, whole_model
-from ligertune.models.save import ADAPTER_CONFIG, adapter_base_model, prompt_of, read_prompt, write_model
+from ligertune.models.load import hide_loading_bars, read_config, whole_model
+from ligertune.models.load_tokenizer import load_tokenizer
+from ligertune.models.model_files import ADAPTER_CONFIG
+from ligertune.models.save import (
+    SAVED_MODEL,
+    adapter_base_model,
+    check_saved,
+    merge_saved_adapter,
+    prompt_of,
+    read_prompt,
+    write_model,
+)
 from ligertune.models.trainable import apply_method
-from ligertune.planning.options import ModelOptions, saved_options
+from ligertune.planning.options import saved_options
 from ligertune.planning.saved_model import SavedModel, find_saved_model
 from ligertune.storage import newest_checkpoint, put_in_place, remove
 from ligertune.train.checkpoint.model_card import CARD, write_card
@@ -37,6 +46,7 @@ class ExportPlan:
     folder: Path
     kind: Literal["merged model", "adapter", "model"]
     how: Literal["in place", "copy", "merge", "checkpoint"]
+    trust_remote_code: bool = False
 
     def write(self) -> None:
         """Write the folder. Raises UserError."""
@@ -51,9 +61,9 @@ class ExportPlan:
             shutil.copytree(self.source.name, partial)
             put_in_place(partial, self.folder)
         elif self.how == "merge":
-            _merge_adapter_folder(self.source, self.folder)
+            _merge_adapter_folder(self.source, self.folder, trust_remote_code=self.trust_remote_code)
         else:
-            _export_checkpoint(self.source, self.folder, self.kind)
+            _export_checkpoint(self.source, self.folder, self.kind, trust_remote_code=self.trust_remote_code)
         if text is not None:
             card.write_text(text, encoding="utf-8")
 
@@ -71,7 +81,13 @@ class ExportPlan:
 
 
 def plan_export(
-    name: str, out: Path | None, *, adapter: bool, checkpoint: str | None, in_place: bool = False
+    name: str,
+    out: Path | None,
+    *,
+    adapter: bool,
+    checkpoint: str | None,
+    in_place: bool = False,
+    trust_remote_code: bool = False,
 ) -> ExportPlan:
     """Return what an export will do, from the folder of a run, a model, an adapter or a checkpoint. Raises UserError.
 
@@ -91,11 +107,13 @@ def plan_export(
         raise UserError(f"{folder} holds a whole model, and no adapter.", hint="Leave --adapter out.")
     kind = "model" if not has_adapter else "adapter" if adapter else "merged model"
     how = "checkpoint" if source.is_checkpoint else "merge" if kind == "merged model" else "copy"
-    if how == "copy" and in_place and out is None:
-        return ExportPlan(source, folder, kind, "in place")
+    if how == "copy":
+        check_saved(folder, trust_remote_code=trust_remote_code)
+        if in_place and out is None:
+            return ExportPlan(source, folder, kind, "in place")
     out = out or (source.run or folder) / "exported"
     _check_out(out)
-    return ExportPlan(source, out, kind, how)
+    return ExportPlan(source, out, kind, how, trust_remote_code)
 
 
 def _find_source(name: str, checkpoint: str | None) -> SavedModel:
@@ -126,24 +144,23 @@ def _check_out(out: Path) -> None:
         raise UserError(f"--out: {out.parent} cannot be made ({error.strerror}).") from error
 
 
-def _merge_adapter_folder(source: SavedModel, out: Path) -> None:
+def _merge_adapter_folder(source: SavedModel, out: Path, *, trust_remote_code: bool) -> None:
     """Merge an adapter that peft has saved. Without a saved recipe it counts as LoRA."""
-    from ligertune.models.lora import load_adapter  # imports peft, which takes seconds
-
     folder = Path(source.name)
-    options = saved_options(source.run or folder)
-    spec = ModelOptions(model_name_or_path=adapter_base_model(folder))
+    options, prompt = saved_options(source.run or folder), read_prompt(folder)
     qlora = options is not None and options.build.method.type == "qlora"
-    model = whole_model(spec, read_config(spec), through_four_bits=qlora)
-    merged = load_adapter(model, str(folder)).merge_and_unload()
-    write_model(merged, AutoTokenizer.from_pretrained(folder), out, state_dict=None, **read_prompt(folder))
+    merged, tokenizer = merge_saved_adapter(folder, trust_remote_code=trust_remote_code, through_four_bits=qlora)
+    write_model(merged, tokenizer, out, state_dict=None, **prompt)
 
 
-def _export_checkpoint(source: SavedModel, out: Path, kind: str) -> None:
+def _export_checkpoint(source: SavedModel, out: Path, kind: str, *, trust_remote_code: bool) -> None:
     """Load the weights of a checkpoint into the model of the run's recipe, and write it."""
     folder, options = Path(source.name), saved_options(source.run)
     build = options.build
-    model = whole_model(build.model, read_config(build.model), through_four_bits=build.method.type == "qlora")
+    spec = build.model.model_copy(update={"trust_remote_code": trust_remote_code})
+    model = whole_model(
+        spec, read_config(spec, SAVED_MODEL), origin=SAVED_MODEL, through_four_bits=build.method.type == "qlora"
+    )
     model = apply_method(model, build.method)
     if (folder / FILE).is_file():
         load_trained(model, folder / FILE)
@@ -158,7 +175,7 @@ def _export_checkpoint(source: SavedModel, out: Path, kind: str) -> None:
     model = model.merge_and_unload() if kind == "merged model" else model
     plan = json.loads((source.run / "plan.json").read_text(encoding="utf-8"))  # it has the template that auto chose
     prompt = prompt_of(plan["data"]["template"], options.data_options.system_prompt)
-    write_model(model, load_tokenizer(build.model).tokenizer, out, state_dict=None, **prompt)
+    write_model(model, load_tokenizer(spec).tokenizer, out, state_dict=None, **prompt)
 
 
 # ---- upload

@@ -10,7 +10,8 @@ import jinja2
 from huggingface_hub import ModelCardData
 
 from ligertune.data.templates.prompt_templates import ALPACA_PROMPT
-from ligertune.models.save import ADAPTER_CONFIG, PROMPT_FILE, adapter_base_model, prompt_of, read_prompt
+from ligertune.models.model_files import ADAPTER_CONFIG
+from ligertune.models.save import PROMPT_FILE, adapter_base_model, prompt_of, read_prompt
 from ligertune.planning.options import MethodOptions, RunOptions, saved_options
 from ligertune.planning.preflight import looks_local
 from ligertune.planning.saved_model import SavedModel

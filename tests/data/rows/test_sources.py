@@ -3,12 +3,14 @@
 import gzip
 import io
 import json
+import tracemalloc
 from pathlib import Path
 
 import pyarrow
 import pytest
 from pyarrow import parquet
 
+from ligertune.data.rows import data_files, file_readers
 from ligertune.data.rows.sources import Record, RecordStream, find_files
 from ligertune.errors import UserError
 from ligertune.planning.options import DatasetOptions
@@ -134,7 +136,7 @@ def test_an_unreachable_hub_is_one_sentence_and_name_and_split_choose_a_part(mon
     found = datasets.Dataset.from_list([{"text": "a"}])
     monkeypatch.setattr(datasets, "load_dataset", lambda *words, **more: asked.append((words, more)) or found)
     read_again = list(RecordStream(DatasetOptions(path="a/set", name="small", split="test"), download=download))
-    assert read_again == [({"text": "a"}, "a/set:test:1")]
+    assert read_again == [Record({"text": "a"}, "a/set:test:1")]
     assert asked == [(("a/set", "small"), {"split": "test", "streaming": not download})]
 
 
@@ -158,7 +160,7 @@ def test_columns_are_renamed_even_crosswise(tmp_path):
 
 def test_a_text_file_is_one_document_and_a_long_one_several(tmp_path):
     (tmp_path / "r.txt").write_text("a\n\nb")
-    assert [tuple(record) for record in read(tmp_path / "r.txt")] == [({"text": "a\n\nb"}, f"{tmp_path}/r.txt:1")]
+    assert read(tmp_path / "r.txt") == [Record({"text": "a\n\nb"}, f"{tmp_path}/r.txt:1")]
     (tmp_path / "r.txt").write_text("0123456789\n" * 100_000)
     first, second = read(tmp_path / "r.txt")
     assert len(first.row["text"]) == 1_048_586 and first.row["text"].endswith("9\n")  # past 2**20, at a line's end
@@ -190,3 +192,59 @@ def test_the_share_read_grows_to_one(tmp_path):
     stream = RecordStream(DatasetOptions(path=str(tmp_path / "*.jsonl*")))
     shares = [stream.share for _ in stream]
     assert len(shares) == 1000 and shares == sorted(shares) and shares[0] < 0.2 and stream.share == 1.0
+
+
+LIMIT = 4000
+TOO_LONG = {"text": 'b "\\ }],' * LIMIT, "more": [{"[": "]"}]}
+LONG = [{"text": "a"}, TOO_LONG, {"text": "c" * (LIMIT - 100)}, {"text": "d"}]
+
+
+@pytest.mark.parametrize("chunk", [7, 1 << 20])
+@pytest.mark.parametrize("ending", [".json", ".jsonl", ".jsonl.gz", ".parquet"])
+def test_a_record_with_too_many_bytes_is_passed_over(tmp_path, monkeypatch, ending, chunk):
+    monkeypatch.setattr(file_readers, "CHUNK", chunk)
+    monkeypatch.setattr(data_files, "CHUNK", chunk)
+    path = write(tmp_path / f"rows{ending}", LONG)
+    records = list(RecordStream(DatasetOptions(path=str(path)), LIMIT))
+    rows = [{column: value for column, value in record.row.items() if value is not None} for record in records]
+    assert rows == [LONG[0], {}, *LONG[2:]]
+    assert [record.too_large > LIMIT for record in records] == [False, True, False, False]
+    lines = {".json": [2, 5, 13, 16]}.get(ending, [1, 2, 3, 4])
+    assert [record.source for record in records] == [f"{path}:{line}" for line in lines]
+
+
+def test_a_line_of_text_with_too_many_bytes_is_passed_over(tmp_path):
+    path = tmp_path / "book.txt"
+    path.write_text("one\n" + "x" * LIMIT + "\ntwo\n")
+    first, second = RecordStream(DatasetOptions(path=str(path)), LIMIT)
+    assert first.too_large > LIMIT and second == Record({"text": "two\n"}, f"{path}:3")
+
+
+@pytest.mark.parametrize(
+    ("name", "says"), [("r.csv", "a line of 5,002 bytes"), ("q.csv", "field larger than field limit")]
+)
+def test_a_csv_row_with_too_many_bytes_is_an_error(tmp_path, name, says):
+    """Where the next row begins is not known: a line break may be part of a quoted field."""
+    (tmp_path / name).write_text("a,b\n1,2\n" + ("3," + "x" * 4999 if name == "r.csv" else '3,"' + "x\n" * 5000) + "\n")
+    with pytest.raises(UserError, match=says) as error:
+        list(RecordStream(DatasetOptions(path=str(tmp_path / name)), LIMIT))
+    assert f"{name}:3: " in str(error.value)
+
+
+def test_a_small_file_that_decompresses_to_one_long_line_needs_little_memory(tmp_path):
+    path = tmp_path / "bomb.jsonl.gz"
+    path.write_bytes(gzip.compress(b"{" + bytes(2**25), compresslevel=1))
+    tracemalloc.start()
+    (record,) = RecordStream(DatasetOptions(path=str(path)), 2**18)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert record.too_large == 2**25 + 1 and peak < 2**23
+
+
+def test_a_file_without_an_end_of_its_record_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(data_files, "MAX_PASSED", 10_000)
+    (tmp_path / "r.jsonl").write_text("x" * 20_000)
+    (tmp_path / "r.json").write_text('[{"a": "' + "x" * 20_000)
+    for name in ("r.jsonl", "r.json"):
+        with pytest.raises(UserError, match=f"{name}:1: a record of more than 10,000 bytes"):
+            list(RecordStream(DatasetOptions(path=str(tmp_path / name)), LIMIT))

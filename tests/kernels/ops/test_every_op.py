@@ -75,6 +75,7 @@ CALLS: dict[str, tuple[tuple[tuple[int, ...], ...], Callable[..., torch.Tensor]]
 # Long rows, whose gradients are computed in two parts.
 LONG_ROWS = {
     "rms_norm, long rows": (((2, 8200), (8200,)), kernels.rms_norm),
+    "rms_norm without a weight": (((ROWS, WIDTH),), kernels.rms_norm),
     "layer_norm, long rows": (((2, 8200), (8200,), (8200,)), kernels.layer_norm),
 }
 in_place = {"inplace": True}

@@ -5,7 +5,8 @@ rows and passes on the gradient:
 
     sum     sum_i loss_i
     mean    sum_i loss_i / n, n the number of labels that are not ignored (with class weights the sum of their weights).
-            If all are ignored, the mean is 0 with zero gradients; torch returns NaN.
+            If all are ignored, the mean is 0 with zero gradients; torch returns NaN. n divides the z-loss too:
+            with class weights that is another z-loss than PaLM's, whose mean is over tokens.
 
 For sum and mean the gradient is computed together with the loss, while the row is in the cache: 2 NV elements are moved
 instead of 3. It is stored in a separate buffer, or over the logits (inplace), until the backward multiplies it by the

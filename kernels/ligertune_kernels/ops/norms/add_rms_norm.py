@@ -22,7 +22,7 @@ from ligertune_kernels.ops.norms.rms_norm import Cast, RMSNorm, check_rms_norm, 
 def add_rms_norm_reference(
     x: torch.Tensor,
     residual: torch.Tensor,
-    weight: torch.Tensor,
+    weight: torch.Tensor | None = None,
     eps: float = 1e-6,
     *,
     offset: float = 0.0,
@@ -66,7 +66,7 @@ class _AddRMSNorm(torch.autograd.Function):
 def add_rms_norm(
     x: torch.Tensor,  # (..., E)
     residual: torch.Tensor,  # (..., E)
-    weight: torch.Tensor,  # (E,)
+    weight: torch.Tensor | None = None,  # (E,)
     eps: float = 1e-6,
     *,
     offset: float = 0.0,
@@ -76,14 +76,15 @@ def add_rms_norm(
     """Return (rms_norm(x + residual), x + residual), computed in one pass.
 
     cast and offset are those of `rms_norm`. inplace: the backward may write the sum's gradient over the incoming
-    gradient of the norm. Raises ValueError on mismatched shapes or an unknown cast.
+    gradient of the norm. Raises ValueError on mismatched shapes, an unknown cast, or an offset without a weight.
     """
     if x.shape != residual.shape:
         raise ValueError(f"add_rms_norm: x is {tuple(x.shape)}, but residual is {tuple(residual.shape)}")
-    check_rms_norm("add_rms_norm", x, weight, cast)
-    if x.numel() == 0 or not all(runs_triton(t) for t in (x, residual, weight)):
+    check_rms_norm("add_rms_norm", x, weight, cast, offset)
+    given = (x, residual) if weight is None else (x, residual, weight)
+    if x.numel() == 0 or not all(map(runs_triton, given)):
         return add_rms_norm_reference(x, residual, weight, eps, offset=offset, cast=cast)
-    if torch.is_grad_enabled() and (x.requires_grad or residual.requires_grad or weight.requires_grad):
+    if torch.is_grad_enabled() and any(t.requires_grad for t in given):
         return _AddRMSNorm.apply(x, residual, weight, (eps, offset, cast == "llama", inplace))
     return norm_forward(x, residual, weight, None, eps, offset=offset, round_xhat=cast == "llama")[:2]
 

@@ -1,4 +1,4 @@
-r"""Root-mean-square norm over the last dimension, of rows x (E,) with weight w (E,).
+r"""Root-mean-square norm over the last dimension, of rows x (E,) with weight w (E,), or without (offset + w is 1).
 
     r = 1 / sqrt(mean(x²) + eps)        x̂ = r x        y = (offset + w) x̂
 
@@ -30,12 +30,14 @@ Cast = Literal["llama", "gemma", "none"]
 
 
 def rms_norm_reference(
-    x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, *, offset: float = 0.0, cast: Cast = "llama"
+    x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6, *, offset: float = 0.0, cast: Cast = "llama"
 ) -> torch.Tensor:
     """Compute `rms_norm` in plain torch, with the operations of Hugging Face's Llama, Gemma and OLMo 2 norms."""
     wide = torch.promote_types(x.dtype, torch.float32)
     xhat = x.to(wide)
     xhat = xhat * torch.rsqrt(xhat.pow(2).mean(-1, keepdim=True) + eps)
+    if weight is None:
+        return xhat.to(x.dtype)
     if cast == "llama":
         return (weight if offset == 0 else offset + weight) * xhat.to(x.dtype)
     return (xhat * (weight.to(wide) if offset == 0 else offset + weight.to(wide))).to(x.dtype)
@@ -63,9 +65,11 @@ class _RMSNorm(torch.autograd.Function):
         return dx, dw, None
 
 
-def check_rms_norm(op: str, x: torch.Tensor, weight: torch.Tensor, cast: str) -> None:
-    """Raise ValueError for shapes and casts that rms_norm and add_rms_norm do not take."""
-    if weight.shape != x.shape[-1:]:
+def check_rms_norm(op: str, x: torch.Tensor, weight: torch.Tensor | None, cast: str, offset: float) -> None:
+    """Raise ValueError for shapes, casts and offsets that rms_norm and add_rms_norm do not take."""
+    if weight is None and offset != 0.0:
+        raise ValueError(f"{op}: offset is {offset}, but there is no weight to add it to: pass a weight, or offset=0.0")
+    if weight is not None and weight.shape != x.shape[-1:]:
         raise ValueError(f"{op}: weight is {tuple(weight.shape)}, but x is {tuple(x.shape)}: expected its last size")
     if cast not in ("llama", "gemma", "none"):
         raise ValueError(f"{op}: cast is {cast!r}; expected 'llama', 'gemma' or 'none'")
@@ -73,7 +77,7 @@ def check_rms_norm(op: str, x: torch.Tensor, weight: torch.Tensor, cast: str) ->
 
 def rms_norm(
     x: torch.Tensor,  # (..., E)
-    weight: torch.Tensor,  # (E,)
+    weight: torch.Tensor | None = None,  # (E,)
     eps: float = 1e-6,
     *,
     offset: float = 0.0,
@@ -88,18 +92,22 @@ def rms_norm(
     read that tensor: in `rms_norm(h) + h` both terms receive the same gradient tensor, and h's gradient would be wrong.
     A second backward through a retained graph with the same incoming tensor would be wrong too.
 
-    Raises ValueError on mismatched shapes or an unknown cast.
+    Without a weight the result is x̂, rounded once to x's dtype. Raises ValueError on mismatched shapes, an unknown
+    cast, or an offset without a weight.
     """
-    check_rms_norm("rms_norm", x, weight, cast)
-    if x.numel() == 0 or not runs_triton(x) or not runs_triton(weight):
+    check_rms_norm("rms_norm", x, weight, cast, offset)
+    if x.numel() == 0 or not runs_triton(x) or not (weight is None or runs_triton(weight)):
         return rms_norm_reference(x, weight, eps, offset=offset, cast=cast)
-    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+    if torch.is_grad_enabled() and (x.requires_grad or (weight is not None and weight.requires_grad)):
         return _RMSNorm.apply(x, weight, (eps, offset, cast == "llama", inplace))
     return norm_forward(x, None, weight, None, eps, offset=offset, round_xhat=cast == "llama")[0]
 
 
 class RMSNorm(nn.Module):
-    """`rms_norm` as a module; its weight starts at ones, or at zeros where the offset is one."""
+    """`rms_norm` as a module; its weight starts at ones, or at zeros where the offset is one.
+
+    elementwise_affine=False: there is no weight, as in torch.nn.RMSNorm.
+    """
 
     def __init__(
         self,
@@ -108,15 +116,18 @@ class RMSNorm(nn.Module):
         *,
         offset: float = 0.0,
         cast: Cast = "llama",
+        elementwise_affine: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.eps, self.offset, self.cast = eps, offset, cast
-        self.weight = nn.Parameter(torch.full((hidden_size,), 1.0 - offset, device=device, dtype=dtype))
+        self.hidden_size, self.eps, self.offset, self.cast = hidden_size, eps, offset, cast
+        weight = torch.full((hidden_size,), 1.0 - offset, device=device, dtype=dtype) if elementwise_affine else None
+        self.register_parameter("weight", None if weight is None else nn.Parameter(weight))
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return rms_norm(hidden_states, self.weight, self.eps, offset=self.offset, cast=self.cast)
 
     def extra_repr(self) -> str:
-        return f"{self.weight.shape[0]}, eps={self.eps}, offset={self.offset}, cast={self.cast!r}"
+        affine = "" if self.weight is not None else ", elementwise_affine=False"
+        return f"{self.hidden_size}, eps={self.eps}, offset={self.offset}, cast={self.cast!r}{affine}"

@@ -33,6 +33,8 @@ NORMS = (
         pytest.param("rms_norm", 1, 1, {"cast": cast, "offset": offset}, id=f"rms_norm {cast} {offset}")
         for cast, offset in (("llama", 0.0), ("gemma", 1.0), ("gemma", 0.0), ("none", 0.0))
     ),
+    pytest.param("rms_norm", 1, 0, {}, id="rms_norm without a weight"),
+    pytest.param("add_rms_norm", 2, 0, {}, id="add_rms_norm without a weight"),
     pytest.param("add_rms_norm", 2, 1, {"cast": "llama", "offset": 0.0}, id="add_rms_norm llama"),
     pytest.param("add_rms_norm", 2, 1, {"cast": "gemma", "offset": 1.0}, id="add_rms_norm gemma"),
     pytest.param("layer_norm", 1, 2, {}, id="layer_norm"),
@@ -100,7 +102,10 @@ def test_group_norm_takes_channels_last_and_upstream_of_any_stride(device) -> No
 ROWS = (((5, 64), FP32), ((5, 8208), FP16), ((5, 8208), FP32), ((2, 16400), FP32))
 
 
-@pytest.mark.parametrize("op, n_rows, n_affine", [("rms_norm", 1, 1), ("add_rms_norm", 2, 1), ("layer_norm", 1, 2)])
+@pytest.mark.parametrize(
+    "op, n_rows, n_affine",
+    [("rms_norm", 1, 1), ("rms_norm", 1, 0), ("add_rms_norm", 2, 1), ("add_rms_norm", 2, 0), ("layer_norm", 1, 2)],
+)
 @pytest.mark.parametrize("shape, dtype", ROWS, ids=str)
 def test_inplace_changes_no_gradient(op, n_rows, n_affine, shape, dtype, device) -> None:
     inputs = normal(*[shape] * n_rows, *[shape[-1:]] * n_affine, device=device, dtype=dtype)
@@ -112,7 +117,7 @@ def test_inplace_changes_no_gradient(op, n_rows, n_affine, shape, dtype, device)
     assert all(torch.equal(a, b) for a, b in zip(plain, reused, strict=True))
 
 
-@pytest.mark.parametrize("name, n_affine", [("rms_norm", 1), ("layer_norm", 2)])
+@pytest.mark.parametrize("name, n_affine", [("rms_norm", 1), ("rms_norm", 0), ("layer_norm", 2)])
 def test_takes_inputs_and_gradients_of_any_stride(name, n_affine, device) -> None:
     op, reference = getattr(kernels, name), getattr(kernels, f"{name}_reference")
     wide, *affine = (torch.randn(s, device=device) for s in ((4, 6, 80), *[(40,)] * n_affine))
@@ -146,6 +151,7 @@ def test_gradients_have_the_dtypes_of_their_parameters(device) -> None:
 
 MODULES = (
     ("GroupNorm", (4, 8), {}, (3, 8, 6)),
+    ("RMSNorm", (24,), {"eps": 1e-5, "elementwise_affine": False}, (3, 24)),
     ("LayerNorm", (24,), {}, (3, 24)),
     ("LayerNorm", (24,), {"bias": False}, (3, 24)),
 )
@@ -166,6 +172,18 @@ def test_a_wider_weight_widens_the_result_only_under_llama(cast, dtype, device) 
     x, w = torch.randn(4, 32, device=device, dtype=BF16), torch.randn(32, device=device)
     assert rms_norm(x, w, cast=cast).dtype == dtype
     judge_op(rms_norm, [x, w], cast=cast)
+
+
+@pytest.mark.parametrize("cast", ["llama", "gemma", "none"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rms_norm_without_a_weight_is_the_one_with_a_weight_of_one(cast, dtype, device) -> None:
+    x, residual = normal((5, 64), (5, 64), device=device, dtype=dtype)
+    ones, upstream = torch.ones(64, device=device, dtype=dtype), torch.randn(5, 64, device=device, dtype=dtype)
+    for op, inputs in ((rms_norm, (x,)), (lambda *given, **options: add_rms_norm(*given, **options)[0], (x, residual))):
+        weighted, plain = op(*inputs, ones, cast=cast), op(*inputs, None, cast=cast)
+        assert torch.equal(plain, weighted)
+        found, expected = (torch.autograd.grad(y, x, upstream)[0] for y in (plain, weighted))
+        assert torch.equal(found, expected)
 
 
 def test_each_setting_gets_its_own_launch_plan(device) -> None:
@@ -191,10 +209,35 @@ def test_takes_tensors_left_over_from_an_ended_transform(device) -> None:
     assert torch.autograd.grad(rms_norm(left[0], w).sum(), w)[0].shape == (8,)
 
 
-def test_kernels_refuse_tensors_of_an_active_transform(device) -> None:
+TRANSFORMS = {
+    "grad": lambda f, x: torch.func.grad(lambda x: f(x).sum())(x),
+    "jvp": lambda f, x: torch.func.jvp(f, (x,), (x,)),
+    "vmap": lambda f, x: torch.func.vmap(f)(x[None]),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("needs_grad", [False, True])
+def test_kernels_refuse_transforms_of_torch_func(transform, needs_grad, device) -> None:
+    x, w = torch.randn(4, 8, device=device), torch.ones(8, device=device, requires_grad=needs_grad)
+    with pytest.raises(RuntimeError, match=r"do not work under torch.func's transforms \(grad, jvp, vmap\)"):
+        TRANSFORMS[transform](lambda x: rms_norm(x, w), x)
+
+
+def test_kernels_refuse_forward_mode_differentiation_instead_of_losing_the_tangent(device) -> None:
+    x = torch.randn(4, 8, device=device)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, x)
+        assert rms_norm(x).shape == x.shape  # a constant
+        with pytest.raises(RuntimeError, match="forward-mode differentiation"):
+            rms_norm(dual)
+
+
+def test_the_reference_of_a_norm_works_under_torch_func(device) -> None:
     x, w = torch.randn(4, 8, device=device), torch.ones(8, device=device)
-    with pytest.raises(RuntimeError, match="functorch transforms"):
-        torch.func.grad(lambda x: rms_norm(x, w).sum())(x)
+    (expected,) = torch.autograd.grad(rms_norm_reference(x.requires_grad_(), w).square().sum(), x)
+    found = torch.func.grad(lambda x: rms_norm_reference(x, w).square().sum())(x.detach())
+    torch.testing.assert_close(found, expected)
 
 
 def test_saves_nothing_without_grad(device) -> None:

@@ -1,0 +1,267 @@
+"""Check the files of a model folder before transformers opens them, and turn its errors into one sentence.
+
+A folder may come from anyone. Checked here: JSON files, the sizes of a configuration, and weight files, which an index
+must not look for outside its folder. `loading` is around each call of transformers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+
+from ligertune.errors import UserError
+
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+# In the order in which transformers looks for them.
+WEIGHT_FILES = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
+ENDINGS = (".safetensors", ".bin")
+MAX_JSON_BYTES = 256 * 2**20
+SHOWN_CHARACTERS = 300  # of a library's message
+
+
+@dataclass(frozen=True)
+class ModelOrigin:
+    """What the user wrote to name a model: a recipe key or an argument. Error messages begin with it."""
+
+    key: str
+    trust: str  # how the user allows the model's own code
+
+    def error(self, message: str, hint: str = "") -> UserError:
+        return UserError(f"{self.key}: {message}", hint=hint)
+
+    def own_code(self, file: object) -> UserError:
+        """Return the error of a model that transformers can load only with the Python code of its repository."""
+        return self.error(
+            f"{file} needs the model's own Python code (auto_map), which is not run.",
+            hint=f"If you have read that code and trust it, {self.trust}.",
+        )
+
+
+RECIPE_MODEL = ModelOrigin("model.model_name_or_path", "write model.trust_remote_code: true")
+RECIPE_TOKENIZER = ModelOrigin("model.tokenizer.path", "write model.trust_remote_code: true")
+
+
+@contextlib.contextmanager
+def loading(origin: ModelOrigin, what: str, hint: str = "") -> Iterator[None]:
+    """Turn any error of a library into a UserError: "{key}: {what}: {the library's first lines}"."""
+    try:
+        yield
+    except UserError:
+        raise
+    except BaseException as error:
+        # a panic of the tokenizers' Rust code is no Exception
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        if "trust_remote_code" in str(error):
+            raise origin.own_code(what.removesuffix(" cannot be used")) from error
+        raise origin.error(f"{what}: {reason_of(error).rstrip('.')}.", hint) from error
+
+
+def reason_of(error: BaseException) -> str:
+    """Return the first two lines of an error's message, or what its type says if it has none."""
+    if isinstance(error, KeyError):
+        return f"it lacks {error}"
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[:2])[:SHOWN_CHARACTERS] if lines else type(error).__name__
+
+
+def read_json(path: Path, origin: ModelOrigin) -> dict[str, Any]:
+    """Return the object in a JSON file. Raises UserError, also for a file that holds another kind of value."""
+    try:
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise origin.error(f"{path} has more than {MAX_JSON_BYTES >> 20} MiB.")
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise origin.error(f"{path} is not a valid JSON file: {reason_of(error)}") from error
+    if not isinstance(found, dict):
+        raise origin.error(f"{path} holds {_json_kind(found)}, and must hold an object {{...}}.")
+    return found
+
+
+def _json_kind(value: object) -> str:
+    kinds = ((list, "a list"), (str, "a string"), (type(None), "null"), (bool, str(value).lower()))
+    return next((words for kind, words in kinds if isinstance(value, kind)), f"the number {value}")
+
+
+# ---- sizes of a configuration
+
+# (keys, smallest, largest accepted value). The largest published models stay far below these.
+_SIZES = (
+    (("vocab_size",), 1, 2**24),
+    (("num_hidden_layers", "n_layer", "n_layers", "num_layers"), 1, 2**12),
+    (("num_attention_heads", "num_key_value_heads", "n_head", "n_heads", "num_heads"), 1, 2**14),
+    (("hidden_size", "n_embd", "d_model", "head_dim"), 1, 2**18),
+    (("intermediate_size", "moe_intermediate_size", "n_inner", "ffn_dim"), 1, 2**22),
+    (("max_position_embeddings", "n_positions"), 1, 2**30),
+    (("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok"), 0, 2**14),
+)
+_LIMITS = {key: (smallest, largest) for keys, smallest, largest in _SIZES for key in keys}
+MAX_PARAMETERS = 10**13
+MAX_DEPTH = 8  # configurations within configurations
+
+
+def check_sizes(values: dict[str, Any], file: object, origin: ModelOrigin, prefix: str = "") -> None:
+    """Raise UserError for sizes in a config.json that no model has, before anything is allocated.
+
+    prefix: the keys that lead to `values`, such as "text_config.".
+    """
+    for key, value in values.items():
+        if key in _LIMITS:
+            _check_size(f"{prefix}{key}", value, *_LIMITS[key], file, origin)
+        elif isinstance(value, dict) and key.endswith("config"):
+            if prefix.count(".") >= MAX_DEPTH:
+                raise origin.error(f"{file}: {prefix}{key} is nested too deeply.")
+            check_sizes(value, file, origin, f"{prefix}{key}.")
+    _check_heads(values, file, origin, prefix)
+    parameters = _parameters(values)
+    if parameters > MAX_PARAMETERS:
+        raise origin.error(
+            f"{file}: {prefix}hidden_size, {prefix}num_hidden_layers and {prefix}vocab_size make a model of"
+            f" {parameters:.0e} parameters.",
+            hint="Is the file damaged?",
+        )
+
+
+def _check_size(name: str, value: Any, smallest: int, largest: int, file: object, origin: ModelOrigin) -> None:
+    for number in value if isinstance(value, list) else [value]:  # a list has one value per layer
+        if number is None or (type(number) is int and smallest <= number <= largest):
+            continue
+        shown = json.dumps(value) if not isinstance(value, list | dict) else f"a {type(value).__name__}"
+        raise origin.error(
+            f"{file}: {name} is {shown[:40]}, and must be a whole number from {smallest} to {largest:,}."
+        )
+
+
+def _check_heads(values: dict[str, Any], file: object, origin: ModelOrigin, prefix: str) -> None:
+    """Raise UserError if heads do not divide what they share. Models with an own head size need no division."""
+    hidden, heads, shared = (values.get(key) for key in ("hidden_size", "num_attention_heads", "num_key_value_heads"))
+    if type(heads) is not int:
+        return
+    if type(shared) is int and heads % shared:
+        raise origin.error(
+            f"{file}: {prefix}num_attention_heads is {heads}, and must be a multiple of the number of key and value"
+            f" heads, {prefix}num_key_value_heads: {shared}."
+        )
+    own_size = any(("head_dim" in key or key.endswith("channels")) and values[key] is not None for key in values)
+    if type(hidden) is int and hidden % heads and not own_size:
+        raise origin.error(
+            f"{file}: {prefix}hidden_size is {hidden}, and must be a multiple of the number of heads,"
+            f" {prefix}num_attention_heads: {heads}."
+        )
+
+
+def _parameters(values: dict[str, Any]) -> int:
+    """Estimate the parameters of a decoder from its configuration; 0 if it names no sizes."""
+
+    def size(*keys: str) -> int:
+        found = (values.get(key) for key in keys)
+        return next((value for value in found if type(value) is int), 0)
+
+    hidden = size("hidden_size", "n_embd", "d_model")
+    mlp = size("moe_intermediate_size", "intermediate_size", "n_inner", "ffn_dim")
+    experts = max(1, size("num_experts", "num_local_experts", "n_routed_experts"))
+    layer = hidden * (2 * hidden + 3 * mlp * experts)
+    return layer * size("num_hidden_layers", "n_layer", "n_layers", "num_layers") + hidden * size("vocab_size")
+
+
+# ---- weight files
+
+
+def stored_shapes(folder: Path, origin: ModelOrigin, *, explicit: object = None) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each tensor in a folder's safetensors files; empty for other formats. Reads no weights.
+
+    explicit: the file that the configuration names (transformers_weights). Raises UserError for files that are missing,
+    damaged or outside the folder.
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in weight_files(folder, origin, explicit=explicit):
+        if path.suffix == ".safetensors":
+            shapes |= _shapes_in(path, origin)
+    return shapes
+
+
+def weight_files(folder: Path, origin: ModelOrigin, *, explicit: object = None) -> list[Path]:
+    """Return the weight files of a folder that transformers would open. Raises UserError."""
+    names = WEIGHT_FILES
+    if explicit is not None:
+        names = (_plain_name(explicit, folder / "config.json", origin, endings=(*ENDINGS, ".index.json")),)
+    found = next((folder / name for name in names if (folder / name).is_file()), None)
+    if found is None:
+        if any(folder.glob("shard-*-model-*.safetensors")):  # torch.distributed.checkpoint
+            return sorted(folder.glob("*.safetensors"))
+        raise origin.error(
+            f"the weights of {folder} could not be loaded: it holds no {names[0]}.",
+            hint="A folder needs model.safetensors; for random weights write model.init: random.",
+        )
+    if found.suffix != ".json":
+        return [found]
+    index = read_json(found, origin).get("weight_map")
+    if not isinstance(index, dict) or not index:
+        raise origin.error(f"{found}: weight_map is missing; it must map each weight to the file that holds it.")
+    files = {_plain_name(name, found, origin) for name in index.values()}
+    for name in sorted(files):
+        if not (folder / name).is_file():
+            raise origin.error(f"{found} names {name}, which is not in the folder.", hint="Was the download complete?")
+    return [_inside(folder / name, folder, origin) for name in sorted(files)]
+
+
+def _plain_name(name: object, file: Path, origin: ModelOrigin, endings: tuple[str, ...] = ENDINGS) -> str:
+    """Return the name of a weight file. Raises UserError for a path, which could lead out of the folder."""
+    if not isinstance(name, str) or re.search(r"[/\\\0]", name) or not name.endswith(endings):
+        raise origin.error(
+            f"{file} names {str(name)[:80]!r} as a weight file, and may only name a .safetensors or .bin file in its"
+            " own folder."
+        )
+    return name
+
+
+def _inside(path: Path, folder: Path, origin: ModelOrigin) -> Path:
+    """Return the path. Raises UserError for a link out of the folder; the hub's cache links to a folder next to it."""
+    root = folder.resolve()
+    if root.parent.name == "snapshots":
+        root = root.parent.parent
+    if root not in path.resolve().parents:
+        raise origin.error(
+            f"{path} is a link to {path.resolve()}, outside of the folder.", hint="Put the file itself there."
+        )
+    return path
+
+
+def _shapes_in(path: Path, origin: ModelOrigin) -> dict[str, tuple[int, ...]]:
+    with loading(origin, f"{path} is not a complete safetensors file"), safe_open(path, framework="pt") as file:
+        return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+
+
+# ---- adapters
+
+
+def check_adapter(folder: Path, origin: ModelOrigin) -> None:
+    """Raise UserError for files of an adapter that are missing or damaged, or that would import a Python module."""
+    path = folder / ADAPTER_CONFIG
+    values = read_json(path, origin)
+    if values.get("megatron_config") is not None:  # peft imports the module that megatron_core names
+        raise origin.error(f"{path}: megatron_config is not supported.", hint="Leave the key out.")
+    for key in ("r", "lora_alpha"):
+        value = values.get(key, 1)
+        if type(value) not in (int, float) or not 0 < value < 2**20:
+            raise origin.error(f"{path}: {key} is {json.dumps(value)[:40]}, and must be a number above 0.")
+    weights = next((folder / name for name in ADAPTER_WEIGHTS if (folder / name).is_file()), None)
+    if weights is None:
+        raise origin.error(f"{folder} holds no {ADAPTER_WEIGHTS[0]}.", hint="Was the download complete?")
+    if weights.suffix == ".safetensors":
+        _shapes_in(weights, origin)
