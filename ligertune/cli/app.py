@@ -72,7 +72,9 @@ def main() -> None:
             sys.exit(2)
         if reason is None:
             raise
-        _report(cannot_write(str(problem.filename or "A file"), reason))
+        trains = sys.argv[1:2] in (["train"], ["medusa"])
+        what = problem.filename or ("A file" if trains else "The output")
+        _report(cannot_write(str(what), reason, trains=trains))
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -141,6 +141,7 @@ def continue_text(loaded: LoadedModel, inputs: dict[str, Tensor], decoding: Deco
             max_new_tokens=decoding.max_new_tokens,
             pad_token_id=pad if pad is not None else eos,
             streamer=pieces,
+            num_beams=1,  # beams have no text before they end
             logits_processor=LogitsProcessorList([FiniteLogits(loaded.name)]),
             **decoding.sampling,
         )
@@ -290,7 +291,7 @@ def _encode_with_images(
 def _expand_images(reader: ImageReader, input_ids: Tensor, files: Sequence[ImageFile]) -> dict[str, Tensor]:
     """Repeat each image token of input_ids (1, T) as often as its image needs, and add the pixels."""
     repeats = torch.ones(input_ids.shape[1], dtype=torch.long)
-    repeats[input_ids[0] == reader.token_id] = torch.tensor([reader.tokens(file) for file in files])
+    repeats[input_ids[0] == reader.token_id] = torch.tensor([reader.tokens(file) for file in files], dtype=torch.long)
     input_ids = input_ids[0].repeat_interleave(repeats)[None]
     inputs = image_inputs(reader, input_ids, [[reader.pixels(file.path) for file in files]])
     if reader.family.positions == "sections":  # `generate` computes position ids from the token types

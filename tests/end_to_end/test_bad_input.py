@@ -185,3 +185,10 @@ def test_a_closed_pipe_gives_no_traceback(tmp_path):
     """`ligertune recipe show ... | head -1`."""
     done = run(["bash", "-c", f"'{sys.executable}' -m ligertune recipe show '{RECIPE}' | head -1"], cwd=tmp_path)
     assert "Traceback" not in done.err and done.out == "version: 1\n"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no /dev/full")
+def test_output_that_cannot_be_written_is_no_interrupted_run(tmp_path):
+    done = run(["bash", "-c", f"'{sys.executable}' -m ligertune recipe show '{RECIPE}' > /dev/full"], cwd=tmp_path)
+    assert done.code == 1 and "Error: The output could not be written: No space left" in done.err
+    assert "--resume" not in done.err
