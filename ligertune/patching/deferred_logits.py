@@ -66,6 +66,9 @@ class LossCounts:
     materialised: Counter[str] = field(default_factory=Counter)  # from logits, by reason
     elsewhere: int = 0  # calls with labels in which the patched loss was not called
 
+    def as_dict(self) -> dict[str, Any]:
+        return {"fused": self.fused, "materialised": dict(self.materialised), "elsewhere": self.elsewhere}
+
 
 _COUNTS: weakref.WeakKeyDictionary[nn.Module, LossCounts] = weakref.WeakKeyDictionary()  # by output head
 
