@@ -26,12 +26,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from ligertune.patching.label_copy import LabelCopy
+
 
 @dataclass
 class LabelledForward:
-    """A running forward with labels: the head that defers, and whether logits were computed."""
+    """A running forward with labels: the head that defers, its labels on the host, and whether logits were computed."""
 
     head: nn.Module
+    label_copy: LabelCopy | None = None
     materialised: bool = False
 
 

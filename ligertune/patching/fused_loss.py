@@ -30,6 +30,7 @@ from ligertune.patching.deferred_logits import (
     count_fused,
     count_materialised,
 )
+from ligertune.patching.label_copy import copy_labels
 from ligertune.patching.module_patch import ModulePatch, names_in, patch_module
 from ligertune.patching.observers import observer_of
 from ligertune.patching.probe import Refusal
@@ -149,7 +150,7 @@ def loss_in_head(
     """Compute ForCausalLMLoss from deferred logits; a tensor of logits goes to ForCausalLMLoss itself.
 
     labelled_rows: `ligertune_kernels.labelled_rows` of the batch's labels, if the collator computed them. The head then
-    skips the other rows.
+    skips the other rows. For labels on a GPU they are found while the forward runs (`label_copy`).
     """
     STATE.counted = True
     form = None
@@ -170,9 +171,19 @@ def loss_in_head(
         "softcap": form[1],
         "ignore_index": ignore_index,
         "num_items_in_batch": _on(logits.device, num_items_in_batch),
-        "labelled_rows": reveal(labelled_rows) if target.numel() == logits.hidden.shape[:-1].numel() else None,
+        "labelled_rows": None,
     }
+    if target.numel() == logits.hidden.shape[:-1].numel():
+        known, shift = (labels, 1) if shift_labels is None else (shift_labels, 0)
+        copied = _copied_rows(known, ignore_index, shift) if labelled_rows is None else None
+        options["labelled_rows"] = reveal(labelled_rows) if copied is None else copied
     return logits.head.loss(logits.hidden, target, options)
+
+
+def _copied_rows(labels: Tensor, ignore_index: int, shift: int) -> Tensor | None:
+    """Return the rows that have a label, if the running forward has copied its labels to the host."""
+    copied = STATE.forward.label_copy if STATE.forward is not None else None
+    return None if copied is None else copied.rows(labels, ignore_index=ignore_index, shift=shift)
 
 
 def loss_of_logits(
@@ -237,7 +248,9 @@ class DeferredLossModel(KernelLossModel):
             labels = args[position] if len(args) > position else kwargs.get("labels")
             if labels is None:
                 return original.forward(self, *args, **kwargs)
-            outer, STATE.forward = STATE.forward, LabelledForward(self.get_output_embeddings())
+            head, shifted = self.get_output_embeddings(), kwargs.get("shift_labels")
+            copied = copy_labels(head, labels if shifted is None else shifted, kwargs.get("labelled_rows"))
+            outer, STATE.forward = STATE.forward, LabelledForward(head, copied)
             try:
                 output = original.forward(self, *args, **kwargs)
             finally:
