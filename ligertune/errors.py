@@ -52,5 +52,7 @@ def format_duration(seconds: float) -> str:
 
 
 def format_bytes(n_bytes: float) -> str:
-    """Return bytes in GiB or MiB: "1.50 GiB"."""
+    """Return bytes in GiB, MiB or KiB: "1.50 GiB"."""
+    if n_bytes < 2**20 / 10 and n_bytes:
+        return f"{n_bytes / 2**10:.1f} KiB"
     return f"{n_bytes / 2**30:.2f} GiB" if n_bytes >= 2**30 else f"{n_bytes / 2**20:.1f} MiB"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from ligertune.attention.padding_free import choose_batch_layout
@@ -14,11 +15,14 @@ from ligertune.hardware import (
     Machine,
     available_memory,
     is_launched,
+    is_main_process,
     ranks_on_node,
     simulated_machine,
     simulation_notes,
     this_machine,
 )
+from ligertune.launcher.failures import is_started_rank
+from ligertune.launcher.run_lock import locked_folder
 from ligertune.launcher.signals import StopRequest
 from ligertune.models.load import hide_loading_bars, read_config
 from ligertune.models.load_tokenizer import check_vocabulary, load_tokenizer
@@ -40,6 +44,7 @@ from ligertune.train.checkpoint.load_checkpoint import check_unfinished
 from ligertune.train.checks import explain_out_of_memory
 from ligertune.train.distributed import launched_with_fsdp, start_accelerator
 from ligertune.train.loop import fit
+from ligertune.train.metrics_logger import open_trackers
 from ligertune.train.model_builder import Change, preview_model, trained_model
 from ligertune.train.setup import Job, Training
 from ligertune.vision.families import exact_packing
@@ -62,7 +67,7 @@ def plan_for(
     of them that share the model states. processes: number of ranks, if no launcher sets it.
     """
     if not for_show:
-        check_output_dir(recipe)
+        check_output_dir(recipe.checkpoint)
     check_paths(recipe)
     machine = this_machine() if not for_show else simulated_machine(memory_gib=memory_gib, gpus=gpus)
     machine = machine if processes is None else replace(machine, world_size=processes)
@@ -121,12 +126,14 @@ def run(
     measures the time to the first step. display: shows steps and evaluations while they run.
     """
     display = display or Display()
-    with StopRequest(job.plan.output_dir, enabled=job.plan.checkpoint.save_on_signal) as stop:
+    stop = StopRequest(job.plan.output_dir, enabled=job.plan.checkpoint.save_on_signal)
+    with output_dir_of(job.plan), stop:
         started, began, phases = utc_now(), time.perf_counter(), phases or Phases()
         phases.begin("loading the model")
         hide_loading_bars()
         prefer_flash()
         accelerator = start_accelerator(job.plan)
+        open_trackers(job.plan, accelerator)
         if accelerator.is_main_process:
             begin_output(job.plan)
         accelerator.wait_for_everyone()
@@ -152,11 +159,27 @@ def run(
         )
         if accelerator.is_main_process:
             draw_curves(plan.output_dir, title=model_title(plan.settings), loss_unit=loss_unit(plan.settings))
-            write_json(plan.output_dir / "report.json", report.as_dict())
             write_page(plan, report)
+            write_json(plan.output_dir / "report.json", report.as_dict())  # last: with it the run is finished
         accelerator.wait_for_everyone()
         accelerator.end_training()
         return report
+
+
+@contextlib.contextmanager
+def output_dir_of(plan: Plan, *, processes: Sequence[int] = ()) -> Iterator[None]:
+    """Hold the lock of output_dir for one run, in the process that the user started or in the main rank.
+
+    processes: the ranks that the launcher started. Another run may have used the folder while this one was planned, so
+    the checks of plan_for are repeated. Raises UserError.
+    """
+    if is_started_rank() or not is_main_process():
+        yield
+        return
+    with locked_folder(plan.output_dir, processes=processes):
+        check_output_dir(plan.checkpoint)
+        check_unfinished(plan)
+        yield
 
 
 def begin_output(plan: Plan) -> None:

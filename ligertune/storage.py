@@ -151,10 +151,11 @@ def disk_error(problem: BaseException) -> str | None:
     return next((os.strerror(code) for code in DISK_ERRORS if f"(os error {code})" in text), None)
 
 
-def cannot_write(what: str, reason: str) -> UserError:
+def cannot_write(what: str, reason: str, *, trains: bool = True) -> UserError:
+    """Return the error of a full or failing disk. trains: the command is a run, which can be resumed."""
+    resume = ", then continue with --resume from the newest complete checkpoint" if trains else ""
     return UserError(
         f"{what} could not be written: {reason}.",
-        hint="Make room (`ligertune doctor` shows the free disk), then continue with --resume from the newest complete "
-        "checkpoint.",
+        hint=f"Make room (`ligertune doctor` shows the free disk){resume}.",
         exit_code=1,
     )

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import os
-import signal
 import sys
 
 import typer
@@ -56,11 +55,9 @@ def root(version: bool = typer.Option(False, "--version", help="Print the versio
 
 def main() -> None:
     """Run the command. Exit codes: 0 done, 1 failed while running, 2 invalid input, 130 interrupted."""
-    from ligertune.launcher.signals import leave_at_once
+    from ligertune.launcher.signals import handle_by_leaving
 
-    for name in ("SIGTERM", "SIGUSR1"):  # they end a command as Ctrl-C does; training replaces the handlers
-        if hasattr(signal, name):
-            signal.signal(getattr(signal, name), leave_at_once)
+    handle_by_leaving()  # also of Ctrl-C: Python can lose a KeyboardInterrupt inside an import
     try:
         app()
     except UserError as problem:
@@ -75,7 +72,9 @@ def main() -> None:
             sys.exit(2)
         if reason is None:
             raise
-        _report(cannot_write(str(problem.filename or "A file"), reason))
+        trains = sys.argv[1:2] in (["train"], ["medusa"])
+        what = problem.filename or ("A file" if trains else "The output")
+        _report(cannot_write(str(what), reason, trains=trains))
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json as json_library
+import os
 import re
+import signal
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -15,6 +18,7 @@ import typer
 from ligertune.cli.options import Json, TrustRemoteCode
 from ligertune.cli.render import console as render
 from ligertune.errors import UserError, plural
+from ligertune.launcher.signals import before_leaving
 
 if TYPE_CHECKING:
     from ligertune.decode.chat import Chat
@@ -70,10 +74,9 @@ def generate(
                 raise UserError(f"{option} does not work with --medusa.", hint="Leave one of them out.")
         from ligertune.decode.medusa_generate import choose_acceptance, generate_with_heads
 
-        rule, trust = choose_acceptance(acceptance, temperature), {"trust_remote_code": trust_remote_code}
-        found = generate_with_heads(
-            model, asked[0], acceptance=rule, raw=raw, max_new_tokens=max_new_tokens, seed=seed, **trust
-        )
+        options = {"raw": raw, "max_new_tokens": max_new_tokens, "trust_remote_code": trust_remote_code}
+        rule = choose_acceptance(acceptance, temperature)
+        found = generate_with_heads(model, asked[0], acceptance=rule, seed=seed, **options)
         _print_answers([found], json)
         render.note(f"{plural(found.new_tokens, 'token')}, {found.speed}")
         return
@@ -81,13 +84,14 @@ def generate(
     from ligertune.decode.generate import Decoding, generate_answer
 
     decoding, answers = Decoding(max_new_tokens, temperature, top_p), []
-    for number, text in enumerate(asked, start=1):
-        if prompts and not json:
-            render.document(f"--- {number}: {text.strip().splitlines()[0]} ---")
-        pieces = None if json else write_piece
-        answers.append(generate_answer(loaded, text, decoding, seed=seed, images=list(image or []), on_text=pieces))
-        if not json and not answers[-1].text.endswith("\n"):
-            write_piece("\n")
+    with contextlib.nullcontext() if json else before_leaving(partial(os.write, 1, b"\n")):  # ends a line cut off
+        for number, text in enumerate(asked, start=1):
+            if prompts and not json:
+                render.document(f"--- {number}: {text.strip().splitlines()[0]} ---")
+            options = {"seed": seed, "images": list(image or []), "on_text": None if json else write_piece}
+            answers.append(generate_answer(loaded, text, decoding, **options))
+            if not json and not answers[-1].text.endswith("\n"):
+                write_piece("\n")
     if json:
         _print_answers(answers, json, as_list=prompts is not None)
 
@@ -130,10 +134,23 @@ def chat(
         try:
             if re.fullmatch(r"/\w+", word):
                 _run_command(conversation, word, rest.strip())
-            elif not conversation.ask(message).endswith("\n"):
-                write_piece("\n")
+            else:
+                with _ctrl_c_raises():  # it ends the answer, not the conversation
+                    answer = conversation.ask(message)
+                if not answer.endswith("\n"):
+                    write_piece("\n")
         except UserError as problem:  # the message is refused, and the conversation goes on
             render.error(problem)
+
+
+@contextlib.contextmanager
+def _ctrl_c_raises() -> Iterator[None]:
+    """Let Ctrl-C raise KeyboardInterrupt inside, and end the process outside."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 COMMANDS = "/reset forgets the conversation, /system TEXT replaces the system prompt, /exit leaves, /help shows this."
@@ -161,7 +178,8 @@ def _messages() -> Iterator[str]:
     render.note(f"Ctrl-C stops an answer, Ctrl-D leaves. {COMMANDS}")
     while True:
         try:
-            line = input("> ").strip()
+            with _ctrl_c_raises():
+                line = input("> ").strip()
         except (EOFError, KeyboardInterrupt):
             write_piece("\n")
             return

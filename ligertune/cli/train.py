@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import sys
 from collections.abc import Sequence
 from enum import Enum
@@ -121,9 +120,11 @@ def medusa(
         return
     from ligertune.cli.render import run_report
     from ligertune.decode.medusa_run import report_on
+    from ligertune.launcher.run_lock import locked_folder
     from ligertune.planning.options import RunOptions
 
-    found = report_on(RunOptions.of(loaded)).as_dict()
+    with locked_folder(Path(loaded.checkpoint.output_dir)):
+        found = report_on(RunOptions.of(loaded)).as_dict()
     run_report.show_heads(found)
     if json:
         render.json_report(found)
@@ -156,12 +157,10 @@ def run_recipe(loaded: Recipe, json: bool) -> None:
     from ligertune.launcher import slurm
     from ligertune.launcher.failures import is_started_rank
     from ligertune.launcher.processes import Ranks, begin_rank
-    from ligertune.launcher.signals import leave_at_once
+    from ligertune.launcher.run_lock import check_not_in_use
     from ligertune.planning.preflight import check_output_dir, check_paths
     from ligertune.progress import COMMAND_GIVEN, Phases, taken_over
 
-    # until the ranks or the run install their own handler: Python can lose a KeyboardInterrupt inside an import
-    signal.signal(signal.SIGINT, leave_at_once)
     check_paths(loaded)  # report missing files before torch is imported, which takes seconds
 
     os.environ.update(slurm.variables(os.environ))
@@ -170,7 +169,8 @@ def run_recipe(loaded: Recipe, json: bool) -> None:
     if started:
         phases = taken_over(begin_rank(_import_run), display.begins)
     else:
-        check_output_dir(loaded)
+        check_not_in_use(Path(loaded.checkpoint.output_dir))
+        check_output_dir(loaded.checkpoint)
         phases = Phases(display.begins, begun=COMMAND_GIVEN)
     with phases, display, contextlib.ExitStack() as stack:
         if not started:
@@ -181,13 +181,14 @@ def run_recipe(loaded: Recipe, json: bool) -> None:
         if processes > 1 and not is_launched():
             ranks = stack.enter_context(Ranks(processes, sys.argv[1:]))
         _import_run()
-        from ligertune.run import plan_for, run
+        from ligertune.run import output_dir_of, plan_for, run
 
         job = plan_for(loaded, display.data, processes=processes)
         display.planned(job.plan.schedule.total_steps, job.plan.measurement.warmup_steps)
         if main and not started:
             run_report.show_plan(job.plan)
         if ranks is not None:
+            stack.enter_context(output_dir_of(job.plan, processes=ranks.pids))
             phases.begin("starting the processes")
             raise typer.Exit(ranks.run(job.plan, lambda: _hand_on(phases, display)))
         report = run(job, display.line, phases=phases, display=display)

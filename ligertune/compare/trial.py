@@ -7,11 +7,13 @@ so that the comparison itself holds no device.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -20,6 +22,7 @@ from typing import TYPE_CHECKING, Literal
 from ligertune.compare.side import Side
 from ligertune.errors import UserError
 from ligertune.hardware import is_main_process
+from ligertune.launcher.signals import before_leaving, handle_by_leaving
 from ligertune.progress import importing
 from ligertune.recipe import KernelsSpec, Recipe, dump_recipe, load_recipe
 from ligertune.storage import read_metrics, write_json
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
 
 MODULE = ["-m", "ligertune.compare.trial"]
 RESULT = "result.json"
+ENDING = 10.0  # seconds that a trial has to end after Ctrl-C
 VENDORS = {"nvidia": "NVIDIA", "amd": "AMD", "cpu": "CPU"}
 
 
@@ -88,10 +92,12 @@ def run_trial(recipe: Recipe, side: Side, repeat: int, options: TrialOptions, fo
     module = [*MODULE, str(path), str(folder), *([side.change] if side.change else [])]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.processes)]
     with (folder / "log.txt").open("w", encoding="utf-8") as log:
-        done = subprocess.run(
-            [sys.executable, *(launcher if options.processes > 1 else []), *module], stdout=log, stderr=log, check=False
+        process = subprocess.Popen(
+            [sys.executable, *(launcher if options.processes > 1 else []), *module], stdout=log, stderr=log
         )
-    failure = None if done.returncode == 0 else _failure(folder, done.returncode)
+        with before_leaving(partial(_end, process.pid)):
+            code = process.wait()
+    failure = None if code == 0 else _failure(folder, code)
     logged = [line for line in read_metrics(folder / "run" / "metrics.jsonl") if "loss" in line]
     names = ("step", "loss", "grad_norm", "tokens", "seconds")
     return Trial(
@@ -102,6 +108,18 @@ def run_trial(recipe: Recipe, side: Side, repeat: int, options: TrialOptions, fo
         report=None if failure else json.loads((folder / RESULT).read_text(encoding="utf-8")),
         failure=failure,
     )
+
+
+def _end(pid: int) -> None:
+    """End a trial, and wait for it: torch's launcher ends its processes first."""
+    with contextlib.suppress(OSError):  # it has ended
+        os.kill(pid, signal.SIGTERM)
+        # not Popen.wait, whose lock the interrupted code holds
+        for _ in range(round(ENDING / 0.05)):
+            if os.waitpid(pid, os.WNOHANG)[0]:
+                return
+            time.sleep(0.05)
+        os.kill(pid, signal.SIGKILL)
 
 
 def trial_recipe(recipe: Recipe, side: Side, steps: int, output_dir: Path) -> Recipe:
@@ -255,4 +273,5 @@ if __name__ == "__main__":
     if not sys.argv[1:]:
         sys.stdout.write(json.dumps(_describe()) + "\n")
     else:
+        handle_by_leaving()
         sys.exit(run_rank(Path(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:]))

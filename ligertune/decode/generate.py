@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError
-from jinja2 import TemplateError
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
 from ligertune.data.rows.conversation import BadRow, Conversation, Message
 from ligertune.data.rows.image_rows import IMAGE_MARK, ImageTokens, extract_images, image_parts
+from ligertune.data.templates.bounded_jinja import TemplateRefusalError, render_chat_template, template_name
 from ligertune.data.templates.control_tokens import Rendered
 from ligertune.data.templates.prompt_templates import alpaca_prompt
 from ligertune.errors import UserError
@@ -141,6 +141,7 @@ def continue_text(loaded: LoadedModel, inputs: dict[str, Tensor], decoding: Deco
             max_new_tokens=decoding.max_new_tokens,
             pad_token_id=pad if pad is not None else eos,
             streamer=pieces,
+            num_beams=1,  # beams have no text before they end
             logits_processor=LogitsProcessorList([FiniteLogits(loaded.name)]),
             **decoding.sampling,
         )
@@ -259,9 +260,11 @@ def _chat_prompt(
     for asked, said in history:
         turns += [("user", asked), ("assistant", said)]
     messages = [{"role": role, "content": text} for role, text in (*turns, ("user", content))]
+    source, name = tokenizer.get_chat_template(), template_name(tokenizer)
     try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    except TemplateError as error:
+        variables = {**tokenizer.special_tokens_map, "add_generation_prompt": True}
+        return render_chat_template(source, messages, name=name, **variables)[0]
+    except TemplateRefusalError as error:
         raise UserError(f"The model's chat template refuses this conversation: {error}") from error
 
 
@@ -290,7 +293,7 @@ def _encode_with_images(
 def _expand_images(reader: ImageReader, input_ids: Tensor, files: Sequence[ImageFile]) -> dict[str, Tensor]:
     """Repeat each image token of input_ids (1, T) as often as its image needs, and add the pixels."""
     repeats = torch.ones(input_ids.shape[1], dtype=torch.long)
-    repeats[input_ids[0] == reader.token_id] = torch.tensor([reader.tokens(file) for file in files])
+    repeats[input_ids[0] == reader.token_id] = torch.tensor([reader.tokens(file) for file in files], dtype=torch.long)
     input_ids = input_ids[0].repeat_interleave(repeats)[None]
     inputs = image_inputs(reader, input_ids, [[reader.pixels(file.path) for file in files]])
     if reader.family.positions == "sections":  # `generate` computes position ids from the token types

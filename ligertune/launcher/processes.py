@@ -18,12 +18,21 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from ligertune.launcher.failures import FOLDER, RankExit, diagnose, read_errors, record_traceback
-from ligertune.launcher.signals import left_without_saving, say, stopped_by
+from ligertune.launcher.signals import (
+    HANGUP,
+    before_leaving,
+    heeded_signals,
+    leave_closed_terminal,
+    left_without_saving,
+    say,
+    stopped_by,
+)
 from ligertune.storage import newest_checkpoint, write_json
 
 if TYPE_CHECKING:
@@ -32,7 +41,6 @@ if TYPE_CHECKING:
     from ligertune.errors import UserError
     from ligertune.planning.plan import Plan
 
-FORWARDED = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP") if hasattr(signal, name))
 READY, GO = "ready", "go"  # files in FOLDER: each waiting rank writes READY-RANK, and the launcher writes GO
 STARTER = "LIGERTUNE_STARTER"  # environment variable: process id of the launcher
 KEPT = "ranks"  # folder in output_dir with the ranks' output after a failure
@@ -55,6 +63,7 @@ class Ranks:
         self._folder = Path(tempfile.mkdtemp(prefix="ligertune-"))
         self._context: PContext | None = None
         self._run = False
+        self._leaving = before_leaving(partial(shutil.rmtree, self._folder, ignore_errors=True))
 
     def __enter__(self) -> Ranks:
         from torch.distributed import TCPStore
@@ -62,8 +71,9 @@ class Ranks:
 
         for name in ("api", "subprocess_handler.subprocess_handler"):  # `diagnose` reports what they log
             logging.getLogger(f"torch.distributed.elastic.multiprocessing.{name}").setLevel(logging.CRITICAL)
+        self._leaving.__enter__()
         os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # the others are handled here
-        before = {number: signal.getsignal(number) for number in FORWARDED}
+        before = {number: signal.getsignal(number) for number in heeded_signals()}
         # By this store ranks find each other. Rank 0 could not start it: a free port may be taken until it binds it.
         self._store, world = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), self._world
         self._context = start_processes(
@@ -80,8 +90,14 @@ class Ranks:
 
     def __exit__(self, *exc: object) -> None:
         self._context.close(signal.SIGKILL)  # ranks that still wait
+        self._leaving.__exit__(*exc)
         if not self._run:
             shutil.rmtree(self._folder, ignore_errors=True)
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """The ranks' process ids."""
+        return tuple(self._context.pids().values())
 
     def run(self, plan: Plan, make_message: Callable[[], dict[str, Any]]) -> int:
         """Let the ranks train when all are ready; return the exit code. Raises UserError if ranks failed.
@@ -132,12 +148,14 @@ def _forwarded_signals(context: PContext) -> Iterator[list[int]]:
 
     def forward(number: int, frame: FrameType | None) -> None:
         received.append(number)
+        if number == HANGUP:
+            leave_closed_terminal()
         # Ranks run in sessions that the terminal does not signal, so Ctrl-C reaches them only from here.
         for pid in context.pids().values():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
 
-    before = {number: signal.signal(number, forward) for number in FORWARDED}
+    before = {number: signal.signal(number, forward) for number in heeded_signals()}
     try:
         yield received
     finally:

@@ -1,10 +1,11 @@
-"""Signal handlers of a run: SIGTERM, SIGUSR1 and SIGINT (Ctrl-C).
+"""Signal handlers of a run: SIGTERM, SIGUSR1, SIGHUP and SIGINT (Ctrl-C).
 
 Before the first step there is nothing to save, so the process ends at once. From the first step to the report the
 signal is recorded and answered with a message: the loop finishes its step, saves a checkpoint and returns, and a model
 that is being written is finished. A second Ctrl-C ends the process at once.
 
-Slurm can send SIGUSR1 before a job's time is up (`--signal=USR1@120`).
+Slurm can send SIGUSR1 before a job's time is up (`--signal=USR1@120`). SIGHUP is sent when the terminal goes away, by a
+closed window or a lost connection; under `nohup`, which ignores it, it stays ignored.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import socket
 import sys
 import textwrap
 import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 
@@ -25,7 +27,8 @@ from ligertune.hardware import is_main_process
 from ligertune.launcher.failures import is_started_rank
 from ligertune.storage import newest_checkpoint
 
-SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, name))
+SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP") if hasattr(signal, name))
+HANGUP = getattr(signal, "SIGHUP", None)
 END = 0  # not a signal: ends the thread of a StopRequest
 STEP, WRITING = "Stopping after this step and saving", "Training is over; the model and the report are being written"
 
@@ -53,7 +56,7 @@ class StopRequest:
             self._thread = threading.Thread(target=self._watch, name="signals", daemon=True)
             self._thread.start()
             self._before_fd = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
-            self._before = {s: signal.signal(s, self._handle) for s in SIGNALS}
+            self._before = {s: signal.signal(s, self._handle) for s in heeded_signals()}
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -91,6 +94,8 @@ class StopRequest:
         return numbers
 
     def _answer(self, number: int) -> None:
+        if number == HANGUP:
+            leave_closed_terminal()
         if not self._doing:
             leave_at_once(number, None)
         elif self.received and number == signal.SIGINT:
@@ -105,6 +110,17 @@ class StopRequest:
                 say(f"{self.received}: {self._doing}; {kept}")
 
 
+def heeded_signals() -> tuple[signal.Signals, ...]:
+    """Return the signals to handle: SIGHUP only if the process was not started to outlive its terminal (`nohup`)."""
+    return tuple(s for s in SIGNALS if s != HANGUP or signal.getsignal(s) != signal.SIG_IGN)
+
+
+def handle_by_leaving() -> None:
+    """Let each signal end this process with one line and exit code 130. A run replaces these handlers by its own."""
+    for number in heeded_signals():
+        signal.signal(number, leave_at_once)
+
+
 def left_without_saving(output_dir: Path | None) -> str:
     """Return the message of a run that a second Ctrl-C ended."""
     newest = _newest(output_dir)
@@ -117,6 +133,8 @@ def leave_at_once(number: int, frame: FrameType | None) -> None:
 
     An exception would not do: inside an import it looks like a missing module, and inside a destructor it is lost.
     """
+    if number == HANGUP:
+        leave_closed_terminal()
     _leave(stopped_by(number))
 
 
@@ -125,7 +143,26 @@ def stopped_by(number: int) -> str:
     return f"Stopped by {signal.Signals(number).name}."
 
 
+# (process, action): what `before_leaving` registered. A forked child inherits them, and must not run them.
+_ACTIONS: list[tuple[int, Callable[[], object]]] = []
+
+
+@contextlib.contextmanager
+def before_leaving(action: Callable[[], object]) -> Iterator[None]:
+    """Call `action` if a signal ends the process inside this context, where no `finally` runs. It must be quick."""
+    entry = (os.getpid(), action)
+    _ACTIONS.append(entry)
+    try:
+        yield
+    finally:
+        _ACTIONS.remove(entry)
+
+
 def _leave(message: str) -> None:
+    for process, action in reversed(_ACTIONS):
+        if process == os.getpid():
+            with contextlib.suppress(Exception):
+                action()
     # A process without multiprocessing in sys.modules has no children.
     for child in getattr(sys.modules.get("multiprocessing"), "active_children", list)():
         child.terminate()
@@ -140,6 +177,17 @@ def _newest(output_dir: Path | None) -> str:
     return folder.name.replace("-", " ") if folder is not None else ""
 
 
+def leave_closed_terminal() -> None:
+    """Let stdout and stderr lead nowhere if their terminal is gone: each write to it would be an error."""
+    for descriptor in (1, 2):
+        try:
+            os.write(descriptor, b"")
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, descriptor)
+            os.close(nowhere)
+
+
 def say(message: str, *, last: bool = False) -> None:
     """Write a line to stderr, above a progress bar. last: the process ends, so that its hidden cursor is shown again.
 
@@ -149,7 +197,8 @@ def say(message: str, *, last: bool = False) -> None:
         lines = textwrap.fill(message, shutil.get_terminal_size().columns)
         message = f"\r\x1b[2K{lines}"  # over the bar, which is drawn again below
         message += "\x1b[?25h" if last else ""
-    os.write(2, f"{message}\n".encode())
+    with contextlib.suppress(OSError):  # nobody reads any more
+        os.write(2, f"{message}\n".encode())
 
 
 def _forget_signals() -> None:

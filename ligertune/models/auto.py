@@ -1,4 +1,7 @@
-"""transformers' AutoModelForCausalLM and AutoModelForImageTextToText; the models they return run our kernels."""
+"""transformers' AutoModelForCausalLM and AutoModelForImageTextToText; the models they return run our kernels.
+
+keep_logits: as in `patch`.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +17,15 @@ class _PatchedAuto:
     auto_class: type
 
     @classmethod
-    def from_pretrained(cls, *args: Any, **kwargs: Any) -> PreTrainedModel:
+    def from_pretrained(cls, *args: Any, keep_logits: bool = False, **kwargs: Any) -> PreTrainedModel:
         model = cls.auto_class.from_pretrained(*args, **{"trust_remote_code": False, **kwargs})  # nobody is asked
-        patch(model)
+        patch(model, keep_logits=keep_logits)
         return model
 
     @classmethod
-    def from_config(cls, *args: Any, **kwargs: Any) -> PreTrainedModel:
+    def from_config(cls, *args: Any, keep_logits: bool = False, **kwargs: Any) -> PreTrainedModel:
         model = cls.auto_class.from_config(*args, **kwargs)
-        patch(model)
+        patch(model, keep_logits=keep_logits)
         return model
 
 

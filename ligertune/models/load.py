@@ -22,6 +22,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     BitsAndBytesConfig,
+    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -236,6 +237,10 @@ def _pretrained_model(
     name, folder = spec.model_name_or_path, Path(spec.model_name_or_path).expanduser()
     shapes: dict[str, tuple[int, ...]] = {}
     if folder.is_dir():
+        generation = folder / "generation_config.json"
+        if generation.is_file():
+            with loading(origin, f"{generation} cannot be used"):
+                GenerationConfig.from_dict(read_json(generation, origin))
         shapes = stored_shapes(folder, origin, explicit=getattr(config, "transformers_weights", None))
         if getattr(config, "quantization_config", None) is None:  # it stores several weights in one element
             _check_amount(name, skeleton, shapes, origin)

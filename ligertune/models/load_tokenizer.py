@@ -63,6 +63,7 @@ def read_tokenizer(spec: ModelOptions, origin: ModelOrigin) -> PreTrainedTokeniz
         tokenizer.eos_token = _known(tokenizer, wanted.eos_token, "model.tokenizer.eos_token")
     if wanted.chat_template != "tokenizer":
         tokenizer.chat_template = _read_template(Path(wanted.chat_template))
+        tokenizer.chat_template_file = wanted.chat_template  # for the errors of `template_name`
     return tokenizer
 
 

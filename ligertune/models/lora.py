@@ -103,7 +103,7 @@ def _vision_linears(model: PreTrainedModel) -> list[str]:
 
 def load_adapter(model: PreTrainedModel, folder: str, origin: ModelOrigin) -> peft.PeftModel:
     """Load the adapter saved in `folder` onto `model`. Raises UserError if it does not fit."""
-    check_adapter(Path(folder), origin)
+    stored = check_adapter(Path(folder), origin)
     with loading(origin, f"{folder} holds no adapter of this model"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # FutureWarning as in `add_adapter`; missing weights are refused below
         # low_cpu_mem_usage: no memory before the weights of the file, so that those it lacks stay on the meta device
@@ -113,5 +113,13 @@ def load_adapter(model: PreTrainedModel, folder: str, origin: ModelOrigin) -> pe
         raise origin.error(
             f"the adapter in {folder} lacks {plural(len(missing), 'weight')} ({', '.join(missing[:3])}).",
             hint="Missing weights would start random. Is it complete, and of this model?",
+        )
+    used = peft.get_peft_model_state_dict(adapted, save_embedding_layers=False)
+    unused = sorted(name for name in stored - set(used) if ".lora_" in name)
+    if unused:
+        raise origin.error(
+            f"the adapter in {folder} holds {plural(len(unused), 'weight')} for layers that the model does not have"
+            f" ({', '.join(unused[:3])}).",
+            hint="They would be dropped. Is it an adapter of this model?",
         )
     return adapted

@@ -210,7 +210,10 @@ def weight_files(folder: Path, origin: ModelOrigin, *, explicit: object = None) 
         )
     if found.suffix != ".json":
         return [found]
-    index = read_json(found, origin).get("weight_map")
+    values = read_json(found, origin)
+    index = values.get("weight_map")
+    if not isinstance(values.get("metadata"), dict):
+        raise origin.error(f"{found}: metadata is missing; it must be an object.")
     if not isinstance(index, dict) or not index:
         raise origin.error(f"{found}: weight_map is missing; it must map each weight to the file that holds it.")
     files = {_plain_name(name, found, origin) for name in index.values()}
@@ -250,8 +253,11 @@ def _shapes_in(path: Path, origin: ModelOrigin) -> dict[str, tuple[int, ...]]:
 # ---- adapters
 
 
-def check_adapter(folder: Path, origin: ModelOrigin) -> None:
-    """Raise UserError for files of an adapter that are missing or damaged, or that would import a Python module."""
+def check_adapter(folder: Path, origin: ModelOrigin) -> set[str]:
+    """Return the names of an adapter's tensors; none for a .bin file.
+
+    Raises UserError for files that are missing or damaged, or that would import a Python module.
+    """
     path = folder / ADAPTER_CONFIG
     values = read_json(path, origin)
     if values.get("megatron_config") is not None:  # peft imports the module that megatron_core names
@@ -263,5 +269,4 @@ def check_adapter(folder: Path, origin: ModelOrigin) -> None:
     weights = next((folder / name for name in ADAPTER_WEIGHTS if (folder / name).is_file()), None)
     if weights is None:
         raise origin.error(f"{folder} holds no {ADAPTER_WEIGHTS[0]}.", hint="Was the download complete?")
-    if weights.suffix == ".safetensors":
-        _shapes_in(weights, origin)
+    return set(_shapes_in(weights, origin)) if weights.suffix == ".safetensors" else set()

@@ -7,7 +7,8 @@
                           `linear_cross_entropy` runs: there DDP, FSDP, ZeRO-3 and offloading have the weight
 
 Any other operation on a DeferredLogits computes the logits: same numbers, more memory, one warning, and a count in
-`loss_counts`. Calls without labels, and so `generate()`, are not affected.
+`loss_counts`. A head with hooks (`observers`) returns its logits at once. Calls without labels, and so `generate()`,
+are not affected.
 """
 
 from __future__ import annotations
@@ -25,20 +26,26 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from ligertune.patching.label_copy import LabelCopy
+
 
 @dataclass
 class LabelledForward:
-    """A running forward with labels: the head that defers, and whether logits were computed."""
+    """A running forward with labels: the head that defers, its labels on the host, and whether logits were computed."""
 
     head: nn.Module
+    label_copy: LabelCopy | None = None
     materialised: bool = False
 
 
 class _State(threading.local):
     """State of this thread. Not a context variable: torch.compile can trace a thread-local but not that."""
 
-    forward: LabelledForward | None = None  # the innermost of nested forwards
-    loss_only: bool = False
+    def __init__(self) -> None:
+        # Instance attributes and not class attributes: torch.compile guards on which of the two exists.
+        self.forward: LabelledForward | None = None  # the innermost of nested forwards
+        self.loss_only = False
+        self.counted = False  # whether the innermost call of a patched model has computed a loss
 
 
 STATE = _State()
@@ -56,22 +63,27 @@ def loss_only() -> Iterator[None]:
 
 @dataclass
 class LossCounts:
-    """Number of losses computed without logits, and with logits by reason."""
+    """Number of losses of a model by how they were computed."""
 
-    fused: int = 0
-    materialised: Counter[str] = field(default_factory=Counter)
+    fused: int = 0  # in the output head, without logits
+    materialised: Counter[str] = field(default_factory=Counter)  # from logits, by reason
+    elsewhere: int = 0  # calls with labels in which the patched loss was not called
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"fused": self.fused, "materialised": dict(self.materialised), "elsewhere": self.elsewhere}
 
 
 _COUNTS: weakref.WeakKeyDictionary[nn.Module, LossCounts] = weakref.WeakKeyDictionary()  # by output head
 
 
 def loss_counts(model: nn.Module) -> LossCounts:
-    """Count how the heads inside `model` computed their losses in this process; compiled calls are not counted."""
+    """Count how `model` computed its losses in this process since `patch`; compiled calls are not counted."""
     total = LossCounts()
     for module in model.modules():
         if module in _COUNTS:
             total.fused += _COUNTS[module].fused
             total.materialised += _COUNTS[module].materialised
+            total.elsewhere += _COUNTS[module].elsewhere
     return total
 
 
@@ -85,6 +97,7 @@ def count_materialised(head: nn.Module, reason: str) -> None:
     """Count one loss for which logits of `head` were computed; warn the first time."""
     if STATE.forward is not None:
         STATE.forward.materialised = True
+    STATE.counted = True
     if torch.compiler.is_compiling():
         return
     counts = _COUNTS.setdefault(head, LossCounts())
@@ -92,6 +105,18 @@ def count_materialised(head: nn.Module, reason: str) -> None:
         text = f"the loss is computed from materialised logits (same numbers, more memory): {reason}"
         warnings.warn(text, stacklevel=2)
     counts.materialised[reason] += 1
+
+
+def count_elsewhere(model: nn.Module, kernel: str) -> None:
+    """Count one call of `model` with labels in which `kernel` did not compute its loss; warn the first time."""
+    counts = _COUNTS.setdefault(model, LossCounts())
+    if not counts.elsewhere:
+        warnings.warn(
+            f"{kernel} was patched into this {type(model).__name__} but did not run: a call with labels computed no "
+            "loss by the model's loss_function. A trainer or wrapper computes it, with unchanged numbers",
+            stacklevel=3,
+        )
+    counts.elsewhere += 1
 
 
 class DeferredLogits:

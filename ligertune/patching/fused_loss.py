@@ -22,8 +22,17 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from ligertune.attention.untraced_inputs import Untraced, reveal
 from ligertune.errors import UserError
-from ligertune.patching.deferred_logits import STATE, DeferredLogits, LabelledForward, count_fused, count_materialised
-from ligertune.patching.module_patch import ModulePatch, patch_module
+from ligertune.patching.deferred_logits import (
+    STATE,
+    DeferredLogits,
+    LabelledForward,
+    count_elsewhere,
+    count_fused,
+    count_materialised,
+)
+from ligertune.patching.label_copy import copy_labels
+from ligertune.patching.module_patch import ModulePatch, names_in, patch_module
+from ligertune.patching.observers import observer_of
 from ligertune.patching.probe import Refusal
 
 CHUNK_ROWS = 1024  # rows whose logits `ChunkedHead` makes at a time
@@ -34,7 +43,10 @@ class LossHead(ModulePatch):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if len(args) == 1 and not kwargs and _defers(self):
-            return DeferredLogits(self, args[0])
+            observer = observer_of(self) or observer_of(STATE.forward.head)
+            if observer is None:
+                return DeferredLogits(self, args[0])
+            count_materialised(self, f"the output head is observed: {observer}")
         return super().__call__(*args, **kwargs)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -53,10 +65,11 @@ class LossHead(ModulePatch):
 
     def compute_loss(self, hidden: Tensor, labels: Tensor, options: dict[str, Any]) -> Tensor:
         """Return the loss of hidden states (N, E) and labels (N,). options: keywords of `linear_cross_entropy`."""
-        if type(self.weight) not in (Tensor, nn.Parameter):  # a DTensor or a quantised weight: only its own ops know it
-            return self.dense_loss(hidden, labels, options, f"lm_head.weight is a {type(self.weight).__name__}")
+        weight = self.weight  # once: a parametrization computes it
+        if type(weight) not in (Tensor, nn.Parameter):  # a DTensor or a quantised weight: only its own ops know it
+            return self.dense_loss(hidden, labels, options, f"lm_head.weight is a {type(weight).__name__}")
         count_fused(self)
-        return linear_cross_entropy(hidden, self.weight, labels, self.bias, **options)
+        return linear_cross_entropy(hidden, weight, labels, self.bias, **options)
 
     def dense_loss(self, hidden: Tensor, labels: Tensor, options: dict[str, Any], reason: str) -> Tensor:
         """Return the loss from logits, and count why it is not computed without them."""
@@ -137,8 +150,9 @@ def loss_in_head(
     """Compute ForCausalLMLoss from deferred logits; a tensor of logits goes to ForCausalLMLoss itself.
 
     labelled_rows: `ligertune_kernels.labelled_rows` of the batch's labels, if the collator computed them. The head then
-    skips the other rows.
+    skips the other rows. For labels on a GPU they are found while the forward runs (`label_copy`).
     """
+    STATE.counted = True
     form = None
     if isinstance(logits, DeferredLogits):
         if logits.dense is None and vocab_size == logits.head.out_features:
@@ -157,9 +171,19 @@ def loss_in_head(
         "softcap": form[1],
         "ignore_index": ignore_index,
         "num_items_in_batch": _on(logits.device, num_items_in_batch),
-        "labelled_rows": reveal(labelled_rows) if target.numel() == logits.hidden.shape[:-1].numel() else None,
+        "labelled_rows": None,
     }
+    if target.numel() == logits.hidden.shape[:-1].numel():
+        known, shift = (labels, 1) if shift_labels is None else (shift_labels, 0)
+        copied = _copied_rows(known, ignore_index, shift) if labelled_rows is None else None
+        options["labelled_rows"] = reveal(labelled_rows) if copied is None else copied
     return logits.head.loss(logits.hidden, target, options)
+
+
+def _copied_rows(labels: Tensor, ignore_index: int, shift: int) -> Tensor | None:
+    """Return the rows that have a label, if the running forward has copied its labels to the host."""
+    copied = STATE.forward.label_copy if STATE.forward is not None else None
+    return None if copied is None else copied.rows(labels, ignore_index=ignore_index, shift=shift)
 
 
 def loss_of_logits(
@@ -172,6 +196,7 @@ def loss_of_logits(
     **kwargs: Any,
 ) -> Tensor:
     """Compute ForCausalLMLoss with our `cross_entropy`, which upcasts in registers instead of in memory."""
+    STATE.counted = True
     target = (_next_tokens(labels, ignore_index) if shift_labels is None else shift_labels).reshape(-1)
     loss = cross_entropy(
         logits.reshape(-1, vocab_size),
@@ -185,7 +210,17 @@ def loss_of_logits(
 class KernelLossModel(ModulePatch):
     """Mixin of the model: its loss is our cross-entropy of the logits that it makes."""
 
+    kernel = "cross_entropy"
     kernel_loss = staticmethod(loss_of_logits)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or kwargs.get("labels") is None:
+            return super().__call__(*args, **kwargs)
+        STATE.counted = False
+        output = super().__call__(*args, **kwargs)
+        if not STATE.counted:  # a trainer has replaced the forward on the instance, or the model has its own loss
+            count_elsewhere(self, self.kernel)
+        return output
 
     @property
     def loss_function(self) -> Callable[..., Tensor]:
@@ -201,6 +236,7 @@ class KernelLossModel(ModulePatch):
 class DeferredLossModel(KernelLossModel):
     """Mixin of the model: a forward with labels defers its logits, and the head computes the loss."""
 
+    kernel = "linear_cross_entropy"
     kernel_loss = staticmethod(loss_in_head)
 
     @classmethod
@@ -212,7 +248,9 @@ class DeferredLossModel(KernelLossModel):
             labels = args[position] if len(args) > position else kwargs.get("labels")
             if labels is None:
                 return original.forward(self, *args, **kwargs)
-            outer, STATE.forward = STATE.forward, LabelledForward(self.get_output_embeddings())
+            head, shifted = self.get_output_embeddings(), kwargs.get("shift_labels")
+            copied = copy_labels(head, labels if shifted is None else shifted, kwargs.get("labelled_rows"))
+            outer, STATE.forward = STATE.forward, LabelledForward(head, copied)
             try:
                 output = original.forward(self, *args, **kwargs)
             finally:
@@ -242,9 +280,19 @@ def refuse_loss(model: nn.Module) -> Refusal | None:
         return Refusal("its forward takes no labels")
     if "forward" in vars(model):
         return Refusal("its forward was replaced on the instance")
+    if not _calls_loss_function(type(model)):
+        return Refusal("its forward computes the loss itself and not by its loss_function")
     if model.loss_function is not ForCausalLMLoss:
         return Refusal(f"its loss is {getattr(model.loss_function, '__name__', model.loss_function)}")
     return None
+
+
+def _calls_loss_function(cls: type[PreTrainedModel]) -> bool:
+    """Return whether a method of a model's class, or of a class that it extends, reads `loss_function`."""
+    classes = cls.__mro__[: cls.__mro__.index(PreTrainedModel)]
+    methods = (inspect.unwrap(value) for base in classes for value in vars(base).values() if callable(value))
+    codes = (getattr(method, "__code__", None) for method in methods)
+    return any(code is not None and "loss_function" in names_in(code) for code in codes)
 
 
 def refuse_head(head: nn.Module) -> Refusal | None:

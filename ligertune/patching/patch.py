@@ -188,6 +188,7 @@ def patch(
     norm: bool = True,
     mlp: bool = True,
     loss: Loss = "linear_cross_entropy",
+    keep_logits: bool = False,
     recompute: Recompute = False,
 ) -> PatchReport:
     """Let every module of `model` use our kernel where one computes the same, and return a report.
@@ -196,9 +197,14 @@ def patch(
     not changed. Modules that are not recognised are left alone; the report says why. Patching twice changes nothing.
     Raises ValueError if the model is patched with another `loss` or `recompute`.
 
+    loss: with "linear_cross_entropy" a call with labels in training mode returns `logits=None`, because no logits are
+    made. Whether it really ran is known after the first step: `loss_counts(model)` tells, and a warning if it did not.
+    keep_logits: training returns the logits. The loss is then computed from them, by "cross_entropy".
     recompute: linear layers do not keep the outputs of these norms and MLPs, or of the norms only; the backward
     computes them again (`patching.recompute`).
     """
+    if keep_logits and loss == "linear_cross_entropy":
+        loss = "cross_entropy"
     switches = {"rope": rope, "norm": norm, "mlp": mlp}
     tallies: dict[str, _Tally] = defaultdict(_Tally)
     for kind in LAYER_KINDS:

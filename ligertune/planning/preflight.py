@@ -10,6 +10,7 @@ from pathlib import Path
 from ligertune.errors import UserError
 from ligertune.recipe import Recipe
 from ligertune.recipe.optimizer_table import OPTIMIZERS
+from ligertune.recipe.train_sections import CheckpointSpec
 from ligertune.storage import newest_checkpoint
 
 # Files that a run writes into output_dir. --overwrite removes these and nothing else.
@@ -18,16 +19,26 @@ RUN_FILES = (
     "trackers", "curves.png", "report.html", "ranks", "medusa", "medusa_report.json", "medusa_report.png",
 )  # fmt: skip
 
+MADE_BEFORE_TRAINING = (
+    "plan.json",
+    "resolved_recipe.yaml",
+    "metrics.jsonl",
+    "checkpoints",
+    "profile",
+    "trackers",
+    "ranks",
+)
+
 HEADS_FILES = ("config.json", "medusa_lm_head.safetensors")
 
 
-def check_output_dir(recipe: Recipe) -> None:
+def check_output_dir(section: CheckpointSpec) -> None:
     """Raise UserError if output_dir holds a run that is neither resumed nor overwritten, or none to be resumed."""
-    folder, section = Path(recipe.checkpoint.output_dir), recipe.checkpoint
-    held = [name for name in RUN_FILES if (folder / name).exists()]
+    folder = Path(section.output_dir)
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not existing.is_dir():
         raise UserError(f"checkpoint.output_dir: {existing} is a file.", hint="Name a folder.")
+    held = [name for name in RUN_FILES if (folder / name).exists()] if has_trained(folder) else []
     if held and section.resume_from_checkpoint == "never" and not section.overwrite:
         raise UserError(
             f"checkpoint.output_dir: {folder} already holds a run ({', '.join(held)}).",
@@ -36,6 +47,14 @@ def check_output_dir(recipe: Recipe) -> None:
     reported = (folder / "report.json").exists()  # a finished run may have no checkpoint; check_unfinished refuses it
     if section.resume_from_checkpoint == "newest" and not reported and newest_checkpoint(folder) is None:
         raise no_checkpoint(folder)
+
+
+def has_trained(folder: Path) -> bool:
+    """Return whether a folder holds at least one trained step. Without one there is nothing to lose or to continue."""
+    logged = folder / "metrics.jsonl"
+    if any((folder / "checkpoints").glob("step-*")) or (logged.is_file() and logged.stat().st_size > 0):
+        return True
+    return any((folder / name).exists() for name in RUN_FILES if name not in MADE_BEFORE_TRAINING)
 
 
 def no_checkpoint(folder: Path) -> UserError:

@@ -57,8 +57,10 @@ def unknown_key(path: KeyPath, document: Document) -> str:
     # a flat key such as `train.seed: 1` at the top level
     if "." in name and schema_key(split(name)) in keys():
         return f"{name} is written with dots. Write {leaf(name)} under `{parent(name)}`."
+    if not name.strip():
+        return "an empty name is not a recipe key."
     name = leaf(name)
-    homes = [parent(key) for key in keys() if leaf(key) == name]
+    homes = [home for key in keys() if leaf(key) == name and (home := parent(key)) != section]
     if homes:
         return f"`{name}` belongs {' or '.join(map(_where, homes))}, not {_where(section)}."
     known = MEANT_KEYS | KEY_OF_ALIAS

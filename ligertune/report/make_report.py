@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ligertune.recipe.plain_yaml import dump
 from ligertune.report.provenance import provenance
@@ -38,6 +38,8 @@ class Report:
     loss_first, loss_last: means over the first and the last logged interval, also of a resumed run.
     loss_before_training: of the first step's batch, before its update; None if an earlier version began the run.
     tokens, trained_tokens, padded_tokens: of all steps, also of those before a resume. seconds: of this process.
+    kernels: what ran; the plan's lines if the fused loss ran. losses: how many forwards of this process computed the
+    loss without logits, from logits (by reason), or elsewhere; CUDA graphs that are replayed do not count.
     """
 
     status: Literal["completed", "interrupted"]
@@ -56,6 +58,7 @@ class Report:
     peak_memory: dict[str, int | str]
     kernels_backend: str
     kernels: tuple[KernelLine, ...]
+    losses: dict[str, Any]
     model_family: str
     n_parameters: int
     n_trainable: int
@@ -112,7 +115,8 @@ def make_report(
         throughput=throughput(plan, *fitted.measured),
         peak_memory=fitted.peak_memory,
         kernels_backend=plan.kernels_backend,
-        kernels=plan.kernels,
+        kernels=fitted.kernels,
+        losses=fitted.losses,
         model_family=plan.model_family,
         n_parameters=plan.n_parameters,
         n_trainable=plan.n_trainable,

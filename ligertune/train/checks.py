@@ -1,11 +1,12 @@
-"""Checks of a run: packed documents are isolated, context parallelism is exact, losses are finite, memory suffices."""
+"""Checks of a run: packed documents are isolated, context parallelism is exact, losses are finite and fused, memory."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ from ligertune.attention.padding_free import about_padding_free
 from ligertune.data.batching.collate import Batcher, collate_packed
 from ligertune.data.examples import Example
 from ligertune.errors import UserError
+from ligertune.patching.deferred_logits import LossCounts
 from ligertune.planning.memory.fit import advice
-from ligertune.planning.plan import Plan
+from ligertune.planning.plan import KernelLine, Plan
 from ligertune.train.distributed import reshard
 from ligertune.vision.families import family_of
 
@@ -184,6 +186,24 @@ class FiniteLossCheck:
 
 class OutOfDeviceMemory(UserError):
     """The device ran out of memory. Sweeps over batch sizes catch it."""
+
+
+def kernels_as_run(lines: Sequence[KernelLine], counts: LossCounts) -> tuple[KernelLine, ...]:
+    """Return the lines of a plan's kernels, with the fused loss as left out if the steps did not compute it."""
+    reasons = {line.kernel: why_not_fused((line,), counts) for line in lines}
+    return tuple(
+        line if (why := reasons[line.kernel]) is None else replace(line, applied=0, left=line.applied, note=why)
+        for line in lines
+    )
+
+
+def why_not_fused(lines: Iterable[KernelLine], counts: LossCounts) -> str | None:
+    """Return why no loss was fused although the plan says so; None if one was, or if none was computed yet."""
+    planned = any(line.kernel == "linear_cross_entropy" and line.applied for line in lines)
+    if not planned or counts.fused or not (counts.materialised or counts.elsewhere):
+        return None
+    reasons = "; ".join(counts.materialised) or "the model's loss_function was not called"
+    return f"linear_cross_entropy was planned but did not run; logits are made, with more memory: {reasons}"
 
 
 @contextlib.contextmanager

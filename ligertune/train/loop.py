@@ -5,13 +5,16 @@ from __future__ import annotations
 import gc
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from ligertune.launcher.signals import WRITING, StopRequest
+from ligertune.patching.deferred_logits import loss_counts
+from ligertune.planning.plan import KernelLine
 from ligertune.progress import Phases
+from ligertune.train.checks import kernels_as_run, why_not_fused
 from ligertune.train.distributed import any_rank, full_tensor, max_over_ranks
 from ligertune.train.evaluate import EarlyStopping, evaluate, load_best, save_best
 from ligertune.train.meter import Counts, synchronize
@@ -75,6 +78,8 @@ class TrainResult:
     measured: tuple[Counts, float, bool]  # work, its seconds, whether they exclude the warm-up
     peak_memory: dict[str, int | str]
     work: Counts  # of all steps, also of those before a resume
+    kernels: tuple[KernelLine, ...]  # as they ran
+    losses: dict[str, Any]  # LossCounts.as_dict() of this process
     notes: tuple[str, ...] = ()
     best_weights: dict[str, Tensor] | None = None  # of the best model, if the model itself is sharded
 
@@ -127,7 +132,10 @@ def fit(training: Training, *, stop: StopRequest, phases: Phases) -> TrainResult
 
 
 def end_first_step(training: Training, state: TrainState, phases: Phases) -> None:
-    """Wait for the first step, in which kernels were compiled; from now on ranks wait only briefly for each other."""
+    """Wait for the first step, in which kernels were compiled, and say if its loss was not fused as planned.
+
+    From now on ranks wait only briefly for each other.
+    """
     synchronize(training.accelerator.device)
     # Loading and compiling leave millions of objects. A later garbage collection would visit them all, which takes
     # 0.6 s in the middle of a step, on each rank in another step.
@@ -135,6 +143,10 @@ def end_first_step(training: Training, state: TrainState, phases: Phases) -> Non
     gc.freeze()
     if state.step == 1:
         training.logger.record_first_loss(state.loss_sum)
+    note = why_not_fused(training.plan.kernels, loss_counts(training.model))
+    if note is not None:
+        training.notes += (note,)
+        training.logger.log({"step": state.step, "note": note})
     phases.end()
     training.timeout.enter_steps()
 
@@ -176,7 +188,7 @@ def finish(training: Training, state: TrainState, stop: StopRequest) -> TrainRes
     stop.hold(WRITING)
     gc.unfreeze()
     plan, accelerator, early_stopping = training.plan, training.accelerator, state.early_stopping
-    meter, notes, best_weights = training.meter, training.notes, None
+    meter, notes, best_weights, losses = training.meter, training.notes, None, loss_counts(training.model)
     if early_stopping.should_stop and not state.stopping:
         notes += (
             f"stopped early at step {state.step}: {early_stopping.patience} evaluations without a loss below "
@@ -198,6 +210,8 @@ def finish(training: Training, state: TrainState, stop: StopRequest) -> TrainRes
         measured=meter.total(),
         peak_memory={"kind": meter.memory_kind, **max_over_ranks(accelerator, meter.peak_memory())},
         work=training.all_work(),
+        kernels=kernels_as_run(plan.kernels, losses),
+        losses=losses.as_dict(),
         notes=notes,
         best_weights=best_weights,
     )

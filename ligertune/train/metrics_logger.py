@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
+from ligertune.errors import UserError
 from ligertune.planning.plan import Plan
 from ligertune.storage import MetricsFile, utc_now
 from ligertune.train.checks import FiniteLossCheck
@@ -123,11 +125,28 @@ def run_name(plan: Plan) -> str:
 
 
 def open_trackers(plan: Plan, accelerator: Accelerator) -> None:
-    """Start a run in each of `logging.report_to`, with the recipe as its configuration."""
-    if set(plan.logging.report_to) <= {"jsonl"}:
+    """Start a run in each of `logging.report_to` on the main rank, with the recipe as its configuration.
+
+    They start before anything else is written: a missing login must not be found after a large model was loaded.
+    """
+    trackers = [name for name in plan.logging.report_to if name != "jsonl"]
+    if not trackers or not accelerator.is_main_process:
         return
-    name = run_name(plan)
-    accelerator.init_trackers(name, config=_flatten(plan.settings), init_kwargs={"wandb": {"name": name}})
+    name, folder = run_name(plan), plan.output_dir / "trackers"
+    was_there = folder.exists()
+    try:
+        accelerator.init_trackers(name, config=_flatten(plan.settings), init_kwargs={"wandb": {"name": name}})
+        started = {tracker.name for tracker in accelerator.trackers}
+        if missing := [name for name in trackers if name not in started]:  # accelerate only warns
+            raise ImportError(f"the installed package {' or '.join(missing)} is incomplete")
+    except Exception as problem:  # each tracker has its own, from a missing package to a refused login
+        if not was_there:
+            shutil.rmtree(folder, ignore_errors=True)
+        reason = next(iter(str(problem).strip().splitlines()), "") or type(problem).__name__
+        raise UserError(
+            f"logging.report_to: {' or '.join(trackers)} could not be started: {reason.rstrip('.')}.",
+            hint="Repair its installation or log in, or leave it out; metrics.jsonl holds the same numbers.",
+        ) from problem
 
 
 def _flatten(tree: dict, prefix: str = "") -> dict[str, str | int | float | bool]:

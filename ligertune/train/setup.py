@@ -32,7 +32,7 @@ from ligertune.train.checks import FiniteLossCheck, check_context_parallel
 from ligertune.train.distributed import ProcessGroupTimeout
 from ligertune.train.evaluate import EarlyStopping
 from ligertune.train.meter import Counts, Meter
-from ligertune.train.metrics_logger import MetricsLogger, open_trackers
+from ligertune.train.metrics_logger import MetricsLogger
 from ligertune.train.optim.algorithms import with_kernel_step
 from ligertune.train.optim.gradients import attach_to_prepared
 from ligertune.train.optim.optimizers import build_optimizer
@@ -93,7 +93,6 @@ class Training:
         due = plan.due(plan.evaluate, self.resumed_from) or self.resumed_from == plan.schedule.total_steps
         self.owes_evaluation = bool(self.eval_batcher and self.resumed_from and due and not has_last)
         self._earlier = self._work_before(metrics.lines()) if is_main else Counts()
-        open_trackers(plan, accelerator)
         self.logger = MetricsLogger(plan, accelerator, self.meter, self.loss_check, metrics, show)
         for note in self.notes:
             self.logger.log({"step": self.resumed_from, "note": note})

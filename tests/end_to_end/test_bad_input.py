@@ -85,6 +85,13 @@ CASES = (
     data("not UTF-8", lines(GOOD).encode() + b'{"instruction": "n\xe9"}', "d.jsonl:2:", "byte 0xe9", argv=SHOW),
     Bad("data", "a template that refuses its rows", ("data.jsonl:1 (no)", "the template refuses it"),
         argv=(*TRAIN, "--set", "data.prompt_template=t.jinja"), files={"t.jinja": "{{ raise_exception('no') }}"}),
+    Bad("data", "a template without an end", ("t.jinja: the chat template makes a text of more than",),
+        argv=(*TRAIN, "--set", "data.prompt_template=t.jinja", "--set", "data.num_proc=2"),
+        files={"t.jinja": "{% for i in range(99999) %}{{ 'x' * 9999 }}{% endfor %}",
+               "data.jsonl": lines(GOOD) * 2000}),
+    Bad("model", "a chat template that calls itself", ("model/chat_template.jinja: the chat template calls itself",),
+        argv=("generate", "./model", "Hi."),
+        files={"model/chat_template.jinja": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"}),
     Bad("data", "examples longer than the model's context", ("context", "512", "data.max_length"),
         argv=("train", "r.yaml", "--set", "data.max_length=4096"),
         files={"data.jsonl": lines(GOOD, {**GOOD, "output": "many words " * 300})}),
@@ -105,7 +112,8 @@ CASES = (
         argv=(*TRAIN, "--set", f"checkpoint.output_dir={'a' * 300}")),
     Bad("disk", "the folder of the run cannot be made", ("checkpoint.output_dir", "/proc/none"),
         argv=("train", "r.yaml", "--set", "checkpoint.output_dir=/proc/none")),
-    Bad("disk", "the folder holds a run", ("already holds a run",), files={"runs/one/plan.json": "{}"}),
+    Bad("disk", "the folder holds a run", ("already holds a run (metrics.jsonl)",),
+        files={"runs/one/metrics.jsonl": '{"step": 1}\n'}),
     Bad("disk", "a page in a missing folder", ("--out", "not exist"), argv=("data", "r.yaml", "--out", "no/page.html")),
     Bad("disk", "no checkpoint to resume", ("nowhere",),
         argv=("train", "r.yaml", "--set", "checkpoint.resume_from_checkpoint=./nowhere")),
@@ -184,3 +192,10 @@ def test_a_closed_pipe_gives_no_traceback(tmp_path):
     """`ligertune recipe show ... | head -1`."""
     done = run(["bash", "-c", f"'{sys.executable}' -m ligertune recipe show '{RECIPE}' | head -1"], cwd=tmp_path)
     assert "Traceback" not in done.err and done.out == "version: 1\n"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no /dev/full")
+def test_output_that_cannot_be_written_is_no_interrupted_run(tmp_path):
+    done = run(["bash", "-c", f"'{sys.executable}' -m ligertune recipe show '{RECIPE}' > /dev/full"], cwd=tmp_path)
+    assert done.code == 1 and "Error: The output could not be written: No space left" in done.err
+    assert "--resume" not in done.err

@@ -98,7 +98,7 @@ def test_a_disk_without_space_for_the_checkpoints_and_the_model_is_refused(tmp_p
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=needed))
     check_space(plan)
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=needed - 1))
-    with pytest.raises(UserError, match="GB free"):
+    with pytest.raises(UserError, match=r" has [1-9][\d.]* MiB free, and this run's saves need [1-9][\d.]* MiB \(4 x"):
         check_space(plan)
 
 

@@ -11,6 +11,8 @@ import pytest
 from command_line import RECIPE, Background, overrides, start, train_command, wait_until, weights
 from quickstart_runs import RESUME, plan_run, train
 
+from ligertune.planning.preflight import check_output_dir
+from ligertune.recipe.train_sections import CheckpointSpec
 from ligertune.run import run
 
 STEPS = 4
@@ -63,7 +65,10 @@ def name_of(value: object) -> str:
 
 @pytest.mark.parametrize(
     "number",
-    [signal.SIGTERM, *(pytest.param(s, marks=pytest.mark.slow) for s in (signal.SIGUSR1, signal.SIGINT))],
+    [
+        signal.SIGTERM,
+        *(pytest.param(s, marks=pytest.mark.slow) for s in (signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)),
+    ],
     ids=name_of,
 )
 def test_a_signal_before_the_first_step_ends_the_run_and_leaves_no_partial_file(number, tmp_path):
@@ -74,7 +79,8 @@ def test_a_signal_before_the_first_step_ends_the_run_and_leaves_no_partial_file(
     assert done.code == 130, done.out
     assert "Traceback" not in done.out
     assert not lines(folder) and not list((folder / "checkpoints").iterdir())
-    assert not list(folder.rglob("*.partial"))
+    assert not list(folder.rglob("*.partial")) and not (folder / ".run.lock").exists()
+    check_output_dir(CheckpointSpec(output_dir=str(folder)))  # without a trained step it is no run
 
 
 def test_a_signal_during_planning_ends_the_run_as_ctrl_c_does(tmp_path):

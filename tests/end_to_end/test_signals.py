@@ -35,10 +35,14 @@ def test_without_save_on_signal_a_run_stops_at_once(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "number", [signal.SIGTERM, *(pytest.param(n, marks=pytest.mark.slow) for n in (signal.SIGINT, signal.SIGUSR1))]
+    "number",
+    [
+        signal.SIGHUP,
+        *(pytest.param(n, marks=pytest.mark.slow) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)),
+    ],
 )
 def test_resume_after_a_signal_at_a_random_step_is_bit_equal(number, tmp_path, ligertune, recipe):
-    """SIGINT is Ctrl-C, SIGUSR1 Slurm's. Folders of incomplete checkpoints are ignored."""
+    """SIGINT is Ctrl-C, SIGUSR1 Slurm's, SIGHUP a closed terminal's. Folders of incomplete checkpoints are ignored."""
     steps, stop_after = 40, SystemRandom().randint(1, 10)
     settings = {**SETTINGS, "train.max_steps": steps}
     whole = ligertune("train", recipe, *overrides({**settings, "checkpoint.output_dir": "whole"}))

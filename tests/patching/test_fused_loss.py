@@ -1,13 +1,20 @@
 """The loss in the output head: from logits, where the weight has its own operations, and of labelled rows only."""
 
+import copy
+
 import pytest
 import tiny_models
 import torch
+import torch.nn.functional as F
 from ligertune_kernels import labelled_rows
+from same_training import assert_same_training
 
 from ligertune.patching.deferred_logits import loss_counts, loss_only
 from ligertune.patching.fused_loss import chunk_loss
+from ligertune.patching.label_copy import LabelCopy
 from ligertune.patching.patch import patch
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 class OwnWeight(torch.Tensor):
@@ -64,3 +71,54 @@ def test_only_labelled_rows_reach_the_head():
         none = model(**batch, num_items_in_batch=1, labelled_rows=torch.zeros(0, dtype=torch.int64)).loss
     assert whole > 1.0
     assert none == 0.0
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_copy_of_the_labels_gives_the_rows_of_these_labels_only(device):
+    labels = tiny_models.batch(rows=3, length=20)["labels"].to(device)
+    copied = LabelCopy(labels)
+    for shift in (0, 1):
+        found = copied.rows(labels, ignore_index=-100, shift=shift)
+        assert torch.equal(found, labelled_rows(labels.cpu(), shift=shift))
+    assert copied.rows(labels.clone(), ignore_index=-100, shift=1) is None
+    assert copied.rows(None, ignore_index=-100, shift=1) is None
+    labels[:, 0] = 1  # a model that writes into its labels
+    assert copied.rows(labels, ignore_index=-100, shift=1) is None
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("given", ["labels", "shift_labels", "nothing"])
+def test_rows_of_copied_labels_change_neither_loss_nor_gradients(given, device, monkeypatch):
+    monkeypatch.setattr("ligertune.patching.label_copy.MIN_PRODUCTS", 0)
+    monkeypatch.setattr("ligertune.patching.label_copy.DEVICES", (device,))
+    plain, batch = tiny_models.make("gemma2").to(device), tiny_models.batch(rows=3, length=20, device=device)
+    batch["labels"][:, :14] = -100
+    if given == "shift_labels":
+        batch["shift_labels"] = F.pad(batch["labels"], (0, 1), value=-100)[:, 1:].contiguous()
+    elif given == "nothing":
+        batch["labels"].fill_(-100)
+    patched = copy.deepcopy(plain)
+    patch(patched)
+    options = {"num_items_in_batch": 31, "use_cache": False}
+    if given == "nothing":
+        loss = patched(**batch, **options).loss
+        loss.backward()
+        assert loss.item() == 0.0 and patched.lm_head.weight.grad.abs().max() == 0
+    else:
+        assert_same_training(patched, plain, batch, tolerance=1e-5 if device == "cpu" else 1e-4, **options)
+    assert loss_counts(patched).fused == 1
+
+
+def test_labels_on_a_device_are_copied_only_where_skipping_rows_pays(monkeypatch):
+    monkeypatch.setattr("ligertune.patching.label_copy.DEVICES", ("cpu",))
+    taken = []
+    monkeypatch.setattr(LabelCopy, "rows", lambda self, labels, **options: taken.append(options) or None)
+    model, batch = tiny_models.make("llama"), tiny_models.batch()
+    patch(model)
+    model(**batch)
+    assert taken == []
+    monkeypatch.setattr("ligertune.patching.label_copy.MIN_PRODUCTS", 0)
+    model(**batch, labelled_rows=labelled_rows(batch["labels"], shift=1))
+    assert taken == []
+    model(**batch)
+    assert taken == [{"ignore_index": -100, "shift": 1}]

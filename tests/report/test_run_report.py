@@ -15,11 +15,13 @@ import torch
 from quickstart_runs import RESUME, plan_run, saves, train, unfinished
 from transformers import AutoModelForCausalLM
 
+from ligertune.cli.render.run_report import show_report
 from ligertune.data.batching.order import DataOrder
 from ligertune.errors import format_rate
 from ligertune.report import loss_unit, model_title
 from ligertune.report.provenance import command_line, git_commit
 from ligertune.report.svg_chart import tick_labels, ticks
+from ligertune.run import run
 
 # One epoch of 36 examples in nine steps. Lines are logged at 4, 8 and 9, checkpoints are written at 3 and 6.
 EPOCH = {"train.num_train_epochs": 1, "logging.logging_steps": 4, "model.dtype": "float32", **saves(3)}
@@ -68,6 +70,31 @@ def test_the_loss_before_training_is_the_base_models_on_the_first_batch(resumed,
         count += int((labels[1:] != -100).sum())
     assert report.loss_before_training == pytest.approx(total / count, rel=1e-4)
     assert report.loss_before_training != report.loss_first
+
+
+def test_a_fused_loss_that_ran_is_reported(resumed):
+    report = resumed[2]
+    assert report.losses["fused"] >= report.steps - report.resumed_from  # evaluations count, too
+    assert (report.losses["materialised"], report.losses["elsewhere"]) == ({}, 0)
+    assert {line.kernel: line.applied for line in report.kernels}["linear_cross_entropy"] == 1
+
+
+@pytest.mark.filterwarnings("ignore:the loss is computed from materialised logits")
+def test_a_fused_loss_that_was_planned_but_did_not_run_is_a_warning_after_the_first_step(tmp_path, capsys):
+    def observe(model):
+        model.lm_head.register_forward_hook(lambda module, args, output: output)
+
+    lines = []
+    report = run(plan_run(tmp_path, **{"train.max_steps": 2}), lines.append, change=observe)
+    reason = "the output head is observed: it has a forward hook"
+    assert lines[0]["step"] == 1 and lines[0]["note"].startswith("linear_cross_entropy was planned but did not run")
+    assert reason in lines[0]["note"] and lines[0]["note"] in report.notes
+    assert report.losses["fused"] == 0 and sum(report.losses["materialised"].values()) == 5  # and the evaluation
+    found = {line.kernel: line for line in report.kernels}["linear_cross_entropy"]
+    assert (found.applied, found.left) == (0, 1) and reason in found.note
+    show_report(report)
+    printed = capsys.readouterr().out
+    assert "5 from logits" in printed and "linear_cross_entropy" not in printed
 
 
 def test_every_line_has_a_time_in_utc_within_the_run(resumed, lines):

@@ -125,7 +125,11 @@ def wait_until(process: subprocess.Popen | Background, happened: Callable[[], bo
 
 
 def _write_done(arguments: tuple[object, ...], cwd: Path, said: str) -> None:
-    for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL)):
+    for number, handler in (
+        (signal.SIGINT, signal.default_int_handler),
+        (signal.SIGTERM, signal.SIG_DFL),
+        (signal.SIGHUP, signal.SIG_DFL),
+    ):
         signal.signal(number, handler)
     done = run_here(*arguments, cwd=cwd)
     Path(said).write_text(done.out + done.err, encoding="utf-8")
@@ -138,7 +142,7 @@ def _process_in(folder: Path) -> Iterator[None]:
     import torch
 
     before, threads = Path.cwd(), torch.get_num_threads()
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
     handlers = {number: signal.getsignal(number) for number in numbers}
     os.chdir(folder)
     torch.set_num_threads(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import sys
@@ -13,6 +14,8 @@ from rich.console import Console
 from rich.status import Status
 from rich.table import Table
 from rich.text import Text
+
+from ligertune.launcher.signals import leave_closed_terminal
 
 if TYPE_CHECKING:
     from ligertune.errors import UserError
@@ -40,8 +43,13 @@ def people_on_stderr(json_wanted: bool) -> None:
 
 
 def text(message: str = "") -> None:
-    """Print a line, without interpreting markup."""
-    OUTPUT.console.print(Text(message))
+    """Print a line, without interpreting markup. A terminal that is gone does not stop the command."""
+    try:
+        OUTPUT.console.print(Text(message))
+    except OSError as problem:
+        if problem.errno != errno.EIO:
+            raise
+        leave_closed_terminal()
 
 
 def note(message: str) -> None:

@@ -109,6 +109,7 @@ def show_report(report: Report) -> None:
     rows += [
         ("peak memory", _peak_memory(report.peak_memory)),
         ("kernels applied", _kernels(report.kernels, report.kernels_backend)),
+        *_losses(report.losses),
         ("device", f"{report.device} x {report.world_size}, {report.strategy}, {report.dtype}"),
         ("time", format_duration(report.seconds)),
         ("model", report.model_path or f"not written: {'save_model is false' if done else 'the run is not finished'}"),
@@ -199,6 +200,15 @@ def _kernels(lines: Iterable[KernelLine], backend: str) -> str:
     applied = [f"{line.kernel} x {line.applied}" for line in lines if line.applied]
     how = "Triton" if backend == "triton" else "PyTorch reference"
     return f"{', '.join(applied)} ({how})" if applied else "none"
+
+
+def _losses(counts: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return how the losses were computed, if any was counted. Replays of CUDA graphs are not."""
+    fused, from_logits, elsewhere = counts["fused"], sum(counts["materialised"].values()), counts["elsewhere"]
+    if not from_logits + elsewhere:
+        return [("losses", "in the output head, without logits")] if fused else []
+    numbers = {"in the output head, without logits": fused, "from logits": from_logits, "elsewhere": elsewhere}
+    return [("losses", ", ".join(f"{number:,} {how}" for how, number in numbers.items() if number))]
 
 
 def _peak_memory(peak: dict[str, Any]) -> str:

@@ -26,6 +26,7 @@ from ligertune.data.rows.conversation import BadRow, Conversation, Message
 from ligertune.data.rows.formats import Format
 from ligertune.data.rows.image_rows import image_parts
 from ligertune.data.templates.answer_spans import AnswerFinder
+from ligertune.data.templates.bounded_jinja import TemplateRefusalError, render_chat_template, template_name
 from ligertune.data.templates.control_tokens import ControlTokens, Rendered, Span
 from ligertune.errors import UserError
 
@@ -36,8 +37,6 @@ if TYPE_CHECKING:
 
 TrainOn = Literal["assistant", "last", "all"]
 
-# errors that a template raises on data that it was not written for
-_TEMPLATE_ERRORS = (TypeError, ValueError, LookupError, AttributeError)
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _IMAGE = re.compile(r"[\"']image[\"']")  # the template reads parts of this type
 _STRING = re.compile(r"\bis\s+string\b")  # the template reads content that is a plain string
@@ -98,6 +97,10 @@ class ChatTemplate:
     def _control(self) -> ControlTokens:
         return ControlTokens(self.tokenizer)
 
+    @cached_property
+    def _file(self) -> str:
+        return self.name if self.source else template_name(self.tokenizer)
+
     def render(self, conversation: Conversation) -> Rendered:
         """Return the text that the template writes, and the spans of the answers that are trained.
 
@@ -110,8 +113,9 @@ class ChatTemplate:
             messages.insert(0, {"role": "system", "content": self.system_prompt})
         messages = self._control.mark(messages)
         renderer = _JinjaRenderer(
-            {"chat_template": source, "tools": tools, **self.tokenizer.special_tokens_map},
-            file=self.name if self.source else None,
+            source,
+            self._file,
+            {"tools": tools, **self.tokenizer.special_tokens_map},
             takes_parts=self.with_images and bool(_IMAGE.search(source)),
             takes_strings=bool(_STRING.search(source)),
         )
@@ -136,14 +140,15 @@ class ChatTemplate:
 class _JinjaRenderer:
     """A jinja template with the arguments that all renderings of one conversation share."""
 
-    arguments: dict[str, Any]
-    file: str | None  # its name, if it is not the tokenizer's template
+    source: str
+    file: str  # its name, for errors
+    variables: dict[str, Any]  # tools, and names of special tokens
     takes_parts: bool  # content as a list of parts, for turns with images
     takes_strings: bool
 
     def render(self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool = False) -> str:
         """Return the text. Raises BadRow if the template refuses the messages."""
-        return self._run(messages, add_generation_prompt=add_generation_prompt)[0][0]
+        return self._run(messages, add_generation_prompt=add_generation_prompt)[0]
 
     def try_render(self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool = False) -> str | None:
         """Render, or return None: templates may refuse a part of a conversation that they accept as a whole."""
@@ -154,20 +159,14 @@ class _JinjaRenderer:
 
     def generation_spans(self, messages: Sequence[dict[str, Any]]) -> list[Span]:
         """Return the spans of the `{% generation %}` blocks."""
-        return [(start, end) for start, end in self._run(messages, return_assistant_tokens_mask=True)[1][0]]
+        return self._run(messages, spans=True)[1]
 
-    def _run(self, messages: Sequence[dict[str, Any]], **options: bool) -> tuple[list[str], list[list[Span]]]:
-        import jinja2
-        from transformers.utils.chat_template_utils import render_jinja_template
-
+    def _run(self, messages: Sequence[dict[str, Any]], **options: bool) -> tuple[str, list[Span]]:
         messages = [self._with_parts(message) for message in messages]
         try:
-            return render_jinja_template(conversations=[messages], **self.arguments, **options)
-        except jinja2.TemplateSyntaxError as error:
-            where = f"{self.file}:{error.lineno}" if self.file else f"The tokenizer's template, line {error.lineno}"
-            raise UserError(f"{where}: not jinja: {error.message.rstrip('.')}.") from error
-        except (jinja2.TemplateError, *_TEMPLATE_ERRORS) as error:
-            raise BadRow("the template refuses it", str(error).partition("\n")[0][:120]) from error
+            return render_chat_template(self.source, messages, name=self.file, **self.variables, **options)
+        except TemplateRefusalError as error:
+            raise BadRow("the template refuses it", str(error)) from error
 
     def _with_parts(self, message: dict[str, Any]) -> dict[str, Any]:
         """Split the content into parts if it shows an image, or if the template reads only parts."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from ligertune.errors import UserError
+from ligertune.models.model_files import ModelOrigin, read_json, reason_of
 from ligertune.models.save import write_prompt
 from ligertune.planning.preflight import HEADS_FILES
 from ligertune.storage import put_in_place, remove
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
 
 CONFIG, WEIGHTS = HEADS_FILES
 CHOICES = "medusa_choices.json"
+SAVED_HEADS = ModelOrigin("Medusa heads", "add --trust-remote-code")
 
 
 @dataclass(frozen=True)
@@ -71,10 +74,7 @@ class HeadsConfig:
                 f"{folder} holds no Medusa heads ({CONFIG} and {WEIGHTS}).",
                 hint="Name the folder medusa/ that `ligertune medusa` left in its output_dir.",
             )
-        try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise UserError(f"{path} is not JSON: {error}", hint="Train or export the heads again.") from error
+        found = read_json(path, SAVED_HEADS)
         missing = [f.name for f in dataclasses.fields(HeadsConfig)[:5] if found.get(f.name) is None]
         if missing:
             raise UserError(
@@ -83,6 +83,11 @@ class HeadsConfig:
             )
         defaults = {"original_lm_head": found.get("version") == "2", "torch_dtype": "float32"}
         known = {f.name: found[f.name] for f in dataclasses.fields(HeadsConfig) if f.name in found}
+        for name in ("medusa_num_heads", "medusa_num_layers", "hidden_size", "vocab_size"):
+            if type(found[name]) is not int or found[name] < 1:
+                raise SAVED_HEADS.error(f"{path}: {name} must be a whole number above 0.")
+        if not isinstance(found["base_model_name_or_path"], str):
+            raise SAVED_HEADS.error(f"{path}: base_model_name_or_path must be a text.")
         return HeadsConfig(**{**defaults, **known})
 
 
@@ -128,8 +133,7 @@ def write_heads(
     heads: state dict of `MedusaHeads`. weight (V, E): of the model's output head. base_model: its folder or hub id.
     expand: write a copy of a shared projection for each head.
     """
-    num_heads = len({name.split(".")[0] for name in heads})
-    num_layers = len({name.split(".")[1] for name in heads if ".linear." in name})
+    num_heads, num_layers = _heads_and_blocks(heads)
     shared, weight = f"0.{num_layers}.weight" not in heads, weight.detach().to("cpu").contiguous()
     config = HeadsConfig(
         medusa_num_heads=num_heads,
@@ -156,6 +160,12 @@ def write_heads(
     put_in_place(aside, folder)
 
 
+def _heads_and_blocks(tensors: dict[str, Tensor]) -> tuple[int, int]:
+    """Return the number of heads and of the residual blocks of each, from the names of their weights."""
+    blocks = [name.split(".") for name in tensors if ".linear." in name]
+    return len({block[0] for block in blocks}), len({block[1] for block in blocks})
+
+
 def write_choices(folder: Path, paths: Sequence[TreePath]) -> None:
     """Write the paths of the candidate tree, as lists of ranks."""
     (folder / CHOICES).write_text(json.dumps([list(path) for path in paths]) + "\n", encoding="utf-8")
@@ -166,7 +176,11 @@ def read_choices(folder: Path, num_heads: int) -> list[TreePath]:
     path = folder / CHOICES
     if not path.is_file():
         return chain(num_heads)
-    return [tuple(ranks) for ranks in json.loads(path.read_text(encoding="utf-8"))]
+    try:
+        paths = json.loads(path.read_text(encoding="utf-8"))
+        return [tuple(map(operator.index, ranks)) for ranks in paths]
+    except (ValueError, TypeError, RecursionError) as error:
+        raise SAVED_HEADS.error(f"{path} must hold lists of ranks: {reason_of(error)}.") from error
 
 
 def read_heads(folder: Path, weight: Tensor) -> MedusaHeads:
@@ -177,6 +191,13 @@ def read_heads(folder: Path, weight: Tensor) -> MedusaHeads:
         tensors = load_file(folder / WEIGHTS)
     except (SafetensorError, OSError) as error:
         raise UserError(f"{folder / WEIGHTS} could not be read: {error}", hint="Train the heads again.") from error
+    described, stored = (config.medusa_num_heads, config.medusa_num_layers), _heads_and_blocks(tensors)
+    if described != stored:  # before they are allocated
+        raise UserError(
+            f"{folder / WEIGHTS} does not hold {described[0]} heads of {described[1]} blocks, as its {CONFIG} says:"
+            f" it holds {stored[0]} of {stored[1]}.",
+            hint="Train or export the heads again.",
+        )
     own = f"0.{config.medusa_num_layers}.weight" in tensors  # config.json of the first Medusa release does not tell
     heads = MedusaHeads(config.medusa_num_heads, config.medusa_num_layers, weight.detach(), own_lm_head=own)
     try:

@@ -26,7 +26,7 @@ from accelerate.utils import OPTIMIZER_NAME, SAFE_WEIGHTS_NAME, recursively_appl
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from ligertune.errors import UserError
+from ligertune.errors import UserError, format_bytes
 from ligertune.planning.plan import Plan
 from ligertune.planning.preflight import no_checkpoint
 from ligertune.storage import (
@@ -260,7 +260,7 @@ def check_space(plan: Plan) -> None:
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise UserError(
-            f"checkpoint.output_dir: {plan.output_dir} has {free / 1e9:.1f} GB free, and this run's saves need "
-            f"{needed / 1e9:.1f} GB ({copies} x {checkpoint / 1e9:.1f} GB, and the model).",
+            f"checkpoint.output_dir: {plan.output_dir} has {format_bytes(free)} free, and this run's saves need "
+            f"{format_bytes(needed)} ({copies} x {format_bytes(checkpoint)}, and the model).",
             hint="Lower checkpoint.save_total_limit, or name a folder on a larger disk.",
         )

@@ -59,6 +59,29 @@ def divisor_of(
     return torch.full((), max(1, n), dtype=dtype, device=rows.device)
 
 
+def weights_and_divisor(
+    rows: torch.Tensor,  # (N, ...)
+    labels: torch.Tensor,
+    reduction: Reduction,
+    *,
+    ignore_index: int,
+    class_weight: torch.Tensor | None,  # (V,)
+    z_loss: float,
+    num_items_in_batch: int | torch.Tensor | None = None,
+) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """Return the class weights and the divisor of a cross entropy.
+
+    A mean with class weights and a z-loss divides by the number of labels that are not ignored, as PaLM's z-loss does.
+    The weights are scaled to a mean of 1 over these labels, so that the rest of the loss is torch's weighted mean.
+    """
+    options = {"ignore_index": ignore_index, "num_items_in_batch": num_items_in_batch}
+    divisor = divisor_of(rows, labels, reduction, class_weight=class_weight, **options)
+    if class_weight is None or not z_loss or reduction != "mean" or num_items_in_batch is not None:
+        return class_weight, divisor
+    tokens = divisor_of(rows, labels, reduction, **options)
+    return class_weight.to(divisor.dtype) * (tokens / divisor), tokens
+
+
 class LossFunction(torch.autograd.Function):
     """Base of the losses that compute their gradients in the forward, which calls `scale` and `keep`."""
 

@@ -5,8 +5,8 @@ rows and passes on the gradient:
 
     sum     sum_i loss_i
     mean    sum_i loss_i / n, n the number of labels that are not ignored (with class weights the sum of their weights).
-            If all are ignored, the mean is 0 with zero gradients; torch returns NaN. n divides the z-loss too:
-            with class weights that is another z-loss than PaLM's, whose mean is over tokens.
+            If all are ignored, the mean is 0 with zero gradients; torch returns NaN. The z-loss is always divided by
+            the number of labels that are not ignored, as in PaLM.
 
 For sum and mean the gradient is computed together with the loss, while the row is in the cache: 2 NV elements are moved
 instead of 3. It is stored in a separate buffer, or over the logits (inplace), until the backward multiplies it by the
@@ -19,7 +19,13 @@ import torch
 
 from ligertune_kernels.autograd import no_double_backward
 from ligertune_kernels.launcher import as_rows, runs_triton
-from ligertune_kernels.ops.losses._reduction import LossFunction, LossModule, Reduction, check_reduction, divisor_of
+from ligertune_kernels.ops.losses._reduction import (
+    LossFunction,
+    LossModule,
+    Reduction,
+    check_reduction,
+    weights_and_divisor,
+)
 from ligertune_kernels.ops.losses._row_pass import LossOptions, capped_logits, row_pass
 
 
@@ -33,6 +39,10 @@ def cross_entropy_reference(
 ) -> torch.Tensor:
     """Compute `cross_entropy` in plain torch, differentiated by autograd; options are the fields of LossOptions."""
     terms = LossOptions(**options)
+    weight, divisor = weights_and_divisor(
+        logits.reshape(-1, logits.shape[-1]), labels, reduction,
+        ignore_index=terms.ignore_index, class_weight=weight, z_loss=terms.z_loss,
+    )  # fmt: skip
     z, _ = capped_logits(logits.reshape(-1, logits.shape[-1]), terms)
     flat = labels.reshape(-1, 1).long()
     ignored, is_class = flat == terms.ignore_index, (flat >= 0) & (flat < z.shape[1])
@@ -48,9 +58,7 @@ def cross_entropy_reference(
     losses = losses.masked_fill(ignored, 0.0).squeeze(1)
     if reduction == "none":
         return losses.view(labels.shape)
-    if reduction == "sum":
-        return losses.sum()
-    return losses.sum() / divisor_of(z, labels, "mean", ignore_index=terms.ignore_index, class_weight=weight)
+    return losses.sum() / divisor
 
 
 class _CrossEntropy(LossFunction):
@@ -137,7 +145,9 @@ def cross_entropy(
         if needs_grad:
             return _CrossEntropyRows.apply(rows, flat, weight, options, inplace).view(labels.shape)
         return row_pass(rows, flat, options, weight=weight).view(labels.shape)
-    denominator = divisor_of(rows, flat, reduction, ignore_index=ignore_index, class_weight=weight)
+    weight, denominator = weights_and_divisor(
+        rows, flat, reduction, ignore_index=ignore_index, class_weight=weight, z_loss=z_loss
+    )
     if needs_grad:
         return _CrossEntropy.apply(rows, flat, weight, denominator, options, inplace)
     return row_pass(rows, flat, options, weight=weight).sum() / denominator

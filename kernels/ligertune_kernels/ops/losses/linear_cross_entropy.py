@@ -18,13 +18,22 @@ losses, and its backward computes the chunks again with these values (8 NEV).
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from ligertune_kernels.autocast import without_autocast
 from ligertune_kernels.autograd import no_double_backward
 from ligertune_kernels.ops.losses._linear_chunks import Targets, run_chunks
 from ligertune_kernels.ops.losses._linear_inputs import Head, check_linear, choose_schedule, empty_loss, rows_to_take
-from ligertune_kernels.ops.losses._reduction import LossFunction, LossModule, Reduction, check_reduction, divisor_of
+from ligertune_kernels.ops.losses._reduction import (
+    LossFunction,
+    LossModule,
+    Reduction,
+    check_reduction,
+    divisor_of,
+    weights_and_divisor,
+)
 from ligertune_kernels.ops.losses._row_pass import LossOptions
 from ligertune_kernels.ops.losses._schedule import CHUNK_BYTES, Schedule
 from ligertune_kernels.ops.losses.cross_entropy import cross_entropy_reference
@@ -143,10 +152,11 @@ def linear_cross_entropy(
         if reduction == "none":
             losses = _row_losses(rows, head, targets, schedule)
             return (losses if index is None else scatter_rows(losses, index, labels.numel())).view(labels.shape)
-        denominator = divisor_of(
-            rows, flat, reduction, ignore_index=ignore_index, class_weight=class_weight,
+        class_weight, denominator = weights_and_divisor(
+            rows, flat, reduction, ignore_index=ignore_index, class_weight=class_weight, z_loss=z_loss,
             num_items_in_batch=num_items_in_batch,
         )  # fmt: skip
+        targets = replace(targets, class_weight=class_weight)
         return summed_losses(rows, head, targets, denominator, schedule)[0]
 
 

@@ -9,6 +9,7 @@ import torch
 from judge import judge
 from ligertune_kernels import launcher, runs_triton
 from torch import Tensor
+from torch.nn import functional as F
 
 HIDDEN, VOCAB = 24, 41
 
@@ -174,6 +175,22 @@ def test_num_items_in_batch_replaces_the_divisor(loss, options, device) -> None:
             for count in (n, torch.tensor(n, device=device)):
                 found = function(rows, weights, y, **(options | {"num_items_in_batch": count}))
                 torch.testing.assert_close(found, expected)
+
+
+def test_the_z_loss_is_a_mean_over_tokens_with_class_weights_too(device) -> None:
+    """As in PaLM; only the cross-entropy is divided by the sum of the weights."""
+    hidden, weight = (torch.randn(size, device=device, requires_grad=True) for size in ((9, 16), (12, 16)))
+    labels, classes = torch.arange(9, device=device), torch.linspace(0.1, 3.0, 12, device=device)
+    labels[4] = -100
+    kept = (hidden @ weight.T)[labels != -100]
+    expected = F.cross_entropy(kept, labels[labels != -100], weight=classes) + 0.3 * kept.logsumexp(-1).square().mean()
+    truth = torch.autograd.grad(expected, (hidden, weight))
+    for name, class_weight in (("cross_entropy", "weight"), ("linear_cross_entropy", "class_weight")):
+        for op in (getattr(kernels, name), getattr(kernels, f"{name}_reference")):
+            given = (hidden, weight) if name.startswith("linear") else (hidden @ weight.T,)
+            loss = op(*given, labels, z_loss=0.3, **{class_weight: classes})
+            torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(torch.autograd.grad(loss, (hidden, weight)), truth, rtol=1e-4, atol=1e-5)
 
 
 @losses()

@@ -1,0 +1,169 @@
+"""Adapters, processors and prompts from anyone are refused in one sentence; unusual folders load."""
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import tiny_vlms
+import torch
+from command_line import run_here
+from hostile_folders import CODE, CONFIG, TOKENIZER, Hostile, change_json, indexed, own_code, refused, weights, write
+from safetensors.torch import load_file
+
+# ---- adapters
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory, quickstart):
+    """The folder of an adapter of rank 2 on two layers."""
+    import peft
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(quickstart / "stories260K")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    folder = tmp_path_factory.mktemp("adapter")
+    peft.get_peft_model(model, config).save_pretrained(folder)
+    return folder
+
+
+ADAPTER, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
+def adapter_config(**changes: object) -> Callable[[Path], object]:
+    return lambda folder: change_json(folder / ADAPTER, changes)
+
+
+def adapter_weights(change: Callable[[dict], object]) -> Callable[[Path], object]:
+    return weights(change, ADAPTER_WEIGHTS)
+
+
+FIRST = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+NINTH = FIRST.replace(".0.", ".9.")
+ADAPTERS = (
+    Hostile("config is a list", write(ADAPTER, []), (f"{ADAPTER} holds a list",)),
+    Hostile("config is cut", write(ADAPTER, "{"), (f"{ADAPTER} is not a valid JSON file",)),
+    Hostile("no base model", adapter_config(base_model_name_or_path=...), ("does not name the model",)),
+    Hostile("a kind of no name", adapter_config(peft_type="WOBBLE"), ("holds no adapter", "WOBBLE")),
+    Hostile("a huge rank", adapter_config(r=10**9), ("r is 1000000000",)),
+    Hostile("another rank", adapter_config(r=4), ("holds no adapter of this model", "lora_A")),
+    Hostile("a module to import", adapter_config(megatron_config={}, megatron_core="evil"), ("megatron_config",)),
+    Hostile("no weights", lambda folder: (folder / ADAPTER_WEIGHTS).unlink(), (f"holds no {ADAPTER_WEIGHTS}",)),
+    Hostile("cut weights", write(ADAPTER_WEIGHTS, b"hello"), (f"{ADAPTER_WEIGHTS} is not a complete safetensors",)),
+    Hostile("a weight is missing", adapter_weights(lambda w: w.pop(FIRST)), ("lacks 1 weight", "layers.0.self_attn")),
+    Hostile("a weight of no layer", adapter_weights(lambda w: w.update({NINTH: torch.ones(2, 64)})), (NINTH,)),
+    Hostile("code of the base model", lambda folder: own_code(CONFIG, AutoConfig="C")(folder.parent / "base"),
+            ("own Python code", "--trust-remote-code")),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("command", ["generate", "export"])
+@pytest.mark.parametrize("case", ADAPTERS, ids=lambda case: case.name)
+def test_a_hostile_adapter_is_refused_in_one_sentence(case, command, place, adapter):
+    (place / "model").rename(place / "base")
+    shutil.copytree(adapter, place / "model")
+    adapter_config(base_model_name_or_path="base")(place / "model")
+    shutil.copy(place / "base" / "tokenizer.json", place / "model")
+    case.damage(place / "model")
+    sentence = refused(place, command)
+    for words in case.says:
+        assert words in sentence
+
+
+def test_an_adapter_without_a_tokenizer_uses_that_of_its_base_model(place, adapter):
+    (place / "model").rename(place / "base")
+    shutil.copytree(adapter, place / "model")
+    adapter_config(base_model_name_or_path="base")(place / "model")
+    assert run_here("generate", "./model", "Hi.", "--max-new-tokens", 2, cwd=place).code == 0
+
+
+# ---- folders that are unusual, and fine
+
+
+def sharded(folder: Path) -> None:
+    names = list(load_file(folder / "model.safetensors"))
+    indexed({"metadata": {}, "weight_map": dict.fromkeys(names, "x.safetensors")})(folder)
+
+
+def in_the_hubs_cache(folder: Path) -> None:
+    """snapshots/REVISION/x.safetensors links to blobs/HASH."""
+    sharded(folder)
+    snapshot = folder.parent / "cache" / "snapshots" / "main"
+    snapshot.parent.mkdir(parents=True)
+    (folder.parent / "cache" / "blobs").mkdir()
+    folder.rename(snapshot)
+    (snapshot / "x.safetensors").rename(folder.parent / "cache" / "blobs" / "1")
+    (snapshot / "x.safetensors").symlink_to("../../blobs/1")
+    folder.symlink_to(snapshot)
+
+
+def with_extras(w: dict) -> None:
+    embedding = w["model.embed_tokens.weight"]
+    w.update({"lm_head.weight": embedding.clone(), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        sharded,
+        in_the_hubs_cache,
+        weights(with_extras),
+        own_code(TOKENIZER, AutoTokenizer="T", tokenizer_class="PreTrainedTokenizerFast"),
+        write("generation_config.json", {"num_beams": 4, "eos_token_id": 2}),
+    ],
+    ids=["sharded", "the hub's cache", "tied weights and old buffers twice", "code that transformers has too", "beams"],
+)
+def test_unusual_folders_load_without_running_code(change, place):
+    expected = run_here("generate", "./model", "Hi.", "--max-new-tokens", 4, cwd=place).out
+    change(place / "model")
+    done = run_here("generate", "./model", "Hi.", "--max-new-tokens", 4, cwd=place)
+    assert (done.code, done.out) == (0, expected), done.err
+    assert not (place / "marker").exists()
+
+
+# ---- processors, Medusa heads and what is typed
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["transformers has the class too", "only the folder has it"])
+def test_the_code_of_a_processor_never_runs(known, place):
+    tiny_vlms.save("qwen2_vl", place / "vlm")
+    marks = {"auto_map": {"AutoImageProcessor": "evil.P", "AutoProcessor": "evil.P"}}
+    change_json(
+        place / "vlm" / "preprocessor_config.json", marks if known else {**marks, "image_processor_type": "Evil"}
+    )
+    (place / "vlm" / "evil.py").write_text(CODE.format(marker=str(place / "marker")))
+    if known:
+        assert run_here("generate", "./vlm", "Hi.", "--max-new-tokens", 2, cwd=place).code == 0
+        assert not (place / "marker").exists()
+    else:
+        assert "EvilPil and its own code (auto_map) is not run" in refused(place, "generate", model="./vlm")
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "says"),
+    [
+        (("--seed", 10**23), 2, "--seed"),
+        (("--seed", -1), 2, "--seed"),
+        ((), 2, "Error: The prompt is not UTF-8: character 4"),
+    ],
+)
+def test_what_is_typed_is_checked(argv, code, says, place):
+    prompt = "Hi." if argv else os.fsdecode(b"caf\xe9")
+    done = run_here("generate", "./model", prompt, *argv, cwd=place)
+    assert done.code == code and says in done.err and "Traceback" not in done.err
+
+
+PROMPTS = ("[]", "{", '{"prompt_template": "wobble"}', '{"prompt_template": "chat", "system_prompt": 1}')
+
+
+@pytest.mark.parametrize("content", PROMPTS)
+def test_a_damaged_prompt_format_is_refused(content, place):
+    (place / "model" / "ligertune.json").write_text(content)
+    assert "ligertune.json" in refused(place, "generate")
+
+
+@pytest.mark.parametrize("content", ["[]", '{"max_new_tokens": "many"}', '{"top_k": -1}'])
+def test_a_damaged_generation_config_is_refused(content, place):
+    (place / "model" / "generation_config.json").write_text(content)
+    assert "generation_config" in refused(place, "generate", "--temperature", "1")

@@ -1,0 +1,52 @@
+"""torch.compile of a whole patched model over changing lengths: losses and number of graphs, as of an unpatched one."""
+
+import copy
+import threading
+
+import pytest
+import tiny_models
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from ligertune.patching.patch import patch
+
+LENGTHS = (24, 12)
+
+
+def in_new_thread(function):
+    """Call `function` in a thread of its own: the state of patched models is fresh there, as in a new process."""
+    found = []
+    thread = threading.Thread(target=lambda: found.append(function()))
+    thread.start()
+    thread.join()
+    assert found, "the thread ended with an error"
+    return found[0]
+
+
+def train_compiled(model, lengths, backend="aot_eager", **options):
+    """Return the number of graphs, and the losses and gradients of one step for each length."""
+    torch._dynamo.reset()
+    counter, steps = CompileCounterWithBackend(backend), []
+    compiled = torch.compile(model, backend=counter, **options)
+    for length in lengths:
+        model.zero_grad()
+        loss = compiled(**tiny_models.batch(length=length)).loss
+        loss.backward()
+        steps.append((loss.detach(), *(p.grad.clone() for p in model.parameters())))
+    torch._dynamo.reset()
+    return counter.frame_count, steps
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])  # without and with a soft cap
+def test_a_compiled_model_takes_changing_lengths_in_a_fresh_thread(family):
+    plain = tiny_models.make(family, num_hidden_layers=1)
+    patched = copy.deepcopy(plain)
+    patch(patched)
+    _, found = in_new_thread(lambda: train_compiled(patched, LENGTHS, fullgraph=True))
+    for length, (loss, *gradients) in zip(LENGTHS, found, strict=True):
+        plain.zero_grad()
+        expected = plain(**tiny_models.batch(length=length)).loss
+        expected.backward()
+        torch.testing.assert_close(loss, expected.detach(), rtol=1e-5, atol=0)
+        for gradient, parameter in zip(gradients, plain.parameters(), strict=True):
+            torch.testing.assert_close(gradient, parameter.grad, rtol=1e-4, atol=1e-6)

@@ -1,0 +1,139 @@
+"""Compare a tiny model of any family with and without kernels: loss, gradients, logits, generation, and unpatching."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from tiny_families import class_name, inputs_of, tiny_family
+from torch import Tensor, nn
+
+from ligertune.patching.patch import patch, unpatch
+
+TOLERANCE = 1e-4  # of the loss, of a parameter's largest gradient, of the largest logit: sums in another order
+LEAST = 1e-3  # share of the largest gradient of all below which a parameter's is zero but for rounding
+Run = Callable[[nn.Module, str], Tensor]
+Outcome = Literal["same", "differs", "crashes", "not built"]
+
+
+@dataclass(frozen=True)
+class FamilyResult:
+    """One entry of transformers' tables. error: the largest relative difference of loss, gradients and logits."""
+
+    kind: str
+    model_type: str
+    class_name: str
+    outcome: Outcome
+    note: str = ""
+    error: float = 0.0
+    kernels: str = ""
+
+
+def check_family(kind: str, model_type: str) -> FamilyResult:
+    """Build, patch, compare and unpatch one family."""
+    about = kind, model_type, class_name(kind, model_type)
+    try:
+        plain = tiny_family(kind, model_type)
+        expected = _train(plain, model_type)
+        outputs = {name: _output(run, plain, model_type) for name, run in OUTPUTS.items()}
+    except Exception as error:  # whatever a family raises for sizes or inputs that it does not have
+        return FamilyResult(*about, "not built", _first_line(error))
+    try:
+        return FamilyResult(*about, *_compare(plain, expected, outputs, model_type))
+    except Exception as error:
+        return FamilyResult(*about, "crashes", _first_line(error))
+
+
+def _output(run: Run, model: nn.Module, model_type: str) -> Tensor | None:
+    """Return logits or generated tokens; None if the family itself cannot make them from our inputs."""
+    try:
+        return run(model, model_type)
+    except Exception:
+        return None
+
+
+def _compare(
+    plain: nn.Module, expected: dict[str, Tensor], outputs: dict[str, Tensor | None], model_type: str
+) -> tuple[Outcome, str, float, str]:
+    patched = copy.deepcopy(plain)
+    classes = [type(module) for module in patched.modules()]
+    report = patch(patched)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = _train(patched, model_type)
+    made = any("materialised logits" in str(warning.message) for warning in caught)
+    notes = ["logits are made"] if made else []
+    notes += [f"no {name} without kernels either" for name, output in outputs.items() if output is None]
+    errors = _errors(found, expected)
+    for name, output in outputs.items():
+        if output is not None:
+            errors[name] = _error(OUTPUTS[name](patched, model_type), output)
+    wrong = [name for name, error in errors.items() if not error <= TOLERANCE]
+    restored = not unpatch(patched) and [type(module) for module in patched.modules()] == classes
+    again = _train(patched, model_type)
+    if not restored or any(not torch.equal(again[name], expected[name]) for name in expected):
+        wrong.append("unpatched")
+    kernels = {row.kernel: row.applied for row in report.rows if row.applied and not (made and row is report.rows[-1])}
+    names = ", ".join(f"{name} {count}" for name, count in kernels.items())
+    return "differs" if wrong else "same", ", ".join(wrong[:3] + notes), max(errors.values()), names
+
+
+def _train(model: nn.Module, model_type: str) -> dict[str, Tensor]:
+    """Return the loss of one training step and the gradient of every parameter that has one."""
+    model.train().zero_grad()
+    torch.manual_seed(0)
+    output = model(**inputs_of(model_type))
+    output.loss.backward()
+    if not torch.isfinite(output.loss):
+        raise ValueError(f"its loss is {float(output.loss)}")
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return {"loss": output.loss.detach(), **gradients}
+
+
+@torch.no_grad()
+def _logits(model: nn.Module, model_type: str) -> Tensor:
+    torch.manual_seed(0)
+    inputs = {name: value for name, value in inputs_of(model_type).items() if name != "labels"}
+    return model.eval()(**inputs).logits
+
+
+@torch.no_grad()
+def _generate(model: nn.Module, model_type: str) -> Tensor:
+    """Return greedy tokens."""
+    torch.manual_seed(0)
+    inputs = {name: value for name, value in inputs_of(model_type).items() if name != "labels"}
+    return model.eval().generate(**inputs, max_new_tokens=4, do_sample=False, pad_token_id=0).float()
+
+
+OUTPUTS: dict[str, Run] = {"logits": _logits, "generation": _generate}
+
+
+def _errors(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
+    largest = max(float(value.abs().max()) for name, value in expected.items() if name != "loss" and value.numel())
+    missing = {name: float("inf") for name in found.keys() ^ expected.keys()}
+    both = found.keys() & expected.keys()
+    return missing | {
+        name: _error(found[name], expected[name], least=0.0 if name == "loss" else LEAST * largest) for name in both
+    }
+
+
+def _error(found: Tensor, expected: Tensor, *, least: float = 0.0) -> float:
+    """Return the largest difference, relative to the largest value."""
+    if found.shape != expected.shape:
+        return float("inf")
+    if not expected.numel():
+        return 0.0
+    infinite = expected.isinf() & (found == expected)  # logits of masked classes
+    off, size = (
+        (t.masked_fill(infinite, 0.0).abs().max()) for t in (found - expected.masked_fill(infinite, 0.0), expected)
+    )
+    return float(off) / max(float(size), least, 1e-12)
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {' '.join(lines[:2])}"[:200]
