@@ -37,7 +37,7 @@ from ligertune.progress import Display, Phases
 from ligertune.recipe import Recipe
 from ligertune.recipe.plain_yaml import dump
 from ligertune.report import Report, loss_unit, make_report, model_title, write_page
-from ligertune.storage import utc_now, write_json
+from ligertune.storage import mask_secrets, utc_now, write_json
 from ligertune.train.checkpoint.checkpoint_files import check_space
 from ligertune.train.checkpoint.final_model import save_final_model
 from ligertune.train.checkpoint.load_checkpoint import check_unfinished
@@ -188,4 +188,4 @@ def begin_output(plan: Plan) -> None:
         clear_run(plan.output_dir)
     check_space(plan)
     write_json(plan.output_dir / "plan.json", plan.as_dict())
-    (plan.output_dir / "resolved_recipe.yaml").write_text(dump(plan.settings), encoding="utf-8")
+    (plan.output_dir / "resolved_recipe.yaml").write_text(mask_secrets(dump(plan.settings)), encoding="utf-8")

@@ -60,10 +60,27 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def write_json(path: Path, content: dict) -> None:
-    """Write a JSON file atomically."""
+    """Write a JSON file atomically, without secrets."""
     partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(content, indent=1, default=str) + "\n", encoding="utf-8")
+    partial.write_text(mask_secrets(json.dumps(content, indent=1, default=str)) + "\n", encoding="utf-8")
     os.replace(partial, path)
+
+
+# variables whose values are secrets, and what secrets look like that were written into a command or a recipe
+_SECRET_VARIABLES = (
+    "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN",
+    "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN",
+)  # fmt: skip
+_SECRET = re.compile(r"\bhf_\w{16,}|\bwandb_v\d+_\w{16,}|(?<=://)[^/\s:@\"']+:[^/\s@\"']+(?=@)")
+_SHORTEST_SECRET = 8  # a variable with less is a placeholder, and may be part of a word
+
+
+def mask_secrets(text: str) -> str:
+    """Return the text of a report with MASKED, a word in JSON, YAML and HTML, for tokens and passwords."""
+    for value in (os.environ.get(name, "") for name in _SECRET_VARIABLES):
+        if len(value) >= _SHORTEST_SECRET:
+            text = text.replace(value, "MASKED")
+    return _SECRET.sub("MASKED", text)
 
 
 # ---- checkpoints

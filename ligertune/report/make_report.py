@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ligertune.recipe.plain_yaml import dump
 from ligertune.report.provenance import provenance
-from ligertune.storage import read_metrics, utc_now
+from ligertune.storage import mask_secrets, read_metrics, utc_now
 
 if TYPE_CHECKING:
     from ligertune.planning.plan import KernelLine, Plan
@@ -127,7 +127,7 @@ def make_report(
         seconds=seconds,
         output_dir=str(plan.output_dir),
         model_path=model_path,
-        **dataclasses.asdict(provenance(dump(plan.settings), started=started, ended=utc_now())),
+        **dataclasses.asdict(provenance(mask_secrets(dump(plan.settings)), started=started, ended=utc_now())),
         notes=(*plan.notes, *fitted.notes, *notes),
         medusa=medusa,
         seconds_to_first_step=seconds_to_first_step,

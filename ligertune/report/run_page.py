@@ -12,7 +12,7 @@ from ligertune.errors import format_bytes, format_count, format_duration, plural
 from ligertune.recipe.plain_yaml import dump
 from ligertune.report.make_report import Report
 from ligertune.report.svg_chart import Series, line_chart, render_template
-from ligertune.storage import read_metrics
+from ligertune.storage import mask_secrets, read_metrics
 
 if TYPE_CHECKING:
     from ligertune.planning.plan import Plan
@@ -53,7 +53,7 @@ def write_page(plan: Plan, report: Report) -> Path:
         recipe=dump(plan.settings),
     )
     path = plan.output_dir / PAGE
-    path.write_text(page, encoding="utf-8")
+    path.write_text(mask_secrets(page), encoding="utf-8")
     return path
 
 

@@ -15,6 +15,7 @@ from ligertune.models.save import PROMPT_FILE, adapter_base_model, prompt_of, re
 from ligertune.planning.options import MethodOptions, RunOptions, saved_options
 from ligertune.planning.preflight import looks_local
 from ligertune.planning.saved_model import SavedModel
+from ligertune.storage import mask_secrets
 
 CARD = "README.md"
 PROMPT_FORMATS = {
@@ -66,7 +67,7 @@ def write_card(folder: Path, source: SavedModel, *, is_adapter: bool, repository
         system_prompt=prompt["system_prompt"],
     )
     folder.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
+    path.write_text(mask_secrets(text), encoding="utf-8")
     return path
 
 

@@ -1,6 +1,7 @@
 """`ligertune export --push` against a local hub, its dry run, and the model card."""
 
 import shutil
+import sys
 
 import pytest
 import yaml
@@ -83,3 +84,23 @@ def test_a_push_that_cannot_succeed_is_refused_with_one_sentence(run, monkeypatc
     failed = run_here("export", run, "--adapter", "--push", "me/tiny", cwd=tmp_path)
     assert failed.code == 1 and "Traceback" not in failed.err
     assert f"ligertune export {run}/model --push me/tiny" in " ".join(failed.err.split())
+
+
+def test_reports_and_cards_hold_no_secrets(tmp_path, monkeypatch):
+    """A token in the environment, and others that were written into the command and the recipe by mistake."""
+    secrets = {"HF_TOKEN": "hf_" + "A1" * 17, "WANDB_API_KEY": "0123456789abcdef" * 2 + "01234567"}
+    for name, value in secrets.items():
+        monkeypatch.setenv(name, value)
+    other, password = "hf_" + "B2" * 17, "open-sesame"
+    secrets |= {"in the recipe": other, "of an address": password}
+    monkeypatch.setattr(sys, "argv", ["ligertune", "train", f"--set=x={secrets['WANDB_API_KEY']}", other])
+    changes = {**SHORT, "train.max_steps": 2, "data.system_prompt": f"Use {other} at https://me:{password}@host/x."}
+    train(tmp_path, **{**changes, "logging.run_name": secrets["HF_TOKEN"], "data.datasets.0.max_samples": 20})
+    assert run_here("export", tmp_path / "run", "--out", "out", cwd=tmp_path).code == 0
+    files = [path for folder in (tmp_path / "run", tmp_path / "out") for path in folder.rglob("*")]
+    texts = {path.name: path.read_text() for path in files if path.suffix in (".json", ".html", ".yaml", ".md")}
+    assert {"report.json", "report.html", "plan.json", "resolved_recipe.yaml", "README.md"} <= set(texts)
+    leaks = [(file, name) for file, text in texts.items() for name, secret in secrets.items() if secret in text]
+    # the prompt that the model was trained with is part of the model
+    assert [leak for leak in leaks if leak[0] != "ligertune.json"] == []
+    assert "MASKED" in texts["report.json"] and "MASKED" in texts["report.html"]
