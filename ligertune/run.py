@@ -78,9 +78,9 @@ def plan_for(
     )
     if for_show:
         return job
-    check_unfinished(job.plan)
+    plan = replace(job.plan, notes=(*job.plan.notes, *check_unfinished(job.plan)))
     on_this_host = ranks_on_node() if is_launched() else machine.world_size
-    return replace(job, plan=warn_of_host_memory(job.plan, processes=on_this_host, free=available_memory()))
+    return replace(job, plan=warn_of_host_memory(plan, processes=on_this_host, free=available_memory()))
 
 
 def _load_and_plan(recipe: Recipe, machine: Machine, progress: ProgressCallback | None, *, sharded: bool) -> Job:

@@ -86,13 +86,18 @@ def mask_secrets(text: str) -> str:
 # ---- checkpoints
 
 
-def complete_checkpoints(output_dir: Path) -> list[Path]:
-    """Return the complete `checkpoints/step-N` of a run, oldest first."""
+def step_folders(output_dir: Path) -> list[tuple[int, Path]]:
+    """Return (N, folder) of each `checkpoints/step-N` of a run, lowest first, complete or not."""
     folder = output_dir / "checkpoints"
     if not folder.is_dir():
         return []
-    named = [(int(m[1]), entry) for entry in folder.iterdir() if (m := re.fullmatch(r"step-(\d+)", entry.name))]
-    return [entry for _, entry in sorted(named) if (entry / PROGRESS_FILE).is_file()]
+    named = [(int(m[1]), entry) for entry in folder.iterdir() if (m := re.fullmatch(r"step-(\d{1,18})", entry.name))]
+    return sorted(named)
+
+
+def complete_checkpoints(output_dir: Path) -> list[Path]:
+    """Return the complete `checkpoints/step-N` of a run, oldest first."""
+    return [folder for _, folder in step_folders(output_dir) if os.path.isfile(folder / PROGRESS_FILE)]
 
 
 def newest_checkpoint(output_dir: Path) -> Path | None:
@@ -130,15 +135,57 @@ class MetricsFile:
                 out.write(json.dumps(line) + "\n")
 
 
+# Types of the values of metrics.jsonl that a resumed run or a report computes with. None: GaLore has no grad_norm.
+LINE_TYPES = {
+    **dict.fromkeys(("step", "tokens", "padded_tokens", "trained_tokens"), (int,)),
+    **dict.fromkeys(("loss", "eval_loss", "loss_before_training"), (int, float)),
+    **dict.fromkeys(("learning_rate", "grad_norm", "tokens_per_second", "seconds"), (int, float, type(None))),
+}
+
+
 def read_metrics(path: Path) -> list[dict]:
-    """Return all complete lines of metrics.jsonl. A last line that a kill cut off is skipped."""
-    if not path.is_file():
-        return []
-    lines = []
-    for text in path.read_text(encoding="utf-8").split("\n"):
-        with contextlib.suppress(json.JSONDecodeError):
-            lines.append(json.loads(text))
-    return lines
+    """Return all lines of metrics.jsonl that are not damaged. A last line that a kill cut off is skipped, too."""
+    return [line for _, line in _metrics_lines(path) if line is not None]
+
+
+def damaged_lines(path: Path) -> list[tuple[int, int]]:
+    """Return (line number, highest step in the lines before it) of each damaged line of metrics.jsonl."""
+    damaged, last = [], 0
+    for number, line in _metrics_lines(path):
+        if line is None:
+            damaged.append((number, last))
+        else:
+            last = max(last, line["step"])
+    return damaged
+
+
+def _metrics_lines(path: Path) -> Iterator[tuple[int, dict | None]]:
+    """Yield (number, line) of metrics.jsonl; None for one that is damaged. The rest after the last \\n is left out."""
+    if path.is_file():
+        for number, text in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
+            line = _parse_object(text)
+            wrong = (
+                line is None
+                or "step" not in line
+                or any(name in line and type(line[name]) not in kinds for name, kinds in LINE_TYPES.items())
+            )
+            yield number, None if wrong else line
+
+
+def read_object(path: Path) -> dict | None:
+    """Return the object in a JSON file; None if there is no such file, or something else in it."""
+    try:
+        return _parse_object(path.read_bytes())
+    except OSError:
+        return None
+
+
+def _parse_object(text: bytes) -> dict | None:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
 
 
 # ---- disk errors

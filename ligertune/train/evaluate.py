@@ -1,30 +1,25 @@
-"""Evaluation: the mean loss over an evaluation set, early stopping, and the best model's weights.
+"""Evaluation: the mean loss over an evaluation set, and early stopping.
 
 All decisions follow from the evaluation losses in metrics.jsonl, so a resumed run decides as an uninterrupted one.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import torch
 from accelerate import Accelerator
-from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import nn
 
 from ligertune.data.batching.collate import Batcher
 from ligertune.data.batching.packing import pack
 from ligertune.launcher.signals import StopRequest
 from ligertune.patching.deferred_logits import loss_only
 from ligertune.planning.plan import Plan
-from ligertune.storage import put_in_place, remove
 from ligertune.tasks.objectives import Objective
-from ligertune.train.checkpoint.trained_weights import FILE, load_trained, save_weights, trained
-from ligertune.train.distributed import full_state_dict, is_sharded, reduce_sum, reshard
+from ligertune.train.distributed import reduce_sum, reshard
 from ligertune.train.step import HostThrottle
 
 
@@ -80,31 +75,3 @@ class EarlyStopping:
     @property
     def should_stop(self) -> bool:
         return self.patience is not None and self.since_best >= self.patience
-
-
-def save_best(accelerator: Accelerator, model: nn.Module, output_dir: Path, *, step: int, loss: float) -> None:
-    """Replace the trainable weights in `output_dir/best`, atomically. All ranks call it."""
-    folder, aside = output_dir / "best", output_dir / ".best.partial"
-    weights = full_state_dict(accelerator, model)
-    if accelerator.is_main_process:
-        remove(aside)
-        aside.mkdir(parents=True)
-        if weights is None:
-            save_weights(trained(accelerator.unwrap_model(model)), aside / FILE)
-        else:
-            # Save tied weights once: they may share memory, which safetensors refuses under two names.
-            once = {t.data_ptr(): name for name, t in reversed(weights.items())}
-            save_weights({name: weights[name] for name in once.values()}, aside / FILE)
-        (aside / "best.json").write_text(json.dumps({"step": step, "eval_loss": loss}) + "\n", encoding="utf-8")
-        put_in_place(aside, folder)
-    accelerator.wait_for_everyone()
-
-
-def load_best(accelerator: Accelerator, model: nn.Module, output_dir: Path) -> tuple[int, dict[str, Tensor] | None]:
-    """Load the best weights into `model`; return (their step, the weights instead if the model is sharded)."""
-    folder = output_dir / "best"
-    step = json.loads((folder / "best.json").read_text(encoding="utf-8"))["step"]
-    if is_sharded(accelerator):
-        return step, load_file(folder / FILE)
-    load_trained(accelerator.unwrap_model(model), folder / FILE)
-    return step, None

@@ -14,9 +14,10 @@ from ligertune.launcher.signals import WRITING, StopRequest
 from ligertune.patching.deferred_logits import loss_counts
 from ligertune.planning.plan import KernelLine
 from ligertune.progress import Phases
+from ligertune.train.checkpoint.best_weights import load_best, save_best
 from ligertune.train.checks import kernels_as_run, why_not_fused
 from ligertune.train.distributed import any_rank, full_tensor, max_over_ranks
-from ligertune.train.evaluate import EarlyStopping, evaluate, load_best, save_best
+from ligertune.train.evaluate import EarlyStopping, evaluate
 from ligertune.train.meter import Counts, synchronize
 from ligertune.train.metrics_logger import profiled
 from ligertune.train.optim.optimizers import learning_rate, set_learning_rate

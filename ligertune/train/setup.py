@@ -25,8 +25,14 @@ from ligertune.planning.plan import Plan
 from ligertune.progress import Display
 from ligertune.storage import MetricsFile
 from ligertune.tasks.objectives import Objective, objective_of
-from ligertune.train.checkpoint.checkpoint_files import Saver, resume_folder
-from ligertune.train.checkpoint.load_checkpoint import load_states, saved_progress
+from ligertune.train.checkpoint.checkpoint_files import Saver
+from ligertune.train.checkpoint.choose_checkpoint import resume_folder
+from ligertune.train.checkpoint.load_checkpoint import (
+    explain_unusable,
+    load_states,
+    restore_random_states,
+    saved_progress,
+)
 from ligertune.train.checkpoint.trained_weights import save_only_what_trains
 from ligertune.train.checks import FiniteLossCheck, check_context_parallel
 from ligertune.train.distributed import ProcessGroupTimeout
@@ -107,7 +113,7 @@ class Training:
         """Return the tokens of the steps before a resume: the logged ones, and counted those that no line contains."""
         total, logged = Counts(), [line for line in lines if "loss" in line]
         for line in logged:
-            total.add(Counts(**{name: line[name] for name in ("tokens", "padded_tokens", "trained_tokens")}))
+            total.add(Counts(**{name: line.get(name, 0) for name in ("tokens", "padded_tokens", "trained_tokens")}))
         for step in range(logged[-1]["step"] if logged else 0, self.resumed_from):
             total.add(self.work(step))
         return total
@@ -163,7 +169,9 @@ def _resume(
     if folder is None:
         return 0, notes
     step = saved_progress(folder, plan)
-    load_states(accelerator, folder, model, optimizer)
+    with explain_unusable(folder):
+        load_states(accelerator, folder, model, optimizer)
+        restore_random_states(folder, accelerator.process_index)
     return step, notes
 
 

@@ -13,10 +13,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import Accelerator
-from command_line import losses, weights
+from command_line import losses, run_here, weights
 from quickstart_runs import RESUME, plan_run, saves, train, unfinished
 from row_files import flip_a_bit
-from transformers import AutoModelForCausalLM
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from ligertune.data.batching.collate import Batcher
 from ligertune.errors import UserError
@@ -24,6 +25,7 @@ from ligertune.launcher.signals import StopRequest
 from ligertune.run import run
 from ligertune.tasks.objectives import objective_of
 from ligertune.train.checkpoint.checkpoint_files import Saver, begin, check_space, complete
+from ligertune.train.checkpoint.checkpoint_record import CheckpointRecord, file_checksums
 from ligertune.train.checkpoint.load_checkpoint import saved_progress
 from ligertune.train.checks import FiniteLossCheck
 from ligertune.train.evaluate import evaluate
@@ -59,6 +61,66 @@ def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one(cut):
     assert any("step-4 is damaged" in note for note in report.notes)
     assert losses(cut / "run") == expected
     assert not partial.exists()
+
+
+def test_a_damaged_report_and_metrics_are_said_in_the_report(cut):
+    (cut / "run" / "report.json").write_text("[]")
+    with (cut / "run" / "metrics.jsonl").open("rb+") as file:
+        lines = file.read().split(b"\n")
+        file.seek(0)
+        file.write(b"\n".join([*lines[:2], b"\xff", b"[1]", *lines[2:]]))
+    report = train(cut, **SETTINGS, **RESUME)
+    assert report.resumed_from == 4 and report.status == "completed"
+    assert any("report.json is damaged and left alone" in note for note in report.notes)
+    assert any("has 2 damaged lines, whose numbers are lost (lines 3, 4)" in note for note in report.notes)
+
+
+@pytest.mark.parametrize("name", ["random_states_0.pkl", "optimizer.bin", "model.safetensors"])
+def test_states_that_are_what_was_written_and_cannot_be_loaded_are_an_error(name, cut):
+    """accelerate goes on without random states, with a line in a log that nobody sees."""
+    folder = cut / "run" / "checkpoints" / "step-4"
+    if name == "model.safetensors":
+        save_file({"another": torch.zeros(2)}, folder / name)
+    else:
+        torch.save({"another": 1}, folder / name)
+    plan = plan_run(cut, **SETTINGS, **RESUME).plan
+    CheckpointRecord.of(plan, 4, file_checksums(folder)).write(folder, plan)
+    with pytest.raises(UserError, match=r"step-4 cannot be loaded, although its files are those") as refused:
+        train(cut, **SETTINGS, **RESUME)
+    assert refused.value.exit_code == 2 and "Remove it to continue from the checkpoint before it" in refused.value.hint
+    if name.startswith("random"):
+        assert "random_states_0.pkl does not hold random states (KeyError)" in refused.value.message
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [("train.seed", 9, "was trained with train.seed: 42"), ("model", 96, "parameters, .*; this recipe's model is")],
+)
+def test_another_seed_or_width_is_refused(key, value, words, cut, quickstart):
+    changes = {**SETTINGS, **RESUME, key: value}
+    if key == "model":
+        other = shutil.copytree(quickstart / "stories260K", cut / "wider")
+        config = LlamaConfig.from_pretrained(other, intermediate_size=value)
+        LlamaForCausalLM(config).save_pretrained(other)
+        changes = {**SETTINGS, **RESUME, "model.model_name_or_path": other}
+    with pytest.raises(UserError, match=words) as refused:
+        train(cut, **changes)
+    assert refused.value.exit_code == 2
+
+
+@pytest.mark.parametrize("harm", ["bit", "end", "record"])
+def test_a_damaged_checkpoint_is_not_exported(harm, cut):
+    folder = cut / "run" / "checkpoints" / "step-4"
+    path = folder / "model.safetensors"
+    if harm == "bit":
+        flip_a_bit(path)
+    elif harm == "end":
+        path.write_bytes(path.read_bytes()[:-1000])
+    else:
+        (folder / "progress.json").write_text("null")
+    done = run_here("export", "run", "--checkpoint", "step-4", "--out", "out", cwd=cut)
+    assert done.code == 2 and "--checkpoint: run/checkpoints/step-4 is damaged: " in done.err, done.err
+    assert not (cut / "out").exists()
 
 
 def test_resuming_galore_at_another_rank_is_refused(tmp_path):

@@ -2,7 +2,7 @@
 
 `output_dir/checkpoints/step-N/` holds what accelerate's `save_state` writes (weights as safetensors, or shards under
 FSDP; optimizer and random states) and `progress.json` with a checksum of each file. Data order and learning rate follow
-from the step. A damaged checkpoint is not resumed from; the one before it is.
+from the step. A damaged checkpoint is not resumed from; the one before it is (`choose_checkpoint`).
 
 `torch.distributed.checkpoint` cannot replace this: it has no checksums, and loads a file with a flipped bit without an
 error (tried with torch 2.13). A folder that is complete or absent would need the same code around it.
@@ -11,9 +11,7 @@ error (tried with torch 2.13). A folder that is complete or absent would need th
 from __future__ import annotations
 
 import contextlib
-import json
 import shutil
-import zlib
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -28,18 +26,9 @@ from torch import Tensor, nn
 
 from ligertune.errors import UserError, format_bytes
 from ligertune.planning.plan import Plan
-from ligertune.planning.preflight import no_checkpoint
-from ligertune.storage import (
-    PROGRESS_FILE,
-    complete_checkpoints,
-    newest_checkpoint,
-    put_in_place,
-    remove,
-    remove_leftovers,
-)
+from ligertune.storage import complete_checkpoints, newest_checkpoint, put_in_place, remove, remove_leftovers
+from ligertune.train.checkpoint.checkpoint_record import CheckpointRecord, file_checksums
 from ligertune.train.checkpoint.trained_weights import FILE, all_train, save_weights, trained
-
-CHUNK_BYTES = 16 << 20
 
 
 def save_checkpoint(accelerator: Accelerator, plan: Plan, step: int) -> None:
@@ -66,14 +55,7 @@ def begin(accelerator: Accelerator, plan: Plan, step: int) -> Path:
 
 def complete(plan: Plan, step: int, partial: Path) -> None:
     """Write progress.json into a folder with all states, rename it, and remove the oldest. The main rank calls it."""
-    progress = {
-        "step": step,
-        "data_fingerprint": plan.data.fingerprint,
-        "method": plan.build.method.type,
-        "plan": plan.as_dict(),
-        "files": _checksums(partial),
-    }
-    (partial / PROGRESS_FILE).write_text(json.dumps(progress, indent=1, default=str), encoding="utf-8")
+    CheckpointRecord.of(plan, step, file_checksums(partial)).write(partial, plan)
     put_in_place(partial, partial.with_name(f"step-{step}"))
     for old in complete_checkpoints(plan.output_dir)[: -plan.checkpoint.save_total_limit]:
         remove(old)
@@ -163,77 +145,6 @@ class Saver:
 def _copy_to_host(value: Any) -> Any:
     """Copy all tensors in nested containers to host memory."""
     return recursively_apply(lambda tensor: tensor.detach().to("cpu", copy=True), value)
-
-
-def resume_folder(plan: Plan) -> tuple[Path | None, tuple[str, ...]]:
-    """Return the checkpoint that `checkpoint.resume_from_checkpoint` names, or None to start at step 0; and notes.
-
-    `auto` and `newest` take the newest undamaged checkpoint, and a note names each damaged one. Raises UserError if
-    `newest` finds none, or if a checkpoint that the recipe names is damaged.
-    """
-    wanted, notes = plan.checkpoint.resume_from_checkpoint, []
-    if wanted == "never":
-        return None, ()
-    if wanted in ("auto", "newest"):
-        for folder in reversed(complete_checkpoints(plan.output_dir)):
-            damage = _damage(folder)
-            if damage is None:
-                return folder, tuple(notes)
-            notes.append(f"{folder} is damaged and left alone: {damage}")
-        if wanted == "newest":
-            problem = no_checkpoint(plan.output_dir)
-            raise UserError(" ".join([problem.message, *(f"{note}." for note in notes)]), hint=problem.hint)
-        return None, tuple(notes)
-    folder = Path(wanted)
-    if not (folder / PROGRESS_FILE).is_file():
-        raise UserError(
-            f"checkpoint.resume_from_checkpoint: {wanted} is not a complete checkpoint (it has no {PROGRESS_FILE}).",
-            hint="Name a checkpoints/step-N folder of a run, or write auto for the newest one.",
-        )
-    damage = _damage(folder)
-    if damage is not None:
-        raise UserError(
-            f"checkpoint.resume_from_checkpoint: {wanted} is damaged: {damage}.",
-            hint="Write auto, which takes the newest undamaged checkpoint.",
-        )
-    return folder, ()
-
-
-def _damage(folder: Path) -> str | None:
-    """Return how a checkpoint's files differ from those written, or None. Old checkpoints have no checksums."""
-    try:
-        progress = json.loads((folder / PROGRESS_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        return f"{PROGRESS_FILE} cannot be read ({error})"
-    expected = progress.get("files", {})
-    found = _checksums(folder) if expected else {}
-    for name, (size, crc) in expected.items():
-        if name not in found:
-            return f"{name} is missing"
-        if found[name][0] != size:
-            return f"{name} has {found[name][0]} bytes instead of {size}"
-        if found[name][1] != crc:
-            return f"{name} is not what was written (its checksum differs)"
-    return None
-
-
-def _checksums(folder: Path) -> dict[str, list[int]]:
-    """Return relative path -> [bytes, CRC-32] of every file in `folder` except progress.json.
-
-    CRC-32 finds damage by disks and copies at several GB/s. It does not protect against forgery.
-    """
-    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != PROGRESS_FILE)
-    with ThreadPoolExecutor(max_workers=8) as pool:  # zlib releases the GIL
-        found = pool.map(_checksum, paths)
-        return {path.relative_to(folder).as_posix(): sums for path, sums in zip(paths, found, strict=True)}
-
-
-def _checksum(path: Path) -> list[int]:
-    size, crc = 0, 0
-    with path.open("rb") as file:
-        while chunk := file.read(CHUNK_BYTES):
-            size, crc = size + len(chunk), zlib.crc32(chunk, crc)
-    return [size, crc]
 
 
 def check_space(plan: Plan) -> None:

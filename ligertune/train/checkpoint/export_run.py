@@ -7,7 +7,6 @@ into the dequantised 4-bit weights that they were trained on, and not into the o
 
 from __future__ import annotations
 
-import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +30,8 @@ from ligertune.models.save import (
 from ligertune.models.trainable import apply_method
 from ligertune.planning.options import saved_options
 from ligertune.planning.saved_model import SavedModel, find_saved_model
-from ligertune.storage import newest_checkpoint, put_in_place, remove
+from ligertune.storage import newest_checkpoint, put_in_place, read_object, remove
+from ligertune.train.checkpoint.checkpoint_record import damage_of
 from ligertune.train.checkpoint.model_card import CARD, write_card
 from ligertune.train.checkpoint.trained_weights import FILE, load_trained
 
@@ -156,6 +156,9 @@ def _merge_adapter_folder(source: SavedModel, out: Path, *, trust_remote_code: b
 def _export_checkpoint(source: SavedModel, out: Path, kind: str, *, trust_remote_code: bool) -> None:
     """Load the weights of a checkpoint into the model of the run's recipe, and write it."""
     folder, options = Path(source.name), saved_options(source.run)
+    damage = damage_of(folder, only=(FILE, WEIGHTS))
+    if damage is not None:
+        raise UserError(f"--checkpoint: {folder} is damaged: {damage}.", hint="Export an earlier checkpoint.")
     build = options.build
     spec = build.model.model_copy(update={"trust_remote_code": trust_remote_code})
     model = whole_model(
@@ -173,8 +176,11 @@ def _export_checkpoint(source: SavedModel, out: Path, kind: str, *, trust_remote
             hint="Resume the run with --resume to its end; its model is then written whole.",
         )
     model = model.merge_and_unload() if kind == "merged model" else model
-    plan = json.loads((source.run / "plan.json").read_text(encoding="utf-8"))  # it has the template that auto chose
-    prompt = prompt_of(plan["data"]["template"], options.data_options.system_prompt)
+    plan = read_object(source.run / "plan.json") or {}  # it has the template that auto chose
+    template = plan["data"].get("template") if isinstance(plan.get("data"), dict) else None
+    if not isinstance(template, str):
+        raise UserError(f"--checkpoint: {source.run / 'plan.json'} is missing or damaged, so its prompt is not known.")
+    prompt = prompt_of(template, options.data_options.system_prompt)
     write_model(model, load_tokenizer(spec).tokenizer, out, state_dict=None, **prompt)
 
 

@@ -8,16 +8,21 @@ rank; additional ranks start with new ones.
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import json
+import pickle
+import random
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
-from safetensors import safe_open
+from accelerate.utils import RNG_STATE_NAME, DistributedType, load
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
@@ -29,7 +34,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ligertune.errors import UserError, plural
 from ligertune.planning.plan import Plan
-from ligertune.storage import PROGRESS_FILE
+from ligertune.storage import PROGRESS_FILE, read_object
+from ligertune.train.checkpoint.checkpoint_record import CheckpointRecord, DamagedRecordError
 from ligertune.train.distributed import local_shard
 from ligertune.train.optim.gradients import unwrap_optimizer
 
@@ -40,83 +46,99 @@ MODEL_SHARDS, OPTIMIZER_SHARDS, OPTIMIZER_FILE = "pytorch_model_fsdp_0", "optimi
 # ---- does the checkpoint belong to this run?
 
 
-def check_unfinished(plan: Plan) -> None:
-    """Raise UserError if a finished run is to be resumed: it would train nothing."""
+def check_unfinished(plan: Plan) -> tuple[str, ...]:
+    """Raise UserError if a finished run is to be resumed: it would train nothing. Return a note on a damaged report."""
     path = plan.output_dir / "report.json"
-    if plan.checkpoint.resume_from_checkpoint == "never" or not path.is_file():
-        return
-    report = json.loads(path.read_text(encoding="utf-8"))
-    if report["model_path"] is not None and not Path(report["model_path"]).is_dir():
-        return  # The model was removed: resuming repeats the last steps and writes it again.
-    if report["status"] == "completed" and report["steps"] >= plan.schedule.total_steps:
+    if plan.checkpoint.resume_from_checkpoint == "never" or not path.exists():
+        return ()
+    report = read_object(path) or {}
+    status, steps, model_path = (report.get(name) for name in ("status", "steps", "model_path"))
+    if not isinstance(status, str) or type(steps) is not int or not isinstance(model_path, str | None):
+        return (f"{path} is damaged and left alone: whether the run is finished follows from its checkpoints",)
+    if model_path is not None and not Path(model_path).is_dir():
+        return ()  # The model was removed: resuming repeats the last steps and writes it again.
+    if status == "completed" and steps >= plan.schedule.total_steps:
         raise UserError(
-            f"checkpoint.output_dir: the run in {plan.output_dir} is finished ({plural(report['steps'], 'step')}).",
+            f"checkpoint.output_dir: the run in {plan.output_dir} is finished ({plural(steps, 'step')}).",
             hint=f"Its model is in {plan.output_dir / 'model'}. To train on, raise train.num_train_epochs; "
             "to start over, use --overwrite.",
         )
+    return ()
 
 
 def saved_progress(folder: Path, plan: Plan) -> int:
     """Return the step of a checkpoint. Raises UserError if the run that wrote it trained something else."""
-    progress = json.loads((folder / PROGRESS_FILE).read_text(encoding="utf-8"))
-    saved, now = progress["plan"], dataclasses.asdict(plan)
-    batch, batching = saved["batching"]["global_batch_size"], plan.batching
-    method, wanted_method = progress.get("method", "full"), plan.build.method.type
-    rows, wanted_rows = _name_rows(saved["rows"]), _name_rows(now["rows"])
-    optimizer, wanted_optimizer = _name_optimizer(saved["optimizer"]), _name_optimizer(now["optimizer"])
-    for (was, wanted), message, hint in (
+    try:
+        saved = CheckpointRecord.read(folder)
+    except DamagedRecordError as problem:
+        raise UserError(f"{folder} is damaged: {PROGRESS_FILE} {problem}.") from problem
+    now = CheckpointRecord.of(plan, saved.step, {})
+    processes = plural(now.world_size, "process", "processes")
+    for was, wanted, message, hint in (
         (
-            (progress["data_fingerprint"], plan.data.fingerprint),
+            saved.seed,
+            now.seed,
+            f"was trained with train.seed: {saved.seed}; this recipe has {now.seed}, which orders data otherwise.",
+            f"Set train.seed: {saved.seed}.",
+        ),
+        (saved.method, now.method, *_about_method(saved.method, now.method)),
+        (
+            saved.model,
+            now.model,
+            f"was trained on a {saved.model}; this recipe's model is a {now.model}.",
+            "Resume with the model that the run was started with, or start a new run in another output_dir.",
+        ),
+        (
+            saved.data_fingerprint,
+            now.data_fingerprint,
             "was trained on other examples than this recipe gives (data, template or tokenizer changed).",
             "Resume with the recipe that the run was started with, or start a new run in another output_dir.",
         ),
         (
-            (batch, batching.global_batch_size),
-            f"was trained with a global batch of {batch} examples; this recipe makes it {batching.global_batch_size} "
-            f"on {plural(batching.world_size, 'process', 'processes')}.",
-            f"Set train.global_batch_size: {batch}.",
+            saved.global_batch_size,
+            now.global_batch_size,
+            f"was trained with a global batch of {saved.global_batch_size} examples; this recipe makes it "
+            f"{now.global_batch_size} on {processes}.",
+            f"Set train.global_batch_size: {saved.global_batch_size}.",
         ),
         (
-            (rows, wanted_rows),
-            f"was trained on {rows}; this recipe makes {wanted_rows}.",
+            saved.rows,
+            now.rows,
+            f"was trained on {saved.rows}; this recipe makes {now.rows}.",
             "Set data.packing, data.max_length and train.group_by_length as they were.",
         ),
         (
-            (method, wanted_method),
-            f"was trained by {method}; this recipe's method is {wanted_method}.",
-            f"Set method.type: {method}.",
-        ),
-        (
-            (optimizer, wanted_optimizer),
-            f"holds the states of {optimizer}; this recipe's optimizer is {wanted_optimizer}.",
+            saved.optimizer,
+            now.optimizer,
+            f"holds the states of {saved.optimizer}; this recipe's optimizer is {now.optimizer}.",
             "Set train.optim and its settings as they were.",
         ),
     ):
         if was != wanted:
             raise UserError(f"{folder} {message}", hint=hint)
-    _check_deepspeed_ranks(folder, saved, plan)
-    if progress["step"] > plan.schedule.total_steps:
+    _check_deepspeed_ranks(folder, saved, now)
+    if saved.step > plan.schedule.total_steps:
         raise UserError(
-            f"{folder} is at step {progress['step']}, past this recipe's {plural(plan.schedule.total_steps, 'step')}.",
+            f"{folder} is at step {saved.step}, past this recipe's {plural(plan.schedule.total_steps, 'step')}.",
             hint="Raise train.num_train_epochs or train.max_steps.",
         )
-    return progress["step"]
+    return saved.step
 
 
-def _name_rows(rows: dict) -> str:
-    """Return what decides which examples are in a step."""
-    return f"{rows['count']} {rows['kind']} rows of at most {rows['length']} tokens"
+def _about_method(was: dict[str, Any], now: dict[str, Any]) -> tuple[str, str]:
+    """Return message and hint about the first key of the method section that changed; the type first."""
+    if was.get("type") != now["type"]:
+        return f"was trained by {was.get('type')}; this recipe's method is {now['type']}.", (
+            f"Set method.type: {was.get('type')}."
+        )
+    name = next((name for name in {**was, **now} if was.get(name) != now.get(name)), "type")
+    old, new = (json.dumps(values.get(name)) for values in (was, now))
+    return f"was trained with method.{name}: {old}; this recipe has {new}.", f"Set method.{name}: {old}."
 
 
-def _name_optimizer(optimizer: dict) -> str:
-    """Return what decides the shapes of an optimizer's states."""
-    rank = f" at train.galore.rank: {optimizer['galore']['rank']}" if optimizer["name"] == "galore_adamw" else ""
-    return f"{optimizer['name']}{rank}"
-
-
-def _check_deepspeed_ranks(folder: Path, saved: dict, plan: Plan) -> None:
+def _check_deepspeed_ranks(folder: Path, saved: CheckpointRecord, now: CheckpointRecord) -> None:
     """Raise UserError if a DeepSpeed run resumes with other ranks or another strategy: its engine cannot reshard."""
-    wrote, reads = ((saved["strategy"], saved["batching"]["world_size"]), (plan.strategy, plan.batching.world_size))
+    wrote, reads = ((one.strategy, one.world_size) for one in (saved, now))
     if wrote != reads and any(strategy.startswith("deepspeed") for strategy, _ in (wrote, reads)):
         raise UserError(
             f"{folder} was written by {plural(wrote[1], 'process', 'processes')} with {wrote[0]}; "
@@ -127,6 +149,46 @@ def _check_deepspeed_ranks(folder: Path, saved: dict, plan: Plan) -> None:
 
 
 # ---- loading
+
+
+@contextlib.contextmanager
+def explain_unusable(folder: Path) -> Iterator[None]:
+    """Raise UserError for files that are those that were written, and yet cannot be loaded."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, torch.distributed.DistError):
+        raise
+    except (ArithmeticError, AttributeError, EOFError, LookupError, OSError, RuntimeError, TypeError, ValueError,
+            pickle.UnpicklingError, SafetensorError) as problem:  # fmt: skip
+        reason = next(iter(str(problem).strip().splitlines()), "") or type(problem).__name__
+        raise UserError(
+            f"{folder} cannot be loaded, although its files are those that were written: {reason.rstrip('.')}.",
+            hint="Remove it to continue from the checkpoint before it, or name another one in "
+            "checkpoint.resume_from_checkpoint.",
+        ) from problem
+
+
+def restore_random_states(folder: Path, rank: int) -> None:
+    """Set the random states of Python, numpy and torch to those of a rank. A rank that had none keeps its new ones.
+
+    accelerate's `load_state` does the same, and goes on without a word if it fails.
+    """
+    path = folder / f"{RNG_STATE_NAME}_{rank}.pkl"
+    if not path.is_file():
+        return
+    try:
+        states = load(path)  # by torch's restricted unpickler, which runs no code of the file
+        random.setstate(states["random_state"])
+        np.random.set_state(states["numpy_random_seed"])
+        torch.set_rng_state(states["torch_manual_seed"])
+        if torch.cuda.is_available() and "torch_cuda_manual_seed" in states:
+            # the states of all devices that the rank saw; here it may see more, or fewer
+            saved, device = states["torch_cuda_manual_seed"], torch.cuda.current_device()
+            if device < len(saved):
+                torch.cuda.set_rng_state(saved[device], device)
+    except (ArithmeticError, AttributeError, EOFError, LookupError, RuntimeError, TypeError, ValueError,
+            pickle.UnpicklingError) as problem:  # fmt: skip
+        raise ValueError(f"{path.name} does not hold random states ({type(problem).__name__})") from problem
 
 
 def load_states(accelerator: Accelerator, folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

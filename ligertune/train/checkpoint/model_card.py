@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from ligertune.models.save import PROMPT_FILE, adapter_base_model, prompt_of, re
 from ligertune.planning.options import MethodOptions, RunOptions, saved_options
 from ligertune.planning.preflight import looks_local
 from ligertune.planning.saved_model import SavedModel
-from ligertune.storage import mask_secrets
+from ligertune.storage import mask_secrets, read_object
 
 CARD = "README.md"
 PROMPT_FORMATS = {
@@ -73,7 +72,7 @@ def write_card(folder: Path, source: SavedModel, *, is_adapter: bool, repository
 
 def _read(run: Path | None, file: str) -> dict[str, Any]:
     path = None if run is None else run / file
-    return json.loads(path.read_text(encoding="utf-8")) if path and path.is_file() else {}
+    return (path and read_object(path)) or {}
 
 
 def _is_hub_id(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""Checkpoint folders: the newest by number, damage, and checkpoints of another run."""
+"""Checkpoint folders: the newest by number, damage to all that a resumed run reads, and checkpoints of another run."""
 
 import json
 import shutil
@@ -7,14 +7,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from accelerate import Accelerator
 from quickstart_runs import RESUME, plan_run
 from row_files import flip_a_bit
 
 from ligertune.errors import UserError
 from ligertune.planning.options import MethodOptions
-from ligertune.storage import newest_checkpoint
-from ligertune.train.checkpoint.checkpoint_files import complete, resume_folder
-from ligertune.train.checkpoint.load_checkpoint import saved_progress
+from ligertune.storage import newest_checkpoint, read_metrics
+from ligertune.train.checkpoint.best_weights import load_best, save_best
+from ligertune.train.checkpoint.checkpoint_files import complete
+from ligertune.train.checkpoint.choose_checkpoint import resume_folder
+from ligertune.train.checkpoint.load_checkpoint import check_unfinished, saved_progress
 from ligertune.train.evaluate import EarlyStopping
 
 
@@ -60,8 +64,34 @@ HARMS = {
     "a bit": (lambda folder: flip_a_bit(folder / "weights"), "weights is not what was written"),
     "the end": (lambda folder: (folder / "weights").write_bytes(b"half"), "weights has 4 bytes instead of 2048"),
     "the file": (lambda folder: (folder / "weights").unlink(), "weights is missing"),
-    "the last file": (lambda folder: (folder / "progress.json").write_text('{"step"'), "progress.json cannot be read"),
-}
+    "a file that is a folder": (lambda folder: make_a_folder(folder / "weights"), "weights cannot be read (Is a d"),
+    "progress.json": (lambda folder: (folder / "progress.json").unlink(), "progress.json is missing"),
+    "a bit of progress.json": (lambda folder: flip_a_bit(folder / "progress.json"), "progress.json "),
+    **{
+        f"progress.json as {content[:20]!r}": (
+            lambda folder, content=content: (folder / "progress.json").write_bytes(content), f"progress.json {words}"
+        )
+        for content, words in (
+            (b"", "cannot be read"), (b'{"step"', "cannot be read"), (b"\xff", "cannot be read"),
+            (b"[" * 100_000, "cannot be read"), (b"[]", "is not a JSON object"), (b"null", "is not a JSON object"),
+            (b"{}", "has no step"), (b'{"files": [1]}', "has no step"), (b'{"step": "4"}', "holds a wrong step"),
+            (b'{"step": true}', "holds a wrong step"),
+        )
+    },
+}  # fmt: skip
+
+
+def make_a_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def rewrite(folder: Path, **changes: object) -> None:
+    """Change progress.json as a program would that knows its checksum."""
+    progress = json.loads((folder / "progress.json").read_text()) | changes
+    progress.pop("crc32")
+    checksum = zlib.crc32(json.dumps(progress, sort_keys=True).encode())
+    (folder / "progress.json").write_text(json.dumps(progress | {"crc32": checksum}))
 
 
 @pytest.mark.parametrize("lost", HARMS)
@@ -87,7 +117,7 @@ def test_a_checkpoint_records_its_run_and_that_of_another_run_is_refused(saved):
     plan, folder = saved(4)
     assert saved_progress(folder / "step-4", plan) == 4
     progress = json.loads((folder / "step-4" / "progress.json").read_text())
-    assert (progress["data_fingerprint"], progress["method"]) == (plan.data.fingerprint, "full")
+    assert (progress["data_fingerprint"], progress["method"]["type"]) == (plan.data.fingerprint, "full")
     assert progress["files"] == {"weights": [2048, zlib.crc32(bytes(range(256)) * 8)]}
     others = {
         "other examples": replace(plan, data=replace(plan.data, fingerprint="f")),
@@ -96,6 +126,11 @@ def test_a_checkpoint_records_its_run_and_that_of_another_run_is_refused(saved):
         ),
         "rows of at most": replace(plan, rows=replace(plan.rows, length=plan.rows.length // 2)),
         "trained by full": replace(plan, build=replace(plan.build, method=MethodOptions(type="lora"))),
+        r"method.lora_r: 16; this recipe has 8": replace(
+            plan, build=replace(plan.build, method=MethodOptions(lora_r=8))
+        ),
+        r"train\.seed: 42; this recipe has 9": replace(plan, build=replace(plan.build, seed=9)),
+        "LlamaForCausalLM with 260,032 parameters, .*; this recipe's model is": replace(plan, n_parameters=1),
         "states of": replace(plan, optimizer=replace(plan.optimizer, name="lion")),
         "past this recipe": replace(plan, schedule=replace(plan.schedule, total_steps=3)),
     }
@@ -118,14 +153,75 @@ def test_never_and_a_folder_select_the_checkpoint(saved):
         resume_folder(named)
 
 
-def test_newest_needs_an_undamaged_checkpoint_and_auto_does_not(saved):
+def test_a_run_whose_checkpoints_are_all_damaged_is_not_started_over(saved):
     plan, folder = saved(2)
     (folder / "step-2" / "weights").write_bytes(b"half")
-    auto, newest = (replace(plan, checkpoint=plan.checkpoint.model_copy(update={"resume_from_checkpoint": wanted}))
-                    for wanted in ("auto", "newest"))  # fmt: skip
-    assert resume_folder(auto)[0] is None
-    with pytest.raises(UserError, match=r"no complete checkpoint to continue from\..*step-2 is damaged.*--resume auto"):
+    for wanted in ("auto", "newest"):
+        again = replace(plan, checkpoint=plan.checkpoint.model_copy(update={"resume_from_checkpoint": wanted}))
+        with pytest.raises(UserError, match=r"no undamaged checkpoint\..*step-2 is damaged.*--overwrite") as refused:
+            resume_folder(again)
+        assert refused.value.exit_code == 2
+    shutil.rmtree(folder / "step-2")
+    assert resume_folder(plan) == (None, ())
+    newest = replace(plan, checkpoint=plan.checkpoint.model_copy(update={"resume_from_checkpoint": "newest"}))
+    with pytest.raises(UserError, match=r"no complete checkpoint to continue from\. .*--resume auto"):
         resume_folder(newest)
+
+
+def test_a_record_without_files_is_damaged(saved):
+    plan, folder = saved(2, 4)
+    rewrite(folder / "step-4", files={})
+    assert "it lists no files" in resume_folder(plan)[1][0]
+
+
+BROKEN = (b"[1]", b"null", b"\xff\xfe", b"{}", b'{"step": "6"}', b'{"step": 6, "eval_loss": "low"}', b"[" * 100_000)
+
+
+@pytest.mark.parametrize("broken", BROKEN, ids=lambda line: repr(line[:30]))
+def test_damaged_lines_of_metrics_are_left_out_and_said(broken, saved):
+    plan, folder = saved(4, 8)
+    path = plan.output_dir / "metrics.jsonl"
+    lines = [b'{"step": 5, "loss": 2.0}', broken, b'{"step": 7, "loss": 1.9}', b'{"step": 8, "lo']
+    path.write_bytes(b"\n".join(lines))
+    assert [line["step"] for line in read_metrics(path)] == [5, 7]
+    found, notes = resume_folder(plan)
+    assert found == folder / "step-8" and notes == (f"{path} has 1 damaged line, whose numbers are lost (line 2)",)
+    # its evaluations decide when this run stops, so it continues from where none is lost
+    stopping = replace(plan, evaluation=plan.evaluation.model_copy(update={"early_stopping_patience": 3}))
+    found, notes = resume_folder(stopping)
+    assert found == folder / "step-4" and f"line 2 of {path}, which may be an evaluation, is damaged" in notes[0]
+
+
+@pytest.mark.parametrize("harm", ["flip", "record", "gone"])
+def test_damaged_best_weights_are_made_again_from_an_earlier_checkpoint(harm, saved):
+    plan, folder = saved(4, 8)
+    plan = replace(plan, checkpoint=plan.checkpoint.model_copy(update={"load_best_model_at_end": True}))
+    lines = [{"step": step, "eval_loss": loss} for step, loss in ((3, 2.0), (6, 1.0), (7, 1.5))]
+    (plan.output_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    accelerator, model = Accelerator(cpu=True), torch.nn.Linear(3, 2)
+    save_best(accelerator, model, plan.output_dir, step=6, loss=1.0)
+    assert resume_folder(plan) == (folder / "step-8", ())
+    best = plan.output_dir / "best"
+    if harm == "flip":
+        flip_a_bit(best / "trained.safetensors")
+    elif harm == "record":
+        (best / "best.json").write_text("[]")
+    else:
+        shutil.rmtree(best)
+    found, notes = resume_folder(plan)
+    assert found == folder / "step-4" and "step-8 is damaged and left alone: the best weights" in notes[0]
+    with pytest.raises(UserError, match=r"The best weights in .* are damaged"):
+        load_best(accelerator, model, plan.output_dir)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"[]", b"null", b"{}", b"\xff", b'{"status": 1, "steps": 3, "model_path": null}']
+)
+def test_a_damaged_report_is_left_alone_and_said(content, saved):
+    plan, _ = saved(4)
+    (plan.output_dir / "report.json").write_bytes(content)
+    (note,) = check_unfinished(plan)
+    assert "report.json is damaged and left alone" in note
 
 
 def test_early_stopping_follows_from_the_losses():

@@ -1,0 +1,70 @@
+"""`output_dir/best`: the trainable weights of the best evaluation, with their checksum."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from accelerate import Accelerator
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from ligertune.errors import UserError
+from ligertune.storage import put_in_place, read_object, remove, write_json
+from ligertune.train.checkpoint.checkpoint_record import difference, file_checksums
+from ligertune.train.checkpoint.trained_weights import FILE, load_trained, save_weights, trained
+from ligertune.train.distributed import full_state_dict, is_sharded
+
+FOLDER, RECORD = "best", "best.json"
+
+
+def save_best(accelerator: Accelerator, model: nn.Module, output_dir: Path, *, step: int, loss: float) -> None:
+    """Replace the trainable weights in `output_dir/best`, atomically. All ranks call it."""
+    folder, aside = output_dir / FOLDER, output_dir / f".{FOLDER}.partial"
+    weights = full_state_dict(accelerator, model)
+    if accelerator.is_main_process:
+        remove(aside)
+        aside.mkdir(parents=True)
+        if weights is None:
+            save_weights(trained(accelerator.unwrap_model(model)), aside / FILE)
+        else:
+            # Save tied weights once: they may share memory, which safetensors refuses under two names.
+            once = {t.data_ptr(): name for name, t in reversed(weights.items())}
+            save_weights({name: weights[name] for name in once.values()}, aside / FILE)
+        write_json(aside / RECORD, {"step": step, "eval_loss": loss, "files": file_checksums(aside, [FILE])})
+        put_in_place(aside, folder)
+    accelerator.wait_for_everyone()
+
+
+def load_best(accelerator: Accelerator, model: nn.Module, output_dir: Path) -> tuple[int, dict[str, Tensor] | None]:
+    """Load the best weights into `model`; return (their step, the weights instead if the model is sharded).
+
+    Raises UserError if they are damaged.
+    """
+    folder, damage = output_dir / FOLDER, damage_of_best(output_dir)
+    if damage is not None:
+        raise UserError(
+            f"The best weights in {folder} are damaged: {damage}.",
+            hint="Continue with --resume, which makes them again from an earlier checkpoint if there is one.",
+            exit_code=1,
+        )
+    step = read_object(folder / RECORD)["step"]
+    if is_sharded(accelerator):
+        return step, load_file(folder / FILE)
+    load_trained(accelerator.unwrap_model(model), folder / FILE)
+    return step, None
+
+
+def damage_of_best(output_dir: Path) -> str | None:
+    """Return how `output_dir/best` differs from what was written, or None."""
+    folder = output_dir / FOLDER
+    record = read_object(folder / RECORD)
+    if record is None:
+        return f"{folder / RECORD} is missing or damaged"
+    try:
+        sums = tuple(int(number) for number in record["files"][FILE])
+        step = record["step"]
+    except (TypeError, ValueError, LookupError):
+        return f"{folder / RECORD} is damaged"
+    if type(step) is not int or len(sums) != 2:
+        return f"{folder / RECORD} is damaged"
+    return difference(folder, {FILE: sums})

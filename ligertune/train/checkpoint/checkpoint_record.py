@@ -1,0 +1,160 @@
+"""progress.json, the record of a checkpoint: what it was trained as, and size and checksum of each file.
+
+Nothing in a checkpoint is trusted before this module has compared it with what was written: disks, copies and people
+change files. A record that is not what was written is damage, too, and so is one that a version without these fields
+wrote. CRC-32 finds damage at several GB/s. It does not protect against forgery: a checkpoint is resumed from where it
+was written, and a model from elsewhere is loaded as a model. Pickled files (optimizer and random states) are read by
+torch's restricted reader (`weights_only`), which runs no code of theirs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import zlib
+from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ligertune.planning.plan import Plan
+from ligertune.storage import PROGRESS_FILE
+
+CHUNK_BYTES = 16 << 20
+CHECKSUM = "crc32"  # of the record itself, without this key
+
+
+class DamagedRecordError(ValueError):
+    """A record is not what was written. Its message completes "progress.json ..."."""
+
+
+@dataclass(frozen=True)
+class CheckpointRecord:
+    """What a resumed run must agree with, and the files of the checkpoint: relative path -> (bytes, CRC-32)."""
+
+    step: int
+    seed: int
+    method: dict[str, Any]  # the recipe's section
+    model: str
+    data_fingerprint: str
+    global_batch_size: int
+    rows: str
+    optimizer: str
+    strategy: str
+    world_size: int
+    files: dict[str, tuple[int, int]]
+
+    @classmethod
+    def of(cls, plan: Plan, step: int, files: dict[str, tuple[int, int]]) -> CheckpointRecord:
+        """Return the record of a checkpoint of this plan."""
+        values = dataclasses.asdict(plan)
+        return cls(
+            step=step,
+            seed=plan.build.seed,
+            method=plan.build.method.model_dump(mode="json"),
+            model=f"{plan.model_family} with {plan.n_parameters:,} parameters, {plan.n_trainable:,} of them trained",
+            data_fingerprint=plan.data.fingerprint,
+            global_batch_size=plan.batching.global_batch_size,
+            rows=_name_rows(values["rows"]),
+            optimizer=_name_optimizer(values["optimizer"]),
+            strategy=plan.strategy,
+            world_size=plan.batching.world_size,
+            files=files,
+        )
+
+    def write(self, folder: Path, plan: Plan) -> None:
+        """Write progress.json, which also holds the plan, for people to read."""
+        content = {**dataclasses.asdict(self), "plan": plan.as_dict()}
+        plain = json.loads(json.dumps(content, default=str))
+        path = folder / PROGRESS_FILE
+        path.write_text(json.dumps({**plain, CHECKSUM: _checksum_of(plain)}, indent=1), encoding="utf-8")
+
+    @classmethod
+    def read(cls, folder: Path) -> CheckpointRecord:
+        """Read a record. Raises DamagedRecordError."""
+        try:
+            found = json.loads((folder / PROGRESS_FILE).read_bytes())
+        except FileNotFoundError:
+            raise DamagedRecordError("is missing") from None
+        except (OSError, ValueError, RecursionError) as error:
+            reason = error.strerror if isinstance(error, OSError) else str(error).splitlines()[0]
+            raise DamagedRecordError(f"cannot be read ({reason})") from error
+        if not isinstance(found, dict):
+            raise DamagedRecordError("is not a JSON object")
+        kinds = {"int": int, "str": str}
+        fields = {field.name: kinds.get(str(field.type), dict) for field in dataclasses.fields(cls)}
+        for name, kind in {**fields, CHECKSUM: int}.items():
+            if type(found.get(name)) is not kind:
+                raise DamagedRecordError(f"has no {name}" if name not in found else f"holds a wrong {name}")
+        if found.pop(CHECKSUM) != _checksum_of(found):
+            raise DamagedRecordError("is not what was written (its checksum differs)")
+        files = {name: tuple(sums) for name, sums in found["files"].items()}
+        return cls(**{**{name: found[name] for name in fields}, "files": files})
+
+
+def _checksum_of(content: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
+
+
+def _name_rows(rows: dict) -> str:
+    """Return what decides which examples are in a step."""
+    return f"{rows['count']} {rows['kind']} rows of at most {rows['length']} tokens"
+
+
+def _name_optimizer(optimizer: dict) -> str:
+    """Return what decides the shapes of an optimizer's states."""
+    rank = f" at train.galore.rank: {optimizer['galore']['rank']}" if optimizer["name"] == "galore_adamw" else ""
+    return f"{optimizer['name']}{rank}"
+
+
+# ---- damage
+
+
+def damage_of(folder: Path, *, only: Collection[str] | None = None) -> str | None:
+    """Return how a checkpoint differs from what was written, or None. only: names of the files to compare."""
+    try:
+        files = CheckpointRecord.read(folder).files
+    except DamagedRecordError as problem:
+        return f"{PROGRESS_FILE} {problem}"
+    return difference(folder, files if only is None else {name: files[name] for name in only if name in files})
+
+
+def difference(folder: Path, files: dict[str, tuple[int, int]]) -> str | None:
+    """Return how the files of a folder differ from these sizes and checksums, or None."""
+    if not files:
+        return "it lists no files"
+    found = file_checksums(folder, files)
+    for name, (size, crc) in files.items():
+        if isinstance(found[name], str):
+            return f"{name} {found[name]}"
+        if found[name][0] != size:
+            return f"{name} has {found[name][0]} bytes instead of {size}"
+        if found[name][1] != crc:
+            return f"{name} is not what was written (its checksum differs)"
+    return None
+
+
+def file_checksums(folder: Path, names: Collection[str] | None = None) -> dict[str, tuple[int, int] | str]:
+    """Return relative path -> (bytes, CRC-32), or why a file cannot be read.
+
+    names: the files; all but progress.json by default.
+    """
+    if names is None:
+        paths = (path for path in folder.rglob("*") if path.is_file() and path.name != PROGRESS_FILE)
+        names = sorted(path.relative_to(folder).as_posix() for path in paths)
+    with ThreadPoolExecutor(max_workers=8) as pool:  # zlib releases the GIL
+        return dict(zip(names, pool.map(lambda name: _checksum(folder / name), names), strict=True))
+
+
+def _checksum(path: Path) -> tuple[int, int] | str:
+    size, crc = 0, 0
+    try:
+        with path.open("rb") as file:
+            while chunk := file.read(CHUNK_BYTES):
+                size, crc = size + len(chunk), zlib.crc32(chunk, crc)
+    except FileNotFoundError:
+        return "is missing"
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
+    return size, crc
