@@ -28,14 +28,16 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar
 
-from ligertune.errors import UserError, format_count, plural
+from ligertune.errors import UserError, plural
 from ligertune.models.model_files import (
     RECIPE_MODEL,
     ModelOrigin,
+    check_amount,
     check_sizes,
     loading,
     read_json,
     reason_of,
+    shape_error,
     stored_shapes,
 )
 from ligertune.vision.families import family_of, has_vision
@@ -55,22 +57,18 @@ def hide_loading_bars() -> None:
 def read_config(spec: ModelOptions, origin: ModelOrigin = RECIPE_MODEL) -> PreTrainedConfig:
     """Read the model's configuration, truncated to `num_hidden_layers` if the recipe sets it. Raises UserError."""
     name = spec.model_name_or_path
-    folder = Path(name).expanduser()
-    _check_name(name, folder, origin)
-    file = folder / "config.json" if folder.is_dir() else f"config.json of {name}"
-    if folder.is_dir():
-        values = read_json(folder / "config.json", origin)
-    else:
-        missing = f"{name} is not a folder here, and the hub could not be reached or has no such model"
-        hint = "Check the spelling, the network, and for gated models the login (`hf auth login`)."
-        with loading(origin, missing, hint):
-            values, _ = PreTrainedConfig.get_config_dict(name, revision=spec.revision)
+    file, values = _read_values(spec, origin)
     if not spec.trust_remote_code:
         check_sizes(values, file, origin)
         if values.get("auto_map") and str(values.get("model_type")) not in CONFIG_MAPPING:
             raise origin.own_code(file)
+    if values.get("output_attentions"):  # such a model could not be saved after training
+        raise origin.error(f"{file}: output_attentions is set; kernels give no attention maps.", hint="Write false.")
     with loading(origin, f"{file} cannot be used"):
         config = AutoConfig.from_pretrained(name, revision=spec.revision, trust_remote_code=spec.trust_remote_code)
+        text = config.get_text_config()
+    if not isinstance(text, PreTrainedConfig):
+        raise origin.error(f"{file}: text_config is no configuration of a {config.model_type} model.")
     if family_of(config) is None and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not spec.trust_remote_code:
         if "AutoModelForCausalLM" in (values.get("auto_map") or {}):
             raise origin.own_code(file)
@@ -81,6 +79,19 @@ def read_config(spec: ModelOptions, origin: ModelOrigin = RECIPE_MODEL) -> PreTr
     if spec.num_hidden_layers is not None:
         _truncate(config, spec.num_hidden_layers)
     return config
+
+
+def _read_values(spec: ModelOptions, origin: ModelOrigin) -> tuple[str, dict[str, Any]]:
+    """Return (config.json as messages name it, its content), of a folder or from the hub."""
+    name = spec.model_name_or_path
+    folder = Path(name).expanduser()
+    _check_name(name, folder, origin)
+    if folder.is_dir():
+        return str(folder / "config.json"), read_json(folder / "config.json", origin)
+    missing = f"{name} is not a folder here, and the hub could not be reached or has no such model"
+    with loading(origin, missing, "Check the spelling, the network, and for gated models the login (`hf auth login`)."):
+        values, _ = PreTrainedConfig.get_config_dict(name, revision=spec.revision)
+    return f"config.json of {name}", values
 
 
 def _check_name(name: str, path: Path, origin: ModelOrigin) -> None:
@@ -221,7 +232,6 @@ def whole_model(
 # Tensors that older checkpoints hold and models do not: buffers, and layers that predict several tokens at once.
 _KNOWN_EXTRAS = re.compile(r"(rotary_emb\.inv_freq|attn\.(masked_)?bias|causal_mask|position_ids)$|(^|\.)mtp(\.|_|$)")
 _LAYER = re.compile(r"(?:layers|h|blocks)\.(\d+)\.")
-MAX_MISSING = 50_000_000  # parameters that are allocated before transformers says that weights are missing
 
 
 def _pretrained_model(
@@ -243,7 +253,7 @@ def _pretrained_model(
                 GenerationConfig.from_dict(read_json(generation, origin))
         shapes = stored_shapes(folder, origin, explicit=getattr(config, "transformers_weights", None))
         if getattr(config, "quantization_config", None) is None:  # it stores several weights in one element
-            _check_amount(name, skeleton, shapes, origin)
+            check_amount(name, skeleton, shapes, origin)
     hint = "A folder needs model.safetensors; for random weights write model.init: random."
     try:
         with loading(origin, f"the weights of {name} could not be loaded", hint), _quiet_reports():
@@ -263,7 +273,7 @@ def _pretrained_model(
                 " than tensors, which are never loaded.",
                 hint="Convert them to model.safetensors.",
             ) from problem.__cause__
-        raise _shape_error(name, skeleton, shapes, origin) or problem from problem.__cause__
+        raise shape_error(name, skeleton, shapes, origin) or problem from problem.__cause__
     missing = sorted(found["missing_keys"])
     if missing:
         raise origin.error(
@@ -297,38 +307,13 @@ def _quiet_reports() -> Iterator[None]:
 
 
 def _check_numbers(name: str, model: PreTrainedModel, origin: ModelOrigin) -> None:
-    """Raise UserError for weights that are not numbers. A sum needs no memory, and is NaN if one of them is."""
+    """Raise UserError for weights that are not numbers. A sum needs no memory, and is not finite then."""
     for key, parameter in model.named_parameters():
-        if parameter.is_floating_point() and parameter.itemsize > 1 and bool(parameter.detach().sum().isnan()):
-            raise origin.error(f"the weights of {name} hold NaN ({key}).", hint="The files are damaged.")
-
-
-def _check_amount(
-    name: str, skeleton: PreTrainedModel, shapes: dict[str, tuple[int, ...]], origin: ModelOrigin
-) -> None:
-    """Raise UserError if the configuration describes a far larger model than the files hold, before it is allocated."""
-    stored = sum(torch.Size(shape).numel() for shape in shapes.values())
-    described = sum(parameter.numel() for parameter in skeleton.parameters())
-    if shapes and described > 2 * stored + MAX_MISSING:
-        raise _shape_error(name, skeleton, shapes, origin) or origin.error(
-            f"config.json of {name} describes {format_count(described)} parameters, and its weight files hold"
-            f" {format_count(stored)}.",
-            hint="Is its config.json that of another model?",
-        )
-
-
-def _shape_error(
-    name: str, skeleton: PreTrainedModel, shapes: dict[str, tuple[int, ...]], origin: ModelOrigin
-) -> UserError | None:
-    """Return the error of the first weight whose shape is another one in config.json than in the files, or None."""
-    for key, parameter in skeleton.named_parameters():
-        if shapes.get(key, parameter.shape) != tuple(parameter.shape):
-            return origin.error(
-                f"config.json of {name} gives {key} the shape {list(parameter.shape)}, and its weight files hold"
-                f" {list(shapes[key])}.",
-                hint="Is its config.json that of another model?",
-            )
-    return None
+        if not parameter.is_floating_point() or parameter.itemsize == 1:
+            continue
+        total = parameter.detach().sum()
+        if bool(total.isnan()) or (bool(total.isinf()) and bool(parameter.isinf().any())):
+            raise origin.error(f"the weights of {name} hold NaN or infinity ({key}).", hint="The files are damaged.")
 
 
 def _may_be_left(key: str, spec: ModelOptions, config: PreTrainedConfig) -> bool:

@@ -52,6 +52,7 @@ def read_tokenizer(spec: ModelOptions, origin: ModelOrigin) -> PreTrainedTokeniz
             tokenizer = AutoTokenizer.from_pretrained(
                 name, revision=None if wanted.path else spec.revision, trust_remote_code=spec.trust_remote_code
             )
+            tokenizer("text", verbose=False)  # settings of a wrong type are found where they are used
     except UserError:
         _check_vocabulary_file(folder / "tokenizer.json", origin)
         raise

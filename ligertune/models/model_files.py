@@ -8,15 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from textwrap import shorten
+from typing import TYPE_CHECKING, Any
 
 from safetensors import safe_open
 
-from ligertune.errors import UserError
+from ligertune.errors import UserError, format_count
+
+if TYPE_CHECKING:
+    from torch import nn
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
@@ -65,7 +70,7 @@ def loading(origin: ModelOrigin, what: str, hint: str = "") -> Iterator[None]:
         # a panic of the tokenizers' Rust code is no Exception
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        if "trust_remote_code" in str(error):
+        if "pass the argument `trust_remote_code=True`" in str(error):
             raise origin.own_code(what.removesuffix(" cannot be used")) from error
         raise origin.error(f"{what}: {reason_of(error).rstrip('.')}.", hint) from error
 
@@ -77,7 +82,7 @@ def reason_of(error: BaseException) -> str:
     if isinstance(error, RecursionError):
         return "it is nested too deeply"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join(lines[:2])[:SHOWN_CHARACTERS] if lines else type(error).__name__
+    return shorten(" ".join(lines[:2]), SHOWN_CHARACTERS, placeholder=" ...") if lines else type(error).__name__
 
 
 def read_json(path: Path, origin: ModelOrigin) -> dict[str, Any]:
@@ -108,6 +113,7 @@ _SIZES = (
     (("hidden_size", "n_embd", "d_model", "head_dim"), 1, 2**18),
     (("intermediate_size", "moe_intermediate_size", "n_inner", "ffn_dim"), 1, 2**22),
     (("max_position_embeddings", "n_positions"), 1, 2**30),
+    (("num_labels",), 0, 2**20),  # transformers writes a name for each
     (("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok"), 0, 2**14),
 )
 _LIMITS = {key: (smallest, largest) for keys, smallest, largest in _SIZES for key in keys}
@@ -248,6 +254,36 @@ def _inside(path: Path, folder: Path, origin: ModelOrigin) -> Path:
 def _shapes_in(path: Path, origin: ModelOrigin) -> dict[str, tuple[int, ...]]:
     with loading(origin, f"{path} is not a complete safetensors file"), safe_open(path, framework="pt") as file:
         return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+
+
+# parameters that are allocated before transformers says that weights are missing
+MAX_MISSING = 50_000_000
+
+
+def check_amount(name: str, skeleton: nn.Module, shapes: dict[str, tuple[int, ...]], origin: ModelOrigin) -> None:
+    """Raise UserError if the configuration describes a far larger model than the files hold, before it is allocated."""
+    stored = sum(math.prod(shape) for shape in shapes.values())
+    described = sum(parameter.numel() for parameter in skeleton.parameters())
+    if shapes and described > 2 * stored + MAX_MISSING:
+        raise shape_error(name, skeleton, shapes, origin) or origin.error(
+            f"config.json of {name} describes {format_count(described)} parameters, and its weight files hold"
+            f" {format_count(stored)}.",
+            hint="Is its config.json that of another model?",
+        )
+
+
+def shape_error(
+    name: str, skeleton: nn.Module, shapes: dict[str, tuple[int, ...]], origin: ModelOrigin
+) -> UserError | None:
+    """Return the error of the first weight whose shape is another one in config.json than in the files, or None."""
+    for key, parameter in skeleton.named_parameters():
+        if shapes.get(key, parameter.shape) != tuple(parameter.shape):
+            return origin.error(
+                f"config.json of {name} gives {key} the shape {list(parameter.shape)}, and its weight files hold"
+                f" {list(shapes[key])}.",
+                hint="Is its config.json that of another model?",
+            )
+    return None
 
 
 # ---- adapters

@@ -37,10 +37,15 @@ EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 EXACT, ROUNDED = (1e-4, 1e-4), (3e-2, 5e-3)
 
 
+class LogitsAreNaN(UserError):
+    """The model computes NaN, whatever its batches look like."""
+
+
 def document_leak(model: PreTrainedModel, *, multiple_of: int) -> float:
     """Return how far the logits of a packed row's second document change if the first document changes.
 
     The result is relative to the change of the first document's logits; 0 means that the documents are isolated.
+    Raises LogitsAreNaN.
     Attention isolates them by construction (`attention.choice`), but recurrence, convolutions, experts of limited
     capacity or continued positions may not.
     """
@@ -55,8 +60,14 @@ def document_leak(model: PreTrainedModel, *, multiple_of: int) -> float:
         if family is not None and family.positions == "sections":  # those of the text, and of time, height and width
             batch["position_ids"] = batch["position_ids"].expand(4, 1, -1)
         logits.append(_evaluate_batch(model, batch, model.device).logits[0].float())
-    change = (logits[0] - logits[1]).abs().amax(-1)  # (T,)
-    return float(change[FIRST : FIRST + SECOND].max() / change[:FIRST].max())
+    change = (logits[0] - logits[1]).abs().amax(-1)[: FIRST + SECOND]  # without padding
+    if bool(change.isnan().any()):
+        raise LogitsAreNaN(
+            f"model.model_name_or_path: this {type(model).__name__} computes NaN before it is trained.",
+            hint="Its weights are damaged, or too large for model.dtype.",
+        )
+    own, others = float(change[:FIRST].max()), float(change[FIRST:].max())
+    return others / own if own else others
 
 
 @torch.no_grad()
@@ -92,6 +103,8 @@ def why_not_padding_free(plan: Plan, model: PreTrainedModel) -> str | None:
     """Return why padding-free batches would train wrongly, or None. Raises UserError if the recipe requires them."""
     try:
         check_document_isolation(model, multiple_of=plan.rows.multiple_of)
+    except LogitsAreNaN:
+        raise
     except UserError as problem:
         if plan.rows.packed:
             raise
