@@ -65,11 +65,11 @@ class _JsonText:
         self._ended = not content
         try:
             text = self._decoder.decode(content, self._ended)
-        except UnicodeDecodeError:
-            with self.file.open() as stream:  # reading by lines raises the error with its line and offset
-                self.file.line = 0
-                deque(self.file.lines(stream), maxlen=0)
-            raise
+        except UnicodeDecodeError as error:
+            again = DataFile(self.file.path, MAX_PASSED)
+            with again.open() as stream:  # reading by lines raises the error with its line and offset
+                deque(again.lines(stream), maxlen=0)
+            raise self.file.error("not UTF-8") from error
         self._decoded += len(text)
         self._text, self._at = rest + text, 0
 
