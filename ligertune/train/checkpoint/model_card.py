@@ -9,6 +9,7 @@ import jinja2
 from huggingface_hub import ModelCardData
 
 from ligertune.data.templates.prompt_templates import ALPACA_PROMPT
+from ligertune.errors import UserError
 from ligertune.models.model_files import ADAPTER_CONFIG
 from ligertune.models.save import PROMPT_FILE, adapter_base_model, prompt_of, read_prompt
 from ligertune.planning.options import MethodOptions, RunOptions, saved_options
@@ -31,6 +32,20 @@ def write_card(folder: Path, source: SavedModel, *, is_adapter: bool, repository
     path = folder / CARD
     if path.exists():
         return path
+    try:
+        text = _card(folder, source, is_adapter=is_adapter, repository=repository)
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise UserError(
+            f"{source.run or folder}: its model card cannot be written: plan.json, report.json or ligertune.json is "
+            f"damaged ({type(error).__name__}: {error}).",
+            hint="Restore the file, or write README.md into the exported folder yourself.",
+        ) from error
+    folder.mkdir(parents=True, exist_ok=True)
+    path.write_text(mask_secrets(text), encoding="utf-8")
+    return path
+
+
+def _card(folder: Path, source: SavedModel, *, is_adapter: bool, repository: str | None) -> str:
     plan, report = (_read(source.run, file) for file in ("plan.json", "report.json"))
     options = None if source.run is None else saved_options(source.run)
     base, is_on_hub = _base_model(source, options)
@@ -53,7 +68,7 @@ def write_card(folder: Path, source: SavedModel, *, is_adapter: bool, repository
         loader=jinja2.FileSystemLoader(Path(__file__).parent), trim_blocks=True, lstrip_blocks=True,
         keep_trailing_newline=True, undefined=jinja2.StrictUndefined,
     )  # fmt: skip
-    text = environment.get_template("model_card.md.j2").render(
+    return environment.get_template("model_card.md.j2").render(
         metadata=metadata.to_yaml().strip(),
         title=title,
         base=base,
@@ -65,9 +80,6 @@ def write_card(folder: Path, source: SavedModel, *, is_adapter: bool, repository
         prompt_format=PROMPT_FORMATS[prompt["prompt_template"]],
         system_prompt=prompt["system_prompt"],
     )
-    folder.mkdir(parents=True, exist_ok=True)
-    path.write_text(mask_secrets(text), encoding="utf-8")
-    return path
 
 
 def _read(run: Path | None, file: str) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """`ligertune export --push` against a local hub, its dry run, and the model card."""
 
+import json
 import shutil
 import sys
 
@@ -104,3 +105,11 @@ def test_reports_and_cards_hold_no_secrets(tmp_path, monkeypatch):
     # the prompt that the model was trained with is part of the model
     assert [leak for leak in leaks if leak[0] != "ligertune.json"] == []
     assert "MASKED" in texts["report.json"] and "MASKED" in texts["report.html"]
+
+
+def test_a_damaged_plan_is_one_sentence(run, tmp_path):
+    shutil.copytree(run, tmp_path / "run")
+    plan = json.loads((run / "plan.json").read_text())
+    (tmp_path / "run" / "plan.json").write_text(json.dumps({**plan, "n_parameters": []}))
+    done = run_here("export", "run", "--out", "out", cwd=tmp_path)
+    assert done.code == 2 and "its model card cannot be written: plan.json" in done.err
