@@ -16,6 +16,8 @@ MAPPINGS = {  # kind -> (auto class, its table of model types and class names)
     "image-text": (transformers.AutoModelForImageTextToText, modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES),
 }
 VOCAB, WORDS = 160, 100  # ids below WORDS are words; special tokens have ids above
+ROWS, LENGTH = 2, 24  # of the inputs
+IMAGE, IMAGE_TOKENS = 150, 4  # id of an image's tokens, and how many an image has
 LARGEST = 30_000_000  # parameters: more means that a size has a name that we do not know
 
 
@@ -68,7 +70,7 @@ _VOCABULARY = {"vocabulary_map": {"<image>": WORDS + 40, "IMGIMGA": WORDS + 41}}
 CHANGES: dict[str, dict[str, Any]] = {
     "bailing_hybrid": {"layer_group_size": 2},
     "bamba": {**_MAMBA, "attn_layer_indices": [1, 3]},
-    "blt": {"encoder_hash_byte_group_vocab": 50},
+    "blip-2": {"num_query_tokens": IMAGE_TOKENS, "image_token_index": IMAGE},
     "chameleon": _VOCABULARY,
     "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}},
     "dbrx": {
@@ -80,6 +82,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "dots3_note_text": {"num_key_value_heads": 4},
     "emu3": _VOCABULARY,
+    "ernie4_5_vl_moe_text": {"rope_parameters": {**_ROPE, "mrope_section": [3, 3, 2]}},
     "falcon_h1": {**_MAMBA, "mamba_d_ssm": 128},
     "gemma3n_text": {
         "intermediate_size": 96,
@@ -95,6 +98,9 @@ CHANGES: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "granitemoehybrid": {**_MAMBA, "layer_types": ["mamba", "attention"] * 2},
     "hunyuan_vl_text": _MROPE,
+    "instructblip": {"num_query_tokens": IMAGE_TOKENS, "image_token_index": IMAGE},
+    "instructblipvideo": {"num_query_tokens": IMAGE_TOKENS, "video_token_index": IMAGE},
+    "kosmos-2": {"latent_query_num": IMAGE_TOKENS},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "kimi_linear": _TWO_KINDS,
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
@@ -109,6 +115,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "qwen3_omni_moe_thinker": {"vision_start_token_id": WORDS + 42},
     "step3p5": {"sliding_window": 8},
     "qwen2_vl_text": _MROPE,
+    "radio": {"video_temporal_patch_size": 2},
     "qwen2_5_vl_text": _MROPE,
     "qwen4_exp_text": {
         "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8,
@@ -116,7 +123,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     },
     "reformer": {"is_decoder": True, "axial_pos_embds": False, "attn_layers": ["local"] * 2,
                  "local_attn_chunk_length": 8},
-    "xlstm": {"num_heads": 2, "mode": "train", "chunk_size": 8, "qk_dim_factor": 1.0},
+    "udop": {"decoder_start_token_id": 0},
+    "xlstm": {"num_heads": 2, "qk_dim_factor": 1.0},
     "xmod": {"default_language": "en_XX"},
     "zamba": {"num_hidden_layers": 16, "attention_hidden_size": 128, "attention_head_dim": 32},
     "zamba2": {"num_hidden_layers": 4, "attention_hidden_size": 128, "attention_head_dim": 32,
@@ -175,23 +183,44 @@ def tiny_family(kind: str, model_type: str) -> PreTrainedModel:
     return random_model(auto_class, config)
 
 
-# Inputs that some families need beside the tokens; None: zeros, one for each token.
-_PIXELS = (2, 3, SIZES["image_size"], SIZES["image_size"])
-INPUTS: dict[str, dict[str, tuple[int, ...] | None]] = {
-    "blip": {"pixel_values": _PIXELS},
-    "git": {"pixel_values": _PIXELS},
-    "molmo2": {"mm_token_type_ids": None},
+def _image_places() -> torch.Tensor:
+    """Return which tokens of a row are an image's: those after the first."""
+    places = torch.zeros(ROWS, LENGTH, dtype=torch.long)
+    places[:, 1 : 1 + IMAGE_TOKENS] = 1
+    return places
+
+
+def _pixels(*leading: int) -> torch.Tensor:
+    return torch.randn(
+        *leading, 3, SIZES["image_size"], SIZES["image_size"], generator=torch.Generator().manual_seed(1)
+    )
+
+
+_WITH_QUERIES = {  # the words before the image, again
+    "qformer_input_ids": torch.full((ROWS, 5), 7),
+    "qformer_attention_mask": torch.ones((ROWS, 5), dtype=torch.long),
 }
+# Inputs that some families need beside the tokens.
+INPUTS: dict[str, dict[str, torch.Tensor]] = {
+    "blip": {"pixel_values": _pixels(ROWS)},
+    "blip-2": {"pixel_values": _pixels(ROWS)},
+    "git": {"pixel_values": _pixels(ROWS)},
+    "idefics": {"pixel_values": _pixels(ROWS, 1), "image_attention_mask": torch.ones(ROWS, LENGTH, 1)},
+    "instructblip": {"pixel_values": _pixels(ROWS), **_WITH_QUERIES},
+    "instructblipvideo": {"pixel_values": _pixels(ROWS, 1), **_WITH_QUERIES},
+    "kosmos-2": {"pixel_values": _pixels(ROWS), "image_embeds_position_mask": _image_places()},
+    "molmo2": {"mm_token_type_ids": torch.zeros(ROWS, LENGTH, dtype=torch.long)},
+    "udop": {"bbox": torch.rand(ROWS, LENGTH, 4, generator=torch.Generator().manual_seed(1))},
+}
+HAVE_IMAGE_TOKENS = ("blip-2", "instructblip", "instructblipvideo")
 
 
 def inputs_of(model_type: str) -> dict[str, torch.Tensor]:
     """Return two rows of words with labels, the first three of them not trained; the same in every call."""
-    generator = torch.Generator().manual_seed(0)
-    input_ids = torch.randint(3, WORDS, (2, 24), generator=generator)
-    labels = input_ids.clone()
+    input_ids = torch.randint(3, WORDS, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
+    if model_type in HAVE_IMAGE_TOKENS:
+        input_ids[_image_places() == 1] = IMAGE
+    labels = input_ids.masked_fill(input_ids == IMAGE, -100)
     labels[:, :3] = -100
-    more = {
-        name: torch.zeros_like(input_ids) if shape is None else torch.randn(shape, generator=generator)
-        for name, shape in INPUTS.get(model_type, {}).items()
-    }
+    more = INPUTS.get(model_type, {})
     return {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids), "labels": labels, **more}
