@@ -33,7 +33,7 @@ def run(quickstart: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ru
     [
         ("hf_trainer.py", "transformers"),
         ("trl_sft.py", "trl"),
-        ("lightning_trainer.py", "lightning"),
+        pytest.param("lightning_trainer.py", "lightning", marks=pytest.mark.slow),
         ("pytorch_loop.py", "torch"),
     ],
 )

@@ -173,8 +173,8 @@ CASES = [
     (trl_dpo, kernels), (trl_dpo, patched_before_peft), (trl_dpo, patched_after_peft),
     (trl_grpo, kernels), (trl_grpo, patched_before_peft), (trl_grpo, patched_after_peft),
 ]  # fmt: skip
-# Not marked slow; test_examples runs the scripts of TRL's SFTTrainer and of Lightning.
-FAST = [case for case in CASES if case[0] is hf_trainer or case in ((trl_dpo, kernels), (trl_grpo, kernels))]
+# The others are slow: test_examples trains with the HF Trainer and with TRL's SFTTrainer.
+FAST = [(hf_trainer, patched_before_peft), (trl_dpo, kernels), (trl_grpo, kernels)]
 PACKAGES = {lightning_trainer: "lightning", trl_sft: "trl", trl_dpo: "trl", trl_grpo: "trl"}
 
 
