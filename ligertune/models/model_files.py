@@ -110,7 +110,8 @@ _SIZES = (
     (("vocab_size",), 1, 2**24),
     (("num_hidden_layers", "n_layer", "n_layers", "num_layers"), 1, 2**12),
     (("num_attention_heads", "num_key_value_heads", "n_head", "n_heads", "num_heads"), 1, 2**14),
-    (("hidden_size", "n_embd", "d_model", "head_dim"), 1, 2**18),
+    (("hidden_size", "n_embd", "d_model"), 1, 2**18),
+    (("head_dim",), 0, 2**18),  # 0: GLM-5 computes it from other keys
     (("intermediate_size", "moe_intermediate_size", "n_inner", "ffn_dim"), 1, 2**22),
     (("max_position_embeddings", "n_positions"), 1, 2**30),
     (("num_labels",), 0, 2**20),  # transformers writes a name for each
@@ -154,20 +155,12 @@ def _check_size(name: str, value: Any, smallest: int, largest: int, file: object
 
 
 def _check_heads(values: dict[str, Any], file: object, origin: ModelOrigin, prefix: str) -> None:
-    """Raise UserError if heads do not divide what they share. Models with an own head size need no division."""
-    hidden, heads, shared = (values.get(key) for key in ("hidden_size", "num_attention_heads", "num_key_value_heads"))
-    if type(heads) is not int:
-        return
-    if type(shared) is int and heads % shared:
+    """Raise UserError if heads cannot share keys and values. The width need not be a multiple of them in all models."""
+    heads, shared = (values.get(key) for key in ("num_attention_heads", "num_key_value_heads"))
+    if type(heads) is int and type(shared) is int and heads % shared:
         raise origin.error(
             f"{file}: {prefix}num_attention_heads is {heads}, and must be a multiple of the number of key and value"
             f" heads, {prefix}num_key_value_heads: {shared}."
-        )
-    own_size = any(("head_dim" in key or key.endswith("channels")) and values[key] is not None for key in values)
-    if type(hidden) is int and hidden % heads and not own_size:
-        raise origin.error(
-            f"{file}: {prefix}hidden_size is {hidden}, and must be a multiple of the number of heads,"
-            f" {prefix}num_attention_heads: {heads}."
         )
 
 

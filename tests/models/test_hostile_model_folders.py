@@ -35,7 +35,7 @@ CASES = (
     Hostile("config nested lists", write(CONFIG, '{"a":' + "[" * 50_000 + "]" * 50_000 + "}"), ("nested too deeply",)),
     Hostile("no heads", config(num_attention_heads=0), ("config.json: num_attention_heads is 0",)),
     Hostile("7 heads", config(num_attention_heads=7), ("num_attention_heads is 7", "num_key_value_heads: 4")),
-    Hostile("7 of 64", config(num_attention_heads=7, num_key_value_heads=7, head_dim=None), ("hidden_size is 64",)),
+    Hostile("7 of 64", config(num_attention_heads=7, num_key_value_heads=7, head_dim=None), ("multiple of the",)),
     Hostile("negative width", config(hidden_size=-64), ("hidden_size is -64",)),
     Hostile("width is a text", config(hidden_size="64"), ('hidden_size is "64"', "whole number")),
     Hostile("width is NaN", config(hidden_size=float("nan")), ("hidden_size is NaN",)),

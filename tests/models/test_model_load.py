@@ -1,5 +1,6 @@
 """Loading of configuration, tokenizer and weights from the recipe's model section, and its error messages."""
 
+import contextlib
 import json
 import shutil
 
@@ -7,10 +8,12 @@ import pytest
 import tiny_models
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 
 from ligertune.errors import UserError
 from ligertune.models.load import build_model, read_config
 from ligertune.models.load_tokenizer import check_vocabulary, load_tokenizer
+from ligertune.models.model_files import RECIPE_MODEL, check_sizes
 from ligertune.planning.options import ModelOptions, TokenizerOptions
 from ligertune.vision.families import family_of
 
@@ -94,6 +97,18 @@ def test_unusable_configurations(tmp_path, content, complaint):
     with pytest.raises(UserError, match=complaint) as raised:
         read_config(spec(tmp_path))
     assert str(raised.value).startswith("model.model_name_or_path: ")
+
+
+@pytest.mark.slow
+def test_the_sizes_of_every_family_are_accepted():
+    checked = 0
+    families = [*transformers.MODEL_FOR_CAUSAL_LM_MAPPING, *transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING]
+    for family in families:
+        with contextlib.suppress(ValueError, StrictDataclassError):  # some have no defaults
+            values = json.loads(family().to_json_string(use_diff=False))
+            check_sizes(values, family.__name__, RECIPE_MODEL)
+            checked += 1
+    assert checked > 0.9 * len(families)
 
 
 def test_missing_folders(tmp_path):
