@@ -136,9 +136,7 @@ def chat(
                 _run_command(conversation, word, rest.strip())
             else:
                 with _ctrl_c_raises():  # it ends the answer, not the conversation
-                    answer = conversation.ask(message)
-                if not answer.endswith("\n"):
-                    write_piece("\n")
+                    conversation.ask(message)
         except UserError as problem:  # the message is refused, and the conversation goes on
             render.error(problem)
 

@@ -12,6 +12,8 @@ import typer
 from ligertune.cli.options import Json, Overrides, RecipeFile
 from ligertune.cli.render import console as render
 
+ADAPTER_RATE = 2e-4  # as the bundled LoRA recipes
+
 recipe_app = typer.Typer(
     help="Check or print a recipe, describe its keys, list the bundled recipes, or import another tool's file."
     "\n\nExample: ligertune recipe check my.yaml",
@@ -145,7 +147,11 @@ def init(
         draft.write_text(dump(new_recipe(model, data)), encoding="utf-8")
         loaded = load_recipe(draft, set_ or [])
     check_paths(loaded)
-    write_new(out, commented_recipe(new_recipe(model, data), set_ or []))
+    changes = list(set_ or [])
+    if loaded.method.type in ("lora", "qlora") and "learning_rate" not in loaded.train.model_fields_set:
+        changes.append(f"train.learning_rate={ADAPTER_RATE}")
+        render.note(f"train.learning_rate is {ADAPTER_RATE} for an adapter (2e-5 in full fine-tuning).")
+    write_new(out, commented_recipe(new_recipe(model, data), changes))
     command, recipe = run_report.command(), shlex.quote(str(out))
     render.text(f"Wrote {out}")
     render.text(f"\nInspect the data:  {command} data {recipe}\nTrain:             {command} train {recipe}")

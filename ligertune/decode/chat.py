@@ -43,7 +43,7 @@ class Chat:
         self.loaded = replace(self.loaded, template={**self.loaded.template, "system_prompt": text or None})
 
     def ask(self, message: str) -> str:
-        """Answer a message and remember both. KeyboardInterrupt ends the answer. Raises UserError."""
+        """Answer a message and remember both; end the line. KeyboardInterrupt ends the answer. Raises UserError."""
         ids, room = self._fit(message)
         pieces = TextPieces(self.loaded.tokenizer, self.on_text)
         try:
@@ -52,6 +52,8 @@ class Chat:
             pieces.end()
         if pieces.text:
             self.history.append((message, pieces.text))
+        if not pieces.text.endswith("\n"):
+            self.on_text("\n")
         if len(pieces.ids) == room < self.decoding.max_new_tokens:
             self.on_notice(f"The answer ends here: the model's context of {self.context} tokens is full.")
         return pieces.text

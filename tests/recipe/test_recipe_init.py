@@ -64,6 +64,15 @@ def test_init_applies_overrides_aliases_and_rivals(init):
     assert "path: one.jsonl" in Path("r.yaml").read_text()  # as typed, not as an absolute path
 
 
+def test_init_writes_the_learning_rate_of_adapters(init):
+    done = init("some/model", "some/data", "--set", "method.type=lora")
+    assert "train.learning_rate is 0.0002 for an adapter" in done.output
+    assert load_recipe(Path("recipe.yaml")).train.learning_rate == 2e-4
+    done = init("some/model", "some/data", "--set", "method.type=lora", "--set", "lr=2e-5", "--out", "given.yaml")
+    assert "for an adapter" not in done.output
+    assert load_recipe(Path("given.yaml")).train.learning_rate == 2e-5
+
+
 def test_init_writes_lists_and_mappings_that_load_again(init):
     given = {"logging.report_to": "[tensorboard]", "method.type": "freeze", "method.trainable": "[a, 'b: c']",
              "eval.sample_prompts": "[]", "data.datasets.0.columns": "{prompt: question}",

@@ -168,8 +168,9 @@ def show_heads(found: dict[str, Any]) -> None:
 def next_step(report: Report, arguments: Sequence[str], *, launched: bool) -> None:
     """Print the command to type after a run. arguments: of this command; launched: by torchrun, srun or another."""
     if report.model_path:
-        model = shlex.quote(report.model_path)
-        heads = " --medusa" if Path(report.model_path).name == "medusa" else ""
+        folder = Path(report.model_path)
+        heads = " --medusa" if folder.name == "medusa" else ""
+        model = shlex.quote(str(folder if heads else folder.parent))
         text(f"\nGenerate from it:  {command()} generate {model} 'Give three tips for staying healthy.'{heads}")
     elif report.status == "interrupted":
         again = shlex.join(resumed(arguments))
