@@ -142,6 +142,16 @@ def test_one_of_many_takes_over(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_run_gives_signs_of_life(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_lock, "SIGN_OF_LIFE", 0.02)
+    with locked_folder(tmp_path):
+        os.utime(tmp_path / LOCK_FILE, (0, 0))
+        end = time.monotonic() + 10
+        while (tmp_path / LOCK_FILE).stat().st_mtime == 0 and time.monotonic() < end:
+            time.sleep(0.02)
+        assert (tmp_path / LOCK_FILE).stat().st_mtime > time.time() - 60
+
+
 LOSES = """
 import sys, time
 from pathlib import Path
