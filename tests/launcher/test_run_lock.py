@@ -74,6 +74,7 @@ def test_folders_that_it_made_are_removed_unless_something_was_written(tmp_path)
 
 def test_the_lock_of_a_killed_run_is_taken_over_and_said(tmp_path, capfd):
     leave(tmp_path, processes={ended_process(): 0})
+    (tmp_path / f"{LOCK_FILE}.123").touch()  # the kill came while it took the lock
     check_not_in_use(tmp_path)
     with locked_folder(tmp_path):
         assert json.loads((tmp_path / LOCK_FILE).read_text())["token"] != "left over"
