@@ -24,7 +24,7 @@ app = typer.Typer(
 )
 
 # of the system, about a path that the user gave: in whichever function it is opened first
-_PATH_ERRORS = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR)
+_PATH_ERRORS = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR)
 
 with importing():
     from ligertune.cli.bench import bench

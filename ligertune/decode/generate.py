@@ -226,7 +226,11 @@ def encode_prompt(
     check_prompt(prompt)
     text, has_bos = format_prompt(tokenizer, prompt, template, history)
     # verbose: transformers warns of a prompt beyond the context, which `chat` shortens
-    return text, tokenizer(text, add_special_tokens=not has_bos, verbose=False)["input_ids"]
+    input_ids = tokenizer(text, add_special_tokens=not has_bos, verbose=False)["input_ids"]
+    if not input_ids:
+        where = f"{template_name(tokenizer)}: the chat template makes" if has_bos else "The tokenizer makes"
+        raise UserError(f"{where} no token of this prompt.", hint="Correct it, or write --raw." if has_bos else "")
+    return text, input_ids
 
 
 def format_prompt(

@@ -136,6 +136,8 @@ class _RunLock:
                 f"checkpoint.output_dir: {self._path.parent} cannot be written to ({problem.strerror}).",
                 hint="Name a folder that this user may write to.",
             ) from problem
+        for left in self._path.parent.glob(f"{LOCK_FILE}.*"):  # by a kill within the milliseconds of an acquisition
+            left.unlink(missing_ok=True)
         self._thread.start()
 
     def release(self) -> None:
@@ -181,7 +183,7 @@ class _RunLock:
             os.replace(mine, self._path)
             return True
         finally:
-            right.unlink()
+            right.unlink(missing_ok=True)
 
     def _is_mine(self) -> bool:
         holder = RunHolder.read(self._path)

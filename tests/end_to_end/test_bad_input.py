@@ -92,6 +92,8 @@ CASES = (
     Bad("model", "a chat template that calls itself", ("model/chat_template.jinja: the chat template calls itself",),
         argv=("generate", "./model", "Hi."),
         files={"model/chat_template.jinja": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"}),
+    Bad("model", "a chat template that writes nothing", ("chat_template.jinja: the chat template makes no token",),
+        argv=("generate", "./model", "Hi."), files={"model/chat_template.jinja": "{% set x = 1 %}"}),
     Bad("data", "examples longer than the model's context", ("context", "512", "data.max_length"),
         argv=("train", "r.yaml", "--set", "data.max_length=4096"),
         files={"data.jsonl": lines(GOOD, {**GOOD, "output": "many words " * 300})}),

@@ -13,8 +13,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import Accelerator
-from command_line import losses, run_here, weights
-from quickstart_runs import RESUME, plan_run, saves, train, unfinished
+from command_line import RECIPE, losses, overrides, run_here, weights
+from quickstart_runs import RESUME, SHORT, plan_run, saves, train, unfinished
 from row_files import flip_a_bit
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -152,6 +152,15 @@ def test_a_folder_that_cannot_be_written_is_refused_before_the_first_step(tmp_pa
     (tmp_path / "run" / "checkpoints").write_text("a file where a folder has to be")
     with pytest.raises(UserError, match=r"cannot be written to"):
         train(tmp_path, **RESUME)
+
+
+def test_a_file_of_a_run_that_is_a_folder_is_one_sentence(cut):
+    (cut / "run" / "metrics.jsonl").unlink()
+    (cut / "run" / "metrics.jsonl").mkdir()
+    changes = overrides({**SHORT, **SETTINGS, **RESUME, "checkpoint.output_dir": "run"})
+    done = run_here("train", RECIPE, *changes, cwd=cut)
+    assert (done.code, "Traceback" in done.err) == (2, False), done.err
+    assert "metrics" in done.err and "Is a directory" in done.err
 
 
 def test_a_disk_without_space_for_the_checkpoints_and_the_model_is_refused(tmp_path, monkeypatch):

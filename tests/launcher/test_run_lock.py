@@ -74,6 +74,7 @@ def test_folders_that_it_made_are_removed_unless_something_was_written(tmp_path)
 
 def test_the_lock_of_a_killed_run_is_taken_over_and_said(tmp_path, capfd):
     leave(tmp_path, processes={ended_process(): 0})
+    (tmp_path / f"{LOCK_FILE}.123").touch()  # the kill came while it took the lock
     check_not_in_use(tmp_path)
     with locked_folder(tmp_path):
         assert json.loads((tmp_path / LOCK_FILE).read_text())["token"] != "left over"
@@ -140,6 +141,16 @@ def test_one_of_many_takes_over(tmp_path):
         thread.join()
     assert (len(won), len(refused)) == (1, 7)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_run_gives_signs_of_life(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_lock, "SIGN_OF_LIFE", 0.02)
+    with locked_folder(tmp_path):
+        os.utime(tmp_path / LOCK_FILE, (0, 0))
+        end = time.monotonic() + 10
+        while (tmp_path / LOCK_FILE).stat().st_mtime == 0 and time.monotonic() < end:
+            time.sleep(0.02)
+        assert (tmp_path / LOCK_FILE).stat().st_mtime > time.time() - 60
 
 
 LOSES = """

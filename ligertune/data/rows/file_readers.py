@@ -232,7 +232,7 @@ def _read_parquet(file: DataFile) -> Iterator[Record]:
             file.row_share = file.line / max(content.metadata.num_rows, 1)
     except gzip.BadGzipFile:
         raise
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise file.error(f"not a valid parquet file: {str(error).partition(chr(10))[0].rstrip('.')}") from error
 
 

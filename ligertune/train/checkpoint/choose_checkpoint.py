@@ -30,10 +30,13 @@ def resume_folder(plan: Plan) -> tuple[Path | None, tuple[str, ...]]:
         return _named_folder(wanted), _about_lines(plan)
     folders, limits, notes = step_folders(plan.output_dir), _limits(plan), []
     for step, folder in reversed(folders):
-        damage = next((why for last, why in limits if step > last), None) or damage_of(folder)
-        if damage is None:
-            return folder, (*notes, *_about_lines(plan))
-        notes.append(f"{folder} is damaged and left alone: {damage}")
+        why = next((f"cannot be continued from: {why}" for last, why in limits if step > last), None)
+        if why is None:
+            damage = damage_of(folder)
+            if damage is None:
+                return folder, (*notes, *_about_lines(plan))
+            why = f"is damaged and left alone: {damage}"
+        notes.append(f"{folder} {why}")
     if folders:
         raise UserError(
             f"checkpoint.resume_from_checkpoint: {plan.output_dir} holds no undamaged checkpoint. "
@@ -75,7 +78,7 @@ def _limits(plan: Plan) -> list[tuple[int, str]]:
     if keeps_best and losses:
         damage = damage_of_best(plan.output_dir)
         if damage is not None:
-            found.append((min(losses)[1] - 1, f"the best weights, which it needs, are: {damage}"))
+            found.append((min(losses)[1] - 1, f"the best weights, which it needs, are damaged ({damage})"))
     return found
 
 

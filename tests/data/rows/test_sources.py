@@ -248,3 +248,13 @@ def test_a_file_without_an_end_of_its_record_is_an_error(tmp_path, monkeypatch):
     for name in ("r.jsonl", "r.json"):
         with pytest.raises(UserError, match=f"{name}:1: a record of more than 10,000 bytes"):
             list(RecordStream(DatasetOptions(path=str(tmp_path / name)), LIMIT))
+
+
+def test_text_of_a_parquet_file_that_is_not_utf_8_is_an_error(tmp_path):
+    path = tmp_path / "r.parquet"
+    parquet.write_table(pyarrow.table({"text": ["a", "Z!Q"]}), path, compression="none", use_dictionary=False)
+    content = path.read_bytes()
+    assert content.count(b"Z!Q") >= 1
+    path.write_bytes(content.replace(b"Z!Q", b"\xba!Q"))
+    with pytest.raises(UserError, match=r"r\.parquet:1: not a valid parquet file: 'utf-8' codec can't decode"):
+        read(path)

@@ -209,7 +209,10 @@ def test_damaged_best_weights_are_made_again_from_an_earlier_checkpoint(harm, sa
     else:
         shutil.rmtree(best)
     found, notes = resume_folder(plan)
-    assert found == folder / "step-4" and "step-8 is damaged and left alone: the best weights" in notes[0]
+    assert (
+        found == folder / "step-4"
+        and "step-8 cannot be continued from: the best weights, which it needs, are damaged (" in notes[0]
+    )
     with pytest.raises(UserError, match=r"The best weights in .* are damaged"):
         load_best(accelerator, model, plan.output_dir)
 
