@@ -309,7 +309,7 @@ def _quiet_reports() -> Iterator[None]:
 def _check_numbers(name: str, model: PreTrainedModel, origin: ModelOrigin) -> None:
     """Raise UserError for weights that are not numbers. A sum needs no memory, and is not finite then."""
     for key, parameter in model.named_parameters():
-        if not parameter.is_floating_point() or parameter.itemsize == 1:
+        if not parameter.is_floating_point() or parameter.itemsize == 1 or parameter.is_meta:
             continue
         total = parameter.detach().sum()
         if bool(total.isnan()) or (bool(total.isinf()) and bool(parameter.isinf().any())):
