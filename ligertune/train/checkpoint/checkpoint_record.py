@@ -4,7 +4,8 @@ Nothing in a checkpoint is trusted before this module has compared it with what 
 change files. A record that is not what was written is damage, too, and so is one that a version without these fields
 wrote. CRC-32 finds damage at several GB/s. It does not protect against forgery: a checkpoint is resumed from where it
 was written, and a model from elsewhere is loaded as a model. Pickled files (optimizer and random states) are read by
-torch's restricted reader (`weights_only`), which runs no code of theirs.
+torch's restricted reader (`weights_only`), which runs no code of theirs. The one exception, the index of FSDP's shards,
+is described in docs/security.md.
 """
 
 from __future__ import annotations
