@@ -22,6 +22,10 @@ ODD = (
     "{{", "%s", "model", "data.jsonl", [], {}, [[]], [None], ["a", "a"], {"a": 1}, {"": None}, [{}], [1e308, -1], ["("],
     ["(?:(\\w|.)+[!?])+"],
 )  # fmt: skip
+TYPICAL = {
+    "integer": (0, 1, 2, 7, 1000, 10**6, 10**15), "number": (0.0, 1e-300, 1e-9, 0.5, 1.0, 3.5, 1e6, 1e308),
+    "boolean": (True, False), "string": ("a", "é", "model", "data.jsonl", "/dev/zero", "x" * 300),
+}  # fmt: skip
 # Steps with these keys rightly take long, compile, or start other programs.
 FIXED = {
     "train.max_steps": 1, "train.torch_compile": False, "parallel.num_processes": 1, "logging.report_to": "none",
@@ -91,8 +95,10 @@ class CaseMaker:
         return FuzzCase(f"recipe: {command}: {', '.join(changed)}", tuple(arguments), None if named else ("runs",))
 
     def _value(self, rng: random.Random, key: str) -> object:
-        choices = [choice for entry in keys()[key].get("anyOf", [keys()[key]]) for choice in entry.get("enum", [])]
-        return rng.choice(choices) if choices and rng.random() < 0.3 else rng.choice(ODD)
+        """Return an odd value, or in half of the cases one of a type that the key takes."""
+        entries = keys()[key].get("anyOf", [keys()[key]])
+        choices = [choice for entry in entries for choice in entry.get("enum", TYPICAL.get(entry.get("type"), ()))]
+        return rng.choice(choices) if choices and rng.random() < 0.5 else rng.choice(ODD)
 
     def _data(self, rng: random.Random, folder: Path) -> FuzzCase:
         rows = [json.loads(line) for line in (self.base / "data.jsonl").read_text().splitlines()]
