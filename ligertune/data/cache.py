@@ -63,7 +63,10 @@ def data_key(spec: DatasetOptions, preparation: Preparation) -> str:
     """
     data, tokenizer, images = preparation.data, preparation.tokenizer, preparation.images
     file = Path(data.prompt_template)
-    file_text = file.read_bytes().decode("utf-8", "replace") if file.is_file() else None
+    file_text = None
+    if file.is_file():
+        with file.open("rb") as opened:
+            file_text = opened.read(1 << 20).decode("utf-8", "replace")  # a longer one is refused
     template = [tokenizer.chat_template, file_text]
     parts = {
         "files": [(display_path(found), _hash_of(found)) for found in find_files(spec.path)]

@@ -78,7 +78,10 @@ def _check_vocabulary_file(path: Path, origin: ModelOrigin) -> None:
 
 def _read_template(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        if not path.is_file():  # a device never ends
+            raise FileNotFoundError(path)
+        with path.open("rb") as file:
+            return file.read(1 << 20).decode()  # a longer one is refused when it is rendered
     except (OSError, UnicodeDecodeError) as error:
         found = f"{path} cannot be read: {reason_of(error)}" if path.is_file() else f"there is no file {path}"
         raise UserError(

@@ -85,6 +85,8 @@ CASES = (
     data("not UTF-8", lines(GOOD).encode() + b'{"instruction": "n\xe9"}', "d.jsonl:2:", "byte 0xe9", argv=SHOW),
     Bad("data", "a template that refuses its rows", ("data.jsonl:1 (no)", "the template refuses it"),
         argv=(*TRAIN, "--set", "data.prompt_template=t.jinja"), files={"t.jinja": "{{ raise_exception('no') }}"}),
+    set_("a device as a prompt template", "data.prompt_template=/dev/zero", "cannot be read as a template file"),
+    set_("a device as a chat template", "model.tokenizer.chat_template=/dev/zero", "there is no file /dev/zero"),
     Bad("data", "a template without an end", ("t.jinja: the chat template makes a text of more than",),
         argv=(*TRAIN, "--set", "data.prompt_template=t.jinja", "--set", "data.num_proc=2"),
         files={"t.jinja": "{% for i in range(99999) %}{{ 'x' * 9999 }}{% endfor %}",

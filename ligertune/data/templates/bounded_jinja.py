@@ -231,6 +231,15 @@ def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0][:120]
 
 
+def read_template_file(path: Path) -> str:
+    """Return the text of a template file; of a larger file, enough to refuse it. Raises OSError or UnicodeError."""
+    if not path.is_file():
+        raise OSError(f"{path} is not a regular file")
+    with path.open("rb") as file:
+        content = file.read(4 * _MAX_SOURCE + 1)  # a character has up to four bytes
+    return content.decode("utf-8", "strict" if len(content) <= 4 * _MAX_SOURCE else "replace")
+
+
 def template_name(tokenizer: PreTrainedTokenizerBase) -> str:
     """Return the file that a tokenizer's chat template is from, for errors."""
     folder = Path(tokenizer.name_or_path)

@@ -26,7 +26,12 @@ from ligertune.data.rows.conversation import BadRow, Conversation, Message
 from ligertune.data.rows.formats import Format
 from ligertune.data.rows.image_rows import image_parts
 from ligertune.data.templates.answer_spans import AnswerFinder
-from ligertune.data.templates.bounded_jinja import TemplateRefusalError, render_chat_template, template_name
+from ligertune.data.templates.bounded_jinja import (
+    TemplateRefusalError,
+    read_template_file,
+    render_chat_template,
+    template_name,
+)
 from ligertune.data.templates.control_tokens import ControlTokens, Rendered, Span
 from ligertune.errors import UserError
 
@@ -68,7 +73,7 @@ def choose_template(
     if wanted != "chat":
         name = Path(wanted).name
         try:
-            source = Path(wanted).read_text(encoding="utf-8")
+            source = read_template_file(Path(wanted))
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(
                 f"data.prompt_template: {wanted} cannot be read as a template file.",
