@@ -1,6 +1,7 @@
 """Run fuzz cases, each in a fork of this process with limits on time and memory, and judge them."""
 
 import contextlib
+import gc
 import json
 import os
 import resource
@@ -64,6 +65,8 @@ def prepare_base(folder: Path) -> Path:
         path = base / "runs" / "one" / name
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
     shutil.rmtree(base / "runs" / "one" / "checkpoints" / "step-4", ignore_errors=True)
+    gc.collect()
+    gc.freeze()  # a collection in a fork would copy the memory of all that is imported
     return base
 
 
@@ -129,7 +132,7 @@ def wait_for(child: int) -> tuple[int, resource.struct_rusage]:
         pid, status, usage = os.wait4(child, os.WNOHANG)
         if pid:
             return status, usage
-        time.sleep(0.002)
+        time.sleep(0.005)
     os.kill(child, signal.SIGKILL)
     return os.wait4(child, 0)[1:]
 
