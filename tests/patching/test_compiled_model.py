@@ -10,7 +10,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from ligertune.patching.patch import patch
 
-LENGTHS = (24, 12)
+LENGTHS = (24, 12, 17)
+ALL_LENGTHS = (24, 12, 17, 33, 40, 9)
 
 
 def in_new_thread(function):
@@ -37,12 +38,12 @@ def train_compiled(model, lengths, backend="aot_eager", **options):
     return counter.frame_count, steps
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2"])  # without and with a soft cap
-def test_a_compiled_model_takes_changing_lengths_in_a_fresh_thread(family):
-    plain = tiny_models.make(family, num_hidden_layers=1)
+def test_a_compiled_model_takes_changing_lengths_in_a_fresh_thread():
+    plain = tiny_models.make("gemma2", num_hidden_layers=1)
     patched = copy.deepcopy(plain)
     patch(patched)
-    _, found = in_new_thread(lambda: train_compiled(patched, LENGTHS, fullgraph=True))
+    graphs, found = in_new_thread(lambda: train_compiled(patched, LENGTHS, fullgraph=True))
+    assert graphs == 2  # one for the first length, one for all others
     for length, (loss, *gradients) in zip(LENGTHS, found, strict=True):
         plain.zero_grad()
         expected = plain(**tiny_models.batch(length=length)).loss
@@ -50,3 +51,16 @@ def test_a_compiled_model_takes_changing_lengths_in_a_fresh_thread(family):
         torch.testing.assert_close(loss, expected.detach(), rtol=1e-5, atol=0)
         for gradient, parameter in zip(gradients, plain.parameters(), strict=True):
             torch.testing.assert_close(gradient, parameter.grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_patched_model_makes_no_more_graphs_than_an_unpatched_one(backend):
+    plain = tiny_models.make("llama", num_hidden_layers=1)
+    patched = copy.deepcopy(plain)
+    patch(patched)
+    expected_graphs, expected = in_new_thread(lambda: train_compiled(plain, ALL_LENGTHS, backend))
+    graphs, found = in_new_thread(lambda: train_compiled(patched, ALL_LENGTHS, backend))
+    assert graphs <= expected_graphs
+    for (loss, *_), (expected_loss, *_) in zip(found, expected, strict=True):
+        torch.testing.assert_close(loss, expected_loss, rtol=1e-5, atol=0)

@@ -130,13 +130,22 @@ def empty_loss(rows: torch.Tensor, head: Head) -> torch.Tensor:
     return sum(t[:0].sum(dtype=wide) for t in (rows, *head.tensors) if t is not None)
 
 
-def choose_schedule(rows: torch.Tensor, weight: torch.Tensor, chunk_bytes: int) -> Schedule:
-    """Return `schedule_of` these tensors. Free memory is queried only if the schedule needs much of it."""
-    needs_grad, chip = torch.is_grad_enabled(), chip_of(rows.device)
+def choose_schedule(
+    rows: torch.Tensor,  # (N, E)
+    weight: torch.Tensor,  # (V, E)
+    chunk_bytes: int,
+    needs: tuple[bool, bool] | None = None,
+) -> Schedule:
+    """Return `schedule_of` these tensors. Free memory is queried only if the schedule needs much of it.
+
+    needs: whether rows and weight need a gradient; None: as autograd says.
+    """
+    chip = chip_of(rows.device)
+    needs_dx, needs_dw = needs or (torch.is_grad_enabled() and t.requires_grad for t in (rows, weight))
     sizes = (len(rows), weight.shape[1], weight.shape[0], rows.dtype)
     options = {
-        "needs_dx": needs_grad and rows.requires_grad,
-        "needs_dw": needs_grad and weight.requires_grad,
+        "needs_dx": needs_dx,
+        "needs_dw": needs_dw,
         "chunk_bytes": chunk_bytes,
         "slot_rows": max_slot_rows(rows),
         # torch adds a product of bf16 to fp32 without casting the factors before. On CPUs a cast costs little.

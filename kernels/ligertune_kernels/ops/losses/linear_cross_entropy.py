@@ -14,17 +14,20 @@ multiplies by 256), dW is summed in fp32, and the backward multiplies by upstrea
 
 reduction="none" has one upstream value per row, by which dW cannot be scaled afterwards: its forward computes only the
 losses, and its backward computes the chunks again with these values (8 NEV).
+
+torch.compile sees the chunks as one operator: it would unroll their loop, and compile anew for each number of rows.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
 from ligertune_kernels.autocast import without_autocast
 from ligertune_kernels.autograd import no_double_backward
-from ligertune_kernels.ops.losses._linear_chunks import Targets, run_chunks
+from ligertune_kernels.ops.losses._linear_chunks import Gradients, Targets, run_chunks
 from ligertune_kernels.ops.losses._linear_inputs import Head, check_linear, choose_schedule, empty_loss, rows_to_take
 from ligertune_kernels.ops.losses._reduction import (
     LossFunction,
@@ -62,6 +65,56 @@ def linear_cross_entropy_reference(
     return total / divisor_of(logits, labels, "mean", num_items_in_batch=num_items_in_batch)
 
 
+@torch.library.custom_op(
+    "ligertune_kernels::linear_cross_entropy_chunks",
+    mutates_args=(),
+    schema="(Tensor rows, Tensor weight, Tensor? bias, Tensor? lora_a, Tensor? lora_b, Tensor labels, "
+    "Tensor? class_weight, Tensor? scale, float lora_scale, int ignore_index, float label_smoothing, float? softcap, "
+    "float logit_scale, float z_loss, int chunk_bytes, bool[] needs) -> Tensor[]",
+)
+def _chunks_operator(
+    rows, weight, bias, lora_a, lora_b, labels, class_weight, scale, lora_scale,
+    ignore_index, label_smoothing, softcap, logit_scale, z_loss, chunk_bytes, needs,
+):  # fmt: skip
+    """Return the losses (N,) and the gradients that are needed, as `run_chunks` by the schedule of these tensors."""
+    head = Head(weight, bias, lora_a, lora_b, lora_scale)
+    options = LossOptions(ignore_index, label_smoothing, softcap, logit_scale, z_loss)
+    with without_autocast(rows.device):
+        rows = rows.contiguous()
+        schedule = choose_schedule(rows, weight, chunk_bytes, needs=(needs[0], needs[1]))
+        losses, gradients = run_chunks(rows, head, Targets(labels, options, class_weight, scale), schedule, needs)
+    return [losses, *(gradient for gradient in gradients if gradient is not None)]
+
+
+@_chunks_operator.register_fake
+def _(rows, weight, bias, lora_a, lora_b, labels, class_weight, scale, *options):
+    needs, wide = options[-1], torch.promote_types(rows.dtype, torch.float32)
+    d_weight = wide if rows.dtype is torch.float16 else rows.dtype
+    tensors = zip((rows, weight, bias, lora_a, lora_b), (rows.dtype, d_weight, wide, wide, wide), needs, strict=True)
+    gradients = [rows.new_empty(t.shape, dtype=dtype) for t, dtype, needed in tensors if needed]
+    return [rows.new_empty(rows.shape[:1], dtype=wide), *gradients]
+
+
+def _chunks(
+    rows: torch.Tensor,  # (N, E)
+    head: Head,
+    targets: Targets,
+    schedule: Schedule | int,
+    needs: Sequence[bool] = (False,) * 5,
+) -> tuple[torch.Tensor, Gradients]:
+    """Return the result of `run_chunks`. schedule: of a compiled call, its `chunk_bytes`."""
+    if isinstance(schedule, Schedule):
+        return run_chunks(rows, head, targets, schedule, needs)
+    options, needs = targets.options, list(needs)
+    found = _chunks_operator(
+        rows, *head.tensors, targets.labels, targets.class_weight, targets.scale, head.lora_scale,
+        options.ignore_index, options.label_smoothing, options.softcap, options.logit_scale, options.z_loss,
+        schedule, needs,
+    )  # fmt: skip
+    places = [sum(needs[: i + 1]) for i in range(len(needs))]
+    return found[0], tuple(found[place] if needed else None for place, needed in zip(places, needs, strict=True))
+
+
 class _LinearCrossEntropy(LossFunction):
     """The losses of rows, each divided by its denominator, () or (N,), and summed; the losses without gradient.
 
@@ -75,7 +128,7 @@ class _LinearCrossEntropy(LossFunction):
         head = Head(weight, bias, lora_a, lora_b, lora_scale)
         scale = LossFunction.scale(ctx, denominator, rows.dtype)
         targets = Targets(labels, options, class_weight, scale)
-        losses, gradients = run_chunks(rows, head, targets, schedule, ctx.needs_input_grad[:5])
+        losses, gradients = _chunks(rows, head, targets, schedule, ctx.needs_input_grad[:5])
         LossFunction.keep(ctx, "linear_cross_entropy", (rows, *head.tensors), gradients)
         ctx.mark_non_differentiable(losses)
         return (losses / denominator).sum(), losses
@@ -89,7 +142,7 @@ class _LinearCrossEntropyRows(torch.autograd.Function):
         ctx.save_for_backward(rows, weight, bias, lora_a, lora_b, labels, class_weight)
         ctx.arguments = lora_scale, options, schedule
         head = Head(weight, bias, lora_a, lora_b, lora_scale)
-        return run_chunks(rows, head, Targets(labels, options, class_weight), schedule)[0]
+        return _chunks(rows, head, Targets(labels, options, class_weight), schedule)[0]
 
     @staticmethod
     @no_double_backward
@@ -99,7 +152,7 @@ class _LinearCrossEntropyRows(torch.autograd.Function):
         head = Head(*parameters, lora_scale)
         targets = Targets(labels, options, class_weight, d_losses.contiguous())
         with without_autocast(rows.device):
-            _, found = run_chunks(rows, head, targets, schedule, ctx.needs_input_grad[:5])
+            _, found = _chunks(rows, head, targets, schedule, ctx.needs_input_grad[:5])
         gradients = (None if g is None else g.to(t.dtype) for g, t in zip(found, (rows, *parameters), strict=True))
         return *gradients, None, None, None, None, None
 
@@ -147,7 +200,8 @@ def linear_cross_entropy(
     if rows.numel() == 0:
         loss = empty_loss(rows, head)
         return loss if reduction != "none" else loss + loss.new_zeros(labels.shape)
-    schedule = schedule or choose_schedule(rows, weight, chunk_bytes)
+    if schedule is None:
+        schedule = chunk_bytes if torch.compiler.is_compiling() else choose_schedule(rows, weight, chunk_bytes)
     with without_autocast(rows.device):
         if reduction == "none":
             losses = _row_losses(rows, head, targets, schedule)
@@ -165,7 +219,7 @@ def summed_losses(
     head: Head,
     targets: Targets,
     denominator: torch.Tensor,  # () or (N,)
-    schedule: Schedule,
+    schedule: Schedule | int,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # (), (N,)
     """Return the sum of the losses, each divided by its denominator, and the losses without gradient."""
     if _needs_grad(rows, head):
@@ -173,14 +227,14 @@ def summed_losses(
             rows, *head.tensors, targets.labels, targets.class_weight, denominator, head.lora_scale, targets.options,
             schedule,
         )  # fmt: skip
-    losses, _ = run_chunks(rows, head, targets, schedule)
+    losses, _ = _chunks(rows, head, targets, schedule)
     return (losses / denominator).sum(), losses
 
 
-def _row_losses(rows: torch.Tensor, head: Head, targets: Targets, schedule: Schedule) -> torch.Tensor:
+def _row_losses(rows: torch.Tensor, head: Head, targets: Targets, schedule: Schedule | int) -> torch.Tensor:
     """Return the losses (N,) of rows (N, E), differentiable one by one."""
     if not _needs_grad(rows, head):
-        return run_chunks(rows, head, targets, schedule)[0]
+        return _chunks(rows, head, targets, schedule)[0]
     return _LinearCrossEntropyRows.apply(
         rows, *head.tensors, targets.labels, targets.class_weight, head.lora_scale, targets.options, schedule
     )

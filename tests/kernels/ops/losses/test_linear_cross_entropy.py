@@ -6,8 +6,9 @@ import pytest
 import torch
 from covering import every_pair
 from judge import DTYPES, judge
-from ligertune_kernels import linear_cross_entropy, linear_cross_entropy_reference
+from ligertune_kernels import launcher, linear_cross_entropy, linear_cross_entropy_reference
 from ligertune_kernels.ops.losses._schedule import Schedule
+from torch._dynamo.testing import CompileCounterWithBackend
 
 ROWS, HIDDEN, VOCAB = 11, 24, 131  # no size a multiple of anything the kernels like
 
@@ -119,3 +120,34 @@ def test_many_flushes_and_slabs_round_dw_once(device) -> None:
         linear_cross_entropy(hidden, w, labels, schedule=schedule).backward()
         lost.append((w.grad.double() - truth.grad).norm())
     assert max(lost) <= 1.1 * lost[0]
+
+
+@pytest.mark.skipif(launcher.INTERPRETED, reason="torch.compile cannot trace the interpreter")
+@pytest.mark.parametrize("options", [{"softcap": 2.0, "label_smoothing": 0.2, "z_loss": 0.1}, {"reduction": "none"}])
+def test_two_compiled_graphs_serve_all_numbers_of_rows(options, device):
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(linear_cross_entropy, backend=counter, fullgraph=True)
+    for n_rows in (ROWS, 7, 19, 4):
+        *tensors, labels = example(device, leading=(n_rows,))
+        lora = torch.randn(3, HIDDEN, device=device), torch.randn(VOCAB, 3, device=device)
+        results = []
+        for op in (compiled, linear_cross_entropy):
+            hidden, weight, bias, a, b = leaves = [t.detach().clone().requires_grad_() for t in (*tensors, *lora)]
+            loss = op(hidden, weight, labels, bias, lora_a=a, lora_b=b, lora_scale=0.5, **options)
+            loss.sum().backward()
+            results.append([loss.detach(), *(leaf.grad for leaf in leaves)])
+        for found, expected in zip(*results, strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert counter.frame_count == 2
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_operator_of_compiled_calls_describes_its_results(dtype, device):
+    """torch's own check: shapes, dtypes and strides of the traced operator are those of its results."""
+    hidden, weight, bias, labels = example(device, dtype)
+    lora = torch.randn(3, HIDDEN, device=device, dtype=dtype), torch.randn(VOCAB, 3, device=device, dtype=dtype)
+    scale = torch.full((), 0.1, device=device)
+    for needs in ([True] * 5, [False] * 5, [True, False, False, True, True]):
+        arguments = (hidden, weight, bias, *lora, labels, None, scale, 0.5, -100, 0.0, None, 1.0, 0.0, 1 << 20, needs)
+        torch.library.opcheck(torch.ops.ligertune_kernels.linear_cross_entropy_chunks.default, arguments)
