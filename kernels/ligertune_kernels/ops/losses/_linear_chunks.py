@@ -250,8 +250,8 @@ def compile_row_kernels(rows: torch.Tensor, vocab_size: int, targets: Targets) -
     later training step by a second.
     """
     weight, scale, chip = targets.class_weight, targets.scale, chip_of(rows.device)
-    never_grouped = chip.vendor == "amd" and rows.dtype is torch.bfloat16  # see `schedule_of`, wide_products
-    if never_grouped or chip is INTERPRETER or torch.compiler.is_compiling():
+    # AMD takes bfloat16 in one part (`schedule_of`, wide_products), and float32 rows in groups would spill registers.
+    if chip.vendor == "amd" or chip is INTERPRETER or torch.compiler.is_compiling():
         return
     with on_device(rows):
         _compile_row_kernels(
