@@ -121,7 +121,10 @@ def test_keys_of_the_report_and_the_export(tmp_path):
         ("data.max_length is 5", {"set_": ["data.max_length=5"]}),
         ("nowhere.jsonl", {"data": "nowhere.jsonl"}),
         ("holds no trained heads", {"stage": 2, "from_": "."}),
-        ("checkpoint.output_dir: empty/medusa holds no", {"report": True, "set_": ["checkpoint.output_dir=./empty"]}),
+        (
+            "checkpoint.output_dir: there is no folder empty/medusa",
+            {"report": True, "set_": ["checkpoint.output_dir=./empty"]},
+        ),
     ],
 )
 def test_bad_input_is_refused_and_writes_nothing(words, options, tmp_path, monkeypatch):
