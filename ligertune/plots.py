@@ -53,7 +53,7 @@ def draw_curves(output_dir: Path, *, title: str, loss_unit: str) -> Path | None:
     for axis, name in ((loss, f"loss, {loss_unit}"), (rate, "learning rate"), (speed, "tokens/s without padding")):
         axis.set_ylabel(name)
         axis.grid(alpha=0.3)
-    speed.set_ylim(0, 1.1 * max(line["tokens_per_second"] for line in trained))
+    speed.set_ylim(0, 1.1 * max(line.get("tokens_per_second") or 0 for line in trained) or None)
     label_steps(speed)
     figure.suptitle(title)
     figure.savefig(output_dir / NAME, dpi=120)
@@ -61,4 +61,5 @@ def draw_curves(output_dir: Path, *, title: str, loss_unit: str) -> Path | None:
 
 
 def _plot(axis: Axes, lines: list[dict], key: str, **options: str) -> None:
-    axis.plot([line["step"] for line in lines], [line[key] for line in lines], **options)
+    known = [line for line in lines if line.get(key) is not None]  # a file that was damaged can lack some
+    axis.plot([line["step"] for line in known], [line[key] for line in known], **options)

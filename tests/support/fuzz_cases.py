@@ -226,8 +226,8 @@ def mutate_bytes(rng: random.Random, content: bytes) -> bytes:
 def mutate_file(rng: random.Random, file: Path) -> str:
     """Change a file: its JSON, its bytes, or all of it. Return what was done."""
     content = file.read_bytes()
-    if file.suffix == ".json" and rng.random() < 0.6:
-        values = json.loads(content)
+    values = _values(content) if file.suffix == ".json" and rng.random() < 0.6 else None
+    if values is not None:
         for _ in range(rng.choice((1, 1, 2))):
             mutate_json(rng, values)
         if rng.random() < 0.1:
@@ -242,3 +242,11 @@ def mutate_file(rng: random.Random, file: Path) -> str:
         return "replaced"
     file.write_bytes(mutate_bytes(rng, content))
     return "bytes"
+
+
+def _values(content: bytes) -> object | None:
+    """Return the values of a JSON file; None if an earlier change has broken it."""
+    try:
+        return json.loads(content)
+    except ValueError:
+        return None
