@@ -34,6 +34,7 @@ from ligertune.models.model_files import (
     ModelOrigin,
     check_amount,
     check_sizes,
+    check_token_ids,
     loading,
     read_json,
     reason_of,
@@ -250,7 +251,9 @@ def _pretrained_model(
         generation = folder / "generation_config.json"
         if generation.is_file():
             with loading(origin, f"{generation} cannot be used"):
-                GenerationConfig.from_dict(read_json(generation, origin))
+                settings = read_json(generation, origin)
+                GenerationConfig.from_dict(settings)
+            check_token_ids(settings, generation, origin)
         shapes = stored_shapes(folder, origin, explicit=getattr(config, "transformers_weights", None))
         if getattr(config, "quantization_config", None) is None:  # it stores several weights in one element
             check_amount(name, skeleton, shapes, origin)

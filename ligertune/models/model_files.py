@@ -154,6 +154,13 @@ def _check_size(name: str, value: Any, smallest: int, largest: int, file: object
         )
 
 
+def check_token_ids(values: dict[str, Any], file: object, origin: ModelOrigin) -> None:
+    """Raise UserError for ids of special tokens that cannot be ids. Some files have -1 for none."""
+    for name, value in values.items():
+        if name.endswith("_token_id"):
+            _check_size(name, value, -1, _LIMITS["vocab_size"][1], file, origin)
+
+
 def _check_heads(values: dict[str, Any], file: object, origin: ModelOrigin, prefix: str) -> None:
     """Raise UserError if heads cannot share keys and values. The width need not be a multiple of them in all models."""
     heads, shared = (values.get(key) for key in ("num_attention_heads", "num_key_value_heads"))

@@ -51,6 +51,8 @@ CASES = (
     Hostile("an unknown RoPE", config(rope_parameters=WOBBLE), ("rope_parameters.rope_type is wobble",), LOADING),
     Hostile("an unknown dtype", config(dtype="float33"), ("config.json", "float33")),
     Hostile("a padding id", config(pad_token_id=10**6), ("config.json", "cannot be used"), LOADING),
+    Hostile("an id of no token", write("generation_config.json", {"bos_token_id": [1e308]}),
+            ("generation_config.json: bos_token_id",), LOADING),
     Hostile("no weights", lambda folder: (folder / "model.safetensors").unlink(), ("holds no model.safetensors",)),
     Hostile("empty weights", write("model.safetensors", b""), ("model.safetensors is not a complete safetensors",)),
     Hostile("cut weights", write("model.safetensors", b"\x10\0\0\0\0\0\0\0{}"), ("not a complete safetensors",)),
