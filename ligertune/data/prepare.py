@@ -218,7 +218,7 @@ def _check_weights(sets: Sequence[LoadedDataset], weights: Sequence[float]) -> N
         if not 1 <= count <= _MAX_EXAMPLES:
             raise UserError(
                 f"data.datasets[].weight: {weight:g} makes {plural(count, 'example')} of the {len(part.block)} of "
-                f"{part.report.path}, of which an epoch needs 1 to {_MAX_EXAMPLES:,}.",
+                f"{part.report.path}, and an epoch needs 1 to {_MAX_EXAMPLES:,}.",
                 hint="It is how often an epoch repeats the data set: 2 or 0.5.",
             )
 

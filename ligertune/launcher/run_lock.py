@@ -2,7 +2,7 @@
 
 The lock is a file that is created with O_EXCL, which every shared file system does atomically, NFS since version 3.
 The system's file locks (flock, which the package filelock uses) do not keep that promise: an NFS mount with `nolock`
-or `local_lock` grants them to each host, Lustre without `-o flock` refuses them, and nobody can read who holds one.
+or `local_lock` grants them to each host, Lustre without `-o flock` refuses them, and their holder cannot be read.
 
 A created file outlives its process, so it says who holds it, and a thread renews its modification time:
 
@@ -35,7 +35,7 @@ LOCK_FILE = ".run.lock"
 SIGN_OF_LIFE = 15.0  # seconds between two renewals
 # Seconds. NFS may show a modification time that is a minute old.
 ENDED_AFTER = 180.0
-TAKEOVER = ".takeover"  # suffix: whoever creates this file may replace a lock that is left over
+TAKEOVER = ".takeover"  # suffix: the process that creates this file may replace a lock that is left over
 FIRST_BLOCK = 1 << 16  # bytes of a lock file that are read
 
 

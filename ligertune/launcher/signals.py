@@ -197,7 +197,7 @@ def say(message: str, *, last: bool = False) -> None:
         lines = textwrap.fill(message, shutil.get_terminal_size().columns)
         message = f"\r\x1b[2K{lines}"  # over the bar, which is drawn again below
         message += "\x1b[?25h" if last else ""
-    with contextlib.suppress(OSError):  # nobody reads any more
+    with contextlib.suppress(OSError):  # standard error may be closed
         os.write(2, f"{message}\n".encode())
 
 

@@ -18,7 +18,7 @@ class _PatchedAuto:
 
     @classmethod
     def from_pretrained(cls, *args: Any, keep_logits: bool = False, **kwargs: Any) -> PreTrainedModel:
-        model = cls.auto_class.from_pretrained(*args, **{"trust_remote_code": False, **kwargs})  # nobody is asked
+        model = cls.auto_class.from_pretrained(*args, **{"trust_remote_code": False, **kwargs})  # no prompt
         patch(model, keep_logits=keep_logits)
         return model
 

@@ -1,6 +1,6 @@
 """Load a model's configuration and weights: the only place that does, for every command.
 
-The model's own Python code is never run unless the recipe or the command line allows it, and nobody is asked. Errors
+The model's own Python code is never run unless the recipe or the command line allows it; there is no prompt. Errors
 begin with the recipe key or argument that named the model.
 """
 

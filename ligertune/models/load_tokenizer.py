@@ -69,7 +69,7 @@ def read_tokenizer(spec: ModelOptions, origin: ModelOrigin) -> PreTrainedTokeniz
 
 
 def _check_vocabulary_file(path: Path, origin: ModelOrigin) -> None:
-    """Raise UserError if tokenizer.json is the file because of which a tokenizer could not be loaded."""
+    """Raise UserError if the tokenizer could not be loaded because tokenizer.json is damaged."""
     if path.is_file():
         values = read_json(path, origin)
         with loading(origin, f"{path} is not a tokenizer"):

@@ -46,7 +46,7 @@ def _hooks(module: nn.Module) -> Iterator[tuple[str, Callable[..., Any]]]:
             yield kind, hook
         for hook in getattr(nn.modules.module, f"_global{name}").values():
             yield f"global {kind}", hook
-    added = getattr(module, "_hf_hook", None)  # accelerate's, of which several are one `SequentialHook`
+    added = getattr(module, "_hf_hook", None)  # accelerate's; several are combined in one `SequentialHook`
     for hook in getattr(added, "hooks", (added,) if added is not None else ()):
         yield "hook of accelerate", hook
 
