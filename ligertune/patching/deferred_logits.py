@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
@@ -45,10 +46,16 @@ class _State(threading.local):
         # Instance attributes and not class attributes: torch.compile guards on which of the two exists.
         self.forward: LabelledForward | None = None  # the innermost of nested forwards
         self.loss_only = False
+        self.head_loss: Any = None  # a HeadLoss that forwards with labels compute instead of the cross-entropy
         self.counted = False  # whether the innermost call of a patched model has computed a loss
 
 
 STATE = _State()
+
+
+def next_tokens(labels: Tensor, ignore_index: int) -> Tensor:
+    """Return the label that each position predicts (B, T), from labels (B, T); the last position predicts none."""
+    return F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
 
 
 @contextlib.contextmanager

@@ -29,7 +29,9 @@ from ligertune.patching.deferred_logits import (
     count_elsewhere,
     count_fused,
     count_materialised,
+    next_tokens,
 )
+from ligertune.patching.head_loss import loss_from_logits
 from ligertune.patching.label_copy import copy_labels
 from ligertune.patching.module_patch import ModulePatch, names_in, patch_module
 from ligertune.patching.observers import observer_of
@@ -69,6 +71,8 @@ class LossHead(ModulePatch):
         if type(weight) not in (Tensor, nn.Parameter):  # a DTensor or a quantised weight: only its own ops know it
             return self.dense_loss(hidden, labels, options, f"lm_head.weight is a {type(weight).__name__}")
         count_fused(self)
+        if STATE.head_loss is not None:
+            return STATE.head_loss.fused(hidden, weight, self.bias, labels, options)
         return linear_cross_entropy(hidden, weight, labels, self.bias, **options)
 
     def dense_loss(self, hidden: Tensor, labels: Tensor, options: dict[str, Any], reason: str) -> Tensor:
@@ -124,13 +128,10 @@ def dense_loss(
     logits = logits.float() * logit_scale
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
+    if STATE.head_loss is not None:
+        return STATE.head_loss.dense(logits, labels, num_items_in_batch)
     total = F.cross_entropy(logits, labels, ignore_index=ignore_index, reduction="sum")
     return total / ((labels != ignore_index).sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch)
-
-
-def _next_tokens(labels: Tensor, ignore_index: int) -> Tensor:
-    """Return the label that each position predicts (B, T), from labels (B, T); the last position predicts none."""
-    return F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
 
 
 def _on(device: torch.device, count: int | Tensor | None) -> int | Tensor | None:
@@ -162,10 +163,10 @@ def loss_in_head(
     elif STATE.forward is not None and not STATE.forward.materialised:
         count_materialised(STATE.forward.head, f"the output head is a {type(STATE.forward.head).__name__} now")
     if form is None:
-        return ForCausalLMLoss(
+        return loss_from_logits(
             logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels=shift_labels, **kwargs
         )
-    target = _next_tokens(labels, ignore_index) if shift_labels is None else shift_labels
+    target = next_tokens(labels, ignore_index) if shift_labels is None else shift_labels
     options = {
         "logit_scale": form[0],
         "softcap": form[1],
@@ -197,7 +198,9 @@ def loss_of_logits(
 ) -> Tensor:
     """Compute ForCausalLMLoss with our `cross_entropy`, which upcasts in registers instead of in memory."""
     STATE.counted = True
-    target = (_next_tokens(labels, ignore_index) if shift_labels is None else shift_labels).reshape(-1)
+    if STATE.head_loss is not None:
+        return loss_from_logits(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels)
+    target = (next_tokens(labels, ignore_index) if shift_labels is None else shift_labels).reshape(-1)
     loss = cross_entropy(
         logits.reshape(-1, vocab_size),
         target.to(logits.device),

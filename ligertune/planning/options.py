@@ -21,6 +21,8 @@ DatasetOptions = schema.DatasetSpec
 DataOptions = schema.DataSpec
 VisionOptions = schema.VisionSpec
 MedusaOptions = train_sections.MedusaSpec
+PreferenceOptions = train_sections.PreferenceSpec
+DistillOptions = train_sections.DistillSpec
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,7 @@ class ExecutionOptions:
     gradient_checkpointing: Literal["offload", "offload_gate", "offload_both"] | bool
 
 
+DataRows = Literal["conversations", "pairs", "labelled"]
 RowKind = Literal["packed", "grouped", "shuffled"]
 MAX_COMPILED_LENGTHS = 8  # torch.compile and CUDA graphs make one graph per length
 
@@ -92,13 +95,15 @@ class BatchLayoutOptions:
 class BuildOptions:
     """Everything that decides which model is built, and what is patched into it."""
 
-    task: Literal["sft", "medusa"]
+    task: Literal["sft", "medusa", "dpo", "distill"]
     seed: int
     model: ModelOptions
     method: MethodOptions
     kernels: KernelOptions
     vision: VisionOptions
     medusa: MedusaOptions
+    preference: PreferenceOptions
+    distill: DistillOptions
     execution: ExecutionOptions
 
 
@@ -128,6 +133,8 @@ class RunOptions:
                 kernels=recipe.kernels,
                 vision=recipe.vision,
                 medusa=recipe.medusa,
+                preference=recipe.preference,
+                distill=recipe.distill,
                 execution=ExecutionOptions(**{name: getattr(train, name) for name in ExecutionOptions.__annotations__}),
             ),
             data_options=recipe.data,
@@ -138,6 +145,13 @@ class RunOptions:
             logging=recipe.logging,
             measurement=recipe.report,
         )
+
+
+def data_rows_of(recipe: Recipe) -> DataRows:
+    """Return which rows the data must have: conversations, pairs of answers, or answers with a label (KTO)."""
+    if recipe.task != "dpo":
+        return "conversations"
+    return "labelled" if recipe.preference.loss_type == "kto" else "pairs"
 
 
 def saved_options(folder: Path) -> RunOptions | None:

@@ -25,7 +25,7 @@ from ligertune.recipe.section import (
     Template,
     Text,
 )
-from ligertune.recipe.train_sections import CheckpointSpec, EvalSpec, MedusaSpec, TrainSpec
+from ligertune.recipe.train_sections import CheckpointSpec, DistillSpec, EvalSpec, MedusaSpec, PreferenceSpec, TrainSpec
 
 
 class TokenizerSpec(Section):
@@ -248,8 +248,8 @@ class Recipe(Section):
 
     version: Literal[1] = 1
     """Version of the recipe format."""
-    task: Literal["sft", "medusa"] = "sft"
-    """sft: supervised fine-tuning; medusa: train Medusa heads for speculative decoding."""
+    task: Literal["sft", "medusa", "dpo", "distill"] = "sft"
+    """sft: supervised fine-tuning; medusa: Medusa heads; dpo: preference optimisation; distill: from a teacher."""
     # each section's description is the docstring of its class
     model: ModelSpec
     kernels: KernelsSpec = KernelsSpec()
@@ -263,6 +263,8 @@ class Recipe(Section):
     vision: VisionSpec = VisionSpec()
     report: ReportSpec = ReportSpec()
     medusa: MedusaSpec = MedusaSpec()
+    preference: PreferenceSpec = PreferenceSpec()
+    distill: DistillSpec = DistillSpec()
 
     _origin: Origin = PrivateAttr(Origin())
 

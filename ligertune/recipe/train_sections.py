@@ -18,6 +18,7 @@ from ligertune.recipe.section import (
     ShareBelowOne,
     Switch,
     SwitchOrOffload,
+    Text,
     When,
 )
 
@@ -179,3 +180,49 @@ class MedusaSpec(Section):
     """Held-out prompts to time decoding on after training; 0: none."""
     eval_new_tokens: PositiveInt = 128
     """Maximum number of new tokens per prompt."""
+
+
+class PreferenceSpec(Section):
+    """Preference optimisation; read with task: dpo."""
+
+    loss_type: Literal["sigmoid", "ipo", "hinge", "robust", "simpo", "orpo", "kto"] = "sigmoid"
+    """sigmoid: DPO; ipo, hinge, robust: its variants; simpo, orpo: without a reference; kto: single answers."""
+    beta: PositiveFloat = 0.1
+    """Strength of the preference, and of the tie to the reference."""
+    label_smoothing: Annotated[float, Field(ge=0.0, lt=0.5)] = 0.0
+    """sigmoid, robust: probability that a pair is labelled the wrong way round."""
+    simpo_gamma: NonNegativeFloat = 0.5
+    """simpo: margin of the reward that the chosen answer should have."""
+    orpo_alpha: PositiveFloat = 0.1
+    """orpo: weight of the odds ratio next to the loss on the chosen answer."""
+    sft_weight: NonNegativeFloat = 0.0
+    """Weight of the cross-entropy of the chosen answer (RPO); 0: without."""
+    ld_alpha: Share | None = None
+    """LD-DPO: weight of tokens beyond the length of the shorter answer; null: 1."""
+    length_normalization: Switch = False
+    """Divide log-probabilities by the length of the answer; ipo and simpo always do."""
+    desirable_weight: NonNegativeFloat = 1.0
+    """kto: weight of the losses of desirable answers."""
+    undesirable_weight: NonNegativeFloat = 1.0
+    """kto: weight of the losses of undesirable answers."""
+    reference: Literal["auto", "precompute", "adapter", "copy"] = "auto"
+    """Where reference log-probabilities come from: precompute (before training), adapter (LoRA switched off), copy."""
+
+
+class DistillSpec(Section):
+    """Distillation from a teacher model; read with task: distill."""
+
+    teacher: FileOrHub | None = None
+    """Hub id or folder of the teacher; its vocabulary must be the student's."""
+    teacher_revision: Text = "main"
+    """Branch, tag or commit of the teacher on the hub."""
+    teacher_dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    """Dtype of the teacher's weights; auto: the dtype in which the student computes."""
+    loss: Literal["forward_kl", "reverse_kl", "jsd"] = "jsd"
+    """forward_kl: KL(teacher || student); reverse_kl: KL(student || teacher); jsd: in between, by beta."""
+    beta: Share = 0.5
+    """jsd: weight of the teacher in the mixture."""
+    temperature: PositiveFloat = 1.0
+    """Divisor of both models' logits."""
+    sft_weight: Share = 0.0
+    """Weight of the cross-entropy of the labels; the divergence has the rest."""

@@ -204,7 +204,7 @@ def uses_deepspeed(accelerator: Accelerator) -> bool:
 
 
 def reduce_sum(accelerator: Accelerator, value: Tensor) -> Tensor:
-    """Return the sum over ranks of a scalar on the device."""
+    """Return the sum over ranks of a tensor on the device."""
     if accelerator.num_processes == 1:
         return value
     return accelerator.reduce(value, reduction="sum")

@@ -1,4 +1,4 @@
-"""Evaluation: the mean loss over an evaluation set, and early stopping.
+"""Evaluation: the mean loss and the task's measures over an evaluation set, and early stopping.
 
 All decisions follow from the evaluation losses in metrics.jsonl, so a resumed run decides as an uninterrupted one.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,20 +19,27 @@ from ligertune.data.batching.packing import pack
 from ligertune.launcher.signals import StopRequest
 from ligertune.patching.deferred_logits import loss_only
 from ligertune.planning.plan import Plan
-from ligertune.tasks.objectives import Objective
+from ligertune.tasks.task import Task
 from ligertune.train.distributed import reduce_sum, reshard
 from ligertune.train.step import HostThrottle
 
 
+class Evaluation(NamedTuple):
+    """The loss over an evaluation set, and the means of the task's measures."""
+
+    loss: float
+    measures: dict[str, float]
+
+
 def evaluate(
-    plan: Plan, accelerator: Accelerator, model: nn.Module, batcher: Batcher, objective: Objective, stop: StopRequest
-) -> float | None:
+    plan: Plan, accelerator: Accelerator, model: nn.Module, batcher: Batcher, task: Task, stop: StopRequest
+) -> Evaluation | None:
     """Return the mean loss over all trained tokens of the batcher's examples; None if a signal interrupts it.
 
     All ranks call it, and each evaluates its share. The result depends neither on the batch size nor on the number of
     ranks. No logits are made.
     """
-    loss_inputs = objective.inputs(batcher.examples, np.arange(len(batcher.examples)))
+    loss_inputs = task.inputs(batcher.examples, np.arange(len(batcher.examples)))
     rank, world = accelerator.process_index // plan.batching.cp_size, plan.batching.row_ranks
     lengths, size = batcher.examples.lengths, plan.batching.eval_batch_size
     # Packs as in training, or single examples, longest first: little padding, and an early out-of-memory.
@@ -39,7 +47,7 @@ def evaluate(
     if batcher.images is not None and batcher.images.family.layout == "tiles":
         size = 1  # a batch must hold equally many images in each row
     loss_sum, throttle = torch.zeros((), device=accelerator.device, dtype=torch.float32), HostThrottle(accelerator)
-    mean = None
+    found, of_training = None, task.measures.take()
     model.eval()
     with torch.no_grad(), loss_only():
         for start in range(0, len(rows), size * world):
@@ -48,12 +56,16 @@ def evaluate(
             mine = range(start + rank * size, min(start + (rank + 1) * size, len(rows)))
             batcher.prefetch([[rows[i] for i in mine]])
             batch = batcher([rows[i] for i in mine])
-            loss_sum += model(**batch, **loss_inputs, use_cache=False).loss.float()
+            loss_sum += task.loss(model, {**batch, **loss_inputs}).float()
         else:
-            mean = float(reduce_sum(accelerator, loss_sum))
+            measured = task.measures.take()
+            sums = reduce_sum(accelerator, torch.cat([loss_sum[None], measured.flatten().to(loss_sum)]))
+            found = Evaluation(float(sums[0]), task.measures.means(sums[1:].view_as(measured)))
+    task.measures.take()  # of an interrupted evaluation
+    task.measures.put_back(of_training)
     model.train()
     reshard(model)
-    return mean
+    return found
 
 
 class EarlyStopping:

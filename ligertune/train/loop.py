@@ -17,7 +17,7 @@ from ligertune.progress import Phases
 from ligertune.train.checkpoint.best_weights import load_best, save_best
 from ligertune.train.checks import kernels_as_run, why_not_fused
 from ligertune.train.distributed import any_rank, full_tensor, max_over_ranks
-from ligertune.train.evaluate import EarlyStopping, evaluate
+from ligertune.train.evaluate import EarlyStopping, Evaluation, evaluate
 from ligertune.train.meter import Counts, synchronize
 from ligertune.train.metrics_logger import profiled
 from ligertune.train.optim.optimizers import learning_rate, set_learning_rate
@@ -58,13 +58,13 @@ class TrainState:
         self.step += 1
         self.grad_norm = grad_norm
 
-    def observe(self, eval_loss: float | None) -> bool:
+    def observe(self, evaluation: Evaluation | None) -> bool:
         """Note an evaluation, or None for one that a signal interrupted; return whether its loss is the lowest."""
-        if eval_loss is None:
+        if evaluation is None:
             self.stopped = "during an evaluation"
             return False
-        self.eval_loss = eval_loss
-        return self.early_stopping.add(eval_loss)
+        self.eval_loss = evaluation.loss
+        return self.early_stopping.add(evaluation.loss)
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,8 @@ def fit(training: Training, *, stop: StopRequest, phases: Phases) -> TrainResult
             training.display.step(state.step)
             logger.flush()  # the line of an earlier step, whose numbers have arrived by now
             if state.step % plan.logging.logging_steps == 0 or state.done:
-                logger.record(state.step, state.loss_sum, state.grad_norm, rate)
+                measured = training.task.measures.take()
+                logger.record(state.step, state.loss_sum, state.grad_norm, rate, measured)
                 state.loss_sum.zero_()
             if training.eval_batcher and (plan.due(plan.evaluate, state.step) or state.complete):
                 run_evaluation(training, state, stop)
@@ -158,13 +159,14 @@ def run_evaluation(training: Training, state: TrainState, stop: StopRequest) -> 
     training.logger.flush()
     training.display.begins("evaluating")
     with training.meter.paused(), training.timeout.extended():
-        loss = evaluate(plan, accelerator, model, training.eval_batcher, training.objective, stop)
-        lowest = state.observe(loss)
-        if loss is None:
+        found = evaluate(plan, accelerator, model, training.eval_batcher, training.task, stop)
+        lowest = state.observe(found)
+        if found is None:
             return
-        training.logger.log({"step": state.step, "eval_loss": loss})
+        measures = {f"eval_{name}": value for name, value in found.measures.items()}
+        training.logger.log({"step": state.step, "eval_loss": found.loss, **measures})
         if lowest and plan.checkpoint.load_best_model_at_end:
-            save_best(accelerator, model, plan.output_dir, step=state.step, loss=loss)
+            save_best(accelerator, model, plan.output_dir, step=state.step, loss=found.loss)
         if training.answer and accelerator.is_main_process:
             with accelerator.autocast():
                 samples = training.answer(accelerator.unwrap_model(model))

@@ -18,6 +18,7 @@ from torch import Tensor
 from ligertune.errors import UserError
 from ligertune.planning.plan import Plan
 from ligertune.storage import MetricsFile, utc_now
+from ligertune.tasks.task import Measures
 from ligertune.train.checks import FiniteLossCheck
 from ligertune.train.distributed import full_tensor, reduce_sum
 from ligertune.train.meter import HostCopy, Lap, Meter
@@ -31,7 +32,7 @@ class _Record:
 
     step: int
     learning_rate: float
-    numbers: HostCopy  # (1,) or (2,): the loss summed over steps and ranks, and grad_norm if there is one
+    numbers: HostCopy  # the loss and (2, M) measures, summed over steps and ranks, and grad_norm if there is one
     lap: Lap
     peak_memory: dict[str, int | str]
 
@@ -49,6 +50,7 @@ class MetricsLogger(contextlib.AbstractContextManager):
     loss_check: FiniteLossCheck
     file: MetricsFile
     show: Callable[[dict], None]
+    measures: Measures
     _pending: _Record | None = None
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
@@ -56,9 +58,9 @@ class MetricsLogger(contextlib.AbstractContextManager):
             return
         with contextlib.suppress(RuntimeError):  # the device may have failed
             if self._pending.numbers.has_arrived():
-                loss, *norm = self._pending.numbers.read().tolist()
+                loss, *_ = self._pending.numbers.read().tolist()
                 if math.isfinite(loss):
-                    self.log(self._line(self._pending, loss, *norm))
+                    self.log(self._line(self._pending))
 
     def log(self, line: dict) -> None:
         """Send a line to metrics.jsonl, the trackers and the terminal. Only the main rank does."""
@@ -77,12 +79,18 @@ class MetricsLogger(contextlib.AbstractContextManager):
         if math.isfinite(loss):
             self.file.write({"step": 0, "loss_before_training": loss, "time": utc_now()})
 
-    def record(self, step: int, loss_sum: Tensor, grad_norm: Tensor | None, learning_rate: float) -> None:
-        """Start a line up to `step`. loss_sum (): this rank's losses in them. All ranks call it."""
-        numbers = [reduce_sum(self.accelerator, loss_sum)]
-        numbers += [] if grad_norm is None else [full_tensor(grad_norm).to(loss_sum)]
+    def record(
+        self, step: int, loss_sum: Tensor, grad_norm: Tensor | None, learning_rate: float, measured: Tensor
+    ) -> None:
+        """Start a line for the steps since the last one, up to `step`. All ranks call it.
+
+        loss_sum (): this rank's losses in them. measured (2, M): what `Measures.take` returned.
+        """
+        sums = torch.cat([loss_sum[None], measured.flatten().to(loss_sum)])
+        numbers = [reduce_sum(self.accelerator, sums)]
+        numbers += [] if grad_norm is None else [full_tensor(grad_norm).to(loss_sum)[None]]
         lap, peak = self.meter.lap(), {"kind": self.meter.memory_kind, **self.meter.peak_memory()}
-        self._pending = _Record(step, learning_rate, HostCopy(torch.stack(numbers)), lap, peak)
+        self._pending = _Record(step, learning_rate, HostCopy(torch.cat(numbers)), lap, peak)
         if loss_sum.device.type == "cpu":  # the host does not run ahead of a CPU
             self.flush()
 
@@ -91,14 +99,16 @@ class MetricsLogger(contextlib.AbstractContextManager):
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
-        loss, *norm = pending.numbers.read().tolist()
-        if not math.isfinite(loss):
+        if not math.isfinite(float(pending.numbers.read()[0])):
             raise self.loss_check.error()
         self.loss_check.forget()
-        self.log(self._line(pending, loss, *norm))
+        self.log(self._line(pending))
 
-    def _line(self, record: _Record, loss_sum: float, grad_norm: float | None = None) -> dict:
-        """Return the line of metrics.jsonl for the steps of a lap, whose losses sum to `loss_sum`."""
+    def _line(self, record: _Record) -> dict:
+        """Return the line of metrics.jsonl for the steps of a lap."""
+        numbers, n_measures = record.numbers.read(), len(self.measures.names)
+        loss_sum, norm = float(numbers[0]), numbers[1 + 2 * n_measures :].tolist()
+        measured = numbers[1 : 1 + 2 * n_measures].view(2, n_measures)
         plan, step, counts, seconds = self.plan, record.step, record.lap.counts, record.lap.seconds()
         rows, per_second = plan.rows.count, counts.images / seconds
         images = {"images": counts.images, "image_tokens": counts.image_tokens, "images_per_second": per_second}
@@ -106,7 +116,8 @@ class MetricsLogger(contextlib.AbstractContextManager):
             "step": step,
             "epoch": round(step * plan.batching.global_batch_size / rows, 4) if rows else None,
             "loss": loss_sum / counts.steps,
-            "grad_norm": grad_norm,
+            "grad_norm": norm[0] if norm else None,
+            **self.measures.means(measured),
             "learning_rate": record.learning_rate,
             "tokens": counts.tokens,
             "padded_tokens": counts.padded_tokens,

@@ -24,7 +24,8 @@ from ligertune.models.save import prompt_of
 from ligertune.planning.plan import Plan
 from ligertune.progress import Display
 from ligertune.storage import MetricsFile
-from ligertune.tasks.objectives import Objective, objective_of
+from ligertune.tasks.choose_task import choose_task
+from ligertune.tasks.task import Task
 from ligertune.train.checkpoint.checkpoint_files import Saver
 from ligertune.train.checkpoint.choose_checkpoint import resume_folder
 from ligertune.train.checkpoint.load_checkpoint import (
@@ -76,13 +77,14 @@ class Training:
         plan, self.display = job.plan, display
         save_only_what_trains(accelerator, model)
         self.plan, self.accelerator = plan, accelerator
-        self.objective = objective_of(plan, model)
+        self.task = choose_task(plan, model)
         self.model, self.optimizer = _prepare(plan, accelerator, model)
-        self.train_step = TrainStep(plan, accelerator, self.model, self.optimizer)
+        self.train_step = TrainStep(plan, accelerator, self.model, self.optimizer, self.task)
         self.resumed_from, self.notes = _resume(plan, accelerator, self.model, self.optimizer)
         self.order = _data_order(plan, job.data.train, job.images)
-        self.batcher, self.eval_batcher = _batchers(job, accelerator, self.order, self.objective)
-        check_context_parallel(plan, self.model, self.batcher, vocab_size=self.objective.shape.vocab_size)
+        self.batcher, self.eval_batcher = _batchers(job, accelerator, self.order, self.task)
+        check_context_parallel(plan, self.model, self.batcher, vocab_size=self.task.shape.vocab_size)
+        self.task.prepare(self.model, accelerator, [b for b in (self.batcher, self.eval_batcher) if b is not None])
         self.saver = Saver(accelerator, plan, self.model, self.optimizer)
         self.meter = Meter(accelerator.device, warmup_steps=plan.measurement.warmup_steps)
         self.loss_check = FiniteLossCheck(plan.output_dir, self.batcher, rank=accelerator.process_index)
@@ -99,7 +101,7 @@ class Training:
         due = plan.due(plan.evaluate, self.resumed_from) or self.resumed_from == plan.schedule.total_steps
         self.owes_evaluation = bool(self.eval_batcher and self.resumed_from and due and not has_last)
         self._earlier = self._work_before(metrics.lines()) if is_main else Counts()
-        self.logger = MetricsLogger(plan, accelerator, self.meter, self.loss_check, metrics, show)
+        self.logger = MetricsLogger(plan, accelerator, self.meter, self.loss_check, metrics, show, self.task.measures)
         for note in self.notes:
             self.logger.log({"step": self.resumed_from, "note": note})
 
@@ -130,7 +132,7 @@ class Training:
 
     def loss_inputs(self, step: int) -> dict:
         """Return the loss's normalisation over the global batch of `step`: every rank knows every example's count."""
-        return self.objective.inputs(self.batcher.examples, np.concatenate(self.order.step(step)), step=step)
+        return self.task.inputs(self.batcher.examples, np.concatenate(self.order.step(step)), step=step)
 
     def work(self, step: int) -> Counts:
         """Return the work of `step` over all ranks: every rank knows every length."""
@@ -146,7 +148,7 @@ class Training:
             trained_tokens=int(batcher.examples.trained[indices].sum()),
             images=int(batcher.examples.n_images[indices].sum()) if batcher.images else 0,
             image_tokens=batcher.image_tokens(indices),
-            flops=self.objective.shape.flops(tokens=tokens, squared_lengths=int((lengths**2).sum())),
+            flops=self.task.shape.flops(tokens=tokens, squared_lengths=int((lengths**2).sum())),
         )
 
 
@@ -206,7 +208,7 @@ def _data_order(
 
 
 def _batchers(
-    job: Job, accelerator: Accelerator, order: DataOrder | StreamOrder | ByImageCount, objective: Objective
+    job: Job, accelerator: Accelerator, order: DataOrder | StreamOrder | ByImageCount, task: Task
 ) -> tuple[Batcher, Batcher | None]:
     """Return what makes batches of training and of evaluation examples. All ranks call it."""
     plan, data, images = job.plan, job.data, job.images
@@ -218,7 +220,8 @@ def _batchers(
         pad_token_id=job.tokenizer.pad_token_id,
         index_labels=plan.loss_in_head,
         device=accelerator.device,
-        label_shifts=objective.label_shifts,
+        label_shifts=task.label_shifts,
+        more_fields=task.batch_fields,
         rows_multiple_of=rows_multiple_of(plan),
         images=images,
         prefetcher=prefetchers[0],

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ligertune.attention.sdpa import deterministic_backward
 from ligertune.planning.plan import Plan
+from ligertune.tasks.task import Task
 from ligertune.train.cuda_graphs import CudaGraphedStep
 from ligertune.train.distributed import reduce_sum, uses_deepspeed
 from ligertune.train.meter import HostCopy
@@ -25,9 +26,10 @@ class TrainStep:
     """Train on one global batch. Called with this rank's micro-batches; returns the gradient norm before clipping."""
 
     def __init__(
-        self, plan: Plan, accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer
+        self, plan: Plan, accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer, task: Task
     ) -> None:
         self._plan, self._accelerator, self._model, self._optimizer = plan, accelerator, model, optimizer
+        self._task = task
         self._deterministic = plan.build.execution.full_determinism
         self._parameters: tuple[nn.Parameter, ...] = ()
         graphed = plan.build.execution.cuda_graphs and accelerator.device.type == "cuda"
@@ -42,9 +44,9 @@ class TrainStep:
     ) -> Tensor | None:
         """Update the weights; return grad_norm (), or None if `max_grad_norm` is 0.
 
-        make_batch: what a forward pass takes, of the rows of one micro-batch. loss_inputs: the keywords of the forward
-        that are the same for the whole global batch; `num_items_in_batch` among them divides the loss by the trained
-        tokens of the global batch. loss_sum (): this rank's loss is added to it in place.
+        make_batch: the fields of a batch, of the rows of one micro-batch. loss_inputs: `Task.inputs` of the global
+        batch; `num_items_in_batch` among them divides the loss by the trained tokens of the global batch. loss_sum ():
+        this rank's loss is added to it in place.
         """
         for i, rows in enumerate(micro_batches):
             batch = make_batch(rows)
@@ -56,7 +58,7 @@ class TrainStep:
     def _launch(self, batch: dict[str, Any]) -> Tensor:
         attention = self._plan.attn_implementation
         with deterministic_backward(self._deterministic and self._plan.build.execution.torch_compile, attention):
-            loss = self._model(**batch, use_cache=False).loss
+            loss = self._task.loss(self._model, batch)
         with deterministic_backward(self._deterministic, attention):
             # DDP and FSDP average gradients over ranks, but each rank's loss is a part of one sum.
             self._accelerator.backward(loss * self._accelerator.num_processes)

@@ -23,7 +23,7 @@ from ligertune.data.batching.collate import Batcher
 from ligertune.errors import UserError
 from ligertune.launcher.signals import StopRequest
 from ligertune.run import run
-from ligertune.tasks.objectives import objective_of
+from ligertune.tasks.choose_task import choose_task
 from ligertune.train.checkpoint.checkpoint_files import Saver, begin, check_space, complete
 from ligertune.train.checkpoint.checkpoint_record import CheckpointRecord, file_checksums
 from ligertune.train.checkpoint.load_checkpoint import saved_progress
@@ -202,7 +202,8 @@ def evaluate_model(quickstart, tmp_path, stop: StopRequest, **config: float) -> 
         job.data.eval, packed=False, multiple_of=16, pad_token_id=0, index_labels=False, device=torch.device("cpu")
     )
     model = AutoModelForCausalLM.from_pretrained(quickstart / "stories260K", **config).train()
-    return evaluate(job.plan, Accelerator(cpu=True), model, batcher, objective_of(job.plan, model), stop)
+    found = evaluate(job.plan, Accelerator(cpu=True), model, batcher, choose_task(job.plan, model), stop)
+    return found and found.loss
 
 
 def test_an_evaluation_stops_at_a_signal_and_returns_none(quickstart, tmp_path):

@@ -7,7 +7,7 @@ by token, and each rank sums the loss of its tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from ligertune.vision.reader import ImageReader
 
 TokenRange = tuple[int, int]
+# called with (all examples, indices of those in the batch, the batch)
+MoreFields = Callable[["Examples | StreamedExamples", list[int], dict[str, Any]], dict[str, Any]]
 
 # Few sizes of the output head's products: cuBLAS and the allocator need time for each new one.
 ROWS_MULTIPLE_OF = 128
@@ -142,6 +144,7 @@ class Batcher:
     index_labels: bool  # add `labelled_rows`, the rows that predict a label, for a loss computed in the output head
     device: torch.device
     label_shifts: tuple[int, ...] = (1,)  # how many tokens ahead the labels of a row are
+    more_fields: MoreFields | None = None  # Task.batch_fields
     rows_multiple_of: int = ROWS_MULTIPLE_OF
     images: ImageReader | None = None  # of a vision-language model
     prefetcher: ImagePrefetcher | None = None
@@ -179,6 +182,8 @@ class Batcher:
         if self.index_labels:
             labels, shifts = ("shift_labels", 0) if "shift_labels" in batch else ("labels", self.label_shifts)
             batch["labelled_rows"] = labelled_rows(batch[labels], shift=shifts, multiple_of=self.rows_multiple_of)
+        if self.more_fields is not None:
+            batch |= self.more_fields(self.examples, _indices(rows), batch)
         return {name: self._on_device(value) if isinstance(value, Tensor) else value for name, value in batch.items()}
 
     def _on_device(self, value: Tensor) -> Tensor:

@@ -1,0 +1,95 @@
+"""Task: what a model is trained for. The loop, evaluation and the logger use this class and know no task by name.
+
+`Task` itself is supervised fine-tuning: predict the next token. Other tasks extend it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ligertune.planning.memory.model_shape import ModelShape
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+    from ligertune.data.batching.collate import Batcher
+    from ligertune.data.examples import Examples
+    from ligertune.data.stream import StreamedExamples
+
+
+class Measures:
+    """Means that a task logs next to its loss. They are summed on the device until a line is logged."""
+
+    def __init__(self, names: Sequence[str] = (), device: torch.device | str = "cpu") -> None:
+        self.names = tuple(names)
+        self._sums = torch.zeros(2, len(self.names), device=device)  # sums, and numbers of summands
+
+    def add(self, name: str, values: Tensor, count: Tensor | float | None = None) -> None:
+        """Add the sum of `values`, which are `count` summands (default: their number)."""
+        at = self.names.index(name)
+        self._sums[0, at] += values.detach().sum().float()
+        self._sums[1, at] += values.numel() if count is None else count
+
+    def take(self) -> Tensor:
+        """Return sums and numbers of summands (2, M) of this rank, and begin anew."""
+        taken, self._sums = self._sums, torch.zeros_like(self._sums)
+        return taken
+
+    def put_back(self, taken: Tensor) -> None:
+        """Add what `take` returned."""
+        self._sums += taken
+
+    def means(self, taken: Tensor) -> dict[str, float]:
+        """Return the means of (2, M) sums over all ranks, without those that have no summands."""
+        sums, counts = taken.tolist()
+        return {name: s / n for name, s, n in zip(self.names, sums, counts, strict=True) if n}
+
+
+class Task:
+    """Supervised fine-tuning; the base of all tasks.
+
+    label_shifts: how many tokens ahead the labels of a row are. measures: what is logged next to the loss.
+    """
+
+    label_shifts: tuple[int, ...] = (1,)
+
+    def __init__(self, shape: ModelShape) -> None:
+        self.shape = shape
+        self.measures = Measures()
+
+    def prepare(self, model: nn.Module, accelerator: Accelerator, batchers: Sequence[Batcher]) -> None:
+        """Do what is needed once before the first step. All ranks call it.
+
+        model: prepared for DDP, FSDP2 or ZeRO, with the weights that the first step will see (of the checkpoint, if a
+        run is resumed). batchers: of training and, if there is one, of evaluation.
+        """
+
+    def inputs(
+        self, examples: Examples | StreamedExamples, indices: np.ndarray, *, step: int | None = None
+    ) -> dict[str, Any]:
+        """Return keywords of `loss` for any part of the global batch, which are the examples at `indices`.
+
+        num_items_in_batch divides the loss: the number of trained tokens. Evaluation passes no step.
+        """
+        return {"num_items_in_batch": max(int(examples.trained[indices].sum()), 1)}
+
+    def batch_fields(
+        self, examples: Examples | StreamedExamples, indices: Sequence[int], batch: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Return what a batch of the examples at `indices` has besides the collator's fields; `loss` removes it again.
+
+        Tensors among it are moved to the device.
+        """
+        return {}
+
+    def loss(self, model: nn.Module, batch: dict[str, Any]) -> Tensor:
+        """Return this batch's part of the loss of the global batch, ().
+
+        batch: the collator's fields, `batch_fields` and `inputs`.
+        """
+        return model(**batch, use_cache=False).loss
