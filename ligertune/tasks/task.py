@@ -15,8 +15,6 @@ from torch import Tensor, nn
 from ligertune.planning.memory.model_shape import ModelShape
 
 if TYPE_CHECKING:
-    from accelerate import Accelerator
-
     from ligertune.data.batching.collate import Batcher
     from ligertune.data.examples import Examples
     from ligertune.data.stream import StreamedExamples
@@ -62,11 +60,12 @@ class Task:
         self.shape = shape
         self.measures = Measures()
 
-    def prepare(self, model: nn.Module, accelerator: Accelerator, batchers: Sequence[Batcher]) -> None:
+    def prepare(self, model: nn.Module, batchers: Sequence[Batcher]) -> None:
         """Do what is needed once before the first step. All ranks call it.
 
         model: prepared for DDP, FSDP2 or ZeRO, with the weights that the first step will see (of the checkpoint, if a
-        run is resumed). batchers: of training and, if there is one, of evaluation.
+        run is resumed); its forward autocasts. batchers: of training and, if there is one, of evaluation. Ranks
+        communicate by torch.distributed.
         """
 
     def inputs(
