@@ -36,7 +36,8 @@ OPS = (
     Op("losses", "cross_entropy", ("CrossEntropyLoss",), ("logits",)),
     Op("losses", "linear_cross_entropy", ("LinearCrossEntropyLoss",), ("hidden", "weight", "bias")),
     Op("losses", "multi_head_linear_cross_entropy", ("MultiHeadLoss",), ("hiddens", "weight")),
-    Op("losses", "linear_token_statistics", ("TokenStatistics",)),
+    Op("log_probs", "linear_log_probs", ("TokenLogProbs", "log_probs_memory"), ("hidden", "weight", "bias")),
+    Op("log_probs", "linear_token_statistics", ("TokenStatistics",)),
     Op("distill", "kl_div", ("KLDivLoss",), ("input", "target")),
     Op("distill", "jsd", ("JSDLoss",), ("input",)),
     Op("distill", "linear_jsd", ("LinearJSDLoss",), ("student_hidden", "student_weight")),  # none for the teacher

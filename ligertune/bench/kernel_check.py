@@ -31,6 +31,7 @@ SIZES = {
     "cross_entropy": ((67, 1000), (37, 50257)),
     "linear_cross_entropy": ((67, 64, 1000), (131, 128, 8003)),
     "multi_head_linear_cross_entropy": ((67, 64, 1000),),
+    "linear_log_probs": ((67, 64, 1000), (131, 128, 8003)),
     "linear_token_statistics": ((67, 64, 1000),),
     "kl_div": ((67, 1000), (37, 50257)),
     "jsd": ((67, 1000), (37, 50257)),

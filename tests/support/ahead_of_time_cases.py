@@ -219,6 +219,20 @@ def _token_statistics() -> list[Case]:
     ]
 
 
+def _log_probs() -> list[Case]:
+    """A frozen layer with statistics, whose dX is multiplied in the backward, and a trained one."""
+
+    def case(vocab: int, dtype: torch.dtype, *, frozen: bool, **options: object) -> Case:
+        def call(hidden: torch.Tensor, weight: torch.Tensor) -> object:
+            weight = weight.detach() if frozen else weight
+            return kernels.linear_log_probs(hidden, weight, labels(2048), **options).logprob
+
+        return Case(call, ((2048, 512), (vocab, 512)), dtype)
+
+    measured = case(128256, BF16, frozen=True, statistics=True)
+    return [measured, *on_the_first(case(128256, BF16, frozen=False), case(50257, FP16, frozen=True, softcap=30.0))]
+
+
 def _kl_div() -> list[Case]:
     elements = partial(kernels.kl_div, log_target=True, reduction="none")
     return [
@@ -274,6 +288,7 @@ CASES: dict[str, Callable[[], list[Case]]] = {
     "cross_entropy": _cross_entropy,
     "linear_cross_entropy": _linear_cross_entropy,
     "multi_head_linear_cross_entropy": _multi_head,
+    "linear_log_probs": _log_probs,
     "linear_token_statistics": _token_statistics,
     "kl_div": _kl_div,
     "jsd": _jsd,

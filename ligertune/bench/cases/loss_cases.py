@@ -165,6 +165,41 @@ MULTI_HEAD = OpBenchmark(
 )
 
 
+def _log_probs_work(case: Case) -> Work:
+    """A trained layer computes its logits twice, because the upstream gradient is not known in the forward."""
+    least = _linear_work(case)
+    again = 0.0 if case.frozen_head else least.flops[0]
+    return Work(least.traffic, (least.flops[0], least.flops[1] + again))
+
+
+def _log_probs(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    """Return the log-probability of each label, 0 where it is ignored, through log_softmax of all logits."""
+    logits = F.linear(hidden, weight)
+    log_probs = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+    found = log_probs.gather(1, labels.clamp(min=0).unsqueeze(1)).squeeze(1)
+    return found.masked_fill(labels == IGNORE_INDEX, 0.0)
+
+
+def _our_log_probs(case: Case, args: Tensors) -> Callable[[], Outputs]:
+    hidden, weight, labels = args
+    rows = kernels.labelled_rows(labels.cpu()).to(labels.device) if case.ignored else None
+    return lambda: kernels.linear_log_probs(hidden, weight, labels, labelled_rows=rows).logprob
+
+
+LOG_PROBS = OpBenchmark(
+    op="linear_log_probs",
+    dims=("N", "E", "V"),
+    sizes=tuple((n, 4096, 128256) for n in (512, 2048, 4096, 8192)),
+    cpu_sizes=((32, 16, 100),),
+    args=("hidden", "weight", "labels"),
+    inputs=_linear_inputs,
+    row_args=("hidden", "labels"),
+    work=_log_probs_work,
+    reference=lambda case, args: _log_probs,
+    providers=providers_of(Provider("ours", _our_log_probs), eager=_log_probs),
+)
+
+
 def _statistics_work(case: Case) -> Work:
     whole = _linear_work(case)
     return Work((whole.traffic[0], 0.0), (whole.flops[0], 0.0))
@@ -196,7 +231,7 @@ STATISTICS = OpBenchmark(
     modes=("forward",),
 )
 
-LOSSES = (LINEAR_CROSS_ENTROPY, CROSS_ENTROPY, MULTI_HEAD, STATISTICS)
+LOSSES = (LINEAR_CROSS_ENTROPY, CROSS_ENTROPY, MULTI_HEAD, LOG_PROBS, STATISTICS)
 
 
 # ---- Losses for distillation

@@ -75,6 +75,8 @@ LOSSES = (
     ("linear_cross_entropy", (ROWS, WEIGHT, LABELS, zeros(4)), {}, r"bias is \(4,\)"),
     ("linear_cross_entropy", (ROWS, WEIGHT, LABELS), {"lora_a": WEIGHT}, "both or none"),
     ("linear_cross_entropy", (ROWS, WEIGHT, LABELS), {"lora_a": WEIGHT[:3], "lora_b": TEACHER}, r"and \(5, R\)"),
+    ("linear_log_probs", (ROWS, WEIGHT, LABELS[:1]), {}, r"linear_log_probs: labels are \(1,\)"),
+    ("linear_log_probs", (ROWS, WEIGHT, LABELS), {"lora_b": TEACHER}, "both or none"),
     (HEADS, ([ROWS] * 3, WEIGHT, [LABELS] * 3, (1.0, 2.0)), {}, "3 hiddens, 3 labels and 2 coefficients"),
     (HEADS, ([ROWS] * 3, [WEIGHT] * 2, [LABELS] * 3, (1.0,) * 3), {}, "2 weights: expected one of each per head"),
     ("kl_div", (ROWS, zeros(8)), {}, r"input is \(2, 8\) and target \(8,\)"),

@@ -20,6 +20,7 @@ from ligertune_kernels.ops.losses._linear_inputs import Head
 from ligertune_kernels.ops.losses._row_kernels import row_kernel
 from ligertune_kernels.ops.losses._row_pass import LossOptions, row_constants, row_pass, row_tiling, slab_pass
 from ligertune_kernels.ops.losses._schedule import Schedule, may_group, rest_stride
+from ligertune_kernels.ops.losses._statistics_pass import RowStatistics, write_statistics
 
 GROUP_COLUMNS = 8192  # for compilation only
 
@@ -34,6 +35,7 @@ class Targets:
     options: LossOptions
     class_weight: torch.Tensor | None = None  # (V,)
     scale: torch.Tensor | None = None  # () or (N,): factor of the gradients
+    statistics: RowStatistics | None = None  # where statistics of the rows are written; not for a trained layer
 
     def row_losses(
         self, logits: torch.Tensor, rows: slice, *, in_place: bool, **memory: torch.Tensor | None
@@ -42,6 +44,8 @@ class Targets:
 
         memory: lse and lead of these rows for `row_pass`.
         """
+        if self.statistics is not None:
+            write_statistics(logits, self.labels[rows], self.options, self.statistics.of(rows))
         scale = self.scale[rows] if self.scale is not None and self.scale.dim() else self.scale
         return row_pass(
             logits, self.labels[rows], self.options, weight=self.class_weight, gradient=logits if in_place else None,

@@ -134,7 +134,10 @@ def _scale_kernel(x_ptr, factor_ptr, n, BLOCK: tl.constexpr):
 
 
 def _scaled(t: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """Return t times a scalar tensor: in place where kernels run, else a new tensor."""
+    """Return t times a scalar tensor, or its rows times (N,): in place where kernels run, else a new tensor."""
+    if factor.dim():
+        factor = factor.view(-1, *[1] * (t.dim() - 1))
+        return t.mul_(factor) if runs_triton(t) else (t * factor).to(t.dtype)
     if not runs_triton(t):
         return t * factor.to(t.dtype)
     chip = chip_of(t.device)

@@ -1,0 +1,215 @@
+r"""Log-probabilities of labels under a linear layer, hidden X (N, E) and weight W (V, E), without storing the logits.
+
+    Z = X Wᵀ + b      z and lse as in losses/_row_pass.py      l_i = z_iy - lse_i      G_ij = u_i dl_i/dZ_ij
+    dX = G W          dW = Gᵀ X        db = sum_i G_i          u (N,): upstream gradient
+
+Rows are taken in chunks as in linear_cross_entropy, whose notes on chunks and rounding hold here too; l is the negative
+of its loss, in fp32. u is not known in the forward: the log-probabilities of a document are added, and a loss of the
+sums follows. But u is one value per row, so there are two ways:
+
+    frozen layer    The forward computes G and dX with u = 1, and the backward multiplies the rows of dX by u, in place:
+                    4 NEV operations. In float16, p W would vanish below 6e-8: the forward multiplies G by 256.
+    trained layer   The forward computes l alone. The backward computes the logits again, G with u, and all gradients:
+                    8 NEV operations. Nothing but the inputs is kept for it.
+
+Statistics (argmax, entropy, mean logit) come from the logits of the same chunk, which are read once more for them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ligertune_kernels.autocast import without_autocast
+from ligertune_kernels.autograd import no_double_backward
+from ligertune_kernels.ops.losses._linear_chunks import Targets, run_chunks
+from ligertune_kernels.ops.losses._linear_inputs import Head, check_linear, choose_schedule, empty_loss, rows_to_take
+from ligertune_kernels.ops.losses._reduction import LossFunction
+from ligertune_kernels.ops.losses._row_pass import LossOptions
+from ligertune_kernels.ops.losses._schedule import CHUNK_BYTES, schedule_of
+from ligertune_kernels.ops.losses._statistics_pass import RowStatistics, empty_statistics, statistics_torch
+from ligertune_kernels.ops.losses.labelled_rows import scatter_rows
+
+
+class TokenLogProbs(NamedTuple):
+    """Log-probabilities in the shape of the labels, and statistics without gradient, None if not asked for.
+
+    All are 0 where the label is ignored. mean_logit is the mean over the vocabulary, after logit_scale and softcap.
+    """
+
+    logprob: torch.Tensor
+    entropy: torch.Tensor | None = None
+    argmax: torch.Tensor | None = None
+    mean_logit: torch.Tensor | None = None
+
+
+def linear_log_probs_reference(
+    hidden: torch.Tensor,  # (..., E)
+    weight: torch.Tensor,  # (V, E)
+    labels: torch.Tensor,  # (...)
+    bias: torch.Tensor | None = None,  # (V,)
+    *,
+    lora_a: torch.Tensor | None = None,
+    lora_b: torch.Tensor | None = None,
+    lora_scale: float = 1.0,
+    statistics: bool = False,
+    **options: int | float | None,
+) -> TokenLogProbs:
+    """Compute `linear_log_probs` in plain torch with all logits; options are the fields of LossOptions."""
+    logits = Head(weight, bias, lora_a, lora_b, lora_scale).reference_logits(hidden)
+    flat, terms = labels.reshape(-1), LossOptions(**options)
+    found = statistics_torch(logits.reshape(-1, len(weight)), flat, terms)
+    measured = RowStatistics(*(t.detach() for t in found)) if statistics else None
+    return _token_log_probs(found.logprob, measured, flat, None, labels.shape, terms.ignore_index)
+
+
+def _forward(
+    rows: torch.Tensor,  # (N, E)
+    head: Head,
+    targets: Targets,
+    chunk_bytes: int,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return log-probabilities (N,), and dX times -targets.scale if there is a scale; write targets.statistics."""
+    needs_dx = targets.scale is not None
+    schedule = choose_schedule(rows, head.weight, chunk_bytes, needs=(needs_dx, False))
+    losses, gradients = run_chunks(rows, head, targets, schedule, (needs_dx, False, False, False, False))
+    return losses.neg_(), gradients[0]
+
+
+class _OfFrozenHead(LossFunction):
+    """Log-probabilities and statistics; dX for an upstream gradient of 1 is computed in the forward."""
+
+    @staticmethod
+    def forward(ctx, rows, weight, bias, lora_a, lora_b, labels, lora_scale, options, statistics, chunk_bytes):
+        wide = torch.promote_types(rows.dtype, torch.float32)
+        scale = LossFunction.scale(ctx, torch.full((), -1.0, dtype=wide, device=rows.device), rows.dtype)
+        targets = Targets(labels, options, scale=scale, statistics=empty_statistics(rows) if statistics else None)
+        logprob, d_rows = _forward(rows, Head(weight, bias, lora_a, lora_b, lora_scale), targets, chunk_bytes)
+        LossFunction.keep(ctx, "linear_log_probs", (rows,), (d_rows,))
+        return _outputs(ctx, logprob, targets.statistics)
+
+
+class _OfTrainedHead(torch.autograd.Function):
+    """Log-probabilities and statistics; the backward computes the logits again, and all gradients."""
+
+    @staticmethod
+    def forward(ctx, rows, weight, bias, lora_a, lora_b, labels, lora_scale, options, statistics, chunk_bytes):
+        ctx.save_for_backward(rows, weight, bias, lora_a, lora_b, labels)
+        ctx.arguments = lora_scale, options, chunk_bytes
+        targets = Targets(labels, options, statistics=empty_statistics(rows) if statistics else None)
+        logprob, _ = _forward(rows, Head(weight, bias, lora_a, lora_b, lora_scale), targets, chunk_bytes)
+        return _outputs(ctx, logprob, targets.statistics)
+
+    @staticmethod
+    @no_double_backward
+    def backward(ctx, d_logprob, *_):
+        rows, *parameters, labels = ctx.saved_tensors
+        lora_scale, options, chunk_bytes = ctx.arguments
+        needs, head = ctx.needs_input_grad[:5], Head(*parameters, lora_scale)
+        with without_autocast(rows.device):
+            schedule = choose_schedule(rows, head.weight, chunk_bytes, needs=(needs[0], needs[1]))
+            _, found = run_chunks(rows, head, Targets(labels, options, scale=-d_logprob), schedule, needs)
+        gradients = (None if g is None else g.to(t.dtype) for g, t in zip(found, (rows, *parameters), strict=True))
+        return *gradients, None, None, None, None, None
+
+
+def _outputs(ctx, logprob: torch.Tensor, statistics: RowStatistics | None) -> tuple[torch.Tensor, ...]:
+    """Return the results of forward, of which only the log-probabilities get a gradient."""
+    if statistics is None:
+        return (logprob,)
+    ctx.mark_non_differentiable(*statistics)
+    return logprob, *statistics
+
+
+def linear_log_probs(
+    hidden: torch.Tensor,  # (..., E)
+    weight: torch.Tensor,  # (V, E)
+    labels: torch.Tensor,  # (...), aligned with hidden: already shifted
+    bias: torch.Tensor | None = None,  # (V,)
+    *,
+    lora_a: torch.Tensor | None = None,  # (R, E)
+    lora_b: torch.Tensor | None = None,  # (V, R)
+    lora_scale: float = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    ignore_index: int = -100,
+    labelled_rows: torch.Tensor | None = None,  # (M,)
+    statistics: bool = False,
+    chunk_bytes: int = CHUNK_BYTES,
+) -> TokenLogProbs:
+    """Log-probability of each label under softmax(hidden·Wᵀ + bias + lora_scale·hidden·Aᵀ·Bᵀ), in float32.
+
+    The upstream gradient may differ from token to token. statistics: also return entropy (in nats), argmax (int64) and
+    mean logit of each token, without gradients; the log-probabilities are the same bits with and without them. Where
+    the label is ignored all results are 0. A label that is neither a class nor ignore_index has a log-probability of
+    NaN, and makes the gradient of its row and the gradients of the layer NaN.
+
+    labelled_rows, options, chunk_bytes and autocast are as in linear_cross_entropy. If only hidden needs a gradient, a
+    second backward raises RuntimeError where kernels run. Raises ValueError on mismatched shapes or dtypes.
+    """
+    head, options = Head(weight, bias, lora_a, lora_b, lora_scale), LossOptions(ignore_index, 0.0, softcap, logit_scale)
+    hidden, head = check_linear("linear_log_probs", hidden, head, labels)
+    rows, flat, index = rows_to_take(hidden, labels, labelled_rows, ignore_index)
+    needs_grad = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (rows, *head.tensors)]
+    measured = empty_statistics(rows) if statistics else None
+    with without_autocast(rows.device):
+        if rows.numel() == 0:
+            logprob = empty_loss(rows, head).expand(len(rows))
+        elif any(needs_grad):
+            function = _OfTrainedHead if any(needs_grad[1:]) else _OfFrozenHead
+            logprob, *found = function.apply(rows, *head.tensors, flat, lora_scale, options, statistics, chunk_bytes)
+            measured = RowStatistics(*found) if statistics else None
+        else:
+            logprob, _ = _forward(rows, head, Targets(flat, options, statistics=measured), chunk_bytes)
+    return _token_log_probs(logprob, measured, flat, index, labels.shape, ignore_index)
+
+
+def _token_log_probs(
+    logprob: torch.Tensor,  # (M,)
+    statistics: RowStatistics | None,
+    labels: torch.Tensor,  # (M,)
+    index: torch.Tensor | None,  # (M,) of all rows
+    shape: torch.Size,
+    ignore_index: int,
+) -> TokenLogProbs:
+    """Return the results of M rows in the shape of all labels."""
+
+    def whole(t: torch.Tensor) -> torch.Tensor:
+        return (t if index is None else scatter_rows(t, index, shape.numel())).view(shape)
+
+    if statistics is None:
+        return TokenLogProbs(whole(logprob))
+    ignored = labels == ignore_index
+    measured = (statistics.entropy, statistics.argmax, statistics.mean_logit)
+    return TokenLogProbs(whole(logprob), *(whole(t.masked_fill(ignored, 0)) for t in measured))
+
+
+class LogProbsMemory(NamedTuple):
+    """Bytes that `linear_log_probs` allocates: while it runs, held until its backward, while that runs.
+
+    The gradients that the backward returns are not counted, and neither are copies of rows that have a label.
+    """
+
+    forward: int
+    held: int
+    backward: int
+
+
+def log_probs_memory(
+    n_rows: int,
+    hidden_size: int,
+    vocab_size: int,
+    dtype: torch.dtype,
+    *,
+    needs_dw: bool,
+    needs_dx: bool = True,
+    chunk_bytes: int = CHUNK_BYTES,
+    free_bytes: int | None = None,
+) -> LogProbsMemory:
+    """Predict the memory of `linear_log_probs`. needs_dw: the layer is trained; free_bytes: as in `schedule_of`."""
+    sizes, options = (n_rows, hidden_size, vocab_size, dtype), {"chunk_bytes": chunk_bytes, "needs_dx": needs_dx}
+    logits = schedule_of(*sizes, needs_dw=False, **options).extra_bytes
+    if needs_dw:
+        return LogProbsMemory(logits, 0, schedule_of(*sizes, free_bytes=free_bytes, **options).extra_bytes)
+    return LogProbsMemory(logits, n_rows * hidden_size * dtype.itemsize if needs_dx else 0, 0)
