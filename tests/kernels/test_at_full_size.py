@@ -58,6 +58,8 @@ def test_ops_do_not_synchronise(no_synchronisation, device) -> None:
         kernels.multi_head_linear_cross_entropy(
             [h, h], weight, torch.stack([labels, labels]), (1.0, 0.8), num_items_in_batch=(512, 512)
         ).loss,
+        kernels.linear_log_probs(h, weight, labels, labelled_rows=rows, statistics=True).logprob.sum(),
+        kernels.linear_log_probs(h, weight.detach(), labels).logprob.square().sum(),
         kernels.cross_entropy(h * 2.0, labels.clamp(max=255), inplace=True),
         kernels.linear_jsd(h, weight, h, weight, labels=labels, num_items_in_batch=count),
         kernels.linear_jsd(h, weight, h, weight),

@@ -115,3 +115,47 @@ def test_token_statistics_of_a_large_vocabulary(device) -> None:
     assert torch.equal(ours.argmax, truth.argmax)
     torch.testing.assert_close(ours.logprob, truth.logprob)
     torch.testing.assert_close(ours.entropy, truth.entropy)
+    torch.testing.assert_close(ours.mean_logit, truth.mean_logit)
+
+
+@pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "trained"])
+def test_log_probs_round_as_torch_does_and_are_deterministic(frozen, device) -> None:
+    """With a frozen layer dX is rounded in the forward, and again when it is multiplied by the upstream gradient."""
+    hidden, weight, labels = example(device)
+    grads = (True, not frozen)
+
+    def call(op, *leaves: torch.Tensor) -> torch.Tensor:
+        return op(*leaves, labels).logprob
+
+    ours, plain = partial(call, kernels.linear_log_probs), partial(call, kernels.linear_log_probs_reference)
+    judge(ours, plain, [hidden, weight], grads=grads, slack=2.0 if frozen else 1.0)
+    leaves = [t.requires_grad_(needed) for t, needed in zip((hidden, weight), grads, strict=True)]
+    needed = [t for t in leaves if t.requires_grad]
+    runs = [torch.autograd.grad(ours(*leaves).square().sum(), needed) for _ in range(2)]
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+@pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "trained"])
+def test_log_probs_take_the_predicted_memory(frozen, peak_bytes, device) -> None:
+    """Logits in bf16 would take 0.5 GB."""
+    hidden, weight, labels = example(device)
+    hidden, weight = hidden.requires_grad_(), weight.requires_grad_(not frozen)
+    found = peak_bytes(lambda: kernels.linear_log_probs(hidden, weight, labels, chunk_bytes=1 << 27).logprob.sum())
+    memory = kernels.log_probs_memory(N, E, V, torch.bfloat16, needs_dw=not frozen, chunk_bytes=1 << 27)
+    gradients = 2 * (N * E + (0 if frozen else V * E))
+    assert found <= max(memory.forward + memory.held, memory.backward + gradients) + (64 << 20)
+
+
+def test_log_probs_address_more_than_2_31_elements(device) -> None:
+    """A layer of 2.2e9 elements, 4.4 GB; the last classes lie past the first 2^31."""
+    n_rows, width, vocab_size = 64, 2048, 1_080_000
+    hidden = torch.randn(n_rows, width, device=device, dtype=torch.bfloat16)
+    weight = torch.empty(vocab_size, width, device=device, dtype=torch.bfloat16).normal_(std=1 / width**0.5)
+    labels = torch.arange(vocab_size - n_rows, vocab_size, device=device)
+    found = []
+    for op in (kernels.linear_log_probs, kernels.linear_log_probs_reference):
+        x = hidden.detach().requires_grad_()
+        results = op(x, weight, labels, statistics=True)
+        found.append((results.logprob, results.entropy, *torch.autograd.grad(results.logprob.sum(), x)))
+    for ours, plain in zip(*found, strict=True):
+        torch.testing.assert_close(ours, plain, rtol=2**-6, atol=2**-8 * plain.abs().max().item())

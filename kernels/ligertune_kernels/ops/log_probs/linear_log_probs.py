@@ -13,6 +13,8 @@ sums follows. But u is one value per row, so there are two ways:
                     8 NEV operations. Nothing but the inputs is kept for it.
 
 Statistics (argmax, entropy, mean logit) come from the logits of the same chunk, which are read once more for them.
+
+torch.compile sees the chunks of a pass as one operator, as in linear_cross_entropy.
 """
 
 from __future__ import annotations
@@ -23,13 +25,14 @@ import torch
 
 from ligertune_kernels.autocast import without_autocast
 from ligertune_kernels.autograd import no_double_backward
-from ligertune_kernels.ops.losses._linear_chunks import Targets, run_chunks
-from ligertune_kernels.ops.losses._linear_inputs import Head, check_linear, choose_schedule, empty_loss, rows_to_take
+from ligertune_kernels.ops.losses._linear_chunks import Targets
+from ligertune_kernels.ops.losses._linear_inputs import Head, check_linear, empty_loss, rows_to_take
 from ligertune_kernels.ops.losses._reduction import LossFunction
 from ligertune_kernels.ops.losses._row_pass import LossOptions
 from ligertune_kernels.ops.losses._schedule import CHUNK_BYTES, schedule_of
 from ligertune_kernels.ops.losses._statistics_pass import RowStatistics, empty_statistics, statistics_torch
 from ligertune_kernels.ops.losses.labelled_rows import scatter_rows
+from ligertune_kernels.ops.losses.linear_cross_entropy import linear_chunks, schedule_or_bytes
 
 
 class TokenLogProbs(NamedTuple):
@@ -69,12 +72,12 @@ def _forward(
     head: Head,
     targets: Targets,
     chunk_bytes: int,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return log-probabilities (N,), and dX times -targets.scale if there is a scale; write targets.statistics."""
-    needs_dx = targets.scale is not None
-    schedule = choose_schedule(rows, head.weight, chunk_bytes, needs=(needs_dx, False))
-    losses, gradients = run_chunks(rows, head, targets, schedule, (needs_dx, False, False, False, False))
-    return losses.neg_(), gradients[0]
+) -> tuple[torch.Tensor, RowStatistics | None, torch.Tensor | None]:
+    """Return log-probabilities (N,), statistics, and dX times -targets.scale if there is a scale."""
+    needs = (targets.scale is not None, False, False, False, False)
+    schedule = schedule_or_bytes(rows, head.weight, chunk_bytes, needs[:2])
+    losses, statistics, gradients = linear_chunks(rows, head, targets, schedule, needs)
+    return losses.neg_(), statistics, gradients[0]
 
 
 class _OfFrozenHead(LossFunction):
@@ -85,9 +88,11 @@ class _OfFrozenHead(LossFunction):
         wide = torch.promote_types(rows.dtype, torch.float32)
         scale = LossFunction.scale(ctx, torch.full((), -1.0, dtype=wide, device=rows.device), rows.dtype)
         targets = Targets(labels, options, scale=scale, statistics=empty_statistics(rows) if statistics else None)
-        logprob, d_rows = _forward(rows, Head(weight, bias, lora_a, lora_b, lora_scale), targets, chunk_bytes)
+        logprob, statistics, d_rows = _forward(
+            rows, Head(weight, bias, lora_a, lora_b, lora_scale), targets, chunk_bytes
+        )
         LossFunction.keep(ctx, "linear_log_probs", (rows,), (d_rows,))
-        return _outputs(ctx, logprob, targets.statistics)
+        return _outputs(ctx, logprob, statistics)
 
 
 class _OfTrainedHead(torch.autograd.Function):
@@ -98,8 +103,8 @@ class _OfTrainedHead(torch.autograd.Function):
         ctx.save_for_backward(rows, weight, bias, lora_a, lora_b, labels)
         ctx.arguments = lora_scale, options, chunk_bytes
         targets = Targets(labels, options, statistics=empty_statistics(rows) if statistics else None)
-        logprob, _ = _forward(rows, Head(weight, bias, lora_a, lora_b, lora_scale), targets, chunk_bytes)
-        return _outputs(ctx, logprob, targets.statistics)
+        logprob, statistics, _ = _forward(rows, Head(weight, bias, lora_a, lora_b, lora_scale), targets, chunk_bytes)
+        return _outputs(ctx, logprob, statistics)
 
     @staticmethod
     @no_double_backward
@@ -108,8 +113,8 @@ class _OfTrainedHead(torch.autograd.Function):
         lora_scale, options, chunk_bytes = ctx.arguments
         needs, head = ctx.needs_input_grad[:5], Head(*parameters, lora_scale)
         with without_autocast(rows.device):
-            schedule = choose_schedule(rows, head.weight, chunk_bytes, needs=(needs[0], needs[1]))
-            _, found = run_chunks(rows, head, Targets(labels, options, scale=-d_logprob), schedule, needs)
+            schedule = schedule_or_bytes(rows, head.weight, chunk_bytes, needs[:2])
+            *_, found = linear_chunks(rows, head, Targets(labels, options, scale=-d_logprob), schedule, needs)
         gradients = (None if g is None else g.to(t.dtype) for g, t in zip(found, (rows, *parameters), strict=True))
         return *gradients, None, None, None, None, None
 
@@ -161,7 +166,7 @@ def linear_log_probs(
             logprob, *found = function.apply(rows, *head.tensors, flat, lora_scale, options, statistics, chunk_bytes)
             measured = RowStatistics(*found) if statistics else None
         else:
-            logprob, _ = _forward(rows, head, Targets(flat, options, statistics=measured), chunk_bytes)
+            logprob, measured, _ = _forward(rows, head, Targets(flat, options, statistics=measured), chunk_bytes)
     return _token_log_probs(logprob, measured, flat, index, labels.shape, ignore_index)
 
 

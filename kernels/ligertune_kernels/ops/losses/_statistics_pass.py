@@ -36,7 +36,7 @@ class RowStatistics(NamedTuple):
 def empty_statistics(rows: torch.Tensor) -> RowStatistics:
     """Return memory for the statistics of rows (N, E)."""
     wide = torch.promote_types(rows.dtype, torch.float32)
-    return RowStatistics(*(rows.new_empty(len(rows), dtype=dtype) for dtype in (wide, torch.int64, wide, wide)))
+    return RowStatistics(*(rows.new_empty(rows.shape[:1], dtype=dtype) for dtype in (wide, torch.int64, wide, wide)))
 
 
 def statistics_torch(logits: torch.Tensor, labels: torch.Tensor, options: LossOptions) -> RowStatistics:

@@ -42,6 +42,7 @@ from ligertune_kernels.ops.losses._reduction import (
 )
 from ligertune_kernels.ops.losses._row_pass import LossOptions
 from ligertune_kernels.ops.losses._schedule import CHUNK_BYTES, Schedule
+from ligertune_kernels.ops.losses._statistics_pass import RowStatistics, empty_statistics
 from ligertune_kernels.ops.losses.cross_entropy import cross_entropy_reference
 from ligertune_kernels.ops.losses.labelled_rows import scatter_rows
 
@@ -75,49 +76,70 @@ def linear_cross_entropy_reference(
     mutates_args=(),
     schema="(Tensor rows, Tensor weight, Tensor? bias, Tensor? lora_a, Tensor? lora_b, Tensor labels, "
     "Tensor? class_weight, Tensor? scale, float lora_scale, int ignore_index, float label_smoothing, float? softcap, "
-    "float logit_scale, float z_loss, int chunk_bytes, bool[] needs) -> Tensor[]",
+    "float logit_scale, float z_loss, int chunk_bytes, bool statistics, bool[] needs) -> Tensor[]",
 )
 def _chunks_operator(
     rows, weight, bias, lora_a, lora_b, labels, class_weight, scale, lora_scale,
-    ignore_index, label_smoothing, softcap, logit_scale, z_loss, chunk_bytes, needs,
+    ignore_index, label_smoothing, softcap, logit_scale, z_loss, chunk_bytes, statistics, needs,
 ):  # fmt: skip
-    """Return the losses (N,) and the gradients that are needed, as `run_chunks` by the schedule of these tensors."""
+    """Return the losses (N,), statistics if asked for, and the gradients that are needed, as `run_chunks`."""
     head = Head(weight, bias, lora_a, lora_b, lora_scale)
     options = LossOptions(ignore_index, label_smoothing, softcap, logit_scale, z_loss)
     with without_autocast(rows.device):
         rows = rows.contiguous()
+        targets = Targets(labels, options, class_weight, scale, empty_statistics(rows) if statistics else None)
         schedule = choose_schedule(rows, weight, chunk_bytes, needs=(needs[0], needs[1]))
-        losses, gradients = run_chunks(rows, head, Targets(labels, options, class_weight, scale), schedule, needs)
-    return [losses, *(gradient for gradient in gradients if gradient is not None)]
+        losses, gradients = run_chunks(rows, head, targets, schedule, needs)
+    return [losses, *(targets.statistics or ()), *(gradient for gradient in gradients if gradient is not None)]
 
 
 @_chunks_operator.register_fake
 def _(rows, weight, bias, lora_a, lora_b, labels, class_weight, scale, *options):
-    needs, wide = options[-1], torch.promote_types(rows.dtype, torch.float32)
+    statistics, needs = options[-2:]
+    wide = torch.promote_types(rows.dtype, torch.float32)
     d_weight = wide if rows.dtype is torch.float16 else rows.dtype
     tensors = zip((rows, weight, bias, lora_a, lora_b), (rows.dtype, d_weight, wide, wide, wide), needs, strict=True)
     gradients = [rows.new_empty(t.shape, dtype=dtype) for t, dtype, needed in tensors if needed]
-    return [rows.new_empty(rows.shape[:1], dtype=wide), *gradients]
+    measured = empty_statistics(rows) if statistics else ()
+    return [rows.new_empty(rows.shape[:1], dtype=wide), *measured, *gradients]
 
 
-def _chunks(
+def schedule_or_bytes(
+    rows: torch.Tensor,  # (N, E)
+    weight: torch.Tensor,  # (V, E)
+    chunk_bytes: int,
+    needs: tuple[bool, bool] | None = None,
+) -> Schedule | int:
+    """Return `choose_schedule`, or chunk_bytes where all chunks are one operator of a compiled graph."""
+    if torch.compiler.is_compiling() and (KERNELS_TAKE_ANY_SIZE or not runs_triton(rows)):
+        return chunk_bytes
+    return choose_schedule(rows, weight, chunk_bytes, needs)
+
+
+def linear_chunks(
     rows: torch.Tensor,  # (N, E)
     head: Head,
     targets: Targets,
     schedule: Schedule | int,
     needs: Sequence[bool] = (False,) * 5,
-) -> tuple[torch.Tensor, Gradients]:
-    """Return the result of `run_chunks`. schedule: of a compiled call, its `chunk_bytes`."""
+) -> tuple[torch.Tensor, RowStatistics | None, Gradients]:
+    """Return the losses (N,), statistics if targets have room for them, and the gradients, as `run_chunks`.
+
+    schedule: from `schedule_or_bytes`.
+    """
     if isinstance(schedule, Schedule):
-        return run_chunks(rows, head, targets, schedule, needs)
+        losses, gradients = run_chunks(rows, head, targets, schedule, needs)
+        return losses, targets.statistics, gradients
     options, needs = targets.options, list(needs)
     found = _chunks_operator(
         rows, *head.tensors, targets.labels, targets.class_weight, targets.scale, head.lora_scale,
         options.ignore_index, options.label_smoothing, options.softcap, options.logit_scale, options.z_loss,
-        schedule, needs,
+        schedule, targets.statistics is not None, needs,
     )  # fmt: skip
-    places = [sum(needs[: i + 1]) for i in range(len(needs))]
-    return found[0], tuple(found[place] if needed else None for place, needed in zip(places, needs, strict=True))
+    n_first = len(found) - sum(needs)
+    places = [n_first + sum(needs[:i]) for i in range(len(needs))]
+    gradients = tuple(found[place] if needed else None for place, needed in zip(places, needs, strict=True))
+    return found[0], RowStatistics(*found[1:n_first]) if targets.statistics is not None else None, gradients
 
 
 class _LinearCrossEntropy(LossFunction):
@@ -133,7 +155,7 @@ class _LinearCrossEntropy(LossFunction):
         head = Head(weight, bias, lora_a, lora_b, lora_scale)
         scale = LossFunction.scale(ctx, denominator, rows.dtype)
         targets = Targets(labels, options, class_weight, scale)
-        losses, gradients = _chunks(rows, head, targets, schedule, ctx.needs_input_grad[:5])
+        losses, _, gradients = linear_chunks(rows, head, targets, schedule, ctx.needs_input_grad[:5])
         LossFunction.keep(ctx, "linear_cross_entropy", (rows, *head.tensors), gradients)
         ctx.mark_non_differentiable(losses)
         return (losses / denominator).sum(), losses
@@ -147,7 +169,7 @@ class _LinearCrossEntropyRows(torch.autograd.Function):
         ctx.save_for_backward(rows, weight, bias, lora_a, lora_b, labels, class_weight)
         ctx.arguments = lora_scale, options, schedule
         head = Head(weight, bias, lora_a, lora_b, lora_scale)
-        return _chunks(rows, head, Targets(labels, options, class_weight), schedule)[0]
+        return linear_chunks(rows, head, Targets(labels, options, class_weight), schedule)[0]
 
     @staticmethod
     @no_double_backward
@@ -157,7 +179,7 @@ class _LinearCrossEntropyRows(torch.autograd.Function):
         head = Head(*parameters, lora_scale)
         targets = Targets(labels, options, class_weight, d_losses.contiguous())
         with without_autocast(rows.device):
-            _, found = _chunks(rows, head, targets, schedule, ctx.needs_input_grad[:5])
+            *_, found = linear_chunks(rows, head, targets, schedule, ctx.needs_input_grad[:5])
         gradients = (None if g is None else g.to(t.dtype) for g, t in zip(found, (rows, *parameters), strict=True))
         return *gradients, None, None, None, None, None
 
@@ -206,8 +228,7 @@ def linear_cross_entropy(
         loss = empty_loss(rows, head)
         return loss if reduction != "none" else loss + loss.new_zeros(labels.shape)
     if schedule is None:
-        one_operator = torch.compiler.is_compiling() and (KERNELS_TAKE_ANY_SIZE or not runs_triton(rows))
-        schedule = chunk_bytes if one_operator else choose_schedule(rows, weight, chunk_bytes)
+        schedule = schedule_or_bytes(rows, weight, chunk_bytes)
     with without_autocast(rows.device):
         if reduction == "none":
             losses = _row_losses(rows, head, targets, schedule)
@@ -233,14 +254,14 @@ def summed_losses(
             rows, *head.tensors, targets.labels, targets.class_weight, denominator, head.lora_scale, targets.options,
             schedule,
         )  # fmt: skip
-    losses, _ = _chunks(rows, head, targets, schedule)
+    losses, *_ = linear_chunks(rows, head, targets, schedule)
     return (losses / denominator).sum(), losses
 
 
 def _row_losses(rows: torch.Tensor, head: Head, targets: Targets, schedule: Schedule | int) -> torch.Tensor:
     """Return the losses (N,) of rows (N, E), differentiable one by one."""
     if not _needs_grad(rows, head):
-        return _chunks(rows, head, targets, schedule)[0]
+        return linear_chunks(rows, head, targets, schedule)[0]
     return _LinearCrossEntropyRows.apply(
         rows, *head.tensors, targets.labels, targets.class_weight, head.lora_scale, targets.options, schedule
     )

@@ -5,7 +5,15 @@ import torch
 from covering import every_pair
 from judge import DTYPES, assert_close, judge
 from ligertune_kernels import labelled_rows as find_labelled_rows
-from ligertune_kernels import linear_log_probs, linear_log_probs_reference, log_probs_memory, runs_triton, schedule_of
+from ligertune_kernels import (
+    launcher,
+    linear_log_probs,
+    linear_log_probs_reference,
+    log_probs_memory,
+    runs_triton,
+    schedule_of,
+)
+from torch._dynamo.testing import CompileCounterWithBackend
 
 ROWS, HIDDEN, VOCAB = 11, 24, 131  # no size a multiple of anything the kernels like
 FROZEN = (True, False, False, False, False)
@@ -186,6 +194,25 @@ def test_float16_keeps_small_probabilities(device) -> None:
         (65536.0 * op(x, weight.to(dtype), labels).logprob).sum().backward()
         found.append(x.grad.double())
     torch.testing.assert_close(*found, rtol=0.05, atol=0.0)
+
+
+@pytest.mark.skipif(launcher.INTERPRETED, reason="torch.compile cannot trace the interpreter")
+@pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "trained"])
+def test_two_compiled_graphs_serve_all_numbers_of_rows(frozen, device) -> None:
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(linear_log_probs, backend=counter, fullgraph=True)
+    for n_rows in (ROWS, 7, 19, 4):
+        *tensors, labels = example(device, leading=(n_rows,))
+        results = []
+        for op in (compiled, linear_log_probs):
+            leaves = [t.detach().clone().requires_grad_(i == 0 or not frozen) for i, t in enumerate(tensors)]
+            hidden, weight, bias, a, b = leaves
+            found = op(hidden, weight, labels, bias, lora_a=a, lora_b=b, softcap=3.0, statistics=True)
+            found.logprob.square().sum().backward()
+            results.append([*(t.detach() for t in found), *(leaf.grad for leaf in leaves if leaf.requires_grad)])
+        torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
+    assert counter.frame_count == 2
+    torch._dynamo.reset()
 
 
 def test_predicted_memory() -> None:

@@ -148,6 +148,12 @@ def test_the_operator_of_compiled_calls_describes_its_results(dtype, device):
     hidden, weight, bias, labels = example(device, dtype)
     lora = torch.randn(3, HIDDEN, device=device, dtype=dtype), torch.randn(VOCAB, 3, device=device, dtype=dtype)
     scale = torch.full((), 0.1, device=device)
-    for needs in ([True] * 5, [False] * 5, [True, False, False, True, True]):
-        arguments = (hidden, weight, bias, *lora, labels, None, scale, 0.5, -100, 0.0, None, 1.0, 0.0, 1 << 20, needs)
+    options = (0.5, -100, 0.0, None, 1.0, 0.0, 1 << 20)
+    for more in (
+        (False, [True] * 5),
+        (True, [False] * 5),
+        (False, [True, False, False, True, True]),
+        (True, [True, *[False] * 4]),
+    ):
+        arguments = (hidden, weight, bias, *lora, labels, None, scale, *options, *more)
         torch.library.opcheck(torch.ops.ligertune_kernels.linear_cross_entropy_chunks.default, arguments)
