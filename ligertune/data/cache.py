@@ -78,6 +78,7 @@ def data_key(spec: DatasetOptions, preparation: Preparation) -> str:
         "today": str(datetime.date.today()) if "strftime_now" in str(template) else None,
         "tokenizer": _tokenizer(tokenizer),
         "images": images.identity() if images else None,
+        "rows": preparation.rows,
         "code": _own_code(),
         "versions": {name: version(name) for name in _VERSIONS},
     }

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from ligertune.data.rows.conversation import RowContent
 from ligertune.data.templates.label_masking import IGNORE_INDEX
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 # the arrays of a block, and their dtypes in a file
 ARRAYS = {
     "input_ids": "<i4", "labels": "<i4", "lengths": "<i4", "trained": "<i4", "file_of": "<i4", "line_of": "<i8",
-    "n_images": "<i4",
+    "n_images": "<i4", "first_length": "<i4", "first_trained": "<i4", "desirable": "<i4",
 }  # fmt: skip
 _NO_LINE = -1
 
@@ -33,15 +34,32 @@ class Preparation:
     data: DataOptions
     tokenizer: PreTrainedTokenizerBase
     images: ImageReader | None = None
+    rows: RowContent = "conversations"
 
 
 class Example(NamedTuple):
-    """One tokenized example. `labels` are not shifted; IGNORE_INDEX marks tokens that are not trained."""
+    """One tokenized example. `labels` are not shifted; IGNORE_INDEX marks tokens that are not trained.
+
+    A preference pair is one example, so that packing keeps it together: the tokens of the chosen sequence, and then
+    those of the rejected one.
+    """
 
     input_ids: np.ndarray  # (T,) int32
     labels: np.ndarray  # (T,) int32
     source: str  # "file:line"
     images: tuple[str, ...] = ()  # files, in the order of the text
+    first_length: int = 0  # tokens of the chosen sequence; 0: not a pair
+    desirable: int = -1  # 1 or 0: whether the answer is desirable; -1: it has no label
+
+    def documents(self) -> list[Example]:
+        """Return the sequences of the example: itself, or the chosen and then the rejected sequence of a pair."""
+        first = self.first_length
+        if not first:
+            return [self]
+        parts = (slice(None, first), slice(first, None))
+        return [
+            self._replace(input_ids=self.input_ids[part], labels=self.labels[part], first_length=0) for part in parts
+        ]
 
 
 @dataclass(frozen=True)
@@ -58,6 +76,9 @@ class Block:
     file_of: np.ndarray  # (N,)
     line_of: np.ndarray  # (N,)
     n_images: np.ndarray  # (N,)
+    first_length: np.ndarray  # (N,) tokens of the chosen sequence of a pair, or 0
+    first_trained: np.ndarray  # (N,) trained labels among them
+    desirable: np.ndarray  # (N,) 1, 0, or -1 without a label
     files: tuple[str, ...] = ()
     image_files: tuple[str, ...] = ()  # (sum of n_images,)
 
@@ -69,15 +90,21 @@ class Block:
         files = {file: number for number, file in enumerate(dict.fromkeys(file for file, _ in places))}
         labels = _concatenated([example.labels for example in examples])
         lengths = np.array([len(example.labels) for example in examples], dtype=np.int32)
+        first_length = np.array([example.first_length for example in examples], dtype=np.int32)
         trained_before = np.concatenate([[0], np.cumsum(labels != IGNORE_INDEX)])
+        bounds = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+        first_ends = bounds[:-1] + first_length
         return cls(
             input_ids=_concatenated([example.input_ids for example in examples]),
             labels=labels,
             lengths=lengths,
-            trained=np.diff(trained_before[np.concatenate([[0], np.cumsum(lengths)])]).astype(np.int32),
+            trained=np.diff(trained_before[bounds]).astype(np.int32),
             file_of=np.array([files[file] for file, _ in places], dtype=np.int32),
             line_of=np.array([line for _, line in places], dtype=np.int64),
             n_images=np.array([len(example.images) for example in examples], dtype=np.int32),
+            first_length=first_length,
+            first_trained=(trained_before[first_ends] - trained_before[bounds[:-1]]).astype(np.int32),
+            desirable=np.array([example.desirable for example in examples], dtype=np.int32),
             files=tuple(files),
             image_files=tuple(path for example in examples for path in example.images),
         )
@@ -142,7 +169,9 @@ def _split_source(source: str) -> tuple[str, int]:
 class Examples(Sequence[Example]):
     """A sequence of Example over blocks of flat arrays, which are not copied.
 
-    lengths, trained, n_images: tokens, trained labels and images of each example, (N,) int64. block_of: (N,) int32.
+    lengths, trained, n_images: tokens, trained labels and images of each example, (N,) int64. first_lengths,
+    first_trained: those of the chosen sequences of pairs, else 0. desirable: 1, 0, or -1 without a label. block_of:
+    (N,) int32.
     """
 
     def __init__(self, examples: Iterable[Example] = (), *, blocks: Sequence[Block] | None = None) -> None:
@@ -170,6 +199,9 @@ class Examples(Sequence[Example]):
     lengths = cached_property(lambda self: self._gathered("lengths"))
     trained = cached_property(lambda self: self._gathered("trained"))
     n_images = cached_property(lambda self: self._gathered("n_images"))
+    first_lengths = cached_property(lambda self: self._gathered("first_length"))
+    first_trained = cached_property(lambda self: self._gathered("first_trained"))
+    desirable = cached_property(lambda self: self._gathered("desirable"))
     _ends = cached_property(lambda self: self._gathered("ends"))
 
     def __len__(self) -> int:
@@ -179,7 +211,30 @@ class Examples(Sequence[Example]):
         index = range(len(self))[index]
         block, row, end = self._blocks[self.block_of[index]], self._row_of[index], self._ends[index]
         span = slice(end - self.lengths[index], end)
-        return Example(block.input_ids[span], block.labels[span], block.source(row), block.images(row))
+        more = block.images(row), int(block.first_length[row]), int(block.desirable[row])
+        return Example(block.input_ids[span], block.labels[span], block.source(row), *more)
+
+    @property
+    def documents_per_example(self) -> int:
+        """2 for preference pairs, else 1."""
+        return 2 if self.first_lengths.any() else 1
+
+    @cached_property
+    def longest_documents(self) -> np.ndarray:
+        """The length of the longer sequence of each pair, or of the only one: (N,)."""
+        return np.maximum(self.first_lengths, self.lengths - self.first_lengths)
+
+    @cached_property
+    def squared_lengths(self) -> np.ndarray:
+        """The sum of the squared lengths of each example's sequences, to which attention's work is proportional."""
+        return self.first_lengths**2 + (self.lengths - self.first_lengths) ** 2
+
+    @property
+    def document_lengths(self) -> np.ndarray:
+        """The length of each sequence; 2i is the chosen and 2i + 1 the rejected one of pair i."""
+        if self.documents_per_example == 1:
+            return self.lengths
+        return np.stack([self.first_lengths, self.lengths - self.first_lengths], axis=1).ravel()
 
     @property
     def sources(self) -> list[str]:
@@ -188,11 +243,14 @@ class Examples(Sequence[Example]):
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 of the ids, the labels, the ends of examples, and image files."""
+        """SHA-256 of the ids, the labels, the ends of examples and sequences, labels of answers, and image files."""
         digest = hashlib.sha256(self.lengths.astype("<i8").tobytes())
         for name in ("input_ids", "labels"):
             for piece in self._pieces(name):
                 digest.update(np.ascontiguousarray(piece, dtype="<i4"))
+        for values, absent in ((self.first_lengths, 0), (self.desirable, -1)):
+            if (values != absent).any():
+                digest.update(values.astype("<i8").tobytes())
         if self.n_images.any():
             digest.update("\n".join(path for example in self for path in example.images).encode())
         return digest.hexdigest()

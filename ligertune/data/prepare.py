@@ -15,6 +15,7 @@ from ligertune.data.cache import CacheEntry, cache_home, data_key, load_or_make
 from ligertune.data.dataset_report import DatasetReport
 from ligertune.data.examples import Block, Examples, Preparation
 from ligertune.data.row_pipeline import RowCounts, RowPipeline, build_blocks, count_processes
+from ligertune.data.rows.conversation import RowContent
 from ligertune.data.rows.data_files import display_path
 from ligertune.data.rows.sources import RecordStream
 from ligertune.data.stream import ExampleStream, StreamedExamples
@@ -116,18 +117,21 @@ def prepare(
     seed: int,
     progress: ProgressCallback | None = None,
     images: ImageReader | None = None,
+    rows: RowContent = "conversations",
 ) -> PreparedData:
     """Return the examples that a recipe trains and evaluates on. The same arguments give the same examples.
 
-    progress: not called for data sets that are in the cache. images: the image reader of a vision-language model.
-    Raises UserError for data that cannot be used.
+    progress: not called for data sets that are in the cache. images: the image reader of a vision-language model. rows:
+    what the task needs. Raises UserError for data that cannot be used.
     """
     if not tokenizer.is_fast:
         raise UserError(
             f"{type(tokenizer).__name__} does not map tokens to characters, which label masks need.",
             hint="Use a tokenizer that has a tokenizer.json.",
         )
-    preparation = Preparation(data, tokenizer, images)
+    if rows != "conversations":
+        _check_preferences(data, images)
+    preparation = Preparation(data, tokenizer, images, rows)
     load = functools.partial(_load_dataset, preparation=preparation, progress=progress or (lambda *done: None))
     held_out, eval_report = None, None
     if data.eval_datasets:
@@ -151,6 +155,24 @@ def prepare(
         report = replace(report, notes=(*report.notes, _mixture_note(sets, weights, train)))
     template = ", ".join(dict.fromkeys(part.report.template for part in sets))
     return PreparedData(train, held_out, report, template, data, eval_report)
+
+
+def _check_preferences(data: DataOptions, images: ImageReader | None) -> None:
+    """Raise UserError for settings that rows of preferences do not have."""
+    if data.streaming:
+        raise UserError(
+            "data.streaming: preference pairs and answers with a label cannot be streamed.",
+            hint="Write data.streaming: false.",
+        )
+    if data.train_on == "all":
+        raise UserError(
+            "data.train_on: all is not for preferences: the prompt is no answer that could be preferred.",
+            hint="Write data.train_on: assistant, or last for the last turn only.",
+        )
+    if images is not None:
+        raise UserError(
+            "model.path: a vision-language model is not trained on preferences.", hint="Choose a language model."
+        )
 
 
 def _load_dataset(spec: DatasetOptions, preparation: Preparation, progress: ProgressCallback) -> LoadedDataset:

@@ -19,13 +19,15 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import numpy as np
 
 from ligertune.data.examples import Block, Example, Preparation
 from ligertune.data.rows.conversation import DROP_REASONS, LENGTH_REASONS, BadRow
 from ligertune.data.rows.data_files import Record, display_path
-from ligertune.data.rows.formats import recognise_format
 from ligertune.data.rows.image_rows import ImageTokens, extract_images
+from ligertune.data.rows.preference_formats import recognise_rows
 from ligertune.data.templates.control_tokens import ControlTokens, Rendered
 from ligertune.data.templates.label_masking import Encoded, Encoder
 from ligertune.data.templates.prompt_templates import choose_template
@@ -79,7 +81,13 @@ class RowCounts:
         )
 
 
-RenderedRow = tuple[Rendered, str, list[ImageFile]]  # text with its spans, source, images
+class RenderedRow(NamedTuple):
+    """The texts of a row with their spans, one or the two of a pair."""
+
+    sides: list[Rendered]
+    source: str
+    images: list[ImageFile]
+    desirable: int
 
 
 class RowPipeline:
@@ -100,7 +108,7 @@ class RowPipeline:
                 f"{len(first)}; data.max_record_bytes allows {data.max_record_bytes:,}.",
                 hint="Raise it if the records are this large.",
             )
-        self.format = recognise_format(spec.format, columns, display_path(Path(spec.path)))
+        self.format = recognise_rows(preparation.rows, spec.format, first, display_path(Path(spec.path)))
         self.template = choose_template(data, self.format, tokenizer, with_images=images is not None)
         self._images = None if images is None else ImageTokens(images, data.image_dir)
         self._spec, self._data = spec, data
@@ -111,28 +119,35 @@ class RowPipeline:
         """Return the examples of these records, in their order, and add to `counts` what became of the rows."""
         counts.rows_read += len(records)
         rendered = list(self._rendered(records, counts))
-        encodings = self._encoder.encode([text for text, _, _ in rendered])
+        encodings = self._encoder.encode([side for row in rendered for side in row.sides])
         examples: list[Example] = []
-        for (text, source, images), encoded in zip(rendered, encodings, strict=True):
+        for row in rendered:
+            encoded = list(islice(encodings, len(row.sides)))
             try:
-                if isinstance(encoded, BadRow):
-                    raise encoded
-                if self._images:
-                    encoded = self._images.expand(encoded, images)
-                fitting = self._split(encoded) if self.format.raw else [self._fit(encoded, source, counts)]
-                if images and len(fitting) > 1:  # which part of a split text shows which image is unknown
-                    raise BadRow("cut through an image", f"{len(encoded.input_ids)} tokens")
+                examples += self._examples_of(row, encoded, counts)
             except BadRow as bad:
-                self._refuse(bad, source, counts)
-                continue
-            counts.rows_used += 1
-            counts.literal += bool(text.literal)
-            counts.straddling += encoded.straddling
-            if fitting[0] is encoded or self.format.raw:
-                counts.unended += int(encoded.trained[-1]) not in self._special
-            paths = tuple(image.path for image in images)
-            examples += (Example(part.input_ids, part.labels, source, paths) for part in fitting)
+                self._refuse(bad, row.source, counts)
         return examples
+
+    def _examples_of(self, row: RenderedRow, sides: list[Encoded | BadRow], counts: RowCounts) -> list[Example]:
+        """Return the examples of a row: one, or several of a long raw text. Raises BadRow."""
+        for side in sides:
+            if isinstance(side, BadRow):
+                raise side
+        if self._images:
+            sides = [self._images.expand(side, row.images) for side in sides]
+        fitting = self._split(sides[0]) if self.format.raw else self._fit(sides, row.source, counts)
+        if self.format.raw and row.images and len(fitting) > 1:  # which part shows which image is unknown
+            raise BadRow("cut through an image", f"{len(sides[0].input_ids)} tokens")
+        counts.rows_used += 1
+        counts.literal += any(side.literal for side in row.sides)
+        counts.straddling += sum(side.straddling for side in sides)
+        whole = sides if self.format.raw else [side for side, kept in zip(sides, fitting, strict=True) if side is kept]
+        counts.unended += any(int(side.trained[-1]) not in self._special for side in whole)
+        paths = tuple(image.path for image in row.images)
+        if len(sides) == 2:
+            return [_pair(*fitting, row.source)]
+        return [Example(part.input_ids, part.labels, row.source, paths, desirable=row.desirable) for part in fitting]
 
     def _rendered(self, records: Sequence[Record], counts: RowCounts) -> Iterator[RenderedRow]:
         """Yield each row that can be used."""
@@ -142,16 +157,17 @@ class RowPipeline:
                     raise BadRow("too large", f"{record.too_large:,} bytes")
                 row, references = extract_images(record.row) if self._images else (record.row, [])
                 repairs: list[str] | None = [] if self._spec.on_bad_row == "repair" else None
-                conversation = self.format.convert(Record(row, record.source), repairs)
+                parsed = self.format.parse(Record(row, record.source), repairs)
                 for repair in repairs or ():
                     counts.repaired[repair] += 1
                     counts.first_repaired.setdefault(repair, record.source)
-                text, images = self.template.render(conversation), []
+                sides, images = [self.template.render(conversation) for conversation in parsed.conversations], []
                 if self._images:
-                    images = self._images.find(conversation, references, record.source)
-                    text = self._images.insert(text, images)
-                text.text.encode()
-                yield text, record.source, images
+                    images = self._images.find(parsed.conversations[0], references, record.source)
+                    sides = [self._images.insert(sides[0], images)]
+                for side in sides:
+                    side.text.encode()
+                yield RenderedRow(sides, record.source, images, parsed.desirable)
             except BadRow as bad:
                 self._refuse(bad, record.source, counts)
             except UnicodeEncodeError as error:
@@ -165,13 +181,13 @@ class RowPipeline:
             raise BadRow("no trained token")
         return parts
 
-    def _fit(self, encoded: Encoded, source: str, counts: RowCounts) -> Encoded:
-        """Return the example within data.max_length. Raise BadRow if it is dropped."""
-        length, data = len(encoded.input_ids), self._data
-        if not len(encoded.trained):
+    def _fit(self, sides: list[Encoded], source: str, counts: RowCounts) -> list[Encoded]:
+        """Return the sequences of an example, each within data.max_length. Raise BadRow if the example is dropped."""
+        length, data = max(len(side.input_ids) for side in sides), self._data
+        if not all(len(side.trained) for side in sides):
             raise BadRow("no trained token")
         if length <= data.max_length:
-            return encoded
+            return sides
         counts.overlength += 1
         if data.on_overlength == "error":
             raise UserError(
@@ -180,10 +196,10 @@ class RowPipeline:
             )
         if data.on_overlength == "drop":
             raise BadRow("too long", f"{length} tokens")
-        if self._images and (encoded.input_ids[data.max_length :] == self._images.reader.token_id).any():
+        if self._images and (sides[0].input_ids[data.max_length :] == self._images.reader.token_id).any():
             raise BadRow("cut through an image", f"{length} tokens")
-        truncated = encoded.cut(0, data.max_length)
-        if not len(truncated.trained):
+        truncated = [side if len(side.input_ids) <= data.max_length else side.cut(0, data.max_length) for side in sides]
+        if not all(len(side.trained) for side in truncated):
             raise BadRow("cut before the answer", f"{length} tokens")
         counts.truncated += 1
         return truncated
@@ -197,6 +213,14 @@ class RowPipeline:
             ) from bad
         counts.dropped[bad.reason] += 1
         counts.first_dropped.setdefault(bad.reason, f"{source} ({bad.detail})" if bad.detail else source)
+
+
+def _pair(chosen: Encoded, rejected: Encoded, source: str) -> Example:
+    """Return a preference pair as one example. Raise BadRow if both sequences are the same, for instance once cut."""
+    if np.array_equal(chosen.input_ids, rejected.input_ids):
+        raise BadRow("equal answers", f"within {len(chosen.input_ids)} tokens")
+    ids, labels = (np.concatenate([getattr(side, name) for side in (chosen, rejected)]) for name in Encoded._fields[:2])
+    return Example(ids, labels, source, first_length=len(chosen.input_ids))
 
 
 # 256 Alpaca records take 30 ms: short compared with the whole, long compared with the way to a worker and back (2 ms)

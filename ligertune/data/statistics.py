@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,18 +21,21 @@ if TYPE_CHECKING:
 
 def epoch_rows(layout: BatchLayoutOptions, data: PreparedData, *, multiple_of: int, padding_free: bool) -> Rows:
     """Return the rows of an epoch. multiple_of: what the attention requires of a batch's length."""
-    kind, max_length, count, fill = layout.kind, layout.max_length, 0, None
+    documents = data.train.documents_per_example
+    kind, length, count, fill = layout.kind, layout.max_length * documents, 0, None
+    layout = replace(layout, max_length=length) if kind == "packed" else layout
     if data.streamed:  # the examples are not counted, and cannot be grouped by length
         kind = "packed" if kind == "packed" else "shuffled"
     elif kind == "packed":
-        packs = pack(data.train.lengths, max_length)
+        packs = pack(data.train.lengths, length)
         count, fill = len(packs), packs.fill
     else:
         count = len(data.train)
     return Rows(
         kind=kind,
         count=count,
-        length=max_length,
+        length=length,
+        documents=documents,
         multiple_of=layout.length_multiple(multiple_of),
         fill=fill,
         streamed=data.streamed,
@@ -42,7 +46,7 @@ def epoch_rows(layout: BatchLayoutOptions, data: PreparedData, *, multiple_of: i
 def summarize_data(data: PreparedData, images: ImageReader | None = None) -> DataSummary:
     """Return the totals of prepared data. `images`: the image reader of a vision-language model."""
     counted = None if data.streamed else data.train
-    longest = [part.lengths.max() for part in (counted, data.eval) if part]
+    longest = [part.longest_documents.max() for part in (counted, data.eval) if part]
     return DataSummary(
         examples=len(counted or ()),
         eval_examples=len(data.eval or ()),

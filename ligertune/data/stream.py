@@ -144,7 +144,7 @@ class ExampleStream:
 class StreamedExamples:
     """The examples of a stream by number: those that are read and not forgotten.
 
-    `lengths`, `trained` and `n_images` are indexed by arrays of numbers, like the arrays of Examples.
+    `lengths` and the other counts are indexed by arrays of numbers, like the arrays of Examples.
     """
 
     def __init__(self, stream: ExampleStream) -> None:
@@ -155,6 +155,8 @@ class StreamedExamples:
         self.lengths = _LazyArray(self, lambda example: len(example.labels))
         self.trained = _LazyArray(self, lambda example: int((example.labels != IGNORE_INDEX).sum()))
         self.n_images = _LazyArray(self, lambda example: len(example.images))
+        self.squared_lengths = _LazyArray(self, lambda example: len(example.labels) ** 2)
+        self.longest_documents = self.lengths  # pairs are not streamed
 
     def read_to(self, number: int) -> None:
         """Read the examples with a number below `number`."""
@@ -167,6 +169,10 @@ class StreamedExamples:
 
     def __getitem__(self, number: int) -> Example:
         return self._held[number - self._forgotten]
+
+    @property
+    def documents_per_example(self) -> int:
+        return 1
 
     @property
     def fingerprint(self) -> str:

@@ -16,10 +16,11 @@ class Rows:
 
     kind: RowKind
     count: int  # rows per epoch; 0 if streamed
-    length: int  # token slots of a pack, and the longest allowed example
+    length: int  # token slots of a pack, and the longest allowed example: of a pair, both sequences
     multiple_of: int  # the tokens of a batch are padded to a multiple
     fill: float | None  # real tokens / slots over all packs
     streamed: bool = False
+    documents: int = 1  # sequences of an example: 2 for preference pairs
     padding_free: bool = False  # the examples of a micro-batch are flattened into one row
 
     @property
@@ -31,10 +32,10 @@ class Rows:
         """Whether a micro-batch is one row of several documents, (1, T), and not a padded (B, T)."""
         return self.packed or self.padding_free
 
-    def longest_row(self, longest_example: int) -> int:
-        """Return the token slots of the longest row."""
-        longest = self.length if self.packed else min(self.length, longest_example)
-        return -(-longest // self.multiple_of) * self.multiple_of
+    def longest_row(self, longest_document: int) -> int:
+        """Return the token slots of the longest row: a pack, or the rows of an example."""
+        longest = self.length if self.packed else min(self.length // self.documents, longest_document)
+        return -(-longest // self.multiple_of) * self.multiple_of * (1 if self.packed else self.documents)
 
 
 @dataclass(frozen=True)

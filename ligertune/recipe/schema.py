@@ -128,8 +128,11 @@ class DatasetSpec(Section):
     """Configuration (subset) of a hub data set."""
     split: Text = "train"
     """Split of a hub data set."""
-    format: Literal["auto", "alpaca", "sharegpt", "messages", "prompt_completion", "text", "llava"] = "auto"
-    """Row format; auto: recognised by the columns."""
+    format: Literal[
+        "auto", "alpaca", "sharegpt", "messages", "prompt_completion", "text", "llava",
+        "prompt_pairs", "question_pairs", "alpaca_pairs", "sharegpt_pairs", "messages_pairs", "pairs",
+    ] = "auto"  # fmt: skip
+    """Row format; auto: recognised by the columns. The names with pairs are for task: dpo."""
     columns: dict[str, str] = Field({})
     """Columns to rename, as {expected: actual}."""
     max_samples: PositiveInt | None = None

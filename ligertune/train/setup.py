@@ -139,8 +139,8 @@ class Training:
         rows, batcher = self.order.step(step), self.batcher
         size = self.order.batching.micro_batch_size
         indices = np.concatenate(rows)
-        lengths = batcher.examples.lengths[indices].astype(np.int64)
-        tokens = int(lengths.sum())
+        tokens = int(batcher.examples.lengths[indices].sum())
+        squared_lengths = int(batcher.examples.squared_lengths[indices].sum())
         return Counts(
             steps=1,
             tokens=tokens,
@@ -148,7 +148,7 @@ class Training:
             trained_tokens=int(batcher.examples.trained[indices].sum()),
             images=int(batcher.examples.n_images[indices].sum()) if batcher.images else 0,
             image_tokens=batcher.image_tokens(indices),
-            flops=self.task.shape.flops(tokens=tokens, squared_lengths=int((lengths**2).sum())),
+            flops=self.task.shape.flops(tokens=tokens, squared_lengths=squared_lengths),
         )
 
 
@@ -194,7 +194,7 @@ def _data_order(
     else:
         whole = plan.schedule.total_steps * plan.batching.global_batch_size
         order = DataOrder(
-            examples.lengths,
+            examples.longest_documents,
             total_rows=whole if plan.num_train_epochs is None else round(plan.num_train_epochs * plan.rows.count),
             seed=plan.build.seed,
             batching=plan.batching,

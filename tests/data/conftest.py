@@ -33,11 +33,13 @@ def stories(quickstart: Path) -> PreTrainedTokenizerBase:
 
 @pytest.fixture
 def prepared(stories: PreTrainedTokenizerBase, tmp_path: Path) -> Callable[..., PreparedData]:
-    """Call as prepared(rows or path, tokenizer=stories, seed=0, dataset={...}, **data options)."""
+    """Call as prepared(rows or path, tokenizer=stories, seed=0, dataset={...}, content=..., **data options)."""
 
-    def of(data, *, tokenizer=stories, seed: int = 0, dataset: dict | None = None, **options) -> PreparedData:
+    def of(
+        data, *, tokenizer=stories, seed: int = 0, dataset: dict | None = None, content="conversations", **options
+    ) -> PreparedData:
         path = data if isinstance(data, Path) else write_rows(tmp_path / "d.jsonl", data)
         sets = [DatasetOptions(path=str(path), **(dataset or {}))]
-        return prepare(DataOptions(datasets=sets, **options), tokenizer, seed=seed)
+        return prepare(DataOptions(datasets=sets, **options), tokenizer, seed=seed, rows=content)
 
     return of

@@ -121,7 +121,7 @@ def static_shapes_of(plan: Plan, packs: Packs | None) -> StaticShapes | None:
         return None
     rows, longest = plan.batching.micro_batch_size, min(plan.rows.length, plan.data.longest)
     tokens = rows * plan.rows.multiple_of
-    each = plan.rows.length // SHORT_DOCUMENT if packs is None else packs.most_documents
+    each = plan.rows.length // SHORT_DOCUMENT if packs is None else packs.most_documents * plan.rows.documents
     return StaticShapes(tokens, longest, documents=rows * each + -(-tokens // longest))
 
 
@@ -129,7 +129,7 @@ def rows_multiple_of(plan: Plan) -> int:
     """Return the multiple to which the number of rows (tokens) that enter the output head is padded."""
     if not plan.build.execution.cuda_graphs:
         return ROWS_MULTIPLE_OF
-    share = plan.batching.micro_batch_size * plan.data_options.max_length // HEAD_SIZES_PER_BATCH
+    share = plan.batching.micro_batch_size * plan.rows.length // HEAD_SIZES_PER_BATCH
     return padded_length(max(share, 1), ROWS_MULTIPLE_OF)
 
 
@@ -162,9 +162,10 @@ class Batcher:
 
         There is no attention mask, so that flash attention is available. Padding comes after all real tokens, to which
         causal attention does not look ahead; packed documents are separated by their bounds. A rank without rows gets
-        an untrained example, so that all ranks make the same collective calls.
+        an untrained example, so that all ranks make the same collective calls. A preference pair is two documents, or
+        two rows of a padded batch: 2i is the chosen sequence of pair i, and 2i + 1 the rejected one.
         """
-        examples = [self.examples[index] for index in _indices(rows)]
+        examples = [document for index in _indices(rows) for document in self.examples[index].documents()]
         images = [[self._pixels(path) for path in example.images] for example in examples]
         if self.images is not None and not any(images) and self.images.family.layout != "tiles":
             examples, images = self._with_blank_image(examples)
@@ -220,11 +221,11 @@ class Batcher:
 
     def padded_tokens(self, rows: Sequence[np.ndarray]) -> int:
         """Return how many tokens the forward pass of these rows computes, padding included."""
-        lengths = [self.examples.lengths[row] for row in rows]
         if self.packed:
             multiple_of = self.multiple_of if self.static_shapes is None else self.static_shapes.tokens
-            return padded_length(int(sum(length.sum() for length in lengths)), multiple_of)
-        return len(rows) * padded_length(int(max(length.max() for length in lengths)), self.multiple_of)
+            return padded_length(int(sum(self.examples.lengths[row].sum() for row in rows)), multiple_of)
+        longest = max(int(self.examples.longest_documents[row].max()) for row in rows)
+        return len(rows) * self.examples.documents_per_example * padded_length(longest, self.multiple_of)
 
 
 def _indices(rows: Sequence[np.ndarray]) -> list[int]:

@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from ligertune.errors import plural
 
 Role = Literal["system", "user", "assistant", "tool"]
+# what the rows of a data set are for a task: conversations, preference pairs, or answers with a label
+RowContent = Literal["conversations", "pairs", "labelled"]
 
 # names that data sets use for the four roles
 _ROLE_NAMES: dict[Role, tuple[str, ...]] = {
@@ -51,6 +53,9 @@ DROP_REASONS: dict[str, str] = {
     "the template leaves an image out": "the rendered text does not contain each image once",
     "cut through an image": "data.max_length ends before the last image does, with on_overlength: truncate",
     "no text": "the row is empty: there is nothing to learn",
+    "equal answers": "the chosen and the rejected answer are the same, so neither can be preferred",
+    "equal scores": "the scores of the chosen and the rejected answer are equal: neither is preferred",
+    "no label": "the label is neither 1 nor 0, neither true nor false",
     "no trained token": "all its answers have weight 0, or the tokenizer merged them into the prompt",
     "too long": "more than data.max_length tokens, with on_overlength: drop",
     "cut before the answer": "no trained token is left within data.max_length, with on_overlength: truncate",
@@ -113,6 +118,13 @@ class Conversation:
 
     messages: tuple[Message, ...]
     tools: tuple[dict[str, Any], ...] = ()
+
+
+class ParsedRow(NamedTuple):
+    """What a row holds: one conversation, or the chosen and then the rejected conversation of a pair."""
+
+    conversations: tuple[Conversation, ...]
+    desirable: int = -1  # 1 or 0 for an answer with a label, -1 without
 
 
 # the roles that may follow each role; None is the beginning

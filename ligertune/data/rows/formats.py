@@ -5,15 +5,15 @@ To add a format, write its read function and add a row to FORMATS.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
-from ligertune.data.rows.conversation import BadRow, Conversation, Message, check_conversation, repair_turns
+from ligertune.data.rows.conversation import BadRow, Conversation, Message, ParsedRow, check_conversation, repair_turns
 from ligertune.data.rows.data_files import Record
-from ligertune.data.rows.turns import RowReader, list_of, parse_json, parse_tools
+from ligertune.data.rows.turns import RowReader, parse_tools
 from ligertune.errors import UserError
 
 
@@ -41,20 +41,40 @@ class Format:
         reader = RowReader(record.source, repair=repairs is not None)
         reader.refuse_media(record.row)
         conversation = self.read(record.row, reader)
-        if repairs is not None:
-            messages, done = (conversation.messages, []) if self.raw else repair_turns(conversation.messages)
-            repairs += dict.fromkeys(reader.repairs + done)
-            conversation = Conversation(tuple(messages), conversation.tools)
-        return conversation if self.raw else check_conversation(conversation.messages, conversation.tools)
+        if self.raw:
+            if repairs is not None:
+                repairs += dict.fromkeys(reader.repairs)
+            return conversation
+        return checked(conversation, reader, repairs)
+
+    def parse(self, record: Record, repairs: list[str] | None = None) -> ParsedRow:
+        """Return what the row holds. Arguments and errors are those of convert."""
+        return ParsedRow((self.convert(record, repairs),))
 
 
-def recognise_format(name: str, columns: Collection[str], path: str) -> Format:
+FormatType = TypeVar("FormatType", bound=Format)
+
+
+def checked(conversation: Conversation, reader: RowReader, repairs: list[str] | None) -> Conversation:
+    """Return a conversation whose turns are in order. Repair it, and list the repairs, unless `repairs` is None."""
+    messages = conversation.messages
+    if repairs is not None:
+        messages, done = repair_turns(messages)
+        repairs += [repair for repair in dict.fromkeys(reader.repairs + done) if repair not in repairs]
+    return check_conversation(messages, conversation.tools)
+
+
+def recognise_format(
+    name: str, columns: Collection[str], path: str, formats: Sequence[FormatType] | None = None
+) -> FormatType:
     """Return the format called `name`, or for "auto" the one whose required columns are all in `columns`.
 
-    Raises UserError, naming `path`, if the columns fit no format or several.
+    formats: the formats to choose from; None: FORMATS. If all required columns of one are among those of another, the
+    other is chosen. Raises UserError, naming `path`, if the columns fit no format or several.
     """
-    candidates = [row for row in FORMATS if name in ("auto", row.name)]
+    candidates = [row for row in formats or FORMATS if name in ("auto", row.name)]
     fitting = [row for row in candidates if set(row.required) <= set(columns)]
+    fitting = [row for row in fitting if not any(set(row.required) < set(other.required) for other in fitting)]
     if len(fitting) > 1:
         fitting = [row for row in fitting if not row.is_fallback] or fitting
     if len(fitting) == 1:
@@ -77,16 +97,18 @@ OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "instruction": ("question", "query", "problem", "prompt", "inputs", "input", "user"),
     "output": ("response", "completion", "solution", "answer", "answers", "targets", "target", "reply", "assistant"),
     "messages": ("conversation", "dialogue", "dialog", "chat", "turns"),
+    "chosen": ("chosen_response", "response_chosen", "preferred", "accepted", "better"),
+    "rejected": ("rejected_response", "response_rejected", "dispreferred", "worse"),
     "text": ("content", "document", "body", "article"),
 }
 
 
 def _renames(columns: Collection[str], candidates: Collection[Format]) -> str:
     """Return a hint: the `columns` that make one of these formats fit, if their names are known."""
-    if {"chosen", "rejected"} <= set(columns):
+    if {"chosen", "rejected"} <= set(columns) and candidates[0] in FORMATS:
         return (
-            "These are preferences, and DPO is not supported. To fine-tune on the chosen answers, write "
-            "data.datasets[].columns: {completion: chosen} if they are texts, {messages: chosen} if they are lists."
+            "These are pairs for task: dpo. To fine-tune on the chosen answers, write data.datasets[].columns: "
+            "{completion: chosen} if they are texts, {messages: chosen} if they are lists."
         )
     for row in candidates:
         names = {
@@ -98,17 +120,6 @@ def _renames(columns: Collection[str], candidates: Collection[Format]) -> str:
     return "If a column has another name, write data.datasets[].columns: {our name: its name}."
 
 
-def check_columns(columns: Collection[str]) -> None:
-    """Raise UserError for a rename to a column that no format reads."""
-    known = sorted({column for row in FORMATS for column in row.required + row.optional})
-    for column in columns:
-        if column not in known:
-            raise UserError(
-                f"data.datasets[].columns: no format reads a column `{column}`.",
-                hint=f"Write {{our name: the data set's name}}; our names are {', '.join(known)}.",
-            )
-
-
 def _similarity(row: Format, columns: Collection[str]) -> float:
     best = (max(SequenceMatcher(None, name, column).ratio() for column in columns) for name in row.required)
     return sum(best, start=0.0) / len(row.required) if columns else 0.0
@@ -116,42 +127,23 @@ def _similarity(row: Format, columns: Collection[str]) -> float:
 
 def _alpaca(row: dict[str, Any], reader: RowReader) -> Conversation:
     """Read `instruction`, `input`, `output`, and the optional `system` and `history` (pairs of earlier turns)."""
-    messages = [Message("system", reader.optional(row, "system"))]
-    for pair in list_of(row.get("history"), "`history`"):
-        if not (isinstance(pair, list) and len(pair) == 2):
-            raise BadRow("not a list of turns", "`history` is not a list of pairs of texts")
-        texts = [reader.text(text, "a text of `history`") for text in pair]
-        messages += [Message("user", texts[0]), Message("assistant", texts[1])]
-    instruction = reader.text(row.get("instruction"), "`instruction`")
-    messages.append(Message("user", instruction, input=reader.optional(row, "input")))
-    messages.append(Message("assistant", reader.text(row.get("output"), "`output`")))
-    return Conversation(tuple(messages))
+    prompt = reader.instruction(row)
+    return Conversation((*prompt, Message("assistant", reader.text(row.get("output"), "`output`"))))
 
 
 def _conversation(row: dict[str, Any], reader: RowReader, *, column: str) -> Conversation:
     """Read a list of turns in `column`."""
-    messages = _turns(row, column, reader)
+    messages = reader.turns(row, column)
     if row.get("system") is not None and (not messages or messages[0].role != "system"):
         messages.insert(0, Message("system", reader.text(row["system"], "`system`")))
     return Conversation(tuple(messages), parse_tools(row.get("tools")))
 
 
-def _turns(row: dict[str, Any], column: str, reader: RowReader) -> list[Message]:
-    turns = row.get(column)
-    if turns is None:
-        raise BadRow("missing value", f"`{column}`")
-    if isinstance(turns, str):  # a cell of a CSV file
-        turns = parse_json(turns, "not a list of turns")
-    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
-        raise BadRow("not a list of turns", f"`{column}`")
-    return [reader.message(turn) for turn in turns]
-
-
 def _prompt_completion(row: dict[str, Any], reader: RowReader) -> Conversation:
     """Read `prompt` and `completion`: two texts, or two lists of turns. Only the completion is trained."""
     if isinstance(row.get("prompt"), list):
-        prompt = [replace(turn, trained=False) for turn in _turns(row, "prompt", reader)]
-        completion = _turns(row, "completion", reader)
+        prompt = [replace(turn, trained=False) for turn in reader.turns(row, "prompt")]
+        completion = reader.turns(row, "completion")
         return Conversation((*prompt, *completion), parse_tools(row.get("tools")))
     texts = [reader.text(row.get(column), f"`{column}`") for column in ("prompt", "completion")]
     return Conversation((Message("user", texts[0]), Message("assistant", texts[1])))

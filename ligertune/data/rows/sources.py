@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from ligertune.data.rows.data_files import MAX_RECORD_BYTES, DataFile, Record, n_bytes_of
 from ligertune.data.rows.file_readers import FILE_TYPES, file_type, read_records, reader_of
-from ligertune.data.rows.formats import check_columns
+from ligertune.data.rows.preference_formats import check_columns
 from ligertune.errors import UserError
 
 if TYPE_CHECKING:

@@ -73,6 +73,28 @@ class RowReader:
         reasoning = self.text(texts["reasoning"], "reasoning")
         return Message(role, texts["text"], reasoning=reasoning, calls=calls, trained=trained)
 
+    def turns(self, row: dict[str, Any], column: str) -> list[Message]:
+        """Parse a list of turns in `column`."""
+        turns = row.get(column)
+        if turns is None:
+            raise BadRow("missing value", f"`{column}`")
+        if isinstance(turns, str):  # a cell of a CSV file
+            turns = parse_json(turns, "not a list of turns")
+        if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
+            raise BadRow("not a list of turns", f"`{column}`")
+        return [self.message(turn) for turn in turns]
+
+    def instruction(self, row: dict[str, Any]) -> list[Message]:
+        """Parse Alpaca's `instruction`, `input`, and the optional `system` and `history` (pairs of earlier turns)."""
+        messages = [Message("system", self.optional(row, "system"))]
+        for pair in list_of(row.get("history"), "`history`"):
+            if not (isinstance(pair, list) and len(pair) == 2):
+                raise BadRow("not a list of turns", "`history` is not a list of pairs of texts")
+            texts = [self.text(text, "a text of `history`") for text in pair]
+            messages += [Message("user", texts[0]), Message("assistant", texts[1])]
+        instruction = self.text(row.get("instruction"), "`instruction`")
+        return [*messages, Message("user", instruction, input=self.optional(row, "input"))]
+
     def refuse_media(self, row: dict[str, Any]) -> None:
         """Raise UserError for a row with images, videos or sounds: a text model cannot learn an answer about them."""
         for column in _MEDIA_COLUMNS:

@@ -5,7 +5,8 @@ import json
 import pytest
 
 from ligertune.data.rows.conversation import DROP_REASONS, REPAIRS, ROLES, BadRow, Conversation
-from ligertune.data.rows.formats import FORMATS, check_columns, recognise_format
+from ligertune.data.rows.formats import FORMATS, recognise_format
+from ligertune.data.rows.preference_formats import check_columns
 from ligertune.data.rows.sources import Record
 from ligertune.errors import UserError
 
@@ -231,7 +232,7 @@ def test_the_hint_names_the_columns_that_work(columns, renames):
 
 
 def test_preferences_are_not_taken_for_answers():
-    with pytest.raises(UserError, match=r"DPO is not supported.*\{completion: chosen\}"):
+    with pytest.raises(UserError, match=r"These are pairs for task: dpo\..*\{completion: chosen\}"):
         recognise_format("auto", ("prompt", "chosen", "rejected"), "d")
 
 

@@ -1,0 +1,256 @@
+"""Preference rows: pairs of a chosen and a rejected answer (task dpo), and single answers with a label (KTO).
+
+The answers of a pair are texts, single turns or lists of turns. A list that begins with a system or user turn is a
+whole conversation: the turns that both conversations begin with are the prompt. Only the answers after the prompt are
+trained.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
+
+from ligertune.data.rows.conversation import BadRow, Conversation, Message, ParsedRow, RowContent
+from ligertune.data.rows.data_files import Record
+from ligertune.data.rows.formats import FORMATS, Format, checked, recognise_format
+from ligertune.data.rows.turns import RowReader, parse_tools
+from ligertune.errors import UserError
+
+ANSWERS = ("chosen", "rejected")
+LABEL_COLUMNS = ("label", "kto_tag")  # TRL's and LLaMA-Factory's name
+SCORE_COLUMNS = (("score_chosen", "score_rejected"), ("chosen_score", "rejected_score"))
+_LABELS = {"true": 1, "1": 1, "1.0": 1, "false": 0, "0": 0, "0.0": 0}
+_HH_TURN = re.compile(r"\n\n(Human|Assistant):")  # of Anthropic's hh-rlhf
+
+
+@dataclass(frozen=True)
+class PairFormat(Format):
+    """A format of preference pairs. `read` returns the prompt: no turns if it is in both answers."""
+
+    def parse(self, record: Record, repairs: list[str] | None = None) -> ParsedRow:
+        """Return the chosen and the rejected conversation. Raises BadRow for a pair without a preference."""
+        row, reader = record.row, RowReader(record.source, repair=repairs is not None)
+        reader.refuse_media(row)
+        for names in SCORE_COLUMNS:
+            scores = [row.get(name) for name in names]
+            if scores[0] is not None and scores[0] == scores[1]:
+                raise BadRow("equal scores", f"both {scores[0]}")
+        prompt = self.read(row, reader)
+        sides = _split_prompt(prompt.messages, *(_answer(row, column, reader) for column in ANSWERS))
+        chosen, rejected = (checked(Conversation(side, prompt.tools), reader, repairs) for side in sides)
+        if chosen == rejected:
+            raise BadRow("equal answers")
+        return ParsedRow((chosen, rejected))
+
+
+@dataclass(frozen=True)
+class LabelledFormat(Format):
+    """A format of answers with a label. Only the last answer of a conversation is trained."""
+
+    def parse(self, record: Record, repairs: list[str] | None = None) -> ParsedRow:
+        """Return the conversation and whether its answer is desirable."""
+        conversation = self.convert(record, repairs)
+        label = next((record.row[name] for name in LABEL_COLUMNS if record.row.get(name) is not None), None)
+        desirable = _LABELS.get(str(label).strip().lower())
+        if desirable is None:
+            raise BadRow("no label", f"{label!r:.40}")
+        messages = conversation.messages
+        if self.name != "prompt_completion":  # the prompt of this format is marked
+            messages = (*(replace(turn, trained=False) for turn in messages[:-1]), messages[-1])
+        return ParsedRow((Conversation(messages, conversation.tools),), desirable)
+
+
+def _answer(row: dict[str, Any], column: str, reader: RowReader) -> list[Message] | str:
+    """Read an answer: a text, a turn, or a list of turns."""
+    value = row.get(column)
+    if isinstance(value, dict):
+        return [reader.message(value)]
+    return reader.turns(row, column) if isinstance(value, list) else reader.text(value, f"`{column}`")
+
+
+def _split_prompt(
+    prompt: tuple[Message, ...], chosen: list[Message] | str, rejected: list[Message] | str
+) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
+    """Return both conversations; only the answers after the prompt are trained."""
+    if isinstance(chosen, str) and isinstance(rejected, str) and not prompt:
+        prompt, chosen, rejected = _texts_without_prompt(chosen, rejected)
+    sides = [[Message("assistant", side)] if isinstance(side, str) else side for side in (chosen, rejected)]
+    if all(_is_whole(side) for side in sides) and not _continue(sides, prompt):
+        # The prompt is in both answers. Only a system turn may be missing there.
+        system = prompt[:1] if prompt and prompt[0].role == "system" and sides[0][0].role != "system" else ()
+        sides = [[*system, *side] for side in sides]
+        shared = _n_equal(*sides)
+    else:
+        sides = [[*prompt, *side] for side in sides]
+        shared = len(prompt)
+    marked = [(*(replace(turn, trained=False) for turn in side[:shared]), *side[shared:]) for side in sides]
+    return marked[0], marked[1]
+
+
+def _is_whole(turns: Sequence[Message]) -> bool:
+    return bool(turns) and turns[0].role in ("system", "user")
+
+
+def _continue(sides: Sequence[Sequence[Message]], prompt: tuple[Message, ...]) -> bool:
+    """Return whether answers that begin with a user turn come after a prompt that ends with an answer."""
+    ends_with_answer = bool(prompt) and prompt[-1].role == "assistant"
+    return ends_with_answer and not any(tuple(side[: len(prompt)]) == prompt for side in sides)
+
+
+def _n_equal(chosen: Sequence[Message], rejected: Sequence[Message]) -> int:
+    """Return how many turns both begin with. The last turn of the shorter conversation is not counted."""
+    most = min(len(chosen), len(rejected)) - 1
+    return next((number for number in range(most) if chosen[number] != rejected[number]), most)
+
+
+def _texts_without_prompt(
+    chosen: str, rejected: str
+) -> tuple[tuple[Message, ...], list[Message] | str, list[Message] | str]:
+    """Return (prompt, chosen, rejected) of two texts that begin with the same prompt."""
+    if _is_hh(chosen) and _is_hh(rejected):
+        return (), _hh_turns(chosen), _hh_turns(rejected)
+    both = zip(chosen, rejected, strict=False)
+    shared = next((number for number, (a, b) in enumerate(both) if a != b), min(len(chosen), len(rejected)))
+    word = re.search(r"\S*\Z", chosen[:shared])[0]  # the beginning of a word that goes on differently
+    shared -= len(word) if len(word) < shared else 0
+    if chosen[:shared].endswith(" "):  # tokenizers merge a space into the word that follows
+        shared -= 1
+    prompt = Message("user", chosen[:shared])
+    return (prompt,) if prompt.content else (), chosen[shared:], rejected[shared:]
+
+
+def _is_hh(text: str) -> bool:
+    return _HH_TURN.match(f"\n\n{text.lstrip()}") is not None
+
+
+def _hh_turns(text: str) -> list[Message]:
+    """Parse "\\n\\nHuman: ...\\n\\nAssistant: ..."."""
+    _, *parts = _HH_TURN.split(f"\n\n{text.lstrip()}")
+    roles = ("user" if name == "Human" else "assistant" for name in parts[::2])
+    return [Message(role, content.strip()) for role, content in zip(roles, parts[1::2], strict=True)]
+
+
+def _prompt(row: dict[str, Any], reader: RowReader, *, column: str | None, is_text: bool = False) -> Conversation:
+    """Read the prompt in `column`, turns or with `is_text` also a text, and the optional `system` and `tools`."""
+    value, messages = row.get(column or ""), []
+    if is_text and isinstance(value, str):
+        messages = [Message("user", value)]
+    elif column and (value is not None or isinstance(row.get("chosen"), str)):
+        messages = reader.turns(row, column)
+    if row.get("system") and (not messages or messages[0].role != "system"):
+        messages.insert(0, Message("system", reader.text(row["system"], "`system`")))
+    return Conversation(tuple(messages), parse_tools(row.get("tools")))
+
+
+def _instruction(row: dict[str, Any], reader: RowReader) -> Conversation:
+    return Conversation(tuple(reader.instruction(row)))
+
+
+_MORE = ("system", "tools", *(name for names in SCORE_COLUMNS for name in names))
+
+
+def _pairs(name: str, column: str | None, template: Literal["chat", "plain"], *, is_text: bool = False) -> PairFormat:
+    required = ANSWERS if column is None else (column, *ANSWERS)
+    read = partial(_prompt, column=column, is_text=is_text)
+    # UltraFeedback has `messages` next to `prompt`: the chosen conversation
+    return PairFormat(name, required, _MORE, template, read, is_fallback=column == "messages")
+
+
+PAIR_FORMATS = (
+    _pairs("prompt_pairs", "prompt", "plain", is_text=True),
+    _pairs("question_pairs", "question", "chat", is_text=True),
+    PairFormat("alpaca_pairs", ("instruction", *ANSWERS), ("input", "history", *_MORE), "alpaca", _instruction),
+    _pairs("sharegpt_pairs", "conversations", "chat"),
+    _pairs("messages_pairs", "messages", "chat"),
+    _pairs("pairs", None, "plain"),
+)
+LABELLED_FORMATS = tuple(
+    LabelledFormat(**{**vars(row), "optional": (*row.optional, *LABEL_COLUMNS)})
+    for row in FORMATS
+    if row.name in ("alpaca", "sharegpt", "messages", "prompt_completion")
+)
+
+
+def recognise_rows(rows: RowContent, name: str, first: Sequence[Record], path: str) -> Format:
+    """Return the format of data from its first records: their columns, and whether answers are texts or turns.
+
+    Raises UserError, naming `path`, for rows that do not hold what the task needs.
+    """
+    _check_format_name(rows, name)
+    columns = {column for record in first for column in record.row}
+    if rows == "conversations":
+        if name == "auto" and isinstance(_first_value("chosen", first), dict):  # turns without an answer to train
+            columns -= {"conversations", "messages"}
+        return recognise_format(name, columns, path)
+    found = ", ".join(sorted(columns)) or "none"
+    if rows == "pairs":
+        _check_is_pairs(columns, found, path)
+        format = recognise_format(name, columns, path, PAIR_FORMATS)
+        answer = _first_value("chosen", first)
+        is_text = isinstance(answer, str) and not (format.name == "pairs" and _is_hh(answer))
+    else:
+        _check_is_labelled(columns, found, path)
+        format = recognise_format(name, columns, path, LABELLED_FORMATS)
+        is_text = isinstance(_first_value("completion", first), str)
+    return replace(format, template="chat") if format.template == "plain" and not is_text else format
+
+
+def _first_value(column: str, first: Sequence[Record]) -> Any:
+    return next((record.row[column] for record in first if record.row.get(column) is not None), None)
+
+
+def _check_format_name(rows: RowContent, name: str) -> None:
+    tables: dict[RowContent, Sequence[Format]] = {
+        "conversations": FORMATS,
+        "pairs": PAIR_FORMATS,
+        "labelled": LABELLED_FORMATS,
+    }
+    names = ["auto", *(row.name for row in tables[rows])]
+    if name in names:
+        return
+    if rows == "conversations":
+        raise UserError(
+            f"data.datasets[].format: {name} is for preference pairs.", hint="Write task: dpo to train on pairs."
+        )
+    needs = "task: dpo needs pairs" if rows == "pairs" else "preference.loss_type: kto needs answers with a label"
+    raise UserError(
+        f"data.datasets[].format: {name} does not fit: {needs}.", hint=f"Write {', '.join(names[:-1])} or {names[-1]}."
+    )
+
+
+def _check_is_pairs(columns: Collection[str], found: str, path: str) -> None:
+    missing = [f"`{name}`" for name in ANSWERS if name not in columns]
+    if not missing:
+        return
+    hint = "If they have other names, write data.datasets[].columns: {chosen: its name, rejected: its name}."
+    if any(name in columns for name in LABEL_COLUMNS):
+        hint = "Answers with a label are trained on with preference.loss_type: kto."
+    raise UserError(
+        f"{path}: its columns ({found}) lack {' and '.join(missing)}, and task: dpo needs pairs of answers.", hint=hint
+    )
+
+
+def _check_is_labelled(columns: Collection[str], found: str, path: str) -> None:
+    if any(name in columns for name in LABEL_COLUMNS):
+        return
+    hint = "If it has another name, write data.datasets[].columns: {label: its name}."
+    if columns >= set(ANSWERS):
+        hint = "Pairs are trained on with preference.loss_type: sigmoid, or another loss than kto."
+    raise UserError(
+        f"{path}: its columns ({found}) lack `label`, 1 or 0, which preference.loss_type: kto needs.", hint=hint
+    )
+
+
+def check_columns(columns: Collection[str]) -> None:
+    """Raise UserError for a rename to a column that no format reads."""
+    formats = (*FORMATS, *PAIR_FORMATS, *LABELLED_FORMATS)
+    known = sorted({column for row in formats for column in row.required + row.optional})
+    for column in columns:
+        if column not in known:
+            raise UserError(
+                f"data.datasets[].columns: no format reads a column `{column}`.",
+                hint=f"Write {{our name: the data set's name}}; our names are {', '.join(known)}.",
+            )
