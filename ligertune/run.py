@@ -28,7 +28,7 @@ from ligertune.models.load import hide_loading_bars, read_config
 from ligertune.models.load_tokenizer import check_vocabulary, load_tokenizer
 from ligertune.planning.batch_layout import resolve_packing
 from ligertune.planning.make_plan import PlanInputs, make_plan, warn_of_host_memory
-from ligertune.planning.options import RunOptions
+from ligertune.planning.options import RunOptions, data_rows_of
 from ligertune.planning.plan import Plan
 from ligertune.planning.precision import check_float8, choose_precision
 from ligertune.planning.preflight import check_output_dir, check_packages, check_paths, clear_run
@@ -94,7 +94,14 @@ def _load_and_plan(recipe: Recipe, machine: Machine, progress: ProgressCallback 
     tokenizer = load_tokenizer(recipe.model)
     check_vocabulary(tokenizer.tokenizer, config)
     images = load_reader(recipe.model, recipe.vision, config, tokenizer.tokenizer)
-    data = prepare(recipe.data, tokenizer.tokenizer, seed=recipe.train.seed, progress=progress, images=images)
+    data = prepare(
+        recipe.data,
+        tokenizer.tokenizer,
+        seed=recipe.train.seed,
+        progress=progress,
+        images=images,
+        rows=data_rows_of(recipe),
+    )
     data.check_dropped()
     lengths = None if data.streamed else data.train.lengths
     attention, padding_free = choose_batch_layout(layout, config, machine, precision, lengths=lengths)

@@ -45,6 +45,7 @@ def data(
         from ligertune.models.load import read_config
         from ligertune.models.load_tokenizer import load_tokenizer
         from ligertune.planning.batch_layout import StatisticsOptions, resolve_packing
+        from ligertune.planning.options import data_rows_of
         from ligertune.vision.families import exact_packing
         from ligertune.vision.reader import load_reader
 
@@ -53,7 +54,14 @@ def data(
         loaded, _ = resolve_packing(loaded, **exact_packing(config))
         tokenizer = load_tokenizer(loaded.model).tokenizer
         images = load_reader(loaded.model, loaded.vision, config, tokenizer)
-        prepared = prepare(loaded.data, tokenizer, seed=loaded.train.seed, progress=display.data, images=images)
+        prepared = prepare(
+            loaded.data,
+            tokenizer,
+            seed=loaded.train.seed,
+            progress=display.data,
+            images=images,
+            rows=data_rows_of(loaded),
+        )
     shown = preview_examples(prepared)
     previews = preview(shown, tokenizer, examples, images)
     statistics = data_statistics(shown.lengths, shown.trained, StatisticsOptions.of(loaded, processes=world_size()))

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from ligertune.data.rows.conversation import RowContent
 from ligertune.data.templates.label_masking import IGNORE_INDEX
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from ligertune.planning.options import DataOptions
+    from ligertune.planning.options import DataOptions, DataRows
     from ligertune.vision.reader import ImageReader
 
 # the arrays of a block, and their dtypes in a file
@@ -34,7 +33,7 @@ class Preparation:
     data: DataOptions
     tokenizer: PreTrainedTokenizerBase
     images: ImageReader | None = None
-    rows: RowContent = "conversations"
+    rows: DataRows = "conversations"
 
 
 class Example(NamedTuple):

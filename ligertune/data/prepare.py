@@ -15,7 +15,6 @@ from ligertune.data.cache import CacheEntry, cache_home, data_key, load_or_make
 from ligertune.data.dataset_report import DatasetReport
 from ligertune.data.examples import Block, Examples, Preparation
 from ligertune.data.row_pipeline import RowCounts, RowPipeline, build_blocks, count_processes
-from ligertune.data.rows.conversation import RowContent
 from ligertune.data.rows.data_files import display_path
 from ligertune.data.rows.sources import RecordStream
 from ligertune.data.stream import ExampleStream, StreamedExamples
@@ -25,7 +24,7 @@ from ligertune.hardware import is_first_on_node, ranks_on_node
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from ligertune.planning.options import DataOptions, DatasetOptions
+    from ligertune.planning.options import DataOptions, DataRows, DatasetOptions
     from ligertune.vision.reader import ImageReader
 
 # called with (path of the data set, rows done, share done) while rows are prepared
@@ -117,7 +116,7 @@ def prepare(
     seed: int,
     progress: ProgressCallback | None = None,
     images: ImageReader | None = None,
-    rows: RowContent = "conversations",
+    rows: DataRows = "conversations",
 ) -> PreparedData:
     """Return the examples that a recipe trains and evaluates on. The same arguments give the same examples.
 

@@ -26,8 +26,9 @@ import numpy as np
 from ligertune.data.examples import Block, Example, Preparation
 from ligertune.data.rows.conversation import DROP_REASONS, LENGTH_REASONS, BadRow
 from ligertune.data.rows.data_files import Record, display_path
+from ligertune.data.rows.formats import recognise_format
 from ligertune.data.rows.image_rows import ImageTokens, extract_images
-from ligertune.data.rows.preference_formats import recognise_rows
+from ligertune.data.rows.preference_formats import recognise_preferences
 from ligertune.data.templates.control_tokens import ControlTokens, Rendered
 from ligertune.data.templates.label_masking import Encoded, Encoder
 from ligertune.data.templates.prompt_templates import choose_template
@@ -108,7 +109,11 @@ class RowPipeline:
                 f"{len(first)}; data.max_record_bytes allows {data.max_record_bytes:,}.",
                 hint="Raise it if the records are this large.",
             )
-        self.format = recognise_rows(preparation.rows, spec.format, first, display_path(Path(spec.path)))
+        path = display_path(Path(spec.path))
+        if preparation.rows == "conversations":
+            self.format = recognise_format(spec.format, columns, path)
+        else:
+            self.format = recognise_preferences(preparation.rows, spec.format, first, path)
         self.template = choose_template(data, self.format, tokenizer, with_images=images is not None)
         self._images = None if images is None else ImageTokens(images, data.image_dir)
         self._spec, self._data = spec, data

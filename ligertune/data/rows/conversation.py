@@ -14,8 +14,6 @@ from typing import Any, Literal, NamedTuple
 from ligertune.errors import plural
 
 Role = Literal["system", "user", "assistant", "tool"]
-# what the rows of a data set are for a task: conversations, preference pairs, or answers with a label
-RowContent = Literal["conversations", "pairs", "labelled"]
 
 # names that data sets use for the four roles
 _ROLE_NAMES: dict[Role, tuple[str, ...]] = {

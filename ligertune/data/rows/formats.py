@@ -73,13 +73,15 @@ def recognise_format(
     other is chosen. Raises UserError, naming `path`, if the columns fit no format or several.
     """
     candidates = [row for row in formats or FORMATS if name in ("auto", row.name)]
+    found = ", ".join(sorted(columns)) or "none"
+    if formats is None:
+        _refuse_pairs(name, columns, f"{path}: its columns ({found})")
     fitting = [row for row in candidates if set(row.required) <= set(columns)]
     fitting = [row for row in fitting if not any(set(row.required) < set(other.required) for other in fitting)]
     if len(fitting) > 1:
         fitting = [row for row in fitting if not row.is_fallback] or fitting
     if len(fitting) == 1:
         return fitting[0]
-    found = ", ".join(sorted(columns)) or "none"
     if fitting:
         names = " and ".join(row.name for row in fitting)
         raise UserError(f"{path}: the columns ({found}) fit {names}.", hint="Choose one in data.datasets[].format.")
@@ -90,6 +92,18 @@ def recognise_format(
         f"{path}: its columns ({found}) {what} {nearest.name}, which also needs {missing}.",
         hint=_renames(columns, candidates),
     )
+
+
+def _refuse_pairs(name: str, columns: Collection[str], found: str) -> None:
+    """Raise UserError for preference pairs and their formats. UltraFeedback's pairs also have `messages`, to train."""
+    if name not in ("auto", *(row.name for row in FORMATS)):
+        raise UserError(f"data.datasets[].format: {name} is for preference pairs.", hint="Write task: dpo.")
+    if name == "auto" and {"chosen", "rejected"} <= set(columns) and "messages" not in columns:
+        raise UserError(
+            f"{found} are those of preference pairs.",
+            hint="Write task: dpo to train on the pairs. To fine-tune on the chosen answers, write "
+            "data.datasets[].columns: {completion: chosen} if they are texts, {messages: chosen} if they are lists.",
+        )
 
 
 # Names of columns in published data sets, by our name; the first that a data set has is taken.
@@ -105,11 +119,6 @@ OTHER_NAMES: dict[str, tuple[str, ...]] = {
 
 def _renames(columns: Collection[str], candidates: Collection[Format]) -> str:
     """Return a hint: the `columns` that make one of these formats fit, if their names are known."""
-    if {"chosen", "rejected"} <= set(columns) and candidates[0] in FORMATS:
-        return (
-            "These are pairs for task: dpo. To fine-tune on the chosen answers, write data.datasets[].columns: "
-            "{completion: chosen} if they are texts, {messages: chosen} if they are lists."
-        )
     for row in candidates:
         names = {
             ours: [name for name in (ours, *OTHER_NAMES.get(ours, ())) if name in columns] for ours in row.required

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
-from ligertune.data.rows.conversation import BadRow, Conversation, Message, ParsedRow, RowContent
+from ligertune.data.rows.conversation import BadRow, Conversation, Message, ParsedRow
 from ligertune.data.rows.data_files import Record
 from ligertune.data.rows.formats import FORMATS, Format, checked, recognise_format
 from ligertune.data.rows.turns import RowReader, parse_tools
@@ -174,17 +174,15 @@ LABELLED_FORMATS = tuple(
 )
 
 
-def recognise_rows(rows: RowContent, name: str, first: Sequence[Record], path: str) -> Format:
+def recognise_preferences(
+    rows: Literal["pairs", "labelled"], name: str, first: Sequence[Record], path: str
+) -> PairFormat | LabelledFormat:
     """Return the format of data from its first records: their columns, and whether answers are texts or turns.
 
     Raises UserError, naming `path`, for rows that do not hold what the task needs.
     """
     _check_format_name(rows, name)
     columns = {column for record in first for column in record.row}
-    if rows == "conversations":
-        if name == "auto" and isinstance(_first_value("chosen", first), dict):  # turns without an answer to train
-            columns -= {"conversations", "messages"}
-        return recognise_format(name, columns, path)
     found = ", ".join(sorted(columns)) or "none"
     if rows == "pairs":
         _check_is_pairs(columns, found, path)
@@ -202,23 +200,14 @@ def _first_value(column: str, first: Sequence[Record]) -> Any:
     return next((record.row[column] for record in first if record.row.get(column) is not None), None)
 
 
-def _check_format_name(rows: RowContent, name: str) -> None:
-    tables: dict[RowContent, Sequence[Format]] = {
-        "conversations": FORMATS,
-        "pairs": PAIR_FORMATS,
-        "labelled": LABELLED_FORMATS,
-    }
-    names = ["auto", *(row.name for row in tables[rows])]
-    if name in names:
-        return
-    if rows == "conversations":
+def _check_format_name(rows: Literal["pairs", "labelled"], name: str) -> None:
+    names = ["auto", *(row.name for row in (PAIR_FORMATS if rows == "pairs" else LABELLED_FORMATS))]
+    if name not in names:
+        needs = "task: dpo needs pairs" if rows == "pairs" else "preference.loss_type: kto needs answers with a label"
         raise UserError(
-            f"data.datasets[].format: {name} is for preference pairs.", hint="Write task: dpo to train on pairs."
+            f"data.datasets[].format: {name} does not fit: {needs}.",
+            hint=f"Write {', '.join(names[:-1])} or {names[-1]}.",
         )
-    needs = "task: dpo needs pairs" if rows == "pairs" else "preference.loss_type: kto needs answers with a label"
-    raise UserError(
-        f"data.datasets[].format: {name} does not fit: {needs}.", hint=f"Write {', '.join(names[:-1])} or {names[-1]}."
-    )
 
 
 def _check_is_pairs(columns: Collection[str], found: str, path: str) -> None:

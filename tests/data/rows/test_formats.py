@@ -195,7 +195,6 @@ def test_formats_are_recognised_by_columns(columns, name):
     ("name", "columns", "says"),
     [
         ("auto", ("instruction", "response"), r"columns \(instruction, response\).*nearest is alpaca.*needs `output`"),
-        ("auto", ("prompt", "chosen", "rejected"), "nearest is prompt_completion, which also needs `completion`"),
         ("auto", (), r"columns \(none\)"),
         ("auto", ("conversation",), "nearest is sharegpt, which also needs `conversations`"),
         ("messages", ("instruction", "output"), "do not fit messages, which also needs `messages`"),
@@ -231,9 +230,15 @@ def test_the_hint_names_the_columns_that_work(columns, renames):
     assert set(recognise_format("auto", renamed, "d").required) <= renamed
 
 
-def test_preferences_are_not_taken_for_answers():
-    with pytest.raises(UserError, match=r"These are pairs for task: dpo\..*\{completion: chosen\}"):
-        recognise_format("auto", ("prompt", "chosen", "rejected"), "d")
+@pytest.mark.parametrize("prompt", ["prompt", "conversations", "instruction"])
+def test_preferences_are_not_taken_for_answers(prompt):
+    columns = (prompt, "chosen", "rejected")
+    with pytest.raises(UserError, match=r"d: its columns .* of preference pairs\. Write task: dpo .*\{completion: ch"):
+        recognise_format("auto", columns, "d")
+    with pytest.raises(UserError, match=r"data.datasets\[\].format: pairs is for preference pairs. Write task: dpo"):
+        recognise_format("pairs", columns, "d")
+    # UltraFeedback's turns of the chosen conversation are trained on, as before
+    assert recognise_format("auto", ("prompt", "chosen", "rejected", "messages"), "d").name == "messages"
 
 
 def test_a_rename_to_a_column_that_no_format_reads_is_refused():

@@ -6,12 +6,12 @@ import pytest
 
 from ligertune.data.rows.conversation import BadRow, ParsedRow
 from ligertune.data.rows.data_files import Record
-from ligertune.data.rows.preference_formats import check_columns, recognise_rows
+from ligertune.data.rows.preference_formats import check_columns, recognise_preferences
 from ligertune.errors import UserError
 
 
 def recognised(row: dict, rows: str = "pairs", name: str = "auto"):
-    return recognise_rows(rows, name, [Record(row, "d.jsonl:1")], "d.jsonl")
+    return recognise_preferences(rows, name, [Record(row, "d.jsonl:1")], "d.jsonl")
 
 
 def parsed(row: dict, rows: str = "pairs", repairs: list[str] | None = None) -> ParsedRow:
@@ -170,8 +170,6 @@ def test_an_unknown_label_is_a_bad_row(label):
 
 PAIR, ANSWER = {"prompt": "q", "chosen": "a", "rejected": "b"}, {"prompt": "q", "completion": "a"}
 WRONG = [
-    ("conversations", PAIR, "These are pairs for task: dpo"),
-    ("conversations", {"conversations": USER, "chosen": GOOD[0], "rejected": BAD[0]}, "These are pairs for task: dpo"),
     ("pairs", ANSWER, r"lack `chosen` and `rejected`, and task: dpo needs pairs .*columns: \{chosen"),
     ("pairs", {**ANSWER, "label": 1}, "lack `chosen` and `rejected`.*preference.loss_type: kto"),
     ("pairs", {"prompt": "q", "chosen": "a"}, "lack `rejected`, and"),
@@ -190,7 +188,6 @@ def test_rows_of_another_task_name_the_setting(rows, row, says):
 @pytest.mark.parametrize(
     ("rows", "name", "says"),
     [
-        ("conversations", "pairs", "pairs is for preference pairs. Write task: dpo"),
         ("pairs", "alpaca", "task: dpo needs pairs. Write auto, prompt_pairs, .* or pairs"),
         ("labelled", "text", "preference.loss_type: kto needs answers with a label. Write auto, alpaca"),
     ],
