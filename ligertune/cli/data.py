@@ -54,14 +54,8 @@ def data(
         loaded, _ = resolve_packing(loaded, **exact_packing(config))
         tokenizer = load_tokenizer(loaded.model).tokenizer
         images = load_reader(loaded.model, loaded.vision, config, tokenizer)
-        prepared = prepare(
-            loaded.data,
-            tokenizer,
-            seed=loaded.train.seed,
-            progress=display.data,
-            images=images,
-            rows=data_rows_of(loaded),
-        )
+        how = {"seed": loaded.train.seed, "progress": display.data, "images": images, "rows": data_rows_of(loaded)}
+        prepared = prepare(loaded.data, tokenizer, **how)
     shown = preview_examples(prepared)
     previews = preview(shown, tokenizer, examples, images)
     statistics = data_statistics(shown.lengths, shown.trained, StatisticsOptions.of(loaded, processes=world_size()))
