@@ -16,7 +16,7 @@ from ligertune.models.load import hide_loading_bars
 from ligertune.models.save import load_saved
 from ligertune.tasks.medusa.candidate_tree import CandidateTree
 from ligertune.tasks.medusa.heads_files import HeadsConfig, base_model_of, read_choices, read_heads
-from ligertune.tasks.medusa.output_head import check_plain_head, logit_transform
+from ligertune.tasks.output_head import check_plain_head, logit_transform
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from ligertune.planning.preflight import check_heads_path
 from ligertune.tasks.medusa.candidate_tree import best_paths, chain
 from ligertune.tasks.medusa.heads_files import HeadsConfig, base_model_of, read_heads, write_choices, write_heads
 from ligertune.tasks.medusa.medusa_model import MedusaModel, attach_heads
-from ligertune.tasks.medusa.output_head import adapted_model, backbone_of, check_plain_head, logit_transform
+from ligertune.tasks.output_head import adapted_model, backbone_of, check_plain_head, logit_transform
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -22,7 +22,7 @@ from ligertune.decode.acceptance import Acceptance, Greedy
 from ligertune.errors import UserError
 from ligertune.tasks.medusa.candidate_tree import CandidateTree
 from ligertune.tasks.medusa.heads import MedusaHeads
-from ligertune.tasks.medusa.output_head import LogitTransform, backbone_of
+from ligertune.tasks.output_head import LogitTransform, backbone_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

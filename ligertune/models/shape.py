@@ -10,7 +10,15 @@ from collections import Counter
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ligertune.planning.memory.model_shape import HeadShape, LayerShape, ModelShape, ParameterKind, TowerShape
+from ligertune.planning.memory.model_shape import (
+    DTYPE_BYTES,
+    FrozenModelShape,
+    HeadShape,
+    LayerShape,
+    ModelShape,
+    ParameterKind,
+    TowerShape,
+)
 from ligertune.vision.families import Family, family_of, part_of
 
 # Linear layers by the input they save for the backward. Attention itself saves o_proj's input.
@@ -41,6 +49,20 @@ def read_shape(model: PreTrainedModel) -> ModelShape:
         head=_head_shape(model),
         tower=_tower_shape(model),
         in_front=len(in_front),
+    )
+
+
+def read_frozen_shape(model: PreTrainedModel, dtype: str, *, gives_hidden_states: bool = False) -> FrozenModelShape:
+    """Return the sizes of a model that only runs forward, as `dtype`. gives_hidden_states: as of FrozenModelShape."""
+    config, layer, itemsize = model.config.get_text_config(), _layer_shape(model), DTYPE_BYTES[dtype]
+    mlp = getattr(config, "intermediate_size", 4 * config.hidden_size) if layer is None else layer.mlp
+    return FrozenModelShape(
+        weights=itemsize * sum(p.numel() for p in model.parameters()),
+        hidden=config.hidden_size,
+        # a layer's input, attention's output, their sum, that normed; gate, up, their product
+        widest=4 * config.hidden_size + 3 * mlp,
+        itemsize=itemsize,
+        gives_hidden_states=gives_hidden_states,
     )
 
 

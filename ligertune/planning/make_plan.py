@@ -78,7 +78,7 @@ def make_plan(recipe: Recipe, inputs: PlanInputs, *, notes: tuple[str, ...] = ()
     plan = Plan(
         **vars(RunOptions.of(recipe)),
         **vars(resources),
-        **{name: value for name, value in vars(model).items() if name != "shape"},
+        **{name: value for name, value in vars(model).items() if name not in ("shape", "frozen_model")},
         settings=recipe.model_dump(mode="json"),
         num_train_epochs=None if recipe.train.max_steps else recipe.train.num_train_epochs,
         machine=machine,
@@ -160,6 +160,7 @@ def estimate_memory(
         cpu_offload=recipe.parallel.cpu_offload,
         in_front=shape.in_front,
         heads=shape.heads,
+        frozen_model=model.frozen_model,
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from ligertune.hardware import Machine
 from ligertune.planning.batch_layout import Rows
 from ligertune.planning.memory.estimate import MemoryEstimate, MemoryPeak
-from ligertune.planning.memory.model_shape import ModelShape
+from ligertune.planning.memory.model_shape import FrozenModelShape, ModelShape
 from ligertune.planning.memory.states import SHARDED_WEIGHTS, StateBytes, Strategy, shards_of
 from ligertune.planning.micro_batch import Batching
 from ligertune.planning.optimization import Cadence, Optimizer, TrainSchedule
@@ -53,6 +53,7 @@ class BuiltModel:
     attn_why: str
     kernels_backend: str
     kernels: tuple[KernelLine, ...]
+    frozen_model: FrozenModelShape | None = None  # a teacher or a reference, if the run holds one
 
     @property
     def applied_kernels(self) -> set[str]:

@@ -23,6 +23,7 @@ BLUE, RED, GREEN, VIOLET = "#0969da", "#cf222e", "#1a7f37", "#8250df"
 MEMORY_KINDS = {
     "weights": ("weights", "#0969da"),
     "optimizer": ("optimizer states", "#54aeff"),
+    "frozen_model": ("frozen model", "#cf222e"),
     "gradients": ("gradients", "#8250df"),
     "activations": ("activations", "#1a7f37"),
     "loss": ("loss", "#bf8700"),

@@ -8,10 +8,10 @@ import torch
 from ligertune_kernels import labelled_rows
 from packed_rows import CAPPED, FAMILIES, UNCAPPED, history, make, packed, separate
 
+from ligertune.attention.document_isolation import document_leak
 from ligertune.attention.packing_checks import install_packing_checks
 from ligertune.attention.sdpa import deterministic_backward, prefer_flash
 from ligertune.patching.patch import patch
-from ligertune.train.checks import document_leak
 
 pytestmark = [
     pytest.mark.gpu,

@@ -10,7 +10,7 @@ from ligertune.decode.acceptance import Typical
 from ligertune.decode.tree_decoding import decode_with_heads
 from ligertune.tasks.medusa.candidate_tree import CandidateTree, best_paths, chain
 from ligertune.tasks.medusa.heads import MedusaHeads
-from ligertune.tasks.medusa.output_head import logit_transform
+from ligertune.tasks.output_head import logit_transform
 
 HEADS, NEW = 3, 40
 WIDE = [path for depth in (1, 2, 3) for path in itertools.product(range(4), repeat=depth) if sum(path) < 4]

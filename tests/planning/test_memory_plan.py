@@ -8,7 +8,7 @@ import transformers
 from quickstart_runs import bare_recipe
 
 from ligertune.errors import UserError
-from ligertune.models.shape import read_shape
+from ligertune.models.shape import read_frozen_shape, read_shape
 from ligertune.models.trainable import apply_method
 from ligertune.planning.memory.activation_bytes import (
     CUBLAS_WORKSPACE,
@@ -116,6 +116,23 @@ def test_the_loss_of_transformers_on_an_8b_model_with_adapters(shapes):
     plain = {"fused_norm": False, "fused_mlp": False, "fused_loss": False}
     peak = total(estimate_of(shapes["lora"], "lora", **plain), 2, 4096) / GIB
     assert 72.6 < peak < 1.05 * 72.6
+
+
+def test_a_frozen_model_adds_its_weights_and_a_teacher_the_loss_of_its_hidden_states(shapes):
+    with torch.device("meta"):
+        teacher = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**LLAMA_8B))
+    student = estimate_of(shapes["full"])
+    frozen = read_frozen_shape(teacher, "bfloat16")
+    assert frozen.weights == student.states.weights
+    assert total(replace(student, frozen_model=frozen)) == total(student) + frozen.weights
+    with_teacher = replace(student, frozen_model=replace(frozen, gives_hidden_states=True))
+    peak = with_teacher.peak(4, 8192, accumulates=False)
+    assert sum(peak.parts().values()) == peak.total
+    rows = 4 * 8192  # the loss: hidden states of both models, gradients, and logits of 1 GiB
+    (loss,) = [phase.loss for phase in with_teacher._phases(rows, 8192, accumulates=False, memory=None)[1:2]]
+    assert 2 * rows * 2 * E + 2 * V * E + GIB < loss < 2 * rows * 2 * E + 2 * V * E + 4 * V * E + 1.1 * GIB
+    one_layer = with_policy(replace(with_teacher, layers=1), checkpointing=True)
+    assert one_layer._phases(rows, 8192, accumulates=False, memory=None)[0].name == "frozen model"
 
 
 @pytest.mark.parametrize("method", ["full", "lora"])

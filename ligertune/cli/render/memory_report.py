@@ -29,7 +29,7 @@ def show_memory(plan: Plan, fits: Iterable[Fit] | None) -> None:
     """Print the predicted peak memory by kind, and the largest batch and row that fit."""
     if plan.peak is not None:
         text()
-        kinds = {"working": "temporary"}
+        kinds = {"working": "temporary", "frozen_model": "frozen model"}
         parts = plan.peak.parts().items()
         rows = [(kinds.get(kind, kind), format_bytes(n_bytes)) for kind, n_bytes in parts if n_bytes]
         table(f"Peak memory of each device, reached {PHASES[plan.peak.phase.name]}", rows)

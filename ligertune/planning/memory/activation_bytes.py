@@ -28,8 +28,9 @@ from typing import Literal
 
 import torch
 from ligertune_kernels import schedule_of
+from ligertune_kernels.ops.distill.linear_jsd import divergence_workspace
 
-from ligertune.planning.memory.model_shape import HeadShape, LayerShape, TowerShape
+from ligertune.planning.memory.model_shape import FrozenModelShape, HeadShape, LayerShape, TowerShape
 
 # cuBLAS allocates one workspace for the forward's thread and one for the backward's (torch: getWorkspaceSize, Hopper).
 CUBLAS_WORKSPACE = 2 * (32 << 20)
@@ -190,6 +191,24 @@ def loss_bytes(
     gathered = 0 if batch.labels == batch.tokens else batch.labels * head.hidden * itemsize
     held = batch.labels * head.hidden * itemsize + head.head_trains * head.elements * itemsize
     return workspace + gathered + held, held
+
+
+def divergence_bytes(
+    head: HeadShape, frozen: FrozenModelShape, policy: ActivationPolicy, batch: MicroBatch, itemsize: int
+) -> int:
+    """Return the peak bytes while the divergence from a teacher is computed, with the teacher's hidden states."""
+    given = batch.tokens * frozen.hidden_bytes
+    if not policy.fused_loss:
+        # The teacher's logits of a chunk of rows are small next to the student's, of which log-probabilities in
+        # float32, their gradient and the gradient of the logits exist.
+        return given + batch.tokens * head.vocab * (itemsize + 16)
+    dtypes = [{2: torch.bfloat16, 4: torch.float32}[size] for size in (itemsize, frozen.itemsize)]
+    sizes = batch.labels, head.hidden, head.vocab
+    workspace = divergence_workspace(*sizes, *dtypes, needs_dw=head.head_trains)
+    # Rows without a label are skipped, so the labelled rows of both models are first copied together.
+    row = head.hidden * itemsize
+    gathered = 0 if batch.labels == batch.tokens else batch.labels * (row + frozen.hidden_bytes)
+    return given + gathered + workspace + batch.labels * row + head.head_trains * head.elements * itemsize
 
 
 def _gradient_bytes(

@@ -3,6 +3,9 @@
 Medusa heads add to it: K heads of L residual blocks on M labelled rows save K (2 L - 1) M E elements in their blocks
 and read M E. The loss of heads that share the output head holds their hidden states and the gradients of those:
 2 K M E. Heads with their own output weight are computed one after the other.
+
+A frozen model next to the trained one (a teacher or a reference) adds its weights to every phase, and one phase: its
+forward, which comes first, when no activations exist.
 """
 
 from __future__ import annotations
@@ -16,11 +19,12 @@ from ligertune.planning.memory.activation_bytes import (
     MicroBatch,
     StepBytes,
     StepPhase,
+    divergence_bytes,
     loss_workspace,
     step_phases,
     tower_bytes,
 )
-from ligertune.planning.memory.model_shape import HeadShape, LayerShape, MedusaHeadsShape, TowerShape
+from ligertune.planning.memory.model_shape import FrozenModelShape, HeadShape, LayerShape, MedusaHeadsShape, TowerShape
 from ligertune.planning.memory.states import StateBytes
 
 # Share of allocated memory that torch's allocator loses to fragmentation.
@@ -48,6 +52,7 @@ class MemoryEstimate:
     cpu_offload: bool = False  # the states are in host memory; the device holds what FSDP2 gathers
     in_front: int = 0  # first layers without a backward, which save nothing
     heads: MedusaHeadsShape | None = None
+    frozen_model: FrozenModelShape | None = None
 
     def peak(
         self, micro_batch_size: int, row_length: int, *, accumulates: bool, memory: int | None = None
@@ -55,7 +60,8 @@ class MemoryEstimate:
         """Return the phase with the most memory. memory: the device's bytes, of which the loss uses what is free."""
         weights, optimizer = (0, 0) if self.cpu_offload else (self.states.weights, self.states.optimizer)
         phases = self._phases(micro_batch_size * row_length, row_length, accumulates=accumulates, memory=memory)
-        return MemoryPeak(weights, optimizer, max(phases, key=lambda phase: phase.total))
+        frozen = 0 if self.frozen_model is None else self.frozen_model.weights
+        return MemoryPeak(weights, optimizer, max(phases, key=lambda phase: phase.total), frozen)
 
     def _phases(self, slots: int, row_length: int, *, accumulates: bool, memory: int | None) -> tuple[StepPhase, ...]:
         tokens = -(-slots // self.cp_size)
@@ -76,6 +82,8 @@ class MemoryEstimate:
             layer_weights=self.layer_weights() if self.shards > 1 else 0,
             shards=self.shards,
         )
+        if self.frozen_model is not None:
+            return self._with_frozen_model(phases, batch, step)
         if self.heads is None:
             return phases
         held, loss = self._heads_loss(batch, step.free)
@@ -99,6 +107,18 @@ class MemoryEstimate:
             StepPhase("step", 0, step.gradients, 0, step.workspace + step.optimizer_step),
         )
 
+    def _with_frozen_model(
+        self, phases: tuple[StepPhase, ...], batch: MicroBatch, step: StepBytes
+    ) -> tuple[StepPhase, ...]:
+        """Return the phases with the forward of the frozen model, and with the loss that reads its hidden states."""
+        frozen = self.frozen_model
+        working = batch.tokens * frozen.widest * frozen.itemsize + step.workspace
+        forward = StepPhase("frozen model", 0, step.gradients if batch.accumulates else 0, 0, working)
+        if not frozen.gives_hidden_states:
+            return (forward, *phases)
+        loss = divergence_bytes(self.head, frozen, self.policy, batch, step.itemsize)
+        return (forward, *(replace(phase, loss=loss) if phase.name == "loss" else phase for phase in phases))
+
     def _heads_loss(self, batch: MicroBatch, free: int | None) -> tuple[int, int]:
         """Return (bytes that the heads' blocks read and save, additional peak bytes of the loss)."""
         heads, head, itemsize = self.heads, self.head, self.itemsize
@@ -114,6 +134,7 @@ class MemoryEstimate:
 
     def _step_bytes(self, workspace: int, memory: int | None) -> StepBytes:
         always = 0 if self.cpu_offload else self.states.weights + self.states.optimizer
+        always += 0 if self.frozen_model is None else self.frozen_model.weights
         gradients = 0 if self.optim_in_backward or self.cpu_offload else self.states.gradients
         return StepBytes(
             itemsize=self.itemsize,
@@ -181,16 +202,18 @@ class MemoryPeak:
     weights: int
     optimizer: int
     phase: StepPhase
+    frozen_model: int = 0  # weights of a teacher or a reference
 
     @property
     def total(self) -> int:
-        return self.weights + self.optimizer + self.phase.total
+        return self.weights + self.optimizer + self.frozen_model + self.phase.total
 
     def parts(self) -> dict[str, int]:
         """Return the bytes by kind. They add up to `total`."""
         return {
             "weights": self.weights,
             "optimizer": self.optimizer,
+            "frozen_model": self.frozen_model,
             "gradients": self.phase.gradients,
             "activations": self.phase.activations,
             "loss": self.phase.loss,

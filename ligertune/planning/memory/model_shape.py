@@ -98,6 +98,25 @@ class MedusaHeadsShape:
 
 
 @dataclass(frozen=True)
+class FrozenModelShape:
+    """A model that only runs forward next to the trained one: a teacher, or a reference. Each device holds all of it.
+
+    gives_hidden_states: the loss reads its last hidden states, which exist until the loss is computed.
+    """
+
+    weights: int  # bytes on the device
+    hidden: int  # E
+    widest: int  # elements per token at the widest point of a layer
+    itemsize: int
+    gives_hidden_states: bool = False
+
+    @property
+    def hidden_bytes(self) -> int:
+        """Bytes of one token's hidden state."""
+        return self.hidden * self.itemsize
+
+
+@dataclass(frozen=True)
 class ModelShape:
     """Sizes of a causal language model. `n_parameters` counts tied weights once.
 

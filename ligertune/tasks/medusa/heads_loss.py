@@ -25,7 +25,7 @@ from ligertune_kernels.ops.losses.labelled_rows import take_rows
 from torch import Tensor
 
 from ligertune.tasks.medusa.heads import MedusaHeads
-from ligertune.tasks.medusa.output_head import LogitTransform
+from ligertune.tasks.output_head import LogitTransform
 
 IGNORE_INDEX = -100
 

@@ -21,7 +21,7 @@ from ligertune.tasks.medusa.heads_loss import (
     shifted_targets,
     target_shifts,
 )
-from ligertune.tasks.medusa.output_head import LogitTransform, backbone_of, check_plain_head, logit_transform
+from ligertune.tasks.output_head import LogitTransform, backbone_of, check_plain_head, logit_transform
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

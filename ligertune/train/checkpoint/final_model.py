@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ligertune.decode.medusa_run import finish_heads, merge_adapter, of_base
 from ligertune.models.save import write_model
-from ligertune.tasks.medusa.output_head import adapted_model
+from ligertune.tasks.output_head import adapted_model
 from ligertune.train.distributed import full_state_dict
 from ligertune.train.loop import TrainResult
 from ligertune.train.setup import Job

@@ -10,7 +10,7 @@ from ligertune.decode.tree_decoding import decode_with_heads
 from ligertune.run import run
 from ligertune.tasks.medusa.candidate_tree import CandidateTree
 from ligertune.tasks.medusa.heads_files import read_choices, read_heads
-from ligertune.tasks.medusa.output_head import logit_transform
+from ligertune.tasks.output_head import logit_transform
 
 pytestmark = pytest.mark.gpu
 

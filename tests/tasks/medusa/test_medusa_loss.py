@@ -15,7 +15,7 @@ from ligertune.errors import UserError
 from ligertune.planning.options import MedusaOptions
 from ligertune.tasks.medusa.heads_loss import count_targets, shifted_targets, target_shifts
 from ligertune.tasks.medusa.medusa_model import attach_heads
-from ligertune.tasks.medusa.output_head import LogitTransform, logit_transform
+from ligertune.tasks.output_head import LogitTransform, logit_transform
 
 X = -100
 KINDS = ("padded", "packed", "sparse")

@@ -25,7 +25,7 @@ from ligertune_kernels.ops.distill.jsd import check_beta, jsd_reference
 from ligertune_kernels.ops.losses._linear_chunks import ChunkedLoss, Gradients
 from ligertune_kernels.ops.losses._linear_inputs import SLOT_ROWS_TORCH, Head, check_linear, empty_loss
 from ligertune_kernels.ops.losses._reduction import LossFunction, LossModule, divisor_of
-from ligertune_kernels.ops.losses._schedule import chunks_of, rest_stride
+from ligertune_kernels.ops.losses._schedule import Chunks, chunks_of, rest_stride
 
 CHUNK_BYTES = 1 << 30  # of both buffers: 2048 rows of a 128k vocabulary in bf16, so 4096 tokens in two flushes
 SLOT_ROWS = 1024  # cuBLAS reaches 763 TFLOP/s there on an H100 and gains 2 % with twice as many
@@ -79,19 +79,38 @@ class TeacherLogits:
         )  # fmt: skip
 
 
+def _chunks(n_rows: int, row_bytes: int, chunk_bytes: int, *, on_gpu: bool, needs_dw: bool) -> Chunks:
+    slot_rows = SLOT_ROWS if on_gpu else SLOT_ROWS_TORCH
+    return chunks_of(n_rows, row_bytes, chunk_bytes, slot_rows, needs_dw=needs_dw)
+
+
+def divergence_workspace(
+    n_rows: int, hidden: int, vocab_size: int, dtype: torch.dtype, teacher_dtype: torch.dtype, *, needs_dw: bool
+) -> int:
+    """Return the bytes that `linear_jsd` allocates on a GPU besides its inputs and the gradients in their dtype."""
+    width = rest_stride(vocab_size)
+    row_bytes = vocab_size * (dtype.itemsize + teacher_dtype.itemsize)
+    chunks = _chunks(n_rows, row_bytes, CHUNK_BYTES, on_gpu=True, needs_dw=needs_dw)
+    sums = 4 * vocab_size * hidden if needs_dw and _sums_wide(dtype, chunks.flushes, vocab_size * hidden) else 0
+    return width * (chunks.buffer * dtype.itemsize + chunks.slot * teacher_dtype.itemsize) + sums
+
+
+def _sums_wide(dtype: torch.dtype, flushes: int, weight_elements: int) -> bool:
+    """Return whether dW is accumulated in fp32."""
+    return dtype is torch.float16 or (dtype is torch.bfloat16 and (flushes > 2 or weight_elements <= SMALL_WEIGHT))
+
+
 def _run_chunks(
     rows: torch.Tensor, head: Head, teacher: TeacherLogits, chunk_bytes: int, needs: Sequence[bool] = (False,) * 3
 ) -> tuple[torch.Tensor, Gradients]:
     """Return the losses (N,) of rows (N, E), and the gradients of rows, weight and bias that are needed."""
     vocab_size, dtype = len(head.weight), rows.dtype
     row_bytes = vocab_size * (rows.element_size() + teacher.hidden.element_size())
-    slot_rows = SLOT_ROWS if runs_triton(rows) else SLOT_ROWS_TORCH
-    chunks = chunks_of(len(rows), row_bytes, chunk_bytes, slot_rows, needs_dw=needs[1])
+    chunks = _chunks(len(rows), row_bytes, chunk_bytes, on_gpu=runs_triton(rows), needs_dw=needs[1])
     # Rows are aligned for cuBLAS and for the pass. torch.compile does not support out= tensors whose rows have a gap.
     width = vocab_size if torch.compiler.is_compiling() else rest_stride(vocab_size)
     teacher.buffer = teacher.hidden.new_empty((chunks.slot, width))
-    rounds_sums = chunks.flushes > 2 or head.weight.numel() <= SMALL_WEIGHT
-    sums_wide = dtype is torch.float16 or (dtype is torch.bfloat16 and rounds_sums)
+    sums_wide = _sums_wide(dtype, chunks.flushes, head.weight.numel())
     loss = ChunkedLoss(rows, head, teacher.row_losses, (*needs, False, False), sums_wide=sums_wide)
     loss.run_fast(chunks.slot, chunks.buffer, width)
     losses, gradients = loss.result()

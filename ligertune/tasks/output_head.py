@@ -1,8 +1,8 @@
-"""The base model's output head as Medusa uses it: a linear layer, and the scale and soft cap of its logits.
+"""A model's output head outside its own forward: a linear layer, and the scale and soft cap of its logits.
 
-Medusa heads share the output head W, so the loss must apply the model's own scale and soft cap to W h. To support
-every model family without a list, `logit_transform` runs the model on two tokens with a `DeferredLogits` in place of
-the logits, which records what the model does to them.
+Medusa heads share the output head W, and a teacher's logits are computed from its hidden states, so a loss must apply
+the model's own scale and soft cap to W h. To support every model family without a list, `logit_transform` runs the
+model on two tokens with a `DeferredLogits` in place of the logits, which records what the model does to them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from ligertune.errors import UserError
+from ligertune.models.model_files import RECIPE_MODEL, ModelOrigin
 from ligertune.patching.deferred_logits import DeferredLogits
 
 if TYPE_CHECKING:
@@ -45,8 +45,8 @@ def backbone_of(model: PreTrainedModel) -> PreTrainedModel:
     return adapted_model(model).base_model
 
 
-def check_plain_head(model: PreTrainedModel) -> nn.Linear:
-    """Return the output head. Raises UserError if Medusa heads cannot share it. Works on the meta device."""
+def check_plain_head(model: PreTrainedModel, origin: ModelOrigin = RECIPE_MODEL, hint: str = HINT) -> nn.Linear:
+    """Return the output head. Raises UserError if it is not a linear layer without bias. Works on the meta device."""
     head, name = model.get_output_embeddings(), type(model).__name__
     if head is None or backbone_of(model) is model:
         problem = f"this {name} has no separate output head"
@@ -56,13 +56,13 @@ def check_plain_head(model: PreTrainedModel) -> nn.Linear:
         problem = f"the output head of this {name} has a bias"
     else:
         return head
-    raise UserError(f"model.model_name_or_path: {problem}.", hint=HINT)
+    raise origin.error(f"{problem}.", hint=hint)
 
 
 @torch.no_grad()
-def logit_transform(model: PreTrainedModel) -> LogitTransform:
+def logit_transform(model: PreTrainedModel, origin: ModelOrigin = RECIPE_MODEL, hint: str = HINT) -> LogitTransform:
     """Return how `model` computes logits from its last hidden state. Raises UserError if it does anything else."""
-    head, seen = check_plain_head(model), {}
+    head, seen = check_plain_head(model, origin, hint), {}
 
     def keep_hidden(module: nn.Module, args: tuple, output: tuple) -> None:
         seen["backbone"] = output[0]
@@ -84,5 +84,5 @@ def logit_transform(model: PreTrainedModel) -> LogitTransform:
     found = logits.scale_and_softcap() if isinstance(logits, DeferredLogits) and logits.dense is None else None
     if found is None or not torch.equal(seen["head"], seen["backbone"]):
         what = "does more to its logits than scale or soft-cap them" if found is None else "changes h before the head"
-        raise UserError(f"model.model_name_or_path: this {type(model).__name__} {what}.", hint=HINT)
+        raise origin.error(f"this {type(model).__name__} {what}.", hint=hint)
     return LogitTransform(*found)

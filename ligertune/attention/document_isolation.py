@@ -1,0 +1,84 @@
+"""Check on the model itself that documents of a packed row do not influence each other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ligertune.data.batching.collate import collate_packed
+from ligertune.data.examples import Example
+from ligertune.errors import UserError
+from ligertune.vision.families import family_of
+
+FIRST, SECOND = 13, 11  # tokens of the two documents: small and odd
+# The largest change of the second document's logits, relative to the change of the first's, that rounding explains.
+# Rows of a matrix product do not depend on each other, so it is zero, except that experts get other tokens in a batch.
+ROUNDING = 1e-5
+ROUNDING_OF_EXPERTS = 5e-2  # bfloat16; a leak changes a token's logits about as much as changing the token itself
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+
+
+class LogitsAreNaN(UserError):
+    """The model computes NaN, whatever its batches look like."""
+
+
+def document_leak(model: PreTrainedModel, *, multiple_of: int) -> float:
+    """Return how far the logits of a packed row's second document change if the first document changes.
+
+    The result is relative to the change of the first document's logits; 0 means that the documents are isolated.
+    Raises LogitsAreNaN.
+    Attention isolates them by construction (`attention.choice`), but recurrence, convolutions, experts of limited
+    capacity or continued positions may not.
+    """
+    vocab_size, family = model.config.get_text_config().vocab_size, family_of(model.config)
+    rng = np.random.default_rng(0)
+    first, other, second = (rng.integers(vocab_size, size=length) for length in (FIRST, FIRST, SECOND))
+    logits = []
+    for document in (first, other):
+        examples = [Example(tokens, tokens, "") for tokens in (document, second)]
+        batch = collate_packed(examples, pad_token_id=0, pad_to_multiple_of=multiple_of)
+        del batch["labels"]
+        if family is not None and family.positions == "sections":  # those of the text, and of time, height and width
+            batch["position_ids"] = batch["position_ids"].expand(4, 1, -1)
+        logits.append(evaluate_batch(model, batch, model.device).logits[0].float())
+    change = (logits[0] - logits[1]).abs().amax(-1)[: FIRST + SECOND]  # without padding
+    if bool(change.isnan().any()):
+        raise LogitsAreNaN(
+            f"model.model_name_or_path: this {type(model).__name__} computes NaN before it is trained.",
+            hint="Its weights are damaged, or too large for model.dtype.",
+        )
+    own, others = float(change[:FIRST].max()), float(change[FIRST:].max())
+    return others / own if own else others
+
+
+@torch.no_grad()
+def evaluate_batch(model: nn.Module, batch: dict[str, Any], device: torch.device, **loss_inputs: Any) -> Any:
+    """Return the model's output for a batch, in evaluation mode."""
+    was_training = model.training
+    model.eval()
+    tensors = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
+    output = model(**tensors, **loss_inputs, use_cache=False)
+    model.train(was_training)
+    return output
+
+
+def check_document_isolation(model: PreTrainedModel, *, multiple_of: int) -> None:
+    """Raise UserError if documents of a packed row influence each other or the model refuses packed rows."""
+    try:
+        leak = document_leak(model, multiple_of=multiple_of)
+    except (ValueError, TypeError) as error:  # models refuse packed rows, or keywords that they do not know, by these
+        raise UserError(
+            f"data.packing: this {type(model).__name__} takes no packed rows: {str(error).partition(chr(10))[0]}",
+            hint="Write data.packing: false.",
+        ) from error
+    experts = any(getattr(model.config.get_text_config(), name, None) for name in EXPERTS)
+    if not leak <= (ROUNDING_OF_EXPERTS if experts and model.dtype != torch.float32 else ROUNDING):
+        raise UserError(
+            f"data.packing: documents of a packed row see each other in this {type(model).__name__} "
+            f"(changing one moves the other's logits {leak:.1e} times as far as its own).",
+            hint="Write data.packing: false.",
+        )
