@@ -38,6 +38,7 @@ from ligertune.recipe import Recipe
 from ligertune.recipe.plain_yaml import dump
 from ligertune.report import Report, loss_unit, make_report, model_title, write_page
 from ligertune.storage import mask_secrets, utc_now, write_json
+from ligertune.tasks.distill.teacher import plan_teacher, with_attention
 from ligertune.train.checkpoint.checkpoint_files import check_space
 from ligertune.train.checkpoint.final_model import save_final_model
 from ligertune.train.checkpoint.load_checkpoint import check_unfinished
@@ -93,6 +94,7 @@ def _load_and_plan(recipe: Recipe, machine: Machine, progress: ProgressCallback 
     choose_batch_layout(layout, config, machine, precision)  # refuse impossible settings before data are read
     tokenizer = load_tokenizer(recipe.model)
     check_vocabulary(tokenizer.tokenizer, config)
+    teacher = plan_teacher(options, config, tokenizer.tokenizer, machine, precision)
     images = load_reader(recipe.model, recipe.vision, config, tokenizer.tokenizer)
     data = prepare(
         recipe.data,
@@ -105,14 +107,18 @@ def _load_and_plan(recipe: Recipe, machine: Machine, progress: ProgressCallback 
     data.check_dropped()
     lengths = None if data.streamed else data.train.lengths
     attention, padding_free = choose_batch_layout(layout, config, machine, precision, lengths=lengths)
+    teacher = with_attention(teacher, options, machine, precision, packed=layout.packing or padding_free)
+    model = preview_model(options.build, config, attention, device=machine.device)
+    multiple_of = max(attention.multiple_of, teacher.multiple_of if teacher else 1)
     inputs = PlanInputs(
         machine=machine,
         precision=precision,
-        model=preview_model(options.build, config, attention, device=machine.device),
+        model=replace(model, frozen_model=teacher.shape) if teacher else model,
         data=summarize_data(data, images),
-        rows=epoch_rows(layout, data, multiple_of=attention.multiple_of, padding_free=padding_free),
+        rows=epoch_rows(layout, data, multiple_of=multiple_of, padding_free=padding_free),
         why_fsdp="as the launcher configured" if launched_with_fsdp() else "as --gpus assumes" if sharded else "",
         has_images=images is not None,
+        teacher=teacher,
     )
     notes = (*recipe.notices, *simulation_notes(machine), *tokenizer.notes, *packing_notes, *data.notes)
     plan = make_plan(recipe, inputs, notes=notes)

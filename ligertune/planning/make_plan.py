@@ -25,7 +25,7 @@ from ligertune.planning.parallelism import (
     choose_strategy,
     unsharded_need,
 )
-from ligertune.planning.plan import BuiltModel, DataSummary, Plan
+from ligertune.planning.plan import BuiltModel, DataSummary, Plan, TeacherPlan
 from ligertune.planning.precision import Precision, float8_notes
 from ligertune.recipe import Recipe, contradicts_itself
 
@@ -49,6 +49,7 @@ class PlanInputs:
     rows: Rows
     why_fsdp: str  # why a launcher or `--gpus` decided for FSDP; empty if neither did
     has_images: bool
+    teacher: TeacherPlan | None = None
 
     @property
     def row_length(self) -> int:
@@ -99,7 +100,9 @@ def make_plan(recipe: Recipe, inputs: PlanInputs, *, notes: tuple[str, ...] = ()
             *cuda_graphs_notes(recipe, machine),
             *float8_notes(recipe, machine),
             *_memory_notes(recipe, inputs, resources),
+            *_teacher_notes(inputs.teacher, machine),
         ),
+        teacher=inputs.teacher,
     )
     if recipe.train.cuda_graphs:
         check_cuda_graphs(plan, has_images=inputs.has_images)
@@ -220,6 +223,13 @@ def _memory_notes(recipe: Recipe, inputs: PlanInputs, resources: Resources) -> t
     if memory is None or machine.device != "cuda":
         return notes
     return (*notes, *memory.host_notes(batching.micro_batch_size, inputs.row_length))
+
+
+def _teacher_notes(teacher: TeacherPlan | None, machine: Machine) -> tuple[str, ...]:
+    if teacher is None or machine.world_size == 1:
+        return () if teacher is None else teacher.notes
+    size = f"{teacher.shape.weights / GIB:.1f} GiB"
+    return (*teacher.notes, f"distill: each of {machine.world_size} processes holds the whole teacher, {size}")
 
 
 def check_cuda_graphs(plan: Plan, *, has_images: bool) -> None:

@@ -60,6 +60,19 @@ class BuiltModel:
         return {line.kernel for line in self.kernels if line.applied}
 
 
+@dataclass(frozen=True)
+class TeacherPlan:
+    """The teacher of task: distill. attn_implementation: for packed rows; None lets transformers choose."""
+
+    name: str
+    dtype: str
+    shape: FrozenModelShape
+    n_parameters: int
+    notes: tuple[str, ...] = ()
+    attn_implementation: str | None = None
+    multiple_of: int = 1  # tokens of a batch, as its attention needs them
+
+
 # plan.json leaves out the options, which resolved_recipe.yaml holds, and keeps the key that `memory` had before.
 NOT_IN_JSON = {*(field.name for field in dataclasses.fields(RunOptions)), "settings", "num_train_epochs"}
 JSON_KEYS = {"memory": "budget"}
@@ -93,6 +106,7 @@ class Plan(RunOptions):
     save: Cadence
     evaluate: Cadence
     notes: tuple[str, ...]
+    teacher: TeacherPlan | None = None
 
     @property
     def output_dir(self) -> Path:

@@ -86,6 +86,8 @@ def check_packages(recipe: Recipe) -> None:
 def check_paths(recipe: Recipe) -> None:
     """Raise UserError for local paths that do not exist. Other names may be hub ids, which the loaders check."""
     check_model_path(recipe.model.model_name_or_path, key="model.model_name_or_path")
+    if recipe.distill.teacher is not None:
+        check_model_path(recipe.distill.teacher, key="distill.teacher")
     if recipe.medusa.heads_path is not None:
         check_heads_path(recipe.medusa.heads_path, key="medusa.heads_path")
     for key, datasets in (("datasets", recipe.data.datasets), ("eval_datasets", recipe.data.eval_datasets)):

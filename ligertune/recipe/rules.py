@@ -11,7 +11,7 @@ from typing import Any
 from ligertune.recipe.document import Document, KeyPath, split
 from ligertune.recipe.optimizer_table import OPTIMIZERS
 from ligertune.recipe.schema import Recipe
-from ligertune.recipe.train_sections import EITHER_OR, TrainSpec
+from ligertune.recipe.train_sections import EITHER_OR, DistillSpec, TrainSpec
 
 LITERALS = {"true": True, "false": False, "null": None, "1": 1, "2": 2}
 
@@ -155,6 +155,17 @@ RULES = (
             ("train.gradient_checkpointing_layers: not all", "layers that save activations"),
         )
     ),
+    # ---- distillation
+    Rule("distill.teacher: null, task: distill", "{1} is distill, and {0} is not given. Give a hub id or a folder."),
+    Rule("distill.teacher: not null, task: not distill",
+         "{0} is read with task: distill only, and {1} is {v[1]}. Write task: distill, or leave {0} out."),
+    Rule("distill.beta: any, distill.loss: not jsd",
+         "{0} is the mixture of {1}: jsd, and {1} is {v[1]}. Leave {0} out.",
+         also=lambda recipe: recipe.distill.beta != DistillSpec.model_fields["beta"].default),
+    Rule("distill.sft_weight: 1, task: distill",
+         "{0} is 1, which leaves nothing of the teacher. Write a smaller weight, or task: sft without a teacher."),
+    Rule("kernels.loss: cross_entropy, task: distill, kernels.enabled: not false",
+         "{0} is cross_entropy, and {1} is distill, whose loss is a divergence. Leave {0} out."),
     # ---- kernels
     Rule("kernels.attention: true, model.attn_implementation: not auto, kernels.enabled: not false",
          f"{{0}} is an attention implementation, and {{1}} names another. {ONE_OUT}"),
@@ -204,6 +215,7 @@ RULES = (
         ("train.optim_in_backward", "{1} updates weights in between"),
         ("model.dtype: float16", "{1}: float16 changes the loss scale between steps"),
         ("task: medusa", "{1}: medusa changes the weights of the head losses between steps"),
+        ("task: distill", "{1}: distill runs the teacher in between"),
     ),
     *_each(
         "{0} {why}",
@@ -248,7 +260,8 @@ RULES = (
         ("parallel.dp_replicate_size: not 1", ONE_OUT),
         ("no data.packing", "Only packed rows are split. Write data.packing: true."),
         ("train.torch_compile", ONE_OUT),
-        ("task: not sft", "The heads need tokens of other processes. Leave parallel.cp_size out."),
+        ("task: medusa", "The heads need tokens of other processes. Leave parallel.cp_size out."),
+        ("task: not sft|medusa", "Its loss reads whole rows. Leave parallel.cp_size out."),
     ),
     Rule("parallel.dp_replicate_size: not 1, parallel.strategy: not fsdp",
          "{0} is {v[0]}, which needs fsdp, and {1} is {v[1]}. Write parallel.strategy: fsdp."),

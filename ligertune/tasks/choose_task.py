@@ -5,10 +5,14 @@ from __future__ import annotations
 from torch import nn
 
 from ligertune.models.shape import read_shape
+from ligertune.patching.fused_loss import KernelLossModel
+from ligertune.patching.head_loss import let_head_losses_run
 from ligertune.planning.plan import Plan
+from ligertune.tasks.distill.distill_task import DistillTask
 from ligertune.tasks.medusa.medusa_model import MedusaModel
 from ligertune.tasks.medusa.medusa_shape import MedusaShape
 from ligertune.tasks.medusa.medusa_task import MedusaTask
+from ligertune.tasks.output_head import adapted_model
 from ligertune.tasks.task import Task
 
 
@@ -16,7 +20,18 @@ def choose_task(plan: Plan, model: nn.Module) -> Task:
     """Return the task of a plan. model: as `trained_model` returns it, not yet wrapped by DDP or FSDP."""
     if isinstance(model, MedusaModel):
         return _medusa(plan, model)
-    return Task(read_shape(model))
+    shape = read_shape(model)
+    if plan.build.task == "distill":
+        _open_loss(model, plan.build.task)
+        return DistillTask(shape, plan)
+    return Task(shape)
+
+
+def _open_loss(model: nn.Module, task: str) -> None:
+    """Let a model without our loss kernels compute the loss of a task. Raises UserError if it cannot."""
+    inner = adapted_model(model)
+    if not isinstance(inner, KernelLossModel):
+        let_head_losses_run(inner, task)
 
 
 def _medusa(plan: Plan, model: MedusaModel) -> MedusaTask:

@@ -1,0 +1,1 @@
+"""Distillation: a student learns the next-token distributions of a frozen teacher."""

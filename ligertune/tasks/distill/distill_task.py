@@ -1,0 +1,48 @@
+"""The task distill: the student's loss is its divergence from a frozen teacher on the trained tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from ligertune.errors import UserError
+from ligertune.patching.head_loss import head_loss
+from ligertune.planning.memory.model_shape import ModelShape
+from ligertune.planning.plan import Plan
+from ligertune.tasks.distill.divergence import DistillLoss, Divergence
+from ligertune.tasks.distill.teacher import Teacher, load_teacher
+from ligertune.tasks.task import Measures, Task
+
+if TYPE_CHECKING:
+    from ligertune.data.batching.collate import Batcher
+
+
+class DistillTask(Task):
+    """Distil a teacher into the model. `prepare` loads the teacher, after the student and its checkpoint."""
+
+    def __init__(self, shape: ModelShape, plan: Plan) -> None:
+        super().__init__(shape)
+        self._plan, self._divergence = plan, Divergence.of(plan.build.distill)
+        self.measures = Measures(self._divergence.measures)
+        self._teacher: Teacher | None = None
+
+    def prepare(self, model: nn.Module, batchers: Sequence[Batcher]) -> None:
+        """Load the teacher to the device of the batches."""
+        device = batchers[0].device
+        self.measures = Measures(self._divergence.measures, device)
+        self._teacher = load_teacher(self._plan, device)
+
+    def loss(self, model: nn.Module, batch: dict[str, Any]) -> Tensor:
+        """Return this batch's part of the loss: the teacher's forward first, then the student's."""
+        hidden = self._teacher.hidden_states(batch)
+        of_batch = DistillLoss(self._divergence, self._teacher.head, hidden, self.measures)
+        with head_loss(of_batch):
+            loss = super().loss(model, batch)
+        if not of_batch.ran:
+            raise UserError(
+                f"task: distill replaces the loss of a model, and this {self.shape.family} computes its loss itself.",
+                hint="Choose another student.",
+            )
+        return loss

@@ -1,0 +1,179 @@
+"""Divergence of a student's next-token distribution from a teacher's, inside the student's output head.
+
+    loss = (1 - w) D + w CE        D: forward KL, reverse KL or generalised JSD, as of `jsd`; w: distill.sft_weight
+
+D and the cross-entropy CE are sums over the labelled tokens, divided by the trained tokens of the global batch.
+`linear_jsd` computes D from hidden states, without the logits of either model. It has no soft cap, and one temperature
+for both models. With a soft cap, or with logit scales whose ratio is not a power of two, the logits of CHUNK_ROWS
+tokens are made at a time instead.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from ligertune_kernels import jsd, linear_cross_entropy, linear_jsd
+from ligertune_kernels.ops.losses.labelled_rows import take_rows
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from ligertune.planning.options import DistillOptions
+from ligertune.tasks.output_head import LogitTransform
+from ligertune.tasks.task import Measures
+
+IGNORE_INDEX = -100
+CHUNK_ROWS = 1024  # tokens whose logits exist at a time where no kernel computes the divergence
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Which divergence, and its share of the loss. beta: 0 forward KL, 1 reverse KL, in between generalised JSD."""
+
+    beta: float = 0.5
+    temperature: float = 1.0
+    sft_weight: float = 0.0
+
+    @staticmethod
+    def of(options: DistillOptions) -> Divergence:
+        beta = {"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": options.beta}[options.loss]
+        return Divergence(beta, options.temperature, options.sft_weight)
+
+    @property
+    def measures(self) -> tuple[str, ...]:
+        return ("kl", "sft_loss") if self.sft_weight else ("kl",)
+
+    def sum_of_logits(self, student: Tensor, teacher: Tensor, labels: Tensor) -> Tensor:
+        """Return the sum over labelled rows, of logits (N, V)."""
+        log_probs = [
+            (z.to(torch.promote_types(z.dtype, torch.float32)) / self.temperature).log_softmax(-1)
+            for z in (student, teacher)
+        ]
+        return jsd(*log_probs, beta=self.beta, labels=labels, ignore_index=IGNORE_INDEX, reduction="sum")
+
+
+@dataclass(frozen=True)
+class TeacherHead:
+    """The teacher's output head: logits (N, V') of hidden states (N, E')."""
+
+    weight: Tensor  # (V', E')
+    transform: LogitTransform
+
+    def logits(self, hidden: Tensor, vocab_size: int) -> Tensor:
+        """Return the logits (N, vocab_size) of hidden states (N, E')."""
+        return self.transform.logits(F.linear(hidden, self.weight[:vocab_size]))
+
+
+class DistillLoss:
+    """The loss of one batch, a `HeadLoss`. `ran` tells whether the student's forward has called it."""
+
+    def __init__(
+        self,
+        divergence: Divergence,
+        head: TeacherHead,
+        teacher_hidden: Tensor,  # (N, E')
+        measures: Measures,
+    ) -> None:
+        self.divergence, self.head, self.teacher_hidden, self.measures = divergence, head, teacher_hidden, measures
+        self.ran = False
+
+    def fused(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, options: dict[str, Any]
+    ) -> Tensor:
+        """Return the loss of the student's hidden states (N, E) and head: weight (V, E) and bias (V,)."""
+        student, taught = LogitTransform(options["logit_scale"], options["softcap"]), self.teacher_hidden
+        rows = options["labelled_rows"]
+        if rows is not None:
+            hidden = take_rows(hidden, rows) if hidden.requires_grad else hidden.index_select(0, rows)
+            taught, labels = taught.index_select(0, rows), labels.index_select(0, rows)
+        count = options["num_items_in_batch"]
+        ratio = self.head.transform.logit_scale / student.logit_scale
+        # The factor of the teacher's hidden states is exact if it is a power of two.
+        if student.softcap is None and self.head.transform.softcap is None and math.frexp(ratio)[0] == 0.5:
+            size = self._shared_vocabulary(len(weight))
+            found = linear_jsd(
+                hidden,
+                _first(weight, size),
+                taught if ratio == 1.0 else taught * ratio,
+                _first(self.head.weight, size),
+                labels=labels,
+                beta=self.divergence.beta,
+                temperature=self.divergence.temperature / student.logit_scale,
+                student_bias=None if bias is None else _first(bias, size),
+                num_items_in_batch=count,
+            )
+        else:
+            found = self._in_chunks(hidden, weight, bias, taught, labels, student) / _divisor(labels, count)
+        sft = None
+        if self.divergence.sft_weight:
+            scaled = {"logit_scale": student.logit_scale, "softcap": student.softcap}
+            sft = linear_cross_entropy(hidden, weight, labels, bias, **scaled, num_items_in_batch=count)
+        return self._total(found, sft, labels, count)
+
+    def dense(self, logits: Tensor, labels: Tensor, num_items_in_batch: int | Tensor | None) -> Tensor:
+        """Return the loss of the student's logits (N, V); the teacher's are made a chunk of rows at a time."""
+        size, total = self._shared_vocabulary(logits.shape[1]), 0.0
+
+        def part(logits: Tensor, taught: Tensor, labels: Tensor) -> Tensor:
+            return self.divergence.sum_of_logits(logits[:, :size], self.head.logits(taught, size), labels)
+
+        for rows in _chunks(len(labels)):
+            inputs = logits[rows], self.teacher_hidden[rows], labels[rows]
+            total = total + checkpoint(part, *inputs, use_reentrant=False)
+        divisor, sft = _divisor(labels, num_items_in_batch), None
+        if self.divergence.sft_weight:
+            wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+            sft = F.cross_entropy(wide, labels, ignore_index=IGNORE_INDEX, reduction="sum") / divisor
+        return self._total(total / divisor, sft, labels, num_items_in_batch)
+
+    def _in_chunks(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        taught: Tensor,
+        labels: Tensor,
+        student: LogitTransform,
+    ) -> Tensor:
+        """Return the sum over labelled rows; the logits of a chunk exist in its forward and again in its backward."""
+        size = self._shared_vocabulary(len(weight))
+
+        def part(hidden: Tensor, weight: Tensor, bias: Tensor | None, taught: Tensor, labels: Tensor) -> Tensor:
+            logits = student.logits(F.linear(hidden, weight[:size], None if bias is None else bias[:size]))
+            return self.divergence.sum_of_logits(logits, self.head.logits(taught, size), labels)
+
+        total = hidden.sum() * 0.0  # with a gradient if no row has a label
+        for rows in _chunks(len(labels)):
+            inputs = hidden[rows], weight, bias, taught[rows], labels[rows]
+            total = total + checkpoint(part, *inputs, use_reentrant=False)
+        return total
+
+    def _shared_vocabulary(self, vocab_size: int) -> int:
+        """Return the number of tokens of both models. The longer head has rows of padding, which are left out."""
+        return min(vocab_size, len(self.head.weight))
+
+    def _total(self, found: Tensor, sft: Tensor | None, labels: Tensor, count: int | Tensor | None) -> Tensor:
+        """Return the loss; add its parts, as sums over tokens, to the measures."""
+        self.ran = True
+        labelled, divisor = (labels != IGNORE_INDEX).sum(), _divisor(labels, count)
+        self.measures.add("kl", found * divisor, count=labelled)
+        if sft is None:
+            return found
+        self.measures.add("sft_loss", sft * divisor, count=labelled)
+        return (1.0 - self.divergence.sft_weight) * found + self.divergence.sft_weight * sft
+
+
+def _divisor(labels: Tensor, count: int | Tensor | None) -> int | Tensor:
+    return (labels != IGNORE_INDEX).sum().clamp(min=1) if count is None else count
+
+
+def _first(rows: Tensor, count: int) -> Tensor:
+    return rows if len(rows) == count else rows[:count]
+
+
+def _chunks(n_rows: int) -> Iterator[slice]:
+    return (slice(start, start + CHUNK_ROWS) for start in range(0, n_rows, CHUNK_ROWS))

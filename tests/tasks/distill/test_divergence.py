@@ -1,0 +1,102 @@
+"""Losses and gradients of distillation against plain torch in float64, in the head and from logits."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from ligertune.tasks.distill import divergence
+from ligertune.tasks.distill.divergence import DistillLoss, Divergence, TeacherHead
+from ligertune.tasks.output_head import LogitTransform
+from ligertune.tasks.task import Measures
+
+N, E, TAUGHT_E, V = 24, 16, 20, 40
+X = -100
+
+
+def tensors(*, vocab: int = V, taught_vocab: int = V) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    labels = torch.randint(vocab, (N,))
+    labels[::3] = X
+    made = {"hidden": (N, E), "weight": (vocab, E), "taught": (N, TAUGHT_E), "taught_weight": (taught_vocab, TAUGHT_E)}
+    found = {name: torch.randn(shape, dtype=torch.float64) for name, shape in made.items()}
+    found["hidden"].requires_grad_()
+    found["weight"].requires_grad_()
+    return {**found, "labels": labels}
+
+
+def expected(
+    of: dict[str, torch.Tensor], how: Divergence, student: LogitTransform, teacher: LogitTransform, count: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (loss, mean divergence per labelled token) by the definition of each divergence."""
+    size = min(len(of["weight"]), len(of["taught_weight"]))
+    logits = student.logits(of["hidden"] @ of["weight"].T)
+    q = (teacher.logits(of["taught"] @ of["taught_weight"].T)[:, :size] / how.temperature).softmax(-1)
+    p = (logits[:, :size] / how.temperature).softmax(-1)
+
+    def kl(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return (a * (a / b).log()).sum(-1)
+
+    if how.beta in (0.0, 1.0):
+        rows = kl(q, p) if how.beta == 0.0 else kl(p, q)
+    else:
+        mixture = how.beta * q + (1 - how.beta) * p
+        rows = how.beta * kl(q, mixture) + (1 - how.beta) * kl(p, mixture)
+    total = rows[of["labels"] != X].sum()
+    sft = F.cross_entropy(logits, of["labels"], reduction="sum")
+    loss = ((1 - how.sft_weight) * total + how.sft_weight * sft) / count
+    return loss, total / (of["labels"] != X).sum()
+
+
+def options(of: dict[str, torch.Tensor], student: LogitTransform, count: int, *, gathered: bool) -> dict:
+    rows = (of["labels"] != X).nonzero().flatten()
+    rows = torch.cat([rows, torch.zeros(2, dtype=rows.dtype)])  # the collator pads with rows that have no label
+    scale = {"logit_scale": student.logit_scale, "softcap": student.softcap, "ignore_index": X}
+    return {**scale, "num_items_in_batch": count, "labelled_rows": rows if gathered else None}
+
+
+PLAIN = LogitTransform()
+CASES = {
+    "forward_kl": (Divergence(0.0), PLAIN, PLAIN, {}),
+    "reverse_kl": (Divergence(1.0), PLAIN, PLAIN, {}),
+    "jsd": (Divergence(0.3, temperature=1.7), PLAIN, PLAIN, {}),
+    "with cross-entropy": (Divergence(0.0, sft_weight=0.25), PLAIN, PLAIN, {}),
+    "logit scales": (Divergence(0.5), LogitTransform(0.25), LogitTransform(0.5), {}),
+    "odd logit scales": (Divergence(0.5, sft_weight=0.5), LogitTransform(0.3), LogitTransform(0.7), {}),
+    "soft cap": (Divergence(1.0, sft_weight=0.1), LogitTransform(1.0, 3.0), PLAIN, {}),
+    "soft cap of the teacher": (Divergence(0.0, 2.0), PLAIN, LogitTransform(1.0, 3.0), {}),
+    "longer teacher": (Divergence(0.0), PLAIN, PLAIN, {"taught_vocab": V + 8}),
+    "longer student": (Divergence(0.5, sft_weight=0.5), PLAIN, PLAIN, {"taught_vocab": V - 8}),
+    "soft cap, longer student": (Divergence(0.5), LogitTransform(1.0, 3.0), PLAIN, {"taught_vocab": V - 8}),
+}
+
+
+@pytest.mark.parametrize("way", ["fused", "fused, all rows", "dense"])
+@pytest.mark.parametrize("case", CASES)
+def test_loss_and_gradients_are_those_of_the_definition(case, way, monkeypatch):
+    monkeypatch.setattr(divergence, "CHUNK_ROWS", 10)  # three chunks
+    how, student, teacher, sizes = CASES[case]
+    of, count = tensors(**sizes), 37
+    wanted, mean = expected(of, how, student, teacher, count)
+    wanted_gradients = torch.autograd.grad(wanted, (of["hidden"], of["weight"]))
+    measures = Measures(how.measures)
+    loss = DistillLoss(how, TeacherHead(of["taught_weight"], teacher), of["taught"], measures)
+    if way == "dense":
+        found = loss.dense(student.logits(of["hidden"] @ of["weight"].T), of["labels"], count)
+    else:
+        given = options(of, student, count, gathered=way == "fused")
+        found = loss.fused(of["hidden"], of["weight"], None, of["labels"], given)
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=0)
+    for gradient, right in zip(torch.autograd.grad(found, (of["hidden"], of["weight"])), wanted_gradients, strict=True):
+        torch.testing.assert_close(gradient, right, rtol=1e-9, atol=1e-12)
+    assert measures.means(measures.take())["kl"] == pytest.approx(float(mean), rel=1e-6)
+
+
+@pytest.mark.parametrize("student", [PLAIN, LogitTransform(1.0, 3.0)], ids=["kernel", "chunks"])
+def test_rows_without_a_label_have_no_loss_and_no_gradient(student):
+    of, how = tensors(), Divergence()
+    of["labels"].fill_(X)
+    loss = DistillLoss(how, TeacherHead(of["taught_weight"], PLAIN), of["taught"], Measures(how.measures))
+    found = loss.fused(of["hidden"], of["weight"], None, of["labels"], options(of, student, 1, gathered=False))
+    assert found == 0
+    gradients = torch.autograd.grad(found, (of["hidden"], of["weight"]), allow_unused=True)
+    assert all(g is None or not g.any() for g in gradients)
