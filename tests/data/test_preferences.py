@@ -1,6 +1,7 @@
 """Preference pairs and answers with a label: labels, truncation, dropped rows, cache, packing and batches."""
 
 import functools
+import json
 
 import numpy as np
 import pytest
@@ -243,3 +244,23 @@ def test_a_rank_without_rows_gets_an_untrained_pair(of_pairs):
 def test_settings_that_preferences_do_not_have_are_refused(of_pairs, options, says):
     with pytest.raises(UserError, match=says):
         of_pairs(pairs(), **options)
+
+
+def test_the_bundled_pairs_are_answers_and_their_words_in_another_order(quickstart, of_pairs, stories):
+    rows, records = (
+        [json.loads(line) for line in (quickstart / name).read_text().splitlines()]
+        for name in ("preferences.jsonl", "dolly_short.jsonl")
+    )
+    answers = {record["instruction"]: record["output"] for record in records}
+    data = of_pairs(quickstart / "preferences.jsonl", max_length=256)
+    assert (len(data.train), data.report.dropped) == (len(rows), {}) == (320, {})
+    for row, example in zip(rows, data.train, strict=True):
+        words = answers[row["prompt"].removesuffix("\n")].split()
+        assert row["chosen"] == " ".join(words) != row["rejected"]
+        assert sorted(row["rejected"].split()) == sorted(words)
+        # TRL's rule: the completion is what follows the tokens of the prompt
+        prompt = stories(row["prompt"]).input_ids
+        for name, document in zip(("chosen", "rejected"), example.documents(), strict=True):
+            ids = [*stories(row["prompt"] + row[name]).input_ids, stories.eos_token_id]
+            assert document.input_ids.tolist() == ids
+            assert document.labels.tolist() == [IGNORE_INDEX] * len(prompt) + ids[len(prompt) :]
