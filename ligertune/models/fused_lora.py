@@ -21,7 +21,7 @@ from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ligertune.patching.deferred_logits import count_fused
+from ligertune.patching.deferred_logits import STATE, count_fused
 from ligertune.patching.fused_loss import LossHead
 from ligertune.patching.module_patch import ModulePatch, has_own_hooks, patch_module
 from ligertune.patching.recompute import is_linear, is_whole, recomputation_of
@@ -91,16 +91,19 @@ class LoraLossHead(LossHead):
 
     def compute_loss(self, hidden: Tensor, labels: Tensor, options: dict[str, Any]) -> Tensor:
         base, reason = self.base_layer, why_not_low_rank(self)
-        if reason is not None:
+        is_off = self.disable_adapters and not self.merged  # for a reference; then the head is its base
+        if reason is not None and not is_off:
             return self.dense_loss(hidden, labels, options, f"the head's adapter {reason}")
         if type(base) is not nn.Linear:
             return self.dense_loss(hidden, labels, options, f"the head is a {type(base).__name__}")
         count_fused(self)
-        name = self.active_adapters[0]
-        a, b = self.lora_A[name].weight, self.lora_B[name].weight
-        return linear_cross_entropy(
-            hidden, base.weight, labels, base.bias, lora_a=a, lora_b=b, lora_scale=self.scaling[name], **options
-        )
+        if not is_off:
+            name = self.active_adapters[0]
+            a, b = self.lora_A[name].weight, self.lora_B[name].weight
+            options = {**options, "lora_a": a, "lora_b": b, "lora_scale": self.scaling[name]}
+        if STATE.head_loss is not None:
+            return STATE.head_loss.fused(hidden, base.weight, base.bias, labels, options)
+        return linear_cross_entropy(hidden, base.weight, labels, base.bias, **options)
 
 
 def why_not_low_rank(layer: LoraLinear) -> str | None:

@@ -51,10 +51,12 @@ class Measures:
 class Task:
     """Supervised fine-tuning; the base of all tasks.
 
-    label_shifts: how many tokens ahead the labels of a row are. measures: what is logged next to the loss.
+    label_shifts: how many tokens ahead the labels of a row are. measures: what is logged next to the loss. resumed:
+    whether the weights at `prepare` are those of a checkpoint.
     """
 
     label_shifts: tuple[int, ...] = (1,)
+    resumed: bool = False
 
     def __init__(self, shape: ModelShape) -> None:
         self.shape = shape

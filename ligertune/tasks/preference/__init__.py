@@ -1,0 +1,1 @@
+"""Preference optimisation: DPO and its variants, ORPO, SimPO and KTO."""

@@ -1,0 +1,112 @@
+"""Reference log-probabilities on disk: in the data cache, for other runs, and in the run's folder, for a resume."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from huggingface_hub import try_to_load_from_cache
+
+from ligertune.data.cache import cache_home
+from ligertune.models.model_files import ENDINGS
+from ligertune.planning.plan import Plan
+
+if TYPE_CHECKING:
+    from ligertune.data.examples import Examples
+    from ligertune.planning.options import ModelOptions
+
+FOLDER = "reference"  # in output_dir
+_SAMPLES, _SAMPLE_BYTES = 256, 1 << 14  # of each weight file
+
+
+class StoredLogProbs:
+    """The log-probabilities of some examples under the initial model of a plan, in files named by their key.
+
+    The key contains what the numbers depend on: the model's files, how it computes, the examples, and which tokens
+    count. All ranks call `load` and `save`; the main rank reads and writes.
+    """
+
+    def __init__(self, plan: Plan, examples: Examples) -> None:
+        self.name = f"reference-{log_probs_key(plan, examples)}.npy"
+        self._shape = len(examples)
+        self._places = [plan.output_dir / FOLDER / self.name, cache_home() / self.name]
+
+    def load(self) -> np.ndarray | None:
+        """Return the stored array on all ranks; None if no place has it."""
+        found = [next(filter(None, map(self._read, self._places)), None) if _is_main() else None]
+        if dist.is_initialized():
+            dist.broadcast_object_list(found)
+        return None if found[0] is None else found[0][0]
+
+    def save(self, values: np.ndarray) -> None:
+        """Write the array wherever it is missing."""
+        if not _is_main():
+            return
+        for path in self._places:
+            if self._read(path) is None:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+                with partial.open("wb") as file:
+                    np.save(file, values)
+                os.replace(partial, path)
+
+    def _read(self, path: Path) -> tuple[np.ndarray] | None:
+        """Return the array of a file in a tuple; None if it is missing, damaged or of another size."""
+        try:
+            values = np.load(path, allow_pickle=False)
+        except (OSError, ValueError, EOFError):
+            return None
+        return (values,) if values.ndim == 2 and len(values) == self._shape and np.isfinite(values).all() else None
+
+
+def _is_main() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def log_probs_key(plan: Plan, examples: Examples) -> str:
+    """Return the SHA-256 of everything that the reference log-probabilities of these examples depend on."""
+    build = plan.build
+    parts: dict[str, Any] = {
+        "model": _model_identity(plan),
+        "precision": [plan.precision.weights, plan.precision.autocast, build.method.type == "qlora"],
+        "examples": examples.fingerprint,
+        "ld_alpha": build.preference.ld_alpha,
+        "torch": torch.__version__,
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
+
+
+def _model_identity(plan: Plan) -> list[Any]:
+    """Return what identifies the initial weights: samples of the files or a commit, and the seed of random weights."""
+    model = plan.build.model
+    folder = Path(model.model_name_or_path).expanduser()
+    seed = plan.build.seed if model.init == "random" else None
+    if not folder.is_dir():
+        return [model.model_name_or_path, _hub_commit(model), model.num_hidden_layers, seed]
+    endings = (".json",) if seed is not None else (".json", *ENDINGS)
+    files = sorted(file for file in folder.iterdir() if file.suffix in endings)
+    return [[(file.name, _digest(file)) for file in files], model.num_hidden_layers, seed]
+
+
+def _hub_commit(model: ModelOptions) -> str | None:
+    """Return the commit of a model of the hub, which has been downloaded; None for one that is not cached."""
+    found = try_to_load_from_cache(model.model_name_or_path, "config.json", revision=model.revision)
+    return Path(found).parent.name if isinstance(found, str) else None
+
+
+def _digest(file: Path) -> str:
+    """Return a SHA-256 of the size and of samples of a file's bytes; of all bytes of a small one."""
+    size = file.stat().st_size
+    digest = hashlib.sha256(str(size).encode())
+    step = max(size // _SAMPLES, _SAMPLE_BYTES)
+    with file.open("rb") as opened:
+        for start in range(0, size, step):
+            opened.seek(start)
+            digest.update(opened.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
