@@ -37,7 +37,7 @@ def settings(folder: Path, rows: list[dict], **changes: object) -> dict[str, obj
     return {
         "task": "dpo",
         "data.datasets": [{"path": str(write_rows(folder, rows))}],
-        "data.max_length": 96,
+        "data.max_length": 192,
         "model.dtype": "float32",
         "train.learning_rate": 1e-3,
         **changes,

@@ -77,7 +77,7 @@ def test_the_loss_does_not_depend_on_how_a_batch_is_computed(changes, expected, 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_two_ranks_train_as_one_process(strategy, expected, tmp_path):
-    """Eight evaluation pairs and ranks of five each: one rank has none in the second round."""
+    """Eight evaluation pairs in batches of five: the second rank has none left of a second batch."""
     settings = {"parallel.strategy": strategy, "eval.per_device_eval_batch_size": 5}
     check_close(on_ranks(2, lambda rank: run(tmp_path, **settings))[0], expected)
 
