@@ -58,7 +58,9 @@ def data(
         prepared = prepare(loaded.data, tokenizer, **how)
     shown = preview_examples(prepared)
     previews = preview(shown, tokenizer, examples, images)
-    statistics = data_statistics(shown.lengths, shown.trained, StatisticsOptions.of(loaded, processes=world_size()))
+    pairs = {"longest": shown.longest_documents, "documents": shown.documents_per_example}
+    options = StatisticsOptions.of(loaded, processes=world_size())
+    statistics = data_statistics(shown.lengths, shown.trained, options, **pairs)
     summary = preview_summary(prepared, shown, previews, statistics)
     data_report.data_preview(summary, previews)
     if out is not None:

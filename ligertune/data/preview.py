@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby, islice, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 _INCOMPLETE = "\ufffd"  # what decode returns for some bytes of a character
 _MAX_BINS = 20
+PAIR_ANSWERS = ("chosen", "rejected")
+_LABELS = {1: "desirable", 0: "undesirable"}
 _STREAM_SAMPLE = 2000  # examples of a stream that are previewed
 
 
@@ -35,13 +37,15 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class PreviewExample:
-    """A decoded example."""
+    """A decoded sequence: an example, or one side of a preference pair."""
 
+    number: int  # of its example, from 1
     source: str
     tokens: int
     trained_tokens: int
     pieces: tuple[Piece, ...]
     images: tuple[str, ...] = ()
+    answer: str = ""  # a key of `answer_counts`, or empty
 
     @property
     def spans(self) -> list[tuple[str, bool]]:
@@ -80,9 +84,31 @@ def preview_examples(prepared: PreparedData) -> Examples:
 def preview(
     examples: Examples, tokenizer: PreTrainedTokenizerBase, n: int, images: ImageReader | None = None
 ) -> list[PreviewExample]:
-    """Decode the first `n` examples. The tokens of an image are one piece with the image's name."""
+    """Decode the first `n` examples; of a pair, both sequences. The tokens of an image are one piece with its name."""
     special = ControlTokens(tokenizer).ids
-    return [_decoded(examples[index], tokenizer, special, images) for index in range(min(n, len(examples)))]
+    shown = []
+    for number, example in enumerate(examples.select(range(min(n, len(examples)))), start=1):
+        names = PAIR_ANSWERS if example.first_length else [_LABELS.get(example.desirable, "")]
+        for name, document in zip(names, example.documents(), strict=True):
+            shown.append(replace(_decoded(document, tokenizer, special, images), number=number, answer=name))
+    return shown
+
+
+def answer_counts(examples: Examples) -> dict[str, dict[str, int]]:
+    """Return examples, tokens and trained tokens of each kind of answer: of both sides of pairs, or of each label."""
+    counts = {}
+    if examples.documents_per_example == 2:
+        chosen = len(examples), examples.first_lengths, examples.first_trained
+        rejected = len(examples), examples.lengths - chosen[1], examples.trained - chosen[2]
+        counts = dict(zip(PAIR_ANSWERS, (chosen, rejected), strict=True))
+    elif (examples.desirable >= 0).any():
+        for value, name in _LABELS.items():
+            here = examples.desirable == value
+            counts[name] = int(here.sum()), examples.lengths[here], examples.trained[here]
+    return {
+        name: {"examples": count, "tokens": int(lengths.sum()), "trained_tokens": int(trained.sum())}
+        for name, (count, lengths, trained) in counts.items()
+    }
 
 
 def preview_summary(
@@ -94,7 +120,9 @@ def preview_summary(
         "streamed": prepared.streamed,
         "fingerprint": prepared.train.fingerprint,
         "images": int(examples.n_images.sum()),
-        "lengths": length_statistics(examples.lengths),
+        "sequences_per_example": examples.documents_per_example,
+        "answers": answer_counts(examples),
+        "lengths": length_statistics(examples.document_lengths),
         "report": _report_as_dict(prepared.report, prepared),
         "eval_examples": len(prepared.eval or ()),
         "eval_report": _report_as_dict(prepared.eval_report, prepared) if prepared.eval_report else None,
@@ -123,7 +151,7 @@ def _decoded(
         else:
             part = example.input_ids[start:end].tolist(), trained[start:end].tolist()
             pieces += _pieces(*part, tokenizer, special)
-    return PreviewExample(example.source, len(trained), int(trained.sum()), tuple(pieces), example.images)
+    return PreviewExample(0, example.source, len(trained), int(trained.sum()), tuple(pieces), example.images)
 
 
 def _pieces(

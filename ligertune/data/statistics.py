@@ -68,21 +68,30 @@ def largest_image_share(examples: Examples, token_id: int, *, sample: int = 1000
     return max((float((examples[i].input_ids == token_id).mean()) for i in chosen), default=0.0)
 
 
-def data_statistics(lengths: np.ndarray, trained: np.ndarray, options: StatisticsOptions) -> dict[str, Any]:
+def data_statistics(
+    lengths: np.ndarray,
+    trained: np.ndarray,
+    options: StatisticsOptions,
+    *,
+    longest: np.ndarray | None = None,
+    documents: int = 1,
+) -> dict[str, Any]:
     """Return numbers of an epoch and of the run. A fill is tokens / slots: 1 - fill is the share of padding.
 
-    lengths, trained: (N,) tokens and trained tokens of each example.
+    lengths, trained: (N,) tokens and trained tokens of each example. Of pairs, `longest` is the length of the longer
+    sequence of each, and `documents` is 2.
     """
     batching, layout, train = options.batching, options.layout, options.train
-    kind, max_length = layout.kind, layout.max_length
+    kind, max_length = layout.kind, layout.max_length * documents
     packs = pack(lengths, max_length)
-    size = batching.micro_batch_size
-    fills = {
-        "packed": packs.fill,
-        # batches of similar lengths, and shuffled batches, each padded to its longest example
-        "grouped": _padded_fill(np.sort(lengths), size),
-        "shuffled": _padded_fill(np.random.default_rng(train.seed).permutation(lengths), size),
+    longest, tokens = lengths if longest is None else longest, int(lengths.sum())
+    shuffled = np.random.default_rng(train.seed).permutation(longest)
+    slots = {
+        name: _padded_slots(order, batching.micro_batch_size) * documents
+        for name, order in (("grouped", np.sort(longest)), ("shuffled", shuffled))
     }
+    # batches of similar lengths, and shuffled batches, each padded to its longest sequence
+    fills = {"packed": packs.fill, **{name: tokens / count for name, count in slots.items()}}
     rows = len(packs) if kind == "packed" else len(lengths)
     # as the recipe has it: what `auto` selects depends on the device
     padding_free = kind != "packed" and layout.padding_free is True
@@ -102,13 +111,13 @@ def data_statistics(lengths: np.ndarray, trained: np.ndarray, options: Statistic
         "steps": steps,
         "steps_per_epoch": rows / batching.global_batch_size,
         "tokens_per_step": float(lengths.sum()) / rows * batching.global_batch_size,
-        "tokens": round(float(lengths.sum()) * epochs),  # of the run
+        "tokens": round(tokens * epochs),  # of the run
         "trained_tokens": round(float(trained.sum()) * epochs),
     }
 
 
-def _padded_fill(lengths: np.ndarray, size: int) -> float:
-    """Return tokens / slots if each `size` consecutive lengths are padded to their longest."""
+def _padded_slots(lengths: np.ndarray, size: int) -> int:
+    """Return the slots of all batches if each `size` consecutive lengths are padded to their longest."""
     starts = np.arange(0, len(lengths), size)
     members = np.diff(np.append(starts, len(lengths)))
-    return float(lengths.sum() / (np.maximum.reduceat(lengths, starts) * members).sum())
+    return int((np.maximum.reduceat(lengths, starts) * members).sum())

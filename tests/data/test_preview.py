@@ -142,6 +142,47 @@ def test_trained_pieces_and_control_tokens_are_marked(hostile, stories):
     assert document.count("<rect") == len(summary(hostile, shown)["lengths"]["counts"])
 
 
+PAIRS = [{"prompt": f"Say {n}.\n", "chosen": f"{n} " * (n + 1), "rejected": "no"} for n in range(3)]
+
+
+def test_both_answers_of_a_pair_are_shown_with_what_is_trained(prepared, stories, printed):
+    data = prepared(PAIRS, content="pairs")
+    previews = preview(data.train, stories, 2)
+    assert [(shown.number, shown.answer) for shown in previews] == [
+        (1, "chosen"), (1, "rejected"), (2, "chosen"), (2, "rejected"),
+    ]  # fmt: skip
+    page = printed(data, previews, terminal=False)
+    assert "d.jsonl:2, chosen, " in page and "Say 1.\n[[1 1 </s>]]" in page and "Say 1.\n[[no</s>]]" in page
+    found = summary(data, previews)
+    answers = found["answers"]
+    assert answers["chosen"]["tokens"] + answers["rejected"]["tokens"] == data.report.tokens
+    assert answers["chosen"]["trained_tokens"] + answers["rejected"]["trained_tokens"] == data.report.trained_tokens
+    assert answers["chosen"]["trained_tokens"] > answers["rejected"]["trained_tokens"]
+    assert found["lengths"]["max"] == data.train.document_lengths.max()
+    assert "3 of 3 rows" in page and "Tokens per sequence" in page and "rejected" in data_page(found, title="t")
+
+
+def test_labelled_answers_are_shown_with_their_label(prepared, stories, printed):
+    rows = [{"prompt": "p", "completion": f" {n}", "label": n != 1} for n in range(3)]
+    data = prepared(rows, content="labelled")
+    previews = preview(data.train, stories, 2)
+    assert [shown.answer for shown in previews] == ["desirable", "undesirable"]
+    counts = {name: part["examples"] for name, part in summary(data, previews)["answers"].items()}
+    assert counts == {"desirable": 2, "undesirable": 1}
+    assert "d.jsonl:2, undesirable, " in printed(data, previews, terminal=False)
+
+
+def test_statistics_of_pairs_count_two_rows_of_each():
+    """A pair is padded to the longer sequence of its micro-batch in both of its rows."""
+    longest, lengths = np.array([10, 60, 20, 30]), np.array([15, 100, 30, 40], dtype=np.int64)
+    options = StatisticsOptions.of(recipe(num_train_epochs=2), processes=1)
+    found = data_statistics(lengths, lengths // 2, options, longest=longest, documents=2)
+    assert found["fill_packed"] == pack(lengths, 128).fill and found["rows"] == 2
+    assert found["fill_grouped"] == pytest.approx(185 / (4 * 20 + 4 * 60))
+    assert found["fill_to_max_length"] == pytest.approx(185 / (4 * 128))
+    assert found["tokens"] == 2 * 185
+
+
 def test_statistics_of_rows_padding_steps_and_tokens():
     lengths = np.array([10, 60, 20, 30, 40, 50, 5], dtype=np.int64)
     found = data_statistics(lengths, lengths // 2, StatisticsOptions.of(recipe(num_train_epochs=2), processes=2))

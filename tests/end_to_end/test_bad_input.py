@@ -17,7 +17,9 @@ from command_line import RECIPE, run
 REQUIRED = "model: {model_name_or_path: MODEL}\ndata: {datasets: [{path: DATA}]}\ncheckpoint: {output_dir: runs/one}\n"
 TRAIN, SHOW = ("train", "r.yaml"), ("data", "r.yaml")
 STREAM = (*TRAIN, "--set", "data.streaming=true", "--set", "train.max_steps=2")
+DPO, KTO = ((*TRAIN, "--set", "task=dpo", "--set", f"preference.loss_type={kind}") for kind in ("sigmoid", "kto"))
 GOOD = {"instruction": "Say hello.", "output": "Hello."}
+PAIR = {"prompt": "Say hello.", "chosen": "Hello.", "rejected": "No."}
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,13 @@ CASES = (
     set_("a missing prompt template", "data.prompt_template=no.jinja", "data.prompt_template"),
     data("nothing to train on", lines({**GOOD, "output": ""}), "d.jsonl"),
     data("columns of no format", lines({"instruction": "a", "response": "b"}), "nearest is alpaca", argv=SHOW),
+    data("preference pairs under sft", lines(PAIR), "are those of preference pairs. Write task: dpo to"),
+    data("no pairs under dpo", lines(GOOD), "lack `chosen` and `rejected`, and task: dpo needs pairs", argv=DPO),
+    data("labels under dpo", lines({**GOOD, "label": 1}), "trained on with preference.loss_type: kto", argv=DPO),
+    data("pairs under kto", lines(PAIR), "lack `label`", "another preference.loss_type than kto", argv=KTO),
+    data("no label under kto", lines(GOOD), "lack `label`, 1 or 0, which preference.loss_type: kto needs", argv=KTO),
+    data("streamed pairs", lines(PAIR), "data.streaming: preference pairs", argv=(*STREAM, "--set", "task=dpo")),
+    data("equal answers", lines({**PAIR, "rejected": "Hello."}), "1 equal answers", "d.jsonl:1", argv=DPO),
     data("an incomplete record", lines(GOOD) + '{"instruction": ', "d.jsonl:2:", "not JSON"),
     data("an incomplete record in a stream", lines(GOOD) + "{", "d.jsonl:2:", "not JSON", argv=STREAM),
     data("an image in a stream of text", lines({"images": ["a.png"], **GOOD}), "d.jsonl:1:", "text only", argv=STREAM),

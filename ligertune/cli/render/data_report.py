@@ -32,12 +32,15 @@ def data_preview(summary: dict[str, Any], previews: Sequence[PreviewExample]) ->
     if previews:
         marks = "Trained: green; every second token is underlined; control tokens are reversed."
         text(marks if colour else "Trained: [[between double brackets]].")
-    for number, shown in enumerate(previews, start=1):
-        head = f"{number}: {shown.source}, {plural(shown.tokens, 'token')}, {shown.trained_tokens} trained"
+    for shown in previews:
+        answer = f", {shown.answer}" if shown.answer else ""
+        head = (
+            f"{shown.number}: {shown.source}{answer}, {plural(shown.tokens, 'token')}, {shown.trained_tokens} trained"
+        )
         OUTPUT.console.print(Rule(Text(head), align="left") if colour else Text(f"--- {head} ---"))
         OUTPUT.console.print(_marked(shown, colour=colour))
     table("Data", account_rows(summary))
-    table("Tokens per example", histogram_rows(summary["lengths"]))
+    table(f"Tokens per {_sequence(summary)}", histogram_rows(summary["lengths"]))
     table("In training", training_rows(summary["outlook"]))
     for note in report_notes(summary):
         text(f"  note: {note}")
@@ -65,19 +68,36 @@ def account_rows(summary: dict[str, Any], *, with_counts: bool = True) -> list[t
     else:
         held_out = f", and {summary['eval_examples']} for evaluation" if summary["eval_examples"] else ""
         overlength = f"{report['overlength']} ({report['overlength'] / max(report['rows_read'], 1):.1%})"
-        rows.append(("examples", f"{report['examples']} of {plural(report['rows_read'], 'row')}{held_out}"))
+        what = "pairs" if summary["sequences_per_example"] == 2 else "examples"
+        rows.append((what, f"{report['examples']} of {plural(report['rows_read'], 'row')}{held_out}"))
         rows += _reasons("dropped", report) + _reasons("repaired", report) if with_counts else []
         rows.append(
             ("tokens", f"{report['tokens']}, {report['trained_tokens']} trained ({report['trained_share']:.1%})")
         )
+        rows += _answers(summary)
         rows.append(("too long", f"{overlength}, {report['truncated']} truncated"))
     if summary["images"]:
         rows.append(("images", str(summary["images"])))
     percentiles = ", ".join(f"p{p} {lengths[f'p{p}']}" for p in (50, 90, 95, 99))
-    rows.append(("example length", f"mean {lengths['mean']}, {percentiles}, longest {lengths['max']} tokens"))
+    rows.append(
+        (f"{_sequence(summary)} length", f"mean {lengths['mean']}, {percentiles}, longest {lengths['max']} tokens")
+    )
     evaluation = summary["eval_report"]
     held_out = _data_sets(evaluation) + (_reasons("dropped", evaluation) if with_counts else [])
     return rows + [(f"eval {name}", value) for name, value in held_out]
+
+
+def _answers(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return a row for the chosen and the rejected answers of pairs, or for each label."""
+    rows = []
+    for name, part in summary["answers"].items():
+        count, tokens = plural(part["examples"], "answer"), part["tokens"]
+        rows.append((name, f"{count}, {tokens} tokens with the prompts, {part['trained_tokens']} trained"))
+    return rows
+
+
+def _sequence(summary: dict[str, Any]) -> str:
+    return "example" if summary["sequences_per_example"] == 1 else "sequence"
 
 
 def _data_sets(report: dict[str, Any] | None) -> list[tuple[str, str]]:
@@ -173,6 +193,7 @@ def data_page(summary: dict[str, Any], *, title: str) -> str:
         training=training_rows(summary["outlook"]),
         report=summary["report"],
         eval_report=summary["eval_report"],
+        sequence=_sequence(summary),
         examples=[{**example, "runs": _runs(example["pieces"])} for example in summary["examples"]],
         width=WIDTH,
         height=HEIGHT,

@@ -227,7 +227,7 @@ def _check_is_labelled(columns: Collection[str], found: str, path: str) -> None:
         return
     hint = "If it has another name, write data.datasets[].columns: {label: its name}."
     if columns >= set(ANSWERS):
-        hint = "Pairs are trained on with preference.loss_type: sigmoid, or another loss than kto."
+        hint = "To train on pairs, write another preference.loss_type than kto."
     raise UserError(
         f"{path}: its columns ({found}) lack `label`, 1 or 0, which preference.loss_type: kto needs.", hint=hint
     )

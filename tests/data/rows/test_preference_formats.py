@@ -174,7 +174,7 @@ WRONG = [
     ("pairs", {**ANSWER, "label": 1}, "lack `chosen` and `rejected`.*preference.loss_type: kto"),
     ("pairs", {"prompt": "q", "chosen": "a"}, "lack `rejected`, and"),
     ("labelled", ANSWER, r"lack `label`, 1 or 0, which preference.loss_type: kto needs.*\{label: its name\}"),
-    ("labelled", PAIR, "lack `label`.*Pairs are trained on with preference.loss_type: sigmoid"),
+    ("labelled", PAIR, "lack `label`.*To train on pairs, write another preference.loss_type than kto"),
     ("pairs", {"prompt": "q", "question": "q", "chosen": "a", "rejected": "b"}, "fit prompt_pairs and question_pairs"),
 ]
 
