@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from ligertune.data.rows.conversation import BadRow, Conversation, Message, ParsedRow
 from ligertune.data.rows.data_files import Record
-from ligertune.data.rows.formats import FORMATS, Format, checked, recognise_format
+from ligertune.data.rows.formats import FORMATS, OTHER_NAMES, Format, checked, recognise_format
 from ligertune.data.rows.turns import RowReader, parse_tools
 from ligertune.errors import UserError
 
@@ -189,6 +189,8 @@ def recognise_preferences(
         format = recognise_format(name, columns, path, PAIR_FORMATS)
         answer = _first_value("chosen", first)
         is_text = isinstance(answer, str) and not (format.name == "pairs" and _is_hh(answer))
+        if is_text and format.name == "pairs" and name == "auto":
+            raise _no_prompt(columns, found, path)
     else:
         _check_is_labelled(columns, found, path)
         format = recognise_format(name, columns, path, LABELLED_FORMATS)
@@ -214,11 +216,22 @@ def _check_is_pairs(columns: Collection[str], found: str, path: str) -> None:
     missing = [f"`{name}`" for name in ANSWERS if name not in columns]
     if not missing:
         return
-    hint = "If they have other names, write data.datasets[].columns: {chosen: its name, rejected: its name}."
+    names = [next((name for name in OTHER_NAMES[ours] if name in columns), "its name") for ours in ANSWERS]
+    hint = f"If they have other names, write data.datasets[].columns: {{chosen: {names[0]}, rejected: {names[1]}}}."
     if any(name in columns for name in LABEL_COLUMNS):
         hint = "Answers with a label are trained on with preference.loss_type: kto."
     raise UserError(
         f"{path}: its columns ({found}) lack {' and '.join(missing)}, and task: dpo needs pairs of answers.", hint=hint
+    )
+
+
+def _no_prompt(columns: Collection[str], found: str, path: str) -> UserError:
+    """Return the error for texts without a prompt column: what two answers begin with is rarely their prompt."""
+    name = next((name for name in ("input", "query", "problem", "inputs", "user") if name in columns), "its name")
+    return UserError(
+        f"{path}: the columns ({found}) lack the prompt of `chosen` and `rejected`, which are texts.",
+        hint=f"Write data.datasets[].columns: {{prompt: {name}}}, or {{question: {name}}} for a chat template; or "
+        "data.datasets[].format: pairs, if both texts begin with the prompt.",
     )
 
 
