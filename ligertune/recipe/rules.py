@@ -160,7 +160,7 @@ RULES = (
     Rule("distill.teacher: not null, task: not distill",
          "{0} is read with task: distill only, and {1} is {v[1]}. Write task: distill, or leave {0} out."),
     Rule("distill.beta: any, distill.loss: not jsd",
-         "{0} is the mixture of {1}: jsd, and {1} is {v[1]}. Leave {0} out.",
+         "{0} weights the mixture of jsd, and {1} is {v[1]}. Leave {0} out.",
          also=lambda recipe: recipe.distill.beta != DistillSpec.model_fields["beta"].default),
     Rule("distill.sft_weight: 1, task: distill",
          "{0} is 1, which leaves nothing of the teacher. Write a smaller weight, or task: sft without a teacher."),
