@@ -25,7 +25,7 @@ from ligertune.planning.parallelism import (
     choose_strategy,
     unsharded_need,
 )
-from ligertune.planning.plan import BuiltModel, DataSummary, Plan, TeacherPlan
+from ligertune.planning.plan import LOSS_KERNELS, BuiltModel, DataSummary, Plan, TeacherPlan
 from ligertune.planning.precision import Precision, float8_notes
 from ligertune.recipe import Recipe, contradicts_itself
 
@@ -142,7 +142,8 @@ def estimate_memory(
     There is also none for Medusa heads whose logits are materialised, and for heads that several ranks share.
     """
     model, data, precision = inputs.model, inputs.data, inputs.precision
-    shape, policy = model.shape, choose_policy(recipe, model.attn_implementation, model.applied_kernels)
+    applied, loss_kernel = model.applied_kernels, LOSS_KERNELS[recipe.task]
+    shape, policy = model.shape, choose_policy(recipe, model.attn_implementation, applied, loss_kernel=loss_kernel)
     if shape.layer is None or shape.head is None or (shape.heads and (shards > 1 or not policy.fused_loss)):
         return None
     return MemoryEstimate(

@@ -34,6 +34,11 @@ class DataSummary:
     image_share: float = 0.0  # share of image tokens in the example that has the largest
 
 
+# task -> the kernel that computes its loss in the output head
+LOSS_KERNELS = {"sft": "linear_cross_entropy", "medusa": "multi_head_linear_cross_entropy", "distill": "linear_jsd",
+                "dpo": "linear_log_probs"}  # fmt: skip
+
+
 @dataclass(frozen=True)
 class KernelLine:
     """One kernel on this model: how many modules run it, how many do not, and why."""
@@ -146,7 +151,7 @@ class Plan(RunOptions):
     @property
     def loss_in_head(self) -> bool:
         """Whether a fused loss runs in the output head. Batches then carry an index of the labelled rows."""
-        return any(line.kernel.endswith("linear_cross_entropy") and line.applied for line in self.kernels)
+        return any(line.kernel in LOSS_KERNELS.values() and line.applied for line in self.kernels)
 
     def due(self, cadence: Cadence, step: int) -> bool:
         """Whether `cadence` is due after `step` steps of this run."""

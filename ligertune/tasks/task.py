@@ -52,11 +52,12 @@ class Task:
     """Supervised fine-tuning; the base of all tasks.
 
     label_shifts: how many tokens ahead the labels of a row are. measures: what is logged next to the loss. resumed:
-    whether the weights at `prepare` are those of a checkpoint.
+    whether the weights at `prepare` are those of a checkpoint. notes: what the report says after the first step.
     """
 
     label_shifts: tuple[int, ...] = (1,)
     resumed: bool = False
+    notes: tuple[str, ...] = ()
 
     def __init__(self, shape: ModelShape) -> None:
         self.shape = shape

@@ -22,7 +22,7 @@ from ligertune.data.examples import Example
 from ligertune.errors import UserError
 from ligertune.patching.deferred_logits import LossCounts
 from ligertune.planning.memory.fit import advice
-from ligertune.planning.plan import KernelLine, Plan
+from ligertune.planning.plan import LOSS_KERNELS, KernelLine, Plan
 from ligertune.train.distributed import reshard
 
 # The largest relative differences of (logits, loss) between a row computed in parts and as a whole. bfloat16 rounds
@@ -143,11 +143,11 @@ def kernels_as_run(lines: Sequence[KernelLine], counts: LossCounts) -> tuple[Ker
 
 def why_not_fused(lines: Iterable[KernelLine], counts: LossCounts) -> str | None:
     """Return why no loss was fused although the plan says so; None if one was, or if none was computed yet."""
-    planned = any(line.kernel == "linear_cross_entropy" and line.applied for line in lines)
+    planned = [line.kernel for line in lines if line.kernel in LOSS_KERNELS.values() and line.applied]
     if not planned or counts.fused or not (counts.materialised or counts.elsewhere):
         return None
     reasons = "; ".join(counts.materialised) or "the model's loss_function was not called"
-    return f"linear_cross_entropy was planned but did not run; logits are made, with more memory: {reasons}"
+    return f"{planned[0]} was planned but did not run; logits are made, with more memory: {reasons}"
 
 
 @contextlib.contextmanager

@@ -145,8 +145,8 @@ def end_first_step(training: Training, state: TrainState, phases: Phases) -> Non
     gc.freeze()
     if state.step == 1:
         training.logger.record_first_loss(state.loss_sum)
-    note = why_not_fused(training.plan.kernels, loss_counts(training.model))
-    if note is not None:
+    not_fused = why_not_fused(training.plan.kernels, loss_counts(training.model))
+    for note in (*([not_fused] if not_fused else []), *training.task.notes):
         training.notes += (note,)
         training.logger.log({"step": state.step, "note": note})
     phases.end()

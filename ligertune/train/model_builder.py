@@ -25,7 +25,7 @@ from ligertune.models.shape import read_shape
 from ligertune.models.trainable import apply_method
 from ligertune.patching.patch import patch
 from ligertune.planning.options import BuildOptions
-from ligertune.planning.plan import BuiltModel, KernelLine, Plan
+from ligertune.planning.plan import LOSS_KERNELS, BuiltModel, KernelLine, Plan
 from ligertune.tasks.medusa.medusa_shape import MedusaShape
 from ligertune.train.checks import why_not_padding_free
 from ligertune.vision.families import prepare_vision
@@ -111,7 +111,9 @@ def _load_and_patch(
         loss = "torch" if options.task == "medusa" else wanted.loss
         switches = {"rope": wanted.rope, "norm": wanted.norm, "mlp": wanted.mlp}
         report = patch(model, **switches, loss=loss, recompute=wanted.recompute)
-        lines = tuple(r for r in report.rows if options.task != "medusa" or r.kernel != "linear_cross_entropy")
+        kernel = {"linear_cross_entropy": LOSS_KERNELS[options.task]}
+        lines = tuple(replace(row, kernel=kernel.get(row.kernel, row.kernel)) for row in report.rows)
+        lines = tuple(line for line in lines if options.task != "medusa" or line.kernel != LOSS_KERNELS["medusa"])
     prepare_vision(model, options.vision)
     return model, lines
 

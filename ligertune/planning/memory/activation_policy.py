@@ -21,12 +21,17 @@ def adapters_copy_inputs(recipe: Recipe) -> bool:
     return method.type in ("lora", "qlora") and (method.lora_dropout > 0 or method.use_dora)
 
 
-def choose_policy(recipe: Recipe, attn_implementation: str, applied: Collection[str]) -> ActivationPolicy:
-    """Return what the forward saves, given the names of the applied kernels. All layers are checkpointed, or none."""
+def choose_policy(
+    recipe: Recipe, attn_implementation: str, applied: Collection[str], *, loss_kernel: str = "linear_cross_entropy"
+) -> ActivationPolicy:
+    """Return what the forward saves, given the names of the applied kernels. All layers are checkpointed, or none.
+
+    loss_kernel: the kernel that computes the loss of the recipe's task in the output head.
+    """
     return ActivationPolicy(
         fused_norm="rms_norm" in applied,
         fused_mlp=not {"swiglu", "geglu"}.isdisjoint(applied),
-        fused_loss=not {"linear_cross_entropy", "multi_head_linear_cross_entropy"}.isdisjoint(applied),
+        fused_loss=loss_kernel in applied,
         attention=attn_implementation,
         checkpointing=recipe.train.gradient_checkpointing,
         recompute=recipe.kernels.recompute if "recompute" in applied and not adapters_copy_inputs(recipe) else False,

@@ -11,7 +11,7 @@ from ligertune.errors import UserError
 from ligertune.patching.head_loss import head_loss
 from ligertune.planning.memory.model_shape import ModelShape
 from ligertune.planning.plan import Plan
-from ligertune.tasks.distill.divergence import DistillLoss, Divergence
+from ligertune.tasks.distill.divergence import CHUNK_ROWS, DistillLoss, Divergence
 from ligertune.tasks.distill.teacher import Teacher, load_teacher
 from ligertune.tasks.task import Measures, Task
 
@@ -44,5 +44,10 @@ class DistillTask(Task):
             raise UserError(
                 f"task: distill replaces the loss of a model, and this {self.shape.family} computes its loss itself.",
                 hint="Choose another student.",
+            )
+        if of_batch.in_chunks and not self.notes:
+            self.notes = (
+                "distill: linear_jsd has no soft cap, and no two logit scales; the logits of "
+                f"{CHUNK_ROWS:,} tokens are made at a time, with the same numbers",
             )
         return loss

@@ -5,7 +5,7 @@
 D and the cross-entropy CE are sums over the labelled tokens, divided by the trained tokens of the global batch.
 `linear_jsd` computes D from hidden states, without the logits of either model. It has no soft cap, and one temperature
 for both models. With a soft cap, or with logit scales whose ratio is not a power of two, the logits of CHUNK_ROWS
-tokens are made at a time instead.
+tokens are made at a time instead (`TeacherHead.has_kernel`).
 """
 
 from __future__ import annotations
@@ -67,9 +67,25 @@ class TeacherHead:
         """Return the logits (N, vocab_size) of hidden states (N, E')."""
         return self.transform.logits(F.linear(hidden, self.weight[:vocab_size]))
 
+    def has_kernel(self, student: LogitTransform) -> bool:
+        """Return whether `linear_jsd` computes the divergence of a student with these logits exactly."""
+        caps = student.softcap is not None or self.transform.softcap is not None
+        return not caps and math.frexp(self._ratio(student))[0] == 0.5
+
+    def scaled(self, hidden: Tensor, student: LogitTransform) -> Tensor:
+        """Return hidden states whose logits need the student's scale. The factor is a power of two, which is exact."""
+        ratio = self._ratio(student)
+        return hidden if ratio == 1.0 else hidden * ratio
+
+    def _ratio(self, student: LogitTransform) -> float:
+        return self.transform.logit_scale / student.logit_scale
+
 
 class DistillLoss:
-    """The loss of one batch, a `HeadLoss`. `ran` tells whether the student's forward has called it."""
+    """The loss of one batch, a `HeadLoss`.
+
+    ran: whether the student's forward has called it. in_chunks: whether it made logits because no kernel is exact.
+    """
 
     def __init__(
         self,
@@ -79,26 +95,29 @@ class DistillLoss:
         measures: Measures,
     ) -> None:
         self.divergence, self.head, self.teacher_hidden, self.measures = divergence, head, teacher_hidden, measures
-        self.ran = False
+        self.ran = self.in_chunks = False
 
     def fused(
         self, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, options: dict[str, Any]
     ) -> Tensor:
-        """Return the loss of the student's hidden states (N, E) and head: weight (V, E) and bias (V,)."""
+        """Return the loss of the student's hidden states (N, E) and head: weight (V, E) and bias (V,).
+
+        options: also lora_a (R, E), lora_b (V, R) and lora_scale if the head has a LoRA adapter.
+        """
         student, taught = LogitTransform(options["logit_scale"], options["softcap"]), self.teacher_hidden
+        if options.get("lora_a") is not None:
+            hidden, weight = _with_adapter(hidden, weight, options)
         rows = options["labelled_rows"]
         if rows is not None:
             hidden = take_rows(hidden, rows) if hidden.requires_grad else hidden.index_select(0, rows)
             taught, labels = taught.index_select(0, rows), labels.index_select(0, rows)
         count = options["num_items_in_batch"]
-        ratio = self.head.transform.logit_scale / student.logit_scale
-        # The factor of the teacher's hidden states is exact if it is a power of two.
-        if student.softcap is None and self.head.transform.softcap is None and math.frexp(ratio)[0] == 0.5:
+        if self.head.has_kernel(student):
             size = self._shared_vocabulary(len(weight))
             found = linear_jsd(
                 hidden,
                 _first(weight, size),
-                taught if ratio == 1.0 else taught * ratio,
+                self.head.scaled(taught, student),
                 _first(self.head.weight, size),
                 labels=labels,
                 beta=self.divergence.beta,
@@ -107,6 +126,7 @@ class DistillLoss:
                 num_items_in_batch=count,
             )
         else:
+            self.in_chunks = True
             found = self._in_chunks(hidden, weight, bias, taught, labels, student) / _divisor(labels, count)
         sft = None
         if self.divergence.sft_weight:
@@ -169,6 +189,14 @@ class DistillLoss:
 
 def _divisor(labels: Tensor, count: int | Tensor | None) -> int | Tensor:
     return (labels != IGNORE_INDEX).sum().clamp(min=1) if count is None else count
+
+
+def _with_adapter(hidden: Tensor, weight: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Return hidden states (N, E + R) and a weight (V, E + R) whose product contains the adapter's term."""
+    low_rank = F.linear(hidden, options["lora_a"].to(hidden.dtype)) * options["lora_scale"]
+    return torch.cat([hidden, low_rank.to(hidden.dtype)], -1), torch.cat(
+        [weight, options["lora_b"].to(weight.dtype)], 1
+    )
 
 
 def _first(rows: Tensor, count: int) -> Tensor:

@@ -136,6 +136,8 @@ def test_families_whose_logits_are_scaled_or_capped(family, tmp_path):
         changes = {"distill.teacher": paths["teacher"], "train.max_steps": 2, "kernels.enabled": enabled}
         found.append(distil(tmp_path / str(enabled), paths["student"], **changes))
     assert values(found[0]) == pytest.approx(values(found[1]), rel=2e-5)
+    notes = [line["note"] for line in found[0] if "note" in line]
+    assert [note.startswith("distill: linear_jsd has no soft cap") for note in notes] == [True] * (family == "gemma2")
     assert values(found[0], "grad_norm") == pytest.approx(values(found[1], "grad_norm"), rel=1e-4)
 
 

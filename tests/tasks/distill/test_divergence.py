@@ -88,7 +88,7 @@ def test_loss_and_gradients_are_those_of_the_definition(case, way, monkeypatch):
     torch.testing.assert_close(found, wanted, rtol=1e-9, atol=0)
     for gradient, right in zip(torch.autograd.grad(found, (of["hidden"], of["weight"])), wanted_gradients, strict=True):
         torch.testing.assert_close(gradient, right, rtol=1e-9, atol=1e-12)
-    assert measures.means(measures.take())["kl"] == pytest.approx(float(mean), rel=1e-6)
+    assert measures.means(measures.take())["kl"] == pytest.approx(float(mean.detach()), rel=1e-6)
 
 
 @pytest.mark.parametrize("student", [PLAIN, LogitTransform(1.0, 3.0)], ids=["kernel", "chunks"])
@@ -100,3 +100,22 @@ def test_rows_without_a_label_have_no_loss_and_no_gradient(student):
     assert found == 0
     gradients = torch.autograd.grad(found, (of["hidden"], of["weight"]), allow_unused=True)
     assert all(g is None or not g.any() for g in gradients)
+
+
+def test_an_adapter_of_the_head_is_part_of_the_students_logits():
+    of, how = tensors(), Divergence(0.5, sft_weight=0.3)
+    a, b = torch.randn(3, E, dtype=torch.float64), torch.randn(V, 3, dtype=torch.float64)
+    adapted = {**of, "weight": (of["weight"] + 2.0 * b @ a).detach().requires_grad_()}
+    wanted, _ = expected(adapted, how, PLAIN, PLAIN, 37)
+    (d_weight,) = torch.autograd.grad(wanted, adapted["weight"])
+    a.requires_grad_()
+    b.requires_grad_()
+    adapter = {"lora_a": a, "lora_b": b, "lora_scale": 2.0}
+    loss = DistillLoss(how, TeacherHead(of["taught_weight"], PLAIN), of["taught"], Measures(how.measures))
+    given = {**options(of, PLAIN, 37, gathered=True), **adapter}
+    found = loss.fused(of["hidden"], of["weight"].detach(), None, of["labels"], given)
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=0)
+    for gradient, right in zip(
+        torch.autograd.grad(found, (a, b)), (2 * b.T @ d_weight, 2 * d_weight @ a.T), strict=True
+    ):
+        torch.testing.assert_close(gradient, right, rtol=1e-9, atol=1e-12)
