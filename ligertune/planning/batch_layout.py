@@ -32,6 +32,11 @@ class Rows:
         """Whether a micro-batch is one row of several documents, (1, T), and not a padded (B, T)."""
         return self.packed or self.padding_free
 
+    @property
+    def example_noun(self) -> str:
+        """What reports call an example."""
+        return "pair" if self.documents == 2 else "example"
+
     def longest_row(self, longest_document: int) -> int:
         """Return the token slots of the longest row: a pack, or the rows of an example."""
         longest = self.length if self.packed else min(self.length // self.documents, longest_document)

@@ -133,6 +133,11 @@ class Plan(RunOptions):
         return self.rows.longest_row(self.data.longest)
 
     @property
+    def sequence_length(self) -> int:
+        """Token slots of the longest row for each sequence of an example: a pair has two."""
+        return self.row_length // self.rows.documents
+
+    @property
     def peak(self) -> MemoryPeak | None:
         """Predicted peak memory of a step on one device; None if no memory is predicted."""
         if self.memory is None:

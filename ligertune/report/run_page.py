@@ -80,7 +80,7 @@ def model_name(path: str) -> str:
 def batch_words(plan: Plan) -> str:
     """Return the global batch: "8 rows of 512 tokens per step (4 x 2 accumulated x 1 process)"."""
     batching, rows = plan.batching, plan.rows
-    what = plural(batching.global_batch_size, "row" if rows.packed else "example")
+    what = plural(batching.global_batch_size, "row" if rows.packed else rows.example_noun)
     length = f"of {'' if rows.packed else 'up to '}{rows.length:,} tokens per step"
     processes = plural(batching.row_ranks, "process", "processes")
     parts = f"{batching.micro_batch_size} x {batching.accumulation} accumulated x {processes}"
@@ -161,12 +161,12 @@ def _data(plan: Plan, report: Report) -> Rows:
     if plan.rows.streamed:
         rows.append(("examples", "streamed: they are not counted before training"))
     else:
-        share = 100 * data.trained_tokens / max(1, data.tokens)
+        share, noun = 100 * data.trained_tokens / max(1, data.tokens), plan.rows.example_noun
         rows += [
-            ("examples", f"{data.examples:,} for training, {data.eval_examples:,} for evaluation"),
+            (f"{noun}s", f"{data.examples:,} for training, {data.eval_examples:,} for evaluation"),
             ("tokens of an epoch", f"{data.tokens:,}, {share:.1f} % trained"),
-            ("longest example", plural(data.longest, "token")),
-            ("truncated", plural(data.truncated, "example")),
+            (f"longest {'sequence' if noun == 'pair' else noun}", plural(data.longest, "token")),
+            ("truncated", plural(data.truncated, noun)),
         ]
         rows += [(f"dropped: {reason}", plural(count, "row")) for reason, count in data.dropped.items()]
         rows += [] if data.dropped else [("dropped", "none")]

@@ -59,6 +59,22 @@ def test_the_lines_of_fit_are_a_recipe_that_fits(ligertune, recipe):
     assert found[0]["long_row"]["data"] == {"max_length": 512}
 
 
+def test_a_plan_for_pairs_counts_both_sequences(ligertune, recipe, quickstart):
+    pairs = {"task": "dpo", "data.datasets.0.path": quickstart / "preferences.jsonl", "data.max_length": 256,
+             "data.val_split": 0.25, "train.per_device_train_batch_size": 2}  # fmt: skip
+    for packing in (True, False):
+        settings = {**pairs, "data.packing": packing}
+        done = ligertune("plan", recipe, *overrides(settings), "--fit", "--memory", "1", "--json")
+        assert done.code == 0, done.err
+        plan = json.loads(done.out)
+        assert (plan["rows"]["length"], plan["rows"]["documents"], plan["data"]["examples"]) == (512, 2, 240)
+        fit = plan["fit"][0]
+        assert (fit["row_length"], fit["long_row"]["data"]) == (512, {"max_length": 512})  # the model's context
+    shown = ligertune("plan", recipe, *overrides(settings), "--fit", "--memory", "1").out
+    assert "240 pairs, " in shown and "80 pairs" in shown and "4 pairs per step" in shown
+    assert "One pair of 2 x 512 tokens (the model's context) fits" in shown
+
+
 @pytest.mark.parametrize(
     "settings, when",
     [({}, "at the beginning of the backward"),

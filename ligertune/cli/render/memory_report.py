@@ -47,7 +47,8 @@ def _fit_lines(plan: Plan, fit: Fit) -> Iterable[str]:
         fits = "fits" if fit.micro_batch_size == 1 else "fit"
         yield f"{plural(fit.micro_batch_size, 'row')} of {length} {fits} {where} {how}. Write in the recipe:"
         yield dump(fit.many_rows).rstrip()
-    if fit.row_length != plan.row_length and fit.row_length:
+    if fit.row_length != plan.sequence_length and fit.row_length:
         whole = " (the model's context)" if fit.row_length == plan.context else ""
-        yield f"One row of {fit.row_length:,} tokens{whole} fits {how}. Write in the recipe:"
+        one = "row of" if plan.rows.documents == 1 else f"pair of {plan.rows.documents} x"
+        yield f"One {one} {fit.row_length:,} tokens{whole} fits {how}. Write in the recipe:"
         yield dump(fit.long_row).rstrip()

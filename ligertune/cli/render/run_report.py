@@ -45,7 +45,7 @@ def show_plan(plan: Plan) -> None:
     ]  # fmt: skip
     if data.eval_examples:
         # after the row of the training data
-        rows.insert(6, ("evaluation", plural(data.eval_examples, "example")))
+        rows.insert(6, ("evaluation", plural(data.eval_examples, plan.rows.example_noun)))
     table("Plan", rows)
     for line in plan.kernels:
         if line.left:
@@ -72,7 +72,7 @@ def _dataset(plan: Plan) -> str:
     data = plan.data
     if plan.rows.streamed:
         return f"streamed during training, template {data.template}"
-    examples, tokens = plural(data.examples, "example"), plural(data.tokens, "token")
+    examples, tokens = plural(data.examples, plan.rows.example_noun), plural(data.tokens, "token")
     share = 100 * data.trained_tokens / max(1, data.tokens)
     return f"{examples}, {tokens}, {share:.1f} % trained, template {data.template}"
 
@@ -81,7 +81,7 @@ def _batch(plan: Plan) -> str:
     """Return the global batch size, what it counts, and how rows are made."""
     rows, size = plan.rows, plan.batching.global_batch_size
     if not rows.packed:
-        words = [plural(size, "example") + " per step"]
+        words = [plural(size, rows.example_noun) + " per step"]
         words += ["grouped by length"] if rows.kind == "grouped" else []
         words += ["padding-free"] if rows.padding_free else []
     else:

@@ -16,7 +16,7 @@ RecipeLines = dict[str, dict[str, int | bool | str]]  # section -> key -> value
 
 @dataclass(frozen=True)
 class Fit:
-    """Most rows of the recipe's length, and the longest single row in tokens; 0 if none fits.
+    """Most rows of the recipe's length, and the longest sequence of a single row in tokens; 0 if none fits.
 
     many_rows, long_row: what to write in the recipe for each.
     """
@@ -40,7 +40,8 @@ def _fit(plan: Plan, estimate: MemoryEstimate) -> Fit:
     multiple_of, longest = max(64, plan.rows.multiple_of), min(MAX_TOKENS, plan.context or MAX_TOKENS)
     fits = partial(estimate.fits, accumulates=plan.batching.accumulation > 1, memory=plan.machine.memory_bytes)
     rows = largest(lambda count: fits(count, plan.row_length), limit=MAX_ROWS)
-    length = multiple_of * largest(lambda count: fits(1, count * multiple_of), limit=-(-longest // multiple_of))
+    step = multiple_of * plan.rows.documents  # a row holds all sequences of an example
+    length = multiple_of * largest(lambda count: fits(1, count * step), limit=-(-longest // multiple_of))
     length, checkpointing = min(length, longest), estimate.policy.checkpointing
     return Fit(
         bool(checkpointing),
@@ -76,7 +77,7 @@ def advice(plan: Plan) -> str:
     ways = [
         *_smaller_batch(plan, here.micro_batch_size),
         *_checkpointing(plan, without, with_checkpointing),
-        *([f"data.max_length: {here.row_length}"] if 0 < here.row_length < plan.row_length else []),
+        *([f"data.max_length: {here.row_length}"] if 0 < here.row_length < plan.sequence_length else []),
         *_cheaper_method(plan),
     ]
     return "Write " + ", or ".join(ways) + "." if ways else "Use a device with more memory, or more devices."
