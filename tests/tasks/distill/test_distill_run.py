@@ -6,6 +6,7 @@ from command_line import metrics
 from distill_runs import TEACHER, distil, distill_settings, save_student, values
 from forked_ranks import on_ranks
 from quickstart_runs import RESUME, plan_run, saves, train, unfinished
+from rerun_interpreted import rerun_interpreted
 from tiny_models import config_of, random_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -139,6 +140,11 @@ def test_families_whose_logits_are_scaled_or_capped(family, tmp_path):
     notes = [line["note"] for line in found[0] if "note" in line]
     assert [note.startswith("distill: linear_jsd has no soft cap") for note in notes] == [True] * (family == "gemma2")
     assert values(found[0], "grad_norm") == pytest.approx(values(found[1], "grad_norm"), rel=1e-4)
+
+
+@SLOW
+def test_a_run_with_interpreted_kernels_is_one_without():
+    rerun_interpreted(__file__, "-k", "capped and gemma2")
 
 
 def test_padding_of_the_vocabulary_is_left_out(tmp_path):

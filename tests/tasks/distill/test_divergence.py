@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from rerun_interpreted import rerun_interpreted
 
 from ligertune.tasks.distill import divergence
 from ligertune.tasks.distill.divergence import DistillLoss, Divergence, TeacherHead
@@ -89,6 +90,27 @@ def test_loss_and_gradients_are_those_of_the_definition(case, way, monkeypatch):
     for gradient, right in zip(torch.autograd.grad(found, (of["hidden"], of["weight"])), wanted_gradients, strict=True):
         torch.testing.assert_close(gradient, right, rtol=1e-9, atol=1e-12)
     assert measures.means(measures.take())["kl"] == pytest.approx(float(mean.detach()), rel=1e-6)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_losses_in_float32(case):
+    """Where Triton runs, these are the kernels' results."""
+    how, student, teacher, sizes = CASES[case]
+    of = tensors(**sizes)
+    wanted, _ = expected(of, how, student, teacher, 37)
+    wanted_gradients = torch.autograd.grad(wanted, (of["hidden"], of["weight"]))
+    narrow = {name: t if name == "labels" else t.detach().float() for name, t in of.items()}
+    inputs = [narrow[name].requires_grad_() for name in ("hidden", "weight")]
+    loss = DistillLoss(how, TeacherHead(narrow["taught_weight"], teacher), narrow["taught"], Measures(how.measures))
+    found = loss.fused(*inputs, None, of["labels"], options(of, student, 37, gathered=True))
+    torch.testing.assert_close(found.double(), wanted, rtol=2e-5, atol=0)
+    for gradient, right in zip(torch.autograd.grad(found, inputs), wanted_gradients, strict=True):
+        torch.testing.assert_close(gradient.double(), right, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_losses_of_the_kernels():
+    rerun_interpreted(__file__, "-k", "float32")
 
 
 @pytest.mark.parametrize("student", [PLAIN, LogitTransform(1.0, 3.0)], ids=["kernel", "chunks"])

@@ -79,9 +79,8 @@ def test_a_teacher_with_a_state_takes_no_packed_rows(tmp_path):
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     config |= {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "layer_types": ["linear_attention"] * 2}
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    with pytest.raises(
-        UserError, match="^distill.teacher: the teacher takes no packed rows: qwen3 has linear_att"
-    ) as no:
+    words = r"^distill\.teacher: the teacher takes no packed rows: qwen3 has linear_attention layers"
+    with pytest.raises(UserError, match=words) as no:
         plan_run(tmp_path, **distill_settings(TEACHER, **{"distill.teacher": folder, "data.packing": True}))
     assert no.value.hint == "Write data.packing: false and data.padding_free: false."
 
