@@ -170,7 +170,8 @@ def _check_preferences(data: DataOptions, images: ImageReader | None) -> None:
         )
     if images is not None:
         raise UserError(
-            "model.path: a vision-language model is not trained on preferences.", hint="Choose a language model."
+            "model.model_name_or_path: a vision-language model is not trained on preferences.",
+            hint="Choose a language model.",
         )
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from operator import attrgetter
 from typing import Any
 
 from ligertune.recipe.document import Document, KeyPath, split
 from ligertune.recipe.optimizer_table import OPTIMIZERS
 from ligertune.recipe.schema import Recipe
-from ligertune.recipe.train_sections import EITHER_OR, DistillSpec, TrainSpec
+from ligertune.recipe.train_sections import EITHER_OR, DistillSpec, PreferenceSpec, TrainSpec
 
 LITERALS = {"true": True, "false": False, "null": None, "1": 1, "2": 2}
 
@@ -68,6 +68,28 @@ def _accumulates(recipe: Recipe) -> bool:
     return (train.gradient_accumulation_steps or 1) > 1 or (wanted is not None and micro not in ("auto", wanted))
 
 
+def _differs(key: str, recipe: Recipe) -> bool:
+    """Report whether a key of `preference` has another value than its default."""
+    return getattr(recipe.preference, key) != PreferenceSpec.model_fields[key].default
+
+
+def _listed(values: str) -> str:
+    return " and ".join(values.replace("|", ", ").rsplit(", ", 1))
+
+
+# keys of `preference` that only some losses read
+READ_BY_LOSSES = {
+    "beta": "sigmoid|ipo|hinge|robust|simpo|kto",
+    "label_smoothing": "sigmoid|robust",
+    "simpo_gamma": "simpo",
+    "orpo_alpha": "orpo",
+    "sft_weight": "sigmoid|ipo|hinge|robust|simpo",
+    "ld_alpha": "sigmoid|ipo|hinge|robust",
+    "length_normalization": "sigmoid|hinge|robust",
+    "desirable_weight": "kto",
+    "undesirable_weight": "kto",
+    "reference": "sigmoid|ipo|hinge|robust|kto",
+}
 MEDUSA_STAGE_1 = "medusa.stage: 1, task: medusa"
 ADAPTER = "method.type: lora|qlora"
 DEEPSPEED = "parallel.strategy: deepspeed_zero2|deepspeed_zero3"
@@ -166,6 +188,24 @@ RULES = (
          "{0} is 1, which leaves nothing of the teacher. Write a smaller weight, or task: sft without a teacher."),
     Rule("kernels.loss: cross_entropy, task: distill, kernels.enabled: not false",
          "{0} is cross_entropy, and {1} is distill, whose loss is a divergence. Leave {0} out."),
+    # ---- preference optimisation
+    *(
+        Rule(f"preference.{key}: any, preference.loss_type: not {losses}, task: dpo",
+             f"{{0}} has no effect on {{1}}: {{v[1]}}. It is read with {_listed(losses)}. Leave {{0}} out.",
+             also=partial(_differs, key))
+        for key, losses in READ_BY_LOSSES.items()
+    ),
+    Rule("preference.loss_type: not sigmoid, task: not dpo",
+         "{0} is {v[0]}, which is read with task: dpo only, and {1} is {v[1]}. Write task: dpo, or leave {0} out."),
+    Rule("preference.reference: adapter, method.type: not lora|qlora, task: dpo",
+         "{0} is adapter, which switches a LoRA adapter off, and {1} is {v[1]}. "
+         "Write preference.reference: precompute."),
+    Rule(f"preference.reference: copy, {ADAPTER}, task: dpo",
+         "{0} is copy, and {1} is {v[1]}, whose model without the adapter is that copy. "
+         "Write preference.reference: adapter."),
+    Rule("preference.reference: copy, parallel.strategy: fsdp, task: dpo",
+         "{0} is copy, which needs a whole model on each process, and {1} is fsdp, which shards it. "
+         "Write preference.reference: precompute."),
     # ---- kernels
     Rule("kernels.attention: true, model.attn_implementation: not auto, kernels.enabled: not false",
          f"{{0}} is an attention implementation, and {{1}} names another. {ONE_OUT}"),
@@ -216,6 +256,7 @@ RULES = (
         ("model.dtype: float16", "{1}: float16 changes the loss scale between steps"),
         ("task: medusa", "{1}: medusa changes the weights of the head losses between steps"),
         ("task: distill", "{1}: distill runs the teacher in between"),
+        ("task: dpo", "{1}: dpo has another number of answers in each batch"),
     ),
     *_each(
         "{0} {why}",

@@ -13,6 +13,7 @@ from ligertune.tasks.medusa.medusa_model import MedusaModel
 from ligertune.tasks.medusa.medusa_shape import MedusaShape
 from ligertune.tasks.medusa.medusa_task import MedusaTask
 from ligertune.tasks.output_head import adapted_model
+from ligertune.tasks.preference.kto_task import KtoTask
 from ligertune.tasks.preference.preference_task import PreferenceTask
 from ligertune.tasks.preference.reference import choose_reference
 from ligertune.tasks.task import Task
@@ -29,6 +30,8 @@ def choose_task(plan: Plan, model: nn.Module) -> Task:
     if plan.build.task == "dpo":
         _open_loss(model, plan.build.task)
         device = next(model.parameters()).device
+        if plan.build.preference.loss_type == "kto":
+            return KtoTask(shape, plan, choose_reference(plan, model), device)
         return PreferenceTask(shape, plan.build.preference, choose_reference(plan, model), device)
     return Task(shape)
 

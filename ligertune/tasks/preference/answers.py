@@ -10,14 +10,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from ligertune_kernels import TokenLogProbs, linear_log_probs
+from ligertune_kernels import TokenLogProbs, labelled_rows, linear_log_probs
 from torch import Tensor, nn
 
+from ligertune.data.batching.collate import ROWS_MULTIPLE_OF
 from ligertune.data.templates.label_masking import IGNORE_INDEX
 from ligertune.patching.deferred_logits import next_tokens
 from ligertune.patching.head_loss import head_loss
 
-FIELDS = ("answer_lengths", "answer_tokens", "token_weights")  # that `answer_fields` adds to a batch
+# fields of a batch that `answer_fields` and `train_on_chosen_prompts` add
+FIELDS = ("answer_lengths", "answer_tokens", "token_weights", "answer_mask")
 
 
 def answer_fields(batch: dict[str, Any], answers: int, *, ld_alpha: float | None = None) -> dict[str, Tensor]:
@@ -39,6 +41,27 @@ def answer_fields(batch: dict[str, Any], answers: int, *, ld_alpha: float | None
         place = before - before[lengths.cumsum(0) - lengths].repeat_interleave(lengths)  # trained tokens before it
         fields["token_weights"] = torch.where(place < shorter, 1.0, ld_alpha)
     return fields
+
+
+def train_on_chosen_prompts(batch: dict[str, Any], fields: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return fields of a batch of pairs with labels at the prompts of chosen sequences, too, as ORPO's cross-entropy
+    needs them.
+
+    fields: of `answer_fields`. token_weights and answer_mask (N,) are 0 at the prompts. The chosen sequences of padded
+    rows end at their last label.
+    """
+    labels, ids = batch["labels"].flatten().clone(), batch["input_ids"].flatten()
+    in_answer = next_tokens(batch["labels"], IGNORE_INDEX).flatten() != IGNORE_INDEX
+    starts = (fields["answer_lengths"].cumsum(0) - fields["answer_lengths"])[: len(fields["answer_tokens"])]
+    for start, length in zip(starts.tolist()[::2], fields["answer_lengths"].tolist()[::2], strict=False):
+        labelled = torch.nonzero(labels[start : start + length] != IGNORE_INDEX)
+        if len(labelled):  # a rank without rows has an untrained pair
+            span = slice(start + 1, start + int(labelled[-1]) + 1)
+            labels[span] = ids[span]
+    found = {**fields, "labels": labels.view(batch["labels"].shape), "answer_mask": in_answer}
+    if "labelled_rows" in batch:
+        found["labelled_rows"] = labelled_rows(found["labels"], shift=(1,), multiple_of=ROWS_MULTIPLE_OF)
+    return {**found, "token_weights": in_answer.float()}
 
 
 @dataclass(frozen=True)
@@ -92,8 +115,9 @@ class AnswerLogProbs:
         weighted = plain if weights is None else summed(tokens.logprob * weights)
         entropy = correct = None
         if tokens.entropy is not None:
-            hits = (tokens.argmax == labels) & (labels != IGNORE_INDEX)
-            entropy, correct = summed(tokens.entropy), summed(hits.to(tokens.entropy.dtype))
+            counted = self.fields.get("answer_mask", labels != IGNORE_INDEX)
+            hits = (tokens.argmax == labels) & counted
+            entropy, correct = summed(tokens.entropy * counted), summed(hits.to(tokens.entropy.dtype))
         self.sums = AnswerSums(weighted, plain, entropy, correct)
         return self.loss_of(self.sums)
 

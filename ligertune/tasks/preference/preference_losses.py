@@ -10,6 +10,8 @@ hinge    max(0, 1 - beta m)                                              SLiC (Z
 ipo      (m - 1 / (2 beta))^2                                            IPO (Azar 2023)
 simpo    -log sigmoid(beta m - simpo_gamma)                              SimPO (Meng 2024)
 orpo     -orpo_alpha log sigmoid(log odds_chosen - log odds_rejected)    ORPO (Hong 2024), odds = p / (1 - p)
+kto      1 - sigmoid(beta (s - kl)) for a desirable answer, 1 - sigmoid(beta (kl - s)) for another
+                                                                         KTO (Ethayarajh 2024), single answers
 """
 
 from __future__ import annotations
@@ -39,10 +41,9 @@ class PairLogProbs:
 
 @dataclass(frozen=True)
 class PairLoss:
-    """A row of PAIR_LOSSES: the loss (P,) of scores (P, 2), and which scores and options it reads."""
+    """A row of PAIR_LOSSES: the loss (P,) of scores (P, 2), and which scores it reads."""
 
     of_scores: Callable[[Tensor, PreferenceOptions], Tensor]
-    reads: frozenset[str]  # keys of `preference`
     uses_reference: bool = True
     per_token: bool = False  # always divides scores by the answer's tokens
     reward_weight: str = "beta"  # the option that turns scores into rewards
@@ -79,19 +80,13 @@ def _orpo(scores: Tensor, options: PreferenceOptions) -> Tensor:
     return -options.orpo_alpha * logsigmoid(_margin(log_odds))
 
 
-_REFERENCE = frozenset({"loss_type", "beta", "sft_weight", "ld_alpha", "reference"})
-_NORMALISABLE = _REFERENCE | {"length_normalization"}
 PAIR_LOSSES: dict[str, PairLoss] = {
-    "sigmoid": PairLoss(_sigmoid, _NORMALISABLE | {"label_smoothing"}),
-    "robust": PairLoss(_robust, _NORMALISABLE | {"label_smoothing"}),
-    "hinge": PairLoss(_hinge, _NORMALISABLE),
-    "ipo": PairLoss(_ipo, _REFERENCE, per_token=True),
-    "simpo": PairLoss(
-        _simpo, frozenset({"loss_type", "beta", "simpo_gamma", "sft_weight"}), uses_reference=False, per_token=True
-    ),
-    "orpo": PairLoss(
-        _orpo, frozenset({"loss_type", "orpo_alpha"}), uses_reference=False, per_token=True, reward_weight="orpo_alpha"
-    ),
+    "sigmoid": PairLoss(_sigmoid),
+    "robust": PairLoss(_robust),
+    "hinge": PairLoss(_hinge),
+    "ipo": PairLoss(_ipo, per_token=True),
+    "simpo": PairLoss(_simpo, uses_reference=False, per_token=True),
+    "orpo": PairLoss(_orpo, uses_reference=False, per_token=True, reward_weight="orpo_alpha"),
 }
 
 
@@ -111,3 +106,13 @@ def pair_losses(pairs: PairLogProbs, options: PreferenceOptions) -> tuple[Tensor
 def sft_weight_of(options: PreferenceOptions) -> float:
     """Return the weight of the cross-entropy of the chosen answers."""
     return 1.0 if options.loss_type == "orpo" else options.sft_weight
+
+
+def kto_losses(scores: Tensor, desirable: Tensor, kl: Tensor, options: PreferenceOptions) -> Tensor:
+    """Return the loss (A,) of single answers with scores (A,). desirable (A,) bool.
+
+    kl (): estimate of the divergence of the policy from the reference, at least 0.
+    """
+    gain = torch.where(desirable, scores - kl, kl - scores)
+    weights = torch.where(desirable, options.desirable_weight, options.undesirable_weight)
+    return weights * (1 - torch.sigmoid(options.beta * gain))

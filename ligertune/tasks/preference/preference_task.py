@@ -13,7 +13,13 @@ from ligertune.data.templates.label_masking import IGNORE_INDEX
 from ligertune.patching.head_loss import head_loss
 from ligertune.planning.memory.model_shape import ModelShape
 from ligertune.planning.options import PreferenceOptions
-from ligertune.tasks.preference.answers import FIELDS, AnswerLogProbs, AnswerSums, answer_fields
+from ligertune.tasks.preference.answers import (
+    FIELDS,
+    AnswerLogProbs,
+    AnswerSums,
+    answer_fields,
+    train_on_chosen_prompts,
+)
 from ligertune.tasks.preference.preference_losses import (
     CHOSEN,
     PAIR_LOSSES,
@@ -53,13 +59,17 @@ class PreferenceTask(Task):
     def inputs(self, examples: Examples, indices: np.ndarray, *, step: int | None = None) -> dict[str, Any]:
         """Return the divisors of the loss: pairs, and trained tokens of chosen answers."""
         found: dict[str, Any] = {"num_items_in_batch": max(len(indices), 1)}
-        if sft_weight_of(self.options):
+        if self.options.loss_type == "orpo":  # its cross-entropy counts the prompts
+            found["chosen_tokens"] = max(int((examples.first_lengths[indices] - 1).sum()), 1)
+        elif self.options.sft_weight:
             labels = (examples[i].labels[1 : examples[i].first_length] for i in indices.tolist())
             found["chosen_tokens"] = max(sum(int((part != IGNORE_INDEX).sum()) for part in labels), 1)
         return found
 
     def batch_fields(self, examples: Examples, indices: Sequence[int], batch: dict[str, Any]) -> dict[str, Any]:
         fields = answer_fields(batch, 2 * len(indices), ld_alpha=self.options.ld_alpha)
+        if self.options.loss_type == "orpo":
+            fields = train_on_chosen_prompts(batch, fields)
         return fields if self._reference is None else {**fields, **self._reference.fields(examples, indices)}
 
     def loss(self, model: nn.Module, batch: dict[str, Any]) -> Tensor:

@@ -139,21 +139,29 @@ class PrecomputedReference:
         return found
 
 
+def rank_batches(plan: Plan, lengths: np.ndarray, indices: np.ndarray, *, size: int) -> Iterator[list[np.ndarray]]:
+    """Yield this rank's rows of each forward over the examples at `indices`, packed as the plan says.
+
+    All ranks get equally many batches, some of them empty. lengths: of all examples. size: rows of a batch.
+    """
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    own = lengths[indices]
+    places = pack(own, plan.rows.length) if plan.rows.packed else np.argsort(-own, kind="stable")[:, None]
+    for start in range(0, len(places), size * world):
+        mine = range(start + rank * size, min(start + (rank + 1) * size, len(places)))
+        yield [indices[places[i]] for i in mine]
+
+
 def precompute(plan: Plan, model: nn.Module, batcher: Batcher) -> np.ndarray:
     """Return the log-probabilities of all answers of the batcher's examples, (N, answers of an example) float32.
 
     All ranks call it, and each computes its share. Rows are packed as in an evaluation.
     """
-    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    lengths, size = batcher.examples.lengths, plan.batching.eval_batch_size
-    rows = pack(lengths, plan.rows.length) if plan.rows.packed else np.argsort(-lengths, kind="stable")[:, None]
-    found: Tensor | None = None
+    lengths, found = batcher.examples.lengths, None
     was_training = model.training
     model.eval()
     with without_adapter(model), loss_only():
-        for start in range(0, len(rows), size * world):
-            mine = range(start + rank * size, min(start + (rank + 1) * size, len(rows)))
-            chosen = [rows[i] for i in mine]
+        for chosen in rank_batches(plan, lengths, np.arange(len(lengths)), size=plan.batching.eval_batch_size):
             log_probs = answer_log_probs(model, batcher(chosen))  # also of a rank without rows: all gather weights
             indices = np.concatenate(chosen) if chosen else np.zeros(0, dtype=np.int64)
             if found is None:
@@ -164,6 +172,6 @@ def precompute(plan: Plan, model: nn.Module, batcher: Batcher) -> np.ndarray:
     model.train(was_training)
     if hasattr(model, "reshard"):  # FSDP2 keeps the last layers gathered after a forward without backward
         model.reshard()
-    if world > 1:
+    if dist.is_initialized():
         dist.all_reduce(found)  # each example is zero on all ranks but one
     return found.cpu().numpy()

@@ -64,32 +64,35 @@ def test_the_reference_of_the_first_step_is_the_model_itself(expected):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"train.per_device_train_batch_size": 4},
+        pytest.param({"train.per_device_train_batch_size": 4}, marks=pytest.mark.slow),
         {"train.per_device_train_batch_size": 1, "eval.per_device_eval_batch_size": 3},
         {"data.padding_free": True},
         {"kernels.enabled": False},
     ],
-    ids=lambda changes: "-".join(changes),
+    ids="-".join,
 )
 def test_the_loss_does_not_depend_on_how_a_batch_is_computed(changes, expected, tmp_path):
     check_close(run(tmp_path, **changes), expected)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
 def test_two_ranks_train_as_one_process(strategy, expected, tmp_path):
     """Eight evaluation pairs in batches of five: the second rank has none left of a second batch."""
     settings = {"parallel.strategy": strategy, "eval.per_device_eval_batch_size": 5}
     check_close(on_ranks(2, lambda rank: run(tmp_path, **settings))[0], expected)
 
 
+@pytest.mark.slow
 def test_a_copy_gives_the_same_as_precomputed_log_probabilities(expected, tmp_path):
     check_close(run(tmp_path, **{"preference.reference": "copy"}), expected, 1e-6)
 
 
+@pytest.mark.slow
 def test_precomputed_log_probabilities_are_those_without_the_adapter(adapted, tmp_path):
     check_close(run(tmp_path, **LORA, **{"preference.reference": "precompute"}), adapted, 1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_two_ranks_train_an_adapter_as_one_process(strategy, adapted, tmp_path):
     """The first forward of an adapter's run computes the reference, with the adapter switched off."""
@@ -109,7 +112,7 @@ def test_a_run_reuses_the_log_probabilities_of_another(tmp_path, monkeypatch):
     assert second[0][2] == pytest.approx(first[0][2] + 0.1, abs=1e-5)  # beta times 1
 
 
-@pytest.mark.parametrize("method", [{}, LORA], ids=["full", "lora"])
+@pytest.mark.parametrize("method", [{}, pytest.param(LORA, marks=pytest.mark.slow)], ids=["full", "lora"])
 def test_a_resumed_run_is_the_same_to_the_bit(method, tmp_path, monkeypatch):
     """Its initial weights are gone: it reads the run's own log-probabilities, not the data cache."""
     settings = {**method, **saves(2)}
