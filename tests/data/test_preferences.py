@@ -93,22 +93,22 @@ def test_examples_that_are_no_pairs_count_as_one_sequence(prepared):
     assert (train.documents_per_example, set(train.first_trained)) == (1, {0})
 
 
-LONG = {"prompt": "p", "chosen": " a" * 40, "rejected": " b"}
-
-
-def test_overlength_decides_on_the_longer_side(of_pairs):
+@pytest.mark.parametrize("long", [0, 1], ids=["chosen", "rejected"])
+def test_overlength_decides_on_the_longer_side(of_pairs, long):
+    answers = [" a" * 40, " b"]
+    row = {"prompt": "p", "chosen": answers[long], "rejected": answers[1 - long]}
     whole = of_pairs(pairs(3)).train
     limit = int(whole.longest_documents.max())
-    dropped = of_pairs([*pairs(3), LONG], max_length=limit).report
+    dropped = of_pairs([*pairs(3), row], max_length=limit).report
     assert (dropped.dropped, dropped.overlength, dropped.examples) == ({"too long": 1}, 1, 3)
-    cut = of_pairs([*pairs(3), LONG], max_length=limit, on_overlength="truncate")
+    cut = of_pairs([*pairs(3), row], max_length=limit, on_overlength="truncate")
     assert (cut.report.truncated, len(cut.train), int(cut.train.longest_documents.max())) == (1, 4, limit)
-    full, kept = of_pairs([LONG]).train[0].documents(), cut.train[3].documents()
+    full, kept = of_pairs([row]).train[0].documents(), cut.train[3].documents()
     for name in ("input_ids", "labels"):
-        assert np.array_equal(getattr(kept[0], name), getattr(full[0], name)[:limit])
-        assert np.array_equal(getattr(kept[1], name), getattr(full[1], name))
+        assert np.array_equal(getattr(kept[long], name), getattr(full[long], name)[:limit])
+        assert np.array_equal(getattr(kept[1 - long], name), getattr(full[1 - long], name))
     with pytest.raises(UserError, match=rf"d\.jsonl:4: \d+ tokens, more than data\.max_length: {limit}"):
-        of_pairs([*pairs(3), LONG], max_length=limit, on_overlength="error")
+        of_pairs([*pairs(3), row], max_length=limit, on_overlength="error")
 
 
 def test_pairs_that_truncation_spoils_are_dropped(of_pairs):
