@@ -4,7 +4,7 @@ import json
 import shutil
 
 import pytest
-from command_line import losses, overrides, weights
+from command_line import RECIPE, losses, overrides, weights
 from quickstart_runs import RESUME, plan_run, saves, train
 
 from ligertune.cli.render import console as render
@@ -14,8 +14,12 @@ from ligertune.errors import UserError
 SETTINGS = {"data.datasets.0.max_samples": 60, "data.val_split": 0.1, "data.max_length": 300}
 
 
-def test_steps_and_tokens_are_those_of_the_run(recipe, ligertune, tmp_path):
-    epochs = {**SETTINGS, "train.num_train_epochs": 2, "checkpoint.output_dir": "run"}
+PAIRS = {"task": "dpo", "data.datasets.0.path": RECIPE.parent / "preferences.jsonl"}
+
+
+@pytest.mark.parametrize("task", [{}, PAIRS], ids=["sft", "dpo"])
+def test_steps_and_tokens_are_those_of_the_run(task, recipe, ligertune, tmp_path):
+    epochs = {**SETTINGS, **task, "train.num_train_epochs": 2, "checkpoint.output_dir": "run"}
     predicted = ligertune("data", recipe, *overrides(epochs), "--json")
     assert predicted.code == 0, predicted.err
     outlook = json.loads(predicted.out)["outlook"]
