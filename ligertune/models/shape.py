@@ -19,6 +19,7 @@ from ligertune.planning.memory.model_shape import (
     ParameterKind,
     TowerShape,
 )
+from ligertune.planning.memory.states import NF4_BYTES
 from ligertune.vision.families import Family, family_of, part_of
 
 # Linear layers by the input they save for the backward. Attention itself saves o_proj's input.
@@ -52,17 +53,33 @@ def read_shape(model: PreTrainedModel) -> ModelShape:
     )
 
 
-def read_frozen_shape(model: PreTrainedModel, dtype: str, *, gives_hidden_states: bool = False) -> FrozenModelShape:
-    """Return the sizes of a model that only runs forward, as `dtype`. gives_hidden_states: as of FrozenModelShape."""
+def read_frozen_shape(
+    model: PreTrainedModel,
+    dtype: str,
+    *,
+    gives_hidden_states: bool = False,
+    four_bits: bool = False,
+    offloaded: bool = False,
+) -> FrozenModelShape:
+    """Return the sizes of a model that only runs forward, as `dtype`. gives_hidden_states: as of FrozenModelShape.
+
+    four_bits: the layers' linear weights are NF4. offloaded: the layers are in host memory, but for one.
+    """
     config, layer, itemsize = model.config.get_text_config(), _layer_shape(model), DTYPE_BYTES[dtype]
     mlp = getattr(config, "intermediate_size", 4 * config.hidden_size) if layer is None else layer.mlp
+    method = "qlora" if four_bits else "full"
+    inside = outside = 0.0
+    for kind, count in parameter_kinds(model):
+        size = count * kind.elements * (NF4_BYTES if kind.quantised(method) else itemsize)
+        inside, outside = (inside + size, outside) if kind.inside else (inside, outside + size)
     return FrozenModelShape(
-        weights=itemsize * sum(p.numel() for p in model.parameters()),
+        weights=round(outside + (inside / config.num_hidden_layers if offloaded else inside)),
         hidden=config.hidden_size,
         # a layer's input, attention's output, their sum, that normed; gate, up, their product
         widest=4 * config.hidden_size + 3 * mlp,
         itemsize=itemsize,
         gives_hidden_states=gives_hidden_states,
+        in_host_memory=round(inside) if offloaded else 0,
     )
 
 

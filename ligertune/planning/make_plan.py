@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ligertune.errors import UserError
+from ligertune.errors import UserError, format_bytes
 from ligertune.hardware import Machine
 from ligertune.planning.batch_layout import Rows, padding_free_notes
 from ligertune.planning.memory.activation_bytes import CUBLAS_WORKSPACE
@@ -179,6 +179,7 @@ def host_memory_parts(plan: Plan) -> dict[str, tuple[int, int]]:
         f"train.gradient_checkpointing: {plan.build.execution.gradient_checkpointing}": (activations, 0),
         "train.optim_offload: true": (states.in_host_memory * plan.optimizer.offload, 0),
         "parallel.cpu_offload: true": (states.total * plan.parallel.cpu_offload, 0),
+        "distill.teacher_offload: true": (plan.teacher.shape.in_host_memory if plan.teacher else 0, 0),
     }
     if plan.checkpoint.async_save and plan.checkpoint.save_strategy != "no":
         parts["checkpoint.async_save: true"] = (0, states.trained + states.saved_states)
@@ -229,7 +230,7 @@ def _memory_notes(recipe: Recipe, inputs: PlanInputs, resources: Resources) -> t
 def _teacher_notes(teacher: TeacherPlan | None, machine: Machine) -> tuple[str, ...]:
     if teacher is None or machine.world_size == 1:
         return () if teacher is None else teacher.notes
-    size = f"{teacher.shape.weights / GIB:.1f} GiB"
+    size = format_bytes(teacher.shape.weights + teacher.shape.in_host_memory)
     return (*teacher.notes, f"distill: each of {machine.world_size} processes holds the whole teacher, {size}")
 
 

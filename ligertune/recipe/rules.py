@@ -186,6 +186,8 @@ RULES = (
          also=lambda recipe: recipe.distill.beta != DistillSpec.model_fields["beta"].default),
     Rule("distill.sft_weight: 1, task: distill",
          "{0} is 1, which leaves nothing of the teacher. Write a smaller weight, or task: sft without a teacher."),
+    Rule("distill.teacher_offload, distill.teacher_load_in_4bit",
+         f"{{0}} copies layers as they are, and {{1}} packs their weights. {ONE_OUT}"),
     Rule("kernels.loss: cross_entropy, task: distill, kernels.enabled: not false",
          "{0} is cross_entropy, and {1} is distill, whose loss is a divergence. Leave {0} out."),
     # ---- preference optimisation

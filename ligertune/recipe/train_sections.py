@@ -218,6 +218,10 @@ class DistillSpec(Section):
     """Branch, tag or commit of the teacher on the hub."""
     teacher_dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Dtype of the teacher's weights; auto: the dtype in which the student computes."""
+    teacher_load_in_4bit: Switch = False
+    """Quantise the teacher's layers to 4 bits (NF4) while they are loaded; needs bitsandbytes."""
+    teacher_offload: Switch = False
+    """Keep the teacher's layers in host memory, and copy each to the device for its part of the forward: slow."""
     loss: Literal["forward_kl", "reverse_kl", "jsd"] = "jsd"
     """forward_kl: KL(teacher || student); reverse_kl: KL(student || teacher); jsd: in between, by beta."""
     beta: Share = 0.5

@@ -13,7 +13,7 @@ from ligertune.cli.render.console import columns, table, text
 from ligertune.errors import format_bytes, format_count, format_duration, format_rate, plural
 
 if TYPE_CHECKING:
-    from ligertune.planning.plan import KernelLine, Plan
+    from ligertune.planning.plan import KernelLine, Plan, TeacherPlan
     from ligertune.report import Report, Throughput
 
 
@@ -46,12 +46,21 @@ def show_plan(plan: Plan) -> None:
     if data.eval_examples:
         # after the row of the training data
         rows.insert(6, ("evaluation", plural(data.eval_examples, plan.rows.example_noun)))
+    if plan.teacher is not None:
+        rows.insert(1, ("teacher", _teacher(plan.teacher)))
     table("Plan", rows)
     for line in plan.kernels:
         if line.left:
             text(f"  not replaced: {line.left} x {line.kernel}: {line.note}")
     for note in plan.notes:
         text(f"  note: {note}")
+
+
+def _teacher(teacher: TeacherPlan) -> str:
+    shape = teacher.shape
+    host = f", {format_bytes(shape.in_host_memory)} in host memory" if shape.in_host_memory else ""
+    weights = f"{format_bytes(shape.weights)} on each device{host}"
+    return f"{teacher.name}, {format_count(teacher.n_parameters)} parameters, {teacher.dtype}, {weights}"
 
 
 def _with_reason(choice: str, why: str) -> str:

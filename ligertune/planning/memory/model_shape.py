@@ -109,6 +109,7 @@ class FrozenModelShape:
     widest: int  # elements per token at the widest point of a layer
     itemsize: int
     gives_hidden_states: bool = False
+    in_host_memory: int = 0  # bytes of layers that are copied to the device one at a time
 
     @property
     def hidden_bytes(self) -> int:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ligertune.attention.choice import choose_attention
@@ -68,7 +68,13 @@ def plan_teacher(
     return TeacherPlan(
         name=spec.model_name_or_path,
         dtype=dtype,
-        shape=read_frozen_shape(model, dtype, gives_hidden_states=True),
+        shape=read_frozen_shape(
+            model,
+            dtype,
+            gives_hidden_states=True,
+            four_bits=options.build.distill.teacher_load_in_4bit,
+            offloaded=options.build.distill.teacher_offload,
+        ),
         n_parameters=sum(p.numel() for p in model.parameters()),
         notes=notes,
     )
@@ -186,10 +192,21 @@ def load_teacher(plan: Plan, device: torch.device) -> Teacher:
     attention = teacher.attn_implementation if plan.rows.is_padding_free else None
     spec = teacher_options(plan.build, attention or "auto")
     dtype = getattr(torch, teacher.dtype)
-    model = build_model(spec, read_config(spec, TEACHER), dtype=dtype, device=device, seed=0, origin=TEACHER)
+    distill = plan.build.distill
+    model = build_model(
+        spec,
+        read_config(spec, TEACHER),
+        dtype=dtype,
+        device="cpu" if distill.teacher_offload else device,
+        seed=0,
+        four_bits=distill.teacher_load_in_4bit,
+        origin=TEACHER,
+    )
     if kernels.enabled is not False:
         patch(model, rope=kernels.rope, norm=kernels.norm, mlp=kernels.mlp, loss="torch")
     model.requires_grad_(False).eval()
+    if distill.teacher_offload:
+        offload_layers(model, device)
     found = Teacher(model)
     prepare_masks(backbone_of(model))
     if plan.rows.is_padding_free:
@@ -198,3 +215,34 @@ def load_teacher(plan: Plan, device: torch.device) -> Teacher:
         except UserError as problem:
             raise _about_packing(problem) from problem
     return found
+
+
+def offload_layers(model: PreTrainedModel, device: torch.device) -> None:
+    """Move a frozen model to `device` except its layers, which are copied there one at a time, for their forward."""
+    layers = [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())]
+    if not layers:
+        raise UserError(
+            f"distill.teacher_offload: the layers of this {type(model).__name__} are not known.", hint="Leave it out."
+        )
+    inside = {id(t) for layer in layers for t in (*layer.parameters(), *layer.buffers())}
+    for tensor in (*model.parameters(), *model.buffers()):
+        if id(tensor) not in inside:
+            tensor.data = tensor.data.to(device)
+    for layer in layers:
+        _offload(layer, device)
+
+
+def _offload(layer: nn.Module, device: torch.device) -> None:
+    tensors = [*layer.parameters(), *layer.buffers()]
+    held = [tensor.data.pin_memory() if device.type == "cuda" else tensor.data for tensor in tensors]
+
+    def copy_in(module: nn.Module, args: tuple) -> None:
+        for tensor, host in zip(tensors, held, strict=True):
+            tensor.data = host.to(device, non_blocking=True)
+
+    def drop(module: nn.Module, args: tuple, output: Any) -> None:
+        for tensor, host in zip(tensors, held, strict=True):
+            tensor.data = host
+
+    layer.register_forward_pre_hook(copy_in)
+    layer.register_forward_hook(drop, always_call=True)

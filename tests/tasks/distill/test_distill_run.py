@@ -74,6 +74,7 @@ LAYOUTS = {
     "without padding": {"data.padding_free": True},
     "without kernels": {"kernels.enabled": False},
     "logits": {"kernels.loss": "torch"},
+    "teacher offloaded": {"distill.teacher_offload": True},
     "checkpointed": {"train.gradient_checkpointing": True},
 }
 

@@ -1,15 +1,21 @@
 """The teacher of a distillation: its vocabulary, memory and what is refused."""
 
+import importlib.util
 import json
 import shutil
 
 import pytest
+import torch
 from command_line import run_here
 from distill_runs import TEACHER, distill_settings, save_student
 from quickstart_runs import plan_run
+from transformers import AutoModelForCausalLM
 
 from ligertune.errors import UserError
-from ligertune.tasks.distill.teacher import compare_vocabularies
+from ligertune.models.shape import read_frozen_shape
+from ligertune.planning.make_plan import host_memory_parts
+from ligertune.planning.memory.states import NF4_BYTES
+from ligertune.tasks.distill.teacher import compare_vocabularies, offload_layers
 
 WORDS = {"a": 0, "b": 1, "c": 2}
 
@@ -94,3 +100,39 @@ def test_the_memory_plan_holds_the_teacher(tmp_path):
     assert half.teacher.shape.weights == peak["frozen_model"] // 2
     assert [line.kernel for line in job.plan.kernels if line.applied][-1] == "linear_jsd"
     assert half.loss_in_head and half.memory.policy.fused_loss
+
+
+def test_offloading_leaves_one_layer_on_the_device(tmp_path):
+    job = plan_run(
+        tmp_path, **distill_settings(save_student(tmp_path / "student"), **{"distill.teacher_offload": True})
+    )
+    teacher = job.plan.teacher
+    embedding, layers = 512 * 64 * 4, 5
+    everything = 4 * teacher.n_parameters
+    assert teacher.shape.weights == pytest.approx(embedding + (everything - embedding) / layers, abs=100)
+    assert teacher.shape.in_host_memory == everything - embedding
+    assert host_memory_parts(job.plan) == {"distill.teacher_offload: true": (teacher.shape.in_host_memory, 0)}
+
+
+@pytest.mark.gpu
+def test_each_layer_comes_to_the_device_for_its_forward_and_leaves_it():
+    tokens = torch.tensor([[1, 5, 9]], device="cuda")
+    expected = AutoModelForCausalLM.from_pretrained(TEACHER).eval().to("cuda")(tokens).logits
+    model = AutoModelForCausalLM.from_pretrained(TEACHER).eval().requires_grad_(False)
+    offload_layers(model, torch.device("cuda"))
+    seen = []
+    model.model.layers[1].mlp.register_forward_pre_hook(lambda m, args: seen.append(m.up_proj.weight.device.type))
+    torch.testing.assert_close(model(tokens).logits, expected, rtol=0, atol=0)
+    assert seen == ["cuda"] and {p.device.type for p in model.model.layers.parameters()} == {"cpu"}
+    assert model.get_input_embeddings().weight.device.type == "cuda"
+
+
+def test_four_bits_need_their_package_and_are_counted(tmp_path):
+    settings = distill_settings(save_student(tmp_path / "student"), **{"distill.teacher_load_in_4bit": True})
+    if importlib.util.find_spec("bitsandbytes") is None:
+        with pytest.raises(UserError, match="teacher_load_in_4bit: true needs the package bitsandbytes"):
+            plan_run(tmp_path, **settings)
+    model = AutoModelForCausalLM.from_pretrained(TEACHER)
+    inside = sum(p.numel() for p in model.model.layers.parameters() if p.ndim == 2)
+    whole, packed = (read_frozen_shape(model, "bfloat16", four_bits=four_bits).weights for four_bits in (False, True))
+    assert whole - packed == pytest.approx((2 - NF4_BYTES) * inside, abs=1)
