@@ -39,6 +39,7 @@ from ligertune.recipe.plain_yaml import dump
 from ligertune.report import Report, loss_unit, make_report, model_title, write_page
 from ligertune.storage import mask_secrets, utc_now, write_json
 from ligertune.tasks.distill.teacher import plan_teacher, with_attention
+from ligertune.tasks.distill.teacher_files import teacher_file_notes
 from ligertune.train.checkpoint.checkpoint_files import check_space
 from ligertune.train.checkpoint.final_model import save_final_model
 from ligertune.train.checkpoint.load_checkpoint import check_unfinished
@@ -105,6 +106,7 @@ def _load_and_plan(recipe: Recipe, machine: Machine, progress: ProgressCallback 
         rows=data_rows_of(recipe),
     )
     data.check_dropped()
+    file_notes = teacher_file_notes(options.build.distill, data, config.get_text_config().vocab_size)
     lengths = None if data.streamed else data.train.lengths
     attention, padding_free = choose_batch_layout(layout, config, machine, precision, lengths=lengths)
     teacher = with_attention(teacher, options, machine, precision, packed=layout.packing or padding_free)
@@ -120,7 +122,7 @@ def _load_and_plan(recipe: Recipe, machine: Machine, progress: ProgressCallback 
         has_images=images is not None,
         teacher=teacher,
     )
-    notes = (*recipe.notices, *simulation_notes(machine), *tokenizer.notes, *packing_notes, *data.notes)
+    notes = (*recipe.notices, *simulation_notes(machine), *tokenizer.notes, *packing_notes, *data.notes, *file_notes)
     plan = make_plan(recipe, inputs, notes=notes)
     return Job(plan, config, tokenizer, data, images)
 

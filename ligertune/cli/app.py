@@ -36,10 +36,10 @@ with importing():
     from ligertune.cli.plan import plan
     from ligertune.cli.recipe import init, recipe_app
     from ligertune.cli.render import console as render
-    from ligertune.cli.train import TrainCommand, medusa, train
+    from ligertune.cli.train import TrainCommand, distill, medusa, train
 
-for command in (init, train, medusa, plan, compare, bench, data, generate, chat, export, doctor):
-    app.command(cls=TrainCommand if command in (train, medusa) else None)(command)
+for command in (init, train, medusa, distill, plan, compare, bench, data, generate, chat, export, doctor):
+    app.command(cls=TrainCommand if command in (train, medusa, distill) else None)(command)
 app.add_typer(recipe_app, name="recipe")
 
 
@@ -72,7 +72,7 @@ def main() -> None:
             sys.exit(2)
         if reason is None:
             raise
-        trains = sys.argv[1:2] in (["train"], ["medusa"])
+        trains = sys.argv[1:2] in (["train"], ["medusa"], ["distill"])
         what = problem.filename or ("A file" if trains else "The output")
         _report(cannot_write(str(what), reason, trains=trains))
         sys.exit(1)

@@ -1,4 +1,4 @@
-"""`ligertune train` and `ligertune medusa`: run a recipe and show its plan, progress and report."""
+"""`ligertune train`, `medusa` and `distill`: run a recipe and show its plan, progress and report."""
 
 from __future__ import annotations
 
@@ -128,6 +128,48 @@ def medusa(
     run_report.show_heads(found)
     if json:
         render.json_report(found)
+
+
+def distill(
+    recipe: RecipeFile,
+    write: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write the teacher's largest log-probabilities (distill.top_k) to this folder; train nothing."
+        ),
+    ] = None,
+    set_: Overrides = None,
+    resume: Resume = None,
+    overwrite: Overwrite = False,
+    json: Json = False,
+) -> None:
+    """Train a student towards a teacher's distributions (task: distill), or write those for later runs.
+
+    Example: ligertune distill recipe.yaml --write teacher_log_probs
+    """
+    from ligertune.recipe import load_recipe
+
+    render.people_on_stderr(json)
+    overrides = ["task=distill", *_run_overrides(resume, overwrite), *(set_ or [])]
+    if write is None:
+        run_recipe(load_recipe(recipe, overrides=overrides), json)
+        return
+    loaded = load_recipe(recipe, overrides=[*overrides, "distill.teacher_file=null"])
+    with importing():
+        from ligertune.run import plan_for
+        from ligertune.tasks.distill.teacher_files import write_teacher_file
+    job = plan_for(loaded, for_show=True, processes=1)
+    found = write_teacher_file(
+        job.plan,
+        job.data,
+        write,
+        pad_token_id=job.tokenizer.pad_token_id,
+        vocab_size=job.config.get_text_config().vocab_size,
+        show=render.text,
+    )
+    render.text(f"Wrote {write}. Train from it: distill.teacher_file: {write}")
+    if json:
+        render.json_report({**vars(found), "folder": str(write)})
 
 
 def _run_overrides(resume: ResumeFrom | None, overwrite: bool) -> list[str]:

@@ -178,7 +178,16 @@ RULES = (
         )
     ),
     # ---- distillation
-    Rule("distill.teacher: null, task: distill", "{1} is distill, and {0} is not given. Give a hub id or a folder."),
+    Rule("distill.teacher: null, task: distill, distill.teacher_file: null",
+         "{1} is distill, and {0} is not given. Give a hub id or a folder."),
+    *_each(
+        "{0} trains from written log-probabilities, and {1}: {v[1]} {why}",
+        "distill.teacher_file: not null",
+        ("distill.loss: not forward_kl", "needs all of them. Write distill.loss: forward_kl."),
+        ("data.streaming", "does not know its tokens before. " + ONE_OUT),
+    ),
+    Rule("distill.teacher_file: not null, task: not distill",
+         "{0} is read with task: distill only, and {1} is {v[1]}. Write task: distill, or leave {0} out."),
     Rule("distill.teacher: not null, task: not distill",
          "{0} is read with task: distill only, and {1} is {v[1]}. Write task: distill, or leave {0} out."),
     Rule("distill.beta: any, distill.loss: not jsd",

@@ -230,3 +230,7 @@ class DistillSpec(Section):
     """Divisor of both models' logits."""
     sft_weight: Share = 0.0
     """Weight of the cross-entropy of the labels; the divergence has the rest."""
+    teacher_file: FileOrHub | None = None
+    """Folder of `ligertune distill --write`: train from its log-probabilities, without the teacher."""
+    top_k: PositiveInt = 64
+    """ligertune distill --write: number of tokens whose log-probabilities are written for each trained token."""

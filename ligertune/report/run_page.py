@@ -65,7 +65,8 @@ def model_title(settings: dict[str, Any]) -> str:
     if settings["task"] == "medusa":
         words = "Medusa heads" if settings["medusa"]["stage"] == 1 else f"Medusa heads and model, {words}"
     if settings["task"] == "distill":
-        words = f"distilled from {model_name(settings['distill']['teacher'])}, {words}"
+        teacher = settings["distill"]["teacher"] or settings["distill"]["teacher_file"]
+        words = f"distilled from {model_name(teacher)}, {words}"
     return f"{model_name(settings['model']['model_name_or_path'])}, {words}"
 
 

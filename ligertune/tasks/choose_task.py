@@ -9,6 +9,7 @@ from ligertune.patching.fused_loss import KernelLossModel
 from ligertune.patching.head_loss import let_head_losses_run
 from ligertune.planning.plan import Plan
 from ligertune.tasks.distill.distill_task import DistillTask
+from ligertune.tasks.distill.offline_task import OfflineDistillTask
 from ligertune.tasks.medusa.medusa_model import MedusaModel
 from ligertune.tasks.medusa.medusa_shape import MedusaShape
 from ligertune.tasks.medusa.medusa_task import MedusaTask
@@ -26,7 +27,7 @@ def choose_task(plan: Plan, model: nn.Module) -> Task:
     shape = read_shape(model)
     if plan.build.task == "distill":
         _open_loss(model, plan.build.task)
-        return DistillTask(shape, plan)
+        return (OfflineDistillTask if plan.build.distill.teacher_file else DistillTask)(shape, plan)
     if plan.build.task == "dpo":
         _open_loss(model, plan.build.task)
         device = next(model.parameters()).device

@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from ligertune.errors import UserError
 from ligertune.patching.head_loss import head_loss
 from ligertune.planning.memory.model_shape import ModelShape
 from ligertune.planning.plan import Plan
-from ligertune.tasks.distill.divergence import CHUNK_ROWS, DistillLoss, Divergence
+from ligertune.tasks.distill.divergence import CHUNK_ROWS, DistillLoss, Divergence, own_loss_error
 from ligertune.tasks.distill.teacher import Teacher, load_teacher
 from ligertune.tasks.task import Measures, Task
 
@@ -41,10 +40,7 @@ class DistillTask(Task):
         with head_loss(of_batch):
             loss = super().loss(model, batch)
         if not of_batch.ran:
-            raise UserError(
-                f"task: distill replaces the loss of a model, and this {self.shape.family} computes its loss itself.",
-                hint="Choose another student.",
-            )
+            raise own_loss_error(self.shape.family)
         if of_batch.in_chunks and not self.notes:
             self.notes = (
                 "distill: linear_jsd has no soft cap, and no two logit scales; the logits of "

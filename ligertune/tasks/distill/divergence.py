@@ -22,6 +22,7 @@ from ligertune_kernels.ops.losses.labelled_rows import take_rows
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from ligertune.errors import UserError
 from ligertune.planning.options import DistillOptions
 from ligertune.tasks.output_head import LogitTransform
 from ligertune.tasks.task import Measures
@@ -105,15 +106,13 @@ class DistillLoss:
         options: also lora_a (R, E), lora_b (V, R) and lora_scale if the head has a LoRA adapter.
         """
         student, taught = LogitTransform(options["logit_scale"], options["softcap"]), self.teacher_hidden
-        if options.get("lora_a") is not None:
-            hidden, weight = _with_adapter(hidden, weight, options)
-        rows = options["labelled_rows"]
-        if rows is not None:
-            hidden = take_rows(hidden, rows) if hidden.requires_grad else hidden.index_select(0, rows)
-            taught, labels = taught.index_select(0, rows), labels.index_select(0, rows)
+        hidden, weight = add_adapter(hidden, weight, options)
+        hidden, labels = take_labelled(hidden, labels, rows := options["labelled_rows"])
+        taught = taught if rows is None else taught.index_select(0, rows)
         count = options["num_items_in_batch"]
         if self.head.has_kernel(student):
             size = self._shared_vocabulary(len(weight))
+            # Divided by the kernel: a division behind it would be one more pass over the gradients.
             found = linear_jsd(
                 hidden,
                 _first(weight, size),
@@ -127,7 +126,7 @@ class DistillLoss:
             )
         else:
             self.in_chunks = True
-            found = self._in_chunks(hidden, weight, bias, taught, labels, student) / _divisor(labels, count)
+            found = self._in_chunks(hidden, weight, bias, taught, labels, student) / divisor_of_labels(labels, count)
         sft = None
         if self.divergence.sft_weight:
             scaled = {"logit_scale": student.logit_scale, "softcap": student.softcap}
@@ -144,7 +143,7 @@ class DistillLoss:
         for rows in _chunks(len(labels)):
             inputs = logits[rows], self.teacher_hidden[rows], labels[rows]
             total = total + checkpoint(part, *inputs, use_reentrant=False)
-        divisor, sft = _divisor(labels, num_items_in_batch), None
+        divisor, sft = divisor_of_labels(labels, num_items_in_batch), None
         if self.divergence.sft_weight:
             wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
             sft = F.cross_entropy(wide, labels, ignore_index=IGNORE_INDEX, reduction="sum") / divisor
@@ -177,22 +176,52 @@ class DistillLoss:
         return min(vocab_size, len(self.head.weight))
 
     def _total(self, found: Tensor, sft: Tensor | None, labels: Tensor, count: int | Tensor | None) -> Tensor:
-        """Return the loss; add its parts, as sums over tokens, to the measures."""
         self.ran = True
-        labelled, divisor = (labels != IGNORE_INDEX).sum(), _divisor(labels, count)
-        self.measures.add("kl", found * divisor, count=labelled)
-        if sft is None:
-            return found
-        self.measures.add("sft_loss", sft * divisor, count=labelled)
-        return (1.0 - self.divergence.sft_weight) * found + self.divergence.sft_weight * sft
+        return total_loss(self.divergence, self.measures, found, sft, labels, count)
 
 
-def _divisor(labels: Tensor, count: int | Tensor | None) -> int | Tensor:
+def total_loss(
+    divergence: Divergence,
+    measures: Measures,
+    found: Tensor,  # (): the divergence
+    sft: Tensor | None,  # (): the cross-entropy
+    labels: Tensor,  # (N,)
+    count: int | Tensor | None,  # what both were divided by; None: the number of labels
+) -> Tensor:
+    """Return the loss; add its parts, as sums over tokens, to the measures."""
+    labelled, divisor = (labels != IGNORE_INDEX).sum(), divisor_of_labels(labels, count)
+    measures.add("kl", found.detach() * divisor, count=labelled)
+    if sft is None:
+        return found
+    measures.add("sft_loss", sft.detach() * divisor, count=labelled)
+    return (1.0 - divergence.sft_weight) * found + divergence.sft_weight * sft
+
+
+def take_labelled(hidden: Tensor, labels: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return hidden states (M, E) and labels (M,) of the rows to compute; all of them without `rows`."""
+    if rows is None:
+        return hidden, labels
+    taken = take_rows(hidden, rows) if hidden.requires_grad else hidden.index_select(0, rows)
+    return taken, labels.index_select(0, rows)
+
+
+def own_loss_error(family: str) -> UserError:
+    """Return the error of a student whose forward did not call the head's loss."""
+    return UserError(
+        f"task: distill replaces the loss of a model, and this {family} computes its loss itself.",
+        hint="Choose another student.",
+    )
+
+
+def divisor_of_labels(labels: Tensor, count: int | Tensor | None) -> int | Tensor:
+    """Return `count`, or the number of labels."""
     return (labels != IGNORE_INDEX).sum().clamp(min=1) if count is None else count
 
 
-def _with_adapter(hidden: Tensor, weight: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Return hidden states (N, E + R) and a weight (V, E + R) whose product contains the adapter's term."""
+def add_adapter(hidden: Tensor, weight: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Return hidden states (N, E + R) and a weight (V, E + R) whose product contains the adapter's term, if any."""
+    if options.get("lora_a") is None:
+        return hidden, weight
     low_rank = F.linear(hidden, options["lora_a"].to(hidden.dtype)) * options["lora_scale"]
     return torch.cat([hidden, low_rank.to(hidden.dtype)], -1), torch.cat(
         [weight, options["lora_b"].to(weight.dtype)], 1

@@ -41,8 +41,9 @@ def plan_teacher(
     machine: Machine,
     precision: Precision,
 ) -> TeacherPlan | None:
-    """Return the teacher of a recipe with task: distill, without its attention. Raises UserError if it does not fit.
+    """Return the teacher of a recipe with task: distill, without its attention; None if its file is read instead.
 
+    Raises UserError if it does not fit.
     config, tokenizer, precision: of the student.
     """
     if options.build.task != "distill":
@@ -52,6 +53,8 @@ def plan_teacher(
             f"task: distill trains text models, and this {config.model_type} model reads images.",
             hint="Choose a text model, or write task: sft.",
         )
+    if options.build.distill.teacher_file is not None:
+        return None
     spec = teacher_options(options.build, "auto")
     teacher = read_config(spec, TEACHER)
     if has_vision(teacher):
