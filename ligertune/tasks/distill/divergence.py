@@ -106,7 +106,7 @@ class DistillLoss:
         options: also lora_a (R, E), lora_b (V, R) and lora_scale if the head has a LoRA adapter.
         """
         student, taught = LogitTransform(options["logit_scale"], options["softcap"]), self.teacher_hidden
-        hidden, weight = add_adapter(hidden, weight, options)
+        hidden, weight = with_lora_term(hidden, weight, options)
         hidden, labels = take_labelled(hidden, labels, rows := options["labelled_rows"])
         taught = taught if rows is None else taught.index_select(0, rows)
         count = options["num_items_in_batch"]
@@ -218,7 +218,7 @@ def divisor_of_labels(labels: Tensor, count: int | Tensor | None) -> int | Tenso
     return (labels != IGNORE_INDEX).sum().clamp(min=1) if count is None else count
 
 
-def add_adapter(hidden: Tensor, weight: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+def with_lora_term(hidden: Tensor, weight: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """Return hidden states (N, E + R) and a weight (V, E + R) whose product contains the adapter's term, if any."""
     if options.get("lora_a") is None:
         return hidden, weight

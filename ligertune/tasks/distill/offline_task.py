@@ -26,11 +26,11 @@ from ligertune.tasks.distill.divergence import (
     CHUNK_ROWS,
     IGNORE_INDEX,
     Divergence,
-    add_adapter,
     divisor_of_labels,
     own_loss_error,
     take_labelled,
     total_loss,
+    with_lora_term,
 )
 from ligertune.tasks.distill.teacher_files import StoredTeacher
 from ligertune.tasks.output_head import LogitTransform
@@ -55,7 +55,7 @@ class StoredLoss:
     ) -> Tensor:
         """Return the loss of hidden states (N, E); the logits of CHUNK_ROWS tokens exist at a time."""
         student = LogitTransform(options["logit_scale"], options["softcap"])
-        hidden, weight = add_adapter(hidden, weight, options)
+        hidden, weight = with_lora_term(hidden, weight, options)
         hidden, labels = take_labelled(hidden, labels, options["labelled_rows"])
 
         def logits(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
