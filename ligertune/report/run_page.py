@@ -67,11 +67,15 @@ def model_title(settings: dict[str, Any]) -> str:
     if settings["task"] == "distill":
         teacher = settings["distill"]["teacher"] or settings["distill"]["teacher_file"]
         words = f"distilled from {model_name(teacher)}, {words}"
+    if settings["task"] == "dpo":
+        words = f"preferences ({settings['preference']['loss_type']}), {words}"
     return f"{model_name(settings['model']['model_name_or_path'])}, {words}"
 
 
 def loss_unit(settings: dict[str, Any]) -> str:
     """Return the unit of the losses of a run, for the axis of a chart."""
+    if settings["task"] == "dpo":
+        return "mean over answers" if settings["preference"]["loss_type"] == "kto" else "mean over pairs"
     return "nats, weighted sum over the heads" if settings["task"] == "medusa" else "nats per trained token"
 
 
@@ -124,8 +128,15 @@ def _charts(lines: list[dict], unit: str) -> list[tuple[str, Markup]]:
 
     losses = [Series("training", BLUE, [*points("loss_before_training"), *points("loss")])]
     losses.append(Series("evaluation", RED, points("eval_loss"), dots=True))
+
+    def measured(title: str, y_label: str, key: str) -> Markup | None:
+        series = [Series("training", BLUE, points(key)), Series("evaluation", RED, points(f"eval_{key}"), dots=True)]
+        return line_chart(title, y_label, series)
+
     charts = {
         "Loss": line_chart("Loss", unit, losses),
+        "Reward accuracy": measured("Reward accuracy", "share of pairs", "rewards/accuracies"),
+        "Reward margin": measured("Reward margin", "chosen minus rejected", "rewards/margins"),
         "Learning rate": _single("Learning rate", "learning rate", VIOLET, points("learning_rate")),
         "Gradient norm": _single("Gradient norm", "L2 norm before clipping", "#9a6700", points("grad_norm")),
         "Throughput": _single("Throughput", "tokens/s without padding", GREEN, points("tokens_per_second")),

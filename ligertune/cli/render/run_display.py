@@ -182,6 +182,9 @@ def _fields(line: dict, total: int, short: bool, decimals: int) -> list[str]:
     step = f"{line['step']:>{len(str(total))}}/{total}"
     step, loss = step if short else f"step {step}", line.get("loss", line.get("eval_loss"))
     fields = [step, f"loss {loss:{decimals + 3}.{decimals}f}"]
+    accuracy = line.get("rewards/accuracies", line.get("eval_rewards/accuracies"))
+    if accuracy is not None:
+        fields.append(f"{'acc' if short else 'accuracy'} {accuracy:.2f}")
     if "eval_loss" in line:
         return [*fields, "on the evaluation data"]
     norm, memory = line["grad_norm"], line["peak_memory"]["allocated_run"]
