@@ -26,6 +26,7 @@ from ligertune.launcher.run_lock import locked_folder
 from ligertune.launcher.signals import StopRequest
 from ligertune.models.load import hide_loading_bars, read_config
 from ligertune.models.load_tokenizer import check_vocabulary, load_tokenizer
+from ligertune.models.shape import copied_shape
 from ligertune.planning.batch_layout import resolve_packing
 from ligertune.planning.make_plan import PlanInputs, make_plan, warn_of_host_memory
 from ligertune.planning.options import RunOptions, data_rows_of
@@ -111,6 +112,8 @@ def _load_and_plan(recipe: Recipe, machine: Machine, progress: ProgressCallback 
     attention, padding_free = choose_batch_layout(layout, config, machine, precision, lengths=lengths)
     teacher = with_attention(teacher, options, machine, precision, packed=layout.packing or padding_free)
     model = preview_model(options.build, config, attention, device=machine.device)
+    if options.build.task == "dpo" and options.build.preference.reference == "copy":
+        model = replace(model, frozen_model=copied_shape(model.shape, precision.weights))
     multiple_of = max(attention.multiple_of, teacher.multiple_of if teacher else 1)
     inputs = PlanInputs(
         machine=machine,

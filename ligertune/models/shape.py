@@ -83,6 +83,13 @@ def read_frozen_shape(
     )
 
 
+def copied_shape(shape: ModelShape, dtype: str) -> FrozenModelShape:
+    """Return the sizes of a frozen copy of a model, as `dtype`, of which only the loss is needed."""
+    itemsize, hidden = DTYPE_BYTES[dtype], shape.head.hidden if shape.head else 0
+    widest = 4 * hidden + 3 * (shape.layer.mlp if shape.layer else 0)  # as of read_frozen_shape
+    return FrozenModelShape(weights=itemsize * shape.n_parameters, hidden=hidden, widest=widest, itemsize=itemsize)
+
+
 def _head_dim(config: PreTrainedConfig) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 

@@ -207,17 +207,48 @@ def test_nulls_are_not_given_and_one_tracker_is_a_list(imported):
     assert (recipe.checkpoint.output_dir, recipe.logging.report_to) == ("runs/tool", ("wandb",))
 
 
+DPO_OF_TRL = "dataset_name: a/b\nmodel_name_or_path: c/d\nprecompute_ref_log_probs: true\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (AXOLOTL + "rl: dpo\nrl_beta: 0.2\nrpo_alpha: 0.5\n", {"loss_type": "sigmoid", "beta": 0.2, "sft_weight": 0.5}),
+        (AXOLOTL + "rl: orpo\norpo_alpha: 0.3\n", {"loss_type": "orpo", "orpo_alpha": 0.3}),
+        (AXOLOTL + "rl: kto\nkto_undesirable_weight: 0.5\n", {"loss_type": "kto", "undesirable_weight": 0.5}),
+        (ADAPTER.replace("sft", "dpo") + "pref_beta: 0.3\npref_loss: ipo\nref_model: x/y\n",
+         {"loss_type": "ipo", "beta": 0.3}),
+        (ADAPTER.replace("sft", "dpo") + "pref_beta: 0.3\npref_loss: orpo\n", {"loss_type": "orpo", "orpo_alpha": 0.3}),
+        (ADAPTER.replace("sft", "kto") + "kto_chosen_weight: 2.0\n", {"loss_type": "kto", "desirable_weight": 2.0}),
+        (DPO_OF_TRL + "beta: 0.05\nld_alpha: 0.5\n",
+         {"loss_type": "sigmoid", "beta": 0.05, "ld_alpha": 0.5, "reference": "precompute"}),
+        (DPO_OF_TRL + "loss_type: [sigmoid, sft]\nloss_weights: [1.0, 0.2]\n",
+         {"loss_type": "sigmoid", "sft_weight": 0.2, "reference": "precompute"}),
+        (DPO_OF_TRL + "loss_type: [sigmoid_norm]\n",
+         {"loss_type": "sigmoid", "length_normalization": True, "reference": "precompute"}),
+    ],
+)  # fmt: skip
+def test_preference_optimisation_is_task_dpo_with_the_loss_of_the_file(text, expected, imported):
+    found = imported(text)
+    recipe = load_recipe(Path("ours.yaml"))
+    assert recipe.task == "dpo"
+    assert recipe.train.learning_rate == (1e-6 if text.startswith(DPO_OF_TRL) else recipe.train.learning_rate)
+    assert {key: value for key, value in recipe.preference.model_dump().items() if key in expected} == expected
+    if "ref_model" in text:
+        assert ("ref_model", "the reference is the model before training") in [
+            (item.key, item.why.split(";")[0]) for item in found.left
+        ]
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
         *(
-            (
-                ADAPTER.replace("sft", stage),
-                rf"tool\.yml:3: stage: {stage} is not supported.*not yet on preferences \(DPO",
-            )
-            for stage in ("dpo", "kto", "rm", "ppo")
+            (ADAPTER.replace("sft", stage), rf"tool\.yml:3: stage: {stage} is not supported.*not on rewards")
+            for stage in ("rm", "ppo")
         ),
-        (AXOLOTL + "rl: dpo\n", r"rl: dpo is not supported"),
+        (AXOLOTL + "rl: grpo\n", r"rl: grpo is not supported"),
+        (ADAPTER.replace("sft", "dpo") + "pref_loss: kto_pair\n", r'preference.loss_type is "kto_pair"'),
         (ADAPTER.replace("lora", "oft"), 'method.type .* is "oft"'),
         (ADAPTER.replace("lora", "freeze"), "no parameter is left to train"),
         ("model: {model_name_or_path: a/b}\n", "recipe check"),

@@ -160,6 +160,9 @@ def test_a_page_says_what_was_trained_and_in_which_unit_its_losses_are():
     assert (model_title(settings), loss_unit(settings)) == ("Qwen/Qwen2.5-0.5B, QLoRA", "nats per trained token")
     medusa = {**settings, "task": "medusa", "medusa": {"stage": 1}, "model": {"model_name_or_path": "/models/tiny"}}
     assert model_title(medusa) == "tiny, Medusa heads" and "sum over the heads" in loss_unit(medusa)
+    pairs = {**settings, "task": "dpo", "preference": {"loss_type": "ipo"}}
+    assert model_title(pairs) == "Qwen/Qwen2.5-0.5B, preferences (ipo), QLoRA" and loss_unit(pairs) == "mean over pairs"
+    assert loss_unit({**pairs, "preference": {"loss_type": "kto"}}) == "mean over answers"
     distilled = {**settings, "task": "distill", "distill": {"teacher": "/models/large"}}
     assert model_title(distilled) == "Qwen/Qwen2.5-0.5B, distilled from large, QLoRA"
 

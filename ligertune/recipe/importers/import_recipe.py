@@ -26,6 +26,7 @@ from ligertune.recipe.importers.peers import (
     Peer,
     likely_peer,
 )
+from ligertune.recipe.importers.preferences import PREFERENCE_ALIASES, REFERENCE_KEYS, convert_preferences
 from ligertune.recipe.plain_yaml import dump
 from ligertune.recipe.read import REQUIRED, read_document
 from ligertune.recipe.rules import check_rules
@@ -80,10 +81,11 @@ def import_recipe(path: Path) -> Import:
     document.data = {name: value for name, value in document.data.items() if value is not None}
     work = Import(peer_of(document), document, path.absolute().parent)
     _refuse_other_objectives(document)
+    convert_preferences(document)
     _datasets(work)
     _method(work)
     # the importer's aliases first: they are more specific than those of recipes
-    apply_aliases(document, [row for row in IMPORTED if row.key in keys()])
+    apply_aliases(document, [row for row in (*IMPORTED, *PREFERENCE_ALIASES) if row.key in keys()])
     apply_aliases(document)
     _flat_keys(work)
     _unknown_keys(work)
@@ -115,8 +117,8 @@ def _refuse_other_objectives(document: Document) -> None:
         value = document.data.get(name, False)
         if value not in (False, *supported):
             raise UserError(
-                f"{document.place((name,))}: {name}: {value} is not supported: ligertune trains on texts and answers, "
-                "not yet on preferences (DPO, KTO, ORPO) or rewards.",
+                f"{document.place((name,))}: {name}: {value} is not supported: ligertune trains on texts, answers and "
+                "preferences, not on rewards.",
                 hint="Keep the other tool for this file.",
             )
 
@@ -208,10 +210,10 @@ def _flat_keys(work: Import) -> None:
 
 def _unknown_keys(work: Import) -> None:
     """Remove unknown keys at the top level and in data sets, each with the reason."""
-    document = work.document
+    document, reasons = work.document, REASONS | REFERENCE_KEYS
     for name in list(document.data):
         if name not in keys():
-            work.leave((name,), REASONS.get(name, UNKNOWN))
+            work.leave((name,), reasons.get(name, UNKNOWN))
     for which in ("datasets", "eval_datasets"):
         items = document.get(("data", which)) if document.has(("data", which)) else []
         for index, item in enumerate(items):
@@ -277,8 +279,8 @@ def _values(work: Import) -> None:
             return  # valid, or a required key is missing: the complaints say which
         for path in removable:
             why = next((message for message in messages if dotted(path) in message), UNKNOWN)
-            changes_objective = path in (("task",), ("method", "type")) and document.get(path) not in NOTHING
-            if changes_objective:  # without it the run would train something else
+            is_objective = path in (("task",), ("method", "type"), ("preference", "loss_type"))
+            if is_objective and document.get(path) not in NOTHING:  # without it the run would train something else
                 raise UserError(f"{document.place(path)}: {why}", hint="Keep the other tool for this file.")
             work.leave(path, why)
         document.complaints.clear()

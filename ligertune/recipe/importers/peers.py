@@ -86,8 +86,11 @@ NOT_OURS = {
 }
 
 
-# Keys that choose what is trained for, and the values that are supervised fine-tuning. `rl` is Axolotl's.
-OBJECTIVES: dict[str, tuple[str, ...]] = {"stage": ("sft", "pt"), "rl": ()}
+# Keys that choose what is trained for, and the values that have a counterpart. `rl` is Axolotl's.
+OBJECTIVES: dict[str, tuple[str, ...]] = {
+    "stage": ("sft", "pt", "dpo", "kto"),
+    "rl": ("dpo", "ipo", "orpo", "kto", "simpo"),
+}
 TWICE_THE_RANK = "twice the rank"  # LLaMA-Factory's default of lora_alpha
 
 

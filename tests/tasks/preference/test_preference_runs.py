@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from forked_ranks import on_ranks
-from preference_runs import pairs, train_pairs
-from quickstart_runs import RESUME, saves, unfinished
+from preference_runs import pairs, settings, train_pairs
+from quickstart_runs import RESUME, plan_run, saves, unfinished
 
 from ligertune.data.cache import cache_home
 from ligertune.errors import UserError
@@ -78,8 +78,17 @@ def test_the_loss_does_not_depend_on_how_a_batch_is_computed(changes, expected, 
 @pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
 def test_two_ranks_train_as_one_process(strategy, expected, tmp_path):
     """Eight evaluation pairs in batches of five: the second rank has none left of a second batch."""
-    settings = {"parallel.strategy": strategy, "eval.per_device_eval_batch_size": 5}
-    check_close(on_ranks(2, lambda rank: run(tmp_path, **settings))[0], expected)
+    changes = {"parallel.strategy": strategy, "eval.per_device_eval_batch_size": 5}
+    check_close(on_ranks(2, lambda rank: run(tmp_path, **changes))[0], expected)
+
+
+def test_the_plan_counts_the_weights_of_a_copy(tmp_path):
+    plans = [
+        plan_run(tmp_path, **settings(tmp_path, ROWS, **{"preference.reference": reference})).plan
+        for reference in ("precompute", "copy")
+    ]
+    sizes = [plan.peak.parts()["frozen_model"] for plan in plans]
+    assert sizes == [0, 4 * plans[0].n_parameters]
 
 
 @pytest.mark.slow
@@ -115,11 +124,11 @@ def test_a_run_reuses_the_log_probabilities_of_another(tmp_path, monkeypatch):
 @pytest.mark.parametrize("method", [{}, pytest.param(LORA, marks=pytest.mark.slow)], ids=["full", "lora"])
 def test_a_resumed_run_is_the_same_to_the_bit(method, tmp_path, monkeypatch):
     """Its initial weights are gone: it reads the run's own log-probabilities, not the data cache."""
-    settings = {**method, **saves(2)}
-    whole = run(tmp_path, **settings)
+    changes = {**method, **saves(2)}
+    whole = run(tmp_path, **changes)
     unfinished(tmp_path)
     monkeypatch.setenv("LIGERTUNE_CACHE", str(tmp_path / "empty"))
-    assert run(tmp_path, **settings, **RESUME) == whole
+    assert run(tmp_path, **changes, **RESUME) == whole
 
 
 def test_a_resumed_run_without_its_log_probabilities_says_what_to_do(tmp_path, monkeypatch):
