@@ -52,7 +52,7 @@ DROP_REASONS: dict[str, str] = {
     "cut through an image": "data.max_length ends before the last image does, with on_overlength: truncate",
     "no text": "the row is empty: there is nothing to learn",
     "no trained token": "all its answers have weight 0, or the tokenizer merged them into the prompt",
-    "too long": "more than data.max_length tokens, with on_overlength: drop",
+    "too long": "more than data.max_length tokens, with data.on_overlength: drop",
     "cut before the answer": "no trained token is left within data.max_length, with on_overlength: truncate",
 }
 # reasons that data.on_overlength decides on, not on_bad_row
