@@ -30,7 +30,7 @@ from ligertune.patching.deferred_logits import (
     count_fused,
     count_materialised,
 )
-from ligertune.patching.label_copy import copy_labels
+from ligertune.patching.host_copy import copy_labels
 from ligertune.patching.module_patch import ModulePatch, names_in, patch_module
 from ligertune.patching.observers import observer_of
 from ligertune.patching.probe import Refusal
