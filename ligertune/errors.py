@@ -37,10 +37,10 @@ def format_rate(per_second: float) -> str:
 
 
 def format_count(number: float) -> str:
-    """Shorten a number: 12345678 -> 12.3M."""
+    """Shorten a number to three digits: 12345678 -> 12.3M, 6400 -> 6.40k."""
     for unit, scale in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if number >= scale:
-            return f"{number / scale:.3g}{unit}"
+        if number >= 0.9995 * scale:  # 999,960 is rounded to 1.00M
+            return f"{format_rate(number / scale)}{unit}"
     return f"{number:.0f}"
 
 

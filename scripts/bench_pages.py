@@ -230,15 +230,19 @@ def _bars(figure: Any, page: Page) -> None:
 
 
 def _dots(figure: Any, page: Page) -> None:
-    """Draw a line of dots per row. chart: values {key: name in the legend}, labels (keys), axis (label)."""
+    """Draw a line of dots per row. chart: values {key: name in the legend}, labels (keys), axis (label).
+
+    Only the first value has filled markers, which stay visible in the outlines of others at the same place.
+    """
     chart, rows = page.chart, page.rows
     panel = figure.subplots()
     for (key, name), colour, marker in zip(chart["values"].items(), COLOURS, MARKERS, strict=False):
         drawn = [(row[key], i) for i, row in enumerate(rows) if row.get(key) is not None]
         if drawn:
-            panel.scatter(
-                *zip(*drawn, strict=True), s=34, color=colour, marker=marker, label=name, alpha=0.85, zorder=3
-            )
+            first = colour == COLOURS[0]
+            fill = {"s": 28, "facecolors": colour} if first else {"s": 52, "facecolors": "none", "linewidths": 1.4}
+            panel.scatter(*zip(*drawn, strict=True), edgecolors=colour, marker=marker, label=name, zorder=3, **fill)
+    panel.set_ylim(-0.7, len(rows) - 0.3)
     panel.set_yticks(range(len(rows)), [_name(row, chart["labels"]) for row in rows], fontsize=8)
     panel.invert_yaxis()
     panel.set_xlim(left=0)
@@ -258,12 +262,15 @@ def _lines(figure: Any, page: Page) -> None:
             for j, second in enumerate(styles):
                 mine = [row for row in rows if (row[chart["colour"]], row[chart["style"]]) == (first, second)]
                 if mine:
+                    fill = "none" if i else COLOURS[0]  # outlines leave the first side's markers visible
                     panel.plot([row[x] for row in mine], [row[key] for row in mine], STYLES[j], color=COLOURS[i],
-                               marker=MARKERS[i], label=f"{first}, {second} {chart['style']}")  # fmt: skip
+                               marker=MARKERS[i], markersize=5 + 3 * i, markerfacecolor=fill, zorder=4 - i,
+                               label=f"{first}, {second} {chart['style']}")  # fmt: skip
         places = _distinct(rows, x)
         panel.set_xscale("log", base=2)
         panel.set_xticks(places, [f"{place / 1024:g}k" if place >= 1024 else place for place in places])
-        panel.set(xlabel=x_label, ylabel=label, ylim=(0, None))
+        top = 1.08 * max(row[key] for row in rows)  # room for the highest marker; 0 on a CPU, which measures no memory
+        panel.set(xlabel=x_label, ylabel=label, ylim=(0, top or None))
         _tidy(panel, "y")
         panel.yaxis.set_major_formatter("{x:,g}")
     _legend(figure, page, panels[0])

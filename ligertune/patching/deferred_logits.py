@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from ligertune.patching.label_copy import LabelCopy
+from ligertune.patching.host_copy import LabelCopy
 
 
 @dataclass

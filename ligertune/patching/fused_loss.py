@@ -32,7 +32,7 @@ from ligertune.patching.deferred_logits import (
     next_tokens,
 )
 from ligertune.patching.head_loss import loss_from_logits
-from ligertune.patching.label_copy import copy_labels
+from ligertune.patching.host_copy import copy_labels
 from ligertune.patching.module_patch import ModulePatch, names_in, patch_module
 from ligertune.patching.observers import observer_of
 from ligertune.patching.probe import Refusal
@@ -151,7 +151,7 @@ def loss_in_head(
     """Compute ForCausalLMLoss from deferred logits; a tensor of logits goes to ForCausalLMLoss itself.
 
     labelled_rows: `ligertune_kernels.labelled_rows` of the batch's labels, if the collator computed them. The head then
-    skips the other rows. For labels on a GPU they are found while the forward runs (`label_copy`).
+    skips the other rows. For labels on a GPU they are found while the forward runs (`host_copy`).
     """
     STATE.counted = True
     form = None

@@ -14,7 +14,6 @@ from dataclasses import asdict, dataclass, field
 from typing import Literal
 
 import torch
-from torch import Tensor
 
 if sys.platform != "win32":
     import resource
@@ -143,34 +142,6 @@ class Meter:
         steady = {f"{kind}_steady": size for kind, size in peak.items()}
         run = {f"{kind}_run": max(size, self._peak_before_reset[kind]) for kind, size in peak.items()}
         return {**steady, **run}
-
-
-class HostCopy:
-    """An asynchronous copy of device values to the host, without the synchronisation of `.item()`.
-
-    A synchronisation in each step leaves a GPU idle until the host has launched the first kernels of the next step.
-    `read` waits for the values as they were when the copy was made, not for work launched later.
-    """
-
-    def __init__(self, values: Tensor) -> None:
-        self._event = None
-        if values.device.type != "cuda":
-            self._host = values.detach().clone()
-            return
-        self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-        self._host.copy_(values.detach(), non_blocking=True)
-        self._event = torch.cuda.Event()
-        self._event.record(torch.cuda.current_stream(values.device))
-
-    def has_arrived(self) -> bool:
-        """Return whether `read` would not wait."""
-        return self._event is None or self._event.query()
-
-    def read(self) -> Tensor:
-        """Return the values on the CPU."""
-        if self._event is not None:
-            self._event.synchronize()
-        return self._host
 
 
 def synchronize(device: torch.device) -> None:

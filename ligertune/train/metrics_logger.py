@@ -16,12 +16,13 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from ligertune.errors import UserError
+from ligertune.patching.host_copy import HostCopy
 from ligertune.planning.plan import Plan
 from ligertune.storage import MetricsFile, utc_now
 from ligertune.tasks.task import Measures
 from ligertune.train.checks import FiniteLossCheck
 from ligertune.train.distributed import full_tensor, reduce_sum
-from ligertune.train.meter import HostCopy, Lap, Meter
+from ligertune.train.meter import Lap, Meter
 
 PROFILE_FOLDER = "profile"
 

@@ -12,11 +12,11 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from ligertune.attention.sdpa import deterministic_backward
+from ligertune.patching.host_copy import HostCopy
 from ligertune.planning.plan import Plan
 from ligertune.tasks.task import Task
 from ligertune.train.cuda_graphs import CudaGraphedStep
 from ligertune.train.distributed import reduce_sum, uses_deepspeed
-from ligertune.train.meter import HostCopy
 from ligertune.train.optim.gradients import check_gradients, clip_gradients
 
 Rows = Sequence[np.ndarray]  # the rows of one micro-batch, each as example indices

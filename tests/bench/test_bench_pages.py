@@ -5,6 +5,7 @@ import sys
 from argparse import ArgumentParser
 
 import pytest
+from command_line import ROOT
 from script_modules import load_script
 
 PAGE = {
@@ -81,3 +82,16 @@ def test_the_file_is_named_after_the_device(pages, device, count, name):
 def test_the_command_of_a_page_has_no_local_paths(pages, monkeypatch):
     run(pages, monkeypatch, "--corpus", "/data/x", "--only", "packed", "--page=/tmp/pages", "--commit", "1234567")
     assert pages.command_line() == PAGE["command"]
+
+
+def test_the_kernels_page_names_the_rows_in_which_another_is_faster(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    shares = {"ligertune share": 80.0, "ligertune, lean share": None, "torch.compile share": 81.0}
+    rows = [
+        {"op": "`swiglu`", "size": "8x8", **shares, "liger-kernel share": 81.5},  # within 2 %
+        {"op": "`jsd`", "size": "8x9", **shares, "liger-kernel share": 100.0},
+        {"op": "`linear_jsd`", "size": "8", **shares, "ligertune, lean share": 50.0, "liger-kernel share": 55.0},
+    ]
+    ours, lean = load_script("bench_kernels").slower_rows(rows, ["torch.compile", "liger-kernel"])
+    assert ours.endswith("slower than another column: `jsd` 8x9 (liger-kernel takes 20.0% less time).")
+    assert lean.endswith("slower than liger-kernel: `linear_jsd` 8 (liger-kernel takes 9.1% less time).")

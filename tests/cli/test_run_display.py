@@ -10,6 +10,7 @@ import termios
 import time
 import traceback
 from collections.abc import Callable
+from importlib.util import find_spec
 
 import pytest
 from command_line import RECIPE, overrides, run_here
@@ -94,6 +95,18 @@ def test_the_bar_fits_a_terminal_and_logged_lines_stay(columns):
     assert any("planning" in line for line in drawn) and any("first step" in line for line in drawn)
 
 
+def test_tables_of_a_terminal_wrap_and_have_no_trailing_blanks():
+    def work() -> None:
+        console.table("Plan", [("model", "tiny"), ("batch", "8 rows of 512 tokens per step, " * 3)])
+        console.columns("Median of three repeats", ["side", "tokens/s"], [["with", "12,345"], ["without"]])
+
+    said, code = in_terminal(60, work)
+    lines = COLOUR.sub("", said).splitlines()
+    assert code == 0 and max(map(len, lines)) <= 60
+    assert (lines[:2], lines[4]) == (["Plan", "model  tiny"], "Median of three repeats")
+    assert len(lines) == 8 and [line for line in lines if line != line.rstrip()] == []
+
+
 def test_in_a_pipe_each_line_is_written_once_without_control_characters(tmp_path, monkeypatch):
     monkeypatch.delenv("COLUMNS", raising=False)  # workers of pytest-xdist have it from readline
     settings = {"train.max_steps": 3, "data.datasets.0.max_samples": 20, "logging.logging_steps": 1,
@@ -107,7 +120,8 @@ def test_in_a_pipe_each_line_is_written_once_without_control_characters(tmp_path
     assert len(set(filter(None, lines))) == len(list(filter(None, lines)))
     assert [line.split("  ")[0] for line in lines if line.startswith("step ")] == [
         "step 1/3", "step 2/3", "step 3/3", "step 3/3"]  # fmt: skip
-    assert any(re.match(r"written +run/report\.", line) for line in lines)
+    files = ["run/report.html", "run/report.json", *(["run/curves.png"] if find_spec("matplotlib") else [])]
+    assert any(re.fullmatch(f"written +{', '.join(files)}", line) for line in lines)
 
 
 def test_the_remaining_time_follows_the_mean_and_leaves_compilation_out():

@@ -57,7 +57,7 @@ def test_plain_text_marks_trained_spans_and_a_terminal_gets_colours(data, storie
     page = printed(data, preview(data.train, stories, 2), terminal=False)
     assert "### Response:\n[[  é 👩‍👧 [x]\nbye </s>]]" in page and "[[yes</s>]]" in page
     assert "2 of 3 rows" in page and "1 empty answer" in page and "d.jsonl:3" in page
-    assert f"{data.report.trained_share:.1%}" in page and f"longest {data.train.lengths.max()}" in page
+    assert f"{100 * data.report.trained_share:.1f} %" in page and f"longest {data.train.lengths.max()}" in page
     page = printed(data, preview(data.train, stories, 1), terminal=True)
     assert "[[" not in page and "\x1b[32m" in page and "\x1b[4;32m" in page
 

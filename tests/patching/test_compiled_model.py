@@ -67,7 +67,6 @@ def test_a_patched_model_makes_no_more_graphs_than_an_unpatched_one(backend, dev
     patch(patched)
     expected_graphs, expected = in_new_thread(lambda: train_compiled(plain, ALL_LENGTHS, backend, device))
     graphs, found = in_new_thread(lambda: train_compiled(patched, ALL_LENGTHS, backend, device))
-    # torch's compiler fails on kernels with sizes that vary before 2.13, so each length has its graph
-    assert graphs <= (expected_graphs if device == "cpu" or torch.__version__ >= (2, 13) else len(ALL_LENGTHS))
+    assert graphs <= expected_graphs
     for (loss, *_), (expected_loss, *_) in zip(found, expected, strict=True):
         torch.testing.assert_close(loss, expected_loss, rtol=tolerance, atol=0)

@@ -11,7 +11,7 @@ from same_training import assert_same_training
 
 from ligertune.patching.deferred_logits import loss_counts, loss_only
 from ligertune.patching.fused_loss import chunk_loss
-from ligertune.patching.label_copy import LabelCopy
+from ligertune.patching.host_copy import LabelCopy
 from ligertune.patching.patch import patch
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -89,8 +89,8 @@ def test_a_copy_of_the_labels_gives_the_rows_of_these_labels_only(device):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("given", ["labels", "shift_labels", "nothing"])
 def test_rows_of_copied_labels_change_neither_loss_nor_gradients(given, device, monkeypatch):
-    monkeypatch.setattr("ligertune.patching.label_copy.MIN_PRODUCTS", 0)
-    monkeypatch.setattr("ligertune.patching.label_copy.DEVICES", (device,))
+    monkeypatch.setattr("ligertune.patching.host_copy.MIN_PRODUCTS", 0)
+    monkeypatch.setattr("ligertune.patching.host_copy.DEVICES", (device,))
     plain, batch = tiny_models.make("gemma2").to(device), tiny_models.batch(rows=3, length=20, device=device)
     batch["labels"][:, :14] = -100
     if given == "shift_labels":
@@ -110,14 +110,14 @@ def test_rows_of_copied_labels_change_neither_loss_nor_gradients(given, device, 
 
 
 def test_labels_on_a_device_are_copied_only_where_skipping_rows_pays(monkeypatch):
-    monkeypatch.setattr("ligertune.patching.label_copy.DEVICES", ("cpu",))
+    monkeypatch.setattr("ligertune.patching.host_copy.DEVICES", ("cpu",))
     taken = []
     monkeypatch.setattr(LabelCopy, "rows", lambda self, labels, **options: taken.append(options) or None)
     model, batch = tiny_models.make("llama"), tiny_models.batch()
     patch(model)
     model(**batch)
     assert taken == []
-    monkeypatch.setattr("ligertune.patching.label_copy.MIN_PRODUCTS", 0)
+    monkeypatch.setattr("ligertune.patching.host_copy.MIN_PRODUCTS", 0)
     model(**batch, labelled_rows=labelled_rows(batch["labels"], shift=1))
     assert taken == []
     model(**batch)

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from ligertune.cli.render.run_report import show_report
 from ligertune.data.batching.order import DataOrder
-from ligertune.errors import format_rate
+from ligertune.errors import format_bytes, format_count, format_rate
 from ligertune.report import loss_unit, model_title
 from ligertune.report.provenance import command_line, git_commit
 from ligertune.report.svg_chart import tick_labels, ticks
@@ -138,6 +138,15 @@ def test_charts_place_their_points_by_the_ticks(resumed, lines):
         places = [float(pair.split(",")[1]) for pair in re.search(r'points="([^"]+)"', chart)[1].split()]
         values = [low + (y - y0) / (y1 - y0) * (high - low) for y in places]
         assert values == pytest.approx([line[key] for line in lines if key in line], abs=0.005 * high)
+
+
+def test_a_shortened_count_has_three_digits():
+    numbers = (999, 6400, 12345, 999_960, 260_032, 8.03e9)
+    assert [format_count(number) for number in numbers] == ["999", "6.40k", "12.3k", "1.00M", "260k", "8.03B"]
+
+
+def test_few_bytes_are_not_zero_mebibytes():
+    assert [format_bytes(number) for number in (40_000, 600_000, 3 << 29)] == ["39.1 KiB", "0.6 MiB", "1.50 GiB"]
 
 
 @pytest.mark.parametrize(

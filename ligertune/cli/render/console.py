@@ -44,8 +44,12 @@ def people_on_stderr(json_wanted: bool) -> None:
 
 def text(message: str = "") -> None:
     """Print a line, without interpreting markup. A terminal that is gone does not stop the command."""
+    _print_line(Text(message))
+
+
+def _print_line(line: Text) -> None:
     try:
-        OUTPUT.console.print(Text(message))
+        OUTPUT.console.print(line)
     except OSError as problem:
         if problem.errno != errno.EIO:
             raise
@@ -76,34 +80,31 @@ def error(problem: UserError) -> None:
 
 def table(title: str, rows: Iterable[tuple[str, str]]) -> None:
     """Print a table of names and values."""
-    grid = Table(title=title, title_justify="left", title_style="bold", show_header=False, box=None, pad_edge=False)
+    grid = Table(show_header=False, box=None, pad_edge=False)
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column(overflow="fold")
     for name, value in rows:
         grid.add_row(Text(name), Text(value))
-    _print_grid(grid)
+    _print_grid(title, grid)
 
 
 def columns(title: str, header: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
     """Print a table with a header. The first column is left-aligned, the others right-aligned; rows may be shorter."""
-    grid = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    grid = Table(box=None, pad_edge=False)
     for i, name in enumerate(header):
         grid.add_column(Text(name), justify="right" if i else "left", overflow="fold")
     for row in rows:
         grid.add_row(*(Text(str(cell)) for cell in row))
-    _print_grid(grid)
+    _print_grid(title, grid)
 
 
-def _print_grid(grid: Table) -> None:
-    """Print a table; in a file or pipe without the blanks that fill its last column."""
-    console = OUTPUT.console
-    if console.is_terminal:
-        console.print(grid)
-        return
-    with console.capture() as captured:
-        console.print(grid)
-    for line in captured.get().splitlines():
-        text(line.rstrip())
+def _print_grid(title: str, grid: Table) -> None:
+    """Print a table without the blanks that fill its last column, and a title that may be wider than the table."""
+    _print_line(Text(title, style="bold"))
+    for segments in OUTPUT.console.render_lines(grid, pad=False):
+        line = Text.assemble(*((segment.text, segment.style or "") for segment in segments))
+        line.rstrip()
+        _print_line(line)
 
 
 def status(words: str) -> Status:

@@ -67,13 +67,12 @@ def account_rows(summary: dict[str, Any], *, with_counts: bool = True) -> list[t
         rows.append(("streamed", "only the first examples were read; all counts below are theirs"))
     else:
         held_out = f", and {summary['eval_examples']} for evaluation" if summary["eval_examples"] else ""
-        overlength = f"{report['overlength']} ({report['overlength'] / max(report['rows_read'], 1):.1%})"
+        overlength = f"{report['overlength']} ({_percent(report['overlength'] / max(report['rows_read'], 1))})"
         what = "pairs" if summary["sequences_per_example"] == 2 else "examples"
         rows.append((what, f"{report['examples']} of {plural(report['rows_read'], 'row')}{held_out}"))
         rows += _reasons("dropped", report) + _reasons("repaired", report) if with_counts else []
-        rows.append(
-            ("tokens", f"{report['tokens']}, {report['trained_tokens']} trained ({report['trained_share']:.1%})")
-        )
+        trained = f"{report['trained_tokens']:,} trained ({_percent(report['trained_share'])})"
+        rows.append(("tokens", f"{report['tokens']:,}, {trained}"))
         rows += _answers(summary)
         rows.append(("too long", f"{overlength}, {report['truncated']} truncated"))
     if summary["images"]:
@@ -141,8 +140,8 @@ def training_rows(outlook: dict[str, Any]) -> list[tuple[str, str]]:
         "padded to max_length": "fill_to_max_length",
     }
     return [
-        ("rows per epoch", f"{outlook['rows']}, {kind}; {1 - outlook['fill']:.1%} padding"),
-        ("padding if", "; ".join(f"{way}: {1 - outlook[key]:.1%}" for way, key in fills.items())),
+        ("rows per epoch", f"{outlook['rows']}, {kind}; {_percent(1 - outlook['fill'])} padding"),
+        ("padding if", "; ".join(f"{way}: {_percent(1 - outlook[key])}" for way, key in fills.items())),
         (
             "per step",
             f"{plural(outlook['rows_per_step'], 'row')} over {plural(outlook['processes'], 'process', 'processes')}, "
@@ -154,6 +153,10 @@ def training_rows(outlook: dict[str, Any]) -> list[tuple[str, str]]:
             f"{outlook['tokens']:,} tokens, {outlook['trained_tokens']:,} of them trained",
         ),
     ]
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
 
 
 def _epoch_in_steps(steps: float) -> str:

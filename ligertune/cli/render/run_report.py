@@ -81,9 +81,9 @@ def _dataset(plan: Plan) -> str:
     data = plan.data
     if plan.rows.streamed:
         return f"streamed during training, template {data.template}"
-    examples, tokens = plural(data.examples, plan.rows.example_noun), plural(data.tokens, "token")
+    examples = plural(data.examples, plan.rows.example_noun)
     share = 100 * data.trained_tokens / max(1, data.tokens)
-    return f"{examples}, {tokens}, {share:.1f} % trained, template {data.template}"
+    return f"{examples}, {data.tokens:,} tokens, {share:.1f} % trained, template {data.template}"
 
 
 def _batch(plan: Plan) -> str:
@@ -140,7 +140,8 @@ def _throughput(speed: Throughput) -> list[tuple[str, str]]:
                      f"{speed.padded_tokens_per_second:,.0f} with padding ({100 * speed.padding_share:.1f} % padding); "
                      f"over {steps}, {warmup}"),
     ]  # fmt: skip
-    mfu = "unknown peak rate of this device or dtype" if speed.mfu is None else f"{100 * speed.mfu:.1f} %"
+    unknown = "not computed: no peak rate is known for this device and dtype"
+    mfu = unknown if speed.mfu is None else f"{100 * speed.mfu:.1f} %"
     if speed.images_per_second is not None:
         images = f"{speed.images_per_second:,.1f} ({speed.image_tokens_per_second:,.0f} of the tokens/s)"
         rows.append(("images/s", images))

@@ -55,7 +55,7 @@ DROP_REASONS: dict[str, str] = {
     "equal scores": "the scores of the chosen and the rejected answer are equal: neither is preferred",
     "no label": "the label is neither 1 nor 0, neither true nor false",
     "no trained token": "all its answers have weight 0, or the tokenizer merged them into the prompt",
-    "too long": "more than data.max_length tokens, with on_overlength: drop",
+    "too long": "more than data.max_length tokens, with data.on_overlength: drop",
     "cut before the answer": "no trained token is left within data.max_length, with on_overlength: truncate",
 }
 # reasons that data.on_overlength decides on, not on_bad_row

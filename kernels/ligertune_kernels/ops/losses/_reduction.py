@@ -140,6 +140,10 @@ def _scaled(t: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
         return t.mul_(factor) if runs_triton(t) else (t * factor).to(t.dtype)
     if not runs_triton(t):
         return t * factor.to(t.dtype)
+    if torch.compiler.is_compiling():
+        # inductor copies what a kernel changes in place if the forward's graph made it, and torch 2.11 fails to copy
+        # a tensor whose size varies: https://github.com/pytorch/pytorch/issues/181735
+        return (t.float() * factor).to(t.dtype)
     chip = chip_of(t.device)
     programs = min(triton.cdiv(t.numel(), SCALE_BLOCK), SCALE_PROGRAMS * chip.processors)
     with on_device(t):

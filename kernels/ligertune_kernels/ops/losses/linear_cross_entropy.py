@@ -15,9 +15,7 @@ multiplies by 256), dW is summed in fp32, and the backward multiplies by upstrea
 reduction="none" has one upstream value per row, by which dW cannot be scaled afterwards: its forward computes only the
 losses, and its backward computes the chunks again with these values (8 NEV).
 
-torch.compile sees the chunks as one operator: it would unroll their loop, and compile anew for each number of rows. It
-does so where kernels run and torch is older than 2.13, because its compiler fails on kernels with sizes that vary
-(https://github.com/pytorch/pytorch/issues/181735).
+torch.compile sees the chunks as one operator: it would unroll their loop, and compile anew for each number of rows.
 """
 
 from __future__ import annotations
@@ -29,7 +27,6 @@ import torch
 
 from ligertune_kernels.autocast import without_autocast
 from ligertune_kernels.autograd import no_double_backward
-from ligertune_kernels.launcher import runs_triton
 from ligertune_kernels.ops.losses._linear_chunks import Gradients, Targets, run_chunks
 from ligertune_kernels.ops.losses._linear_inputs import Head, check_linear, choose_schedule, empty_loss, rows_to_take
 from ligertune_kernels.ops.losses._reduction import (
@@ -45,8 +42,6 @@ from ligertune_kernels.ops.losses._schedule import CHUNK_BYTES, Schedule
 from ligertune_kernels.ops.losses._statistics_pass import RowStatistics, empty_statistics
 from ligertune_kernels.ops.losses.cross_entropy import cross_entropy_reference
 from ligertune_kernels.ops.losses.labelled_rows import scatter_rows
-
-KERNELS_TAKE_ANY_SIZE = torch.__version__ >= (2, 13)  # in a compiled graph
 
 
 def linear_cross_entropy_reference(
@@ -111,7 +106,7 @@ def schedule_or_bytes(
     needs: tuple[bool, bool] | None = None,
 ) -> Schedule | int:
     """Return `choose_schedule`, or chunk_bytes where all chunks are one operator of a compiled graph."""
-    if torch.compiler.is_compiling() and (KERNELS_TAKE_ANY_SIZE or not runs_triton(rows)):
+    if torch.compiler.is_compiling():
         return chunk_bytes
     return choose_schedule(rows, weight, chunk_bytes, needs)
 

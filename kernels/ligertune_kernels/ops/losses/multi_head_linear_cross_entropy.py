@@ -98,7 +98,7 @@ def multi_head_linear_cross_entropy(
     # The divisor of a row is n_k / c_k: infinite for a coefficient of 0.
     denominators = torch.cat([(n / c).expand(labels[0].numel()) for n, c in zip(counts, coefficients, strict=True)])
     denominators = denominators if index is None else denominators[index]  # (M,)
-    schedule = choose_schedule(rows, head.weight, chunk_bytes)
+    schedule = chunk_bytes if torch.compiler.is_compiling() else choose_schedule(rows, head.weight, chunk_bytes)
     with without_autocast(rows.device):
         total, losses = summed_losses(rows, head, Targets(flat, terms), denominators, schedule)
     losses = losses if index is None else scatter_rows(losses, index, labels.numel())

@@ -61,12 +61,13 @@ class LaunchPlan(NamedTuple):
     def grid(self, n_rows: int) -> tuple[tuple[int, int, int], int]:
         """Return the grid and the rows of each program: whole steps, spread as evenly as possible."""
         steps = -(-n_rows // self.rows)
+        if torch.compiler.is_compiling() and self.programs != PROGRAM_PER_TILE:
+            # A number that depends on n_rows makes torch.compile write more graphs. Some programs may get no rows.
+            return (self.programs, self.parts, 1), -(-steps // self.programs) * self.rows
         if steps <= self.programs:
             return (steps, self.parts, 1), self.rows
         steps_each = -(-steps // self.programs)
-        # A quotient of quotients takes torch.compile minutes with dynamic sizes; there, some programs get no rows.
-        programs = self.programs if torch.compiler.is_compiling() else -(-steps // steps_each)
-        return (programs, self.parts, 1), steps_each * self.rows
+        return (-(-steps // steps_each), self.parts, 1), steps_each * self.rows
 
 
 def _stages(step_bytes: int, programs: int, chip: Chip) -> int:

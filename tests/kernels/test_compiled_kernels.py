@@ -1,0 +1,69 @@
+"""Graphs of torch.compile that launch kernels, traced on meta tensors for an H100 that is absent."""
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func
+from ligertune_kernels import layer_norm, linear_cross_entropy, multi_head_linear_cross_entropy, rms_norm, swiglu
+from ligertune_kernels.launcher import TRITON_INSTALLED, meta_runs_as
+from torch._dynamo.backends.common import aot_autograd
+from torch._higher_order_ops import triton_kernel_wrap
+
+if not TRITON_INSTALLED:
+    pytest.skip("there is no kernel to trace", allow_module_level=True)
+from pretend_gpu import TARGETS, PretendDriver
+from triton.runtime import driver
+
+HIDDEN, VOCAB = 64, 96
+CHANGES = torch.ops.higher_order.triton_kernel_wrapper_functional
+
+
+@pytest.fixture
+def h100(monkeypatch):
+    """Let torch.compile trace kernels on meta tensors; their launches do nothing."""
+    monkeypatch.setattr(driver, "_active", PretendDriver(TARGETS["sm90"]))
+    monkeypatch.setattr("torch.utils._triton.has_triton", lambda: True)
+    for key in triton_kernel_wrap.triton_kernel_wrapper_mutation.py_kernels:
+        if "CompositeExplicitAutograd" in str(key):
+            kernels = triton_kernel_wrap.triton_kernel_wrapper_mutation.py_kernels
+            monkeypatch.setitem(kernels, key, lambda **options: None)
+    torch._dynamo.reset()
+    with meta_runs_as(TARGETS["sm90"]):
+        yield
+    torch._dynamo.reset()
+
+
+def one_head(hidden, weight, labels):
+    return linear_cross_entropy(hidden, weight, labels)
+
+
+def three_heads(hidden, weight, labels):
+    return multi_head_linear_cross_entropy([hidden] * 3, weight, labels.expand(3, -1), (1.0, 0.5, 0.25)).loss
+
+
+@pytest.mark.parametrize("loss_of", [one_head, three_heads])
+def test_two_graphs_serve_all_numbers_of_rows_and_no_kernel_changes_their_inputs(loss_of, h100):
+    """inductor copies an input that a kernel changes, and that of torch 2.11 fails where its size varies."""
+    graphs, launches = [], []
+
+    def collect(graph, _):
+        for node in graph.graph.find_nodes(op="call_function", target=CHANGES):
+            changed = [node.kwargs["kwargs"][name].op for name in node.kwargs["tensors_to_clone"]]
+            launches.append((triton_kernel_wrap.kernel_side_table.get_kernel(node.kwargs["kernel_idx"]), changed))
+        return make_boxed_func(graph.forward)
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return aot_autograd(fw_compiler=collect)(graph, inputs)
+
+    def step(x, norm_weight, norm_bias, weight, labels):
+        normed = layer_norm(rms_norm(x, norm_weight), norm_weight, norm_bias)
+        return loss_of(swiglu(normed, x), weight, labels)
+
+    compiled = torch.compile(step, backend=backend, fullgraph=True)
+    for n_rows in (48, 24, 34, 66, 5000):
+        sizes = (n_rows, HIDDEN), (HIDDEN,), (HIDDEN,), (VOCAB, HIDDEN)
+        leaves = [torch.empty(size, device="meta", requires_grad=True) for size in sizes]
+        compiled(*leaves, torch.empty(n_rows, dtype=torch.int64, device="meta")).backward()
+    assert len(graphs) == 2
+    assert len(launches) > 10
+    assert not [kernel for kernel, changed in launches if "placeholder" in changed]
