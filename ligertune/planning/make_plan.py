@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from ligertune.errors import UserError, format_bytes
 from ligertune.hardware import Machine
 from ligertune.planning.batch_layout import Rows, padding_free_notes
-from ligertune.planning.memory.activation_bytes import CUBLAS_WORKSPACE
+from ligertune.planning.memory.activation_bytes import CUBLAS_WORKSPACE, LOSS_CHUNK_ROWS
 from ligertune.planning.memory.activation_policy import checkpointing_notes, choose_policy, with_checkpointed_layers
 from ligertune.planning.memory.estimate import MemoryEstimate
 from ligertune.planning.memory.states import SHARDED_WEIGHTS, StateBytes, Strategy, shards_of, states_of
@@ -165,6 +165,7 @@ def estimate_memory(
         in_front=shape.in_front,
         heads=shape.heads,
         frozen_model=model.frozen_model,
+        loss_chunk=LOSS_CHUNK_ROWS if recipe.distill.teacher_file else 0,
     )
 
 

@@ -135,6 +135,12 @@ def test_a_frozen_model_adds_its_weights_and_a_teacher_the_loss_of_its_hidden_st
     assert one_layer._phases(rows, 8192, accumulates=False, memory=None)[0].name == "frozen model"
 
 
+def test_a_loss_in_chunks_needs_the_logits_of_a_chunk(shapes):
+    estimate = replace(estimate_of(shapes["lora"], "lora"), loss_chunk=1024)
+    (loss,) = [phase.loss for phase in estimate._phases(8192, 8192, accumulates=False, memory=None)[:1]]
+    assert loss == 1024 * V * 22 + 2 * 8192 * E * 2  # the head is frozen
+
+
 @pytest.mark.parametrize("method", ["full", "lora"])
 def test_recomputation_frees_norm_outputs_and_the_gated_product(method, shapes):
     """45 of 139 kB per token of a Llama-3-8B layer, also with adapters on all layers."""

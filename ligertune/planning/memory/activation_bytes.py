@@ -36,6 +36,7 @@ from ligertune.planning.memory.model_shape import FrozenModelShape, HeadShape, L
 CUBLAS_WORKSPACE = 2 * (32 << 20)
 # Device memory of a CUDA process outside torch's allocator: context, kernels, libraries.
 CUDA_CONTEXT = 600 << 20
+LOSS_CHUNK_ROWS = 1024  # tokens whose logits exist at a time in losses of plain torch
 
 
 @dataclass(frozen=True)
@@ -209,6 +210,16 @@ def divergence_bytes(
     row = head.hidden * itemsize
     gathered = 0 if batch.labels == batch.tokens else batch.labels * (row + frozen.hidden_bytes)
     return given + gathered + workspace + batch.labels * row + head.head_trains * head.elements * itemsize
+
+
+def chunked_loss_bytes(head: HeadShape, batch: MicroBatch, itemsize: int, rows: int) -> int:
+    """Return the peak bytes of a loss in plain torch that makes the logits of `rows` tokens at a time.
+
+    In its backward a chunk has its logits in the compute dtype and, in float32, a copy, one without the kept tokens,
+    the gradients of both, and one temporary. The weight's gradient of a chunk is added to that of the others.
+    """
+    logits = min(rows, batch.labels) * head.vocab * (itemsize + 5 * 4)
+    return logits + 2 * batch.labels * head.hidden * itemsize + 2 * head.head_trains * head.elements * itemsize
 
 
 def _gradient_bytes(

@@ -19,6 +19,7 @@ from ligertune.planning.memory.activation_bytes import (
     MicroBatch,
     StepBytes,
     StepPhase,
+    chunked_loss_bytes,
     divergence_bytes,
     loss_workspace,
     step_phases,
@@ -53,6 +54,7 @@ class MemoryEstimate:
     in_front: int = 0  # first layers without a backward, which save nothing
     heads: MedusaHeadsShape | None = None
     frozen_model: FrozenModelShape | None = None
+    loss_chunk: int = 0  # tokens whose logits a loss in plain torch makes at a time; 0: a kernel computes the loss
 
     def peak(
         self, micro_batch_size: int, row_length: int, *, accumulates: bool, memory: int | None = None
@@ -84,9 +86,12 @@ class MemoryEstimate:
         )
         if self.frozen_model is not None:
             return self._with_frozen_model(phases, batch, step)
-        if self.heads is None:
+        if self.heads is None and not (self.loss_chunk and self.policy.fused_loss):
             return phases
-        held, loss = self._heads_loss(batch, step.free)
+        if self.heads is None:
+            held, loss = 0, chunked_loss_bytes(self.head, batch, step.itemsize, self.loss_chunk)
+        else:
+            held, loss = self._heads_loss(batch, step.free)
         return tuple(
             replace(phase, activations=phase.activations + held, loss=loss) if phase.name == "loss" else phase
             for phase in phases

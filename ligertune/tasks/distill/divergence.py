@@ -23,12 +23,13 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ligertune.errors import UserError
+from ligertune.planning.memory.activation_bytes import LOSS_CHUNK_ROWS
 from ligertune.planning.options import DistillOptions
 from ligertune.tasks.output_head import LogitTransform
 from ligertune.tasks.task import Measures
 
 IGNORE_INDEX = -100
-CHUNK_ROWS = 1024  # tokens whose logits exist at a time where no kernel computes the divergence
+CHUNK_ROWS = LOSS_CHUNK_ROWS  # tokens whose logits exist at a time where no kernel computes the divergence
 
 
 @dataclass(frozen=True)

@@ -211,6 +211,12 @@ def load_teacher(plan: Plan, device: torch.device) -> Teacher:
     if distill.teacher_offload:
         offload_layers(model, device)
     found = Teacher(model)
+    tokens = {"input_ids": torch.tensor([[1, 2]], device=device)}
+    if not bool(found.hidden_states(tokens).isfinite().all()):
+        raise TEACHER.error(
+            f"this {type(model).__name__} computes NaN or infinity.",
+            hint="Its weights are damaged, or too large for distill.teacher_dtype.",
+        )
     prepare_masks(backbone_of(model))
     if plan.rows.is_padding_free:
         try:

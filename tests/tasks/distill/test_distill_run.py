@@ -176,6 +176,12 @@ def test_methods_train(method, student, tmp_path):
 
 
 @SLOW
+def test_streamed_data_train(student, tmp_path):
+    lines = distil(tmp_path, student, **{"data.streaming": True, "data.val_split": 0})
+    assert len(values(lines, "kl")) == 3
+
+
+@SLOW
 def test_the_student_halves_its_kl_to_the_teacher(student, tmp_path):
     changes = {"train.max_steps": 120, "train.learning_rate": 1e-2, "data.datasets.0.max_samples": 400}
     changes |= {"data.packing": True, "distill.loss": "forward_kl", "logging.logging_steps": 10}

@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 from command_line import run_here
-from distill_runs import TEACHER, distill_settings, save_student
+from distill_runs import TEACHER, distil, distill_settings, save_student
 from quickstart_runs import plan_run
 from transformers import AutoModelForCausalLM
 
@@ -89,6 +89,15 @@ def test_a_teacher_with_a_state_takes_no_packed_rows(tmp_path):
     with pytest.raises(UserError, match=words) as no:
         plan_run(tmp_path, **distill_settings(TEACHER, **{"distill.teacher": folder, "data.packing": True}))
     assert no.value.hint == "Write data.packing: false and data.padding_free: false."
+
+
+def test_a_teacher_that_overflows_ends_the_run_before_its_first_step(tmp_path):
+    folder = save_student(tmp_path / "teacher")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.model.norm.weight.data.fill_(3e38)
+    model.save_pretrained(folder)
+    with pytest.raises(UserError, match=r"^distill\.teacher: this LlamaForCausalLM computes NaN or infinity"):
+        distil(tmp_path, save_student(tmp_path / "student"), **{"distill.teacher": folder})
 
 
 def test_the_memory_plan_holds_the_teacher(tmp_path):
