@@ -154,6 +154,18 @@ def data_rows_of(recipe: Recipe) -> DataRows:
     return "labelled" if recipe.preference.loss_type == "kto" else "pairs"
 
 
+def reference_of(
+    preference: PreferenceOptions, method: MethodOptions
+) -> Literal["precompute", "adapter", "copy", "none"]:
+    """Return where the reference log-probabilities of task: dpo come from."""
+    if preference.loss_type in ("simpo", "orpo"):
+        return "none"
+    if preference.reference != "auto":
+        return preference.reference
+    adapts = method.type in ("lora", "qlora") and not method.lora_modules_to_save
+    return "adapter" if adapts else "precompute"
+
+
 def saved_options(folder: Path) -> RunOptions | None:
     """Return the options of the run in `folder`, or of the run with this `model` folder; None without a recipe."""
     for place in (folder, folder.parent):

@@ -16,7 +16,7 @@ from ligertune.storage import newest_checkpoint
 # Files that a run writes into output_dir. --overwrite removes these and nothing else.
 RUN_FILES = (
     "plan.json", "report.json", "metrics.jsonl", "resolved_recipe.yaml", "checkpoints", "model", "best", "profile",
-    "trackers", "curves.png", "report.html", "ranks", "medusa", "medusa_report.json", "medusa_report.png",
+    "trackers", "curves.png", "report.html", "ranks", "medusa", "medusa_report.json", "medusa_report.png", "reference",
 )  # fmt: skip
 
 MADE_BEFORE_TRAINING = (
@@ -27,6 +27,7 @@ MADE_BEFORE_TRAINING = (
     "profile",
     "trackers",
     "ranks",
+    "reference",
 )
 
 HEADS_FILES = ("config.json", "medusa_lm_head.safetensors")

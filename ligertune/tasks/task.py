@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -52,12 +52,14 @@ class Task:
     """Supervised fine-tuning; the base of all tasks.
 
     label_shifts: how many tokens ahead the labels of a row are. measures: what is logged next to the loss. resumed:
-    whether the weights at `prepare` are those of a checkpoint. notes: what the report says after the first step.
+    whether the weights at `prepare` are those of a checkpoint. say: shows the progress of `prepare`. notes: what the
+    report says after the first step.
     """
 
     label_shifts: tuple[int, ...] = (1,)
     resumed: bool = False
     notes: tuple[str, ...] = ()
+    say: Callable[[str], None] = staticmethod(lambda words: None)
 
     def __init__(self, shape: ModelShape) -> None:
         self.shape = shape

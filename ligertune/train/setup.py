@@ -84,7 +84,7 @@ class Training:
         self.order = _data_order(plan, job.data.train, job.images)
         self.batcher, self.eval_batcher = _batchers(job, accelerator, self.order, self.task)
         check_context_parallel(plan, self.model, self.batcher, vocab_size=self.task.shape.vocab_size)
-        self.task.resumed = self.resumed_from > 0
+        self.task.resumed, self.task.say = self.resumed_from > 0, display.begins
         self.task.prepare(self.model, [b for b in (self.batcher, self.eval_batcher) if b is not None])
         self.saver = Saver(accelerator, plan, self.model, self.optimizer)
         self.meter = Meter(accelerator.device, warmup_steps=plan.measurement.warmup_steps)

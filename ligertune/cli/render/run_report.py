@@ -48,12 +48,27 @@ def show_plan(plan: Plan) -> None:
         rows.insert(6, ("evaluation", plural(data.eval_examples, plan.rows.example_noun)))
     if plan.teacher is not None:
         rows.insert(1, ("teacher", _teacher(plan.teacher)))
+    if plan.build.task == "dpo":
+        rows.insert(1, ("preference", _preference(plan)))
     table("Plan", rows)
     for line in plan.kernels:
         if line.left:
             text(f"  not replaced: {line.left} x {line.kernel}: {line.note}")
     for note in plan.notes:
         text(f"  note: {note}")
+
+
+def _preference(plan: Plan) -> str:
+    from ligertune.planning.options import reference_of
+
+    words = {
+        "precompute": "log-probabilities of the reference computed before training",
+        "adapter": "reference: the model without its adapter",
+        "copy": "reference: a copy of the model",
+        "none": "no reference",
+    }
+    preference = plan.build.preference
+    return f"{preference.loss_type}, {words[reference_of(preference, plan.build.method)]}"
 
 
 def _teacher(teacher: TeacherPlan) -> str:

@@ -82,7 +82,7 @@ class KtoTask(Task):
         for batcher in batchers:
             made = Examples(mismatched_examples(batcher.examples, block=block, max_length=longest))
             self._mismatched[id(batcher.examples)] = replace(batcher, examples=made)
-        self._reference.prepare(model, [*batchers, *self._mismatched.values()], resumed=self.resumed)
+        self._reference.prepare(model, [*batchers, *self._mismatched.values()], resumed=self.resumed, say=self.say)
 
     def inputs(self, examples: Examples, indices: np.ndarray, *, step: int | None = None) -> dict[str, Any]:
         """Return the divisor of the loss, the number of answers, and kl (). All ranks call it."""

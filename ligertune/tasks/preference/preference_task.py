@@ -20,14 +20,7 @@ from ligertune.tasks.preference.answers import (
     answer_fields,
     train_on_chosen_prompts,
 )
-from ligertune.tasks.preference.preference_losses import (
-    CHOSEN,
-    PAIR_LOSSES,
-    REJECTED,
-    PairLogProbs,
-    pair_losses,
-    sft_weight_of,
-)
+from ligertune.tasks.preference.preference_losses import CHOSEN, REJECTED, PairLogProbs, pair_losses, sft_weight_of
 from ligertune.tasks.preference.reference import Reference
 from ligertune.tasks.task import Measures, Task
 
@@ -45,16 +38,16 @@ class PreferenceTask(Task):
     """Prefer the chosen answer of each pair. The loss of a step is the mean over the pairs of the global batch."""
 
     def __init__(
-        self, shape: ModelShape, options: PreferenceOptions, reference: Reference, device: torch.device
+        self, shape: ModelShape, options: PreferenceOptions, reference: Reference | None, device: torch.device
     ) -> None:
         super().__init__(shape)
         self.options = options
-        self._reference = reference if PAIR_LOSSES[options.loss_type].uses_reference else None
+        self._reference = reference
         self.measures = Measures(MEASURES, device)
 
     def prepare(self, model: nn.Module, batchers: Sequence[Batcher]) -> None:
         if self._reference is not None:
-            self._reference.prepare(model, batchers, resumed=self.resumed)
+            self._reference.prepare(model, batchers, resumed=self.resumed, say=self.say)
 
     def inputs(self, examples: Examples, indices: np.ndarray, *, step: int | None = None) -> dict[str, Any]:
         """Return the divisors of the loss: pairs, and trained tokens of chosen answers."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from ligertune.data.batching.packing import pack
 from ligertune.errors import UserError
 from ligertune.patching.deferred_logits import loss_only
+from ligertune.planning.options import reference_of
 from ligertune.planning.plan import Plan
 from ligertune.tasks.preference.answers import answer_log_probs
 from ligertune.tasks.preference.stored_log_probs import StoredLogProbs
@@ -28,14 +30,19 @@ if TYPE_CHECKING:
     from ligertune.data.batching.collate import Batcher
     from ligertune.data.examples import Examples
 
+SHOW_EVERY = 10.0  # seconds
+Say = Callable[[str], None]
 REFERENCE_FIELD = "reference_log_probs"  # of a batch: (A,) of its answers
 
 
 class Reference(Protocol):
     """Where reference log-probabilities come from."""
 
-    def prepare(self, model: nn.Module, batchers: Sequence[Batcher], *, resumed: bool) -> None:
-        """Do what is needed before the first step. resumed: the weights of `model` are those of a checkpoint."""
+    def prepare(self, model: nn.Module, batchers: Sequence[Batcher], *, resumed: bool, say: Say) -> None:
+        """Do what is needed before the first step.
+
+        resumed: the weights of `model` are those of a checkpoint. say: shows the progress.
+        """
 
     def fields(self, examples: Examples, indices: Sequence[int]) -> dict[str, Tensor]:
         """Return what a batch of these examples needs for `log_probs`."""
@@ -44,14 +51,14 @@ class Reference(Protocol):
         """Return those of a batch's answers, (A,), and remove `fields` from the batch."""
 
 
-def choose_reference(plan: Plan, model: nn.Module) -> Reference:
-    """Return the reference that `preference.reference` names. model: with its initial weights, not yet wrapped."""
-    chosen, method = plan.build.preference.reference, plan.build.method
-    if chosen == "auto":
-        adapts = method.type in ("lora", "qlora") and not method.lora_modules_to_save
-        chosen = "adapter" if adapts else "precompute"
-    if chosen == "adapter":
-        return AdapterReference()
+def choose_reference(plan: Plan, model: nn.Module) -> Reference | None:
+    """Return the reference that `preference.reference` names; None for losses without one.
+
+    model: with its initial weights, not yet wrapped.
+    """
+    chosen = reference_of(plan.build.preference, plan.build.method)
+    if chosen in ("adapter", "none"):
+        return AdapterReference() if chosen == "adapter" else None
     if chosen == "precompute":
         return PrecomputedReference(plan)
     if plan.shares_weights:
@@ -80,7 +87,7 @@ def without_adapter(model: nn.Module) -> Iterator[None]:
 class AdapterReference:
     """The model with its LoRA adapter switched off."""
 
-    def prepare(self, model: nn.Module, batchers: Sequence[Batcher], *, resumed: bool) -> None:
+    def prepare(self, model: nn.Module, batchers: Sequence[Batcher], *, resumed: bool, say: Say) -> None:
         pass
 
     def fields(self, examples: Examples, indices: Sequence[int]) -> dict[str, Tensor]:
@@ -111,9 +118,9 @@ class PrecomputedReference:
     def __init__(self, plan: Plan) -> None:
         self._plan, self._of = plan, {}
 
-    def prepare(self, model: nn.Module, batchers: Sequence[Batcher], *, resumed: bool) -> None:
+    def prepare(self, model: nn.Module, batchers: Sequence[Batcher], *, resumed: bool, say: Say) -> None:
         for batcher in batchers:
-            self._of[id(batcher.examples)] = self._found(model, batcher, resumed)
+            self._of[id(batcher.examples)] = self._found(model, batcher, resumed, say)
 
     def fields(self, examples: Examples, indices: Sequence[int]) -> dict[str, Tensor]:
         found = self._of.get(id(examples))  # None while they are computed
@@ -122,7 +129,7 @@ class PrecomputedReference:
     def log_probs(self, model: nn.Module, batch: dict[str, Any]) -> Tensor:
         return batch.pop(REFERENCE_FIELD)
 
-    def _found(self, model: nn.Module, batcher: Batcher, resumed: bool) -> np.ndarray:
+    def _found(self, model: nn.Module, batcher: Batcher, resumed: bool, say: Say) -> np.ndarray:
         """Return the log-probabilities (N, answers of an example), stored or computed. All ranks call it."""
         stored = StoredLogProbs(self._plan, batcher.examples)
         found = stored.load()
@@ -134,7 +141,7 @@ class PrecomputedReference:
                     hint="Train this recipe for one step in another checkpoint.output_dir, which stores them in the"
                     " data cache, and resume then.",
                 )
-            found = precompute(self._plan, model, batcher)
+            found = precompute(self._plan, model, batcher, say)
         stored.save(found)
         return found
 
@@ -152,16 +159,20 @@ def rank_batches(plan: Plan, lengths: np.ndarray, indices: np.ndarray, *, size: 
         yield [indices[places[i]] for i in mine]
 
 
-def precompute(plan: Plan, model: nn.Module, batcher: Batcher) -> np.ndarray:
+def precompute(plan: Plan, model: nn.Module, batcher: Batcher, say: Say) -> np.ndarray:
     """Return the log-probabilities of all answers of the batcher's examples, (N, answers of an example) float32.
 
-    All ranks call it, and each computes its share. Rows are packed as in an evaluation.
+    All ranks call it, and each computes its share. Rows are packed as in an evaluation. say: shows progress.
     """
-    lengths, found = batcher.examples.lengths, None
+    lengths, found, shown = batcher.examples.lengths, None, time.monotonic()
+    batches = list(rank_batches(plan, lengths, np.arange(len(lengths)), size=plan.batching.eval_batch_size))
     was_training = model.training
     model.eval()
     with without_adapter(model), loss_only():
-        for chosen in rank_batches(plan, lengths, np.arange(len(lengths)), size=plan.batching.eval_batch_size):
+        for number, chosen in enumerate(batches):
+            if time.monotonic() - shown > SHOW_EVERY:
+                say(f"computing reference log-probabilities: {number / len(batches):.0%} of {len(lengths):,} examples")
+                shown = time.monotonic()
             log_probs = answer_log_probs(model, batcher(chosen))  # also of a rank without rows: all gather weights
             indices = np.concatenate(chosen) if chosen else np.zeros(0, dtype=np.int64)
             if found is None:
