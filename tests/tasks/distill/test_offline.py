@@ -7,6 +7,7 @@ import pytest
 import torch
 from command_line import RECIPE, metrics, overrides, run_here
 from distill_runs import TEACHER, distil, distill_settings, save_student, values
+from forked_ranks import on_ranks
 from quickstart_runs import SHORT, plan_run
 
 from ligertune.errors import UserError
@@ -58,6 +59,18 @@ def test_the_whole_vocabulary_gives_the_losses_of_the_teacher_itself(student, wr
         offline = distil(tmp_path / name, student, **settings)
         for key in ("loss", "kl", "grad_norm", "eval_loss", "eval_kl"):
             assert values(offline, key) == pytest.approx(values(online, key), rel=2e-5), (name, key)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_ranks_read_as_one_process(strategy, student, written, tmp_path):
+    settings = {**OFFLINE, "distill.teacher_file": written(64)[0]}
+    alone = distil(tmp_path / "alone", student, **settings)
+    settings |= {"parallel.strategy": strategy, "train.gradient_accumulation_steps": 1}
+    on_ranks(2, lambda rank: distil(tmp_path / "ranks", student, **settings) and None)
+    ranks = metrics(tmp_path / "ranks" / "run")
+    for key in ("loss", "grad_norm", "eval_kl"):
+        assert values(ranks, key) == pytest.approx(values(alone, key), rel=1e-5)
 
 
 def test_few_tokens_give_a_lower_bound(student, written, tmp_path):
