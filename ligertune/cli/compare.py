@@ -54,7 +54,7 @@ def compare(
     """
     from ligertune.compare.compare_files import CPU_REMARK, check_folder
     from ligertune.compare.comparison import CPU_DEFAULTS, GPU_DEFAULTS, compare
-    from ligertune.compare.side import choose_sides, kernels_in_use
+    from ligertune.compare.side import check_losses, choose_sides, kernels_in_use
     from ligertune.compare.trial import TrialOptions, label, read_target
 
     render.people_on_stderr(json)
@@ -67,6 +67,7 @@ def compare(
     target = read_target()
     kernels = kernels_in_use(settings[0].recipe.kernels, target["arch"]) if ablate else ()
     sides = choose_sides(**wanted, ablate=kernels)
+    check_losses(sides, settings[0].recipe.task)
     most = CPU_DEFAULTS if target["vendor"] == "cpu" else GPU_DEFAULTS
     options = TrialOptions(repeats or most[0], steps or most[1], processes, folder.absolute())
     render.text(label(target, processes=processes) + (f"\n{CPU_REMARK}" if target["vendor"] == "cpu" else ""))

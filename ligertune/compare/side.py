@@ -75,6 +75,17 @@ def kernels_in_use(kernels: KernelsSpec, arch: str) -> tuple[str, ...]:
     return tuple(name for name, used in in_use.items() if used)
 
 
+def check_losses(sides: Sequence[Side], task: str) -> None:
+    """Raise UserError for a side that can only compute the cross-entropy, if the recipe trains for another loss."""
+    for side in sides:
+        if task in ("dpo", "distill") and side.change in ("hf-chunked", "liger"):
+            option = "--peer" if side.name in PEERS else "--baseline"
+            raise UserError(
+                f"{option} {side.name}: its loss is the cross-entropy of the labels, and the recipe's task is {task}.",
+                hint=f"Leave {option} out.",
+            )
+
+
 def choose_sides(
     *,
     only: str | None = None,

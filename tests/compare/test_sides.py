@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 from ligertune.cli.app import app
 from ligertune.compare import comparison
 from ligertune.compare.compare_files import COLOURS
-from ligertune.compare.side import SIDE_OF, choose_sides, kernels_in_use
+from ligertune.compare.side import SIDE_OF, SIDES, check_losses, choose_sides, kernels_in_use
 from ligertune.compare.trial import Failure, Trial, TrialOptions, trial_recipe
 from ligertune.errors import UserError
 
@@ -44,6 +44,15 @@ def test_options_choose_sides(options, names):
 def test_an_unknown_side_is_refused_with_the_known_ones(options, word):
     with pytest.raises(UserError, match=word):
         choose_sides(**options)
+
+
+@pytest.mark.parametrize(
+    "side", [side for side in SIDES if side.name in ("hf-chunked", "liger")], ids=lambda side: side.name
+)
+def test_a_side_that_only_has_the_cross_entropy_is_refused_for_other_losses(side):
+    with pytest.raises(UserError, match=f"{side.name}: its loss is the cross-entropy of the labels.* task is dpo"):
+        check_losses([SIDES[0], side], "dpo")
+    check_losses(SIDES, "sft")
 
 
 @pytest.mark.parametrize(
