@@ -64,4 +64,5 @@ def test_chosen_prompts_get_labels_that_do_not_count_as_answers():
     fields = train_on_chosen_prompts(batch, answer_fields(batch, 4))
     assert torch.equal(fields["labels"][::2, 1:], batch["input_ids"][::2, 1:])
     assert (fields["labels"][::2, 0] == X).all() and torch.equal(fields["labels"][1::2], batch["labels"][1::2])
+    assert torch.equal(fields["token_weights"], fields["answer_mask"].float())
     assert fields["answer_tokens"].tolist() == fields["answer_mask"].view(4, -1).sum(1).tolist() == [8, 5, 8, 8]
