@@ -85,13 +85,20 @@ def test_the_first_loss_is_half_of_the_weights(expected):
     "changes",
     [
         pytest.param({"train.per_device_train_batch_size": 4}, marks=pytest.mark.slow),
-        {"data.padding_free": True, "train.per_device_train_batch_size": 1},
+        pytest.param({"data.padding_free": True, "train.per_device_train_batch_size": 1}, marks=pytest.mark.slow),
         pytest.param({"preference.reference": "copy"}, marks=pytest.mark.slow),
     ],
     ids="-".join,
 )
 def test_the_loss_does_not_depend_on_how_a_batch_is_computed(changes, expected, tmp_path):
     check_close(run(tmp_path, **changes), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("key", ["desirable_weight", "undesirable_weight", "beta"])
+def test_each_key_of_kto_changes_the_losses(key, expected, tmp_path):
+    found = run(tmp_path, **{f"preference.{key}": 0.3})
+    assert found[1][0] != pytest.approx(expected[1][0], rel=1e-4)
 
 
 @pytest.mark.slow

@@ -75,6 +75,29 @@ def test_the_loss_does_not_depend_on_how_a_batch_is_computed(changes, expected, 
     check_close(run(tmp_path, **changes), expected)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("key", "value", "others"),
+    [
+        ("loss_type", "hinge", {}),
+        ("beta", 0.3, {}),
+        ("label_smoothing", 0.2, {}),
+        ("sft_weight", 0.0, {}),
+        ("ld_alpha", 0.2, {}),
+        ("length_normalization", True, {}),
+        ("simpo_gamma", 1.5, {"preference.loss_type": "simpo"}),
+        ("orpo_alpha", 0.5, {"preference.loss_type": "orpo", "preference.sft_weight": 0.0}),
+    ],
+)
+def test_each_key_of_preference_changes_the_losses(key, value, others, expected, tmp_path):
+    losses = []
+    for number, changes in enumerate((others, {**others, f"preference.{key}": value})):
+        (tmp_path / str(number)).mkdir()
+        found = run(tmp_path / str(number), **changes) if changes else expected
+        losses.append([line[0] for line in found[1:]])  # in the first step, rewards are 0
+    assert all(new != pytest.approx(old, rel=1e-4) for new, old in zip(*losses, strict=True))
+
+
 @pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
 def test_two_ranks_train_as_one_process(strategy, expected, tmp_path):
     """Eight evaluation pairs in batches of five: the second rank has none left of a second batch."""
