@@ -95,3 +95,30 @@ def test_the_kernels_page_names_the_rows_in_which_another_is_faster(monkeypatch)
     ours, lean = load_script("bench_kernels").slower_rows(rows, ["torch.compile", "liger-kernel"])
     assert ours.endswith("slower than another column: `jsd` 8x9 (liger-kernel takes 20.0% less time).")
     assert lean.endswith("slower than liger-kernel: `linear_jsd` 8 (liger-kernel takes 9.1% less time).")
+
+
+def test_the_preference_page_compares_with_trl_on_the_same_batch(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    script = load_script("bench_preference")
+    numbers = {"step_ms": 1.0, "tokens_per_second": 100.0, "peak": 2 * script.GIB}
+    theirs = {**numbers, "side": "trl", "batch": 4, "losses": [0.5, 0.4]}
+    mine = {**numbers, "side": "ligertune", "batch": 4, "losses": [0.5, 0.404], "tokens_per_second": 300.0}
+    alone = {**mine, "batch": 8}  # TRL ran out of memory
+    assert {"times": 3.0, "memory": 1.0, "peak_gib": 2.0, "ours": True}.items() <= script.row_of(mine, theirs).items()
+    assert "times" not in script.row_of(alone, None)
+    said = script.remarks([mine, theirs, alone], {4: theirs}, {"ligertune": 16, "trl": 0}, "pairs")
+    assert said[0] == "Largest relative difference of the first 2 losses, ligertune from TRL, batch 4: 1.0e-02."
+    assert said[1].endswith("(at most 512): ligertune 16, TRL none.") and len(said) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("table", ["dpo_full", "dpo_lora", "distill"])
+def test_the_preference_script_has_trls_losses(table, monkeypatch, tmp_path, capsys):
+    pytest.importorskip("trl")
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    monkeypatch.setattr(sys, "argv", ["bench_preference", "--small", "--only", table, "--out", str(tmp_path)])
+    assert load_script("bench_preference").main() == 0
+    (page,) = (json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith('{"page": '))
+    assert {"ligertune", "TRL", "TRL, ligertune kernels"} <= {row["side"] for row in page["rows"]}
+    for row in page["rows"]:
+        assert row["losses"] == pytest.approx(page["rows"][0]["losses"], rel=1e-4)
