@@ -84,7 +84,7 @@ def read_frozen_shape(
 
 
 def copied_shape(shape: ModelShape, dtype: str) -> FrozenModelShape:
-    """Return the sizes of a frozen copy of a model, as `dtype`, of which only the loss is needed."""
+    """Return the sizes of a frozen copy of a model in `dtype`. The copy computes losses only, no logits."""
     itemsize, hidden = DTYPE_BYTES[dtype], shape.head.hidden if shape.head else 0
     widest = 4 * hidden + 3 * (shape.layer.mlp if shape.layer else 0)  # as of read_frozen_shape
     return FrozenModelShape(weights=itemsize * shape.n_parameters, hidden=hidden, widest=widest, itemsize=itemsize)

@@ -34,10 +34,10 @@ class Evaluation(NamedTuple):
 def evaluate(
     plan: Plan, accelerator: Accelerator, model: nn.Module, batcher: Batcher, task: Task, stop: StopRequest
 ) -> Evaluation | None:
-    """Return the mean loss over all trained tokens of the batcher's examples; None if a signal interrupts it.
+    """Return the loss of the batcher's examples as one global batch; None if a signal interrupts it.
 
     All ranks call it, and each evaluates its share. The result depends neither on the batch size nor on the number of
-    ranks. No logits are made.
+    ranks. Where kernels compute the loss in the output head, no logits are made.
     """
     loss_inputs = task.inputs(batcher.examples, np.arange(len(batcher.examples)))
     rank, world = accelerator.process_index // plan.batching.cp_size, plan.batching.row_ranks

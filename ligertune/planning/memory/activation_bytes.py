@@ -200,8 +200,8 @@ def divergence_bytes(
     """Return the peak bytes while the divergence from a teacher is computed, with the teacher's hidden states."""
     given = batch.tokens * frozen.hidden_bytes
     if not policy.fused_loss:
-        # The teacher's logits of a chunk of rows are small next to the student's, of which log-probabilities in
-        # float32, their gradient and the gradient of the logits exist.
+        # Counted for the student: logits, float32 log-probabilities, their gradient, and that of the logits.
+        # The teacher's logits are made for one chunk of rows at a time, and are small next to these.
         return given + batch.tokens * head.vocab * (itemsize + 16)
     dtypes = [{2: torch.bfloat16, 4: torch.float32}[size] for size in (itemsize, frozen.itemsize)]
     sizes = batch.labels, head.hidden, head.vocab
