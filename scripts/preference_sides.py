@@ -70,6 +70,7 @@ def ours(job: Job) -> dict[str, Any]:
         "seconds": [line["seconds"] for line in trained],
         "losses": [line["loss"] for line in trained],
         "peak": peak.get("allocated_steady", peak["allocated_run"]),
+        "planned": predicted.total if (predicted := job.plan.peak) else None,
     }
 
 
