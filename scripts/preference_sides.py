@@ -70,8 +70,18 @@ def ours(job: Job) -> dict[str, Any]:
         "seconds": [line["seconds"] for line in trained],
         "losses": [line["loss"] for line in trained],
         "peak": peak.get("allocated_steady", peak["allocated_run"]),
-        "planned": predicted.total if (predicted := job.plan.peak) else None,
+        "planned": planned_peak(job),
     }
+
+
+def planned_peak(job: Job) -> int | None:
+    """Return the bytes that the plan predicts for the longest measured step, flattened to one row."""
+    plan = job.plan
+    if plan.memory is None or not torch.cuda.is_available():
+        return None
+    steps = examples_of_steps(job)[plan.measurement.warmup_steps :]
+    longest = max(sum(len(example.input_ids) for example in step) for step in steps)
+    return plan.memory.peak(1, longest, accumulates=False, memory=plan.machine.memory_bytes).total
 
 
 # ---- TRL, through its public classes
@@ -168,7 +178,7 @@ def preference(job: Job, model: Any, attention: str, more: dict[str, Any]) -> tu
     places = [int(example.source.split(":")[-1]) - 1 for step in examples_of_steps(job) for example in step]
     rows = Dataset.from_list([json.loads(lines[place]) for place in places])
     tokenizer = job.tokenizer.tokenizer
-    given = {**arguments_of(job), **more, "padding_free": attention == "flash_attention_2"}
+    given = {**arguments_of(job), **more, "padding_free": False}
     given["beta"] = job.plan.build.preference.beta
     adapter = job.plan.build.method.type == "lora"
 
@@ -180,11 +190,12 @@ def preference(job: Job, model: Any, attention: str, more: dict[str, Any]) -> tu
         )
 
     try:
-        return trainer(not adapter), ""
+        return trainer(True), ""
     except ValueError as error:  # liger-kernel's loss may not read precomputed log-probabilities
-        if adapter or "precompute" not in str(error):
+        if "precompute" not in str(error):
             raise
-    return trainer(False), "the reference is a second model in memory, which this loss needs"
+    kind = "the model with its adapter switched off" if adapter else "a second model in memory"
+    return trainer(False), f"the reference is {kind}, because this loss reads no log-probabilities"
 
 
 def distillation(job: Job, model: Any, attention: str, more: dict[str, Any]) -> tuple[Any, str]:
