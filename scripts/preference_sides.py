@@ -27,9 +27,10 @@ from ligertune.train.setup import Job
 
 def measure(side: str, recipe: str) -> dict[str, Any]:
     """Train a recipe with a side. Returns its speed, peak memory and losses, or the reason of a failure."""
-    job = plan_for(load_recipe(Path(recipe)))
+    offload = ["train.gradient_checkpointing=offload"] if side == "ligertune_offload" else []
+    job = plan_for(load_recipe(Path(recipe), offload))
     try:
-        found = ours(job) if side == "ligertune" else theirs(job, side)
+        found = ours(job) if side.startswith("ligertune") else theirs(job, side)
     except Exception as error:
         if not is_out_of_memory(error):
             raise
@@ -124,13 +125,16 @@ def with_losses(trainer: type) -> type:
 
 
 def theirs(job: Job, side: str) -> dict[str, Any]:
-    """Train with TRL, with the same weights and batches. side: trl, trl_liger or trl_patched."""
+    """Train with TRL, with the same weights and batches. side: trl, trl_liger, trl_patched or trl_offload."""
     flash = importlib.util.find_spec("flash_attn") is not None and torch.cuda.is_available()
     attention = "flash_attention_2" if flash else "sdpa"
     model = student(job, attention, patched=side == "trl_patched")
     job.tokenizer.tokenizer.pad_token_id = job.tokenizer.pad_token_id
     make = distillation if job.plan.build.task == "distill" else preference
-    trainer, setting = make(job, model, attention, {"use_liger_kernel": side == "trl_liger"})
+    more = {"use_liger_kernel": side == "trl_liger"}
+    if side == "trl_offload":
+        more["activation_offloading"] = True
+    trainer, setting = make(job, model, attention, more)
     times = StepTimes(job.plan.measurement.warmup_steps)
     trainer.add_callback(times)
     trainer.train()

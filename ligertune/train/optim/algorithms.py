@@ -176,6 +176,7 @@ class KernelAdamW(torch.optim.AdamW):
             self._steps.clear()
             return super().step(closure)
         scale = getattr(self, "grad_scale", None)
+        scale = None if scale is None else local_shard(scale)
         for group in self.param_groups:
             lists: list[list[Tensor]] = [[] for _ in range(5)]
             trained, grads, means, squares, steps = lists

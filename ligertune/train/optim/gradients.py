@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
 
 from ligertune.errors import UserError
-from ligertune.train.distributed import uses_deepspeed
+from ligertune.train.distributed import local_shard, uses_deepspeed
 from ligertune.train.optim.algorithms import KernelAdamW
 from ligertune.train.optim.combined import OptimizerInBackward
 
@@ -19,32 +20,71 @@ def clip_gradients(
 ) -> Tensor:
     """Return the norm () of all gradients before clipping, fp32; the next step uses them clipped to `max_norm`.
 
-    torch's fused AdamW divides gradients by `grad_scale` as it reads them, so clipping costs no pass over memory. For
+    Fused AdamW divides gradients by `grad_scale` as it reads them, so clipping costs no pass over memory. For
     Llama-3-8B cut to 8 layers (5.6 GB of bfloat16 gradients) such a pass takes 4.8 ms of each step on an H100. Other
-    optimizers, runs with a loss scaler and sharded gradients use `torch.nn.utils.clip_grad_norm_`. At least one
-    parameter must have a gradient (`check_gradients`).
+    optimizers and runs with a loss scaler get scaled gradients. At least one parameter must have a gradient
+    (`check_gradients`).
     """
     if uses_deepspeed(accelerator):  # its engine has clipped and stepped inside the backward
         return torch.as_tensor(float(accelerator.deepspeed_engine_wrapped.get_global_grad_norm() or 0.0))
-    trained = [p for p in parameters if p.grad is not None]
+    accelerator.unscale_gradients()
+    gradients = [p.grad for p in parameters if p.grad is not None]
     inner = unwrap_optimizer(optimizer)
-    if not _divides_while_reading(accelerator, inner, trained):
-        return accelerator.clip_grad_norm_(trained, max_norm)
-    # fp32, because norms of bfloat16 gradients would be rounded to three digits.
-    norms = torch._foreach_norm([p.grad for p in trained], 2.0, dtype=torch.float32)
-    norm = torch.linalg.vector_norm(torch.stack(norms))
-    inner.grad_scale = ((norm + 1e-6) / max_norm).clamp(min=1.0)
+    norm = gradient_norm(gradients, accelerator.device)
+    divisor = ((norm + 1e-6) / max_norm).clamp(min=1.0)
+    if _divides_while_reading(accelerator, inner, gradients):
+        inner.grad_scale = _like_gradients(divisor, gradients[0])
+    else:
+        torch._foreach_div_([local_shard(gradient) for gradient in gradients], divisor.to(gradients[0].device))
     return norm
 
 
-def _divides_while_reading(
-    accelerator: Accelerator, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]
-) -> bool:
-    """Return whether the optimizer is fused AdamW on plain tensors, whose `grad_scale` no loss scaler uses."""
+def gradient_norm(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Return the L2 norm () of all gradients, fp32, on their device.
+
+    device: where ranks exchange their sums of squares; shards of FSDP2 may be in host memory.
+
+    Sums are in float64, so that the norm is the same however the gradients are sharded: rounded to the last bit, it
+    would change the rounding of bfloat16 weights, and with them the losses of all later steps.
+    """
+    shards = [local_shard(gradient) for gradient in gradients]
+    squares = torch.stack(torch._foreach_norm(shards, 2.0, dtype=torch.float64)).square()
+    groups: dict[tuple, list[int]] = {}  # the process groups over which gradients are sharded -> their numbers
+    for number, gradient in enumerate(gradients):
+        groups.setdefault(_sharding_groups(gradient), []).append(number)
+    total = squares.new_zeros(())
+    for sharded_over, numbers in groups.items():
+        partial = squares[numbers].sum().to(device)
+        for group in sharded_over:
+            torch.distributed.all_reduce(partial, group=group)
+        total += partial.to(total.device)
+    return total.sqrt().float()
+
+
+def _sharding_groups(gradient: Tensor) -> tuple[torch.distributed.ProcessGroup, ...]:
+    """Return the process groups of which each rank holds a part of the gradient."""
+    if not isinstance(gradient, DTensor):
+        return ()
+    return tuple(gradient.device_mesh.get_group(dim) for dim, placement in enumerate(gradient.placements)
+                 if placement.is_shard())  # fmt: skip
+
+
+def _like_gradients(value: Tensor, gradient: Tensor) -> Tensor:
+    """Return a number on the gradient's device, as a replicated DTensor if the gradient is a DTensor."""
+    value = value.to(gradient.device)
+    if not isinstance(gradient, DTensor):
+        return value
+    mesh = gradient.device_mesh
+    return DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+def _divides_while_reading(accelerator: Accelerator, optimizer: torch.optim.Optimizer, gradients: list[Tensor]) -> bool:
+    """Return whether the optimizer is fused AdamW, whose `grad_scale` no loss scaler uses, on one kind of tensors."""
     fused = type(optimizer) in (torch.optim.AdamW, KernelAdamW) and all(
         group["fused"] for group in optimizer.param_groups
     )
-    return fused and accelerator.scaler is None and all(type(p.grad) is Tensor for p in parameters)
+    meshes = {getattr(gradient, "device_mesh", None) for gradient in gradients}  # None: plain tensors
+    return fused and accelerator.scaler is None and len(meshes) == 1
 
 
 def check_gradients(optimizer: torch.optim.Optimizer) -> None:
