@@ -145,7 +145,7 @@ def load_saved(
     dtype = config.dtype or torch.float32
     model = build_model(spec, config, dtype=dtype, device=device, seed=0, origin=origin)
     if is_adapter(Path(name).expanduser()):
-        from ligertune.models.lora import load_adapter  # imports peft, which takes seconds
+        from ligertune.models.adapters.lora import load_adapter  # imports peft, which takes seconds
 
         model = load_adapter(model, name, origin).get_base_model()  # with the adapter in its layers
     return model.eval(), loaded
@@ -155,7 +155,7 @@ def merge_saved_adapter(
     folder: Path, *, trust_remote_code: bool, through_four_bits: bool, origin: ModelOrigin = SAVED_MODEL
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load the adapter in `folder` merged into its base model, and its tokenizer. Raises UserError."""
-    from ligertune.models.lora import load_adapter  # imports peft, which takes seconds
+    from ligertune.models.adapters.lora import load_adapter  # imports peft, which takes seconds
 
     spec = saved_spec(str(folder), trust_remote_code=trust_remote_code)
     config = read_config(spec, origin)

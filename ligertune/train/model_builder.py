@@ -122,7 +122,7 @@ def _fused_adapters(options: BuildOptions, model: nn.Module) -> tuple[KernelLine
     """Return the line of LoRA layers that `kernels.lora` fuses, if there are any."""
     if not options.kernels.fuses_lora:
         return ()
-    from ligertune.models.fused_lora import FusedLora  # imports peft, which takes seconds
+    from ligertune.models.adapters.fused_lora import FusedLora  # imports peft, which takes seconds
 
     fused = sum(isinstance(module, FusedLora) for module in model.modules())
     return (KernelLine("lora_linear", fused, 0, ""),) if fused else ()

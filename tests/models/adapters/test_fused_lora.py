@@ -11,7 +11,7 @@ from quickstart_runs import plan_run
 from torch import nn
 
 from ligertune.activations.checkpointing import checkpoint_layers
-from ligertune.models.fused_lora import FusedLora, fuse_adapters
+from ligertune.models.adapters.fused_lora import FusedLora, fuse_adapters
 from ligertune.models.trainable import apply_method
 from ligertune.patching.patch import patch
 from ligertune.planning.options import MethodOptions

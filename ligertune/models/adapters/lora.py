@@ -17,7 +17,7 @@ from peft.tuners.lora import Linear as LoraLinear
 from torch import nn
 
 from ligertune.errors import UserError, plural
-from ligertune.models.fused_lora import LoraLossHead
+from ligertune.models.adapters.fused_lora import LoraLossHead
 from ligertune.models.model_files import ModelOrigin, check_adapter, loading
 from ligertune.patching.fused_loss import LossHead
 from ligertune.patching.module_patch import patch_module, unpatch_module

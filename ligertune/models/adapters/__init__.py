@@ -1,0 +1,1 @@
+"""Adapters: LoRA on linear layers and on experts, with peft."""
