@@ -16,6 +16,7 @@ __version__ = "0.1.0"
 _WHERE = {
     "patch": "ligertune.patching.patch",
     "unpatch": "ligertune.patching.patch",
+    "register_experts": "ligertune.patching.experts.kernel_experts",
     "loss_counts": "ligertune.patching.deferred_logits",
     "AutoModelForCausalLM": "ligertune.models.auto",
     "AutoModelForImageTextToText": "ligertune.models.auto",

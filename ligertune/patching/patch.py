@@ -18,17 +18,17 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ligertune.activations.gate_offload import OffloadedGate
+from ligertune.patching.experts.kernel_experts import KernelExperts, register_experts
+from ligertune.patching.experts.recognise_experts import is_experts, recognise_experts
 from ligertune.patching.fused_loss import DeferredLossModel, KernelLossModel, LossHead, refuse_head, refuse_loss
 from ligertune.patching.module_patch import ModulePatch, has_own_hooks, patch_module, unpatch_module, wrapper_of
 from ligertune.patching.probe import Refusal
 from ligertune.patching.recognise import (
     GatedSpec,
     NormSpec,
-    is_experts,
     is_gated_mlp,
     is_layer_norm,
     is_norm,
-    recognise_experts,
     recognise_layer_norm,
     recognise_mlp,
     recognise_norm,
@@ -111,8 +111,8 @@ class RecomputedMLP(RecomputableOutput, KernelMLP):
         return mark_recomputable(product, partial(_gated, self.patch_spec), *gate_and_up)
 
 
-class KernelExperts(ModulePatch):
-    """Mixin of a mixture's experts: it replaces only what they compute between their two matrix products."""
+class KernelExpertGate(ModulePatch):
+    """Mixin of experts that `KernelExperts` does not compute: between their two matrix products, `_apply_gate`."""
 
     patch_spec: GatedSpec
 
@@ -150,10 +150,14 @@ class LayerKind:
     recognise: Callable[[nn.Module], Any]
     mixin: type[ModulePatch]
     recomputed: type[ModulePatch] | None = None  # the patch with `recompute`
+    gate: type[ModulePatch] | None = None  # the patch of experts whose spec is a GatedSpec
 
     def mixin_for(self, recompute: Recompute) -> type[ModulePatch]:
         wanted = recompute is True or (recompute == "norms" and self.switch == "norm")
         return self.recomputed if wanted and self.recomputed is not None else self.mixin
+
+    def has_patched(self, module: nn.Module) -> bool:
+        return isinstance(module, self.mixin) or (self.gate is not None and isinstance(module, self.gate))
 
 
 LAYER_KINDS = (
@@ -161,7 +165,7 @@ LAYER_KINDS = (
     LayerKind("norm", "rms_norm", is_norm, recognise_norm, KernelNorm, RecomputedNorm),
     LayerKind("norm", "layer_norm", is_layer_norm, recognise_layer_norm, KernelLayerNorm, RecomputedLayerNorm),
     LayerKind("mlp", "swiglu", is_gated_mlp, recognise_mlp, KernelMLP, RecomputedMLP),
-    LayerKind("mlp", "swiglu", is_experts, recognise_experts, KernelExperts),
+    LayerKind("mlp", "experts", is_experts, recognise_experts, KernelExperts, gate=KernelExpertGate),
 )
 
 
@@ -203,6 +207,7 @@ def patch(
     recompute: linear layers do not keep the outputs of these norms and MLPs, or of the norms only; the backward
     computes them again (`patching.recompute`).
     """
+    register_experts()
     if keep_logits and loss == "linear_cross_entropy":
         loss = "cross_entropy"
     switches = {"rope": rope, "norm": norm, "mlp": mlp}
@@ -211,7 +216,7 @@ def patch(
         mixin = kind.mixin_for(recompute) if switches[kind.switch] else None
         for module in filter(kind.found, model.modules()):
             _patch_layer(module, kind, tallies, mixin)
-    for kernels in (("apply_rope",), ("rms_norm",), ("swiglu", "geglu")):
+    for kernels in (("apply_rope",), ("rms_norm",), ("swiglu", "geglu", "experts")):
         if not tallies.keys() & set(kernels):
             tallies[kernels[0]] = _Tally()  # a row that says there are none
     rows = [tally.row(kernel) for kernel, tally in tallies.items()]
@@ -227,8 +232,8 @@ def _patch_layer(
 ) -> None:
     """Patch one layer and count it. mixin: None if this kind is switched off."""
     name = type(module).__name__
-    if isinstance(module, kind.mixin):
-        if mixin is not None and module.patch_mixin is not mixin:
+    if kind.has_patched(module):
+        if mixin is not None and module.patch_mixin not in (mixin, kind.gate):
             raise ValueError(f"{name} was patched with another `recompute`: unpatch the model first")
         tallies[module.patch_spec.kernel].applied += 1
         tallies[module.patch_spec.kernel].already += 1
@@ -237,7 +242,7 @@ def _patch_layer(
     if isinstance(spec, Refusal):
         tallies[kind.kernel].left[f"{name}: {spec.reason}"] += 1
         return
-    patch_module(module, mixin, spec)
+    patch_module(module, kind.gate if kind.gate is not None and isinstance(spec, GatedSpec) else mixin, spec)
     tallies[spec.kernel].applied += 1
 
 

@@ -1,14 +1,13 @@
-"""Recognise norms, gated MLPs and experts that one of our kernels can compute.
+"""Recognise norms and gated MLPs that one of our kernels can compute.
 
 There is no table of models. A module is recognised if its own forward, run on a few numbers, equals exactly one row of
 a table of kernel specs: a new model family needs no code, and an upstream class that changes is left alone instead of
-being patched wrongly. `rope_patch` recognises rotary functions.
+being patched wrongly. `rope_patch` recognises rotary functions, `experts` the experts of a mixture.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -161,21 +160,25 @@ def recognise_mlp(module: nn.Module) -> GatedSpec | Refusal:
     """Return the gated kernel that equals this MLP between its projections, or why there is none."""
     packed = "gate_up_proj" in dict(module.named_children())
 
-    def refuse(name: str) -> Refusal | None:
-        cls = type(module)
-        return refuse_forward(module) or _refuse_mlp(cls, definition_of(cls), settings_of(module), name, packed)
+    activation = activation_of(module)
+    if activation is None:
+        return Refusal(f"it has no activation under a name we know ({', '.join(ACTIVATION_NAMES)})")
+    if isinstance(activation, Refusal):
+        return activation
+    name, kind = activation
+    cls = type(module)
+    refusal = refuse_forward(module) or _refuse_mlp(cls, definition_of(cls), settings_of(module), name, packed)
+    return refusal or GatedSpec(*kind, packed)
 
-    return _gated_spec(module, refuse, packed=packed)
 
+def activation_of(module: nn.Module) -> tuple[str, tuple[str, str]] | Refusal | None:
+    """Return the attribute that holds a module's activation, and its key in ACTIVATIONS, which its values tell.
 
-def _gated_spec(module: nn.Module, refuse: Callable[[str], Refusal | None], *, packed: bool) -> GatedSpec | Refusal:
-    """Return the kernel that computes a module's activation, which its values tell, or why there is none.
-
-    refuse: called with the name of the attribute that holds the activation, to check everything else.
+    Returns None if it has no activation under a name we know.
     """
     name = next((name for name in ACTIVATION_NAMES if callable(getattr(module, name, None))), None)
     if name is None:
-        return Refusal(f"it has no activation under a name we know ({', '.join(ACTIVATION_NAMES)})")
+        return None
     function = getattr(module, name)
     if isinstance(function, nn.Module) and next(function.parameters(), None) is not None:
         return Refusal(f"its activation {type(function).__name__} has parameters")
@@ -187,7 +190,7 @@ def _gated_spec(module: nn.Module, refuse: Callable[[str], Refusal | None], *, p
         return given
     for kind, activation in ACTIVATIONS.items():
         if isinstance(given, Tensor) and torch.allclose(given, activation(x), rtol=1e-5, atol=1e-6):
-            return refuse(name) or GatedSpec(*kind, packed)
+            return name, kind
     return Refusal(f"its activation {getattr(function, '__name__', type(function).__name__)} is neither SiLU nor GELU")
 
 
@@ -202,7 +205,7 @@ class _Affine(nn.Module):
         return torch.cat([x * scale + shift for scale, shift in self.terms], dim=-1)
 
 
-def _waves(x: Tensor) -> Tensor:
+def waves(x: Tensor) -> Tensor:
     """The activation of a stub. No model has it, and it is unbounded, so that a clamp of its output is noticed."""
     return x * torch.cos(x)
 
@@ -221,48 +224,12 @@ def _refuse_mlp(
     )
     x = numbers(len(MAGNITUDES), 3, 8) * torch.tensor(MAGNITUDES, device="cpu").view(-1, 1, 1)
     gate, up = x * GATE[0] + GATE[1], x * UP[0] + UP[1]
-    expected = _waves(gate) * up * DOWN[0] + DOWN[1]
+    expected = waves(gate) * up * DOWN[0] + DOWN[1]
     for training in (True, False):
-        members = {**projections, activation_name: _waves, "training": training}
+        members = {**projections, activation_name: waves, "training": training}
         given = answer(lambda: cls.forward(stub(cls, settings, **members), x))  # noqa: B023  called at once
         if isinstance(given, Refusal):
             return given
         if not close(given, expected, rtol=1e-5, atol=1e-5):
             return Refusal("it computes something else than down(act(gate(x)) * up(x))")
-    return None
-
-
-# ---- experts of a mixture: `_apply_gate`, which the fast implementations call, computes act(gate) * up
-
-EXPERTS_WITH_GATE = ("grouped_mm", "batched_mm", "deepgemm")  # "eager" multiplies in its own loop
-
-
-def is_experts(module: nn.Module) -> bool:
-    """Return whether a module holds experts as transformers 5 does: 3-D parameters and `_apply_gate`."""
-    gate_up = module._parameters.get("gate_up_proj")
-    return gate_up is not None and gate_up.ndim == 3 and hasattr(type(module), "_apply_gate")
-
-
-def recognise_experts(module: nn.Module) -> GatedSpec | Refusal:
-    """Return the packed kernel that equals the `_apply_gate` of these experts, or why there is none."""
-    implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
-    if implementation not in EXPERTS_WITH_GATE:
-        return Refusal(f"experts_implementation {implementation!r} does not call _apply_gate")
-    if "_apply_gate" in vars(module):
-        return Refusal("its _apply_gate was replaced on the instance")
-    cls = type(module)
-    return _gated_spec(
-        module, lambda name: _refuse_gate(cls, definition_of(cls), settings_of(module), name), packed=True
-    )
-
-
-@functools.cache
-def _refuse_gate(cls: type, definition: Definition, settings: Settings, activation_name: str) -> Refusal | None:
-    gate_up = numbers(len(MAGNITUDES), 16) * torch.tensor(MAGNITUDES, device="cpu").view(-1, 1)
-    gate, up = gate_up.chunk(2, dim=-1)
-    given = answer(lambda: cls._apply_gate(stub(cls, settings, **{activation_name: _waves}), gate_up))
-    if isinstance(given, Refusal):
-        return given
-    if not close(given, _waves(gate) * up, rtol=1e-5, atol=1e-5):
-        return Refusal("its _apply_gate computes something else than act(gate) * up")
     return None

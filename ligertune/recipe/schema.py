@@ -71,7 +71,7 @@ class KernelsSpec(Section):
     norm: Switch = True
     """Use the kernels for RMSNorm and LayerNorm."""
     mlp: Switch = True
-    """Use the kernels for SwiGLU and GeGLU."""
+    """Use the kernels for SwiGLU, GeGLU and the experts of a mixture."""
     loss: Literal["linear_cross_entropy", "cross_entropy", "torch"] = "linear_cross_entropy"
     """Loss; linear_cross_entropy: never stores the logits; cross_entropy: on stored logits; torch: PyTorch's."""
     attention: AutoSwitch = "auto"

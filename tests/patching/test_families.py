@@ -14,9 +14,9 @@ PAGE = ROOT / "docs" / "families.md"
 FAMILIES = {
     ("causal", "gemma4_text"): {"rms_norm", "geglu", "linear_cross_entropy"},
     ("causal", "nanochat"): {"rms_norm", "linear_cross_entropy"},
-    ("causal", "qwen3_next"): {"apply_rope", "rms_norm", "swiglu", "linear_cross_entropy"},
-    ("causal", "qwen4_exp_text"): {"apply_rope", "rms_norm", "swiglu", "linear_cross_entropy"},
-    ("causal", "deepseek_v3"): {"rms_norm", "swiglu", "linear_cross_entropy"},
+    ("causal", "qwen3_next"): {"apply_rope", "rms_norm", "swiglu", "experts", "linear_cross_entropy"},
+    ("causal", "qwen4_exp_text"): {"apply_rope", "rms_norm", "swiglu", "experts", "linear_cross_entropy"},
+    ("causal", "deepseek_v3"): {"rms_norm", "swiglu", "experts", "linear_cross_entropy"},
     ("causal", "mamba2"): {"rms_norm", "linear_cross_entropy"},
     ("causal", "bart"): {"layer_norm"},
     ("image-text", "paligemma"): {"apply_rope", "rms_norm", "layer_norm", "geglu", "linear_cross_entropy"},

@@ -7,6 +7,7 @@ import inspect
 import pytest
 import tiny_models
 import torch
+from ligertune_kernels.ops.moe.experts import ExpertLayout, GatedActivation
 from same_training import assert_same_training
 from torch import nn
 from transformers.models.gemma3n.modeling_gemma3n import Gemma3nRMSNorm
@@ -17,10 +18,11 @@ from transformers.models.llama4.modeling_llama4 import Llama4TextL2Norm
 from transformers.models.nanochat.modeling_nanochat import NanoChatRMSNorm
 from transformers.models.qwen4_exp import modeling_qwen4_exp
 
+from ligertune.patching.experts.recognise_experts import ExpertsSpec, recognise_experts
 from ligertune.patching.module_patch import patch_module, unpatch_module
 from ligertune.patching.patch import KernelNorm, RecomputedNorm, patch
 from ligertune.patching.probe import Refusal
-from ligertune.patching.recognise import GatedSpec, NormSpec, recognise_experts, recognise_mlp, recognise_norm
+from ligertune.patching.recognise import GatedSpec, NormSpec, recognise_mlp, recognise_norm
 from ligertune.patching.rope_patch import KernelRope, RopeSpec, is_rotary, recognise_rope
 
 LLAMA_NORM = NormSpec("llama", 0.0, "variance_epsilon")
@@ -37,7 +39,7 @@ EXPECTED = {
     "gemma2": (GEMMA_NORM, 9, GatedSpec("geglu", "tanh", packed=False), "half"),
     "phi3": (LLAMA_NORM, 5, GatedSpec("swiglu", "none", packed=True), "half"),
     "phi3_partial": (LLAMA_NORM, 5, GatedSpec("swiglu", "none", packed=True), "half"),
-    "mixtral": (LLAMA_NORM, 5, GatedSpec("swiglu", "none", packed=True), "half"),
+    "mixtral": (LLAMA_NORM, 5, ExpertsSpec(GatedActivation("silu"), ExpertLayout()), "half"),
     "granite": (LLAMA_NORM, 5, GatedSpec("swiglu", "none", packed=False), "half"),
     "olmo2": (NormSpec("gemma", 0.0, "variance_epsilon"), 9, GatedSpec("swiglu", "none", packed=False), "half"),
     "glm4": (LLAMA_NORM, 9, GatedSpec("swiglu", "none", packed=True), "pairs_from_halves"),
@@ -341,27 +343,6 @@ def test_layers_left_alone_are_reported():
     assert (rows["swiglu"].applied, rows["swiglu"].left) == (1, 1)
     assert "ClampedMLP" in rows["swiglu"].note
     assert type(layer.input_layernorm) is ScaledNorm
-
-
-def test_eager_experts_are_left_with_the_reason():
-    model = tiny_models.make("mixtral")
-    model.config._experts_implementation = "eager"
-    row = next(row for row in patch(model).rows if row.kernel == "swiglu")
-    assert (row.applied, row.left) == (0, 2)
-    assert "'eager' does not call _apply_gate" in row.note
-
-
-@pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])
-def test_these_experts_call_apply_gate(implementation, monkeypatch):
-    model = tiny_models.make("mixtral")
-    model.config._experts_implementation = implementation
-    patch(model)
-    calls = []
-    experts = type(model.model.layers[0].mlp.experts)
-    ours = experts._apply_gate
-    monkeypatch.setattr(experts, "_apply_gate", lambda self, x: calls.append(x.shape) or ours(self, x), raising=False)
-    model(**tiny_models.batch())
-    assert len(calls) == 2  # one a layer
 
 
 def test_forward_replaced_on_the_instance_is_respected():

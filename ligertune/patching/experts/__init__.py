@@ -1,0 +1,1 @@
+"""Experts of a mixture: recognise them, compute them by our op, and register it with transformers."""
