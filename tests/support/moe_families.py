@@ -20,8 +20,8 @@ GPT_OSS = ExpertsSpec(CLAMPED, ExpertLayout(transposed=True, interleaved=True))
 PLAIN_TEXT = """
 afmoe axk1 axk2 bailing_hybrid beam cohere2_moe deepseek_v2 deepseek_v32 dots1 dots3_note_text ernie4_5_moe exaone_moe
 flex_olmo flint glm4_moe_lite glm_moe_dsa granitemoe_swa granitemoehybrid granitemoeshared hunyuan_v1_moe hy_v3
-inkling_text jamba kimi_linear kolibri1 laguna lara_mini lfm2_moe mellum mimo_v2_flash minimax minimax_m2 phimoe qwen3_5_moe
-qwen3_5_moe_text qwen3_next qwen4_exp qwen4_exp_text sarvam_mla sarvam_moe solar_open zaya
+inkling_text jamba kimi_linear kolibri1 laguna lara_mini lfm2_moe mellum mimo_v2_flash minimax minimax_m2 phimoe
+qwen3_5_moe qwen3_5_moe_text qwen3_next qwen4_exp qwen4_exp_text sarvam_mla sarvam_moe solar_open zaya
 """
 PLAIN_IMAGE_TEXT = """
 deepseek_ocr2 ernie4_5_vl_moe glm4v_moe inkling_mm_model kimi_k25 mistral4 mistral_large4 qwen3_omni_moe_thinker
