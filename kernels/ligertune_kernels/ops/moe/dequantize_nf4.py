@@ -1,0 +1,114 @@
+r"""NF4: 16 values per weight, the quantiles of a normal distribution, in blocks of 64 with double quantisation.
+
+    w = table[nibble] · absmax      absmax = map[scale] · block_scale + offset      (Dettmers et al. 2023, QLoRA)
+
+The bytes are those of bitsandbytes (quantize_4bit with quant_type="nf4", compress_statistics=True) for each expert: two
+weights per byte, the first one in the high half; one 8-bit scale per 64 weights, and a float32 scale per 256 of those.
+Everything is computed in float32 and rounded once. There is no backward: such weights are frozen.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import NamedTuple
+
+import torch
+from torch.nn import functional
+
+BLOCK = 64  # weights that share a scale
+SCALE_BLOCK = 256  # scales that share a float32 scale
+
+TABLE = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+
+
+class Nf4(NamedTuple):
+    """Weights of X experts in 4 bits; n are the weights of one expert."""
+
+    packed: torch.Tensor  # (X, ceil(n / 64) · 32) uint8
+    scales: torch.Tensor  # (X, ceil(n / 64)) uint8
+    block_scales: torch.Tensor  # (X, ceil(n / 64 / 256)) float32
+    offset: torch.Tensor  # (X,) float32
+
+
+def nf4_bytes(shape: tuple[int, ...]) -> int:
+    """Return the bytes of a weight (X, ...) in 4 bits, each expert quantised by itself."""
+    blocks = -(-math.prod(shape[1:]) // BLOCK)
+    return shape[0] * (blocks * (BLOCK // 2 + 1) + 4 * -(-blocks // SCALE_BLOCK) + 4)
+
+
+@functools.cache
+def _scale_map() -> torch.Tensor:  # (256,)
+    """Return the values of an 8-bit scale: a sign, an exponent of variable length, and a linear fraction.
+
+    Tim Dettmers, arXiv:1511.04561.
+    """
+    values = [0.0, 1.0]
+    for exponent in range(7):
+        bounds = torch.linspace(0.1, 1, 2**exponent + 1, dtype=torch.float32, device="cpu")
+        means = (10.0 ** (exponent - 6)) * ((bounds[:-1] + bounds[1:]) / 2)
+        values += [*means.tolist(), *(-means).tolist()]
+    return torch.tensor(sorted(values), dtype=torch.float32, device="cpu")
+
+
+@functools.lru_cache(maxsize=64)
+def _constants(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (table (16,), map of the scales (256,)) on a device."""
+    with torch.inference_mode(False):
+        return torch.tensor(TABLE, dtype=torch.float32, device=device), _scale_map().to(device)
+
+
+def _nearest(x: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Return the index of the nearest of the sorted values, as uint8; of the lower one in the middle."""
+    return torch.bucketize(x, (values[:-1] + values[1:]) / 2, out_int32=True).to(torch.uint8)
+
+
+def quantize_nf4(weight: torch.Tensor) -> Nf4:  # (X, ...) floating point
+    """Quantise each expert by itself, where the weight is. Temporaries: 16 bytes per weight.
+
+    Raises ValueError for a weight that is not in floating point.
+    """
+    if not weight.is_floating_point():
+        raise ValueError(f"quantize_nf4: weight is {weight.dtype}: expected a floating-point dtype")
+    table, scale_map = _constants(weight.device)
+    flat = weight.detach().flatten(1).float()
+    blocks = functional.pad(flat, (0, -flat.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
+    absmax = blocks.abs().amax(2)  # (X, blocks)
+    inverse = 1.0 / absmax.clamp(min=1e-38)
+    index = _nearest((blocks * inverse.unsqueeze(2)).clamp(-1, 1), table).flatten(1)
+    packed = (index[:, 0::2] << 4) | index[:, 1::2]
+    offset = absmax.mean(1)
+    centred = absmax - offset.unsqueeze(1)
+    grouped = functional.pad(centred, (0, -centred.shape[1] % SCALE_BLOCK)).unflatten(1, (-1, SCALE_BLOCK))
+    block_scales = grouped.abs().amax(2)
+    inverse = 1.0 / block_scales.clamp(min=1e-38)
+    scales = _nearest((grouped * inverse.unsqueeze(2)).clamp(-1, 1), scale_map).flatten(1)[:, : absmax.shape[1]]
+    return Nf4(packed, scales.contiguous(), block_scales, offset)
+
+
+def absmax_of(nf4: Nf4) -> torch.Tensor:  # (X, blocks)
+    """Return the largest absolute value of each block, in float32 as the 8-bit scales tell it."""
+    _, scale_map = _constants(nf4.packed.device)
+    wide = nf4.block_scales.repeat_interleave(SCALE_BLOCK, 1)[:, : nf4.scales.shape[1]]
+    return scale_map[nf4.scales.int()] * wide + nf4.offset.unsqueeze(1)
+
+
+def dequantize_nf4_reference(nf4: Nf4, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Compute `dequantize_nf4` in plain torch, one expert after the other to bound the temporaries."""
+    table, _ = _constants(nf4.packed.device)
+    out = torch.empty(shape, dtype=dtype, device=nf4.packed.device)
+    absmax = absmax_of(nf4)
+    pairs = torch.stack((table.repeat_interleave(16), table.repeat(16)), 1)  # (256, 2): of each byte
+    for expert in range(shape[0]):
+        values = pairs[nf4.packed[expert].int()].view(-1, BLOCK) * absmax[expert].unsqueeze(1)
+        out[expert] = values.flatten()[: out[expert].numel()].view(shape[1:])
+    return out
+
+
+def dequantize_nf4(nf4: Nf4, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:  # (X, ...)
+    """Return the weights of X experts in `dtype`. Deterministic; no gradient."""
+    return dequantize_nf4_reference(nf4, shape, dtype)
