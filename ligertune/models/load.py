@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from ligertune_kernels.ops.moe.nf4_weight import Nf4Weight
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
-    BitsAndBytesConfig,
     GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
@@ -154,7 +154,8 @@ def build_model(
     four_bits: quantise the layers' weights to NF4 while they are loaded. Raises UserError.
     """
     device = torch.device(device)
-    if spec.init == "random" or device.type == "meta":
+    is_random = spec.init == "random"
+    if device.type == "meta" or (is_random and not four_bits):
         # Same seed and device: same weights. The global random state is restored.
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
             torch.manual_seed(seed)
@@ -165,10 +166,14 @@ def build_model(
     if device.type == "cuda" or four_bits:  # tensors go to the device one by one: no copy in host memory
         options |= {"device_map": {"": device}}
     if four_bits:
-        options["quantization_config"] = BitsAndBytesConfig(
-            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
-            bnb_4bit_compute_dtype=dtype,
-        )  # fmt: skip
+        # transformers' quantizers import bitsandbytes, which takes seconds
+        from ligertune.models.four_bit_experts import four_bit_config, random_in_four_bits, refuse_quantised
+
+        options["quantization_config"] = four_bit_config(skeleton, dtype)
+        if is_random:
+            with _quiet_reports():  # of buffers that no weight initialises
+                return random_in_four_bits(skeleton, config, seed=seed, dtype=dtype, **options)
+        refuse_quantised(spec.model_name_or_path, config, skeleton, origin)
     model = _pretrained_model(spec, config, skeleton, origin, dtype=dtype, **options)
     return model if "device_map" in options else model.to(device)
 
@@ -314,8 +319,9 @@ def _check_numbers(name: str, model: PreTrainedModel, origin: ModelOrigin) -> No
     for key, parameter in model.named_parameters():
         if not parameter.is_floating_point() or parameter.itemsize == 1 or parameter.is_meta:
             continue
-        total = parameter.detach().sum()
-        if bool(total.isnan()) or (bool(total.isinf()) and bool(parameter.isinf().any())):
+        values = parameter.absmax() if isinstance(parameter, Nf4Weight) else parameter.detach()
+        total = values.sum()
+        if bool(total.isnan()) or (bool(total.isinf()) and bool(values.isinf().any())):
             raise origin.error(f"the weights of {name} hold NaN or infinity ({key}).", hint="The files are damaged.")
 
 

@@ -147,8 +147,6 @@ RULES = (
     Rule("method.type: freeze, no method.trainable",
          "{0} is freeze, and no parameter is left to train. Give {1}, a list of regular expressions."),
     Rule("method.trainable, method.type: not freeze", "{0} works with method.type: freeze only, and {1} is {v[1]}."),
-    Rule("method.type: qlora, model.init: random",
-         "{0} is qlora, which quantises pretrained weights, and {1} is random. Write method.type: lora."),
     *(
         Rule(f"no {key}, {ADAPTER}",
              "{0} is false, and {1} is {v[1]}, which trains only the adapter. "

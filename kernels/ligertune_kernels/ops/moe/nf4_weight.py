@@ -1,7 +1,7 @@
 """Nf4Weight: a frozen expert weight (X, rows, columns) in 4 bits that behaves as a tensor of its own dtype.
 
-Its shape, dtype and device are those of the weight, so that transformers, PEFT and `patch` read it as they read a weight
-in 16 bits. `weight[expert]` and transposes stay in 4 bits, and so do the weights that autograd saves for the backward:
+Its shape, dtype and device are those of the weight, so that transformers, PEFT and `patch` read it as they read any
+weight. `weight[expert]` and transposes stay in 4 bits, and so do the weights that autograd saves for the backward:
 every other op receives the dequantised weight, which is dropped after it. Ops that write to it raise RuntimeError.
 
 `weight.dequantize()` keeps the two weights that it returned last (gate_up and down of one layer): a checkpointed layer
@@ -66,7 +66,13 @@ class Nf4Weight(torch.Tensor):
         return f"Nf4Weight(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 
     def __reduce_ex__(self, protocol: int) -> tuple:
-        return _rebuilt, (self.nf4, tuple(self.shape), self.dtype, self.transposed, isinstance(self, torch.nn.Parameter))
+        return _rebuilt, (
+            self.nf4,
+            tuple(self.shape),
+            self.dtype,
+            self.transposed,
+            isinstance(self, torch.nn.Parameter),
+        )
 
     @classmethod
     def __torch_dispatch__(
@@ -138,6 +144,12 @@ def _transpose(weight: Nf4Weight, dim0: int = -2, dim1: int = -1) -> Nf4Weight |
     return Nf4Weight(weight.nf4, _swapped(weight.shape), weight.dtype, transposed=not weight.transposed)
 
 
+def _permute(weight: Nf4Weight, dims: list[int]) -> Nf4Weight | None:
+    order = [dim % weight.ndim for dim in dims]
+    is_transpose = order == list(_swapped(range(weight.ndim)))
+    return _transpose(weight) if is_transpose else None
+
+
 _aten = torch.ops.aten
 _STAYS_PACKED: dict[Callable, Callable] = {
     _aten.detach.default: _same,
@@ -148,6 +160,7 @@ _STAYS_PACKED: dict[Callable, Callable] = {
     _aten.select.int: _select,
     _aten.t.default: _transpose,
     _aten.transpose.int: _transpose,
+    _aten.permute.default: _permute,
 }
 
 

@@ -1,0 +1,123 @@
+"""Nf4Weight: it behaves as the dequantised tensor, and no dequantised weight is kept for the backward."""
+
+import copy
+import gc
+import pickle
+import weakref
+
+import pytest
+import torch
+from ligertune_kernels.ops.moe import nf4_weight
+from ligertune_kernels.ops.moe.experts import experts
+from ligertune_kernels.ops.moe.nf4_weight import Nf4Weight, as_weight, to_nf4
+from torch import nn
+from torch.nn import functional as F
+
+SHAPE = (3, 20, 48)
+
+
+@pytest.fixture
+def weight() -> Nf4Weight:
+    return to_nf4(torch.randn(SHAPE, generator=torch.Generator().manual_seed(0)))
+
+
+@pytest.fixture
+def computed(monkeypatch) -> list[tuple[int, ...]]:
+    """The shapes of all weights that are dequantised."""
+    shapes, real = [], nf4_weight.dequantize_nf4
+    monkeypatch.setattr(
+        nf4_weight, "dequantize_nf4", lambda nf4, shape, dtype: shapes.append(shape) or real(nf4, shape, dtype)
+    )
+    return shapes
+
+
+def test_experts_and_transposes_stay_in_4_bits(weight):
+    dense = weight.dequantize()
+    assert (weight.shape, weight.dtype, weight.stride()) == (SHAPE, torch.float32, dense.stride())
+    for packed, expected in (
+        (weight[1], dense[1]),
+        (weight[-1], dense[-1]),
+        (weight[torch.tensor(2)], dense[2]),  # as transformers' loop over experts does
+        (weight.transpose(-2, -1), dense.transpose(-2, -1)),
+        (weight[1].T, dense[1].T),
+        (weight.mT[2], dense.mT[2]),
+        (weight.to(torch.bfloat16), dense.bfloat16()),
+        (weight.clone(), dense),
+        (copy.deepcopy(weight), dense),
+        (pickle.loads(pickle.dumps(weight)), dense),
+        (nn.Parameter(weight, requires_grad=False), dense),
+    ):
+        assert isinstance(packed, Nf4Weight)
+        assert (packed.shape, packed.dtype, packed.stride()) == (expected.shape, expected.dtype, expected.stride())
+        torch.testing.assert_close(
+            packed.dequantize(), expected, rtol=2**-8 if packed.dtype == torch.bfloat16 else 0, atol=0
+        )
+    assert isinstance(pickle.loads(pickle.dumps(nn.Parameter(weight, requires_grad=False))), nn.Parameter)
+
+
+def test_other_ops_read_the_dequantised_weight_and_none_writes(weight):
+    dense = weight.dequantize()
+    for op in (
+        torch.sum,
+        lambda w: w[:, 1:3],
+        lambda w: w[torch.tensor([0, 2])],
+        lambda w: w + 1,
+        lambda w: w.view(-1),
+    ):
+        found = op(weight)
+        assert not isinstance(found, Nf4Weight) and torch.equal(found, op(dense))
+    with pytest.raises(RuntimeError, match="an Nf4Weight is frozen"):
+        weight.mul_(2)
+    with pytest.raises(ValueError, match=r"expected \(experts, rows, columns\)"):
+        to_nf4(torch.randn(4, 4))
+
+
+def test_a_linear_layer_has_the_gradients_of_the_dequantised_weight_and_keeps_bytes(weight):
+    results, kept = [], []
+    for w in (weight, weight.dequantize()):
+        x = torch.randn(5, SHAPE[2], generator=torch.Generator().manual_seed(1), requires_grad=True)
+        saved: list[type] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, into=saved: into.append(type(t)) or t, lambda t: t):
+            y = F.linear(x, w[1])
+        y.square().sum().backward()
+        results.append((y.detach(), x.grad))
+        kept.append(saved)
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert kept == [[Nf4Weight], [torch.Tensor]]
+
+
+def test_the_weights_of_one_layer_are_kept_and_no_more(weight, computed):
+    layers = [(to_nf4(torch.randn(SHAPE)), to_nf4(torch.randn(SHAPE))) for _ in range(3)]
+    for gate_up, down in layers:  # forward
+        gate_up.dequantize(), down.dequantize()
+    assert len(computed) == 6
+    for gate_up, down in reversed(layers):  # a second forward, and the backward
+        gate_up.dequantize(), down.dequantize(), down.dequantize(), gate_up.dequantize()
+    assert len(computed) == 6 + 4  # the last layer's are those of the forward
+    assert len(nf4_weight._RECENT) == nf4_weight.KEPT_WEIGHTS
+    layers[0][0].to(torch.bfloat16).dequantize()
+    assert len(computed) == 11  # another dtype
+    kept = weakref.ref(layers[0][1].dequantize())
+    assert kept() is not None
+    del layers, gate_up, down
+    gc.collect()
+    assert kept() is None  # freed with the model
+
+
+def test_a_weight_that_inference_dequantised_serves_training(weight):
+    with torch.inference_mode():
+        weight.dequantize()
+    x = torch.randn(2, SHAPE[2], requires_grad=True)
+    F.linear(x, weight.dequantize()[0]).sum().backward()
+    assert x.grad is not None
+
+
+def test_experts_take_it_as_a_function():
+    gate_up, down = to_nf4(torch.randn(4, 24, 16)), to_nf4(torch.randn(4, 16, 12))
+    hidden, index = torch.randn(6, 16), torch.randint(4, (6, 2))
+    probabilities = torch.rand(6, 2)
+    found = experts(hidden, index, probabilities, as_weight(gate_up), as_weight(down))
+    expected = experts(hidden, index, probabilities, gate_up.dequantize(), down.dequantize())
+    assert torch.equal(found, expected)
+    dense = torch.ones(2)
+    assert as_weight(dense) is dense
