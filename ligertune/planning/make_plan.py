@@ -88,6 +88,7 @@ def make_plan(recipe: Recipe, inputs: PlanInputs, *, notes: tuple[str, ...] = ()
         context=model.shape.context,
         n_parameters=model.shape.n_parameters,
         n_trainable=model.shape.n_trainable,
+        n_active=model.shape.n_active,
         rows=rows,
         schedule=make_schedule(recipe, rows=rows.count, global_batch_size=batching.global_batch_size),
         optimizer=make_optimizer(recipe),
@@ -165,6 +166,8 @@ def estimate_memory(
         in_front=shape.in_front,
         heads=shape.heads,
         frozen_model=model.frozen_model,
+        dense_layer=shape.dense_layer,
+        dense_layers=shape.dense_layers,
         loss_chunk=LOSS_CHUNK_ROWS if recipe.distill.teacher_file else 0,
     )
 
@@ -278,7 +281,7 @@ def suggest_cuda_graphs(plan: Plan, recipe: Recipe, *, has_images: bool) -> Plan
     if train.cuda_graphs or machine.device != "cuda" or not machine.peak_flops or plan.memory is None:
         return plan
     tokens = plan.batching.micro_batch_size * plan.row_length
-    device_seconds = 6.0 * plan.n_parameters * tokens / (REACHED_SHARE_OF_PEAK * machine.peak_flops)
+    device_seconds = 6.0 * (plan.n_active or plan.n_parameters) * tokens / (REACHED_SHARE_OF_PEAK * machine.peak_flops)
     if device_seconds > plan.memory.layers * HOST_SECONDS_PER_LAYER:
         return plan
     with_graphs = recipe.model_copy(update={"train": train.model_copy(update={"cuda_graphs": True})})

@@ -112,6 +112,7 @@ class Plan(RunOptions):
     evaluate: Cadence
     notes: tuple[str, ...]
     teacher: TeacherPlan | None = None
+    n_active: int | None = None  # parameters that one token uses, of a mixture of experts; None: all
 
     @property
     def output_dir(self) -> Path:

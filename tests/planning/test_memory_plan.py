@@ -20,7 +20,7 @@ from ligertune.planning.memory.activation_bytes import (
 )
 from ligertune.planning.memory.activation_policy import choose_policy
 from ligertune.planning.memory.estimate import CUDA_CONTEXT, MemoryEstimate, largest
-from ligertune.planning.memory.model_shape import LayerShape, ModelShape
+from ligertune.planning.memory.model_shape import ExpertsShape, LayerShape, ModelShape
 from ligertune.planning.memory.states import NF4_BYTES, states_of
 from ligertune.planning.micro_batch import choose_batching
 from ligertune.planning.optimization import make_schedule
@@ -195,7 +195,9 @@ def test_adapters_save_only_the_inputs_of_their_layers(targets, saved):
         (transformers.Qwen3Config(**TINY, head_dim=32), LayerShape(64, 128, 64, 4, 96, norms=2 * 64 + 128 + 64)),
         (transformers.Gemma2Config(**TINY, head_dim=16), LayerShape(64, 64, 32, 4, 96, norms=4 * 64)),
         (transformers.MixtralConfig(**TINY, num_experts_per_tok=2),
-         LayerShape(64, 64, 32, 4, 192, norms=2 * 64, mlp_out=True, routed=2)),
+         LayerShape(64, 64, 32, 4, 192, norms=2 * 64, mlp_out=True,
+                    experts=ExpertsShape(8, 2, 96, parameters=8 * 3 * 64 * 96, trained=8 * 3 * 64 * 96, router=60,
+                                         activation=96))),
     ],
     ids=["norms of heads", "four norms", "experts"],
 )  # fmt: skip

@@ -26,7 +26,7 @@ def show_plan(plan: Plan) -> None:
         group = tuple(f"{words} of {batching.cp_size} processes" for words in ("group", "groups"))
     warmup = f" ({schedule.warmup_steps} of them warm-up)" if schedule.warmup_steps else ""
     rows = [
-        ("model", f"{plan.model_family}, {format_count(plan.n_parameters)} parameters, "
+        ("model", f"{plan.model_family}, {format_count(plan.n_parameters)} parameters, {_active(plan.n_active)}"
                   f"{format_count(plan.n_trainable)} trained"),
         ("device", f"{plan.machine.name} ({plan.machine.arch}) x {batching.world_size}, "
                    f"{_with_reason(plan.strategy, plan.strategy_why)}"),
@@ -56,6 +56,11 @@ def show_plan(plan: Plan) -> None:
             text(f"  not replaced: {line.left} x {line.kernel}: {line.note}")
     for note in plan.notes:
         text(f"  note: {note}")
+
+
+def _active(n_active: int | None) -> str:
+    """Return the parameters that a token uses, as words, for a mixture of experts."""
+    return "" if n_active is None else f"{format_count(n_active)} active, "
 
 
 def _preference(plan: Plan) -> str:

@@ -30,6 +30,12 @@ import torch
 from ligertune_kernels import schedule_of
 from ligertune_kernels.ops.distill.linear_jsd import divergence_workspace
 
+from ligertune.planning.memory.experts_bytes import (
+    dequantised_bytes,
+    experts_backward_elements,
+    gradient_bytes,
+    saved_by_experts,
+)
 from ligertune.planning.memory.model_shape import FrozenModelShape, HeadShape, LayerShape, TowerShape
 
 # cuBLAS allocates one workspace for the forward's thread and one for the backward's (torch: getWorkspaceSize, Hopper).
@@ -45,6 +51,7 @@ class ActivationPolicy:
 
     fused_norm: bool = True
     fused_mlp: bool = True
+    fused_experts: bool = True
     fused_loss: bool = True
     attention: str = "sdpa"
     checkpointing: bool | str = False
@@ -105,10 +112,11 @@ class StepBytes:
 
 def layer_bytes(layer: LayerShape, policy: ActivationPolicy, itemsize: int, row_length: int) -> int:
     """Return the bytes that one layer saves per token. `row_length` matters for eager attention's (T, T) scores."""
-    elements = layer.norms + 2 * layer.query + round(2 * layer.key * policy.keys_per_token) + 2 * layer.mlp
-    elements += layer.attn_in * layer.hidden + layer.mlp_in * layer.hidden + layer.mlp_out * layer.mlp
+    mlp = layer.dense_mlp
+    elements = layer.norms + 2 * layer.query + round(2 * layer.key * policy.keys_per_token) + 2 * mlp
+    elements += layer.attn_in * layer.hidden + layer.mlp_in * layer.hidden + layer.mlp_out * mlp
     elements -= sum(recomputed_elements(layer, policy))
-    elements += layer.adapters + 2 * layer.routed * layer.hidden
+    elements += layer.adapters
     # float32 statistics: one per head (attention's log-sum-exp) and one per norm (its reciprocal deviation)
     size = elements * itemsize + 4 * (layer.heads + layer.norms // layer.hidden)
     if not policy.fused_norm and layer.norms_train:  # the input in float32, and the normalised value for the weight
@@ -116,7 +124,9 @@ def layer_bytes(layer: LayerShape, policy: ActivationPolicy, itemsize: int, row_
     elif not policy.fused_norm:  # with frozen weights an eager norm saves its input in float32 only
         size += layer.norms * (4 - itemsize)
     if not policy.fused_mlp:  # eager code also saves act(gate)
-        size += layer.mlp * itemsize
+        size += mlp * itemsize
+    if layer.experts is not None:
+        size += saved_by_experts(layer.experts, layer.hidden, itemsize, fused=policy.fused_experts)
     if policy.attention == "eager":
         size += layer.heads * row_length * (2 * itemsize + 4)
     return size
@@ -125,12 +135,12 @@ def layer_bytes(layer: LayerShape, policy: ActivationPolicy, itemsize: int, row_
 def recomputed_elements(layer: LayerShape, policy: ActivationPolicy) -> tuple[int, int, int]:
     """Return the elements per token that `kernels.recompute` does not save: inputs of attention, MLP and down_proj.
 
-    A checkpointed layer is run again as a whole instead. Experts save the tokens in sorted order, so only their
-    attention input can be recomputed.
+    A checkpointed layer is run again as a whole instead. In a mixture of experts the router reads the MLP's input too,
+    so only the attention's input is recomputed.
     """
     if not policy.recompute or policy.checkpointing:
         return 0, 0, 0
-    normed, dense = policy.fused_norm and layer.normed, not layer.routed
+    normed, dense = policy.fused_norm and layer.normed, layer.experts is None
     return (
         (layer.attn_in and normed) * layer.hidden,
         (layer.mlp_in and normed and dense) * layer.hidden,
@@ -142,12 +152,17 @@ def backward_bytes(layer: LayerShape, policy: ActivationPolicy, itemsize: int) -
     """Return the bytes per token that the backward of one layer needs in addition to what was saved."""
     # Plain layers write the gradients of gate and up over gate and up. Adapters and float8 still need those values.
     gates = 2 if layer.adapters or policy.float8 != "no" else 1
-    return (2 * layer.hidden + gates * layer.mlp + max(recomputed_elements(layer, policy))) * itemsize
+    elements = 2 * layer.hidden + max(recomputed_elements(layer, policy))
+    if layer.experts is None:
+        return (elements + gates * layer.mlp) * itemsize
+    # the shared experts and the routed ones have their backward one after the other
+    routed = experts_backward_elements(layer.experts, layer.hidden, fused=policy.fused_experts)
+    return (elements + max(gates * layer.dense_mlp, routed)) * itemsize
 
 
 def gate_bytes(layer: LayerShape, policy: ActivationPolicy, itemsize: int) -> int:
     """Return the bytes per token of one layer's gate if gates are offloaded: one is prefetched while one is used."""
-    return layer.mlp * itemsize if policy.offloads_gates and not layer.routed else 0
+    return layer.mlp * itemsize if policy.offloads_gates and layer.experts is None else 0
 
 
 def float8_bytes(layer: LayerShape, policy: ActivationPolicy, tokens: int) -> int:
@@ -158,7 +173,7 @@ def float8_bytes(layer: LayerShape, policy: ActivationPolicy, tokens: int) -> in
     """
     if policy.float8 == "no":
         return 0
-    width = layer.query if layer.routed else layer.mlp  # experts are not linear layers
+    width = layer.mlp if layer.experts is None else layer.query  # experts are not linear layers
     gradient_copies = {"compiled": 2, "eager": 1 + 8 + 1}[policy.float8]
     return layer.hidden * width + tokens * (gradient_copies * width + 2 * layer.hidden)
 
@@ -251,18 +266,24 @@ def step_phases(
     tower: int = 0,
     layer_weights: int = 0,
     shards: int = 1,
+    dense: LayerShape | None = None,
+    dense_layers: int = 0,
 ) -> tuple[StepPhase, ...]:
     """Return the phases of a step.
 
     layers: number of layers with a backward. tower: bytes that the vision tower saves. layer_weights: bytes of one
-    layer's weights if FSDP2 gathers them (0 otherwise), for a rank that holds 1 / shards of the model.
+    layer's weights if FSDP2 gathers them (0 otherwise), for a rank that holds 1 / shards of the model. dense,
+    dense_layers: the layers of a mixture of experts that have a dense MLP.
     """
     itemsize, gradients = step.itemsize, step.gradients
     last = min(policy.not_checkpointed, layers) if policy.checkpointing else layers  # layers that save everything
     plain = policy.without_checkpointing()
     policy_of_last, policy_of_first = plain if last else policy, policy if last < layers else plain
     hidden_states = batch.tokens * layer.hidden * itemsize
-    saved_by_last = last * layer_bytes(layer, policy_of_last, itemsize, batch.row_length) * batch.tokens
+    n_dense = round(last * dense_layers / layers) if dense else 0  # of the last layers
+    saved_by_last = (last - n_dense) * layer_bytes(layer, policy_of_last, itemsize, batch.row_length) * batch.tokens
+    if dense:
+        saved_by_last += n_dense * layer_bytes(dense, policy_of_last, itemsize, batch.row_length) * batch.tokens
     # With offload, the input of the last checkpointed layer stays: nothing would hide its copy back.
     inputs = (0 < last < layers if policy.offloads_inputs else layers - last) * hidden_states
     held = saved_by_last + inputs + tower
@@ -279,6 +300,9 @@ def step_phases(
     back, back_of_last = (
         backward_bytes(layer, kind, itemsize) * batch.tokens + in_float8 for kind in (policy_of_first, policy_of_last)
     )
+    # Under FSDP2 the whole gradient of a layer is one of the three gathered layers.
+    experts = dequantised_bytes(layer.experts, itemsize)
+    experts += 0 if layer_weights else gradient_bytes(layer.experts, itemsize)
     end_weight = head.elements * itemsize  # of the embedding or of the head
     embedding = end_weight if head.embedding_trains and (head.tied or batch.accumulates) else 0
     # FSDP2 units: a tied embedding and head stay gathered to the end of the backward. If they are separate, the
@@ -287,14 +311,14 @@ def step_phases(
     gathered = step.workspace + gathered_end * head.tied + 3 * layer_weights
     existing, done, another = _gradient_bytes(head, batch, gradients, itemsize, layers=layers, last=last, shards=shards)
     rest = held - saved_by_last + ends + run_again + gate
-    again = StepPhase("run again", rest, done, gathered_end * head.tied, back + gathered)
+    again = StepPhase("run again", rest, done, gathered_end * head.tied, back + experts + gathered)
     backward = held + ends + (last == 0) * run_again - loss_gradient + gate
     working_in_loss = step.workspace + gathered_end + 2 * layer_weights
     return (
         StepPhase("loss", held + ends + (1 if last else 2) * gate, before, loss_peak, working_in_loss),
-        StepPhase("backward", backward, before, loss_held, back_of_last + gathered),
+        StepPhase("backward", backward, before, loss_held, back_of_last + experts + gathered),
         *([again] if 0 < last < layers else []),
-        StepPhase("first layer", whole_layer + tower, existing, another, back + gathered),
+        StepPhase("first layer", whole_layer + tower, existing, another, back + experts + gathered),
         StepPhase("gradients", ends, gradients, embedding, step.workspace + back + 2 * gathered_end),
         StepPhase("step", 0, gradients, 0, step.workspace + step.optimizer_step),
     )

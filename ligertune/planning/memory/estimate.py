@@ -54,6 +54,8 @@ class MemoryEstimate:
     in_front: int = 0  # first layers without a backward, which save nothing
     heads: MedusaHeadsShape | None = None
     frozen_model: FrozenModelShape | None = None
+    dense_layer: LayerShape | None = None  # of a mixture of experts that has `dense_layers` layers with a dense MLP
+    dense_layers: int = 0
     loss_chunk: int = 0  # tokens whose logits a loss in plain torch makes at a time; 0: a kernel computes the loss
 
     def peak(
@@ -83,6 +85,8 @@ class MemoryEstimate:
             tower=tower_bytes(self.tower, image_tokens, self.policy, self.itemsize) if self.tower else 0,
             layer_weights=self.layer_weights() if self.shards > 1 else 0,
             shards=self.shards,
+            dense=self.dense_layer,
+            dense_layers=min(self.dense_layers, self.layers_with_backward),
         )
         if self.frozen_model is not None:
             return self._with_frozen_model(phases, batch, step)
@@ -189,7 +193,7 @@ class MemoryEstimate:
         if self.heads is not None and not self.heads.joint:
             return 0  # the frozen model has no graph
         width = self.layer.hidden * self.policy.offloads_inputs
-        width += self.layer.mlp * (self.policy.offloads_gates and not self.layer.routed)
+        width += self.layer.mlp * (self.policy.offloads_gates and self.layer.experts is None)
         return max(0, self.layers_with_backward - self.policy.not_checkpointed) * tokens * width * self.itemsize
 
     def host_notes(self, micro_batch_size: int, row_length: int) -> tuple[str, ...]:

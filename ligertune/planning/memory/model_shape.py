@@ -35,6 +35,29 @@ class ParameterKind:
 
 
 @dataclass(frozen=True)
+class ExpertsShape:
+    """The experts of one layer and their router. Every number of tokens per expert needs the same memory."""
+
+    number: int  # X
+    chosen: int  # K
+    mlp: int  # F of one expert
+    shared: int = 0  # width of the shared experts, which see every token
+    parameters: int = 0  # of all X experts
+    trained: int = 0  # of these, how many train
+    adapter: int = 0  # parameters of LoRA on the experts' weights
+    lora: int = 0  # LoRA rank times adapted projections
+    router: int = 0  # bytes per token that the router saves besides its input
+    activation: int = 0  # elements per row that transformers' activation code saves besides z and its output
+    gates_shared: bool = False  # the shared experts' output is multiplied by a gate of the token
+    quantised: bool = False  # stored in four bits
+
+    @property
+    def reads_input(self) -> bool:
+        """Whether the backward needs the experts' input: their weights or adapters train."""
+        return self.trained > 0 or self.lora > 0
+
+
+@dataclass(frozen=True)
 class LayerShape:
     """One decoder layer. Sizes are elements per token; the flags name the linear inputs saved for the backward."""
 
@@ -48,9 +71,14 @@ class LayerShape:
     mlp_in: bool = True
     mlp_out: bool = True
     adapters: int = 0  # LoRA rank times adapted linear layers
-    routed: int = 0  # copies of the token that are sent to experts
+    experts: ExpertsShape | None = None  # of a mixture of experts
     norms_train: bool = True  # whether a norm's weight (or a bias) trains
     normed: bool = True  # attention and MLP read the output of a norm (OLMo 2 norms their outputs instead)
+
+    @property
+    def dense_mlp(self) -> int:
+        """Width of the MLP that each token goes through: the shared experts' in a mixture, which may have none."""
+        return self.mlp if self.experts is None else self.experts.shared
 
 
 @dataclass(frozen=True)
@@ -140,6 +168,9 @@ class ModelShape:
     tower: TowerShape | None = None
     in_front: int = 0  # first layers without a backward: nothing in or before them trains
     n_matmul_in_front: int = 0  # part of n_matmul in those layers
+    n_active: int | None = None  # parameters that one token uses, of a mixture of experts; None: all
+    dense_layer: LayerShape | None = None  # layers of a mixture that have a dense MLP instead of experts
+    dense_layers: int = 0  # how many
     heads: MedusaHeadsShape | None = None
 
     def flops(self, *, tokens: int, squared_lengths: int) -> float:

@@ -23,6 +23,7 @@ class MedusaShape(ModelShape):
             family=f"{base.family} with {len(heads)} Medusa heads",
             n_parameters=base.n_parameters + n_heads + n_teacher,
             n_trainable=base.n_trainable + n_heads,
+            n_active=None if base.n_active is None else base.n_active + n_heads + n_teacher,
             parameters=parameter_kinds(model),
             layer=None if model.teacher is not None else base.layer,  # memory with a teacher is not predicted
             heads=MedusaHeadsShape(
