@@ -92,7 +92,7 @@ def test_saved_bytes_of_a_block_without_our_kernels(family, trains):
 def test_our_op_saves_less_than_half_of_grouped_mm():
     experts = shape_of(transformers.Qwen3MoeConfig(**QWEN3_30B)).layer.experts
     ours, theirs = (saved_by_experts(experts, 2048, 2, fused=fused) for fused in (True, False))
-    assert ours == 8 * (2 * 768 * 2 + 16) + experts.router
+    assert ours == 8 * (2 * 768 * 2 + 8 + 1 + 2) + experts.router
     assert ours < 0.4 * theirs
 
 
@@ -107,7 +107,7 @@ def test_gradients_of_a_layers_experts_exist_with_its_activations():
         next(phase for phase in estimate._phases(64, 64, accumulates=False, memory=None) if phase.name == "backward")
         for estimate in (trained, frozen)
     )
-    assert backward.working - other.working == 2 * 128 * 3 * 768 * 2048
+    assert backward.working - other.working == pytest.approx(2 * 128 * 3 * 768 * 2048, rel=1e-3)
 
 
 def test_first_dense_layers_save_what_a_dense_layer_saves():

@@ -30,12 +30,7 @@ import torch
 from ligertune_kernels import schedule_of
 from ligertune_kernels.ops.distill.linear_jsd import divergence_workspace
 
-from ligertune.planning.memory.experts_bytes import (
-    dequantised_bytes,
-    experts_backward_elements,
-    gradient_bytes,
-    saved_by_experts,
-)
+from ligertune.planning.memory.experts_bytes import adapter_copies, experts_backward_bytes, saved_by_experts
 from ligertune.planning.memory.model_shape import FrozenModelShape, HeadShape, LayerShape, TowerShape
 
 # cuBLAS allocates one workspace for the forward's thread and one for the backward's (torch: getWorkspaceSize, Hopper).
@@ -114,7 +109,8 @@ def layer_bytes(layer: LayerShape, policy: ActivationPolicy, itemsize: int, row_
     """Return the bytes that one layer saves per token. `row_length` matters for eager attention's (T, T) scores."""
     mlp = layer.dense_mlp
     elements = layer.norms + 2 * layer.query + round(2 * layer.key * policy.keys_per_token) + 2 * mlp
-    elements += layer.attn_in * layer.hidden + layer.mlp_in * layer.hidden + layer.mlp_out * mlp
+    mlp_in = layer.mlp_in or (layer.experts is not None and policy.fused_experts)  # our op saves its input always
+    elements += layer.attn_in * layer.hidden + mlp_in * layer.hidden + layer.mlp_out * mlp
     elements -= sum(recomputed_elements(layer, policy))
     elements += layer.adapters
     # float32 statistics: one per head (attention's log-sum-exp) and one per norm (its reciprocal deviation)
@@ -148,16 +144,30 @@ def recomputed_elements(layer: LayerShape, policy: ActivationPolicy) -> tuple[in
     )
 
 
-def backward_bytes(layer: LayerShape, policy: ActivationPolicy, itemsize: int) -> int:
-    """Return the bytes per token that the backward of one layer needs in addition to what was saved."""
+def saved_bytes(layer: LayerShape, policy: ActivationPolicy, itemsize: int, batch: MicroBatch) -> int:
+    """Return the bytes that one layer saves for a micro-batch."""
+    per_token = layer_bytes(layer, policy, itemsize, batch.row_length)
+    return per_token * batch.tokens + adapter_copies(layer.experts, itemsize)
+
+
+def backward_bytes(
+    layer: LayerShape, policy: ActivationPolicy, itemsize: int, tokens: int, *, expert_gradients: bool = False
+) -> int:
+    """Return the bytes that the backward of one layer needs in addition to what was saved.
+
+    expert_gradients: count the gradients of its experts' weights, which are not yet among the gradients.
+    """
     # Plain layers write the gradients of gate and up over gate and up. Adapters and float8 still need those values.
     gates = 2 if layer.adapters or policy.float8 != "no" else 1
-    elements = 2 * layer.hidden + max(recomputed_elements(layer, policy))
-    if layer.experts is None:
-        return (elements + gates * layer.mlp) * itemsize
-    # the shared experts and the routed ones have their backward one after the other
-    routed = experts_backward_elements(layer.experts, layer.hidden, fused=policy.fused_experts)
-    return (elements + max(gates * layer.dense_mlp, routed)) * itemsize
+    outside = tokens * (2 * layer.hidden + max(recomputed_elements(layer, policy))) * itemsize
+    mlp = tokens * gates * layer.dense_mlp * itemsize
+    if layer.experts is not None:  # the shared experts and the routed ones have their backward one after the other
+        fused = policy.fused_experts
+        routed = experts_backward_bytes(
+            layer.experts, layer.hidden, tokens, itemsize, fused=fused, gradients=expert_gradients
+        )
+        mlp = max(mlp, routed)
+    return outside + mlp + float8_bytes(layer, policy, tokens)
 
 
 def gate_bytes(layer: LayerShape, policy: ActivationPolicy, itemsize: int) -> int:
@@ -266,59 +276,52 @@ def step_phases(
     tower: int = 0,
     layer_weights: int = 0,
     shards: int = 1,
-    dense: LayerShape | None = None,
-    dense_layers: int = 0,
+    dense: tuple[LayerShape | None, int] = (None, 0),
 ) -> tuple[StepPhase, ...]:
     """Return the phases of a step.
 
     layers: number of layers with a backward. tower: bytes that the vision tower saves. layer_weights: bytes of one
-    layer's weights if FSDP2 gathers them (0 otherwise), for a rank that holds 1 / shards of the model. dense,
-    dense_layers: the layers of a mixture of experts that have a dense MLP.
+    layer's weights if FSDP2 gathers them (0 otherwise), for a rank that holds 1 / shards of the model. dense: the
+    layers of a mixture of experts that have a dense MLP instead, and their number.
     """
     itemsize, gradients = step.itemsize, step.gradients
     last = min(policy.not_checkpointed, layers) if policy.checkpointing else layers  # layers that save everything
     plain = policy.without_checkpointing()
     policy_of_last, policy_of_first = plain if last else policy, policy if last < layers else plain
     hidden_states = batch.tokens * layer.hidden * itemsize
-    n_dense = round(last * dense_layers / layers) if dense else 0  # of the last layers
-    saved_by_last = (last - n_dense) * layer_bytes(layer, policy_of_last, itemsize, batch.row_length) * batch.tokens
-    if dense:
-        saved_by_last += n_dense * layer_bytes(dense, policy_of_last, itemsize, batch.row_length) * batch.tokens
+    saved = [saved_bytes(one or layer, policy_of_last, itemsize, batch) for one in (layer, dense[0])]
+    saved_by_last = last * saved[0] + round(last * dense[1] / layers) * (saved[1] - saved[0])
     # With offload, the input of the last checkpointed layer stays: nothing would hide its copy back.
     inputs = (0 < last < layers if policy.offloads_inputs else layers - last) * hidden_states
     held = saved_by_last + inputs + tower
-    whole_layer = layer_bytes(layer, policy_of_first, itemsize, batch.row_length) * batch.tokens
+    whole_layer = saved_bytes(layer, policy_of_first, itemsize, batch)
     gate = gate_bytes(layer, policy_of_first, itemsize) * batch.tokens
     # the embedding's or the last layer's output, the last norm's output, and rotary tables (cos and sin, D wide)
     ends = batch.tokens * (2 * layer.hidden + 2 * (layer.query // layer.heads)) * itemsize
     loss_peak, loss_held = loss_bytes(head, policy, batch, itemsize, step.free)
     # When a layer is run again, the last norm and the loss have freed their tensors, and its input is held already.
     run_again = whole_layer - (2 if policy.offloads_inputs and last == 0 else 3) * hidden_states if last < layers else 0
-    loss_gradient = batch.labels * layer.hidden * itemsize if last == 0 else 0
     before = gradients if batch.accumulates else 0
-    in_float8 = float8_bytes(layer, policy, batch.tokens)
-    back, back_of_last = (
-        backward_bytes(layer, kind, itemsize) * batch.tokens + in_float8 for kind in (policy_of_first, policy_of_last)
-    )
-    # Under FSDP2 the whole gradient of a layer is one of the three gathered layers.
-    experts = dequantised_bytes(layer.experts, itemsize)
-    experts += 0 if layer_weights else gradient_bytes(layer.experts, itemsize)
+    new = not layer_weights  # under FSDP2 the whole gradient of a layer is one of the three gathered layers
+    back = backward_bytes(layer, policy_of_first, itemsize, batch.tokens, expert_gradients=new)
+    back_of_last = backward_bytes(layer, policy_of_last, itemsize, batch.tokens, expert_gradients=new)
+    back_of_done = backward_bytes(layer, policy_of_first, itemsize, batch.tokens)
     end_weight = head.elements * itemsize  # of the embedding or of the head
-    embedding = end_weight if head.embedding_trains and (head.tied or batch.accumulates) else 0
+    embedding = end_weight * (head.embedding_trains and (head.tied or batch.accumulates))
     # FSDP2 units: a tied embedding and head stay gathered to the end of the backward. If they are separate, the
     # embedding is gathered for its lookup and its gradient, and the head from the last norm to that norm's backward.
     gathered_end = end_weight if layer_weights else 0
     gathered = step.workspace + gathered_end * head.tied + 3 * layer_weights
     existing, done, another = _gradient_bytes(head, batch, gradients, itemsize, layers=layers, last=last, shards=shards)
     rest = held - saved_by_last + ends + run_again + gate
-    again = StepPhase("run again", rest, done, gathered_end * head.tied, back + experts + gathered)
-    backward = held + ends + (last == 0) * run_again - loss_gradient + gate
+    again = StepPhase("run again", rest, done, gathered_end * head.tied, back + gathered)
+    backward = held + ends + (last == 0) * (run_again - batch.labels * layer.hidden * itemsize) + gate
     working_in_loss = step.workspace + gathered_end + 2 * layer_weights
     return (
         StepPhase("loss", held + ends + (1 if last else 2) * gate, before, loss_peak, working_in_loss),
-        StepPhase("backward", backward, before, loss_held, back_of_last + experts + gathered),
+        StepPhase("backward", backward, before, loss_held, back_of_last + gathered),
         *([again] if 0 < last < layers else []),
-        StepPhase("first layer", whole_layer + tower, existing, another, back + experts + gathered),
-        StepPhase("gradients", ends, gradients, embedding, step.workspace + back + 2 * gathered_end),
+        StepPhase("first layer", whole_layer + tower, existing, another, back + gathered),
+        StepPhase("gradients", ends, gradients, embedding, step.workspace + back_of_done + 2 * gathered_end),
         StepPhase("step", 0, gradients, 0, step.workspace + step.optimizer_step),
     )

@@ -85,8 +85,7 @@ class MemoryEstimate:
             tower=tower_bytes(self.tower, image_tokens, self.policy, self.itemsize) if self.tower else 0,
             layer_weights=self.layer_weights() if self.shards > 1 else 0,
             shards=self.shards,
-            dense=self.dense_layer,
-            dense_layers=min(self.dense_layers, self.layers_with_backward),
+            dense=(self.dense_layer, min(self.dense_layers, self.layers_with_backward)),
         )
         if self.frozen_model is not None:
             return self._with_frozen_model(phases, batch, step)
