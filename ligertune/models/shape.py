@@ -104,6 +104,8 @@ def parameter_kinds(model: PreTrainedModel) -> tuple[tuple[ParameterKind, int], 
     ends = [model.get_input_embeddings(), model.get_output_embeddings()]
     outside = {id(p) for module in ends if module is not None for p in module.parameters()}
     linear = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear)}
+    stacks = expert_stacks(model, model.config.get_text_config()).values()
+    experts = {id(p) for stack in stacks for p in stack.module.parameters(recurse=False) if p.ndim == 3}
     kinds = Counter(
         ParameterKind(
             shape=tuple(p.shape),
@@ -111,6 +113,7 @@ def parameter_kinds(model: PreTrainedModel) -> tuple[tuple[ParameterKind, int], 
             inside=id(p) not in outside,
             linear=id(p) in linear,
             adapter=".lora_" in name or ".modules_to_save." in name,
+            experts=id(p) in experts,
         )
         for name, p in model.named_parameters()
     )

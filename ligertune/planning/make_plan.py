@@ -14,6 +14,7 @@ from ligertune.planning.batch_layout import Rows, padding_free_notes
 from ligertune.planning.memory.activation_bytes import CUBLAS_WORKSPACE, LOSS_CHUNK_ROWS
 from ligertune.planning.memory.activation_policy import checkpointing_notes, choose_policy, with_checkpointed_layers
 from ligertune.planning.memory.estimate import MemoryEstimate
+from ligertune.planning.memory.experts_bytes import dequantised_bytes
 from ligertune.planning.memory.states import SHARDED_WEIGHTS, StateBytes, Strategy, shards_of, states_of
 from ligertune.planning.micro_batch import Batching, choose_batching
 from ligertune.planning.optimization import Cadence, make_optimizer, make_schedule
@@ -147,15 +148,17 @@ def estimate_memory(
     shape, policy = model.shape, choose_policy(recipe, model.attn_implementation, applied, loss_kernel=loss_kernel)
     if shape.layer is None or shape.head is None or (shape.heads and (shards > 1 or not policy.fused_loss)):
         return None
+    itemsize = 2 if precision.weights == "bfloat16" or precision.autocast == "fp16" else 4
+    in_four_bits = dequantised_bytes(shape.layer.experts, itemsize) if recipe.method.type == "qlora" else 0
     return MemoryEstimate(
         states=states,
         layer=shape.layer,
         head=shape.head,
         policy=policy,
         layers=shape.num_hidden_layers,
-        itemsize=2 if precision.weights == "bfloat16" or precision.autocast == "fp16" else 4,
+        itemsize=itemsize,
         labelled=data.trained_tokens / data.tokens if data.tokens else 1.0,
-        workspace=CUBLAS_WORKSPACE if inputs.machine.device == "cuda" else 0,
+        workspace=in_four_bits + (CUBLAS_WORKSPACE if inputs.machine.device == "cuda" else 0),
         optim_in_backward=recipe.train.optim_in_backward,
         tower=shape.tower,
         image_share=data.image_share,

@@ -177,3 +177,10 @@ def test_adapters_of_experts_save_two_small_products():
     without = replace(experts, adapter=0, lora=0)
     assert experts.reads_input and not without.reads_input
     assert saved_by_experts(experts, 64, 2, fused=True) - saved_by_experts(without, 64, 2, fused=True) == 2 * 32 * 2
+
+
+@pytest.mark.parametrize(("method", "gib"), [("lora", 57), ("qlora", 15.6)])
+def test_states_of_qwen3_30b_with_lora(method, gib):
+    """30.5B parameters: 57 GiB in bf16. In NF4 the embedding, the head, routers and norms stay in 16 bits."""
+    shape = shape_of(transformers.Qwen3MoeConfig(**QWEN3_30B))
+    assert states_of(bare_recipe(method), shape.parameters, "bfloat16").weights / 2**30 == pytest.approx(gib, abs=0.3)

@@ -40,16 +40,16 @@ def experts_backward_bytes(
 
     Our op first has a, dz and the gathered dy while it computes the gradient of the down projection; then dz and the
     gathered x while it computes that of gate and up. gradients: count those of the weights and adapters, which one call
-    of the backward computes; otherwise they are counted as states. A 4-bit weight is dequantised for its products.
+    of the backward computes; otherwise they are counted as states.
     """
-    rows, weights = tokens * experts.chosen * itemsize, experts.parameters * itemsize
-    made = (
-        weights // 3 if experts.quantised else 0
-    )  # of one projection: a third of the weights is the down projection's
+    rows = tokens * experts.chosen * itemsize
     new = gradients * (experts.trained * itemsize + 4 * experts.adapter)
-    if fused:
-        return max(
-            rows * (hidden + 3 * experts.mlp) + made + new // 3, rows * (hidden + 2 * experts.mlp) + 2 * made + new
-        )
+    if fused:  # a third of the weights is the down projection's
+        return max(rows * (hidden + 3 * experts.mlp) + new // 3, rows * (hidden + 2 * experts.mlp) + new)
     # the gradient of the weighted outputs, that of the outputs, and their product, whose sum is the router's gradient
     return rows * max(3 * hidden, hidden + 4 * experts.mlp) + new
+
+
+def dequantised_bytes(experts: ExpertsShape | None, itemsize: int) -> int:
+    """Return the bytes of one layer's 4-bit experts, dequantised: the last two weights are kept."""
+    return 0 if experts is None else experts.parameters * itemsize

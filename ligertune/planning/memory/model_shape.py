@@ -20,6 +20,7 @@ class ParameterKind:
     inside: bool  # in a layer: neither the embedding nor the output head
     linear: bool  # the weight of a linear layer
     adapter: bool
+    experts: bool = False  # the 3-D weight of a mixture's experts
 
     @property
     def elements(self) -> int:
@@ -27,7 +28,7 @@ class ParameterKind:
 
     def quantised(self, method: str) -> bool:
         """Whether QLoRA stores it in four bits."""
-        return method == "qlora" and self.linear and self.inside and not self.adapter
+        return method == "qlora" and (self.linear or self.experts) and self.inside and not self.adapter
 
     def itemsize(self, weight_dtype: str) -> int:
         """Bytes per element without quantisation. Adapters are always float32."""
@@ -49,7 +50,6 @@ class ExpertsShape:
     router: int = 0  # bytes per token that the router saves besides its input
     activation: int = 0  # elements per row that transformers' activation code saves besides z and its output
     gates_shared: bool = False  # the shared experts' output is multiplied by a gate of the token
-    quantised: bool = False  # stored in four bits
 
     @property
     def reads_input(self) -> bool:
