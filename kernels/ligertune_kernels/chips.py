@@ -72,6 +72,7 @@ CHIP_RULES = {
         ChipRule("rms_norm_backward_whole_long_row", ("sm80", "sm90", "gfx", "cpu"), "8 to 64 bytes spill elsewhere"),
         ChipRule("layer_norm_backward_halves", ("sm90", "cpu"), "needs all 128 registers and room for the next row"),
         ChipRule("group_norm_8192_elements", ("sm10", "sm12"), "tiles of 16384 elements spill"),
+        ChipRule("torch_grouped_mm", ("sm90", "sm100", "sm103"), "torch has a kernel of CUTLASS for bf16 on these"),
         ChipRule("attention_hopper_tiles", ("sm90", "sm100", "sm103"), "228 KiB of shared memory for three stages"),
     )
 }
@@ -207,3 +208,48 @@ def unpacks_int2_weight(n_rows: int, n_cols: int, n_bytes: int, chip: Chip) -> b
     cuBLAS needs n_cols in eights; the unpack kernel stores vectors where a quarter of a row is a multiple of 16 bytes.
     """
     return chip.vendor != "amd" and n_rows >= INT2_UNPACK_FROM and n_cols % 8 == 0 and n_bytes % 16 == 0
+
+
+class GroupedTile(NamedTuple):
+    """Tile and launch of the grouped products of `experts`."""
+
+    rows: int  # pairs; a tile holds rows of one expert
+    weight_rows: int  # of the gradient of a weight
+    cols: int
+    inner: int  # per step
+    warps: int
+    stages: int
+
+
+class GroupedTiles(NamedTuple):
+    """Tiles of the grouped products by kind of chip: for many rows per expert, and for few."""
+
+    chips: Literal["hopper", "nvidia", "cdna", "rdna", "fp32", "interpreter"]
+    many: GroupedTile
+    few: GroupedTile
+
+
+FEW_ROWS = 48  # rows per expert up to which the smaller tile wastes less than it loses
+
+GROUPED_TILES = (
+    GroupedTiles("hopper", GroupedTile(128, 128, 256, 64, 8, 4), GroupedTile(64, 64, 128, 64, 4, 4)),  # fits 227 KiB
+    GroupedTiles("nvidia", GroupedTile(128, 128, 128, 32, 8, 4), GroupedTile(64, 64, 64, 64, 4, 3)),  # fits 99 KiB
+    GroupedTiles("cdna", GroupedTile(128, 128, 128, 32, 8, 2), GroupedTile(64, 64, 64, 32, 4, 2)),  # fits 64 KiB
+    GroupedTiles("rdna", GroupedTile(64, 64, 64, 32, 4, 2), GroupedTile(32, 32, 64, 32, 4, 2)),  # wider tiles spill
+    GroupedTiles("fp32", GroupedTile(32, 32, 32, 16, 4, 2), GroupedTile(16, 16, 32, 16, 4, 2)),  # products in registers
+    GroupedTiles("interpreter", GroupedTile(16, 16, 32, 16, 4, 1), GroupedTile(16, 16, 16, 16, 4, 1)),  # more branches
+)
+
+
+def grouped_tile(rows_per_expert: int, dtype_bytes: int, chip: Chip) -> GroupedTile:
+    """Return the tile of the grouped products, for the mean number of rows of an expert."""
+    if chip.vendor == "interpreter":
+        chips = "interpreter"
+    elif dtype_bytes == 4:
+        chips = "fp32"
+    elif chip.vendor == "amd":
+        chips = "rdna" if chip.warp_size == 32 else "cdna"
+    else:
+        chips = "hopper" if applies("attention_hopper_tiles", chip) else "nvidia"
+    tiles = next(tiles for tiles in GROUPED_TILES if tiles.chips == chips)
+    return tiles.few if rows_per_expert <= FEW_ROWS else tiles.many

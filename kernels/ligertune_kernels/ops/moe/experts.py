@@ -1,51 +1,42 @@
 r"""Gated experts of a mixture: each token (E,) goes through K of X gated MLPs, whose outputs are weighted and added.
 
-    (g, u) = x W1ᵀ + b1      a = act(g) · (u + offset)      y = sum over the token's experts of p (a W2ᵀ + b2)
+    z = (g, u) = x W1ᵀ + b1      a = p · act(g) · (u + offset)      y = sum over the token's experts of a W2ᵀ + p b2
 
-p are the router's weights. W1 (X, 2F, E) holds gate and up of every expert, W2 (X, E, F) its down projection.
+p are the router's weights; they are multiplied into a, because the down projection is linear. W1 (X, 2F, E) holds gate
+and up of every expert, W2 (X, E, F) its down projection; LoRA adds scale · (x Aᵀ) Bᵀ to a projection. The backward, for
+dy given by token:
+
+    da = dy W2     dz, dp from da, z and p (_gated_rows.py)     dx = sum over the token's experts of dz W1
+    dW2 = dyᵀ a    dW1 = dzᵀ x     db1 = sum of dz     db2 = sum of p dy
+
+The S = N·K pairs of token and expert are sorted by expert, so that each product is one product per group of rows
+(_grouped_product.py). For the backward the op keeps x, z, p, the order, and with LoRA the products with Aᵀ (S, R); a
+and the gathered rows of x are computed again. Sums over experts and rows are in fp32 and in a fixed order, without
+atomics.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Literal, NamedTuple
-
 import torch
 from torch.nn import functional
 
-Weight = torch.Tensor | Callable[[], torch.Tensor]
-"""A weight, or a function without arguments that returns it: then it is frozen, made in the forward and again in the
-backward, and not kept in between (a weight that is stored in 4 bits)."""
-
-
-class GatedActivation(NamedTuple):
-    """How the gate and up halves of an expert are combined: act(gate) · (up + up_offset).
-
-    alpha: silu is gate · sigmoid(alpha · gate). limit: gate is at most limit, and up within ±limit, before all else.
-    """
-
-    function: Literal["silu", "gelu_tanh", "gelu_erf"] = "silu"
-    alpha: float = 1.0
-    limit: float | None = None
-    up_offset: float = 0.0
-
-
-class ExpertLora(NamedTuple):
-    """LoRA of a projection of all experts: y += scale · (x aᵀ) bᵀ. a is (X, R, inputs), b is (X, outputs, R)."""
-
-    a: torch.Tensor
-    b: torch.Tensor
-    scale: float = 1.0
-
-
-class ExpertLayout(NamedTuple):
-    """How the weights are stored.
-
-    transposed: gate_up is (X, E, 2F) and down (X, F, E). interleaved: the 2F columns are gate 0, up 0, gate 1, up 1, …
-    """
-
-    transposed: bool = False
-    interleaved: bool = False
+from ligertune_kernels.autocast import autocast_dtype, without_autocast
+from ligertune_kernels.autograd import no_double_backward
+from ligertune_kernels.launcher import as_rows, runs_triton
+from ligertune_kernels.ops.moe._expert_checks import check_experts
+from ligertune_kernels.ops.moe._expert_options import (
+    ExpertLayout,
+    ExpertLora,
+    ExpertOptions,
+    ExpertParameters,
+    ExpertTensors,
+    GatedActivation,
+    Products,
+    Weight,
+    parameters_of,
+)
+from ligertune_kernels.ops.moe._expert_passes import Kept, Needs, run_backward, run_forward
+from ligertune_kernels.ops.moe._routing import Routing
 
 
 def experts_reference(
@@ -105,10 +96,46 @@ def _project(
     return y
 
 
-def experts(
+class _Experts(torch.autograd.Function):
+    """The op on hidden (N, E), weights (N, K), the eight tensors of the experts, expert_index (N, K) and options."""
+
+    @staticmethod
+    def forward(ctx, hidden, weights, *others):
+        *tensors, expert_index, options = others
+        parameters = ExpertParameters(ExpertTensors(*tensors), options)
+        out, kept, routing = run_forward(hidden, expert_index, weights, parameters)
+        ctx.save_for_backward(hidden, weights, *tensors, *kept, *routing[:5])
+        ctx.arguments = options, routing[5:]
+        return out
+
+    @staticmethod
+    @no_double_backward
+    def backward(ctx, dout):
+        hidden, weights, *saved = ctx.saved_tensors
+        options, sizes = ctx.arguments
+        parameters, kept = ExpertParameters(ExpertTensors(*saved[:8]), options), Kept(*saved[8:11])
+        routing, needs = Routing(*saved[11:], *sizes), Needs(*ctx.needs_input_grad[:10])
+        with without_autocast(hidden.device):
+            gradients = run_backward(as_rows(dout), hidden, weights, parameters, kept, routing, needs)
+        return *gradients, None, None
+
+
+def _run_kernels(
     hidden: torch.Tensor,  # (N, E)
-    expert_index: torch.Tensor,  # (N, K) integers; outside [0, X): no expert
-    expert_weights: torch.Tensor,  # (N, K)
+    expert_index: torch.Tensor,  # (N, K)
+    weights: torch.Tensor,  # (N, K)
+    parameters: ExpertParameters,
+) -> torch.Tensor:  # (N, E)
+    hidden, weights, tensors = as_rows(hidden), weights.contiguous(), parameters.tensors
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (hidden, weights, *tensors)):
+        return _Experts.apply(hidden, weights, *tensors, expert_index, parameters.options)
+    return run_forward(hidden, expert_index, weights, parameters)[0]
+
+
+def experts(
+    hidden: torch.Tensor,  # (..., E)
+    expert_index: torch.Tensor,  # (..., K) integers; outside [0, X): no expert
+    expert_weights: torch.Tensor,  # (..., K)
     gate_up: Weight,  # (X, 2F, E)
     down: Weight,  # (X, E, F)
     gate_up_bias: torch.Tensor | None = None,  # (X, 2F)
@@ -118,9 +145,36 @@ def experts(
     layout: ExpertLayout = ExpertLayout(),  # noqa: B008 (immutable)
     gate_up_lora: ExpertLora | None = None,
     down_lora: ExpertLora | None = None,
-) -> torch.Tensor:  # (N, E)
-    """Send each token through its experts, and add their outputs by the router's weights."""
-    return experts_reference(
-        hidden, expert_index, expert_weights, gate_up, down, gate_up_bias, down_bias,
-        activation=activation, layout=layout, gate_up_lora=gate_up_lora, down_lora=down_lora,
-    )  # fmt: skip
+    products: Products | None = None,
+) -> torch.Tensor:  # (..., E)
+    """Send each token through its experts, and add their outputs by the router's weights.
+
+    Computes in the dtype of hidden, or in that of autocast; parameters are cast to it, and the result has the dtype of
+    hidden. A weight that is a function gets no gradient. A pair whose index is no expert adds nothing, and its weight
+    has a gradient of 0. products: "grouped_mm", "triton" or "loop", which waits for the GPU; None: `product_for`
+    chooses. Deterministic. Raises ValueError on mismatched shapes or unknown options.
+    """
+    options = ExpertOptions(activation, layout, products)
+    parameters = parameters_of(gate_up, down, (gate_up_bias, down_bias), (gate_up_lora, down_lora), options)
+    check_experts(hidden, expert_index, expert_weights, parameters)
+    dtype, n_tokens = autocast_dtype(hidden.device) or hidden.dtype, hidden.shape[:-1].numel()
+    rows, index, weights = (t.reshape(n_tokens, t.shape[-1]) for t in (hidden, expert_index, expert_weights))
+    rows, parameters = rows.to(dtype), ExpertParameters(parameters.tensors.to(dtype), parameters.options)
+    with without_autocast(hidden.device):
+        if any(t is not None and t.numel() == 0 for t in (rows, index, *parameters.tensors)):
+            out = _no_pairs(rows, weights, parameters)
+        elif runs_triton(rows):
+            out = _run_kernels(rows, index, weights, parameters)
+        else:
+            out = experts_reference(
+                rows, index, weights, parameters.gate_up, parameters.down, *parameters.tensors[2:4],
+                activation=activation, layout=layout,
+                gate_up_lora=parameters.gate_up_lora, down_lora=parameters.down_lora,
+            )  # fmt: skip
+    return out.to(hidden.dtype).view(hidden.shape)
+
+
+def _no_pairs(hidden: torch.Tensor, weights: torch.Tensor, parameters: ExpertParameters) -> torch.Tensor:
+    """Return zeros (N, E) that give every tensor a gradient of zeros."""
+    tensors = (t for t in (hidden, weights, *parameters.tensors) if t is not None)
+    return torch.zeros_like(hidden) + sum(t.flatten()[:0].sum().to(hidden.dtype) for t in tensors)

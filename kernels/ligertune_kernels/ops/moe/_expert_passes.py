@@ -1,0 +1,232 @@
+"""Forward and backward of `experts` on rows sorted by expert: two projections with LoRA, and what is between them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+
+from ligertune_kernels.launcher import chip_of
+from ligertune_kernels.ops.moe._expert_checks import check_made_weight
+from ligertune_kernels.ops.moe._expert_options import ExpertLora, ExpertParameters, Products
+from ligertune_kernels.ops.moe._gated_rows import ActivationBackward, activate_rows
+from ligertune_kernels.ops.moe._grouped_product import (
+    PairRows,
+    Rows,
+    is_aligned,
+    multiply_experts,
+    multiply_rows,
+    product_for,
+)
+from ligertune_kernels.ops.moe._pair_rows import sum_expert_rows, sum_pairs
+from ligertune_kernels.ops.moe._routing import Routing, route
+
+
+class Needs(NamedTuple):
+    """Which gradients are needed; the last eight in the order of ExpertTensors."""
+
+    hidden: bool
+    weights: bool
+    gate_up: bool
+    down: bool
+    gate_up_bias: bool
+    down_bias: bool
+    gate_up_a: bool
+    gate_up_b: bool
+    down_a: bool
+    down_b: bool
+
+    @property
+    def z(self) -> bool:
+        """Whether the gradient of the pre-activations is needed."""
+        return self.hidden or self.gate_up or self.gate_up_bias or self.gate_up_a or self.gate_up_b
+
+
+@dataclass(frozen=True)
+class Projection:
+    """A linear layer of all experts: Y = X Wᵀ + T Bᵀ with T = scale · X Aᵀ."""
+
+    weight: torch.Tensor | None  # (X, outputs, inputs), or (X, inputs, outputs) if transposed; None: not needed
+    transposed: bool
+    lora: ExpertLora | None
+    routing: Routing
+    products: Products | None  # None: as `product_for` chooses
+
+    @property
+    def _by_input(self) -> torch.Tensor:  # (X, inputs, outputs)
+        return self.weight if self.transposed else self.weight.transpose(1, 2)
+
+    def _choice(self, dtype: torch.dtype) -> Products:
+        shape = tuple(self.weight.shape[1:])
+        if self.products == "grouped_mm" and not is_aligned(shape, dtype):
+            raise ValueError(
+                f"experts: products='grouped_mm' with weights of {shape} per expert in {dtype}: expected sizes that "
+                "are multiples of 16 bytes; write products=None"
+            )
+        return self.products or product_for(shape, dtype, chip_of(self.weight.device))
+
+    @property
+    def _low_rank(self) -> Products:
+        # Products with a narrow matrix read and write rows at memory speed, and add to a result in the same pass.
+        return "loop" if self.products == "loop" else "triton"
+
+    def forward(self, x: Rows) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return Y (S, outputs) and T (S, R), None without LoRA."""
+        by_input, low_rank = self._by_input, None
+        y = multiply_rows(x, by_input, self.routing, self._choice(by_input.dtype))
+        if self.lora is not None:
+            low_rank = multiply_rows(x, self.lora.a.transpose(1, 2), self.routing, self._low_rank)
+            low_rank.mul_(self.lora.scale)
+            multiply_rows(low_rank, self.lora.b.transpose(1, 2), self.routing, self._low_rank, add_to=y)
+        return y, low_rank
+
+    def input_gradient(self, dy: Rows) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return dX (S, inputs), and dT times the scale (S, R), None without LoRA."""
+        by_output = self._by_input.transpose(1, 2)
+        dx = multiply_rows(dy, by_output, self.routing, self._choice(by_output.dtype))
+        d_low_rank = self.low_rank_gradient(dy)
+        if d_low_rank is not None:
+            multiply_rows(d_low_rank, self.lora.a, self.routing, self._low_rank, add_to=dx)
+        return dx, d_low_rank
+
+    def low_rank_gradient(self, dy: Rows) -> torch.Tensor | None:
+        """Return dT times the scale (S, R), None without LoRA."""
+        if self.lora is None:
+            return None
+        return multiply_rows(dy, self.lora.b, self.routing, self._low_rank).mul_(self.lora.scale)
+
+    def parameter_gradients(
+        self,
+        dy: Rows,
+        x: Rows,
+        low_rank: torch.Tensor | None,
+        d_low_rank: torch.Tensor | None,
+        needs: tuple[bool, bool, bool],  # weight, a, b
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Return dW, dA and dB, None where they are not needed."""
+        pair = (x, dy) if self.transposed else (dy, x)
+        d_weight = d_a = d_b = None
+        if needs[0]:
+            d_weight = multiply_experts(*pair, self.routing, self._choice(self.weight.dtype))
+        if needs[1]:
+            d_a = multiply_experts(d_low_rank, x, self.routing, self._low_rank)
+        if needs[2]:
+            d_b = multiply_experts(dy, low_rank, self.routing, self._low_rank)
+        return d_weight, d_a, d_b
+
+
+class Kept(NamedTuple):
+    """What the forward keeps for the backward beside its inputs and the routing."""
+
+    z: torch.Tensor  # (S, 2F): pre-activations, without the bias
+    gate_up_low_rank: torch.Tensor | None  # (S, R)
+    down_low_rank: torch.Tensor | None  # (S, R)
+
+
+def _weight(parameters: ExpertParameters, kind: Literal["gate_up", "down"], like: torch.Tensor) -> torch.Tensor:
+    """Return a weight in the dtype of `like` (·, inputs), made by its function if it is one."""
+    weight = getattr(parameters, kind)
+    if not callable(weight):
+        return weight
+    weight = weight().detach().to(like.dtype)
+    check_made_weight(weight, like.shape[1], parameters.options.layout.transposed)
+    return weight
+
+
+def run_forward(
+    hidden: torch.Tensor,  # (N, E)
+    expert_index: torch.Tensor,  # (N, K)
+    weights: torch.Tensor,  # (N, K)
+    parameters: ExpertParameters,
+) -> tuple[torch.Tensor, Kept, Routing]:  # (N, E)
+    """Return the outputs, and what is kept for the backward."""
+    options, biases = parameters.options, (parameters.tensors.gate_up_bias, parameters.tensors.down_bias)
+    transposed, products = options.layout.transposed, options.products
+    weight = _weight(parameters, "gate_up", hidden)
+    routing = route(expert_index, len(weight), hidden.dtype)
+    gate_up = Projection(weight, transposed, parameters.gate_up_lora, routing, products)
+    z, gate_up_low_rank = gate_up.forward(PairRows(hidden, routing))
+    del weight, gate_up  # one made weight at a time is in memory
+    a = activate_rows(z, biases[0], weights, routing, options.activation, options.layout.interleaved)
+    down = Projection(_weight(parameters, "down", a), transposed, parameters.down_lora, routing, products)
+    y, down_low_rank = down.forward(a)
+    return sum_pairs(y, routing, weights, biases[1]), Kept(z, gate_up_low_rank, down_low_rank), routing
+
+
+def run_backward(
+    dout: torch.Tensor,  # (N, E)
+    hidden: torch.Tensor,  # (N, E)
+    weights: torch.Tensor,  # (N, K)
+    parameters: ExpertParameters,
+    kept: Kept,
+    routing: Routing,
+    needs: Needs,
+) -> tuple[torch.Tensor | None, ...]:
+    """Return the gradients of hidden, weights and the parameters' tensors, None where they are not needed."""
+    dz, d_weights, (d_down, d_down_a, d_down_b) = _down_backward(dout, weights, parameters, kept, routing, needs)
+    d_down_bias = sum_expert_rows(dout, routing, weights) if needs.down_bias else None
+    d_hidden = d_gate_up = d_gate_up_bias = d_gate_up_a = d_gate_up_b = None
+    if needs.z:
+        d_hidden, (d_gate_up, d_gate_up_a, d_gate_up_b) = _gate_up_backward(
+            dz, hidden, parameters, kept, routing, needs
+        )
+        d_gate_up_bias = sum_expert_rows(dz, routing) if needs.gate_up_bias else None
+    return (
+        d_hidden, d_weights, d_gate_up, d_down, d_gate_up_bias, d_down_bias,
+        d_gate_up_a, d_gate_up_b, d_down_a, d_down_b,
+    )  # fmt: skip
+
+
+def _gate_up_backward(
+    dz: torch.Tensor,  # (S, 2F)
+    hidden: torch.Tensor,  # (N, E)
+    parameters: ExpertParameters,
+    kept: Kept,
+    routing: Routing,
+    needs: Needs,
+) -> tuple[torch.Tensor | None, tuple[torch.Tensor | None, ...]]:
+    """Return the gradient of hidden, and those of the gate and up projection."""
+    options = parameters.options
+    weight = _weight(parameters, "gate_up", hidden) if needs.hidden else parameters.tensors.gate_up
+    gate_up = Projection(weight, options.layout.transposed, parameters.gate_up_lora, routing, options.products)
+    d_hidden = d_low_rank = None
+    if needs.hidden:
+        dx, d_low_rank = gate_up.input_gradient(dz)
+        d_hidden = sum_pairs(dx, routing)
+        del dx
+    elif needs.gate_up_a:
+        d_low_rank = gate_up.low_rank_gradient(dz)
+    needed = (needs.gate_up, needs.gate_up_a, needs.gate_up_b)
+    x = PairRows(hidden, routing)
+    return d_hidden, gate_up.parameter_gradients(dz, x, kept.gate_up_low_rank, d_low_rank, needed)
+
+
+def _down_backward(
+    dout: torch.Tensor,  # (N, E)
+    weights: torch.Tensor,  # (N, K)
+    parameters: ExpertParameters,
+    kept: Kept,
+    routing: Routing,
+    needs: Needs,
+) -> tuple[torch.Tensor | None, torch.Tensor | None, tuple[torch.Tensor | None, ...]]:
+    """Return dz (S, 2F), the gradient of the router's weights (N, K), and those of the down projection."""
+    options, (bias, down_bias) = parameters.options, parameters.tensors[2:4]
+    dys, needs_a, needs_da = PairRows(dout, routing), needs.down or needs.down_a, needs.z or needs.weights
+    weight = _weight(parameters, "down", kept.z[:, : kept.z.shape[1] // 2]) if needs_da else parameters.tensors.down
+    down = Projection(weight, options.layout.transposed, parameters.down_lora, routing, options.products)
+    dz, d_weights, d_low_rank = None, None, None
+    activation, interleaved = options.activation, options.layout.interleaved
+    if needs_da:
+        a, d_low_rank = down.input_gradient(dys)
+        context = ActivationBackward(kept.z, bias, weights, dout, down_bias, activation, interleaved)
+        # a is written over da.
+        dz, d_weights = context.run(a, routing, needs_a=needs_a, needs_dz=needs.z)
+    elif needs_a or needs.down_b:
+        d_low_rank = down.low_rank_gradient(dys) if needs.down_a else None
+        a = activate_rows(kept.z, bias, weights, routing, activation, interleaved)
+    else:
+        a = None
+    needed = (needs.down, needs.down_a, needs.down_b)
+    gradients = down.parameter_gradients(dys, a, kept.down_low_rank, d_low_rank, needed)
+    return dz, d_weights if needs.weights else None, gradients
