@@ -33,6 +33,12 @@ OPS = (
     Op("attention", "document_attention", (), ("query", "key", "value")),
     Op("mlp", "swiglu", ("SwiGLU",), ("gate", "up")),
     Op("mlp", "geglu", ("GeGLU",), ("gate", "up")),
+    Op(
+        "moe",
+        "experts",
+        ("ExpertLayout", "ExpertLora", "GatedActivation"),
+        ("hidden", "expert_weights", "gate_up", "down", "gate_up_bias", "down_bias"),
+    ),
     Op("losses", "cross_entropy", ("CrossEntropyLoss",), ("logits",)),
     Op("losses", "linear_cross_entropy", ("LinearCrossEntropyLoss",), ("hidden", "weight", "bias")),
     Op("losses", "multi_head_linear_cross_entropy", ("MultiHeadLoss",), ("hiddens", "weight")),

@@ -143,6 +143,38 @@ def _gated(call: Callable[..., object], *others: Callable[..., object]) -> list[
     return [*cases(call), *more, Case(call, ((ROWS, 2 * 14336),))]
 
 
+def _experts() -> list[Case]:
+    """Both kinds of products; few and many rows per expert; layouts, biases and LoRA."""
+
+    def case(
+        sizes: tuple[int, ...], dtype: torch.dtype = BF16, rank: int = 0, clamped: bool = False, **options: object
+    ):
+        n, x, k, e, f = sizes
+        layout = kernels.ExpertLayout(transposed=clamped, interleaved=clamped)
+        shapes = ((n, e), (n, k), *(((x, e, 2 * f), (x, f, e)) if clamped else ((x, 2 * f, e), (x, e, f))))
+        shapes += ((x, 2 * f), (x, e)) if clamped else ()
+        shapes += ((x, rank, e), (x, 2 * f, rank), (x, rank, f), (x, e, rank)) if rank else ()
+        form = kernels.GatedActivation(alpha=1.702, limit=7.0, up_offset=1.0) if clamped else kernels.GatedActivation()
+
+        def call(hidden: torch.Tensor, weights: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+            loras = {}
+            if rank:
+                *parameters, a1, b1, a2, b2 = parameters
+                loras = {"gate_up_lora": kernels.ExpertLora(a1, b1), "down_lora": kernels.ExpertLora(a2, b2)}
+            index = meta(n, k, dtype=torch.int64)
+            return kernels.experts(
+                hidden, index, weights, *parameters, activation=form, layout=layout, **loras, **options
+            )
+
+        return Case(call, shapes, dtype)
+
+    qwen3, odd, oss = (4096, 128, 8, 2048, 768), (64, 8, 2, 100, 52), (4096, 32, 4, 2880, 2880)
+    more = on_the_first(
+        case(qwen3, FP16, rank=16), case(oss, FP32, clamped=True), case(odd, products="triton"), case(odd, FP16),
+    )  # fmt: skip
+    return [case(qwen3, products="triton", rank=16), case(oss, clamped=True), case(odd, FP32), *more]
+
+
 def _embedding() -> list[Case]:
     def call(weight: torch.Tensor) -> torch.Tensor:
         return kernels.embedding(labels(2, ROWS), weight)
@@ -283,6 +315,7 @@ CASES: dict[str, Callable[[], list[Case]]] = {
     "document_attention": _attention,
     "swiglu": lambda: _gated(kernels.swiglu),
     "geglu": lambda: _gated(kernels.geglu, partial(kernels.geglu, approximate="none")),
+    "experts": _experts,
     "embedding": _embedding,
     "int2_int8_matmul": _int2_int8,
     "cross_entropy": _cross_entropy,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ligertune.bench.case import Case, OpBenchmark
-from ligertune.bench.cases import attention_cases, loss_cases, norm_cases, pointwise_cases
+from ligertune.bench.cases import attention_cases, expert_cases, loss_cases, norm_cases, pointwise_cases
 
 BENCHMARKS: dict[str, OpBenchmark] = {
     benchmark.op: benchmark
@@ -15,6 +15,7 @@ BENCHMARKS: dict[str, OpBenchmark] = {
         pointwise_cases.ROPE,
         attention_cases.ATTENTION,
         *pointwise_cases.GATED,
+        expert_cases.EXPERTS,
         pointwise_cases.EMBEDDING,
         *loss_cases.DIVERGENCES,
         pointwise_cases.INT2_MATMUL,

@@ -37,6 +37,12 @@ def attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return kernels.document_attention(q, k, v, torch.where(ends == 5, 0, 5).int(), ends)
 
 
+def mixed(hidden: torch.Tensor, weights: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+    index = torch.arange(weights.numel(), device=hidden.device).view(weights.shape) % 3  # one of four has no token
+    # The weights of the router keep their dtype under autocast, and a fourth is exact in every dtype.
+    return kernels.experts(hidden, index, weights.bfloat16().float(), *(0.25 * t for t in parameters))
+
+
 # op -> (shapes of the differentiable tensors, call)
 CALLS: dict[str, tuple[tuple[tuple[int, ...], ...], Callable[..., torch.Tensor]]] = {
     "rms_norm": (((ROWS, WIDTH), (WIDTH,)), kernels.rms_norm),
@@ -50,6 +56,7 @@ CALLS: dict[str, tuple[tuple[tuple[int, ...], ...], Callable[..., torch.Tensor]]
     "document_attention": (((ROWS, 4, 16), (ROWS, 2, 16), (ROWS, 2, 16)), attended),
     "swiglu": (((ROWS, WIDTH), (ROWS, WIDTH)), kernels.swiglu),
     "geglu": (((ROWS, WIDTH), (ROWS, WIDTH)), kernels.geglu),
+    "experts": (((ROWS, WIDTH), (ROWS, 2), (4, 48, WIDTH), (4, WIDTH, 24), (4, 48), (4, WIDTH)), mixed),
     "cross_entropy": (((ROWS, CLASSES),), lambda x: kernels.cross_entropy(x, labels(x.device))),
     "linear_cross_entropy": (
         ((ROWS, WIDTH), (CLASSES, WIDTH)),
@@ -97,6 +104,8 @@ EMPTY = [
     ("document_attention", ((0, 4, 16), (0, 2, 16), (0, 2, 16))),
     ("swiglu", ((2, 0, 8), (2, 0, 8))),
     ("geglu", ((2, 0, 8), (2, 0, 8))),
+    ("experts", ((0, 8), (0, 2), (4, 12, 8), (4, 8, 6), (4, 12), (4, 8))),
+    ("experts", ((3, 8), (3, 2), (4, 0, 8), (4, 8, 0), (4, 0), (4, 8))),
 ]
 every_op = pytest.mark.parametrize("name", CALLS)
 
@@ -171,7 +180,7 @@ def test_checkpointing_gives_the_same_gradients(name, device) -> None:
 def test_autocast_computes_products_in_its_dtype(name, device) -> None:
     """Matrix products in bfloat16, as linear layers; norms, activations and losses of logits in the input's dtype."""
     call, leaves = example(name, device)
-    product = "linear" in name or "attention" in name
+    product = "linear" in name or name in ("document_attention", "experts")
     plain = [t.detach().bfloat16().requires_grad_() for t in leaves] if product else leaves
     expected = call(*plain)
     with torch.autocast(device.type, dtype=torch.bfloat16):
