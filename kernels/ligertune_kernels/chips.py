@@ -241,8 +241,11 @@ GROUPED_TILES = (
 )
 
 
-def grouped_tile(rows_per_expert: int, dtype_bytes: int, chip: Chip) -> GroupedTile:
-    """Return the tile of the grouped products, for the mean number of rows of an expert."""
+def grouped_tile(rows_per_expert: int, dtype_bytes: int, chip: Chip, *, aligned: bool = True) -> GroupedTile:
+    """Return the tile of the grouped products, for the mean number of rows of an expert.
+
+    aligned: rows of all tensors start at multiples of 16 bytes. It changes no number of rows.
+    """
     if chip.vendor == "interpreter":
         chips = "interpreter"
     elif dtype_bytes == 4:
@@ -252,4 +255,6 @@ def grouped_tile(rows_per_expert: int, dtype_bytes: int, chip: Chip) -> GroupedT
     else:
         chips = "hopper" if applies("attention_hopper_tiles", chip) else "nvidia"
     tiles = next(tiles for tiles in GROUPED_TILES if tiles.chips == chips)
-    return tiles.few if rows_per_expert <= FEW_ROWS else tiles.many
+    tile = tiles.few if rows_per_expert <= FEW_ROWS else tiles.many
+    # Unaligned rows are loaded element by element, each with a pointer in registers: larger tiles spill.
+    return tile if aligned else tile._replace(cols=min(tile.cols, 64), inner=min(tile.inner, 32), stages=2)

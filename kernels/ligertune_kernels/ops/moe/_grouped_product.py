@@ -13,11 +13,11 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from ligertune_kernels.chips import Chip, GroupedTile, applies
+from ligertune_kernels.chips import Chip, GroupedTile, applies, grouped_tile
 from ligertune_kernels.launcher import INTERPRETED, Launcher, cached, chip_of, tl, triton
 from ligertune_kernels.ops.moe._expert_options import Products
 from ligertune_kernels.ops.moe._pair_rows import gather_rows
-from ligertune_kernels.ops.moe._routing import Routing, tile_of
+from ligertune_kernels.ops.moe._routing import Routing
 
 GROUP = 8  # row tiles that reuse the same columns of W from the L2 cache
 ALIGNMENT = 16  # bytes; torch's grouped_mm takes strides that are multiples
@@ -188,8 +188,11 @@ def _unit_stride(t: torch.Tensor) -> torch.Tensor:
     return t if t.stride(-1) == 1 else t.contiguous()
 
 
-def _tile(routing: Routing, dtype: torch.dtype, device: torch.device) -> GroupedTile:
-    return tile_of(len(routing.pairs), len(routing.offsets), dtype, chip_of(device))
+def _tile(routing: Routing, x: torch.Tensor, *sizes: int) -> GroupedTile:
+    """Return the tile of a product of x and a matrix of these sizes."""
+    rows_per_expert = -(-len(routing.pairs) // len(routing.offsets))
+    aligned = all(size * x.element_size() % ALIGNMENT == 0 for size in sizes)
+    return grouped_tile(rows_per_expert, x.element_size(), chip_of(x.device), aligned=aligned)
 
 
 def _triton_rows(x: Rows, weight: torch.Tensor, routing: Routing, add_to: torch.Tensor | None) -> torch.Tensor:
@@ -197,7 +200,7 @@ def _triton_rows(x: Rows, weight: torch.Tensor, routing: Routing, add_to: torch.
     x = _unit_stride(x)
     n_cols = weight.shape[2]
     y = torch.empty((len(routing.pairs), n_cols), dtype=x.dtype, device=x.device) if add_to is None else add_to
-    tile = _tile(routing, x.dtype, x.device)
+    tile = _tile(routing, x, x.stride(0), *weight.shape[1:])
     launch, col_tiles = _plan_rows(x.shape[1], n_cols, gather, add_to is not None, routing.top_k, tile)
     n_tiles = routing.tiles.shape[1]
     tensors = (x, weight, y, routing.pairs, routing.offsets, routing.tiles)
@@ -213,7 +216,7 @@ def _triton_experts(left: Rows, right: Rows, routing: Routing) -> torch.Tensor:
     sizes = left.shape[1], right.shape[1]
     n_experts = len(routing.offsets)
     out = torch.empty((n_experts, *sizes), dtype=left.dtype, device=left.device)
-    tile = _tile(routing, left.dtype, left.device)
+    tile = _tile(routing, left, left.stride(0), right.stride(0), *sizes)
     launch, tiles = _plan_experts(*sizes, gather_left, gather_right, routing.top_k, tile)
     tensors = (left, right, out, routing.pairs, routing.offsets)
     launch((n_experts * tiles, 1, 1), tensors, (left.stride(0), right.stride(0), *sizes))

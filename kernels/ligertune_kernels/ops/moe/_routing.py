@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from ligertune_kernels.chips import Chip, GroupedTile, grouped_tile, launch_options
+from ligertune_kernels.chips import Chip, grouped_tile, launch_options
 from ligertune_kernels.launcher import Launcher, cached, chip_of, tl, triton
 
 BLOCK = 1024  # pairs per program
@@ -75,11 +75,6 @@ def _key_dtype(n_experts: int) -> torch.dtype:
     return torch.uint8 if n_experts < 1 << 8 else torch.int16 if n_experts < 1 << 15 else torch.int32
 
 
-def tile_of(n_pairs: int, n_experts: int, dtype: torch.dtype, chip: Chip) -> GroupedTile:
-    """Return the tile of the grouped products of this package."""
-    return grouped_tile(-(-n_pairs // n_experts), dtype.itemsize, chip)
-
-
 def route(
     expert_index: torch.Tensor,  # (N, K) integers; outside [0, X): no expert
     n_experts: int,
@@ -93,7 +88,7 @@ def route(
     numbers = torch.arange(n_experts, dtype=keys, device=index.device)
     offsets = torch.searchsorted(experts, numbers, right=True, out_int32=True)
     pairs, rows = (torch.empty(n_pairs, dtype=torch.int32, device=index.device) for _ in range(2))
-    tile_rows = tile_of(n_pairs, n_experts, dtype, chip).rows
+    tile_rows = grouped_tile(-(-n_pairs // n_experts), dtype.itemsize, chip).rows
     n_tiles = -(-n_pairs // tile_rows) + min(n_experts, n_pairs)  # each expert may have one tile that is not full
     tiles = torch.empty((2, n_tiles), dtype=torch.int32, device=index.device)
     invert, find_tiles = _plans(n_experts, tile_rows, chip)
