@@ -53,12 +53,14 @@ def merge_adapter(
     weights: the gathered weights of a sharded model, which are merged in an unsharded copy of the base model; without
     them `model` changes in place.
     """
+    from ligertune.models.adapters.lora import merged_model  # imports peft, which takes seconds
+
     if weights is None:
-        model.base_model = model.base_model.merge_and_unload()
+        model.base_model = merged_model(model.base_model)
         return None
     adapted = apply_method(whole_model(options.model, config), options.method)
     adapted.load_state_dict(of_base(weights))
-    base = {f"{BASE}{name}": t for name, t in adapted.merge_and_unload().state_dict().items()}
+    base = {f"{BASE}{name}": t for name, t in merged_model(adapted).state_dict().items()}
     return base | {name: t for name, t in weights.items() if not name.startswith(BASE)}
 
 

@@ -155,13 +155,13 @@ def merge_saved_adapter(
     folder: Path, *, trust_remote_code: bool, through_four_bits: bool, origin: ModelOrigin = SAVED_MODEL
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load the adapter in `folder` merged into its base model, and its tokenizer. Raises UserError."""
-    from ligertune.models.adapters.lora import load_adapter  # imports peft, which takes seconds
+    from ligertune.models.adapters.lora import load_adapter, merged_model  # imports peft, which takes seconds
 
     spec = saved_spec(str(folder), trust_remote_code=trust_remote_code)
     config = read_config(spec, origin)
     tokenizer = read_tokenizer(spec, origin)
     model = whole_model(spec, config, through_four_bits=through_four_bits, origin=origin)
-    return load_adapter(model, str(folder), origin).merge_and_unload(), tokenizer
+    return merged_model(load_adapter(model, str(folder), origin)), tokenizer
 
 
 def check_saved(folder: Path, *, trust_remote_code: bool, origin: ModelOrigin = SAVED_MODEL) -> None:

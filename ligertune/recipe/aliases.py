@@ -69,6 +69,7 @@ ALIASES = (
     Alias("method.lora_r", ("lora_rank",)),
     Alias("method.lora_target_modules", ("lora_target",)),
     Alias("method.lora_target_modules", ("lora_target_linear",), _flag("all-linear")),
+    Alias("method.lora_target_parameters", ("target_parameters",)),
     Alias("method.lora_modules_to_save", ("modules_to_save", "additional_target")),
     Alias("method.use_dora", ("peft_use_dora",)),
     Alias("method.use_rslora", ("peft_use_rslora",)),

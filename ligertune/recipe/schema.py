@@ -106,9 +106,11 @@ class MethodSpec(Section):
     lora_alpha: PositiveFloat = 32.0
     """LoRA scale; the update is multiplied by lora_alpha / lora_r."""
     lora_dropout: ShareBelowOne = 0.0
-    """Dropout probability of the adapter's input."""
+    """Dropout probability of the adapter's input, in layers; experts have none."""
     lora_target_modules: Literal["all-linear"] | NameList = "all-linear"
-    """Layers to adapt: all-linear (every linear layer except the output head), or a list of names."""
+    """Layers to adapt: all-linear (every linear layer but output head and routers, and experts), or a list of names."""
+    lora_target_parameters: NameList | None = None
+    """Weights to adapt that are not layers, such as mlp.experts.down_proj; null: with all-linear, all experts'."""
     lora_modules_to_save: NameList = ()
     """Layers to train in full in addition to the adapter, such as lm_head."""
     use_dora: Switch = False

@@ -55,6 +55,7 @@ TABLE: dict[str, list[tuple[str, object, object]]] = {
         ("lora_target", "[q_proj]", ("q_proj",)),
         ("lora_target_linear", "true", "all-linear"),
     ],
+    "method.lora_target_parameters": [("target_parameters", "[mlp.gate.weight]", ("mlp.gate.weight",))],
     "method.lora_modules_to_save": [("modules_to_save additional_target", "[lm_head]", ("lm_head",))],
     "method.use_dora": [("peft_use_dora", "true", True)],
     "method.use_rslora": [("peft_use_rslora", "true", True)],

@@ -1,28 +1,30 @@
 """LoRA adapters with peft: W x + (alpha / R) B A x, W frozen.
 
 Adapters are added after `patch`, which recognises only plain layers. In a vision-language model only the language
-model gets adapters. An adapter on the output head becomes a low-rank term of the fused loss. Adapters are float32,
-because bfloat16 would lose their small updates, and compute in the model's dtype (autocast).
+model gets adapters. Experts get theirs as parameters (`expert_lora`). An adapter on the output head becomes a low-rank
+term of the fused loss. Adapters are float32, because bfloat16 would lose their small updates, and compute in the
+model's dtype (autocast).
 """
 
 from __future__ import annotations
 
 import warnings
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import peft
 from peft.tuners.lora import Linear as LoraLinear
+from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
 
 from ligertune.errors import UserError, plural
+from ligertune.models.adapters.adapter_targets import find_targets
+from ligertune.models.adapters.expert_lora import merge_parameters, split_adapters
 from ligertune.models.adapters.fused_lora import LoraLossHead
 from ligertune.models.model_files import ModelOrigin, check_adapter, loading
 from ligertune.patching.fused_loss import LossHead
 from ligertune.patching.module_patch import patch_module, unpatch_module
 from ligertune.patching.recompute import has_recompute, recompute_inputs
-from ligertune.vision.families import family_of, part_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -33,16 +35,16 @@ if TYPE_CHECKING:
 def add_adapter(model: PreTrainedModel, spec: MethodOptions) -> peft.PeftModel:
     """Return `model` with a LoRA adapter; its own weights are frozen except for `lora_modules_to_save`.
 
-    Raises UserError for module names that the model does not have, and for an adapter on a tied head.
+    Raises UserError for names that the model does not have, for an adapter on a tied head, and for DoRA of experts.
     """
-    targets = spec.lora_target_modules
-    _check_names(model, spec)
+    targets = find_targets(model, spec)
     config = peft.LoraConfig(
         r=spec.lora_r,
         lora_alpha=spec.lora_alpha,
-        lora_dropout=spec.lora_dropout,
-        target_modules=targets if isinstance(targets, str) else list(targets),
-        exclude_modules=_vision_linears(model) or None,
+        lora_dropout=0.0 if targets.parameters else spec.lora_dropout,
+        target_modules=targets.modules,
+        target_parameters=targets.parameters or None,
+        exclude_modules=targets.excluded or None,
         modules_to_save=list(spec.lora_modules_to_save) or None,
         use_dora=spec.use_dora,
         use_rslora=spec.use_rslora,
@@ -51,7 +53,12 @@ def add_adapter(model: PreTrainedModel, spec: MethodOptions) -> peft.PeftModel:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # peft reads attributes of transformers by their old names
         # a plan's model is on the meta device: its adapters need no memory either
-        adapted = peft.get_peft_model(model, config, low_cpu_mem_usage=model.device.type == "meta")
+        try:
+            adapted = peft.get_peft_model(model, config, low_cpu_mem_usage=model.device.type == "meta")
+        except ValueError as error:  # layers that peft does not adapt, such as the projections inside of a Mamba layer
+            raise UserError(
+                f"method.lora_target_modules: {error}", hint="Name other layers in method.lora_target_modules."
+            ) from error
     model.disable_input_require_grads()  # as `checkpoint_layers` does: peft has requested them again
     recomputes = has_recompute(model)
     for module in adapted.modules():
@@ -59,46 +66,23 @@ def add_adapter(model: PreTrainedModel, spec: MethodOptions) -> peft.PeftModel:
             module.cast_input_dtype_enabled = False  # autocast casts, without a copy of the input in fp32
             if recomputes:  # lora_A saves the same input as its layer for the backward
                 recompute_inputs(module.lora_A)
+            if targets.parameters and spec.lora_dropout and not isinstance(module, ParamWrapper):
+                # PEFT has one dropout for all targets, and refuses it for parameters, also when it loads an adapter.
+                module.lora_dropout["default"] = nn.Dropout(spec.lora_dropout)
     for module in adapted.modules():
         if type(module) is LoraLinear and isinstance(module.base_layer, LossHead):
             unpatch_module(module.base_layer)
             patch_module(module, LoraLossHead)
+    split_adapters(adapted)
     return adapted
 
 
-def _check_names(model: PreTrainedModel, spec: MethodOptions) -> None:
-    leaves = {name.rpartition(".")[2] for name, _ in model.named_modules() if name}
-    linear = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    targets = () if isinstance(spec.lora_target_modules, str) else spec.lora_target_modules
-    for key, names in (("lora_target_modules", targets), ("lora_modules_to_save", spec.lora_modules_to_save)):
-        for name in names:
-            if name.rpartition(".")[2] not in leaves:
-                close = get_close_matches(name, leaves, n=1)
-                meant = f" Did you mean {close[0]}?" if close else ""
-                raise UserError(
-                    f"method.{key}: the model has no layer called {name}.{meant}",
-                    hint=f"Its linear layers are {', '.join(sorted(linear))}.",
-                )
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    if head is None or head.weight is not embedding.weight:
-        return
-    tied = {name.rpartition(".")[2] for name, module in model.named_modules() if module in (head, embedding)}
-    for name in (*targets, *spec.lora_modules_to_save):
-        if name.rpartition(".")[2] in tied:
-            raise UserError(
-                f"method: {name} shares its weight (tie_word_embeddings: embedding and output head are one matrix), "
-                "so an adapter on it could not be merged.",
-                hint=f"Leave {name} out of lora_target_modules and lora_modules_to_save.",
-            )
-
-
-def _vision_linears(model: PreTrainedModel) -> list[str]:
-    """Return the names of the linear layers in the vision tower and the projector, which get no adapter."""
-    family = family_of(model.config)
-    if family is None:
-        return []
-    linear = (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
-    return [name for name in linear if part_of(family, f"{name}.weight") in ("vision_tower", "projector")]
+def merged_model(adapted: peft.PeftModel) -> PreTrainedModel:
+    """Return the base model with the adapter added to its weights: s B A in float32, the sum rounded once."""
+    merge_parameters(adapted)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "All adapters are already merged")  # parameters, by the line above
+        return adapted.merge_and_unload()
 
 
 def load_adapter(model: PreTrainedModel, folder: str, origin: ModelOrigin) -> peft.PeftModel:
@@ -122,4 +106,5 @@ def load_adapter(model: PreTrainedModel, folder: str, origin: ModelOrigin) -> pe
             f" ({', '.join(unused[:3])}).",
             hint="They would be dropped. Is it an adapter of this model?",
         )
+    split_adapters(adapted)
     return adapted

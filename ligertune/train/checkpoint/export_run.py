@@ -175,7 +175,10 @@ def _export_checkpoint(source: SavedModel, out: Path, kind: str, *, trust_remote
             f"--checkpoint: {folder} holds the shards of several ranks.",
             hint="Resume the run with --resume to its end; its model is then written whole.",
         )
-    model = model.merge_and_unload() if kind == "merged model" else model
+    if kind == "merged model":
+        from ligertune.models.adapters.lora import merged_model  # imports peft, which takes seconds
+
+        model = merged_model(model)
     plan = read_object(source.run / "plan.json") or {}  # it has the template that auto chose
     template = plan["data"].get("template") if isinstance(plan.get("data"), dict) else None
     if not isinstance(template, str):

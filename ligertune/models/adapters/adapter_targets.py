@@ -1,0 +1,211 @@
+"""Targets of an adapter: the linear layers and parameters that LoRA reaches, under names that PEFT finds again.
+
+The weights of experts are 3-D parameters, not layers: PEFT adapts them as `target_parameters`. For models whose experts
+were separate linear layers before transformers 5, PEFT takes names such as `down_proj` in `target_modules` for those of
+the experts, and would not adapt the layers of that name (a shared expert, the first dense layers). The weights of these
+layers are targeted as parameters, too: the adapter's tensors have the same names and values either way.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import TYPE_CHECKING
+
+import peft
+from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+from torch import nn
+
+from ligertune.errors import UserError
+from ligertune.vision.families import family_of, part_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from ligertune.planning.options import MethodOptions
+
+
+@dataclass(frozen=True)
+class AdapterTargets:
+    """PEFT's `target_modules`, `target_parameters` and `exclude_modules`."""
+
+    modules: str | list[str]
+    parameters: list[str]
+    excluded: list[str]
+
+
+def find_targets(model: PreTrainedModel, spec: MethodOptions) -> AdapterTargets:
+    """Return the layers and parameters that `spec` adapts.
+
+    Raises UserError for names that the model does not have, for an adapter on a tied head, and for DoRA of parameters.
+    """
+    _check_names(model, spec)
+    vision, experts = _vision_linears(model), expert_parameters(model)
+    if not experts and not spec.lora_target_parameters:
+        wanted = spec.lora_target_modules
+        return AdapterTargets(wanted if isinstance(wanted, str) else list(wanted), [], vision)
+    layers = [name for name in _adapted_layers(model, spec) if name not in vision]
+    renamed = {leaf for leaf in {_leaf(name) for name in layers} if _is_taken_for_experts(model, leaf)}
+    as_parameters = [f"{name}.weight" for name in layers if _leaf(name) in renamed]
+    parameters = [*as_parameters, *_adapted_parameters(model, spec, experts)]
+    if spec.use_dora and parameters:
+        raise UserError(
+            f"method.use_dora: PEFT has DoRA for layers only, and {_relative(parameters[0])} is a parameter.",
+            hint="Write use_dora: false, or lora_target_parameters: [] and the layers in lora_target_modules.",
+        )
+    every_layer = [name for name, module in model.named_modules() if _is_leaf_layer(module)]
+    every_parameter = [name for name, _ in model.named_parameters()]
+    return AdapterTargets(
+        shortest_names([name for name in layers if _leaf(name) not in renamed], every_layer),
+        shortest_names(parameters, every_parameter),
+        [],
+    )
+
+
+def expert_parameters(model: nn.Module) -> list[str]:
+    """Return the names of the 3-D weights (X, ..., ...) of all experts of a mixture."""
+    return [
+        f"{name}.{parameter_name}"
+        for name, module in model.named_modules()
+        if hasattr(module, "_is_expert_parallel") or "expert" in type(module).__name__.lower()
+        for parameter_name, parameter in module.named_parameters(recurse=False)
+        if parameter.ndim == 3
+    ]
+
+
+def shortest_names(wanted: Iterable[str], every: Iterable[str]) -> list[str]:
+    """Return names that match, as the end of a name, all of `wanted` and nothing else of `every`.
+
+    A name starts after the number of its layer, if that is enough.
+    """
+    wanted, found = set(wanted), set()
+    others = set(every) - wanted
+    for name in wanted:
+        short = _relative(name)
+        clashes = any(other == short or other.endswith(f".{short}") for other in others)
+        found.add(name if clashes else short)
+    return sorted(found)
+
+
+def _relative(name: str) -> str:
+    """Return a name without what comes before and with the number of its layer."""
+    return re.split(r"(?:^|\.)\d+\.", name)[-1]
+
+
+def _leaf(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _is_leaf_layer(module: nn.Module) -> bool:
+    return next(module.children(), None) is None
+
+
+def _adapted_layers(model: PreTrainedModel, spec: MethodOptions) -> list[str]:
+    """Return the full names of the layers of `lora_target_modules`; all-linear: all but output head and routers."""
+    if not isinstance(spec.lora_target_modules, str):
+        ends = spec.lora_target_modules
+        return [
+            name for name, _ in model.named_modules() if any(name == end or name.endswith(f".{end}") for end in ends)
+        ]
+    head, routers = model.get_output_embeddings(), _linear_routers(model)
+    return [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module is not head and name not in routers
+    ]
+
+
+def _linear_routers(model: nn.Module) -> set[str]:
+    """Return the names of the linear layers that choose experts: next to the experts, with one output for each."""
+    found, modules = set(), dict(model.named_modules())
+    for name in expert_parameters(model):
+        experts = name.rpartition(".")[0]
+        block = experts.rpartition(".")[0]
+        n_experts = len(model.get_parameter(name))
+        found |= {
+            f"{block}.{inner}"
+            for inner, module in modules[block].named_modules()
+            if isinstance(module, nn.Linear) and module.out_features == n_experts
+        }
+    return found
+
+
+def _adapted_parameters(model: PreTrainedModel, spec: MethodOptions, experts: list[str]) -> list[str]:
+    """Return the full names of `lora_target_parameters`; null stands for the experts with all-linear, else for none."""
+    ends = spec.lora_target_parameters
+    if ends is None:
+        return experts if isinstance(spec.lora_target_modules, str) else []
+    found = []
+    for end in ends:
+        names = [name for name, _ in model.named_parameters() if name == end or name.endswith(f".{end}")]
+        if not names:
+            known = sorted({_relative(name) for name in experts})
+            close = get_close_matches(end, known, n=1)
+            raise UserError(
+                f"method.lora_target_parameters: the model has no parameter called {end}."
+                + (f" Did you mean {close[0]}?" if close else ""),
+                hint=f"The weights of its experts are {', '.join(known)}." if known else "It has no experts.",
+            )
+        found += names
+    for name in found:
+        layer = model.get_submodule(name.rpartition(".")[0])
+        if model.get_parameter(name).ndim not in (2, 3) or isinstance(layer, nn.Linear | nn.Embedding):
+            raise UserError(
+                f"method.lora_target_parameters: {_relative(name)} is not a weight of experts or of a router.",
+                hint="Name layers in method.lora_target_modules.",
+            )
+    return found
+
+
+def _is_taken_for_experts(model: PreTrainedModel, leaf: str) -> bool:
+    """Return whether PEFT replaces this name in `target_modules` by the weights of experts."""
+    config = peft.LoraConfig(target_modules=[leaf])
+    try:
+        convert_peft_config_for_transformers(config, model, conversions=None)
+    except ValueError:  # gate_proj without up_proj, which are one weight in the experts
+        return True
+    return leaf not in config.target_modules
+
+
+def _check_names(model: PreTrainedModel, spec: MethodOptions) -> None:
+    leaves = {_leaf(name) for name, _ in model.named_modules() if name}
+    linear = {_leaf(name) for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    targets = () if isinstance(spec.lora_target_modules, str) else spec.lora_target_modules
+    for key, names in (("lora_target_modules", targets), ("lora_modules_to_save", spec.lora_modules_to_save)):
+        for name in names:
+            if _leaf(name) not in leaves:
+                close = get_close_matches(name, leaves, n=1)
+                meant = f" Did you mean {close[0]}?" if close else ""
+                raise UserError(
+                    f"method.{key}: the model has no layer called {name}.{meant}",
+                    hint=f"Its linear layers are {', '.join(sorted(linear))}.{_about_experts(model, key)}",
+                )
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if head is None or head.weight is not embedding.weight:
+        return
+    tied = {_leaf(name) for name, module in model.named_modules() if module in (head, embedding)}
+    for name in (*targets, *spec.lora_modules_to_save):
+        if _leaf(name) in tied:
+            raise UserError(
+                f"method: {name} shares its weight (tie_word_embeddings: embedding and output head are one matrix), "
+                "so an adapter on it could not be merged.",
+                hint=f"Leave {name} out of lora_target_modules and lora_modules_to_save.",
+            )
+
+
+def _about_experts(model: nn.Module, key: str) -> str:
+    experts = sorted({_relative(name) for name in expert_parameters(model)})
+    if not experts or key != "lora_target_modules":
+        return ""
+    return f" The weights of its experts belong to lora_target_parameters: [{', '.join(experts)}]."
+
+
+def _vision_linears(model: PreTrainedModel) -> list[str]:
+    """Return the names of the linear layers in the vision tower and the projector, which get no adapter."""
+    family = family_of(model.config)
+    if family is None:
+        return []
+    linear = (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
+    return [name for name in linear if part_of(family, f"{name}.weight") in ("vision_tower", "projector")]
