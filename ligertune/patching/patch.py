@@ -5,6 +5,7 @@ Patch before PEFT, FSDP or DDP wrap the model. `unpatch` restores the class of e
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable
@@ -219,6 +220,10 @@ def patch(
     for kernels in (("apply_rope",), ("rms_norm",), ("swiglu", "geglu", "experts")):
         if not tallies.keys() & set(kernels):
             tallies[kernels[0]] = _Tally()  # a row that says there are none
+    if "peft" in sys.modules:  # importing peft takes seconds
+        from ligertune.models.adapters.expert_lora import split_adapters
+
+        split_adapters(model)
     rows = [tally.row(kernel) for kernel, tally in tallies.items()]
     # the outermost transformers model: `model` may be peft's wrapper of it
     owner = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), model)

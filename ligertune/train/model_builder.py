@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -49,7 +50,7 @@ def preview_model(
         require_gates(offload_gates(model), model.config.model_type, asked=checkpointing)
     implementation = model.config._attn_implementation
     model = apply_method(model, options.method, fused=options.kernels.fuses_lora)
-    kernels += _fused_adapters(options, model)
+    kernels += _adapter_lines(options, model)
     if options.task == "medusa":
         shape = MedusaShape.of_heads(with_heads(options, model))
         if options.kernels.fuses_heads_loss:
@@ -118,14 +119,20 @@ def _load_and_patch(
     return model, lines
 
 
-def _fused_adapters(options: BuildOptions, model: nn.Module) -> tuple[KernelLine, ...]:
-    """Return the line of LoRA layers that `kernels.lora` fuses, if there are any."""
-    if not options.kernels.fuses_lora:
+def _adapter_lines(options: BuildOptions, model: nn.Module) -> tuple[KernelLine, ...]:
+    """Return the lines of LoRA layers that `kernels.lora` fuses and of experts with LoRA in split form, if any."""
+    if options.kernels.enabled is False or options.method.type not in ("lora", "qlora"):
         return ()
-    from ligertune.models.adapters.fused_lora import FusedLora  # imports peft, which takes seconds
+    from ligertune.models.adapters.expert_lora import SplitLora, why_not_split  # imports peft, which takes seconds
+    from ligertune.models.adapters.fused_lora import FusedLora
 
     fused = sum(isinstance(module, FusedLora) for module in model.modules())
-    return (KernelLine("lora_linear", fused, 0, ""),) if fused else ()
+    lines = (KernelLine("lora_linear", fused, 0, ""),) if fused else ()
+    reasons = [why_not_split(module) for module in model.modules() if isinstance(module, SplitLora)]
+    left = Counter(reason for reason in reasons if reason is not None)
+    notes = "; ".join(f"{count} {reason}" for reason, count in left.items())
+    split = KernelLine("expert_lora", len(reasons) - left.total(), left.total(), notes)
+    return (*lines, split) if reasons else lines
 
 
 def _with_padding(plan: Plan, config: PreTrainedConfig, why: str) -> Plan:

@@ -21,7 +21,9 @@ from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ligertune.patching.experts.kernel_experts import KernelExperts, weights_of
 from ligertune.patching.module_patch import ModulePatch, patch_module
+from ligertune.patching.probe import Refusal
 
 ARGUMENTS = {"gate_up_proj": "gate_up_lora", "down_proj": "down_lora"}  # parameter -> argument of `experts`
 
@@ -45,8 +47,10 @@ def why_not_split(outer: ParamWrapper) -> str | None:
     if isinstance(base, nn.Linear):
         if names != ["weight"]:
             return "more than the weight of the layer is adapted"
-    elif not getattr(type(base), "takes_adapters", False):
+    elif not isinstance(base, KernelExperts):
         return f"{type(base).__name__} is not patched"
+    elif isinstance(weights := weights_of(base), Refusal):
+        return weights.reason
     elif set(names) - set(ARGUMENTS):
         return f"{', '.join(sorted(set(names) - set(ARGUMENTS)))} is adapted"
     for wrapper in _wrappers(outer):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from ligertune_kernels.ops.moe.experts import ExpertLora, Weight, experts
@@ -86,7 +86,10 @@ class KernelExperts(ModulePatch):
 
     patch_spec: ExpertsSpec
 
-    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    def forward(
+        self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, **adapters: ExpertLora
+    ) -> Tensor:
+        """adapters: gate_up_lora and down_lora; only for weights that `weights_of` reads."""
         weights = weights_of(self)
         if isinstance(weights, Refusal):
             warnings.warn(
@@ -95,7 +98,7 @@ class KernelExperts(ModulePatch):
                 stacklevel=2,
             )
             return super().forward(hidden_states, top_k_index, top_k_weights)
-        return run_experts(self.patch_spec, weights, hidden_states, top_k_index, top_k_weights)
+        return run_experts(self.patch_spec, replace(weights, **adapters), hidden_states, top_k_index, top_k_weights)
 
 
 # ---- transformers' `experts_implementation`

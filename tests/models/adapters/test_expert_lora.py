@@ -2,15 +2,20 @@
 
 import copy
 
+import peft
 import pytest
 import torch
 from ligertune_kernels.ops.moe.experts import ExpertLayout, GatedActivation, experts
 from peft.tuners.lora.layer import ParamWrapper
-from tiny_families import tiny_family
+from same_training import assert_same_training
+from tiny_families import inputs_of, tiny_family
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from ligertune.models.adapters.expert_lora import expert_adapters, merge_parameters
+from ligertune.activations.checkpointing import checkpoint_layers
+from ligertune.models.adapters.expert_lora import SplitLora, expert_adapters, merge_parameters, why_not_split
 from ligertune.models.trainable import apply_method
+from ligertune.patching.patch import patch, unpatch
 from ligertune.planning.options import MethodOptions
 
 X, E, K, N = 4, 64, 2, 13
@@ -108,6 +113,153 @@ def test_merging_equals_pefts_in_float32_and_rounds_once_in_bfloat16(family):
     for name in ("gate_up_proj", "down_proj"):
         once = getattr(wide.get_base_layer(), name).bfloat16()
         assert torch.equal(getattr(narrow.get_base_layer(), name), once)
+
+
+# ---- whole models, against PEFT's own adapter on the unpatched model
+
+
+def pair(family: str, folder, *, patch_first: bool = True, checkpointing: bool = False):
+    """Return (patched model with our adapter, plain model with the same adapter loaded by PEFT)."""
+    plain = tiny_family("causal", family)
+    model = copy.deepcopy(plain)
+    if patch_first:
+        patch(model)
+    if checkpointing:
+        checkpoint_layers(model, True)
+    model = apply_method(model, MethodOptions(type="lora", lora_r=3, lora_alpha=6.0))
+    if not patch_first:
+        patch(model)
+    randomise(model)
+    model.save_pretrained(folder)
+    return model.train(), peft.PeftModel.from_pretrained(plain, folder, is_trainable=True).train()
+
+
+def split_layers(model: nn.Module) -> int:
+    return sum(isinstance(module, SplitLora) and why_not_split(module) is None for module in model.modules())
+
+
+@pytest.mark.parametrize("patch_first", [True, False], ids=["patched first", "patched last"])
+@pytest.mark.parametrize(
+    ("family", "n_split"),
+    [("mixtral", 4), ("gpt_oss", 4), ("aria_text", 4), ("deepseek_v3", 3 + 3 + 3 * 3)],  # dense and shared layers
+)
+def test_a_model_trains_as_with_plain_peft(family, n_split, patch_first, tmp_path):
+    model, plain = pair(family, tmp_path, patch_first=patch_first)
+    assert split_layers(model) == n_split and split_layers(plain) == 0
+    assert_same_training(model, plain, inputs_of(family), use_cache=False)
+
+
+def test_checkpointed_layers_have_the_same_gradients(tmp_path):
+    model, plain = pair("mixtral", tmp_path, checkpointing=True)
+    assert_same_training(model, plain, inputs_of("mixtral"), use_cache=False)
+
+
+class Shapes(TorchDispatchMode):
+    """Collect the shapes of all new tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[tuple[int, ...]] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and not func.is_view:
+            self.found.add(tuple(result.shape))
+        return result
+
+
+def test_the_sum_of_weight_and_update_is_never_made(tmp_path):
+    model, plain = pair("mixtral", tmp_path)
+    made = []
+    for one in (model, plain):
+        weights = {tuple(p.shape) for p in one.parameters() if p.ndim == 3}
+        with Shapes() as shapes:
+            one(**inputs_of("mixtral"), use_cache=False).loss.backward()
+        made.append(bool(weights & shapes.found))
+    assert made == [False, True]
+
+
+@pytest.mark.parametrize("family", LAYOUTS)
+def test_bfloat16_experts_have_float32_adapters_and_train_under_autocast(family):
+    model = tiny_family("causal", family).to(torch.bfloat16)
+    patch(model)
+    model = apply_method(model, MethodOptions(type="lora", lora_r=3))
+    assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
+    randomise(model)
+    outer = model.base_model.model.model.layers[0].mlp.experts
+    exact = copy.deepcopy(outer).float()
+    expected = outcome(exact, lambda *args: ParamWrapper.forward(exact, *args))
+
+    def autocast(call):
+        def run(x, index, weights):
+            with torch.autocast("cpu", torch.bfloat16):
+                return call(x.bfloat16(), index, weights.bfloat16()).float()
+
+        return run
+
+    found = outcome(outer, autocast(outer))
+    assert {t.dtype for t in found} == {torch.float32}
+    errors = [float((a - b).norm() / b.norm()) for a, b in zip(found, expected, strict=True)]
+    assert max(errors) < 0.015, errors  # two roundings to bfloat16
+
+
+def off(model: peft.PeftModel) -> None:
+    model.base_model.disable_adapter_layers()
+
+
+def add_second(model: peft.PeftModel) -> None:
+    model.add_adapter("second", model.peft_config["default"])
+    generator = torch.Generator().manual_seed(5)
+    for name, parameter in model.named_parameters():
+        if ".second." in name:
+            parameter.data = 0.1 * torch.randn(parameter.shape, generator=generator)
+
+
+def only_second(model: peft.PeftModel) -> None:
+    add_second(model)
+    model.set_adapter("second")
+
+
+def both(model: peft.PeftModel) -> None:
+    add_second(model)
+    model.base_model.set_adapter(["default", "second"])
+
+
+def merged(model: peft.PeftModel) -> None:
+    model.merge_adapter()
+
+
+def unmerged(model: peft.PeftModel) -> None:
+    model.merge_adapter()
+    model.unmerge_adapter()
+
+
+def merged_and_off(model: peft.PeftModel) -> None:
+    model.merge_adapter()
+    model.base_model.disable_adapter_layers()
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize("change", [off, only_second, both, merged, unmerged, merged_and_off], ids=lambda c: c.__name__)
+def test_switched_merged_and_several_adapters_give_pefts_logits(change, family, tmp_path):
+    model, plain = (one.eval() for one in pair(family, tmp_path))
+    ids = inputs_of(family)["input_ids"]
+    with torch.no_grad():
+        before = plain(input_ids=ids).logits
+        for one in (model, plain):
+            change(one)
+        expected = plain(input_ids=ids).logits
+        torch.testing.assert_close(model(input_ids=ids).logits, expected, rtol=1e-4, atol=2e-5)
+        with model.disable_adapter(), plain.disable_adapter():  # as a reference of DPO
+            torch.testing.assert_close(model(input_ids=ids).logits, plain(input_ids=ids).logits, rtol=1e-4, atol=2e-5)
+    assert torch.allclose(before, expected, atol=1e-3) is (change in (merged, unmerged))
+
+
+def test_unpatch_restores_pefts_wrappers(tmp_path):
+    model, _ = pair("mixtral", tmp_path)
+    unpatch(model)
+    wrappers = {type(module) for module in model.modules() if isinstance(module, ParamWrapper)}
+    assert wrappers == {ParamWrapper}
 
 
 def randomise(model: nn.Module) -> None:
