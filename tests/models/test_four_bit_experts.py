@@ -15,6 +15,8 @@ from torch import nn
 
 from ligertune.errors import UserError
 from ligertune.models.load import build_model, read_config
+from ligertune.patching.experts.kernel_experts import KernelExperts
+from ligertune.patching.patch import patch
 from ligertune.planning.options import ModelOptions
 
 needs_bitsandbytes = pytest.mark.skipif(
@@ -92,6 +94,18 @@ def test_loss_and_adapter_gradients_are_those_of_the_dequantised_weights(family,
     )
     assert torch.equal(loss, dense_loss) and found.keys() == expected.keys() and found
     assert all(".lora_" in name for name in found) and any("experts" in name for name in found) is on_experts
+    for name, gradient in expected.items():
+        assert torch.equal(found[name], gradient), name
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss"])
+def test_patch_recognises_them_and_computes_the_same(family):
+    models = four_bit_and_dense(family, "eager")
+    for model in models:
+        patch(model)
+        assert sum(isinstance(module, KernelExperts) for module in model.modules()) == 2
+    (loss, found), (dense_loss, expected) = (gradients(add_lora(model)) for model in models)
+    assert torch.equal(loss, dense_loss) and found.keys() == expected.keys() and found
     for name, gradient in expected.items():
         assert torch.equal(found[name], gradient), name
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from ligertune_kernels.ops.moe.experts import ExpertLora, Weight, experts
+from ligertune_kernels.ops.moe.nf4_weight import as_weight
 from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -52,7 +53,7 @@ def weights_of(module: nn.Module) -> ExpertWeights | Refusal:
         why = None if weight is None else unreadable(weight)
         if why is not None:
             return Refusal(f"{name} {why}")
-    return ExpertWeights(*held.values())
+    return ExpertWeights(*map(as_weight, held.values()))
 
 
 def run_experts(

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from ligertune_kernels.ops.moe.experts import ExpertLayout, GatedActivation, experts_reference
+from ligertune_kernels.ops.moe.nf4_weight import Nf4Weight
 from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -148,7 +149,7 @@ def _sizes_of(module: nn.Module) -> _Sizes | Refusal:
 
 def unreadable(weight: Tensor) -> str | None:
     """Return why kernels cannot read a weight: "is a DTensor"; None if they can."""
-    if type(weight) not in (Tensor, nn.Parameter):
+    if type(weight) not in (Tensor, nn.Parameter, Nf4Weight):
         return f"is a {type(weight).__name__}"
     if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         return f"has dtype {str(weight.dtype).removeprefix('torch.')}"
