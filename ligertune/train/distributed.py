@@ -17,9 +17,11 @@ import torch
 from accelerate import Accelerator, DeepSpeedPlugin, FullyShardedDataParallelPlugin, ParallelismConfig
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedDataParallelKwargs, DistributedType, InitProcessGroupKwargs, set_seed
+from ligertune_kernels.ops.moe.nf4_weight import Nf4Weight
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _set_pg_timeout  # torch has no public way; torchtitan uses it too
+from torch.nn.parallel import DistributedDataParallel
 
 from ligertune.data.batching.collate import ContextParallelSplit
 from ligertune.planning.plan import Plan
@@ -138,6 +140,13 @@ def _force_fsdp_on_cpu(
     if hsdp is not None:
         accelerator.state.parallelism_config = hsdp
         accelerator.state.device_mesh = hsdp.get_device_mesh("cpu")
+
+
+def leave_four_bit_weights(model: nn.Module) -> None:
+    """Keep DDP from sending 4-bit experts to the other ranks, which quantise the same weights to the same bytes."""
+    names = [name for name, parameter in model.named_parameters() if isinstance(parameter, Nf4Weight)]
+    if names:
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
 
 
 def launched_with_fsdp() -> bool:

@@ -36,7 +36,7 @@ from ligertune.train.checkpoint.load_checkpoint import (
 )
 from ligertune.train.checkpoint.trained_weights import save_only_what_trains
 from ligertune.train.checks import FiniteLossCheck, check_context_parallel
-from ligertune.train.distributed import ProcessGroupTimeout
+from ligertune.train.distributed import ProcessGroupTimeout, leave_four_bit_weights
 from ligertune.train.evaluate import EarlyStopping
 from ligertune.train.meter import Counts, Meter
 from ligertune.train.metrics_logger import MetricsLogger
@@ -158,6 +158,7 @@ def _prepare(plan: Plan, accelerator: Accelerator, model: nn.Module) -> tuple[nn
     optimizer = build_optimizer(model, plan.optimizer)
     if plan.build.kernels.optimizer and plan.build.kernels.enabled is not False:
         optimizer = with_kernel_step(optimizer)
+    leave_four_bit_weights(model)
     model, optimizer = accelerator.prepare(model, optimizer)
     attach_to_prepared(optimizer)
     return model, optimizer

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from command_line import RECIPE, losses
-from quickstart_runs import saves, train
+from quickstart_runs import saves, train, train_ranks
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig, Qwen3MoeConfig
 
@@ -93,3 +93,19 @@ def test_a_resumed_run_is_bit_equal(finished, tmp_path):
     assert losses(tmp_path / "run") == losses(finished / "run")[3:]
     name = "run/model/adapter_model.safetensors"
     assert (tmp_path / name).read_bytes() == (finished / name).read_bytes()
+
+
+def test_two_ranks_have_the_losses_of_one(tmp_path):
+    """Under DDP, which broadcasts every parameter that it is not told to ignore."""
+    changes = {
+        "model.model_name_or_path": save_mixture(tmp_path / "base", "qwen3_moe"),
+        "train.max_steps": 3,
+        "checkpoint.save_strategy": "no",
+        "train.per_device_train_batch_size": 1,
+        "train.global_batch_size": 4,
+    }
+    one, two = (
+        train_ranks(ranks, tmp_path / str(ranks), **{**SETTINGS, **changes, "parallel.strategy": strategy})
+        for ranks, strategy in ((1, "auto"), (2, "auto"))
+    )
+    assert two == pytest.approx(one, rel=1e-5) and len(two) == 3
