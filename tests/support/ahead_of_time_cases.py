@@ -199,6 +199,14 @@ def _int2_int8() -> list[Case]:
     return [*cases, case(ROWS, 4095, 4100, True)]
 
 
+def _dequantize_nf4() -> list[Case]:
+    def case(shape: tuple[int, ...], dtype: torch.dtype) -> Case:
+        nf4 = kernels.quantize_nf4(meta(*shape, dtype=dtype))
+        return Case(lambda: kernels.dequantize_nf4(nf4, shape, dtype), (), dtype, backward=False)
+
+    return [case((8, 4096, 512), BF16), *on_the_first(case((8, 7, 9), FP32))]
+
+
 def _cross_entropy() -> list[Case]:
     def weighted(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         weight = meta(logits.shape[-1], dtype=FP32)
@@ -317,6 +325,7 @@ CASES: dict[str, Callable[[], list[Case]]] = {
     "geglu": lambda: _gated(kernels.geglu, partial(kernels.geglu, approximate="none")),
     "experts": _experts,
     "embedding": _embedding,
+    "dequantize_nf4": _dequantize_nf4,
     "int2_int8_matmul": _int2_int8,
     "cross_entropy": _cross_entropy,
     "linear_cross_entropy": _linear_cross_entropy,

@@ -18,6 +18,7 @@ BENCHMARKS: dict[str, OpBenchmark] = {
         expert_cases.EXPERTS,
         pointwise_cases.EMBEDDING,
         *loss_cases.DIVERGENCES,
+        pointwise_cases.DEQUANTIZE_NF4,
         pointwise_cases.INT2_MATMUL,
         pointwise_cases.ADAMW_STEP,
     )

@@ -156,6 +156,44 @@ INT2_MATMUL = OpBenchmark(
 )
 
 
+def _nf4_inputs(case: Case, device: torch.device) -> Tensors:
+    return tuple(kernels.quantize_nf4(torch.randn(case.sizes, dtype=case.dtype, device=device)))
+
+
+def _nf4_work(case: Case) -> Work:
+    return Work((kernels.nf4_bytes(case.sizes) + case.tensor_bytes(), 0.0))
+
+
+def _dequantized(case: Case, args: Tensors) -> Callable[..., torch.Tensor]:
+    def reference(*parts: torch.Tensor) -> torch.Tensor:
+        return kernels.dequantize_nf4_reference(kernels.Nf4(*parts), (len(parts[0]), *case.sizes[1:]), torch.float64)
+
+    return reference
+
+
+def _our_dequantize(case: Case, args: Tensors) -> Callable[[], Outputs]:
+    return lambda: kernels.dequantize_nf4(kernels.Nf4(*args), case.sizes, case.dtype)
+
+
+def _eager_dequantize(case: Case, args: Tensors) -> Callable[[], Outputs]:
+    return lambda: kernels.dequantize_nf4_reference(kernels.Nf4(*args), case.sizes, case.dtype)
+
+
+DEQUANTIZE_NF4 = OpBenchmark(
+    op="dequantize_nf4",
+    dims=("X", "F", "E"),
+    sizes=((8, 28672, 4096), (128, 1536, 2048), (32, 5760, 2880)),  # gate and up of Mixtral, Qwen3-30B-A3B, gpt-oss-20b
+    cpu_sizes=((2, 8, 24), (3, 96, 160)),
+    args=kernels.Nf4._fields,
+    inputs=_nf4_inputs,
+    row_args=kernels.Nf4._fields,
+    work=_nf4_work,
+    reference=_dequantized,
+    providers=providers_of(Provider("ours", _our_dequantize), eager=Provider("eager", _eager_dequantize)),
+    modes=("forward",),
+)
+
+
 ADAMW_OPTIONS = {"step": 3, "lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
 ADAMW_ARGS = ("param", "grad", "exp_avg", "exp_avg_sq")
 

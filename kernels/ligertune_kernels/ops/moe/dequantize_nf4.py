@@ -16,8 +16,12 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional
 
+from ligertune_kernels.chips import Chip, launch_options
+from ligertune_kernels.launcher import Launcher, cached, chip_of, runs_triton, tl, triton
+
 BLOCK = 64  # weights that share a scale
 SCALE_BLOCK = 256  # scales that share a float32 scale
+BLOCKS = 64  # blocks that a program dequantises
 
 TABLE = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
@@ -109,6 +113,55 @@ def dequantize_nf4_reference(nf4: Nf4, shape: tuple[int, ...], dtype: torch.dtyp
     return out
 
 
+@triton.jit
+def _dequantize_kernel(
+    packed_ptr,  # (X, n_blocks, 32)
+    scales_ptr,  # (X, n_blocks)
+    block_scales_ptr,  # (X, n_block_scales)
+    offset_ptr,  # (X,)
+    table_ptr,  # (16,)
+    map_ptr,  # (256,)
+    out_ptr,  # (X, n_weights)
+    n_blocks, n_block_scales, n_weights,
+    BLOCK: tl.constexpr, SCALE_BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    expert = tl.program_id(1).to(tl.int64)  # a layer can have more than 2**31 weights
+    blocks = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
+    inside = blocks < n_blocks
+    scale = tl.load(scales_ptr + expert * n_blocks + blocks, mask=inside, other=0).to(tl.int32)
+    wide = tl.load(block_scales_ptr + expert * n_block_scales + blocks // SCALE_BLOCK, mask=inside, other=0.0)
+    absmax = (tl.load(map_ptr + scale) * wide + tl.load(offset_ptr + expert))[:, None]
+    n_bytes: tl.constexpr = BLOCK // 2
+    bytes_at = (expert * n_blocks + blocks[:, None]) * n_bytes + tl.arange(0, n_bytes)[None, :]
+    packed = tl.load(packed_ptr + bytes_at, mask=inside[:, None], other=0).to(tl.int32)
+    high = tl.load(table_ptr + (packed >> 4)) * absmax
+    low = tl.load(table_ptr + (packed & 15)) * absmax
+    offs = blocks[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    values = tl.interleave(high, low).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + expert * n_weights + offs, values, mask=offs < n_weights)
+
+
+@cached
+def _launch(chip: Chip) -> Launcher:
+    # Without fused multiply-add the scales are rounded as bitsandbytes and the reference round them.
+    options = {**launch_options(BLOCKS * BLOCK, chip), "enable_fp_fusion": False}
+    return Launcher(_dequantize_kernel, {"BLOCK": BLOCK, "SCALE_BLOCK": SCALE_BLOCK, "BLOCKS": BLOCKS, **options})
+
+
 def dequantize_nf4(nf4: Nf4, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:  # (X, ...)
-    """Return the weights of X experts in `dtype`. Deterministic; no gradient."""
-    return dequantize_nf4_reference(nf4, shape, dtype)
+    """Return the weights of X experts in `dtype`. Deterministic, the same bits on every device; no gradient.
+
+    Raises ValueError for a shape that does not fit the bytes.
+    """
+    n_blocks = -(-math.prod(shape[1:]) // BLOCK)
+    if nf4.scales.shape != (shape[0], n_blocks):
+        found = tuple(nf4.scales.shape)
+        raise ValueError(f"dequantize_nf4: shape {tuple(shape)} has {n_blocks} blocks per expert: scales are {found}")
+    if dtype is torch.float64 or not math.prod(shape) or not runs_triton(nf4.packed):
+        return dequantize_nf4_reference(nf4, shape, dtype)
+    out = torch.empty(shape, dtype=dtype, device=nf4.packed.device)
+    _launch(chip_of(out.device))(
+        (-(-n_blocks // BLOCKS), shape[0], 1), (*nf4, *_constants(out.device), out),
+        (n_blocks, nf4.block_scales.shape[1], out[0].numel()),
+    )  # fmt: skip
+    return out

@@ -4,7 +4,15 @@ import importlib.util
 
 import pytest
 import torch
-from ligertune_kernels.ops.moe.dequantize_nf4 import BLOCK, TABLE, absmax_of, dequantize_nf4, nf4_bytes, quantize_nf4
+from ligertune_kernels.ops.moe.dequantize_nf4 import (
+    BLOCK,
+    TABLE,
+    absmax_of,
+    dequantize_nf4,
+    dequantize_nf4_reference,
+    nf4_bytes,
+    quantize_nf4,
+)
 
 SHAPES = [
     (3, 128, 256),
@@ -27,7 +35,7 @@ def test_the_bytes_of_each_expert_are_those_of_bitsandbytes(shape, dtype):
 
     weight = weights(shape, dtype)
     nf4 = quantize_nf4(weight)
-    dequantised = dequantize_nf4(nf4, shape, dtype)
+    dequantised = dequantize_nf4(nf4, shape, torch.float32)
     for expert in range(shape[0]):
         flat = weight[expert].flatten()  # 0.50.2 dequantises rows that are no multiple of 64 wrongly on a CPU
         packed, state = quantize_4bit(flat, blocksize=BLOCK, quant_type="nf4", compress_statistics=True)
@@ -37,6 +45,7 @@ def test_the_bytes_of_each_expert_are_those_of_bitsandbytes(shape, dtype):
         ours, theirs = nf4.scales[expert].int(), state.absmax.int()
         if nf4.block_scales[expert].all():  # the scales of a single block are multiplied by 0
             assert (ours - theirs).abs().max() <= 1 and (ours != theirs).float().mean() < 0.02  # rounding of a middle
+        state.dtype = torch.float32
         expected = dequantize_4bit(packed, state).flatten()
         same = (ours == theirs).repeat_interleave(BLOCK)[: flat.numel()]
         torch.testing.assert_close(dequantised[expert].flatten()[same], expected[same], rtol=1e-6, atol=0)
@@ -85,3 +94,20 @@ def test_zeros_stay_zeros_and_bad_numbers_show():
         assert not absmax_of(quantize_nf4(weight))[0].isfinite().all()
     with pytest.raises(ValueError, match="expected a floating-point dtype"):
         quantize_nf4(weight.int())
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_kernel_gives_the_bits_of_the_reference(shape, dtype, device):
+    nf4 = quantize_nf4(weights(shape).to(device))
+    found, expected = dequantize_nf4(nf4, shape, dtype), dequantize_nf4_reference(nf4, shape, dtype)
+    # The interpreter cuts bfloat16 off, which a GPU rounds.
+    exact = dtype is not torch.bfloat16 or device.type == "cuda"
+    torch.testing.assert_close(found, expected, rtol=0 if exact else 2**-7, atol=0)
+    assert all(torch.equal(a, b.to(device)) for a, b in zip(nf4, quantize_nf4(weights(shape)), strict=True))
+
+
+def test_a_shape_that_does_not_fit_is_refused():
+    nf4 = quantize_nf4(weights((2, 128, 64)))
+    with pytest.raises(ValueError, match=r"shape \(2, 64, 64\) has 64 blocks per expert: scales are \(2, 128\)"):
+        dequantize_nf4(nf4, (2, 64, 64), torch.float32)

@@ -50,7 +50,7 @@ def test_experts_and_transposes_stay_in_4_bits(weight):
         assert isinstance(packed, Nf4Weight)
         assert (packed.shape, packed.dtype, packed.stride()) == (expected.shape, expected.dtype, expected.stride())
         torch.testing.assert_close(
-            packed.dequantize(), expected, rtol=2**-8 if packed.dtype == torch.bfloat16 else 0, atol=0
+            packed.dequantize(), expected, rtol=2**-7 if packed.dtype == torch.bfloat16 else 0, atol=0
         )
     assert isinstance(pickle.loads(pickle.dumps(nn.Parameter(weight, requires_grad=False))), nn.Parameter)
 
