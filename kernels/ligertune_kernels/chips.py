@@ -224,7 +224,7 @@ class GroupedTile(NamedTuple):
 class GroupedTiles(NamedTuple):
     """Tiles of the grouped products by kind of chip: for many rows per expert, and for few."""
 
-    chips: Literal["hopper", "nvidia", "cdna", "rdna", "fp32", "interpreter"]
+    chips: Literal["sm90", "sm100", "nvidia", "cdna", "rdna", "fp32", "interpreter"]
     many: GroupedTile
     few: GroupedTile
 
@@ -232,7 +232,8 @@ class GroupedTiles(NamedTuple):
 FEW_ROWS = 48  # rows per expert up to which the smaller tile wastes less than it loses
 
 GROUPED_TILES = (
-    GroupedTiles("hopper", GroupedTile(128, 128, 256, 64, 8, 4), GroupedTile(64, 64, 128, 64, 4, 4)),  # fits 227 KiB
+    GroupedTiles("sm90", GroupedTile(128, 128, 256, 64, 8, 4), GroupedTile(64, 64, 128, 64, 4, 4)),  # fits 227 KiB
+    GroupedTiles("sm100", GroupedTile(128, 128, 128, 64, 8, 4), GroupedTile(64, 64, 128, 64, 4, 4)),  # wider: spill
     GroupedTiles("nvidia", GroupedTile(128, 128, 128, 32, 8, 4), GroupedTile(64, 64, 64, 64, 4, 3)),  # fits 99 KiB
     GroupedTiles("cdna", GroupedTile(128, 128, 128, 32, 8, 2), GroupedTile(64, 64, 64, 32, 4, 2)),  # fits 64 KiB
     GroupedTiles("rdna", GroupedTile(64, 64, 64, 32, 4, 2), GroupedTile(32, 32, 64, 32, 4, 2)),  # wider tiles spill
@@ -253,7 +254,7 @@ def grouped_tile(rows_per_expert: int, dtype_bytes: int, chip: Chip, *, aligned:
     elif chip.vendor == "amd":
         chips = "rdna" if chip.warp_size == 32 else "cdna"
     else:
-        chips = "hopper" if applies("attention_hopper_tiles", chip) else "nvidia"
+        chips = {"sm90": "sm90", "sm100": "sm100", "sm103": "sm100"}.get(chip.arch, "nvidia")
     tiles = next(tiles for tiles in GROUPED_TILES if tiles.chips == chips)
     tile = tiles.few if rows_per_expert <= FEW_ROWS else tiles.many
     # Unaligned rows are loaded element by element, each with a pointer in registers: larger tiles spill.

@@ -3,7 +3,15 @@
 import pytest
 import torch
 from functorch.compile import make_boxed_func
-from ligertune_kernels import layer_norm, linear_cross_entropy, multi_head_linear_cross_entropy, rms_norm, swiglu
+from ligertune_kernels import (
+    ExpertLora,
+    experts,
+    layer_norm,
+    linear_cross_entropy,
+    multi_head_linear_cross_entropy,
+    rms_norm,
+    swiglu,
+)
 from ligertune_kernels.launcher import TRITON_INSTALLED, meta_runs_as
 from torch._dynamo.backends.common import aot_autograd
 from torch._higher_order_ops import triton_kernel_wrap
@@ -67,3 +75,33 @@ def test_two_graphs_serve_all_numbers_of_rows_and_no_kernel_changes_their_inputs
     assert len(graphs) == 2
     assert len(launches) > 10
     assert not [kernel for kernel, changed in launches if "placeholder" in changed]
+
+
+@pytest.mark.parametrize("products", ["grouped_mm", "triton"])
+def test_experts_are_one_graph_that_changes_no_input(products, h100):
+    """With LoRA, whose product is added in place, on trained and on made weights."""
+    graphs, changed = [], []
+
+    def collect(graph, _):
+        for node in graph.graph.find_nodes(op="call_function", target=CHANGES):
+            changed.append([node.kwargs["kwargs"][name].op for name in node.kwargs["tensors_to_clone"]])
+        return make_boxed_func(graph.forward)
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return aot_autograd(fw_compiler=collect)(graph, inputs)
+
+    def step(x, weights, gate_up, down, a, b, index):
+        lora = ExpertLora(a, b, 2.0)
+        options = {"gate_up_lora": lora, "products": products}
+        return experts(experts(x, index, weights, gate_up, down, **options), index, weights, gate_up, down, **options)
+
+    compiled = torch.compile(step, backend=backend, fullgraph=True)
+    for n_rows in (48, 24, 5000):
+        shapes = (n_rows, HIDDEN), (n_rows, 2), (8, 96, HIDDEN), (8, HIDDEN, 48), (8, 16, HIDDEN), (8, 96, 16)
+        leaves = [torch.empty(shape, device="meta", dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
+        compiled(*leaves, torch.empty(n_rows, 2, dtype=torch.int64, device="meta")).sum().backward()
+        assert all(leaf.grad.shape == leaf.shape for leaf in leaves)
+    assert len(graphs) <= 3
+    assert len(changed) > 10
+    assert not [ops for ops in changed if "placeholder" in ops]

@@ -49,6 +49,15 @@ def rope(n_rows: int) -> None:
     torch.autograd.backward(kernels.apply_rope(query, key, *tables), (torch.empty_like(query), torch.empty_like(key)))
 
 
+def mixture(n_rows: int, products: str | None = None) -> None:
+    """Eight of four experts: pairs are not compared with each other."""
+    index = torch.empty(n_rows, 8, dtype=torch.int64, device="meta")
+    weights = meta(4, 2 * 768, HIDDEN), meta(4, HIDDEN, 768)
+    kernels.experts(meta(n_rows, HIDDEN), index, meta(n_rows, 8), *weights, products=products).backward(
+        meta(n_rows, HIDDEN)
+    )
+
+
 def compiled_by(step: Callable[[int], None], lengths: tuple[int, ...]) -> list[str]:
     def run() -> None:
         for n_rows in lengths:
@@ -71,6 +80,14 @@ def test_norms_compile_one_kernel_more_for_batches_of_few_rows():
     long = tuple(n for n in LENGTHS if n >= 300)
     assert compiled_by(norm, long) == compiled_by(norm, long[:1])
     assert len(compiled_by(norm, LENGTHS)) <= len(compiled_by(norm, long)) + 1
+
+
+@pytest.mark.parametrize("products", ["grouped_mm", "triton"])
+def test_experts_compile_other_products_only_for_few_rows(products):
+    """One tile for more than 48 rows per expert."""
+    step, many = partial(mixture, products=products), tuple(n for n in LENGTHS if 8 * n > 4 * 48)
+    assert len(many) == len(LENGTHS) - 1
+    assert compiled_by(step, many) == compiled_by(step, many[:1])
 
 
 def test_these_lengths_take_different_schedules():

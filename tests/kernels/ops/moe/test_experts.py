@@ -86,8 +86,9 @@ def test_agrees_with_float64(sizes, layout, activation, biases, rank, dtype, pro
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_torchs_grouped_product_agrees_with_float64(dtype, device) -> None:
-    index, tensors = example((11, 2, 4, 24, 40), device, dtype, biases=True, rank=4)
-    judge_mix(index, tensors, "grouped_mm")
+    """Two of the experts have no token."""
+    index, tensors = example((11, 2, 5, 24, 40), device, dtype, biases=True, rank=4)
+    judge_mix(index % 4 // 2 * 3, tensors, "grouped_mm")
 
 
 ROUTES = {
