@@ -53,7 +53,7 @@ def test_other_dtypes_round_as_torch_does(dtype, device) -> None:
 
 @pytest.mark.parametrize("products", PRODUCTS[:2])
 def test_is_deterministic_and_does_not_synchronise(products, no_synchronisation, device) -> None:
-    n, x, _, e, f = QWEN3
+    _, x, _, e, f = QWEN3
     index, tensors = example(device, QWEN3)
     low = ((x, 16, e), (x, 2 * f, 16), (x, 16, f), (x, e, 16))
     low = [torch.randn(shape, device=device, dtype=torch.bfloat16).mul_(0.1).requires_grad_() for shape in low]
