@@ -11,6 +11,7 @@ import torch
 import transformers
 from ligertune_kernels.ops.moe.experts import ExpertLayout, GatedActivation
 from moe_families import CLAMPED, GPT_OSS, LIMITED, PLAIN, TRANSPOSED, eager_model, experts_of
+from rerun_interpreted import rerun_interpreted
 from tiny_families import tiny_config
 from torch import nn
 from transformers import PreTrainedConfig
@@ -117,6 +118,12 @@ def test_every_class_with_experts_is_recognised_and_computed(module_name, class_
     results = zip(run(experts, experts_forward), run(experts, type(experts).forward), strict=True)
     for ours, theirs in results:
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5 * float(theirs.abs().max()))
+
+
+@pytest.mark.slow
+def test_the_triton_kernels_compute_every_class():
+    """Under the interpreter; elsewhere a CPU runs the reference."""
+    rerun_interpreted(__file__, "-m", "not slow", "-k", "every_class")
 
 
 def test_experts_on_the_meta_device_are_recognised():
