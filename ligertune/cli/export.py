@@ -31,6 +31,13 @@ def export(
         typer.Option("--push", metavar="USER/NAME", help="Upload to this repository on the hub.", show_default=False),
     ] = None,
     public: Annotated[bool, typer.Option("--public", help="With --push: make the new repository public.")] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Compare the logits of the trained, the saved and the exported model.")
+    ] = False,
+    prompt: Annotated[
+        str | None,
+        typer.Option("--prompt", metavar="TEXT", help="With --check: compare on this text. Default: rows of the data."),
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Write the model card only, and list what --push would upload.")
     ] = False,
@@ -41,11 +48,13 @@ def export(
 
     Example: ligertune export runs/llama-lora --out merged
 
+    --check loads the export (or an earlier one in that folder) in plain transformers and PEFT, and ends with exit code
+    1 if its logits are not those of the trained model within rounding.
+
     README.md, the model card, is written from the run's report unless there is one. A model that needs no merging is
     uploaded from its own folder.
     """
-    if public and push is None:
-        raise UserError("--public belongs to --push.", hint="Write --push USER/NAME --public.")
+    _refuse_options(push=push, public=public, check=check, prompt=prompt, dry_run=dry_run)
     render.people_on_stderr(json)
     with render.status("reading the run ..."):
         from ligertune.train.checkpoint import export_run
@@ -54,15 +63,18 @@ def export(
             export_run.check_repository(push)
         uploads = push is not None or dry_run
         plan = export_run.plan_export(
-            run, out, adapter=adapter, checkpoint=checkpoint, in_place=uploads, trust_remote_code=trust_remote_code
-        )
+            run, out, adapter=adapter, checkpoint=checkpoint, in_place=uploads, check=check,
+            trust_remote_code=trust_remote_code,
+        )  # fmt: skip
     done = {"folder": str(plan.folder), "kind": plan.kind, "source": plan.source.name}
-    if not dry_run and plan.how != "in place":
+    if not dry_run and plan.how not in ("in place", "there already"):
         with render.waiting("loading and merging ..." if plan.kind == "merged model" else "writing ..."):
             plan.write()
         render.text(f"{plan.kind} from {plan.source.name}: {plan.folder}")
     card = plan.write_card(push)
     render.text(f"model card: {card}")
+    if check:
+        done["check"] = _check(plan, prompt, report=done if json else None)
     if uploads:
         done["files"] = export_run.files_to_upload(plan.folder)
         _show_upload(plan, done["files"], push=push, dry_run=dry_run)
@@ -71,6 +83,38 @@ def export(
         render.text(f"uploaded: {done['address']} ({'public' if public else 'private if it is new'})")
     if json:
         render.json_report(done)
+
+
+def _refuse_options(*, push: str | None, public: bool, check: bool, prompt: str | None, dry_run: bool) -> None:
+    if public and push is None:
+        raise UserError("--public belongs to --push.", hint="Write --push USER/NAME --public.")
+    if prompt is not None and not check:
+        raise UserError("--prompt belongs to --check.", hint="Write --check --prompt TEXT.")
+    if prompt is not None and not prompt.strip():
+        raise UserError("--prompt: the text is empty.", hint="Give a few words.")
+    if check and dry_run:
+        raise UserError("--check needs the exported model, which --dry-run does not write.", hint="Leave one out.")
+
+
+def _check(plan: ExportPlan, prompt: str | None, *, report: dict | None) -> dict:
+    """Print the comparison of the trained, the saved and the exported model. Raises UserError if they differ."""
+    with render.waiting("loading and comparing ..."):
+        from ligertune.train.checkpoint.export_check import check_export
+
+        found = check_export(plan, prompt=prompt)
+    rows = [
+        (one.name, f"{one.largest:.1e}", f"{one.relative:.1e}", f"{one.tolerance:.0e} ({one.dtype})",
+         f"{one.same_argmax:.1%}", "yes" if one.is_equal else "NO")
+        for one in found.comparisons
+    ]  # fmt: skip
+    header = ("", "largest difference", "relative", "rounding", "same argmax", "equal")
+    render.columns(f"logits against the trained model, on {found.compared_on}", header, rows)
+    for note in found.notes:
+        render.note(note)
+    if report is not None and not all(one.is_equal for one in found.comparisons):
+        render.json_report({**report, "check": found.as_dict()})
+    found.raise_if_different()
+    return found.as_dict()
 
 
 def _show_upload(plan: ExportPlan, files: dict[str, int], *, push: str | None, dry_run: bool) -> None:

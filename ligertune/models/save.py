@@ -7,20 +7,22 @@ line can.
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from ligertune.errors import UserError
-from ligertune.models.load import build_model, read_config, whole_model
+from ligertune.models.load import auto_class, build_model, read_config, whole_model
 from ligertune.models.load_tokenizer import read_tokenizer
-from ligertune.models.model_files import ADAPTER_CONFIG, ModelOrigin, check_adapter, read_json, stored_shapes
+from ligertune.models.model_files import ADAPTER_CONFIG, ModelOrigin, check_adapter, loading, read_json, stored_shapes
 from ligertune.planning.options import ModelOptions, TokenizerOptions
 from ligertune.storage import put_in_place, remove, writing
 from ligertune.vision.reader import save_processor
 
 if TYPE_CHECKING:
+    from torch import nn
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from ligertune.vision.reader import ImageReader
@@ -149,6 +151,36 @@ def load_saved(
 
         model = load_adapter(model, name, origin).get_base_model()  # with the adapter in its layers
     return model.eval(), loaded
+
+
+def load_plain(folder: Path, *, trust_remote_code: bool, base: PreTrainedModel | None = None) -> nn.Module:
+    """Load a saved model or adapter as a user without ligertune does, with transformers and PEFT alone.
+
+    base: the adapter's base model; None: the one that it names. Raises UserError for files that are damaged.
+    """
+    if not is_adapter(folder):
+        return _load_plain_model(str(folder), trust_remote_code)
+    check_adapter(folder, SAVED_MODEL)
+    base = base or _load_plain_model(adapter_base_model(folder), trust_remote_code)
+    import peft  # takes seconds
+
+    with loading(SAVED_MODEL, f"{folder} holds no adapter of this model"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # peft reads attributes of transformers by their old names
+        return peft.PeftModel.from_pretrained(base, folder)
+
+
+def _load_plain_model(name: str, trust_remote_code: bool) -> PreTrainedModel:
+    spec = saved_spec(name, trust_remote_code=trust_remote_code)
+    options = {"trust_remote_code": trust_remote_code}
+    if torch.cuda.is_available():
+        options["device_map"] = {"": "cuda"}
+    with loading(SAVED_MODEL, f"the weights of {name} could not be loaded"):
+        return auto_class(read_config(spec, SAVED_MODEL)).from_pretrained(name, **options)
+
+
+def read_saved_tokenizer(folder: Path, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a saved model or adapter. Raises UserError."""
+    return read_tokenizer(saved_spec(str(folder), trust_remote_code=trust_remote_code), SAVED_MODEL)
 
 
 def merge_saved_adapter(

@@ -147,7 +147,7 @@ class RunOptions:
         )
 
 
-def data_rows_of(recipe: Recipe) -> DataRows:
+def data_rows_of(recipe: Recipe | BuildOptions) -> DataRows:
     """Return which rows the data must have: conversations, pairs of answers, or answers with a label (KTO)."""
     if recipe.task != "dpo":
         return "conversations"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from accelerate import load_checkpoint_in_model
 
@@ -29,28 +29,31 @@ from ligertune.models.save import (
 )
 from ligertune.models.trainable import apply_method
 from ligertune.planning.options import saved_options
-from ligertune.planning.saved_model import SavedModel, find_saved_model
+from ligertune.planning.saved_model import MODEL_FILES, SavedModel, find_saved_model
 from ligertune.storage import newest_checkpoint, put_in_place, read_object, remove
 from ligertune.train.checkpoint.checkpoint_record import damage_of
 from ligertune.train.checkpoint.model_card import CARD, write_card
 from ligertune.train.checkpoint.trained_weights import FILE, load_trained
+
+if TYPE_CHECKING:
+    from torch import nn
 
 WEIGHTS = "model.safetensors"  # in a checkpoint without frozen weights
 
 
 @dataclass(frozen=True)
 class ExportPlan:
-    """What is exported, and how. In place: the folder is uploaded as it is."""
+    """What is exported, and how. In place: the folder is uploaded as it is. There already: it was exported before."""
 
     source: SavedModel
     folder: Path
     kind: Literal["merged model", "adapter", "model"]
-    how: Literal["in place", "copy", "merge", "checkpoint"]
+    how: Literal["in place", "there already", "copy", "merge", "checkpoint"]
     trust_remote_code: bool = False
 
     def write(self) -> None:
         """Write the folder. Raises UserError."""
-        if self.how == "in place":
+        if self.how in ("in place", "there already"):
             return
         hide_loading_bars()
         card = self.folder / CARD
@@ -87,12 +90,14 @@ def plan_export(
     adapter: bool,
     checkpoint: str | None,
     in_place: bool = False,
+    check: bool = False,
     trust_remote_code: bool = False,
 ) -> ExportPlan:
     """Return what an export will do, from the folder of a run, a model, an adapter or a checkpoint. Raises UserError.
 
     adapter: keep the adapter instead of merging it. checkpoint: a name like step-200, or newest. in_place: a model that
-    needs neither merging nor converting stays in its folder unless `out` names another.
+    needs neither merging nor converting stays in its folder unless `out` names another. check: `out` may hold an
+    earlier export, which is then compared as it is.
     """
     source = _find_source(name, checkpoint)
     folder = Path(source.name)
@@ -112,6 +117,9 @@ def plan_export(
         if in_place and out is None:
             return ExportPlan(source, folder, kind, "in place")
     out = out or (source.run or folder) / "exported"
+    if check and any((out / file).is_file() for file in MODEL_FILES):
+        _check_earlier(out, kind)
+        return ExportPlan(source, out, kind, "there already", trust_remote_code)
     _check_out(out)
     return ExportPlan(source, out, kind, how, trust_remote_code)
 
@@ -130,6 +138,15 @@ def _find_source(name: str, checkpoint: str | None) -> SavedModel:
             f"--checkpoint: {run} has no checkpoint {checkpoint}.", hint=f"It has {', '.join(names) or 'none'}."
         )
     return SavedModel(str(folder), run, is_checkpoint=True)
+
+
+def _check_earlier(out: Path, kind: str) -> None:
+    if (out / ADAPTER_CONFIG).is_file() != (kind == "adapter"):
+        raise UserError(
+            f"--check: {out} holds {'a whole model' if kind == 'adapter' else 'an adapter'}, and the export is"
+            f" {'an adapter' if kind == 'adapter' else 'a whole model'}.",
+            hint="Name another folder with --out.",
+        )
 
 
 def _check_out(out: Path) -> None:
@@ -153,13 +170,15 @@ def _merge_adapter_folder(source: SavedModel, out: Path, *, trust_remote_code: b
     write_model(merged, tokenizer, out, state_dict=None, **prompt)
 
 
-def _export_checkpoint(source: SavedModel, out: Path, kind: str, *, trust_remote_code: bool) -> None:
-    """Load the weights of a checkpoint into the model of the run's recipe, and write it."""
-    folder, options = Path(source.name), saved_options(source.run)
+def load_checkpoint(source: SavedModel, *, trust_remote_code: bool) -> nn.Module:
+    """Return the model of the run's recipe with the weights of a checkpoint; with its adapter, not merged.
+
+    Raises UserError for a damaged checkpoint, and for one that holds shards.
+    """
+    folder, build = Path(source.name), saved_options(source.run).build
     damage = damage_of(folder, only=(FILE, WEIGHTS))
     if damage is not None:
         raise UserError(f"--checkpoint: {folder} is damaged: {damage}.", hint="Export an earlier checkpoint.")
-    build = options.build
     spec = build.model.model_copy(update={"trust_remote_code": trust_remote_code})
     model = whole_model(
         spec, read_config(spec, SAVED_MODEL), origin=SAVED_MODEL, through_four_bits=build.method.type == "qlora"
@@ -175,6 +194,12 @@ def _export_checkpoint(source: SavedModel, out: Path, kind: str, *, trust_remote
             f"--checkpoint: {folder} holds the shards of several ranks.",
             hint="Resume the run with --resume to its end; its model is then written whole.",
         )
+    return model
+
+
+def _export_checkpoint(source: SavedModel, out: Path, kind: str, *, trust_remote_code: bool) -> None:
+    """Write the model of a checkpoint in Hugging Face's format."""
+    options, model = saved_options(source.run), load_checkpoint(source, trust_remote_code=trust_remote_code)
     if kind == "merged model":
         from ligertune.models.adapters.lora import merged_model  # imports peft, which takes seconds
 
@@ -183,6 +208,7 @@ def _export_checkpoint(source: SavedModel, out: Path, kind: str, *, trust_remote
     template = plan["data"].get("template") if isinstance(plan.get("data"), dict) else None
     if not isinstance(template, str):
         raise UserError(f"--checkpoint: {source.run / 'plan.json'} is missing or damaged, so its prompt is not known.")
+    spec = options.build.model.model_copy(update={"trust_remote_code": trust_remote_code})
     prompt = prompt_of(template, options.data_options.system_prompt)
     write_model(model, load_tokenizer(spec).tokenizer, out, state_dict=None, **prompt)
 
