@@ -43,7 +43,7 @@ TOLERANCES = {
 
 
 @dataclass(frozen=True)
-class Comparison:
+class LogitsComparison:
     """Logits of a served model against those of the trained one.
 
     largest: largest absolute difference. relative: norm of the difference divided by that of the trained logits.
@@ -68,7 +68,7 @@ class Comparison:
 class ExportCheck:
     """The comparisons of an export. compared_on: what the models have read."""
 
-    comparisons: tuple[Comparison, ...]
+    comparisons: tuple[LogitsComparison, ...]
     compared_on: str
     notes: tuple[str, ...]
 
@@ -106,7 +106,7 @@ def check_export(plan: ExportPlan, *, prompt: str | None = None) -> ExportCheck:
     for name, folder in served:
         base = _four_bit_base(options) if _is_adapter(folder) and _is_qlora(options) else None
         model = load_plain(folder, trust_remote_code=plan.trust_remote_code, base=base)
-        comparisons.append(compare(name, folder, model, rows, expected))
+        comparisons.append(compare_logits(name, folder, model, rows, expected))
         del model, base
     notes = []
     if options is not None and options.build.task == "medusa":
@@ -129,14 +129,14 @@ def logits(model: nn.Module, rows: Sequence[Tensor]) -> list[Tensor]:
     return [model.eval()(input_ids=row[None].to(device)).logits[0].float().cpu() for row in rows]
 
 
-def compare(
+def compare_logits(
     name: str, folder: Path, model: nn.Module, rows: Sequence[Tensor], expected: Sequence[Tensor]
-) -> Comparison:
+) -> LogitsComparison:
     """Compare a model's logits with the expected ones (T, V) of each row."""
     found, truth = torch.cat(logits(model, rows)), torch.cat(list(expected))
     dtype = max((p.dtype for p in model.parameters() if p.dtype in TOLERANCES), key=TOLERANCES.__getitem__)
     difference = found - truth
-    return Comparison(
+    return LogitsComparison(
         name=name,
         folder=str(folder),
         dtype=str(dtype).removeprefix("torch."),
@@ -167,12 +167,15 @@ def _trained_model(plan: ExportPlan, options: RunOptions | None) -> nn.Module:
             "--check: model.init: random made the base model, which the run has not saved.",
             hint="Give the base model's folder to the recipe instead.",
         )
-    from ligertune.models.adapters.lora import load_adapter  # imports peft, which takes seconds
+    from ligertune.models.adapters.fused_lora import fuse_adapters  # imports peft, which takes seconds
+    from ligertune.models.adapters.lora import load_adapter
 
     spec = options.build.model.model_copy(update={"trust_remote_code": trust})
     config = read_config(spec, SAVED_MODEL)
     base = whole_model(spec, config, through_four_bits=_is_qlora(options), origin=SAVED_MODEL)
     adapted = load_adapter(_on_device(base), str(source), SAVED_MODEL)
+    if options.build.kernels.fuses_lora:
+        fuse_adapters(adapted)
     return adapted.get_base_model()
 
 

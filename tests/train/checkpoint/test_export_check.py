@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from ligertune.errors import UserError
-from ligertune.train.checkpoint.export_check import ExportCheck, compare
+from ligertune.train.checkpoint.export_check import ExportCheck, compare_logits
 
 SETTINGS = {"model.dtype": "float32", "train.max_steps": 2, "checkpoint.save_strategy": "steps",
             "checkpoint.save_steps": 1, "train.learning_rate": 0.01}  # fmt: skip
@@ -106,13 +106,13 @@ class Table(nn.Module):
 def test_what_rounding_explains_depends_on_the_dtype(tmp_path):
     table, ids = torch.randn(5, 7, generator=torch.Generator().manual_seed(0)), [torch.arange(5)]
     expected = [table]
-    rounded = compare("model", tmp_path, Table(table.bfloat16()), ids, expected)
+    rounded = compare_logits("model", tmp_path, Table(table.bfloat16()), ids, expected)
     assert rounded.is_equal and rounded.dtype == "bfloat16" and 1e-4 < rounded.relative < 5e-3
-    narrow = compare("model", tmp_path, Table(table.bfloat16().float()), ids, expected)
+    narrow = compare_logits("model", tmp_path, Table(table.bfloat16().float()), ids, expected)
     assert not narrow.is_equal and narrow.dtype == "float32"
-    moved = compare("model", tmp_path, Table(table.roll(1, 1)), ids, expected)
+    moved = compare_logits("model", tmp_path, Table(table.roll(1, 1)), ids, expected)
     assert moved.same_argmax < 0.5 and moved.largest > 0.5
-    broken = compare("model", tmp_path, Table(table * float("nan")), ids, expected)
+    broken = compare_logits("model", tmp_path, Table(table * float("nan")), ids, expected)
     with pytest.raises(UserError, match="computes other logits") as caught:
         ExportCheck((rounded, broken), "5 tokens", ()).raise_if_different()
     assert caught.value.exit_code == 1
