@@ -67,22 +67,24 @@ def export(
             trust_remote_code=trust_remote_code,
         )  # fmt: skip
     done = {"folder": str(plan.folder), "kind": plan.kind, "source": plan.source.name}
-    if not dry_run and plan.how not in ("in place", "there already"):
-        with render.waiting("loading and merging ..." if plan.kind == "merged model" else "writing ..."):
-            plan.write()
-        render.text(f"{plan.kind} from {plan.source.name}: {plan.folder}")
+    if not dry_run:
+        _write(plan)
     card = plan.write_card(push)
     render.text(f"model card: {card}")
     if check:
         done["check"] = _check(plan, prompt, report=done if json else None)
     if uploads:
-        done["files"] = export_run.files_to_upload(plan.folder)
-        _show_upload(plan, done["files"], push=push, dry_run=dry_run)
-    if push is not None and not dry_run:
-        done["address"] = export_run.upload(plan.folder, push, public=public)
-        render.text(f"uploaded: {done['address']} ({'public' if public else 'private if it is new'})")
+        done |= _upload(plan, push=push, public=public, dry_run=dry_run)
     if json:
         render.json_report(done)
+
+
+def _write(plan: ExportPlan) -> None:
+    if plan.how in ("in place", "there already"):
+        return
+    with render.waiting("loading and merging ..." if plan.kind == "merged model" else "writing ..."):
+        plan.write()
+    render.text(f"{plan.kind} from {plan.source.name}: {plan.folder}")
 
 
 def _refuse_options(*, push: str | None, public: bool, check: bool, prompt: str | None, dry_run: bool) -> None:
@@ -115,6 +117,18 @@ def _check(plan: ExportPlan, prompt: str | None, *, report: dict | None) -> dict
         render.json_report({**report, "check": found.as_dict()})
     found.raise_if_different()
     return found.as_dict()
+
+
+def _upload(plan: ExportPlan, *, push: str | None, public: bool, dry_run: bool) -> dict:
+    """Upload the files, unless it is a dry run, and return what the JSON report says of them."""
+    from ligertune.train.checkpoint.export_run import files_to_upload, upload
+
+    done = {"files": files_to_upload(plan.folder)}
+    _show_upload(plan, done["files"], push=push, dry_run=dry_run)
+    if push is not None and not dry_run:
+        done["address"] = upload(plan.folder, push, public=public)
+        render.text(f"uploaded: {done['address']} ({'public' if public else 'private if it is new'})")
+    return done
 
 
 def _show_upload(plan: ExportPlan, files: dict[str, int], *, push: str | None, dry_run: bool) -> None:
