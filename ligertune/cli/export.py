@@ -56,21 +56,20 @@ def export(
     """
     _refuse_options(push=push, public=public, check=check, prompt=prompt, dry_run=dry_run)
     render.people_on_stderr(json)
+    uploads = push is not None or dry_run
     with render.status("reading the run ..."):
-        from ligertune.train.checkpoint import export_run
+        from ligertune.train.checkpoint.export_run import check_repository, plan_export
 
         if push is not None:
-            export_run.check_repository(push)
-        uploads = push is not None or dry_run
-        plan = export_run.plan_export(
+            check_repository(push)
+        plan = plan_export(
             run, out, adapter=adapter, checkpoint=checkpoint, in_place=uploads, check=check,
             trust_remote_code=trust_remote_code,
         )  # fmt: skip
     done = {"folder": str(plan.folder), "kind": plan.kind, "source": plan.source.name}
     if not dry_run:
         _write(plan)
-    card = plan.write_card(push)
-    render.text(f"model card: {card}")
+    render.text(f"model card: {plan.write_card(push)}")
     if check:
         done["check"] = _check(plan, prompt, report=done if json else None)
     if uploads:
