@@ -67,8 +67,7 @@ def export(
             trust_remote_code=trust_remote_code,
         )  # fmt: skip
     done = {"folder": str(plan.folder), "kind": plan.kind, "source": plan.source.name}
-    if not dry_run:
-        _write(plan)
+    _write(plan, dry_run=dry_run)
     render.text(f"model card: {plan.write_card(push)}")
     if check:
         done["check"] = _check(plan, prompt, report=done if json else None)
@@ -78,8 +77,8 @@ def export(
         render.json_report(done)
 
 
-def _write(plan: ExportPlan) -> None:
-    if plan.how in ("in place", "there already"):
+def _write(plan: ExportPlan, *, dry_run: bool) -> None:
+    if dry_run or plan.how in ("in place", "there already"):
         return
     with render.waiting("loading and merging ..." if plan.kind == "merged model" else "writing ..."):
         plan.write()
