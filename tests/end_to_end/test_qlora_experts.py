@@ -28,13 +28,15 @@ FAMILIES = {
 SETTINGS = {
     "method.type": "qlora",
     "method.lora_r": 4,
-    "method.lora_target_modules": "[q_proj, v_proj, o_proj]",
     "model.dtype": "float32",
     "train.max_steps": 6,
     **saves(3),
     "train.learning_rate": 0.02,
     "train.gradient_checkpointing": True,
 }
+
+
+TARGETS = {"mixtral": "[q_proj, v_proj, o_proj]", "qwen3_moe": "all-linear"}  # all-linear: experts, too
 
 
 def save_mixture(folder: Path, family: str) -> Path:
@@ -50,8 +52,12 @@ def save_mixture(folder: Path, family: str) -> Path:
 def finished(request, tmp_path_factory) -> Path:
     """A finished run in `run/` on the model in `base/`."""
     folder = tmp_path_factory.mktemp(request.param)
-    train(folder, **SETTINGS, **{"model.model_name_or_path": save_mixture(folder / "base", request.param)})
+    train(folder, **settings(request.param, save_mixture(folder / "base", request.param)))
     return folder
+
+
+def settings(family: str, base: Path) -> dict[str, object]:
+    return {**SETTINGS, "model.model_name_or_path": base, "method.lora_target_modules": TARGETS[family]}
 
 
 def logits(model: torch.nn.Module) -> torch.Tensor:
@@ -62,9 +68,11 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
 def test_the_loss_falls_and_only_the_adapter_is_saved(finished):
     found = losses(finished / "run")
     assert found[-1] < found[0] - 0.1
+    adapts_experts = "qwen3" in finished.name
     for file in ("model/adapter_model.safetensors", "checkpoints/step-3/trained.safetensors"):
         with safe_open(finished / "run" / file, "pt") as opened:
-            assert all(".lora_" in name for name in opened.keys())  # noqa: SIM118 (no mapping)
+            names = list(opened.keys())
+        assert all(".lora_" in name for name in names) and any("experts" in name for name in names) is adapts_experts
     assert not (finished / "run" / "checkpoints" / "step-3" / "model.safetensors").exists()
 
 
@@ -88,24 +96,26 @@ def test_the_adapter_loads_on_the_16_bit_base_and_merges_into_the_dequantised_we
 @pytest.mark.slow
 def test_a_resumed_run_is_bit_equal(finished, tmp_path):
     checkpoint = finished / "run" / "checkpoints" / "step-3"
-    changes = {"model.model_name_or_path": finished / "base", "checkpoint.resume_from_checkpoint": checkpoint}
-    train(tmp_path, **SETTINGS, **changes)
+    family = "qwen3_moe" if "qwen3" in finished.name else "mixtral"
+    changes = {"checkpoint.resume_from_checkpoint": checkpoint}
+    train(tmp_path, **settings(family, finished / "base"), **changes)
     assert losses(tmp_path / "run") == losses(finished / "run")[3:]
     name = "run/model/adapter_model.safetensors"
     assert (tmp_path / name).read_bytes() == (finished / name).read_bytes()
 
 
+@pytest.mark.slow
 def test_two_ranks_have_the_losses_of_one(tmp_path):
     """Under DDP, which broadcasts every parameter that it is not told to ignore."""
     changes = {
-        "model.model_name_or_path": save_mixture(tmp_path / "base", "qwen3_moe"),
+        **settings("qwen3_moe", save_mixture(tmp_path / "base", "qwen3_moe")),
         "train.max_steps": 3,
         "checkpoint.save_strategy": "no",
         "train.per_device_train_batch_size": 1,
         "train.global_batch_size": 4,
     }
     one, two = (
-        train_ranks(ranks, tmp_path / str(ranks), **{**SETTINGS, **changes, "parallel.strategy": strategy})
+        train_ranks(ranks, tmp_path / str(ranks), **{**changes, "parallel.strategy": strategy})
         for ranks, strategy in ((1, "auto"), (2, "auto"))
     )
     assert two == pytest.approx(one, rel=1e-5) and len(two) == 3

@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 from ligertune_kernels.ops.moe import nf4_weight
-from ligertune_kernels.ops.moe.experts import experts
+from ligertune_kernels.ops.moe.experts import ExpertLora, experts
 from ligertune_kernels.ops.moe.nf4_weight import Nf4Weight, as_weight, to_nf4
 from torch import nn
 from torch.nn import functional as F
@@ -121,3 +121,27 @@ def test_experts_take_it_as_a_function():
     assert torch.equal(found, expected)
     dense = torch.ones(2)
     assert as_weight(dense) is dense
+
+
+def test_the_op_keeps_no_dequantised_weight_and_has_the_gradients_of_one_that_is_kept(computed, device):
+    """Of two layers with LoRA. Each forward computes gate_up and down, and so does the first layer's backward."""
+    layers = [(to_nf4(torch.randn(4, 24, 16)).to(device), to_nf4(torch.randn(4, 16, 12)).to(device)) for _ in range(2)]
+    dense = [[weight.dequantize().clone() for weight in layer] for layer in layers]
+    hidden, index = torch.randn(6, 16), torch.randint(4, (6, 2), device=device)
+    adapters = torch.randn(4, 3, 16), torch.randn(4, 24, 3), torch.randn(4, 3, 12), torch.randn(4, 16, 3)
+    probabilities = torch.rand(6, 2, device=device)
+    computed.clear()
+    gradients, kept = [], []
+    for weights in ([[as_weight(weight) for weight in layer] for layer in layers], dense):
+        leaves = [t.clone().to(device).requires_grad_() for t in (hidden, *adapters)]
+        loras = {"gate_up_lora": ExpertLora(*leaves[1:3], 0.5), "down_lora": ExpertLora(*leaves[3:], 2.0)}
+        saved: list[torch.Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, into=saved: into.append(t) or t, lambda t: t):
+            y = leaves[0]
+            for gate_up, down in weights:
+                y = experts(y, index, probabilities, gate_up, down, **loras)
+        y.square().sum().backward()
+        gradients.append([leaf.grad for leaf in leaves])
+        kept.append(sum(t.shape in ((4, 24, 16), (4, 16, 12)) for t in saved))
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+    assert kept == [0, 4] and len(computed) == 2 * 2 + 2
