@@ -79,6 +79,8 @@ class Report:
     notes: tuple[str, ...]
     medusa: dict | None = None  # MedusaReport.as_dict() if heads were trained
     seconds_to_first_step: dict[str, float] = dataclasses.field(default_factory=dict)  # by phase
+    n_active: int | None = None  # parameters that one token uses, of a mixture of experts
+    experts: dict[str, Any] | None = None  # ExpertLoad.report(): tokens per expert, in each layer of a mixture
 
     def as_dict(self) -> dict:
         return dataclasses.asdict(self)
@@ -131,6 +133,8 @@ def make_report(
         notes=(*plan.notes, *fitted.notes, *notes),
         medusa=medusa,
         seconds_to_first_step=seconds_to_first_step,
+        n_active=plan.n_active,
+        experts=fitted.experts,
     )
 
 

@@ -196,8 +196,9 @@ def _setup(plan: Plan, report: Report) -> Rows:
     schedule = plan.schedule
     kernels = ", ".join(f"{line.kernel} x {line.applied}" for line in report.kernels if line.applied)
     how = "Triton" if report.kernels_backend == "triton" else "PyTorch references, because the device runs no Triton"
+    active = "" if report.n_active is None else f"{report.n_active:,} active, "
     return [
-        ("model", f"{report.model_family}, {report.n_parameters:,} parameters, {report.n_trainable:,} trained"),
+        ("model", f"{report.model_family}, {report.n_parameters:,} parameters, {active}{report.n_trainable:,} trained"),
         ("device", f"{report.device} x {report.world_size}, {report.strategy}, {report.dtype}"),
         ("batch", batch_words(plan)),
         ("schedule", f"{plan.optimizer.name}, {schedule.type}, learning rate {schedule.learning_rate:g}, "

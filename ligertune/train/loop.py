@@ -16,7 +16,7 @@ from ligertune.planning.plan import KernelLine
 from ligertune.progress import Phases
 from ligertune.train.checkpoint.best_weights import load_best, save_best
 from ligertune.train.checks import kernels_as_run, why_not_fused
-from ligertune.train.distributed import any_rank, full_tensor, max_over_ranks
+from ligertune.train.distributed import any_rank, full_tensor, max_over_ranks, reduce_sum
 from ligertune.train.evaluate import EarlyStopping, Evaluation, evaluate
 from ligertune.train.meter import Counts, synchronize
 from ligertune.train.metrics_logger import profiled
@@ -82,6 +82,7 @@ class TrainResult:
     kernels: tuple[KernelLine, ...]  # as they ran
     losses: dict[str, Any]  # LossCounts.as_dict() of this process
     notes: tuple[str, ...] = ()
+    experts: dict[str, Any] | None = None  # ExpertLoad.report() of all ranks
     best_weights: dict[str, Tensor] | None = None  # of the best model, if the model itself is sharded
 
 
@@ -186,6 +187,14 @@ def save_if_finite(training: Training, state: TrainState) -> None:
         training.saver.save(state.step)
 
 
+def expert_load(training: Training) -> dict[str, Any] | None:
+    """Return how the routers of a mixture of experts distributed the tokens of all ranks. All ranks call it."""
+    counts = None if training.expert_load is None else training.expert_load.total()
+    if counts is None:
+        return None
+    return training.expert_load.report(reduce_sum(training.accelerator, counts))
+
+
 def finish(training: Training, state: TrainState, stop: StopRequest) -> TrainResult:
     """Load the best model if asked, and collect what the report needs. All ranks call it."""
     stop.hold(WRITING)
@@ -216,5 +225,6 @@ def finish(training: Training, state: TrainState, stop: StopRequest) -> TrainRes
         kernels=kernels_as_run(plan.kernels, losses),
         losses=losses.as_dict(),
         notes=notes,
+        experts=expert_load(training),
         best_weights=best_weights,
     )

@@ -19,6 +19,7 @@ from ligertune.data.examples import Examples
 from ligertune.data.prepare import PreparedData
 from ligertune.data.stream import StreamedExamples
 from ligertune.decode.generate import SampleAnswers
+from ligertune.models.experts.expert_load import ExpertLoad
 from ligertune.models.load_tokenizer import LoadedTokenizer
 from ligertune.models.save import prompt_of
 from ligertune.planning.plan import Plan
@@ -78,6 +79,7 @@ class Training:
         save_only_what_trains(accelerator, model)
         self.plan, self.accelerator = plan, accelerator
         self.task = choose_task(plan, model)
+        self.expert_load = None if plan.build.task == "medusa" else ExpertLoad(model)
         self.model, self.optimizer = _prepare(plan, accelerator, model)
         self.train_step = TrainStep(plan, accelerator, self.model, self.optimizer, self.task)
         self.resumed_from, self.notes = _resume(plan, accelerator, self.model, self.optimizer)

@@ -139,6 +139,7 @@ def show_report(report: Report) -> None:
         ("peak memory", _peak_memory(report.peak_memory)),
         ("kernels applied", _kernels(report.kernels, report.kernels_backend)),
         *_losses(report.losses),
+        *_experts(report.experts),
         ("device", f"{report.device} x {report.world_size}, {report.strategy}, {report.dtype}"),
         ("time", format_duration(report.seconds)),
         ("model", report.model_path or f"not written: {'save_model is false' if done else 'the run is not finished'}"),
@@ -240,6 +241,18 @@ def _losses(counts: dict[str, Any]) -> list[tuple[str, str]]:
         return [("losses", "in the output head, without logits")] if fused else []
     numbers = {"in the output head, without logits": fused, "from logits": from_logits, "elsewhere": elsewhere}
     return [("losses", ", ".join(f"{number:,} {how}" for how, number in numbers.items() if number))]
+
+
+def _experts(load: dict[str, Any] | None) -> list[tuple[str, str]]:
+    """Return the load of a mixture's experts: the largest over the mean, and how many were not used."""
+    if load is None:
+        return []
+    layers = sorted(load["layers"], key=lambda layer: layer["imbalance"])
+    median, worst, unused = layers[len(layers) // 2], layers[-1], sum(layer["unused"] for layer in layers)
+    total = sum(layer["experts"] for layer in layers)
+    auxiliary = ", ".join(f"{name} {value:g}" for name, value in load["auxiliary_loss"].items()) or "no router loss"
+    words = f"largest load {median['imbalance']:.2f} times the mean, {worst['imbalance']:.2f} in {worst['layer']}"
+    return [("experts", f"{words}; {unused} of {total} unused; no token dropped; {auxiliary}")]
 
 
 def _peak_memory(peak: dict[str, Any]) -> str:

@@ -1,0 +1,53 @@
+"""Training of a tiny mixture of experts: it learns as a dense model does, and its report says how experts were used."""
+
+import json
+
+import transformers
+from command_line import RECIPE
+from quickstart_runs import train
+
+SIZES = {
+    "vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "max_position_embeddings": 512, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+CONFIGS = {
+    "dense": transformers.LlamaConfig(**SIZES, intermediate_size=192),
+    "mixture": transformers.MixtralConfig(  # two of four experts, half as wide: as many active parameters
+        **SIZES, intermediate_size=96, num_local_experts=4, num_experts_per_tok=2, sliding_window=None,
+        output_router_logits=True, router_aux_loss_coef=0.01,
+    ),
+}  # fmt: skip
+
+
+def test_a_mixture_learns_as_a_dense_model_and_uses_all_experts(tmp_path):
+    reports = {}
+    for name, config in CONFIGS.items():
+        config.architectures = [type(config).__name__.replace("Config", "ForCausalLM")]
+        config.save_pretrained(tmp_path / f"{name}-model")
+        reports[name] = train(
+            tmp_path / name,
+            **{
+                "model.model_name_or_path": str(tmp_path / f"{name}-model"),
+                "model.init": "random",
+                "model.tokenizer.path": str(RECIPE.parent / "stories260K"),
+                "model.dtype": "float32",
+                "data.max_length": 256,
+                "data.val_split": 0.0,
+                "data.train_on": "all",
+                "train.max_steps": 40,
+                "train.per_device_train_batch_size": 4,
+                "train.gradient_accumulation_steps": 1,
+                "train.learning_rate": 5e-3,
+                "logging.logging_steps": 5,
+            },
+        )
+    dense, mixture = reports["dense"], reports["mixture"]
+    learned = {name: report.loss_before_training - report.loss_last for name, report in reports.items()}
+    assert learned["dense"] > 3  # nats, of 6.2
+    # the router's loss is a part of the mixture's, and an expert sees half of the tokens
+    assert learned["mixture"] > 0.9 * learned["dense"]
+    assert dense.experts is None and mixture.n_active < mixture.n_parameters
+    saved = json.loads((tmp_path / "mixture" / "run" / "report.json").read_text(encoding="utf-8"))["experts"]
+    assert [layer["layer"] for layer in saved["layers"]] == [f"model.layers.{i}.mlp.experts" for i in range(2)]
+    assert all(layer["unused"] == 0 and layer["min"] > 0.02 for layer in saved["layers"])
+    assert saved["auxiliary_loss"] == {"router_aux_loss_coef": 0.01} and saved["dropped_tokens"] == 0
