@@ -10,6 +10,7 @@ from typing import Any
 import transformers
 from transformers import PreTrainedModel
 
+from ligertune.patching.experts.kernel_experts import register_experts
 from ligertune.patching.patch import patch
 
 
@@ -18,12 +19,14 @@ class _PatchedAuto:
 
     @classmethod
     def from_pretrained(cls, *args: Any, keep_logits: bool = False, **kwargs: Any) -> PreTrainedModel:
+        register_experts()
         model = cls.auto_class.from_pretrained(*args, **{"trust_remote_code": False, **kwargs})  # no prompt
         patch(model, keep_logits=keep_logits)
         return model
 
     @classmethod
     def from_config(cls, *args: Any, keep_logits: bool = False, **kwargs: Any) -> PreTrainedModel:
+        register_experts()
         model = cls.auto_class.from_config(*args, **kwargs)
         patch(model, keep_logits=keep_logits)
         return model

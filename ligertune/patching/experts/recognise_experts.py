@@ -20,6 +20,7 @@ import torch
 from ligertune_kernels.ops.moe.experts import ExpertLayout, GatedActivation, experts_reference
 from ligertune_kernels.ops.moe.nf4_weight import Nf4Weight
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from ligertune.patching.probe import (
@@ -86,7 +87,8 @@ def recognise_whole_experts(module: nn.Module) -> ExpertsSpec | Refusal:
     implementation = _probed_implementation(module)
     if implementation == "deepgemm_megamoe":
         return Refusal("experts_implementation 'deepgemm_megamoe' stores the weights in a layout of its own")
-    cls = type(module).patch_original if hasattr(type(module), "patch_original") else type(module)
+    cls = parametrize.type_before_parametrizations(module)
+    cls = getattr(cls, "patch_original", cls)
     return _experts_spec(
         cls,
         (*definition_of(cls), ALL_EXPERTS_FUNCTIONS.get(implementation, None)),
@@ -125,7 +127,11 @@ SMALL = {"experts": 4, "hidden": 32, "width": 24}  # sizes of the probe: 2F diff
 
 def _sizes_of(module: nn.Module) -> _Sizes | Refusal:
     """Return the sizes that a module's parameters have, or why the op cannot take them."""
-    held = {name: parameter for name, parameter in module.named_parameters() if parameter is not None}
+    held = {
+        name: parameter for name, parameter in module.named_parameters() if not name.startswith("parametrizations.")
+    }
+    # PEFT's target_parameters are parametrizations while the experts run; it caches their values, with gradients
+    held |= {name: getattr(module, name) for name in getattr(module, "parametrizations", ())}
     if {"up_proj", "down_proj"} <= held.keys() and not {"gate_up_proj", "gate_proj"} & held.keys():
         return Refusal("its experts have no gate")
     if not held.keys() >= set(WEIGHTS):

@@ -63,6 +63,8 @@ def test_loss_and_every_gradient_are_those_of_the_eager_experts(kind, model_type
     skip_unless_installed(kind, model_type)
     plain = eager_model(kind, model_type)
     experts = experts_of(plain)
+    if not any("gate_up_proj" in module._parameters for module in experts):
+        pytest.skip(f"transformers {transformers.__version__} stores these experts in another form")
     assert {recognise_experts(module) for module in experts if recognised(module)} == {(NAMED | MORE)[kind, model_type]}
     expected = trained(plain, model_type)
     patched = copy.deepcopy(plain)

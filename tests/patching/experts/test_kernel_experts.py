@@ -72,6 +72,8 @@ def test_models_load_with_the_registered_implementation(plain, tmp_path):
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, experts_implementation="ligertune").train()
     assert loaded.config._experts_implementation == "ligertune"
     assert_same_training(loaded, plain, batch)
+    ours = ligertune.AutoModelForCausalLM.from_pretrained(tmp_path, experts_implementation="ligertune")
+    assert all(isinstance(module, KernelExperts) for module in experts_of(ours))
     loaded.set_experts_implementation("eager")
     assert torch.equal(loaded(**batch).loss, plain(**batch).loss)
 
@@ -163,14 +165,15 @@ def test_weights_that_changed_after_patching_are_left_to_transformers_with_a_war
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_lora_of_peft_on_experts_trains_as_without_the_patch(plain):
+@pytest.mark.parametrize("way", WAYS)
+def test_lora_of_peft_on_experts_trains_as_without_the_op(way, plain):
     """PEFT replaces the parameters while the experts run (`target_parameters`)."""
     config = LoraConfig(
         target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
         r=4, lora_alpha=8, init_lora_weights=False,
     )  # fmt: skip
     results = []
-    for model in (computed_by_op("patched", plain), copy.deepcopy(plain)):
+    for model in (computed_by_op(way, plain), copy.deepcopy(plain)):
         torch.manual_seed(0)
         results.append(losses_and_gradients(get_peft_model(model, config), inputs_of("qwen3_moe")))
     (loss, gradients), (expected_loss, expected) = results

@@ -134,6 +134,7 @@ def test_experts_on_the_meta_device_are_recognised():
 
 @pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])
 def test_experts_with_a_norm_keep_their_code_but_for_the_activation(implementation):
+    pytest.importorskip("transformers.models.muse_spark")
     plain = experts_module("transformers.models.muse_spark.modeling_muse_spark", "MuseSparkExperts")
     plain.config._experts_implementation_internal = implementation
     assert recognise_experts(plain) == GatedSpec("swiglu", "none", packed=True)
