@@ -80,7 +80,7 @@ def make_plan(recipe: Recipe, inputs: PlanInputs, *, notes: tuple[str, ...] = ()
     plan = Plan(
         **vars(RunOptions.of(recipe)),
         **vars(resources),
-        **{name: value for name, value in vars(model).items() if name not in ("shape", "frozen_model")},
+        **{name: value for name, value in vars(model).items() if name not in ("shape", "frozen_model", "notes")},
         settings=recipe.model_dump(mode="json"),
         num_train_epochs=None if recipe.train.max_steps else recipe.train.num_train_epochs,
         machine=machine,
@@ -98,6 +98,7 @@ def make_plan(recipe: Recipe, inputs: PlanInputs, *, notes: tuple[str, ...] = ()
         evaluate=Cadence(recipe.eval.eval_strategy if data.eval_examples else "no", recipe.eval.eval_steps),
         notes=(
             *notes,
+            *model.notes,
             *padding_free_notes(recipe),
             *cuda_graphs_notes(recipe, machine),
             *float8_notes(recipe, machine),

@@ -59,6 +59,7 @@ class BuiltModel:
     kernels_backend: str
     kernels: tuple[KernelLine, ...]
     frozen_model: FrozenModelShape | None = None  # a teacher or a reference, if the run holds one
+    notes: tuple[str, ...] = ()
 
     @property
     def applied_kernels(self) -> set[str]:

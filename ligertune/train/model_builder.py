@@ -48,7 +48,7 @@ def preview_model(
     checkpointing = options.execution.gradient_checkpointing
     if checkpointing in ("offload_gate", "offload_both"):
         require_gates(offload_gates(model), model.config.model_type, asked=checkpointing)
-    implementation = model.config._attn_implementation
+    implementation, notes = model.config._attn_implementation, _adapter_notes(options, model)
     model = apply_method(model, options.method, fused=options.kernels.fuses_lora)
     kernels += _adapter_lines(options, model)
     if options.task == "medusa":
@@ -59,7 +59,8 @@ def preview_model(
         shape = read_shape(model)
     # `ligertune plan` may be for a GPU that this machine does not have
     simulated = device == "cuda" and not torch.cuda.is_available()
-    return BuiltModel(shape, implementation, attention.why, "triton" if simulated else backend(device), kernels)
+    kernels_backend = "triton" if simulated else backend(device)
+    return BuiltModel(shape, implementation, attention.why, kernels_backend, kernels, notes=notes)
 
 
 def trained_model(
@@ -117,6 +118,14 @@ def _load_and_patch(
         lines = tuple(line for line in lines if options.task != "medusa" or line.kernel != LOSS_KERNELS["medusa"])
     prepare_vision(model, options.vision)
     return model, lines
+
+
+def _adapter_notes(options: BuildOptions, model: PreTrainedModel) -> tuple[str, ...]:
+    if options.method.type not in ("lora", "qlora"):
+        return ()
+    from ligertune.models.adapters.adapter_targets import adapter_notes  # imports peft, which takes seconds
+
+    return adapter_notes(model, options.method)
 
 
 def _adapter_lines(options: BuildOptions, model: nn.Module) -> tuple[KernelLine, ...]:

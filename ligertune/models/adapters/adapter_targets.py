@@ -18,7 +18,7 @@ import peft
 from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from torch import nn
 
-from ligertune.errors import UserError
+from ligertune.errors import UserError, plural
 from ligertune.vision.families import family_of, part_of
 
 if TYPE_CHECKING:
@@ -29,11 +29,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AdapterTargets:
-    """PEFT's `target_modules`, `target_parameters` and `exclude_modules`."""
+    """PEFT's `target_modules`, `target_parameters` and `exclude_modules`. left: layers that get no adapter."""
 
     modules: str | list[str]
     parameters: list[str]
     excluded: list[str]
+    left: tuple[str, ...] = ()
 
 
 def find_targets(model: PreTrainedModel, spec: MethodOptions) -> AdapterTargets:
@@ -48,7 +49,9 @@ def find_targets(model: PreTrainedModel, spec: MethodOptions) -> AdapterTargets:
         return AdapterTargets(wanted if isinstance(wanted, str) else list(wanted), [], vision)
     layers = [name for name in _adapted_layers(model, spec) if name not in vision]
     renamed = {leaf for leaf in {_leaf(name) for name in layers} if _is_taken_for_experts(model, leaf)}
-    as_parameters = [f"{name}.weight" for name in layers if _leaf(name) in renamed]
+    clashing = [name for name in layers if _leaf(name) in renamed]
+    left = tuple(clashing) if spec.type == "qlora" else ()  # PEFT adapts no parameter that is a packed matrix
+    as_parameters = [] if left else [f"{name}.weight" for name in clashing]
     parameters = [*as_parameters, *_adapted_parameters(model, spec, experts)]
     if spec.use_dora and parameters:
         raise UserError(
@@ -61,7 +64,23 @@ def find_targets(model: PreTrainedModel, spec: MethodOptions) -> AdapterTargets:
         shortest_names([name for name in layers if _leaf(name) not in renamed], every_layer),
         shortest_names(parameters, every_parameter),
         [],
+        left,
     )
+
+
+def adapter_notes(model: PreTrainedModel, spec: MethodOptions) -> tuple[str, ...]:
+    """Return what an adapter does not reach, for the plan. Raises UserError as `find_targets`."""
+    targets = find_targets(model, spec)
+    notes = []
+    if targets.parameters and spec.lora_dropout:
+        notes.append("method.lora_dropout is that of layers; adapters of experts have none, because PEFT refuses it")
+    if targets.left:
+        shown = ", ".join(sorted({_relative(name) for name in targets.left}))
+        notes.append(
+            f"method.type: qlora: {plural(len(targets.left), 'layer')} ({shown}) get no adapter, because PEFT takes"
+            " their names for those of experts"
+        )
+    return tuple(notes)
 
 
 def expert_parameters(model: nn.Module) -> list[str]:

@@ -12,7 +12,7 @@ from tiny_families import inputs_of, tiny_family
 from torch import nn
 
 from ligertune.errors import UserError
-from ligertune.models.adapters.adapter_targets import shortest_names
+from ligertune.models.adapters.adapter_targets import adapter_notes, find_targets, shortest_names
 from ligertune.models.trainable import apply_method
 from ligertune.planning.options import MethodOptions
 
@@ -137,6 +137,19 @@ def test_what_cannot_be_adapted_is_refused(family, changes, words):
 def test_dora_adapts_the_layers_of_a_mixture():
     model = adapted("mixtral", use_dora=True, lora_target_parameters=[])
     assert adapted_weights(model) == ATTENTION
+
+
+def test_the_plan_tells_what_has_no_dropout_and_what_has_no_adapter_in_4_bits():
+    def notes(family: str, **changes: object) -> tuple[str, ...]:
+        return adapter_notes(tiny_family("causal", family), MethodOptions(**changes))
+
+    assert notes("mixtral", type="lora") == notes("mixtral", type="qlora") == ()
+    (dropout,) = notes("mixtral", type="lora", lora_dropout=0.1)
+    assert "adapters of experts have none" in dropout
+    (left,) = notes("glm4_moe", type="qlora")
+    assert "12 layers" in left and "mlp.shared_experts.up_proj" in left  # 3 dense, 3 in each of 3 mixtures
+    targets = find_targets(tiny_family("causal", "glm4_moe"), MethodOptions(type="qlora"))
+    assert targets.parameters == ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]
 
 
 def test_shortest_names_match_nothing_else():

@@ -6,8 +6,10 @@ import peft
 import pytest
 import torch
 from ligertune_kernels.ops.moe.experts import ExpertLayout, GatedActivation, experts
+from ligertune_kernels.ops.moe.nf4_weight import to_nf4
 from peft.tuners.lora.layer import ParamWrapper
-from same_training import assert_same_training
+from rerun_interpreted import rerun_interpreted
+from same_training import assert_same, assert_same_training, losses_and_gradients
 from tiny_families import inputs_of, tiny_family
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -75,6 +77,11 @@ def test_output_and_gradients_equal_pefts(family):
     expected = outcome(outer, lambda *args: ParamWrapper.forward(outer, *args))
     assert len(expected) == 6  # A and B of two weights
     assert_near(outcome(outer, split(outer, *LAYOUTS[family])), expected)
+
+
+@pytest.mark.slow
+def test_the_kernels_agree_under_the_interpreter():
+    rerun_interpreted(__file__, "-k", "output_and_gradients")
 
 
 def test_weights_that_peft_takes_the_other_way_round():
@@ -253,6 +260,25 @@ def test_switched_merged_and_several_adapters_give_pefts_logits(change, family, 
         with model.disable_adapter(), plain.disable_adapter():  # as a reference of DPO
             torch.testing.assert_close(model(input_ids=ids).logits, plain(input_ids=ids).logits, rtol=1e-4, atol=2e-5)
     assert torch.allclose(before, expected, atol=1e-3) is (change in (merged, unmerged))
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_experts_in_4_bits_train_as_dequantised_ones(family):
+    found = []
+    for dequantised in (False, True):
+        model = tiny_family("causal", family)
+        for path in [name for name, parameter in model.named_parameters() if parameter.ndim == 3]:
+            owner, _, name = path.rpartition(".")
+            weight = to_nf4(model.get_parameter(path))
+            weight = weight.dequantize().clone() if dequantised else weight
+            setattr(model.get_submodule(owner), name, nn.Parameter(weight, requires_grad=False))
+        patch(model)
+        model = apply_method(model, MethodOptions(type="lora", lora_r=3, lora_alpha=6.0))
+        randomise(model)
+        assert split_layers(model) == 4
+        found.append(losses_and_gradients(model.train(), inputs_of(family), use_cache=False))
+    assert any("experts" in name for name in found[0][1])
+    assert_same(*found)
 
 
 def test_unpatch_restores_pefts_wrappers(tmp_path):
