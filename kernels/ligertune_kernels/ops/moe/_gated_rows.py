@@ -124,7 +124,9 @@ def _activation_backward_kernel(
             activated, derivative = _activate(low, FUNCTION, ALPHA)
             product = activated * (high + UP_OFFSET)
             total += da * product
-            if STORE_A:  # da was loaded before, by the same thread
+            if STORE_A:  # over da, which has been loaded: by the same thread, unless gate and up were interleaved
+                if INTERLEAVED:
+                    tl.debug_barrier()
                 a = (weight * product).to(da_ptr.dtype.element_ty)
                 tl.store(da_ptr + row * n_cols + cols, a, mask=cols < n_cols)
             if STORE_DZ:
