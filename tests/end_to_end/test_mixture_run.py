@@ -1,10 +1,12 @@
 """Training of a tiny mixture of experts: it learns as a dense model does, and its report says how experts were used."""
 
 import json
+from pathlib import Path
 
+import pytest
 import transformers
 from command_line import RECIPE
-from quickstart_runs import train
+from quickstart_runs import train, train_ranks
 
 SIZES = {
     "vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -19,18 +21,26 @@ CONFIGS = {
 }  # fmt: skip
 
 
+def saved(folder: Path, name: str) -> dict[str, object]:
+    """Write a configuration, and return the settings of a run on random weights."""
+    config = CONFIGS[name]
+    config.architectures = [type(config).__name__.replace("Config", "ForCausalLM")]
+    config.save_pretrained(folder / f"{name}-model")
+    return {
+        "model.model_name_or_path": str(folder / f"{name}-model"),
+        "model.init": "random",
+        "model.tokenizer.path": str(RECIPE.parent / "stories260K"),
+        "model.dtype": "float32",
+    }
+
+
 def test_a_mixture_learns_as_a_dense_model_and_uses_all_experts(tmp_path):
     reports = {}
-    for name, config in CONFIGS.items():
-        config.architectures = [type(config).__name__.replace("Config", "ForCausalLM")]
-        config.save_pretrained(tmp_path / f"{name}-model")
+    for name in CONFIGS:
         reports[name] = train(
             tmp_path / name,
             **{
-                "model.model_name_or_path": str(tmp_path / f"{name}-model"),
-                "model.init": "random",
-                "model.tokenizer.path": str(RECIPE.parent / "stories260K"),
-                "model.dtype": "float32",
+                **saved(tmp_path, name),
                 "data.max_length": 256,
                 "data.val_split": 0.0,
                 "data.train_on": "all",
@@ -47,7 +57,21 @@ def test_a_mixture_learns_as_a_dense_model_and_uses_all_experts(tmp_path):
     # the router's loss is a part of the mixture's, and an expert sees half of the tokens
     assert learned["mixture"] > 0.9 * learned["dense"]
     assert dense.experts is None and mixture.n_active < mixture.n_parameters
-    saved = json.loads((tmp_path / "mixture" / "run" / "report.json").read_text(encoding="utf-8"))["experts"]
-    assert [layer["layer"] for layer in saved["layers"]] == [f"model.layers.{i}.mlp.experts" for i in range(2)]
-    assert all(layer["unused"] == 0 and layer["min"] > 0.02 for layer in saved["layers"])
-    assert saved["auxiliary_loss"] == {"router_aux_loss_coef": 0.01} and saved["dropped_tokens"] == 0
+    written = json.loads((tmp_path / "mixture" / "run" / "report.json").read_text(encoding="utf-8"))["experts"]
+    assert [layer["layer"] for layer in written["layers"]] == [f"model.layers.{i}.mlp.experts" for i in range(2)]
+    assert all(layer["unused"] == 0 and layer["min"] > 0.02 for layer in written["layers"])
+    assert written["auxiliary_loss"] == {"router_aux_loss_coef": 0.01} and written["dropped_tokens"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_two_ranks_have_the_losses_and_the_load_of_one_process(tmp_path, strategy):
+    settings = {**saved(tmp_path, "mixture"), "train.gradient_checkpointing": True}
+    alone = train_ranks(1, tmp_path / "one", **settings)
+    both = train_ranks(2, tmp_path / "two", **settings, **{"parallel.strategy": strategy,
+                                                           "train.gradient_accumulation_steps": 1})  # fmt: skip
+    assert both == pytest.approx(alone, rel=1e-5)
+    loads = [
+        json.loads((tmp_path / run / "run" / "report.json").read_text("utf-8"))["experts"] for run in ("one", "two")
+    ]
+    assert loads[0] == loads[1]
