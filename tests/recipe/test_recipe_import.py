@@ -191,6 +191,17 @@ def test_llama_factorys_defaults_of_template_lora_and_memory(imported):
     assert "lora_r:" not in text  # full fine-tuning has no rank
 
 
+def test_adapted_weights_of_experts_are_read_from_axolotl_trl_and_peft(imported):
+    axolotl = "adapter: lora\nlora_target_linear: true\nlora_target_parameters: [mlp.experts.down_proj]\n"
+    for text in (
+        AXOLOTL + axolotl,
+        TRL + "use_peft: true\nlora_target_parameters: [mlp.experts.down_proj]\n",
+        TRL + "use_peft: true\ntarget_parameters: [mlp.experts.down_proj]\n",
+    ):
+        imported(text)
+        assert load_recipe(Path("ours.yaml")).method.lora_target_parameters == ("mlp.experts.down_proj",)
+
+
 def test_pretraining_reads_raw_text(imported, tmp_path):
     (tmp_path / "data").mkdir()
     info = {"some/data": {"file_name": "c4.json", "columns": {"prompt": "body"}}}

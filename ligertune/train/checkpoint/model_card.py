@@ -138,6 +138,8 @@ def _method(method: MethodOptions) -> str:
     kind = f"{'Q' if method.type == 'qlora' else ''}{'DoRA' if method.use_dora else 'LoRA'}"
     targets = method.lora_target_modules
     where = targets if isinstance(targets, str) else ", ".join(targets)
+    if method.lora_target_parameters is not None:
+        where += f"; parameters: {', '.join(method.lora_target_parameters) or 'none'}"
     return f"{kind}, rank {method.lora_r}, alpha {method.lora_alpha:g}, dropout {method.lora_dropout:g}, on {where}"
 
 
