@@ -9,7 +9,6 @@ Everything is computed in float32 and rounded once. There is no backward: such w
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import NamedTuple
 
@@ -21,6 +20,7 @@ from ligertune_kernels.launcher import Launcher, cached, chip_of, runs_triton, t
 
 BLOCK = 64  # weights that share a scale
 SCALE_BLOCK = 256  # scales that share a float32 scale
+CHUNK = 1 << 24  # weights that are quantised at once
 BLOCKS = 64  # blocks that a program dequantises
 
 TABLE = (
@@ -45,7 +45,7 @@ def nf4_bytes(shape: tuple[int, ...]) -> int:
     return shape[0] * (blocks * (BLOCK // 2 + 1) + 4 * -(-blocks // SCALE_BLOCK) + 4)
 
 
-@functools.cache
+@cached
 def _scale_map() -> torch.Tensor:  # (256,)
     """Return the values of an 8-bit scale: a sign, an exponent of variable length, and a linear fraction.
 
@@ -59,7 +59,7 @@ def _scale_map() -> torch.Tensor:  # (256,)
     return torch.tensor(sorted(values), dtype=torch.float32, device="cpu")
 
 
-@functools.lru_cache(maxsize=64)
+@cached
 def _constants(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (table (16,), map of the scales (256,)) on a device."""
     with torch.inference_mode(False):
@@ -72,26 +72,35 @@ def _nearest(x: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 
 
 def quantize_nf4(weight: torch.Tensor) -> Nf4:  # (X, ...) floating point
-    """Quantise each expert by itself, where the weight is. Temporaries: 16 bytes per weight.
+    """Quantise each expert by itself, where the weight is. Temporaries: 30 bytes for each of CHUNK weights.
 
     Raises ValueError for a weight that is not in floating point.
     """
     if not weight.is_floating_point():
         raise ValueError(f"quantize_nf4: weight is {weight.dtype}: expected a floating-point dtype")
-    table, scale_map = _constants(weight.device)
-    flat = weight.detach().flatten(1).float()
-    blocks = functional.pad(flat, (0, -flat.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
-    absmax = blocks.abs().amax(2)  # (X, blocks)
-    inverse = 1.0 / absmax.clamp(min=1e-38)
-    index = _nearest((blocks * inverse.unsqueeze(2)).clamp(-1, 1), table).flatten(1)
-    packed = (index[:, 0::2] << 4) | index[:, 1::2]
+    flat = weight.detach().flatten(1)
+    columns = max(1, CHUNK // max(1, len(flat)) // BLOCK) * BLOCK
+    parts = [_packed_blocks(chunk) for chunk in flat.split(columns, 1)]
+    packed, absmax = (torch.cat(part, 1) for part in zip(*parts, strict=True))
     offset = absmax.mean(1)
     centred = absmax - offset.unsqueeze(1)
     grouped = functional.pad(centred, (0, -centred.shape[1] % SCALE_BLOCK)).unflatten(1, (-1, SCALE_BLOCK))
     block_scales = grouped.abs().amax(2)
-    inverse = 1.0 / block_scales.clamp(min=1e-38)
-    scales = _nearest((grouped * inverse.unsqueeze(2)).clamp(-1, 1), scale_map).flatten(1)[:, : absmax.shape[1]]
-    return Nf4(packed, scales.contiguous(), block_scales, offset)
+    scales = _nearest(_normalised(grouped, block_scales), _constants(weight.device)[1])
+    return Nf4(packed, scales.flatten(1)[:, : absmax.shape[1]].contiguous(), block_scales, offset)
+
+
+def _packed_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (bytes, absmax (X, blocks)) of some weights (X, columns) of each expert."""
+    blocks = functional.pad(weight.float(), (0, -weight.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
+    absmax = blocks.abs().amax(2)
+    index = _nearest(_normalised(blocks, absmax), _constants(weight.device)[0]).flatten(1)
+    return (index[:, 0::2] << 4) | index[:, 1::2], absmax
+
+
+def _normalised(blocks: torch.Tensor, absmax: torch.Tensor) -> torch.Tensor:
+    """Return blocks / absmax within [-1, 1], in the roundings of bitsandbytes."""
+    return (blocks * (1.0 / absmax.clamp(min=1e-38)).unsqueeze(2)).clamp(-1, 1)
 
 
 def absmax_of(nf4: Nf4) -> torch.Tensor:  # (X, blocks)

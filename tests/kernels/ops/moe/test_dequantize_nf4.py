@@ -4,6 +4,7 @@ import importlib.util
 
 import pytest
 import torch
+from ligertune_kernels.ops.moe import dequantize_nf4 as nf4_module
 from ligertune_kernels.ops.moe.dequantize_nf4 import (
     BLOCK,
     TABLE,
@@ -111,3 +112,9 @@ def test_a_shape_that_does_not_fit_is_refused():
     nf4 = quantize_nf4(weights((2, 128, 64)))
     with pytest.raises(ValueError, match=r"shape \(2, 64, 64\) has 64 blocks per expert: scales are \(2, 128\)"):
         dequantize_nf4(nf4, (2, 64, 64), torch.float32)
+
+
+def test_chunks_give_the_same_bytes(monkeypatch):
+    whole = quantize_nf4(weights((2, 96, 160)))
+    monkeypatch.setattr(nf4_module, "CHUNK", 2 * 100 * BLOCK)  # the third chunk is smaller
+    assert all(torch.equal(a, b) for a, b in zip(whole, quantize_nf4(weights((2, 96, 160))), strict=True))
