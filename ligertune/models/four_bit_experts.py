@@ -162,6 +162,9 @@ def random_in_four_bits(
 
     skeleton: the model on the meta device. options: of from_pretrained.
     """
+    config = copy.deepcopy(config)
+    if hasattr(config, "quantization_config"):  # of the published weights, which are not read
+        del config.quantization_config
     names = (name for name, _ in skeleton.named_parameters())  # tied weights once
     state = {name: _RandomWeight(skeleton, name, device_map[""], seed) for name in names}
     return type(skeleton).from_pretrained(None, config=config, state_dict=state, device_map=device_map, **options)

@@ -154,26 +154,30 @@ def build_model(
     four_bits: quantise the layers' weights to NF4 while they are loaded. Raises UserError.
     """
     device = torch.device(device)
+    if four_bits:
+        # transformers' quantizers import bitsandbytes, which takes seconds
+        from ligertune.models import four_bit_experts
     is_random = spec.init == "random"
     if device.type == "meta" or (is_random and not four_bits):
         # Same seed and device: same weights. The global random state is restored.
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
             torch.manual_seed(seed)
-            return _new_model(spec, config, dtype=dtype, origin=origin)
+            model = _new_model(spec, config, dtype=dtype, origin=origin)
+        if four_bits and not is_random:  # a plan refuses it, too
+            four_bit_experts.refuse_quantised(spec.model_name_or_path, config, model, origin)
+        return model
     with torch.device("meta"):  # building changes a configuration
         skeleton = _new_model(spec, copy.deepcopy(config), dtype=dtype, origin=origin)
     options = _attention(spec.attn_implementation, config)
     if device.type == "cuda" or four_bits:  # tensors go to the device one by one: no copy in host memory
         options |= {"device_map": {"": device}}
     if four_bits:
-        # transformers' quantizers import bitsandbytes, which takes seconds
-        from ligertune.models.four_bit_experts import four_bit_config, random_in_four_bits, refuse_quantised
-
-        options["quantization_config"] = four_bit_config(skeleton, dtype)
-        if is_random:
-            with _quiet_reports():  # of buffers that no weight initialises
-                return random_in_four_bits(skeleton, config, seed=seed, dtype=dtype, **options)
-        refuse_quantised(spec.model_name_or_path, config, skeleton, origin)
+        options["quantization_config"] = four_bit_experts.four_bit_config(skeleton, dtype)
+    if is_random:
+        with _quiet_reports():  # of buffers that no weight initialises
+            return four_bit_experts.random_in_four_bits(skeleton, config, seed=seed, dtype=dtype, **options)
+    if four_bits:
+        four_bit_experts.refuse_quantised(spec.model_name_or_path, config, skeleton, origin)
     model = _pretrained_model(spec, config, skeleton, origin, dtype=dtype, **options)
     return model if "device_map" in options else model.to(device)
 
