@@ -166,6 +166,13 @@ def dequantize_nf4(nf4: Nf4, shape: tuple[int, ...], dtype: torch.dtype) -> torc
     if nf4.scales.shape != (shape[0], n_blocks):
         found = tuple(nf4.scales.shape)
         raise ValueError(f"dequantize_nf4: shape {tuple(shape)} has {n_blocks} blocks per expert: scales are {found}")
+    if torch.compiler.is_compiling():  # one operator of the graph, which reads 4 bits
+        return _dequantize_op(*nf4, list(shape), dtype)
+    return _dequantize(nf4, shape, dtype)
+
+
+def _dequantize(nf4: Nf4, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    n_blocks = nf4.scales.shape[1]
     if dtype is torch.float64 or not math.prod(shape) or not runs_triton(nf4.packed):
         return dequantize_nf4_reference(nf4, shape, dtype)
     out = torch.empty(shape, dtype=dtype, device=nf4.packed.device)
@@ -174,3 +181,27 @@ def dequantize_nf4(nf4: Nf4, shape: tuple[int, ...], dtype: torch.dtype) -> torc
         (n_blocks, nf4.block_scales.shape[1], out[0].numel()),
     )  # fmt: skip
     return out
+
+
+@torch.library.custom_op("ligertune_kernels::dequantize_nf4", mutates_args=())
+def _dequantize_op(
+    packed: torch.Tensor,
+    scales: torch.Tensor,
+    block_scales: torch.Tensor,
+    offset: torch.Tensor,
+    shape: list[int],
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    return _dequantize(Nf4(packed, scales, block_scales, offset), tuple(shape), dtype)
+
+
+@_dequantize_op.register_fake
+def _(
+    packed: torch.Tensor,
+    scales: torch.Tensor,
+    block_scales: torch.Tensor,
+    offset: torch.Tensor,
+    shape: list[int],
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    return packed.new_empty(shape, dtype=dtype)

@@ -62,6 +62,10 @@ class Nf4Weight(torch.Tensor):
         dtype, transposed = meta
         return cls(Nf4(**{name: parts[name] for name in Nf4._fields}), shape, dtype, transposed=transposed)
 
+    def _stable_hash_for_caching(self) -> str:
+        """Return what a compiled graph depends on. torch.compile asks tensor subclasses for it."""
+        return f"{tuple(self.shape)} {self.dtype} {self.device} {self.transposed}"
+
     def __repr__(self, *, tensor_contents: object = None) -> str:
         return f"Nf4Weight(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 

@@ -145,3 +145,11 @@ def test_the_op_keeps_no_dequantised_weight_and_has_the_gradients_of_one_that_is
         kept.append(sum(t.shape in ((4, 24, 16), (4, 16, 12)) for t in saved))
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
     assert kept == [0, 4] and len(computed) == 2 * 2 + 2
+
+
+def test_a_compiled_function_dequantises_by_one_operator(weight):
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, weight.dequantize()[1])
+
+    x = torch.randn(2, SHAPE[2])
+    assert torch.equal(torch.compile(function, backend="aot_eager", fullgraph=True)(x), function(x))
