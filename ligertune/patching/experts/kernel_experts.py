@@ -24,7 +24,7 @@ from ligertune.patching.experts.recognise_experts import (
     OUR_IMPLEMENTATION,
     WEIGHTS,
     ExpertsSpec,
-    recognise_whole_experts,
+    recognise_class,
     unreadable,
 )
 from ligertune.patching.module_patch import ModulePatch
@@ -141,5 +141,5 @@ _SPECS: weakref.WeakKeyDictionary[nn.Module, ExpertsSpec | Refusal] = weakref.We
 def _spec_of(module: nn.Module) -> ExpertsSpec | Refusal:
     """Return the spec of a module, recognised in its first forward."""
     if module not in _SPECS:
-        _SPECS[module] = recognise_whole_experts(module)
+        _SPECS[module] = recognise_class(module)
     return _SPECS[module]

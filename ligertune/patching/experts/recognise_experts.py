@@ -63,17 +63,16 @@ def recognise_experts(module: nn.Module) -> ExpertsSpec | GatedSpec | Refusal:
 
     The whole module comes first. It is recognised whatever its `experts_implementation` is.
     """
-    whole = recognise_whole_experts(module)
+    replaced = "forward" in vars(module)
+    whole = Refusal("its forward was replaced on the instance") if replaced else recognise_class(module)
     if isinstance(whole, Refusal):
         gate = _recognise_gate(module)
         return whole if isinstance(gate, Refusal) else gate
     return whole
 
 
-def recognise_whole_experts(module: nn.Module) -> ExpertsSpec | Refusal:
-    """Return the arguments of `experts` that equal the module's forward, or why there are none."""
-    if "forward" in vars(module):
-        return Refusal("its forward was replaced on the instance")
+def recognise_class(module: nn.Module) -> ExpertsSpec | Refusal:
+    """Return the arguments of `experts` that equal the forward of the module's class, or why there are none."""
     if "_apply_gate" in vars(module):
         return Refusal("its _apply_gate was replaced on the instance")
     if len(inspect.signature(type(module).forward).parameters) != 4:  # with self

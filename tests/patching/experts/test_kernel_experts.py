@@ -1,6 +1,7 @@
 """Experts computed by the op in all that a trainer does with a model, patched and as `experts_implementation`."""
 
 import copy
+import functools
 import io
 
 import pytest
@@ -16,6 +17,7 @@ from tiny_families import inputs_of, tiny_family
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, default_data_collator
+from transformers.distributed import DistributedConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 import ligertune
@@ -211,6 +213,33 @@ def test_experts_sharded_by_fsdp2_compute_the_same():
     for loss, expected, error in on_ranks(2, sharded_loss):
         assert loss == pytest.approx(expected, rel=1e-5)
         assert error < 1e-5
+
+
+def expert_parallel_loss(folder, rank):
+    """Return loss and gradients' norm of a model whose experts are spread over two ranks, for two implementations."""
+    torch.distributed.is_initialized() or torch.distributed.init_process_group("gloo")
+    ligertune.register_experts()
+    results = []
+    for implementation in ("ligertune", "grouped_mm"):
+        spread = DistributedConfig(tp_size=2, ep_size=2)
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, experts_implementation=implementation, distributed_config=spread
+        ).train()
+        loss = model(**inputs_of("qwen3_moe")).loss
+        loss.backward()
+        experts = experts_of(model)[0]
+        assert experts._is_expert_parallel and experts.num_experts == 2
+        results.append((float(loss), float(experts.gate_up_proj.grad.to_local().norm())))
+    return results
+
+
+@pytest.mark.skipif("ep_size" not in vars(DistributedConfig), reason="transformers' expert parallelism is older")
+def test_experts_spread_over_ranks_by_transformers_compute_the_same(plain, tmp_path):
+    plain.save_pretrained(tmp_path)
+    expected = float(plain(**inputs_of("qwen3_moe")).loss)
+    for ours, theirs in on_ranks(2, functools.partial(expert_parallel_loss, tmp_path)):
+        assert ours == pytest.approx(theirs, rel=1e-5)
+        assert ours[0] == pytest.approx(expected, rel=1e-5)
 
 
 def test_the_class_names_of_transformers_stay():
