@@ -106,6 +106,7 @@ def run(experts, function):
     return [output.detach(), x.grad, weights.grad, *(p.grad.clone() for p in experts.parameters())]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("module_name", "class_name"), decorated_classes(), ids=lambda name: name.rpartition(".")[2])
 def test_every_class_with_experts_is_recognised_and_computed(module_name, class_name):
     """Outputs and gradients of input, router weights and parameters are those of the class's own loop."""
@@ -123,7 +124,7 @@ def test_every_class_with_experts_is_recognised_and_computed(module_name, class_
 @pytest.mark.slow
 def test_the_triton_kernels_compute_every_class():
     """Under the interpreter; elsewhere a CPU runs the reference."""
-    rerun_interpreted(__file__, "-m", "not slow", "-k", "every_class")
+    rerun_interpreted(__file__, "-m", "slow", "-k", "every_class and not triton")
 
 
 def test_experts_on_the_meta_device_are_recognised():
