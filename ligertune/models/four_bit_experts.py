@@ -82,12 +82,15 @@ class Nf4ExpertsQuantizer(Bnb4BitHfQuantizer):
         """Return whether a parameter is stored in 4 bits."""
         return param_name in self.experts or super().param_needs_quantization(model, param_name, **kwargs)
 
-    def update_weight_conversions(self, weight_conversions: list, model: PreTrainedModel) -> list:
-        """Merge the experts of a checkpoint in host memory: the copies take three times the memory of a weight."""
+    def update_weight_conversions(self, weight_conversions: list, *model: PreTrainedModel) -> list:
+        """Merge the experts of a checkpoint in host memory: the copies take three times the memory of a weight.
+
+        transformers 5.17 passes no model. 5.10 always merges on the device.
+        """
         names = "\n".join(self.experts)
-        updated = super().update_weight_conversions(weight_conversions, model)
+        updated = super().update_weight_conversions(weight_conversions, *model)
         for converter in updated:
-            if isinstance(converter, WeightConverter):
+            if isinstance(converter, WeightConverter) and hasattr(converter, "force_cpu"):
                 targets = (re.search(f"{target}$", names, re.MULTILINE) for target in converter.target_patterns)
                 converter.force_cpu = converter.force_cpu or any(targets)
         return updated
