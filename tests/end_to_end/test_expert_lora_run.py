@@ -43,7 +43,10 @@ def save_mixture(folder: Path, family: str) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=["mixtral", "gpt_oss", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
+@pytest.fixture(
+    scope="module",
+    params=["gpt_oss", *(pytest.param(family, marks=pytest.mark.slow) for family in ("mixtral", "qwen3_moe"))],
+)
 def finished(request, tmp_path_factory) -> Path:
     """A finished run in `run/` on the model in `base/`."""
     folder = tmp_path_factory.mktemp(request.param)
