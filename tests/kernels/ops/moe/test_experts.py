@@ -117,10 +117,8 @@ def test_agrees_with_float64_however_tokens_are_routed(route, products, device) 
     finally:
         torch.use_deterministic_algorithms(False)
     wanted = mix(experts_reference, index, truth)
-    gradients = [torch.zeros_like(t) for t in truth]
-    if wanted.requires_grad:
-        given = torch.autograd.grad(wanted, truth, upstream.double(), allow_unused=True)
-        gradients = [zero if g is None else g for zero, g in zip(gradients, given, strict=True)]
+    given = torch.autograd.grad(wanted, truth, upstream.double(), allow_unused=True)
+    gradients = [torch.zeros_like(t) if g is None else g for t, g in zip(truth, given, strict=True)]
     for name, a, b in zip(("output", *NAMES), found, (wanted, *gradients), strict=True):
         torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
 
