@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 from command_line import ROOT
-from conftest import CORPUS
 from datasets import Dataset
 from quickstart_runs import plan_run
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -59,13 +58,13 @@ DPO_MEASURES = (*REWARDS, "logps/chosen", "logps/rejected", "entropy", "mean_tok
 
 
 @pytest.fixture
-def real(tmp_path: Path) -> dict[str, object]:
+def real(corpus: Path, tmp_path: Path) -> dict[str, object]:
     """The override that names a file of real pairs."""
-    lines = (CORPUS / "sharegpt" / "sharegpt_gpt4_256.jsonl").read_text(encoding="utf-8").split("\n")
+    lines = (corpus / "sharegpt" / "sharegpt_gpt4_256.jsonl").read_text(encoding="utf-8").split("\n")
     conversations = [[turn["value"] for turn in json.loads(line)["conversations"]] for line in lines if line]
     answers = {a.strip(): b for turns in conversations for a, b in pairwise(turns)}
     rows = []
-    lines = (CORPUS / "messages" / "sharegpt_gpt4-qwen3_a22B_output.jsonl").read_text(encoding="utf-8").split("\n")
+    lines = (corpus / "messages" / "sharegpt_gpt4-qwen3_a22B_output.jsonl").read_text(encoding="utf-8").split("\n")
     for line in filter(None, lines):
         prompt, answer = (message["content"].strip() for message in json.loads(line)["messages"][:2])
         texts = (text.encode("ascii", "ignore").decode() for text in (prompt, answer, answers.get(prompt, "")))

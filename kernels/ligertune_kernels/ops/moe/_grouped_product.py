@@ -38,7 +38,7 @@ class PairRows:
         return self._gathered
 
     @property
-    def for_kernel(self) -> tuple[torch.Tensor, bool]:
+    def as_loaded(self) -> tuple[torch.Tensor, bool]:
         """A tensor, and whether a kernel has to gather its rows."""
         return (self.source, True) if self._gathered is None else (self._gathered, False)
 
@@ -196,7 +196,7 @@ def _tile(routing: Routing, x: torch.Tensor, *sizes: int) -> GroupedTile:
 
 
 def _triton_rows(x: Rows, weight: torch.Tensor, routing: Routing, add_to: torch.Tensor | None) -> torch.Tensor:
-    x, gather = x.for_kernel if isinstance(x, PairRows) else (x, False)
+    x, gather = x.as_loaded if isinstance(x, PairRows) else (x, False)
     x = _unit_stride(x)
     n_cols = weight.shape[2]
     y = torch.empty((len(routing.pairs), n_cols), dtype=x.dtype, device=x.device) if add_to is None else add_to
@@ -210,7 +210,7 @@ def _triton_rows(x: Rows, weight: torch.Tensor, routing: Routing, add_to: torch.
 
 def _triton_experts(left: Rows, right: Rows, routing: Routing) -> torch.Tensor:
     (left, gather_left), (right, gather_right) = (
-        t.for_kernel if isinstance(t, PairRows) else (t, False) for t in (left, right)
+        t.as_loaded if isinstance(t, PairRows) else (t, False) for t in (left, right)
     )
     left, right = _unit_stride(left), _unit_stride(right)
     sizes = left.shape[1], right.shape[1]
