@@ -1,7 +1,9 @@
 """Statistics of rows of logits (N, V): log-probability of the label, argmax, entropy and mean logit, in one sweep.
 
     z and lse as in _row_pass.py      logprob = z_y - lse      argmax: the first of the largest z
-    entropy = lse - sum p z                  mean_logit = sum z / V
+    entropy = log sum e^(z - m) - sum p (z - m)        mean_logit = sum z / V
+
+with m the row's maximum: lse - sum p z would be a difference of numbers as large as the logits.
 
 The arithmetic is fp32, or float64 in the torch form for float64 logits. No gradients.
 """
@@ -64,7 +66,7 @@ def statistics_kernel(
     offs = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
     lane_max = tl.full([LANES], -1e30, dtype=tl.float32)
     lane_sum = tl.zeros([LANES], dtype=tl.float32)
-    lane_z = tl.zeros([LANES], dtype=tl.float32)  # sum of z 2^(z - maximum)
+    lane_below = tl.zeros([LANES], dtype=tl.float32)  # sum of (z - maximum) 2^(z - maximum)
     lane_total = tl.zeros([LANES], dtype=tl.float32)  # sum of z
     lane_col = tl.full([LANES], n_cols, dtype=tl.int32)  # first column with the maximum
     for start in range(0, n_cols, LANES * VECTOR):
@@ -77,17 +79,21 @@ def statistics_kernel(
         first = tl.min(tl.where(z == new_max[:, None], cols, n_cols), axis=1)
         lane_col = tl.where(new_max > lane_max, first, tl.minimum(lane_col, first))
         fading = tl.exp2(lane_max - new_max)
-        e = tl.exp2(z - new_max[:, None])
+        below = z - new_max[:, None]
+        e = tl.exp2(below)
+        lane_below = (lane_below + (lane_max - new_max) * lane_sum) * fading
+        lane_below += tl.sum(tl.where(e > 0.0, below, 0.0) * e, axis=1)
         lane_sum = lane_sum * fading + tl.sum(e, axis=1)
-        lane_z = lane_z * fading + tl.sum(tl.where(e > 0.0, z, 0.0) * e, axis=1)
         lane_max = new_max
     row_max = tl.max(lane_max, axis=0)
     share = tl.exp2(lane_max - row_max)
     row_sum = tl.sum(lane_sum * share, axis=0)
-    lse = row_max + tl.log2(row_sum)
+    row_below = tl.sum((lane_below + (lane_max - row_max) * lane_sum) * share, axis=0)
+    log_sum = tl.log2(row_sum)
+    lse = row_max + log_sum
     first = tl.min(tl.where(lane_max == row_max, lane_col, n_cols), axis=0)
     tl.store(argmax_ptr + row, tl.minimum(first, n_cols - 1))  # a row of NaN has no maximum
-    tl.store(entropy_ptr + row, (lse - tl.sum(lane_z * share, axis=0) / row_sum) * LN2)
+    tl.store(entropy_ptr + row, (log_sum - row_below / row_sum) * LN2)
     tl.store(mean_ptr + row, tl.sum(lane_total, axis=0) * LN2 / n_cols)
     label = tl.load(labels_ptr + row).to(tl.int64)
     is_class = (label >= 0) & (label < n_cols)
