@@ -109,12 +109,15 @@ def theirs(trainer: type, config: type, job: Job, rows: Dataset, steps: int, **o
 
 def check(found: list[dict], expected: list[dict], names: tuple[str, ...], steps: int) -> None:
     assert len(found) == len(expected) == steps
+    allowed = (
+        SAME if steps < STEPS else 4e-3
+    )  # of 20 steps, one counts one token of 339 otherwise: by rounding, it seems
     for line, other in zip(found, expected, strict=True):
         skipped = {"rewards/accuracies"} if line["step"] == 1 else set()  # rewards of 0 up to rounding
         chosen = [name for name in ("loss", *names) if name not in skipped]
-        if "mean_token_accuracy" in chosen:  # a token whose two best logits are equal up to rounding may count or not
+        if "mean_token_accuracy" in chosen:
             chosen.remove("mean_token_accuracy")
-            assert line["mean_token_accuracy"] == pytest.approx(other["mean_token_accuracy"], abs=4e-3)
+            assert line["mean_token_accuracy"] == pytest.approx(other["mean_token_accuracy"], abs=allowed)
         assert {name: line[name] for name in chosen} == pytest.approx(
             {name: other[name] for name in chosen}, rel=SAME, abs=SAME
         ), line["step"]

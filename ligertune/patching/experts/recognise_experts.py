@@ -85,7 +85,7 @@ def recognise_class(module: nn.Module) -> ExpertsSpec | Refusal:
         return activation
     implementation = _probed_implementation(module)
     if implementation == "deepgemm_megamoe":
-        return Refusal("experts_implementation 'deepgemm_megamoe' stores the weights in a layout of its own")
+        return Refusal("experts_implementation 'deepgemm_megamoe' stores the weights in another layout")
     cls = parametrize.type_before_parametrizations(module)
     cls = getattr(cls, "patch_original", cls)
     return _experts_spec(

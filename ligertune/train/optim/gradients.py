@@ -62,7 +62,7 @@ def gradient_norm(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def _sharding_groups(gradient: Tensor) -> tuple[torch.distributed.ProcessGroup, ...]:
-    """Return the process groups of which each rank holds a part of the gradient."""
+    """Return the process groups over which the gradient is sharded; () for a gradient that each rank holds whole."""
     if not isinstance(gradient, DTensor):
         return ()
     return tuple(gradient.device_mesh.get_group(dim) for dim, placement in enumerate(gradient.placements)

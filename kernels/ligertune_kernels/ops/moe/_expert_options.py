@@ -50,7 +50,7 @@ class ExpertLayout(NamedTuple):
 
 
 class ExpertOptions(NamedTuple):
-    """Everything that `experts` is given beside tensors."""
+    """Arguments of `experts` that are not tensors."""
 
     activation: GatedActivation = GatedActivation()
     layout: ExpertLayout = ExpertLayout()

@@ -117,7 +117,7 @@ class Projection:
 
 
 class Kept(NamedTuple):
-    """What the forward keeps for the backward beside its inputs and the routing."""
+    """What the forward keeps for the backward, in addition to its inputs and the routing."""
 
     z: torch.Tensor  # (S, 2F): pre-activations, without the bias
     gate_up_low_rank: torch.Tensor | None  # (S, R)

@@ -1,4 +1,4 @@
-"""Nf4Weight: a frozen expert weight (X, rows, columns) in 4 bits that behaves as a tensor of its own dtype.
+"""Nf4Weight: a frozen expert weight (X, rows, columns) stored in 4 bits, with the dtype to which it is dequantised.
 
 Its shape, dtype and device are those of the weight, so that transformers, PEFT and `patch` read it as they read any
 weight. `weight[expert]` and transposes stay in 4 bits, and so do the weights that autograd saves for the backward:
