@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from ligertune_kernels import backend, geglu, layer_norm, rms_norm, swiglu
+from ligertune_kernels import backend, geglu, swiglu
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -23,17 +23,10 @@ from ligertune.patching.experts.kernel_experts import KernelExperts, register_ex
 from ligertune.patching.experts.recognise_experts import is_experts, recognise_experts
 from ligertune.patching.fused_loss import DeferredLossModel, KernelLossModel, LossHead, refuse_head, refuse_loss
 from ligertune.patching.module_patch import ModulePatch, has_own_hooks, patch_module, unpatch_module, wrapper_of
+from ligertune.patching.norms.kernel_norms import KernelLayerNorm, KernelNorm, RecomputedLayerNorm, RecomputedNorm
+from ligertune.patching.norms.recognise_norms import is_layer_norm, is_norm, recognise_layer_norm, recognise_norm
 from ligertune.patching.probe import Refusal
-from ligertune.patching.recognise import (
-    GatedSpec,
-    NormSpec,
-    is_gated_mlp,
-    is_layer_norm,
-    is_norm,
-    recognise_layer_norm,
-    recognise_mlp,
-    recognise_norm,
-)
+from ligertune.patching.recognise import GatedSpec, is_gated_mlp, recognise_mlp
 from ligertune.patching.recompute import RecomputableOutput, is_linear, mark_recomputable, recompute_inputs
 from ligertune.patching.rope_patch import KernelRope, is_rotary, recognise_rope
 from ligertune.planning.plan import KernelLine
@@ -48,44 +41,6 @@ class PatchReport:
 
     rows: tuple[KernelLine, ...]
     backend: Literal["triton", "reference"]
-
-
-class KernelNorm(ModulePatch):
-    """Mixin of an RMS norm."""
-
-    patch_spec: NormSpec
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        return self._norm()(*self._sources(hidden_states))
-
-    def _sources(self, hidden_states: Tensor) -> tuple[Tensor, ...]:
-        return (hidden_states,) if self.patch_spec.cast == "none" else (hidden_states, self.weight)
-
-    def _norm(self) -> Callable[..., Tensor]:
-        spec = self.patch_spec
-        return partial(rms_norm, eps=getattr(self, spec.eps_name), offset=spec.offset, cast=spec.cast)
-
-
-class KernelLayerNorm(ModulePatch):
-    """Mixin of torch's layer norm."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        return layer_norm(input, self.weight, self.bias, self.eps)
-
-
-class RecomputedNorm(RecomputableOutput, KernelNorm):
-    """Mixin of an RMS norm whose output the layers that read it do not keep."""
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        return mark_recomputable(super().forward(hidden_states), self._norm(), *self._sources(hidden_states))
-
-
-class RecomputedLayerNorm(RecomputableOutput, KernelLayerNorm):
-    """Mixin of a layer norm whose output the layers that read it do not keep."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        sources = (t for t in (input, self.weight, self.bias) if t is not None)
-        return mark_recomputable(super().forward(input), partial(layer_norm, eps=self.eps), *sources)
 
 
 class KernelMLP(ModulePatch):

@@ -20,9 +20,11 @@ from transformers.models.qwen4_exp import modeling_qwen4_exp
 
 from ligertune.patching.experts.recognise_experts import ExpertsSpec, recognise_experts
 from ligertune.patching.module_patch import patch_module, unpatch_module
-from ligertune.patching.patch import KernelNorm, RecomputedNorm, patch
+from ligertune.patching.norms.kernel_norms import KernelNorm, RecomputedNorm
+from ligertune.patching.norms.recognise_norms import NormSpec, recognise_norm
+from ligertune.patching.patch import patch
 from ligertune.patching.probe import Refusal
-from ligertune.patching.recognise import GatedSpec, NormSpec, recognise_mlp, recognise_norm
+from ligertune.patching.recognise import GatedSpec, recognise_mlp
 from ligertune.patching.rope_patch import KernelRope, RopeSpec, is_rotary, recognise_rope
 
 LLAMA_NORM = NormSpec("llama", 0.0, "variance_epsilon")

@@ -1,0 +1,1 @@
+"""Norms: recognise them by their numbers, and compute them by our kernels."""
