@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from ligertune.models.experts.expert_load import auxiliary_losses
 from ligertune.models.shape import read_shape
 from ligertune.patching.fused_loss import KernelLossModel
 from ligertune.patching.head_loss import let_head_losses_run
@@ -17,7 +18,7 @@ from ligertune.tasks.output_head import adapted_model
 from ligertune.tasks.preference.kto_task import KtoTask
 from ligertune.tasks.preference.preference_task import PreferenceTask
 from ligertune.tasks.preference.reference import choose_reference
-from ligertune.tasks.task import Task
+from ligertune.tasks.task import AUX_LOSS, Measures, Task
 
 
 def choose_task(plan: Plan, model: nn.Module) -> Task:
@@ -34,7 +35,14 @@ def choose_task(plan: Plan, model: nn.Module) -> Task:
         if plan.build.preference.loss_type == "kto":
             return KtoTask(shape, plan, choose_reference(plan, model), device)
         return PreferenceTask(shape, plan.build.preference, choose_reference(plan, model), device)
-    return Task(shape)
+    return Task(shape, _router_measures(model))
+
+
+def _router_measures(model: nn.Module) -> Measures | None:
+    """Return the measure of the routers' auxiliary loss, if the model adds it to its loss."""
+    if not auxiliary_losses(adapted_model(model).config.get_text_config()):
+        return None
+    return Measures((AUX_LOSS,), next(model.parameters()).device)
 
 
 def _open_loss(model: nn.Module, task: str) -> None:

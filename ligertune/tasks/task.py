@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from ligertune.data.stream import StreamedExamples
 
 
+AUX_LOSS = "aux_loss"  # the load-balancing loss of a mixture's routers, in TRL's name
+
+
 class Measures:
     """Means that a task logs next to its loss. They are summed on the device until a line is logged."""
 
@@ -35,7 +38,8 @@ class Measures:
 
     def take(self) -> Tensor:
         """Return sums and numbers of summands (2, M) of this rank, and begin anew."""
-        taken, self._sums = self._sums, torch.zeros_like(self._sums)
+        taken = self._sums.clone()
+        self._sums.zero_()  # in place: a recorded CUDA graph adds to this tensor
         return taken
 
     def put_back(self, taken: Tensor) -> None:
@@ -61,9 +65,10 @@ class Task:
     notes: tuple[str, ...] = ()
     say: Callable[[str], None] = staticmethod(lambda words: None)
 
-    def __init__(self, shape: ModelShape) -> None:
+    def __init__(self, shape: ModelShape, measures: Measures | None = None) -> None:
+        """measures: with AUX_LOSS among their names, for a model whose loss has the auxiliary loss of its routers."""
         self.shape = shape
-        self.measures = Measures()
+        self.measures = measures or Measures()
 
     def prepare(self, model: nn.Module, batchers: Sequence[Batcher]) -> None:
         """Do what is needed once before the first step. All ranks call it.
@@ -96,4 +101,8 @@ class Task:
 
         batch: the collator's fields, `batch_fields` and `inputs`.
         """
-        return model(**batch, use_cache=False).loss
+        outputs = model(**batch, use_cache=False)
+        aux_loss = getattr(outputs, "aux_loss", None)  # some families have the option but not the loss
+        if AUX_LOSS in self.measures.names and aux_loss is not None:
+            self.measures.add(AUX_LOSS, aux_loss)
+        return outputs.loss

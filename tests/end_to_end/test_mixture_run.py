@@ -60,6 +60,12 @@ def test_a_mixture_learns_as_a_dense_model_and_uses_all_experts(tmp_path):
     written = json.loads((tmp_path / "mixture" / "run" / "report.json").read_text(encoding="utf-8"))["experts"]
     assert [layer["layer"] for layer in written["layers"]] == [f"model.layers.{i}.mlp.experts" for i in range(2)]
     assert all(layer["unused"] == 0 and layer["min"] > 0.02 for layer in written["layers"])
+    logged = [
+        json.loads(line) for line in (tmp_path / "mixture" / "run" / "metrics.jsonl").read_text("utf-8").splitlines()
+    ]
+    aux_losses = [line["aux_loss"] for line in logged if "grad_norm" in line]
+    # 1 for each of the two chosen experts if the load is even
+    assert len(aux_losses) == 8 and all(1.9 < value < 3 for value in aux_losses)
     assert written["auxiliary_loss"] == {"router_aux_loss_coef": 0.01} and written["dropped_tokens"] == 0
 
 

@@ -23,7 +23,7 @@ class ExpertLoad:
 
     def __init__(self, model: PreTrainedModel) -> None:
         config = model.config.get_text_config()
-        self.auxiliary_loss = _auxiliary_loss(config)
+        self.auxiliary_loss = auxiliary_losses(config)
         self._counts: dict[str, Tensor] = {}  # (X,) int64 by the experts' name
         device = next(model.parameters()).device
         for prefix, stack in expert_stacks(model, config).items():
@@ -84,7 +84,7 @@ def _counter(counts: Tensor):
     return count
 
 
-def _auxiliary_loss(config: Any) -> dict[str, float]:
+def auxiliary_losses(config: Any) -> dict[str, float]:
     """Return name -> coefficient of the router losses that the model adds to its loss; empty without any.
 
     transformers adds them only with `output_router_logits: true` in the model's configuration.
