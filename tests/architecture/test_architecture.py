@@ -67,8 +67,12 @@ def tree_of(path: Path) -> ast.Module:
 @cache
 def imports(name: str) -> list[tuple[str, str]]:
     """(module, imported name) of every import of a module, also inside functions and under TYPE_CHECKING."""
+    return imports_in(modules()[name])
+
+
+def imports_in(path: Path) -> list[tuple[str, str]]:
     found = []
-    for node in ast.walk(tree_of(modules()[name])):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             found += [(alias.name, "") for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -197,6 +201,36 @@ def test_every_package_is_in_the_wheel_and_every_module_says_what_it_is():
     # A package named `kernels` would be taken for the one of Hugging Face.
     assert not (ROOT / "kernels" / "__init__.py").exists()
     assert not [name for name, path in modules().items() if not ast.get_docstring(tree_of(path))]
+
+
+def defined_in(name: str) -> set[str]:
+    """The names that a module binds at its top level."""
+    found = set()
+    for node in ast.walk(tree_of(modules()[name])):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            found |= {alias.asname or alias.name for alias in node.names}
+    return found
+
+
+def test_names_that_scripts_import_exist():
+    """Many are imported inside functions that run on a GPU only."""
+    files = [path for path in (ROOT / "scripts").iterdir() if path.is_file() and not path.suffix]
+    files = [path for path in files if "python" in path.read_text(encoding="utf-8").partition("\n")[0]]
+    files += (ROOT / "scripts").glob("*.py")
+    assert len(files) > 20
+    own = [(path.name, *one) for path in files for one in imports_in(path) if one[0].split(".")[0] in PACKAGES]
+    missing = [(file, module) for file, module, _ in own if module not in modules()]
+    missing += [
+        (file, f"{module}.{name}")
+        for file, module, name in own
+        # a package may export names by __getattr__
+        if name and module in modules() and "." in module and name not in defined_in(module)
+    ]
+    assert not missing
 
 
 def test_help_is_quick_and_needs_no_torch():
