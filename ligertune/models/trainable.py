@@ -6,23 +6,19 @@ lora     W x + (alpha / R) B A x         qlora    lora on weights in 4 bits (NF4
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import regex
 import torch
 from torch import nn
 
 from ligertune.errors import UserError
+from ligertune.models.adapters.name_patterns import MATCH_SECONDS, matching_names
 
 if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel
 
     from ligertune.planning.options import MethodOptions
-
-MATCH_SECONDS = 5  # for one expression; matching all names of a large model takes milliseconds
 
 
 def apply_method(
@@ -55,7 +51,7 @@ def freeze(model: nn.Module, trainable: tuple[str, ...]) -> None:
     """Freeze all parameters whose names match no pattern. Raises UserError for a pattern that matches none."""
     names, trained = [name for name, _ in model.named_parameters()], set()
     for expression in trainable:
-        matching = _matching(expression, names)
+        matching = matching_names(expression, names, key="method.trainable", seconds=MATCH_SECONDS)
         if not matching:
             raise UserError(
                 f"method.trainable: {expression!r} matches no parameter's name.",
@@ -64,21 +60,3 @@ def freeze(model: nn.Module, trainable: tuple[str, ...]) -> None:
         trained |= matching
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in trained)
-
-
-def _matching(expression: str, names: Sequence[str]) -> set[str]:
-    """Return the names that an expression matches.
-
-    The recipe has compiled it with `re`, which has no time limit. Raises UserError.
-    """
-    end = time.monotonic() + MATCH_SECONDS
-    try:
-        compiled = regex.compile(expression)
-        return {name for name in names if compiled.search(name, timeout=max(end - time.monotonic(), 1e-3))}
-    except TimeoutError:
-        raise UserError(
-            f"method.trainable: matching {expression!r} with the parameters' names takes more than {MATCH_SECONDS} s.",
-            hint="Write it without repetitions inside a repeated group, such as (\\w+)+.",
-        ) from None
-    except regex.error as error:
-        raise UserError(f"method.trainable: {expression!r} is not a regular expression: {error}.") from None

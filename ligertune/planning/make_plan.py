@@ -17,7 +17,7 @@ from ligertune.planning.memory.estimate import MemoryEstimate
 from ligertune.planning.memory.experts_bytes import dequantised_bytes
 from ligertune.planning.memory.states import SHARDED_WEIGHTS, StateBytes, Strategy, shards_of, states_of
 from ligertune.planning.micro_batch import Batching, choose_batching
-from ligertune.planning.optimization import Cadence, make_optimizer, make_schedule
+from ligertune.planning.optimization import Cadence, interval, make_optimizer, make_schedule
 from ligertune.planning.options import RunOptions
 from ligertune.planning.parallelism import (
     DeviceNeed,
@@ -75,6 +75,10 @@ def make_plan(recipe: Recipe, inputs: PlanInputs, *, notes: tuple[str, ...] = ()
     check_context(recipe, data.longest, model.shape.context)
     resources = choose_resources(recipe, inputs)
     batching = resources.batching
+    schedule = make_schedule(recipe, rows=rows.count, global_batch_size=batching.global_batch_size)
+    every_save, every_eval = (
+        interval(steps, schedule.total_steps) for steps in (recipe.checkpoint.save_steps, recipe.eval.eval_steps)
+    )
     if model.shape.tower is not None:
         check_image_accumulation(recipe, batching.accumulation)
     plan = Plan(
@@ -91,11 +95,11 @@ def make_plan(recipe: Recipe, inputs: PlanInputs, *, notes: tuple[str, ...] = ()
         n_trainable=model.shape.n_trainable,
         n_active=model.shape.n_active,
         rows=rows,
-        schedule=make_schedule(recipe, rows=rows.count, global_batch_size=batching.global_batch_size),
+        schedule=schedule,
         optimizer=make_optimizer(recipe),
         data=data,
-        save=Cadence(recipe.checkpoint.save_strategy, recipe.checkpoint.save_steps),
-        evaluate=Cadence(recipe.eval.eval_strategy if data.eval_examples else "no", recipe.eval.eval_steps),
+        save=Cadence(recipe.checkpoint.save_strategy, every_save),
+        evaluate=Cadence(recipe.eval.eval_strategy if data.eval_examples else "no", every_eval),
         notes=(
             *notes,
             *model.notes,

@@ -6,8 +6,10 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from ligertune.errors import UserError, plural
 from ligertune.recipe import Recipe
 from ligertune.recipe.optimizer_table import OPTIMIZERS
+from ligertune.recipe.train_sections import FOLLOW_EVALUATIONS
 
 
 @dataclass(frozen=True)
@@ -19,6 +21,12 @@ class TrainSchedule:
     learning_rate: float
     type: str
     min_lr_ratio: float
+    kwargs: tuple[tuple[str, float | int | str], ...] = ()  # of the schedule in transformers
+
+    @property
+    def follows_evaluations(self) -> bool:
+        """Whether the losses of evaluations decide on the rate."""
+        return self.type in FOLLOW_EVALUATIONS
 
 
 @dataclass(frozen=True)
@@ -67,6 +75,11 @@ class Cadence:
         return False
 
 
+def interval(steps: float, total: int) -> int:
+    """Return an interval in steps. As in TrainingArguments, a number below 1 is a share of all `total` steps."""
+    return steps if isinstance(steps, int) else max(1, math.ceil(round(steps * total, 6)))
+
+
 def total_steps(rows: int, global_batch_size: int, *, epochs: float | None, max_steps: int | None) -> int:
     """Return the number of optimizer steps, from `max_steps` or the epochs. The last step may be a smaller batch."""
     return max(max_steps or math.ceil(round(epochs * rows) / global_batch_size), 1)
@@ -77,9 +90,20 @@ def make_schedule(recipe: Recipe, *, rows: int, global_batch_size: int) -> Train
     train = recipe.train
     total = total_steps(rows, global_batch_size, epochs=train.num_train_epochs, max_steps=train.max_steps)
     warmup = train.warmup_steps if train.warmup_steps is not None else math.ceil(train.warmup_ratio * total)
-    if train.lr_scheduler_type == "constant":  # as in transformers, where constant_with_warmup has the warm-up
+    # as in transformers: constant_with_warmup has the warm-up
+    if train.lr_scheduler_type in ("constant", *FOLLOW_EVALUATIONS):
         warmup = 0
-    return TrainSchedule(total, warmup, train.learning_rate, train.lr_scheduler_type, train.min_lr_ratio)
+    kwargs = train.lr_scheduler_kwargs
+    decay = kwargs.get("num_decay_steps", 0)
+    if warmup + decay > total:
+        raise UserError(
+            f"train.lr_scheduler_kwargs: num_decay_steps is {decay}, and the run has {plural(total, 'step')}, "
+            f"{warmup} of them warm-up.",
+            hint=f"Write num_decay_steps: {max(total - warmup, 0)} or less.",
+        )
+    return TrainSchedule(
+        total, warmup, train.learning_rate, train.lr_scheduler_type, train.min_lr_ratio, tuple(kwargs.items())
+    )
 
 
 def make_optimizer(recipe: Recipe) -> Optimizer:

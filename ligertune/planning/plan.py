@@ -164,6 +164,12 @@ class Plan(RunOptions):
         """Whether `cadence` is due after `step` steps of this run."""
         return cadence.due(step, rows_per_epoch=self.rows.count, global_batch_size=self.batching.global_batch_size)
 
+    def times(self, cadence: Cadence) -> int:
+        """Return how often `cadence` is due in this run."""
+        total = self.schedule.total_steps
+        rows_per_step = {"steps": 1, "epoch": self.batching.global_batch_size, "no": 0}[cadence.strategy]
+        return total * rows_per_step // (self.rows.count if cadence.strategy == "epoch" else cadence.every)
+
     def as_dict(self) -> dict:
         """Return the plan as plain values for plan.json."""
         values = dataclasses.asdict(self).items()

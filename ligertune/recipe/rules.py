@@ -112,9 +112,14 @@ RULES = (
          also=lambda recipe: recipe.train.global_batch_size % recipe.train.per_device_train_batch_size != 0),
     Rule("train.per_device_train_batch_size: auto, train.global_batch_size: null",
          "{0} is auto, which keeps the global batch size. Give {1}."),
-    Rule("train.warmup_steps: any, train.warmup_ratio: any, train.lr_scheduler_type: constant",
-         "{2} is constant, which has no warm-up. Write train.lr_scheduler_type: constant_with_warmup.",
+    Rule("train.warmup_steps: any, train.warmup_ratio: any, "
+         "train.lr_scheduler_type: constant|reduce_lr_on_plateau|greedy",
+         "{2} is {v[2]}, which has no warm-up. Write train.lr_scheduler_type: constant_with_warmup.",
          also=_warms_up),
+    Rule("train.lr_scheduler_type: reduce_lr_on_plateau|greedy, eval.eval_strategy: no",
+         "{0} is {v[0]}, which changes the rate by the losses of evaluations, and {1} is no. Write steps or epoch."),
+    Rule("train.lr_scheduler_type: warmup_stable_decay, no train.lr_scheduler_kwargs",
+         "{0} is warmup_stable_decay, which needs {1}: {{num_decay_steps: N}}, the steps in which the rate falls."),
     # ---- data, evaluation and checkpoints
     Rule("data.val_split, data.eval_datasets", "{0} and {1} are both given. Keep one of them."),
     Rule("data.eval_datasets",

@@ -13,6 +13,7 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, PrivateA
 
 from ligertune.recipe.section import (
     AutoSwitch,
+    Expression,
     ExpressionList,
     FileOrHub,
     NameList,
@@ -107,8 +108,8 @@ class MethodSpec(Section):
     """LoRA scale; the update is multiplied by lora_alpha / lora_r."""
     lora_dropout: ShareBelowOne = 0.0
     """Dropout probability of the adapter's input, in layers; experts have none."""
-    lora_target_modules: Literal["all-linear"] | NameList = "all-linear"
-    """Layers to adapt: all-linear (every linear layer but output head and routers, and experts), or a list of names."""
+    lora_target_modules: Literal["all-linear"] | Expression | NameList = "all-linear"
+    """Layers to adapt: all-linear (but output head and routers), names, or an expression that matches whole names."""
     lora_target_parameters: NameList | None = None
     """Weights to adapt that are not layers, such as mlp.experts.down_proj; null: with all-linear, all experts'."""
     lora_modules_to_save: NameList = ()

@@ -57,17 +57,18 @@ def convert_by(table: Mapping[str | bool | None, Any]) -> Callable[[Any], Any]:
     return convert
 
 
-def _unusable(sentence: str) -> PydanticCustomError:
+def unusable(sentence: str) -> PydanticCustomError:
+    """Return the error whose message is the end of a complaint about a key."""
     return PydanticCustomError(UNUSABLE, "{sentence}", {"sentence": sentence})
 
 
 def _possible_path(value: str) -> str:
     """Return the path if a file can have it: the system's own error for it would come late, without the key."""
     if "\0" in value:
-        raise _unusable("holds a NUL character, which no path can.")
+        raise unusable("holds a NUL character, which no path can.")
     longest = max((len(os.fsencode(name)) for name in value.split(os.sep)), default=0)
     if longest > _MAX_NAME or len(os.fsencode(value)) > _MAX_PATH:
-        raise _unusable(f"is too long: a name in a path has at most {_MAX_NAME} bytes, and a path {_MAX_PATH}.")
+        raise unusable(f"is too long: a name in a path has at most {_MAX_NAME} bytes, and a path {_MAX_PATH}.")
     return value
 
 
@@ -75,14 +76,14 @@ def _possible_expression(value: str) -> str:
     """Return the regular expression if it compiles, and does so quickly: `(a{1000}){1000}` fills the memory."""
     repeats = math.prod(max(1, int(most or least or 1)) for least, most in re.findall(r"\{(\d*),?(\d*)\}", value))
     if len(value) > _MAX_EXPRESSION or repeats > _MAX_REPEATS:
-        raise _unusable(
+        raise unusable(
             f"is too long: an expression has at most {_MAX_EXPRESSION:,} characters, "
             f"and counts at most {_MAX_REPEATS:,} repeats."
         )
     try:
         re.compile(value)
     except (re.error, RecursionError, OverflowError) as error:
-        raise _unusable(f"is {value!r}, which is not a regular expression: {error}.") from None
+        raise unusable(f"is {value!r}, which is not a regular expression: {error}.") from None
     return value
 
 
@@ -123,6 +124,9 @@ SwitchOrNorms = Annotated[Literal["norms"] | bool, ReadSwitch]
 When = Annotated[Literal["no", "steps", "epoch"], BeforeValidator(convert_by({False: "no"}))]
 Resume = Annotated[OutputPath, BeforeValidator(convert_by({True: "auto", False: "never", None: "never"}))]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
+# as TrainingArguments reads save_steps: a number below 1 is a share of all steps
+StepsOrShare = Annotated[int, Field(gt=0)] | Annotated[float, Field(gt=0.0, lt=1.0)]
 ShareBelowOne = Annotated[float, Field(ge=0.0, lt=1.0)]
 NameList = Annotated[tuple[Text, ...], Field(strict=False)]
-ExpressionList = Annotated[tuple[Annotated[Text, AfterValidator(_possible_expression)], ...], Field(strict=False)]
+Expression = Annotated[Text, AfterValidator(_possible_expression)]
+ExpressionList = Annotated[tuple[Expression, ...], Field(strict=False)]

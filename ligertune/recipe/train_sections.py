@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from ligertune.recipe.optimizer_table import OPTIMIZERS
 from ligertune.recipe.section import (
@@ -16,10 +25,12 @@ from ligertune.recipe.section import (
     Section,
     Share,
     ShareBelowOne,
+    StepsOrShare,
     Switch,
     SwitchOrOffload,
     Text,
     When,
+    unusable,
 )
 
 # Keys of `train` with a default, and the key that replaces each if it is given.
@@ -28,6 +39,54 @@ EITHER_OR = {
     "gradient_accumulation_steps": "global_batch_size",
     "warmup_ratio": "warmup_steps",
 }
+
+
+_NUMBER, _WHOLE = (int, float), (int,)
+_RISE = ("linear", "cosine", "1-sqrt")
+_MIN_LR = {"num_cycles": _NUMBER, "min_lr": _NUMBER, "min_lr_rate": _NUMBER}
+_BY_LOSS = {"factor": _NUMBER, "patience": _WHOLE, "threshold": _NUMBER, "threshold_mode": ("rel", "abs"),
+            "cooldown": _WHOLE, "min_lr": _NUMBER, "eps": _NUMBER}  # fmt: skip
+# Schedules of transformers, and the types or the words that each of their options may have.
+SCHEDULES: dict[str, dict[str, tuple[type, ...] | tuple[str, ...]]] = {
+    "cosine": {"num_cycles": _NUMBER},
+    "linear": {},
+    "constant": {},
+    "constant_with_warmup": {},
+    "cosine_with_min_lr": _MIN_LR,
+    "cosine_with_restarts": {"num_cycles": _WHOLE},
+    "polynomial": {"power": _NUMBER, "lr_end": _NUMBER},
+    "inverse_sqrt": {"timescale": _WHOLE},
+    "warmup_stable_decay": {"num_decay_steps": _WHOLE, "num_stable_steps": _WHOLE, "warmup_type": _RISE,
+                            "decay_type": _RISE, "min_lr_ratio": _NUMBER, "num_cycles": _NUMBER},
+    "cosine_warmup_with_min_lr": {**_MIN_LR, "warmup_lr_rate": _NUMBER},
+    "reduce_lr_on_plateau": _BY_LOSS,
+    "greedy": {**_BY_LOSS, "warmup": _WHOLE, "max_lr": _NUMBER, "smooth": (bool,), "window_size": _WHOLE,
+               "reset_start": _WHOLE},
+}  # fmt: skip
+FOLLOW_EVALUATIONS = ("reduce_lr_on_plateau", "greedy")  # the losses of evaluations decide on the rate
+
+
+def _fault_of_scheduler_kwargs(kind: str, given: Mapping[str, Any], learning_rate: float) -> str | None:
+    """Return the end of a sentence about options that a schedule does not have, or not with this value."""
+    options = SCHEDULES[kind]
+    for name, value in given.items():
+        if name not in options:
+            known = f"its options are {', '.join(options)}" if options else "it has no options"
+            return f"has {name}, which {kind} does not have: {known}."
+        allowed = options[name]
+        is_word = isinstance(allowed[0], str)
+        if value not in allowed if is_word else type(value) not in allowed:
+            expected = " or ".join(allowed) if is_word else "a whole number" if allowed == _WHOLE else "a number"
+            return f"has {name}: {value}, which must be {'true or false' if allowed == (bool,) else expected}."
+        if name in ("min_lr", "lr_end") and kind not in FOLLOW_EVALUATIONS and value >= learning_rate:
+            return f"has {name}: {value:g}, which must be below train.learning_rate: {learning_rate:g}."
+        if type(value) in _NUMBER and value < 0:
+            return f"has {name}: {value:g}, which must not be negative."
+    if {"min_lr", "min_lr_rate"} <= given.keys():
+        return "has min_lr and min_lr_rate. Keep one of them."
+    if kind == "warmup_stable_decay" and "num_decay_steps" not in given:
+        return "needs num_decay_steps for warmup_stable_decay: the number of steps in which the rate falls."
+    return None
 
 
 class GaloreSpec(Section):
@@ -56,8 +115,10 @@ class TrainSpec(Section):
     """Number of optimizer steps, instead of num_train_epochs."""
     learning_rate: Annotated[float, Field(gt=0.0, le=1.0)] = 2e-5
     """Peak learning rate."""
-    lr_scheduler_type: Literal["cosine", "linear", "constant", "constant_with_warmup", "cosine_with_min_lr"] = "cosine"
-    """Learning rate schedule after the warm-up; constant has no warm-up."""
+    lr_scheduler_type: Literal[tuple(SCHEDULES)] = "cosine"
+    """Learning rate schedule after the warm-up, as in transformers; constant has no warm-up."""
+    lr_scheduler_kwargs: dict[str, bool | int | float | str] = Field({})
+    """Options of the schedule, as in transformers, such as {num_cycles: 3} for cosine_with_restarts."""
     warmup_ratio: Share | None = 0.03
     """Share of the steps with a rising learning rate; or give warmup_steps."""
     warmup_steps: NonNegativeInt | None = None
@@ -106,14 +167,23 @@ class TrainSpec(Section):
         replaced = {key: None for key, rival in EITHER_OR.items() if given.get(rival) is not None}
         return {**replaced, **given}
 
+    @field_validator("lr_scheduler_kwargs")
+    @classmethod
+    def _has_options_of_its_schedule(cls, given: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        kind = info.data.get("lr_scheduler_type")  # absent if it is invalid itself
+        fault = kind and _fault_of_scheduler_kwargs(kind, given, info.data.get("learning_rate", 1.0))
+        if fault:
+            raise unusable(fault)
+        return given
+
 
 class EvalSpec(Section):
     """Evaluation on held-out data."""
 
     eval_strategy: When = "no"
     """Evaluate never, every eval_steps, or after each epoch."""
-    eval_steps: PositiveInt = 200
-    """With eval_strategy: steps: steps between evaluations."""
+    eval_steps: StepsOrShare = 200
+    """With eval_strategy: steps: steps between evaluations; below 1: a share of all steps."""
     per_device_eval_batch_size: PositiveInt = 4
     """Rows per device and evaluation pass."""
     early_stopping_patience: PositiveInt | None = None
@@ -129,10 +199,10 @@ class CheckpointSpec(Section):
     """Output folder of the run, relative to the current folder."""
     save_strategy: When = "steps"
     """Save never, every save_steps, or after each epoch."""
-    save_steps: PositiveInt = 200
-    """With save_strategy: steps: steps between checkpoints."""
-    save_total_limit: PositiveInt = 2
-    """Number of checkpoints to keep; the oldest are deleted."""
+    save_steps: StepsOrShare = 200
+    """With save_strategy: steps: steps between checkpoints; below 1: a share of all steps."""
+    save_total_limit: PositiveInt | None = 2
+    """Number of checkpoints to keep; the oldest are deleted; null: keep all."""
     async_save: Switch = False
     """Write checkpoints in the background, from a copy of the state in host memory."""
     save_model: Switch = True

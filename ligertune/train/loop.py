@@ -20,7 +20,7 @@ from ligertune.train.distributed import any_rank, full_tensor, max_over_ranks, r
 from ligertune.train.evaluate import EarlyStopping, Evaluation, evaluate
 from ligertune.train.meter import Counts, synchronize
 from ligertune.train.metrics_logger import profiled
-from ligertune.train.optim.optimizers import learning_rate, set_learning_rate
+from ligertune.train.optim.optimizers import set_learning_rate
 from ligertune.train.setup import Training
 
 
@@ -104,7 +104,7 @@ def fit(training: Training, *, stop: StopRequest, phases: Phases) -> TrainResult
             run_evaluation(training, state, stop)
         while not state.done:
             micro_batches, work = training.micro_batches(state.step), training.work(state.step)
-            rate = learning_rate(plan.schedule, state.step)
+            rate = training.rates.at(state.step)
             set_learning_rate(training.optimizer, rate)
             loss_inputs = training.loss_inputs(state.step)
             training.prefetch_images(state.step + 1)  # while this step is computed
@@ -164,6 +164,7 @@ def run_evaluation(training: Training, state: TrainState, stop: StopRequest) -> 
         lowest = state.observe(found)
         if found is None:
             return
+        training.rates.observe(found.loss)
         measures = {f"eval_{name}": value for name, value in found.measures.items()}
         training.logger.log({"step": state.step, "eval_loss": found.loss, **measures})
         if lowest and plan.checkpoint.load_best_model_at_end:

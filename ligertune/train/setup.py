@@ -44,6 +44,7 @@ from ligertune.train.metrics_logger import MetricsLogger
 from ligertune.train.optim.algorithms import with_kernel_step
 from ligertune.train.optim.gradients import attach_to_prepared
 from ligertune.train.optim.optimizers import build_optimizer
+from ligertune.train.optim.schedules import LearningRates
 from ligertune.train.step import HostThrottle, TrainStep
 from ligertune.vision.inputs import ImagePrefetcher
 from ligertune.vision.reader import ImageReader
@@ -100,6 +101,7 @@ class Training:
         metrics = MetricsFile(metrics_path, resumed_from=self.resumed_from, enabled=is_main)
         eval_losses, has_last = _earlier_evaluations(accelerator, metrics, self.resumed_from)
         self.early_stopping = EarlyStopping(plan.evaluation.early_stopping_patience, eval_losses)
+        self.rates = LearningRates(plan.schedule, eval_losses)
         # A signal may have stopped the interrupted run after a step was saved, and before its evaluation.
         due = plan.due(plan.evaluate, self.resumed_from) or self.resumed_from == plan.schedule.total_steps
         self.owes_evaluation = bool(self.eval_batcher and self.resumed_from and due and not has_last)

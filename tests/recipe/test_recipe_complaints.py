@@ -76,7 +76,8 @@ data: {datasets: [3]}
         "it must be a number (above 0, at most 1).",
         "recipe.yaml:2: train.max_steps and train.num_train_epochs (line 2) are both given. Keep one of them.",
         "recipe.yaml:2: train.sede is not a recipe key. Did you mean train.seed?",
-        'recipe.yaml:3: eval.eval_steps is "no" (a string); it must be an integer (above 0).',
+        'recipe.yaml:3: eval.eval_steps is "no" (a string); '
+        "it must be an integer (above 0) or a number (above 0, below 1).",
         "recipe.yaml:4: data.datasets[0] is 3 (an integer); it must be a mapping.",
     ]
 

@@ -19,12 +19,16 @@ from peft.utils.transformers_weight_conversion import convert_peft_config_for_tr
 from torch import nn
 
 from ligertune.errors import UserError, plural
+from ligertune.models.adapters.name_patterns import matching_names
 from ligertune.vision.families import family_of, part_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ligertune.planning.options import MethodOptions
+
+
+ALL_LINEAR = "all-linear"
 
 
 @dataclass(frozen=True)
@@ -123,17 +127,36 @@ def _is_leaf_layer(module: nn.Module) -> bool:
 
 def _adapted_layers(model: PreTrainedModel, spec: MethodOptions) -> list[str]:
     """Return the full names of the layers of `lora_target_modules`; all-linear: all but output head and routers."""
-    if not isinstance(spec.lora_target_modules, str):
-        ends = spec.lora_target_modules
+    wanted = spec.lora_target_modules
+    if not isinstance(wanted, str):
         return [
-            name for name, _ in model.named_modules() if any(name == end or name.endswith(f".{end}") for end in ends)
+            name for name, _ in model.named_modules() if any(name == end or name.endswith(f".{end}") for end in wanted)
         ]
+    if wanted != ALL_LINEAR:
+        return _matching_layers(model, wanted)
     head, routers = model.get_output_embeddings(), _linear_routers(model)
     return [
         name
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear) and module is not head and name not in routers
     ]
+
+
+def _matching_layers(model: PreTrainedModel, expression: str) -> list[str]:
+    """Return the full names of the layers that a regular expression matches as a whole. Raises UserError for none.
+
+    PEFT matches it with `re`, which has no time limit.
+    """
+    names = [name for name, _ in model.named_modules() if name]
+    found = matching_names(expression, names, key="method.lora_target_modules", whole=True)
+    if not found:
+        leaf_names = sorted({_leaf(name) for name, module in model.named_modules() if isinstance(module, nn.Linear)})
+        instead = expression if expression in leaf_names else leaf_names[0]
+        raise UserError(
+            f"method.lora_target_modules: {expression!r} matches no whole name of a layer, such as {names[-1]}.",
+            hint=f"Write a list of names, such as [{instead}], or an expression such as '.*{instead}'.",
+        )
+    return [name for name in names if name in found]
 
 
 def _linear_routers(model: nn.Module) -> set[str]:
@@ -155,7 +178,7 @@ def _adapted_parameters(model: PreTrainedModel, spec: MethodOptions, experts: li
     """Return the full names of `lora_target_parameters`; null stands for the experts with all-linear, else for none."""
     ends = spec.lora_target_parameters
     if ends is None:
-        return experts if isinstance(spec.lora_target_modules, str) else []
+        return experts if spec.lora_target_modules == ALL_LINEAR else []
     found = []
     for end in ends:
         names = [name for name, _ in model.named_parameters() if name == end or name.endswith(f".{end}")]
@@ -191,7 +214,11 @@ def _is_taken_for_experts(model: PreTrainedModel, leaf: str) -> bool:
 def _check_names(model: PreTrainedModel, spec: MethodOptions) -> None:
     leaves = {_leaf(name) for name, _ in model.named_modules() if name}
     linear = {_leaf(name) for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    targets = () if isinstance(spec.lora_target_modules, str) else spec.lora_target_modules
+    targets = spec.lora_target_modules
+    if targets == ALL_LINEAR:
+        targets = ()
+    elif isinstance(targets, str):
+        targets = _matching_layers(model, targets)
     for key, names in (("lora_target_modules", targets), ("lora_modules_to_save", spec.lora_modules_to_save)):
         for name in names:
             if _leaf(name) not in leaves:

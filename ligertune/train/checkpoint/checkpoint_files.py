@@ -57,7 +57,8 @@ def complete(plan: Plan, step: int, partial: Path) -> None:
     """Write progress.json into a folder with all states, rename it, and remove the oldest. The main rank calls it."""
     CheckpointRecord.of(plan, step, file_checksums(partial)).write(partial, plan)
     put_in_place(partial, partial.with_name(f"step-{step}"))
-    for old in complete_checkpoints(plan.output_dir)[: -plan.checkpoint.save_total_limit]:
+    limit, saved = plan.checkpoint.save_total_limit, complete_checkpoints(plan.output_dir)
+    for old in saved[:-limit] if limit else ():
         remove(old)
 
 
@@ -163,8 +164,9 @@ def check_space(plan: Plan) -> None:
             hint="Name a folder that this user may write to.",
         ) from error
     saves = plan.checkpoint.save_strategy != "no"
-    # One more than the limit: the oldest is removed after the newest is complete.
-    copies = plan.checkpoint.save_total_limit + 1 if saves else int(plan.checkpoint.save_on_signal)
+    # One more than the limit: the oldest is removed after the newest is complete. Without a limit: for a signal.
+    kept = plan.checkpoint.save_total_limit or plan.times(plan.save)
+    copies = kept + 1 if saves else int(plan.checkpoint.save_on_signal)
     weights = plan.bytes.model * (plan.shards if plan.shares_weights else 1)
     checkpoint = weights + plan.bytes.saved_states * plan.shards
     needed = copies * checkpoint + weights * plan.checkpoint.save_model

@@ -67,7 +67,7 @@ def _named_folder(wanted: str) -> Path:
 def _limits(plan: Plan) -> list[tuple[int, str]]:
     """Return (last step that a checkpoint may have, why) for damaged evaluations or best weights that decide."""
     keeps_best, found = plan.checkpoint.load_best_model_at_end, []
-    if not keeps_best and plan.evaluation.early_stopping_patience is None:
+    if not (keeps_best or plan.evaluation.early_stopping_patience or plan.schedule.follows_evaluations):
         return []
     path = plan.output_dir / "metrics.jsonl"
     damaged = damaged_lines(path)

@@ -1,18 +1,17 @@
-"""Optimizers by recipe name (`train.optim`), built over a model's trainable parameters; their learning rates.
+"""Optimizers by recipe name (`train.optim`), built over a model's trainable parameters.
 
 `recipe.optimizer_table` holds the facts that the plan needs (bytes of state, source); this file holds the builders.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import asdict
 
 import torch
 from torch import nn
 
-from ligertune.planning.optimization import Optimizer, TrainSchedule
+from ligertune.planning.optimization import Optimizer
 from ligertune.train.optim.algorithms import AdamWBf16, GaLoreAdamW, Lion
 from ligertune.train.optim.combined import CombinedOptimizer, OffloadedOptimizer, OptimizerInBackward, host_copy_of
 
@@ -129,19 +128,6 @@ def hidden_parameters(model: nn.Module) -> set[nn.Parameter]:
     return {p for p in model.parameters() if p not in outside}
 
 
-def learning_rate(schedule: TrainSchedule, step: int) -> float:
-    """Return the learning rate of optimizer step `step`, counted from 0.
-
-    The rate rises linearly over `warmup_steps`, then follows `type` over the remaining steps. The first step trains
-    too: at step 0 of W warm-up steps the rate is 1/W of the peak, not 0.
-    """
-    if step < schedule.warmup_steps:
-        return schedule.learning_rate * (step + 1) / schedule.warmup_steps
-    remaining = max(1, schedule.total_steps - schedule.warmup_steps)
-    progress = min(1.0, (step - schedule.warmup_steps) / remaining)
-    return schedule.learning_rate * SHAPES[schedule.type](progress, schedule.min_lr_ratio)
-
-
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
     """Set the rate of every group, times the group's `lr_multiplier`."""
     for group in optimizer.param_groups:
@@ -150,17 +136,3 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
             group["lr"].fill_(own)  # torchao's compiled step reads this tensor, so it must stay the same one
         else:
             group["lr"] = own
-
-
-def _cosine(progress: float) -> float:
-    return 0.5 * (1.0 + math.cos(math.pi * progress))
-
-
-# lr_scheduler_type -> share of the peak rate, of (progress after the warm-up from 0 to 1, min_lr_ratio)
-SHAPES = {
-    "cosine": lambda progress, floor: _cosine(progress),
-    "cosine_with_min_lr": lambda progress, floor: floor + (1.0 - floor) * _cosine(progress),
-    "linear": lambda progress, floor: 1.0 - progress,
-    "constant": lambda progress, floor: 1.0,
-    "constant_with_warmup": lambda progress, floor: 1.0,
-}

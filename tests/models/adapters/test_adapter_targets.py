@@ -170,3 +170,12 @@ def randomise(model: nn.Module) -> None:
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = 0.1 * torch.randn(parameter.shape, generator=generator)
+
+
+def test_an_expression_adapts_the_layers_whose_whole_names_it_matches():
+    for family in ("llama", "mixtral"):  # with and without experts, which it does not reach
+        model = adapted(family, lora_target_modules=r".*\.self_attn\.(q|v)_proj")
+        assert list(adapted_weights(model)) == ["self_attn.q_proj", "self_attn.v_proj"]
+    for expression in ("q_proj", r"model\.layers\.1\."):
+        with pytest.raises(UserError, match="matches no whole name of a layer"):
+            adapted("llama", lora_target_modules=expression)

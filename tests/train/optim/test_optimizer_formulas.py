@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ligertune.planning.optimization import Optimizer, TrainSchedule, total_steps
-from ligertune.train.optim.optimizers import BUILDERS, SHAPES, build_optimizer, learning_rate, set_learning_rate
+from ligertune.train.optim.optimizers import BUILDERS, build_optimizer, set_learning_rate
+from ligertune.train.optim.schedules import SHAPES, learning_rate
 
 BETAS, EPS, DECAY, RATE = (0.7, 0.9), 0.05, 0.5, 0.1  # far from the defaults, so that two steps show each
 SHAPE = (6, 10)

@@ -1,0 +1,81 @@
+"""Learning-rate schedules: those of transformers, by step, and those that follow the evaluation losses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from functools import cache
+
+import torch
+from transformers import get_scheduler
+
+from ligertune.planning.optimization import TrainSchedule
+
+
+def _cosine(progress: float) -> float:
+    return 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+# lr_scheduler_type -> share of the peak rate, of (progress after the warm-up from 0 to 1, min_lr_ratio)
+SHAPES = {
+    "cosine": lambda progress, floor: _cosine(progress),
+    "cosine_with_min_lr": lambda progress, floor: floor + (1.0 - floor) * _cosine(progress),
+    "linear": lambda progress, floor: 1.0 - progress,
+    "constant": lambda progress, floor: 1.0,
+    "constant_with_warmup": lambda progress, floor: 1.0,
+}
+
+
+def learning_rate(schedule: TrainSchedule, step: int) -> float:
+    """Return the learning rate of optimizer step `step`, counted from 0.
+
+    The rate rises linearly over `warmup_steps`, then follows `type` over the remaining steps. The first step trains
+    too: at step 0 of W warm-up steps the rate is 1/W of the peak, not 0.
+    """
+    if schedule.type not in SHAPES or schedule.kwargs:
+        # in the warm-up a step early, for the same reason; later steps have the rate that transformers gives them
+        return schedule.learning_rate * _share_of_transformers(schedule)(step + (step < schedule.warmup_steps))
+    if step < schedule.warmup_steps:
+        return schedule.learning_rate * (step + 1) / schedule.warmup_steps
+    remaining = max(1, schedule.total_steps - schedule.warmup_steps)
+    progress = min(1.0, (step - schedule.warmup_steps) / remaining)
+    return schedule.learning_rate * SHAPES[schedule.type](progress, schedule.min_lr_ratio)
+
+
+class LearningRates:
+    """The learning rate of each step of a run. losses: those of the evaluations before a resume."""
+
+    def __init__(self, schedule: TrainSchedule, losses: Iterable[float] = ()) -> None:
+        self._schedule = schedule
+        self._by_loss = _scheduler(schedule) if schedule.follows_evaluations else None
+        for loss in losses:
+            self.observe(loss)
+
+    def at(self, step: int) -> float:
+        """Return the rate of optimizer step `step`, counted from 0."""
+        if self._by_loss is None:
+            return learning_rate(self._schedule, step)
+        return float(self._by_loss.optimizer.param_groups[0]["lr"])
+
+    def observe(self, loss: float) -> None:
+        """Take the loss of an evaluation, which changes the rates of reduce_lr_on_plateau and greedy."""
+        if self._by_loss is not None:
+            self._by_loss.step(loss)
+
+
+@cache
+def _share_of_transformers(schedule: TrainSchedule) -> Callable[[int], float]:
+    """Return the function of transformers: step -> share of the peak rate."""
+    return _scheduler(schedule).lr_lambdas[0]
+
+
+def _scheduler(schedule: TrainSchedule) -> torch.optim.lr_scheduler.LRScheduler:
+    """Build the scheduler of transformers over one number, for its rates alone."""
+    kwargs = dict(schedule.kwargs)
+    if schedule.type in ("cosine_with_min_lr", "cosine_warmup_with_min_lr") and not kwargs.keys() & {
+        "min_lr",
+        "min_lr_rate",
+    }:
+        kwargs["min_lr_rate"] = schedule.min_lr_ratio
+    optimizer = torch.optim.SGD([torch.zeros(())], lr=schedule.learning_rate)
+    return get_scheduler(schedule.type, optimizer, schedule.warmup_steps, schedule.total_steps, kwargs)
