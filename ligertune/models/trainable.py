@@ -6,6 +6,7 @@ lora     W x + (alpha / R) B A x         qlora    lora on weights in 4 bits (NF4
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -51,12 +52,17 @@ def freeze(model: nn.Module, trainable: tuple[str, ...]) -> None:
     """Freeze all parameters whose names match no pattern. Raises UserError for a pattern that matches none."""
     names, trained = [name for name, _ in model.named_parameters()], set()
     for expression in trainable:
-        matching = matching_names(expression, names, key="method.trainable", seconds=MATCH_SECONDS)
-        if not matching:
-            raise UserError(
-                f"method.trainable: {expression!r} matches no parameter's name.",
-                hint=f"Names are like {', '.join(names[:1] + names[-2:])}.",
-            )
-        trained |= matching
+        trained |= named_parameters(expression, names, key="method.trainable")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in trained)
+
+
+def named_parameters(expression: str, names: Sequence[str], *, key: str) -> set[str]:
+    """Return the names that an expression of a recipe's key matches. Raises UserError if there are none."""
+    matching = matching_names(expression, names, key=key, seconds=MATCH_SECONDS)
+    if not matching:
+        raise UserError(
+            f"{key}: {expression!r} matches no parameter's name.",
+            hint=f"Names are like {', '.join(names[:1] + names[-2:])}.",
+        )
+    return matching

@@ -39,6 +39,23 @@ class Galore:
 
 
 @dataclass(frozen=True)
+class LrGroup:
+    """An entry of train.lr_groups. lr_multiplier: of the run's rate. weight_decay: None for that of the run."""
+
+    parameters: str
+    lr_multiplier: float
+    weight_decay: float | None
+
+
+@dataclass(frozen=True)
+class LoraPlus:
+    """Rates of LoRA+ (Hayou et al. 2024), relative to the run's: of B, and of adapters of embeddings."""
+
+    b_multiplier: float
+    embedding_multiplier: float
+
+
+@dataclass(frozen=True)
 class Optimizer:
     """The optimizer's name and settings."""
 
@@ -51,6 +68,8 @@ class Optimizer:
     in_backward: bool = False
     offload: bool = False
     galore: Galore = Galore()
+    lr_groups: tuple[LrGroup, ...] = ()
+    lora_plus: LoraPlus | None = None
 
     @property
     def matrices_only(self) -> bool:
@@ -109,6 +128,7 @@ def make_schedule(recipe: Recipe, *, rows: int, global_batch_size: int) -> Train
 def make_optimizer(recipe: Recipe) -> Optimizer:
     """Copy the optimizer's settings out of a recipe."""
     train, joint_heads = recipe.train, recipe.task == "medusa" and recipe.medusa.stage == 2
+    rate, ratio = train.learning_rate, recipe.method.loraplus_lr_ratio
     return Optimizer(
         name=train.optim,
         weight_decay=train.weight_decay,
@@ -119,4 +139,9 @@ def make_optimizer(recipe: Recipe) -> Optimizer:
         in_backward=train.optim_in_backward,
         offload=train.optim_offload,
         galore=Galore(**train.galore.model_dump()),
+        lr_groups=tuple(
+            LrGroup(group.parameters, (group.learning_rate or rate) / rate, group.weight_decay)
+            for group in train.lr_groups
+        ),
+        lora_plus=None if ratio is None else LoraPlus(ratio, recipe.method.loraplus_lr_embedding / rate),
     )

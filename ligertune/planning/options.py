@@ -23,6 +23,7 @@ VisionOptions = schema.VisionSpec
 MedusaOptions = train_sections.MedusaSpec
 PreferenceOptions = train_sections.PreferenceSpec
 DistillOptions = train_sections.DistillSpec
+LrGroupOptions = train_sections.LrGroupSpec
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class ExecutionOptions:
     fp8: bool
     full_determinism: bool
     gradient_checkpointing: Literal["offload", "offload_gate", "offload_both"] | bool
+    neftune_noise_alpha: float | None
 
 
 DataRows = Literal["conversations", "pairs", "labelled"]
@@ -105,6 +107,7 @@ class BuildOptions:
     preference: PreferenceOptions
     distill: DistillOptions
     execution: ExecutionOptions
+    lr_groups: tuple[LrGroupOptions, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -135,6 +138,7 @@ class RunOptions:
                 medusa=recipe.medusa,
                 preference=recipe.preference,
                 distill=recipe.distill,
+                lr_groups=train.lr_groups,
                 execution=ExecutionOptions(**{name: getattr(train, name) for name in ExecutionOptions.__annotations__}),
             ),
             data_options=recipe.data,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -34,6 +35,12 @@ def _datasets(value: Any) -> Any:
     """Turn one path or a list of paths into a list of data sets."""
     items = value if isinstance(value, list) else [value]
     return [{"path": item} if isinstance(item, str) else item for item in items]
+
+
+def _any_of(value: Any) -> Any:
+    """Turn parts of parameters' names into a regular expression."""
+    is_list = isinstance(value, list) and all(isinstance(part, str) for part in value)
+    return "|".join(map(re.escape, value)) if is_list else value
 
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32"}
@@ -104,6 +111,9 @@ ALIASES = (
     Alias("train.warmup_steps", ("warmup", "num_warmup_steps", "lr_warmup_steps")),
     Alias("train.min_lr_ratio", ("cosine_min_lr_ratio",)),
     Alias("train.optim", ("optimizer",), convert_by(OPTIMIZER_NAMES)),
+    Alias("train.neftune_noise_alpha", ("neftune_alpha", "noisy_embedding_alpha")),
+    Alias("train.lr_groups[].parameters", ("modules",), _any_of),
+    Alias("train.lr_groups[].learning_rate", ("lr",)),
     Alias("train.max_grad_norm", ("max_norm", "grad_clip", "clip_grad", "max_grad_clip", "gradient_clipping")),
     Alias("train.gradient_checkpointing", ("activation_checkpointing", "enable_activation_checkpointing", "grad_ckpt")),
     Alias("train.fp8", ("fp8",)),

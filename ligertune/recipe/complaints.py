@@ -61,6 +61,7 @@ def unknown_key(path: KeyPath, document: Document) -> str:
         return "an empty name is not a recipe key."
     name = leaf(name)
     homes = [home for key in keys() if leaf(key) == name and (home := parent(key)) != section]
+    homes = [home for home in homes if ITEM not in home] or homes
     if homes:
         return f"`{name}` belongs {' or '.join(map(_where, homes))}, not {_where(section)}."
     known = MEANT_KEYS | KEY_OF_ALIAS
@@ -118,7 +119,8 @@ def _close_key(name: str, section: KeyPath) -> str | None:
     """Return the key most similar to `name`, in the same section first; aliases count as their keys."""
     named = [key for key in keys() if key and not key.endswith(ITEM)]
     siblings = {leaf(key): dotted((*section, leaf(key))) for key in named if parent(key) == schema_key(section)}
-    anywhere = KEY_OF_ALIAS | {leaf(key): key for key in named}
+    # of equal names, the key that is not of a list's items
+    anywhere = KEY_OF_ALIAS | {leaf(key): key for key in sorted(named, key=lambda key: ITEM not in key)}
     # keys at other places must be more similar, because there are many more of them
     wanted = name.lower().replace("-", "_")
     for candidates, cutoff in ((siblings, 0.7), (anywhere, 0.8)):

@@ -127,6 +127,10 @@ RULES = (
          also=lambda recipe: any(dataset.weight != 1 for dataset in recipe.data.eval_datasets)),
     Rule("eval.eval_strategy: not no, no data.val_split, no data.eval_datasets",
          "{0} is {v[0]}, but there is no evaluation data. Give {1} or {2}."),
+    Rule("eval.eval_on_start, no data.val_split, no data.eval_datasets",
+         "{0} is true, but there is no evaluation data. Give {1} or {2}."),
+    Rule("eval.early_stopping_threshold, eval.early_stopping_patience: null",
+         "{0} belongs to early stopping, and {1} is not given. Give it, or leave {0} out."),
     *(
         Rule(f"{key}, eval.eval_strategy: no", "{0} needs evaluations, and {1} is no. Write steps or epoch.")
         for key in ("checkpoint.load_best_model_at_end", "eval.early_stopping_patience")
@@ -146,6 +150,27 @@ RULES = (
     ),
     Rule("checkpoint.overwrite, checkpoint.resume_from_checkpoint: not never",
          "{0} would delete the run that {1} continues. Keep one of them."),
+    # ---- noise and learning rates
+    *_each(
+        f"{{0}} {{why}}. {ONE_OUT}",
+        "train.neftune_noise_alpha: not null",
+        ("task: medusa|dpo", "makes outputs random, and {1} is {v[1]}, which compares them with others"),
+        ("parallel.cp_size: not 1", "needs the lengths of whole documents, which {1} splits"),
+    ),
+    Rule("train.lr_groups, task: medusa",
+         "{0} names parameters of the model, and {1} is medusa, whose heads have medusa.lr_multiplier. Leave {0} out."),
+    Rule("train.lr_groups",
+         "{0}: an entry has neither a learning_rate nor a weight_decay. Give it one of them.",
+         also=lambda recipe: any(g.learning_rate is None and g.weight_decay is None for g in recipe.train.lr_groups)),
+    *(
+        Rule(f"{key}: not null, method.type: not lora|qlora",
+             "{0} works with method.type: lora or qlora only, and {1} is {v[1]}. Leave {0} out.")
+        for key in ("method.loraplus_lr_ratio",)
+    ),
+    *(
+        Rule(f"{key}, {DEEPSPEED}", "{0} is not supported by {1}: {v[1]}. Write ddp or fsdp.")
+        for key in ("train.lr_groups", "method.loraplus_lr_ratio: not null")
+    ),
     # ---- method and model
     Rule("model.num_hidden_layers, model.init: pretrained",
          "{0} works with random weights only, and {1} is pretrained. Write model.init: random, or leave {0} out."),

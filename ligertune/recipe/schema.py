@@ -114,6 +114,10 @@ class MethodSpec(Section):
     """Weights to adapt that are not layers, such as mlp.experts.down_proj; null: with all-linear, all experts'."""
     lora_modules_to_save: NameList = ()
     """Layers to train in full in addition to the adapter, such as lm_head."""
+    loraplus_lr_ratio: Annotated[float, Field(ge=1.0, le=1e4)] | None = None
+    """LoRA+: learning rate of B and of one-dimensional parameters, relative to train.learning_rate; null: the same."""
+    loraplus_lr_embedding: Annotated[float, Field(gt=0.0, le=1.0)] = 1e-6
+    """With loraplus_lr_ratio: learning rate of adapters on embeddings."""
     use_dora: Switch = False
     """Use DoRA: train the magnitude of each weight and its direction."""
     use_rslora: Switch = False

@@ -18,6 +18,7 @@ from pydantic import (
 
 from ligertune.recipe.optimizer_table import OPTIMIZERS
 from ligertune.recipe.section import (
+    Expression,
     FileOrHub,
     NameList,
     OutputPath,
@@ -100,6 +101,17 @@ class GaloreSpec(Section):
     """Learning rate of projected matrices, relative to learning_rate."""
 
 
+class LrGroupSpec(Section):
+    """A learning rate or weight decay of some parameters."""
+
+    parameters: Expression
+    """Regular expression, searched in the names of the parameters that train; the first group that matches decides."""
+    learning_rate: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
+    """Peak learning rate of these parameters; null: train.learning_rate."""
+    weight_decay: Share | None = None
+    """Weight decay of these parameters, norms and biases included; null: as of all others."""
+
+
 class TrainSpec(Section):
     """Batch size, number of steps, optimizer and memory savings."""
 
@@ -115,6 +127,8 @@ class TrainSpec(Section):
     """Number of optimizer steps, instead of num_train_epochs."""
     learning_rate: Annotated[float, Field(gt=0.0, le=1.0)] = 2e-5
     """Peak learning rate."""
+    lr_groups: Annotated[tuple[LrGroupSpec, ...], Field(strict=False)] = ()
+    """Parameters with a learning rate or weight decay of their own; they share schedule and warm-up."""
     lr_scheduler_type: Literal[tuple(SCHEDULES)] = "cosine"
     """Learning rate schedule after the warm-up, as in transformers; constant has no warm-up."""
     lr_scheduler_kwargs: dict[str, bool | int | float | str] = Field({})
@@ -142,6 +156,8 @@ class TrainSpec(Section):
     """AdamW: term added to the denominator."""
     max_grad_norm: NonNegativeFloat = 1.0
     """Norm to clip gradients to; 0: no clipping."""
+    neftune_noise_alpha: PositiveFloat | None = None
+    """NEFTune: noise on the input embeddings of at most this, divided by sqrt(length * hidden size); null: none."""
     group_by_length: Switch = True
     """Without packing: batch examples of similar length."""
     full_determinism: Switch = True
@@ -188,6 +204,10 @@ class EvalSpec(Section):
     """Rows per device and evaluation pass."""
     early_stopping_patience: PositiveInt | None = None
     """Stop after this many evaluations without a lower loss; null: never."""
+    early_stopping_threshold: NonNegativeFloat = 0.0
+    """With early_stopping_patience: a loss counts as lower if it is by more than this."""
+    eval_on_start: Switch = False
+    """Evaluate before the first step; this loss counts neither for early stopping nor as the best model."""
     sample_prompts: NameList = ()
     """Prompts to answer after each evaluation."""
 

@@ -69,20 +69,22 @@ def evaluate(
 
 
 class EarlyStopping:
-    """Track the lowest evaluation loss and stop after `patience` evaluations without a lower one (None: never)."""
+    """Track the lowest evaluation loss and stop after `patience` evaluations without a lower one (None: never).
 
-    def __init__(self, patience: int | None = None, losses: Sequence[float] = ()) -> None:
-        self.patience, self.best, self.since_best = patience, math.inf, 0
+    A loss that is lower by at most `threshold` is the lowest from then on, and counts as none, as in transformers.
+    """
+
+    def __init__(self, patience: int | None = None, losses: Sequence[float] = (), *, threshold: float = 0.0) -> None:
+        self.patience, self.threshold, self.best, self.since_best = patience, threshold, math.inf, 0
         for loss in losses:
             self.add(loss)
 
     def add(self, loss: float) -> bool:
         """Add an evaluation loss; return whether it is the lowest so far."""
-        if loss < self.best:
-            self.best, self.since_best = loss, 0
-            return True
-        self.since_best += 1
-        return False
+        lowest = loss < self.best
+        self.since_best = 0 if lowest and self.best - loss > self.threshold else self.since_best + 1
+        self.best = loss if lowest else self.best
+        return lowest
 
     @property
     def should_stop(self) -> bool:

@@ -59,12 +59,15 @@ class TrainState:
         self.grad_norm = grad_norm
 
     def observe(self, evaluation: Evaluation | None) -> bool:
-        """Note an evaluation, or None for one that a signal interrupted; return whether its loss is the lowest."""
+        """Note an evaluation, or None for one that a signal interrupted; return whether its loss is the lowest.
+
+        The evaluation before the first step does not count, as in transformers.
+        """
         if evaluation is None:
             self.stopped = "during an evaluation"
             return False
         self.eval_loss = evaluation.loss
-        return self.early_stopping.add(evaluation.loss)
+        return self.step > 0 and self.early_stopping.add(evaluation.loss)
 
 
 @dataclass(frozen=True)
@@ -100,7 +103,7 @@ def fit(training: Training, *, stop: StopRequest, phases: Phases) -> TrainResult
     phases.begin("first step")
     stop.hold()
     with profiled(plan, training.accelerator) as profile, logger:
-        if training.owes_evaluation:
+        if training.owes_evaluation or (plan.evaluation.eval_on_start and state.step == 0):
             run_evaluation(training, state, stop)
         while not state.done:
             micro_batches, work = training.micro_batches(state.step), training.work(state.step)
@@ -164,7 +167,8 @@ def run_evaluation(training: Training, state: TrainState, stop: StopRequest) -> 
         lowest = state.observe(found)
         if found is None:
             return
-        training.rates.observe(found.loss)
+        if state.step:  # schedules do not see the evaluation before the first step, as in transformers
+            training.rates.observe(found.loss)
         measures = {f"eval_{name}": value for name, value in found.measures.items()}
         training.logger.log({"step": state.step, "eval_loss": found.loss, **measures})
         if lowest and plan.checkpoint.load_best_model_at_end:
@@ -205,7 +209,8 @@ def finish(training: Training, state: TrainState, stop: StopRequest) -> TrainRes
     if early_stopping.should_stop and not state.stopping:
         notes += (
             f"stopped early at step {state.step}: {early_stopping.patience} evaluations without a loss below "
-            f"{early_stopping.best:.4f}",
+            f"{early_stopping.best:.4f}"
+            + (f" by more than {early_stopping.threshold:g}" if early_stopping.threshold else ""),
         )
     if plan.checkpoint.load_best_model_at_end and not state.interrupted and early_stopping.best < math.inf:
         step, best_weights = load_best(accelerator, training.model, plan.output_dir)

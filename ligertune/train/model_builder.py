@@ -29,6 +29,7 @@ from ligertune.planning.options import BuildOptions
 from ligertune.planning.plan import LOSS_KERNELS, BuiltModel, KernelLine, Plan
 from ligertune.tasks.medusa.medusa_shape import MedusaShape
 from ligertune.train.checks import why_not_padding_free
+from ligertune.train.optim.parameter_groups import check_lr_groups
 from ligertune.vision.families import prepare_vision
 
 Change = Callable[[PreTrainedModel], None]
@@ -51,6 +52,7 @@ def preview_model(
     implementation, notes = model.config._attn_implementation, _adapter_notes(options, model)
     model = apply_method(model, options.method, fused=options.kernels.fuses_lora)
     kernels += _adapter_lines(options, model)
+    check_lr_groups(model, [group.parameters for group in options.lr_groups])
     if options.task == "medusa":
         shape = MedusaShape.of_heads(with_heads(options, model))
         if options.kernels.fuses_heads_loss:

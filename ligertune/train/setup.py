@@ -100,7 +100,9 @@ class Training:
         metrics_path, is_main = plan.output_dir / "metrics.jsonl", accelerator.is_main_process
         metrics = MetricsFile(metrics_path, resumed_from=self.resumed_from, enabled=is_main)
         eval_losses, has_last = _earlier_evaluations(accelerator, metrics, self.resumed_from)
-        self.early_stopping = EarlyStopping(plan.evaluation.early_stopping_patience, eval_losses)
+        self.early_stopping = EarlyStopping(
+            plan.evaluation.early_stopping_patience, eval_losses, threshold=plan.evaluation.early_stopping_threshold
+        )
         self.rates = LearningRates(plan.schedule, eval_losses)
         # A signal may have stopped the interrupted run after a step was saved, and before its evaluation.
         due = plan.due(plan.evaluate, self.resumed_from) or self.resumed_from == plan.schedule.total_steps
@@ -186,7 +188,8 @@ def _resume(
 def _earlier_evaluations(accelerator: Accelerator, metrics: MetricsFile, resumed_from: int) -> tuple[list[float], bool]:
     """Return (all evaluation losses up to the step resumed from, whether that step has one), on every rank."""
     lines = [line for line in metrics.lines() if "eval_loss" in line] if metrics.enabled else []
-    found = [line["eval_loss"] for line in lines], any(line["step"] == resumed_from for line in lines)
+    losses = [line["eval_loss"] for line in lines if line["step"] > 0]  # without the one before the first step
+    found = losses, any(line["step"] == resumed_from for line in lines)
     return broadcast_object_list([found])[0]
 
 

@@ -17,6 +17,7 @@ from ligertune.planning.plan import Plan
 from ligertune.tasks.task import Task
 from ligertune.train.cuda_graphs import CudaGraphedStep
 from ligertune.train.distributed import reduce_sum, uses_deepspeed
+from ligertune.train.neftune import EmbeddingNoise
 from ligertune.train.optim.gradients import check_gradients, clip_gradients
 
 Rows = Sequence[np.ndarray]  # the rows of one micro-batch, each as example indices
@@ -32,6 +33,9 @@ class TrainStep:
         self._task = task
         self._deterministic = plan.build.execution.full_determinism
         self._parameters: tuple[nn.Parameter, ...] = ()
+        alpha = plan.build.execution.neftune_noise_alpha
+        embedding = None if alpha is None else accelerator.unwrap_model(model).get_input_embeddings()
+        self._noise = None if embedding is None else EmbeddingNoise(embedding, alpha)
         graphed = plan.build.execution.cuda_graphs and accelerator.device.type == "cuda"
         self.graphs = CudaGraphedStep(self._launch, model.parameters(), accelerator.device) if graphed else None
 
@@ -57,7 +61,8 @@ class TrainStep:
 
     def _launch(self, batch: dict[str, Any]) -> Tensor:
         attention = self._plan.attn_implementation
-        with deterministic_backward(self._deterministic and self._plan.build.execution.torch_compile, attention):
+        noise = contextlib.nullcontext() if self._noise is None else self._noise.of_batch(batch)
+        with noise, deterministic_backward(self._deterministic and self._plan.build.execution.torch_compile, attention):
             loss = self._task.loss(self._model, batch)
         with deterministic_backward(self._deterministic, attention):
             # DDP and FSDP average gradients over ranks, but each rank's loss is a part of one sum.

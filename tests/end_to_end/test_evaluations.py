@@ -1,9 +1,15 @@
 """Evaluation: the best model is kept, training stops early, prompts are answered; a resumed run remembers all of it."""
 
+from types import SimpleNamespace
+
 import pytest
+import torch
 from command_line import metrics, weights
 from quickstart_runs import RESUME, saves, train, unfinished
 from safetensors.torch import load_file
+from transformers import EarlyStoppingCallback, TrainerControl, TrainerState
+
+from ligertune.train.evaluate import EarlyStopping
 
 # The evaluation loss falls for some steps and then rises: a few examples at a high learning rate overfit.
 OVERFIT = {
@@ -63,3 +69,30 @@ def test_prompts_are_answered_after_each_evaluation_and_change_nothing(tmp_path)
     samples = [line["samples"] for line in metrics(tmp_path / "asked" / "run") if "samples" in line]
     assert [[sample["prompt"] for sample in step] for step in samples] == [["Name three colours.", "Hello"]] * 2
     assert all(sample["answer"].strip() and "###" not in sample["answer"] for step in samples for sample in step)
+
+
+def test_early_stopping_counts_as_transformers_does():
+    generator = torch.Generator().manual_seed(0)
+    for threshold in (0.0, 0.05, 0.3):
+        values = (torch.rand(60, generator=generator) + torch.linspace(1, 0, 60)).tolist()
+        callback, state = EarlyStoppingCallback(10**6, threshold), TrainerState()
+        arguments = SimpleNamespace(metric_for_best_model="loss", greater_is_better=False)
+        ours = EarlyStopping(10**6, threshold=threshold)
+        for value in values:
+            callback.on_evaluate(arguments, state, TrainerControl(), metrics={"eval_loss": value})
+            if state.best_metric is None or value < state.best_metric:  # as the Trainer does after the callback
+                state.best_metric = value
+            ours.add(value)
+            assert (ours.since_best, ours.best) == (callback.early_stopping_patience_counter, state.best_metric)
+
+
+def test_an_evaluation_before_the_first_step_counts_for_nothing_and_changes_nothing(best, tmp_path):
+    """A threshold above every improvement stops after `patience` evaluations."""
+    changes = {"eval.eval_on_start": True, "eval.early_stopping_threshold": 100, "checkpoint.save_strategy": "no"}
+    report = train(tmp_path, **{**BEST, **changes})
+    found, usual = eval_losses(tmp_path / "run"), eval_losses(best[0])
+    assert report.steps == 1 + BEST["eval.early_stopping_patience"] and list(found) == [0, 1, 2, 3, 4]
+    assert found.pop(0) < min(found.values())  # and yet it counts neither as the best nor for the patience
+    assert any("the model is that of step 4" in note for note in report.notes)
+    assert found == {step: usual[step] for step in found}
+    assert any("without a loss below" in note and "by more than 100" in note for note in report.notes)

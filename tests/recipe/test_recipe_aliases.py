@@ -94,6 +94,7 @@ TABLE: dict[str, list[tuple[str, object, object]]] = {
         ("optimizer", "lion_32bit", "lion"),
         ("optimizer", "adamw_torch", SAME),
     ],
+    "train.neftune_noise_alpha": [("neftune_alpha noisy_embedding_alpha", "5", 5.0)],
     "train.max_grad_norm": [("max_norm grad_clip clip_grad max_grad_clip gradient_clipping", "0.25", 0.25)],
     "train.gradient_checkpointing": [
         ("activation_checkpointing enable_activation_checkpointing grad_ckpt", "true", True)
@@ -180,7 +181,14 @@ def test_the_tables_contain_every_alias():
     named = {(key, name) for key, rows in TABLE.items() for names, *_ in rows for name in names.split()}
     named |= {(key, name) for key, names in DATASETS.items() for name in names.split()}
     named |= {(f"{key}[].{leaf}", name) for key in DATASETS for name, _, leaf, _ in ITEMS}
+    named |= {("train.lr_groups[].parameters", "modules"), ("train.lr_groups[].learning_rate", "lr")}  # the next test
     assert named == {(row.key, name) for row in ALIASES for name in row.names}
+
+
+def test_groups_of_learning_rates_are_read_as_axolotl_writes_them(load):
+    written = "train: {lr_groups: [{modules: [self_attn.o_proj, norm], lr: 1e-6}]}"
+    (group,) = load(text_of("train.lr_groups", written)).train.lr_groups
+    assert (group.parameters, group.learning_rate) == (r"self_attn\.o_proj|norm", 1e-6)
 
 
 SAVED = """\

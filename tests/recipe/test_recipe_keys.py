@@ -39,7 +39,15 @@ def test_null_is_refused_unless_the_key_accepts_it(key, required, load, complain
 
 def override_for(key: str) -> tuple[str, ...]:
     """Return the key as an override names it, and the overrides that it needs before it."""
-    item = ("data.eval_datasets[0].path=d",) if key.startswith("data.eval_datasets[]") else ()
+    items = {
+        "data.eval_datasets": ("data.eval_datasets[0].path=d",),
+        "train.lr_groups": (
+            "train.lr_groups[0].parameters=p",
+            "train.lr_groups[0].weight_decay=0.1",
+            "train.lr_groups[0].learning_rate=0.1",
+        ),
+    }
+    item = items.get(key.partition("[]")[0], ()) if "[]" in key else ()
     return (key.replace("[]", "[0]"), *item)
 
 
@@ -74,5 +82,6 @@ def test_the_json_schema_forbids_unknown_keys_and_requires_three():
         "DataSpec": ["datasets"],
         "DatasetSpec": ["path"],
         "CheckpointSpec": ["output_dir"],
+        "LrGroupSpec": ["parameters"],
     }
     assert set(schema["properties"]) == set(Recipe.model_fields)

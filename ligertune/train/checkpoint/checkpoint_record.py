@@ -104,9 +104,10 @@ def _name_rows(rows: dict) -> str:
 
 
 def _name_optimizer(optimizer: dict) -> str:
-    """Return what decides the shapes of an optimizer's states."""
+    """Return what decides the shapes and the order of an optimizer's states."""
     rank = f" at train.galore.rank: {optimizer['galore']['rank']}" if optimizer["name"] == "galore_adamw" else ""
-    return f"{optimizer['name']}{rank}"
+    groups = ", ".join(group["parameters"] for group in optimizer["lr_groups"])
+    return f"{optimizer['name']}{rank}{f' with train.lr_groups of {groups}' if groups else ''}"
 
 
 # ---- damage

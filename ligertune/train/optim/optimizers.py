@@ -14,6 +14,7 @@ from torch import nn
 from ligertune.planning.optimization import Optimizer
 from ligertune.train.optim.algorithms import AdamWBf16, GaLoreAdamW, Lion
 from ligertune.train.optim.combined import CombinedOptimizer, OffloadedOptimizer, OptimizerInBackward, host_copy_of
+from ligertune.train.optim.parameter_groups import Settings, parameter_groups, settings_of
 
 Builder = Callable[[list[dict], Optimizer], torch.optim.Optimizer]
 
@@ -77,48 +78,33 @@ FALLBACK = "adamw_torch_fused"  # for the parameters that an optimizer of matric
 def build_optimizer(model: nn.Module, plan: Optimizer) -> torch.optim.Optimizer:
     """Build the plan's optimizer over the trainable parameters, with a rate of 0 that the loop sets before each step.
 
-    Norms and biases (fewer than two dimensions) get no weight decay. Parameters of Medusa heads, biases included, get
-    the group entry `lr_multiplier`.
+    Parameters are grouped as `parameter_groups` says. Raises UserError for a group that no parameter is in.
     """
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    trained, heads = [p for _, p in named], {p for name, p in named if name.startswith("medusa_head.")}
+    trained, settings = [p for p in model.parameters() if p.requires_grad], settings_of(model, plan)
     hidden = hidden_parameters(model)
     if plan.in_backward:
-        return OptimizerInBackward([_build(plan, hidden, heads, [p]) for p in trained])
+        return OptimizerInBackward([_build(plan, hidden, settings, [p]) for p in trained])
     if plan.offload:
         copies = [host_copy_of(p) for p in trained]
-        for known in (hidden, heads):
-            known.update([copy for p, copy in zip(trained, copies, strict=True) if p in known])
-        return OffloadedOptimizer(trained, [_build(plan, hidden, heads, [copy]) for copy in copies])
-    return _build(plan, hidden, heads, trained)
+        hidden.update([copy for p, copy in zip(trained, copies, strict=True) if p in hidden])
+        settings |= {copy: settings[p] for p, copy in zip(trained, copies, strict=True)}
+        return OffloadedOptimizer(trained, [_build(plan, hidden, settings, [copy]) for copy in copies])
+    return _build(plan, hidden, settings, trained)
 
 
 def _build(
-    plan: Optimizer, hidden: set[nn.Parameter], heads: set[nn.Parameter], trained: list[nn.Parameter]
+    plan: Optimizer, hidden: set[nn.Parameter], settings: Settings, trained: list[nn.Parameter]
 ) -> torch.optim.Optimizer:
     """Build one optimizer, or a matrix optimizer such as Muon together with AdamW for all other parameters."""
     own = [p for p in trained if not plan.matrices_only or (p.ndim == 2 and p in hidden)]
     chosen = set(own)
     rest = [p for p in trained if p not in chosen]
     parts = [
-        BUILDERS[name](_groups(parameters, heads, plan), plan)
+        BUILDERS[name](parameter_groups(parameters, settings, plan.weight_decay), plan)
         for name, parameters in ((plan.name, own), (FALLBACK, rest))
         if parameters
     ]
     return parts[0] if len(parts) == 1 else CombinedOptimizer(parts)
-
-
-def _groups(parameters: list[nn.Parameter], heads: set[nn.Parameter], plan: Optimizer) -> list[dict]:
-    """Return up to four groups: (other parameters, Medusa heads) x (with, without weight decay)."""
-    groups = []
-    for in_heads, multiplier in ((False, 1.0), (True, plan.heads_lr_multiplier)):
-        mine = [p for p in parameters if (p in heads) is in_heads]
-        own = {"lr_multiplier": multiplier} if multiplier != 1.0 else {}
-        groups += [
-            {"params": [p for p in mine if p.ndim >= 2], "weight_decay": plan.weight_decay, **own},
-            {"params": [p for p in mine if p.ndim < 2], "weight_decay": 0.0, **own},
-        ]
-    return [group for group in groups if group["params"]]
 
 
 def hidden_parameters(model: nn.Module) -> set[nn.Parameter]:
