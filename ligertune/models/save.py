@@ -6,8 +6,10 @@ line can.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -50,13 +52,33 @@ def write_model(
     remove(aside)
     # Without this option peft asks the hub whether the embedding was resized.
     options = {"save_embedding_layers": False} if hasattr(model, "peft_config") else {}
-    model.save_pretrained(aside, state_dict=state_dict and without_tied(model, state_dict), **options)
+    state_dict = state_dict and without_tied(model, state_dict)
+    with _plain_adapter(model, state_dict) as weights:
+        model.save_pretrained(aside, state_dict=weights, **options)
     (aside / "README.md").unlink(missing_ok=True)  # peft's, with placeholders only; `export` writes a model card
     tokenizer.save_pretrained(aside)
     if images is not None:
         save_processor(images, aside)
     write_prompt(aside, prompt_template=prompt_template, system_prompt=system_prompt)
     put_in_place(aside, folder)
+
+
+@contextlib.contextmanager
+def _plain_adapter(
+    model: PreTrainedModel, state_dict: dict[str, torch.Tensor] | None
+) -> Iterator[dict[str, torch.Tensor] | None]:
+    """Yield the weights to write: those of plain LoRA for an adapter whose start has changed the model's weights."""
+    if not getattr(model, "initial_lora", None):
+        yield state_dict
+        return
+    from ligertune.models.adapters.initial_lora import as_plain_lora
+
+    weights, config = as_plain_lora(model, state_dict)
+    model.peft_config["default"], trained_config = config, model.peft_config["default"]
+    try:
+        yield weights
+    finally:
+        model.peft_config["default"] = trained_config
 
 
 def without_tied(model: PreTrainedModel, state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

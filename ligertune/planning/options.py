@@ -166,7 +166,7 @@ def reference_of(
         return "none"
     if preference.reference != "auto":
         return preference.reference
-    adapts = method.type in ("lora", "qlora") and not method.lora_modules_to_save
+    adapts = method.type in ("lora", "qlora") and not method.lora_modules_to_save and not method.init_changes_weights
     return "adapter" if adapts else "precompute"
 
 

@@ -78,6 +78,8 @@ ALIASES = (
     Alias("method.lora_target_modules", ("lora_target_linear",), _flag("all-linear")),
     Alias("method.lora_target_parameters", ("target_parameters",)),
     Alias("method.lora_modules_to_save", ("modules_to_save", "additional_target")),
+    Alias("method.init_lora_weights", ("peft_init_lora_weights",)),
+    Alias("method.init_lora_weights", ("pissa_init",), _flag("pissa_niter_16")),  # LLaMA-Factory's pissa_iter
     Alias("method.use_dora", ("peft_use_dora",)),
     Alias("method.use_rslora", ("peft_use_rslora",)),
     Alias("method.trainable", ("unfrozen_parameters",)),

@@ -90,6 +90,7 @@ READ_BY_LOSSES = {
     "undesirable_weight": "kto",
     "reference": "sigmoid|ipo|hinge|robust|kto",
 }
+CHANGES_WEIGHTS = "olora|pissa|pissa_niter_4|pissa_niter_16"
 MEDUSA_STAGE_1 = "medusa.stage: 1, task: medusa"
 ADAPTER = "method.type: lora|qlora"
 DEEPSPEED = "parallel.strategy: deepspeed_zero2|deepspeed_zero3"
@@ -166,6 +167,16 @@ RULES = (
         Rule(f"{key}: not null, method.type: not lora|qlora",
              "{0} works with method.type: lora or qlora only, and {1} is {v[1]}. Leave {0} out.")
         for key in ("method.loraplus_lr_ratio",)
+    ),
+    Rule("method.init_lora_weights: not default, method.type: not lora|qlora",
+         "{0} works with method.type: lora or qlora only, and {1} is {v[1]}. Leave {0} out."),
+    *_each(
+        "{0}: {v[0]} subtracts the initial adapter from the weights, and {why}",
+        f"method.init_lora_weights: {CHANGES_WEIGHTS}",
+        ("method.type: qlora", "{1}: qlora would quantise what is left. Write method.type: lora."),
+        ("method.use_dora", f"{{1}} could not be saved for the original weights then. {ONE_OUT}"),
+        ("preference.reference: adapter",
+         "{1}: adapter needs the weights without it. Write preference.reference: precompute."),
     ),
     *(
         Rule(f"{key}, {DEEPSPEED}", "{0} is not supported by {1}: {v[1]}. Write ddp or fsdp.")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, PrivateAttr
+from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, PrivateAttr
 
 from ligertune.recipe.section import (
     AutoSwitch,
@@ -25,6 +25,7 @@ from ligertune.recipe.section import (
     SwitchOrNorms,
     Template,
     Text,
+    convert_by,
 )
 from ligertune.recipe.train_sections import CheckpointSpec, DistillSpec, EvalSpec, MedusaSpec, PreferenceSpec, TrainSpec
 
@@ -114,6 +115,11 @@ class MethodSpec(Section):
     """Weights to adapt that are not layers, such as mlp.experts.down_proj; null: with all-linear, all experts'."""
     lora_modules_to_save: NameList = ()
     """Layers to train in full in addition to the adapter, such as lm_head."""
+    init_lora_weights: Annotated[
+        Literal["default", "gaussian", "orthogonal", "olora", "pissa", "pissa_niter_4", "pissa_niter_16"],
+        BeforeValidator(convert_by({True: "default"})),
+    ] = "default"
+    """Initial adapter, as in PEFT; olora, pissa: from the weights' QR or SVD; pissa_niter_16: a fast SVD."""
     loraplus_lr_ratio: Annotated[float, Field(ge=1.0, le=1e4)] | None = None
     """LoRA+: learning rate of B and of one-dimensional parameters, relative to train.learning_rate; null: the same."""
     loraplus_lr_embedding: Annotated[float, Field(gt=0.0, le=1.0)] = 1e-6
@@ -124,6 +130,11 @@ class MethodSpec(Section):
     """Use rsLoRA: divide lora_alpha by the square root of lora_r."""
     trainable: ExpressionList = ()
     """With type: freeze: regular expressions; parameters whose names match one of them train."""
+
+    @property
+    def init_changes_weights(self) -> bool:
+        """Whether the initial adapter is not zero, and is subtracted from the frozen weights (PiSSA, OLoRA)."""
+        return self.init_lora_weights.startswith(("pissa", "olora"))
 
 
 class DatasetSpec(Section):

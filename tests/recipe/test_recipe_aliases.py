@@ -57,6 +57,11 @@ TABLE: dict[str, list[tuple[str, object, object]]] = {
     ],
     "method.lora_target_parameters": [("target_parameters", "[mlp.gate.weight]", ("mlp.gate.weight",))],
     "method.lora_modules_to_save": [("modules_to_save additional_target", "[lm_head]", ("lm_head",))],
+    "method.init_lora_weights": [
+        ("peft_init_lora_weights", "pissa", SAME),
+        ("pissa_init", "true", "pissa_niter_16"),
+        ("pissa_init", "false", "default"),
+    ],
     "method.use_dora": [("peft_use_dora", "true", True)],
     "method.use_rslora": [("peft_use_rslora", "true", True)],
     "method.trainable": [("unfrozen_parameters", "['norm']", ("norm",))],
@@ -128,7 +133,11 @@ FLAT = {
     "data.datasets": "dataset: some/data",
     "checkpoint.output_dir": "output_dir: runs/one",
 }
-NEEDS = {"method.trainable": "method: {type: freeze}", "eval.eval_strategy": "val_size: 0.1"}
+NEEDS = {
+    "method.trainable": "method: {type: freeze}",
+    "method.init_lora_weights": "method: {type: lora}",
+    "eval.eval_strategy": "val_size: 0.1",
+}
 
 
 def text_of(key: str, line: str) -> str:

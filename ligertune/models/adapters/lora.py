@@ -21,6 +21,7 @@ from ligertune.errors import UserError, plural
 from ligertune.models.adapters.adapter_targets import find_targets
 from ligertune.models.adapters.expert_lora import merge_parameters, split_adapters
 from ligertune.models.adapters.fused_lora import LoraLossHead
+from ligertune.models.adapters.initial_lora import remember_initial
 from ligertune.models.model_files import ModelOrigin, check_adapter, loading
 from ligertune.patching.fused_loss import LossHead
 from ligertune.patching.module_patch import patch_module, unpatch_module
@@ -37,7 +38,7 @@ def add_adapter(model: PreTrainedModel, spec: MethodOptions) -> peft.PeftModel:
 
     Raises UserError for names that the model does not have, for an adapter on a tied head, and for DoRA of experts.
     """
-    targets = find_targets(model, spec)
+    targets, is_meta = find_targets(model, spec), model.device.type == "meta"
     config = peft.LoraConfig(
         r=spec.lora_r,
         lora_alpha=spec.lora_alpha,
@@ -48,17 +49,22 @@ def add_adapter(model: PreTrainedModel, spec: MethodOptions) -> peft.PeftModel:
         modules_to_save=list(spec.lora_modules_to_save) or None,
         use_dora=spec.use_dora,
         use_rslora=spec.use_rslora,
+        init_lora_weights=True if is_meta or spec.init_lora_weights == "default" else spec.init_lora_weights,
         task_type="CAUSAL_LM",
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # peft reads attributes of transformers by their old names
         # a plan's model is on the meta device: its adapters need no memory either
         try:
-            adapted = peft.get_peft_model(model, config, low_cpu_mem_usage=model.device.type == "meta")
+            adapted = peft.get_peft_model(model, config, low_cpu_mem_usage=is_meta)
         except ValueError as error:  # layers that peft does not adapt, such as the projections inside of a Mamba layer
             raise UserError(
                 f"method.lora_target_modules: {error}", hint="Name other layers in method.lora_target_modules."
             ) from error
+    if spec.init_changes_weights:
+        _check_initial(adapted, spec)
+        if not is_meta:
+            remember_initial(adapted)
     model.disable_input_require_grads()  # as `checkpoint_layers` does: peft has requested them again
     recomputes = has_recompute(model)
     for module in adapted.modules():
@@ -75,6 +81,17 @@ def add_adapter(model: PreTrainedModel, spec: MethodOptions) -> peft.PeftModel:
             patch_module(module, LoraLossHead)
     split_adapters(adapted)
     return adapted
+
+
+def _check_initial(adapted: peft.PeftModel, spec: MethodOptions) -> None:
+    """Raise UserError if a layer is adapted whose initial adapter PEFT does not subtract from its weight."""
+    other = next((m for m in adapted.modules() if isinstance(m, ParamWrapper | peft.tuners.lora.Embedding)), None)
+    if other is not None:
+        base = type(other.get_base_layer()).__name__
+        raise UserError(
+            f"method.init_lora_weights: {spec.init_lora_weights} is for linear layers, and {base} is adapted, too.",
+            hint="Write init_lora_weights: default, or leave it out of lora_target_modules and lora_target_parameters.",
+        )
 
 
 def merged_model(adapted: peft.PeftModel) -> PreTrainedModel:

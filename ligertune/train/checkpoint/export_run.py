@@ -183,7 +183,7 @@ def load_checkpoint(source: SavedModel, *, trust_remote_code: bool) -> nn.Module
     model = whole_model(
         spec, read_config(spec, SAVED_MODEL), origin=SAVED_MODEL, through_four_bits=build.method.type == "qlora"
     )
-    model = apply_method(model, build.method)
+    model = apply_method(model, build.method, seed=build.seed)
     if (folder / FILE).is_file():
         load_trained(model, folder / FILE)
     elif (folder / WEIGHTS).is_file():

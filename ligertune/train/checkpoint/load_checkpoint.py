@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ligertune.errors import UserError, plural
+from ligertune.models.adapters.initial_lora import PREFIX
 from ligertune.planning.plan import Plan
 from ligertune.storage import PROGRESS_FILE, read_object
 from ligertune.train.checkpoint.checkpoint_record import CheckpointRecord, DamagedRecordError
@@ -226,7 +227,7 @@ def _shard_weights(folder: Path, model: nn.Module) -> None:
     parameters = dict(model.named_parameters()) | dict(model.named_buffers())
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
-            for name in tuple(file.keys()):
+            for name in (name for name in tuple(file.keys()) if not name.startswith(PREFIX)):
                 parameter = parameters[name]
                 local_shard(parameter).copy_(local_shard(_shard_like(file.get_tensor(name), parameter)))
 

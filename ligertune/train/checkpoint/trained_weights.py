@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from ligertune.errors import UserError
+from ligertune.models.adapters.initial_lora import initial_factors, restore_initial
 
 FILE = "trained.safetensors"
 
@@ -27,7 +28,8 @@ def save_only_what_trains(accelerator: Accelerator, model: nn.Module) -> None:
     def save(models: list[nn.Module], weights: list[dict], folder: str) -> None:
         weights.clear()  # accelerate then writes none
         if accelerator.is_main_process:
-            save_weights(trained(accelerator.unwrap_model(models[0])), Path(folder) / FILE)
+            model = accelerator.unwrap_model(models[0])
+            save_weights(trained(model) | initial_factors(model), Path(folder) / FILE)
 
     def load(models: list[nn.Module], folder: str) -> None:
         load_trained(accelerator.unwrap_model(models.pop()), Path(folder) / FILE)
@@ -62,3 +64,4 @@ def load_trained(model: nn.Module, path: Path) -> None:
                 hint="Write the method section as it was when the run was started.",
             )
         parameter.copy_(saved[name])
+    restore_initial(model, saved)
