@@ -14,7 +14,7 @@ from torch import nn
 from ligertune.planning.optimization import Optimizer
 from ligertune.train.optim.algorithms import AdamWBf16, GaLoreAdamW, Lion
 from ligertune.train.optim.combined import CombinedOptimizer, OffloadedOptimizer, OptimizerInBackward, host_copy_of
-from ligertune.train.optim.parameter_groups import Settings, parameter_groups, settings_of
+from ligertune.train.optim.parameter_groups import Settings, group_settings_of, parameter_groups
 
 Builder = Callable[[list[dict], Optimizer], torch.optim.Optimizer]
 
@@ -80,7 +80,7 @@ def build_optimizer(model: nn.Module, plan: Optimizer) -> torch.optim.Optimizer:
 
     Parameters are grouped as `parameter_groups` says. Raises UserError for a group that no parameter is in.
     """
-    trained, settings = [p for p in model.parameters() if p.requires_grad], settings_of(model, plan)
+    trained, settings = [p for p in model.parameters() if p.requires_grad], group_settings_of(model, plan)
     hidden = hidden_parameters(model)
     if plan.in_backward:
         return OptimizerInBackward([_build(plan, hidden, settings, [p]) for p in trained])

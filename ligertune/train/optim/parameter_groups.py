@@ -28,7 +28,7 @@ class GroupSettings:
 Settings = dict[nn.Parameter, GroupSettings]
 
 
-def settings_of(model: nn.Module, plan: Optimizer) -> Settings:
+def group_settings_of(model: nn.Module, plan: Optimizer) -> Settings:
     """Return the settings of every trainable parameter. Raises UserError for an entry that matches none."""
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     matched = check_lr_groups(model, [group.parameters for group in plan.lr_groups])
