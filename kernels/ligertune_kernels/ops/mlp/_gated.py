@@ -3,7 +3,8 @@ r"""Kernels and autograd of swiglu and geglu: y = act(gate) · up for rows (N, F
     d_gate = dy · up · act'(gate)        d_up = dy · act(gate)
 
 Everything is computed in fp32 and rounded once. gate and up are rows of any stride, so that both halves of a packed
-projection (N, 2F) are read in place, and their gradients are written into one (N, 2F) buffer.
+projection (N, 2F) are read in place, and their gradients are written into one (N, 2F) buffer. A `GateForm` adds the
+clamp, the factors and the offset of some models; what it leaves at its default costs nothing.
 
 With `inplace` the backward writes d_gate over gate and d_up over up, which it has read for the last time: 2NF elements
 less at the peak. The version counters advance: a later backward that needs gate or up raises autograd's error, and a
@@ -14,7 +15,7 @@ share their memory), nor are overlapping gate and up, nor anything under torch.c
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -25,6 +26,29 @@ from ligertune_kernels.launcher import Launcher, as_rows, cached, chip_of, conti
 
 Activation = Literal["silu", "gelu_tanh", "gelu_erf"]
 
+
+class GateForm(NamedTuple):
+    """How gate and up are combined: scale · act(gate) · (up + up_offset).
+
+    alpha: silu is gate · σ(alpha · gate). limit: gate is at most limit, and up within ±limit, before all else.
+    up_first: in a packed tensor (..., 2F) up comes before gate.
+    """
+
+    activation: Activation
+    alpha: float = 1.0
+    limit: float | None = None
+    up_offset: float = 0.0
+    scale: float = 1.0
+    up_first: bool = False
+
+    def constants(self) -> dict[str, object]:
+        """Return the constants of the kernels."""
+        return {
+            "ACTIVATION": self.activation, "ALPHA": float(self.alpha), "UP_OFFSET": float(self.up_offset),
+            "SCALE": float(self.scale), "HAS_LIMIT": self.limit is not None, "LIMIT": float(self.limit or 0.0),
+        }  # fmt: skip
+
+
 BLOCK = 2048  # columns per program. The forward uses half the backward's warps: it holds fewer values per column
 
 OVERWRITTEN = (
@@ -34,9 +58,12 @@ OVERWRITTEN = (
 
 
 @triton.jit
-def _activate(gate, ACTIVATION: tl.constexpr):
+def _activate(gate, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr):
     if ACTIVATION == "silu":
-        return silu(gate)
+        if ALPHA == 1.0:
+            return silu(gate)
+        else:
+            return gate * tl.sigmoid(ALPHA * gate)
     elif ACTIVATION == "gelu_tanh":
         return gelu_tanh(gate)
     else:
@@ -44,9 +71,13 @@ def _activate(gate, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def _derivative(gate, ACTIVATION: tl.constexpr):
+def _derivative(gate, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr):
     if ACTIVATION == "silu":
-        return silu_grad(gate)
+        if ALPHA == 1.0:
+            return silu_grad(gate)
+        else:
+            s = tl.sigmoid(ALPHA * gate)
+            return s * (1.0 + ALPHA * gate * (1.0 - s))
     elif ACTIVATION == "gelu_tanh":
         return gelu_tanh_grad(gate)
     else:
@@ -57,7 +88,8 @@ def _derivative(gate, ACTIVATION: tl.constexpr):
 def _forward_kernel(
     gate_ptr, up_ptr, y_ptr,  # (N, F)
     gate_row_stride, up_row_stride, n_cols,
-    ACTIVATION: tl.constexpr, BLOCK: tl.constexpr,
+    ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, UP_OFFSET: tl.constexpr, SCALE: tl.constexpr,
+    HAS_LIMIT: tl.constexpr, LIMIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     # One-dimensional grid: the number of rows may exceed the 65,535 of a grid's other dimensions.
     blocks = tl.cdiv(n_cols, BLOCK)
@@ -66,7 +98,13 @@ def _forward_kernel(
     mask = cols < n_cols
     gate = tl.load(gate_ptr + row * gate_row_stride + cols, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + row * up_row_stride + cols, mask=mask, other=0.0).to(tl.float32)
-    y = _activate(gate, ACTIVATION) * up
+    if HAS_LIMIT:
+        gate, up = tl.minimum(gate, LIMIT), tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+    if UP_OFFSET != 0.0:
+        up += UP_OFFSET
+    y = _activate(gate, ACTIVATION, ALPHA) * up
+    if SCALE != 1.0:
+        y *= SCALE
     tl.store(y_ptr + row * n_cols + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
@@ -74,51 +112,66 @@ def _forward_kernel(
 def _backward_kernel(
     dy_ptr, gate_ptr, up_ptr, d_gate_ptr, d_up_ptr,  # (N, F)
     dy_row_stride, gate_row_stride, up_row_stride, d_gate_row_stride, d_up_row_stride, n_cols,
-    ACTIVATION: tl.constexpr, NEEDS_GATE: tl.constexpr, NEEDS_UP: tl.constexpr, BLOCK: tl.constexpr,
+    ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, UP_OFFSET: tl.constexpr, SCALE: tl.constexpr,
+    HAS_LIMIT: tl.constexpr, LIMIT: tl.constexpr, NEEDS_GATE: tl.constexpr, NEEDS_UP: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(n_cols, BLOCK)
     row = (tl.program_id(0) // blocks).to(tl.int64)
     cols = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
     mask = cols < n_cols
     dy = tl.load(dy_ptr + row * dy_row_stride + cols, mask=mask, other=0.0).to(tl.float32)
+    if SCALE != 1.0:
+        dy *= SCALE
     gate = tl.load(gate_ptr + row * gate_row_stride + cols, mask=mask, other=0.0).to(tl.float32)
+    low = gate
+    if HAS_LIMIT:
+        low = tl.minimum(gate, LIMIT)
     # d_gate may be stored over gate and d_up over up: each is loaded before its store, by the same thread.
-    if NEEDS_GATE:
+    if NEEDS_GATE or HAS_LIMIT:
         up = tl.load(up_ptr + row * up_row_stride + cols, mask=mask, other=0.0).to(tl.float32)
-        d_gate = dy * up * _derivative(gate, ACTIVATION)
+    if NEEDS_GATE:
+        high = up
+        if HAS_LIMIT:
+            high = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+        if UP_OFFSET != 0.0:
+            high += UP_OFFSET
+        d_gate = dy * high * _derivative(low, ACTIVATION, ALPHA)
+        if HAS_LIMIT:  # as torch's clamp: the bounds themselves have a gradient
+            d_gate = tl.where(gate <= LIMIT, d_gate, 0.0)
         tl.store(d_gate_ptr + row * d_gate_row_stride + cols, d_gate.to(d_gate_ptr.dtype.element_ty), mask=mask)
     if NEEDS_UP:
-        d_up = dy * _activate(gate, ACTIVATION)
+        d_up = dy * _activate(low, ACTIVATION, ALPHA)
+        if HAS_LIMIT:
+            d_up = tl.where((up >= -LIMIT) & (up <= LIMIT), d_up, 0.0)
         tl.store(d_up_ptr + row * d_up_row_stride + cols, d_up.to(d_up_ptr.dtype.element_ty), mask=mask)
 
 
 @cached
-def _plan_forward(n_cols: int, activation: Activation, chip: Chip) -> tuple[Launcher, int]:
+def _plan_forward(n_cols: int, form: GateForm, chip: Chip) -> tuple[Launcher, int]:
     """Return the launcher and the programs per row."""
     block = min(BLOCK, triton.next_power_of_2(n_cols))
-    constants = {"ACTIVATION": activation, "BLOCK": block, **launch_options(block // 2, chip)}
+    constants = {**form.constants(), "BLOCK": block, **launch_options(block // 2, chip)}
     return Launcher(_forward_kernel, constants), -(-n_cols // block)
 
 
 @cached
-def _plan_backward(
-    n_cols: int, activation: Activation, needs_gate: bool, needs_up: bool, chip: Chip
-) -> tuple[Launcher, int]:
+def _plan_backward(n_cols: int, form: GateForm, needs_gate: bool, needs_up: bool, chip: Chip) -> tuple[Launcher, int]:
     """Return the launcher and the programs per row."""
     block = min(BLOCK, triton.next_power_of_2(n_cols))
-    flags = {"ACTIVATION": activation, "NEEDS_GATE": needs_gate, "NEEDS_UP": needs_up}
+    flags = {**form.constants(), "NEEDS_GATE": needs_gate, "NEEDS_UP": needs_up}
     return Launcher(_backward_kernel, {**flags, "BLOCK": block, **launch_options(block, chip)}), -(-n_cols // block)
 
 
 def _forward(
     gate: torch.Tensor,  # (..., F)
     up: torch.Tensor,  # (..., F)
-    activation: Activation,
+    form: GateForm,
 ) -> torch.Tensor:  # (..., F), contiguous
     n_cols = gate.shape[-1]
     y = contiguous_like(gate, gate.dtype)
     (gate, gate_stride), (up, up_stride) = rows_and_stride(gate), rows_and_stride(up)
-    launch, blocks = _plan_forward(n_cols, activation, chip_of(gate.device))
+    launch, blocks = _plan_forward(n_cols, form, chip_of(gate.device))
     launch((gate.numel() // n_cols * blocks, 1, 1), (gate, up, y), (gate_stride, up_stride, n_cols))
     return y
 
@@ -129,26 +182,30 @@ def _backward(
     up: torch.Tensor,  # (..., F)
     d_gate: torch.Tensor | None,  # (..., F), rows that can be viewed as (N, F)
     d_up: torch.Tensor | None,  # likewise
-    activation: Activation,
+    form: GateForm,
 ) -> None:
     """Fill d_gate and d_up, which may be gate and up themselves; None where no gradient is needed."""
     n_cols = gate.shape[-1]
     filled_gate, filled_up = (d_up if d_gate is None else d_gate), (d_gate if d_up is None else d_up)
     tensors, strides = zip(*map(rows_and_stride, (dy, gate, up, filled_gate, filled_up)), strict=True)
     flags = d_gate is not None, d_up is not None
-    launch, blocks = _plan_backward(n_cols, activation, *flags, chip_of(gate.device))
+    launch, blocks = _plan_backward(n_cols, form, *flags, chip_of(gate.device))
     launch((gate.numel() // n_cols * blocks, 1, 1), tensors, (*strides, n_cols))
 
 
-def _halves(gate: torch.Tensor, up: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-    return gate.chunk(2, dim=-1) if up is None else (gate, up)
+def gate_and_up(gate: torch.Tensor, up: torch.Tensor | None, up_first: bool = False) -> tuple[torch.Tensor, ...]:
+    """Return gate and up (..., F) of two tensors, or of one packed tensor (..., 2F)."""
+    if up is not None:
+        return gate, up
+    first, second = gate.chunk(2, dim=-1)
+    return (second, first) if up_first else (first, second)
 
 
 def _saved_tensors(ctx) -> tuple[torch.Tensor, ...]:
     """Return what the forward saved; raise in a second backward if the first one overwrote it."""
     if ctx.inplace:
         if ctx.overwritten:
-            raise RuntimeError(OVERWRITTEN.format(op="swiglu" if ctx.activation == "silu" else "geglu"))
+            raise RuntimeError(OVERWRITTEN.format(op="swiglu" if ctx.form.activation == "silu" else "geglu"))
         ctx.overwritten = True
     return ctx.saved_tensors
 
@@ -166,10 +223,10 @@ class _Gated(torch.autograd.Function):
     """act(gate) · up of two tensors, or of the two halves of gate (..., 2F) where up is None."""
 
     @staticmethod
-    def forward(ctx, gate, up, activation, inplace):
+    def forward(ctx, gate, up, form, inplace):
         ctx.save_for_backward(gate, up)
-        ctx.activation, ctx.inplace, ctx.overwritten = activation, inplace, False
-        return _forward(*_halves(gate, up), activation)
+        ctx.form, ctx.inplace, ctx.overwritten = form, inplace, False
+        return _forward(*gate_and_up(gate, up, form.up_first), form)
 
     @staticmethod
     @no_double_backward
@@ -178,22 +235,23 @@ class _Gated(torch.autograd.Function):
         needs_gate, needs_up = ctx.needs_input_grad[:2]
         d_gate = _gradient_of(gate, ctx.inplace) if needs_gate else None
         d_up = _gradient_of(up, ctx.inplace) if needs_up else None
-        d_halves = (d_gate, d_up) if up is not None else d_gate.chunk(2, dim=-1)
-        _backward(dy, *_halves(gate, up), *d_halves, ctx.activation)
+        up_first = ctx.form.up_first
+        d_halves = (d_gate, d_up) if up is not None else gate_and_up(d_gate, None, up_first)
+        _backward(dy, *gate_and_up(gate, up, up_first), *d_halves, ctx.form)
         return *(None if d is None else d.view(gate.shape) for d in (d_gate, d_up)), None, None
 
 
 def gated_activation(
     gate: torch.Tensor,  # (..., F), or (..., 2F) with both halves
     up: torch.Tensor | None,  # (..., F)
-    activation: Activation,
+    form: GateForm,
     inplace: bool,
 ) -> torch.Tensor:  # (..., F)
-    """Compute act(gate) · up with the kernels, of two tensors or of one packed tensor."""
+    """Compute scale · act(gate) · (up + up_offset) with the kernels, of two tensors or of one packed tensor."""
     if not torch.is_grad_enabled():
-        return _forward(*_halves(gate, up), activation)
+        return _forward(*gate_and_up(gate, up, form.up_first), form)
     inplace = inplace and _may_overwrite(gate, up)
-    return _Gated.apply(gate, up, activation, inplace)
+    return _Gated.apply(gate, up, form, inplace)
 
 
 def _may_overwrite(gate: torch.Tensor, up: torch.Tensor | None) -> bool:
@@ -240,8 +298,8 @@ def _are_disjoint(gate: torch.Tensor, up: torch.Tensor) -> bool:
     return bool(outer) and nested and gate.stride(-1) == 1 and width <= distance and distance + width <= outer[-1][0]
 
 
-def check_gate_and_up(op: str, gate: torch.Tensor, up: torch.Tensor | None) -> None:
-    """Raise ValueError for an odd packed width, or for gate and up of different shapes or dtypes."""
+def check_gate_and_up(op: str, gate: torch.Tensor, up: torch.Tensor | None, form: GateForm) -> None:
+    """Raise ValueError for an odd packed width, gate and up of different shapes or dtypes, or a limit that is none."""
     if up is None and gate.shape[-1] % 2:
         raise ValueError(f"{op}: the packed tensor is {tuple(gate.shape)}: expected an even last size (gate, then up)")
     if up is not None and (gate.shape != up.shape or gate.dtype != up.dtype):
@@ -249,3 +307,7 @@ def check_gate_and_up(op: str, gate: torch.Tensor, up: torch.Tensor | None) -> N
             f"{op}: gate is {tuple(gate.shape)} of {gate.dtype} and up {tuple(up.shape)} of {up.dtype}: "
             "expected the same"
         )
+    if up is not None and form.up_first:
+        raise ValueError(f"{op}: up_first is for one packed tensor; gate and up are two")
+    if form.limit is not None and not form.limit > 0:
+        raise ValueError(f"{op}: limit is {form.limit}; expected a positive number or None")

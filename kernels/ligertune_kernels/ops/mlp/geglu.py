@@ -19,16 +19,20 @@ from torch import nn
 from torch.nn import functional as F
 
 from ligertune_kernels.launcher import runs_triton
-from ligertune_kernels.ops.mlp._gated import check_gate_and_up, gated_activation
+from ligertune_kernels.ops.mlp._gated import GateForm, check_gate_and_up, gate_and_up, gated_activation
 
 Approximate = Literal["tanh", "none"]
 
 
 def geglu_reference(
-    gate: torch.Tensor, up: torch.Tensor | None = None, *, approximate: Approximate = "tanh"
+    gate: torch.Tensor,
+    up: torch.Tensor | None = None,
+    *,
+    approximate: Approximate = "tanh",
+    up_first: bool = False,
 ) -> torch.Tensor:
     """Compute `geglu` in plain torch."""
-    gate, up = gate.chunk(2, dim=-1) if up is None else (gate, up)
+    gate, up = gate_and_up(gate, up, up_first)
     wide = torch.promote_types(gate.dtype, torch.float32)
     return (F.gelu(gate.to(wide), approximate=approximate) * up.to(wide)).to(gate.dtype)
 
@@ -38,19 +42,21 @@ def geglu(
     up: torch.Tensor | None = None,  # (..., F)
     *,
     approximate: Approximate = "tanh",
+    up_first: bool = False,
     inplace: bool = False,
 ) -> torch.Tensor:  # (..., F)
     """Compute gelu(gate) · up of two tensors or of one packed tensor.
 
-    approximate: "tanh" or "none" (erf), as in torch. inplace: as in `swiglu`. Raises ValueError on mismatched shapes or
-    dtypes, or an unknown approximation.
+    approximate: "tanh" or "none" (erf), as in torch. up_first, inplace: as in `swiglu`. Raises ValueError on mismatched
+    shapes or dtypes, up_first with two tensors, or an unknown approximation.
     """
-    check_gate_and_up("geglu", gate, up)
+    form = GateForm("gelu_tanh" if approximate == "tanh" else "gelu_erf", up_first=up_first)
+    check_gate_and_up("geglu", gate, up, form)
     if approximate not in ("tanh", "none"):
         raise ValueError(f"geglu: approximate is {approximate!r}; expected 'tanh' or 'none'")
     if gate.numel() == 0 or not runs_triton(gate):
-        return geglu_reference(gate, up, approximate=approximate)
-    return gated_activation(gate, up, "gelu_tanh" if approximate == "tanh" else "gelu_erf", inplace)
+        return geglu_reference(gate, up, approximate=approximate, up_first=up_first)
+    return gated_activation(gate, up, form, inplace)
 
 
 class GeGLU(nn.Module):

@@ -26,6 +26,46 @@ def test_agrees_with_float64(op, options, shape, dtype, inplace, device) -> None
         judge_op(op, inputs, ours={"inplace": inplace}, **options)
 
 
+# gpt-oss and MiniMax M3; DeepSeek V4; Falcon-H1; packed the other way round
+FORMS = (
+    pytest.param({"alpha": 1.702, "limit": 2.5, "up_offset": 1.0}, id="clamped, with alpha and offset"),
+    pytest.param({"limit": 2.5}, id="clamped"),
+    pytest.param({"alpha": 0.3, "scale": 0.3}, id="scaled gate"),
+    pytest.param({"up_first": True}, id="up first"),
+)
+
+
+@pytest.mark.parametrize("options", FORMS)
+@pytest.mark.parametrize("inplace", [False, True])
+def test_forms_of_swiglu_agree_with_float64(options, inplace, device) -> None:
+    gate, up = (3.0 * torch.randn(4, 50, device=device) for _ in range(2))
+    packed = torch.cat((gate, up), dim=-1)
+    for inputs in [packed], *([] if "up_first" in options else [[gate, up]]):
+        judge_op(swiglu, inputs, ours={"inplace": inplace}, **options)
+    if "up_first" in options:
+        torch.testing.assert_close(swiglu(packed, **options), swiglu(up, gate), rtol=0, atol=0)
+        torch.testing.assert_close(geglu(packed, **options), geglu(up, gate), rtol=0, atol=0)
+
+
+def test_the_clamp_passes_gradients_within_its_limit_only(device) -> None:
+    """As torch's clamp does: the limit itself has a gradient, and a gate far below it, too."""
+    gate = torch.tensor([[-9.0, 2.0, 2.5, 2.6, 1.0, 1.0, 1.0]], device=device, requires_grad=True)
+    up = torch.tensor([[1.0, 1.0, 1.0, 1.0, -2.5, -2.6, 2.6]], device=device, requires_grad=True)
+    d_gate, d_up = torch.autograd.grad(swiglu(gate, up, limit=2.5).sum(), (gate, up))
+    assert (d_gate != 0).tolist() == [[True, True, True, False, True, True, True]]
+    assert (d_up != 0).tolist() == [[True, True, True, True, True, False, False]]
+    only_up = torch.autograd.grad(swiglu(gate.detach(), up, limit=2.5).sum(), up)[0]
+    torch.testing.assert_close(only_up, d_up)
+
+
+def test_options_that_make_no_sense_are_refused(device) -> None:
+    gate = torch.ones(2, 4, device=device)
+    with pytest.raises(ValueError, match=r"limit is 0\.0; expected a positive number"):
+        swiglu(gate, gate, limit=0.0)
+    with pytest.raises(ValueError, match="up_first is for one packed tensor"):
+        geglu(gate, gate, up_first=True)
+
+
 @pytest.mark.parametrize("op, options", OPS)
 def test_stays_finite_where_the_activation_saturates(op, options, device) -> None:
     gate = torch.tensor([[-1e4, -100.0, -20.0, -0.0, 0.0, 20.0, 100.0, 1e4]], device=device)
