@@ -20,8 +20,8 @@ from torch.nn import functional as F
 
 from ligertune.activations.offload import ActivationOffloader, OffloadedTensor
 from ligertune.errors import UserError
+from ligertune.patching.mlps.recognise_mlps import gate_of
 from ligertune.patching.module_patch import ModulePatch, patch_module, unpatch_module
-from ligertune.patching.recognise import is_gated_mlp
 from ligertune.patching.recompute import RecomputingLinear, is_linear
 
 _thread = threading.local()  # the running layer: a backward runs in its own thread
@@ -98,12 +98,12 @@ def require_gates(count: int, family: str, *, asked: str = "offload_gate") -> No
 
 
 def offload_gates(model: nn.Module, *, but: Iterable[nn.Module] = ()) -> int:
-    """Let the plain `gate_proj` of each gated MLP outside the layers `but` offload its output; return their number.
+    """Let the plain gate projection of each gated MLP outside the layers `but` offload its output; return their number.
 
     It no longer recomputes its input: in a checkpointed layer nothing is recomputed by itself.
     """
     others = {id(module) for layer in but for module in layer.modules()}
-    gates = [getattr(m, "gate_proj", None) for m in model.modules() if is_gated_mlp(m) and id(m) not in others]
+    gates = [gate_of(module) for module in model.modules() if id(module) not in others]
     plain = [gate for gate in gates if is_linear(gate) and "forward" not in vars(gate)]
     for gate in plain:
         if isinstance(gate, RecomputingLinear):

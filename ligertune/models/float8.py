@@ -83,7 +83,7 @@ def to_float8(model: PreTrainedModel) -> None:
     """Convert the chosen linear layers in place, keeping weights and names; on a CPU float8 is emulated.
 
     Call it after `patch` and before FSDP2, DDP or a compiled forward. The layers are no longer `nn.Linear`, so no
-    kernel overwrites their outputs in place (`patching.patch.gives_new_unseen_output`).
+    kernel overwrites their outputs in place (`patching.mlps.kernel_mlps.gives_new_unseen_output`).
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 

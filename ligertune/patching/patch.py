@@ -10,24 +10,23 @@ import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Literal
 
-import torch
-from ligertune_kernels import backend, geglu, swiglu
-from torch import Tensor, nn
+from ligertune_kernels import backend
+from torch import nn
 from transformers import PreTrainedModel
 
-from ligertune.activations.gate_offload import OffloadedGate
 from ligertune.patching.experts.kernel_experts import KernelExperts, register_experts
 from ligertune.patching.experts.recognise_experts import is_experts, recognise_experts
 from ligertune.patching.fused_loss import DeferredLossModel, KernelLossModel, LossHead, refuse_head, refuse_loss
-from ligertune.patching.module_patch import ModulePatch, has_own_hooks, patch_module, unpatch_module, wrapper_of
+from ligertune.patching.mlps.deferred_activation import KernelProduct, ProductSpec, RecomputedProduct
+from ligertune.patching.mlps.kernel_mlps import KernelExpertGate, KernelMLP, RecomputedMLP
+from ligertune.patching.mlps.recognise_mlps import GatedSpec, NotGated, is_mlp, recognise_mlp
+from ligertune.patching.module_patch import ModulePatch, patch_module, unpatch_module, wrapper_of
 from ligertune.patching.norms.kernel_norms import KernelLayerNorm, KernelNorm, RecomputedLayerNorm, RecomputedNorm
 from ligertune.patching.norms.recognise_norms import is_layer_norm, is_norm, recognise_layer_norm, recognise_norm
 from ligertune.patching.probe import Refusal
-from ligertune.patching.recognise import GatedSpec, is_gated_mlp, recognise_mlp
-from ligertune.patching.recompute import RecomputableOutput, is_linear, mark_recomputable, recompute_inputs
+from ligertune.patching.recompute import RecomputableOutput, recompute_inputs
 from ligertune.patching.rope_patch import KernelRope, is_rotary, recognise_rope
 from ligertune.planning.plan import KernelLine
 
@@ -43,57 +42,16 @@ class PatchReport:
     backend: Literal["triton", "reference"]
 
 
-class KernelMLP(ModulePatch):
-    """Mixin of a gated MLP. Its projections stay modules, so LoRA and hooks on them work."""
+@dataclass(frozen=True)
+class LayerPart:
+    """The patch of a part of a layer, and the type of spec that says so."""
 
-    patch_spec: GatedSpec
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        sources = (self.gate_up_proj,) if self.patch_spec.packed else (self.gate_proj, self.up_proj)
-        # Only the kernel reads their outputs, so its backward may write the gradients over them.
-        inplace = all(map(gives_new_unseen_output, sources))
-        return self.down_proj(self.activated(*(source(hidden_states) for source in sources), inplace=inplace))
-
-    def activated(self, *gate_and_up: Tensor, inplace: bool) -> Tensor:
-        """Return act(gate) * up (..., F)."""
-        return _gated(self.patch_spec, *gate_and_up, inplace=inplace)
+    spec: type
+    mixin: type[ModulePatch]
+    recomputed: type[ModulePatch]  # the patch with `recompute`
 
 
-class RecomputedMLP(RecomputableOutput, KernelMLP):
-    """Mixin of a gated MLP whose `down_proj` does not keep its input."""
-
-    def activated(self, *gate_and_up: Tensor, inplace: bool) -> Tensor:
-        product = super().activated(*gate_and_up, inplace=inplace)
-        return mark_recomputable(product, partial(_gated, self.patch_spec), *gate_and_up)
-
-
-class KernelExpertGate(ModulePatch):
-    """Mixin of experts that `KernelExperts` does not compute: between their two matrix products, `_apply_gate`."""
-
-    patch_spec: GatedSpec
-
-    def _apply_gate(self, gate_up_out: Tensor) -> Tensor:
-        return _gated(self.patch_spec, gate_up_out)
-
-
-def gives_new_unseen_output(module: nn.Module) -> bool:
-    """Return whether a layer's output is new memory that its backward does not need and no hook sees.
-
-    That holds for a plain nn.Linear, which keeps its weight and its input. Adapters and quantised layers are other
-    classes. Under torch.compile nothing would be gained. Each forward checks again, since adapters, hooks and wrappers
-    may come after `patch`.
-    """
-    if torch.compiler.is_compiling() or nn.modules.module._has_any_global_hook() or has_own_hooks(module):
-        return False
-    plain = is_linear(module) or isinstance(module, OffloadedGate)
-    return plain and not hasattr(module, "parametrizations")
-
-
-def _gated(spec: GatedSpec, *gate_and_up: Tensor, inplace: bool = False) -> Tensor:
-    """Return act(gate) * up (..., F) of gate and up (..., F), or of both in one tensor (..., 2F)."""
-    if spec.kernel == "swiglu":
-        return swiglu(*gate_and_up, inplace=inplace)
-    return geglu(*gate_and_up, approximate=spec.approximate, inplace=inplace)
+Mixins = tuple[type[ModulePatch], type[ModulePatch] | None]
 
 
 @dataclass(frozen=True)
@@ -106,22 +64,39 @@ class LayerKind:
     recognise: Callable[[nn.Module], Any]
     mixin: type[ModulePatch]
     recomputed: type[ModulePatch] | None = None  # the patch with `recompute`
-    gate: type[ModulePatch] | None = None  # the patch of experts whose spec is a GatedSpec
+    part: LayerPart | None = None  # what is patched of a layer that is not recognised as a whole
 
-    def mixin_for(self, recompute: Recompute) -> type[ModulePatch]:
+    def mixins_for(self, recompute: Recompute) -> Mixins:
+        """Return the patches of the whole layer and of its part."""
         wanted = recompute is True or (recompute == "norms" and self.switch == "norm")
-        return self.recomputed if wanted and self.recomputed is not None else self.mixin
+        whole = self.recomputed if wanted and self.recomputed is not None else self.mixin
+        return whole, None if self.part is None else self.part.recomputed if wanted else self.part.mixin
 
     def has_patched(self, module: nn.Module) -> bool:
-        return isinstance(module, self.mixin) or (self.gate is not None and isinstance(module, self.gate))
+        return isinstance(module, self.mixin) or (self.part is not None and isinstance(module, self.part.mixin))
 
 
 LAYER_KINDS = (
     LayerKind("rope", "apply_rope", is_rotary, recognise_rope, KernelRope),
     LayerKind("norm", "rms_norm", is_norm, recognise_norm, KernelNorm, RecomputedNorm),
     LayerKind("norm", "layer_norm", is_layer_norm, recognise_layer_norm, KernelLayerNorm, RecomputedLayerNorm),
-    LayerKind("mlp", "swiglu", is_gated_mlp, recognise_mlp, KernelMLP, RecomputedMLP),
-    LayerKind("mlp", "experts", is_experts, recognise_experts, KernelExperts, gate=KernelExpertGate),
+    LayerKind(
+        "mlp",
+        "swiglu",
+        is_mlp,
+        recognise_mlp,
+        KernelMLP,
+        RecomputedMLP,
+        LayerPart(ProductSpec, KernelProduct, RecomputedProduct),
+    ),
+    LayerKind(
+        "mlp",
+        "experts",
+        is_experts,
+        recognise_experts,
+        KernelExperts,
+        part=LayerPart(GatedSpec, KernelExpertGate, KernelExpertGate),
+    ),
 )
 
 
@@ -132,11 +107,12 @@ class _Tally:
     applied: int = 0
     already: int = 0
     left: Counter[str] = field(default_factory=Counter)
+    no_kernel_needed: Counter[str] = field(default_factory=Counter)
 
     def row(self, kernel: str) -> KernelLine:
         notes = [f"{self.already} patched before"] if self.already else []
-        notes += [f"{count} {why}" for why, count in self.left.items()]
-        if not self.applied and not self.left:
+        notes += [f"{count} {why}" for why, count in (self.left + self.no_kernel_needed).items()]
+        if not self.applied and not notes:
             notes = ["the model has none"]
         return KernelLine(kernel, self.applied, self.left.total(), "; ".join(notes))
 
@@ -169,9 +145,9 @@ def patch(
     switches = {"rope": rope, "norm": norm, "mlp": mlp}
     tallies: dict[str, _Tally] = defaultdict(_Tally)
     for kind in LAYER_KINDS:
-        mixin = kind.mixin_for(recompute) if switches[kind.switch] else None
+        mixins = kind.mixins_for(recompute) if switches[kind.switch] else None
         for module in filter(kind.found, model.modules()):
-            _patch_layer(module, kind, tallies, mixin)
+            _patch_layer(module, kind, tallies, mixins)
     for kernels in (("apply_rope",), ("rms_norm",), ("swiglu", "geglu", "experts")):
         if not tallies.keys() & set(kernels):
             tallies[kernels[0]] = _Tally()  # a row that says there are none
@@ -187,22 +163,23 @@ def patch(
     return PatchReport((*rows, _patch_loss(owner, loss)), backend(next(model.parameters()).device))
 
 
-def _patch_layer(
-    module: nn.Module, kind: LayerKind, tallies: dict[str, _Tally], mixin: type[ModulePatch] | None
-) -> None:
-    """Patch one layer and count it. mixin: None if this kind is switched off."""
+def _patch_layer(module: nn.Module, kind: LayerKind, tallies: dict[str, _Tally], mixins: Mixins | None) -> None:
+    """Patch one layer and count it. mixins: None if this kind is switched off."""
     name = type(module).__name__
     if kind.has_patched(module):
-        if mixin is not None and module.patch_mixin not in (mixin, kind.gate):
+        if mixins is not None and module.patch_mixin not in mixins:
             raise ValueError(f"{name} was patched with another `recompute`: unpatch the model first")
         tallies[module.patch_spec.kernel].applied += 1
         tallies[module.patch_spec.kernel].already += 1
         return
-    spec = Refusal("switched off") if mixin is None else kind.recognise(module)
+    spec = Refusal("switched off") if mixins is None else kind.recognise(module)
     if isinstance(spec, Refusal):
-        tallies[kind.kernel].left[f"{name}: {spec.reason}"] += 1
+        tally = tallies[kind.kernel]
+        reasons = tally.no_kernel_needed if isinstance(spec, NotGated) else tally.left
+        reasons[f"{name}: {spec.reason}"] += 1
         return
-    patch_module(module, kind.gate if kind.gate is not None and isinstance(spec, GatedSpec) else mixin, spec)
+    is_part = kind.part is not None and isinstance(spec, kind.part.spec)
+    patch_module(module, mixins[is_part], spec)
     tallies[spec.kernel].applied += 1
 
 

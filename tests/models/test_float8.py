@@ -15,7 +15,8 @@ from ligertune.attention.choice import ATTENTIONS
 from ligertune.errors import UserError
 from ligertune.hardware import Machine
 from ligertune.models.float8 import MULTIPLE_OF, float8_linears, to_float8
-from ligertune.patching.patch import gives_new_unseen_output, patch
+from ligertune.patching.mlps.kernel_mlps import gives_new_unseen_output
+from ligertune.patching.patch import patch
 from ligertune.planning.precision import check_float8, float8_notes
 from ligertune.recipe import Recipe
 

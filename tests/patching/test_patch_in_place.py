@@ -14,8 +14,9 @@ from rerun_interpreted import DEVICE
 from same_training import assert_same_training
 from torch import nn
 
-from ligertune.patching import patch as patch_module
-from ligertune.patching.patch import gives_new_unseen_output, patch
+from ligertune.patching.mlps import kernel_mlps as patch_module
+from ligertune.patching.mlps.kernel_mlps import gives_new_unseen_output
+from ligertune.patching.patch import patch
 
 
 def test_only_plain_layers_without_hooks_may_be_overwritten():

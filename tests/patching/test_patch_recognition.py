@@ -19,12 +19,12 @@ from transformers.models.nanochat.modeling_nanochat import NanoChatRMSNorm
 from transformers.models.qwen4_exp import modeling_qwen4_exp
 
 from ligertune.patching.experts.recognise_experts import ExpertsSpec, recognise_experts
+from ligertune.patching.mlps.recognise_mlps import GatedSpec, recognise_mlp
 from ligertune.patching.module_patch import patch_module, unpatch_module
 from ligertune.patching.norms.kernel_norms import KernelNorm, RecomputedNorm
 from ligertune.patching.norms.recognise_norms import NormSpec, recognise_norm
 from ligertune.patching.patch import patch
 from ligertune.patching.probe import Refusal
-from ligertune.patching.recognise import GatedSpec, recognise_mlp
 from ligertune.patching.rope_patch import KernelRope, RopeSpec, is_rotary, recognise_rope
 
 LLAMA_NORM = NormSpec("llama", 0.0, "variance_epsilon")
@@ -186,7 +186,7 @@ def test_a_forward_replaced_in_the_class_is_probed_again(monkeypatch):
     layers = (Norm(16), recognise_norm), (MLP(config), recognise_mlp), (Attention(config, 0), recognise_rope)
     assert not any(isinstance(recognise(layer), Refusal) for layer, recognise in layers)
     monkeypatch.setattr(Norm, "forward", late_eps)
-    monkeypatch.setattr(MLP, "forward", swapped)
+    monkeypatch.setattr(MLP, "forward", added)
     monkeypatch.setitem(globals(), "apply_rotary_pos_emb", rotated_backwards)
     assert all(isinstance(recognise(layer), Refusal) for layer, recognise in layers)
     monkeypatch.undo()
@@ -227,13 +227,8 @@ class ClampedMLP(LlamaMLP):
         return self.down_proj(self.act_fn(self.gate_proj(x)).clamp(max=7.0) * self.up_proj(x))
 
 
-def dropping(self, x):
-    """Differ in training mode only."""
-    return nn.functional.dropout(LlamaMLP.forward(self, x), 0.1, training=self.training)
-
-
-def swapped(self, x):
-    return self.down_proj(self.act_fn(self.up_proj(x)) * self.gate_proj(x))
+def added(self, x):
+    return self.down_proj(self.act_fn(self.gate_proj(x)) + self.up_proj(x))
 
 
 def raising(self, x):
@@ -244,7 +239,7 @@ def mlp(cls, **changes):
     return cls(tiny_models.config_of("llama", **changes))
 
 
-@pytest.mark.parametrize("forward", [ClampedMLP.forward, dropping, swapped, raising])
+@pytest.mark.parametrize("forward", [ClampedMLP.forward, added, raising])
 def test_an_mlp_that_differs_is_refused(forward):
     assert isinstance(recognise_mlp(mlp(type("OtherMLP", (LlamaMLP,), {"forward": forward}))), Refusal)
 

@@ -19,7 +19,8 @@ from torch import nn
 from ligertune.activations.checkpointing import checkpoint_layers
 from ligertune.attention.sdpa import deterministic_backward
 from ligertune.models.trainable import apply_method
-from ligertune.patching.patch import gives_new_unseen_output, patch, unpatch
+from ligertune.patching.mlps.kernel_mlps import gives_new_unseen_output
+from ligertune.patching.patch import patch, unpatch
 from ligertune.patching.recompute import mark_recomputable, recompute_inputs
 from ligertune.planning.options import MethodOptions
 

@@ -1,6 +1,6 @@
 """Recognise experts of a mixture that `ligertune_kernels`' op `experts` computes.
 
-As in `recognise`, there is no table of models: the module's own forward runs on a few numbers, with few and small
+As in `recognise_mlps`, there is no table of models: the module's own forward runs on a few numbers, with few and small
 experts, and must equal the op for exactly one activation and layout. Experts that do more than the op, but multiply
 gate and up in `_apply_gate`, are recognised by that method alone.
 """
@@ -23,6 +23,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from ligertune.patching.mlps.activations import ACTIVATIONS, MAGNITUDES, activation_of, waves
+from ligertune.patching.mlps.recognise_mlps import GatedSpec, is_mlp
 from ligertune.patching.probe import (
     Definition,
     Refusal,
@@ -34,7 +36,6 @@ from ligertune.patching.probe import (
     settings_of,
     stub,
 )
-from ligertune.patching.recognise import ACTIVATIONS, MAGNITUDES, GatedSpec, activation_of, is_gated_mlp, waves
 
 OUR_IMPLEMENTATION = "ligertune"  # value of transformers' `experts_implementation`
 WEIGHTS, BIASES = ("gate_up_proj", "down_proj"), ("gate_up_proj_bias", "down_proj_bias")
@@ -55,7 +56,7 @@ def is_experts(module: nn.Module) -> bool:
     if gate_up is not None and gate_up.ndim == 3:
         return True
     named = "experts" in type(module).__name__.lower()
-    return named and not isinstance(module, nn.ModuleList | nn.ModuleDict) and not is_gated_mlp(module)
+    return named and not isinstance(module, nn.ModuleList | nn.ModuleDict) and not is_mlp(module)
 
 
 def recognise_experts(module: nn.Module) -> ExpertsSpec | GatedSpec | Refusal:

@@ -21,9 +21,10 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from ligertune.patching.experts.kernel_experts import experts_forward
 from ligertune.patching.experts.recognise_experts import ExpertsSpec, recognise_experts
-from ligertune.patching.patch import KernelExpertGate, patch
+from ligertune.patching.mlps.kernel_mlps import KernelExpertGate
+from ligertune.patching.mlps.recognise_mlps import GatedSpec
+from ligertune.patching.patch import patch
 from ligertune.patching.probe import Refusal
-from ligertune.patching.recognise import GatedSpec
 
 CONFIG = transformers.MixtralConfig(hidden_size=32, intermediate_size=40, num_local_experts=4)
 GPT_OSS_CONFIG = transformers.GptOssConfig(hidden_size=32, intermediate_size=40, num_local_experts=4)

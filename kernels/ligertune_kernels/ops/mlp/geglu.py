@@ -25,11 +25,7 @@ Approximate = Literal["tanh", "none"]
 
 
 def geglu_reference(
-    gate: torch.Tensor,
-    up: torch.Tensor | None = None,
-    *,
-    approximate: Approximate = "tanh",
-    up_first: bool = False,
+    gate: torch.Tensor, up: torch.Tensor | None = None, *, approximate: Approximate = "tanh", up_first: bool = False
 ) -> torch.Tensor:
     """Compute `geglu` in plain torch."""
     gate, up = gate_and_up(gate, up, up_first)

@@ -35,7 +35,8 @@ def swiglu_reference(
     if limit is not None:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     activated = F.silu(gate) if alpha == 1.0 else gate * torch.sigmoid(alpha * gate)
-    return (activated * (up + up_offset) * scale).to(dtype)
+    y = activated * (up + up_offset if up_offset else up)
+    return (y if scale == 1.0 else y * scale).to(dtype)
 
 
 def swiglu(
@@ -62,9 +63,7 @@ def swiglu(
     check_gate_and_up("swiglu", gate, up, form)
     # The kernels launch at least one program; an empty tensor has none.
     if gate.numel() == 0 or not runs_triton(gate):
-        return swiglu_reference(
-            gate, up, alpha=alpha, limit=limit, up_offset=up_offset, scale=scale, up_first=up_first
-        )
+        return swiglu_reference(gate, up, alpha=alpha, limit=limit, up_offset=up_offset, scale=scale, up_first=up_first)
     return gated_activation(gate, up, form, inplace)
 
 

@@ -1,0 +1,1 @@
+"""Gated MLPs: recognition, and the mixins that compute them with our kernels."""

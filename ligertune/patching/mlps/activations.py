@@ -1,0 +1,81 @@
+"""Activations that our gated kernels compute, and how one is told by its values."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.nn.functional as F
+from ligertune_kernels.ops.mlp.geglu import geglu_reference
+from ligertune_kernels.ops.mlp.swiglu import swiglu_reference
+from torch import Tensor, nn
+
+from ligertune.patching.probe import Refusal, answer
+
+# (kernel, approximate) of a GatedSpec -> the activation that it computes
+ACTIVATIONS = {
+    ("swiglu", "none"): F.silu,
+    ("geglu", "tanh"): functools.partial(F.gelu, approximate="tanh"),
+    ("geglu", "none"): F.gelu,
+}
+ACTIVATION_NAMES = ("act_fn", "activation_fn")  # of experts
+
+
+def activation_of(module: nn.Module) -> tuple[str, tuple[str, str]] | Refusal | None:
+    """Return the attribute that holds a module's activation, and its key in ACTIVATIONS, which its values tell.
+
+    Returns None if it has no activation under a name we know.
+    """
+    name = next((name for name in ACTIVATION_NAMES if callable(getattr(module, name, None))), None)
+    if name is None:
+        return None
+    kind = kind_of(getattr(module, name))
+    return kind if isinstance(kind, Refusal) else (name, kind)
+
+
+def kind_of(function: Callable[[Tensor], Tensor]) -> tuple[str, str] | Refusal:
+    """Return the key in ACTIVATIONS of a function, which its values tell, or why there is none."""
+    if isinstance(function, nn.Module) and next(function.parameters(), None) is not None:
+        return Refusal(f"its activation {type(function).__name__} has parameters")
+    x = torch.cat(
+        [torch.linspace(-20, 20, 801, device="cpu"), torch.tensor([-1e4, 1e4], device="cpu")]
+    )  # the last two notice a clamp
+    given = answer(function, x.clone())
+    if isinstance(given, Refusal):
+        return given
+    for kind, activation in ACTIVATIONS.items():
+        if isinstance(given, Tensor) and torch.allclose(given, activation(x), rtol=1e-5, atol=1e-6):
+            return kind
+    return Refusal(f"its activation {getattr(function, '__name__', type(function).__name__)} is neither SiLU nor GELU")
+
+
+MAGNITUDES = (1.0, 30.0, 1e3, 1e4)  # one per row: a clamp anywhere below 1e4 is noticed
+
+
+def waves(x: Tensor) -> Tensor:
+    """The activation of a stub. No model has it, and it is unbounded, so that a clamp of its output is noticed."""
+    return x * torch.cos(x)
+
+
+FIRST = 64  # columns that are compared first: most activations differ there already
+
+
+def computes(
+    kind: tuple[str, str],
+    gate: Tensor,  # (..., F) float32
+    up: Tensor,  # (..., F)
+    product: Tensor,  # (..., F)
+    options: Mapping[str, float | bool],
+) -> bool:
+    """Return whether a kernel makes `product` of gate and up."""
+    for columns in (slice(FIRST), slice(None)):
+        gates, ups, products = (t[..., columns] for t in (gate, up, product))
+        if kind[0] == "swiglu":
+            ours = swiglu_reference(gates, ups, **options)
+        else:
+            ours = geglu_reference(gates, ups, approximate=kind[1])
+        # where act(gate) is almost zero its rounding counts times up
+        if not bool(((products - ours).abs() <= 1e-5 * (ours.abs() + ups.abs()) + 1e-6).all()):
+            return False
+    return True
