@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,11 @@ ACTIVATIONS = {
     ("geglu", "none"): F.gelu,
 }
 ACTIVATION_NAMES = ("act_fn", "activation_fn")  # of experts
+
+
+@dataclass(frozen=True)
+class OtherActivation(Refusal):
+    """An activation that no gated kernel computes."""
 
 
 def activation_of(module: nn.Module) -> tuple[str, tuple[str, str]] | Refusal | None:
@@ -47,7 +53,9 @@ def kind_of(function: Callable[[Tensor], Tensor]) -> tuple[str, str] | Refusal:
     for kind, activation in ACTIVATIONS.items():
         if isinstance(given, Tensor) and torch.allclose(given, activation(x), rtol=1e-5, atol=1e-6):
             return kind
-    return Refusal(f"its activation {getattr(function, '__name__', type(function).__name__)} is neither SiLU nor GELU")
+    return OtherActivation(
+        f"its activation {getattr(function, '__name__', type(function).__name__)} is neither SiLU nor GELU"
+    )
 
 
 MAGNITUDES = (1.0, 30.0, 1e3, 1e4)  # one per row: a clamp anywhere below 1e4 is noticed

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ligertune.patching.mlps.activations import ACTIVATIONS, computes
+from ligertune.patching.mlps.activations import ACTIVATIONS, OtherActivation, computes
 from ligertune.patching.mlps.deferred_activation import ProductSpec, recognise_product
 from ligertune.patching.mlps.mlp_members import (
     Member,
@@ -96,7 +96,8 @@ def recognise_mlp(module: nn.Module) -> GatedSpec | ProductSpec | Refusal:
     if not isinstance(whole, Refusal) or isinstance(whole, NotGated) or "forward" in vars(module):
         return whole
     product = recognise_product(module)
-    return whole if isinstance(product, Refusal) else product
+    says_more = not isinstance(product, Refusal) or isinstance(product, OtherActivation)
+    return product if says_more else whole
 
 
 def recognise_whole_mlp(module: nn.Module) -> GatedSpec | Refusal:
