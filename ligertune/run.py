@@ -26,6 +26,7 @@ from ligertune.launcher.run_lock import locked_folder
 from ligertune.launcher.signals import StopRequest
 from ligertune.models.load import hide_loading_bars, read_config
 from ligertune.models.load_tokenizer import check_vocabulary, load_tokenizer
+from ligertune.models.score_head import check_task
 from ligertune.models.shape import copied_shape
 from ligertune.planning.batch_layout import resolve_packing
 from ligertune.planning.make_plan import PlanInputs, make_plan, warn_of_host_memory
@@ -89,6 +90,7 @@ def plan_for(
 def _load_and_plan(recipe: Recipe, machine: Machine, progress: ProgressCallback | None, *, sharded: bool) -> Job:
     """Load everything but the weights, and make the plan. sharded: plan for FSDP, whatever fits."""
     config = read_config(recipe.model)
+    check_task(config, recipe.task)
     recipe, packing_notes = resolve_packing(recipe, **exact_packing(config))
     options = RunOptions.of(recipe)
     layout = options.layout
@@ -105,8 +107,12 @@ def _load_and_plan(recipe: Recipe, machine: Machine, progress: ProgressCallback 
         progress=progress,
         images=images,
         rows=data_rows_of(recipe),
+        classification=recipe.classification,
     )
     data.check_dropped()
+    if data.labels is not None:
+        recipe = recipe.model_copy(update={"classification": data.labels.resolved(recipe.classification)})
+        options = RunOptions.of(recipe)
     file_notes = teacher_file_notes(options.build.distill, data, config.get_text_config().vocab_size)
     lengths = None if data.streamed else data.train.lengths
     attention, padding_free = choose_batch_layout(layout, config, machine, precision, lengths=lengths)

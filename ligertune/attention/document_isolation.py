@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from ligertune.data.batching.collate import collate_packed
 from ligertune.data.examples import Example
 from ligertune.errors import UserError
+from ligertune.models.score_head import gives_scores
 from ligertune.vision.families import family_of
 
 FIRST, SECOND = 13, 11  # tokens of the two documents: small and odd
@@ -42,6 +43,8 @@ def document_leak(model: PreTrainedModel, *, multiple_of: int) -> float:
         examples = [Example(tokens, tokens, "") for tokens in (document, second)]
         batch = collate_packed(examples, pad_token_id=0, pad_to_multiple_of=multiple_of)
         del batch["labels"]
+        if gives_scores(model.config):  # one for each token, as the logits of other models
+            batch["score_rows"] = torch.arange(batch["input_ids"].numel())
         if family is not None and family.positions == "sections":  # those of the text, and of time, height and width
             batch["position_ids"] = batch["position_ids"].expand(4, 1, -1)
         logits.append(evaluate_batch(model, batch, model.device).logits[0].float())

@@ -55,6 +55,7 @@ def data(
         tokenizer = load_tokenizer(loaded.model).tokenizer
         images = load_reader(loaded.model, loaded.vision, config, tokenizer)
         how = {"seed": loaded.train.seed, "progress": display.data, "images": images, "rows": data_rows_of(loaded)}
+        how["classification"] = loaded.classification
         prepared = prepare(loaded.data, tokenizer, **how)
     shown = preview_examples(prepared)
     previews = preview(shown, tokenizer, examples, images)

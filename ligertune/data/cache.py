@@ -144,8 +144,7 @@ class CacheWriter:
         """Write `meta.json`."""
         meta = {
             "sha256": {name: digest.hexdigest() for name, digest in self._hashes.items()},
-            "files": self._names.files,
-            "image_files": self._names.image_files,
+            **self._names.as_fields(),
             "about": about,
         }
         (self._folder / _META).write_text(json.dumps(meta, indent=1), encoding="utf-8")
@@ -179,7 +178,8 @@ def _open_entry(folder: Path) -> CacheEntry | None:
         meta = json.loads((folder / _META).read_text(encoding="utf-8"))
         arrays = {name: _memory_map(folder / name, dtype) for name, dtype in ARRAYS.items()}
         hashes = {name: hashlib.sha256(array).hexdigest() for name, array in arrays.items()}
-        block = Block(**arrays, files=tuple(meta["files"]), image_files=tuple(meta["image_files"]))
+        names = {field: tuple(meta[field]) for field in ("files", "image_files", "label_names")}
+        block = Block(**arrays, **names)
         return CacheEntry(block, meta["about"]) if hashes == meta["sha256"] else None
     except (OSError, ValueError, LookupError, TypeError):
         return None

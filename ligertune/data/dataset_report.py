@@ -20,6 +20,7 @@ class DatasetReport:
     """What one data set was recognised as, and its numbers.
 
     cached: it was prepared before. sample: the numbers are those of its first rows, because it is streamed.
+    label_kind, many_labels, class_names: of the labels of a classification, as `label_formats` has them.
     """
 
     path: str
@@ -31,6 +32,9 @@ class DatasetReport:
     first_dropped: dict[str, str]  # reason -> source of the first such row
     cached: bool = False
     sample: bool = False
+    label_kind: str = ""
+    many_labels: bool = False
+    class_names: tuple[str, ...] = ()
 
     @property
     def dropped_share(self) -> float:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 ARRAYS = {
     "input_ids": "<i4", "labels": "<i4", "lengths": "<i4", "trained": "<i4", "file_of": "<i4", "line_of": "<i8",
     "n_images": "<i4", "first_length": "<i4", "first_trained": "<i4", "desirable": "<i4",
+    "n_targets": "<i4", "targets": "<f8",
 }  # fmt: skip
 _NO_LINE = -1
 
@@ -49,6 +50,7 @@ class Example(NamedTuple):
     images: tuple[str, ...] = ()  # files, in the order of the text
     first_length: int = 0  # tokens of the chosen sequence; 0: not a pair
     desirable: int = -1  # 1 or 0: whether the answer is desirable; -1: it has no label
+    targets: tuple[str | float, ...] = ()  # labels or numbers of a classification, or the margin of a pair
 
     def documents(self) -> list[Example]:
         """Return the sequences of the example: itself, or the chosen and then the rejected sequence of a pair."""
@@ -78,8 +80,11 @@ class Block:
     first_length: np.ndarray  # (N,) tokens of the chosen sequence of a pair, or 0
     first_trained: np.ndarray  # (N,) trained labels among them
     desirable: np.ndarray  # (N,) 1, 0, or -1 without a label
+    n_targets: np.ndarray  # (N,) labels or numbers of each example
+    targets: np.ndarray  # (sum of n_targets,) float64: numbers, ids of labels, or indices into label_names
     files: tuple[str, ...] = ()
     image_files: tuple[str, ...] = ()  # (sum of n_images,)
+    label_names: tuple[str, ...] = ()  # of labels that are names
 
     @classmethod
     def of(cls, examples: Iterable[Example]) -> Block:
@@ -93,6 +98,8 @@ class Block:
         trained_before = np.concatenate([[0], np.cumsum(labels != IGNORE_INDEX)])
         bounds = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
         first_ends = bounds[:-1] + first_length
+        targets = [target for example in examples for target in example.targets]
+        names = {name: index for index, name in enumerate(dict.fromkeys(t for t in targets if isinstance(t, str)))}
         return cls(
             input_ids=_concatenated([example.input_ids for example in examples]),
             labels=labels,
@@ -104,6 +111,9 @@ class Block:
             first_length=first_length,
             first_trained=(trained_before[first_ends] - trained_before[bounds[:-1]]).astype(np.int32),
             desirable=np.array([example.desirable for example in examples], dtype=np.int32),
+            n_targets=np.array([len(example.targets) for example in examples], dtype=np.int32),
+            targets=np.array([names[t] if isinstance(t, str) else t for t in targets], dtype=np.float64),
+            label_names=tuple(names),
             files=tuple(files),
             image_files=tuple(path for example in examples for path in example.images),
         )
@@ -114,7 +124,7 @@ class Block:
         names = FileNames()
         parts = [names.renumbered(block) for block in blocks] or [cls.of([])]
         arrays = {name: np.concatenate([getattr(part, name) for part in parts]) for name in ARRAYS}
-        return cls(**arrays, files=tuple(names.files), image_files=tuple(names.image_files))
+        return cls(**arrays, **names.as_fields())
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -128,6 +138,15 @@ class Block:
     def _image_ends(self) -> np.ndarray:
         return np.cumsum(self.n_images, dtype=np.int64)
 
+    @cached_property
+    def _target_ends(self) -> np.ndarray:
+        return np.cumsum(self.n_targets, dtype=np.int64)
+
+    def targets_of(self, index: int) -> tuple[float, ...]:
+        """Return the labels or numbers of an example."""
+        end = self._target_ends[index]
+        return tuple(self.targets[end - self.n_targets[index] : end].tolist())
+
     def images(self, index: int) -> tuple[str, ...]:
         """Return the image files of an example."""
         end = self._image_ends[index]
@@ -140,18 +159,27 @@ class Block:
 
 
 class FileNames:
-    """The file names of several blocks, concatenated."""
+    """The names of files and labels of several blocks, concatenated."""
 
     def __init__(self) -> None:
         self.files: list[str] = []
         self.image_files: list[str] = []
+        self._label_names: dict[str, int] = {}
 
     def renumbered(self, block: Block) -> Block:
-        """Add the names of a block, and return it with `file_of` as indices into all names."""
+        """Add the names of a block, and return it with `file_of` and `targets` as indices into all names."""
         renumbered = replace(block, file_of=block.file_of + len(self.files))
         self.files += block.files
         self.image_files += block.image_files
+        if block.label_names:
+            ids = [self._label_names.setdefault(name, len(self._label_names)) for name in block.label_names]
+            renumbered = replace(renumbered, targets=np.array(ids, dtype=np.float64)[block.targets.astype(np.int64)])
         return renumbered
+
+    def as_fields(self) -> dict[str, tuple[str, ...]]:
+        """Return the names as fields of a Block."""
+        names = {"files": self.files, "image_files": self.image_files, "label_names": self._label_names}
+        return {field: tuple(values) for field, values in names.items()}
 
 
 def _concatenated(arrays: list[np.ndarray]) -> np.ndarray:
@@ -201,6 +229,7 @@ class Examples(Sequence[Example]):
     first_lengths = cached_property(lambda self: self._gathered("first_length"))
     first_trained = cached_property(lambda self: self._gathered("first_trained"))
     desirable = cached_property(lambda self: self._gathered("desirable"))
+    n_targets = cached_property(lambda self: self._gathered("n_targets"))
     _ends = cached_property(lambda self: self._gathered("ends"))
 
     def __len__(self) -> int:
@@ -210,7 +239,7 @@ class Examples(Sequence[Example]):
         index = range(len(self))[index]
         block, row, end = self._blocks[self.block_of[index]], self._row_of[index], self._ends[index]
         span = slice(end - self.lengths[index], end)
-        more = block.images(row), int(block.first_length[row]), int(block.desirable[row])
+        more = block.images(row), int(block.first_length[row]), int(block.desirable[row]), block.targets_of(row)
         return Example(block.input_ids[span], block.labels[span], block.source(row), *more)
 
     @property
@@ -250,6 +279,8 @@ class Examples(Sequence[Example]):
         for values, absent in ((self.first_lengths, 0), (self.desirable, -1)):
             if (values != absent).any():
                 digest.update(values.astype("<i8").tobytes())
+        if self.n_targets.any():
+            digest.update(repr([example.targets for example in self]).encode())
         if self.n_images.any():
             digest.update("\n".join(path for example in self for path in example.images).encode())
         return digest.hexdigest()

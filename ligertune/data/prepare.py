@@ -14,17 +14,20 @@ import numpy as np
 from ligertune.data.cache import CacheEntry, cache_home, data_key, load_or_make
 from ligertune.data.dataset_report import DatasetReport
 from ligertune.data.examples import Block, Examples, Preparation
+from ligertune.data.labels import LabelSet, resolve_labels
 from ligertune.data.row_pipeline import RowCounts, RowPipeline, build_blocks, count_processes
 from ligertune.data.rows.data_files import display_path
-from ligertune.data.rows.sources import RecordStream
+from ligertune.data.rows.label_formats import LabelFormat
+from ligertune.data.rows.sources import RecordStream, class_names
 from ligertune.data.stream import ExampleStream, StreamedExamples
 from ligertune.errors import UserError, plural
 from ligertune.hardware import is_first_on_node, ranks_on_node
+from ligertune.planning.options import SCORE_ROWS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from ligertune.planning.options import DataOptions, DataRows, DatasetOptions
+    from ligertune.planning.options import ClassificationOptions, DataOptions, DataRows, DatasetOptions
     from ligertune.vision.reader import ImageReader
 
 # called with (path of the data set, rows done, share done) while rows are prepared
@@ -74,6 +77,7 @@ class PreparedData:
     template: str
     options: DataOptions
     eval_report: DataReport | None = None
+    labels: LabelSet | None = None  # of a classification
 
     @property
     def streamed(self) -> bool:
@@ -117,11 +121,13 @@ def prepare(
     progress: ProgressCallback | None = None,
     images: ImageReader | None = None,
     rows: DataRows = "conversations",
+    classification: ClassificationOptions | None = None,
 ) -> PreparedData:
     """Return the examples that a recipe trains and evaluates on. The same arguments give the same examples.
 
     progress: not called for data sets that are in the cache. images: the image reader of a vision-language model. rows:
-    what the task needs. Raises UserError for data that cannot be used.
+    what the task needs. classification: of rows that are texts with labels. Raises UserError for data that cannot be
+    used.
     """
     if not tokenizer.is_fast:
         raise UserError(
@@ -129,12 +135,17 @@ def prepare(
             hint="Use a tokenizer that has a tokenizer.json.",
         )
     if rows != "conversations":
-        _check_preferences(data, images)
+        _check_rows(data, rows, images)
+    if rows in SCORE_ROWS:
+        data = data.model_copy(update={"train_on": "all"})  # no answer is looked for: the whole text is scored
     preparation = Preparation(data, tokenizer, images, rows)
     load = functools.partial(_load_dataset, preparation=preparation, progress=progress or (lambda *done: None))
-    held_out, eval_report = None, None
-    if data.eval_datasets:
-        eval_sets = [load(spec) for spec in data.eval_datasets]
+    held_out, eval_report, labels = None, None, None
+    eval_sets = [load(spec) for spec in data.eval_datasets]
+    sets = [] if data.streaming else [load(spec) for spec in data.datasets]
+    if rows == "texts":
+        sets, eval_sets, labels = _with_ids(sets, eval_sets, classification)
+    if eval_sets:
         held_out = Examples(blocks=[part.block for part in eval_sets])
         eval_report = _report(eval_sets, held_out, data)
     if data.streaming:
@@ -142,7 +153,6 @@ def prepare(
         first = tuple(part.report for part in stream.sets)
         report = replace(_report([], Examples(), data), sets=first)
         return PreparedData(StreamedExamples(stream), held_out, report, stream.template, data, eval_report)
-    sets = [load(spec) for spec in data.datasets]
     train = Examples(blocks=[part.block for part in sets])
     if data.val_split:
         train, held_out = split_examples(train, data.val_split, seed=seed)
@@ -153,17 +163,34 @@ def prepare(
         train = train.select(mix_datasets(train.block_of, weights, seed=seed))
         report = replace(report, notes=(*report.notes, _mixture_note(sets, weights, train)))
     template = ", ".join(dict.fromkeys(part.report.template for part in sets))
-    return PreparedData(train, held_out, report, template, data, eval_report)
+    if labels is not None:
+        report = replace(report, notes=(*report.notes, *labels.notes))
+    return PreparedData(train, held_out, report, template, data, eval_report, labels)
 
 
-def _check_preferences(data: DataOptions, images: ImageReader | None) -> None:
-    """Raise UserError for settings that rows of preferences do not have."""
+def _with_ids(
+    sets: list[LoadedDataset], eval_sets: list[LoadedDataset], classification: ClassificationOptions
+) -> tuple[list[LoadedDataset], list[LoadedDataset], LabelSet]:
+    """Return the data sets with ids in place of the names of labels, and the labels of all."""
+    every = [*sets, *eval_sets]
+    blocks, labels = resolve_labels([part.block for part in every], [part.report for part in every], classification)
+    every = [part._replace(block=block) for part, block in zip(every, blocks, strict=True)]
+    return every[: len(sets)], every[len(sets) :], labels
+
+
+def _check_rows(data: DataOptions, rows: DataRows, images: ImageReader | None) -> None:
+    """Raise UserError for settings that rows of preferences or of a classification do not have."""
     if data.streaming:
         raise UserError(
             "data.streaming: preference pairs and answers with a label cannot be streamed.",
             hint="Write data.streaming: false.",
         )
-    if data.train_on == "all":
+    if images is not None and rows in SCORE_ROWS:
+        raise UserError(
+            "model.model_name_or_path: a vision-language model is not trained to score texts.",
+            hint="Choose a language model.",
+        )
+    if data.train_on == "all" and rows not in SCORE_ROWS:
         raise UserError(
             "data.train_on: all is not for preferences: the prompt is no answer that could be preferred.",
             hint="Write data.train_on: assistant, or last for the last turn only.",
@@ -230,7 +257,11 @@ def _build(
         progress(path, counts.rows_read, stream.share)
         add(block)
     progress(path, counts.rows_read, 1.0)
-    return {"path": path, "format": rows.format.name, "template": rows.template.name, "counts": vars(counts)}
+    about = {"path": path, "format": rows.format.name, "template": rows.template.name, "counts": vars(counts)}
+    if isinstance(rows.format, LabelFormat):
+        names = list(class_names(spec, rows.format.label))
+        about |= {"label_kind": rows.format.kind, "many_labels": rows.format.many, "class_names": names}
+    return about
 
 
 def _check_weights(sets: Sequence[LoadedDataset], weights: Sequence[float]) -> None:

@@ -26,13 +26,16 @@ import numpy as np
 from ligertune.data.examples import Block, Example, Preparation
 from ligertune.data.rows.conversation import DROP_REASONS, LENGTH_REASONS, BadRow
 from ligertune.data.rows.data_files import Record, display_path
-from ligertune.data.rows.formats import recognise_format
+from ligertune.data.rows.formats import Format, recognise_format
 from ligertune.data.rows.image_rows import ImageTokens, extract_images
+from ligertune.data.rows.label_formats import recognise_labels
 from ligertune.data.rows.preference_formats import recognise_preferences
 from ligertune.data.templates.control_tokens import ControlTokens, Rendered
 from ligertune.data.templates.label_masking import Encoded, Encoder
 from ligertune.data.templates.prompt_templates import choose_template
+from ligertune.data.templates.whole_texts import SpecialTokens, TextTemplate, labelled_at_end
 from ligertune.errors import UserError
+from ligertune.planning.options import SCORE_ROWS
 from ligertune.vision.image_files import ImageFile
 
 if TYPE_CHECKING:
@@ -89,6 +92,7 @@ class RenderedRow(NamedTuple):
     source: str
     images: list[ImageFile]
     desirable: int
+    targets: tuple[str | float, ...]
 
 
 class RowPipeline:
@@ -112,9 +116,15 @@ class RowPipeline:
         path = display_path(Path(spec.path))
         if preparation.rows == "conversations":
             self.format = recognise_format(spec.format, columns, path)
+        elif preparation.rows == "texts":
+            self.format = recognise_labels(spec.format, first, path)
         else:
             self.format = recognise_preferences(preparation.rows, spec.format, first, path)
-        self.template = choose_template(data, self.format, tokenizer, with_images=images is not None)
+        self.template = _text_template(preparation, self.format) or choose_template(
+            data, self.format, tokenizer, with_images=images is not None
+        )
+        self._special_tokens = SpecialTokens(tokenizer) if isinstance(self.template, TextTemplate) else None
+        self._scored = preparation.rows in SCORE_ROWS
         self._images = None if images is None else ImageTokens(images, data.image_dir)
         self._spec, self._data = spec, data
         self._encoder = Encoder(tokenizer)
@@ -141,6 +151,8 @@ class RowPipeline:
                 raise side
         if self._images:
             sides = [self._images.expand(side, row.images) for side in sides]
+        if self._special_tokens:
+            sides = [self._special_tokens.join(sides)]
         fitting = self._split(sides[0]) if self.format.raw else self._fit(sides, row.source, counts)
         if self.format.raw and row.images and len(fitting) > 1:  # which part shows which image is unknown
             raise BadRow("cut through an image", f"{len(sides[0].input_ids)} tokens")
@@ -150,9 +162,12 @@ class RowPipeline:
         whole = sides if self.format.raw else [side for side, kept in zip(sides, fitting, strict=True) if side is kept]
         counts.unended += any(int(side.trained[-1]) not in self._special for side in whole)
         paths = tuple(image.path for image in row.images)
+        if self._scored:
+            fitting = [labelled_at_end(side) for side in fitting]
         if len(sides) == 2:
-            return [_pair(*fitting, row.source)]
-        return [Example(part.input_ids, part.labels, row.source, paths, desirable=row.desirable) for part in fitting]
+            return [_pair(*fitting, row.source, row.targets)]
+        more = {"desirable": row.desirable, "targets": row.targets}
+        return [Example(part.input_ids, part.labels, row.source, paths, **more) for part in fitting]
 
     def _rendered(self, records: Sequence[Record], counts: RowCounts) -> Iterator[RenderedRow]:
         """Yield each row that can be used."""
@@ -172,7 +187,7 @@ class RowPipeline:
                     sides = [self._images.insert(sides[0], images)]
                 for side in sides:
                     side.text.encode()
-                yield RenderedRow(sides, record.source, images, parsed.desirable)
+                yield RenderedRow(sides, record.source, images, parsed.desirable, parsed.targets)
             except BadRow as bad:
                 self._refuse(bad, record.source, counts)
             except UnicodeEncodeError as error:
@@ -220,12 +235,25 @@ class RowPipeline:
         counts.first_dropped.setdefault(bad.reason, f"{source} ({bad.detail})" if bad.detail else source)
 
 
-def _pair(chosen: Encoded, rejected: Encoded, source: str) -> Example:
+def _text_template(preparation: Preparation, format: Format) -> TextTemplate | None:
+    """Return the template of texts to classify; None for conversations, and for texts in a chat template."""
+    wanted = preparation.data.prompt_template
+    if preparation.rows != "texts" or not format.texts:
+        return None
+    if wanted == "alpaca" or (wanted != "auto" and len(format.texts) == 2):
+        raise UserError(
+            f"data.prompt_template: {wanted} is not for rows of format {format.name}, which are used unchanged.",
+            hint="Write auto" + (", or chat to put the text into a user turn." if len(format.texts) == 1 else "."),
+        )
+    return TextTemplate() if wanted == "auto" else None
+
+
+def _pair(chosen: Encoded, rejected: Encoded, source: str, targets: tuple[float, ...] = ()) -> Example:
     """Return a preference pair as one example. Raise BadRow if both sequences are the same, for instance once cut."""
     if np.array_equal(chosen.input_ids, rejected.input_ids):
         raise BadRow("equal answers", f"within {len(chosen.input_ids)} tokens")
     ids, labels = (np.concatenate([getattr(side, name) for side in (chosen, rejected)]) for name in Encoded._fields[:2])
-    return Example(ids, labels, source, first_length=len(chosen.input_ids))
+    return Example(ids, labels, source, first_length=len(chosen.input_ids), targets=targets)
 
 
 # 256 Alpaca records take 30 ms: short compared with the whole, long compared with the way to a worker and back (2 ms)

@@ -22,6 +22,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
     GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
@@ -41,6 +42,7 @@ from ligertune.models.model_files import (
     shape_error,
     stored_shapes,
 )
+from ligertune.models.score_head import gives_scores, is_outside_backbone
 from ligertune.vision.families import family_of, has_vision
 
 if TYPE_CHECKING:
@@ -131,6 +133,8 @@ def _truncate(config: PreTrainedConfig, depth: int) -> None:
 
 def auto_class(config: PreTrainedConfig) -> type:
     """Return transformers' auto class for a configuration. AutoModelForCausalLM drops or refuses the vision tower."""
+    if gives_scores(config):
+        return AutoModelForSequenceClassification
     return AutoModelForImageTextToText if has_vision(config) else AutoModelForCausalLM
 
 
@@ -178,7 +182,9 @@ def build_model(
             return four_bit_experts.random_in_four_bits(skeleton, config, seed=seed, dtype=dtype, **options)
     if four_bits:
         four_bit_experts.refuse_quantised(spec.model_name_or_path, config, skeleton, origin)
-    model = _pretrained_model(spec, config, skeleton, origin, dtype=dtype, **options)
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)  # of a score head that the checkpoint does not have
+        model = _pretrained_model(spec, config, skeleton, origin, dtype=dtype, **options)
     return model if "device_map" in options else model.to(device)
 
 
@@ -286,13 +292,15 @@ def _pretrained_model(
                 hint="Convert them to model.safetensors.",
             ) from problem.__cause__
         raise shape_error(name, skeleton, shapes, origin) or problem from problem.__cause__
-    missing = sorted(found["missing_keys"])
+    new_head = gives_scores(config)  # of a causal language model: it starts random, and the output head is left out
+    missing = sorted(key for key in found["missing_keys"] if not (new_head and is_outside_backbone(key, skeleton)))
     if missing:
         raise origin.error(
             f"{name} lacks {len(missing)} of the model's weights ({_shown(missing)}).",
             hint="Missing weights would start random. Is this the checkpoint of a complete causal language model?",
         )
-    extra = sorted(key for key in found["unexpected_keys"] if not _may_be_left(key, spec, config))
+    unexpected = (key for key in found["unexpected_keys"] if not _may_be_left(key, spec, config))
+    extra = sorted(key for key in unexpected if not (new_head and is_outside_backbone(key, skeleton)))
     if extra:
         raise origin.error(
             f"{name} holds {plural(len(extra), 'weight')} that the model of its config.json does not have"

@@ -19,13 +19,14 @@ from ligertune.errors import UserError
 from ligertune.models.load import auto_class, build_model, read_config, whole_model
 from ligertune.models.load_tokenizer import read_tokenizer
 from ligertune.models.model_files import ADAPTER_CONFIG, ModelOrigin, check_adapter, loading, read_json, stored_shapes
+from ligertune.models.score_head import gives_scores, make_scored_as_saved
 from ligertune.planning.options import ModelOptions, TokenizerOptions
 from ligertune.storage import put_in_place, remove, writing
 from ligertune.vision.reader import save_processor
 
 if TYPE_CHECKING:
     from torch import nn
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     from ligertune.vision.reader import ImageReader
 
@@ -52,6 +53,8 @@ def write_model(
     remove(aside)
     # Without this option peft asks the hub whether the embedding was resized.
     options = {"save_embedding_layers": False} if hasattr(model, "peft_config") else {}
+    if gives_scores(model.config) and tokenizer.pad_token_id is not None:  # the score is read before padding
+        model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
     state_dict = state_dict and without_tied(model, state_dict)
     with _plain_adapter(model, state_dict) as weights:
         model.save_pretrained(aside, state_dict=weights, **options)
@@ -155,6 +158,14 @@ def saved_spec(name: str, *, trust_remote_code: bool, tokenizer: str | None = No
     )
 
 
+def read_saved_config(name: str, spec: ModelOptions, origin: ModelOrigin = SAVED_MODEL) -> PreTrainedConfig:
+    """Return the configuration of a folder or hub id; of an adapter, that of the model which it adapts."""
+    config, folder = read_config(spec, origin), Path(name).expanduser()
+    if is_adapter(folder):
+        make_scored_as_saved(config, folder, origin)
+    return config
+
+
 def load_saved(
     name: str, *, trust_remote_code: bool, tokenizer: str | None = None, origin: ModelOrigin = SAVED_MODEL
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -163,7 +174,7 @@ def load_saved(
     tokenizer: the folder of another tokenizer than the model's.
     """
     spec = saved_spec(name, trust_remote_code=trust_remote_code, tokenizer=tokenizer)
-    config = read_config(spec, origin)
+    config = read_saved_config(name, spec, origin)
     loaded = read_tokenizer(spec, origin)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = config.dtype or torch.float32
@@ -183,7 +194,7 @@ def load_plain(folder: Path, *, trust_remote_code: bool, base: PreTrainedModel |
     if not is_adapter(folder):
         return _load_plain_model(str(folder), trust_remote_code)
     check_adapter(folder, SAVED_MODEL)
-    base = base or _load_plain_model(adapter_base_model(folder), trust_remote_code)
+    base = base or _load_plain_model(adapter_base_model(folder), trust_remote_code, folder)
     import peft  # takes seconds
 
     with loading(SAVED_MODEL, f"{folder} holds no adapter of this model"), warnings.catch_warnings():
@@ -191,13 +202,16 @@ def load_plain(folder: Path, *, trust_remote_code: bool, base: PreTrainedModel |
         return peft.PeftModel.from_pretrained(base, folder)
 
 
-def _load_plain_model(name: str, trust_remote_code: bool) -> PreTrainedModel:
+def _load_plain_model(name: str, trust_remote_code: bool, adapter: Path | None = None) -> PreTrainedModel:
     spec = saved_spec(name, trust_remote_code=trust_remote_code)
     options = {"trust_remote_code": trust_remote_code}
     if torch.cuda.is_available():
         options["device_map"] = {"": "cuda"}
+    config = read_config(spec, SAVED_MODEL)
+    if adapter is not None:
+        make_scored_as_saved(config, adapter, SAVED_MODEL)
     with loading(SAVED_MODEL, f"the weights of {name} could not be loaded"):
-        return auto_class(read_config(spec, SAVED_MODEL)).from_pretrained(name, **options)
+        return auto_class(config).from_pretrained(name, config=config, **options)
 
 
 def read_saved_tokenizer(folder: Path, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:
@@ -212,7 +226,7 @@ def merge_saved_adapter(
     from ligertune.models.adapters.lora import load_adapter, merged_model  # imports peft, which takes seconds
 
     spec = saved_spec(str(folder), trust_remote_code=trust_remote_code)
-    config = read_config(spec, origin)
+    config = read_saved_config(str(folder), spec, origin)
     tokenizer = read_tokenizer(spec, origin)
     model = whole_model(spec, config, through_four_bits=through_four_bits, origin=origin)
     return merged_model(load_adapter(model, str(folder), origin)), tokenizer

@@ -10,6 +10,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ligertune.models.experts.experts_shape import expert_stacks, full_shape, read_experts
+from ligertune.models.score_head import score_head
 from ligertune.planning.memory.model_shape import (
     DTYPE_BYTES,
     FrozenModelShape,
@@ -99,9 +100,19 @@ def _head_dim(config: PreTrainedConfig) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
+def base_of(model: PreTrainedModel) -> PreTrainedModel:
+    """Return the transformers model inside a PEFT model; any other model itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def output_head(model: PreTrainedModel) -> nn.Module | None:
+    """Return the output head, or the score head of a model that has none."""
+    return model.get_output_embeddings() or score_head(base_of(model))
+
+
 def parameter_kinds(model: PreTrainedModel) -> tuple[tuple[ParameterKind, int], ...]:
     """Return (kind, number of parameters) for each kind of parameter. Tied parameters are counted once."""
-    ends = [model.get_input_embeddings(), model.get_output_embeddings()]
+    ends = [model.get_input_embeddings(), output_head(model)]
     outside = {id(p) for module in ends if module is not None for p in module.parameters()}
     linear = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear)}
     stacks = expert_stacks(model, model.config.get_text_config()).values()
@@ -122,7 +133,7 @@ def parameter_kinds(model: PreTrainedModel) -> tuple[tuple[ParameterKind, int], 
 
 def _matmul_sizes(model: PreTrainedModel) -> list[tuple[int, nn.Parameter]]:
     """Return (elements that multiply a token, parameter) of every weight matrix. Inactive experts do not count."""
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    embedding, head, scores = model.get_input_embeddings(), model.get_output_embeddings(), score_head(base_of(model))
     stacks, sizes = expert_stacks(model, model.config.get_text_config()), []
     family = family_of(model.config)
     for name, parameter in model.named_parameters():
@@ -132,6 +143,8 @@ def _matmul_sizes(model: PreTrainedModel) -> list[tuple[int, nn.Parameter]]:
         full = full_shape(parameter)
         if len(full) < 2 or parameter is embedding.weight or (stack and name.endswith("bias")):
             continue
+        if scores is not None and parameter is scores.weight:
+            continue  # it multiplies one token of each text
         sizes.append((math.prod(full) if stack is None else round(math.prod(full) * stack.active_share), parameter))
     if head is not None and head.weight is embedding.weight:
         sizes.append((head.weight.numel(), head.weight))
@@ -164,7 +177,7 @@ def text_layers(model: PreTrainedModel) -> nn.ModuleList | None:
 
 def _layers_without_backward(model: PreTrainedModel) -> list[nn.Module]:
     """Return the first decoder layers that have no backward: neither they nor anything before them trains."""
-    layers, embedding, head = text_layers(model), model.get_input_embeddings(), model.get_output_embeddings()
+    layers, embedding, head = text_layers(model), model.get_input_embeddings(), output_head(model)
     if layers is None:
         return []
     siblings = next([*m.children()] for m in model.modules() if any(child is layers for child in m.children()))
@@ -243,6 +256,9 @@ def _norm_inputs(layer: nn.Module, query: int, key: int) -> int:
 
 def _head_shape(model: PreTrainedModel) -> HeadShape | None:
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if head is None and score_head(base_of(model)) is not None:
+        trains = any(p.requires_grad for p in embedding.parameters())
+        return HeadShape(*embedding.weight.shape, head_trains=False, embedding_trains=trains, gives_scores=True)
     if head is None:
         return None
     weights = [p for p in head.parameters() if p.ndim == 2]

@@ -149,7 +149,7 @@ def estimate_memory(
     There is also none for Medusa heads whose logits are materialised, and for heads that several ranks share.
     """
     model, data, precision = inputs.model, inputs.data, inputs.precision
-    applied, loss_kernel = model.applied_kernels, LOSS_KERNELS[recipe.task]
+    applied, loss_kernel = model.applied_kernels, LOSS_KERNELS.get(recipe.task, "")
     shape, policy = model.shape, choose_policy(recipe, model.attn_implementation, applied, loss_kernel=loss_kernel)
     if shape.layer is None or shape.head is None or (shape.heads and (shards > 1 or not policy.fused_loss)):
         return None

@@ -24,6 +24,8 @@ MedusaOptions = train_sections.MedusaSpec
 PreferenceOptions = train_sections.PreferenceSpec
 DistillOptions = train_sections.DistillSpec
 LrGroupOptions = train_sections.LrGroupSpec
+ClassificationOptions = train_sections.ClassificationSpec
+RewardOptions = train_sections.RewardSpec
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,10 @@ class ExecutionOptions:
     neftune_noise_alpha: float | None
 
 
-DataRows = Literal["conversations", "pairs", "labelled"]
+# texts: with labels of a classification; reward_pairs: pairs whose whole texts are scored
+DataRows = Literal["conversations", "pairs", "labelled", "texts", "reward_pairs"]
+SCORE_ROWS = ("texts", "reward_pairs")  # a model scores each sequence as a whole, at its last token
+SCORE_TASKS = ("classification", "reward")  # tasks that train such a model: *ForSequenceClassification
 RowKind = Literal["packed", "grouped", "shuffled"]
 MAX_COMPILED_LENGTHS = 8  # torch.compile and CUDA graphs make one graph per length
 
@@ -97,7 +102,7 @@ class BatchLayoutOptions:
 class BuildOptions:
     """Everything that decides which model is built, and what is patched into it."""
 
-    task: Literal["sft", "medusa", "dpo", "distill"]
+    task: Literal["sft", "medusa", "dpo", "distill", "classification", "reward"]
     seed: int
     model: ModelOptions
     method: MethodOptions
@@ -106,6 +111,8 @@ class BuildOptions:
     medusa: MedusaOptions
     preference: PreferenceOptions
     distill: DistillOptions
+    classification: ClassificationOptions
+    reward: RewardOptions
     execution: ExecutionOptions
     lr_groups: tuple[LrGroupOptions, ...] = ()
 
@@ -139,6 +146,8 @@ class RunOptions:
                 preference=recipe.preference,
                 distill=recipe.distill,
                 lr_groups=train.lr_groups,
+                classification=recipe.classification,
+                reward=recipe.reward,
                 execution=ExecutionOptions(**{name: getattr(train, name) for name in ExecutionOptions.__annotations__}),
             ),
             data_options=recipe.data,
@@ -152,7 +161,9 @@ class RunOptions:
 
 
 def data_rows_of(recipe: Recipe | BuildOptions) -> DataRows:
-    """Return which rows the data must have: conversations, pairs of answers, or answers with a label (KTO)."""
+    """Return which rows the data must have, by the task and, for dpo, its loss."""
+    if recipe.task in SCORE_TASKS:
+        return "texts" if recipe.task == "classification" else "reward_pairs"
     if recipe.task != "dpo":
         return "conversations"
     return "labelled" if recipe.preference.loss_type == "kto" else "pairs"

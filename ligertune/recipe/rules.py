@@ -91,6 +91,11 @@ READ_BY_LOSSES = {
     "reference": "sigmoid|ipo|hinge|robust|kto",
 }
 CHANGES_WEIGHTS = "olora|pissa|pissa_niter_4|pissa_niter_16"
+# keys that only one of the tasks with a score head reads
+SCORE_KEYS = {
+    "classification": tuple(f"classification.{key}" for key in ("num_labels", "problem_type", "labels")),
+    "reward": ("reward.center_rewards_coefficient",),
+}
 MEDUSA_STAGE_1 = "medusa.stage: 1, task: medusa"
 ADAPTER = "method.type: lora|qlora"
 DEEPSPEED = "parallel.strategy: deepspeed_zero2|deepspeed_zero3"
@@ -256,6 +261,22 @@ RULES = (
     Rule("preference.reference: copy, parallel.strategy: fsdp, task: dpo",
          "{0} is copy, which needs a whole model on each process, and {1} is fsdp, which shards it. "
          "Write preference.reference: precompute."),
+    # ---- sequence classification and reward models
+    *(
+        Rule(f"{key}: not null, task: not {task}",
+             f"{{0}} is read with task: {task} only, and {{1}} is {{v[1]}}. Write task: {task}, or leave {{0}} out.")
+        for task, keys in SCORE_KEYS.items() for key in keys
+    ),
+    Rule("classification.num_labels: not null, classification.labels: not null",
+         "{0} is {v[0]}, and {1} has another number of names. Leave {0} out.",
+         also=lambda recipe: recipe.classification.num_labels != len(recipe.classification.labels)),
+    Rule("classification.labels: not null",
+         "{0} has a name twice. Give each label another name.",
+         also=lambda recipe: len(set(recipe.classification.labels)) < len(recipe.classification.labels)),
+    Rule("eval.sample_prompts, task: classification|reward",
+         "{0} are answered by a model that writes text, and {1} is {v[1]}. Leave {0} out."),
+    Rule("data.streaming, task: classification|reward",
+         "{0} reads the data during training, and {1}: {v[1]} needs all of it before. Write data.streaming: false."),
     # ---- kernels
     Rule("kernels.attention: true, model.attn_implementation: not auto, kernels.enabled: not false",
          f"{{0}} is an attention implementation, and {{1}} names another. {ONE_OUT}"),
@@ -307,6 +328,7 @@ RULES = (
         ("task: medusa", "{1}: medusa changes the weights of the head losses between steps"),
         ("task: distill", "{1}: distill runs the teacher in between"),
         ("task: dpo", "{1}: dpo has another number of answers in each batch"),
+        ("task: classification|reward", "{1}: {v[1]} has another number of texts in each batch"),
     ),
     *_each(
         "{0} {why}",

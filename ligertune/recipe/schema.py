@@ -27,7 +27,16 @@ from ligertune.recipe.section import (
     Text,
     convert_by,
 )
-from ligertune.recipe.train_sections import CheckpointSpec, DistillSpec, EvalSpec, MedusaSpec, PreferenceSpec, TrainSpec
+from ligertune.recipe.train_sections import (
+    CheckpointSpec,
+    ClassificationSpec,
+    DistillSpec,
+    EvalSpec,
+    MedusaSpec,
+    PreferenceSpec,
+    RewardSpec,
+    TrainSpec,
+)
 
 
 class TokenizerSpec(Section):
@@ -149,8 +158,9 @@ class DatasetSpec(Section):
     format: Literal[
         "auto", "alpaca", "sharegpt", "messages", "prompt_completion", "text", "llava",
         "prompt_pairs", "question_pairs", "alpaca_pairs", "sharegpt_pairs", "messages_pairs", "pairs",
+        "text_label", "texts_label", "messages_label",
     ] = "auto"  # fmt: skip
-    """Row format; auto: recognised by the columns. The names with pairs are for task: dpo."""
+    """Row format; auto: recognised by the columns. Names with pairs: task dpo or reward; with label: classification."""
     columns: dict[str, str] = Field({})
     """Columns to rename, as {expected: actual}."""
     max_samples: PositiveInt | None = None
@@ -269,8 +279,8 @@ class Recipe(Section):
 
     version: Literal[1] = 1
     """Version of the recipe format."""
-    task: Literal["sft", "medusa", "dpo", "distill"] = "sft"
-    """sft: supervised fine-tuning; medusa: Medusa heads; dpo: preference optimisation; distill: from a teacher."""
+    task: Literal["sft", "medusa", "dpo", "distill", "classification", "reward"] = "sft"
+    """sft: fine-tuning; medusa: Medusa heads; dpo: preferences; distill: from a teacher; classification; reward."""
     # each section's description is the docstring of its class
     model: ModelSpec
     kernels: KernelsSpec = KernelsSpec()
@@ -286,6 +296,8 @@ class Recipe(Section):
     medusa: MedusaSpec = MedusaSpec()
     preference: PreferenceSpec = PreferenceSpec()
     distill: DistillSpec = DistillSpec()
+    classification: ClassificationSpec = ClassificationSpec()
+    reward: RewardSpec = RewardSpec()
 
     _origin: Origin = PrivateAttr(Origin())
 

@@ -299,6 +299,24 @@ class PreferenceSpec(Section):
     """Where reference log-probabilities come from: precompute (before training), adapter (LoRA switched off), copy."""
 
 
+class ClassificationSpec(Section):
+    """Sequence classification; read with task: classification."""
+
+    num_labels: PositiveInt | None = None
+    """Number of labels, or of numbers to predict; null: from the data."""
+    problem_type: Literal["single_label_classification", "multi_label_classification", "regression"] | None = None
+    """Loss: cross-entropy, one binary cross-entropy per label, or squared error; null: from the labels."""
+    labels: NameList | None = None
+    """Names of the labels in the order of their ids; null: from the data, sorted."""
+
+
+class RewardSpec(Section):
+    """Reward model; read with task: reward."""
+
+    center_rewards_coefficient: NonNegativeFloat | None = None
+    """Weight of the squared sum of a pair's rewards, which keeps rewards near 0; null: without."""
+
+
 class DistillSpec(Section):
     """Distillation from a teacher model; read with task: distill."""
 

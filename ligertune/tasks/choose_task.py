@@ -18,6 +18,8 @@ from ligertune.tasks.output_head import adapted_model
 from ligertune.tasks.preference.kto_task import KtoTask
 from ligertune.tasks.preference.preference_task import PreferenceTask
 from ligertune.tasks.preference.reference import choose_reference
+from ligertune.tasks.scores.classification_task import ClassificationTask
+from ligertune.tasks.scores.reward_task import RewardTask
 from ligertune.tasks.task import AUX_LOSS, Measures, Task
 
 
@@ -26,12 +28,16 @@ def choose_task(plan: Plan, model: nn.Module) -> Task:
     if isinstance(model, MedusaModel):
         return _medusa(plan, model)
     shape = read_shape(model)
+    device = next(model.parameters()).device
+    if plan.build.task == "classification":
+        return ClassificationTask(shape, plan.build.classification, device)
+    if plan.build.task == "reward":
+        return RewardTask(shape, plan.build.reward, device)
     if plan.build.task == "distill":
         _open_loss(model, plan.build.task)
         return (OfflineDistillTask if plan.build.distill.teacher_file else DistillTask)(shape, plan)
     if plan.build.task == "dpo":
         _open_loss(model, plan.build.task)
-        device = next(model.parameters()).device
         if plan.build.preference.loss_type == "kto":
             return KtoTask(shape, plan, choose_reference(plan, model), device)
         return PreferenceTask(shape, plan.build.preference, choose_reference(plan, model), device)

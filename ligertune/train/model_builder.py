@@ -22,12 +22,14 @@ from ligertune.decode.medusa_run import with_heads
 from ligertune.models.compile import compile_layers
 from ligertune.models.float8 import float8_linears, to_float8
 from ligertune.models.load import build_model, read_config
+from ligertune.models.score_head import gives_scores, prepare_config
 from ligertune.models.shape import read_shape
 from ligertune.models.trainable import apply_method
 from ligertune.patching.patch import patch
-from ligertune.planning.options import BuildOptions
+from ligertune.planning.options import SCORE_TASKS, BuildOptions
 from ligertune.planning.plan import LOSS_KERNELS, BuiltModel, KernelLine, Plan
 from ligertune.tasks.medusa.medusa_shape import MedusaShape
+from ligertune.tasks.scores.document_scores import check_scores, patch_scores
 from ligertune.train.checks import why_not_padding_free
 from ligertune.train.optim.parameter_groups import check_lr_groups
 from ligertune.vision.families import prepare_vision
@@ -42,14 +44,17 @@ def preview_model(
 
     device: the type of device that the run will use. Raises UserError for settings that the model does not support.
     """
-    implementation = attention.implementation or options.model.attn_implementation
+    implementation, head_notes = (
+        attention.implementation or options.model.attn_implementation,
+        _head_notes(options, config),
+    )
     model, kernels = _load_and_patch(options, config, implementation, dtype=torch.bfloat16, device="meta")
     if options.execution.fp8:
         kernels += (KernelLine("float8_linear", *float8_linears(model).counts()),)
     checkpointing = options.execution.gradient_checkpointing
     if checkpointing in ("offload_gate", "offload_both"):
         require_gates(offload_gates(model), model.config.model_type, asked=checkpointing)
-    implementation, notes = model.config._attn_implementation, _adapter_notes(options, model)
+    implementation, notes = model.config._attn_implementation, (*head_notes, *_adapter_notes(options, model))
     model = apply_method(model, options.method, fused=options.kernels.fuses_lora)
     kernels += _adapter_lines(options, model)
     check_lr_groups(model, [group.parameters for group in options.lr_groups])
@@ -79,6 +84,9 @@ def trained_model(
     if change is not None:
         change(model)
     prepare_masks(model)
+    if options.task in SCORE_TASKS:
+        with accelerator.autocast():
+            check_scores(model)
     if plan.rows.is_padding_free:
         with accelerator.autocast():
             why = why_not_padding_free(plan, model)
@@ -105,21 +113,32 @@ def _load_and_patch(
     options: BuildOptions, config: PreTrainedConfig, attention: str, *, dtype: torch.dtype, device: torch.device | str
 ) -> tuple[PreTrainedModel, tuple[KernelLine, ...]]:
     """Return the model with frozen vision parts and our kernels, and one line per kernel. attention: its name."""
+    prepare_config(config, options)
     spec = options.model.model_copy(update={"attn_implementation": attention})
     four_bits = options.method.type == "qlora"
     model = build_model(spec, config, dtype=dtype, device=device, seed=options.seed, four_bits=four_bits)
     lines: tuple[KernelLine, ...] = ()
     wanted = options.kernels
     if wanted.enabled is not False:
-        # Medusa computes the losses of its heads itself, and does not use the model's own loss.
-        loss = "torch" if options.task == "medusa" else wanted.loss
+        # Medusa and score heads have losses of their own, and do not use the model's.
+        own_loss = options.task == "medusa" or options.task in SCORE_TASKS
+        loss = "torch" if own_loss else wanted.loss
         switches = {"rope": wanted.rope, "norm": wanted.norm, "mlp": wanted.mlp}
         report = patch(model, **switches, loss=loss, recompute=wanted.recompute)
-        kernel = {"linear_cross_entropy": LOSS_KERNELS[options.task]}
+        kernel = {"linear_cross_entropy": LOSS_KERNELS.get(options.task, "linear_cross_entropy")}
         lines = tuple(replace(row, kernel=kernel.get(row.kernel, row.kernel)) for row in report.rows)
-        lines = tuple(line for line in lines if options.task != "medusa" or line.kernel != LOSS_KERNELS["medusa"])
+        lines = tuple(line for line in lines if not own_loss or line.kernel != kernel["linear_cross_entropy"])
+    if options.task in SCORE_TASKS:
+        patch_scores(model)
     prepare_vision(model, options.vision)
     return model, lines
+
+
+def _head_notes(options: BuildOptions, config: PreTrainedConfig) -> tuple[str, ...]:
+    """Return a note about the score head of a model that has none yet."""
+    if options.task not in SCORE_TASKS or gives_scores(config):
+        return ()
+    return ("the model writes text: its output head is left out, and a new score head starts random (train.seed)",)
 
 
 def _adapter_notes(options: BuildOptions, model: PreTrainedModel) -> tuple[str, ...]:

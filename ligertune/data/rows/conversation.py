@@ -54,6 +54,8 @@ DROP_REASONS: dict[str, str] = {
     "equal answers": "the chosen and the rejected answer are the same, so neither can be preferred",
     "equal scores": "the scores of the chosen and the rejected answer are equal: neither is preferred",
     "no label": "the label is neither 1 nor 0, neither true nor false",
+    "label of another kind": "the label is null, negative, or of another kind than the labels of the first rows",
+    "margin is not a number": "the column `margin` of a pair must hold a number",
     "no trained token": "all its answers have weight 0, or the tokenizer merged them into the prompt",
     "too long": "more than data.max_length tokens, with data.on_overlength: drop",
     "cut before the answer": "no trained token is left within data.max_length, with on_overlength: truncate",
@@ -123,6 +125,7 @@ class ParsedRow(NamedTuple):
 
     conversations: tuple[Conversation, ...]
     desirable: int = -1  # 1 or 0 for an answer with a label, -1 without
+    targets: tuple[str | float, ...] = ()  # labels or numbers of a classification, or the margin of a pair
 
 
 # the roles that may follow each role; None is the beginning

@@ -7,6 +7,7 @@ trained.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ from typing import Any, Literal
 from ligertune.data.rows.conversation import BadRow, Conversation, Message, ParsedRow
 from ligertune.data.rows.data_files import Record
 from ligertune.data.rows.formats import FORMATS, OTHER_NAMES, Format, checked, recognise_format
+from ligertune.data.rows.label_formats import LABEL_FORMATS
 from ligertune.data.rows.turns import RowReader, parse_tools
 from ligertune.errors import UserError
 
@@ -28,7 +30,12 @@ _HH_TURN = re.compile(r"\n\n(Human|Assistant):")  # of Anthropic's hh-rlhf
 
 @dataclass(frozen=True)
 class PairFormat(Format):
-    """A format of preference pairs. `read` returns the prompt: no turns if it is in both answers."""
+    """A format of preference pairs. `read` returns the prompt: no turns if it is in both answers.
+
+    reads_margin: the column `margin`, by which the rewards should differ, is read.
+    """
+
+    reads_margin: bool = False
 
     def parse(self, record: Record, repairs: list[str] | None = None) -> ParsedRow:
         """Return the chosen and the rejected conversation. Raises BadRow for a pair without a preference."""
@@ -43,7 +50,7 @@ class PairFormat(Format):
         chosen, rejected = (checked(Conversation(side, prompt.tools), reader, repairs) for side in sides)
         if chosen == rejected:
             raise BadRow("equal answers")
-        return ParsedRow((chosen, rejected))
+        return ParsedRow((chosen, rejected), targets=_margin(row) if self.reads_margin else ())
 
 
 @dataclass(frozen=True)
@@ -61,6 +68,15 @@ class LabelledFormat(Format):
         if self.name != "prompt_completion":  # the prompt of this format is marked
             messages = (*(replace(turn, trained=False) for turn in messages[:-1]), messages[-1])
         return ParsedRow((Conversation(messages, conversation.tools),), desirable)
+
+
+def _margin(row: dict[str, Any]) -> tuple[float, ...]:
+    margin = row.get("margin")
+    if margin is None:
+        return ()
+    if not isinstance(margin, int | float) or not math.isfinite(margin):
+        raise BadRow("margin is not a number", f"{margin!r:.40}")
+    return (float(margin),)
 
 
 def _answer(row: dict[str, Any], column: str, reader: RowReader) -> list[Message] | str:
@@ -149,7 +165,7 @@ def _instruction(row: dict[str, Any], reader: RowReader) -> Conversation:
     return Conversation(tuple(reader.instruction(row)))
 
 
-_MORE = ("system", "tools", *(name for names in SCORE_COLUMNS for name in names))
+_MORE = ("system", "tools", "margin", *(name for names in SCORE_COLUMNS for name in names))
 
 
 def _pairs(name: str, column: str | None, template: Literal["chat", "plain"], *, is_text: bool = False) -> PairFormat:
@@ -175,7 +191,7 @@ LABELLED_FORMATS = tuple(
 
 
 def recognise_preferences(
-    rows: Literal["pairs", "labelled"], name: str, first: Sequence[Record], path: str
+    rows: Literal["pairs", "labelled", "reward_pairs"], name: str, first: Sequence[Record], path: str
 ) -> PairFormat | LabelledFormat:
     """Return the format of data from its first records: their columns, and whether answers are texts or turns.
 
@@ -184,9 +200,10 @@ def recognise_preferences(
     _check_format_name(rows, name)
     columns = {column for record in first for column in record.row}
     found = ", ".join(sorted(columns)) or "none"
-    if rows == "pairs":
-        _check_is_pairs(columns, found, path)
+    if rows != "labelled":
+        _check_is_pairs(rows, columns, found, path)
         format = recognise_format(name, columns, path, PAIR_FORMATS)
+        format = replace(format, reads_margin=rows == "reward_pairs")
         answer = _first_value("chosen", first)
         is_text = isinstance(answer, str) and not (format.name == "pairs" and _is_hh(answer))
         if is_text and format.name == "pairs" and name == "auto":
@@ -202,17 +219,25 @@ def _first_value(column: str, first: Sequence[Record]) -> Any:
     return next((record.row[column] for record in first if record.row.get(column) is not None), None)
 
 
-def _check_format_name(rows: Literal["pairs", "labelled"], name: str) -> None:
-    names = ["auto", *(row.name for row in (PAIR_FORMATS if rows == "pairs" else LABELLED_FORMATS))]
+# what rows are needed by, in messages
+_NEEDS = {
+    "pairs": "task: dpo needs pairs",
+    "reward_pairs": "task: reward needs pairs",
+    "labelled": "preference.loss_type: kto needs answers with a label",
+}
+
+
+def _check_format_name(rows: str, name: str) -> None:
+    names = ["auto", *(row.name for row in (LABELLED_FORMATS if rows == "labelled" else PAIR_FORMATS))]
     if name not in names:
-        needs = "task: dpo needs pairs" if rows == "pairs" else "preference.loss_type: kto needs answers with a label"
+        needs = _NEEDS[rows]
         raise UserError(
             f"data.datasets[].format: {name} does not fit: {needs}.",
             hint=f"Write {', '.join(names[:-1])} or {names[-1]}.",
         )
 
 
-def _check_is_pairs(columns: Collection[str], found: str, path: str) -> None:
+def _check_is_pairs(rows: str, columns: Collection[str], found: str, path: str) -> None:
     missing = [f"`{name}`" for name in ANSWERS if name not in columns]
     if not missing:
         return
@@ -220,8 +245,9 @@ def _check_is_pairs(columns: Collection[str], found: str, path: str) -> None:
     hint = f"If they have other names, write data.datasets[].columns: {{chosen: {names[0]}, rejected: {names[1]}}}."
     if any(name in columns for name in LABEL_COLUMNS):
         hint = "Answers with a label are trained on with preference.loss_type: kto."
+        hint = "Texts with a label are trained on with task: classification." if rows == "reward_pairs" else hint
     raise UserError(
-        f"{path}: its columns ({found}) lack {' and '.join(missing)}, and task: dpo needs pairs of answers.", hint=hint
+        f"{path}: its columns ({found}) lack {' and '.join(missing)}, and {_NEEDS[rows]} of answers.", hint=hint
     )
 
 
@@ -248,7 +274,7 @@ def _check_is_labelled(columns: Collection[str], found: str, path: str) -> None:
 
 def check_columns(columns: Collection[str]) -> None:
     """Raise UserError for a rename to a column that no format reads."""
-    formats = (*FORMATS, *PAIR_FORMATS, *LABELLED_FORMATS)
+    formats = (*FORMATS, *PAIR_FORMATS, *LABELLED_FORMATS, *LABEL_FORMATS)
     known = sorted({column for row in formats for column in row.required + row.optional})
     for column in columns:
         if column not in known:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from ligertune.data.rows.data_files import MAX_RECORD_BYTES, DataFile, Record, n_bytes_of
 from ligertune.data.rows.file_readers import FILE_TYPES, file_type, read_records, reader_of
+from ligertune.data.rows.label_formats import names_of_classes
 from ligertune.data.rows.preference_formats import check_columns
 from ligertune.errors import UserError
 
@@ -146,6 +147,19 @@ def hub_rows(spec: DatasetOptions, *, download: bool) -> Dataset | IterableDatas
             f"{spec.path} is neither a file or folder here nor a data set on the hub: {_first_line(error)}.",
             hint="Check the path, the network, `name` and `split`.",
         ) from error
+
+
+def class_names(spec: DatasetOptions, column: str) -> tuple[str, ...]:
+    """Return the names of a ClassLabel column of `datasets`, on the hub or in a parquet file; else none."""
+    files, name = find_files(spec.path), spec.columns.get(column, column)
+    if not files:
+        return names_of_classes(hub_rows(spec, download=True).features, name)
+    if files[0].suffix.lower() != ".parquet":
+        return ()
+    import datasets
+    from pyarrow import parquet
+
+    return names_of_classes(datasets.Features.from_arrow_schema(parquet.read_schema(files[0])), name)
 
 
 def without_decoding(rows: Dataset | IterableDataset) -> Dataset | IterableDataset:

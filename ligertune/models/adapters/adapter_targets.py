@@ -20,6 +20,7 @@ from torch import nn
 
 from ligertune.errors import UserError, plural
 from ligertune.models.adapters.name_patterns import matching_names
+from ligertune.models.score_head import score_head
 from ligertune.vision.families import family_of, part_of
 
 if TYPE_CHECKING:
@@ -134,7 +135,7 @@ def _adapted_layers(model: PreTrainedModel, spec: MethodOptions) -> list[str]:
         ]
     if wanted != ALL_LINEAR:
         return _matching_layers(model, wanted)
-    head, routers = model.get_output_embeddings(), _linear_routers(model)
+    head, routers = score_head(model) or model.get_output_embeddings(), _linear_routers(model)
     return [
         name
         for name, module in model.named_modules()

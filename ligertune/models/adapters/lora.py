@@ -23,6 +23,7 @@ from ligertune.models.adapters.expert_lora import merge_parameters, split_adapte
 from ligertune.models.adapters.fused_lora import LoraLossHead
 from ligertune.models.adapters.initial_lora import remember_initial
 from ligertune.models.model_files import ModelOrigin, check_adapter, loading
+from ligertune.models.score_head import SEQ_CLS, gives_scores
 from ligertune.patching.fused_loss import LossHead
 from ligertune.patching.module_patch import patch_module, unpatch_module
 from ligertune.patching.recompute import has_recompute, recompute_inputs
@@ -50,7 +51,7 @@ def add_adapter(model: PreTrainedModel, spec: MethodOptions) -> peft.PeftModel:
         use_dora=spec.use_dora,
         use_rslora=spec.use_rslora,
         init_lora_weights=True if is_meta or spec.init_lora_weights == "default" else spec.init_lora_weights,
-        task_type="CAUSAL_LM",
+        task_type=SEQ_CLS if gives_scores(model.config) else "CAUSAL_LM",
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # peft reads attributes of transformers by their old names

@@ -207,6 +207,8 @@ def loss_bytes(
     head: HeadShape, policy: ActivationPolicy, batch: MicroBatch, itemsize: int, free: int | None
 ) -> tuple[int, int]:
     """Return (peak bytes while the loss is computed, bytes held until the head's backward)."""
+    if head.gives_scores:
+        return 0, 0
     if not policy.fused_loss:
         logits = batch.tokens * head.vocab
         # The backward of transformers' loss holds in float32 log_softmax's output, its gradient and the gradient of the

@@ -174,7 +174,7 @@ class MemoryEstimate:
 
     def layer_weights(self) -> int:
         """Return the bytes of one layer's gathered weights. Layers of the vision tower count as layers."""
-        ends = self.head.elements * self.itemsize * (1 if self.head.tied else 2)
+        ends = self.head.elements * self.itemsize * self.head.weights
         layers = self.layers + (self.tower.layers if self.tower else 0)
         return max(0, self.states.weights * self.shards - ends) // layers
 

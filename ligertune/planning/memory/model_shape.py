@@ -90,10 +90,16 @@ class HeadShape:
     head_trains: bool = True
     embedding_trains: bool = True
     tied: bool = False
+    gives_scores: bool = False  # a score head of a few outputs instead, which reads one token of each text
 
     @property
     def elements(self) -> int:
         return self.vocab * self.hidden
+
+    @property
+    def weights(self) -> int:
+        """Number of (V, E) weights."""
+        return 1 if self.tied or self.gives_scores else 2
 
     @property
     def trained_weights(self) -> int:

@@ -23,6 +23,7 @@ from ligertune.models.load import hide_loading_bars, read_config, whole_model
 from ligertune.models.load_tokenizer import load_tokenizer
 from ligertune.models.model_files import ADAPTER_CONFIG
 from ligertune.models.save import SAVED_MODEL, load_plain, load_saved, read_saved_tokenizer
+from ligertune.models.score_head import prepare_config
 from ligertune.patching.patch import patch
 from ligertune.planning.options import RunOptions, data_rows_of, saved_options
 from ligertune.train.checkpoint.export_run import ExportPlan, load_checkpoint
@@ -124,9 +125,10 @@ def patched(model: nn.Module) -> nn.Module:
 
 @torch.no_grad()
 def logits(model: nn.Module, rows: Sequence[Tensor]) -> list[Tensor]:
-    """Return the logits (T, V) of each row (T,), in float32 in host memory."""
+    """Return the logits (T, V) of each row (T,), or its scores (1, labels), in float32 in host memory."""
     device = next(model.parameters()).device
-    return [model.eval()(input_ids=row[None].to(device)).logits[0].float().cpu() for row in rows]
+    found = (model.eval()(input_ids=row[None].to(device)).logits for row in rows)
+    return [one.reshape(-1, one.shape[-1]).float().cpu() for one in found]  # of a score head (1, labels)
 
 
 def compare_logits(
@@ -172,6 +174,7 @@ def _trained_model(plan: ExportPlan, options: RunOptions | None) -> nn.Module:
 
     spec = options.build.model.model_copy(update={"trust_remote_code": trust})
     config = read_config(spec, SAVED_MODEL)
+    prepare_config(config, options.build, SAVED_MODEL)
     base = whole_model(spec, config, through_four_bits=_is_qlora(options), origin=SAVED_MODEL)
     adapted = load_adapter(_on_device(base), str(source), SAVED_MODEL)
     if options.build.kernels.fuses_lora:
@@ -182,7 +185,9 @@ def _trained_model(plan: ExportPlan, options: RunOptions | None) -> nn.Module:
 def _four_bit_base(options: RunOptions) -> PreTrainedModel:
     """Return the dequantised 4-bit weights that QLoRA trains on, in transformers' own classes."""
     spec = options.build.model
-    return whole_model(spec, read_config(spec, SAVED_MODEL), through_four_bits=True, origin=SAVED_MODEL)
+    config = read_config(spec, SAVED_MODEL)
+    prepare_config(config, options.build, SAVED_MODEL)
+    return whole_model(spec, config, through_four_bits=True, origin=SAVED_MODEL)
 
 
 def _on_device(model: PreTrainedModel) -> PreTrainedModel:
@@ -211,6 +216,7 @@ def _rows(plan: ExportPlan, options: RunOptions | None, prompt: str | None) -> t
         load_tokenizer(options.build.model).tokenizer,
         seed=options.build.seed,
         rows=data_rows_of(options.build),
+        classification=options.build.classification,
     )
     chosen = data.train.select(range(min(MAX_ROWS, len(data.train))))
     rows = [torch.from_numpy(row.documents()[0].input_ids[:MAX_TOKENS].astype("int64")) for row in chosen]

@@ -27,6 +27,7 @@ from ligertune.models.save import (
     read_prompt,
     write_model,
 )
+from ligertune.models.score_head import prepare_config
 from ligertune.models.trainable import apply_method
 from ligertune.planning.options import saved_options
 from ligertune.planning.saved_model import MODEL_FILES, SavedModel, find_saved_model
@@ -180,9 +181,9 @@ def load_checkpoint(source: SavedModel, *, trust_remote_code: bool) -> nn.Module
     if damage is not None:
         raise UserError(f"--checkpoint: {folder} is damaged: {damage}.", hint="Export an earlier checkpoint.")
     spec = build.model.model_copy(update={"trust_remote_code": trust_remote_code})
-    model = whole_model(
-        spec, read_config(spec, SAVED_MODEL), origin=SAVED_MODEL, through_four_bits=build.method.type == "qlora"
-    )
+    config = read_config(spec, SAVED_MODEL)
+    prepare_config(config, build, SAVED_MODEL)
+    model = whole_model(spec, config, origin=SAVED_MODEL, through_four_bits=build.method.type == "qlora")
     model = apply_method(model, build.method, seed=build.seed)
     if (folder / FILE).is_file():
         load_trained(model, folder / FILE)

@@ -1,0 +1,120 @@
+"""Sequence classification: configurations of *ForSequenceClassification models, and their score head.
+
+A causal language model with a linear layer, the score head, in place of the output head; the scores of a text are read
+at its last token. `config.architectures` says that a configuration is one of these, as in saved models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch import nn
+from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, PreTrainedConfig, PreTrainedModel
+
+from ligertune.errors import UserError
+from ligertune.models.model_files import ADAPTER_CONFIG, RECIPE_MODEL, ModelOrigin, read_json, stored_shapes
+from ligertune.planning.options import SCORE_TASKS, saved_options
+from ligertune.vision.families import has_vision
+
+if TYPE_CHECKING:
+    from ligertune.planning.options import BuildOptions
+
+HEADS = ("score", "classifier")  # names of the head, which PEFT trains and saves with an adapter
+SEQ_CLS = "SEQ_CLS"  # task_type of such an adapter
+_SUFFIX = "ForSequenceClassification"
+
+
+def gives_scores(config: PreTrainedConfig) -> bool:
+    """Return whether a configuration is that of a model with a score head."""
+    return any(str(name).endswith(_SUFFIX) for name in config.architectures or ())
+
+
+def make_scored(
+    config: PreTrainedConfig,
+    *,
+    num_labels: int,
+    problem_type: str | None = None,
+    labels: Sequence[str] = (),
+    origin: ModelOrigin = RECIPE_MODEL,
+) -> None:
+    """Turn a configuration into that of the family's *ForSequenceClassification model, in place.
+
+    labels: names by id. Raises UserError if transformers has no such model, and for a model whose labels have the same
+    names in another order, which training would exchange.
+    """
+    cls = None if has_vision(config) else MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
+    if cls is None:
+        raise origin.error(
+            f"transformers has no sequence classification with a {config.model_type} model.",
+            hint="Give a language model such as Qwen/Qwen2.5-0.5B.",
+        )
+    known = [config.id2label[i] for i in sorted(config.id2label)] if gives_scores(config) else []
+    if labels and set(known) == set(labels) and known != list(labels):
+        raise UserError(
+            f"classification.labels: the model has the labels {', '.join(known)} in this order, and the run "
+            f"{', '.join(labels)}.",
+            hint=f"Write classification.labels: [{', '.join(known)}].",
+        )
+    config.architectures = [cls.__name__]
+    config.num_labels = num_labels
+    if labels:
+        config.id2label = dict(enumerate(labels))
+        config.label2id = {name: number for number, name in enumerate(labels)}
+    config.problem_type = problem_type
+
+
+def prepare_config(config: PreTrainedConfig, options: BuildOptions, origin: ModelOrigin = RECIPE_MODEL) -> None:
+    """Make the configuration that of the model which the task trains, in place. Raises UserError.
+
+    The labels of a classification are known once the data are prepared.
+    """
+    if options.task == "reward":
+        make_scored(config, num_labels=1, origin=origin)
+    elif options.task == "classification":
+        values = options.classification
+        how = {"problem_type": values.problem_type, "labels": values.labels or ()}
+        make_scored(config, num_labels=values.num_labels, **how, origin=origin)
+
+
+def check_task(config: PreTrainedConfig, task: str) -> None:
+    """Raise UserError for a model with a score head, if the task is to write text."""
+    if gives_scores(config) and task not in SCORE_TASKS:
+        raise RECIPE_MODEL.error(
+            f"it is a {config.architectures[0]}, which scores texts and writes none, and task is {task}.",
+            hint="Write task: classification or task: reward, or name a model that generates text.",
+        )
+
+
+def score_head(model: PreTrainedModel) -> nn.Linear | None:
+    """Return the score head of a model; None if it has none, or does more than apply it to hidden states."""
+    heads = [getattr(model, name, None) for name in HEADS]
+    head = next((head for head in heads if head is not None), None)
+    head = (
+        getattr(head, "modules_to_save", {"default": head})["default"] if head is not None else None
+    )  # PEFT's wrapper
+    return head if isinstance(head, nn.Linear) and model.base_model is not model else None
+
+
+def is_outside_backbone(name: str, model: PreTrainedModel) -> bool:
+    """Return whether a weight of this name is not part of the model that computes hidden states."""
+    return not name.startswith(f"{model.base_model_prefix}.")
+
+
+def make_scored_as_saved(config: PreTrainedConfig, adapter: Path, origin: ModelOrigin) -> None:
+    """Turn the configuration of a saved adapter's base model into what the adapter was trained on, in place.
+
+    Names of labels are in the recipe of the run; without it, only their number is known, from the adapter's score head.
+    """
+    options = saved_options(adapter)
+    if options is not None:
+        prepare_config(config, options.build, origin)
+        return
+    if read_json(adapter / ADAPTER_CONFIG, origin).get("task_type") != SEQ_CLS:
+        return
+    shapes = stored_shapes(adapter, origin, explicit="adapter_model.safetensors")
+    heads = [shape for name, shape in shapes.items() if name.removesuffix(".weight").endswith(HEADS)]
+    if not heads:
+        raise origin.error(f"the adapter in {adapter} was trained to score texts, and holds no score head.")
+    make_scored(config, num_labels=heads[0][0], origin=origin)

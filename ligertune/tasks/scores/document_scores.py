@@ -1,0 +1,97 @@
+"""Scores of the documents of a batch, packed or padded: hidden states at their last tokens, then the score head.
+
+transformers' *ForSequenceClassification applies the head to all tokens of a row and takes one of them, so a packed row
+would have one score. `DocumentScores` computes the same scores for each document, and gives the head only those tokens.
+The last token is the last one that is not the padding token, as transformers has it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import SequenceClassifierOutputWithPast
+
+from ligertune.errors import UserError
+from ligertune.models.score_head import score_head
+from ligertune.patching.module_patch import ModulePatch, patch_module
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+ROWS = "score_rows"  # keyword of a forward: (D,) int64, places of last tokens among all N tokens of the batch
+_TOKENS = 9  # of the text on which `check_scores` compares
+
+
+class DocumentScores(ModulePatch):
+    """Mixin of a *ForSequenceClassification model: with `score_rows` its logits are (1, D, labels)."""
+
+    def forward(self, *args: Any, score_rows: Tensor | None = None, **kwargs: Any) -> Any:
+        if score_rows is None:
+            return super().forward(*args, **kwargs)
+        hidden = self.base_model(*args, **kwargs).last_hidden_state
+        chosen = hidden.reshape(-1, hidden.shape[-1]).index_select(0, score_rows)
+        return SequenceClassifierOutputWithPast(logits=score_head(self)(chosen)[None])
+
+
+def check_score_head(model: PreTrainedModel) -> None:
+    """Raise UserError for a model without a linear score head on a backbone. Works on the meta device."""
+    if score_head(model) is None:
+        raise _refusal(model, "has no linear score head on its hidden states")
+
+
+def patch_scores(model: PreTrainedModel) -> None:
+    """Let a model score the documents of packed and padded batches."""
+    check_score_head(model)
+    patch_module(model, DocumentScores)
+
+
+@torch.no_grad()
+def check_scores(model: PreTrainedModel) -> None:
+    """Raise UserError unless a text's scores at its last token are those that the model itself computes.
+
+    An encoder such as BERT reads its scores at the first token, or pools over all.
+    """
+    was_training, device = model.training, next(model.parameters()).device
+    model.eval()
+    tokens = torch.arange(1, _TOKENS + 1, device=device)[None] % model.config.get_text_config().vocab_size
+    config = model.config.get_text_config()
+    pad, config.pad_token_id = config.pad_token_id, None  # the last token is then never taken for padding
+    try:
+        own = model(input_ids=tokens, use_cache=False).logits
+        ours = model(input_ids=tokens, use_cache=False, score_rows=torch.tensor([_TOKENS - 1], device=device)).logits[0]
+    finally:
+        config.pad_token_id = pad
+        model.train(was_training)
+    if own.shape != ours.shape or not torch.allclose(own, ours, rtol=1e-3, atol=1e-3 * float(own.abs().max())):
+        raise _refusal(model, "does not read its scores at the last token")
+
+
+def _refusal(model: PreTrainedModel, what: str) -> UserError:
+    return UserError(
+        f"model.model_name_or_path: this {type(model).__name__} {what}.",
+        hint="Give a causal language model, such as Llama, Qwen, Mistral or Gemma.",
+    )
+
+
+def last_tokens(input_ids: Tensor, lengths: Sequence[int], *, pad_token_id: int) -> Tensor:
+    """Return the place of the last token of each document that is not padding, (D,) int64.
+
+    input_ids: of consecutive documents, on the CPU. A document of padding tokens alone is read at its first.
+    """
+    places = []
+    kept = input_ids.flatten() != pad_token_id
+    for begin, end in itertools.pairwise(itertools.accumulate(lengths, initial=0)):
+        found = torch.nonzero(kept[begin:end])
+        places.append(begin + (int(found[-1]) if len(found) else 0))
+    return torch.tensor(places, dtype=torch.int64)
+
+
+def set_pad_token(model: nn.Module, pad_token_id: int) -> None:
+    """Write the padding token into the configuration, by which transformers finds the last token of a padded row."""
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            module.config.get_text_config().pad_token_id = pad_token_id
