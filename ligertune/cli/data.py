@@ -58,7 +58,7 @@ def data(
         how["classification"] = loaded.classification
         prepared = prepare(loaded.data, tokenizer, **how)
     shown = preview_examples(prepared)
-    previews = preview(shown, tokenizer, examples, images)
+    previews = preview(shown, tokenizer, examples, images, labels=prepared.labels)
     pairs = {"longest": shown.longest_documents, "documents": shown.documents_per_example}
     options = StatisticsOptions.of(loaded, processes=world_size())
     statistics = data_statistics(shown.lengths, shown.trained, options, **pairs)

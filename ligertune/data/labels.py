@@ -33,6 +33,12 @@ class LabelSet:
     labels: tuple[str, ...]
     notes: tuple[str, ...] = ()
 
+    def words(self, targets: Sequence[float]) -> str:
+        """Return the labels of a text, or its numbers, for people."""
+        if self.problem_type == REGRESSION:
+            return ", ".join(f"{value:g}" for value in targets)
+        return ", ".join(self.labels[int(i)] if self.labels else f"label {int(i)}" for i in targets) or "no label"
+
     def resolved(self, options: ClassificationOptions) -> ClassificationOptions:
         """Return the recipe's section with all values."""
         values = {"problem_type": self.problem_type, "num_labels": self.num_labels, "labels": self.labels or None}
@@ -58,7 +64,7 @@ def resolve_labels(
     if problem == MULTI and kind == "values":
         blocks = [_ids_of_indicators(block, report.path) for block, report in zip(blocks, reports, strict=True)]
     declared = next((report.class_names for report in reports if report.class_names), ())
-    names = tuple(options.labels or ()) or (() if kind == "names" else declared)
+    names = tuple(options.labels or ()) or (() if kind == "names" else tuple(declared))
     if kind == "names":
         names = names or tuple(sorted({name for block in blocks for name in block.label_names}))
         blocks = [_ids_of_names(block, names) for block in blocks]

@@ -18,6 +18,7 @@ from ligertune.data.templates.label_masking import IGNORE_INDEX
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from ligertune.data.labels import LabelSet
     from ligertune.vision.reader import ImageReader
 
 _INCOMPLETE = "\ufffd"  # what decode returns for some bytes of a character
@@ -82,13 +83,23 @@ def preview_examples(prepared: PreparedData) -> Examples:
 
 
 def preview(
-    examples: Examples, tokenizer: PreTrainedTokenizerBase, n: int, images: ImageReader | None = None
+    examples: Examples,
+    tokenizer: PreTrainedTokenizerBase,
+    n: int,
+    images: ImageReader | None = None,
+    *,
+    labels: LabelSet | None = None,
 ) -> list[PreviewExample]:
-    """Decode the first `n` examples; of a pair, both sequences. The tokens of an image are one piece with its name."""
+    """Decode the first `n` examples; of a pair, both sequences. The tokens of an image are one piece with its name.
+
+    labels: of a classification.
+    """
     special = ControlTokens(tokenizer).ids
     shown = []
     for number, example in enumerate(examples.select(range(min(n, len(examples)))), start=1):
         names = PAIR_ANSWERS if example.first_length else [_LABELS.get(example.desirable, "")]
+        if labels is not None:
+            names = [labels.words(example.targets)]
         for name, document in zip(names, example.documents(), strict=True):
             shown.append(replace(_decoded(document, tokenizer, special, images), number=number, answer=name))
     return shown

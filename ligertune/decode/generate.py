@@ -24,7 +24,8 @@ from ligertune.errors import UserError
 from ligertune.models.compile import run_eagerly
 from ligertune.models.load import hide_loading_bars
 from ligertune.models.model_files import reason_of
-from ligertune.models.save import PROMPT_FILE, SAVED_MODEL, load_saved, read_prompt
+from ligertune.models.save import PROMPT_FILE, SAVED_MODEL, load_saved, read_prompt, read_saved_config, saved_spec
+from ligertune.models.score_head import gives_scores
 from ligertune.planning.options import ModelOptions
 from ligertune.vision.image_files import ImageFile
 from ligertune.vision.inputs import image_inputs
@@ -76,10 +77,21 @@ class LoadedModel:
 def load_model(name: str, *, raw: bool, trust_remote_code: bool = False) -> LoadedModel:
     """Load a folder or hub id. raw: texts are continued without a prompt template. Raises UserError."""
     hide_loading_bars()
+    _refuse_scores(name, trust_remote_code)
     model, tokenizer = load_saved(name, trust_remote_code=trust_remote_code)
     reader = load_reader(ModelOptions(model_name_or_path=name), None, model.config, tokenizer, SAVED_MODEL)
     folder = Path(name) if Path(name).is_dir() else _hub_snapshot(name)
     return LoadedModel(name, model, tokenizer, reader, choose_prompt(folder, raw=raw))
+
+
+def _refuse_scores(name: str, trust_remote_code: bool) -> None:
+    """Raise UserError for a classifier or a reward model, before its weights are loaded."""
+    config = read_saved_config(name, saved_spec(name, trust_remote_code=trust_remote_code))
+    if gives_scores(config):
+        raise UserError(
+            f"{name} is a {config.architectures[0]}, which scores texts and writes none.",
+            hint="Load it with transformers' AutoModelForSequenceClassification.",
+        )
 
 
 def _hub_snapshot(name: str) -> Path:

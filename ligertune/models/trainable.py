@@ -14,6 +14,7 @@ from torch import nn
 
 from ligertune.errors import UserError
 from ligertune.models.adapters.name_patterns import MATCH_SECONDS, matching_names
+from ligertune.models.score_head import score_head
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -34,6 +35,8 @@ def apply_method(
         return model
     if spec.type == "freeze":
         freeze(model, spec.trainable)
+        if (head := score_head(model)) is not None:  # without training, a new one would stay random
+            head.requires_grad_(True)
         return model
     # peft imports torchao; only runs with adapters wait for both.
     from ligertune.models.adapters.fused_lora import fuse_adapters

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from markupsafe import Markup
 
 from ligertune.errors import format_bytes, format_count, format_duration, plural
+from ligertune.planning.options import SCORE_TASKS
 from ligertune.recipe.plain_yaml import dump
 from ligertune.report.make_report import Report
 from ligertune.report.svg_chart import Series, line_chart, render_template
@@ -69,6 +70,8 @@ def model_title(settings: dict[str, Any]) -> str:
         words = f"distilled from {model_name(teacher)}, {words}"
     if settings["task"] == "dpo":
         words = f"preferences ({settings['preference']['loss_type']}), {words}"
+    if settings["task"] in SCORE_TASKS:
+        words = f"{'reward model' if settings['task'] == 'reward' else 'classification'}, {words}"
     return f"{model_name(settings['model']['model_name_or_path'])}, {words}"
 
 
@@ -76,6 +79,8 @@ def loss_unit(settings: dict[str, Any]) -> str:
     """Return the unit of the losses of a run, for the axis of a chart."""
     if settings["task"] == "dpo":
         return "mean over answers" if settings["preference"]["loss_type"] == "kto" else "mean over pairs"
+    if settings["task"] in SCORE_TASKS:
+        return "mean over pairs" if settings["task"] == "reward" else "mean over texts"
     return "nats, weighted sum over the heads" if settings["task"] == "medusa" else "nats per trained token"
 
 
@@ -137,6 +142,9 @@ def _charts(lines: list[dict], unit: str) -> list[tuple[str, Markup]]:
         "Loss": line_chart("Loss", unit, losses),
         "Reward accuracy": measured("Reward accuracy", "share of pairs", "rewards/accuracies"),
         "Reward margin": measured("Reward margin", "chosen minus rejected", "rewards/margins"),
+        "Accuracy": measured("Accuracy", "share of texts or pairs", "accuracy"),
+        "F1": measured("F1", "mean over labels", "f1_macro"),
+        "Margin": measured("Margin", "reward of chosen minus rejected", "margin"),
         "Learning rate": _single("Learning rate", "learning rate", VIOLET, points("learning_rate")),
         "Gradient norm": _single("Gradient norm", "L2 norm before clipping", "#9a6700", points("grad_norm")),
         "Throughput": _single("Throughput", "tokens/s without padding", GREEN, points("tokens_per_second")),

@@ -86,7 +86,7 @@ def trained_model(
     prepare_masks(model)
     if options.task in SCORE_TASKS:
         with accelerator.autocast():
-            check_scores(model)
+            check_scores(model, multiple_of=plan.rows.multiple_of, packed=plan.rows.is_padding_free)
     if plan.rows.is_padding_free:
         with accelerator.autocast():
             why = why_not_padding_free(plan, model)

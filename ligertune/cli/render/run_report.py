@@ -202,6 +202,9 @@ def next_step(report: Report, arguments: Sequence[str], *, launched: bool) -> No
         folder = Path(report.model_path)
         heads = " --medusa" if folder.name == "medusa" else ""
         model = shlex.quote(str(folder if heads else folder.parent))
+        if "ForSequenceClassification" in report.model_family:
+            text(f"\nLoad it with transformers:  AutoModelForSequenceClassification.from_pretrained('{folder}')")
+            return
         text(f"\nGenerate from it:  {command()} generate {model} 'Give three tips for staying healthy.'{heads}")
     elif report.status == "interrupted":
         again = shlex.join(resumed(arguments))

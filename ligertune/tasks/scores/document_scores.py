@@ -10,11 +10,14 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 
+from ligertune.data.batching.collate import collate, collate_packed
+from ligertune.data.examples import Example
 from ligertune.errors import UserError
 from ligertune.models.score_head import score_head
 from ligertune.patching.module_patch import ModulePatch, patch_module
@@ -38,7 +41,13 @@ class DocumentScores(ModulePatch):
 
 
 def check_score_head(model: PreTrainedModel) -> None:
-    """Raise UserError for a model without a linear score head on a backbone. Works on the meta device."""
+    """Raise UserError for an encoder, and for a model without a linear score head on a backbone. Works on the meta
+    device.
+    """
+    if any(getattr(module, "is_causal", True) is False for module in model.modules()):
+        raise _refusal(
+            model, "is an encoder: its tokens attend to later ones, and it does not read its scores at the last"
+        )
     if score_head(model) is None:
         raise _refusal(model, "has no linear score head on its hidden states")
 
@@ -50,19 +59,23 @@ def patch_scores(model: PreTrainedModel) -> None:
 
 
 @torch.no_grad()
-def check_scores(model: PreTrainedModel) -> None:
+def check_scores(model: PreTrainedModel, *, multiple_of: int, packed: bool) -> None:
     """Raise UserError unless a text's scores at its last token are those that the model itself computes.
 
-    An encoder such as BERT reads its scores at the first token, or pools over all.
+    multiple_of, packed: of the batches.
     """
-    was_training, device = model.training, next(model.parameters()).device
-    model.eval()
-    tokens = torch.arange(1, _TOKENS + 1, device=device)[None] % model.config.get_text_config().vocab_size
-    config = model.config.get_text_config()
+    was_training, device, config = model.training, next(model.parameters()).device, model.config.get_text_config()
+    length = -(-_TOKENS // multiple_of) * multiple_of
+    ids = np.arange(1, length + 1) % config.vocab_size
+    make = collate_packed if packed else collate
+    batch = make([Example(ids, ids, "")], pad_token_id=0)
+    del batch["labels"]
+    batch = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
     pad, config.pad_token_id = config.pad_token_id, None  # the last token is then never taken for padding
+    model.eval()
     try:
-        own = model(input_ids=tokens, use_cache=False).logits
-        ours = model(input_ids=tokens, use_cache=False, score_rows=torch.tensor([_TOKENS - 1], device=device)).logits[0]
+        own = model(**batch, use_cache=False).logits
+        ours = model(**batch, use_cache=False, score_rows=torch.tensor([length - 1], device=device)).logits[0]
     finally:
         config.pad_token_id = pad
         model.train(was_training)

@@ -12,7 +12,7 @@ from ligertune.data.templates.prompt_templates import ALPACA_PROMPT
 from ligertune.errors import UserError
 from ligertune.models.model_files import ADAPTER_CONFIG
 from ligertune.models.save import PROMPT_FILE, adapter_base_model, prompt_of, read_prompt
-from ligertune.planning.options import MethodOptions, RunOptions, saved_options
+from ligertune.planning.options import SCORE_TASKS, MethodOptions, RunOptions, saved_options
 from ligertune.planning.preflight import looks_local
 from ligertune.planning.saved_model import SavedModel
 from ligertune.storage import mask_secrets, read_object
@@ -74,12 +74,21 @@ def _card(folder: Path, source: SavedModel, *, is_adapter: bool, repository: str
         base=base,
         checkpoint=Path(source.name).name if source.is_checkpoint else None,
         tables=[*tables, ("Versions", versions)],
-        auto_class="AutoModelForImageTextToText" if takes_images else "AutoModelForCausalLM",
+        auto_class=_auto_class(source, options, takes_images),
         is_adapter=is_adapter,
         name=name,
         prompt_format=PROMPT_FORMATS[prompt["prompt_template"]],
         system_prompt=prompt["system_prompt"],
     )
+
+
+def _auto_class(source: SavedModel, options: RunOptions | None, takes_images: bool) -> str:
+    """Return the name of transformers' class that loads the model."""
+    architectures = (read_object(Path(source.name) / "config.json") or {}).get("architectures") or [""]
+    scores = str(architectures[0]).endswith("ForSequenceClassification")
+    if scores or (options is not None and options.build.task in SCORE_TASKS):
+        return "AutoModelForSequenceClassification"
+    return "AutoModelForImageTextToText" if takes_images else "AutoModelForCausalLM"
 
 
 def _read(run: Path | None, file: str) -> dict[str, Any]:
