@@ -4,10 +4,15 @@ import re
 
 import family_check
 import pytest
+import tiny_models
 import transformers
 from command_line import ROOT
-from family_check import check_family
+from family_check import FamilyResult, LayerState, check_family, layer_states
+from script_modules import load_script
 from tiny_families import MAPPINGS
+
+from ligertune.patching.patch import PatchReport
+from ligertune.planning.plan import KernelLine
 
 PAGE = ROOT / "docs" / "families.md"
 # Norms without a weight, gated norms, rotation of q alone, latent attention, state spaces, encoders, images
@@ -29,7 +34,7 @@ def test_a_family_computes_the_same_with_kernels(kind, model_type):
         pytest.skip(f"transformers {transformers.__version__} has no {model_type}")
     result = check_family(kind, model_type)
     assert result.outcome == "same", result
-    assert {name.split()[0] for name in result.kernels.split(", ")} == FAMILIES[kind, model_type]
+    assert result.kernels.keys() == FAMILIES[kind, model_type]
 
 
 def patched_wrongly(model):
@@ -49,6 +54,50 @@ family_check_patch = family_check.patch
 def test_a_wrong_patch_is_noticed(patch, outcome, monkeypatch):
     monkeypatch.setattr(family_check, "patch", patch)
     assert check_family("causal", "llama").outcome == outcome
+
+
+def state(left=0, present=True, **applied):
+    return LayerState(applied, left, "2 Layer: another eps" if left else "", present)
+
+
+def test_the_script_counts_dense_causal_families_that_lack_a_kernel():
+    script = load_script("check_families")
+    whole = {
+        "norm": state(rms_norm=5), "rope": state(apply_rope=2), "MLP": state(swiglu=2),
+        "loss": state(linear_cross_entropy=1),
+    }  # fmt: skip
+    kinds = {
+        "whole": whole,
+        "left": whole | {"norm": state(left=2, layer_norm=1)},
+        "not_found": whole | {"rope": state()},
+        "mixture": whole | {"MLP": state(left=1, experts=2)},
+        "plain_mlp": whole | {"MLP": state(present=False)},
+        "no_rope": whole | {"rope": state(present=False), "loss": state(left=1)},
+    }
+    results = [FamilyResult("causal", name, "Model", "same", layers=layers) for name, layers in kinds.items()]
+    results += [
+        FamilyResult("image-text", "images", "Model", "same", layers=kinds["left"]),
+        FamilyResult("causal", "broken", "Model", "crashes", "KeyError"),
+    ]
+    assert script.headline(results) == (
+        "Of 3 dense causal families with norms, RoPE and a gated MLP, 1 (33 %) have all of their norms, RoPE, MLPs and "
+        "the loss patched; the others lack:\n\n- `left`: norm: 2 Layer: another eps\n- `not_found`: rope: not found"
+    )
+    assert "| layer_norm 1, 2 left | apply_rope 2 | swiglu 2 | linear_cross_entropy 1 |" in script.page(results)
+    assert "| `broken` | causal | Model |  |  |  |  | 0e+00 | crashes | KeyError |" in script.page(results)
+
+
+def test_a_rotation_that_is_not_found_is_not_absent():
+    model = tiny_models.make("llama")
+    states = layer_states(model, PatchReport((KernelLine("swiglu", 2, 1, "1 Layer: odd"), LOSS), "reference"))
+    assert states["rope"] == LayerState(present=True)
+    assert states["norm"] == LayerState()
+    assert (str(states["MLP"]), states["MLP"].why) == ("swiglu 2, 1 left", "1 Layer: odd")
+    made = layer_states(model, PatchReport((LOSS,), "reference"), logits_are_made=True)["loss"]
+    assert (made.patched, made.why) == (False, "logits are made")
+
+
+LOSS = KernelLine("linear_cross_entropy", 1, 0, "")
 
 
 def test_a_family_that_cannot_be_built_has_the_reason():

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 from tiny_families import class_name, inputs_of, tiny_family
 from torch import Tensor, nn
 
-from ligertune.patching.patch import patch, unpatch
+from ligertune.patching.patch import PatchReport, patch, unpatch
 
 TOLERANCE = 1e-4  # of the loss, of a parameter's largest gradient, of the largest logit: sums in another order
 LEAST = 1e-3  # share of the largest gradient of all below which a parameter's is zero but for rounding
@@ -21,8 +21,33 @@ Outcome = Literal["same", "differs", "crashes", "not built"]
 
 
 @dataclass(frozen=True)
+class LayerState:
+    """What `patch` did with one kind of layer. applied: modules by kernel; left: how many are not patched, and why.
+
+    present: the model has such layers, found or not.
+    """
+
+    applied: Mapping[str, int] = field(default_factory=dict)
+    left: int = 0
+    why: str = ""
+    present: bool = False
+
+    @property
+    def patched(self) -> bool:
+        """Whether the model has such layers and all of them are patched."""
+        return bool(self.applied) and not self.left
+
+    def __str__(self) -> str:
+        parts = [f"{name} {count}" for name, count in self.applied.items()] + [f"{self.left} left"] * bool(self.left)
+        return ", ".join(parts) or ("not found" if self.present else "none")
+
+
+@dataclass(frozen=True)
 class FamilyResult:
-    """One entry of transformers' tables. error: the largest relative difference of loss, gradients and logits."""
+    """One entry of transformers' tables. error: the largest relative difference of loss, gradients and logits.
+
+    layers: by kind: norm, rope, MLP, loss.
+    """
 
     kind: str
     model_type: str
@@ -30,7 +55,23 @@ class FamilyResult:
     outcome: Outcome
     note: str = ""
     error: float = 0.0
-    kernels: str = ""
+    layers: Mapping[str, LayerState] = field(default_factory=dict)
+
+    @property
+    def kernels(self) -> dict[str, int]:
+        """Patched modules by kernel."""
+        return {name: count for state in self.layers.values() for name, count in state.applied.items()}
+
+    @property
+    def counts(self) -> bool:
+        """Whether this is a dense causal family with norms, RoPE and a gated MLP, of which all four can be patched."""
+        is_dense = "MLP" in self.layers and self.layers["MLP"].present and "experts" not in str(self.layers["MLP"])
+        return self.kind == "causal" and is_dense and self.layers["norm"].present and self.layers["rope"].present
+
+    @property
+    def lacks(self) -> dict[str, LayerState]:
+        """Kinds of layers that are not patched, or not all of them."""
+        return {kind: state for kind, state in self.layers.items() if not state.patched}
 
 
 def check_family(kind: str, model_type: str) -> FamilyResult:
@@ -58,7 +99,7 @@ def _output(run: Run, model: nn.Module, model_type: str) -> Tensor | None:
 
 def _compare(
     plain: nn.Module, expected: dict[str, Tensor], outputs: dict[str, Tensor | None], model_type: str
-) -> tuple[Outcome, str, float, str]:
+) -> tuple[Outcome, str, float, dict[str, LayerState]]:
     patched = copy.deepcopy(plain)
     classes = [type(module) for module in patched.modules()]
     report = patch(patched)
@@ -66,8 +107,7 @@ def _compare(
         warnings.simplefilter("always")
         found = _train(patched, model_type)
     made = any("materialised logits" in str(warning.message) for warning in caught)
-    notes = ["logits are made"] if made else []
-    notes += [f"no {name} without kernels either" for name, output in outputs.items() if output is None]
+    notes = [f"no {name} without kernels either" for name, output in outputs.items() if output is None]
     errors = _errors(found, expected)
     for name, output in outputs.items():
         if output is not None:
@@ -77,9 +117,35 @@ def _compare(
     again = _train(patched, model_type)
     if not restored or any(not torch.equal(again[name], expected[name]) for name in expected):
         wrong.append("unpatched")
-    kernels = {row.kernel: row.applied for row in report.rows if row.applied and not (made and row is report.rows[-1])}
-    names = ", ".join(f"{name} {count}" for name, count in kernels.items())
-    return "differs" if wrong else "same", ", ".join(wrong[:3] + notes), max(errors.values()), names
+    layers = layer_states(plain, report, logits_are_made=made)
+    return "differs" if wrong else "same", ", ".join(wrong[:3] + notes), max(errors.values()), layers
+
+
+ROPE_SETTINGS = ("rope_parameters", "rope_theta", "rotary_dim", "rotary_pct")
+
+
+def layer_states(model: nn.Module, report: PatchReport, *, logits_are_made: bool = False) -> dict[str, LayerState]:
+    """Return what `patch` did with norms, rotations, MLPs and the loss of a model."""
+    *rows, loss = report.rows
+    kinds = {"norm": [], "rope": [], "MLP": []}
+    for row in rows:
+        kinds["norm" if "norm" in row.kernel else "rope" if "rope" in row.kernel else "MLP"].append(row)
+    # RoPE that `patch` does not find would be left out of the count, so another sign of it is looked for, too
+    rotates = any("rotary" in type(module).__name__.lower() for module in model.modules())
+    rotates |= any(getattr(model.config.get_text_config(), name, None) is not None for name in ROPE_SETTINGS)
+    states = {
+        kind: LayerState(
+            {row.kernel: row.applied for row in of_kind if row.applied},
+            sum(row.left for row in of_kind),
+            "; ".join(row.note for row in of_kind if row.left),
+            any(row.applied or row.left for row in of_kind) or (kind == "rope" and rotates),
+        )
+        for kind, of_kind in kinds.items()
+    }
+    fused = loss.applied and not logits_are_made
+    why = "logits are made" if logits_are_made else loss.note
+    states["loss"] = LayerState({loss.kernel: 1} if fused else {}, 0 if fused else 1, "" if fused else why, True)
+    return states
 
 
 def _train(model: nn.Module, model_type: str) -> dict[str, Tensor]:
