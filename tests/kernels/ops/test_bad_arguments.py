@@ -14,8 +14,10 @@ def zeros(*shape: int, dtype: torch.dtype = FP32) -> torch.Tensor:
     return torch.zeros(shape, dtype=dtype)
 
 
-def rope(k: tuple[int, ...] = (1, 1, 3, 8), cos: tuple[int, ...] = (1, 3, 8), needs_grad: bool = False) -> None:
-    kernels.apply_rope(zeros(1, 2, 3, 8), zeros(*k), zeros(*cos).requires_grad_(needs_grad), zeros(*cos))
+def rope(
+    k: tuple[int, ...] = (1, 1, 3, 8), cos: tuple[int, ...] = (1, 3, 8), needs_grad: bool = False, **options: object
+) -> None:
+    kernels.apply_rope(zeros(1, 2, 3, 8), zeros(*k), zeros(*cos).requires_grad_(needs_grad), zeros(*cos), **options)
 
 
 def attend(k: int = 2, k_dtype: torch.dtype = FP32, places: torch.dtype = INT32, ends: int = 9, **options) -> None:
@@ -47,6 +49,8 @@ BAD = [
     (lambda: rope(k=(1, 1, 2, 8)), "only their heads may differ"),
     (lambda: rope(cos=(1, 2, 8)), r"expected \(1 or 1, 3, 8\)"),
     (lambda: rope(cos=(1, 3, 10)), "even number up to 8"),
+    (lambda: rope(cos=(1, 3, 3), rotary_dim=8), "rotary_dim is 8"),
+    (lambda: rope(deinterleave=True), "needs interleaved=True"),
     (lambda: rope(needs_grad=True), "get no gradient"),
     (lambda: attend(k=1), r"key \(9, 1, 16\), value \(9, 2, 16\); expected"),
     (lambda: attend(k_dtype=torch.float16), "expected one dtype"),

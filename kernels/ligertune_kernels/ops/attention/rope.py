@@ -1,4 +1,4 @@
-r"""Rotary position embedding (RoPE) of queries q (B, H, T, D) and keys k (B, K, T, D) in one launch.
+r"""Rotary position embedding (RoPE) of queries q (B, H, T, D) and keys k (B, K, T, D) in one launch, or of q alone.
 
 The first R = rotary_dim columns of every head are rotated in pairs (lo, hi); the other columns are copied:
 
@@ -6,6 +6,9 @@ The first R = rotary_dim columns of every head are rotated in pairs (lo, hi); th
 
     half-split    lo = i,  hi = i + R/2     (Llama and most others: q cos + rotate_half(q) sin)
     interleaved   lo = 2i, hi = 2i + 1      (GPT-J, Cohere, DeepSeek)
+    deinterleaved: x as interleaved, y as half-split (latent attention of DeepSeek V3)
+
+cos and sin have a column for each column of x, or one for each pair.
 
 The backward applies the transpose of each 2×2 matrix: the same formula with sin_lo → -sin_hi and sin_hi → -sin_lo.
 Where both columns of a pair hold one angle, as in every model, this is the rotation by the opposite angle.
@@ -28,19 +31,22 @@ TILE = 2048
 
 def apply_rope_reference(
     q: torch.Tensor,
-    k: torch.Tensor,
+    k: torch.Tensor | None,
     cos: torch.Tensor,
     sin: torch.Tensor,
     position_ids: torch.Tensor | None = None,
     *,
     interleaved: bool = False,
+    deinterleave: bool = False,
     rotary_dim: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute `apply_rope` in plain torch."""
     rotary_dim = cos.shape[-1] if rotary_dim is None else rotary_dim
     wide = torch.promote_types(q.dtype, torch.float32)
     if position_ids is not None:
         cos, sin = cos[position_ids], sin[position_ids]
+    if cos.shape[-1] < rotary_dim:
+        cos, sin = (t.repeat_interleave(2, -1) if interleaved else torch.cat((t, t), -1) for t in (cos, sin))
     cos, sin = cos.to(wide).unsqueeze(1), sin.to(wide).unsqueeze(1)  # (B or 1, 1, T, R)
 
     def rotate(x: torch.Tensor) -> torch.Tensor:
@@ -49,9 +55,11 @@ def apply_rope_reference(
             other = torch.stack((-rotated[..., 1::2], rotated[..., ::2]), dim=-1).flatten(-2)
         else:
             other = torch.cat((-rotated[..., rotary_dim // 2 :], rotated[..., : rotary_dim // 2]), dim=-1)
-        return torch.cat(((rotated * cos + other * sin).to(x.dtype), rest), dim=-1)
+        y = rotated * cos + other * sin
+        y = torch.cat((y[..., ::2], y[..., 1::2]), dim=-1) if deinterleave else y
+        return torch.cat((y.to(x.dtype), rest), dim=-1)
 
-    return rotate(q), rotate(k)
+    return rotate(q), None if k is None else rotate(k)
 
 
 @triton.jit
@@ -69,6 +77,21 @@ def _load_pairs(
         lo = tl.load(ptrs + cols * col_stride, mask=mask, other=other)
         hi = tl.load(ptrs + (cols + ROTARY_DIM // 2) * col_stride, mask=mask, other=other)
     return lo.to(tl.float32), hi.to(tl.float32)
+
+
+@triton.jit
+def _load_angles(
+    ptrs, col_stride, mask, PAIRS: tl.constexpr, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr,
+    COLUMN_PER_PAIR: tl.constexpr,
+):  # fmt: skip
+    """Return cos or sin of lo and hi. What is masked becomes NaN."""
+    if COLUMN_PER_PAIR:
+        cols = tl.arange(0, PAIRS)[None, None, :].to(tl.int64)
+        mask = mask & (cols < ROTARY_DIM // 2)
+        both = tl.load(ptrs + cols * col_stride, mask=mask, other=float("nan")).to(tl.float32)
+        return both, both
+    else:
+        return _load_pairs(ptrs, col_stride, mask, float("nan"), PAIRS, ROTARY_DIM, INTERLEAVED)
 
 
 @triton.jit
@@ -91,12 +114,15 @@ def _store_pairs(
 def _rotate_tile(
     x_ptr, y_ptr, x_batch_stride, x_head_stride, x_token_stride, x_col_stride,
     y_batch_stride, y_head_stride, y_token_stride, y_col_stride,
-    cos_ptr, sin_ptr, position_ids_ptr, cos_batch_stride, cos_token_stride,
+    cos_ptr, sin_ptr, position_ids_ptr, cos_batch_stride, cos_token_stride, cos_col_stride,
     first_row, first_head, n_heads, n_rows, n_tokens, n_positions, head_dim,
     BATCHED: tl.constexpr, HAS_POSITIONS: tl.constexpr, BACKWARD: tl.constexpr, INTERLEAVED: tl.constexpr,
-    ROTARY_DIM: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
+    DEINTERLEAVE: tl.constexpr, COLUMN_PER_PAIR: tl.constexpr, ROTARY_DIM: tl.constexpr, PAIRS: tl.constexpr,
+    REST: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     """Rotate HEADS heads of TOKENS tokens, counted through all sequences."""
+    X_INTERLEAVED: tl.constexpr = INTERLEAVED and not (DEINTERLEAVE and BACKWARD)
+    Y_INTERLEAVED: tl.constexpr = INTERLEAVED and (BACKWARD or not DEINTERLEAVE)
     rows = first_row + tl.arange(0, TOKENS)[:, None, None]
     in_range = tl.arange(0, TOKENS)[:, None, None] < n_rows - first_row  # rows may overflow int32 past the last token
     heads = (first_head + tl.arange(0, HEADS)[None, :, None]).to(tl.int64)
@@ -108,7 +134,7 @@ def _rotate_tile(
     x_ptrs = x_ptr + batch * x_batch_stride + token * x_token_stride + heads * x_head_stride
     y_ptrs = y_ptr + batch * y_batch_stride + token * y_token_stride + heads * y_head_stride
     angle = batch * cos_batch_stride + token * cos_token_stride
-    x_lo, x_hi = _load_pairs(x_ptrs, x_col_stride, mask, 0.0, PAIRS, ROTARY_DIM, INTERLEAVED)
+    x_lo, x_hi = _load_pairs(x_ptrs, x_col_stride, mask, 0.0, PAIRS, ROTARY_DIM, X_INTERLEAVED)
     if REST > 0:
         cols = ROTARY_DIM + tl.arange(0, REST)[None, None, :].to(tl.int64)
         rest = tl.load(x_ptrs + cols * x_col_stride, mask=mask & (cols < head_dim))
@@ -116,13 +142,14 @@ def _rotate_tile(
         position = tl.load(position_ids_ptr + rows.to(tl.int64), mask=in_range, other=0).to(tl.int64)
         angle, in_range = position * cos_token_stride, in_range & (position >= 0) & (position < n_positions)
     # A position outside the table loads nothing and gives NaN.
-    cos_lo, cos_hi = _load_pairs(cos_ptr + angle, 1, in_range, float("nan"), PAIRS, ROTARY_DIM, INTERLEAVED)
-    sin_lo, sin_hi = _load_pairs(sin_ptr + angle, 1, in_range, float("nan"), PAIRS, ROTARY_DIM, INTERLEAVED)
+    cos_ptrs, sin_ptrs = cos_ptr + angle, sin_ptr + angle
+    cos_lo, cos_hi = _load_angles(cos_ptrs, cos_col_stride, in_range, PAIRS, ROTARY_DIM, INTERLEAVED, COLUMN_PER_PAIR)
+    sin_lo, sin_hi = _load_angles(sin_ptrs, cos_col_stride, in_range, PAIRS, ROTARY_DIM, INTERLEAVED, COLUMN_PER_PAIR)
     if BACKWARD:
         sin_lo, sin_hi = -sin_hi, -sin_lo
     y_lo = (x_lo * cos_lo - x_hi * sin_lo).to(y_ptr.dtype.element_ty)
     y_hi = (x_hi * cos_hi + x_lo * sin_hi).to(y_ptr.dtype.element_ty)
-    _store_pairs(y_ptrs, y_col_stride, mask, y_lo, y_hi, PAIRS, ROTARY_DIM, INTERLEAVED)
+    _store_pairs(y_ptrs, y_col_stride, mask, y_lo, y_hi, PAIRS, ROTARY_DIM, Y_INTERLEAVED)
     if REST > 0:
         tl.store(y_ptrs + cols * y_col_stride, rest, mask=mask & (cols < head_dim))
 
@@ -132,16 +159,17 @@ def _rope_kernel(
     q_ptr,  # (B, H, T, D)
     k_ptr,  # (B, K, T, D)
     q_out_ptr, k_out_ptr,  # as q and k
-    cos_ptr, sin_ptr,  # (B or 1, T, R), or tables (S, R)
+    cos_ptr, sin_ptr,  # (B or 1, T, R), or tables (S, R); R/2 with COLUMN_PER_PAIR
     position_ids_ptr,  # (B, T)
     q_batch_stride, q_head_stride, q_token_stride, q_col_stride,
     k_batch_stride, k_head_stride, k_token_stride, k_col_stride,
     q_out_batch_stride, q_out_head_stride, q_out_token_stride, q_out_col_stride,
     k_out_batch_stride, k_out_head_stride, k_out_token_stride, k_out_col_stride,
-    cos_batch_stride, cos_token_stride, head_dim,
+    cos_batch_stride, cos_token_stride, cos_col_stride, head_dim,
     n_rows, n_tokens, n_positions,
     BATCHED: tl.constexpr, HAS_POSITIONS: tl.constexpr, BACKWARD: tl.constexpr, INTERLEAVED: tl.constexpr,
-    ROTARY_DIM: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr, GROUP: tl.constexpr,
+    DEINTERLEAVE: tl.constexpr, COLUMN_PER_PAIR: tl.constexpr, ROTARY_DIM: tl.constexpr, PAIRS: tl.constexpr,
+    REST: tl.constexpr, GROUP: tl.constexpr,
     N_Q_HEADS: tl.constexpr, N_K_HEADS: tl.constexpr,
     Q_TOKENS: tl.constexpr, K_TOKENS: tl.constexpr, Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr,
 ):  # fmt: skip
@@ -154,20 +182,22 @@ def _rope_kernel(
         _rotate_tile(
             q_ptr, q_out_ptr, q_batch_stride, q_head_stride, q_token_stride, q_col_stride,
             q_out_batch_stride, q_out_head_stride, q_out_token_stride, q_out_col_stride,
-            cos_ptr, sin_ptr, position_ids_ptr, cos_batch_stride, cos_token_stride,
+            cos_ptr, sin_ptr, position_ids_ptr, cos_batch_stride, cos_token_stride, cos_col_stride,
             group * GROUP + tile % (GROUP // Q_TOKENS) * Q_TOKENS, tile // (GROUP // Q_TOKENS) * Q_HEADS,
             N_Q_HEADS, n_rows, n_tokens, n_positions, head_dim,
-            BATCHED, HAS_POSITIONS, BACKWARD, INTERLEAVED, ROTARY_DIM, PAIRS, REST, Q_TOKENS, Q_HEADS,
+            BATCHED, HAS_POSITIONS, BACKWARD, INTERLEAVED, DEINTERLEAVE, COLUMN_PER_PAIR, ROTARY_DIM, PAIRS, REST,
+            Q_TOKENS, Q_HEADS,
         )  # fmt: skip
     else:
         tile -= Q_PROGRAMS
         _rotate_tile(
             k_ptr, k_out_ptr, k_batch_stride, k_head_stride, k_token_stride, k_col_stride,
             k_out_batch_stride, k_out_head_stride, k_out_token_stride, k_out_col_stride,
-            cos_ptr, sin_ptr, position_ids_ptr, cos_batch_stride, cos_token_stride,
+            cos_ptr, sin_ptr, position_ids_ptr, cos_batch_stride, cos_token_stride, cos_col_stride,
             group * GROUP + tile % (GROUP // K_TOKENS) * K_TOKENS, tile // (GROUP // K_TOKENS) * K_HEADS,
             N_K_HEADS, n_rows, n_tokens, n_positions, head_dim,
-            BATCHED, HAS_POSITIONS, BACKWARD, INTERLEAVED, ROTARY_DIM, PAIRS, REST, K_TOKENS, K_HEADS,
+            BATCHED, HAS_POSITIONS, BACKWARD, INTERLEAVED, DEINTERLEAVE, COLUMN_PER_PAIR, ROTARY_DIM, PAIRS, REST,
+            K_TOKENS, K_HEADS,
         )  # fmt: skip
 
 
@@ -188,18 +218,20 @@ def _tile(n_heads: int, width: int) -> tuple[int, int]:
 @cached
 def _launch(
     n_q_heads: int, n_k_heads: int, head_dim: int, rotary_dim: int, batched: bool, has_positions: bool, backward: bool,
-    interleaved: bool, chip: Chip,
+    interleaved: bool, deinterleave: bool, column_per_pair: bool, chip: Chip,
 ) -> tuple[Launcher, int, int]:  # fmt: skip
     """Return the launcher, the tokens of a group of programs, and the programs of a group."""
     n_pairs = _power_of_2(rotary_dim // 2)
     rest = _power_of_2(head_dim - rotary_dim) if rotary_dim < head_dim else 0
     width = max(n_pairs, rest // 2)
-    (q_tokens, q_heads), (k_tokens, k_heads) = _tile(n_q_heads, width), _tile(n_k_heads, width)
+    q_tokens, q_heads = _tile(n_q_heads or n_k_heads, width)  # without heads: as the other, for a group no larger
+    k_tokens, k_heads = _tile(n_k_heads or n_q_heads, width)
     group, tile = max(q_tokens, k_tokens), q_tokens * q_heads * width
     q_programs = -(-n_q_heads // q_heads) * (group // q_tokens)
     k_programs = -(-n_k_heads // k_heads) * (group // k_tokens)
     constants = {
         "BATCHED": batched, "HAS_POSITIONS": has_positions, "BACKWARD": backward, "INTERLEAVED": interleaved,
+        "DEINTERLEAVE": deinterleave, "COLUMN_PER_PAIR": column_per_pair,
         "ROTARY_DIM": rotary_dim, "PAIRS": n_pairs, "REST": rest, "GROUP": group,
         "N_Q_HEADS": n_q_heads, "N_K_HEADS": n_k_heads,
         "Q_TOKENS": q_tokens, "K_TOKENS": k_tokens, "Q_HEADS": q_heads, "K_HEADS": k_heads,
@@ -216,6 +248,7 @@ def _rotate(
     sin: torch.Tensor,
     position_ids: torch.Tensor | None,
     interleaved: bool,
+    deinterleave: bool,
     rotary_dim: int,
     *,
     backward: bool = False,
@@ -223,13 +256,13 @@ def _rotate(
     """Rotate q and k. Results keep the inputs' memory layout: a transposed projection (B, T, H, D) stays transposed."""
     (batch, n_q_heads, n_tokens, head_dim), n_k_heads = q.shape, k.shape[1]
     q_out, k_out = torch.empty_like(q), torch.empty_like(k)
-    if cos.stride() != sin.stride() or cos.stride(-1) != 1:
+    if cos.stride() != sin.stride():
         cos, sin = cos.contiguous(), sin.contiguous()
     has_positions, batched = position_ids is not None, batch > 1
     position_ids = position_ids.expand(batch, n_tokens).contiguous() if has_positions else cos  # not read
     launch, group, programs = _launch(
         n_q_heads, n_k_heads, head_dim, rotary_dim, batched, has_positions, backward, interleaved,
-        chip_of(q.device),
+        deinterleave, cos.shape[-1] < rotary_dim, chip_of(q.device),
     )  # fmt: skip
     tensors = q, k, q_out, k_out
     # The batch stride grows with the sequence; 0 for a batch of one keeps Triton from specialising on it.
@@ -237,7 +270,7 @@ def _rotate(
     # The grid stays under 2**31: a program has at least 2048 pairs or a whole head.
     launch(
         (-(-batch * n_tokens // group) * programs, 1, 1), (*tensors, cos, sin, position_ids),
-        (*strides, cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(-2), head_dim),
+        (*strides, cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(-2), cos.stride(-1), head_dim),
         batch * n_tokens, n_tokens, cos.shape[-2],
     )  # fmt: skip
     return q_out, k_out
@@ -245,10 +278,10 @@ def _rotate(
 
 class _Rope(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, cos, sin, position_ids, interleaved, rotary_dim):
+    def forward(ctx, q, k, cos, sin, position_ids, *layout):
         ctx.save_for_backward(cos, sin, position_ids)
-        ctx.interleaved, ctx.rotary_dim = interleaved, rotary_dim
-        return _rotate(q, k, cos, sin, position_ids, interleaved, rotary_dim)
+        ctx.layout = layout  # interleaved, deinterleave, rotary_dim
+        return _rotate(q, k, cos, sin, position_ids, *layout)
 
     @staticmethod
     @no_double_backward
@@ -257,50 +290,55 @@ class _Rope(torch.autograd.Function):
         # A gradient that is not needed is still passed as a tensor; with no heads left, no program reads it.
         needs_dq, needs_dk = ctx.needs_input_grad[:2]
         dq, dk = (dq if needs_dq else dq[:, :0]), (dk if needs_dk else dk[:, :0])
-        angles = cos, sin, position_ids, ctx.interleaved, ctx.rotary_dim
-        dq, dk = _rotate(dq, dk, *angles, backward=True)
-        return (dq if needs_dq else None), (dk if needs_dk else None), *(None,) * 5
+        dq, dk = _rotate(dq, dk, cos, sin, position_ids, *ctx.layout, backward=True)
+        return (dq if needs_dq else None), (dk if needs_dk else None), *(None,) * 6
 
 
 def apply_rope(
     q: torch.Tensor,  # (B, H, T, D), any strides
-    k: torch.Tensor,  # (B, K, T, D), any strides
-    cos: torch.Tensor,  # (B or 1, T, R), or with position_ids a table (S, R)
+    k: torch.Tensor | None,  # (B, K, T, D), any strides; None: q alone is rotated
+    cos: torch.Tensor,  # (B or 1, T, R), or with position_ids a table (S, R); any strides; R or R/2 columns
     sin: torch.Tensor,  # as cos
     position_ids: torch.Tensor | None = None,  # (B, T)
     *,
     interleaved: bool = False,
+    deinterleave: bool = False,
     rotary_dim: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # as q and k
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # as q and k
     """Rotate q and k by the angles of cos and sin, which get no gradient (Su et al., arXiv:2104.09864).
 
     A position outside the table is a caller's error (on a GPU its token becomes NaN). rotary_dim R, by default all
-    columns of cos, is how many columns of a head are rotated.
+    columns of cos, is how many columns of a head are rotated. cos and sin with R/2 columns have one for each pair.
+    interleaved: columns 2i and 2i + 1 are a pair, otherwise i and i + R/2.
+    deinterleave: the results have the columns 2i of interleaved pairs first, then the columns 2i + 1.
 
-    Raises ValueError on mismatched shapes, and for cos or sin that require a gradient.
+    Raises ValueError on mismatched shapes, deinterleave without interleaved, and cos or sin that require a gradient.
     """
     rotary_dim = cos.shape[-1] if rotary_dim is None else rotary_dim
+    alone = k is None
+    k = q.new_empty(q.shape[0], 0, *q.shape[2:]) if k is None else k  # no heads: no program reads it
     _check(q, k, cos, sin, position_ids, rotary_dim)
-    if q.numel() == 0 or k.numel() == 0 or rotary_dim == 0 or not (runs_triton(q) and runs_triton(k)):
-        return apply_rope_reference(q, k, cos, sin, position_ids, interleaved=interleaved, rotary_dim=rotary_dim)
-    needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
-    if not needs_grad:
-        return _rotate(q, k, cos, sin, position_ids, interleaved, rotary_dim)
-    return _Rope.apply(q, k, cos, sin, position_ids, interleaved, rotary_dim)
+    if deinterleave and not interleaved:
+        raise ValueError("apply_rope: deinterleave=True needs interleaved=True")
+    layout = interleaved, deinterleave, rotary_dim
+    if q.numel() == 0 or rotary_dim == 0 or not (runs_triton(q) and runs_triton(k)):
+        options = {"interleaved": interleaved, "deinterleave": deinterleave, "rotary_dim": rotary_dim}
+        rotated = apply_rope_reference(q, k, cos, sin, position_ids, **options)
+    elif torch.is_grad_enabled() and (q.requires_grad or k.requires_grad):
+        rotated = _Rope.apply(q, k, cos, sin, position_ids, *layout)
+    else:
+        rotated = _rotate(q, k, cos, sin, position_ids, *layout)
+    return (rotated[0], None) if alone else rotated
 
 
 def _check(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    position_ids: torch.Tensor | None,
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, position_ids: torch.Tensor | None,
     rotary_dim: int,
-) -> None:
+) -> None:  # fmt: skip
     batch, _, n_tokens, head_dim = q.shape
     if (k.shape[0], *k.shape[2:]) != (batch, n_tokens, head_dim):
         raise ValueError(f"apply_rope: q is {tuple(q.shape)} and k {tuple(k.shape)}: only their heads may differ")
-    if cos.shape != sin.shape or cos.shape[-1] != rotary_dim:
+    if cos.shape != sin.shape or cos.shape[-1] not in (rotary_dim, rotary_dim / 2):
         raise ValueError(f"apply_rope: cos is {tuple(cos.shape)}, sin {tuple(sin.shape)}; rotary_dim is {rotary_dim}")
     if rotary_dim > head_dim or rotary_dim % 2:
         raise ValueError(f"apply_rope: rotary_dim is {rotary_dim}; expected an even number up to {head_dim}")

@@ -1,9 +1,11 @@
-"""apply_rope against float64: pairings, partial rotation, tables, strides, layouts."""
+"""apply_rope against float64: pairings, partial rotation, q alone, tables, strides, layouts."""
+
+from functools import partial
 
 import pytest
 import torch
 from covering import every_pair
-from judge import DTYPES, judge_op
+from judge import DTYPES, judge, judge_op
 from ligertune_kernels import apply_rope, apply_rope_reference
 
 SHAPES = (
@@ -36,6 +38,43 @@ def test_agrees_with_float64(shape, interleaved, dtype, device) -> None:
     cos, sin = angles(shape[0], shape[3], shape[5], device)
     inputs = queries_and_keys(shape, dtype, device)
     judge_op(apply_rope, inputs, cos, sin, interleaved=interleaved)
+
+
+# (interleaved, deinterleave), columns of cos for a pair, with keys or not
+LAYOUTS = ((False, False), (True, False), (True, True))
+
+
+@pytest.mark.parametrize("shape, layout, columns, keys", every_pair(SHAPES, LAYOUTS, [1, 2], [True, False]))
+def test_every_layout_agrees_with_float64(shape, layout, columns, keys, device) -> None:
+    interleaved, deinterleave = layout
+    cos, sin = angles(shape[0], shape[3], shape[5] * columns // 2, device)
+    q, k = queries_and_keys(shape, torch.float32, device)
+    options = {"interleaved": interleaved, "deinterleave": deinterleave, "rotary_dim": shape[5]}
+
+    def call(op, *inputs):
+        rotated = op(inputs[0], inputs[1] if keys else None, cos, sin, **options)
+        return rotated if keys else rotated[0]
+
+    judge(partial(call, apply_rope), partial(call, apply_rope_reference), (q, k) if keys else (q,))
+    assert keys or apply_rope(q, None, cos, sin, **options)[1] is None
+
+
+def test_a_deinterleaved_rotation_is_the_interleaved_one_in_another_order(device) -> None:
+    cos, sin = angles(1, 3, 8, device)
+    q, k = queries_and_keys((2, 4, 2, 3, 12, 8), torch.float32, device)
+    pairs = apply_rope(q, k, cos, sin, interleaved=True)
+    order = [0, 2, 4, 6, 1, 3, 5, 7, 8, 9, 10, 11]
+    for rotated, other in zip(apply_rope(q, k, cos, sin, interleaved=True, deinterleave=True), pairs, strict=True):
+        torch.testing.assert_close(rotated, other[..., order], rtol=0, atol=0)
+
+
+def test_a_complex_table_is_read_as_cos_and_sin(device) -> None:
+    q, k = queries_and_keys((2, 4, 2, 3, 8, 8), torch.float32, device)
+    table = torch.polar(torch.ones(1, 3, 4, device=device), 6.0 * torch.rand(1, 3, 4, device=device))
+    cos, sin = torch.view_as_real(table).unbind(-1)  # every second number
+    for x, rotated in zip((q, k), apply_rope(q, k, cos, sin, interleaved=True, rotary_dim=8), strict=True):
+        pairs = torch.view_as_complex(x.unflatten(-1, (4, 2)).contiguous())
+        torch.testing.assert_close(rotated, torch.view_as_real(pairs * table[:, None]).flatten(-2))
 
 
 @pytest.mark.parametrize("batch", [1, 2])
