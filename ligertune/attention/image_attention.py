@@ -2,7 +2,7 @@
 
 The vision towers of the Qwen family concatenate the images of a batch, or windows of them, along the sequence. Without
 flash-attn, transformers attends within one image after another, and copies the lengths from the GPU in every layer.
-`patching.rope_patch` rebuilds their forward so that it calls `per_image_attention` on the whole sequence.
+`patching.rope` rebuilds their forward so that it calls `per_image_attention` on the whole sequence.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from ligertune.patching.norms.kernel_norms import KernelLayerNorm, KernelNorm, R
 from ligertune.patching.norms.recognise_norms import is_layer_norm, is_norm, recognise_layer_norm, recognise_norm
 from ligertune.patching.probe import Refusal
 from ligertune.patching.recompute import RecomputableOutput, recompute_inputs
-from ligertune.patching.rope_patch import KernelRope, is_rotary, recognise_rope
+from ligertune.patching.rope.kernel_rope import KernelRope, is_rotary, is_rotary_table, recognise_rope
 from ligertune.planning.plan import KernelLine
 
 Loss = Literal["linear_cross_entropy", "cross_entropy", "torch"]
@@ -151,6 +151,8 @@ def patch(
     for kernels in (("apply_rope",), ("rms_norm",), ("swiglu", "geglu", "experts")):
         if not tallies.keys() & set(kernels):
             tallies[kernels[0]] = _Tally()  # a row that says there are none
+    if not tallies["apply_rope"].applied and not tallies["apply_rope"].left:
+        tallies["apply_rope"].left.update(_unused_rotary_tables(model))
     if "peft" in sys.modules:  # importing peft takes seconds
         from ligertune.models.adapters.expert_lora import split_adapters
 
@@ -161,6 +163,12 @@ def patch(
     if recompute:
         rows.append(_patch_readers(model, owner))
     return PatchReport((*rows, _patch_loss(owner, loss)), backend(next(model.parameters()).device))
+
+
+def _unused_rotary_tables(model: nn.Module) -> Counter[str]:
+    """Count rotary embeddings of a model in which no layer calls a rotary function."""
+    names = (type(module).__name__ for module in model.modules() if is_rotary_table(module))
+    return Counter(f"{name}: no forward applies it by a function of its own, so PyTorch computes it" for name in names)
 
 
 def _patch_layer(module: nn.Module, kind: LayerKind, tallies: dict[str, _Tally], mixins: Mixins | None) -> None:

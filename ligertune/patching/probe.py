@@ -1,6 +1,6 @@
 """Probe what a class computes: run its own forward on a few numbers.
 
-The result decides whether one of our kernels can replace it (`recognise`, `rope_patch`). Probing leaves the global
+The result decides whether one of our kernels can replace it (`recognise`, `rope`). Probing leaves the global
 random state alone, runs on the CPU whatever the default device is, and gives the same result in every process. Results
 are cached by class and by its `definition_of`, so that a method replaced later is probed again.
 """

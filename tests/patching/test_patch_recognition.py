@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import inspect
 
 import pytest
 import tiny_models
@@ -16,7 +15,6 @@ from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm
 from transformers.models.llama4.modeling_llama4 import Llama4TextL2Norm
 from transformers.models.nanochat.modeling_nanochat import NanoChatRMSNorm
-from transformers.models.qwen4_exp import modeling_qwen4_exp
 
 from ligertune.patching.experts.recognise_experts import ExpertsSpec, recognise_experts
 from ligertune.patching.mlps.recognise_mlps import GatedSpec, recognise_mlp
@@ -25,10 +23,13 @@ from ligertune.patching.norms.kernel_norms import KernelNorm, RecomputedNorm
 from ligertune.patching.norms.recognise_norms import NormSpec, recognise_norm
 from ligertune.patching.patch import patch
 from ligertune.patching.probe import Refusal
-from ligertune.patching.rope_patch import KernelRope, RopeSpec, is_rotary, recognise_rope
+from ligertune.patching.rope.kernel_rope import recognise_rope
 
 LLAMA_NORM = NormSpec("llama", 0.0, "variance_epsilon")
 GEMMA_NORM = NormSpec("gemma", 1.0, "eps")
+
+# pairing of columns, columns of cos
+ROTATIONS = {"half": ("half", "column"), "pairs": ("pairs", "column"), "pairs_from_halves": ("pairs", "first half")}
 
 # family -> (norm and how many, gated MLP, rotation): pinned, so that a match lost to a new transformers is noticed
 EXPECTED = {
@@ -54,7 +55,8 @@ def test_each_family_is_recognised_as_expected(family):
     norm, n_norms, gated, layout = EXPECTED[family]
     model = tiny_models.make(family)
     layer = model.model.layers[0]
-    assert recognise_rope(layer.self_attn) == RopeSpec((("apply_rotary_pos_emb", layout),))
+    ((name, rotation),) = recognise_rope(layer.self_attn).functions
+    assert (name, rotation.pairing, rotation.table) == ("apply_rotary_pos_emb", *ROTATIONS[layout])
     recognise = recognise_experts if family == "mixtral" else recognise_mlp
     assert recognise(layer.mlp.experts if family == "mixtral" else layer.mlp) == gated
     if norm is not None:
@@ -179,7 +181,7 @@ def test_a_forward_replaced_in_the_class_is_probed_again(monkeypatch):
     class MLP(LlamaMLP):
         pass
 
-    class Attention(OtherAttention):
+    class Attention(LlamaAttention):
         pass
 
     config = tiny_models.config_of("llama")
@@ -187,7 +189,7 @@ def test_a_forward_replaced_in_the_class_is_probed_again(monkeypatch):
     assert not any(isinstance(recognise(layer), Refusal) for layer, recognise in layers)
     monkeypatch.setattr(Norm, "forward", late_eps)
     monkeypatch.setattr(MLP, "forward", added)
-    monkeypatch.setitem(globals(), "apply_rotary_pos_emb", rotated_backwards)
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", lambda q, k, cos, sin: (q, k))
     assert all(isinstance(recognise(layer), Refusal) for layer, recognise in layers)
     monkeypatch.undo()
     assert not any(isinstance(recognise(layer), Refusal) for layer, recognise in layers)
@@ -264,71 +266,6 @@ def test_other_activations_are_refused(activation):
     assert isinstance(recognise_mlp(mlp(LlamaMLP, hidden_act=activation)), Refusal)
 
 
-def rotated_backwards(q, k, cos, sin, unsqueeze_dim=1):
-    return modeling_llama.apply_rotary_pos_emb(q, k, cos, -sin, unsqueeze_dim)
-
-
-def shifted_by_default(q, k, cos, sin, unsqueeze_dim=2):
-    return modeling_llama.apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim)
-
-
-def key_not_rotated(q, k, cos, sin, unsqueeze_dim=1):
-    return modeling_llama.apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim)[0], k
-
-
-def with_positions(q, k, cos, sin, position_ids=None, unsqueeze_dim=1):
-    return modeling_llama.apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim)
-
-
-apply_rotary_pos_emb = modeling_llama.apply_rotary_pos_emb
-
-
-class OtherAttention(LlamaAttention):
-    """Calls the rotary function of this file."""
-
-    def forward(self, q, k, cos, sin):
-        return apply_rotary_pos_emb(q, k, cos, sin)
-
-
-@pytest.mark.parametrize("function", [rotated_backwards, shifted_by_default, key_not_rotated, with_positions])
-def test_a_rotary_function_that_differs_is_refused(function, monkeypatch):
-    class Attention(OtherAttention):  # a new class: results are cached by class
-        pass
-
-    monkeypatch.setitem(globals(), "apply_rotary_pos_emb", function)
-    attention = Attention(tiny_models.config_of("llama"), 0)
-    assert is_rotary(attention)
-    assert isinstance(recognise_rope(attention), Refusal)
-
-
-def test_a_rotary_function_called_with_q_alone_gives_what_the_original_gives():
-    """Qwen 4's indexer: apply_rotary_pos_emb(q, cos=cos, sin=sin), which returns one tensor."""
-    indexer = object.__new__(modeling_qwen4_exp.Qwen4ExpTextQSAIndexer)
-    nn.Module.__init__(indexer)
-    patch_module(indexer, KernelRope, recognise_rope(indexer))
-    replacement = inspect.unwrap(type(indexer).forward).__globals__["apply_rotary_pos_emb"]
-    original = modeling_qwen4_exp.apply_rotary_pos_emb
-    q, k, angles = torch.randn(2, 5, 4, 16), torch.randn(2, 5, 2, 16), torch.randn(1, 5, 8).repeat(1, 1, 2)
-    places = {"cos": angles.cos(), "sin": angles.sin(), "unsqueeze_dim": 2}
-    assert replacement is not original
-    assert torch.equal(replacement(q, **places), original(q, **places))
-    torch.testing.assert_close(replacement(q, k, **places), original(q, k, **places))
-
-
-@pytest.mark.parametrize("unsqueeze_dim", [0, 1, 2])
-def test_the_rotary_function_accepts_the_calls_of_the_original(unsqueeze_dim):
-    attention = tiny_models.make("llama").model.layers[0].self_attn
-    original = modeling_llama.apply_rotary_pos_emb
-    patch_module(attention, KernelRope, recognise_rope(attention))
-    replacement = inspect.unwrap(type(attention).forward).__globals__["apply_rotary_pos_emb"]
-    q, k = torch.randn(2, 5, 5, 16), torch.randn(2, 5, 5, 16)
-    angles = torch.randn(5, 8) if unsqueeze_dim == 0 else torch.randn(1, 5, 8)
-    both = torch.cat((angles, angles), dim=-1)
-    expected = original(q, k, both.cos(), both.sin(), unsqueeze_dim=unsqueeze_dim)
-    assert replacement is not original
-    torch.testing.assert_close(replacement(q, k, both.cos(), both.sin(), unsqueeze_dim=unsqueeze_dim), expected)
-
-
 def test_layers_left_alone_are_reported():
     model = tiny_models.make("llama")
     layer = model.model.layers[0]
@@ -387,7 +324,7 @@ class LookedUpAttention(LlamaAttention):
 
 class NamedAttention(LlamaAttention):
     def forward(self, *args, **kwargs):
-        return __name__, apply_rotary_pos_emb(*args, **kwargs)
+        return __name__, modeling_llama.apply_rotary_pos_emb(*args, **kwargs)
 
 
 def test_decorators_of_an_attention_are_kept_around_the_rebuilt_forward():

@@ -103,7 +103,17 @@ def _group_norm() -> list[Case]:
 
 
 def _rope() -> list[Case]:
-    """32 query heads and 8 key heads, as projections make them."""
+    """32 query heads and 8 key heads, as projections make them; latent attention's with one key head."""
+
+    def latent() -> Case:
+        table = meta(1, 512, 64, dtype=BF16)[..., :32]
+
+        def call(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> object:
+            options = {"interleaved": True, "deinterleave": True, "rotary_dim": 64}
+            alone, _ = kernels.apply_rope(q.transpose(1, 2), None, cos, sin, **options)
+            return alone, *kernels.apply_rope(q.transpose(1, 2), k.transpose(1, 2), cos, sin, **options)
+
+        return Case(call, ((1, 512, 32, 64), (1, 512, 1, 64)), BF16, (table, table))
 
     def case(dtype: torch.dtype, head_dim: int, rotary_dim: int | None = None, interleaved: bool = False) -> Case:
         table = meta(1, 512, rotary_dim or head_dim, dtype=dtype)
@@ -113,7 +123,7 @@ def _rope() -> list[Case]:
 
         return Case(call, ((1, 512, 32, head_dim), (1, 512, 8, head_dim)), dtype, (table, table))
 
-    more = (case(BF16, 128, interleaved=True), case(BF16, 128, rotary_dim=96))
+    more = (case(BF16, 128, interleaved=True), case(BF16, 128, rotary_dim=96), latent())
     return [case(BF16, 128), case(FP16, 64), case(FP32, 80), *on_the_first(*more), *later(case(BF16, 256))]
 
 

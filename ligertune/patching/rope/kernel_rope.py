@@ -1,0 +1,103 @@
+"""Rotary position embeddings: an attention's forward calls `apply_rope` instead of its modelling file's function.
+
+A modelling file keeps its rotary function as a global that every model of the family shares, so replacing it there
+would change other models. `KernelRope` runs the same byte code on a private copy of the globals, in which only the
+recognised rotary functions differ.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import inspect
+import re
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from ligertune.attention.image_attention import IMAGE_ATTENTION_GLOBALS, attends_per_image
+from ligertune.patching.module_patch import ModulePatch, decorator_chain, names_in, rebuild_function
+from ligertune.patching.probe import Definition, Refusal, definition_of
+from ligertune.patching.rope.probe_rotation import helpers_of, recognise_rotation
+from ligertune.patching.rope.rotation import Rotation, rotary_function
+
+# apply_rotary_pos_emb, apply_rotary_emb, vision_apply_rotary_emb, apply_multidimensional_rope
+ROTARY_FUNCTION = re.compile(r"apply.*(rotary|rope)", re.IGNORECASE)
+ROTARY_CLASS = re.compile(r"rotary|rope", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class RopeSpec:
+    """The rotary functions that a forward calls and our kernel computes: (name, rotation) each."""
+
+    functions: tuple[tuple[str, Rotation], ...]
+    per_image: bool = False  # the forward also attends within one image after another (`image_attention`)
+    kernel = "apply_rope"
+
+
+def is_rotary(module: nn.Module) -> bool:
+    """Return whether a module's forward calls a rotary function of its file, or such a method of its class."""
+    return bool(_rotary_names(type(module), type(module).forward))
+
+
+def is_rotary_table(module: nn.Module) -> bool:
+    """Return whether a module computes the angles of a rotary embedding, going by the name of its class."""
+    return ROTARY_CLASS.search(type(module).__name__) is not None
+
+
+@functools.cache
+def _rotary_names(cls: type[nn.Module], forward: Callable[..., Any]) -> tuple[str, ...]:
+    function = inspect.unwrap(forward)
+    code, namespace = getattr(function, "__code__", None), getattr(function, "__globals__", {})
+    named = filter(ROTARY_FUNCTION.search, code.co_names if code else ())
+    return tuple(name for name in named if callable(namespace.get(name, getattr(cls, name, None))))
+
+
+def recognise_rope(module: nn.Module) -> RopeSpec | Refusal:
+    """Return which rotary functions of an attention `apply_rope` can compute, or why it cannot replace all of them."""
+    if "forward" in vars(module):
+        return Refusal("its forward was replaced on the instance")
+    cls = type(module)
+    namespace = getattr(inspect.unwrap(cls.forward), "__globals__", {})
+    helpers = tuple(helpers_of(namespace.get(name)) for name in _rotary_names(cls, cls.forward))
+    return _rope_spec(cls, (*definition_of(cls), *helpers))
+
+
+@functools.cache
+def _rope_spec(cls: type[nn.Module], definition: Definition) -> RopeSpec | Refusal:
+    forward = decorator_chain(cls.forward)[-1]
+    if hasattr(forward, "__wrapped__") or not isinstance(forward, types.FunctionType):
+        return Refusal("its forward is wrapped by a decorator that is not a plain function")
+    if _reads_module_name(forward.__code__):
+        return Refusal("its forward reads __name__")
+    functions = []
+    for name in _rotary_names(cls, cls.forward):
+        if name not in forward.__globals__:
+            return Refusal(f"it rotates in a method of its own, {name}, which PyTorch computes as before")
+        rotation = recognise_rotation(forward.__globals__[name])
+        if isinstance(rotation, Refusal):
+            return rotation
+        functions.append((name, rotation))
+    return RopeSpec(tuple(functions), attends_per_image(names_in(forward.__code__)))
+
+
+def _reads_module_name(code: types.CodeType) -> bool:
+    """Return whether a function or one inside it reads the global `__name__`, which `rebuild_function` removes."""
+    reads = any(step.opname == "LOAD_GLOBAL" and step.argval == "__name__" for step in dis.get_instructions(code))
+    inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return reads or any(map(_reads_module_name, inner))
+
+
+class KernelRope(ModulePatch):
+    """Mixin of an attention module: its own forward, with our rotary functions."""
+
+    @classmethod
+    def class_body(cls, original: type[nn.Module], spec: RopeSpec) -> dict[str, Any]:
+        namespace = decorator_chain(original.forward)[-1].__globals__
+        ours = {name: rotary_function(namespace[name], rotation) for name, rotation in spec.functions}
+        if spec.per_image:
+            ours |= IMAGE_ATTENTION_GLOBALS
+        return {"forward": rebuild_function(original.forward, ours)}
