@@ -3,7 +3,7 @@
 There is no table of models or names. A module is recognised if its own forward, run on a few numbers with probes in
 place of its projections, equals down(act(gate(x)) * up(x)) for exactly one assignment of the projections: a new model
 family needs no code, and an upstream class that changes is left alone instead of being patched wrongly. `norms`
-recognises norms, `rope_patch` rotary functions, `experts` the experts of a mixture.
+recognises norms, `rope` rotary functions, `experts` the experts of a mixture.
 """
 
 from __future__ import annotations
