@@ -110,6 +110,31 @@ def measured_norm_tile(
     return next((tile for tile in NORM_TILES if tile[:4] == (chip.arch, direction, centred, cols)), None)
 
 
+class GatedNormTile(NamedTuple):
+    """Tile and launch of the backward of gated_rms_norm, for groups of up to `cols` columns."""
+
+    archs: tuple[str, ...]  # prefixes of Chip.arch
+    packed: bool  # dy, x and gate have 16 bits
+    cols: int  # the most columns that a program holds
+    elements: int  # per step: several rows where groups are shorter
+    warps: int = 0  # 0: those of launch_options
+    programs: int = 0  # per processor; 0: as many as share 16 warps
+
+
+# Not measured; chosen by the registers that the compiler takes.
+GATED_NORM_TILES = (
+    # 8 warps take 165 to 183 registers, so that only one program fits and half of each processor would wait.
+    GatedNormTile(("sm",), packed=True, cols=4096, elements=4096, warps=16, programs=1),
+    GatedNormTile(("gfx", "cpu"), packed=True, cols=4096, elements=4096),  # 16 elements per thread
+    GatedNormTile(("sm", "gfx", "cpu"), packed=False, cols=2048, elements=2048),  # dy, x and gate unpacked
+)
+
+
+def gated_norm_tile(*, packed: bool, chip: Chip) -> GatedNormTile:
+    """Return the first row that holds for the chip."""
+    return next(row for row in GATED_NORM_TILES if row.packed == packed and chip.arch.startswith(row.archs))
+
+
 class Tile(NamedTuple):
     """Tile and launch of one attention kernel."""
 

@@ -92,6 +92,21 @@ def _rms_norm() -> list[Case]:
     return [*_rows("rms_norm", 1, 1, more), *on_the_first(gemmas[0], without_weight), *later(gemmas[1])]
 
 
+def _gated_rms_norm() -> list[Case]:
+    """Both orders of gate and norm: whole rows, groups, a backward in parts, a swept forward."""
+
+    def case(width: int, dtype: torch.dtype, **options: object) -> Case:
+        return Case(partial(kernels.gated_rms_norm, **options), ((ROWS, width), (ROWS, width), (width,)), dtype)
+
+    qwen = {"norm_before_gate": True}
+    kimi = {"activation": "sigmoid", "cast": "gemma"}
+    mamba = {"norm_before_gate": False}
+    everywhere = (case(4096, BF16, **qwen), case(4096, FP16, group_size=512, **mamba), case(4096, FP32, **mamba))
+    first = (case(128, BF16, **qwen), case(8192, BF16, **mamba), case(32768, FP32, **mamba))
+    others = (case(128, BF16, **kimi), case(4096, BF16, **mamba), case(4095, BF16, **qwen), case(16384, BF16, **kimi))
+    return [*everywhere, *on_the_first(*first), *later(*others)]
+
+
 def _group_norm() -> list[Case]:
     def call(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         return kernels.group_norm(x, 32, weight, bias)
@@ -326,6 +341,7 @@ def _adamw() -> list[Case]:
 CASES: dict[str, Callable[[], list[Case]]] = {
     "rms_norm": _rms_norm,
     "add_rms_norm": lambda: _rows("add_rms_norm", 2, 1),
+    "gated_rms_norm": _gated_rms_norm,
     # an odd width, for kernels that all norms share
     "layer_norm": lambda: _rows("layer_norm", 1, 2, (*MORE_WIDTHS, (8191, FP32))),
     "group_norm": _group_norm,

@@ -70,7 +70,7 @@ class LaunchPlan(NamedTuple):
         return (-(-steps // steps_each), self.parts, 1), steps_each * self.rows
 
 
-def _stages(step_bytes: int, programs: int, chip: Chip) -> int:
+def stages_that_fit(step_bytes: int, programs: int, chip: Chip) -> int:
     """Return the steps in flight that fit into shared memory with this many programs per processor; 1 on AMD."""
     if chip.vendor != "nvidia":
         return 1
@@ -109,7 +109,7 @@ def _plan_forward_tile(
             constants["num_warps"] = 4
         return constants | {"STAGES": 1}, rows, PROGRAM_PER_TILE
     programs = FORWARD_WARPS // constants["num_warps"] or 1 if measured is None else measured.programs
-    stages = _stages(block * rows * column_bytes, programs, chip)
+    stages = stages_that_fit(block * rows * column_bytes, programs, chip)
     return constants | {"STAGES": stages}, rows, programs * chip.processors
 
 
@@ -167,7 +167,7 @@ def _plan_backward_tile(call: Call, column_bytes: int, chip: Chip) -> tuple[dict
         stages = 1  # each part reads the whole row anyway; prefetching costs 5 to 15 % of the bandwidth
     else:
         # Shared memory also holds the weights of the other parts.
-        stages = _stages(block * (rows * parts * column_bytes + 4 * (parts - 1)), programs, chip)
+        stages = stages_that_fit(block * (rows * parts * column_bytes + 4 * (parts - 1)), programs, chip)
     constants |= {"STAGES": stages, "PARTS": parts}
     return constants, rows, max(1, programs * chip.processors // parts), parts
 
