@@ -22,6 +22,7 @@ from ligertune.hardware import Machine
 SIZES = {
     "rms_norm": ((67, 1000), (5, 20000)),
     "add_rms_norm": ((67, 1000), (5, 20000)),
+    "gated_rms_norm": ((67, 1000), (5, 20000)),
     "layer_norm": ((67, 1000), (5, 20000)),
     "group_norm": ((3, 96, 49),),
     "apply_rope": ((131,),),

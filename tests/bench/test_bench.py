@@ -74,6 +74,7 @@ def test_frozen_heads_and_ignored_labels_of_the_fused_loss(options, cpu):
         (Case("cross_entropy", (8192, 32000), BF16), 0.349),
         (Case("rms_norm", (8192, 4096), BF16), 0.112),
         (Case("add_rms_norm", (8192, 4096), BF16), 0.179),
+        (Case("gated_rms_norm", (8192, 4096), BF16), 0.179),
         (Case("layer_norm", (8192, 16384), BF16), 0.447),
         (Case("apply_rope", (8192,), BF16), 0.112),
         (Case("swiglu", (8192, 14336), BF16), 0.625),

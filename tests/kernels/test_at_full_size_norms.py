@@ -36,6 +36,8 @@ def test_norms_round_as_torch_does(shape, dtype, device) -> None:
     judge_op(kernels.rms_norm, [x, w])
     judge_op(kernels.add_rms_norm, [x, residual, w])
     judge_op(kernels.layer_norm, [x, w, b])
+    for before in (True, False):
+        judge_op(kernels.gated_rms_norm, [x, residual, w], norm_before_gate=before)
 
 
 @pytest.mark.parametrize("dtype", LOW)
@@ -68,6 +70,8 @@ def test_gradients_are_deterministic(device) -> None:
         *((partial(kernels.rms_norm, cast=cast), (x, w)) for cast in ("llama", "gemma")),
         (kernels.add_rms_norm, (x, residual, w)),
         (kernels.layer_norm, (x, w, b)),
+        (kernels.gated_rms_norm, (x, residual, w)),
+        (partial(kernels.gated_rms_norm, norm_before_gate=False, group_size=512), (x, residual, w)),
         (lambda x, w, b: kernels.group_norm(x.view(64, 4096, 64), 32, w, b), (x, w, b)),
         (partial(kernels.embedding, indices), (x,)),
     ):

@@ -1,4 +1,7 @@
-"""Benchmarks of the norms. Lower bound: the forward reads x and writes y; the backward reads dy and x and writes dx."""
+"""Benchmarks of the norms. Lower bound: the forward reads x and writes y; the backward reads dy and x and writes dx.
+
+A gate is read in both directions, and its gradient is written.
+"""
 
 from __future__ import annotations
 
@@ -88,9 +91,26 @@ def _row_norm(
     )
 
 
+# Qwen3-Next's form; its model computes the same operations.
+GATED = OpBenchmark(
+    op="gated_rms_norm",
+    dims=("N", "E"),
+    sizes=((262144, 128), (8192, 2048), (8192, 4096), (8192, 8192)),  # the first as Qwen3-Next's heads
+    cpu_sizes=((64, 128), (64, 512)),
+    args=("x", "gate", "weight"),
+    inputs=_inputs(2, 1),
+    row_args=("x", "gate"),
+    work=elementwise_work(3, 5),
+    reference=lambda case, args: partial(kernels.gated_rms_norm_reference, eps=EPS),
+    providers=providers_of(
+        partial(kernels.gated_rms_norm, eps=EPS), eager=partial(kernels.gated_rms_norm_reference, eps=EPS)
+    ),
+)
+
 NORMS = (
     _row_norm("rms_norm", ("x", "weight"), (2, 3), _rms_norm, eager=EAGER),
     _row_norm("add_rms_norm", ("x", "residual", "weight"), (4, 4), _add_rms_norm, eager=EAGER),
+    GATED,
     _row_norm("layer_norm", ("x", "weight", "bias"), (2, 3), _layer_norm),
     OpBenchmark(
         op="group_norm",

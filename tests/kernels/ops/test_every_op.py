@@ -50,6 +50,7 @@ CALLS: dict[str, tuple[tuple[tuple[int, ...], ...], Callable[..., torch.Tensor]]
         ((ROWS, WIDTH), (ROWS, WIDTH), (WIDTH,)),
         lambda x, residual, weight: torch.cat(kernels.add_rms_norm(x, residual, weight)),
     ),
+    "gated_rms_norm": (((ROWS, WIDTH), (ROWS, WIDTH), (WIDTH,)), kernels.gated_rms_norm),
     "layer_norm": (((ROWS, WIDTH), (WIDTH,), (WIDTH,)), kernels.layer_norm),
     "group_norm": (((2, 4, WIDTH), (4,), (4,)), lambda x, *scale: kernels.group_norm(x, 2, *scale)),
     "apply_rope": (((1, 2, 16, 8), (1, 1, 16, 8)), rotated),
@@ -87,6 +88,11 @@ CALLS: dict[str, tuple[tuple[tuple[int, ...], ...], Callable[..., torch.Tensor]]
 LONG_ROWS = {
     "rms_norm, long rows": (((2, 8200), (8200,)), kernels.rms_norm),
     "rms_norm without a weight": (((ROWS, WIDTH),), kernels.rms_norm),
+    "gated_rms_norm, gate first, groups": (
+        ((ROWS, WIDTH), (ROWS, WIDTH), (WIDTH,)),
+        lambda *args: kernels.gated_rms_norm(*args, group_size=8, norm_before_gate=False),
+    ),
+    "gated_rms_norm, long rows": (((2, 8200), (2, 8200), (8200,)), kernels.gated_rms_norm),
     "layer_norm, long rows": (((2, 8200), (8200,), (8200,)), kernels.layer_norm),
 }
 in_place = {"inplace": True}
@@ -99,6 +105,7 @@ EMPTY = [
     *(("rms_norm", (shape, shape[-1:])) for shape in ((0, 8), (2, 0, 8), (2, 0))),
     *(("add_rms_norm", (shape, shape, shape[-1:])) for shape in ((0, 8), (2, 0))),
     *(("layer_norm", (shape, shape[-1:], shape[-1:])) for shape in ((0, 8), (2, 0))),
+    *(("gated_rms_norm", (shape, shape, shape[-1:])) for shape in ((0, 8), (2, 0))),
     *(("group_norm", (shape, (4,), (4,))) for shape in ((0, 4, 3), (2, 4, 0))),
     ("apply_rope", ((0, 2, 16, 8), (0, 2, 16, 8))),
     ("document_attention", ((0, 4, 16), (0, 2, 16), (0, 2, 16))),

@@ -92,7 +92,7 @@ def gated_forward_sweep_kernel(
     HAS_WEIGHT: tl.constexpr, GATE_FIRST: tl.constexpr, SIGMOID: tl.constexpr, ROUND_XHAT: tl.constexpr,
     KEEPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Norm a group of one row, of any length: it is read for the sum and again for y, the second time from the cache."""
+    """Norm a group of one row, of any length: it is read for the sum and, from the cache, for y."""
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1).to(tl.int64)
     x_ptr += row * x_row_stride + group * n_cols

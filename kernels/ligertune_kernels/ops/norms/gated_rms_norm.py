@@ -5,7 +5,7 @@ x and gate (..., E), weight w (E,) or none; a is SiLU or the sigmoid:
     norm_before_gate    y = w norm(x) a(gate)       Qwen3-Next, Qwen3.5, Kimi Linear, OLMo hybrid
     else                y = w norm(x a(gate))       Mamba 2, Bamba, Granite hybrid, Nemotron-H, Zamba 2, Falcon-H1
 
-norm(z) = z / sqrt(mean(z²) + eps), the mean over group_size columns: all E, or each of E / group_size groups for itself.
+norm(z) = z / sqrt(mean(z²) + eps), with a mean over all columns or over each group of group_size columns.
 Everything is computed in fp32. Models differ in where they round:
 
     llama   norm(...) is rounded to x's dtype, then multiplied by w; the product of equal dtypes is rounded, too.

@@ -16,9 +16,15 @@ from ligertune_kernels.ops.norms._row_norm import norm_backward, norm_forward
 
 
 def layer_norm_reference(
-    x: torch.Tensor, weight: torch.Tensor | None = None, bias: torch.Tensor | None = None, eps: float = 1e-5
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    offset: float = 0.0,
 ) -> torch.Tensor:
     """Compute `layer_norm` in plain torch, whose function needs all tensors in one dtype."""
+    weight = weight + offset if offset else weight
     wide = torch.promote_types(x.dtype, torch.float32)
     weight, bias = (None if t is None else t.to(wide) for t in (weight, bias))
     return F.layer_norm(x.to(wide), x.shape[-1:], weight, bias, eps).to(x.dtype)
@@ -48,13 +54,19 @@ def layer_norm(
     bias: torch.Tensor | None = None,  # (E,)
     eps: float = 1e-5,
     *,
+    offset: float = 0.0,
     inplace: bool = False,
 ) -> torch.Tensor:  # (..., E)
     """Compute torch.nn.functional.layer_norm over the last dimension, in x's dtype.
 
-    inplace: the backward may write x's gradient over the incoming gradient, as in `rms_norm`. Raises ValueError on
-    mismatched shapes.
+    offset: added to the weight in the weight's dtype, as Nemotron's norm does with 1. inplace: the backward may write
+    x's gradient over the incoming gradient, as in `rms_norm`. Raises ValueError on mismatched shapes, or an offset
+    without a weight.
     """
+    if offset:
+        if weight is None:
+            raise ValueError(f"layer_norm: offset is {offset}, but there is no weight to add it to: pass a weight")
+        weight = weight + offset
     for name, t in (("weight", weight), ("bias", bias)):
         if t is not None and t.shape != x.shape[-1:]:
             raise ValueError(
