@@ -23,7 +23,15 @@ from ligertune.patching.mlps.deferred_activation import KernelProduct, ProductSp
 from ligertune.patching.mlps.kernel_mlps import KernelExpertGate, KernelMLP, RecomputedMLP
 from ligertune.patching.mlps.recognise_mlps import GatedSpec, NotGated, is_mlp, recognise_mlp
 from ligertune.patching.module_patch import ModulePatch, patch_module, unpatch_module, wrapper_of
-from ligertune.patching.norms.kernel_norms import KernelLayerNorm, KernelNorm, RecomputedLayerNorm, RecomputedNorm
+from ligertune.patching.norms.kernel_norms import (
+    KernelGatedNorm,
+    KernelLayerNorm,
+    KernelNorm,
+    RecomputedGatedNorm,
+    RecomputedLayerNorm,
+    RecomputedNorm,
+)
+from ligertune.patching.norms.recognise_gated_norms import is_gated_norm, recognise_gated_norm
 from ligertune.patching.norms.recognise_norms import is_layer_norm, is_norm, recognise_layer_norm, recognise_norm
 from ligertune.patching.probe import Refusal
 from ligertune.patching.recompute import RecomputableOutput, recompute_inputs
@@ -80,6 +88,7 @@ LAYER_KINDS = (
     LayerKind("rope", "apply_rope", is_rotary, recognise_rope, KernelRope),
     LayerKind("norm", "rms_norm", is_norm, recognise_norm, KernelNorm, RecomputedNorm),
     LayerKind("norm", "layer_norm", is_layer_norm, recognise_layer_norm, KernelLayerNorm, RecomputedLayerNorm),
+    LayerKind("norm", "gated_rms_norm", is_gated_norm, recognise_gated_norm, KernelGatedNorm, RecomputedGatedNorm),
     LayerKind(
         "mlp",
         "swiglu",

@@ -97,12 +97,17 @@ def stub(cls: type[nn.Module], settings: Settings, **members: Any) -> nn.Module:
 
 
 def refuse_forward(module: nn.Module) -> Refusal | None:
-    """Return why a forward cannot be replaced as a whole, or None."""
+    """Return why a forward cannot be replaced as a whole by one that takes the hidden states, or None."""
+    refusal = refuse_replaced_forward(module)
+    if refusal is None and len(inspect.signature(type(module).forward).parameters) != 2:  # self and the hidden states
+        return Refusal("its forward takes more than the hidden states")
+    return refusal
+
+
+def refuse_replaced_forward(module: nn.Module) -> Refusal | None:
+    """Return why a forward is not the one of the module's class alone, or None."""
     if "forward" in vars(module):
         return Refusal("its forward was replaced on the instance")
-    forward = type(module).forward
-    if hasattr(forward, "__wrapped__"):
+    if hasattr(type(module).forward, "__wrapped__"):
         return Refusal("its forward is wrapped by a decorator")
-    if len(inspect.signature(forward).parameters) != 2:  # self and the hidden states
-        return Refusal("its forward takes more than the hidden states")
     return None

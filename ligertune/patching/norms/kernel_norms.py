@@ -5,12 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from ligertune_kernels import layer_norm, rms_norm
-from torch import Tensor
+import torch
+from ligertune_kernels import gated_rms_norm, layer_norm, rms_norm
+from torch import Tensor, nn
 
 from ligertune.patching.module_patch import ModulePatch
-from ligertune.patching.norms.recognise_norms import NormSpec
+from ligertune.patching.norms.recognise_gated_norms import GatedNormSpec
+from ligertune.patching.norms.recognise_norms import LayerNormSpec, NormSpec
 from ligertune.patching.recompute import RecomputableOutput, mark_recomputable
+
+
+def _eps_of(module: nn.Module, eps_name: str | float) -> float:
+    return getattr(module, eps_name) if isinstance(eps_name, str) else eps_name
+
+
+def _has_other_dtype(weight: Tensor | None, hidden_states: Tensor) -> bool:
+    return weight is not None and weight.dtype != hidden_states.dtype
 
 
 class KernelNorm(ModulePatch):
@@ -19,33 +29,102 @@ class KernelNorm(ModulePatch):
     patch_spec: NormSpec
 
     def forward(self, hidden_states: Tensor) -> Tensor:
+        if not self._is_equal(hidden_states):
+            return super().forward(hidden_states)
         return self._norm()(*self._sources(hidden_states))
 
+    def _is_equal(self, hidden_states: Tensor) -> bool:
+        """Return whether the kernel gives what the module's own forward gives, which runs otherwise."""
+        return self.patch_spec.mixed or not _has_other_dtype(getattr(self, "weight", None), hidden_states)
+
     def _sources(self, hidden_states: Tensor) -> tuple[Tensor, ...]:
-        return (hidden_states,) if self.patch_spec.cast == "none" else (hidden_states, self.weight)
+        return (hidden_states,) if self.patch_spec.cast in ("none", "deepseek") else (hidden_states, self.weight)
 
     def _norm(self) -> Callable[..., Tensor]:
         spec = self.patch_spec
-        return partial(rms_norm, eps=getattr(self, spec.eps_name), offset=spec.offset, cast=spec.cast)
+        options = {"eps": _eps_of(self, spec.eps_name), "cast": spec.cast}
+        if spec.rounded_offset:
+            return partial(_norm_of_rounded_weight, offset=spec.offset, **options)
+        return partial(rms_norm, offset=spec.offset, **options)
+
+
+def _norm_of_rounded_weight(hidden_states: Tensor, weight: Tensor, *, offset: float, **options: object) -> Tensor:
+    return rms_norm(hidden_states, weight + offset, **options)
 
 
 class KernelLayerNorm(ModulePatch):
-    """Mixin of torch's layer norm."""
+    """Mixin of a layer norm."""
+
+    patch_spec: LayerNormSpec
 
     def forward(self, input: Tensor) -> Tensor:
-        return layer_norm(input, self.weight, self.bias, self.eps)
+        return self._norm()(*self._sources(input)) if self._is_equal(input) else super().forward(input)
+
+    def _is_equal(self, input: Tensor) -> bool:
+        """Return whether the kernel gives what the module's own forward gives, which runs otherwise."""
+        spec = self.patch_spec
+        if spec.offset and torch.is_autocast_enabled(input.device.type):
+            return False  # Nemotron's norm rounds all its arguments to autocast's dtype
+        return spec.mixed or not _has_other_dtype(getattr(self, "weight", None), input)
+
+    def _sources(self, input: Tensor) -> tuple[Tensor, ...]:
+        parameters = (getattr(self, name, None) for name in ("weight", "bias"))
+        return input, *(t for t in parameters if t is not None)
+
+    def _norm(self) -> Callable[..., Tensor]:
+        spec = self.patch_spec
+        norm = partial(layer_norm, eps=_eps_of(self, spec.eps_name), offset=spec.offset)
+        return norm if getattr(self, "weight", None) is not None else partial(_biased, norm)
+
+
+def _biased(norm: Callable[..., Tensor], input: Tensor, bias: Tensor | None = None) -> Tensor:
+    return norm(input, None, bias)
+
+
+class KernelGatedNorm(ModulePatch):
+    """Mixin of an RMS norm with a gate."""
+
+    patch_spec: GatedNormSpec
+
+    def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
+        if not self._is_equal(hidden_states, gate):
+            return super().forward(hidden_states, gate)
+        return self._norm()(hidden_states, gate, self.weight)
+
+    def _is_equal(self, hidden_states: Tensor, gate: Tensor | None) -> bool:
+        """Return whether the kernel gives what the module's own forward gives, which runs otherwise."""
+        if gate is None or gate.shape != hidden_states.shape:
+            return False
+        return self.patch_spec.mixed or not _has_other_dtype(self.weight, hidden_states)
+
+    def _norm(self) -> Callable[..., Tensor]:
+        spec = self.patch_spec
+        return partial(gated_rms_norm, eps=_eps_of(self, spec.eps_name), **spec.options())
 
 
 class RecomputedNorm(RecomputableOutput, KernelNorm):
     """Mixin of an RMS norm whose output the layers that read it do not keep."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        return mark_recomputable(super().forward(hidden_states), self._norm(), *self._sources(hidden_states))
+        output = super().forward(hidden_states)
+        if not self._is_equal(hidden_states):
+            return output
+        return mark_recomputable(output, self._norm(), *self._sources(hidden_states))
 
 
 class RecomputedLayerNorm(RecomputableOutput, KernelLayerNorm):
     """Mixin of a layer norm whose output the layers that read it do not keep."""
 
     def forward(self, input: Tensor) -> Tensor:
-        sources = (t for t in (input, self.weight, self.bias) if t is not None)
-        return mark_recomputable(super().forward(input), partial(layer_norm, eps=self.eps), *sources)
+        output = super().forward(input)
+        return mark_recomputable(output, self._norm(), *self._sources(input)) if self._is_equal(input) else output
+
+
+class RecomputedGatedNorm(RecomputableOutput, KernelGatedNorm):
+    """Mixin of an RMS norm with a gate whose output the layer that reads it does not keep."""
+
+    def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
+        output = super().forward(hidden_states, gate)
+        if not self._is_equal(hidden_states, gate):
+            return output
+        return mark_recomputable(output, self._norm(), hidden_states, gate, self.weight)

@@ -1,18 +1,24 @@
 """Recognise norms that one of our kernels can compute.
 
 As in `recognise`, there is no table of models: the module's own forward runs on a few numbers, in every dtype that
-shows where it rounds, and has to equal exactly one row of a table of kernel specs.
+shows where it rounds, and has to equal exactly one row of FORMS. `recognise_gated_norms` does the same for norms that
+take a gate.
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
-from typing import Literal
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Literal, NamedTuple
 
 import torch
+from ligertune_kernels.ops.norms.layer_norm import layer_norm_reference
 from ligertune_kernels.ops.norms.rms_norm import rms_norm_reference
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from ligertune.patching.probe import (
     Definition,
@@ -30,95 +36,267 @@ from ligertune.patching.probe import (
 
 @dataclass(frozen=True)
 class NormSpec:
-    """The arguments with which `rms_norm` equals a norm. eps_name: the attribute that holds its eps.
+    """The arguments with which `rms_norm` equals a norm.
 
-    cast: "none" for a norm without a weight, which rounds only once.
+    cast: "none" for a norm without a weight, or one that does not use it, which rounds only once. eps_name: the
+    attribute that holds its eps, or the number that its forward names. rounded_offset: the offset is added to the
+    weight in the weight's dtype. mixed: it equals `rms_norm` if the dtypes of weight and hidden states differ, too.
     """
 
-    cast: Literal["llama", "gemma", "none"]
+    cast: Literal["llama", "gemma", "deepseek", "none"]
     offset: float
-    eps_name: str
+    eps_name: str | float
+    rounded_offset: bool = False
+    mixed: bool = True
     kernel = "rms_norm"
-
-
-NORMS = (("llama", 0.0), ("gemma", 1.0), ("gemma", 0.0))  # (cast, offset): Llama; Gemma; OLMo 2
-WEIGHTLESS_NORMS = (("none", 0.0),)  # the value norms of Gemma 3n and 4, the query and key norms of Llama 4
-EPS_NAMES = ("variance_epsilon", "eps")
-WEIGHTLESS_WIDTH = 64
-PROBE_EPS = 0.37  # as large as the variance, so that an eps in another place, or a missing one, is noticed
-DTYPES = (  # (weight, hidden states): rounding and the dtype of the result must be equal, too
-    (torch.float32, torch.float32),
-    (torch.bfloat16, torch.bfloat16),
-    (torch.float16, torch.float16),
-    (torch.float32, torch.bfloat16),
-)
-
-
-def is_layer_norm(module: nn.Module) -> bool:
-    """Return whether a module is torch's layer norm, patched or not."""
-    return type(module) is nn.LayerNorm or getattr(type(module), "patch_original", None) is nn.LayerNorm
 
 
 @dataclass(frozen=True)
 class LayerNormSpec:
-    """torch.nn.LayerNorm needs no probe: the class says what it computes."""
+    """The arguments with which `layer_norm` equals a norm: see NormSpec."""
 
+    offset: float = 0.0
+    eps_name: str | float = "eps"
+    mixed: bool = True
     kernel = "layer_norm"
 
 
-def recognise_layer_norm(module: nn.LayerNorm) -> LayerNormSpec | Refusal:
-    """Accept a layer norm over the last dimension whose forward was not replaced."""
-    if len(module.normalized_shape) != 1:
-        return Refusal("it normalises over more than the last dimension")
-    return refuse_forward(module) or LayerNormSpec()
+Formula = Callable[[Tensor, Tensor | None, Tensor | None, float], Tensor]
+
+
+def _rms(x: Tensor, weight: Tensor | None, bias: None, eps: float, *, cast: str, offset: float = 0.0) -> Tensor:
+    return rms_norm_reference(x, weight, eps, cast=cast, offset=offset)
+
+
+def _rms_of_rounded_weight(x: Tensor, weight: Tensor, bias: None, eps: float) -> Tensor:
+    return rms_norm_reference(x, weight + 1.0, eps, cast="gemma")
+
+
+def _layer_norm_in_dtype(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+
+
+def _layer_norm_written_out(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    wide = x.float() - x.float().mean(-1, keepdim=True)
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    wide = wide if weight is None else weight.float() * wide
+    return (wide if bias is None else wide + bias.float()).to(x.dtype)
+
+
+def _plus_one(formula: Formula) -> Formula:
+    return lambda x, weight, bias, eps: formula(x, weight + 1.0, bias, eps)
+
+
+# Each computes in fp32 and rounds once, but torch's kernels sum in another order, which shows in a few last bits.
+LAYER_NORMS: tuple[Formula, ...] = (_layer_norm_in_dtype, layer_norm_reference, _layer_norm_written_out)
+
+
+class Form(NamedTuple):
+    """A spec without its eps, the ways to compute it in plain torch, and the parameters that it uses."""
+
+    spec: NormSpec | LayerNormSpec
+    formulas: tuple[Formula, ...]
+    needs_weight: bool
+    takes_bias: bool = False
+
+
+FORMS = (
+    Form(NormSpec("llama", 0.0, ""), (partial(_rms, cast="llama"),), needs_weight=True),
+    Form(NormSpec("gemma", 1.0, ""), (partial(_rms, cast="gemma", offset=1.0),), needs_weight=True),
+    Form(NormSpec("gemma", 1.0, "", rounded_offset=True), (_rms_of_rounded_weight,), needs_weight=True),
+    Form(NormSpec("gemma", 0.0, ""), (partial(_rms, cast="gemma"),), needs_weight=True),  # OLMo 2
+    # Value norms of Gemma 3n and 4, query and key norms of Llama 4; a weight that is there may be unused.
+    Form(NormSpec("none", 0.0, ""), (lambda x, w, b, eps: rms_norm_reference(x, None, eps),), needs_weight=False),
+    Form(
+        NormSpec("deepseek", 0.0, ""),
+        (lambda x, w, b, eps: rms_norm_reference(x, None, eps, cast="deepseek"),),
+        needs_weight=False,
+    ),
+    Form(LayerNormSpec(0.0, ""), LAYER_NORMS, needs_weight=False, takes_bias=True),
+    Form(LayerNormSpec(1.0, ""), tuple(map(_plus_one, LAYER_NORMS)), needs_weight=True, takes_bias=True),  # Nemotron
+)
+EPS_NAMES = ("variance_epsilon", "eps")
+EPS_IN_CODE = (1e-5, 1e-6, 1e-8, 1e-12)  # of norms without such an attribute, as OLMo's
+WEIGHTLESS_WIDTH = 64
+OTHER_NUMBERS = "its numbers are not those of an RMS norm we have"
+OTHER_ROUNDING = "it rounds {} at other places than our kernels"
+PROBE_EPS = 0.37  # as large as the variance, so that an eps in another place, or a missing one, is noticed
+SAME_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # rounding and the result's dtype must be equal, too
+MIXED_DTYPES = ((torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32))  # (weight, hidden states)
+
+
+class Parameters(NamedTuple):
+    """Which parameters a norm has. width: of the rows; WEIGHTLESS_WIDTH if the module does not say."""
+
+    width: int
+    weight: bool
+    bias: bool
+
+    def numbers(self, dtype: torch.dtype) -> dict[str, nn.Parameter]:
+        """Return parameters for a stub."""
+        names = {"weight": 1, "bias": 2}
+        return {
+            name: nn.Parameter(numbers(self.width, seed=seed, dtype=dtype), requires_grad=False)
+            for name, seed in names.items()
+            if getattr(self, name)
+        }
+
+
+def is_norm_leaf(module: nn.Module) -> bool:
+    """Return whether a module is a leaf with "norm" in its class name."""
+    return "norm" in type(module).__name__.lower() and next(module.children(), None) is None
+
+
+def takes_gate(module: nn.Module) -> bool:
+    """Return whether a norm's forward takes the hidden states and a gate."""
+    names = list(inspect.signature(type(module).forward).parameters)
+    return len(names) == 3 and names[2] == "gate"
+
+
+def reported_as(module: nn.Module) -> str | None:
+    """Return the row of the report in which a module is counted; None if it is no norm."""
+    if not is_norm_leaf(module):
+        return None
+    spec = getattr(type(module), "patch_spec", None)  # patched already
+    if spec is None:
+        if takes_gate(module):
+            return "gated_rms_norm"
+        spec = recognise(module)
+    if isinstance(spec, Refusal):
+        return "layer_norm" if "layernorm" in type(module).__name__.lower() else "rms_norm"
+    return spec.kernel
+
+
+def is_layer_norm(module: nn.Module) -> bool:
+    """Return whether a module is reported as a layer norm: torch's, or one that a probe recognised."""
+    return reported_as(module) == "layer_norm"
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Return whether a module is a leaf with "norm" in its class name. The report counts these."""
-    named = "norm" in type(module).__name__.lower() and next(module.children(), None) is None
-    return named and not is_layer_norm(module)
+    """Return whether a module is reported as an RMS norm: all norms that are no layer norm and take no gate."""
+    return reported_as(module) == "rms_norm"
 
 
 def recognise_norm(module: nn.Module) -> NormSpec | Refusal:
     """Return the `rms_norm` that equals this norm bit for bit in half precision, or why there is none."""
-    others = [name for name, _ in module.named_parameters() if name != "weight"]
+    spec = recognise(module)
+    return Refusal("it is a layer norm") if isinstance(spec, LayerNormSpec) else spec
+
+
+def recognise_layer_norm(module: nn.Module) -> LayerNormSpec | Refusal:
+    """Return the `layer_norm` that equals this norm, or why there is none. torch's own class needs no probe."""
+    spec = recognise(module)
+    return Refusal("it is an RMS norm") if isinstance(spec, NormSpec) else spec
+
+
+def recognise(module: nn.Module) -> NormSpec | LayerNormSpec | Refusal:
+    """Return the kernel that equals this norm, or why there is none."""
+    if len(getattr(module, "normalized_shape", (0,))) != 1:
+        return Refusal("it normalises over more than the last dimension")
+    refusal = refuse_parameters(module) or refuse_forward(module)
+    if refusal or type(module) is nn.LayerNorm:
+        return refusal or LayerNormSpec()
+    cls, settings = type(module), settings_of(module)
+    if hasattr(module, "normalized_shape"):  # torch's layer norm passes it on
+        settings += (("normalized_shape", tuple(module.normalized_shape)),)
+    return _recognise_class(cls, definition_of(cls), settings, parameters_of(module))
+
+
+def refuse_parameters(module: nn.Module) -> Refusal | None:
+    """Return why no kernel takes the parameters of a norm, or None."""
+    others = [name for name, _ in module.named_parameters() if name not in ("weight", "bias")]
+    if others:
+        return Refusal(f"it has {', '.join(others)}")
+    if isinstance(module, nn.modules.batchnorm._NormBase) or "batchnorm" in type(module).__name__.lower():
+        return Refusal("it normalises over the examples of a batch or the positions of an image")
+    if isinstance(module, nn.GroupNorm):
+        return Refusal("it normalises over groups of channels and positions")
+    for name in ("weight", "bias"):
+        value = getattr(module, name, None)
+        if value is not None and not (isinstance(value, Tensor) and value.ndim == 1):
+            return Refusal(f"its {name} is not a tensor of one dimension")
+    return None
+
+
+def parameters_of(module: nn.Module) -> Parameters:
+    """Return which parameters a norm has."""
     weight = getattr(module, "weight", None)
-    if others or not (weight is None or (isinstance(weight, Tensor) and weight.ndim == 1)):
-        return Refusal(f"it has {', '.join(others)}" if others else "its weight is not a tensor of one dimension")
-    eps_name = next((name for name in EPS_NAMES if isinstance(getattr(module, name, None), float)), None)
-    if eps_name is None:
-        return Refusal(f"it has no eps under a name we know ({', '.join(EPS_NAMES)})")
-    cls, width = type(module), None if weight is None else weight.shape[0]
-    return refuse_forward(module) or _norm_spec(cls, definition_of(cls), settings_of(module), eps_name, width)
+    (width,) = getattr(module, "normalized_shape", (WEIGHTLESS_WIDTH,)) if weight is None else weight.shape
+    return Parameters(width, weight is not None, getattr(module, "bias", None) is not None)
 
 
 @functools.cache
-def _norm_spec(
-    cls: type, definition: Definition, settings: Settings, eps_name: str, width: int | None
-) -> NormSpec | Refusal:
-    """Compare with `rms_norm`. width: size of the weight, None if there is none."""
-    candidates = list(NORMS if width else WEIGHTLESS_NORMS)
-    for weight_dtype, dtype in DTYPES if width else {(dtype, dtype) for _, dtype in DTYPES}:
-        weight = numbers(width, seed=1, dtype=weight_dtype) if width else None
-        n_cols = width or WEIGHTLESS_WIDTH
-        x = numbers(max(3, 1024 // n_cols), n_cols, dtype=dtype)  # enough elements for every rounding to show
-        members = {eps_name: PROBE_EPS}
-        if weight is not None:
-            members["weight"] = nn.Parameter(weight, requires_grad=False)
-        given = answer(lambda: cls.forward(stub(cls, settings, **members), x))  # noqa: B023  called at once
+def _recognise_class(
+    cls: type, definition: Definition, settings: Settings, parameters: Parameters
+) -> NormSpec | LayerNormSpec | Refusal:
+    """Try the attribute that holds eps, then numbers that the forward may name."""
+    refusals = []
+    for eps in eps_candidates(settings):
+        found = _match(cls, settings, parameters, eps)
+        if not isinstance(found, Refusal):
+            return found
+        refusals.append(found)
+    return refusals[0]
+
+
+def eps_candidates(settings: Settings) -> list[str | float]:
+    """Return what may be the eps of a norm: an attribute, or a number of its code."""
+    floats = [name for name, value in settings if isinstance(value, float) and "eps" in name.lower()]
+    return [*sorted(floats, key=lambda name: name not in EPS_NAMES), *EPS_IN_CODE]
+
+
+def probe_rows(width: int, eps: str | float, dtype: torch.dtype) -> Tensor:
+    """Return rows, enough for every rounding to show, whose variance is about as large as eps."""
+    rows = numbers(max(3, 1024 // width), width)
+    scale = 1.0 if isinstance(eps, str) else (eps / PROBE_EPS) ** 0.5
+    return (rows * scale).to(dtype)
+
+
+def _match(
+    cls: type, settings: Settings, parameters: Parameters, eps: str | float
+) -> NormSpec | LayerNormSpec | Refusal:
+    def given_and_matching(weight_dtype: torch.dtype, dtype: torch.dtype) -> tuple[object, list[Form]]:
+        members = parameters.numbers(weight_dtype)
+        x = probe_rows(parameters.width, eps, dtype)
+        value, held = (PROBE_EPS, {eps: PROBE_EPS}) if isinstance(eps, str) else (eps, {})
+        given = answer(lambda: cls.forward(stub(cls, settings, **held, **members), x))
+        equal = partial(_equals, given, (x, members.get("weight"), members.get("bias"), value))
+        return given, [] if isinstance(given, Refusal) else [form for form in forms if any(map(equal, form.formulas))]
+
+    forms = [
+        form
+        for form in FORMS
+        if (parameters.weight or not form.needs_weight) and (form.takes_bias or not parameters.bias)
+    ]
+    for dtype in SAME_DTYPES:
+        given, forms = given_and_matching(dtype, dtype)
         if isinstance(given, Refusal):
-            return given
-        candidates = [
-            (cast, offset)
-            for cast, offset in candidates
-            if _same(given, rms_norm_reference(x, weight, PROBE_EPS, offset=offset, cast=cast))
-        ]
-    if len(candidates) != 1:
-        return Refusal("its numbers are not those of an RMS norm we have")
-    return NormSpec(*candidates[0], eps_name)
+            return _explain(cls, settings, parameters, given)
+        if not forms:
+            return Refusal(OTHER_NUMBERS if dtype is torch.float32 else OTHER_ROUNDING.format(dtype))
+    if len(forms) != 1:
+        return Refusal(OTHER_NUMBERS)
+    mixed = True
+    if parameters.weight:
+        results = [given_and_matching(*dtypes) for dtypes in MIXED_DTYPES]
+        mixed = all(found or isinstance(given, Refusal) for given, found in results)  # one that raises is never run
+    return replace(forms[0].spec, eps_name=eps, mixed=mixed)
 
 
-def _same(given: object, ours: Tensor) -> bool:
+def _explain(cls: type, settings: Settings, parameters: Parameters, refusal: Refusal) -> Refusal:
+    """Return a better reason for a forward that takes no rows (N, E): it may take images or sequences."""
+    for shape in ((2, parameters.width, 3, 3), (2, parameters.width, 3)):
+        members = parameters.numbers(torch.float32)
+        given = answer(lambda: cls.forward(stub(cls, settings, **members), numbers(*shape)))  # noqa: B023  called at once
+        if isinstance(given, Tensor):
+            return Refusal("it normalises over channels, which are not the last dimension")
+    return refusal
+
+
+def _equals(given: object, arguments: tuple[Tensor | float | None, ...], formula: Formula) -> bool:
     """Compare exactly in half precision, and up to the order of summation in fp32."""
+    ours = answer(formula, *arguments)
+    if isinstance(ours, Refusal):  # torch's layer norm takes no weight of another dtype
+        return False
     rtol, atol = (2e-6, 1e-7) if ours.dtype == torch.float32 else (0.0, 0.0)
     return close(given, ours, rtol=rtol, atol=atol)

@@ -8,8 +8,8 @@ Backward, with g = (offset + w) dy, and ds the gradient that reaches x past the 
     dx = r (g - mean(g) - x̂ mean(g x̂)) + ds        (an RMS norm has no mean(g))
     dw = sum over rows of dy x̂                     db = sum over rows of dy
 
-Everything is computed in fp32. ROUND_XHAT rounds x̂ to x's dtype before the product, as Llama's norm does. The
-statistics of N rows are one fp32 tensor: r of each row and then, where the norm is CENTRED, m of each row.
+Everything is computed in fp32. ROUND_XHAT rounds x̂ to x's dtype before the product, as Llama's norm does; ROUND_RSTD
+rounds r before its product with x. The statistics of N rows are one fp32 tensor: r and, if CENTRED, then m of each row.
 
 There are no atomics: a backward program sums dw and db over its run of rows in registers and writes them to its row of
 partial_ptr; column_sums adds the rows. The result is therefore the same in every run.
@@ -24,6 +24,11 @@ from ligertune_kernels.jit.device_functions import fp32
 from ligertune_kernels.launcher import tl, triton
 
 
+@triton.jit
+def _round(value, ptr, ROUNDS: tl.constexpr):
+    return value.to(ptr.dtype.element_ty).to(tl.float32) if ROUNDS else value
+
+
 @triton.jit(do_not_specialize=["n_rows", "rows_per_program"])
 def forward_kernel(
     x_ptr, residual_ptr,  # (N, E)
@@ -31,8 +36,8 @@ def forward_kernel(
     y_ptr, sum_ptr,  # (N, E)
     stats_ptr,  # (N,) or (2 N,)
     x_row_stride, residual_row_stride, n_cols, n_rows, eps, offset, rows_per_program,
-    HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
-    CENTRED: tl.constexpr, ROUND_XHAT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, CENTRED: tl.constexpr,
+    ROUND_XHAT: tl.constexpr, ROUND_RSTD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Norm a run of rows, ROWS whole rows per step."""
     first = tl.program_id(0).to(tl.int64) * rows_per_program
@@ -62,9 +67,8 @@ def forward_kernel(
         tl.store(stats_ptr + rows, rstd, mask=row_mask)
         if CENTRED:
             tl.store(stats_ptr + n_rows + rows, mean, mask=row_mask)
-        y = x * rstd[:, None]
-        if ROUND_XHAT:
-            y = y.to(sum_ptr.dtype.element_ty).to(tl.float32)
+        y = x * _round(rstd, sum_ptr, ROUND_RSTD)[:, None]
+        y = _round(y, sum_ptr, ROUND_XHAT)
         if HAS_WEIGHT:
             y *= (w.to(tl.float32) + fp32(offset))[None, :]
         if HAS_BIAS:
@@ -98,7 +102,7 @@ def forward_sweep_kernel(
     stats_ptr,  # (N,) or (2 N,)
     x_row_stride, residual_row_stride, n_cols, n_rows, eps, offset, rows_per_program,
     HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
-    CENTRED: tl.constexpr, ROUND_XHAT: tl.constexpr, BLOCK: tl.constexpr,
+    CENTRED: tl.constexpr, ROUND_XHAT: tl.constexpr, ROUND_RSTD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Norm one row of any length, read once for each sum and once for y; all reads but the first hit the cache."""
     row = tl.program_id(0).to(tl.int64)
@@ -120,12 +124,12 @@ def forward_sweep_kernel(
         squares += x * x
     rstd = tl.rsqrt(tl.sum(squares, axis=0) / n_cols + fp32(eps))
     tl.store(stats_ptr + row, rstd)
+    rstd = _round(rstd, sum_ptr, ROUND_RSTD)
     for start in range(0, n_cols, BLOCK):
         cols = start + tl.arange(0, BLOCK)
         mask = cols < n_cols
         y = (tl.load(x_ptr + cols, mask=mask, other=0.0).to(tl.float32) - mean) * rstd
-        if ROUND_XHAT:
-            y = y.to(sum_ptr.dtype.element_ty).to(tl.float32)
+        y = _round(y, sum_ptr, ROUND_XHAT)
         if HAS_WEIGHT:
             y *= tl.load(w_ptr + cols, mask=mask, other=0.0).to(tl.float32) + fp32(offset)
         if HAS_BIAS:
@@ -215,9 +219,7 @@ def backward_kernel(
             )
             tl.store(dx_ptr + rows[:, None] * n_cols + cols[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
         if NEEDS_DW:
-            if ROUND_XHAT:
-                xhat = xhat.to(x_ptr.dtype.element_ty).to(tl.float32)
-            dw += dy * xhat
+            dw += dy * _round(xhat, x_ptr, ROUND_XHAT)
         if NEEDS_DB:
             db += dy
     partial_ptr += tl.program_id(0).to(tl.int64) * (NEEDS_DW + NEEDS_DB) * n_cols
@@ -274,9 +276,7 @@ def backward_row_kernel(
             dx += tl.load(ds_ptr + row * ds_row_stride + cols, mask=mask, other=0.0).to(tl.float32)
         tl.store(dx_ptr + row * n_cols + cols, dx.to(dx_ptr.dtype.element_ty), mask=mask)
         if NEEDS_DW:
-            if ROUND_XHAT:
-                xhat = xhat.to(x_ptr.dtype.element_ty).to(tl.float32)
-            dw += dy.to(tl.float32) * xhat
+            dw += dy.to(tl.float32) * _round(xhat, x_ptr, ROUND_XHAT)
     if NEEDS_DW:
         tl.store(partial_ptr + tl.program_id(0).to(tl.int64) * n_cols + cols, dw, mask=mask)
 

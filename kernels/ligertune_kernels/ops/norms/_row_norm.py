@@ -39,6 +39,7 @@ class Call(NamedTuple):
     centred: bool
     round_xhat: bool
     device: torch.device
+    round_rstd: bool = False
 
     def integers(self) -> tuple[int, ...]:
         """Return the integers that Triton specialises on."""
@@ -127,6 +128,7 @@ def _plan_forward(call: Call) -> LaunchPlan:
         "HAS_BIAS": bias is not None,
         "CENTRED": call.centred,
         "ROUND_XHAT": call.round_xhat,
+        "ROUND_RSTD": call.round_rstd,
     }
     longest = WHOLE_ROW if call.is_aligned() else PART // 2
     if call.n_cols <= longest and call.n_cols * column_bytes <= WHOLE_ROW_BYTES:
@@ -226,17 +228,20 @@ def norm_forward(
     offset: float = 0.0,
     centred: bool = False,
     round_xhat: bool = False,
+    round_rstd: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return y, the sum that is normed (x without a residual), and fp32 statistics: rstd (N,), if centred means (N,).
 
-    N is the number of rows. centred: subtract the mean; round_xhat: round x̂ to x's dtype before the product.
+    N is the number of rows. centred: subtract the mean; round_xhat: round x̂ to x's dtype before the product;
+    round_rstd: round r to x's dtype before its product with x.
     """
     n_cols = x.shape[-1]
     n_rows = x.numel() // n_cols
     rows, row_stride = rows_and_stride(x)
     residual_rows, residual_stride = (rows, row_stride) if residual is None else rows_and_stride(residual)
     dtypes = x.dtype, _dtype(residual), _dtype(weight), _dtype(bias)
-    plan = _plan_forward(Call(n_cols, (row_stride, residual_stride), dtypes, centred, round_xhat, x.device))
+    strides = row_stride, residual_stride
+    plan = _plan_forward(Call(n_cols, strides, dtypes, centred, round_xhat, x.device, round_rstd))
     grid, rows_per_program = plan.grid(n_rows)
     summed = x if residual is None else contiguous_like(x, plan.dtypes[0])
     y = contiguous_like(x, plan.dtypes[1])

@@ -16,7 +16,7 @@ import torch
 from ligertune_kernels.autograd import no_double_backward
 from ligertune_kernels.launcher import runs_triton
 from ligertune_kernels.ops.norms._row_norm import norm_backward, norm_forward
-from ligertune_kernels.ops.norms.rms_norm import Cast, RMSNorm, check_rms_norm, rms_norm_reference
+from ligertune_kernels.ops.norms.rms_norm import Cast, RMSNorm, check_rms_norm, rms_norm_reference, roundings
 
 
 def add_rms_norm_reference(
@@ -36,8 +36,8 @@ def add_rms_norm_reference(
 class _AddRMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, residual, weight, options):
-        eps, offset, round_xhat, _ = options
-        y, new_residual, stats = norm_forward(x, residual, weight, None, eps, offset=offset, round_xhat=round_xhat)
+        eps, offset, cast, _ = options
+        y, new_residual, stats = norm_forward(x, residual, weight, None, eps, offset=offset, **roundings(cast))
         ctx.set_materialize_grads(False)  # the last sum of a model has no reader: avoid a gradient of zeros
         ctx.save_for_backward(new_residual, weight, stats)
         ctx.options, ctx.dtypes = options, (x.dtype, residual.dtype)
@@ -47,14 +47,14 @@ class _AddRMSNorm(torch.autograd.Function):
     @no_double_backward
     def backward(ctx, dy, ds):
         new_residual, weight, stats = ctx.saved_tensors
-        _, offset, round_xhat, inplace = ctx.options
+        _, offset, cast, inplace = ctx.options
         needs_dx, needs_dr, needs_dw, _ = ctx.needs_input_grad
         if dy is None:
             dsum, dw = ds, None
         else:
             dsum, dw, _ = norm_backward(
                 dy, ds, new_residual, weight, None, stats, (needs_dx or needs_dr, needs_dw, False),
-                offset=offset, round_xhat=round_xhat, inplace=inplace,
+                offset=offset, round_xhat=cast == "llama", inplace=inplace,
             )  # fmt: skip
         dx, dr = (
             None if not needed or dsum is None else dsum if dsum.dtype is dtype else dsum.to(dtype)
@@ -85,8 +85,8 @@ def add_rms_norm(
     if x.numel() == 0 or not all(map(runs_triton, given)):
         return add_rms_norm_reference(x, residual, weight, eps, offset=offset, cast=cast)
     if torch.is_grad_enabled() and any(t.requires_grad for t in given):
-        return _AddRMSNorm.apply(x, residual, weight, (eps, offset, cast == "llama", inplace))
-    return norm_forward(x, residual, weight, None, eps, offset=offset, round_xhat=cast == "llama")[:2]
+        return _AddRMSNorm.apply(x, residual, weight, (eps, offset, cast, inplace))
+    return norm_forward(x, residual, weight, None, eps, offset=offset, **roundings(cast))[:2]
 
 
 class AddRMSNorm(RMSNorm):

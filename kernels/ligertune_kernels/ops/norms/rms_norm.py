@@ -10,6 +10,7 @@ Everything is computed in fp32. Models differ in where they round:
 
     llama   x̂ is rounded to x's dtype, then multiplied: y has the promoted dtype of x and w
     gemma   the product is taken in fp32 and rounded once to x's dtype (Gemma: offset 1; OLMo 2: offset 0)
+    deepseek  r is rounded to x's dtype, then multiplied by x; there is no weight (DeepSeek-V4)
     none    as torch.nn.functional.rms_norm: the same arithmetic as gemma
 
 Kernels: _norm_kernels.py; launch plans: _row_norm.py. Source: Zhang and Sennrich, arXiv:1910.07467.
@@ -26,7 +27,7 @@ from ligertune_kernels.autograd import no_double_backward
 from ligertune_kernels.launcher import runs_triton
 from ligertune_kernels.ops.norms._row_norm import norm_backward, norm_forward
 
-Cast = Literal["llama", "gemma", "none"]
+Cast = Literal["llama", "gemma", "deepseek", "none"]
 
 
 def rms_norm_reference(
@@ -35,7 +36,10 @@ def rms_norm_reference(
     """Compute `rms_norm` in plain torch, with the operations of Hugging Face's Llama, Gemma and OLMo 2 norms."""
     wide = torch.promote_types(x.dtype, torch.float32)
     xhat = x.to(wide)
-    xhat = xhat * torch.rsqrt(xhat.pow(2).mean(-1, keepdim=True) + eps)
+    rstd = torch.rsqrt(xhat.pow(2).mean(-1, keepdim=True) + eps)
+    if cast == "deepseek":
+        return x * rstd.to(x.dtype)
+    xhat = xhat * rstd
     if weight is None:
         return xhat.to(x.dtype)
     if cast == "llama":
@@ -46,8 +50,8 @@ def rms_norm_reference(
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, options):
-        eps, offset, round_xhat, _ = options
-        y, _, stats = norm_forward(x, None, weight, None, eps, offset=offset, round_xhat=round_xhat)
+        eps, offset, cast, _ = options
+        y, _, stats = norm_forward(x, None, weight, None, eps, offset=offset, **roundings(cast))
         ctx.save_for_backward(x, weight, stats)
         ctx.options = options
         return y
@@ -56,13 +60,18 @@ class _RMSNorm(torch.autograd.Function):
     @no_double_backward
     def backward(ctx, dy):
         x, weight, stats = ctx.saved_tensors
-        _, offset, round_xhat, inplace = ctx.options
+        _, offset, cast, inplace = ctx.options
         needs_dx, needs_dw, _ = ctx.needs_input_grad
         dx, dw, _ = norm_backward(
             dy, None, x, weight, None, stats, (needs_dx, needs_dw, False),
-            offset=offset, round_xhat=round_xhat, inplace=inplace,
+            offset=offset, round_xhat=cast == "llama", inplace=inplace,
         )  # fmt: skip
         return dx, dw, None
+
+
+def roundings(cast: Cast) -> dict[str, bool]:
+    """Return the options of norm_forward for a cast."""
+    return {"round_xhat": cast == "llama", "round_rstd": cast == "deepseek"}
 
 
 def check_rms_norm(op: str, x: torch.Tensor, weight: torch.Tensor | None, cast: str, offset: float) -> None:
@@ -71,8 +80,10 @@ def check_rms_norm(op: str, x: torch.Tensor, weight: torch.Tensor | None, cast: 
         raise ValueError(f"{op}: offset is {offset}, but there is no weight to add it to: pass a weight, or offset=0.0")
     if weight is not None and weight.shape != x.shape[-1:]:
         raise ValueError(f"{op}: weight is {tuple(weight.shape)}, but x is {tuple(x.shape)}: expected its last size")
-    if cast not in ("llama", "gemma", "none"):
-        raise ValueError(f"{op}: cast is {cast!r}; expected 'llama', 'gemma' or 'none'")
+    if cast not in ("llama", "gemma", "deepseek", "none"):
+        raise ValueError(f"{op}: cast is {cast!r}; expected 'llama', 'gemma', 'deepseek' or 'none'")
+    if cast == "deepseek" and weight is not None:
+        raise ValueError(f"{op}: cast is 'deepseek', which takes no weight: pass weight=None")
 
 
 def rms_norm(
@@ -99,8 +110,8 @@ def rms_norm(
     if x.numel() == 0 or not runs_triton(x) or not (weight is None or runs_triton(weight)):
         return rms_norm_reference(x, weight, eps, offset=offset, cast=cast)
     if torch.is_grad_enabled() and (x.requires_grad or (weight is not None and weight.requires_grad)):
-        return _RMSNorm.apply(x, weight, (eps, offset, cast == "llama", inplace))
-    return norm_forward(x, None, weight, None, eps, offset=offset, round_xhat=cast == "llama")[0]
+        return _RMSNorm.apply(x, weight, (eps, offset, cast, inplace))
+    return norm_forward(x, None, weight, None, eps, offset=offset, **roundings(cast))[0]
 
 
 class RMSNorm(nn.Module):

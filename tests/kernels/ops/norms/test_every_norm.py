@@ -34,6 +34,7 @@ NORMS = (
         for cast, offset in (("llama", 0.0), ("gemma", 1.0), ("gemma", 0.0), ("none", 0.0))
     ),
     pytest.param("rms_norm", 1, 0, {}, id="rms_norm without a weight"),
+    pytest.param("rms_norm", 1, 0, {"cast": "deepseek"}, id="rms_norm deepseek"),
     pytest.param("add_rms_norm", 2, 0, {}, id="add_rms_norm without a weight"),
     pytest.param("add_rms_norm", 2, 1, {"cast": "llama", "offset": 0.0}, id="add_rms_norm llama"),
     pytest.param("add_rms_norm", 2, 1, {"cast": "gemma", "offset": 1.0}, id="add_rms_norm gemma"),
