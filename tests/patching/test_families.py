@@ -15,14 +15,15 @@ from ligertune.patching.patch import PatchReport
 from ligertune.planning.plan import KernelLine
 
 PAGE = ROOT / "docs" / "families.md"
+MIXER = {"rms_norm", "gated_rms_norm", "linear_cross_entropy"}  # Mamba 2, Gated DeltaNet
 # Norms without a weight, gated norms, rotation of q alone, latent attention, state spaces, encoders, images
 FAMILIES = {
     ("causal", "gemma4_text"): {"apply_rope", "rms_norm", "geglu", "linear_cross_entropy"},
     ("causal", "nanochat"): {"apply_rope", "rms_norm", "linear_cross_entropy"},
-    ("causal", "qwen3_next"): {"apply_rope", "rms_norm", "swiglu", "experts", "linear_cross_entropy"},
-    ("causal", "qwen4_exp_text"): {"apply_rope", "rms_norm", "swiglu", "experts", "linear_cross_entropy"},
+    ("causal", "qwen3_next"): {*MIXER, "apply_rope", "swiglu", "experts"},
+    ("causal", "qwen4_exp_text"): {*MIXER, "apply_rope", "swiglu", "experts"},
     ("causal", "deepseek_v3"): {"apply_rope", "rms_norm", "swiglu", "experts", "linear_cross_entropy"},
-    ("causal", "mamba2"): {"rms_norm", "linear_cross_entropy"},
+    ("causal", "mamba2"): MIXER,
     ("causal", "bart"): {"layer_norm"},
     ("image-text", "paligemma"): {"apply_rope", "rms_norm", "layer_norm", "geglu", "linear_cross_entropy"},
 }

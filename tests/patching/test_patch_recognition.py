@@ -20,7 +20,8 @@ from ligertune.patching.experts.recognise_experts import ExpertsSpec, recognise_
 from ligertune.patching.mlps.recognise_mlps import GatedSpec, recognise_mlp
 from ligertune.patching.module_patch import patch_module, unpatch_module
 from ligertune.patching.norms.kernel_norms import KernelNorm, RecomputedNorm
-from ligertune.patching.norms.recognise_norms import NormSpec, recognise_norm
+from ligertune.patching.norms.recognise_norms import LayerNormSpec, NormSpec, recognise_norm
+from ligertune.patching.norms.recognise_norms import recognise as recognise_any_norm
 from ligertune.patching.patch import patch
 from ligertune.patching.probe import Refusal
 from ligertune.patching.rope.kernel_rope import recognise_rope
@@ -46,7 +47,7 @@ EXPECTED = {
     "granite": (LLAMA_NORM, 5, GatedSpec("swiglu", "none", packed=False), "half"),
     "olmo2": (NormSpec("gemma", 0.0, "variance_epsilon"), 9, GatedSpec("swiglu", "none", packed=False), "half"),
     "glm4": (LLAMA_NORM, 9, GatedSpec("swiglu", "none", packed=True), "pairs_from_halves"),
-    "cohere2": (None, 0, GatedSpec("swiglu", "none", packed=False), "pairs"),
+    "cohere2": (LayerNormSpec(0.0, "variance_epsilon"), 3, GatedSpec("swiglu", "none", packed=False), "pairs"),
 }
 
 
@@ -59,13 +60,11 @@ def test_each_family_is_recognised_as_expected(family):
     assert (name, rotation.pairing, rotation.table) == ("apply_rotary_pos_emb", *ROTATIONS[layout])
     recognise = recognise_experts if family == "mixtral" else recognise_mlp
     assert recognise(layer.mlp.experts if family == "mixtral" else layer.mlp) == gated
-    if norm is not None:
-        assert recognise_norm(model.model.norm) == norm
+    assert recognise_any_norm(model.model.norm) == norm
     rows = {row.kernel: (row.applied, row.left) for row in patch(model).rows}
-    n_left = 3 if norm is None else 0
     assert rows == {
         "apply_rope": (2, 0),
-        "rms_norm": (n_norms, n_left),
+        norm.kernel: (n_norms, 0),
         gated.kernel: (2, 0),
         "linear_cross_entropy": (1, 0),
     }
@@ -117,11 +116,21 @@ OTHER_NORMS = {
     "scaled": ScaledNorm(16),
     "bias": BiasedNorm(16),
     "late eps": norm(late_eps),
-    "rounded once": norm(rounded_once),
     "gate": norm(with_gate),
     "layer norm": nn.LayerNorm(16),
     "layer norm without weight": nn.LayerNorm(16, elementwise_affine=False),
 }
+
+
+def test_a_norm_that_differs_for_a_wider_weight_runs_its_own_forward_there():
+    other = norm(rounded_once)
+    spec = recognise_norm(other)
+    assert spec == NormSpec("gemma", 0.0, "variance_epsilon", mixed=False)
+    x = torch.randn(3, 16).bfloat16()
+    expected = other(x)
+    patch_module(other, KernelNorm, spec)
+    assert expected.dtype == torch.float32
+    assert torch.equal(other(x), expected)
 
 
 @pytest.mark.parametrize("name", OTHER_NORMS)

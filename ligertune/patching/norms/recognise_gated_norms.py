@@ -18,12 +18,12 @@ from torch import Tensor, nn
 
 from ligertune.patching.norms.recognise_norms import (
     MIXED_DTYPES,
-    OTHER_ROUNDING,
     PROBE_EPS,
     SAME_DTYPES,
     Parameters,
     eps_candidates,
     is_norm_leaf,
+    other_rounding,
     parameters_of,
     probe_rows,
     refuse_parameters,
@@ -124,7 +124,7 @@ def _match(
         if isinstance(given, Refusal):
             return given
         if not remaining:
-            return Refusal(OTHER_NUMBERS if dtype is torch.float32 else OTHER_ROUNDING.format(dtype))
+            return Refusal(OTHER_NUMBERS if dtype is torch.float32 else other_rounding(dtype))
     if len(remaining) != 1:
         return Refusal(OTHER_NUMBERS)
     results = [given_and_matching(*dtypes) for dtypes in MIXED_DTYPES]

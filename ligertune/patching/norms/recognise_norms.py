@@ -1,6 +1,6 @@
 """Recognise norms that one of our kernels can compute.
 
-As in `recognise`, there is no table of models: the module's own forward runs on a few numbers, in every dtype that
+As for MLPs, there is no table of models: the module's own forward runs on a few numbers, in every dtype that
 shows where it rounds, and has to equal exactly one row of FORMS. `recognise_gated_norms` does the same for norms that
 take a gate.
 """
@@ -119,7 +119,6 @@ EPS_NAMES = ("variance_epsilon", "eps")
 EPS_IN_CODE = (1e-5, 1e-6, 1e-8, 1e-12)  # of norms without such an attribute, as OLMo's
 WEIGHTLESS_WIDTH = 64
 OTHER_NUMBERS = "its numbers are not those of an RMS norm we have"
-OTHER_ROUNDING = "it rounds {} at other places than our kernels"
 PROBE_EPS = 0.37  # as large as the variance, so that an eps in another place, or a missing one, is noticed
 SAME_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # rounding and the result's dtype must be equal, too
 MIXED_DTYPES = ((torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32))  # (weight, hidden states)
@@ -140,6 +139,11 @@ class Parameters(NamedTuple):
             for name, seed in names.items()
             if getattr(self, name)
         }
+
+
+def other_rounding(dtype: torch.dtype) -> str:
+    """Return the reason for a norm whose numbers in fp32 are right."""
+    return f"it rounds {str(dtype).removeprefix('torch.')} at other places than our kernels"
 
 
 def is_norm_leaf(module: nn.Module) -> bool:
@@ -163,7 +167,8 @@ def reported_as(module: nn.Module) -> str | None:
             return "gated_rms_norm"
         spec = recognise(module)
     if isinstance(spec, Refusal):
-        return "layer_norm" if "layernorm" in type(module).__name__.lower() else "rms_norm"
+        named = isinstance(module, nn.LayerNorm) or "layernorm" in type(module).__name__.lower()
+        return "layer_norm" if named else "rms_norm"
     return spec.kernel
 
 
@@ -273,7 +278,7 @@ def _match(
         if isinstance(given, Refusal):
             return _explain(cls, settings, parameters, given)
         if not forms:
-            return Refusal(OTHER_NUMBERS if dtype is torch.float32 else OTHER_ROUNDING.format(dtype))
+            return Refusal(OTHER_NUMBERS if dtype is torch.float32 else other_rounding(dtype))
     if len(forms) != 1:
         return Refusal(OTHER_NUMBERS)
     mixed = True
