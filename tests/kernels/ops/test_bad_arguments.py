@@ -41,6 +41,8 @@ BAD = [
     (lambda: kernels.rms_norm(zeros(2, 8), zeros(7)), r"weight is \(7,\), but x is \(2, 8\)"),
     (lambda: kernels.rms_norm(zeros(2, 8), zeros(8), cast="olmo"), "'olmo'"),
     (lambda: kernels.rms_norm(zeros(2, 8), offset=1.0), "offset is 1.0, but there is no weight to add it to"),
+    (lambda: kernels.layer_norm(zeros(2, 8), offset=1.0), r"offset is 1.0, but there is no weight to add it to"),
+    (lambda: kernels.rms_norm(zeros(2, 8), zeros(8), cast="deepseek"), r"cast is 'deepseek', which takes no weight"),
     (lambda: kernels.add_rms_norm(zeros(2, 8), zeros(1, 8), zeros(8)), r"x is \(2, 8\), but residual is \(1, 8\)"),
     (lambda: kernels.add_rms_norm(zeros(2, 8), zeros(2, 8), zeros(7)), r"add_rms_norm: weight is \(7,\), but x is"),
     (lambda: kernels.layer_norm(zeros(2, 8), zeros(8), zeros(7)), r"bias is \(7,\), but x is \(2, 8\)"),

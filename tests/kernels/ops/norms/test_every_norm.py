@@ -91,6 +91,14 @@ def test_weight_and_bias_may_be_missing(op, reference, shape, second, device) ->
     judge(lambda x, b: op(x, second, None, b), lambda x, b: reference(x, second, None, b), [x, b])
 
 
+def test_layer_norm_adds_the_offset_in_the_weights_dtype(device) -> None:
+    x, w, b = (t.detach() for t in normal((5, 40), (40,), (40,), device=device, dtype=BF16))
+    leaves = [t.requires_grad_() for t in (x, w, b)]
+    judge_op(kernels.layer_norm, leaves, offset=1.0)
+    expected = kernels.layer_norm(x, (w + 1.0).detach(), b)
+    assert torch.equal(kernels.layer_norm(x, w, b, offset=1.0), expected)
+
+
 def test_group_norm_takes_channels_last_and_upstream_of_any_stride(device) -> None:
     x = torch.randn(2, 6, 4, 5, device=device).to(memory_format=torch.channels_last).requires_grad_()
     y, expected = kernels.group_norm(x, 2), kernels.group_norm_reference(x, 2)
