@@ -24,7 +24,7 @@ from ligertune.patching.norms.recognise_norms import (
     eps_candidates,
     is_norm_leaf,
     other_rounding,
-    parameters_of,
+    norm_parameters,
     probe_rows,
     refuse_parameters,
     reported_as,
@@ -77,7 +77,7 @@ def recognise_gated_norm(module: nn.Module) -> GatedNormSpec | Refusal:
     refusal = refuse_parameters(module) or refuse_replaced_forward(module)
     if refusal:
         return refusal
-    parameters = parameters_of(module)
+    parameters = norm_parameters(module)
     if not parameters.weight or parameters.bias:
         return Refusal("it has a bias" if parameters.bias else "it has a gate and no weight")
     cls = type(module)

@@ -204,7 +204,7 @@ def recognise(module: nn.Module) -> NormSpec | LayerNormSpec | Refusal:
     cls, settings = type(module), settings_of(module)
     if hasattr(module, "normalized_shape"):  # torch's layer norm passes it on
         settings += (("normalized_shape", tuple(module.normalized_shape)),)
-    return _recognise_class(cls, definition_of(cls), settings, parameters_of(module))
+    return _recognise_class(cls, definition_of(cls), settings, norm_parameters(module))
 
 
 def refuse_parameters(module: nn.Module) -> Refusal | None:
@@ -223,7 +223,7 @@ def refuse_parameters(module: nn.Module) -> Refusal | None:
     return None
 
 
-def parameters_of(module: nn.Module) -> Parameters:
+def norm_parameters(module: nn.Module) -> Parameters:
     """Return which parameters a norm has."""
     weight = getattr(module, "weight", None)
     (width,) = getattr(module, "normalized_shape", (WEIGHTLESS_WIDTH,)) if weight is None else weight.shape

@@ -51,8 +51,8 @@ Cast = Literal["llama", "gemma"]
 ACTIVATIONS = {"silu": F.silu, "sigmoid": torch.sigmoid}
 
 
-class Options(NamedTuple):
-    """Options of one call."""
+class GatedNormOptions(NamedTuple):
+    """GatedNormOptions of one call."""
 
     group_size: int
     activation: Activation = "silu"
@@ -96,13 +96,13 @@ def gated_rms_norm_reference(
     return h if cast == "llama" and not norm_before_gate else h.to(x.dtype)
 
 
-class Call(NamedTuple):
+class GatedCall(NamedTuple):
     """Key of a launch plan; its tensors are x, gate, weight, or in the backward dy, x, gate, weight."""
 
     width: int
     strides: tuple[int, ...]  # of the rows of x and gate or, backward, of dy, x and gate
     dtypes: tuple[torch.dtype | None, ...]  # None: there is no weight
-    options: Options
+    options: GatedNormOptions
     device: torch.device
 
     def integers(self) -> tuple[int, ...]:
@@ -115,7 +115,7 @@ class Call(NamedTuple):
 
 
 @cached
-def _plan_forward(call: Call, keeps: bool) -> LaunchPlan:
+def _plan_forward(call: GatedCall, keeps: bool) -> LaunchPlan:
     chip = chip_of(call.device)
     x, _, weight = call.dtypes
     widens = call.options.cast == "llama" and not call.options.norm_before_gate and weight is not None
@@ -133,7 +133,7 @@ def _plan_forward(call: Call, keeps: bool) -> LaunchPlan:
     return LaunchPlan(launch, rows, PROGRAM_PER_TILE, call.width // cols, dtypes=(y_dtype,))
 
 
-def _backward_constants(call: Call, chip: Chip) -> tuple[dict[str, int | bool], int]:
+def _backward_constants(call: GatedCall, chip: Chip) -> tuple[dict[str, int | bool], int]:
     """Return the tile and launch of the backward, and its programs on each processor."""
     cols = call.options.group_size
     column_bytes = sum(dtype.itemsize for dtype in call.dtypes[:3])
@@ -153,7 +153,7 @@ def _backward_constants(call: Call, chip: Chip) -> tuple[dict[str, int | bool], 
 
 
 @cached
-def _plan_backward(call: Call, needs: tuple[bool, bool, bool]) -> LaunchPlan:
+def _plan_backward(call: GatedCall, needs: tuple[bool, bool, bool]) -> LaunchPlan:
     chip = chip_of(call.device)
     constants, programs = _backward_constants(call, chip)
     constants |= call.options.flags(call.dtypes[3])
@@ -169,14 +169,20 @@ def _dtype(t: torch.Tensor | None) -> torch.dtype | None:
 
 
 def _forward(
-    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor | None, eps: float, options: Options, *, keeps: bool
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    options: GatedNormOptions,
+    *,
+    keeps: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return y and, if keeps, r of each group: (E / C, N) float32, flat."""
     width = x.shape[-1]
     n_rows = x.numel() // width
     (x_rows, x_stride), (gate_rows, gate_stride) = rows_and_stride(x), rows_and_stride(gate)
     dtypes = x.dtype, gate.dtype, _dtype(weight)
-    plan = _plan_forward(Call(width, (x_stride, gate_stride), dtypes, options, x.device), keeps)
+    plan = _plan_forward(GatedCall(width, (x_stride, gate_stride), dtypes, options, x.device), keeps)
     grid, rows_per_program = plan.grid(n_rows)
     y = contiguous_like(x, plan.dtypes[0])
     stats = x.new_empty(n_rows * plan.parts if keeps else 0, dtype=torch.float32)
@@ -202,7 +208,7 @@ class _GatedRMSNorm(torch.autograd.Function):
         n_rows = x.numel() // width
         rows, strides = zip(*map(rows_and_stride, (dy, x, gate)), strict=True)
         dtypes = dy.dtype, x.dtype, gate.dtype, _dtype(weight)
-        plan = _plan_backward(Call(width, strides, dtypes, ctx.options, x.device), needs)
+        plan = _plan_backward(GatedCall(width, strides, dtypes, ctx.options, x.device), needs)
         grid, rows_per_program = plan.grid(n_rows)
         dx, dgate, dw = (
             contiguous_like(t, t.dtype) if needed else None for t, needed in zip((x, gate, weight), needs, strict=True)
@@ -216,7 +222,7 @@ class _GatedRMSNorm(torch.autograd.Function):
         return dx, dgate, dw, None, None
 
 
-def _check(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor | None, options: Options) -> None:
+def _check(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor | None, options: GatedNormOptions) -> None:
     """Raise ValueError for shapes and options that gated_rms_norm does not take."""
     if gate.shape != x.shape:
         raise ValueError(f"gated_rms_norm: gate is {tuple(gate.shape)}, but x is {tuple(x.shape)}: expected its shape")
@@ -252,7 +258,7 @@ def gated_rms_norm(
 
     Raises ValueError on mismatched shapes, a group_size that does not divide E, an unknown activation or cast.
     """
-    options = Options(x.shape[-1] if group_size is None else group_size, activation, norm_before_gate, cast)
+    options = GatedNormOptions(x.shape[-1] if group_size is None else group_size, activation, norm_before_gate, cast)
     given = [t for t in (x, gate, weight) if t is not None]
     if x.numel():
         _check(x, gate, weight, options)
@@ -280,7 +286,7 @@ class GatedRMSNorm(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.eps = eps
-        self.options = Options(group_size or hidden_size, activation, norm_before_gate, cast)
+        self.options = GatedNormOptions(group_size or hidden_size, activation, norm_before_gate, cast)
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, device=device, dtype=dtype))
 
     def forward(self, hidden_states: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
