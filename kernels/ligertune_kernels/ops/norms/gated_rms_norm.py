@@ -52,7 +52,7 @@ ACTIVATIONS = {"silu": F.silu, "sigmoid": torch.sigmoid}
 
 
 class GatedNormOptions(NamedTuple):
-    """GatedNormOptions of one call."""
+    """Options of one call, with the group size filled in."""
 
     group_size: int
     activation: Activation = "silu"
