@@ -91,7 +91,7 @@ def _plus_one(formula: Formula) -> Formula:
 LAYER_NORMS: tuple[Formula, ...] = (_layer_norm_in_dtype, layer_norm_reference, _layer_norm_written_out)
 
 
-class Form(NamedTuple):
+class NormForm(NamedTuple):
     """A spec without its eps, the ways to compute it in plain torch, and the parameters that it uses."""
 
     spec: NormSpec | LayerNormSpec
@@ -101,19 +101,21 @@ class Form(NamedTuple):
 
 
 FORMS = (
-    Form(NormSpec("llama", 0.0, ""), (partial(_rms, cast="llama"),), needs_weight=True),
-    Form(NormSpec("gemma", 1.0, ""), (partial(_rms, cast="gemma", offset=1.0),), needs_weight=True),
-    Form(NormSpec("gemma", 1.0, "", rounded_offset=True), (_rms_of_rounded_weight,), needs_weight=True),
-    Form(NormSpec("gemma", 0.0, ""), (partial(_rms, cast="gemma"),), needs_weight=True),  # OLMo 2
+    NormForm(NormSpec("llama", 0.0, ""), (partial(_rms, cast="llama"),), needs_weight=True),
+    NormForm(NormSpec("gemma", 1.0, ""), (partial(_rms, cast="gemma", offset=1.0),), needs_weight=True),
+    NormForm(NormSpec("gemma", 1.0, "", rounded_offset=True), (_rms_of_rounded_weight,), needs_weight=True),
+    NormForm(NormSpec("gemma", 0.0, ""), (partial(_rms, cast="gemma"),), needs_weight=True),  # OLMo 2
     # Value norms of Gemma 3n and 4, query and key norms of Llama 4; a weight that is there may be unused.
-    Form(NormSpec("none", 0.0, ""), (lambda x, w, b, eps: rms_norm_reference(x, None, eps),), needs_weight=False),
-    Form(
+    NormForm(NormSpec("none", 0.0, ""), (lambda x, w, b, eps: rms_norm_reference(x, None, eps),), needs_weight=False),
+    NormForm(
         NormSpec("deepseek", 0.0, ""),
         (lambda x, w, b, eps: rms_norm_reference(x, None, eps, cast="deepseek"),),
         needs_weight=False,
     ),
-    Form(LayerNormSpec(0.0, ""), LAYER_NORMS, needs_weight=False, takes_bias=True),
-    Form(LayerNormSpec(1.0, ""), tuple(map(_plus_one, LAYER_NORMS)), needs_weight=True, takes_bias=True),  # Nemotron
+    NormForm(LayerNormSpec(0.0, ""), LAYER_NORMS, needs_weight=False, takes_bias=True),
+    NormForm(
+        LayerNormSpec(1.0, ""), tuple(map(_plus_one, LAYER_NORMS)), needs_weight=True, takes_bias=True
+    ),  # Nemotron
 )
 EPS_NAMES = ("variance_epsilon", "eps")
 EPS_IN_CODE = (1e-5, 1e-6, 1e-8, 1e-12)  # of norms without such an attribute, as OLMo's
@@ -260,7 +262,7 @@ def probe_rows(width: int, eps: str | float, dtype: torch.dtype) -> Tensor:
 def _match(
     cls: type, settings: Settings, parameters: Parameters, eps: str | float
 ) -> NormSpec | LayerNormSpec | Refusal:
-    def given_and_matching(weight_dtype: torch.dtype, dtype: torch.dtype) -> tuple[object, list[Form]]:
+    def given_and_matching(weight_dtype: torch.dtype, dtype: torch.dtype) -> tuple[object, list[NormForm]]:
         members = parameters.numbers(weight_dtype)
         x = probe_rows(parameters.width, eps, dtype)
         value, held = (PROBE_EPS, {eps: PROBE_EPS}) if isinstance(eps, str) else (eps, {})
