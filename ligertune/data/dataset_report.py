@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ligertune.data.rows.conversation import DROP_REASONS, LENGTH_REASONS
@@ -19,8 +20,10 @@ WARN_SHARE = 0.05  # share of dropped rows from which they are a warning
 class DatasetReport:
     """What one data set was recognised as, and its numbers.
 
-    cached: it was prepared before. sample: the numbers are those of its first rows, because it is streamed.
-    label_kind, many_labels, class_names: of the labels of a classification, as `label_formats` has them.
+    columns: what is read under another name, as {our name: the data set's}, beyond `data.datasets[].columns`. unread:
+    columns that are not read. note: a sentence for the user, or empty. cached: it was prepared before. sample: the
+    numbers are those of its first rows, because it is streamed. label_kind, many_labels, class_names: of the labels of
+    a classification, as `label_formats` has them.
     """
 
     path: str
@@ -30,6 +33,9 @@ class DatasetReport:
     examples: int
     dropped: dict[str, int]  # by DROP_REASONS, the most frequent first
     first_dropped: dict[str, str]  # reason -> source of the first such row
+    columns: dict[str, str] = field(default_factory=dict)
+    unread: Sequence[str] = ()
+    note: str = ""
     cached: bool = False
     sample: bool = False
     label_kind: str = ""

@@ -96,7 +96,8 @@ class PreparedData:
     def notes_on(self, report: DataReport) -> tuple[str, ...]:
         """Return the remarks on training or evaluation data; warnings about dropped rows come first."""
         warnings = (part.warning(self.options) for part in report.sets)
-        return (*filter(None, warnings), *report.notes)
+        notes = (part.note for part in report.sets)
+        return (*filter(None, warnings), *filter(None, notes), *report.notes)
 
     def check_dropped(self) -> None:
         """Raise UserError if a data set has a larger share of dropped rows than `data.max_dropped`."""
@@ -257,7 +258,7 @@ def _build(
         progress(path, counts.rows_read, stream.share)
         add(block)
     progress(path, counts.rows_read, 1.0)
-    about = {"path": path, "format": rows.format.name, "template": rows.template.name, "counts": vars(counts)}
+    about = {"path": path, **rows.about, "counts": vars(counts)}
     if isinstance(rows.format, LabelFormat):
         names = list(class_names(spec, rows.format.label))
         about |= {"label_kind": rows.format.kind, "many_labels": rows.format.many, "class_names": names}

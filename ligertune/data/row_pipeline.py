@@ -26,10 +26,9 @@ import numpy as np
 from ligertune.data.examples import Block, Example, Preparation
 from ligertune.data.rows.conversation import DROP_REASONS, LENGTH_REASONS, BadRow
 from ligertune.data.rows.data_files import Record, display_path
-from ligertune.data.rows.formats import Format, recognise_format
+from ligertune.data.rows.formats import Format, RowShape, plain_format
 from ligertune.data.rows.image_rows import ImageTokens, extract_images
-from ligertune.data.rows.label_formats import recognise_labels
-from ligertune.data.rows.preference_formats import recognise_preferences
+from ligertune.data.shapes.recognise_shape import recognise_shape
 from ligertune.data.templates.control_tokens import ControlTokens, Rendered
 from ligertune.data.templates.label_masking import Encoded, Encoder
 from ligertune.data.templates.prompt_templates import choose_template
@@ -114,12 +113,9 @@ class RowPipeline:
                 hint="Raise it if the records are this large.",
             )
         path = display_path(Path(spec.path))
-        if preparation.rows == "conversations":
-            self.format = recognise_format(spec.format, columns, path)
-        elif preparation.rows == "texts":
-            self.format = recognise_labels(spec.format, first, path)
-        else:
-            self.format = recognise_preferences(preparation.rows, spec.format, first, path)
+        plain = plain_format(columns) if (preparation.rows, spec.format) == ("conversations", "auto") else None
+        self.shape = RowShape(plain) if plain else recognise_shape(spec, preparation.rows, first, path)
+        self.format = self.shape.format
         self.template = _text_template(preparation, self.format) or choose_template(
             data, self.format, tokenizer, with_images=images is not None
         )
@@ -129,6 +125,13 @@ class RowPipeline:
         self._spec, self._data = spec, data
         self._encoder = Encoder(tokenizer)
         self._special = ControlTokens(tokenizer).ids
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """What the report on the data set says about its format, as JSON."""
+        shape = self.shape
+        about = {"format": self.format.name, "template": self.template.name, "columns": shape.columns}
+        return {**about, "unread": list(shape.unread), "note": shape.note}
 
     def examples(self, records: Sequence[Record], counts: RowCounts) -> list[Example]:
         """Return the examples of these records, in their order, and add to `counts` what became of the rows."""
@@ -175,7 +178,8 @@ class RowPipeline:
             try:
                 if record.too_large:
                     raise BadRow("too large", f"{record.too_large:,} bytes")
-                row, references = extract_images(record.row) if self._images else (record.row, [])
+                row = self.shape.of(record).row
+                row, references = extract_images(row) if self._images else (row, [])
                 repairs: list[str] | None = [] if self._spec.on_bad_row == "repair" else None
                 parsed = self.format.parse(Record(row, record.source), repairs)
                 for repair in repairs or ():

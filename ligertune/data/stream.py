@@ -43,8 +43,7 @@ class StreamedDataset:
         self.rows = RowPipeline(spec, preparation, first)
         counts = RowCounts()
         examples = self.rows.examples(first, counts)  # raises errors in the first rows before a model is loaded
-        names = self.rows.format.name, self.rows.template.name
-        self.report = DatasetReport(self.path, *names, examples=len(examples), sample=True, **counts.totals)
+        self.report = DatasetReport(self.path, **self.rows.about, examples=len(examples), sample=True, **counts.totals)
 
 
 class _DatasetEpoch:

@@ -157,6 +157,7 @@ class DatasetSpec(Section):
     """Split of a hub data set."""
     format: Literal[
         "auto", "alpaca", "sharegpt", "messages", "prompt_completion", "text", "llava",
+        "question_answer", "dialogue", "oasst",
         "prompt_pairs", "question_pairs", "alpaca_pairs", "sharegpt_pairs", "messages_pairs", "pairs",
         "text_label", "texts_label", "messages_label",
     ] = "auto"  # fmt: skip

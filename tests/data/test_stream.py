@@ -99,7 +99,7 @@ def test_a_broken_line_is_an_error_when_it_is_read_and_a_set_without_usable_rows
     (tmp_path / "a.jsonl").write_text(rows)
     with pytest.raises(UserError, match=r"no row can be used: all 120 are dropped .*the first at .*a\.jsonl:1"):
         sources(streamed(tmp_path / "a.jsonl"), 1)
-    (tmp_path / "b.jsonl").write_text('{"instruction": "i", "response": "o"}\n')
+    (tmp_path / "b.jsonl").write_text('{"instruction": "i", "verdict": "o"}\n')
     with pytest.raises(UserError, match="nearest is alpaca, which also needs `output`"):
         streamed(tmp_path / "b.jsonl")
 

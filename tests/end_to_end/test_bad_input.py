@@ -80,7 +80,7 @@ CASES = (
     model("no tokenizer", lambda folder: (folder / "model" / "tokenizer.json").unlink(), "okenizer"),
     set_("a missing prompt template", "data.prompt_template=no.jinja", "data.prompt_template"),
     data("nothing to train on", lines({**GOOD, "output": ""}), "d.jsonl"),
-    data("columns of no format", lines({"instruction": "a", "response": "b"}), "nearest is alpaca", argv=SHOW),
+    data("columns of no format", lines({"instruction": "a", "verdict": "b"}), "nearest is alpaca", argv=SHOW),
     data("preference pairs under sft", lines(PAIR), "are those of preference pairs. Write task: dpo to"),
     data("no pairs under dpo", lines(GOOD), "lack `chosen` and `rejected`, and task: dpo needs pairs", argv=DPO),
     data("labels under dpo", lines({**GOOD, "label": 1}), "trained on with preference.loss_type: kto", argv=DPO),

@@ -100,14 +100,16 @@ def _sequence(summary: dict[str, Any]) -> str:
 
 
 def _data_sets(report: dict[str, Any] | None) -> list[tuple[str, str]]:
-    return [
-        (
-            "data set",
-            f"{part['path']}: {part['examples']} of {plural(part['rows_read'], 'row')}, {part['format']}, "
-            f"template {part['template']}" + (", from the cache" if part["cached"] else ""),
-        )
-        for part in (report or {"sets": ()})["sets"]
-    ]
+    rows = []
+    for part in (report or {"sets": ()})["sets"]:
+        used = f"{part['path']}: {part['examples']} of {plural(part['rows_read'], 'row')}"
+        cached = ", from the cache" if part["cached"] else ""
+        rows.append(("data set", f"{used}, {part['format']}, template {part['template']}{cached}"))
+        if part["columns"]:
+            rows.append(("columns", ", ".join(f"{name} → {ours}" for ours, name in part["columns"].items())))
+        if part["unread"]:
+            rows.append(("not read", ", ".join(part["unread"])))
+    return rows
 
 
 def _reasons(name: str, report: dict[str, Any] | None) -> list[tuple[str, str]]:

@@ -18,8 +18,8 @@ Role = Literal["system", "user", "assistant", "tool"]
 # names that data sets use for the four roles
 _ROLE_NAMES: dict[Role, tuple[str, ...]] = {
     "system": ("system", "developer"),
-    "user": ("user", "human"),
-    "assistant": ("assistant", "gpt", "chatgpt", "bing", "bard", "bot", "model", "function_call"),
+    "user": ("user", "human", "prompter"),
+    "assistant": ("assistant", "gpt", "chatgpt", "bing", "bard", "bot", "chatbot", "ai", "model", "function_call"),
     "tool": ("tool", "function", "observation", "function_response"),
 }
 ROLES: dict[str, Role] = {name: role for role, names in _ROLE_NAMES.items() for name in names}
@@ -31,6 +31,7 @@ DROP_REASONS: dict[str, str] = {
     "not a list of turns": "the conversation is not a list of objects with a role and a text",
     "unknown role": "the role of a turn is not system, user, assistant, tool or another known name of these",
     "roles out of order": "a system turn after the first, an answer to nothing, two turns of one role in a row",
+    "parent is missing": "the message of a tree answers one that does not come before it in the tree's rows",
     "no answer": "there is no turn of the assistant",
     "last turn is not an answer": "the conversation breaks off: the turns after its last answer would not be trained",
     "empty prompt": "a user turn without text, often a lost attachment: its answer answers nothing",

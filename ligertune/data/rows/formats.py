@@ -5,8 +5,9 @@ To add a format, write its read function and add a row to FORMATS.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -14,6 +15,8 @@ from typing import Any, Literal, TypeVar
 from ligertune.data.rows.conversation import BadRow, Conversation, Message, ParsedRow, check_conversation, repair_turns
 from ligertune.data.rows.data_files import Record
 from ligertune.data.rows.turns import RowReader, parse_tools
+from ligertune.data.shapes.column_names import ANSWER_NAMES, PROMPT_NAMES, renamed_row
+from ligertune.data.shapes.marked_texts import functions_in, parse_marked_text
 from ligertune.errors import UserError
 
 
@@ -22,7 +25,8 @@ class Format:
     """A row format. `template` is the prompt template that `data.prompt_template: auto` selects for it.
 
     raw: the row is one text, not a conversation. It is used unchanged and split to data.max_length, never dropped for
-    its length. is_fallback: `format: auto` prefers any other format whose columns are there too.
+    its length. is_fallback: `format: auto` prefers any other format whose columns are there too. by_values: `auto`
+    recognises it by the values of the rows, not by its columns.
     """
 
     name: str
@@ -32,6 +36,7 @@ class Format:
     read: Callable[[dict[str, Any], RowReader], Conversation]
     raw: bool = False
     is_fallback: bool = False
+    by_values: bool = False
 
     def convert(self, record: Record, repairs: list[str] | None = None) -> Conversation:
         """Return the row as a checked conversation. Raises BadRow, and UserError for what no setting allows.
@@ -52,6 +57,24 @@ class Format:
         return ParsedRow((self.convert(record, repairs),))
 
 
+@dataclass(frozen=True)
+class RowShape:
+    """The format of a data set's rows.
+
+    columns: what is read under another name than the format's, as {our name: the data set's}, in addition to
+    `data.datasets[].columns`. unread: columns that are not read. note: a sentence on what that changes, or empty.
+    """
+
+    format: Format
+    columns: dict[str, str] = field(default_factory=dict)
+    unread: tuple[str, ...] = ()
+    note: str = ""
+
+    def of(self, record: Record) -> Record:
+        """Return the record with the format's names."""
+        return record._replace(row=renamed_row(record.row, self.columns)) if self.columns else record
+
+
 FormatType = TypeVar("FormatType", bound=Format)
 
 
@@ -64,6 +87,12 @@ def checked(conversation: Conversation, reader: RowReader, repairs: list[str] | 
     return check_conversation(messages, conversation.tools)
 
 
+def plain_format(columns: Collection[str]) -> Format | None:
+    """Return alpaca, sharegpt or messages for data that has its columns and no others. No value can change that."""
+    plain = (row for row in FORMATS if row.name in ("alpaca", "sharegpt", "messages"))
+    return next((row for row in plain if set(row.required) <= set(columns) <= {*row.required, *row.optional}), None)
+
+
 def recognise_format(
     name: str, columns: Collection[str], path: str, formats: Sequence[FormatType] | None = None
 ) -> FormatType:
@@ -72,7 +101,7 @@ def recognise_format(
     formats: the formats to choose from; None: FORMATS. If all required columns of one are among those of another, the
     other is chosen. Raises UserError, naming `path`, if the columns fit no format or several.
     """
-    candidates = [row for row in formats or FORMATS if name in ("auto", row.name)]
+    candidates = [row for row in formats or FORMATS if name == row.name or (name == "auto" and not row.by_values)]
     found = ", ".join(sorted(columns)) or "none"
     if formats is None:
         _refuse_pairs(name, columns, f"{path}: its columns ({found})")
@@ -108,8 +137,8 @@ def _refuse_pairs(name: str, columns: Collection[str], found: str) -> None:
 
 # Names of columns in published data sets, by our name; the first that a data set has is taken.
 OTHER_NAMES: dict[str, tuple[str, ...]] = {
-    "instruction": ("question", "query", "problem", "prompt", "inputs", "input", "user"),
-    "output": ("response", "completion", "solution", "answer", "answers", "targets", "target", "reply", "assistant"),
+    **dict.fromkeys(("instruction", "question", "prompt"), PROMPT_NAMES),
+    **dict.fromkeys(("output", "answer", "completion"), ANSWER_NAMES),
     "messages": ("conversation", "dialogue", "dialog", "chat", "turns"),
     "chosen": ("chosen_response", "response_chosen", "preferred", "accepted", "better"),
     "rejected": ("rejected_response", "response_rejected", "dispreferred", "worse"),
@@ -152,10 +181,53 @@ def _prompt_completion(row: dict[str, Any], reader: RowReader) -> Conversation:
     """Read `prompt` and `completion`: two texts, or two lists of turns. Only the completion is trained."""
     if isinstance(row.get("prompt"), list):
         prompt = [replace(turn, trained=False) for turn in reader.turns(row, "prompt")]
-        completion = reader.turns(row, "completion")
+        completion = [Message("assistant", row["completion"])] if isinstance(row.get("completion"), str) else None
+        completion = completion or reader.turns(row, "completion")
         return Conversation((*prompt, *completion), parse_tools(row.get("tools")))
     texts = [reader.text(row.get(column), f"`{column}`") for column in ("prompt", "completion")]
     return Conversation((Message("user", texts[0]), Message("assistant", texts[1])))
+
+
+def _question_answer(row: dict[str, Any], reader: RowReader) -> Conversation:
+    """Read `question` and `answer`; with `tools` the answer may be a list of calls (xLAM)."""
+    tools, answer = parse_tools(row.get("tools")), row.get("answer")
+    messages = [Message("system", reader.optional(row, "system"))]
+    question = reader.text(row.get("question"), "`question`")
+    messages.append(Message("user", question, input=reader.optional(row, "input")))
+    if tools and _are_calls(answer):
+        messages.append(reader.message({"from": "function_call", "value": answer}))
+    else:
+        reasoning = reader.optional(row, "reasoning")
+        messages.append(Message("assistant", reader.text(answer, "`answer`"), reasoning=reasoning))
+    return Conversation(tuple(messages), tools)
+
+
+def _are_calls(value: Any) -> bool:
+    """Return whether a value is a list of tool calls, as objects or as JSON text."""
+    if isinstance(value, str):
+        return re.match(r'\s*\[\s*\{\s*"(name|function)"', value) is not None
+    return isinstance(value, list) and all(isinstance(call, dict) for call in value)
+
+
+def _dialogue(row: dict[str, Any], reader: RowReader) -> Conversation:
+    """Read `text`, a dialogue with role markers, and glaive's `system` with its functions."""
+    text = reader.text(row.get("text"), "`text`")
+    turns = parse_marked_text(text)
+    if turns is None:
+        raise BadRow("not a list of turns", f"no role markers in {text:.40}")
+    system = reader.optional(row, "system")
+    if turns[0]["role"] == "system" and not system:
+        system = turns.pop(0)["content"]
+    system, functions = functions_in(system)
+    messages = (Message("system", system), *map(reader.message, turns))
+    return Conversation(messages, (*parse_tools(row.get("tools")), *parse_tools(functions)))
+
+
+def _thread(row: dict[str, Any], reader: RowReader) -> Conversation:
+    """Read `thread`, a conversation of a message tree."""
+    if row.get("thread") is None:
+        raise BadRow("parent is missing")
+    return Conversation(tuple(reader.turns(row, "thread")))
 
 
 def _text(row: dict[str, Any], reader: RowReader) -> Conversation:
@@ -167,6 +239,7 @@ def _text(row: dict[str, Any], reader: RowReader) -> Conversation:
 
 
 _CHAT = ("system", "tools", "image", "images")
+_ANSWER_MORE = ("input", "system", "tools", "reasoning", "image", "images")
 _conversations = partial(_conversation, column="conversations")
 FORMATS: tuple[Format, ...] = (
     Format("alpaca", ("instruction", "output"), ("input", "system", "history"), "alpaca", _alpaca),
@@ -174,5 +247,8 @@ FORMATS: tuple[Format, ...] = (
     Format("llava", ("conversations",), _CHAT, "chat", _conversations, is_fallback=True),
     Format("messages", ("messages",), _CHAT, "chat", partial(_conversation, column="messages")),
     Format("prompt_completion", ("prompt", "completion"), ("tools",), "plain", _prompt_completion, is_fallback=True),
+    Format("question_answer", ("question", "answer"), _ANSWER_MORE, "chat", _question_answer, is_fallback=True),
     Format("text", ("text",), (), "plain", _text, raw=True, is_fallback=True),
+    Format("dialogue", ("text",), ("system", "tools"), "chat", _dialogue, by_values=True),
+    Format("oasst", ("thread",), (), "chat", _thread, by_values=True),
 )

@@ -31,8 +31,8 @@ IMAGE_MARK = re.compile(f"{_SIGN}(\\d+){_SIGN}")
 _WRITTEN_MARK = re.compile(r"(?:<image>|<ImageHere>)\n?|\n(?:<image>|<ImageHere>)\Z")
 _IMAGE_PARTS = ("image", "image_url", "input_image")
 _COLUMNS = ("images", "image")
-_TEXTS = ("conversations", "messages", "prompt", "completion", "instruction", "input", "text")
-_FIRST_TEXTS = ("conversations", "messages", "prompt", "instruction")
+_TEXTS = ("conversations", "messages", "prompt", "completion", "instruction", "input", "question", "answer", "text")
+_FIRST_TEXTS = ("conversations", "messages", "prompt", "instruction", "question")
 
 
 @dataclass

@@ -186,7 +186,7 @@ PAIR_FORMATS = (
 LABELLED_FORMATS = tuple(
     LabelledFormat(**{**vars(row), "optional": (*row.optional, *LABEL_COLUMNS)})
     for row in FORMATS
-    if row.name in ("alpaca", "sharegpt", "messages", "prompt_completion")
+    if row.name in ("alpaca", "sharegpt", "messages", "prompt_completion", "question_answer")
 )
 
 
@@ -275,7 +275,7 @@ def _check_is_labelled(columns: Collection[str], found: str, path: str) -> None:
 def check_columns(columns: Collection[str]) -> None:
     """Raise UserError for a rename to a column that no format reads."""
     formats = (*FORMATS, *PAIR_FORMATS, *LABELLED_FORMATS, *LABEL_FORMATS)
-    known = sorted({column for row in formats for column in row.required + row.optional})
+    known = sorted({column for row in formats if row.name != "oasst" for column in row.required + row.optional})
     for column in columns:
         if column not in known:
             raise UserError(

@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +18,8 @@ from ligertune.data.rows.data_files import MAX_RECORD_BYTES, DataFile, Record, n
 from ligertune.data.rows.file_readers import FILE_TYPES, file_type, read_records, reader_of
 from ligertune.data.rows.label_formats import names_of_classes
 from ligertune.data.rows.preference_formats import check_columns
+from ligertune.data.shapes.column_names import check_columns_exist, renamed_row
+from ligertune.data.shapes.message_trees import TREE_COLUMNS, assemble_trees
 from ligertune.errors import UserError
 
 if TYPE_CHECKING:
@@ -49,13 +51,14 @@ class RecordStream:
         if self.spec.columns:
             check_columns(self.spec.columns)
             first = list(islice(records, self.sample))
-            found = {column for record in first for column in record.row}
-            if missing := [column for column in self.spec.columns.values() if found and column not in found]:
-                raise UserError(
-                    f"{self.spec.path} has no column `{missing[0]}` (data.datasets[].columns); "
-                    f"it has {', '.join(sorted(found))}."
-                )
-            records = (_renamed(record, self.spec.columns) for part in (first, records) for record in part)
+            check_columns_exist(self.spec.columns, [record.row for record in first], self.spec.path)
+            records = (
+                record._replace(row=renamed_row(record.row, self.spec.columns))
+                for part in (first, records)
+                for record in part
+            )
+        if self.spec.format in ("auto", "oasst"):
+            records = _with_trees(records)
         self._read = 0
         for self._read, record in enumerate(records, start=1):
             yield record
@@ -82,6 +85,16 @@ class RecordStream:
         self._files = [DataFile(path, self.max_bytes) for path in paths]
         for file in self._files:
             yield from read_records(file)
+
+
+def _with_trees(records: Iterator[Record]) -> Iterator[Record]:
+    """Return the records with message trees assembled, if the first record that is not too large has their columns."""
+    head, row = [], {}
+    while not row and (record := next(records, None)):
+        head.append(record)
+        row = record.row
+    records = chain(head, records)
+    return assemble_trees(records, row) if TREE_COLUMNS & row.keys() else records
 
 
 def find_files(path: str) -> list[Path]:
@@ -176,10 +189,3 @@ def without_decoding(rows: Dataset | IterableDataset) -> Dataset | IterableDatas
 
 def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0].rstrip(".")
-
-
-def _renamed(record: Record, columns: dict[str, str]) -> Record:
-    """Return the record with `columns` applied, a dict of {our name: the data set's name}."""
-    kept = {column: value for column, value in record.row.items() if column not in columns.values()}
-    renamed = {name: record.row[column] for name, column in columns.items() if column in record.row}
-    return record._replace(row=kept | renamed)

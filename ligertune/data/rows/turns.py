@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ligertune.data.rows.conversation import ROLES, BadRow, Message, ToolCall
+from ligertune.data.shapes.turn_lists import as_turns
 from ligertune.errors import UserError
 
 _WEIGHT_KEYS = ("loss_weight", "weight", "train")  # LLaMA-Factory's, OpenAI's and axolotl's name
@@ -80,6 +81,7 @@ class RowReader:
             raise BadRow("missing value", f"`{column}`")
         if isinstance(turns, str):  # a cell of a CSV file
             turns = parse_json(turns, "not a list of turns")
+        turns = as_turns(turns)
         if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
             raise BadRow("not a list of turns", f"`{column}`")
         return [self.message(turn) for turn in turns]

@@ -82,7 +82,12 @@ def choose_template(
     elif not tokenizer.chat_template:
         raise UserError(
             f"The tokenizer has no chat template, which data.prompt_template: {data.prompt_template} needs here.",
-            hint="Name a jinja file there, or write data.prompt_template: alpaca if the rows are single exchanges.",
+            hint="Name a jinja file there, or write "
+            + (
+                "data.datasets[].format: text to train on the texts as they are."
+                if format.name == "dialogue"
+                else "data.prompt_template: alpaca if the rows are single exchanges."
+            ),
         )
     return ChatTemplate(tokenizer, source, name, data.system_prompt, data.train_on, with_images=with_images)
 

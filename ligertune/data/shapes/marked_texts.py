@@ -1,0 +1,137 @@
+"""Texts that contain a whole dialogue with role markers: guanaco's "### Human:", glaive's "USER:", ChatML and others.
+
+Such a text was written for one model's prompt format. It is split into turns again, so that the chat template of the
+model to train is used and only the answers are trained.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any, NamedTuple
+
+from ligertune.data.rows.conversation import BadRow
+
+
+class Markers(NamedTuple):
+    """A way to mark turns. `turn` matches the marker before a turn; its group is the role's word."""
+
+    turn: re.Pattern[str]
+    user: tuple[str, ...]
+    assistant: tuple[str, ...]
+
+
+_FAMILIES = (
+    # guanaco, and the prompts of Alpaca
+    Markers(
+        re.compile(r"\s*### ?(Human|User|Instruction|Input|Assistant|Response|System) ?:[ \n]*"),
+        ("Human", "User", "Instruction", "Input"),
+        ("Assistant", "Response"),
+    ),
+    # Anthropic's hh-rlhf
+    Markers(re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):"), ("Human",), ("Assistant",)),
+    # glaive-function-calling, Vicuna
+    Markers(re.compile(r"(?:\A|\s|</s>)\s*(SYSTEM|USER|ASSISTANT|FUNCTION RESPONSE):"), ("USER",), ("ASSISTANT",)),
+    # ChatML
+    Markers(re.compile(r"<\|im_start\|>\s?(system|user|assistant|tool)\s?\n"), ("user",), ("assistant",)),
+    # Llama 3
+    Markers(
+        re.compile(r"<\|start_header_id\|>(system|user|assistant|ipython)<\|end_header_id\|>\n+"),
+        ("user",),
+        ("assistant",),
+    ),
+    # Zephyr, Phi-3
+    Markers(re.compile(r"<\|(system|user|assistant)\|>\n?"), ("user",), ("assistant",)),
+    # Gemma
+    Markers(re.compile(r"<start_of_turn>(user|model)\n"), ("user",), ("model",)),
+    # Llama 2 and Mistral
+    Markers(re.compile(r"\s*(?:<s>)?\s*\[(/?INST)\]\s?"), ("INST",), ("/INST",)),
+    # Baize
+    Markers(re.compile(r"\[\|(Human|AI)\|\]"), ("Human",), ("AI",)),
+)
+_STOPS = re.compile(r"(?:\s*(?:<\|im_end\|>|</s>|<s>|<\|endoftext\|>|<\|eot_id\|>|<\|end\|>|<end_of_turn>))+\s*\Z")
+_BEGINNING = re.compile(
+    r"\A\s*(?:<s>|<\|begin_of_text\|>|<bos>)?\s*"
+    r"(?:Below is an instruction that describes a task[^#]*"  # the chat template replaces it
+    r"|(?P<system>The conversation between human and AI assistant\.|A chat between [^#\n]*\.)\s*)?\Z"
+)
+_LLAMA_SYSTEM = re.compile(r"\A\s*<<SYS>>\s*(.*?)\s*<</SYS>>\s*", re.DOTALL)
+_QUOTED_CALL = re.compile(r'\{\s*"name"\s*:\s*"([^"]+)"\s*,\s*"arguments"\s*:\s*\'(.*)\'\s*\}\s*\Z', re.DOTALL)
+_CALL = "<functioncall>"
+_FUNCTIONS = re.compile(r"\bwith access to the following functions\b[^{]*")
+
+
+def parse_marked_text(text: str) -> list[dict[str, Any]] | None:
+    """Return the turns of a dialogue, or None for a text without role markers at its beginning.
+
+    Raises BadRow for a function call that cannot be read.
+    """
+    for markers in _FAMILIES:
+        found = list(markers.turn.finditer(text))
+        beginning = _BEGINNING.match(text[: found[0].start()]) if found else None
+        if beginning:
+            break
+    else:
+        return None
+    turns = [{"role": "system", "content": beginning["system"]}] if beginning["system"] else []
+    ends = [*(match.start() for match in found[1:]), len(text)]
+    for match, end in zip(found, ends, strict=True):
+        content = _STOPS.sub("", text[match.end() : end]).strip()
+        if match[1] == "Input" and turns:  # of Alpaca's prompt
+            turns[-1]["content"] += f"\n\n{content}" if content else ""
+        else:
+            turns += _turn(match[1], content, markers)
+    return turns
+
+
+def is_marked_text(text: str) -> bool:
+    """Return whether a text is a dialogue of at least one question and one answer."""
+    try:
+        turns = parse_marked_text(text) or ()
+    except BadRow:
+        return True
+    return {"user", "assistant"} <= {turn["role"] for turn in turns}
+
+
+def _turn(word: str, text: str, markers: Markers) -> list[dict[str, Any]]:
+    """Return the turn, preceded by a system turn that Llama 2 writes into the question."""
+    if word in markers.assistant:
+        return [_answer(text)]
+    if word not in markers.user:
+        return [{"role": "system" if word.lower() == "system" else "tool", "content": text}]
+    if system := _LLAMA_SYSTEM.match(text):
+        return [{"role": "system", "content": system[1]}, {"role": "user", "content": text[system.end() :]}]
+    return [{"role": "user", "content": text}]
+
+
+def _answer(text: str) -> dict[str, Any]:
+    """Return an answer, with glaive's function call read."""
+    content, mark, call = text.partition(_CALL)
+    if not mark:
+        return {"role": "assistant", "content": text}
+    quoted = _QUOTED_CALL.match(call.strip())  # the arguments are JSON between single quotes, in JSON
+    if quoted:
+        read: Any = {"name": quoted[1], "arguments": quoted[2].replace("\\'", "'")}
+    else:
+        try:
+            read = json.loads(call)
+        except ValueError as error:
+            raise BadRow("call is not JSON", f"{call.strip():.40}") from error
+    return {"role": "assistant", "content": content.strip(), "function_call": read}
+
+
+def functions_in(system: str) -> tuple[str, list[dict[str, Any]]]:
+    """Split glaive's system text into the text before its functions, and the functions. Others have no functions."""
+    system = re.sub(r"\A\s*SYSTEM:\s*", "", system)
+    found = _FUNCTIONS.search(system)
+    if not found or found.end() == len(system):
+        return system, []
+    decoder, place, functions = json.JSONDecoder(), found.end(), []
+    while place < len(system):
+        try:
+            function, place = decoder.raw_decode(system, place)
+        except ValueError as error:
+            raise BadRow("tools are not JSON", f"{system[place:]:.40}") from error
+        functions.append(function)
+        place += len(system[place:]) - len(system[place:].lstrip(", \n\t\r"))
+    return f"{system[: found.start()].strip(' ,-')}.", functions

@@ -1,0 +1,260 @@
+"""Recognition of a data set from its first rows: a format, and the columns that are read under other names.
+
+In this order: message trees, the columns of alpaca, sharegpt and messages, a list of turns under any name, one prompt
+name and one answer name, texts with role markers, and raw text. What could be meant in two ways is refused with the
+lines that choose; data of preferences and step labels are refused by refuse_preferences.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+from ligertune.data.rows.data_files import Record
+from ligertune.data.rows.formats import FORMATS, Format, RowShape, recognise_format
+from ligertune.data.rows.label_formats import recognise_labels
+from ligertune.data.rows.preference_formats import recognise_preferences
+from ligertune.data.shapes.column_names import (
+    ANSWER_NAMES,
+    OPTIONAL_NAMES,
+    PROMPT_NAMES,
+    REASONED_ANSWERS,
+    WEAK_ANSWER_NAMES,
+    WEAK_PROMPT_NAMES,
+    columns_line,
+    is_weighty,
+)
+from ligertune.data.shapes.refuse_preferences import refuse_labels, refuse_pairs
+from ligertune.data.shapes.sample_columns import SampleColumns
+from ligertune.errors import UserError
+
+if TYPE_CHECKING:
+    from ligertune.planning.options import DataRows, DatasetOptions
+
+_MEDIA = {"image", "images", "video", "videos", "audio", "audios"}
+_RAW_NAMES = ("content", "document", "body", "article", "code")  # of raw text
+_MAX_LINES = 4  # of a refusal
+_BY_NAME = {row.name: row for row in FORMATS}
+_FIRST = tuple(_BY_NAME[name] for name in ("alpaca", "sharegpt", "llava", "messages"))
+
+
+def recognise_shape(spec: DatasetOptions, rows: DataRows, first: Sequence[Record], path: str) -> RowShape:
+    """Return the shape of data from its first records, to which `data.datasets[].columns` is applied.
+
+    Raises UserError, naming `path`, for rows that fit no format, several, or another task.
+    """
+    sample, columns = SampleColumns(first), dict[str, str]()
+    if rows == "texts":
+        format = recognise_labels(spec.format, first, path)
+    elif rows != "conversations":
+        format = recognise_preferences(rows, spec.format, first, path)
+    elif spec.format != "auto":
+        format = recognise_format(spec.format, sample.names, path)
+    else:
+        refuse_pairs(sample, path)
+        format, columns = _Recognition(sample, spec.columns, path).found()
+        refuse_labels(sample, path, format, columns)
+    if format.name == "prompt_completion" and sample.is_turns(columns.get("prompt", "prompt")):
+        format = replace(format, template="chat")
+    columns |= _optional_columns(format, sample, columns, path)
+    read = {*format.required, *format.optional, *(name.split(".")[0] for name in columns.values()), *_MEDIA}
+    unread = tuple(sorted(sample.names - read))
+    return RowShape(format, columns, unread, _note(path, format, unread))
+
+
+def _optional_columns(format: Format, sample: SampleColumns, columns: dict[str, str], path: str) -> dict[str, str]:
+    """Return the names of system prompt, tools and other optional columns."""
+    found = {}
+    for ours, names in OPTIONAL_NAMES.items():
+        if ours not in format.optional or (ours in sample and (sample.values(ours) or not sample.rows)):
+            continue
+        others = [name for name in sample.spelled(names) if name not in columns.values()]
+        others += [name for name in names if "." in name and sample.values(name)]
+        filled = [name for name in others if sample.values(name)] or others[:1]
+        if len(filled) > 1:
+            raise _ambiguous(sample, path, [{ours: name} for name in filled])
+        if filled and _fits(ours, filled[0], sample):
+            found[ours] = filled[0]
+    return found
+
+
+def _fits(ours: str, name: str, sample: SampleColumns) -> bool:
+    """Return whether the values of an optional column can be what its name says."""
+    return ours == "tools" or not sample.values(name) or sample.is_text(name)
+
+
+def _note(path: str, format: Format, unread: Sequence[str]) -> str:
+    sentences = []
+    if format.name == "oasst":
+        sentences.append(f"{path}: of several answers to one prompt, only the best ranked is read.")
+    if weighty := [f"`{name}`" for name in unread if is_weighty(name)]:
+        verb, subject = ("is", "it has") if len(weighty) == 1 else ("are", "they have")
+        sentences.append(f"{path}: {', '.join(weighty)} {verb} not read: {subject} no effect on what is trained.")
+    if format.name == "text" and "label" in unread:
+        sentences.append("Labels of texts are learned with task: classification.")
+    return " ".join(sentences)
+
+
+def _ambiguous(sample: SampleColumns, path: str, choices: Sequence[dict[str, str]], more: str = "") -> UserError:
+    """Return the error for columns that can be read in several ways, with a line for each."""
+    lines = " or ".join(columns_line(choice) for choice in choices[:_MAX_LINES])
+    return UserError(f"{path}: its columns ({sample.found}) can be read in several ways.", hint=f"Write {lines}{more}.")
+
+
+def _last_word(name: str) -> str:
+    """Return the part of a nested name that says what it is: `answers` of `answers.text.0`."""
+    words = [part for part in name.split(".") if not part.isdecimal()]
+    return words[-2] if len(words) > 1 and words[-1] in ("text", "value", "content") else words[-1]
+
+
+class _Recognition:
+    """The rules of `format: auto`, in their order, over the first rows of one data set.
+
+    named: our names in `data.datasets[].columns`: they decide where several columns could be meant.
+    """
+
+    def __init__(self, sample: SampleColumns, named: Collection[str], path: str) -> None:
+        self.sample, self.named, self.path = sample, set(named), path
+        self.prompts = self._texts(PROMPT_NAMES)
+        self.answers = self._texts(ANSWER_NAMES, or_calls="tools" in sample)
+        for name in ("input", "Input"):  # beside another prompt it is the prompt's second part
+            if name in self.prompts and len(self.prompts) > 1:
+                self.prompts.remove(name)
+
+    def found(self) -> tuple[Format, dict[str, str]]:
+        """Return the format, and its columns that have other names."""
+        for rule in (self._trees, self._columns, self._turns, self._exchange, self._dialogue, self._raw_text):
+            if result := rule():
+                return result
+        return self._by_columns_alone()
+
+    def _texts(self, names: Sequence[str], *, or_calls: bool = False) -> list[str]:
+        """Return the columns with these names that hold texts; only those that the recipe names, if it does."""
+        found = [
+            name
+            for name in self.sample.spelled(names)
+            if self.sample.is_text(name) or (or_calls and self._are_calls(name))
+        ]
+        return [name for name in found if name in self.named] or found
+
+    def _are_calls(self, name: str) -> bool:
+        values = self.sample.values(name)
+        return bool(values) and all(isinstance(value, list) and value and "name" in value[0] for value in values)
+
+    def _trees(self) -> Any:
+        return (_BY_NAME["oasst"], {}) if "thread" in self.sample else None
+
+    def _columns(self) -> Any:
+        """Recognise alpaca, sharegpt and messages by their columns, unless the recipe names those of another."""
+        fitting = [row for row in _FIRST if set(row.required) <= self.sample.names]
+        asked = {column for row in FORMATS if row not in _FIRST for column in row.required} & self.named
+        if not fitting or (asked and not any(set(row.required) & self.named for row in fitting)):
+            return None
+        return recognise_format("auto", self.sample.names, self.path, _FIRST), {}
+
+    def _turns(self) -> Any:
+        """Recognise a list of turns under any name, or turns as prompt with an answer as text or turns."""
+        sample = self.sample
+        if sample.is_turns("prompt"):
+            if "completion" in sample and (sample.is_turns("completion") or sample.is_text("completion")):
+                return _BY_NAME["prompt_completion"], {}
+            if "assistant" not in sample.roles("prompt") and len(self.answers) == 1:
+                return _BY_NAME["prompt_completion"], {"completion": self.answers[0]}
+        found = [name for name in sorted(sample.names) if "assistant" in sample.roles(name)]
+        if len(found) > 1 and not (self.prompts and self.answers):
+            raise _ambiguous(sample, self.path, [{"messages": name} for name in found])
+        return (_BY_NAME["messages"], {"messages": found[0]}) if len(found) == 1 else None
+
+    def _exchange(self) -> Any:
+        """Recognise one prompt and one answer."""
+        if not (self.prompts and self.answers):
+            return None
+        answers = [*self._reasoned_answers(), *self.answers]
+        if len(self.prompts) > 1 or len(answers) > 1:
+            pairs = [self._exchange_columns(*pair) for pair in product(self.prompts, answers)]
+            # a line that names a column as it is says which one is meant, so the whole pair stands in it
+            raise _ambiguous(self.sample, self.path, pairs)
+        columns = self._exchange_columns(self.prompts[0], self.answers[0])
+        format = next(row for row in FORMATS if set(row.required) == set(columns))
+        return format, {ours: name for ours, name in columns.items() if ours != name}
+
+    def _reasoned_answers(self) -> list[str]:
+        """Return the answers of reasoning models, unless the recipe names the answer."""
+        is_named = {"answer", "output", "completion"} & self.named
+        return [] if is_named else [name for name in REASONED_ANSWERS if self.sample.is_text(name)]
+
+    def _exchange_columns(self, prompt: str, answer: str) -> dict[str, str]:
+        """Return the columns of one exchange. Only `prompt` and `completion` are joined without a template."""
+        if prompt == "instruction":
+            return {"instruction": prompt, "output": answer}
+        if self.sample.values(reasoning := REASONED_ANSWERS.get(answer, "")):
+            return {"question": prompt, "answer": answer, "reasoning": reasoning}
+        has_more = any(self.sample.values(name) for ours in ("system", "tools")
+                       for name in (ours, *self.sample.spelled(OPTIONAL_NAMES[ours])))  # fmt: skip
+        if (prompt.lower(), answer.lower()) == ("prompt", "completion") and not has_more:
+            return {"prompt": prompt, "completion": answer}
+        return {"question": prompt, "answer": answer}
+
+    def _dialogue(self) -> Any:
+        """Recognise texts with role markers."""
+        found = ["text"] if "text" in self.named and "text" in self.sample.dialogues else self.sample.dialogues
+        if len(found) > 1:
+            raise _ambiguous(self.sample, self.path, [{"text": name} for name in found])
+        if not found:
+            return None
+        return _BY_NAME["dialogue"], {} if found == ["text"] else {"text": found[0]}
+
+    def _raw_text(self) -> Any:
+        """Recognise raw text, which is all trained, unless there is a column that could be its answer."""
+        if "text" not in self.sample:
+            return None
+        answers = self._texts((*ANSWER_NAMES, *WEAK_ANSWER_NAMES))
+        if self.sample.is_text("text") and answers and "text" not in self.named:
+            pairs = [{"question": "text", "answer": name} for name in answers]
+            raise _ambiguous(self.sample, self.path, pairs, more=", or data.datasets[].format: text to train all of it")
+        return _BY_NAME["text"], {}
+
+    def _by_columns_alone(self) -> tuple[Format, dict[str, str]]:
+        """Recognise a format whose values are not those of the format. Raises UserError, with the lines that work."""
+        if choices := self._choices():
+            lines = " or ".join(columns_line(choice) for choice in choices[:_MAX_LINES])
+            found = f"{self.path}: its columns ({self.sample.found}) fit no known format"
+            raise UserError(f"{found}.", hint=f"Write {lines}.")
+        choices = next((name for name in ("choices", "options") if name in self.sample), "")
+        if choices and "question" in self.sample:
+            raise UserError(
+                f"{self.path}: its columns ({self.sample.found}) are those of multiple choice.",
+                hint=f"Write the text of the right one of the `{choices}` into a column `answer`.",
+            )
+        return recognise_format("auto", self.sample.names, self.path), {}
+
+    def _choices(self) -> list[dict[str, str]]:
+        """Return columns with which the data set is read, the most likely first."""
+        sample = self.sample
+        turns = [name for name in sample.nested if "assistant" in sample.roles(name)]
+        if turns:
+            return [{"messages": name} for name in turns]
+        prompts = self.prompts or self._candidates((*PROMPT_NAMES, *WEAK_PROMPT_NAMES))
+        answers = self.answers or self._candidates((*ANSWER_NAMES, *WEAK_ANSWER_NAMES))
+        pairs = [self._line(*pair) for pair in product(prompts, answers) if pair[0] != pair[1]]
+        if not pairs and "translation" in sample:
+            texts = [name for name in sample.nested if name.startswith("translation.")][:2]
+            pairs = [{"question": a, "answer": b} for a in texts for b in texts if a != b]
+        return pairs or [{"text": name} for name in sample.spelled(_RAW_NAMES) if sample.is_text(name)]
+
+    def _candidates(self, names: Sequence[str]) -> list[str]:
+        """Return columns and nested names with one of these names, in the order of the names."""
+        sample = self.sample
+        flat = [name for name in sample.spelled(names) if sample.is_text(name)]
+        nested = [(names.index(_last_word(name)), name) for name in sample.nested
+                  if _last_word(name) in names and sample.is_text(name)]  # fmt: skip
+        return flat + [name for _, name in sorted(nested)]
+
+    def _line(self, prompt: str, answer: str) -> dict[str, str]:
+        """Return the columns of one exchange that the recipe has to name."""
+        if (prompt, answer) == ("prompt", "canonical_solution"):
+            return {"completion": answer}
+        columns = self._exchange_columns(prompt, answer)
+        return {ours: name for ours, name in columns.items() if ours != name} or columns

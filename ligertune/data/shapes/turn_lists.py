@@ -1,0 +1,83 @@
+"""Lists of turns in unusual forms, as lists of objects with a role and a text.
+
+Forms: {"role": [...], "content": [...]} (a table of turns, as `datasets` stores sequences), texts by user and assistant
+in turn (LIMA, UltraChat, DailyDialog), pairs of texts, exchanges such as {"human": ..., "assistant": ...} or
+{"input": ..., "output": ...} (XTuner), Gemini's `parts`, and other names for role and text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+ROLE_KEYS = ("role", "from", "speaker", "author")
+TEXT_KEYS = ("content", "value", "text", "message", "utterance")
+_OTHER_TEXTS = ("text", "message", "utterance", "parts")
+_EXCHANGES = (
+    ("human", "assistant"), ("user", "assistant"), ("input", "output"), ("prompt", "response"),
+    ("question", "answer"), ("instruction", "output"), ("query", "response"),
+)  # fmt: skip
+
+
+def as_turns(value: Any) -> Any:
+    """Return the list as turns with `role` and `content`, or unchanged if it has none of the known forms."""
+    if isinstance(value, dict):
+        value = _table_rows(value)
+    if not isinstance(value, list) or not value:
+        return value
+    if all(isinstance(turn, dict) and ("role" in turn or "from" in turn) for turn in value):
+        return value if all(_has_text(turn) for turn in value) else [_plain_turn(turn) for turn in value]
+    if all(isinstance(turn, str) for turn in value) and len(value) % 2 == 0:
+        return _alternating(value)
+    if all(_is_pair(turn) for turn in value):
+        return _alternating(text for pair in value for text in pair)
+    if all(isinstance(turn, dict) for turn in value):
+        return _exchanges(value) or [_plain_turn(turn) for turn in value]
+    return value
+
+
+def _has_text(turn: dict[str, Any]) -> bool:
+    return (
+        turn.get("content") is not None
+        or turn.get("value") is not None
+        or not any(turn.get(key) for key in _OTHER_TEXTS)
+    )
+
+
+def _table_rows(table: dict[str, Any]) -> Any:
+    """Return the rows of a table that is stored by columns, or the dict unchanged."""
+    columns = {name: column for name, column in table.items() if isinstance(column, list)}
+    lengths = {len(column) for column in columns.values()}
+    if len(lengths) != 1 or not any(key in columns for key in ROLE_KEYS):
+        return table
+    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+
+
+def _is_pair(turn: Any) -> bool:
+    return isinstance(turn, list | tuple) and len(turn) == 2 and all(isinstance(text, str) for text in turn)
+
+
+def _alternating(texts: Iterable[str]) -> list[dict[str, Any]]:
+    return [{"role": ("user", "assistant")[number % 2], "content": text} for number, text in enumerate(texts)]
+
+
+def _exchanges(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return two turns for each exchange of a question and an answer, or nothing if they have other keys."""
+    names = next((names for names in _EXCHANGES if all(set(names) <= set(turn) for turn in turns)), None)
+    made: list[dict[str, Any]] = []
+    for turn in turns if names else ():
+        if turn.get("system"):
+            made.append({"role": "system", "content": turn["system"]})
+        made += [{"role": role, "content": turn[name]} for role, name in zip(("user", "assistant"), names, strict=True)]
+    return made
+
+
+def _plain_turn(turn: dict[str, Any]) -> dict[str, Any]:
+    """Return the turn with `role` and `content`, where it has other names for them."""
+    role = next((turn[key] for key in ROLE_KEYS if isinstance(turn.get(key), str)), None)
+    text = next((turn[key] for key in TEXT_KEYS if turn.get(key) is not None), None)
+    if text is None and isinstance(turn.get("parts"), list):
+        text = [{"type": "text", **part} if isinstance(part, dict) and "text" in part else part
+                for part in turn["parts"]]  # fmt: skip
+    others = {key: value for key, value in turn.items() if key not in ("from", "value")}
+    return {**others, **({"role": role} if role else {}), "content": text}
