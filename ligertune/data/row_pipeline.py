@@ -128,10 +128,8 @@ class RowPipeline:
 
     @property
     def about(self) -> dict[str, Any]:
-        """What the report on the data set says about its format, as JSON."""
-        shape = self.shape
-        about = {"format": self.format.name, "template": self.template.name, "columns": shape.columns}
-        return {**about, "unread": list(shape.unread), "note": shape.note}
+        """What the report on the data set says about format and template, as JSON."""
+        return {**self.shape.about, "template": self.template.name}
 
     def examples(self, records: Sequence[Record], counts: RowCounts) -> list[Example]:
         """Return the examples of these records, in their order, and add to `counts` what became of the rows."""

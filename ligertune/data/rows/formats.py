@@ -70,6 +70,11 @@ class RowShape:
     unread: tuple[str, ...] = ()
     note: str = ""
 
+    @property
+    def about(self) -> dict[str, Any]:
+        """What the report on the data set says, as JSON."""
+        return {"format": self.format.name, "columns": self.columns, "unread": list(self.unread), "note": self.note}
+
     def of(self, record: Record) -> Record:
         """Return the record with the format's names."""
         return record._replace(row=renamed_row(record.row, self.columns)) if self.columns else record
