@@ -24,13 +24,14 @@ from ligertune.hardware import (
 from ligertune.launcher.failures import is_started_rank
 from ligertune.launcher.run_lock import locked_folder
 from ligertune.launcher.signals import StopRequest
+from ligertune.models.added_tokens import trained_tokens
 from ligertune.models.load import hide_loading_bars, read_config
 from ligertune.models.load_tokenizer import check_vocabulary, load_tokenizer
 from ligertune.models.score_head import check_task
 from ligertune.models.shape import copied_shape
 from ligertune.planning.batch_layout import resolve_packing
 from ligertune.planning.make_plan import PlanInputs, make_plan, warn_of_host_memory
-from ligertune.planning.options import RunOptions, data_rows_of
+from ligertune.planning.options import BatchLayoutOptions, RunOptions, data_rows_of
 from ligertune.planning.plan import Plan
 from ligertune.planning.precision import check_float8, choose_precision
 from ligertune.planning.preflight import check_output_dir, check_packages, check_paths, clear_run
@@ -92,12 +93,14 @@ def _load_and_plan(recipe: Recipe, machine: Machine, progress: ProgressCallback 
     config = read_config(recipe.model)
     check_task(config, recipe.task)
     recipe, packing_notes = resolve_packing(recipe, **exact_packing(config))
-    options = RunOptions.of(recipe)
-    layout = options.layout
+    layout = BatchLayoutOptions.of(recipe)
     precision = choose_precision(recipe.model.dtype, machine, method=recipe.method.type)
     choose_batch_layout(layout, config, machine, precision)  # refuse impossible settings before data are read
     tokenizer = load_tokenizer(recipe.model)
     check_vocabulary(tokenizer.tokenizer, config)
+    tokens = {"trainable_token_indices": trained_tokens(tokenizer.tokenizer, recipe.method)}
+    recipe = recipe.model_copy(update={"method": recipe.method.model_copy(update=tokens)})
+    options = RunOptions.of(recipe)
     teacher = plan_teacher(options, config, tokenizer.tokenizer, machine, precision)
     images = load_reader(recipe.model, recipe.vision, config, tokenizer.tokenizer)
     data = prepare(

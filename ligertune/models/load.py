@@ -30,8 +30,11 @@ from transformers import (
 from transformers.utils.logging import disable_progress_bar
 
 from ligertune.errors import UserError, plural
+from ligertune.models.added_tokens import grow, needed_rows
+from ligertune.models.load_tokenizer import read_tokenizer
 from ligertune.models.model_files import (
     RECIPE_MODEL,
+    RECIPE_TOKENIZER,
     ModelOrigin,
     check_amount,
     check_sizes,
@@ -155,9 +158,29 @@ def build_model(
 ) -> PreTrainedModel:
     """Return the model on `device`: pretrained, or random from `seed`; without weights on the meta device.
 
-    four_bits: quantise the layers' weights to NF4 while they are loaded. Raises UserError.
+    four_bits: quantise the layers' weights to NF4 while they are loaded. Embedding and output head have rows for the
+    tokens that the recipe adds. Raises UserError.
     """
-    device = torch.device(device)
+    loaded = copy.deepcopy(config) if spec.tokenizer.adds else config  # growing changes it
+    model = _build(
+        spec, loaded, dtype=dtype, device=torch.device(device), seed=seed, four_bits=four_bits, origin=origin
+    )
+    if spec.tokenizer.adds:
+        rows = needed_rows(read_tokenizer(spec, RECIPE_TOKENIZER), spec.tokenizer, config)
+        grow(model, rows, seed=seed, mean_resizing=spec.tokenizer.mean_resizing)
+    return model
+
+
+def _build(
+    spec: ModelOptions,
+    config: PreTrainedConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    seed: int,
+    four_bits: bool,
+    origin: ModelOrigin,
+) -> PreTrainedModel:
     if four_bits:
         # transformers' quantizers import bitsandbytes, which takes seconds
         from ligertune.models import four_bit_experts

@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
 from ligertune.errors import UserError
+from ligertune.models.added_tokens import add_tokens
 from ligertune.models.model_files import RECIPE_MODEL, RECIPE_TOKENIZER, ModelOrigin, loading, read_json, reason_of
 
 if TYPE_CHECKING:
@@ -60,6 +61,8 @@ def read_tokenizer(spec: ModelOptions, origin: ModelOrigin) -> PreTrainedTokeniz
         raise origin.error(f"the tokenizer of {name} is empty.", hint)
     if not isinstance(tokenizer.chat_template, str | dict | None):
         raise origin.error(f"{Path(name) / 'tokenizer_config.json'}: chat_template is not a text.")
+    if wanted.adds:
+        add_tokens(tokenizer, wanted)
     if wanted.eos_token is not None:
         tokenizer.eos_token = _known(tokenizer, wanted.eos_token, "model.tokenizer.eos_token")
     if wanted.chat_template != "tokenizer":
@@ -93,7 +96,8 @@ def _read_template(path: Path) -> str:
 def _known(tokenizer: PreTrainedTokenizerBase, token: str, key: str) -> str:
     if token not in tokenizer.get_vocab():
         raise UserError(
-            f"{key}: the tokenizer has no token {token!r}.", hint=f"It has {', '.join(tokenizer.all_special_tokens)}."
+            f"{key}: the tokenizer has no token {token!r}.",
+            hint=f"It has {', '.join(tokenizer.all_special_tokens)}. To add one, write model.tokenizer.add_special_tokens.",
         )
     return token
 
@@ -121,9 +125,10 @@ def _choose_pad(tokenizer: PreTrainedTokenizerBase, wanted: str | None) -> tuple
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> None:
-    """Raise UserError if the tokenizer has an id without a row in the model's embedding."""
+    """Raise UserError if the tokenizer has an id without a row in the model's embedding; it grows for added tokens."""
     image_token_id = getattr(config, "image_token_id", None)  # Llama-3.2-Vision's has no row, by design
-    highest = max(index for index in tokenizer.get_vocab().values() if index != image_token_id)
+    excepted = {image_token_id, *getattr(tokenizer, "new_token_ids", ())}
+    highest = max(index for index in tokenizer.get_vocab().values() if index not in excepted)
     vocab_size = config.get_text_config().vocab_size
     if highest >= vocab_size:
         raise UserError(

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ligertune.errors import UserError
+from ligertune.models.added_tokens import grow_for_adapter
 from ligertune.models.load import auto_class, build_model, read_config, whole_model
 from ligertune.models.load_tokenizer import read_tokenizer
 from ligertune.models.model_files import ADAPTER_CONFIG, ModelOrigin, check_adapter, loading, read_json, stored_shapes
@@ -197,6 +198,7 @@ def load_plain(folder: Path, *, trust_remote_code: bool, base: PreTrainedModel |
     base = base or _load_plain_model(adapter_base_model(folder), trust_remote_code, folder)
     import peft  # takes seconds
 
+    grow_for_adapter(base, folder)
     with loading(SAVED_MODEL, f"{folder} holds no adapter of this model"), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # peft reads attributes of transformers by their old names
         return peft.PeftModel.from_pretrained(base, folder)

@@ -123,7 +123,7 @@ def parameter_kinds(model: PreTrainedModel) -> tuple[tuple[ParameterKind, int], 
             trains=p.requires_grad,
             inside=id(p) not in outside,
             linear=id(p) in linear,
-            adapter=".lora_" in name or ".modules_to_save." in name,
+            adapter=".lora_" in name or ".modules_to_save." in name or ".trainable_tokens_delta." in name,
             experts=id(p) in experts,
         )
         for name, p in model.named_parameters()
@@ -141,13 +141,13 @@ def _matmul_sizes(model: PreTrainedModel) -> list[tuple[int, nn.Parameter]]:
             continue  # it multiplies patches, not tokens
         stack = next((stack for prefix, stack in stacks.items() if name.startswith(prefix)), None)
         full = full_shape(parameter)
-        if len(full) < 2 or parameter is embedding.weight or (stack and name.endswith("bias")):
+        if len(full) < 2 or parameter is _table(embedding) or (stack and name.endswith("bias")):
             continue
         if scores is not None and parameter is scores.weight:
             continue  # it multiplies one token of each text
         sizes.append((math.prod(full) if stack is None else round(math.prod(full) * stack.active_share), parameter))
-    if head is not None and head.weight is embedding.weight:
-        sizes.append((head.weight.numel(), head.weight))
+    if head is not None and _table(head) is _table(embedding):
+        sizes.append((_table(head).numel(), _table(head)))
     return sizes
 
 
@@ -261,11 +261,17 @@ def _head_shape(model: PreTrainedModel) -> HeadShape | None:
         return HeadShape(*embedding.weight.shape, head_trains=False, embedding_trains=trains, gives_scores=True)
     if head is None:
         return None
-    weights = [p for p in head.parameters() if p.ndim == 2]
+    weights, table = [p for p in head.parameters() if p.ndim == 2], _table(embedding)
     return HeadShape(
-        vocab=embedding.weight.shape[0],
-        hidden=embedding.weight.shape[1],
-        head_trains=any(p.requires_grad and p.shape == embedding.weight.shape for p in weights),
+        vocab=table.shape[0],
+        hidden=table.shape[1],
+        head_trains=any(p.requires_grad and p.shape == table.shape for p in weights),
         embedding_trains=any(p.requires_grad for p in embedding.parameters()),
-        tied=any(p is embedding.weight for p in weights),
+        tied=any(p is table for p in weights),
+        token_rows=hasattr(head, "token_adapter"),
     )
+
+
+def _table(layer: nn.Module) -> nn.Parameter:
+    """Return the (V, E) weight of an embedding or output head. `weight` of PEFT's trainable tokens is a copy."""
+    return layer.token_adapter.base_layer.weight if hasattr(layer, "token_adapter") else layer.weight

@@ -169,6 +169,12 @@ UNSUPPORTED = (
         "Write parallel.strategy: ddp, or another optimizer (train.optim: adamw_bf16 or adamw_torch_8bit).",
     ),
     UnsupportedSetting(
+        ("fsdp", *ZERO),
+        lambda recipe, autocast: bool(recipe.method.trainable_token_indices),
+        "method.trainable_token_indices: PEFT reads whole embeddings, and this run shards them.",
+        "Write parallel.strategy: ddp, or train all rows with method.lora_modules_to_save.",
+    ),
+    UnsupportedSetting(
         ("fsdp",),
         lambda recipe, autocast: recipe.train.optim_offload,
         "train.optim_offload is not supported under fsdp, where each rank's share of the states is small already.",

@@ -43,6 +43,11 @@ def _any_of(value: Any) -> Any:
     return "|".join(map(re.escape, value)) if is_list else value
 
 
+def _list_of(value: Any) -> Any:
+    """Split names that LLaMA-Factory separates by commas."""
+    return [part.strip() for part in value.split(",")] if isinstance(value, str) else value
+
+
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32"}
 _DTYPES |= {f"torch.{name}": name for name in ("bfloat16", "float16", "float32")}
 OPTIMIZER_NAMES = {"adamw": "adamw_torch_fused", "AdamW": "adamw_torch_fused", "adamw_hf": "adamw_torch"}
@@ -65,6 +70,8 @@ ALIASES = (
     Alias("model.attn_implementation", ("flex_attention",), _flag("flex_attention")),
     Alias("model.attn_implementation", ("eager_attention",), _flag("eager")),
     Alias("model.tokenizer.path", ("tokenizer_name_or_path", "tokenizer_name", "tokenizer_path", "tokenizer_config")),
+    Alias("model.tokenizer.add_tokens", ("tokens",), _list_of),
+    Alias("model.tokenizer.add_special_tokens", ("new_special_tokens", "additional_special_tokens"), _list_of),
     Alias("kernels.enabled", ("use_liger_kernel", "enable_liger_kernel", "use_liger")),
     Alias("kernels.recompute", ("rebuild",)),  # our own name until version 0.1
     Alias("kernels.rope", ("liger_rope",)),
@@ -78,6 +85,7 @@ ALIASES = (
     Alias("method.lora_target_modules", ("lora_target_linear",), _flag("all-linear")),
     Alias("method.lora_target_parameters", ("target_parameters",)),
     Alias("method.lora_modules_to_save", ("modules_to_save", "additional_target")),
+    Alias("method.trainable_token_indices", ("peft_trainable_token_indices", "trainable_tokens")),
     Alias("method.init_lora_weights", ("peft_init_lora_weights",)),
     Alias("method.init_lora_weights", ("pissa_init",), _flag("pissa_niter_16")),  # LLaMA-Factory's pissa_iter
     Alias("method.use_dora", ("peft_use_dora",)),

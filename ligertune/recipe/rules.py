@@ -173,8 +173,13 @@ RULES = (
              "{0} works with method.type: lora or qlora only, and {1} is {v[1]}. Leave {0} out.")
         for key in ("method.loraplus_lr_ratio",)
     ),
-    Rule("method.init_lora_weights: not default, method.type: not lora|qlora",
-         "{0} works with method.type: lora or qlora only, and {1} is {v[1]}. Leave {0} out."),
+    *(
+        Rule(f"{key}, method.type: not lora|qlora",
+             "{0} works with method.type: lora or qlora only, and {1} is {v[1]}. Leave {0} out.")
+        for key in ("method.init_lora_weights: not default", "method.trainable_token_indices")
+    ),
+    Rule("method.trainable_token_indices, task: medusa",
+         "{0} trains rows of the output head, and {1} is medusa, whose heads share it. Leave {0} out."),
     *_each(
         "{0}: {v[0]} subtracts the initial adapter from the weights, and {why}",
         f"method.init_lora_weights: {CHANGES_WEIGHTS}",
@@ -201,6 +206,12 @@ RULES = (
     ),
     Rule(f"vision.freeze_language_model, {ADAPTER}",
          f"{{0}} is true, and {{1}} is {{v[1]}}, whose adapter is part of the language model. {ONE_OUT}"),
+    *(
+        Rule(f"{key}, task: medusa|distill",
+             "{0} changes the vocabulary, and {1} is {v[1]}, which needs that of another model. "
+             "Train the tokens with task: sft first.")
+        for key in ("model.tokenizer.add_tokens", "model.tokenizer.add_special_tokens")
+    ),
     # ---- Medusa heads
     Rule("medusa.stage: 2, medusa.heads_path: null, task: medusa",
          "{0} is 2, which starts from trained heads, and {1} is not given. "

@@ -48,8 +48,21 @@ class TokenizerSpec(Section):
     """Padding token; null: the tokenizer's, or one that is not the EOS token."""
     eos_token: Text | None = None
     """End-of-sequence token; null: the tokenizer's."""
+    add_tokens: NameList = ()
+    """Tokens to add; they are found in the data's text. The embedding grows if it has no rows for them."""
+    add_special_tokens: NameList = ()
+    """Special tokens to add, which only chat templates write: their names in the data stay text."""
+    pad_to_multiple_of: Annotated[int, Field(ge=1, le=2**16)] | None = None
+    """Multiple to which the rows of an embedding that grows are rounded up, such as 64; null: no rounding."""
+    mean_resizing: Switch = True
+    """Draw new rows around the mean of the old ones, as transformers does; false: as the model initialises weights."""
     chat_template: Template = "tokenizer"
     """Chat template: tokenizer (its own template), or a Jinja file."""
+
+    @property
+    def adds(self) -> bool:
+        """Whether tokens are added to the vocabulary."""
+        return bool(self.add_tokens or self.add_special_tokens)
 
 
 class ModelSpec(Section):
@@ -133,6 +146,8 @@ class MethodSpec(Section):
     """LoRA+: learning rate of B and of one-dimensional parameters, relative to train.learning_rate; null: the same."""
     loraplus_lr_embedding: Annotated[float, Field(gt=0.0, le=1.0)] = 1e-6
     """With loraplus_lr_ratio: learning rate of adapters on embeddings."""
+    trainable_token_indices: Annotated[tuple[NonNegativeInt | Text, ...], Field(strict=False)] = ()
+    """Tokens (texts or ids) whose rows of embedding and output head train next to the adapter."""
     use_dora: Switch = False
     """Use DoRA: train the magnitude of each weight and its direction."""
     use_rslora: Switch = False

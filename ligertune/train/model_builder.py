@@ -19,6 +19,7 @@ from ligertune.attention.choice import AttentionChoice
 from ligertune.attention.packing_checks import prepare_masks
 from ligertune.attention.padding_free import choose_batch_layout
 from ligertune.decode.medusa_run import with_heads
+from ligertune.models.added_tokens import check_new_rows
 from ligertune.models.compile import compile_layers
 from ligertune.models.float8 import float8_linears, to_float8
 from ligertune.models.load import build_model, read_config
@@ -57,6 +58,7 @@ def preview_model(
     implementation, notes = model.config._attn_implementation, (*head_notes, *_adapter_notes(options, model))
     model = apply_method(model, options.method, fused=options.kernels.fuses_lora)
     kernels += _adapter_lines(options, model)
+    check_new_rows(model, options.model.tokenizer)
     check_lr_groups(model, [group.parameters for group in options.lr_groups])
     if options.task == "medusa":
         shape = MedusaShape.of_heads(with_heads(options, model))

@@ -39,6 +39,8 @@ TABLE: dict[str, list[tuple[str, object, object]]] = {
         ("eager_attention", "true", "eager"),
     ],
     "model.tokenizer.path": [("tokenizer_name_or_path tokenizer_name tokenizer_path tokenizer_config", "t", SAME)],
+    "model.tokenizer.add_tokens": [("tokens", "[a, b]", ("a", "b")), ("tokens", "'a, b'", ("a", "b"))],
+    "model.tokenizer.add_special_tokens": [("new_special_tokens additional_special_tokens", "[a]", ("a",))],
     "kernels.enabled": [("use_liger_kernel enable_liger_kernel use_liger", "false", False)],
     "kernels.rope": [("liger_rope", "false", False)],
     "kernels.norm": [("liger_rms_norm", "false", False)],
@@ -57,6 +59,7 @@ TABLE: dict[str, list[tuple[str, object, object]]] = {
     ],
     "method.lora_target_parameters": [("target_parameters", "[mlp.gate.weight]", ("mlp.gate.weight",))],
     "method.lora_modules_to_save": [("modules_to_save additional_target", "[lm_head]", ("lm_head",))],
+    "method.trainable_token_indices": [("peft_trainable_token_indices trainable_tokens", "[3, a]", (3, "a"))],
     "method.init_lora_weights": [
         ("peft_init_lora_weights", "pissa", SAME),
         ("pissa_init", "true", "pissa_niter_16"),
@@ -136,6 +139,7 @@ FLAT = {
 NEEDS = {
     "method.trainable": "method: {type: freeze}",
     "method.init_lora_weights": "method: {type: lora}",
+    "method.trainable_token_indices": "method: {type: lora}",
     "eval.eval_strategy": "val_size: 0.1",
 }
 

@@ -15,6 +15,7 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
 import peft
+from peft.utils.constants import EMBEDDING_LAYER_NAMES
 from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from torch import nn
 
@@ -232,13 +233,21 @@ def _check_names(model: PreTrainedModel, spec: MethodOptions) -> None:
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if head is None or head.weight is not embedding.weight:
         return
+    embedding_name = next(name for name, module in model.named_modules() if module is embedding)
     tied = {_leaf(name) for name, module in model.named_modules() if module in (head, embedding)}
-    for name in (*targets, *spec.lora_modules_to_save):
+    for name in targets:
         if _leaf(name) in tied:
             raise UserError(
                 f"method: {name} shares its weight (tie_word_embeddings: embedding and output head are one matrix), "
                 "so an adapter on it could not be merged.",
-                hint=f"Leave {name} out of lora_target_modules and lora_modules_to_save.",
+                hint=f"Leave {name} out of lora_target_modules. lora_modules_to_save: [{name}] trains all of it.",
+            )
+    for name in spec.lora_modules_to_save:
+        if _leaf(name) in tied and _leaf(embedding_name) not in EMBEDDING_LAYER_NAMES:
+            raise UserError(
+                f"method.lora_modules_to_save: {name} shares its weight (tie_word_embeddings), and PEFT keeps embedding"
+                f" and output head together only where they are called {' and '.join(EMBEDDING_LAYER_NAMES)}.",
+                hint=f"Leave {name} out, or write method.type: freeze.",
             )
 
 

@@ -22,6 +22,8 @@ from ligertune.models.adapters.adapter_targets import find_targets
 from ligertune.models.adapters.expert_lora import merge_parameters, split_adapters
 from ligertune.models.adapters.fused_lora import LoraLossHead
 from ligertune.models.adapters.initial_lora import remember_initial
+from ligertune.models.adapters.token_rows import patch_token_rows, token_layers, trained_layers
+from ligertune.models.added_tokens import grow_for_adapter
 from ligertune.models.model_files import ModelOrigin, check_adapter, loading
 from ligertune.models.score_head import SEQ_CLS, gives_scores
 from ligertune.patching.fused_loss import LossHead
@@ -47,7 +49,8 @@ def add_adapter(model: PreTrainedModel, spec: MethodOptions) -> peft.PeftModel:
         target_modules=targets.modules,
         target_parameters=targets.parameters or None,
         exclude_modules=targets.excluded or None,
-        modules_to_save=list(spec.lora_modules_to_save) or None,
+        trainable_token_indices=token_layers(model, spec),
+        **trained_layers(model, spec),
         use_dora=spec.use_dora,
         use_rslora=spec.use_rslora,
         init_lora_weights=True if is_meta or spec.init_lora_weights == "default" else spec.init_lora_weights,
@@ -80,6 +83,7 @@ def add_adapter(model: PreTrainedModel, spec: MethodOptions) -> peft.PeftModel:
         if type(module) is LoraLinear and isinstance(module.base_layer, LossHead):
             unpatch_module(module.base_layer)
             patch_module(module, LoraLossHead)
+    patch_token_rows(adapted)
     split_adapters(adapted)
     return adapted
 
@@ -106,6 +110,7 @@ def merged_model(adapted: peft.PeftModel) -> PreTrainedModel:
 def load_adapter(model: PreTrainedModel, folder: str, origin: ModelOrigin) -> peft.PeftModel:
     """Load the adapter saved in `folder` onto `model`. Raises UserError if it does not fit."""
     stored = check_adapter(Path(folder), origin)
+    grow_for_adapter(model, Path(folder))
     with loading(origin, f"{folder} holds no adapter of this model"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # FutureWarning as in `add_adapter`; missing weights are refused below
         # low_cpu_mem_usage: no memory before the weights of the file, so that those it lacks stay on the meta device
@@ -124,5 +129,6 @@ def load_adapter(model: PreTrainedModel, folder: str, origin: ModelOrigin) -> pe
             f" ({', '.join(unused[:3])}).",
             hint="They would be dropped. Is it an adapter of this model?",
         )
+    patch_token_rows(adapted)
     split_adapters(adapted)
     return adapted

@@ -209,15 +209,17 @@ def loss_bytes(
     """Return (peak bytes while the loss is computed, bytes held until the head's backward)."""
     if head.gives_scores:
         return 0, 0
+    copies = 2 * head.token_rows * head.elements * itemsize
     if not policy.fused_loss:
         logits = batch.tokens * head.vocab
         # The backward of transformers' loss holds in float32 log_softmax's output, its gradient and the gradient of the
         # logits. A soft cap saves one more copy in the compute dtype.
-        return logits * (itemsize + 12), logits * (itemsize + 4)
-    workspace = loss_workspace(batch.labels, head, itemsize, needs_dw=head.head_trains, free=free)
+        return logits * (itemsize + 12) + copies, logits * (itemsize + 4) + copies
+    needs_dw = head.head_trains or head.token_rows
+    workspace = loss_workspace(batch.labels, head, itemsize, needs_dw=needs_dw, free=free)
     # Rows without a label are skipped, so the labelled rows are first copied together.
     gathered = 0 if batch.labels == batch.tokens else batch.labels * head.hidden * itemsize
-    held = batch.labels * head.hidden * itemsize + head.head_trains * head.elements * itemsize
+    held = batch.labels * head.hidden * itemsize + head.head_trains * head.elements * itemsize + copies
     return workspace + gathered + held, held
 
 

@@ -83,7 +83,10 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class HeadShape:
-    """The output head and the embedding, (V, E) each; `tied`: one shared weight."""
+    """The output head and the embedding, (V, E) each; `tied`: one shared weight.
+
+    token_rows: some rows of the frozen head train, for which the loss reads a copy of it and makes its whole gradient.
+    """
 
     vocab: int
     hidden: int
@@ -91,6 +94,7 @@ class HeadShape:
     embedding_trains: bool = True
     tied: bool = False
     gives_scores: bool = False  # a score head of a few outputs instead, which reads one token of each text
+    token_rows: bool = False
 
     @property
     def elements(self) -> int:

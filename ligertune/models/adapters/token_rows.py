@@ -1,0 +1,142 @@
+"""Rows of the embedding and the output head that train next to a LoRA adapter: PEFT's trainable tokens.
+
+PEFT replaces the rows by a copy of the whole (V, E) weight in every forward, and its gradient is a (V, E) tensor. Here
+the embedding looks the tokens up in the frozen weight and takes the trained rows where they belong:
+
+    e_t = delta[place of x_t] if x_t trains, else W[x_t]
+
+The output head still needs the whole weight and its gradient, but makes no logits: both enter `linear_cross_entropy`.
+Also here: an embedding and a head that share their weight and train in full (`modules_to_save`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from ligertune_kernels import linear_cross_entropy
+from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
+from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ligertune.errors import UserError
+from ligertune.patching.deferred_logits import STATE, count_fused
+from ligertune.patching.fused_loss import LossHead
+from ligertune.patching.module_patch import ModulePatch, patch_module, unpatch_module
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from ligertune.planning.options import MethodOptions
+
+
+class TokenEmbedding(ModulePatch):
+    """Mixin of PEFT's layer around the input embedding: (..., T) -> (..., T, E)."""
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        name = _active(self)
+        if name is None or args or kwargs or self.base_layer.max_norm is not None:
+            return super().forward(x, *args, **kwargs)
+        rows = self.base_layer(x)
+        places = torch.full((self.base_layer.num_embeddings,), -1, device=x.device)
+        indices = torch.tensor(self.token_indices[name], device=x.device)
+        place = places.index_copy_(0, indices, torch.arange(len(indices), device=x.device))[x]
+        trained = F.embedding(place.clamp(min=0), self.trainable_tokens_delta[name]).to(rows.dtype)
+        scale = self._get_embed_scale()
+        trained = trained if scale is None else trained * scale.to(rows.dtype)
+        return torch.where((place >= 0)[..., None], trained, rows)
+
+
+class TokensLossHead(LossHead):
+    """Mixin of PEFT's layer around the output head: (..., E) -> (..., V), or -> the loss if labels are passed."""
+
+    def compute_loss(self, hidden: Tensor, labels: Tensor, options: dict[str, Any]) -> Tensor:
+        base, name = self.base_layer, _active(self)
+        if type(base.weight) not in (Tensor, nn.Parameter):
+            return self.dense_loss(hidden, labels, options, f"lm_head.weight is a {type(base.weight).__name__}")
+        count_fused(self)
+        weight = base.weight if name is None else self.get_merged_weights([name])
+        if STATE.head_loss is not None:
+            return STATE.head_loss.fused(hidden, weight, None, labels, options)
+        return linear_cross_entropy(hidden, weight, labels, None, **options)
+
+
+def trained_layers(model: PreTrainedModel, spec: MethodOptions) -> dict[str, Any]:
+    """Return PEFT's `modules_to_save` and `ensure_weight_tying`. Of a tied weight, PEFT trains the embedding."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    tied = {_name_of(model, layer) for layer in (embedding, head)} if _is_tied(model) else set()
+    asked = {name for name in spec.lora_modules_to_save if _leaf(name) in map(_leaf, tied)}
+    names = [name for name in spec.lora_modules_to_save if name not in asked]
+    names += [_leaf(_name_of(model, embedding))] if asked else []
+    return {"modules_to_save": names or None, "ensure_weight_tying": bool(asked)}
+
+
+def token_layers(model: PreTrainedModel, spec: MethodOptions) -> dict[str, list[int]] | None:
+    """Return PEFT's `trainable_token_indices`: the tokens of `spec` in the embedding, and in a head of its own.
+
+    Layers of `lora_modules_to_save` are left out, since all their rows train. Raises UserError.
+    """
+    ids = sorted({int(token) for token in spec.trainable_token_indices})
+    embedding, head, key = model.get_input_embeddings(), model.get_output_embeddings(), "method.trainable_token_indices"
+    if not ids:
+        return None
+    if ids[-1] >= len(embedding.weight):
+        raise UserError(f"{key}: {ids[-1]} is no token: the embedding has {len(embedding.weight)} rows.")
+    if getattr(head, "bias", None) is not None:  # PEFT's forward leaves the bias out
+        raise UserError(
+            f"{key}: the output head of this model has a bias, which PEFT does not support.",
+            hint="Write lora_modules_to_save with the names of embedding and output head instead.",
+        )
+    names = [_name_of(model, layer) for layer in ((embedding,) if _is_tied(model) else (embedding, head))]
+    saved = {_leaf(name) for name in spec.lora_modules_to_save}
+    if _is_tied(model) and _leaf(_name_of(model, head)) in saved:
+        return None
+    return {name: ids for name in names if _leaf(name) not in saved} or None
+
+
+def patch_token_rows(adapted: nn.Module) -> None:
+    """Let trained rows and tied trained heads of an adapter use our loss, without copies of the embedding."""
+    for module in list(adapted.modules()):
+        if isinstance(module, TrainableTokensWrapper):
+            _patch_tokens(module.token_adapter)
+        elif isinstance(module, ModulesToSaveWrapper):
+            _patch_tied(module)
+
+
+def _patch_tokens(layer: TrainableTokensLayer) -> None:
+    if isinstance(layer, ModulePatch):
+        return
+    if isinstance(layer.base_layer, nn.Embedding):
+        patch_module(layer, TokenEmbedding)
+    elif isinstance(layer.base_layer, LossHead):
+        unpatch_module(layer.base_layer)
+        patch_module(layer, TokensLossHead)
+
+
+def _patch_tied(wrapper: ModulesToSaveWrapper) -> None:
+    """Repair the head that PEFT makes for a tied weight: a plain nn.Linear whose sizes are swapped."""
+    for module in wrapper.modules_to_save.values():
+        if isinstance(module, nn.Linear):
+            module.out_features, module.in_features = module.weight.shape
+            if isinstance(wrapper.original_module, LossHead) and not isinstance(module, ModulePatch):
+                patch_module(module, LossHead)
+
+
+def _active(layer: TrainableTokensLayer) -> str | None:
+    """Return the only active adapter; None if there is none, several, or if it is merged."""
+    names = layer.active_adapters
+    return names[0] if len(names) == 1 and not (layer.disable_adapters or layer.merged) else None
+
+
+def _is_tied(model: PreTrainedModel) -> bool:
+    head = model.get_output_embeddings()
+    return head is not None and head.weight is model.get_input_embeddings().weight
+
+
+def _name_of(model: nn.Module, layer: nn.Module) -> str:
+    return next(name for name, module in model.named_modules() if module is layer)
+
+
+def _leaf(name: str) -> str:
+    return name.rpartition(".")[2]

@@ -1,0 +1,107 @@
+"""Tokens that a recipe adds to the vocabulary, and tokens that it names: their ids, and rows for them.
+
+A model whose embedding has spare rows (Qwen) keeps its size. Otherwise embedding and output head grow. transformers
+draws the new rows around the mean of the old ones.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors import safe_open
+from transformers.utils.logging import get_verbosity, set_verbosity, set_verbosity_error
+
+from ligertune.errors import UserError
+from ligertune.models.model_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+    from ligertune.planning.options import MethodOptions, TokenizerOptions
+
+
+def add_tokens(tokenizer: PreTrainedTokenizerBase, spec: TokenizerOptions) -> None:
+    """Add the recipe's tokens to a tokenizer, and note the ids of those that it did not have."""
+    known = set(tokenizer.get_vocab())
+    tokenizer.add_tokens(list(spec.add_tokens))
+    if spec.add_special_tokens:
+        special = {"extra_special_tokens": list(spec.add_special_tokens)}
+        tokenizer.add_special_tokens(special, replace_extra_special_tokens=False)
+    new = [token for token in (*spec.add_tokens, *spec.add_special_tokens) if token not in known]
+    tokenizer.new_token_ids = tuple(tokenizer.convert_tokens_to_ids(list(dict.fromkeys(new))))
+
+
+def needed_rows(tokenizer: PreTrainedTokenizerBase, spec: TokenizerOptions, config: PreTrainedConfig) -> int:
+    """Return the rows that the embedding needs for the tokens that the recipe adds: as many as it has, or more."""
+    rows, new = config.get_text_config().vocab_size, getattr(tokenizer, "new_token_ids", ())
+    if not new or max(new) < rows:
+        return rows
+    multiple = spec.pad_to_multiple_of or 1
+    return -(-(max(new) + 1) // multiple) * multiple
+
+
+def grow(model: PreTrainedModel, rows: int, *, seed: int, mean_resizing: bool = True) -> None:
+    """Give embedding and output head `rows` rows, the new ones from `seed`. The global random state is restored."""
+    if rows == model.get_input_embeddings().weight.shape[0]:
+        return
+    device = model.get_input_embeddings().weight.device
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        verbosity = get_verbosity()
+        set_verbosity_error()  # it explains the mean in a paragraph
+        model.resize_token_embeddings(rows, mean_resizing=mean_resizing and device.type != "meta")
+        set_verbosity(verbosity)
+
+
+def grow_for_adapter(model: PreTrainedModel, folder: Path) -> None:
+    """Give a model the rows that the adapter in `folder` trains, as a user does who loads it with PEFT."""
+    config = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    tokens, rows = config.get("trainable_token_indices") or (), model.get_input_embeddings().weight.shape[0]
+    lists = tokens.values() if isinstance(tokens, dict) else [tokens]
+    needed = max([rows, *(int(token) + 1 for ids in lists for token in ids)])
+    path = folder / ADAPTER_WEIGHTS[0]
+    if config.get("modules_to_save") and path.is_file():
+        ends = (model.get_input_embeddings(), model.get_output_embeddings())
+        names = tuple(f".{name}.weight" for name, module in model.named_modules() if module in ends)
+        with safe_open(path, framework="pt") as file:
+            whole = [name for name in file.keys() if name.endswith(names)]  # noqa: SIM118
+            needed = max([needed, *(file.get_slice(name).get_shape()[0] for name in whole)])
+    grow(model, needed, seed=0)
+
+
+def check_new_rows(model: PreTrainedModel, spec: TokenizerOptions) -> None:
+    """Raise UserError if tokens are added and nothing of the embedding trains: their rows would stay random."""
+    if spec.adds and not any(p.requires_grad for p in model.get_input_embeddings().parameters()):
+        raise UserError(
+            "model.tokenizer: tokens are added, and the embedding does not train, so their rows would stay random.",
+            hint="Add the names of embedding and output head, such as embed_tokens and lm_head, to method.trainable.",
+        )
+
+
+def token_ids(tokenizer: PreTrainedTokenizerBase, tokens: Iterable[str | int], key: str) -> tuple[int, ...]:
+    """Return the ids of tokens that a recipe's key names by text or by id. Raises UserError for unknown ones."""
+    vocabulary: Mapping[str, int] = tokenizer.get_vocab()
+    found, highest = set(), max(vocabulary.values())
+    for token in tokens:
+        index = vocabulary.get(token, -1) if isinstance(token, str) else token
+        if isinstance(token, str) and index < 0:
+            pieces = tokenizer.tokenize(token)
+            raise UserError(
+                f"{key}: the tokenizer has no token {token!r}.",
+                hint=f"It splits that text into {len(pieces)} tokens: {', '.join(map(repr, pieces[:4]))}.",
+            )
+        if index > highest:
+            raise UserError(f"{key}: {index} is no token: the tokenizer's highest id is {highest}.")
+        found.add(index)
+    return tuple(sorted(found))
+
+
+def trained_tokens(tokenizer: PreTrainedTokenizerBase, method: MethodOptions) -> tuple[int, ...]:
+    """Return the ids of `method.trainable_token_indices` and, for an adapter, of the tokens that the recipe adds."""
+    named = token_ids(tokenizer, method.trainable_token_indices, "method.trainable_token_indices")
+    new = getattr(tokenizer, "new_token_ids", ()) if method.type in ("lora", "qlora") else ()
+    return tuple(sorted({*named, *new}))
