@@ -95,9 +95,10 @@ def _read_template(path: Path) -> str:
 
 def _known(tokenizer: PreTrainedTokenizerBase, token: str, key: str) -> str:
     if token not in tokenizer.get_vocab():
+        known = ", ".join(tokenizer.all_special_tokens)
         raise UserError(
             f"{key}: the tokenizer has no token {token!r}.",
-            hint=f"It has {', '.join(tokenizer.all_special_tokens)}. To add one, write model.tokenizer.add_special_tokens.",
+            hint=f"It has {known}. To add one, write model.tokenizer.add_special_tokens.",
         )
     return token
 

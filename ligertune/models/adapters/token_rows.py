@@ -88,7 +88,8 @@ def token_layers(model: PreTrainedModel, spec: MethodOptions) -> dict[str, list[
             f"{key}: the output head of this model has a bias, which PEFT does not support.",
             hint="Write lora_modules_to_save with the names of embedding and output head instead.",
         )
-    names = [_name_of(model, layer) for layer in ((embedding,) if _is_tied(model) else (embedding, head))]
+    own_head = [] if head is None or _is_tied(model) else [head]
+    names = [_name_of(model, layer) for layer in (embedding, *own_head)]
     saved = {_leaf(name) for name in spec.lora_modules_to_save}
     if _is_tied(model) and _leaf(_name_of(model, head)) in saved:
         return None
