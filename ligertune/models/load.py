@@ -183,7 +183,7 @@ def _build(
 ) -> PreTrainedModel:
     if four_bits:
         # transformers' quantizers import bitsandbytes, which takes seconds
-        from ligertune.models import four_bit_experts
+        from ligertune.models.experts import four_bit_experts
     is_random = spec.init == "random"
     if device.type == "meta" or (is_random and not four_bits):
         # Same seed and device: same weights. The global random state is restored.
