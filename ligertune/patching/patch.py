@@ -122,7 +122,7 @@ class _Tally:
         notes = [f"{self.already} patched before"] if self.already else []
         notes += [f"{count} {why}" for why, count in (self.left + self.no_kernel_needed).items()]
         if not self.applied and not notes:
-            notes = ["the model has none"]
+            notes = ["none found"]
         return KernelLine(kernel, self.applied, self.left.total(), "; ".join(notes))
 
 
