@@ -140,8 +140,8 @@ def rotate(tokens: int, **how: bool) -> None:
 
 # Each runs twice, the second time with other values of what is not compiled in.
 TWICE = {
-    "swiglu": lambda rows: gated._forward(bf16(rows, 512), bf16(rows, 512), "silu"),
-    "geglu, backward": lambda rows: gated._backward(*(bf16(rows, 512) for _ in range(5)), "gelu_tanh"),
+    "swiglu": lambda rows: gated._forward(bf16(rows, 512), bf16(rows, 512), gated.GateForm("silu")),
+    "geglu, backward": lambda rows: gated._backward(*(bf16(rows, 512) for _ in range(5)), gated.GateForm("gelu_tanh")),
     "apply_rope": rotate,
     "apply_rope, backward": lambda tokens: rotate(tokens, backward=True),
     "rms_norm": lambda rows: norm_forward(bf16(rows, 512), None, bf16(512), None, 1e-6),

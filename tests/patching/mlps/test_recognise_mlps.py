@@ -200,6 +200,9 @@ REFUSED = {
         lambda self, x: self.c(self.act(self.a(x)) * self.b(x)), {"act": nn.Tanh()},
         "its activation Tanh is neither SiLU nor GELU",
     ),
+    "an activation that is not used": (
+        lambda self, x: self.c(F.relu(self.a(x)) * self.b(x)), {"act": nn.SiLU()}, OTHER,
+    ),
     "gate of another input": (lambda self, x: self.c(F.silu(self.a(2 * x)) * self.b(x)), {}, OTHER),
     "a residual": (lambda self, x: x + self.c(F.silu(self.a(x)) * self.b(x)), {}, "changes the result of its last"),
     "a projection called twice": (twice, {}, "does not call each of its projections once"),
