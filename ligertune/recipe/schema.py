@@ -178,7 +178,7 @@ class DatasetSpec(Section):
     ] = "auto"  # fmt: skip
     """Row format; auto: recognised by the columns. Names with pairs: task dpo or reward; with label: classification."""
     columns: dict[str, str] = Field({})
-    """Columns to rename, as {expected: actual}."""
+    """Columns to rename, as {expected: actual}; an actual name may be nested: data.answers.0."""
     max_samples: PositiveInt | None = None
     """Maximum number of rows to read; null: all."""
     weight: Annotated[float, Field(ge=1e-6, le=1e6)] = 1.0

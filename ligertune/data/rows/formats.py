@@ -196,9 +196,7 @@ def _prompt_completion(row: dict[str, Any], reader: RowReader) -> Conversation:
 def _question_answer(row: dict[str, Any], reader: RowReader) -> Conversation:
     """Read `question` and `answer`; with `tools` the answer may be a list of calls (xLAM)."""
     tools, answer = parse_tools(row.get("tools")), row.get("answer")
-    messages = [Message("system", reader.optional(row, "system"))]
-    question = reader.text(row.get("question"), "`question`")
-    messages.append(Message("user", question, input=reader.optional(row, "input")))
+    messages = reader.instruction({**row, "instruction": reader.text(row.get("question"), "`question`")})
     if tools and _are_calls(answer):
         messages.append(reader.message({"from": "function_call", "value": answer}))
     else:
@@ -244,7 +242,7 @@ def _text(row: dict[str, Any], reader: RowReader) -> Conversation:
 
 
 _CHAT = ("system", "tools", "image", "images")
-_ANSWER_MORE = ("input", "system", "tools", "reasoning", "image", "images")
+_ANSWER_MORE = ("input", "system", "history", "tools", "reasoning", "image", "images")
 _conversations = partial(_conversation, column="conversations")
 FORMATS: tuple[Format, ...] = (
     Format("alpaca", ("instruction", "output"), ("input", "system", "history"), "alpaca", _alpaca),

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ligertune.data.rows.conversation import ROLES, BadRow, Message, ToolCall
+from ligertune.data.shapes.marked_texts import quoted_call
 from ligertune.data.shapes.turn_lists import as_turns
 from ligertune.errors import UserError
 
@@ -51,7 +52,7 @@ class RowReader:
         name = turn.get("from") or turn.get("role")
         if not isinstance(name, str):
             raise BadRow("missing value", "`from` or `role` of a turn")
-        name = name.strip().lower()
+        name = name.strip().lower().replace("-", "_")
         role = ROLES.get(name)
         if role is None:
             raise BadRow("unknown role", repr(name)[:40])
@@ -136,7 +137,7 @@ class RowReader:
 
 def _calls(value: Any) -> tuple[ToolCall, ...]:
     """Parse a `function_call` turn or a `tool_call` part: one object or a list of them, often as JSON text."""
-    parsed = parse_json(value, "call is not JSON") if isinstance(value, str) else value
+    parsed = quoted_call(value) or parse_json(value, "call is not JSON") if isinstance(value, str) else value
     if isinstance(parsed, list):
         return tuple(_call(call) for call in parsed)
     return (_call(parsed, text=value if isinstance(value, str) else None),)

@@ -38,7 +38,7 @@ TURN_NAMES = ("conversation", "dialogue", "dialog", "chat", "turns", "data", "di
 # columns that a format reads if the data set has them, by our name
 OPTIONAL_NAMES: dict[str, tuple[str, ...]] = {
     "system": ("system_prompt", "system_message", "system_instruction", "systemInstruction.parts.0.text"),
-    "tools": ("functions", "available_tools", "function_description"),
+    "tools": ("functions", "available_tools"),
     "input": ("context",),
     "reasoning": ("reasoning_content", "thinking", "cot", "complex_cot", "chain_of_thought", "thought"),
 }

@@ -24,14 +24,14 @@ class Markers(NamedTuple):
 _FAMILIES = (
     # guanaco, and the prompts of Alpaca
     Markers(
-        re.compile(r"\s*### ?(Human|User|Instruction|Input|Assistant|Response|System) ?:[ \n]*"),
+        re.compile(r"### ?(Human|User|Instruction|Input|Assistant|Response|System) ?:[ \n]*"),
         ("Human", "User", "Instruction", "Input"),
         ("Assistant", "Response"),
     ),
     # Anthropic's hh-rlhf
     Markers(re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):"), ("Human",), ("Assistant",)),
     # glaive-function-calling, Vicuna
-    Markers(re.compile(r"(?:\A|\s|</s>)\s*(SYSTEM|USER|ASSISTANT|FUNCTION RESPONSE):"), ("USER",), ("ASSISTANT",)),
+    Markers(re.compile(r"(?:\A|\s|</s>)(SYSTEM|USER|ASSISTANT|FUNCTION RESPONSE):"), ("USER",), ("ASSISTANT",)),
     # ChatML
     Markers(re.compile(r"<\|im_start\|>\s?(system|user|assistant|tool)\s?\n"), ("user",), ("assistant",)),
     # Llama 3
@@ -45,38 +45,38 @@ _FAMILIES = (
     # Gemma
     Markers(re.compile(r"<start_of_turn>(user|model)\n"), ("user",), ("model",)),
     # Llama 2 and Mistral
-    Markers(re.compile(r"\s*(?:<s>)?\s*\[(/?INST)\]\s?"), ("INST",), ("/INST",)),
+    Markers(re.compile(r"\[(/?INST)\]"), ("INST",), ("/INST",)),
     # Baize
     Markers(re.compile(r"\[\|(Human|AI)\|\]"), ("Human",), ("AI",)),
 )
-_STOPS = re.compile(r"(?:\s*(?:<\|im_end\|>|</s>|<s>|<\|endoftext\|>|<\|eot_id\|>|<\|end\|>|<end_of_turn>))+\s*\Z")
+_STARTS = ("<s>", "<|begin_of_text|>", "<bos>")
+_STOPS = ("<|im_end|>", "</s>", "<s>", "<|endoftext|>", "<|eot_id|>", "<|end|>", "<end_of_turn>")
+_MAX_BEGINNING = 2000  # characters within which the first marker is
 _BEGINNING = re.compile(
-    r"\A\s*(?:<s>|<\|begin_of_text\|>|<bos>)?\s*"
     r"(?:Below is an instruction that describes a task[^#]*"  # the chat template replaces it
-    r"|(?P<system>The conversation between human and AI assistant\.|A chat between [^#\n]*\.)\s*)?\Z"
+    r"|(?P<system>The conversation between human and AI assistant\.|A chat between [^#\n]*\.))?\Z"
 )
-_LLAMA_SYSTEM = re.compile(r"\A\s*<<SYS>>\s*(.*?)\s*<</SYS>>\s*", re.DOTALL)
+_LLAMA_SYSTEM = re.compile(r"<<SYS>>(.*?)<</SYS>>", re.DOTALL)
+_SEPARATOR = re.compile(r"[,\s]*")
 _QUOTED_CALL = re.compile(r'\{\s*"name"\s*:\s*"([^"]+)"\s*,\s*"arguments"\s*:\s*\'(.*)\'\s*\}\s*\Z', re.DOTALL)
 _CALL = "<functioncall>"
 _FUNCTIONS = re.compile(r"\bwith access to the following functions\b[^{]*")
 
 
 def parse_marked_text(text: str) -> list[dict[str, Any]] | None:
-    """Return the turns of a dialogue, or None for a text without role markers at its beginning.
-
-    Raises BadRow for a function call that cannot be read.
-    """
+    """Return the turns of a dialogue, or None for a text without role markers at its beginning."""
     for markers in _FAMILIES:
-        found = list(markers.turn.finditer(text))
-        beginning = _BEGINNING.match(text[: found[0].start()]) if found else None
+        first = markers.turn.search(text, 0, _MAX_BEGINNING)
+        beginning = _BEGINNING.match(_without_start(text[: first.start()])) if first else None
         if beginning:
             break
     else:
         return None
+    found = list(markers.turn.finditer(text))
     turns = [{"role": "system", "content": beginning["system"]}] if beginning["system"] else []
     ends = [*(match.start() for match in found[1:]), len(text)]
     for match, end in zip(found, ends, strict=True):
-        content = _STOPS.sub("", text[match.end() : end]).strip()
+        content = _without_stops(text[match.end() : end])
         if match[1] == "Input" and turns:  # of Alpaca's prompt
             turns[-1]["content"] += f"\n\n{content}" if content else ""
         else:
@@ -84,13 +84,21 @@ def parse_marked_text(text: str) -> list[dict[str, Any]] | None:
     return turns
 
 
+def _without_start(text: str) -> str:
+    return next((text.strip().removeprefix(start).strip() for start in _STARTS if start in text), text.strip())
+
+
+def _without_stops(text: str) -> str:
+    """Return the text without white space around it and stop tokens at its end."""
+    text = text.strip()
+    while stop := next((stop for stop in _STOPS if text.endswith(stop)), ""):
+        text = text.removesuffix(stop).rstrip()
+    return text
+
+
 def is_marked_text(text: str) -> bool:
     """Return whether a text is a dialogue of at least one question and one answer."""
-    try:
-        turns = parse_marked_text(text) or ()
-    except BadRow:
-        return True
-    return {"user", "assistant"} <= {turn["role"] for turn in turns}
+    return {"user", "assistant"} <= {turn["role"] for turn in parse_marked_text(text) or ()}
 
 
 def _turn(word: str, text: str, markers: Markers) -> list[dict[str, Any]]:
@@ -100,7 +108,8 @@ def _turn(word: str, text: str, markers: Markers) -> list[dict[str, Any]]:
     if word not in markers.user:
         return [{"role": "system" if word.lower() == "system" else "tool", "content": text}]
     if system := _LLAMA_SYSTEM.match(text):
-        return [{"role": "system", "content": system[1]}, {"role": "user", "content": text[system.end() :]}]
+        question = text[system.end() :].strip()
+        return [{"role": "system", "content": system[1].strip()}, {"role": "user", "content": question}]
     return [{"role": "user", "content": text}]
 
 
@@ -109,15 +118,14 @@ def _answer(text: str) -> dict[str, Any]:
     content, mark, call = text.partition(_CALL)
     if not mark:
         return {"role": "assistant", "content": text}
-    quoted = _QUOTED_CALL.match(call.strip())  # the arguments are JSON between single quotes, in JSON
-    if quoted:
-        read: Any = {"name": quoted[1], "arguments": quoted[2].replace("\\'", "'")}
-    else:
-        try:
-            read = json.loads(call)
-        except ValueError as error:
-            raise BadRow("call is not JSON", f"{call.strip():.40}") from error
+    read = quoted_call(call) or call.strip()
     return {"role": "assistant", "content": content.strip(), "function_call": read}
+
+
+def quoted_call(call: str) -> dict[str, str] | None:
+    """Return a call whose arguments are JSON between single quotes, as glaive writes them; None for another."""
+    quoted = _QUOTED_CALL.match(call.strip())
+    return {"name": quoted[1], "arguments": quoted[2].replace("\\'", "'")} if quoted else None
 
 
 def functions_in(system: str) -> tuple[str, list[dict[str, Any]]]:
@@ -130,8 +138,8 @@ def functions_in(system: str) -> tuple[str, list[dict[str, Any]]]:
     while place < len(system):
         try:
             function, place = decoder.raw_decode(system, place)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise BadRow("tools are not JSON", f"{system[place:]:.40}") from error
         functions.append(function)
-        place += len(system[place:]) - len(system[place:].lstrip(", \n\t\r"))
+        place = _SEPARATOR.match(system, place).end()
     return f"{system[: found.start()].strip(' ,-')}.", functions

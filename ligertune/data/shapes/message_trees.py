@@ -7,6 +7,7 @@ messages of one tree must follow each other, as in the published files, so that 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -14,7 +15,6 @@ from ligertune.data.rows.data_files import Record
 
 TREE_COLUMNS = {"parent_id", "message_tree_id"}  # data with one of these may hold trees
 _MESSAGE = {"message_id", "parent_id", "text", "role"}
-_ROLES = {"prompter": "user"}
 
 
 class _Message(NamedTuple):
@@ -48,7 +48,17 @@ def _is_tree(row: dict[str, Any]) -> bool:
 
 
 def _nested(row: dict[str, Any], source: str) -> _Message:
-    return _Message(row, source, [_nested(reply, source) for reply in row.get("replies") or ()])
+    """Return the root of a tree whose messages have their replies in them."""
+    root = _Message(row, source, [])
+    pending = [root]
+    while pending:
+        message = pending.pop()
+        replies = message.row.get("replies")
+        for reply in replies if isinstance(replies, list) else ():
+            if isinstance(reply, dict):
+                message.replies.append(_Message(reply, source, []))
+        pending += message.replies
+    return root
 
 
 def _of_messages(records: Iterable[Record]) -> Iterator[Record]:
@@ -71,17 +81,17 @@ def _of_messages(records: Iterable[Record]) -> Iterator[Record]:
 def _of_tree(records: list[Record]) -> Iterator[Record]:
     """Yield the conversations of one tree. A message without its parent is a row that cannot be used."""
     messages = {
-        record.row.get("message_id"): _Message(record.row, record.source, [])
+        str(record.row.get("message_id")): _Message(record.row, record.source, [])
         for record in records
         if not record.row.get("deleted")
     }
     roots = []
     for message in messages.values():
         parent = message.row.get("parent_id")
-        if parent in messages and messages[parent] is not message:
-            messages[parent].replies.append(message)
-        elif parent is None:
+        if parent is None:
             roots.append(message)
+        elif str(parent) in messages and messages[str(parent)] is not message:
+            messages[str(parent)].replies.append(message)
         else:
             yield Record({"thread": None}, message.source)
     for root in roots:
@@ -94,23 +104,30 @@ def _conversations(root: _Message) -> Iterator[Record]:
     pending = [[root]]
     while pending:
         path = pending.pop()
-        ways = _next_messages(path[-1])
-        if ways:
-            pending += [[*path, way] for way in reversed(ways)]
-            continue
-        turns = []
-        for message in path:
-            role = message.row.get("role")
-            turns.append({"role": _ROLES.get(role, role), "content": message.row.get("text")})
-            if message.is_answer and id(message) in trained:
-                turns[-1]["weight"] = 0
-            trained.add(id(message))
-        yield Record({"thread": turns}, path[-1].source)
+        while len(ways := _next_messages(path[-1])) == 1:
+            path.append(ways[0])
+        pending += [[*path, way] for way in reversed(ways)]
+        if not ways:
+            yield Record({"thread": [_turn(message, trained) for message in path]}, path[-1].source)
+
+
+def _turn(message: _Message, trained: set[int]) -> dict[str, Any]:
+    """Return the message as a turn, which is trained if it is an answer that is not in `trained`. Add it there."""
+    role = message.row.get("role")
+    turn = {"role": "user" if role == "prompter" else role, "content": message.row.get("text")}
+    if message.is_answer and id(message) in trained:
+        turn["weight"] = 0
+    trained.add(id(message))
+    return turn
 
 
 def _next_messages(message: _Message) -> list[_Message]:
     """Return the messages that conversations go on with: the best answer, or all prompts that have an answer."""
     if message.is_answer:
         return [reply for reply in message.replies if reply.replies]
-    ranked = sorted(message.replies, key=lambda reply: (reply.row.get("rank") is None, reply.row.get("rank") or 0))
-    return ranked[:1]
+    return sorted(message.replies, key=_rank)[:1]
+
+
+def _rank(message: _Message) -> float:
+    rank = message.row.get("rank")
+    return rank if isinstance(rank, int | float) else math.inf

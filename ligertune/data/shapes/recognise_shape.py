@@ -46,6 +46,10 @@ def recognise_shape(spec: DatasetOptions, rows: DataRows, first: Sequence[Record
     Raises UserError, naming `path`, for rows that fit no format, several, or another task.
     """
     sample, columns = SampleColumns(first), dict[str, str]()
+    if "thread" in sample and rows != "conversations":
+        raise UserError(
+            f"{path}: message trees are conversations, and this task needs other rows.", hint="See docs/data.md."
+        )
     if rows == "texts":
         format = recognise_labels(spec.format, first, path)
     elif rows != "conversations":
@@ -61,7 +65,7 @@ def recognise_shape(spec: DatasetOptions, rows: DataRows, first: Sequence[Record
     columns |= _optional_columns(format, sample, columns, path)
     read = {*format.required, *format.optional, *(name.split(".")[0] for name in columns.values()), *_MEDIA}
     unread = tuple(sorted(sample.names - read))
-    return RowShape(format, columns, unread, _note(path, format, unread))
+    return RowShape(format, columns, unread, _note(path, format, [name for name in unread if sample.values(name)]))
 
 
 def _optional_columns(format: Format, sample: SampleColumns, columns: dict[str, str], path: str) -> dict[str, str]:
@@ -148,11 +152,12 @@ class _Recognition:
 
     def _columns(self) -> Any:
         """Recognise alpaca, sharegpt and messages by their columns, unless the recipe names those of another."""
-        fitting = [row for row in _FIRST if set(row.required) <= self.sample.names]
+        texts = set(self.sample.dialogues)  # in place of turns
+        fitting = [row for row in _FIRST if set(row.required) <= self.sample.names - texts]
         asked = {column for row in FORMATS if row not in _FIRST for column in row.required} & self.named
         if not fitting or (asked and not any(set(row.required) & self.named for row in fitting)):
             return None
-        return recognise_format("auto", self.sample.names, self.path, _FIRST), {}
+        return recognise_format("auto", self.sample.names - texts, self.path, _FIRST), {}
 
     def _turns(self) -> Any:
         """Recognise a list of turns under any name, or turns as prompt with an answer as text or turns."""
@@ -191,8 +196,13 @@ class _Recognition:
             return {"instruction": prompt, "output": answer}
         if self.sample.values(reasoning := REASONED_ANSWERS.get(answer, "")):
             return {"question": prompt, "answer": answer, "reasoning": reasoning}
-        has_more = any(self.sample.values(name) for ours in ("system", "tools")
-                       for name in (ours, *self.sample.spelled(OPTIONAL_NAMES[ours])))  # fmt: skip
+        names = (
+            "history",
+            "system",
+            "tools",
+            *self.sample.spelled((*OPTIONAL_NAMES["system"], *OPTIONAL_NAMES["tools"])),
+        )
+        has_more = any(value not in ("", "[]", []) for name in names for value in self.sample.values(name))
         if (prompt.lower(), answer.lower()) == ("prompt", "completion") and not has_more:
             return {"prompt": prompt, "completion": answer}
         return {"question": prompt, "answer": answer}
@@ -211,8 +221,9 @@ class _Recognition:
         if "text" not in self.sample:
             return None
         answers = self._texts((*ANSWER_NAMES, *WEAK_ANSWER_NAMES))
-        if self.sample.is_text("text") and answers and "text" not in self.named:
+        if self.sample.is_text("text") and (answers or self.prompts) and "text" not in self.named:
             pairs = [{"question": "text", "answer": name} for name in answers]
+            pairs += [self._exchange_columns(name, "text") for name in self.prompts]
             raise _ambiguous(self.sample, self.path, pairs, more=", or data.datasets[].format: text to train all of it")
         return _BY_NAME["text"], {}
 

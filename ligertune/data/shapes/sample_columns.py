@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any
@@ -51,7 +53,8 @@ class SampleColumns:
 
     def _roles(self, value: Any, name: str) -> set[str]:
         if isinstance(value, str) and value.lstrip().startswith("[{"):
-            value = value_of({"cell": f'{{"turns": {value}}}'}, "cell.turns")
+            with contextlib.suppress(ValueError, RecursionError):
+                value = json.loads(value)
         if not isinstance(value, list | dict) or not value:
             return set()
         if isinstance(value, list) and not isinstance(value[0], dict) and name.lower() not in TURN_NAMES:
