@@ -65,7 +65,7 @@ def recognise_shape(spec: DatasetOptions, rows: DataRows, first: Sequence[Record
     columns |= _optional_columns(format, sample, columns, path)
     read = {*format.required, *format.optional, *(name.split(".")[0] for name in columns.values()), *_MEDIA}
     unread = tuple(sorted(sample.names - read))
-    return RowShape(format, columns, unread, _note(path, format, [name for name in unread if sample.values(name)]))
+    return RowShape(format, columns, unread, _note(path, format, unread))
 
 
 def _optional_columns(format: Format, sample: SampleColumns, columns: dict[str, str], path: str) -> dict[str, str]:
