@@ -48,7 +48,8 @@ def recognise_shape(spec: DatasetOptions, rows: DataRows, first: Sequence[Record
     sample, columns = SampleColumns(first), dict[str, str]()
     if "thread" in sample and rows != "conversations":
         raise UserError(
-            f"{path}: message trees are conversations, and this task needs other rows.", hint="See docs/data.md."
+            f"{path}: message trees hold conversations, and this task needs rows of another kind.",
+            hint="Write task: sft, or another data set.",
         )
     if rows == "texts":
         format = recognise_labels(spec.format, first, path)
@@ -196,12 +197,8 @@ class _Recognition:
             return {"instruction": prompt, "output": answer}
         if self.sample.values(reasoning := REASONED_ANSWERS.get(answer, "")):
             return {"question": prompt, "answer": answer, "reasoning": reasoning}
-        names = (
-            "history",
-            "system",
-            "tools",
-            *self.sample.spelled((*OPTIONAL_NAMES["system"], *OPTIONAL_NAMES["tools"])),
-        )
+        others = self.sample.spelled((*OPTIONAL_NAMES["system"], *OPTIONAL_NAMES["tools"]))
+        names = ("history", "system", "tools", *others)
         has_more = any(value not in ("", "[]", []) for name in names for value in self.sample.values(name))
         if (prompt.lower(), answer.lower()) == ("prompt", "completion") and not has_more:
             return {"prompt": prompt, "completion": answer}
