@@ -89,7 +89,8 @@ def _rms_norm() -> list[Case]:
     more = (*MORE_WIDTHS, (16384, FP16), (4095, FP32))
     gemmas = [Case(gemma, ((ROWS, width), (width,))) for width in (3072, 12288)]
     without_weight = Case(kernels.rms_norm, ((ROWS, 128),))
-    return [*_rows("rms_norm", 1, 1, more), *on_the_first(gemmas[0], without_weight), *later(gemmas[1])]
+    deepseek = Case(partial(kernels.rms_norm, cast="deepseek"), ((ROWS, 16384),))
+    return [*_rows("rms_norm", 1, 1, more), *on_the_first(gemmas[0], without_weight), *later(gemmas[1], deepseek)]
 
 
 def _gated_rms_norm() -> list[Case]:
