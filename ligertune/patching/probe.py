@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import types
+import warnings
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +27,14 @@ class Refusal:
 
 def answer(function: Callable[..., Any], *args: Any) -> Any | Refusal:
     """Return the result of unknown code for `args`, or a refusal with its error."""
-    with torch.no_grad(), torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.autocast("cpu", enabled=False):
+    with (
+        warnings.catch_warnings(),
+        torch.no_grad(),
+        torch.random.fork_rng(devices=[]),
+        torch.device("cpu"),
+        torch.autocast("cpu", enabled=False),
+    ):
+        warnings.simplefilter("ignore")  # of numbers and dtypes that no model has
         try:
             return function(*args)
         except Exception as error:  # whatever a stub without most members of the real module leads to

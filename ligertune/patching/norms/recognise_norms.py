@@ -83,6 +83,10 @@ def _layer_norm_written_out(x: Tensor, weight: Tensor | None, bias: Tensor | Non
     return (wide if bias is None else wide + bias.float()).to(x.dtype)
 
 
+def _torchs_rms_norm(x: Tensor, weight: Tensor | None, bias: None, eps: float) -> Tensor:
+    return F.rms_norm(x, x.shape[-1:], weight, eps)
+
+
 def _plus_one(formula: Formula) -> Formula:
     return lambda x, weight, bias, eps: formula(x, weight + 1.0, bias, eps)
 
@@ -104,9 +108,16 @@ FORMS = (
     NormForm(NormSpec("llama", 0.0, ""), (partial(_rms, cast="llama"),), needs_weight=True),
     NormForm(NormSpec("gemma", 1.0, ""), (partial(_rms, cast="gemma", offset=1.0),), needs_weight=True),
     NormForm(NormSpec("gemma", 1.0, "", rounded_offset=True), (_rms_of_rounded_weight,), needs_weight=True),
-    NormForm(NormSpec("gemma", 0.0, ""), (partial(_rms, cast="gemma"),), needs_weight=True),  # OLMo 2
+    NormForm(NormSpec("gemma", 0.0, ""), (partial(_rms, cast="gemma"), _torchs_rms_norm), needs_weight=True),  # OLMo 2
     # Value norms of Gemma 3n and 4, query and key norms of Llama 4; a weight that is there may be unused.
-    NormForm(NormSpec("none", 0.0, ""), (lambda x, w, b, eps: rms_norm_reference(x, None, eps),), needs_weight=False),
+    NormForm(
+        NormSpec("none", 0.0, ""),
+        (
+            lambda x, w, b, eps: rms_norm_reference(x, None, eps),
+            lambda x, w, b, eps: F.rms_norm(x, x.shape[-1:], None, eps),
+        ),
+        needs_weight=False,
+    ),
     NormForm(
         NormSpec("deepseek", 0.0, ""),
         (lambda x, w, b, eps: rms_norm_reference(x, None, eps, cast="deepseek"),),
@@ -120,6 +131,7 @@ FORMS = (
 EPS_NAMES = ("variance_epsilon", "eps")
 EPS_IN_CODE = (1e-5, 1e-6, 1e-8, 1e-12)  # of norms without such an attribute, as OLMo's
 WEIGHTLESS_WIDTH = 64
+GROUP_NAMES = ("group_size", "n_groups", "num_groups")
 OTHER_NUMBERS = "its numbers are not those of an RMS norm we have"
 PROBE_EPS = 0.37  # as large as the variance, so that an eps in another place, or a missing one, is noticed
 SAME_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # rounding and the result's dtype must be equal, too
@@ -133,14 +145,13 @@ class Parameters(NamedTuple):
     weight: bool
     bias: bool
 
-    def numbers(self, dtype: torch.dtype) -> dict[str, nn.Parameter]:
-        """Return parameters for a stub."""
-        names = {"weight": 1, "bias": 2}
-        return {
-            name: nn.Parameter(numbers(self.width, seed=seed, dtype=dtype), requires_grad=False)
-            for name, seed in names.items()
-            if getattr(self, name)
-        }
+    def numbers(self, dtype: torch.dtype) -> dict[str, nn.Parameter | None]:
+        """Return parameters for a stub; None for one that is missing, as torch's norms have it."""
+
+        def parameter(seed: int) -> nn.Parameter:
+            return nn.Parameter(numbers(self.width, seed=seed, dtype=dtype), requires_grad=False)
+
+        return {"weight": parameter(1) if self.weight else None, "bias": parameter(2) if self.bias else None}
 
 
 def other_rounding(dtype: torch.dtype) -> str:
@@ -279,8 +290,11 @@ def _match(
         given, forms = given_and_matching(dtype, dtype)
         if isinstance(given, Refusal):
             return _explain(cls, settings, parameters, given)
+        if not forms and dtype is torch.float32:
+            grouped = any(name in GROUP_NAMES and value for name, value in settings)
+            return Refusal("it normalises groups of columns, which needs a kernel" if grouped else OTHER_NUMBERS)
         if not forms:
-            return Refusal(OTHER_NUMBERS if dtype is torch.float32 else other_rounding(dtype))
+            return Refusal(other_rounding(dtype))
     if len(forms) != 1:
         return Refusal(OTHER_NUMBERS)
     mixed = True

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from family_check import check_family
+from tiny_families import MAPPINGS
 from torch import nn
 
 from ligertune.patching.module_patch import patch_module
@@ -107,6 +109,24 @@ def test_each_norm_is_counted_in_one_row():
     assert [[kind(norm) for kind in kinds] for norm in norms] == [[one is other for other in kinds] for one in kinds]
 
 
+@pytest.mark.parametrize(
+    ("norm", "expected"),
+    [
+        (nn.RMSNorm(E, eps=1e-6), NormSpec("gemma", 0.0, "eps")),
+        (nn.RMSNorm(E, eps=1e-6, elementwise_affine=False), NormSpec("none", 0.0, "eps")),  # DiffLlama
+        (nn.LayerNorm(E, bias=False), LayerNormSpec()),
+        (nn.LayerNorm(E, elementwise_affine=False), LayerNormSpec()),
+    ],
+    ids=str,
+)
+def test_torchs_norms_are_recognised(norm, expected):
+    assert found(norm) == expected
+    x = torch.randn(3, E)
+    plain = norm(x)
+    patch_module(norm, MIXINS[type(expected)], expected)
+    torch.testing.assert_close(norm(x), plain)
+
+
 class Gated(nn.Module):
     """A norm with a gate, which `change` changes."""
 
@@ -169,6 +189,19 @@ class ScaledLayerNorm(OwnScale):
     pass
 
 
+class GroupedRMSNorm(nn.Module):
+    """Qwen 4's norm of several streams."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.eps, self.group_size = nn.Parameter(torch.ones(E)), 1e-5, 8
+
+    def forward(self, x):
+        groups = x.float().unflatten(-1, (-1, self.group_size))
+        groups = groups * torch.rsqrt(groups.pow(2).mean(-1, keepdim=True) + self.eps)
+        return (groups.flatten(-2) * self.weight.float()).to(x.dtype)
+
+
 @pytest.mark.parametrize(
     ("norm", "reason"),
     [
@@ -176,6 +209,7 @@ class ScaledLayerNorm(OwnScale):
         (ScaledLayerNorm(E), "it rounds bfloat16 at other places than our kernels"),
         (ScaledLayerNorm(4, E), "its weight is not a tensor of one dimension"),
         (nn.LayerNorm((4, E)), "it normalises over more than the last dimension"),
+        (GroupedRMSNorm(), "it normalises groups of columns, which needs a kernel"),
         (nn.GroupNorm(4, E), "it normalises over groups of channels and positions"),
         (nn.BatchNorm1d(E), "it normalises over the examples of a batch or the positions of an image"),
     ],
@@ -205,6 +239,25 @@ def test_nemotrons_norm_rounds_to_autocasts_dtype_as_before():
     x = torch.randn(4, E)
     with torch.autocast("cpu", dtype=BF16):
         assert torch.equal(patched(x), plain(x))
+
+
+# model type -> kernels of its norms
+FAMILIES = {
+    **dict.fromkeys(("cohere", "cohere2", "olmo", "nemotron"), {"layer_norm"}),
+    **dict.fromkeys(("bamba", "granitemoehybrid", "nemotron_h", "mamba2", "zamba2"), {"rms_norm", "gated_rms_norm"}),
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "olmo_hybrid", "bailing_hybrid"), {"rms_norm", "gated_rms_norm"}),
+    **dict.fromkeys(("deepseek_v4", "falcon_mamba", "hrm_text", "diffllama"), {"rms_norm"}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_all_norms_of_a_family_are_patched_and_give_the_same_gradients(model_type):
+    if model_type not in MAPPINGS["causal"][1]:
+        pytest.skip(f"transformers {transformers.__version__} has no {model_type}")
+    result = check_family("causal", model_type)
+    norms = result.layers["norm"]
+    assert (result.outcome, norms.left, set(norms.applied)) == ("same", 0, FAMILIES[model_type]), result
 
 
 ROOT = Path(transformers.__file__).parent / "models"
