@@ -28,6 +28,7 @@ from filelock import FileLock, Timeout
 from ligertune.data.examples import ARRAYS, Block, FileNames, Preparation
 from ligertune.data.rows.data_files import display_path
 from ligertune.data.rows.sources import find_files, hub_rows
+from ligertune.data.templates.named_templates import template_path
 from ligertune.errors import UserError
 from ligertune.storage import put_in_place
 
@@ -62,7 +63,7 @@ def data_key(spec: DatasetOptions, preparation: Preparation) -> str:
     A hub data set is represented by the fingerprint that `datasets` computes.
     """
     data, tokenizer, images = preparation.data, preparation.tokenizer, preparation.images
-    file = Path(data.prompt_template)
+    file = template_path(data.prompt_template)
     file_text = None
     if file.is_file():
         with file.open("rb") as opened:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
+from ligertune.data.templates.named_templates import known_templates, template_path
 from ligertune.errors import UserError
 from ligertune.models.added_tokens import add_tokens
 from ligertune.models.model_files import RECIPE_MODEL, RECIPE_TOKENIZER, ModelOrigin, loading, read_json, reason_of
@@ -66,8 +67,9 @@ def read_tokenizer(spec: ModelOptions, origin: ModelOrigin) -> PreTrainedTokeniz
     if wanted.eos_token is not None:
         tokenizer.eos_token = _known(tokenizer, wanted.eos_token, "model.tokenizer.eos_token")
     if wanted.chat_template != "tokenizer":
-        tokenizer.chat_template = _read_template(Path(wanted.chat_template))
-        tokenizer.chat_template_file = wanted.chat_template  # for the errors of `template_name`
+        path = template_path(wanted.chat_template)
+        tokenizer.chat_template = _read_template(path)
+        tokenizer.chat_template_file = str(path)  # for the errors of `template_name`
     return tokenizer
 
 
@@ -89,7 +91,8 @@ def _read_template(path: Path) -> str:
         found = f"{path} cannot be read: {reason_of(error)}" if path.is_file() else f"there is no file {path}"
         raise UserError(
             f"model.tokenizer.chat_template: {found}.",
-            hint="Write tokenizer (to use the tokenizer's template) or the path of a jinja file.",
+            hint="Write tokenizer (to use the tokenizer's template), the path of a jinja file, or a built-in template. "
+            + known_templates(path.name),
         ) from error
 
 

@@ -57,7 +57,7 @@ class TokenizerSpec(Section):
     mean_resizing: Switch = True
     """Draw new rows around the mean of the old ones, as transformers does; false: as the model initialises weights."""
     chat_template: Template = "tokenizer"
-    """Chat template: tokenizer (its own template), or a Jinja file."""
+    """Chat template: tokenizer (its own), a built-in name such as chatml or llama3, or a Jinja file."""
 
     @property
     def adds(self) -> bool:
@@ -197,7 +197,7 @@ class DataSpec(Section):
     eval_datasets: Annotated[tuple[DatasetSpec, ...], Field(strict=False)] = ()
     """Data sets to evaluate on, instead of val_split."""
     prompt_template: Template = "auto"
-    """Prompt format: auto, chat (the tokenizer's chat template), alpaca, or a Jinja file."""
+    """Prompt format: auto, chat (the tokenizer's chat template), alpaca, a built-in name such as chatml, or a file."""
     system_prompt: str | None = None
     """System prompt for conversations without one."""
     train_on: Literal["assistant", "last", "all"] = "assistant"

@@ -19,20 +19,15 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ligertune.data.rows.conversation import BadRow, Conversation, Message
 from ligertune.data.rows.formats import Format
 from ligertune.data.rows.image_rows import image_parts
 from ligertune.data.templates.answer_spans import AnswerFinder
-from ligertune.data.templates.bounded_jinja import (
-    TemplateRefusalError,
-    read_template_file,
-    render_chat_template,
-    template_name,
-)
+from ligertune.data.templates.bounded_jinja import TemplateRefusalError, render_chat_template, template_name
 from ligertune.data.templates.control_tokens import ControlTokens, Rendered, Span
+from ligertune.data.templates.named_templates import known_templates, read_template, template_path
 from ligertune.errors import UserError
 
 if TYPE_CHECKING:
@@ -71,13 +66,13 @@ def choose_template(
         return AlpacaTemplate(tokenizer, data.system_prompt, data.train_on)
     name, source = wanted, None
     if wanted != "chat":
-        name = Path(wanted).name
+        name = template_path(wanted).name
         try:
-            source = read_template_file(Path(wanted))
+            source = read_template(wanted)
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(
                 f"data.prompt_template: {wanted} cannot be read as a template file.",
-                hint="Write auto, chat, alpaca or the name of a jinja file.",
+                hint=f"Write auto, chat, alpaca, a jinja file, or a built-in template. {known_templates(wanted)}",
             ) from error
     elif not tokenizer.chat_template:
         raise UserError(

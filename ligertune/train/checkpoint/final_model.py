@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from ligertune.data.templates.named_templates import read_template
 from ligertune.decode.medusa_run import finish_heads, merge_adapter, of_base
 from ligertune.models.save import write_model
 from ligertune.tasks.output_head import adapted_model
@@ -46,8 +45,8 @@ def _write_base_model(job: Job, accelerator: Accelerator, model: nn.Module, weig
     """Write model, tokenizer, prompt template and image processor on the main rank."""
     folder, template = job.plan.output_dir / "model", job.plan.data_options.prompt_template
     tokenizer = job.tokenizer.tokenizer
-    if template not in ("auto", "chat", "alpaca"):  # a file, which programs that serve the model need, too
-        tokenizer.chat_template = Path(template).read_text(encoding="utf-8")
+    if template not in ("auto", "chat", "alpaca"):  # a file or a name: programs that serve the model need it, too
+        tokenizer.chat_template = read_template(template)
     if accelerator.is_main_process:
         write_model(model, tokenizer, folder, state_dict=weights, **job.prompt, images=job.images)
     accelerator.wait_for_everyone()
