@@ -74,6 +74,9 @@ OPTIMIZERS = {
     "paged_adamw_8bit": OptimizerStates(
         _quantised(8, block=256), needs="bitsandbytes", on_host=True, takes_parts=False
     ),
+    "paged_adamw_32bit": OptimizerStates(
+        lambda shape, itemsize, rank: 8 * math.prod(shape), needs="bitsandbytes", on_host=True, takes_parts=False
+    ),
     "adamw_torch_8bit": OptimizerStates(_quantised(8, block=256), needs="torchao"),
     "adamw_torch_4bit": OptimizerStates(_quantised(4, block=128), needs="torchao"),
     "adamw_torch_fp8": OptimizerStates(_quantised(8, block=256), needs="torchao"),

@@ -8,7 +8,8 @@ import pytest
 from ligertune.cli.app import app
 from ligertune.errors import UserError
 from ligertune.recipe import load_recipe
-from ligertune.recipe.importers.import_recipe import Import, import_recipe
+from ligertune.recipe.importers.import_recipe import import_recipe
+from ligertune.recipe.importers.import_state import Import
 
 AXOLOTL = """\
 base_model: NousResearch/Llama-3.2-1B
@@ -116,11 +117,12 @@ def test_an_axolotl_file(imported):
     alpaca, chats, fields = recipe.data.datasets
     assert (alpaca.path, alpaca.format) == ("teknium/GPT4-LLM-Cleaned", "alpaca")
     assert (chats.path, chats.format, chats.columns) == ("mine.jsonl", "sharegpt", {"conversations": "turns"})
-    assert fields.columns == {"instruction": "question", "output": "answer"}
+    # its prompt is the instruction alone, without Stanford's sentences
+    assert (fields.format, fields.columns) == ("prompt_completion", {"prompt": "question", "completion": "answer"})
     assert recipe.data.eval_datasets[0].format == "text"
     reasons = left(result)
-    of_datasets = {"data.datasets[1].shards", "data.datasets[2].type.format"}
-    assert set(reasons) == {"model_type", "saves_per_epoch", "train.optim"} | of_datasets
+    assert recipe.checkpoint.save_strategy == "epoch"
+    assert set(reasons) == {"model_type", "train.optim", "data.datasets[1].shards"}
     assert "must be" in reasons["train.optim"]  # the complaint lists the optimizers
 
 
@@ -137,7 +139,8 @@ def test_a_llama_factory_file(imported, tmp_path):
     assert (recipe.train.num_train_epochs, recipe.train.warmup_ratio, recipe.data.packing) == (3.0, 0.0, False)
     assert recipe.train.lr_scheduler_type == "cosine" and recipe.checkpoint.save_steps == 250
     assert recipe.checkpoint.overwrite is False
-    assert {"template", "overwrite_output_dir", "dataset"} <= set(left(result))
+    assert (recipe.model.tokenizer.chat_template, recipe.data.prompt_template) == ("llama3", "chat")
+    assert {"overwrite_output_dir", "dataset"} <= set(left(result))
 
 
 def test_a_trl_file(imported):
@@ -261,7 +264,7 @@ def test_preference_optimisation_is_task_dpo_with_the_loss_of_the_file(text, exp
         (AXOLOTL + "rl: grpo\n", r"rl: grpo is not supported"),
         (ADAPTER.replace("sft", "dpo") + "pref_loss: kto_pair\n", r'preference.loss_type is "kto_pair"'),
         (ADAPTER.replace("lora", "oft"), 'method.type .* is "oft"'),
-        (ADAPTER.replace("lora", "freeze"), "no parameter is left to train"),
+        (ADAPTER.replace("lora", "freeze"), "freeze trains the last 2 layers, and a/b is no folder"),
         ("model: {model_name_or_path: a/b}\n", "recipe check"),
         ("learning_rate: 1.0\n", "has none of the keys"),
         ("base_model: a/b\nsequence_len: 10\n", "data.datasets is missing"),

@@ -51,6 +51,13 @@ def convert_preferences(document: Document) -> None:
                 document.put(("preference", "orpo_alpha"), data.pop(other), document.place((other,)))
 
 
+def is_preference_file(data: dict[str, Any]) -> bool:
+    """Report whether a file of TRL has keys of DPOConfig or KTOConfig, or names one of their losses."""
+    losses = data.get("loss_type")
+    named = losses if isinstance(losses, list) else [losses]
+    return any(name in data for name in DPO_SIGNS) or any(loss in (*LOSSES, "kto") for loss in named)
+
+
 def _loss_of(data: dict[str, Any]) -> dict[str, Any] | None:
     """Return the keys of `preference` that choose the loss, and remove the tool's; None for another objective."""
     if data.get("rl") in RL:
@@ -61,7 +68,7 @@ def _loss_of(data: dict[str, Any]) -> dict[str, Any] | None:
     if data.get("stage") == "dpo":
         del data["stage"]
         return _named(data.pop("pref_loss", "sigmoid"))
-    if "stage" in data or not any(name in data for name in DPO_SIGNS):
+    if "stage" in data or not is_preference_file(data):
         return None
     data.setdefault("learning_rate", TRL_RATE)
     if data.get("loss_type") == "kto" or ("loss_type" not in data and "desirable_weight" in data):

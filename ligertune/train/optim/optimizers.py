@@ -61,6 +61,7 @@ BUILDERS: dict[str, Builder] = {
     "adamw_bf16": lambda groups, plan: AdamWBf16(groups, betas=plan.betas, eps=plan.eps),
     "adamw_8bit": _bitsandbytes("AdamW8bit"),
     "paged_adamw_8bit": _bitsandbytes("PagedAdamW8bit"),
+    "paged_adamw_32bit": _bitsandbytes("PagedAdamW32bit"),
     "adamw_torch_8bit": _torchao("AdamW8bit"),
     "adamw_torch_4bit": _torchao("AdamW4bit"),
     "adamw_torch_fp8": _torchao("AdamWFp8"),

@@ -1,0 +1,114 @@
+"""Fine-tuning methods of other tools: adapters and their targets, quantised models, and training of some layers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ligertune.errors import UserError
+from ligertune.recipe.document import keys
+from ligertune.recipe.importers.import_state import Import
+from ligertune.recipe.importers.peers import LLAMA_FACTORY
+
+EXPERT_WEIGHTS = ("gate_up_proj", "down_proj", "up_proj", "gate_proj")
+_WRITE_IT = "Write a recipe with method.type: freeze and method.trainable, a list of regular expressions."
+
+
+def convert_method(work: Import) -> None:
+    """Convert keys that choose which weights train, and in which precision the others are."""
+    data = work.data
+    adapts = data.get("adapter") or data.get("use_peft") or data.get("finetuning_type", _default_type(work)) == "lora"
+    four_bit = data.pop("load_in_4bit", None) is True or data.get("quantization_bit") == 4
+    if data.get("quantization_bit") == 8 and "method.load_in_8bit" in keys():
+        data["load_in_8bit"] = bool(data.pop("quantization_bit"))
+    if four_bit and adapts:
+        data.pop("quantization_bit", None)
+        for name in ("use_peft", "finetuning_type"):
+            data.pop(name, None)
+        data["adapter"] = "qlora"
+    if data.get("unfrozen_parameters"):
+        _convert_unfrozen(work)
+    if data.get("finetuning_type") == "freeze":
+        _convert_freeze(work)
+    _convert_targets(work)
+
+
+def _default_type(work: Import) -> str:
+    return "lora" if work.peer is LLAMA_FACTORY else "full"
+
+
+def _convert_unfrozen(work: Import) -> None:
+    """Make `unfrozen_parameters` of Axolotl `method.type: freeze`, if no adapter trains instead."""
+    data = work.data
+    given = data["unfrozen_parameters"]
+    patterns = given if isinstance(given, list) else [given]
+    for pattern in patterns:
+        if str(pattern).rstrip().endswith("]") and ":" in str(pattern).rpartition("[")[2]:  # rows [:32000] of a weight
+            raise work.refuse("unfrozen_parameters", f": {pattern} trains some rows of a weight.", _WRITE_IT)
+    if data.get("adapter"):
+        work.leave(("unfrozen_parameters",), "an adapter trains; name whole layers in method.lora_modules_to_save")
+        return
+    data["adapter"] = "freeze"
+    # Axolotl matches the beginning of a name
+    data["unfrozen_parameters"] = [str(p) if str(p).startswith("^") else f"^(?:{p})" for p in patterns]
+
+
+def _convert_freeze(work: Import) -> None:
+    """Make LLaMA-Factory's `finetuning_type: freeze` a list of expressions for the layers that train."""
+    data = work.data
+    count = data.pop("freeze_trainable_layers", 2)
+    modules = _listed(data.pop("freeze_trainable_modules", "all"))
+    extra = _listed(data.pop("freeze_extra_modules", ""))
+    indices = range(-count) if count < 0 else _last_layers(work, count)
+    numbers = "|".join(map(str, indices))
+    inside = "" if modules == ["all"] else f"({'|'.join(modules)})"
+    rows = [rf"\.(?:layers|h|blocks)\.({numbers})\.{inside}", *(rf"(?:^|\.){name}\." for name in extra)]
+    work.put("method.trainable", rows, "finetuning_type")
+
+
+def _last_layers(work: Import, count: int) -> range:
+    """Return the indices of the last layers. Raises UserError if the model's configuration is not at hand."""
+    name = str(work.data.get("model_name_or_path", ""))
+    for folder in (work.folder / name, Path(name)):
+        path = folder / "config.json"
+        if path.is_file():
+            try:
+                config = json.loads(path.read_text(encoding="utf-8"))
+                total = config.get("text_config", config)["num_hidden_layers"]
+            except (ValueError, KeyError, AttributeError) as problem:
+                raise UserError(f"{path} does not hold the number of layers: {problem!r}.") from None
+            return range(max(0, total - count), total)
+    raise work.refuse(
+        "finetuning_type",
+        f": freeze trains the last {count} layers, and {name} is no folder that says how many layers there are.",
+        "Download the model and name its folder, or " + _WRITE_IT[0].lower() + _WRITE_IT[1:],
+    )
+
+
+def _convert_targets(work: Import) -> None:
+    """Convert the layers of an adapter. One string is a regular expression, as in PEFT; experts are parameters."""
+    data = work.data
+    targets = data.get("lora_target_modules")
+    if data.get("lora_target_linear") is True and targets and targets != "all-linear":
+        work.leave(("lora_target_modules",), "lora_target_linear adapts every linear layer")
+        targets = None
+    layers = data.get("peft_layers_to_transform", data.get("lora_layers_to_transform"))
+    if isinstance(targets, list) and len(targets) == 1 and targets[0] == "all-linear":
+        data["lora_target_modules"] = targets = "all-linear"
+    if not isinstance(targets, list):
+        return
+    experts = [name for name in targets if "experts." in str(name) and str(name).rpartition(".")[2] in EXPERT_WEIGHTS]
+    if experts:
+        data.setdefault("lora_target_parameters", experts)
+        data["lora_target_modules"] = targets = [name for name in targets if name not in experts]
+    if isinstance(layers, list) and layers:
+        names, numbers = "|".join(map(str, targets)), "|".join(map(str, layers))
+        data["lora_target_modules"] = rf".*\.({numbers})\.(?:.*\.)?({names})"
+        for name in ("peft_layers_to_transform", "lora_layers_to_transform", "peft_layers_pattern"):
+            data.pop(name, None)
+
+
+def _listed(value: Any) -> list[str]:
+    items = value if isinstance(value, list) else str(value).split(",")
+    return [str(item).strip() for item in items if str(item).strip()]
