@@ -5,12 +5,15 @@ from __future__ import annotations
 import shlex
 import tempfile
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ligertune.cli.options import Json, Overrides, RecipeFile
 from ligertune.cli.render import console as render
+
+if TYPE_CHECKING:
+    from ligertune.recipe.importers.import_state import Import
 
 ADAPTER_RATE = 2e-4  # as the bundled LoRA recipes
 
@@ -114,13 +117,28 @@ def import_(
         write_new(out, found.text)
     elif not json:
         render.document(found.text)
+    _show_import(found, file)
+    if out is not None:
+        render.text(f"Wrote {out}. Inspect its data first: ligertune data {shlex.quote(str(out))}")
+        render.text(f"Run it: ligertune train {shlex.quote(str(out))}")
+    if json:
+        render.json_report(found.as_dict())
+
+
+def _show_import(found: Import, file: Path) -> None:
+    """Print what an import translated, which defaults differ, and what is lost."""
+    render.text(f"{file} is a file of {found.peer.name}. Translated:")
+    for line in found.translated:
+        render.text(f"  {line}")
+    if found.defaults:
+        render.text(f"Defaults of {found.peer.name} that differ from ours, and are written to the recipe:")
+        for line in found.defaults:
+            render.text(f"  {line}")
+    for note in found.notes:
+        render.note(note)
     for item in found.left:
         where = f"{file}:{item.line}" if item.line else str(file)
         render.text(f"{where}: not imported: {item.key}: {item.value} ({item.why})")
-    if out is not None:
-        render.text(f"Wrote {out} from the file of {found.peer.name}. Review it, then run: ligertune data {out}")
-    if json:
-        render.json_report(found.as_dict())
 
 
 def init(

@@ -36,7 +36,7 @@ def flatten_v1(work: Import) -> None:
         data.pop(name, None)
     for name, key in (("train_dataset", "datasets"), ("eval_dataset", "eval_datasets")):
         if given := data.pop(name, None):
-            work.document.put(("data", key), _datasets(given, work.folder), work.document.place((name,)))
+            work.put(f"data.{key}", _datasets(given, work.folder), name)
 
 
 def _datasets(given: Any, folder: Path) -> list[Any]:

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from ligertune.errors import UserError
-from ligertune.recipe.document import Place
 from ligertune.recipe.importers.import_state import Import, Left
 from ligertune.recipe.importers.peers import AXOLOTL, LLAMA_FACTORY, TRL
 
+TRL_DATASETS = ("datasets", "dataset_mixture", "dataset_mixer", "dataset_name")  # the first one counts
 FILE_TYPES = ("json", "parquet", "csv", "text", "arrow")  # instead of a path; `data_files` then names the files
 # column names of the tool -> column names of our formats
 AXOLOTL_COLUMNS = {
@@ -31,10 +31,10 @@ AXOLOTL_FORMATS = {"chat_template": "messages", "completion": "text", "pretrain"
 def convert_datasets(work: Import) -> None:
     """Convert the tool's data sets to `data.datasets` and `data.eval_datasets`."""
     convert = {AXOLOTL.name: _axolotl_datasets, LLAMA_FACTORY.name: _llama_factory_datasets, TRL.name: _trl_datasets}
-    convert[work.peer.name](work, work.document.place(("datasets",)))
+    convert[work.peer.name](work)
 
 
-def _axolotl_datasets(work: Import, place: Place) -> None:
+def _axolotl_datasets(work: Import) -> None:
     data = work.data
     # `pretraining_dataset` counts only in a file without `datasets`
     names = {"datasets": "datasets", "test_datasets": "eval_datasets", "pretraining_dataset": "datasets"}
@@ -42,17 +42,17 @@ def _axolotl_datasets(work: Import, place: Place) -> None:
         given = data.pop(tool_name, None)
         if given and (tool_name != "pretraining_dataset" or name not in data.get("data", {})):
             items = given if isinstance(given, list) else [given]
-            work.document.put(("data", name), [new for item in items for new in axolotl(item)], place)
+            work.put(f"data.{name}", [new for item in items for new in axolotl(item)], tool_name)
 
 
-def _llama_factory_datasets(work: Import, place: Place) -> None:
+def _llama_factory_datasets(work: Import) -> None:
     data = work.data
     folder = str(data.pop("dataset_dir", None) or "data")
     for tool_name, name in (("dataset", "datasets"), ("eval_dataset", "eval_datasets")):
         if given := data.pop(tool_name, None):
             found, unknown = llama_factory(given, work.folder, folder)
             found = [as_raw_text(item) for item in found] if data.get("stage") == "pt" else found
-            work.document.put(("data", name), found, place)
+            work.put(f"data.{name}", found, tool_name)
             why = f"{folder}/dataset_info.json does not describe it: write a file or a hub id under data.{name}"
             work.left += [Left(0, tool_name, value, why) for value in unknown]
     if isinstance(most := data.pop("max_samples", None), int):
@@ -60,15 +60,15 @@ def _llama_factory_datasets(work: Import, place: Place) -> None:
             item.setdefault("max_samples", most)
 
 
-def _trl_datasets(work: Import, place: Place) -> None:
+def _trl_datasets(work: Import) -> None:
     data = work.data
-    mixed = trl_mixture(data)
-    if not mixed and "dataset_name" not in data:
+    written = next((name for name in TRL_DATASETS if name in data), None)
+    if written is None:
         return
-    train, evaluated = mixed or trl(data)
-    work.document.put(("data", "datasets"), train, place)
+    train, evaluated = trl(data) if written == "dataset_name" else trl_mixture(data)
+    work.put("data.datasets", train, written)
     if evaluated:
-        work.document.put(("data", "eval_datasets"), evaluated, place)
+        work.put("data.eval_datasets", evaluated, written)
 
 
 def axolotl(item: Any) -> list[Any]:
@@ -202,10 +202,10 @@ def evaluates(data: Mapping[str, Any]) -> bool:
     return data.get("eval_strategy", data.get("evaluation_strategy", "no")) not in ("no", False, None)
 
 
-def trl_mixture(data: dict[str, Any]) -> tuple[list[Any], list[Any]] | None:
+def trl_mixture(data: dict[str, Any]) -> tuple[list[Any], list[Any]]:
     """Remove the keys of a mixture of data sets from `data`: TRL's `datasets`, or those of alignment-handbook.
 
-    Returns (training data sets, evaluation data sets), or None if there is no mixture.
+    Returns (training data sets, evaluation data sets).
     """
     mixture = data.pop("dataset_mixture", None)
     if isinstance(mixture, Mapping):
@@ -218,7 +218,7 @@ def trl_mixture(data: dict[str, Any]) -> tuple[list[Any], list[Any]] | None:
         return [_trl_item(item) for item in given], []
     mixer = data.pop("dataset_mixer", None)
     if not isinstance(mixer, Mapping):
-        return None
+        return [], []
     splits, configs = data.pop("dataset_splits", None) or ["train", "test"], data.pop("dataset_configs", None) or []
     named = dict(zip(mixer, configs, strict=False))
     items = [

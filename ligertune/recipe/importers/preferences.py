@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from ligertune.recipe.aliases import UNSET, Alias
@@ -38,7 +39,7 @@ PREFERENCE_ALIASES = (
 def convert_preferences(document: Document) -> None:
     """Replace the keys that choose preference optimisation by `task: dpo` and `preference.loss_type`, if it is one."""
     data, name = document.data, next((name for name in ("rl", "stage") if document.data.get(name)), "loss_type")
-    place = document.place((name,))
+    place = replace(document.place((name,)), written=name)
     found = _loss_of(data)
     if found is None:
         return
@@ -48,7 +49,9 @@ def convert_preferences(document: Document) -> None:
     if found.get("loss_type") == "orpo":  # TRL and LLaMA-Factory call the weight of the odds ratio beta
         for other in ("beta", "pref_beta"):
             if other in data:
-                document.put(("preference", "orpo_alpha"), data.pop(other), document.place((other,)))
+                document.put(
+                    ("preference", "orpo_alpha"), data.pop(other), replace(document.place((other,)), written=other)
+                )
 
 
 def is_preference_file(data: dict[str, Any]) -> bool:
