@@ -30,8 +30,8 @@ IN_OTHER_KEYS = """
     disable_gradient_checkpointing activation_offloading load_in_4bit quantization_bit use_galore fsdp_config
     fsdp_version freeze_trainable_layers freeze_trainable_modules freeze_extra_modules peft_layers_to_transform
     wandb_project output_dir evaluation_strategy evals_per_epoch loss_type
+    chat_template_jinja
 """
-)
 
 
 def text_of(case: dict) -> str:

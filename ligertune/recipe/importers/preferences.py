@@ -39,11 +39,11 @@ PREFERENCE_ALIASES = (
 def convert_preferences(document: Document) -> None:
     """Replace the keys that choose preference optimisation by `task: dpo` and `preference.loss_type`, if it is one."""
     data, name = document.data, next((name for name in ("rl", "stage") if document.data.get(name)), "loss_type")
-    place = replace(document.place((name,)), written=name)
+    place = document.place((name,))
     found = _loss_of(data)
     if found is None:
         return
-    document.put(("task",), "dpo", place)
+    document.put(("task",), "dpo", replace(place, written=name))
     for key, value in found.items():
         document.put(("preference", key), value, place)
     if found.get("loss_type") == "orpo":  # TRL and LLaMA-Factory call the weight of the odds ratio beta

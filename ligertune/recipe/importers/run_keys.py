@@ -38,9 +38,10 @@ def _template(work: Import) -> None:
     _hoist_template(data)
     path = data.get("chat_template_jinja" if data.get("chat_template") == "jinja" else "chat_template_path")
     if isinstance(path, str) and path.endswith((".jinja", ".jinja2", ".j2")):
-        data.pop("chat_template", None)
-        name = "chat_template_jinja" if "chat_template_jinja" in data else "chat_template_path"
-        work.put("model.tokenizer.chat_template", data.pop(name), name)
+        name = "chat_template" if data.pop("chat_template", None) else "chat_template_path"
+        work.put("model.tokenizer.chat_template", path, name)
+        for name in ("chat_template_jinja", "chat_template_path"):
+            data.pop(name, None)
     for name in ("template", "chat_template"):
         if not isinstance(data.get(name), str):
             continue
