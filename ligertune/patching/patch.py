@@ -116,11 +116,11 @@ class _Tally:
     applied: int = 0
     already: int = 0
     left: Counter[str] = field(default_factory=Counter)
-    no_kernel_needed: Counter[str] = field(default_factory=Counter)
+    remarks: Counter[str] = field(default_factory=Counter)  # what the row says without counting it as left
 
     def row(self, kernel: str) -> KernelLine:
         notes = [f"{self.already} patched before"] if self.already else []
-        notes += [f"{count} {why}" for why, count in (self.left + self.no_kernel_needed).items()]
+        notes += [f"{count} {why}" for why, count in (self.left + self.remarks).items()]
         if not self.applied and not notes:
             notes = ["none found"]
         return KernelLine(kernel, self.applied, self.left.total(), "; ".join(notes))
@@ -160,8 +160,7 @@ def patch(
     for kernels in (("apply_rope",), ("rms_norm", "layer_norm", "gated_rms_norm"), ("swiglu", "geglu", "experts")):
         if not tallies.keys() & set(kernels):
             tallies[kernels[0]] = _Tally()  # a row that says there are none
-    if not tallies["apply_rope"].applied and not tallies["apply_rope"].left:
-        tallies["apply_rope"].left.update(_unused_rotary_tables(model))
+    _explain_rotary_tables(model, tallies["apply_rope"])
     if "peft" in sys.modules:  # importing peft takes seconds
         from ligertune.models.adapters.expert_lora import split_adapters
 
@@ -174,10 +173,15 @@ def patch(
     return PatchReport((*rows, _patch_loss(owner, loss)), backend(next(model.parameters()).device))
 
 
-def _unused_rotary_tables(model: nn.Module) -> Counter[str]:
-    """Count rotary embeddings of a model in which no layer calls a rotary function."""
-    names = (type(module).__name__ for module in model.modules() if is_rotary_table(module))
-    return Counter(f"{name}: no forward applies it by a function of its own, so PyTorch computes it" for name in names)
+def _explain_rotary_tables(model: nn.Module, tally: _Tally) -> None:
+    """Count rotary embeddings as left if no layer calls a rotary function; say which have angles that are trained."""
+    unused = not tally.applied and not tally.left
+    for table in filter(is_rotary_table, model.modules()):
+        name = type(table).__name__
+        if unused:
+            tally.left[f"{name}: no forward applies it by a function of its own, so PyTorch computes it"] += 1
+        elif any(parameter.requires_grad for parameter in table.parameters()):
+            tally.remarks[f"{name}: while its angles are trained, PyTorch rotates by them"] += 1
 
 
 def _patch_layer(module: nn.Module, kind: LayerKind, tallies: dict[str, _Tally], mixins: Mixins | None) -> None:
@@ -192,7 +196,7 @@ def _patch_layer(module: nn.Module, kind: LayerKind, tallies: dict[str, _Tally],
     spec = Refusal("switched off") if mixins is None else kind.recognise(module)
     if isinstance(spec, Refusal):
         tally = tallies[kind.kernel]
-        reasons = tally.no_kernel_needed if isinstance(spec, NotGated) else tally.left
+        reasons = tally.remarks if isinstance(spec, NotGated) else tally.left
         reasons[f"{name}: {spec.reason}"] += 1
         return
     is_part = kind.part is not None and isinstance(spec, kind.part.spec)

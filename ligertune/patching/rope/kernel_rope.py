@@ -29,11 +29,17 @@ ROTARY_FUNCTION = re.compile(r"apply.*(rotary|rope)", re.IGNORECASE)
 ROTARY_CLASS = re.compile(r"rotary|rope", re.IGNORECASE)
 
 
+Rotations = tuple[tuple[str, Rotation], ...]  # functions by name
+
+
 @dataclass(frozen=True)
 class RopeSpec:
-    """The rotary functions that a forward calls and our kernel computes: (name, rotation) each."""
+    """The rotary functions that a forward calls and our kernel computes.
 
-    functions: tuple[tuple[str, Rotation], ...]
+    A function that calls others, for one section of the columns after another, has the rotations of these.
+    """
+
+    functions: tuple[tuple[str, Rotation | Rotations], ...]
     per_image: bool = False  # the forward also attends within one image after another (`image_attention`)
     kernel = "apply_rope"
 
@@ -52,7 +58,7 @@ def is_rotary_table(module: nn.Module) -> bool:
 def _rotary_names(cls: type[nn.Module], forward: Callable[..., Any]) -> tuple[str, ...]:
     function = inspect.unwrap(forward)
     code, namespace = getattr(function, "__code__", None), getattr(function, "__globals__", {})
-    named = filter(ROTARY_FUNCTION.search, code.co_names if code else ())
+    named = filter(ROTARY_FUNCTION.search, sorted(names_in(code)) if code else ())
     return tuple(name for name in named if callable(namespace.get(name, getattr(cls, name, None))))
 
 
@@ -71,24 +77,43 @@ def _rope_spec(cls: type[nn.Module], definition: Definition) -> RopeSpec | Refus
     forward = decorator_chain(cls.forward)[-1]
     if hasattr(forward, "__wrapped__") or not isinstance(forward, types.FunctionType):
         return Refusal("its forward is wrapped by a decorator that is not a plain function")
-    if _reads_module_name(forward.__code__):
+    if "__name__" in _globals_read(forward.__code__):  # `rebuild_function` removes it
         return Refusal("its forward reads __name__")
     functions = []
     for name in _rotary_names(cls, cls.forward):
         if name not in forward.__globals__:
             return Refusal(f"it rotates in a method of its own, {name}, which PyTorch computes as before")
-        rotation = recognise_rotation(forward.__globals__[name])
-        if isinstance(rotation, Refusal):
+        function = forward.__globals__[name]
+        rotation = recognise_rotation(function)
+        if isinstance(rotation, Refusal) and not (rotations := _rotations_inside(function)):
             return rotation
-        functions.append((name, rotation))
+        functions.append((name, rotations if isinstance(rotation, Refusal) else rotation))
     return RopeSpec(tuple(functions), attends_per_image(names_in(forward.__code__)))
 
 
-def _reads_module_name(code: types.CodeType) -> bool:
-    """Return whether a function or one inside it reads the global `__name__`, which `rebuild_function` removes."""
-    reads = any(step.opname == "LOAD_GLOBAL" and step.argval == "__name__" for step in dis.get_instructions(code))
-    inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
-    return reads or any(map(_reads_module_name, inner))
+def _rotations_inside(function: Callable[..., Any]) -> Rotations:
+    """Return the rotary functions that a function calls; none if it cannot be rebuilt, or one is not recognised."""
+    if not isinstance(function, types.FunctionType) or hasattr(function, "__wrapped__"):
+        return ()
+    names = _globals_read(function.__code__)
+    inside = [(name, function.__globals__.get(name)) for name in sorted(filter(ROTARY_FUNCTION.search, names))]
+    rotations = [(name, recognise_rotation(inner)) for name, inner in inside if callable(inner)]
+    if "__name__" in names or any(isinstance(rotation, Refusal) for _, rotation in rotations):
+        return ()
+    return tuple(rotations)
+
+
+def _globals_read(code: types.CodeType) -> set[str]:
+    """Return the names of the globals that a function reads, or a function inside it."""
+    names = {step.argval for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL"}
+    return names.union(*(_globals_read(inner) for inner in code.co_consts if isinstance(inner, types.CodeType)))
+
+
+def _replacement(function: Callable[..., Any], rotation: Rotation | Rotations) -> Callable[..., Any]:
+    if isinstance(rotation, Rotation):
+        return rotary_function(function, rotation)
+    inside = {name: rotary_function(function.__globals__[name], inner) for name, inner in rotation}
+    return rebuild_function(function, inside)
 
 
 class KernelRope(ModulePatch):
@@ -97,7 +122,7 @@ class KernelRope(ModulePatch):
     @classmethod
     def class_body(cls, original: type[nn.Module], spec: RopeSpec) -> dict[str, Any]:
         namespace = decorator_chain(original.forward)[-1].__globals__
-        ours = {name: rotary_function(namespace[name], rotation) for name, rotation in spec.functions}
+        ours = {name: _replacement(namespace[name], rotation) for name, rotation in spec.functions}
         if spec.per_image:
             ours |= IMAGE_ATTENTION_GLOBALS
         return {"forward": rebuild_function(original.forward, ours)}

@@ -11,7 +11,7 @@ import inspect
 import itertools
 import types
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -50,12 +50,17 @@ ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 0.05}  # models round every pro
 
 
 def helpers_of(function: Callable[..., Any] | None) -> Definition:
-    """Return the functions of its file that a rotary function names: a new `rotate_half` is another rotation."""
-    plain = None if function is None else inspect.unwrap(target_of(function))
-    if not isinstance(plain, types.FunctionType):
-        return ()
-    named = (plain.__globals__.get(name) for name in sorted(names_in(plain.__code__)))
-    return tuple(value for value in named if isinstance(value, types.FunctionType))
+    """Return the functions that a rotary function calls, directly or not: a new `rotate_half` is another rotation."""
+    found: dict[Hashable, None] = {}
+    waiting = [] if function is None else [target_of(function)]
+    while waiting:
+        plain = inspect.unwrap(waiting.pop())
+        if isinstance(plain, types.FunctionType):
+            named = (plain.__globals__.get(name) for name in sorted(names_in(plain.__code__)))
+            new = [value for value in named if isinstance(value, types.FunctionType) and value not in found]
+            found |= dict.fromkeys(new)
+            waiting += new
+    return tuple(found)
 
 
 def recognise_rotation(function: Callable[..., Any]) -> Rotation | Refusal:

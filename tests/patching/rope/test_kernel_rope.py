@@ -1,5 +1,6 @@
 """Attentions whose rotary functions are exchanged, and reports of those that keep their own."""
 
+import copy
 import inspect
 
 import pytest
@@ -7,6 +8,8 @@ import tiny_models
 import torch
 from tiny_families import tiny_family
 from torch import nn
+from transformers.models.gemma4.configuration_gemma4 import Gemma4VisionConfig
+from transformers.models.gemma4.modeling_gemma4 import Gemma4VisionAttention
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaAttention
 
@@ -95,6 +98,34 @@ def test_a_rotary_embedding_that_nothing_known_applies_is_in_the_report():
     row = rope_row(model)
     assert (row.kernel, row.applied, row.left) == ("apply_rope", 0, 1)
     assert row.note.startswith("1 TinyRotaryEmbedding: no forward applies it by a function of its own")
+
+
+def test_trained_angles_are_in_the_report():
+    """Mistral Large 4 learns its frequencies."""
+    model = tiny_models.make("llama")
+    model.model.rotary_emb.alpha = nn.Parameter(torch.ones(8))
+    assert rope_row(model).note == "1 LlamaRotaryEmbedding: while its angles are trained, PyTorch rotates by them"
+    model.model.rotary_emb.alpha.requires_grad_(False)
+    assert rope_row(model).note == "2 patched before"
+
+
+def test_a_function_that_rotates_sections_of_the_columns_calls_the_kernel_for_each():
+    """Gemma 4's vision tower rotates by the row and by the column of a patch."""
+    sizes = {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16}
+    config = Gemma4VisionConfig(**sizes, attn_implementation="eager")
+    plain = Gemma4VisionAttention(config, 0)
+    patched = copy.deepcopy(plain)
+    patch_module(patched, KernelRope, recognise_rope(patched))
+    outer = inspect.unwrap(type(patched).forward).__globals__["apply_multidimensional_rope"]
+    assert outer.__globals__["apply_rotary_pos_emb"].__globals__["__name__"].endswith("rope.rotation")
+    position_ids = torch.stack(torch.meshgrid(torch.arange(3), torch.arange(4), indexing="ij"), -1).view(1, 12, 2)
+    x, angles = torch.randn(1, 12, 32), torch.rand(1, 12, 2, 4).repeat(1, 1, 1, 2).flatten(-2)
+    outputs = [one(x, (angles.cos(), angles.sin()), position_ids=position_ids)[0] for one in (plain, patched)]
+    torch.testing.assert_close(*outputs)
+    for y in outputs:
+        y.pow(2).sum().backward()
+    for one, other in zip(plain.parameters(), patched.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "gptj", "llama4_text"])
