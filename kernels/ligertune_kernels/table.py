@@ -34,6 +34,7 @@ OPS = (
     Op("attention", "document_attention", (), ("query", "key", "value")),
     Op("mlp", "swiglu", ("SwiGLU",), ("gate", "up")),
     Op("mlp", "geglu", ("GeGLU",), ("gate", "up")),
+    Op("mlp", "reglu", ("ReGLU",), ("gate", "up")),
     Op(
         "moe",
         "experts",

@@ -29,6 +29,7 @@ SIZES = {
     "document_attention": ((3, 67),),
     "swiglu": ((67, 1001),),
     "geglu": ((67, 1001),),
+    "reglu": ((67, 1001),),
     "experts": ((67, 8, 2, 64, 96),),
     "cross_entropy": ((67, 1000), (37, 50257)),
     "linear_cross_entropy": ((67, 64, 1000), (131, 128, 8003)),

@@ -157,7 +157,11 @@ def patch(
         mixins = kind.mixins_for(recompute) if switches[kind.switch] else None
         for module in filter(kind.found, model.modules()):
             _patch_layer(module, kind, tallies, mixins)
-    for kernels in (("apply_rope",), ("rms_norm", "layer_norm", "gated_rms_norm"), ("swiglu", "geglu", "experts")):
+    for kernels in (
+        ("apply_rope",),
+        ("rms_norm", "layer_norm", "gated_rms_norm"),
+        ("swiglu", "geglu", "reglu", "experts"),
+    ):
         if not tallies.keys() & set(kernels):
             tallies[kernels[0]] = _Tally()  # a row that says there are none
     _explain_rotary_tables(model, tallies["apply_rope"])

@@ -264,13 +264,14 @@ def test_an_mlp_that_differs_is_refused(forward):
         ("gelu_python", "geglu", "none"),
         ("gelu_pytorch_tanh", "geglu", "tanh"),
         ("gelu_new", "geglu", "tanh"),
+        ("relu", "reglu", "none"),
     ],
 )
 def test_activations_are_recognised_by_their_values(activation, kernel, approximate):
     assert recognise_mlp(mlp(LlamaMLP, hidden_act=activation)) == GatedSpec(kernel, approximate, packed=False)
 
 
-@pytest.mark.parametrize("activation", ["relu", "quick_gelu", "gelu_10", "relu2"])
+@pytest.mark.parametrize("activation", ["tanh", "quick_gelu", "gelu_10", "relu6"])
 def test_other_activations_are_refused(activation):
     assert isinstance(recognise_mlp(mlp(LlamaMLP, hidden_act=activation)), Refusal)
 

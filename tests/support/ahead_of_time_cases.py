@@ -349,6 +349,7 @@ CASES: dict[str, Callable[[], list[Case]]] = {
     "apply_rope": _rope,
     "document_attention": _attention,
     "swiglu": lambda: _gated(kernels.swiglu, partial(kernels.swiglu, alpha=1.702, limit=7.0, up_offset=1.0, scale=0.5)),
+    "reglu": lambda: _gated(kernels.reglu, partial(kernels.reglu, squared=True)),
     "geglu": lambda: _gated(kernels.geglu, partial(kernels.geglu, approximate="none")),
     "experts": _experts,
     "embedding": _embedding,

@@ -86,6 +86,7 @@ def _gated(op: str, activation: str, width: int, rows: tuple[int, ...]) -> OpBen
 GATED = (
     _gated("swiglu", "silu", 14336, (1024, 2048, 4096, 8192, 16384)),
     _gated("geglu", "gelu_pytorch_tanh", 24576, (1024, 2048, 4096, 8192)),
+    _gated("reglu", "relu", 6912, (8192, 16384)),
 )
 
 

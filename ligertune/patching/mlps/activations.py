@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from ligertune_kernels.ops.mlp.geglu import geglu_reference
+from ligertune_kernels.ops.mlp.reglu import reglu_reference
 from ligertune_kernels.ops.mlp.swiglu import swiglu_reference
 from torch import Tensor, nn
 
@@ -20,6 +22,7 @@ ACTIVATIONS = {
     ("geglu", "tanh"): functools.partial(F.gelu, approximate="tanh"),
     ("geglu", "none"): F.gelu,
 }
+RELUS = {False: F.relu, True: lambda x: F.relu(x).square()}  # `squared` of the op `reglu` -> its activation
 ACTIVATION_NAMES = ("act_fn", "activation_fn")  # of experts
 
 
@@ -44,18 +47,31 @@ def kind_of(function: Callable[[Tensor], Tensor]) -> tuple[str, str] | Refusal:
     """Return the key in ACTIVATIONS of a function, which its values tell, or why there is none."""
     if isinstance(function, nn.Module) and next(function.parameters(), None) is not None:
         return Refusal(f"its activation {type(function).__name__} has parameters")
+    found = _equal_to(function, ACTIVATIONS)
+    name = getattr(function, "__name__", type(function).__name__)
+    return OtherActivation(f"its activation {name} is neither SiLU nor GELU") if found is None else found
+
+
+def relu_of(function: Callable[[Tensor], Tensor]) -> bool | Refusal:
+    """Return the argument `squared` with which `reglu` has a function as its activation, or why there is none."""
+    found = _equal_to(function, RELUS)
+    return OtherActivation("its activation is no ReLU") if found is None else found
+
+
+def _equal_to(function: Callable[[Tensor], Tensor], table: Mapping[Any, Callable[[Tensor], Tensor]]) -> Any | Refusal:
+    """Return the key of the row of a table that has a function's values; None if there is none."""
     x = torch.cat(
         [torch.linspace(-20, 20, 801, device="cpu"), torch.tensor([-1e4, 1e4], device="cpu")]
     )  # the last two notice a clamp
     given = answer(function, x.clone())
     if isinstance(given, Refusal):
         return given
-    for kind, activation in ACTIVATIONS.items():
-        if isinstance(given, Tensor) and torch.allclose(given, activation(x), rtol=1e-5, atol=1e-6):
-            return kind
-    return OtherActivation(
-        f"its activation {getattr(function, '__name__', type(function).__name__)} is neither SiLU nor GELU"
+    equal = (
+        key
+        for key, activation in table.items()
+        if isinstance(given, Tensor) and torch.allclose(given, activation(x), rtol=1e-5, atol=1e-6)
     )
+    return next(equal, None)
 
 
 MAGNITUDES = (1.0, 30.0, 1e3, 1e4)  # one per row: a clamp anywhere below 1e4 is noticed
@@ -81,6 +97,8 @@ def computes(
         gates, ups, products = (t[..., columns] for t in (gate, up, product))
         if kind[0] == "swiglu":
             ours = swiglu_reference(gates, ups, **options)
+        elif kind[0] == "reglu":
+            ours = reglu_reference(gates, ups, **options)
         else:
             ours = geglu_reference(gates, ups, approximate=kind[1])
         # where act(gate) is almost zero its rounding counts times up

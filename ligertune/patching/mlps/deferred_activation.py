@@ -14,10 +14,10 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from ligertune_kernels import geglu, swiglu
+from ligertune_kernels import geglu, reglu, swiglu
 from torch import Tensor, nn
 
-from ligertune.patching.mlps.activations import kind_of
+from ligertune.patching.mlps.activations import kind_of, relu_of
 from ligertune.patching.mlps.mlp_members import projections_of, size_of, structure_of
 from ligertune.patching.module_patch import ModulePatch
 from ligertune.patching.probe import Refusal, answer, close, numbers
@@ -26,14 +26,20 @@ from ligertune.patching.recompute import RecomputableOutput, mark_recomputable
 
 @dataclass(frozen=True)
 class ProductSpec:
-    """The kernel that multiplies act(gate) by up within a module's own forward. name: attribute of the activation."""
+    """The kernel that multiplies act(gate) by up within a module's own forward.
 
-    kernel: Literal["swiglu", "geglu"]
+    name: attribute of the activation. squared: of `reglu`.
+    """
+
+    kernel: Literal["swiglu", "geglu", "reglu"]
     approximate: Literal["none", "tanh"]
     name: str
+    squared: bool = False
 
     def product(self, gate: Tensor, up: Tensor) -> Tensor:
         """Return act(gate) * up (..., F). Neither is overwritten: the forward may read them again."""
+        if self.kernel == "reglu":
+            return reglu(gate, up, squared=self.squared)
         return swiglu(gate, up) if self.kernel == "swiglu" else geglu(gate, up, approximate=self.approximate)
 
 
@@ -99,22 +105,29 @@ def _recognise(module: nn.Module) -> ProductSpec | Refusal:
     projections = projections_of(module)
     held = {name: value for name, value in vars(module).items() if not name.startswith("_")} | module._modules
     functions = {n: v for n, v in held.items() if callable(v) and n not in dict(projections) and _has_no_parameters(v)}
-    kinds = {name: kind_of(function) for name, function in functions.items()}
-    activations = {name: kind for name, kind in kinds.items() if not isinstance(kind, Refusal)}
-    if len(activations) != 1:
-        named = [kinds[name] for name in ("act_fn", "activation_fn", "act", "activation") if name in kinds]
-        return named[0] if len(activations) == 0 and named else Refusal("it does not hold one activation")
-    ((name, kind),) = activations.items()
-    spec, hidden = ProductSpec(*kind, name), _most_common_inputs(module)
+    specs = {name: _spec_of(name, function) for name, function in functions.items()}
+    found = [spec for spec in specs.values() if not isinstance(spec, Refusal)]
+    if len(found) != 1:
+        named = [specs[name] for name in ("act_fn", "activation_fn", "act", "activation") if name in specs]
+        return named[0] if len(found) == 0 and named else Refusal("it does not hold one activation")
+    spec, hidden = found[0], _most_common_inputs(module)
     for dtype, training in itertools.product((torch.float32, torch.bfloat16), (True, False)):
         plain = _stand_in(module, "", dtype)
         if isinstance(plain, Refusal):
             return plain
         x = numbers(2, TOKENS, hidden, dtype=dtype)
-        tried = [_refuse(plain.train(training), functions[name], spec, x, *more) for more in _arguments(held)]
+        tried = [_refuse(plain.train(training), functions[spec.name], spec, x, *more) for more in _arguments(held)]
         if None not in tried:
             return tried[0]
     return spec
+
+
+def _spec_of(name: str, activation: Callable[[Tensor], Tensor]) -> ProductSpec | Refusal:
+    kind = kind_of(activation)
+    if not isinstance(kind, Refusal):
+        return ProductSpec(*kind, name)
+    squared = relu_of(activation)
+    return kind if isinstance(squared, Refusal) else ProductSpec("reglu", "none", name, squared)
 
 
 def _arguments(held: dict[str, Any]) -> list[tuple[int, ...]]:

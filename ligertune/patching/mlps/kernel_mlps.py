@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from ligertune_kernels import geglu, swiglu
+from ligertune_kernels import geglu, reglu, swiglu
 from torch import Tensor, nn
 
 from ligertune.activations.gate_offload import OffloadedGate
@@ -74,4 +74,6 @@ def gated_product(spec: GatedSpec, *gate_and_up: Tensor, inplace: bool = False) 
     options = dict(spec.options)
     if spec.kernel == "swiglu":
         return swiglu(*gate_and_up, inplace=inplace, **options)
+    if spec.kernel == "reglu":
+        return reglu(*gate_and_up, inplace=inplace, **options)
     return geglu(*gate_and_up, approximate=spec.approximate, inplace=inplace, **options)

@@ -50,12 +50,12 @@ class GatedSpec:
     output: name of the down projection; None if the module returns the product. output_scale: factor of its result.
     """
 
-    kernel: Literal["swiglu", "geglu"]
+    kernel: Literal["swiglu", "geglu", "reglu"]
     approximate: Literal["none", "tanh"]
     packed: bool
     inputs: tuple[str, ...] = ()  # the names of Llama and Phi-3 where none are given
     output: str | None = "down_proj"
-    options: tuple[tuple[str, float | bool], ...] = ()  # of `swiglu`: alpha, limit, up_offset, scale, up_first
+    options: tuple[tuple[str, float | bool], ...] = ()  # of the kernel: alpha, limit, scale, squared, …
     output_scale: float = 1.0
 
     def __post_init__(self) -> None:
@@ -252,6 +252,7 @@ def _factor(given: Tensor, result: Tensor, settings: Settings) -> float | None:
     return next(fitting, None)
 
 
+RELU_OPTIONS: tuple[dict[str, bool], ...] = ({}, {"squared": True})
 Form = tuple[tuple[str, str], bool, dict[str, float | bool]]
 
 
@@ -265,7 +266,7 @@ def _form_of(inputs: list[Tensor], product: Tensor, settings: Settings) -> Form 
     halves = inputs[0].chunk(2, dim=-1) if len(inputs) == 1 else inputs
     if halves[0].shape != product.shape or halves[1].shape != product.shape:
         return None
-    plain = [(kind, {}) for kind in ACTIVATIONS]
+    plain = [*((kind, {}) for kind in ACTIVATIONS), *((("reglu", "none"), options) for options in RELU_OPTIONS)]
     for candidates in (plain, [(("swiglu", "none"), options) for options in _swiglu_options(settings)]):
         fitting = [
             (kind, swapped, options)

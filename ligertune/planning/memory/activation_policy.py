@@ -30,7 +30,7 @@ def choose_policy(
     """
     return ActivationPolicy(
         fused_norm="rms_norm" in applied,
-        fused_mlp=not {"swiglu", "geglu", "experts"}.isdisjoint(applied),
+        fused_mlp=not {"swiglu", "geglu", "reglu", "experts"}.isdisjoint(applied),
         fused_experts="experts" in applied,
         fused_loss=loss_kernel in applied,
         attention=attn_implementation,

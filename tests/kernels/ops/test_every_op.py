@@ -57,6 +57,7 @@ CALLS: dict[str, tuple[tuple[tuple[int, ...], ...], Callable[..., torch.Tensor]]
     "document_attention": (((ROWS, 4, 16), (ROWS, 2, 16), (ROWS, 2, 16)), attended),
     "swiglu": (((ROWS, WIDTH), (ROWS, WIDTH)), kernels.swiglu),
     "geglu": (((ROWS, WIDTH), (ROWS, WIDTH)), kernels.geglu),
+    "reglu": (((ROWS, WIDTH), (ROWS, WIDTH)), lambda *pair: kernels.reglu(*pair, squared=True)),
     "experts": (((ROWS, WIDTH), (ROWS, 2), (4, 48, WIDTH), (4, WIDTH, 24), (4, 48), (4, WIDTH)), mixed),
     "cross_entropy": (((ROWS, CLASSES),), lambda x: kernels.cross_entropy(x, labels(x.device))),
     "linear_cross_entropy": (
@@ -111,6 +112,7 @@ EMPTY = [
     ("document_attention", ((0, 4, 16), (0, 2, 16), (0, 2, 16))),
     ("swiglu", ((2, 0, 8), (2, 0, 8))),
     ("geglu", ((2, 0, 8), (2, 0, 8))),
+    ("reglu", ((2, 0, 8), (2, 0, 8))),
     ("experts", ((0, 8), (0, 2), (4, 12, 8), (4, 8, 6), (4, 12), (4, 8))),
     ("experts", ((3, 8), (3, 2), (4, 0, 8), (4, 8, 0), (4, 0), (4, 8))),
 ]

@@ -61,6 +61,7 @@ FAMILIES = {
     ("t5gemma.T5GemmaMLP", ()): ProductSpec(*TANH, "act_fn"),  # a dropout of the product
     ("dory.DoryMLP", ()): ProductSpec(*SILU, "act_fn"),
     ("inkling.InklingMLP", ()): ProductSpec(*SILU, "act_fn"),
+    ("bitnet.BitNetMLP", ()): ProductSpec("reglu", "none", "act_fn", squared=True),
 }
 
 
@@ -69,6 +70,8 @@ def made(path, arguments):
     module, name = path.split(".")
     cls = getattr(importlib.import_module(f"transformers.models.{module}.modeling_{module}"), name)
     config, arguments = (SPARSE, arguments[1:]) if arguments[:1] == ("sparse",) else (CONFIG, arguments)
+    if module == "bitnet":
+        config = SimpleNamespace(**{**vars(CONFIG), "hidden_act": "relu2"})
     return random(cls(config, *arguments))
 
 
@@ -163,6 +166,9 @@ OTHER_MLPS = {
     ),
     "chatglm": (Packed, chatglm, {}, GatedSpec(*SILU, True, **DENSE)),
     "quick": (Split, quick, {"beta": 1.702}, GatedSpec(*SILU, False, **ABC, options=(("alpha", 1.702),))),
+    "relu": (
+        Split, lambda self, x: self.c(F.relu(self.a(x)) * self.b(x)), {}, GatedSpec("reglu", "none", False, **ABC),
+    ),
     "inactive dropout": (
         Split, lambda self, x: self.drop(self.c(F.silu(self.a(x)) * self.b(x))), {"drop": nn.Dropout(0.0)},
         GatedSpec(*SILU, False, **ABC),
@@ -195,13 +201,13 @@ OTHER = "it computes something else than down(act(gate(x)) * up(x))"
 REFUSED = {
     "a clamp": (hidden_clamp, {}, OTHER),
     "a sum": (lambda self, x: self.c(F.silu(self.a(x)) + self.b(x)), {}, OTHER),
-    "relu": (lambda self, x: self.c(F.relu(self.a(x)) * self.b(x)), {}, OTHER),
+    "another function": (lambda self, x: self.c(torch.tanh(self.a(x)) * self.b(x)), {}, OTHER),
     "another activation": (
         lambda self, x: self.c(self.act(self.a(x)) * self.b(x)), {"act": nn.Tanh()},
         "its activation Tanh is neither SiLU nor GELU",
     ),
     "an activation that is not used": (
-        lambda self, x: self.c(F.relu(self.a(x)) * self.b(x)), {"act": nn.SiLU()}, OTHER,
+        lambda self, x: self.c(torch.tanh(self.a(x)) * self.b(x)), {"act": nn.SiLU()}, OTHER,
     ),
     "gate of another input": (lambda self, x: self.c(F.silu(self.a(2 * x)) * self.b(x)), {}, OTHER),
     "a residual": (lambda self, x: x + self.c(F.silu(self.a(x)) * self.b(x)), {}, "changes the result of its last"),

@@ -1,4 +1,4 @@
-r"""Kernels and autograd of swiglu and geglu: y = act(gate) · up for rows (N, F), and the backward
+r"""Kernels and autograd of swiglu, geglu and reglu: y = act(gate) · up for rows (N, F), and the backward
 
     d_gate = dy · up · act'(gate)        d_up = dy · act(gate)
 
@@ -24,7 +24,9 @@ from ligertune_kernels.chips import Chip, launch_options
 from ligertune_kernels.jit.device_functions import gelu_erf, gelu_erf_grad, gelu_tanh, gelu_tanh_grad, silu, silu_grad
 from ligertune_kernels.launcher import Launcher, as_rows, cached, chip_of, contiguous_like, rows_and_stride, tl, triton
 
-Activation = Literal["silu", "gelu_tanh", "gelu_erf"]
+Activation = Literal["silu", "gelu_tanh", "gelu_erf", "relu", "relu2"]
+
+OPS = {"silu": "swiglu", "gelu_tanh": "geglu", "gelu_erf": "geglu", "relu": "reglu", "relu2": "reglu"}  # for messages
 
 
 class GateForm(NamedTuple):
@@ -66,8 +68,11 @@ def _activate(gate, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr):
             return gate * tl.sigmoid(ALPHA * gate)
     elif ACTIVATION == "gelu_tanh":
         return gelu_tanh(gate)
-    else:
+    elif ACTIVATION == "gelu_erf":
         return gelu_erf(gate)
+    else:
+        positive = tl.where(gate < 0.0, 0.0, gate)  # NaN stays NaN, as in torch
+        return positive * positive if ACTIVATION == "relu2" else positive
 
 
 @triton.jit
@@ -80,8 +85,12 @@ def _derivative(gate, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr):
             return s * (1.0 + ALPHA * gate * (1.0 - s))
     elif ACTIVATION == "gelu_tanh":
         return gelu_tanh_grad(gate)
-    else:
+    elif ACTIVATION == "gelu_erf":
         return gelu_erf_grad(gate)
+    elif ACTIVATION == "relu2":
+        return 2.0 * tl.where(gate < 0.0, 0.0, gate)
+    else:
+        return tl.where(gate > 0.0, 1.0, 0.0)
 
 
 @triton.jit
@@ -205,7 +214,7 @@ def _saved_tensors(ctx) -> tuple[torch.Tensor, ...]:
     """Return what the forward saved; raise in a second backward if the first one overwrote it."""
     if ctx.inplace:
         if ctx.overwritten:
-            raise RuntimeError(OVERWRITTEN.format(op="swiglu" if ctx.form.activation == "silu" else "geglu"))
+            raise RuntimeError(OVERWRITTEN.format(op=OPS[ctx.form.activation]))
         ctx.overwritten = True
     return ctx.saved_tensors
 

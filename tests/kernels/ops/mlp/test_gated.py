@@ -1,15 +1,17 @@
-"""swiglu and geglu against float64: split and packed, both forms of gelu, strides, extremes, gradients in place."""
+"""swiglu, geglu and reglu against float64: split and packed, both forms of gelu, strides, extremes, gradients in place."""
 
 import pytest
 import torch
 from covering import every_pair
 from judge import DTYPES, judge_op
-from ligertune_kernels import GeGLU, SwiGLU, geglu, swiglu, swiglu_reference
+from ligertune_kernels import GeGLU, ReGLU, SwiGLU, geglu, reglu, swiglu, swiglu_reference
 
 OPS = (
     pytest.param(swiglu, {}, id="swiglu"),
     pytest.param(geglu, {}, id="geglu"),
     pytest.param(geglu, {"approximate": "none"}, id="geglu with erf"),
+    pytest.param(reglu, {}, id="reglu"),
+    pytest.param(reglu, {"squared": True}, id="reglu, squared"),
 )
 SHAPES = (
     pytest.param((1, 1), id="one number"),
@@ -88,6 +90,7 @@ def test_takes_inputs_and_gradients_of_any_stride(inplace, device) -> None:
 def test_modules_call_the_functions(device) -> None:
     gate, up = torch.randn(2, 8, device=device), torch.randn(2, 8, device=device)
     torch.testing.assert_close(SwiGLU()(gate, up), swiglu(gate, up))
+    torch.testing.assert_close(ReGLU(squared=True)(gate, up), reglu(gate, up, squared=True))
     torch.testing.assert_close(GeGLU("none")(gate, up), geglu(gate, up, approximate="none"))
 
 
