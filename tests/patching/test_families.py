@@ -72,6 +72,7 @@ def test_the_script_counts_dense_causal_families_that_lack_a_kernel():
         "left": whole | {"norm": state(left=2, layer_norm=1)},
         "not_found": whole | {"rope": state()},
         "mixture": whole | {"MLP": state(left=1, experts=2)},
+        "left_mixture": whole | {"MLP": state(left=1, experts=0)},
         "plain_mlp": whole | {"MLP": state(present=False)},
         "no_rope": whole | {"rope": state(present=False), "loss": state(left=1)},
     }

@@ -22,7 +22,7 @@ Outcome = Literal["same", "differs", "crashes", "not built"]
 
 @dataclass(frozen=True)
 class LayerState:
-    """What `patch` did with one kind of layer. applied: modules by kernel; left: how many are not patched, and why.
+    """What `patch` did with one kind of layer. applied: patched modules by kernel; left: how many are not, and why.
 
     present: the model has such layers, found or not.
     """
@@ -35,10 +35,11 @@ class LayerState:
     @property
     def patched(self) -> bool:
         """Whether the model has such layers and all of them are patched."""
-        return bool(self.applied) and not self.left
+        return any(self.applied.values()) and not self.left
 
     def __str__(self) -> str:
-        parts = [f"{name} {count}" for name, count in self.applied.items()] + [f"{self.left} left"] * bool(self.left)
+        parts = [f"{name} {count}" for name, count in self.applied.items() if count]
+        parts += [f"{self.left} left"] * bool(self.left)
         return ", ".join(parts) or ("not found" if self.present else "none")
 
 
@@ -60,13 +61,15 @@ class FamilyResult:
     @property
     def kernels(self) -> dict[str, int]:
         """Patched modules by kernel."""
-        return {name: count for state in self.layers.values() for name, count in state.applied.items()}
+        return {name: count for state in self.layers.values() for name, count in state.applied.items() if count}
 
     @property
     def counts(self) -> bool:
         """Whether this is a dense causal family with norms, RoPE and a gated MLP, of which all four can be patched."""
-        is_dense = "MLP" in self.layers and self.layers["MLP"].present and "experts" not in str(self.layers["MLP"])
-        return self.kind == "causal" and is_dense and self.layers["norm"].present and self.layers["rope"].present
+        if self.kind != "causal" or not self.layers:
+            return False
+        is_dense = "experts" not in self.layers["MLP"].applied
+        return is_dense and all(self.layers[kind].present for kind in ("norm", "rope", "MLP"))
 
     @property
     def lacks(self) -> dict[str, LayerState]:
@@ -135,7 +138,7 @@ def layer_states(model: nn.Module, report: PatchReport, *, logits_are_made: bool
     rotates |= any(getattr(model.config.get_text_config(), name, None) is not None for name in ROPE_SETTINGS)
     states = {
         kind: LayerState(
-            {row.kernel: row.applied for row in of_kind if row.applied},
+            {row.kernel: row.applied for row in of_kind if row.applied or row.left},
             sum(row.left for row in of_kind),
             "; ".join(row.note for row in of_kind if row.left),
             any(row.applied or row.left for row in of_kind) or (kind == "rope" and rotates),

@@ -1,4 +1,4 @@
-"""swiglu, geglu and reglu against float64: split and packed, both forms of gelu, strides, extremes, gradients in place."""
+"""swiglu, geglu and reglu against float64: split and packed, strides, extremes, gradients in place."""
 
 import pytest
 import torch
