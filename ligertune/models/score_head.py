@@ -87,13 +87,16 @@ def check_task(config: PreTrainedConfig, task: str) -> None:
         )
 
 
+def score_module(model: PreTrainedModel) -> nn.Module | None:
+    """Return the module that computes scores from hidden states: the score head, bare or in PEFT's wrapper, or None."""
+    heads = (getattr(model, name, None) for name in HEADS)
+    return next((head for head in heads if head is not None), None)
+
+
 def score_head(model: PreTrainedModel) -> nn.Linear | None:
-    """Return the score head of a model; None if it has none, or does more than apply it to hidden states."""
-    heads = [getattr(model, name, None) for name in HEADS]
-    head = next((head for head in heads if head is not None), None)
-    head = (
-        getattr(head, "modules_to_save", {"default": head})["default"] if head is not None else None
-    )  # PEFT's wrapper
+    """Return the score head of a model, the one that trains; None without one, and for one that is not linear."""
+    head = score_module(model)
+    head = head.modules_to_save["default"] if hasattr(head, "modules_to_save") else head
     return head if isinstance(head, nn.Linear) and model.base_model is not model else None
 
 

@@ -80,6 +80,7 @@ class Report:
     medusa: dict | None = None  # MedusaReport.as_dict() if heads were trained
     seconds_to_first_step: dict[str, float] = dataclasses.field(default_factory=dict)  # by phase
     n_active: int | None = None  # parameters that one token uses, of a mixture of experts
+    eval_measures: dict[str, float] = dataclasses.field(default_factory=dict)  # of the task, in the last evaluation
     experts: dict[str, Any] | None = None  # ExpertLoad.report(): tokens per expert, in each layer of a mixture
 
     def as_dict(self) -> dict:
@@ -100,6 +101,7 @@ def make_report(
     """Return the report of a run. medusa: the report on trained heads. notes: added to those of plan and training."""
     lines = read_metrics(plan.output_dir / "metrics.jsonl")
     losses = [line["loss"] for line in lines if "loss" in line]
+    evaluated = [line for line in lines if "eval_loss" in line][-1:]
     before = [line["loss_before_training"] for line in lines if "loss_before_training" in line]
     return Report(
         status="interrupted" if fitted.stopped_by else "completed",
@@ -111,6 +113,12 @@ def make_report(
         loss_first=losses[0] if losses else None,
         loss_last=losses[-1] if losses else None,
         eval_loss=fitted.last_eval_loss,
+        eval_measures={
+            name.removeprefix("eval_"): value
+            for line in evaluated
+            for name, value in line.items()
+            if name.startswith("eval_") and name != "eval_loss"
+        },
         tokens=fitted.work.tokens,
         trained_tokens=fitted.work.trained_tokens,
         padded_tokens=fitted.work.padded_tokens,

@@ -122,3 +122,18 @@ def test_the_preference_script_has_trls_losses(table, monkeypatch, tmp_path, cap
     assert {"ligertune", "TRL", "TRL, ligertune kernels"} <= {row["side"] for row in page["rows"]}
     for row in page["rows"]:
         assert row["losses"] == pytest.approx(page["rows"][0]["losses"], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_the_classification_script_has_the_losses_of_both_trainers(monkeypatch, tmp_path, capsys):
+    pytest.importorskip("trl")
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    monkeypatch.setattr(sys, "argv", ["bench_classification", "--small", "--out", str(tmp_path)])
+    assert load_script("bench_classification").main() == 0
+    printed = capsys.readouterr().out.splitlines()
+    pages = [json.loads(line) for line in printed if line.startswith('{"page": ')]
+    assert [{row["side"] for row in page["rows"]} for page in pages] == [
+        {"ligertune", name, f"{name}, ligertune kernels"} for name in ("Trainer", "RewardTrainer")
+    ]
+    assert all(row["loss_difference"] < 1e-4 for page in pages for row in page["rows"])
+    assert [line.split()[0] for line in printed[-6:]] == ["classification"] * 3 + ["reward"] * 3

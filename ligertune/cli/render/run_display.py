@@ -182,7 +182,8 @@ def _fields(line: dict, total: int, short: bool, decimals: int) -> list[str]:
     step = f"{line['step']:>{len(str(total))}}/{total}"
     step, loss = step if short else f"step {step}", line.get("loss", line.get("eval_loss"))
     fields = [step, f"loss {loss:{decimals + 3}.{decimals}f}"]
-    accuracy = line.get("rewards/accuracies", line.get("eval_rewards/accuracies"))
+    found = (line.get(f"{kind}{name}") for name in ("rewards/accuracies", "accuracy") for kind in ("", "eval_"))
+    accuracy = next((value for value in found if value is not None), None)
     if accuracy is not None:
         fields.append(f"{'acc' if short else 'accuracy'} {accuracy:.2f}")
     if "eval_loss" in line:

@@ -130,7 +130,8 @@ def show_report(report: Report) -> None:
         ("loss", "none logged" if report.loss_first is None else f"{report.loss_first:.4f} -> {report.loss_last:.4f}"),
     ]
     if report.eval_loss is not None:
-        rows.append(("evaluation loss", f"{report.eval_loss:.4f}"))
+        measures = "".join(f", {name} {value:.4f}" for name, value in report.eval_measures.items())
+        rows.append(("evaluation loss", f"{report.eval_loss:.4f}{measures}"))
     if report.seconds_to_first_step:
         parts = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in report.seconds_to_first_step.items())
         rows.append(("first step after", f"{sum(report.seconds_to_first_step.values()):.1f} s: {parts}"))

@@ -19,7 +19,7 @@ from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 from ligertune.data.batching.collate import collate, collate_packed
 from ligertune.data.examples import Example
 from ligertune.errors import UserError
-from ligertune.models.score_head import score_head
+from ligertune.models.score_head import score_head, score_module
 from ligertune.patching.module_patch import ModulePatch, patch_module
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class DocumentScores(ModulePatch):
             return super().forward(*args, **kwargs)
         hidden = self.base_model(*args, **kwargs).last_hidden_state
         chosen = hidden.reshape(-1, hidden.shape[-1]).index_select(0, score_rows)
-        return SequenceClassifierOutputWithPast(logits=score_head(self)(chosen)[None])
+        return SequenceClassifierOutputWithPast(logits=score_module(self)(chosen)[None])
 
 
 def check_score_head(model: PreTrainedModel) -> None:

@@ -45,19 +45,27 @@ def write_card(folder: Path, source: SavedModel, *, is_adapter: bool, repository
     return path
 
 
+# transformers' class -> the hub's name of what the model does
+PIPELINES = {
+    "AutoModelForCausalLM": "text-generation",
+    "AutoModelForImageTextToText": "image-text-to-text",
+    "AutoModelForSequenceClassification": "text-classification",
+}
+
+
 def _card(folder: Path, source: SavedModel, *, is_adapter: bool, repository: str | None) -> str:
     plan, report = (_read(source.run, file) for file in ("plan.json", "report.json"))
     options = None if source.run is None else saved_options(source.run)
     base, is_on_hub = _base_model(source, options)
     family = plan.get("model_family", "")
-    takes_images = "ForConditionalGeneration" in family
+    auto_class = _auto_class(source, options, takes_images="ForConditionalGeneration" in family)
     datasets = [] if options is None else [dataset.path for dataset in options.data_options.datasets]
     metadata = ModelCardData(
         base_model=base if is_on_hub else None,
         datasets=[path for path in datasets if _is_hub_id(path)] or None,
         library_name="peft" if is_adapter else "transformers",
-        pipeline_tag="image-text-to-text" if takes_images else "text-generation",
-        tags=["ligertune", *([] if options is None else ["sft", options.build.method.type])],
+        pipeline_tag=PIPELINES[auto_class],
+        tags=["ligertune", *([] if options is None else [_task_tag(options), options.build.method.type])],
     )
     name = repository or folder.resolve().name
     title = name.rpartition("/")[2] if repository or source.run is None else source.run.resolve().name
@@ -74,7 +82,7 @@ def _card(folder: Path, source: SavedModel, *, is_adapter: bool, repository: str
         base=base,
         checkpoint=Path(source.name).name if source.is_checkpoint else None,
         tables=[*tables, ("Versions", versions)],
-        auto_class=_auto_class(source, options, takes_images),
+        auto_class=auto_class,
         is_adapter=is_adapter,
         name=name,
         prompt_format=PROMPT_FORMATS[prompt["prompt_template"]],
@@ -82,7 +90,11 @@ def _card(folder: Path, source: SavedModel, *, is_adapter: bool, repository: str
     )
 
 
-def _auto_class(source: SavedModel, options: RunOptions | None, takes_images: bool) -> str:
+def _task_tag(options: RunOptions) -> str:
+    return options.build.task if options.build.task in SCORE_TASKS else "sft"
+
+
+def _auto_class(source: SavedModel, options: RunOptions | None, *, takes_images: bool) -> str:
     """Return the name of transformers' class that loads the model."""
     architectures = (read_object(Path(source.name) / "config.json") or {}).get("architectures") or [""]
     scores = str(architectures[0]).endswith("ForSequenceClassification")
