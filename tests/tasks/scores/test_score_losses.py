@@ -11,8 +11,8 @@ import transformers
 
 import ligertune.attention.packed_documents  # noqa: F401  registers per_document
 from ligertune.attention.packing_checks import install_packing_checks
-from ligertune.data.batching.collate import collate, collate_packed
-from ligertune.data.examples import Example
+from ligertune.data.batching.collate import Batcher, collate, collate_packed
+from ligertune.data.examples import Example, Examples
 from ligertune.errors import UserError
 from ligertune.planning.options import ClassificationOptions, RewardOptions
 from ligertune.tasks.scores.classification_task import ClassificationTask
@@ -38,7 +38,7 @@ def macro_f1(true: np.ndarray, predicted: np.ndarray, labels: list[int]) -> tupl
 @pytest.mark.parametrize(
     ("problem", "labels"),
     [
-        ("single_label_classification", 2), ("single_label_classification", 4), ("multi_label_classification", 3),
+        ("single_label_classification", 2), ("single_label_classification", 12), ("multi_label_classification", 3),
         ("regression", 1), ("regression", 2),
     ],
 )  # fmt: skip
@@ -95,6 +95,19 @@ def test_the_reward_loss_is_that_of_its_definition(center, margins):
     means = task.measures.means(task.measures.take())
     assert means == pytest.approx({"min_reward": -1.0, "max_reward": 1.0, "mean_reward": -0.9 / 6, "accuracy": 1 / 3,
                                    "margin": 1.3 / 3})  # fmt: skip
+
+
+def test_a_rank_without_rows_counts_nothing():
+    """The batcher gives it an example without labels, so that all ranks make the same calls."""
+    tokens = np.arange(3, 9, dtype=np.int32)
+    examples = Examples([Example(tokens, np.where(tokens == 8, 8, -100), "", targets=(1.0,))] * 2)
+    task = classification("single_label_classification", 2)
+    batcher = Batcher(examples, True, 1, 0, False, torch.device("cpu"), more_fields=task.batch_fields)
+    task.prepare(torch.nn.Identity(), [batcher])
+    for rows, counts in (([np.array([0, 1])], [True, True]), ([], [False])):
+        batch = batcher(rows)
+        assert batch["counts"].tolist() == counts and batch["score_rows"].tolist() == [5, 11][: len(counts)]
+        assert batch["targets"].tolist() == [1] * len(counts)
 
 
 def test_scores_of_packed_and_padded_texts_are_those_of_single_texts():
