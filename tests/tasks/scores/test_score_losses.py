@@ -53,6 +53,7 @@ def test_losses_and_measures_do_not_depend_on_the_batches(problem, labels):
     task = classification(problem, labels)
     targets = task.target_tensor(raw)
     if problem == "single_label_classification":
+        scores[torch.arange(4), targets[:4]] += 5  # four of six texts are right
         expected = F.cross_entropy(scores, targets)
     elif problem == "regression":
         expected = F.mse_loss(scores, targets)
