@@ -50,6 +50,7 @@ FORMATS = {
     "openai": lambda red: {"messages": with_part(type="image_url", image_url={"url": red})},
     "alpaca": lambda red: {"images": [red], "instruction": "What is<image>this?", "output": "Yes"},
     "prompt_completion": lambda red: {"image": red, "prompt": TURNS[:1], "completion": TURNS[1:]},
+    "query and response": lambda red: {"image": red, "query": "What is<image>this?", "response": "Yes"},
 }
 
 

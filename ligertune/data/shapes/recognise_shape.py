@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from ligertune.planning.options import DataRows, DatasetOptions
 
 _MEDIA = {"image", "images", "video", "videos", "audio", "audios"}
-_RAW_NAMES = ("content", "document", "body", "article", "code")  # of raw text
+_RAW_NAMES = ("text", "content", "document", "body", "article", "code")  # of raw text
 _MAX_LINES = 4  # of a refusal
 _BY_NAME = {row.name: row for row in FORMATS}
 _FIRST = tuple(_BY_NAME[name] for name in ("alpaca", "sharegpt", "llava", "messages"))
@@ -75,7 +75,7 @@ def _optional_columns(format: Format, sample: SampleColumns, columns: dict[str, 
     for ours, names in OPTIONAL_NAMES.items():
         if ours not in format.optional or (ours in sample and (sample.values(ours) or not sample.rows)):
             continue
-        others = [name for name in sample.spelled(names) if name not in columns.values()]
+        others = [name for name in sample.spelled((ours, *names)) if name != ours and name not in columns.values()]
         others += [name for name in names if "." in name and sample.values(name)]
         filled = [name for name in others if sample.values(name)] or others[:1]
         if len(filled) > 1:
@@ -193,7 +193,7 @@ class _Recognition:
 
     def _exchange_columns(self, prompt: str, answer: str) -> dict[str, str]:
         """Return the columns of one exchange. Only `prompt` and `completion` are joined without a template."""
-        if prompt == "instruction":
+        if prompt.lower() == "instruction":
             return {"instruction": prompt, "output": answer}
         if self.sample.values(reasoning := REASONED_ANSWERS.get(answer, "")):
             return {"question": prompt, "answer": answer, "reasoning": reasoning}

@@ -39,9 +39,9 @@ class SampleColumns:
         return [by_name[name.lower()] for name in names if name.lower() in by_name]
 
     def is_text(self, name: str) -> bool:
-        """Return whether all values are texts. Lists of turns in JSON, cells of a csv, are no texts."""
+        """Return whether most values are texts. Lists of turns in JSON, cells of a csv, are no texts."""
         values = self.values(name)
-        return bool(values) and all(isinstance(value, str) for value in values) and not self.is_turns(name)
+        return 2 * sum(isinstance(value, str) for value in values) > len(values) and not self.is_turns(name)
 
     def is_turns(self, name: str) -> bool:
         """Return whether the first value is a list of turns: its turns have roles, or the column's name says so."""
@@ -73,7 +73,7 @@ class SampleColumns:
 
     def _is_dialogue(self, name: str) -> bool:
         values = self.values(name)
-        return 2 * sum(map(is_marked_text, values)) > len(values)
+        return 2 * sum(isinstance(value, str) and is_marked_text(value) for value in values) > len(values)
 
     @cached_property
     def nested(self) -> list[str]:

@@ -163,6 +163,27 @@ def test_mixed_texts_are_dialogues_if_most_have_role_markers(tmp_path):
     assert read(tmp_path, {"rows": [marked]}, format="text")[1][0].messages[0].content == marked["text"]
 
 
+def test_a_column_with_a_few_numbers_is_still_text(tmp_path):
+    rows = [{"query": "q", "response": answer} for answer in ("a", "b", 3)]
+    with pytest.raises(BadRow, match="not text: `answer` is 3"):
+        read(tmp_path, {"rows": rows})
+    assert texts(read(tmp_path, {"rows": rows, "repair": True})[1])[2] == ["u: q", "A: 3"]
+
+
+@pytest.mark.parametrize(
+    ("format", "columns"),
+    [
+        ("alpaca", {"instruction": "query", "output": "response"}),
+        ("prompt_completion", {"prompt": "query", "completion": "response"}),
+        ("question_answer", {"question": "query", "answer": "response"}),
+    ],
+)
+def test_a_format_that_is_asked_for_prints_its_line(tmp_path, format, columns):
+    row = {"query": "q", "response": "a"}
+    assert lines(refusal(tmp_path, row, format=format)) == [columns]
+    assert texts(read(tmp_path, {"rows": [row]}, format=format, columns=columns)[1]) == [["u: q", "A: a"]]
+
+
 def test_messages_without_their_parent_and_prompts_without_answer_are_not_lost(tmp_path):
     keys = ("message_id", "parent_id", "role", "text")
     rows = [("1", None, "prompter", "q"), ("2", "1", "assistant", "a"), ("4", "3", "assistant", "lost")]
