@@ -45,7 +45,7 @@ OPTIONAL_NAMES: dict[str, tuple[str, ...]] = {
 # columns by which other tools change what is trained
 _WEIGHTY = re.compile(
     r"label|score|rating|reward|weight|kto_tag|winner|preference|chosen|rejected|reasoning|thinking|(^|_)cot\b"
-    r"|^(system|tools|functions)|chat_template_kwargs|enable_thinking|^(helpfulness|correctness)\Z",
+    r"|^(system|tools|functions)|chat_template_kwargs|enable_thinking|^(helpfulness|correctness|context|history|passage)\Z",
     re.IGNORECASE,
 )
 

@@ -21,6 +21,7 @@ from ligertune.data.shapes.column_names import (
     OPTIONAL_NAMES,
     PROMPT_NAMES,
     REASONED_ANSWERS,
+    TURN_NAMES,
     WEAK_ANSWER_NAMES,
     WEAK_PROMPT_NAMES,
     columns_line,
@@ -37,6 +38,8 @@ _MEDIA = {"image", "images", "video", "videos", "audio", "audios"}
 _RAW_NAMES = ("text", "content", "document", "body", "article", "code")  # of raw text
 _MAX_LINES = 4  # of a refusal
 _BY_NAME = {row.name: row for row in FORMATS}
+_ANSWERS = {"answer", "output", "completion"}
+_EXCHANGE = {"question", "instruction", "prompt", *_ANSWERS}
 _FIRST = tuple(_BY_NAME[name] for name in ("alpaca", "sharegpt", "llava", "messages"))
 
 
@@ -124,9 +127,8 @@ class _Recognition:
         self.sample, self.named, self.path = sample, set(named), path
         self.prompts = self._texts(PROMPT_NAMES)
         self.answers = self._texts(ANSWER_NAMES, or_calls="tools" in sample)
-        for name in ("input", "Input"):  # beside another prompt it is the prompt's second part
-            if name in self.prompts and len(self.prompts) > 1:
-                self.prompts.remove(name)
+        if len(self.prompts) > 1:  # `input` is the second part of another prompt
+            self.prompts = [name for name in self.prompts if name.lower() != "input"]
 
     def found(self) -> tuple[Format, dict[str, str]]:
         """Return the format, and its columns that have other names."""
@@ -145,8 +147,10 @@ class _Recognition:
         return [name for name in found if name in self.named] or found
 
     def _are_calls(self, name: str) -> bool:
-        values = self.sample.values(name)
-        return bool(values) and all(isinstance(value, list) and value and "name" in value[0] for value in values)
+        values = [value[:1] if isinstance(value, list) else [] for value in self.sample.values(name)]
+        return bool(values) and all(
+            isinstance(call, dict) and "name" in call for first in values for call in first or [0]
+        )
 
     def _trees(self) -> Any:
         return (_BY_NAME["oasst"], {}) if "thread" in self.sample else None
@@ -169,9 +173,12 @@ class _Recognition:
             if "assistant" not in sample.roles("prompt") and len(self.answers) == 1:
                 return _BY_NAME["prompt_completion"], {"completion": self.answers[0]}
         found = [name for name in sorted(sample.names) if "assistant" in sample.roles(name)]
-        if len(found) > 1 and not (self.prompts and self.answers):
-            raise _ambiguous(sample, self.path, [{"messages": name} for name in found])
-        return (_BY_NAME["messages"], {"messages": found[0]}) if len(found) == 1 else None
+        pairs = self._pairs(self.answers)
+        if not found or (pairs and self.named & _EXCHANGE):
+            return None
+        if len(found) == 1 and (not pairs or found[0].lower() in TURN_NAMES):
+            return _BY_NAME["messages"], {"messages": found[0]}
+        raise _ambiguous(sample, self.path, [*({"messages": name} for name in found), *pairs])
 
     def _exchange(self) -> Any:
         """Recognise one prompt and one answer."""
@@ -179,17 +186,18 @@ class _Recognition:
             return None
         answers = [*self._reasoned_answers(), *self.answers]
         if len(self.prompts) > 1 or len(answers) > 1:
-            pairs = [self._exchange_columns(*pair) for pair in product(self.prompts, answers)]
-            # a line that names a column as it is says which one is meant, so the whole pair stands in it
-            raise _ambiguous(self.sample, self.path, pairs)
+            raise _ambiguous(self.sample, self.path, self._pairs(answers))
         columns = self._exchange_columns(self.prompts[0], self.answers[0])
         format = next(row for row in FORMATS if set(row.required) == set(columns))
         return format, {ours: name for ours, name in columns.items() if ours != name}
 
+    def _pairs(self, answers: Sequence[str]) -> list[dict[str, str]]:
+        """Return the columns of each prompt with each answer. A column that keeps its name is chosen by naming it."""
+        return [self._exchange_columns(*pair) for pair in product(self.prompts, answers)]
+
     def _reasoned_answers(self) -> list[str]:
         """Return the answers of reasoning models, unless the recipe names the answer."""
-        is_named = {"answer", "output", "completion"} & self.named
-        return [] if is_named else [name for name in REASONED_ANSWERS if self.sample.is_text(name)]
+        return [] if self.named & _ANSWERS else [name for name in REASONED_ANSWERS if self.sample.is_text(name)]
 
     def _exchange_columns(self, prompt: str, answer: str) -> dict[str, str]:
         """Return the columns of one exchange. Only `prompt` and `completion` are joined without a template."""
@@ -230,11 +238,11 @@ class _Recognition:
             lines = " or ".join(columns_line(choice) for choice in choices[:_MAX_LINES])
             found = f"{self.path}: its columns ({self.sample.found}) fit no known format"
             raise UserError(f"{found}.", hint=f"Write {lines}.")
-        choices = next((name for name in ("choices", "options") if name in self.sample), "")
-        if choices and "question" in self.sample:
+        options = next((name for name in ("choices", "options") if name in self.sample), "")
+        if options and "question" in self.sample:
             raise UserError(
                 f"{self.path}: its columns ({self.sample.found}) are those of multiple choice.",
-                hint=f"Write the text of the right one of the `{choices}` into a column `answer`.",
+                hint=f"Write the text of the right one of the `{options}` into a column `answer`.",
             )
         return recognise_format("auto", self.sample.names, self.path), {}
 
