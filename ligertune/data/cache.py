@@ -37,18 +37,6 @@ if TYPE_CHECKING:
 
     from ligertune.planning.options import DatasetOptions
 
-# keys of `data` that select among examples or decide how they are made, and do not change any example
-_NOT_IN_KEY = {
-    "datasets",
-    "eval_datasets",
-    "val_split",
-    "packing",
-    "padding_free",
-    "num_proc",
-    "cache",
-    "streaming",
-    "max_dropped",
-}
 _VERSIONS = ("transformers", "tokenizers", "jinja2", "numpy")
 _META = "meta.json"
 _PARTIAL = ".writing-"
@@ -74,7 +62,7 @@ def data_key(spec: DatasetOptions, preparation: Preparation) -> str:
         or hub_rows(spec, download=True)._fingerprint,
         "path": display_path(Path(spec.path)),
         "dataset": {name: value for name, value in vars(spec).items() if name != "weight"},
-        "data": {name: value for name, value in vars(data).items() if name not in _NOT_IN_KEY},
+        "data": preparation.example_options,
         "template": template,
         "today": str(datetime.date.today()) if "strftime_now" in str(template) else None,
         "tokenizer": _tokenizer(tokenizer),

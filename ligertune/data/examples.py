@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -25,6 +25,18 @@ ARRAYS = {
     "n_targets": "<i4", "targets": "<f8",
 }  # fmt: skip
 _NO_LINE = -1
+# keys of `data` that select among examples or decide how they are made, and do not change any example
+_NOT_IN_KEY = {
+    "datasets",
+    "eval_datasets",
+    "val_split",
+    "packing",
+    "padding_free",
+    "num_proc",
+    "cache",
+    "streaming",
+    "max_dropped",
+}
 
 
 @dataclass(frozen=True)
@@ -35,6 +47,11 @@ class Preparation:
     tokenizer: PreTrainedTokenizerBase
     images: ImageReader | None = None
     rows: DataRows = "conversations"
+
+    @property
+    def example_options(self) -> dict[str, Any]:
+        """The options of `data` that decide what an example is."""
+        return {name: value for name, value in vars(self.data).items() if name not in _NOT_IN_KEY}
 
 
 class Example(NamedTuple):

@@ -58,6 +58,8 @@ class DataReport:
     repaired: dict[str, int]
     first_repaired: dict[str, str]
     literal: int  # rows with text that looks like a control token, and is trained as text
+    unplaced: int  # answers that are not trained, because the template rewrites them; the other answers of the row are
+    first_unplaced: dict[str, str]  # "answer" -> the source of the first
     sets: tuple[DatasetReport, ...]
     notes: tuple[str, ...]
 
@@ -327,6 +329,11 @@ def _report(sets: Sequence[LoadedDataset], kept: Examples, data: DataOptions) ->
             f"{counts.unended} of {plural(examples, 'example')} "
             f"{'ends' if counts.unended == 1 else 'end'} without a special "
             "token: the template does not teach the model where to stop."
+        )
+    if counts.unplaced:
+        notes.append(
+            f"{plural(counts.unplaced, 'answer')} without labels: the text of the template does not hold the answer "
+            f"exactly once. The first is at {counts.first_unplaced['answer']}."
         )
     counted = {name: value for name, value in vars(counts).items() if name not in ("rows_used", "unended")}
     counted |= {name: dict(counted[name].most_common()) for name in ("dropped", "repaired")}

@@ -52,6 +52,8 @@ class RowCounts:
     repaired: Counter[str] = field(default_factory=Counter)  # by REPAIRS
     first_repaired: dict[str, str] = field(default_factory=dict)
     literal: int = 0  # rows with text that looks like a control token
+    unplaced: int = 0  # answers that are not trained, because the template rewrites them
+    first_unplaced: dict[str, str] = field(default_factory=dict)  # "answer" -> its source
     overlength: int = 0
     truncated: int = 0
     straddling: int = 0  # tokens
@@ -160,6 +162,9 @@ class RowPipeline:
         counts.rows_used += 1
         counts.literal += any(side.literal for side in row.sides)
         counts.straddling += sum(side.straddling for side in sides)
+        for fault in (fault for side in row.sides for fault in side.unplaced):
+            counts.unplaced += 1
+            counts.first_unplaced.setdefault("answer", f"{row.source} ({fault})")
         whole = sides if self.format.raw else [side for side, kept in zip(sides, fitting, strict=True) if side is kept]
         counts.unended += any(int(side.trained[-1]) not in self._special for side in whole)
         paths = tuple(image.path for image in row.images)

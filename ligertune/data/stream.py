@@ -75,7 +75,7 @@ class ExampleStream:
         self.sets = [StreamedDataset(spec, preparation) for spec in preparation.data.datasets]
         self.epoch = 0  # epochs begun
         self.max_length = preparation.data.max_length
-        self._data, self._seed, self._buffer = preparation.data, seed, buffer
+        self._preparation, self._seed, self._buffer = preparation, seed, buffer
 
     @property
     def template(self) -> str:
@@ -84,8 +84,8 @@ class ExampleStream:
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of the files' names, sizes and times, because their content was not read yet."""
-        digest = hashlib.sha256()
+        """SHA-256 of the options, and the files' names, sizes and times, because their content was not read yet."""
+        digest = hashlib.sha256(repr(self._preparation.example_options).encode())
         for part in self.sets:
             digest.update(repr(part.spec).encode())
             for file in find_files(part.spec.path):
@@ -99,9 +99,10 @@ class ExampleStream:
         for path, counts in ((part.path, part.counts) for part in self.sets):
             reasons = dict(counts.dropped.most_common())
             dropped = "".join(f"; {number} {reason}" for reason, number in reasons.items())
+            dropped += f"; {plural(counts.unplaced, 'answer')} cannot be placed" if counts.unplaced else ""
             sentence = f"{path}: {counts.rows_used} of the {plural(counts.rows_read, 'row')} read are used{dropped}."
             many = sum(reasons.values()) >= WARN_SHARE * max(counts.rows_read, 1)
-            sentences.append(f"{sentence} {remedy(reasons, self._data)}" if many else sentence)
+            sentences.append(f"{sentence} {remedy(reasons, self._preparation.data)}" if many else sentence)
         return sentences
 
     def __iter__(self) -> Iterator[Example]:

@@ -141,6 +141,8 @@ RULES = (
         Rule(f"{key}, eval.eval_strategy: no", "{0} needs evaluations, and {1} is no. Write steps or epoch.")
         for key in ("checkpoint.load_best_model_at_end", "eval.early_stopping_patience")
     ),
+    Rule("data.mask_reasoning, data.train_on: all",
+         "{0} gives reasoning no labels, and {1} is {v[1]}, which gives labels to all tokens. Write assistant."),
     Rule("data.streaming, train.max_steps: null", "{0} reads data of unknown length. Give {1}."),
     Rule("data.streaming, data.val_split, data.eval_datasets: any",
          "{0} cannot split off {1} before it has read the data. Give {2} instead."),

@@ -24,6 +24,7 @@ from ligertune.recipe.section import (
     Switch,
     SwitchOrNorms,
     Template,
+    TemplateVariables,
     Text,
     convert_by,
 )
@@ -202,6 +203,12 @@ class DataSpec(Section):
     """System prompt for conversations without one."""
     train_on: Literal["assistant", "last", "all"] = "assistant"
     """Tokens with labels: all assistant turns, the last assistant turn, or all tokens."""
+    mask_reasoning: Switch = False
+    """Give the reasoning of trained answers no labels: the field, or a <think> block that begins the text."""
+    drop_history_reasoning: Switch = False
+    """Remove the reasoning of answers before the last question, before the template is rendered."""
+    chat_template_kwargs: TemplateVariables = Field({})
+    """Variables for the chat template, such as {enable_thinking: false}; the column of this name wins."""
     max_length: Annotated[int, Field(ge=2, le=2**24)] = 2048
     """Maximum length of an example, in tokens."""
     on_overlength: Literal["drop", "truncate", "error"] = "drop"

@@ -25,6 +25,7 @@ from pydantic_core import PydanticCustomError
 UNUSABLE = "unusable"  # pydantic's type of errors whose message is the end of a complaint: "holds a NUL character"
 _MAX_NAME, _MAX_PATH = 255, 4095  # bytes that Linux allows
 _MAX_EXPRESSION, _MAX_REPEATS = 1000, 1000
+RESERVED_VARIABLES = ("messages", "tools", "add_generation_prompt", "source", "name", "spans")  # of chat templates
 SWITCHES = {"yes": True, "on": True, "no": False, "off": False}  # booleans in YAML 1.1, strings in 1.2
 
 
@@ -109,10 +110,19 @@ def _template_file(value: str, info: ValidationInfo) -> str:
     return path if os.path.isfile(path) else value
 
 
+def _template_variables(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the variables of a chat template, unless one of them is set by ligertune itself."""
+    for name in values:
+        if name in RESERVED_VARIABLES:
+            raise unusable(f"sets {name}, which ligertune sets itself: remove it.")
+    return values
+
+
 Text = Annotated[str, StringConstraints(min_length=1)]
 PathText = Annotated[Text, AfterValidator(_possible_path)]
 FileOrHub = Annotated[PathText, AfterValidator(_resolve_path)]
 Template = Annotated[PathText, AfterValidator(_template_file)]
+TemplateVariables = Annotated[dict[str, Any], AfterValidator(_template_variables)]
 OutputPath = Annotated[PathText, AfterValidator(os.path.expanduser)]
 # as TrainingArguments reads report_to: one name is a list of it, and none is an empty list
 ReadName = BeforeValidator(lambda value: (() if value == "none" else (value,)) if isinstance(value, str) else value)

@@ -7,7 +7,7 @@ row with other faults is dropped.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, Literal, NamedTuple
 
@@ -38,6 +38,7 @@ DROP_REASONS: dict[str, str] = {
     "empty answer": "no text, no reasoning and no call: it would train the model to stop at once",
     "call is not JSON": "a tool call that is not an object with a name and arguments",
     "tools are not JSON": "the list of tools cannot be read",
+    "chat_template_kwargs are wrong": "the column is not an object of variables, or sets what ligertune sets itself",
     "broken text": "half of a surrogate pair, which is no character and has no UTF-8",
     "control token in the text": "the tokenizer turns this text into a control token even with special tokens split",
     "the template refuses it": "the chat template raises an error for this conversation",
@@ -115,10 +116,11 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """The turns of a checked row and the tools it declares."""
+    """The turns of a checked row, the tools it declares, and variables for the chat template."""
 
     messages: tuple[Message, ...]
     tools: tuple[dict[str, Any], ...] = ()
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
 
 
 class ParsedRow(NamedTuple):
@@ -139,7 +141,11 @@ _NEXT_ROLES: dict[Role | None, tuple[Role, ...]] = {
 }
 
 
-def check_conversation(messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> Conversation:
+def check_conversation(
+    messages: Sequence[Message],
+    tools: Sequence[dict[str, Any]] = (),
+    chat_template_kwargs: dict[str, Any] | None = None,
+) -> Conversation:
     """Return the turns without empty system turns. Raise BadRow if the model cannot be trained on them."""
     messages = tuple(message for message in messages if message.role != "system" or not message.is_empty)
     if all(message.role != "assistant" for message in messages):
@@ -153,7 +159,7 @@ def check_conversation(messages: Sequence[Message], tools: Sequence[dict[str, An
         previous = message.role
     if previous != "assistant":
         raise BadRow("last turn is not an answer", f"its role is {previous}")
-    return Conversation(messages, tuple(tools))
+    return Conversation(messages, tuple(tools), chat_template_kwargs or {})
 
 
 def repair_turns(messages: Sequence[Message]) -> tuple[list[Message], list[str]]:

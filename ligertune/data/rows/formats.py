@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar
 
 from ligertune.data.rows.conversation import BadRow, Conversation, Message, ParsedRow, check_conversation, repair_turns
 from ligertune.data.rows.data_files import Record
-from ligertune.data.rows.turns import RowReader, parse_tools
+from ligertune.data.rows.turns import RowReader, parse_tools, template_kwargs
 from ligertune.data.shapes.column_names import ANSWER_NAMES, PROMPT_NAMES, renamed_row
 from ligertune.data.shapes.marked_texts import functions_in, parse_marked_text
 from ligertune.errors import UserError
@@ -50,7 +50,7 @@ class Format:
             if repairs is not None:
                 repairs += dict.fromkeys(reader.repairs)
             return conversation
-        return checked(conversation, reader, repairs)
+        return checked(replace(conversation, chat_template_kwargs=template_kwargs(record.row)), reader, repairs)
 
     def parse(self, record: Record, repairs: list[str] | None = None) -> ParsedRow:
         """Return what the row holds. Arguments and errors are those of convert."""
@@ -89,7 +89,7 @@ def checked(conversation: Conversation, reader: RowReader, repairs: list[str] | 
     if repairs is not None:
         messages, done = repair_turns(messages)
         repairs += [repair for repair in dict.fromkeys(reader.repairs + done) if repair not in repairs]
-    return check_conversation(messages, conversation.tools)
+    return check_conversation(messages, conversation.tools, conversation.chat_template_kwargs)
 
 
 def plain_format(columns: Collection[str]) -> Format | None:
@@ -241,7 +241,7 @@ def _text(row: dict[str, Any], reader: RowReader) -> Conversation:
     return Conversation((Message("assistant", text),))
 
 
-_CHAT = ("system", "tools", "image", "images")
+_CHAT = ("system", "tools", "chat_template_kwargs", "image", "images")
 _ANSWER_MORE = ("input", "system", "history", "tools", "reasoning", "image", "images")
 _conversations = partial(_conversation, column="conversations")
 FORMATS: tuple[Format, ...] = (
@@ -249,7 +249,7 @@ FORMATS: tuple[Format, ...] = (
     Format("sharegpt", ("conversations",), _CHAT, "chat", _conversations),
     Format("llava", ("conversations",), _CHAT, "chat", _conversations, is_fallback=True),
     Format("messages", ("messages",), _CHAT, "chat", partial(_conversation, column="messages")),
-    Format("prompt_completion", ("prompt", "completion"), ("tools",), "plain", _prompt_completion, is_fallback=True),
+    Format("prompt_completion", ("prompt", "completion"), _CHAT[1:3], "plain", _prompt_completion, is_fallback=True),
     Format("question_answer", ("question", "answer"), _ANSWER_MORE, "chat", _question_answer, is_fallback=True),
     Format("text", ("text",), (), "plain", _text, raw=True, is_fallback=True),
     Format("dialogue", ("text",), ("system", "tools"), "chat", _dialogue, by_values=True),

@@ -18,7 +18,7 @@ from ligertune.data.rows.conversation import BadRow, Conversation, Message, Pars
 from ligertune.data.rows.data_files import Record
 from ligertune.data.rows.formats import FORMATS, OTHER_NAMES, Format, checked, recognise_format
 from ligertune.data.rows.label_formats import LABEL_FORMATS
-from ligertune.data.rows.turns import RowReader, parse_tools
+from ligertune.data.rows.turns import RowReader, parse_tools, template_kwargs
 from ligertune.errors import UserError
 
 ANSWERS = ("chosen", "rejected")
@@ -47,7 +47,8 @@ class PairFormat(Format):
                 raise BadRow("equal scores", f"both {scores[0]}")
         prompt = self.read(row, reader)
         sides = _split_prompt(prompt.messages, *(_answer(row, column, reader) for column in ANSWERS))
-        chosen, rejected = (checked(Conversation(side, prompt.tools), reader, repairs) for side in sides)
+        shared = prompt.tools, template_kwargs(row)
+        chosen, rejected = (checked(Conversation(side, *shared), reader, repairs) for side in sides)
         if chosen == rejected:
             raise BadRow("equal answers")
         return ParsedRow((chosen, rejected), targets=_margin(row) if self.reads_margin else ())
@@ -67,7 +68,7 @@ class LabelledFormat(Format):
         messages = conversation.messages
         if self.name != "prompt_completion":  # the prompt of this format is marked
             messages = (*(replace(turn, trained=False) for turn in messages[:-1]), messages[-1])
-        return ParsedRow((Conversation(messages, conversation.tools),), desirable)
+        return ParsedRow((replace(conversation, messages=messages),), desirable)
 
 
 def _margin(row: dict[str, Any]) -> tuple[float, ...]:

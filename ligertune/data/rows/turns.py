@@ -13,6 +13,9 @@ from ligertune.data.shapes.turn_lists import as_turns
 from ligertune.errors import UserError
 
 _WEIGHT_KEYS = ("loss_weight", "weight", "train")  # LLaMA-Factory's, OpenAI's and axolotl's name
+_REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+# variables that chat_template_kwargs may not set
+RESERVED_VARIABLES = ("messages", "tools", "add_generation_prompt", "source", "name", "spans")
 _MEDIA_PARTS = ("image", "image_url", "input_image", "video", "video_url", "audio", "input_audio")
 _MEDIA_COLUMNS = ("image", "images", "video", "videos", "audio", "audios")
 
@@ -65,7 +68,7 @@ class RowReader:
             calls += _calls(turn["function_call"])
         if value is None and role == "assistant" and calls:
             value = ""
-        texts = {"text": "", "reasoning": turn.get("reasoning_content") or turn.get("reasoning") or ""}
+        texts = {"text": "", "reasoning": next((turn[key] for key in _REASONING_KEYS if turn.get(key)), "")}
         for part in value if isinstance(value, list) else [self.text(value, f"a turn by {name}")]:
             kind, text = self._part(part)
             if kind == "tool_call":
@@ -160,6 +163,22 @@ def parse_tools(value: Any) -> tuple[dict[str, Any], ...]:
     if not isinstance(parsed, list) or not all(isinstance(tool, dict) for tool in parsed):
         raise BadRow("tools are not JSON", "not a list of objects")
     return tuple(tool if "function" in tool else {"type": "function", "function": tool} for tool in parsed)
+
+
+def template_kwargs(row: dict[str, Any]) -> dict[str, Any]:
+    """Return the variables of the row's chat template: its column `chat_template_kwargs`, an object or its JSON text.
+
+    Variables that are null are left out: they are those of other rows in parquet files.
+    """
+    given, reason = row.get("chat_template_kwargs"), "chat_template_kwargs are wrong"
+    if given in (None, ""):
+        return {}
+    parsed = parse_json(given, reason) if isinstance(given, str) else given
+    if not isinstance(parsed, dict):
+        raise BadRow(reason, f"{parsed!r:.40}")
+    if reserved := [name for name in RESERVED_VARIABLES if name in parsed]:
+        raise BadRow(reason, f"it sets {reserved[0]}")
+    return {name: value for name, value in parsed.items() if value is not None}
 
 
 def parse_json(text: str, reason: str) -> Any:

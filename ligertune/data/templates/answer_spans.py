@@ -2,27 +2,46 @@
 
 An answer begins where its prompt ends: the rendering of the turns before it, with `add_generation_prompt`, is a prefix
 of the whole text. It ends after the last special token that the template writes at the end of the turn, but before the
-line break that follows it. Under a template that ends its turns without a special token only the text is trained.
+line break that follows it. If the template ends its turns without a special token, the one that begins the next turn
+ends an answer (GLM); without such a token, only the text is trained.
 
 Some templates write earlier turns differently once there are later ones (they drop old reasoning), or have a generation
-prompt that a finished conversation does not show. Then the answers are rendered again, each between two tags of
-noncharacters. If that rendering equals the text except for the tags, the tags mark the answers. If not, the template
-rewrites the answer, and it cannot be marked. If only the end of an answer was rendered, that end is trained.
+prompt that a finished conversation does not show. Then the conversation is rendered again with tags of noncharacters
+around each text and each name of a call. If that rendering equals the text except for the tags, the tags show where the
+texts are. An answer begins where the text after the previous turn stops to equal the generation prompt. If the template
+rewrites an answer, or writes it more than once, it cannot be placed.
 """
 
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from ligertune.data.rows.conversation import BadRow
 from ligertune.data.templates.control_tokens import Span
+from ligertune.data.templates.template_messages import REASONING_FIELDS
 
-_TAG = re.compile("\ufdd2(\\d+)\ufdd2|\ufdd3(\\d+)\ufdd3")  # begin and end of the answer in turn N
+_TAG = re.compile("\ufdd2(\\d+)\ufdd2|\ufdd3(\\d+)\ufdd3")  # begin and end of the field N
+_PART_OF_MARKUP = re.compile(r"<[^<>]*\Z")
+
+
+class TaggedField(NamedTuple):
+    """A text of a turn between tags: its content, its reasoning, or the name of a call."""
+
+    turn: int
+    name: Literal["content", "reasoning", "call"]
+    text: str  # without white space around it
+
+
+class Tag(NamedTuple):
+    """A tag of the field `number`, and its place in the text without tags."""
+
+    number: int
+    is_end: bool
+    place: int
 
 
 @dataclass(frozen=True)
@@ -38,21 +57,22 @@ class AnswerFinder:
     text: str
     special: re.Pattern[str]
 
-    def spans(self) -> list[Span]:
+    def spans(self) -> list[Span | BadRow]:
         """Return the span of each assistant turn, from the end of its prompt to the token that ends the turn.
 
-        Raises BadRow if an answer is not in the text, or not exactly once.
+        For an answer that is not in the text, or not exactly once, the list has the reason.
         """
-        spans: list[Span] = []
-        for index, message in enumerate(self.messages):
-            if message["role"] != "assistant":
-                continue
-            prompt = self.render(self.messages[:index], add_generation_prompt=True)
-            span = self._after_prompt(index, prompt) or self._between_tags(index, prompt or "")
-            if span[1] <= span[0]:
-                raise BadRow("the answer cannot be placed", f"nothing is written for {message['content'][:40]!r}")
-            spans.append(span)
-        return spans
+        return [self._span(index) for index, message in enumerate(self.messages) if message["role"] == "assistant"]
+
+    def _span(self, index: int) -> Span | BadRow:
+        prompt = self.render(self.messages[:index], add_generation_prompt=True)
+        span = self._after_prompt(index, prompt) or self._between_tags(index)
+        shown = repr(_content(self.messages[index])[:40])
+        if span is None:
+            return BadRow("the answer cannot be placed", f"the template rewrites {shown}")
+        if span[1] <= span[0]:
+            return BadRow("the answer cannot be placed", f"nothing is written for {shown}")
+        return span
 
     def _after_prompt(self, index: int, prompt: str | None) -> Span | None:
         """Return the span if the prompt is a prefix of the text, and so is the turn at least to the answer's end.
@@ -63,93 +83,168 @@ class AnswerFinder:
         turn = self.text if is_last else self.render(self.messages[: index + 1])
         if prompt is None or turn is None or not turn.startswith(prompt) or not self.text.startswith(prompt):
             return None
-        start, stop, content = len(prompt), _n_shared(self.text, turn), self.messages[index]["content"]
+        start, stop, content = len(prompt), n_shared(self.text, turn), _content(self.messages[index])
         inner = content if content in self.text[start:stop] else content.strip()
         found = self.text.find(inner, start, stop)
-        if found < 0 or (not inner and stop < len(turn)):
+        if found < 0 or (stop < len(turn) and (not inner or "tool_calls" in self.messages[index])):
             return None
-        return start, self._end_of_turn(start, found + len(inner), stop)
+        return start, self._end_of_turn(index, start, found + len(inner), stop, is_whole=stop == len(turn))
 
-    def _end_of_turn(self, start: int, after: int, stop: int) -> int:
-        """Return the end of the last special token in [after, stop), or else of the text in [start, stop)."""
-        ends = [match.end() for match in self.special.finditer(self.text, after, stop)]
-        return ends[-1] if ends else max(after, start + len(self.text[start:stop].rstrip()))
+    def _end_of_turn(self, index: int, start: int, after: int, stop: int, *, is_whole: bool) -> int:
+        """Return the end of the last special token in [after, stop), or else of the text in [start, stop).
 
-    def _between_tags(self, index: int, prompt: str) -> Span:
-        """Return the span of an answer by its tags, with the white space that the data set has around it."""
-        text, content = self.text, self.messages[index]["content"]
-        if index not in self._tagged_spans:
-            raise BadRow("the answer cannot be placed", f"the template rewrites {content[:40]!r}")
-        start, after = self._tagged_spans[index]
-        lead, trail = _outer_space(content)
-        is_whole = after - start == len(content.strip())
-        stop = self._stop(index, after)
-        if prompt and text.startswith(prompt) and len(prompt) <= (start if is_whole else after - 1):
-            start = len(prompt)
-        elif is_whole:
-            start -= len(lead) if text[:start].endswith(lead) else 0
-            start -= text[start - 1 : start] == " "  # tokenizers merge the space before a word into its token
-        else:  # the part that was dropped may end in the line break that also ends the prompt
-            start = max(start, _n_shared(text, prompt))
-        after += len(trail) if text.startswith(trail, after) else 0
-        return start, self._end_of_turn(start, after, stop)
-
-    def _stop(self, index: int, end: int) -> int:
-        """Return the end of the turn whose answer ends at `end`.
-
-        It reaches as far as the text equals the text after the answer when this turn is the last.
+        Special tokens inside a call do not end the turn. is_whole: the template writes nothing more for this turn. Then
+        the special token that begins the next turn ends it (GLM).
         """
-        if index == len(self.messages) - 1:
-            return len(self.text)
-        turn = self.render([*self.messages[:index], _tagged(self.messages[index], index)]) or ""
-        tail = turn.rpartition(f"\ufdd3{index}\ufdd3")[2]
-        return end + _n_shared(self.text[end : end + len(tail)], tail)
+        ends = [match.span() for match in self.special.finditer(self.text, after)] if stop < len(self.text) else []
+        stop = next((begin for begin, end in ends if begin < stop < end), stop)  # not in the middle of a token
+        ends = [match.end() for match in self.special.finditer(self.text, after, stop)]
+        of_text = max(after, start + len(self.text[start:stop].rstrip()))
+        if ends and ("tool_calls" not in self.messages[index] or ends[-1] >= of_text):
+            return ends[-1]
+        next_turn = self.special.match(self.text, of_text) if is_whole and stop == of_text else None
+        return next_turn.end() if next_turn else of_text
 
-    @cached_property
-    def _tagged_spans(self) -> dict[int, Span]:
-        """The spans of the answers that the template writes unchanged, or without their beginning (reasoning)."""
-        tagged = [
-            _tagged(message, index) if message["role"] == "assistant" and message["content"].strip() else message
-            for index, message in enumerate(self.messages)
-        ]
-        written = self.render(tagged)
-        if written is None or _TAG.sub("", written) != self.text:
-            return {}
-        begins, ends = defaultdict(list), defaultdict(list)
-        length_of_tags = 0
-        for match in _TAG.finditer(written):
-            (begins if match[1] else ends)[int(match[1] or match[2])].append(match.start() - length_of_tags)
-            length_of_tags += len(match[0])
-        spans = {}
-        for index, (end, *others) in ends.items():
-            content, begun = self.messages[index]["content"].strip(), begins[index]
-            begin = begun[0] if begun else self._begin_of_tail(end, content)
-            expected = content if begun else content[begin - end :]
-            if not others and len(begun) < 2 and begin < end and self.text[begin:end] == expected:
-                spans[index] = begin, end
-        return spans
+    # ---- by tags
+
+    def _between_tags(self, index: int) -> Span | None:
+        """Return the span of an answer by its tags, with the white space that the data set has around it."""
+        written = [place for place, tag in enumerate(self._tags) if self._fields[tag.number].turn == index]
+        turn = self.render(self._tagged[: index + 1])
+        last = _last_tag(turn or "")
+        if not written or last is None or not self._is_unchanged(index):
+            return None
+        end = next((tag for tag in self._tags if tag.is_end and tag.number == int(last[2] or -1)), None)
+        start = self._start(index, written[0])
+        if end is None or start is None or self._fields[end.number].turn != index:
+            return None
+        after, tail, content = end.place, turn[last.end() :], _content(self.messages[index])
+        trail = content[len(content.rstrip()) :]
+        stop = after + n_shared(self.text[after : after + len(tail)], tail)
+        is_whole = stop == after + len(tail)
+        if self._fields[end.number].name == "content" and self.text.startswith(trail, after):
+            after += len(trail)
+        return start, self._end_of_turn(index, start, after, max(stop, after), is_whole=is_whole)
+
+    def _start(self, index: int, first: int) -> int | None:
+        """Return where the answer begins whose first tag is `self._tags[first]`.
+
+        The text after the previous turn is compared with what the prompt of this answer has there.
+        """
+        place = self._tags[first].place - self._tags[first].is_end  # an end: the beginning of the answer is left out
+        prompt = self.render(self._tagged[:index], add_generation_prompt=True)
+        if prompt is None:
+            return place
+        before, last = self._tags[first - 1] if first else None, _last_tag(prompt)
+        if (before and before.number) != (last and int(last[2] or last[1])):
+            return None
+        begin = before.place if before else 0
+        prompt = prompt[last.end() :] if last else prompt
+        head = self.text[begin:place]
+        shared = n_shared(head, prompt)
+        if shared < len(prompt):
+            shared = len(_PART_OF_MARKUP.sub("", head[:shared]))
+            shared -= head[:shared].endswith(" ")  # tokenizers merge the space before a word into its token
+        return begin + shared
+
+    def _is_unchanged(self, index: int) -> bool:
+        """Return whether the content of a turn is in the text once, at least its end, or the names of its calls are."""
+        found = False
+        for number, field in enumerate(self._fields):
+            if field.turn != index or field.name == "reasoning":
+                continue
+            ends = [tag.place for tag in self._tags if tag.number == number and tag.is_end]
+            begins = [tag.place for tag in self._tags if tag.number == number and not tag.is_end]
+            if not ends:
+                continue
+            begin = begins[0] if begins else self._begin_of_tail(ends[0], field.text)
+            written = self.text[begin : ends[0]]
+            expected = field.text if begins else field.text[begin - ends[0] :]
+            several = field.name == "content" and (len(ends) > 1 or len(begins) > 1)
+            if several or begin >= ends[0] or written != expected:
+                return False
+            found = True
+        return found
 
     def _begin_of_tail(self, end: int, content: str) -> int:
         """Return where the part of `content` begins that the text up to `end` ends with; not in a special token."""
         text = self.text[:end]
-        begin = end - _n_shared(text[::-1], content[::-1])
+        begin = end - n_shared(text[::-1], content[::-1])
         return next(
             (match.end() for match in self.special.finditer(text) if match.start() < begin < match.end()), begin
         )
 
+    @cached_property
+    def _marked(self) -> tuple[list[dict[str, Any]], list[TaggedField]]:
+        return tag_messages(self.messages)
 
-def _tagged(message: dict[str, Any], index: int) -> dict[str, Any]:
-    content = message["content"]
-    lead, trail = _outer_space(content)
-    return {**message, "content": f"{lead}\ufdd2{index}\ufdd2{content.strip()}\ufdd3{index}\ufdd3{trail}"}
+    @property
+    def _tagged(self) -> list[dict[str, Any]]:
+        return self._marked[0]
+
+    @property
+    def _fields(self) -> list[TaggedField]:
+        return self._marked[1]
+
+    @cached_property
+    def _tags(self) -> list[Tag]:
+        """The tags of all turns in the order of the text; none if the template writes another text because of them."""
+        return find_tags(self.render(self._tagged), self.text)
 
 
-def _outer_space(content: str) -> tuple[str, str]:
-    """Return the white space before and after a text. It stays outside the tags, for templates that trim the text."""
-    return content[: len(content) - len(content.lstrip())], content[len(content.rstrip()) :]
+def find_tags(written: str | None, text: str) -> list[Tag]:
+    """Return the tags in `written`, a rendering of tagged messages, or none unless it equals `text` but for them."""
+    if written is None or _TAG.sub("", written) != text:
+        return []
+    tags, length_of_tags = [], 0
+    for match in _TAG.finditer(written):
+        tags.append(Tag(int(match[1] or match[2]), match[1] is None, match.start() - length_of_tags))
+        length_of_tags += len(match[0])
+    return tags
 
 
-def _n_shared(text: str, other: str) -> int:
+def tag_messages(messages: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[TaggedField]]:
+    """Return the messages with tags around contents, reasoning and names of calls, and these fields by number.
+
+    System turns have none. White space around a text stays outside the tags, for templates that trim the text.
+    """
+    fields: list[TaggedField] = []
+
+    def tagged(turn: int, name: str, text: str) -> str:
+        inner = text.strip()
+        if not inner:
+            return text
+        number, lead = len(fields), text[: len(text) - len(text.lstrip())]
+        fields.append(TaggedField(turn, name, inner))
+        return f"{lead}\ufdd2{number}\ufdd2{inner}\ufdd3{number}\ufdd3{text[len(text.rstrip()) :]}"
+
+    def tagged_message(turn: int, message: dict[str, Any]) -> dict[str, Any]:
+        if message["role"] == "system":
+            return message
+        new = dict(message)
+        reasoning = [name for name in REASONING_FIELDS if name in message]
+        if reasoning:
+            new |= dict.fromkeys(reasoning, tagged(turn, "reasoning", message[reasoning[0]]))
+        if message["content"]:
+            new["content"] = tagged(turn, "content", message["content"])
+        if "tool_calls" in message:
+            functions = [call["function"] for call in message["tool_calls"]]
+            names = [{**function, "name": tagged(turn, "call", function["name"])} for function in functions]
+            new["tool_calls"] = [{"type": "function", "function": function} for function in names]
+        return new
+
+    return [tagged_message(turn, message) for turn, message in enumerate(messages)], fields
+
+
+def _content(message: dict[str, Any]) -> str:
+    return message["content"] or ""
+
+
+def _last_tag(text: str) -> re.Match[str] | None:
+    return next(reversed(list(_TAG.finditer(text))), None)
+
+
+def n_shared(text: str, other: str) -> int:
     """Return the length of the common prefix."""
     shorter = min(len(text), len(other))
     if text[:shorter] == other[:shorter]:  # nearly always, and many times faster than the loop

@@ -36,6 +36,7 @@ class Rendered(NamedTuple):
     bos: int | None = None
     eos: int | None = None  # trained if the text has a trained span
     literal: tuple[Span, ...] = ()  # names of control tokens that are the row's text
+    unplaced: tuple[str, ...] = ()  # why answers that should be trained are not
 
     def substitute(self, matches: Iterable[re.Match[str]], replacement: str) -> Rendered:
         """Replace each match by `replacement`, and move the spans."""
@@ -67,6 +68,15 @@ class ControlTokens:
     def ids(self) -> frozenset[int]:
         """The ids of all control tokens."""
         return frozenset(self._ids.values())
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """The names of all control tokens."""
+        return tuple(self._ids)
+
+    def id_of(self, name: str) -> int:
+        """Return the id of a control token."""
+        return self._ids[name]
 
     def found_in(self, text: str) -> tuple[Span, ...]:
         """Return the spans of names of control tokens."""

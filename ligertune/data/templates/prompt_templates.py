@@ -16,18 +16,20 @@ before the text if the tokenizer normally writes one, and EOS after the answer; 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from ligertune.data.rows.conversation import BadRow, Conversation, Message
 from ligertune.data.rows.formats import Format
-from ligertune.data.rows.image_rows import image_parts
 from ligertune.data.templates.answer_spans import AnswerFinder
-from ligertune.data.templates.bounded_jinja import TemplateRefusalError, render_chat_template, template_name
-from ligertune.data.templates.control_tokens import ControlTokens, Rendered, Span
+from ligertune.data.templates.bounded_jinja import template_name
+from ligertune.data.templates.control_tokens import ControlTokens, Rendered
+from ligertune.data.templates.jinja_renderer import JinjaRenderer
 from ligertune.data.templates.named_templates import known_templates, read_template, template_path
+from ligertune.data.templates.reasoning import ReasoningMask, drop_history_reasoning, end_of_think_block
+from ligertune.data.templates.template_messages import REASONING_FIELDS, forms_of, split_calls, template_messages
 from ligertune.errors import UserError
 
 if TYPE_CHECKING:
@@ -37,7 +39,6 @@ if TYPE_CHECKING:
 
 TrainOn = Literal["assistant", "last", "all"]
 
-_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _IMAGE = re.compile(r"[\"']image[\"']")  # the template reads parts of this type
 _STRING = re.compile(r"\bis\s+string\b")  # the template reads content that is a plain string
 
@@ -55,15 +56,11 @@ def choose_template(
             f"data.prompt_template: {data.prompt_template} is not for rows of format {format.name}: they are texts.",
             hint="Write data.prompt_template: auto, or name the columns of a conversation in data.datasets[].columns.",
         )
-    if wanted == "plain" and data.system_prompt:
-        raise UserError(
-            f"data.system_prompt has no place in rows of format {format.name}, which are used unchanged.",
-            hint="Remove it" + ("." if format.raw else ", or write data.prompt_template: chat."),
-        )
+    _check_options(wanted, data, format)
     if wanted == "plain":
-        return PlainTemplate(tokenizer, data.train_on)
+        return PlainTemplate(tokenizer, data.train_on, mask_reasoning=data.mask_reasoning)
     if wanted == "alpaca":
-        return AlpacaTemplate(tokenizer, data.system_prompt, data.train_on)
+        return AlpacaTemplate(tokenizer, data.system_prompt, data.train_on, mask_reasoning=data.mask_reasoning)
     name, source = wanted, None
     if wanted != "chat":
         name = template_path(wanted).name
@@ -84,7 +81,36 @@ def choose_template(
                 else "data.prompt_template: alpaca if the rows are single exchanges."
             ),
         )
-    return ChatTemplate(tokenizer, source, name, data.system_prompt, data.train_on, with_images=with_images)
+    return ChatTemplate(
+        tokenizer,
+        source,
+        name,
+        data.system_prompt,
+        data.train_on,
+        with_images=with_images,
+        mask_reasoning=data.mask_reasoning,
+        drop_history_reasoning=data.drop_history_reasoning,
+        chat_template_kwargs=data.chat_template_kwargs,
+    )
+
+
+def _check_options(wanted: str, data: DataOptions, format: Format) -> None:
+    """Raise UserError for options that have no effect on rows of this format under the template `wanted`."""
+    if wanted == "plain" and data.system_prompt:
+        raise UserError(
+            f"data.system_prompt has no place in rows of format {format.name}, which are used unchanged.",
+            hint="Remove it" + ("." if format.raw else ", or write data.prompt_template: chat."),
+        )
+    if wanted in ("plain", "alpaca") and data.chat_template_kwargs:
+        raise UserError(
+            f"data.chat_template_kwargs has no effect on rows of format {format.name} without a chat template.",
+            hint="Remove it" + ("." if format.raw else ", or write data.prompt_template: chat."),
+        )
+    if format.raw and data.mask_reasoning:
+        raise UserError(
+            f"data.mask_reasoning has no effect on rows of format {format.name}: all of a text has labels.",
+            hint="Remove it.",
+        )
 
 
 @dataclass(frozen=True)
@@ -97,6 +123,9 @@ class ChatTemplate:
     system_prompt: str | None
     train_on: TrainOn
     with_images: bool = False
+    mask_reasoning: bool = False
+    drop_history_reasoning: bool = False
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     @cached_property
     def _control(self) -> ControlTokens:
@@ -109,106 +138,90 @@ class ChatTemplate:
     def render(self, conversation: Conversation) -> Rendered:
         """Return the text that the template writes, and the spans of the answers that are trained.
 
-        Raises BadRow for a conversation that the template cannot render completely.
+        Raises BadRow for a conversation that the template cannot render completely, or without an answer that can be
+        trained.
         """
         tools = self._control.mark(list(conversation.tools)) or None
         source = self.tokenizer.get_chat_template(self.source, tools)
-        messages = [_template_message(message, source) for message in conversation.messages]
-        if self.system_prompt and messages[0]["role"] != "system":
-            messages.insert(0, {"role": "system", "content": self.system_prompt})
-        messages = self._control.mark(messages)
-        renderer = _JinjaRenderer(
+        options = self._control.mark({**self.chat_template_kwargs, **conversation.chat_template_kwargs})
+        renderer = JinjaRenderer(
             source,
             self._file,
-            {"tools": tools, **self.tokenizer.special_tokens_map},
+            {**self.tokenizer.special_tokens_map, **options, "tools": tools},
             takes_parts=self.with_images and bool(_IMAGE.search(source)),
             takes_strings=bool(_STRING.search(source)),
         )
-        text = renderer.render(messages)
-        _check_complete(renderer, messages, text)
+        turns = conversation.messages
+        written = self._write(drop_history_reasoning(turns) if self.drop_history_reasoning else turns, renderer)
         if self.train_on == "all":
-            return self._control.unmark(Rendered(text, ((0, len(text)),)))
-        if _GENERATION.search(source):
-            spans = renderer.generation_spans(messages)
+            return self._control.unmark(Rendered(written.text, ((0, len(written.text)),)))
+        return self._control.unmark(self._with_trained_spans(written, renderer))
+
+    def _write(self, turns: Sequence[Message], renderer: JinjaRenderer) -> _Written:
+        """Render the turns in the first form that the template accepts and writes completely.
+
+        Raises BadRow with the fault of the usual form if there is none.
+        """
+        refusal = None
+        for form in forms_of(turns, renderer.source):
+            shown = split_calls(turns) if form.split else list(turns)
+            if self.system_prompt and shown[0].role != "system":
+                shown.insert(0, Message("system", self.system_prompt))
+            messages = self._control.mark(template_messages(shown, renderer.source, form))
+            try:
+                text = renderer.render(messages)
+                renderer.check_complete(messages, text)
+                return _Written(shown, messages, text)
+            except BadRow as bad:
+                refusal = refusal or bad
+        raise refusal
+
+    def _with_trained_spans(self, written: _Written, renderer: JinjaRenderer) -> Rendered:
+        """Return the text with the spans that are trained, and why others are not. Raises BadRow if none can be."""
+        turns, messages, text = written
+        if renderer.marks_answers:
+            spans = renderer.marked_answers(messages)
         else:
-            spans = AnswerFinder(renderer.try_render, messages, text, self._control.pattern).spans()
-        answers = [message for message in conversation.messages if message.role == "assistant"]
-        if len(spans) != len(answers):
-            raise BadRow("the answer cannot be placed", f"{len(spans)} marked spans for {len(answers)} answers")
-        chosen = list(zip(answers, spans, strict=True))
+            found = AnswerFinder(renderer.try_render, messages, text, self._control.pattern).spans()
+            spans = [answer if isinstance(answer, BadRow) else [answer] for answer in found]
+        places = [place for place, turn in enumerate(turns) if turn.role == "assistant"]
+        chosen = [(place, span) for place, span in zip(places, spans, strict=True) if turns[place].trained]
         if self.train_on == "last":
-            chosen = chosen[-1:]
-        return self._control.unmark(Rendered(text, tuple(span for answer, span in chosen if answer.trained)))
+            chosen = [(place, span) for place, span in chosen if place == places[-1]]
+        mask = ReasoningMask(renderer.try_render, messages, text) if self.mask_reasoning else None
+        if mask:
+            chosen = [
+                (place, span if isinstance(span, BadRow) else mask.unmasked(place, span)) for place, span in chosen
+            ]
+        faults = [span for _, span in chosen if isinstance(span, BadRow)]
+        if faults and len(faults) == len(chosen):
+            raise faults[0]
+        trained = (span for _, found in chosen if not isinstance(found, BadRow) for span in found)
+        rendered = Rendered(text, tuple(trained), unplaced=tuple(fault.detail for fault in faults))
+        is_open = rendered.trained and rendered.trained[-1][1] == len(text) and not renderer.marks_answers
+        return rendered._replace(eos=self._next_role(messages, text, renderer)) if is_open else rendered
 
-
-@dataclass(frozen=True)
-class _JinjaRenderer:
-    """A jinja template with the arguments that all renderings of one conversation share."""
-
-    source: str
-    file: str  # its name, for errors
-    variables: dict[str, Any]  # tools, and names of special tokens
-    takes_parts: bool  # content as a list of parts, for turns with images
-    takes_strings: bool
-
-    def render(self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool = False) -> str:
-        """Return the text. Raises BadRow if the template refuses the messages."""
-        return self._run(messages, add_generation_prompt=add_generation_prompt)[0]
-
-    def try_render(self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool = False) -> str | None:
-        """Render, or return None: templates may refuse a part of a conversation that they accept as a whole."""
-        try:
-            return self.render(messages, add_generation_prompt=add_generation_prompt)
-        except BadRow:
+    def _next_role(self, messages: list[dict[str, Any]], text: str, renderer: JinjaRenderer) -> int | None:
+        """Return the special token that would begin the turn after the last answer, if nothing else ends that (GLM)."""
+        if text.endswith(self._control.names):
             return None
-
-    def generation_spans(self, messages: Sequence[dict[str, Any]]) -> list[Span]:
-        """Return the spans of the `{% generation %}` blocks."""
-        return self._run(messages, spans=True)[1]
-
-    def _run(self, messages: Sequence[dict[str, Any]], **options: bool) -> tuple[str, list[Span]]:
-        messages = [self._with_parts(message) for message in messages]
-        try:
-            return render_chat_template(self.source, messages, name=self.file, **self.variables, **options)
-        except TemplateRefusalError as error:
-            raise BadRow("the template refuses it", str(error)) from error
-
-    def _with_parts(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Split the content into parts if it shows an image, or if the template reads only parts."""
-        parts = image_parts(message["content"]) if self.takes_parts else []
-        if all(part["type"] == "text" for part in parts) and (self.takes_strings or not self.takes_parts):
-            return message
-        return {**message, "content": parts}
+        # without reasoning, which templates drop once there is another turn
+        plain = [{name: message[name] for name in message if name not in REASONING_FIELDS} for message in messages]
+        role = "tool" if "tool_calls" in messages[-1] else "user"
+        begin = renderer.try_render(plain)
+        longer = renderer.try_render([*plain, {"role": role, "content": "?"}])
+        if begin is None or longer is None or not longer.startswith(begin):
+            return None
+        following = self._control.pattern.match(longer, len(begin))
+        return self._control.id_of(following[0]) if following else None
 
 
-def _template_message(message: Message, source: str) -> dict[str, Any]:
-    """Return the dict that chat templates read. Fields that this template does not read become text of the content."""
-    content = f"{message.content}\n\n{message.input}" if message.input.strip() else message.content
-    fields: dict[str, Any] = {"role": message.role}
-    if message.calls and "tool_calls" in source:
-        calls = ({"name": call.name, "arguments": call.arguments} for call in message.calls)
-        fields["tool_calls"] = [{"type": "function", "function": call} for call in calls]
-    elif message.calls:
-        content = "\n".join([*([content] if content else []), *(call.text for call in message.calls)])
-    if message.reasoning and "reasoning_content" in source:
-        fields["reasoning_content"] = message.reasoning
-    elif message.reasoning:
-        content = f"<think>\n{message.reasoning}\n</think>\n\n{content}"
-    return {**fields, "content": content}
+class _Written(NamedTuple):
+    """A rendered conversation: its turns, the dicts that the template got, and the text."""
 
-
-def _check_complete(renderer: _JinjaRenderer, messages: list[dict[str, Any]], text: str) -> None:
-    """Raise BadRow if the text lacks a tool result or system turn: the model would learn answers without their cause.
-
-    A turn is in the text if a change of its content changes the text.
-    """
-    for role in ("system", "tool"):
-        changed = [
-            {**message, "content": message["content"] + "?"} if message["role"] == role else message
-            for message in messages
-        ]
-        if changed != messages and renderer.try_render(changed) == text:
-            raise BadRow("the template leaves a turn out", role)
+    turns: list[Message]
+    messages: list[dict[str, Any]]
+    text: str
 
 
 ALPACA_PROMPT = (
@@ -234,14 +247,14 @@ class PlainTemplate:
 
     name = "plain"
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, train_on: TrainOn) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, train_on: TrainOn, *, mask_reasoning: bool = False) -> None:
         if tokenizer.eos_token_id is None:
             raise UserError(
                 "The tokenizer has no EOS token, so a model would never learn to stop.",
                 hint="Name one in model.tokenizer.eos_token.",
             )
         writes_bos = tokenizer.bos_token_id is not None and tokenizer("a").input_ids[0] == tokenizer.bos_token_id
-        self._train_on = train_on
+        self._train_on, self._mask_reasoning = train_on, mask_reasoning
         self._bos, self._eos = tokenizer.bos_token_id if writes_bos else None, tokenizer.eos_token_id
         self._bos_text, self._eos_text = tokenizer.bos_token or "", tokenizer.eos_token
 
@@ -258,6 +271,8 @@ class PlainTemplate:
     def _exchange(self, prompt: str, answer: Message) -> Rendered:
         text = prompt + answer.content
         start = 0 if self._train_on == "all" else len(prompt)
+        if self._mask_reasoning:
+            start = len(prompt) + end_of_think_block(answer.content)
         trained = ((start, len(text)),) if answer.trained or self._train_on == "all" else ()
         return Rendered(text, trained, bos=self._bos, eos=self._eos)
 
@@ -267,8 +282,15 @@ class AlpacaTemplate(PlainTemplate):
 
     name = "alpaca"
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, system_prompt: str | None, train_on: TrainOn) -> None:
-        super().__init__(tokenizer, train_on)
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        system_prompt: str | None,
+        train_on: TrainOn,
+        *,
+        mask_reasoning: bool = False,
+    ) -> None:
+        super().__init__(tokenizer, train_on, mask_reasoning=mask_reasoning)
         self._system_prompt = system_prompt
         self._control = ControlTokens(tokenizer)
 
