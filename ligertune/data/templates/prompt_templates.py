@@ -21,14 +21,14 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from ligertune.data.answers.answer_spans import AnswerFinder
+from ligertune.data.answers.reasoning import ReasoningMask, drop_history_reasoning, end_of_think_block
 from ligertune.data.rows.conversation import BadRow, Conversation, Message
 from ligertune.data.rows.formats import Format
-from ligertune.data.templates.answer_spans import AnswerFinder
 from ligertune.data.templates.bounded_jinja import template_name
 from ligertune.data.templates.control_tokens import ControlTokens, Rendered
 from ligertune.data.templates.jinja_renderer import JinjaRenderer
 from ligertune.data.templates.named_templates import known_templates, read_template, template_path
-from ligertune.data.templates.reasoning import ReasoningMask, drop_history_reasoning, end_of_think_block
 from ligertune.data.templates.template_messages import REASONING_FIELDS, forms_of, split_calls, template_messages
 from ligertune.errors import UserError
 

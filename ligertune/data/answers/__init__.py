@@ -1,0 +1,1 @@
+"""Answers in rendered conversations: where they are, and their reasoning."""
