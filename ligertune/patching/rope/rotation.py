@@ -124,7 +124,7 @@ def _call(rotation: Rotation, axis: int, q: Tensor, k: Tensor | None, cos: Tenso
         return None
     if cos.ndim == 2:  # shared by all sequences, or there is no batch
         cos, sin = cos[None], sin[None]
-    if q.dtype != cos.dtype and not rotation.keeps_dtype and not torch.is_autocast_enabled(q.device.type):
+    if q.dtype != cos.dtype and not rotation.keeps_dtype and not _autocasts(q.device.type):
         wide = torch.promote_types(q.dtype, cos.dtype)
         q, k = q.to(wide), None if k is None else k.to(wide)
     q, k = _heads_first(q, axis), None if k is None else _heads_first(k, axis)
@@ -137,6 +137,11 @@ def _call(rotation: Rotation, axis: int, q: Tensor, k: Tensor | None, cos: Tenso
     if rotation.table == "first half":
         cos, sin = cos[..., : width // 2], sin[..., : width // 2]
     return _Call(q, k, cos, -sin if rotation.backwards else sin, rotary_dim)
+
+
+def _autocasts(device_type: str) -> bool:
+    """Return whether attention will cast q and k anyway."""
+    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
 
 
 def _heads_first(x: Tensor, axis: int) -> Tensor:

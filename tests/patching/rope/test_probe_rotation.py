@@ -123,6 +123,8 @@ def test_tables_in_fp32_give_the_dtype_of_the_original(name):
     for given, expected in pairs:
         assert given.dtype == expected.dtype == (torch.float32 if name == "llama" else torch.bfloat16)
         torch.testing.assert_close(given, expected, rtol=1e-2, atol=1e-2)
+    on_meta = [t.to("meta") for t in (q, k, angles.cos(), angles.sin())]
+    assert [t.dtype for t in ours(*on_meta)] == [t.dtype for t in function(*on_meta)]
     with torch.autocast("cpu", dtype=torch.bfloat16):  # attention then casts to bf16 in any case
         assert ours(q, k, angles.cos(), angles.sin())[0].dtype == torch.bfloat16
 
