@@ -79,7 +79,7 @@ def plan_for(
     check_packages(recipe)
     check_float8(recipe, machine)
     job = _load_and_plan(
-        recipe, machine, progress, sharded=for_show and gpus is not None and recipe.method.type != "qlora"
+        recipe, machine, progress, sharded=for_show and gpus is not None and recipe.method.stored_as is None
     )
     if for_show:
         return job

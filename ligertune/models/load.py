@@ -23,6 +23,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
+    BitsAndBytesConfig,
     GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
@@ -154,17 +155,17 @@ def build_model(
     device: torch.device | str,
     seed: int,
     four_bits: bool = False,
+    eight_bits: bool = False,
     origin: ModelOrigin = RECIPE_MODEL,
 ) -> PreTrainedModel:
     """Return the model on `device`: pretrained, or random from `seed`; without weights on the meta device.
 
-    four_bits: quantise the layers' weights to NF4 while they are loaded. Embedding and output head have rows for the
-    tokens that the recipe adds. Raises UserError.
+    four_bits, eight_bits: quantise the layers' weights to NF4 or int8 while they are loaded. Embedding and output head
+    have rows for the tokens that the recipe adds. Raises UserError.
     """
     loaded = copy.deepcopy(config) if spec.tokenizer.adds else config  # growing changes it
-    model = _build(
-        spec, loaded, dtype=dtype, device=torch.device(device), seed=seed, four_bits=four_bits, origin=origin
-    )
+    bits = {"four_bits": four_bits, "eight_bits": eight_bits}
+    model = _build(spec, loaded, dtype=dtype, device=torch.device(device), seed=seed, origin=origin, **bits)
     if spec.tokenizer.adds:
         rows = needed_rows(read_tokenizer(spec, RECIPE_TOKENIZER), spec.tokenizer, config)
         grow(model, rows, seed=seed, mean_resizing=spec.tokenizer.mean_resizing)
@@ -179,6 +180,7 @@ def _build(
     device: torch.device,
     seed: int,
     four_bits: bool,
+    eight_bits: bool,
     origin: ModelOrigin,
 ) -> PreTrainedModel:
     if four_bits:
@@ -196,10 +198,12 @@ def _build(
     with torch.device("meta"):  # building changes a configuration
         skeleton = _new_model(spec, copy.deepcopy(config), dtype=dtype, origin=origin)
     options = _attention(spec.attn_implementation, config)
-    if device.type == "cuda" or four_bits:  # tensors go to the device one by one: no copy in host memory
+    if device.type == "cuda" or four_bits or eight_bits:  # tensors go to the device one by one: no copy in host memory
         options |= {"device_map": {"": device}}
     if four_bits:
         options["quantization_config"] = four_bit_experts.four_bit_config(skeleton, dtype)
+    if eight_bits:
+        options["quantization_config"] = BitsAndBytesConfig(load_in_8bit=True)
     if is_random:
         with _quiet_reports():  # of buffers that no weight initialises
             return four_bit_experts.random_in_four_bits(skeleton, config, seed=seed, dtype=dtype, **options)
@@ -254,16 +258,29 @@ def _attention(name: str, config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def whole_model(
-    spec: ModelOptions, config: PreTrainedConfig, *, through_four_bits: bool = False, origin: ModelOrigin = RECIPE_MODEL
+    spec: ModelOptions,
+    config: PreTrainedConfig,
+    *,
+    through_four_bits: bool = False,
+    through_eight_bits: bool = False,
+    origin: ModelOrigin = RECIPE_MODEL,
 ) -> PreTrainedModel:
     """Load the model unsharded in its checkpoint's dtype, for export.
 
-    through_four_bits: quantise to NF4 and dequantise, which gives the weights that QLoRA trained on.
+    through_four_bits, through_eight_bits: quantise to NF4 or int8 and dequantise, which gives the weights that QLoRA or
+    `method.load_in_8bit` trained on.
     """
     dtype = getattr(torch, spec.dtype) if spec.dtype in ("bfloat16", "float32") else config.dtype or torch.float32
-    device = torch.device("cuda" if torch.cuda.is_available() and through_four_bits else "cpu")
-    model = build_model(spec, config, dtype=dtype, device=device, seed=0, four_bits=through_four_bits, origin=origin)
-    return model.dequantize() if through_four_bits else model
+    quantised = through_four_bits or through_eight_bits
+    device = torch.device("cuda" if torch.cuda.is_available() and quantised else "cpu")
+    bits = {"four_bits": through_four_bits, "eight_bits": through_eight_bits}
+    model = build_model(spec, config, dtype=dtype, device=device, seed=0, origin=origin, **bits)
+    return model.dequantize() if quantised else model
+
+
+def through(stored_as: str | None) -> dict[str, bool]:
+    """Return the keywords of `whole_model` for the storage that a method has (`MethodOptions.stored_as`)."""
+    return {"through_four_bits": stored_as == "nf4", "through_eight_bits": stored_as == "int8"}
 
 
 # ---- weights

@@ -17,7 +17,7 @@ import torch
 
 from ligertune.errors import UserError
 from ligertune.models.added_tokens import grow_for_adapter
-from ligertune.models.load import auto_class, build_model, read_config, whole_model
+from ligertune.models.load import auto_class, build_model, read_config, through, whole_model
 from ligertune.models.load_tokenizer import read_tokenizer
 from ligertune.models.model_files import ADAPTER_CONFIG, ModelOrigin, check_adapter, loading, read_json, stored_shapes
 from ligertune.models.score_head import gives_scores, make_scored_as_saved
@@ -222,7 +222,7 @@ def read_saved_tokenizer(folder: Path, *, trust_remote_code: bool) -> PreTrained
 
 
 def merge_saved_adapter(
-    folder: Path, *, trust_remote_code: bool, through_four_bits: bool, origin: ModelOrigin = SAVED_MODEL
+    folder: Path, *, trust_remote_code: bool, stored_as: str | None, origin: ModelOrigin = SAVED_MODEL
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load the adapter in `folder` merged into its base model, and its tokenizer. Raises UserError."""
     from ligertune.models.adapters.lora import load_adapter, merged_model  # imports peft, which takes seconds
@@ -230,7 +230,7 @@ def merge_saved_adapter(
     spec = saved_spec(str(folder), trust_remote_code=trust_remote_code)
     config = read_saved_config(str(folder), spec, origin)
     tokenizer = read_tokenizer(spec, origin)
-    model = whole_model(spec, config, through_four_bits=through_four_bits, origin=origin)
+    model = whole_model(spec, config, origin=origin, **through(stored_as))
     return merged_model(load_adapter(model, str(folder), origin)), tokenizer
 
 

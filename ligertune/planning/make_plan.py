@@ -154,7 +154,10 @@ def estimate_memory(
     if shape.layer is None or shape.head is None or (shape.heads and (shards > 1 or not policy.fused_loss)):
         return None
     itemsize = 2 if precision.weights == "bfloat16" or precision.autocast == "fp16" else 4
-    in_four_bits = dequantised_bytes(shape.layer.experts, itemsize) if recipe.method.type == "qlora" else 0
+    dequantised = dequantised_bytes(shape.layer.experts, itemsize) if recipe.method.type == "qlora" else 0
+    # The backward of an 8-bit layer dequantises its weight.
+    eight_bit = (k.elements for k, _ in shape.parameters if k.in_eight_bits(recipe.method.stored_as))
+    dequantised += itemsize * max(eight_bit, default=0)
     return MemoryEstimate(
         states=states,
         layer=shape.layer,
@@ -163,7 +166,7 @@ def estimate_memory(
         layers=shape.num_hidden_layers,
         itemsize=itemsize,
         labelled=data.trained_tokens / data.tokens if data.tokens else 1.0,
-        workspace=in_four_bits + (CUBLAS_WORKSPACE if inputs.machine.device == "cuda" else 0),
+        workspace=dequantised + (CUBLAS_WORKSPACE if inputs.machine.device == "cuda" else 0),
         optim_in_backward=recipe.train.optim_in_backward,
         tower=shape.tower,
         image_share=data.image_share,

@@ -75,8 +75,8 @@ def choose_strategy(
         return section.strategy, ""
     if why_fsdp:
         return "fsdp", why_fsdp
-    if recipe.method.type == "qlora":
-        return "ddp", "4-bit weights cannot be sharded"
+    if recipe.method.stored_as is not None:
+        return "ddp", f"{'4-bit' if recipe.method.type == 'qlora' else '8-bit'} weights cannot be sharded"
     micro = recipe.train.per_device_train_batch_size
     alone = need(1 if micro == "auto" else micro)
     if alone.fits:
@@ -161,6 +161,12 @@ UNSUPPORTED = (
         lambda recipe, autocast: recipe.method.type == "qlora",
         "method.type: qlora: its 4-bit weights cannot be sharded, and the launcher configured fsdp.",
         "Start the run without fsdp, or write method.type: lora.",
+    ),
+    UnsupportedSetting(
+        ("fsdp", *ZERO),
+        lambda recipe, autocast: recipe.method.load_in_8bit,
+        "method.load_in_8bit: its weights cannot be sharded, and the launcher configured otherwise.",
+        "Start the run without fsdp, or leave method.load_in_8bit out.",
     ),
     UnsupportedSetting(
         ("fsdp",),

@@ -70,6 +70,7 @@ def check_packages(recipe: Recipe) -> None:
     """Raise UserError if a setting needs a package that is not installed."""
     wanted = {"train.optim": (recipe.train.optim, OPTIMIZERS[recipe.train.optim].needs)}
     wanted |= {"method.type": ("qlora", "bitsandbytes")} if recipe.method.type == "qlora" else {}
+    wanted |= {"method.load_in_8bit": ("true", "bitsandbytes")} if recipe.method.load_in_8bit else {}
     wanted |= {"distill.teacher_load_in_4bit": ("true", "bitsandbytes")} if recipe.distill.teacher_load_in_4bit else {}
     wanted |= {"train.fp8": ("true", "torchao")} if recipe.train.fp8 else {}
     if recipe.parallel.strategy.startswith("deepspeed"):

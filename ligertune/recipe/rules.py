@@ -186,6 +186,7 @@ RULES = (
         "{0}: {v[0]} subtracts the initial adapter from the weights, and {why}",
         f"method.init_lora_weights: {CHANGES_WEIGHTS}",
         ("method.type: qlora", "{1}: qlora would quantise what is left. Write method.type: lora."),
+        ("method.load_in_8bit", f"{{1}} would quantise what is left. {ONE_OUT}"),
         ("method.use_dora", f"{{1}} could not be saved for the original weights then. {ONE_OUT}"),
         ("preference.reference: adapter",
          "{1}: adapter needs the weights without it. Write preference.reference: precompute."),
@@ -213,6 +214,24 @@ RULES = (
              "{0} changes the vocabulary, and {1} is {v[1]}, which needs that of another model. "
              "Train the tokens with task: sft first.")
         for key in ("model.tokenizer.add_tokens", "model.tokenizer.add_special_tokens")
+    ),
+    Rule("method.load_in_8bit, method.type: qlora",
+         "{0} stores weights in 8 bits, and {1} is qlora, which stores them in 4. Leave {0} out."),
+    Rule("method.load_in_8bit, method.type: full|freeze",
+         "{0} freezes the weights, and {1} is {v[1]}, which trains them. Write method.type: lora."),
+    *_each(
+        "{0} {why}",
+        "method.load_in_8bit",
+        ("kernels.lora", f"multiplies in 8 bits, and {{1}} adds the update inside 16-bit products. {ONE_OUT}"),
+        ("task: medusa", "is not supported with {1}: medusa. Leave it out."),
+        ("train.gradient_checkpointing: offload_gate|offload_both",
+         "has no plain linear layers, whose outputs {1}: {v[1]} saves. Write train.gradient_checkpointing: true."),
+        ("train.torch_compile", f"runs bitsandbytes' products, which {{1}} does not compile. {ONE_OUT}"),
+        ("train.cuda_graphs", f"waits for the device in each product, which {{1}} cannot record. {ONE_OUT}"),
+        ("model.init: random", "quantises weights of a checkpoint, and {1} is random. Write method.type: qlora."),
+        ("parallel.strategy: fsdp|deepspeed_zero2|deepspeed_zero3",
+         "stores weights that cannot be sharded, and {1} is {v[1]}. Write parallel.strategy: ddp."),
+        ("parallel.cp_size: not 1", f"stores weights that cannot be sharded, which {{1}} needs. {ONE_OUT}"),
     ),
     # ---- Medusa heads
     Rule("medusa.stage: 2, medusa.heads_path: null, task: medusa",

@@ -126,6 +126,8 @@ class MethodSpec(Section):
 
     type: Literal["full", "lora", "qlora", "freeze"] = "full"
     """full: all weights; lora: an adapter; qlora: an adapter on 4-bit weights; freeze: parameters of `trainable`."""
+    load_in_8bit: Switch = False
+    """With type: lora: store the linear weights of the layers in 8 bits (LLM.int8); needs bitsandbytes."""
     lora_r: Annotated[int, Field(ge=1, le=2**16)] = 16
     """LoRA rank R."""
     lora_alpha: PositiveFloat = 32.0
@@ -155,6 +157,11 @@ class MethodSpec(Section):
     """Use rsLoRA: divide lora_alpha by the square root of lora_r."""
     trainable: ExpressionList = ()
     """With type: freeze: regular expressions; parameters whose names match one of them train."""
+
+    @property
+    def stored_as(self) -> Literal["nf4", "int8"] | None:
+        """How bitsandbytes stores the frozen linear weights; None: as they are."""
+        return "nf4" if self.type == "qlora" else "int8" if self.load_in_8bit else None
 
     @property
     def init_changes_weights(self) -> bool:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
@@ -90,7 +91,7 @@ def trained_model(
         with accelerator.autocast():
             check_scores(model, multiple_of=plan.rows.multiple_of, packed=plan.rows.is_padding_free)
     if plan.rows.is_padding_free:
-        with accelerator.autocast():
+        with accelerator.autocast(), _without_outliers(model):
             why = why_not_padding_free(plan, model)
         if why is not None:
             del model
@@ -111,14 +112,32 @@ def trained_model(
     return model, plan
 
 
+@contextlib.contextmanager
+def _without_outliers(model: nn.Module) -> Iterator[None]:
+    """Let each token of 8-bit layers be rounded alone.
+
+    LLM.int8 computes the columns of large activations in 16 bits for all tokens of a row, so documents change each
+    other's rounding.
+    """
+    states = [module.state for module in model.modules() if type(module).__name__ == "Linear8bitLt"]
+    thresholds = [state.threshold for state in states]
+    for state in states:
+        state.threshold = 0.0
+    try:
+        yield
+    finally:
+        for state, threshold in zip(states, thresholds, strict=True):
+            state.threshold = threshold
+
+
 def _load_and_patch(
     options: BuildOptions, config: PreTrainedConfig, attention: str, *, dtype: torch.dtype, device: torch.device | str
 ) -> tuple[PreTrainedModel, tuple[KernelLine, ...]]:
     """Return the model with frozen vision parts and our kernels, and one line per kernel. attention: its name."""
     prepare_config(config, options)
     spec = options.model.model_copy(update={"attn_implementation": attention})
-    four_bits = options.method.type == "qlora"
-    model = build_model(spec, config, dtype=dtype, device=device, seed=options.seed, four_bits=four_bits)
+    bits = {"four_bits": options.method.stored_as == "nf4", "eight_bits": options.method.stored_as == "int8"}
+    model = build_model(spec, config, dtype=dtype, device=device, seed=options.seed, **bits)
     lines: tuple[KernelLine, ...] = ()
     wanted = options.kernels
     if wanted.enabled is not False:

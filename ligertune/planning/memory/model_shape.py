@@ -30,6 +30,10 @@ class ParameterKind:
         """Whether QLoRA stores it in four bits."""
         return method == "qlora" and (self.linear or self.experts) and self.inside and not self.adapter
 
+    def in_eight_bits(self, stored_as: str | None) -> bool:
+        """Whether method.load_in_8bit stores it in eight bits, with a float32 scale for each row. Experts stay."""
+        return stored_as == "int8" and self.linear and self.inside and not self.adapter
+
     def itemsize(self, weight_dtype: str) -> int:
         """Bytes per element without quantisation. Adapters are always float32."""
         return 4 if self.adapter else DTYPE_BYTES[weight_dtype]

@@ -70,6 +70,8 @@ def states_of(
     states: Counter = Counter()
     for kind, count in parameters:
         size = NF4_BYTES if kind.quantised(method) else kind.itemsize(weight_dtype)
+        if kind.in_eight_bits(recipe.method.stored_as):
+            size = 1 + 4 / kind.shape[-1]
         weights += count * kind.elements * size
         if kind.trains:
             trained += count * kind.elements * size

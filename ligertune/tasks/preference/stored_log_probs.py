@@ -72,9 +72,10 @@ def _is_main() -> bool:
 def log_probs_key(plan: Plan, examples: Examples) -> str:
     """Return the SHA-256 of everything that the reference log-probabilities of these examples depend on."""
     build = plan.build
+    quantised = "int8" if build.method.load_in_8bit else build.method.type == "qlora"
     parts: dict[str, Any] = {
         "model": _model_identity(plan),
-        "precision": [plan.precision.weights, plan.precision.autocast, build.method.type == "qlora"],
+        "precision": [plan.precision.weights, plan.precision.autocast, quantised],
         "examples": examples.fingerprint,
         "ld_alpha": build.preference.ld_alpha,
         "torch": torch.__version__,

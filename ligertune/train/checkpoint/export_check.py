@@ -12,14 +12,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from ligertune.data.prepare import prepare
 from ligertune.errors import UserError
-from ligertune.models.load import hide_loading_bars, read_config, whole_model
+from ligertune.models.load import hide_loading_bars, read_config, through, whole_model
 from ligertune.models.load_tokenizer import load_tokenizer
 from ligertune.models.model_files import ADAPTER_CONFIG
 from ligertune.models.save import SAVED_MODEL, load_plain, load_saved, read_saved_tokenizer
@@ -105,15 +105,16 @@ def check_export(plan: ExportPlan, *, prompt: str | None = None) -> ExportCheck:
         served.append((f"exported {plan.kind}", plan.folder))
     comparisons = []
     for name, folder in served:
-        base = _four_bit_base(options) if _is_adapter(folder) and _is_qlora(options) else None
+        base = _quantised_base(options) if _is_adapter(folder) and _stored_as(options) else None
         model = load_plain(folder, trust_remote_code=plan.trust_remote_code, base=base)
         comparisons.append(compare_logits(name, folder, model, rows, expected))
         del model, base
     notes = []
     if options is not None and options.build.task == "medusa":
         notes.append("Medusa heads are not compared; `ligertune medusa RECIPE --report` measures them.")
-    if _is_qlora(options):
-        notes.append("adapters are compared on the dequantised 4-bit weights; on the 16-bit weights logits differ.")
+    if stored_as := _stored_as(options):
+        bits = {"nf4": "4-bit", "int8": "8-bit"}[stored_as]
+        notes.append(f"adapters are compared on the dequantised {bits} weights; on the 16-bit weights logits differ.")
     return ExportCheck(tuple(comparisons), compared_on, tuple(notes))
 
 
@@ -153,8 +154,8 @@ def _is_adapter(folder: Path) -> bool:
     return (folder / ADAPTER_CONFIG).is_file()
 
 
-def _is_qlora(options: RunOptions | None) -> bool:
-    return options is not None and options.build.method.type == "qlora"
+def _stored_as(options: RunOptions | None) -> Literal["nf4", "int8"] | None:
+    return None if options is None else options.build.method.stored_as
 
 
 def _trained_model(plan: ExportPlan, options: RunOptions | None) -> nn.Module:
@@ -175,19 +176,19 @@ def _trained_model(plan: ExportPlan, options: RunOptions | None) -> nn.Module:
     spec = options.build.model.model_copy(update={"trust_remote_code": trust})
     config = read_config(spec, SAVED_MODEL)
     prepare_config(config, options.build, SAVED_MODEL)
-    base = whole_model(spec, config, through_four_bits=_is_qlora(options), origin=SAVED_MODEL)
+    base = whole_model(spec, config, origin=SAVED_MODEL, **through(_stored_as(options)))
     adapted = load_adapter(_on_device(base), str(source), SAVED_MODEL)
     if options.build.kernels.fuses_lora:
         fuse_adapters(adapted)
     return adapted.get_base_model()
 
 
-def _four_bit_base(options: RunOptions) -> PreTrainedModel:
-    """Return the dequantised 4-bit weights that QLoRA trains on, in transformers' own classes."""
+def _quantised_base(options: RunOptions) -> PreTrainedModel:
+    """Return the dequantised weights that QLoRA or 8-bit LoRA trains on, in transformers' own classes."""
     spec = options.build.model
     config = read_config(spec, SAVED_MODEL)
     prepare_config(config, options.build, SAVED_MODEL)
-    return whole_model(spec, config, through_four_bits=True, origin=SAVED_MODEL)
+    return whole_model(spec, config, origin=SAVED_MODEL, **through(_stored_as(options)))
 
 
 def _on_device(model: PreTrainedModel) -> PreTrainedModel:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 from accelerate import load_checkpoint_in_model
 
 from ligertune.errors import UserError
-from ligertune.models.load import hide_loading_bars, read_config, whole_model
+from ligertune.models.load import hide_loading_bars, read_config, through, whole_model
 from ligertune.models.load_tokenizer import load_tokenizer
 from ligertune.models.model_files import ADAPTER_CONFIG
 from ligertune.models.save import (
@@ -166,8 +166,8 @@ def _merge_adapter_folder(source: SavedModel, out: Path, *, trust_remote_code: b
     """Merge an adapter that peft has saved. Without a saved recipe it counts as LoRA."""
     folder = Path(source.name)
     options, prompt = saved_options(source.run or folder), read_prompt(folder)
-    qlora = options is not None and options.build.method.type == "qlora"
-    merged, tokenizer = merge_saved_adapter(folder, trust_remote_code=trust_remote_code, through_four_bits=qlora)
+    stored_as = None if options is None else options.build.method.stored_as
+    merged, tokenizer = merge_saved_adapter(folder, trust_remote_code=trust_remote_code, stored_as=stored_as)
     write_model(merged, tokenizer, out, state_dict=None, **prompt)
 
 
@@ -183,7 +183,7 @@ def load_checkpoint(source: SavedModel, *, trust_remote_code: bool) -> nn.Module
     spec = build.model.model_copy(update={"trust_remote_code": trust_remote_code})
     config = read_config(spec, SAVED_MODEL)
     prepare_config(config, build, SAVED_MODEL)
-    model = whole_model(spec, config, origin=SAVED_MODEL, through_four_bits=build.method.type == "qlora")
+    model = whole_model(spec, config, origin=SAVED_MODEL, **through(build.method.stored_as))
     model = apply_method(model, build.method, seed=build.seed)
     if (folder / FILE).is_file():
         load_trained(model, folder / FILE)

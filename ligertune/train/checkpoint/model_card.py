@@ -161,6 +161,7 @@ def _method(method: MethodOptions) -> str:
     where = targets if isinstance(targets, str) else ", ".join(targets)
     if method.lora_target_parameters is not None:
         where += f"; parameters: {', '.join(method.lora_target_parameters) or 'none'}"
+    kind = f"{kind} on 8-bit weights" if method.load_in_8bit else kind
     return f"{kind}, rank {method.lora_r}, alpha {method.lora_alpha:g}, dropout {method.lora_dropout:g}, on {where}"
 
 
