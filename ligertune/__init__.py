@@ -20,6 +20,7 @@ _WHERE = {
     "loss_counts": "ligertune.patching.deferred_logits",
     "AutoModelForCausalLM": "ligertune.models.auto",
     "AutoModelForImageTextToText": "ligertune.models.auto",
+    "AutoModelForSequenceClassification": "ligertune.models.auto",
     "load_recipe": "ligertune.recipe.read",
     "UserError": "ligertune.errors",
 }

@@ -1,4 +1,4 @@
-"""transformers' AutoModelForCausalLM and AutoModelForImageTextToText; the models they return run our kernels.
+"""transformers' auto classes of language models; the models they return run our kernels.
 
 keep_logits: as in `patch`.
 """
@@ -42,3 +42,9 @@ class AutoModelForImageTextToText(_PatchedAuto):
     """Load with the arguments of `transformers.AutoModelForImageTextToText`, then patch."""
 
     auto_class = transformers.AutoModelForImageTextToText
+
+
+class AutoModelForSequenceClassification(_PatchedAuto):
+    """Load with the arguments of `transformers.AutoModelForSequenceClassification`, then patch."""
+
+    auto_class = transformers.AutoModelForSequenceClassification

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 ROWS = "score_rows"  # keyword of a forward: (D,) int64, places of last tokens among all N tokens of the batch
 _TOKENS = 9  # of the text on which `check_scores` compares
+EXACT, ROUNDED = 1e-3, 3e-2  # largest differences relative to the largest score, in float32 and in half precision
 
 
 class DocumentScores(ModulePatch):
@@ -75,11 +76,15 @@ def check_scores(model: PreTrainedModel, *, multiple_of: int, packed: bool) -> N
     model.eval()
     try:
         own = model(**batch, use_cache=False).logits
-        ours = model(**batch, use_cache=False, score_rows=torch.tensor([length - 1], device=device)).logits[0]
+        ours = model(**batch, use_cache=False, score_rows=torch.arange(length, device=device)).logits[
+            0
+        ]  # of all tokens
     finally:
         config.pad_token_id = pad
         model.train(was_training)
-    if own.shape != ours.shape or not torch.allclose(own, ours, rtol=1e-3, atol=1e-3 * float(own.abs().max())):
+    # Products of other sizes round differently. Scores of other tokens differ by about as much as they are large.
+    allowed = (ROUNDED if ours.dtype.itemsize < 4 else EXACT) * float(ours.abs().max())
+    if own.shape != ours[-1:].shape or not torch.allclose(own, ours[-1:], rtol=0, atol=allowed):
         raise _refusal(model, "does not read its scores at the last token")
 
 
