@@ -21,7 +21,7 @@ from ligertune.patching.experts.recognise_experts import is_experts, recognise_e
 from ligertune.patching.fused_loss import DeferredLossModel, KernelLossModel, LossHead, refuse_head, refuse_loss
 from ligertune.patching.mlps.deferred_activation import KernelProduct, ProductSpec, RecomputedProduct
 from ligertune.patching.mlps.kernel_mlps import KernelExpertGate, KernelMLP, RecomputedMLP
-from ligertune.patching.mlps.recognise_mlps import GatedSpec, NotGated, is_mlp, recognise_mlp
+from ligertune.patching.mlps.recognise_mlps import GatedSpec, is_mlp, recognise_mlp
 from ligertune.patching.module_patch import ModulePatch, patch_module, unpatch_module, wrapper_of
 from ligertune.patching.norms.kernel_norms import (
     KernelGatedNorm,
@@ -33,7 +33,7 @@ from ligertune.patching.norms.kernel_norms import (
 )
 from ligertune.patching.norms.recognise_gated_norms import is_gated_norm, recognise_gated_norm
 from ligertune.patching.norms.recognise_norms import is_layer_norm, is_norm, recognise_layer_norm, recognise_norm
-from ligertune.patching.probe import Refusal
+from ligertune.patching.probe import NotNeeded, Refusal
 from ligertune.patching.recompute import RecomputableOutput, recompute_inputs
 from ligertune.patching.rope.kernel_rope import KernelRope, is_rotary, is_rotary_table, recognise_rope
 from ligertune.planning.plan import KernelLine
@@ -200,7 +200,7 @@ def _patch_layer(module: nn.Module, kind: LayerKind, tallies: dict[str, _Tally],
     spec = Refusal("switched off") if mixins is None else kind.recognise(module)
     if isinstance(spec, Refusal):
         tally = tallies[kind.kernel]
-        reasons = tally.remarks if isinstance(spec, NotGated) else tally.left
+        reasons = tally.remarks if isinstance(spec, NotNeeded) else tally.left
         reasons[f"{name}: {spec.reason}"] += 1
         return
     is_part = kind.part is not None and isinstance(spec, kind.part.spec)

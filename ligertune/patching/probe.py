@@ -25,6 +25,11 @@ class Refusal:
     reason: str
 
 
+@dataclass(frozen=True)
+class NotNeeded(Refusal):
+    """Why a kernel would gain nothing. The report names such modules and does not count them as left."""
+
+
 def answer(function: Callable[..., Any], *args: Any) -> Any | Refusal:
     """Return the result of unknown code for `args`, or a refusal with its error."""
     with (
@@ -102,6 +107,22 @@ def stub(cls: type[nn.Module], settings: Settings, **members: Any) -> nn.Module:
     for name, member in members.items():
         setattr(hollow, name, member)
     return hollow
+
+
+def uses_stored_statistics(module: nn.Module) -> bool:
+    """Return whether a module without parameters is an affine function of each number, given by its buffers.
+
+    Such is the normalisation of Phi-4's audio features.
+    """
+    buffers = dict(module.named_buffers())
+    if not buffers or next(module.parameters(), None) is not None or any(b.ndim != 1 for b in buffers.values()):
+        return False
+    stored = {name: numbers(len(b), seed=seed) for seed, (name, b) in enumerate(buffers.items())}
+    cls, width = type(module), len(next(iter(stored.values())))
+    a, b, c = (numbers(3, width, seed=seed) for seed in (7, 8, 9))
+    given = [answer(cls.forward, stub(cls, settings_of(module), **stored), x) for x in (a + b, c, a, b + c)]
+    same_shape = all(isinstance(y, Tensor) and y.shape == a.shape for y in given)
+    return same_shape and close(given[0] + given[1], given[2] + given[3], rtol=1e-5, atol=1e-5)
 
 
 def refuse_forward(module: nn.Module) -> Refusal | None:

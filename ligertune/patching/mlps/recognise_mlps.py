@@ -31,6 +31,7 @@ from ligertune.patching.mlps.mlp_members import (
 )
 from ligertune.patching.probe import (
     Definition,
+    NotNeeded,
     Refusal,
     Settings,
     answer,
@@ -63,12 +64,7 @@ class GatedSpec:
             object.__setattr__(self, "inputs", ("gate_up_proj",) if self.packed else ("gate_proj", "up_proj"))
 
 
-@dataclass(frozen=True)
-class NotGated(Refusal):
-    """An MLP without a gate. There is nothing to fuse, so it is not counted as left out."""
-
-
-NOT_GATED = NotGated("not gated, so there is no product for a kernel")
+NOT_GATED = NotNeeded("not gated, so there is no product for a kernel")
 NOT_THE_FORM = "it computes something else than down(act(gate(x)) * up(x))"
 
 
@@ -93,7 +89,7 @@ def recognise_mlp(module: nn.Module) -> GatedSpec | ProductSpec | Refusal:
     The whole MLP comes first.
     """
     whole = recognise_whole_mlp(module)
-    if not isinstance(whole, Refusal) or isinstance(whole, NotGated) or "forward" in vars(module):
+    if not isinstance(whole, Refusal) or isinstance(whole, NotNeeded) or "forward" in vars(module):
         return whole
     product = recognise_product(module)
     says_more = not isinstance(product, Refusal) or isinstance(product, OtherActivation)
@@ -182,7 +178,7 @@ class _Call:
 
 def _spec_of(module: nn.Module, cls: type, projections: Projections) -> GatedSpec | Refusal:
     found = _probed(cls, definition_of(cls), settings_of(module), projections, members_of(module, projections))
-    if isinstance(found, Refusal) and not isinstance(found, NotGated):
+    if isinstance(found, Refusal):
         names = {name for name, _ in projections}
         others = [name for name, _ in module.named_parameters() if name.partition(".")[0] not in names]
         if others:  # the probe has no parameters: their names say more than the error that it met

@@ -58,11 +58,17 @@ class KernelLayerNorm(ModulePatch):
     patch_spec: LayerNormSpec
 
     def forward(self, input: Tensor) -> Tensor:
-        return self._norm()(*self._sources(input)) if self._is_equal(input) else super().forward(input)
+        if not self._is_equal(input):
+            return super().forward(input)
+        if self.patch_spec.channels_first:  # input (B, C, H, W)
+            return self._norm()(*self._sources(input.permute(0, 2, 3, 1))).permute(0, 3, 1, 2)
+        return self._norm()(*self._sources(input))
 
     def _is_equal(self, input: Tensor) -> bool:
         """Return whether the kernel gives what the module's own forward gives, which runs otherwise."""
         spec = self.patch_spec
+        if spec.channels_first and input.ndim != 4:
+            return False
         if spec.offset and torch.is_autocast_enabled(input.device.type):
             return False  # Nemotron's norm rounds all its arguments to autocast's dtype
         return spec.mixed or not _has_other_dtype(getattr(self, "weight", None), input)
@@ -117,7 +123,9 @@ class RecomputedLayerNorm(RecomputableOutput, KernelLayerNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         output = super().forward(input)
-        return mark_recomputable(output, self._norm(), *self._sources(input)) if self._is_equal(input) else output
+        if not self._is_equal(input) or self.patch_spec.channels_first:  # convolutions read the latter
+            return output
+        return mark_recomputable(output, self._norm(), *self._sources(input))
 
 
 class RecomputedGatedNorm(RecomputableOutput, KernelGatedNorm):

@@ -22,6 +22,7 @@ from torch.nn import functional as F
 
 from ligertune.patching.probe import (
     Definition,
+    NotNeeded,
     Refusal,
     Settings,
     answer,
@@ -31,6 +32,7 @@ from ligertune.patching.probe import (
     refuse_forward,
     settings_of,
     stub,
+    uses_stored_statistics,
 )
 
 
@@ -53,11 +55,12 @@ class NormSpec:
 
 @dataclass(frozen=True)
 class LayerNormSpec:
-    """The arguments with which `layer_norm` equals a norm: see NormSpec."""
+    """The arguments with which `layer_norm` equals a norm: see NormSpec. channels_first: of images (B, C, H, W)."""
 
     offset: float = 0.0
     eps_name: str | float = "eps"
     mixed: bool = True
+    channels_first: bool = False
     kernel = "layer_norm"
 
 
@@ -214,6 +217,8 @@ def recognise(module: nn.Module) -> NormSpec | LayerNormSpec | Refusal:
     refusal = refuse_parameters(module) or refuse_forward(module)
     if refusal or type(module) is nn.LayerNorm:
         return refusal or LayerNormSpec()
+    if uses_stored_statistics(module):
+        return NotNeeded("it uses stored statistics, so there is nothing to sum")
     cls, settings = type(module), settings_of(module)
     if hasattr(module, "normalized_shape"):  # torch's layer norm passes it on
         settings += (("normalized_shape", tuple(module.normalized_shape)),)
@@ -289,7 +294,8 @@ def _match(
     for dtype in SAME_DTYPES:
         given, forms = given_and_matching(dtype, dtype)
         if isinstance(given, Refusal):
-            return _explain(cls, settings, parameters, given)
+            images = _match_images(cls, settings, parameters, eps)
+            return _explain(cls, settings, parameters, given) if images is None else images
         if not forms and dtype is torch.float32:
             grouped = any(name in GROUP_NAMES and value for name, value in settings)
             return Refusal("it normalises groups of columns, which needs a kernel" if grouped else OTHER_NUMBERS)
@@ -302,6 +308,22 @@ def _match(
         results = [given_and_matching(*dtypes) for dtypes in MIXED_DTYPES]
         mixed = all(found or isinstance(given, Refusal) for given, found in results)  # one that raises is never run
     return replace(forms[0].spec, eps_name=eps, mixed=mixed)
+
+
+def _match_images(cls: type, settings: Settings, parameters: Parameters, eps: str | float) -> LayerNormSpec | None:
+    """Return the spec of a layer norm over the channels of images (B, C, H, W), as SAM's towers have; else None."""
+    value, held = (PROBE_EPS, {eps: PROBE_EPS}) if isinstance(eps, str) else (eps, {})
+    for dtype in SAME_DTYPES:
+        members = parameters.numbers(dtype)
+        x = probe_rows(parameters.width, eps, dtype)[None, None]  # (1, 1, W, C)
+        images = x.permute(0, 3, 1, 2)
+        given = answer(lambda: cls.forward(stub(cls, settings, **held, **members), images))  # noqa: B023  called at once
+        if not isinstance(given, Tensor) or given.ndim != 4:
+            return None
+        arguments = x, members.get("weight"), members.get("bias"), value
+        if not any(_equals(given.permute(0, 2, 3, 1), arguments, formula) for formula in LAYER_NORMS):
+            return None
+    return LayerNormSpec(eps_name=eps, mixed=False, channels_first=True)
 
 
 def _explain(cls: type, settings: Settings, parameters: Parameters, refusal: Refusal) -> Refusal:

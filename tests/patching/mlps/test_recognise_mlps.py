@@ -17,10 +17,10 @@ from transformers.pytorch_utils import Conv1D
 
 from ligertune.patching.mlps.deferred_activation import KernelProduct, ProductSpec, RecomputedProduct
 from ligertune.patching.mlps.kernel_mlps import KernelMLP, RecomputedMLP
-from ligertune.patching.mlps.recognise_mlps import GatedSpec, NotGated, gate_of, is_mlp, recognise_mlp
+from ligertune.patching.mlps.recognise_mlps import GatedSpec, gate_of, is_mlp, recognise_mlp
 from ligertune.patching.module_patch import patch_module, unpatch_module
 from ligertune.patching.patch import patch
-from ligertune.patching.probe import Refusal
+from ligertune.patching.probe import NotNeeded, Refusal
 
 HIDDEN, WIDTH = 16, 24
 CONFIG = SimpleNamespace(
@@ -290,7 +290,7 @@ class Square(nn.Module):
 
 def test_an_mlp_without_a_gate_is_named_and_not_counted_as_left():
     plain = Plain()
-    assert is_mlp(plain) and isinstance(recognise_mlp(plain), NotGated)
+    assert is_mlp(plain) and isinstance(recognise_mlp(plain), NotNeeded)
     assert not any(map(is_mlp, (Attention(), Square(), nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4)))))
     model = nn.ModuleList([plain, Plain(), layer(Split, hidden_clamp)])
     row = next(row for row in patch(model).rows if row.kernel == "swiglu")

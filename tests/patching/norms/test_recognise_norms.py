@@ -1,5 +1,6 @@
 """Norms of named families: the spec that a probe finds, and the same numbers and gradients once patched."""
 
+import copy
 import importlib
 import re
 from pathlib import Path
@@ -12,7 +13,7 @@ from tiny_families import MAPPINGS
 from torch import nn
 
 from ligertune.patching.module_patch import patch_module
-from ligertune.patching.norms.kernel_norms import KernelGatedNorm, KernelLayerNorm, KernelNorm
+from ligertune.patching.norms.kernel_norms import KernelGatedNorm, KernelLayerNorm, KernelNorm, RecomputedLayerNorm
 from ligertune.patching.norms.recognise_gated_norms import GatedNormSpec, is_gated_norm, recognise_gated_norm
 from ligertune.patching.norms.recognise_norms import (
     LayerNormSpec,
@@ -174,6 +175,28 @@ class ChannelsFirstLayerNorm(nn.LayerNorm):
         return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
 
 
+class ChannelsFirstSequenceLayerNorm(nn.LayerNorm):
+    def forward(self, x):
+        return super().forward(x.permute(0, 2, 1)).permute(0, 2, 1)
+
+
+class StoredStatisticsNorm(nn.Module):
+    """Phi-4's audio features."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(E))
+        self.register_buffer("scale", torch.ones(E))
+
+    def forward(self, x):
+        return (x - self.mean) * self.scale
+
+
+class StoredNorm(StoredStatisticsNorm):
+    def forward(self, x):
+        return super().forward(x) / x.norm()
+
+
 class OwnScale(nn.Module):
     """Normalise as Cohere does, but multiply in the dtype of the hidden states."""
 
@@ -205,7 +228,7 @@ class GroupedRMSNorm(nn.Module):
 @pytest.mark.parametrize(
     ("norm", "reason"),
     [
-        (ChannelsFirstLayerNorm(E), "it normalises over channels, which are not the last dimension"),
+        (ChannelsFirstSequenceLayerNorm(E), "it normalises over channels, which are not the last dimension"),
         (ScaledLayerNorm(E), "it rounds bfloat16 at other places than our kernels"),
         (ScaledLayerNorm(4, E), "its weight is not a tensor of one dimension"),
         (nn.LayerNorm((4, E)), "it normalises over more than the last dimension"),
@@ -221,6 +244,31 @@ def test_a_norm_that_is_left_has_a_reason(norm, reason):
     rows = {row.kernel: row for row in patch(model, loss="torch").rows}
     row = rows["layer_norm" if "LayerNorm" in type(norm).__name__ else "rms_norm"]
     assert (row.applied, row.left, row.note) == (0, 1, f"1 {type(norm).__name__}: {reason}")
+
+
+@pytest.mark.parametrize("mixin", [KernelLayerNorm, RecomputedLayerNorm])
+def test_a_layer_norm_over_the_channels_of_images_is_patched(mixin):
+    """Of SAM's towers."""
+    plain = ChannelsFirstLayerNorm(E, eps=0.1)
+    nn.init.normal_(plain.weight), nn.init.normal_(plain.bias)
+    spec = recognise(plain)
+    assert spec == LayerNormSpec(mixed=False, channels_first=True)
+    patched = copy.deepcopy(plain)
+    patch_module(patched, mixin, spec)
+    for dtype in (FP32, BF16):
+        x = torch.randn(2, E, 3, 4).to(dtype).requires_grad_()
+        results = [norm.to(dtype)(x) for norm in (plain, patched)]
+        torch.testing.assert_close(*results)
+        if dtype is FP32:
+            torch.testing.assert_close(*(torch.autograd.grad(y.sum(dim=1).square().sum(), x)[0] for y in results))
+
+
+def test_a_norm_by_stored_statistics_needs_no_kernel():
+    norm = StoredStatisticsNorm()
+    row = next(row for row in patch(nn.ModuleList([norm, nn.Linear(1, 1)]), loss="torch").rows if "norm" in row.kernel)
+    assert (row.applied, row.left) == (0, 0)
+    assert row.note == "1 StoredStatisticsNorm: it uses stored statistics, so there is nothing to sum"
+    assert type(recognise(StoredNorm())) is Refusal
 
 
 def test_a_norm_whose_dtypes_differ_runs_its_own_forward_where_the_kernel_would_round_otherwise():
