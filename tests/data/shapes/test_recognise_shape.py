@@ -2,7 +2,9 @@
 that works."""
 
 import json
+import random
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -10,8 +12,10 @@ import yaml
 from row_files import write_rows
 
 from ligertune.data.rows.conversation import BadRow, Conversation
+from ligertune.data.rows.data_files import Record
 from ligertune.data.rows.formats import RowShape, plain_format
 from ligertune.data.rows.sources import RecordStream
+from ligertune.data.shapes.message_trees import assemble_trees
 from ligertune.data.shapes.recognise_shape import recognise_shape
 from ligertune.errors import UserError
 from ligertune.planning.options import DatasetOptions
@@ -219,3 +223,46 @@ def test_streams_and_the_cache_give_the_same_examples(tmp_path, prepared, name):
              (data.report.sets[0] for data in (fresh, again, streamed))]  # fmt: skip
     assert first[0] == first[1] == first[2]
     assert all(note in data.notes for data in (fresh, again, streamed) if (note := first[0][3]))
+
+
+ODD = (
+    "", "q", "assistant", "[{", "### Human: q### Assistant: a", "[INST] <<SYS>>", None, True, 3, [], {}, ["q", 1], b"x",
+    [{"role": "user"}], {"text": "q", "replies": [None]}, float("nan"), "USER: q\nASSISTANT: <functioncall> {'x'}",
+)  # fmt: skip
+
+
+def damaged(rng: random.Random, value: object) -> object:
+    """Return the value with one place in it replaced, removed or renamed."""
+    if not isinstance(value, dict | list) or not value or rng.random() < 0.2:
+        return rng.choice(ODD)
+    if isinstance(value, list):
+        place = rng.randrange(len(value))
+        return [*value[:place], *([] if rng.random() < 0.2 else [damaged(rng, value[place])]), *value[place + 1 :]]
+    place = rng.choice(list(value))
+    others = {key: inner for key, inner in value.items() if key != place}
+    if rng.random() < 0.3:
+        return others if rng.random() < 0.5 else {**others, rng.choice(("text", "prompt", "value")): value[place]}
+    return {**others, place: damaged(rng, value[place])}
+
+
+def test_damaged_rows_are_read_dropped_or_refused():
+    """No other exception leaves the recognition or the reading of rows."""
+    rng = random.Random(0)
+    ends = Counter()
+    for _ in range(2000):
+        damage = [damaged(rng, row) if rng.random() < 0.7 else row for row in rng.choice(SHAPES)["rows"]]
+        rows = [Record(row if isinstance(row, dict) else {}, f"d:{number}") for number, row in enumerate(damage)]
+        spec = DatasetOptions(path="d", format=rng.choice(("auto",) * 8 + ("question_answer", "dialogue")))
+        try:
+            records = list(assemble_trees(iter(rows), rows[0].row))
+            found = recognise_shape(spec, rng.choice(("conversations",) * 8 + ("pairs", "labelled")), records, "d")
+        except UserError:
+            ends["refused"] += 1
+            continue
+        for record in records:
+            try:
+                found.format.parse(found.of(record), rng.choice((None, [])))
+                ends["read"] += 1
+            except (BadRow, UserError):
+                ends["dropped"] += 1
+    assert min(ends[end] for end in ("refused", "read", "dropped")) > 100, ends
