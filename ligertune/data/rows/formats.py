@@ -242,7 +242,7 @@ def _text(row: dict[str, Any], reader: RowReader) -> Conversation:
 
 
 _CHAT = ("system", "tools", "chat_template_kwargs", "image", "images")
-_ANSWER_MORE = ("input", "system", "history", "tools", "reasoning", "image", "images")
+_ANSWER_MORE = ("input", "history", "reasoning", *_CHAT)
 _conversations = partial(_conversation, column="conversations")
 FORMATS: tuple[Format, ...] = (
     Format("alpaca", ("instruction", "output"), ("input", "system", "history"), "alpaca", _alpaca),
@@ -252,6 +252,6 @@ FORMATS: tuple[Format, ...] = (
     Format("prompt_completion", ("prompt", "completion"), _CHAT[1:3], "plain", _prompt_completion, is_fallback=True),
     Format("question_answer", ("question", "answer"), _ANSWER_MORE, "chat", _question_answer, is_fallback=True),
     Format("text", ("text",), (), "plain", _text, raw=True, is_fallback=True),
-    Format("dialogue", ("text",), ("system", "tools"), "chat", _dialogue, by_values=True),
+    Format("dialogue", ("text",), _CHAT[:3], "chat", _dialogue, by_values=True),
     Format("oasst", ("thread",), (), "chat", _thread, by_values=True),
 )

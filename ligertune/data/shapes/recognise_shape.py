@@ -68,6 +68,7 @@ def recognise_shape(spec: DatasetOptions, rows: DataRows, first: Sequence[Record
         format = replace(format, template="chat")
     columns |= _optional_columns(format, sample, columns, path)
     read = {*format.required, *format.optional, *(name.split(".")[0] for name in columns.values()), *_MEDIA}
+    read |= set() if format.raw else {"chat_template_kwargs"}
     unread = tuple(sorted(sample.names - read))
     return RowShape(format, columns, unread, _note(path, format, unread))
 

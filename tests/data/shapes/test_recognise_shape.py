@@ -68,6 +68,7 @@ def test_a_shape_is_read(tmp_path, shape):
     assert (found.format.name, found.columns) == (shape["format"], shape.get("read", {}))
     assert texts(conversations) == shape["says"]
     assert [tool["function"]["name"] for tool in conversations[0].tools] == shape.get("tools", [])
+    assert conversations[0].chat_template_kwargs == shape.get("variables", {})
     assert shape["note"] in found.note if "note" in shape else not found.note
     assert shape.get("template", found.format.template) == found.format.template
     plain = plain_format(shape["rows"][0])  # recognised without a look at values
