@@ -103,6 +103,7 @@ def test_compiles_without_a_graph_break(device) -> None:
 
     def layer(x: torch.Tensor, residual: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         y, s = kernels.add_rms_norm(kernels.embedding(indices, x), residual, w)
+        y = kernels.gated_rms_norm(y, residual, w, group_size=256, norm_before_gate=False)
         return kernels.rms_norm(kernels.layer_norm(y, w, b), w) + kernels.group_norm(s, 32, w, b)
 
     eager, compiled = (f(*leaves) for f in (layer, torch.compile(layer, fullgraph=True)))

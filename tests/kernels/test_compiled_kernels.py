@@ -6,6 +6,7 @@ from functorch.compile import make_boxed_func
 from ligertune_kernels import (
     ExpertLora,
     experts,
+    gated_rms_norm,
     layer_norm,
     linear_cross_entropy,
     multi_head_linear_cross_entropy,
@@ -64,7 +65,7 @@ def test_two_graphs_serve_all_numbers_of_rows_and_no_kernel_changes_their_inputs
         return aot_autograd(fw_compiler=collect)(graph, inputs)
 
     def step(x, norm_weight, norm_bias, weight, labels):
-        normed = layer_norm(rms_norm(x, norm_weight), norm_weight, norm_bias)
+        normed = layer_norm(gated_rms_norm(rms_norm(x, norm_weight), x, norm_weight), norm_weight, norm_bias)
         return loss_of(swiglu(normed, x), weight, labels)
 
     compiled = torch.compile(step, backend=backend, fullgraph=True)
