@@ -113,10 +113,10 @@ def test_each_norm_is_counted_in_one_row():
 @pytest.mark.parametrize(
     ("norm", "expected"),
     [
-        (nn.RMSNorm(E, eps=1e-6), NormSpec("gemma", 0.0, "eps")),
-        (nn.RMSNorm(E, eps=1e-6, elementwise_affine=False), NormSpec("none", 0.0, "eps")),  # DiffLlama
-        (nn.LayerNorm(E, bias=False), LayerNormSpec()),
-        (nn.LayerNorm(E, elementwise_affine=False), LayerNormSpec()),
+        (nn.RMSNorm(E, eps=0.5), NormSpec("gemma", 0.0, "eps")),
+        (nn.RMSNorm(E, eps=0.5, elementwise_affine=False), NormSpec("none", 0.0, "eps")),  # DiffLlama
+        (nn.LayerNorm(E, eps=0.5, bias=False), LayerNormSpec()),
+        (nn.LayerNorm(E, eps=0.5, elementwise_affine=False), LayerNormSpec()),
     ],
     ids=str,
 )
