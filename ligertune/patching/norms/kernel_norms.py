@@ -101,7 +101,7 @@ class KernelGatedNorm(ModulePatch):
         """Return whether the kernel gives what the module's own forward gives, which runs otherwise."""
         if gate is None or gate.shape != hidden_states.shape:
             return False
-        return self.patch_spec.mixed or not _has_other_dtype(self.weight, hidden_states)
+        return self.patch_spec.mixed or hidden_states.dtype == gate.dtype == self.weight.dtype
 
     def _norm(self) -> Callable[..., Tensor]:
         spec = self.patch_spec

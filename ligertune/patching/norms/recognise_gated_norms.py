@@ -17,7 +17,6 @@ from ligertune_kernels.ops.norms.gated_rms_norm import ACTIVATIONS, gated_rms_no
 from torch import Tensor, nn
 
 from ligertune.patching.norms.recognise_norms import (
-    MIXED_DTYPES,
     PROBE_EPS,
     SAME_DTYPES,
     Parameters,
@@ -42,6 +41,8 @@ from ligertune.patching.probe import (
     stub,
 )
 
+FP32, BF16 = torch.float32, torch.bfloat16
+MIXED = ((FP32, BF16, BF16), (BF16, FP32, FP32), (BF16, BF16, FP32), (BF16, FP32, BF16))  # weight, hidden states, gate
 OTHER_NUMBERS = "its numbers are not those of an RMS norm with a SiLU or sigmoid gate before or after it"
 
 
@@ -107,9 +108,11 @@ def _group_sizes(settings: Settings, width: int) -> list[int | None]:
 def _match(
     cls: type, settings: Settings, parameters: Parameters, eps: str | float, specs: list[GatedNormSpec]
 ) -> GatedNormSpec | Refusal:
-    def given_and_matching(weight_dtype: torch.dtype, dtype: torch.dtype) -> tuple[object, list[GatedNormSpec]]:
+    def given_and_matching(
+        weight_dtype: torch.dtype, dtype: torch.dtype, gate_dtype: torch.dtype
+    ) -> tuple[object, list[GatedNormSpec]]:
         x = probe_rows(parameters.width, eps, dtype)
-        gate = 2.0 * numbers(*x.shape, seed=3, dtype=dtype)
+        gate = 2.0 * numbers(*x.shape, seed=3, dtype=gate_dtype)
         members = parameters.numbers(weight_dtype)
         value, held = (PROBE_EPS, {eps: PROBE_EPS}) if isinstance(eps, str) else (eps, {})
         given = answer(lambda: cls.forward(stub(cls, settings, **held, **members), x, gate))
@@ -120,14 +123,14 @@ def _match(
 
     remaining = specs
     for dtype in SAME_DTYPES:
-        given, remaining = given_and_matching(dtype, dtype)
+        given, remaining = given_and_matching(dtype, dtype, dtype)
         if isinstance(given, Refusal):
             return given
         if not remaining:
             return Refusal(OTHER_NUMBERS if dtype is torch.float32 else other_rounding(dtype))
     if len(remaining) != 1:
         return Refusal(OTHER_NUMBERS)
-    results = [given_and_matching(*dtypes) for dtypes in MIXED_DTYPES]
+    results = [given_and_matching(*dtypes) for dtypes in MIXED]
     mixed = all(found or isinstance(given, Refusal) for given, found in results)
     return replace(remaining[0], eps_name=eps, mixed=mixed)
 

@@ -131,6 +131,10 @@ FORMS = (
         LayerNormSpec(1.0, ""), tuple(map(_plus_one, LAYER_NORMS)), needs_weight=True, takes_bias=True
     ),  # Nemotron
 )
+BATCH_NORMS = (
+    nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm,
+    nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d,
+)  # fmt: skip
 EPS_NAMES = ("variance_epsilon", "eps")
 EPS_IN_CODE = (1e-5, 1e-6, 1e-8, 1e-12)  # of norms without such an attribute, as OLMo's
 WEIGHTLESS_WIDTH = 64
@@ -230,7 +234,7 @@ def refuse_parameters(module: nn.Module) -> Refusal | None:
     others = [name for name, _ in module.named_parameters() if name not in ("weight", "bias")]
     if others:
         return Refusal(f"it has {', '.join(others)}")
-    if isinstance(module, nn.modules.batchnorm._NormBase) or "batchnorm" in type(module).__name__.lower():
+    if isinstance(module, BATCH_NORMS) or "batchnorm" in type(module).__name__.lower():
         return Refusal("it normalises over the examples of a batch or the positions of an image")
     if isinstance(module, nn.GroupNorm):
         return Refusal("it normalises over groups of channels and positions")
