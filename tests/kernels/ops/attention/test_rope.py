@@ -126,11 +126,18 @@ def test_a_position_outside_the_table_gives_nan(device) -> None:
 
 
 @pytest.mark.gpu
-def test_compiles_without_a_graph_break(device) -> None:
+@pytest.mark.parametrize("options", [{}, {"interleaved": True, "deinterleave": True, "rotary_dim": 16}], ids=str)
+@pytest.mark.parametrize("alone", [False, True])
+def test_compiles_without_a_graph_break(options, alone, device) -> None:
     cos, sin = angles(1, 3, 8, device)
-    inputs = [t.requires_grad_() for t in queries_and_keys((2, 4, 2, 3, 8, 8), torch.float32, device)]
-    call = torch.compile(lambda q, k: apply_rope(q * 1.0, k * 1.0, cos, sin), fullgraph=True)
-    found, expected = call(*inputs), apply_rope(*inputs, cos, sin)
+    shape = (2, 4, 2, 3, options.get("rotary_dim", 8), 8)
+    inputs = [t.requires_grad_() for t in queries_and_keys(shape, torch.float32, device)][: 1 if alone else 2]
+
+    def rotated(q: torch.Tensor, k: torch.Tensor | None = None) -> list[torch.Tensor]:
+        pair = apply_rope(q * 1.0, None if k is None else k * 1.0, cos, sin, **options)
+        return [t for t in pair if t is not None]
+
+    found, expected = torch.compile(rotated, fullgraph=True)(*inputs), rotated(*inputs)
     torch.testing.assert_close(found, expected)
     cubes = [sum(t.pow(3).sum() for t in pair) for pair in (found, expected)]
     torch.testing.assert_close(*(torch.autograd.grad(cube, inputs) for cube in cubes))
