@@ -93,7 +93,7 @@ class TinyRotaryEmbedding(nn.Module):
 
 def test_a_rotary_embedding_that_nothing_known_applies_is_in_the_report():
     model = tiny_family("causal", "gpt2")
-    assert rope_row(model).note == "the model has none"
+    assert rope_row(model).note == "none found"
     model.transformer.rotary_emb = TinyRotaryEmbedding()
     row = rope_row(model)
     assert (row.kernel, row.applied, row.left) == ("apply_rope", 0, 1)
