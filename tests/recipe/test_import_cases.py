@@ -11,10 +11,13 @@ from ligertune.cli.app import app
 from ligertune.data.templates.named_templates import NAMES
 from ligertune.errors import UserError
 from ligertune.recipe import Recipe, load_recipe
+from ligertune.recipe.aliases import ALIASES
+from ligertune.recipe.document import keys, leaf
 from ligertune.recipe.importers.import_recipe import import_recipe
 from ligertune.recipe.importers.import_state import Import
 from ligertune.recipe.importers.peer_templates import TEMPLATES
-from ligertune.recipe.importers.peers import TOOLS
+from ligertune.recipe.importers.peers import IMPORTED, TOOLS
+from ligertune.recipe.importers.reasons import REASONS
 from ligertune.recipe.read import read_document
 
 CASES = yaml.load(Path(__file__).with_name("imports.yaml").read_text("utf-8"), Loader=yaml.CSafeLoader)
@@ -26,10 +29,11 @@ BASES = {
 
 # keys of the cases that leave no trace of their own: what they say is in other keys of the recipe, or is the default
 IN_OTHER_KEYS = """
-    dataset_splits test_split_size dataset_text_field peft_config dist_config kernel_config special_tokens fp16
+    dataset_splits num_labels test_split_size dataset_text_field peft_config dist_config kernel_config fp16
+    special_tokens
     disable_gradient_checkpointing activation_offloading load_in_4bit quantization_bit use_galore fsdp_config
     fsdp_version freeze_trainable_layers freeze_trainable_modules freeze_extra_modules peft_layers_to_transform
-    wandb_project output_dir evaluation_strategy evals_per_epoch loss_type
+    reward_model wandb_project output_dir evaluation_strategy evals_per_epoch loss_type
     chat_template_jinja
 """
 
@@ -88,6 +92,13 @@ def test_the_cases_are_many_and_of_every_tool():
 
 def test_every_template_of_another_tool_is_a_built_in_one():
     assert set(TEMPLATES.values()) <= set(NAMES)
+
+
+def test_no_key_that_has_a_counterpart_has_a_reason_why_it_has_none():
+    counterparts = {leaf(key) for key in keys()} | {
+        name for row in (*ALIASES, *IMPORTED) if row.key in keys() for name in row.names
+    }
+    assert set(REASONS) & counterparts <= {"chat_template"}  # a template's text has none
 
 
 def test_no_default_of_a_tool_is_a_default_of_ours():

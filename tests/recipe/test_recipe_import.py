@@ -259,7 +259,7 @@ def test_preference_optimisation_is_task_dpo_with_the_loss_of_the_file(text, exp
     [
         *(
             (ADAPTER.replace("sft", stage), rf"tool\.yml:3: stage: {stage} is not supported.*not on rewards")
-            for stage in ("rm", "ppo")
+            for stage in ("ppo",)
         ),
         (AXOLOTL + "rl: grpo\n", r"rl: grpo is not supported"),
         (ADAPTER.replace("sft", "dpo") + "pref_loss: kto_pair\n", r'preference.loss_type is "kto_pair"'),

@@ -26,6 +26,7 @@ from ligertune.recipe.rules import check_rules
 from ligertune.recipe.schema import Recipe
 from ligertune.recipe.train_sections import EITHER_OR
 
+NOT_FLAT = ("chat_template",)  # in the tools it is a template's name or text, which is converted before
 UNKNOWN = "ligertune has no such key"
 
 
@@ -88,7 +89,7 @@ def _flat_keys(work: Import) -> None:
     for name in list(document.data):
         if name in keys() and isinstance(document.data[name], dict):
             continue
-        if name in homes and name not in REASONS and not document.has(split(homes[name])):
+        if name in homes and name not in NOT_FLAT and not document.has(split(homes[name])):
             place, value = document.place((name,)), document.data.pop(name)
             document.put(split(homes[name]), value, Place("", place.line, place.file, name))
 
@@ -132,7 +133,7 @@ def _tool_defaults(work: Import) -> None:
             continue
         if value == TWICE_THE_RANK:
             value = 2 * work.document.get(("method", "lora_r"))
-        if key in _NOT_OF_PREFERENCES and work.document.has(("preference",)):
+        if key in _NOT_OF_PREFERENCES and work.data.get("task") in ("dpo", "reward"):
             continue
         # the file's max_steps replaces the tool's default of num_train_epochs
         if rival and work.document.has((*split(key)[:-1], rival)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,16 @@ def convert_method(work: Import) -> None:
     if data.get("finetuning_type") == "freeze":
         _convert_freeze(work)
     _convert_targets(work)
+    if isinstance(data.get("lr_groups"), list):
+        data["lr_groups"] = [_lr_group(item) for item in data["lr_groups"]]
+
+
+def _lr_group(item: Any) -> Any:
+    """Convert one item of Axolotl's `lr_groups`: names of modules, and their learning rate."""
+    if not isinstance(item, dict) or "modules" not in item:
+        return item
+    names = "|".join(re.escape(str(name)) for name in item["modules"])
+    return {"parameters": names, "learning_rate": item.get("lr")}
 
 
 def _default_type(work: Import) -> str:
@@ -58,6 +69,8 @@ def _convert_freeze(work: Import) -> None:
     """Make LLaMA-Factory's `finetuning_type: freeze` a list of expressions for the layers that train."""
     data = work.data
     count = data.pop("freeze_trainable_layers", 2)
+    if not isinstance(count, int):
+        raise work.refuse("freeze_trainable_layers", f": {count} is not a number of layers.", _WRITE_IT)
     modules = _listed(data.pop("freeze_trainable_modules", "all"))
     extra = _listed(data.pop("freeze_extra_modules", ""))
     indices = range(-count) if count < 0 else _last_layers(work, count)

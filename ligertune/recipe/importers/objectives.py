@@ -12,7 +12,7 @@ from ligertune.recipe.importers.preferences import is_preference_file
 
 # Keys that choose what is trained for, and the values that have a counterpart. `rl` is Axolotl's.
 OBJECTIVES: dict[str, tuple[str, ...]] = {
-    "stage": ("sft", "pt", "dpo", "kto"),
+    "stage": ("sft", "pt", "dpo", "kto", "rm"),
     "rl": ("dpo", "ipo", "orpo", "kto", "simpo"),
 }
 _REWARDS = "is not supported: ligertune trains on texts, answers and preferences, not on rewards."
@@ -21,7 +21,7 @@ _OTHER_METHOD = "is a method that ligertune does not have."
 # Keys whose presence alone means another objective or method -> the end of the sentence about it
 OTHER_TRAINING: dict[str, str] = {
     **dict.fromkeys(
-        ("reward_funcs", "reward_model_path", "reward_weights", "num_generations", "reward_model_type", "ppo_epochs"),
+        ("reward_funcs", "reward_model_path", "reward_model_type", "reward_weights", "num_generations", "ppo_epochs"),
         f"is part of reinforcement learning, which {_REWARDS}",
     ),
     "diffusion": "trains a diffusion language model, which ligertune does not have.",

@@ -141,7 +141,8 @@ def _with_columns(item: dict[str, Any], columns: dict[str, str]) -> dict[str, An
 
 def llama_factory(names: Any, folder: Path, dataset_dir: str) -> tuple[list[dict[str, Any]], list[str]]:
     """Look names up in dataset_info.json. Returns (data sets, names that the file does not hold)."""
-    named = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names or ())
+    named = names if isinstance(names, list) else [name.strip() for name in str(names).split(",")]
+    named = [str(name) for name in named]
     info = _dataset_info(folder, dataset_dir)
     found = [_registered(info[name], dataset_dir) if name in info else {"path": name} for name in named]
     return found, [name for name in named if name not in info]
@@ -180,7 +181,8 @@ def _registered(entry: Mapping[str, Any], dataset_dir: str) -> dict[str, Any]:
     else:
         item["format"] = "alpaca"
     if entry.get("ranking"):
-        item["ranking"] = True
+        item["format"] = f"{item.get('format', 'sharegpt')}_pairs"
+    columns |= {name: given[name] for name in ("chosen", "rejected", "kto_tag") if given.get(name)}
     return _with_columns(item, columns)
 
 
@@ -219,8 +221,9 @@ def trl_mixture(data: dict[str, Any]) -> tuple[list[Any], list[Any]]:
     mixer = data.pop("dataset_mixer", None)
     if not isinstance(mixer, Mapping):
         return [], []
-    splits, configs = data.pop("dataset_splits", None) or ["train", "test"], data.pop("dataset_configs", None) or []
-    named = dict(zip(mixer, configs, strict=False))
+    splits, configs = (data.pop(name, None) for name in ("dataset_splits", "dataset_configs"))
+    splits = [str(split) for split in splits] if isinstance(splits, list) else ["train", "test"]
+    named = dict(zip(mixer, configs, strict=False)) if isinstance(configs, list) else {}
     items = [
         {"path": path, "split": split, **({"name": named[path]} if path in named else {}), "weight": weight}
         for path, weight in mixer.items()

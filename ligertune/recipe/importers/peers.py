@@ -110,7 +110,7 @@ SAME_OPTIMIZERS = {
 }
 # Aliases for imports only: in a recipe these names would be ambiguous.
 IMPORTED = (
-    Alias("method.type", ("use_peft",), lambda value: {True: "lora", False: "full"}.get(value, value)),
+    Alias("method.type", ("use_peft",), convert_by({True: "lora", False: "full"})),
     Alias("data.train_on", ("completion_only_loss",), convert_by({False: "all", True: "assistant"})),
     Alias("data.on_overlength", ("excess_length_strategy",)),
     Alias("method.lora_target_modules", ("lora_target",), _names),
@@ -122,6 +122,7 @@ IMPORTED = (
     Alias("model.tokenizer.pad_token", ("pad_token",)),
     Alias("model.tokenizer.eos_token", ("eos_token",)),
     Alias("parallel.cp_size", ("context_parallel_size", "sequence_parallel_size", "sequence_parallel_degree")),
-    Alias("train.neftune_noise_alpha", ("neftune_noise_alpha", "noisy_embedding_alpha")),
+    Alias("model.tokenizer.add_tokens", ("add_tokens",), _names),
+    Alias("model.tokenizer.add_special_tokens", ("add_special_tokens",), _names),
     Alias("data.chat_template_kwargs", ("enable_thinking",), lambda value: {"enable_thinking": value}),
 )  # fmt: skip

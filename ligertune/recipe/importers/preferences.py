@@ -1,4 +1,4 @@
-"""Preference optimisation in files of Axolotl (`rl`), LLaMA-Factory (`stage: dpo`) and TRL (the keys of DPOConfig)."""
+"""Preferences and rewards in files of Axolotl (`rl`), LLaMA-Factory (`stage`) and TRL (keys of its configurations)."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ LOSSES: dict[str, dict[str, Any]] = {
 # keys that only files of TRL's DPOConfig and KTOConfig have
 DPO_SIGNS = ("precompute_ref_log_probs", "ld_alpha", "beta", "sync_ref_model", "desirable_weight", "undesirable_weight")
 TRL_RATE = 1e-6  # default of DPOConfig and KTOConfig
+REWARD_RATE = 1e-4  # default of RewardConfig
 SAME_REFERENCE = "the reference is the model before training; preference.reference says how it is computed"
 REFERENCE_KEYS = dict.fromkeys(
     ("ref_model", "ref_model_adapters", "ref_model_quantization_bit", "sync_ref_model", "ref_model_sync_steps",
@@ -37,7 +38,12 @@ PREFERENCE_ALIASES = (
 
 
 def convert_preferences(document: Document) -> None:
-    """Replace the keys that choose preference optimisation by `task: dpo` and `preference.loss_type`, if it is one."""
+    """Replace the keys that choose preference optimisation by `task: dpo` and `preference.loss_type`, if it is one.
+
+    A reward model is `task: reward`.
+    """
+    if _convert_rewards(document):
+        return
     data, name = document.data, next((name for name in ("rl", "stage") if document.data.get(name)), "loss_type")
     place = document.place((name,))
     found = _loss_of(data)
@@ -52,6 +58,21 @@ def convert_preferences(document: Document) -> None:
                 document.put(
                     ("preference", "orpo_alpha"), data.pop(other), replace(document.place((other,)), written=other)
                 )
+
+
+def _convert_rewards(document: Document) -> bool:
+    """Replace the keys that train a reward model by `task: reward`; return whether there are any."""
+    data = document.data
+    name = "stage" if data.get("stage") == "rm" else "reward_model"
+    if data.get(name) not in ("rm", True):
+        name = "center_rewards_coefficient"  # of RewardConfig
+        if name not in data:
+            return False
+        data.setdefault("learning_rate", REWARD_RATE)
+    document.put(("task",), "reward", replace(document.place((name,)), written=name))
+    for other in ("stage", "reward_model", "num_labels"):
+        data.pop(other, None)
+    return True
 
 
 def is_preference_file(data: dict[str, Any]) -> bool:

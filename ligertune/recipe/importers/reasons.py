@@ -18,8 +18,7 @@ IN_THE_SHELL = "set variables in the shell"
 LAUNCHER = "configure the launcher instead: accelerate launch -m ligertune train RECIPE"
 METRICS = "metrics.jsonl has a line per logged step"
 GENERATION = "evaluations compute the loss; eval.sample_prompts shows answers"
-NEW_TOKENS = "the vocabulary stays as it is"
-BY_GROUPS = "the groups of the optimizer are fixed"
+NEW_TOKENS = "the vocabulary grows by model.tokenizer.add_tokens and add_special_tokens only"
 NO_WATCH = "ligertune has no such callback"
 FSDP_OPTIONS = "parallel.strategy: fsdp shards weights, gradients and optimizer states per layer, without more options"
 
@@ -51,15 +50,12 @@ REASONS: dict[str, str] = {
          "sample_packing_eff_est", "multipack_real_batches", "curriculum_sampling", "batch_flattening"), ONE_PACKING,
     ),
     **dict.fromkeys(
-        ("additional_special_tokens", "add_tokens", "add_special_tokens", "added_tokens_overrides", "tokens",
-         "resize_vocab", "resize_token_embeddings_to_32x", "new_special_tokens_config", "embeddings_skip_upcast",
-         "shrink_embeddings"), NEW_TOKENS,
+        ("added_tokens_overrides", "resize_vocab", "resize_token_embeddings_to_32x", "new_special_tokens_config",
+         "embeddings_skip_upcast", "shrink_embeddings"), NEW_TOKENS,
     ),
     **dict.fromkeys(
         ("fsdp", "fsdp_config", "fsdp_version", "dist_config", "fsdp_final_state_dict_type"), FSDP_OPTIONS
     ),
-    **dict.fromkeys(("lr_groups", "loraplus_lr_ratio", "loraplus_lr_embedding", "embedding_lr", "embedding_lr_scale",
-                     "lr_multiplier_groups"), BY_GROUPS),
     **dict.fromkeys(
         ("eval_table_size", "eval_max_new_tokens", "eval_causal_lm_metrics", "do_causal_lm_eval", "do_bench_eval",
          "predict_with_generate", "compute_accuracy", "generation_config"), GENERATION,
@@ -109,13 +105,14 @@ REASONS: dict[str, str] = {
     "lora_layers_to_transform": "write one regular expression in method.lora_target_modules",
     "layers_to_transform": "write one regular expression in method.lora_target_modules",
     "layers_pattern": "write one regular expression in method.lora_target_modules",
-    "loftq": "the adapter starts at zero",
-    "pissa_init": "the adapter starts at zero",
-    "init_lora_weights": "the adapter starts at zero",
-    "peft_init_lora_weights": "the adapter starts at zero",
+    "loftq": "method.init_lora_weights chooses how the adapter starts",
+    "loftq_init": "method.init_lora_weights chooses how the adapter starts",
+    "pissa_iter": "method.init_lora_weights chooses how the adapter starts",
+    "pissa_convert": "the adapter is saved as PEFT's",
+    "embedding_lr": "write an item of train.lr_groups for the embedding",
+    "embedding_lr_scale": "write an item of train.lr_groups for the embedding",
+    "ranking": "pairs are recognised by their columns",
     "min_sample_len": "short examples are kept",
-    "neftune_noise_alpha": "embeddings get no noise",
-    "noisy_embedding_alpha": "embeddings get no noise",
     "optim_args": "write the options under train: adam_beta1, adam_beta2, adam_epsilon, galore",
     "optim_target_modules": "an optimizer of matrices takes those inside the layers",
     "pad_to_sequence_len": "rows are padded only to a multiple of a few tokens",
