@@ -132,7 +132,10 @@ def _tool_defaults(work: Import) -> None:
         if key.startswith("method.lora_") and not _trains_adapter(work.document):
             continue
         if value == TWICE_THE_RANK:
-            value = 2 * work.document.get(("method", "lora_r"))
+            rank = work.document.get(("method", "lora_r"))
+            if not isinstance(rank, int):
+                continue  # validation removes it
+            value = 2 * rank
         if key in _NOT_OF_PREFERENCES and work.data.get("task") in ("dpo", "reward"):
             continue
         # the file's max_steps replaces the tool's default of num_train_epochs

@@ -143,12 +143,16 @@ def _saves(work: Import) -> None:
 
 
 def _per_epoch(work: Import, number: Any, written: str, strategy: str, steps: str) -> None:
+    """Set an interval from a number per epoch: of one epoch, a share of all steps, or never before the end."""
     epochs = work.data.get("num_epochs", work.data.get("num_train_epochs", 1))
-    if number == 1 or not isinstance(number, int | float) or not isinstance(epochs, int | float):
+    numbers = isinstance(number, int | float) and isinstance(epochs, int | float) and number * epochs > 0
+    if number == 1 or not numbers:
         work.put(strategy, "epoch", written)
-        return
-    work.put(strategy, "steps", written)
-    work.put(steps, 1 / (number * epochs), written)
+    elif number * epochs <= 1:
+        work.put(strategy, "no", written)
+    else:
+        work.put(strategy, "steps", written)
+        work.put(steps, 1 / (number * epochs), written)
 
 
 def _evaluations(work: Import) -> None:
