@@ -44,7 +44,7 @@ def import_recipe(path: Path) -> Import:
     convert_run(work)
     convert_method(work)
     # the importer's aliases first: they are more specific than those of recipes
-    apply_aliases(document, [row for row in (*IMPORTED, *PREFERENCE_ALIASES) if row.key in keys()])
+    apply_aliases(document, (*IMPORTED, *PREFERENCE_ALIASES))
     apply_aliases(document)
     _flat_keys(work)
     _unknown_keys(work)

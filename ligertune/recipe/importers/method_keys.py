@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from ligertune.errors import UserError
-from ligertune.recipe.document import keys
 from ligertune.recipe.importers.import_state import Import
 from ligertune.recipe.importers.peers import LLAMA_FACTORY
 
@@ -21,8 +20,9 @@ def convert_method(work: Import) -> None:
     data = work.data
     adapts = data.get("adapter") or data.get("use_peft") or data.get("finetuning_type", _default_type(work)) == "lora"
     four_bit = data.pop("load_in_4bit", None) is True or data.get("quantization_bit") == 4
-    if data.get("quantization_bit") == 8 and "method.load_in_8bit" in keys():
-        data["load_in_8bit"] = bool(data.pop("quantization_bit"))
+    if data.get("quantization_bit") == 8:
+        work.put("method.load_in_8bit", True, "quantization_bit")
+        del data["quantization_bit"]
     if four_bit and adapts:
         data.pop("quantization_bit", None)
         for name in ("use_peft", "finetuning_type"):

@@ -94,7 +94,6 @@ REASONS: dict[str, str] = {
     "interleave_probs": "write a weight for each of data.datasets",
     "mix_strategy": "data sets are mixed by their sizes; write a weight for each of data.datasets",
     "label_names": "labels come from the conversations",
-    "load_in_8bit": "ligertune loads base models in 16 or, with method.type: qlora, in 4 bits",
     "local_rank": LAUNCHER,
     "logging_first_step": "the loss before training is in the report",
     "lora_fan_in_fan_out": FOUND_IN_THE_MODEL,
@@ -141,7 +140,6 @@ REASONS: dict[str, str] = {
     "tool_format": "the chat template writes tools in its own form",
     "unsloth_cross_entropy_loss": "ligertune's kernels run wherever a layer is recognised",
     "use_unsloth": "ligertune's kernels run wherever a layer is recognised",
-    "enable_thinking": "the chat template's own default applies",
     "wandb_entity": "export WANDB_ENTITY",
     "wandb_project": "export WANDB_PROJECT",
     "wandb_watch": "export WANDB_WATCH",
@@ -151,8 +149,8 @@ REASONS: dict[str, str] = {
     "mlflow_experiment_name": "export MLFLOW_EXPERIMENT_NAME",
 }  # fmt: skip
 
-# A value of false or null switches nothing on, except for these keys, of which it is the choice.
-FALSE_MATTERS = ("enable_thinking",)
+# A value of false switches nothing on, except for these keys, of which it is the choice.
+FALSE_MATTERS = ("add_bos_token", "shuffle_merged_datasets")
 
 # Keys that mean something else here; they are removed before aliases are read.
 NOT_OURS = {
