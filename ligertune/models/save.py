@@ -56,7 +56,8 @@ def write_model(
     options = {"save_embedding_layers": False} if hasattr(model, "peft_config") else {}
     if gives_scores(model.config) and tokenizer.pad_token_id is not None:  # the score is read before padding
         model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
-    state_dict = state_dict and without_tied(model, state_dict)
+    if state_dict and not options:  # PEFT looks for both names of a tied embedding that trains
+        state_dict = without_tied(model, state_dict)
     with _plain_adapter(model, state_dict) as weights:
         model.save_pretrained(aside, state_dict=weights, **options)
     (aside / "README.md").unlink(missing_ok=True)  # peft's, with placeholders only; `export` writes a model card
