@@ -70,7 +70,7 @@ def _fine_tuning_columns(sample: SampleColumns, answer: str) -> dict[str, str]:
         return {"messages": answer}
     if answer in sample.dialogues:
         return {"text": answer}
-    prompt = next((name for name in sample.spelled((*PROMPT_NAMES, "context")) if sample.values(name)), "")
+    prompt = next((name for name in sample.spelled((*PROMPT_NAMES, "context", "history")) if sample.values(name)), "")
     prompt = "input.messages" if sample.is_turns("input.messages") else prompt
     if sample.is_turns(prompt) and (roles or sample.is_text(answer)):
         columns = {"prompt": prompt, "completion": answer}
@@ -94,7 +94,7 @@ def refuse_labels(sample: SampleColumns, path: str, format: Format, columns: dic
             continue
         renames = f" and {columns_line(columns)}" if columns else ""
         raise UserError(
-            f"{path}: its answers have a `{label}`, and task: sft would train bad ones like good ones.",
+            f"{path}: its answers have a `{label}`, and bad ones would be trained like good ones.",
             hint="Write task: dpo and preference.loss_type: kto to train on the labels"
             + (f", with {columns_line(columns)}" if columns else "")
             + f". To train on every answer alike, write data.datasets[].format: {format.name}{renames}.",
