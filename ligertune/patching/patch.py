@@ -41,6 +41,8 @@ from ligertune.planning.plan import KernelLine
 Loss = Literal["linear_cross_entropy", "cross_entropy", "torch"]
 Recompute = Literal["norms"] | bool
 
+NONE_FOUND = "none found"  # note of a row without layers
+
 
 @dataclass(frozen=True)
 class PatchReport:
@@ -122,7 +124,7 @@ class _Tally:
         notes = [f"{self.already} patched before"] if self.already else []
         notes += [f"{count} {why}" for why, count in (self.left + self.remarks).items()]
         if not self.applied and not notes:
-            notes = ["none found"]
+            notes = [NONE_FOUND]
         return KernelLine(kernel, self.applied, self.left.total(), "; ".join(notes))
 
 

@@ -95,6 +95,9 @@ def test_a_rotation_that_is_not_found_is_not_absent():
     assert states["rope"] == LayerState(present=True)
     assert states["norm"] == LayerState()
     assert (str(states["MLP"]), states["MLP"].why) == ("swiglu 2, 1 left", "1 Layer: odd")
+    plain = KernelLine("swiglu", 0, 0, "2 Layer: not gated"), KernelLine("apply_rope", 0, 0, "none found"), LOSS
+    states = layer_states(model, PatchReport(plain, "reference"))
+    assert (str(states["MLP"]), states["MLP"].present, states["rope"].not_needed) == ("not needed", False, False)
     made = layer_states(model, PatchReport((LOSS,), "reference"), logits_are_made=True)["loss"]
     assert (made.patched, made.why) == (False, "logits are made")
 

@@ -12,7 +12,7 @@ import torch
 from tiny_families import class_name, inputs_of, tiny_family
 from torch import Tensor, nn
 
-from ligertune.patching.patch import PatchReport, patch, unpatch
+from ligertune.patching.patch import NONE_FOUND, PatchReport, patch, unpatch
 
 TOLERANCE = 1e-4  # of the loss, of a parameter's largest gradient, of the largest logit: sums in another order
 LEAST = 1e-3  # share of the largest gradient of all below which a parameter's is zero but for rounding
@@ -24,13 +24,14 @@ Outcome = Literal["same", "differs", "crashes", "not built"]
 class LayerState:
     """What `patch` did with one kind of layer. applied: patched modules by kernel; left: how many are not, and why.
 
-    present: the model has such layers, found or not.
+    present: the model has such layers, found or not. not_needed: it has layers for which a kernel would gain nothing.
     """
 
     applied: Mapping[str, int] = field(default_factory=dict)
     left: int = 0
     why: str = ""
     present: bool = False
+    not_needed: bool = False
 
     @property
     def patched(self) -> bool:
@@ -40,7 +41,7 @@ class LayerState:
     def __str__(self) -> str:
         parts = [f"{name} {count}" for name, count in self.applied.items() if count]
         parts += [f"{self.left} left"] * bool(self.left)
-        return ", ".join(parts) or ("not found" if self.present else "none")
+        return ", ".join(parts) or ("not found" if self.present else "not needed" if self.not_needed else "none")
 
 
 @dataclass(frozen=True)
@@ -142,6 +143,7 @@ def layer_states(model: nn.Module, report: PatchReport, *, logits_are_made: bool
             sum(row.left for row in of_kind),
             "; ".join(row.note for row in of_kind if row.left),
             any(row.applied or row.left for row in of_kind) or (kind == "rope" and rotates),
+            any(row.note and row.note != NONE_FOUND for row in of_kind),
         )
         for kind, of_kind in kinds.items()
     }
