@@ -205,7 +205,7 @@ def _build(
     if eight_bits:
         options["quantization_config"] = BitsAndBytesConfig(load_in_8bit=True)
     if is_random:
-        with _quiet_reports():  # of buffers that no weight initialises
+        with quiet_reports():  # of buffers that no weight initialises
             return four_bit_experts.random_in_four_bits(skeleton, config, seed=seed, dtype=dtype, **options)
     if four_bits:
         four_bit_experts.refuse_quantised(spec.model_name_or_path, config, skeleton, origin)
@@ -314,7 +314,7 @@ def _pretrained_model(
             check_amount(name, skeleton, shapes, origin)
     hint = "A folder needs model.safetensors; for random weights write model.init: random."
     try:
-        with loading(origin, f"the weights of {name} could not be loaded", hint), _quiet_reports():
+        with loading(origin, f"the weights of {name} could not be loaded", hint), quiet_reports():
             model, found = auto_class(config).from_pretrained(
                 name,
                 config=config,
@@ -352,7 +352,7 @@ def _pretrained_model(
 
 
 @contextlib.contextmanager
-def _quiet_reports() -> Iterator[None]:
+def quiet_reports() -> Iterator[None]:
     """Silence transformers' table of missing and unexpected weights: the error says it in one sentence."""
     logger = logging.getLogger("transformers.modeling_utils")
 

@@ -17,7 +17,7 @@ import torch
 
 from ligertune.errors import UserError
 from ligertune.models.added_tokens import grow_for_adapter
-from ligertune.models.load import auto_class, build_model, read_config, through, whole_model
+from ligertune.models.load import auto_class, build_model, quiet_reports, read_config, through, whole_model
 from ligertune.models.load_tokenizer import read_tokenizer
 from ligertune.models.model_files import ADAPTER_CONFIG, ModelOrigin, check_adapter, loading, read_json, stored_shapes
 from ligertune.models.score_head import gives_scores, make_scored_as_saved
@@ -213,7 +213,7 @@ def _load_plain_model(name: str, trust_remote_code: bool, adapter: Path | None =
     config = read_config(spec, SAVED_MODEL)
     if adapter is not None:
         make_scored_as_saved(config, adapter, SAVED_MODEL)
-    with loading(SAVED_MODEL, f"the weights of {name} could not be loaded"):
+    with loading(SAVED_MODEL, f"the weights of {name} could not be loaded"), quiet_reports():  # of the adapter's head
         return auto_class(config).from_pretrained(name, config=config, **options)
 
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 from command_line import metrics, run_here
 from quickstart_runs import RESUME, plan_run, saves, train, train_ranks, unfinished
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from safetensors.torch import load_file
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from ligertune.errors import UserError
 from ligertune.run import run
@@ -134,3 +135,20 @@ def test_a_reward_model_and_a_classifier_learn(texts, pairs, tmp_path):
 def test_freeze_trains_the_score_head_with_the_named_parameters(texts, tmp_path):
     plan = plan_run(tmp_path, **{**texts, "method.type": "freeze", "method.trainable": ["norm"]}).plan
     assert plan.n_trainable == 11 * 64 + 2 * 64
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["texts", "pairs"])
+def test_qlora_keeps_the_score_head_in_full_precision(task, quickstart, tmp_path, request):
+    """bitsandbytes on a CPU needs widths that the quickstart's model does not have."""
+    pytest.importorskip("bitsandbytes")
+    size = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**size, vocab_size=512)).save_pretrained(tmp_path / "base")
+    AutoTokenizer.from_pretrained(quickstart / "stories260K").save_pretrained(tmp_path / "base")
+    changes = {**request.getfixturevalue(task), "method.type": "qlora", "data.packing": True}
+    train(tmp_path, **changes, **{"model.model_name_or_path": str(tmp_path / "base")})
+    saved = load_file(tmp_path / "run" / "model" / "adapter_model.safetensors")
+    assert [t.dtype for name, t in saved.items() if name.endswith("score.weight")] == [torch.float32]
+    done = run_here("export", "run", "--out", "merged", "--check", cwd=tmp_path)
+    assert done.code == 0, done.err
