@@ -96,3 +96,25 @@ def test_an_evaluation_before_the_first_step_counts_for_nothing_and_changes_noth
     assert any("the model is that of step 4" in note for note in report.notes)
     assert found == {step: usual[step] for step in found}
     assert any("without a loss below" in note and "by more than 100" in note for note in report.notes)
+
+
+@pytest.mark.slow
+def test_a_plateau_lowers_the_rate_of_the_next_step_and_a_resumed_run_remembers_it(tmp_path):
+    plateau = {
+        **OVERFIT,
+        "train.lr_scheduler_type": "reduce_lr_on_plateau",
+        "train.lr_scheduler_kwargs": "{factor: 0.5, patience: 0}",
+        "logging.logging_steps": 1,
+    }
+    train(tmp_path, **plateau)
+    run, whole = tmp_path / "run", {}
+    whole = {line["step"]: line["learning_rate"] for line in metrics(run) if "learning_rate" in line}
+    losses, rate, best, expected = eval_losses(run), 0.006, float("inf"), {}
+    for step in sorted(losses):
+        expected[step] = rate
+        rate, best = (rate, losses[step]) if losses[step] < best * (1 - 1e-4) else (rate / 2, best)
+    assert whole == pytest.approx(expected) and min(whole.values()) < 0.006
+    resumed = unfinished(tmp_path)
+    train(tmp_path, **plateau, **RESUME)
+    again = {line["step"]: line["learning_rate"] for line in metrics(resumed) if "learning_rate" in line}
+    assert again == pytest.approx(expected)

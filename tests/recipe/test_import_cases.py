@@ -31,6 +31,7 @@ BASES = {
 IN_OTHER_KEYS = """
     dataset_splits num_labels test_split_size dataset_text_field peft_config dist_config kernel_config fp16
     special_tokens
+    use_peft adapter finetuning_type
     disable_gradient_checkpointing activation_offloading load_in_4bit quantization_bit use_galore fsdp_config
     fsdp_version freeze_trainable_layers freeze_trainable_modules freeze_extra_modules peft_layers_to_transform
     reward_model wandb_project output_dir evaluation_strategy evals_per_epoch loss_type

@@ -168,12 +168,14 @@ def _values(work: Import) -> None:
             refused = check_rules(recipe, document, ())
         except ValidationError as error:
             refused = complain_about(error, document)
-        messages = {remark.sentence for remark in document.complaints}
+        messages = {remark.sentence: remark.place for remark in document.complaints}
         removable = [path for path in refused if document.has(path)]
         if not removable:
             return  # valid, or a required key is missing: the complaints say which
         for path in removable:
-            why = next((message for message in messages if dotted(path) in message), UNKNOWN)
+            about = [text for text in messages if dotted(path) in text]
+            about += [text for text, place in messages.items() if place == document.place(path)]
+            why = next(iter(about), UNKNOWN)
             why = VALUES.get((dotted(path), str(document.get(path))), why)
             is_objective = path in (("task",), ("method", "type"), ("preference", "loss_type"))
             if is_objective and document.get(path) not in NOTHING:  # without it the run would train something else

@@ -19,15 +19,16 @@ def convert_method(work: Import) -> None:
     """Convert keys that choose which weights train, and in which precision the others are."""
     data = work.data
     adapts = data.get("adapter") or data.get("use_peft") or data.get("finetuning_type", _default_type(work)) == "lora"
-    four_bit = data.pop("load_in_4bit", None) is True or data.get("quantization_bit") == 4
+    four_bit = "load_in_4bit" if data.pop("load_in_4bit", None) is True else None
+    four_bit = "quantization_bit" if data.get("quantization_bit") == 4 else four_bit
     if data.get("quantization_bit") == 8:
         work.put("method.load_in_8bit", True, "quantization_bit")
         del data["quantization_bit"]
     if four_bit and adapts:
         data.pop("quantization_bit", None)
-        for name in ("use_peft", "finetuning_type"):
+        for name in ("use_peft", "finetuning_type", "adapter"):
             data.pop(name, None)
-        data["adapter"] = "qlora"
+        work.put("method.type", "qlora", four_bit)
     if data.get("unfrozen_parameters"):
         _convert_unfrozen(work)
     if data.get("finetuning_type") == "freeze":

@@ -15,7 +15,7 @@ OBJECTIVES: dict[str, tuple[str, ...]] = {
     "stage": ("sft", "pt", "dpo", "kto", "rm"),
     "rl": ("dpo", "ipo", "orpo", "kto", "simpo"),
 }
-_REWARDS = "is not supported: ligertune trains on texts, answers and preferences, not on rewards."
+_REWARDS = "is not supported: ligertune trains on texts, answers and preferences, not on rewards of generated answers."
 _OTHER_MODEL = "trains another kind of model, which ligertune does not have."
 _OTHER_METHOD = "is a method that ligertune does not have."
 # Keys whose presence alone means another objective or method -> the end of the sentence about it

@@ -12,6 +12,7 @@ from typing import Any
 
 from ligertune.errors import UserError
 from ligertune.recipe.importers.import_state import Import, Left
+from ligertune.recipe.importers.peer_templates import TEMPLATES
 from ligertune.recipe.importers.peers import AXOLOTL, LLAMA_FACTORY, TRL
 
 TRL_DATASETS = ("datasets", "dataset_mixture", "dataset_mixer", "dataset_name")  # the first one counts
@@ -42,6 +43,8 @@ def _axolotl_datasets(work: Import) -> None:
         given = data.pop(tool_name, None)
         if given and (tool_name != "pretraining_dataset" or name not in data.get("data", {})):
             items = given if isinstance(given, list) else [given]
+            if data.get("task") in ("dpo", "reward"):
+                items = [_pairs(item, data) for item in items]
             work.put(f"data.{name}", [new for item in items for new in axolotl(item)], tool_name)
 
 
@@ -69,6 +72,16 @@ def _trl_datasets(work: Import) -> None:
     work.put("data.datasets", train, written)
     if evaluated:
         work.put("data.eval_datasets", evaluated, written)
+
+
+def _pairs(item: Any, data: dict[str, Any]) -> Any:
+    """Return a data set of pairs without its type, such as chatml.intel: its columns say the format."""
+    if not isinstance(item, Mapping) or not isinstance(item.get("type"), str):
+        return item
+    template = item["type"].partition(".")[0]
+    if template in TEMPLATES:
+        data.setdefault("chat_template", template)
+    return {name: value for name, value in item.items() if name != "type"}
 
 
 def axolotl(item: Any) -> list[Any]:

@@ -114,6 +114,9 @@ def _schedule(work: Import) -> None:
     if data.get(name) == "cosine_with_restart":
         data[name] = "cosine_with_restarts"
     options = data.get("lr_scheduler_kwargs")
+    warmup = data.get("warmup_steps")
+    if isinstance(warmup, float) and 0 < warmup < 1:  # as TrainingArguments reads it
+        work.put("train.warmup_ratio", data.pop("warmup_steps"), "warmup_steps")
     if isinstance(options, str):  # as on a command line
         try:
             options = json.loads(options)
