@@ -34,7 +34,7 @@ IN_OTHER_KEYS = """
     use_peft adapter finetuning_type
     disable_gradient_checkpointing activation_offloading load_in_4bit quantization_bit use_galore fsdp_config
     fsdp_version freeze_trainable_layers freeze_trainable_modules freeze_extra_modules peft_layers_to_transform
-    reward_model wandb_project output_dir evaluation_strategy evals_per_epoch loss_type
+    reward_model wandb_project output_dir evaluation_strategy evals_per_epoch loss_type max_steps
     chat_template_jinja
 """
 

@@ -77,6 +77,6 @@ class Import:
             line = self.document.place((written,)).line
             self.document.put(split(key), value, Place("", line, self.document.file, written))
 
-    def refuse(self, name: str, what: str, hint: str = "Keep the other tool for this file.") -> UserError:
+    def refusal(self, name: str, what: str, hint: str = "Keep the other tool for this file.") -> UserError:
         """Return the error for a file with an objective or a method that cannot be kept."""
         return UserError(f"{self.document.place((name,))}: {name}{what}", hint=hint)

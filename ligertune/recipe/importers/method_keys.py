@@ -57,7 +57,7 @@ def _convert_unfrozen(work: Import) -> None:
     patterns = given if isinstance(given, list) else [given]
     for pattern in patterns:
         if str(pattern).rstrip().endswith("]") and ":" in str(pattern).rpartition("[")[2]:  # rows [:32000] of a weight
-            raise work.refuse("unfrozen_parameters", f": {pattern} trains some rows of a weight.", _WRITE_IT)
+            raise work.refusal("unfrozen_parameters", f": {pattern} trains some rows of a weight.", _WRITE_IT)
     if data.get("adapter"):
         work.leave(("unfrozen_parameters",), "an adapter trains; name whole layers in method.lora_modules_to_save")
         return
@@ -71,7 +71,7 @@ def _convert_freeze(work: Import) -> None:
     data = work.data
     count = data.pop("freeze_trainable_layers", 2)
     if not isinstance(count, int):
-        raise work.refuse("freeze_trainable_layers", f": {count} is not a number of layers.", _WRITE_IT)
+        raise work.refusal("freeze_trainable_layers", f": {count} is not a number of layers.", _WRITE_IT)
     modules = _listed(data.pop("freeze_trainable_modules", "all"))
     extra = _listed(data.pop("freeze_extra_modules", ""))
     indices = range(-count) if count < 0 else _last_layers(work, count)
@@ -93,7 +93,7 @@ def _last_layers(work: Import, count: int) -> range:
             except (ValueError, KeyError, AttributeError) as problem:
                 raise UserError(f"{path} does not hold the number of layers: {problem!r}.") from None
             return range(max(0, total - count), total)
-    raise work.refuse(
+    raise work.refusal(
         "finetuning_type",
         f": freeze trains the last {count} layers, and {name} is no folder that says how many layers there are.",
         "Download the model and name its folder, or " + _WRITE_IT[0].lower() + _WRITE_IT[1:],

@@ -46,16 +46,16 @@ def refuse_other_objectives(work: Import) -> None:
     for name, supported in OBJECTIVES.items():
         value = work.data.get(name)
         if value not in (None, False, *supported):
-            raise work.refuse(name, f": {value} {_REWARDS}")
+            raise work.refusal(name, f": {value} {_REWARDS}")
     for name, value in work.data.items():
         why = OTHER_TRAINING.get(name) or (_OTHER_METHOD if _OTHER_LOSS.fullmatch(name) else None)
         if why and value not in (*NOTHING, 0):
-            raise work.refuse(name, f" {why}")
+            raise work.refusal(name, f" {why}")
     plugins = work.data.get("plugins") or ()
     named = " ".join(map(str, plugins if isinstance(plugins, list | tuple) else [plugins])).lower()
     for part, sentence in (("diffusion", OTHER_TRAINING["diffusion"]), (".kd.", OTHER_TRAINING["kd_trainer"])):
         if part in named:
-            raise work.refuse("plugins", f": {part.strip('.')} {sentence}")
+            raise work.refusal("plugins", f": {part.strip('.')} {sentence}")
     _refuse_another_loss(work)
 
 
@@ -65,7 +65,7 @@ def _refuse_another_loss(work: Import) -> None:
     if work.peer is not TRL or is_preference_file(work.data) or loss is None:
         return
     if loss not in _SAME_LOSSES:
-        raise work.refuse("loss_type", f": {loss} is not a loss of ligertune.")
+        raise work.refusal("loss_type", f": {loss} is not a loss of ligertune.")
     del work.data["loss_type"]
 
 

@@ -121,6 +121,7 @@ IMPORTED = (
     Alias("train.optim", ("optim", "optimizer"), convert_by(SAME_OPTIMIZERS)),
     Alias("model.tokenizer.pad_token", ("pad_token",)),
     Alias("model.tokenizer.eos_token", ("eos_token",)),
+    Alias("vision.freeze_projector", ("freeze_multi_modal_projector",)),
     Alias("parallel.cp_size", ("context_parallel_size", "sequence_parallel_size", "sequence_parallel_degree")),
     Alias("model.tokenizer.add_tokens", ("add_tokens",), _names),
     Alias("model.tokenizer.add_special_tokens", ("add_special_tokens",), _names),
