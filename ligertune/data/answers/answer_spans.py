@@ -62,11 +62,19 @@ class AnswerFinder:
 
         For an answer that is not in the text, or not exactly once, the list has the reason.
         """
-        return [self._span(index) for index, message in enumerate(self.messages) if message["role"] == "assistant"]
+        spans: list[Span | BadRow] = []
+        rewrites = False  # a template that rewrites one answer rewrites others: tags are tried first
+        for index, message in enumerate(self.messages):
+            if message["role"] != "assistant":
+                continue
+            span = self._between_tags(index) if rewrites else None
+            span = span or self._after_prompt(index)
+            if span is None and not rewrites:
+                rewrites, span = True, self._between_tags(index)
+            spans.append(self._checked(index, span))
+        return spans
 
-    def _span(self, index: int) -> Span | BadRow:
-        prompt = self.render(self.messages[:index], add_generation_prompt=True)
-        span = self._after_prompt(index, prompt) or self._between_tags(index)
+    def _checked(self, index: int, span: Span | None) -> Span | BadRow:
         shown = repr(_content(self.messages[index])[:40])
         if span is None:
             return BadRow("the answer cannot be placed", f"the template rewrites {shown}")
@@ -74,11 +82,12 @@ class AnswerFinder:
             return BadRow("the answer cannot be placed", f"nothing is written for {shown}")
         return span
 
-    def _after_prompt(self, index: int, prompt: str | None) -> Span | None:
+    def _after_prompt(self, index: int) -> Span | None:
         """Return the span if the prompt is a prefix of the text, and so is the turn at least to the answer's end.
 
         The whole turn must be a prefix if the answer has no text but only tool calls.
         """
+        prompt = self.render(self.messages[:index], add_generation_prompt=True)
         is_last = index == len(self.messages) - 1
         turn = self.text if is_last else self.render(self.messages[: index + 1])
         if prompt is None or turn is None or not turn.startswith(prompt) or not self.text.startswith(prompt):

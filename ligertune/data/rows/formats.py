@@ -50,7 +50,9 @@ class Format:
             if repairs is not None:
                 repairs += dict.fromkeys(reader.repairs)
             return conversation
-        return checked(replace(conversation, chat_template_kwargs=template_kwargs(record.row)), reader, repairs)
+        if record.row.get("chat_template_kwargs"):
+            conversation = replace(conversation, chat_template_kwargs=template_kwargs(record.row))
+        return checked(conversation, reader, repairs)
 
     def parse(self, record: Record, repairs: list[str] | None = None) -> ParsedRow:
         """Return what the row holds. Arguments and errors are those of convert."""

@@ -143,11 +143,11 @@ class ChatTemplate:
         """
         tools = self._control.mark(list(conversation.tools)) or None
         source = self.tokenizer.get_chat_template(self.source, tools)
-        options = self._control.mark({**self.chat_template_kwargs, **conversation.chat_template_kwargs})
+        options = {**self.chat_template_kwargs, **conversation.chat_template_kwargs}
         renderer = JinjaRenderer(
             source,
             self._file,
-            {**self.tokenizer.special_tokens_map, **options, "tools": tools},
+            {**self.tokenizer.special_tokens_map, **self._control.mark(options), "tools": tools},
             takes_parts=self.with_images and bool(_IMAGE.search(source)),
             takes_strings=bool(_STRING.search(source)),
         )
@@ -188,18 +188,19 @@ class ChatTemplate:
         chosen = [(place, span) for place, span in zip(places, spans, strict=True) if turns[place].trained]
         if self.train_on == "last":
             chosen = [(place, span) for place, span in chosen if place == places[-1]]
-        mask = ReasoningMask(renderer.try_render, messages, text) if self.mask_reasoning else None
-        if mask:
-            chosen = [
-                (place, span if isinstance(span, BadRow) else mask.unmasked(place, span)) for place, span in chosen
+        answers = [answer for _, answer in chosen]
+        if self.mask_reasoning:
+            mask = ReasoningMask(renderer.try_render, messages, text)
+            answers = [
+                answer if isinstance(answer, BadRow) else mask.unmasked(place, answer) for place, answer in chosen
             ]
-        faults = [span for _, span in chosen if isinstance(span, BadRow)]
-        if faults and len(faults) == len(chosen):
+        faults = [answer for answer in answers if isinstance(answer, BadRow)]
+        if faults and len(faults) == len(answers):
             raise faults[0]
-        trained = (span for _, found in chosen if not isinstance(found, BadRow) for span in found)
-        rendered = Rendered(text, tuple(trained), unplaced=tuple(fault.detail for fault in faults))
-        is_open = rendered.trained and rendered.trained[-1][1] == len(text) and not renderer.marks_answers
-        return rendered._replace(eos=self._next_role(messages, text, renderer)) if is_open else rendered
+        trained = tuple([span for answer in answers if not isinstance(answer, BadRow) for span in answer])
+        is_open = bool(trained) and trained[-1][1] == len(text) and not renderer.marks_answers
+        end = self._next_role(messages, text, renderer) if is_open else None
+        return Rendered(text, trained, eos=end, unplaced=tuple([fault.detail for fault in faults]))
 
     def _next_role(self, messages: list[dict[str, Any]], text: str, renderer: JinjaRenderer) -> int | None:
         """Return the special token that would begin the turn after the last answer, if nothing else ends that (GLM)."""

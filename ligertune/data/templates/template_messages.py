@@ -41,11 +41,14 @@ class MessageForm(NamedTuple):
     as_text: bool = False  # calls are text of the content
 
 
+_USUAL = MessageForm()
+
+
 def forms_of(messages: Sequence[Message], source: str) -> Iterator[MessageForm]:
     """Yield the forms in which a template may take these messages, the usual one first."""
     calling = [message for message in messages if message.calls]
     if not calling:
-        yield MessageForm()
+        yield _USUAL
         return
     if "tool_calls" in source:
         several = any(len(message.calls) > 1 for message in calling)
@@ -112,8 +115,9 @@ def check_calls(messages: Sequence[dict[str, Any]], text: str, render: Callable[
 
     A call is in the text if a tag in its name is in the rendering with it.
     """
-    number = 0
-    tagged = []
+    if not any("tool_calls" in message for message in messages):
+        return
+    number, tagged = 0, []
     for message in messages:
         functions = []
         for call in message.get("tool_calls", ()):
@@ -126,10 +130,9 @@ def check_calls(messages: Sequence[dict[str, Any]], text: str, render: Callable[
             )
             number += 1
         tagged.append({**message, "tool_calls": functions} if functions else message)
-    if number:
-        written = render(tagged)
-        if written is None or not all(_tag(place) in written for place in range(number)):
-            raise BadRow("the template leaves a turn out", "a call")
+    written = render(tagged)
+    if written is None or not all(_tag(place) in written for place in range(number)):
+        raise BadRow("the template leaves a turn out", "a call")
 
 
 def _tag(number: int) -> str:
