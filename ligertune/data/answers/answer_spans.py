@@ -75,12 +75,10 @@ class AnswerFinder:
         return spans
 
     def _checked(self, index: int, span: Span | None) -> Span | BadRow:
-        shown = repr(_content(self.messages[index])[:40])
-        if span is None:
-            return BadRow("the answer cannot be placed", f"the template rewrites {shown}")
-        if span[1] <= span[0]:
-            return BadRow("the answer cannot be placed", f"nothing is written for {shown}")
-        return span
+        if span and span[1] > span[0]:
+            return span
+        what = "nothing is written for" if span else "the template rewrites"
+        return BadRow("the answer cannot be placed", f"{what} {_content(self.messages[index])[:40]!r}")
 
     def _after_prompt(self, index: int) -> Span | None:
         """Return the span if the prompt is a prefix of the text, and so is the turn at least to the answer's end.
@@ -105,11 +103,14 @@ class AnswerFinder:
         Special tokens inside a call do not end the turn. is_whole: the template writes nothing more for this turn. Then
         the special token that begins the next turn ends it (GLM).
         """
-        ends = [match.span() for match in self.special.finditer(self.text, after)] if stop < len(self.text) else []
-        stop = next((begin for begin, end in ends if begin < stop < end), stop)  # not in the middle of a token
+        if not is_whole:  # the text goes on differently, perhaps in the middle of a token
+            tokens = (match.span() for match in self.special.finditer(self.text, after))
+            stop = next((begin for begin, end in tokens if begin < stop < end), stop)
         ends = [match.end() for match in self.special.finditer(self.text, after, stop)]
+        if ends and "tool_calls" not in self.messages[index]:
+            return ends[-1]
         of_text = max(after, start + len(self.text[start:stop].rstrip()))
-        if ends and ("tool_calls" not in self.messages[index] or ends[-1] >= of_text):
+        if ends and ends[-1] >= of_text:
             return ends[-1]
         next_turn = self.special.match(self.text, of_text) if is_whole and stop == of_text else None
         return next_turn.end() if next_turn else of_text

@@ -13,7 +13,6 @@ from ligertune.data.shapes.turn_lists import as_turns
 from ligertune.errors import UserError
 
 _WEIGHT_KEYS = ("loss_weight", "weight", "train")  # LLaMA-Factory's, OpenAI's and axolotl's name
-_REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 # variables that chat_template_kwargs may not set
 RESERVED_VARIABLES = ("messages", "tools", "add_generation_prompt", "source", "name", "spans")
 _MEDIA_PARTS = ("image", "image_url", "input_image", "video", "video_url", "audio", "input_audio")
@@ -68,7 +67,8 @@ class RowReader:
             calls += _calls(turn["function_call"])
         if value is None and role == "assistant" and calls:
             value = ""
-        texts = {"text": "", "reasoning": next((turn[key] for key in _REASONING_KEYS if turn.get(key)), "")}
+        reasoning = turn.get("reasoning_content") or turn.get("reasoning") or turn.get("thinking") or ""
+        texts = {"text": "", "reasoning": reasoning}
         for part in value if isinstance(value, list) else [self.text(value, f"a turn by {name}")]:
             kind, text = self._part(part)
             if kind == "tool_call":

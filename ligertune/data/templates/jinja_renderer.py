@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -15,6 +16,12 @@ from ligertune.data.templates.control_tokens import Span
 from ligertune.data.templates.template_messages import check_calls
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+@lru_cache(maxsize=64)
+def has(source: str, pattern: re.Pattern[str]) -> bool:
+    """Return whether a template contains a pattern. Each template is searched once, and not for each row."""
+    return bool(pattern.search(source))
 
 
 @dataclass(frozen=True)
@@ -41,7 +48,7 @@ class JinjaRenderer:
     @property
     def marks_answers(self) -> bool:
         """Whether the template marks the text that is trained, with `{% generation %}`."""
-        return bool(_GENERATION.search(self.source))
+        return has(self.source, _GENERATION)
 
     def marked_answers(self, messages: Sequence[dict[str, Any]]) -> list[list[Span]]:
         """Return the spans of the `{% generation %}` blocks of each answer.

@@ -27,7 +27,7 @@ from ligertune.data.rows.conversation import BadRow, Conversation, Message
 from ligertune.data.rows.formats import Format
 from ligertune.data.templates.bounded_jinja import template_name
 from ligertune.data.templates.control_tokens import ControlTokens, Rendered
-from ligertune.data.templates.jinja_renderer import JinjaRenderer
+from ligertune.data.templates.jinja_renderer import JinjaRenderer, has
 from ligertune.data.templates.named_templates import known_templates, read_template, template_path
 from ligertune.data.templates.template_messages import REASONING_FIELDS, forms_of, split_calls, template_messages
 from ligertune.errors import UserError
@@ -148,8 +148,8 @@ class ChatTemplate:
             source,
             self._file,
             {**self.tokenizer.special_tokens_map, **self._control.mark(options), "tools": tools},
-            takes_parts=self.with_images and bool(_IMAGE.search(source)),
-            takes_strings=bool(_STRING.search(source)),
+            takes_parts=self.with_images and has(source, _IMAGE),
+            takes_strings=has(source, _STRING),
         )
         turns = conversation.messages
         written = self._write(drop_history_reasoning(turns) if self.drop_history_reasoning else turns, renderer)
