@@ -123,7 +123,7 @@ def check_calls(messages: Sequence[dict[str, Any]], text: str, render: Callable[
         for call in message.get("tool_calls", ()):
             function = call["function"]
             arguments = function["arguments"]
-            if isinstance(arguments, dict) and repr(arguments) in text and repr(arguments) != json.dumps(arguments):
+            if isinstance(arguments, dict) and _is_added(repr(arguments), text, messages):
                 raise BadRow("the template leaves a turn out", "the arguments of a call are not written as JSON")
             functions.append(
                 {"type": "function", "function": {**function, "name": f"{_tag(number)}{function['name']}"}}
@@ -133,6 +133,14 @@ def check_calls(messages: Sequence[dict[str, Any]], text: str, render: Callable[
     written = render(tagged)
     if written is None or not all(_tag(place) in written for place in range(number)):
         raise BadRow("the template leaves a turn out", "a call")
+
+
+def _is_added(arguments: str, text: str, messages: Sequence[dict[str, Any]]) -> bool:
+    """Return whether a template writes arguments as Python does, which differs from JSON by its quotes."""
+    if "'" not in arguments or arguments not in text:
+        return False
+    given = (message.get(name) or "" for message in messages for name in ("content", "reasoning_content"))
+    return text.count(arguments) > sum(part.count(arguments) for part in given)
 
 
 def _tag(number: int) -> str:

@@ -154,6 +154,13 @@ def test_a_call_is_passed_in_the_form_that_the_template_writes(trained_texts, fo
     assert trained_texts(turns, template_with(body))[0] == (f"assistant: {expected}</s>", "assistant: Five.</s>")
 
 
+def test_arguments_in_a_text_are_not_those_of_the_call(trained_texts):
+    """This row of the corpus quotes the call as Python writes it, in its reasoning."""
+    turns = [{**turn, "content": turn["content"] + " {'a': 2, 'b': 3}"} for turn in CALLING[2:6]]
+    found, _ = trained_texts(turns, published("glm4moe"))
+    assert "<arg_value>3</arg_value>\n</tool_call><|observation|>" in found[0] and "{'a': 2, 'b': 3}" in found[0]
+
+
 REWRITES = (
     "{% for m in messages %}{{ m.role }}: {{ m.content | upper if m.role == 'assistant' and LOST else m.content }}</s>"
     "{% endfor %}"
