@@ -81,7 +81,16 @@ def parse_marked_text(text: str) -> list[dict[str, Any]] | None:
             turns[-1]["content"] += f"\n\n{content}" if content else ""
         else:
             turns += _turn(match[1], content, markers)
+            _join_call(turns)
     return turns
+
+
+def _join_call(turns: list[dict[str, Any]]) -> None:
+    """Make one turn of a text by the assistant and the call that follows it, which glaive writes as two turns."""
+    before, last = turns[-2] if len(turns) > 1 else {}, turns[-1]
+    if before.get("role") == "assistant" and "function_call" in last and "function_call" not in before:
+        texts = [text for text in (before["content"], last["content"]) if text]
+        turns[-2:] = [{**last, "content": "\n\n".join(texts)}]
 
 
 def _without_start(text: str) -> str:

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 
 from ligertune.data.rows.data_files import Record
 
-TREE_COLUMNS = {"parent_id", "message_tree_id"}  # data with one of these may hold trees
-_MESSAGE = {"message_id", "parent_id", "text", "role"}
+TREE_COLUMNS = {"message_id", "message_tree_id"}  # data with one of these may hold trees
 
 
 class _Message(NamedTuple):
@@ -32,7 +31,7 @@ def assemble_trees(records: Iterable[Record], row: dict[str, Any]) -> Iterator[R
 
     row: the first of the records that is not too large.
     """
-    if set(row) >= _MESSAGE:
+    if _is_message(row):
         yield from _of_messages(records)
     elif _is_tree(row):
         for record in records:
@@ -40,6 +39,12 @@ def assemble_trees(records: Iterable[Record], row: dict[str, Any]) -> Iterator[R
             yield from _conversations(_nested(record.row["prompt"], record.source)) if is_tree else [record]
     else:
         yield from records
+
+
+def _is_message(row: dict[str, Any]) -> bool:
+    """Return whether a row is a message. A prompt has no `parent_id` in files that are written without nulls."""
+    is_part = "parent_id" in row or row.get("role") == "prompter"
+    return {"message_id", "text", "role"} <= row.keys() and is_part
 
 
 def _is_tree(row: dict[str, Any]) -> bool:
@@ -55,7 +60,7 @@ def _nested(row: dict[str, Any], source: str) -> _Message:
         message = pending.pop()
         replies = message.row.get("replies")
         for reply in replies if isinstance(replies, list) else ():
-            if isinstance(reply, dict):
+            if isinstance(reply, dict) and not reply.get("deleted"):
                 message.replies.append(_Message(reply, source, []))
         pending += message.replies
     return root
