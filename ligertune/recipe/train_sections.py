@@ -138,7 +138,7 @@ class TrainSpec(Section):
     warmup_steps: NonNegativeInt | None = None
     """Number of steps with a rising learning rate, instead of warmup_ratio."""
     min_lr_ratio: Share = 0.1
-    """With cosine_with_min_lr: the final learning rate, as a share of learning_rate."""
+    """With schedules whose name ends in min_lr: the final learning rate, as a share of learning_rate."""
     optim: Literal[tuple(OPTIMIZERS)] = "adamw_torch_fused"
     """Optimizer."""
     optim_in_backward: Switch = False

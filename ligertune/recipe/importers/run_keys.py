@@ -51,6 +51,8 @@ def _template(work: Import) -> None:
             continue
         written = data.pop(name)
         if found == "tokenizer":
+            if written.endswith("nothink"):
+                work.put("data.chat_template_kwargs", {"enable_thinking": False}, name)
             work.notes.append(f"{name}: {written} is the template that the model's tokenizer has")
         else:
             work.put("model.tokenizer.chat_template", found, name)
