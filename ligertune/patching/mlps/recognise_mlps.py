@@ -106,7 +106,10 @@ def recognise_whole_mlp(module: nn.Module) -> GatedSpec | Refusal:
     if _takes_more(cls.forward):
         return Refusal("its forward takes more than the hidden states")
     projections = projections_of(module)
-    return NOT_GATED if _is_plain(projections) else _spec_of(module, cls, projections)
+    if _is_plain(projections):
+        return NOT_GATED
+    spec = _spec_of(module, cls, projections)
+    return NOT_GATED if isinstance(spec, Refusal) and _is_chain(projections) else spec
 
 
 def gate_of(module: nn.Module) -> nn.Module | None:
@@ -130,6 +133,14 @@ def _is_plain(projections: Projections) -> bool:
         return False
     (_, first), (_, second) = projections
     return first == second[::-1]
+
+
+def _is_chain(projections: Projections) -> bool:
+    """Return whether the second of two projections takes what the first returns.
+
+    Sizes such as 32 to 64 and 64 to 64 fit up and down, and also a packed gate: only the probe tells them apart.
+    """
+    return len(projections) == 2 and projections[0][1][1] == projections[1][1][0]
 
 
 def _hidden_size(projections: Projections) -> int | None:
