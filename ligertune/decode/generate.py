@@ -278,7 +278,8 @@ def _chat_prompt(
     messages = [{"role": role, "content": text} for role, text in (*turns, ("user", content))]
     source, name = tokenizer.get_chat_template(), template_name(tokenizer)
     try:
-        variables = {**tokenizer.special_tokens_map, "add_generation_prompt": True}
+        own = template.get("chat_template_kwargs", {})
+        variables = {**tokenizer.special_tokens_map, **own, "add_generation_prompt": True}
         return render_chat_template(source, messages, name=name, **variables)[0]
     except TemplateRefusalError as error:
         raise UserError(f"The model's chat template refuses this conversation: {error}") from error

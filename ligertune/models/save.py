@@ -9,19 +9,20 @@ from __future__ import annotations
 import contextlib
 import json
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ligertune.data.rows.turns import RESERVED_VARIABLES
 from ligertune.errors import UserError
 from ligertune.models.added_tokens import grow_for_adapter
 from ligertune.models.load import auto_class, build_model, quiet_reports, read_config, through, whole_model
 from ligertune.models.load_tokenizer import read_tokenizer
 from ligertune.models.model_files import ADAPTER_CONFIG, ModelOrigin, check_adapter, loading, read_json, stored_shapes
 from ligertune.models.score_head import gives_scores, make_scored_as_saved
-from ligertune.planning.options import ModelOptions, TokenizerOptions
+from ligertune.planning.options import DataOptions, ModelOptions, TokenizerOptions
 from ligertune.storage import put_in_place, remove, writing
 from ligertune.vision.reader import save_processor
 
@@ -44,6 +45,7 @@ def write_model(
     state_dict: dict[str, torch.Tensor] | None,
     prompt_template: str,
     system_prompt: str | None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
     images: ImageReader | None = None,
 ) -> None:
     """Write weights (safetensors), configuration, tokenizer and image processor; `folder` appears only when complete.
@@ -64,7 +66,9 @@ def write_model(
     tokenizer.save_pretrained(aside)
     if images is not None:
         save_processor(images, aside)
-    write_prompt(aside, prompt_template=prompt_template, system_prompt=system_prompt)
+    write_prompt(
+        aside, prompt_template=prompt_template, system_prompt=system_prompt, chat_template_kwargs=chat_template_kwargs
+    )
     put_in_place(aside, folder)
 
 
@@ -97,24 +101,35 @@ def without_tied(model: PreTrainedModel, state_dict: dict[str, torch.Tensor]) ->
     return {name: tensor for name, tensor in state_dict.items() if name not in tied}
 
 
-def prompt_of(template: str, system_prompt: str | None) -> dict[str, str | None]:
+def prompt_of(template: str, data: DataOptions) -> dict[str, Any]:
     """Return the prompt of `write_prompt` for the template that the training data had."""
-    return {
-        "prompt_template": {"alpaca": "alpaca", "plain": "raw"}.get(template, "chat"),
-        "system_prompt": system_prompt,
-    }
+    name = {"alpaca": "alpaca", "plain": "raw"}.get(template, "chat")
+    return _prompt(name, data.system_prompt, data.chat_template_kwargs)
 
 
-def write_prompt(folder: Path, *, prompt_template: str, system_prompt: str | None) -> None:
-    """Write the prompt template and system prompt of training."""
+def _prompt(
+    prompt_template: str, system_prompt: str | None, chat_template_kwargs: Mapping[str, Any] | None
+) -> dict[str, Any]:
     prompt = {"prompt_template": prompt_template, "system_prompt": system_prompt}
+    return prompt | ({"chat_template_kwargs": dict(chat_template_kwargs)} if chat_template_kwargs else {})
+
+
+def write_prompt(
+    folder: Path,
+    *,
+    prompt_template: str,
+    system_prompt: str | None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+) -> None:
+    """Write the prompt template and system prompt of training, and variables of the template if there are any."""
+    prompt = _prompt(prompt_template, system_prompt, chat_template_kwargs)
     (folder / PROMPT_FILE).write_text(json.dumps(prompt, indent=1) + "\n", encoding="utf-8")
 
 
 def read_prompt(folder: Path) -> dict:
-    """Return {prompt_template, system_prompt} of a saved model; other models get their chat template.
+    """Return {prompt_template, system_prompt} of a saved model, and chat_template_kwargs if training had them.
 
-    Raises UserError for a damaged file.
+    Other models get their chat template. Raises UserError for a damaged file.
     """
     path = folder / PROMPT_FILE
     if not path.is_file():
@@ -124,7 +139,10 @@ def read_prompt(folder: Path) -> dict:
         raise SAVED_MODEL.error(f"{path}: prompt_template must be chat, alpaca or raw.")
     if not isinstance(found.get("system_prompt"), str | None):
         raise SAVED_MODEL.error(f"{path}: system_prompt must be a text or null.")
-    return {key: found.get(key) for key in ("prompt_template", "system_prompt")}
+    variables = found.get("chat_template_kwargs") or {}
+    if not isinstance(variables, dict) or set(variables) & set(RESERVED_VARIABLES):
+        raise SAVED_MODEL.error(f"{path}: chat_template_kwargs must be an object of variables of the chat template.")
+    return _prompt(found["prompt_template"], found.get("system_prompt"), variables)
 
 
 def adapter_base_model(folder: Path) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -61,9 +62,9 @@ class Job:
     images: ImageReader | None = None  # only for vision-language models
 
     @property
-    def prompt(self) -> dict[str, str | None]:
-        """Prompt template and system prompt: saved with the model, and used for its sample answers."""
-        return prompt_of(self.data.template, self.plan.data_options.system_prompt)
+    def prompt(self) -> dict[str, Any]:
+        """Prompt template, its variables and system prompt: saved with the model, and used for its sample answers."""
+        return prompt_of(self.data.template, self.plan.data_options)
 
 
 class Training:

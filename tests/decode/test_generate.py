@@ -1,9 +1,12 @@
 """Prompts are formatted as in training."""
 
+import json
+
 import pytest
 from transformers import AutoTokenizer
 
 from ligertune.decode.generate import choose_prompt, encode_prompt, format_prompt
+from ligertune.errors import UserError
 from ligertune.models.save import write_prompt
 
 ALPACA_END = "### Instruction:\nSay hi.\n\n### Response:\n"
@@ -22,3 +25,18 @@ def test_a_prompt_has_the_template_of_training(template, end, has_bos, quickstar
     write_prompt(tmp_path, prompt_template=template, system_prompt=system)
     ids = encode_prompt(tokenizer, "Say hi.", choose_prompt(tmp_path, raw=False))[1]
     assert ids.count(tokenizer.bos_token_id) == 1
+
+
+def test_variables_of_the_chat_template_are_those_of_training(quickstart, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(quickstart / "stories260K")
+    tokenizer.chat_template = "{% if calm %}Calm. {% endif %}{{ messages[-1].content }}"
+    write_prompt(tmp_path, prompt_template="chat", system_prompt=None, chat_template_kwargs={"calm": True})
+    assert format_prompt(tokenizer, "Hi", choose_prompt(tmp_path, raw=False)) == ("Calm. Hi", True)
+    write_prompt(tmp_path, prompt_template="chat", system_prompt=None)
+    assert format_prompt(tokenizer, "Hi", choose_prompt(tmp_path, raw=False)) == ("Hi", True)
+    for wrong in ([1], {"messages": []}):
+        write_prompt(tmp_path, prompt_template="chat", system_prompt=None, chat_template_kwargs=None)
+        path = tmp_path / "ligertune.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template_kwargs": wrong}))
+        with pytest.raises(UserError, match=r"chat_template_kwargs must be an object of variables"):
+            choose_prompt(tmp_path, raw=False)

@@ -15,10 +15,10 @@ import dataclasses
 import hashlib
 import json
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
@@ -127,6 +127,7 @@ def write_heads(
     expand: bool,
     prompt_template: str,
     system_prompt: str | None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> None:
     """Write heads, tokenizer, tree and prompt template; `folder` appears only when complete.
 
@@ -156,7 +157,9 @@ def write_heads(
     tokenizer.save_pretrained(aside)
     (aside / CONFIG).write_text(json.dumps(config.as_dict(), indent=1) + "\n", encoding="utf-8")
     write_choices(aside, paths)
-    write_prompt(aside, prompt_template=prompt_template, system_prompt=system_prompt)
+    write_prompt(
+        aside, prompt_template=prompt_template, system_prompt=system_prompt, chat_template_kwargs=chat_template_kwargs
+    )
     put_in_place(aside, folder)
 
 

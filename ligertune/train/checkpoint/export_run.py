@@ -210,7 +210,7 @@ def _export_checkpoint(source: SavedModel, out: Path, kind: str, *, trust_remote
     if not isinstance(template, str):
         raise UserError(f"--checkpoint: {source.run / 'plan.json'} is missing or damaged, so its prompt is not known.")
     spec = options.build.model.model_copy(update={"trust_remote_code": trust_remote_code})
-    prompt = prompt_of(template, options.data_options.system_prompt)
+    prompt = prompt_of(template, options.data_options)
     write_model(model, load_tokenizer(spec).tokenizer, out, state_dict=None, **prompt)
 
 

@@ -125,7 +125,7 @@ def _base_model(source: SavedModel, options: RunOptions | None) -> tuple[str, bo
 
 def _prompt(source: SavedModel, plan: dict, options: RunOptions | None) -> dict:
     if options is not None and not (Path(source.name) / PROMPT_FILE).is_file():  # a checkpoint
-        return prompt_of(plan["data"]["template"], options.data_options.system_prompt)
+        return prompt_of(plan["data"]["template"], options.data_options)
     return read_prompt(Path(source.name))
 
 
