@@ -71,15 +71,17 @@ NOT_THE_FORM = "it computes something else than down(act(gate(x)) * up(x))"
 def is_mlp(module: nn.Module) -> bool:
     """Return whether a module is a gated MLP or may be one, or a plain MLP. The report counts these.
 
-    A module of which only the forward shows what it is (projections of equal size) counts if it is recognised.
+    A module of which only the forward shows what it is counts if it is recognised: its projections have equal sizes, or
+    may follow one another, as those of a projector do.
     """
     original = getattr(type(module), "patch_original", type(module))
     if original.__module__.startswith("torch.") or _takes_more(original.forward):
         return False
     projections = projections_of(module)
-    if _is_plain(projections) or _hidden_size(projections) is not None:
+    if _is_plain(projections) or (_hidden_size(projections) is not None and not _is_chain(projections)):
         return True
     may_be = len(projections) in (2, 3) and len({size[0] for _, size in projections}) == 1
+    may_be |= _hidden_size(projections) is not None
     return may_be and isinstance(_spec_of(module, original, projections), GatedSpec)
 
 
@@ -141,6 +143,11 @@ def _is_chain(projections: Projections) -> bool:
     Sizes such as 32 to 64 and 64 to 64 fit up and down, and also a packed gate: only the probe tells them apart.
     """
     return len(projections) == 2 and projections[0][1][1] == projections[1][1][0]
+
+
+def _is_chain(projections: Projections) -> bool:
+    """Return whether the outputs of each projection are as many as the inputs of the next."""
+    return all(first[1] == second[0] for (_, first), (_, second) in itertools.pairwise(projections))
 
 
 def _hidden_size(projections: Projections) -> int | None:

@@ -288,6 +288,32 @@ class Square(nn.Module):
         return F.scaled_dot_product_attention(self.q(x), self.k(x), self.v(x))
 
 
+class Projector(nn.Module):
+    """Sizes that a packed MLP could have, too, with linear_1 as its down projection."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear_1, self.linear_2 = nn.Linear(HIDDEN, 2 * HIDDEN), nn.Linear(2 * HIDDEN, 2 * HIDDEN)
+
+    def forward(self, x):
+        return self.linear_2(F.gelu(self.linear_1(x)))
+
+
+class DownFirst(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.down, self.both = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, 2 * WIDTH)
+
+    def forward(self, x):
+        gate, up = self.both(x).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up)
+
+
+def test_a_projector_is_no_mlp_and_the_order_of_the_projections_does_not_count():
+    assert not is_mlp(Projector())
+    assert is_mlp(DownFirst()) and recognise_mlp(DownFirst()) == GatedSpec(*SILU, True, ("both",), "down")
+
+
 def test_an_mlp_without_a_gate_is_named_and_not_counted_as_left():
     plain = Plain()
     assert is_mlp(plain) and isinstance(recognise_mlp(plain), NotNeeded)
