@@ -67,20 +67,18 @@ def check_scores(model: PreTrainedModel, *, multiple_of: int, packed: bool) -> N
     """
     was_training, device, config = model.training, next(model.parameters()).device, model.config.get_text_config()
     length = -(-_TOKENS // multiple_of) * multiple_of
-    ids = np.arange(1, length + 1) % config.vocab_size
+    others = [token for token in range(config.vocab_size) if token != config.pad_token_id]
+    ids = np.resize(others[1 : length + 1], length)
     make = collate_packed if packed else collate
     batch = make([Example(ids, ids, "")], pad_token_id=0)
     del batch["labels"]
     batch = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
-    pad, config.pad_token_id = config.pad_token_id, None  # the last token is then never taken for padding
     model.eval()
     try:
         own = model(**batch, use_cache=False).logits
-        ours = model(**batch, use_cache=False, score_rows=torch.arange(length, device=device)).logits[
-            0
-        ]  # of all tokens
+        every = torch.arange(length, device=device)
+        ours = model(**batch, use_cache=False, score_rows=every).logits[0]
     finally:
-        config.pad_token_id = pad
         model.train(was_training)
     # Products of other sizes round differently. Scores of other tokens differ by about as much as they are large.
     allowed = (ROUNDED if ours.dtype.itemsize < 4 else EXACT) * float(ours.abs().max())

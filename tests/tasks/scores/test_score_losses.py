@@ -117,7 +117,7 @@ def test_scores_of_packed_and_padded_texts_are_those_of_single_texts():
     ids = [rng.integers(3, 128, size=length) for length in (9, 5, 12)]
     ids[1][-2:] = 0  # the padding token
     examples = [Example(tokens, tokens, "") for tokens in ids]
-    for family in ("llama", "gemma2"):
+    for family in ("llama", "gemma2", "qwen3", "mixtral"):
         config = tiny_models.config_of(family, num_labels=3, attn_implementation="eager")
         model = tiny_models.random_model(transformers.AutoModelForSequenceClassification, config).eval()
         with torch.no_grad():
