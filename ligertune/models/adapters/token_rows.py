@@ -39,9 +39,7 @@ class TokenEmbedding(ModulePatch):
         if name is None or args or kwargs or self.base_layer.max_norm is not None:
             return super().forward(x, *args, **kwargs)
         rows = self.base_layer(x)
-        places = torch.full((self.base_layer.num_embeddings,), -1, device=x.device)
-        indices = torch.tensor(self.token_indices[name], device=x.device)
-        place = places.index_copy_(0, indices, torch.arange(len(indices), device=x.device))[x]
+        place = _lookup(self, name, x.device)[1][x]
         trained = F.embedding(place.clamp(min=0), self.trainable_tokens_delta[name]).to(rows.dtype)
         scale = self._get_embed_scale()
         trained = trained if scale is None else trained * scale.to(rows.dtype)
@@ -56,7 +54,10 @@ class TokensLossHead(LossHead):
         if type(base.weight) not in (Tensor, nn.Parameter):
             return self.dense_loss(hidden, labels, options, f"lm_head.weight is a {type(base.weight).__name__}")
         count_fused(self)
-        weight = base.weight if name is None else self.get_merged_weights([name])
+        weight = base.weight
+        if name is not None:
+            rows = self.trainable_tokens_delta[name].to(weight.dtype)
+            weight = weight.index_copy(0, _lookup(self, name, weight.device)[0], rows)
         if STATE.head_loss is not None:
             return STATE.head_loss.fused(hidden, weight, None, labels, options)
         return linear_cross_entropy(hidden, weight, labels, None, **options)
@@ -122,6 +123,21 @@ def _patch_tied(wrapper: ModulesToSaveWrapper) -> None:
             module.out_features, module.in_features = module.weight.shape
             if isinstance(wrapper.original_module, LossHead) and not isinstance(module, ModulePatch):
                 patch_module(module, LossHead)
+
+
+def _lookup(layer: TrainableTokensLayer, name: str, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return (ids of the trained tokens, place of each token among them or -1, (V,)).
+
+    They are copied to the device once: a copy in each forward would wait for it, and no CUDA graph can hold one.
+    """
+    known = vars(layer).setdefault("_ligertune_lookup", {})
+    ids = tuple(layer.token_indices[name])
+    if (ids, device) not in known:
+        indices = torch.tensor(ids, device=device)
+        places = torch.full((len(layer.base_layer.weight),), -1, device=device)
+        places[indices] = torch.arange(len(ids), device=device)
+        known[ids, device] = indices, places
+    return known[ids, device]
 
 
 def _active(layer: TrainableTokensLayer) -> str | None:
