@@ -58,7 +58,7 @@ def compare_training(folder, device: str) -> None:
     theirs = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, device_map={"": device}, quantization_config=BitsAndBytesConfig(load_in_8bit=True)
     )
-    patch(ours)
+    assert patch(ours).rows == patch(tiny_models.make("llama")).rows  # which the plan shows
     ours = apply_method(ours, MethodOptions(**LORA), seed=1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
