@@ -11,7 +11,7 @@ from ligertune.errors import UserError
 from ligertune.recipe import Recipe
 from ligertune.recipe.optimizer_table import OPTIMIZERS
 from ligertune.recipe.train_sections import CheckpointSpec
-from ligertune.storage import newest_checkpoint
+from ligertune.storage import damaged_lines, newest_checkpoint, read_metrics
 
 # Files that a run writes into output_dir. --overwrite removes these and nothing else.
 RUN_FILES = (
@@ -50,10 +50,18 @@ def check_output_dir(section: CheckpointSpec) -> None:
         raise no_checkpoint(folder)
 
 
+def _logs_steps(path: Path) -> bool:
+    """Return whether metrics.jsonl holds more than the evaluation before the first step (eval.eval_on_start)."""
+    lines = read_metrics(path)
+    if not lines or damaged_lines(path):
+        return path.stat().st_size > 0
+    return any(line["step"] > 0 or "loss_before_training" in line for line in lines)
+
+
 def has_trained(folder: Path) -> bool:
     """Return whether a folder holds at least one trained step. Without one there is nothing to lose or to continue."""
     logged = folder / "metrics.jsonl"
-    if any((folder / "checkpoints").glob("step-*")) or (logged.is_file() and logged.stat().st_size > 0):
+    if any((folder / "checkpoints").glob("step-*")) or (logged.is_file() and _logs_steps(logged)):
         return True
     return any((folder / name).exists() for name in RUN_FILES if name not in MADE_BEFORE_TRAINING)
 

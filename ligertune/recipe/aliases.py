@@ -129,6 +129,7 @@ ALIASES = (
     Alias("train.fp8", ("fp8",)),
     Alias("train.seed", ("seed", "random_seed", "random_state")),
     Alias("eval.eval_strategy", ("evaluation_strategy",)),
+    Alias("eval.early_stopping_patience", ("early_stopping_steps",)),
     Alias("eval.eval_steps", ("eval_interval", "eval_freq", "run_eval_every_n_steps")),
     Alias("eval.per_device_eval_batch_size", ("eval_batch_size", "per_gpu_eval_batch_size")),
     Alias("checkpoint.output_dir", ("output_dir", "out_dir")),

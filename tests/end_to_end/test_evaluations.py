@@ -9,6 +9,7 @@ from quickstart_runs import RESUME, saves, train, unfinished
 from safetensors.torch import load_file
 from transformers import EarlyStoppingCallback, TrainerControl, TrainerState
 
+from ligertune.planning.preflight import has_trained
 from ligertune.train.evaluate import EarlyStopping
 
 # The evaluation loss falls for some steps and then rises: a few examples at a high learning rate overfit.
@@ -84,6 +85,19 @@ def test_early_stopping_counts_as_transformers_does():
                 state.best_metric = value
             ours.add(value)
             assert (ours.since_best, ours.best) == (callback.early_stopping_patience_counter, state.best_metric)
+
+
+def test_a_folder_with_an_evaluation_before_the_first_step_only_is_no_run(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    for text, trained in (
+        ('{"step": 0, "eval_loss": 2.0}\n{"step": 0, "samples": []}\n', False),
+        ('{"step": 0, "eval_loss": 2.0}\n{"step": 0, "loss_before_training": 2.0}\n', True),
+        ('{"step": 0, "eval_loss": 2.0}\n{"step": 1, "eval_loss": 2.0}\n', True),
+        ('{"step": 0, "eval_loss": 2.0}\nnonsense\n', True),
+        ("", False),
+    ):
+        path.write_text(text)
+        assert has_trained(tmp_path) == trained
 
 
 def test_an_evaluation_before_the_first_step_counts_for_nothing_and_changes_nothing(best, tmp_path):

@@ -110,6 +110,7 @@ TABLE: dict[str, list[tuple[str, object, object]]] = {
     "train.fp8": [("fp8", "true", True)],
     "train.seed": [("seed random_seed random_state", "7", 7)],
     "eval.eval_strategy": [("evaluation_strategy", "epoch", SAME)],
+    "eval.early_stopping_patience": [("early_stopping_steps", "3", 3)],
     "eval.eval_steps": [("eval_interval eval_freq run_eval_every_n_steps", "7", 7)],
     "eval.per_device_eval_batch_size": [("eval_batch_size per_gpu_eval_batch_size", "7", 7)],
     "checkpoint.save_steps": [("save_interval save_freq save_every_n_steps", "7", 7)],
@@ -141,6 +142,7 @@ NEEDS = {
     "method.init_lora_weights": "method: {type: lora}",
     "method.trainable_token_indices": "method: {type: lora}",
     "eval.eval_strategy": "val_size: 0.1",
+    "eval.early_stopping_patience": "val_size: 0.1\neval_strategy: epoch",
 }
 
 
