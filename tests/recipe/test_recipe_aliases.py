@@ -142,7 +142,7 @@ NEEDS = {
     "method.init_lora_weights": "method: {type: lora}",
     "method.trainable_token_indices": "method: {type: lora}",
     "eval.eval_strategy": "val_size: 0.1",
-    "eval.early_stopping_patience": "val_size: 0.1\neval_strategy: epoch",
+    "eval.early_stopping_patience": "val_size: 0.1\neval: {eval_strategy: epoch}",
 }
 
 
