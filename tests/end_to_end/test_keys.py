@@ -210,26 +210,23 @@ def test_tokenizer_keys(quickstart, tmp_path):
 
 
 def test_data_set_keys(tmp_path):
-    rows = [{"prompt": "Say hi.", "output": "Hi."}, {"prompt": "", "output": ""}, {"prompt": "Bye?", "output": "Bye."}]
+    rows = [{"ask": "Say hi.", "output": "Hi."}, {"ask": "", "output": ""}, {"ask": "Bye?", "output": "Bye."}]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     here = {"data.datasets.0.path": tmp_path / "rows.jsonl", "data.val_split": 0}
-    with pytest.raises(UserError, match="prompt"):
+    with pytest.raises(UserError, match="ask"):
         plan_run(tmp_path, **here)
-    renamed = {**here, "data.datasets.0.columns": "{instruction: prompt}"}
+    renamed = {**here, "data.datasets.0.columns": "{instruction: ask}"}
     assert plan_run(tmp_path, **renamed).plan.data.examples == 2
     with pytest.raises(UserError, match=r"rows\.jsonl:2"):
         plan_run(tmp_path, **renamed, **{"data.datasets.0.on_bad_row": "error"})
-    rows.append({"prompt": "How many?", "output": 2})
+    rows.append({"ask": "How many?", "output": 2})
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for policy, count in (("drop", 2), ("repair", 3)):
         found = plan_run(tmp_path, **renamed, **{"data.datasets.0.on_bad_row": policy})
         assert found.plan.data.examples == count
     with pytest.raises(UserError, match="sharegpt"):
         plan_run(tmp_path, **renamed, **{"data.datasets.0.format": "sharegpt"})
-    evaluated = {
-        **renamed,
-        "data.eval_datasets": f"[{{path: {tmp_path}/rows.jsonl, columns: {{instruction: prompt}}}}]",
-    }
+    evaluated = {**renamed, "data.eval_datasets": f"[{{path: {tmp_path}/rows.jsonl, columns: {{instruction: ask}}}}]"}
     assert plan_run(tmp_path, **evaluated).plan.data.eval_examples == 2
 
 
