@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable
 from functools import cache
 
 import torch
-from transformers import get_scheduler
 
 from ligertune.planning.optimization import TrainSchedule
 
@@ -71,6 +70,8 @@ def _share_of_transformers(schedule: TrainSchedule) -> Callable[[int], float]:
 
 def _scheduler(schedule: TrainSchedule) -> torch.optim.lr_scheduler.LRScheduler:
     """Build the scheduler of transformers over one number, for its rates alone."""
+    from transformers import get_scheduler  # imports peft, which takes seconds
+
     kwargs = dict(schedule.kwargs)
     if schedule.type in ("cosine_with_min_lr", "cosine_warmup_with_min_lr") and not kwargs.keys() & {
         "min_lr",
