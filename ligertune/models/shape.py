@@ -25,8 +25,8 @@ from ligertune.vision.tower_shape import read_tower
 
 # Linear layers by the input they save for the backward. Attention itself saves o_proj's input.
 ATTENTION_IN = {"q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value", "q_a_proj", "kv_a_proj_with_mqa"}
-MLP_IN = {"gate_proj", "up_proj", "gate_up_proj", "fc1"}
-MLP_OUT = {"down_proj", "fc2"}
+MLP_IN = {"gate_proj", "up_proj", "gate_up_proj", "fc1", "w1", "w3", "Wi", "wi", "wi_0", "wi_1"}
+MLP_OUT = {"down_proj", "fc2", "w2", "Wo", "wo"}
 
 
 def read_shape(model: PreTrainedModel) -> ModelShape:

@@ -174,6 +174,13 @@ def test_tensors_that_our_kernels_do_not_compute_are_not_recomputed(config, poli
     assert bytes_of(layer, **policy) - bytes_of(layer, **policy, recompute=True) == 2 * elements
 
 
+@pytest.mark.parametrize(("targets", "saved"), [(["w1", "w3"], (False, True, False)), (["w2"], (False, False, True))])
+def test_adapters_on_projections_of_other_names_save_their_inputs_too(targets, saved):
+    config = transformers.Lfm2Config(**TINY, layer_types=["full_attention"])
+    layer = shape_of(config, type="lora", lora_target_modules=targets).layer
+    assert (layer.attn_in, layer.mlp_in, layer.mlp_out) == saved
+
+
 @pytest.mark.parametrize(
     ("targets", "saved"),
     [
