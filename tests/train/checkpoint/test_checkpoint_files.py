@@ -108,6 +108,7 @@ def test_files_in_folders_have_checksums(saved, tmp_path):
     aside = folder / ".step-4.partial"
     (aside / "shards").mkdir(parents=True)
     (aside / "shards" / "rank-0").write_bytes(bytes(64))
+    (aside / "weights").write_bytes(bytes(64))  # a record without any file counts as damaged
     complete(plan, 4, aside)
     flip_a_bit(folder / "step-4" / "shards" / "rank-0")
     assert resume_folder(plan)[0] == folder / "step-2"
