@@ -26,7 +26,7 @@ WEAK_ANSWER_NAMES = (
     "message_2", "sql", "targets_pretokenized", "solutions", "generations", "completions", "responses",
     "func_code_string", "deepseek_solution", "abstract", "chosen",
 )  # fmt: skip
-# answers by a model that reasons, which reasoning sets have beside a short solution; and the column of its reasoning
+# columns of a reasoning model's answers, in data sets that also have a short solution -> column of its reasoning
 REASONED_ANSWERS = {
     "attempt": "thinking_trajectories.0",  # s1K
     "deepseek_attempt": "deepseek_thinking_trajectory",

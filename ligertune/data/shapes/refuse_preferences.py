@@ -18,7 +18,7 @@ _PAIRS = (
     ("better", "worse"), ("response_j", "response_k"), ("better_response", "worse_response"),
     ("chosen", "reject"), ("good", "bad"), ("answer_chosen", "answer_rejected"),
 )  # fmt: skip
-# names of two answers, of which another column has the better
+# names of two answers; another column says which is better
 _SIDE = re.compile(
     r"(conversation|response|answer|output|completion|generation|human_ref|summary|candidate)s?_?([ab]|[0-3])\Z",
     re.IGNORECASE,
@@ -45,7 +45,7 @@ def refuse_pairs(sample: SampleColumns, path: str) -> None:
             line = _fine_tuning_columns(sample, first)
             hint = f" To fine-tune on one of them, write {columns_line(line)}." if line else ""
             raise UserError(
-                f"{path}: `{first}` and `{second}` are two answers to one prompt, of which one is preferred.",
+                f"{path}: `{first}` and `{second}` are two answers to one prompt, and one is preferred.",
                 hint=f"task: dpo reads them as columns `chosen` and `rejected`.{hint}",
             )
 
@@ -87,7 +87,7 @@ def _fine_tuning_columns(sample: SampleColumns, answer: str) -> dict[str, str]:
 
 
 def refuse_labels(sample: SampleColumns, path: str, format: Format, columns: dict[str, str]) -> None:
-    """Raise UserError for answers of which a label says whether they are good (KTO)."""
+    """Raise UserError for answers with a label that says whether they are good (KTO)."""
     for label in LABEL_COLUMNS:
         values = {str(value).strip().lower() for value in sample.values(label)}
         if format.raw or not values or not values <= _LABEL_VALUES:

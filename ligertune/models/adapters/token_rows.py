@@ -74,7 +74,7 @@ def trained_layers(model: PreTrainedModel, spec: MethodOptions) -> dict[str, Any
 
 
 def token_layers(model: PreTrainedModel, spec: MethodOptions) -> dict[str, list[int]] | None:
-    """Return PEFT's `trainable_token_indices`: the tokens of `spec` in the embedding, and in a head of its own.
+    """Return PEFT's `trainable_token_indices`: layer name -> token ids, for the embedding and an untied head.
 
     Layers of `lora_modules_to_save` are left out, since all their rows train. Raises UserError.
     """

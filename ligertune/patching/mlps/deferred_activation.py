@@ -169,7 +169,7 @@ def _most_common_inputs(module: nn.Module) -> int:
 
 
 class _LinearStandIn(nn.Module):
-    """Replacement of a linear layer: each of its outputs is a factor of its own times one input."""
+    """Replacement of a linear layer: each output is one input times a factor that no other output has."""
 
     def __init__(self, size: tuple[int, int], name: str, dtype: torch.dtype) -> None:
         super().__init__()

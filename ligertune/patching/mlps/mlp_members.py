@@ -1,4 +1,4 @@
-"""Members of an MLP: its projections with their sizes, and what its forward may call beside them."""
+"""Members of an MLP: its projections with their sizes, and the other functions and modules that its forward calls."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Member:
 
 
 def members_of(module: nn.Module, projections: Projections) -> tuple[Member, ...]:
-    """Return what a module can call beside its projections."""
+    """Return the other functions and modules that a module can call, besides its projections."""
     names = {name for name, _ in projections}
     held = {name: value for name, value in vars(module).items() if not name.startswith("_")} | module._modules
     members = []

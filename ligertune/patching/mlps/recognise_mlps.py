@@ -168,7 +168,7 @@ ROWS = (0.5, 1.0, 2.0, 4.0, 8.0, 30.0, 1e3, 1e4)  # magnitudes of the tokens: a 
 
 
 class _ProjectionProbe(nn.Module):
-    """Replacement of a projection: column j of (..., outputs) is a factor of its own times one input, plus a shift."""
+    """Replacement of a projection: each column of (..., outputs) is one input times its factor, plus its shift."""
 
     def __init__(self, projection: Projection, seed: int, calls: list[_Call]) -> None:
         super().__init__()

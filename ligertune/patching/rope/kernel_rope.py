@@ -82,7 +82,7 @@ def _rope_spec(cls: type[nn.Module], definition: Definition) -> RopeSpec | Refus
     functions = []
     for name in _rotary_names(cls, cls.forward):
         if name not in forward.__globals__:
-            return Refusal(f"it rotates in a method of its own, {name}, which PyTorch computes as before")
+            return Refusal(f"it computes RoPE in its own method {name}, which stays with PyTorch")
         function = forward.__globals__[name]
         rotation = recognise_rotation(function)
         if isinstance(rotation, Refusal) and not (rotations := _rotations_inside(function)):

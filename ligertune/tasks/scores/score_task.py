@@ -52,7 +52,7 @@ class ScoreTask(Task):
         return {ROWS: rows, "counts": counts, "targets": self.target_tensor(targets)}
 
     def target_tensor(self, targets: Sequence[tuple[float, ...]]) -> Tensor:
-        """Return the labels of D examples as the loss reads them."""
+        """Return the labels of D examples as the loss reads them. Each task defines it."""
         raise NotImplementedError
 
     def loss(self, model: nn.Module, batch: dict[str, Any]) -> Tensor:
@@ -63,5 +63,8 @@ class ScoreTask(Task):
         return self.loss_of_scores(scores.float(), targets, counts, divisor)
 
     def loss_of_scores(self, scores: Tensor, targets: Tensor, counts: Tensor, divisor: int) -> Tensor:
-        """Return the part of the loss (), and add to the measures. scores: (documents, labels), counts: (D,) bool."""
+        """Return this batch's part of the loss (), and add to the measures. Each task defines it.
+
+        scores: (documents, labels) float32. counts: (D,) bool, whether an example counts.
+        """
         raise NotImplementedError

@@ -83,7 +83,7 @@ def rope_row(model):
 def test_a_rotation_in_a_method_is_left_with_the_reason():
     row = rope_row(tiny_family("causal", "roformer"))
     assert (row.kernel, row.applied, row.left) == ("apply_rope", 0, 4)
-    assert "rotates in a method of its own, apply_rotary_position_embeddings" in row.note
+    assert "computes RoPE in its own method apply_rotary_position_embeddings" in row.note
 
 
 class TinyRotaryEmbedding(nn.Module):
