@@ -1,7 +1,7 @@
 """The recipe: one YAML file that describes a run, read into frozen sections."""
 
 from ligertune.recipe.read import dump_recipe, load_recipe
-from ligertune.recipe.rules import contradicts_itself
+from ligertune.recipe.rules.check_rules import contradicts_itself
 from ligertune.recipe.schema import KernelsSpec, Recipe, recipe_schema
 from ligertune.recipe.train_sections import TrainSpec
 

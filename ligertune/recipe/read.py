@@ -20,7 +20,7 @@ from ligertune.recipe.complaints import complain_about, shown
 from ligertune.recipe.document import Document, KeyPath, Place, dotted, split
 from ligertune.recipe.importers.peers import likely_peer
 from ligertune.recipe.plain_yaml import NotYaml, dump, parse
-from ligertune.recipe.rules import check_rules
+from ligertune.recipe.rules.check_rules import check_rules
 from ligertune.recipe.schema import Origin, Recipe
 from ligertune.recipe.section import SWITCHES
 from ligertune.recipe.train_sections import EITHER_OR

@@ -22,7 +22,7 @@ from ligertune.recipe.importers.reasons import REASONS, VALUES
 from ligertune.recipe.importers.run_keys import convert_run
 from ligertune.recipe.plain_yaml import dump
 from ligertune.recipe.read import REQUIRED, read_document
-from ligertune.recipe.rules import check_rules
+from ligertune.recipe.rules.check_rules import check_rules
 from ligertune.recipe.schema import Recipe
 from ligertune.recipe.train_sections import EITHER_OR
 

@@ -1,59 +1,16 @@
-"""Rules between recipe keys: which values contradict each other, why, and what to write instead."""
+"""Rules between recipe keys: which values contradict each other, why, and what to write instead; their check."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property, partial
+from collections.abc import Sequence
 from operator import attrgetter
-from typing import Any
 
 from ligertune.recipe.document import Document, KeyPath, split
 from ligertune.recipe.optimizer_table import OPTIMIZERS
+from ligertune.recipe.rules.rule import ADAPTER, ONE_OUT, Rule, each
+from ligertune.recipe.rules.task_rules import TASK_RULES
 from ligertune.recipe.schema import Recipe
-from ligertune.recipe.train_sections import EITHER_OR, DistillSpec, PreferenceSpec, TrainSpec
-
-LITERALS = {"true": True, "false": False, "null": None, "1": 1, "2": 2}
-
-
-def _condition(text: str) -> tuple[str, Callable[[Any], bool]]:
-    """Read one condition: a recipe key, and the values of it that a rule is about.
-
-    "key": it is not false, 0, null or empty.  "no key": it is.  "key: a|b": it has one of these values.
-    "key: not a|b": it has another value.  "key: any": the rule's message only mentions it.
-    """
-    key, _, values = text.partition(": ")
-    if not values:
-        return key.removeprefix("no "), (lambda value: not value) if key.startswith("no ") else bool
-    named = [LITERALS.get(word, word) for word in values.removeprefix("not ").split("|")]
-    if values == "any":
-        return key, lambda value: True
-    return key, lambda value: (value in named) != values.startswith("not ")
-
-
-@dataclass(frozen=True)
-class Rule:
-    """A combination of values that a recipe must not have.
-
-    when: conditions, separated by commas; the rule is broken if all of them and `also` hold.
-    message: names the keys as {0}, {1}, ... in the order of `when`, and their values as {v[0]}, {v[1]}, ...
-    """
-
-    when: str
-    message: str
-    also: Callable[[Recipe], bool] = lambda recipe: True
-
-    @cached_property
-    def conditions(self) -> list[tuple[str, Callable[[Any], bool]]]:
-        return [_condition(text) for text in self.when.split(", ")]
-
-    def is_broken(self, recipe: Recipe) -> bool:
-        return all(holds(attrgetter(key)(recipe)) for key, holds in self.conditions) and self.also(recipe)
-
-
-def _each(message: str, lead: str, *rows: tuple[str, str]) -> list[Rule]:
-    """Return one rule per (condition, reason): `lead` excludes the condition. The message contains {why}."""
-    return [Rule(f"{lead}, {condition}", message.replace("{why}", why)) for condition, why in rows]
+from ligertune.recipe.train_sections import EITHER_OR, TrainSpec
 
 
 def _warms_up(recipe: Recipe) -> bool:
@@ -68,40 +25,10 @@ def _accumulates(recipe: Recipe) -> bool:
     return (train.gradient_accumulation_steps or 1) > 1 or (wanted is not None and micro not in ("auto", wanted))
 
 
-def _differs(key: str, recipe: Recipe) -> bool:
-    """Report whether a key of `preference` has another value than its default."""
-    return getattr(recipe.preference, key) != PreferenceSpec.model_fields[key].default
-
-
-def _listed(values: str) -> str:
-    return " and ".join(values.replace("|", ", ").rsplit(", ", 1))
-
-
-# keys of `preference` that only some losses read
-READ_BY_LOSSES = {
-    "beta": "sigmoid|ipo|hinge|robust|simpo|kto",
-    "label_smoothing": "sigmoid|robust",
-    "simpo_gamma": "simpo",
-    "orpo_alpha": "orpo",
-    "sft_weight": "sigmoid|ipo|hinge|robust|simpo",
-    "ld_alpha": "sigmoid|ipo|hinge|robust",
-    "length_normalization": "sigmoid|hinge|robust",
-    "desirable_weight": "kto",
-    "undesirable_weight": "kto",
-    "reference": "sigmoid|ipo|hinge|robust|kto",
-}
 CHANGES_WEIGHTS = "olora|pissa|pissa_niter_4|pissa_niter_16"
-# keys that only one of the tasks with a score head reads
-SCORE_KEYS = {
-    "classification": tuple(f"classification.{key}" for key in ("num_labels", "problem_type", "labels")),
-    "reward": ("reward.center_rewards_coefficient",),
-}
-MEDUSA_STAGE_1 = "medusa.stage: 1, task: medusa"
-ADAPTER = "method.type: lora|qlora"
 DEEPSPEED = "parallel.strategy: deepspeed_zero2|deepspeed_zero3"
 # optimizers of packages whose kernels run on a GPU only
 GPU_OPTIMIZER = "train.optim: " + "|".join(name for name, row in OPTIMIZERS.items() if row.needs)
-ONE_OUT = "Leave one of them out."
 
 RULES = (
     # ---- batch size, epochs and warm-up
@@ -159,7 +86,7 @@ RULES = (
     Rule("checkpoint.overwrite, checkpoint.resume_from_checkpoint: not never",
          "{0} would delete the run that {1} continues. Keep one of them."),
     # ---- noise and learning rates
-    *_each(
+    *each(
         f"{{0}} {{why}}. {ONE_OUT}",
         "train.neftune_noise_alpha: not null",
         ("task: medusa|dpo", "makes outputs random, and {1} is {v[1]}, which compares them with others"),
@@ -182,7 +109,7 @@ RULES = (
     ),
     Rule("method.trainable_token_indices, task: medusa",
          "{0} trains rows of the output head, and {1} is medusa, whose heads share it. Leave {0} out."),
-    *_each(
+    *each(
         "{0}: {v[0]} subtracts the initial adapter from the weights, and {why}",
         f"method.init_lora_weights: {CHANGES_WEIGHTS}",
         ("method.type: qlora", "{1}: qlora would quantise what is left. Write method.type: lora."),
@@ -219,7 +146,7 @@ RULES = (
          "{0} stores weights in 8 bits, and {1} is qlora, which stores them in 4. Leave {0} out."),
     Rule("method.load_in_8bit, method.type: full|freeze",
          "{0} freezes the weights, and {1} is {v[1]}, which trains them. Write method.type: lora."),
-    *_each(
+    *each(
         "{0} {why}",
         "method.load_in_8bit",
         ("kernels.lora", f"multiplies in 8 bits, and {{1}} adds the update inside 16-bit products. {ONE_OUT}"),
@@ -233,82 +160,7 @@ RULES = (
          "stores weights that cannot be sharded, and {1} is {v[1]}. Write parallel.strategy: ddp."),
         ("parallel.cp_size: not 1", f"stores weights that cannot be sharded, which {{1}} needs. {ONE_OUT}"),
     ),
-    # ---- Medusa heads
-    Rule("medusa.stage: 2, medusa.heads_path: null, task: medusa",
-         "{0} is 2, which starts from trained heads, and {1} is not given. "
-         "Train the heads with medusa.stage: 1 first, and give their folder."),
-    Rule("data.max_length: any, medusa.num_heads: any, task: medusa",
-         "{0} is {v[0]}, too short for {v[1]} heads ({1}): the last head predicts the token {v[1]} + 1 positions "
-         "ahead. Write a larger data.max_length, or fewer heads.",
-         also=lambda recipe: recipe.data.max_length < recipe.medusa.num_heads + 2),
-    Rule("method.type: qlora|freeze, task: medusa",
-         "{0} is {v[0]}, and {1} is medusa, which supports full and lora only. Write one of them."),
-    Rule(f"method.type: lora, {MEDUSA_STAGE_1}",
-         "{0} is lora, and in stage 1 ({1}) only the heads train. Leave {0} out, or write medusa.stage: 2."),
-    *(
-        Rule(f"{key}, {MEDUSA_STAGE_1}",
-             f"{{0}} applies to {what}, and in stage 1 ({{1}}) only the heads train. Leave {{0}} out.")
-        for key, what in (
-            ("train.fp8", "the model's layers"),
-            ("train.gradient_checkpointing_layers: not all", "layers that save activations"),
-        )
-    ),
-    # ---- distillation
-    Rule("distill.teacher: null, task: distill, distill.teacher_file: null",
-         "{1} is distill, and {0} is not given. Give a hub id or a folder."),
-    *_each(
-        "{0} trains from written log-probabilities, and {1}: {v[1]} {why}",
-        "distill.teacher_file: not null",
-        ("distill.loss: not forward_kl", "needs all of them. Write distill.loss: forward_kl."),
-        ("data.streaming", "does not know its tokens before. " + ONE_OUT),
-    ),
-    Rule("distill.teacher_file: not null, task: not distill",
-         "{0} is read with task: distill only, and {1} is {v[1]}. Write task: distill, or leave {0} out."),
-    Rule("distill.teacher: not null, task: not distill",
-         "{0} is read with task: distill only, and {1} is {v[1]}. Write task: distill, or leave {0} out."),
-    Rule("distill.beta: any, distill.loss: not jsd",
-         "{0} weights the mixture of jsd, and {1} is {v[1]}. Leave {0} out.",
-         also=lambda recipe: recipe.distill.beta != DistillSpec.model_fields["beta"].default),
-    Rule("distill.sft_weight: 1, task: distill",
-         "{0} is 1, which leaves nothing of the teacher. Write a smaller weight, or task: sft without a teacher."),
-    Rule("distill.teacher_offload, distill.teacher_load_in_4bit",
-         f"{{0}} copies layers as they are, and {{1}} packs their weights. {ONE_OUT}"),
-    Rule("kernels.loss: cross_entropy, task: distill, kernels.enabled: not false",
-         "{0} is cross_entropy, and {1} is distill, whose loss is a divergence. Leave {0} out."),
-    # ---- preference optimisation
-    *(
-        Rule(f"preference.{key}: any, preference.loss_type: not {losses}, task: dpo",
-             f"{{0}} has no effect on {{1}}: {{v[1]}}. It is read with {_listed(losses)}. Leave {{0}} out.",
-             also=partial(_differs, key))
-        for key, losses in READ_BY_LOSSES.items()
-    ),
-    Rule("preference.loss_type: not sigmoid, task: not dpo",
-         "{0} is {v[0]}, which is read with task: dpo only, and {1} is {v[1]}. Write task: dpo, or leave {0} out."),
-    Rule("preference.reference: adapter, method.type: not lora|qlora, task: dpo",
-         "{0} is adapter, which switches a LoRA adapter off, and {1} is {v[1]}. "
-         "Write preference.reference: precompute."),
-    Rule(f"preference.reference: copy, {ADAPTER}, task: dpo",
-         "{0} is copy, and {1} is {v[1]}, whose model without the adapter is that copy. "
-         "Write preference.reference: adapter."),
-    Rule("preference.reference: copy, parallel.strategy: fsdp, task: dpo",
-         "{0} is copy, which needs a whole model on each process, and {1} is fsdp, which shards it. "
-         "Write preference.reference: precompute."),
-    # ---- sequence classification and reward models
-    *(
-        Rule(f"{key}: not null, task: not {task}",
-             f"{{0}} is read with task: {task} only, and {{1}} is {{v[1]}}. Write task: {task}, or leave {{0}} out.")
-        for task, keys in SCORE_KEYS.items() for key in keys
-    ),
-    Rule("classification.num_labels: not null, classification.labels: not null",
-         "{0} is {v[0]}, and {1} has another number of names. Leave {0} out.",
-         also=lambda recipe: recipe.classification.num_labels != len(recipe.classification.labels)),
-    Rule("classification.labels: not null",
-         "{0} has a name twice. Give each label another name.",
-         also=lambda recipe: len(set(recipe.classification.labels)) < len(recipe.classification.labels)),
-    Rule("eval.sample_prompts, task: classification|reward",
-         "{0} are answered by a model that writes text, and {1} is {v[1]}. Leave {0} out."),
-    Rule("data.streaming, task: classification|reward",
-         "{0} reads the data during training, and {1}: {v[1]} needs all of it before. Write data.streaming: false."),
+    *TASK_RULES,
     # ---- kernels
     Rule("kernels.attention: true, model.attn_implementation: not auto, kernels.enabled: not false",
          f"{{0}} is an attention implementation, and {{1}} names another. {ONE_OUT}"),
@@ -326,7 +178,7 @@ RULES = (
     # ---- optimizer, memory savings and dtypes
     Rule("train.gradient_checkpointing_layers: not all, no train.gradient_checkpointing",
          "{0} sets how many layers are checkpointed, and {1} is false. Write train.gradient_checkpointing: true."),
-    *_each(
+    *each(
         f"{{0}} runs the optimizer on the CPU, and {{1}} {{why}}. {ONE_OUT}",
         "train.optim_offload",
         (GPU_OPTIMIZER, "is {v[1]}, which runs on a GPU"),
@@ -341,7 +193,7 @@ RULES = (
          "{0} never holds all gradients at once, so {1} cannot clip them. Write train.max_grad_norm: 0."),
     Rule("train.torch_compile, train.gradient_checkpointing: offload|offload_gate|offload_both",
          f"{{0}} compiles whole layers, and {{1}}: {{v[1]}} copies their activations to host memory. {ONE_OUT}"),
-    *_each(
+    *each(
         "{0}: {v[0]} saves the outputs of plain linear layers, and {why}. Write train.gradient_checkpointing: true.",
         "train.gradient_checkpointing: offload_gate|offload_both",
         ("method.type: qlora", "{1}: qlora quantises them to 4 bits"),
@@ -349,7 +201,7 @@ RULES = (
         ("model.dtype: float16", "{1}: float16 casts them"),
         (DEEPSPEED, "{1}: {v[1]} takes their weights away"),
     ),
-    *_each(
+    *each(
         f"{{0}} replays forward and backward as one graph, and {{why}}. {ONE_OUT}",
         "train.cuda_graphs",
         ("train.gradient_checkpointing", "{1} reads the random state on the host in between"),
@@ -362,7 +214,7 @@ RULES = (
         ("task: dpo", "{1}: dpo has another number of answers in each batch"),
         ("task: classification|reward", "{1}: {v[1]} has another number of texts in each batch"),
     ),
-    *_each(
+    *each(
         "{0} {why}",
         "train.fp8",
         ("method.type: not full",
@@ -373,7 +225,7 @@ RULES = (
         ("vision.freeze_language_model", f"applies to the language model's layers, and {{1}} freezes them. {ONE_OUT}"),
     ),
     # ---- processes
-    *_each(
+    *each(
         "{0} is qlora, whose 4-bit weights cannot be sharded, and {1}: {v[1]} shards them. Write method.type: lora, or "
         "{why}.",
         "method.type: qlora",
@@ -384,7 +236,7 @@ RULES = (
     ),
     Rule("parallel.num_processes: not auto|1, parallel.strategy: single",
          "{0} is {v[0]}, and {1} is single, which is one process. Keep one of them."),
-    *_each(
+    *each(
         "{0} is {v[0]}, which does not support {1}: {v[1]}. {why}",
         DEEPSPEED,
         ("train.optim: not adamw_torch_fused|adamw_torch|lion|sgd", "Write adamw_torch_fused, or fsdp."),
@@ -398,7 +250,7 @@ RULES = (
         ("method.type: qlora", "Write method.type: lora, or ddp."),
         ("task: not sft", "Write ddp or fsdp."),
     ),
-    *_each(
+    *each(
         "{0} is {v[0]}, which does not support {1}: {v[1]}. {why}",
         "parallel.cp_size: not 1",
         ("parallel.strategy: not fsdp", "Write parallel.strategy: fsdp."),
@@ -412,7 +264,7 @@ RULES = (
          "{0} is {v[0]}, which needs fsdp, and {1} is {v[1]}. Write parallel.strategy: fsdp."),
     Rule("parallel.dp_replicate_size: not 1, parallel.cpu_offload",
          f"{{0}} averages gradients on the device, and {{1}} keeps them in host memory. {ONE_OUT}"),
-    *_each(
+    *each(
         "{0} {why}",
         "parallel.cpu_offload",
         ("parallel.strategy: not auto|fsdp", "needs fsdp, and {1} is {v[1]}. Write parallel.strategy: fsdp."),

@@ -1,0 +1,56 @@
+"""Rule: a combination of values that a recipe must not have, and its message."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from operator import attrgetter
+from typing import Any
+
+from ligertune.recipe.schema import Recipe
+
+ADAPTER = "method.type: lora|qlora"
+# the end of messages about two keys that exclude each other
+ONE_OUT = "Leave one of them out."
+LITERALS = {"true": True, "false": False, "null": None, "1": 1, "2": 2}
+
+
+def _condition(text: str) -> tuple[str, Callable[[Any], bool]]:
+    """Read one condition: a recipe key, and the values of it that a rule is about.
+
+    "key": it is not false, 0, null or empty.  "no key": it is.  "key: a|b": it has one of these values.
+    "key: not a|b": it has another value.  "key: any": the rule's message only mentions it.
+    """
+    key, _, values = text.partition(": ")
+    if not values:
+        return key.removeprefix("no "), (lambda value: not value) if key.startswith("no ") else bool
+    named = [LITERALS.get(word, word) for word in values.removeprefix("not ").split("|")]
+    if values == "any":
+        return key, lambda value: True
+    return key, lambda value: (value in named) != values.startswith("not ")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A combination of values that a recipe must not have.
+
+    when: conditions, separated by commas; the rule is broken if all of them and `also` hold.
+    message: names the keys as {0}, {1}, ... in the order of `when`, and their values as {v[0]}, {v[1]}, ...
+    """
+
+    when: str
+    message: str
+    also: Callable[[Recipe], bool] = lambda recipe: True
+
+    @cached_property
+    def conditions(self) -> list[tuple[str, Callable[[Any], bool]]]:
+        return [_condition(text) for text in self.when.split(", ")]
+
+    def is_broken(self, recipe: Recipe) -> bool:
+        return all(holds(attrgetter(key)(recipe)) for key, holds in self.conditions) and self.also(recipe)
+
+
+def each(message: str, lead: str, *rows: tuple[str, str]) -> list[Rule]:
+    """Return one rule per (condition, reason): `lead` excludes the condition. The message contains {why}."""
+    return [Rule(f"{lead}, {condition}", message.replace("{why}", why)) for condition, why in rows]
