@@ -51,7 +51,7 @@ def pair(method: dict, family: str, device: str = "cpu"):
 
 def logits(model) -> torch.Tensor:
     with torch.no_grad():
-        return model.eval()(input_ids=torch.arange(3, 40)[None]).logits
+        return model.eval()(input_ids=torch.arange(3, 40)[None].to(model.device)).logits
 
 
 def compare_training(case: str, device: str = "cpu") -> None:

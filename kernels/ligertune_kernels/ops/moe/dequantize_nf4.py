@@ -82,7 +82,7 @@ def quantize_nf4(weight: torch.Tensor) -> Nf4:  # (X, ...) floating point
     columns = max(1, CHUNK // max(1, len(flat)) // BLOCK) * BLOCK
     parts = [_packed_blocks(chunk) for chunk in flat.split(columns, 1)]
     packed, absmax = (torch.cat(part, 1) for part in zip(*parts, strict=True))
-    offset = absmax.mean(1)
+    offset = absmax.mean(1, dtype=torch.float64).float()  # the same bits on every device, whatever the order of the sum
     centred = absmax - offset.unsqueeze(1)
     grouped = functional.pad(centred, (0, -centred.shape[1] % SCALE_BLOCK)).unflatten(1, (-1, SCALE_BLOCK))
     block_scales = grouped.abs().amax(2)
@@ -166,9 +166,7 @@ def dequantize_nf4(nf4: Nf4, shape: tuple[int, ...], dtype: torch.dtype) -> torc
     if nf4.scales.shape != (shape[0], n_blocks):
         found = tuple(nf4.scales.shape)
         raise ValueError(f"dequantize_nf4: shape {tuple(shape)} has {n_blocks} blocks per expert: scales are {found}")
-    if torch.compiler.is_compiling():  # one operator of the graph, which reads 4 bits
-        return _dequantize_op(*nf4, list(shape), dtype)
-    return _dequantize(nf4, shape, dtype)
+    return _dequantize_op(*nf4, list(shape), dtype)
 
 
 def _dequantize(nf4: Nf4, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
