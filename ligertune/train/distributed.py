@@ -21,6 +21,7 @@ from ligertune_kernels.ops.moe.nf4_weight import Nf4Weight
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _set_pg_timeout  # torch has no public way; torchtitan uses it too
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 from ligertune.data.batching.collate import ContextParallelSplit
@@ -41,7 +42,7 @@ def start_accelerator(plan: Plan) -> Accelerator:
     # save_state warns of every tied weight, although it saves each once and ties them again on loading.
     logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)
     on_cpu, zero = plan.machine.vendor == "cpu", plan.strategy in ZERO_STAGES
-    hsdp, fsdp = _hsdp_config(plan), _fsdp_plugin(plan)
+    hsdp, fsdp = _hsdp_config(plan), fsdp_plugin(plan)
     _clear_launcher_environment(plan)
     # An earlier run in this process may have used another precision and destroyed its process group.
     AcceleratorState._reset_state(reset_partial_state=not torch.distributed.is_initialized())
@@ -73,15 +74,17 @@ def start_accelerator(plan: Plan) -> Accelerator:
     return accelerator
 
 
-def _fsdp_plugin(plan: Plan) -> FullyShardedDataParallelPlugin | None:
+def fsdp_plugin(plan: Plan) -> FullyShardedDataParallelPlugin | None:
     """Return the configuration of FSDP2, which wraps each transformer layer; None for other strategies."""
     if plan.strategy != "fsdp":
         return None
     if plan.parallel.cpu_offload:  # accelerate then starts gloo in addition to NCCL, for gradients on the host
         os.environ["FSDP_OFFLOAD_PARAMS"] = "true"
-    # The plugin takes missing arguments from the launcher's environment, but the plan decides these.
+    # The plugin takes missing arguments from the launcher's environment, but the plan decides these. Without a policy
+    # accelerate would round the losses and the adapters' gradients to the dtype of the autocast.
     return FullyShardedDataParallelPlugin(
         fsdp_version=2,
+        mixed_precision_policy=MixedPrecisionPolicy(),
         auto_wrap_policy="transformer_based_wrap",
         reshard_after_forward=True,
         cpu_offload=plan.parallel.cpu_offload,

@@ -12,7 +12,7 @@ from quickstart_runs import RESUME, plan_run, saves, train, unfinished
 
 from ligertune.errors import UserError
 from ligertune.train.checkpoint.checkpoint_files import save_checkpoint
-from ligertune.train.distributed import max_over_ranks, start_accelerator
+from ligertune.train.distributed import fsdp_plugin, max_over_ranks, start_accelerator
 from ligertune.train.loop import save_if_finite
 
 SETTINGS = {
@@ -79,6 +79,14 @@ def test_a_checkpoint_is_renamed_after_the_slowest_rank_has_written(tmp_path):
     files = {path.name for path in folder.iterdir()}
     assert {"random_states_0.pkl", "random_states_1.pkl"} <= files
     assert json.loads((folder / "progress.json").read_text())["files"].keys() == files - {"progress.json"}
+
+
+def test_autocast_rounds_neither_losses_nor_gradients_under_fsdp(tmp_path):
+    """accelerate gives a plugin without a policy one that does, on a GPU."""
+    plugin = fsdp_plugin(plan_run(tmp_path, **SETTINGS, **{"parallel.strategy": "fsdp"}).plan)
+    plugin.set_mixed_precision("bf16")
+    policy = plugin.mixed_precision_policy
+    assert (policy.param_dtype, policy.reduce_dtype, policy.output_dtype) == (None, None, None)
 
 
 def test_ranks_draw_different_random_numbers_and_the_same_after_a_restart(tmp_path):
