@@ -1,9 +1,10 @@
 """The package of Hugging Face's `kernels`: layout, layers on whole models, attention, transformers' `use_kernels`."""
 
 import ast
-import importlib
+import importlib.util
 import json
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,10 +14,12 @@ import pytest
 import tiny_models
 import torch
 from command_line import ROOT
+from functorch.compile import make_boxed_func
 from ligertune_kernels.table import OPS
 from rerun_interpreted import rerun_interpreted
 from script_modules import load_script
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 from transformers import KernelConfig, PreTrainedModel
 from transformers.utils import import_utils, kernel_config
 
@@ -38,6 +41,7 @@ LAYERS = {
     "gemma": {"GemmaRMSNorm": "RMSNormZeroCentered", "GemmaMLP": "GeGLUMLP"},
     "mixtral": {"MixtralRMSNorm": "RMSNorm", "MixtralExperts": "Experts"},
 }
+GATES = ("_forward_kernel", "_backward_kernel")  # of SwiGLU and GeGLU
 NEEDS_KERNELS = pytest.mark.skipif(
     not import_utils.is_kernels_available(), reason="transformers does not take the installed version of kernels"
 )
@@ -55,8 +59,10 @@ def test_the_built_folder_has_the_published_layout(package):
     assert metadata["digest"]["files"] == Digest.hash_variant(DigestAlgorithm.SHA256, variant).files
     assert metadata["id"].startswith("_ligertune_kernels_rocm_") and metadata["backend"] == {"type": "rocm"}
     sources = {path.relative_to(variant): path.read_bytes() for path in variant.rglob("*.py")}
-    for folder in ("build/torch-cpu", "build/torch-cuda", "torch-ext/ligertune_kernels"):
-        assert {name: (package / folder / name).read_bytes() for name in sources} == sources
+    assert {name: (package / "build" / "torch-cuda" / name).read_bytes() for name in sources} == sources
+    del sources[Path("ligertune_kernels/__init__.py")]  # kernel-builder makes it itself
+    built = package / "torch-ext" / "ligertune_kernels"
+    assert {path.relative_to(built): path.read_bytes() for path in built.rglob("*.py")} == sources
 
 
 def test_the_package_imports_itself_relatively_and_else_only_torch_and_triton(package):
@@ -75,6 +81,14 @@ def test_a_package_exports_every_op_and_registers_operators_under_its_own_name(k
     for op in OPS:
         assert getattr(kernel, op.name).__module__.startswith(f"{kernel.__name__}.ops.{op.folder}.")
     assert hasattr(getattr(torch.ops, kernel.__name__), "linear_cross_entropy_chunks")
+
+
+def test_older_versions_of_kernels_find_the_package_in_a_folder_of_its_name(package, kernel):
+    variant = Path(kernel.__file__).parent
+    spec = importlib.util.spec_from_file_location("found_by_name", variant / "ligertune_kernels" / "__init__.py")
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    assert found.__all__ == kernel.__all__ and found.rms_norm is kernel.rms_norm and found.layers is kernel.layers
 
 
 def test_an_import_that_would_not_be_relative_is_refused():
@@ -189,6 +203,38 @@ def test_kernelized_models_compile_to_one_graph(family, package, kernel):
         assert_same_training(loss_and_gradients(model, compiled), plain)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("family", LAYERS)
+def test_models_compile_to_one_graph_that_launches_the_kernels(family, package, kernel, monkeypatch):
+    """Traced on meta tensors for an H100 that is absent."""
+    pytest.importorskip("triton", reason="needs triton: there is no kernel to trace without it")
+    from pretend_gpu import TARGETS
+    from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
+    from traced_kernels import traced_for
+
+    launches: Counter[str] = Counter()
+
+    def collect(graph: torch.fx.GraphModule, _: object) -> Callable:
+        for node in graph.graph.nodes:
+            if "triton_kernel_wrapper" in str(node.target):
+                launches[kernel_side_table.get_kernel(node.kwargs["kernel_idx"]).fn.__name__] += 1
+        return make_boxed_func(graph.forward)
+
+    model = tiny_models.make(family, output_router_logits=False).to("meta")
+    launcher = importlib.import_module(f"{kernel.__name__}.launcher")
+    with extensible(family, model), use_kernel_mapping(mapping_of(family, package), inherit_mapping=False):
+        kernelize(model, mode=Mode.TRAINING | Mode.TORCH_COMPILE, device=DEVICE)
+        with traced_for(TARGETS["sm90"], monkeypatch, launcher.meta_runs_as):
+            compiled = torch.compile(model, backend=aot_autograd(fw_compiler=collect), fullgraph=True)
+            tokens = torch.empty(2, 24, dtype=torch.int64, device="meta")
+            compiled(input_ids=tokens, use_cache=False).logits.sum().backward()
+    # two layers: five norms, two rotations in each direction, two MLPs or two mixtures
+    assert launches["forward_kernel"] == launches["backward_kernel"] == 5
+    assert launches["_rope_kernel"] == 4
+    gates = ("_activation_kernel", "_activation_backward_kernel") if family == "mixtral" else GATES
+    assert [launches[name] for name in gates] == [2, 2]
+
+
 def test_a_layer_for_another_activation_is_refused(package):
     model = tiny_models.make("gemma").to(DEVICE)
     mapping = {"GeGLUMLP": {DEVICE: LocalLayerRepository(package, layer_name="SwiGLUMLP")}}
@@ -196,29 +242,6 @@ def test_a_layer_for_another_activation_is_refused(package):
         kernelize(model, mode=Mode.TRAINING, device=DEVICE)
         with pytest.raises(ValueError, match="the activation of GemmaMLP is not silu: map another layer to it"):
             loss_and_gradients(model)
-
-
-def test_experts_with_clamped_interleaved_transposed_weights(kernel):
-    """gpt-oss has every option of the layout. Its own forward is the reference."""
-    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssConfig, GptOssExperts
-
-    config = GptOssConfig(hidden_size=16, intermediate_size=24, num_local_experts=4)
-    config._experts_implementation = "eager"
-    experts = GptOssExperts(config)
-    for parameter in experts.parameters():
-        nn.init.normal_(parameter)
-    hidden = torch.randn(10, 16, requires_grad=True)
-    index, weights = torch.rand(10, 4).topk(2).indices, torch.rand(10, 2)
-    expected = experts(hidden, index, weights)
-    got = kernel.experts_forward(experts, hidden, index, weights)
-    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
-    inputs = (hidden, *experts.parameters())
-    for ours, plain in zip(*(torch.autograd.grad(y.sin().sum(), inputs) for y in (got, expected)), strict=True):
-        torch.testing.assert_close(ours, plain, rtol=1e-3, atol=1e-3)
-    other = GptOssExperts(config)
-    other._apply_gate = lambda both: both.chunk(2, -1)[0]
-    with pytest.raises(ValueError, match="the gate of GptOssExperts is none that the op `experts` computes"):
-        kernel.experts_forward(other, hidden, index, weights)
 
 
 # ---- transformers' own switches
