@@ -23,13 +23,14 @@ def flash_attn_varlen_func(
     window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
     deterministic: bool = True,
+    s_aux: torch.Tensor | None = None,  # attention sinks; transformers drops them where a function does not take them
 ) -> torch.Tensor:  # (T, H, D)
     """Compute causal attention within packed documents. Deterministic, whatever `deterministic` is.
 
     window_size: tokens to the left that a token attends to besides itself, -1 for all; the right side is causal's.
-    Raises ValueError for dropout, without causal, and for other keys than those of the queries' tokens.
+    Raises ValueError for dropout, attention sinks, non-causal attention, and keys of other tokens than the queries'.
     """
-    _check("flash_attn_varlen_func", q, k, dropout_p, causal)
+    _check("flash_attn_varlen_func", q, k, dropout_p, causal, s_aux)
     if cu_seqlens_q.shape != cu_seqlens_k.shape:
         raise ValueError(
             f"flash_attn_varlen_func: cu_seqlens_q is {tuple(cu_seqlens_q.shape)}, cu_seqlens_k "
@@ -53,9 +54,10 @@ def flash_attn_func(
     window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
     deterministic: bool = True,
+    s_aux: torch.Tensor | None = None,  # attention sinks; transformers drops them where a function does not take them
 ) -> torch.Tensor:  # (B, T, H, D)
     """Compute causal attention within each row of a batch; arguments and errors as of `flash_attn_varlen_func`."""
-    _check("flash_attn_func", q, k, dropout_p, causal)
+    _check("flash_attn_func", q, k, dropout_p, causal, s_aux)
     n_rows, length = q.shape[:2]
     starts = torch.arange(n_rows, device=q.device, dtype=torch.int32).repeat_interleave(length) * length
     flat = (t.flatten(0, 1) for t in (q, k, v))
@@ -63,7 +65,11 @@ def flash_attn_func(
     return out.view(q.shape)
 
 
-def _check(name: str, q: torch.Tensor, k: torch.Tensor, dropout_p: float, causal: bool) -> None:
+def _check(
+    name: str, q: torch.Tensor, k: torch.Tensor, dropout_p: float, causal: bool, s_aux: torch.Tensor | None
+) -> None:
+    if s_aux is not None:
+        raise ValueError(f"{name}: these kernels have no attention sinks: use attn_implementation='eager'")
     if dropout_p:
         raise ValueError(f"{name}: dropout_p is {dropout_p}; expected 0: these kernels have no dropout")
     if not causal:

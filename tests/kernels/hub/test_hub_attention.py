@@ -57,6 +57,7 @@ def test_attention_refuses_what_it_does_not_compute(kernel):
     for options, message in (
         ({"causal": True, "dropout_p": 0.1}, "dropout_p is 0.1; expected 0"),
         ({}, "causal is False"),
+        ({"causal": True, "s_aux": torch.zeros(2)}, "no attention sinks"),
         ({"causal": True, "k": k}, r"q has \(4,\) tokens and k \(6,\); expected the same tokens"),
         ({"causal": True, "cu_seqlens_k": other}, "expected the same documents"),
     ):

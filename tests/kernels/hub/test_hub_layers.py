@@ -1,13 +1,13 @@
 """Layers and experts of the hub package against the modules and functions of transformers that they replace."""
 
 import importlib
-from types import MethodType
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 pytest.importorskip("kernels.layer", reason="needs the package kernels of Hugging Face")
+from kernels import LocalLayerRepository, Mode, kernelize, replace_kernel_forward_from_hub, use_kernel_mapping
 
 
 def assert_same(got: tuple[Tensor, ...], expected: tuple[Tensor, ...], inputs: tuple[Tensor, ...]) -> None:
@@ -32,13 +32,19 @@ def assert_same(got: tuple[Tensor, ...], expected: tuple[Tensor, ...], inputs: t
         ("RMSNormGated", "qwen3_5", "Qwen3_5RMSNormGated"),
     ],
 )
-def test_norms_equal_those_of_transformers(layer, family, name, dtype, kernel):
+def test_norms_equal_those_of_transformers(layer, family, name, dtype, package):
     """Also their dtype where fp32 weights meet bf16, which each rounds in its own way."""
-    norm = getattr(importlib.import_module(f"transformers.models.{family}.modeling_{family}"), name)(24)
+    cls = getattr(importlib.import_module(f"transformers.models.{family}.modeling_{family}"), name)
+    norm = type(name, (cls,), {})(24)  # a class of its own, so that transformers' keeps its name for `kernels`
     nn.init.normal_(norm.weight)
     inputs = [torch.randn(5, 24, dtype=dtype, requires_grad=True) for _ in range(2 if layer == "RMSNormGated" else 1)]
-    got = MethodType(getattr(kernel.layers, layer).forward, norm)(*inputs)
-    assert_same((got,), (norm(*inputs),), (*inputs, norm.weight))
+    expected = norm(*inputs)
+    replace_kernel_forward_from_hub(type(norm), layer)
+    mapping = {layer: {"cpu": LocalLayerRepository(package, layer_name=layer)}}
+    with use_kernel_mapping(mapping, inherit_mapping=False):  # kernelize refuses layers that break its rules
+        kernelize(norm, mode=Mode.TRAINING | Mode.TORCH_COMPILE, device="cpu", use_fallback=False)
+    assert norm.forward.__func__.__qualname__ == f"{layer}.forward"
+    assert_same((norm(*inputs),), (expected,), (*inputs, norm.weight))
 
 
 @pytest.mark.parametrize(

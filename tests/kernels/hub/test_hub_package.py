@@ -261,7 +261,7 @@ def test_use_kernels_with_a_kernel_config_trains_as_a_plain_model(family, packag
 
 
 @NEEDS_KERNELS
-def test_packed_rows_train_with_the_package_as_attention(package, monkeypatch):
+def test_packed_and_padded_rows_train_with_the_package_as_attention(package, monkeypatch):
     monkeypatch.setenv("LOCAL_KERNELS", f"ligertune/ligertune-kernels={package}")
     tokens = torch.randint(3, tiny_models.VOCAB, (1, 20), device=DEVICE)
     edges = torch.tensor([0, 8, 20], dtype=torch.int32, device=DEVICE)
@@ -274,6 +274,7 @@ def test_packed_rows_train_with_the_package_as_attention(package, monkeypatch):
     sdpa = tiny_models.make("llama", attn_implementation="sdpa").to(DEVICE)
     plain = loss_and_gradients(sdpa, **inputs, attention_mask=visible)
     assert_same_training(ours, plain)
+    assert_same_training(loss_and_gradients(model), loss_and_gradients(sdpa))  # padded rows
 
 
 @pytest.mark.slow
