@@ -98,8 +98,8 @@ def test_no_label_at_all(reduction, device) -> None:
 
 @pytest.mark.parametrize("share", [0.0, 0.001, 0.3, 1.0])
 def test_the_device_finds_the_rows_that_the_host_finds(share, device) -> None:
-    """Lengths around a block of the kernel; the last ones have more rows than one block, in several sequences."""
-    for shape in ((1,), (15,), (16,), (3, 15), (BLOCK + 1,), (2, BLOCK // 2 + 7)):
+    """The last two have more rows than one block of the kernel, and than two, in several sequences."""
+    for shape in ((1,), (15,), (16,), (3, 15), (BLOCK + 1,), (2, BLOCK + 7)):
         labels = torch.randint(VOCAB, shape, dtype=torch.int32 if shape[0] == 3 else torch.int64)
         labels[torch.rand(shape) >= share] = -5
         for shift, multiple_of in ((0, 16), (1, 1), (20, 128)):
