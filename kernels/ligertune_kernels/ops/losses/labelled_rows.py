@@ -65,7 +65,7 @@ def find_rows_reference(
     has_label = torch.nn.functional.pad(trained, (0, min(shift, labels.shape[-1]))).reshape(-1)
     rows = torch.arange(len(has_label), device=labels.device)
     n_labelled = has_label.sum()
-    missing = (-n_labelled % multiple_of).minimum(len(rows) - n_labelled) * (n_labelled > 0)
+    missing = (-n_labelled % multiple_of).minimum(len(rows) - n_labelled)
     before = has_label.cumsum(0) - has_label.long()  # rows with a label before each row
     taken = has_label | (rows - before < missing)
     places = torch.where(taken, before + (rows - before).minimum(missing), len(rows))
@@ -87,7 +87,7 @@ def find_rows_kernel(
         labels = tl.load(labels_ptr + rows + shift, mask=inside, other=0)
         n_labelled += tl.sum((inside & (labels != ignore_index)).to(tl.int32), axis=0)
     missing = (MULTIPLE_OF - n_labelled % MULTIPLE_OF) % MULTIPLE_OF
-    missing = tl.where(n_labelled > 0, tl.minimum(missing, n_rows - n_labelled), 0)
+    missing = tl.minimum(missing, n_rows - n_labelled)
     n_before = 0
     for start in range(0, n_rows, BLOCK):
         rows = start + offs
