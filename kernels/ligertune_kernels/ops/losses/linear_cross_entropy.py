@@ -233,10 +233,8 @@ def linear_cross_entropy(
     the loss and its gradients NaN.
 
     Only labelled_rows, from the function of that name, are computed; the others count as ignored. Without them, rows
-    with a label are looked for. On a GPU the host then waits until they are found: pass labelled_rows, or
-    skip_ignored=False, which computes all rows, if it must not. All rows are computed too while a CUDA graph is
-    captured, and on a GPU where the products take less than about 1 ms.
-
+    with a label are looked for, and on a GPU the host waits until they are found. skip_ignored=False computes all rows
+    without a wait, as do a CUDA graph in capture, and a GPU whose products take less than about 1 ms.
     chunk_bytes bounds the buffer for logits (see `schedule_of`), unless a schedule is passed.
     Autocast casts hidden and parameters as for a linear layer. A second backward through a "mean" or "sum" raises
     RuntimeError where kernels run. Raises ValueError on mismatched shapes or dtypes.
