@@ -9,6 +9,7 @@ import typer
 
 from ligertune.cli.options import Json
 from ligertune.cli.render import console as render
+from ligertune.progress import importing
 
 if TYPE_CHECKING:
     from ligertune.bench.kernel_check import Check
@@ -71,10 +72,11 @@ def _examine() -> list[Finding]:
 
 def _check_kernels() -> list[Check]:
     """Compare every kernel with float64, and print one line per op and dtype."""
-    import torch
+    with importing():
+        import torch
 
-    from ligertune.bench.kernel_check import check_ops, dtypes_to_check
-    from ligertune.hardware import this_machine
+        from ligertune.bench.kernel_check import check_ops, dtypes_to_check
+        from ligertune.hardware import this_machine
 
     machine, done = this_machine(), []
     with render.status("checking the kernels ...") as status:
