@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -55,11 +56,14 @@ def _examine() -> list[Finding]:
     # the checks of the device need torch
     if (broken := software.torch_that_fails()) is not None:
         return [*first, broken, *host.resources()]
+    import torch
+
     machine = this_machine()
     return [
         *first,
         software.pairing(installed.get("torch", ""), triton, software.required_by_torch()),
         software.triton_owners(software.owners_of_triton()),
+        software.bytecode(torch.__spec__.cached, writes=not sys.dont_write_bytecode),
         software.c_compiler(triton, needed=machine.vendor != "cpu"),
         gpu.device(machine, gpu.hardware()),
         *(check(machine) for check in (gpu.driver, gpu.dtypes, gpu.peaks, gpu.kernels, gpu.attention)),
