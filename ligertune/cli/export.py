@@ -61,7 +61,6 @@ def export(
     with render.status("reading the run ..."):
         with importing():
             from ligertune.train.checkpoint.export_run import check_repository, plan_export
-
         if push is not None:
             check_repository(push)
         plan = plan_export(
