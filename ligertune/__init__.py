@@ -18,9 +18,9 @@ _WHERE = {
     "unpatch": "ligertune.patching.patch",
     "register_experts": "ligertune.patching.experts.kernel_experts",
     "loss_counts": "ligertune.patching.deferred_logits",
-    "AutoModelForCausalLM": "ligertune.models.auto",
-    "AutoModelForImageTextToText": "ligertune.models.auto",
-    "AutoModelForSequenceClassification": "ligertune.models.auto",
+    "AutoModelForCausalLM": "ligertune.patching.auto_classes",
+    "AutoModelForImageTextToText": "ligertune.patching.auto_classes",
+    "AutoModelForSequenceClassification": "ligertune.patching.auto_classes",
     "load_recipe": "ligertune.recipe.read",
     "UserError": "ligertune.errors",
 }

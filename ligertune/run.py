@@ -25,8 +25,9 @@ from ligertune.launcher.failures import is_started_rank
 from ligertune.launcher.run_lock import locked_folder
 from ligertune.launcher.signals import StopRequest
 from ligertune.models.added_tokens import trained_tokens
-from ligertune.models.load import hide_loading_bars, read_config
+from ligertune.models.load import hide_loading_bars
 from ligertune.models.load_tokenizer import check_vocabulary, load_tokenizer
+from ligertune.models.read_config import read_config
 from ligertune.models.score_head import check_task
 from ligertune.models.shape import copied_shape
 from ligertune.planning.batch_layout import resolve_packing

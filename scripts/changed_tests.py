@@ -20,7 +20,8 @@ import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = {"ligertune": "", "kernels/ligertune_kernels": "kernels"}  # package folder -> folder of its tests
+# package folder -> folder of its tests
+PACKAGES = {"ligertune": "", "kernels/ligertune_kernels": "kernels", "kernels/hub/torch-ext": "kernels/hub"}
 EVERYTHING = ("pyproject.toml", "tests/conftest.py")
 
 

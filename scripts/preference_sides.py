@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, TrainerCallback
 
 from ligertune.data.batching.order import DataOrder
 from ligertune.data.examples import Example
-from ligertune.models.load import build_model, read_config
+from ligertune.models.load import build_model
+from ligertune.models.read_config import read_config
 from ligertune.models.trainable import apply_method
 from ligertune.patching.patch import patch
 from ligertune.recipe import load_recipe

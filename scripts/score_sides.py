@@ -11,7 +11,8 @@ import torch
 from preference_sides import StepTimes, arguments_of, device, examples_of_steps, is_out_of_memory, ours, with_losses
 from transformers import DataCollatorWithPadding, PreTrainedModel, Trainer, TrainingArguments
 
-from ligertune.models.load import build_model, read_config
+from ligertune.models.load import build_model
+from ligertune.models.read_config import read_config
 from ligertune.models.score_head import prepare_config
 from ligertune.models.trainable import apply_method
 from ligertune.patching.patch import patch

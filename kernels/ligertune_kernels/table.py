@@ -17,7 +17,7 @@ class Op:
 
     @property
     def module(self) -> str:
-        return f"ligertune_kernels.ops.{self.folder}.{self.file or self.name}"
+        return f"{__package__}.ops.{self.folder}.{self.file or self.name}"
 
     @property
     def exports(self) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ import typer
 from ligertune.cli.options import Json
 from ligertune.cli.render import console as render
 from ligertune.errors import UserError
+from ligertune.progress import importing
 
 if TYPE_CHECKING:
     from ligertune.bench.measure import Row
@@ -38,8 +39,9 @@ def bench(
 
     Example: ligertune bench rms_norm swiglu --plots plots
     """
-    from ligertune.bench.cases.case_table import BENCHMARKS
-    from ligertune.bench.measure import bench_op, default_setup, report_header
+    with importing():
+        from ligertune.bench.cases.case_table import BENCHMARKS
+        from ligertune.bench.measure import bench_op, default_setup, report_header
 
     render.people_on_stderr(json)
     if plots is not None:

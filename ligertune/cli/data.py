@@ -9,6 +9,7 @@ import typer
 
 from ligertune.cli.options import Json, Overrides, RecipeFile
 from ligertune.cli.render import console as render
+from ligertune.progress import importing
 
 
 def data(
@@ -39,17 +40,18 @@ def data(
     with RunDisplay(enabled=render.OUTPUT.console.is_terminal) as display:
         display.begins("reading the data")
         # after the checks above: a wrong recipe is reported without waiting for torch, which these modules import
-        from ligertune.data.prepare import prepare
-        from ligertune.data.preview import preview, preview_examples, preview_summary
-        from ligertune.data.statistics import data_statistics
-        from ligertune.models.load import read_config
-        from ligertune.models.load_tokenizer import load_tokenizer
-        from ligertune.planning.batch_layout import StatisticsOptions, resolve_packing
-        from ligertune.planning.options import data_rows_of
-        from ligertune.vision.families import exact_packing
-        from ligertune.vision.reader import load_reader
+        with importing():
+            from ligertune.data.prepare import prepare
+            from ligertune.data.preview import preview, preview_examples, preview_summary
+            from ligertune.data.statistics import data_statistics
+            from ligertune.models.load_tokenizer import load_tokenizer
+            from ligertune.models.read_config import read_config
+            from ligertune.planning.batch_layout import StatisticsOptions, resolve_packing
+            from ligertune.planning.options import data_rows_of
+            from ligertune.vision.families import exact_packing
+            from ligertune.vision.reader import load_reader
 
-        config = read_config(loaded.model)
+            config = read_config(loaded.model)  # transformers imports the code of its kind here
         # as in training: packing is switched off for a model whose packed rows are not exact
         loaded, _ = resolve_packing(loaded, **exact_packing(config))
         tokenizer = load_tokenizer(loaded.model).tokenizer

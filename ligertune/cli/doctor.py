@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ligertune.cli.options import Json
 from ligertune.cli.render import console as render
+from ligertune.progress import importing
 
 if TYPE_CHECKING:
     from ligertune.bench.kernel_check import Check
@@ -54,11 +56,14 @@ def _examine() -> list[Finding]:
     # the checks of the device need torch
     if (broken := software.torch_that_fails()) is not None:
         return [*first, broken, *host.resources()]
+    import torch
+
     machine = this_machine()
     return [
         *first,
         software.pairing(installed.get("torch", ""), triton, software.required_by_torch()),
         software.triton_owners(software.owners_of_triton()),
+        software.bytecode(torch.__spec__.cached, writes=not sys.dont_write_bytecode),
         software.c_compiler(triton, needed=machine.vendor != "cpu"),
         gpu.device(machine, gpu.hardware()),
         *(check(machine) for check in (gpu.driver, gpu.dtypes, gpu.peaks, gpu.kernels, gpu.attention)),
@@ -71,10 +76,11 @@ def _examine() -> list[Finding]:
 
 def _check_kernels() -> list[Check]:
     """Compare every kernel with float64, and print one line per op and dtype."""
-    import torch
+    with importing():
+        import torch
 
-    from ligertune.bench.kernel_check import check_ops, dtypes_to_check
-    from ligertune.hardware import this_machine
+        from ligertune.bench.kernel_check import check_ops, dtypes_to_check
+        from ligertune.hardware import this_machine
 
     machine, done = this_machine(), []
     with render.status("checking the kernels ...") as status:

@@ -10,6 +10,7 @@ import typer
 from ligertune.cli.options import Json, TrustRemoteCode
 from ligertune.cli.render import console as render
 from ligertune.errors import UserError
+from ligertune.progress import importing
 
 if TYPE_CHECKING:
     from ligertune.train.checkpoint.export_run import ExportPlan
@@ -58,8 +59,8 @@ def export(
     render.people_on_stderr(json)
     uploads = push is not None or dry_run
     with render.status("reading the run ..."):
-        from ligertune.train.checkpoint.export_run import check_repository, plan_export
-
+        with importing():
+            from ligertune.train.checkpoint.export_run import check_repository, plan_export
         if push is not None:
             check_repository(push)
         plan = plan_export(

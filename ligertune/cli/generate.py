@@ -19,6 +19,7 @@ from ligertune.cli.options import Json, TrustRemoteCode
 from ligertune.cli.render import console as render
 from ligertune.errors import UserError, plural
 from ligertune.launcher.signals import before_leaving
+from ligertune.progress import importing
 
 if TYPE_CHECKING:
     from ligertune.decode.chat import Chat
@@ -238,7 +239,8 @@ def _load(model: str, *, raw: bool, trust_remote_code: bool) -> LoadedModel:
     saved = find_saved_model(model, key="MODEL")
     check_can_generate(saved, key="MODEL")
     with render.status("loading the model ..."):
-        from ligertune.decode.generate import load_model
+        with importing():
+            from ligertune.decode.generate import load_model
 
         return load_model(saved.name, raw=raw, trust_remote_code=trust_remote_code)
 

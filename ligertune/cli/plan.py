@@ -8,6 +8,7 @@ import typer
 
 from ligertune.cli.options import Json, Overrides, RecipeFile
 from ligertune.cli.render import console as render
+from ligertune.progress import importing
 
 
 def plan(
@@ -33,7 +34,6 @@ def plan(
     from ligertune.cli.render import memory_report, run_report
     from ligertune.cli.render.run_display import RunDisplay
     from ligertune.planning.preflight import check_paths
-    from ligertune.progress import importing
     from ligertune.recipe import load_recipe
 
     render.people_on_stderr(json)

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ligertune.data.batching.packing import pack
-from ligertune.planning.batch_layout import Rows, StatisticsOptions
+from ligertune.planning.batch_layout import DataSummary, Rows, StatisticsOptions
 from ligertune.planning.optimization import total_steps
-from ligertune.planning.plan import DataSummary
 
 if TYPE_CHECKING:
     from ligertune.data.examples import Examples

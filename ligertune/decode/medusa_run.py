@@ -12,8 +12,9 @@ from ligertune.data.prepare import PreparedData, prepare
 from ligertune.decode.medusa_report import MedusaReport, head_accuracy, measure_heads, write_report
 from ligertune.errors import UserError
 from ligertune.hardware import this_machine
-from ligertune.models.load import build_model, hide_loading_bars, read_config, whole_model
+from ligertune.models.load import build_model, hide_loading_bars, whole_model
 from ligertune.models.load_tokenizer import load_tokenizer
+from ligertune.models.read_config import read_config
 from ligertune.models.trainable import apply_method
 from ligertune.planning.precision import choose_precision
 from ligertune.planning.preflight import check_heads_path

@@ -16,6 +16,8 @@ from pathlib import Path
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.version import Version
 
+from ligertune.progress import importing
+
 # torch -> triton versions that we tested together, for the CPU builds of torch, which require no triton.
 PAIRS = {"2.11": "3.6", "2.13": "3.7", "2.14": "3.8"}
 TRITON_NAMES = ("triton", "triton-rocm", "pytorch-triton-rocm")
@@ -66,11 +68,25 @@ def package(name: str, version: str, wanted: Requirement | None) -> Finding:
 def torch_that_fails() -> Finding | None:
     """Return the reason why torch cannot be imported, or None if it can."""
     try:
-        import torch  # noqa: F401
+        with importing():
+            import torch  # noqa: F401
     except (ImportError, OSError) as problem:  # OSError: a CUDA or ROCm library is missing
         reason = str(problem).splitlines()[0]
         return Finding("torch imports", "no", reason, "pip install --force-reinstall torch")
     return None
+
+
+def bytecode(cached: str | None, *, writes: bool) -> Finding:
+    """Check that Python keeps the bytecode of the packages that it imports.
+
+    cached: path of the bytecode of an imported package's file (`torch.__spec__.cached`). writes: whether Python writes
+    bytecode, as `not sys.dont_write_bytecode` says.
+    """
+    kept = cached is not None and Path(cached).is_file()
+    folder = Path(cached).parents[2] if cached else "FOLDER"
+    command = f"{sys.executable} -m compileall -q {folder}" if writes else "unset PYTHONDONTWRITEBYTECODE"
+    advice = "every command compiles torch and transformers again, which doubles the time of imports"
+    return Finding.unless(kept, "bytecode", "kept" if kept else "not kept", advice, command)
 
 
 def triton_version(installed: Mapping[str, str]) -> str:

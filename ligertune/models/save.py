@@ -18,9 +18,10 @@ import torch
 from ligertune.data.rows.turns import RESERVED_VARIABLES
 from ligertune.errors import UserError
 from ligertune.models.added_tokens import grow_for_adapter
-from ligertune.models.load import auto_class, build_model, quiet_reports, read_config, through, whole_model
+from ligertune.models.load import auto_class, build_model, quiet_reports, through, whole_model
 from ligertune.models.load_tokenizer import read_tokenizer
 from ligertune.models.model_files import ADAPTER_CONFIG, ModelOrigin, check_adapter, loading, read_json, stored_shapes
+from ligertune.models.read_config import read_config
 from ligertune.models.score_head import gives_scores, make_scored_as_saved
 from ligertune.planning.options import DataOptions, ModelOptions, TokenizerOptions
 from ligertune.storage import put_in_place, remove, writing

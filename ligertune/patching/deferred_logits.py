@@ -27,15 +27,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from ligertune.patching.host_copy import LabelCopy
+from ligertune.patching.host_copy import RowSearch
 
 
 @dataclass
 class LabelledForward:
-    """A running forward with labels: the head that defers, its labels on the host, and whether logits were computed."""
+    """A running forward with labels: the head that defers, the search for rows, and whether logits were computed."""
 
     head: nn.Module
-    label_copy: LabelCopy | None = None
+    row_search: RowSearch | None = None
     materialised: bool = False
 
 

@@ -32,7 +32,7 @@ from ligertune.patching.deferred_logits import (
     next_tokens,
 )
 from ligertune.patching.head_loss import loss_from_logits
-from ligertune.patching.host_copy import copy_labels
+from ligertune.patching.host_copy import search_rows
 from ligertune.patching.module_patch import ModulePatch, names_in, patch_module
 from ligertune.patching.observers import observer_of
 from ligertune.patching.probe import Refusal
@@ -176,15 +176,15 @@ def loss_in_head(
     }
     if target.numel() == logits.hidden.shape[:-1].numel():
         known, shift = (labels, 1) if shift_labels is None else (shift_labels, 0)
-        copied = _copied_rows(known, ignore_index, shift) if labelled_rows is None else None
-        options["labelled_rows"] = reveal(labelled_rows) if copied is None else copied
+        found = _found_rows(known, ignore_index, shift) if labelled_rows is None else None
+        options["labelled_rows"] = reveal(labelled_rows) if found is None else found
     return logits.head.loss(logits.hidden, target, options)
 
 
-def _copied_rows(labels: Tensor, ignore_index: int, shift: int) -> Tensor | None:
-    """Return the rows that have a label, if the running forward has copied its labels to the host."""
-    copied = STATE.forward.label_copy if STATE.forward is not None else None
-    return None if copied is None else copied.rows(labels, ignore_index=ignore_index, shift=shift)
+def _found_rows(labels: Tensor, ignore_index: int, shift: int) -> Tensor | None:
+    """Return the rows that have a label, if the running forward looks for them."""
+    search = STATE.forward.row_search if STATE.forward is not None else None
+    return None if search is None else search.rows(labels, ignore_index=ignore_index, shift=shift)
 
 
 def loss_of_logits(
@@ -251,9 +251,9 @@ class DeferredLossModel(KernelLossModel):
             labels = args[position] if len(args) > position else kwargs.get("labels")
             if labels is None:
                 return original.forward(self, *args, **kwargs)
-            head, shifted = self.get_output_embeddings(), kwargs.get("shift_labels")
-            copied = copy_labels(head, labels if shifted is None else shifted, kwargs.get("labelled_rows"))
-            outer, STATE.forward = STATE.forward, LabelledForward(head, copied)
+            head, ignored = self.get_output_embeddings(), kwargs.get("ignore_index", -100)
+            search = search_rows(head, labels, kwargs.get("shift_labels"), kwargs.get("labelled_rows"), ignored)
+            outer, STATE.forward = STATE.forward, LabelledForward(head, search)
             try:
                 output = original.forward(self, *args, **kwargs)
             finally:

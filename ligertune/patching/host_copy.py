@@ -1,9 +1,9 @@
-"""Asynchronous copies from a GPU to the host: of values, and of labels for the loss.
+"""Asynchronous copies from a GPU to the host: of values, and of the number of rows that have a label.
 
 The loss computes only the rows that have a label. Their number is a size of the matrix products, which the host has to
-know when it launches them. Asking at the loss would make it wait for the whole forward. So the copy is queued when the
-forward begins: at the loss it has arrived as soon as the GPU has begun this forward, and the GPU still has the forward
-to compute.
+know when it launches them. Asking at the loss would make it wait for the whole forward. So the GPU finds the rows when
+the forward begins: at the loss their number has arrived as soon as the GPU has begun this forward, and the GPU still
+has the forward to compute.
 """
 
 from __future__ import annotations
@@ -11,12 +11,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from ligertune_kernels import labelled_rows
+from ligertune_kernels.ops.losses.labelled_rows import MIN_PRODUCTS, PendingRows
 from torch import Tensor, nn
 
 DEVICES = ("cuda",)  # labels on a CPU are looked at by `linear_cross_entropy` itself
-# Below this product of rows, vocabulary and hidden size the loss takes less than about 1 ms on an H100.
-MIN_PRODUCTS = 1 << 36
 
 
 class HostCopy:
@@ -47,29 +45,34 @@ class HostCopy:
         return self._host
 
 
-class LabelCopy:
-    """Labels (..., T) on the host, once they have arrived."""
+class RowSearch:
+    """The rows that have a label, found while the forward runs."""
 
-    def __init__(self, labels: Tensor) -> None:
-        self._labels, self._version, self._copy = labels, labels._version, HostCopy(labels)
+    def __init__(self, labels: Tensor, *, ignore_index: int, shift: int) -> None:
+        """Launch the search in labels (..., T). The options are those of `labelled_rows`."""
+        self._labels, self._version = labels, labels._version
+        self._options = {"ignore_index": ignore_index, "shift": shift}
+        self._pending = PendingRows(labels, **self._options)
 
-    def rows(self, labels: Tensor | None, *, ignore_index: int, shift: int) -> Tensor | None:
-        """Return `labelled_rows` of `labels`; None if these are other ones, or were written to since.
+    def rows(self, labels: Tensor | None, **options: int) -> Tensor | None:
+        """Return `labelled_rows` of `labels`, on their device; None if these or the options are other ones.
 
-        It waits for the copy, not for the forward.
+        None also if the labels were written to since. It waits for the search, not for the forward.
         """
-        if labels is not self._labels or labels._version != self._version:
+        if labels is not self._labels or labels._version != self._version or options != self._options:
             return None
-        rows = labelled_rows(self._copy.read(), ignore_index=ignore_index, shift=shift)
-        # From pageable memory the copy to the device would wait.
-        return rows.pin_memory() if labels.device.type == "cuda" else rows
+        return self._pending.wait()
 
 
-def copy_labels(head: nn.Module, labels: Any, known_rows: Any) -> LabelCopy | None:
-    """Begin to copy labels on a GPU, if skipping rows can pay; None otherwise.
+def search_rows(
+    head: nn.Module, labels: Any, shift_labels: Any, known_rows: Any, ignore_index: int = -100
+) -> RowSearch | None:
+    """Begin to look for the rows with a label on a GPU, if skipping the others can pay; None otherwise.
 
-    known_rows: the index of rows with a label that the batch holds already, or None.
+    labels: those of the tokens; shift_labels: those of the next tokens, or None; known_rows: the index of rows with a
+    label that the batch holds already, or None.
     """
+    labels, shift = (labels, 1) if shift_labels is None else (shift_labels, 0)
     if torch.compiler.is_compiling() or known_rows is not None or type(labels) is not Tensor:
         return None
     if labels.device.type not in DEVICES or labels.is_inference():
@@ -77,4 +80,4 @@ def copy_labels(head: nn.Module, labels: Any, known_rows: Any) -> LabelCopy | No
     if labels.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return None
     size = getattr(head, "in_features", 0) * getattr(head, "out_features", 0)
-    return LabelCopy(labels) if labels.numel() * size >= MIN_PRODUCTS else None
+    return RowSearch(labels, ignore_index=ignore_index, shift=shift) if labels.numel() * size >= MIN_PRODUCTS else None

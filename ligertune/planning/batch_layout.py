@@ -1,4 +1,4 @@
-"""Batch layout: packed, padding-free or padded rows, and what a row and an epoch consist of."""
+"""Batch layout: packed, padding-free or padded rows, what a row and an epoch consist of, and totals of the data."""
 
 from __future__ import annotations
 
@@ -41,6 +41,22 @@ class Rows:
         """Return the token slots of the longest row: a pack, or the rows of an example."""
         longest = self.length if self.packed else min(self.length // self.documents, longest_document)
         return -(-longest // self.multiple_of) * self.multiple_of * (1 if self.packed else self.documents)
+
+
+@dataclass(frozen=True)
+class DataSummary:
+    """Totals of the prepared data sets."""
+
+    examples: int
+    eval_examples: int
+    tokens: int
+    trained_tokens: int
+    longest: int
+    dropped: dict[str, int]
+    truncated: int
+    template: str
+    fingerprint: str
+    image_share: float = 0.0  # share of image tokens in the example that has the largest
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from ligertune.errors import UserError, format_bytes
 from ligertune.hardware import Machine
-from ligertune.planning.batch_layout import Rows, padding_free_notes
+from ligertune.planning.batch_layout import DataSummary, Rows, padding_free_notes
 from ligertune.planning.memory.activation_bytes import CUBLAS_WORKSPACE, LOSS_CHUNK_ROWS
 from ligertune.planning.memory.activation_policy import checkpointing_notes, choose_policy, with_checkpointed_layers
 from ligertune.planning.memory.estimate import MemoryEstimate
@@ -26,7 +26,7 @@ from ligertune.planning.parallelism import (
     choose_strategy,
     unsharded_need,
 )
-from ligertune.planning.plan import LOSS_KERNELS, BuiltModel, DataSummary, Plan, TeacherPlan
+from ligertune.planning.plan import LOSS_KERNELS, BuiltModel, Plan, TeacherPlan
 from ligertune.planning.precision import Precision, float8_notes
 from ligertune.recipe import Recipe, contradicts_itself
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ligertune.hardware import Machine
-from ligertune.planning.batch_layout import Rows
+from ligertune.planning.batch_layout import DataSummary, Rows
 from ligertune.planning.memory.estimate import MemoryEstimate, MemoryPeak
 from ligertune.planning.memory.model_shape import FrozenModelShape, ModelShape
 from ligertune.planning.memory.states import SHARDED_WEIGHTS, StateBytes, Strategy, shards_of
@@ -16,23 +16,6 @@ from ligertune.planning.micro_batch import Batching
 from ligertune.planning.optimization import Cadence, Optimizer, TrainSchedule
 from ligertune.planning.options import RunOptions
 from ligertune.planning.precision import Precision
-
-
-@dataclass(frozen=True)
-class DataSummary:
-    """Totals of the prepared data sets."""
-
-    examples: int
-    eval_examples: int
-    tokens: int
-    trained_tokens: int
-    longest: int
-    dropped: dict[str, int]
-    truncated: int
-    template: str
-    fingerprint: str
-    image_share: float = 0.0  # share of image tokens in the example that has the largest
-
 
 # task -> the kernel that computes its loss in the output head
 LOSS_KERNELS = {"sft": "linear_cross_entropy", "medusa": "multi_head_linear_cross_entropy", "distill": "linear_jsd",

@@ -23,7 +23,8 @@ from ligertune.decode.medusa_run import with_heads
 from ligertune.models.added_tokens import check_new_rows
 from ligertune.models.compile import compile_layers
 from ligertune.models.float8 import float8_linears, to_float8
-from ligertune.models.load import build_model, read_config
+from ligertune.models.load import build_model
+from ligertune.models.read_config import read_config
 from ligertune.models.score_head import gives_scores, prepare_config
 from ligertune.models.shape import read_shape
 from ligertune.models.trainable import apply_method

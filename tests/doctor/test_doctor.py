@@ -52,6 +52,17 @@ def test_packages_that_overwrite_each_other_or_are_too_old_get_a_command():
     assert software.package("transformers", "5.9.0", wanted).command == "pip install 'transformers>=5.10.1'"
 
 
+def test_bytecode_that_is_not_kept_gets_a_command(tmp_path):
+    """Python then compiles torch and transformers in every command."""
+    file = tmp_path / "torch" / "__pycache__" / "__init__.cpython-311.pyc"
+    missing = software.bytecode(str(file), writes=True)
+    assert missing.value == "not kept" and missing.command.endswith(f"-m compileall -q {tmp_path}")
+    assert software.bytecode(str(file), writes=False).command == "unset PYTHONDONTWRITEBYTECODE"
+    file.parent.mkdir(parents=True)
+    file.touch()
+    assert software.bytecode(str(file), writes=False).ok
+
+
 @pytest.mark.parametrize(("triton", "ok"), [("3.6.0", False), ("3.9.0", True), ("", True)])
 def test_a_missing_c_compiler_gets_a_warning_if_triton_needs_one(triton, ok, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))

@@ -10,7 +10,8 @@ from quickstart_runs import saves, train, train_ranks
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig, Qwen3MoeConfig
 
-from ligertune.models.load import read_config, whole_model
+from ligertune.models.load import whole_model
+from ligertune.models.read_config import read_config
 from ligertune.models.save import saved_spec
 
 pytest.importorskip("bitsandbytes", reason="needs bitsandbytes: pip install 'ligertune[quant]'")

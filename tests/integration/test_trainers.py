@@ -19,6 +19,7 @@ from transformers import (
     TrainingArguments,
 )
 
+from ligertune.patching.host_copy import RowSearch
 from ligertune.patching.patch import patch
 
 QUICKSTART = ROOT / "configs" / "quickstart"
@@ -200,3 +201,26 @@ def test_a_patched_model_has_the_losses_of_the_unpatched_one(trainer, wrap, toke
     found = trainer(load(wrap), tokenizer, rows, str(tmp_path))
     assert found == pytest.approx(plain, rel=SAME, abs=SAME)
     assert len(set(plain)) >= STEPS  # it has trained: losses and gradient norms change
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrap", [kernels, patched_before_peft, patched_after_peft], ids=lambda wrap: wrap.__name__)
+def test_the_trainer_computes_only_the_rows_that_have_a_label(wrap, tokenizer, rows, expected, tmp_path, monkeypatch):
+    """The search runs here as on a GPU; the prompts, about half of the tokens, have no labels.
+
+    TRL's SFTTrainer computes the loss in an output head of its own.
+    """
+    monkeypatch.setattr("ligertune.patching.host_copy.MIN_PRODUCTS", 0)
+    monkeypatch.setattr("ligertune.patching.host_copy.DEVICES", ("cpu",))
+    search, shares = RowSearch.rows, []
+
+    def watched(self: RowSearch, labels: torch.Tensor, **options: int) -> torch.Tensor:
+        found = search(self, labels, **options)
+        shares.append(len(found) / labels.numel())
+        return found
+
+    monkeypatch.setattr(RowSearch, "rows", watched)
+    losses = hf_trainer(load(wrap), tokenizer, rows, str(tmp_path))
+    plain = expected(hf_trainer, adapters if "peft" in wrap.__name__ else unpatched)
+    assert losses == pytest.approx(plain, rel=SAME, abs=SAME)
+    assert len(shares) >= STEPS and max(shares) < 0.8

@@ -82,21 +82,52 @@ def test_lean_allocates_little_more_than_the_gradients(peak_bytes, device) -> No
     assert peak < hidden.grad.nbytes + weight.grad.nbytes + 80e6
 
 
-def test_rows_without_a_label_are_not_computed(peak_bytes, device) -> None:
+@pytest.mark.parametrize("given", [True, False], ids=["rows given", "rows found"])
+def test_rows_without_a_label_are_not_computed(given, peak_bytes, device) -> None:
     """A fifth of the rows needs a fifth of the logits, which the buffer's size shows."""
     hidden, weight, labels = example(device, ignored=0.8)
-    rows = kernels.labelled_rows(labels.cpu()).to(device)
+    rows = kernels.labelled_rows(labels.cpu()).to(device) if given else None
     hidden.requires_grad_()
     peak = peak_bytes(lambda: kernels.linear_cross_entropy(hidden, weight, labels, labelled_rows=rows))
     assert peak < 0.35 * N * V * 2
     assert not hidden.grad[labels == -100].any()
 
 
-@pytest.mark.parametrize("schedule", [None, LEAN], ids=["fast", "lean"])
-def test_linear_losses_compile_without_a_graph_break(schedule, device) -> None:
-    hidden, weight, labels = example(device)
+def test_rows_that_are_found_and_rows_that_are_given_give_the_same_bits(device) -> None:
+    hidden, weight, labels = example(device, ignored=0.5)
     leaves = hidden.requires_grad_(), weight.requires_grad_()
     rows = kernels.labelled_rows(labels.cpu()).to(device)
+    runs = [kernels.linear_cross_entropy(*leaves, labels, labelled_rows=given) for given in (None, rows)]
+    found, given = ((loss.detach(), *torch.autograd.grad(loss, leaves)) for loss in runs)
+    assert all(torch.equal(a, b) for a, b in zip(found, given, strict=True))
+
+
+def test_a_cuda_graph_computes_all_rows_whatever_their_labels(device) -> None:
+    """The number of labels changes between capture and replay."""
+    hidden, weight, labels = example(device, ignored=0.8)
+    leaves = hidden.requires_grad_(), weight.requires_grad_()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.autograd.grad(kernels.linear_cross_entropy(*leaves, labels), leaves)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = kernels.linear_cross_entropy(*leaves, labels)
+        gradients = torch.autograd.grad(loss, leaves)
+    labels.copy_(torch.randint_like(labels, V))
+    graph.replay()
+    expected = kernels.linear_cross_entropy(*leaves, labels)
+    torch.testing.assert_close(loss, expected)
+    for ours, truth in zip(gradients, torch.autograd.grad(expected, leaves), strict=True):
+        torch.testing.assert_close(ours, truth, rtol=2**-7, atol=2**-8 * truth.abs().max().item())
+
+
+@pytest.mark.parametrize("schedule, given", [(None, True), (None, False), (LEAN, True)], ids=["fast", "found", "lean"])
+def test_linear_losses_compile_without_a_graph_break(schedule, given, device) -> None:
+    hidden, weight, labels = example(device)
+    leaves = hidden.requires_grad_(), weight.requires_grad_()
+    rows = kernels.labelled_rows(labels.cpu()).to(device) if given else None
 
     def loss(h, w):
         return kernels.linear_cross_entropy(h, w, labels, labelled_rows=rows, schedule=schedule)

@@ -13,14 +13,14 @@ from ligertune_kernels import (
     rms_norm,
     swiglu,
 )
-from ligertune_kernels.launcher import TRITON_INSTALLED, meta_runs_as
+from ligertune_kernels.launcher import TRITON_INSTALLED
 from torch._dynamo.backends.common import aot_autograd
 from torch._higher_order_ops import triton_kernel_wrap
 
 if not TRITON_INSTALLED:
     pytest.skip("there is no kernel to trace", allow_module_level=True)
-from pretend_gpu import TARGETS, PretendDriver
-from triton.runtime import driver
+from pretend_gpu import TARGETS
+from traced_kernels import traced_for
 
 HIDDEN, VOCAB = 64, 96
 CHANGES = torch.ops.higher_order.triton_kernel_wrapper_functional
@@ -28,17 +28,8 @@ CHANGES = torch.ops.higher_order.triton_kernel_wrapper_functional
 
 @pytest.fixture
 def h100(monkeypatch):
-    """Let torch.compile trace kernels on meta tensors; their launches do nothing."""
-    monkeypatch.setattr(driver, "_active", PretendDriver(TARGETS["sm90"]))
-    monkeypatch.setattr("torch.utils._triton.has_triton", lambda: True)
-    for key in triton_kernel_wrap.triton_kernel_wrapper_mutation.py_kernels:
-        if "CompositeExplicitAutograd" in str(key):
-            kernels = triton_kernel_wrap.triton_kernel_wrapper_mutation.py_kernels
-            monkeypatch.setitem(kernels, key, lambda **options: None)
-    torch._dynamo.reset()
-    with meta_runs_as(TARGETS["sm90"]):
+    with traced_for(TARGETS["sm90"], monkeypatch):
         yield
-    torch._dynamo.reset()
 
 
 def one_head(hidden, weight, labels):

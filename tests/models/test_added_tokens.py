@@ -9,8 +9,9 @@ from quickstart_runs import RESUME, plan_run, recipe_for, saves, train, unfinish
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ligertune.errors import UserError
-from ligertune.models.load import build_model, read_config
+from ligertune.models.load import build_model
 from ligertune.models.load_tokenizer import load_tokenizer
+from ligertune.models.read_config import read_config
 from ligertune.models.save import load_saved
 from ligertune.train.checkpoint.export_check import check_export
 from ligertune.train.checkpoint.export_run import plan_export

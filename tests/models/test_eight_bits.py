@@ -13,7 +13,8 @@ from quickstart_runs import RESUME, bare_recipe, plan_run, recipe_for, saves, tr
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from ligertune.errors import UserError
-from ligertune.models.load import build_model, read_config, whole_model
+from ligertune.models.load import build_model, whole_model
+from ligertune.models.read_config import read_config
 from ligertune.models.shape import read_shape
 from ligertune.models.trainable import apply_method
 from ligertune.patching.patch import patch

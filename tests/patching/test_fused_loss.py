@@ -11,7 +11,7 @@ from same_training import assert_same_training
 
 from ligertune.patching.deferred_logits import loss_counts, loss_only
 from ligertune.patching.fused_loss import chunk_loss
-from ligertune.patching.host_copy import LabelCopy
+from ligertune.patching.host_copy import RowSearch
 from ligertune.patching.patch import patch
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -74,21 +74,23 @@ def test_only_labelled_rows_reach_the_head():
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_copy_of_the_labels_gives_the_rows_of_these_labels_only(device):
+def test_a_search_gives_the_rows_of_these_labels_only(device):
     labels = tiny_models.batch(rows=3, length=20)["labels"].to(device)
-    copied = LabelCopy(labels)
     for shift in (0, 1):
-        found = copied.rows(labels, ignore_index=-100, shift=shift)
-        assert torch.equal(found, labelled_rows(labels.cpu(), shift=shift))
-    assert copied.rows(labels.clone(), ignore_index=-100, shift=1) is None
-    assert copied.rows(None, ignore_index=-100, shift=1) is None
+        search = RowSearch(labels, ignore_index=-100, shift=shift)
+        found = search.rows(labels, ignore_index=-100, shift=shift)
+        assert torch.equal(found.cpu(), labelled_rows(labels.cpu(), shift=shift))
+    assert search.rows(labels, ignore_index=-100, shift=0) is None
+    assert search.rows(labels, ignore_index=0, shift=1) is None
+    assert search.rows(labels.clone(), ignore_index=-100, shift=1) is None
+    assert search.rows(None, ignore_index=-100, shift=1) is None
     labels[:, 0] = 1  # a model that writes into its labels
-    assert copied.rows(labels, ignore_index=-100, shift=1) is None
+    assert search.rows(labels, ignore_index=-100, shift=1) is None
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("given", ["labels", "shift_labels", "nothing"])
-def test_rows_of_copied_labels_change_neither_loss_nor_gradients(given, device, monkeypatch):
+def test_rows_that_were_found_change_neither_loss_nor_gradients(given, device, monkeypatch):
     monkeypatch.setattr("ligertune.patching.host_copy.MIN_PRODUCTS", 0)
     monkeypatch.setattr("ligertune.patching.host_copy.DEVICES", (device,))
     plain, batch = tiny_models.make("gemma2").to(device), tiny_models.batch(rows=3, length=20, device=device)
@@ -109,10 +111,10 @@ def test_rows_of_copied_labels_change_neither_loss_nor_gradients(given, device, 
     assert loss_counts(patched).fused == 1
 
 
-def test_labels_on_a_device_are_copied_only_where_skipping_rows_pays(monkeypatch):
+def test_rows_are_looked_for_on_a_device_only_where_skipping_them_pays(monkeypatch):
     monkeypatch.setattr("ligertune.patching.host_copy.DEVICES", ("cpu",))
     taken = []
-    monkeypatch.setattr(LabelCopy, "rows", lambda self, labels, **options: taken.append(options) or None)
+    monkeypatch.setattr(RowSearch, "rows", lambda self, labels, **options: taken.append(options) or None)
     model, batch = tiny_models.make("llama"), tiny_models.batch()
     patch(model)
     model(**batch)

@@ -17,7 +17,7 @@ from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_mod
 from transformers.models.llama import modeling_llama
 
 from ligertune.attention.packing_checks import prepare_masks
-from ligertune.models.auto import AutoModelForCausalLM
+from ligertune.patching.auto_classes import AutoModelForCausalLM
 from ligertune.patching.patch import patch, unpatch
 
 ROOT = Path(__file__).resolve().parents[2]

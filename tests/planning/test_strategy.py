@@ -8,7 +8,8 @@ import torch
 
 from ligertune.errors import UserError
 from ligertune.hardware import Machine, choose_processes
-from ligertune.models import load
+from ligertune.models.load import build_model
+from ligertune.models.read_config import read_config
 from ligertune.models.shape import read_shape
 from ligertune.planning.memory.states import StateBytes, states_of
 from ligertune.planning.parallelism import (
@@ -194,6 +195,6 @@ def test_zero_stage_2_shards_gradients_and_states_and_stage_3_also_weights(quick
 
 def states_on_two_devices(quickstart: Path, strategy: str) -> StateBytes:
     recipe = recipe_of(quickstart, f"parallel.strategy={strategy}", "model.dtype=bfloat16")
-    config, spec = load.read_config(recipe.model), recipe.model.model_copy(update={"init": "random"})
-    model = load.build_model(spec, config, dtype=torch.bfloat16, device="meta", seed=0)
+    config, spec = read_config(recipe.model), recipe.model.model_copy(update={"init": "random"})
+    model = build_model(spec, config, dtype=torch.bfloat16, device="meta", seed=0)
     return states_of(recipe, read_shape(model).parameters, "bfloat16", strategy=strategy, world_size=2)

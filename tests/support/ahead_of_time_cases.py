@@ -14,6 +14,7 @@ from typing import Literal
 import ligertune_kernels as kernels
 import torch
 from ligertune_kernels.launcher import chip_of
+from ligertune_kernels.ops.losses.labelled_rows import find_rows
 from pretend_gpu import TARGETS, Compiled, compile_for
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -265,6 +266,7 @@ def _linear_cross_entropy() -> list[Case]:
     )  # fmt: skip
     cases = [case(*each) for each in VOCABULARIES[:3]]
     cases += [case(128256, BF16, **lean), case(128256, BF16, schedule=in_groups)]
+    cases += [Case(partial(find_rows, shift=1), (), constants=(labels(8, 1024),), backward=False)]
     return [*cases, *first, *later(case(256000, BF16))]
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from ligertune.bench.case import Case, OpBenchmark, Outputs, Provider, Tensors, Work, elementwise_work, providers_of
+from ligertune.bench.case import Case, OpBenchmark, Outputs, Tensors, Work, elementwise_work, providers_of
 
 IGNORE_INDEX = -100
 MEDUSA_COEFFICIENTS = tuple(0.8**k for k in range(5))
@@ -93,13 +93,6 @@ def _linear_work(case: Case, heads: int = 1) -> Work:
     return Work((weight + hidden, 2.0 * weight + 2.0 * hidden), (product, 2.0 * product))
 
 
-def _our_linear(case: Case, args: Tensors) -> Callable[[], Outputs]:
-    """Find the labelled rows beforehand: in training the collator does it for each batch."""
-    hidden, weight, labels = args
-    rows = kernels.labelled_rows(labels.cpu()).to(labels.device) if case.ignored else None
-    return lambda: kernels.linear_cross_entropy(hidden, weight, labels, labelled_rows=rows)
-
-
 def _eager_linear(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     return _causal_lm_loss(F.linear(hidden, weight), labels)
 
@@ -126,7 +119,7 @@ LINEAR_CROSS_ENTROPY = OpBenchmark(
     row_args=("hidden", "labels"),
     work=_linear_work,
     reference=_linear_reference,
-    providers=providers_of(Provider("ours", _our_linear), eager=_eager_linear, torch=_torch_linear),
+    providers=providers_of(kernels.linear_cross_entropy, eager=_eager_linear, torch=_torch_linear),
 )
 
 
@@ -173,10 +166,8 @@ def _log_probs(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     return found.masked_fill(labels == IGNORE_INDEX, 0.0)
 
 
-def _our_log_probs(case: Case, args: Tensors) -> Callable[[], Outputs]:
-    hidden, weight, labels = args
-    rows = kernels.labelled_rows(labels.cpu()).to(labels.device) if case.ignored else None
-    return lambda: kernels.linear_log_probs(hidden, weight, labels, labelled_rows=rows).logprob
+def _our_log_probs(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    return kernels.linear_log_probs(hidden, weight, labels).logprob
 
 
 LOG_PROBS = OpBenchmark(
@@ -189,7 +180,7 @@ LOG_PROBS = OpBenchmark(
     row_args=("hidden", "labels"),
     work=_linear_work,
     reference=lambda case, args: _log_probs,
-    providers=providers_of(Provider("ours", _our_log_probs), eager=_log_probs),
+    providers=providers_of(_our_log_probs, eager=_log_probs),
 )
 
 

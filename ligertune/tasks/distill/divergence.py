@@ -124,13 +124,14 @@ class DistillLoss:
                 temperature=self.divergence.temperature / student.logit_scale,
                 student_bias=None if bias is None else _first(bias, size),
                 num_items_in_batch=count,
+                skip_ignored=rows is None,
             )
         else:
             self.in_chunks = True
             found = self._in_chunks(hidden, weight, bias, taught, labels, student) / divisor_of_labels(labels, count)
         sft = None
         if self.divergence.sft_weight:
-            scaled = {"logit_scale": student.logit_scale, "softcap": student.softcap}
+            scaled = {"logit_scale": student.logit_scale, "softcap": student.softcap, "skip_ignored": rows is None}
             sft = linear_cross_entropy(hidden, weight, labels, bias, **scaled, num_items_in_batch=count)
         return self._total(found, sft, labels, count)
 

@@ -70,6 +70,7 @@ class StoredLoss:
         count, sft = options["num_items_in_batch"], None
         if self.divergence.sft_weight:
             scaled = {"logit_scale": student.logit_scale, "softcap": student.softcap}
+            scaled["skip_ignored"] = options["labelled_rows"] is None
             sft = linear_cross_entropy(hidden, weight, labels, bias, **scaled, num_items_in_batch=count)
         return self._total(total / divisor_of_labels(labels, count), sft, labels, count)
 

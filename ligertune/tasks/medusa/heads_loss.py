@@ -120,12 +120,16 @@ def fused_loss(inputs: LossInputs) -> Losses:
     if rows is not None:
         hidden = take_rows(hidden, rows) if hidden.requires_grad else hidden.index_select(0, rows)
         targets = targets.index_select(1, rows)
+    # Few of `rows` lack a target of one head: on a GPU the host would wait for little.
+    skip_ignored = rows is None or hidden.device.type == "cpu"
     with_model, own = inputs.with_model, None
     if inputs.teacher is not None:
         taught = inputs.teacher.hidden.flatten(0, -2)
         taught = taught if rows is None else taught.index_select(0, rows)
         teacher = TeacherOutput(taught, inputs.teacher.weight)
-        own = distillation_loss(hidden, weight, teacher, targets[0], counts and counts[0], inputs.transform)
+        own = distillation_loss(
+            hidden, weight, teacher, targets[0], counts and counts[0], inputs.transform, skip_ignored=skip_ignored
+        )
         with_model, targets, weights, counts = False, targets[1:], weights[1:], counts and counts[1:]
     hiddens: list[Tensor] | Tensor = [hidden] * with_model + heads.hidden(hidden)
     shared = not heads.own_lm_head
@@ -139,6 +143,7 @@ def fused_loss(inputs: LossInputs) -> Losses:
         softcap=inputs.transform.softcap,
         logit_scale=inputs.transform.logit_scale,
         num_items_in_batch=counts,
+        skip_ignored=skip_ignored,
     )
     if own is None:
         return Losses(found.loss, found.head_losses)
@@ -152,6 +157,8 @@ def distillation_loss(
     targets: Tensor,  # (N,): selects rows
     count: int | None,
     transform: LogitTransform,
+    *,
+    skip_ignored: bool = True,
 ) -> Tensor:
     """Return KL(teacher || model) over the rows with a target, divided by `count` or their number.
 
@@ -160,9 +167,8 @@ def distillation_loss(
     if transform.softcap is not None:
         return _kl(transform.logits(F.linear(hidden, weight)), transform.logits(F.linear(*teacher)), targets, count)
     scale = transform.logit_scale
-    return linear_jsd(
-        hidden, weight, *teacher, labels=targets, beta=0.0, temperature=1 / scale, num_items_in_batch=count
-    )
+    options = {"num_items_in_batch": count, "skip_ignored": skip_ignored}
+    return linear_jsd(hidden, weight, *teacher, labels=targets, beta=0.0, temperature=1 / scale, **options)
 
 
 def _kl(student: Tensor, teacher: Tensor, targets: Tensor, count: int | None) -> Tensor:

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Literal
 from accelerate import load_checkpoint_in_model
 
 from ligertune.errors import UserError
-from ligertune.models.load import hide_loading_bars, read_config, through, whole_model
+from ligertune.models.load import hide_loading_bars, through, whole_model
 from ligertune.models.load_tokenizer import load_tokenizer
 from ligertune.models.model_files import ADAPTER_CONFIG
+from ligertune.models.read_config import read_config
 from ligertune.models.save import (
     SAVED_MODEL,
     adapter_base_model,

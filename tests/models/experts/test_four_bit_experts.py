@@ -14,7 +14,8 @@ from ligertune_kernels.ops.moe.nf4_weight import Nf4Weight, to_nf4
 from torch import nn
 
 from ligertune.errors import UserError
-from ligertune.models.load import build_model, read_config
+from ligertune.models.load import build_model
+from ligertune.models.read_config import read_config
 from ligertune.patching.experts.kernel_experts import KernelExperts
 from ligertune.patching.patch import patch
 from ligertune.planning.options import ModelOptions

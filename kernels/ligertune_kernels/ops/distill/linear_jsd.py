@@ -23,7 +23,7 @@ from ligertune_kernels.launcher import runs_triton
 from ligertune_kernels.ops.distill._jsd_row_pass import JSDOptions, jsd_row_pass
 from ligertune_kernels.ops.distill.jsd import check_beta, jsd_reference
 from ligertune_kernels.ops.losses._linear_chunks import ChunkedLoss, Gradients
-from ligertune_kernels.ops.losses._linear_inputs import SLOT_ROWS_TORCH, Head, check_linear, empty_loss
+from ligertune_kernels.ops.losses._linear_inputs import SLOT_ROWS_TORCH, Head, check_linear, empty_loss, rows_to_take
 from ligertune_kernels.ops.losses._reduction import LossFunction, LossModule, divisor_of
 from ligertune_kernels.ops.losses._schedule import Chunks, chunks_of, rest_stride
 
@@ -142,6 +142,7 @@ def linear_jsd(
     student_bias: torch.Tensor | None = None,  # (V,)
     teacher_bias: torch.Tensor | None = None,  # (V,)
     num_items_in_batch: int | torch.Tensor | None = None,
+    skip_ignored: bool = True,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> torch.Tensor:  # (), float32
     """Generalised JSD of softmax(student logits / temperature) from softmax(teacher logits / temperature).
@@ -150,6 +151,7 @@ def linear_jsd(
     other meaning here. The sum over rows is divided by the number of rows that count, or by num_items_in_batch, an int
     or a scalar tensor; it is not multiplied by temperature². If no row counts, the loss is 0 with zero gradients.
 
+    Rows that count are looked for, and only these computed, as in linear_cross_entropy; a compiled call computes all.
     The teacher is a constant: its tensors get no gradient even if they require one. chunk_bytes bounds the buffers for
     logits. Autocast casts all tensors as for a linear layer. A second backward through the same loss raises
     RuntimeError where kernels run. Raises ValueError on mismatched shapes or dtypes and unknown options.
@@ -165,10 +167,11 @@ def linear_jsd(
             f"linear_jsd: the student has rows {tuple(hidden.shape[:-1])} of a vocabulary of {len(head.weight)}, the "
             f"teacher {tuple(taught.shape[:-1])} of {len(teacher_head.weight)}: expected the same"
         )
-    if hidden.numel() == 0:
-        return empty_loss(hidden, head)
-    rows, taught = (t.reshape(-1, t.shape[-1]).contiguous() for t in (hidden, taught))
-    flat = None if labels is None else labels.reshape(-1).contiguous()
+    rows, taught, flat = _rows_that_count(
+        hidden, taught, labels, ignore_index, skip_ignored=skip_ignored, vocab_size=len(head.weight)
+    )
+    if rows.numel() == 0:
+        return empty_loss(rows, head)
     options = JSDOptions(float(beta), float(temperature), ignore_index)
     needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (rows, *head.tensors))
     with without_autocast(rows.device):
@@ -177,6 +180,21 @@ def linear_jsd(
             teacher = taught, teacher_head.weight, teacher_head.bias
             return _LinearJSD.apply(rows, head.weight, head.bias, *teacher, flat, n, options, chunk_bytes)
         return _run_chunks(rows, head, TeacherLogits(taught, teacher_head, flat, options), chunk_bytes)[0].sum() / n
+
+
+def _rows_that_count(
+    hidden: torch.Tensor,  # (..., E)
+    taught: torch.Tensor,  # (..., E')
+    labels: torch.Tensor | None,  # (...)
+    ignore_index: int,
+    **search: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Return the rows of student and teacher and their labels, as `rows_to_take`."""
+    taught = taught.reshape(-1, taught.shape[-1])
+    if labels is None:
+        return hidden.reshape(-1, hidden.shape[-1]).contiguous(), taught.contiguous(), None
+    rows, flat, index = rows_to_take(hidden, labels, None, ignore_index, **search)
+    return rows, taught.contiguous() if index is None else taught.index_select(0, index), flat
 
 
 class LinearJSDLoss(LossModule):

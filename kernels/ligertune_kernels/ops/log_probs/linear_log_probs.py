@@ -32,7 +32,7 @@ from ligertune_kernels.ops.losses._row_pass import LossOptions
 from ligertune_kernels.ops.losses._schedule import CHUNK_BYTES, schedule_of
 from ligertune_kernels.ops.losses._statistics_pass import RowStatistics, empty_statistics, statistics_torch
 from ligertune_kernels.ops.losses.labelled_rows import scatter_rows
-from ligertune_kernels.ops.losses.linear_cross_entropy import linear_chunks, schedule_or_bytes
+from ligertune_kernels.ops.losses.linear_cross_entropy import ChunkOptions, linear_chunks
 
 
 class TokenLogProbs(NamedTuple):
@@ -71,11 +71,11 @@ def _forward(
     rows: torch.Tensor,  # (N, E)
     head: Head,
     targets: Targets,
-    chunk_bytes: int,
+    chunks: ChunkOptions,
 ) -> tuple[torch.Tensor, RowStatistics | None, torch.Tensor | None]:
     """Return log-probabilities (N,), statistics, and dX times -targets.scale if there is a scale."""
     needs = (targets.scale is not None, False, False, False, False)
-    schedule = schedule_or_bytes(rows, head.weight, chunk_bytes, needs[:2])
+    schedule = chunks.schedule(rows, head.weight, needs[:2])
     losses, statistics, gradients = linear_chunks(rows, head, targets, schedule, needs)
     return losses.neg_(), statistics, gradients[0]
 
@@ -84,13 +84,11 @@ class _OfFrozenHead(LossFunction):
     """Log-probabilities and statistics; dX for an upstream gradient of 1 is computed in the forward."""
 
     @staticmethod
-    def forward(ctx, rows, weight, bias, lora_a, lora_b, labels, lora_scale, options, statistics, chunk_bytes):
+    def forward(ctx, rows, weight, bias, lora_a, lora_b, labels, lora_scale, options, statistics, chunks):
         wide = torch.promote_types(rows.dtype, torch.float32)
         scale = LossFunction.scale(ctx, torch.full((), -1.0, dtype=wide, device=rows.device), rows.dtype)
         targets = Targets(labels, options, scale=scale, statistics=empty_statistics(rows) if statistics else None)
-        logprob, statistics, d_rows = _forward(
-            rows, Head(weight, bias, lora_a, lora_b, lora_scale), targets, chunk_bytes
-        )
+        logprob, statistics, d_rows = _forward(rows, Head(weight, bias, lora_a, lora_b, lora_scale), targets, chunks)
         LossFunction.keep(ctx, "linear_log_probs", (rows,), (d_rows,))
         return _outputs(ctx, logprob, statistics)
 
@@ -99,21 +97,21 @@ class _OfTrainedHead(torch.autograd.Function):
     """Log-probabilities and statistics; the backward computes the logits again, and all gradients."""
 
     @staticmethod
-    def forward(ctx, rows, weight, bias, lora_a, lora_b, labels, lora_scale, options, statistics, chunk_bytes):
+    def forward(ctx, rows, weight, bias, lora_a, lora_b, labels, lora_scale, options, statistics, chunks):
         ctx.save_for_backward(rows, weight, bias, lora_a, lora_b, labels)
-        ctx.arguments = lora_scale, options, chunk_bytes
+        ctx.arguments = lora_scale, options, chunks
         targets = Targets(labels, options, statistics=empty_statistics(rows) if statistics else None)
-        logprob, statistics, _ = _forward(rows, Head(weight, bias, lora_a, lora_b, lora_scale), targets, chunk_bytes)
+        logprob, statistics, _ = _forward(rows, Head(weight, bias, lora_a, lora_b, lora_scale), targets, chunks)
         return _outputs(ctx, logprob, statistics)
 
     @staticmethod
     @no_double_backward
     def backward(ctx, d_logprob, *_):
         rows, *parameters, labels = ctx.saved_tensors
-        lora_scale, options, chunk_bytes = ctx.arguments
+        lora_scale, options, chunks = ctx.arguments
         needs, head = ctx.needs_input_grad[:5], Head(*parameters, lora_scale)
         with without_autocast(rows.device):
-            schedule = schedule_or_bytes(rows, head.weight, chunk_bytes, needs[:2])
+            schedule = chunks.schedule(rows, head.weight, needs[:2])
             *_, found = linear_chunks(rows, head, Targets(labels, options, scale=-d_logprob), schedule, needs)
         gradients = (None if g is None else g.to(t.dtype) for g, t in zip(found, (rows, *parameters), strict=True))
         return *gradients, None, None, None, None, None
@@ -140,6 +138,7 @@ def linear_log_probs(
     logit_scale: float = 1.0,
     ignore_index: int = -100,
     labelled_rows: torch.Tensor | None = None,  # (M,)
+    skip_ignored: bool = True,
     statistics: bool = False,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> TokenLogProbs:
@@ -150,12 +149,15 @@ def linear_log_probs(
     the label is ignored all results are 0. A label that is neither a class nor ignore_index has a log-probability of
     NaN, and makes the gradient of its row and the gradients of the layer NaN.
 
-    labelled_rows, options, chunk_bytes and autocast are as in linear_cross_entropy. If only hidden needs a gradient, a
-    second backward raises RuntimeError where kernels run. Raises ValueError on mismatched shapes or dtypes.
+    labelled_rows, skip_ignored, options, chunk_bytes and autocast are as in linear_cross_entropy. If only hidden needs
+    a gradient, a second backward raises RuntimeError where kernels run. Raises ValueError on mismatched shapes or
+    dtypes.
     """
     head, options = Head(weight, bias, lora_a, lora_b, lora_scale), LossOptions(ignore_index, 0.0, softcap, logit_scale)
     hidden, head = check_linear("linear_log_probs", hidden, head, labels)
-    rows, flat, index = rows_to_take(hidden, labels, labelled_rows, ignore_index)
+    search = {"skip_ignored": skip_ignored, "vocab_size": len(weight)}
+    rows, flat, index = rows_to_take(hidden, labels, labelled_rows, ignore_index, **search)
+    chunks = ChunkOptions(chunk_bytes, skip_ignored and labelled_rows is None)
     needs_grad = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (rows, *head.tensors)]
     measured = empty_statistics(rows) if statistics else None
     with without_autocast(rows.device):
@@ -163,10 +165,10 @@ def linear_log_probs(
             logprob = empty_loss(rows, head).expand(len(rows))
         elif any(needs_grad):
             function = _OfTrainedHead if any(needs_grad[1:]) else _OfFrozenHead
-            logprob, *found = function.apply(rows, *head.tensors, flat, lora_scale, options, statistics, chunk_bytes)
+            logprob, *found = function.apply(rows, *head.tensors, flat, lora_scale, options, statistics, chunks)
             measured = RowStatistics(*found) if statistics else None
         else:
-            logprob, measured, _ = _forward(rows, head, Targets(flat, options, statistics=measured), chunk_bytes)
+            logprob, measured, _ = _forward(rows, head, Targets(flat, options, statistics=measured), chunks)
     return _token_log_probs(logprob, measured, flat, index, labels.shape, ignore_index)
 
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from ligertune_kernels.autocast import autocast_dtype
 from ligertune_kernels.launcher import chip_of, runs_triton
 from ligertune_kernels.ops.losses._schedule import Schedule, free_bytes, schedule_of
-from ligertune_kernels.ops.losses.labelled_rows import labelled_rows, take_rows
+from ligertune_kernels.ops.losses.labelled_rows import PendingRows, can_skip_rows, take_rows
 
 SLOT_ROWS_TORCH = 256  # the torch row pass makes several fp32 copies of a slot
 MIN_QUERY_BYTES = 1 << 28  # querying free memory takes 30 µs on the host
@@ -105,14 +105,17 @@ def rows_to_take(
     labels: torch.Tensor,  # (...)
     index: torch.Tensor | None,  # (M,)
     ignore_index: int,
+    *,
+    skip_ignored: bool = True,
+    vocab_size: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Return rows (M, E), their labels (M,) on the same device, and their index among all rows; None if all.
 
-    Without an index, rows without a label are left out if the labels are on the CPU.
+    Without an index, rows without a label are looked for as `can_skip_rows` says, unless skip_ignored is False.
     """
     rows, flat = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
-    if index is None and labels.device.type == "cpu" and not torch.compiler.is_compiling():
-        index = labelled_rows(labels, ignore_index=ignore_index)
+    if index is None and skip_ignored and can_skip_rows(flat, rows.numel() * vocab_size):
+        index = PendingRows(flat, ignore_index=ignore_index).wait()
     if index is None or len(index) == len(flat):
         return rows.contiguous(), flat.to(rows.device, non_blocking=True).contiguous(), None
     if index.device == flat.device:

@@ -5,7 +5,7 @@ r"""Cross entropy of a linear layer's output, hidden X (N, E) and weight W (V, E
 Rows are taken in chunks (_linear_chunks.py) as a schedule says (_schedule.py): the logits of a chunk are written into
 one reused buffer, one pass over its rows turns them into G in place and returns the losses, and G is multiplied into
 the gradients. So the gradients exist when the forward returns, and one that is not needed is not computed: 6 NEV
-operations, 4 NEV with a frozen weight. Rows without a label need not be computed (labelled_rows.py).
+operations, 4 NEV with a frozen weight. Rows without a label are not computed (labelled_rows.py).
 
 Scale: the mean's 1/n is a scalar on the device and multiplies G in the pass, in fp32, so the host does not wait for it.
 In float16, p/n would vanish below 6e-8, and dW, not divided, could exceed 65504. There the pass leaves out 1/n (and
@@ -16,12 +16,13 @@ reduction="none" has one upstream value per row, by which dW cannot be scaled af
 losses, and its backward computes the chunks again with these values (8 NEV).
 
 torch.compile sees the chunks as one operator: it would unroll their loop, and compile anew for each number of rows.
+The operator looks for the rows with a label itself; its results have the size of all rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -41,7 +42,7 @@ from ligertune_kernels.ops.losses._row_pass import LossOptions
 from ligertune_kernels.ops.losses._schedule import CHUNK_BYTES, Schedule
 from ligertune_kernels.ops.losses._statistics_pass import RowStatistics, empty_statistics
 from ligertune_kernels.ops.losses.cross_entropy import cross_entropy_reference
-from ligertune_kernels.ops.losses.labelled_rows import scatter_rows
+from ligertune_kernels.ops.losses.labelled_rows import PendingRows, can_skip_rows, scatter_rows
 
 
 def linear_cross_entropy_reference(
@@ -71,26 +72,44 @@ def linear_cross_entropy_reference(
     mutates_args=(),
     schema="(Tensor rows, Tensor weight, Tensor? bias, Tensor? lora_a, Tensor? lora_b, Tensor labels, "
     "Tensor? class_weight, Tensor? scale, float lora_scale, int ignore_index, float label_smoothing, float? softcap, "
-    "float logit_scale, float z_loss, int chunk_bytes, bool statistics, bool[] needs) -> Tensor[]",
+    "float logit_scale, float z_loss, int chunk_bytes, bool statistics, bool[] needs, bool skip_ignored=False) "
+    "-> Tensor[]",
 )
 def _chunks_operator(
     rows, weight, bias, lora_a, lora_b, labels, class_weight, scale, lora_scale,
-    ignore_index, label_smoothing, softcap, logit_scale, z_loss, chunk_bytes, statistics, needs,
+    ignore_index, label_smoothing, softcap, logit_scale, z_loss, chunk_bytes, statistics, needs, skip_ignored=False,
 ):  # fmt: skip
     """Return the losses (N,), statistics if asked for, and the gradients that are needed, as `run_chunks`."""
-    head = Head(weight, bias, lora_a, lora_b, lora_scale)
+    head, n_rows = Head(weight, bias, lora_a, lora_b, lora_scale), len(rows)
     options = LossOptions(ignore_index, label_smoothing, softcap, logit_scale, z_loss)
     with without_autocast(rows.device):
+        index = _rows_of_operator(labels, ignore_index, rows.numel() * len(weight)) if skip_ignored else None
+        if index is not None:
+            rows, labels = rows[index], labels[index]
+            scale = scale[index] if scale is not None and scale.dim() else scale
         rows = rows.contiguous()
         targets = Targets(labels, options, class_weight, scale, empty_statistics(rows) if statistics else None)
         schedule = choose_schedule(rows, weight, chunk_bytes, needs=(needs[0], needs[1]))
-        losses, gradients = run_chunks(rows, head, targets, schedule, needs)
-    return [losses, *(targets.statistics or ()), *(gradient for gradient in gradients if gradient is not None)]
+        losses, (d_rows, *gradients) = run_chunks(rows, head, targets, schedule, needs)
+    of_rows = [losses, *(targets.statistics or ()), *([] if d_rows is None else [d_rows])]
+    if index is not None:
+        of_rows = [scatter_rows(t, index, n_rows) for t in of_rows]
+    return [*of_rows, *(gradient for gradient in gradients if gradient is not None)]
+
+
+def _rows_of_operator(labels: torch.Tensor, ignore_index: int, n_products: int) -> torch.Tensor | None:
+    """Return the rows that the operator computes, at least one; None: all."""
+    if not can_skip_rows(labels, n_products):
+        return None
+    index = PendingRows(labels, ignore_index=ignore_index).wait()
+    if len(index) == 0:  # the gradients of the parameters need a product: of a row whose G is 0
+        index = index.new_zeros(1)
+    return None if len(index) == len(labels) else index
 
 
 @_chunks_operator.register_fake
 def _(rows, weight, bias, lora_a, lora_b, labels, class_weight, scale, *options):
-    statistics, needs = options[-2:]
+    statistics, needs = options[7:9]
     wide = torch.promote_types(rows.dtype, torch.float32)
     d_weight = wide if rows.dtype is torch.float16 else rows.dtype
     tensors = zip((rows, weight, bias, lora_a, lora_b), (rows.dtype, d_weight, wide, wide, wide), needs, strict=True)
@@ -99,28 +118,33 @@ def _(rows, weight, bias, lora_a, lora_b, labels, class_weight, scale, *options)
     return [rows.new_empty(rows.shape[:1], dtype=wide), *measured, *gradients]
 
 
-def schedule_or_bytes(
-    rows: torch.Tensor,  # (N, E)
-    weight: torch.Tensor,  # (V, E)
-    chunk_bytes: int,
-    needs: tuple[bool, bool] | None = None,
-) -> Schedule | int:
-    """Return `choose_schedule`, or chunk_bytes where all chunks are one operator of a compiled graph."""
-    if torch.compiler.is_compiling():
-        return chunk_bytes
-    return choose_schedule(rows, weight, chunk_bytes, needs)
+@dataclass(frozen=True)
+class ChunkOptions:
+    """What chooses the schedule, in a compiled graph only when the operator runs."""
+
+    chunk_bytes: int
+    skip_ignored: bool  # the operator looks for rows with a label
+
+    def schedule(
+        self,
+        rows: torch.Tensor,  # (N, E)
+        weight: torch.Tensor,  # (V, E)
+        needs: tuple[bool, bool] | None = None,
+    ) -> Schedule | ChunkOptions:
+        """Return `choose_schedule`, or self where all chunks are one operator of a compiled graph."""
+        return self if torch.compiler.is_compiling() else choose_schedule(rows, weight, self.chunk_bytes, needs)
 
 
 def linear_chunks(
     rows: torch.Tensor,  # (N, E)
     head: Head,
     targets: Targets,
-    schedule: Schedule | int,
+    schedule: Schedule | ChunkOptions,
     needs: Sequence[bool] = (False,) * 5,
 ) -> tuple[torch.Tensor, RowStatistics | None, Gradients]:
     """Return the losses (N,), statistics if targets have room for them, and the gradients, as `run_chunks`.
 
-    schedule: from `schedule_or_bytes`.
+    schedule: from `ChunkOptions.schedule`.
     """
     if isinstance(schedule, Schedule):
         losses, gradients = run_chunks(rows, head, targets, schedule, needs)
@@ -129,7 +153,7 @@ def linear_chunks(
     found = _chunks_operator(
         rows, *head.tensors, targets.labels, targets.class_weight, targets.scale, head.lora_scale,
         options.ignore_index, options.label_smoothing, options.softcap, options.logit_scale, options.z_loss,
-        schedule, targets.statistics is not None, needs,
+        schedule.chunk_bytes, targets.statistics is not None, needs, schedule.skip_ignored,
     )  # fmt: skip
     n_first = len(found) - sum(needs)
     places = [n_first + sum(needs[:i]) for i in range(len(needs))]
@@ -197,6 +221,7 @@ def linear_cross_entropy(
     reduction: Reduction = "mean",
     num_items_in_batch: int | torch.Tensor | None = None,
     labelled_rows: torch.Tensor | None = None,  # (M,)
+    skip_ignored: bool = True,
     chunk_bytes: int = CHUNK_BYTES,
     schedule: Schedule | None = None,
 ) -> torch.Tensor:  # () or (...), float32
@@ -207,8 +232,10 @@ def linear_cross_entropy(
     If all labels are ignored, the loss is 0 with zero gradients. A label that is neither a class nor ignore_index makes
     the loss and its gradients NaN.
 
-    Only labelled_rows, from the function of that name, are computed; the others count as ignored. For labels on the CPU
-    they are found here. chunk_bytes bounds the buffer for logits (see `schedule_of`), unless a schedule is passed.
+    Only labelled_rows, from the function of that name, are computed; the others count as ignored. Without them, rows
+    with a label are looked for, and on a GPU the host waits until they are found. skip_ignored=False computes all rows
+    without a wait, as do a CUDA graph in capture, and a GPU whose products take less than about 1 ms.
+    chunk_bytes bounds the buffer for logits (see `schedule_of`), unless a schedule is passed.
     Autocast casts hidden and parameters as for a linear layer. A second backward through a "mean" or "sum" raises
     RuntimeError where kernels run. Raises ValueError on mismatched shapes or dtypes.
     """
@@ -217,13 +244,15 @@ def linear_cross_entropy(
         raise ValueError("linear_cross_entropy: num_items_in_batch divides a sum; reduction='none' has none")
     head = Head(weight, bias, lora_a, lora_b, lora_scale)
     hidden, head = check_linear("linear_cross_entropy", hidden, head, labels)
-    rows, flat, index = rows_to_take(hidden, labels, labelled_rows, ignore_index)
+    rows, flat, index = rows_to_take(
+        hidden, labels, labelled_rows, ignore_index, skip_ignored=skip_ignored, vocab_size=len(weight)
+    )
     targets = Targets(flat, LossOptions(ignore_index, label_smoothing, softcap, logit_scale, z_loss), class_weight)
     if rows.numel() == 0:
         loss = empty_loss(rows, head)
         return loss if reduction != "none" else loss + loss.new_zeros(labels.shape)
     if schedule is None:
-        schedule = schedule_or_bytes(rows, weight, chunk_bytes)
+        schedule = ChunkOptions(chunk_bytes, skip_ignored and labelled_rows is None).schedule(rows, weight)
     with without_autocast(rows.device):
         if reduction == "none":
             losses = _row_losses(rows, head, targets, schedule)
@@ -241,7 +270,7 @@ def summed_losses(
     head: Head,
     targets: Targets,
     denominator: torch.Tensor,  # () or (N,)
-    schedule: Schedule | int,
+    schedule: Schedule | ChunkOptions,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # (), (N,)
     """Return the sum of the losses, each divided by its denominator, and the losses without gradient."""
     if _needs_grad(rows, head):
@@ -253,7 +282,7 @@ def summed_losses(
     return (losses / denominator).sum(), losses
 
 
-def _row_losses(rows: torch.Tensor, head: Head, targets: Targets, schedule: Schedule | int) -> torch.Tensor:
+def _row_losses(rows: torch.Tensor, head: Head, targets: Targets, schedule: Schedule | ChunkOptions) -> torch.Tensor:
     """Return the losses (N,) of rows (N, E), differentiable one by one."""
     if not _needs_grad(rows, head):
         return linear_chunks(rows, head, targets, schedule)[0]

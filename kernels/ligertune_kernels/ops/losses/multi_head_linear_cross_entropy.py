@@ -16,11 +16,12 @@ import torch
 
 from ligertune_kernels.autocast import without_autocast
 from ligertune_kernels.ops.losses._linear_chunks import Targets
-from ligertune_kernels.ops.losses._linear_inputs import Head, check_linear, choose_schedule, empty_loss, rows_to_take
+from ligertune_kernels.ops.losses._linear_inputs import Head, check_linear, empty_loss, rows_to_take
 from ligertune_kernels.ops.losses._row_pass import LossOptions
 from ligertune_kernels.ops.losses._schedule import CHUNK_BYTES
 from ligertune_kernels.ops.losses.labelled_rows import scatter_rows
 from ligertune_kernels.ops.losses.linear_cross_entropy import (
+    ChunkOptions,
     linear_cross_entropy,
     linear_cross_entropy_reference,
     summed_losses,
@@ -64,14 +65,16 @@ def multi_head_linear_cross_entropy(
     *,
     num_items_in_batch: Sequence[int] | torch.Tensor | None = None,  # (K,)
     labelled_rows: torch.Tensor | None = None,  # (M,)
+    skip_ignored: bool = True,
     chunk_bytes: int = CHUNK_BYTES,
     **options: int | float | None,
 ) -> MultiHeadLoss:
     """Return the sum of the heads' cross entropies times their coefficients, and the cross entropy of each head.
 
     num_items_in_batch replaces the number of labels of each head as the divisor. labelled_rows, from the function of
-    that name, are indices into the rows of all K heads. options: softcap, logit_scale, z_loss, label_smoothing and
-    ignore_index, as in linear_cross_entropy. Raises ValueError on mismatched shapes or dtypes.
+    that name, are indices into the rows of all K heads; without them, rows with a label are looked for as in
+    linear_cross_entropy. options: softcap, logit_scale, z_loss, label_smoothing and ignore_index, as there. Raises
+    ValueError on mismatched shapes or dtypes.
     """
     n_heads = len(coefficients)
     if not len(hiddens) == len(labels) == n_heads or not (_is_shared(weight) or len(weight) == n_heads):
@@ -83,22 +86,24 @@ def multi_head_linear_cross_entropy(
     counts = _counts(labels, terms.ignore_index, num_items_in_batch, hiddens[0].device)
     if not _is_shared(weight):
         rows_of_heads = _rows_by_head(labelled_rows, labels)
+        same = {"skip_ignored": skip_ignored, "chunk_bytes": chunk_bytes, **options}
         losses = [
-            linear_cross_entropy(h, w, y, num_items_in_batch=n, labelled_rows=r, chunk_bytes=chunk_bytes, **options)
+            linear_cross_entropy(h, w, y, num_items_in_batch=n, labelled_rows=r, **same)
             for h, w, y, n, r in zip(hiddens, weight, labels, counts, rows_of_heads, strict=True)
         ]
         return _weighted_sum(losses, coefficients)
 
     stacked = hiddens if isinstance(hiddens, torch.Tensor) else torch.stack(list(hiddens))  # (K, ..., E)
     stacked, head = check_linear(NAME, stacked, Head(weight), labels)
-    rows, flat, index = rows_to_take(stacked, labels, labelled_rows, terms.ignore_index)
+    search = {"skip_ignored": skip_ignored, "vocab_size": len(weight)}
+    rows, flat, index = rows_to_take(stacked, labels, labelled_rows, terms.ignore_index, **search)
     if rows.numel() == 0:
         loss = empty_loss(rows, head)
         return MultiHeadLoss(loss, loss.detach().expand(n_heads))
     # The divisor of a row is n_k / c_k: infinite for a coefficient of 0.
     denominators = torch.cat([(n / c).expand(labels[0].numel()) for n, c in zip(counts, coefficients, strict=True)])
     denominators = denominators if index is None else denominators[index]  # (M,)
-    schedule = chunk_bytes if torch.compiler.is_compiling() else choose_schedule(rows, head.weight, chunk_bytes)
+    schedule = ChunkOptions(chunk_bytes, skip_ignored and labelled_rows is None).schedule(rows, head.weight)
     with without_autocast(rows.device):
         total, losses = summed_losses(rows, head, Targets(flat, terms), denominators, schedule)
     losses = losses if index is None else scatter_rows(losses, index, labels.numel())

@@ -104,3 +104,18 @@ def test_student_and_teacher_may_differ_in_dtype(device) -> None:
     low = [t.bfloat16() for t in (t_h, t_w)]
     expected = linear_jsd_reference(h, w, *low)
     torch.testing.assert_close(linear_jsd(h, w, *low), expected)
+
+
+def test_rows_that_do_not_count_are_not_computed(device) -> None:
+    """They hold NaN in student and teacher: their products would show in dW."""
+    student, teacher, labels = example(device, leading=(2, 15))
+    labels[:, 1:] = -100
+    expected = linear_jsd_reference(*(t.requires_grad_() for t in student[:2]), *teacher[:2], labels=labels)
+    truth = torch.autograd.grad(expected, student[:2])
+    empty, taught = student[0].detach().clone(), teacher[0].clone()
+    empty[1, 1:], taught[1, 1:] = torch.nan, torch.nan  # the first sequence fills up to 16 rows
+    empty.requires_grad_()
+    found = linear_jsd(empty, student[1], taught, teacher[1], labels=labels.cpu())
+    torch.testing.assert_close((found, *torch.autograd.grad(found, (empty, student[1]))), (expected, *truth))
+    none = linear_jsd(empty, student[1], taught, teacher[1], labels=torch.full_like(labels, -100).cpu())
+    assert none == 0.0 and not any(g.any() for g in torch.autograd.grad(none, (empty, student[1])))

@@ -1,12 +1,19 @@
-"""Rows without a label: found on the host, left out of every product, with a gradient of exactly zero."""
+"""Rows without a label: found on the host or the device, left out of every product, with a gradient of exactly zero."""
 
 from functools import partial
 
 import pytest
 import torch
 from judge import judge
-from ligertune_kernels import labelled_rows, linear_cross_entropy, linear_cross_entropy_reference
+from ligertune_kernels import (
+    labelled_rows,
+    launcher,
+    linear_cross_entropy,
+    linear_cross_entropy_reference,
+    linear_log_probs,
+)
 from ligertune_kernels.ops.losses._linear_inputs import rows_to_take
+from ligertune_kernels.ops.losses.labelled_rows import BLOCK, PendingRows, can_skip_rows
 
 ROWS, HIDDEN, VOCAB = 45, 16, 67  # 45 rows fill no multiple of 16
 
@@ -16,6 +23,14 @@ def example(device: torch.device, share: float = 0.3):
     labels = torch.randint(VOCAB, (3, 15))
     labels[torch.rand(3, 15) > share] = -100
     return torch.randn(3, 15, HIDDEN, device=device), torch.randn(VOCAB, HIDDEN, device=device), labels
+
+
+def spoil_what_is_left_out(hidden: torch.Tensor, labels: torch.Tensor) -> None:
+    """Write NaN into the rows that nothing has to read; a product with a gradient of 0 would carry it into dW."""
+    left_out = torch.ones(labels.numel(), dtype=torch.bool)
+    left_out[labelled_rows(labels.cpu())] = left_out[0] = False
+    assert left_out.any()
+    hidden.view(-1, HIDDEN)[left_out.to(hidden.device)] = torch.nan
 
 
 def test_finds_rows_with_a_label_and_fills_up_to_a_multiple_where_there_are_enough() -> None:
@@ -79,3 +94,83 @@ def test_no_label_at_all(reduction, device) -> None:
     loss.sum().backward()
     assert not loss.any() and not hidden.grad.any() and not weight.grad.any()
     assert loss.shape == (labels.shape if reduction == "none" else ())
+
+
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.3, 1.0])
+def test_the_device_finds_the_rows_that_the_host_finds(share, device) -> None:
+    """The last two have more rows than one block of the kernel, and than two, in several sequences."""
+    for shape in ((1,), (15,), (16,), (3, 15), (BLOCK + 1,), (2, BLOCK + 7)):
+        labels = torch.randint(VOCAB, shape, dtype=torch.int32 if shape[0] == 3 else torch.int64)
+        labels[torch.rand(shape) >= share] = -5
+        for shift, multiple_of in ((0, 16), (1, 1), (20, 128)):
+            options = {"ignore_index": -5, "shift": shift, "multiple_of": multiple_of}
+            found = PendingRows(labels.to(device), **options).wait()
+            assert found.device == device
+            assert torch.equal(found.cpu(), labelled_rows(labels, **options)), (shape, options)
+
+
+def test_the_device_finds_the_rows_of_labels_in_any_memory_order(device) -> None:
+    *_, labels = example(device)
+    found = PendingRows(labels.to(device).t(), shift=1, multiple_of=1).wait()
+    assert torch.equal(found.cpu(), labelled_rows(labels.t().contiguous(), shift=1, multiple_of=1))
+    assert PendingRows(labels[:, :0].to(device)).wait().numel() == 0
+
+
+def test_all_rows_are_computed_if_the_host_must_not_wait(device) -> None:
+    hidden, weight, labels = example(device)
+    spoil_what_is_left_out(hidden, labels)
+    computed = []
+    for skip_ignored in (True, False):
+        leaf = weight.clone().requires_grad_()
+        linear_cross_entropy(hidden, leaf, labels, skip_ignored=skip_ignored).backward()
+        computed.append(leaf.grad.isnan().any().item())
+    assert computed == [False, True]
+    assert not can_skip_rows(torch.empty(3, device="meta"), 1 << 60)
+
+
+OPERATOR = {"needs": [True] * 5, "statistics": False, "scale": ()}
+
+
+@pytest.mark.parametrize("labelled", ["no", "one", "some", "all"])
+@pytest.mark.parametrize("changed", [{}, {"scale": (ROWS,)}, {"needs": [False] * 5, "statistics": True, "scale": None}])
+def test_the_operator_of_compiled_calls_skips_rows_without_a_change_of_results(labelled, changed, device) -> None:
+    hidden, weight, labels = example(device, {"no": 0.0, "one": 0.0, "some": 0.3, "all": 2.0}[labelled])
+    if labelled == "one":
+        labels[2, 14] = 3
+    given = OPERATOR | changed
+    scale = None if given["scale"] is None else torch.rand(given["scale"], device=device)
+    tensors = (weight, *(torch.randn(s, device=device) for s in (VOCAB, (3, HIDDEN), (VOCAB, 3))))
+    terms = (0.5, -100, 0.1, 5.0, 2.0, 0.1, 1 << 20, given["statistics"], given["needs"])
+
+    def run(rows: torch.Tensor, *skip: bool) -> list[torch.Tensor]:
+        flat = labels.reshape(-1).to(device)
+        operator = torch.ops.ligertune_kernels.linear_cross_entropy_chunks
+        return operator(rows.reshape(-1, HIDDEN), *tensors, flat, None, scale, *terms, *skip)
+
+    expected = run(hidden)
+    if labelled != "all":
+        spoil_what_is_left_out(hidden, labels)
+    found = run(hidden, True)
+    if given["statistics"]:  # only the loss and the log-probability are 0 where the label is ignored
+        ignored = (labels == -100).reshape(-1).to(device)
+        found, expected = ([t.masked_fill(ignored, 0) for t in side] for side in (found, expected))
+    for ours, truth in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, truth, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.skipif(launcher.INTERPRETED, reason="torch.compile cannot trace the interpreter")
+def test_compiled_calls_skip_rows(device) -> None:
+    hidden, weight, labels = example(device)
+    labels = labels.to(device)
+    spoil_what_is_left_out(hidden, labels)
+    leaves = hidden.requires_grad_(), weight.requires_grad_()
+
+    def loss(h: torch.Tensor, w: torch.Tensor, **options: bool) -> torch.Tensor:
+        probs = linear_log_probs(h, w, labels, **options).logprob
+        return linear_cross_entropy(h, w, labels, **options) - probs.sum() / ROWS
+
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
+    for ours, truth in zip(*(torch.autograd.grad(f(*leaves), leaves) for f in (compiled, loss)), strict=True):
+        torch.testing.assert_close(ours, truth, rtol=1e-5, atol=1e-6)
+    assert torch.autograd.grad(compiled(*leaves, skip_ignored=False), weight)[0].isnan().any()
+    torch._dynamo.reset()

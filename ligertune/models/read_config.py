@@ -1,0 +1,89 @@
+"""Read a model's configuration: the only place that does, for every command.
+
+It imports no model class of transformers: `ligertune data` needs none, and importing them takes a second.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig
+
+from ligertune.errors import UserError, plural
+from ligertune.models.model_files import RECIPE_MODEL, ModelOrigin, check_sizes, loading, read_json
+from ligertune.vision.families import family_of
+
+if TYPE_CHECKING:
+    from ligertune.planning.options import ModelOptions
+
+
+def read_config(spec: ModelOptions, origin: ModelOrigin = RECIPE_MODEL) -> PreTrainedConfig:
+    """Read the model's configuration, truncated to `num_hidden_layers` if the recipe sets it. Raises UserError."""
+    name = spec.model_name_or_path
+    file, values = _read_values(spec, origin)
+    if not spec.trust_remote_code:
+        check_sizes(values, file, origin)
+        if values.get("auto_map") and str(values.get("model_type")) not in CONFIG_MAPPING:
+            raise origin.own_code(file)
+    if values.get("output_attentions"):  # such a model could not be saved after training
+        raise origin.error(f"{file}: output_attentions is set; kernels give no attention maps.", hint="Write false.")
+    with loading(origin, f"{file} cannot be used"):
+        config = AutoConfig.from_pretrained(name, revision=spec.revision, trust_remote_code=spec.trust_remote_code)
+        text = config.get_text_config()
+    if not isinstance(text, PreTrainedConfig):
+        raise origin.error(f"{file}: text_config is no configuration of a {config.model_type} model.")
+    if family_of(config) is None and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not spec.trust_remote_code:
+        if "AutoModelForCausalLM" in (values.get("auto_map") or {}):
+            raise origin.own_code(file)
+        raise origin.error(
+            f"{name} is a {config.model_type} model, and transformers has no causal language model of that kind.",
+            hint="Give a model that generates text.",
+        )
+    if spec.num_hidden_layers is not None:
+        _truncate(config, spec.num_hidden_layers)
+    return config
+
+
+def _read_values(spec: ModelOptions, origin: ModelOrigin) -> tuple[str, dict[str, Any]]:
+    """Return (config.json as messages name it, its content), of a folder or from the hub."""
+    name = spec.model_name_or_path
+    folder = Path(name).expanduser()
+    _check_name(name, folder, origin)
+    if folder.is_dir():
+        return str(folder / "config.json"), read_json(folder / "config.json", origin)
+    missing = f"{name} is not a folder here, and the hub could not be reached or has no such model"
+    with loading(origin, missing, "Check the spelling, the network, and for gated models the login (`hf auth login`)."):
+        values, _ = PreTrainedConfig.get_config_dict(name, revision=spec.revision)
+    return f"config.json of {name}", values
+
+
+def _check_name(name: str, path: Path, origin: ModelOrigin) -> None:
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise origin.error(
+                f"the folder {name} holds no config.json.",
+                hint="Give the folder that save_pretrained wrote, or a hub id.",
+            )
+    elif path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:  # no hub id looks like this
+        found = "is a file, not a folder" if path.exists() else "does not exist"
+        raise origin.error(
+            f"{name} {found}.",
+            hint="Give a folder with config.json and model.safetensors, or a hub id such as Qwen/Qwen2.5-0.5B.",
+        )
+
+
+def _truncate(config: PreTrainedConfig, depth: int) -> None:
+    """Keep the first `depth` layers; lists with one entry per layer are truncated too."""
+    text = config.get_text_config()
+    full = text.num_hidden_layers
+    if depth > full:
+        raise UserError(
+            f"model.num_hidden_layers: {depth}, but the model has {plural(full, 'layer')}.", hint="Write fewer."
+        )
+    for name, value in list(vars(text).items()):
+        if isinstance(value, list | tuple) and len(value) == full:
+            setattr(text, name, value[:depth])
+    if hasattr(text, "cross_attention_layers"):
+        text.cross_attention_layers = [layer for layer in text.cross_attention_layers if layer < depth]
+    text.num_hidden_layers = depth

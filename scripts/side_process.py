@@ -1,0 +1,40 @@
+"""Run a side of a comparison in a process of its own, with a time limit; read the points that it prints."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import threading
+from collections.abc import Callable
+
+MARK = "POINT "
+
+
+def say(point: dict) -> None:
+    """Print a point, in the process of a side."""
+    print(MARK + json.dumps(point), flush=True)
+
+
+def run(command: list[str], *, limit: float, show: Callable[[dict], None]) -> tuple[list[dict], str | None]:
+    """Return (points of a side, why it ended early or None). show: called with each point when it comes.
+
+    limit: seconds until the process is killed. The last lines of a process that fails are printed.
+    """
+    points, tail = [], []
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        timer = threading.Timer(limit, process.kill)
+        timer.start()
+        for line in process.stdout:
+            if line.startswith(MARK):
+                points.append(json.loads(line[len(MARK) :]))
+                show(points[-1])
+            else:
+                tail = [*tail[-14:], line.strip()]
+        timer.cancel()
+    if process.returncode == -signal.SIGKILL:
+        return points, f"stopped after {limit:.0f} s"
+    if process.returncode:
+        print("\n".join(tail), flush=True)
+        return points, f"failed: {tail[-1] if tail else process.returncode}"
+    return points, None
