@@ -135,6 +135,7 @@ def check_sizes(values: dict[str, Any], file: object, origin: ModelOrigin, prefi
                 raise origin.error(f"{file}: {prefix}{key} is nested too deeply.")
             check_sizes(value, file, origin, f"{prefix}{key}.")
     _check_heads(values, file, origin, prefix)
+    _check_chosen(values, file, origin, prefix)
     parameters = _parameters(values)
     if parameters > MAX_PARAMETERS:
         raise origin.error(
@@ -168,6 +169,17 @@ def _check_heads(values: dict[str, Any], file: object, origin: ModelOrigin, pref
         raise origin.error(
             f"{file}: {prefix}num_attention_heads is {heads}, and must be a multiple of the number of key and value"
             f" heads, {prefix}num_key_value_heads: {shared}."
+        )
+
+
+def _check_chosen(values: dict[str, Any], file: object, origin: ModelOrigin, prefix: str) -> None:
+    """Raise UserError if a router cannot choose as many experts, or chooses none. Dense models may have 0 experts."""
+    numbers = [values.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts")]
+    number, chosen = max((n for n in numbers if type(n) is int), default=0), values.get("num_experts_per_tok")
+    if number and type(chosen) is int and not 1 <= chosen <= number:
+        raise origin.error(
+            f"{file}: {prefix}num_experts_per_tok is {chosen}, and must be a whole number from 1 to {number}, the"
+            " number of experts."
         )
 
 

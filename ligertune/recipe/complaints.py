@@ -131,8 +131,14 @@ def _close_key(name: str, section: KeyPath) -> str | None:
 
 def _alternatives(path: KeyPath) -> list[dict[str, Any]]:
     """Return the alternative JSON schemas; a value must match one of them."""
-    entry = keys().get(schema_key(path)) or keys()[schema_key(path[:-1])]["additionalProperties"]
+    entry = keys().get(schema_key(path)) or _inner(keys()[schema_key(path[:-1])], path[-1])
     return entry.get("anyOf", [entry])
+
+
+def _inner(entry: dict[str, Any], step: str | int) -> dict[str, Any]:
+    """Return the JSON schema of an item of a list that may be null, or of a value under a free name."""
+    kind = "items" if isinstance(step, int) else "additionalProperties"
+    return next(option[kind] for option in entry.get("anyOf", [entry]) if kind in option)
 
 
 def _choices(entry: dict[str, Any]) -> list[Any]:

@@ -50,15 +50,19 @@ def find_targets(model: PreTrainedModel, spec: MethodOptions) -> AdapterTargets:
     """
     _check_names(model, spec)
     vision, experts = _vision_linears(model), expert_parameters(model)
-    if not experts and not spec.lora_target_parameters:
-        wanted = spec.lora_target_modules
-        return AdapterTargets(wanted if isinstance(wanted, str) else list(wanted), [], vision)
     layers = [name for name in _adapted_layers(model, spec) if name not in vision]
     renamed = {leaf for leaf in {_leaf(name) for name in layers} if _is_taken_for_experts(model, leaf)}
+    # a family of mixtures may have dense layers only, whose names PEFT takes for those of experts all the same
+    if not experts and not spec.lora_target_parameters and not renamed:
+        _check_trained(model, spec, [])
+        wanted = spec.lora_target_modules
+        return AdapterTargets(wanted if isinstance(wanted, str) else list(wanted), [], vision)
+    _check_experts(layers, experts)
     clashing = [name for name in layers if _leaf(name) in renamed]
     left = tuple(clashing) if spec.type == "qlora" else ()  # PEFT adapts no parameter that is a packed matrix
     as_parameters = [] if left else [f"{name}.weight" for name in clashing]
     parameters = [*as_parameters, *_adapted_parameters(model, spec, experts)]
+    _check_trained(model, spec, parameters)
     if spec.use_dora and parameters:
         raise UserError(
             f"method.use_dora: PEFT has DoRA for layers only, and {_relative(parameters[0])} is a parameter.",
@@ -249,6 +253,45 @@ def _check_names(model: PreTrainedModel, spec: MethodOptions) -> None:
                 f" and output head together only where they are called {' and '.join(EMBEDDING_LAYER_NAMES)}.",
                 hint=f"Leave {name} out, or write method.type: freeze.",
             )
+
+
+def _check_experts(layers: list[str], experts: list[str]) -> None:
+    """Raise UserError for a module in lora_target_modules that holds the weights of experts: it is no layer."""
+    for name in layers:
+        inside = sorted({_relative(expert) for expert in experts if expert.rpartition(".")[0] == name})
+        if inside:
+            raise UserError(
+                f"method.lora_target_modules: {_relative(name)} is no layer: it holds the weights of experts.",
+                hint=f"Write lora_target_parameters: [{', '.join(inside)}].",
+            )
+
+
+def _check_trained(model: PreTrainedModel, spec: MethodOptions, parameters: list[str]) -> None:
+    """Raise UserError for a module in lora_modules_to_save that cannot be trained in full.
+
+    PEFT refuses a module whose parameters have an adapter; weights in 4 or 8 bits have no gradient.
+    """
+    head, experts = score_head(model) or model.get_output_embeddings(), set(expert_parameters(model))
+    bits = {"nf4": "4", "int8": "8"}.get(spec.stored_as)
+    for wanted in spec.lora_modules_to_save:
+        for name, module in model.named_modules():
+            if name != wanted and not name.endswith(f".{wanted}"):
+                continue
+            inside = [one for one in parameters if one.startswith(f"{name}.")]
+            if inside:
+                raise UserError(
+                    f"method.lora_modules_to_save: {wanted} trains in full, and its {_relative(inside[0])} has an"
+                    " adapter, too.",
+                    hint=f"Leave {wanted} out, or {_relative(inside[0])} out of method.lora_target_parameters"
+                    " (with all-linear, write []).",
+                )
+            linear = any(isinstance(inner, nn.Linear) and inner is not head for inner in module.modules())
+            packed = bits == "4" and any(one.startswith(f"{name}.") for one in experts)
+            if bits and (linear or packed):
+                raise UserError(
+                    f"method.lora_modules_to_save: {wanted} is stored in {bits} bits, and cannot train in full.",
+                    hint=f"Leave {wanted} out, or write method.type: lora without load_in_8bit.",
+                )
 
 
 def _about_experts(model: nn.Module, key: str) -> str:

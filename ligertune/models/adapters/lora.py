@@ -8,6 +8,7 @@ model's dtype (autocast).
 
 from __future__ import annotations
 
+import re
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -62,8 +63,10 @@ def add_adapter(model: PreTrainedModel, spec: MethodOptions) -> peft.PeftModel:
         try:
             adapted = peft.get_peft_model(model, config, low_cpu_mem_usage=is_meta)
         except ValueError as error:  # layers that peft does not adapt, such as the projections inside of a Mamba layer
+            block = re.match(r"Target module (\w+)\(\n", str(error))  # PEFT prints all layers inside
+            why = f"{block[1]} is no linear layer, but holds others." if block else str(error)
             raise UserError(
-                f"method.lora_target_modules: {error}", hint="Name other layers in method.lora_target_modules."
+                f"method.lora_target_modules: {why}", hint="Name other layers in method.lora_target_modules."
             ) from error
     if spec.init_changes_weights:
         _check_initial(adapted, spec)

@@ -7,8 +7,9 @@ import peft
 import pytest
 import tiny_models
 import torch
+import transformers
 from peft.tuners.lora.layer import ParamWrapper
-from tiny_families import inputs_of, tiny_family
+from tiny_families import inputs_of, tiny_config, tiny_family
 from torch import nn
 
 from ligertune.errors import UserError
@@ -20,7 +21,7 @@ X, E, F, R = 4, 64, 96, 3  # of the tiny mixtures
 
 
 def adapted(family: str, **changes: object) -> peft.PeftModel:
-    return apply_method(tiny_family("causal", family), MethodOptions(type="lora", lora_r=R, **changes))
+    return apply_method(tiny_family("causal", family), MethodOptions(**{"type": "lora", "lora_r": R, **changes}))
 
 
 def adapted_weights(model: peft.PeftModel) -> dict[str, int]:
@@ -78,6 +79,28 @@ def test_a_named_layer_is_not_taken_for_the_experts():
     assert type(model.base_model.model.model.layers[0].mlp.down_proj).__name__ == "ParamWrapper"  # a dense layer
 
 
+def test_dense_layers_of_a_family_of_mixtures_are_adapted_without_any_experts(tmp_path):
+    """PEFT takes gate_proj, up_proj and down_proj for the experts of this family, which such a model has not."""
+    config = tiny_config(transformers.Qwen3MoeConfig())
+    config.mlp_only_layers = [0, 1, 2, 3]
+    base = tiny_models.random_model(transformers.AutoModelForCausalLM, config).eval()
+    model = apply_method(copy.deepcopy(base), MethodOptions(type="lora", lora_r=R)).eval()
+    mlps = {f"mlp.{name}.weight": R * (E + F) for name in ("gate_proj", "up_proj", "down_proj")}
+    assert adapted_weights(model) == ATTENTION | mlps
+    (note,) = adapter_notes(copy.deepcopy(base), MethodOptions(type="qlora"))
+    assert "12 layers" in note and "mlp.gate_proj" in note
+    randomise(model)
+    model.save_pretrained(tmp_path)
+    plain, ids = peft.PeftModel.from_pretrained(base, tmp_path).eval(), inputs_of("qwen3_moe")["input_ids"]
+    with torch.no_grad():
+        torch.testing.assert_close(plain(input_ids=ids).logits, model(input_ids=ids).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_what_trains_in_full_next_to_4_bits_is_not_stored_in_them():
+    for name in ("lm_head", "embed_tokens", "gate", "norm"):
+        assert find_targets(tiny_family("causal", "mixtral"), MethodOptions(type="qlora", lora_modules_to_save=[name]))
+
+
 @pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "gpt_oss", "deepseek_v3", "llama4_text", "jetmoe"])
 def test_plain_peft_loads_the_adapter_to_the_same_logits(family, tmp_path):
     base = tiny_family("causal", family).eval()
@@ -125,8 +148,22 @@ def test_rslora_scales_experts_and_layers_alike():
          ["no layer called w1", "lora_target_parameters: [mlp.experts.down_proj, mlp.experts.gate_up_proj]"]),
         ("mixtral", {"use_dora": True}, ["method.use_dora", "mlp.experts.gate_up_proj is a parameter", "[]"]),
         ("llama", {"lora_target_parameters": ["mlp.experts.down_proj"]}, ["no parameter called", "It has no experts."]),
+        ("mixtral", {"lora_target_modules": ["experts"]},
+         ["mlp.experts is no layer", "lora_target_parameters: [mlp.experts.down_proj, mlp.experts.gate_up_proj]"]),
+        ("mixtral", {"lora_target_modules": ["self_attn"]},
+         ["lora_target_modules: MixtralAttention is no linear layer, but holds others. Name other"]),
+        ("mixtral", {"lora_modules_to_save": ["experts"]},
+         ["lora_modules_to_save: experts trains in full", "mlp.experts.gate_up_proj has an adapter, too", "write []"]),
+        ("mixtral", {"lora_modules_to_save": ["mlp"]}, ["mlp trains in full"]),
+        ("mixtral", {"type": "qlora", "lora_modules_to_save": ["experts"], "lora_target_parameters": []},
+         ["lora_modules_to_save: experts is stored in 4 bits"]),
+        ("llama", {"type": "qlora", "lora_modules_to_save": ["mlp"], "lora_target_modules": ["q_proj"]},
+         ["lora_modules_to_save: mlp is stored in 4 bits"]),
+        ("llama", {"load_in_8bit": True, "lora_modules_to_save": ["down_proj"], "lora_target_modules": ["q_proj"]},
+         ["lora_modules_to_save: down_proj is stored in 8 bits"]),
     ],
-    ids=["unknown", "misspelt", "layer", "norm", "old name", "DoRA", "dense"],
+    ids=["unknown", "misspelt", "layer", "norm", "old name", "DoRA", "dense", "experts", "block", "saved experts",
+         "saved block", "4 bits", "linear 4 bits", "8 bits"],
 )  # fmt: skip
 def test_what_cannot_be_adapted_is_refused(family, changes, words):
     with pytest.raises(UserError) as caught:
