@@ -32,6 +32,27 @@ def importing() -> Iterator[None]:
             gc.enable()
 
 
+@contextmanager
+def hashing_triton(wanted: bool) -> Iterator[None]:
+    """Let a thread compute the hash of Triton meanwhile, if `wanted`: the first launch of a kernel waits for it.
+
+    Triton looks up compiled kernels by a hash of its own files, among them a library of 460 MB, which each process
+    computes once. Hashing releases the interpreter lock, so another core does it during imports. The thread ends with
+    the context: data preparation forks.
+    """
+    if not wanted:
+        yield
+        return
+    from triton.runtime.cache import triton_key
+
+    thread = threading.Thread(target=triton_key, name="hash of Triton")
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+
+
 class Display:
     """What a run shows of its progress: nothing. The command line draws it on the terminal."""
 

@@ -81,3 +81,17 @@ def test_garbage_collection_is_on_after_a_failed_import():
     with pytest.raises(ModuleNotFoundError), importing():
         import no_such_module  # noqa: F401
     assert gc.isenabled()
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_the_hash_of_triton_is_known_after_imports(wanted):
+    """The first launch of a kernel would wait for it. No thread may be left, because data preparation forks."""
+    pytest.importorskip("triton")
+    said = python(
+        "import sys, threading; from ligertune.progress import hashing_triton\n"
+        f"with hashing_triton({wanted}):\n"
+        "    known = 'triton' in sys.modules\n"
+        "cache = sys.modules.get('triton.runtime.cache')\n"
+        "print(known, cache and cache.triton_key.cache_info().currsize, threading.active_count())"
+    )
+    assert said.split() == (["True", "1", "1"] if wanted else ["False", "None", "1"])

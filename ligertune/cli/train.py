@@ -15,7 +15,7 @@ from typer.core import TyperCommand
 
 from ligertune.cli.options import Json, Overrides, RecipeFile
 from ligertune.cli.render import console as render
-from ligertune.progress import importing
+from ligertune.progress import hashing_triton, importing
 
 if TYPE_CHECKING:
     from ligertune.cli.render.run_display import RunDisplay
@@ -252,4 +252,8 @@ def _hand_on(phases: Phases, display: RunDisplay) -> dict[str, Any]:
 def _import_run() -> None:
     """Import all that a run needs. Ranks do it while the process that started them makes the plan."""
     with importing():
-        import ligertune.run  # noqa: F401
+        import torch
+        from ligertune_kernels.launcher import TRITON_INSTALLED
+
+        with hashing_triton(TRITON_INSTALLED and torch.cuda.is_available()):
+            import ligertune.run  # noqa: F401
