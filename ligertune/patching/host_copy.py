@@ -29,7 +29,7 @@ class HostCopy:
         if values.device.type != "cuda":
             self._host = values.detach().clone()
             return
-        self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        self._host = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
         self._host.copy_(values.detach(), non_blocking=True)
         self._event = torch.cuda.Event()
         self._event.record(torch.cuda.current_stream(values.device))

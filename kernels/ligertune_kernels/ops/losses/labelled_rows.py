@@ -139,7 +139,7 @@ class PendingRows:
         self._rows, self._count = find_rows(labels.detach(), **options)
         self._arrived = None
         if labels.is_cuda:
-            host = torch.empty(1, dtype=torch.int64, pin_memory=True)
+            host = torch.empty(1, dtype=torch.int64, device="cpu", pin_memory=True)
             self._count = host.copy_(self._count, non_blocking=True)
             self._arrived = torch.cuda.Event()
             self._arrived.record(torch.cuda.current_stream(labels.device))
