@@ -58,7 +58,7 @@ def read_tokenizer(spec: ModelOptions, origin: ModelOrigin) -> PreTrainedTokeniz
     except UserError:
         _check_vocabulary_file(folder / "tokenizer.json", origin)
         raise
-    if not tokenizer.get_vocab():
+    if len(tokenizer) == 0:
         raise origin.error(f"the tokenizer of {name} is empty.", hint)
     if not isinstance(tokenizer.chat_template, str | dict | None):
         raise origin.error(f"{Path(name) / 'tokenizer_config.json'}: chat_template is not a text.")
