@@ -17,7 +17,7 @@ from ligertune.planning.memory.estimate import MemoryEstimate
 from ligertune.planning.memory.experts_bytes import dequantised_bytes
 from ligertune.planning.memory.states import SHARDED_WEIGHTS, StateBytes, Strategy, shards_of, states_of
 from ligertune.planning.micro_batch import Batching, choose_batching
-from ligertune.planning.optimization import Cadence, interval, make_optimizer, make_schedule
+from ligertune.planning.optimization import Cadence, interval, make_optimizer, make_schedule, optimizer_notes
 from ligertune.planning.options import RunOptions
 from ligertune.planning.parallelism import (
     DeviceNeed,
@@ -103,6 +103,7 @@ def make_plan(recipe: Recipe, inputs: PlanInputs, *, notes: tuple[str, ...] = ()
         notes=(
             *notes,
             *model.notes,
+            *optimizer_notes(recipe.train.optim, model.shape),
             *padding_free_notes(recipe),
             *cuda_graphs_notes(recipe, machine),
             *float8_notes(recipe, machine),

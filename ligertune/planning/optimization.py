@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ligertune.errors import UserError, plural
+from ligertune.planning.memory.model_shape import ModelShape
 from ligertune.recipe import Recipe
 from ligertune.recipe.optimizer_table import OPTIMIZERS
 from ligertune.recipe.train_sections import FOLLOW_EVALUATIONS
@@ -145,3 +146,13 @@ def make_optimizer(recipe: Recipe) -> Optimizer:
         ),
         lora_plus=None if ratio is None else LoraPlus(ratio, recipe.method.loraplus_lr_embedding / rate),
     )
+
+
+def optimizer_notes(optim: str, shape: ModelShape) -> tuple[str, ...]:
+    """Return a note if a matrix optimizer leaves the 3-D weights of experts, most of a mixture, to AdamW."""
+    trained = [(kind.elements * count, kind.experts) for kind, count in shape.parameters if kind.trains]
+    experts, total = sum(size for size, is_experts in trained if is_experts), sum(size for size, _ in trained)
+    if not OPTIMIZERS[optim].matrices_only or not experts:
+        return ()
+    share = f"{experts / total:.0%} of what trains"
+    return (f"train.optim: {optim} updates matrices; weights of experts are 3-D ({share}), and AdamW updates them",)

@@ -17,6 +17,7 @@ from ligertune.planning.memory.estimate import MemoryEstimate
 from ligertune.planning.memory.experts_bytes import saved_by_experts
 from ligertune.planning.memory.model_shape import ExpertsShape, ModelShape
 from ligertune.planning.memory.states import states_of
+from ligertune.planning.optimization import optimizer_notes
 
 QWEN3_30B = {"vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48,
              "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128,
@@ -204,3 +205,13 @@ def test_states_of_qwen3_30b_with_lora(method, gib):
     """30.5B parameters: 57 GiB in bf16. In NF4 the embedding, the head, routers and norms stay in 16 bits."""
     shape = shape_of(transformers.Qwen3MoeConfig(**QWEN3_30B))
     assert states_of(bare_recipe(method), shape.parameters, "bfloat16").weights / 2**30 == pytest.approx(gib, abs=0.3)
+
+
+def test_a_note_tells_that_matrix_optimizers_leave_experts_to_adamw():
+    mixture, dense = shape_of(transformers.Qwen3MoeConfig(**QWEN3_30B)), shape_of(transformers.LlamaConfig())
+    (note,) = optimizer_notes("muon", mixture)
+    assert "train.optim: muon" in note and "(95% of what trains), and AdamW updates them" in note
+    assert optimizer_notes("galore_adamw", mixture) and not optimizer_notes("lion", mixture)
+    assert not optimizer_notes("muon", dense)
+    frozen = replace(mixture, parameters=tuple((replace(kind, trains=False), n) for kind, n in mixture.parameters))
+    assert not optimizer_notes("muon", frozen)
