@@ -203,6 +203,7 @@ def theirs(job, started: float, *, four_bits: bool) -> dict:
 
     cuda = torch.cuda.is_available()
     device, dtype = torch.device("cuda:0" if cuda else "cpu"), getattr(torch, job.plan.precision.weights)
+    job.config._experts_implementation = "grouped_mm"
     model = model_in_4_bits(job, device, dtype) if four_bits else model_in_16_bits(job, device, dtype)
     model.config.use_cache = False
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -237,7 +238,7 @@ def model_in_16_bits(job, device, dtype):
 
     with torch.device(device):
         torch.manual_seed(0)
-        return AutoModelForCausalLM.from_config(job.config, dtype=dtype, experts_implementation="grouped_mm")
+        return AutoModelForCausalLM.from_config(job.config, dtype=dtype)
 
 
 @dataclasses.dataclass
@@ -268,9 +269,8 @@ def model_in_4_bits(job, device, dtype):
                              bnb_4bit_compute_dtype=dtype)  # fmt: skip
     torch.manual_seed(0)
     return type(skeleton).from_pretrained(
-        None, config=job.config, state_dict=state, device_map={"": device}, dtype=dtype, quantization_config=nf4,
-        experts_implementation="grouped_mm",
-    )  # fmt: skip
+        None, config=job.config, state_dict=state, device_map={"": device}, dtype=dtype, quantization_config=nf4
+    )
 
 
 def optimizer_of(job, parameters: list):
