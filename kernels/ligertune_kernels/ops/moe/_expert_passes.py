@@ -15,6 +15,7 @@ from ligertune_kernels.ops.moe._grouped_product import (
     PairRows,
     Rows,
     is_aligned,
+    loop_pays,
     multiply_experts,
     multiply_rows,
     product_for,
@@ -64,7 +65,8 @@ class Projection:
                 f"experts: products='grouped_mm' with weights of {shape} per expert in {dtype}: expected sizes that "
                 "are multiples of 16 bytes; write products=None"
             )
-        return self.products or product_for(shape, dtype, chip_of(self.weight.device))
+        chip = chip_of(self.weight.device)
+        return self.products or product_for(shape, dtype, chip, has_ends=self.routing.ends is not None)
 
     @property
     def _low_rank(self) -> Products:
@@ -145,6 +147,9 @@ def run_forward(
     transposed, products = options.layout.transposed, options.products
     weight = _weight(parameters, "gate_up", hidden)
     routing = route(expert_index, len(weight), hidden.dtype)
+    rows_per_expert = len(routing.pairs) / len(weight)
+    if products == "loop" or (products is None and loop_pays(rows_per_expert, chip_of(hidden.device))):
+        routing = routing.with_ends()
     gate_up = Projection(weight, transposed, parameters.gate_up_lora, routing, products)
     z, gate_up_low_rank = gate_up.forward(PairRows(hidden, routing))
     del weight, gate_up  # one made weight at a time is in memory

@@ -19,6 +19,7 @@ from ligertune_kernels.ops.moe._expert_options import Products
 from ligertune_kernels.ops.moe._pair_rows import gather_rows
 from ligertune_kernels.ops.moe._routing import Routing
 
+LOOP_ROWS = 2048  # mean rows of an expert from which `loop_pays`
 GROUP = 8  # row tiles that reuse the same columns of W from the L2 cache
 ALIGNMENT = 16  # bytes; torch's grouped_mm takes strides that are multiples
 
@@ -46,8 +47,20 @@ class PairRows:
 Rows = torch.Tensor | PairRows
 
 
-def product_for(shape: tuple[int, int], dtype: torch.dtype, chip: Chip) -> Products:
-    """Return what computes the product with a matrix of this shape for each expert, on this chip."""
+def loop_pays(rows_per_expert: float, chip: Chip) -> bool:
+    """Return whether one product of cuBLAS or hipBLAS per expert is the fastest way, with its wait for the GPU."""
+    if chip.vendor == "interpreter" or rows_per_expert < LOOP_ROWS:
+        return False
+    return not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())  # a graph cannot wait
+
+
+def product_for(shape: tuple[int, int], dtype: torch.dtype, chip: Chip, *, has_ends: bool = False) -> Products:
+    """Return what computes the product with a matrix of this shape for each expert, on this chip.
+
+    has_ends: the host knows the rows of each expert, because `loop_pays`.
+    """
+    if has_ends:
+        return "loop"
     # On other chips, and for other dtypes, torch's grouped_mm is a loop that waits for the GPU. Under the interpreter
     # it runs on the CPU, where interpreted products would take long.
     fast = chip.vendor == "interpreter" or (dtype is torch.bfloat16 and applies("torch_grouped_mm", chip))
@@ -227,12 +240,6 @@ def _gathered(x: Rows) -> torch.Tensor:
     return x.gathered if isinstance(x, PairRows) else x
 
 
-def _groups(routing: Routing) -> list[slice]:
-    """Return the rows of each expert. Waits for the GPU."""
-    ends = routing.offsets.tolist()
-    return [slice(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
-
-
 def _aligned(weight: torch.Tensor) -> torch.Tensor:
     """Return the weight (X, I, O) with strides that grouped_mm takes: a copy where its own are not."""
     unit, other = sorted(weight.stride()[1:])
@@ -256,9 +263,13 @@ def multiply_rows(
     if products == "grouped_mm":
         y = F.grouped_mm(rows.contiguous(), _aligned(weight), offs=routing.offsets)
         return y if add_to is None else add_to.add_(y)
-    y = torch.zeros((len(rows), weight.shape[2]), dtype=rows.dtype, device=rows.device) if add_to is None else add_to
-    for expert, group in enumerate(_groups(routing)):
-        y[group].addmm_(rows[group], weight[expert])
+    if add_to is not None:
+        for expert, group in enumerate(routing.groups):
+            add_to[group].addmm_(rows[group], weight[expert])
+        return add_to
+    y = torch.empty((len(rows), weight.shape[2]), dtype=rows.dtype, device=rows.device)
+    for expert, group in enumerate(routing.groups):
+        torch.mm(rows[group], weight[expert], out=y[group])
     return y
 
 
@@ -274,4 +285,7 @@ def multiply_experts(
     left, right = _gathered(left), _gathered(right)
     if products == "grouped_mm":
         return F.grouped_mm(left.contiguous().t(), right.contiguous(), offs=routing.offsets)
-    return torch.stack([left[group].t() @ right[group] for group in _groups(routing)])
+    out = torch.empty((len(routing.offsets), left.shape[1], right.shape[1]), dtype=left.dtype, device=left.device)
+    for expert, group in enumerate(routing.groups):
+        torch.mm(left[group].t(), right[group], out=out[expert])
+    return out

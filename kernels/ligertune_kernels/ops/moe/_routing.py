@@ -2,7 +2,7 @@
 
 S = N·K pairs are sorted by expert, stably, so that results do not depend on the GPU. A pair whose index is outside
 [0, X) sorts behind all others: its row is in no group, and whatever reads rows leaves it out. Nothing waits for the
-GPU.
+GPU, except for `ends`.
 """
 
 from __future__ import annotations
@@ -28,6 +28,17 @@ class Routing(NamedTuple):
     tiles: torch.Tensor  # (2, tiles) int32: expert and first row of each tile of tile_rows rows, -1 for no tile
     top_k: int
     tile_rows: int
+    ends: tuple[int, ...] | None = None  # offsets on the host, for one product per expert
+
+    @property
+    def groups(self) -> list[slice]:
+        """The rows of each expert."""
+        ends = self.ends or tuple(self.offsets.tolist())
+        return [slice(start, end) for start, end in zip((0, *ends[:-1]), ends, strict=True)]
+
+    def with_ends(self) -> Routing:
+        """Return it with `ends`. Waits for the GPU."""
+        return self._replace(ends=tuple(self.offsets.tolist()))
 
 
 @triton.jit(do_not_specialize=["n_pairs"])

@@ -8,8 +8,8 @@ import torch
 from covering import every_pair
 from judge import DTYPES, judge
 from ligertune_kernels import ExpertLayout, ExpertLora, GatedActivation, experts, experts_reference
-from ligertune_kernels.chips import Chip
-from ligertune_kernels.ops.moe._grouped_product import product_for
+from ligertune_kernels.chips import INTERPRETER, Chip
+from ligertune_kernels.ops.moe._grouped_product import LOOP_ROWS, loop_pays, product_for
 from torch.autograd.graph import saved_tensors_hooks
 
 NAMES = ("hidden", "weights", "gate_up", "down", "gate_up_bias", "down_bias", "a1", "b1", "a2", "b2")
@@ -249,3 +249,7 @@ def test_torchs_product_is_chosen_only_where_it_is_one_kernel() -> None:
     assert product_for((1536, 2052), torch.bfloat16, h100) == "triton"
     assert {product_for(shape, dtype, h100) for dtype in (torch.float16, torch.float32)} == {"triton"}
     assert {product_for(shape, torch.bfloat16, chip) for chip in (a100, mi300)} == {"triton"}
+    for chip in (h100, a100, mi300):
+        assert loop_pays(LOOP_ROWS, chip) and not loop_pays(LOOP_ROWS - 0.5, chip)
+        assert product_for(shape, torch.bfloat16, chip, has_ends=True) == "loop"
+    assert not loop_pays(LOOP_ROWS, INTERPRETER)
