@@ -12,10 +12,16 @@ from ligertune_kernels import (
     linear_cross_entropy_reference,
     linear_log_probs,
 )
+from ligertune_kernels.ops.losses import labelled_rows as labelled_rows_module
 from ligertune_kernels.ops.losses._linear_inputs import rows_to_take
 from ligertune_kernels.ops.losses.labelled_rows import BLOCK, PendingRows, can_skip_rows
 
 ROWS, HIDDEN, VOCAB = 45, 16, 67  # 45 rows fill no multiple of 16
+
+
+@pytest.fixture(autouse=True)
+def small_products_are_worth_a_search(monkeypatch) -> None:
+    monkeypatch.setattr(labelled_rows_module, "MIN_PRODUCTS", 0)
 
 
 def example(device: torch.device, share: float = 0.3):
@@ -173,4 +179,8 @@ def test_compiled_calls_skip_rows(device) -> None:
     for ours, truth in zip(*(torch.autograd.grad(f(*leaves), leaves) for f in (compiled, loss)), strict=True):
         torch.testing.assert_close(ours, truth, rtol=1e-5, atol=1e-6)
     assert torch.autograd.grad(compiled(*leaves, skip_ignored=False), weight)[0].isnan().any()
+    clean = [leaf.detach().nan_to_num(1.0).requires_grad_() for leaf in leaves]
+    given = (torch.autograd.grad(f(*clean, skip_ignored=False), clean) for f in (compiled, loss))
+    for ours, truth in zip(*given, strict=True):
+        torch.testing.assert_close(ours, truth, rtol=1e-5, atol=1e-6)
     torch._dynamo.reset()
