@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import inspect
 import itertools
 import json
 import math
@@ -9,7 +10,9 @@ import shlex
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Literal, get_args, get_origin, get_type_hints
 
+import ligertune_kernels
 import pytest
 import torch
 from ligertune_kernels.table import OPS
@@ -244,3 +247,63 @@ def test_the_script_prints_its_table(tmp_path, monkeypatch, capsys):
     assert [row["op"] for row in page["rows"]] == ["`rms_norm`", "`swiglu`"] and page["commit"] == "1234567"
     assert {column[0] for column in page["columns"]} >= {"op", "size", "ligertune", "eager"}
     assert len(list((tmp_path / "pages").glob("kernels_small_*.md"))) == 1
+
+
+@pytest.fixture
+def kernel_forms(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    return load_script("kernel_forms.py")
+
+
+def test_every_option_of_the_ops_that_models_use_in_several_forms_is_measured(kernel_forms):
+    usual = {"inplace"}  # timed by the rows of bench_kernels without --forms
+    for op in kernel_forms.KINDS:
+        kernel, forms = getattr(ligertune_kernels, op), [form for form in kernel_forms.FORMS if form.op == op]
+        hints, given = get_type_hints(kernel), {name for form in forms for name in form.options}
+        for name, parameter in inspect.signature(kernel).parameters.items():
+            if parameter.kind is parameter.KEYWORD_ONLY and name not in usual:
+                assert name in given, f"{op}: no form has {name}"
+                chosen = {form.options.get(name, parameter.default) for form in forms}
+                values = set(get_args(hints[name])) if get_origin(hints[name]) is Literal else set()
+                assert values <= chosen, f"{op}: no form has {name} {values - chosen}"
+            elif type(None) in get_args(hints[name]) and name != "position_ids":  # a table of positions is not a form
+                assert any(name not in form.args for form in forms), f"{op}: no form is without {name}"
+
+
+def test_the_script_measures_all_forms(kernel_forms, tmp_path, monkeypatch, capsys):
+    writes = ["--out", str(tmp_path), "--page", str(tmp_path / "pages")]
+    monkeypatch.setattr(sys, "argv", ["bench_kernels", "--small", "--forms", "--without", "torch.compile", *writes])
+    assert load_script("bench_kernels").main() == 0
+    said = capsys.readouterr().out.splitlines()
+    labels = [form.label for form in kernel_forms.FORMS]
+    assert len(set(labels)) == len(labels)
+    assert said[-1].startswith(f"{len(labels)} forms: ") and said[-1].endswith(" 0 failed, 0 not run")
+    assert [line.split(" | ")[0].removeprefix("| ") for line in said[-1 - len(labels) : -1]] == labels
+    (page,) = (json.loads(line) for line in said if line.startswith('{"page": '))
+    assert page["command"] == "scripts/bench_kernels --small --forms --without torch.compile"
+    assert all(row["ms"] > 0 and row["eager"] > 0 for row in page["rows"])
+    rows = json.loads((tmp_path / "bench_kernels.json").read_text(encoding="utf-8"))["rows"]
+    assert {(row["op"], row["provider"]) for row in rows} == set(itertools.product(labels, ("ours", "eager")))
+    assert len(list((tmp_path / "pages").glob("kernel_forms_small_*.md"))) == 1
+
+
+def test_a_form_with_a_wrong_result_has_failed_and_no_time(kernel_forms, cpu, capsys):
+    bench_forms = load_script("bench_forms.py")
+    norm = kernel_forms.Form("rms_norm", "wrong", ("x", "weight"), {"offset": 1e-3}, kernel_forms.t5_norm)
+    options = SimpleNamespace(small=True, without=["torch.compile"])
+    found = bench_forms.measure([norm, dataclasses.replace(norm, options={})], cpu, options, math.inf)
+    wrong, right = bench_forms.rows_of_table(found)
+    assert wrong["goal"].startswith("failed: ") and "differs from float64 by" in wrong["goal"] and "ms" not in wrong
+    assert right["goal"] in ("met", "missed") and right["ms"] > 0
+    bench_forms.print_table([wrong, right], 3)
+    assert capsys.readouterr().out.splitlines()[-1].endswith("1 failed, 1 not run")
+
+
+def test_the_floor_of_a_form_counts_what_it_must_move(kernel_forms):
+    (q_alone,) = (form for form in kernel_forms.FORMS if form.name.startswith("q alone"))
+    (packed,) = (form for form in kernel_forms.FORMS if form.label == "swiglu: packed, up first")
+    table, q = 2 * 16 * 128 * 2, 16 * 32 * 128 * 2  # cos and sin; bf16
+    rope = kernel_forms.benchmark_of(q_alone).work(Case("", (16,), BF16))
+    assert rope.traffic == (2 * q + table, 2 * q + table)
+    mlp = kernel_forms.benchmark_of(packed).work(Case("", (8, 300), BF16))
+    assert mlp.traffic == (3 * 8 * 300 * 2, 5 * 8 * 300 * 2)  # as of two tensors
