@@ -85,14 +85,20 @@ def run(options: argparse.Namespace, here: BenchSetup, start: float) -> tuple[li
     budget = BUDGET if options.budget is None else options.budget
     found = measure(chosen, here, options, start + budget)
     table = rows_of_table(found)
-    publish(options, here, table)
+    failed = [row for row in table if row["goal"].startswith("failed")]
+    missing = {form.label for form in chosen} - {row["form"] for row in table}
+    left_out = [
+        *(f"Without a row: {row['form']} ({row['goal']})." for row in failed),
+        *(f"Not run, the time was spent: {label}." for label in sorted(missing)),
+        *(f"Failed: {row.case.op} by {row.provider} ({row.failure})."
+          for rows in found for row in rows if row.failure and row.provider != "ours"),
+    ]  # fmt: skip
+    publish(options, here, [row for row in table if row not in failed], left_out)
     print_table(table, len(chosen))
-    return [row for rows in found for row in rows], sum(row["goal"].startswith("failed") for row in table)
+    return [row for rows in found for row in rows], len(failed)
 
 
-def publish(options: argparse.Namespace, here: BenchSetup, table: list[dict]) -> None:
-    good = [row for row in table if not row["goal"].startswith("failed")]
-    bad = [row for row in table if row["goal"].startswith("failed")]
+def publish(options: argparse.Namespace, here: BenchSetup, good: list[dict], left_out: list[str]) -> None:
     bench_pages.publish(
         options,
         page="kernel_forms" + "_small" * options.small,
@@ -109,7 +115,7 @@ def publish(options: argparse.Namespace, here: BenchSetup, table: list[dict]) ->
         ],
         columns=COLUMNS,
         rows=good,
-        left_out=[f"Without a row: {row['form']} ({row['goal']})." for row in bad],
+        left_out=left_out,
         chart={"kind": "bars", "labels": ["form"], "values": {"share": "share of the floor, %"}, "ours": "form"},
     )
 
