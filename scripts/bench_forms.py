@@ -109,7 +109,7 @@ def publish(options: argparse.Namespace, here: BenchSetup, good: list[dict], lef
             "Kernels are a part of a training step; the pages of whole steps show what they gain in training.",
             "The floor is the bytes of arguments and results, each moved once per direction, at the measured copy "
             f"bandwidth ({here.rates.copy / 1e12:.3g} TB/s). For rotary embeddings it includes the tables.",
-            "GiB are above the inputs. Eager torch is the form as transformers' models compute it.",
+            "GiB are above the inputs. Eager torch computes as the models do, with torch's norm if it has the form.",
             "Sizes are rows x width, of packed forms the width of one half; for `apply_rope` tokens, with 32 query and "
             "8 key heads of 128, and in latent attention 128 query heads and 1 key head of 64 columns.",
         ],

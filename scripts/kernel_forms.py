@@ -271,7 +271,7 @@ FORMS = (
     Form("apply_rope", "one column per pair (gpt-oss)", QK, {"rotary_dim": HEAD_DIM}, partial(_both, _rope_gpt_oss),
          inputs=partial(_rope_inputs, columns="one per pair")),
     Form("apply_rope", "opposite direction (nanochat)", QK, {}, partial(_both, _nanochat), _opposite),
-    Form("apply_rope", "half of the columns (GLM)", QK, {"rotary_dim": HEAD_DIM // 2}, partial(_both, _partial),
+    Form("apply_rope", "half of the columns (GLM-4.5)", QK, {"rotary_dim": HEAD_DIM // 2}, partial(_both, _partial),
          inputs=partial(_rope_inputs, width=HEAD_DIM // 2)),
 )  # fmt: skip
 
