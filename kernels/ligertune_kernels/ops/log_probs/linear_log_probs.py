@@ -77,7 +77,7 @@ def _forward(
     needs = (targets.scale is not None, False, False, False, False)
     schedule = chunks.schedule(rows, head.weight, needs[:2])
     losses, statistics, gradients = linear_chunks(rows, head, targets, schedule, needs)
-    return losses.neg_(), statistics, gradients[0]
+    return -losses, statistics, gradients[0]
 
 
 class _OfFrozenHead(LossFunction):
