@@ -85,7 +85,8 @@ def rotary_function(
     cos_name, sin_name = role.get("cos", role.get("complex")), role.get("sin")
     defaults = {name: p.default for name, p in parameters.items() if name not in role.values()}
     default_axis = defaults.pop(HEADS_ARGUMENT, None)
-    axes: dict[tuple[int, int, int | None], int] = dict(rotation.axes)
+    # Numbers in a tuple: torch.compile of torch 2.11 fails on a dict whose keys are tuples.
+    forms = tuple((form.q_dims, form.table_dims, form.heads_argument, axis) for form, axis in rotation.axes)
     needs_k, one = k_name is not None and rotation.alone is None, k_name is None or rotation.alone == "tensor"
     pairing, all_or_first = PAIRINGS[rotation.pairing], rotation.columns != "last"
 
@@ -94,7 +95,10 @@ def rotary_function(
         q, k, cos = given.get(q_name), given.get(k_name), given.get(cos_name)
         if q is None or cos is None or (k is None and needs_k):
             return otherwise(*args, **kwargs)
-        axis = axes.get((q.ndim, cos.ndim, given.get(HEADS_ARGUMENT, default_axis)))
+        argument, axis = given.get(HEADS_ARGUMENT, default_axis), None
+        for q_dims, table_dims, value, its_axis in forms:
+            if q.ndim == q_dims and cos.ndim == table_dims and argument == value:
+                axis = its_axis
         other = any(given.get(name, default) is not default for name, default in defaults.items())
         call = None if axis is None or other else _call(rotation, axis, q, k, cos, given.get(sin_name))
         if call is None:
