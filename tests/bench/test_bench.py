@@ -270,6 +270,7 @@ def test_every_option_of_the_ops_that_models_use_in_several_forms_is_measured(ke
                 assert any(name not in form.args for form in forms), f"{op}: no form is without {name}"
 
 
+@pytest.mark.slow
 def test_the_script_measures_all_forms(kernel_forms, tmp_path, monkeypatch, capsys):
     writes = ["--out", str(tmp_path), "--page", str(tmp_path / "pages")]
     monkeypatch.setattr(sys, "argv", ["bench_kernels", "--small", "--forms", "--without", "torch.compile", *writes])

@@ -2,6 +2,7 @@
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -83,7 +84,7 @@ def test_a_checkpoint_is_renamed_after_the_slowest_rank_has_written(tmp_path):
 
 def test_autocast_rounds_neither_losses_nor_gradients_under_fsdp(tmp_path):
     """accelerate gives a plugin without a policy one that does, on a GPU."""
-    plugin = fsdp_plugin(plan_run(tmp_path, **SETTINGS, **{"parallel.strategy": "fsdp"}).plan)
+    plugin = fsdp_plugin(replace(plan_run(tmp_path, **SETTINGS).plan, strategy="fsdp"))
     plugin.set_mixed_precision("bf16")
     policy = plugin.mixed_precision_policy
     assert (policy.param_dtype, policy.reduce_dtype, policy.output_dtype) == (None, None, None)
