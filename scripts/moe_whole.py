@@ -1,6 +1,6 @@
 """Train the whole Qwen3-30B-A3B with LoRA on one GPU: scripts/bench_moe --whole.
 
-Sides: ligertune, and transformers with PEFT in a plain loop; each in bf16 and in 4 bits, in a process of its own.
+Sides: ligertune, and transformers with PEFT in a plain loop; each in bf16 and in 4 bits. Each runs in its own process.
 Random weights are made on the GPU: 57 GiB in bf16, or one weight at a time before it is quantised. LoRA r16 on
 attention and experts, one row of 4,096 tokens a step, activation checkpointing; rows and optimizer are the same.
 

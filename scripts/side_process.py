@@ -1,4 +1,4 @@
-"""Run a side of a comparison in a process of its own, with a time limit; read the points that it prints."""
+"""Run one side of a comparison in a separate process with a time limit, and read the points that it prints."""
 
 from __future__ import annotations
 

@@ -173,7 +173,7 @@ def _check_heads(values: dict[str, Any], file: object, origin: ModelOrigin, pref
 
 
 def _check_chosen(values: dict[str, Any], file: object, origin: ModelOrigin, prefix: str) -> None:
-    """Raise UserError if a router cannot choose as many experts, or chooses none. Dense models may have 0 experts."""
+    """Raise UserError unless num_experts_per_tok is from 1 to the number of experts. Models without experts pass."""
     numbers = [values.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts")]
     number, chosen = max((n for n in numbers if type(n) is int), default=0), values.get("num_experts_per_tok")
     if number and type(chosen) is int and not 1 <= chosen <= number:

@@ -208,7 +208,7 @@ def test_a_patched_model_has_the_losses_of_the_unpatched_one(trainer, wrap, toke
 def test_the_trainer_computes_only_the_rows_that_have_a_label(wrap, tokenizer, rows, expected, tmp_path, monkeypatch):
     """The search runs here as on a GPU; the prompts, about half of the tokens, have no labels.
 
-    TRL's SFTTrainer computes the loss in an output head of its own.
+    TRL's SFTTrainer replaces the output head and computes the loss in it.
     """
     monkeypatch.setattr("ligertune.patching.host_copy.MIN_PRODUCTS", 0)
     monkeypatch.setattr("ligertune.patching.host_copy.DEVICES", ("cpu",))

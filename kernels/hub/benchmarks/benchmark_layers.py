@@ -1,4 +1,4 @@
-"""Run by `kernels benchmark REPO`: forward and backward of the kernels beside plain PyTorch.
+"""Run by `kernels benchmark REPO`: the time of forward and backward of kernels and of plain PyTorch.
 
 Sizes are those of Llama-3.1-8B at 8,192 tokens in bf16; small ones in fp32 on a CPU, where the references run.
 """
@@ -26,7 +26,7 @@ class Training:
         return of_cpu if self.device == "cpu" else of_gpu
 
     def train_on(self, *inputs: torch.Tensor, outputs: int = 1) -> None:
-        """Take inputs, of which the first have the shapes of the outputs."""
+        """Set the inputs. The first ones have the shapes of the outputs."""
         self.inputs = inputs
         self.slopes = [torch.full_like(t, self.slope) for t in inputs[:outputs]]
 

@@ -52,7 +52,7 @@ def find_targets(model: PreTrainedModel, spec: MethodOptions) -> AdapterTargets:
     vision, experts = _vision_linears(model), expert_parameters(model)
     layers = [name for name in _adapted_layers(model, spec) if name not in vision]
     renamed = {leaf for leaf in {_leaf(name) for name in layers} if _is_taken_for_experts(model, leaf)}
-    # a family of mixtures may have dense layers only, whose names PEFT takes for those of experts all the same
+    # in a family of mixtures PEFT takes these names for those of experts, even in a model with dense layers only
     if not experts and not spec.lora_target_parameters and not renamed:
         _check_trained(model, spec, [])
         wanted = spec.lora_target_modules

@@ -117,7 +117,7 @@ def load_adapter(model: PreTrainedModel, folder: str, origin: ModelOrigin) -> pe
     with loading(origin, f"{folder} holds no adapter of this model"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # FutureWarning as in `add_adapter`; missing weights are refused below
         # low_cpu_mem_usage: no memory before the weights of the file, so that those it lacks stay on the meta device
-        # torch_device: without it PEFT leaves whole trained modules on the GPU, beside a model on the CPU
+        # torch_device: without it PEFT loads modules that train in full to the GPU, even if the model is on the CPU
         device = str(model.device)
         adapted = peft.PeftModel.from_pretrained(model, folder, low_cpu_mem_usage=True, torch_device=device)
     missing = [name for name, parameter in adapted.named_parameters() if parameter.is_meta]

@@ -71,8 +71,8 @@ NOT_THE_FORM = "it computes something else than down(act(gate(x)) * up(x))"
 def is_mlp(module: nn.Module) -> bool:
     """Return whether a module is a gated MLP or may be one, or a plain MLP. The report counts these.
 
-    A module of which only the forward shows what it is counts if it is recognised: its projections have equal sizes, or
-    may follow one another, as those of a projector do.
+    The sizes of the projections may not tell: all are equal, or each fits the one before, as in a projector. Then the
+    module counts only if its forward is recognised.
     """
     original = getattr(type(module), "patch_original", type(module))
     if original.__module__.startswith("torch.") or _takes_more(original.forward):

@@ -35,7 +35,7 @@ def assert_same(got: tuple[Tensor, ...], expected: tuple[Tensor, ...], inputs: t
 def test_norms_equal_those_of_transformers(layer, family, name, dtype, package):
     """Also their dtype where fp32 weights meet bf16, which each rounds in its own way."""
     cls = getattr(importlib.import_module(f"transformers.models.{family}.modeling_{family}"), name)
-    norm = type(name, (cls,), {})(24)  # a class of its own, so that transformers' keeps its name for `kernels`
+    norm = type(name, (cls,), {})(24)  # a new class: registering a layer name changes the class
     nn.init.normal_(norm.weight)
     inputs = [torch.randn(5, 24, dtype=dtype, requires_grad=True) for _ in range(2 if layer == "RMSNormGated" else 1)]
     expected = norm(*inputs)

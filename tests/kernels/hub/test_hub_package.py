@@ -151,7 +151,7 @@ def config_of(family: str, package: Path) -> KernelConfig:
 
 
 def replaced(model: PreTrainedModel, kernel: ModuleType) -> set[str]:
-    """Return the classes of which every module has a forward of the package, and RotaryPosEmb if q and k have."""
+    """Return the classes whose modules all run a forward of the package, and RotaryPosEmb if it rotates q and k."""
     functions = [func for module in model.modules() for func in getattr(module, "_kernel_funcs", {}).values()]
     forwards: dict[str, set[bool]] = {}
     for module in (*model.modules(), *functions):

@@ -32,9 +32,8 @@ class Routing(NamedTuple):
 
     @property
     def groups(self) -> list[slice]:
-        """The rows of each expert."""
-        ends = self.ends or tuple(self.offsets.tolist())
-        return [slice(start, end) for start, end in zip((0, *ends[:-1]), ends, strict=True)]
+        """The rows of each expert, from `ends`."""
+        return [slice(start, end) for start, end in zip((0, *self.ends[:-1]), self.ends, strict=True)]
 
     def with_ends(self) -> Routing:
         """Return it with `ends`. Waits for the GPU."""
