@@ -45,6 +45,7 @@ def measure(side: str, recipe: str) -> dict[str, Any]:
         "tokens_per_second": tokens / sum(seconds),
         "step_ms": 1000 * statistics.median(seconds),
         "lengths": lengths,
+        "device_memory": job.plan.machine.memory_bytes,
     }
 
 
