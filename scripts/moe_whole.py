@@ -38,7 +38,7 @@ def whole(options: argparse.Namespace) -> int:
     folder = (options.out or Path(tempfile.mkdtemp(prefix="ligertune-bench-moe-"))).absolute()
     folder.mkdir(parents=True, exist_ok=True)
     write_config(MODEL, folder / MODEL, small=options.small)
-    write_text(options, folder)
+    write_text(folder, documents=STEPS + 3, words=tokens_of(options))
     sides = [side.strip() for side in options.sides.split(";")] if options.sides else list(SIDES)
     points, left_out, failed = [], [], 0
     for side in sides:
@@ -105,14 +105,16 @@ def tokens_of(options: argparse.Namespace) -> int:
     return 64 if options.small else 4096
 
 
-def write_text(options: argparse.Namespace, folder: Path) -> None:
-    """Write documents of random words, each longer than a row: routers see many different tokens."""
+def write_text(folder: Path, *, documents: int, words: int) -> Path:
+    """Write documents of random words, each with more tokens than words: routers see many different tokens."""
     letters, chosen = "abcdefghijklmnopqrstuvwxyz", random.Random(0)
     lines = []
-    for _ in range(STEPS + 3):
-        words = ("".join(chosen.choices(letters, k=chosen.randint(2, 8))) for _ in range(tokens_of(options)))
-        lines.append(json.dumps({"text": " ".join(words)}) + "\n")
-    (folder / "text.jsonl").write_text("".join(lines), encoding="utf-8")
+    for _ in range(documents):
+        text = " ".join("".join(chosen.choices(letters, k=chosen.randint(2, 8))) for _ in range(words))
+        lines.append(json.dumps({"text": text}) + "\n")
+    path = folder / "text.jsonl"
+    path.write_text("".join(lines), encoding="utf-8")
+    return path
 
 
 def recipe_of(options: argparse.Namespace, side: str) -> Path:

@@ -72,7 +72,8 @@ def kernels_in_use(kernels: KernelsSpec, arch: str) -> tuple[str, ...]:
     """Return the kernels that a recipe uses on a device, for `choose_sides(ablate=...)`. arch: "sm90", "x86_64"."""
     in_use = {"rope": kernels.rope, "norm": kernels.norm, "mlp": kernels.mlp, "loss": kernels.loss != "torch",
               "attention": kernels.attention is True or (kernels.attention == "auto" and arch == "sm90"),
-              "lora": kernels.lora, "optimizer": kernels.optimizer}  # fmt: skip
+              "lora": kernels.lora,
+              "optimizer": kernels.optimizer is True or (kernels.optimizer == "auto" and arch == "sm90")}  # fmt: skip
     return tuple(name for name, used in in_use.items() if used)
 
 

@@ -103,8 +103,8 @@ class KernelsSpec(Section):
     """Attention kernel for packed documents; auto: in half precision on sm90 (H100, H200), where it is faster."""
     lora: Switch = False
     """Fuse the LoRA update into the matrix multiplication."""
-    optimizer: Switch = False
-    """With train.optim: adamw_torch_fused: use the AdamW kernel, which also clips gradients."""
+    optimizer: AutoSwitch = "auto"
+    """Use the AdamW kernel for adamw_torch_fused; auto: for large weights on sm90 (H100, H200), where it is faster."""
     recompute: SwitchOrNorms = False
     """Recompute norm outputs and gated activations in the backward, with equal gradients; norms: norms only."""
 

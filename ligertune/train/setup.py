@@ -38,11 +38,11 @@ from ligertune.train.checkpoint.load_checkpoint import (
 )
 from ligertune.train.checkpoint.trained_weights import save_only_what_trains
 from ligertune.train.checks import FiniteLossCheck, check_context_parallel
-from ligertune.train.distributed import ProcessGroupTimeout, leave_four_bit_weights
+from ligertune.train.distributed import ProcessGroupTimeout, is_sharded, leave_four_bit_weights, uses_deepspeed
 from ligertune.train.evaluate import EarlyStopping
 from ligertune.train.meter import Counts, Meter
 from ligertune.train.metrics_logger import MetricsLogger
-from ligertune.train.optim.algorithms import with_kernel_step
+from ligertune.train.optim.algorithms import kernel_step_pays, with_kernel_step
 from ligertune.train.optim.gradients import attach_to_prepared
 from ligertune.train.optim.optimizers import build_optimizer
 from ligertune.train.optim.schedules import LearningRates
@@ -163,12 +163,20 @@ class Training:
 def _prepare(plan: Plan, accelerator: Accelerator, model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Build the optimizer, and let accelerate wrap both for DDP, FSDP2 or ZeRO."""
     optimizer = build_optimizer(model, plan.optimizer)
-    if plan.build.kernels.optimizer and plan.build.kernels.enabled is not False:
+    if _takes_kernel_step(plan, accelerator, optimizer):
         optimizer = with_kernel_step(optimizer)
     leave_four_bit_weights(model)
     model, optimizer = accelerator.prepare(model, optimizer)
     attach_to_prepared(optimizer)
     return model, optimizer
+
+
+def _takes_kernel_step(plan: Plan, accelerator: Accelerator, optimizer: torch.optim.Optimizer) -> bool:
+    kernels = plan.build.kernels
+    if kernels.enabled is False or kernels.optimizer != "auto":
+        return kernels.enabled is not False and kernels.optimizer
+    ranks = accelerator.num_processes if is_sharded(accelerator) else 1
+    return not uses_deepspeed(accelerator) and kernel_step_pays(optimizer, accelerator.device, ranks=ranks)
 
 
 def _resume(

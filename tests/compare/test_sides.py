@@ -59,7 +59,8 @@ def test_a_side_that_only_has_the_cross_entropy_is_refused_for_other_losses(side
     ("overrides", "arch", "expected"),
     [
         ([], "x86_64", ["rope", "norm", "mlp", "loss"]),
-        ([], "sm90", ["rope", "norm", "mlp", "loss", "attention"]),  # where kernels.attention: auto takes the kernel
+        # where auto takes the kernels
+        ([], "sm90", ["rope", "norm", "mlp", "loss", "attention", "optimizer"]),
         (
             ["kernels.rope=false", "kernels.loss=torch", "kernels.optimizer=true"],
             "gfx942",

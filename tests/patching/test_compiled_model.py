@@ -12,6 +12,9 @@ from ligertune.patching.patch import patch
 
 LENGTHS = (24, 12, 17)
 ALL_LENGTHS = (24, 12, 17, 33, 40, 9)
+INDUCTOR_WORKS = pytest.mark.skipif(
+    torch.__version__.startswith("2.11."), reason="torch 2.11 makes C++ of the unpatched model that does not compile"
+)
 
 
 def in_new_thread(function):
@@ -57,7 +60,7 @@ def test_a_compiled_model_takes_changing_lengths_in_a_fresh_thread():
     ("backend", "device", "tolerance"),
     [
         pytest.param("aot_eager", "cpu", 1e-5, marks=pytest.mark.slow),
-        pytest.param("inductor", "cpu", 1e-5, marks=pytest.mark.slow),
+        pytest.param("inductor", "cpu", 1e-5, marks=[pytest.mark.slow, INDUCTOR_WORKS]),
         pytest.param("inductor", "cuda", 1e-4, marks=pytest.mark.gpu),
     ],
 )

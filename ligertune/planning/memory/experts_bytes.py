@@ -38,14 +38,14 @@ def experts_backward_bytes(
 ) -> int:
     """Return the bytes at the widest point of the experts' backward, in addition to what is saved.
 
-    Our op first has a, dz and the gathered dy while it computes the gradient of the down projection; then dz and the
-    gathered x while it computes that of gate and up. gradients: count those of the weights and adapters, which one call
-    of the backward computes; otherwise they are counted as states.
+    Our op writes dz over z. It has a and the gathered dy while it computes the gradient of the down projection, then
+    the gathered x while it computes that of gate and up. gradients: count those of the weights and adapters, which one
+    call of the backward computes; otherwise they are counted as states.
     """
     rows = tokens * experts.chosen * itemsize
     new = gradients * (experts.trained * itemsize + 4 * experts.adapter)
     if fused:  # a third of the weights is the down projection's
-        return max(rows * (hidden + 3 * experts.mlp) + new // 3, rows * (hidden + 2 * experts.mlp) + new)
+        return max(rows * (hidden + experts.mlp) + new // 3, rows * hidden + new)
     # the gradient of the weighted outputs, that of the outputs, and their product, whose sum is the router's gradient
     return rows * max(3 * hidden, hidden + 4 * experts.mlp) + new
 

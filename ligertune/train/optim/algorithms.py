@@ -8,11 +8,14 @@ from typing import Any
 
 import torch
 from ligertune_kernels import adamw_step, runs_triton
+from ligertune_kernels.launcher import chip_of
 from torch import Tensor
 
 from ligertune.train.distributed import local_shard
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+KERNEL_STEP_CHIPS = ("sm90",)  # where the kernel was measured to be faster than torch's fused AdamW
+KERNEL_STEP_SIZE = 1 << 20  # mean elements of a tensor on a rank from which it is
 PIECE = 1 << 24  # elements of AdamWBf16's pieces; the six fp32 temporaries of one take 400 MB
 # GaLore: extra directions of the subspace iteration, which make the R kept ones accurate, and its iterations
 OVERSAMPLING, ITERATIONS = 8, 2
@@ -195,6 +198,19 @@ class KernelAdamW(torch.optim.AdamW):
         known = self._steps.get(param)
         self._steps[param] = int(step) if known is None else known + 1
         return self._steps[param]
+
+
+def kernel_step_pays(optimizer: torch.optim.Optimizer, device: torch.device, *, ranks: int) -> bool:
+    """Return whether `kernels.optimizer: auto` takes the kernel: for fused AdamW on large tensors of measured chips.
+
+    ranks: the number among which FSDP2 shards each tensor.
+    """
+    chip, groups = chip_of(device), optimizer.param_groups
+    fused = type(optimizer) is torch.optim.AdamW and all(group["fused"] for group in groups)
+    if not fused or chip is None or chip.arch not in KERNEL_STEP_CHIPS:
+        return False
+    sizes = [p.numel() for group in groups for p in group["params"]]
+    return sum(sizes) >= KERNEL_STEP_SIZE * len(sizes) * ranks
 
 
 def with_kernel_step(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -2,11 +2,15 @@
 
 import pytest
 import torch
+from ligertune_kernels.chips import Chip
+from ligertune_kernels.launcher import meta_runs_as
 from rerun_interpreted import DEVICE, RUNS_TRITON
 
 from ligertune.errors import UserError
 from ligertune.recipe import load_recipe
-from ligertune.train.optim.algorithms import KernelAdamW, with_kernel_step
+from ligertune.train.optim.algorithms import KERNEL_STEP_SIZE, KernelAdamW, kernel_step_pays, with_kernel_step
+
+H100 = Chip("nvidia", "sm90", 32, 132, 50 << 20)
 
 
 def model_and_optimizer() -> tuple[torch.nn.Module, torch.optim.AdamW]:
@@ -45,6 +49,21 @@ def test_groups_and_options_are_kept():
     group = found.param_groups[0]
     assert (group["lr"], group["betas"], group["weight_decay"], group["fused"]) == (0.5, (0.8, 0.9), 0.3, True)
     assert group["params"][0] is weight
+
+
+def test_auto_takes_the_kernel_for_large_tensors_of_fused_adamw_on_a_measured_chip():
+    def pays(size: int, *, ranks: int = 1, **options: object) -> bool:
+        weights = [torch.nn.Parameter(torch.empty(n, device="meta")) for n in (2 * size, 0)]
+        return kernel_step_pays(torch.optim.AdamW(weights, **options), torch.device("meta"), ranks=ranks)
+
+    with meta_runs_as(H100):
+        assert pays(KERNEL_STEP_SIZE, fused=True) and not pays(KERNEL_STEP_SIZE - 1, fused=True)
+        assert pays(2 * KERNEL_STEP_SIZE, fused=True, ranks=2)
+        assert not pays(KERNEL_STEP_SIZE, fused=True, ranks=2)
+        assert not pays(KERNEL_STEP_SIZE, fused=False)
+    with meta_runs_as(Chip("nvidia", "sm80", 32, 108, 40 << 20)):
+        assert not pays(KERNEL_STEP_SIZE, fused=True)
+    assert not kernel_step_pays(model_and_optimizer()[1], torch.device("cpu"), ranks=1)
 
 
 def test_the_key_requires_fused_adamw(quickstart):

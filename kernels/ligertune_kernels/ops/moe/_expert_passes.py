@@ -147,8 +147,7 @@ def run_forward(
     transposed, products = options.layout.transposed, options.products
     weight = _weight(parameters, "gate_up", hidden)
     routing = route(expert_index, len(weight), hidden.dtype)
-    rows_per_expert = len(routing.pairs) / len(weight)
-    if products == "loop" or (products is None and loop_pays(rows_per_expert, chip_of(hidden.device))):
+    if products == "loop" or (products is None and loop_pays(len(routing.pairs), weight.shape, chip_of(hidden.device))):
         routing = routing.with_ends()
     gate_up = Projection(weight, transposed, parameters.gate_up_lora, routing, products)
     z, gate_up_low_rank = gate_up.forward(PairRows(hidden, routing))
@@ -167,9 +166,16 @@ def run_backward(
     kept: Kept,
     routing: Routing,
     needs: Needs,
+    *,
+    over_z: bool,
 ) -> tuple[torch.Tensor | None, ...]:
-    """Return the gradients of hidden, weights and the parameters' tensors, None where they are not needed."""
-    dz, d_weights, (d_down, d_down_a, d_down_b) = _down_backward(dout, weights, parameters, kept, routing, needs)
+    """Return the gradients of hidden, weights and the parameters' tensors, None where they are not needed.
+
+    over_z: write the gradient of the pre-activations over `kept.z`.
+    """
+    dz, d_weights, (d_down, d_down_a, d_down_b) = _down_backward(
+        dout, weights, parameters, kept, routing, needs, over_z=over_z
+    )
     d_down_bias = sum_expert_rows(dout, routing, weights) if needs.down_bias else None
     d_hidden = d_gate_up = d_gate_up_bias = d_gate_up_a = d_gate_up_b = None
     if needs.z:
@@ -214,6 +220,8 @@ def _down_backward(
     kept: Kept,
     routing: Routing,
     needs: Needs,
+    *,
+    over_z: bool,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, tuple[torch.Tensor | None, ...]]:
     """Return dz (S, 2F), the gradient of the router's weights (N, K), and those of the down projection."""
     options, (bias, down_bias) = parameters.options, parameters.tensors[2:4]
@@ -226,7 +234,7 @@ def _down_backward(
         a, d_low_rank = down.input_gradient(dys)
         context = ActivationBackward(kept.z, bias, weights, dout, down_bias, activation, interleaved)
         # a is written over da.
-        dz, d_weights = context.run(a, routing, needs_a=needs_a, needs_dz=needs.z)
+        dz, d_weights = context.run(a, routing, needs_a=needs_a, needs_dz=needs.z, over_z=over_z)
     elif needs_a or needs.down_b:
         d_low_rank = down.low_rank_gradient(dys) if needs.down_a else None
         a = activate_rows(kept.z, bias, weights, routing, activation, interleaved)

@@ -93,7 +93,7 @@ def _activation_kernel(
 def _activation_backward_kernel(
     z_ptr,  # (S, 2F), without the bias
     da_ptr,  # (S, F); replaced by a if STORE_A
-    dz_ptr,  # (S, 2F)
+    dz_ptr,  # (S, 2F); may be z
     d_weights_ptr,  # (N, K)
     bias_ptr,  # (X, 2F)
     weights_ptr,  # (N, K)
@@ -124,9 +124,10 @@ def _activation_backward_kernel(
             activated, derivative = _activate(low, FUNCTION, ALPHA)
             product = activated * (high + UP_OFFSET)
             total += da * product
-            if STORE_A:  # over da, which has been loaded: by the same thread, unless gate and up were interleaved
-                if INTERLEAVED:
-                    tl.debug_barrier()
+            # a over da, and dz over z: the thread that stores has loaded the same, unless gate and up are interleaved.
+            if INTERLEAVED and (STORE_A or STORE_DZ):
+                tl.debug_barrier()
+            if STORE_A:
                 a = (weight * product).to(da_ptr.dtype.element_ty)
                 tl.store(da_ptr + row * n_cols + cols, a, mask=cols < n_cols)
             if STORE_DZ:
@@ -223,11 +224,15 @@ class ActivationBackward(NamedTuple):
         *,
         needs_a: bool,
         needs_dz: bool,
+        over_z: bool,
     ) -> tuple[torch.Tensor | None, torch.Tensor]:  # (S, 2F), (N, K)
-        """Return dz if it is needed, and the gradient of the router's weights. a is written over da if needed."""
+        """Return dz if it is needed, and the gradient of the router's weights.
+
+        a is written over da if it is needed. over_z: write dz over z.
+        """
         z, absent = self.z, self.z
         n_rows, n_cols = z.shape[0], z.shape[1] // 2
-        dz = torch.empty_like(z) if needs_dz else None
+        dz = (z if over_z else torch.empty_like(z)) if needs_dz else None
         d_weights = torch.empty_like(self.weights)
         flags = _Flags(self.interleaved, self.bias is not None, self.down_bias is not None, needs_a, needs_dz)
         launch = _plan_activation_backward(n_cols, routing.top_k, self.activation, flags, chip_of(z.device))

@@ -19,9 +19,10 @@ from ligertune_kernels.ops.moe._expert_options import Products
 from ligertune_kernels.ops.moe._pair_rows import gather_rows
 from ligertune_kernels.ops.moe._routing import Routing
 
-# Mean rows of an expert from which `loop_pays`. Measured on an H100 only (2026-11-25, Mixtral's experts, forward and
-# backward): 0.97 of the time of grouped_mm at 2,048 rows, 0.96 at 8,192.
-LOOP_ROWS = 2048
+# Multiplications of one expert's product from which `loop_pays`. Measured on an H100 only (2026-11-26, bfloat16,
+# forward and backward). Time of the loop to that of grouped_mm: 1.14 at 0.6e10, 1.08 at 1.7e10, 1.01 at 3e10, 0.95 at
+# 6e10, 0.98 at 7e10, 0.95 at 24e10, 0.93 at 96e10.
+LOOP_PRODUCT = 4e10
 GROUP = 8  # row tiles that reuse the same columns of W from the L2 cache
 ALIGNMENT = 16  # bytes; torch's grouped_mm takes strides that are multiples
 
@@ -49,10 +50,15 @@ class PairRows:
 Rows = torch.Tensor | PairRows
 
 
-def loop_pays(rows_per_expert: float, chip: Chip) -> bool:
-    """Return whether to compute one product of cuBLAS or hipBLAS per expert, for which the host waits for the GPU."""
+def loop_pays(n_rows: int, gate_up: tuple[int, int, int], chip: Chip) -> bool:
+    """Return whether to compute one product of cuBLAS or hipBLAS per expert, for which the host waits for the GPU.
+
+    n_rows: pairs of token and expert. gate_up: shape of that weight.
+    """
     # A compiled graph, and a CUDA graph in capture, cannot wait.
-    if torch.compiler.is_compiling() or chip.vendor == "interpreter" or rows_per_expert < LOOP_ROWS:
+    if torch.compiler.is_compiling() or chip.vendor == "interpreter":
+        return False
+    if n_rows / gate_up[0] * gate_up[1] * gate_up[2] < LOOP_PRODUCT:
         return False
     return not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
 

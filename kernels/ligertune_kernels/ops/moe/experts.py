@@ -97,6 +97,12 @@ def _project(
     return y
 
 
+def _runs_once() -> bool:
+    """Return whether this backward may write over what the forward kept: it cannot run again (retain_graph=True)."""
+    # A compiled graph is functional, and cannot ask.
+    return not torch.compiler.is_compiling() and not torch._C._autograd._get_current_graph_task_keep_graph()
+
+
 class _Experts(torch.autograd.Function):
     """The op on hidden (N, E), weights (N, K), the eight tensors of the experts, expert_index (N, K) and options."""
 
@@ -117,7 +123,9 @@ class _Experts(torch.autograd.Function):
         parameters, kept = ExpertParameters(ExpertTensors(*saved[:8]), options), Kept(*saved[8:11])
         routing, needs = Routing(*saved[11:], *sizes), Needs(*ctx.needs_input_grad[:10])
         with without_autocast(hidden.device):
-            gradients = run_backward(as_rows(dout), hidden, weights, parameters, kept, routing, needs)
+            gradients = run_backward(
+                as_rows(dout), hidden, weights, parameters, kept, routing, needs, over_z=_runs_once()
+            )
         return *gradients, None, None
 
 

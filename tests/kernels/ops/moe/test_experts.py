@@ -9,7 +9,7 @@ from covering import every_pair
 from judge import DTYPES, judge
 from ligertune_kernels import ExpertLayout, ExpertLora, GatedActivation, experts, experts_reference
 from ligertune_kernels.chips import INTERPRETER, Chip
-from ligertune_kernels.ops.moe._grouped_product import LOOP_ROWS, loop_pays, product_for
+from ligertune_kernels.ops.moe._grouped_product import loop_pays, product_for
 from torch.autograd.graph import saved_tensors_hooks
 
 NAMES = ("hidden", "weights", "gate_up", "down", "gate_up_bias", "down_bias", "a1", "b1", "a2", "b2")
@@ -250,6 +250,44 @@ def test_torchs_product_is_chosen_only_where_it_is_one_kernel() -> None:
     assert {product_for(shape, dtype, h100) for dtype in (torch.float16, torch.float32)} == {"triton"}
     assert {product_for(shape, torch.bfloat16, chip) for chip in (a100, mi300)} == {"triton"}
     for chip in (h100, a100, mi300):
-        assert loop_pays(LOOP_ROWS, chip) and not loop_pays(LOOP_ROWS - 0.5, chip)
         assert product_for(shape, torch.bfloat16, chip, has_ends=True) == "loop"
-    assert not loop_pays(LOOP_ROWS, INTERPRETER)
+
+
+def test_one_product_per_expert_is_chosen_where_each_is_large() -> None:
+    h100, mixtral, qwen3 = Chip("nvidia", "sm90", 32, 132, 50 << 20), (8, 28672, 4096), (128, 1536, 2048)
+    assert loop_pays(2 * 2048, mixtral, h100) and not loop_pays(2 * 1024, mixtral, h100)
+    assert not loop_pays(8 * 32768, qwen3, h100)  # as many rows per expert as Mixtral's at 8,192 tokens
+    assert not loop_pays(2 * 32768, mixtral, INTERPRETER)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("products", ["triton", None])
+def test_a_backward_that_keeps_its_graph_can_run_again(products, interleaved, device) -> None:
+    # Another backward writes the gradient of the pre-activations over them.
+    layout = ExpertLayout(interleaved=interleaved)
+    index, tensors = example((21, 2, 3, 32, 24), device, layout=layout, biases=True, rank=4)
+    leaves = [t.requires_grad_() for t in tensors]
+    out = mix(experts, index, leaves, layout=layout, products=products)
+    runs = [torch.autograd.grad(out.square().sum(), leaves, retain_graph=kept) for kept in (True, True, False)]
+    for first, *others in zip(*runs, strict=True):
+        for other in others:
+            assert torch.equal(first, other)
+
+
+def test_the_backward_needs_no_second_copy_of_the_preactivations(device) -> None:
+    kept: list[torch.Tensor] = []
+
+    def keep(t: torch.Tensor) -> torch.Tensor:
+        kept.append(t)
+        return t
+
+    index, tensors = example((21, 2, 3, 32, 24), device)
+    leaves = [None if t is None else t.requires_grad_() for t in tensors]
+    with saved_tensors_hooks(keep, lambda t: t):
+        out = mix(experts, index, leaves)
+    (z,) = (t for t in kept if t.shape == (42, 48))
+    values = z.clone()
+    out.sum().backward(retain_graph=True)
+    assert torch.equal(z, values)
+    out.sum().backward()
+    assert not torch.equal(z, values)
