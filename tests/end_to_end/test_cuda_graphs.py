@@ -51,7 +51,7 @@ def test_the_plan_suggests_it_where_kernel_launches_take_the_time(tmp_path):
     plan = plan_for(recipe, for_show=True).plan
     one_row = dataclasses.replace(plan.batching, micro_batch_size=1)
     one_b = {"n_parameters": 1_240_000_000, "memory": dataclasses.replace(plan.memory, layers=16)}
-    plan = on_a_gpu(dataclasses.replace(plan, batching=one_row, **one_b), peak_flops=989e12)
+    plan = on_a_gpu(dataclasses.replace(plan, batching=one_row, notes=(), **one_b), peak_flops=989e12)
 
     def suggestions(changed, has_images=False, **train):
         changed_recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update=train)})

@@ -130,7 +130,7 @@ def test_lora_target_parameters_leaves_the_experts_out(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_two_ranks_train_experts_as_one_process_does(strategy, tmp_path):
+def test_two_ranks_train_experts_as_one_process_does_and_their_adapter_loads_in_peft(strategy, tmp_path, ligertune):
     base = save_mixture(tmp_path / "base", "mixtral")
     settings = {**SETTINGS, "model.model_name_or_path": base, "method.lora_dropout": 0.0}
     one = train_ranks(1, tmp_path / "one", **settings)
@@ -141,3 +141,8 @@ def test_two_ranks_train_experts_as_one_process_does(strategy, tmp_path):
     assert found.keys() == expected.keys()
     for key, tensor in expected.items():
         assert (found[key] - tensor).norm() < 1e-2 * tensor.norm(), key
+    done = ligertune("export", tmp_path / "two/run", "--out", tmp_path / "merged", "--check", "--json")
+    assert done.code == 0, done.err
+    rows = json.loads(done.out)["check"]["comparisons"]
+    assert [row["name"] for row in rows] == ["saved adapter", "exported merged model"]
+    assert all(row["is_equal"] for row in rows)

@@ -15,7 +15,7 @@ from ligertune.train.distributed import local_shard
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 KERNEL_STEP_CHIPS = ("sm90",)  # where the kernel was measured to be faster than torch's fused AdamW
-KERNEL_STEP_SIZE = 1 << 20  # mean elements of a tensor on a rank from which it is
+KERNEL_STEP_SIZE = 1 << 22  # mean elements of a tensor on a rank from which it is; at 2^20 launches take the time
 PIECE = 1 << 24  # elements of AdamWBf16's pieces; the six fp32 temporaries of one take 400 MB
 # GaLore: extra directions of the subspace iteration, which make the R kept ones accurate, and its iterations
 OVERSAMPLING, ITERATIONS = 8, 2
