@@ -7,6 +7,7 @@ plugin of `start_accelerator` configures it. On CPU processes gloo replaces NCCL
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import warnings
@@ -16,7 +17,13 @@ from datetime import timedelta
 import torch
 from accelerate import Accelerator, DeepSpeedPlugin, FullyShardedDataParallelPlugin, ParallelismConfig
 from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import DistributedDataParallelKwargs, DistributedType, InitProcessGroupKwargs, set_seed
+from accelerate.utils import (
+    DistributedDataParallelKwargs,
+    DistributedType,
+    InitProcessGroupKwargs,
+    convert_outputs_to_fp32,
+    set_seed,
+)
 from ligertune_kernels.ops.moe.nf4_weight import Nf4Weight
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -37,7 +44,7 @@ def start_accelerator(plan: Plan) -> Accelerator:
     """Join the processes that a launcher started, or run alone.
 
     The loop accumulates gradients itself (it divides the loss by the tokens of the global batch), so accelerate does
-    not. Autocast is fp16 or off: bfloat16 runs have bfloat16 weights.
+    not. Autocast is off for bfloat16 weights that train themselves.
     """
     # save_state warns of every tied weight, although it saves each once and ties them again on loading.
     logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)
@@ -122,6 +129,20 @@ def _deepspeed_plugin(plan: Plan) -> DeepSpeedPlugin:
     plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = plan.batching.micro_batch_size
     plugin.deepspeed_config["zero_optimization"]["stage3_param_persistence_threshold"] = ZERO3_PERSISTENCE_THRESHOLD
     return plugin
+
+
+def autocast_under_fsdp(accelerator: Accelerator, model: nn.Module) -> None:
+    """Let the forward autocast under FSDP2, with outputs in float32: accelerate does so under all other strategies."""
+    if not (accelerator.distributed_type == DistributedType.FSDP and accelerator.native_amp):
+        return
+    forward = model.forward
+
+    @functools.wraps(forward)
+    def autocast_forward(*args: object, **kwargs: object) -> object:
+        with accelerator.autocast():
+            return forward(*args, **kwargs)
+
+    model.forward = convert_outputs_to_fp32(autocast_forward)
 
 
 def _clear_launcher_environment(plan: Plan) -> None:

@@ -38,7 +38,13 @@ from ligertune.train.checkpoint.load_checkpoint import (
 )
 from ligertune.train.checkpoint.trained_weights import save_only_what_trains
 from ligertune.train.checks import FiniteLossCheck, check_context_parallel
-from ligertune.train.distributed import ProcessGroupTimeout, is_sharded, leave_four_bit_weights, uses_deepspeed
+from ligertune.train.distributed import (
+    ProcessGroupTimeout,
+    autocast_under_fsdp,
+    is_sharded,
+    leave_four_bit_weights,
+    uses_deepspeed,
+)
 from ligertune.train.evaluate import EarlyStopping
 from ligertune.train.meter import Counts, Meter
 from ligertune.train.metrics_logger import MetricsLogger
@@ -167,6 +173,7 @@ def _prepare(plan: Plan, accelerator: Accelerator, model: nn.Module) -> tuple[nn
         optimizer = with_kernel_step(optimizer)
     leave_four_bit_weights(model)
     model, optimizer = accelerator.prepare(model, optimizer)
+    autocast_under_fsdp(accelerator, model)
     attach_to_prepared(optimizer)
     return model, optimizer
 
