@@ -67,7 +67,9 @@ def _of_norm(choices: dict[Direction, Norm], decided: dict[str, str]) -> list[Pa
 def _decided(plan: row_norm.LaunchPlan, choice: Norm, chip: Chip) -> row_norm.LaunchPlan:
     """Return the code's plan with the candidate's choices."""
     parts = choice.parts or plan.parts
-    constants = {**plan.launch.constants, "BLOCK": plan.launch.constants["BLOCK"] * plan.parts // parts}
+    constants = dict(plan.launch.constants)
+    if "BLOCK" in constants:
+        constants["BLOCK"] = constants["BLOCK"] * plan.parts // parts
     changes = {"num_warps": choice.warps, "STAGES": choice.stages, "ROWS": choice.rows, "maxnreg": choice.registers}
     changes["PARTS"] = choice.parts
     constants |= {name: value for name, value in changes.items() if value is not None}
@@ -85,7 +87,8 @@ def _words(plan: row_norm.LaunchPlan, chip: Chip) -> str:
     each = f"{programs / chip.processors:.3g} programs a processor" if programs < 1 << 24 else "a program a tile"
     named = [f"{constants['num_warps']} warps", f"{constants.get('STAGES', 1)} stages", each, f"{plan.parts} parts"]
     named += [f"{constants['maxnreg']} registers at most"] if "maxnreg" in constants else []
-    return f"{plan.launch.kernel.fn.__name__}, {plan.rows} rows of {constants['BLOCK']}, {', '.join(named)}"
+    columns = constants["BLOCK"] if "BLOCK" in constants else 2 * constants["HALF"]  # backward_halves_kernel has halves
+    return f"{plan.launch.kernel.fn.__name__}, {plan.rows} rows of {columns}, {', '.join(named)}"
 
 
 def _of_rope(choice: Turn, decided: dict[str, str]) -> list[Patch]:
