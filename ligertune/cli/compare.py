@@ -65,7 +65,7 @@ def compare(
     folder = out or Path("runs") / time.strftime("compare-%Y%m%d-%H%M%S")
     check_folder(folder)
     target = read_target()
-    kernels = kernels_in_use(settings[0].recipe.kernels, target["arch"]) if ablate else ()
+    kernels = kernels_in_use(settings[0].recipe, target["arch"]) if ablate else ()
     sides = choose_sides(**wanted, ablate=kernels)
     check_losses(sides, settings[0].recipe.task)
     most = CPU_DEFAULTS if target["vendor"] == "cpu" else GPU_DEFAULTS

@@ -9,7 +9,7 @@ from typing import Any
 
 from ligertune.errors import UserError
 from ligertune.planning.options import SCORE_TASKS
-from ligertune.recipe import KernelsSpec
+from ligertune.recipe import Recipe
 
 
 @dataclass(frozen=True)
@@ -68,12 +68,16 @@ PEERS = ("liger",)
 RENAMED = {"hf": "without", "with-rebuild": "with-recompute", "with-rebuild-norms": "with-recompute-norms"}
 
 
-def kernels_in_use(kernels: KernelsSpec, arch: str) -> tuple[str, ...]:
+def kernels_in_use(recipe: Recipe, arch: str) -> tuple[str, ...]:
     """Return the kernels that a recipe uses on a device, for `choose_sides(ablate=...)`. arch: "sm90", "x86_64"."""
+    kernels, adapts = recipe.kernels, recipe.method.type in ("lora", "qlora")
+
+    def taken(value: bool | str) -> bool:
+        return value is True or (value == "auto" and arch == "sm90")
+
     in_use = {"rope": kernels.rope, "norm": kernels.norm, "mlp": kernels.mlp, "loss": kernels.loss != "torch",
-              "attention": kernels.attention is True or (kernels.attention == "auto" and arch == "sm90"),
-              "lora": kernels.lora,
-              "optimizer": kernels.optimizer is True or (kernels.optimizer == "auto" and arch == "sm90")}  # fmt: skip
+              "attention": taken(kernels.attention), "lora": adapts and taken(kernels.lora),
+              "optimizer": kernels.optimizer is True or (not adapts and taken(kernels.optimizer))}  # fmt: skip
     return tuple(name for name, used in in_use.items() if used)
 
 

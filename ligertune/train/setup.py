@@ -180,8 +180,9 @@ def _prepare(plan: Plan, accelerator: Accelerator, model: nn.Module) -> tuple[nn
 
 def _takes_kernel_step(plan: Plan, accelerator: Accelerator, optimizer: torch.optim.Optimizer) -> bool:
     kernels = plan.build.kernels
-    if kernels.enabled is False or kernels.optimizer != "auto":
-        return kernels.enabled is not False and kernels.optimizer
+    wanted = kernels.enabled is not False and kernels.optimizer
+    if wanted != "auto":
+        return wanted
     ranks = accelerator.num_processes if is_sharded(accelerator) else 1
     return not uses_deepspeed(accelerator) and kernel_step_pays(optimizer, accelerator.device, ranks=ranks)
 

@@ -61,6 +61,7 @@ def test_a_side_that_only_has_the_cross_entropy_is_refused_for_other_losses(side
         ([], "x86_64", ["rope", "norm", "mlp", "loss"]),
         # where auto takes the kernels
         ([], "sm90", ["rope", "norm", "mlp", "loss", "attention", "optimizer"]),
+        (["method.type=lora"], "sm90", ["rope", "norm", "mlp", "loss", "attention", "lora"]),
         (
             ["kernels.rope=false", "kernels.loss=torch", "kernels.optimizer=true"],
             "gfx942",
@@ -69,8 +70,8 @@ def test_a_side_that_only_has_the_cross_entropy_is_refused_for_other_losses(side
     ],
 )
 def test_each_kernel_that_the_recipe_uses_is_removed_once(overrides, arch, expected, settings):
-    kernels = settings(None, *overrides)[0].recipe.kernels
-    assert list(kernels_in_use(kernels, arch)) == expected
+    recipe = settings(None, *overrides)[0].recipe
+    assert list(kernels_in_use(recipe, arch)) == expected
     for side in choose_sides(ablate=expected):
         if side.removes:
             (changed,) = side.kernels.keys() - {"enabled"}

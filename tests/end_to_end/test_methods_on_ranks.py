@@ -6,6 +6,7 @@ from safetensors.torch import load_file
 
 LORA, DDP, FSDP = {"method.type": "lora"}, {"parallel.strategy": "ddp"}, {"parallel.strategy": "fsdp"}
 WAYS = {
+    "fused": {**LORA, **FSDP, "model.dtype": "bfloat16", "kernels.lora": True},
     "bfloat16": {**LORA, **FSDP, "model.dtype": "bfloat16", "train.gradient_checkpointing": True},
     "pissa": {**LORA, **FSDP, "method.init_lora_weights": "pissa"},
     "learning rates": {
