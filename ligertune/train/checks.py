@@ -24,6 +24,7 @@ from ligertune.patching.deferred_logits import LossCounts
 from ligertune.planning.memory.fit import advice
 from ligertune.planning.plan import LOSS_KERNELS, KernelLine, Plan
 from ligertune.train.distributed import reshard
+from ligertune.train.optim.algorithms import KernelAdamW
 
 # The largest relative differences of (logits, loss) between a row computed in parts and as a whole. bfloat16 rounds
 # attention's other order of summation; a part without its labels would miss at least 1 / C of them, 3 %.
@@ -132,8 +133,15 @@ class OutOfDeviceMemory(UserError):
     """The device ran out of memory. Sweeps over batch sizes catch it."""
 
 
-def kernels_as_run(lines: Sequence[KernelLine], counts: LossCounts) -> tuple[KernelLine, ...]:
-    """Return the lines of a plan's kernels, with the fused loss as left out if the steps did not compute it."""
+def kernels_as_run(
+    lines: Sequence[KernelLine], counts: LossCounts, optimizer: torch.optim.Optimizer
+) -> tuple[KernelLine, ...]:
+    """Return the lines of a plan's kernels, with the fused loss as left out if the steps did not compute it.
+
+    A line is added for the kernel of AdamW if it ran.
+    """
+    stepped = optimizer.stepped_by_kernel if isinstance(optimizer, KernelAdamW) else 0
+    lines = (*lines, KernelLine("adamw_step", stepped, 0, "")) if stepped else lines
     reasons = {line.kernel: why_not_fused((line,), counts) for line in lines}
     return tuple(
         line if (why := reasons[line.kernel]) is None else replace(line, applied=0, left=line.applied, note=why)

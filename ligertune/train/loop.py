@@ -20,6 +20,7 @@ from ligertune.train.distributed import any_rank, full_tensor, max_over_ranks, r
 from ligertune.train.evaluate import EarlyStopping, Evaluation, evaluate
 from ligertune.train.meter import Counts, synchronize
 from ligertune.train.metrics_logger import profiled
+from ligertune.train.optim.gradients import unwrap_optimizer
 from ligertune.train.optim.optimizers import set_learning_rate
 from ligertune.train.setup import Training
 
@@ -228,7 +229,7 @@ def finish(training: Training, state: TrainState, stop: StopRequest) -> TrainRes
         measured=meter.total(),
         peak_memory={"kind": meter.memory_kind, **max_over_ranks(accelerator, meter.peak_memory())},
         work=training.all_work(),
-        kernels=kernels_as_run(plan.kernels, losses),
+        kernels=kernels_as_run(plan.kernels, losses, unwrap_optimizer(training.optimizer)),
         losses=losses.as_dict(),
         notes=notes,
         experts=expert_load(training),

@@ -167,6 +167,11 @@ class KernelAdamW(torch.optim.AdamW):
         super().__init__(params, **options)
         self._steps: dict[Tensor, int] = {}  # the step count of each parameter, on the host
 
+    @property
+    def stepped_by_kernel(self) -> int:
+        """Parameters whose last step the kernel did."""
+        return len(self._steps)
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         self._steps.clear()

@@ -7,7 +7,10 @@ from ligertune_kernels.launcher import meta_runs_as
 from rerun_interpreted import DEVICE, RUNS_TRITON
 
 from ligertune.errors import UserError
+from ligertune.patching.deferred_logits import LossCounts
+from ligertune.planning.plan import KernelLine
 from ligertune.recipe import load_recipe
+from ligertune.train.checks import kernels_as_run
 from ligertune.train.optim.algorithms import KERNEL_STEP_SIZE, KernelAdamW, kernel_step_pays, with_kernel_step
 
 H100 = Chip("nvidia", "sm90", 32, 132, 50 << 20)
@@ -39,6 +42,8 @@ def test_it_trains_as_torchs_adamw_and_states_are_exchangeable():
     for a, b in zip(model.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
     assert one.state[next(model.parameters())]["step"] == 6
+    assert kernels_as_run((), LossCounts(), one) == (KernelLine("adamw_step", 4, 0, ""),)
+    assert kernels_as_run((), LossCounts(), other) == ()
 
 
 def test_groups_and_options_are_kept():
