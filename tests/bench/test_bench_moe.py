@@ -1,5 +1,6 @@
-"""scripts/bench_moe --whole: sides in processes of their own, with a time limit, on the same rows."""
+"""scripts/bench_moe: sides in processes of their own, with a time limit; pages of what this run measured only."""
 
+import json
 import subprocess
 import sys
 
@@ -39,3 +40,25 @@ def test_both_sides_train_a_small_model_from_the_same_rows(tmp_path):
         losses = [float(word) for word in line.rpartition("losses ")[2].split()]
         assert losses == pytest.approx([6.24] * 5, abs=0.15)
     assert "| ligertune bf16 | " in done.stdout
+
+
+@pytest.mark.slow
+def test_whole_steps_have_a_page_of_this_run_only(tmp_path):
+    command = [
+        sys.executable,
+        ROOT / "scripts" / "bench_moe",
+        "--end-to-end",
+        "--small",
+        "--only",
+        "qwen3",
+        "--sides",
+        "hf",
+    ]
+    done = subprocess.run([*command, "--out", tmp_path], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (page,) = (json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"page": '))
+    assert [row["side"] for row in page["rows"]] == ["ligertune", "Hugging Face"]
+    assert page["rows"][1]["times"] == 1 and "qwen3-30b-a3b, ligertune" in page["remarks"][0]
+    again = subprocess.run([*command, "--out", tmp_path], capture_output=True, text=True, timeout=300, check=False)
+    assert again.returncode == 2 and "already holds a comparison" in again.stdout + again.stderr
+    assert "nothing was measured" in again.stdout
