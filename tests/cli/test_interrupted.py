@@ -77,6 +77,7 @@ def test_a_closed_terminal_saves_the_run(processes, tmp_path):
     settings |= {"logging.logging_steps": 1, "data.val_split": 0}
     pid, terminal = pty.fork()
     if pid == 0:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, also in this process
         os.chdir(tmp_path)
         os.execve(sys.executable, train_command(**settings), environment())
     metrics = tmp_path / "run" / "metrics.jsonl"
