@@ -76,7 +76,7 @@ def kernels_in_use(recipe: Recipe, arch: str) -> tuple[str, ...]:
         return value is True or (value == "auto" and arch == "sm90")
 
     in_use = {"rope": kernels.rope, "norm": kernels.norm, "mlp": kernels.mlp, "loss": kernels.loss != "torch",
-              "attention": taken(kernels.attention), "lora": adapts and taken(kernels.lora),
+              "attention": taken(kernels.attention), "lora": kernels.lora,
               "optimizer": kernels.optimizer is True or (not adapts and taken(kernels.optimizer))}  # fmt: skip
     return tuple(name for name, used in in_use.items() if used)
 

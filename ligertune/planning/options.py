@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from ligertune.hardware import Machine
 from ligertune.recipe import Recipe, load_recipe, schema, train_sections
 
 TokenizerOptions = schema.TokenizerSpec
@@ -159,16 +158,6 @@ class RunOptions:
             logging=recipe.logging,
             measurement=recipe.report,
         )
-
-
-def with_fused_lora(recipe: Recipe, machine: Machine) -> Recipe:
-    """Return the recipe with true or false for `kernels.lora: auto`: true where it was measured to be faster."""
-    kernels, train = recipe.kernels, recipe.train
-    if kernels.lora != "auto":
-        return recipe
-    # torch.compile optimises peft's own code better. CUDA graphs of fused layers and 8-bit weights were not measured.
-    measured = machine.arch == "sm90" and not (train.torch_compile or train.cuda_graphs or recipe.method.load_in_8bit)
-    return recipe.model_copy(update={"kernels": kernels.model_copy(update={"lora": measured})})
 
 
 def data_rows_of(recipe: Recipe | BuildOptions) -> DataRows:

@@ -44,16 +44,8 @@ def test_both_sides_train_a_small_model_from_the_same_rows(tmp_path):
 
 @pytest.mark.slow
 def test_whole_steps_have_a_page_of_this_run_only(tmp_path):
-    command = [
-        sys.executable,
-        ROOT / "scripts" / "bench_moe",
-        "--end-to-end",
-        "--small",
-        "--only",
-        "qwen3",
-        "--sides",
-        "hf",
-    ]
+    options = ["--end-to-end", "--small", "--only", "qwen3", "--sides", "hf"]
+    command = [sys.executable, ROOT / "scripts" / "bench_moe", *options]
     done = subprocess.run([*command, "--out", tmp_path], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     (page,) = (json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"page": '))

@@ -108,7 +108,7 @@ def test_the_preference_page_compares_with_trl_on_the_same_batch(monkeypatch):
     assert "times" not in script.row_of(alone, None)
     said = script.remarks([mine, theirs, alone], {4: theirs}, {"ligertune": 16, "trl": 0}, "pairs")
     assert said[0] == "Largest relative difference of the first 2 losses, ligertune from TRL, batch 4: 1.0e-02."
-    assert said[1].endswith("of the memory): ligertune 16, TRL none.") and len(said) == 2
+    assert ": ligertune 16, TRL none. " in said[1] and len(said) == 2
 
 
 @pytest.mark.slow

@@ -14,8 +14,10 @@ from torch import Tensor
 from ligertune.train.distributed import local_shard
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-KERNEL_STEP_CHIPS = ("sm90",)  # where the kernel was measured to be faster than torch's fused AdamW
-KERNEL_STEP_SIZE = 1 << 22  # mean elements of a tensor on a rank from which it is; at 2^20 launches take the time
+# Where the kernel was measured to be faster than torch's fused AdamW: on these chips, and from this mean number of
+# elements that a rank holds of a tensor. One launch per tensor takes longer than torch's few below it.
+KERNEL_STEP_CHIPS = ("sm90",)
+KERNEL_STEP_SIZE = 1 << 22
 PIECE = 1 << 24  # elements of AdamWBf16's pieces; the six fp32 temporaries of one take 400 MB
 # GaLore: extra directions of the subspace iteration, which make the R kept ones accurate, and its iterations
 OVERSAMPLING, ITERATIONS = 8, 2
