@@ -32,7 +32,7 @@ from ligertune.models.score_head import check_task
 from ligertune.models.shape import copied_shape
 from ligertune.planning.batch_layout import resolve_packing
 from ligertune.planning.make_plan import PlanInputs, make_plan, warn_of_host_memory
-from ligertune.planning.options import BatchLayoutOptions, RunOptions, data_rows_of
+from ligertune.planning.options import BatchLayoutOptions, RunOptions, data_rows_of, with_fused_lora
 from ligertune.planning.plan import Plan
 from ligertune.planning.precision import check_float8, choose_precision
 from ligertune.planning.preflight import check_output_dir, check_packages, check_paths, clear_run
@@ -94,6 +94,7 @@ def _load_and_plan(recipe: Recipe, machine: Machine, progress: ProgressCallback 
     config = read_config(recipe.model)
     check_task(config, recipe.task)
     recipe, packing_notes = resolve_packing(recipe, **exact_packing(config))
+    recipe = with_fused_lora(recipe, machine)
     layout = BatchLayoutOptions.of(recipe)
     precision = choose_precision(recipe.model.dtype, machine, method=recipe.method.type)
     choose_batch_layout(layout, config, machine, precision)  # refuse impossible settings before data are read

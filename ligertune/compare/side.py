@@ -62,7 +62,7 @@ SIDES = (
     Side("liger", "liger-kernel", OFF, change="liger", needs="liger_kernel"),
 )
 SIDE_OF = {side.name: side for side in SIDES}
-BASELINES = ("hf", "hf-chunked", "compile", *(name for name in SIDE_OF if name.startswith("with-")))
+BASELINES = ("hf", "hf-chunked", "compile", *(name for name in SIDE_OF if name.startswith(("with-", "no-"))))
 PEERS = ("liger",)
 # other names of sides: Hugging Face's, and those of earlier versions
 RENAMED = {"hf": "without", "with-rebuild": "with-recompute", "with-rebuild-norms": "with-recompute-norms"}
@@ -76,7 +76,7 @@ def kernels_in_use(recipe: Recipe, arch: str) -> tuple[str, ...]:
         return value is True or (value == "auto" and arch == "sm90")
 
     in_use = {"rope": kernels.rope, "norm": kernels.norm, "mlp": kernels.mlp, "loss": kernels.loss != "torch",
-              "attention": taken(kernels.attention), "lora": kernels.lora,
+              "attention": taken(kernels.attention), "lora": adapts and taken(kernels.lora),
               "optimizer": kernels.optimizer is True or (not adapts and taken(kernels.optimizer))}  # fmt: skip
     return tuple(name for name, used in in_use.items() if used)
 

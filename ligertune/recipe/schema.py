@@ -101,8 +101,8 @@ class KernelsSpec(Section):
     """Loss; linear_cross_entropy: never stores the logits; cross_entropy: on stored logits; torch: PyTorch's."""
     attention: AutoSwitch = "auto"
     """Attention kernel for packed documents; auto: in half precision on sm90 (H100, H200), where it is faster."""
-    lora: Switch = False
-    """Fuse the LoRA update into the matrix multiplication."""
+    lora: AutoSwitch = "auto"
+    """Fuse the LoRA update into the matrix multiplication; auto: on sm90 (H100, H200), where it is faster."""
     optimizer: AutoSwitch = "auto"
     """Use the AdamW kernel for adamw_torch_fused; auto: for large weights on sm90 (H100, H200), where it is faster."""
     recompute: SwitchOrNorms = False
@@ -111,7 +111,7 @@ class KernelsSpec(Section):
     @property
     def fuses_lora(self) -> bool:
         """Whether LoRA layers add their update inside the matrix multiplication."""
-        return self.enabled is not False and self.lora
+        return self.enabled is not False and self.lora is True  # the plan has replaced auto
 
     @property
     def fuses_heads_loss(self) -> bool:

@@ -61,7 +61,7 @@ def test_a_side_that_only_has_the_cross_entropy_is_refused_for_other_losses(side
         ([], "x86_64", ["rope", "norm", "mlp", "loss"]),
         # where auto takes the kernels
         ([], "sm90", ["rope", "norm", "mlp", "loss", "attention", "optimizer"]),
-        (["method.type=lora"], "sm90", ["rope", "norm", "mlp", "loss", "attention"]),
+        (["method.type=lora"], "sm90", ["rope", "norm", "mlp", "loss", "attention", "lora"]),
         (
             ["kernels.rope=false", "kernels.loss=torch", "kernels.optimizer=true"],
             "gfx942",

@@ -149,7 +149,7 @@ RULES = (
     *each(
         "{0} {why}",
         "method.load_in_8bit",
-        ("kernels.lora", f"multiplies in 8 bits, and {{1}} adds the update inside 16-bit products. {ONE_OUT}"),
+        ("kernels.lora: true", f"multiplies in 8 bits, and {{1}} adds the update inside 16-bit products. {ONE_OUT}"),
         ("task: medusa", "is not supported with {1}: medusa. Leave it out."),
         ("train.gradient_checkpointing: offload_gate|offload_both",
          "has no plain linear layers, whose outputs {1}: {v[1]} saves. Write train.gradient_checkpointing: true."),

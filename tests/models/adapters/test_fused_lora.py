@@ -1,6 +1,7 @@
 """Fused LoRA layers compute what peft does, and call peft's own code where it does more."""
 
 import copy
+import dataclasses
 
 import peft
 import pytest
@@ -11,10 +12,11 @@ from quickstart_runs import plan_run
 from torch import nn
 
 from ligertune.activations.checkpointing import checkpoint_layers
+from ligertune.hardware import this_machine
 from ligertune.models.adapters.fused_lora import FusedLora, fuse_adapters
 from ligertune.models.trainable import apply_method
 from ligertune.patching.patch import patch
-from ligertune.planning.options import MethodOptions
+from ligertune.planning.options import MethodOptions, with_fused_lora
 from ligertune.recipe import load_recipe
 from ligertune.recipe.read import bundled
 from ligertune.run import plan_for
@@ -179,6 +181,25 @@ def test_kernels_lora_fuses_every_adapter_of_a_run(value, tmp_path):
     assert found.get("lora_linear") == (35 if value else None)
     model, _ = trained_model(job.plan, job.config, start_accelerator(job.plan))
     assert sum(isinstance(module, FusedLora) for module in model.modules()) == (35 if value else 0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "arch", "fused"),
+    [
+        ({}, "sm90", True),
+        ({}, "sm80", False),
+        ({"train.torch_compile": True}, "sm90", False),
+        ({"method.type": "full"}, "sm90", False),
+        ({"method.load_in_8bit": True}, "sm90", False),
+        ({"kernels.lora": False}, "sm90", False),
+        ({"kernels.lora": True}, "sm80", True),
+    ],
+)
+def test_auto_fuses_where_it_was_measured_to_be_faster(changes, arch, fused):
+    overrides = [f"{key}={value}" for key, value in {"method.type": "lora", **changes}.items()]
+    recipe = load_recipe(bundled("quickstart/stories260k.yaml"), overrides=overrides)
+    machine = dataclasses.replace(this_machine(), arch=arch)
+    assert with_fused_lora(recipe, machine).kernels.lora is fused
 
 
 def test_an_adapter_starts_from_the_runs_seed(tmp_path):
