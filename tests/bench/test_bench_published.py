@@ -35,7 +35,7 @@ def ended(side: str, rate: float) -> Trial:
     return Trial(side, 1, 1, steps, report, None)
 
 
-@pytest.mark.parametrize("name", ["lora_llama", "lora_qwen", "lora_packed", "full_4096", "full_8192"])
+@pytest.mark.parametrize("name", ["lora_llama", "lora_qwen", "lora_4bit", "lora_packed", "full_4096", "full_8192"])
 def test_every_table_has_a_valid_recipe_and_loras_are_in_the_published_setting(name, script, options):
     recipe, table = script.recipe_of(options, name), script.TABLES[name]
     train, method = recipe.train, recipe.method

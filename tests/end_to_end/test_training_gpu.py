@@ -58,6 +58,11 @@ def optimizer_case(name: str):
         *(optimizer_case(name) for name in OPTIMIZERS),
         *(pytest.param(changes, id=name) for name, changes in OFFLOAD.items()),
         pytest.param({"method.type": "lora", "kernels.lora": True, "train.learning_rate": 1e-2}, id="fused adapters"),
+        pytest.param(
+            {"method.type": "qlora", "kernels.lora": True, "train.learning_rate": 1e-2},
+            id="fused adapters, 4 bits",
+            marks=pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="needs bitsandbytes"),
+        ),
         pytest.param({**COMPILED, **SHORT}, id="compiled"),
         pytest.param({**COMPILED, **SHORT, "train.gradient_checkpointing": True}, id="compiled and checkpointed"),
         pytest.param({**COMPILED, **PACKED}, id="compiled, packed"),

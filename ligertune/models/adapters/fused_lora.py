@@ -8,15 +8,23 @@ into the other one (`addmm_`), in fp32 and rounded once. Seven such layers of Ll
 218 M weights: in 16 bits, peft's passes move as many bytes as 20 % of the time of the frozen products.
 
 peft's own code runs wherever it does more than this (DoRA, dropout, several adapters, a merged adapter).
+
+Weights in 4 bits (QLoRA) are dequantised for each product, by one kernel instead of bitsandbytes' three. Only the last
+one is kept, until the next: a checkpointed layer multiplies its last weight twice.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
+import sys
+import weakref
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from ligertune_kernels import linear_cross_entropy
+from ligertune_kernels.ops.moe.dequantize_nf4 import BLOCK, SCALE_BLOCK, Nf4, dequantize_nf4
 from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -25,6 +33,70 @@ from ligertune.patching.deferred_logits import STATE, count_fused
 from ligertune.patching.fused_loss import LossHead
 from ligertune.patching.module_patch import ModulePatch, has_own_hooks, patch_module
 from ligertune.patching.recompute import is_linear, is_whole, recomputation_of
+
+
+@dataclass(frozen=True)
+class FourBitWeight:
+    """A frozen weight (F, E) that bitsandbytes has stored in NF4 with double quantisation. parameter: its bytes."""
+
+    parameter: Tensor
+    nf4: Nf4
+    shape: tuple[int, int]
+    dtype: torch.dtype
+
+    def dequantize(self) -> Tensor:
+        """Return the weight. Read it only: the next call may return the same tensor."""
+        return _LAST.setdefault(self.parameter.device, _LastWeight()).of(self)
+
+
+class _LastWeight:
+    """The weight of a device that was dequantised last. It is freed before the next one is allocated."""
+
+    def __init__(self) -> None:
+        self._dense: Tensor | None = None
+        self._key: tuple[weakref.ref, int, torch.dtype] | None = None  # parameter, address of its bytes, dtype
+
+    def of(self, weight: FourBitWeight) -> Tensor:
+        shape, parameter = (1, *weight.shape), weight.parameter
+        if parameter.is_cuda and torch.cuda.is_current_stream_capturing():  # a graph reads only what it writes
+            return dequantize_nf4(weight.nf4, shape, weight.dtype)[0]
+        now = parameter.data_ptr(), weight.dtype
+        if self._key is None or self._key[0]() is not parameter or self._key[1:] != now:
+            self._dense = self._key = None
+            with torch.inference_mode(False):  # the next training step may read it, too
+                self._dense = dequantize_nf4(weight.nf4, shape, weight.dtype)[0]
+            self._key = (weakref.ref(parameter), *now)
+        return self._dense
+
+
+_LAST: dict[torch.device, _LastWeight] = {}
+
+
+def four_bit_weight(layer: nn.Module) -> FourBitWeight | None:
+    """Return the weight of bitsandbytes' Linear4bit; None for any other layer, and for another format of 4 bits."""
+    parameter = getattr(layer, "weight", None)
+    state = getattr(parameter, "quant_state", None)
+    if state is None or not state.nested or getattr(state, "packing_format_for_cpu", False):
+        return None
+    if (state.quant_type, state.blocksize, state.state2.blocksize) != ("nf4", BLOCK, SCALE_BLOCK):
+        return None
+    if parameter.dtype != torch.uint8 or math.prod(state.shape) % BLOCK:
+        return None
+    parts = parameter.detach(), state.absmax, state.state2.absmax, state.offset
+    return FourBitWeight(parameter, Nf4(*(part.view(1, -1) for part in parts[:3]), parts[3].view(1)),
+                         tuple(state.shape), state.dtype)  # fmt: skip
+
+
+def low_rank_update(
+    x: Tensor,  # (..., E)
+    a: Tensor,  # (R, E)
+    b: Tensor,  # (F, R)
+    scale: float,
+    weight: Tensor | FourBitWeight,  # (F, E), frozen
+    bias: Tensor | None = None,  # (F,), frozen
+) -> Tensor:  # (..., F)
+    """Return x W^T + bias + s (x A^T) B^T."""
+    return _LowRankUpdate.apply(x, a, b, scale, None, weight, bias)
 
 
 class _LowRankUpdate(torch.autograd.Function):
@@ -38,28 +110,31 @@ class _LowRankUpdate(torch.autograd.Function):
         b: Tensor,  # (F, R)
         scale: float,
         base: Tensor | None,
-        weight: Tensor,  # (F, E)
+        weight: Tensor | FourBitWeight | None,  # (F, E); None with `base`
         bias: Tensor | None,
     ) -> Tensor:  # (..., F)
         rows, narrow_a, scaled_b = x.flatten(0, -2), a.to(x.dtype), (scale * b).to(x.dtype)
         low = rows @ narrow_a.t()  # (N, R)
         if base is None:
-            y = F.linear(rows, weight, bias).addmm_(low, scaled_b.t())
+            y = F.linear(rows, _dense(weight), bias).addmm_(low, scaled_b.t())
         else:
             y = torch.addmm(base.flatten(0, -2), low, scaled_b.t())
-        ctx.save_for_backward(x, narrow_a, scaled_b, low, weight if base is None else None)
+        is_packed = isinstance(weight, FourBitWeight)
+        ctx.save_for_backward(x, narrow_a, scaled_b, low, None if is_packed else weight)
+        ctx.packed = weight if is_packed else None
         ctx.scale, ctx.adapter_dtypes = scale, (a.dtype, b.dtype)
         return y.view(*x.shape[:-1], len(b))
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, narrow_a, scaled_b, low, weight = ctx.saved_tensors
+        weight = ctx.packed if weight is None else weight
         needs_dx, needs_da, needs_db, _, needs_base, *_ = ctx.needs_input_grad
         d_rows = dy.flatten(0, -2)
         d_low = d_rows @ scaled_b if needs_dx or needs_da else None  # (N, R)
         dx = da = db = None
         if needs_dx:
-            dx = d_low @ narrow_a if weight is None else (d_rows @ weight).addmm_(d_low, narrow_a)
+            dx = d_low @ narrow_a if weight is None else (d_rows @ _dense(weight)).addmm_(d_low, narrow_a)
             dx = dx.view(x.shape)
         if needs_da:
             da = (d_low.t() @ x.flatten(0, -2)).to(ctx.adapter_dtypes[0])
@@ -68,19 +143,28 @@ class _LowRankUpdate(torch.autograd.Function):
         return dx, da, db, None, dy if needs_base else None, None, None
 
 
+def _dense(weight: Tensor | FourBitWeight) -> Tensor:
+    return weight.dequantize() if isinstance(weight, FourBitWeight) else weight
+
+
 class FusedLora(ModulePatch):
-    """Mixin of peft's LoRA layer around an nn.Linear: (..., E) -> (..., F)."""
+    """Mixin of peft's LoRA layer around an nn.Linear or bitsandbytes' Linear4bit: (..., E) -> (..., F)."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if args or kwargs or why_not_low_rank(self) is not None or _has_hooks(self) or not _uses_one_dtype(x, self):
+        if args or kwargs or why_not_low_rank(self) is not None or _has_hooks(self):
             return super().forward(x, *args, **kwargs)
         name, base = self.active_adapters[0], self.base_layer
+        packed = four_bit_weight(base)
+        if not _uses_one_dtype(x, self, packed):
+            return super().forward(x, *args, **kwargs)
         adapter = self.lora_A[name].weight, self.lora_B[name].weight, self.scaling[name]
         recomputation = recomputation_of(x)
         with recomputation.replacing(x) if recomputation is not None else contextlib.nullcontext():
+            if packed is not None:
+                return low_rank_update(x, *adapter, packed, None if base.bias is None else base.bias.to(x.dtype))
             if _is_frozen_linear(base):
-                return _LowRankUpdate.apply(x, *adapter, None, base.weight, base.bias)
-            return _LowRankUpdate.apply(x, *adapter, base(x), base.weight, None)
+                return low_rank_update(x, *adapter, base.weight, base.bias)
+            return _LowRankUpdate.apply(x, *adapter, base(x), None, None)
 
 
 class LoraLossHead(LossHead):
@@ -123,14 +207,21 @@ def _has_hooks(layer: LoraLinear) -> bool:
     return any(has_own_hooks(part) for part in (layer.lora_A[name], layer.lora_B[name], layer.base_layer))
 
 
-def _uses_one_dtype(x: Tensor, module: LoraLinear) -> bool:
-    """Return whether all products run in x's dtype on plain tensors. torch.compile optimises peft's code better."""
+def _uses_one_dtype(x: Tensor, module: LoraLinear, packed: FourBitWeight | None) -> bool:
+    """Return whether all products run in x's dtype on plain tensors. torch.compile optimises peft's code better.
+
+    packed: the base layer's weight, if it is in 4 bits.
+    """
     kind, name = x.device.type, module.active_adapters[0]
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
     if torch.compiler.is_compiling() or dtype != x.dtype or not x.is_floating_point():
         return False
-    weights = module.base_layer.weight, module.lora_A[name].weight, module.lora_B[name].weight
-    return all(map(is_whole, weights)) and weights[0].dtype == x.dtype
+    weights = [module.lora_A[name].weight, module.lora_B[name].weight]
+    if packed is not None:
+        computed = getattr(module.base_layer, "compute_dtype", None) or x.dtype
+        return all(map(is_whole, weights)) and packed.dtype == computed == x.dtype
+    base_weight = module.base_layer.weight
+    return all(map(is_whole, [base_weight, *weights])) and base_weight.dtype == x.dtype
 
 
 def _is_frozen_linear(base: nn.Module) -> bool:
@@ -140,7 +231,9 @@ def _is_frozen_linear(base: nn.Module) -> bool:
 
 def fuse_adapters(model: nn.Module) -> int:
     """Replace the forward of every plain LoRA layer of `model` by the fused one; return the number of layers."""
-    layers = [module for module in model.modules() if type(module) is LoraLinear]
+    # peft has loaded this module if the model has a layer of it; importing it would import bitsandbytes
+    four_bit = getattr(sys.modules.get("peft.tuners.lora.bnb"), "Linear4bit", LoraLinear)
+    layers = [module for module in model.modules() if type(module) in (LoraLinear, four_bit)]
     for layer in layers:
         patch_module(layer, FusedLora)
     return len(layers)
