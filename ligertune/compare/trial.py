@@ -264,7 +264,7 @@ def _train(recipe: Path, change: str | None) -> dict:
         "attn_implementation": plan.attn_implementation,
         "rows": plan.rows.kind,
         "padding_free": plan.rows.padding_free,
-        "fp8": plan.build.execution.fp8,
+        "fp8": bool(plan.build.execution.fp8),
         "batch": batch_words(plan),
     }
 

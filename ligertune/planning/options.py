@@ -35,7 +35,7 @@ class ExecutionOptions:
 
     torch_compile: bool
     cuda_graphs: bool
-    fp8: bool
+    fp8: Literal["torchao"] | bool
     full_determinism: bool
     gradient_checkpointing: Literal["offload", "offload_gate", "offload_both"] | bool
     neftune_noise_alpha: float | None

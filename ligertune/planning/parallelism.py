@@ -188,6 +188,12 @@ UNSUPPORTED = (
     ),
     UnsupportedSetting(
         ("fsdp",),
+        lambda recipe, autocast: recipe.train.fp8 is True,
+        "train.fp8: true keeps float8 copies of whole weights, and under fsdp each rank has a part of each.",
+        "Write train.fp8: torchao, or parallel.strategy: ddp.",
+    ),
+    UnsupportedSetting(
+        ("fsdp",),
         lambda recipe, autocast: recipe.checkpoint.async_save,
         "checkpoint.async_save: under fsdp all ranks write their shards of a checkpoint together and wait for it.",
         "Leave the key out, or write parallel.strategy: ddp.",

@@ -11,6 +11,7 @@ from ligertune.recipe import Recipe
 
 OLDEST_NVIDIA = 89  # compute capability 8.9 (Ada) is the first with float8; 9.0 is Hopper
 AMD_WITH_FLOAT8 = ("gfx942", "gfx950", "gfx1200", "gfx1201")  # architectures that torch._scaled_mm supports
+OTHER_FLOAT8 = ("gfx942",)  # their float8 has another exponent bias, which our kernels do not write
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,11 @@ def check_float8(recipe: Recipe, machine: Machine) -> None:
             f"train.fp8: {machine.name} ({machine.arch}) does not multiply in float8; {supported}.",
             hint="Write train.fp8: false.",
         )
+    if machine.arch in OTHER_FLOAT8 and recipe.train.fp8 != "torchao":
+        raise UserError(
+            f"train.fp8: true: our kernels do not write the float8 of {machine.name} ({machine.arch}).",
+            hint="Write train.fp8: torchao.",
+        )
 
 
 def float8_notes(recipe: Recipe, machine: Machine) -> tuple[str, ...]:
@@ -72,6 +78,6 @@ def float8_notes(recipe: Recipe, machine: Machine) -> tuple[str, ...]:
         return ()
     if machine.vendor == "cpu":
         return ("train.fp8 is emulated on a CPU: the losses are those of float8, the speed is not",)
-    if not recipe.train.torch_compile:
-        return ("train.fp8 is slow without train.torch_compile: true: each cast to float8 launches several kernels",)
+    if recipe.train.fp8 == "torchao" and not recipe.train.torch_compile:
+        return ("train.fp8: torchao is slow without train.torch_compile: true: each cast to float8 launches several kernels",)
     return ()

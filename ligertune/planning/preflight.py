@@ -80,7 +80,7 @@ def check_packages(recipe: Recipe) -> None:
     wanted |= {"method.type": ("qlora", "bitsandbytes")} if recipe.method.type == "qlora" else {}
     wanted |= {"method.load_in_8bit": ("true", "bitsandbytes")} if recipe.method.load_in_8bit else {}
     wanted |= {"distill.teacher_load_in_4bit": ("true", "bitsandbytes")} if recipe.distill.teacher_load_in_4bit else {}
-    wanted |= {"train.fp8": ("true", "torchao")} if recipe.train.fp8 else {}
+    wanted |= {"train.fp8": ("torchao", "torchao")} if recipe.train.fp8 == "torchao" else {}
     if recipe.parallel.strategy.startswith("deepspeed"):
         wanted["parallel.strategy"] = (recipe.parallel.strategy, "deepspeed")
     for tracker in recipe.logging.report_to:

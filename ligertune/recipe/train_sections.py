@@ -170,8 +170,8 @@ class TrainSpec(Section):
     """Compile each layer with torch.compile: minutes at the start, then faster steps."""
     cuda_graphs: Switch = False
     """Replay forward and backward as a CUDA graph: on one GPU, for steps so small that kernel launches limit them."""
-    fp8: Switch = False
-    """Multiply in float8 (torchao) in linear layers; weights keep their dtype. Less exact; faster when compiled."""
+    fp8: Literal["torchao"] | Switch = False
+    """Multiply in float8 in linear layers, with our kernels or torchao's; trained weights keep their dtype."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 42
     """Seed of weight initialisation, data order and validation split."""
 

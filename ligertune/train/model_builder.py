@@ -22,7 +22,8 @@ from ligertune.attention.padding_free import choose_batch_layout
 from ligertune.decode.medusa_run import with_heads
 from ligertune.models.added_tokens import check_new_rows
 from ligertune.models.compile import compile_layers
-from ligertune.models.float8 import float8_linears, to_float8
+from ligertune.models.float8.float8_layers import float8_linears, to_float8, to_torchao_float8
+from ligertune.models.float8.float8_linear import hold_frozen_weights
 from ligertune.models.load import build_model
 from ligertune.models.read_config import read_config
 from ligertune.models.score_head import gives_scores, prepare_config
@@ -103,10 +104,12 @@ def trained_model(
     if execution.torch_compile:
         compile_layers(model)
     if execution.fp8:
-        to_float8(model)
+        to_torchao_float8(model) if execution.fp8 == "torchao" else to_float8(model)
     if kind := execution.gradient_checkpointing:
         checkpoint_layers(model, kind, compiled=execution.torch_compile, first=plan.checkpointed_layers)
     model = apply_method(model, options.method, seed=options.seed, fused=options.kernels.fuses_lora)
+    if options.method.type == "lora":
+        hold_frozen_weights(model)
     if options.task == "medusa":
         with accelerator.autocast():  # heads are compared with the model's own output, and adapters are float32
             model = with_heads(options, model)

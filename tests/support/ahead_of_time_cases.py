@@ -234,6 +234,22 @@ def _dequantize_nf4() -> list[Case]:
     return [case((8, 4096, 512), BF16), *on_the_first(case((8, 7, 9), FP32))]
 
 
+def _quantize_float8() -> list[Case]:
+    """Both copies, as activations have them, and the copy by rows alone, of frozen weights' products."""
+
+    def case(dtype: torch.dtype, x_dtype: torch.dtype, *, amax: bool, columns: bool) -> Case:
+        x, scale, maxima = meta(ROWS, 4096, dtype=x_dtype), meta(dtype=FP32), meta(1024, dtype=FP32)
+        options = {"dtype": dtype, "columns": columns, "amax": maxima if amax else None}
+        return Case(lambda: kernels.quantize_float8(x, scale, **options), (), x_dtype, backward=False)
+
+    e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
+    return [
+        case(e4m3, BF16, amax=True, columns=True),
+        case(e5m2, BF16, amax=True, columns=True),
+        *on_the_first(case(e4m3, BF16, amax=False, columns=False), case(e4m3, FP32, amax=True, columns=True)),
+    ]
+
+
 def _cross_entropy() -> list[Case]:
     def weighted(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         weight = meta(logits.shape[-1], dtype=FP32)
@@ -356,6 +372,7 @@ CASES: dict[str, Callable[[], list[Case]]] = {
     "experts": _experts,
     "embedding": _embedding,
     "dequantize_nf4": _dequantize_nf4,
+    "quantize_float8": _quantize_float8,
     "int2_int8_matmul": _int2_int8,
     "cross_entropy": _cross_entropy,
     "linear_cross_entropy": _linear_cross_entropy,

@@ -221,7 +221,8 @@ def _uses_one_dtype(x: Tensor, module: LoraLinear, packed: FourBitWeight | None)
         computed = getattr(module.base_layer, "compute_dtype", None) or x.dtype
         return all(map(is_whole, weights)) and packed.dtype == computed == x.dtype
     base_weight = module.base_layer.weight
-    return all(map(is_whole, [base_weight, *weights])) and base_weight.dtype == x.dtype
+    # The products of a float8 weight have x's dtype.
+    return all(map(is_whole, [base_weight, *weights])) and base_weight.dtype in (x.dtype, torch.float8_e4m3fn)
 
 
 def _is_frozen_linear(base: nn.Module) -> bool:

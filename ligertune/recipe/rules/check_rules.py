@@ -217,13 +217,23 @@ RULES = (
     *each(
         "{0} {why}",
         "train.fp8",
-        ("method.type: not full",
-         "speeds up the matrix products of weights that train, and {1} is {v[1]}. Leave {0} out."),
+        ("method.type: freeze|qlora", "supports full and lora only, and {1} is {v[1]}. Leave {0} out."),
+        ("method.load_in_8bit", f"and {{1}} both quantise the same weights. {ONE_OUT}"),
+        ("method.use_dora", f"keeps frozen weights in float8, and {{1}} reads their norms. {ONE_OUT}"),
         ("model.dtype: float16", "needs bfloat16 or float32, and {1} is float16. Write model.dtype: bfloat16."),
         ("kernels.recompute",
-         f"uses linear layers of torchao, which save their input, and {{1}} recomputes it. {ONE_OUT}"),
+         f"saves each layer's input in float8, and {{1}} recomputes it. {ONE_OUT}"),
         ("vision.freeze_language_model", f"applies to the language model's layers, and {{1}} freezes them. {ONE_OUT}"),
     ),
+    Rule("train.fp8: torchao, method.type: lora",
+         "{0}: torchao speeds up the matrix products of weights that train, and {1} is lora. Write train.fp8: true."),
+    Rule("train.fp8: true, train.torch_compile",
+         "{0}: true runs kernels that {1} does not trace. Leave {1} out, or write train.fp8: torchao."),
+    Rule("train.fp8: true, train.cuda_graphs",
+         f"{{0}}: true computes other scales after the first step, and {{1}} replays the first one. {ONE_OUT}"),
+    Rule("train.fp8: true, parallel.strategy: fsdp",
+         "{0}: true keeps float8 copies of whole weights, and {1} is fsdp, which shards them. "
+         "Write train.fp8: torchao, or parallel.strategy: ddp."),
     # ---- processes
     *each(
         "{0} is qlora, whose 4-bit weights cannot be sharded, and {1}: {v[1]} shards them. Write method.type: lora, or "

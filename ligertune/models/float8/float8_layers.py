@@ -1,11 +1,8 @@
-"""Float8 training with torchao: linear layers inside the decoder layers multiply in float8.
+"""Choice and conversion of the linear layers that multiply in float8: with our kernels, or with torchao.
 
-    y = x W'        dx = dy W        dW = dy' x        both operands in float8, accumulated in float32
-
-Each product casts x and W to e4m3 and dy, which needs more range, to e5m2. A tensor has one scale, from its largest
-absolute value (torchao's "tensorwise" recipe, its fastest). Weights, gradients, activations and checkpoints keep the
-model's dtype. The output head (its error would go straight into the loss), embeddings, routers and the vision tower
-stay unquantised.
+The linear layers inside the decoder layers are converted, in full fine-tuning and under LoRA. The output head (its
+error would go straight into the loss), embeddings, routers and the vision tower stay unquantised. Weights that train,
+gradients, activations and checkpoints keep the model's dtype.
 
 One scale per batch means that rows, and packed documents, change each other's rounding.
 """
@@ -19,6 +16,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from ligertune.errors import UserError
+from ligertune.models.float8.float8_linear import to_float8_linears
 from ligertune.vision.families import family_of, has_vision, part_of
 
 if TYPE_CHECKING:
@@ -80,10 +78,20 @@ def _why_skipped(name: str, module: nn.Module) -> str | None:
 
 
 def to_float8(model: PreTrainedModel) -> None:
-    """Convert the chosen linear layers in place, keeping weights and names; on a CPU float8 is emulated.
+    """Make the chosen linear layers multiply with our kernels, in place; on a CPU float8 is emulated.
+
+    Call it after `patch` and before adapters are added. Weights, names and checkpoints stay the same.
+    """
+    taken = float8_linears(model).taken
+    to_float8_linears([model.get_submodule(name) for name in taken], model.device)
+
+
+def to_torchao_float8(model: PreTrainedModel) -> None:
+    """Convert the chosen linear layers to torchao's, in place, keeping weights and names; emulated on a CPU.
 
     Call it after `patch` and before FSDP2, DDP or a compiled forward. The layers are no longer `nn.Linear`, so no
-    kernel overwrites their outputs in place (`patching.mlps.kernel_mlps.gives_new_unseen_output`).
+    kernel overwrites their outputs in place (`patching.mlps.kernel_mlps.gives_new_unseen_output`). Each tensor is
+    scaled by its own largest value (torchao's "tensorwise" recipe, its fastest).
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 

@@ -1,0 +1,1 @@
+"""Float8 operands of matrix products."""

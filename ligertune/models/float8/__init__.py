@@ -1,0 +1,1 @@
+"""Float8 linear layers: which ones, their scales, and their products."""

@@ -1,0 +1,132 @@
+"""Delayed scales of float8 tensors: each follows from the largest values of earlier steps.
+
+    scale = largest float8 / (HEADROOM · max of the last HISTORY steps' amax)
+
+The kernel that quantises a tensor with this scale also finds its amax, so no pass over the tensor only looks for it.
+Scales stay the same within an optimizer step: micro-batches and recomputed layers round as the first forward did. In
+the first step there is no history, and each tensor is scaled by its own amax.
+
+The history is saved with each checkpoint, so that a resumed run rounds as an uninterrupted one.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from ligertune_kernels import quantize_float8
+from ligertune_kernels.ops.float8.quantize_float8 import PARTS
+from torch import Tensor
+
+HISTORY = 16  # steps
+# A tensor may grow twofold from its history before values are cut off. float8 is a floating-point type: a smaller scale
+# costs no precision, only a bit of its range below.
+HEADROOM = 2.0
+ALIGNED = 4  # float32 values per scale: the kernel's loads of each are aligned
+
+
+class Quantized(NamedTuple):
+    """A matrix (N, C) in float8: x = q · inverse."""
+
+    rows: Tensor | None  # (..., C)
+    columns: Tensor | None  # (C, N rounded up to a multiple of 16)
+    inverse: Tensor  # () float32
+
+
+def quantize_by_amax(x: Tensor, dtype: torch.dtype, *, rows: bool = True, columns: bool = True) -> Quantized:
+    """Quantise with the scale that x's own largest value gives."""
+    amax = torch.linalg.vector_norm(x.detach(), float("inf")).float()
+    scale = torch.where(amax > 0, torch.finfo(dtype).max / amax, 1.0)
+    return Quantized(*quantize_float8(x, scale, dtype=dtype, rows=rows, columns=columns), scale.reciprocal())
+
+
+@dataclass(frozen=True)
+class _Input:
+    """The last quantised input of a layer, for the next layers that read the same tensor."""
+
+    tensor: weakref.ref[Tensor]
+    version: int
+    slot: int
+    recorded: bool
+    found: Quantized
+
+
+class DelayedScales:
+    """Scales and amax of a model's float8 tensors, each of which has a slot."""
+
+    def __init__(self, dtypes: list[torch.dtype], device: torch.device) -> None:
+        self.dtypes, self.steps = dtypes, 0
+        slots = len(dtypes)
+        self.largest = torch.tensor([torch.finfo(dtype).max for dtype in dtypes], device=device)  # (slots,)
+        self.history = torch.zeros(HISTORY, slots, device=device)
+        self.parts = torch.zeros(slots, PARTS, device=device)  # running amax of this step
+        self.scale = torch.ones(slots, ALIGNED, device=device)
+        self.inverse = torch.ones(slots, ALIGNED, device=device)
+        self._sources = list(range(slots))
+        self._source: Tensor | None = None
+        self._last: _Input | None = None
+
+    def quantize(
+        self, slot: int, x: Tensor, *, rows: bool = True, columns: bool = True, record: bool = True
+    ) -> Quantized:
+        """Quantise x with the scale of a slot. record: x's amax counts for later steps."""
+        dtype = self.dtypes[slot]
+        parts = self.parts[slot] if record else None
+        if self.steps:
+            scale, inverse = self.scale[slot, 0], self.inverse[slot, 0]
+            copies = quantize_float8(x, scale, dtype=dtype, rows=rows, columns=columns, amax=parts)
+            return Quantized(*copies, inverse)
+        found = quantize_by_amax(x, dtype, rows=rows, columns=columns)
+        if record:
+            parts[0] = torch.maximum(parts[0], self.largest[slot] * found.inverse)
+        return found
+
+    def quantize_input(self, slot: int, x: Tensor, *, columns: bool, record: bool) -> Quantized:
+        """Quantise a layer's input. Layers that read the same tensor one after the other share its copies."""
+        last = None if x.is_inference() else self._last
+        if last is not None and last.tensor() is x and last.version == x._version:
+            if last.recorded == record and (last.found.columns is not None or not columns):
+                if self._sources[slot] != last.slot:
+                    self._sources[slot], self._source = last.slot, None
+                return last.found
+        found = self.quantize(slot, x, columns=columns, record=record)
+        if not x.is_inference():
+            self._last = _Input(weakref.ref(x), x._version, slot, record, found)
+        return found
+
+    @torch.no_grad()
+    def update(self, reduce_max: Callable[[Tensor], Tensor]) -> None:
+        """Compute the scales of the next step. reduce_max: the largest values over ranks, which share the scales."""
+        if self._source is None:
+            self._source = torch.tensor(self._sources, device=self.parts.device)
+        self._last = None
+        amax = self.parts.amax(1)
+        amax = reduce_max(torch.maximum(amax, amax[self._source]))
+        self.history[self.steps % HISTORY] = amax
+        self.parts.zero_()
+        self.steps += 1
+        self._set_scales()
+
+    def _set_scales(self) -> None:
+        amax = self.history.amax(0)
+        scale = torch.where(amax > 0, self.largest / (HEADROOM * amax), 1.0)
+        self.scale[:, 0] = scale
+        self.inverse[:, 0] = scale.reciprocal()
+
+    def state(self) -> dict[str, Tensor]:
+        """Return what a resumed run needs, in host memory."""
+        return {"history": self.history.cpu(), "steps": torch.tensor(self.steps)}
+
+    @torch.no_grad()
+    def load(self, state: dict[str, Tensor]) -> None:
+        """Continue from a saved state. Raises ValueError if it belongs to another model."""
+        if state["history"].shape != self.history.shape:
+            found, expected = tuple(state["history"].shape), tuple(self.history.shape)
+            raise ValueError(f"float8 scales have shape {found}: expected {expected}")
+        self.history.copy_(state["history"])
+        self.steps = int(state["steps"])
+        if self.steps:
+            self._set_scales()

@@ -1,0 +1,144 @@
+"""Float8 linear layers with our kernels: operands are quantised once, by rows and by columns, with delayed scales.
+
+    y = x W^T        dx = dy W        dW = dy^T x        operands in float8, accumulated in float32
+
+x and W are e4m3. dy is e5m2: one scale holds for all tokens, whose gradients differ by orders of magnitude, and with
+delayed scales a gradient can outgrow its history. torchao and Transformer Engine choose the same types.
+
+W is quantised once per optimizer step, and once for all if it is frozen; then the weight is kept in float8 only. x is
+kept for the backward as its float8 columns. On a CPU the products are emulated: the operands are float8, and PyTorch
+multiplies them in float32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from ligertune_kernels.autograd import no_double_backward
+from torch import Tensor, nn
+
+from ligertune.models.float8.delayed_scales import DelayedScales, Quantized, quantize_by_amax
+from ligertune.patching.module_patch import ModulePatch, patch_module
+
+OPERAND, GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2
+SLOTS = (OPERAND, OPERAND, GRADIENT)  # of each layer: x, W, dy
+
+
+def float8_product(
+    a: Tensor,  # (M, K) float8
+    b: Tensor,  # (N, K) float8
+    a_inverse: Tensor,  # () float32
+    b_inverse: Tensor,  # () float32
+    dtype: torch.dtype,
+    *,
+    fast: bool,
+) -> Tensor:  # (M, N)
+    """Return a b^T of two quantised matrices. fast: partial sums have fewer bits than float32."""
+    if a.is_cuda:
+        return torch._scaled_mm(
+            a, b.t(), scale_a=a_inverse, scale_b=b_inverse, out_dtype=dtype, use_fast_accum=fast
+        )
+    return ((a.float() @ b.float().t()) * (a_inverse * b_inverse)).to(dtype)
+
+
+class _Float8Product(torch.autograd.Function):
+    """x W^T + bias of quantised x and W; the gradients of x, W and bias."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,  # (..., E)
+        weight: Tensor,  # (F, E)
+        bias: Tensor | None,  # (F,)
+        quantized_x: Quantized,
+        quantized_weight: Quantized,
+        layer: Float8Linear,
+        dtype: torch.dtype,
+    ) -> Tensor:  # (..., F)
+        rows = quantized_x.rows.flatten(0, -2)
+        y = float8_product(
+            rows, quantized_weight.rows, quantized_x.inverse, quantized_weight.inverse, dtype, fast=True
+        )
+        if bias is not None:
+            y += bias
+        needs_dw = weight.requires_grad
+        ctx.save_for_backward(*((quantized_x.columns, quantized_x.inverse) if needs_dw else ()))
+        # The layer keeps these until the next step, so no hook has to save them.
+        ctx.quantized_weight, ctx.layer, ctx.record = quantized_weight, layer, layer.training
+        ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
+        return y.view(*x.shape[:-1], y.shape[-1])
+
+    @staticmethod
+    @no_double_backward
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        needs_dx, needs_dw, needs_db, *_ = ctx.needs_input_grad
+        x_dtype, weight_dtype, bias_dtype = ctx.dtypes
+        dx = dw = db = None
+        if needs_dx or needs_dw:
+            q = ctx.layer.quantize_gradient(dy, rows=needs_dx, columns=needs_dw, record=ctx.record)
+        if needs_dx:
+            w = ctx.quantized_weight
+            dx = float8_product(q.rows.flatten(0, -2), w.columns, q.inverse, w.inverse, x_dtype, fast=False)
+            dx = dx.view(*dy.shape[:-1], dx.shape[-1])
+        if needs_dw:
+            columns, inverse = ctx.saved_tensors
+            dw = float8_product(q.columns, columns, q.inverse, inverse, weight_dtype, fast=False)
+        if needs_db:
+            db = dy.flatten(0, -2).sum(0, dtype=torch.float32).to(bias_dtype)
+        return dx, dw, db, None, None, None, None
+
+
+class Float8Linear(ModulePatch):
+    """Mixin of an nn.Linear that multiplies in float8. Name, weight and bias stay those of the layer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scales, slot = self.float8_scales, self.float8_slot
+        weight = self.quantized_weight()
+        columns = self.weight.requires_grad and torch.is_grad_enabled()
+        q = scales.quantize_input(slot, x, columns=columns, record=self.training)
+        kind = x.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        return _Float8Product.apply(x, self.weight, self.bias, q, weight, self, dtype)
+
+    def quantize_gradient(self, dy: Tensor, *, rows: bool, columns: bool, record: bool) -> Quantized:
+        return self.float8_scales.quantize(self.float8_slot + 2, dy, rows=rows, columns=columns, record=record)
+
+    def quantized_weight(self) -> Quantized:
+        """Return the weight in float8, quantised anew if it has changed."""
+        if self.float8_frozen is not None:
+            return self.float8_frozen
+        # Our AdamW kernel steps without raising the version, and loading does not count as a step.
+        version = (self.float8_scales.steps, self.weight._version, self.weight.data_ptr())
+        if self.float8_weight is None or self.float8_weight[0] != version:
+            self.float8_weight = None  # free the old copies before the new ones are made
+            self.float8_weight = version, self.float8_scales.quantize(self.float8_slot + 1, self.weight.detach())
+        return self.float8_weight[1]
+
+    def hold_in_float8(self) -> None:
+        """Keep the frozen weight in float8 only, in both memory orders, scaled by its own largest value."""
+        self.float8_frozen = quantize_by_amax(self.weight.detach(), OPERAND)
+        self.weight = nn.Parameter(self.float8_frozen.rows, requires_grad=False)
+
+
+def to_float8_linears(layers: list[nn.Linear], device: torch.device) -> DelayedScales:
+    """Make the layers multiply in float8 with scales that they share; call `update` after each optimizer step."""
+    scales = DelayedScales(list(SLOTS) * len(layers), device)
+    for i, layer in enumerate(layers):
+        patch_module(layer, Float8Linear)
+        layer.float8_scales, layer.float8_slot = scales, i * len(SLOTS)
+        layer.float8_weight = layer.float8_frozen = None
+    return scales
+
+
+def hold_frozen_weights(model: nn.Module) -> int:
+    """Keep the frozen weights of float8 layers in float8 only; return their number."""
+    frozen = [m for m in model.modules() if isinstance(m, Float8Linear) and not m.weight.requires_grad]
+    for layer in frozen:
+        layer.hold_in_float8()
+    return len(frozen)
+
+
+def scales_of(model: nn.Module) -> DelayedScales | None:
+    """Return the delayed scales of a model's float8 layers, None if it has none."""
+    return next((module.float8_scales for module in model.modules() if isinstance(module, Float8Linear)), None)
