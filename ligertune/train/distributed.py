@@ -243,6 +243,13 @@ def reduce_sum(accelerator: Accelerator, value: Tensor) -> Tensor:
     return accelerator.reduce(value, reduction="sum")
 
 
+def reduce_max(accelerator: Accelerator, value: Tensor) -> Tensor:
+    """Return the largest values over ranks of a tensor on the device."""
+    if accelerator.num_processes > 1:
+        torch.distributed.all_reduce(value, torch.distributed.ReduceOp.MAX)
+    return value
+
+
 def any_rank(accelerator: Accelerator, flag: bool) -> bool:
     """Return whether the flag is set on any rank. All ranks must leave the loop after the same step."""
     return bool(reduce_sum(accelerator, torch.tensor(float(flag), device=accelerator.device)) > 0)

@@ -30,6 +30,7 @@ from ligertune.tasks.choose_task import choose_task
 from ligertune.tasks.task import Task
 from ligertune.train.checkpoint.checkpoint_files import Saver
 from ligertune.train.checkpoint.choose_checkpoint import resume_folder
+from ligertune.train.checkpoint.float8_scales import save_float8_scales
 from ligertune.train.checkpoint.load_checkpoint import (
     explain_unusable,
     load_states,
@@ -85,6 +86,7 @@ class Training:
     ) -> None:
         plan, self.display = job.plan, display
         save_only_what_trains(accelerator, model)
+        save_float8_scales(accelerator, model)
         self.plan, self.accelerator = plan, accelerator
         self.task = choose_task(plan, model)
         self.expert_load = None if plan.build.task == "medusa" else ExpertLoad(model)

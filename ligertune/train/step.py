@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,11 +13,12 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from ligertune.attention.sdpa import deterministic_backward
+from ligertune.models.float8.float8_linear import scales_of
 from ligertune.patching.host_copy import HostCopy
 from ligertune.planning.plan import Plan
 from ligertune.tasks.task import Task
 from ligertune.train.cuda_graphs import CudaGraphedStep
-from ligertune.train.distributed import reduce_sum, uses_deepspeed
+from ligertune.train.distributed import reduce_max, reduce_sum, uses_deepspeed
 from ligertune.train.neftune import EmbeddingNoise
 from ligertune.train.optim.gradients import check_gradients, clip_gradients
 
@@ -36,6 +38,7 @@ class TrainStep:
         alpha = plan.build.execution.neftune_noise_alpha
         embedding = None if alpha is None else accelerator.unwrap_model(model).get_input_embeddings()
         self._noise = None if embedding is None else EmbeddingNoise(embedding, alpha)
+        self._float8 = scales_of(model)
         graphed = plan.build.execution.cuda_graphs and accelerator.device.type == "cuda"
         self.graphs = CudaGraphedStep(self._launch, model.parameters(), accelerator.device) if graphed else None
 
@@ -95,6 +98,8 @@ class TrainStep:
             grad_norm = clip_gradients(self._accelerator, self._optimizer, self._parameters, max_norm)
         self._optimizer.step()
         self._optimizer.zero_grad()
+        if self._float8 is not None:
+            self._float8.update(partial(reduce_max, self._accelerator))
         return grad_norm
 
 

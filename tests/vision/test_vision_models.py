@@ -14,7 +14,7 @@ from ligertune.activations.checkpointing import checkpoint_layers
 from ligertune.attention.image_attention import per_image_attention
 from ligertune.attention.packing_checks import install_packing_checks
 from ligertune.errors import UserError
-from ligertune.models.float8 import to_float8
+from ligertune.models.float8.float8_layers import to_torchao_float8
 from ligertune.models.trainable import apply_method
 from ligertune.patching.patch import patch, unpatch
 from ligertune.planning.options import MethodOptions, VisionOptions
@@ -193,7 +193,7 @@ def test_only_the_language_model_multiplies_in_float8(family, four_rows, tokeniz
     exact = trainable(family, tokenizer_of(family), spec=VisionOptions(freeze_projector=False))
     patched = copy.deepcopy(exact)
     patch(patched)
-    to_float8(patched)
+    to_torchao_float8(patched)
     batch = batch_of(four_rows(family), reader_of(family), (0,), multiple_of=16)
     found, truth = training(patched, batch), training(exact, batch)
     assert 1e-6 < abs(float(found[0] / truth[0]) - 1) < 2e-2

@@ -36,9 +36,16 @@ class Quantized(NamedTuple):
     inverse: Tensor  # () float32
 
 
-def quantize_by_amax(x: Tensor, dtype: torch.dtype, *, rows: bool = True, columns: bool = True) -> Quantized:
-    """Quantise with the scale that x's own largest value gives."""
-    amax = torch.linalg.vector_norm(x.detach(), float("inf")).float()
+def largest_value(x: Tensor) -> Tensor:  # () float32
+    return torch.linalg.vector_norm(x, float("inf")).float()
+
+
+@torch.no_grad()
+def quantize_by_amax(
+    x: Tensor, dtype: torch.dtype, *, rows: bool = True, columns: bool = True, amax: Tensor | None = None
+) -> Quantized:
+    """Quantise with the scale that x's own largest value gives. amax (): it is already known."""
+    amax = largest_value(x) if amax is None else amax
     scale = torch.where(amax > 0, torch.finfo(dtype).max / amax, 1.0)
     return Quantized(*quantize_float8(x, scale, dtype=dtype, rows=rows, columns=columns), scale.reciprocal())
 
@@ -69,6 +76,7 @@ class DelayedScales:
         self._source: Tensor | None = None
         self._last: _Input | None = None
 
+    @torch.no_grad()
     def quantize(
         self, slot: int, x: Tensor, *, rows: bool = True, columns: bool = True, record: bool = True
     ) -> Quantized:
@@ -79,10 +87,10 @@ class DelayedScales:
             scale, inverse = self.scale[slot, 0], self.inverse[slot, 0]
             copies = quantize_float8(x, scale, dtype=dtype, rows=rows, columns=columns, amax=parts)
             return Quantized(*copies, inverse)
-        found = quantize_by_amax(x, dtype, rows=rows, columns=columns)
+        amax = largest_value(x)
         if record:
-            parts[0] = torch.maximum(parts[0], self.largest[slot] * found.inverse)
-        return found
+            parts[0] = torch.maximum(parts[0], amax)
+        return quantize_by_amax(x, dtype, rows=rows, columns=columns, amax=amax)
 
     def quantize_input(self, slot: int, x: Tensor, *, columns: bool, record: bool) -> Quantized:
         """Quantise a layer's input. Layers that read the same tensor one after the other share its copies."""

@@ -31,6 +31,7 @@ from ligertune_kernels import schedule_of
 from ligertune_kernels.ops.distill.linear_jsd import divergence_workspace
 
 from ligertune.planning.memory.experts_bytes import adapter_copies, experts_backward_bytes, saved_by_experts
+from ligertune.planning.memory.float8_bytes import Float8, float8_bytes, float8_saved
 from ligertune.planning.memory.model_shape import FrozenModelShape, HeadShape, LayerShape, TowerShape
 
 # cuBLAS allocates one workspace for the forward's thread and one for the backward's (torch: getWorkspaceSize, Hopper).
@@ -52,7 +53,7 @@ class ActivationPolicy:
     checkpointing: bool | str = False
     not_checkpointed: int = 0  # last layers that are not checkpointed although `checkpointing` is on
     recompute: Literal["norms"] | bool = False
-    float8: Literal["no", "compiled", "eager"] = "no"
+    float8: Float8 = "no"
     keys_per_token: float = 1.0  # above 1 under context parallel: attention also holds keys of other ranks
 
     @property
@@ -123,6 +124,7 @@ def layer_bytes(layer: LayerShape, policy: ActivationPolicy, itemsize: int, row_
         size += mlp * itemsize
     if layer.experts is not None:
         size += saved_by_experts(layer.experts, layer.hidden, itemsize, fused=policy.fused_experts)
+    size += float8_saved(layer, policy.float8, itemsize)
     if policy.attention == "eager":
         size += layer.heads * row_length * (2 * itemsize + 4)
     return size
@@ -167,25 +169,12 @@ def backward_bytes(
             layer.experts, layer.hidden, tokens, itemsize, fused=fused, gradients=expert_gradients
         )
         mlp = max(mlp, routed)
-    return outside + mlp + float8_bytes(layer, policy, tokens)
+    return outside + mlp + float8_bytes(layer, policy.float8, tokens)
 
 
 def gate_bytes(layer: LayerShape, policy: ActivationPolicy, itemsize: int) -> int:
     """Return the bytes per token of one layer's gate if gates are offloaded: one is prefetched while one is used."""
     return layer.mlp * itemsize if policy.offloads_gates and layer.experts is None else 0
-
-
-def float8_bytes(layer: LayerShape, policy: ActivationPolicy, tokens: int) -> int:
-    """Return the bytes of float8 copies in the backward of the widest linear layer.
-
-    Weight, input and output gradient exist in float8, input and gradient in two memory orders each. Without
-    torch.compile the gradient is also cast once per product, through two float32 copies.
-    """
-    if policy.float8 == "no":
-        return 0
-    width = layer.mlp if layer.experts is None else layer.query  # experts are not linear layers
-    gradient_copies = {"compiled": 2, "eager": 1 + 8 + 1}[policy.float8]
-    return layer.hidden * width + tokens * (gradient_copies * width + 2 * layer.hidden)
 
 
 def tower_bytes(tower: TowerShape, image_tokens: float, policy: ActivationPolicy, itemsize: int) -> int:

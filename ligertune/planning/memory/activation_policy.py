@@ -8,6 +8,7 @@ from ligertune.errors import UserError, plural
 from ligertune.hardware import Machine
 from ligertune.planning.memory.activation_bytes import ActivationPolicy
 from ligertune.planning.memory.estimate import MemoryEstimate, largest
+from ligertune.planning.memory.float8_bytes import Float8
 from ligertune.planning.micro_batch import Batching
 from ligertune.recipe import Recipe
 
@@ -36,8 +37,14 @@ def choose_policy(
         attention=attn_implementation,
         checkpointing=recipe.train.gradient_checkpointing,
         recompute=recipe.kernels.recompute if "recompute" in applied and not adapters_copy_inputs(recipe) else False,
-        float8=("compiled" if recipe.train.torch_compile else "eager") if "float8_linear" in applied else "no",
+        float8=_float8_of(recipe) if "float8_linear" in applied else "no",
     )
+
+
+def _float8_of(recipe: Recipe) -> Float8:
+    if recipe.train.fp8 == "torchao":
+        return "compiled" if recipe.train.torch_compile else "eager"
+    return "kernels"
 
 
 def why_not_predicted(task: str) -> str:

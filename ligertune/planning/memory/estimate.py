@@ -25,6 +25,7 @@ from ligertune.planning.memory.activation_bytes import (
     step_phases,
     tower_bytes,
 )
+from ligertune.planning.memory.float8_bytes import float8_copies
 from ligertune.planning.memory.model_shape import FrozenModelShape, HeadShape, LayerShape, MedusaHeadsShape, TowerShape
 from ligertune.planning.memory.states import StateBytes
 
@@ -63,6 +64,7 @@ class MemoryEstimate:
     ) -> MemoryPeak:
         """Return the phase with the most memory. memory: the device's bytes, of which the loss uses what is free."""
         weights, optimizer = (0, 0) if self.cpu_offload else (self.states.weights, self.states.optimizer)
+        weights += self.float8_copies
         phases = self._phases(micro_batch_size * row_length, row_length, accumulates=accumulates, memory=memory)
         frozen = 0 if self.frozen_model is None else self.frozen_model.weights
         return MemoryPeak(weights, optimizer, max(phases, key=lambda phase: phase.total), frozen)
@@ -142,6 +144,7 @@ class MemoryEstimate:
 
     def _step_bytes(self, workspace: int, memory: int | None) -> StepBytes:
         always = 0 if self.cpu_offload else self.states.weights + self.states.optimizer
+        always += self.float8_copies
         always += 0 if self.frozen_model is None else self.frozen_model.weights
         gradients = 0 if self.optim_in_backward or self.cpu_offload else self.states.gradients
         return StepBytes(
@@ -151,6 +154,13 @@ class MemoryEstimate:
             workspace=workspace,
             free=None if memory is None else max(0, memory - CUDA_CONTEXT - always - gradients),
         )
+
+    @property
+    def float8_copies(self) -> int:
+        """Bytes of the float8 copies of all layers' weights."""
+        dense = self.dense_layers if self.dense_layer is not None else 0
+        some = dense * float8_copies(self.dense_layer, self.policy.float8) if dense else 0
+        return some + (self.layers - dense) * float8_copies(self.layer, self.policy.float8)
 
     @property
     def layers_with_backward(self) -> int:

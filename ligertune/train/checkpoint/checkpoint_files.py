@@ -25,9 +25,11 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from ligertune.errors import UserError, format_bytes
+from ligertune.models.float8.float8_linear import scales_of
 from ligertune.planning.plan import Plan
 from ligertune.storage import complete_checkpoints, newest_checkpoint, put_in_place, remove, remove_leftovers
 from ligertune.train.checkpoint.checkpoint_record import CheckpointRecord, file_checksums
+from ligertune.train.checkpoint.float8_scales import write_scales
 from ligertune.train.checkpoint.trained_weights import FILE, all_train, save_weights, trained
 
 
@@ -109,6 +111,8 @@ class Saver:
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
             weights, states = self._copy_weights(), _copy_to_host(self._optimizer.state_dict())
+            if (scales := scales_of(self._model)) is not None:  # small: written at once
+                write_scales(scales, partial)
             self._running = self._pool.submit(self.write_and_complete, step, partial, weights, states)
 
     def look(self) -> None:

@@ -12,7 +12,7 @@ from ligertune.activations.checkpointing import checkpoint_layers
 from ligertune.errors import UserError
 from ligertune.hardware import this_machine
 from ligertune.models.compile import compile_layers
-from ligertune.models.float8 import to_float8
+from ligertune.models.float8.float8_layers import to_torchao_float8
 from ligertune.patching.patch import patch
 from ligertune.planning.precision import check_float8
 from ligertune.recipe import Recipe
@@ -77,7 +77,7 @@ def test_losses_are_close_to_bfloat16(patched, compiled, checkpointed, exact):
     model = llama(patched=patched)
     if compiled:
         compile_layers(model)
-    to_float8(model)
+    to_torchao_float8(model)
     if checkpointed:
         checkpoint_layers(model, compiled=compiled)
     found = curve(model)
@@ -90,7 +90,7 @@ def test_losses_are_close_to_bfloat16(patched, compiled, checkpointed, exact):
 def test_a_float8_model_generates():
     """Products then have one row; only the weight's gradient needs a multiple of 16."""
     model = llama(patched=True).eval()
-    to_float8(model)
+    to_torchao_float8(model)
     prompt = torch.arange(3, 10, device="cuda")[None]
     written = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=5, do_sample=False)
     assert written.shape == (1, 12)

@@ -14,13 +14,15 @@ from ligertune.activations.checkpointing import checkpoint_layers
 from ligertune.attention.choice import ATTENTIONS
 from ligertune.errors import UserError
 from ligertune.hardware import Machine
-from ligertune.models.float8 import MULTIPLE_OF, float8_linears, to_float8
+from ligertune.models.float8.float8_layers import MULTIPLE_OF, float8_linears, to_float8, to_torchao_float8
 from ligertune.patching.mlps.kernel_mlps import gives_new_unseen_output
 from ligertune.patching.patch import patch
 from ligertune.planning.precision import check_float8, float8_notes
 from ligertune.recipe import Recipe
 
 needs_torchao = pytest.mark.skipif(find_spec("torchao") is None, reason="needs torchao: pip install 'ligertune[quant]'")
+CONVERSIONS = [to_float8, pytest.param(to_torchao_float8, marks=needs_torchao)]
+each_conversion = pytest.mark.parametrize("convert", CONVERSIONS, ids=["ours", "torchao"])
 BATCH = tiny_models.batch(rows=2, length=MULTIPLE_OF)
 H100 = Machine(
     vendor="nvidia", device="cuda", name="NVIDIA H100", arch="sm90", device_count=1, memory_bytes=80 << 30,
@@ -123,27 +125,35 @@ def test_gpus_without_float8_are_refused(vendor, arch, refused):
         with pytest.raises(UserError, match=rf"train.fp8: NVIDIA H100 \({arch}\) does not multiply in float8"):
             check_float8(recipe(fp8=True), machine)
     else:
+        check_float8(recipe(fp8="torchao"), machine)
+
+
+def test_our_kernels_are_refused_where_float8_has_another_bias():
+    machine = dataclasses.replace(H100, vendor="amd", arch="gfx942")
+    with pytest.raises(UserError, match="train.fp8: true: our kernels do not write the float8 of NVIDIA H100"):
         check_float8(recipe(fp8=True), machine)
+    check_float8(recipe(fp8=True), dataclasses.replace(machine, arch="gfx950"))
 
 
 def test_the_plan_notes_when_float8_does_not_pay():
-    assert float8_notes(recipe(), H100) == float8_notes(recipe(fp8=True, torch_compile=True), H100) == ()
-    assert "without train.torch_compile" in float8_notes(recipe(fp8=True), H100)[0]
+    fast = [recipe(), recipe(fp8=True), recipe(fp8="torchao", torch_compile=True)]
+    assert [float8_notes(each, H100) for each in fast] == [()] * 3
+    assert "without train.torch_compile" in float8_notes(recipe(fp8="torchao"), H100)[0]
     on_cpu = dataclasses.replace(H100, vendor="cpu")
-    assert "emulated" in float8_notes(recipe(fp8=True, torch_compile=True), on_cpu)[0]
+    assert all("emulated" in float8_notes(each, on_cpu)[0] for each in fast[1:])
 
 
 # ---- training, emulated
 
 
-@needs_torchao
+@each_conversion
 @pytest.mark.parametrize("family", tiny_models.FAMILIES)
-def test_a_step_is_close_to_the_unquantised_one_and_equal_without_our_kernels(family):
+def test_a_step_is_close_to_the_unquantised_one_and_equal_without_our_kernels(family, convert):
     exact = tiny_models.make(family)
     patched, plain = copy.deepcopy(exact), copy.deepcopy(exact)
     patch(patched)
-    to_float8(patched)
-    to_float8(plain)
+    convert(patched)
+    convert(plain)
     truth, (loss, gradients), (plain_loss, plain_gradients) = map(train_once, (exact, patched, plain))
     assert 1e-5 < abs(float(loss / truth[0]) - 1) < LOSS
     assert largest_error(gradients, truth[1]) < GRADIENT
@@ -152,32 +162,32 @@ def test_a_step_is_close_to_the_unquantised_one_and_equal_without_our_kernels(fa
     assert largest_error(gradients, plain_gradients) < 1e-4
 
 
-@needs_torchao
-def test_weights_and_their_names_stay_the_same():
+@each_conversion
+def test_weights_and_their_names_stay_the_same(convert):
     model = tiny_models.make("qwen2")  # with biases
     before, weights = list(model.state_dict()), {name: p.data_ptr() for name, p in model.named_parameters()}
-    to_float8(model)
+    convert(model)
     assert list(model.state_dict()) == before
     assert {name: p.data_ptr() for name, p in model.named_parameters()} == weights
     assert type(model.lm_head) is nn.Linear
     assert type(model.model.layers[0].mlp.up_proj) is not nn.Linear
 
 
-@needs_torchao
-def test_no_kernel_overwrites_the_output_of_a_float8_layer():
+@each_conversion
+def test_no_kernel_overwrites_the_output_of_a_float8_layer(convert):
     """Only plain nn.Linear layers are known not to save their outputs for the backward."""
     model = tiny_models.make("llama")
     patch(model)
     mlp = model.model.layers[0].mlp
     assert all(map(gives_new_unseen_output, (mlp.gate_proj, mlp.up_proj)))
-    to_float8(model)
+    convert(model)
     assert not any(map(gives_new_unseen_output, (mlp.gate_proj, mlp.up_proj)))
 
 
-@needs_torchao
-def test_checkpointed_layers_give_the_same_gradients():
+@each_conversion
+def test_checkpointed_layers_give_the_same_gradients(convert):
     kept = tiny_models.make("llama")
-    to_float8(kept)
+    convert(kept)
     again = copy.deepcopy(kept)
     checkpoint_layers(again)
     one, other = train_once(kept), train_once(again)
