@@ -40,7 +40,8 @@ COLOURS = {
     "no-attention": "#784212", "no-lora": "#73c6b6", "no-optimizer": "#5d6d7e",
     "with-recompute": "#e377c2", "with-recompute-norms": "#f7b6d2",
     "with-attention": "#bcbd22", "with-lora": "#17becf", "with-offload": "#c5b0d5", "with-offload-gate": "#9467bd",
-    "with-offload-both": "#5b3a86", "with-cuda-graphs": "#e6b800", "with-compile": "#8c1a1b", "with-fp8": "#ff7f0e", "with-torchao": "#bcbd22",
+    "with-offload-both": "#5b3a86", "with-cuda-graphs": "#e6b800", "with-compile": "#8c1a1b", "with-fp8": "#ff7f0e",
+    "with-torchao": "#c49c94",
     "without": "#7f7f7f", "hf-chunked": "#bcbcbc", "compile": "#2ca02c", "liger": "#1f77b4",
 }  # fmt: skip
 GIB, LOSSES = 2**30, "losses.png"

@@ -79,5 +79,5 @@ def float8_notes(recipe: Recipe, machine: Machine) -> tuple[str, ...]:
     if machine.vendor == "cpu":
         return ("train.fp8 is emulated on a CPU: the losses are those of float8, the speed is not",)
     if recipe.train.fp8 == "torchao" and not recipe.train.torch_compile:
-        return ("train.fp8: torchao is slow without train.torch_compile: true: each cast to float8 launches several kernels",)
+        return ("train.fp8: torchao is slow without train.torch_compile: true: each cast launches several kernels",)
     return ()

@@ -18,7 +18,8 @@ CHOICES = [
     ({"only": "without"}, ["without"]),
     ({"ablate": ["norm", "loss"]}, ["with", "no-norm", "no-fused-loss", "without"]),
     ({"ablate": ["mlp"], "baselines": ["compile"]}, ["with", "no-mlp", "without", "compile"]),
-    pytest.param({"baselines": ["with-fp8"]}, ["with", "with-fp8"], marks=NEEDS_TORCHAO),
+    ({"baselines": ["with-fp8"]}, ["with", "with-fp8"]),
+    pytest.param({"baselines": ["with-torchao"]}, ["with", "with-torchao"], marks=NEEDS_TORCHAO),
     (
         {"baselines": ["hf", "with-offload-gate", "with-rebuild", "with-recompute-norms"]},  # an old name, a new one
         ["with", "with-recompute", "with-recompute-norms", "with-offload-gate", "without"],
@@ -96,13 +97,12 @@ def test_a_side_changes_the_recipe_and_other_libraries_pad(settings, tmp_path):
     recipe = settings(None, "data.padding_free=true")[0].recipe
     made = {name: trial_recipe(recipe, side, 5, tmp_path) for name, side in SIDE_OF.items()}
     assert all(one.train.max_steps == 5 and one.checkpoint.output_dir == str(tmp_path) for one in made.values())
-    assert [(made[name].train.fp8, made[name].train.torch_compile) for name in ("with", "with-fp8")] == [
-        (False, False), (True, True)
-    ]  # fmt: skip
+    float8 = [made[name].train for name in ("with", "with-fp8", "with-torchao")]
+    assert [(train.fp8, train.torch_compile) for train in float8] == [(False, False), (True, False), ("torchao", True)]
     unpadded = {name for name, one in made.items() if one.data.padding_free is True}
     ablated = {name for name in SIDE_OF if name.startswith("no-")}
     assert unpadded == ablated | {"with", "with-recompute", "with-recompute-norms", "with-attention",
-                        "with-lora", "with-offload", "with-offload-gate", "with-offload-both"}  # fmt: skip
+                        "with-lora", "with-fp8", "with-offload", "with-offload-gate", "with-offload-both"}  # fmt: skip
     assert all(made[name].data.padding_free is False for name in made.keys() - unpadded)
 
 
@@ -117,8 +117,8 @@ def test_other_libraries_recompute_whole_layers(settings, tmp_path):
 
 @pytest.mark.skipif(find_spec("torchao") is not None, reason="torchao is installed")
 def test_float8_without_torchao_is_refused_with_the_package_to_install():
-    with pytest.raises(UserError, match="--baseline with-fp8: torchao is not installed"):
-        choose_sides(baselines=["with-fp8"])
+    with pytest.raises(UserError, match="--baseline with-torchao: torchao is not installed"):
+        choose_sides(baselines=["with-torchao"])
 
 
 def test_every_second_repeat_runs_the_sides_in_reverse_and_failed_ones_no_more(settings, monkeypatch, tmp_path):

@@ -131,7 +131,7 @@ def test_invalid_exports_are_refused_with_one_sentence(adapted, tmp_path):
         ("method.type", "qlora", "bitsandbytes", "quant"),
         ("train.optim", "adamw_8bit", "bitsandbytes", "quant"),
         ("train.optim", "adamw_torch_4bit", "torchao", "quant"),
-        ("train.fp8", "true", "torchao", "quant"),
+        ("train.fp8", "torchao", "torchao", "quant"),
         ("parallel.strategy", "deepspeed_zero2", "deepspeed", "deepspeed"),
         *(("logging.report_to", f"[jsonl, {name}]", name, "trackers") for name in ("tensorboard", "wandb", "mlflow")),
     ],

@@ -19,6 +19,7 @@ BENCHMARKS: dict[str, OpBenchmark] = {
         pointwise_cases.EMBEDDING,
         *loss_cases.DIVERGENCES,
         pointwise_cases.DEQUANTIZE_NF4,
+        pointwise_cases.QUANTIZE_FLOAT8,
         pointwise_cases.INT2_MATMUL,
         pointwise_cases.ADAMW_STEP,
     )

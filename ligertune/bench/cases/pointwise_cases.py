@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import ligertune_kernels as kernels
@@ -192,6 +193,30 @@ DEQUANTIZE_NF4 = OpBenchmark(
     reference=_dequantized,
     # torch.compile unrolls the reference's loop over experts, which takes minutes
     providers=(Provider("ours", _our_dequantize), Provider("eager", _eager_dequantize)),
+    modes=("forward",),
+)
+
+
+def _float8_inputs(case: Case, device: torch.device) -> Tensors:
+    return torch.randn(case.sizes, dtype=case.dtype, device=device), torch.tensor(37.0, device=device)
+
+
+def _float8_truth(x: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the copies as torch rounds float32 values, which hold the inputs of every dtype exactly."""
+    return tuple(copy.double() for copy in kernels.quantize_float8_reference(x.float(), scale.float()))
+
+
+QUANTIZE_FLOAT8 = OpBenchmark(
+    op="quantize_float8",
+    dims=("N", "C"),
+    sizes=((8192, 4096), (8192, 14336), (16384, 14336)),
+    cpu_sizes=((16, 32), (30, 48)),
+    args=("x", "scale"),
+    inputs=_float8_inputs,
+    row_args=("x",),
+    work=lambda case: Work((case.tensor_bytes() + 2 * math.prod(case.sizes), 0.0)),
+    reference=lambda case, args: _float8_truth,
+    providers=providers_of(function("ours", kernels.quantize_float8), eager=kernels.quantize_float8_reference),
     modes=("forward",),
 )
 

@@ -60,6 +60,11 @@ class _Input:
     recorded: bool
     found: Quantized
 
+    def serves(self, x: Tensor, *, columns: bool, record: bool) -> bool:
+        """Return whether x is the same tensor with the same values, in the copies that are needed."""
+        same = self.tensor() is x and self.version == x._version and self.recorded == record
+        return same and (self.found.columns is not None or not columns)
+
 
 class DelayedScales:
     """Scales and amax of a model's float8 tensors, each of which has a slot."""
@@ -95,11 +100,10 @@ class DelayedScales:
     def quantize_input(self, slot: int, x: Tensor, *, columns: bool, record: bool) -> Quantized:
         """Quantise a layer's input. Layers that read the same tensor one after the other share its copies."""
         last = None if x.is_inference() else self._last
-        if last is not None and last.tensor() is x and last.version == x._version:
-            if last.recorded == record and (last.found.columns is not None or not columns):
-                if self._sources[slot] != last.slot:
-                    self._sources[slot], self._source = last.slot, None
-                return last.found
+        if last is not None and last.serves(x, columns=columns, record=record):
+            if self._sources[slot] != last.slot:
+                self._sources[slot], self._source = last.slot, None
+            return last.found
         found = self.quantize(slot, x, columns=columns, record=record)
         if not x.is_inference():
             self._last = _Input(weakref.ref(x), x._version, slot, record, found)

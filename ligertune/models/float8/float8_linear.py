@@ -36,9 +36,7 @@ def float8_product(
 ) -> Tensor:  # (M, N)
     """Return a b^T of two quantised matrices. fast: partial sums have fewer bits than float32."""
     if a.is_cuda:
-        return torch._scaled_mm(
-            a, b.t(), scale_a=a_inverse, scale_b=b_inverse, out_dtype=dtype, use_fast_accum=fast
-        )
+        return torch._scaled_mm(a, b.t(), scale_a=a_inverse, scale_b=b_inverse, out_dtype=dtype, use_fast_accum=fast)
     return ((a.float() @ b.float().t()) * (a_inverse * b_inverse)).to(dtype)
 
 
@@ -57,9 +55,7 @@ class _Float8Product(torch.autograd.Function):
         dtype: torch.dtype,
     ) -> Tensor:  # (..., F)
         rows = quantized_x.rows.flatten(0, -2)
-        y = float8_product(
-            rows, quantized_weight.rows, quantized_x.inverse, quantized_weight.inverse, dtype, fast=True
-        )
+        y = float8_product(rows, quantized_weight.rows, quantized_x.inverse, quantized_weight.inverse, dtype, fast=True)
         if bias is not None:
             y += bias
         needs_dw = weight.requires_grad

@@ -228,7 +228,7 @@ RULES = (
     Rule("train.fp8: torchao, method.type: lora",
          "{0}: torchao speeds up the matrix products of weights that train, and {1} is lora. Write train.fp8: true."),
     Rule("train.fp8: true, train.torch_compile",
-         "{0}: true runs kernels that {1} does not trace. Leave {1} out, or write train.fp8: torchao."),
+         "{0}: true runs kernels that {1} does not trace. Leave it out, or write train.fp8: torchao."),
     Rule("train.fp8: true, train.cuda_graphs",
          f"{{0}}: true computes other scales after the first step, and {{1}} replays the first one. {ONE_OUT}"),
     Rule("train.fp8: true, parallel.strategy: fsdp",

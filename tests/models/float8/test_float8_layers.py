@@ -130,7 +130,7 @@ def test_gpus_without_float8_are_refused(vendor, arch, refused):
 
 def test_our_kernels_are_refused_where_float8_has_another_bias():
     machine = dataclasses.replace(H100, vendor="amd", arch="gfx942")
-    with pytest.raises(UserError, match="train.fp8: true: our kernels do not write the float8 of NVIDIA H100"):
+    with pytest.raises(UserError, match=r"train\.fp8: true: our kernels do not write the float8 of NVIDIA H100"):
         check_float8(recipe(fp8=True), machine)
     check_float8(recipe(fp8=True), dataclasses.replace(machine, arch="gfx950"))
 

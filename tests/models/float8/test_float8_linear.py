@@ -83,7 +83,7 @@ def test_values_beyond_the_history_are_cut_off_in_one_step_only():
 def test_layers_that_read_the_same_tensor_share_its_copies_and_scale():
     q, k, other = layer(count=3)
     x = torch.randn(16, 64)
-    for step in range(2):
+    for _ in range(2):
         outputs = [each(x) for each in (q, k)] + [other(x.clone())]
         saved = [y.grad_fn.saved_tensors[0].data_ptr() for y in outputs]
         assert saved[0] == saved[1] != saved[2]
@@ -93,7 +93,7 @@ def test_layers_that_read_the_same_tensor_share_its_copies_and_scale():
     first = q(x).detach()
     x.mul_(0.5)  # the same tensor with other values
     assert error(q(x) - q.bias, 0.5 * (first - q.bias).double()) < 2e-2
-    assert k(x).isfinite().all() and step == 1
+    assert k(x).isfinite().all()
 
 
 def test_a_weight_is_quantised_once_per_step_and_when_it_has_changed():

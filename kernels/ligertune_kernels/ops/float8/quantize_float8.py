@@ -1,4 +1,4 @@
-r"""Quantise a matrix to float8 for matrix products: row-major and transposed copies, and its largest value, in one pass.
+r"""Quantise a matrix to float8 for products: row-major and transposed copies, and its largest value, in one pass.
 
     q = round(clamp(x · scale, ±largest))       amax = max(amax, |x|)
 
