@@ -47,7 +47,7 @@ class Page:
     """Everything on a page.
 
     page: its file name without device and month. columns: [key of a row, header, format]. left_out: why sides have no
-    row. chart: its kind ("bars", "dots" or "lines") and what it shows.
+    row. chart: its kind ("bars", "dots", "lines" or "curves") and what it shows.
     """
 
     page: str
@@ -202,9 +202,9 @@ def command_line() -> str:
 def draw(page: Page, path: Path) -> None:
     """Draw the chart of a page, 800 pixels wide at its natural size."""
     kind, rows = page.chart["kind"], len(page.rows)
-    height = {"bars": 1.3 + 0.32 * rows, "dots": 1.6 + 0.24 * rows, "lines": 3.8}[kind]
+    height = {"bars": 1.3 + 0.32 * rows, "dots": 1.6 + 0.24 * rows, "lines": 3.8, "curves": 3.8}[kind]
     figure = new_figure(8.0, height)
-    {"bars": _bars, "dots": _dots, "lines": _lines}[kind](figure, page)
+    {"bars": _bars, "dots": _dots, "lines": _lines, "curves": _curves}[kind](figure, page)
     where = f"{page.count} x {page.device}" if page.count > 1 else page.device
     figure.supxlabel(f"{where}, torch {page.versions['torch']}, {page.date}", fontsize=8, color="#555555")
     figure.savefig(path, dpi=160, bbox_inches="tight")
@@ -274,6 +274,23 @@ def _lines(figure: Any, page: Page) -> None:
         _tidy(panel, "y")
         panel.yaxis.set_major_formatter("{x:,g}")
     _legend(figure, page, panels[0])
+
+
+def _curves(figure: Any, page: Page) -> None:
+    """Draw losses by step, and their relative differences from the first curve. chart: curves {label: losses}."""
+    losses, differences = figure.subplots(1, 2)
+    first = next(iter(page.chart["curves"].values()))
+    for i, (label, curve) in enumerate(page.chart["curves"].items()):
+        steps = range(1, len(curve) + 1)
+        losses.plot(steps, curve, STYLES[i % len(STYLES)], color=COLOURS[i], label=label, linewidth=1.6)
+        if i:
+            apart = [value / expected - 1 for value, expected in zip(curve, first, strict=True)]
+            differences.plot(steps, apart, color=COLOURS[i], linewidth=1.2)
+    losses.set(xlabel="step", ylabel="loss, nats per trained token")
+    differences.set(xlabel="step", ylabel=f"difference relative to {next(iter(page.chart['curves']))}")
+    for panel in (losses, differences):
+        _tidy(panel, "y")
+    _legend(figure, page, losses)
 
 
 def _legend(figure: Any, page: Page, panel: Any) -> None:
