@@ -35,7 +35,7 @@ def compare(
             metavar="NAME",
             help="Side to add: hf, hf-chunked, compile; with our kernels: with-recompute, with-recompute-norms, "
             "with-attention, with-lora, with-offload, with-offload-gate, with-offload-both, with-compile, "
-            "with-cuda-graphs, with-fp8, with-torchao; without one of them: no-lora, no-attention, ... May be repeated.",
+            "with-cuda-graphs, with-fp8, with-torchao; without a kernel: no-lora, no-attention, ... May be repeated.",
         ),
     ] = None,
     peer: Annotated[
