@@ -22,19 +22,19 @@ Kind = Literal[True, "offload", "offload_gate", "offload_both"]  # the values of
 
 
 def checkpoint_layers(
-    model: PreTrainedModel, kind: Kind = True, *, compiled: bool = False, first: int | None = None
+    model: PreTrainedModel, kind: Kind = True, *, compiled: bool = False, first: int | None = None, overlap: bool = True
 ) -> int:
     """Checkpoint the layers of `model` and return the number of gates that are offloaded.
 
     kind: "offload" moves the layers' inputs to host memory; "offload_gate" moves the gates of MLPs there, which are
     then not recomputed; "offload_both" does both. first: checkpoint only this many layers of the language model; None:
     all layers. compiled: the layers are compiled, forward and backward in one mode; a graph takes no context for its
-    second run.
+    second run. overlap: as `ActivationOffloader` has it.
     """
     # transformers 5.23 renamed the method
     enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
     left_out = () if first is None else _layers(model)[first:]
-    inputs, gates = ActivationOffloader(), ActivationOffloader()  # each is read back in its own order
+    inputs, gates = ActivationOffloader(overlap=overlap), ActivationOffloader()  # each is read back in its own order
     count = offload_gates(model, but=left_out) if kind in ("offload_gate", "offload_both") else 0
     enable({"use_reentrant": False} | ({} if compiled else {"context_fn": partial(_contexts, gates)}))
     # transformers and peft let the embeddings' output require gradients, for reentrant checkpointing. Without that,

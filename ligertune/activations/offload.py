@@ -2,7 +2,9 @@
 
 The tensor that was stored last is needed first. So a tensor is copied to the host when the next one is stored, and is
 prefetched while the one after it is in use; the last one never leaves the device. At most two are on the device at a
-time. The copies run one after another on their own stream, so pinned memory can be reused once its last copy is queued.
+time, and one without `overlap`: then the device waits for each copy, which on long rows takes a small part of a
+layer's time. The copies run one after another on their own stream, so pinned memory can be reused once its last copy is
+queued.
 
 The GPUs of a host share its memory, so each of them copies slower than one GPU alone. `OffloadPace` measures how many
 layers can offload a tensor without making the device wait: CUDA events give the time of a pass over the layers, of the
@@ -143,9 +145,13 @@ class OffloadedTensor:
 
 
 class ActivationOffloader:
-    """The stored tensors of one model and their pinned memory. On a CPU tensors stay where they are."""
+    """The stored tensors of one model and their pinned memory. On a CPU tensors stay where they are.
 
-    def __init__(self) -> None:
+    overlap: copy while the device computes, which needs memory for one more tensor.
+    """
+
+    def __init__(self, *, overlap: bool = True) -> None:
+        self._overlap = overlap
         self.device: torch.device | None = None
         self._stream: torch.cuda.Stream | None = None
         self.pace = OffloadPace()
@@ -172,6 +178,8 @@ class ActivationOffloader:
         if self._stream is not None and last is not None and last.on_device:
             last.offload()
             self._leaving = last
+            if not self._overlap:
+                self._release_leaving()
         stored = OffloadedTensor(self, tensor)
         self._stored.append(weakref.ref(stored))
         return stored
@@ -184,7 +192,7 @@ class ActivationOffloader:
         if self._leaving is not last:
             self._release_leaving()
         self._leaving = None
-        if last is not None:
+        if last is not None and self._overlap:
             last.prefetch()
 
     def flush(self) -> None:

@@ -33,13 +33,14 @@ with importing():
     from ligertune.cli.doctor import doctor
     from ligertune.cli.export import export
     from ligertune.cli.generate import chat, generate
-    from ligertune.cli.plan import plan
+    from ligertune.cli.plan import PlanCommand, plan
     from ligertune.cli.recipe import init, recipe_app
     from ligertune.cli.render import console as render
     from ligertune.cli.train import TrainCommand, distill, medusa, train
 
 for command in (init, train, medusa, distill, plan, compare, bench, data, generate, chat, export, doctor):
-    app.command(cls=TrainCommand if command in (train, medusa, distill) else None)(command)
+    kinds = {train: TrainCommand, medusa: TrainCommand, distill: TrainCommand, plan: PlanCommand}
+    app.command(cls=kinds.get(command))(command)
 app.add_typer(recipe_app, name="recipe")
 
 

@@ -2,21 +2,47 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Annotated
 
 import typer
+from typer.core import TyperCommand
 
 from ligertune.cli.options import Json, Overrides, RecipeFile
 from ligertune.cli.render import console as render
 from ligertune.progress import importing
 
 
+class Fit(StrEnum):
+    """What `--fit` looks for. Without a value: batch."""
+
+    batch = "batch"
+    context = "context"
+
+
+class PlanCommand(TyperCommand):
+    """A command whose `--fit` may stand without a value: click would take the recipe after it for the value."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
+        written = []
+        for argument, following in zip(args, [*args[1:], ""], strict=True):
+            alone = argument == "--fit" and following not in [*Fit]
+            written.append(f"--fit={Fit.batch.value}" if alone else argument)
+        return super().parse_args(ctx, written)
+
+
 def plan(
     recipe: RecipeFile,
     set_: Overrides = None,
     fit: Annotated[
-        bool, typer.Option("--fit", help="Also find the largest micro-batch and the longest row that fit.")
-    ] = False,
+        Fit | None,
+        typer.Option(
+            "--fit",
+            metavar="[context]",
+            help="Also find the largest micro-batch and the longest row that "
+            "fit; context: the longest row, by memory settings.",
+        ),
+    ] = None,
     memory: Annotated[
         float | None, typer.Option("--memory", min=0.1, help="GiB per device. Default: this machine's device.")
     ] = None,
@@ -46,14 +72,16 @@ def plan(
         # after these checks: a wrong recipe is reported without waiting for torch, which these modules import
         with importing():
             from ligertune.hardware import choose_processes
-            from ligertune.planning.memory.fit import largest_fits
+            from ligertune.planning.memory.fit import largest_fits, longest_contexts
             from ligertune.run import plan_for
 
         spec = loaded.parallel
         processes = choose_processes(spec.num_processes, spec.strategy) if gpus is None else gpus
         made = plan_for(loaded, display.data, for_show=True, memory_gib=memory, gpus=gpus, processes=processes).plan
     run_report.show_plan(made)
-    found = largest_fits(made) if fit else None
-    memory_report.show_memory(made, found)
+    found = {None: lambda plan: None, Fit.batch: largest_fits, Fit.context: longest_contexts}[fit](made)
+    memory_report.show_memory(made, found if fit is Fit.batch else None)
+    if fit is Fit.context:
+        memory_report.show_contexts(made, found)
     if json:
         render.json_report({**made.as_dict(), "fit": found and [asdict(row) for row in found]})

@@ -12,10 +12,17 @@ from ligertune.errors import UserError, format_bytes
 from ligertune.hardware import Machine
 from ligertune.planning.batch_layout import DataSummary, Rows, padding_free_notes
 from ligertune.planning.memory.activation_bytes import CUBLAS_WORKSPACE, LOSS_CHUNK_ROWS
-from ligertune.planning.memory.activation_policy import checkpointing_notes, choose_policy, with_checkpointed_layers
+from ligertune.planning.memory.activation_policy import (
+    checkpointing_notes,
+    choose_policy,
+    choose_tile,
+    may_tile,
+    with_checkpointed_layers,
+)
 from ligertune.planning.memory.estimate import MemoryEstimate
 from ligertune.planning.memory.experts_bytes import dequantised_bytes
 from ligertune.planning.memory.states import SHARDED_WEIGHTS, StateBytes, Strategy, shards_of, states_of
+from ligertune.planning.memory.tiled_bytes import TILE
 from ligertune.planning.micro_batch import Batching, choose_batching
 from ligertune.planning.optimization import Cadence, interval, make_optimizer, make_schedule, optimizer_notes
 from ligertune.planning.options import RunOptions
@@ -67,6 +74,7 @@ class Resources:
     bytes: StateBytes
     memory: MemoryEstimate | None
     batching: Batching
+    tile: int  # tokens per tile of tiled layers; 0: they are not tiled
 
 
 def make_plan(recipe: Recipe, inputs: PlanInputs, *, notes: tuple[str, ...] = ()) -> Plan:
@@ -133,13 +141,32 @@ def choose_resources(recipe: Recipe, inputs: PlanInputs) -> Resources:
     states = states_of(recipe, shape.parameters, dtype, strategy=strategy, world_size=world_size)
     shards = shards_of(recipe.parallel.dp_replicate_size, strategy, world_size) if strategy in SHARDED_WEIGHTS else 1
     memory = estimate_memory(recipe, inputs, states, shards=shards)
+    memory, tiled, tile = _tiled(recipe, inputs, memory, strategy)
 
     def fits(micro: int, accumulates: bool) -> bool:
-        return memory.fits(micro, length, accumulates=accumulates, memory=machine.memory_bytes)
+        # tiles are for one row that does not fit otherwise
+        ways = (memory, tiled) if micro == 1 and tiled is not None else (memory,)
+        return any(way.fits(micro, length, accumulates=accumulates, memory=machine.memory_bytes) for way in ways)
 
     batching = choose_batching(recipe, world_size, memory and fits)
     memory = with_checkpointed_layers(recipe, memory, batching, length, machine)
-    return Resources(strategy, why, states, memory, batching)
+    if tiled is not None:
+        micro, accumulates = batching.micro_batch_size, batching.accumulation > 1
+        if not memory.fits(micro, length, accumulates=accumulates, memory=machine.memory_bytes):
+            memory, tile = tiled, TILE
+    return Resources(strategy, why, states, memory, batching, tile)
+
+
+def _tiled(
+    recipe: Recipe, inputs: PlanInputs, memory: MemoryEstimate | None, strategy: Strategy
+) -> tuple[MemoryEstimate | None, MemoryEstimate | None, int]:
+    """Return (the estimate with the recipe's tiles, one with those that `auto` may choose or None, the recipe's tile)."""
+    applied = inputs.model.applied_kernels
+    tile = choose_tile(recipe, inputs.model.shape.family, applied, strategy)
+    if tile and memory is not None:
+        return memory.tiled(tile), None, tile
+    may = inputs.machine.device == "cuda" and may_tile(recipe, memory, applied, strategy)
+    return memory, memory.tiled(TILE) if may else None, tile
 
 
 def estimate_memory(
@@ -159,6 +186,7 @@ def estimate_memory(
     # The backward of an 8-bit layer dequantises its weight.
     eight_bit = (k.elements for k, _ in shape.parameters if k.in_eight_bits(recipe.method.stored_as))
     dequantised += itemsize * max(eight_bit, default=0)
+    four_bit = (k.elements for k, _ in shape.parameters if k.quantised(recipe.method.type))
     return MemoryEstimate(
         states=states,
         layer=shape.layer,
@@ -180,6 +208,7 @@ def estimate_memory(
         frozen_model=model.frozen_model,
         dense_layer=shape.dense_layer,
         dense_layers=shape.dense_layers,
+        dequantised=itemsize * max(four_bit, default=0),
         loss_chunk=LOSS_CHUNK_ROWS if recipe.distill.teacher_file else 0,
     )
 
@@ -238,6 +267,8 @@ def check_context(recipe: Recipe, longest: int, context: int | None) -> None:
 def _memory_notes(recipe: Recipe, inputs: PlanInputs, resources: Resources) -> tuple[str, ...]:
     memory, batching, machine = resources.memory, resources.batching, inputs.machine
     notes = checkpointing_notes(recipe, memory, batching, inputs.row_length, machine)
+    if resources.tile:
+        notes += (f"train.tiled_mlp: MLPs and projections run on {resources.tile:,} tokens at a time",)
     if memory is None or machine.device != "cuda":
         return notes
     return (*notes, *memory.host_notes(batching.micro_batch_size, inputs.row_length))

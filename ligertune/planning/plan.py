@@ -88,6 +88,7 @@ class Plan(RunOptions):
     kernels_backend: str
     kernels: tuple[KernelLine, ...]
     batching: Batching
+    tile: int  # tokens per tile of tiled layers (train.tiled_mlp); 0: they are not tiled
     rows: Rows
     schedule: TrainSchedule
     optimizer: Optimizer

@@ -23,6 +23,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 UNUSABLE = "unusable"  # pydantic's type of errors whose message is the end of a complaint: "holds a NUL character"
+MIN_TILE = 64  # tokens; smaller tiles leave a GPU idle
 _MAX_NAME, _MAX_PATH = 255, 4095  # bytes that Linux allows
 _MAX_EXPRESSION, _MAX_REPEATS = 1000, 1000
 RESERVED_VARIABLES = ("messages", "tools", "add_generation_prompt", "source", "name", "spans")  # of chat templates
@@ -130,6 +131,7 @@ ReadSwitch = BeforeValidator(convert_by({}))
 Switch = Annotated[bool, ReadSwitch]
 AutoSwitch = Annotated[Literal["auto"] | bool, ReadSwitch]
 SwitchOrOffload = Annotated[Literal["offload", "offload_gate", "offload_both"] | bool, ReadSwitch]
+TiledSwitch = Annotated[Literal["auto"] | bool | Annotated[int, Field(ge=MIN_TILE)], ReadSwitch]
 SwitchOrNorms = Annotated[Literal["norms"] | bool, ReadSwitch]
 When = Annotated[Literal["no", "steps", "epoch"], BeforeValidator(convert_by({False: "no"}))]
 Resume = Annotated[OutputPath, BeforeValidator(convert_by({True: "auto", False: "never", None: "never"}))]

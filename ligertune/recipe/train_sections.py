@@ -30,6 +30,7 @@ from ligertune.recipe.section import (
     Switch,
     SwitchOrOffload,
     Text,
+    TiledSwitch,
     When,
     unusable,
 )
@@ -166,6 +167,8 @@ class TrainSpec(Section):
     """Recompute activations; offload, offload_gate, offload_both: keep layer inputs, MLP gates, both on the host."""
     gradient_checkpointing_layers: Literal["all", "auto"] | PositiveInt = "all"
     """With gradient_checkpointing: number of first layers to checkpoint; auto: as few as memory allows."""
+    tiled_mlp: TiledSwitch = "auto"
+    """Run MLPs and projections on this many tokens at a time (true: 4096); auto: if nothing else fits on the GPU."""
     torch_compile: Switch = False
     """Compile each layer with torch.compile: minutes at the start, then faster steps."""
     cuda_graphs: Switch = False

@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 import ligertune.attention.packed_documents  # noqa: F401  registers its attention with transformers
 from ligertune.activations.checkpointing import checkpoint_layers
 from ligertune.activations.gate_offload import offload_gates, require_gates
+from ligertune.activations.tiling import tile_layers, tile_projections
 from ligertune.attention.choice import AttentionChoice
 from ligertune.attention.packing_checks import prepare_masks
 from ligertune.attention.padding_free import choose_batch_layout
@@ -105,11 +106,16 @@ def trained_model(
         compile_layers(model)
     if execution.fp8:
         to_torchao_float8(model) if execution.fp8 == "torchao" else to_float8(model)
+    if plan.tile:
+        tile_layers(model, plan.tile)
     if kind := execution.gradient_checkpointing:
-        checkpoint_layers(model, kind, compiled=execution.torch_compile, first=plan.checkpointed_layers)
+        options_of_graph = {"compiled": execution.torch_compile, "overlap": not plan.tile}
+        checkpoint_layers(model, kind, first=plan.checkpointed_layers, **options_of_graph)
     model = apply_method(model, options.method, seed=options.seed, fused=options.kernels.fuses_lora)
     if options.method.type == "lora":
         hold_frozen_weights(model)
+    if plan.tile:
+        tile_projections(model, plan.tile)
     if options.task == "medusa":
         with accelerator.autocast():  # heads are compared with the model's own output, and adapters are float32
             model = with_heads(options, model)

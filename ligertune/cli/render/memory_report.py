@@ -10,11 +10,12 @@ from ligertune.errors import format_bytes, plural
 from ligertune.recipe.plain_yaml import dump
 
 if TYPE_CHECKING:
-    from ligertune.planning.memory.fit import Fit
+    from ligertune.planning.memory.fit import Fit, LongContext
     from ligertune.planning.plan import Plan
 
 # StepPhase.name -> words
 PHASES = {
+    "forward": "in the forward",
     "frozen model": "in the forward of the frozen model",
     "loss": "in the loss",
     "backward": "at the beginning of the backward",
@@ -35,6 +36,27 @@ def show_memory(plan: Plan, fits: Iterable[Fit] | None) -> None:
         table(f"Peak memory of each device, reached {PHASES[plan.peak.phase.name]}", rows)
     for fit in fits or ():
         text("\n" + "\n".join(_fit_lines(plan, fit)))
+
+
+def show_contexts(plan: Plan, found: Iterable[LongContext]) -> None:
+    """Print the longest row of each way to save memory, and the lines of the recipe for the longest."""
+    found, where = [one for one in found if one.tokens], format_bytes(plan.machine.memory_bytes)
+    if not found:
+        text(f"\nNot even a row of a few hundred tokens fits in {where}.")
+        return
+    text()
+    table(f"Longest row in {where}", [_context_row(one.lines["train"], one) for one in found])
+    longest = max(found, key=lambda one: one.tokens)
+    text(f"\nFor {longest.tokens:,} tokens, write in the recipe:\n" + dump(longest.lines).rstrip())
+    if plan.context is not None and longest.tokens > plan.context:
+        text(f"The model's own context is {plan.context:,} tokens (max_position_embeddings in its config.json).")
+
+
+def _context_row(settings: dict, found: LongContext) -> tuple[str, str]:
+    how = "offload" if settings["gradient_checkpointing"] == "offload" else "checkpointing"
+    name = f"{how}, tiled_mlp" if settings["tiled_mlp"] else how
+    host = f" and {format_bytes(found.host)} of host memory" if found.host else ""
+    return name, f"{found.tokens:,} tokens, in {format_bytes(found.peak)}{host}"
 
 
 def _fit_lines(plan: Plan, fit: Fit) -> Iterable[str]:

@@ -49,6 +49,7 @@ class GatedSpec:
 
     packed: one projection computes both halves. inputs: names of the gate and the up projection, or of the packed one.
     output: name of the down projection; None if the module returns the product. output_scale: factor of its result.
+    tile: tokens that a `TiledMLP` computes at a time.
     """
 
     kernel: Literal["swiglu", "geglu", "reglu"]
@@ -58,6 +59,7 @@ class GatedSpec:
     output: str | None = "down_proj"
     options: tuple[tuple[str, float | bool], ...] = ()  # of the kernel: alpha, limit, scale, squared, …
     output_scale: float = 1.0
+    tile: int = 0
 
     def __post_init__(self) -> None:
         if not self.inputs:

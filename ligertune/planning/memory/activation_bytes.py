@@ -54,6 +54,7 @@ class ActivationPolicy:
     not_checkpointed: int = 0  # last layers that are not checkpointed although `checkpointing` is on
     recompute: Literal["norms"] | bool = False
     float8: Float8 = "no"
+    tile: int = 0  # tokens per tile of tiled layers; 0: the layers are not tiled
     keys_per_token: float = 1.0  # above 1 under context parallel: attention also holds keys of other ranks
 
     @property
@@ -67,7 +68,7 @@ class ActivationPolicy:
         return self.checkpointing in ("offload_gate", "offload_both")
 
     def without_checkpointing(self) -> ActivationPolicy:
-        return replace(self, checkpointing=False, not_checkpointed=0)
+        return replace(self, checkpointing=False, not_checkpointed=0, tile=0)
 
 
 @dataclass(frozen=True)
@@ -240,7 +241,7 @@ def chunked_loss_bytes(head: HeadShape, batch: MicroBatch, itemsize: int, rows: 
     return logits + 2 * batch.labels * head.hidden * itemsize + 2 * head.head_trains * head.elements * itemsize
 
 
-def _gradient_bytes(
+def gradient_bytes(
     head: HeadShape, batch: MicroBatch, gradients: int, itemsize: int, *, layers: int, last: int, shards: int
 ) -> tuple[int, int, int]:
     """Return bytes of gradients: (before that of the first layer, after those of the `last` layers, the embedding's).
@@ -305,7 +306,7 @@ def step_phases(
     # embedding is gathered for its lookup and its gradient, and the head from the last norm to that norm's backward.
     gathered_end = end_weight if layer_weights else 0
     gathered = step.workspace + gathered_end * head.tied + 3 * layer_weights
-    existing, done, another = _gradient_bytes(head, batch, gradients, itemsize, layers=layers, last=last, shards=shards)
+    existing, done, another = gradient_bytes(head, batch, gradients, itemsize, layers=layers, last=last, shards=shards)
     rest = held - saved_by_last + ends + run_again + gate
     again = StepPhase("run again", rest, done, gathered_end * head.tied, back + gathered)
     backward = held + ends + (last == 0) * (run_again - batch.labels * layer.hidden * itemsize) + gate

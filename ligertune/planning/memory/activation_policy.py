@@ -9,9 +9,12 @@ from ligertune.hardware import Machine
 from ligertune.planning.memory.activation_bytes import ActivationPolicy
 from ligertune.planning.memory.estimate import MemoryEstimate, largest
 from ligertune.planning.memory.float8_bytes import Float8
+from ligertune.planning.memory.states import Strategy
+from ligertune.planning.memory.tiled_bytes import TILE
 from ligertune.planning.micro_batch import Batching
-from ligertune.recipe import Recipe
+from ligertune.recipe import Recipe, contradicts_itself
 
+GATED_MLPS = {"swiglu", "geglu", "reglu"}
 # `layers: auto` is suggested if it checkpoints at most this share of the layers.
 WORTH_SUGGESTING = 0.9
 
@@ -55,6 +58,37 @@ def why_not_predicted(task: str) -> str:
             "self_distillation"
         )
     return "this model's layers are not understood"
+
+
+def may_tile(recipe: Recipe, estimate: MemoryEstimate | None, applied: Collection[str], strategy: Strategy) -> bool:
+    """Whether `train.tiled_mlp: auto` may choose tiles: nothing in the recipe excludes them, and their memory is known.
+
+    It does not choose checkpointing, so `train.gradient_checkpointing` must be set.
+    """
+    if recipe.train.tiled_mlp != "auto" or estimate is None or estimate.layer.experts is not None:
+        return False
+    if strategy not in ("single", "ddp") or estimate.heads is not None or GATED_MLPS.isdisjoint(applied):
+        return False
+    return not contradicts_itself(
+        recipe.model_copy(update={"train": recipe.train.model_copy(update={"tiled_mlp": True})})
+    )
+
+
+def choose_tile(recipe: Recipe, model_family: str, applied: Collection[str], strategy: Strategy) -> int:
+    """Return the tokens per tile that the recipe asks for, or 0. Raises UserError if the layers cannot be tiled."""
+    wanted = recipe.train.tiled_mlp
+    if wanted in ("auto", False):
+        return 0
+    why = None
+    if GATED_MLPS.isdisjoint(applied):
+        why = f"no MLP of {model_family} is one that our kernels compute"
+    elif "experts" in applied:
+        why = f"{model_family} is a mixture of experts"
+    elif strategy not in ("single", "ddp"):
+        why = f"each process holds a part of the weights ({strategy})"
+    if why is not None:
+        raise UserError(f"train.tiled_mlp: {why}.", hint="Leave it out.")
+    return TILE if wanted is True else wanted
 
 
 def with_checkpointed_layers(

@@ -28,6 +28,7 @@ from ligertune.planning.memory.activation_bytes import (
 from ligertune.planning.memory.float8_bytes import float8_copies
 from ligertune.planning.memory.model_shape import FrozenModelShape, HeadShape, LayerShape, MedusaHeadsShape, TowerShape
 from ligertune.planning.memory.states import StateBytes
+from ligertune.planning.memory.tiled_bytes import tiled_phases
 
 # Share of allocated memory that torch's allocator loses to fragmentation.
 FRAGMENTATION = 0.04
@@ -57,6 +58,7 @@ class MemoryEstimate:
     frozen_model: FrozenModelShape | None = None
     dense_layer: LayerShape | None = None  # of a mixture of experts that has `dense_layers` layers with a dense MLP
     dense_layers: int = 0
+    dequantised: int = 0  # bytes of the largest 4-bit weight in the compute dtype
     loss_chunk: int = 0  # tokens whose logits a loss in plain torch makes at a time; 0: a kernel computes the loss
 
     def peak(
@@ -77,18 +79,23 @@ class MemoryEstimate:
         if self.heads is not None and not self.heads.joint:
             return self.frozen_model_phases(batch, step)
         image_tokens = tokens * self.image_share
-        phases = step_phases(
-            self.layer,
-            self.head,
-            replace(self.policy, keys_per_token=keys / tokens),
-            batch,
-            step,
-            layers=self.layers_with_backward,
-            tower=tower_bytes(self.tower, image_tokens, self.policy, self.itemsize) if self.tower else 0,
-            layer_weights=self.layer_weights() if self.shards > 1 else 0,
-            shards=self.shards,
-            dense=(self.dense_layer, min(self.dense_layers, self.layers_with_backward)),
-        )
+        tower = tower_bytes(self.tower, image_tokens, self.policy, self.itemsize) if self.tower else 0
+        layers = self.layers_with_backward
+        if self.policy.tile:
+            phases = tiled_phases(self.layer, self.head, self.policy, batch, step, layers=layers, tower=tower)
+        else:
+            phases = step_phases(
+                self.layer,
+                self.head,
+                replace(self.policy, keys_per_token=keys / tokens),
+                batch,
+                step,
+                layers=layers,
+                tower=tower,
+                layer_weights=self.layer_weights() if self.shards > 1 else 0,
+                shards=self.shards,
+                dense=(self.dense_layer, min(self.dense_layers, layers)),
+            )
         if self.frozen_model is not None:
             return self._with_frozen_model(phases, batch, step)
         if self.heads is None and not (self.loss_chunk and self.policy.fused_loss):
@@ -189,7 +196,23 @@ class MemoryEstimate:
         return max(0, self.states.weights * self.shards - ends) // layers
 
     def without_checkpointing(self) -> MemoryEstimate:
-        return replace(self, policy=self.policy.without_checkpointing())
+        return replace(self.untiled(), policy=self.policy.without_checkpointing())
+
+    def tiled(self, tile: int) -> MemoryEstimate:
+        """Return the estimate with all layers checkpointed and tiled, `tile` tokens at a time."""
+        workspace = self.workspace + self.dequantised
+        return replace(self, policy=replace(self.policy, tile=tile, not_checkpointed=0), workspace=workspace)
+
+    def untiled(self) -> MemoryEstimate:
+        """Return the estimate without tiles."""
+        if not self.policy.tile:
+            return self
+        return replace(self, policy=replace(self.policy, tile=0), workspace=self.workspace - self.dequantised)
+
+    def checkpointed(self, how: bool | str) -> MemoryEstimate:
+        """Return the estimate with all layers checkpointed in this way, and without tiles."""
+        policy = replace(self.policy, checkpointing=how, not_checkpointed=0, recompute=False, tile=0)
+        return replace(self.untiled(), policy=policy)
 
     def with_checkpointing(self, *, not_checkpointed: int = 0) -> MemoryEstimate:
         """Return the estimate with all layers checkpointed but the last `not_checkpointed`."""

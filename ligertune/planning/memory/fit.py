@@ -1,4 +1,4 @@
-"""Largest micro-batch and longest row that fit on a device, and advice when memory ran out."""
+"""Largest micro-batch, longest row and longest context that fit on a device, and advice when memory ran out."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from functools import partial
 from ligertune.errors import UserError, plural
 from ligertune.planning.memory.activation_policy import why_not_predicted
 from ligertune.planning.memory.estimate import MemoryEstimate, largest
+from ligertune.planning.memory.tiled_bytes import TILE
 from ligertune.planning.plan import Plan
 
 MAX_ROWS, MAX_TOKENS = 4096, 1 << 20
+MAX_CONTEXT, CONTEXT_STEP = 1 << 23, 256  # tokens of `longest_contexts`
 RecipeLines = dict[str, dict[str, int | bool | str]]  # section -> key -> value
 
 
@@ -34,6 +36,53 @@ def largest_fits(plan: Plan) -> tuple[Fit, Fit]:
         reason = why_not_predicted(plan.build.task)
         raise UserError(f"--fit: no memory is predicted for {plan.model_family}: {reason}.")
     return _fit(plan, plan.memory.without_checkpointing()), _fit(plan, plan.memory.with_checkpointing())
+
+
+@dataclass(frozen=True)
+class LongContext:
+    """The longest single row with some memory settings, in tokens; 0 if none fits. lines: what to write in the recipe.
+
+    peak: predicted bytes on the device, without CUDA's context and fragmentation. host: bytes of pinned host memory.
+    """
+
+    tokens: int
+    peak: int
+    host: int
+    lines: RecipeLines
+
+
+def longest_contexts(plan: Plan) -> tuple[LongContext, ...]:
+    """Return the longest row without and with tiles, each with checkpointing and with offloading, and their cost.
+
+    The model's own context is no limit here. Raises UserError if no memory is predicted, or for a sharded model.
+    """
+    if plan.memory is None:
+        raise UserError(f"--fit context: no memory is predicted: {why_not_predicted(plan.build.task)}.")
+    execution, memory = plan.build.execution, plan.memory
+    if memory.shards > 1 or memory.cp_size > 1 or memory.heads is not None or memory.layer.experts is not None:
+        raise UserError("--fit context is for dense models, on one device or with ddp, and without Medusa heads.")
+    tiles = not (execution.torch_compile or execution.fp8 or plan.build.method.lora_dropout)
+    kinds = (True,) if execution.torch_compile else (True, "offload")
+    return tuple(
+        _longest(plan, memory, kind, tile) for tile in ((0, plan.tile or TILE) if tiles else (0,)) for kind in kinds
+    )
+
+
+def _longest(plan: Plan, memory: MemoryEstimate, checkpointing: bool | str, tile: int) -> LongContext:
+    estimate = memory.checkpointed(checkpointing)
+    estimate = estimate.tiled(tile) if tile else estimate
+    accumulates, memory_bytes = plan.batching.accumulation > 1, plan.machine.memory_bytes
+    step = CONTEXT_STEP * plan.rows.documents
+    count = largest(
+        lambda count: estimate.fits(1, count * step, accumulates=accumulates, memory=memory_bytes),
+        limit=MAX_CONTEXT // CONTEXT_STEP,
+    )
+    row = max(1, count) * step
+    peak = estimate.peak(1, row, accumulates=accumulates, memory=memory_bytes).total
+    lines = _recipe_lines(plan, checkpointing, rows=1)
+    lines["train"]["tiled_mlp"] = bool(tile) if tile in (0, TILE) else tile
+    tokens = count * CONTEXT_STEP
+    return LongContext(tokens, peak, estimate.host_bytes(1, row), {"data": {"max_length": tokens}, **lines})
 
 
 def _fit(plan: Plan, estimate: MemoryEstimate) -> Fit:

@@ -176,6 +176,22 @@ RULES = (
     Rule("kernels.recompute, train.torch_compile",
          f"{{0}} does not work in compiled layers, and {{1}} is true. {ONE_OUT}"),
     # ---- optimizer, memory savings and dtypes
+    Rule("train.tiled_mlp: not false|auto, no train.gradient_checkpointing",
+         "{0} is for checkpointed layers, and {1} is false. Write train.gradient_checkpointing: offload."),
+    *each(
+        f"{{0}} runs parts of a layer on a few tokens at a time, and {{why}}. {ONE_OUT}",
+        "train.tiled_mlp: not false|auto",
+        ("train.gradient_checkpointing: offload_gate|offload_both", "{1}: {v[1]} copies whole gates"),
+        ("train.gradient_checkpointing_layers: not all", "with {1} some layers save all that they compute"),
+        ("method.lora_dropout", "{1} would drop other values when they run again"),
+        ("train.torch_compile", "{1} compiles whole layers"),
+        ("train.fp8", "{1} scales whole tensors"),
+        ("kernels.enabled: false", "{1}: false recognises no layers"),
+        ("kernels.mlp: false", "{1}: false recognises no MLPs"),
+        ("task: medusa", "medusa heads are no part of it"),
+        ("parallel.strategy: fsdp|deepspeed_zero2|deepspeed_zero3", "{1}: {v[1]} gathers a layer's weights once"),
+        ("parallel.cp_size: not 1", "{1} splits the row already"),
+    ),
     Rule("train.gradient_checkpointing_layers: not all, no train.gradient_checkpointing",
          "{0} sets how many layers are checkpointed, and {1} is false. Write train.gradient_checkpointing: true."),
     *each(
