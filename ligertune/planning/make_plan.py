@@ -160,7 +160,7 @@ def choose_resources(recipe: Recipe, inputs: PlanInputs) -> Resources:
 def _tiled(
     recipe: Recipe, inputs: PlanInputs, memory: MemoryEstimate | None, strategy: Strategy
 ) -> tuple[MemoryEstimate | None, MemoryEstimate | None, int]:
-    """Return (the estimate with the recipe's tiles, one with those that `auto` may choose or None, the recipe's tile)."""
+    """Return (the estimate with the recipe's tiles, one with those that `auto` may choose or None, the tile)."""
     applied = inputs.model.applied_kernels
     tile = choose_tile(recipe, inputs.model.shape.family, applied, strategy)
     if tile and memory is not None:
