@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -184,19 +185,26 @@ def tile_layers(model: PreTrainedModel, tile: int) -> int:
 def tile_projections(model: nn.Module, tile: int) -> int:
     """Let the other linear layers of the decoder layers, with or without adapters, work on `tile` tokens at a time.
 
-    Call it after adapters were added. Layers of `kernels.lora` stay as they are. Returns the number of layers.
+    Call it after adapters were added. Returns the number of layers.
     """
-    inside = {id(part) for mlp in _modules(model) if isinstance(mlp, TiledMLP) for part in mlp.modules()}
-    adapted = {id(part) for m in _modules(model) if hasattr(m, "base_layer") for part in m.modules() if part is not m}
-    found = [
-        module
-        for module in _modules(model)
-        if isinstance(getattr(module, "base_layer", module), nn.Linear) and not isinstance(module, ModulePatch)
-        and id(module) not in inside | adapted
-    ]  # fmt: skip
+    modules = _modules(model)
+    inside = {id(part) for mlp in modules if isinstance(mlp, TiledMLP) for part in mlp.modules()}
+    inside |= {id(part) for m in modules if hasattr(m, "base_layer") for part in m.modules() if part is not m}
+    linear = (m for m in modules if isinstance(getattr(m, "base_layer", m), nn.Linear) and id(m) not in inside)
+    found = [module for module in linear if getattr(module, "patch_spec", None) is None]
     for module in found:
-        patch_module(module, TiledLinear, tile)
+        mixin = TiledLinear
+        if isinstance(module, ModulePatch):  # `kernels.lora`
+            mixin = _tiled(module.patch_mixin)
+            unpatch_module(module)
+        patch_module(module, mixin, tile)
     return len(found)
+
+
+@cache
+def _tiled(mixin: type[ModulePatch]) -> type[ModulePatch]:
+    """Return a mixin whose tiles run the forward of `mixin`."""
+    return type(f"Tiled{mixin.__name__}", (TiledLinear, mixin), {"__module__": __name__})
 
 
 def _modules(model: nn.Module) -> list[nn.Module]:

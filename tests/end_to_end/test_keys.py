@@ -91,6 +91,7 @@ CHANGES_PLAN = {
     "model.num_hidden_layers": (2, ("n_parameters",), 123_712),
     "data.padding_free": (True, ("rows", "padding_free"), True),
     "kernels.attention": (True, ("attn_implementation",), "document_attention"),
+    "train.tiled_mlp": (True, ("tile",), 4096),
     "train.max_steps": (2, ("schedule", "total_steps"), 2),
     "train.num_train_epochs": (2.0, ("schedule", "total_steps"), 18),
     "train.global_batch_size": (8, ("batching", "accumulation"), 4),
@@ -102,7 +103,8 @@ CHANGES_PLAN = {
 @pytest.mark.parametrize("key", CHANGES_PLAN)
 def test_a_key_has_its_effect_on_the_plan(key, tmp_path):
     value, path, expected = CHANGES_PLAN[key]
-    others = {"model.num_hidden_layers": {"model.init": "random"}, "kernels.attention": {"data.packing": True}}
+    others = {"model.num_hidden_layers": {"model.init": "random"}, "kernels.attention": {"data.packing": True},
+              "train.tiled_mlp": {"train.gradient_checkpointing": True}}  # fmt: skip
     found = plan_run(tmp_path, **{**others.get(key, {}), key: value}).plan.as_dict()
     for name in path:
         found = found[name]
@@ -136,6 +138,7 @@ def test_keys_of_memory_and_speed_do_not_change_the_losses(train, usual):
         {"train.gradient_checkpointing": "offload_both"},
         {"train.gradient_checkpointing": True, "train.gradient_checkpointing_layers": 3, "kernels.recompute": True},
         {"train.gradient_checkpointing": "offload_both", "train.gradient_checkpointing_layers": "auto"},
+        {"train.gradient_checkpointing": "offload", "train.tiled_mlp": 64},
         {"kernels.recompute": True},
         {"kernels.recompute": "norms"},
         {"kernels.attention": True},  # implies padding-free batches

@@ -59,6 +59,47 @@ def test_the_lines_of_fit_are_a_recipe_that_fits(ligertune, recipe):
     assert found[0]["long_row"]["data"] == {"max_length": 512}
 
 
+def test_fit_context_finds_the_longest_row_of_each_setting(ligertune, recipe):
+    usual = {**SETTINGS, "method.type": "lora", "data.packing": True, "data.max_length": 256}
+    done = ligertune("plan", recipe, *overrides(usual), "--fit", "context", "--memory", "1", "--json")
+    assert done.code == 0, done.err
+    found = json.loads(done.out)["fit"]
+    settings = [(fit["lines"]["train"]["gradient_checkpointing"], fit["lines"]["train"]["tiled_mlp"]) for fit in found]
+    assert settings == [(True, False), ("offload", False), (True, True), ("offload", True)]
+    checkpointing, offload, tiled, both = (fit["tokens"] for fit in found)
+    assert 512 < checkpointing < offload < both and checkpointing < tiled < both and both % 256 == 0
+    assert found[0]["host"] == 0 and found[3]["host"] == both * 5 * 64 * 2  # 5 layers of 64 bfloat16 values a token
+    assert all(fit["peak"] < (1 << 30) - (600 << 20) for fit in found)
+    assert "offload, tiled_mlp" in done.err and "The model's own context is 512 tokens" in done.err
+    assert f"For {both:,} tokens, write in the recipe:\ndata:\n  max_length: {both}\n" in done.err
+
+
+def test_rows_that_fit_in_tiles_only_are_tiled(tmp_path):
+    """`auto` tiles where a step does not fit otherwise, and not where it does or is not checkpointed."""
+    changes = {"method.type": "lora", "data.packing": True, "train.per_device_train_batch_size": 1,
+               "data.max_length": 512, "train.gradient_checkpointing": "offload"}  # fmt: skip
+    assert plan_for(recipe_for(tmp_path, **changes), for_show=True, memory_gib=1).plan.tile == 0
+    small = plan_for(recipe_for(tmp_path, **changes), for_show=True, memory_gib=0.58).plan  # nothing fits
+    assert small.tile == 4096 and small.memory.policy.tile == 4096
+    assert "train.tiled_mlp: MLPs and projections run on 4,096 tokens at a time" in small.notes
+    for other in ({"train.tiled_mlp": False}, {"train.gradient_checkpointing": False}):
+        assert plan_for(recipe_for(tmp_path, **changes | other), for_show=True, memory_gib=0.58).plan.tile == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [({"kernels.norm": False, "method.type": "lora"}, None), ({"parallel.strategy": "fsdp"}, "fsdp gathers"),
+     ({"train.gradient_checkpointing": False}, "is for checkpointed layers"), ({"train.fp8": True}, "scales whole")],
+)  # fmt: skip
+def test_tiles_are_refused_where_they_cannot_be(changes, reason, tmp_path):
+    wanted = {"train.gradient_checkpointing": True, "train.tiled_mlp": True, "data.packing": True, **changes}
+    if reason is None:
+        assert plan_for(recipe_for(tmp_path, **wanted), for_show=True, memory_gib=1).plan.tile == 4096
+        return
+    with pytest.raises(UserError, match=f"train.tiled_mlp.*{reason}"):
+        plan_for(recipe_for(tmp_path, **wanted), for_show=True, memory_gib=1)
+
+
 def test_a_plan_for_pairs_counts_both_sequences(ligertune, recipe, quickstart):
     pairs = {"task": "dpo", "data.datasets.0.path": quickstart / "preferences.jsonl", "data.max_length": 256,
              "data.val_split": 0.25, "train.per_device_train_batch_size": 2}  # fmt: skip

@@ -135,7 +135,7 @@ def checkpointing_notes(
 ) -> tuple[str, ...]:
     """Return a note if some layers are not checkpointed, or if fewer layers would be enough."""
     wanted, key = recipe.train.gradient_checkpointing_layers, "train.gradient_checkpointing"
-    if estimate is None or not recipe.train.gradient_checkpointing:
+    if estimate is None or estimate.policy.tile or not recipe.train.gradient_checkpointing:
         return ()
     if wanted != "all":
         checkpointed = estimate.layers - estimate.policy.not_checkpointed
