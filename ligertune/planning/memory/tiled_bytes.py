@@ -46,7 +46,7 @@ def tile_bytes(layer: LayerShape, policy: ActivationPolicy, itemsize: int, token
     those over gate and up. The gradients of trained weights are added in float32.
     """
     tile = min(tokens, policy.tile)
-    widths = (6 if layer.adapters else 4) * layer.mlp + 4 * layer.hidden
+    widths = (5 if layer.adapters else 4) * layer.mlp + 4 * layer.hidden
     trained = 3 * layer.hidden * layer.mlp * (layer.mlp_in and not layer.adapters)
     return tile * widths * itemsize + trained * (4 + itemsize)
 

@@ -1,0 +1,49 @@
+"""scripts/bench_context: the tokens of a row, the document that it trains on, and a whole run on a CPU."""
+
+import json
+import sys
+from argparse import Namespace
+
+import pytest
+from command_line import ROOT
+from quickstart_runs import plan_run
+from script_modules import load_script
+
+
+@pytest.fixture
+def script(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    return load_script("bench_context")
+
+
+def test_a_row_has_the_tokens_that_memory_host_and_time_have_room_for(script, tmp_path):
+    plan = plan_run(tmp_path, **{"method.type": "lora", "data.packing": True}).plan
+    options = Namespace(tokens=None, layers=None, plan=False, host_share=0.5, row_seconds=60.0, steps=1)
+    of_layer = 4 * 64 * 4  # inputs of 4 of 5 layers wait on the host, 64 float32 values a token
+    assert script.chosen_tokens(options, plan, 10_000, 1 << 40) == (9_216, "memory")
+    assert script.chosen_tokens(options, plan, 10_000, 2 * 5_000 * of_layer) == (4_096, "host memory")
+    slow = Namespace(**{**vars(options), "row_seconds": script.seconds_of(plan, 3_000, 5)})
+    assert script.chosen_tokens(slow, plan, 10_240, 1 << 40) == (2_048, "time")
+    two = Namespace(**{**vars(options), "layers": 2})
+    assert script.chosen_tokens(two, plan, 10_000, 2 * 5_000 * 64 * 4) == (4_096, "host memory")
+    assert script.chosen_tokens(Namespace(**{**vars(options), "tokens": 700}), plan, 9, None) == (700, "--tokens")
+
+
+def test_the_document_holds_the_texts_of_the_corpus(script, tmp_path, corpus):
+    texts = script.corpus(corpus)
+    assert len(texts) > 1000 and all(len(text) > 30 for text in texts)
+    path = script.write_text(Namespace(out=tmp_path, small=False, corpus=corpus), 2_000_000)
+    assert len(json.loads(path.read_text(encoding="utf-8"))["text"]) == 12_000_000  # repeated, so that a token of 6 characters is enough
+
+
+@pytest.mark.slow
+def test_it_trains_its_rows_on_a_cpu(script, monkeypatch, tmp_path, capsys):
+    arguments = ["--small", "--only", "lora-24,full", "--steps", "2", "--layers", "2", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["bench_context", *arguments])
+    assert script.main() == 0
+    (page,) = (json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith('{"page": '))
+    assert [(row["row"], row["tokens"], row["layers"]) for row in page["rows"]] == [
+        ("lora-24", 500, 2),
+        ("full-80", 500, 2),
+    ]
+    assert all(len(row["losses"]) == 2 and "failed" not in row for row in page["rows"])
