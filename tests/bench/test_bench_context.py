@@ -33,7 +33,9 @@ def test_the_document_holds_the_texts_of_the_corpus(script, tmp_path, corpus):
     texts = script.corpus(corpus)
     assert len(texts) > 1000 and all(len(text) > 30 for text in texts)
     path = script.write_text(Namespace(out=tmp_path, small=False, corpus=corpus), 2_000_000)
-    assert len(json.loads(path.read_text(encoding="utf-8"))["text"]) == 12_000_000  # repeated, so that a token of 6 characters is enough
+    assert (
+        len(json.loads(path.read_text(encoding="utf-8"))["text"]) == 12_000_000
+    )  # repeated, so that a token of 6 characters is enough
 
 
 @pytest.mark.slow
