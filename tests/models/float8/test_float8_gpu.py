@@ -12,15 +12,15 @@ from ligertune.activations.checkpointing import checkpoint_layers
 from ligertune.errors import UserError
 from ligertune.hardware import this_machine
 from ligertune.models.compile import compile_layers
-from ligertune.models.float8.float8_layers import to_torchao_float8
+from ligertune.models.float8.float8_layers import to_float8, to_torchao_float8
+from ligertune.models.float8.float8_linear import scales_of
 from ligertune.patching.patch import patch
 from ligertune.planning.precision import check_float8
 from ligertune.recipe import Recipe
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(find_spec("torchao") is None, reason="needs torchao: pip install 'ligertune[quant]'"),
-]
+pytestmark = pytest.mark.gpu
+needs_torchao = pytest.mark.skipif(find_spec("torchao") is None, reason="needs torchao: pip install 'ligertune[quant]'")
+TORCHAO = [(True, False, False), (False, False, False), (True, True, False), (True, False, True), (True, True, True)]
 STEPS, VOCAB = 10, 8192
 BOUND = 0.01  # relative error of a step's loss; emulated at half the width it is 0.001
 
@@ -58,6 +58,8 @@ def curve(model: PreTrainedModel) -> Tensor:
         assert all(torch.isfinite(parameter.grad).all() for parameter in model.parameters())
         optimizer.step()
         optimizer.zero_grad()
+        if (scales := scales_of(model)) is not None:
+            scales.update(lambda amax: amax)
         found.append(loss.detach())
     return torch.stack(found).cpu()
 
@@ -69,15 +71,19 @@ def exact() -> dict[bool, Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("patched", "compiled", "checkpointed"),
-    [(True, False, False), (False, False, False), (True, True, False), (True, False, True), (True, True, True)],
-    ids=["patched", "plain", "compiled", "checkpointed", "compiled and checkpointed"],
+    ("convert", "patched", "compiled", "checkpointed"),
+    [
+        (to_float8, True, False, False),
+        (to_float8, False, False, False),
+        (to_float8, True, False, True),
+        *(pytest.param(to_torchao_float8, *how, marks=needs_torchao) for how in TORCHAO),
+    ],
 )
-def test_losses_are_close_to_bfloat16(patched, compiled, checkpointed, exact):
+def test_losses_are_close_to_bfloat16(convert, patched, compiled, checkpointed, exact):
     model = llama(patched=patched)
     if compiled:
         compile_layers(model)
-    to_torchao_float8(model)
+    convert(model)
     if checkpointed:
         checkpoint_layers(model, compiled=compiled)
     found = curve(model)
@@ -87,10 +93,11 @@ def test_losses_are_close_to_bfloat16(patched, compiled, checkpointed, exact):
     assert not torch.equal(found, exact[patched])
 
 
-def test_a_float8_model_generates():
+@pytest.mark.parametrize("convert", [to_float8, pytest.param(to_torchao_float8, marks=needs_torchao)])
+def test_a_float8_model_generates(convert):
     """Products then have one row; only the weight's gradient needs a multiple of 16."""
     model = llama(patched=True).eval()
-    to_torchao_float8(model)
+    convert(model)
     prompt = torch.arange(3, 10, device="cuda")[None]
     written = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=5, do_sample=False)
     assert written.shape == (1, 12)
