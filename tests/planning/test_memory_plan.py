@@ -423,3 +423,13 @@ def test_float8_adds_copies_of_the_operands_of_one_product(shapes):
     not_in_place = 2 * tokens * F  # the gradient of gate or up, which is not written over it
     assert compiled - no == not_in_place + E * F + tokens * 2 * (F + E)
     assert eager - compiled == 8 * tokens * F
+
+
+def test_our_float8_keeps_two_copies_of_each_weight_and_saves_linear_inputs_in_one_byte(shapes):
+    full, lora = (estimate_of(shapes[name], name, float8="kernels") for name in ("full", "lora"))
+    assert full.peak(4, 2048, accumulates=True).weights - full.states.weights == 2 * LAYERS * LAYER_WEIGHTS
+    assert lora.peak(4, 2048, accumulates=True).weights == lora.states.weights  # copies instead of the weights
+    layer = shapes["full"].layer
+    saved = bytes_of(layer, float8="kernels") - bytes_of(layer)
+    # The inputs of attention, MLP and down_proj take a byte less; that of o_proj has a float8 copy.
+    assert saved == -(E + E + F) + E
