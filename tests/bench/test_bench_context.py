@@ -38,6 +38,26 @@ def test_the_document_holds_the_texts_of_the_corpus(script, tmp_path, corpus):
     )  # repeated, so that a token of 6 characters is enough
 
 
+def test_rows_of_several_runs_make_one_page(script, monkeypatch, tmp_path):
+    rows = [{"row": "qlora-80", "layers": 32, "tokens": 370_000, "predicted_gib": 30.0},
+            {"row": "qlora-24", "layers": 2, "tokens": 1_024},
+            {"row": "qlora-24", "layers": 2, "tokens": 256_000}]  # fmt: skip
+    page = {"page": "context", "title": "T", "intro": "I", "caveats": ["C"], "device": "NVIDIA H100 80GB HBM3",
+            "count": 1, "versions": {"torch": "2.11.0"}, "date": "2026-11-26", "commit": "1", "remarks": [],
+            "left_out": ["Without a row: lora-80."], "columns": script.COLUMNS[:5]}  # fmt: skip
+    printed = ["qlora-80: ...", *(json.dumps({**page, "rows": [row], "command": f"run {row['row']}"}) for row in rows)]
+    (tmp_path / "out.txt").write_text("\n".join(printed), encoding="utf-8")
+    arguments = ["bench_context", "--from", str(tmp_path / "out.txt"), "--page", str(tmp_path), "--commit", "abc"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    with pytest.raises(SystemExit, match="0"):
+        script.main()
+    text = (tmp_path / "context_h100_202611.md").read_text(encoding="utf-8")
+    assert "| qlora-24 |  |  | 256,000 | 2 |\n| qlora-80 |  |  | 370,000 | 32 |" in text
+    assert (
+        "1,024" not in text and "Without a row" not in text and "abc" in text and "run qlora-80; run qlora-24" in text
+    )
+
+
 @pytest.mark.slow
 def test_it_trains_its_rows_on_a_cpu(script, monkeypatch, tmp_path, capsys):
     arguments = ["--small", "--only", "lora-24,full", "--steps", "2", "--layers", "2", "--out", str(tmp_path)]
