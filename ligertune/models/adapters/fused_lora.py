@@ -7,6 +7,8 @@ forward and 2 in the backward, and 3 passes over (N, E) to sum the gradients of 
 into the other one (`addmm_`), in fp32 and rounded once. Seven such layers of Llama-3-8B have 43,000 output columns for
 218 M weights: in 16 bits, peft's passes move as many bytes as 20 % of the time of the frozen products.
 
+`joint_lora.py` computes layers with the same input (q, k, v; gate, up) together.
+
 peft's own code runs wherever it does more than this (DoRA, dropout, several adapters, a merged adapter).
 
 Weights in 4 bits (QLoRA) are dequantised for each product, by one kernel instead of bitsandbytes' three. Only the last
@@ -27,8 +29,8 @@ from ligertune_kernels import linear_cross_entropy
 from ligertune_kernels.ops.moe.dequantize_nf4 import BLOCK, SCALE_BLOCK, Nf4, dequantize_nf4
 from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
-from torch.nn import functional as F
 
+from ligertune.models.adapters.joint_lora import LoraTerms, join_siblings, joint_update, siblings_of
 from ligertune.patching.deferred_logits import STATE, count_fused
 from ligertune.patching.fused_loss import LossHead
 from ligertune.patching.module_patch import ModulePatch, has_own_hooks, patch_module
@@ -87,20 +89,8 @@ def four_bit_weight(layer: nn.Module) -> FourBitWeight | None:
                          tuple(state.shape), state.dtype)  # fmt: skip
 
 
-def low_rank_update(
-    x: Tensor,  # (..., E)
-    a: Tensor,  # (R, E)
-    b: Tensor,  # (F, R)
-    scale: float,
-    weight: Tensor | FourBitWeight,  # (F, E), frozen
-    bias: Tensor | None = None,  # (F,), frozen
-) -> Tensor:  # (..., F)
-    """Return x W^T + bias + s (x A^T) B^T."""
-    return _LowRankUpdate.apply(x, a, b, scale, None, weight, bias)
-
-
 class _LowRankUpdate(torch.autograd.Function):
-    """base + s (x A^T) B^T in a new tensor. base (..., F); None stands for x W^T + bias."""
+    """base + s (x A^T) B^T in a new tensor. base: (..., F)."""
 
     @staticmethod
     def forward(
@@ -109,62 +99,49 @@ class _LowRankUpdate(torch.autograd.Function):
         a: Tensor,  # (R, E)
         b: Tensor,  # (F, R)
         scale: float,
-        base: Tensor | None,
-        weight: Tensor | FourBitWeight | None,  # (F, E); None with `base`
-        bias: Tensor | None,
+        base: Tensor,
     ) -> Tensor:  # (..., F)
         rows, narrow_a, scaled_b = x.flatten(0, -2), a.to(x.dtype), (scale * b).to(x.dtype)
         low = rows @ narrow_a.t()  # (N, R)
-        if base is None:
-            y = F.linear(rows, _dense(weight), bias).addmm_(low, scaled_b.t())
-        else:
-            y = torch.addmm(base.flatten(0, -2), low, scaled_b.t())
-        is_packed = isinstance(weight, FourBitWeight)
-        ctx.save_for_backward(x, narrow_a, scaled_b, low, None if is_packed else weight)
-        ctx.packed = weight if is_packed else None
+        y = torch.addmm(base.flatten(0, -2), low, scaled_b.t())
+        ctx.save_for_backward(x, narrow_a, scaled_b, low)
         ctx.scale, ctx.adapter_dtypes = scale, (a.dtype, b.dtype)
         return y.view(*x.shape[:-1], len(b))
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, narrow_a, scaled_b, low, weight = ctx.saved_tensors
-        weight = ctx.packed if weight is None else weight
-        needs_dx, needs_da, needs_db, _, needs_base, *_ = ctx.needs_input_grad
+        x, narrow_a, scaled_b, low = ctx.saved_tensors
+        needs_dx, needs_da, needs_db, _, needs_base = ctx.needs_input_grad
         d_rows = dy.flatten(0, -2)
         d_low = d_rows @ scaled_b if needs_dx or needs_da else None  # (N, R)
         dx = da = db = None
         if needs_dx:
-            dx = d_low @ narrow_a if weight is None else (d_rows @ _dense(weight)).addmm_(d_low, narrow_a)
-            dx = dx.view(x.shape)
+            dx = (d_low @ narrow_a).view(x.shape)
         if needs_da:
             da = (d_low.t() @ x.flatten(0, -2)).to(ctx.adapter_dtypes[0])
         if needs_db:
             db = (d_rows.t() @ low).to(ctx.adapter_dtypes[1]).mul_(ctx.scale)
-        return dx, da, db, None, dy if needs_base else None, None, None
-
-
-def _dense(weight: Tensor | FourBitWeight) -> Tensor:
-    return weight.dequantize() if isinstance(weight, FourBitWeight) else weight
+        return dx, da, db, None, dy if needs_base else None
 
 
 class FusedLora(ModulePatch):
     """Mixin of peft's LoRA layer around an nn.Linear or bitsandbytes' Linear4bit: (..., E) -> (..., F)."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if args or kwargs or why_not_low_rank(self) is not None or _has_hooks(self):
+        if args or kwargs or torch.compiler.is_compiling():  # torch.compile optimises peft's code better
             return super().forward(x, *args, **kwargs)
-        name, base = self.active_adapters[0], self.base_layer
-        packed = four_bit_weight(base)
-        if not _uses_one_dtype(x, self, packed):
-            return super().forward(x, *args, **kwargs)
-        adapter = self.lora_A[name].weight, self.lora_B[name].weight, self.scaling[name]
-        recomputation = recomputation_of(x)
+        recomputation, siblings = recomputation_of(x), siblings_of(self)
         with recomputation.replacing(x) if recomputation is not None else contextlib.nullcontext():
-            if packed is not None:
-                return low_rank_update(x, *adapter, packed, None if base.bias is None else base.bias.to(x.dtype))
-            if _is_frozen_linear(base):
-                return low_rank_update(x, *adapter, base.weight, base.bias)
-            return _LowRankUpdate.apply(x, *adapter, base(x), None, None)
+            y = None if siblings is None else siblings.output(self, x, _terms_of)
+            if y is not None:
+                return y
+            if (terms := _terms_of(self, x)) is not None:
+                return joint_update(x, (terms,))[0]
+            if _is_plain(self, x, None):
+                name = self.active_adapters[0]
+                adapter = self.lora_A[name].weight, self.lora_B[name].weight, self.scaling[name]
+                return _LowRankUpdate.apply(x, *adapter, self.base_layer(x))
+        return super().forward(x)
 
 
 class LoraLossHead(LossHead):
@@ -202,19 +179,35 @@ def why_not_low_rank(layer: LoraLinear) -> str | None:
     return None
 
 
+def _terms_of(layer: LoraLinear, x: Tensor) -> LoraTerms | None:
+    """Return what a layer computes from x, if that is the sum of a frozen weight's product and of a low-rank one."""
+    base = layer.base_layer
+    packed = four_bit_weight(base)
+    if not _is_plain(layer, x, packed) or not (packed is not None or _is_frozen_linear(base)):
+        return None
+    name = layer.active_adapters[0]
+    bias = base.bias if base.bias is None or packed is None else base.bias.to(x.dtype)
+    weight = base.weight if packed is None else packed
+    return LoraTerms(layer.lora_A[name].weight, layer.lora_B[name].weight, layer.scaling[name], weight, bias)
+
+
+def _is_plain(layer: LoraLinear, x: Tensor, packed: FourBitWeight | None) -> bool:
+    return why_not_low_rank(layer) is None and not _has_hooks(layer) and _uses_one_dtype(x, layer, packed)
+
+
 def _has_hooks(layer: LoraLinear) -> bool:
     name = layer.active_adapters[0]
     return any(has_own_hooks(part) for part in (layer.lora_A[name], layer.lora_B[name], layer.base_layer))
 
 
 def _uses_one_dtype(x: Tensor, module: LoraLinear, packed: FourBitWeight | None) -> bool:
-    """Return whether all products run in x's dtype on plain tensors. torch.compile optimises peft's code better.
+    """Return whether all products run in x's dtype on plain tensors.
 
     packed: the base layer's weight, if it is in 4 bits.
     """
     kind, name = x.device.type, module.active_adapters[0]
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-    if torch.compiler.is_compiling() or dtype != x.dtype or not x.is_floating_point():
+    if dtype != x.dtype or not x.is_floating_point():
         return False
     weights = [module.lora_A[name].weight, module.lora_B[name].weight]
     if packed is not None:
@@ -237,4 +230,5 @@ def fuse_adapters(model: nn.Module) -> int:
     layers = [module for module in model.modules() if type(module) in (LoraLinear, four_bit)]
     for layer in layers:
         patch_module(layer, FusedLora)
+    join_siblings(model, FusedLora)
     return len(layers)

@@ -10,7 +10,8 @@ import torch
 from ligertune_kernels.ops.moe.dequantize_nf4 import dequantize_nf4, quantize_nf4
 from torch import nn
 
-from ligertune.models.adapters.fused_lora import FourBitWeight, four_bit_weight, fuse_adapters, low_rank_update
+from ligertune.models.adapters.fused_lora import FourBitWeight, four_bit_weight, fuse_adapters
+from ligertune.models.adapters.joint_lora import LoraTerms, joint_update
 
 E, F, R = 64, 40, 3
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -40,8 +41,8 @@ def test_a_weight_in_four_bits_has_the_bits_of_the_dequantised_one(device):
     for first, second in ((packed, other), (dense, other_dense)):
         x = torch.linspace(-1, 1, 5 * E, device=device).view(5, E).requires_grad_()
         a, b = factors(device)
-        y = low_rank_update(x, a, b, 0.5, first)
-        z = low_rank_update(y, b.t(), a.t(), 0.25, second)
+        y = joint_update(x, [LoraTerms(a, b, 0.5, first, None)])[0]
+        z = joint_update(y, [LoraTerms(b.t(), a.t(), 0.25, second, None)])[0]
         z.square().sum().backward()
         found.append([y, z, x.grad, a.grad, b.grad])
     for mine, expected in zip(*found, strict=True):

@@ -1,0 +1,153 @@
+"""LoRA layers with the same input (q, k, v; gate, up), computed together.
+
+    y_i = x W_i^T + s_i (x A_i^T) B_i^T        dx = sum_i dy_i W_i + [s_1 dy_1 B_1, s_2 dy_2 B_2, ...] [A_1; A_2; ...]
+
+Each layer alone reads x for its x A^T and its gradient of A, and autograd sums the gradients of x in passes over them.
+Together they read x once for both, the products add up the gradient of x, and one product adds its low-rank terms.
+
+The first layer that is called computes the outputs of all; the others return theirs when they get the same tensor.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+class PackedWeight(Protocol):
+    """A frozen weight that is stored in another form."""
+
+    def dequantize(self) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class LoraTerms:
+    """What a LoRA layer computes: x W^T + bias + scale (x A^T) B^T. a: (R, E). b: (F, R). weight: (F, E), frozen."""
+
+    a: Tensor
+    b: Tensor
+    scale: float
+    weight: Tensor | PackedWeight
+    bias: Tensor | None
+
+
+def joint_update(x: Tensor, layers: Sequence[LoraTerms]) -> tuple[Tensor, ...]:
+    """Return the output (..., F) of each layer for x (..., E)."""
+    frozen = tuple((one.scale, one.weight, one.bias) for one in layers)
+    return _JointUpdate.apply(x, frozen, *(one.a for one in layers), *(one.b for one in layers))
+
+
+class _JointUpdate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, frozen: tuple, *adapters: Tensor) -> tuple[Tensor, ...]:
+        count = len(frozen)
+        rows, ranks = x.flatten(0, -2), [a.shape[0] for a in adapters[:count]]
+        narrow_a = torch.cat([a.to(x.dtype) for a in adapters[:count]])  # (sum of R, E)
+        scaled_b = [(scale * b).to(x.dtype) for (scale, *_), b in zip(frozen, adapters[count:], strict=True)]
+        low = rows @ narrow_a.t()  # (N, sum of R)
+        outputs = []
+        for (_, weight, bias), b, part in zip(frozen, scaled_b, low.split(ranks, 1), strict=True):
+            y = x.new_empty(*x.shape[:-1], len(b))  # no view: kernels may overwrite it
+            flat, w = y.flatten(0, -2), dense(weight).t()
+            _ = torch.mm(rows, w, out=flat) if bias is None else torch.addmm(bias, rows, w, out=flat)
+            flat.addmm_(part, b.t())
+            outputs.append(y)
+        kept = [weight if isinstance(weight, Tensor) else None for _, weight, _ in frozen]
+        ctx.save_for_backward(x, narrow_a, low, *scaled_b, *kept)
+        ctx.packed = [None if isinstance(weight, Tensor) else weight for _, weight, _ in frozen]
+        ctx.scales, ctx.ranks, ctx.dtypes = [scale for scale, *_ in frozen], ranks, [a.dtype for a in adapters]
+        ctx.set_materialize_grads(False)
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        count, ranks = len(gradients), ctx.ranks
+        x, narrow_a, low, *rest = ctx.saved_tensors
+        weights = [packed if kept is None else kept for kept, packed in zip(rest[count:], ctx.packed, strict=True)]
+        needs_dx, _, *needs = ctx.needs_input_grad
+        dx, d_bs, d_lows = None, [None] * count, []
+        for i, (dy, b, weight, part) in enumerate(
+            zip(gradients, rest[:count], weights, low.split(ranks, 1), strict=True)
+        ):
+            if dy is None:  # an output that nobody used
+                d_lows.append(low.new_zeros(len(low), ranks[i]))
+                continue
+            d_rows = dy.flatten(0, -2)
+            d_lows.append(d_rows @ b)
+            if needs[count + i]:
+                d_bs[i] = (d_rows.t() @ part).to(ctx.dtypes[count + i]).mul_(ctx.scales[i])
+            if needs_dx:
+                dx = d_rows @ dense(weight) if dx is None else dx.addmm_(d_rows, dense(weight))
+        d_low = torch.cat(d_lows, 1)  # (N, sum of R)
+        if dx is not None:
+            dx = dx.addmm_(d_low, narrow_a).view(x.shape)
+        d_as: Sequence[Tensor | None] = [None] * count
+        if any(needs[:count]):
+            d_as = (d_low.t() @ x.flatten(0, -2)).split(ranks)
+        d_as = [d_a.to(dtype) if d_a is not None and need else None
+                for d_a, dtype, need in zip(d_as, ctx.dtypes[:count], needs[:count], strict=True)]  # fmt: skip
+        return dx, None, *d_as, *d_bs
+
+
+def dense(weight: Tensor | PackedWeight) -> Tensor:
+    """Return a weight as a tensor. Use it at once: of a packed weight, only the last one is kept."""
+    return weight if isinstance(weight, Tensor) else weight.dequantize()
+
+
+class Siblings:
+    """LoRA layers of one module that share their input.
+
+    What they compute depends on the calls since the last new input only, so that a checkpointed layer saves the same
+    tensors in its second forward.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        self._layers = [weakref.ref(layer) for layer in layers]
+        self._input: Tensor | None = None
+        self._waiting: dict[int, Tensor] = {}  # outputs that are computed, by the position of their layer
+
+    def output(
+        self, layer: nn.Module, x: Tensor, terms_of: Callable[[nn.Module, Tensor], LoraTerms | None]
+    ) -> Tensor | None:
+        """Return the layer's output, and compute those of its siblings. None: the layer computes it alone."""
+        place = next(i for i, one in enumerate(self._layers) if one() is layer)
+        if self._input is x and place in self._waiting:
+            y = self._waiting.pop(place)
+            if not self._waiting:
+                self._input = None
+            return y
+        self._input, self._waiting = None, {}  # outputs that nobody asked for, if x is another input
+        terms = [terms_of(one(), x) for one in self._layers]
+        if any(one is None for one in terms):
+            return None
+        outputs = joint_update(x, terms)
+        self._input, self._waiting = x, {i: y for i, y in enumerate(outputs) if i != place}
+        return outputs[place]
+
+
+_SIBLINGS_OF: weakref.WeakKeyDictionary[nn.Module, Siblings] = weakref.WeakKeyDictionary()
+
+
+def join_siblings(model: nn.Module, kind: type) -> None:
+    """Let the LoRA layers of `kind` compute jointly that share their input. Cross attention has two inputs."""
+    for parent in model.modules():
+        inputs = [name for name in inspect.signature(parent.forward).parameters if name.endswith("_states")]
+        for names in SIBLINGS if len(inputs) < 2 else ():
+            layers = [getattr(parent, name, None) for name in names]
+            if all(isinstance(layer, kind) for layer in layers):
+                joint = Siblings(layers)
+                for layer in layers:
+                    _SIBLINGS_OF[layer] = joint
+
+
+def siblings_of(layer: nn.Module) -> Siblings | None:
+    """Return the siblings of a layer that `join_siblings` found."""
+    return _SIBLINGS_OF.get(layer)
